@@ -71,7 +71,14 @@ from .hlo_text import (
     result_of,
     root_of,
 )
-from .judge import Outcome, Refutation, UnjudgedOperation, Verdict, judged
+from .judge import (
+    Outcome,
+    Refutation,
+    UnjudgedOperation,
+    Verdict,
+    judged,
+    judged_text,
+)
 from .libtpu import (
     TpuCompiled,
     TpuDevice,

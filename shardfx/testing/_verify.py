@@ -1,17 +1,29 @@
 """Proves that XLA's partitioned program of a step computes what the step says."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from .._step import Platform, Verdict, judged, platform_of, step_of
+from .._arrays import Compiled
+from .._ground.errors import LeafTypeError, ProgramError
+from .._step import Platform, Verdict, judged, judged_text, platform_of, step_of
+from ..cost import CompiledFor
+from ..cost._libtpu import target_named
 from ..topology import MeshSpec
+
+
+# A program that a compiler finished, or its text.
+FinishedProgram: TypeAlias = (
+    jax.stages.Compiled | Compiled[..., Any] | CompiledFor | str
+)
 
 
 def verify(
     step: Any,
     *args: object,
     compiler: Platform | str = "tpu",
+    compiled: FinishedProgram | None = None,
     mesh: MeshSpec | Mesh | AbstractMesh | None = None,
 ) -> Verdict:
     """Proves that the program which XLA partitions for a step's devices computes what
@@ -26,7 +38,12 @@ def verify(
     **Arguments:**
 
     - `step`, `args`: the step and its arguments, as in [`shardfx.cost.estimate`][].
-    - `compiler`: the platform for which the step is lowered: "tpu", "gpu" or "cpu".
+    - `compiler`: the platform for which the step is lowered: "tpu", "gpu" or "cpu". The
+        name of a TPU slice, such as "tpu:v5e:2x4", asks libtpu, which partitions in its
+        own way, and the program is its own. That needs `pip install "shardfx[aot]"`.
+    - `compiled`: a program that a compiler finished for this step and these arguments,
+        to be read instead: what `jax.jit(step).lower(*args).compile()` or
+        [`shardfx.cost.compile_for`][] returned, or its text.
     - `mesh`: the mesh of the step; by default the mesh of the arguments.
 
     **Returns:**
@@ -36,9 +53,12 @@ def verify(
     mends it, and "not judged" if it has operations that `verify` cannot follow. Then
     [`shardfx.testing.check_step`][] compares numbers. Not judged are a `shard_map`,
     callbacks, kernels, an argmax or an update over a dimension that is cut, and random
-    bits that depend on the layout, among others; `unjudged` names them. The verdict is about XLA's
-    partitioned program. The compiler of a TPU partitions by itself, and later passes of
-    all compilers change the program.
+    bits that depend on the layout, among others; `unjudged` names them.
+
+    The verdict is about the program that `program` names. By default that is XLA's
+    partitioned program, which later passes of all compilers change. A finished program
+    has operations of its compiler that no rule follows; those are not judged. Nor are
+    arguments and results that lie otherwise than the step's.
 
     **Raises:**
 
@@ -73,4 +93,29 @@ def verify(
     """
     platform = platform_of(compiler)
     made = step_of(step, args, mesh)
-    return judged(made.programs(platform))
+    programs = made.programs(platform)
+    if compiled is not None:
+        return judged_text(programs.whole, _text_of(compiled), "the finished program")
+    if compiler == platform:
+        return judged(programs)
+    target = target_named(compiler, made.mesh)
+    text = made.tpu_partitioned(target.slices, target.order)
+    name = f"libtpu's partitioned program for {target.slices.name}"
+    return judged_text(programs.whole, text, name)
+
+
+def _text_of(compiled: FinishedProgram) -> str:
+    if isinstance(compiled, str):
+        return compiled
+    if not isinstance(compiled, Compiled | CompiledFor | jax.stages.Compiled):
+        raise LeafTypeError(
+            f"`compiled` is a compiled program or its text, not"
+            f" {type(compiled).__name__}; pass `jax.jit(step).lower(*args).compile()`."
+        )
+    text = compiled.as_text()
+    if not text:
+        raise ProgramError(
+            "the compiler of this platform does not give the text of its programs; call"
+            " `verify(step, *args)` without `compiled`."
+        )
+    return text

@@ -20,7 +20,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks._programs import lowered, planned, steps_program, wire_bytes
-from shardfx import MeshSpec, PathRules, chips, plan, topology
+from shardfx import MeshSpec, PathRules, chips, plan, testing, topology
 from shardfx._cli.demo import Run, make_optimizer, make_plans, make_step
 from shardfx._step import bytecode, libtpu, step_of
 from shardfx.auto import search
@@ -559,3 +559,30 @@ def test_libtpu_leaves_nothing_behind():
     assert step.tpu_texts(target.slices, target.order).report == texts.report
     assert not os.path.exists(folder)
     assert Path("/tmp/libtpu_lockfile").exists() == had_lock
+
+
+@needs_libtpu
+def test_libtpus_own_partitioned_program_is_proved():
+    mesh = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}).abstract()
+
+    def struct(shape, *spec):
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+
+    def loss(weights, x):
+        for into, out in weights:
+            x = x + jax.nn.gelu(x @ into) @ out
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def step(weights, x):
+        gradients = jax.grad(loss)(weights, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+    pair = (
+        struct((1024, 2048), "fsdp", "tensor"),
+        struct((2048, 1024), "tensor", "fsdp"),
+    )
+    x = struct((64, 1024), ("data", "fsdp"))
+    verdict = testing.verify(step, [pair, pair], x, compiler="tpu:v5e:2x4")
+    assert verdict.outcome == "proved", verdict
+    assert verdict.program == "libtpu's partitioned program for v5e:2x4"

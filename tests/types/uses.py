@@ -113,6 +113,7 @@ def costs(plan: sfx.ShardPlan, tree: Tree, x: jax.Array) -> float:
     testing.assert_collectives(sent, none=("all-gather",))
     print(testing.check_step(step, tree, x))
     verdict = testing.verify(step, tree, x, compiler="gpu")
+    print(testing.verify(step, tree, x, compiled=compiled).program)
     plain = testing.unsharded(step)
     policy: cost.Policy = cost.policy(
         loss, tree, x, chip="v5e", leave_bytes=2**30, argnums=(0,), offload=False

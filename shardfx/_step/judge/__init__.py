@@ -43,5 +43,5 @@ The package may import the readers of programs in its room, and the ground. It n
 a program.
 """
 
-from .judge import judged
+from .judge import judged, judged_text
 from .verdict import Outcome, Refutation, UnjudgedOperation, Verdict

@@ -178,6 +178,19 @@ def view_of(held: Held) -> View:
     return View(held.root, tuple(dims))
 
 
+def permuted(operand: Held, order: Sequence[int]) -> Held:
+    """The same with its dimensions in another order."""
+    known = operand.known
+    if known is not None:
+        known = known.transpose(0, *(1 + at for at in order))
+    return dataclasses.replace(
+        operand,
+        shape=tuple(operand.shape[at] for at in order),
+        axes=tuple(operand.axes[at] for at in order),
+        known=known,
+    )
+
+
 def settled(held: Held) -> Held:
     """The same with an axis for each dimension of the value that is cut: `rest` moves
     into free dimensions of size 1.

@@ -6,6 +6,7 @@ import dataclasses
 import functools as ft
 from collections.abc import Sequence
 
+from ..._ground.errors import MeshError
 from ..hlo_text import (
     ELEMENTWISE,
     HloModule,
@@ -17,8 +18,9 @@ from ..hlo_text import (
 )
 from ..lowered import own_line
 from ..partitioner import Programs
+from . import views
 from .conditionals import branched
-from .cuts import Cuts
+from .cuts import Cut, Cuts
 from .held import Context, Faulty, Held, Memory, Result, Unknown, view_of
 from .loops import Loops
 from .matching import expressed, is_matched
@@ -55,6 +57,24 @@ def judged(programs: Programs) -> Verdict:
     return Judge(module, read_whole(whole)).verdict()
 
 
+def judged_text(whole_text: str, text: str, program: str) -> Verdict:
+    """Judges the text of a program that a compiler made in a run of its own, such as
+    libtpu's, or that it finished. `program` names it in the verdict. Its arguments have
+    to lie as those of the whole program; a result that lies otherwise is not judged,
+    since each compiler chooses free shardings by itself.
+    """
+    whole = parse_hlo(whole_text)
+    module = parse_hlo(text)
+    if module.partitions not in (1, whole.partitions):
+        raise MeshError(
+            f"{program} is for {module.partitions} devices, and the step's mesh has"
+            f" {whole.partitions}; compile the step for its own mesh."
+        )
+    module = dataclasses.replace(module, partitions=whole.partitions)
+    judge = Judge(module, read_whole(whole), is_foreign=True)
+    return dataclasses.replace(judge.verdict(), program=program)
+
+
 @ft.lru_cache(maxsize=2**12)
 def _bytes_of(result: str) -> int:
     return sum(int(array.bytes) for array in arrays_in(result))
@@ -63,10 +83,14 @@ def _bytes_of(result: str) -> int:
 class Judge:
     """Goes through a partitioned program once.
 
+    - `is_foreign`: whether the program is of another run than the whole program.
     - `faults`, `causes`: what is wrong and what is not judged, by number.
     """
 
-    def __init__(self, module: HloModule, program: WholeProgram):
+    def __init__(
+        self, module: HloModule, program: WholeProgram, *, is_foreign: bool = False
+    ):
+        self.is_foreign = is_foreign
         self.module = module
         self.program = program
         self.context = Context(module, program, Cuts(module.partitions), Memory())
@@ -135,6 +159,15 @@ class Judge:
             if instruction.opcode == "parameter":
                 number = int(instruction.inside)
                 found[number] = self.argument(number, instruction)
+        if self.is_foreign and len(found) != len(self.program.parameters):
+            # Arguments that a step does not use are no arguments of a finished program.
+            root = root_of(self.module.computations[self.module.entry])
+            reason = (
+                f"the program takes {len(found)} arrays, and the step"
+                f" {len(self.program.parameters)}"
+            )
+            unknown = self.unknown((self.module.entry, root.name), root, reason)
+            return [unknown for _ in found]
         return [found[number] for number in range(len(found))]
 
     def argument(self, number: int, instruction: Instruction) -> Result:
@@ -148,10 +181,26 @@ class Judge:
         (sharding,) = shardings_in(whole.attributes) or ("",)
         try:
             cuts = axes_of(self.context.cuts, sharding, array.shape, shape)
+            if self.is_foreign:
+                self._require_cuts(instruction, array, cuts)
         except Unjudged as error:
             return self.unknown(key, instruction, str(error))
         self.states[key] = None
         return held_of(array, shape, cuts)
+
+    def _require_cuts(
+        self, instruction: Instruction, array: Global, cuts: Sequence[Cut]
+    ) -> None:
+        """Raises `Unjudged` if an argument of a foreign program lies otherwise than in
+        the whole program, or does not say how.
+        """
+        (sharding,) = shardings_in(instruction.attributes) or ("",)
+        shape = arrays_in(instruction.result)[0].shape
+        cuts_of_program = axes_of(self.context.cuts, sharding, array.shape, shape)
+        if any(
+            one is not other for one, other in zip(cuts_of_program, cuts, strict=True)
+        ):
+            raise Unjudged("an argument that lies otherwise than the step's")
 
     def compared(self, leaves: Sequence[Result]) -> bool:
         """Compares the results with those of the whole program, and with the shardings
@@ -207,6 +256,8 @@ class Judge:
             if axis.cut is cut:
                 continue
             same = self.context.cuts.joined(axis.cut, cut)
+            if same is None and self.is_foreign:
+                raise Unjudged(f"{what} lies otherwise than in the whole program")
             if same is None:
                 device = next(
                     device
@@ -265,7 +316,11 @@ class Judge:
                 return each_result(instruction, leaf)
         held = [leaf for leaf in leaves if isinstance(leaf, Held)]
         try:
-            result = applied(self.context, instruction, held)
+            if opcode == "bitcast":
+                source = self.module.computations[computation][instruction.operands[0]]
+                result = views.bitcast(self.context, instruction, held[0], source)
+            else:
+                result = applied(self.context, instruction, held)
             check(instruction, result)
         except Wrong as error:
             if not all(is_matched(self.context, operand) for operand in held):

@@ -10,7 +10,7 @@ from .cuts import HOLE, Cut
 from .forms import Form, View, attribute, numbers
 from .held import Axis, Context, Held, Number, view_of
 from .joining import form_in
-from .values import Global, Node
+from .values import Global, Node, scalar_constant
 
 
 def node_for(context: Context, form: Form, instruction: Instruction) -> int | None:
@@ -376,17 +376,6 @@ def _pad_move(context: Context, node: Node, number: int, dim: int) -> _Move | No
         padding=scalar_constant(filled),
         operand_size=node.operands[0].shape[dim],
     )
-
-
-def scalar_constant(node: Node) -> Number | None:
-    """The number of a scalar constant of the whole program; `None` for others."""
-    if node.opcode != "constant" or node.shape or node.instruction is None:
-        return None
-    text = node.instruction.inside.strip()
-    try:
-        return float({"true": "1", "false": "0"}.get(text, text))
-    except ValueError:
-        return None
 
 
 def _instruction(node: Node) -> Instruction:

@@ -6,6 +6,7 @@ sum of two device orders breaks.
 
 import dataclasses
 import functools as ft
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,15 +23,15 @@ from .held import (
     Number,
     require_finished,
 )
-from .joining import (
-    form_in,
-    is_zero,
-    joined_cut,
-    remembered,
-)
+from .joining import constant_number, form_in, is_zero, joined_cut, remembered
 from .lookups import indexed
 from .masks import selected, union_of
-from .matching import node_for, placed, seen_as_named
+from .matching import (
+    node_for,
+    placed,
+    seen_as_named,
+)
+from .values import ROUNDING
 from .verdict import Unjudged, Wrong
 
 
@@ -81,6 +82,8 @@ def elementwise(
     if any(operand.root == NOWHERE for operand in operands):
         return _partial(context, instruction, operands, shape, known)
     held = _matched(context, instruction, operands, shape)
+    if held is None and instruction.opcode == "multiply":
+        held = _scaled(context, instruction, operands)
     if held is None:
         masked = selected(context, instruction, operands, shape)
         if masked is not None:
@@ -149,6 +152,41 @@ def _matched(
     if fault is not None:
         raise fault
     return None
+
+
+def _scaled(
+    context: Context, instruction: Instruction, operands: Sequence[Held]
+) -> Held | None:
+    """A product by a constant that the whole program writes as several products and
+    quotients by constants: compilers multiply the constants.
+    """
+    error = ROUNDING.get(arrays_in(instruction.result)[0].dtype)
+    if error is None:
+        return None
+    for operand, factor in (operands, operands[::-1]):
+        multiplier = constant_number(factor)
+        if multiplier is None or operand.known is not None or operand.rest:
+            continue
+        for number in _scalings(context, instruction):
+            known = context.values.factors_of(number).get(operand.root)
+            if known is None or not math.isclose(known, multiplier, rel_tol=error):
+                continue
+            fill = operand.fill if operand.fill == 0 else None
+            return dataclasses.replace(operand.of(number), fill=fill)
+    return None
+
+
+def _scalings(context: Context, instruction: Instruction) -> list[int]:
+    """The products and quotients of the whole program with an instruction's name. One
+    that the compiler made of several has the names of all.
+    """
+    op_name = instruction.op_name
+    return [
+        number
+        for name in dict.fromkeys((op_name, *op_name.split(";")))
+        for opcode in ("multiply", "divide")
+        for number in context.values.with_name(opcode, name)
+    ]
 
 
 def joined(

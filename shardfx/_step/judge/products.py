@@ -6,6 +6,7 @@ part. `Cuts.terms` says which devices have which term.
 
 import dataclasses
 import functools as ft
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -15,12 +16,14 @@ from .forms import (
     dot_dims,
     numbers,
     reducer_of,
+    text_of,
 )
 from .held import (
     Axis,
     Context,
     Held,
     Number,
+    permuted,
     product_of_terms,
     require_finished,
 )
@@ -37,6 +40,9 @@ from .values import Node
 from .verdict import Unjudged, Wrong
 
 
+_SIDES = re.compile(r"\b(?:lhs_|rhs_)")
+
+
 def dot(context: Context, instruction: Instruction, operands: Sequence[Held]) -> Held:
     for operand in operands:
         if operand.terms is not None and operand.kind != "add":
@@ -51,10 +57,44 @@ def dot(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
             fault = error if are_same(seen, operands) else fault
     if fault is not None:
         raise fault
+    if not matched:
+        swapped = _swapped(context, instruction, operands)
+        if swapped is not None:
+            return swapped
     try:
         return _dot(context, instruction, operands, None)
     except Wrong as error:
         raise Unjudged(f"unlike any operation of the whole program: {error}") from error
+
+
+def _swapped(
+    context: Context, instruction: Instruction, operands: Sequence[Held]
+) -> Held | None:
+    """The result where the whole program transposes the product of the operands in the
+    other order; `None` if it has no such product.
+    """
+    one, other = operands
+    dims = dot_dims(instruction, (len(one.shape), len(other.shape)))
+    batch = len(dims.batch)
+    first, second = (len(free) for free in dims.free)
+    left = [*range(batch, batch + first)]
+    right = [*range(batch + first, batch + first + second)]
+    order = [*range(batch), *right, *left]
+    array = arrays_in(instruction.result)[0]
+    sizes = ",".join(str(array.shape[at]) for at in order)
+    exchanged = instruction._replace(
+        result=f"{array.dtype}[{sizes}]",
+        attributes=_SIDES.sub(
+            lambda side: "rhs_" if side[0] == "lhs_" else "lhs_", text_of(instruction)
+        ),
+    )
+    for number, seen in matched_operands(context, exchanged, [other, one]):
+        try:
+            held = _dot(context, exchanged, seen, number)
+        except (Wrong, Unjudged):
+            continue
+        return permuted(held, [order.index(at) for at in range(len(order))])
+    return None
 
 
 def _dot(

@@ -106,7 +106,6 @@ _RULES: Mapping[str, _Rule] = {
 _UNARY: Mapping[str, _Unary] = {
     "broadcast": views.broadcast,
     "reshape": views.reshape,
-    "bitcast": views.reshape,
     "transpose": lambda context, instruction, operand: views.transpose(
         instruction, operand
     ),

@@ -8,7 +8,7 @@ import numpy as np
 from ..hlo_text import Instruction, arrays_in
 from .held import MOST_KNOWN, NOWHERE, Context, Held
 from .joining import form_in
-from .matching import placed
+from .matching import node_for, placed
 
 
 OPCODES = ("constant", "iota", "partition-id", "replica-id")
@@ -42,8 +42,11 @@ def _constant(
 ) -> Held:
     form = form_in(context, instruction, [], shape)
     cuts = [context.cuts.whole(size) for size in shape]
-    held = placed(context, form, instruction, shape, cuts)
     known = known_constant(instruction, shape, dtype)
+    number = None
+    if known is not None and not shape and node_for(context, form, instruction) is None:
+        number = context.values.scalar_like(dtype, float(known))
+    held = placed(context, form, instruction, shape, cuts, number)
     if known is None:
         return held
     table = np.broadcast_to(known, (context.devices, *known.shape))

@@ -8,8 +8,10 @@ size of a shard, and the judge still knows whose elements it holds.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from ..hlo_text import (
     ELEMENTWISE,
@@ -59,6 +61,31 @@ class Node:
     likeness: int = 0
 
 
+# Operations that compilers apply to constants.
+_FOLDED: Mapping[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "divide": operator.truediv,
+    "negate": operator.neg,
+    "convert": float,
+    "sqrt": math.sqrt,
+}
+# The relative errors of numbers that are rounded and printed, for floating-point dtypes.
+ROUNDING = {"f64": 2**-45, "f32": 2**-20, "bf16": 2**-7, "f16": 2**-9}
+
+
+# Constants that are multiplied into one.
+_MOST_FACTORS = 4
+
+
+class _Factor(NamedTuple):
+    """A value and the constant by which it is multiplied."""
+
+    number: int
+    factor: float
+
+
 class Loop(NamedTuple):
     """A loop of the whole program.
 
@@ -95,6 +122,8 @@ class Values:
         self._by_key: dict[tuple[object, ...], list[int]] = {}
         self._by_name: dict[tuple[str, str], dict[int, None]] = {}
         self._likenesses: dict[tuple[object, ...], int] = {}
+        # The numbers of scalars that follow from constants, by value.
+        self._scalars: dict[int, float] = {}
         self.loops: list[Loop] = []
         # The reshapes that only add or drop dimensions along which nothing changes, by
         # value, with their names.
@@ -111,6 +140,9 @@ class Values:
         number = len(self.nodes)
         node.likeness = self._likeness_of(node)
         self.nodes.append(node)
+        scalar = _folded(node, self._scalars) if not node.shape else None
+        if scalar is not None:
+            self._scalars[number] = scalar
         numbers_of_key.append(number)
         self._name(node, number, op_name)
         return number
@@ -124,6 +156,51 @@ class Values:
     def _name(self, node: Node, number: int, op_name: str) -> None:
         if op_name:
             self._by_name.setdefault((node.opcode, op_name), {})[number] = None
+
+    def scalar_like(self, dtype: str, scalar: float) -> int | None:
+        """The value of the whole program that is this number up to rounding, where it
+        computes a scalar from constants: compilers compute it themselves.
+        """
+        error = ROUNDING.get(dtype)
+        if error is None:
+            return None
+        for number, known in self._scalars.items():
+            instruction = self.nodes[number].instruction
+            if instruction is None or instruction.opcode == "constant":
+                continue
+            if arrays_in(instruction.result)[0].dtype != dtype:
+                continue
+            if math.isclose(known, scalar, rel_tol=error):
+                return number
+        return None
+
+    def factors_of(self, number: int) -> dict[int, float]:
+        """For each value of which a value is a multiple by constants, the factor."""
+        factors: dict[int, float] = {}
+        total = 1.0
+        for _ in range(_MOST_FACTORS):
+            step = self._factor_of(self.nodes[number])
+            if step is None:
+                break
+            total *= step.factor
+            number = step.number
+            factors[number] = total
+        return factors
+
+    def _factor_of(self, node: Node) -> "_Factor | None":
+        if node.opcode not in ("multiply", "divide") or len(node.operands) != 2:
+            return None
+        first, second = node.operands
+        factor = self._scalars.get(second.view.root)
+        if factor is None and node.opcode == "multiply":
+            first, second = second, first
+            factor = self._scalars.get(second.view.root)
+        # A transposed operand is another view of its value.
+        if not factor or first.view.dims != tuple(range(len(node.shape))):
+            return None
+        if node.opcode == "divide":
+            factor = 1 / factor
+        return _Factor(number=first.view.root, factor=factor)
 
     def reshapes_of(self, view: View, op_name: str) -> list[ViewReshape]:
         """The reshapes of the whole program that only view this value, those of this
@@ -142,6 +219,35 @@ class Values:
     def is_named(self, number: int, op_name: str) -> bool:
         node = self.nodes[number]
         return number in self._by_name.get((node.opcode, op_name), ())
+
+
+def scalar_constant(node: Node) -> float | None:
+    """The number of a scalar constant of the whole program; `None` for others."""
+    if node.opcode != "constant" or node.shape or node.instruction is None:
+        return None
+    text = node.instruction.inside.strip()
+    try:
+        return float({"true": "1", "false": "0"}.get(text, text))
+    except ValueError:
+        return None
+
+
+def _folded(node: Node, scalars: Mapping[int, float]) -> float | None:
+    """The number of a scalar that follows from constants; `None` for others."""
+    if node.opcode == "constant":
+        return scalar_constant(node)
+    compute = _FOLDED.get(node.opcode)
+    # Values of the partitioned program alone have no operands.
+    if compute is None or not node.operands:
+        return None
+    numbers = [scalars.get(operand.view.root) for operand in node.operands]
+    known = [number for number in numbers if number is not None]
+    if len(known) != len(numbers):
+        return None
+    try:
+        return float(compute(*known))
+    except (ArithmeticError, ValueError):
+        return None
 
 
 class WholeProgram(NamedTuple):

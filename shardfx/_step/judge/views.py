@@ -8,6 +8,7 @@ writes around an all-to-all, only splits and merges the dimensions of one device
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,10 +17,14 @@ import numpy as np
 from ..hlo_text import Instruction, arrays_in
 from .cuts import HOLE, Cut
 from .forms import Form, numbers
-from .held import NOWHERE, Axis, Context, Held, settled, view_of
+from .held import NOWHERE, Axis, Context, Held, permuted, settled, view_of
 from .matching import candidates, expressed
 from .values import Node, ViewReshape, groups_of_reshape
 from .verdict import Unjudged
+
+
+# The dimensions in a layout, from minor to major: `{1,0:T(8,128)}`.
+_LAYOUT = re.compile(r"\{(\d+(?:,\d+)*)[}:]")
 
 
 def broadcast(context: Context, instruction: Instruction, operand: Held) -> Held:
@@ -38,16 +43,7 @@ def broadcast(context: Context, instruction: Instruction, operand: Held) -> Held
 
 
 def transpose(instruction: Instruction, operand: Held) -> Held:
-    order = numbers(instruction, "dimensions")
-    known = operand.known
-    if known is not None:
-        known = known.transpose(0, *(1 + at for at in order))
-    return dataclasses.replace(
-        operand,
-        shape=tuple(operand.shape[at] for at in order),
-        axes=tuple(operand.axes[at] for at in order),
-        known=known,
-    )
+    return permuted(operand, numbers(instruction, "dimensions"))
 
 
 def reshape(context: Context, instruction: Instruction, operand: Held) -> Held:
@@ -63,6 +59,38 @@ def reshape(context: Context, instruction: Instruction, operand: Held) -> Held:
             return dataclasses.replace(held, known=known)
     held = local_reshape(context, operand, shape)
     return dataclasses.replace(held, known=known)
+
+
+def bitcast(
+    context: Context, instruction: Instruction, operand: Held, source: Instruction
+) -> Held:
+    """A bitcast, which leaves the bytes of its operand `source` as they are. In the
+    order of memory it is a reshape; layouts say which transposes that order is.
+    """
+    before, after = _memory_order(source), _memory_order(instruction)
+    shape = arrays_in(instruction.result)[0].shape
+    if tuple(sorted(before)) == before and tuple(sorted(after)) == after:
+        return reshape(context, instruction, operand)
+    ordered = tuple(shape[at] for at in after)
+    dtype = arrays_in(instruction.result)[0].dtype
+    sizes = ",".join(map(str, ordered))
+    linear = instruction._replace(result=f"{dtype}[{sizes}]", opcode="reshape")
+    held = reshape(context, linear, permuted(operand, before))
+    return permuted(held, [after.index(at) for at in range(len(shape))])
+
+
+def _memory_order(instruction: Instruction) -> tuple[int, ...]:
+    """The dimensions of an array from major to minor, as its layout says. Arrays
+    without a layout have their last dimension as the minor one.
+    """
+    rank = len(arrays_in(instruction.result)[0].shape)
+    layout = _LAYOUT.search(instruction.result)
+    if layout is None:
+        return tuple(range(rank))
+    order = tuple(int(dim) for dim in reversed(layout[1].split(",")))
+    if len(order) != rank:
+        raise Unjudged("a bitcast with a layout of another rank")
+    return order
 
 
 def _reshaped_known(operand: Held, shape: tuple[int, ...]) -> np.ndarray | None:
