@@ -4,7 +4,7 @@
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ._run import Case, Fault, emulate, main, normal
 
@@ -22,6 +22,11 @@ def mended(x):
     return jnp.where(is_last, 1.5, jnp.roll(x, -1, axis=0))
 
 
+def row_set(mesh):
+    rows = NamedSharding(mesh, P("data"))
+    return lambda x: jax.lax.with_sharding_constraint(x, rows).at[9:10].set(2.0)
+
+
 def loss(x):
     return jnp.sum(jnp.sin(shifted(x)))
 
@@ -31,6 +36,9 @@ def cases() -> Fault:
     wrong = {
         "forward": Case(lambda mesh: shifted, args, MESH, (ROWS,), ROWS),
         "gradient": Case(lambda mesh: jax.grad(loss), args, MESH, (ROWS,), ROWS),
+        "one row": Case(
+            row_set, (normal(0, 12, 4),), {"data": 2, "tensor": 4}, (P(),), P("tensor")
+        ),
     }
     held = {"`roll` and `where`": Case(lambda mesh: mended, args, MESH, (ROWS,), ROWS)}
     return Fault(wrong, held)

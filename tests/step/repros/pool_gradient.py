@@ -1,0 +1,42 @@
+"""The gradient of a max-pool whose windows overlap along a cut dimension."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from ._run import Case, Fault, emulate, main, normal
+
+
+MESH = {"data": 2, "tensor": 4}
+ROWS = P("data")
+
+
+def gradient(spec):
+    def step(mesh):
+        sharding = NamedSharding(mesh, spec)
+
+        def loss(x, weights):
+            held = jax.lax.with_sharding_constraint(x, sharding)
+            pooled = jax.lax.reduce_window(
+                held, -jnp.inf, jax.lax.max, (3, 1), (1, 1), ((1, 1), (0, 0))
+            )
+            return jnp.sum(pooled * weights)
+
+        return jax.grad(loss)
+
+    return step
+
+
+def cases() -> Fault:
+    args = (normal(0, 6, 4), normal(1, 6, 4))
+    specs = (ROWS, P())
+    cut = gradient(P("data", "tensor"))
+    whole = gradient(P(None, "tensor"))
+    wrong = {"gradient": Case(cut, args, MESH, specs, ROWS)}
+    held = {"windows that are whole": Case(whole, args, MESH, specs, ROWS)}
+    return Fault(wrong, held)
+
+
+if __name__ == "__main__":
+    emulate()
+    main(cases())

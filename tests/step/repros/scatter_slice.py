@@ -1,0 +1,53 @@
+"""A slice of a sum with a scatter, as the gradient of a concatenation and an update: the
+result is cut along the slice.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from ._run import Case, Fault, emulate, main, normal
+
+
+MESH = {"data": 4, "tensor": 2}
+CUT = P(None, "tensor")
+
+
+def summed(x):
+    return x + jnp.zeros_like(x).at[:, :1].add(x[:, :1])
+
+
+def sliced(x):
+    return summed(x)[:, 6:]
+
+
+def loss(x, y, weights):
+    joined = jnp.concatenate([x, y], axis=1)
+    return jnp.sum(joined.at[:, :1].max(2.0) * weights)
+
+
+def mended(mesh):
+    whole = NamedSharding(mesh, P())
+
+    def step(x):
+        return jax.lax.with_sharding_constraint(summed(x), whole)[:, 6:]
+
+    return step
+
+
+def cases() -> Fault:
+    x = normal(0, 4, 14, 2)
+    parts = (normal(1, 4, 6, 2), normal(2, 4, 8, 2), x)
+    wrong = {
+        "forward": Case(lambda mesh: sliced, (x,), MESH, (P(),), CUT),
+        "gradient": Case(
+            lambda mesh: jax.grad(loss, 1), parts, MESH, (P(), P(), P()), CUT
+        ),
+    }
+    held = {"a whole sum": Case(mended, (x,), MESH, (P(),), CUT)}
+    return Fault(wrong, held)
+
+
+if __name__ == "__main__":
+    emulate()
+    main(cases())
