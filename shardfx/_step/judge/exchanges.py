@@ -13,6 +13,7 @@ import numpy as np
 
 from ..collectives import groups_of
 from ..hlo_text import Instruction, arrays_in
+from .choices import gathered_choices
 from .cuts import HOLE, Cut
 from .forms import numbers, reducer_of
 from .held import Axis, Context, Held, require_finished
@@ -104,6 +105,9 @@ def all_gather(context: Context, instruction: Instruction, operand: Held) -> Hel
     members = members_of(context, groups)
     _require_equal(instruction, operand, groups, along)
     if operand.terms is not None:
+        held = gathered_choices(operand, along, masks_of(groups), shape)
+        if held is not None:
+            return held
         _require_same_terms(operand, groups)
     axis = operand.axes[along]
     if axis is None:

@@ -26,7 +26,7 @@ from .loops import Loops
 from .matching import expressed, is_matched
 from .results import check, each_result, held_of, leaves_in, leaves_of, required_view
 from .rules import applied
-from .shardings import axes_of, shardings_in
+from .shardings import WrongShard, axes_of, shardings_in
 from .values import Global, WholeProgram, read_whole
 from .verdict import (
     Refutation,
@@ -212,6 +212,8 @@ class Judge:
         if len(shardings) != len(wanted):
             shardings = [""] * len(wanted)
         is_proved = len(leaves) == len(wanted)
+        if is_proved and not self.is_foreign:
+            self._require_shards(root, shardings)
         for number, (result, array) in enumerate(zip(leaves, wanted, strict=False)):
             if isinstance(result, Faulty):
                 self.reached.add(result.number)
@@ -227,6 +229,32 @@ class Judge:
                 self.unknown((self.module.entry, root.name), root, str(error))
                 is_proved = False
         return is_proved and not self.reached
+
+    def _require_shards(self, root: Instruction, shardings: Sequence[str]) -> None:
+        """Refutes results whose arrays on one device are no shards of their shardings,
+        whether or not their elements are judged.
+        """
+        computation = self.module.computations[self.module.entry]
+        shapes = [array.shape for array in arrays_in(root.result)]
+        for number, (shape, array) in enumerate(
+            zip(shapes, self.program.results, strict=False)
+        ):
+            try:
+                axes_of(self.context.cuts, shardings[number], array.shape, shape)
+            except WrongShard:
+                is_tuple = root.opcode == "tuple"
+                name = root.operands[number] if is_tuple else root.name
+                error = Wrong(
+                    f"result {number}: each device returns an array of the shape"
+                    f" {shape}, which is no shard of {array.shape} as its sharding says",
+                    "a shard of the result on each device",
+                    "constrain the sharding of the arrays that this line reads",
+                )
+                key = (self.module.entry, f"{root.name}/{number}")
+                self.reached.add(self.fault(key, computation[name], error).number)
+            except Unjudged:
+                # The comparison of the elements says why.
+                continue
 
     def compare(self, number: int, result: Held, array: Global, sharding: str) -> None:
         what = f"result {number}"

@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 from ..hlo_text import ELEMENTWISE, Instruction, parts_of
 from . import (
+    choices,
     convolutions,
     exchanges,
     indices,
@@ -39,6 +40,12 @@ def applied(
     if any(operand.idiom is not None for operand in operands):
         if opcode not in lookups.IDIOMS:
             raise Unjudged("a lookup that is not finished")
+        if (
+            opcode == "reduce"
+            and len(operands) > 1
+            and isinstance(operands[0].idiom, choices.Choices)
+        ):
+            return choices.reduce_several(context, instruction, operands)
         if opcode == "reduce":
             return lookups.any_of_columns(instruction, operands[0])
     if opcode in ELEMENTWISE:
@@ -54,7 +61,7 @@ def applied(
     if opcode == "reduce" and len(operands) == 2:
         return products.reduce(context, instruction, operands)
     if opcode == "reduce":
-        return whole_operations.reduce_several(context, instruction, operands)
+        return choices.reduce_several(context, instruction, operands)
     if opcode in ("all-reduce", "all-gather") and len(operands) > 1:
         return _several(context, instruction, operands)
     if opcode in sources.OPCODES:

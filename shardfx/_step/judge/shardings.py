@@ -26,6 +26,10 @@ _TILED = re.compile(
 )
 
 
+class WrongShard(Unjudged):
+    """The shape of an array of one device is not that of a shard of its sharding."""
+
+
 def shardings_in(attributes: str) -> list[str]:
     """The shardings in the attributes of an instruction, one for each array."""
     start = attributes.find(_START)
@@ -107,7 +111,7 @@ def _tiled(
     made = []
     for at, size in enumerate(shape):
         if local[at] != -(-size // tiles[at]):
-            raise Unjudged("a shard of another size than its sharding says")
+            raise WrongShard("a shard of another size than its sharding says")
         starts = places[at] * local[at]
         if local[at] * tiles[at] == size:
             made.append(cuts.from_starts(starts, local[at]))

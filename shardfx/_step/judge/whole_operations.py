@@ -6,14 +6,15 @@ rule of their own.
 from collections.abc import Sequence
 
 from ..hlo_text import Instruction, arrays_in
+from .choices import part_of
 from .cuts import Cut
-from .forms import Form, numbers
+from .forms import numbers
 from .held import Axis, Context, Held, require_finished
 from .joining import form_in, joined_cut
-from .matching import candidates, matched_operands, placed
+from .matching import matched_operands, placed
 from .values import Node
 from .verdict import Unjudged
-from .windows import window_of
+from .windows import Window, window_of
 
 
 def whole_operation(
@@ -42,77 +43,20 @@ def whole_operation(
             cuts: list[Cut | None] = axes
             if len(axes) != len(array.shape):
                 cuts = [context.cuts.whole(size) for size in array.shape]
-            parts.append(
-                _part_of(context, instruction, found, place, cuts, array.shape)
-            )
+            parts.append(part_of(context, instruction, found, place, cuts, array.shape))
         return tuple(parts)
     raise Unjudged(f"no rule for this {instruction.opcode}")
-
-
-def reduce_several(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
-) -> tuple[Held, ...]:
-    """The reduction of several arrays together, as for an argmax, over dimensions that
-    are not cut.
-    """
-    arrays = operands[: len(operands) // 2]
-    over = numbers(instruction, "dimensions")
-    results = arrays_in(instruction.result)
-    for operand in operands:
-        require_finished(operand, "reduce")
-    for number, seen in matched_operands(context, instruction, operands):
-        node = context.values.nodes[number]
-        own = seen[: len(arrays)]
-        if any(
-            operand.shape[at] != array.shape[at]
-            or not _is_whole(context, operand.axes[at], array.shape[at])
-            for operand, array in zip(own, node.operands, strict=False)
-            for at in over
-        ):
-            continue
-        cuts = []
-        for at in range(len(own[0].shape)):
-            if at in over:
-                continue
-            axes = [operand.axes[at] for operand in own]
-            cuts.append(joined_cut(context, "reduce", at, axes))
-        found = form_in(context, instruction, seen, results[0].shape)
-        return tuple(
-            _part_of(context, instruction, found, place, cuts, results[place].shape)
-            for place in range(len(results))
-        )
-    raise Unjudged("a reduction of several arrays over a dimension that is cut")
-
-
-def _is_whole(context: Context, axis: Axis | None, size: int) -> bool:
-    return axis is None or context.cuts.is_whole(axis.cut, size)
-
-
-def _part_of(
-    context: Context,
-    instruction: Instruction,
-    found: Form,
-    place: int,
-    cuts: Sequence[Cut | None],
-    shape: tuple[int, ...],
-) -> Held:
-    """One of the results of an operation with several."""
-    dims = tuple(range(len(shape)))
-    keyed = Form((*found.key, place), dims, dims)
-    parts = candidates(context, keyed, instruction)
-    if not parts:
-        raise Unjudged(f"{instruction.opcode} that the whole program has not")
-    return placed(context, keyed, instruction, shape, cuts, parts[0])
 
 
 def _whole_axes(
     context: Context, instruction: Instruction, operands: Sequence[Held], node: Node
 ) -> list[Cut | None] | None:
     """The cuts of the results, if each device computes the whole along each dimension
-    that the operation does not treat element by element.
+    that the operation does not treat element by element, or window by window.
     """
     shape = arrays_in(instruction.result)[0].shape
     free: set[int] = set()
+    tiled: dict[int, int] = {}
     if instruction.opcode == "sort":
         free = set(range(len(shape))) - set(numbers(instruction, "dimensions"))
     if instruction.opcode == "custom-call" and "TopK" in instruction.attributes:
@@ -124,23 +68,61 @@ def _whole_axes(
             return None
         # A dimension along which windows have one element is treated by element.
         free = {at for at, window in enumerate(windows) if window.is_trivial}
-    for operand, array in zip(operands, node.operands, strict=True):
-        for at, (axis, size) in enumerate(zip(operand.axes, array.shape, strict=True)):
-            if at in free:
-                continue
-            if operand.shape[at] != size:
-                return None
-            if axis is not None and not context.cuts.is_whole(axis.cut, size):
-                return None
+        tiled = _tiled(windows, node)
     cuts: list[Cut | None] = []
     for at, size in enumerate(shape):
-        if at not in free:
-            cuts.append(context.cuts.whole(size))
-            continue
         axes = [operand.axes[at] for operand in operands if operand.shape]
-        cuts.append(joined_cut(context, instruction.opcode, at, axes))
-        if cuts[-1] is None:
-            cuts[-1] = context.cuts.whole(size) if size == node.shape[at] else None
-    if not free and shape != node.shape:
+        if at in free:
+            cut = joined_cut(context, instruction.opcode, at, axes)
+            if cut is None and size == node.shape[at]:
+                cut = context.cuts.whole(size)
+            cuts.append(cut)
+        elif _are_whole(context, operands, node, at):
+            cuts.append(context.cuts.whole(size))
+        elif at in tiled and (cut := _cut_in_tiles(axes, tiled[at])) is not None:
+            cuts.append(cut)
+        else:
+            return None
+    if not free and not tiled and shape != node.shape:
         return None
     return cuts
+
+
+def _are_whole(context: Context, operands: Sequence[Held], node: Node, at: int) -> bool:
+    for operand, array in zip(operands, node.operands, strict=True):
+        if at >= len(array.shape):
+            continue
+        axis, size = operand.axes[at], array.shape[at]
+        if operand.shape[at] != size:
+            return False
+        if axis is not None and not context.cuts.is_whole(axis.cut, size):
+            return False
+    return True
+
+
+def _tiled(windows: Sequence[Window], node: Node) -> dict[int, int]:
+    """The dimensions that the windows of a `select-and-scatter` divide into tiles, with
+    the size of a tile.
+    """
+    image, source = node.operands[0].shape, node.operands[1].shape
+    tiled = {}
+    for at, window in enumerate(windows):
+        tile = Window(window.size, window.size, 0, 0, 1, 1, False)
+        if window == tile and image[at] == source[at] * window.size:
+            tiled[at] = window.size
+    return tiled
+
+
+def _cut_in_tiles(axes: Sequence[Axis | None], tile: int) -> Cut | None:
+    """The cut of an image that is cut into whole tiles, as the tiles' array is; `None`
+    for other cuts.
+    """
+    image, source = axes
+    if image is None or source is None:
+        return None
+    cuts = (image.cut, source.cut)
+    if any(len(cut.lengths) != 1 or cut.has_holes or cut.step != 1 for cut in cuts):
+        return None
+    if (image.cut.starts != source.cut.starts * tile).any():
+        return None
+    return image.cut if image.cut.size == source.cut.size * tile else None

@@ -1,0 +1,179 @@
+"""Reductions of several arrays together, such as an argmax.
+
+Over a dimension that is cut, each device chooses from its own part. The choices of a
+group are gathered side by side, and chosen from again.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..hlo_text import HloModule, Instruction, arrays_in, root_of
+from .cuts import Cut
+from .forms import Form, computation_text, numbers
+from .held import Context, Held, product_of_terms, require_finished
+from .joining import form_in, joined_cut
+from .matching import candidates, matched_operands, placed
+from .values import Node
+from .verdict import Unjudged
+
+
+class Choices(NamedTuple):
+    """The choices of all devices of a group, side by side along dimension `along`, made
+    by the function `how`.
+    """
+
+    along: int
+    how: str
+
+
+def reduce_several(
+    context: Context, instruction: Instruction, operands: Sequence[Held]
+) -> tuple[Held, ...]:
+    """The reduction of several arrays together."""
+    arrays = operands[: len(operands) // 2]
+    if any(isinstance(array.idiom, Choices) for array in arrays):
+        return _chosen_again(context, instruction, arrays)
+    over = numbers(instruction, "dimensions")
+    results = arrays_in(instruction.result)
+    for operand in operands:
+        require_finished(operand, "reduce")
+    reason = Unjudged("no reduction of the whole program has these operands")
+    for number, seen in matched_operands(context, instruction, operands):
+        node = context.values.nodes[number]
+        parts = seen[: len(arrays)]
+        try:
+            terms = _terms_over(context, instruction, parts, node, over)
+        except Unjudged as error:
+            reason = error
+            continue
+        cuts = []
+        for at in range(len(parts[0].shape)):
+            if at not in over:
+                axes = [operand.axes[at] for operand in parts]
+                cuts.append(joined_cut(context, "reduce", at, axes))
+        form = form_in(context, instruction, seen, results[0].shape)
+        made = [
+            part_of(context, instruction, form, place, cuts, array.shape)
+            for place, array in enumerate(results)
+        ]
+        if terms is None:
+            return tuple(made)
+        how = _function_of(context.module, instruction)
+        return tuple(dataclasses.replace(held, terms=terms, kind=how) for held in made)
+    raise reason
+
+
+def _terms_over(
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+    node: Node,
+    over: Sequence[int],
+) -> tuple[int, ...] | None:
+    """The devices that choose from each part of the dimensions that are reduced; `None`
+    if each device chooses from all.
+    """
+    terms = None
+    for at in over:
+        size = node.operands[0].shape[at]
+        axes = [operand.axes[at] for operand in operands]
+        cut = joined_cut(context, "reduce", at, axes)
+        if cut is None:
+            if operands[0].shape[at] != size:
+                raise Unjudged("a reduction of a broadcast")
+            continue
+        if cut.has_holes:
+            raise Unjudged("a reduction of several arrays over padding")
+        part = context.cuts.terms(cut, size)
+        terms = product_of_terms(context.everywhere, terms, part)
+    if terms is not None and not _is_choice(context.module, instruction):
+        raise Unjudged("a reduction of several arrays over a dimension that is cut")
+    return terms
+
+
+def _function_of(module: HloModule, instruction: Instruction) -> str:
+    return computation_text(module, dict(instruction.called)["to_apply"])
+
+
+def _is_choice(module: HloModule, instruction: Instruction) -> bool:
+    """Whether a reduction chooses one of two candidates: so it does not matter how often
+    it sees the one with which it starts.
+    """
+    computation = module.computations[dict(instruction.called)["to_apply"]]
+    root = root_of(computation)
+    count = len(root.operands)
+    if root.opcode != "tuple":
+        return False
+    for place, name in enumerate(root.operands):
+        selected = computation[name]
+        if selected.opcode != "select":
+            return False
+        candidates_ = [computation[operand] for operand in selected.operands[1:]]
+        places = sorted(one.inside for one in candidates_ if one.opcode == "parameter")
+        if places != sorted((str(place), str(place + count))):
+            return False
+    return True
+
+
+def gathered_choices(
+    operand: Held, along: int, masks: Sequence[int], shape: tuple[int, ...]
+) -> Held | None:
+    """The choices of each group of devices, `masks`, side by side along a dimension of
+    size 1; `None` if a group has a choice twice, or not at all.
+    """
+    if operand.shape[along] != 1 or operand.axes[along] is not None:
+        return None
+    for mask in masks:
+        for term in operand.terms or ():
+            if (term & mask).bit_count() != 1:
+                return None
+    idiom = Choices(along, operand.kind)
+    return dataclasses.replace(
+        operand, shape=shape, terms=None, kind="add", known=None, idiom=idiom
+    )
+
+
+def _chosen_again(
+    context: Context, instruction: Instruction, arrays: Sequence[Held]
+) -> tuple[Held, ...]:
+    """The choice from the choices of a group."""
+    (along,) = numbers(instruction, "dimensions")
+    wanted = Choices(along, _function_of(context.module, instruction))
+    if any(array.idiom != wanted for array in arrays):
+        raise Unjudged("a choice from choices of another kind")
+    first = context.values.nodes[arrays[0].root]
+    made = []
+    for place, array in enumerate(arrays):
+        node = context.values.nodes[array.root]
+        if node.key != (*first.key[:-1], place) or node.operands != first.operands:
+            raise Unjudged("a choice from choices of different arrays")
+        for other, axis in zip(arrays[0].axes, array.axes, strict=True):
+            if other != axis:
+                raise Unjudged("a choice from choices that lie differently")
+        made.append(
+            dataclasses.replace(
+                array,
+                shape=array.shape[:along] + array.shape[along + 1 :],
+                axes=array.axes[:along] + array.axes[along + 1 :],
+                idiom=None,
+            )
+        )
+    return tuple(made)
+
+
+def part_of(
+    context: Context,
+    instruction: Instruction,
+    found: Form,
+    place: int,
+    cuts: Sequence[Cut | None],
+    shape: tuple[int, ...],
+) -> Held:
+    """One of the results of an operation with several."""
+    dims = tuple(range(len(shape)))
+    keyed = Form((*found.key, place), dims, dims)
+    parts = candidates(context, keyed, instruction)
+    if not parts:
+        raise Unjudged(f"{instruction.opcode} that the whole program has not")
+    return placed(context, keyed, instruction, shape, cuts, parts[0])
