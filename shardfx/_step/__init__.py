@@ -120,3 +120,4 @@ from .step import (
     step_of,
     unwrapped,
 )
+from .targets import LIBTPU_NAMES, Target, target_named

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from .._ground.errors import MeshError, ProgramError
 from .._ground.text import bytes_text, plural
-from .._step import step_of
-from ..cost._libtpu import Target, TpuAnswer, target_named, target_of, tpu_answer
+from .._step import Target, step_of, target_named
+from ..cost._libtpu import TpuAnswer, target_of, tpu_answer
 from ..cost._traffic import read
 from ._asked import SearchOptions
 from ._candidate import Candidate, rank

@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from .. import chips
 from .._ground.errors import ChipError, MeshError, OutOfMemoryError, ProgramError
-from .._step import Platform, Step, TpuTexts, step_of
+from .._step import Platform, Step, TpuTexts, step_of, target_named
 from ..topology import MeshSpec
-from ._libtpu import TpuAnswer, target_named
+from ._libtpu import TpuAnswer
 from ._memory import Memory
 
 

@@ -6,13 +6,15 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import chips
 from .._ground.errors import MeshError
 from .._step import (
+    LIBTPU_NAMES,
     HloModule,
     Step,
+    Target,
     TpuSlice,
     TpuTexts,
     devices_of_slices,
@@ -29,23 +31,10 @@ from ._memory import Memory
 INSTALL = "`pip install 'shardfx[aot]'` asks libtpu itself, without a TPU."
 # The chip of a step for TPUs if none is named, and the one for larger slices.
 _CHIP, _LARGE_CHIP = "v5e", "v5p"
-# libtpu's names of chips that have other names here.
-_NAMES = {"v7x": "tpu7x"}
 # The devices of the smallest slice that libtpu describes: one host of 2 x 2 chips.
 _HOST = 4
 # libtpu compiles larger slices too, but takes minutes.
 _MOST_DEVICES = 9216
-
-
-class Target(NamedTuple):
-    """The slices that libtpu compiles for.
-
-    - `slices`: their name and number.
-    - `order`: the ids of their devices in the order of the mesh.
-    """
-
-    slices: TpuSlice
-    order: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,19 +101,6 @@ def target_of(chip: chips.Chip, mesh: MeshSpec) -> Target | None:
     return Target(slices, tuple(device.id for device in ordered.flat))
 
 
-def target_named(name: str, mesh: MeshSpec) -> Target:
-    """The slices that a user names, such as "tpu:v5p:4x4x4". Raises `MeshError` if
-    there is none of this name, if the mesh would not use every device, or if libtpu is
-    not installed.
-    """
-    parsed = chips.parse_slice(name)
-    own_name = _NAMES.get(parsed.chip.name, parsed.chip.name)
-    extents = "x".join(map(str, parsed.extents))
-    slices = TpuSlice(f"{own_name}:{extents}", math.prod(mesh.dcn_sizes))
-    ordered = mesh.order(devices_of_slices(slices)).devices
-    return Target(slices, tuple(device.id for device in ordered.flat))
-
-
 def _part_of_host(chip: chips.Chip, mesh: MeshSpec) -> Target | None:
     """The first devices of the smallest slice, for a mesh that is smaller."""
     extents = (2, 2, 1)[: chip.torus_dims]
@@ -141,7 +117,7 @@ def _name(chip: chips.Chip, extents: Sequence[int]) -> str:
     so they are even.
     """
     even_first = sorted(extents, key=lambda extent: extent % 2)
-    name = _NAMES.get(chip.name, chip.name)
+    name = LIBTPU_NAMES.get(chip.name, chip.name)
     return f"{name}:{'x'.join(map(str, even_first))}"
 
 

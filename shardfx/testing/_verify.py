@@ -7,9 +7,16 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .._arrays import Compiled
 from .._ground.errors import LeafTypeError, ProgramError
-from .._step import Platform, Verdict, judged, judged_text, platform_of, step_of
+from .._step import (
+    Platform,
+    Verdict,
+    judged,
+    judged_text,
+    platform_of,
+    step_of,
+    target_named,
+)
 from ..cost import CompiledFor
-from ..cost._libtpu import target_named
 from ..topology import MeshSpec
 
 

@@ -323,7 +323,7 @@ def test_an_argmax_over_a_cut_dimension_is_proved():
     assert mutated(programs, r"constant\(16\)", "constant(8)").outcome != "proved"
 
 
-def test_the_gradient_of_a_pool_is_proved_where_shards_are_whole_windows():
+def test_the_gradient_of_a_pool_in_whole_windows_is_proved():
     def pooled(x):
         sizes = (1, 2, 1)
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, sizes, sizes, "VALID")
