@@ -13,14 +13,15 @@ from typing import Any
 from .._ground.errors import MapError
 from .._ground.text import between_numbers
 from .._ground.tree import flatten
-from .evaluate import LeavesMade, evaluated
+from .entries import EntryRule
+from .evaluate import LeavesMade
 from .expression import From, NamedSizes, Rules, counted_leaf, leaves_of
 from .inverse import backward, through
 from .patterns import Binding, Pattern, near, pattern
-from .pieces import Made, Struct, all_simplified
+from .pieces import Made, Struct
 from .problems import Problem, TreeLeaf, TreeLeaves, joined_paths, raise_problems
 from .rule_places import places
-from .shape_operations import cast, on_shapes
+from .shape_operations import cast
 
 
 def bound_steps(
@@ -93,19 +94,16 @@ def _forward(
     used: dict[str, None] = dict.fromkeys(spare)
     of_failed_rules: list[Pattern] = []
     leaf_of = LeavesMade(source, used)
+    # By identity: the hash of an expression is that of all its operands.
+    entry_rules = {id(rule): EntryRule(rule, leaf_of) for _, rule in step.rules}
     for path, rule, binding in places(step, source, target, problems):
         try:
-            leaf = evaluated(rule, binding, source, leaf_of, on_shapes)
+            leaf = entry_rules[id(rule)].made(binding)
         except MapError as error:
             text = f"{str(error).removesuffix('.')}. It is made by {rule}"
             problems.append((path, text))
             of_failed_rules += map(pattern, leaves_of(rule))
             continue
-        leaf = Made(
-            shape=leaf.shape,
-            dtype=leaf.dtype,
-            pieces=tuple(all_simplified(leaf.pieces)),
-        )
         if target is not None:
             leaf = _fitting(path, rule, leaf, target[path], step.casts, problems)
         leaves[path] = leaf

@@ -1,16 +1,22 @@
 """Laws of maps between trees: pieces agree with NumPy, and what goes there comes back."""
 
+import functools as ft
 import html
 import math
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings, strategies as st
-from maps import chains, filled, leaf, maps, pieces_of, same, written
+from maps import chains, filled, leaf, maps, pieces_of, same, shapes, written
 
 from shardfx import From, TreeMap
-from shardfx._convert import pieces as p
+from shardfx._convert import pieces as p, structs_of
+from shardfx._convert.apply import on_arrays
+from shardfx._convert.entries import EntryRule, Selection, selections_of
+from shardfx._convert.evaluate import LeavesMade, evaluated
 from shardfx._convert.values import box_view, chunks, fill, strided_boxes
+from shardfx.errors import MapError
 
 
 def reader(arrays):
@@ -62,6 +68,59 @@ def test_pieces_within_a_box_equal_numpy_slices(case, data):
                 )
         same(filled_in, struct)
         same(landed, struct)
+
+
+on_numpy = ft.partial(on_arrays, np)
+
+
+def with_dim(shape, dim, size):
+    return (*shape[:dim], size, *shape[dim:])
+
+
+@settings(max_examples=80, deadline=None)
+@given(shapes(), st.data())
+def test_entries_of_a_stack_are_what_each_evaluation_makes(shape, data):
+    """A rule is evaluated once for all entries. It takes one entry of a leaf, or two
+    different ones, which are evaluated each.
+    """
+    inner_dim = data.draw(st.integers(0, len(shape)))
+    outer_dim = data.draw(st.integers(0, len(shape) + 1))
+    stack_shape = with_dim(with_dim(shape, inner_dim, 5), outer_dim, 3)
+    arrays = {"w": filled(stack_shape, np.dtype("int32"))}
+    layers = From("w").at("i", dim=outer_dim)
+    entry = layers.at("2*j+1", dim=inner_dim)
+    other = layers.at("j", dim=inner_dim)
+    rule, _ = data.draw(chains(entry, shape))
+    operands = data.draw(st.sampled_from([[entry], [entry, entry], [entry, other]]))
+    if len(operands) > 1 and shape:
+        rule = From.concat(operands, dim=data.draw(st.integers(0, len(shape) - 1)))
+    leaves = structs_of(arrays, arrays.values())
+    entry_rule = EntryRule(rule, LeavesMade(leaves, {}))
+    is_same_entry = other not in operands or not shape
+    assert (selections_of(rule, leaves) is not None) == is_same_entry
+    for i, j in [(1, 1), (0, 0), (2, 1), (1, 0)]:
+        binding = {"i": i, "j": j}
+        expected = evaluated(rule, binding, arrays, arrays.__getitem__, on_numpy)
+        same(from_pieces(entry_rule.made(binding), arrays), expected)
+    for binding in ({"i": 3, "j": 0}, {"i": 0, "j": 2}):
+        with pytest.raises(MapError, match="is out of range along dim"):
+            entry_rule.made(binding)
+    with pytest.raises(MapError, match="needs a number"):
+        entry_rule.made({"i": "first", "j": 0})
+
+
+def test_rules_whose_targets_differ_in_more_are_evaluated_each():
+    leaves = {"w": p.Struct((2, 3, 4), np.dtype("int8"))}
+    for rule in (
+        From("{i}").at("j"),
+        From("w").T.at("i"),
+        From("w").at("i").stack("i", count=2),
+        From("absent").at("i"),
+        From("w").at("i", dim=3),
+    ):
+        assert selections_of(rule, leaves) is None
+    selections = selections_of(From("w").at(1).at("i", dim=-1).T, leaves)
+    assert selections == {"w": (Selection("i", 2, 4),)}
 
 
 @settings(max_examples=60, deadline=None)

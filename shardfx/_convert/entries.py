@@ -1,0 +1,172 @@
+"""Target arrays that one rule makes of the entries of a stack, such as its experts. They
+differ in nothing but the position in the stack.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .evaluate import LeavesMade, evaluated
+from .expression import From
+from .patterns import Binding, pattern, sum_of
+from .pieces import Made, Piece, Struct, all_simplified
+from .shape_operations import on_shapes
+
+
+class Selection(NamedTuple):
+    """One `at` operation that selects an entry of a leaf by placeholders.
+
+    - `number`: the number of the entry, a sum of placeholders.
+    - `dim`, `size`: the dimension of the leaf, and its size.
+    """
+
+    number: str
+    dim: int
+    size: int
+
+
+class _Template(NamedTuple):
+    """The target array that a rule makes for one binding of its placeholders.
+
+    - `made`: the target array.
+    - `numbers`: the number of each selection, by the path of the leaf.
+    """
+
+    made: Made
+    numbers: Mapping[str, tuple[int, ...]]
+
+
+class EntryRule:
+    """A rule whose target arrays differ only in the entries that they take of leaves.
+
+    Only the first is evaluated. The others have its pieces, moved along the dimensions
+    of the leaves: an evaluation takes ten times as long, and a map makes thousands.
+
+    **Arguments:**
+
+    - `rule`: the expression.
+    - `leaf`: the leaves of the source.
+    """
+
+    def __init__(self, rule: From, leaf: LeavesMade):
+        self._rule = rule
+        self._leaf = leaf
+        self._selections = selections_of(rule, leaf.leaves)
+        self._template: _Template | None = None
+
+    def made(self, binding: Binding) -> Made:
+        """The target array for the values `binding` of the rule's placeholders, with
+        simplified pieces. Raises `MapError` if the rule does not fit the leaves.
+        """
+        numbers = self._numbers(binding)
+        if numbers is not None and self._template is not None:
+            assert self._selections is not None
+            return _moved(self._template, numbers, self._selections)
+
+        made = evaluated(self._rule, binding, self._leaf.leaves, self._leaf, on_shapes)
+        pieces = tuple(all_simplified(made.pieces))
+        made = Made(shape=made.shape, dtype=made.dtype, pieces=pieces)
+        if numbers is not None:
+            self._template = _Template(made=made, numbers=numbers)
+        return made
+
+    def _numbers(self, binding: Binding) -> Mapping[str, tuple[int, ...]] | None:
+        """The number of each selection; `None` if the target arrays differ in
+        more, or if a number is none of its dimension, so that an evaluation says why.
+        """
+        if self._selections is None:
+            return None
+        numbers_by_path = {}
+        for path, selections in self._selections.items():
+            numbers = []
+            for selection in selections:
+                number = sum_of(selection.number).value(binding)
+                if type(number) is not int or not 0 <= number < selection.size:
+                    return None
+                numbers.append(number)
+            numbers_by_path[path] = tuple(numbers)
+        return numbers_by_path
+
+
+def selections_of(
+    rule: From, leaves: Mapping[str, Struct | Made]
+) -> dict[str, tuple[Selection, ...]] | None:
+    """The selections by placeholders of each leaf of a rule; `None` if target arrays of
+    the rule may differ in more than these.
+
+    They do if the path of a leaf has a placeholder, if the rule selects from something
+    else than a leaf, and if it takes different entries of one leaf.
+    """
+    selections: dict[str, tuple[Selection, ...]] = {}
+    waiting = [rule]
+    while waiting:
+        expression = waiting.pop()
+        if expression.op in ("stack", "scale"):
+            return None
+        if expression.op not in ("at", "leaf"):
+            waiting += expression.of
+            continue
+        operations = _at_operations(expression)
+        if operations[-1].op != "leaf":
+            if any(isinstance(at.args[0], str) for at in operations[:-1]):
+                return None
+            waiting.append(operations[-1])
+            continue
+        path = operations[-1].path
+        if pattern(path).names or path not in leaves:
+            return None
+        chosen = _selections(operations[:-1], tuple(leaves[path].shape))
+        if chosen is None or selections.get(path, chosen) != chosen:
+            return None
+        selections[path] = chosen
+    return selections
+
+
+def _at_operations(expression: From) -> list[From]:
+    """The `at` operations with which an expression ends, the last one first, and the
+    expression to which they are applied.
+    """
+    operations = [expression]
+    while operations[-1].op == "at":
+        operations += operations[-1].of
+    return operations
+
+
+def _selections(
+    operations: Sequence[From], shape: tuple[int, ...]
+) -> tuple[Selection, ...] | None:
+    """The selections by placeholders that `at` operations make of a leaf of shape
+    `shape`; `None` if a dimension does not exist. The last operation comes first.
+    """
+    dims = [*range(len(shape))]
+    selections = []
+    for operation in reversed(operations):
+        index, dim = operation.args
+        if not -len(dims) <= dim < len(dims):
+            return None
+        leaf_dim = dims.pop(dim)
+        if isinstance(index, str):
+            selections.append(Selection(index, leaf_dim, shape[leaf_dim]))
+    return tuple(selections)
+
+
+def _moved(
+    template: _Template,
+    numbers: Mapping[str, tuple[int, ...]],
+    selections: Mapping[str, tuple[Selection, ...]],
+) -> Made:
+    """The target array of `template` for other numbers of the selections."""
+    pieces = []
+    for value, source, target, factors in template.made.pieces:
+        if value.path is not None:
+            position = [*source]
+            path = value.path
+            triples = zip(
+                selections[path], numbers[path], template.numbers[path], strict=True
+            )
+            for selection, number, first_number in triples:
+                position[selection.dim] += number - first_number
+            source = tuple(position)
+        pieces.append(Piece(value, source, target, factors))
+    return Made(
+        shape=template.made.shape, dtype=template.made.dtype, pieces=tuple(pieces)
+    )
