@@ -8,6 +8,11 @@ or that XLA's partitioner makes.
 """
 
 from .._step import Frame as Frame
+from ._array_rows import (
+    ArrayRow as ArrayRow,
+    MissedAxis as MissedAxis,
+    Origin as Origin,
+)
 from ._changes import Change as Change
 from ._compare import (
     Comparison as Comparison,
@@ -33,9 +38,6 @@ from ._seconds import (
     seconds as seconds,
 )
 from ._shardings import (
-    ArrayRow as ArrayRow,
-    MissedAxis as MissedAxis,
-    Origin as Origin,
     StepShardings as StepShardings,
     shardings as shardings,
 )

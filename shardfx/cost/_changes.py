@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,8 @@ from ._counted import StepOnChip, saving_constraints
 
 # Changes that save a smaller fraction of the peak are left out.
 _WORTH = 0.01
-_WIDE = ("f32", "f64")
+# The bytes of an element of the dtypes that are wider than bfloat16.
+_WIDE = {"f32": 4, "f64": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,206 +64,285 @@ class _Trial(NamedTuple):
     sources: tuple[Frame, ...] = ()
 
 
-def changes_of(known: StepOnChip, peak_bytes: int) -> tuple[Change, ...]:
+def changes_of(chip_step: StepOnChip, peak_bytes: int) -> tuple[Change, ...]:
     """The changes to a step that save memory, the largest saving first. `peak_bytes` is
     the peak memory of the unchanged step, estimated or counted by a compiler.
     """
-    found: list[Change] = []
-    for one in _changed(known):
-        saves = known.memory.peak_bytes - one.peak_bytes
-        fits = peak_bytes - saves <= known.chip.usable_hbm_bytes_per_device
-        if saves > _WORTH * peak_bytes:
-            found.append(
-                Change(
-                    one.what,
-                    saves,
-                    peak_bytes - saves,
-                    fits,
-                    one.how,
-                    one.host_bytes,
-                    one.sources,
-                )
-            )
-    return tuple(sorted(found, key=lambda one: -one.saves_bytes))
+    usable_bytes = chip_step.chip.usable_hbm_bytes_per_device
+    changes: list[Change] = []
+    for trial in _trials(chip_step):
+        saved = chip_step.memory.peak_bytes - trial.peak_bytes
+        if saved <= _WORTH * peak_bytes:
+            continue
+        change = Change(
+            what=trial.what,
+            saves_bytes=saved,
+            peak_bytes=peak_bytes - saved,
+            fits=peak_bytes - saved <= usable_bytes,
+            how=trial.how,
+            host_bytes=trial.host_bytes,
+            sources=trial.sources,
+        )
+        changes.append(change)
+    return tuple(sorted(changes, key=lambda change: -change.saves_bytes))
 
 
-def _changed(known: StepOnChip) -> Iterator[_Trial]:
-    dims = [one.dims for one in known.step.arguments]
-    used = [
-        axis
-        for at in known.in_group("batch")
-        for axes in dims[at] or ()
-        for axis in axes
-    ]
-    axes = tuple(
-        axis for axis in dict.fromkeys(used) if known.step.mesh.axis_size(axis) > 1
-    )
-    over = ", ".join(f'"{axis}"' for axis in axes)
-    over = over if len(axes) == 1 else f"({over})"
-    state, ours = known.in_group("optimizer"), known.in_group("parameters")
-    cuts = (
-        ("ZeRO-1: the optimizer's state", state, "optimizer.init"),
-        (
-            "ZeRO-3: parameters and the optimizer's state",
-            (*ours, *state) if ours else (),
-            "lambda tree: tree",
-        ),
-    )
-    for name, chosen, init in cuts if axes else ():
-        if (arguments := _sharded_over(known, chosen, axes)) != dims:
-            what = f"{name} cut over {' and '.join(axes)} too"
-            with contextlib.suppress(
-                ProgramError
-            ):  # XLA may fail to partition the step for these shardings
-                yield _Trial(
-                    what,
-                    known.under(arguments).peak_bytes,
-                    f"follow({init}, params_plan, over={over})",
-                )
-    yield from _moment_changes(known)
-    returned = [at for at, one in enumerate(known.purposes) if one.result is not None]
-    if not all(known.step.arguments[at].donated for at in returned):
-        donated = [
-            one.donated or at in returned for at, one in enumerate(known.step.arguments)
-        ]
-        names = dict.fromkeys(
-            known.step.arguments[at].path.partition("/")[0] for at in returned
-        )
-        quoted = ", ".join(f'"{name}"' for name in names)
-        how = f"filter_jit(step, donate={quoted if len(names) == 1 else f'({quoted})'})"
-        saved = _foreseen_saving(known, donated=donated)
-        after = known.memory.peak_bytes - saved
-        yield _Trial("donate what the step returns anew", after, how)
-    if axes and (found := saving_constraints(known)) is not None:
-        what = f"constrain the activations along {' and '.join(axes)}, as the batch"
-        how = "; ".join(
-            f"{one.change} for the {one.where}" for one in found.constraints
-        )
-        lines = tuple(dict.fromkeys(one.line for one in found.constraints if one.line))
-        yield _Trial(what, found.peak_bytes, how, 0, lines)
-    after = known.memory.peak_bytes - _foreseen_saving(known, remat=True)
+def _trials(chip_step: StepOnChip) -> Iterator[_Trial]:
+    axes = _batch_axes(chip_step)
+    if axes:
+        yield from _sharded_states(chip_step, axes)
+    yield from _moment_changes(chip_step)
+    yield from _donation(chip_step)
+    if axes:
+        yield from _constrained_activations(chip_step, axes)
+    peak_bytes = chip_step.memory.peak_bytes - _foreseen_saving(chip_step, remat=True)
     yield _Trial(
-        "recompute each layer in the backward pass",
-        after,
-        "jax.lax.scan(jax.checkpoint(layer), x, layers)",
+        what="recompute each layer in the backward pass",
+        peak_bytes=peak_bytes,
+        how="jax.lax.scan(jax.checkpoint(layer), x, layers)",
     )
-    batch = batch_of(known)
-    if (
-        batch is not None
-        and batch > 1
-        and batch % 2 == 0
-        and (half := with_batch(known, batch // 2)) is not None
-    ):
-        how = f"a batch of {batch // 2}, or a scan over 2 microbatches"
-        yield _Trial("half the batch", half.memory.peak_bytes, how)
+    yield from _half_batch(chip_step)
 
 
-def _foreseen_saving(known: StepOnChip, **changed: Any) -> int:
+def _batch_axes(chip_step: StepOnChip) -> tuple[str, ...]:
+    """The mesh axes of more than one device that shard the batch."""
+    axes: dict[str, None] = {}
+    for number in chip_step.in_group("batch"):
+        for dim_axes in chip_step.step.arguments[number].dims or ():
+            axes.update(dict.fromkeys(dim_axes))
+    return tuple(axis for axis in axes if chip_step.step.mesh.axis_size(axis) > 1)
+
+
+def _quoted(names: Iterable[str]) -> str:
+    """One name as the code of a string, several as that of a tuple."""
+    quoted = [f'"{name}"' for name in names]
+    if len(quoted) == 1:
+        return quoted[0]
+    return f"({', '.join(quoted)})"
+
+
+def _sharded_states(chip_step: StepOnChip, axes: tuple[str, ...]) -> Iterator[_Trial]:
+    """Yields ZeRO-1 and ZeRO-3: the optimizer's state, and the parameters too, sharded
+    over the axes of the batch.
+    """
+    parameters = chip_step.in_group("parameters")
+    state = chip_step.in_group("optimizer")
+    yield from _sharded_state(
+        chip_step, "ZeRO-1: the optimizer's state", state, axes, "optimizer.init"
+    )
+    if parameters:
+        yield from _sharded_state(
+            chip_step,
+            "ZeRO-3: parameters and the optimizer's state",
+            (*parameters, *state),
+            axes,
+            "lambda tree: tree",
+        )
+
+
+def _sharded_state(
+    chip_step: StepOnChip,
+    title: str,
+    numbers: Sequence[int],
+    axes: tuple[str, ...],
+    init: str,
+) -> Iterator[_Trial]:
+    """Yields the step with the arguments of these numbers sharded over `axes` too."""
+    dims = _sharded_over(chip_step, numbers, axes)
+    if dims == [argument.dims for argument in chip_step.step.arguments]:
+        return
+    # XLA may fail to partition the step for these shardings.
+    with contextlib.suppress(ProgramError):
+        yield _Trial(
+            what=f"{title} cut over {' and '.join(axes)} too",
+            peak_bytes=chip_step.under(dims).peak_bytes,
+            how=f"follow({init}, params_plan, over={_quoted(axes)})",
+        )
+
+
+def _donation(chip_step: StepOnChip) -> Iterator[_Trial]:
+    """Yields the step that donates each argument whose new value it returns."""
+    arguments = chip_step.step.arguments
+    renewed = {
+        number
+        for number, purpose in enumerate(chip_step.purposes)
+        if purpose.result is not None
+    }
+    if all(arguments[number].donated for number in renewed):
+        return
+    donated = [
+        argument.donated or number in renewed
+        for number, argument in enumerate(arguments)
+    ]
+    names: dict[str, None] = {}
+    for number in sorted(renewed):
+        name, _, _ = arguments[number].path.partition("/")
+        names[name] = None
+    yield _Trial(
+        what="donate what the step returns anew",
+        peak_bytes=chip_step.memory.peak_bytes
+        - _foreseen_saving(chip_step, donated=donated),
+        how=f"filter_jit(step, donate={_quoted(names)})",
+    )
+
+
+def _constrained_activations(
+    chip_step: StepOnChip, axes: tuple[str, ...]
+) -> Iterator[_Trial]:
+    """Yields the step with sharding constraints on its activations."""
+    saving = saving_constraints(chip_step)
+    if saving is None:
+        return
+    constraints = saving.constraints
+    lines: dict[Frame, None] = {}
+    for constraint in constraints:
+        if constraint.line:
+            lines[constraint.line] = None
+    yield _Trial(
+        what=f"constrain the activations along {' and '.join(axes)}, as the batch",
+        peak_bytes=saving.peak_bytes,
+        how="; ".join(
+            f"{constraint.change} for the {constraint.where}"
+            for constraint in constraints
+        ),
+        sources=tuple(lines),
+    )
+
+
+def _half_batch(chip_step: StepOnChip) -> Iterator[_Trial]:
+    """Yields the step with half its batch, if the batch can be halved."""
+    batch = batch_of(chip_step)
+    if batch is None or batch <= 1 or batch % 2:
+        return
+    half = with_batch(chip_step, batch // 2)
+    if half is not None:
+        yield _Trial(
+            what="half the batch",
+            peak_bytes=half.memory.peak_bytes,
+            how=f"a batch of {batch // 2}, or a scan over 2 microbatches",
+        )
+
+
+def _foreseen_saving(chip_step: StepOnChip, **changed: Any) -> int:
     """The bytes that a change saves, by live ranges. `changed` has keyword arguments of
     `StepOnChip.memory_of`.
     """
-    after = known.memory_of(known.module, **changed)
-    return known.foreseen.peak_bytes - after.peak_bytes
+    memory = chip_step.memory_of(chip_step.module, **changed)
+    return chip_step.foreseen.peak_bytes - memory.peak_bytes
 
 
 def _sharded_over(
-    known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...]
+    chip_step: StepOnChip, numbers: Sequence[int], axes: tuple[str, ...]
 ) -> list[Dims | None]:
-    """The sharding of each array of the arguments, after the arrays with the numbers
-    `chosen` are also sharded over the mesh axes `axes`, along their largest dimension;
-    `None` where the compiler chooses it.
+    """The sharding of each array of the arguments, after the arrays with these numbers
+    are also sharded over the mesh axes `axes`, along their largest dimension; `None`
+    where the compiler chooses it.
     """
-    found = [one.dims for one in known.step.arguments]
-    for at in chosen:
-        shape = known.step.arguments[at].shape
-        spec = jax.P(*(found[at] or ((),) * len(shape)))
-        asked = Request(None, spec, None, None, (), ())
-        wide = (
-            shard_over(asked, shape, np.float32, known.step.mesh, Fsdp(axes)).spec
-            if shape
-            else spec
-        )
-        dims = [entry_axes(entry) for entry in entries_of(wide)]
-        found[at] = (*dims, *((),) * (len(shape) - len(dims)))
-    return found
+    all_dims = [argument.dims for argument in chip_step.step.arguments]
+    for number in numbers:
+        shape = chip_step.step.arguments[number].shape
+        unsharded = ((),) * len(shape)
+        spec = jax.P(*(all_dims[number] or unsharded))
+        if shape:
+            request = Request(None, spec, None, None, (), ())
+            spec = shard_over(
+                request, shape, np.float32, chip_step.step.mesh, Fsdp(axes)
+            ).spec
+        dims = [entry_axes(entry) for entry in entries_of(spec)]
+        all_dims[number] = (*dims, *unsharded[len(dims) :])
+    return all_dims
 
 
-def _moment_changes(known: StepOnChip) -> Iterator[_Trial]:
+def _moment_changes(chip_step: StepOnChip) -> Iterator[_Trial]:
     """Yields two changes: the optimizer's state in bfloat16, and in host memory."""
-    memory, found = known.memory, known.purposes
+    memory = chip_step.memory
+    purposes = chip_step.purposes
     moments = [
-        at
-        for at in known.in_group("optimizer")
-        if found[at].argument.shape and not found[at].argument.on_host
+        number
+        for number in chip_step.in_group("optimizer")
+        if purposes[number].argument.shape and not purposes[number].argument.on_host
     ]
+    if not moments:
+        return
 
-    def sizes(at: int) -> int:
-        result = found[at].result
-        own = memory.arguments[at]
-        return own if result is None else own + known.foreseen.results[result]
+    def bytes_with_result(number: int) -> int:
+        result = purposes[number].result
+        if result is None:
+            return memory.arguments[number]
+        return memory.arguments[number] + chip_step.foreseen.results[result]
 
-    wide = [at for at in moments if found[at].dtype in _WIDE]
-    if wide:
-        less = sum(
-            sizes(at) - sizes(at) * 2 // (8 if found[at].dtype == "f64" else 4)
-            for at in wide
+    saved_as_bfloat16 = 0
+    for number in moments:
+        width = _WIDE.get(purposes[number].dtype)
+        if width is not None:
+            size = bytes_with_result(number)
+            saved_as_bfloat16 += size - size * 2 // width
+    if saved_as_bfloat16:
+        yield _Trial(
+            what="moments in bfloat16",
+            peak_bytes=memory.peak_bytes - saved_as_bfloat16,
+            how="optax.scale_by_adam(mu_dtype=jnp.bfloat16), and cast the others in the"
+            " step",
         )
-        how = (
-            "optax.scale_by_adam(mu_dtype=jnp.bfloat16), and cast the others in the"
-            " step"
-        )
-        yield _Trial("moments in bfloat16", memory.peak_bytes - less, how)
-    if moments:
-        # The update of the largest array needs it in the device's memory.
-        less = sum(map(sizes, moments)) - max(memory.arguments[at] for at in moments)
-        how = (
-            'follow(optimizer.init, params_plan, memory_kinds=[(".*", "pinned_host")]);'
-            " in the step jax.device_put(state, jax.memory.Space.Device), and .Host for"
-            " what it returns"
-        )
-        here = sum(memory.arguments[at] for at in moments)
-        yield _Trial("moments in host memory", memory.peak_bytes - less, how, here)
+
+    sizes = [memory.arguments[number] for number in moments]
+    # The update of the largest array needs it in the device's memory.
+    saved_on_host = sum(map(bytes_with_result, moments)) - max(sizes)
+    yield _Trial(
+        what="moments in host memory",
+        peak_bytes=memory.peak_bytes - saved_on_host,
+        how='follow(optimizer.init, params_plan, memory_kinds=[(".*", "pinned_host")]);'
+        " in the step jax.device_put(state, jax.memory.Space.Device), and .Host for"
+        " what it returns",
+        host_bytes=sum(sizes),
+    )
 
 
-def batch_of(known: StepOnChip) -> int | None:
+def batch_of(chip_step: StepOnChip) -> int | None:
     """The number of examples in the batch: the size of its arrays' first dimension.
     `None` if this size differs between the arrays, or if there are none.
     """
-    sizes = {known.step.arguments[at].shape[0] for at in known.in_group("batch")}
-    return sizes.pop() if len(sizes) == 1 else None
+    sizes = {
+        chip_step.step.arguments[number].shape[0]
+        for number in chip_step.in_group("batch")
+    }
+    if len(sizes) != 1:
+        return None
+    return sizes.pop()
 
 
-def with_batch(known: StepOnChip, batch: int) -> StepOnChip | None:
+def with_batch(chip_step: StepOnChip, batch: int) -> StepOnChip | None:
     """The step traced with the batch size `batch`; `None` if its function is not known,
     or raises an error for it.
     """
-    if known.function is None:
+    if chip_step.function is None:
         return None
-    ours = {known.step.arguments[at].path for at in known.in_group("batch")}
-    args: list[object] = []
-    for arg, name in zip(
-        known.step.args,
-        argument_names(known.function, len(known.step.args)),
-        strict=True,
-    ):
-        flat = flatten(arg)
-        leaves = [
-            (
-                jax.ShapeDtypeStruct(
-                    (batch, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding
-                )
-                if "/".join(filter(None, (name, path))) in ours
-                else leaf
-            )
-            for leaf, path in zip(flat.leaves, flat.paths, strict=True)
-        ]
-        args.append(jax.tree.unflatten(flat.treedef, leaves))
+    traced = chip_step.step
+    paths = {traced.arguments[number].path for number in chip_step.in_group("batch")}
+    names = argument_names(chip_step.function, len(traced.args))
+    args = [
+        _resized(arg, name, paths, batch)
+        for arg, name in zip(traced.args, names, strict=True)
+    ]
     try:
-        other = StepOnChip(
-            step_of(known.function, args, known.step.given_mesh),
-            known.chip,
-            known.function,
+        resized = StepOnChip(
+            step_of(chip_step.function, args, traced.given_mesh),
+            chip_step.chip,
+            chip_step.function,
         )
-        return other if other.memory else None
+        # Asking for its memory partitions the step.
+        return resized if resized.memory else None
     except (TypeError, ValueError, ProgramError):
         return None
+
+
+def _resized(arg: object, name: str, paths: Set[str], batch: int) -> object:
+    """The structs of one argument, those at `paths` with `batch` rows."""
+    flat = flatten(arg)
+    leaves = []
+    for leaf, path in zip(flat.leaves, flat.paths, strict=True):
+        if "/".join(filter(None, (name, path))) in paths:
+            shape = (batch, *leaf.shape[1:])
+            leaf = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding)
+        leaves.append(leaf)
+    return jax.tree.unflatten(flat.treedef, leaves)

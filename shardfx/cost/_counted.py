@@ -33,6 +33,7 @@ from .._step import (
     own_line,
     parse_hlo,
 )
+from ._array_rows import ArrayRow, MissedAxis
 from ._estimate import DIRECT
 from ._libtpu import tpu_program
 from ._live import device_memory
@@ -40,7 +41,7 @@ from ._live.program import FlatProgram, program_of
 from ._memory import Memory
 from ._purpose import ArgumentPurpose, purposes_of
 from ._refuted import module_of, programs_to_judge
-from ._shardings import ArrayRow, MissedAxis, StepShardings, shardings_of
+from ._shardings import StepShardings, shardings_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -24,13 +24,14 @@ from .._ground.text import (
 from .._plan import ShardPlan
 from .._step import MOVING, Frame, is_traced, padded, place_text, step_of
 from ..topology import MeshSpec
+from ._array_rows import Origin
 from ._changes import Change, batch_of, changes_of
 from ._compile_for import CompiledFor, MemoryAnalysis, memory_of
 from ._counted import StepOnChip
 from ._libtpu import why_foreseen
 from ._memory import LiveArray, Memory
 from ._refuted import warn_if_refuted
-from ._shardings import Origin, StepShardings
+from ._shardings import StepShardings
 
 
 Basis = Literal["compiled", "foreseen", "arguments"]

@@ -87,28 +87,26 @@ class Graph:
     """The arrays of a step after Shardy's propagation, and the operations between them."""
 
     def __init__(self, program: Program):
-        self.program, self.values, self.operations = (
-            program,
-            program.values,
-            program.operations,
-        )
+        self.program = program
+        self.values = program.values
+        self.operations = program.operations
         self.shardings = [value.sharding or _NONE for value in self.values]
         # The operations that compute or read each array, and the operation that
         # computes each array.
         self.operations_of: list[list[int]] = [[] for _ in self.values]
         self.makers: dict[int, int] = {}
-        for at, made in enumerate(self.operations):
-            for value in {*made.ins, *made.outs}:
-                self.operations_of[value].append(at)
-            for out in made.outs:
-                self.makers.setdefault(out, at)
+        for number, operation in enumerate(self.operations):
+            for value in {*operation.ins, *operation.outs}:
+                self.operations_of[value].append(number)
+            for output in operation.outs:
+                self.makers.setdefault(output, number)
         # For each loop-carried array, the array that the loop's body returns as its
         # next value.
-        self.next_carried = {
-            made.ins[1]: made.ins[0]
-            for made in self.operations
-            if made.name == "return"
-        }
+        self.next_carried: dict[int, int] = {}
+        for operation in self.operations:
+            if operation.name == "return":
+                next_value, carried = operation.ins[:2]
+                self.next_carried[carried] = next_value
         self.paths = ft.lru_cache(maxsize=4096)(self._paths)
 
     @ft.cached_property
@@ -117,39 +115,36 @@ class Graph:
         dimension with several factors has only the major-most here, since a mesh axis
         shards that one.
         """
-        found = []
-        for made in self.operations:
-            pairs = [
-                *zip(made.ins, made.factors.ins, strict=False),
-                *zip(made.outs, made.factors.outs, strict=False),
+        factors_of_operations = []
+        for operation in self.operations:
+            arrays = [
+                *zip(operation.ins, operation.factors.ins, strict=False),
+                *zip(operation.outs, operation.factors.outs, strict=False),
             ]
-            found.append(
-                [
-                    (DimKey(value, dim), own[0])
-                    for value, dims in pairs
-                    for dim, own in enumerate(dims)
-                    if own
-                ]
-            )
-        return found
+            factors = []
+            for value, factors_of_dims in arrays:
+                for dim, factors_of_dim in enumerate(factors_of_dims):
+                    if factors_of_dim:
+                        factors.append((DimKey(value, dim), factors_of_dim[0]))
+            factors_of_operations.append(factors)
+        return factors_of_operations
 
-    def axes_of(self, one: DimKey) -> tuple[str, ...]:
+    def axes_of(self, key: DimKey) -> tuple[str, ...]:
         """The mesh axes that shard one dimension of an array."""
-        dims = self.shardings[one.value].dims
-        return dims[one.dim] if one.dim < len(dims) else ()
+        dims = self.shardings[key.value].dims
+        return dims[key.dim] if key.dim < len(dims) else ()
 
     def chain(self, value: int, axis: str) -> list[int]:
         """The operations on a shortest path from the origin of the mesh axis `axis` to
         array number `value`.
         """
-        before, chain = (
-            self.paths(axis, self.shardings[value].origins.get(axis, "")),
-            [],
-        )
-        while (step := before.get(value)) is not None:
+        origin = self.shardings[value].origins.get(axis, "")
+        steps = self.paths(axis, origin)
+        operations = []
+        while (step := steps.get(value)) is not None:
             operation, value = step
-            chain.append(operation)
-        return chain[::-1]
+            operations.append(operation)
+        return operations[::-1]
 
     def _paths(self, axis: str, origin: str) -> Steps[int]:
         """The shortest paths on which a mesh axis propagated from one origin: an
@@ -163,141 +158,155 @@ class Graph:
             sources = arrays[int(number) : int(number) + 1]
 
         def neighbours(value: int) -> Iterator[tuple[int, int]]:
-            for at in self.operations_of[value]:
-                for other in (*self.operations[at].outs, *self.operations[at].ins):
+            for number in self.operations_of[value]:
+                operation = self.operations[number]
+                for other in (*operation.outs, *operation.ins):
                     if self.shardings[other].origins.get(axis) == origin:
-                        yield at, other
+                        yield number, other
 
-        before: dict[int, tuple[int, int] | None] = dict.fromkeys(sources)
-        deque(_search(before, neighbours), maxlen=0)
-        return before
+        steps: dict[int, tuple[int, int] | None] = dict.fromkeys(sources)
+        deque(_search(steps, neighbours), maxlen=0)
+        return steps
 
     @ft.cached_property
     def constraints(self) -> dict[str, list[int]]:
         """For each sharding constraint that is the origin of a mesh axis, the arrays
         that it returns. The keys are Shardy's names of the constraints.
         """
-        found: dict[str, list[int]] = {}
-        for made in self.operations:
-            if made.name == "sharding_constraint":
-                for origin in {*self.shardings[made.outs[0]].origins.values()}:
-                    found.setdefault(origin, []).append(made.outs[0])
-        return found
+        arrays: dict[str, list[int]] = {}
+        for operation in self.operations:
+            if operation.name == "sharding_constraint":
+                constrained = operation.outs[0]
+                for origin in {*self.shardings[constrained].origins.values()}:
+                    arrays.setdefault(origin, []).append(constrained)
+        return arrays
 
     def stop_of(self, value: int, axis: str) -> Stop | None:
         """The nearest operation where a mesh axis stopped propagating to the array
         number `value`; `None` if the axis shards no array from which it could have
         propagated.
         """
-        shape = self.values[value].shape
-        starts = [
-            DimKey(value, dim)
-            for dim in range(len(shape))
-            if axis not in self.axes_of(DimKey(value, dim))
-        ]
-        before: dict[DimKey, tuple[int, DimKey] | None] = dict.fromkeys(starts)
-        near = itertools.islice(_search(before, self._neighbours), _FAR)
-        with_axis = next((one for one in near if axis in self.axes_of(one)), None)
-        if with_axis is None or (step := before[with_axis]) is None:
+        rank = len(self.values[value].shape)
+        dims = [DimKey(value, dim) for dim in range(rank)]
+        starts = [key for key in dims if axis not in self.axes_of(key)]
+        steps: dict[DimKey, tuple[int, DimKey] | None] = dict.fromkeys(starts)
+        nearest = itertools.islice(_search(steps, self._neighbours), _FAR)
+        with_axis = next((key for key in nearest if axis in self.axes_of(key)), None)
+        if with_axis is None:
             return None
+        step = steps[with_axis]
+        if step is None:
+            return None
+
         operation, last = step
-        back = [last]
-        while (step := before[back[-1]]) is not None:
-            back.append(step[1])
-        named = (
-            one
-            for one in map(self._as_carried, back)
-            if not self._is_of_loop(one.value)
-        )
+        path = [last]
+        while (step := steps[path[-1]]) is not None:
+            _, previous = step
+            path.append(previous)
+        near = self._stacked(last)
+        for key in map(self._as_carried, path):
+            if not self._is_of_loop(key.value):
+                near = key
+                break
         return Stop(
-            back[-1].dim, with_axis, last, operation, next(named, self._stacked(last))
+            dim=path[-1].dim,
+            with_axis=with_axis,
+            last=last,
+            operation=operation,
+            near=near,
         )
 
-    def _as_carried(self, one: DimKey) -> DimKey:
-        """The dimension `one`; for a loop-carried array, the same dimension of the
+    def _as_carried(self, key: DimKey) -> DimKey:
+        """The dimension `key`; for a loop-carried array, the same dimension of the
         array's next value in the loop.
         """
-        return DimKey(self.next_carried.get(one.value, one.value), one.dim)
+        return DimKey(self.next_carried.get(key.value, key.value), key.dim)
 
     def _is_of_loop(self, value: int) -> bool:
         """Whether an array is a loop-carried array, a stack, or a slice of a stack."""
-        made = self.operations[self.makers[value]] if value in self.makers else None
-        if made is None or made.name in _RESHAPED:
-            return made is not None and all(map(self._is_of_loop, made.ins))
-        return made.name in _LOOP_OPERATIONS
+        if value not in self.makers:
+            return False
+        maker = self.operations[self.makers[value]]
+        if maker.name in _RESHAPED:
+            return all(map(self._is_of_loop, maker.ins))
+        return maker.name in _LOOP_OPERATIONS
 
     def _stacked(self, stack: DimKey) -> DimKey:
         """A loop's body writes slices into a stack. The result is the dimension of the
         slice that corresponds to the dimension `stack` of the stack. If the slice is
         not found, it is the dimension of the stack.
         """
-        here = stack
+        key = stack
         for _ in range(_DEEP):
-            here = self._as_carried(here)
-            if not self._is_of_loop(here.value):
-                return here
-            at = self.makers[here.value]
-            made = self.operations[at]
-            source = made.ins[made.name == "dynamic_update_slice"] if made.ins else None
-            written = (
-                there
-                for own, there in self._neighbours(here)
-                if own == at and there.value == source
+            key = self._as_carried(key)
+            if not self._is_of_loop(key.value):
+                return key
+            number = self.makers[key.value]
+            maker = self.operations[number]
+            if not maker.ins:
+                break
+            # A slice is written into the operand before it.
+            is_written = maker.name == "dynamic_update_slice"
+            source = maker.ins[1] if is_written else maker.ins[0]
+            sources = (
+                neighbour
+                for operation, neighbour in self._neighbours(key)
+                if operation == number and neighbour.value == source
             )
-            if (here := next(written, None)) is None:
+            key = next(sources, None)
+            if key is None:
                 break
         return self._as_carried(stack)
 
-    def _neighbours(self, here: DimKey) -> Iterator[tuple[int, DimKey]]:
-        """Yields the dimensions that share a factor with `here` in an operation, each
+    def _neighbours(self, key: DimKey) -> Iterator[tuple[int, DimKey]]:
+        """Yields the dimensions that share a factor with `key` in an operation, each
         with the operation's number.
         """
-        for at in self.operations_of[here.value]:
-            factors = {factor for one, factor in self.factors[at] if one == here}
-            for one, factor in self.factors[at]:
-                if factor in factors and one != here:
-                    yield at, one
+        for number in self.operations_of[key.value]:
+            factors = {factor for other, factor in self.factors[number] if other == key}
+            for other, factor in self.factors[number]:
+                if factor in factors and other != key:
+                    yield number, other
 
     @ft.cached_property
     def conflicts(self) -> list[Conflict]:
         """The operations in which a mesh axis shards dimensions of two different
         factors.
         """
-        found: list[Conflict] = []
-        for at, made in enumerate(self.operations):
+        conflicts: list[Conflict] = []
+        for number, operation in enumerate(self.operations):
+            if operation.name in _IDENTITIES or operation.name == "opaque":
+                continue
             dims_of: dict[str, list[tuple[DimKey, int]]] = {}
-            for one, factor in (
-                self.factors[at] if made.name not in (*_IDENTITIES, "opaque") else ()
-            ):
-                for axis in self.axes_of(one):
-                    dims_of.setdefault(axis, []).append((one, factor))
-            for axis, pairs in dims_of.items():
-                kept, keeper = next(
-                    (pair for pair in pairs if pair[0].value in made.outs), pairs[0]
-                )
-                moved = (
-                    one
-                    for one, factor in pairs
-                    if factor != keeper and one.value in made.ins
-                )
-                found += [Conflict(at, axis, kept, one) for one in moved]
-        return found
+            for key, factor in self.factors[number]:
+                for axis in self.axes_of(key):
+                    dims_of.setdefault(axis, []).append((key, factor))
+            for axis, dims in dims_of.items():
+                outputs = (dim for dim in dims if dim[0].value in operation.outs)
+                kept, kept_factor = next(outputs, dims[0])
+                for moved, factor in dims:
+                    if factor != kept_factor and moved.value in operation.ins:
+                        conflict = Conflict(
+                            operation=number, axis=axis, kept=kept, moved=moved
+                        )
+                        conflicts.append(conflict)
+        return conflicts
 
 
 def _search(
-    before: dict[_T, tuple[int, _T] | None],
+    steps: dict[_T, tuple[int, _T] | None],
     edges: Callable[[_T], Iterable[tuple[int, _T]]],
 ) -> Iterator[_T]:
-    """Yields the items that a breadth-first search from the keys of `before` reaches.
-    Each is added to `before`, with the operation and the item over which it was
+    """Yields the items that a breadth-first search from the keys of `steps` reaches.
+    Each is added to `steps`, with the operation and the item over which it was
     reached. `edges` returns the neighbours of an item, each with the number of the
     operation between the two.
     """
-    queue = deque(before)
+    queue = deque(steps)
     while queue:
         item = queue.popleft()
-        for at, other in edges(item):
-            if other not in before:
-                before[other] = (at, item)
+        for operation, other in edges(item):
+            if other not in steps:
+                steps[other] = (operation, item)
                 queue.append(other)
                 yield other

@@ -49,37 +49,50 @@ def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]
     cache. An array without a new value is part of the batch if its first dimension has
     the batch's size. Otherwise it is a parameter if it has floats.
     """
-    ours = step.arguments
-    dtypes = [program.buffers[value].dtype for value in program.entry.carried]
-    uses = Uses(program)
+    arguments = step.arguments
     entry = program.entry
-    same = _replacing_results(step, program)
-    back = {
-        at: to
-        for at, to in same.items()
-        if _comes_from(entry.results[to], entry.carried[at], uses)
-    }
-    trains = any("transpose(" in op.instruction.op_name for op in uses.ops)
+    dtypes = [program.buffers[value].dtype for value in entry.carried]
+    uses = Uses(program)
+    new_values = {}
+    for argument, result in _replacing_results(step, program).items():
+        if _comes_from(entry.results[result], entry.carried[argument], uses):
+            new_values[argument] = result
+    has_gradients = any("transpose(" in op.instruction.op_name for op in uses.ops)
+
     groups: list[str] = []
-    for at, value in enumerate(entry.carried):
-        if at not in back:
-            groups.append("")
-        elif not trains:
-            groups.append("KV cache" if ours[at].shape else "other")
+    for number, value in enumerate(entry.carried):
+        if number not in new_values:
+            group = ""
+        elif has_gradients:
+            group = "parameters" if _is_read_forward(value, uses) else "optimizer"
         else:
-            groups.append(
-                "parameters" if _is_read_forward(value, uses) else "optimizer"
-            )
-    leading = _batch_size(ours, dtypes, groups)
-    groups = moment_groups([one.path for one in ours], groups)
-    found = []
-    for at, (one, dtype, group) in enumerate(zip(ours, dtypes, groups, strict=True)):
+            group = "KV cache" if arguments[number].shape else "other"
+        groups.append(group)
+
+    batch_size = _batch_size(arguments, dtypes, groups)
+    groups = moment_groups([argument.path for argument in arguments], groups)
+    purposes = []
+    rows = zip(arguments, dtypes, groups, strict=True)
+    for number, (argument, dtype, group) in enumerate(rows):
         if not group:
-            is_batch = bool(one.shape) and one.shape[0] == leading
-            is_weight = bool(one.shape) and not _is_whole_number(dtype)
-            group = "batch" if is_batch else "parameters" if is_weight else "other"
-        found.append(ArgumentPurpose(one, dtype, group, back.get(at)))
-    return tuple(found)
+            group = _group_by_shape(argument, dtype, batch_size)
+        purpose = ArgumentPurpose(
+            argument=argument,
+            dtype=dtype,
+            group=group,
+            result=new_values.get(number),
+        )
+        purposes.append(purpose)
+    return tuple(purposes)
+
+
+def _group_by_shape(argument: Parameter, dtype: str, batch_size: int | None) -> str:
+    """The group of an array that has no new value among the results."""
+    if not argument.shape:
+        return "other"
+    if argument.shape[0] == batch_size:
+        return "batch"
+    return "other" if _is_whole_number(dtype) else "parameters"
 
 
 def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
@@ -88,24 +101,30 @@ def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
     shapes and dtypes, of the arguments and of the results.
     """
     dtypes = [buffer.dtype for buffer in program.buffers]
-    results = jax.tree.leaves(step.traced.out_info)
-    triples = zip(step.result_paths, results, program.entry.results, strict=True)
-    made = [(path, (result.shape, dtypes[value])) for path, result, value in triples]
-    given = [
-        (one.path, (one.shape, dtypes[at]))
-        for one, at in zip(step.arguments, program.entry.carried, strict=True)
+    leaves = jax.tree.leaves(step.traced.out_info)
+    outputs = zip(step.result_paths, leaves, program.entry.results, strict=True)
+    results = [(path, (leaf.shape, dtypes[value])) for path, leaf, value in outputs]
+    arguments = [
+        (argument.path, (argument.shape, dtypes[value]))
+        for argument, value in zip(step.arguments, program.entry.carried, strict=True)
     ]
-    alike: dict[object, list[list[int]]] = collections.defaultdict(list)
-    for kind, numbers in _subtrees(made):
-        alike[kind].append(numbers)
-    found: dict[int, int] = {}
-    gone: set[int] = set()
-    for kind, numbers in _subtrees(given):
-        if found.keys().isdisjoint(numbers):
-            other = next((one for one in alike[kind] if gone.isdisjoint(one)), ())
-            found.update(zip(numbers, other, strict=False))
-            gone.update(other)
-    return found
+    subtrees_of: dict[object, list[list[int]]] = collections.defaultdict(list)
+    for structure, numbers in _subtrees(results):
+        subtrees_of[structure].append(numbers)
+
+    replacing: dict[int, int] = {}
+    taken: set[int] = set()
+    for structure, numbers in _subtrees(arguments):
+        if not replacing.keys().isdisjoint(numbers):
+            continue
+        free = (
+            subtree for subtree in subtrees_of[structure] if taken.isdisjoint(subtree)
+        )
+        subtree = next(free, None)
+        if subtree is not None:
+            replacing.update(zip(numbers, subtree, strict=True))
+            taken.update(subtree)
+    return replacing
 
 
 def _subtrees(
@@ -115,17 +134,18 @@ def _subtrees(
     the larger subtrees first. `arrays` has the path of each array of the tree, and its
     shape and dtype.
     """
-    parts = [path.split("/") for path, _ in arrays]
-    for depth in range(max(map(len, parts), default=0) + 1):
-        below: dict[tuple[str, ...], list[tuple[list[str], int]]] = {}
-        for at, own in enumerate(parts):
-            if len(own) >= depth:
-                below.setdefault(tuple(own[:depth]), []).append((own[depth:], at))
-        for found in map(sorted, below.values()):
-            yield (
-                tuple((*path, arrays[at][1]) for path, at in found),
-                [at for _, at in found],
-            )
+    paths = [path.split("/") for path, _ in arrays]
+    for depth in range(max(map(len, paths), default=0) + 1):
+        subtrees: dict[tuple[str, ...], list[tuple[list[str], int]]] = {}
+        for number, parts in enumerate(paths):
+            if len(parts) >= depth:
+                subtree = subtrees.setdefault(tuple(parts[:depth]), [])
+                subtree.append((parts[depth:], number))
+        for subtree in subtrees.values():
+            subtree.sort()
+            numbers = [number for _, number in subtree]
+            structure = tuple((*parts, arrays[number][1]) for parts, number in subtree)
+            yield structure, numbers
 
 
 def _comes_from(result: int, given: int, uses: Uses) -> bool:
@@ -138,11 +158,13 @@ def _comes_from(result: int, given: int, uses: Uses) -> bool:
         if op is None:
             return ()
         if op.opcode == "while":
-            at = op.makes.index(value)
-            return op.reads[at], op.bodies[0].results[at]
+            number = op.makes.index(value)
+            return op.reads[number], op.bodies[0].results[number]
         if op.opcode in ("dynamic-update-slice", "scatter"):
             return op.reads[:2]
-        return op.reads if op.opcode in _FOLLOWED else ()
+        if op.opcode in _FOLLOWED:
+            return op.reads
+        return ()
 
     return given in reached([result], before)
 
@@ -152,43 +174,43 @@ def _is_read_forward(value: int, uses: Uses) -> bool:
     such as a transpose, or what a collective makes of it. An operation that neither
     moves values, nor is elementwise or a view, counts in every pass.
     """
-    is_form = {*VIEWS, *MOVING, "convert"}
+    forming = {*VIEWS, *MOVING, "convert"}
 
     def forms(value: int) -> Iterator[int]:
         for op, _, _ in uses.users.get(value, ()):
-            yield from op.makes if op.opcode in is_form else ()
+            if op.opcode in forming:
+                yield from op.makes
 
-    readers = (
-        op for one in reached([value], forms) for op, _, _ in uses.users.get(one, ())
-    )
-    return any(
-        "jvp(" in op.instruction.op_name or op.opcode not in ELEMENTWISE | is_form
-        for op in readers
-    )
+    for form in reached([value], forms):
+        for op, _, _ in uses.users.get(form, ()):
+            is_forward = "jvp(" in op.instruction.op_name
+            if is_forward or op.opcode not in ELEMENTWISE | forming:
+                return True
+    return False
 
 
 def _batch_size(
-    ours: Sequence[Parameter], dtypes: Sequence[str], groups: Sequence[str]
+    arguments: Sequence[Parameter], dtypes: Sequence[str], groups: Sequence[str]
 ) -> int | None:
     """The batch's size: the first dimension of the largest integer array that has no
     group yet. If there is no such array, it is the first dimension of the last array
-    without a group. `None` if all arrays have a group. `ours`, `dtypes` and `groups`
-    have an entry for each array of the arguments; "" is no group.
+    without a group. `None` if all arrays have a group. `arguments`, `dtypes` and
+    `groups` have an entry for each array of the arguments; "" is no group.
     """
-    left = [
-        (one, dtype)
-        for one, dtype, group in zip(ours, dtypes, groups, strict=True)
-        if not group and one.shape
-    ]
-    # A PRNG key has at most four words.
-    whole = [
-        one
-        for one, dtype in left
-        if _is_whole_number(dtype) and math.prod(one.shape) > 4
-    ]
-    if whole:
-        return max(whole, key=lambda one: math.prod(one.shape)).shape[0]
-    return left[-1][0].shape[0] if left else None
+    last = None
+    largest = None
+    for argument, dtype, group in zip(arguments, dtypes, groups, strict=True):
+        if group or not argument.shape:
+            continue
+        last = argument
+        size = math.prod(argument.shape)
+        # A PRNG key has at most four words.
+        if not _is_whole_number(dtype) or size <= 4:
+            continue
+        if largest is None or size > math.prod(largest.shape):
+            largest = argument
+    batch = last if largest is None else largest
+    return None if batch is None else batch.shape[0]
 
 
 def _is_whole_number(dtype: str) -> bool:
@@ -207,16 +229,15 @@ def moment_groups(paths: Sequence[str], groups: Sequence[str]) -> list[str]:
     pairs = [*zip(paths, groups, strict=True)]
     of_parameters = {_argument(path) for path, group in pairs if group == "parameters"}
     states = [path for path, group in pairs if group == "optimizer"]
-    whole = {
-        path.partition("/")[2]
-        for path, group in pairs
-        if group == "parameters" and "/" in path
-    }
-    suffixes = {
-        "/".join(parts[at:])
-        for parts in (path.split("/") for path in whole)
-        for at in range(len(parts))
-    }
+    # The parameters' paths within their arguments, and all ends of these.
+    whole: set[str] = set()
+    suffixes: set[str] = set()
+    for path, group in pairs:
+        if group != "parameters" or "/" not in path:
+            continue
+        parts = path.split("/")[1:]
+        whole.add("/".join(parts))
+        suffixes.update("/".join(parts[start:]) for start in range(len(parts)))
     of_moments = {_argument(path) for path in states if _moment_of(path, whole)}
     unread = of_parameters - of_moments if of_moments else set()
     moments = {
@@ -250,7 +271,7 @@ def _moment_of(path: str, suffixes: Set[str]) -> str:
     of no parameter. `suffixes` has all ends of the parameters' paths.
     """
     parts = path.split("/")
-    for at in range(1, len(parts)):
-        if "/".join(parts[at:]) in suffixes:
-            return "/".join(parts[1:at]) or parts[0]
+    for start in range(1, len(parts)):
+        if "/".join(parts[start:]) in suffixes:
+            return "/".join(parts[1:start]) or parts[0]
     return ""
