@@ -83,6 +83,8 @@ class PolicyChange(NamedTuple):
     it.
     """
 
+    __module__ = "shardfx.cost"
+
     before: PolicyRow | None
     after: PolicyRow | None
 
