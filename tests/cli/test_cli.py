@@ -448,8 +448,8 @@ def transcript(text):
         for command, _ in pairs
     ]
     return [
-        pytest.param(one, told, id=command)
-        for one, (command, told) in zip(words, pairs, strict=True)
+        pytest.param(words_of_command, printed, id=command)
+        for words_of_command, (command, printed) in zip(words, pairs, strict=True)
     ]
 
 
@@ -530,9 +530,11 @@ def test_no_words_at_all_show_the_help(capsys):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-@pytest.mark.parametrize("where, told", [(">/dev/full", "No space left"), (">&-", "")])
+@pytest.mark.parametrize(
+    "where, message", [(">/dev/full", "No space left"), (">&-", "")]
+)
 def test_a_text_that_cannot_be_printed_is_said_so_or_not_missed(
-    where, told, module, tmp_path
+    where, message, module, tmp_path
 ):
     words = (
         f"{sys.executable} -m shardfx plan {module}:STRUCTS --mesh fsdp=4 --rules"
@@ -542,9 +544,9 @@ def test_a_text_that_cannot_be_printed_is_said_so_or_not_missed(
         ["sh", "-c", words], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert (
-        (told in done.stderr)
-        and done.stderr.count("\n") == bool(told)
-        and done.returncode == (2 if told else 0)
+        (message in done.stderr)
+        and done.stderr.count("\n") == bool(message)
+        and done.returncode == (2 if message else 0)
     )
     assert ("bf16[64,32]" in done.stdout) == (not where)
 
@@ -631,14 +633,14 @@ def test_the_demo_that_cannot_run():
 
 
 @pytest.mark.parametrize(
-    "mesh, told",
+    "mesh, reason",
     [("fsdp=8,tesnor=4", "did you mean 'tensor'?"), ("x=8", "for another name write")],
 )
-def test_a_mesh_axis_that_no_strategy_uses_is_an_error(mesh, told, capsys):
+def test_a_mesh_axis_that_no_strategy_uses_is_an_error(mesh, reason, capsys):
     flags = ("llama3-8b", "--kwargs", "layers=1", "--mesh", mesh, "--rules", "fsdp_tp")
     line, axis = failure(capsys, "plan", *flags), mesh.split(",")[-1].split("=")[0]
     assert (
-        f"has the axis '{axis}', and --rules fsdp_tp uses data, fsdp, tensor; {told}"
+        f"has the axis '{axis}', and --rules fsdp_tp uses data, fsdp, tensor; {reason}"
         in line
     )
     assert run("lint", *flags) == 1

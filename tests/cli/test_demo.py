@@ -94,13 +94,15 @@ def test_no_position_sees_a_later_byte():
 
 
 def test_batches_depend_on_seed_and_step_alone(text):
-    one, again, later, other = (
+    tokens, again, later, other = (
         demo.batch(text, step, size=4, length=16, seed=seed)
         for step, seed in ((3, 0), (3, 0), (4, 0), (3, 1))
     )
-    assert (one == again).all() and (one != later).any() and (one != other).any()
-    assert one.shape == (4, 16) and one.dtype == np.int32
-    assert all(bytes(row.astype(np.uint8)) in text.tobytes() for row in one)
+    assert (
+        (tokens == again).all() and (tokens != later).any() and (tokens != other).any()
+    )
+    assert tokens.shape == (4, 16) and tokens.dtype == np.int32
+    assert all(bytes(row.astype(np.uint8)) in text.tobytes() for row in tokens)
 
 
 @pytest.mark.parametrize(

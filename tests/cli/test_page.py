@@ -22,7 +22,7 @@ COMMANDS = re.findall(
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory):
+def project(tmp_path_factory):
     """The directory in which the page's commands run, with its model."""
     folder = tmp_path_factory.mktemp("page")
     write_files(folder)
@@ -36,10 +36,10 @@ def here(tmp_path_factory):
     ids=[" ".join(command.split()) for command, _ in COMMANDS],
 )
 def test_a_command_of_the_page_prints_what_it_shows(
-    command, shown, here, monkeypatch, capsys
+    command, shown, project, monkeypatch, capsys
 ):
-    monkeypatch.chdir(here)
-    monkeypatch.syspath_prepend(here)
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
     monkeypatch.delitem(sys.modules, "my_model", raising=False)
     words = shlex.split(command.replace("\\\n", " "))
     assert words[0] == "shardfx"
@@ -68,9 +68,9 @@ def pictures():
         "draw_verbs", ROOT / "docs" / "draw_verbs.py"
     )
     assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_every_verb_has_its_picture_on_the_page(pictures):

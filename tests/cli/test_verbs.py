@@ -34,11 +34,11 @@ BY_HAND = AxisRules([("batch", "rows"), ("mlp", "columns")])
 """
 
 
-def write_files(folder, more=""):
+def write_files(folder, added=""):
     """The page's model, and its checkpoint of three layers."""
     (folder / "my_model.py").write_text(
         "".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
-        + more
+        + added
     )
     (folder / "model-dir").mkdir()
     shapes = {"up": (8, 4), "down": (4, 8)}
@@ -51,7 +51,7 @@ def write_files(folder, more=""):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def project(tmp_path, monkeypatch):
     """A directory with all files that the examples name."""
     write_files(tmp_path, MORE)
     monkeypatch.chdir(tmp_path)
@@ -110,7 +110,7 @@ def test_every_help_shows_two_examples(name, capsys):
 
 
 @pytest.mark.parametrize("name, line", EXAMPLES, ids=[line for _, line in EXAMPLES])
-def test_every_example_runs(name, line, here, capsys):
+def test_every_example_runs(name, line, project, capsys):
     words = shlex.split(line)[1:]
     code = run(*words)
     out, err = capsys.readouterr()
@@ -190,7 +190,7 @@ def test_the_versions_that_an_issue_needs(capsys, flags):
     assert {"jaxlib", "equinox", "libtpu"} <= words.keys()
 
 
-def test_a_plan_that_was_written_is_a_model(here, capsys):
+def test_a_plan_that_was_written_is_a_model(project, capsys):
     flags = ("--mesh", "fsdp=4,tensor=2", "--rules", "my_model:BOTH")
     assert run("plan", "my_model:make", *flags, "--json", "plan.json") == 0
     assert "on mesh fsdp=4,tensor=2 (8 devices)" in capsys.readouterr().out
@@ -217,14 +217,14 @@ def test_a_plan_that_was_written_is_a_model(here, capsys):
         (("--mesh", "data=2,fsdp=-1", "--devices", "8"), "on mesh data=2,fsdp=4"),
     ],
 )
-def test_a_plan_without_rules(here, capsys, devices, mesh):
+def test_a_plan_without_rules(project, capsys, devices, mesh):
     assert run("plan", "my_model:make", *devices) == 0
     printed = capsys.readouterr()
     assert mesh in printed.out and not printed.err
     assert "Without --rules, by `shardfx.auto.plan`: " in printed.out
 
 
-def test_other_verbs_say_on_stderr_that_there_are_no_rules(here, capsys):
+def test_other_verbs_say_on_stderr_that_there_are_no_rules(project, capsys):
     assert run("explain", "my_model:make", "layer_0/up", "--devices", "8") == 0
     printed = capsys.readouterr()
     assert "gets: -, 1.0 MiB on each" in printed.out
@@ -238,7 +238,7 @@ def data(capsys, words, code=0):
     return json.loads(capsys.readouterr().out)
 
 
-def test_what_verbs_print_as_data(here, capsys):
+def test_what_verbs_print_as_data(project, capsys):
     assert data(capsys, "models")["gpt2"]["strategies"] == [
         "dp",
         "fsdp",
@@ -253,18 +253,18 @@ def test_what_verbs_print_as_data(here, capsys):
     assert "seconds" in data(
         capsys, "traffic my_model:train_step --mesh fsdp=8 --how estimate --chip v5p"
     )
-    found = data(capsys, "traffic my_model:train_step --mesh fsdp=8")
-    assert found["wire_bytes"] == sum(row["wire_bytes"] for row in found["rows"]) > 0
-    assert {row["source"]["function"] for row in found["rows"]} >= {"loss"}
-    found = data(
+    tables = data(capsys, "traffic my_model:train_step --mesh fsdp=8")
+    assert tables["wire_bytes"] == sum(row["wire_bytes"] for row in tables["rows"]) > 0
+    assert {row["source"]["function"] for row in tables["rows"]} >= {"loss"}
+    tables = data(
         capsys,
         "traffic my_model:train_step --mesh data=2,fsdp=2,tensor=2 --how compare",
     )
     compiled, estimated = (
-        sum(row["wire_bytes"] for row in found[how]["rows"])
+        sum(row["wire_bytes"] for row in tables[how]["rows"])
         for how in ("compiled", "estimated")
     )
-    assert found["extra_bytes"] == compiled - estimated
+    assert tables["extra_bytes"] == compiled - estimated
 
 
 STEPS = """
@@ -324,7 +324,7 @@ no findings
 
 
 @pytest.mark.parametrize("words, shown", SHOWN)
-def test_what_a_verb_shows(words, shown, here, capsys):
+def test_what_a_verb_shows(words, shown, project, capsys):
     Path("steps.py").write_text(STEPS)
     assert run(*words) == 0
     assert shown in capsys.readouterr().out
@@ -401,7 +401,7 @@ def files(folder):
 
 @pytest.mark.parametrize("words, message", WRONG)
 def test_what_cannot_be_done_is_one_line_and_writes_nothing(
-    words, message, here, capsys
+    words, message, project, capsys
 ):
     texts = {
         "bad.json": "{}",
@@ -411,13 +411,13 @@ def test_what_cannot_be_done_is_one_line_and_writes_nothing(
     }
     for name, text in {**texts, "steps.py": STEPS}.items():
         Path(name).write_text(text)
-    before = files(here)
+    before = files(project)
     assert message in failure(capsys, *words)
-    assert files(here) == before
+    assert files(project) == before
 
 
 @pytest.mark.parametrize("fail_on, code", [("error", 0), ("warning", 1), ("info", 1)])
-def test_lint_fails_for_findings_of_the_chosen_severity(fail_on, code, here, capsys):
+def test_lint_fails_for_findings_of_the_chosen_severity(fail_on, code, project, capsys):
     flags = (
         "--mesh",
         "fsdp=4,tensor=3",
@@ -435,18 +435,18 @@ def test_lint_fails_for_findings_of_the_chosen_severity(fail_on, code, here, cap
     assert capsys.readouterr().out == "no findings\n"
 
 
-def test_lint_shows_what_plan_would_refuse(here, capsys):
+def test_lint_shows_what_plan_would_refuse(project, capsys):
     flags = "my_model:make --mesh fsdp=4 --rules up->fsdp,none->fsdp"
     assert "no rule covers" in failure(capsys, "plan", *flags.split())
-    found = data(capsys, f"lint {flags}", 1)
-    assert {one["code"]: one["severity"] for one in found} == {
+    findings = data(capsys, f"lint {flags}", 1)
+    assert {finding["code"]: finding["severity"] for finding in findings} == {
         "unmatched": "error",
         "unused-rule": "error",
     }
-    assert all(one["fix"] for one in found)
+    assert all(finding["fix"] for finding in findings)
 
 
-def test_lint_of_a_plan_and_of_the_state_of_an_optimizer(here, capsys):
+def test_lint_of_a_plan_and_of_the_state_of_an_optimizer(project, capsys):
     flags = ("my_model:make", "--rules", "my_model:BOTH")
     assert run("plan", *flags, "--mesh", "fsdp=4,tensor=3", "--json", "plan.json") == 0
     assert run("lint", "plan.json", "--fail-on", "warning") == 1
@@ -463,7 +463,7 @@ def test_lint_of_a_plan_and_of_the_state_of_an_optimizer(here, capsys):
     assert "warning corrected" in out and "as ZeRO-1 would" in out
 
 
-def test_diff_of_two_plans(here, capsys):
+def test_diff_of_two_plans(project, capsys):
     first = ("--mesh", "fsdp=4,tensor=2", "--rules", "my_model:BOTH")
     for name, rules in (("a.json", "my_model:BOTH"), ("b.json", ".*->fsdp(fsdp)")):
         assert (
@@ -509,44 +509,46 @@ def test_diff_of_two_plans(here, capsys):
 def test_fit_of_a_model_counts_its_arrays_alone(
     capsys,
 ):
-    found = data(
+    fitted = data(
         capsys,
         "fit llama3-8b --mesh fsdp=2 --rules fsdp --optimizer optax:adamw --chip v5e",
         1,
     )
-    assert found["basis"] == "arguments" and found["is_close"] is False
+    assert fitted["basis"] == "arguments" and fitted["is_close"] is False
     assert (
-        not found["fits"]
-        and found["headroom_bytes"] == found["usable_bytes"] - found["peak_bytes"] < 0
+        not fitted["fits"]
+        and fitted["headroom_bytes"]
+        == fitted["usable_bytes"] - fitted["peak_bytes"]
+        < 0
     )
-    assert sum(row["bytes"] for row in found["rows"]) == found["peak_bytes"]
-    assert {"model", "optimizer"} == {row["group"] for row in found["rows"]}
+    assert sum(row["bytes"] for row in fitted["rows"]) == fitted["peak_bytes"]
+    assert {"model", "optimizer"} == {row["group"] for row in fitted["rows"]}
 
 
-def test_search_chooses_mesh_and_rules_that_run(here, capsys):
-    found = data(
+def test_search_chooses_mesh_and_rules_that_run(project, capsys):
+    candidates = data(
         capsys,
         "search my_model:plain_step --target tpu:v5e:2x4 --keep 2 --write chosen.py",
     )
     assert (
-        len(found) == 2
-        and found[0]["fits"]
-        and found[0]["seconds"] <= found[1]["seconds"]
+        len(candidates) == 2
+        and candidates[0]["fits"]
+        and candidates[0]["seconds"] <= candidates[1]["seconds"]
     )
     space = {}
     exec(Path("chosen.py").read_text(), space)
-    assert str(space["MESH"]) == found[0]["mesh"]
+    assert str(space["MESH"]) == candidates[0]["mesh"]
     assert Path("chosen.py").read_text().endswith("out_shardings=(plans[0], None))\n")
     step, args = importlib.import_module("my_model").plain_step()
     plans = space["plans_of"](step, *args)
     assert [
         {leaf.path: data_of(leaf.spec) for leaf in plan.leaves} for plan in plans
-    ] == found[0]["plans"]
+    ] == candidates[0]["plans"]
     assert (
-        found[0]["by"] == "estimate"
-        and found[0]["state_over"] == found[0]["states"] == []
+        candidates[0]["by"] == "estimate"
+        and candidates[0]["state_over"] == candidates[0]["states"] == []
     )
-    assert found[0]["wire_bytes"] > 0
+    assert candidates[0]["wire_bytes"] > 0
     assert (
         run(
             "search",
@@ -557,13 +559,13 @@ def test_search_chooses_mesh_and_rules_that_run(here, capsys):
     )
 
 
-def test_search_compiles_the_best_and_rules_by_hand(here, capsys):
+def test_search_compiles_the_best_and_rules_by_hand(project, capsys):
     words = (
         "search my_model:plain_step --target cpu:4 --kwargs width=64 --verify"
         " --closely 1"
     )
-    more = "--rules my_model:BY_HAND --write chosen.py --json found.json"
-    assert run(*words.split(), *more.split()) == 0
+    options = "--rules my_model:BY_HAND --write chosen.py --json found.json"
+    assert run(*words.split(), *options.split()) == 0
     out = capsys.readouterr().out
     # Axes get usual names.
     assert (
@@ -579,13 +581,15 @@ def test_search_compiles_the_best_and_rules_by_hand(here, capsys):
         shardfx.plan(arg, space["MESH"], names=tree, axes=space["RULES"])
         for arg, tree in zip(args, names, strict=True)
     ]
-    assert all(made.mesh.size == 4 for made in plans)
-    found = json.loads(Path("found.json").read_text())
-    assert found[0]["by"] == "compile" and found[0]["traffic"]
-    assert len(found) > 1 and str(space["MESH"]) in [one["mesh"] for one in found]
+    assert all(sharding_plan.mesh.size == 4 for sharding_plan in plans)
+    candidates = json.loads(Path("found.json").read_text())
+    assert candidates[0]["by"] == "compile" and candidates[0]["traffic"]
+    assert len(candidates) > 1 and str(space["MESH"]) in [
+        candidate["mesh"] for candidate in candidates
+    ]
 
 
-def test_a_report_has_the_findings_the_chip_and_the_traffic(here, capsys):
+def test_a_report_has_the_findings_the_chip_and_the_traffic(project, capsys):
     flags = (
         "--mesh",
         "fsdp=4,tensor=2",
@@ -608,9 +612,9 @@ def test_a_report_has_the_findings_the_chip_and_the_traffic(here, capsys):
         )
         == 0
     )
-    found = json.loads(Path("out.json").read_text())
-    assert found["title"] == "my_model:make" and found["chip"]["name"] == "v5p"
-    assert found["traffic"]["wire_bytes"] > 0 and len(found["rows"]) == 2
+    report = json.loads(Path("out.json").read_text())
+    assert report["title"] == "my_model:make" and report["chip"]["name"] == "v5p"
+    assert report["traffic"]["wire_bytes"] > 0 and len(report["rows"]) == 2
     page = Path("out.html").read_text()
     assert page.lower().startswith("<!doctype html>") and "my_model:make" in page
 
@@ -619,7 +623,7 @@ def test_a_report_has_the_findings_the_chip_and_the_traffic(here, capsys):
     importlib.util.find_spec("libtpu") is not None,
     reason="the compiler for TPUs is there",
 )
-def test_without_the_tpu_compiler_one_line_says_what_to_install(here, capsys):
+def test_without_the_tpu_compiler_one_line_says_what_to_install(project, capsys):
     for words in (
         ("traffic", "my_model:train_step"),
         ("fit", "--compile", "--step", "my_model:train_step"),
@@ -628,7 +632,7 @@ def test_without_the_tpu_compiler_one_line_says_what_to_install(here, capsys):
         assert "shardfx[aot]" in line
 
 
-def test_a_checkpoint_is_converted_by_a_map_and_back(here, capsys):
+def test_a_checkpoint_is_converted_by_a_map_and_back(project, capsys):
     assert run("convert", "model-dir", "stacked", "--map", "my_model:STACKED") == 0
     out = capsys.readouterr().out
     assert (
@@ -654,13 +658,13 @@ def test_a_checkpoint_is_converted_by_a_map_and_back(here, capsys):
     )
 
 
-def test_a_checkpoint_is_cast_and_a_dry_run_writes_nothing(here, capsys):
+def test_a_checkpoint_is_cast_and_a_dry_run_writes_nothing(project, capsys):
     flags = ("convert", "model-dir", "small.safetensors", "--dtype", "bfloat16")
     assert run(*flags, "--dry-run", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
+    summary = json.loads(capsys.readouterr().out)
     assert (
-        told["written"] is None
-        and told["bytes"] == 384
+        summary["written"] is None
+        and summary["bytes"] == 384
         and not Path("small.safetensors").exists()
     )
     assert run(*flags, "--json") == 0
@@ -697,17 +701,18 @@ def test_colours_are_for_terminals_alone():
 
 
 def test_clean_lists_and_removes_what_killed_saves_left(capsys, tmp_path):
-    left = tmp_path / ".step-1.partial-0123456789abcdef"
-    left.mkdir()
-    os.utime(left, (1e9, 1e9))
+    partial_save = tmp_path / ".step-1.partial-0123456789abcdef"
+    partial_save.mkdir()
+    os.utime(partial_save, (1e9, 1e9))
     assert run("clean", str(tmp_path)) == 0
     assert (
-        ".step-1.partial-0123456789abcdef" in capsys.readouterr().out and left.exists()
+        ".step-1.partial-0123456789abcdef" in capsys.readouterr().out
+        and partial_save.exists()
     )
     assert run("clean", str(tmp_path), "--remove", "--json") == 0
     assert (
         json.loads(capsys.readouterr().out)[0]["target"].endswith("step-1")
-        and not left.exists()
+        and not partial_save.exists()
     )
     assert run("clean", str(tmp_path)) == 0
     assert capsys.readouterr().out == "nothing is left over\n"

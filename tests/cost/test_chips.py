@@ -23,7 +23,7 @@ from shardfx.errors import ChipError, MeshError
     ],
 )
 def test_a_chip_is_found_by_the_names_that_people_and_jax_use(name, asked):
-    assert {chips.find(one).name for one in asked} == {name}
+    assert {chips.find(spelling).name for spelling in asked} == {name}
     assert chips.find(chips.find(name)) is chips.find(name)
 
 
@@ -143,8 +143,12 @@ def test_users_make_their_own_and_the_table_has_a_line_for_each():
     ],
 )
 def test_slices_by_name(text, name, devices):
-    made = chips.parse_slice(text)
-    assert (made.name, made.devices, made.chip) == (name, devices, chips.find(text))
+    slice_ = chips.parse_slice(text)
+    assert (slice_.name, slice_.devices, slice_.chip) == (
+        name,
+        devices,
+        chips.find(text),
+    )
 
 
 @pytest.mark.parametrize("prefix", ["", "gpu:", "nvidia:"])

@@ -45,14 +45,19 @@ def compared(ours, theirs):
     ],
 )
 def test_a_difference_is_explained(ours, theirs, why):
-    made = compared(ours, theirs)
-    (found,) = made.rows
-    assert why in found.why and found.extra_bytes == made.extra_bytes == 10 * KIB
+    comparison = compared(ours, theirs)
+    (difference,) = comparison.rows
     assert (
-        found.axes == ("fsdp",) and found.source is not None and found.source.line == 1
+        why in difference.why
+        and difference.extra_bytes == comparison.extra_bytes == 10 * KIB
     )
-    text = str(made)
-    assert "step.py:1 step" in text and found.why in text and "+10.0 KiB" in text
+    assert (
+        difference.axes == ("fsdp",)
+        and difference.source is not None
+        and difference.source.line == 1
+    )
+    text = str(comparison)
+    assert "step.py:1 step" in text and difference.why in text and "+10.0 KiB" in text
 
 
 def test_bytes_on_another_line_of_the_same_axes_are_no_excess():
@@ -60,10 +65,10 @@ def test_bytes_on_another_line_of_the_same_axes_are_no_excess():
         compared([row("all-gather", 10, line=1)], [row("all-gather", 10, line=2)]).rows
         == ()
     )
-    (found,) = compared(
+    (difference,) = compared(
         [row("all-gather", 10, line=1, axes=("data",))], [row("all-gather", 10, line=2)]
     ).rows
-    assert found.why == "nothing was estimated here"
+    assert difference.why == "nothing was estimated here"
     # A sum that the compiler merged is told apart by leaf.
     ours = [
         row("reduce-scatter", 10, line=line, leaf=leaf)
@@ -76,8 +81,12 @@ def test_bytes_on_another_line_of_the_same_axes_are_no_excess():
         leaf="up, down",
         shares=(("up", 10 * KIB), ("down", 20 * KIB)),
     )
-    (found,) = compared(ours, [merged]).rows
-    assert (found.source and found.source.line, found.leaf, found.extra_bytes) == (
+    (difference,) = compared(ours, [merged]).rows
+    assert (
+        difference.source and difference.source.line,
+        difference.leaf,
+        difference.extra_bytes,
+    ) == (
         2,
         "down",
         10 * KIB,
@@ -86,15 +95,15 @@ def test_bytes_on_another_line_of_the_same_axes_are_no_excess():
 
 def test_small_differences_are_one_row():
     small = [row("all-gather", 1, line=line, axes=("data",)) for line in (3, 4)]
-    made = compared([row("all-gather", 3000)], [row("all-gather", 9000), *small])
-    named, rest = made.rows
+    comparison = compared([row("all-gather", 3000)], [row("all-gather", 9000), *small])
+    named, rest = comparison.rows
     assert (named.extra_bytes, rest.extra_bytes, rest.source, rest.axes) == (
         6000 * KIB,
         2 * KIB,
         None,
         (),
     )
-    assert "what has no line, and lines at which little differs" in str(made)
+    assert "what has no line, and lines at which little differs" in str(comparison)
     (less,) = compared([row("all-gather", 40)], [row("all-gather", 10)]).less
     assert less.extra_bytes == -30 * KIB
 
@@ -119,63 +128,65 @@ ROWS = st.lists(
 
 
 def drawn(rows):
-    made = []
-    for kind, wire, axes, source, own in rows:
+    traffic_rows = []
+    for kind, wire, axes, source, leaf_paths in rows:
         # Rounded, as those of programs.
-        shares = tuple((leaf, round(wire / len(own))) for leaf in own)
-        leaf = ", ".join(filter(None, own)) or None
-        made.append(
+        shares = tuple((leaf, round(wire / len(leaf_paths))) for leaf in leaf_paths)
+        leaf = ", ".join(filter(None, leaf_paths)) or None
+        traffic_rows.append(
             TrafficRow(kind, wire, 0, 1, "f32", 8, axes, source, (), leaf, shares)
         )
-    return Traffic(tuple(made), 8)
+    return Traffic(tuple(traffic_rows), 8)
 
 
 @given(ROWS, ROWS)
 @settings(max_examples=60, deadline=None)
 def test_every_byte_that_differs_is_in_one_row(estimated, compiled):
     ours, theirs = drawn(estimated), drawn(compiled)
-    made, turned = compare(ours, theirs), compare(theirs, ours)
-    rows = [*made.rows, *made.less]
+    comparison, turned = compare(ours, theirs), compare(theirs, ours)
+    rows = [*comparison.rows, *comparison.less]
     assert (
-        sum(one.extra_bytes for one in rows)
-        == made.extra_bytes
+        sum(row.extra_bytes for row in rows)
+        == comparison.extra_bytes
         == theirs.wire_bytes - ours.wire_bytes
     )
-    assert all(one.extra_bytes > 0 for one in made.rows) and all(
-        one.extra_bytes < 0 for one in made.less
+    assert all(row.extra_bytes > 0 for row in comparison.rows) and all(
+        row.extra_bytes < 0 for row in comparison.less
     )
     # A line and axes are in one row, of what is more or of what is less; only the rest
     # has no line, and comes last.
-    named = [(one.source, one.axes) for one in rows if one.source is not None]
+    named = [(row.source, row.axes) for row in rows if row.source is not None]
     assert len(set(named)) == len(named)
     assert all(
-        one.source is not None for side in (made.rows, made.less) for one in side[:-1]
+        row.source is not None
+        for side in (comparison.rows, comparison.less)
+        for row in side[:-1]
     )
     # What differs is no more than all, and no less than the totals do.
     assert (
-        abs(made.extra_bytes)
-        <= made.different_bytes
+        abs(comparison.extra_bytes)
+        <= comparison.different_bytes
         <= ours.wire_bytes + theirs.wire_bytes
     )
     # A row holds no more than there is at its line, on its own side.
-    for one in rows:
-        if one.source is not None:
-            assert abs(one.extra_bytes) <= sum(
-                dict(one.found if one.extra_bytes > 0 else one.expected).values()
+    for row in rows:
+        if row.source is not None:
+            assert abs(row.extra_bytes) <= sum(
+                dict(row.found if row.extra_bytes > 0 else row.expected).values()
             )
     # What is the same along the same axes, at whatever line, is no difference.
     ours_by, theirs_by = ours.by("axes"), theirs.by("axes")
     apart = sum(abs(ours_by.get(axes, 0) - theirs_by.get(axes, 0)) for axes in AXES)
-    assert made.different_bytes <= apart
+    assert comparison.different_bytes <= apart
     same = compare(ours, ours)
     assert same.different_bytes == 0 and same.rows == same.less == ()
-    assert turned.extra_bytes == -made.extra_bytes
+    assert turned.extra_bytes == -comparison.extra_bytes
 
 
 def test_the_same_traffic():
-    made = compared([row("all-gather", 10)], [row("all-gather", 10)])
+    comparison = compared([row("all-gather", 10)], [row("all-gather", 10)])
     assert (
-        str(made)
+        str(comparison)
         == "10.0 KiB are sent to each device in a step; 10.0 KiB were estimated, 1.00"
         " times as much."
     )

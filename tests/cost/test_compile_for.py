@@ -32,7 +32,7 @@ def plans():
 
 
 def structs():
-    return [one.structs for one in plans().values()]
+    return [plan.structs for plan in plans().values()]
 
 
 def step(params, batch):
@@ -76,9 +76,9 @@ class _Program:
     [("tpu", 1208, 1200), ("cpu", 900, 1400), ("tpu", None, 1400), ("tpu", 0, 1400)],
 )
 def test_what_a_program_needs_is_what_its_compiler_adds_up_to(platform, peak, needed):
-    found = fit(_Program(platform, peak), chip="h100")
-    assert found.peak_bytes == needed
-    assert {row.group: row.bytes for row in found.rows} == {
+    fitted = fit(_Program(platform, peak), chip="h100")
+    assert fitted.peak_bytes == needed
+    assert {row.group: row.bytes for row in fitted.rows} == {
         "arguments": 700,
         "results": 200,
         "temporaries": needed - 900,
@@ -86,12 +86,12 @@ def test_what_a_program_needs_is_what_its_compiler_adds_up_to(platform, peak, ne
 
 
 def test_it_is_what_jax_compiles_and_pickles():
-    made = structs()
-    first = compile_for(jax.jit(step, donate_argnums=0), *made, target="cpu")
-    on = {name: one.on(MESH.build(jax.devices())) for name, one in plans().items()}
+    arguments = structs()
+    first = compile_for(jax.jit(step, donate_argnums=0), *arguments, target="cpu")
+    on = {name: plan.on(MESH.build(jax.devices())) for name, plan in plans().items()}
     theirs = (
         filter_jit(step, in_shardings=on, donate="params")
-        .lower(*[one.structs for one in on.values()])
+        .lower(*[plan.structs for plan in on.values()])
         .compile()
     )
     assert (
@@ -115,13 +115,15 @@ def test_it_is_what_jax_compiles_and_pickles():
         filter_jit(
             step,
             in_shardings={
-                name: one.on(MESH.build(jax.devices())) for name, one in plans().items()
+                name: plan.on(MESH.build(jax.devices()))
+                for name, plan in plans().items()
             },
         ),
         jax.jit(
             step,
             in_shardings=tuple(
-                one.on(MESH.build(jax.devices())).shardings for one in plans().values()
+                plan.on(MESH.build(jax.devices())).shardings
+                for plan in plans().values()
             ),
         ),
     ],
@@ -141,16 +143,16 @@ def test_a_step_compiles_to_the_same_whatever_has_its_shardings(form):
 
 
 def test_targets_that_are_devices_and_errors(as_users_run_it):
-    out = jax.tree.map(lambda one: one.sharding, structs()[0])
-    made = compile_for(
+    out = jax.tree.map(lambda struct: struct.sharding, structs()[0])
+    compiled = compile_for(
         jax.jit(step, out_shardings=out), *structs(), target=MESH.build(jax.devices())
     )
     assert (
-        made.target == "cpu"
-        and made.chip is None
-        and made.argument_paths["batch"] == "batch"
+        compiled.target == "cpu"
+        and compiled.chip is None
+        and compiled.argument_paths["batch"] == "batch"
     )
-    assert made.argument_paths["params['w']"] == "params/w"
+    assert compiled.argument_paths["params['w']"] == "params/w"
     with pytest.raises(
         MeshError,
         match="`target=7` is neither a slice, a mesh nor devices; write `target=",
@@ -193,52 +195,54 @@ def moved(axis_sizes, spec, *out):
 
 
 def test_a_gather_takes_its_bytes_over_the_links_of_its_ring():
-    made, mesh = moved({"data": 8}, P("data"))
-    (row,) = made.rows
+    sent, mesh = moved({"data": 8}, P("data"))
+    (row,) = sent.rows
     chip = dataclasses.replace(chips.find("v5p"), link_bytes_per_second=1e9)
     # 8 chips of a 2x2x2: three lines of two. One ring of 8 closed at its ends: both
     # ways.
-    assert seconds(made, chip, mesh).rows[0].bytes_per_second == 3e9
-    assert seconds(made, chip, mesh, slice="1x1x8").rows[0].bytes_per_second == 2e9
-    assert seconds(made, chip, mesh, slice="1x2x4").rows[0].bytes_per_second == 3e9
-    assert seconds(made, chip, mesh, slice="1x1x8").seconds == pytest.approx(
+    assert seconds(sent, chip, mesh).rows[0].bytes_per_second == 3e9
+    assert seconds(sent, chip, mesh, slice="1x1x8").rows[0].bytes_per_second == 2e9
+    assert seconds(sent, chip, mesh, slice="1x2x4").rows[0].bytes_per_second == 3e9
+    assert seconds(sent, chip, mesh, slice="1x1x8").seconds == pytest.approx(
         row.wire_bytes / 2e9
     )
     # v5e closes none but rings of 16.
-    assert seconds(made, "v5e", mesh, slice="1x8").rows[0].bytes_per_second == 45e9
+    assert seconds(sent, "v5e", mesh, slice="1x8").rows[0].bytes_per_second == 45e9
     # Without a mesh one link is taken; a switch sends with all.
-    assert seconds(made, chip).rows[0].bytes_per_second == 1e9
-    assert seconds(made, "h100", mesh).rows[0].bytes_per_second == 450e9
+    assert seconds(sent, chip).rows[0].bytes_per_second == 1e9
+    assert seconds(sent, "h100", mesh).rows[0].bytes_per_second == 450e9
     for wrong in ("4x4", "2x2x4", "2x2xtwo"):
         with pytest.raises(
             MeshError,
             match=r"must have 3 extents that hold 8 chips of v5p, as in '2x2x2'",
         ):
-            seconds(made, "v5p", mesh, slice=wrong)
+            seconds(sent, "v5p", mesh, slice=wrong)
 
 
 def test_two_axes_on_a_torus_use_the_links_of_both():
-    made, mesh = moved({"x": 2, "y": 4}, P("x", "y"))
-    found = seconds(made, "v4", mesh, slice="1x2x4")
-    rates = {row.traffic.axes: row.bytes_per_second / 45e9 for row in found.rows}
+    sent, mesh = moved({"x": 2, "y": 4}, P("x", "y"))
+    estimate = seconds(sent, "v4", mesh, slice="1x2x4")
+    rates = {row.traffic.axes: row.bytes_per_second / 45e9 for row in estimate.rows}
     assert (
         all(rates[axes] == {"x": 1, "y": 2, "x y": 3}[" ".join(axes)] for axes in rates)
         and rates
     )
-    assert sum(found.by_axes().values()) == pytest.approx(found.seconds)
-    assert "v4" in str(found) and "An estimate: bytes over bandwidth" in str(found)
+    assert sum(estimate.by_axes().values()) == pytest.approx(estimate.seconds)
+    assert "v4" in str(estimate) and "An estimate: bytes over bandwidth" in str(
+        estimate
+    )
 
 
 def test_the_worked_answers_of_an_all_to_all_and_of_slices():
-    made, mesh = moved({"data": 8}, P("data"), None, "data")
-    (row,) = made.rows
+    sent, mesh = moved({"data": 8}, P("data"), None, "data")
+    (row,) = sent.rows
     assert row.kind == "all-to-all"
     # On a ring an exchange of an array of V bytes takes V / 4 of the ring's bandwidth,
     # both ways (Scaling book, 3).
-    found = seconds(made, "v4", mesh, slice="1x1x8")
-    assert found.seconds == pytest.approx(1024 * 1024 * 4 * 7 / 8 / 4 / (2 * 45e9))
+    estimate = seconds(sent, "v4", mesh, slice="1x1x8")
+    assert estimate.seconds == pytest.approx(1024 * 1024 * 4 * 7 / 8 / 4 / (2 * 45e9))
     across = dataclasses.replace(
-        made, rows=(dataclasses.replace(row, dcn_bytes=row.wire_bytes // 2),)
+        sent, rows=(dataclasses.replace(row, dcn_bytes=row.wire_bytes // 2),)
     )
     slow = seconds(across, "v4", MeshSpec({"data": 8}, dcn={"data": 2})).rows[0]
     assert (

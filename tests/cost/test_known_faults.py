@@ -24,7 +24,7 @@ def conv(x, w):
 
 
 @pytest.mark.parametrize(
-    "image, kernel, told",
+    "image, kernel, parts",
     [
         (P(None, None, "b"), P(), ["sharded dimension"]),
         (P("a", None, "b"), P(), []),
@@ -33,11 +33,11 @@ def conv(x, w):
     ],
     ids=["height", "rows and height", "rows", "height over all axes"],
 )
-def test_a_convolution_along_a_sharded_dimension_is_told(image, kernel, told):
+def test_a_convolution_along_a_sharded_dimension_is_told(image, kernel, parts):
     args = struct((4, 8, 8, 8), image), struct((8, 8, 3, 3), kernel)
-    found = shardings(conv, *args, compiler="cpu").known_faults
-    assert len(found) == len(told)
-    for sentence, part in zip(found, told, strict=True):
+    sentences = shardings(conv, *args, compiler="cpu").known_faults
+    assert len(sentences) == len(parts)
+    for sentence, part in zip(sentences, parts, strict=True):
         assert part in sentence and "test_known_faults.py" in sentence
         assert "check_step" in sentence and "constrained to rows" in sentence
 
@@ -53,6 +53,6 @@ def test_uneven_indices_of_a_scatter_are_told():
         indices = jax.ShapeDtypeStruct((count,), jnp.int32)
         return struct((16, 8), P("a")), indices, struct((count, 8), P())
 
-    (found,) = shardings(step, *args(5), compiler="cpu").known_faults
-    assert "scatter" in found and "indices sharded unevenly" in found
+    (sentence,) = shardings(step, *args(5), compiler="cpu").known_faults
+    assert "scatter" in sentence and "indices sharded unevenly" in sentence
     assert shardings(step, *args(8), compiler="cpu").known_faults == ()

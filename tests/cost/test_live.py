@@ -23,7 +23,7 @@ def structs(mesh, **shapes):
             shape, dtype, sharding=jax.NamedSharding(MeshSpec(mesh).abstract(), spec)
         )
 
-    return [struct(*one) for one in shapes.values()]
+    return [struct(*shape_and_spec) for shape_and_spec in shapes.values()]
 
 
 TEXT = """
@@ -66,14 +66,17 @@ ENTRY %main (x: f32[8,128], w: f32[128,128]) -> f32[4,8,128] {
 
 
 def test_a_loop_carries_its_state_in_place():
-    found = device_memory(parse_hlo(TEXT))
+    memory = device_memory(parse_hlo(TEXT))
     row = 8 * 128 * 4
-    assert found.arguments == (row, 128 * 128 * 4) and found.results == (4 * row,)
+    assert memory.arguments == (row, 128 * 128 * 4) and memory.results == (4 * row,)
     # The stack is the result. The loop holds its state beside `x`, and one product: the
     # stack reads the old state.
-    assert 2 * row <= found.temporary_bytes <= 3 * row + 64
-    given = device_memory(parse_hlo(TEXT), tile=(8, 128))
-    assert given.arguments == found.arguments and given.peak_bytes >= found.peak_bytes
+    assert 2 * row <= memory.temporary_bytes <= 3 * row + 64
+    tiled_memory = device_memory(parse_hlo(TEXT), tile=(8, 128))
+    assert (
+        tiled_memory.arguments == memory.arguments
+        and tiled_memory.peak_bytes >= memory.peak_bytes
+    )
 
 
 def test_the_operation_that_frees_most_runs_next():
@@ -92,11 +95,13 @@ def test_the_operation_that_frees_most_runs_next():
 
 def test_fused_operations_take_no_memory():
     x, w = structs({"data": 4}, x=((4096, 512), P("data")), w=((512, 32), P("data")))
-    found = fit(lambda x: jnp.sum(jnp.tanh(x) * 2 + x), x, chip="h100")
-    assert found.peak_bytes - found.bytes_of("batch") < 1024
-    found = fit(lambda x, w: x @ w, x, w, chip="h100")
-    assert found.bytes_of("copies in other layouts") == 512 * 32 * 4
-    (copy,) = [one for one in found.largest if one.group == "copies in other layouts"]
+    fitted = fit(lambda x: jnp.sum(jnp.tanh(x) * 2 + x), x, chip="h100")
+    assert fitted.peak_bytes - fitted.bytes_of("batch") < 1024
+    fitted = fit(lambda x, w: x @ w, x, w, chip="h100")
+    assert fitted.bytes_of("copies in other layouts") == 512 * 32 * 4
+    (copy,) = [
+        array for array in fitted.largest if array.group == "copies in other layouts"
+    ]
     assert (
         copy.source is not None
         and copy.source.file == __file__
@@ -115,11 +120,11 @@ def test_loops_and_branches_count_at_their_worst():
         _, y = jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, x))
         return jax.lax.cond(y[0, 0] > 0, lambda y: (y @ y) @ y, lambda y: y, y)
 
-    found = fit(step, x, chip="h100")
-    one = 64 * 64 * 4
+    fitted = fit(step, x, chip="h100")
+    array_bytes = 64 * 64 * 4
     assert (
-        found.bytes_of("results") == one
-        and one <= found.bytes_of("activations") <= 4 * one
+        fitted.bytes_of("results") == array_bytes
+        and array_bytes <= fitted.bytes_of("activations") <= 4 * array_bytes
     )
 
 
@@ -127,14 +132,16 @@ def test_many_leaves_and_long_chains_by_elements_are_read_once():
     params = structs({"data": 4}, **{f"w{i}": ((8, 8), P("data")) for i in range(300)})
 
     def step(params):
-        norm = jnp.sqrt(sum(jnp.sum(one * one) for one in params))
+        norm = jnp.sqrt(sum(jnp.sum(param * param) for param in params))
         x = jnp.ones((8, 8))
         for _ in range(60):  # each reads the last twice: 2^60 ways to walk back
             x = x * x + x
         return jnp.sum(x @ x) * norm
 
-    found = fit(step, params, chip="h100")
-    assert sum(row.bytes for row in found.rows if row.exact) == 4 + 300 * 8 * 8 * 4 // 4
+    fitted = fit(step, params, chip="h100")
+    assert (
+        sum(row.bytes for row in fitted.rows if row.exact) == 4 + 300 * 8 * 8 * 4 // 4
+    )
 
 
 LAYERS, WIDTH, ROWS = 4, 1024, 4096
@@ -144,13 +151,13 @@ def test_loop_carries_and_results_keep_their_memory():
     params, batch = structs(
         {"data": 2}, w=((LAYERS, WIDTH, WIDTH), P()), x=((ROWS, WIDTH), P("data"))
     )
-    found = fit(
+    fitted = fit(
         lambda w, x: jax.lax.scan(lambda x, w: (x @ w, x), x, w),
         params,
         batch,
         chip="v5e",
     )
-    assert found.bytes_of("results") == (LAYERS + 1) * ROWS // 2 * WIDTH * 4
+    assert fitted.bytes_of("results") == (LAYERS + 1) * ROWS // 2 * WIDTH * 4
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,9 @@ def right(x, w):
 
 @pytest.mark.parametrize("ask", [sfx.cost.estimate, sfx.cost.fit])
 def test_a_refutation_is_a_warning_with_its_line(ask):
-    with pytest.warns(WrongNumbersWarning) as told:
+    with pytest.warns(WrongNumbersWarning) as warned:
         ask(wrong, X, W)
-    [warning] = told
+    [warning] = warned
     assert warning.filename == __file__
     text = str(warning.message)
     assert re.search(r"wrongly: %\S+ \(add\) at test_refuted.py:\d+ block: ", text)
@@ -75,6 +75,6 @@ def test_the_estimate_is_that_of_a_program_that_is_not_judged():
         # The stacks have the lines of the two calls.
         pairs = zip(shown.rows, others.rows, strict=True)
         assert all(
-            dataclasses.replace(one, stack=()) == dataclasses.replace(other, stack=())
-            for one, other in pairs
+            dataclasses.replace(row, stack=()) == dataclasses.replace(other, stack=())
+            for row, other in pairs
         )

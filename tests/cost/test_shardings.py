@@ -20,8 +20,8 @@ from shardfx.testing import assert_same_shardings_text, shardings_text
 MESH = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 SIZES, WHOLE = (8, 16), P()
 MARKS = {
-    f"test_shardings.py:{at}": text.partition("  # ")[2]
-    for at, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+    f"test_shardings.py:{number}": text.partition("  # ")[2]
+    for number, text in enumerate(Path(__file__).read_text().splitlines(), 1)
 }
 LINES = {mark: place for place, mark in MARKS.items()}
 
@@ -55,7 +55,7 @@ def a_program(seed):
     def step(cuts):
         def run(x0, x1, x2):
             arrays, picks = [x0, x1, x2], iter(order)
-            for at, choice in enumerate(choices):
+            for position, choice in enumerate(choices):
                 x, y = (arrays[next(picks) % len(arrays)] for _ in range(2))
                 if choice < 2:
                     y = (
@@ -63,24 +63,24 @@ def a_program(seed):
                         if x.shape[1] == y.shape[0]
                         else (y.T if x.shape[1] == y.shape[1] else x.T)
                     )
-                    made = x @ y
+                    result = x @ y
                 elif choice == 2:
-                    made = jnp.tanh(x)
+                    result = jnp.tanh(x)
                 elif choice == 3:
-                    made = x.T
+                    result = x.T
                 elif choice == 4:
-                    made = x - jnp.max(x, axis=1, keepdims=True)
+                    result = x - jnp.max(x, axis=1, keepdims=True)
                 else:
-                    made = x + y if x.shape == y.shape else x * 2
-                if at == 3 and any(cuts["c0"]):
-                    made = jax.lax.with_sharding_constraint(  # c0
-                        made, NamedSharding(MESH, cuts["c0"])
+                    result = x + y if x.shape == y.shape else x * 2
+                if position == 3 and any(cuts["c0"]):
+                    result = jax.lax.with_sharding_constraint(  # c0
+                        result, NamedSharding(MESH, cuts["c0"])
                     )
-                if at == 6 and any(cuts["c1"]):
-                    made = jax.lax.with_sharding_constraint(  # c1
-                        made, NamedSharding(MESH, cuts["c1"])
+                if position == 6 and any(cuts["c1"]):
+                    result = jax.lax.with_sharding_constraint(  # c1
+                        result, NamedSharding(MESH, cuts["c1"])
                     )
-                arrays.append(made)
+                arrays.append(result)
             return arrays[3:]
 
         return run
@@ -91,7 +91,7 @@ def a_program(seed):
 
 def laid(step, shapes, cuts):
     """The rows of a step's arrays in the order of the program."""
-    args = [struct(shape, cuts[f"x{at}"]) for at, shape in enumerate(shapes)]
+    args = [struct(shape, cuts[f"x{number}"]) for number, shape in enumerate(shapes)]
     return sorted(
         shardings(step(cuts), *args, compiler="cpu").rows, key=lambda row: row.number
     )
@@ -109,7 +109,7 @@ def test_an_axis_is_there_as_long_as_its_origin_is(seed):
     """
     step, shapes, cuts = a_program(seed)
     rows = laid(step, shapes, cuts)
-    for origin in sorted({named(one.by) for row in rows for one in row.origins}):
+    for origin in sorted({named(origin.by) for row in rows for origin in row.origins}):
         alone = laid(
             step,
             shapes,
@@ -126,9 +126,9 @@ def test_an_axis_is_there_as_long_as_its_origin_is(seed):
                 == (only.operation, only.shape)
                 == (others.operation, others.shape)
             )
-            for one in row.origins:
-                if named(one.by) == origin:
-                    assert one.axis in axes_of(only) or one.axis not in axes_of(
+            for cause in row.origins:
+                if named(cause.by) == origin:
+                    assert cause.axis in axes_of(only) or cause.axis not in axes_of(
                         others
                     ), (seed, row, only, others)
 
@@ -178,10 +178,10 @@ def decoder(constrained, batch_axis="fsdp", batch=16):
 
 
 def test_a_lost_batch_is_mended_by_the_told_constraint():
-    found = shardings(*decoder(constrained=False))
-    worst = found.replicated().rows[0]
+    table = shardings(*decoder(constrained=False))
+    worst = table.replicated().rows[0]
     assert worst.shape == (3, 16, 32, 256) and not worst.origins
-    (missed,) = found.missed_axes(worst)
+    (missed,) = table.missed_axes(worst)
     assert (missed.by, missed.first, missed.shape) == (
         "tokens",
         "params/down",
@@ -189,7 +189,7 @@ def test_a_lost_batch_is_mended_by_the_told_constraint():
     )
     assert missed.spec == P("fsdp", None, None) and missed.line is not None
     assert missed.line.place == LINES["block"]
-    assert "jax.P('fsdp', None, None)" in str(found.at(LINES["block"]))
+    assert "jax.P('fsdp', None, None)" in str(table.at(LINES["block"]))
     mended = shardings(*decoder(constrained=True))
     again = next(row for row in mended.rows if row.shape == worst.shape)
     assert again.bytes_per_device * 8 == worst.bytes_per_device
@@ -203,38 +203,38 @@ def test_a_lost_batch_is_mended_by_the_told_constraint():
 
 def test_shardings_have_rows_of_parameters_and_lines():
     step, *args = decoder(constrained=False)
-    found = shardings(step, *args)
-    shaped = found.of("params/down").rows
+    table = shardings(step, *args)
+    shaped = table.of("params/down").rows
     assert shaped and all(
-        any(one.by == "params/down" for one in row.origins) for row in shaped
+        any(origin.by == "params/down" for origin in row.origins) for row in shaped
     )
-    assert any(one.chain for row in shaped for one in row.origins)
-    of_block = found.at(LINES["block"]).rows
+    assert any(origin.chain for row in shaped for origin in row.origins)
+    of_block = table.at(LINES["block"]).rows
     assert {row.source and row.source.place for row in of_block} == {LINES["block"]}
     assert {row.loop and row.loop.place for row in of_block} == {LINES["scan"]}
     assert {
         row.loop
-        for row in found.rows
+        for row in table.rows
         if row.source and row.source.place == LINES["loss"]
     } == {None}
     with pytest.raises(
         UnknownPathError, match="no array of the step is made at 'x.py:1'"
     ):
-        found.at("x.py:1")
+        table.at("x.py:1")
     with pytest.raises(UnknownPathError, match="did you mean 'params/down'"):
-        found.of("params/dwon")
-    sent = found.annotate(estimate(step, *args))
+        table.of("params/dwon")
+    sent = table.annotate(estimate(step, *args))
     summed = next(
         row for row in sent.rows if row.source and row.source.place == LINES["block"]
     )
     assert "summed over fsdp" in summed.note and "from params/down" in summed.note
-    assert any("are sharded over it" in one for one in found.conflicts)
-    rows = json.loads(found.to_json())
+    assert any("are sharded over it" in conflict for conflict in table.conflicts)
+    rows = json.loads(table.to_json())
     assert (
-        len(rows) == len(found.rows)
-        and rows[0]["bytes_per_device"] == found.rows[0].bytes_per_device
+        len(rows) == len(table.rows)
+        and rows[0]["bytes_per_device"] == table.rows[0].bytes_per_device
     )
-    assert len(str(found).splitlines()) <= 40 and "<pre>" in found._repr_html_()
+    assert len(str(table).splitlines()) <= 40 and "<pre>" in table._repr_html_()
 
 
 def test_shard_maps_keep_their_specs_and_results_are_origins():
@@ -248,13 +248,14 @@ def test_shard_maps_keep_their_specs_and_results_are_origins():
         return jnp.tanh(x[0]) + x[1][:, None], jnp.exp(x[0]).T
 
     out = (None, NamedSharding(MESH, P("b", None)))
-    found = shardings(jax.jit(step, out_shardings=out), struct((8, 16)), compiler="cpu")
+    table = shardings(jax.jit(step, out_shardings=out), struct((8, 16)), compiler="cpu")
     by = {
-        row.operation: {one.axis: one.by for one in row.origins} for row in found.rows
+        row.operation: {origin.axis: origin.by for origin in row.origins}
+        for row in table.rows
     }
     assert by["tanh"]["a"].startswith("the constraint at test_shardings.py")
-    assert "result 1" in {one.by for row in found.rows for one in row.origins}
-    assert "multiply" not in by and "inside a `shard_map`" in str(found)
+    assert "result 1" in {origin.by for row in table.rows for origin in row.origins}
+    assert "multiply" not in by and "inside a `shard_map`" in str(table)
 
 
 def test_layouts_are_those_that_xla_chooses():
@@ -277,52 +278,58 @@ def test_layouts_are_those_that_xla_chooses():
 
 
 def test_the_peak_of_a_step_says_why_arrays_are_replicated():
-    found = fit(*decoder(constrained=False), chip="v5e")
-    whole = next(one for one in found.peak_arrays if one.what == "f32[3,16,32,256]")
+    fitted = fit(*decoder(constrained=False), chip="v5e")
+    whole = next(
+        array for array in fitted.peak_arrays if array.what == "f32[3,16,32,256]"
+    )
     assert (
         whole.spec == P()
         and "tokens has it there, and params/down took it first" in whole.why
     )
-    assert whole.why in found.explain() and found.shardings is not None
-    table = next(one for one in found.peak_arrays if one.what == "params/down")
+    assert whole.why in fitted.explain() and fitted.shardings is not None
+    table = next(array for array in fitted.peak_arrays if array.what == "params/down")
     assert table.spec == P(None, None, "fsdp") and table.origins[0].by == "params/down"
     mended = fit(*decoder(constrained=True), chip="v5e")
-    assert not [one for one in mended.peak_arrays if one.bytes > 2**17 and one.why]
+    assert not [
+        array for array in mended.peak_arrays if array.bytes > 2**17 and array.why
+    ]
 
 
 def test_a_missing_constraint_is_told_with_its_savings():
     def trained(**how):
         step, params, tokens = decoder(**how, batch=64)
         return (
-            jax.jit(step, out_shardings=jax.tree.map(lambda one: one.sharding, params)),
+            jax.jit(
+                step, out_shardings=jax.tree.map(lambda param: param.sharding, params)
+            ),
             params,
             tokens,
         )
 
-    def told(found):
+    def told(fitted):
         return [
-            one
-            for one in found.changes
-            if one.what.startswith("constrain the activations")
+            change
+            for change in fitted.changes
+            if change.what.startswith("constrain the activations")
         ]
 
     args, mended = trained(constrained=False), trained(constrained=True)
-    before, after = (fit(*one, chip="h100") for one in (args, mended))
+    before, after = (fit(*step_args, chip="h100") for step_args in (args, mended))
     (change,) = told(before)
     words = (
         "constrain(x, jax.P('fsdp', None, None), plan) for the f32[64,32,64] of"
         " test_shardings"
     )
-    assert change.how.startswith(words) and [one.place for one in change.sources] == [
-        LINES["block"]
-    ]
+    assert change.how.startswith(words) and [
+        source.place for source in change.sources
+    ] == [LINES["block"]]
     assert (
         change.peak_bytes == pytest.approx(after.peak_bytes, rel=0.05)
         and after.peak_bytes < 0.6 * before.peak_bytes
     )
-    for claim, one in ((before.peak_bytes, args), (change.peak_bytes, mended)):
+    for claim, step_args in ((before.peak_bytes, args), (change.peak_bytes, mended)):
         assert claim == pytest.approx(
-            compile_for(*one, target="cpu").memory.needed_bytes, rel=0.2
+            compile_for(*step_args, target="cpu").memory.needed_bytes, rel=0.2
         )
     assert not told(after) and not told(
         fit(*trained(constrained=False, batch_axis=None), chip="h100")
@@ -360,13 +367,15 @@ def test_an_array_that_a_constraint_made_lie_so_names_it():
 
         return jax.grad(loss)(ws)
 
-    found = shardings(
+    table = shardings(
         step, [struct((16, 16), P("b", "a"))] * 2, struct((8, 16), P("a"))
     )
     givers = {
-        one.first or one.by for row in found.rows for one in found.missed_axes(row)
+        missed.first or missed.by
+        for row in table.rows
+        for missed in table.missed_axes(row)
     }
-    assert any("the constraint at test_shardings.py" in one for one in givers)
+    assert any("the constraint at test_shardings.py" in giver for giver in givers)
 
 
 def test_a_negated_mean_has_the_rows_of_its_sum():

@@ -27,9 +27,9 @@ def read(name, mesh=MESH):
     return traffic((HLO / f"{name}.txt").read_text(), mesh)
 
 
-def listed(made):
+def listed(sent):
     return sorted(
-        (row.kind, row.axes, row.wire_bytes, row.calls, row.leaf) for row in made.rows
+        (row.kind, row.axes, row.wire_bytes, row.calls, row.leaf) for row in sent.rows
     )
 
 
@@ -59,16 +59,16 @@ def test_a_loop_in_a_loop_counts_as_often_as_it_runs(platform, itemsize):
     # Three layers in each of two microbatches; the TPU's compiler makes the weights
     # bf16 before it gathers them. A GPU begins the slice of a layer's weight
     # (`fusion-start`), and gathers what is there when it ends.
-    made = read(f"{platform}_nested_loops")
-    row, *others = made.rows
-    assert listed(made)[0] == (
+    sent = read(f"{platform}_nested_loops")
+    row, *others = sent.rows
+    assert listed(sent)[0] == (
         "all-gather",
         ("tensor",),
         6 * 256 * 256 * itemsize * 3 // 4,
         6,
         "w",
     )
-    assert [(one.kind, one.wire_bytes) for one in others] == [("all-reduce", 4)] * (
+    assert [(row.kind, row.wire_bytes) for row in others] == [("all-reduce", 4)] * (
         platform == "gpu"
     )
     assert (
@@ -82,31 +82,31 @@ def test_a_loop_in_a_loop_counts_as_often_as_it_runs(platform, itemsize):
 
 @pytest.mark.parametrize("name, itemsize", [("cpu_branches", 4), ("tpu_branches", 2)])
 def test_loops_without_an_end_and_branches_say_so(name, itemsize):
-    made = read(name)
+    sent = read(name)
     half = 1024 * 1024 * itemsize // 2
-    calls = {(row.kind, row.calls): row.wire_bytes for row in made.rows}
+    calls = {(row.kind, row.calls): row.wire_bytes for row in sent.rows}
     assert calls[("all-to-all", None)] == half // 2
     assert calls[("all-gather", 1)] == half and calls[("all-gather", 0)] == 0
-    assert sum(row.calls is None for row in made.rows) == 2
-    assert made.wire_bytes == 2 * (half // 2) + half + itemsize
-    text = str(made)
+    assert sum(row.calls is None for row in sent.rows) == 2
+    assert sent.wire_bytes == 2 * (half // 2) + half + itemsize
+    text = str(sent)
     assert "the trips of a loop are not known and count once: %while" in text
     assert "the one that sends most counts" in text
 
 
 def test_permutes_of_a_windowed_product_have_its_kind():
-    made = read("tpu_windowed_product")
+    sent = read("tpu_windowed_product")
     activations = 4 * 1024 * 2048 * 2  # of one group of data
-    assert made.by("kind") == {
+    assert sent.by("kind") == {
         "all-gather": 2 * activations * 3 // 4,
         # One more than the four pieces of a ring.
         "reduce-scatter": (5 * activations // 4),
         "all-reduce": 2 * 2048 * 2048 * 2 * 2 // 2 + 7,
     }
-    assert [row.windowed for row in made.rows if row.kind == "reduce-scatter"] == [
+    assert [row.windowed for row in sent.rows if row.kind == "reduce-scatter"] == [
         True
     ] * 5
-    assert "reduce-scatter (windowed)" in str(made)
+    assert "reduce-scatter (windowed)" in str(sent)
 
 
 @pytest.mark.parametrize(
@@ -115,20 +115,20 @@ def test_permutes_of_a_windowed_product_have_its_kind():
 def test_gathers_and_gradients_name_their_weight(name, itemsize):
     # The TPU's program names one gather in three fusions, and lists the devices of a
     # group out of order.
-    made, weight = read(name), 2048 * 8192 * itemsize
+    sent, weight = read(name), 2048 * 8192 * itemsize
     gathers = {
         row.leaf: (row.axes, row.wire_bytes)
-        for row in made.rows
+        for row in sent.rows
         if row.kind == "all-gather"
     }
     assert gathers == {leaf: (("tensor",), weight * 3 // 4) for leaf in ("up", "down")}
     (sums,) = [
-        row for row in made.rows if row.kind == "all-reduce" and row.wire_bytes > KIB
+        row for row in sent.rows if row.kind == "all-reduce" and row.wire_bytes > KIB
     ]
     assert {leaf: count for leaf, count in sums.shares if leaf} == {
         leaf: 2 * weight * 7 // 8 for leaf in ("up", "down")
     }
-    assert made.by("leaf")["up"] == weight * 3 // 4 + 2 * weight * 7 // 8
+    assert sent.by("leaf")["up"] == weight * 3 // 4 + 2 * weight * 7 // 8
 
 
 def one(line, n):
@@ -417,11 +417,11 @@ def test_a_kind_with_pairs_that_is_added_is_read_by_its_pairs(monkeypatch):
         collectives, "KINDS", {**collectives.KINDS, "all-scan": permute}
     )
     line = "%c = f32[8]{0} all-scan(%x), source_target_pairs={{0,1},{1,2},{2,3}}"
-    (added,), (known,) = (
+    (added,), (permuted,) = (
         traffic(one(text, 4)).rows
         for text in (line, line.replace("all-scan", "collective-permute"))
     )
-    assert added.kind == "all-scan" and added.wire_bytes == known.wire_bytes == 24
+    assert added.kind == "all-scan" and added.wire_bytes == permuted.wire_bytes == 24
 
 
 @pytest.mark.parametrize(
@@ -521,8 +521,8 @@ def test_asynchronous_operations_on_a_gpu_count_once_a_trip():
         f"{MOVED[0]}\n  %j = s32[] copy(%k)",
         "%j = s32[] add(%one, %i)",
     ):
-        made = traffic(LOOP.replace(ADDED, added).replace("COUNT", "7"))
-        assert {row.kind: (row.calls, row.wire_bytes) for row in made.rows} == {
+        sent = traffic(LOOP.replace(ADDED, added).replace("COUNT", "7"))
+        assert {row.kind: (row.calls, row.wire_bytes) for row in sent.rows} == {
             "reduce-scatter": (5, 5 * 3 * 64),
             "all-gather": (5, 5 * 3 * 64),
         }
@@ -533,10 +533,10 @@ def test_asynchronous_operations_on_a_gpu_count_once_a_trip():
     assert [
         (row.kind, row.wire_bytes) for row in traffic(asked).rows if row.calls == 6
     ] == [("all-reduce", 6 * 384)]
-    known = LOOP.replace(
+    counted_loop = LOOP.replace(
         "body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"9"}}'
     )
-    assert {row.calls for row in traffic(known).rows} == {9}
+    assert {row.calls for row in traffic(counted_loop).rows} == {9}
 
 
 TURNS = {
@@ -555,15 +555,15 @@ TURNS = {
     st.sampled_from(["add", "subtract"]),
 )
 @settings(deadline=None)
-def test_a_loop_runs_as_often_as_its_counter_says(direction, stop, step, way):
+def test_a_loop_runs_as_often_as_its_counter_says(direction, stop, step, update):
     text = LOOP.replace("direction=LT", f"direction={direction}").replace(
         "COUNT", str(stop)
     )
     text = text.replace("%one = s32[] constant(1)", f"%one = s32[] constant({step})")
-    text = text.replace("s32[] add", f"s32[] {way}")
+    text = text.replace("s32[] add", f"s32[] {update}")
     counter, trips = 2, 0
     while TURNS[direction](counter, stop) and trips < 50:
-        counter, trips = counter + (step if way == "add" else -step), trips + 1
+        counter, trips = counter + (step if update == "add" else -step), trips + 1
     assert {row.calls for row in traffic(text).rows} == {trips if trips < 50 else None}
 
 
@@ -590,7 +590,9 @@ def test_what_is_no_program():
 def test_compiled_programs_name_axes_and_leaves():
     mesh = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
     model = eqx.nn.MLP(16, 16, 64, 2, key=jax.random.key(0))
-    made = plan(model, mesh, paths=PathRules([("weight", P("tensor")), ("bias", P())]))
+    plan_of_layer = plan(
+        model, mesh, paths=PathRules([("weight", P("tensor")), ("bias", P())])
+    )
     x = jax.ShapeDtypeStruct(
         (8, 16), jnp.float32, sharding=NamedSharding(mesh, P("data"))
     )
@@ -598,26 +600,28 @@ def test_compiled_programs_name_axes_and_leaves():
     def apply(model, x):
         return jax.vmap(model)(x)
 
-    structs = eqx.combine(made.off().structs, model)
+    structs = eqx.combine(plan_of_layer.off().structs, model)
     lowered = filter_jit(
-        apply, in_shardings=(made, x.sharding), out_shardings=x.sharding
+        apply, in_shardings=(plan_of_layer, x.sharding), out_shardings=x.sharding
     ).lower(structs, x)
     first, second = traffic(lowered), traffic(lowered.compile())
     assert first == second and first.wire_bytes > 0
     assert {row.axes for row in first.rows} == {("tensor",)}
     assert {row.leaf for row in first.rows if row.leaf} <= {
-        leaf.path for leaf in made.leaves
+        leaf.path for leaf in plan_of_layer.leaves
     }
 
 
 def test_the_tables_of_a_step_and_of_the_difference_of_two():
     cpu, tpu = read("cpu_gathered_weights"), read("tpu_gathered_weights")
-    made = cpu - tpu
-    assert made.wire_bytes == cpu.wire_bytes - tpu.wire_bytes
-    assert (tpu - cpu).wire_bytes == -made.wire_bytes
-    assert "+112.0 MiB" in str(made).splitlines()[1] and str(made).endswith("in all.")
+    difference = cpu - tpu
+    assert difference.wire_bytes == cpu.wire_bytes - tpu.wire_bytes
+    assert (tpu - cpu).wire_bytes == -difference.wire_bytes
+    assert "+112.0 MiB" in str(difference).splitlines()[1] and str(difference).endswith(
+        "in all."
+    )
     assert str(cpu - cpu) == "the same traffic"
-    for shown in (cpu, made, Traffic((), 4)):
+    for shown in (cpu, difference, Traffic((), 4)):
         assert html.unescape(shown._repr_html_()) == f"<pre>{shown}</pre>"
     assert (
         sum(tpu.by("axes").values()) == sum(tpu.by("source").values()) == tpu.wire_bytes
@@ -649,15 +653,17 @@ def test_rows_have_pass_and_shape_and_lines_stay_together():
 
     params = [jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=rows)] * 2
     x = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=rows)
-    made = traffic(
+    sent = traffic(
         jax.jit(jax.grad(loss), out_shardings=[rows, rows]).lower(params, x).compile(),
         mesh,
     )
-    found = {(row.kind, row.arrays, row.phase) for row in made.rows}
-    assert ("all-gather", ("f32[64,64]",), "forward") in found
-    assert {phase for kind, _, phase in found if kind != "all-gather"} == {"backward"}
+    described = {(row.kind, row.arrays, row.phase) for row in sent.rows}
+    assert ("all-gather", ("f32[64,64]",), "forward") in described
+    assert {phase for kind, _, phase in described if kind != "all-gather"} == {
+        "backward"
+    }
     assert (
-        str(made).count("test_traffic.py:") == len(made.by("source")) < len(made.rows)
+        str(sent).count("test_traffic.py:") == len(sent.by("source")) < len(sent.rows)
     )
 
 
@@ -666,14 +672,14 @@ def test_collectives_of_one_channel_are_as_many_as_are_named(name, itemsize):
     # All that a `shard_map` sends by its own word has one channel: two sums and two
     # gathers of the rows of 8 devices, and on the TPU a gather in a loop over two
     # layers.
-    made = read(name, MeshSpec({"x": 8}))
+    sent = read(name, MeshSpec({"x": 8}))
     rows = {4: 8 * 128 * 4, 2: 1024 * 2048 * 2}[itemsize]
     right = [("all-gather", 7 * rows, 1)] * 2 + [
         ("all-reduce", 2 * rows * 7 // 8, 1)
     ] * 2
     if itemsize == 2:
         right = [("all-gather", 2 * 2048 * 2048 * 2 * 7 // 8, 2), *right]
-    assert sorted((row.kind, row.wire_bytes, row.calls) for row in made.rows) == sorted(
+    assert sorted((row.kind, row.wire_bytes, row.calls) for row in sent.rows) == sorted(
         right
     )
 
@@ -683,12 +689,12 @@ def test_what_lays_a_result_out_has_the_line_that_made_it():
         "  ROOT %g = f32[4,16] all-gather(%p), replica_groups={{0,1}}, channel_id=1,"
         " use_global_device_ids=true\n}"
     )
-    made = "  %p = f32[2,16]{1,0} parameter(0), metadata={stack_frame_id=1}\n"
+    parameter = "  %p = f32[2,16]{1,0} parameter(0), metadata={stack_frame_id=1}\n"
     text = (
         SCATTER[: SCATTER.index("%all-reduce-scatter.1 (")]
         + "ENTRY %main (p: f32[2,16]) -> f32[4,16] {\n"
     )
-    (row,) = traffic(text + made + gather).rows
+    (row,) = traffic(text + parameter + gather).rows
     assert row.source is not None and (row.source.line, row.source.function) == (
         7,
         "mlp",
@@ -751,9 +757,9 @@ def test_a_sum_of_which_a_fusion_keeps_a_part_is_scattered():
 # What GPUs send, from programs that XLA compiled for eight H200, with JAX 0.12 and no
 # GPU at hand.
 def test_a_scattered_gradient_is_of_its_weight():
-    made, weight = read("gpu_gathered_weights"), 2048 * 8192 * 4
+    sent, weight = read("gpu_gathered_weights"), 2048 * 8192 * 4
     sums = 2 * (weight // 4) // 2
-    assert [row for row in listed(made) if row[4]] == [
+    assert [row for row in listed(sent) if row[4]] == [
         ("all-gather", ("tensor",), weight * 3 // 4, 1, "down"),
         ("all-gather", ("tensor",), weight * 3 // 4, 1, "up"),
         ("all-reduce", ("data",), sums, 1, "down"),
@@ -762,20 +768,20 @@ def test_a_scattered_gradient_is_of_its_weight():
         ("reduce-scatter", ("tensor",), weight * 3 // 4, 1, "up"),
     ]
     # The activations.
-    assert made.by("leaf")[None] == 2 * (1024 // 2 * 2048 * 4 * 3 // 4)
+    assert sent.by("leaf")[None] == 2 * (1024 // 2 * 2048 * 4 * 3 // 4)
 
 
 def test_weights_that_are_gathered_together_have_their_own_bytes():
     # The compiler joins what it gathers of a layer, and what it scatters, into one
     # collective of two arrays.
-    made = read("gpu_scanned_layers")
+    sent = read("gpu_scanned_layers")
     # Of a layer's weight that is whole along data, what one of two devices lacks.
     half = 1024 * 256 * 2 // 2
-    for row in made.rows:
+    for row in sent.rows:
         if row.kind != "all-reduce":
             assert row.calls == 6 and row.axes == ("data",) and row.dtype == "bf16"
             assert dict(row.shares) == {"up": 6 * half, "down": 6 * half}
-    assert made.by("leaf") == {"up": 3 * 6 * half, "down": 3 * 6 * half, None: 9 * MIB}
+    assert sent.by("leaf") == {"up": 3 * 6 * half, "down": 3 * 6 * half, None: 9 * MIB}
 
 
 def test_loops_without_a_known_end_count_once_a_trip():
@@ -796,8 +802,8 @@ def test_loops_without_a_known_end_count_once_a_trip():
 def test_what_crosses_nodes(name, across):
     # Each of two nodes holds a group of `tensor`. Of what all eight scatter, a node
     # takes in what four devices keep.
-    made = read(name, SLICED)
-    assert made.wire_bytes == read(name).wire_bytes
-    assert made.dcn_bytes == across and all(
-        "data" in row.axes for row in made.rows if row.dcn_bytes
+    sent = read(name, SLICED)
+    assert sent.wire_bytes == read(name).wire_bytes
+    assert sent.dcn_bytes == across and all(
+        "data" in row.axes for row in sent.rows if row.dcn_bytes
     )

@@ -67,11 +67,11 @@ def drawn(draw):
         order = draw(st.permutations(order))
     if form == "swapped":
         order = [
-            row + at * (devices // size)
+            row + place * (devices // size)
             for row in range(devices // size)
-            for at in range(size)
+            for place in range(size)
         ]
-    rows = [order[at : at + size] for at in range(0, devices, size)]
+    rows = [order[start : start + size] for start in range(0, devices, size)]
     if form in ("empty", "alone"):
         rows = [order] if form == "empty" else [[device] for device in order]
     if form == "uneven" and kind in FLAT and devices > 2:
@@ -106,12 +106,12 @@ def test_groups_of_devices_against_a_count_device_by_device(case):
 @settings(max_examples=60, deadline=None)
 def test_permutes(devices, channel, data):
     targets = data.draw(st.permutations(range(devices)))
-    kept = (
+    senders = (
         data.draw(st.lists(st.integers(0, devices - 1), unique=True))
         if channel
         else [0]
     )
-    pairs = [(source, targets[source] if channel else source) for source in kept]
+    pairs = [(source, targets[source] if channel else source) for source in senders]
     text = ",".join(f"{{{source},{target}}}" for source, target in pairs)
     line = (
         "%c = (f32[12], s8[16]) collective-permute(%p, %q),"
@@ -226,33 +226,33 @@ def test_a_step_on_two_slices_of_tpus_whose_text_is_that_of_one():
     # Batch over all, a weight of 1,024 x 1,024 over the devices of a slice: it is
     # gathered there in bf16, its gradient scattered there, and a quarter of it added up
     # between slices.
-    made, weight = (
+    sent, weight = (
         traffic((HLO / "tpu_two_slices.txt").read_text(), SLICES),
         1024 * 1024,
     )
     assert [
         (row.kind, row.axes, row.wire_bytes, row.dcn_bytes, row.leaf)
-        for row in made.rows
+        for row in sent.rows
     ] == [
         ("reduce-scatter", ("ici",), weight * 4 * 3 // 4, 0, "w"),
         ("all-gather", ("ici",), weight * 2 * 3 // 4, 0, "w"),
         ("all-reduce", ("dcn",), 2 * weight // 4 * 4 // 2, weight // 4 * 4, "w"),
     ]
-    assert made.devices == 8 and {
-        row.source and row.source.line for row in made.rows
+    assert sent.devices == 8 and {
+        row.source and row.source.line for row in sent.rows
     } == {23}
 
 
 def test_exchanges_with_the_own_and_another_slice():
     # 64 x 256 f32 from rows over (ici, dcn) to rows over dcn and columns over ici. What
     # each slice does differently is in branches, of which every one runs.
-    made, shard = (
+    sent, shard = (
         traffic((HLO / "tpu_exchange_between_slices.txt").read_text(), SLICES),
         64 * 256 * 4 // 8,
     )
     assert sorted(
         (row.kind, row.axes, row.wire_bytes, row.dcn_bytes, row.calls)
-        for row in made.rows
+        for row in sent.rows
     ) == [
         ("all-to-all", ("dcn", "ici"), shard * 3 // 4, shard // 2, 1),
         ("collective-permute", ("dcn", "ici"), shard // 2, shard // 2, 1),
@@ -276,7 +276,7 @@ def test_collectives_of_loop_conditions_and_branches_count():
     whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
 
     def step(flag, w, x):
-        one = jax.lax.cond(
+        product = jax.lax.cond(
             flag > 0,
             lambda w, x: x @ jax.lax.with_sharding_constraint(w, whole),
             lambda w, x: x,
@@ -292,18 +292,18 @@ def test_collectives_of_loop_conditions_and_branches_count():
 
         return jax.shard_map(
             asked, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False
-        )(one)
+        )(product)
 
     w, x = (
         jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=where)
         for where in (rows, rows)
     )
-    made = traffic(
+    sent = traffic(
         jax.jit(step)
         .lower(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), w, x)
         .compile()
     )
-    assert {(row.kind, row.calls, row.leaf) for row in made.rows} == {
+    assert {(row.kind, row.calls, row.leaf) for row in sent.rows} == {
         ("all-gather", 1, "w"),
         ("all-reduce", None, None),
     }

@@ -47,14 +47,14 @@ def typed_loss(params, x):
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize("step", [loss, jax.grad(loss)], ids=["forward", "gradient"])
 def test_each_line_says_what_to_write(step, kind):
-    told = sfx.cost.typed(step, *structs(mesh_of(kind)))
-    (row,) = told.rows
+    typed_lines = sfx.cost.typed(step, *structs(mesh_of(kind)))
+    (row,) = typed_lines.rows
     assert row.primitive == "dot_general" and row.spec == P("data")
     assert row.source is not None
     assert row.source.place.startswith("test_typed.py:")
     assert "out_sharding=P('data')" in row.text
     assert "Contracting dimensions are sharded" in row.error
-    assert row.text in str(told) and row.source.place in str(told)
+    assert row.text in str(typed_lines) and row.source.place in str(typed_lines)
 
 
 def test_what_it_says_is_enough():
@@ -69,9 +69,11 @@ def test_what_it_says_is_enough():
 
 
 def test_a_step_that_types_needs_nothing():
-    told = sfx.cost.typed(lambda x: jnp.tanh(x) * 2, structs(mesh_of(AxisType.Auto))[1])
-    assert told.rows == ()
-    assert str(told) == "JAX types every result of this step on Explicit axes"
+    typed_lines = sfx.cost.typed(
+        lambda x: jnp.tanh(x) * 2, structs(mesh_of(AxisType.Auto))[1]
+    )
+    assert typed_lines.rows == ()
+    assert str(typed_lines) == "JAX types every result of this step on Explicit axes"
 
 
 def test_arguments_without_shardings_are_refused():

@@ -9,11 +9,14 @@ from shardfx.cost._work import work_of
 
 
 def work(step, *args, mesh=None, dims=None, **how):
-    made = step_of(step, args)
+    compiled_step = step_of(step, args)
     mesh = MeshSpec(mesh or {"data": 2})
     dims = [((),) * len(arg.shape) for arg in args] if dims is None else dims
-    text = made.partitioned(
-        "gpu", mesh=mesh, arguments=dims, results=[None] * len(made.parameters[1])
+    text = compiled_step.partitioned(
+        "gpu",
+        mesh=mesh,
+        arguments=dims,
+        results=[None] * len(compiled_step.parameters[1]),
     )
     return work_of(parse_hlo(text), **how)
 
@@ -41,10 +44,10 @@ def test_products_loops_and_shards():
     looped = work(lambda x, w: jax.lax.scan(lambda c, _: (c, c @ w), x, length=5), X, W)
     assert looped.flops == 5 * whole.flops
     # What a TPU's loop carries stays on the chip.
-    kept = work(
+    work_in_vmem = work(
         lambda x, w: jax.lax.scan(lambda c, _: (c, c @ w), x, length=5), X, W, tpu=True
     )
-    assert kept.bytes < 0.6 * looped.bytes
+    assert work_in_vmem.bytes < 0.6 * looped.bytes
 
 
 def test_lookups_count_what_they_name_and_results_are_written():
@@ -52,17 +55,17 @@ def test_lookups_count_what_they_name_and_results_are_written():
         jax.ShapeDtypeStruct((1000, 8), "float32"),
         jax.ShapeDtypeStruct((10,), "int32"),
     )
-    found = work(lambda table, rows: table[rows], table, rows)
-    assert found.flops == 0 and found.bytes < 4 * 1000 * 8
+    lookup = work(lambda table, rows: table[rows], table, rows)
+    assert lookup.flops == 0 and lookup.bytes < 4 * 1000 * 8
     assert work(lambda x: x + 1, X).bytes == 2 * 4 * 64 * 32
 
 
 def test_a_loop_without_known_trips_is_noted():
     n = jax.ShapeDtypeStruct((), "int32")
-    found = work(
+    loop = work(
         lambda x, n: jax.lax.fori_loop(0, n, lambda _, y: jnp.tanh(y) + 1, x), X, n
     )
-    assert found.notes == ("the trips of a loop are not known and count once",)
+    assert loop.notes == ("the trips of a loop are not known and count once",)
     assert work(jnp.dot, X, W).notes == ()
 
 

@@ -41,19 +41,21 @@ def space_of(
     )
 
 
-def run_code(one: Candidate) -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    exec(one.code(), made)
-    return made
+def run_code(candidate: Candidate) -> dict[str, Any]:
+    namespace: dict[str, Any] = {}
+    exec(candidate.code(), namespace)
+    return namespace
 
 
-def compiled(one: Candidate, step: Any, args: Any) -> Any:
+def compiled(candidate: Candidate, step: Any, args: Any) -> Any:
     """The program of the code as it is pasted, on the devices that are here."""
-    made = run_code(one)
-    plans = made["plans_of"](step, *args)
-    assert plans == one.plans
+    namespace = run_code(candidate)
+    plans = namespace["plans_of"](step, *args)
+    assert plans == candidate.plans
     return (
-        made["jitted"](step, [each.on(one.mesh.build(jax.devices())) for each in plans])
+        namespace["jitted"](
+            step, [each.on(candidate.mesh.build(jax.devices())) for each in plans]
+        )
         .lower(*args)
         .compile()
     )
@@ -245,8 +247,8 @@ def scanned() -> tuple[Any, ...]:
 
 
 MODELS = {
-    made.__name__: made
-    for made in (
+    make.__name__: make
+    for make in (
         mlp,
         equinox_attention,
         flax_transformer,

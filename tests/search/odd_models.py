@@ -51,8 +51,8 @@ def dit() -> tuple[Any, ...]:
             @ p["time_2"]
             + p["label"][label]
         )
-        for one in p["blocks"]:
-            x = block(x, c, one)
+        for layer in p["blocks"]:
+            x = block(x, c, layer)
         return jnp.mean((norm(x) @ p["final"] - noise) ** 2)
 
     shapes = {
@@ -84,22 +84,22 @@ def decode() -> tuple[Any, ...]:
     stacked.
     """
 
-    def layer(x, p, k, v, at):
+    def layer(x, p, k, v, index):
         b = x.shape[0]
         q = (x @ p["q"]).reshape(b, 2, 4, 16)
         new = [(x @ p[name]).reshape(b, 1, 2, 16) for name in "kv"]
         k, v = (
-            jax.lax.dynamic_update_slice(old, one, (0, at, 0, 0))
-            for old, one in zip((k, v), new, strict=True)
+            jax.lax.dynamic_update_slice(old, update, (0, index, 0, 0))
+            for old, update in zip((k, v), new, strict=True)
         )
         weights = jax.nn.softmax(jnp.einsum("bkgd,bskd->bkgs", q, k))
         x = x + jnp.einsum("bkgs,bskd->bkgd", weights, v).reshape(b, 128) @ p["o"]
         return x + jax.nn.silu(norm(x) @ p["up"]) @ p["down"], k, v
 
-    def step(p, cache, token, at):
+    def step(p, cache, token, index):
         def body(x, row):
             p, k, v = row
-            x, k, v = layer(x, p, k, v, at)
+            x, k, v = layer(x, p, k, v, index)
             return x, (k, v)
 
         x, (k, v) = jax.lax.scan(
@@ -140,12 +140,12 @@ def channels_first() -> tuple[Any, ...]:
 
 def two_towers() -> tuple[Any, ...]:
     def tower(x, layers):
-        for one in layers:
-            x = x + jax.nn.gelu(norm(x) @ one["fc"]) @ one["out"]
+        for layer in layers:
+            x = x + jax.nn.gelu(norm(x) @ layer["fc"]) @ layer["out"]
         return x
 
     def loss(p, image, text):
-        left = (
+        images = (
             tower(image @ p["image"]["patch"], p["image"]["layers"]).mean(1)
             @ p["image"]["head"]
         )
@@ -153,7 +153,7 @@ def two_towers() -> tuple[Any, ...]:
             tower(p["text"]["tokens"][text], p["text"]["layers"])[:, -1]
             @ p["text"]["head"]
         )
-        return -jnp.mean(jnp.diag(jax.nn.log_softmax(left @ right.T)))
+        return -jnp.mean(jnp.diag(jax.nn.log_softmax(images @ right.T)))
 
     def layers(width):
         return [{"fc": f32(width, 4 * width), "out": f32(4 * width, width)}] * 2

@@ -23,8 +23,8 @@ def test_slices_in_the_text():
         "tpu:v5p:4x4x4",
     )
     assert two == asked_for("tpu:v5p:4x4x4*2", None, 2)
-    one = asked_for("tpu:v5p:4x4x4", None)
-    assert (one.total, one.slices, one.targets) == (64, 1, 1)
+    asked = asked_for("tpu:v5p:4x4x4", None)
+    assert (asked.total, asked.slices, asked.targets) == (64, 1, 1)
     assert asked_for("cpu:4*2", None).total == 8
     assert (
         asked_for("v5e-8", None).extents == (2, 4)

@@ -24,44 +24,44 @@ def struct(*shape: int, dtype: Any = "float32") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def by_code(made: sfx.auto.AutoPlan, tree: Any) -> sfx.ShardPlan:
+def by_code(auto_plan: sfx.auto.AutoPlan, tree: Any) -> sfx.ShardPlan:
     module: dict[str, Any] = {}
-    exec(made.code(), module)
+    exec(auto_plan.code(), module)
     return module["plan_of"](tree)
 
 
-def state_per_device(made: sfx.ShardPlan) -> int:
+def state_per_device(sharding_plan: sfx.ShardPlan) -> int:
     """Parameters, gradients and two moments, written down without the planner."""
-    return sum(4 * leaf.bytes_per_device for leaf in made.leaves)
+    return sum(4 * leaf.bytes_per_device for leaf in sharding_plan.leaves)
 
 
 def test_a_small_model_is_data_parallel_on_the_devices_given():
     model = eqx.nn.MLP(16, 16, 32, depth=1, key=jax.random.key(0))
-    made = sfx.auto.plan(model, jax.devices(), optimizer=optax.adamw(1e-3))
-    assert dict(made.mesh.shape) == {"data": 8}
-    assert made.jax_mesh is not None and made.jax_mesh.devices.size == 8
-    assert all(leaf.spec == jax.P() for leaf in made.leaves)
-    assert "data parallel" in made.why and "assumed" not in made.why
-    assert by_code(made, model) == made.off()
+    auto_plan = sfx.auto.plan(model, jax.devices(), optimizer=optax.adamw(1e-3))
+    assert dict(auto_plan.mesh.shape) == {"data": 8}
+    assert auto_plan.jax_mesh is not None and auto_plan.jax_mesh.devices.size == 8
+    assert all(leaf.spec == jax.P() for leaf in auto_plan.leaves)
+    assert "data parallel" in auto_plan.why and "assumed" not in auto_plan.why
+    assert by_code(auto_plan, model) == auto_plan.off()
     # It is a plan like any other.
-    placed = sfx.shard(model, made)
-    run = sfx.filter_jit(jax.vmap(model), in_shardings=(made.batch,))
+    placed = sfx.shard(model, auto_plan)
+    run = sfx.filter_jit(jax.vmap(model), in_shardings=(auto_plan.batch,))
     assert run(jnp.ones((16, 16))).shape == (16, 16)
-    assert not sfx.misplaced(placed, made)
+    assert not sfx.misplaced(placed, auto_plan)
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b", "gpt2"])
 def test_fsdp_takes_the_least_devices_that_fit(name: str):
     tree = models.tree(name)
-    made = sfx.auto.plan(tree, "tpu:v5p:2x4x8")
+    auto_plan = sfx.auto.plan(tree, "tpu:v5p:2x4x8")
     half = chips.find("v5p").usable_hbm_bytes // 2
-    assert made.mesh.size == 64
-    assert state_per_device(made) <= half
-    over = made.mesh.shape.get("fsdp", 1)
+    assert auto_plan.mesh.size == 64
+    assert state_per_device(auto_plan) <= half
+    over = auto_plan.mesh.shape.get("fsdp", 1)
     if over > 1:
-        fewer = sfx.plan(tree, MeshSpec({"fsdp": over // 2}), paths=made.rules)
+        fewer = sfx.plan(tree, MeshSpec({"fsdp": over // 2}), paths=auto_plan.rules)
         assert state_per_device(fewer) > half
-    assert by_code(made, tree) == made.off()
+    assert by_code(auto_plan, tree) == auto_plan.off()
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def test_fsdp_takes_the_least_devices_that_fit(name: str):
     ids=lambda model: model.name,
 )
 def test_heads_of_published_models_stay_whole(model: catalogue.Model):
-    made = sfx.auto.plan(model.make(), 1024, chip="v5e", optimizer=optax.sgd(0.1))
+    auto_plan = sfx.auto.plan(model.make(), 1024, chip="v5e", optimizer=optax.sgd(0.1))
     cut = 0
     for path, _, dim, _ in catalogue.fused_of(model):
-        entries = (*made[path].spec, *[None] * len(made[path].shape))
+        entries = (*auto_plan[path].spec, *[None] * len(auto_plan[path].shape))
         assert entries[dim] is None, path
         cut += entries != (None,) * len(entries)
-    assert cut or "data parallel" in made.why
+    assert cut or "data parallel" in auto_plan.why
 
 
 def test_slices_are_crossed_last():
@@ -151,27 +151,29 @@ class Stack(eqx.Module):
     ids=["declared", "separate", "fused", "numbered"],
 )
 def test_the_largest_free_dimension_is_cut(tree: Any, where: dict):
-    made = sfx.auto.plan(tree, 2**12, chip="v5e")
+    auto_plan = sfx.auto.plan(tree, 2**12, chip="v5e")
     for path, entries in where.items():
-        assert made[path].spec == jax.P(*entries), path
-    assert by_code(made, tree) == made.off()
+        assert auto_plan[path].spec == jax.P(*entries), path
+    assert by_code(auto_plan, tree) == auto_plan.off()
 
 
 def test_names_given_say_what_is_whole():
     tree = {"a": struct(2**15, 2**15), "b": struct(2**15, 2**15)}
     names = {"a": ("experts", "embed"), "b": ("embed", sfx.atomic("wide", 128))}
-    made = sfx.auto.plan(tree, 16, chip="v5e", names=names)
-    assert made["a"].spec == jax.P(None, "fsdp")
-    assert made["b"].spec == jax.P("fsdp")
-    assert by_code(made, tree) == made.off()
+    auto_plan = sfx.auto.plan(tree, 16, chip="v5e", names=names)
+    assert auto_plan["a"].spec == jax.P(None, "fsdp")
+    assert auto_plan["b"].spec == jax.P("fsdp")
+    assert by_code(auto_plan, tree) == auto_plan.off()
 
 
 def test_arrays_that_are_tied_are_planned_alike():
     table = np.zeros((2, 2**20), "float32")
     tree = {"embed": table, "experts": {"head": table}, "big": struct(2**16, 2**16)}
     other = {**tree, "experts": {"head": np.zeros((2, 2**20), "float32")}}
-    made = sfx.auto.plan(tree, 16, chip="v5e")
-    assert made["embed"].spec == made["experts/head"].spec == jax.P(None, "fsdp")
+    auto_plan = sfx.auto.plan(tree, 16, chip="v5e")
+    assert (
+        auto_plan["embed"].spec == auto_plan["experts/head"].spec == jax.P(None, "fsdp")
+    )
     assert len(sfx.auto.plan(other, 16, chip="v5e").leaves) == 3
 
 
@@ -183,10 +185,10 @@ def test_paths_that_differ_in_numbers_alone_can_differ_in_rules():
             {"experts.w+": struct(2**13, 2**13)},
         ]
     }
-    made = sfx.auto.plan(tree, 8, chip="v5e")
-    assert made["h/0/experts"].spec == jax.P(None, None, "fsdp")
-    assert made["h/1/experts"].spec == jax.P("fsdp")
-    assert by_code(made, tree) == made.off()
+    auto_plan = sfx.auto.plan(tree, 8, chip="v5e")
+    assert auto_plan["h/0/experts"].spec == jax.P(None, None, "fsdp")
+    assert auto_plan["h/1/experts"].spec == jax.P("fsdp")
+    assert by_code(auto_plan, tree) == auto_plan.off()
 
 
 def test_small_arrays_and_keys_are_replicated():
@@ -199,9 +201,11 @@ def test_small_arrays_and_keys_are_replicated():
         "empty": struct(0, 8),
         "f": jnp.tanh,
     }
-    made = sfx.auto.plan(tree, 16, chip="v5e")
-    assert made["big"].spec == jax.P("fsdp")
-    assert all(made[path].spec == jax.P() for path in ("bias", "step", "empty", "keys"))
+    auto_plan = sfx.auto.plan(tree, 16, chip="v5e")
+    assert auto_plan["big"].spec == jax.P("fsdp")
+    assert all(
+        auto_plan[path].spec == jax.P() for path in ("bias", "step", "empty", "keys")
+    )
 
 
 def test_integers_have_no_gradients():
@@ -226,17 +230,17 @@ def test_a_mesh_that_is_given_is_used():
     over_data = sfx.auto.plan(big, MeshSpec({"data": 8, "tensor": 1}))
     assert over_data["w"].spec == jax.P("data")
     explicit = jax.make_mesh((8,), ("data",))
-    made = sfx.auto.plan({"w": struct(64, 64)}, explicit)
-    assert made.jax_mesh == explicit
-    assert by_code(made, {"w": struct(64, 64)}) == made.off()
+    auto_plan = sfx.auto.plan({"w": struct(64, 64)}, explicit)
+    assert auto_plan.jax_mesh == explicit
+    assert by_code(auto_plan, {"w": struct(64, 64)}) == auto_plan.off()
     abstract = sfx.auto.plan(tree, MeshSpec({"fsdp": 8}).abstract())
     assert abstract["w"].spec == jax.P("fsdp")
 
 
 def test_a_tight_state_is_told():
     # 12 of 15.75 GiB on the only device.
-    made = sfx.auto.plan({"w": struct(3 * 2**14, 2**14)}, "tpu:v5e:1x1")
-    assert "Only 3.8 GiB are left for activations" in made.why
+    auto_plan = sfx.auto.plan({"w": struct(3 * 2**14, 2**14)}, "tpu:v5e:1x1")
+    assert "Only 3.8 GiB are left for activations" in auto_plan.why
 
 
 @pytest.mark.parametrize(
@@ -293,6 +297,9 @@ def test_an_optimizer_that_is_none_is_told():
 def test_bytes_are_those_of_the_plan():
     """The text's numbers, recomputed."""
     tree = {"w": struct(2**14, 2**14)}
-    made = sfx.auto.plan(tree, "tpu:v5e:2x2")
+    auto_plan = sfx.auto.plan(tree, "tpu:v5e:2x2")
     total = 4 * math.prod((2**14, 2**14)) * 4
-    assert f"{total / GIB:.1f} GiB of state on 4 devices of 15.8 GiB (v5e)" in made.why
+    assert (
+        f"{total / GIB:.1f} GiB of state on 4 devices of 15.8 GiB (v5e)"
+        in auto_plan.why
+    )

@@ -17,8 +17,8 @@ BY_HAND = AxisRules([("batch", "rows"), ("mlp", "columns")])
 
 @pytest.fixture(scope="module")
 def compiled():
-    told = []
-    found = search(
+    lines = []
+    candidates = search(
         step,
         *ARGS,
         devices="cpu:8",
@@ -26,56 +26,65 @@ def compiled():
         closely=2,
         verify="compile",
         also=[BY_HAND],
-        progress=told.append,
+        progress=lines.append,
     )
-    assert any(f"compiling candidate 1 of {len(found)}: " in line for line in told)
-    return [*found]
+    assert any(
+        f"compiling candidate 1 of {len(candidates)}: " in line for line in lines
+    )
+    return [*candidates]
 
 
 def test_compiled_programs_say_what_a_candidate_costs(compiled):
-    for one in compiled:
-        assert one.by == "compile" and one.comparison is not None
-        assert 0 < one.memory_bytes < one.limit_bytes
+    for candidate in compiled:
+        assert candidate.by == "compile" and candidate.comparison is not None
+        assert 0 < candidate.memory_bytes < candidate.limit_bytes
         # For CPUs the partitioned program sends what the compiled one does.
-        assert one.comparison.different_bytes == 0 or one.wire_bytes > 0
+        assert candidate.comparison.different_bytes == 0 or candidate.wire_bytes > 0
         assert (
-            "by the compiled program" in str(one)
-            and "by the compiled program" in one.code()
+            "by the compiled program" in str(candidate)
+            and "by the compiled program" in candidate.code()
         )
         assert (
-            str(one.comparison) in one.explain() and str(one.traffic) in one.explain()
+            str(candidate.comparison) in candidate.explain()
+            and str(candidate.traffic) in candidate.explain()
         )
         assert (
-            "<pre>" in one._repr_html_() and html.escape(one.title) in one._repr_html_()
+            "<pre>" in candidate._repr_html_()
+            and html.escape(candidate.title) in candidate._repr_html_()
         )
-    assert [one.seconds for one in compiled] == sorted(one.seconds for one in compiled)
+    assert [candidate.seconds for candidate in compiled] == sorted(
+        candidate.seconds for candidate in compiled
+    )
 
 
 def test_ways_by_hand_are_compiled_too(compiled):
     """However few are asked for: those that most people write, and the rules that were
     given.
     """
-    titles = [one.title for one in compiled]
+    titles = [candidate.title for candidate in compiled]
     assert (
         len(titles) == len(set(titles))
         and [*without_twins([*compiled, *compiled])] == compiled
     )
-    assert any(_names(one) == {("batch",), ("mlp",)} for one in compiled), titles
+    assert any(_names(candidate) == {("batch",), ("mlp",)} for candidate in compiled), (
+        titles
+    )
     for names in ({("batch",)}, {("batch", "embed")}, {("mlp",)}):
         assert any(
-            one.mesh.size == one.mesh.axis_sizes[0] and _names(one) == names
-            for one in compiled
+            candidate.mesh.size == candidate.mesh.axis_sizes[0]
+            and _names(candidate) == names
+            for candidate in compiled
         ), titles
 
 
-def _names(one: Candidate):
-    return {names for _, names in one.assignments}
+def _names(candidate: Candidate):
+    return {names for _, names in candidate.assignments}
 
 
 def test_what_does_not_fit_by_its_program_is_dropped(compiled):
-    limit = sorted(one.memory_bytes for one in compiled)[len(compiled) // 2]
+    limit = sorted(candidate.memory_bytes for candidate in compiled)[len(compiled) // 2]
     free = compiled[0].limit_bytes - limit
-    kept = search(
+    fitting = search(
         step,
         *ARGS,
         devices="cpu:8",
@@ -84,8 +93,8 @@ def test_what_does_not_fit_by_its_program_is_dropped(compiled):
         verify="compile",
         limits=Limits(free_bytes=free),
     )
-    assert 0 < len(kept) < len(compiled)
-    assert all(one.memory_bytes <= limit for one in kept)
+    assert 0 < len(fitting) < len(compiled)
+    assert all(candidate.memory_bytes <= limit for candidate in fitting)
 
 
 def test_the_clock_orders_what_is_run_of_every_kind_of_argument():
@@ -108,12 +117,17 @@ def test_the_clock_orders_what_is_run_of_every_kind_of_argument():
         jax.ShapeDtypeStruct((8, 16), "bool"),
         2,
     )
-    found = search(
+    candidates = search(
         odd, *args, devices=jax.devices()[:4], keep=2, closely=2, verify="run"
     )
-    assert {one.by for one in found} == {"run"} and len(found) == 2
-    assert 0 < found[0].seconds <= found[1].seconds < 60
-    assert "as measured" in found[0].code() and "as measured" in found[0].explain()
+    assert {candidate.by for candidate in candidates} == {"run"} and len(
+        candidates
+    ) == 2
+    assert 0 < candidates[0].seconds <= candidates[1].seconds < 60
+    assert (
+        "as measured" in candidates[0].code()
+        and "as measured" in candidates[0].explain()
+    )
 
 
 def test_what_the_compiler_refuses_is_dropped(monkeypatch):
@@ -126,5 +140,9 @@ def test_what_the_compiler_refuses_is_dropped(monkeypatch):
         return compile_for(jitted, *args, target=target, **rest)
 
     monkeypatch.setattr(programs, "compile_for", refuses)
-    found = search(step, *ARGS, devices="cpu:8", keep=9, closely=3, verify="compile")
-    assert found and not any(one.mesh.shape.get("data") == 8 for one in found)
+    candidates = search(
+        step, *ARGS, devices="cpu:8", keep=9, closely=3, verify="compile"
+    )
+    assert candidates and not any(
+        candidate.mesh.shape.get("data") == 8 for candidate in candidates
+    )

@@ -40,9 +40,14 @@ def test_what_the_step_donates_is_written():
 
 
 def test_slices_and_several_axes():
-    for one in fastest(space_of(MODELS["scanned"](), 32, "v5p", slices=2), 8):
-        assert run_code(one)["MESH"] == one.mesh and one.mesh.dcn_sizes.count(2) == 1
-        assert one.mesh.dcn_sizes[0] == 2, "what spans the slices stands outermost"
+    for candidate in fastest(space_of(MODELS["scanned"](), 32, "v5p", slices=2), 8):
+        assert (
+            run_code(candidate)["MESH"] == candidate.mesh
+            and candidate.mesh.dcn_sizes.count(2) == 1
+        )
+        assert candidate.mesh.dcn_sizes[0] == 2, (
+            "what spans the slices stands outermost"
+        )
 
 
 def test_a_partitioned_candidate_is_what_an_estimate_says():
@@ -50,9 +55,9 @@ def test_a_partitioned_candidate_is_what_an_estimate_says():
     best = search(
         step, *ARGS, devices="tpu:v5e:2x4", keep=1, limits=Limits(always=("mlp",))
     )[0]
-    made = run_code(best)
+    namespace = run_code(best)
     again = shardfx.cost.estimate(
-        made["jitted"](step, best.plans), *ARGS, compiler="tpu"
+        namespace["jitted"](step, best.plans), *ARGS, compiler="tpu"
     )
     assert again.wire_bytes == best.wire_bytes
 
@@ -60,12 +65,15 @@ def test_a_partitioned_candidate_is_what_an_estimate_says():
 def test_compiled_as_pasted_it_sends_what_was_told():
     its_step, *args = MODELS["scanned"]()
     limits = Limits(always=("embed",), never=("vocab",))
-    found = search(its_step, *args, devices="cpu:8", keep=20, limits=limits)
-    constrained = next(one for one in found if one.constrained)
+    candidates = search(its_step, *args, devices="cpu:8", keep=20, limits=limits)
+    constrained = next(candidate for candidate in candidates if candidate.constrained)
     assert (
         "constrain_step(step, plans[0].jax_mesh or MESH, RULES)" in constrained.code()
     )
     assert constrained.title.endswith(", constrained")
-    for one in (constrained, next(one for one in found if not one.constrained)):
-        sent = traffic(compiled(one, its_step, args), one.mesh).wire_bytes
-        assert sent == pytest.approx(one.wire_bytes, rel=0.01), one.title
+    for candidate in (
+        constrained,
+        next(candidate for candidate in candidates if not candidate.constrained),
+    ):
+        sent = traffic(compiled(candidate, its_step, args), candidate.mesh).wire_bytes
+        assert sent == pytest.approx(candidate.wire_bytes, rel=0.01), candidate.title

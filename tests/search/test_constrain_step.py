@@ -38,16 +38,18 @@ def rules_for(step, args, **axes):
     """Rules for the names that the step has: each mesh axis with the names that it
     cuts, in order.
     """
-    known = [axis.name for axis in name_axes(step, *args).axes]
+    known_names = [axis.name for axis in name_axes(step, *args).axes]
     # What comes first in the rules is what an axis prefers.
-    wanted = [name for names in axes.values() for name in names if name in known]
+    chosen_names = [
+        name for names in axes.values() for name in names if name in known_names
+    ]
     cuts = {
         name: tuple(axis for axis, names in axes.items() if name in names)
-        for name in wanted
+        for name in chosen_names
     }
     entries = [(name, target) for name, cut in cuts.items() for target in (cut, *cut)]
     return AxisRules(
-        [*entries, *((name, None) for name in known if name not in cuts)],
+        [*entries, *((name, None) for name in known_names if name not in cuts)],
         mesh_axes=tuple(axes),
     )
 
@@ -59,7 +61,8 @@ def placed(step, args, mesh, rules):
         for arg, tree in zip(args, names, strict=True)
     )
     return tuple(
-        shardfx.shard(arg, made) for arg, made in zip(args, plans, strict=True)
+        shardfx.shard(arg, sharding_plan)
+        for arg, sharding_plan in zip(args, plans, strict=True)
     )
 
 
@@ -71,13 +74,13 @@ def test_what_is_laid_out_computes_the_same(name):
     rules = rules_for(step, structs, data=names[0], model=names[1])
     mesh = MESH.build(jax.devices()[:4])
     # A mesh without devices takes those of the arguments.
-    found = shardfx.filter_jit(constrain_step(step, MESH, rules))(
+    outputs = shardfx.filter_jit(constrain_step(step, MESH, rules))(
         *placed(step, args, mesh, rules)
     )
     expected = eqx.filter_jit(step)(*args)
-    found, expected = (eqx.filter(tree, eqx.is_array) for tree in (found, expected))
+    outputs, expected = (eqx.filter(tree, eqx.is_array) for tree in (outputs, expected))
     jax.tree.map(
-        ft.partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-5), found, expected
+        ft.partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-5), outputs, expected
     )
 
 

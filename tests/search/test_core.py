@@ -107,13 +107,13 @@ def test_the_best_is_the_best_of_all(devices, seed, name):
                 )
                 if allowed(terms, assignments, sizes) and memory <= 1e10:
                     expected[assignments, sizes] = seconds
-    found = find(terms, machine(name, devices, 1e10), devices)
-    assert bool(found) == bool(expected)
-    for one in found:
-        assert one.seconds == pytest.approx(
-            expected[one.assignments, one.sizes], rel=1e-4
+    candidates = find(terms, machine(name, devices, 1e10), devices)
+    assert bool(candidates) == bool(expected)
+    for candidate in candidates:
+        assert candidate.seconds == pytest.approx(
+            expected[candidate.assignments, candidate.sizes], rel=1e-4
         )
-    assert not found or found[0].seconds == pytest.approx(
+    assert not candidates or candidates[0].seconds == pytest.approx(
         min(expected.values()), rel=1e-4
     )
 
@@ -123,22 +123,22 @@ def test_what_fits_into_an_island_takes_its_switch():
     the network cards.
     """
     chip, terms = chips.find("h100"), random_terms(1)
-    faster, found, slower = (
+    faster, seconds, slower = (
         find(
             terms, machine(dataclasses.replace(chip, island_chips=chips_each), 64), 64
         )[0].seconds
         for chips_each in (64, chip.island_chips, 1)
     )
-    assert faster <= found <= slower and faster < slower
+    assert faster <= seconds <= slower and faster < slower
 
 
 def test_slices_cost_what_the_network_between_them_does():
-    one, two = (
+    one_slice, two_slices = (
         find(random_terms(2), machine("v5p", 64), 64, slices=slices)
         for slices in (1, 2)
     )
-    assert two[0].seconds >= one[0].seconds and all(
-        math.prod(made.slices) == 2 for made in two
+    assert two_slices[0].seconds >= one_slice[0].seconds and all(
+        math.prod(candidate.slices) == 2 for candidate in two_slices
     )
 
 
@@ -146,5 +146,13 @@ def test_too_many_candidates_lose_the_last_assignments(
     monkeypatch,
 ):
     monkeypatch.setattr(core, "_ALL", 2000)
-    found = find(random_terms(0, assignments=24), machine("v5p", 64), 64)
-    assert 1 < max(assignment for one in found for assignment in one.assignments) < 12
+    candidates = find(random_terms(0, assignments=24), machine("v5p", 64), 64)
+    assert (
+        1
+        < max(
+            assignment
+            for candidate in candidates
+            for assignment in candidate.assignments
+        )
+        < 12
+    )

@@ -82,13 +82,13 @@ CASES = {
         P("data"),
     ),
     "a lookup over one axis": Case(
-        lambda table, at: table[at],
+        lambda table, index: table[index],
         (array(16, 8, spec=("tensor", "data")), rows()),
         "can map every mesh axis to at most one positional dimension",
         P("data"),
     ),
     "a lookup": Case(
-        lambda table, at: table[at],
+        lambda table, index: table[index],
         (array(16, 8, spec=(None, "tensor")), rows()),
         "to provide output PartitionSpec for the gather indexing",
         P("data"),
@@ -100,7 +100,7 @@ CASES = {
         P("data"),
     ),
     "a scatter": Case(
-        lambda x, at, y: x.at[at].add(y),
+        lambda x, index, y: x.at[index].add(y),
         (array(16, 8, spec=("tensor",)), rows(), array(8, 8, spec=("data",))),
         "to provide output PartitionSpec for the scatter update",
         P("tensor"),

@@ -42,7 +42,11 @@ def searched(args):
     space, lowered = opened(
         step, args, asked_for("cpu:8", None), Limits(), (), lambda _: None
     )
-    return space, lowered, {one.title: one for one in by_hand(space, space.usual)}
+    return (
+        space,
+        lowered,
+        {candidate.title: candidate for candidate in by_hand(space, space.usual)},
+    )
 
 
 def test_zero_1_shards_the_state_and_sends_as_much(searched, args):
@@ -68,8 +72,8 @@ def test_zero_1_shards_the_state_and_sends_as_much(searched, args):
     # donated.
     moments = 2 * (2 * 512 * 2048 + 2048) * 4
     assert before.memory_bytes - after.memory_bytes > moments * 6 // 8
-    for told in (str(after), after.explain()):
-        assert "ZeRO-1: the optimizer's state is cut over data too" in told
+    for text in (str(after), after.explain()):
+        assert "ZeRO-1: the optimizer's state is cut over data too" in text
     assert "# ZeRO-1: data cuts the optimizer's state, too." in after.code()
     sent = shardfx.cost.traffic(compiled(after, step, args), after.mesh).wire_bytes
     assert sent == pytest.approx(after.wire_bytes, rel=0.01)
@@ -79,21 +83,27 @@ def test_zero_1_shards_the_state_and_sends_as_much(searched, args):
 
 def test_what_fits_only_donated_is_donated_and_says_so(searched, args):
     _, lowered, ways = searched
-    kept = lowered.partitioned(ways["data=8 (batch)"])
-    assert kept.donated == () and "donate" not in kept.code()
+    undonated = lowered.partitioned(ways["data=8 (batch)"])
+    assert undonated.donated == () and "donate" not in undonated.code()
     tight = dataclasses.replace(
-        ways["data=8 (batch)"], limit_bytes=kept.memory_bytes - 1
+        ways["data=8 (batch)"], limit_bytes=undonated.memory_bytes - 1
     )
     spent = lowered.partitioned(tight)
-    state = sum(plan.bytes_per_device for plan in kept.plans[:2])
+    state = sum(plan.bytes_per_device for plan in undonated.plans[:2])
     assert spent.donated == (0, 1) and spent.fits
-    assert kept.memory_bytes - spent.memory_bytes > 0.3 * state
+    assert undonated.memory_bytes - spent.memory_bytes > 0.3 * state
     assert (
         "`jitted` in `code()` donates 0, 1" in str(spent)
         and "donate=(0, 1)" in spent.code()
     )
-    programs = [compiled(one, step, args).memory_analysis() for one in (kept, spent)]
-    assert [one.alias_size_in_bytes > 0.9 * state for one in programs] == [False, True]
+    programs = [
+        compiled(candidate, step, args).memory_analysis()
+        for candidate in (undonated, spent)
+    ]
+    assert [memory.alias_size_in_bytes > 0.9 * state for memory in programs] == [
+        False,
+        True,
+    ]
 
 
 def test_donation_is_read_off_the_step(args):
@@ -135,7 +145,7 @@ def test_plans_of_states_are_those_that_follow_makes(optimizer):
         return jnp.mean(x**2)
 
     cut = 0
-    found = search(
+    candidates = search(
         trained(loss, optimizer),
         params,
         state,
@@ -144,14 +154,16 @@ def test_plans_of_states_are_those_that_follow_makes(optimizer):
         chip="v5e",
         keep=4,
     )
-    for one in found:
-        followed = follow(optimizer.init, one.plans[0])
-        for mine, theirs in zip(one.plans[1].leaves, followed.leaves, strict=True):
+    for candidate in candidates:
+        followed = follow(optimizer.init, candidate.plans[0])
+        for mine, theirs in zip(
+            candidate.plans[1].leaves, followed.leaves, strict=True
+        ):
             # Statistics of rows lack what the parameter is cut along: an axis then
             # takes what it prefers next.
             is_factored = mine.path.split("/")[1:2] in (["v_row"], ["v_col"])
             assert mine.spec == theirs.spec or (is_factored and not any(theirs.spec)), (
-                one.title,
+                candidate.title,
                 mine.path,
             )
             cut += any(mine.spec)

@@ -21,36 +21,38 @@ def found(**limits):
     return fastest(space_of(MODEL, 8, "v5e", Limits(**limits)), 8)
 
 
-def cuts(one, name):
+def cuts(candidate, name):
     return math.prod(
-        one.mesh.shape[axis] for axis, names in one.assignments if name in names
+        candidate.mesh.shape[axis]
+        for axis, names in candidate.assignments
+        if name in names
     )
 
 
 @pytest.mark.parametrize(
     ("limits", "holds"),
     [
-        ({"never": ("mlp",)}, lambda one: cuts(one, "mlp") == 1),
-        ({"always": ("mlp",)}, lambda one: cuts(one, "mlp") > 1),
-        ({"least": (("batch", 4),)}, lambda one: cuts(one, "batch") >= 4),
-        ({"axes": ("tensor",)}, lambda one: "tensor" in one.mesh.shape),
+        ({"never": ("mlp",)}, lambda candidate: cuts(candidate, "mlp") == 1),
+        ({"always": ("mlp",)}, lambda candidate: cuts(candidate, "mlp") > 1),
+        ({"least": (("batch", 4),)}, lambda candidate: cuts(candidate, "batch") >= 4),
+        ({"axes": ("tensor",)}, lambda candidate: "tensor" in candidate.mesh.shape),
         (
             {"axes": (("tensor", 4), "data")},
-            lambda one: dict(one.mesh.shape) == {"data": 2, "tensor": 4},
+            lambda candidate: dict(candidate.mesh.shape) == {"data": 2, "tensor": 4},
         ),
         (
             {"free_bytes": USABLE - 60_000},
-            lambda one: one.fits and one.memory_bytes <= 60_000,
+            lambda candidate: candidate.fits and candidate.memory_bytes <= 60_000,
         ),
         (
             {"rules": TWO},
-            lambda one: (
-                {names for _, names in one.assignments} <= {("batch",), ("mlp",)}
+            lambda candidate: (
+                {names for _, names in candidate.assignments} <= {("batch",), ("mlp",)}
             ),
         ),
         (
             {"rules": AxisRules([("batch", "x"), ("mlp", "x")]), "never": ("mlp",)},
-            lambda one: cuts(one, "mlp") == 1,
+            lambda candidate: cuts(candidate, "mlp") == 1,
         ),
     ],
 )

@@ -23,15 +23,17 @@ def test_a_step_on_one_gpu_from_plan_to_program():
         sfx.plan(model, ONE, unmatched="replicate"),
         sfx.plan(x, ONE, paths=sfx.PathRules([(".*", P("data"))])),
     ]
-    here = ONE.build(jax.devices()[:1])
+    mesh = ONE.build(jax.devices()[:1])
     compiled = (
-        sfx.filter_jit(step, in_shardings=tuple(one.on(here) for one in plans))
+        sfx.filter_jit(
+            step, in_shardings=tuple(sharding_plan.on(mesh) for sharding_plan in plans)
+        )
         .lower(model, x)
         .compile()
     )
-    made = sfx.cost.traffic(compiled)
-    assert made.rows == () and str(made).startswith("no traffic: ")
-    assert sfx.cost.seconds(made, "h200", ONE).seconds == 0
+    sent = sfx.cost.traffic(compiled)
+    assert sent.rows == () and str(sent).startswith("no traffic: ")
+    assert sfx.cost.seconds(sent, "h200", ONE).seconds == 0
     # A model that holds functions.
     ours = (
         eqx.combine(plans[0].structs, model),

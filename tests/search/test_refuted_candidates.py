@@ -60,8 +60,8 @@ def test_a_search_drops_a_candidate_that_is_refuted(lowered):
     assert _without_refuted(lowered, [wrong, right], 1, lines.append) == [right]
     assert len(lines) == 1 and "test_refuted_candidates.py" in lines[0]
     # What is beyond the number to keep is not judged.
-    kept = _without_refuted(lowered, [right, wrong], 1, lines.append)
-    assert kept == [right, wrong]
+    accepted = _without_refuted(lowered, [right, wrong], 1, lines.append)
+    assert accepted == [right, wrong]
 
 
 def test_a_search_without_a_right_candidate_says_what_is_wrong(lowered):

@@ -42,12 +42,12 @@ def candidate(axis: str, seconds: float, memory_bytes: int = 1) -> Candidate:
 def answered(monkeypatch, answers):
     """Lets libtpu answer with these seconds and bytes by mesh axis, or with an error."""
 
-    def scheduled(_lowered, one, _target):
-        seconds, memory_bytes = answers[one.mesh.axis_names[0]]
+    def scheduled(_lowered, candidate, _target):
+        seconds, memory_bytes = answers[candidate.mesh.axis_names[0]]
         if seconds is None:
             raise ProgramError("libtpu cannot compile this step")
         return dataclasses.replace(
-            one, seconds=seconds, memory_bytes=memory_bytes, by="schedule"
+            candidate, seconds=seconds, memory_bytes=memory_bytes, by="schedule"
         )
 
     monkeypatch.setattr(_scheduled, "scheduled", scheduled)
@@ -55,17 +55,21 @@ def answered(monkeypatch, answers):
 
 
 def names(candidates):
-    return [one.mesh.axis_names[0] for one in candidates]
+    return [candidate.mesh.axis_names[0] for candidate in candidates]
 
 
 def test_libtpu_orders_candidates_and_drops_some(lowered, monkeypatch):
     answered(monkeypatch, {"a": (3.0, 50), "b": (1.0, 101), "c": (2.0, 50)})
     lines: list[str] = []
-    ones = [candidate(axis, float(at)) for at, axis in enumerate("abcd")]
+    ones = [candidate(axis, float(seconds)) for seconds, axis in enumerate("abcd")]
     answers = settled(lowered, OPTIONS, ones, 2, 4, lines.append)
     # Two fit, so libtpu is not asked about "d".
     assert names(answers.fitting) == ["c", "a", "d"] and names(answers.full) == ["b"]
-    assert [one.by for one in answers.fitting] == ["schedule", "schedule", "estimate"]
+    assert [candidate.by for candidate in answers.fitting] == [
+        "schedule",
+        "schedule",
+        "estimate",
+    ]
     assert "dropped b=4 (batch): libtpu takes 101 B of 100 B" in lines
     answers = settled(lowered, OPTIONS, ones, 2, 1, lines.append)
     assert names(answers.fitting) == ["a", "b", "c", "d"]

@@ -19,21 +19,24 @@ def sent_under(names, *model):
     """
     classes = named_classes(trace(*model))
     layouts = Layouts(classes, 8)
-    known = {
+    number_by_name = {
         group.name: number for number, group in enumerate(classes.axes) if group.roots
     }
-    made = layouts.under(tuple(known[name] for name in names))
+    layout = layouts.under(tuple(number_by_name[name] for name in names))
     return [
-        (event.kind, layouts.program.values[event.value].shape) for event in made.events
+        (event.kind, layouts.program.values[event.value].shape)
+        for event in layout.events
     ]
 
 
 def test_what_a_layer_sends_is_what_textbooks_say():
     model = mlp_step(64, 256, 512)
     scalar = ("all-reduce", ())
-    sums = {one for one in sent_under(("batch",), *model) if one != scalar}
+    sums = {event for event in sent_under(("batch",), *model) if event != scalar}
     assert sums == {("all-reduce", (256, 64)), ("all-reduce", (64, 256))}
-    stored = [one for one in sent_under(("batch", "embed"), *model) if one != scalar]
+    stored = [
+        event for event in sent_under(("batch", "embed"), *model) if event != scalar
+    ]
     assert sorted({kind for kind, _ in stored}) == ["all-gather", "reduce-scatter"]
     assert all(sorted(shape) == [64, 256] for _, shape in stored)
     # Megatron's: one sum of activations forward. There is none backward, as nothing is
@@ -67,24 +70,28 @@ def test_an_unknown_effort_is_refused():
 
 
 def test_candidates_are_in_order_and_each_has_one_set_of_numbers():
-    found = search(*MODELS["experts"](), devices=16, chip="v5p", keep=6)
-    assert len(found) == 6 and {one.by for one in found} == {"estimate"}
-    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
-    assert len({one.title for one in found}) == 6
-    for one in found:
-        hidden = max(0, one.hidden_seconds - 0.5 * one.compute_seconds)
-        assert one.seconds == pytest.approx(
-            one.compute_seconds + one.exposed_seconds + hidden
+    candidates = search(*MODELS["experts"](), devices=16, chip="v5p", keep=6)
+    assert len(candidates) == 6 and {candidate.by for candidate in candidates} == {
+        "estimate"
+    }
+    assert [candidate.seconds for candidate in candidates] == sorted(
+        candidate.seconds for candidate in candidates
+    )
+    assert len({candidate.title for candidate in candidates}) == 6
+    for candidate in candidates:
+        hidden = max(0, candidate.hidden_seconds - 0.5 * candidate.compute_seconds)
+        assert candidate.seconds == pytest.approx(
+            candidate.compute_seconds + candidate.exposed_seconds + hidden
         )
-        assert one.wire_bytes == one.traffic.wire_bytes
-    first = found[0]
+        assert candidate.wire_bytes == candidate.traffic.wire_bytes
+    first = candidates[0]
     assert (
-        found[1].title in str(first)
+        candidates[1].title in str(first)
         and str(first).startswith(first.title)
         and first.title in repr(first)
     )
     # Lines are the user's own, and nothing is told twice with other numbers.
-    assert "models.py:" in str(first) and "source_info_util" not in str(found)
+    assert "models.py:" in str(first) and "source_info_util" not in str(candidates)
     assert "estimate" not in str(first) and "(here" not in str(first)
     assert str(first.traffic) in first.explain()
 
@@ -93,17 +100,19 @@ def test_the_usual_ways_by_hand_are_always_partitioned():
     """Data parallelism, fully sharded, tensor parallelism and both: however the core
     prices them.
     """
-    told: list[str] = []
+    lines: list[str] = []
     model = mlp_step(64, 256, 512)
-    search(*model, devices=8, chip="v5e", keep=1, progress=told.append)
+    search(*model, devices=8, chip="v5e", keep=1, progress=lines.append)
     looked = [
-        line.partition(": ")[2] for line in told if line.startswith("partitioned")
+        line.partition(": ")[2] for line in lines if line.startswith("partitioned")
     ]
-    for wanted in ("data=8 (batch)", "fsdp=8 (batch, embed)", "tensor=8 (mlp)"):
-        assert wanted in looked, looked
-    assert any(one.startswith("fsdp=") and ", tensor=" in one for one in looked), looked
+    for title in ("data=8 (batch)", "fsdp=8 (batch, embed)", "tensor=8 (mlp)"):
+        assert title in looked, looked
+    assert any(
+        title.startswith("fsdp=") and ", tensor=" in title for title in looked
+    ), looked
     space = space_of(model, 8, "v5e")
-    assert [one.title for one in by_hand(space, space.usual)] == looked[
+    assert [candidate.title for candidate in by_hand(space, space.usual)] == looked[
         : len(space.usual)
     ]
 
@@ -123,13 +132,17 @@ def test_states_that_do_not_fit_are_cut():
 
 
 def test_above_what_xla_can_partition_candidates_say_so():
-    best, *_ = found = search(*mlp_step(1024, 4096, 2**17), devices=4096, chip="v5p")
+    best, *_ = candidates = search(
+        *mlp_step(1024, 4096, 2**17), devices=4096, chip="v5p"
+    )
     assert (
         best.by == "estimate"
         and best.mesh.size == 4096
         and "extrapolated from" in str(best.traffic)
     )
-    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    assert [candidate.seconds for candidate in candidates] == sorted(
+        candidate.seconds for candidate in candidates
+    )
 
 
 def test_what_is_not_understood_is_noted():
@@ -140,8 +153,8 @@ def test_what_is_not_understood_is_noted():
     best = search(
         step, f32(256, 256), f32(512, 256), Struct((), "int32"), devices=2, chip="v5e"
     )[0]
-    for told in (str(best), best.explain()):
-        assert "note: the trips of a loop are not known and count once" in told
+    for text in (str(best), best.explain()):
+        assert "note: the trips of a loop are not known and count once" in text
 
 
 def test_a_step_over_a_mesh_of_its_own_is_an_error():
@@ -167,9 +180,13 @@ def test_how_a_jitted_step_and_its_arrays_lie_is_chosen():
     placed = jax.device_put(jnp.ones((256, 256)), columns), args[1]
     jitted = jax.jit(plain, in_shardings=(rows, rows), out_shardings=rows)
     asked = [(plain, *args), (jitted, *args), (plain, *placed)]
-    first, *others = [search(*one, devices=8, chip="v5e", keep=1)[0] for one in asked]
+    first, *others = [
+        search(*step_and_args, devices=8, chip="v5e", keep=1)[0]
+        for step_and_args in asked
+    ]
     assert all(
-        (one.seconds, one.rules) == (first.seconds, first.rules) for one in others
+        (candidate.seconds, candidate.rules) == (first.seconds, first.rules)
+        for candidate in others
     )
 
 
@@ -181,14 +198,14 @@ def test_grouped_heads_are_cut_behind_those_they_share():
         always=("query_groups", "kv_heads"),
         never=("batch", "sequence", "embed", "vocab"),
     )
-    found = fastest(space_of(MODELS["scanned"](), 8, "v5p", limits), 50)
-    for one in found:
-        query, key = (one.plans[0][f"layers/{name}"] for name in "qk")
+    candidates = fastest(space_of(MODELS["scanned"](), 8, "v5p", limits), 50)
+    for candidate in candidates:
+        query, key = (candidate.plans[0][f"layers/{name}"] for name in "qk")
         assert (
             key.bytes == 2 * key.bytes_per_device
             and query.bytes // query.bytes_per_device in (4, 8)
         )
-    assert found
+    assert candidates
 
 
 @pytest.mark.parametrize(
@@ -211,10 +228,10 @@ def test_heads_behind_queries_keys_and_values_are_searched():
     """16 devices never cut the 3 of a fused `3 * heads * head_dim`, so no axis can cut
     the heads behind it.
     """
-    found = fastest(space_of(odd_models.dit(), 16, "v5e"), 5)
-    assert found
-    for one in found:
-        assert one.plans[0]["blocks/0/qkv"].spec[1:] in ((), (None,))
+    candidates = fastest(space_of(odd_models.dit(), 16, "v5e"), 5)
+    assert candidates
+    for candidate in candidates:
+        assert candidate.plans[0]["blocks/0/qkv"].spec[1:] in ((), (None,))
 
 
 def test_dimensions_that_int32_does_not_hold():

@@ -128,10 +128,10 @@ def test_a_search_answers_alike_and_sees_the_donation():
     with jax.set_mesh(mesh_of(AxisType.Explicit)):
         typed = search(jax.jit(typed_step, donate_argnums=0), *args, **options)
     assert typed[0].donated == (0,)
-    for one, other in zip(typed, plain, strict=True):
-        assert (one.mesh, one.rules) == (other.mesh, other.rules)
-        assert one.seconds == pytest.approx(other.seconds, rel=1e-9)
-        assert one.memory_bytes == other.memory_bytes
+    for candidate, other in zip(typed, plain, strict=True):
+        assert (candidate.mesh, candidate.rules) == (other.mesh, other.rules)
+        assert candidate.seconds == pytest.approx(other.seconds, rel=1e-9)
+        assert candidate.memory_bytes == other.memory_bytes
 
 
 def test_constrain_follows_a_trace_for_one_device():
