@@ -88,16 +88,18 @@ def right(arrays):
 
 def saves_and_loads():
     plans, read, wrote, result = planned(), counting("preadv"), counting("pwritev"), {}
-    for name, made in plans.items():
+    for name, plan in plans.items():
         wrote.clear()
-        checkpoint.save(FOLDER / name, shardfx.shard(tree(), made), made)
+        checkpoint.save(FOLDER / name, shardfx.shard(tree(), plan), plan)
         result[f"written.{name}"] = sum(wrote)
         index = checkpoint.read_index(FOLDER / name)
-        for other, wanted in plans.items():
+        for other, target_plan in plans.items():
             read.clear()
-            loaded = checkpoint.load(index, wanted)
+            loaded = checkpoint.load(index, target_plan)
             result[f"right.{name}.{other}"] = right(loaded)
-            reads = checkpoint.plan_reads(index, wanted).processes[jax.process_index()]
+            reads = checkpoint.plan_reads(index, target_plan).processes[
+                jax.process_index()
+            ]
             result[f"read.{name}.{other}"] = (
                 sum(read),
                 reads.read_bytes,
@@ -136,16 +138,16 @@ def with_few_devices():
     """
     few, result = Mesh(jax.devices()[:2], "x"), {}
     arrays = tree() | {"key": jax.random.key(3)}
-    made = shardfx.plan(
+    plan = shardfx.plan(
         arrays, few, paths=PathRules.parse("rows->x, columns->None.x, .*->replicate")
     )
-    put = shardfx.shard(arrays, made)
-    numbers = {path: one for path, one in put.items() if path != "key"}
+    put = shardfx.shard(arrays, plan)
+    numbers = {path: array for path, array in put.items() if path != "key"}
     result["right.few put"] = right(numbers) and all(
-        array.sharding == made.shardings[p] for p, array in put.items()
+        array.sharding == plan.shardings[p] for p, array in put.items()
     )
     everywhere = {
-        p: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=made.shardings[p])
+        p: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=plan.shardings[p])
         for p, a in numbers.items()
     }
     for name in ("rows", "others"):
@@ -160,17 +162,17 @@ def with_few_devices():
 
 def through_a_map(plans):
     """Another layout is written under each plan, and read back under the other."""
-    result, shapes = {}, {path: one.shape for path, one in tree().items()}
-    for (name, made), other in zip(
+    result, shapes = {}, {path: array.shape for path, array in tree().items()}
+    for (name, plan), other in zip(
         plans.items(), reversed(plans.values()), strict=True
     ):
         checkpoint.save(
-            FOLDER / f"{name}-mapped", shardfx.shard(tree(), made), made, map=EXPORT
+            FOLDER / f"{name}-mapped", shardfx.shard(tree(), plan), plan, map=EXPORT
         )
         loaded = checkpoint.load(FOLDER / f"{name}-mapped", other, EXPORT.inverse())
         result[f"right.{name}.mapped"] = (
             right(loaded)
-            and {path: one.shape for path, one in loaded.items()} == shapes
+            and {path: array.shape for path, array in loaded.items()} == shapes
         )
     result["map error"], _ = saved(
         FOLDER / "no", tree(), plans["rows"], map=TreeMap({"x": "row"})
@@ -207,20 +209,20 @@ def disagreements():
     """What every process is told where one of them, its number in the name, does not do
     as the others do.
     """
-    me, (made, other) = jax.process_index(), planned().values()
-    arrays = shardfx.shard(tree(), made)
+    me, (plan, other) = jax.process_index(), planned().values()
+    arrays = shardfx.shard(tree(), plan)
     half = arrays | {"rows": arrays["rows"].astype("bfloat16")}
     halved = shardfx.plan(
-        half, made.mesh.build(jax.devices()), paths=PathRules.parse(RULES["rows"])
+        half, plan.mesh.build(jax.devices()), paths=PathRules.parse(RULES["rows"])
     )
     file, result = FOLDER / "one.safetensors", {}
 
-    def tried(name, odd, *given, path: Any = FOLDER / "never", **options):
+    def tried(name, odd, *arguments, path: Any = FOLDER / "never", **options):
         """Of the process `odd` the arguments are others."""
         multihost_utils.sync_global_devices(name)
         result[name] = saved(
             path,
-            *(given if me == odd and given else (arrays, made)),
+            *(arguments if me == odd and arguments else (arrays, plan)),
             **(options if me == odd else {}),
         )
 
@@ -233,10 +235,10 @@ def disagreements():
             interrupted(after_seconds)
         if me == late:
             time.sleep(1.2)
-        result[name] = saved(FOLDER / "never", arrays, made)
+        result[name] = saved(FOLDER / "never", arrays, plan)
         os.pwritev = pwrite
 
-    def full(*given):
+    def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     pwritev, os.pwritev = os.pwritev, full if me == 2 else os.pwritev
@@ -245,41 +247,41 @@ def disagreements():
     tried("elsewhere", 1, path=FOLDER / f"elsewhere-{me % 2}")
     tried("overwrite", 2, path=file, overwrite=True)
     tried("file_bytes", 0, file_bytes=1000)
-    tried("leaf", 1, arrays | {"whole": "text"}, made)
-    tried("leaf of the first", 0, arrays | {"whole": "text"}, made)
-    tried("tree", 3, None, made)
+    tried("leaf", 1, arrays | {"whole": "text"}, plan)
+    tried("leaf of the first", 0, arrays | {"whole": "text"}, plan)
+    tried("tree", 3, None, plan)
     tried("plan", 3, arrays, "plan")
     tried("other plan", 2, arrays, other)
     tried("dtype", 1, half, halved)
-    tried("placed otherwise", 1, shardfx.reshard(arrays, other), made)
+    tried("placed otherwise", 1, shardfx.reshard(arrays, other), plan)
     tried("path", 2, path=7 if me == 2 else FOLDER / "never")
     times = TreeMap(
         {"x": From("rows").times(float(me == 1) + 1)},
         drop=["both", "columns", "whole", "wide"],
     )
     multihost_utils.sync_global_devices("map")
-    result["map"] = saved(FOLDER / "never", arrays, made, map=times)
+    result["map"] = saved(FOLDER / "never", arrays, plan, map=times)
     cut("ctrl-c", 3, 0.8)
     cut("ctrl-c in the first", 0, 0.8)
     cut("ctrl-c before the first has come", 2, 0.6, late=0)
-    result["good"] = saved(file, arrays, made)
-    result["exists"] = saved(file, arrays, made)
-    result["again"] = saved(file, arrays, made, overwrite=True)
-    result["right"] = right(checkpoint.load(file, made))
+    result["good"] = saved(file, arrays, plan)
+    result["exists"] = saved(file, arrays, plan)
+    result["again"] = saved(file, arrays, plan, overwrite=True)
+    result["right"] = right(checkpoint.load(file, plan))
     result["absent"] = (
         ("stayed away", 0.0)
         if me == 1
-        else saved(FOLDER / "never", arrays, made, wait_seconds=1.5)
+        else saved(FOLDER / "never", arrays, plan, wait_seconds=1.5)
     )
     multihost_utils.sync_global_devices("absent")
-    result["after"] = saved(file, arrays, made, overwrite=True)
+    result["after"] = saved(file, arrays, plan, overwrite=True)
     ours = shardfx.reshard(arrays, NamedSharding(Mesh(jax.devices()[:2], "x"), P()))
-    result["one process's"] = saved(FOLDER / "ours.safetensors", ours, made)
+    result["one process's"] = saved(FOLDER / "ours.safetensors", ours, plan)
     pair = shardfx.reshard(arrays, NamedSharding(Mesh(jax.devices()[2:6], "x"), P("x")))
-    result["two processes'"] = saved(FOLDER / "pair.safetensors", pair, made)
+    result["two processes'"] = saved(FOLDER / "pair.safetensors", pair, plan)
     multihost_utils.sync_global_devices("pair")
     for name in ("ours", "pair"):
-        loaded = checkpoint.load(FOLDER / f"{name}.safetensors", made)
+        loaded = checkpoint.load(FOLDER / f"{name}.safetensors", plan)
         result[name] = right(loaded)
     result["left behind"] = coordination().key_value_dir_get("shardfx.save")
     multihost_utils.sync_global_devices("listed")
@@ -288,15 +290,15 @@ def disagreements():
 
 def killed():
     """The third process is killed while all write."""
-    me, made = jax.process_index(), planned()["rows"]
-    arrays = shardfx.shard(tree(), made)
+    me, plan = jax.process_index(), planned()["rows"]
+    arrays = shardfx.shard(tree(), plan)
     # What takes 20 seconds takes 4 here; the disk of the first one hangs for longer
     # than that.
     _coordination._SILENT_SECONDS = 4.0
     slowed(6.0 if me == 0 else 1.0)
     if me == 2:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    return saved(FOLDER / "never", arrays, made)
+    return saved(FOLDER / "never", arrays, plan)
 
 
 def one_after_the_other():

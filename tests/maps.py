@@ -72,16 +72,16 @@ def chains(draw, start, shape, steps=4, keeps_all=False):
 
 
 @st.composite
-def _next(draw, made, shape, kind):
+def _next(draw, expression, shape, kind):
     rank = len(shape)
     dim = draw(st.integers(0, max(0, len(shape) - 1)))
     size = shape[dim] if rank else 1
     divisors = [n for n in range(1, size + 1) if size % n == 0] or [1]
     if kind == "T":
-        return made.T, shape[::-1]
+        return expression.T, shape[::-1]
     if kind == "transpose" and rank:
         order = draw(st.permutations(range(rank)))
-        return made.transpose(*order), tuple(shape[dim] for dim in order)
+        return expression.transpose(*order), tuple(shape[dim] for dim in order)
     if kind == "reshape":
         sizes = [math.prod(shape)]
         for _ in range(draw(st.integers(0, 2))):
@@ -91,17 +91,17 @@ def _next(draw, made, shape, kind):
                 )
             )
             sizes[-1:] = [factor, sizes[-1] // factor]
-        return made.reshape(*sizes), tuple(sizes)
+        return expression.reshape(*sizes), tuple(sizes)
     if kind == "merge" and rank > 1:
         dim = min(dim, rank - 2)
-        return made.merge(dim), (
+        return expression.merge(dim), (
             *shape[:dim],
             shape[dim] * shape[dim + 1],
             *shape[dim + 2 :],
         )
     if kind == "split" and rank and rank < 6:
         divisor = draw(st.sampled_from(divisors))
-        return made.split(dim, divisor, -1), (
+        return expression.split(dim, divisor, -1), (
             *shape[:dim],
             divisor,
             size // divisor,
@@ -110,14 +110,14 @@ def _next(draw, made, shape, kind):
     if kind == "repeat" and rank and math.prod(shape) < 300:
         unit = draw(st.sampled_from(divisors))
         count = draw(st.integers(1, 3))
-        return made.repeat(count, dim=dim, unit=unit), (
+        return expression.repeat(count, dim=dim, unit=unit), (
             *shape[:dim],
             size * count,
             *shape[dim + 1 :],
         )
     if kind == "pad" and rank and math.prod(shape) < 300:
         padded = size + draw(st.integers(0, 3))
-        return made.pad_to(padded, dim=dim, value=draw(st.integers(0, 1))), (
+        return expression.pad_to(padded, dim=dim, value=draw(st.integers(0, 1))), (
             *shape[:dim],
             padded,
             *shape[dim + 1 :],
@@ -125,17 +125,17 @@ def _next(draw, made, shape, kind):
     if kind == "slice" and rank and size > 1:
         low = draw(st.integers(0, size - 1))
         high = draw(st.integers(low + 1, size))
-        return made.slice(low, high, dim=dim), (
+        return expression.slice(low, high, dim=dim), (
             *shape[:dim],
             high - low,
             *shape[dim + 1 :],
         )
     if kind == "at" and rank > 1 and size:
-        return made.at(draw(st.integers(0, size - 1)), dim=dim), (
+        return expression.at(draw(st.integers(0, size - 1)), dim=dim), (
             *shape[:dim],
             *shape[dim + 1 :],
         )
-    return made, shape
+    return expression, shape
 
 
 @st.composite

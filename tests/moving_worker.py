@@ -84,8 +84,11 @@ OF_TWO_DTYPES = ("same devices", "disjoint, other layout")
 
 def case(name, **options):
     source, ours, target, theirs = CASES[name]
-    made = meshes()
-    src, dst = NamedSharding(made[source], ours), NamedSharding(made[target], theirs)
+    mesh_by_name = meshes()
+    src, dst = (
+        NamedSharding(mesh_by_name[source], ours),
+        NamedSharding(mesh_by_name[target], theirs),
+    )
     # A second shape and dtype needs twice as many programs.
     other = (
         values((48, 24), "bfloat16") if name in OF_TWO_DTYPES else values((24, 48)) + 1
@@ -115,35 +118,38 @@ def owned_by_one_process():
     """Moves after which a process holds nothing, or held nothing before: of replicas,
     labels, memory kinds and keys.
     """
-    made, expected = meshes(), values((24, 48))
-    first, one = NamedSharding(made["first"], P("a")), NamedSharding(made["one"], P())
-    ends = {
-        "label": (one, SingleDeviceSharding(jax.devices()[0])),
+    mesh_by_name, expected = meshes(), values((24, 48))
+    first, whole = (
+        NamedSharding(mesh_by_name["first"], P("a")),
+        NamedSharding(mesh_by_name["one"], P()),
+    )
+    layouts = {
+        "label": (whole, SingleDeviceSharding(jax.devices()[0])),
         "memory": (first, first.with_memory_kind("pinned_host")),
         "label and memory": (
-            one,
+            whole,
             SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"),
         ),
     }
-    found = {
+    right_by_case = {
         name: right(reshard(placed(expected, src), dst), expected, dst)
-        for name, (src, dst) in ends.items()
+        for name, (src, dst) in layouts.items()
     }
     empty = values((0, 8))
-    turned = NamedSharding(made["first turned"], P("a"))
-    found["empty"] = right(reshard(placed(empty, first), turned), empty, turned)
+    turned = NamedSharding(mesh_by_name["first turned"], P("a"))
+    right_by_case["empty"] = right(reshard(placed(empty, first), turned), empty, turned)
     keys = jax.jit(
         lambda: jax.random.split(jax.random.key(3), 8),
-        out_shardings=NamedSharding(made["all"], P()),
+        out_shardings=NamedSharding(mesh_by_name["all"], P()),
     )()
-    moved = reshard(keys, one)
+    moved = reshard(keys, whole)
     data = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(3), 8)))
     mine = [
         np.array_equal(jax.random.key_data(shard.data), data)
         for shard in moved.addressable_shards
     ]
-    found["keys"] = all(mine) and len(mine) == len(one.addressable_devices)
-    return found
+    right_by_case["keys"] = all(mine) and len(mine) == len(whole.addressable_devices)
+    return right_by_case
 
 
 def moves():
@@ -153,21 +159,25 @@ def moves():
     result["donated"] = case("disjoint, other layout", donate=True)
     result["limited"] = limited("disjoint, same layout")
     result["steps limited"] = limited("same devices", donate=True)
-    made = meshes()
+    mesh_by_name = meshes()
     many = {
-        str(i): placed(values((24, 8)) + i, NamedSharding(made["first"], P("a")))
+        str(i): placed(
+            values((24, 8)) + i, NamedSharding(mesh_by_name["first"], P("a"))
+        )
         for i in range(100)
     }
-    dst = NamedSharding(made["last"], P(None, "a"))
+    dst = NamedSharding(mesh_by_name["last"], P(None, "a"))
     moved = reshard(many, dst)
     result["many"] = all(
         right(moved[str(i)], values((24, 8)) + i, dst) for i in range(100)
     )
     single = move_of((24, 48), jnp.dtype("float32"), many["0"].sharding, dst).assembly
     result["way"] = None if single is None else single.method
-    odd = many | {"odd": placed(values((8, 8)), NamedSharding(made["all"], P("a")))}
+    odd = many | {
+        "odd": placed(values((8, 8)), NamedSharding(mesh_by_name["all"], P("a")))
+    }
     result["error"], _ = multiprocess_worker.raised(
-        reshard, odd, NamedSharding(made["three"], P("a"))
+        reshard, odd, NamedSharding(mesh_by_name["three"], P("a"))
     )
     lost = [device for device in jax.devices() if device.process_index == 0]
     result["lost"], _ = multiprocess_worker.raised(reshard, many["0"], dst, lost=lost)
@@ -224,7 +234,8 @@ def mapped_ends(name):
     source, there = (meshes()[end] for end in MAPPED[name])
     arrays = mapped_tree()
     tree = {
-        path: placed(one, spread(source, one.shape)) for path, one in arrays.items()
+        path: placed(array, spread(source, array.shape))
+        for path, array in arrays.items()
     }
     keys = jax.random.split(jax.random.key(5), 8)
     # As a computation gives them: on the devices of the source alone.
@@ -236,9 +247,9 @@ def mapped_ends(name):
     whole = without.apply(arrays)
     target = {
         path: jax.ShapeDtypeStruct(
-            one.shape, one.dtype, sharding=spread(there, one.shape, last=True)
+            array.shape, array.dtype, sharding=spread(there, array.shape, last=True)
         )
-        for path, one in whole.items()
+        for path, array in whole.items()
     }
     target["keys"] = jax.ShapeDtypeStruct(
         (4, 2), keys.dtype, sharding=NamedSharding(there, P())

@@ -293,20 +293,26 @@ def matrices():
     `moving_worker.py`.
     """
     tree = {
-        f"w{at}": np.arange(at, at + 8 * 16, dtype=np.float32).reshape(8, 16)
-        for at in range(5)
+        f"w{number}": np.arange(number, number + 8 * 16, dtype=np.float32).reshape(
+            8, 16
+        )
+        for number in range(5)
     }
-    made = plan(
+    matrix_plan = plan(
         tree,
         MeshSpec({"fsdp": 8}).build(jax.devices()),
         paths=PathRules([(".*", fsdp("fsdp"))]),
     )
-    mapped = shardfx.map_matrices(lambda one: one / jnp.linalg.norm(one), made)
-    result = jax.jit(mapped, out_shardings=made.shardings)(shard(tree, made))
-    for name, one in tree.items():
+    mapped = shardfx.map_matrices(
+        lambda matrix: matrix / jnp.linalg.norm(matrix), matrix_plan
+    )
+    result = jax.jit(mapped, out_shardings=matrix_plan.shardings)(
+        shard(tree, matrix_plan)
+    )
+    for name, matrix in tree.items():
         for piece in result[name].addressable_shards:
             np.testing.assert_allclose(
-                piece.data, (one / np.linalg.norm(one))[piece.index], rtol=1e-5
+                piece.data, (matrix / np.linalg.norm(matrix))[piece.index], rtol=1e-5
             )
     return "right"
 

@@ -138,8 +138,10 @@ def test_any_bytes_and_real_files_with_some_bytes_changed(directory, data):
         data.draw(st.sampled_from(seeds()) | st.binary(min_size=2, max_size=200))
     )
     for _ in range(data.draw(st.integers(0, 4))):
-        at = data.draw(st.integers(1, len(seed) - 1))
-        seed[at : at + data.draw(st.integers(0, 8))] = data.draw(st.binary(max_size=8))
+        start = data.draw(st.integers(1, len(seed) - 1))
+        seed[start : start + data.draw(st.integers(0, 8))] = data.draw(
+            st.binary(max_size=8)
+        )
         hyp.assume(len(seed) > 1)
     consume(bytes(seed), directory)
 

@@ -252,35 +252,38 @@ PACKED = {
         f"zarr3 {mark}": (
             {
                 "codecs": [BLOSC],
-                "chunk_key_encoding": {"name": name, "configuration": more},
+                "chunk_key_encoding": {"name": name, "configuration": configuration},
             },
             key,
             0,
         )
-        for mark, name, more, key in (
+        for mark, name, configuration, key in (
             (".", "default", {"separator": "."}, "c.1.0"),
             ("/", "default", {}, "c/1/0"),
             ("v2", "v2", {}, "1.0"),
         )
     },
     **{
-        f"shards, {name} at the {at}": (
+        f"shards, {name} at the {location}": (
             {
                 "codecs": [
                     sharded(
-                        [2, 8], [LITTLE, BLOSC], index_codecs=table, index_location=at
+                        [2, 8],
+                        [LITTLE, BLOSC],
+                        index_codecs=table,
+                        index_location=location,
                     )
                 ]
             },
             "c/1/0",
-            (32 + 4 * (SUM in table)) * (at == "start"),
+            (32 + 4 * (SUM in table)) * (location == "start"),
         )
         for name, table in {
             "summed": [LITTLE, SUM],
             "little": [LITTLE],
             "big": [BIG],
         }.items()
-        for at in ("start", "end")
+        for location in ("start", "end")
     },
 }
 
@@ -548,17 +551,17 @@ def test_a_reader_beside_a_writer_gets_one_state_whole(tmp_path, mesh, name):
     size, stop = 2**14, threading.Event()
     path = tmp_path / name
 
-    def saved(number, to, **more):
-        tree = {key: np.full(size, number, np.float32) for key in "ab"} | more
-        made = shardfx.plan(tree, mesh, paths=PathRules.parse(".*->x"))
+    def saved(number, to, **scalars):
+        tree = {key: np.full(size, number, np.float32) for key in "ab"} | scalars
+        plan = shardfx.plan(tree, mesh, paths=PathRules.parse(".*->x"))
         checkpoint.save(
             to,
-            shardfx.shard(tree, made),
-            made,
+            shardfx.shard(tree, plan),
+            plan,
             overwrite=to == path,
             file_bytes=size * 4,
         )
-        return made
+        return plan
 
     def replacing():
         for number in it.count():
@@ -575,19 +578,19 @@ def test_a_reader_beside_a_writer_gets_one_state_whole(tmp_path, mesh, name):
             time.sleep(0.02)
 
     is_file = name.endswith("s")
-    made = (
+    plan = (
         saved(1, path) if is_file else saved(2, tmp_path / "other") and saved(1, path)
     )
-    told, count, end = [], 0, time.monotonic() + SECONDS
+    errors, count, end = [], 0, time.monotonic() + SECONDS
     with concurrent.futures.ThreadPoolExecutor() as pool:
         writer = pool.submit(replacing if is_file else swapping)
         while time.monotonic() < end and not writer.done():
             try:
-                loaded = checkpoint.load(path, made, unread="allow")
+                loaded = checkpoint.load(path, plan, unread="allow")
                 assert len({*np.unique(loaded["a"]), *np.unique(loaded["b"])}) == 1
                 count += 1
             except CheckpointError as error:
-                told.append(str(error))
+                errors.append(str(error))
         stop.set()
     assert writer.result() is None and count > SECONDS
     allowed = (
@@ -597,5 +600,5 @@ def test_a_reader_beside_a_writer_gets_one_state_whole(tmp_path, mesh, name):
         "was replaced or written to",
     )
     assert all(
-        not is_file and any(text in error for text in allowed) for error in told
-    ), set(told)
+        not is_file and any(text in error for text in allowed) for error in errors
+    ), set(errors)

@@ -52,7 +52,7 @@ def test_a_file_and_a_set_are_read_by_name_and_by_directory(tmp_path):
     save_file(arrays, tmp_path / "model.safetensors", metadata={"format": "pt"})
     for path in (tmp_path, tmp_path / "model.safetensors", str(tmp_path)):
         index = checkpoint.read_index(path)
-        assert {one.path: (one.shape, one.dtype) for one in index.entries} == {
+        assert {entry.path: (entry.shape, entry.dtype) for entry in index.entries} == {
             name: (array.shape, array.dtype) for name, array in arrays.items()
         }
         assert (index.bytes_total, index.metadata, index.format) == (
@@ -77,8 +77,11 @@ def test_structs_are_a_tree_that_a_plan_takes(tmp_path):
         {name: np.ones((2, 2), np.float32) for name in ("a/b", "a/c/d", "e.f")},
         tmp_path / "x.safetensors",
     )
-    tree, one = checkpoint.structs(tmp_path), jax.ShapeDtypeStruct((2, 2), jnp.float32)
-    assert tree == {"a": {"b": one, "c": {"d": one}}, "e.f": one}
+    tree, array = (
+        checkpoint.structs(tmp_path),
+        jax.ShapeDtypeStruct((2, 2), jnp.float32),
+    )
+    assert tree == {"a": {"b": array, "c": {"d": array}}, "e.f": array}
     assert shardfx.plan(tree, MeshSpec({"x": 2}), paths=PathRules.parse(".*->x"))[
         "a/c/d"
     ].spec == jax.P("x")
@@ -313,17 +316,17 @@ def test_headers_are_read_as_by_the_library_of_the_format(tmp_path, case):
         path = raw_file(tmp_path / "x.safetensors", header, bytes(nbytes))
         try:
             checkpoint.read_index(path)
-            found = None
+            error_text = None
         except CheckpointError as error:
-            found = str(error)
-            assert "x.safetensors" in found and len(found) < 1000
+            error_text = str(error)
+            assert "x.safetensors" in error_text and len(error_text) < 1000
         if nbytes == 4:
             assert (
-                re.search(message, found)
-                if found and message is not None
+                re.search(message, error_text)
+                if error_text and message is not None
                 else message is None
             )
-        assert (found is None) == (
+        assert (error_text is None) == (
             is_read_there(header, nbytes) and (case not in STRICTER)
         )
 
@@ -334,7 +337,7 @@ WHOLE = len(ONE).to_bytes(8, "little") + ONE + bytes(4)
 @pytest.mark.parametrize(
     "data",
     [
-        *[WHOLE[:kept] for kept in (0, 3, 7, 8, 20, -1, -4)],
+        *[WHOLE[:length] for length in (0, 3, 7, 8, 20, -1, -4)],
         *[
             claimed.to_bytes(8, "little") + b"{}"
             for claimed in (3, 2**20, 2**40, 2**64 - 1)
@@ -392,8 +395,8 @@ def test_links_are_followed_inside_the_directory_alone(tmp_path):
 
 def test_a_link_put_there_after_the_check_is_not_followed(tmp_path):
     directory, outside = tmp_path / "model", tmp_path / "outside"
-    for made in (directory, outside, directory / "sub"):
-        made.mkdir()
+    for folder in (directory, outside, directory / "sub"):
+        folder.mkdir()
     (outside / "w").write_text("secret")
     (directory / "sub" / "w").write_text("weights")
     where = place(str(directory), None)
@@ -462,7 +465,9 @@ def test_reading_headers_reads_no_weights(tmp_path, monkeypatch):
     read = []
     pread = os.pread
     monkeypatch.setattr(
-        os, "pread", lambda fd, count, at: (read.append(count), pread(fd, count, at))[1]
+        os,
+        "pread",
+        lambda fd, count, offset: (read.append(count), pread(fd, count, offset))[1],
     )
     checkpoint.structs(checkpoint.read_index(tmp_path))
     assert sum(read) < 1000

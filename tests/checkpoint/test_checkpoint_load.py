@@ -89,8 +89,8 @@ def test_any_shape_any_spec_any_transpose_and_any_dtype(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("t")
     save_file({"x": array}, path / "x.safetensors")
     free, entries = ["a", "b", "c"], []
-    wanted = array.transpose(order)
-    for size in wanted.shape:
+    transposed = array.transpose(order)
+    for size in transposed.shape:
         axes = (
             tuple(data.draw(st.lists(st.sampled_from(free), unique=True)))
             if free
@@ -99,26 +99,26 @@ def test_any_shape_any_spec_any_transpose_and_any_dtype(tmp_path_factory, data):
         axes = axes if size % 2 ** len(axes) == 0 else ()
         free = [axis for axis in free if axis not in axes]
         entries.append(axes)
-    structs = {"y": struct(wanted, P(*entries))}
+    structs = {"y": struct(transposed, P(*entries))}
     loaded = checkpoint.load(
         path, structs, TreeMap({"y": From("x").transpose(*order)})
     )["y"]
-    assert loaded.sharding == structs["y"].sharding and same_bytes(loaded, wanted)
+    assert loaded.sharding == structs["y"].sharding and same_bytes(loaded, transposed)
     assert all(
-        same_bytes(shard.data, wanted[shard.index])
+        same_bytes(shard.data, transposed[shard.index])
         for shard in loaded.addressable_shards
     )
 
 
 def test_a_live_model_comes_back_with_its_static_leaves(tmp_path):
     model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
-    made = shardfx.plan(
+    plan = shardfx.plan(
         model, MESH.build(jax.devices()), paths=PathRules.parse("weight->a.b, bias->c")
     )
-    checkpoint.save(tmp_path / "step", shardfx.shard(model, made), made)
-    other = shardfx.shard(eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(1)), made)
-    for given in (other, eqx.combine(made.structs, model)):
-        loaded = checkpoint.load(tmp_path / "step", given)
+    checkpoint.save(tmp_path / "step", shardfx.shard(model, plan), plan)
+    other = shardfx.shard(eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(1)), plan)
+    for target in (other, eqx.combine(plan.structs, model)):
+        loaded = checkpoint.load(tmp_path / "step", target)
         assert np.allclose(loaded(jnp.ones(8)), model(jnp.ones(8)), rtol=1e-5)
         assert loaded.layers[0].weight.sharding.spec == P("a", "b")  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(PlanMismatchError, match="leaf `act` .* has none. Make a plan"):
@@ -162,18 +162,18 @@ CASES = {
 def test_what_has_no_place_is_refused(tmp_path, case):
     arrays = {"n": np.arange(3), "c": np.ones(2, np.complex64)}
     save_file(arrays, tmp_path / "x.safetensors")
-    name, given, text = CASES[case]
+    name, options, text = CASES[case]
     dtype = None if case == "x64" else "plan"
-    wanted = {
+    targets = {
         name: struct(
             arrays[name],
             P(),
-            **({"dtype": np.int32} if "mesh" in given else {}),
-            **given,
+            **({"dtype": np.int32} if "mesh" in options else {}),
+            **options,
         )
     }
     with pytest.raises((CheckpointError, PlanMismatchError), match=text):
-        checkpoint.load(tmp_path, wanted, dtype=dtype, unread="allow")
+        checkpoint.load(tmp_path, targets, dtype=dtype, unread="allow")
     with pytest.raises(PlanMismatchError, match=r"leaf `n` \(ndarray\) has none"):
         checkpoint.load(tmp_path, {"n": arrays["n"]})
 
@@ -218,9 +218,9 @@ def test_donating_one_replica_leaves_the_others(tmp_path):
     save_file({"w": array}, tmp_path / "x.safetensors")
     plan = {"w": struct(array, P())}
     loaded = checkpoint.load(tmp_path, plan)["w"]
-    kept = [jnp.array(shard.data, copy=False) for shard in loaded.addressable_shards]
+    copies = [jnp.array(shard.data, copy=False) for shard in loaded.addressable_shards]
     jax.block_until_ready(jax.jit(lambda x: x * 0, donate_argnums=0)(loaded))
-    assert all(np.array_equal(copy, array) for copy in kept if not copy.is_deleted())
+    assert all(np.array_equal(copy, array) for copy in copies if not copy.is_deleted())
 
 
 def test_a_quarter_of_the_devices_reads_a_quarter(tmp_path, reads):
@@ -250,7 +250,7 @@ def test_a_quarter_of_the_devices_reads_a_quarter(tmp_path, reads):
     planned = checkpoint.plan_reads(index, plan)
     assert (
         sum(reads) == planned.read_bytes == total
-        and len(reads) == sum(one.reads for one in planned.processes) == 2
+        and len(reads) == sum(process.reads for process in planned.processes) == 2
     )
 
 
@@ -258,42 +258,42 @@ def test_a_quarter_of_the_devices_reads_a_quarter(tmp_path, reads):
 def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, gap_bytes):
     array = random((64, 512), np.float32)
     save_file({"w": array}, tmp_path / "x.safetensors")
-    wanted = np.concatenate([array[:, 64:128], array[:, 384:448]], 1)
+    gathered = np.concatenate([array[:, 64:128], array[:, 384:448]], 1)
     columns = From.concat(
         [From("w").slice(64, 128, dim=1), From("w").slice(384, 448, dim=1)], dim=1
     )
     loaded = checkpoint.load(
         tmp_path,
-        {"y": struct(wanted, P())},
+        {"y": struct(gathered, P())},
         TreeMap({"y": columns}),
         gap_bytes=gap_bytes,
     )
-    assert same_bytes(loaded["y"], wanted)
+    assert same_bytes(loaded["y"], gathered)
     assert sum(reads) == (
-        wanted.nbytes if gap_bytes == 1 else array.nbytes - 2 * 64 * 4
+        gathered.nbytes if gap_bytes == 1 else array.nbytes - 2 * 64 * 4
     )
     # One device of eight needs its columns, and where gaps are read along all of the
     # rows between.
     mesh = Mesh(np.array(jax.devices()), ("x",))
     abstract = {"w": struct(array, P(None, "x"), MeshSpec.of(mesh).abstract())}
-    one = checkpoint.plan_reads(
+    reads_of_process = checkpoint.plan_reads(
         checkpoint.read_index(tmp_path), abstract, processes=8, gap_bytes=gap_bytes
     )
-    assert one.processes[3].needed_bytes == array.nbytes // 8
-    assert one.processes[3].excess_bytes == (
+    assert reads_of_process.processes[3].needed_bytes == array.nbytes // 8
+    assert reads_of_process.processes[3].excess_bytes == (
         0 if gap_bytes == 1 else 63 * 512 * 4 * 7 // 8
     )
-    assert "in excess" in str(one)
+    assert "in excess" in str(reads_of_process)
 
 
 def after(happens, call):
     """`call`, but for what `happens` ahead of the first one."""
-    left = [happens]
+    actions = [happens]
 
-    def called(*given):
-        while left:
-            left.pop()()
-        return call(*given)
+    def called(*arguments):
+        while actions:
+            actions.pop()()
+        return call(*arguments)
 
     return called
 
@@ -317,8 +317,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change, told", CHANGES.values(), ids=CHANGES)
-def test_a_file_that_changes_after_its_header_was_read(tmp_path, change, told):
+@pytest.mark.parametrize("change, message", CHANGES.values(), ids=CHANGES)
+def test_a_file_that_changes_after_its_header_was_read(tmp_path, change, message):
     arrays, path = (
         {f"w{i}": random((1024, 64), np.float32, i) for i in range(4)},
         tmp_path / "x.safetensors",
@@ -333,7 +333,7 @@ def test_a_file_that_changes_after_its_header_was_read(tmp_path, change, told):
         # Between the moment at which the file is looked at, and the first read.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "preadv", after(lambda: change(path), os.preadv))
-            with pytest.raises(CheckpointError, match=told):
+            with pytest.raises(CheckpointError, match=message):
                 checkpoint.load(index, plan)
         with pytest.raises(
             CheckpointError,
@@ -346,7 +346,7 @@ def test_a_file_that_changes_after_its_header_was_read(tmp_path, change, told):
 def test_reads_that_return_less_are_continued(tmp_path, monkeypatch):
     preadv = os.preadv
     monkeypatch.setattr(
-        os, "preadv", lambda fd, into, at: preadv(fd, [into[0][:100]], at)
+        os, "preadv", lambda fd, into, offset: preadv(fd, [into[0][:100]], offset)
     )
     arrays = {f"w{i}": random((64, 64), np.float32, i) for i in range(3)}
     save_file(arrays, tmp_path / "x.safetensors")
@@ -435,7 +435,9 @@ def test_small_tensors_are_read_together(tmp_path, reads):
         reads.clear()
         loaded = checkpoint.load(tmp_path, plan)
         assert all(same_bytes(loaded[name], array) for name, array in arrays.items())
-        assert all(loaded[name].sharding == one.sharding for name, one in plan.items())
+        assert all(
+            loaded[name].sharding == target.sharding for name, target in plan.items()
+        )
         assert sum(reads) == sum(array.nbytes for array in arrays.values())
         assert len(reads) <= most
 
@@ -444,10 +446,10 @@ def test_memory_kinds_other_shardings_and_progress(tmp_path, capsys):
     array = random((8, 8), np.float32)
     save_file({"a": array, "b": array}, tmp_path / "x.safetensors")
     pinned = NamedSharding(MESH.build(jax.devices()), P("a"), memory_kind="pinned_host")
-    wanted = {"a": pinned, "b": SingleDeviceSharding(jax.devices()[5])}
+    shardings = {"a": pinned, "b": SingleDeviceSharding(jax.devices()[5])}
     structs = {
-        name: jax.ShapeDtypeStruct((8, 8), np.float32, sharding=one)
-        for name, one in wanted.items()
+        name: jax.ShapeDtypeStruct((8, 8), np.float32, sharding=sharding)
+        for name, sharding in shardings.items()
     }
     for progress, line in (
         (None, ""),
@@ -456,8 +458,10 @@ def test_memory_kinds_other_shardings_and_progress(tmp_path, capsys):
         for name, loaded in checkpoint.load(
             tmp_path, structs, progress=progress
         ).items():
-            assert loaded.sharding == wanted[name] and same_bytes(loaded, array)
-        assert line in (told := capsys.readouterr().err) and bool(told) == bool(line)
+            assert loaded.sharding == shardings[name] and same_bytes(loaded, array)
+        assert line in (printed := capsys.readouterr().err) and bool(printed) == bool(
+            line
+        )
 
 
 def test_arrays_that_no_leaf_is_made_of_are_an_error(tmp_path, reads):
@@ -472,9 +476,9 @@ def test_arrays_that_no_leaf_is_made_of_are_an_error(tmp_path, reads):
         "head": arrays["head"],
     }
     trees = (tree, tree | {"layers": tree["layers"][:1]})
-    made, shallow = (
-        shardfx.plan(one, MESH.build(jax.devices()), paths=PathRules.parse(".*->a"))
-        for one in trees
+    plan_of_all, shallow = (
+        shardfx.plan(tree, MESH.build(jax.devices()), paths=PathRules.parse(".*->a"))
+        for tree in trees
     )
     message = (
         "has 3 of its 5 arrays in no leaf of the plan: 'layers/1/w', 'layers/2/w',"
@@ -491,5 +495,5 @@ def test_arrays_that_no_leaf_is_made_of_are_an_error(tmp_path, reads):
         "w"
     ].shape == (8,)
     # A part of a plan says by itself that the others are left.
-    loaded = checkpoint.load(tmp_path, made.select("layers/1"))
+    loaded = checkpoint.load(tmp_path, plan_of_all.select("layers/1"))
     assert loaded["head"] is None and loaded["layers"][1]["w"].shape == (8,)

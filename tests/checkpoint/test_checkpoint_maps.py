@@ -51,7 +51,8 @@ def hugging_face(layers=3, width=16):
 
 def planned(whole, *rules):
     structs = {
-        path: jax.ShapeDtypeStruct(one.shape, one.dtype) for path, one in whole.items()
+        path: jax.ShapeDtypeStruct(array.shape, array.dtype)
+        for path, array in whole.items()
     }
     mesh = MeshSpec(MESH).build(jax.devices())
     return shardfx.plan(structs, mesh, paths=PathRules([*rules, (".*", ())]))
@@ -59,29 +60,29 @@ def planned(whole, *rules):
 
 def equal(tree, whole):
     assert tree.keys() == whole.keys()
-    for path, one in whole.items():
-        found = np.asarray(tree[path])
+    for path, array in whole.items():
+        leaf = np.asarray(tree[path])
         assert (
-            found.dtype == one.dtype
-            and found.shape == one.shape
-            and found.tobytes() == one.tobytes()
+            leaf.dtype == array.dtype
+            and leaf.shape == array.shape
+            and leaf.tobytes() == array.tobytes()
         ), path
 
 
 def test_an_exported_checkpoint_is_a_plain_one_of_its_own_layout(tmp_path):
     files = hugging_face()
     tree = LLAMA.apply(files)
-    made = planned(
+    plan = planned(
         tree,
         ("embed", P(("a", "b"))),
         ("up", P(None, "b", "a")),
         ("qkv", P(None, "a", "b")),
     )
     checkpoint.save(
-        tmp_path / "out", tree, made, map=LLAMA.inverse(), like=files, file_bytes=4000
+        tmp_path / "out", tree, plan, map=LLAMA.inverse(), like=files, file_bytes=4000
     )
     equal(checkpoint.load(tmp_path / "out", planned(files)), files)
-    equal(checkpoint.load(tmp_path / "out", made, LLAMA), tree)
+    equal(checkpoint.load(tmp_path / "out", plan, LLAMA), tree)
     index = checkpoint.read_index(tmp_path / "out" / "model.safetensors.index.json")
     # What the loader of Hugging Face's libraries asks of a file before it reads it.
     assert index.metadata == {"format": "pt"}
@@ -93,25 +94,25 @@ def test_each_process_reads_only_what_its_shards_are_made_of(tmp_path, monkeypat
     files = hugging_face(width=64)
     save_file(files, tmp_path / "model.safetensors")
     whole = LLAMA.apply(files)
-    made = planned(
+    plan = planned(
         whole, ("layers", P(None, None, ("a", "b"))), ("embed", P(("a", "b")))
     )
     reads = checkpoint.plan_reads(
-        checkpoint.read_index(tmp_path), made.off(), LLAMA, processes=8, gap_bytes=1
+        checkpoint.read_index(tmp_path), plan.off(), LLAMA, processes=8, gap_bytes=1
     )
     total = sum(array.nbytes for array in whole.values())
-    assert [one.needed_bytes for one in reads.processes] == [
+    assert [process.needed_bytes for process in reads.processes] == [
         total // 8
     ] * 8 and reads.excess_bytes == 0
     read, preadv = [], os.preadv
     monkeypatch.setattr(
-        os, "preadv", lambda *given: read.append(preadv(*given)) or read[-1]
+        os, "preadv", lambda *arguments: read.append(preadv(*arguments)) or read[-1]
     )
-    checkpoint.load(tmp_path, made, LLAMA)
+    checkpoint.load(tmp_path, plan, LLAMA)
     assert (
         sum(read)
         == checkpoint.plan_reads(
-            checkpoint.read_index(tmp_path), made, LLAMA
+            checkpoint.read_index(tmp_path), plan, LLAMA
         ).read_bytes
     )
 
@@ -132,7 +133,7 @@ def test_blocks_of_fp8_are_scaled_on_the_way(tmp_path):
     reads = checkpoint.plan_reads(
         checkpoint.read_index(tmp_path), planned(whole).off(), dequantised
     )
-    assert reads.needed_bytes >= sum(one.nbytes for one in files.values())
+    assert reads.needed_bytes >= sum(array.nbytes for array in files.values())
     wide = {"w": whole["w"].astype(np.float32)}
     loaded = checkpoint.load(
         tmp_path, planned(wide, ("w", P("a"))), dequantised, dtype="plan"
@@ -145,8 +146,8 @@ def test_elements_that_alternate_are_taken_apart_in_memory(tmp_path):
     save_file(files, tmp_path / "model.safetensors")
     halves = TreeMap(
         {
-            name: From("gate_up").split(1, -1, 2).at(at, dim=2)
-            for at, name in enumerate(("gate", "up"))
+            name: From("gate_up").split(1, -1, 2).at(part, dim=2)
+            for part, name in enumerate(("gate", "up"))
         }
     )
     whole = {"gate": files["gate_up"][:, ::2], "up": files["gate_up"][:, 1::2]}
@@ -156,29 +157,29 @@ def test_elements_that_alternate_are_taken_apart_in_memory(tmp_path):
 def test_constants_are_loaded_cast_and_saved(tmp_path):
     files = {"w": np.linspace(-3, 3, 64, dtype=np.float32).reshape(8, 8)}
     save_file(files, tmp_path / "model.safetensors")
-    made = TreeMap(
+    constants = TreeMap(
         {
             "steps": From.constant(7, (8,), "int32"),
             "padded": From("w").pad_to(16, dim=1, value=2),
         }
     )
-    whole = made.apply(files)
-    equal(checkpoint.load(tmp_path, planned(whole, (".*", P("b"))), made), whole)
+    whole = constants.apply(files)
+    equal(checkpoint.load(tmp_path, planned(whole, (".*", P("b"))), constants), whole)
     wide = whole | {"padded": whole["padded"].astype(np.float16)}
-    equal(checkpoint.load(tmp_path, planned(wide), made, dtype=jnp.float16), wide)
-    checkpoint.save(tmp_path / "out", files, map=made)
+    equal(checkpoint.load(tmp_path, planned(wide), constants, dtype=jnp.float16), wide)
+    checkpoint.save(tmp_path / "out", files, map=constants)
     equal(load_file(tmp_path / "out" / "model.safetensors"), whole)
 
 
 def test_a_map_casts_to_what_a_file_can_hold(tmp_path):
     whole = {"w": np.arange(8, dtype=np.float32).reshape(2, 4)}
-    made = planned(whole)
-    tree = shardfx.shard(whole, made)
+    plan = planned(whole)
+    tree = shardfx.shard(whole, plan)
     # The format has no name for four bits; it is in the file's metadata.
     checkpoint.save(
         tmp_path / "four.safetensors",
         tree,
-        made,
+        plan,
         map=TreeMap({"w": From("w").cast("int4")}),
     )
     four = {"w": whole["w"].astype(jnp.int4)}
@@ -189,7 +190,7 @@ def test_a_map_casts_to_what_a_file_can_hold(tmp_path):
         checkpoint.save(
             tmp_path / "no.safetensors",
             tree,
-            made,
+            plan,
             map=TreeMap({"w": From("w").cast("complex128")}),
         )
     assert not (tmp_path / "no.safetensors").exists()
@@ -206,24 +207,24 @@ def test_keys_are_stacked_whole(tmp_path):
     )
     stacked = TreeMap({"k": From("k.{i}").stack("i").T})
     struct = jax.ShapeDtypeStruct((4, 2), keys["k.0"].dtype)
-    made = shardfx.plan({"k": struct}, mesh, paths=PathRules([(".*", P("b", "a"))]))
-    found: Any = checkpoint.load(tmp_path / "keys", made, stacked)["k"]
+    plan = shardfx.plan({"k": struct}, mesh, paths=PathRules([(".*", P("b", "a"))]))
+    loaded_keys: Any = checkpoint.load(tmp_path / "keys", plan, stacked)["k"]
     expected = jnp.stack(
         [jax.random.key_data(keys["k.0"]), jax.random.key_data(keys["k.1"])]
     ).transpose(1, 0, 2)
     np.testing.assert_array_equal(
-        np.asarray(jax.random.key_data(found)), np.asarray(expected)
+        np.asarray(jax.random.key_data(loaded_keys)), np.asarray(expected)
     )
     checkpoint.save(
-        tmp_path / "again", {"k": found}, made, map=stacked.inverse(), like=keys
+        tmp_path / "again", {"k": loaded_keys}, plan, map=stacked.inverse(), like=keys
     )
     again = checkpoint.load(
         tmp_path / "again", shardfx.plan(keys, mesh, paths=PathRules([(".*", ())]))
     )
-    for path, one in keys.items():
-        assert again[path].dtype == one.dtype
+    for path, key_array in keys.items():
+        assert again[path].dtype == key_array.dtype
         np.testing.assert_array_equal(
-            jax.random.key_data(again[path]), jax.random.key_data(one)
+            jax.random.key_data(again[path]), jax.random.key_data(key_array)
         )
 
 
@@ -245,9 +246,9 @@ def test_all_that_is_wrong_is_said_before_anything_is_read(tmp_path):
         "source `extra.0`: nothing is made of it; say so if that is meant:"
         ' `drop=["extra.0"]`' in text
     )
-    made = planned(LLAMA.apply(files))
+    plan = planned(LLAMA.apply(files))
     with pytest.raises(MapError, match="does not say what its target is"):
-        checkpoint.save(tmp_path / "x", LLAMA.apply(files), made, map=LLAMA.inverse())
+        checkpoint.save(tmp_path / "x", LLAMA.apply(files), plan, map=LLAMA.inverse())
     with pytest.raises(
         LeafTypeError, match="is scaled, which takes two arrays at a time"
     ):
@@ -288,26 +289,27 @@ def test_loading_with_a_map_is_loading_and_then_mapping(tmp_path_factory, data):
             st.lists(st.sampled_from(["bfloat16", "float32", "int8"]), max_size=2)
         ):
             drawn = {path: note.cast(to) for path, note in drawn.items()}
-    made, arrays = written((drawn, arrays))
+    tree_map, arrays = written((drawn, arrays))
     directory = tmp_path_factory.mktemp("law")
     save_file(arrays, directory / "model.safetensors")
-    whole = made.apply(arrays)
+    whole = tree_map.apply(arrays)
     specs = []
-    for path, one in whole.items():
+    for path, array in whole.items():
         axes = [
-            data.draw(st.sampled_from([None, "a", "b", ("a", "b")])) for _ in one.shape
+            data.draw(st.sampled_from([None, "a", "b", ("a", "b")]))
+            for _ in array.shape
         ]
-        found = shardfx.correct(P(*_once(axes)), one.shape, MeshSpec(MESH)).spec
-        specs.append((f"^{path}$", found))
+        spec = shardfx.correct(P(*_once(axes)), array.shape, MeshSpec(MESH)).spec
+        specs.append((f"^{path}$", spec))
     plan = planned(whole, *specs)
-    tree = checkpoint.load(directory, plan, made)
+    tree = checkpoint.load(directory, plan, tree_map)
     equal(tree, whole)
     checkpoint.save(directory / "same", tree, plan)
     checkpoint.save(
         directory / "out",
         shardfx.shard(arrays, planned(arrays)),
         planned(arrays),
-        map=made,
+        map=tree_map,
     )
     equal(checkpoint.load(directory / "out", plan), whole)
 
@@ -347,7 +349,7 @@ def test_floats_become_the_same_integers_everywhere(tmp_path, stored):
         x = np.array(FLOATS, np.float32).astype(jnp.dtype(stored))
     expected = jax.jit(lambda x: {to: x.astype(to) for to in INTEGERS})(x)
     rules, whole = {}, {}
-    for to, one in jax.tree.map(np.asarray, expected).items():
+    for to, array in jax.tree.map(np.asarray, expected).items():
         # The second is cast on the way to a wider dtype, the third backwards.
         rules |= {
             f"y/{to}": From("x").cast(to),
@@ -355,50 +357,50 @@ def test_floats_become_the_same_integers_everywhere(tmp_path, stored):
         }
         rules |= {f"t/{to}": From("x").reshape(4, 4).cast(to).T}
         whole |= {
-            f"y/{to}": one,
-            f"z/{to}": one.astype(np.float32),
-            f"t/{to}": one.reshape(4, 4).T,
+            f"y/{to}": array,
+            f"z/{to}": array.astype(np.float32),
+            f"t/{to}": array.reshape(4, 4).T,
         }
     cast = TreeMap(rules)
     equal(cast.apply({"x": x}), whole)
     equal(jax.jit(cast.apply)({"x": x}), whole)
-    made, source = planned(whole, ("z", P("b"))), planned({"x": x}, ("x", P("a")))
+    plan, source = planned(whole, ("z", P("b"))), planned({"x": x}, ("x", P("a")))
     placed = shardfx.shard({"x": x}, source)
     for tree in ({"x": x}, placed):
-        equal(shardfx.reshard(tree, made, map=cast), whole)
-    equal(resharded(placed, made, map=cast, copies=False), whole)
+        equal(shardfx.reshard(tree, plan, map=cast), whole)
+    equal(resharded(placed, plan, map=cast, copies=False), whole)
     checkpoint.save(tmp_path / "x.safetensors", {"x": x}, source)
-    equal(checkpoint.load(tmp_path / "x.safetensors", made, cast), whole)
+    equal(checkpoint.load(tmp_path / "x.safetensors", plan, cast), whole)
     plain = TreeMap(
         {
-            path: "x" if path.startswith("y") else one
-            for path, one in cast.rules.items()
+            path: "x" if path.startswith("y") else rule
+            for path, rule in cast.rules.items()
         },
         casts=True,
     )
-    equal(checkpoint.load(tmp_path / "x.safetensors", made, plain), whole)
+    equal(checkpoint.load(tmp_path / "x.safetensors", plan, plain), whole)
     checkpoint.save(tmp_path / "y.safetensors", {"x": x}, source, map=cast)
-    equal(checkpoint.load(tmp_path / "y.safetensors", made), whole)
+    equal(checkpoint.load(tmp_path / "y.safetensors", plan), whole)
 
 
 def test_a_number_that_is_needed_several_times_in_a_leaf(tmp_path):
     """Scales of whole tensors are arrays without dimensions."""
     files = {"s": np.array(2.0, np.float32), "t": np.array(3.0, np.float32)}
     save_file(files, tmp_path / "s.safetensors")
-    made = TreeMap(
+    repeated = TreeMap(
         {
             "a": From("s").reshape(1).repeat(2),
             "b": From.concat([From(name).reshape(1) for name in ("s", "t", "s")]),
             "c": From.stacked([From("s"), From("s")]).repeat(4),
         }
     )
-    whole = made.apply(files)
+    whole = repeated.apply(files)
     assert whole["b"].tolist() == [2, 3, 2]
     plan = planned(whole, ("c", P("b")))
-    equal(checkpoint.load(tmp_path, plan, made), whole)
+    equal(checkpoint.load(tmp_path, plan, repeated), whole)
     assert (
         checkpoint.plan_reads(
-            checkpoint.read_index(tmp_path), plan.off(), made
+            checkpoint.read_index(tmp_path), plan.off(), repeated
         ).needed_bytes
         > 0
     )
@@ -421,23 +423,27 @@ def test_many_small_arrays_of_one_leaf(tmp_path, last):
     others = From.stacked([From("x.0"), From("x.1").slice(4, 8)] * 2).reshape(
         2, 2, 4, 6
     )
-    one = (
+    experts = (
         From("l.{i}.e.{e}.a")
         .T.stack("e", dim=2 if last else 0)
         .stack("i")
         .cast("bfloat16")
     )
-    made = TreeMap(
+    tree_map = TreeMap(
         {
-            "one": one,
+            "one": experts,
             "two": From.concat([From("l.{i}.e.{e}.b").stack("e").stack("i"), others]),
         }
     )
-    whole = made.apply(files)
+    whole = tree_map.apply(files)
     for spec in (P(None, "a"), P(None, None, "a", None), P()):
         plan = planned(whole, (".*", spec))
-        equal(checkpoint.load(tmp_path, plan, made), whole)
+        equal(checkpoint.load(tmp_path, plan, tree_map), whole)
         reads = checkpoint.plan_reads(
-            checkpoint.read_index(tmp_path), plan.off(), made, processes=8, gap_bytes=1
+            checkpoint.read_index(tmp_path),
+            plan.off(),
+            tree_map,
+            processes=8,
+            gap_bytes=1,
         )
         assert reads.read_bytes >= reads.needed_bytes

@@ -51,8 +51,8 @@ def tree_of(dtype=jnp.float32):
 
 
 def planned(tree, mesh, rules):
-    made = shardfx.plan(tree, mesh, paths=PathRules.parse(rules))
-    return shardfx.shard(tree, made), made
+    plan = shardfx.plan(tree, mesh, paths=PathRules.parse(rules))
+    return shardfx.shard(tree, plan), plan
 
 
 def same(a, b):
@@ -76,8 +76,8 @@ def test_any_layout_is_read_under_any_other(tmp_path):
     dtypes = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint32")
     tree = {dtype: tree_of(jnp.dtype(dtype)) for dtype in dtypes}
     states = [planned(tree, mesh_of(sizes), rules) for sizes, rules in LAYOUTS]
-    for number, (arrays, made) in enumerate(states):
-        checkpoint.save(tmp_path / str(number), arrays, made)
+    for number, (arrays, plan) in enumerate(states):
+        checkpoint.save(tmp_path / str(number), arrays, plan)
         for _, other in states:
             loaded = checkpoint.load(tmp_path / str(number), other)
             assert same(loaded, tree)
@@ -89,19 +89,19 @@ def test_any_layout_is_read_under_any_other(tmp_path):
 )
 def test_dtypes_that_safetensors_has_no_name_for(tmp_path, dtype):
     array = jnp.asarray(np.arange(64).reshape(8, 8) % 2, jnp.dtype(dtype))
-    arrays, made = planned({"w": array}, mesh_of((8,)), "w->a")
-    checkpoint.save(tmp_path / "x.safetensors", arrays, made)
-    loaded = checkpoint.load(tmp_path / "x.safetensors", made)
+    arrays, plan = planned({"w": array}, mesh_of((8,)), "w->a")
+    checkpoint.save(tmp_path / "x.safetensors", arrays, plan)
+    loaded = checkpoint.load(tmp_path / "x.safetensors", plan)
     assert loaded["w"].dtype == array.dtype
     assert np.array_equal(loaded["w"].astype(np.float32), array.astype(np.float32))
 
 
 def test_other_libraries_read_a_saved_module(tmp_path):
     model = eqx.nn.MLP(4, 8, 16, 2, key=jax.random.key(0))
-    made = shardfx.plan(
+    plan = shardfx.plan(
         model, mesh_of((8,)), paths=PathRules.parse("weight->a, .*->replicate")
     )
-    checkpoint.save(tmp_path / "step", shardfx.shard(model, made), made)
+    checkpoint.save(tmp_path / "step", shardfx.shard(model, plan), plan)
     assert sorted(os.listdir(tmp_path)) == ["step"]
     assert sorted(os.listdir(tmp_path / "step")) == ["model.safetensors", "plan.json"]
     arrays = load_file(tmp_path / "step" / "model.safetensors")
@@ -109,15 +109,15 @@ def test_other_libraries_read_a_saved_module(tmp_path):
     assert int.from_bytes(header, "little") % 64 == 64 - len(header), (
         "arrays begin at a multiple of 64"
     )
-    assert arrays.keys() == {leaf.path for leaf in made.leaves}
+    assert arrays.keys() == {leaf.path for leaf in plan.leaves}
     assert np.array_equal(arrays["layers/0/weight"], model.layers[0].weight)
-    assert checkpoint.saved_plan(tmp_path / "step").digest == made.digest
+    assert checkpoint.saved_plan(tmp_path / "step").digest == plan.digest
 
 
 def test_a_large_tree_is_spread_over_files(tmp_path):
     tree = tree_of()
-    arrays, made = planned(tree, mesh_of((2, 4)), LAYOUTS[1][1])
-    checkpoint.save(tmp_path / "step", arrays, made, file_bytes=600)
+    arrays, plan = planned(tree, mesh_of((2, 4)), LAYOUTS[1][1])
+    checkpoint.save(tmp_path / "step", arrays, plan, file_bytes=600)
     files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     assert sorted(os.listdir(tmp_path / "step")) == [
         *files,
@@ -126,31 +126,31 @@ def test_a_large_tree_is_spread_over_files(tmp_path):
     ]
     index = json.loads((tmp_path / "step" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 2 * (512 + 32) + 4
-    assert same(checkpoint.load(tmp_path / "step", made), tree)
+    assert same(checkpoint.load(tmp_path / "step", plan), tree)
     assert (
-        checkpoint.saved_plan(tmp_path / "step", like=tree).on(mesh_of((2, 4))) == made
+        checkpoint.saved_plan(tmp_path / "step", like=tree).on(mesh_of((2, 4))) == plan
     )
 
 
 def test_a_file_carries_its_plan_and_is_replaced_at_once(tmp_path):
-    arrays, made = planned(tree_of(), mesh_of((8,)), LAYOUTS[0][1])
+    arrays, plan = planned(tree_of(), mesh_of((8,)), LAYOUTS[0][1])
     path = tmp_path / "model.safetensors"
-    checkpoint.save(path, arrays, made)
-    assert checkpoint.saved_plan(path).digest == made.digest
+    checkpoint.save(path, arrays, plan)
+    assert checkpoint.saved_plan(path).digest == plan.digest
     with pytest.raises(
         CheckpointError,
         match="exists, and nothing was changed; pass `overwrite=True` to replace it",
     ):
-        checkpoint.save(path, arrays, made)
+        checkpoint.save(path, arrays, plan)
     doubled = jax.tree.map(lambda x: x * 2, arrays)
-    checkpoint.save(path, doubled, made, overwrite=True)
-    assert same(checkpoint.load(path, made), doubled)
+    checkpoint.save(path, doubled, plan, overwrite=True)
+    assert same(checkpoint.load(path, plan), doubled)
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
 def test_a_directory_is_never_replaced(tmp_path):
-    arrays, made = planned(tree_of(), mesh_of((8,)), LAYOUTS[0][1])
-    checkpoint.save(tmp_path / "step", arrays, made)
+    arrays, plan = planned(tree_of(), mesh_of((8,)), LAYOUTS[0][1])
+    checkpoint.save(tmp_path / "step", arrays, plan)
     for overwrite, why in (
         (False, "$"),
         (True, " `overwrite=True` replaces .safetensors files"),
@@ -159,8 +159,8 @@ def test_a_directory_is_never_replaced(tmp_path):
             CheckpointError,
             match="exists, .* save to a new name, or remove it first." + why,
         ):
-            checkpoint.save(tmp_path / "step", arrays, made, overwrite=overwrite)
-    assert same(checkpoint.load(tmp_path / "step", made), arrays)
+            checkpoint.save(tmp_path / "step", arrays, plan, overwrite=overwrite)
+    assert same(checkpoint.load(tmp_path / "step", plan), arrays)
 
 
 def test_numpy_arrays_and_odd_layouts(tmp_path, capsys):
@@ -168,10 +168,10 @@ def test_numpy_arrays_and_odd_layouts(tmp_path, capsys):
         "f": np.asfortranarray(np.arange(12.0, dtype=np.float32).reshape(3, 4)),
         "z": np.zeros((0, 3), np.int8),
     }
-    made = shardfx.plan(tree, mesh_of((1,)), paths=PathRules.parse(".*->replicate"))
-    checkpoint.save(tmp_path / "step", tree, made, progress=True)
+    plan = shardfx.plan(tree, mesh_of((1,)), paths=PathRules.parse(".*->replicate"))
+    checkpoint.save(tmp_path / "step", tree, plan, progress=True)
     assert "saving [########################]" in capsys.readouterr().err
-    assert np.array_equal(checkpoint.load(tmp_path / "step", made)["f"], tree["f"])
+    assert np.array_equal(checkpoint.load(tmp_path / "step", plan)["f"], tree["f"])
 
 
 UNSAVED: dict[str, tuple[Any, Any, str]] = {
@@ -211,11 +211,11 @@ def test_trees_that_cannot_be_saved(tmp_path, monkeypatch, name):
     tree = {name: value, "a": {"b/c": jnp.ones(1)}}
     if name == "long":
         monkeypatch.setattr("shardfx.checkpoint._safetensors.HEADER_LIMIT_BYTES", 100)
-    made = shardfx.plan(tree, mesh_of((8,)), paths=PathRules.parse(".*->replicate"))
+    plan = shardfx.plan(tree, mesh_of((8,)), paths=PathRules.parse(".*->replicate"))
     with pytest.raises(error, match=text):
-        checkpoint.save(tmp_path / "x", tree, made)
+        checkpoint.save(tmp_path / "x", tree, plan)
     with pytest.raises(PlanMismatchError):
-        checkpoint.save(tmp_path / "x", {"w": jnp.ones(4)}, made)
+        checkpoint.save(tmp_path / "x", {"w": jnp.ones(4)}, plan)
     assert os.listdir(tmp_path) == []
 
 
@@ -250,7 +250,7 @@ def writes(monkeypatch):
     """The number of bytes of each write."""
     seen, pwritev = [], os.pwritev
     monkeypatch.setattr(
-        os, "pwritev", lambda *given: seen.append(pwritev(*given)) or seen[-1]
+        os, "pwritev", lambda *arguments: seen.append(pwritev(*arguments)) or seen[-1]
     )
     return seen
 
@@ -258,16 +258,16 @@ def writes(monkeypatch):
 def test_small_arrays_are_written_by_replica_zero_alone(tmp_path, writes):
     tree = {f"w{number}": np.full((8, 8), number, np.float32) for number in range(500)}
     for sizes, rules in (((8,), ".*->a"), ((2, 4), "w.?3->b, .*->replicate")):
-        arrays, made = planned(tree, mesh_of(sizes), rules)
+        arrays, plan = planned(tree, mesh_of(sizes), rules)
         writes.clear()
-        checkpoint.save(tmp_path / f"{len(sizes)}", arrays, made)
+        checkpoint.save(tmp_path / f"{len(sizes)}", arrays, plan)
         assert len(writes) <= 4 and sum(writes) == 500 * 8 * 8 * 4
-        assert same(checkpoint.load(tmp_path / f"{len(sizes)}", made), tree)
-    arrays, made = planned(
+        assert same(checkpoint.load(tmp_path / f"{len(sizes)}", plan), tree)
+    arrays, plan = planned(
         {"w": np.ones((1024, 1024), np.float32)}, mesh_of((2, 4)), "w->b"
     )
     writes.clear()
-    checkpoint.save(tmp_path / "large", arrays, made)
+    checkpoint.save(tmp_path / "large", arrays, plan)
     assert sum(writes) == 2**22
 
 
@@ -282,9 +282,9 @@ CALLS = [("pwritev", 1), ("pwritev", 3), ("fsync", 1), ("fsync", 2)]
 )
 def test_a_full_disk_changes_nothing(tmp_path, monkeypatch, target, name, number):
     tree = tree_of()
-    arrays, made = planned(tree, mesh_of((8,)), LAYOUTS[0][1])
+    arrays, plan = planned(tree, mesh_of((8,)), LAYOUTS[0][1])
     if target.endswith("s"):
-        checkpoint.save(tmp_path / target, arrays, made)
+        checkpoint.save(tmp_path / target, arrays, plan)
     before = os.listdir(tmp_path)
     with monkeypatch.context() as patched:
         # No two arrays are small enough to be written together.
@@ -300,23 +300,23 @@ def test_a_full_disk_changes_nothing(tmp_path, monkeypatch, target, name, number
             checkpoint.save(
                 tmp_path / target,
                 jax.tree.map(lambda x: x + 1, arrays),
-                made,
+                plan,
                 overwrite=True,
             )
     assert os.listdir(tmp_path) == before
     if before:
-        assert same(checkpoint.load(tmp_path / target, made), tree)
+        assert same(checkpoint.load(tmp_path / target, plan), tree)
 
 
 def test_too_little_space_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
-    arrays, made = planned(tree_of(), mesh_of((8,)), LAYOUTS[0][1])
+    arrays, plan = planned(tree_of(), mesh_of((8,)), LAYOUTS[0][1])
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000)
     )
     with pytest.raises(
         OSError, match=r"saving takes \d+ bytes and 1000 are free; nothing was written"
     ):
-        checkpoint.save(tmp_path / "step", arrays, made)
+        checkpoint.save(tmp_path / "step", arrays, plan)
     assert os.listdir(tmp_path) == []
 
 
@@ -371,7 +371,7 @@ def killed(tmp_path_factory):
         tmp_path_factory.mktemp("killed"),
         {"model.safetensors": [], "step": []},
     )
-    arrays, made = planned(
+    arrays, plan = planned(
         {"w": jnp.ones((64, 8)), "b": jnp.ones(8)}, mesh_of((8,)), "w->a, b->replicate"
     )
     command = [sys.executable, "-W", "ignore", "-c", KILLED, str(folder)]
@@ -380,12 +380,12 @@ def killed(tmp_path_factory):
         command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdin is not None and child.stdout is not None
-        checkpoint.save(folder / "model.safetensors", arrays, made)
+        checkpoint.save(folder / "model.safetensors", arrays, plan)
         for line in child.stdout:
             target, number, status = line.split()
             values = None
             if os.path.exists(folder / target):
-                loaded = checkpoint.load(folder / target, made)
+                loaded = checkpoint.load(folder / target, plan)
                 values = {
                     float(x)
                     for leaf in jax.tree.leaves(loaded)
@@ -418,7 +418,7 @@ def test_whoever_is_killed_leaves_the_old_checkpoint_whole(killed, target):
 
 @pytest.mark.parametrize("target", ["model.safetensors", "step"])
 def test_of_two_writers_the_second_gets_an_error(tmp_path, monkeypatch, target):
-    arrays, made = planned(tree_of(), mesh_of((8,)), LAYOUTS[0][1])
+    arrays, plan = planned(tree_of(), mesh_of((8,)), LAYOUTS[0][1])
     others = jax.tree.map(lambda x: x * 3, arrays)
     last = "rename" if target == "step" else "link"
     put = getattr(os, last)
@@ -427,7 +427,7 @@ def test_of_two_writers_the_second_gets_an_error(tmp_path, monkeypatch, target):
         # Another writer comes through between the writing and the last call of this
         # one.
         monkeypatch.setattr(os, last, put)
-        checkpoint.save(tmp_path / target, others, made)
+        checkpoint.save(tmp_path / target, others, plan)
         put(staging, path)
 
     monkeypatch.setattr(os, last, late)
@@ -435,15 +435,15 @@ def test_of_two_writers_the_second_gets_an_error(tmp_path, monkeypatch, target):
         CheckpointError,
         match="appeared while this was saving, from another writer, and stays as it",
     ):
-        checkpoint.save(tmp_path / target, arrays, made)
-    assert same(checkpoint.load(tmp_path / target, made), others)
+        checkpoint.save(tmp_path / target, arrays, plan)
+    assert same(checkpoint.load(tmp_path / target, plan), others)
     assert os.listdir(tmp_path) == [target]
 
 
 def test_a_sharding_that_no_plan_made(tmp_path):
     mesh = mesh_of((2, 2, 2))
     array = np.arange(4 * 6 * 8, dtype=np.int32).reshape(4, 6, 8)
-    made = shardfx.plan({"w": array}, mesh, paths=PathRules.parse("w->replicate"))
+    plan = shardfx.plan({"w": array}, mesh, paths=PathRules.parse("w->replicate"))
     for spec in (
         P(None, "a", "b"),
         P("c", "b"),
@@ -452,7 +452,7 @@ def test_a_sharding_that_no_plan_made(tmp_path):
     ):
         placed = {"w": jax.device_put(array, NamedSharding(mesh, spec))}
         path = tmp_path / f"{spec}.safetensors".replace("/", "")
-        checkpoint.save(path, placed, made)
+        checkpoint.save(path, placed, plan)
         assert np.array_equal(load_file(path)["w"], array)
 
 
@@ -470,15 +470,17 @@ def test_what_killed_saves_left_is_found_and_removed(tmp_path):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (1e9, 1e9))
     os.utime(new, (1e9, 1e9))
-    found = checkpoint.left_over(tmp_path)
-    assert [(one.path, one.target) for one in found] == [
+    partial_saves = checkpoint.left_over(tmp_path)
+    assert [
+        (partial_save.path, partial_save.target) for partial_save in partial_saves
+    ] == [
         (str(file), str(tmp_path / "one.safetensors")),
         (str(old), str(tmp_path / "step-1")),
     ]
     assert (
-        5000 <= found[1].nbytes <= 1 << 20
-        and found[0].age_seconds > 1e8
-        and "written to" in str(found[0])
+        5000 <= partial_saves[1].nbytes <= 1 << 20
+        and partial_saves[0].age_seconds > 1e8
+        and "written to" in str(partial_saves[0])
     )
     assert old.exists() and len(checkpoint.left_over(tmp_path, remove=True)) == 2
     assert not old.exists() and not file.exists() and new.exists()
@@ -490,12 +492,12 @@ def test_what_killed_saves_left_is_found_and_removed(tmp_path):
 )
 def test_addresses_of_other_machines_are_told_from_paths(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
-    made = shardfx.plan(
+    plan = shardfx.plan(
         {"w": jnp.ones(8)}, mesh_of((8,), "x"), paths=PathRules.parse("w->x")
     )
     for call in (
         lambda: checkpoint.read_index(path),
-        lambda: checkpoint.save(path, shardfx.shard({"w": jnp.ones(8)}, made), made),
+        lambda: checkpoint.save(path, shardfx.shard({"w": jnp.ones(8)}, plan), plan),
     ):
         with pytest.raises(
             CheckpointError,

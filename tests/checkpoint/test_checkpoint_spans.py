@@ -38,8 +38,8 @@ def any_boxes(draw):
 def overlapping(boxes):
     """Whether some element is in two of the boxes."""
     edges = [
-        list(zip(one, two, strict=True))
-        for one, two in itertools.combinations(boxes, 2)
+        list(zip(box, other, strict=True))
+        for box, other in itertools.combinations(boxes, 2)
     ]
     return any(all(max(a, c) < min(b, d) for (a, b), (c, d) in pair) for pair in edges)
 
@@ -85,8 +85,8 @@ def check(grid, itemsize, gap_bytes, run_bytes, copy_bytes):
                 position += nbytes
             home[...] = values
         assert not span.is_direct or position == span.nbytes
-    for box, found in zip(boxes, out, strict=True):
-        assert np.array_equal(found, array[tuple(slice(*edge) for edge in box)])
+    for box, shard in zip(boxes, out, strict=True):
+        assert np.array_equal(shard, array[tuple(slice(*edge) for edge in box)])
     return total, int(needed.sum())
 
 

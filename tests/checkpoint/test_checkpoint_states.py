@@ -30,8 +30,8 @@ def mesh():
 
 
 def planned(tree, mesh, rules=REPLICATE):
-    made = shardfx.plan(tree, mesh, paths=rules)
-    return shardfx.shard(tree, made), made
+    plan = shardfx.plan(tree, mesh, paths=rules)
+    return shardfx.shard(tree, plan), plan
 
 
 def bits(keys):
@@ -50,9 +50,9 @@ def test_keys_come_back_as_keys(tmp_path, mesh, impl, name):
         "none": jax.random.split(jax.random.key(1, impl=impl), 0),
         "w": jnp.arange(16.0),
     }
-    arrays, made = planned(tree, mesh, PathRules.parse("many->b, w->a, .*->replicate"))
-    checkpoint.save(tmp_path / name, arrays, made)
-    loaded = checkpoint.load(tmp_path / name, made)
+    arrays, plan = planned(tree, mesh, PathRules.parse("many->b, w->a, .*->replicate"))
+    checkpoint.save(tmp_path / name, arrays, plan)
+    loaded = checkpoint.load(tmp_path / name, plan)
     for key in ("one", "many", "none"):
         assert loaded[key].dtype == tree[key].dtype
         # JAX itself fills up the spec of an array of keys.
@@ -83,16 +83,16 @@ def test_keys_are_planned_from_a_checkpoint_and_loaded(tmp_path, mesh):
         index["layers/0"].nbytes,
     ) == ((4,), tree["key"].dtype, 32)
     other = Mesh(np.array(jax.devices()[:4]), ("x",))
-    found = shardfx.plan(
+    plan = shardfx.plan(
         checkpoint.structs(index),
         other,
         paths=PathRules.parse("layers->x, key->replicate"),
     )
-    loaded = checkpoint.load(index, found)["layers"]["1"]
+    loaded = checkpoint.load(index, plan)["layers"]["1"]
     assert loaded.sharding.spec == P("x") and np.array_equal(
         bits(loaded), bits(tree["layers"][1])
     )
-    reads = checkpoint.plan_reads(index, found)
+    reads = checkpoint.plan_reads(index, plan)
     assert (reads.needed_bytes, reads.read_bytes) == (8 + 2 * 32, 8 + 2 * 32)
     alone = jax.ShapeDtypeStruct(
         (), tree["key"].dtype, sharding=SingleDeviceSharding(jax.devices()[5])
@@ -111,14 +111,14 @@ def test_keys_become_neither_other_keys_nor_integers(tmp_path, mesh):
         checkpoint.save(tmp_path / name, arrays, plans[name])
     other = "'k' holds PRNG keys of rbg, but the plan has keys of threefry2x32;"
     neither = "of PRNG keys and integers one does not become the other"
-    for path, wanted, text in (
+    for path, plan_name, text in (
         ("rbg", "threefry", other),
         ("raw", "rbg", neither),
         ("rbg", "raw", neither),
     ):
         for dtype in (None, "plan"):
             with pytest.raises(CheckpointError, match=text):
-                checkpoint.load(tmp_path / path, plans[wanted], dtype=dtype)
+                checkpoint.load(tmp_path / path, plans[plan_name], dtype=dtype)
 
 
 @pytest.mark.parametrize("kind", ["key<rbg>", "key<nothing>", "key<", 3])
@@ -158,7 +158,7 @@ NUMBERS += [float("inf"), float("nan")]
 
 @pytest.mark.parametrize("name", ["x.safetensors", "step"])
 def test_numbers_of_a_state_are_saved(tmp_path, mesh, name):
-    numbers = {f"{at:02}": value for at, value in enumerate(NUMBERS)}
+    numbers = {f"{number:02}": value for number, value in enumerate(NUMBERS)}
     state = {
         "w": jnp.arange(8.0),
         "numbers": numbers,
@@ -166,13 +166,13 @@ def test_numbers_of_a_state_are_saved(tmp_path, mesh, name):
         "speed": Speed.fast,
         "f": jax.nn.gelu,
     }
-    arrays, made = planned(state, mesh)
-    checkpoint.save(tmp_path / name, arrays, made)
+    arrays, plan = planned(state, mesh)
+    checkpoint.save(tmp_path / name, arrays, plan)
     fresh = arrays | {
         "numbers": dict.fromkeys(numbers, 0),
         "name": "other",
     }  # pyright: ignore[reportOperatorIssue]
-    for asked in (made, fresh):
+    for asked in (plan, fresh):
         loaded = checkpoint.load(tmp_path / name, asked)
         assert repr(loaded["numbers"]) == repr(numbers)
     # A plan has nothing that could be kept, a tree has.
@@ -181,13 +181,13 @@ def test_numbers_of_a_state_are_saved(tmp_path, mesh, name):
         and loaded["speed"] is Speed.fast
         and loaded["f"] is jax.nn.gelu
     )
-    assert checkpoint.load(tmp_path / name, made)["name"] is None
+    assert checkpoint.load(tmp_path / name, plan)["name"] is None
 
 
 def test_a_number_that_the_checkpoint_lacks(tmp_path, mesh):
-    arrays, made = planned({"w": jnp.arange(8.0), "step": 5}, mesh)
+    arrays, plan = planned({"w": jnp.arange(8.0), "step": 5}, mesh)
     assert isinstance(arrays, dict)
-    checkpoint.save(tmp_path / "step", arrays, made)
+    checkpoint.save(tmp_path / "step", arrays, plan)
     foreign = {"w": np.ones(8, np.float32), "epoch": np.array([3])}
     save_file(foreign, tmp_path / "x.safetensors")
     for name, tree, text in (
@@ -214,9 +214,9 @@ def test_a_number_that_the_checkpoint_lacks(tmp_path, mesh):
     ):
         with pytest.raises(CheckpointError, match=text):
             checkpoint.load(tmp_path / name, tree)
-    checkpoint.save(tmp_path / "arrays", {"w": arrays["w"]}, made)
+    checkpoint.save(tmp_path / "arrays", {"w": arrays["w"]}, plan)
     with pytest.raises(CheckpointError, match="`step`: it is a Python number in the"):
-        checkpoint.load(tmp_path / "arrays", made)
+        checkpoint.load(tmp_path / "arrays", plan)
     # A file of other origin has no numbers: those of the tree stay.
     assert (
         checkpoint.load(
@@ -249,10 +249,10 @@ def test_numbers_that_are_none(tmp_path, mesh, text):
 
 
 def test_a_branch_may_have_the_name_of_the_metadata(tmp_path, mesh):
-    nested, made = planned({"a": {"__metadata__": jnp.ones(8)}}, mesh)
-    checkpoint.save(tmp_path / "x", nested, made)
+    nested, plan = planned({"a": {"__metadata__": jnp.ones(8)}}, mesh)
+    checkpoint.save(tmp_path / "x", nested, plan)
     assert np.array_equal(
-        checkpoint.load(tmp_path / "x", made)["a"]["__metadata__"], np.ones(8)
+        checkpoint.load(tmp_path / "x", plan)["a"]["__metadata__"], np.ones(8)
     )
 
 
@@ -261,15 +261,15 @@ def test_a_branch_may_have_the_name_of_the_metadata(tmp_path, mesh):
 )
 def test_what_the_plan_could_not_load_is_not_saved(tmp_path, mesh, value):
     tree = {"n": value}
-    made = shardfx.plan(tree, mesh, paths=REPLICATE)
+    plan = shardfx.plan(tree, mesh, paths=REPLICATE)
     with pytest.raises(
         LeafTypeError,
         match=r"leaf `n` is \w+64 in NumPy and \w+32 in the plan, .*Save `leaf.astype",
     ):
-        checkpoint.save(tmp_path / "x", tree, made)
-    arrays = shardfx.shard({"n": np.asarray(value).astype(made["n"].dtype)}, made)
-    checkpoint.save(tmp_path / "x", arrays, made)
-    assert np.array_equal(checkpoint.load(tmp_path / "x", made)["n"], arrays["n"])
+        checkpoint.save(tmp_path / "x", tree, plan)
+    arrays = shardfx.shard({"n": np.asarray(value).astype(plan["n"].dtype)}, plan)
+    checkpoint.save(tmp_path / "x", arrays, plan)
+    assert np.array_equal(checkpoint.load(tmp_path / "x", plan)["n"], arrays["n"])
 
 
 DTYPES = (
@@ -361,13 +361,13 @@ def test_no_integer_changes_its_value(
 
 
 def test_a_counter_that_became_an_array_comes_back(tmp_path, mesh):
-    tree, made = planned({"w": jnp.arange(8.0), "step": 0}, mesh)
+    tree, plan = planned({"w": jnp.arange(8.0), "step": 0}, mesh)
     assert isinstance(tree, dict)
     state = {**tree, "step": jnp.array(7)}
-    checkpoint.save(tmp_path / "by its plan", state, made)
+    checkpoint.save(tmp_path / "by its plan", state, plan)
     checkpoint.save(tmp_path / "alone", state)
     for name in ("by its plan", "alone"):
-        for target in (made, tree, {**tree, "step": 0.5}):
+        for target in (plan, tree, {**tree, "step": 0.5}):
             loaded = checkpoint.load(tmp_path / name, target)
             kind = type(target["step"]) if isinstance(target, dict) else int
             assert type(loaded["step"]) is kind and loaded["step"] == 7
@@ -379,16 +379,16 @@ def test_a_counter_that_became_an_array_comes_back(tmp_path, mesh):
 
 
 def test_a_step_of_another_library(tmp_path, mesh):
-    tree, made = planned({"w": jnp.arange(8.0), "step": 0}, mesh)
+    tree, plan = planned({"w": jnp.arange(8.0), "step": 0}, mesh)
     assert isinstance(tree, dict)
     orbax(tmp_path / "orbax", {"w": np.arange(8, dtype=np.float32), "step": 17})
     file = {"w": np.arange(8, dtype=np.float32), "step": np.array(17)}
     save_file(file, tmp_path / "x.safetensors")
     for name in ("orbax", "x.safetensors"):
-        for target in (made, tree):
+        for target in (plan, tree):
             loaded = checkpoint.load(tmp_path / name, target)
             assert type(loaded["step"]) is int and loaded["step"] == 17
-        reads = checkpoint.plan_reads(checkpoint.read_index(tmp_path / name), made)
+        reads = checkpoint.plan_reads(checkpoint.read_index(tmp_path / name), plan)
         assert reads.needed_bytes == 8 * 4 + 8
     save_file({**file, "step": np.array(2**53 + 1)}, tmp_path / "x.safetensors")
     text = "it is 0.5 here, and the checkpoint has 9007199254740993 there, which no fl"
@@ -399,15 +399,15 @@ def test_a_step_of_another_library(tmp_path, mesh):
         (tmp_path / "x.safetensors").read_bytes()[:-1] + b"\2"
     )
     with pytest.raises(CheckpointError, match="neither 0 nor 1; the file is damaged"):
-        checkpoint.load(tmp_path / "x.safetensors", made)
+        checkpoint.load(tmp_path / "x.safetensors", plan)
 
 
 @pytest.mark.parametrize("step", [5, np.float32(5), np.ones((4, 4), np.float32)])
 def test_a_function_uses_nothing(tmp_path, mesh, step):
     checkpoint.save(tmp_path / "x", {"w": jnp.arange(8.0), "step": step})
-    tree, made = planned({"w": jnp.arange(8.0), "step": jax.nn.gelu}, mesh)
+    tree, plan = planned({"w": jnp.arange(8.0), "step": jax.nn.gelu}, mesh)
     assert isinstance(tree, dict)
-    for target in (made, tree):
+    for target in (plan, tree):
         with pytest.raises(CheckpointError, match="which nothing would use; plan the"):
             checkpoint.load(tmp_path / "x", target)
         loaded = checkpoint.load(tmp_path / "x", target, unread="allow")
@@ -424,32 +424,32 @@ def test_a_function_uses_nothing(tmp_path, mesh, step):
 def test_numbers_go_through_maps(tmp_path, mesh):
     source = {"w": jnp.arange(8.0), "loop": {"step": 5, "rate": 0.1}}
     checkpoint.save(tmp_path / "x", source)
-    tree, made = planned({"v": jnp.zeros(8), "at": 0, "f": jax.nn.gelu}, mesh)
+    tree, plan = planned({"v": jnp.zeros(8), "at": 0, "f": jax.nn.gelu}, mesh)
     renamed = TreeMap({"v": "w", "at": "loop/step"}, drop=["loop/rate"])
     back = TreeMap({"w": "v", "loop/step": "at"}, rest=["f"]).inverse()
     less = {"w": source["w"], "loop": {"step": 5}}
     checkpoint.save(tmp_path / "less", less)
     moved = [
-        checkpoint.load(tmp_path / "x", made, renamed),
+        checkpoint.load(tmp_path / "x", plan, renamed),
         checkpoint.load(tmp_path / "x", tree, renamed),
-        checkpoint.load(tmp_path / "less", made, back),
+        checkpoint.load(tmp_path / "less", plan, back),
         back.apply(less, tree),
-        shardfx.reshard(less, made, map=back),
-        shardfx.reshard(source, made, map=renamed.then(TreeMap({"{p*}": "{p*}"}))),
+        shardfx.reshard(less, plan, map=back),
+        shardfx.reshard(source, plan, map=renamed.then(TreeMap({"{p*}": "{p*}"}))),
         renamed.apply(source, tree),
         renamed.apply(source),
     ]
     for loaded in moved:
         assert loaded["at"] == 5 and (loaded["v"] == source["w"]).all()
     planned_too = shardfx.plan(source, mesh, paths=REPLICATE)
-    assert shardfx.plan_reshard(planned_too, made, map=renamed).wire_bytes == 0
+    assert shardfx.plan_reshard(planned_too, plan, map=renamed).wire_bytes == 0
     twice = TreeMap({"{p*}": "{p*}"}).then(renamed)
     assert twice.apply(source, tree)["at"] == 5
     checkpoint.save(tmp_path / "y", source, map=renamed)
     again = checkpoint.load(tmp_path / "y", {"v": tree["v"], "at": 0})
     assert again["at"] == 5
     with pytest.raises(MapError, match="source `loop/rate`: nothing is made of it"):
-        checkpoint.load(tmp_path / "x", made, TreeMap({"v": "w", "at": "loop/step"}))
+        checkpoint.load(tmp_path / "x", plan, TreeMap({"v": "w", "at": "loop/step"}))
     array = {"v": tree["v"], "at": jnp.zeros(())}
     text = "leaf `at` would be made of 'loop/step', which is the Python number 5 in"
     with pytest.raises(CheckpointError, match=text):
@@ -457,16 +457,16 @@ def test_numbers_go_through_maps(tmp_path, mesh):
 
 
 def test_a_part_and_its_whole_name_join(tmp_path, mesh):
-    model, made = planned({"w": jnp.arange(8.0), "b": jnp.zeros(8)}, mesh)
+    model, plan = planned({"w": jnp.arange(8.0), "b": jnp.zeros(8)}, mesh)
     state = {"model": model, "step": jnp.array(1)}
     text = r"below `model` in the tree: .*`ShardPlan.join\(model=plan, ...\)`"
     with pytest.raises(PlanMismatchError, match=text):
-        checkpoint.save(tmp_path / "x", state, made)
+        checkpoint.save(tmp_path / "x", state, plan)
     checkpoint.save(tmp_path / "x", state)
     text = r'load `ShardPlan.join\(model=plan\)` with `unread="allow"`'
     with pytest.raises(CheckpointError, match=text):
-        checkpoint.load(tmp_path / "x", made)
-    joined = shardfx.ShardPlan.join(model=made)
+        checkpoint.load(tmp_path / "x", plan)
+    joined = shardfx.ShardPlan.join(model=plan)
     loaded = checkpoint.load(tmp_path / "x", joined, unread="allow")
     assert (loaded["model"]["w"] == model["w"]).all()
 

@@ -40,10 +40,10 @@ def check(path, mesh, rules="w->a.b, h->None.b, n->a"):
     """
     index = checkpoint.read_index(path)
     tree = checkpoint.structs(index)
-    made = plan(tree, mesh, paths=PathRules.parse(rules))
-    loaded = checkpoint.load(path, made)
+    sharding_plan = plan(tree, mesh, paths=PathRules.parse(rules))
+    loaded = checkpoint.load(path, sharding_plan)
     expected = arrays_of()
-    for leaf in made.leaves:
+    for leaf in sharding_plan.leaves:
         array = (
             loaded["layer"][leaf.path[-1]] if "/" in leaf.path else loaded[leaf.path]
         )
@@ -52,7 +52,7 @@ def check(path, mesh, rules="w->a.b, h->None.b, n->a"):
         assert np.array_equal(
             np.asarray(array, np.float32), np.asarray(expected[leaf.path], np.float32)
         )
-    return index, made
+    return index, sharding_plan
 
 
 @pytest.mark.parametrize(
@@ -62,17 +62,17 @@ def check(path, mesh, rules="w->a.b, h->None.b, n->a"):
 def test_zarr_trees_and_databases(tmp_path, mesh, driver, ocdbt):
     for path, array in arrays_of().items():
         zarr(tmp_path, path, array, chunks=[4] * array.ndim, driver=driver, ocdbt=ocdbt)
-    index, made = check(tmp_path, mesh)
+    index, sharding_plan = check(tmp_path, mesh)
     assert index.format == ("ocdbt" if ocdbt else "zarr")
-    found = index["layer/w"]
-    assert isinstance(found, StoreArray)
-    assert (found.chunks, found.driver) == ((4, 4), driver)
-    reads = checkpoint.plan_reads(index, made)
+    stored = index["layer/w"]
+    assert isinstance(stored, StoreArray)
+    assert (stored.chunks, stored.driver) == ((4, 4), driver)
+    reads = checkpoint.plan_reads(index, sharding_plan)
     assert reads.needed_bytes == index.bytes_total
     # (16, 24) in pieces of (8, 6) touches chunks of 4 twice along the columns; the
     # others fit.
-    [one] = reads.processes
-    assert one.excess_bytes == 16 * (8 - 6) * 4 * 4 + 8 * 2 * 4 * 2
+    [reads_of_process] = reads.processes
+    assert reads_of_process.excess_bytes == 16 * (8 - 6) * 4 * 4 + 8 * 2 * 4 * 2
 
 
 @pytest.mark.parametrize("use_ocdbt", [True, False])
@@ -94,10 +94,10 @@ def test_orbax_is_read_and_without_its_metadata_refused(
         "layer/0/w": ((16, 24), np.float32),
         "n": ((8,), np.int32),
     }
-    found = index["layer/0/w"]
-    assert isinstance(found, StoreArray) and found.chunks == (4, 12)
-    made = plan(tree, mesh, paths=PathRules.parse("w->a.b, n->replicate"))
-    loaded = checkpoint.load(tmp_path / "c", made)
+    stored = index["layer/0/w"]
+    assert isinstance(stored, StoreArray) and stored.chunks == (4, 12)
+    sharding_plan = plan(tree, mesh, paths=PathRules.parse("w->a.b, n->replicate"))
+    loaded = checkpoint.load(tmp_path / "c", sharding_plan)
     assert loaded["layer"][0]["w"].sharding.spec == P("a", "b")
     assert np.array_equal(loaded["layer"][0]["w"], expected["layer/w"])
     assert np.array_equal(loaded["n"], np.arange(8))
@@ -154,9 +154,9 @@ def test_an_eformer_checkpoint_that_eformer_wrote(tmp_path, mesh):
     index = checkpoint.read_index(tmp_path)
     assert index.format == "eformer"
     structs = checkpoint.structs(index, prefix="model")
-    made = plan(structs, mesh, paths=PathRules.parse("w->a.b, h->b"))
+    sharding_plan = plan(structs, mesh, paths=PathRules.parse("w->a.b, h->b"))
     loaded = checkpoint.load(
-        index, made, TreeMap({"layer/{name}": "model/layer/{name}"})
+        index, sharding_plan, TreeMap({"layer/{name}": "model/layer/{name}"})
     )
     assert np.array_equal(loaded["layer"]["w"], expected["layer/w"])
     assert loaded["layer"]["w"].sharding.spec == P("a", "b")
@@ -169,13 +169,15 @@ def test_maps_and_casts_reach_into_stores(tmp_path, mesh):
     ]
     for number, layer in enumerate(layers):
         zarr(tmp_path, f"h/{number}", layer, chunks=[3, 5])
-    wanted = np.stack([layer.T for layer in layers])
+    stacked = np.stack([layer.T for layer in layers])
     sharding = NamedSharding(mesh, P("b", None, "a"))
-    structs = {"w": jax.ShapeDtypeStruct(wanted.shape, jnp.bfloat16, sharding=sharding)}
+    structs = {
+        "w": jax.ShapeDtypeStruct(stacked.shape, jnp.bfloat16, sharding=sharding)
+    }
     loaded = checkpoint.load(
         tmp_path, structs, TreeMap({"w": From("h/{i}").T.stack("i")}), dtype="plan"
     )
-    assert np.array_equal(np.asarray(loaded["w"]), wanted.astype(jnp.bfloat16))
+    assert np.array_equal(np.asarray(loaded["w"]), stacked.astype(jnp.bfloat16))
 
 
 def test_links_out_of_a_store_are_not_followed(tmp_path, mesh):
@@ -234,8 +236,12 @@ ZARR = (
 )
 ORBAX = ("{", "{}", "[]", '{"tree_metadata": 3}', '{"tree_metadata": {"a": {}}}')
 BROKEN = [
-    ("tensorstore_index.json", json.dumps({"format": "tensorstore"} | one), told)
-    for one, told in EFORMER
+    (
+        "tensorstore_index.json",
+        json.dumps({"format": "tensorstore"} | metadata),
+        message,
+    )
+    for metadata, message in EFORMER
 ]
 BROKEN += [
     ("real/.zarray", text, "describes no zarr array|is no valid JSON") for text in ZARR
@@ -294,8 +300,10 @@ def test_zarr_dtypes_are_from_a_list(tmp_path, dtype):
         json.dumps({"shape": [3], "chunks": [3], "dtype": dtype})
     )
     # numpy would evaluate "<05", and fail with a SyntaxError.
-    found = checkpoint.read_index(tmp_path)["w"].dtype
-    assert found == {"|b1": np.dtype(bool), "<i2": np.dtype("int16")}.get(str(dtype))
+    dtype_read = checkpoint.read_index(tmp_path)["w"].dtype
+    assert dtype_read == {"|b1": np.dtype(bool), "<i2": np.dtype("int16")}.get(
+        str(dtype)
+    )
 
 
 @pytest.mark.parametrize("damage", ["chunk", "cut chunk", "shape", "manifest", "dtype"])
@@ -324,8 +332,11 @@ def test_damaged_stores_name_what_is_damaged(tmp_path, mesh, damage):
     else:
         other = {"shape": {"shape": [32]}, "dtype": {"dtype": "<f8"}}[damage]
         metadata.write_text(json.dumps(json.loads(metadata.read_text()) | other))
-    told = {"chunk": "claims to unpack to", "cut chunk": "w, array w' cannot be read"}
-    with pytest.raises(CheckpointError, match=told.get(damage, "was replaced")):
+    messages = {
+        "chunk": "claims to unpack to",
+        "cut chunk": "w, array w' cannot be read",
+    }
+    with pytest.raises(CheckpointError, match=messages.get(damage, "was replaced")):
         checkpoint.load(index, structs)
 
 

@@ -135,21 +135,27 @@ def test_after_all_is_written_the_first_process_alone_decides(monkeypatch, odd):
     monkeypatch.setattr(_coordination, "_SILENT_SECONDS", 0.5)
     acts = [saving(did, wrote=15)] * 3
     acts[odd] = dies
-    for got in [one for at, one in enumerate(played(Service(), *acts)) if at != odd]:
-        told = (
+    for outcome in [
+        outcome
+        for process, outcome in enumerate(played(Service(), *acts))
+        if process != odd
+    ]:
+        message = (
             "process 3 gave no sign of life for 0.5 s after everything was written to"
             " 'it'"
         )
-        assert isinstance(got, str) if odd else told in str(got)
+        assert isinstance(outcome, str) if odd else message in str(outcome)
     assert did == (["began", "committed"] if odd else [])
 
 
 def test_bytes_that_nobody_writes_are_missed():
     did = []
-    for got in played(Service(), *[saving(did, wrote=wrote) for wrote in (10, 10, 9)]):
+    for outcome in played(
+        Service(), *[saving(did, wrote=wrote) for wrote in (10, 10, 9)]
+    ):
         assert (
             "the processes wrote 29 of 30 bytes to 'it', as nobody holds the first"
-            " replica of some array" in str(got)
+            " replica of some array" in str(outcome)
         )
     assert did == ["began"]
 
@@ -161,10 +167,10 @@ def test_a_process_that_hung_meets_none_of_a_later_save(monkeypatch):
         processes.run_on_first(lambda: None)
 
     monkeypatch.setattr(_coordination, "_SILENT_SECONDS", 0.5)
-    for got in played(Service(), saving([]), saving([]), late):
+    for outcome in played(Service(), saving([]), saving([]), late):
         assert (
             "process 8 gave no sign of life for 0.5 s while saving to 'it': it has"
-            " died, or hangs." in str(got)
+            " died, or hangs." in str(outcome)
         )
 
 
@@ -177,10 +183,10 @@ def test_a_process_that_never_comes_is_missed_soon():
 def test_a_service_that_has_gone_is_named():
     service = Service()
     service.is_gone = True
-    for got in map(str, played(service, *it.repeat(saving([]), 3))):
+    for outcome in map(str, played(service, *it.repeat(saving([]), 3))):
         assert (
-            "service does not answer (UNAVAILABLE: failed to connect)" in got
-            and "start the job again" in got
+            "service does not answer (UNAVAILABLE: failed to connect)" in outcome
+            and "start the job again" in outcome
         )
 
 

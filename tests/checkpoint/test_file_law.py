@@ -167,7 +167,7 @@ class Wrong(Exception):
 
 def expected(form, file, target, how, by_map, unread):
     """What each path of the target must hold. Raises `Wrong` for an error."""
-    found, is_own = {}, form in OWN
+    leaves, is_own = {}, form in OWN
     for path, value in file.items():
         leaf = target.get(path, Absent)
         # A map knows nothing of `select`.
@@ -178,21 +178,21 @@ def expected(form, file, target, how, by_map, unread):
             if unread != "allow" and path not in (by_map or ()):
                 raise Wrong(path)
         elif isinstance(leaf, np.ndarray | np.generic):
-            found[path] = as_array(form, value, leaf)
+            leaves[path] = as_array(form, value, leaf)
         else:
-            found[path] = as_number(form, value, leaf, how)
+            leaves[path] = as_number(form, value, leaf, how)
     for path, leaf in target.items():
-        if path in found or leaf is Absent or isinstance(leaf, LeftOut):
+        if path in leaves or leaf is Absent or isinstance(leaf, LeftOut):
             continue
         if isinstance(leaf, np.ndarray | np.generic):
             raise Wrong(path)
         if leaf is activation:
-            found[path] = None if how == "plan" else activation
+            leaves[path] = None if how == "plan" else activation
         elif is_own and by_map is None:
             raise Wrong(path)
         else:
-            found[path] = None if how == "plan" else leaf
-    return found
+            leaves[path] = None if how == "plan" else leaf
+    return leaves
 
 
 def as_array(form, value, leaf):
@@ -268,20 +268,20 @@ def test_nothing_of_a_file_is_swallowed(tmp_path_factory, mesh, case):
     tree = target_tree(target, how, mesh)
     map = None if by_map is None else TreeMap({"{p*}": "{p*}"}, drop=by_map)
     try:
-        wanted = nested(expected(*case))
+        expected_tree = nested(expected(*case))
     except Wrong:
         with pytest.raises((CheckpointError, MapError)):
             checkpoint.load(path, tree, map, unread=unread)
         return
     loaded = checkpoint.load(path, tree, map, unread=unread)
-    pairs = itertools.zip_longest(by_path(wanted), by_path(loaded))
-    for (where, one), (also, other) in pairs:
+    pairs = itertools.zip_longest(by_path(expected_tree), by_path(loaded))
+    for (where, leaf), (also, other) in pairs:
         assert where == also
-        if isinstance(one, np.ndarray):
-            assert isinstance(other, jax.Array) and other.dtype == one.dtype
-            assert np.asarray(other).tobytes() == one.tobytes()
+        if isinstance(leaf, np.ndarray):
+            assert isinstance(other, jax.Array) and other.dtype == leaf.dtype
+            assert np.asarray(other).tobytes() == leaf.tobytes()
         else:
-            assert type(other) is type(one) and (other is one or other == one), where
+            assert type(other) is type(leaf) and (other is leaf or other == leaf), where
 
 
 def by_path(tree):

@@ -36,8 +36,8 @@ def write(path, tensors):
     """A safetensors file of pairs of a dtype's name, a shape and bytes."""
     header, reached = {}, 0
     for name, (dtype, shape, data) in tensors.items():
-        ends = [reached, reached + len(data)]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": ends}
+        offsets = [reached, reached + len(data)]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
         reached += len(data)
     text = json.dumps(header).encode()
     rest = b"".join(data for _, _, data in tensors.values())
@@ -178,15 +178,18 @@ def test_files_of_flax(tmp_path, mesh):
             assert loaded[name] == STATE[name]
         assert loaded["step"] == 1000
         for name, value in {**arrays, **STATE["norm"]}.items():
-            found = loaded["norm"][name] if name == "scale" else loaded[name]
-            assert np.asarray(found).tobytes() == value.tobytes()
+            leaf = loaded["norm"][name] if name == "scale" else loaded[name]
+            assert np.asarray(leaf).tobytes() == value.tobytes()
     with pytest.raises(CheckpointError, match="has 5 Python numbers in no leaf of the"):
         checkpoint.load(path, replicated({**arrays, "step": 0, **tree_of(STATE)}, mesh))
     # Damaged anywhere, it is an error, and never anything else.
     data = path.read_bytes()
     rng = np.random.default_rng(0)
-    for at in [*range(0, 60), *rng.integers(0, len(data), 60)]:
-        for broken in (data[:at], data[:at] + b"\xc1" + data[at + 1 :]):
+    for position in [*range(0, 60), *rng.integers(0, len(data), 60)]:
+        for broken in (
+            data[:position],
+            data[:position] + b"\xc1" + data[position + 1 :],
+        ):
             path.write_bytes(broken)
             try:
                 checkpoint.load(path, plan)

@@ -26,11 +26,11 @@ def state():
 
 
 def test_steps_are_kept_while_training_donates(tmp_path, state):
-    more = jax.jit(lambda w: w + 1, donate_argnums=0)
+    increment = jax.jit(lambda w: w + 1, donate_argnums=0)
     with checkpoint.Manager(tmp_path / "run", keep=2) as manager:
         assert manager.latest() is None and manager.steps() == ()
         for step in range(1, 5):
-            state = {**state, "w": more(state["w"]), "step": step}
+            state = {**state, "w": increment(state["w"]), "step": step}
             manager.save(step, state)
     assert manager.steps() == (3, 4) and manager.latest() == 4
     for step in (3, 4):
@@ -82,11 +82,11 @@ def test_what_goes_wrong_in_the_background_is_told_later(tmp_path, state):
 
 def test_arrays_say_by_themselves_how_they_lie(tmp_path, state):
     checkpoint.save(tmp_path / "one", state)
-    made = checkpoint.saved_plan(tmp_path / "one")
+    plan = checkpoint.saved_plan(tmp_path / "one")
     assert (
-        made["w"].spec == P("x")
-        and made["key"].spec == P()
-        and made.mesh.axis_names == ("x",)
+        plan["w"].spec == P("x")
+        and plan["key"].spec == P()
+        and plan.mesh.axis_names == ("x",)
     )
     assert checkpoint.load(tmp_path / "one", state)["step"] == 0
     # On several meshes, or on none, there is no plan to write.

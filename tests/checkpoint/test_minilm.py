@@ -91,11 +91,11 @@ def encoded(p, tokens, mask):
         "norm",
     )
     layers = {
-        path.removeprefix("layers/"): one
-        for path, one in p.items()
+        path.removeprefix("layers/"): array
+        for path, array in p.items()
         if path.startswith("layers/")
     }
-    x, _ = jax.lax.scan(lambda x, one: (layer(x, one, mask), None), x, layers)
+    x, _ = jax.lax.scan(lambda x, weights: (layer(x, weights, mask), None), x, layers)
     mean = jnp.sum(x * mask[..., None], 1) / jnp.sum(mask, 1)[:, None]
     return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)
 
@@ -111,14 +111,14 @@ def sharded():
         for make in (maps.hugging_face, maps.stacked)
     )
     stored = {
-        one.path: jax.ShapeDtypeStruct(one.shape, one.dtype)
-        for one in checkpoint.read_index(MODEL).entries
+        entry.path: jax.ShapeDtypeStruct(entry.shape, entry.dtype)
+        for entry in checkpoint.read_index(MODEL).entries
     }
     mesh = MeshSpec({"fsdp": 2, "tensor": 4}).build(jax.devices())
-    made = shardfx.plan(
+    plan = shardfx.plan(
         jax.eval_shape(theirs.to(mine).apply, stored), mesh, paths=RULES, axes=AXES
     )
-    return mine.to(theirs), made, checkpoint.load(MODEL, made, theirs.to(mine))
+    return mine.to(theirs), plan, checkpoint.load(MODEL, plan, theirs.to(mine))
 
 
 def test_sentences_are_as_near_as_they_are_known_to_be(sharded):
@@ -135,8 +135,8 @@ def test_sentences_are_as_near_as_they_are_known_to_be(sharded):
 
 
 def test_stacked_layers_go_back_to_the_file_they_came_from(sharded, tmp_path):
-    back, made, model = sharded
-    checkpoint.save(tmp_path / "out", model, made, map=back)
+    back, plan, model = sharded
+    checkpoint.save(tmp_path / "out", model, plan, map=back)
     stored, again = (
         load_file(MODEL / "model.safetensors"),
         load_file(tmp_path / "out" / "model.safetensors"),

@@ -176,20 +176,20 @@ def test_traced_arrays_left_in_variables_are_an_error():
         return x * scale
 
     trainer = Trainer()
-    for left, name in (
+    for leaking_step, name in (
         (appends, "losses"),
         (jax.jit(appends), "losses"),
         (ft.partial(stores, 2), "seen"),
         (trainer.step, "self"),
     ):
         with pytest.raises(ProgramError, match=f"leaves traced arrays in `{name}`"):
-            sfx.cost.estimate(left, X)
+            sfx.cost.estimate(leaking_step, X)
 
     def logs(x):
         loss = (x**2).sum()
-        kept.append(loss)
+        leaked.append(loss)
         return x * 2, loss
 
-    kept = []
+    leaked = []
     # What is also returned is counted.
     assert sfx.cost.estimate(logs, X).wire_bytes > 0

@@ -30,7 +30,9 @@ class Planted(NamedTuple):
     def lines(self) -> set[int]:
         """The lines of the mistake."""
         source, first = inspect.getsourcelines(self.body)
-        return {first + at for at, line in enumerate(source) if "# wrong" in line}
+        return {
+            first + offset for offset, line in enumerate(source) if "# wrong" in line
+        }
 
     def make(self, mesh: Mesh, wrong: bool) -> Callable[..., Any]:
         """The step on a mesh."""
@@ -41,16 +43,16 @@ class Planted(NamedTuple):
         )
 
     def arrays(self, mesh: Mesh) -> list[jax.Array]:
-        made = []
-        for at, (shape, spec, *high) in enumerate(self.args):
-            key = jax.random.key(at)
-            one = (
+        placed = []
+        for number, (shape, spec, *high) in enumerate(self.args):
+            key = jax.random.key(number)
+            array = (
                 jax.random.randint(key, shape, 0, high[0])
                 if high
                 else jax.random.normal(key, shape)
             )
-            made.append(jax.device_put(one, NamedSharding(mesh, spec)))
-        return made
+            placed.append(jax.device_put(array, NamedSharding(mesh, spec)))
+        return placed
 
 
 PLANTED: dict[str, Planted] = {}
@@ -171,8 +173,8 @@ def gathered_weight_whose_gradient_is_cut_and_not_summed(wrong, x, w):
 
     def back(_, g):
         size = g.shape[0] // lax.axis_size("d")
-        own = lax.dynamic_slice_in_dim(g, lax.axis_index("d") * size, size)
-        return (own if wrong else lax.psum_scatter(g, "d", tiled=True),)
+        part = lax.dynamic_slice_in_dim(g, lax.axis_index("d") * size, size)
+        return (part if wrong else lax.psum_scatter(g, "d", tiled=True),)
 
     whole.defvjp(lambda w: (whole(w), None), back)
     loss = lambda w: jnp.sum(jnp.tanh(x @ whole(w)) ** 2)  # wrong
@@ -305,8 +307,8 @@ def labels_shifted_after_the_cut(wrong, x, tokens):
 @planted(((8, 4, 6), P("d")), ((4, 6, 6), P("t")), out=P("d"))
 def experts_not_offset(wrong, x, experts):
     first = 0 if wrong else lax.axis_index("t") * experts.shape[0]
-    own = lax.dynamic_slice_in_dim(x, first, experts.shape[0], 1)  # wrong
-    return lax.psum(jnp.einsum("bed,edf->bf", own, experts), "t")  # wrong
+    local = lax.dynamic_slice_in_dim(x, first, experts.shape[0], 1)  # wrong
+    return lax.psum(jnp.einsum("bed,edf->bf", local, experts), "t")  # wrong
 
 
 @planted(((8, 16), P("d", "t")), out=P("d", "t"))
@@ -315,15 +317,15 @@ def running_sum_of_parts(wrong, x):
     before = jnp.where(
         jnp.arange(totals.shape[0])[:, None] < lax.axis_index("t"), totals, 0
     ).sum(0)
-    own = jnp.cumsum(x, -1)  # wrong
-    return own if wrong else own + before[:, None]  # wrong
+    sums = jnp.cumsum(x, -1)  # wrong
+    return sums if wrong else sums + before[:, None]  # wrong
 
 
 @planted(ROWS, ROWS, out=P("d"))
-def dropout_with_one_key(wrong, x, kept):
+def dropout_with_one_key(wrong, x, noise):
     if wrong:
-        kept = jax.random.normal(jax.random.key(1), x.shape)  # wrong
-    return jnp.where(kept > 0, x, 0)  # wrong
+        noise = jax.random.normal(jax.random.key(1), x.shape)  # wrong
+    return jnp.where(noise > 0, x, 0)  # wrong
 
 
 # Borders, rings and exchanges
@@ -336,9 +338,9 @@ def smoothed(x):
 @planted(SEQUENCE, out=P("d", "t"))
 def border_that_turns_round(wrong, x):
     turn = wrong and lax.axis_size("t") > 1
-    left = lax.ppermute(x[:, -1:], "t", neighbours("t", 1, turn))  # wrong
+    before = lax.ppermute(x[:, -1:], "t", neighbours("t", 1, turn))  # wrong
     right = lax.ppermute(x[:, :1], "t", neighbours("t", -1, turn=False))
-    return smoothed(jnp.concatenate([left, x, right], 1))  # wrong
+    return smoothed(jnp.concatenate([before, x, right], 1))  # wrong
 
 
 @planted(((8, 8), P("t")), out=P())
@@ -373,9 +375,9 @@ def experts_that_answer_in_another_order(wrong, x, router, experts):
     gate, choice = lax.top_k(jax.nn.softmax(x @ router), 2)
     chosen = jax.nn.one_hot(choice, router.shape[1])
     sent = lax.all_to_all(jnp.einsum("nke,nd->end", chosen, x), "t", 0, 1, tiled=True)
-    made = jnp.einsum("end,edf->enf", sent, experts)
-    made = made[::-1] if wrong else made  # wrong
-    back = lax.all_to_all(made, "t", 1, 0, tiled=True)  # wrong
+    outputs = jnp.einsum("end,edf->enf", sent, experts)
+    outputs = outputs[::-1] if wrong else outputs  # wrong
+    back = lax.all_to_all(outputs, "t", 1, 0, tiled=True)  # wrong
     return jnp.einsum("end,nke,nk->nd", back, chosen, gate)
 
 

@@ -14,8 +14,8 @@ from . import _run
 def names() -> list[str]:
     """The modules that hold a fault's program."""
     folder = Path(__file__).parent
-    found = pkgutil.iter_modules([str(folder)])
-    return sorted(one.name for one in found if not one.name.startswith("_"))
+    modules = pkgutil.iter_modules([str(folder)])
+    return sorted(module.name for module in modules if not module.name.startswith("_"))
 
 
 if __name__ == "__main__":
@@ -24,7 +24,12 @@ if __name__ == "__main__":
         jax.config.update("jax_use_shardy_partitioner", False)
     for name in names():
         fault = importlib.import_module(f"{__package__}.{name}").cases()
-        wrong = {case: _run.apart(one) for case, one in fault.wrong.items()}
-        mended = {case: _run.apart(one) for case, one in fault.mended.items()}
-        told = {"repro": name, "jax": jax.__version__, "wrong": wrong, "mended": mended}
-        print(json.dumps(told), flush=True)
+        wrong = {case: _run.apart(program) for case, program in fault.wrong.items()}
+        mended = {case: _run.apart(program) for case, program in fault.mended.items()}
+        report = {
+            "repro": name,
+            "jax": jax.__version__,
+            "wrong": wrong,
+            "mended": mended,
+        }
+        print(json.dumps(report), flush=True)

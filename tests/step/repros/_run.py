@@ -78,11 +78,11 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 def main(fault: Fault) -> None:
     """Prints each case, and exits with 1 if one that is not mended is wrong."""
-    found = {name: apart(case) for name, case in fault.wrong.items()}
+    wrong = {name: apart(case) for name, case in fault.wrong.items()}
     mended = {name: apart(case) for name, case in fault.mended.items()}
-    for name, share in (found | mended).items():
+    for name, share in (wrong | mended).items():
         print(f"JAX {jax.__version__}: {name}: {share:.1e}")
-    sys.exit(max(found.values()) > CLOSE)
+    sys.exit(max(wrong.values()) > CLOSE)
 
 
 def emulate() -> None:

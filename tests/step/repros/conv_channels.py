@@ -46,11 +46,11 @@ def cases() -> Fault:
         "gradient": Case(lambda mesh: grad, args, MESH, specs, CHANNELS),
         "gradient, other sizes": Case(lambda mesh: grad, others, MESH, specs, CHANNELS),
     }
-    one = P(("fsdp", "tensor"))
+    channels = P(("fsdp", "tensor"))
     held = {
         "a row constraint between them": Case(mended, args, MESH, specs, CHANNELS),
         "both axes on one dimension": Case(
-            lambda mesh: grad, args, MESH, (ROWS, one, one), one
+            lambda mesh: grad, args, MESH, (ROWS, channels, channels), channels
         ),
     }
     return Fault(wrong, held)
