@@ -29,69 +29,72 @@ def row(kind: str, wire_bytes: int, group: int, axes: tuple[str, ...]) -> Traffi
     return TrafficRow(kind, wire_bytes, 0, 1, "bf16", group, axes, None, (), None)
 
 
-def crossovers(told: Mapping[str, Any]) -> Mapping[str, Value]:
+def crossovers(data: Mapping[str, Any]) -> Mapping[str, Value]:
     """From how many tokens on a product is bound by arithmetic and not by memory."""
-    found: dict[str, Value] = {}
-    for name, tokens in told["crossover"]["tokens"].items():
+    values: dict[str, Value] = {}
+    for name, tokens in data["crossover"]["tokens"].items():
         chip = chips.find(name)
         ours = chip.flops("bfloat16") / chip.hbm_bytes_per_second
-        found |= {f"{name}.book_tokens": tokens, f"{name}.tokens": round(ours, 1)}
-        found["error_percent"] = round(abs(100 * (ours / tokens - 1)), 2)
-    return found
+        values |= {f"{name}.book_tokens": tokens, f"{name}.tokens": round(ours, 1)}
+        values["error_percent"] = round(abs(100 * (ours / tokens - 1)), 2)
+    return values
 
 
-def collectives(told: Mapping[str, Any]) -> Mapping[str, Value]:
+def collectives(data: Mapping[str, Any]) -> Mapping[str, Value]:
     """Gathers on slices with and without rings.
 
     Some of the book's answers count the device's own shard as if it were sent too; it
     says so in its summary, and the error is against the answer without it.
     """
-    found: dict[str, Value] = {}
+    values: dict[str, Value] = {}
     worst = 0.0
-    for one in told["collectives"]:
-        size = math.prod(one["mesh"][axis] for axis in one["axes"])
-        sent = one["bytes"] * (size - 1) // size
-        made = Traffic(
-            (row(one["kind"], sent, size, tuple(one["axes"])),),
-            math.prod(one["mesh"].values()),
+    for example in data["collectives"]:
+        size = math.prod(example["mesh"][axis] for axis in example["axes"])
+        sent = example["bytes"] * (size - 1) // size
+        traffic = Traffic(
+            (row(example["kind"], sent, size, tuple(example["axes"])),),
+            math.prod(example["mesh"].values()),
         )
         ours = (
             1e6
             * seconds(
-                made, one["chip"], MeshSpec(one["mesh"]), slice=one["slice"]
+                traffic,
+                example["chip"],
+                MeshSpec(example["mesh"]),
+                slice=example["slice"],
             ).seconds
         )
         book = (
-            one["microseconds"]
-            if "measured_microseconds" in one
-            else one["microseconds"] * (size - 1) / size
+            example["microseconds"]
+            if "measured_microseconds" in example
+            else example["microseconds"] * (size - 1) / size
         )
         worst = max(worst, abs(100 * (ours / book - 1)))
-        found |= {
-            f"{one['name']}, book": one["microseconds"],
-            f"{one['name']}, us": round(ours, 1),
+        values |= {
+            f"{example['name']}, book": example["microseconds"],
+            f"{example['name']}, us": round(ours, 1),
         }
-        if "measured_microseconds" in one:
-            found[f"{one['name']}, measured"] = one["measured_microseconds"]
-    return {**found, "error_percent": round(worst, 2)}
+        if "measured_microseconds" in example:
+            values[f"{example['name']}, measured"] = example["measured_microseconds"]
+    return {**values, "error_percent": round(worst, 2)}
 
 
-def training(told: Mapping[str, Any], model: Mapping[str, int]) -> Mapping[str, Value]:
+def training(data: Mapping[str, Any], model: Mapping[str, int]) -> Mapping[str, Value]:
     """70B in batches of 4M tokens on v5p: how many chips at least, how much on each of
     a pod, how many tokens.
     """
-    mine = told["training"]
+    mine = data["training"]
     mesh = MeshSpec({"fsdp": mine["chips"]})
     whole = PathRules([(".*", P())])
     params = plan(_parameters(model, jnp.bfloat16), mesh, paths=whole)
     moments = plan(_parameters(model, jnp.float32), mesh, paths=whole)
-    kept = jax.ShapeDtypeStruct(
+    activations = jax.ShapeDtypeStruct(
         (3 * mine["layers"], mine["tokens_for_memory"], mine["width"]), jnp.bfloat16
     )
     total = (
         params.bytes_total
         + 2 * moments.bytes_total
-        + plan({"kept": kept}, mesh, paths=whole).bytes_total
+        + plan({"kept": activations}, mesh, paths=whole).bytes_total
     )
     least = math.ceil(total / _BOOKS[mine["chip"]])
     chip = chips.find(mine["chip"])
@@ -111,10 +114,10 @@ def training(told: Mapping[str, Any], model: Mapping[str, int]) -> Mapping[str, 
     }
 
 
-def serving(told: Mapping[str, Any], model: Mapping[str, int]) -> Mapping[str, Value]:
+def serving(data: Mapping[str, Any], model: Mapping[str, int]) -> Mapping[str, Value]:
     """How many caches of 8k tokens fit beside 70B, on the least slices of v5e."""
-    mine = told["serving"]
-    found: dict[str, Value] = {}
+    mine = data["serving"]
+    values: dict[str, Value] = {}
     for name, extents in mine["slices"].items():
         dtype = jnp.dtype(name)
         mesh = MeshSpec({"x": extents[0], "y": extents[1]})
@@ -123,13 +126,13 @@ def serving(told: Mapping[str, Any], model: Mapping[str, int]) -> Mapping[str, V
             mesh,
             paths=PathRules([(".*", P(None, "x", "y"))]),
         )
-        made = {
+        plans = {
             "params": weights,
             "cache": plan(_cache(model, mine, 1, dtype), mesh, paths=_CACHED),
         }
-        a_token = made["cache"].bytes_total / mine["context"]
+        a_token = plans["cache"].bytes_total / mine["context"]
         assert abs(a_token / mine["cache_bytes_a_token"][name] - 1) < 0.01
-        found |= {f"{name}.book_caches": mine["caches"][name]}
+        values |= {f"{name}.book_caches": mine["caches"][name]}
         for which, usable in (
             ("as the book counts", _BOOKS["v5e"]),
             ("that a program may fill", None),
@@ -140,12 +143,12 @@ def serving(told: Mapping[str, Any], model: Mapping[str, int]) -> Mapping[str, V
                 if usable is None
                 else dataclasses.replace(chip, usable_hbm_bytes=int(usable))
             )
-            found[f"{name}.caches in memory {which}"] = _most_caches(
+            values[f"{name}.caches in memory {which}"] = _most_caches(
                 model, mine, dtype, weights, chip
             )
-        found[f"{name}.least_chips"] = round(weights.bytes_total / _BOOKS["v5e"], 2)
-        found[f"{name}.book_least_chips"] = mine["least_chips"][name]
-    return found
+        values[f"{name}.least_chips"] = round(weights.bytes_total / _BOOKS["v5e"], 2)
+        values[f"{name}.book_least_chips"] = mine["least_chips"][name]
+    return values
 
 
 _CACHED = PathRules([(".*", P(None, None, "x", "y"))])

@@ -53,7 +53,7 @@ STREAM = ("batch", None, "active_embed")
 
 
 def planned(
-    told: Mapping[str, Any], axes: Mapping[str, int], *, sequences: int
+    config: Mapping[str, Any], axes: Mapping[str, int], *, sequences: int
 ) -> tuple[Any, ...]:
     """The mesh, the plans and the step.
 
@@ -66,9 +66,9 @@ def planned(
     mesh = MeshSpec(
         {name: axes.get(name, 1) for name in ("fsdp", "tensor", "transpose")}
     )
-    ours = plan(_structs(told), mesh, names=_names(), axes=RULES, unused="allow")
+    ours = plan(_structs(config), mesh, names=_names(), axes=RULES, unused="allow")
     count = sequences * mesh.size
-    tokens = jax.ShapeDtypeStruct((count, told["length"]), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((count, config["length"]), jnp.int32)
     batch = plan(
         {"inputs": tokens, "targets": tokens},
         mesh,
@@ -77,7 +77,7 @@ def planned(
         unused="allow",
     )
     plans = {"params": ours, "state": follow(_moments, ours), "batch": batch}
-    return mesh, plans, _step(told, ours)
+    return mesh, plans, _step(config, ours)
 
 
 def _names() -> dict[str, Any]:
@@ -99,14 +99,14 @@ def _names() -> dict[str, Any]:
     }
 
 
-def _structs(told: Mapping[str, Any]) -> dict[str, Any]:
-    width, heads, experts = told["width"], told["heads"], told["experts"]
-    whole, rope, value = told["head_dim"], told["rope_dim"], told["head_dim"]
+def _structs(config: Mapping[str, Any]) -> dict[str, Any]:
+    width, heads, experts = config["width"], config["heads"], config["experts"]
+    whole, rope, value = config["head_dim"], config["rope_dim"], config["head_dim"]
     attention = {
-        "query_down": (width, told["query_rank"]),
-        "query_up": (told["query_rank"], heads, whole + rope),
-        "keys_down": (width, told["key_rank"] + rope),
-        "keys_up": (told["key_rank"], heads, whole + value),
+        "query_down": (width, config["query_rank"]),
+        "query_up": (config["query_rank"], heads, whole + rope),
+        "keys_down": (width, config["key_rank"] + rope),
+        "keys_up": (config["key_rank"], heads, whole + value),
         "out": (heads, value, width),
     }
 
@@ -114,12 +114,13 @@ def _structs(told: Mapping[str, Any]) -> dict[str, Any]:
         return {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
 
     many = {
-        name: (experts, *shape) for name, shape in block(told["expert_hidden"]).items()
+        name: (experts, *shape)
+        for name, shape in block(config["expert_hidden"]).items()
     }
     mixture = {
         "router": (width, experts),
         "experts": many,
-        "shared": block(told["expert_hidden"]),
+        "shared": block(config["expert_hidden"]),
     }
     norms = {"attention_norm": (width,), "mlp_norm": (width,)}
 
@@ -134,17 +135,17 @@ def _structs(told: Mapping[str, Any]) -> dict[str, Any]:
         )
 
     return {
-        "embedding": struct((told["vocab"], width)),
+        "embedding": struct((config["vocab"], width)),
         "dense": stacked(
-            told["dense_layers"],
-            {**norms, "attention": attention, "mlp": block(told["hidden"])},
+            config["dense_layers"],
+            {**norms, "attention": attention, "mlp": block(config["hidden"])},
         ),
         "mixed": stacked(
-            told["layers"] - told["dense_layers"],
+            config["layers"] - config["dense_layers"],
             {**norms, "attention": attention, "mlp": mixture},
         ),
         "norm": struct((width,)),
-        "unembedding": struct((width, told["vocab"])),
+        "unembedding": struct((width, config["vocab"])),
     }
 
 
@@ -153,7 +154,7 @@ def _moments(params: Any) -> dict[str, Any]:
     return {"mean": zeros, "square": zeros}
 
 
-def _step(told: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
+def _step(config: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
     def laid(x: jax.Array, *names: str | None) -> jax.Array:
         return constrain(x, names, plan)
 
@@ -161,7 +162,7 @@ def _step(told: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
         x = laid(x, *STREAM)
         query = jnp.einsum("bsr,rhk->bshk", x @ w["query_down"], w["query_up"])
         low = x @ w["keys_down"]
-        rank = told["key_rank"]
+        rank = config["key_rank"]
         both = laid(
             jnp.einsum("bsr,rhk->bshk", low[..., :rank], w["keys_up"]),
             "batch",
@@ -169,9 +170,9 @@ def _step(told: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
             "active_heads",
             None,
         )
-        key, value = jnp.split(both, [told["head_dim"]], axis=-1)
+        key, value = jnp.split(both, [config["head_dim"]], axis=-1)
         turned = jnp.broadcast_to(
-            low[..., None, rank:], (*key.shape[:3], told["rope_dim"])
+            low[..., None, rank:], (*key.shape[:3], config["rope_dim"])
         )
         key = laid(
             jnp.concatenate([key, turned], axis=-1), "batch", None, "active_heads", None
@@ -184,7 +185,7 @@ def _step(told: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
         hidden = hidden * laid(x @ w["up"], "batch", None, "active_hidden")
         return laid(hidden @ w["down"], *STREAM)
 
-    routed = ft.partial(_routed, told=told, mesh=plan.mesh)
+    routed = ft.partial(_routed, config=config, mesh=plan.mesh)
 
     def layer(
         mlp: Callable[..., jax.Array], x: jax.Array, w: Any
@@ -199,7 +200,7 @@ def _step(told: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
     def mixture(x: jax.Array, w: Any) -> jax.Array:
         shares = jax.nn.sigmoid((x @ w["router"]).astype(jnp.float32))
         best, chosen = jax.lax.top_k(
-            laid(shares, "batch", None, None), told["experts_per_token"]
+            laid(shares, "batch", None, None), config["experts_per_token"]
         )
         return laid(
             routed(x, best.astype(x.dtype), chosen, w["experts"]), *STREAM
@@ -215,14 +216,14 @@ def _step(told: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
         logits = laid(
             x @ params["unembedding"].astype(x.dtype), "batch", None, "active_vocab"
         ).astype(jnp.float32)
-        wanted = laid(
+        targets = laid(
             jax.nn.one_hot(batch["targets"], logits.shape[-1]),
             "batch",
             None,
             "active_vocab",
         )
         return jnp.sum(
-            jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * wanted, axis=-1)
+            jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * targets, axis=-1)
         )
 
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
@@ -245,13 +246,13 @@ def _routed(
     chosen: jax.Array,
     w: Any,
     *,
-    told: Mapping[str, Any],
+    config: Mapping[str, Any],
     mesh: MeshSpec,
 ) -> jax.Array:
     """Experts on the tokens of their own device; what is cut along the width is added
     up.
     """
-    count = told["experts_per_token"]
+    count = config["experts_per_token"]
 
     def local(
         x: jax.Array, best: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any
@@ -259,10 +260,10 @@ def _routed(
         rows, width = x.shape[0] * x.shape[1], x.shape[2]
         order = jnp.argsort(chosen.reshape(-1))
         many = jnp.repeat(x.reshape(rows, width), count, axis=0)[order]
-        sizes = jnp.bincount(chosen.reshape(-1), length=told["experts"])
+        sizes = jnp.bincount(chosen.reshape(-1), length=config["experts"])
         hidden = [
-            jax.lax.psum(jax.lax.ragged_dot(many, one, sizes), "transpose")
-            for one in (gate, up)
+            jax.lax.psum(jax.lax.ragged_dot(many, weight, sizes), "transpose")
+            for weight in (gate, up)
         ]
         out = jax.lax.ragged_dot(jax.nn.silu(hidden[0]) * hidden[1], down, sizes)
         out = jax.lax.psum_scatter(out, "tensor", scatter_dimension=1, tiled=True)

@@ -35,7 +35,7 @@ _RULES = PathRules(
 
 
 def planned(
-    told: Mapping[str, Any], *, tiled: bool
+    config: Mapping[str, Any], *, tiled: bool
 ) -> tuple[dict[str, ShardPlan], Callable[..., Any]]:
     """The plans and the step.
 
@@ -46,11 +46,12 @@ def planned(
       for.
     """
     mesh = MeshSpec(
-        {"data": told["slices"], "fsdp": told["fsdp"]}, dcn={"data": told["slices"]}
+        {"data": config["slices"], "fsdp": config["fsdp"]},
+        dcn={"data": config["slices"]},
     )
-    ours = plan(_structs(told), mesh, paths=_RULES)
-    count = told["sequences"] * told["fsdp"] * told["slices"]
-    tokens = jax.ShapeDtypeStruct((count, told["length"]), jnp.int32)
+    ours = plan(_structs(config), mesh, paths=_RULES)
+    count = config["sequences"] * config["fsdp"] * config["slices"]
+    tokens = jax.ShapeDtypeStruct((count, config["length"]), jnp.int32)
     names = ("inputs", "positions", "segments", "targets", "targets_segments")
     batch = plan(
         dict.fromkeys(names, tokens),
@@ -58,26 +59,26 @@ def planned(
         paths=PathRules([(".*", P(("data", "fsdp")))]),
     )
     return {"params": ours, "state": follow(_moments, ours), "batch": batch}, _step(
-        told, ours, tiled=tiled
+        config, ours, tiled=tiled
     )
 
 
-def _structs(told: Mapping[str, Any]) -> dict[str, Any]:
-    layers, width, hidden = told["layers"], told["width"], told["hidden"]
-    heads = (width, layers, told["heads"], told["head_dim"])
+def _structs(config: Mapping[str, Any]) -> dict[str, Any]:
+    layers, width, hidden = config["layers"], config["width"], config["hidden"]
+    heads = (width, layers, config["heads"], config["head_dim"])
     shapes = {
-        "embedding": (told["vocab"], width),
+        "embedding": (config["vocab"], width),
         "layers": {
             "attention_norm": (width, layers),
             **dict.fromkeys(("query", "key", "value"), heads),
-            "out": (told["heads"], layers, told["head_dim"], width),
+            "out": (config["heads"], layers, config["head_dim"], width),
             "mlp_norm": (width, layers),
             "gate": (width, layers, hidden),
             "up": (width, layers, hidden),
             "down": (hidden, layers, width),
         },
         "norm": (width,),
-        "unembedding": (width, told["vocab"]),
+        "unembedding": (width, config["vocab"]),
     }
     return jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -92,7 +93,7 @@ def _moments(params: Any) -> dict[str, Any]:
 
 
 def _step(
-    told: Mapping[str, Any], plan: ShardPlan, *, tiled: bool
+    config: Mapping[str, Any], plan: ShardPlan, *, tiled: bool
 ) -> Callable[..., Any]:
     laid = ft.partial(constrain, names_or_spec=P(("data", "fsdp")), plan=plan)
 
@@ -104,7 +105,10 @@ def _step(
             for name in ("query", "key", "value")
         )
         mixed = _flash(
-            _rotated(q) / math.sqrt(told["head_dim"]), _rotated(k), v, told["blocks"]
+            _rotated(q) / math.sqrt(config["head_dim"]),
+            _rotated(k),
+            v,
+            config["blocks"],
         )
         x = x + laid(jnp.einsum("bshk,hkd->bsd", mixed, w["out"]))
         normed = laid(_normed(x, w["mlp_norm"]))
@@ -127,19 +131,20 @@ def _step(
         mask = (batch["targets_segments"] != 0).astype(jnp.float32)
         if not tiled:
             return _cross_entropy(x, head, batch["targets"], mask)
-        rows = math.prod(batch["targets"].shape) // told["vocab_tiles"]
+        rows = math.prod(batch["targets"].shape) // config["vocab_tiles"]
 
-        def parts(one: jax.Array) -> jax.Array:
+        def parts(array: jax.Array) -> jax.Array:
             return constrain(
-                one.reshape(told["vocab_tiles"], rows, *one.shape[2:]),
+                array.reshape(config["vocab_tiles"], rows, *array.shape[2:]),
                 P(None, ("data", "fsdp")),
                 plan,
             )
 
         tile = jax.checkpoint(ft.partial(_cross_entropy, head=head))
         total, _ = jax.lax.scan(
-            lambda total, one: (
-                total + tile(one[0], targets=one[1], mask=one[2]),
+            lambda total, tile_arrays: (
+                total
+                + tile(tile_arrays[0], targets=tile_arrays[1], mask=tile_arrays[2]),
                 None,
             ),
             jnp.float32(0),
@@ -201,7 +206,7 @@ def _flash(q: jax.Array, k: jax.Array, v: jax.Array, blocks: int) -> jax.Array:
 
     parts = q.reshape(q.shape[0], blocks, -1, *q.shape[2:]).swapaxes(0, 1)
     _, mixed = jax.lax.scan(
-        lambda carry, one: (carry, jax.checkpoint(block)(one)), None, parts
+        lambda carry, chunk: (carry, jax.checkpoint(block)(chunk)), None, parts
     )
     return mixed.swapaxes(0, 1).reshape(q.shape)
 
@@ -210,33 +215,33 @@ def _cross_entropy(
     x: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array
 ) -> jax.Array:
     logits = (x @ head).astype(jnp.float32)
-    wanted = jax.nn.one_hot(targets, logits.shape[-1])
-    return jnp.sum(_stable(logits, wanted) * mask)
+    targets_one_hot = jax.nn.one_hot(targets, logits.shape[-1])
+    return jnp.sum(_stable(logits, targets_one_hot) * mask)
 
 
 @jax.custom_vjp
-def _stable(logits: jax.Array, wanted: jax.Array) -> jax.Array:
-    return -jnp.sum(wanted * jax.nn.log_softmax(logits), axis=-1)
+def _stable(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    return -jnp.sum(targets * jax.nn.log_softmax(logits), axis=-1)
 
 
 def _stable_forward(
-    logits: jax.Array, wanted: jax.Array
+    logits: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     powers = jnp.exp(shifted)
     total = jnp.sum(powers, axis=-1, keepdims=True)
-    return -jnp.sum(wanted * (shifted - jnp.log(total)), axis=-1), (
-        wanted,
+    return -jnp.sum(targets * (shifted - jnp.log(total)), axis=-1), (
+        targets,
         powers,
         total,
     )
 
 
 def _stable_backward(
-    kept: tuple[jax.Array, ...], grad: jax.Array
+    residuals: tuple[jax.Array, ...], grad: jax.Array
 ) -> tuple[jax.Array, None]:
-    wanted, powers, total = kept
-    return grad[..., None] * (powers / total - wanted), None
+    targets, powers, total = residuals
+    return grad[..., None] * (powers / total - targets), None
 
 
 _stable.defvjp(_stable_forward, _stable_backward)

@@ -69,22 +69,22 @@ def boundary() -> Mapping[str, Value]:
     """What a step needs that does not fit v4, against the report, and against the
     compiler on this very step.
     """
-    told = DATA["boundary"]
-    usable = chips.find(told["chip"]).usable_hbm_bytes
-    found: dict[str, float] = {}
+    published = DATA["boundary"]
+    usable = chips.find(published["chip"]).usable_hbm_bytes
+    gib_by_step: dict[str, float] = {}
     for name, tiled in (("before", False), ("after", True)):
-        found[name] = _boundary_fit(told, tiled=tiled).peak_bytes / 2**30
-    made = _boundary_fit(told, tiled=False)
-    arguments = sum(row.bytes for row in made.rows if row.exact) / 2**30
+        gib_by_step[name] = _boundary_fit(published, tiled=tiled).peak_bytes / 2**30
+    fitted = _boundary_fit(published, tiled=False)
+    arguments = sum(row.bytes for row in fitted.rows if row.exact) / 2**30
     counted = {
         int(count): gib + arguments
-        for count, gib in told["compiler"]["temporaries_gib"].items()
+        for count, gib in published["compiler"]["temporaries_gib"].items()
     }
     errors = {
         count: (
             100
             * (
-                _boundary_fit(told | {"sequences": count}, tiled=False).peak_bytes
+                _boundary_fit(published | {"sequences": count}, tiled=False).peak_bytes
                 / 2**30
                 / gib
                 - 1
@@ -92,20 +92,22 @@ def boundary() -> Mapping[str, Value]:
         )
         for count, gib in counted.items()
     }
-    live = told["compiler"]["live_gib"]["7"]
+    live = published["compiler"]["live_gib"]["7"]
     (first, second), slope = sorted(counted)[:2], 0.0
     slope = (counted[second] - counted[first]) / (second - first)
-    line = counted[first] - slope * (first - told["sequences"])
+    line = counted[first] - slope * (first - published["sequences"])
     return {
-        "reported_gib": told["needs_gib"],
+        "reported_gib": published["needs_gib"],
         "compiler_gib, on a line from 9 and 10 sequences": round(line, 2),
-        "estimated_gib": round(found["before"], 2),
-        "error_percent": round(100 * (found["before"] / told["needs_gib"] - 1), 1),
-        "mended_gib": round(found["after"], 2),
+        "estimated_gib": round(gib_by_step["before"], 2),
+        "error_percent": round(
+            100 * (gib_by_step["before"] / published["needs_gib"] - 1), 1
+        ),
+        "mended_gib": round(gib_by_step["after"], 2),
         "compiler_live_gib, before arrays are placed": live,
-        "error against that, %": round(100 * (found["before"] / live - 1), 1),
+        "error against that, %": round(100 * (gib_by_step["before"] / live - 1), 1),
         "usable_gib": round(usable / 2**30, 2),
-        "said_to_be_close": int(made.is_close),
+        "said_to_be_close": int(fitted.is_close),
         **{
             f"compiler_gib, {count} sequences": round(gib, 2)
             for count, gib in counted.items()
@@ -117,9 +119,9 @@ def boundary() -> Mapping[str, Value]:
     }
 
 
-def _boundary_fit(told: Mapping[str, Any], *, tiled: bool) -> Fit:
-    plans, step = _cost_maxtext.planned(told, tiled=tiled)
-    return _donated(plans, step, told["chip"])
+def _boundary_fit(published: Mapping[str, Any], *, tiled: bool) -> Fit:
+    plans, step = _cost_maxtext.planned(published, tiled=tiled)
+    return _donated(plans, step, published["chip"])
 
 
 def _donated(plans: Mapping[str, Any], step: Any, chip: str) -> Fit:
@@ -128,33 +130,36 @@ def _donated(plans: Mapping[str, Any], step: Any, chip: str) -> Fit:
         out_shardings=(plans["params"], plans["state"], None),
         donate=("params", "state"),
     )
-    return fit(jitted, *[one.structs for one in plans.values()], chip=chip)
+    return fit(jitted, *[plan.structs for plan in plans.values()], chip=chip)
 
 
 def order() -> Mapping[str, Value]:
     """Three plans of one model on four chips, by the time of their collectives and by
     memory.
     """
-    told = DATA["order"]
-    found: dict[str, Value] = {}
+    published = DATA["order"]
+    values: dict[str, Value] = {}
     ours: dict[str, tuple[float, float]] = {}
-    for row in told["rows"]:
+    for row in published["rows"]:
         mesh, plans, step = _cost_deepseek.planned(
-            told, row["axes"], sequences=told["sequences"]
+            published, row["axes"], sequences=published["sequences"]
         )
-        structs = [one.structs for one in plans.values()]
+        structs = [plan.structs for plan in plans.values()]
         sent = estimate(step, *structs, mesh=mesh)
-        wire = 1e3 * seconds(sent, told["chip"], mesh, slice=told["slice"]).seconds
-        held = _donated(plans, step, told["chip"]).peak_bytes / 1e6
+        wire = (
+            1e3
+            * seconds(sent, published["chip"], mesh, slice=published["slice"]).seconds
+        )
+        held = _donated(plans, step, published["chip"]).peak_bytes / 1e6
         ours[row["name"]] = (wire, held)
-        found |= {
+        values |= {
             f"{row['name']}, wire_ms": round(wire),
             f"{row['name']}, measured_ms": row["milliseconds"],
             f"{row['name']}, explicit_ms": row["explicit_milliseconds"],
             f"{row['name']}, megabytes": round(held),
             f"{row['name']}, measured_megabytes": row["megabytes"],
         }
-    told_rows = {row["name"]: row for row in told["rows"]}
+    told_rows = {row["name"]: row for row in published["rows"]}
     by_time = sorted(ours, key=lambda name: ours[name][0])
     measured = sorted(ours, key=lambda name: told_rows[name]["milliseconds"])
     explicit = sorted(ours, key=lambda name: told_rows[name]["explicit_milliseconds"])
@@ -163,7 +168,7 @@ def order() -> Mapping[str, Value]:
         100 * (ours[name][1] / row["megabytes"] - 1) for name, row in told_rows.items()
     ]
     return {
-        **found,
+        **values,
         "order": " < ".join(by_time),
         "right_order": int(by_time == measured == explicit),
         "right_order_of_memory": int(
@@ -175,27 +180,31 @@ def order() -> Mapping[str, Value]:
 
 def pod() -> Mapping[str, Value]:
     """70B on 8,960 chips: pure fsdp waits for its wires; about 2,048 x 4 does not."""
-    told = DATA["book"]["training"]
-    chip = chips.find(told["chip"])
+    published = DATA["book"]["training"]
+    chip = chips.find(published["chip"])
     compute = (
-        6 * told["parameters"] * told["tokens"] / told["chips"] / chip.flops("bfloat16")
+        6
+        * published["parameters"]
+        * published["tokens"]
+        / published["chips"]
+        / chip.flops("bfloat16")
     )
-    found: dict[str, float] = {}
+    wire_over_compute: dict[str, float] = {}
     for tensor in (1, 2, 4, 5, 7, 10, 16, 20):
-        shards = told["chips"] // tensor
+        shards = published["chips"] // tensor
         mesh = MeshSpec({"fsdp": shards, "tensor": tensor})
         # Gathered in the forward pass, and again in the backward pass, and the
         # gradients scattered: 2 bytes each.
-        weights = 3 * 2 * told["parameters"] / tensor * (shards - 1) / shards
+        weights = 3 * 2 * published["parameters"] / tensor * (shards - 1) / shards
         # Four gathers and four scatters of the activations in each layer, forward and
         # backward.
         acts = (
             8
-            * told["layers"]
+            * published["layers"]
             * 2
-            * told["tokens"]
+            * published["tokens"]
             / shards
-            * told["width"]
+            * published["width"]
             * (tensor - 1)
             / tensor
         )
@@ -203,16 +212,20 @@ def pod() -> Mapping[str, Value]:
             _cost_book.row("all-gather", int(weights), shards, ("fsdp",)),
             _cost_book.row("all-gather", int(acts), tensor, ("tensor",)),
         )
-        times = seconds(Traffic(rows, told["chips"]), chip, mesh, slice=told["slice"])
-        found[f"{shards} x {tensor}"] = times.seconds / compute
-    best = min(found, key=lambda name: found[name])
-    assert found[f"{told['chips']} x 1"] > 1, (
+        times = seconds(
+            Traffic(rows, published["chips"]), chip, mesh, slice=published["slice"]
+        )
+        wire_over_compute[f"{shards} x {tensor}"] = times.seconds / compute
+    best = min(wire_over_compute, key=lambda name: wire_over_compute[name])
+    assert wire_over_compute[f"{published['chips']} x 1"] > 1, (
         "the book: pure fsdp is bound by communication"
     )
     return {
-        "pure_fsdp_wire_over_compute": round(found[f"{told['chips']} x 1"], 2),
+        "pure_fsdp_wire_over_compute": round(
+            wire_over_compute[f"{published['chips']} x 1"], 2
+        ),
         "best": best,
-        "best_wire_over_compute": round(found[best], 2),
+        "best_wire_over_compute": round(wire_over_compute[best], 2),
         "book_best": "about 2048 x 4",
     }
 
@@ -234,7 +247,7 @@ def recipes() -> Mapping[str, Value]:
         )
         for name in sorted({row["chip"] for row in rows})
     }
-    own = [
+    errors_percent = [
         _error(least / efficiency[row["chip"]], row)
         for least, row in zip(ideal, rows, strict=True)
     ]
@@ -257,8 +270,8 @@ def recipes() -> Mapping[str, Value]:
             f"efficiency.{name} alone": round(statistics.median(each), 3)
             for name, each in by_dtype.items()
         },
-        "median_error_percent": round(statistics.median(map(abs, own)), 1),
-        "largest_error_percent": round(max(map(abs, own)), 1),
+        "median_error_percent": round(statistics.median(map(abs, errors_percent)), 1),
+        "largest_error_percent": round(max(map(abs, errors_percent)), 1),
     }
     for name, errors in held.items():
         values[f"held_out.{name}.median_error_percent"] = round(

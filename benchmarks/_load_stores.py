@@ -132,9 +132,9 @@ def _ranges(mebibytes: int, options: Options) -> Mapping[str, Value]:
         place = place_of(endpoint, "set/")
         index = checkpoint.read_index(place)
         for cut in CUTS:
-            made = _plan(index, cut)
+            plan = _plan(index, cut)
             _stats(endpoint)
-            result = jax.block_until_ready(checkpoint.load(index, made))
+            result = jax.block_until_ready(checkpoint.load(index, plan))
             read = [nbytes for _, nbytes in _stats(endpoint)]
             needed = index.bytes_total
             values[f"read_over_needed.{cut}"] = sum(read) / needed
@@ -149,22 +149,22 @@ def _ranges(mebibytes: int, options: Options) -> Mapping[str, Value]:
 def _times(mebibytes: int, options: Options) -> Mapping[str, Value]:
     root = folder(mebibytes)
     index = checkpoint.read_index(root / "set")
-    made = _plan(index, "rows")
-    _write_orbax(root, made)
+    plan = _plan(index, "rows")
+    _write_orbax(root, plan)
     loaders: dict[str, Callable[[str, ShardPlan], Any]] = {
-        "shardfx": lambda endpoint, made: checkpoint.load(
-            place_of(endpoint, "set/"), made
+        "shardfx": lambda endpoint, plan: checkpoint.load(
+            place_of(endpoint, "set/"), plan
         ),
         "Orbax's arrays": _orbax,
         "download first": _download,
     }
     seconds: dict[str, list[float]] = {name: [] for name in loaders}
-    expected = checkpoint.load(root / "set", made)
+    expected = checkpoint.load(root / "set", plan)
     with served(root) as endpoint:
         for round_number in range(1 if options.quick else 3):
             for name, load in loaders.items():
                 begin = time.perf_counter()
-                result = jax.block_until_ready(load(endpoint, made))
+                result = jax.block_until_ready(load(endpoint, plan))
                 seconds[name].append(time.perf_counter() - begin)
                 if round_number == 0:
                     for path in list(expected)[:: ARRAYS // 16]:
@@ -176,22 +176,22 @@ def _times(mebibytes: int, options: Options) -> Mapping[str, Value]:
     values: dict[str, Value] = {}
     for name, median in medians.items():
         values[f"seconds.{name}"] = median
-        values[f"gigabytes_per_second.{name}"] = made.bytes_total / median / 1e9
+        values[f"gigabytes_per_second.{name}"] = plan.bytes_total / median / 1e9
         if name != "shardfx":
             values[f"faster_than.{name}"] = median / medians["shardfx"]
     return values
 
 
-def _write_orbax(root: Path, made: ShardPlan) -> None:
+def _write_orbax(root: Path, plan: ShardPlan) -> None:
     import orbax.checkpoint as ocp
 
     path = root / "orbax"
     if not path.exists():
         with ocp.StandardCheckpointer() as writer:
-            writer.save(path, checkpoint.load(root / "set", made))
+            writer.save(path, checkpoint.load(root / "set", plan))
 
 
-def _orbax(endpoint: str, made: ShardPlan) -> Any:
+def _orbax(endpoint: str, plan: ShardPlan) -> Any:
     """The arrays of Orbax's file, by the deserializer of JAX that Orbax uses. Orbax
     itself reads S3 at Amazon only.
     """
@@ -203,15 +203,15 @@ def _orbax(endpoint: str, made: ShardPlan) -> Any:
             "driver": "zarr",
             "kvstore": {"driver": "ocdbt", "base": base, "path": f"{leaf.path}/"},
         }
-        for leaf in made.leaves
+        for leaf in plan.leaves
     ]
-    shardings = [made.shardings[leaf.path] for leaf in made.leaves]
+    shardings = [plan.shardings[leaf.path] for leaf in plan.leaves]
     read = serialization.run_deserialization  # pyright: ignore[reportPrivateImportUsage]
     arrays = read(shardings, specs)
-    return {leaf.path: array for leaf, array in zip(made.leaves, arrays, strict=True)}
+    return {leaf.path: array for leaf, array in zip(plan.leaves, arrays, strict=True)}
 
 
-def _download(endpoint: str, made: ShardPlan) -> Any:
+def _download(endpoint: str, plan: ShardPlan) -> Any:
     """All files, each by ten threads in parts of 8 MiB, then a load of the copies."""
     import boto3  # pyright: ignore[reportMissingImports]
     import botocore.config  # pyright: ignore[reportMissingImports]
@@ -228,7 +228,7 @@ def _download(endpoint: str, made: ShardPlan) -> Any:
             client.download_file("bucket", f"set/{name}", f"{copy}/{name}")
         name = "model.safetensors.index.json"
         client.download_file("bucket", f"set/{name}", f"{copy}/{name}")
-        return checkpoint.load(copy, made)
+        return checkpoint.load(copy, plan)
 
 
 def _memory(mebibytes: int) -> Mapping[str, Value]:
@@ -247,15 +247,15 @@ def memory_of(endpoint: str, read_limit_bytes: int) -> dict[str, float]:
     jax.config.update("jax_num_cpu_devices", 8)
     place = place_of(endpoint, "set/")
     index = checkpoint.read_index(place)
-    made = _plan(index, "rows")
-    few = made.select("layers.1.weight")
+    plan = _plan(index, "rows")
+    few = plan.select("layers.1.weight")
     jax.block_until_ready(checkpoint.load(index, few, unread="allow"))
     gc.collect()
     reset_peak()
     before = resident_bytes()
     result = jax.block_until_ready(
-        checkpoint.load(index, made, read_limit_bytes=read_limit_bytes)
+        checkpoint.load(index, plan, read_limit_bytes=read_limit_bytes)
     )
     peak = peak_resident_bytes() - before
     del result
-    return {"beside_the_state_bytes": float(peak - made.bytes_total)}
+    return {"beside_the_state_bytes": float(peak - plan.bytes_total)}

@@ -150,7 +150,7 @@ def planned(
     ours = plan(
         shapes, mesh, names=parameter_names(sizes, strategy), axes=rules, unused="allow"
     )
-    state = follow(ft.partial(optimizer_state, way=strategy), ours)
+    state = follow(ft.partial(optimizer_state, strategy=strategy), ours)
     data = plan(batch(sizes), mesh, names=BATCH_NAMES, axes=rules, unused="allow")
     plans = (ours, state, data)
     return Planned(

@@ -131,10 +131,10 @@ def batch(sizes: Sizes) -> dict[str, jax.ShapeDtypeStruct]:
 BATCH_NAMES = {"tokens": ("batch", "inner"), "targets": ("batch", "inner")}
 
 
-def optimizer_state(params: Any, way: Way) -> dict[str, Any]:
+def optimizer_state(params: Any, strategy: Way) -> dict[str, Any]:
     """What the optimizer begins with: two moments and a count, or one momentum."""
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
-    if way.optimizer == "momentum":
+    if strategy.optimizer == "momentum":
         return {"momentum": zeros}
     return {"mean": zeros, "square": zeros, "count": jnp.zeros((), jnp.int32)}
 

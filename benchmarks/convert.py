@@ -383,13 +383,15 @@ def _memory(mebibytes: int, options: Options) -> Mapping[str, Value]:
     file = _folder(mebibytes) / "model.safetensors"
     values = {}
     for name in LOADERS:
-        given = {
+        arguments = {
             "file": str(file),
             "mebibytes": mebibytes,
             "name": name,
             "devices": len(options.devices),
         }
-        for key, value in fresh_process("benchmarks.convert:memory_of", given).items():
+        for key, value in fresh_process(
+            "benchmarks.convert:memory_of", arguments
+        ).items():
             values[f"{key}.{name}"] = value
     return values
 

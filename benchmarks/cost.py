@@ -65,7 +65,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def cases(options: Options) -> list[Entry]:
     flags = options.flags
     if flags.aot:
-        given = {
+        arguments = {
             "aot": flags.aot,
             "names": flags.plans.split(","),
             "programs": flags.programs,
@@ -75,7 +75,7 @@ def cases(options: Options) -> list[Entry]:
                 f"estimate against the {flags.aot.removeprefix('tpu:')} compiler, 2"
                 " scanned layers, bf16",
                 lambda: fresh_process(
-                    "benchmarks.cost:on_tpu", given, timeout_seconds=14400
+                    "benchmarks.cost:on_tpu", arguments, timeout_seconds=14400
                 ),
                 (Limit("worst dense plan, % off", at_most=10),),
             )
@@ -93,17 +93,17 @@ def on_sixteen(options: Options) -> list[Entry]:
     ways = {"scan, remat": WAYS["scan, remat"]} if options.quick else WAYS
     names = QUICK if options.quick else tuple(LAYOUTS)
     layers = 2 if options.quick else MIDDLE.layers
-    found: list[Entry] = [
+    entries: list[Entry] = [
         Finding(
             f"{len(names)} plans, {name}",
-            ft.partial(_plans, way, names, layers, options.devices),
+            ft.partial(_plans, strategy, names, layers, options.devices),
             (Limit("worst dense plan, % off", at_most=5),),
         )
-        for name, way in ways.items()
+        for name, strategy in ways.items()
     ]
     count = 1 if options.quick else 20
     return [
-        *found,
+        *entries,
         Finding(
             "the demo's transformer",
             ft.partial(_demo, options.devices),
@@ -121,7 +121,7 @@ def on_sixteen(options: Options) -> list[Entry]:
 
 
 def _plans(
-    way: Way, names: Sequence[str], layers: int, devices: list[Any]
+    strategy: Way, names: Sequence[str], layers: int, devices: list[Any]
 ) -> dict[str, Value]:
     values, worst = {}, 0.0
     for name in names:
@@ -129,8 +129,8 @@ def _plans(
         sizes = dataclasses.replace(
             MIDDLE_EXPERTS if layout.experts else MIDDLE, layers=layers
         )
-        made = planned(sizes, way, layout, devices)
-        ours, theirs = _both(made)
+        planned_step = planned(sizes, strategy, layout, devices)
+        ours, theirs = _both(planned_step)
         values |= _described(name, ours, theirs, theirs.wire_bytes)
         worst = (
             worst if layout.experts else max(worst, abs(_off(ours, theirs.wire_bytes)))
@@ -138,9 +138,9 @@ def _plans(
     return values | {"worst dense plan, % off": worst}
 
 
-def _both(made: Planned) -> tuple[Traffic, Traffic]:
-    return estimate(made.jitted, *made.args, compiler="cpu"), traffic(
-        made.lowered().compile()
+def _both(planned_step: Planned) -> tuple[Traffic, Traffic]:
+    return estimate(planned_step.jitted, *planned_step.args, compiler="cpu"), traffic(
+        planned_step.lowered().compile()
     )
 
 
@@ -195,14 +195,14 @@ def _demo(devices: list[Any]) -> dict[str, Value]:
         in_shardings=(ours.shardings, text.shardings),
         out_shardings=ours.shardings,
     )
-    made = estimate(jitted, ours.structs, text.structs, compiler="cpu")
+    estimated = estimate(jitted, ours.structs, text.structs, compiler="cpu")
     theirs = traffic(jitted.lower(ours.structs, text.structs).compile())
-    off = _off(made, theirs.wire_bytes)
+    off = _off(estimated, theirs.wire_bytes)
     return {
         "compiled MB": theirs.wire_bytes / 1e6,
-        "estimated MB": made.wire_bytes / 1e6,
+        "estimated MB": estimated.wire_bytes / 1e6,
         "% off": abs(off),
-        "why": _explained(made, theirs),
+        "why": _explained(estimated, theirs),
     }
 
 
@@ -212,10 +212,10 @@ def _random(count: int, devices: list[Any]) -> dict[str, Value]:
     """
     errors, signed = [], []
     for seed in range(count):
-        made = planned(
+        planned_step = planned(
             dataclasses.replace(MIDDLE, layers=2), Way(), random_layout(seed), devices
         )
-        ours, theirs = _both(made)
+        ours, theirs = _both(planned_step)
         off = _off(ours, theirs.wire_bytes)
         errors.append(abs(off))
         signed.append(f"{off:+.1f}")
@@ -232,12 +232,12 @@ def _speed() -> Finding:
         sizes = Sizes(
             126, 16384, 53248, 128, 8, 128, 128256, 256, 8192, dtype=jnp.bfloat16
         )
-        made = planned(sizes, Way(remat=True), LAYOUTS["fsdp x tp"])
+        planned_step = planned(sizes, Way(remat=True), LAYOUTS["fsdp x tp"])
         times, rows = [], ()
         for _ in range(3):
             jax.clear_caches()
             begin = time.process_time()
-            rows = estimate(made.jitted, *made.args).rows
+            rows = estimate(planned_step.jitted, *planned_step.args).rows
             times.append(time.process_time() - begin)
         return {
             "seconds of processor time": statistics.median(times),
@@ -260,8 +260,8 @@ def on_tpu(aot: str, names: Iterable[str], programs: str | None) -> dict[str, Va
         sizes = dataclasses.replace(
             STUDY_EXPERTS if layout.experts else STUDY, layers=2
         )
-        made = planned(sizes, Way(), layout)
-        ours = estimate(made.jitted, *made.args)
+        planned_step = planned(sizes, Way(), layout)
+        ours = estimate(planned_step.jitted, *planned_step.args)
         theirs = traffic(
             _program(
                 aot,
@@ -278,9 +278,9 @@ def on_tpu(aot: str, names: Iterable[str], programs: str | None) -> dict[str, Va
     return values | {"worst dense plan, % off": worst}
 
 
-def _program(aot: str, sizes: Sizes, layout: Layout, kept: Path | None) -> str:
-    if kept is not None and kept.exists():
-        return gzip.decompress(kept.read_bytes()).decode()
+def _program(aot: str, sizes: Sizes, layout: Layout, cache: Path | None) -> str:
+    if cache is not None and cache.exists():
+        return gzip.decompress(cache.read_bytes()).decode()
     from jax.experimental import topologies
 
     platform, _, topology = aot.partition(":")
@@ -288,9 +288,9 @@ def _program(aot: str, sizes: Sizes, layout: Layout, kept: Path | None) -> str:
         platform=platform, topology_name=topology
     ).devices
     text = planned(sizes, Way(), layout, devices).lowered().compile().as_text()
-    if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_bytes(gzip.compress(text.encode(), mtime=0))
+    if cache is not None:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        cache.write_bytes(gzip.compress(text.encode(), mtime=0))
     return text
 
 

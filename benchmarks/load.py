@@ -149,8 +149,8 @@ def _folder(mebibytes: int) -> Path:
 
 def _plan(mebibytes: int, cut: str, devices: list[Any], dtype: Any = None) -> ShardPlan:
     structs = {
-        name: jax.ShapeDtypeStruct(shape, dtype or own)
-        for name, (shape, own) in _shapes(mebibytes).items()
+        name: jax.ShapeDtypeStruct(shape, dtype or stored_dtype)
+        for name, (shape, stored_dtype) in _shapes(mebibytes).items()
     }
     return plan(
         structs, Mesh(np.array(devices), ("x",)), paths=PathRules([(".*", CUTS[cut])])
@@ -294,8 +294,8 @@ def _same_as(shardings: Any) -> Callable[[Any, Any], None]:
 
 def _safetensors(mebibytes: int, cut: str, options: Options) -> Race:
     file = _folder(mebibytes) / "model.safetensors"
-    made = _plan(mebibytes, cut, options.devices)
-    shardings = made.shardings
+    sharding_plan = _plan(mebibytes, cut, options.devices)
+    shardings = sharding_plan.shardings
 
     def own() -> Path:
         return file
@@ -304,7 +304,7 @@ def _safetensors(mebibytes: int, cut: str, options: Options) -> Race:
         rivals=(
             _rival(
                 "shardfx",
-                lambda path, _: checkpoint.load(path, made),
+                lambda path, _: checkpoint.load(path, sharding_plan),
                 own,
                 shardings,
                 (),
@@ -330,8 +330,8 @@ def _safetensors(mebibytes: int, cut: str, options: Options) -> Race:
             ],
         ),
         fresh=own,
-        byte_count=made.bytes_total,
-        floor=memcpy(made.bytes_total),
+        byte_count=sharding_plan.bytes_total,
+        floor=memcpy(sharding_plan.bytes_total),
         facts={"tensors": COUNT, "devices": len(options.devices)},
         clear_caches=False,
     )
@@ -360,10 +360,10 @@ def _small(count: int, options: Options) -> Race:
         {f"layers.{i}.scale": np.full(16, i, np.float32) for i in range(count)}, file
     )
     structs = checkpoint.structs(checkpoint.read_index(file))
-    made = plan(
+    sharding_plan = plan(
         structs, Mesh(np.array(options.devices), ("x",)), paths=PathRules([(".*", P())])
     )
-    shardings = made.shardings
+    shardings = sharding_plan.shardings
 
     def own() -> Path:
         return file
@@ -372,7 +372,7 @@ def _small(count: int, options: Options) -> Race:
         rivals=(
             _rival(
                 "shardfx",
-                lambda path, _: checkpoint.load(path, made),
+                lambda path, _: checkpoint.load(path, sharding_plan),
                 own,
                 shardings,
                 (),
@@ -396,7 +396,7 @@ def _small(count: int, options: Options) -> Race:
 
 def _cast(mebibytes: int, options: Options) -> Race:
     file = _folder(mebibytes) / "model.safetensors"
-    made = _plan(mebibytes, "rows", options.devices, jnp.bfloat16)
+    sharding_plan = _plan(mebibytes, "rows", options.devices, jnp.bfloat16)
 
     def rival(_: Any) -> Any:
         from safetensors.numpy import load_file
@@ -404,7 +404,7 @@ def _cast(mebibytes: int, options: Options) -> Race:
         arrays = {
             name: array.astype(jnp.bfloat16) for name, array in load_file(file).items()
         }
-        return jax.device_put(arrays, made.shardings)
+        return jax.device_put(arrays, sharding_plan.shardings)
 
     def check(_: Any, result: Any) -> None:
         expected = rival(None)
@@ -418,7 +418,9 @@ def _cast(mebibytes: int, options: Options) -> Race:
         rivals=(
             Rival(
                 "shardfx",
-                make=lambda: lambda _: checkpoint.load(file, made, dtype="plan"),
+                make=lambda: (
+                    lambda _: checkpoint.load(file, sharding_plan, dtype="plan")
+                ),
                 check=check,
             ),
             Rival(
@@ -443,42 +445,53 @@ def _file_bytes(mebibytes: int) -> int:
 def _orbax(mebibytes: int, options: Options) -> Race:
     import orbax.checkpoint as ocp
 
-    folder, made = _folder(mebibytes), _plan(mebibytes, "rows", options.devices)
+    folder, sharding_plan = (
+        _folder(mebibytes),
+        _plan(mebibytes, "rows", options.devices),
+    )
     path = folder / "orbax"
     if not path.exists():
         with ocp.StandardCheckpointer() as writer:
-            writer.save(path, checkpoint.load(folder, made))
+            writer.save(path, checkpoint.load(folder, sharding_plan))
     _warm(path)
 
     def restore() -> Callable[[Any], Any]:
         reader = ocp.StandardCheckpointer()
-        return lambda _: reader.restore(path, made.structs)
+        return lambda _: reader.restore(path, sharding_plan.structs)
 
-    check = _same_as(made.shardings)
+    check = _same_as(sharding_plan.shardings)
     return Race(
         rivals=(
             Rival(
                 "shardfx",
-                make=lambda: lambda _: checkpoint.load(path, made),
+                make=lambda: lambda _: checkpoint.load(path, sharding_plan),
                 check=check,
             ),
             Rival("Orbax", make=restore, check=check, needs=("orbax",)),
         ),
         fresh=lambda: folder / "model.safetensors",
-        byte_count=made.bytes_total,
+        byte_count=sharding_plan.bytes_total,
         clear_caches=False,
     )
 
 
 LOADERS: dict[str, Callable[[Path, ShardPlan], Any]] = {
     "shardfx": checkpoint.load,
-    "load_file, device_put": lambda file, made: _load_file(file, made.shardings),
-    "safetensors slices": lambda file, made: _slices(file, made.shardings),
-    "memory map": lambda file, made: _memmap(file, made.shardings),
-    "flax msgpack": lambda file, made: _flax(_flax_file(file), made.shardings),
-    "safe_open, device_put": lambda file, made: _safe_open(file, made.shardings),
+    "load_file, device_put": lambda file, sharding_plan: _load_file(
+        file, sharding_plan.shardings
+    ),
+    "safetensors slices": lambda file, sharding_plan: _slices(
+        file, sharding_plan.shardings
+    ),
+    "memory map": lambda file, sharding_plan: _memmap(file, sharding_plan.shardings),
+    "flax msgpack": lambda file, sharding_plan: _flax(
+        _flax_file(file), sharding_plan.shardings
+    ),
+    "safe_open, device_put": lambda file, sharding_plan: _safe_open(
+        file, sharding_plan.shardings
+    ),
     **{
-        name: lambda file, made, load=load: load(file, made.shardings)
+        name: lambda file, sharding_plan, load=load: load(file, sharding_plan.shardings)
         for name, (load, needs) in TORCH.items()
         if _is_installed(needs)
     },
@@ -501,7 +514,7 @@ def _first(mebibytes: int, options: Options) -> Mapping[str, Value]:
         seconds: dict[str, list[float]] = {name: [] for name in LOADERS}
         for _ in range(1 if options.quick else min(5, options.repeats)):
             for name, taken in seconds.items():
-                given = {
+                arguments = {
                     "file": str(file),
                     "mebibytes": mebibytes,
                     "name": name,
@@ -511,7 +524,7 @@ def _first(mebibytes: int, options: Options) -> Mapping[str, Value]:
                 taken.append(
                     fresh_process(
                         "benchmarks.load:first_load_of",
-                        given | {"devices": len(options.devices)},
+                        arguments | {"devices": len(options.devices)},
                     )
                 )
         medians = {name: statistics.median(taken) for name, taken in seconds.items()}
@@ -535,9 +548,9 @@ def first_load_of(
     """In a process of its own: the seconds of its first load, after one of a small
     file.
     """
-    made = _ready(mebibytes, name, cut, devices)
+    sharding_plan = _ready(mebibytes, name, cut, devices)
     begin = time.perf_counter()
-    jax.block_until_ready(LOADERS[name](Path(file), made))
+    jax.block_until_ready(LOADERS[name](Path(file), sharding_plan))
     return time.perf_counter() - begin
 
 
@@ -566,13 +579,13 @@ def _memory(mebibytes: int, options: Options) -> Mapping[str, Value]:
     values = dict(ABSENT)
     for name in LOADERS:
         _warm(_read_by(name, file))
-        given = {
+        arguments = {
             "file": str(file),
             "mebibytes": mebibytes,
             "name": name,
             "devices": len(options.devices),
         }
-        for key, value in fresh_process("benchmarks.load:memory_of", given).items():
+        for key, value in fresh_process("benchmarks.load:memory_of", arguments).items():
             values[f"{key}.{name}"] = value
     return values
 
@@ -581,20 +594,20 @@ def memory_of(file: str, mebibytes: int, name: str, devices: int) -> dict[str, f
     """In a process of its own: the most memory that a load takes, and what stays, over
     the bytes of the tensors.
     """
-    made = _ready(mebibytes, name, "columns", devices)
+    sharding_plan = _ready(mebibytes, name, "columns", devices)
     reset_peak()
     before = resident_bytes()
-    result = jax.block_until_ready(LOADERS[name](Path(file), made))
+    result = jax.block_until_ready(LOADERS[name](Path(file), sharding_plan))
     peak, resident = peak_resident_bytes() - before, resident_bytes() - before
     del result
     return {
-        "peak_over_tensors": peak / made.bytes_total,
-        "resident_over_tensors": resident / made.bytes_total,
+        "peak_over_tensors": peak / sharding_plan.bytes_total,
+        "resident_over_tensors": resident / sharding_plan.bytes_total,
     }
 
 
 def _cold(mebibytes: int, options: Options) -> Mapping[str, Value]:
-    file, made = (
+    file, sharding_plan = (
         _folder(mebibytes) / "model.safetensors",
         _plan(mebibytes, "rows", options.devices),
     )
@@ -602,9 +615,9 @@ def _cold(mebibytes: int, options: Options) -> Mapping[str, Value]:
     for name, load in LOADERS.items():
         _forget(_read_by(name, file))
         begin = time.perf_counter()
-        jax.block_until_ready(load(file, made))
+        jax.block_until_ready(load(file, sharding_plan))
         values[f"from_disk_gigabytes_per_second.{name}"] = (
-            made.bytes_total / (time.perf_counter() - begin) / 1e9
+            sharding_plan.bytes_total / (time.perf_counter() - begin) / 1e9
         )
         gc.collect()
     return values
@@ -624,12 +637,12 @@ def _quarters(mebibytes: int) -> Mapping[str, Value]:
     index = checkpoint.read_index(_folder(mebibytes))
     values: dict[str, Value] = {}
     for cut in ("rows", "columns"):
-        made = plan(
+        sharding_plan = plan(
             checkpoint.structs(index),
             MeshSpec({"x": 8}),
             paths=PathRules([(".*", CUTS[cut])]),
         )
-        reads = checkpoint.plan_reads(index, made, processes=4)
+        reads = checkpoint.plan_reads(index, sharding_plan, processes=4)
         most = max(reads.processes, key=lambda process: process.read_bytes)
         values[f"read_over_quarter.{cut}"] = most.read_bytes / (index.bytes_total / 4)
         values[f"excess_bytes.{cut}"] = most.excess_bytes

@@ -162,10 +162,10 @@ class _Transfer(NamedTuple):
             (np.asarray(arrays[path]), leaf) for path, leaf in self.expected.items()
         ]
         return all(
-            found.dtype == leaf.dtype
-            and found.shape == leaf.shape
-            and found.tobytes() == np.ascontiguousarray(leaf).tobytes()
-            for found, leaf in pairs
+            received.dtype == leaf.dtype
+            and received.shape == leaf.shape
+            and received.tobytes() == np.ascontiguousarray(leaf).tobytes()
+            for received, leaf in pairs
         )
 
 

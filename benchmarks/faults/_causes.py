@@ -84,7 +84,7 @@ def _size_of(result: Result) -> tuple[int, int]:
 
 
 def explained(
-    found: Sequence[Group],
+    found_groups: Sequence[Group],
     configuration: Configuration,
     *,
     seconds: float,
@@ -99,10 +99,10 @@ def explained(
     causes: dict[str, list[Group]] = {}
     optimised = Configuration(configuration.python, configuration.shardy, True)
     with Child(configuration) as child, Child(optimised) as default:
-        for group in found:
+        for group in found_groups:
             case = from_json(group.first.case)
-            told = once(child, case, explain=True)
-            cause = cause_of(told, group.key[0], case)
+            outcome = once(child, case, explain=True)
+            cause = cause_of(outcome, group.key[0], case)
             progress(f"{case.program.name}: {cause}, {len(group.results)} cases")
             causes.setdefault(cause, []).append(group)
         entries = []
@@ -128,9 +128,9 @@ def _minimised(group: Group, child: Child, seconds: float) -> dict[str, Any]:
         return is_alike(once(child, case), outcome)
 
     smallest, tried = minimised(from_json(group.first.case), fails, seconds)
-    told = once(child, smallest, explain=True)
+    explained_outcome = once(child, smallest, explain=True)
     return {
-        "outcome": told,
+        "outcome": explained_outcome,
         "candidates tried": tried,
         "minimal": to_json(smallest),
         "first": group.first.case,
@@ -143,13 +143,13 @@ def once(child: Child, case: Case, **options: Any) -> Mapping[str, Any]:
     return result.outcome
 
 
-def cause_of(told: Mapping[str, Any], symptom_text: str, case: Case) -> str:
+def cause_of(outcome: Mapping[str, Any], symptom_text: str, case: Case) -> str:
     """The cause in words: what refutes the program, or the equation that differs."""
     if symptom_text != "wrong":
         return symptom_text
-    refutation = told.get("refutation")
+    refutation = outcome.get("refutation")
     if refutation:
         return f"wrong: {plain(refutation['fault'])[:80]}"
-    if told.get("equation"):
-        return f"wrong: first at {told['equation']}"
+    if outcome.get("equation"):
+        return f"wrong: first at {outcome['equation']}"
     return f"wrong: {case.program.name}"

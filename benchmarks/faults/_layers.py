@@ -137,8 +137,8 @@ def _operand(array: str, sizes: Mapping[str, int]) -> Operand:
 
 def _size(token: str, sizes: Mapping[str, int]) -> int:
     """The size that a token such as `b`, `4`, `2*d` or `t+1` stands for."""
-    known = {str(size): size for size in range(100)} | dict(sizes)
+    size_by_factor = {str(size): size for size in range(100)} | dict(sizes)
     return sum(
-        math.prod(known[factor] for factor in term.split("*"))
+        math.prod(size_by_factor[factor] for factor in term.split("*"))
         for term in token.split("+")
     )

@@ -94,10 +94,10 @@ def _changed(lines: list[str], kind: str, number: int, *changed: str) -> Mutatio
 
 def _pairs(lines: list[str], devices: int, draws: random.Random) -> Iterator[Mutation]:
     for line in instructions(lines):
-        found = _PAIRS.search(lines[line.number])
-        if line.opcode != "collective-permute" or found is None:
+        pairs_match = _PAIRS.search(lines[line.number])
+        if line.opcode != "collective-permute" or pairs_match is None:
             continue
-        pairs = [(int(a), int(b)) for a, b in _PAIR.findall(found[1])]
+        pairs = [(int(a), int(b)) for a, b in _PAIR.findall(pairs_match[1])]
         if len(pairs) < 2:
             continue
         first, second = draws.sample(range(len(pairs)), 2)
@@ -133,10 +133,10 @@ def _groups(lines: list[str], devices: int, draws: random.Random) -> Iterator[Mu
 
 
 def _rows(line: str) -> list[list[int]]:
-    found = _LISTED.search(line)
-    if found is None:
+    listed_match = _LISTED.search(line)
+    if listed_match is None:
         return []
-    listed = found[1][1:-1].split("},{")
+    listed = listed_match[1][1:-1].split("},{")
     return [[int(device) for device in row.split(",")] for row in listed if row]
 
 
@@ -168,20 +168,20 @@ def _doubled(
 
 
 def _offset(lines: list[str], devices: int, draws: random.Random) -> Iterator[Mutation]:
-    known = {line.name: line for line in instructions(lines)}
+    line_by_name = {line.name: line for line in instructions(lines)}
     read = {
         line.operands[0]
-        for line in known.values()
+        for line in line_by_name.values()
         if line.opcode == "dynamic-slice"
         and line.operands
         and line.result.split("{")[0].endswith("[1]")
     }
-    for name in sorted(read & set(known)):
-        line = known[name]
-        found = _TABLE.search(lines[line.number])
-        if line.opcode != "constant" or found is None:
+    for name in sorted(read & set(line_by_name)):
+        line = line_by_name[name]
+        table_match = _TABLE.search(lines[line.number])
+        if line.opcode != "constant" or table_match is None:
             continue
-        entries = [entry.strip() for entry in found[1].split(",")]
+        entries = [entry.strip() for entry in table_match[1].split(",")]
         places = [place for place, entry in enumerate(entries) if entry != entries[0]]
         if not places:
             continue
@@ -193,13 +193,13 @@ def _offset(lines: list[str], devices: int, draws: random.Random) -> Iterator[Mu
 
 
 def _order(lines: list[str], devices: int, draws: random.Random) -> Iterator[Mutation]:
-    known: dict[str, Line] = {}
+    line_by_name: dict[str, Line] = {}
     for line in instructions(lines):
-        known[line.name] = line
+        line_by_name[line.name] = line
         if line.opcode in _UNORDERED or line.opcode.startswith("collective"):
             continue
         for operand in line.operands:
-            source = known.get(operand)
+            source = line_by_name.get(operand)
             if source is None or source.opcode in _UNORDERED:
                 continue
             if "[]" in source.result or source.result.startswith("pred"):

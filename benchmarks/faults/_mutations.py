@@ -33,12 +33,12 @@ class Original(NamedTuple):
 
 def original(case: Case) -> tuple[Original | None, str]:
     """The partitioned program of a case, or `None` and why it does not count."""
-    given = arguments(case.program, shapes_between(case.program)[-1])
+    values = arguments(case.program, shapes_between(case.program)[-1])
     devices = mesh_of(case.layout.mesh).size
-    text, whole = texts(case, given)
+    text, whole = texts(case, values)
     if not is_whole(text):
         return None, "constants are not written out"
-    arrays = placed(case, given)
+    arrays = placed(case, values)
     results = run(text, arrays, devices)
     if difference(results, shards(sharded(case)(*arrays))) > UNCHANGED:
         return None, "its text gives other numbers than jit"

@@ -113,23 +113,23 @@ def compare(results: list[np.ndarray], expected: list[Expected]) -> dict[str, An
     """
     worst: dict[str, Any] = {"outcome": "right", "error": 0.0}
     is_compared = False
-    for place, (result, one) in enumerate(zip(results, expected, strict=True)):
-        if result.shape != one.reference.shape:
+    for place, (result, expectation) in enumerate(zip(results, expected, strict=True)):
+        if result.shape != expectation.reference.shape:
             return {"outcome": "wrong", "error": float("inf"), "result": place}
-        if not one.is_stable:
+        if not expectation.is_stable:
             continue
         is_compared = True
-        difference = _largest(result, one.reference)
-        same_kind = np.isfinite(result) == np.isfinite(one.alone)
-        if difference <= one.allowed and np.all(same_kind):
+        difference = _largest(result, expectation.reference)
+        same_kind = np.isfinite(result) == np.isfinite(expectation.alone)
+        if difference <= expectation.allowed and np.all(same_kind):
             continue
-        scale = max(_magnitude(one.reference), 1e-30)
+        scale = max(_magnitude(expectation.reference), 1e-30)
         error = difference / scale if np.all(same_kind) else float("inf")
         if error >= worst["error"]:
             worst = {
                 "outcome": "wrong",
                 "error": float(f"{error:.3g}"),
-                "allowed": float(f"{one.allowed / scale:.3g}"),
+                "allowed": float(f"{expectation.allowed / scale:.3g}"),
                 "result": place,
             }
     if not is_compared:
@@ -198,8 +198,8 @@ def function_of(program: Program, layout: Layout | None) -> Callable[..., Any]:
             x = constrain(x, None if layout is None else layout.between[place])
         return x
 
-    def gradient(*given: Any) -> Any:
-        *arrays, cotangent = given
+    def gradient(*arrays_and_cotangent: Any) -> Any:
+        *arrays, cotangent = arrays_and_cotangent
         places = float_places(program)
 
         def loss(*floats: Any) -> Any:

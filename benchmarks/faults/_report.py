@@ -215,8 +215,12 @@ def _verdict_rows(documents: Mapping[str, Mapping[str, Any]]) -> list[str]:
         if not counts:
             continue
         what = "mutations" if "mutations" in data else "layouts"
-        told = ", ".join(f"{words}: {count:,}" for words, count in counts.items())
-        lines.append(f"- `verify` on {what}, JAX {data['versions']['jax']}: {told}.")
+        verdict_counts = ", ".join(
+            f"{words}: {count:,}" for words, count in counts.items()
+        )
+        lines.append(
+            f"- `verify` on {what}, JAX {data['versions']['jax']}: {verdict_counts}."
+        )
     return lines
 
 

@@ -97,8 +97,10 @@ def run(text: str, arguments: list[jax.Array], devices: int) -> list[list[np.nda
     )
     build.debug_options.xla_disable_hlo_passes = PARTITIONERS
     build.debug_options.xla_backend_optimization_level = 0
-    own = xla_client.DeviceList(tuple(jax.devices()[:devices]))
-    executable = jax.devices()[0].client.compile_and_load(stablehlo, own, options)
+    device_list = xla_client.DeviceList(tuple(jax.devices()[:devices]))
+    executable = jax.devices()[0].client.compile_and_load(
+        stablehlo, device_list, options
+    )
     results = executable.execute_sharded(arguments)
     by_result = results.disassemble_into_single_device_arrays()
     return [[np.asarray(array) for array in arrays] for arrays in by_result]

@@ -78,10 +78,10 @@ def _refutation(refutation: testing.Refutation) -> dict[str, str]:
 def structs(case: Case) -> list[jax.ShapeDtypeStruct]:
     """The arguments of a case as structs on its mesh."""
     mesh = mesh_of(case.layout.mesh)
-    given = arguments(case.program, shapes_between(case.program)[-1])
+    values = arguments(case.program, shapes_between(case.program)[-1])
     return [
         jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding(mesh, spec))
-        for array, spec in zip(given, case.layout.arguments, strict=True)
+        for array, spec in zip(values, case.layout.arguments, strict=True)
     ]
 
 
@@ -92,10 +92,10 @@ def explanation(case: Case) -> dict[str, Any]:
     if "refutation" in judged_case:
         data["refutation"] = judged_case["refutation"]
     mesh = mesh_of(case.layout.mesh)
-    given = arguments(case.program, shapes_between(case.program)[-1])
+    values = arguments(case.program, shapes_between(case.program)[-1])
     placed = [
         jax.device_put(array, sharding(mesh, spec))
-        for array, spec in zip(given, case.layout.arguments, strict=True)
+        for array, spec in zip(values, case.layout.arguments, strict=True)
     ]
     try:
         checked = testing.check_step(sharded(case), *placed)

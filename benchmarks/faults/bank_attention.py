@@ -152,8 +152,8 @@ def paged_cache(pages, table):
 def rotary_halves(x, angles):
     cos = jnp.cos(angles)[:, None]
     sin = jnp.sin(angles)[:, None]
-    left, right = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+    first, right = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - right * sin, right * cos + first * sin], -1)
 
 
 @layer("rotary", x="b t h 2*k", angles="t k")
