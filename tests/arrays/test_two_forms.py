@@ -56,13 +56,13 @@ def same_form(out, tree):
 
 
 FORMS = pytest.mark.parametrize(
-    "of, given", [*it.product(["whole", "arrays"], repeat=2)]
+    "of, form", [*it.product(["whole", "arrays"], repeat=2)]
 )
 
 
 @FORMS
-def test_shard_and_reshard_give_back_the_form_they_got(of, given):
-    tree = forms()[given]
+def test_shard_and_reshard_give_back_the_form_they_got(of, form):
+    tree = forms()[form]
     rows = planned(of)
     columns = planned(of, COLUMNS)
     placed = shard(tree, rows)
@@ -85,8 +85,8 @@ def test_a_move_is_planned_between_plans_of_both_forms():
 
 
 @FORMS
-def test_save_and_load(of, given, tmp_path):
-    tree = forms()[given]
+def test_save_and_load(of, form, tmp_path):
+    tree = forms()[form]
     sharding_plan = planned(of)
     checkpoint.save(tmp_path / "first", shard(tree, sharding_plan), sharding_plan)
     loaded = checkpoint.load(tmp_path / "first", sharding_plan)
@@ -98,8 +98,8 @@ def test_save_and_load(of, given, tmp_path):
 
 
 @FORMS
-def test_filter_jit(of, given):
-    tree = forms()[given]
+def test_filter_jit(of, form):
+    tree = forms()[form]
     sharding_plan = planned(of)
     through = filter_jit(
         lambda tree: tree, in_shardings=(sharding_plan,), out_shardings=sharding_plan
@@ -110,9 +110,9 @@ def test_filter_jit(of, given):
 
 
 @FORMS
-def test_a_plan_is_read_for_either_form(of, given):
+def test_a_plan_is_read_for_either_form(of, form):
     sharding_plan = plan(forms()[of], MESH, paths=ROWS)
-    tree = forms()[given]
+    tree = forms()[form]
     again = ShardPlan.from_json(sharding_plan.to_json(), like=tree)
     assert jax.tree.structure(again.shardings) == jax.tree.structure(
         sharding_plan.shardings
@@ -120,7 +120,7 @@ def test_a_plan_is_read_for_either_form(of, given):
     assert [leaf.path for leaf in again.leaves] == [
         leaf.path for leaf in sharding_plan.leaves
     ]
-    assert (again.digest == sharding_plan.digest) == (of == given)
+    assert (again.digest == sharding_plan.digest) == (of == form)
     assert again.digest == plan(tree, MESH, paths=ROWS).digest
 
 

@@ -31,13 +31,13 @@ class Raises:
 
 
 @contextlib.contextmanager
-def outcome(wanted: Any) -> Iterator[Any]:
+def outcome(expected: Any) -> Iterator[Any]:
     """Yields what is wanted; where that is an error, demands it of the block."""
-    if isinstance(wanted, Raises):
-        with pytest.raises(wanted.error, match=wanted.match):
+    if isinstance(expected, Raises):
+        with pytest.raises(expected.error, match=expected.match):
             yield None
     else:
-        yield wanted
+        yield expected
 
 
 def entry(value: Any) -> Any:

@@ -220,13 +220,13 @@ sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24])
     st.sampled_from([2, 4, 6, 8, 16]),
     st.sampled_from([1, 2, 3]),
 )
-def test_refining_saves_memory_and_moves_nothing_else(shapes, wanted, t, d):
+def test_refining_saves_memory_and_moves_nothing_else(shapes, dims, t, d):
     tree = {
         f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float32)
         for i, shape in enumerate(shapes)
     }
     specs = []
-    for first, second in zip(wanted[::2], wanted[1::2], strict=True):
+    for first, second in zip(dims[::2], dims[1::2], strict=True):
         specs.append(
             P(
                 first or None,

@@ -131,7 +131,7 @@ def test_layouts_are_all_there():
 
 
 @pytest.mark.parametrize(
-    ("length", "fields", "wanted"),
+    ("length", "fields", "spec"),
     [
         (8, {}, P(("fsdp", "dp"), "sp", "tp")),
         # B42: in eformer a query of length 1 asks for sp by default.
@@ -147,11 +147,9 @@ def test_layouts_are_all_there():
         ),
     ],
 )
-def test_the_mode_of_a_hidden_state_follows_from_its_shape(length, fields, wanted):
+def test_the_mode_of_a_hidden_state_follows_from_its_shape(length, fields, spec):
     mode = infer_mode((2, length, 32), HiddenStateSharding.mode_dim)
-    assert (
-        resolve(HiddenStateSharding.axes, eformer(**fields), mode=mode).spec == wanted
-    )
+    assert resolve(HiddenStateSharding.axes, eformer(**fields), mode=mode).spec == spec
 
 
 def test_a_blocked_generation_rule_has_no_training_fallback():

@@ -26,12 +26,12 @@ MESHES = [
 ]
 
 
-def transfer(x, dst, *, lost=(), donate=False, way="host"):
+def transfer(x, dst, *, lost=(), donate=False, method="host"):
     """One array by one way, also where steps would lead there."""
     move_arguments = (*data_of(x.shape, x.dtype), x.sharding, dst, lost)
-    copies = way == "host"
+    copies = method == "host"
     work = assembly_between(*move_arguments, copies)
-    assert work.method == way or 0 in x.shape
+    assert work.method == method or 0 in x.shape
     return carry_out(
         Move("tiles", *move_arguments, copies, assembly=work), x, donate=donate
     )
@@ -86,7 +86,9 @@ def test_any_layout_to_any_other_on_any_devices(data):
     # Programs take seconds to compile.
     method = data.draw(st.sampled_from(15 * ["host"] + ["programs"]))
     expected = values((24, 24))
-    assert_is(transfer(jax.device_put(expected, src), dst, way=method), expected, dst)
+    assert_is(
+        transfer(jax.device_put(expected, src), dst, method=method), expected, dst
+    )
 
 
 @pytest.mark.parametrize("method", WAYS)
@@ -95,7 +97,9 @@ def test_every_rank_and_empty_dimensions(shape, method):
     src = NamedSharding(mesh((0, 1, 2, 3), (2, 2)), P("a") if shape else P())
     dst = NamedSharding(mesh((7, 3, 5), (3,)), P("a") if shape else P())
     expected = values(shape)
-    assert_is(transfer(jax.device_put(expected, src), dst, way=method), expected, dst)
+    assert_is(
+        transfer(jax.device_put(expected, src), dst, method=method), expected, dst
+    )
 
 
 @pytest.mark.parametrize("method", WAYS)
@@ -114,7 +118,9 @@ def test_every_dtype(dtype, method):
             0x7F81 if dtype == "bfloat16" else 0x7D, f"uint{8 * expected.itemsize}"
         )
         expected[:, 1] = odd.view(expected.dtype)
-    assert_is(transfer(jax.device_put(expected, src), dst, way=method), expected, dst)
+    assert_is(
+        transfer(jax.device_put(expected, src), dst, method=method), expected, dst
+    )
 
 
 @pytest.mark.parametrize("method", WAYS)
@@ -131,7 +137,7 @@ def test_memory_kinds_at_either_end(layouts, method):
     dst = NamedSharding(mesh((4, 2), (2,)), P(None, "a"), memory_kind=layouts[1])
     expected = values((8, 6))
     x = jax.device_put(expected, src)
-    moved = transfer(x, dst, way=method)
+    moved = transfer(x, dst, method=method)
     assert_is(moved, expected, dst)
     assert {shard.data.sharding.memory_kind for shard in moved.addressable_shards} == {
         layouts[1]
@@ -149,7 +155,7 @@ def test_donation_deletes_the_source_and_nothing_else(specs, method):
     expected = values((8, 8))
     x = jax.device_put(expected, src)
     shards = [shard.data for shard in x.addressable_shards]
-    moved = transfer(x, dst, donate=True, way=method)
+    moved = transfer(x, dst, donate=True, method=method)
     assert x.is_deleted()
     assert all(shard.is_deleted() for shard in shards)
     gc.collect()
@@ -191,7 +197,7 @@ def test_replicas_on_lost_devices_are_not_read(spec, donate, method):
     x = jax.make_array_from_single_device_arrays((8,), source, placed)
     target = NamedSharding(mesh(range(8), (8,)), P("a"))
     assert_is(
-        transfer(x, target, lost=tuple(devices[:3]), donate=donate, way=method),
+        transfer(x, target, lost=tuple(devices[:3]), donate=donate, method=method),
         expected,
         target,
     )

@@ -116,26 +116,30 @@ def test_lint_finds_a_planted_mistake_and_its_fix_mends_it(planted_code, planted
     assert findings == (), f"findings are left: {findings}"
 
 
-@pytest.mark.parametrize("told, planted", PLANTED)
-def test_all_fixes_of_a_mistake_hold_together(told, planted):
+@pytest.mark.parametrize("mistake, planted", PLANTED)
+def test_all_fixes_of_a_mistake_hold_together(mistake, planted):
     arguments = planted()
-    found = lint(arguments)
-    arguments = applied(found.fix, arguments)
+    findings = lint(arguments)
+    arguments = applied(findings.fix, arguments)
     after = lint(arguments)
-    before = {(one.code, one.where) for one in found}
-    assert not [one for one in after if (one.code, one.where) in before], after
+    before = {(finding.code, finding.where) for finding in findings}
+    assert not [
+        finding for finding in after if (finding.code, finding.where) in before
+    ], after
     # A rule for three kinds of arrays, each of which got a rule of its own, is left.
-    assert {one.code for one in after.worst("error")} <= {"shadowed-rule"}, after
+    assert {finding.code for finding in after.worst("error")} <= {"shadowed-rule"}, (
+        after
+    )
     if after.worst("error"):
         arguments = applied(after.fix, arguments)
     assert not lint(arguments).worst("error")
-    given = {
+    options = {
         key: value
         for key, value in arguments.items()
         if key not in ("replicated_bytes", "head_dim")
     }
-    if not isinstance(given["tree"], sfx.ShardPlan):
-        sfx.plan(given.pop("tree"), given.pop("mesh"), **given)
+    if not isinstance(options["tree"], sfx.ShardPlan):
+        sfx.plan(options.pop("tree"), options.pop("mesh"), **options)
 
 
 def test_every_kind_of_finding_is_planted_and_on_the_page():

@@ -36,10 +36,10 @@ def lines_with_errors(checker: str, files: list[Path]) -> list[set[int]]:
     name, *options = CHECKERS[checker]
     command = [str(Path(sys.executable).parent / name), *options, *map(str, files)]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    found = [
+    line_numbers = [
         re.findall(rf"{re.escape(file.name)}:(\d+):.*error", said) for file in files
     ]
-    return [set(map(int, lines)) for lines in found]
+    return [set(map(int, lines)) for lines in line_numbers]
 
 
 def with_wrong_types(source: str) -> tuple[str, set[int]]:
@@ -81,19 +81,19 @@ def main() -> int:
         mistakes.write_text(MISTAKES.read_text())
         files = {SIGNATURES: set(), USES: set(), copy: asserted, mistakes: refused}
         for checker in CHECKERS:
-            for (file, expected), found in zip(
+            for (file, expected), error_lines in zip(
                 files.items(), lines_with_errors(checker, [*files]), strict=True
             ):
-                as_expected = found == expected
+                as_expected = error_lines == expected
                 failed = failed or not as_expected
                 verdict = "as expected" if as_expected else "NOT as expected"
                 print(
-                    f"{checker}, {file.name}: errors on {len(found)} lines, {verdict}"
+                    f"{checker}, {file.name}: errors on {len(error_lines)} lines, {verdict}"
                 )
                 if not as_expected:
                     print(
-                        f"  missing: {sorted(expected - found)}, too many:"
-                        f" {sorted(found - expected)}"
+                        f"  missing: {sorted(expected - error_lines)}, too many:"
+                        f" {sorted(error_lines - expected)}"
                     )
     return int(failed)
 

@@ -121,8 +121,8 @@ def ends(draw):
 
 @given(ends(), st.sampled_from(KINDS), st.sampled_from(KINDS))
 @settings(max_examples=40, deadline=None)
-def test_a_live_array_gets_from_anywhere_to_anywhere(ends, source_kind, target_kind):
-    rank, result, spare = ends
+def test_a_live_array_gets_from_anywhere_to_anywhere(layouts, source_kind, target_kind):
+    rank, result, spare = layouts
     shardings = []
     counts = []
     for (sizes, dims, order), kind in zip(
