@@ -31,11 +31,11 @@ def results_of(ended, task, processes=(0, 1, 2, 3)):
     stored = [folder / f"{task}.{number}.pickle" for number in processes]
     missing = [
         outcomes[number].log
-        for number, one in zip(processes, stored, strict=True)
-        if not one.exists()
+        for number, path in zip(processes, stored, strict=True)
+        if not path.exists()
     ]
     assert not missing, missing[0]
-    return folder / task, [pickle.loads(one.read_bytes()) for one in stored]
+    return folder / task, [pickle.loads(path.read_bytes()) for path in stored]
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,9 @@ def test_processes_write_another_layout_and_read_it_back(job):
     folder, results = job
     arrays = checkpoint_worker.EXPORT.apply(checkpoint_worker.tree())
     for name in ("rows", "others"):
-        found = load_file(folder / f"{name}-mapped" / "model.safetensors")
-        assert found.keys() == arrays.keys() and all(
-            (found[path] == one).all() for path, one in arrays.items()
+        mapped = load_file(folder / f"{name}-mapped" / "model.safetensors")
+        assert mapped.keys() == arrays.keys() and all(
+            (mapped[path] == array).all() for path, array in arrays.items()
         )
         assert all(result[f"right.{name}.mapped"] for result in results)
     assert all("the source has no `row`" in result["map error"] for result in results)
@@ -81,16 +81,16 @@ def test_processes_write_another_layout_and_read_it_back(job):
 def test_one_process_reads_what_four_wrote(job):
     folder, _ = job
     mesh = Mesh(np.array(jax.devices()).reshape(8), ("x",))
-    made = shardfx.plan(
+    plan = shardfx.plan(
         checkpoint_worker.tree(), mesh, paths=PathRules.parse("rows->x, .*->replicate")
     )
     for name in ("rows", "others"):
-        loaded = checkpoint.load(folder / name, made)
+        loaded = checkpoint.load(folder / name, plan)
         assert all(
             np.array_equal(loaded[key], array)
             for key, array in checkpoint_worker.tree().items()
         )
-        assert checkpoint.saved_plan(folder / name)["rows"].spec != made["rows"].spec
+        assert checkpoint.saved_plan(folder / name)["rows"].spec != plan["rows"].spec
 
 
 def test_a_manager_of_processes_keeps_the_last_steps(job):
@@ -109,9 +109,9 @@ def test_a_manager_of_processes_keeps_the_last_steps(job):
         for name in ("run/step-3", "rows")
     ]
     assert specs[0] == specs[1]
-    found = load_file(folder / "numpy" / "model.safetensors")
+    saved = load_file(folder / "numpy" / "model.safetensors")
     assert all(
-        (found[path] == one).all() for path, one in checkpoint_worker.tree().items()
+        (saved[path] == array).all() for path, array in checkpoint_worker.tree().items()
     )
 
 
@@ -205,15 +205,14 @@ def test_a_process_that_does_not_come_is_named(quarrel):
 
 def test_only_those_who_hold_arrays_save_them(quarrel):
     for number, result in enumerate(quarrel[1]):
-        one, two = result["one process's"][0], result["two processes'"][0]
-        assert (one == "no error") == (number == 0) and (two == "no error") == (
-            number in (1, 2)
-        )
-        assert number == 0 or "they lie on process 0: call `save` there alone" in one
-        assert (
-            number in (1, 2)
-            or "they lie on processes 1, 2: call `save` there alone" in two
-        )
+        error_of_one = result["one process's"][0]
+        error_of_two = result["two processes'"][0]
+        assert (error_of_one == "no error") == (number == 0)
+        assert (error_of_two == "no error") == (number in (1, 2))
+        if number != 0:
+            assert "they lie on process 0: call `save` there alone" in error_of_one
+        if number not in (1, 2):
+            assert "they lie on processes 1, 2: call `save` there alone" in error_of_two
 
 
 def test_a_killed_process_is_missed(ended):
