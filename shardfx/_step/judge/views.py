@@ -231,8 +231,8 @@ def _cut_of(
 ) -> Cut | None:
     if axis is not None:
         return axis.cut
-    # Where nothing changes along a dimension of the whole value, any cut is right.
-    return context.cuts.whole(local_size) if local_size in (1, size) else None
+    # Of a dimension along which nothing changes, a smaller piece may be any.
+    return context.cuts.whole(size) if local_size == size else None
 
 
 def _regrouped(
