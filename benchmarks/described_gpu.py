@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.lib import _jax, xla_client
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jaxlib import _jax, xla_client  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # XLA's `GpuTargetConfigProto`.

@@ -1,9 +1,10 @@
 """Estimates of every case against what compilers made of it:
 `python -m benchmarks.unseen.judge cpu|v5e [group ...]`.
 
-The oracle is `benchmarks/results/unseen-*.json`, which `measure` wrote. Cases that are
-more than a thousandth off are listed, largest first, with the bytes of each kind that
-differ.
+The oracle is `benchmarks/results/unseen-*.json`, which `measure` wrote; for memory it
+is the HBM of `benchmarks/results/foreseen-v5e.json`, which `foreseen` wrote. Cases that
+are more than a thousandth off are listed, largest first, with the bytes of each kind
+that differ.
 """
 
 import argparse
@@ -25,19 +26,19 @@ from .measure import GROUPS, RESULTS
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("platform", choices=("cpu", "v5e"))
-    parser.add_argument("groups", nargs="*", default=["open", "sealed", "single"])
+    parser.add_argument("groups", nargs="*")
     parser.add_argument(
-        "--memory", action="store_true", help="judge `fit` of v5e, not traffic"
+        "--memory", action="store_true", help="judge `fit` by v5e's HBM, not traffic"
     )
     parser.add_argument(
         "--quiet", action="store_true", help="print the sums of each group alone"
     )
     flags = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    recorded = json.loads((RESULTS / f"unseen-{flags.platform}.json").read_text())[
-        "cases"
-    ]
-    for group in flags.groups:
+    oracle = "foreseen-v5e" if flags.memory else f"unseen-{flags.platform}"
+    recorded = json.loads((RESULTS / f"{oracle}.json").read_text())["cases"]
+    groups = ["open", "sealed"] if flags.memory else [*GROUPS]
+    for group in flags.groups or groups:
         began = time.perf_counter()
         judge = held if flags.memory else sent
         verdicts = [
@@ -69,11 +70,11 @@ def sent(case: Case, platform: str, recorded: Mapping[str, Any]) -> tuple[float,
 
 
 def held(case: Case, platform: str, recorded: Mapping[str, Any]) -> tuple[float, str]:
-    """How far off the memory of a case is."""
+    """How far off the HBM of a case is."""
     step, args = case.make(mesh_of(recorded))
     ours = fit(step, *args, chip=platform).peak_bytes
-    peak = recorded["memory_bytes"]["peak"]
-    return off_by(ours, peak), f"{ours:,} not {peak:,}"
+    hbm = recorded["peak_bytes"]
+    return off_by(ours, hbm), f"{ours:,} not {hbm:,}"
 
 
 def mesh_of(recorded: Mapping[str, Any]) -> AbstractMesh:

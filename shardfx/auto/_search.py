@@ -15,6 +15,7 @@ from .._ground.text import bytes_text, plural
 from .._rules import AxisRules
 from .._step import bytecode, explicit_mesh, without_mesh
 from ..cost._estimate import DIRECT, LARGEST
+from ..cost._foreseen import TEMPORARIES
 from ._asked import (
     SearchOptions,
     asked_for,
@@ -76,10 +77,10 @@ COMPILED = 12
 _NO_LIMITS = Limits()
 # With the least effort: the largest number of programs; the relative difference of two
 # estimated times below which both are partitioned; and the part of a device's memory
-# above which `fit`, which may be 18 % off, does not say that a step fits.
+# above which foreseen bytes do not say that a step fits.
 _FEW = 4
 _CLOSE = 1.05
-_DOUBTFUL = 0.82
+_DOUBTFUL = 1 / TEMPORARIES.most
 
 
 def search(

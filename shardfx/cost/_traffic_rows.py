@@ -95,6 +95,10 @@ class Traffic:
     - `rows`: the collectives, the largest first.
     - `devices`, `axes`: the number of devices that run the step, and the axes of its
       mesh; empty if no mesh is known.
+    - `basis`: "compiled": the rows are those of the compiler's own program. "foreseen":
+      those of the program that XLA's partitioner makes, which the compiler still
+      changes.
+    - `notes`: further notes, such as the bytes to expect in the place of foreseen ones.
     """
 
     __module__ = "shardfx.cost"
@@ -102,6 +106,8 @@ class Traffic:
     rows: tuple[TrafficRow, ...]
     devices: int
     axes: tuple[str, ...] = ()
+    basis: Literal["compiled", "foreseen"] = "compiled"
+    notes: tuple[str, ...] = ()
 
     @property
     def wire_bytes(self) -> int:
@@ -186,6 +192,7 @@ def text_of(
         *table([_HEADER, *cells], right=_NUMBERS, width=width, spare=_SPARE),
         total,
         *notes,
+        *made.notes,
     ]
 
 

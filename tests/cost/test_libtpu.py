@@ -16,6 +16,7 @@ from shardfx._step import TpuSlice, TpuTexts, libtpu, libtpu_worker, parse_hlo
 from shardfx._step.process import Worker
 from shardfx.cost import compile_for, estimate, fit
 from shardfx.cost._allocations import assigned_memory
+from shardfx.cost._foreseen import TEMPORARIES, WIRE
 from shardfx.errors import MeshError, ProgramError
 
 
@@ -113,6 +114,26 @@ def made():
     mesh = MeshSpec({"data": 8})
     x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
     return plan(x, mesh, paths=PathRules.parse(".*->data")).structs
+
+
+@without_libtpu
+def test_without_libtpu_an_estimate_is_foreseen():
+    sent = estimate(jnp.sum, made())
+    assert sent.basis == "foreseen" and sent.wire_bytes > 0
+    assert "\nForeseen: expect " in str(sent) and "measured steps.\n" in str(sent)
+    assert "libtpu is not installed: `pip install 'shardfx[aot]'`" in str(sent)
+    least, most = WIRE.of(1000)
+    assert 0 < least < 1000 <= most
+    gpu = estimate(jnp.sum, made(), compiler="gpu")
+    assert gpu.basis == "foreseen" and "the compiler for GPUs may send" in str(gpu)
+    cpu = estimate(jnp.sum, made(), compiler="cpu")
+    assert cpu.basis == "compiled" and cpu.notes == ()
+    nothing = estimate(jnp.sin, made())
+    assert str(nothing).startswith("no traffic") and nothing.basis == "foreseen"
+
+
+def test_temporaries_that_fit_on_chip_may_take_no_memory():
+    assert TEMPORARIES.of(2**20)[0] == 0 < TEMPORARIES.of(2**30)[0]
 
 
 @without_libtpu

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks._cost_suggestions import CHIP, MESH, changed, on_host, peak
-from shardfx import PathRules, chips, filter_jit, plan
+from shardfx import PathRules, filter_jit, plan
+from shardfx._ground.text import bytes_text
 from shardfx.cost import fit
 
 
@@ -103,24 +104,23 @@ def test_a_decode_step_shows_its_cache():
 
 def test_a_verdict_that_is_close_says_so(before):
     found, _ = before
-    near = dataclasses.replace(
-        found,
-        chip=dataclasses.replace(CHIP, usable_hbm_bytes=int(1.1 * found.peak_bytes)),
-    )
-    assert (
-        near.fits
-        and near.is_close
-        and "That is close for an estimate; `compile_for(" in str(near)
-    )
-    assert "MAY OR MAY NOT fit: as estimated, it fits tiny" in str(
-        near
-    ) and "Expect " in str(near)
-    over = dataclasses.replace(
-        found,
-        chip=dataclasses.replace(CHIP, usable_hbm_bytes=int(0.9 * found.peak_bytes)),
-    )
-    assert "MAY OR MAY NOT fit: as estimated, it does not fit tiny" in str(over)
-    assert not found.is_close and "close" not in str(found).split("largest")[0]
-    far = dataclasses.replace(found, chip=chips.find("h100"))
+    least, most = found.expected_bytes
+    assert least < found.peak_bytes < most
+
+    def on_chip_of(usable_bytes: int):
+        chip = dataclasses.replace(CHIP, usable_hbm_bytes=usable_bytes)
+        return dataclasses.replace(found, chip=chip)
+
+    near = on_chip_of((found.peak_bytes + most) // 2)
+    assert near.fits and near.is_close and "`compile_for(" in str(near)
+    assert "MAY OR MAY NOT fit: as foreseen, it fits tiny" in str(near)
+    over = on_chip_of((found.peak_bytes + least) // 2)
+    assert "MAY OR MAY NOT fit: as foreseen, it does not fit tiny" in str(over)
+    assert f"Foreseen: expect {bytes_text(least)} to {bytes_text(most)}." in str(over)
+    far = on_chip_of(most)
     assert far.fits and not far.is_close and "MAY" not in str(far)
+    never = on_chip_of(least - 1)
+    assert not never.fits and not never.is_close and "MAY" not in str(never)
     assert not dataclasses.replace(near, basis="compiled").is_close
+    compiled = dataclasses.replace(near, basis="compiled")
+    assert compiled.expected_bytes == (found.peak_bytes, found.peak_bytes)

@@ -14,6 +14,8 @@ from benchmarks import __main__ as command, _report
 from benchmarks._case import Apart, Case, Finding, Limit, Race, Rival, Skip, memcpy
 from benchmarks._progress import Progress
 from benchmarks._runner import Options, Record, run_suite
+from benchmarks.unseen.foreseen import RESULTS, held_range, pairs_of
+from shardfx.cost._foreseen import TEMPORARIES, WIRE
 
 
 OPTIONS = Options(quick=True, repeats=2, devices=[], flags=SimpleNamespace())  # pyright: ignore[reportArgumentType]
@@ -165,3 +167,22 @@ def test_every_suite_lists_cases_with_names_of_their_own(name):
         names = [entry.name for entry in entries]
         assert names
         assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    "number, measured", [("wire", WIRE), ("temporary", TEMPORARIES)]
+)
+def test_told_ranges_hold_what_was_measured(number, measured):
+    document = json.loads((RESULTS / "foreseen-v5e.json").read_text())
+    pairs = pairs_of(document["cases"], number)
+    held = [
+        pair
+        for pair in pairs
+        if measured.of(pair.foreseen)[0] <= pair.bytes <= measured.of(pair.foreseen)[1]
+    ]
+    assert len(document["cases"]) == measured.steps >= 60
+    assert len(held) >= 0.95 * len(pairs)
+    # They are no wider than that takes.
+    least, most = held_range(pairs, measured.on_chip_bytes)
+    assert measured.least == pytest.approx(least, abs=0.01)
+    assert measured.most == pytest.approx(most, abs=0.01)

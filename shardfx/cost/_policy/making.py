@@ -28,12 +28,16 @@ from ..._step import (
 )
 from ...topology import MeshSpec
 from .._counted import StepOnChip
-from .._fit import CLOSE
 from .._shardings import shardings_of
 from .choice import Costs, Point, Trial, chosen, point_of, with_offloads
 from .policy import Choice, Policy, PolicyRow, checkpointed
 from .recomputation import recomputation_of
 from .regions import DividedLoss, Placed, Region, ValueKey, divided
+
+
+# libtpu takes at most so much more than the foreseen bytes for 18 of the 19 steps above
+# 0.5 GiB in benchmarks/results/foreseen-v5e.json.
+_MARGIN = 0.18
 
 
 def policy(
@@ -248,7 +252,7 @@ class Question:
         memory = StepOnChip(step, self.chip).memory
         needed_bytes = memory.peak_bytes
         if not memory.is_counted:
-            needed_bytes *= 1 + CLOSE
+            needed_bytes *= 1 + _MARGIN
         return Trial(
             point=point,
             peak_bytes=int(needed_bytes),
