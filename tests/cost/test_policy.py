@@ -17,7 +17,7 @@ from shardfx.cost._policy.making import Question
 from shardfx.errors import OutOfMemoryError, PlanFormatError, PlanMismatchError
 
 
-WIDTH, HIDDEN, LAYERS, BATCH, LENGTH = 16, 32, 3, 4, 8
+WIDTH, HIDDEN, LAYERS, BATCH, LENGTH = 16, 32, 2, 4, 8
 SHAPES = {
     "qkv": (LAYERS, WIDTH, 3 * WIDTH),
     "up": (LAYERS, WIDTH, HIDDEN),
@@ -177,6 +177,15 @@ def test_the_choice_is_nearly_the_best_of_all_subsets():
         best = min(point.seconds for point in subsets if point.kept.bytes <= limit)
         start = next(point for point in points if point.kept.bytes <= limit)
         assert improved(costs, start, limit).seconds <= 1.03 * best
+
+
+def test_lines_are_those_of_the_user():
+    def loss(x):
+        y = jnp.where(x > 0, jnp.exp(x), x)
+        return jnp.sum(jax.nn.silu(y) ** 2)
+
+    costs = Question(loss, (jnp.ones((4, 4)),), chip_of(10**9)).costs
+    assert {key.line.partition(":")[0] for key in costs.keys} == {"test_policy.py"}
 
 
 def test_the_arguments_of_grad():

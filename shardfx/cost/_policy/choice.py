@@ -16,6 +16,11 @@ from .work import Work, total
 
 Keys = frozenset[ValueKey]
 
+# The shares of the values within loops, and of those outside, that a compiler stores at
+# least if nothing is checkpointed. libtpu stored 37 % of those of 48 unrolled layers,
+# and 25 % of those of 4.
+_LEAST_STACKED, _LEAST_OUTSIDE = 0.4, 0.2
+
 # Points that are carried on while values are taken away one by one.
 _WIDTH = 8
 
@@ -45,6 +50,14 @@ class Costs:
     def bytes_of(self, key: ValueKey) -> int:
         """The bytes of a value in one run of its region, on one device."""
         return max(one.bytes_of.get(key, 0) for one in self.recomputations)
+
+    @property
+    def stacked_bytes(self) -> int:
+        """The bytes that loops keep if nothing is checkpointed. Each iteration writes
+        its values into arrays, so compilers cannot compute them again by themselves.
+        """
+        bodies = [one for one in self.recomputations if one.is_body]
+        return sum(one.keeping(one.keys).bytes for one in bodies)
 
     @property
     def forward(self) -> Work:
@@ -187,8 +200,15 @@ def chosen(
     memory that is not for kept values.
     """
     points = frontier(costs)
-    best = _border(points, budget_bytes, other_bytes, try_point)
-    if best.point is points[0] or not best.fits:
+    stacked = costs.stacked_bytes
+    least_bytes = _LEAST_STACKED * stacked
+    least_bytes += _LEAST_OUTSIDE * (points[0].kept.bytes - stacked)
+    if other_bytes + least_bytes <= budget_bytes:
+        plain = try_point(points[0])
+        if plain.fits:
+            return plain
+    best = _border(points[1:], budget_bytes, other_bytes, try_point)
+    if not best.fits:
         return best
     limit = best.point.kept.bytes + budget_bytes - best.peak_bytes
     for _ in range(_MOST_EXCHANGES):

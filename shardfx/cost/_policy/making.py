@@ -155,16 +155,20 @@ class Question:
     def divided(self) -> DividedLoss:
         return divided(self.loss, (self.args, {}))
 
-    @ft.cached_property
-    def placed(self) -> tuple[Placed, ...]:
-        """The different regions of the loss. Equal ones are counted together."""
-        active = [
+    @property
+    def active(self) -> list[bool]:
+        """Whether each array of the arguments is differentiated."""
+        return [
             number in self.argnums and _is_float(leaf)
             for number, arg in enumerate(self.args)
             for leaf in array_leaves(arg)
         ]
+
+    @ft.cached_property
+    def placed(self) -> tuple[Placed, ...]:
+        """The different regions of the loss. Equal ones are counted together."""
         regions: dict[object, Placed] = {}
-        for placed in self.divided.program.placed(active):
+        for placed in self.divided.program.placed(self.active):
             types = tuple(str(var.aval) for var in placed.region.invars)
             kind = (*placed.region.all_keys, types, placed.active)
             before = regions.get(kind)

@@ -46,6 +46,7 @@ class Recomputation:
     """The values of a region that its backward pass needs, and how they are computed.
 
     - `count`: the number of times that the region runs.
+    - `is_body`: whether the region is the body of a loop.
     - `forward`: the work of one run of the region.
     - `values`, `operands`, `works`: the values, and the operands and the work of the
       equations that compute them.
@@ -53,6 +54,7 @@ class Recomputation:
     """
 
     count: int
+    is_body: bool
     forward: Work
     values: tuple[_Value, ...]
     operands: tuple[tuple[int, ...], ...]
@@ -142,6 +144,7 @@ def recomputation_of(
         works.append(work_of(equation).times(share))
     return Recomputation(
         count=placed.runs,
+        is_body=region.is_body,
         forward=total(map(work_of, region.jaxpr.eqns)),
         values=tuple(values),
         operands=tuple(operands),

@@ -7,6 +7,7 @@ jaxpr in which a region stands in place of its equations.
 
 import collections
 import dataclasses
+import functools as ft
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from ..._step import (
     carry_of,
     evaluated,
     frames_of,
+    is_library,
     opened,
     own_line,
     place_text,
@@ -248,21 +250,38 @@ def _flat(
     the calls.
     """
 
-    def run(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        return evaluated(jaxpr, consts, args, rule)
+    def run(
+        jaxpr: jex.Jaxpr,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        call: jex.JaxprEqn | None = None,
+    ) -> list[Any]:
+        return evaluated(jaxpr, consts, args, ft.partial(rule, call))
 
     def rule(
-        jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, operands: list[Any]
+        call: jex.JaxprEqn | None,
+        jaxpr: jex.Jaxpr,
+        equation: jex.JaxprEqn,
+        operands: list[Any],
     ) -> Sequence[Any]:
+        if call is not None and not _is_of_user(equation):
+            # JAX traces its own functions once, without the lines that call them.
+            equation = equation.replace(source_info=call.source_info)
         name = equation.primitive.name
         if name in CALLS and not _has_shardings(equation):
-            return run(*opened(equation.params[CALLS[name]]), operands)
+            return run(*opened(equation.params[CALLS[name]]), operands, equation)
         if name in SCANS:
             body = retraced(equation.params["jaxpr"], run)
             equation = equation.replace(params={**equation.params, "jaxpr": body})
         return applied(jaxpr, equation, operands)
 
     return jax.make_jaxpr(lambda *args: run(jaxpr, consts, args))(*args)
+
+
+def _is_of_user(equation: jex.JaxprEqn) -> bool:
+    """Whether a source line of the user's own program is known for an equation."""
+    frame = own_line(frames_of(equation))
+    return frame is not None and not is_library(frame)
 
 
 def _has_shardings(call: jex.JaxprEqn) -> bool:
