@@ -1,0 +1,384 @@
+"""Memory policies beside JAX's own and beside all others:
+`python -m benchmarks.policy times|models|subsets [--chip v5e] [--models N]`.
+
+`times` makes policies for 126 scanned layers and for 48 unrolled ones. `models` makes
+one for each of four budgets between what a model needs with everything computed again
+and with everything kept; beside it are JAX's stock policies, put around the same
+layers. `subsets` looks for a subset of a layer's values that needs less work and fits.
+Floating-point operations are those of the gradient's jaxpr, and memory is libtpu's
+count where it is installed.
+"""
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import shardfx as sfx
+from shardfx.cost._counted import StepOnChip
+from shardfx.cost._policy.choice import Point, frontier, point_of
+from shardfx.cost._policy.making import Question
+from shardfx.cost._policy.policy import Choice, checkpointed
+from shardfx.cost._policy.regions import ValueKey
+from shardfx.cost._policy.work import total, work_of
+
+
+BUDGETS = (0.1, 0.35, 0.6, 0.85)
+STOCK = {
+    name: getattr(jax.checkpoint_policies, name)
+    for name in (
+        "nothing_saveable",
+        "dots_saveable",
+        "dots_with_no_batch_dims_saveable",
+        "everything_saveable",
+    )
+}
+# Subsets that the compiler is asked about for one budget.
+_MOST_SUBSETS = 12
+Struct = jax.ShapeDtypeStruct
+
+
+class Model(NamedTuple):
+    """A loss, and its arguments as structs."""
+
+    loss: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def bf16(*shape: int) -> Struct:
+    return Struct(shape, jnp.bfloat16)
+
+
+def norm(x: jax.Array) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32**2, axis=-1, keepdims=True) + 1e-6)
+    return (x32 * scale).astype(x.dtype)
+
+
+def attention(
+    x: jax.Array, w: dict[str, jax.Array], heads: int, *, causal: bool = True
+) -> jax.Array:
+    batch, length, _ = x.shape
+
+    def split(name: str) -> jax.Array:
+        return (x @ w[name]).reshape(batch, length, heads, -1)
+
+    scores = jnp.einsum("bqhd,bkhd->bhqk", split("q"), split("k"))
+    scores = scores.astype(jnp.float32)
+    if causal:
+        mask = jnp.tril(jnp.ones((length, length), bool))
+        scores = jnp.where(mask, scores, -1e9)
+    weights = jax.nn.softmax(scores).astype(x.dtype)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, split("v"))
+    return mixed.reshape(batch, length, -1) @ w["o"]
+
+
+def gelu_mlp(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+    return jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+
+def gated_mlp(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+    return (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]
+
+
+def expert_mlp(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+    shares = jax.nn.softmax((x @ w["router"]).astype(jnp.float32)).astype(x.dtype)
+    hidden = jax.nn.gelu(jnp.einsum("btd,edf->ebtf", x, w["experts_up"]))
+    out = jnp.einsum("ebtf,efd->ebtd", hidden, w["experts_down"])
+    return jnp.einsum("ebtd,bte->btd", out, shares)
+
+
+def transformer(
+    mlp: Callable[..., jax.Array],
+    *,
+    layers: int,
+    width: int = 512,
+    hidden: int = 2048,
+    heads: int = 4,
+    batch: int = 8,
+    length: int = 512,
+    vocabulary: int = 0,
+    unrolled: bool = False,
+) -> Model:
+    """A transformer, with logits and their loss if `vocabulary` is not 0."""
+    shapes = {name: (width, width) for name in "qkvo"}
+    shapes |= {"up": (width, hidden), "down": (hidden, width)}
+    if mlp is gated_mlp:
+        shapes["gate"] = (width, hidden)
+    if mlp is expert_mlp:
+        experts = 4
+        shapes = {name: (width, width) for name in "qkvo"}
+        shapes["router"] = (width, experts)
+        shapes["experts_up"] = (experts, width, hidden // 2)
+        shapes["experts_down"] = (experts, hidden // 2, width)
+    params: dict[str, Any] = {
+        "layers": {name: bf16(layers, *shape) for name, shape in shapes.items()}
+    }
+    if vocabulary:
+        params["table"] = bf16(vocabulary, width)
+
+    def layer(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+        x = x + attention(norm(x), w, heads)
+        return x + mlp(norm(x), w)
+
+    def loss(params: dict[str, Any], batch: jax.Array) -> jax.Array:
+        x = params["table"][batch] if vocabulary else batch
+        if unrolled:
+            for number in range(layers):
+                names = params["layers"].items()
+                x = layer(x, {name: leaf[number] for name, leaf in names})
+        else:
+            x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["layers"])
+        x = norm(x)
+        if not vocabulary:
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+        logits = (x @ params["table"].T).astype(jnp.float32)
+        chosen = jnp.take_along_axis(logits, batch[..., None], axis=-1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
+
+    tokens = Struct((batch, length), jnp.int32)
+    data = tokens if vocabulary else bf16(batch, length, width)
+    return Model(loss, (params, data))
+
+
+def perceptron(*, layers: int, width: int, batch: int) -> Model:
+    def loss(params: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(norm(x) @ w), None
+
+        y, _ = jax.lax.scan(layer, x, params)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    return Model(loss, (bf16(layers, width, width), bf16(batch, width)))
+
+
+def convolutions(*, layers: int, channels: int, batch: int, size: int) -> Model:
+    def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=numbers
+        )
+
+    def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        def block(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+            hidden = jax.nn.relu(convolved(norm(x), w["first"]))
+            return x + convolved(hidden, w["second"]), None
+
+        y, _ = jax.lax.scan(block, x, params)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    kernel = bf16(layers, 3, 3, channels, channels)
+    image = bf16(batch, size, size, channels)
+    return Model(loss, ({"first": kernel, "second": kernel}, image))
+
+
+def models() -> dict[str, Callable[[], Model]]:
+    return {
+        "gelu, scanned": lambda: transformer(gelu_mlp, layers=12),
+        "gated, scanned, logits": lambda: transformer(
+            gated_mlp, layers=12, vocabulary=32000
+        ),
+        "experts, scanned": lambda: transformer(expert_mlp, layers=8),
+        "perceptron": lambda: perceptron(layers=24, width=2048, batch=8192),
+        "convolutions": lambda: convolutions(
+            layers=12, channels=256, batch=16, size=32
+        ),
+        "gelu, unrolled": lambda: transformer(gelu_mlp, layers=4, unrolled=True),
+        "gated, long": lambda: transformer(
+            gated_mlp, layers=8, batch=1, length=4096, heads=8
+        ),
+        "gelu, wide": lambda: transformer(
+            gelu_mlp, layers=6, width=2048, hidden=8192, heads=16
+        ),
+        "gated, unrolled, logits": lambda: transformer(
+            gated_mlp, layers=4, unrolled=True, vocabulary=32000
+        ),
+        "gelu, many": lambda: transformer(gelu_mlp, layers=64, width=256, hidden=1024),
+        "experts, logits": lambda: transformer(expert_mlp, layers=8, vocabulary=32000),
+        "gated, short": lambda: transformer(gated_mlp, layers=12, batch=64, length=128),
+    }
+
+
+class Counted(NamedTuple):
+    """The floating-point operations and the memory of a gradient."""
+
+    flops: float
+    peak_bytes: int
+    fits_chip: bool
+
+
+def counted(question: Question, step: Any) -> Counted:
+    memory = StepOnChip(step, question.chip).memory
+    flops = total(map(work_of, step.traced.jaxpr.jaxpr.eqns)).flops
+    return Counted(flops, memory.peak_bytes, not memory.out_of_memory)
+
+
+def of_point(question: Question, point: Point) -> Counted:
+    choices = question.choices_of(point)
+    return counted(question, question.step(lambda one: checkpointed(choices, one)))
+
+
+def stock(question: Question) -> Iterator[tuple[str, Counted]]:
+    """Each stock policy around the layers: the regions that run more than once."""
+    repeated = {
+        tuple(placed.region.all_keys) for placed in question.placed if placed.runs > 1
+    }
+    for name, policy in STOCK.items():
+
+        def function(region: Any, policy: Any = policy) -> Callable[..., Any]:
+            def plain(*arrays: Any) -> list[Any]:
+                return region.named(arrays, lambda _key: False)
+
+            if tuple(region.all_keys) not in repeated:
+                return plain
+            return jax.checkpoint(plain, policy=policy, prevent_cse=not region.is_body)
+
+        yield name, counted(question, question.step(function))
+
+
+def judged(name: str, make: Callable[[], Model], chip_name: str) -> None:
+    model = make()
+    chip = sfx.chips.find(chip_name)
+    question = Question(model.loss, model.args, chip)
+    points = frontier(question.costs)
+    least, most = (of_point(question, point) for point in (points[-1], points[0]))
+    others = dict(stock(question))
+    others["nothing is checkpointed"] = most
+    print(f"{name} on {chip_name}: {_mib(least)} to {_mib(most)}", flush=True)
+    for other, numbers in others.items():
+        print(f"    {other:34} {_mib(numbers):>12} {numbers.flops:.4g}", flush=True)
+    for share in BUDGETS:
+        budget = int(least.peak_bytes + share * (most.peak_bytes - least.peak_bytes))
+        start = time.perf_counter()
+        policy = sfx.cost.policy(
+            model.loss,
+            *model.args,
+            chip=chip,
+            leave_bytes=chip.usable_hbm_bytes_per_device - budget,
+        )
+        seconds = time.perf_counter() - start
+        ours = counted(question, _step_under(question, policy))
+        fitting = [
+            numbers.flops for numbers in others.values() if numbers.peak_bytes <= budget
+        ]
+        ratio = ours.flops / min(fitting) if fitting else float("nan")
+        verdict = "under" if ours.peak_bytes <= budget else "OVER"
+        print(
+            f"  budget {budget / 2**20:9.1f} MiB: {_mib(ours):>12} {verdict},"
+            f" {ours.flops:.4g} FLOPs, {ratio:.3f} of the best stock policy,"
+            f" {seconds:.1f} s",
+            flush=True,
+        )
+
+
+def _step_under(question: Question, policy: sfx.cost.Policy) -> Any:
+    choices: dict[ValueKey, Choice] = {row.key: row.choice for row in policy.rows}
+    return question.step(lambda region: checkpointed(choices, region))
+
+
+def _mib(numbers: Counted) -> str:
+    return f"{numbers.peak_bytes / 2**20:.1f} MiB"
+
+
+def subsets(chip_name: str) -> None:
+    """Looks for subsets of the values of a layer that need less work than the choice
+    and fit too.
+    """
+    chip = sfx.chips.find(chip_name)
+    model = transformer(gelu_mlp, layers=12)
+    question = Question(model.loss, model.args, chip)
+    costs = question.costs
+    points = frontier(costs)
+    values = sorted(set().union(*(point.kept.used for point in points)))
+    everything = {
+        point.kept.used: point
+        for count in range(len(values) + 1)
+        for subset in itertools.combinations(values, count)
+        for point in [point_of(costs, frozenset(subset))]
+    }
+    print(f"{len(values)} values, {len(everything):,} different subsets", flush=True)
+    least, most = (of_point(question, point) for point in (points[-1], points[0]))
+    for share in BUDGETS:
+        budget = int(least.peak_bytes + share * (most.peak_bytes - least.peak_bytes))
+        policy = sfx.cost.policy(
+            model.loss,
+            *model.args,
+            chip=chip,
+            leave_bytes=chip.usable_hbm_bytes_per_device - budget,
+        )
+        choice = point_of(
+            costs, frozenset(row.key for row in policy.rows if row.choice == "keep")
+        )
+        # Memory beside kept values differs little between subsets.
+        limit = choice.kept.bytes + 1.05 * (budget - policy.peak_bytes)
+        better = sorted(
+            (
+                point
+                for point in everything.values()
+                if point.kept.work.flops < choice.kept.work.flops
+                and point.kept.bytes <= limit
+            ),
+            key=lambda point: point.kept.work.flops,
+        )
+        best = choice.kept.work.flops
+        for point in better[:_MOST_SUBSETS]:
+            if of_point(question, point).peak_bytes <= budget:
+                best = point.kept.work.flops
+                break
+        forward = costs.forward.flops
+        ratio = (3 * forward + choice.kept.work.flops) / (3 * forward + best)
+        print(
+            f"budget {budget / 2**20:.1f} MiB: {len(better)} subsets may be better,"
+            f" FLOPs of the choice over the best: {ratio:.4f}",
+            flush=True,
+        )
+
+
+def times(chip_name: str, part: str) -> None:
+    for name, model in (
+        (
+            "126 scanned layers",
+            transformer(
+                gated_mlp, layers=126, width=1024, hidden=4096, vocabulary=32000
+            ),
+        ),
+        (
+            "48 unrolled layers",
+            transformer(gated_mlp, layers=48, unrolled=True, batch=64),
+        ),
+    ):
+        if part not in name:
+            continue
+        start = time.perf_counter()
+        cpu = time.process_time()
+        policy = sfx.cost.policy(model.loss, *model.args, chip=chip_name)
+        print(
+            f"{name}: {time.perf_counter() - start:.1f} s, of which this process"
+            f" computes {time.process_time() - cpu:.1f} s\n{policy}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    parser = argparse.ArgumentParser(prog="benchmarks.policy", description=__doc__)
+    parser.add_argument("what", choices=("times", "models", "subsets"))
+    parser.add_argument("--chip", default="v5e")
+    parser.add_argument("--models", default="", help="parts of their names")
+    flags = parser.parse_args()
+    if flags.what == "times":
+        times(flags.chip, flags.models)
+    elif flags.what == "subsets":
+        subsets(flags.chip)
+    else:
+        for name, make in models().items():
+            if flags.models in name:
+                judged(name, make, flags.chip)
+
+
+if __name__ == "__main__":
+    main()
