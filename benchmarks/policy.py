@@ -105,7 +105,7 @@ def transformer(
     unrolled: bool = False,
 ) -> Model:
     """A transformer, with logits and their loss if `vocabulary` is not 0."""
-    shapes = {name: (width, width) for name in "qkvo"}
+    shapes: dict[str, tuple[int, ...]] = {name: (width, width) for name in "qkvo"}
     shapes |= {"up": (width, hidden), "down": (hidden, width)}
     if mlp is gated_mlp:
         shapes["gate"] = (width, hidden)
