@@ -77,10 +77,12 @@ def pieces_of(reads: Sequence[Read]) -> tuple[list[Piece], list[Rest]]:
         is_in_place = span.is_direct and all(
             [view.dtype == entry.dtype and view.flags.c_contiguous for view in views]
         )
-        memories = [flat(view) for view in views]
-        if not is_in_place:
-            rests.append(Rest(read, np.empty(span.nbytes, np.uint8)))
-            memories = [rests[-1].memory]
+        if is_in_place:
+            memories = [flat(view) for view in views]
+        else:
+            temporary = np.empty(span.nbytes, np.uint8)
+            rests.append(Rest(read, temporary))
+            memories = [temporary]
         offset = entry.offset + span.offset
         if span.runs > 1:
             # A span of several runs fills one memory.

@@ -80,6 +80,7 @@ TESTS = [
     loads.test_a_boolean_that_is_neither,
     loads.test_donating_one_replica_leaves_the_others,
     maps.test_blocks_of_fp8_are_scaled_on_the_way,
+    maps.test_elements_that_alternate_are_taken_apart_in_memory,
     maps.test_a_map_casts_to_what_a_file_can_hold,
     maps.test_keys_are_stacked_whole,
     maps.test_a_number_that_is_needed_several_times_in_a_leaf,
