@@ -94,6 +94,47 @@ def exchanged(
     return dict(texts), late
 
 
+def exchanged_at_call(
+    client: Any, name: str, text: str, seconds: float, me: int, processes: Sequence[int]
+) -> tuple[dict[int, str], str]:
+    """Like `exchanged`, for exchanges that go on after one that a process missed.
+
+    Each process counts its own calls, so a process that is late at one call is with the
+    others again at the next. Its late call ends as theirs did: it returns its own
+    number among the late processes.
+    """
+    if len(processes) == 1:
+        return {me: text}, ""
+    call = client.key_value_increment(f"{name}/calls/{me}", 1)
+    client.key_value_set(f"{name}/{call}/{me}", text)
+    until = time.monotonic() + seconds
+    texts: dict[int, str] = {}
+    missing = []
+    for process in processes:
+        wait_seconds = until - time.monotonic()
+        try:
+            texts[process] = client.blocking_key_value_get(
+                f"{name}/{call}/{process}", max(1, math.ceil(1000 * wait_seconds))
+            )
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith("DEADLINE_EXCEEDED"):
+                raise
+            missing.append(process)
+
+    given_up = f"{name}/{call}/late"
+    if missing:
+        client.key_value_set(given_up, named(missing), True)
+        return texts, named(missing)
+    try:
+        return texts, client.key_value_try_get(given_up)
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("NOT_FOUND"):
+            raise
+    # All have sent this text, so all have read the one before it.
+    client.key_value_delete(f"{name}/{call - 1}/{me}")
+    return texts, ""
+
+
 def named(processes: Sequence[int]) -> str:
     """The text that names processes by their numbers: "process 3" or "processes 1, 3"."""
     listed = ", ".join(map(str, processes[:16]))

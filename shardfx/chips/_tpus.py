@@ -272,7 +272,7 @@ GPUS: tuple[Chip, ...] = (
     _gpu(
         *("gb200", "NVIDIA GB200", 186, 184.31, 8e12, 900e9, _GB200),
         island=72,
-        host_link=0,
+        host_link=0.0,
         host_bytes_per_second="not known for one GPU of a superchip",
         hbm_bytes=f"{_SHEET}: 13.4 TB in a rack of 72; secondary for one GPU",
         flops_per_second=f"{_SHEET}, half of a superchip; float32 is TF32",

@@ -5,7 +5,7 @@ import types
 import jax
 
 from .._ground.errors import PlanMismatchError
-from .._ground.processes import coordination, exchanged, named
+from .._ground.processes import coordination, exchanged_at_call, named
 from .._plan import ShardPlan
 
 
@@ -58,7 +58,7 @@ class SharedOutcome:
         text = ""
         if error is not None:
             text = f"{type(error).__name__}: {error}"
-        texts, late = exchanged(
+        texts, late = exchanged_at_call(
             self._client,
             self._name,
             text[:_LONGEST_TEXT],

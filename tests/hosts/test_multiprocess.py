@@ -101,10 +101,11 @@ def test_a_batch_that_one_process_lacks_fails_on_all_that_ask(job):
                 f"PlanMismatchError: process {last} failed to make the batch, so no"
                 f" process has it. Process {last}: {short}"
             )
-            assert (
-                f"process {last} did not call `global_batch` with this plan and"
-                " `wait_seconds` within 1 s; call it on every process"
-            ) in shared["late"]
+        # The late process gives up as the others did.
+        assert (
+            f"process {last} did not call `global_batch` with this plan and"
+            " `wait_seconds` within 1 s; call it on every process"
+        ) in shared["late"]
         elsewhere = "no error"
         if index != 0:
             elsewhere = f"process {index} owns no device of the plan's mesh; call"

@@ -277,7 +277,12 @@ def test_a_constraint_that_is_not_followed_has_a_reason(
     sharding_plan = planned({}, mesh, axes=rules, mode=mode)
     x = jax.ShapeDtypeStruct(shape, "float32")
 
-    typed, decision = constrained(x, target, sharding_plan, False)
+    try:
+        typed, decision = constrained(x, target, sharding_plan, False)
+    except SpecError as error:
+        # A size that may count units has no decision: the error is the reason.
+        assert is_named and "If the dimension counts units" in str(error)
+        return
     turned = [why for why in decision.reasons if why.code is Code.reordered]
     others = tuple(why for why in decision.reasons if why not in turned)
     check(Decision(decision.spec, others), wishes, sizes)

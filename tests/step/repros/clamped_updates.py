@@ -22,7 +22,7 @@ def mended(x, row, start):
 
 def cases() -> Fault:
     # The last row of eight is row 7.
-    args = (normal(0, 8, 2), normal(1, 1, 2), np.int32(9))
+    args = (normal(0, 8, 2), normal(1, 1, 2), np.asarray(9, np.int32))
     specs = (ROWS, P(), P())
     wrong = {"forward": Case(lambda mesh: updated, args, MESH, specs, ROWS)}
     held = {
