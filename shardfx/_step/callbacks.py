@@ -220,8 +220,8 @@ def _plain_effects() -> Set[Any]:
 def _place(equation: jex.JaxprEqn) -> str:
     """The user's own source line of a callback, and the callback's name."""
     frames = frames_of(equation)
-    own = next((frame for frame in frames if not is_library(frame)), None)
-    return f"{place_text(own)}: `{CALLBACKS[equation.primitive.name]}`"
+    frame_of_user = next((frame for frame in frames if not is_library(frame)), None)
+    return f"{place_text(frame_of_user)}: `{CALLBACKS[equation.primitive.name]}`"
 
 
 def _lowered(

@@ -147,7 +147,7 @@ class Collective(NamedTuple):
     @property
     def group_size(self) -> int:
         """The number of devices in the largest replica group; 2 for a permute."""
-        return max(own.shape[1] for own in self.groups)
+        return max(members.shape[1] for members in self.groups)
 
     def wire_bytes(self, labels: np.ndarray) -> Fraction:
         """The bytes that enter a device, as the mean over all devices. `labels` has a
@@ -156,7 +156,8 @@ class Collective(NamedTuple):
         """
         received = KINDS[self.kind].received
         return sum(
-            (received(self.bytes, labels[own]) for own in self.groups), Fraction(0)
+            (received(self.bytes, labels[members]) for members in self.groups),
+            Fraction(0),
         ) / len(labels)
 
 
@@ -183,8 +184,8 @@ def channel_of(instruction: Instruction) -> int | None:
     """The `channel_id` of an instruction, which identifies its collective; `None` if it
     has no channel.
     """
-    found = re.search(r"\bchannel_id=(\d+)", instruction.structure)
-    return int(found[1]) if found else None
+    match = re.search(r"\bchannel_id=(\d+)", instruction.structure)
+    return int(match[1]) if match else None
 
 
 def _arrays(instruction: Instruction) -> tuple[Array, ...]:
@@ -205,12 +206,12 @@ def _arrays(instruction: Instruction) -> tuple[Array, ...]:
         return arrays
     # A permute with slice sizes sends only slices of its arrays.
     shapes = [
-        tuple(int(size) for size in own.split(",") if size)
-        for own in sliced[1].strip("{}").split("},{")
+        tuple(int(size) for size in sizes.split(",") if size)
+        for sizes in sliced[1].strip("{}").split("},{")
     ]
     return tuple(
-        Array(arrays[min(at, len(arrays) - 1)].dtype, shape)
-        for at, shape in enumerate(shapes)
+        Array(arrays[min(number, len(arrays) - 1)].dtype, shape)
+        for number, shape in enumerate(shapes)
     )
 
 
@@ -241,7 +242,7 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
     has_pairs = kind == "collective-permute" or _HAS_PAIRS in instruction.structure
     rows = (_pairs(instruction),) if has_pairs else _rows(instruction)
     members = (
-        [] if rows is None else np.concatenate([own.ravel() for own in rows]).tolist()
+        [] if rows is None else np.concatenate([row.ravel() for row in rows]).tolist()
     )
     if not has_pairs and len(set(members)) < len(members):
         raise ProgramError("a collective names a device twice")
@@ -268,17 +269,17 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
 
 
 def groups_by_size(rows: Sequence[Sequence[int]]) -> Groups:
-    return tuple(np.array(own) for own in together(rows, len).values())
+    return tuple(np.array(members) for members in together(rows, len).values())
 
 
 def _pairs(instruction: Instruction) -> np.ndarray:
     # The pairs of a `send` or `recv` can be in quotes.
-    found = _PAIRS.search(instruction.structure) or _PAIRS.search(
+    match = _PAIRS.search(instruction.structure) or _PAIRS.search(
         instruction.attributes.replace('"', "")
     )
-    if found is None:
+    if match is None:
         raise ProgramError("a permute does not say who sends to whom")
-    pairs = [(int(source), int(target)) for source, target in _PAIR.findall(found[1])]
+    pairs = [(int(source), int(target)) for source, target in _PAIR.findall(match[1])]
     return np.array([pair for pair in pairs if pair[0] != pair[1]], dtype=int).reshape(
         -1, 2
     )
@@ -310,13 +311,13 @@ def _iota(shape: str, order: str | None) -> np.ndarray:
 
 
 def _mesh_groups(mesh: str, order: str | None, used: str) -> np.ndarray:
-    wanted = {
+    parts = {
         name: (int(before or 1), int(part) if part else None)
         for name, before, part in _USED.findall(used)
     }
     shape, inside = [], []
     for name, size in _AXIS.findall(mesh):
-        before, part = wanted.get(name, (int(size), 1))
+        before, part = parts.get(name, (int(size), 1))
         part = int(size) if part is None else part
         inside.append(len(shape) + 1)
         shape += [before, part, int(size) // before // part]
@@ -369,13 +370,15 @@ class DevicePositions:
     def __init__(
         self,
         mesh: MeshSpec | Mesh | AbstractMesh | None,
-        own: int,
+        slice_devices: int,
         slices: int = 1,
         ids: Sequence[int] = (),
     ):
         spec = MeshSpec({}) if mesh is None else MeshSpec.of(mesh)
-        self.own = own = spec.size if mesh is not None and own == 1 else own
-        self.devices = own * slices if mesh is None else spec.size
+        self.own = slice_devices = (
+            spec.size if mesh is not None and slice_devices == 1 else slice_devices
+        )
+        self.devices = slice_devices * slices if mesh is None else spec.size
         self.names, self.numbers = spec.axis_names, np.arange(self.devices)
         self.slices: np.ndarray = np.zeros(self.devices, int)
         self.coordinates = np.zeros((0, self.devices))
@@ -391,21 +394,21 @@ class DevicePositions:
             ids = [device.id for device in mesh.devices.ravel()]
             for number, members in enumerate(topology.slices(mesh.devices)):
                 self.slices[[*members]] = number
-        if not self.slices.any() and self.devices == own * slices:
-            self.slices = self.numbers // own
+        if not self.slices.any() and self.devices == slice_devices * slices:
+            self.slices = self.numbers // slice_devices
         programs = [
             np.flatnonzero(self.slices == number)
             for number in range(self.slices.max() + 1)
         ]
-        if self.devices == own:
+        if self.devices == slice_devices:
             programs = [self.numbers]
-        if {len(one) for one in programs} != {own}:
+        if {len(program) for program in programs} != {slice_devices}:
             raise MeshError(
-                f"the program runs on {own * slices} devices, and the mesh {spec} has"
-                f" {self.devices}."
+                f"the program runs on {slice_devices * slices} devices, and the mesh"
+                f" {spec} has {self.devices}."
             )
         self.programs = np.stack(programs)
-        self.ids = {id_: at for at, id_ in enumerate(ids)}
+        self.ids = {id_: position for position, id_ in enumerate(ids)}
 
     def in_mesh(self, groups: Groups, number: int | None) -> Groups:
         """Converts replica groups of positions in one slice to groups of positions in
@@ -417,7 +420,8 @@ class DevicePositions:
             self.programs if number is None else self.programs[number : number + 1]
         )
         return tuple(
-            np.concatenate([program[own] for program in programs]) for own in groups
+            np.concatenate([program[members] for program in programs])
+            for members in groups
         )
 
     def numbers_of(self, ids: Sequence[int]) -> dict[int, int]:
@@ -433,13 +437,13 @@ class DevicePositions:
 
     def axes(self, collective: Collective) -> tuple[str, ...]:
         """The mesh axes along which the devices of a collective's replica group differ."""
-        found = np.zeros(len(self.names), dtype=bool)
-        for own in collective.groups:
-            members = self.coordinates[:, own]
-            found |= (members != members[:, :, :1]).any(axis=(1, 2))
+        varying = np.zeros(len(self.names), dtype=bool)
+        for group in collective.groups:
+            members = self.coordinates[:, group]
+            varying |= (members != members[:, :, :1]).any(axis=(1, 2))
         return tuple(
             name
-            for name, differs in zip(self.names, found.tolist(), strict=True)
+            for name, differs in zip(self.names, varying.tolist(), strict=True)
             if differs
         )
 
@@ -457,14 +461,14 @@ def is_transfer(instruction: Instruction) -> bool:
 def slices_of(module: HloModule) -> int:
     """The number of TPU slices between which a program has transfers; 1 if it has none."""
     instructions = (
-        one
+        instruction
         for computation in module.computations.values()
-        for one in computation.values()
+        for instruction in computation.values()
     )
     slices = {
         id_ // SLICE
-        for one in filter(is_transfer, instructions)
-        for row in _target(one)[0]
+        for instruction in filter(is_transfer, instructions)
+        for row in _target(instruction)[0]
         for id_ in row
     }
     return max(1, max(slices, default=1) - min(slices, default=1) + 1)
@@ -483,29 +487,31 @@ def _target(instruction: Instruction) -> tuple[list[list[int]], str]:
     """The groups of device ids that a transfer connects, and the kind of its
     collective, from its `recv`. Raises `ProgramError` if the `recv` does not name them.
     """
-    found = _TARGET.search(instruction.attributes)
-    if found is None or found[2] not in _KINDS:
+    match = _TARGET.search(instruction.attributes)
+    if match is None or match[2] not in _KINDS:
         raise ProgramError(
             "a transfer between slices does not say what goes whither:"
             f" {instruction.text:.300}"
         )
-    if product := _PRODUCT.match(found[1]):
+    if product := _PRODUCT.match(match[1]):
         slices, devices = (_numbers_in(part) for part in product.groups())
         return [
             [slice_ * SLICE + device for slice_ in slices] for device in devices
-        ], _KINDS[found[2]]
+        ], _KINDS[match[2]]
     rows = [
         [int(id_) for id_ in re.findall(r"\d+", row)]
-        for row in found[1][1:-1].split("},{")
+        for row in match[1][1:-1].split("},{")
     ]
-    return rows, _KINDS[found[2]]
+    return rows, _KINDS[match[2]]
 
 
 def _numbers_in(text: str) -> list[int]:
     """The numbers in a text that lists numbers and ranges: 0, 1, 2, 3 and 8 for the
     text `0:3,8`.
     """
-    ends = [[int(number) for number in part.split(":")] for part in text.split(",")]
+    ranges = [[int(number) for number in part.split(":")] for part in text.split(",")]
     return list(
-        itertools.chain.from_iterable(range(own[0], own[-1] + 1) for own in ends)
+        itertools.chain.from_iterable(
+            range(bounds[0], bounds[-1] + 1) for bounds in ranges
+        )
     )

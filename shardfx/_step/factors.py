@@ -131,10 +131,10 @@ def dtype_of(name: str) -> DType:
         return jnp.dtype("bool")
     if name in _COMPLEX:
         return jnp.dtype(_COMPLEX[name])
-    if found := re.fullmatch(r"(u?)i(\d+)", name):
-        return jnp.dtype(f"{found[1]}int{found[2]}")
-    if found := re.fullmatch(r"f(\d+)(E.*)", name):
-        return jnp.dtype(f"float{found[1]}_{found[2].lower()}")
+    if match := re.fullmatch(r"(u?)i(\d+)", name):
+        return jnp.dtype(f"{match[1]}int{match[2]}")
+    if match := re.fullmatch(r"f(\d+)(E.*)", name):
+        return jnp.dtype(f"float{match[1]}_{match[2].lower()}")
     return jnp.dtype(
         {"bf": "bfloat", "f": "float"}[name.rstrip("0123456789")] + name.lstrip("bf")
     )
@@ -180,13 +180,13 @@ def elementwise(ins: Shapes, outs: Shapes) -> Factors:
     same = tuple((dim,) for dim in range(len(shape)))
     others = len(shape)
     sizes, dims = list(shape), []
-    for one in (*ins, *outs):
-        if one == shape:
+    for sizes_of_array in (*ins, *outs):
+        if sizes_of_array == shape:
             dims.append(same)
         else:
-            dims.append(tuple((others + dim,) for dim in range(len(one))))
-            others += len(one)
-            sizes += one
+            dims.append(tuple((others + dim,) for dim in range(len(sizes_of_array))))
+            others += len(sizes_of_array)
+            sizes += sizes_of_array
     replicated = frozenset(range(len(shape), others))
     return Factors(
         tuple(sizes),
@@ -236,7 +236,7 @@ def _ragged_dot(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
     """
     text = str(operation.attributes["ragged_dot_dimension_numbers"])
     asked = {
-        name: [int(at) for at in dims.split(",") if at]
+        name: [int(dim) for dim in dims.split(",") if dim]
         for name, dims in re.findall(r"(\w+) = \[([\d, ]*)\]", text)
     }
     both = [
@@ -245,26 +245,29 @@ def _ragged_dot(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
         for kind in ("batching", "contracting")
     ]
     grouped = asked.get("rhs_group_dimensions", [])
-    left = list(range(len(ins[0])))
+    left_dims = list(range(len(ins[0])))
     right = [-1] * len(ins[1])
     for mine, its in (
         *zip(both[0], both[2], strict=True),
         *zip(both[1], both[3], strict=True),
     ):
         right[its] = mine
-    group, sizes = len(left), [*ins[0], ins[2][-1]]
+    group, sizes = len(left_dims), [*ins[0], ins[2][-1]]
     for dim in grouped:
         right[dim] = group
     for dim in range(len(right)):
         if right[dim] < 0:
             right[dim] = len(sizes)
             sizes.append(ins[1][dim])
-    free = [dim for dim in left if dim not in both[0] + both[1]]
+    free = [dim for dim in left_dims if dim not in both[0] + both[1]]
     own_of_right = [factor for factor in right if factor > group]
     out = [*([] if grouped else [group]), *both[0], *free, *own_of_right]
     if [sizes[factor] for factor in out] != list(outs[0]) or len(ins[2]) != 1:
         return opaque(ins, outs)
-    dims = [tuple((factor,) for factor in one) for one in (left, right, [group], out)]
+    dims = [
+        tuple((factor,) for factor in array_dims)
+        for array_dims in (left_dims, right, [group], out)
+    ]
     summed = frozenset([*both[1], group] if grouped else both[1])
     return Factors(tuple(sizes), tuple(dims[:3]), (dims[3],), summed)
 

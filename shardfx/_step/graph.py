@@ -52,9 +52,9 @@ def program_of(module: Module) -> Program:
         whole = module.operation.clone()
         passmanager.PassManager.parse(PASS).run(whole)
         functions = {
-            ir.StringAttr(one.attributes["sym_name"]).value: one.operation
-            for one in whole.regions[0].blocks[0].operations
-            if one.operation.name == "func.func"
+            ir.StringAttr(function.attributes["sym_name"]).value: function.operation
+            for function in whole.regions[0].blocks[0].operations
+            if function.operation.name == "func.func"
         }
         return _Walk(functions).program()
 
@@ -125,8 +125,8 @@ class _Walk:
         """
         pairs = itertools.zip_longest(values, sharding)
         return [
-            self.add(dataclasses.replace(_value(value.type), sharding=own))
-            for value, own in pairs
+            self.add(dataclasses.replace(_value(value.type), sharding=sharding))
+            for value, sharding in pairs
         ]
 
     def add(self, value: StepValue) -> int:
@@ -149,11 +149,13 @@ class _Walk:
         results. `arguments` are the numbers of the block's arguments. `outer` has the
         numbers of the values around the block.
         """
-        known = outer | dict(zip(block.arguments, arguments, strict=True))
+        numbers_of = outer | dict(zip(block.arguments, arguments, strict=True))
         *body, last = (inner.operation for inner in block.operations)
         for op in body:
-            known.update(zip(op.results, self.step(op, known, times), strict=True))
-        return [known[value] for value in last.operands]
+            numbers_of.update(
+                zip(op.results, self.step(op, numbers_of, times), strict=True)
+            )
+        return [numbers_of[value] for value in last.operands]
 
     def step(self, op: Op, known: _Known, times: float) -> Sequence[int]:
         """Adds an operation, or the operations that it calls, and returns the numbers
@@ -199,10 +201,10 @@ class _Walk:
         """Adds an operation with nothing to inline. If it has regions, they only
         combine two elements, as in a sum.
         """
-        taken, made = (
+        taken, outputs = (
             [self.values[number] for number in numbers] for numbers in (ins, outs)
         )
-        shapes = [value.shape for value in taken], [value.shape for value in made]
+        shapes = [value.shape for value in taken], [value.shape for value in outputs]
         factors = (
             of_rule(op.attributes[RULE])
             if RULE in op.attributes
@@ -210,7 +212,7 @@ class _Walk:
         )
         flops = flops_of(name, op, factors, *shapes) if factors else 0.0
         if name == "iota" or _is_free(name, taken, None if flops else factors):
-            for out, value in zip(outs, made, strict=True):
+            for out, value in zip(outs, outputs, strict=True):
                 self.values[out] = dataclasses.replace(value, free=True)
             if all(value.free for value in taken):
                 self.free_operands.update(dict.fromkeys(outs, ins))
@@ -234,9 +236,9 @@ class _Walk:
         self.count(ins, outs)
         first = {"dynamic_slice": 1, "dynamic_update_slice": 2}.get(name, len(ins))
         counted = tuple(
-            (dim, self.counters[at])
-            for dim, at in enumerate(ins[first:])
-            if at in self.counters
+            (dim, self.counters[number])
+            for dim, number in enumerate(ins[first:])
+            if number in self.counters
         )
         windows = op.attributes["dimension_numbers"] if name == "convolution" else None
         name, factors = (
@@ -266,11 +268,11 @@ class _Walk:
             and self.values[outs[0]].dtype.kind in "iu"
         )
         numbers = [value for value in ins if self.values[value].dtype.kind in "iu"]
-        known = all(
+        are_known = all(
             value in self.literals or value in self.counters for value in numbers
         )
         loops = [self.counters[value] for value in numbers if value in self.counters]
-        if scalar and known and loops:
+        if scalar and are_known and loops:
             self.counters[outs[0]] = loops[0]
 
     def identity(
@@ -343,38 +345,38 @@ class _Walk:
         if it is unknown. `test` and `body` are the blocks of the loop's condition and
         body, and `ins` are the initial values.
         """
-        given, ended = dict(zip(test.arguments, ins, strict=True)), _returned(body)
+        carried, ended = dict(zip(test.arguments, ins, strict=True)), _returned(body)
 
         def literal(value: ir.Value) -> int | None:
-            if value in given or value in known:
-                return self.literals.get((known | given)[value])
-            made = maker(value, "constant")
-            return None if made is None else _integer(made)
+            if value in carried or value in known:
+                return self.literals.get((known | carried)[value])
+            constant = maker(value, "constant")
+            return None if constant is None else _integer(constant)
 
         asked = maker(_returned(test)[0], "compare")
         if (
             asked is None
             or "LT" not in str(asked.attributes["comparison_direction"])
-            or asked.operands[0] not in given
+            or asked.operands[0] not in carried
         ):
             return None, None
         first, bound = asked.operands
-        order: list[ir.Value] = [*given]
-        at = order.index(first)
+        order: list[ir.Value] = [*carried]
+        place = order.index(first)
         if (
-            bound in given
+            bound in carried
             and ended[order.index(bound)] != body.arguments[order.index(bound)]
         ):
-            return None, at
-        counter = body.arguments[at]
-        added = maker(ended[at], "add")
+            return None, place
+        counter = body.arguments[place]
+        added = maker(ended[place], "add")
         if added is None or counter not in [*added.operands]:
             return None, None
         by = next((value for value in added.operands if value != counter), counter)
         start, stop, step = literal(first), literal(bound), literal(by)
         if start is None or stop is None or not step:
-            return None, at
-        return float(max(0, math.ceil((stop - start) / step))), at
+            return None, place
+        return float(max(0, math.ceil((stop - start) / step))), place
 
     def shard_map(
         self,
@@ -448,7 +450,7 @@ def _used(
     that no operation of `operations` computes.
     """
     live: set[int] = set()
-    kept = [False] * len(operations)
+    are_kept = [False] * len(operations)
 
     def add(values: Sequence[int]) -> None:
         stack = [*values]
@@ -463,19 +465,25 @@ def _used(
     while before != len(live):
         before = len(live)
         for number in range(len(operations) - 1, -1, -1):
-            made = operations[number]
+            operation = operations[number]
             # The next iteration of a loop reads this iteration's results instead of the
             # initial values.
-            read = (*made.outs, made.ins[1]) if made.name == "return" else made.outs
-            if not kept[number] and not live.isdisjoint(read):
-                kept[number] = True
-                add(made.ins)
+            read = (
+                (*operation.outs, operation.ins[1])
+                if operation.name == "return"
+                else operation.outs
+            )
+            if not are_kept[number] and not live.isdisjoint(read):
+                are_kept[number] = True
+                add(operation.ins)
     ended = (
-        dataclasses.replace(made, ins=tuple(filter(live.__contains__, made.ins)))
-        for made in operations
+        dataclasses.replace(
+            operation, ins=tuple(filter(live.__contains__, operation.ins))
+        )
+        for operation in operations
     )
     return [
-        made
-        for made, keep in zip(ended, kept, strict=True)
-        if keep or (made.name == "use" and made.ins)
+        operation
+        for operation, keep in zip(ended, are_kept, strict=True)
+        if keep or (operation.name == "use" and operation.ins)
     ]

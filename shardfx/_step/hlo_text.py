@@ -121,8 +121,8 @@ class Instruction(NamedTuple):
         """
         if self.opcode not in ("send", "recv"):
             return None
-        found = _RENDEZVOUS.search(self.attributes)
-        return found[1] or found[2] if found else None
+        match = _RENDEZVOUS.search(self.attributes)
+        return match[1] or match[2] if match else None
 
     @property
     def op_name(self) -> str:
@@ -153,8 +153,8 @@ class Instruction(NamedTuple):
             and "comp" not in text
         ):
             return
-        for attribute, several, one in _CALLED.findall(self.structure):
-            for name in several.split(",") if several else [one]:
+        for attribute, several, single in _CALLED.findall(self.structure):
+            for name in several.split(",") if several else [single]:
                 yield attribute, name.strip().lstrip("%")
 
 
@@ -188,10 +188,10 @@ class HloModule:
         """The call stack of the operation that was lowered to an instruction, innermost
         frame first.
         """
-        if found := _FRAME.search(instruction.attributes):
-            return self.stacks.get(int(found[1]), ())
-        if found := _OLD_SOURCE.search(instruction.attributes):
-            return (Frame(found[1], int(found[2] or 0), ""),)
+        if match := _FRAME.search(instruction.attributes):
+            return self.stacks.get(int(match[1]), ())
+        if match := _OLD_SOURCE.search(instruction.attributes):
+            return (Frame(match[1], int(match[2] or 0), ""),)
         return ()
 
 
@@ -213,7 +213,7 @@ def parse_hlo(text: str) -> HloModule:
         )
     header = text.partition("\n")[0]
     replicas, partitions = (
-        int(found[1]) if (found := form.search(header)) else 1
+        int(count[1]) if (count := form.search(header)) else 1
         for form in (_REPLICAS, _PARTITIONS)
     )
     if replicas > 1:
@@ -293,11 +293,11 @@ def _instruction(line: str) -> Instruction:
                 attributes=line[simple.end() :],
                 is_root=simple[1] is not None,
             )
-    found = _NAME.match(line)
-    start = found.end() if found else 0
+    match = _NAME.match(line)
+    start = match.end() if match else 0
     stop = _after_bracket(line, start) if line[start] == "(" else line.find(" ", start)
     opening = line.find("(", stop + 1)
-    if found is None or stop < 0 or opening < 0:
+    if match is None or stop < 0 or opening < 0:
         raise ProgramError(
             f"an instruction of the HLO module cannot be read: {line.strip():.300}"
         )
@@ -308,20 +308,20 @@ def _instruction(line: str) -> Instruction:
     if not operands and inside and opcode not in _NO_OPERANDS:
         operands = tuple(_BARE.findall(inside))
     return Instruction(
-        found[2], result, opcode, operands, inside, line[closing:], found[1] is not None
+        match[2], result, opcode, operands, inside, line[closing:], match[1] is not None
     )
 
 
-def _add_tuple_element(own: dict[str, Instruction], operand: str) -> None:
+def _add_tuple_element(instructions: dict[str, Instruction], operand: str) -> None:
     """If `operand` is a name such as `param#0`, adds an instruction with this name to
     the computation `own`: element 0 of the tuple `param`.
     """
     whole, mark, index = operand.rpartition("#")
-    if not mark or operand in own:
+    if not mark or operand in instructions:
         return
-    _add_tuple_element(own, whole)
-    part = parts_of(own[whole].result)[int(index)]
-    own[operand] = Instruction(
+    _add_tuple_element(instructions, whole)
+    part = parts_of(instructions[whole].result)[int(index)]
+    instructions[operand] = Instruction(
         operand,
         part,
         "get-tuple-element",
@@ -338,11 +338,11 @@ def parts_of(result: str) -> list[str]:
     """
     inside = result[1:-1] if result.startswith("(") else result
     depth, start, parts = 0, 0, []
-    for found in _BRACKET.finditer(inside):
-        depth += (found[0] in _OPENING) - (found[0] in _CLOSING)
-        if found[0] == "," and not depth:
-            parts.append(inside[start : found.start()].strip())
-            start = found.end()
+    for bracket in _BRACKET.finditer(inside):
+        depth += (bracket[0] in _OPENING) - (bracket[0] in _CLOSING)
+        if bracket[0] == "," and not depth:
+            parts.append(inside[start : bracket.start()].strip())
+            start = bracket.end()
     return [*parts, inside[start:].strip()]
 
 
@@ -356,10 +356,10 @@ def _after_bracket(line: str, opening: int) -> int:
     `opening`. Raises `ProgramError` if there is none.
     """
     depth = 0
-    for found in _BRACKET.finditer(line, opening):
-        depth += (found[0] in _OPENING) - (found[0] in _CLOSING)
+    for bracket in _BRACKET.finditer(line, opening):
+        depth += (bracket[0] in _OPENING) - (bracket[0] in _CLOSING)
         if not depth:
-            return found.end()
+            return bracket.end()
     raise ProgramError(
         f"an instruction of the HLO module is cut off: {line.strip():.300}"
     )
@@ -377,7 +377,7 @@ def _stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Frame, ...]]:
         ]
         for name in ("FileLocations", "StackFrames")
     )
-    found: dict[int, tuple[Frame, ...]] = {}
+    stacks: dict[int, tuple[Frame, ...]] = {}
     for number, row in enumerate(frames, start=1):
         place = places[row["file_location_id"] - 1]
         frame = Frame(
@@ -386,8 +386,8 @@ def _stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Frame, ...]]:
             functions[place["function_name_id"] - 1],
         )
         # XLA prints the number of the outer frame plus one; 1 means that there is none.
-        found[number] = (frame, *found.get(row["parent_frame_id"] - 1, ()))
-    return found
+        stacks[number] = (frame, *stacks.get(row["parent_frame_id"] - 1, ()))
+    return stacks
 
 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([^\]]*)\]")
@@ -412,10 +412,10 @@ class Array(NamedTuple):
         """The bits of one element. Raises `ProgramError` for a dtype of unknown size."""
         if self.dtype in _NO_MEMORY:
             return 0
-        found = _BITS.fullmatch("s8" if self.dtype == "pred" else self.dtype)
-        if found is None:
+        match = _BITS.fullmatch("s8" if self.dtype == "pred" else self.dtype)
+        if match is None:
             raise ProgramError(f"the size of `{self}` is not known")
-        return int(found[1])
+        return int(match[1])
 
     @property
     def bytes(self) -> Fraction:
@@ -428,13 +428,13 @@ def arrays_in(result: str) -> tuple[Array, ...]:
     """The arrays of a result type, with those inside tuples. Raises `ProgramError` for
     dimensions it cannot read.
     """
-    found = _ARRAY.findall(result)
-    for dtype, sizes in found:
+    matches = _ARRAY.findall(result)
+    for dtype, sizes in matches:
         if not _SIZES.match(sizes):
             raise ProgramError(f"the size of `{dtype}[{sizes}]` is not known")
     return tuple(
         Array(dtype, tuple(map(int, re.findall(r"\d+", sizes))))
-        for dtype, sizes in found
+        for dtype, sizes in matches
     )
 
 
@@ -445,12 +445,12 @@ def array_of(instruction: Instruction) -> Array:
 
 def index_of(instruction: Instruction) -> int | None:
     """The tuple index of a `get-tuple-element`; `None` for other instructions."""
-    found = (
+    match = (
         _INDEX.search(instruction.structure)
         if instruction.opcode == "get-tuple-element"
         else None
     )
-    return int(found[1]) if found else None
+    return int(match[1]) if match else None
 
 
 def root_of(computation: Mapping[str, Instruction]) -> Instruction:
@@ -492,15 +492,15 @@ def padded(shape: tuple[int, ...], tile: Tile) -> tuple[int, ...]:
     rows, columns = tile
     if len(shape) == 1:
         return (_up(shape[0], columns),)
-    found = []
+    shapes = []
     for last, second in itertools.permutations(range(len(shape)), 2):
         sizes = list(shape)
         sizes[last] = _up(sizes[last], columns)
         sizes[second] = _up(
             sizes[second], min(rows, 1 << (sizes[second] - 1).bit_length())
         )
-        found.append(tuple(sizes))
-    return min(found, key=math.prod)
+        shapes.append(tuple(sizes))
+    return min(shapes, key=math.prod)
 
 
 def _up(size: int, multiple: int) -> int:

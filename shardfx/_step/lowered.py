@@ -84,8 +84,10 @@ def maker(value: ir.Value, name: str) -> Op | None:
     """The operation that makes the value, if its name without the dialect is `name`,
     such as "add"; else `None`.
     """
-    made = None if isinstance(value.owner, ir.Block) else value.owner
-    return made if made is not None and made.name.rpartition(".")[2] == name else None
+    owner = None if isinstance(value.owner, ir.Block) else value.owner
+    return (
+        owner if owner is not None and owner.name.rpartition(".")[2] == name else None
+    )
 
 
 def is_callback(op: Op) -> bool:
@@ -102,28 +104,28 @@ def parameters(module: Module) -> tuple[tuple[Parameter, ...], tuple[Parameter, 
     """
     main = _main(module)
     arguments = main.regions[0].blocks[0].arguments
-    told = _attrs(main, "arg_attrs")
+    attributes = _attrs(main, "arg_attrs")
     taken = [
-        _parameter(_name(one.location), one.type, attrs)
-        for one, attrs in zip(arguments, told, strict=True)
+        _parameter(_name(argument.location), argument.type, attrs)
+        for argument, attrs in zip(arguments, attributes, strict=True)
     ]
     types = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).results
-    made = [
+    results = [
         _parameter("", kind, attrs)
         for kind, attrs in zip(types, _attrs(main, "res_attrs"), strict=True)
     ]
-    return tuple(taken), tuple(made)
+    return tuple(taken), tuple(results)
 
 
 def meshes(module: Module) -> dict[str, dict[str, int]]:
     """The axis sizes of each mesh of the module, by the mesh's name."""
-    found = {}
+    sizes_of = {}
     for op in module.operation.regions[0].blocks[0]:
         if op.operation.name == "sdy.mesh":
             name = ir.StringAttr(op.attributes["sym_name"]).value
             axes = map(sdy.MeshAxisAttr, sdy.MeshAttr(op.attributes["mesh"]).axes)
-            found[name] = {axis.name: axis.size for axis in axes}
-    return found
+            sizes_of[name] = {axis.name: axis.size for axis in axes}
+    return sizes_of
 
 
 def mesh_of_arguments(module: Module) -> str | None:
@@ -133,10 +135,10 @@ def mesh_of_arguments(module: Module) -> str | None:
     main = _main(module)
     for attrs in (*_attrs(main, "arg_attrs"), *_attrs(main, "res_attrs")):
         if "sdy.sharding" in attrs:
-            found = _REFERENCE.match(
+            match = _REFERENCE.match(
                 str(sdy.TensorShardingAttr(attrs["sdy.sharding"]).mesh_or_ref)
             )
-            return found[1] if found else None
+            return match[1] if match else None
     return None
 
 
@@ -159,22 +161,22 @@ def resharded(
     over a mesh that is not `mesh`.
     """
     # Typed keys have an empty mesh, which counts as none.
-    known = {name: sizes for name, sizes in meshes(module).items() if sizes}
+    declared = {name: sizes for name, sizes in meshes(module).items() if sizes}
     # Constraints name axes, so another mesh with the same axes may have other sizes.
     # The body of a `shard_map` has local shapes.
-    same = next((name for name, sizes in known.items() if [*sizes] == [*mesh]), None)
+    same = next((name for name, sizes in declared.items() if [*sizes] == [*mesh]), None)
     inside = _sharded_inside(module)
     if (
         inside
-        and known
+        and declared
         and (
             same is None
-            or len(known) > 1
-            or (known[same] != dict(mesh) and _MANUAL in inside)
+            or len(declared) > 1
+            or (declared[same] != dict(mesh) and _MANUAL in inside)
         )
     ):
         raise ProgramError(
-            f"the step constrains its arrays over a mesh of its own, {known}, so it"
+            f"the step constrains its arrays over a mesh of its own, {declared}, so it"
             f" cannot be laid out on {dict(mesh)}; take the constraints out, or let"
             " them follow the mesh."
         )
@@ -185,8 +187,8 @@ def resharded(
         clone.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(
             integer, math.prod(mesh.values())
         )
-        name = same or "_".join(["mesh", *known])
-        own = sdy.MeshAttr.get(
+        name = same or "_".join(["mesh", *declared])
+        mesh_attribute = sdy.MeshAttr.get(
             [sdy.MeshAxisAttr.get(axis, size) for axis, size in mesh.items()]
         )
         for op in block:
@@ -194,18 +196,18 @@ def resharded(
                 op.operation.name == "sdy.mesh"
                 and ir.StringAttr(op.attributes["sym_name"]).value == name
             ):
-                op.attributes["mesh"] = own
+                op.attributes["mesh"] = mesh_attribute
         if same is None:
             with ir.InsertionPoint.at_block_begin(block):
-                sdy.MeshOp(name, own)
+                sdy.MeshOp(name, mesh_attribute)
         main = _main(clone)
         for attribute, dims in (("arg_attrs", arguments), ("res_attrs", results)):
-            told = [
-                _with_sharding(attrs, name, own)
-                for attrs, own in zip(_attrs(main, attribute), dims, strict=True)
+            attributes = [
+                _with_sharding(attrs, name, array_dims)
+                for attrs, array_dims in zip(_attrs(main, attribute), dims, strict=True)
             ]
             main.attributes[attribute] = ir.ArrayAttr.get(
-                [ir.DictAttr.get(one) for one in told]
+                [ir.DictAttr.get(row) for row in attributes]
             )
         return bytecode(clone)
 
@@ -228,7 +230,7 @@ def _attrs(main: Op, attribute: str) -> list[dict[str, ir.Attribute]]:
         kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
         return [{} for _ in (kind.inputs if attribute == "arg_attrs" else kind.results)]
     return [
-        {one.name: one.attr for one in ir.DictAttr(attrs)}
+        {entry.name: entry.attr for entry in ir.DictAttr(attrs)}
         for attrs in ir.ArrayAttr(main.attributes[attribute])
     ]
 
@@ -253,18 +255,18 @@ def _dims(sharding: ir.Attribute) -> Dims:
     cut = sdy.TensorShardingAttr(sharding).dimension_shardings
     return tuple(
         tuple(
-            sdy.AxisRefAttr(axis).name for axis in sdy.DimensionShardingAttr(one).axes
+            sdy.AxisRefAttr(axis).name for axis in sdy.DimensionShardingAttr(dim).axes
         )
-        for one in cut
+        for dim in cut
     )
 
 
 def argument_shardings(function: Op) -> list[ArraySharding | None]:
     """The shardings of a function's arguments in a module after Shardy's propagation."""
-    told = _attrs(function, "arg_attrs")
+    attributes = _attrs(function, "arg_attrs")
     return [
-        _sharding(one.get("sdy.sharding"), one.get("sdy.sharding_origins"))
-        for one in told
+        _sharding(entry.get("sdy.sharding"), entry.get("sdy.sharding_origins"))
+        for entry in attributes
     ]
 
 
@@ -293,16 +295,23 @@ def result_shardings(operation: Op) -> list[ArraySharding | None]:
         sdy.TensorShardingPerValueAttr(attributes["sdy.sharding"]).shardings
     )
     if _OF_LOOPS in attributes:
-        told = list(ir.ArrayAttr(attributes[_OF_LOOPS]))
-        if len(told) != len(
+        origin_names = list(ir.ArrayAttr(attributes[_OF_LOOPS]))
+        if len(origin_names) != len(
             shardings
         ):  # before JAX 0.12, only sharded values have origins
-            left = iter(told)
-            told = [next(left, None) if any(_dims(one)) else None for one in shardings]
-        return [_sharding(one, own) for one, own in zip(shardings, told, strict=True)]
+            rest = iter(origin_names)
+            origin_names = [
+                next(rest, None) if any(_dims(sharding)) else None
+                for sharding in shardings
+            ]
+        return [
+            _sharding(sharding, origin)
+            for sharding, origin in zip(shardings, origin_names, strict=True)
+        ]
     each = [None] * len(shardings) if origins is None else ir.ArrayAttr(origins)
     return [
-        _sharding(sharding, own) for sharding, own in zip(shardings, each, strict=True)
+        _sharding(sharding, origin)
+        for sharding, origin in zip(shardings, each, strict=True)
     ]
 
 
@@ -311,18 +320,24 @@ def _sharding(
 ) -> ArraySharding | None:
     if sharding is None:
         return None
-    told = (
+    names = (
         {}
         if origins is None
-        else {one.name: ir.StringAttr(one.attr).value for one in ir.DictAttr(origins)}
+        else {
+            entry.name: ir.StringAttr(entry.attr).value
+            for entry in ir.DictAttr(origins)
+        }
     )
     cut = sdy.TensorShardingAttr(sharding).dimension_shardings
     dims = tuple(
-        tuple(map(_axis_text, sdy.DimensionShardingAttr(one).axes)) for one in cut
+        tuple(map(_axis_text, sdy.DimensionShardingAttr(dim).axes)) for dim in cut
     )
     return ArraySharding(
         dims,
-        {axis: name if one == "self" and name else one for axis, one in told.items()},
+        {
+            axis: name if origin == "self" and name else origin
+            for axis, origin in names.items()
+        },
     )
 
 
@@ -337,8 +352,8 @@ def _axis_text(axis: ir.Attribute) -> str:
 
 
 def _name(location: ir.Location) -> str:
-    found = _LOCATION.match(str(location))
-    return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
+    match = _LOCATION.match(str(location))
+    return re.sub(r"\\(.)", r"\1", match[1]) if match else ""
 
 
 def _with_sharding(
@@ -348,13 +363,13 @@ def _with_sharding(
     `mesh`. Input-output aliasing becomes plain donation, since aliasing depends on the
     old sharding.
     """
-    kept = {
-        name: one
-        for name, one in attrs.items()
+    attributes = {
+        name: entry
+        for name, entry in attrs.items()
         if name not in ("sdy.sharding", "tf.aliasing_output")
     }
     if "tf.aliasing_output" in attrs:
-        kept["jax.buffer_donor"] = ir.BoolAttr.get(True)
+        attributes["jax.buffer_donor"] = ir.BoolAttr.get(True)
     if dims is not None:
         cut = [
             sdy.DimensionShardingAttr.get(
@@ -362,13 +377,13 @@ def _with_sharding(
             )
             for axes in dims
         ]
-        kept["sdy.sharding"] = sdy.TensorShardingAttr.get(mesh, cut)
-    return kept
+        attributes["sdy.sharding"] = sdy.TensorShardingAttr.get(mesh, cut)
+    return attributes
 
 
 def _sharded_inside(module: Module) -> set[str]:
     """The names of the operations inside the step that have a sharding attribute."""
-    found: set[str] = set()
+    operation_names: set[str] = set()
     for op in operations(module):
         # A callback's sharding is one device, on any mesh.
         if is_callback(op):
@@ -377,8 +392,8 @@ def _sharded_inside(module: Module) -> set[str]:
         if op.name not in ("func.func", "sdy.mesh") and any(
             "shard" in name for name in names
         ):
-            found.add(op.name)
-    return found
+            operation_names.add(op.name)
+    return operation_names
 
 
 class Frame(NamedTuple):
@@ -412,10 +427,10 @@ _STACK = re.compile(r'loc\("([^"]*)"')
 @ft.lru_cache(maxsize=2**14)
 def lines_of(locations: tuple[ir.Location, ...]) -> tuple[Frame, ...]:
     """The source lines of an operation and of the calls around it, the innermost first."""
-    found = (_FRAME.findall(str(location)) for location in locations)
+    matches = (_FRAME.findall(str(location)) for location in locations)
     return tuple(
         Frame(file, int(line), function)
-        for frames in found
+        for frames in matches
         for function, file, line in frames
     )
 
@@ -424,8 +439,8 @@ def name_stacks(locations: tuple[ir.Location, ...]) -> tuple[str, ...]:
     """JAX's name stacks of an operation and of the calls around it, such as
     `jit(step)/while/body/dot_general`.
     """
-    found = (_STACK.match(str(location)) for location in locations)
-    return tuple(one[1] for one in found if one)
+    matches = (_STACK.match(str(location)) for location in locations)
+    return tuple(match[1] for match in matches if match)
 
 
 def is_library(frame: Frame) -> bool:
@@ -470,20 +485,20 @@ def applied(jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Sequence[Any]) -> lis
     """Evaluates one equation of a jaxpr for the operands `ins`, and returns its
     results. The operations get the equation's own name stack and source line.
     """
-    known = {
+    arrays = {
         atom: array
         for atom, array in zip(equation.invars, ins, strict=True)
         if not isinstance(atom, jex.Literal)
     }
     alone = jaxpr.replace(
         constvars=[],
-        invars=[*known],
+        invars=[*arrays],
         outvars=[*equation.outvars],
         eqns=[equation],
         effects=equation.effects,
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(alone, []))(*known.values())
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(alone, []))(*arrays.values())
 
 
 def carry_of(scan: Any) -> tuple[int, int]:
@@ -509,5 +524,5 @@ def frames_of(equation: jex.JaxprEqn) -> tuple[Frame, ...]:
     traceback = equation.source_info.traceback
     frames = () if traceback is None else traceback.frames
     return tuple(
-        Frame(one.file_name, one.line_num, one.function_name) for one in frames
+        Frame(frame.file_name, frame.line_num, frame.function_name) for frame in frames
     )

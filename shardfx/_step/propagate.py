@@ -123,9 +123,9 @@ def _module(hlo: bytes, request: dict[str, Any], origins: str) -> Any:
         )
     for call in _custom_calls(module):
         _with_constraints(_without_tuple(call))
-    for one in _PASSES:
+    for pass_text in _PASSES:
         passmanager.PassManager.parse(
-            f"builtin.module({one.replace('%s', origins)})"
+            f"builtin.module({pass_text.replace('%s', origins)})"
         ).run(module.operation)
     return module
 
@@ -146,15 +146,15 @@ def _sharded(dims: Any) -> dict[str, Any]:
 
 
 def _custom_calls(module: Any) -> list[Any]:
-    found = []
+    calls = []
 
     def look(op: Any) -> Any:
         if op.name == "stablehlo.custom_call":
-            found.append(op)
+            calls.append(op)
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(look)
-    return found
+    return calls
 
 
 def _without_tuple(call: Any) -> Any:
@@ -165,10 +165,13 @@ def _without_tuple(call: Any) -> Any:
     if len(kinds) != 1 or not isinstance(kinds[0], ir.TupleType):
         return call
     whole = ir.TupleType(kinds[0])
-    types = [whole.get_type(at) for at in range(whole.num_types)]
-    names = [one if isinstance(one, str) else one.name for one in call.attributes]
+    types = [whole.get_type(number) for number in range(whole.num_types)]
+    names = [
+        attribute if isinstance(attribute, str) else attribute.name
+        for attribute in call.attributes
+    ]
     attributes = {name: call.attributes[name] for name in names if name != "xla_shape"}
-    made = ir.Operation.create(
+    tuple_less = ir.Operation.create(
         call.name,
         types,
         list(call.operands),
@@ -178,11 +181,11 @@ def _without_tuple(call: Any) -> Any:
     )
     for use in list(call.results[0].uses):
         element = use.owner
-        at = ir.IntegerAttr(element.attributes["index"]).value
-        element.results[0].replace_all_uses_with(made.results[at])
+        number = ir.IntegerAttr(element.attributes["index"]).value
+        element.results[0].replace_all_uses_with(tuple_less.results[number])
         element.operation.erase()
     call.erase()
-    return made
+    return tuple_less
 
 
 def _with_constraints(call: Any) -> None:
@@ -198,9 +201,9 @@ def _with_constraints(call: Any) -> None:
             result.replace_all_uses_except(op.results[0], op)
         return
     # From JAX 0.12 on, the arguments of a `shard_map` have their own constraints.
-    for at, dims in enumerate(said):
-        call.operands[at] = _constraint(
-            call.operands[at], dims, before, call.location
+    for number, dims in enumerate(said):
+        call.operands[number] = _constraint(
+            call.operands[number], dims, before, call.location
         ).results[0]
     if target == _CONSTRAINT:
         call.results[0].replace_all_uses_with(call.operands[0])
@@ -209,7 +212,7 @@ def _with_constraints(call: Any) -> None:
 
 def _constraint(value: Any, dims: str, at: Any, location: Any) -> Any:
     attribute = ir.Attribute.parse(f"#sdy.sharding<@{_MESH}, [{dims}]>")
-    made = ir.Operation.create(
+    constraint = ir.Operation.create(
         "sdy.sharding_constraint",
         [value.type],
         [value],
@@ -217,7 +220,7 @@ def _constraint(value: Any, dims: str, at: Any, location: Any) -> Any:
         loc=location,
         ip=at,
     )
-    return made.operation
+    return constraint.operation
 
 
 def _shardings_in(call: Any) -> list[str]:
@@ -226,8 +229,12 @@ def _shardings_in(call: Any) -> list[str]:
     """
     texts = []
     if "mhlo.frontend_attributes" in call.attributes:
-        told = ir.DictAttr(call.attributes["mhlo.frontend_attributes"])
-        texts = [ir.StringAttr(told[name]).value for name in _SAID if name in told]
+        attributes = ir.DictAttr(call.attributes["mhlo.frontend_attributes"])
+        texts = [
+            ir.StringAttr(attributes[name]).value
+            for name in _SAID
+            if name in attributes
+        ]
     if not texts and "mhlo.sharding" in call.attributes:
         texts = [ir.StringAttr(call.attributes["mhlo.sharding"]).value]
     return [dims.replace("'", '"') for text in texts for dims in _DIMS.findall(text)]

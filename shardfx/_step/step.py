@@ -221,7 +221,8 @@ class Step:
         user jitted the function, JAX drops the arguments that no operation reads.
         """
         return tuple(
-            one._replace(path=self.path(one.name)) for one in self.parameters[0]
+            parameter._replace(path=self.path(parameter.name))
+            for parameter in self.parameters[0]
         )
 
     @ft.cached_property
@@ -251,7 +252,10 @@ class Step:
         """The path of each array within its argument, by its name in the program. An
         argument that is one array has its own name as path.
         """
-        paths = {one.name: self.path(one.name) for one in self.parameters[0]}
+        paths = {
+            parameter.name: self.path(parameter.name)
+            for parameter in self.parameters[0]
+        }
         return {name: path.partition("/")[2] or path for name, path in paths.items()}
 
     def partitioned(
@@ -340,11 +344,11 @@ class Step:
         arguments: Sequence[Dims | None] | None,
         results: Sequence[Dims | None] | None,
     ) -> TpuProgram:
-        taken, made = self.parameters
+        taken, results_of_step = self.parameters
         if arguments is None:
             arguments = [parameter.dims for parameter in taken]
         if results is None:
-            results = [parameter.dims for parameter in made]
+            results = [parameter.dims for parameter in results_of_step]
         return TpuProgram(
             module=text,
             free_arguments=tuple(dims is None for dims in arguments),
@@ -369,9 +373,17 @@ class Step:
         ):
             text = bytecode(module)
         else:
-            taken, made = self.parameters
-            arguments = [one.dims for one in taken] if arguments is None else arguments
-            results = [one.dims for one in made] if results is None else results
+            taken, outputs = self.parameters
+            arguments = (
+                [parameter.dims for parameter in taken]
+                if arguments is None
+                else arguments
+            )
+            results = (
+                [parameter.dims for parameter in outputs]
+                if results is None
+                else results
+            )
             text = resharded(module, dict(mesh.shape), arguments, results)
         return text
 
@@ -381,10 +393,12 @@ class Step:
         module.
         """
         module = self.module(platform) if module is None else module
-        taken, made = ([one.dims for one in arrays] for arrays in self.parameters)
+        taken, outputs = (
+            [parameter.dims for parameter in arrays] for arrays in self.parameters
+        )
         with module.context:
             return ir.Module.parse(
-                propagated(bytecode(module), dict(self.mesh.shape), taken, made)
+                propagated(bytecode(module), dict(self.mesh.shape), taken, outputs)
             )
 
 
@@ -412,10 +426,10 @@ def step_of(
     is passed as an argument of the step; any error that `step` raises when it is
     traced.
     """
-    for at, arg in enumerate(args):
+    for number, arg in enumerate(args):
         if any(map(_is_plan, jax.tree.leaves(arg, is_leaf=_is_plan))):
             raise PlanMismatchError(
-                f"argument {at} is a plan, and a step takes arrays or structs; pass"
+                f"argument {number} is a plan, and a step takes arrays or structs; pass"
                 " `plan.structs`, whose shardings are the plan's, or `filter_jit(step,"
                 " in_shardings=plans)` with the arguments."
             )
@@ -440,15 +454,15 @@ def step_of(
             step.__wrapped__, args, mesh, (step.donate_first, step.donate_rest)
         )
     if isinstance(step, JaxJitted):
-        made = step.trace(*args)
-        if isinstance(made, _FlaxTraced):
-            return _with_module_paths(made.traced, tuple(args), mesh)
+        traced = step.trace(*args)
+        if isinstance(traced, _FlaxTraced):
+            return _with_module_paths(traced.traced, tuple(args), mesh)
         inner = inspect.unwrap(function)
         if may_be_updated(args) or leaves_arrays(inner):
             # JAX has traced the function without a look at what it does beside.
             _traced(inner, args, mesh)
-        if isinstance(made, _JaxTraced):
-            return _named(made, tuple(args), mesh)
+        if isinstance(traced, _JaxTraced):
+            return _named(traced, tuple(args), mesh)
     return _traced(function, args, mesh)
 
 
@@ -469,13 +483,15 @@ def platform_of(compiler: Platform | str) -> Platform:
     "tpu:v5p:4x4x4". Raises `MeshError` for an unknown name.
     """
     name = compiler.partition(":")[0]
-    found: Platform | None = next((one for one in COMPILERS if one == name), None)
-    if found is None:
+    platform: Platform | None = next(
+        (known_platform for known_platform in COMPILERS if known_platform == name), None
+    )
+    if platform is None:
         raise MeshError(
             f"there is no compiler {compiler!r:.60}; `compiler` is one of"
             f" {', '.join(COMPILERS)}."
         )
-    return found
+    return platform
 
 
 def _mesh_of_devices(args: Sequence[object]) -> Mesh | None:
@@ -483,9 +499,9 @@ def _mesh_of_devices(args: Sequence[object]) -> Mesh | None:
     array.
     """
     meshes = (
-        one.mesh
+        sharding.mesh
         for leaf in jax.tree.leaves(args)
-        if (one := _sharding_of(leaf)) is not None
+        if (sharding := _sharding_of(leaf)) is not None
     )
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
@@ -540,8 +556,8 @@ def _with_module_paths(traced: Any, args: tuple[object, ...], mesh: Any) -> Step
     names = opened(traced.jaxpr)[0].debug_info.arg_names
     lists: dict[str, list[str]] = {}
     for name in names:
-        if found := _OF_MODULE.match(name):
-            lists.setdefault(found[1], []).append(name)
+        if match := _OF_MODULE.match(name):
+            lists.setdefault(match[1], []).append(name)
     words = dict.fromkeys(re.split(r"[.\[]", name)[0] for name in names)
     paths: dict[str, str] = {}
     for word, arg in zip(words, args, strict=False):
@@ -572,9 +588,9 @@ def _traced(
     """
     flats = [flatten(arg) for arg in args]
     words = argument_names(fn, len(args))
-    found = [
-        (leaf, f"{word}/{path}" if path else word, donated[min(at, 1)])
-        for at, (flat, word) in enumerate(zip(flats, words, strict=True))
+    leaves = [
+        (leaf, f"{word}/{path}" if path else word, donated[min(number, 1)])
+        for number, (flat, word) in enumerate(zip(flats, words, strict=True))
         for leaf, path, is_array in zip(
             flat.leaves, flat.paths, flat.is_array, strict=True
         )
@@ -582,11 +598,11 @@ def _traced(
     ]
 
     def run(*arrays: object) -> object:
-        left = iter(arrays)
+        rest = iter(arrays)
         trees = []
         for flat in flats:
             pairs = zip(flat.leaves, flat.is_array, strict=True)
-            leaves = [next(left) if is_array else leaf for leaf, is_array in pairs]
+            leaves = [next(rest) if is_array else leaf for leaf, is_array in pairs]
             trees.append(jax.tree.unflatten(flat.treedef, leaves))
         watched = WatchedArguments(trees)
         result = fn(*trees)
@@ -595,14 +611,14 @@ def _traced(
         return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, result)
 
     run.__name__ = run.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
-    gone = tuple(at for at, (_, _, is_gone) in enumerate(found) if is_gone)
+    gone = tuple(number for number, (_, _, is_gone) in enumerate(leaves) if is_gone)
     traced = jax.jit(run, keep_unused=True, donate_argnums=gone).trace(
-        *(leaf for leaf, _, _ in found)
+        *(leaf for leaf, _, _ in leaves)
     )
     return Step(
         traced,
         tuple(args),
-        {f"arrays[{at}]": path for at, (_, path, _) in enumerate(found)},
+        {f"arrays[{number}]": path for number, (_, path, _) in enumerate(leaves)},
         mesh,
     )
 
@@ -618,14 +634,18 @@ def _is_array(leaf: object) -> bool:
 def argument_names(fn: Callable[..., object], count: int) -> list[str]:
     """The parameter names of the function's first `count` arguments."""
     try:
-        known = [
+        names = [
             name
-            for name, one in inspect.signature(fn).parameters.items()
-            if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+            for name, parameter in inspect.signature(fn).parameters.items()
+            if parameter.kind
+            in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         ]
     except (TypeError, ValueError):
-        known = []
-    return [known[at] if at < len(known) else f"args[{at}]" for at in range(count)]
+        names = []
+    return [
+        names[number] if number < len(names) else f"args[{number}]"
+        for number in range(count)
+    ]
 
 
 def _path_of(name: str) -> str:

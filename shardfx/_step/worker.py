@@ -92,9 +92,9 @@ def _shardy() -> types.ModuleType:
         "propagate", os.path.join(os.path.dirname(__file__), "propagate.py")
     )
     assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def partitioned(
@@ -116,13 +116,16 @@ def partitioned(
         child = os.fork()
         if not child:
             os.close(reading)
-            told = {
+            settings = {
                 "xla_dump_to": folder,
                 "xla_dump_hlo_pass_re": dumped[0].partition("_")[2],
             }
             if len(dumped) > 1:
-                told |= {"xla_dump_hlo_as_text": True, "xla_dump_hlo_as_proto": True}
-            _compile(module, devices, {**told, **_OPTIONS, **options}, writing)
+                settings |= {
+                    "xla_dump_hlo_as_text": True,
+                    "xla_dump_hlo_as_proto": True,
+                }
+            _compile(module, devices, {**settings, **_OPTIONS, **options}, writing)
         os.close(writing)
         try:
             texts = []

@@ -104,9 +104,9 @@ def assigned_memory(
             f" {sums} bytes by memory space, its report says {spaces}; look whether the"
             " disk of temporary files is full."
         )
-    in_hbm = [one for one in allocations if one.color == _HBM]
+    in_hbm = [allocation for allocation in allocations if allocation.color == _HBM]
     arguments = _argument_bytes(allocations, argument_count)
-    results = tuple(one.bytes for one in in_hbm if one.is_result)
+    results = tuple(allocation.bytes for allocation in in_hbm if allocation.is_result)
     places = _values_by_place(in_hbm)
     moment = _worst_moment(places, _ranges(texts.ranges))
     finder = _Arrays(module)
@@ -120,7 +120,10 @@ def assigned_memory(
         results=results,
         temporary_bytes=temporary,
         arrays=tuple(sorted(arrays, key=lambda array: -array.bytes)),
-        gap_bytes=sum(one.bytes for one in in_hbm if one.is_temporary) - moment.bytes,
+        gap_bytes=sum(
+            allocation.bytes for allocation in in_hbm if allocation.is_temporary
+        )
+        - moment.bytes,
         on_chip_bytes=spaces.get(_ON_CHIP, 0),
         out_of_memory=texts.out_of_memory,
         is_counted=True,
@@ -128,16 +131,16 @@ def assigned_memory(
 
 
 def _read_allocations(text: str, is_tupled: bool) -> list[_Allocation]:
-    found: list[_Allocation] = []
+    allocations: list[_Allocation] = []
     for line in text.splitlines():
         if (header := _ALLOCATION.match(line)) is not None:
-            found.append(_allocation(int(header[1]), header[2], is_tupled))
-        elif found and (value := _VALUE.match(line)) is not None:
+            allocations.append(_allocation(int(header[1]), header[2], is_tupled))
+        elif allocations and (value := _VALUE.match(line)) is not None:
             name = value[1] if value[1].endswith("}") else f"{value[1]}{{}}"
-            found[-1].values.append(
+            allocations[-1].values.append(
                 _Value(name, bytes=int(value[2]), offset=int(value[3]), type=value[4])
             )
-    return found
+    return allocations
 
 
 def _allocation(size: int, kind: str, is_tupled: bool) -> _Allocation:
@@ -161,20 +164,20 @@ def _allocation(size: int, kind: str, is_tupled: bool) -> _Allocation:
 def _argument_bytes(allocations: Iterable[_Allocation], count: int) -> tuple[int, ...]:
     """The bytes in HBM of each of the program's arguments."""
     sizes: dict[int, int] = {}
-    for one in allocations:
-        if one.parameter is not None:
-            in_hbm = one.bytes if one.color == _HBM else 0
-            sizes[one.parameter] = sizes.get(one.parameter, 0) + in_hbm
+    for allocation in allocations:
+        if allocation.parameter is not None:
+            in_hbm = allocation.bytes if allocation.color == _HBM else 0
+            sizes[allocation.parameter] = sizes.get(allocation.parameter, 0) + in_hbm
     return tuple(sizes.get(number, 0) for number in range(count))
 
 
 def _ranges(text: str) -> dict[str, _Range]:
     """The live range of each value, by its name."""
-    found: dict[str, _Range] = {}
+    ranges: dict[str, _Range] = {}
     for line in text.splitlines():
         if (match := _RANGE.match(line)) is not None:
-            found[match[1]] = _Range(int(match[2]), int(match[3]))
-    return found
+            ranges[match[1]] = _Range(int(match[2]), int(match[3]))
+    return ranges
 
 
 class _Place(NamedTuple):
@@ -265,8 +268,14 @@ class _Arrays:
         of an array before a loop is a value of its own, and may have no source line.
         """
         makers = [self.maker(value)]
-        makers += [self.maker(one) for one in alike if one.bytes == value.bytes]
-        maker = next((one for one in makers if _says_its_line(one)), makers[0])
+        makers += [
+            self.maker(value_number)
+            for value_number in alike
+            if value_number.bytes == value.bytes
+        ]
+        maker = next(
+            (candidate for candidate in makers if _says_its_line(candidate)), makers[0]
+        )
         array = next(iter(arrays_in(value.type)), Array("u8", (value.bytes,)))
         if maker is None:
             return LiveArray(array, value.bytes, "", "", None)

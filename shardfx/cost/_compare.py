@@ -144,7 +144,7 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
         assert row.why == "it is sent by all-reduce, not by reduce-scatter"
         ```
     """
-    found = compiled if isinstance(compiled, Traffic) else traffic(compiled)
+    compiled_traffic = compiled if isinstance(compiled, Traffic) else traffic(compiled)
     # The source line of the reduction of each leaf's gradient. A reduction of several
     # gradients is divided among them.
     lines = {
@@ -154,7 +154,7 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
     }
     places: dict[tuple[object, ...], _LineTraffic] = {}
     for side, sent in enumerate(
-        (_rows_by_line(estimated, {}), _rows_by_line(found, lines))
+        (_rows_by_line(estimated, {}), _rows_by_line(compiled_traffic, lines))
     ):
         for source, row in sent:
             key = None if source is None else (source.file, source.line), row.axes
@@ -163,23 +163,31 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
             place.extra += row.wire_bytes if side else -row.wire_bytes
     # Bytes that a line sends less offset bytes that other lines send more along the
     # same mesh axes, the largest first.
-    for place in sorted(places.values(), key=lambda one: -one.extra):
+    for place in sorted(places.values(), key=lambda place: -place.extra):
         for other in places.values():
             moved = min(place.extra, -other.extra) if other.axes == place.axes else 0
             if moved > 0:
                 place.extra -= moved
                 other.extra += moved
-    least = max(1, max(estimated.wire_bytes, found.wire_bytes) // 1000)
+    least = max(1, max(estimated.wire_bytes, compiled_traffic.wire_bytes) // 1000)
     sides: list[tuple[Excess, ...]] = []
     for sign in (1, -1):
-        own = sorted(
-            (one for one in places.values() if one.extra * sign > 0),
-            key=lambda one: -abs(one.extra),
+        places_of_sign = sorted(
+            (place for place in places.values() if place.extra * sign > 0),
+            key=lambda place: -abs(place.extra),
         )
-        rest = [one for one in own if one.source is None or abs(one.extra) < least]
-        named = (_excess([one], one.source, one.axes) for one in own if one not in rest)
+        rest = [
+            place
+            for place in places_of_sign
+            if place.source is None or abs(place.extra) < least
+        ]
+        named = (
+            _excess([place], place.source, place.axes)
+            for place in places_of_sign
+            if place not in rest
+        )
         sides.append((*named, *([_excess(rest)] if rest else ())))
-    return Comparison(sides[0], estimated, found, sides[1])
+    return Comparison(sides[0], estimated, compiled_traffic, sides[1])
 
 
 @dataclasses.dataclass(eq=False)
@@ -195,7 +203,7 @@ class _LineTraffic:
 
 
 def _rows_by_line(
-    made: Traffic, lines: dict[str, Frame | None]
+    of_traffic: Traffic, lines: dict[str, Frame | None]
 ) -> Iterator[tuple[Frame | None, TrafficRow]]:
     """Yields each row of `made`, divided into one row for each parameter of the
     collective, with a source line. This is the row's own line, with one exception:
@@ -203,7 +211,7 @@ def _rows_by_line(
     parameter's path. A row that reduces the gradient of one of these parameters has its
     line from there.
     """
-    for row in made.rows:
+    for row in of_traffic.rows:
         shares = row.shares or ((row.leaf, row.wire_bytes),)
         # The rounding error of the shares.
         missing = row.wire_bytes - sum(count for _, count in shares)
@@ -242,7 +250,7 @@ def _bytes_by_kind(rows: Sequence[TrafficRow]) -> tuple[tuple[str, int], ...]:
     return tuple(Traffic(tuple(rows), 1).by("kind").items())
 
 
-def _why(expected: Sequence[TrafficRow], found: Sequence[TrafficRow]) -> str:
+def _why(expected: Sequence[TrafficRow], compiled: Sequence[TrafficRow]) -> str:
     """A sentence about the difference between the rows of one source line."""
     notes = dict.fromkeys(row.note for row in expected if row.note)
     if notes:
@@ -250,11 +258,11 @@ def _why(expected: Sequence[TrafficRow], found: Sequence[TrafficRow]) -> str:
     if not expected:
         return "nothing was estimated here"
     expected_kinds = {row.kind for row in expected}
-    found_kinds = {row.kind for row in found}
+    found_kinds = {row.kind for row in compiled}
     if found_kinds and found_kinds != expected_kinds:
         return f"it is sent by {_words(found_kinds)}, not by {_words(expected_kinds)}"
     expected_dtypes = {row.dtype for row in expected}
-    found_dtypes = {row.dtype for row in found}
+    found_dtypes = {row.dtype for row in compiled}
     if found_dtypes and found_dtypes != expected_dtypes:
         return f"it is sent as {_words(found_dtypes)}, not as {_words(expected_dtypes)}"
     return "this compiler sends it otherwise"

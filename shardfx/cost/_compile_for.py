@@ -84,15 +84,15 @@ _OF_PEAK = (
 
 def memory_of(compiled: Any) -> MemoryAnalysis:
     """The memory analysis of a step that JAX or `compile_for` compiled."""
-    found = compiled.memory_analysis()
-    if isinstance(found, MemoryAnalysis):
-        return found
+    analysis = compiled.memory_analysis()
+    if isinstance(analysis, MemoryAnalysis):
+        return analysis
     devices = [
         device
-        for one in jax.tree.leaves(compiled.input_shardings)
-        for device in one.device_set
+        for sharding in jax.tree.leaves(compiled.input_shardings)
+        for device in sharding.device_set
     ]
-    sizes = {name: int(getattr(found, name, 0)) for name in (*_COUNTED, *_OF_PEAK)}
+    sizes = {name: int(getattr(analysis, name, 0)) for name in (*_COUNTED, *_OF_PEAK)}
     if any(device.platform == "tpu" for device in devices):
         return _tpu_sizes(sizes)
     # The peak of CPU compilers leaves out temporaries.
@@ -214,28 +214,31 @@ def compile_for(
         assert traffic(made).by("kind") == {"all-reduce": 7}
         ```
     """
-    made = step_of(step, args, mesh)
+    traced = step_of(step, args, mesh)
     if isinstance(target, str) and target.partition(":")[0] != "cpu":
-        return _compiled_by_libtpu(made, target)
-    on, name = _mesh_of(target, made.mesh)
+        return _compiled_by_libtpu(traced, target)
+    on, name = _mesh_of(target, traced.mesh)
     devices, chip = tuple(on.devices.flat), None
     if devices[0].platform == "tpu":
-        _raise_at_callbacks(made)
-    lowered = made.lowered(_PLATFORMS.get(devices[0].platform, "cpu"))
+        _raise_at_callbacks(traced)
+    lowered = traced.lowered(_PLATFORMS.get(devices[0].platform, "cpu"))
     start = time.perf_counter()
     # By default, JAX compiles a program that was lowered without devices for the
     # default platform.
     lowered._lowering.compile_args["backend"] = devices[0].client
     program = compiled(lowered, devices)
     seconds = time.perf_counter() - start
-    paths = {one.name: made.path(one.name) for one in made.parameters[0]}
+    paths = {
+        parameter.name: traced.path(parameter.name)
+        for parameter in traced.parameters[0]
+    }
     ids = tuple(int(device.id) for device in devices)
     with contextlib.suppress(ChipError):
         chip = chips.find(devices[0].device_kind)
     return CompiledFor(
         program.as_text(),
         memory_of(program),
-        made.mesh,
+        traced.mesh,
         paths,
         name,
         chip,
@@ -260,7 +263,9 @@ def _compiled_by_libtpu(step: Step, name: str) -> CompiledFor:
         text=answer.text,
         memory=_tpu_sizes(answer.sizes),
         mesh=step.mesh,
-        argument_paths={one.name: step.path(one.name) for one in arguments},
+        argument_paths={
+            argument.name: step.path(argument.name) for argument in arguments
+        },
         target=name,
         chip=chip,
         seconds=seconds,
@@ -280,7 +285,7 @@ def _raise_at_callbacks(step: Step) -> None:
 
 def _out_of_memory(text: str, needed_bytes: int | None = None) -> OutOfMemoryError:
     """The error for a program that does not fit, from its compiler's own text."""
-    sizes = next((one.groups() for form in _FULL if (one := form.search(text))), ())
+    sizes = next((match.groups() for form in _FULL if (match := form.search(text))), ())
     needed, limit = map(_bytes_of, sizes) if sizes else (None, None)
     return OutOfMemoryError(
         "the program does not fit a device: its compiler needs"

@@ -116,11 +116,13 @@ class StepOnChip:
             self._program.buffers[value].shape for value in self._program.entry.carried
         )
 
-    def host_bytes(self, at: int) -> int:
+    def host_bytes(self, number: int) -> int:
         """The bytes that one shard of array number `at` of the arguments takes if the
         array is in host memory.
         """
-        return bytes_of(Array(self.purposes[at].dtype, self.shards[at]), self.chip.tile)
+        return bytes_of(
+            Array(self.purposes[number].dtype, self.shards[number]), self.chip.tile
+        )
 
     @property
     def parameter_bytes(self) -> int:
@@ -128,9 +130,9 @@ class StepOnChip:
         plan counts them.
         """
         return sum(
-            bytes_of(Array(self.purposes[at].dtype, self.shards[at]), None)
-            for at in self.in_group("parameters")
-            if not self.purposes[at].argument.on_host
+            bytes_of(Array(self.purposes[number].dtype, self.shards[number]), None)
+            for number in self.in_group("parameters")
+            if not self.purposes[number].argument.on_host
         )
 
     def in_group(self, kind: str) -> tuple[int, ...]:
@@ -138,9 +140,9 @@ class StepOnChip:
         "parameters" or "batch". "optimizer" stands for all moments.
         """
         return tuple(
-            at
-            for at, one in enumerate(self.purposes)
-            if one.group.partition(":")[0] == kind
+            number
+            for number, purpose in enumerate(self.purposes)
+            if purpose.group.partition(":")[0] == kind
         )
 
     def memory_of(
@@ -157,9 +159,11 @@ class StepOnChip:
         taken, returned = self.step.parameters
         return device_memory(
             module,
-            donated=[one.donated for one in taken] if donated is None else donated,
-            on_host=[one.on_host for one in taken],
-            results_on_host=[one.on_host for one in returned],
+            donated=[parameter.donated for parameter in taken]
+            if donated is None
+            else donated,
+            on_host=[parameter.on_host for parameter in taken],
+            results_on_host=[parameter.on_host for parameter in returned],
             tile=self.chip.tile,
             remat=remat,
         )
@@ -177,14 +181,14 @@ class StepOnChip:
         array gets the array's sharding, unless the compiler may choose the sharding of
         one of the two.
         """
-        results = [one.dims for one in self.step.parameters[1]]
-        for one, dims in zip(self.purposes, arguments, strict=True):
+        results = [parameter.dims for parameter in self.step.parameters[1]]
+        for purpose, dims in zip(self.purposes, arguments, strict=True):
             if (
-                one.result is not None
-                and results[one.result] is not None
+                purpose.result is not None
+                and results[purpose.result] is not None
                 and dims is not None
             ):
-                results[one.result] = dims
+                results[purpose.result] = dims
         return self._memory_under(arguments=arguments, results=results)
 
     def _memory_under(self, **changed: Any) -> Memory:
@@ -218,66 +222,74 @@ class Constrained(NamedTuple):
     constraints: tuple[MissedAxis, ...]
 
 
-def saving_constraints(known: StepOnChip) -> Constrained | None:
+def saving_constraints(chip_step: StepOnChip) -> Constrained | None:
     """Sharding constraints on activations that lower the step's peak memory; `None` if
     no constraint does. A constraint is left out if the others together save almost as
     much.
     """
-    before = known.memory.peak_bytes
+    before = chip_step.memory.peak_bytes
     constraints: tuple[MissedAxis, ...] = ()
     peak = before
     for _ in range(_ROUNDS):
-        more = dict.fromkeys((*constraints, *_candidates(known, constraints)))
+        extended = dict.fromkeys((*constraints, *_candidates(chip_step, constraints)))
         memory = (
-            _memory_with(known, tuple(more)) if len(more) > len(constraints) else None
+            _memory_with(chip_step, tuple(extended))
+            if len(extended) > len(constraints)
+            else None
         )
         if memory is None or memory.peak_bytes >= peak:
             break
-        constraints, peak = tuple(more), memory.peak_bytes
-    for one in reversed(constraints) if len(constraints) > 1 else ():
-        fewer = tuple(other for other in constraints if other is not one)
-        memory = _memory_with(known, fewer)
+        constraints, peak = tuple(extended), memory.peak_bytes
+    for constraint in reversed(constraints) if len(constraints) > 1 else ():
+        fewer = tuple(other for other in constraints if other is not constraint)
+        memory = _memory_with(chip_step, fewer)
         if memory is not None and before - memory.peak_bytes >= _NEARLY * (
             before - peak
         ):
             constraints = fewer
-    memory = _memory_with(known, constraints) if constraints else None
+    memory = _memory_with(chip_step, constraints) if constraints else None
     return None if memory is None else Constrained(memory.peak_bytes, constraints)
 
 
-def _memory_with(known: StepOnChip, constraints: Sequence[MissedAxis]) -> Memory | None:
+def _memory_with(
+    chip_step: StepOnChip, constraints: Sequence[MissedAxis]
+) -> Memory | None:
     try:
-        return known.memory_with(
-            with_constraints(known.step, constraints, known.platform)
+        return chip_step.memory_with(
+            with_constraints(chip_step.step, constraints, chip_step.platform)
         )
     except ProgramError:
         return None
 
 
 def _candidates(
-    known: StepOnChip, constraints: Sequence[MissedAxis]
+    chip_step: StepOnChip, constraints: Sequence[MissedAxis]
 ) -> Iterator[MissedAxis]:
     """Yields sharding constraints for the largest arrays in memory at the peak, over
     mesh axes of the batch. The peak is that of the step with the constraints
     `constraints`, which are already chosen.
     """
     batch = {
-        known.step.arguments[at].path or known.step.arguments[at].name
-        for at in known.in_group("batch")
+        chip_step.step.arguments[number].path or chip_step.step.arguments[number].name
+        for number in chip_step.in_group("batch")
     }
-    memory, found = known.memory, known.shardings
+    memory, step_shardings = chip_step.memory, chip_step.shardings
     if constraints:
-        module = with_constraints(known.step, constraints, known.platform)
-        memory, found = (
-            known.memory_with(module),
-            shardings_of(known.step, known.platform, module),
+        module = with_constraints(chip_step.step, constraints, chip_step.platform)
+        memory, step_shardings = (
+            chip_step.memory_with(module),
+            shardings_of(chip_step.step, chip_step.platform, module),
         )
-    made: dict[Frame | None, list[ArrayRow]] = {}
-    for row in found.rows:
-        made.setdefault(row.source, []).append(row)
-    for line in dict.fromkeys(one.source for one in memory.arrays[:_LARGEST]):
-        for row in made.get(line, ()):
-            yield from (one for one in found.missed_axes(row) if one.by in batch)
+    rows_of: dict[Frame | None, list[ArrayRow]] = {}
+    for row in step_shardings.rows:
+        rows_of.setdefault(row.source, []).append(row)
+    for line in dict.fromkeys(array.source for array in memory.arrays[:_LARGEST]):
+        for row in rows_of.get(line, ()):
+            yield from (
+                missed
+                for missed in step_shardings.missed_axes(row)
+                if missed.by in batch
+            )
 
 
 def with_constraints(
@@ -288,9 +300,11 @@ def with_constraints(
     """
     module = step.module(platform)
     sizes = dict(step.mesh.shape)
-    mesh = next(name for name, own in meshes(module).items() if dict(own) == sizes)
+    mesh = next(
+        name for name, mesh_sizes in meshes(module).items() if dict(mesh_sizes) == sizes
+    )
     clone = module.operation.clone()
-    found: list[tuple[Op, ir.Value, MissedAxis]] = []
+    places: list[tuple[Op, ir.Value, MissedAxis]] = []
     with clone.context, ir.Location.unknown(clone.context):
         for op in operations(clone):
             line = own_line(lines_of((op.location,)))
@@ -300,20 +314,20 @@ def with_constraints(
                     if isinstance(result.type, ir.RankedTensorType)
                     else None
                 )
-                found.extend(
-                    (op, result, one)
-                    for one in constraints
-                    if (line, shape) == (one.line, one.shape)
+                places.extend(
+                    (op, result, missed)
+                    for missed in constraints
+                    if (line, shape) == (missed.line, missed.shape)
                 )
-        for op, result, one in found:
+        for op, result, missed in places:
             cut = [
                 [sdy.AxisRefAttr.get(axis) for axis in entry_axes(entry)]
-                for entry in one.spec
+                for entry in missed.spec
             ]
             dims = [sdy.DimensionShardingAttr.get(axes, True) for axes in cut]
             with ir.InsertionPoint.after(op):
-                made = sdy.ShardingConstraintOp(
+                constraint = sdy.ShardingConstraintOp(
                     result, sdy.TensorShardingAttr.get(mesh, dims)
                 )
-            result.replace_all_uses_except(made.result, made.operation)
+            result.replace_all_uses_except(constraint.result, constraint.operation)
     return clone

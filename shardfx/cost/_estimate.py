@@ -71,18 +71,24 @@ def extrapolated(
     for axis, size in small.shape.items():
         if mesh.shape[axis] == size:
             continue
-        found = rows_on(_with_sizes(small, {**small.shape, axis: 2 * size}))
-        if [*map(_size_free_fields, found)] != [*map(_size_free_fields, first)]:
+        rows_of_doubled = rows_on(_with_sizes(small, {**small.shape, axis: 2 * size}))
+        if [*map(_size_free_fields, rows_of_doubled)] != [
+            *map(_size_free_fields, first)
+        ]:
             raise ProgramError(
                 f"XLA partitions for at most {most} devices. On {small} the step is"
                 f" another program than on one with twice as many along {axis}, so what"
                 f" it sends on {mesh} cannot be extrapolated."
             )
-        doubled.append((found, round(math.log2(mesh.shape[axis] / size))))
+        doubled.append((rows_of_doubled, round(math.log2(mesh.shape[axis] / size))))
     note = f"extrapolated from {small}: XLA partitions for at most {most:,} devices."
     rows = (
-        _larger_row(row, [(found[at], times) for found, times in doubled], note)
-        for at, row in enumerate(first)
+        _larger_row(
+            row,
+            [(rows_of_doubled[number], times) for rows_of_doubled, times in doubled],
+            note,
+        )
+        for number, row in enumerate(first)
     )
     return largest_first(Traffic(tuple(rows), mesh.size))
 
@@ -133,7 +139,7 @@ def _larger_row(
             (leaf, round(wire * part / row.wire_bytes) if row.wire_bytes else 0)
             for leaf, part in row.shares
         ),
-        note=" ".join(one for one in (row.note, note) if one),
+        note=" ".join(text for text in (row.note, note) if text),
     )
 
 
@@ -149,12 +155,12 @@ def _group_factor(kind: str, group: int) -> float:
     return 1.0 if KINDS[kind].links == "one" or group < 2 else (group - 1) / group
 
 
-def _growth(other: float | int, one: float | int, times: int) -> float:
+def _growth(other: float | int, first: float | int, times: int) -> float:
     """The factor by which a number grows in `times` doublings of a mesh axis, if it is
     `one` before a doubling and `other` after it. Their ratio is rounded to a power of
     two: for 210 after 100, and 3 times, it is 2 ** 3 = 8.
     """
-    return (2.0 ** round(math.log2(other / one))) ** times if one and other else 1.0
+    return (2.0 ** round(math.log2(other / first))) ** times if first and other else 1.0
 
 
 # The largest mesh for which a step is partitioned directly, and the largest one from
@@ -227,25 +233,25 @@ def estimate(
         ```
     """
     platform = platform_of(compiler)
-    known = step_of(step, args, mesh)
-    programs = programs_to_judge(known, platform, DIRECT)
+    traced = step_of(step, args, mesh)
+    programs = programs_to_judge(traced, platform, DIRECT)
     if programs is not None:
         warn_if_refuted(programs)
     asked = None
     if platform == "tpu":
-        asked = asked_traffic(known, chip_of(compiler, known.mesh))
+        asked = asked_traffic(traced, chip_of(compiler, traced.mesh))
     if asked is not None:
         return asked
     if programs is None:
-        sent = estimated(known, platform)
+        sent = estimated(traced, platform)
     else:
-        module = as_sent(module_of(programs, known.mesh.size), platform)
-        sent = largest_first(read(module, known.jax_mesh, known.leaves))
+        module = as_sent(module_of(programs, traced.mesh.size), platform)
+        sent = largest_first(read(module, traced.jax_mesh, traced.leaves))
     if platform == "cpu":
         return sent
     notes: tuple[str, ...] = (_GPU_NOTE,)
     if platform == "tpu":
-        notes = (_tpu_note(sent), why_foreseen(known, chip_of(compiler, known.mesh)))
+        notes = (_tpu_note(sent), why_foreseen(traced, chip_of(compiler, traced.mesh)))
     return dataclasses.replace(sent, basis="foreseen", notes=notes)
 
 

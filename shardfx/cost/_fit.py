@@ -227,10 +227,10 @@ class Fit:
         """
         parts = [str(self)]
         why: dict[str, dict[str, None]] = {}
-        for one in self.peak_arrays[:_LARGEST]:
-            why.setdefault(one.why, {})[f"{one.what} of {place_text(one.source)}"] = (
-                None
-            )
+        for array in self.peak_arrays[:_LARGEST]:
+            why.setdefault(array.why, {})[
+                f"{array.what} of {place_text(array.source)}"
+            ] = None
         if reasons := [
             f"{', '.join(arrays)}: {words}" for words, arrays in why.items() if words
         ]:
@@ -352,15 +352,15 @@ def fit(
         traced = dataclasses.replace(traced, given_mesh=MeshSpec({"device": 1}))
         notes = (_ALONE,)
     assigned = compiled.assigned if isinstance(compiled, CompiledFor) else None
-    known = StepOnChip(traced, chip, step if args else None, assigned)
-    if known.programs is not None:
-        warn_if_refuted(known.programs)
-    rows, largest = _arguments(known)
-    notes = (*notes, *_tiles_note(known.parameter_bytes, rows, chip))
-    shapes = _gradient_shapes(known)
-    temporaries = [_large_array(one, shapes) for one in known.memory.arrays]
+    chip_step = StepOnChip(traced, chip, step if args else None, assigned)
+    if chip_step.programs is not None:
+        warn_if_refuted(chip_step.programs)
+    rows, largest = _arguments(chip_step)
+    notes = (*notes, *_tiles_note(chip_step.parameter_bytes, rows, chip))
+    shapes = _gradient_shapes(chip_step)
+    temporaries = [_large_array(array, shapes) for array in chip_step.memory.arrays]
     largest = tuple(
-        sorted((*largest, *temporaries), key=lambda one: -one.bytes)[:_LARGEST]
+        sorted((*largest, *temporaries), key=lambda array: -array.bytes)[:_LARGEST]
     )
     if compiled is not None and assigned is None:
         rows, differences = _compiled_rows(rows, memory_of(compiled))
@@ -370,12 +370,12 @@ def fit(
             basis="compiled",
             largest=largest,
             notes=(*notes, *differences),
-            _known=known,
+            _known=chip_step,
         )
-    memory = known.memory
+    memory = chip_step.memory
     rows.append(FitRow("results", sum(memory.results), exact=True))
     rows += _temporaries(temporaries, memory)
-    if not memory.is_counted and known.platform == "tpu":
+    if not memory.is_counted and chip_step.platform == "tpu":
         notes = (*notes, why_foreseen(traced, chip))
     return Fit(
         rows=_sorted(rows),
@@ -385,7 +385,7 @@ def fit(
         notes=notes,
         on_chip_bytes=memory.on_chip_bytes,
         out_of_memory=memory.out_of_memory,
-        _known=known,
+        _known=chip_step,
     )
 
 
@@ -424,29 +424,31 @@ def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
         rows.setdefault(group, [0, 0])[on_host] += taken
         if not on_host:
             largest.append(LargeArray(leaf.path, taken, group))
-    found = [
-        FitRow(group, here, host, exact=True) for group, (here, host) in rows.items()
+    fit_rows = [
+        FitRow(group, on_device, host, exact=True)
+        for group, (on_device, host) in rows.items()
     ]
-    return Fit(_sorted(found), chip, "arguments", tuple(_alike(largest)[:_LARGEST]))
+    return Fit(_sorted(fit_rows), chip, "arguments", tuple(_alike(largest)[:_LARGEST]))
 
 
-def _arguments(known: StepOnChip) -> tuple[list[FitRow], tuple[LargeArray, ...]]:
+def _arguments(chip_step: StepOnChip) -> tuple[list[FitRow], tuple[LargeArray, ...]]:
     """A row for each group of arguments, and an `LargeArray` for each argument in device
     memory, the largest first.
     """
     sizes: dict[str, list[int]] = {}
     largest: list[LargeArray] = []
-    for at, (one, here) in enumerate(
-        zip(known.purposes, known.memory.arguments, strict=True)
+    for number, (purpose, nbytes) in enumerate(
+        zip(chip_step.purposes, chip_step.memory.arguments, strict=True)
     ):
-        row = sizes.setdefault(one.group, [0, 0])
-        if one.argument.on_host:
-            row[1] += known.host_bytes(at)
+        row = sizes.setdefault(purpose.group, [0, 0])
+        if purpose.argument.on_host:
+            row[1] += chip_step.host_bytes(number)
         else:
-            row[0] += here
-            largest.append(LargeArray(one.argument.path, here, one.group))
+            row[0] += nbytes
+            largest.append(LargeArray(purpose.argument.path, nbytes, purpose.group))
     return [
-        FitRow(group, here, host, exact=True) for group, (here, host) in sizes.items()
+        FitRow(group, on_device, host, exact=True)
+        for group, (on_device, host) in sizes.items()
     ], tuple(_alike(largest))
 
 
@@ -490,34 +492,34 @@ def _temporaries(arrays: Sequence[LargeArray], memory: Memory) -> list[FitRow]:
 def _compiled_rows(
     rows: Sequence[FitRow], memory: MemoryAnalysis
 ) -> tuple[tuple[FitRow, ...], tuple[str, ...]]:
-    found, notes = list(rows), []
+    fit_rows, notes = list(rows), []
     rest = memory.argument_size_in_bytes - sum(row.bytes for row in rows)
     if not rows:
-        found.append(FitRow("arguments", rest, exact=True))
+        fit_rows.append(FitRow("arguments", rest, exact=True))
     elif rest > 0:
-        found.append(FitRow("arguments, the rest", rest, exact=True))
+        fit_rows.append(FitRow("arguments, the rest", rest, exact=True))
     elif rest < 0:
         # The compiler drops arguments that the step does not read.
         notes.append(
             f"the program takes {bytes_text(-rest)} less than its arguments: it does"
             " not read all of them."
         )
-        found.append(FitRow("arguments, not read", rest, exact=True))
-    found.append(
+        fit_rows.append(FitRow("arguments, not read", rest, exact=True))
+    fit_rows.append(
         FitRow(
             "results",
             memory.output_size_in_bytes - memory.alias_size_in_bytes,
             exact=True,
         )
     )
-    found.append(
+    fit_rows.append(
         FitRow(
             "temporaries",
-            memory.needed_bytes - sum(row.bytes for row in found),
+            memory.needed_bytes - sum(row.bytes for row in fit_rows),
             exact=True,
         )
     )
-    return _sorted(found), tuple(notes)
+    return _sorted(fit_rows), tuple(notes)
 
 
 def _sorted(rows: Sequence[FitRow]) -> tuple[FitRow, ...]:
@@ -529,24 +531,24 @@ def _sorted(rows: Sequence[FitRow]) -> tuple[FitRow, ...]:
     )
 
 
-def _alike(found: Sequence[LargeArray]) -> list[LargeArray]:
+def _alike(arrays: Sequence[LargeArray]) -> list[LargeArray]:
     """The arrays, the largest first, with one entry for arrays of equal size whose
     paths differ only in numbers.
     """
     groups: dict[tuple[object, ...], list[LargeArray]] = {}
-    for one in found:
-        groups.setdefault((between_numbers(one.what), one.bytes, one.group), []).append(
-            one
-        )
+    for array in arrays:
+        groups.setdefault(
+            (between_numbers(array.what), array.bytes, array.group), []
+        ).append(array)
     merged = [
         LargeArray(
-            joined([one.what for one in these]),
-            sum(one.bytes for one in these),
-            these[0].group,
+            joined([array.what for array in alike]),
+            sum(array.bytes for array in alike),
+            alike[0].group,
         )
-        for these in groups.values()
+        for alike in groups.values()
     ]
-    return sorted(merged, key=lambda one: -one.bytes)
+    return sorted(merged, key=lambda array: -array.bytes)
 
 
 _ALONE = (
@@ -556,75 +558,77 @@ _ALONE = (
 _COPIES = MOVING | {"convert"}
 
 
-def _gradient_shapes(known: StepOnChip) -> set[tuple[int, ...]]:
+def _gradient_shapes(chip_step: StepOnChip) -> set[tuple[int, ...]]:
     """The shapes that a gradient can have: those of all parameters and of their shards.
     Their dimensions are sorted, since a gradient can be transposed.
     """
-    found: set[tuple[int, ...]] = set()
-    for at in known.in_group("parameters"):
-        found |= {
-            tuple(sorted(known.purposes[at].argument.shape)),
-            tuple(sorted(known.shards[at])),
+    shapes: set[tuple[int, ...]] = set()
+    for number in chip_step.in_group("parameters"):
+        shapes |= {
+            tuple(sorted(chip_step.purposes[number].argument.shape)),
+            tuple(sorted(chip_step.shards[number])),
         }
-    return found
+    return shapes
 
 
-def _peak_arrays(known: StepOnChip) -> tuple[LargeArray, ...]:
-    shapes = _gradient_shapes(known)
-    found = []
-    for one, here in zip(known.purposes, known.memory.arguments, strict=True):
-        ours = one.argument
+def _peak_arrays(chip_step: StepOnChip) -> tuple[LargeArray, ...]:
+    shapes = _gradient_shapes(chip_step)
+    arrays = []
+    for entry, nbytes in zip(
+        chip_step.purposes, chip_step.memory.arguments, strict=True
+    ):
+        ours = entry.argument
         entries = [canonical_entry(axes) for axes in ours.dims or ()]
         by = tuple(
             Origin(axis, ours.path or ours.name, ())
             for axes in ours.dims or ()
             for axis in axes
         )
-        found.append(
+        arrays.append(
             LargeArray(
                 ours.path or ours.name,
-                here,
-                one.group,
+                nbytes,
+                entry.group,
                 spec=PartitionSpec(*entries),
                 origins=by,
             )
         )
-    for one in known.memory.arrays:
-        row, why = known.shardings.of_held(one)
+    for entry in chip_step.memory.arrays:
+        row, why = chip_step.shardings.of_held(entry)
         sharding = {} if row is None else {"spec": row.spec, "origins": row.origins}
-        found.append(
-            dataclasses.replace(_large_array(one, shapes), why=why, **sharding)
+        arrays.append(
+            dataclasses.replace(_large_array(entry, shapes), why=why, **sharding)
         )
-    return tuple(sorted(found, key=lambda one: -one.bytes))
+    return tuple(sorted(arrays, key=lambda array: -array.bytes))
 
 
-def _large_array(one: LiveArray, shapes: set[tuple[int, ...]]) -> LargeArray:
+def _large_array(array: LiveArray, shapes: set[tuple[int, ...]]) -> LargeArray:
     is_gradient = (
-        one.phase == "backward"
-        and len(one.buffer.shape) > 1
-        and tuple(sorted(one.buffer.shape)) in shapes
+        array.phase == "backward"
+        and len(array.buffer.shape) > 1
+        and tuple(sorted(array.buffer.shape)) in shapes
     )
     group = (
         "gradients"
         if is_gradient
         else "copies in other layouts"
-        if one.opcode in _COPIES
+        if array.opcode in _COPIES
         else "activations"
     )
-    return LargeArray(str(one.buffer), one.bytes, group, one.source, one.phase)
+    return LargeArray(str(array.buffer), array.bytes, group, array.source, array.phase)
 
 
 _NUMBERS = {"bytes/device", "share", "largest", "saves", "then"}
 _Rows: TypeAlias = list[tuple[str, ...]]
 
 
-def _tables(found: Fit) -> list[tuple[_Rows, list[str]]]:
+def _tables(fitted: Fit) -> list[tuple[_Rows, list[str]]]:
     """The table of the groups of arrays, and the table of the largest arrays, if there
     are any. Each table is a pair: its rows, and the lines of text below it.
     """
     groups: _Rows = [("group", "bytes/device", "share", "how")]
-    for row in found.rows:
-        share = f"{row.bytes / max(1, found.peak_bytes):.0%}"
+    for row in fitted.rows:
+        share = f"{row.bytes / max(1, fitted.peak_bytes):.0%}"
         host = (
             f", {bytes_text(row.host_bytes)} in host memory" if row.host_bytes else ""
         )
@@ -636,17 +640,17 @@ def _tables(found: Fit) -> list[tuple[_Rows, list[str]]]:
                 ("exact" if row.exact else "foreseen") + host,
             )
         )
-    tables = [(groups, _verdict(found))]
-    if found.largest:
+    tables = [(groups, _verdict(fitted))]
+    if fitted.largest:
         cells: _Rows = [
             (
-                bytes_text(one.bytes),
-                one.group,
-                one.phase or "-",
-                one.what,
-                "-" if one.source is None else one.source.place,
+                bytes_text(array.bytes),
+                array.group,
+                array.phase or "-",
+                array.what,
+                "-" if array.source is None else array.source.place,
             )
-            for one in found.largest
+            for array in fitted.largest
         ]
         tables.append(
             ([("largest", "group", "pass", "array on one device", "line"), *cells], [])
@@ -657,52 +661,52 @@ def _tables(found: Fit) -> list[tuple[_Rows, list[str]]]:
 def _changes_table(changes: Sequence[Change]) -> _Rows:
     cells = [
         (
-            bytes_text(one.saves_bytes),
-            bytes_text(one.peak_bytes),
-            "yes" if one.fits else "no",
-            one.what,
-            one.how,
+            bytes_text(change.saves_bytes),
+            bytes_text(change.peak_bytes),
+            "yes" if change.fits else "no",
+            change.what,
+            change.how,
         )
-        for one in changes
+        for change in changes
     ]
     return [("saves", "then", "fits", "one change", "as code"), *cells]
 
 
-def _verdict(found: Fit) -> list[str]:
-    usable, peak = bytes_text(found.usable_bytes), bytes_text(found.peak_bytes)
-    if found.basis == "arguments":
+def _verdict(fitted: Fit) -> list[str]:
+    usable, peak = bytes_text(fitted.usable_bytes), bytes_text(fitted.peak_bytes)
+    if fitted.basis == "arguments":
         return [
-            f"The arrays alone take {peak} of {usable} on {found.chip.name};"
+            f"The arrays alone take {peak} of {usable} on {fitted.chip.name};"
             " activations are not counted."
         ]
-    verdict = "fits" if found.fits else "does not fit"
+    verdict = "fits" if fitted.fits else "does not fit"
     verdict = (
-        f"MAY OR MAY NOT fit: as foreseen, it {verdict}" if found.is_close else verdict
+        f"MAY OR MAY NOT fit: as foreseen, it {verdict}" if fitted.is_close else verdict
     )
-    left = (
-        f"{bytes_text(abs(found.headroom_bytes))}"
-        f" {'left' if found.fits else 'too much'}"
+    margin = (
+        f"{bytes_text(abs(fitted.headroom_bytes))}"
+        f" {'left' if fitted.fits else 'too much'}"
     )
     lines = [
-        f"{peak} at the worst moment: it {verdict} {found.chip.name}, where a program"
-        f" may fill {usable} ({left})."
+        f"{peak} at the worst moment: it {verdict} {fitted.chip.name}, where a program"
+        f" may fill {usable} ({margin})."
     ]
-    if found.on_chip_bytes:
+    if fitted.on_chip_bytes:
         lines.append(
-            f"Beside it, {bytes_text(found.on_chip_bytes)} of on-chip memory are used."
+            f"Beside it, {bytes_text(fitted.on_chip_bytes)} of on-chip memory are used."
         )
-    if found.out_of_memory:
-        lines.append(f"libtpu says: {found.out_of_memory}")
-    if found.basis == "foreseen":
-        lines.append(_expectation(found))
-    if found.is_close:
+    if fitted.out_of_memory:
+        lines.append(f"libtpu says: {fitted.out_of_memory}")
+    if fitted.basis == "foreseen":
+        lines.append(_expectation(fitted))
+    if fitted.is_close:
         lines.append("`compile_for(step, *args, ...)` decides.")
     return lines
 
 
-def _expectation(found: Fit) -> str:
+def _expectation(fitted: Fit) -> str:
     """A sentence about the bytes to expect in the place of foreseen ones."""
-    least, most = map(bytes_text, found.expected_bytes)
+    least, most = map(bytes_text, fitted.expected_bytes)
     return (
         f"Foreseen: expect {least} to {most}. libtpu's temporaries are between"
         f" {TEMPORARIES.least:g} and {TEMPORARIES.most:g} times the foreseen ones in"

@@ -67,20 +67,23 @@ class Origins:
         # body or after the `recv`.
         self._carried: dict[int, tuple[FlatOp, int]] = {}
         self._becomes: dict[int, list[int]] = collections.defaultdict(list)
-        ends: dict[tuple[str, str], FlatOp] = {}
+        transfers: dict[tuple[str, str], FlatOp] = {}
         for op in uses.ops:
             self._ops.setdefault(id(op.instruction), op)
             for body in op.bodies:
                 self._carried |= {
-                    value: (op, at) for at, value in enumerate(body.carried)
+                    value: (op, number) for number, value in enumerate(body.carried)
                 }
-                for value, made in zip(body.results, op.makes, strict=False):
-                    self._becomes[value].append(made)
+                for value, carried in zip(body.results, op.makes, strict=False):
+                    self._becomes[value].append(carried)
             if (meets := op.instruction.rendezvous) is not None:
-                ends[op.opcode, meets] = op
+                transfers[op.opcode, meets] = op
         self._senders: dict[FlatOp, FlatOp] = {}
-        for (opcode, meets), op in ends.items():
-            if opcode == "recv" and (sender := ends.get(("send", meets))) is not None:
+        for (opcode, meets), op in transfers.items():
+            if (
+                opcode == "recv"
+                and (sender := transfers.get(("send", meets))) is not None
+            ):
                 self._senders[op] = sender
                 self._becomes[sender.reads[0]].append(op.makes[0])
 
@@ -96,17 +99,17 @@ class Origins:
         uses = self._uses.users
         users = reached(
             [op],
-            lambda one: (
-                user for value in one.makes for user, _, _ in uses.get(value, ())
+            lambda op: (
+                user for value in op.makes for user, _, _ in uses.get(value, ())
             ),
         )
         near = itertools.chain(self._before(op), itertools.islice(users, _FAR))
-        found = (
-            self._module.frames(own)
-            for one in near
-            for own in (one.instruction, *one.calls)
+        stacks = (
+            self._module.frames(source)
+            for op in near
+            for source in (op.instruction, *op.calls)
         )
-        return next(filter(None, found), ())
+        return next(filter(None, stacks), ())
 
     def _before(self, op: FlatOp | None) -> Iterator[FlatOp]:
         """Yields `op`, then the operation that computes the first operand of `op`, and
@@ -143,15 +146,15 @@ class Origins:
         op = self._ops.get(id(instruction))
         for gradient in () if op is None else _results_of(op, element):
             for value in self._same_gradient(gradient):
-                for user, at, _ in self._uses.users.get(value, ()):
+                for user, number, _ in self._uses.users.get(value, ()):
                     if user.opcode in ("add", "subtract") and len(user.reads) == 2:
-                        found = self._argument(user.reads[1 - at])
+                        argument = self._argument(user.reads[1 - number])
                         # The sum is an updated weight only if it is a result of the
                         # program.
-                        if found is not None and not self._results.isdisjoint(
+                        if argument is not None and not self._results.isdisjoint(
                             self._same_gradient(user.makes[0])
                         ):
-                            return found
+                            return argument
         return None
 
     def _same_gradient(self, gradient: int) -> Iterator[int]:
@@ -165,15 +168,15 @@ class Origins:
         may return the same gradient. Such a result has the shape of the value or of its
         shard, or is a larger array into which the value is written.
         """
-        found = [*self._becomes.get(value, ())]
-        for op, at, _ in self._uses.users.get(value, ()):
-            made = () if op.opcode in _RENEWING else _results_of(op, at)
-            found += [
-                one
-                for one in made
-                if op.opcode == "dynamic-update-slice" or self._is_shard(one, value)
+        following = [*self._becomes.get(value, ())]
+        for op, number, _ in self._uses.users.get(value, ()):
+            outputs = () if op.opcode in _RENEWING else _results_of(op, number)
+            following += [
+                output
+                for output in outputs
+                if op.opcode == "dynamic-update-slice" or self._is_shard(output, value)
             ]
-        return tuple(found)
+        return tuple(following)
 
     def _argument(self, value: int) -> str | None:
         """If a value is an argument or a slice of one, JAX's name of the argument;
@@ -187,10 +190,10 @@ class Origins:
                 op.opcode in _SLICES or _CONCATENATES in op.instruction.attributes
             ):
                 return None
-            op, at = self._senders.get(op, op), op.makes.index(value)
+            op, number = self._senders.get(op, op), op.makes.index(value)
             if not op.reads:
                 return None
-            value = op.reads[at if at < len(op.reads) else 0]
+            value = op.reads[number if number < len(op.reads) else 0]
         return None
 
     def callback(self, instruction: Instruction) -> str:
@@ -250,7 +253,7 @@ class Origins:
             reached(() if op is None else op.reads, self._operands_of), _FAR
         )
         makers = [self._uses.maker.get(value) for value in values]
-        opcodes = {None if made is None else made.opcode for made in makers}
+        opcodes = {None if maker is None else maker.opcode for maker in makers}
         return not opcodes.isdisjoint(PRODUCTS) or opcodes.isdisjoint((None, *_GATHERS))
 
     def _operands_of(self, value: int) -> Iterable[int]:
@@ -259,10 +262,10 @@ class Origins:
         body returns.
         """
         if value in self._carried:
-            loop, at = self._carried[value]
-            return (loop.bodies[0].results[at],)
-        made = self._uses.maker.get(value)
-        return () if made is None or made.opcode in _GATHERS else made.reads
+            loop, number = self._carried[value]
+            return (loop.bodies[0].results[number],)
+        maker = self._uses.maker.get(value)
+        return () if maker is None or maker.opcode in _GATHERS else maker.reads
 
     def _is_shard(self, part: int, whole: int) -> bool:
         """Whether value `part` has as many elements as value `whole`, or the shape of a
@@ -286,13 +289,13 @@ def _callback_name(op: FlatOp) -> str:
     return CALLBACKS.get(primitive, primitive) or "a callback"
 
 
-def _results_of(op: FlatOp, at: int) -> tuple[int, ...]:
+def _results_of(op: FlatOp, number: int) -> tuple[int, ...]:
     """The results of an operation that correspond to its operand number `at`. There can
     be several, since the `-start` of an asynchronous collective also returns its
     operands.
     """
     count = max(1, min(len(op.reads), len(op.makes)))
-    return op.makes[at % count :: count]
+    return op.makes[number % count :: count]
 
 
 def path_of(argument: str) -> str:

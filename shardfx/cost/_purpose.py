@@ -148,7 +148,7 @@ def _subtrees(
             yield structure, numbers
 
 
-def _comes_from(result: int, given: int, uses: Uses) -> bool:
+def _comes_from(result: int, argument: int, uses: Uses) -> bool:
     """Whether only elementwise operations, in-place updates, slices and resharding lead
     from value number `given`, an argument, to value number `result`.
     """
@@ -166,7 +166,7 @@ def _comes_from(result: int, given: int, uses: Uses) -> bool:
             return op.reads
         return ()
 
-    return given in reached([result], before)
+    return argument in reached([result], before)
 
 
 def _is_read_forward(value: int, uses: Uses) -> bool:

@@ -52,37 +52,42 @@ def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
     step. A computation has several entries if it is called from several branches, or
     from loops of unknown trip count.
     """
-    found = {module.entry: collections.Counter({Runs(0): 1})}
+    runs_by_name = {module.entry: collections.Counter({Runs(0): 1})}
     # Callees come before callers in the text. In reverse order, each count is complete
     # when it is reached.
     for name in reversed(module.computations):
-        for instruction in module.computations[name].values() if name in found else ():
+        for instruction in (
+            module.computations[name].values() if name in runs_by_name else ()
+        ):
             # The `-done` of an asynchronous operation names the computation again. A
             # reducer contains no collectives.
             if instruction.opcode.endswith(_ENDS) or instruction.opcode.startswith(
                 _REDUCES
             ):
                 continue
-            for own, count in found[name].items():
-                for called, runs, times in _calls(module, name, instruction, own):
+            for caller_runs, count in runs_by_name[name].items():
+                for called, runs, times in _calls(
+                    module, name, instruction, caller_runs
+                ):
                     if called not in module.computations:
                         raise ProgramError(
                             f"the HLO module is cut off: it lacks `{called}`, which"
                             f" {instruction.text:.200}"
                         )
-                    found.setdefault(called, collections.Counter())[runs] += (
+                    runs_by_name.setdefault(called, collections.Counter())[runs] += (
                         count * times
                     )
     return {
         name: tuple(
-            dataclasses.replace(own, count=count) for own, count in runs.items()
+            dataclasses.replace(runs_of_caller, count=count)
+            for runs_of_caller, count in runs.items()
         )
-        for name, runs in found.items()
+        for name, runs in runs_by_name.items()
     }
 
 
 def _calls(
-    module: HloModule, name: str, instruction: Instruction, own: Runs
+    module: HloModule, name: str, instruction: Instruction, caller_runs: Runs
 ) -> Iterator[tuple[str, Runs, int]]:
     """Yields, for each computation that an instruction calls: its name, the loops and
     branches around it, and how often one run of the instruction calls it. The
@@ -93,14 +98,16 @@ def _calls(
     if instruction.opcode == "while":
         trips = trip_count(module, around, instruction)
         if trips is None:
-            own = dataclasses.replace(own, unknown=(*own.unknown, instruction.text))
+            caller_runs = dataclasses.replace(
+                caller_runs, unknown=(*caller_runs.unknown, instruction.text)
+            )
         # The condition runs once more than the body, and can contain collectives too.
         times = {
             "body": 1 if trips is None else trips,
             "condition": 1 if trips is None else trips + 1,
         }
         yield from (
-            (target, own, times[what])
+            (target, caller_runs, times[what])
             for what, target in instruction.called
             if what in times
         )
@@ -112,16 +119,17 @@ def _calls(
             index is not None and 'custom_call_target="SliceId"' in index.attributes
         )
         for number, (_, target) in enumerate(instruction.called):
-            branch = (*own.branch, (f"{name}/{instruction.name}", number))
+            branch = (*caller_runs.branch, (f"{name}/{instruction.name}", number))
             yield (
                 target,
                 dataclasses.replace(
-                    own, **({"slice": number} if is_by_slice else {"branch": branch})
+                    caller_runs,
+                    **({"slice": number} if is_by_slice else {"branch": branch}),
                 ),
                 1,
             )
     else:
-        yield from ((target, own, 1) for _, target in instruction.called)
+        yield from ((target, caller_runs, 1) for _, target in instruction.called)
 
 
 def trip_count(
@@ -133,26 +141,26 @@ def trip_count(
     xla/service/while_loop_analysis.cc does. `around` is the computation that contains
     the loop: its instructions, by name.
     """
-    if known := _KNOWN.search(loop.attributes):
-        return int(known[1])
+    if match := _KNOWN.search(loop.attributes):
+        return int(match[1])
     targets = dict(loop.called)
     condition, body = (
         module.computations[targets[what]] for what in ("condition", "body")
     )
     test, scope = _fusion_root(module, condition, root_of(condition))
-    root, given = root_of(body), around.get(loop.operands[0])
+    root, start_tuple = root_of(body), around.get(loop.operands[0])
     direction = _COMPARED.search(test.attributes)
     if (
         test.opcode != "compare"
         or direction is None
-        or given is None
-        or {given.opcode, root.opcode} != {"tuple"}
+        or start_tuple is None
+        or {start_tuple.opcode, root.opcode} != {"tuple"}
     ):
         return None
     match [_scalar(module, scope, operand) for operand in test.operands]:
         case [(int(index), shift), (None, stop)]:
             start, step = (
-                _scalar(module, around, given.operands[index]),
+                _scalar(module, around, start_tuple.operands[index]),
                 _scalar(module, body, root.operands[index]),
             )
             if (
@@ -172,10 +180,10 @@ def _trip_count_of(start: int, step: int, stop: int, direction: str) -> int | No
     if not _COMPARISONS[direction](start, stop):
         return 0
     last = stop + {"LE": 1, "GE": -1}.get(direction, 0)
-    ends = (last - start) * step > 0 and (
+    is_reached = (last - start) * step > 0 and (
         direction != "NE" or (stop - start) % step == 0
     )
-    return len(range(start, last, step)) if ends else None
+    return len(range(start, last, step)) if is_reached else None
 
 
 def _fusion_root(
@@ -190,11 +198,16 @@ def _fusion_root(
     if one.opcode != "fusion":
         return one, scope
     inner = module.computations[next(target for _, target in one.called)]
-    parameters = (own for own in inner.values() if own.opcode == "parameter")
+    parameters = (
+        parameter for parameter in inner.values() if parameter.opcode == "parameter"
+    )
     return root_of(inner), {
         **scope,
         **inner,
-        **{own.name: scope[one.operands[int(own.inside)]] for own in parameters},
+        **{
+            parameter.name: scope[one.operands[int(parameter.inside)]]
+            for parameter in parameters
+        },
     }
 
 
@@ -208,17 +221,17 @@ def _scalar(
     """
     if name not in scope:
         return None
-    found, scope = _fusion_root(module, scope, scope[name])
-    if found.opcode in _UNCHANGED:
-        return _scalar(module, scope, found.operands[0])
-    if found.opcode == "get-tuple-element":
-        return index_of(found), 0
-    if found.opcode == "constant" and _INTEGER.fullmatch(found.inside):
-        return None, int(found.inside)
-    if found.opcode in ("add", "subtract"):
-        match [_scalar(module, scope, operand) for operand in found.operands]:
+    instruction, scope = _fusion_root(module, scope, scope[name])
+    if instruction.opcode in _UNCHANGED:
+        return _scalar(module, scope, instruction.operands[0])
+    if instruction.opcode == "get-tuple-element":
+        return index_of(instruction), 0
+    if instruction.opcode == "constant" and _INTEGER.fullmatch(instruction.inside):
+        return None, int(instruction.inside)
+    if instruction.opcode in ("add", "subtract"):
+        match [_scalar(module, scope, operand) for operand in instruction.operands]:
             case [(index, one), (None, other)]:
-                return index, one + (other if found.opcode == "add" else -other)
-            case [(None, one), (index, other)] if found.opcode == "add":
+                return index, one + (other if instruction.opcode == "add" else -other)
+            case [(None, one), (index, other)] if instruction.opcode == "add":
                 return index, one + other
     return None

@@ -39,20 +39,20 @@ def _with_reduce_scatters(
                 reductions[reader.name] = instruction
 
     dropped = {reduction.name for reduction in reductions.values()}
-    kept = {
+    replaced = {
         name: instruction
         for name, instruction in computation.items()
         if name not in dropped
     }
     for name, reduction in reductions.items():
         shard = computation[name]
-        kept[name] = reduction._replace(
+        replaced[name] = reduction._replace(
             name=name,
             result=shard.result,
             opcode="reduce-scatter",
             is_root=shard.is_root,
         )
-    return kept
+    return replaced
 
 
 def _is_own_shard(reduction: Instruction, reader: Instruction, partitions: int) -> bool:

@@ -69,7 +69,8 @@ class Seconds:
         """
         axes = together(self.rows, lambda row: row.traffic.axes)
         sums = {
-            own: math.fsum(row.seconds for row in rows) for own, rows in axes.items()
+            names: math.fsum(row.seconds for row in rows)
+            for names, rows in axes.items()
         }
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
@@ -92,8 +93,8 @@ class Seconds:
             )
         lines = table(cells, right={"ms/step", "bytes/step", "GB/s"})
         sums = ", ".join(
-            f"{axes_text(axes)} {1e3 * one:.3f} ms"
-            for axes, one in self.by_axes().items()
+            f"{axes_text(axes)} {1e3 * row_seconds:.3f} ms"
+            for axes, row_seconds in self.by_axes().items()
         )
         lines.append(
             f"About {1e3 * self.seconds:.3f} ms of a step on {self.chip.name}"
@@ -179,19 +180,23 @@ def seconds(
     return Seconds(tuple(sorted(rows, key=lambda row: -row.seconds)), chip)
 
 
-def _extents(given: str, usual: tuple[int, ...], chip: chips.Chip) -> tuple[int, ...]:
+def _extents(
+    slice_text: str, usual: tuple[int, ...], chip: chips.Chip
+) -> tuple[int, ...]:
     """The extents of a slice from their text: (4, 8) for "4x8". Raises `MeshError` if
     their number or their product is not that of the default extents `usual`.
     """
-    parts = given.lower().split("x")
-    found = tuple(int(part) for part in parts if part.isdigit())
-    if math.prod(found) != math.prod(usual) or {len(found), len(parts)} != {len(usual)}:
+    parts = slice_text.lower().split("x")
+    extents = tuple(int(part) for part in parts if part.isdigit())
+    if math.prod(extents) != math.prod(usual) or {len(extents), len(parts)} != {
+        len(usual)
+    }:
         raise MeshError(
-            f"`slice={given!r}` must have {len(usual)} extents that hold"
+            f"`slice={slice_text!r}` must have {len(usual)} extents that hold"
             f" {math.prod(usual)} chips of {chip.name}, as in"
             f" {'x'.join(map(str, usual))!r}."
         )
-    return found
+    return extents
 
 
 def _row(

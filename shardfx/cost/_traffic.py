@@ -140,9 +140,9 @@ def traffic(
         shardings = jax.tree.leaves(compiled.input_shardings)
         mesh = next(
             (
-                one.mesh
-                for one in shardings
-                if isinstance(one, NamedSharding) and not one.mesh.empty
+                sharding.mesh
+                for sharding in shardings
+                if isinstance(sharding, NamedSharding) and not sharding.mesh.empty
             ),
             None,
         )
@@ -173,15 +173,19 @@ def read(
     """
     runs = runs_of(module)
     numbers = [
-        own.slice + 1 for ways in runs.values() for own in ways if own.slice is not None
+        run.slice + 1 for ways in runs.values() for run in ways if run.slice is not None
     ]
     positions = DevicePositions(
         mesh, module.partitions, max([slices_of(module), *numbers]), ids
     )
-    found = _costliest_branches(
+    collectives = _costliest_branches(
         _ModuleReader(module, positions, paths).collectives(runs)
     )
-    return Traffic(tuple(one.row for one in found), positions.devices, positions.names)
+    return Traffic(
+        tuple(collective.row for collective in collectives),
+        positions.devices,
+        positions.names,
+    )
 
 
 class _Found(NamedTuple):
@@ -220,49 +224,49 @@ class _ModuleReader:
         name, from `runs_of`.
         """
         instructions = [
-            (name, one)
+            (name, instruction)
             for name in runs
-            for one in self.module.computations[name].values()
+            for instruction in self.module.computations[name].values()
         ]
         fusions = {
-            target: one.name
-            for _, one in instructions
-            if one.opcode == "fusion"
-            for _, target in one.called
+            target: instruction.name
+            for _, instruction in instructions
+            if instruction.opcode == "fusion"
+            for _, target in instruction.called
         }
-        found: list[_Found] = []
-        for name, one in instructions:
-            fusion, channel = fusions.get(name), channel_of(one)
-            for own in runs[name]:
+        candidates: list[_Found] = []
+        for name, instruction in instructions:
+            fusion, channel = fusions.get(name), channel_of(instruction)
+            for run in runs[name]:
                 try:
-                    row = self.row(name, one, own)
+                    row = self.row(name, instruction, run)
                 except ProgramError as error:
-                    raise ProgramError(f"{error}: {one.text:.300}") from None
+                    raise ProgramError(f"{error}: {instruction.text:.300}") from None
                 if row is not None:
                     # A TPU's program repeats a collective in each fusion that runs at
                     # the same time. On other platforms each instruction is one
                     # collective, and all collectives of a `shard_map` may have one
                     # channel.
                     key = (
-                        (id(one), own)
+                        (id(instruction), run)
                         if fusion is None or channel is None
                         else (row.kind, channel)
                     )
-                    found.append(
+                    candidates.append(
                         _Found(
                             row,
-                            own,
+                            run,
                             key,
                             fusion is not None and fusion.startswith(_STARTS),
                         )
                     )
-        kept: list[_Found] = []
-        for alike in together(found, lambda one: one.key).values():
+        chosen: list[_Found] = []
+        for alike in together(candidates, lambda candidate: candidate.key).values():
             # If no fusion starts the collective, it belongs to the fusion that runs
             # least often: the other fusions are in loops that run at the same time.
-            starts = [one for one in alike if one.starts]
-            kept += starts or [min(alike, key=lambda one: one.runs.count)]
-        return kept
+            starts = [candidate for candidate in alike if candidate.starts]
+            chosen += starts or [min(alike, key=lambda candidate: candidate.runs.count)]
+        return chosen
 
     def row(self, name: str, instruction: Instruction, runs: Runs) -> TrafficRow | None:
         """The traffic row of an instruction; `None` if it is no collective. `name` is
@@ -340,39 +344,44 @@ class _ModuleReader:
             else self.origins.gathered
         )
         shares: dict[str | None, int] = {}
-        for at, part in enumerate(collective.parts):
-            argument = find(instruction, at)
+        for number, part in enumerate(collective.parts):
+            argument = find(instruction, number)
             path = argument and (self.paths.get(argument) or path_of(argument))
             bytes_ = round(wire_bytes * part / collective.bytes) if part else 0
             shares[path] = shares.get(path, 0) + bytes_
         return shares
 
 
-def _costliest_branches(found: list[_Found]) -> list[_Found]:
+def _costliest_branches(collectives: list[_Found]) -> list[_Found]:
     """The rows `found`, with zero bytes in each branch of a conditional that sends less
     than another branch of it. Only one branch runs, and the program does not say which.
     """
     # Inner conditionals come first, since the bytes of an outer branch depend on them.
     for depth in reversed(
-        range(max((len(one.runs.branch) for one in found), default=0))
+        range(
+            max((len(collective.runs.branch) for collective in collectives), default=0)
+        )
     ):
         sums: dict[str, Counter[int]] = {}
-        for one in found:
-            for label, number in one.runs.branch[depth : depth + 1]:
-                sums.setdefault(label, Counter())[number] += one.row.wire_bytes
+        for collective in collectives:
+            for label, number in collective.runs.branch[depth : depth + 1]:
+                sums.setdefault(label, Counter())[number] += collective.row.wire_bytes
         costly = {
-            (label, max(own, key=lambda number: own[number]))
-            for label, own in sums.items()
-        }  # noqa: B023
-        found = [
             (
-                one
-                if costly.issuperset(one.runs.branch[depth : depth + 1])
-                else one._replace(row=_without_bytes(one.row))
+                label,
+                max(bytes_of_branches, key=lambda number: bytes_of_branches[number]),
             )
-            for one in found
+            for label, bytes_of_branches in sums.items()
+        }  # noqa: B023
+        collectives = [
+            (
+                collective
+                if costly.issuperset(collective.runs.branch[depth : depth + 1])
+                else collective._replace(row=_without_bytes(collective.row))
+            )
+            for collective in collectives
         ]
-    return found
+    return collectives
 
 
 def _without_bytes(row: TrafficRow) -> TrafficRow:

@@ -139,8 +139,8 @@ class Traffic:
 
     def __sub__(self, other: "Traffic") -> "TrafficDifference":
         sums: dict[_Kind, list[int]] = {}
-        for side, made in enumerate((self, other)):
-            for row in made.rows:
+        for side, side_traffic in enumerate((self, other)):
+            for row in side_traffic.rows:
                 sums.setdefault((row.kind, row.axes, row.source, row.leaf), [0, 0])[
                     side
                 ] += row.wire_bytes
@@ -163,43 +163,49 @@ class Traffic:
 
 
 def text_of(
-    made: Traffic, most: int | None = None, width: int | None = None
+    of_traffic: Traffic, most: int | None = None, width: int | None = None
 ) -> list[str]:
     """The lines of a text table of the first `most` rows, the total and the notes. The
     source line that sends most comes first. If the table is wider than `width`, the
     least informative columns are left out.
     """
-    if not made.rows:
+    if not of_traffic.rows:
         return [
-            f"no traffic: a step on {plural(made.devices, 'device')} sends nothing."
+            f"no traffic: a step on {plural(of_traffic.devices, 'device')} sends nothing."
         ]
-    lines = together(made.rows[:most], lambda row: row.source).values()
-    lines = sorted(lines, key=lambda own: -sum(row.wire_bytes for row in own))
-    cells = [_cells(row, at == 0) for own in lines for at, row in enumerate(own)]
+    lines = together(of_traffic.rows[:most], lambda row: row.source).values()
+    lines = sorted(
+        lines, key=lambda line_rows: -sum(row.wire_bytes for row in line_rows)
+    )
+    cells = [
+        _cells(row, number == 0)
+        for line_rows in lines
+        for number, row in enumerate(line_rows)
+    ]
     dcn = (
-        f", {bytes_text(made.dcn_bytes)} of them between slices"
-        if made.dcn_bytes
+        f", {bytes_text(of_traffic.dcn_bytes)} of them between slices"
+        if of_traffic.dcn_bytes
         else ""
     )
     total = (
-        f"{bytes_text(made.wire_bytes)} enter each of {made.devices} devices in a"
+        f"{bytes_text(of_traffic.wire_bytes)} enter each of {of_traffic.devices} devices in a"
         f" step{dcn}."
     )
-    if len(cells) < len(made.rows):
-        total += f" {len(made.rows) - len(cells)} more rows."
-    notes = dict.fromkeys(row.note for row in made.rows if row.note)
+    if len(cells) < len(of_traffic.rows):
+        total += f" {len(of_traffic.rows) - len(cells)} more rows."
+    notes = dict.fromkeys(row.note for row in of_traffic.rows if row.note)
     return [
         *table([_HEADER, *cells], right=_NUMBERS, width=width, spare=_SPARE),
         total,
         *notes,
-        *made.notes,
+        *of_traffic.notes,
     ]
 
 
-def largest_first(made: Traffic) -> Traffic:
+def largest_first(of_traffic: Traffic) -> Traffic:
     """The traffic with its rows sorted by `wire_bytes`, the largest first."""
     return dataclasses.replace(
-        made, rows=tuple(sorted(made.rows, key=lambda row: -row.wire_bytes))
+        of_traffic, rows=tuple(sorted(of_traffic.rows, key=lambda row: -row.wire_bytes))
     )
 
 

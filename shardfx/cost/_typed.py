@@ -147,7 +147,7 @@ def typed(step: Callable[..., object], *args: object) -> TypedStep:
     explicit = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Explicit))
     with without_mesh():
         plain = plain_step(step, (args, {}), explicit, alone=False)
-        untyped = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in leaves]
+        untyped = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
         closed = jax.make_jaxpr(lambda *arrays: plain.run(arrays))(*untyped)
         specs = list(map(_spec_of, leaves))
         propagated = shardings(
@@ -248,11 +248,11 @@ class _Typer:
             start = params["cond_nconsts"]
             return self.run(*opened(params["body_jaxpr"]), operands[start:])
 
-        here = equation.replace(ctx=self.context)
+        located = equation.replace(ctx=self.context)
         try:
             with over(self.mesh):
                 return jax.eval_shape(
-                    lambda *arrays: applied(jaxpr, here, arrays), *operands
+                    lambda *arrays: applied(jaxpr, located, arrays), *operands
                 )
         # JAX's errors for a sharding that it cannot type are not public.
         except Exception as error:
@@ -263,8 +263,10 @@ class _Typer:
     def scan(self, equation: jex.JaxprEqn, operands: list[Any]) -> list[Any]:
         first, carried = carry_of(equation)
         stacked = operands[first + carried :]
-        specs = [PartitionSpec(*list(_spec_of(one))[1:]) for one in stacked]
-        slices = [jax.ShapeDtypeStruct(one.shape[1:], one.dtype) for one in stacked]
+        specs = [PartitionSpec(*list(_spec_of(struct))[1:]) for struct in stacked]
+        slices = [
+            jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype) for struct in stacked
+        ]
         body = opened(equation.params["jaxpr"])
         args = [*operands[: first + carried], *_structs(slices, specs, self.mesh)]
         results = self.run(*body, args)

@@ -68,23 +68,23 @@ def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
     flops, moved, cycles = 0.0, _written(module), 0
     notes: dict[str, None] = {}
     loops = [
-        one.called
-        for own in module.computations.values()
-        for one in own.values()
-        if one.opcode == "while"
+        instruction.called
+        for computation in module.computations.values()
+        for instruction in computation.values()
+        if instruction.opcode == "while"
     ]
     bodies = {dict(called)["body"] for called in loops} if tpu else set()
     for name, computation in module.computations.items():
         ways = runs.get(name, ())
-        count = sum(own.count for own in ways)
-        notes |= dict.fromkeys(_TRIPS for own in ways if own.unknown)
+        count = sum(run.count for run in ways)
+        notes |= dict.fromkeys(_TRIPS for run in ways if run.unknown)
         for instruction in computation.values() if count else ():
             flops += count * _flops(module, name, instruction)
             moved += count * _moved(computation, instruction, tpu, name in bodies)
-            if found := _KERNEL.search(instruction.attributes):
-                notes[f"the products of the kernel `{found[1]}` are not counted"] = None
-            if found := _CYCLES.search(instruction.attributes):
-                cycles += count * int(found[1])
+            if match := _KERNEL.search(instruction.attributes):
+                notes[f"the products of the kernel `{match[1]}` are not counted"] = None
+            if match := _CYCLES.search(instruction.attributes):
+                cycles += count * int(match[1])
     return DeviceWork(flops, moved, cycles, tuple(notes))
 
 
@@ -115,17 +115,19 @@ def _moved(
     return sum(read, _bytes(instruction))
 
 
-def _is_on_chip(computation: Mapping[str, Instruction], one: Instruction) -> bool:
+def _is_on_chip(
+    computation: Mapping[str, Instruction], instruction: Instruction
+) -> bool:
     """Whether the result of `one` is a loop-carried array small enough to stay in
     on-chip memory. `one` is an operand of an instruction of `computation`, the body of
     a loop.
     """
-    size = _bytes(one)
-    while one.opcode in _PASSED:
-        one = computation[one.operands[0]]
+    size = _bytes(instruction)
+    while instruction.opcode in _PASSED:
+        instruction = computation[instruction.operands[0]]
     is_carried = (
-        one.opcode == "get-tuple-element"
-        and computation[one.operands[0]].opcode == "parameter"
+        instruction.opcode == "get-tuple-element"
+        and computation[instruction.operands[0]].opcode == "parameter"
     )
     return is_carried and size <= _ON_CHIP_BYTES
 
@@ -137,9 +139,13 @@ def _written(module: HloModule) -> float:
     """
     entry = module.computations[module.entry]
     root = root_of(entry)
-    made = [entry[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    outputs = (
+        [entry[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    )
     return math.fsum(
-        2.0 * _bytes(one) for one in made if one.opcode not in _NOT_MADE | _HEAVY
+        2.0 * _bytes(output)
+        for output in outputs
+        if output.opcode not in _NOT_MADE | _HEAVY
     )
 
 
@@ -147,25 +153,28 @@ def _flops(module: HloModule, name: str, instruction: Instruction) -> float:
     if instruction.opcode == "dot":
         # An operand can be a tuple of slices along the contracted dimension. The other
         # operand has the whole dimension.
-        found = zip(
+        contracted = zip(
             instruction.operands,
             _CONTRACTED.findall(instruction.attributes),
             strict=False,
         )
         sides = (
             (array_of(module.computations[name][operand]).shape, dims.split(","))
-            for operand, dims in found
+            for operand, dims in contracted
         )
         over = max(
-            (math.prod(own[int(dim)] for dim in dims if dim) for own, dims in sides),
+            (
+                math.prod(shape[int(dim)] for dim in dims if dim)
+                for shape, dims in sides
+            ),
             default=1,
         )
         return 2.0 * math.prod(array_of(instruction).shape) * over
     if instruction.opcode == "convolution" and (
-        found := _LABELS.search(instruction.attributes)
+        contracted := _LABELS.search(instruction.attributes)
     ):
         kernel = array_of(module.computations[name][instruction.operands[1]]).shape
-        each = math.prod(kernel) / kernel[found[1].index("o")]
+        each = math.prod(kernel) / kernel[contracted[1].index("o")]
         return 2.0 * math.prod(array_of(instruction).shape) * each
     return 0.0
 

@@ -25,7 +25,7 @@ def sources_of(program: FlatProgram, uses: Uses) -> dict[int, frozenset[int]]:
     Libraries compute matrix products, so the result of an elementwise operation also
     occupies memory if a matrix product reads it.
     """
-    found = {value: frozenset([value]) for value in range(len(program.buffers))}
+    sources = {value: frozenset([value]) for value in range(len(program.buffers))}
     for op in uses.ops:
         for value in op.makes if op.opcode in _FUSED | _FREE else ():
             readers = uses.users.get(value, ())
@@ -38,8 +38,10 @@ def sources_of(program: FlatProgram, uses: Uses) -> dict[int, frozenset[int]]:
             if op.opcode in _FREE or not (
                 is_read or is_scalar or value in uses.results
             ):
-                found[value] = frozenset().union(*(found[read] for read in op.reads))
-    return found
+                sources[value] = frozenset().union(
+                    *(sources[read] for read in op.reads)
+                )
+    return sources
 
 
 def list_schedule(
