@@ -48,19 +48,22 @@ def reduce_several(
             reason = error
             continue
         cuts = []
-        for at in range(len(parts[0].shape)):
-            if at not in over:
-                axes = [operand.axes[at] for operand in parts]
-                cuts.append(joined_cut(context, "reduce", at, axes))
+        for dim in range(len(parts[0].shape)):
+            if dim not in over:
+                axes = [operand.axes[dim] for operand in parts]
+                cuts.append(joined_cut(context, "reduce", dim, axes))
         form = form_in(context, instruction, seen, results[0].shape)
-        made = [
+        parts_of_results = [
             part_of(context, instruction, form, place, cuts, array.shape)
             for place, array in enumerate(results)
         ]
         if terms is None:
-            return tuple(made)
+            return tuple(parts_of_results)
         how = _function_of(context.module, instruction)
-        return tuple(dataclasses.replace(held, terms=terms, kind=how) for held in made)
+        return tuple(
+            dataclasses.replace(held, terms=terms, kind=how)
+            for held in parts_of_results
+        )
     raise reason
 
 
@@ -75,12 +78,12 @@ def _terms_over(
     if each device chooses from all.
     """
     terms = None
-    for at in over:
-        size = node.operands[0].shape[at]
-        axes = [operand.axes[at] for operand in operands]
-        cut = joined_cut(context, "reduce", at, axes)
+    for dim in over:
+        size = node.operands[0].shape[dim]
+        axes = [operand.axes[dim] for operand in operands]
+        cut = joined_cut(context, "reduce", dim, axes)
         if cut is None:
-            if operands[0].shape[at] != size:
+            if operands[0].shape[dim] != size:
                 raise Unjudged("a reduction of a broadcast")
             continue
         if cut.has_holes:
@@ -110,7 +113,11 @@ def _is_choice(module: HloModule, instruction: Instruction) -> bool:
         if selected.opcode != "select":
             return False
         candidates_ = [computation[operand] for operand in selected.operands[1:]]
-        places = sorted(one.inside for one in candidates_ if one.opcode == "parameter")
+        places = sorted(
+            operation.inside
+            for operation in candidates_
+            if operation.opcode == "parameter"
+        )
         if places != sorted((str(place), str(place + count))):
             return False
     return True
@@ -139,11 +146,11 @@ def _chosen_again(
 ) -> tuple[Held, ...]:
     """The choice from the choices of a group."""
     (along,) = numbers(instruction, "dimensions")
-    wanted = Choices(along, _function_of(context.module, instruction))
-    if any(array.idiom != wanted for array in arrays):
+    choices = Choices(along, _function_of(context.module, instruction))
+    if any(array.idiom != choices for array in arrays):
         raise Unjudged("a choice from choices of another kind")
     first = context.values.nodes[arrays[0].root]
-    made = []
+    chosen = []
     for place, array in enumerate(arrays):
         node = context.values.nodes[array.root]
         if node.key != (*first.key[:-1], place) or node.operands != first.operands:
@@ -151,7 +158,7 @@ def _chosen_again(
         for other, axis in zip(arrays[0].axes, array.axes, strict=True):
             if other != axis:
                 raise Unjudged("a choice from choices that lie differently")
-        made.append(
+        chosen.append(
             dataclasses.replace(
                 array,
                 shape=array.shape[:along] + array.shape[along + 1 :],
@@ -159,20 +166,20 @@ def _chosen_again(
                 idiom=None,
             )
         )
-    return tuple(made)
+    return tuple(chosen)
 
 
 def part_of(
     context: Context,
     instruction: Instruction,
-    found: Form,
+    form: Form,
     place: int,
     cuts: Sequence[Cut | None],
     shape: tuple[int, ...],
 ) -> Held:
     """One of the results of an operation with several."""
     dims = tuple(range(len(shape)))
-    keyed = Form((*found.key, place), dims, dims)
+    keyed = Form((*form.key, place), dims, dims)
     parts = candidates(context, keyed, instruction)
     if not parts:
         raise Unjudged(f"{instruction.opcode} that the whole program has not")

@@ -19,11 +19,11 @@ def branched(context: Context, chosen: Held, leaves: Sequence[Result]) -> Result
         if not branch.is_finished or branch.idiom is not None or branch.rest:
             raise Unjudged("a conditional whose branches are unfinished")
     views_ = [view_of(branch) for branch in branches]
-    found = context.values.with_key(conditional_key(view_of(chosen), views_))
-    if len(found) != 1:
+    matches = context.values.with_key(conditional_key(view_of(chosen), views_))
+    if len(matches) != 1:
         raise Unjudged("no conditional of the whole program has these results")
     shape = branches[0].shape
-    array = context.values.nodes[found[0]].result
+    array = context.values.nodes[matches[0]].result
     assert array is not None
     cuts = []
     for place in range(len(shape)):

@@ -83,13 +83,13 @@ def _convolved(
         cuts["f"] = cut_of(kernel.axes[labels.kernel.index("o")])
     else:
         terms = _grouped(context, instruction, operands, node, labels, cuts)
-    for at, letter in enumerate(labels.spatial):
+    for number_of_window, letter in enumerate(labels.spatial):
         places = labels.image.index(letter), labels.kernel.index(letter)
         cut, part = _spatial(
             context,
             (image, kernel),
             places,
-            (windows[0][at], windows[1][at]),
+            (windows[0][number_of_window], windows[1][number_of_window]),
             node,
             (
                 shape[labels.out.index(letter)],
@@ -98,9 +98,9 @@ def _convolved(
         )
         cuts[letter] = cut
         terms = product_of_terms(context.everywhere, terms, part)
-    ordered = [cuts[labels.out[at]] for at in range(rank)]
-    found = form_in(context, instruction, operands, shape)
-    held = placed(context, found, instruction, shape, ordered, number)
+    ordered = [cuts[labels.out[dim]] for dim in range(rank)]
+    form = form_in(context, instruction, operands, shape)
+    held = placed(context, form, instruction, shape, ordered, number)
     return with_sums(context, held, operands, terms, Fraction(1), None)
 
 
@@ -129,10 +129,10 @@ def _grouped(
     local, whole = _groups(instruction), _groups(node.instruction)
     is_batch = whole[1] > 1
     letter = "b" if is_batch else "f"
-    at, beside = labels.image.index(letter), labels.kernel.index("o")
-    shapes = node.operands[0].shape[at], node.operands[1].shape[beside]
+    image_dim, beside = labels.image.index(letter), labels.kernel.index("o")
+    shapes = node.operands[0].shape[image_dim], node.operands[1].shape[beside]
     count, local_count = (whole[1], local[1]) if is_batch else (whole[0], local[0])
-    axes = image.axes[at], kernel.axes[beside]
+    axes = image.axes[image_dim], kernel.axes[beside]
     if axes[0] is None or axes[1] is None:
         raise Unjudged("a convolution, in groups, of broadcasts")
     sizes = [size // count for size in shapes]
@@ -144,7 +144,7 @@ def _grouped(
             raise Unjudged("a convolution in groups that are cut")
         firsts.append(cut.starts[:, 0] // size)
     if (firsts[0] != firsts[1]).any():
-        raise different("convolution", at, axes[0].cut, axes[1].cut)
+        raise different("convolution", image_dim, axes[0].cut, axes[1].cut)
     cuts["f"] = axes[1].cut
     if is_batch:
         per_group = sizes[0]
@@ -179,12 +179,15 @@ def _spatial(
     window.
     """
     image, kernel = operands
-    at, beside = places
+    image_dim, beside = places
     local, whole = windows
-    image_size, kernel_size = node.operands[0].shape[at], node.operands[1].shape[beside]
-    axis, taps = image.axes[at], kernel.axes[beside]
+    image_size, kernel_size = (
+        node.operands[0].shape[image_dim],
+        node.operands[1].shape[beside],
+    )
+    axis, taps = image.axes[image_dim], kernel.axes[beside]
     is_whole = (
-        image.shape[at] == image_size
+        image.shape[image_dim] == image_size
         and (axis is None or context.cuts.is_whole(axis.cut, image_size))
         and kernel.shape[beside] == kernel_size
         and (taps is None or context.cuts.is_whole(taps.cut, kernel_size))
@@ -192,7 +195,7 @@ def _spatial(
     if is_whole and local == whole:
         return context.cuts.whole(sizes[0]), None
     if axis is None:
-        if image.shape[at] != 1 or image_size != 1:
+        if image.shape[image_dim] != 1 or image_size != 1:
             raise Unjudged("a convolution of a broadcast along its window")
         axis = Axis(0, context.cuts.whole(1))
     if axis.cut.has_holes and image.fill != 0:
@@ -244,31 +247,31 @@ def _reduced_window(
     dtype = arrays_in(instruction.result)[0].dtype
     local, whole = window_of(instruction, rank), window_of(node.instruction, rank)
     cuts: list[Cut | None] = []
-    for at in range(rank):
-        axis, size = operand.axes[at], node.operands[0].shape[at]
-        if local[at].is_trivial and whole[at].is_trivial:
+    for dim in range(rank):
+        axis, size = operand.axes[dim], node.operands[0].shape[dim]
+        if local[dim].is_trivial and whole[dim].is_trivial:
             cuts.append(cut_of(axis))
             continue
         if axis is None or context.cuts.is_whole(axis.cut, size):
-            if operand.shape[at] != size or local[at] != whole[at]:
+            if operand.shape[dim] != size or local[dim] != whole[dim]:
                 raise Unjudged("a window over a broadcast")
-            cuts.append(context.cuts.whole(shape[at]))
+            cuts.append(context.cuts.whole(shape[dim]))
             continue
         if axis.cut.has_holes and not is_identity(operand.fill, how, dtype):
             raise Unjudged("a window over padding")
-        taps = context.cuts.whole(whole[at].size)
+        taps = context.cuts.whole(whole[dim].size)
         cut, part = windowed_cut(
             context.cuts,
             (context.cuts.indices(axis.cut), context.cuts.indices(taps)),
-            (local[at], whole[at]),
-            (size, whole[at].size),
-            (shape[at], _int(node.shape[at])),
+            (local[dim], whole[dim]),
+            (size, whole[dim].size),
+            (shape[dim], _int(node.shape[dim])),
         )
         if part is not None:
             raise Unjudged("a window over parts")
         cuts.append(cut)
-    found = form_in(context, instruction, operands, shape)
-    held = placed(context, found, instruction, shape, cuts, number)
+    form = form_in(context, instruction, operands, shape)
+    held = placed(context, form, instruction, shape, cuts, number)
     return dataclasses.replace(
         held, terms=operand.terms, kind=operand.kind, scale=operand.scale
     )

@@ -106,8 +106,8 @@ class Cuts:
         if cut.size * self.devices > MOST_WRITTEN:
             raise Unjudged("pieces of arrays that are too long to be written out")
         columns = []
-        for at, length in enumerate(cut.lengths):
-            start = cut.starts[:, at : at + 1]
+        for column, length in enumerate(cut.lengths):
+            start = cut.starts[:, column : column + 1]
             within = start + np.arange(length) * cut.step
             columns.append(np.where(start == HOLE, HOLE, within))
         if not columns:
@@ -129,21 +129,21 @@ class Cuts:
         lengths = np.diff(np.concatenate([firsts, [size]]))
         return self.made(lengths.tolist(), indices[:, firsts], step)
 
-    def joined(self, one: Cut, other: Cut) -> Cut | None:
+    def joined(self, first_cut: Cut, other: Cut) -> Cut | None:
         """The cut of an operation's result whose two operands have these cuts. It has
         holes where an operand has holes. `None` if a device holds different elements.
         """
-        if one is other:
-            return one
-        key = (id(one), id(other))
+        if first_cut is other:
+            return first_cut
+        key = (id(first_cut), id(other))
         if key not in self._joined:
-            self._joined[key] = self._join(one, other)
+            self._joined[key] = self._join(first_cut, other)
         return self._joined[key]
 
-    def _join(self, one: Cut, other: Cut) -> Cut | None:
-        if not one.has_holes and not other.has_holes:
+    def _join(self, first_cut: Cut, other: Cut) -> Cut | None:
+        if not first_cut.has_holes and not other.has_holes:
             return None
-        first, second = self.indices(one), self.indices(other)
+        first, second = self.indices(first_cut), self.indices(other)
         has_both = (first != HOLE) & (second != HOLE)
         if (first != second)[has_both].any():
             return None
@@ -248,16 +248,16 @@ def _require_each_once(runs: Sequence[_Run], step: int, size: int) -> None:
     """
     if min(step, size) > MOST_WRITTEN:
         raise Unjudged("a sum over elements that are too far apart")
-    ends = dict.fromkeys(range(min(step, size)), 0)
+    stops = dict.fromkeys(range(min(step, size)), 0)
     for run in sorted(runs):
         if run.offset >= size or run.stop > -(-(size - run.offset) // step):
             raise Unjudged("a sum over positions beyond the dimension")
-        if run.start < ends[run.offset]:
+        if run.start < stops[run.offset]:
             raise Unjudged("a sum over parts that overlap")
-        if run.start > ends[run.offset]:
+        if run.start > stops[run.offset]:
             raise Unjudged("a sum over parts that do not cover the dimension")
-        ends[run.offset] = run.stop
-    if any(end < -(-(size - offset) // step) for offset, end in ends.items()):
+        stops[run.offset] = run.stop
+    if any(end < -(-(size - offset) // step) for offset, end in stops.items()):
         raise Unjudged("a sum over parts that do not cover the dimension")
 
 
@@ -266,15 +266,15 @@ def _merged(
 ) -> tuple[list[int], np.ndarray]:
     merged: list[int] = []
     columns: list[int] = []
-    for at, length in enumerate(lengths):
+    for column, length in enumerate(lengths):
         if not length:
             continue
         if merged:
-            before, now = starts[:, columns[-1]], starts[:, at]
+            before, now = starts[:, columns[-1]], starts[:, column]
             follows = (before != HOLE) & (now == before + merged[-1] * step)
             if (follows | ((before == HOLE) & (now == HOLE))).all():
                 merged[-1] += length
                 continue
         merged.append(length)
-        columns.append(at)
+        columns.append(column)
     return merged, np.ascontiguousarray(starts[:, columns])

@@ -58,7 +58,9 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
     pairs = text.partition("}}")[0].replace("{", "").split("},")
     for pair in pairs:
         if pair.strip(" ,}"):
-            source, target = (int(one) for one in pair.strip(" ,}").split(","))
+            source, target = (
+                int(device_text) for device_text in pair.strip(" ,}").split(",")
+            )
             if sources[target] >= 0:
                 raise Unjudged("a permute with two senders to one device")
             sources[target] = source
@@ -176,9 +178,9 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
     terms = (context.everywhere,) if operand.terms is None else operand.terms
     group_masks = masks_of(groups)
     if how != "add":
-        made = {_spread(term, group_masks) for term in terms}
-        return _reduced(context, operand, made, how, operand.scale)
-    made = set()
+        finished = {_spread(term, group_masks) for term in terms}
+        return _reduced(context, operand, finished, how, operand.scale)
+    finished = set()
     counts = set()
     for term in terms:
         mask = 0
@@ -187,7 +189,7 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
             if holders:
                 counts.add(holders)
                 mask |= group_mask
-        made.add(mask)
+        finished.add(mask)
     if len(counts) > 1:
         raise Wrong(
             f"an all-reduce over {groups.tolist()} adds some terms of a sum once and"
@@ -205,7 +207,7 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
             "constrain the sharding of this line's operands with"
             " `jax.lax.with_sharding_constraint`, so that no mesh axis is unused",
         )
-    return _reduced(context, operand, made, how, scale)
+    return _reduced(context, operand, finished, how, scale)
 
 
 def masks_of(groups: np.ndarray) -> list[int]:
@@ -224,11 +226,11 @@ def _spread(term: int, group_masks: Sequence[int]) -> int:
 def _reduced(
     context: Context,
     operand: Held,
-    made: set[int],
+    finished: set[int],
     how: str,
     scale: Fraction | int,
 ) -> Held:
-    terms = None if made == {context.everywhere} else tuple(sorted(made))
+    terms = None if finished == {context.everywhere} else tuple(sorted(finished))
     return dataclasses.replace(
         operand,
         terms=terms,
@@ -312,17 +314,17 @@ def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Hel
         return _all_to_all_in_place(context, operand, split, members)
     axes: list[Axis | None] = list(operand.axes)
     rest = list(operand.rest)
-    own = operand.axes[split]
+    split_axis = operand.axes[split]
     axes[split] = None
     varying: list[tuple[int, np.ndarray]] = []
-    if own is not None:
-        indices = context.cuts.indices(own.cut)
+    if split_axis is not None:
+        indices = context.cuts.indices(split_axis.cut)
         received = indices[members.others, members.ranks[:, None]]
         if (received == received[:, :1]).all():
             starts = received[:, 0]
-            rest.append(Axis(own.dim, context.cuts.from_starts(starts, 1)))
+            rest.append(Axis(split_axis.dim, context.cuts.from_starts(starts, 1)))
         else:
-            varying.append((own.dim, received))
+            varying.append((split_axis.dim, received))
     for place, axis in enumerate(operand.axes):
         if place == split or axis is None:
             continue

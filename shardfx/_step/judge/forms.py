@@ -95,7 +95,7 @@ def numbers(instruction: Instruction, name: str) -> tuple[int, ...]:
 
 @ft.lru_cache(maxsize=2**12)
 def _numbers_in(text: str) -> tuple[int, ...]:
-    return tuple(int(one) for one in _NUMBER.findall(text))
+    return tuple(int(digits) for digits in _NUMBER.findall(text))
 
 
 def meaning_of(
@@ -118,8 +118,8 @@ def _meaning_of(text: str, sizes: frozenset[str]) -> tuple[tuple[str, str], ...]
 
 def sizes_of(instruction: Instruction) -> tuple[str, ...]:
     """The attributes of an instruction that hold sizes, such as its window."""
-    found = attributes_of(instruction)
-    return tuple(found[name] for name in sorted(_SIZES & found.keys()))
+    attributes = attributes_of(instruction)
+    return tuple(attributes[name] for name in sorted(_SIZES & attributes.keys()))
 
 
 def computation_text(module: HloModule, name: str) -> str:
@@ -130,7 +130,7 @@ def computation_text(module: HloModule, name: str) -> str:
     places: dict[str, int] = {}
     for instruction in module.computations[name].values():
         places[instruction.name] = len(places)
-        operands = ",".join(str(places[one]) for one in instruction.operands)
+        operands = ",".join(str(places[operand]) for operand in instruction.operands)
         inside = instruction.inside if not instruction.operands else ""
         types = "+".join(array.dtype for array in arrays_in(instruction.result))
         called = "".join(
@@ -151,7 +151,9 @@ def reducer_of(module: HloModule, instruction: Instruction) -> str:
         return ""
     root = root_of(computation)
     operands = [computation[operand] for operand in root.operands]
-    parameters = sorted(one.inside for one in operands if one.opcode == "parameter")
+    parameters = sorted(
+        operand.inside for operand in operands if operand.opcode == "parameter"
+    )
     if parameters != ["0", "1"]:
         return ""
     return root.opcode if root.opcode in _REDUCERS else ""
@@ -188,14 +190,14 @@ def form_of(
         return broadcast_view(views[0], numbers(instruction, "dimensions"), len(shape))
     if opcode == "transpose":
         order = numbers(instruction, "dimensions")
-        return View(views[0].root, tuple(views[0].dims[at] for at in order))
+        return View(views[0].root, tuple(views[0].dims[dim] for dim in order))
     if opcode in ELEMENTWISE:
         return _elementwise(instruction, views, len(shape))
     if opcode == "dot":
         return _dot(instruction, views)
     if opcode == "iota":
         along = int(attribute(instruction, "iota_dimension"))
-        dims = tuple(0 if at == along else None for at in range(len(shape)))
+        dims = tuple(0 if dim == along else None for dim in range(len(shape)))
         return Form(("iota", arrays_in(instruction.result)[0].dtype), dims, ())
     if opcode == "constant":
         dtype = arrays_in(instruction.result)[0].dtype if instruction.result else ""
@@ -270,14 +272,14 @@ def _pattern_of(each: tuple[tuple[int | None, ...], ...], rank: int) -> _Pattern
     # Scalars, such as predicates, change along no dimension.
     rows = [dims if len(dims) == rank else (None,) * rank for dims in each]
     columns = list(zip(*rows, strict=True))
-    kept = tuple(
-        at for at, column in enumerate(columns) if column.count(None) < len(column)
+    filled = tuple(
+        dim for dim, column in enumerate(columns) if column.count(None) < len(column)
     )
-    places = {position: place for place, position in enumerate(kept)}
+    places = {position: place for place, position in enumerate(filled)}
     return _Pattern(
-        rows=tuple(tuple(row[at] for at in kept) for row in rows),
-        dims=tuple(places.get(at) for at in range(rank)),
-        kept=kept,
+        rows=tuple(tuple(row[dim] for dim in filled) for row in rows),
+        dims=tuple(places.get(dim) for dim in range(rank)),
+        kept=filled,
     )
 
 
@@ -311,7 +313,7 @@ def _dot_dims(text: str, ranks: tuple[int, int]) -> DotDims:
         lists["rhs_batch_dims"],
     )
     free = tuple(
-        tuple(at for at in range(rank) if at not in gone + beside)
+        tuple(dim for dim in range(rank) if dim not in gone + beside)
         for rank, gone, beside in zip(ranks, contracted, batch, strict=True)
     )
     return DotDims(
@@ -322,28 +324,30 @@ def _dot_dims(text: str, ranks: tuple[int, int]) -> DotDims:
 
 
 def _dot(instruction: Instruction, views: Sequence[View]) -> Form:
-    one, other = views
-    dims = dot_dims(instruction, (len(one.dims), len(other.dims)))
+    first, other = views
+    dims = dot_dims(instruction, (len(first.dims), len(other.dims)))
     follows = [
-        one.dims[left] is not None or other.dims[right] is not None
-        for left, right in dims.batch
+        first.dims[first_dim] is not None or other.dims[right] is not None
+        for first_dim, right in dims.batch
     ]
-    follows += [one.dims[at] is not None for at in dims.free[0]]
-    follows += [other.dims[at] is not None for at in dims.free[1]]
-    places = tuple(at if is_real else None for at, is_real in enumerate(follows))
-    key = ("dot", meaning_of(instruction), one, other)
+    follows += [first.dims[dim] is not None for dim in dims.free[0]]
+    follows += [other.dims[dim] is not None for dim in dims.free[1]]
+    places = tuple(place if is_real else None for place, is_real in enumerate(follows))
+    key = ("dot", meaning_of(instruction), first, other)
     return Form(key, places, tuple(range(len(follows))))
 
 
 def _reduce(instruction: Instruction, views: Sequence[View], module: HloModule) -> Form:
     over = numbers(instruction, "dimensions")
-    left = [dim for at, dim in enumerate(views[0].dims) if at not in over]
+    rest = [
+        dim for dim_number, dim in enumerate(views[0].dims) if dim_number not in over
+    ]
     how = reducer_of(module, instruction) or computation_text(
         module, dict(instruction.called)["to_apply"]
     )
-    places = tuple(at if dim is not None else None for at, dim in enumerate(left))
+    places = tuple(place if dim is not None else None for place, dim in enumerate(rest))
     key = ("reduce", over, how, *views)
-    return Form(key, places, tuple(range(len(left))))
+    return Form(key, places, tuple(range(len(rest))))
 
 
 def squeezed(view: View, shape: Sequence[int]) -> View:

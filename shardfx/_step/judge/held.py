@@ -107,8 +107,8 @@ class Held:
     @property
     def is_uniform(self) -> bool:
         """Whether its known numbers are the same on each device."""
-        known = self.known
-        return known is not None and bool((known == known[:1]).all())
+        table = self.known
+        return table is not None and bool((table == table[:1]).all())
 
 
 class Faulty(NamedTuple):
@@ -180,14 +180,14 @@ def view_of(held: Held) -> View:
 
 def permuted(operand: Held, order: Sequence[int]) -> Held:
     """The same with its dimensions in another order."""
-    known = operand.known
-    if known is not None:
-        known = known.transpose(0, *(1 + at for at in order))
+    table = operand.known
+    if table is not None:
+        table = table.transpose(0, *(1 + dim for dim in order))
     return dataclasses.replace(
         operand,
-        shape=tuple(operand.shape[at] for at in order),
-        axes=tuple(operand.axes[at] for at in order),
-        known=known,
+        shape=tuple(operand.shape[dim] for dim in order),
+        axes=tuple(operand.axes[dim] for dim in order),
+        known=table,
     )
 
 
@@ -214,7 +214,9 @@ def settled(held: Held) -> Held:
 def _in_order(axes: Sequence[Axis | None], place: int, dim: int) -> bool:
     before = [axis.dim for axis in axes[:place] if axis is not None]
     after = [axis.dim for axis in axes[place + 1 :] if axis is not None]
-    return all(one < dim for one in before) and all(one > dim for one in after)
+    return all(earlier < dim for earlier in before) and all(
+        later > dim for later in after
+    )
 
 
 def require_finished(held: Held, what: str) -> None:
@@ -256,7 +258,7 @@ def product_of_terms(
     product = {everywhere}
     for terms in each:
         if terms is not None:
-            product = {one & other for one in product for other in terms}
+            product = {term & other for term in product for other in terms}
     if 0 in product:
         raise Wrong(
             "it sums parts of a dimension on devices that hold only some terms of its"

@@ -47,9 +47,9 @@ def _lookup_of(instruction: Instruction) -> _Lookup:
             "scatter_indices_batching_dims",
         )
     )
-    found = [numbers(instruction, name) for name in names]
+    lists = [numbers(instruction, name) for name in names]
     (vector,) = numbers_of_vector(instruction)
-    return _Lookup(found[0], found[1], found[2], found[3], found[4], vector)
+    return _Lookup(lists[0], lists[1], lists[2], lists[3], lists[4], vector)
 
 
 def numbers_of_vector(instruction: Instruction) -> tuple[int]:
@@ -110,8 +110,8 @@ def _gathered(
     table_shape = node.operands[0].shape
     cuts: list[Cut | None] = [None] * len(shape)
     index_axes: list[Axis | None] = [None] * len(shape)
-    rows = [at for at in range(len(index.shape)) if at != lookup.vector]
-    batch = [at for at in range(len(shape)) if at not in lookup.offset]
+    rows = [dim for dim in range(len(index.shape)) if dim != lookup.vector]
+    batch = [dim for dim in range(len(shape)) if dim not in lookup.offset]
     _require_whole_columns(context, index, lookup, node)
     for place, row in zip(batch, rows, strict=True):
         axis = index.axes[row]
@@ -124,7 +124,7 @@ def _gathered(
             context, "gather, along a batch dimension,", place, pair
         )
     gone = lookup.collapsed + lookup.batch
-    windows = [at for at in range(len(table.shape)) if at not in gone]
+    windows = [dim for dim in range(len(table.shape)) if dim not in gone]
     for place, dim in zip(lookup.offset, windows, strict=True):
         axis = table.axes[dim]
         if whole_sizes[dim] == table_shape[dim] and sizes[dim] == table.shape[dim]:
@@ -144,8 +144,8 @@ def _gathered(
     if not is_cut:
         return held
     limit = raw.idiom.high if isinstance(raw.idiom, Shifted) else None
-    wanted = tuple(table_shape[dim] - whole_sizes[dim] for dim in lookup.start)
-    if limit is not None and tuple(limit) != wanted and set(limit) != set(wanted):
+    largest = tuple(table_shape[dim] - whole_sizes[dim] for dim in lookup.start)
+    if limit is not None and tuple(limit) != largest and set(limit) != set(largest):
         raise Unjudged("indices that are clamped otherwise")
     if limit is None:
         raise Unjudged("a lookup by indices that are not clamped")
@@ -250,15 +250,15 @@ def _scattered(
     table_shape, update_shape = node.operands[0].shape, node.operands[2].shape
     terms = updates.terms
     cuts = [None if axis is None else axis.cut for axis in table.axes]
-    rows = [at for at in range(len(index.shape)) if at != lookup.vector]
-    batch = [at for at in range(len(updates.shape)) if at not in lookup.offset]
+    rows = [dim for dim in range(len(index.shape)) if dim != lookup.vector]
+    batch = [dim for dim in range(len(updates.shape)) if dim not in lookup.offset]
     place_of = dict(zip(rows, batch, strict=True))
     _require_whole_columns(context, index, lookup, node)
     for dim, row in zip(lookup.batch, lookup.index_batch, strict=True):
         axes = [table.axes[dim], index.axes[row], updates.axes[place_of[row]]]
         cuts[dim] = joined_cut(context, "scatter, along a batch dimension,", dim, axes)
     gone = lookup.collapsed + lookup.batch
-    windows = [at for at in range(len(shape)) if at not in gone]
+    windows = [dim for dim in range(len(shape)) if dim not in gone]
     for place, dim in zip(lookup.offset, windows, strict=True):
         if update_shape[place] == table_shape[dim]:
             if updates.shape[place] != shape[dim]:

@@ -22,9 +22,9 @@ def form_in(
 ) -> Form:
     """The form of an operation of the program of one device."""
     views = [view_of(operand) for operand in operands]
-    found = form_of(instruction, views, shape, context.module)
-    assert isinstance(found, Form)
-    return found
+    form = form_of(instruction, views, shape, context.module)
+    assert isinstance(form, Form)
+    return form
 
 
 def operation_of(context: Context, instruction: Instruction) -> tuple[str, ...]:
@@ -83,18 +83,22 @@ def joined_cut(
     return joined
 
 
-def different(what: str, place: int, one: Cut, other: Cut) -> Wrong:
+def different(what: str, place: int, first: Cut, other: Cut) -> Wrong:
     device = next(
         device
-        for device in range(len(one.starts))
-        if one.on(device) != other.on(device)
+        for device in range(len(first.starts))
+        if first.on(device) != other.on(device)
     )
-    wrong = [at for at in range(len(one.starts)) if one.on(at) != other.on(at)]
+    wrong = [
+        number
+        for number in range(len(first.starts))
+        if first.on(number) != other.on(number)
+    ]
     return Wrong(
         f"{what} joins operands that lie differently: along dimension {place}, device"
-        f" {device} holds {one.on(device)} of one operand and {other.on(device)} of"
-        f" another, and {len(wrong)} of {len(one.starts)} devices disagree",
-        f"both operands at {one.on(device)} on device {device}",
+        f" {device} holds {first.on(device)} of one operand and {other.on(device)} of"
+        f" another, and {len(wrong)} of {len(first.starts)} devices disagree",
+        f"both operands at {first.on(device)} on device {device}",
         "constrain the sharding of this line's result, and of the arrays that it reads,"
         " with `jax.lax.with_sharding_constraint`",
     )
@@ -107,10 +111,10 @@ def with_axis(held: Held, place: int, axis: Axis | None) -> Held:
 
 def constant_number(held: Held) -> Number | None:
     """The number of an array that has one number at all positions of all devices."""
-    known = held.known
-    if known is None or known.size != known.shape[0] or not held.is_uniform:
+    table = held.known
+    if table is None or table.size != table.shape[0] or not held.is_uniform:
         return None
-    return known.flat[0].item()
+    return table.flat[0].item()
 
 
 def is_zero(held: Held) -> bool:
@@ -170,9 +174,9 @@ def beside(
     is_set = np.zeros(context.devices, bool)
     for axis, are_used in zip(axes, used, strict=True):
         assert axis is not None
-        own = context.cuts.indices(axis.cut)
-        if (own != indices)[are_used & is_set].any():
+        held_indices = context.cuts.indices(axis.cut)
+        if (held_indices != indices)[are_used & is_set].any():
             raise Unjudged("pieces that lie differently")
-        indices[are_used] = own[are_used]
+        indices[are_used] = held_indices[are_used]
         is_set |= are_used
     return Axis(first.dim, context.cuts.from_indices(indices))

@@ -124,7 +124,7 @@ class Judge:
             )
             for number, (instruction, reason) in enumerate(self.causes)
         ]
-        unjudged.sort(key=lambda one: -one.bytes)
+        unjudged.sort(key=lambda operation: -operation.bytes)
         refutations = tuple(self.faults[number] for number in sorted(self.reached))
         outcome = "not judged"
         if refutations:
@@ -154,21 +154,21 @@ class Judge:
     # Arguments and results.
 
     def arguments(self) -> list[Result]:
-        found: dict[int, Result] = {}
+        results: dict[int, Result] = {}
         for instruction in self.module.computations[self.module.entry].values():
             if instruction.opcode == "parameter":
                 number = int(instruction.inside)
-                found[number] = self.argument(number, instruction)
-        if self.is_foreign and len(found) != len(self.program.parameters):
+                results[number] = self.argument(number, instruction)
+        if self.is_foreign and len(results) != len(self.program.parameters):
             # Arguments that a step does not use are no arguments of a finished program.
             root = root_of(self.module.computations[self.module.entry])
             reason = (
-                f"the program takes {len(found)} arrays, and the step"
+                f"the program takes {len(results)} arrays, and the step"
                 f" {len(self.program.parameters)}"
             )
             unknown = self.unknown((self.module.entry, root.name), root, reason)
-            return [unknown for _ in found]
-        return [found[number] for number in range(len(found))]
+            return [unknown for _ in results]
+        return [results[number] for number in range(len(results))]
 
     def argument(self, number: int, instruction: Instruction) -> Result:
         key = (self.module.entry, instruction.name)
@@ -198,7 +198,7 @@ class Judge:
         shape = arrays_in(instruction.result)[0].shape
         cuts_of_program = axes_of(self.context.cuts, sharding, array.shape, shape)
         if any(
-            one is not other for one, other in zip(cuts_of_program, cuts, strict=True)
+            cut is not other for cut, other in zip(cuts_of_program, cuts, strict=True)
         ):
             raise Unjudged("an argument that lies otherwise than the step's")
 
@@ -206,15 +206,15 @@ class Judge:
         """Compares the results with those of the whole program, and with the shardings
         that these have. Says whether all are right.
         """
-        wanted = self.program.results
+        values = self.program.results
         shardings = shardings_in(self.program.root.attributes)
         root = root_of(self.module.computations[self.module.entry])
-        if len(shardings) != len(wanted):
-            shardings = [""] * len(wanted)
-        is_proved = len(leaves) == len(wanted)
+        if len(shardings) != len(values):
+            shardings = [""] * len(values)
+        is_proved = len(leaves) == len(values)
         if is_proved and not self.is_foreign:
             self._require_shards(root, shardings)
-        for number, (result, array) in enumerate(zip(leaves, wanted, strict=False)):
+        for number, (result, array) in enumerate(zip(leaves, values, strict=False)):
             if isinstance(result, Faulty):
                 self.reached.add(result.number)
             if not isinstance(result, Held):

@@ -79,18 +79,18 @@ IDIOMS = frozenset(
 )
 
 
-def columns_of(known: np.ndarray | None, held: Held) -> np.ndarray | None:
+def columns_of(table: np.ndarray | None, held: Held) -> np.ndarray | None:
     """Known numbers as an array (devices, columns), where the columns are the last
     dimension of `held`.
     """
-    if known is None or known.dtype.kind not in "iub":
+    if table is None or table.dtype.kind not in "iub":
         return None
-    if any(size != 1 for size in known.shape[1:-1]):
+    if any(size != 1 for size in table.shape[1:-1]):
         return None
-    if known.ndim == 1:
-        return known.reshape(-1, 1)
+    if table.ndim == 1:
+        return table.reshape(-1, 1)
     columns = held.shape[-1]
-    return np.broadcast_to(known.reshape(len(known), -1), (len(known), columns)).astype(
+    return np.broadcast_to(table.reshape(len(table), -1), (len(table), columns)).astype(
         np.int64
     )
 
@@ -100,7 +100,7 @@ def indexed(
 ) -> Held | None:
     """A step of a lookup in an array that is cut; `None` if it is none."""
     opcode = instruction.opcode
-    index = next((one for one in operands if one.root != NOWHERE), None)
+    index = next((operand for operand in operands if operand.root != NOWHERE), None)
     if index is None:
         return None
     if opcode == "clamp" and operands[1].idiom is None:
@@ -234,6 +234,6 @@ def _ended(context: Context, operands: Sequence[Held]) -> Held:
         key = lookup.low[device].tobytes()
         rows[key] = rows.get(key, 0) | 1 << device
     masks = tuple(sorted(rows.values()))
-    own = None if masks == (context.everywhere,) else masks
-    terms = product_of_terms(context.everywhere, own, fetched.terms)
+    masks_or_none = None if masks == (context.everywhere,) else masks
+    terms = product_of_terms(context.everywhere, masks_or_none, fetched.terms)
     return dataclasses.replace(fetched, terms=terms, kind="add", idiom=None)

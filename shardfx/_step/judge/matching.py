@@ -18,15 +18,19 @@ def node_for(context: Context, form: Form, instruction: Instruction) -> int | No
     in sizes alone, it is the one that has the instruction's name.
     """
     values = context.values
-    found = [
+    matches = [
         number
         for number in values.with_key(form.key)
         if values.nodes[number].instruction is not None
     ]
-    if len(found) == 1:
-        return found[0]
-    named = [one for one in found if values.is_named(one, instruction.op_name)]
-    if len(named) == 1 or (named and len(found) == len(named)):
+    if len(matches) == 1:
+        return matches[0]
+    named = [
+        candidate
+        for candidate in matches
+        if values.is_named(candidate, instruction.op_name)
+    ]
+    if len(named) == 1 or (named and len(matches) == len(named)):
         return named[0] if len(named) == 1 else None
     return None
 
@@ -36,14 +40,17 @@ def candidates(context: Context, form: Form, instruction: Instruction) -> list[i
     first.
     """
     values = context.values
-    found = [
+    matches = [
         number
         for number in values.with_key(form.key)
         if values.nodes[number].instruction is not None
     ]
-    if len(found) < 2:
-        return found
-    return sorted(found, key=lambda one: not values.is_named(one, instruction.op_name))
+    if len(matches) < 2:
+        return matches
+    return sorted(
+        matches,
+        key=lambda candidate: not values.is_named(candidate, instruction.op_name),
+    )
 
 
 def placed(
@@ -61,13 +68,18 @@ def placed(
     if number is None:
         number = node_for(context, form, instruction)
     if number is None:
-        kept = tuple(_size(context, form, place) for place in form.kept)
-        node = Node(instruction.opcode, form.key, kept, ("derived",))
+        sizes = tuple(_size(context, form, place) for place in form.kept)
+        node = Node(instruction.opcode, form.key, sizes, ("derived",))
         number = context.values.number_of(node)
-    known = context.values.nodes[number].shape
+    sizes_of_value = context.values.nodes[number].shape
     axes: list[Axis | None] = []
     for dim, cut, size in zip(form.dims, cuts, shape, strict=True):
-        if dim is not None and cut is None and known[dim] == size and size != 1:
+        if (
+            dim is not None
+            and cut is None
+            and sizes_of_value[dim] == size
+            and size != 1
+        ):
             # Nothing changes along it, so its devices hold all of it.
             cut = context.cuts.whole(size)
         axes.append(None if dim is None or cut is None else Axis(dim, cut))
@@ -106,7 +118,7 @@ def expressed(context: Context, held: Held, array: Global) -> Held | None:
     moves = _MOVES.get(node.opcode)
     if moves is None or len(array.shape) != len(held.axes) or node.result is None:
         return None
-    found: Held | None = None
+    value: Held | None = None
     for number, operand in enumerate(node.operands):
         if len(operand.shape) != len(node.shape):
             continue
@@ -131,8 +143,8 @@ def expressed(context: Context, held: Held, array: Global) -> Held | None:
         if not moved.has_holes:
             return moved
         # The operands of a concatenation may be pieces of one value.
-        found = moved if found is None else _both(context, found, moved)
-    return found
+        value = moved if value is None else _both(context, value, moved)
+    return value
 
 
 def seen_as_named(
@@ -142,7 +154,7 @@ def seen_as_named(
     program, each with the operands seen as its operands. Those come first whose
     operands have all elements that the devices hold.
     """
-    found: list[tuple[int, list[Held]]] = []
+    matches: list[tuple[int, list[Held]]] = []
     partial: list[tuple[int, list[Held]]] = []
     for number in context.values.with_name(instruction.opcode, instruction.op_name):
         arrays = context.values.nodes[number].operands
@@ -161,8 +173,8 @@ def seen_as_named(
         ):
             partial.append((number, seen))
         else:
-            found.append((number, seen))
-    return found + partial
+            matches.append((number, seen))
+    return matches + partial
 
 
 def matched_operands(
@@ -178,11 +190,11 @@ def matched_operands(
     key = form_in(context, instruction, operands, shape)
     if instruction.result.startswith("("):
         key = key._replace(key=(*key.key, 0))
-    found = [
+    matches = [
         (number, list(operands)) for number in candidates(context, key, instruction)
     ]
-    if found:
-        return found
+    if matches:
+        return matches
     meaning = _without_views(key.key)
     return [
         (number, seen)
@@ -201,7 +213,7 @@ def are_same(seen: Sequence[Held], operands: Sequence[Held]) -> bool:
     operation of the same name may take other pieces of the same arrays.
     """
     return all(
-        one.root == other.root for one, other in zip(seen, operands, strict=True)
+        first.root == other.root for first, other in zip(seen, operands, strict=True)
     )
 
 
@@ -218,11 +230,11 @@ def _dims_with_ones(context: Context, array: Global) -> list[int | None]:
     return dims
 
 
-def _both(context: Context, one: Held, other: Held) -> Held:
+def _both(context: Context, first_value: Held, other: Held) -> Held:
     """The elements that either of two views of the same array has."""
     axes: list[Axis | None] = []
     differing = 0
-    for first, second in zip(one.axes, other.axes, strict=True):
+    for first, second in zip(first_value.axes, other.axes, strict=True):
         if first == second or first is None or second is None:
             axes.append(first)
             differing += first != second
@@ -232,8 +244,8 @@ def _both(context: Context, one: Held, other: Held) -> Held:
         cut = context.cuts.from_indices(np.where(mine == HOLE, others, mine))
         axes.append(Axis(first.dim, cut))
     if differing > 1:
-        return one
-    return dataclasses.replace(one, axes=tuple(axes))
+        return first_value
+    return dataclasses.replace(first_value, axes=tuple(axes))
 
 
 def _fits(held: Held, array: Global) -> bool:

@@ -60,10 +60,10 @@ def _window(
             continue
         cut = context.cuts.window(axis.cut, starts[place], shape[place], strides[place])
         axes.append(Axis(axis.dim, cut))
-    known = _known_window(operand, shape, starts, strides)
-    if operand.root == NOWHERE and known is None:
+    table = _known_window(operand, shape, starts, strides)
+    if operand.root == NOWHERE and table is None:
         raise Unjudged("a slice of numbers of one device's program")
-    held = dataclasses.replace(operand, shape=shape, axes=tuple(axes), known=known)
+    held = dataclasses.replace(operand, shape=shape, axes=tuple(axes), known=table)
     return held if held.has_holes else dataclasses.replace(held, fill=None)
 
 
@@ -73,18 +73,18 @@ def _known_window(
     starts: Sequence[np.ndarray],
     strides: Sequence[int],
 ) -> np.ndarray | None:
-    known = operand.known
-    if known is None:
+    table = operand.known
+    if table is None:
         return None
     for place, size in enumerate(shape):
-        if known.shape[1 + place] == 1:
+        if table.shape[1 + place] == 1:
             continue
         steps = np.arange(size) * strides[place]
         columns = starts[place][:, None] + steps
-        sizes = [1] * known.ndim
+        sizes = [1] * table.ndim
         sizes[0], sizes[1 + place] = columns.shape
-        known = np.take_along_axis(known, columns.reshape(sizes), axis=1 + place)
-    return known
+        table = np.take_along_axis(table, columns.reshape(sizes), axis=1 + place)
+    return table
 
 
 def dynamic_slice(
@@ -134,16 +134,16 @@ def _indexed_slice(
         node = context.values.nodes[number]
         before = node.operands[0].shape
         cuts = []
-        for at, axis in enumerate(operand.axes):
-            size, after = before[at], node.shape[at]
-            is_all = size == after and operand.shape[at] == shape[at]
+        for dim, axis in enumerate(operand.axes):
+            size, after = before[dim], node.shape[dim]
+            is_all = size == after and operand.shape[dim] == shape[dim]
             if is_all:
                 cuts.append(None if axis is None else axis.cut)
                 continue
             is_whole = axis is None or context.cuts.is_whole(axis.cut, size)
-            if not is_whole or after != shape[at] or operand.shape[at] != size:
+            if not is_whole or after != shape[dim] or operand.shape[dim] != size:
                 break
-            cuts.append(context.cuts.whole(shape[at]))
+            cuts.append(context.cuts.whole(shape[dim]))
         else:
             # Broadcasts stay broadcasts in the whole program's shape.
             held = placed(context, form, instruction, shape, cuts, number)
@@ -219,14 +219,14 @@ def _padded_globally(
         if padding_of(node.instruction) != bounds:
             continue
         cuts = []
-        for at, axis in enumerate(operand.axes):
-            size = node.operands[0].shape[at]
-            if bounds[at] == (0, 0, 0):
+        for dim, axis in enumerate(operand.axes):
+            size = node.operands[0].shape[dim]
+            if bounds[dim] == (0, 0, 0):
                 cuts.append(None if axis is None else axis.cut)
-            elif operand.shape[at] == size and (
+            elif operand.shape[dim] == size and (
                 axis is None or context.cuts.is_whole(axis.cut, size)
             ):
-                cuts.append(context.cuts.whole(shape[at]))
+                cuts.append(context.cuts.whole(shape[dim]))
             else:
                 break
         else:
@@ -243,9 +243,9 @@ def concatenate(
 ) -> Held:
     shape = arrays_in(instruction.result)[0].shape
     (along,) = numbers(instruction, "dimensions")
-    known = [operand.known for operand in operands if operand.known is not None]
+    tables = [operand.known for operand in operands if operand.known is not None]
     if any(operand.root == NOWHERE for operand in operands):
-        return _known_concatenation(operands, known, shape, along)
+        return _known_concatenation(operands, tables, shape, along)
     matched = _concatenated_globally(context, instruction, operands, shape, along)
     if matched is not None:
         return matched
@@ -257,9 +257,9 @@ def concatenate(
         node = context.values.nodes[number]
         assert node.result is not None
         lifted = [_lifted(context, piece, node.result) for piece in pieces]
-        found = [piece for piece in lifted if piece is not None]
-        if len(found) == len(pieces):
-            held = _joined_pieces(context, instruction, found, shape, along)
+        present = [piece for piece in lifted if piece is not None]
+        if len(present) == len(pieces):
+            held = _joined_pieces(context, instruction, present, shape, along)
             if held is not None:
                 return held
     raise Unjudged("a concatenation of pieces of different arrays")
@@ -272,16 +272,16 @@ def _lifted(context: Context, piece: Held, array: Global) -> Held | None:
 
 def _known_concatenation(
     operands: Sequence[Held],
-    known: Sequence[np.ndarray],
+    tables: Sequence[np.ndarray],
     shape: tuple[int, ...],
     along: int,
 ) -> Held:
-    devices = len(known[0]) if known else 0
-    if len(known) != len(operands) or devices * np.prod(shape) > MOST_KNOWN:
+    devices = len(tables[0]) if tables else 0
+    if len(tables) != len(operands) or devices * np.prod(shape) > MOST_KNOWN:
         raise Unjudged("a concatenation of numbers of one device's program")
     full = [
         np.broadcast_to(table, (devices, *operand.shape))
-        for table, operand in zip(known, operands, strict=True)
+        for table, operand in zip(tables, operands, strict=True)
     ]
     joined = np.concatenate(full, axis=1 + along)
     return Held(NOWHERE, shape, (None,) * len(shape), known=joined)
@@ -322,7 +322,7 @@ def _concatenated_globally(
             if cut is None and shape[place] != 1:
                 raise Unjudged("a concatenation of broadcasts")
             cuts.append(cut)
-        states = {(one.terms, one.kind, one.scale) for one in operands}
+        states = {(operand.terms, operand.kind, operand.scale) for operand in operands}
         if len(states) > 1:
             for operand in operands:
                 require_finished(operand, "concatenate")
@@ -383,10 +383,10 @@ def reverse(context: Context, instruction: Instruction, operand: Held) -> Held:
     for number in candidates(context, form, instruction):
         node = context.values.nodes[number]
         cuts = []
-        for at, axis in enumerate(operand.axes):
+        for dim, axis in enumerate(operand.axes):
             cut = None if axis is None else axis.cut
-            size = node.shape[at]
-            if at in turned and cut is not None and size is not None:
+            size = node.shape[dim]
+            if dim in turned and cut is not None and size is not None:
                 indices = context.cuts.indices(cut)[:, ::-1]
                 flipped = np.where(indices == HOLE, HOLE, size - 1 - indices)
                 cut = context.cuts.from_indices(flipped)
@@ -400,9 +400,9 @@ def reverse(context: Context, instruction: Instruction, operand: Held) -> Held:
             fill=operand.fill,
         )
     axes: list[Axis | None] = list(operand.axes)
-    for at in turned:
-        axis = axes[at]
+    for dim in turned:
+        axis = axes[dim]
         if axis is not None:
             indices = context.cuts.indices(axis.cut)[:, ::-1]
-            axes[at] = Axis(axis.dim, context.cuts.from_indices(indices))
+            axes[dim] = Axis(axis.dim, context.cuts.from_indices(indices))
     return dataclasses.replace(operand, axes=tuple(axes), known=None)

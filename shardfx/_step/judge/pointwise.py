@@ -73,14 +73,14 @@ def elementwise(
 ) -> Held:
     shape = arrays_in(instruction.result)[0].shape
     operands = [spread(operand, shape) for operand in operands]
-    known = _known(instruction, operands)
+    table = _known(instruction, operands)
     if any(operand.idiom is not None for operand in operands):
         held = indexed(context, instruction, operands)
         if held is None:
             raise Unjudged("a lookup that is not finished")
         return held
     if any(operand.root == NOWHERE for operand in operands):
-        return _partial(context, instruction, operands, shape, known)
+        return _partial(context, instruction, operands, shape, table)
     held = _matched(context, instruction, operands, shape)
     if held is None and instruction.opcode == "multiply":
         held = _scaled(context, instruction, operands)
@@ -91,7 +91,7 @@ def elementwise(
         union = union_of(context, instruction, operands, shape)
         if union is not None:
             return union
-        if known is None:
+        if table is None:
             bounded = indexed(context, instruction, operands)
             if bounded is not None:
                 return bounded
@@ -101,8 +101,8 @@ def elementwise(
             raise Unjudged(
                 f"unlike any operation of the whole program: {error}"
             ) from error
-    if known is not None:
-        return dataclasses.replace(held, known=known)
+    if table is not None:
+        return dataclasses.replace(held, known=table)
     return held
 
 
@@ -110,11 +110,11 @@ def spread(operand: Held, shape: tuple[int, ...]) -> Held:
     """A scalar operand, such as a predicate, as an array."""
     if operand.shape == shape:
         return operand
-    known = operand.known
-    if known is not None:
-        known = known.reshape(known.shape[:1] + (1,) * len(shape))
+    table = operand.known
+    if table is not None:
+        table = table.reshape(table.shape[:1] + (1,) * len(shape))
     return dataclasses.replace(
-        operand, shape=shape, axes=(None,) * len(shape), known=known
+        operand, shape=shape, axes=(None,) * len(shape), known=table
     )
 
 
@@ -138,14 +138,14 @@ def _matched(
             return remembered(context, instruction, operands, number, rule)
         except Wrong as error:
             fault = error
-    for other, found in seen_as_named(context, instruction, operands):
+    for other, seen in seen_as_named(context, instruction, operands):
         if other == number:
             continue
-        again = form_in(context, instruction, found, shape)
+        again = form_in(context, instruction, seen, shape)
         if node_for(context, again, instruction) is None:
             continue
         try:
-            return joined(context, instruction, found, shape)
+            return joined(context, instruction, seen, shape)
         except Wrong:
             # It may be another operation of the same name.
             continue
@@ -168,8 +168,10 @@ def _scaled(
         if multiplier is None or operand.known is not None or operand.rest:
             continue
         for number in _scalings(context, instruction):
-            known = context.values.factors_of(number).get(operand.root)
-            if known is None or not math.isclose(known, multiplier, rel_tol=error):
+            factor_of_root = context.values.factors_of(number).get(operand.root)
+            if factor_of_root is None or not math.isclose(
+                factor_of_root, multiplier, rel_tol=error
+            ):
                 continue
             fill = operand.fill if operand.fill == 0 else None
             return dataclasses.replace(operand.of(number), fill=fill)
@@ -204,7 +206,9 @@ def joined(
     if form is None:
         form = form_in(context, instruction, operands, shape)
     cuts = [
-        joined_cut(context, opcode, place, [one.axes[place] for one in operands])
+        joined_cut(
+            context, opcode, place, [operand.axes[place] for operand in operands]
+        )
         for place in range(len(shape))
     ]
     terms, kind, scale = _sums(context, opcode, operands)
@@ -222,7 +226,7 @@ def _sums(
     if all(operand.is_finished for operand in operands):
         return None, "add", 1
     counted = [operand for operand in operands if not is_zero(operand)]
-    states = {(one.terms, one.kind, one.scale) for one in counted}
+    states = {(operand.terms, operand.kind, operand.scale) for operand in counted}
     parts = [operand for operand in counted if not operand.is_finished]
     if not parts:
         return None, "add", 1
@@ -248,7 +252,7 @@ def _is_linear_in(opcode: str, operands: Sequence[Held], part: Held) -> bool:
     if opcode == "divide":
         return operands[0] is part
     if opcode == "select":
-        others = [one for one in operands[1:] if one is not part]
+        others = [operand for operand in operands[1:] if operand is not part]
         return operands[0] is not part and all(map(is_zero, others))
     return False
 
@@ -283,7 +287,7 @@ def _known(instruction: Instruction, operands: Sequence[Held]) -> np.ndarray | N
         return None
     opcode = instruction.opcode
     size = np.prod(
-        [max(sizes) for sizes in zip(*[one.shape for one in numbers], strict=True)]
+        [max(sizes) for sizes in zip(*[array.shape for array in numbers], strict=True)]
     )
     if size > MOST_KNOWN:
         return None
@@ -293,18 +297,18 @@ def _known(instruction: Instruction, operands: Sequence[Held]) -> np.ndarray | N
     compute = _NUMBERS.get(opcode)
     if opcode == "compare":
         compute = _COMPARED[attribute(instruction, "direction")]
-    is_float = any(one.dtype.kind == "f" for one in numbers)
+    is_float = any(array.dtype.kind == "f" for array in numbers)
     if opcode in ("divide", "remainder") and not is_float:
         return _divided(opcode, numbers[0], numbers[1])
     if compute is None or (is_float and opcode not in ("select", "compare", "add")):
         return None
     if opcode == "not" and dtype != "pred":
         return None
-    made = compute(*numbers)
+    computed = compute(*numbers)
     # Numbers that wrap are followed by no rule.
-    if made.dtype.kind in "iu" and np.abs(made).max(initial=0) >= 2**31:
+    if computed.dtype.kind in "iu" and np.abs(computed).max(initial=0) >= 2**31:
         return None
-    return made
+    return computed
 
 
 def _converted(numbers: np.ndarray, dtype: str) -> np.ndarray | None:
@@ -317,11 +321,11 @@ def _converted(numbers: np.ndarray, dtype: str) -> np.ndarray | None:
     return numbers.astype(np.float64) if dtype.startswith(("f", "bf")) else None
 
 
-def _divided(opcode: str, one: np.ndarray, other: np.ndarray) -> np.ndarray | None:
+def _divided(opcode: str, dividend: np.ndarray, other: np.ndarray) -> np.ndarray | None:
     if (other == 0).any():
         return None
-    quotient = np.sign(one) * np.sign(other) * (np.abs(one) // np.abs(other))
-    return quotient if opcode == "divide" else one - quotient * other
+    quotient = np.sign(dividend) * np.sign(other) * (np.abs(dividend) // np.abs(other))
+    return quotient if opcode == "divide" else dividend - quotient * other
 
 
 def _partial(
@@ -329,14 +333,14 @@ def _partial(
     instruction: Instruction,
     operands: Sequence[Held],
     shape: tuple[int, ...],
-    known: np.ndarray | None,
+    table: np.ndarray | None,
 ) -> Held:
     """The result of an operation with a number that only one device's program has."""
     masked = selected(context, instruction, operands, shape)
     if masked is not None:
         return masked
-    if known is not None:
-        return from_known(context, known, shape, operands)
+    if table is not None:
+        return from_known(context, table, shape, operands)
     held = indexed(context, instruction, operands)
     if held is None:
         raise Unjudged("arithmetic with the device's number")
@@ -345,27 +349,27 @@ def _partial(
 
 def from_known(
     context: Context,
-    known: np.ndarray,
+    table: np.ndarray,
     shape: tuple[int, ...],
     operands: Sequence[Held] = (),
 ) -> Held:
     """Numbers of one device's program. Those that come from an iota are its elements:
     the partitioner writes the iota of a shard as a small one plus an offset.
     """
-    varying = [at for at in range(len(shape)) if known.shape[1 + at] > 1]
+    varying = [dim for dim in range(len(shape)) if table.shape[1 + dim] > 1]
     for operand in operands:
         node = context.values.nodes[operand.root] if operand.root >= 0 else None
-        if node is None or node.opcode != "iota" or known.dtype.kind != "i":
+        if node is None or node.opcode != "iota" or table.dtype.kind != "i":
             continue
         along = next(
-            (at for at, axis in enumerate(operand.axes) if axis is not None), None
+            (dim for dim, axis in enumerate(operand.axes) if axis is not None), None
         )
-        if along is None or varying not in ([along], []) or (known < 0).any():
+        if along is None or varying not in ([along], []) or (table < 0).any():
             continue
-        if known.shape[1 + along] != shape[along]:
+        if table.shape[1 + along] != shape[along]:
             continue
         axes: list[Axis | None] = [None] * len(shape)
-        rows = known.reshape(known.shape[0], -1)
+        rows = table.reshape(table.shape[0], -1)
         axes[along] = Axis(0, context.cuts.from_indices(rows))
-        return Held(operand.root, shape, tuple(axes), known=known)
-    return Held(NOWHERE, shape, (None,) * len(shape), known=known)
+        return Held(operand.root, shape, tuple(axes), known=table)
+    return Held(NOWHERE, shape, (None,) * len(shape), known=table)

@@ -73,27 +73,27 @@ def _swapped(
     """The result where the whole program transposes the product of the operands in the
     other order; `None` if it has no such product.
     """
-    one, other = operands
-    dims = dot_dims(instruction, (len(one.shape), len(other.shape)))
+    first_operand, other = operands
+    dims = dot_dims(instruction, (len(first_operand.shape), len(other.shape)))
     batch = len(dims.batch)
     first, second = (len(free) for free in dims.free)
-    left = [*range(batch, batch + first)]
+    left_dims = [*range(batch, batch + first)]
     right = [*range(batch + first, batch + first + second)]
-    order = [*range(batch), *right, *left]
+    order = [*range(batch), *right, *left_dims]
     array = arrays_in(instruction.result)[0]
-    sizes = ",".join(str(array.shape[at]) for at in order)
+    sizes = ",".join(str(array.shape[dim]) for dim in order)
     exchanged = instruction._replace(
         result=f"{array.dtype}[{sizes}]",
         attributes=_SIDES.sub(
             lambda side: "rhs_" if side[0] == "lhs_" else "lhs_", text_of(instruction)
         ),
     )
-    for number, seen in matched_operands(context, exchanged, [other, one]):
+    for number, seen in matched_operands(context, exchanged, [other, first_operand]):
         try:
             held = _dot(context, exchanged, seen, number)
         except (Wrong, Unjudged):
             continue
-        return permuted(held, [order.index(at) for at in range(len(order))])
+        return permuted(held, [order.index(dim) for dim in range(len(order))])
     return None
 
 
@@ -104,29 +104,31 @@ def _dot(
     number: int | None,
 ) -> Held:
     shape = arrays_in(instruction.result)[0].shape
-    one, other = operands
-    dims = dot_dims(instruction, (len(one.shape), len(other.shape)))
+    first, other = operands
+    dims = dot_dims(instruction, (len(first.shape), len(other.shape)))
     node = None if number is None else context.values.nodes[number]
     terms = None
     scale = Fraction(1)
-    for left, right in dims.contracted:
-        axes = [one.axes[left], other.axes[right]]
+    for left_dim, right in dims.contracted:
+        axes = [first.axes[left_dim], other.axes[right]]
         if axes == [None, None]:
             if node is None:
                 raise Unjudged("a product of broadcasts")
-            size = node.operands[0].shape[left]
-            scale *= Fraction(one.shape[left], size)
+            size = node.operands[0].shape[left_dim]
+            scale *= Fraction(first.shape[left_dim], size)
             continue
-        cut = contracted_cut(context, operands, axes, left)
-        size = _contracted_size(context, node, one, other, left, right)
+        cut = contracted_cut(context, operands, axes, left_dim)
+        size = _contracted_size(context, node, first, other, left_dim, right)
         part = context.cuts.terms(cut, size)
         terms = product_of_terms(context.everywhere, terms, part)
     cuts = [
-        joined_cut(context, "dot", at, [one.axes[left], other.axes[right]])
-        for at, (left, right) in enumerate(dims.batch)
+        joined_cut(
+            context, "dot", number_of_batch, [first.axes[left_dim], other.axes[right]]
+        )
+        for number_of_batch, (left_dim, right) in enumerate(dims.batch)
     ]
     for operand, free in zip(operands, dims.free, strict=True):
-        cuts += [cut_of(operand.axes[at]) for at in free]
+        cuts += [cut_of(operand.axes[dim]) for dim in free]
     held = placed(
         context,
         form_in(context, instruction, operands, shape),
@@ -161,20 +163,20 @@ def contracted_cut(
 
 
 def _fills_are(operands: Sequence[Held], number: Number) -> bool:
-    return all(one.fill == number for one in operands if one.has_holes)
+    return all(operand.fill == number for operand in operands if operand.has_holes)
 
 
 def _contracted_size(
     context: Context,
     node: Node | None,
-    one: Held,
+    first: Held,
     other: Held,
-    left: int,
+    left_dim: int,
     right: int,
 ) -> int:
     if node is not None:
-        return node.operands[0].shape[left]
-    for held, place in ((one, left), (other, right)):
+        return node.operands[0].shape[left_dim]
+    for held, place in ((first, left_dim), (other, right)):
         axis = held.axes[place]
         if axis is not None:
             shape = context.values.nodes[held.root].shape
@@ -264,10 +266,10 @@ def _reduced(
         terms = product_of_terms(context.everywhere, terms, part)
     if terms is not None and not is_identity(constant_number(start), how, dtype):
         raise Unjudged("a reduction that starts with a number on each device")
-    rest = [axis for at, axis in enumerate(operand.axes) if at not in over]
-    found = form_in(context, instruction, operands, shape)
+    rest = [axis for dim, axis in enumerate(operand.axes) if dim not in over]
+    form = form_in(context, instruction, operands, shape)
     held = placed(
-        context, found, instruction, shape, [cut_of(axis) for axis in rest], number
+        context, form, instruction, shape, [cut_of(axis) for axis in rest], number
     )
     fill = operand.fill if held.has_holes and operand.fill in (0,) else None
     return dataclasses.replace(

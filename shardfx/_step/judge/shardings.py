@@ -58,11 +58,11 @@ def axes_of(
     if not shape:
         return []
     key = (sharding, tuple(shape), tuple(local))
-    known = cuts.by_sharding.get(key)
-    if known is None:
-        known = _axes_of(cuts, sharding, shape, local)
-        cuts.by_sharding[key] = known
-    return known
+    axes = cuts.by_sharding.get(key)
+    if axes is None:
+        axes = _axes_of(cuts, sharding, shape, local)
+        cuts.by_sharding[key] = axes
+    return axes
 
 
 def _axes_of(
@@ -76,25 +76,25 @@ def _axes_of(
     if named:
         places, tiles = _named_places(named, cuts.devices)
         return _tiled(cuts, places, tiles, shape, local)
-    found = _TILED.search(sharding)
-    if found is None or "manual" in sharding or "last_tile_dims" in sharding:
+    match = _TILED.search(sharding)
+    if match is None or "manual" in sharding or "last_tile_dims" in sharding:
         raise Unjudged(f"the sharding {sharding}")
-    tiles = _numbers(found[1])
-    if found[2]:
-        grid = np.arange(math.prod(tiles)).reshape(_numbers(found[2]))
-        if found[3]:
-            grid = grid.transpose(_numbers(found[3]))
+    tiles = _numbers(match[1])
+    if match[2]:
+        grid = np.arange(math.prod(tiles)).reshape(_numbers(match[2]))
+        if match[3]:
+            grid = grid.transpose(_numbers(match[3]))
         grid = grid.reshape(tiles)
     else:
-        grid = np.array(_numbers(found[4])).reshape(tiles)
+        grid = np.array(_numbers(match[4])).reshape(tiles)
     if grid.size != cuts.devices:
         raise Unjudged("a sharding over other devices")
     places = np.zeros((len(shape), cuts.devices), np.int64)
-    for at in range(len(shape)):
-        index = np.arange(tiles[at]).reshape(
-            [-1 if axis == at else 1 for axis in range(grid.ndim)]
+    for dim in range(len(shape)):
+        index = np.arange(tiles[dim]).reshape(
+            [-1 if axis == dim else 1 for axis in range(grid.ndim)]
         )
-        places[at, grid.ravel()] = np.broadcast_to(index, grid.shape).ravel()
+        places[dim, grid.ravel()] = np.broadcast_to(index, grid.shape).ravel()
     return _tiled(cuts, places, tiles, shape, local)
 
 
@@ -108,19 +108,19 @@ def _tiled(
     """The cuts of an array in tiles. `places` has the tile of each device in each
     dimension.
     """
-    made = []
-    for at, size in enumerate(shape):
-        if local[at] != -(-size // tiles[at]):
+    cuts_of_dims = []
+    for dim, size in enumerate(shape):
+        if local[dim] != -(-size // tiles[dim]):
             raise WrongShard("a shard of another size than its sharding says")
-        starts = places[at] * local[at]
-        if local[at] * tiles[at] == size:
-            made.append(cuts.from_starts(starts, local[at]))
+        starts = places[dim] * local[dim]
+        if local[dim] * tiles[dim] == size:
+            cuts_of_dims.append(cuts.from_starts(starts, local[dim]))
             continue
-        if local[at] * len(starts) > MOST_WRITTEN:
+        if local[dim] * len(starts) > MOST_WRITTEN:
             raise Unjudged("an uneven sharding that is too long to be written out")
-        indices = starts[:, None] + np.arange(local[at])
-        made.append(cuts.from_indices(np.where(indices < size, indices, HOLE)))
-    return made
+        indices = starts[:, None] + np.arange(local[dim])
+        cuts_of_dims.append(cuts.from_indices(np.where(indices < size, indices, HOLE)))
+    return cuts_of_dims
 
 
 def _named_places(named: re.Match[str], devices: int) -> tuple[np.ndarray, list[int]]:

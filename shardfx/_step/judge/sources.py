@@ -26,14 +26,16 @@ def source(context: Context, instruction: Instruction) -> Held:
         form = form_in(context, instruction, [], shape)
         cuts = [context.cuts.whole(size) for size in shape]
         held = placed(context, form, instruction, shape, cuts)
-        along = next(at for at, dim in enumerate(form.dims) if dim is not None)
+        along = next(
+            dim_number for dim_number, dim in enumerate(form.dims) if dim is not None
+        )
         sizes = [1] * (1 + len(shape))
         sizes[1 + along] = shape[along]
-        known = None
+        table = None
         if shape[along] * devices <= MOST_KNOWN and array.dtype[0] in "su":
             row = np.arange(shape[along]).reshape(sizes)
-            known = np.broadcast_to(row, (devices, *sizes[1:]))
-        return dataclasses.replace(held, known=known)
+            table = np.broadcast_to(row, (devices, *sizes[1:]))
+        return dataclasses.replace(held, known=table)
     return _constant(context, instruction, shape, array.dtype)
 
 
@@ -42,14 +44,18 @@ def _constant(
 ) -> Held:
     form = form_in(context, instruction, [], shape)
     cuts = [context.cuts.whole(size) for size in shape]
-    known = known_constant(instruction, shape, dtype)
+    values = known_constant(instruction, shape, dtype)
     number = None
-    if known is not None and not shape and node_for(context, form, instruction) is None:
-        number = context.values.scalar_like(dtype, float(known))
+    if (
+        values is not None
+        and not shape
+        and node_for(context, form, instruction) is None
+    ):
+        number = context.values.scalar_like(dtype, float(values))
     held = placed(context, form, instruction, shape, cuts, number)
-    if known is None:
+    if values is None:
         return held
-    table = np.broadcast_to(known, (context.devices, *known.shape))
+    table = np.broadcast_to(values, (context.devices, *values.shape))
     return dataclasses.replace(held, known=table)
 
 
@@ -67,8 +73,8 @@ def known_constant(
     size = int(np.prod(shape))
     if dtype[0] not in "sup" or "..." in text or size > 2**14:
         return None
-    found = [_integer(one) for one in _INTEGER.findall(text)]
-    return np.array(found).reshape(shape) if len(found) == size else None
+    integers = [_integer(digits) for digits in _INTEGER.findall(text)]
+    return np.array(integers).reshape(shape) if len(integers) == size else None
 
 
 def _integer(text: str) -> int:

@@ -54,20 +54,20 @@ def _updated_globally(
         node = context.values.nodes[number]
         before, changed = node.operands[0].shape, node.operands[1].shape
         cuts = []
-        for at in range(len(shape)):
-            axes = [operand.axes[at], update.axes[at]]
-            if before[at] == changed[at] and shape[at] == update.shape[at]:
-                cut = joined_cut(context, "dynamic-update-slice", at, axes)
+        for dim in range(len(shape)):
+            axes = [operand.axes[dim], update.axes[dim]]
+            if before[dim] == changed[dim] and shape[dim] == update.shape[dim]:
+                cut = joined_cut(context, "dynamic-update-slice", dim, axes)
                 cuts.append(cut)
                 continue
-            sizes = (before[at], changed[at])
+            sizes = (before[dim], changed[dim])
             is_whole = all(
                 axis is None or context.cuts.is_whole(axis.cut, size)
                 for axis, size in zip(axes, sizes, strict=True)
             )
-            if not is_whole or (shape[at], update.shape[at]) != sizes:
+            if not is_whole or (shape[dim], update.shape[dim]) != sizes:
                 break
-            cuts.append(context.cuts.whole(shape[at]))
+            cuts.append(context.cuts.whole(shape[dim]))
         else:
             return _update_sums(
                 placed(context, form, instruction, shape, cuts, number),
@@ -103,14 +103,16 @@ def _updated(
     if number is None and operand.root != update.root:
         operand, update = _same_array(context, instruction, operand, update)
     changed = [
-        at for at in range(len(operand.shape)) if operand.shape[at] != update.shape[at]
+        dim
+        for dim in range(len(operand.shape))
+        if operand.shape[dim] != update.shape[dim]
     ]
     if number is None and len(changed) > 1:
         raise Unjudged("an update of several cut dimensions")
     axes: list[Axis | None] = list(update.axes)
-    for at in range(len(axes)):
-        axis, before = update.axes[at], operand.axes[at]
-        if at not in changed:
+    for dim in range(len(axes)):
+        axis, before = update.axes[dim], operand.axes[dim]
+        if dim not in changed:
             if number is None and axis != before:
                 raise Unjudged("an update by a piece that lies differently")
             continue
@@ -118,12 +120,12 @@ def _updated(
             raise Unjudged("an update by a broadcast")
         if number is None and (before is None or before.dim != axis.dim):
             raise Unjudged("an update by a piece that lies differently")
-        rows = np.full((context.devices, operand.shape[at]), HOLE)
+        rows = np.full((context.devices, operand.shape[dim]), HOLE)
         if number is None and before is not None:
             rows = context.cuts.indices(before.cut).copy()
-        columns = starts[at][:, None] + np.arange(update.shape[at])
+        columns = starts[dim][:, None] + np.arange(update.shape[dim])
         np.put_along_axis(rows, columns, context.cuts.indices(axis.cut), axis=1)
-        axes[at] = Axis(axis.dim, context.cuts.from_indices(rows))
+        axes[dim] = Axis(axis.dim, context.cuts.from_indices(rows))
     fill = number if number is not None else operand.fill
     if update.has_holes and update.fill != fill:
         fill = None
@@ -140,8 +142,8 @@ def _same_array(
         for number in context.values.with_name(opcode, instruction.op_name):
             array = context.values.nodes[number].result
             assert array is not None
-            one = expressed(context, operand, array)
+            first = expressed(context, operand, array)
             other = expressed(context, update, array)
-            if one is not None and other is not None:
-                return one, other
+            if first is not None and other is not None:
+                return first, other
     raise Unjudged("an update by a piece of another array")

@@ -133,9 +133,9 @@ class Values:
         """The number of a value; new if no equal value of this shape is known."""
         numbers_of_key = self._by_key.setdefault(node.key, [])
         for number in numbers_of_key:
-            known = self.nodes[number]
-            if known.shape == node.shape and known.exact == node.exact:
-                self._name(known, number, op_name)
+            other = self.nodes[number]
+            if other.shape == node.shape and other.exact == node.exact:
+                self._name(other, number, op_name)
                 return number
         number = len(self.nodes)
         node.likeness = self._likeness_of(node)
@@ -149,7 +149,9 @@ class Values:
 
     def _likeness_of(self, node: Node) -> int:
         text = "" if node.instruction is None else nameless_text(node.instruction)
-        operands = tuple((one.view.dims, one.shape) for one in node.operands)
+        operands = tuple(
+            (operand.view.dims, operand.shape) for operand in node.operands
+        )
         key = (node.opcode, text, node.shape, operands)
         return self._likenesses.setdefault(key, len(self._likenesses))
 
@@ -164,13 +166,13 @@ class Values:
         error = ROUNDING.get(dtype)
         if error is None:
             return None
-        for number, known in self._scalars.items():
+        for number, factor in self._scalars.items():
             instruction = self.nodes[number].instruction
             if instruction is None or instruction.opcode == "constant":
                 continue
             if arrays_in(instruction.result)[0].dtype != dtype:
                 continue
-            if math.isclose(known, scalar, rel_tol=error):
+            if math.isclose(factor, scalar, rel_tol=error):
                 return number
         return None
 
@@ -241,11 +243,11 @@ def _folded(node: Node, scalars: Mapping[int, float]) -> float | None:
     if compute is None or not node.operands:
         return None
     numbers = [scalars.get(operand.view.root) for operand in node.operands]
-    known = [number for number in numbers if number is not None]
-    if len(known) != len(numbers):
+    constants = [number for number in numbers if number is not None]
+    if len(constants) != len(numbers):
         return None
     try:
-        return float(compute(*known))
+        return float(compute(*constants))
     except (ArithmeticError, ValueError):
         return None
 
@@ -312,20 +314,20 @@ class _Reader:
         shape: tuple[int, ...],
         operands: tuple[Global, ...],
     ) -> Global:
-        kept = tuple(shape[position] for position in form.kept)
+        sizes = tuple(shape[position] for position in form.kept)
         node = Node(
             opcode=instruction.opcode,
             key=form.key,
-            shape=kept,
+            shape=sizes,
             exact=_exact(instruction, operands),
             operands=operands,
             instruction=instruction,
         )
         number = self.values.number_of(node, instruction.op_name)
         array = Global(squeezed(View(number, form.dims), shape), shape)
-        known = self.values.nodes[number]
-        if known.result is None:
-            known.result = array
+        value_node = self.values.nodes[number]
+        if value_node.result is None:
+            value_node.result = array
         return array
 
     def run(self, name: str, arguments: "Sequence[GlobalTree | None]") -> GlobalTree:
@@ -412,8 +414,8 @@ class _Reader:
             ] = instruction.op_name
             return Global(view, shape)
         key = ("reshape", operand.view.root, _without_none(operand.view.dims))
-        kept = tuple(range(len(shape)))
-        form = Form(key, _changing(operand, shape), kept)
+        positions = tuple(range(len(shape)))
+        form = Form(key, _changing(operand, shape), positions)
         return self.array(form, instruction, shape, (operand,))
 
     def loop(self, instruction: Instruction, initial: GlobalTree) -> GlobalTree:
@@ -550,17 +552,17 @@ def groups_of_reshape(
     group of its own.
     """
     groups: list[tuple[list[int], list[int]]] = []
-    groups += [([at], []) for at, size in enumerate(before) if size == 1]
-    groups += [([], [at]) for at, size in enumerate(after) if size == 1]
-    sources = [at for at, size in enumerate(before) if size != 1]
-    targets = [at for at, size in enumerate(after) if size != 1]
+    groups += [([dim], []) for dim, size in enumerate(before) if size == 1]
+    groups += [([], [dim]) for dim, size in enumerate(after) if size == 1]
+    sources = [dim for dim, size in enumerate(before) if size != 1]
+    targets = [dim for dim, size in enumerate(after) if size != 1]
     while sources and targets:
         group = ([sources.pop(0)], [targets.pop(0)])
-        left, right = before[group[0][0]], after[group[1][0]]
-        while left != right:
-            if left < right:
+        before_size, right = before[group[0][0]], after[group[1][0]]
+        while before_size != right:
+            if before_size < right:
                 group[0].append(sources.pop(0))
-                left *= before[group[0][-1]]
+                before_size *= before[group[0][-1]]
             else:
                 group[1].append(targets.pop(0))
                 right *= after[group[1][-1]]

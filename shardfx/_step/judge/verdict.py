@@ -127,8 +127,8 @@ class Verdict:
         count = plural(self.operations, "operation")
         share = f"{self.judged_operations:,} of {count} are judged"
         lines = [f"{self.outcome}: {self.program}; {share}"]
-        lines += [str(one) for one in self.refutations]
-        lines += [str(one) for one in self.unjudged[:_MOST]]
+        lines += [str(refutation) for refutation in self.refutations]
+        lines += [str(operation) for operation in self.unjudged[:_MOST]]
         if len(self.unjudged) > _MOST:
             lines.append(f"and {len(self.unjudged) - _MOST} causes with fewer bytes")
         return "\n".join(lines)

@@ -36,10 +36,10 @@ def broadcast(context: Context, instruction: Instruction, operand: Held) -> Held
         axes[target] = operand.axes[source]
         if operand.known is not None:
             sizes[target] = operand.known.shape[1 + source]
-    known = operand.known
-    if known is not None:
-        known = known.reshape(context.devices, *sizes)
-    return dataclasses.replace(operand, shape=shape, axes=tuple(axes), known=known)
+    table = operand.known
+    if table is not None:
+        table = table.reshape(context.devices, *sizes)
+    return dataclasses.replace(operand, shape=shape, axes=tuple(axes), known=table)
 
 
 def transpose(instruction: Instruction, operand: Held) -> Held:
@@ -48,17 +48,17 @@ def transpose(instruction: Instruction, operand: Held) -> Held:
 
 def reshape(context: Context, instruction: Instruction, operand: Held) -> Held:
     shape = arrays_in(instruction.result)[0].shape
-    known = _reshaped_known(operand, shape)
+    table = _reshaped_known(operand, shape)
     if operand.root == NOWHERE and operand.idiom is None:
-        if known is None:
+        if table is None:
             raise Unjudged("a reshape of numbers of one device's program")
-        return Held(NOWHERE, shape, (None,) * len(shape), known=known)
+        return Held(NOWHERE, shape, (None,) * len(shape), known=table)
     if operand.idiom is None:
         held = _global_reshape(context, instruction, operand, shape)
         if held is not None:
-            return dataclasses.replace(held, known=known)
+            return dataclasses.replace(held, known=table)
     held = local_reshape(context, operand, shape)
-    return dataclasses.replace(held, known=known)
+    return dataclasses.replace(held, known=table)
 
 
 def bitcast(
@@ -71,12 +71,12 @@ def bitcast(
     shape = arrays_in(instruction.result)[0].shape
     if tuple(sorted(before)) == before and tuple(sorted(after)) == after:
         return reshape(context, instruction, operand)
-    ordered = tuple(shape[at] for at in after)
+    ordered = tuple(shape[dim] for dim in after)
     dtype = arrays_in(instruction.result)[0].dtype
     sizes = ",".join(map(str, ordered))
     linear = instruction._replace(result=f"{dtype}[{sizes}]", opcode="reshape")
     held = reshape(context, linear, permuted(operand, before))
-    return permuted(held, [after.index(at) for at in range(len(shape))])
+    return permuted(held, [after.index(dim) for dim in range(len(shape))])
 
 
 def _memory_order(instruction: Instruction) -> tuple[int, ...]:
@@ -94,14 +94,14 @@ def _memory_order(instruction: Instruction) -> tuple[int, ...]:
 
 
 def _reshaped_known(operand: Held, shape: tuple[int, ...]) -> np.ndarray | None:
-    known = operand.known
-    if known is None:
+    table = operand.known
+    if table is None:
         return None
-    devices = len(known)
-    if known.size == devices:
-        return known.reshape(devices, *(1,) * len(shape))
-    if known.shape[1:] == operand.shape:
-        return known.reshape(devices, *shape)
+    devices = len(table)
+    if table.size == devices:
+        return table.reshape(devices, *(1,) * len(shape))
+    if table.shape[1:] == operand.shape:
+        return table.reshape(devices, *shape)
     return None
 
 
@@ -194,32 +194,32 @@ def _fitted(
             return None
     axes: list[Axis | None] = [None] * len(shape)
     for sources, targets in groups_of_reshape(source.shape, after):
-        before_size = math.prod(operand.shape[at] for at in sources)
-        if before_size != math.prod(shape[at] for at in targets):
+        before_size = math.prod(operand.shape[dim] for dim in sources)
+        if before_size != math.prod(shape[dim] for dim in targets):
             return None
         if not sources or not targets:
             continue
         cuts = [
-            _cut_of(context, operand.axes[at], source.shape[at], operand.shape[at])
-            for at in sources
+            _cut_of(context, operand.axes[dim], source.shape[dim], operand.shape[dim])
+            for dim in sources
         ]
         if any(cut is None for cut in cuts):
             if len(sources) == len(targets) == 1:
                 continue
             return None
         if len(sources) == len(targets) == 1:
-            found = [cut for cut in cuts if cut is not None]
+            regrouped = [cut for cut in cuts if cut is not None]
         else:
-            found = _regrouped(
+            regrouped = _regrouped(
                 context,
                 [cut for cut in cuts if cut is not None],
-                [source.shape[at] for at in sources],
-                [after[at] for at in targets],
-                [shape[at] for at in targets],
+                [source.shape[dim] for dim in sources],
+                [after[dim] for dim in targets],
+                [shape[dim] for dim in targets],
             )
-            if found is None:
+            if regrouped is None:
                 return None
-        for target, cut in zip(targets, found, strict=True):
+        for target, cut in zip(targets, regrouped, strict=True):
             axes[target] = Axis(target, cut)
     return dataclasses.replace(
         operand, root=number, shape=shape, axes=tuple(axes), rest=()
@@ -256,12 +256,12 @@ def _regrouped(
             return None
         offsets += cut.starts[:, 0] * stride
         pieces.append(_Piece(cut.size, cut.step * stride))
-    made = _divided(pieces, local_after)
-    if made is None:
+    divided = _divided(pieces, local_after)
+    if divided is None:
         return None
     digits: list[Cut] = []
     rest = offsets
-    for piece, size, stride in zip(made, after, _strides(after), strict=True):
+    for piece, size, stride in zip(divided, after, _strides(after), strict=True):
         start = rest // stride
         rest = rest % stride
         step = piece.step
@@ -293,27 +293,27 @@ class _Piece(NamedTuple):
 
 def _divided(pieces: Sequence[_Piece], sizes: Sequence[int]) -> list[_Piece] | None:
     """The pieces merged and split into these sizes; `None` if they do not fit."""
-    left = [piece for piece in pieces if piece.length != 1]
-    made: list[_Piece] = []
+    rest = [piece for piece in pieces if piece.length != 1]
+    divided: list[_Piece] = []
     for size in reversed(sizes):
         if size == 1:
-            made.insert(0, _Piece(1, 1))
+            divided.insert(0, _Piece(1, 1))
             continue
-        if not left:
+        if not rest:
             return None
-        piece = left.pop()
-        while piece.length < size and left:
-            above = left[-1]
+        piece = rest.pop()
+        while piece.length < size and rest:
+            above = rest[-1]
             if above.step != piece.step * piece.length:
                 return None
-            left.pop()
+            rest.pop()
             piece = _Piece(above.length * piece.length, piece.step)
         if piece.length % size:
             return None
-        made.insert(0, _Piece(size, piece.step))
+        divided.insert(0, _Piece(size, piece.step))
         if piece.length > size:
-            left.append(_Piece(piece.length // size, piece.step * size))
-    return made if not left else None
+            rest.append(_Piece(piece.length // size, piece.step * size))
+    return divided if not rest else None
 
 
 class _Part(NamedTuple):
@@ -340,9 +340,9 @@ def local_reshape(context: Context, operand: Held, shape: tuple[int, ...]) -> He
         if len(sources) == len(targets) == 1:
             axes[targets[0]] = operand.axes[sources[0]]
             continue
-        parts = [_part(operand.axes[at], operand.shape[at]) for at in sources]
+        parts = [_part(operand.axes[dim], operand.shape[dim]) for dim in sources]
         for target, part in zip(
-            targets, _split(parts, [shape[at] for at in targets]), strict=True
+            targets, _split(parts, [shape[dim] for dim in targets]), strict=True
         ):
             if part.dim is not None:
                 assert part.starts is not None
@@ -361,8 +361,8 @@ def absorbed(context: Context, held: Held) -> Held:
     for axis in held.rest:
         along = next(
             (
-                at
-                for at, other in enumerate(axes)
+                dim
+                for dim, other in enumerate(axes)
                 if other is not None and other.dim == axis.dim
             ),
             None,
@@ -396,25 +396,25 @@ def _part(axis: Axis | None, length: int) -> _Part:
 
 def _split(parts: list[_Part], sizes: list[int]) -> list[_Part]:
     """The parts merged and split into these sizes."""
-    left = [part for part in parts if part.length != 1 or part.dim is not None]
-    made: list[_Part] = []
+    rest = [part for part in parts if part.length != 1 or part.dim is not None]
+    split: list[_Part] = []
     for size in reversed(sizes):
-        if not left:
+        if not rest:
             raise Unjudged("a reshape that merges different dimensions")
-        part = left.pop()
-        while part.length < size and left:
-            part = _merged(left.pop(), part)
+        part = rest.pop()
+        while part.length < size and rest:
+            part = _merged(rest.pop(), part)
         if part.length % size:
             raise Unjudged("a reshape that merges different dimensions")
         if part.length == size:
-            made.insert(0, part)
+            split.insert(0, part)
             continue
         zeros = None if part.starts is None else np.zeros_like(part.starts)
-        made.insert(0, _Part(size, part.dim, part.step, zeros))
-        left.append(_Part(part.length // size, part.dim, part.step * size, part.starts))
-    if left:
+        split.insert(0, _Part(size, part.dim, part.step, zeros))
+        rest.append(_Part(part.length // size, part.dim, part.step * size, part.starts))
+    if rest:
         raise Unjudged("a reshape that merges different dimensions")
-    return made
+    return split
 
 
 def _merged(major: _Part, minor: _Part) -> _Part:
