@@ -189,14 +189,14 @@ class Jitted(Generic[P, R]):
         struct = without_devices if self._is_abstract else struct_of
         tree = static.tree(map(struct, arrays))
         given_arrays = self._given(*tree)
-        traced = form.run.trace(static, *[given.array for given in given_arrays])
+        traced = form.run.trace(static, *[entry.array for entry in given_arrays])
         traced_arrays = []
-        for position, given in enumerate(given_arrays):
+        for position, entry in enumerate(given_arrays):
             traced_array = TracedArray(
-                path=given.path,
-                struct=struct_of(given.array, given.expected),
-                is_donated=given.is_donated,
-                argument=given.argument,
+                path=entry.path,
+                struct=struct_of(entry.array, entry.expected),
+                is_donated=entry.is_donated,
+                argument=entry.argument,
                 name=f"arrays[{position}]",
             )
             traced_arrays.append(traced_array)
@@ -302,8 +302,8 @@ class Jitted(Generic[P, R]):
             given_arrays[position].expected: position for position in reversed(placed)
         }
         watched = list(position_by_sharding.values())
-        shardings = tuple(given.expected for given in given_arrays)
-        donated = tuple(given.is_donated for given in given_arrays)
+        shardings = tuple(entry.expected for entry in given_arrays)
+        donated = tuple(entry.is_donated for entry in given_arrays)
         return _Form(
             treedef=treedef,
             kinds=kinds,
@@ -420,7 +420,7 @@ class Jitted(Generic[P, R]):
             ):
                 if not _is_array(leaf):
                     continue
-                given = Given(
+                entry = Given(
                     name=f"`{path}` of {what}" if path else what,
                     path=f"{name}/{path}" if path else name,
                     array=leaf,
@@ -428,7 +428,7 @@ class Jitted(Generic[P, R]):
                     is_donated=is_donated,
                     argument=None if key is None else argument,
                 )
-                given_arrays.append(given)
+                given_arrays.append(entry)
         check_given(given_arrays)
         return given_arrays
 

@@ -62,12 +62,16 @@ class EntryRule:
             assert self._selections is not None
             return _moved(self._template, numbers, self._selections)
 
-        made = evaluated(self._rule, binding, self._leaf.leaves, self._leaf, on_shapes)
-        pieces = tuple(all_simplified(made.pieces))
-        made = Made(shape=made.shape, dtype=made.dtype, pieces=pieces)
+        evaluated_leaf = evaluated(
+            self._rule, binding, self._leaf.leaves, self._leaf, on_shapes
+        )
+        pieces = tuple(all_simplified(evaluated_leaf.pieces))
+        evaluated_leaf = Made(
+            shape=evaluated_leaf.shape, dtype=evaluated_leaf.dtype, pieces=pieces
+        )
         if numbers is not None:
-            self._template = _Template(made=made, numbers=numbers)
-        return made
+            self._template = _Template(made=evaluated_leaf, numbers=numbers)
+        return evaluated_leaf
 
     def _numbers(self, binding: Binding) -> Mapping[str, tuple[int, ...]] | None:
         """The number of each selection; `None` if the target arrays differ in
@@ -107,7 +111,7 @@ def selections_of(
             continue
         operations = _at_operations(expression)
         if operations[-1].op != "leaf":
-            if any(isinstance(at.args[0], str) for at in operations[:-1]):
+            if any(isinstance(operation.args[0], str) for operation in operations[:-1]):
                 return None
             waiting.append(operations[-1])
             continue

@@ -196,8 +196,8 @@ def _explained_dim(
     for reason in reasons:
         if reason.code is Code.blocked:
             wanted_axes |= dict.fromkeys(reason.axes)
-    wanted = tuple(wanted_axes)
-    dropped = tuple(axis for axis in wanted if axis not in axes)
+    asked_axes = tuple(wanted_axes)
+    dropped = tuple(axis for axis in asked_axes if axis not in axes)
 
     units = size // unit if size % unit == 0 else 1
     if axes:
@@ -205,7 +205,7 @@ def _explained_dim(
     free = _free_axes(plan, leaf, units) if size else ()
     sizes: tuple[int, ...] = ()
     if any(reason.code.is_about_size for reason in reasons):
-        sizes = _nearest_sizes(plan, size, unit, wanted)
+        sizes = _nearest_sizes(plan, size, unit, asked_axes)
 
     changes: list[str] = []
     for reason in reasons:
@@ -219,10 +219,10 @@ def _explained_dim(
         unit=unit,
         name=name,
         tried=tuple(attempt for attempt in tried if attempt.dim == dim),
-        wanted=wanted,
-        kept=tuple(axis for axis in wanted if axis in axes),
+        wanted=asked_axes,
+        kept=tuple(axis for axis in asked_axes if axis in axes),
         dropped=dropped,
-        added=tuple(axis for axis in axes if axis not in wanted),
+        added=tuple(axis for axis in axes if axis not in asked_axes),
         reasons=reasons,
         sizes=sizes,
         free=free,

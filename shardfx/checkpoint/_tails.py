@@ -32,21 +32,21 @@ def begin_tails(
     `entries` are all arrays of the checkpoint. A file that has an array whose size is
     unknown, since JAX lacks its dtype, is left out.
     """
-    ends = dict.fromkeys(files, 0)
+    stops = dict.fromkeys(files, 0)
     for entry in entries:
         if entry.nbytes is None:
-            ends.pop(entry.file, None)
+            stops.pop(entry.file, None)
             continue
         for file, end in _ends(entry, entry.nbytes):
-            if file in ends:
-                ends[file] = max(ends[file], end)
+            if file in stops:
+                stops[file] = max(stops[file], end)
     return [
         Tail(
             key=where.key_of(file),
             position=end,
             future=where.begin_read(where.key_of(file), end, end + 1),
         )
-        for file, end in ends.items()
+        for file, end in stops.items()
         if end
     ]
 

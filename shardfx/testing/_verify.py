@@ -99,14 +99,14 @@ def verify(
         ```
     """
     platform = platform_of(compiler)
-    made = step_of(step, args, mesh)
-    programs = made.programs(platform)
+    traced = step_of(step, args, mesh)
+    programs = traced.programs(platform)
     if compiled is not None:
         return judged_text(programs.whole, _text_of(compiled), "the finished program")
     if compiler == platform:
         return judged(programs)
-    target = target_named(compiler, made.mesh)
-    text = made.tpu_partitioned(target.slices, target.order)
+    target = target_named(compiler, traced.mesh)
+    text = traced.tpu_partitioned(target.slices, target.order)
     name = f"libtpu's partitioned program for {target.slices.name}"
     return judged_text(programs.whole, text, name)
 

@@ -76,8 +76,8 @@ def _own_boxes(plan: TransferPlan, path: str, sender: int) -> tuple[Box, ...]:
         plan.known[key] = tuple(
             box for box, process in first_holders.items() if process == sender
         )
-    found: Any = plan.known[key]
-    return found
+    boxes: Any = plan.known[key]
+    return boxes
 
 
 def _source_boxes(

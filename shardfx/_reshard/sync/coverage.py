@@ -159,15 +159,15 @@ def _check_kind(
 
 def _is_piece(piece: Piece, leaf: SentLeaf, sources: Mapping[str, SourceLeaf]) -> bool:
     """Whether a piece is inside of the array `leaf`, and of its source."""
-    ends = [(piece, leaf.shape)]
+    moved_pieces = [(piece, leaf.shape)]
     if piece.value.path is not None:
-        ends.append((swapped(piece), sources[piece.value.path].data.shape))
+        moved_pieces.append((swapped(piece), sources[piece.value.path].data.shape))
     return all(
         len(end.target) == len(shape)
         and all(factor.target_dim < len(shape) for factor in end.factors)
         and min(end.target, default=0) >= 0
         and _fits(end, shape)
-        for end, shape in ends
+        for end, shape in moved_pieces
     )
 
 

@@ -104,17 +104,17 @@ def plan_transfer(
     kind_numbers: dict[object, int] = {}
     leaves: list[SentLeaf] = []
     for path, target in targets.items():
-        made = _of_raw_data(made_leaves[path], target)
-        source_leaves = _sources_of(made, sources)
-        key = _kind_key(target, made, source_leaves)
+        made_leaf = _of_raw_data(made_leaves[path], target)
+        source_leaves = _sources_of(made_leaf, sources)
+        key = _kind_key(target, made_leaf, source_leaves)
         if key not in kind_numbers:
             kind_numbers[key] = len(kinds)
-            kinds.append(_kind(target, made, source_leaves, jobs))
+            kinds.append(_kind(target, made_leaf, source_leaves, jobs))
         leaf = SentLeaf(
             path=path,
-            shape=made.shape,
-            dtype=made.dtype,
-            digest=_leaf_digest(target, made, source_leaves),
+            shape=made_leaf.shape,
+            dtype=made_leaf.dtype,
+            digest=_leaf_digest(target, made_leaf, source_leaves),
             kind=kind_numbers[key],
             names=tuple(source_leaves),
         )
@@ -198,44 +198,48 @@ def _structs(leaves: Mapping[str, MovedLeaf]) -> dict[str, Struct]:
     return {path: Struct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
 
 
-def _of_raw_data(made: Made, target: MovedLeaf) -> Made:
+def _of_raw_data(made_leaf: Made, target: MovedLeaf) -> Made:
     """`made` for the raw data of the leaf `target`: for PRNG keys their key data, which
     has one more dimension.
     """
     shape, dtype = data_of(target.shape, target.dtype)
     key_shape = shape[len(target.shape) :]
-    pieces = tuple(extended(piece, key_shape) for piece in made.pieces)
+    pieces = tuple(extended(piece, key_shape) for piece in made_leaf.pieces)
     return Made(shape, dtype, pieces)
 
 
-def _sources_of(made: Made, sources: Mapping[str, MovedLeaf]) -> dict[str, MovedLeaf]:
+def _sources_of(
+    made_leaf: Made, sources: Mapping[str, MovedLeaf]
+) -> dict[str, MovedLeaf]:
     """The leaves that the pieces of `made` read, by path, in the order of first use."""
-    names = dict.fromkeys(name for piece in made.pieces for name in names_of(piece))
+    names = dict.fromkeys(
+        name for piece in made_leaf.pieces for name in names_of(piece)
+    )
     return {name: sources[name] for name in names}
 
 
 def _kind_key(
-    target: MovedLeaf, made: Made, sources: Mapping[str, MovedLeaf]
+    target: MovedLeaf, made_leaf: Made, sources: Mapping[str, MovedLeaf]
 ) -> object:
     """A key that leaves share if their plans differ only in the paths of sources."""
     return (
         target._replace(path=""),
-        numbered(made.pieces, tuple(sources)),
+        numbered(made_leaf.pieces, tuple(sources)),
         # Equal numbers of two types, such as 0.0 and -0.0, differ in their text.
-        str([piece.value.number for piece in made.pieces]),
+        str([piece.value.number for piece in made_leaf.pieces]),
         tuple(leaf._replace(path="") for leaf in sources.values()),
     )
 
 
 def _leaf_digest(
-    target: MovedLeaf, made: Made, sources: Mapping[str, MovedLeaf]
+    target: MovedLeaf, made_leaf: Made, sources: Mapping[str, MovedLeaf]
 ) -> str:
     texts = [
         target.path,
-        repr(made.shape),
+        repr(made_leaf.shape),
         str(target.dtype),
         str(_spec(target)),
-        repr(made.pieces),
+        repr(made_leaf.pieces),
     ]
     for name, leaf in sources.items():
         texts.append(f"{name} {leaf.shape} {leaf.dtype} {_spec(leaf)}")
@@ -274,15 +278,15 @@ def _spec(leaf: MovedLeaf) -> PartitionSpec:
 
 
 def _kind(
-    target: MovedLeaf, made: Made, sources: Mapping[str, MovedLeaf], jobs: _Jobs
+    target: MovedLeaf, made_leaf: Made, sources: Mapping[str, MovedLeaf], jobs: _Jobs
 ) -> TransferKind:
     buffers = _buffers_of(target, jobs)
     structs = {name: _data_struct(leaf) for name, leaf in sources.items()}
     holders_by_source = {name: _holders(leaf) for name, leaf in sources.items()}
-    encodings = _encodings(made, structs)
+    encodings = _encodings(made_leaf, structs)
     rank = max([len(struct.shape) for struct in structs.values()], default=0)
 
-    table = _Table(target.path, rank, made.dtype)
+    table = _Table(target.path, rank, made_leaf.dtype)
     for replica_choice, numbers in _by_replica(buffers, holders_by_source).items():
         senders_by_source = {
             name: _with_replica(holders, replica)
@@ -293,7 +297,7 @@ def _kind(
         group = [(number, buffers[number].box) for number in numbers]
         _add(
             table,
-            _wire_made(made, encodings),
+            _wire_made(made_leaf, encodings),
             encodings,
             senders_by_source,
             group,
@@ -302,11 +306,11 @@ def _kind(
 
     return TransferKind(
         names=tuple(sources),
-        pieces=made.pieces,
+        pieces=made_leaf.pieces,
         rank=rank,
         buffers=buffers,
         forms=tuple(table.forms),
-        rows=table.rows(len(made.shape)),
+        rows=table.rows(len(made_leaf.shape)),
     )
 
 
@@ -325,30 +329,30 @@ def _buffers_of(target: MovedLeaf, jobs: _Jobs) -> tuple[Buffer, ...]:
     )
 
 
-def _encodings(made: Made, structs: Mapping[str, Struct]) -> dict[str, Encoding]:
+def _encodings(made_leaf: Made, structs: Mapping[str, Struct]) -> dict[str, Encoding]:
     """How the source of each piece of `made` is sent, by the piece's number as text.
     Constants are left out.
     """
     dtypes = {name: struct.dtype for name, struct in structs.items()}
     return {
         str(number): encoding_of(piece.value, dtypes)
-        for number, piece in enumerate(made.pieces)
+        for number, piece in enumerate(made_leaf.pieces)
         if piece.value.path is not None
     }
 
 
-def _wire_made(made: Made, encodings: Mapping[str, Encoding]) -> Made:
+def _wire_made(made_leaf: Made, encodings: Mapping[str, Encoding]) -> Made:
     """`made` with each piece treated as an array of its own, named by its number, so
     that its parts have the dtype on the wire.
     """
     pieces = []
-    for number, piece in enumerate(made.pieces):
+    for number, piece in enumerate(made_leaf.pieces):
         encoding = encodings.get(str(number))
         if encoding is not None:
             value = Value(str(number), casts=encoding.casts)
             piece = piece._replace(value=value)
         pieces.append(piece)
-    return Made(made.shape, made.dtype, tuple(pieces))
+    return Made(made_leaf.shape, made_leaf.dtype, tuple(pieces))
 
 
 def _with_replica(holders: Holders, replica: int) -> Holders:
@@ -358,7 +362,7 @@ def _with_replica(holders: Holders, replica: int) -> Holders:
 
 def _add(
     table: "_Table",
-    made: Made,
+    made_leaf: Made,
     encodings: Mapping[str, Encoding],
     holders: Mapping[str, Holders],
     group: Iterable[tuple[int, Box]],
@@ -377,7 +381,7 @@ def _add(
     for number, box in group:
         numbers_by_box.setdefault(box, []).append(number)
     numbers_by_receiver = list(numbers_by_box.values())
-    wanted = [
+    receivers = [
         (first_receiver + position, box) for position, box in enumerate(numbers_by_box)
     ]
 
@@ -386,7 +390,7 @@ def _add(
         for name, encoding in encodings.items()
     }
     parts = list[ShardPart]()
-    for part in shard_parts(made, wanted, sources, {}).all:
+    for part in shard_parts(made_leaf, receivers, sources, {}).all:
         if part.piece.value.path is None:
             parts.append(part)
             continue
@@ -394,7 +398,7 @@ def _add(
             len(parts) + part.memory_bytes // max(1, jobs.memory_limit_bytes)
         )
         parts += divided(part, jobs.memory_limit_bytes)
-    if _reads_an_element_twice(made, encodings):
+    if _reads_an_element_twice(made_leaf, encodings):
         paths = {name: encoding.path for name, encoding in encodings.items()}
         parts = list(_split_at_edges(parts, paths, table))
 
@@ -421,14 +425,14 @@ def _starts(holders: Holders) -> dict[int, list[int]]:
     return starts
 
 
-def _reads_an_element_twice(made: Made, encodings: Mapping[str, Encoding]) -> bool:
+def _reads_an_element_twice(made_leaf: Made, encodings: Mapping[str, Encoding]) -> bool:
     """Whether an element of a source may be needed at two positions of the target."""
     paths = {encoding.path for encoding in encodings.values()}
     if len(paths) < len(encodings):
         return True
     return any(
         factor.source_dim == NOWHERE
-        for piece in made.pieces
+        for piece in made_leaf.pieces
         for factor in piece.factors
     )
 

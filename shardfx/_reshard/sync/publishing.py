@@ -74,7 +74,7 @@ class Published:
 
 
 def publishable(
-    tree: object, sources: Mapping[str, SourceLeaf], known: dict[object, object]
+    tree: object, sources: Mapping[str, SourceLeaf], cache: dict[object, object]
 ) -> Published:
     """The arrays of `tree`, which must be as the plan of the sending job says.
 
@@ -112,7 +112,7 @@ def publishable(
             )
     for path, leaf in arrays.items():
         _require_planned(path, leaf, sources[path])
-    return Published({path: _leaf(leaf, known) for path, leaf in arrays.items()})
+    return Published({path: _leaf(leaf, cache) for path, leaf in arrays.items()})
 
 
 def _require_planned(path: str, leaf: Any, source: SourceLeaf) -> None:
@@ -133,14 +133,14 @@ def _require_planned(path: str, leaf: Any, source: SourceLeaf) -> None:
         )
 
 
-def _leaf(leaf: Any, known: dict[object, object]) -> PublishedLeaf:
+def _leaf(leaf: Any, cache: dict[object, object]) -> PublishedLeaf:
     if not isinstance(leaf, jax.Array):
         data = np.asarray(leaf, order="C")
         box = tuple((0, size) for size in data.shape)
         return PublishedLeaf(boxes=(box,), shards=(data,), layout=box)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    numbers, boxes = _distinct_boxes(leaf, known)
+    numbers, boxes = _distinct_boxes(leaf, cache)
     if leaf.is_fully_replicated:
         # This makes no array for the shard.
         shards = [leaf if leaf.is_fully_addressable else leaf.addressable_data(0)]
@@ -152,14 +152,14 @@ def _leaf(leaf: Any, known: dict[object, object]) -> PublishedLeaf:
 
 
 def _distinct_boxes(
-    leaf: jax.Array, known: dict[object, object]
+    leaf: jax.Array, cache: dict[object, object]
 ) -> tuple[tuple[int, ...], tuple[Box, ...]]:
     """The number of the first shard of each box that this process holds, and the boxes."""
     key = ("shards", leaf.sharding, leaf.shape)
-    if key not in known:
+    if key not in cache:
         numbers: dict[Box, int] = {}
         for number, shard in enumerate(leaf.addressable_shards):
             numbers.setdefault(as_box(shard.index, leaf.shape), number)
-        known[key] = (tuple(numbers.values()), tuple(numbers))
-    found: Any = known[key]
-    return found
+        cache[key] = (tuple(numbers.values()), tuple(numbers))
+    boxes: Any = cache[key]
+    return boxes

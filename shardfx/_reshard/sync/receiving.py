@@ -274,8 +274,8 @@ def _rows_of_kinds(
                 zip(plan.kinds, order.rows_of_kind, strict=True)
             )
         ]
-    found: Any = plan.known[key]
-    return found
+    rows: Any = plan.known[key]
+    return rows
 
 
 def _incoming_row(row: Row, kind: TransferKind, dtype: np.dtype) -> IncomingRow:

@@ -78,9 +78,9 @@ def schedule(plan: TransferPlan, sender: int, receiver: int) -> Schedule:
     key = ("schedule", sender, receiver)
     if key not in plan.known:
         plan.known[key] = _schedule(plan, sender, receiver)
-    found = plan.known[key]
-    assert isinstance(found, Schedule)
-    return found
+    planned = plan.known[key]
+    assert isinstance(planned, Schedule)
+    return planned
 
 
 def _schedule(plan: TransferPlan, sender: int, receiver: int) -> Schedule:

@@ -280,18 +280,18 @@ def _rows_of_leaves(
     otherwise than before.
     """
     key = ("rows", sender, receiver)
-    known: Any = plan.known.setdefault(key, {})
+    rows_by_layout: Any = plan.known.setdefault(key, {})
     rows_of_leaves = []
     for leaf in plan.leaves:
         layouts = tuple(arrays.leaves[name].layout for name in leaf.names)
         rows_key = (leaf.kind, layouts)
-        if rows_key not in known:
+        if rows_key not in rows_by_layout:
             compiler = _Compiler(plan.kinds[leaf.kind], leaf, arrays)
             rows = order.rows_of_kind[leaf.kind]
-            if len(known) >= _MOST_LAYOUTS:
-                known.clear()
-            known[rows_key] = tuple(map(compiler.row, rows))
-        rows_of_leaves.append(known[rows_key])
+            if len(rows_by_layout) >= _MOST_LAYOUTS:
+                rows_by_layout.clear()
+            rows_by_layout[rows_key] = tuple(map(compiler.row, rows))
+        rows_of_leaves.append(rows_by_layout[rows_key])
     return rows_of_leaves
 
 

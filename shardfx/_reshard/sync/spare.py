@@ -194,16 +194,16 @@ def _noted(sizes: list[int], nbytes: int) -> np.ndarray:
 def layout_of(plan: TransferPlan, dst: ShardPlan, receiver: int) -> MemoryLayout:
     """The layout of memory for the arrays of `dst`, from the plan's cache."""
     key = ("memory", receiver)
-    known: Any = plan.known.setdefault(key, {})
-    if dst not in known:
+    layouts: Any = plan.known.setdefault(key, {})
+    if dst not in layouts:
         targets = {leaf.path: leaf for leaf in leaves_of_plan(dst)}
         _require_same(plan, targets, receiver)
         layout = MemoryLayout(
             plan, [targets[leaf.path] for leaf in plan.leaves], receiver
         )
-        known.clear()
-        known[dst] = layout
-    return known[dst]
+        layouts.clear()
+        layouts[dst] = layout
+    return layouts[dst]
 
 
 def _require_same(
@@ -217,7 +217,7 @@ def _require_same(
             f"leaf `{other}` is in only one of `dst` and the transfer's plan; give the"
             " plan from which `plan_transfer` made it."
         )
-    known: dict[object, set[Box]] = {}
+    boxes_by_key: dict[object, set[Box]] = {}
     for leaf in plan.leaves:
         target = targets[leaf.path]
         shape, dtype = data_of(target.shape, target.dtype)
@@ -227,9 +227,9 @@ def _require_same(
             if buffer.process == receiver
         }
         key = (target.sharding, shape)
-        if key not in known:
-            known[key] = _boxes_of(target.sharding, shape)
-        if (shape, dtype) != (leaf.shape, leaf.dtype) or known[key] != boxes:
+        if key not in boxes_by_key:
+            boxes_by_key[key] = _boxes_of(target.sharding, shape)
+        if (shape, dtype) != (leaf.shape, leaf.dtype) or boxes_by_key[key] != boxes:
             raise PlanMismatchError(
                 f"leaf `{leaf.path}` lies in `dst` otherwise than in the transfer's"
                 " plan; give the plan from which `plan_transfer` made it."
@@ -289,13 +289,13 @@ class Blocks:
         kept for the next one.
         """
         with self._lock:
-            kept = []
+            blocks = []
             for block, base in self._blocks:
                 is_used = base() is not None
                 if is_used or self._taken > 0:
                     self._taken -= not is_used
-                    kept.append((block, base))
-            self._blocks = kept
+                    blocks.append((block, base))
+            self._blocks = blocks
             self._taken = 0
 
 
