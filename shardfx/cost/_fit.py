@@ -7,30 +7,28 @@ import functools as ft
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 from .. import chips
 from .._ground.errors import LeafTypeError
-from .._ground.spec import array_bytes, canonical_entry, shard_counts
-from .._ground.text import (
-    between_numbers,
-    bytes_text,
-    first_lines,
-    html_table,
-    joined,
-    printable,
-    table,
-)
+from .._ground.spec import array_bytes, shard_counts
+from .._ground.text import bytes_text, first_lines, html_table, printable, table
 from .._plan import ShardPlan
-from .._step import MOVING, Frame, is_traced, padded, place_text, step_of
+from .._step import is_traced, padded, place_text, step_of
 from ..topology import MeshSpec
-from ._array_rows import Origin
 from ._changes import Change, batch_of, changes_of
 from ._compile_for import CompiledFor, MemoryAnalysis, memory_of
 from ._counted import StepOnChip
 from ._foreseen import TEMPORARIES
+from ._large_arrays import (
+    LargeArray,
+    gradient_shapes,
+    large_array,
+    merged_arrays,
+    peak_arrays,
+)
 from ._libtpu import why_foreseen
-from ._memory import LiveArray, Memory
+from ._memory import Memory
 from ._refuted import warn_if_refuted
 from ._shardings import StepShardings
 
@@ -70,39 +68,6 @@ class FitRow:
     bytes: int
     host_bytes: int = 0
     exact: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class LargeArray:
-    """A large array in memory at the peak, or several arrays of equal size whose paths
-    differ only in numbers.
-
-    **Arguments:**
-
-    - `what`: the path of an argument; for a temporary, its dtype and its shape on one
-      device.
-    - `bytes`: the bytes on one device.
-    - `group`: the name of its group, such as "activations". [`shardfx.cost.FitRow`][]
-      lists the names.
-    - `source`: the line of your program that computes the array; `None` for an
-      argument.
-    - `phase`: the pass that computes the array: "forward", "backward" or "recomputed";
-      "" if it is not known.
-    - `spec`, `origins`, `why`: the spec of the array, the origin of each of its mesh
-      axes, and a sentence that says why
-        it is not sharded further. Only `Fit.peak_arrays` has them.
-    """
-
-    __module__ = "shardfx.cost"
-
-    what: str
-    bytes: int
-    group: str
-    source: Frame | None = None
-    phase: str = ""
-    spec: PartitionSpec | None = None
-    origins: tuple[Origin, ...] = ()
-    why: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +164,7 @@ class Fit:
         known. The first access runs Shardy's propagation, as
         [`shardfx.cost.shardings`][] does.
         """
-        return () if self._known is None else _peak_arrays(self._known)
+        return () if self._known is None else peak_arrays(self._known)
 
     @property
     def shardings(self) -> StepShardings | None:
@@ -357,8 +322,8 @@ def fit(
         warn_if_refuted(chip_step.programs)
     rows, largest = _arguments(chip_step)
     notes = (*notes, *_tiles_note(chip_step.parameter_bytes, rows, chip))
-    shapes = _gradient_shapes(chip_step)
-    temporaries = [_large_array(array, shapes) for array in chip_step.memory.arrays]
+    shapes = gradient_shapes(chip_step)
+    temporaries = [large_array(array, shapes) for array in chip_step.memory.arrays]
     largest = tuple(
         sorted((*largest, *temporaries), key=lambda array: -array.bytes)[:_LARGEST]
     )
@@ -391,7 +356,7 @@ def fit(
 
 def _of_assigned(memory: Memory, chip: chips.Chip) -> Fit:
     """The memory of a program that libtpu compiled."""
-    arrays = [_large_array(array, set()) for array in memory.arrays]
+    arrays = [large_array(array, set()) for array in memory.arrays]
     rows = [
         FitRow("arguments", sum(memory.arguments), exact=True),
         FitRow("results", sum(memory.results), exact=True),
@@ -428,7 +393,9 @@ def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
         FitRow(group, on_device, host, exact=True)
         for group, (on_device, host) in rows.items()
     ]
-    return Fit(_sorted(fit_rows), chip, "arguments", tuple(_alike(largest)[:_LARGEST]))
+    return Fit(
+        _sorted(fit_rows), chip, "arguments", tuple(merged_arrays(largest)[:_LARGEST])
+    )
 
 
 def _arguments(chip_step: StepOnChip) -> tuple[list[FitRow], tuple[LargeArray, ...]]:
@@ -449,7 +416,7 @@ def _arguments(chip_step: StepOnChip) -> tuple[list[FitRow], tuple[LargeArray, .
     return [
         FitRow(group, on_device, host, exact=True)
         for group, (on_device, host) in sizes.items()
-    ], tuple(_alike(largest))
+    ], tuple(merged_arrays(largest))
 
 
 def _tiles_note(
@@ -492,7 +459,8 @@ def _temporaries(arrays: Sequence[LargeArray], memory: Memory) -> list[FitRow]:
 def _compiled_rows(
     rows: Sequence[FitRow], memory: MemoryAnalysis
 ) -> tuple[tuple[FitRow, ...], tuple[str, ...]]:
-    fit_rows, notes = list(rows), []
+    fit_rows = list(rows)
+    notes = []
     rest = memory.argument_size_in_bytes - sum(row.bytes for row in rows)
     if not rows:
         fit_rows.append(FitRow("arguments", rest, exact=True))
@@ -505,119 +473,22 @@ def _compiled_rows(
             " not read all of them."
         )
         fit_rows.append(FitRow("arguments, not read", rest, exact=True))
-    fit_rows.append(
-        FitRow(
-            "results",
-            memory.output_size_in_bytes - memory.alias_size_in_bytes,
-            exact=True,
-        )
-    )
-    fit_rows.append(
-        FitRow(
-            "temporaries",
-            memory.needed_bytes - sum(row.bytes for row in fit_rows),
-            exact=True,
-        )
-    )
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    fit_rows.append(FitRow("results", results, exact=True))
+    temporaries = memory.needed_bytes - sum(row.bytes for row in fit_rows)
+    fit_rows.append(FitRow("temporaries", temporaries, exact=True))
     return _sorted(fit_rows), tuple(notes)
 
 
 def _sorted(rows: Sequence[FitRow]) -> tuple[FitRow, ...]:
-    return tuple(
-        sorted(
-            [row for row in rows if row.bytes or row.host_bytes],
-            key=lambda row: -row.bytes,
-        )
-    )
-
-
-def _alike(arrays: Sequence[LargeArray]) -> list[LargeArray]:
-    """The arrays, the largest first, with one entry for arrays of equal size whose
-    paths differ only in numbers.
-    """
-    groups: dict[tuple[object, ...], list[LargeArray]] = {}
-    for array in arrays:
-        groups.setdefault(
-            (between_numbers(array.what), array.bytes, array.group), []
-        ).append(array)
-    merged = [
-        LargeArray(
-            joined([array.what for array in alike]),
-            sum(array.bytes for array in alike),
-            alike[0].group,
-        )
-        for alike in groups.values()
-    ]
-    return sorted(merged, key=lambda array: -array.bytes)
+    filled = [row for row in rows if row.bytes or row.host_bytes]
+    return tuple(sorted(filled, key=lambda row: -row.bytes))
 
 
 _ALONE = (
     "no array of the step has a sharding: this is the memory of the whole step on one"
     " device."
 )
-_COPIES = MOVING | {"convert"}
-
-
-def _gradient_shapes(chip_step: StepOnChip) -> set[tuple[int, ...]]:
-    """The shapes that a gradient can have: those of all parameters and of their shards.
-    Their dimensions are sorted, since a gradient can be transposed.
-    """
-    shapes: set[tuple[int, ...]] = set()
-    for number in chip_step.in_group("parameters"):
-        shapes |= {
-            tuple(sorted(chip_step.purposes[number].argument.shape)),
-            tuple(sorted(chip_step.shards[number])),
-        }
-    return shapes
-
-
-def _peak_arrays(chip_step: StepOnChip) -> tuple[LargeArray, ...]:
-    shapes = _gradient_shapes(chip_step)
-    arrays = []
-    for entry, nbytes in zip(
-        chip_step.purposes, chip_step.memory.arguments, strict=True
-    ):
-        ours = entry.argument
-        entries = [canonical_entry(axes) for axes in ours.dims or ()]
-        by = tuple(
-            Origin(axis, ours.path or ours.name, ())
-            for axes in ours.dims or ()
-            for axis in axes
-        )
-        arrays.append(
-            LargeArray(
-                ours.path or ours.name,
-                nbytes,
-                entry.group,
-                spec=PartitionSpec(*entries),
-                origins=by,
-            )
-        )
-    for entry in chip_step.memory.arrays:
-        row, why = chip_step.shardings.of_held(entry)
-        sharding = {} if row is None else {"spec": row.spec, "origins": row.origins}
-        arrays.append(
-            dataclasses.replace(_large_array(entry, shapes), why=why, **sharding)
-        )
-    return tuple(sorted(arrays, key=lambda array: -array.bytes))
-
-
-def _large_array(array: LiveArray, shapes: set[tuple[int, ...]]) -> LargeArray:
-    is_gradient = (
-        array.phase == "backward"
-        and len(array.buffer.shape) > 1
-        and tuple(sorted(array.buffer.shape)) in shapes
-    )
-    group = (
-        "gradients"
-        if is_gradient
-        else "copies in other layouts"
-        if array.opcode in _COPIES
-        else "activations"
-    )
-    return LargeArray(str(array.buffer), array.bytes, group, array.source, array.phase)
-
-
 _NUMBERS = {"bytes/device", "share", "largest", "saves", "then"}
 _Rows: TypeAlias = list[tuple[str, ...]]
 
