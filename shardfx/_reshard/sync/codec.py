@@ -296,12 +296,10 @@ def _value_of(data: Any) -> Value:
 def _cast_of(data: Any) -> Any:
     if isinstance(data, str):
         return _dtype(data)
-    operation = Arithmetic(*data)
-    is_known = operation.sign in ("*", "/", "+", "-") and isinstance(
-        operation.number, int | float
-    )
+    sign, number = data
+    is_known = sign in ("*", "/", "+", "-") and isinstance(number, int | float)
     require(is_known, f"the cast {data!r:.80}")
-    return operation
+    return Arithmetic(sign=sign, number=number)
 
 
 def _dtype(name: Any) -> np.dtype:
