@@ -89,6 +89,28 @@ def test_gradients_are_equal_bit_for_bit(loss):
         assert is_equal(plain, jax.jit(gradient, compiler_options=options)(*args))
 
 
+@pytest.mark.parametrize("loss", [scanned, unrolled])
+def test_offloaded_values_go_to_the_host_and_come_back(loss):
+    args = arrays()
+    none_kept = policies(loss)[2]
+    rows = []
+    for row in none_kept.rows:
+        if row.operation == "dot_general" and row.layers > 1:
+            row = dataclasses.replace(row, choice="offload")
+        rows.append(row)
+    offloading = dataclasses.replace(none_kept, rows=tuple(rows))
+    gradient = jax.jit(jax.value_and_grad(offloading.apply(loss)))
+
+    lowered = gradient.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    # To the host in the forward pass, and back in the backward pass.
+    assert "pinned_host" in lowered and '"device"' in lowered
+    # The CPU has one memory.
+    plain = jax.jit(jax.value_and_grad(loss))(*args)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), plain, gradient(*args)
+    )
+
+
 def test_equal_layers_share_one_choice():
     for loss in (scanned, unrolled):
         layers = {
