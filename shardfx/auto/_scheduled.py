@@ -22,8 +22,8 @@ class Settled(NamedTuple):
 
     - `fitting`: those that fit in memory. The candidates that libtpu was asked about
       come first, the fastest of them first.
-    - `full`: those that do not fit by libtpu's memory; if libtpu was not asked about
-      any of them, those that do not fit by foreseen memory.
+    - `full`: those that do not fit. libtpu's memory decides where libtpu was asked;
+      else the foreseen memory does.
     """
 
     fitting: tuple[Candidate, ...]

@@ -108,8 +108,8 @@ def search(
 
     For TPUs, libtpu is asked about the best candidates where it is installed: at most
     eight questions, and fewer for a large step, so that they take about 20 seconds.
-    Its bytes order these candidates anew, and those that do not fit by its memory are
-    dropped. `progress` receives a line for each.
+    These candidates are then ordered by libtpu's bytes. What does not fit by its
+    memory is dropped. `progress` receives a line for each.
 
     **Arguments:**
 
