@@ -7,6 +7,7 @@ one plan to another, which `_reshard` does.
 """
 
 from .constraint import constrain as constrain
+from .explicit_notes import is_about_types as is_about_types
 from .jit import filter_jit as filter_jit
 from .misplaced_arrays import (
     Misplaced as Misplaced,

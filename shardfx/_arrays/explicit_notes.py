@@ -24,7 +24,7 @@ def explicit_axes_noted(arrays: Sequence[Any]) -> contextlib.ExitStack:
     """
 
     def note(_kind: object, error: BaseException | None, _trace: object) -> None:
-        if error is None or not _is_about_types(error):
+        if error is None or not is_about_types(error):
             return
         meshes = [jax.typeof(array).sharding.mesh for array in arrays]
         axes = next((mesh.explicit_axes for mesh in meshes if mesh.explicit_axes), None)
@@ -40,7 +40,8 @@ def explicit_axes_noted(arrays: Sequence[Any]) -> contextlib.ExitStack:
     return stack
 
 
-def _is_about_types(error: BaseException) -> bool:
+def is_about_types(error: BaseException) -> bool:
+    """Whether an error of JAX's is about shardings in types."""
     kind = type(error)
     if kind.__name__ in _TYPE_ERRORS:
         return True

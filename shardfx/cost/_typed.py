@@ -9,6 +9,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from .._arrays import is_about_types
 from .._ground.errors import MeshError
 from .._ground.spec import entries_at, entries_of, trimmed
 from .._ground.text import first_lines, html_text, plural, table
@@ -256,6 +257,8 @@ class _Typer:
                 )
         # JAX's errors for a sharding that it cannot type are not public.
         except Exception as error:
+            if not is_about_types(error):
+                raise
             return [
                 self.written(equation, operands, var, error) for var in equation.outvars
             ]
