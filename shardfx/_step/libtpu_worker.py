@@ -158,10 +158,11 @@ def _run_child(module: bytes, request: dict[str, Any], folder: str) -> str:
     or "".
     """
     reading, writing = os.pipe()
+    parent = os.getpid()
     child = os.fork()
     if not child:
         os.close(reading)
-        _compile(module, request, folder, writing)
+        _compile(module, request, folder, writing, parent)
     os.close(writing)
     try:
         return _wait(folder, request, reading)
@@ -240,16 +241,17 @@ def _text(folder: str, name: str) -> bytes:
 
 
 def _compile(
-    module: bytes, request: dict[str, Any], folder: str, writing: int
+    module: bytes, request: dict[str, Any], folder: str, writing: int, parent: int
 ) -> NoReturn:
     """Compiles the module in the child process, and ends the process. Writes a null
     byte to the pipe `writing`, or an error text.
     """
-    _end_with_parent()
-    os.putenv("TPU_LOG_DIR", folder)
-    _write_chatter_to(folder, (0, 1, 2))
     words = b"\0"
+    # Nothing may be raised out of this block: the child would go on as a second parent.
     try:
+        _end_with_parent(parent)
+        os.putenv("TPU_LOG_DIR", folder)
+        _write_chatter_to(folder, (0, 1, 2))
         devices = _devices(request["target"], request["slices"])
         if request["order"] is None:
             _write_devices(devices, folder)
@@ -271,9 +273,12 @@ def _compile(
         os._exit(0)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(parent: int) -> None:
     """Lets the kernel kill this child when its parent is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # It may have been killed before.
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _write_chatter_to(folder: str, streams: tuple[int, ...]) -> None:

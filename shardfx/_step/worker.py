@@ -66,23 +66,31 @@ def main() -> None:
     while line := source.readline():
         request = json.loads(line)
         module = source.read(request["size"])
-        texts, error = partitioned(
-            module,
-            request["devices"],
-            request["options"],
-            request["seconds"],
-            request["dumped"],
-        )
-        if texts and request["propagated"] is not None:
-            asked = request | request["propagated"]
-            text, error = _shardy().propagated(texts[0], asked)
-            texts = [text]
+        try:
+            texts, error = _answer(module, request)
+        except OSError as full_disk:
+            texts, error = [], str(full_disk)
         answer = {"sizes": [len(text) for text in texts], "error": error}
         try:
             sink.write(json.dumps(answer).encode() + b"\n" + b"".join(texts))
             sink.flush()
         except BrokenPipeError:
             os._exit(0)
+
+
+def _answer(module: bytes, request: dict[str, Any]) -> tuple[list[bytes], str]:
+    texts, error = partitioned(
+        module,
+        request["devices"],
+        request["options"],
+        request["seconds"],
+        request["dumped"],
+    )
+    if texts and request["propagated"] is not None:
+        asked = request | request["propagated"]
+        text, error = _shardy().propagated(texts[0], asked)
+        texts = [text]
+    return texts, error
 
 
 @ft.lru_cache(maxsize=1)
@@ -163,15 +171,16 @@ def _compile(
     """Compiles the module in the child process, and ends the process. Writes any error
     to the pipe `writing`.
     """
-    # XLA writes its warnings to standard error, and nothing may reach the standard
-    # output of the parent.
-    silence = os.open(
-        os.path.join(str(debug_options["xla_dump_to"]), "stderr"),
-        os.O_WRONLY | os.O_CREAT,
-    )
-    for stream in (0, 1, 2):
-        os.dup2(silence, stream)
+    # Nothing may be raised out of this block: the child would go on as a second parent.
     try:
+        # XLA writes its warnings to standard error, and nothing may reach the standard
+        # output of the parent.
+        silence = os.open(
+            os.path.join(str(debug_options["xla_dump_to"]), "stderr"),
+            os.O_WRONLY | os.O_CREAT,
+        )
+        for stream in (0, 1, 2):
+            os.dup2(silence, stream)
         made = xla_client._xla.make_mpi_collectives  # pyright: ignore[reportPrivateImportUsage]
         wires = made() if devices > _ALONE else None
         client = xla_client.make_cpu_client(num_devices=devices, collectives=wires)
@@ -193,6 +202,7 @@ def _compile(
         RuntimeError,
         ValueError,
         TypeError,
+        OSError,
     ) as error:  # XLA's errors are RuntimeErrors
         os.write(writing, str(error).encode()[:60_000])
     finally:

@@ -2,17 +2,23 @@
 installed. `tests/house/test_aot.py` asks libtpu itself.
 """
 
+import errno
 import fcntl
 import importlib.util
+import io
+import json
 import os
+import subprocess
+import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from shardfx import MeshSpec, PathRules, plan
-from shardfx._step import TpuSlice, TpuTexts, libtpu, libtpu_worker, parse_hlo
+from shardfx._step import TpuSlice, TpuTexts, libtpu, libtpu_worker, parse_hlo, worker
 from shardfx._step.process import Worker
 from shardfx.cost import compile_for, estimate, fit
 from shardfx.cost._allocations import assigned_memory
@@ -191,3 +197,42 @@ def test_a_full_disk_is_named(monkeypatch):
     message = r"libtpu 0\.0\.1 writes no \*.*memory-usage.* has .* left.*set TMPDIR"
     with pytest.raises(ProgramError, match=message):
         libtpu._tpu_texts([b"text", b"", b"", b""], "", TpuSlice("v5e:2x2"))
+
+
+def test_a_child_without_a_folder_ends_with_an_error(tmp_path):
+    """Its parent alone goes on."""
+    program = (
+        "import sys\n"
+        f"sys.path.insert(0, {os.path.dirname(libtpu_worker.__file__)!r})\n"
+        "import libtpu_worker\n"
+        "request = {'last': 'none', 'seconds': 30.0}\n"
+        f"folder = {str(tmp_path / 'gone')!r}\n"
+        "print(libtpu_worker._run_child(b'', request, folder))\n"
+    )
+    # Standard input stays open: a parent still waits.
+    reading, writing = os.pipe()
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        stdin=reading,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    os.close(reading)
+    os.close(writing)
+    assert ran.stdout.count("No such file") == 1, ran.stderr
+
+
+def test_a_full_disk_of_xlas_is_named(monkeypatch):
+    def full(module, request):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/shardfx-a")
+
+    answer = io.BytesIO()
+    request = io.BytesIO(json.dumps({"size": 0}).encode() + b"\n")
+    monkeypatch.setattr(worker, "_answer", full)
+    monkeypatch.setattr(worker.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(worker.sys, "stdin", SimpleNamespace(buffer=request))
+    monkeypatch.setattr(worker.sys, "stdout", SimpleNamespace(buffer=answer))
+    worker.main()
+    line = json.loads(answer.getvalue())
+    assert line["sizes"] == [] and "No space left" in line["error"]
