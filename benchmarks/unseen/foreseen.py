@@ -39,6 +39,7 @@ GROUPS: Mapping[str, Sequence[Case]] = {
     "open": _open.CASES,
     "sealed": _sealed.CASES,
     "drawn": drawn.CASES,
+    "later": (*_open.CASES, *drawn.LATER),
 }
 
 
