@@ -119,9 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _counted(
-    counts: Counts, question: Question, expected: dict[Question, int]
-) -> None:
+def _counted(counts: Counts, question: Question, expected: dict[Question, int]) -> None:
     """Asks a question, and counts what became of it."""
     begin = time.monotonic()
     try:
