@@ -111,30 +111,31 @@ def expressed(context: Context, held: Held, array: Global) -> Held | None:
     others. `None` if they hold none.
     """
     if held.root == array.view.root:
-        return held if _fits(held, array) else None
+        return held if _fits(context, held, array) else None
     if held.idiom is not None or held.root < 0 or array.view.root < 0:
         return None
+    seen = _elements(context, held, array)
+    # An array has all dimensions of its value that are longer than 1. In the others its
+    # elements have the index 0.
+    if seen is None or any(axis.cut.starts.any() for axis in seen.rest):
+        return None
+    return dataclasses.replace(seen, rest=())
+
+
+def _elements(context: Context, held: Held, array: Global) -> Held | None:
+    """As `expressed`, where `array` may lack dimensions of its value: `rest` has them."""
+    if held.root == array.view.root:
+        return held if _fits(context, held, array) else None
     node = context.values.nodes[array.view.root]
-    moves = _MOVES.get(node.opcode)
-    if moves is None or len(array.shape) != len(held.axes) or node.result is None:
+    if node.opcode not in _MOVES or node.result is None:
+        return None
+    if len(array.shape) != len(held.axes):
         return None
     value: Held | None = None
     for number, operand in enumerate(node.operands):
         if len(operand.shape) != len(node.shape):
             continue
-        # The operand with its dimensions in the order of `array`.
-        own_dims = _dims_with_ones(context, operand)
-        dims: list[int | None] = []
-        shape = []
-        for place, dim in enumerate(array.view.dims):
-            if dim is None:
-                dims.append(None)
-                shape.append(array.shape[place])
-            else:
-                dims.append(own_dims[dim])
-                shape.append(operand.shape[dim])
-        source = Global(View(operand.view.root, tuple(dims)), tuple(shape))
-        below = expressed(context, held, source)
+        below = _elements(context, held, _beneath(context, array, operand))
         if below is None:
             continue
         moved = _moved(context, below, array, node, number)
@@ -143,8 +144,28 @@ def expressed(context: Context, held: Held, array: Global) -> Held | None:
         if not moved.has_holes:
             return moved
         # The operands of a concatenation may be pieces of one value.
-        value = moved if value is None else _both(context, value, moved)
+        if value is None:
+            value = moved
+        elif value.rest == moved.rest:
+            value = _both(context, value, moved)
     return value
+
+
+def _beneath(context: Context, array: Global, operand: Global) -> Global:
+    """An operand of the operation that makes `array`, with its dimensions in the order
+    of `array`.
+    """
+    operand_dims = _dims_with_ones(context, operand)
+    dims: list[int | None] = []
+    shape: list[int] = []
+    for place, dim in enumerate(_dims_with_ones(context, array)):
+        if dim is None:
+            dims.append(None)
+            shape.append(array.shape[place])
+        else:
+            dims.append(operand_dims[dim])
+            shape.append(operand.shape[dim])
+    return Global(View(operand.view.root, tuple(dims)), tuple(shape))
 
 
 def seen_as_named(
@@ -218,12 +239,12 @@ def are_same(seen: Sequence[Held], operands: Sequence[Held]) -> bool:
 
 
 def _dims_with_ones(context: Context, array: Global) -> list[int | None]:
-    """The dimensions of an array's value, those of size 1 included."""
+    """The dimensions of an array's value, those of size 1 included: they are in the
+    order of the value's in the array, whose view leaves them out.
+    """
     dims = list(array.view.dims)
     shape = context.values.nodes[array.view.root].shape
     ones = [dim for dim, size in enumerate(shape) if size == 1 and dim not in dims]
-    if len(shape) != len(dims):
-        return dims
     for place, dim in enumerate(dims):
         if dim is None and array.shape[place] == 1 and ones:
             dims[place] = ones.pop(0)
@@ -248,15 +269,23 @@ def _both(context: Context, first_value: Held, other: Held) -> Held:
     return dataclasses.replace(first_value, axes=tuple(axes))
 
 
-def _fits(held: Held, array: Global) -> bool:
+def _fits(context: Context, held: Held, array: Global) -> bool:
+    """Whether the dimensions of what devices hold are those of an array of the same
+    value.
+    """
     if len(held.axes) != len(array.shape):
         return False
-    return view_of(held).dims == array.view.dims or all(
-        axis is None or axis.dim == dim or array.shape[place] == 1
-        for place, (axis, dim) in enumerate(
-            zip(held.axes, array.view.dims, strict=True)
-        )
-    )
+    if view_of(held).dims == array.view.dims:
+        return True
+    sizes = context.values.nodes[held.root].shape
+    for axis, dim in zip(held.axes, array.view.dims, strict=True):
+        if axis is None or axis.dim == dim:
+            continue
+        # The array's view leaves out dimensions of size 1.
+        is_single = axis.dim < len(sizes) and sizes[axis.dim] == 1
+        if dim is not None or not is_single:
+            return False
+    return True
 
 
 def _moved(
@@ -265,29 +294,73 @@ def _moved(
     """The elements of operand `number` of a node that moves elements, as elements of
     its result.
     """
-    assert node.instruction is not None
+    operand = node.operands[number]
+    operand_dims = _dims_with_ones(context, operand)
+    rest = {axis.dim: axis.cut for axis in below.rest}
+    array_dims = _dims_with_ones(context, array)
     axes: list[Axis | None] = []
-    fill = below.fill
-    for place, (dim, axis) in enumerate(zip(array.view.dims, below.axes, strict=True)):
+    for place, (dim, axis) in enumerate(zip(array_dims, below.axes, strict=True)):
         if dim is None:
+            if axis is not None and array.shape[place] == 1 and not axis.cut.is_first:
+                return None
             axes.append(None if array.shape[place] == 1 else axis)
             continue
         move = _MOVES[node.opcode](context, node, number, dim)
         if move is None:
             return None
+        operand_dim = operand_dims[dim]
+        if axis is None and operand_dim in rest:
+            if below.shape[place] != 1:
+                return None
+            axis = Axis(operand_dim, rest[operand_dim])
         if axis is None:
-            if move.is_same:
+            is_repeated = operand_dim is None and node.opcode == "slice"
+            is_all = move.is_same and operand.shape[dim] == array.shape[place]
+            if is_repeated or is_all:
                 axes.append(None)
                 continue
             # Dimensions of size 1 hold the first element.
             if below.shape[place] != 1:
                 return None
             axis = Axis(0, context.cuts.whole(1))
-        cut = move.applied(context, axis.cut, array.shape[place], fill)
+        cut = move.applied(context, axis.cut, array.shape[place], below.fill)
         axes.append(Axis(dim, cut))
+    kept = _moved_rest(context, below, array_dims, node, number)
+    if kept is None:
+        return None
     return dataclasses.replace(
-        below, root=array.view.root, axes=tuple(axes), known=None
+        below, root=array.view.root, axes=tuple(axes), rest=kept, known=None
     )
+
+
+def _moved_rest(
+    context: Context,
+    below: Held,
+    array_dims: Sequence[int | None],
+    node: Node,
+    number: int,
+) -> tuple[Axis, ...] | None:
+    """The indices in the dimensions of a node's result that an array lacks; `None` if
+    they are not of the operand's elements.
+    """
+    operand_dims = _dims_with_ones(context, node.operands[number])
+    rest = {axis.dim: axis.cut for axis in below.rest}
+    moved: list[Axis] = []
+    for dim, size in enumerate(node.shape):
+        if dim in array_dims:
+            continue
+        move = _MOVES[node.opcode](context, node, number, dim)
+        if move is None or size is None:
+            return None
+        operand_dim = operand_dims[dim]
+        cut = context.cuts.whole(1)
+        if operand_dim in rest:
+            cut = rest[operand_dim]
+        cut = move.applied(context, cut, size, None)
+        if cut.has_holes:
+            return None
+        moved.append(Axis(dim, cut))
+    return tuple(moved)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,7 +387,7 @@ class _Move:
         self, context: Context, cut: Cut, size: int, fill: Number | None
     ) -> Cut:
         cuts = context.cuts
-        if self.is_same:
+        if self.is_same and _is_within(cut, size):
             return cut
         indices = cuts.indices(cut)
         is_real = indices != HOLE
@@ -329,6 +402,15 @@ class _Move:
         if self.padding is not None and fill is not None and fill == self.padding:
             moved = _continued(moved, indices == HOLE, size, self)
         return cuts.from_indices(moved)
+
+
+def _is_within(cut: Cut, size: int) -> bool:
+    """Whether all elements of a cut are in a dimension of this size."""
+    starts = cut.starts
+    spans = (np.array(cut.lengths, np.int64) - 1) * cut.step
+    lowest = np.minimum(starts, starts + spans)
+    highest = np.maximum(starts, starts + spans)
+    return bool(((starts == HOLE) | ((lowest >= 0) & (highest < size))).all())
 
 
 def _continued(

@@ -1,0 +1,71 @@
+"""Which elements of a value a slice, a pad or a concatenation has: every other slice of
+the partitioned program is found out.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import shardfx as sfx
+from shardfx._step import judged, step_of
+
+
+MESH = sfx.MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}).abstract()
+ROWS = NamedSharding(MESH, P("data"))
+X = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=ROWS)
+# What becomes of column 3, and of columns 3 and 4.
+USES = {
+    "returned": lambda x, z: x[:, 3:4],
+    "computed": lambda x, z: jnp.sin(x[:, 3:4]) * z,
+    "dropped": lambda x, z: jnp.sin(x[:, 3]),
+    "dropped and returned": lambda x, z: x[:, 3],
+    "dropped and repeated": lambda x, z: x[:, 3][:, None] * z,
+    "summed": lambda x, z: x[:, 3:4].sum(1),
+    "transposed": lambda x, z: x[:, 3:4].T @ z,
+    "joined": lambda x, z: jnp.concatenate([x[:, 3:4], z], 1),
+    "of a slice": lambda x, z: jnp.sin(x[:, 1:7][:, 2:3]),
+    "of a slice, dropped": lambda x, z: jnp.sin(x[:, 1:7][:, 2]),
+    "of a reversed array": lambda x, z: jnp.sin(x[:, ::-1][:, 3]),
+    "of two": lambda x, z: jnp.sin(x[:, 3:5]) * z[:, :2],
+    "of two arrays": lambda x, z: jnp.sin(jnp.concatenate([x, z], 1)[:, 3]),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_another_slice_is_not_proved(name):
+    programs = step_of(USES[name], (X, X)).programs("cpu")
+    assert judged(programs).outcome == "proved"
+    text = programs.partitioned
+    slices = [line for line in text.splitlines() if " slice(" in line]
+    assert slices
+    for line in slices:
+        before, _, after = line.partition("slice={")
+        bounds, _, behind = after.partition("}")
+        rows, columns = bounds.strip("[]").split("], [")
+        start, stop = (int(number) for number in columns.split(":")[:2])
+        for other in range(9 - (stop - start)):
+            if other == start:
+                continue
+            columns = f"[{other}:{other + stop - start}]"
+            changed = f"{before}slice={{[{rows}], {columns}}}{behind}"
+            mutated = programs._replace(partitioned=text.replace(line, changed))
+            assert judged(mutated).outcome != "proved", changed
+
+
+def test_a_repeated_array_is_no_concatenation():
+    def step(x, column):
+        repeated = jnp.broadcast_to(column, (16, 4))
+        return jnp.sin(jnp.concatenate([repeated, x], 1))
+
+    x = jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=ROWS)
+    column = jax.ShapeDtypeStruct((16, 1), jnp.float32, sharding=ROWS)
+    programs = step_of(step, (x, column)).programs("cpu")
+    assert judged(programs).outcome == "proved"
+    lines = programs.partitioned.splitlines()
+    (line,) = [line for line in lines if " concatenate(" in line]
+    repeated = line.split("concatenate(")[1].split(",")[0]
+    both = line.split("concatenate(")[1].split(")")[0]
+    changed = line.replace(f"({both})", f"({repeated}, {repeated})")
+    text = programs.partitioned.replace(line, changed)
+    assert judged(programs._replace(partitioned=text)).outcome != "proved"
