@@ -358,3 +358,30 @@ def test_the_gradient_of_a_strided_slice_is_refuted(count):
     refutation = verdict.refutations[0]
     assert refutation.source is not None
     assert refutation.source.function.endswith("strided")
+
+
+def test_a_convolution_in_groups_that_are_cut_is_proved():
+    def causal(x, kernel):
+        return jax.lax.conv_general_dilated(
+            x,
+            kernel,
+            window_strides=(1,),
+            padding=[(3, 0)],
+            dimension_numbers=("NHC", "HIO", "NHC"),
+            feature_group_count=x.shape[2],
+        )
+
+    x = struct((4, 16, 32), "data", None, "tensor")
+    kernel = struct((4, 1, 32), None, None, "tensor")
+    programs = step_of(causal, (x, kernel)).programs("cpu")
+    assert "feature_group_count=16" in programs.partitioned
+    assert judged(programs).outcome == "proved"
+    # The kernel of the other groups.
+    before = r"( +)(%[\w.]+ = \S+) convolution\((%[\w.]+), (%[\w.]+)\)"
+    pairs = ",".join(f"{{{device},{device ^ 1}}}" for device in range(8))
+    moved = (
+        r"\1%other = f32[4,1,16]{2,1,0} collective-permute(\4), channel_id=99,"
+        f" source_target_pairs={{{pairs}}}\n"
+    )
+    after = moved + r"\1\2 convolution(\3, %other)"
+    assert mutated(programs, before, after).outcome == "refuted"

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 from ..hlo_text import Instruction, arrays_in
 from .cuts import Cut
@@ -47,10 +48,17 @@ class _Labels:
         self.spatial = sorted(letter for letter in self.out if letter.isdigit())
 
 
-def _groups(instruction: Instruction) -> tuple[int, int]:
+class _Groups(NamedTuple):
+    """How many groups a convolution makes of its features, and of its batch."""
+
+    features: int
+    batch: int
+
+
+def _groups(instruction: Instruction) -> _Groups:
     features = attribute(instruction, "feature_group_count") or "1"
     batch = attribute(instruction, "batch_group_count") or "1"
-    return int(features), int(batch)
+    return _Groups(features=int(features), batch=int(batch))
 
 
 def _convolved(
@@ -126,12 +134,25 @@ def _grouped(
     """
     image, kernel = operands
     assert node.instruction is not None
-    local, whole = _groups(instruction), _groups(node.instruction)
-    is_batch = whole[1] > 1
-    letter = "b" if is_batch else "f"
-    image_dim, beside = labels.image.index(letter), labels.kernel.index("o")
+    local = _groups(instruction)
+    whole = _groups(node.instruction)
+    is_batch = whole.batch > 1
+    # A convolution in groups of features is none in groups of the batch.
+    if is_batch:
+        letter = "b"
+        count = whole.batch
+        local_count = local.batch
+        others = (whole.features, local.features)
+    else:
+        letter = "f"
+        count = whole.features
+        local_count = local.features
+        others = (whole.batch, local.batch)
+    if others != (1, 1):
+        raise Unjudged("a convolution in groups of two kinds")
+    image_dim = labels.image.index(letter)
+    beside = labels.kernel.index("o")
     shapes = node.operands[0].shape[image_dim], node.operands[1].shape[beside]
-    count, local_count = (whole[1], local[1]) if is_batch else (whole[0], local[0])
     axes = image.axes[image_dim], kernel.axes[beside]
     if axes[0] is None or axes[1] is None:
         raise Unjudged("a convolution, in groups, of broadcasts")

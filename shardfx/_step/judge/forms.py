@@ -169,7 +169,8 @@ _COMMUTATIVE = frozenset("add multiply maximum minimum and or xor".split())
 _REDUCERS = ("add", "maximum", "minimum", "and", "or", "multiply", "xor")
 # Attributes with sizes of shards.
 _SIZES = frozenset(
-    "slice_sizes dynamic_slice_sizes window padding slice iota_dimension".split()
+    "slice_sizes dynamic_slice_sizes window padding slice iota_dimension"
+    " feature_group_count batch_group_count".split()
 )
 _CALLING = frozenset("reduce scatter sort reduce-window".split())
 
