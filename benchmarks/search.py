@@ -16,7 +16,8 @@ import numpy as np
 import shardfx as sfx
 from shardfx.auto import Limits
 from shardfx.auto._asked import EMULATED, asked_for, trace
-from shardfx.auto._core import assignment_count, find, sizes_and_slices
+from shardfx.auto._core import assignment_count, find
+from shardfx.auto._mesh_sizes import sizes_and_slices
 from shardfx.auto._name_axes import named_classes
 from shardfx.auto._space import Space
 

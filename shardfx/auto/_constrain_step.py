@@ -41,9 +41,10 @@ from .._step import (
 )
 from ..topology import MeshSpec
 from ._asked import results_of, structs_of, trace
-from ._layouts import AssignedLayout, Layouts, assignments_of_rules
+from ._layouts import AssignedLayout, Layouts
 from ._name_axes import named_classes
 from ._program import Root
+from ._strategies import assignments_of_rules
 
 
 # Equations that contain programs, which are evaluated anew.

@@ -21,28 +21,12 @@ from .._rules import AxisRules, near as near_name
 from ._asked import SearchOptions
 from ._candidate import Candidate, axis_name, mesh_and_rules, without_twins
 from ._classes import Classes
-from ._core import (
-    AXES,
-    CostModel,
-    CostTerms,
-    Estimate,
-    Numbers,
-    axis_sizes,
-    cost_terms,
-    costs,
-    cut_by,
-    find,
-    rates_of,
-)
-from ._layouts import (
-    AssignedLayout,
-    Assignment,
-    Layouts,
-    assignments_of,
-    assignments_of_rules,
-    seeds,
-)
+from ._core import AXES, CostModel, Estimate, Numbers, costs, find, rates_of
+from ._cost_terms import CostTerms, cost_terms, cut_by
+from ._layouts import AssignedLayout, Assignment, Layouts
+from ._mesh_sizes import axis_sizes
 from ._name_axes import names_trees, notes_of
+from ._strategies import assignments_of, assignments_of_rules, seeds
 
 
 # With at most this many assignments all searches share one compiled estimate.

@@ -1,0 +1,179 @@
+"""Well-known sharding strategies, and the axis assignments that a search tries.
+
+An axis assignment is the logical axes that one mesh axis shards, in order of
+preference. A strategy is one axis assignment per mesh axis.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from .._ground.spec import entry_axes
+from .._rules import AxisRules
+from ._classes import Classes
+from ._layouts import Assignment, Layouts
+
+
+# The dimensions that tensor parallelism shards in Megatron, T5X and MaxText, in the
+# order in which an axis prefers them.
+_TENSOR = ("experts", "heads", "kv_heads", "mlp", "hidden", "vocab", "classes")
+_NEVER = ("layers", "embed", "norm", "positions", "head_dim", "query_groups")
+# The number of sets of logical axes that assignments are made of: the sets with the
+# most bytes.
+_SETS = 9
+
+
+def assignments_of_rules(
+    rules: AxisRules, classes: Classes, never: frozenset[int] = frozenset()
+) -> dict[str, Assignment]:
+    """The axis assignment of each mesh axis under given rules, in the order of the
+    rules. The logical axes `never` are not sharded, whatever the rules say.
+    """
+    numbers = {
+        logical.name: number
+        for number, logical in enumerate(classes.axes)
+        if logical.roots and number not in never
+    }
+    orders: dict[str, dict[int, None]] = {}
+    for name, target in rules.rules:
+        for axis in entry_axes(target) if name in numbers else ():
+            orders.setdefault(axis, {})[numbers[name]] = None
+    return {axis: tuple(order) for axis, order in orders.items()}
+
+
+class Strategies(NamedTuple):
+    """Well-known sharding strategies: usual ones, and others. A strategy is one axis
+    assignment per mesh axis.
+    """
+
+    usual: list[tuple[Assignment, ...]]
+    others: list[tuple[Assignment, ...]]
+
+
+def seeds(layouts: Layouts, never: frozenset[int] = frozenset()) -> Strategies:
+    """Well-known sharding strategies for the logical axes that the step has, without
+    `never`.
+
+    The usual ones are data parallelism, fully sharded data parallelism, tensor
+    parallelism, expert parallelism, and pairs of these. The others shard sequences too.
+    Together they include the rules of T5X, MaxText and Megatron.
+    """
+    classes = layouts.classes
+    free = sorted({*layouts.numbers.values()} - never, reverse=True)
+    numbers = {classes.axes[number].name: number for number in free}
+    other_names = [
+        name
+        for name, number in numbers.items()
+        if classes.in_model(classes.axes[number]) and name not in (*_TENSOR, *_NEVER)
+    ]
+    batch = ("batch",)
+    stored = ("batch", "embed")
+    sequence = ("sequence",)
+    experts = ("experts",)
+    cut = (*_TENSOR[1:], *sorted(other_names))
+    usual = _numbered(
+        [
+            (batch,),
+            (stored,),
+            (cut,),
+            (experts,),
+            *itertools.product((stored, batch), (cut, experts)),
+        ],
+        numbers,
+    )
+    whole = (*stored, *_TENSOR, *other_names)
+    cut_too = (*cut, *sequence)
+    others = _numbered(
+        [
+            (whole,),
+            (cut_too,),
+            (sequence,),
+            *itertools.product((stored, batch), (cut_too, sequence)),
+            (stored, experts, cut),
+            (batch, sequence, cut),
+        ],
+        numbers,
+    )
+    return Strategies(
+        usual, others=[strategy for strategy in others if strategy not in usual]
+    )
+
+
+def _numbered(
+    strategies: Sequence[tuple[tuple[str, ...], ...]], numbers: Mapping[str, int]
+) -> list[tuple[Assignment, ...]]:
+    """The strategies with each name replaced by the number of its logical axis, without
+    duplicates. Names that the step lacks are left out. A strategy is left out if the
+    step has none of the names for one of its mesh axes.
+    """
+    numbered: dict[tuple[Assignment, ...], None] = {}
+    for strategy in strategies:
+        assignments = []
+        for names in strategy:
+            assignment = [numbers[name] for name in names if name in numbers]
+            assignments.append(tuple(dict.fromkeys(assignment)))
+        if all(assignments):
+            numbered[tuple(assignments)] = None
+    return list(numbered)
+
+
+def assignments_of(
+    layouts: Layouts, never: frozenset[int] = frozenset()
+) -> Iterator[Assignment]:
+    """Yields the axis assignments to try, simple ones first, without the logical axes
+    `never`. Each assignment concatenates one to three sets of logical axes that one
+    mesh axis can shard together.
+    """
+    weights = Counter[int]()
+    for value, flat in zip(layouts.program.values, layouts.flat, strict=True):
+        weights.update(
+            dict.fromkeys({number for number, _ in flat if number >= 0}, value.bytes)
+        )
+    sets = _sets(
+        layouts, [number for number, _ in weights.most_common() if number not in never]
+    )[:_SETS]
+    # Triples are two sets of the data and one of the parameters, or one of the data and
+    # two of the parameters.
+    classes = layouts.classes
+    data = [
+        group
+        for group in sets
+        if not any(classes.in_model(classes.axes[number]) for number in group)
+    ]
+    model = [group for group in sets if group not in data]
+    triples = [(a, b, c) for a in model for b in data for c in model if a != c]
+    triples += [(a, b, c) for a in data for b in data for c in model if a != b]
+    for order in itertools.chain(
+        ((group,) for group in sets), itertools.permutations(sets, 2), triples
+    ):
+        flat = tuple(itertools.chain(*order))
+        if len(set(flat)) == len(flat):
+            yield flat
+
+
+def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
+    """The largest sets of the logical axes `numbers` that one mesh axis can shard
+    together: no array has two axes of one set.
+
+    The size of the mesh axis must divide the sizes of all logical axes in the set. So a
+    logical axis with few factors of 2 in its size limits the set. Smaller sets without
+    such axes follow the largest ones.
+    """
+    beside: dict[int, set[int]] = {}
+    for flat in layouts.flat:
+        axes_of_array = {number for number, _ in flat}
+        for number in axes_of_array:
+            beside.setdefault(number, set()).update(axes_of_array)
+    sets: dict[tuple[int, ...], None] = {}
+    for seed in numbers:
+        group = [seed]
+        for number in numbers:
+            if beside[number].isdisjoint(group):
+                group.append(number)
+        sets[tuple(sorted(group, key=numbers.index))] = None
+    sizes = [logical.size & -logical.size for logical in layouts.classes.axes]
+    for group in list(sets):
+        for least in sorted({sizes[number] for number in group})[1:]:
+            sets[tuple(number for number in group if sizes[number] >= least)] = None
+    return list(sets)
