@@ -110,12 +110,13 @@ def _specs(result: PyTree, plan: ShardPlan, out: PyTree) -> list[PartitionSpec]:
     """The spec of each array in a result, of which `out` says the names or the specs."""
     structs = jax.tree.map(_struct, result)
     if any(isinstance(leaf, PartitionSpec) for leaf in jax.tree.leaves(out)):
-        specs = jax.tree.broadcast(out, structs)
-        pairs = zip(jax.tree.leaves(specs), jax.tree.leaves(structs), strict=True)
+        # `plan.specs` has None in place of what is no array.
+        arrays = jax.tree.map(_array_struct, structs)
+        specs = jax.tree.leaves(jax.tree.broadcast(out, arrays))
+        shapes = [struct.shape for struct in jax.tree.leaves(arrays)]
         return [
-            correct(spec, leaf.shape, plan.mesh).spec
-            for spec, leaf in pairs
-            if isinstance(leaf, jax.ShapeDtypeStruct)
+            correct(spec, shape, plan.mesh).spec
+            for spec, shape in zip(specs, shapes, strict=True)
         ]
     named = plan_of(
         structs,
@@ -133,3 +134,7 @@ def _struct(leaf: Any) -> Any:
     if not is_array_type(type(leaf)):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _array_struct(leaf: Any) -> jax.ShapeDtypeStruct | None:
+    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None

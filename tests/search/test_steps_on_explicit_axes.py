@@ -2,6 +2,7 @@
 named and searched like their plain forms.
 """
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -191,3 +192,19 @@ def test_names_of_results_are_checked():
     typed = auto_axes(lambda x: x, plans[0], out=("batch", None, None))
     with pytest.raises(SpecError, match="3 logical names"):
         jax.jit(typed)(sfx.shard(x, plans[1]))
+
+
+def test_specs_of_a_plan_are_the_specs_of_a_model_with_functions():
+    mesh = mesh_of(AxisType.Explicit)
+    mlp = eqx.nn.MLP(8, 4, 16, 1, key=jax.random.key(0))
+    rules = sfx.PathRules([("weight$", sfx.fsdp("data")), ("bias$", P())])
+    plan = sfx.plan(mlp, mesh, paths=rules)
+    assert sum(spec == P("data") for spec in jax.tree.leaves(plan.specs)) == 1
+
+    def doubled(mlp, x):
+        return jax.tree.map(lambda w: w * 2 if eqx.is_array(w) else w, mlp), x.sum()
+
+    typed = auto_axes(doubled, plan, out=(plan.specs, P()))
+    result, total = sfx.filter_jit(typed)(sfx.shard(mlp, plan), jnp.ones((8, 4)))
+    assert not sfx.misplaced(result, plan)
+    assert result.activation is mlp.activation and total == 32
