@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from .._ground.errors import MeshError, ProgramError
 from .._ground.text import plural, table
@@ -182,13 +182,9 @@ def check_step(
         ```
     """
     if mesh is not None:
-        sizes = [1] * mesh.devices.ndim
-        first_device = np.array([mesh.devices.flat[0]]).reshape(sizes)
         make_step = step
         step = make_step(mesh)
-        reference = make_step(
-            Mesh(first_device, mesh.axis_names, axis_types=mesh.axis_types)
-        )
+        reference = make_step(_of_one_device(mesh))
     step_args = shrunk(step, args) if shrink else args
     refutations: tuple[Refutation, ...] = ()
     if reference is None and mesh is None:
@@ -242,7 +238,13 @@ def _compared(
         # cannot be traced for arrays of one device.
         theirs = ours._replace(arrays=list(map(on_one_device, ours.arrays)))
     else:
-        theirs = traced_step(reference, jax.tree.map(on_one_device, args))
+        copies = jax.tree.map(on_one_device, args)
+        if mesh is not None:
+            copies = jax.tree.map(
+                ft.partial(_typed_as, _of_one_device(mesh)), copies, args
+            )
+        theirs = traced_step(reference, copies)
+        theirs = theirs._replace(arrays=list(map(on_one_device, theirs.arrays)))
     exactly = Played(theirs, alone=True, wide=np.float64)
     exact, _ = exactly()
     compare = ft.partial(_checked_outputs, ours.paths, exact)
@@ -277,6 +279,27 @@ def _first_device(arrays: Sequence[Any]) -> Any:
         if isinstance(array, jax.Array):
             devices |= array.devices()
     return min(devices or jax.devices(), key=lambda device: device.id)
+
+
+def _of_one_device(mesh: Mesh) -> Mesh:
+    """A mesh of the first device of `mesh`, with the same axes."""
+    sizes = [1] * mesh.devices.ndim
+    first_device = np.array([mesh.devices.flat[0]]).reshape(sizes)
+    return Mesh(first_device, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _typed_as(mesh: Mesh, copy: object, leaf: object) -> object:
+    """`copy`, with the spec of `leaf` over `mesh` in its type if the axes are Explicit.
+    A `shard_map` compares it with its `in_specs`.
+    """
+    if not isinstance(leaf, jax.Array) or not mesh.abstract_mesh.explicit_axes:
+        return copy
+    sharding = leaf.sharding
+    if not isinstance(sharding, NamedSharding):
+        return copy
+    if sharding.mesh.axis_names != mesh.axis_names:
+        return copy
+    return jax.device_put(copy, NamedSharding(mesh, sharding.spec))
 
 
 def _copied_to(device: Any, leaf: object) -> object:

@@ -21,6 +21,7 @@ from .._step import (
     MARKED_CALLS,
     Frame,
     applied,
+    auto_twin,
     carry_of,
     evaluated,
     frames_of,
@@ -481,6 +482,9 @@ class Tape:
                 " JAX, `reference=`; or a function of the mesh that returns the step,"
                 " with the mesh: `check_step(make_step, *args, mesh=mesh)`."
             )
+        if self.alone:
+            # A reference is evaluated without Explicit axes in types.
+            mesh = auto_twin(mesh.abstract_mesh)
         jaxpr, consts = opened(params["jaxpr"])
         out_numbers: list[int] = []
 

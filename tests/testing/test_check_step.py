@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import shardfx as sfx
+from shardfx.errors import ProgramError
 from shardfx.testing import check_step
 from tests.testing.planted import PLANTED, mesh_of
 
@@ -223,6 +224,43 @@ def test_the_story_says_what_differs_where_and_how_it_lies(mesh):
         "it waits for the sum over t, and leaves its shard_map as if it were whole"
         in str(check)
     )
+
+
+@pytest.mark.parametrize("is_summed", [True, False])
+def test_a_shard_map_on_explicit_axes_is_checked(mesh, is_summed):
+    """Its `in_specs` are compared with the types of its arguments, also for the
+    reference.
+    """
+
+    def make(mesh):
+        def body(x, w):
+            part = x @ w
+            return lax.psum(part, "t") if is_summed else part
+
+        def loss(w, x):
+            y = jax.shard_map(
+                body,
+                mesh=mesh,
+                in_specs=(P("d", "t"), P("t")),
+                out_specs=P("d"),
+                check_vma=is_summed,
+            )(x, w)
+            y = jax.sharding.reshard(y, NamedSharding(mesh, P(None, "t")))
+            return jnp.mean(jnp.tanh(y))
+
+        return loss
+
+    kinds = (AxisType.Explicit,) * len(mesh.axis_names)
+    explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+    w = cut(some(8, 8), "t", mesh=explicit)
+    x = cut(some(4, 8), "d", "t", mesh=explicit)
+    checked = check_step(make, w, x, mesh=explicit)
+    assert bool(checked) is is_summed, str(checked)
+    if not is_summed:
+        assert "is a psum missing?" in str(checked)
+    step = make(explicit)
+    with pytest.raises(ProgramError, match=r"`check_step\(make_step, \*args, mesh"):
+        check_step(step, w, x)
 
 
 def test_a_right_step_says_so_and_its_arguments_stay(mesh):
