@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import PyTree
 
 from .. import chips
@@ -43,6 +43,11 @@ _MOST_DEVICES = 2**18
 # The memory that is assumed where nothing names a chip: the smallest of those that
 # train today.
 _ASSUMED = "v5e"
+_EXPLICIT = (
+    "Its axes are Explicit, `jax.make_mesh`'s default, where JAX types the result of"
+    " each operation: call a step that knows nothing of shardings as"
+    " `shardfx.auto.auto_axes(step, plan, out=...)`."
+)
 _DATA_AXES = ("data", "dp", "ddp", "batch", "replica")
 _FSDP_AXES = ("fsdp", "zero")
 
@@ -374,6 +379,9 @@ def _why(hardware: _Hardware, pricing: _Pricing, priced: _Priced) -> str:
         )
     if hardware.mesh is not None:
         sentences.append("The mesh was given.")
+    mesh_axes = hardware.mesh.axis_types if hardware.mesh is not None else ()
+    if AxisType.Explicit in mesh_axes:
+        sentences.append(_EXPLICIT)
     return " ".join(sentences)
 
 

@@ -222,6 +222,32 @@ def test_the_optimizer_counts():
     assert "4.0 GiB of state" in few.why and "8.0 GiB of state" in many.why
 
 
+def test_the_reason_says_what_explicit_axes_need():
+    params = {"up": jnp.ones((256, 512)), "down": jnp.ones((512, 256))}
+    axes = ("data", "fsdp")
+    auto_plan = sfx.auto.plan(params, jax.make_mesh((2, 4), axes))
+    call = "`shardfx.auto.auto_axes(step, plan, out=...)`"
+    assert auto_plan.why.endswith(
+        f"call a step that knows nothing of shardings as {call}."
+    )
+    assert "Explicit" not in sfx.auto.plan(params, MeshSpec({"fsdp": 8})).why
+
+    def step(params, x):
+        hidden = x @ params["up"]
+        return params, jnp.mean(hidden @ params["down"])
+
+    rules = sfx.PathRules([(".*", sfx.fsdp(("data", "fsdp"), min_bytes=0))])
+    cut = sfx.plan(params, auto_plan.jax_mesh, paths=rules)
+    replicated = jax.NamedSharding(auto_plan.jax_mesh, jax.P())
+    x = jax.device_put(jnp.ones((8, 256)), replicated)
+    placed = sfx.shard(params, cut)
+    with pytest.raises(Exception, match="ambiguous"):
+        jax.eval_shape(step, placed, x)
+    typed = sfx.auto.auto_axes(step, cut, out=(cut.specs, jax.P()))
+    result, value = jax.jit(typed)(placed, x)
+    assert not sfx.misplaced(result, cut) and value == 256 * 512
+
+
 def test_a_mesh_that_is_given_is_used():
     tree = {"w": struct(2**14, 2**14)}
     both = sfx.auto.plan(tree, MeshSpec({"data": 2, "fsdp": 4}))
