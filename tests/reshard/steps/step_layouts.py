@@ -1,0 +1,88 @@
+"""Steps between layouts, checked beside arrays of element numbers."""
+
+import math
+
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from benchmarks._pairs import every_layout
+from benchmarks._simulate import pieces, simulate
+from shardfx import MeshSpec
+from shardfx._reshard.shardings import layout
+from shardfx._reshard.steps.groups import all_gather, all_to_all
+from shardfx._reshard.steps.layout import (
+    StepLayout,
+    positions,
+    slice_numbers,
+)
+from shardfx._reshard.steps.redistribution import permutation, redistribute
+from shardfx._reshard.steps.splits import refine
+
+
+CATALOGUE = every_layout(16)
+
+
+def check(shape: tuple[int, ...], src: StepLayout, dst: StepLayout):
+    """Runs the plan and compares what is held after every step with the definition of
+    the step's layout.
+    """
+    array = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
+    plan = redistribute(shape, 64, src, dst)
+    slices = slice_numbers(refine(src, dst)[0].layout)
+    held = pieces(array, src, src)
+    bytes_of = [held[0].nbytes, pieces(array, dst, src)[0].nbytes]
+    wire = 0
+    for step in plan.steps:
+        before = held
+        held = simulate(array, held, step, src)
+        wire += step.wire_bytes
+        for mine, right in zip(held, pieces(array, step.target, src), strict=True):
+            np.testing.assert_array_equal(mine, right)
+        assert step.dcn_bytes == math.ceil(
+            crossing(step, src, slices, before[0].nbytes)
+        )
+        assert step.peak_bytes == before[0].nbytes + held[0].nbytes
+        assert step.peak_bytes <= 2 * max(bytes_of)
+    for mine, right in zip(held, pieces(array, dst, src), strict=True):
+        np.testing.assert_array_equal(mine, right)
+    assert plan.lower_bound_bytes <= plan.wire_bytes <= wire
+    assert (plan.wire_bytes > 0) == (plan.lower_bound_bytes > 0)
+    assert plan.peak_bytes == max(
+        [step.peak_bytes for step in plan.steps], default=max(bytes_of)
+    )
+    return plan
+
+
+def crossing(step, like: StepLayout, recorded: np.ndarray, piece_bytes: int) -> float:
+    """Bytes that enter a device from other slices, the mean over devices, counted
+    device by device.
+
+    `known` says in which slice each device is by the source's factors.
+    """
+    # The layouts of steps say what is slow by the account of both ends of the move.
+    slices = np.empty(like.size, int)
+    slices[positions(like, step.source)] = slice_numbers(step.source)
+    if step.kind == "slice":
+        return 0.0
+    if step.kind == "permute":
+        return piece_bytes * float(
+            np.mean(recorded[permutation(step.source, step.target, like)] != recorded)
+        )
+    if step.kind == "all_gather":
+        members = slices[all_gather(step.source, step.target, like).groups]
+        # A piece enters a slice once.
+        entries = [len(np.unique(row)) - 1 for row in members]
+        return float(np.mean(entries)) * piece_bytes
+    groups = all_to_all(step.source, step.target, like).groups
+    members = slices[groups]
+    crossings = (members[:, :, None] != members[:, None, :]).sum()
+    return float(crossings / groups.size * piece_bytes / groups.shape[1])
+
+
+def in_slices(sizes: tuple[int, ...], dims, slices: int) -> StepLayout:
+    """A layout on a mesh whose slowest axis spans slices of consecutive devices."""
+    names = "abcd"[: len(sizes)]
+    mesh = MeshSpec(zip(names, sizes, strict=True), dcn={"a": slices})
+    return layout(
+        mesh, P(*[tuple(names[axis] for axis in axes) for axes in dims]), len(dims)
+    )

@@ -1,0 +1,251 @@
+import heapq
+import itertools as it
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from benchmarks._pairs import all_layouts
+from shardfx._reshard.steps.layout import (
+    StepLayout,
+)
+from shardfx._reshard.steps.redistribution import redistribute
+from shardfx._reshard.steps.search import Problem, explore
+from shardfx._reshard.steps.splits import refine
+from tests.reshard.steps.step_layouts import CATALOGUE, check, in_slices
+
+
+def binary(end: StepLayout) -> StepLayout:
+    """`end` with every axis split into factors of 2."""
+    start = np.cumsum([0, *[size.bit_length() - 1 for size in end.sizes]])
+    dims = tuple(
+        tuple(f for axis in axes for f in range(start[axis], start[axis + 1]))
+        for axes in end.dims
+    )
+    return StepLayout((2,) * int(start[-1]), dims)
+
+
+def steps_from(dims, factors: int, slow: int):
+    """Every layout that one slice, gather or all-to-all of factors of 2 leads to, with
+    what it costs.
+    """
+    share = 2.0 ** -sum(map(len, dims))
+    for dim, axes in enumerate(dims):
+        for factor in set(range(factors)) - {axis for axes in dims for axis in axes}:
+            yield (*dims[:dim], (*axes, factor), *dims[dim + 1 :]), 0.0
+        for position in range(len(axes)):
+            far = 2 ** sum(factor < slow for factor in axes[position:])
+            cost = share * (DEAR * (far - 1) + 2 ** (len(axes) - position) - far)
+            yield (*dims[:dim], axes[:position], *dims[dim + 1 :]), cost
+    for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):
+        position = [
+            axes[: len(axes) - length]
+            for axes, length in zip(dims, lengths, strict=True)
+        ]
+        moving = [
+            f
+            for axes, length in zip(dims, lengths, strict=True)
+            for f in axes[len(axes) - length :]
+        ]
+        gainers = [dim for dim, length in enumerate(lengths) if not length]
+        if not moving or not gainers:
+            continue
+        near = 2.0 ** -sum(factor < slow for factor in moving)
+        cost = share * (DEAR * (1 - near) + near - 2.0 ** -len(moving))
+        for order in it.permutations(moving):
+            for cuts in it.combinations_with_replacement(
+                range(len(order) + 1), len(gainers) - 1
+            ):
+                after = list(position)
+                for dim, first, last in zip(
+                    gainers, (0, *cuts), (*cuts, len(order)), strict=True
+                ):
+                    after[dim] = (*position[dim], *order[first:last])
+                yield tuple(after), cost
+
+
+DEAR = 10
+
+
+def exhaustive(factors: int, src: StepLayout, dst: StepLayout, slow: int) -> float:
+    """The least cost over all sequences of steps in bounded memory, per byte of the
+    array.
+
+    Dijkstra over every layout of factors of 2 for two dimensions, of which the first
+    `slow` lie between slices.
+    """
+    where = np.stack(np.unravel_index(np.arange(2**factors), (2,) * factors))
+    slices = np.arange(2**factors) >> (factors - slow)
+    states = [end.dims for end in all_layouts((2,) * factors)]
+    tiles = np.array([_tile(dims, where) for dims in states])
+    index = {dims: number for number, dims in enumerate(states)}
+    alike = {}
+    for number, dims in enumerate(states):
+        alike.setdefault(tuple(map(len, dims)), []).append(number)
+    first = binary(src).dims
+    last = binary(dst).dims
+    least = min(sum(map(len, first)), sum(map(len, last)))
+    best = {first: 0.0}
+    heap = [(0.0, first)]
+    while heap:
+        cost, now = heapq.heappop(heap)
+        if now == last:
+            return cost
+        if cost > best[now]:
+            continue
+        ways = [
+            step
+            for step in steps_from(now, factors, slow)
+            if sum(map(len, step[0])) >= least
+        ]
+        have = tiles[index[now]]
+        same = alike[tuple(map(len, now))]
+        share = 2.0 ** -sum(map(len, now))
+        ways += [
+            (states[number], permuted(have, tiles[number], slices) * share)
+            for number in same
+        ]
+        for after, extra in ways:
+            if cost + extra < best.get(after, math.inf) - 1e-12:
+                best[after] = cost + extra
+                heapq.heappush(heap, (cost + extra, after))
+    return math.inf
+
+
+def permuted(have: np.ndarray, want: np.ndarray, slices: np.ndarray) -> float:
+    """The cost per device, in pieces, if each gives its piece to one other, in its
+    slice where one wants it there.
+    """
+    lacking = have != want
+    if not slices.any():
+        return float(lacking.mean())
+    expected, target_tiles = (
+        Counter(zip(slices[lacking], tiles[lacking], strict=True))
+        for tiles in (want, have)
+    )
+    near = (expected & target_tiles).total()
+    return (near + DEAR * (lacking.sum() - near)) / len(have)
+
+
+def _tile(dims, where: np.ndarray) -> np.ndarray:
+    number = np.zeros(where.shape[1], int)
+    for axes in dims:
+        for axis in axes:
+            number = number * 2 + where[axis]
+    return number
+
+
+@pytest.mark.parametrize(
+    "src, dst",
+    [
+        (
+            StepLayout((16, 2, 2), ((), (2,), (1, 0))),
+            StepLayout((2, 32), ((1,), (0,), ())),
+        ),
+        (
+            StepLayout((4, 32, 32), ((), (1, 2), (0,))),
+            StepLayout((2, 512, 4), ((1,), (0, 2), ())),
+        ),
+        (
+            StepLayout((16, 16, 16), ((0, 2), (1,), ())),
+            StepLayout((1024, 2, 2), ((), (1,), (2, 0))),
+        ),
+    ],
+)
+def test_two_exchanges_meet_in_a_finer_layout(src, dst):
+    plan = redistribute((65536,) * 3, 16, src, dst)
+    assert [step.kind for step in plan.steps] == ["all_to_all", "all_to_all"]
+    assert plan.wire_bytes < 2 * plan.lower_bound_bytes
+
+
+def test_of_equal_paths_the_source_is_permuted_first():
+    src = StepLayout((4, 4, 4), ((0, 1, 2), ()))
+    dst = StepLayout((16, 4), ((1,), (0,)))
+    plan = redistribute((64, 64), 64, src, dst)
+    assert [step.kind for step in plan.steps] == ["permute", "all_to_all"]
+
+
+@pytest.mark.parametrize("devices", [64, 512, 4096])
+def test_moves_on_many_devices_are_planned_within_their_bounds(devices):
+    rng = np.random.default_rng(devices)
+    power = devices.bit_length() - 1
+    for _ in range(12):
+        rows = []
+        for _ in range(2):
+            cuts = [
+                0,
+                *sorted(
+                    rng.choice(range(1, power), rng.integers(3), replace=False).tolist()
+                ),
+                power,
+            ]
+            dims = [[], [], []]
+            for axis in rng.permutation(len(cuts) - 1).tolist():
+                dims[rng.integers(3)].append(axis)
+            rows.append(
+                StepLayout(
+                    tuple(2 ** (b - a) for a, b in it.pairwise(cuts)),
+                    tuple(map(tuple, dims[:2])),
+                )
+            )
+        plan = redistribute((65536, 65536), 16, *rows)
+        bound = 2 * max(2 * 65536**2 // end.shard_count for end in rows)
+        assert plan.peak_bytes <= bound
+        assert plan.lower_bound_bytes <= plan.wire_bytes <= 2 * plan.lower_bound_bytes
+        held = rows[0].counts
+        for step in plan.steps:
+            assert step.source.counts == held
+            held = step.target.counts
+        assert held == rows[1].counts
+
+
+@pytest.mark.parametrize(
+    "shape, src, dst, prime",
+    [
+        # The source is cut finely enough only by factors of the dear axis, which seem
+        # to lead away from the target.
+        (
+            (512, 16),
+            in_slices((4, 32, 2, 16), [(2,), (3,)], 4),
+            in_slices((4, 2, 64, 8), [(0, 1, 2), (3,)], 4),
+            False,
+        ),
+        # All factors are prime and none is shared: the estimates of all layouts between
+        # the ends are alike.
+        (
+            (720,),
+            StepLayout((288, 2, 5), ((2,),), tuple(range(2880))),
+            StepLayout(
+                (36, 4, 20),
+                ((0, 2),),
+                tuple(np.random.default_rng(0).permutation(2880).tolist()),
+            ),
+            True,
+        ),
+    ],
+)
+def test_some_path_is_soon_found(shape, src, dst, prime):
+    most = 500
+    path, cost, looked = explore(
+        Problem(shape, *refine(src, dst, prime=prime)), most, math.inf
+    )
+    assert path is not None
+    assert cost < math.inf
+    assert looked <= 2 * most
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_no_sequence_of_steps_costs_less_on_16_devices(slices):
+    rng = np.random.default_rng(slices)
+    layouts = [
+        in_slices(end.sizes, end.dims, slices)
+        for end in CATALOGUE
+        if end.sizes[0] % slices == 0
+    ]
+    for _ in range(20):
+        src, dst = (layouts[index] for index in rng.integers(len(layouts), size=2))
+        plan = check((16, 16), src, dst)
+        cost = plan.wire_bytes + (DEAR - 1) * plan.dcn_bytes
+        least = exhaustive(4, src, dst, slices.bit_length() - 1) * 16 * 16 * 8
+        assert cost == pytest.approx(least, abs=1 if slices == 1 else DEAR)

@@ -1,0 +1,131 @@
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from shardfx._reshard.move import move_of
+from shardfx._reshard.reshard_planning import plan_reshard
+from tests.reshard.layouts import (
+    assert_equal,
+    both_ways,
+    host,
+    mesh,
+    put,
+    sharding,
+    state,
+    targets,
+)
+
+
+@both_ways
+def test_donation_frees_what_moved_and_only_that(move):
+    source = put(state(), sharding((8,), "a"))
+    stays = jax.device_put(host((8,)), sharding((8,), "a"))
+    moved = move(
+        {"s": source, "t": stays},
+        {
+            "s": targets(source, sharding((2, 4), "b", "a"), None),
+            "t": sharding((8,), "a"),
+        },
+        donate=True,
+    )
+    assert all(
+        layer["w"].is_deleted() and not layer["b"].is_deleted()
+        for layer in source["layers"]
+    )
+    assert moved["t"] is stays
+    assert not stays.is_deleted()
+    assert_equal(moved["s"], state())
+
+
+@both_ways
+def test_an_array_that_is_in_the_tree_twice_is_donated_once(move):
+    shared = jax.device_put(host((8, 8)), sharding((8,), "a"))
+    first = sharding((2, 4), "b", "a")
+    second = sharding((2, 4), None, "b")
+    moved = move(
+        {"a": shared, "b": shared, "c": shared},
+        {"a": first, "b": second, "c": first},
+        donate=True,
+    )
+    assert moved["a"] is moved["c"]
+    assert shared.is_deleted()
+    assert_equal(moved, dict.fromkeys("abc", host((8, 8))))
+
+
+@both_ways
+@pytest.mark.parametrize(
+    "source, make_sharding",
+    [
+        (lambda: sharding((8,), "a"), lambda: sharding((8,), "a")),
+        (lambda: sharding((8,), "a"), lambda: NamedSharding(mesh((8,), "z"), P("z"))),
+        (lambda: sharding((8,)), lambda: sharding((8,), order=range(7, -1, -1))),
+    ],
+    ids=["in place", "other names", "replicas in another order"],
+)
+def test_an_array_that_also_stays_is_not_donated(move, source, make_sharding):
+    shared = jax.device_put(host((8, 8)), source())
+    make_sharding = make_sharding()
+    expected = {
+        "moves": sharding((2, 4), "b", "a"),
+        "held": make_sharding,
+        "parked": sharding((8,), "a", kind="pinned_host"),
+    }
+    moved = move(dict.fromkeys(expected, shared), expected, donate=True)
+    assert_equal(moved, dict.fromkeys(expected, host((8, 8))))
+    assert moved["held"].sharding == make_sharding
+
+
+# The result is exactly what was asked for
+
+
+def every_end():
+    """The same eight devices under names, axis types and orders that differ, some with
+    equal shards.
+    """
+    auto = AxisType.Auto
+    explicit = AxisType.Explicit
+    specs = P("a", "b"), P("a"), P(), P("a", None)
+    for types, count in (
+        ((auto, auto), 4),
+        ((explicit, explicit), 2),
+        ((auto, explicit), 1),
+    ):
+        device_mesh = mesh((2, 4), axis_types=types)
+        yield from (NamedSharding(device_mesh, spec) for spec in specs[:count])
+    yield from (
+        NamedSharding(mesh((2, 4), "cd"), spec) for spec in (P("c", "d"), P("d"), P())
+    )
+    yield NamedSharding(mesh((8,), "z", order=range(7, -1, -1)), P())
+    yield NamedSharding(mesh((2, 4), order=(4, 5, 6, 7, 0, 1, 2, 3)), P("a"))
+
+
+def pointers(array):
+    return {
+        shard.device: shard.data.unsafe_buffer_pointer()
+        for shard in array.addressable_shards
+    }
+
+
+@both_ways
+@pytest.mark.parametrize("ours", range(len(list(every_end()))))
+def test_a_donated_source_is_gone_unless_it_is_shared(move, ours):
+    layouts = list(every_end())
+    for theirs, dst in enumerate(layouts):
+        x = jax.make_array_from_callback(
+            (8, 8), layouts[ours], lambda index: host((8, 8))[index].copy()
+        )
+        idle = move_of((8, 8), x.dtype, layouts[ours], dst).idle
+        before = pointers(x)
+        (leaf,) = plan_reshard(x, dst).leaves
+        same = x.sharding.devices_indices_map((8, 8)) == dst.devices_indices_map((8, 8))
+        assert same == idle == leaf.idle, (layouts[ours], dst)
+        moved = move(x, dst, donate=True)
+        assert (
+            moved.sharding == dst
+            and moved.sharding.mesh == dst.mesh
+            and moved.committed
+        ), theirs
+        assert x.is_deleted() != idle
+        assert not idle or pointers(moved) == before
+        np.testing.assert_array_equal(moved, host((8, 8)))

@@ -1,0 +1,70 @@
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardfx._plan.planner import plan
+from shardfx._reshard.flight import Window, carry_out
+from shardfx._reshard.move import move_of
+from shardfx._reshard.mover import reshard
+from shardfx._rules.path_rules import PathRules
+from tests.reshard.layouts import assert_equal, host, mesh, put, sharding, state
+
+
+# Memory kinds
+
+
+def test_offloading_by_regex_and_back():
+    source = put(state(), sharding((8,), "a"))
+    sharding_plan = plan(
+        source,
+        mesh((8,)),
+        paths=PathRules([("w|b", P("a")), ("step", P())]),
+        memory_kinds=[("w$", "pinned_host")],
+    )
+    there = reshard(source, sharding_plan)
+    assert [layer["w"].sharding.memory_kind for layer in there["layers"]] == [
+        "pinned_host"
+    ] * 3
+    assert there["layers"][0]["b"] is source["layers"][0]["b"]
+    assert_equal(there, state())
+    back = reshard(
+        there,
+        plan(source, mesh((8,)), paths=PathRules([("w|b", P("a")), ("step", P())])),
+        donate=True,
+    )
+    assert back["layers"][0]["w"].sharding.memory_kind != "pinned_host"
+    assert there["layers"][0]["w"].is_deleted()
+    assert_equal(back, state())
+
+
+def test_offloads_are_bounded_in_flight():
+    away = sharding((8,), "a", kind="pinned_host")
+    source = [jax.device_put(host((64,), i), sharding((8,), "a")) for i in range(40)]
+    move = move_of((64,), np.dtype("float32"), source[0].sharding, away)
+    window = Window(100)
+    seen = []
+    for x in source:
+        window.make_room(move.extra_bytes)
+        window.add(carry_out(move, x), move.target_bytes)
+        seen.append((window.bytes, len(window.pending)))
+    assert max(size for size, _ in seen) <= 100 + 32
+    assert max(count for _, count in seen) > 1
+    assert_equal(
+        reshard(source, away, memory_limit_bytes=100),
+        [host((64,), i) for i in range(40)],
+    )
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10),
+    reason="JAX 0.9 cannot end a jitted CPU program in host memory",
+)
+def test_offloading_inside_jit():
+    src = sharding((2, 4), "a")
+    dst = sharding((2, 4), "b", kind="pinned_host")
+    moved = jax.jit(lambda x: reshard(x, dst, src=src))(
+        jax.device_put(host((8, 8)), src)
+    )
+    assert moved.sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(moved, host((8, 8)))
