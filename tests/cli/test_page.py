@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_cli import ROOT, VERBS, run
-from test_verbs import PAGE, write_files
+
+from tests.cli.commands import ROOT, VERBS, run
+from tests.cli.verb_files import PAGE, write_files
 
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
