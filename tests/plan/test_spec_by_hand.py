@@ -1,0 +1,189 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import shardfx as sfx
+from shardfx import AxisRules, Code, MeshSpec, PathRules, ShardPlan, plan
+from shardfx.errors import (
+    PlanMismatchError,
+    SpecError,
+)
+from tests.plan.small_plans import AXES, KV, MADE, MESH, ON, TREE, W
+
+
+# --- one call for a batch, and a spec by hand
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (6, 4), (7, 3)], ids=str)
+@pytest.mark.parametrize(
+    "asked", [("batch", "mlp"), (..., "batch"), (), P("data", "tensor")], ids=str
+)
+def test_sharding_is_what_constrain_gives(asked, shape):
+    sharding = ON.sharding(asked, shape)
+    x = sfx.constrain(jnp.ones(shape), asked, ON)
+    assert sharding.is_equivalent_to(x.sharding, 2)
+    assert sharding.mesh is ON.jax_mesh
+    jax.device_put(jnp.ones(shape), sharding)
+
+
+def test_a_sharding_needs_no_shape_where_it_cuts_no_unit():
+    assert (
+        MADE.sharding(("batch",)).spec
+        == MADE.sharding(("batch", ...)).spec
+        == P("data")
+    )
+    assert MADE.sharding(("batch",)).mesh == MESH.abstract()
+    tree = {"q": jnp.ones((8, 128)), "k": jnp.ones((8, 32))}
+    sharding_plan = plan(
+        tree, MESH, names={"q": (None, "heads"), "k": (None, "kv")}, axes=KV
+    )
+    assert sharding_plan.sharding((None, "heads")).spec == P(None, "tensor")
+    assert sharding_plan.sharding((None, "kv"), (8, 32)).spec == P()
+    assert [
+        plan({}, MESH, axes=KV).sharding(("kv",), (size,)).spec for size in (64, 32)
+    ] == [P("tensor"), P()]
+    with pytest.raises(
+        SpecError,
+        match=(
+            r"'kv' is made of units of 16, and `tensor` \(4\) may cut .* arrays"
+            r" have 2\."
+        ),
+    ):
+        sharding_plan.sharding((None, "kv"))
+    assert plan({}, MeshSpec({"data": 8, "tensor": 1}), axes=KV).sharding(
+        ("kv",)
+    ).spec == P("tensor")
+
+
+def test_a_sharding_says_what_it_dropped():
+    axes = AxisRules([("batch", ("data", "tensor")), ("embed", "tensor")])
+    sharding_plan = plan({}, MeshSpec({"data": 2, "tensor": 4}), axes=axes)
+    sharding, decision = sharding_plan.sharding(("batch", "embed"), explain=True)
+    assert sharding == sharding_plan.sharding(("batch", "embed"))
+    assert sharding.spec == P(("data", "tensor"))
+    assert [(why.dim, why.code) for why in decision.reasons] == [(1, Code.blocked)]
+    _, decision = sharding_plan.sharding(("batch", None), (6, 3), explain=True)
+    assert [(why.dim, why.code) for why in decision.reasons] == [(0, Code.indivisible)]
+
+
+@pytest.mark.parametrize(
+    "asked", [P(P.UNCONSTRAINED, "tensor"), ("any", "batch")], ids=str
+)
+def test_a_sharding_leaves_nothing_to_the_compiler(asked):
+    free = AxisRules([("batch", "data"), ("any", P.UNCONSTRAINED)])
+    sharding_plan = plan(
+        TREE, MESH.build(jax.devices()), names={"w": ("batch", None)}, axes=free
+    )
+    for shape in (None, (8, 16)):
+        with pytest.raises(
+            SpecError, match="leaves dim 0 to the compiler .* write `None` there"
+        ):
+            sharding_plan.sharding(asked, shape)
+    assert sfx.constrain(jnp.ones((8, 16)), asked, sharding_plan).shape == (8, 16)
+
+
+BOTH = ("data", "tensor")
+
+
+@pytest.mark.parametrize(
+    "where, target, path, spec",
+    [
+        ("a/w", P(None, "tensor"), "a/w", P(None, "tensor")),
+        ("w", ("mlp", ...), "a/w2", P("tensor")),
+        ("w2", sfx.fsdp(BOTH), "a/w2", P(None, BOTH)),
+        ("w2", lambda path, leaf: P(None, "data"), "a/w2", P(None, "data")),
+        ("s", P(), "s", P()),
+        ("a/w", sfx.atomic(("mlp", None), (8, 1)), "a/w", P()),
+        ("a/w", P(None, "data") | sfx.fsdp(BOTH), "a/w", P("tensor", "data")),
+    ],
+)
+def test_replace_by_path_or_regex(where, target, path, spec):
+    tree = {
+        "a": {"w": jnp.ones((8, 16)), "w2": jnp.ones((8, 16))},
+        "s": jnp.ones(()),
+        "f": jnp.tanh,
+    }
+    sharding_plan = plan(
+        tree, MESH.build(jax.devices()), paths=PathRules([("a", P("data"))]), axes=AXES
+    )
+    replaced = sharding_plan.replace(where, target)
+    assert replaced[path].spec == spec
+    assert replaced[path].rule == "replaced by hand"
+    assert all(
+        replaced[other] == sharding_plan[other]
+        for other in sharding_plan
+        if where not in other
+    )
+    assert replaced.jax_mesh is sharding_plan.jax_mesh
+    assert replaced.specs["f"] is None
+    assert (
+        ShardPlan.from_json(replaced.to_json(), like=tree).on(MESH.build(jax.devices()))
+        == replaced
+    )
+    assert (
+        replaced.replan(MeshSpec({"data": 1, "tensor": 4}))[path].rule
+        == "replaced by hand"
+    )
+
+
+def test_a_replaced_spec_cuts_no_unit():
+    mesh = MeshSpec({"data": 4, "tensor": 2})
+    sharding_plan = plan(
+        {"k": jnp.ones((32, 7))}, mesh, names={"k": ("kv", None)}, axes=KV
+    )
+    assert sharding_plan["k"].spec == P("tensor")
+    replaced = sharding_plan.replace("k", P("data"))["k"]
+    assert replaced.spec == P()
+    assert replaced.reasons
+
+
+# --- meshes that mix Auto and Explicit axes, or turn them around
+
+
+MIXED = MeshSpec({"x": 4, "y": 2}, axis_types={"y": AxisType.Explicit}).build(
+    jax.devices()
+)
+
+
+def test_a_move_on_a_mixed_mesh_leaves_no_auto_axis_behind():
+    x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(MIXED, P("x")))
+    target = NamedSharding(MIXED, P(None, "y"))
+    moved = jax.jit(lambda x: sfx.reshard(x, target))(x)
+    assert moved.sharding.is_equivalent_to(target, 2)
+    assert np.array_equal(moved, x)
+
+
+def test_an_order_that_jax_would_turn_around_is_an_error():
+    x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(MIXED, P("x")))
+    rules = PathRules([("w", P(("x", "y")))])
+    sharding_plan, strict = (
+        plan({"w": x}, MIXED, paths=rules, strict=strict) for strict in (False, True)
+    )
+    for function in (
+        lambda x: sfx.shard({"w": x}, sharding_plan),
+        lambda x: sfx.constrain(x, P(("x", "y")), strict),
+    ):
+        with pytest.raises(
+            SpecError,
+            match=r"puts Explicit axes first inside `jit`; write \('y', 'x'\)",
+        ):
+            jax.jit(function)(x)
+    decisions = []
+    jax.jit(
+        lambda x: decisions.append(
+            sfx.constrain(x, P(("x", "y")), sharding_plan, explain=True)[1].spec
+        )
+    )(x)
+    assert decisions == [P(("y", "x"))]
+
+
+def test_the_order_of_axes_distinguishes_meshes():
+    turned = MeshSpec({"tensor": 4, "data": 2}).build(jax.devices())
+    x = jax.device_put(W, NamedSharding(turned, P("data")))
+    with pytest.raises(
+        PlanMismatchError,
+        match="lies on a mesh tensor=4,data=2, but the plan is for data=2,tensor=4",
+    ):
+        jax.jit(lambda x: sfx.constrain(x, P("data"), ON))(x)
