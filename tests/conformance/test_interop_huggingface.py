@@ -1,0 +1,295 @@
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from _sources import folder_of
+from jax.sharding import PartitionSpec as P
+
+from shardfx import (
+    Code,
+    MeshSpec,
+    plan,
+)
+from shardfx.errors import RuleError
+from shardfx.interop import huggingface
+from tests.conformance.rule_set_mesh import specs_of, struct
+
+
+DATA = json.loads(
+    Path(__file__).parents[1].joinpath("data", "huggingface_plans.json").read_text()
+)
+
+
+@pytest.fixture(scope="module")
+def classes():
+    """The plans in the sources of all configurations, of which nothing but these lines
+    is run.
+    """
+    files = sorted(folder_of("transformers").glob("models/*/configuration_*.py"))
+    nodes = [
+        (file, node) for file in files for node in ast.parse(file.read_text()).body
+    ]
+    class_by_name = {}
+    for file, node in nodes:
+        if isinstance(node, ast.ClassDef):
+            eval_by_unparse = {
+                ast.unparse(statement.targets[0]): eval(
+                    compile(ast.Expression(statement.value), str(file), "eval")
+                )
+                for statement in node.body
+                if isinstance(statement, ast.Assign)
+                and "_plan" in ast.unparse(statement.targets[0])
+            }
+            tensor, expert = (
+                eval_by_unparse.get(f"base_model_{kind}_plan") or {}
+                for kind in ("tp", "ep")
+            )
+            if tensor or expert:
+                class_by_name[file.stem, node.name] = huggingface.Plans(
+                    tensor, expert, {}
+                )
+    return class_by_name
+
+
+# Hugging Face
+
+
+def test_every_class_of_transformers_converts(classes):
+    assert len(classes) >= 145
+    styles = {
+        style for plans in classes.values() for part in plans for style in part.values()
+    }
+    assert len(styles) >= 15
+    assert styles <= huggingface.STYLES.keys()
+    for plans in classes.values():
+        both = huggingface.rules_of(plans, expert="expert")
+        keys = {rule[1].target.key for rule in both.rules[:-1]}
+        implied = {"embed_tokens"} if plans.tensor else set()
+        assert keys == plans.tensor.keys() | plans.expert.keys() | implied
+        assert hash(both) == hash(huggingface.rules_of(plans, expert="expert"))
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_plans_of_real_architectures(classes, name):
+    (plans,) = [plans for (_, owner), plans in classes.items() if owner == name]
+    tree = {path: struct(shape) for path, (shape, _) in DATA[name].items()}
+    rules = huggingface.rules_of(
+        plans, expert="expert", prefix=next(iter(tree)).partition(".")[0]
+    )
+    assert specs_of(tree, rules) == {
+        path: P(*spec) for path, (_, spec) in DATA[name].items()
+    }
+
+
+PLAN = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.experts": "moe_tp_experts",
+    "embed": "embedding_rowwise",
+    "ngram": "embedding_colwise",
+    "layers.*.mlp.w": "packed_rowwise",
+}
+
+
+@pytest.mark.parametrize(
+    "path, shape, spec",
+    [
+        ("model/layers/12/self_attn/q_proj/weight", (64, 32), P("tensor")),
+        ("layers.12.self_attn.q_proj.bias", (64,), P("tensor")),
+        ("model.layers.0.self_attn.o_proj.weight", (32, 64), P(None, "tensor")),
+        ("model.layers.0.self_attn.o_proj.bias", (32,), P()),
+        ("model.layers.0.mlp.experts.router", (32, 64), P()),
+        ("model.embed.weight", (256, 64), P("tensor")),
+        ("model.ngram.weight", (256, 64), P(None, "tensor")),
+        ("vision.layers.0.self_attn.q_proj.weight", (64, 32), P()),
+        ("model.layers.0.self_attn.q_proj.lora.weight", (64, 32), P()),
+    ],
+)
+def test_what_styles_do(path, shape, spec):
+    assert specs_of({path: struct(shape)}, huggingface.rules_of(PLAN))[path] == spec
+
+
+def test_parts_of_packed_weights_and_heads_stay_whole():
+    tree = {
+        "layers.0.mlp.experts.gate_up_proj": struct((8, 256, 64)),
+        "layers.0.mlp.w.weight": struct((64, 256)),
+    }
+    tree |= {"layers.0.self_attn.q_proj.weight": struct((64, 32))}
+    rules = huggingface.rules_of(PLAN, units={"q_proj": 32})
+    two, four = (plan(tree, MeshSpec({"tensor": size}), paths=rules) for size in (2, 4))
+    assert [leaf.spec for leaf in two.leaves] == [
+        P(None, "tensor"),
+        P(None, "tensor"),
+        P("tensor"),
+    ]
+    for leaf in four.leaves:
+        assert leaf.spec == P()
+        assert [why.code for why in leaf.reasons] == [Code.unit]
+    refined = plan(tree, MeshSpec({"tensor": 4}), paths=rules, refine=True)
+    assert refined.leaves[0].spec == P(None, "tensor_0")
+
+
+# Styles of transformers' main branch, with an array that each shards.
+NEW_STYLES = [
+    ("colwise_allgather", (64, 32), P("tensor")),
+    ("colwise_loss_parallel", (64, 32), P("tensor")),
+    ("rowwise_allreduce", (32, 64), P(None, "tensor")),
+    ("rowwise_reduce_scatter", (32, 64), P(None, "tensor")),
+    ("vocab_allreduce", (64, 32), P("tensor")),
+    ("vocab_reduce_scatter", (64, 32), P("tensor")),
+    ("moe_tp_gate_up_colwise", (8, 64, 32), P(None, "tensor")),
+    ("moe_tp_down_rowwise", (8, 32, 64), P(None, None, "tensor")),
+    ("moe_experts_allreduce", (64, 32), P()),
+    ("ep_router", (64, 32), P()),
+    ("activation", (64,), P()),
+    ("activation_seq_dim_2", (64,), P()),
+    ("module_allgather", (64, 32), P()),
+    ("module_allgather_hidden_states", (64, 32), P()),
+    ("module_allgather_split", (64, 32), P()),
+]
+
+
+@pytest.mark.parametrize("style, shape, spec", NEW_STYLES)
+def test_styles_of_the_main_branch(style, shape, spec):
+    rules = huggingface.rules_of({"layers.*.w": style})
+    specs = specs_of(
+        {"model.layers.3.w": struct(shape)}, rules, MeshSpec({"tensor": 2})
+    )
+    assert specs == {"model.layers.3.w": spec}
+
+
+def test_the_plan_of_experts_replaces_what_shards_them_inside():
+    inside = {
+        "layers.*.mlp.experts.gate_up_proj": "moe_tp_gate_up_colwise",
+        "layers.*.mlp.experts.down_proj": "moe_tp_down_rowwise",
+    }
+    plans = huggingface.Plans(
+        inside, {"layers.*.mlp.experts.gate_up_proj": "grouped_gemm"}, {}
+    )
+    tree = {
+        "layers.0.mlp.experts.gate_up_proj": struct((8, 64, 32)),
+        "layers.0.mlp.experts.down_proj": struct((8, 32, 64)),
+    }
+    mesh = MeshSpec({"expert": 2, "tensor": 2})
+    by_expert = specs_of(tree, huggingface.rules_of(plans, expert="expert"), mesh)
+    gate_up, down = sorted(tree, reverse=True)
+    assert by_expert[gate_up] == P("expert")
+    assert by_expert[down] == P()
+    by_tensor = specs_of(tree, huggingface.rules_of(plans), mesh)
+    assert by_tensor[gate_up] == P(None, "tensor")
+    assert by_tensor[down] == P(None, None, "tensor")
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_the_name_of_a_layer_comes_before_that_of_all(is_reversed):
+    styles = {
+        "layers.*.mlp.up_proj.weight": "colwise",
+        "layers.0.mlp.up_proj": "rowwise",
+    }
+    if is_reversed:
+        styles = dict(reversed(styles.items()))
+    tree = {f"layers.{n}.mlp.up_proj.weight": struct((64, 32)) for n in (0, 1)}
+    specs = specs_of(tree, huggingface.rules_of(styles))
+    assert [*specs.values()] == [P(None, "tensor"), P("tensor")]
+
+
+def test_embeddings_are_sharded_unless_a_plan_names_them():
+    tree = {"model.embed_tokens.weight": struct((256, 64))}
+    plans = {"layers.*.self_attn.q_proj": "colwise"}
+    assert [*specs_of(tree, huggingface.rules_of(plans)).values()] == [P("tensor")]
+    for styles in ({"embed_tokens": "replicate", **plans}, {}):
+        assert [*specs_of(tree, huggingface.rules_of(styles)).values()] == [P()]
+
+
+class SequenceConfig:
+    base_model_sp_plan = {"embed_tokens": "vocab_reduce_scatter"}
+
+
+def test_plans_for_sequence_parallelism_are_read():
+    plans = huggingface.plans_of(SequenceConfig, sequence=True)
+    assert plans == huggingface.Plans(SequenceConfig.base_model_sp_plan, {}, {})
+    with pytest.raises(RuleError, match="has no `base_model_sp_plan`"):
+        huggingface.plans_of(int, sequence=True)
+
+
+class LlamaConfig:
+    base_model_tp_plan = {"layers.*.self_attn.o_proj": "rowwise"}
+
+
+class LlamaForCausalLM:
+    config_class = LlamaConfig
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+
+
+def test_the_plan_of_a_models_class_is_for_its_head():
+    tree = {
+        "lm_head.weight": struct((256, 64)),
+        "model.layers.0.self_attn.o_proj.weight": struct((64, 64)),
+    }
+    tree |= {"model.norm.weight": struct((64,))}
+    plans = huggingface.plans_of(LlamaForCausalLM)
+    body = huggingface.Plans(LlamaConfig.base_model_tp_plan, {}, {})
+    assert (
+        huggingface.plans_of(LlamaForCausalLM())
+        == plans
+        == body._replace(head=LlamaForCausalLM._tp_plan)
+    )
+    assert (
+        huggingface.plans_of(LlamaConfig) == huggingface.plans_of(LlamaConfig()) == body
+    )
+    assert list(specs_of(tree, huggingface.rules_of(plans)).values()) == [
+        P("tensor"),
+        P(None, "tensor"),
+        P(),
+    ]
+    with pytest.raises(RuleError, match="has no `base_model_tp_plan`"):
+        huggingface.plans_of(int)
+    with pytest.raises(
+        RuleError, match=r"the style 'colwse' \(did you mean 'colwise' or"
+    ):
+        huggingface.rules_of({"a": "colwse"})
+
+
+EXPERTS = huggingface.Plans(
+    {
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.experts.down_proj": "rowwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+    },
+    {
+        "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
+        "layers.*.mlp.experts.down_proj": "grouped_gemm",
+    },
+    {},
+)
+
+ON_DISK = [
+    ("mlp", "gate_proj", "up_proj", "down_proj"),
+    ("block_sparse_moe", "w1", "w3", "w2"),
+]
+
+
+@pytest.mark.parametrize("module, gate, up, down", ON_DISK)
+def test_experts_under_their_names_on_disk(module, gate, up, down):
+    text = f"model.layers.0.{module}.experts.7"
+    tree = {
+        f"{text}.{name}.weight": struct((64, 128) if name == down else (128, 64))
+        for name in (gate, up, down)
+    }
+    specs = specs_of(tree, huggingface.rules_of(EXPERTS))
+    assert list(specs.values()) == [
+        P("tensor") if down not in path else P(None, "tensor") for path in specs
+    ]
+    with pytest.raises(
+        RuleError,
+        match=(
+            "'grouped_gemm' .* shards the dimension of experts, and .* is one expert;"
+        ),
+    ):
+        specs_of(tree, huggingface.rules_of(EXPERTS, expert="expert"))
+    fused = {"model.layers.0.mlp.experts.gate_up_proj": struct((8, 256, 64))}
+    assert specs_of(fused, huggingface.rules_of(EXPERTS, expert="expert")) == {
+        [*fused][0]: P("expert")
+    }
