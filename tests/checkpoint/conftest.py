@@ -1,5 +1,7 @@
 from collections.abc import Iterator
 
+import jax
+import numpy as np
 import pytest
 from _servers import (
     ACCESS_KEY,
@@ -10,6 +12,13 @@ from _servers import (
     proxied,
     s3_server,
 )
+from jax.sharding import Mesh
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    """All devices along one axis."""
+    return Mesh(np.array(jax.devices()), ("x",))
 
 
 @pytest.fixture(scope="session")

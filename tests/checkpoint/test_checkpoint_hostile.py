@@ -1,38 +1,21 @@
 """Damaged and hostile files are refused with a message, in bounded memory and time."""
 
-import concurrent.futures
-import itertools as it
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
-import time
 import zlib
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from _stores import eformer, orbax, zarr
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from safetensors.numpy import save_file
 
-import shardfx
-from shardfx import PathRules, TreeMap, checkpoint
-from shardfx._ground.errors import CheckpointError, UnknownPathError
-from shardfx.errors import PlanMismatchError
-
-
-@pytest.fixture
-def mesh():
-    return Mesh(np.array(jax.devices()), ("x",))
-
-
-def wanted(mesh, shape=(8,), dtype=np.float32):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+from shardfx import checkpoint
+from shardfx._ground.errors import CheckpointError
+from tests.checkpoint.wanted_arrays import wanted
 
 
 # Loads one checkpoint after the other, and prints each error and the MiB by which the
@@ -379,61 +362,6 @@ def test_a_pipe_is_not_waited_for(hostile, kind):
     assert "is no regular file" in hostile[kind][0]
 
 
-# Names
-
-
-def test_two_orbax_arrays_of_one_name(tmp_path):
-    for name, ocdbt, where in (
-        ("c", False, "in '.*a.b' and in '.*a/b'"),
-        ("d", True, "in 'a.b' and in 'a/b'"),
-    ):
-        orbax(
-            tmp_path / name,
-            {"a": {"b": jnp.zeros(2)}, "a/b": jnp.ones(2)},
-            use_ocdbt=ocdbt,
-        )
-        with pytest.raises(
-            CheckpointError, match=f"has two arrays with the path 'a/b', {where}"
-        ):
-            checkpoint.read_index(tmp_path / name)
-    content = json.loads((tmp_path / "c" / "_METADATA").read_text())
-    row = content["tree_metadata"]["('a', 'b')"]
-    content["tree_metadata"] = {
-        "('a', 'b')": row,
-        "x": row | {"key_metadata": [{"key": "a.b", "key_type": 2}]},
-    }
-    (tmp_path / "c" / "_METADATA").write_text(json.dumps(content))
-    with pytest.raises(
-        CheckpointError,
-        match=r"by \['a.b'\] and by \['a', 'b'\], which Orbax keeps under one name",
-    ):
-        checkpoint.read_index(tmp_path / "c")
-
-
-@pytest.mark.parametrize("ocdbt", [True, False])
-def test_what_is_no_array_in_an_orbax_tree_is_passed_over(tmp_path, ocdbt):
-    tree = {
-        "w": jnp.arange(4.0),
-        "name": "llama",
-        "step": 3,
-        "none": None,
-        "empty": {},
-        "list": [jnp.ones(2), ()],
-    }
-    orbax(tmp_path / "c", tree, use_ocdbt=ocdbt, use_zarr3=False)
-    structs = checkpoint.structs(checkpoint.read_index(tmp_path / "c"))
-    assert {key: structs[key].shape for key in ("w", "step")} == {"w": (4,), "step": ()}
-    assert structs.keys() == {"w", "step", "list"} and structs["list"]["0"].shape == (
-        2,
-    )
-    if not ocdbt:
-        (tmp_path / "c" / "w" / ".zarray").unlink()
-        with pytest.raises(
-            CheckpointError, match="names the array 'w', but .* does not hold it"
-        ):
-            checkpoint.read_index(tmp_path / "c")
-
-
 def led_outside(folder, _):
     folder.rmdir()
     orbax(folder, {"w": jnp.ones(8)}, use_ocdbt=False, use_zarr3=False)
@@ -454,151 +382,3 @@ def test_nothing_outside_is_opened_for_orbax(hostile):
         "is not a relative path below the directory; nothing outside it is opened"
         in hostile["outside"][0]
     )
-
-
-def test_an_eformer_index_that_names_an_array_without_metadata(tmp_path, mesh):
-    (tmp_path / "w").mkdir()
-    eformer(tmp_path, arrays=[{"path": "w", "shape": [8], "dtype": "float32"}])
-    index = checkpoint.read_index(tmp_path)
-    for read in (checkpoint.load, checkpoint.plan_reads):
-        with pytest.raises(
-            CheckpointError,
-            match="lists 'w', but there is no .zarray and no zarr.json in '.*/w'",
-        ):
-            read(index, {"w": wanted(mesh)})
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["layer\x1b[2J\u202e\x9b/w", "a" * 2**20],
-    ids=["escape codes", "a megabyte"],
-)
-def test_names_neither_command_nor_flood_the_terminal(tmp_path, mesh, name):
-    save_file(
-        {name: np.ones(2, np.float32), f"{name}/below": np.ones(2, np.float32)},
-        tmp_path / "x.safetensors",
-    )
-    index = checkpoint.read_index(tmp_path)
-    texts = [str(index)]
-    for call in (
-        lambda: checkpoint.load(
-            index, {name: wanted(mesh, (3,)), "absent" + name[:99]: wanted(mesh)}
-        ),
-        lambda: checkpoint.structs(index),
-        lambda: index[name + "c"],
-        lambda: index["layer"],
-        lambda: checkpoint.structs(index, prefix="none"),
-        lambda: checkpoint.load(index, {"x\x1b": object()}),
-    ):
-        with pytest.raises(
-            (CheckpointError, UnknownPathError, PlanMismatchError)
-        ) as caught:
-            call()
-        texts.append(str(caught.value))
-    assert all(not {"\x1b", "\x9b", "\u202e"} & set(text) for text in texts)
-    # A leaf's own path is the caller's, and is not shortened.
-    assert all(len(text) < 2000 for text in texts[2:])
-
-
-def test_of_many_leaves_that_cannot_be_read_the_first_are_named(tmp_path, mesh):
-    names = [f"model.layers.{i}.up.weight" for i in range(20_000)]
-    save_file(dict.fromkeys(names, np.zeros(0, np.float32)), tmp_path / "x.safetensors")
-    index = checkpoint.read_index(tmp_path)
-    structs = {f"model.layer.{i}.up.weights": wanted(mesh) for i in range(5_000)}
-    # Comparing each of them with each name would take 200 us a pair.
-    with pytest.raises(
-        CheckpointError, match="5000 of 5000 leaves (.|\n)*and 4980 more"
-    ):
-        checkpoint.load(index, structs)
-    with pytest.raises(
-        UnknownPathError, match="did you mean 'model.layers.117.up.weight'"
-    ):
-        index["model.layer.7.up.weight"]
-
-
-def test_a_path_of_thousands_of_parts_is_no_tree(tmp_path, mesh):
-    deep = "/".join(["a"] * 50_000)
-    save_file({deep: np.ones(8, np.float32)}, tmp_path / "x.safetensors")
-    index = checkpoint.read_index(tmp_path)
-    for call in (lambda: checkpoint.structs(index), index.tree):
-        with pytest.raises(
-            CheckpointError,
-            match="has more than 100 parts between slashes; no tree is that deep",
-        ):
-            call()
-    loaded = checkpoint.load(index, {"w": wanted(mesh)}, TreeMap({"w": deep}))
-    assert np.array_equal(loaded["w"], np.ones(8))
-    save_file(
-        {"/".join(["a"] * 100): np.ones(8, np.float32)}, tmp_path / "x.safetensors"
-    )
-    assert (
-        len(jax.tree.leaves(checkpoint.structs(checkpoint.read_index(tmp_path)))) == 1
-    )
-
-
-# Files that change
-
-
-# How long a reader reads beside a writer.
-SECONDS = float(os.environ.get("SHARDFX_TEST_SECONDS", "0.7"))
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "current"])
-def test_a_reader_beside_a_writer_gets_one_state_whole(tmp_path, mesh, name):
-    """All values of a state are equal: whether a file is replaced, or the directories
-    of two files are swapped.
-    """
-    size, stop = 2**14, threading.Event()
-    path = tmp_path / name
-
-    def saved(number, to, **scalars):
-        tree = {key: np.full(size, number, np.float32) for key in "ab"} | scalars
-        plan = shardfx.plan(tree, mesh, paths=PathRules.parse(".*->x"))
-        checkpoint.save(
-            to,
-            shardfx.shard(tree, plan),
-            plan,
-            overwrite=to == path,
-            file_bytes=size * 4,
-        )
-        return plan
-
-    def replacing():
-        for number in it.count():
-            if stop.is_set():
-                break
-            # Every other header is another one, so that everything lies elsewhere.
-            saved(number, path, **({"c": np.ones(8, np.float32)} if number % 2 else {}))
-
-    def swapping():
-        while not stop.is_set():
-            path.rename(tmp_path / "aside")
-            (tmp_path / "other").rename(path)
-            (tmp_path / "aside").rename(tmp_path / "other")
-            time.sleep(0.02)
-
-    is_file = name.endswith("s")
-    plan = (
-        saved(1, path) if is_file else saved(2, tmp_path / "other") and saved(1, path)
-    )
-    errors, count, end = [], 0, time.monotonic() + SECONDS
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        writer = pool.submit(replacing if is_file else swapping)
-        while time.monotonic() < end and not writer.done():
-            try:
-                loaded = checkpoint.load(path, plan, unread="allow")
-                assert len({*np.unique(loaded["a"]), *np.unique(loaded["b"])}) == 1
-                count += 1
-            except CheckpointError as error:
-                errors.append(str(error))
-        stop.set()
-    assert writer.result() is None and count > SECONDS
-    allowed = (
-        "there is no checkpoint",
-        "is missing",
-        "holds no checkpoint",
-        "was replaced or written to",
-    )
-    assert all(
-        not is_file and any(text in error for text in allowed) for error in errors
-    ), set(errors)
