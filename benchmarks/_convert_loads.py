@@ -1,0 +1,173 @@
+"""The suite `convert`: a checkpoint of another layout is loaded, by time and memory."""
+
+import atexit
+import functools as ft
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+
+from shardfx import (
+    From,
+    PathRules,
+    ShardPlan,
+    checkpoint,
+    plan,
+)
+
+from ._case import Race, Rival, Value
+from ._convert_trees import (
+    HUGGING_FACE,
+    MOST_SECONDS,
+    layer_count,
+    trainer_plan,
+    trainer_structs,
+)
+from ._machine import fresh_process, peak_resident_bytes, reset_peak, resident_bytes
+from ._runner import Options
+
+
+@ft.lru_cache(maxsize=2)
+def checkpoint_folder(mebibytes: int) -> Path:
+    """A folder with a checkpoint of Hugging Face's layout."""
+    from safetensors.numpy import save_file
+
+    folder = Path(tempfile.mkdtemp(prefix="shardfx-convert-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    structs = trainer_structs(layer_count(mebibytes))
+    random = np.random.default_rng(0)
+    arrays = {}
+    for path, rule in HUGGING_FACE.steps[0].rules:
+        leaf, *_ = _leaves(rule)
+        shape = structs[path].shape
+        stored_shape = shape if "{i}" not in leaf else shape[:0:-1]
+        for i in range(shape[0] if "{i}" in leaf else 1):
+            numbers = random.integers(0, 2**14, stored_shape, np.uint16).view(
+                jnp.bfloat16
+            )
+            arrays[leaf.replace("{i}", str(i))] = numbers
+    save_file(arrays, folder / "model.safetensors")
+    return folder
+
+
+def _leaves(rule: From) -> list[str]:
+    return (
+        [rule.path]
+        if rule.op == "leaf"
+        else [path for part in rule.of for path in _leaves(part)]
+    )
+
+
+def _by_hand(file: Path, shardings: Any) -> Any:
+    """What people write: whole weights in NumPy, stacked and transposed, then placed."""
+    from safetensors.numpy import load_file
+
+    return jax.device_put(HUGGING_FACE.apply(load_file(file)), shardings)
+
+
+def _as_it_is(file: Path, devices: list[Any]) -> ShardPlan:
+    """The same bytes, in the file's own layout, cut as the weights of a model are."""
+    structs = checkpoint.structs(checkpoint.read_index(file))
+    mesh = Mesh(np.array(devices).reshape(2, -1), ("fsdp", "tensor"))
+    return plan(
+        structs, mesh, paths=PathRules([("norm", P()), (".*", P("tensor", "fsdp"))])
+    )
+
+
+def load_race(mebibytes: int, options: Options) -> Race:
+    file = checkpoint_folder(mebibytes) / "model.safetensors"
+    trainer = trainer_plan(layer_count(mebibytes), options.devices)
+    plain_plan = _as_it_is(file, options.devices)
+
+    def check(_: Any, result: Any) -> None:
+        for path, array in _by_hand(file, trainer.shardings).items():
+            assert result[path].sharding == trainer.shardings[path], path
+            assert np.asarray(result[path]).tobytes() == np.asarray(array).tobytes(), (
+                path
+            )
+
+    return Race(
+        rivals=(
+            Rival(
+                "shardfx",
+                make=lambda: lambda _: checkpoint.load(file, trainer, HUGGING_FACE),
+                check=check,
+            ),
+            Rival(
+                "load without a map",
+                make=lambda: lambda _: checkpoint.load(file, plain_plan),
+            ),
+            Rival(
+                "load_file, numpy, device_put",
+                make=lambda: lambda _: _by_hand(file, trainer.shardings),
+            ),
+        ),
+        fresh=lambda: None,
+        byte_count=trainer.bytes_total,
+        clear_caches=False,
+        also=time.process_time,
+        most_seconds=MOST_SECONDS,
+    )
+
+
+LOADERS: dict[str, Callable[[Path, ShardPlan], Any]] = {
+    "shardfx": lambda file, planned: checkpoint.load(file, planned, HUGGING_FACE),
+    "load_file, numpy, device_put": lambda file, planned: _by_hand(
+        file, planned.shardings
+    ),
+}
+
+
+def memory_of_loads(mebibytes: int, options: Options) -> Mapping[str, Value]:
+    file = checkpoint_folder(mebibytes) / "model.safetensors"
+    values = {}
+    for name in LOADERS:
+        arguments = {
+            "file": str(file),
+            "mebibytes": mebibytes,
+            "name": name,
+            "devices": len(options.devices),
+        }
+        for key, value in fresh_process(
+            "benchmarks._convert_loads:memory_of", arguments
+        ).items():
+            values[f"{key}.{name}"] = value
+    return values
+
+
+def memory_of(file: str, mebibytes: int, name: str, devices: int) -> dict[str, float]:
+    """In a process of its own: the most memory that a load takes, and what stays, over
+    the bytes that stay.
+    """
+    jax.config.update("jax_num_cpu_devices", devices)
+    trainer = trainer_plan(layer_count(mebibytes), jax.devices())
+    with tempfile.TemporaryDirectory() as folder:
+        from safetensors.numpy import save_file
+
+        save_file({"w": np.ones((8, 8), np.float32)}, Path(folder, "small.safetensors"))
+        checkpoint.load(
+            folder,
+            plan(
+                {"w": np.ones((8, 8), np.float32)},
+                jax.make_mesh((1,), ("x",)),
+                paths=REPLICATED,
+            ),
+        )
+    held = sum(leaf.bytes_per_device for leaf in trainer.leaves) * devices
+    reset_peak()
+    before = resident_bytes()
+    result = jax.block_until_ready(LOADERS[name](Path(file), trainer))
+    peak = peak_resident_bytes() - before
+    resident = resident_bytes() - before
+    del result
+    return {"peak_over_tensors": peak / held, "resident_over_tensors": resident / held}
+
+
+REPLICATED = PathRules([(".*", P())])

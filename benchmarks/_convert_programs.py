@@ -1,0 +1,202 @@
+"""The suite `convert`: how many programs carry a move out, and what they allocate."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import shardfx
+from shardfx import (
+    ShardPlan,
+    plan_reshard,
+)
+from shardfx._ground.tree import flatten
+from shardfx._reshard.mover import map_move, resharded
+from shardfx._reshard.pieces.exchange import program
+
+from ._case import Value
+from ._convert_trees import (
+    ENGINE,
+    FEED,
+    HEADS,
+    KEYS,
+    LLAMA,
+    SHARDS,
+    SIZE,
+    WIDTH,
+    engine_plan,
+    filled_tree,
+    layer_count,
+    leaf_count,
+    small_weights,
+    trainer_plan,
+)
+from ._runner import Options
+
+
+def program_counts(options: Options) -> Mapping[str, Value]:
+    tree, target = small_weights(leaf_count(options), options.devices)
+    shardfx.clear_caches()
+    moved = resharded(tree, target, map=LLAMA, copies=False)
+    expected = LLAMA.apply({path: np.asarray(leaf) for path, leaf in tree.items()})
+    assert all(
+        np.asarray(moved[path]).tobytes() == array.tobytes()
+        for path, array in expected.items()
+    )
+    programs = program.cache_info().currsize
+    layers = 2
+    source = trainer_plan(layers, options.devices)
+    target = engine_plan(layers, options.devices)
+    works = map_move(flatten(filled_tree(source)), target, ENGINE, False).plans
+    wire_bytes = sum(
+        work.assembly.parts.wire_bytes for work in works if work.assembly is not None
+    )
+    bound = _lower_bound(source, target, layers)
+    return {
+        "leaves": len(moved),
+        "programs": programs,
+        "wire_over_lower_bound": wire_bytes / bound,
+    }
+
+
+def _lower_bound(source: ShardPlan, target: ShardPlan, layers: int) -> int:
+    """The bytes that each device of the target lacks, counted with the numbers of rows
+    and columns.
+    """
+    total = 0
+    for path, struct in target.structs.items():
+        if "embed" in path:
+            continue
+        layer = int(path.split(".")[2])
+        rows = _origins(path, layer)
+        for device, index in struct.sharding.devices_indices_map(struct.shape).items():
+            ranges = [
+                np.arange(size)[part]
+                for size, part in zip(struct.shape, index, strict=True)
+            ]
+            total += _lacking(rows, ranges, device, source)
+    return 2 * total
+
+
+def _origins(path: str, layer: int) -> list[tuple[str, int]]:
+    """Per row of a target which array of the source it is of, and which column there."""
+    name = path.rsplit(".", 1)[1]
+    if name in ("o", "down"):
+        return [(f"layers/{name}", row) for row in range(WIDTH)]
+    if name == "norm":
+        return [("layers/norm", row) for row in range(WIDTH)]
+    if name == "gate_up":
+        step = FEED // SHARDS
+        return [
+            (f"layers/{part}", s * step + r)
+            for s in range(SHARDS)
+            for part in ("gate", "up")
+            for r in range(step)
+        ]
+    step = HEADS * SIZE // SHARDS
+    times = SHARDS // KEYS
+    origins = []
+    for s in range(SHARDS):
+        origins += [("layers/q", s * step + r) for r in range(step)]
+        origins += [
+            (f"layers/{part}", s // times * SIZE + r)
+            for part in ("k", "v")
+            for r in range(SIZE)
+        ]
+    return origins
+
+
+def _lacking(
+    rows: list[tuple[str, int]],
+    resident: list[np.ndarray],
+    device: Any,
+    source: ShardPlan,
+) -> int:
+    expected: dict[str, set[int]] = {}
+    for row in resident[0]:
+        name, column = rows[int(row)]
+        expected.setdefault(name, set()).add(column)
+    count = 0
+    for name, columns in expected.items():
+        struct = source.structs[name]
+        index = struct.sharding.devices_indices_map(struct.shape)[device]
+        held = [
+            set(np.arange(size)[part].tolist())
+            for size, part in zip(struct.shape, index, strict=True)
+        ]
+        if len(struct.shape) == 2:
+            count += len(columns - held[1])
+            continue
+        others = set(resident[1].tolist())
+        count += len(columns) * len(others) - len(columns & held[2]) * len(
+            others & held[1]
+        )
+    return count
+
+
+def memory_of_programs(mebibytes: int, options: Options) -> Mapping[str, Value]:
+    """What the programs allocate beside their arguments and results, by XLA's own
+    account.
+    """
+    source = trainer_plan(2, options.devices)
+    target = engine_plan(2, options.devices)
+    tree = filled_tree(source)
+    works = map_move(flatten(tree), target, ENGINE, False).plans
+    largest = max(leaf.bytes_per_device for leaf in target.leaves)
+    most = 0
+    for work in [
+        work.assembly
+        for work in works
+        if work.assembly is not None and work.assembly.method == "programs"
+    ]:
+        for step in work.exchanges(None):
+            sources = tuple(work.source_shapes[key] for key in step.keys)
+            run = program(
+                work.devices, step.rounds, sources, (work.shard_shape, work.dtype), True
+            )
+            where = NamedSharding(
+                Mesh(np.array(work.devices), ("device",)), P("device")
+            )
+            count = len(work.devices)
+            structs = [
+                jax.ShapeDtypeStruct(
+                    step.places.shape, step.places.dtype, sharding=where
+                )
+            ] + [
+                jax.ShapeDtypeStruct(
+                    (count * block[0], *block[1:]), dtype, sharding=where
+                )
+                for block, dtype in sources
+            ]
+            most = max(
+                most, run.lower(*structs).compile().memory_analysis().temp_size_in_bytes
+            )
+    return {
+        "temporary_bytes": most,
+        "largest_shard": largest,
+        "temporary_over_largest_shard": most / largest,
+    }
+
+
+def memory_between_devices(mebibytes: int, options: Options) -> Mapping[str, Value]:
+    """What programs between other devices take of each beside its shards, as it is
+    planned.
+    """
+    layers = layer_count(mebibytes)
+    half = len(options.devices) // 2
+    source = trainer_plan(layers, options.devices[:half])
+    target = engine_plan(layers, options.devices[half:])
+    move = plan_reshard(source, target, map=ENGINE)
+    pieces = [leaf for leaf in move.leaves if leaf.how == "pieces"]
+    # The devices of a CPU share one memory, and the plan is of that.
+    most = max(
+        leaf.peak_bytes - leaf.source_bytes - leaf.target_bytes for leaf in pieces
+    ) // len(options.devices)
+    largest = max(leaf.bytes_per_device for leaf in target.leaves)
+    return {
+        "temporary_bytes": most,
+        "largest_shard": largest,
+        "temporary_over_largest_shard": most / largest,
+    }
