@@ -22,7 +22,16 @@ from .collectives import (
     slices_of,
     transfer_of,
 )
-from .evaluation import CALLS, LOOPS, MARKED_CALLS, evaluated, manual_axes_of, retraced
+from .evaluation import (
+    CALLS,
+    LOOPS,
+    MARKED_CALLS,
+    evaluated,
+    manual_axes_of,
+    retraced,
+    struct_of,
+    typed_struct_of,
+)
 from .explicit import (
     PlainStep,
     array_leaves,

@@ -91,31 +91,43 @@ def evaluated(
     return read(jaxpr.outvars)
 
 
+def struct_of(var: Any) -> jax.ShapeDtypeStruct:
+    """A struct of a jaxpr's variable, without a sharding."""
+    aval = var.aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def typed_struct_of(var: Any) -> jax.ShapeDtypeStruct:
+    """A struct of a jaxpr's variable, with the sharding over Explicit axes that the
+    variable's type says.
+    """
+    aval = var.aval
+    sharding = aval.sharding if aval.sharding.mesh.explicit_axes else None
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
+    )
+
+
 def retraced(
     parameter: Any,
     run: Callable[[jex.Jaxpr, Sequence[Any], Sequence[Any]], Sequence[Any]],
-    dtype_of: Callable[[Any], Any] = lambda dtype: dtype,
+    struct_of: Callable[[Any], jax.ShapeDtypeStruct] = struct_of,
 ) -> Any:
     """A parameter of an equation, with each jaxpr in it traced again as `run` evaluates
     it. Parameters without jaxprs are returned unchanged.
 
-    `run` takes a jaxpr, its constants and its arguments. `dtype_of` gives the dtype of
-    an argument from its dtype in the jaxpr.
+    `run` takes a jaxpr, its constants and its arguments. `struct_of` gives the struct of
+    an argument from its variable in the jaxpr.
     """
     if isinstance(parameter, tuple):
-        parts = [retraced(part, run, dtype_of) for part in parameter]
+        parts = [retraced(part, run, struct_of) for part in parameter]
         is_named = type(parameter) is not tuple
         return type(parameter)(*parts) if is_named else tuple(parts)
     if not isinstance(parameter, jex.ClosedJaxpr | jex.Jaxpr):
         return parameter
 
     jaxpr, consts = opened(parameter)
-    structs = [
-        jax.ShapeDtypeStruct(
-            var.aval.shape, dtype_of(var.aval.dtype), weak_type=var.aval.weak_type
-        )
-        for var in jaxpr.invars
-    ]
+    structs = map(struct_of, jaxpr.invars)
     closed = jax.make_jaxpr(lambda *args: run(jaxpr, consts, args))(*structs)
     return closed if isinstance(parameter, jex.ClosedJaxpr) else closed.jaxpr
 

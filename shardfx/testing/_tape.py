@@ -30,6 +30,7 @@ from .._step import (
     opened,
     place_text,
     retraced,
+    struct_of,
 )
 
 
@@ -310,7 +311,11 @@ class Tape:
                 outs, _ = inner.run(jaxpr, consts, args, [-1] * len(args))
                 return outs
 
-            return retraced(param, run, ft.partial(_wider, wide=self.wide))
+            def struct(var: Any) -> jax.ShapeDtypeStruct:
+                narrow = struct_of(var)
+                return narrow.update(dtype=_wider(narrow.dtype, self.wide))
+
+            return retraced(param, run, struct)
         is_scalar_type = isinstance(param, type) and issubclass(param, np.generic)
         if is_scalar_type or isinstance(param, np.dtype):
             return _wider(np.dtype(param), self.wide)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import shardfx as sfx
 from shardfx import chips
@@ -267,3 +267,41 @@ def test_modules_and_their_functions():
     assert {row.layers for row in made.rows} >= {1}
     plain = eqx.filter_jit(eqx.filter_grad(loss))(model, x)
     assert is_equal(plain, eqx.filter_jit(eqx.filter_grad(made.apply(loss)))(model, x))
+
+
+def test_explicit_axes_stay_in_the_types():
+    axis_types = (AxisType.Explicit, AxisType.Explicit)
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types)
+    key = jax.random.key(0)
+
+    def dropped(x, w):
+        hidden = jax.nn.gelu(x @ w["up"])
+        keep = jax.random.bernoulli(key, 0.9, hidden.shape)
+        hidden = jnp.where(keep, hidden, 0)
+        batch = NamedSharding(mesh, P("data"))
+        y = jnp.einsum("bth,hd->btd", hidden, w["down"], out_sharding=batch)
+        return x + y, None
+
+    def loss(params, x):
+        y, _ = jax.lax.scan(dropped, x, params)
+        return jnp.mean(y**2)
+
+    params, x = arrays()
+    specs = {"up": P(None, None, "tensor"), "down": P(None, "tensor", None)}
+    params = {
+        name: jax.device_put(params[name], NamedSharding(mesh, spec))
+        for name, spec in specs.items()
+    }
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+    question = Question(loss, (params, x), chip_of(10**9))
+    points = frontier(question.costs)
+    trial = Trial(points[-1], peak_bytes=0, fits=True, is_counted=False)
+    none_kept = question.policy_of(trial, 10**9)
+    assert "recompute" in {row.choice for row in none_kept.rows}
+    [mask] = [row for row in none_kept.rows if row.dtype == "bool"]
+    assert mask.bytes == BATCH * LENGTH * HIDDEN // 4
+
+    plain = jax.jit(jax.grad(loss))(params, x)
+    grads = jax.jit(jax.grad(none_kept.apply(loss)))(params, x)
+    assert is_equal(plain, grads)
+    assert jax.tree.map(jax.typeof, plain) == jax.tree.map(jax.typeof, grads)

@@ -179,8 +179,10 @@ class Question:
     @ft.cached_property
     def costs(self) -> Costs:
         def bytes_of(key: ValueKey, aval: Any) -> int:
-            whole = array_bytes(aval.shape, aval.dtype)
-            return self.shard_bytes.get((key.line, key.shape, key.dtype), whole)
+            # The type says how Explicit axes shard a value.
+            shard_shape = aval.sharding.shard_shape(aval.shape)
+            typed = array_bytes(shard_shape, aval.dtype)
+            return self.shard_bytes.get((key.line, key.shape, key.dtype), typed)
 
         regions = [recomputation_of(placed, bytes_of) for placed in self.placed]
         return Costs(tuple(regions), self.chip, self.devices)

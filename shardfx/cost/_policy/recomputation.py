@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex
 
-from ..._step import CALLS, applied, evaluated, opened
+from ..._step import CALLS, applied, evaluated, opened, typed_struct_of
 from .regions import Placed, ValueKey
 from .work import Work, dependent, total, work_of
 
@@ -158,12 +158,7 @@ def _derivative(placed: Placed) -> jex.Jaxpr:
     arguments are those of the region, and a tangent for each that is differentiated.
     """
     region = placed.region
-    structs = [
-        jax.ShapeDtypeStruct(
-            var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type
-        )
-        for var in region.invars
-    ]
+    structs = list(map(typed_struct_of, region.invars))
 
     def derivative(*arrays: Any) -> Any:
         inputs = arrays[: len(structs)]

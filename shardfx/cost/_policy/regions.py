@@ -34,6 +34,7 @@ from ..._step import (
     place_text,
     retraced,
     structs_like,
+    typed_struct_of,
     unwrapped,
 )
 from .work import SCANS, USERS_CHECKPOINTS, dependent, has_products, work_of
@@ -233,7 +234,8 @@ def _run(
             return _run(part.body, inner_consts, args, checkpointed)
 
         scan = part.equation
-        params = {**scan.params, "jaxpr": retraced(scan.params["jaxpr"], body)}
+        jaxpr = retraced(scan.params["jaxpr"], body, typed_struct_of)
+        params = {**scan.params, "jaxpr": jaxpr}
         return applied(program.jaxpr, scan.replace(params=params), operands)
 
     return evaluated(program, consts, args, rule)
@@ -271,7 +273,7 @@ def _flat(
         if name in CALLS and not _has_shardings(equation):
             return run(*opened(equation.params[CALLS[name]]), operands, equation)
         if name in SCANS:
-            body = retraced(equation.params["jaxpr"], run)
+            body = retraced(equation.params["jaxpr"], run, typed_struct_of)
             equation = equation.replace(params={**equation.params, "jaxpr": body})
         return applied(jaxpr, equation, operands)
 
