@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ._coverage import table as coverage_table
 from ._data import Case
 from ._driver import Configuration
 from ._hunt import MISTAKES, Tally
@@ -169,6 +170,9 @@ def section(documents: Mapping[str, Mapping[str, Any]]) -> str:
     for data in hunts.values():
         lines += [_cause_row(data, entry) for entry in data["causes"]]
     lines += ["", *_verdict_rows(documents), ""]
+    for data in documents.values():
+        if "coverage" in data:
+            lines += _coverage_rows(data)
     return "\n".join(lines)
 
 
@@ -222,6 +226,19 @@ def _verdict_rows(documents: Mapping[str, Mapping[str, Any]]) -> list[str]:
             f"- `verify` on {what}, JAX {data['versions']['jax']}: {verdict_counts}."
         )
     return lines
+
+
+def _coverage_rows(data: Mapping[str, Any]) -> list[str]:
+    """How much of training steps `verify` judges."""
+    return [
+        "`python -m benchmarks faults --coverage`: what `verify` judges of training steps"
+        f" with JAX {data['versions']['jax']},",
+        "with their gradients and AdamW, each under one or two layouts. *Refuted* are steps",
+        "that XLA computes wrongly; *accused* would be right ones.",
+        "",
+        *coverage_table(data["coverage"]),
+        "",
+    ]
 
 
 def _front(data: Mapping[str, Any]) -> str:

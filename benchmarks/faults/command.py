@@ -36,6 +36,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--minimise", type=float, default=60, help="seconds to shrink each failure")
     add("--mutations", type=int, help="mutate this many right programs instead")
+    add(
+        "--coverage",
+        action="store_true",
+        help="no draws: how much of training steps of each family verify judges",
+    )
     add("--replay", type=Path, help="run the cases of a results file again")
     add("--records", type=Path, help="add each result to this file as it comes")
     add("--summarise", type=Path, help="no draws: the results in this file of records")
@@ -49,6 +54,8 @@ def main(flags: argparse.Namespace) -> int:
     configuration = Configuration(python=flags.python, shardy=not flags.gspmd)
     if flags.replay is not None:
         return _replayed(flags, configuration)
+    if flags.coverage:
+        return _covered(flags)
     if flags.mutations is not None:
         return _mutated(flags, configuration)
     tally = _tally(flags, configuration)
@@ -112,6 +119,18 @@ def _replayed(flags: argparse.Namespace, configuration: Configuration) -> int:
             print(_report.replay_line(case, outcome, entry["cause"], same))
     _write(document, flags.json)
     return int(failing > 0)
+
+
+def _covered(flags: argparse.Namespace) -> int:
+    """Judges training steps of each family, or of one. Returns 1 if `verify` accuses a
+    step whose numbers are right.
+    """
+    from . import _coverage
+
+    lines = _coverage.judged_steps(flags.family, _progress)
+    _write(_coverage.document(lines), flags.json)
+    print("\n".join(_coverage.table(lines)))
+    return int(any(line.get("numbers_right") for line in lines))
 
 
 def _mutated(flags: argparse.Namespace, configuration: Configuration) -> int:
