@@ -385,3 +385,28 @@ def test_a_convolution_in_groups_that_are_cut_is_proved():
     )
     after = moved + r"\1\2 convolution(\3, %other)"
     assert mutated(programs, before, after).outcome == "refuted"
+
+
+def test_heads_that_are_repeated_are_not_accused():
+    # A device may read any copy of a head. The judge took the first, and refuted the
+    # product.
+    mesh = sfx.MeshSpec({"a": 4, "b": 2}).abstract()
+    heads = NamedSharding(mesh, P(None, None, "b"))
+    width = NamedSharding(mesh, P(None, None, None, ("b", "a")))
+
+    def attended(q, key, v):
+        key = jnp.repeat(key, 2, axis=2)
+        v = jnp.repeat(v, 2, axis=2)
+        scores = jnp.einsum("bthk,bshk->bhts", q, key)
+        return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), v)
+
+    def gradients(q, key, v, cotangent):
+        return jax.vjp(attended, q, key, v)[1](cotangent)
+
+    def array(count, sharding):
+        return jax.ShapeDtypeStruct((4, 16, count, 8), jnp.float32, sharding=sharding)
+
+    both = NamedSharding(mesh, P(None, None, ("a", "b")))
+    arrays = [array(8, heads), array(4, width), array(4, heads), array(8, both)]
+    step = jax.jit(gradients, out_shardings=(heads, width, heads))
+    assert sfx.testing.verify(step, *arrays).outcome != "refuted"
