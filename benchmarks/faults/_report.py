@@ -62,6 +62,14 @@ def is_mistake(line: Mapping[str, Any]) -> bool:
     return said == "failed" or (said == "proved" and line["changed"] > UNCHANGED)
 
 
+def is_harmless(line: Mapping[str, Any]) -> bool:
+    """Whether `verify` refutes a mutation that changes no number."""
+    if "verdict" not in line:
+        return False
+    is_refuted = line["verdict"]["outcome"] == "refuted"
+    return is_refuted and line["changed"] <= UNCHANGED
+
+
 def table(data: Mapping[str, Any]) -> str:
     """The counts, the causes, and what `verify` says, as Markdown."""
     versions = data["versions"]
