@@ -12,9 +12,11 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags.what == "whole":
         steps = whole(records, flags.chips, flags.count)
     else:
-        steps = full(records) if flags.what == "full" else times()
+        steps = full(records) if flags.what == "full" else times(records)
     for name, record in steps:
         records[name] = record
         _FILE.write_text(json.dumps(document, indent=1) + "\n")
@@ -134,7 +136,7 @@ def full(records: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, record
 
 
-def times() -> Iterator[tuple[str, dict[str, Any]]]:
+def times(records: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the seconds of `estimate` and `fit` of deep steps."""
     shapes = {
         "126 scanned layers": (126, Way(scan=True, remat=True)),
@@ -145,27 +147,46 @@ def times() -> Iterator[tuple[str, dict[str, Any]]]:
     for name, (layers, strategy) in shapes.items():
         sizes = dataclasses.replace(STUDY, layers=layers)
         made = planned(sizes, strategy, LAYOUTS["fsdp x tp"])
-        yield name, _seconds(made)
+        for question in ("estimate", "fit"):
+            record_name = f"{question} of {name}"
+            if record_name not in records:
+                yield record_name, _seconds(question, made)
 
 
-def _seconds(made: Planned) -> dict[str, Any]:
-    """The seconds of each question, and how many of them pass outside of libtpu."""
-    record: dict[str, Any] = {}
-    for name in ("estimate", "fit", "estimate again", "fit again"):
-        with _asking() as asked:
-            begin = time.perf_counter()
-            cpu_begin = time.process_time()
-            if name.startswith("estimate"):
-                estimate(made.jitted, *made.args, compiler="tpu:v5e")
-            else:
-                fit(made.jitted, *made.args, chip="v5e")
-            seconds = time.perf_counter() - begin
-        record[name] = {
-            "seconds": round(seconds, 2),
-            "in compilers": round(sum(asked), 2),
-            "own processor seconds": round(time.process_time() - cpu_begin, 2),
-        }
-    return record
+def _seconds(question: str, made: Planned) -> dict[str, Any]:
+    """The seconds of a question, how many of them pass in compilers' processes, and the
+    processor seconds of both. The latter say more on a busy machine.
+    """
+    with _asking() as asked:
+        begin = time.perf_counter()
+        own_begin = time.process_time()
+        compilers_begin = _processor_seconds_of_compilers()
+        if question == "estimate":
+            estimate(made.jitted, *made.args, compiler="tpu:v5e")
+        else:
+            fit(made.jitted, *made.args, chip="v5e")
+        seconds = time.perf_counter() - begin
+    own_seconds = time.process_time() - own_begin
+    compiler_seconds = _processor_seconds_of_compilers() - compilers_begin
+    return {
+        "seconds": round(seconds, 2),
+        "in compilers": round(sum(asked), 2),
+        "own processor seconds": round(own_seconds, 2),
+        "processor seconds of compilers": round(compiler_seconds, 2),
+    }
+
+
+def _processor_seconds_of_compilers() -> float:
+    """The processor seconds of the processes that ask compilers, with their children."""
+    own = os.getpid()
+    ticks = 0
+    text = Path(f"/proc/{own}/task/{own}/children").read_text()
+    for process_id in text.split():
+        # Behind the name in parentheses, fields 14 to 17 of proc(5).
+        stat = Path(f"/proc/{process_id}/stat").read_text()
+        fields = stat.rpartition(")")[2].split()
+        ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from .._step import CALLBACKS, MOVING, PRODUCTS, VIEWS, Frame, HloModule, Instruction
-from ._live.program import FlatOp, Uses, program_of, reached
+from ._live.program import FlatOp, Use, Uses, program_of, reached
 
 
 # Operations whose result is the operand, or a slice or reshape of it. With several
@@ -55,11 +55,10 @@ class Origins:
     def __init__(self, module: HloModule):
         self._module = module
         self._program = program_of(module)
-        self._uses = uses = Uses(self._program)
-        self._names = dict(
-            zip(self._program.entry.carried, self._program.parameters, strict=True)
-        )
-        self._results = frozenset(self._program.entry.results)
+        self._uses = Uses(self._program)
+        entry = self._program.entry
+        self._names = dict(zip(entry.carried, self._program.parameters, strict=True))
+        self._results = frozenset(entry.results)
         self._ops: dict[int, FlatOp] = {}
         self._onward = ft.lru_cache(maxsize=65536)(self._next)
         # For a loop-carried value, its loop and its index. For the result of a loop's
@@ -68,22 +67,21 @@ class Origins:
         self._carried: dict[int, tuple[FlatOp, int]] = {}
         self._becomes: dict[int, list[int]] = collections.defaultdict(list)
         transfers: dict[tuple[str, str], FlatOp] = {}
-        for op in uses.ops:
+        for op in self._uses.ops:
             self._ops.setdefault(id(op.instruction), op)
             for body in op.bodies:
-                self._carried |= {
-                    value: (op, number) for number, value in enumerate(body.carried)
-                }
+                for number, value in enumerate(body.carried):
+                    self._carried[value] = (op, number)
                 for value, carried in zip(body.results, op.makes, strict=False):
                     self._becomes[value].append(carried)
-            if (meets := op.instruction.rendezvous) is not None:
+            meets = op.instruction.rendezvous
+            if meets is not None:
                 transfers[op.opcode, meets] = op
+        # By the `recv`.
         self._senders: dict[FlatOp, FlatOp] = {}
         for (opcode, meets), op in transfers.items():
-            if (
-                opcode == "recv"
-                and (sender := transfers.get(("send", meets))) is not None
-            ):
+            sender = transfers.get(("send", meets))
+            if opcode == "recv" and sender is not None:
                 self._senders[op] = sender
                 self._becomes[sender.reads[0]].append(op.makes[0])
 
@@ -96,20 +94,19 @@ class Origins:
         op = self._ops.get(id(instruction))
         if op is None:
             return self._module.frames(instruction)
-        uses = self._uses.users
-        users = reached(
-            [op],
-            lambda op: (
-                user for value in op.makes for user, _, _ in uses.get(value, ())
-            ),
-        )
-        near = itertools.chain(self._before(op), itertools.islice(users, _FAR))
-        stacks = (
-            self._module.frames(source)
-            for op in near
-            for source in (op.instruction, *op.calls)
-        )
-        return next(filter(None, stacks), ())
+        users = itertools.islice(reached([op], self._users_of), _FAR)
+        for near in itertools.chain(self._before(op), users):
+            for source in (near.instruction, *near.calls):
+                frames = self._module.frames(source)
+                if frames:
+                    return frames
+        return ()
+
+    def _users_of(self, op: FlatOp) -> Iterator[FlatOp]:
+        """Yields the operations that read a result of `op`."""
+        for value in op.makes:
+            for use in self._uses.reads_of(value):
+                yield use.op
 
     def _before(self, op: FlatOp | None) -> Iterator[FlatOp]:
         """Yields `op`, then the operation that computes the first operand of `op`, and
@@ -123,11 +120,10 @@ class Origins:
             value = op.reads[0] if op.reads else -1
             if value in self._names:
                 yield FlatOp(self._names[value], (), (value,))
-            op = (
-                self._carried[value][0]
-                if value in self._carried
-                else self._uses.maker.get(value)
-            )
+            if value in self._carried:
+                op, _ = self._carried[value]
+            else:
+                op = self._uses.maker.get(value)
 
     def gathered(self, instruction: Instruction, element: int) -> str | None:
         """JAX's name of the argument that a collective sends; `None` if it sends a
@@ -135,7 +131,9 @@ class Origins:
         the collective.
         """
         op = self._ops.get(id(instruction))
-        moved = () if op is None else self._senders.get(op, op).reads[element:]
+        if op is None:
+            return None
+        moved = self._senders.get(op, op).reads[element:]
         return self._argument(moved[0]) if moved else None
 
     def updated(self, instruction: Instruction, element: int) -> str | None:
@@ -144,18 +142,29 @@ class Origins:
         program adds it, or a value computed from it, to the argument.
         """
         op = self._ops.get(id(instruction))
-        for gradient in () if op is None else _results_of(op, element):
+        if op is None:
+            return None
+        for gradient in _results_of(op, element):
             for value in self._same_gradient(gradient):
-                for user, number, _ in self._uses.users.get(value, ()):
-                    if user.opcode in ("add", "subtract") and len(user.reads) == 2:
-                        argument = self._argument(user.reads[1 - number])
-                        # The sum is an updated weight only if it is a result of the
-                        # program.
-                        if argument is not None and not self._results.isdisjoint(
-                            self._same_gradient(user.makes[0])
-                        ):
-                            return argument
+                for use in self._uses.reads_of(value):
+                    argument = self._updated_by(use)
+                    if argument is not None:
+                        return argument
         return None
+
+    def _updated_by(self, use: Use) -> str | None:
+        """JAX's name of the argument to which an operation adds a value; `None` if it
+        does not.
+        """
+        if use.op.opcode not in ("add", "subtract") or len(use.op.reads) != 2:
+            return None
+        argument = self._argument(use.op.reads[1 - use.operand])
+        # The sum is an updated weight only if it is a result of the program.
+        if argument is None or self._results.isdisjoint(
+            self._same_gradient(use.op.makes[0])
+        ):
+            return None
+        return argument
 
     def _same_gradient(self, gradient: int) -> Iterator[int]:
         """Yields a gradient, and the values computed from it that may be the same or
@@ -169,13 +178,14 @@ class Origins:
         shard, or is a larger array into which the value is written.
         """
         following = [*self._becomes.get(value, ())]
-        for op, number, _ in self._uses.users.get(value, ()):
-            outputs = () if op.opcode in _RENEWING else _results_of(op, number)
-            following += [
-                output
-                for output in outputs
-                if op.opcode == "dynamic-update-slice" or self._is_shard(output, value)
-            ]
+        for use in self._uses.reads_of(value):
+            opcode = use.op.opcode
+            if opcode in _RENEWING:
+                continue
+            for output in _results_of(use.op, use.operand):
+                is_update = opcode == "dynamic-update-slice"
+                if is_update or self._is_shard(output, value):
+                    following.append(output)
         return tuple(following)
 
     def _argument(self, value: int) -> str | None:
@@ -185,15 +195,14 @@ class Origins:
         for _ in range(_FAR):
             if value in self._names:
                 return self._names[value].op_name or None
-            op = self._uses.maker.get(value)
-            if op is None or not (
-                op.opcode in _SLICES or _CONCATENATES in op.instruction.attributes
-            ):
+            maker = self._uses.maker.get(value)
+            if maker is None or not _is_slice(maker):
                 return None
-            op, number = self._senders.get(op, op), op.makes.index(value)
-            if not op.reads:
+            number = maker.makes.index(value)
+            reads = self._senders.get(maker, maker).reads
+            if not reads:
                 return None
-            value = op.reads[number if number < len(op.reads) else 0]
+            value = reads[number] if number < len(reads) else reads[0]
         return None
 
     def callback(self, instruction: Instruction) -> str:
@@ -211,26 +220,28 @@ class Origins:
         for value in itertools.islice(reached(op.makes, self._forms_of), _MANY):
             if value in self._uses.results:
                 return ""
-            for user, _, _ in self._uses.users.get(value, ()):
+            for use in self._uses.reads_of(value):
                 # The branches of a conditional read its operands.
-                if user.opcode in _SPREADS or user.opcode == "conditional":
+                if use.op.opcode in _SPREADS or use.op.opcode == "conditional":
                     continue
-                name = _callback_name(user)
+                name = _callback_name(use.op)
                 if not name:
                     return ""
         return name
 
     def _forms_of(self, value: int) -> Iterator[int]:
         """The other forms of a value, such as its transpose."""
-        for user, _, _ in self._uses.users.get(value, ()):
-            if user.opcode in _SPREADS:
-                yield from user.makes
+        for use in self._uses.reads_of(value):
+            if use.op.opcode in _SPREADS:
+                yield from use.op.makes
 
     def _made_by_callback(self, op: FlatOp) -> str:
-        values = itertools.islice(reached(op.reads, self._unspread), _FAR)
-        makers = (self._uses.maker.get(value) for value in values)
-        names = (_callback_name(maker) for maker in makers if maker is not None)
-        return next(filter(None, names), "")
+        for value in itertools.islice(reached(op.reads, self._unspread), _FAR):
+            maker = self._uses.maker.get(value)
+            name = "" if maker is None else _callback_name(maker)
+            if name:
+                return name
+        return ""
 
     def _unspread(self, value: int) -> Iterable[int]:
         """The values of which one device's copy of a value is made."""
@@ -249,12 +260,13 @@ class Origins:
         matrix product, or from constants alone.
         """
         op = self._ops.get(id(instruction))
-        values = itertools.islice(
-            reached(() if op is None else op.reads, self._operands_of), _FAR
-        )
-        makers = [self._uses.maker.get(value) for value in values]
-        opcodes = {None if maker is None else maker.opcode for maker in makers}
-        return not opcodes.isdisjoint(PRODUCTS) or opcodes.isdisjoint((None, *_GATHERS))
+        operands = () if op is None else op.reads
+        opcodes: set[str] = set()
+        for value in itertools.islice(reached(operands, self._operands_of), _FAR):
+            maker = self._uses.maker.get(value)
+            opcodes.add("parameter" if maker is None else maker.opcode)
+        has_product = not opcodes.isdisjoint(PRODUCTS)
+        return has_product or opcodes.isdisjoint(("parameter", *_GATHERS))
 
     def _operands_of(self, value: int) -> Iterable[int]:
         """The values from which a value is computed. There are none for the result of
@@ -271,12 +283,21 @@ class Origins:
         """Whether value `part` has as many elements as value `whole`, or the shape of a
         shard of `whole`.
         """
-        sizes, limits = (self._program.buffers[value].shape for value in (part, whole))
-        if not sizes or not limits or math.prod(sizes) == math.prod(limits):
-            return bool(sizes and limits)
-        return len(sizes) == len(limits) and all(
-            size and not limit % size for size, limit in zip(sizes, limits, strict=True)
-        )
+        sizes = self._program.buffers[part].shape
+        limits = self._program.buffers[whole].shape
+        if not sizes or not limits:
+            return False
+        if math.prod(sizes) == math.prod(limits):
+            return True
+        if len(sizes) != len(limits):
+            return False
+        pairs = zip(sizes, limits, strict=True)
+        return all(size and limit % size == 0 for size, limit in pairs)
+
+
+def _is_slice(op: FlatOp) -> bool:
+    """Whether each result of an operation is one of its operands, or a slice of it."""
+    return op.opcode in _SLICES or _CONCATENATES in op.instruction.attributes
 
 
 def _callback_name(op: FlatOp) -> str:
@@ -290,7 +311,7 @@ def _callback_name(op: FlatOp) -> str:
 
 
 def _results_of(op: FlatOp, number: int) -> tuple[int, ...]:
-    """The results of an operation that correspond to its operand number `at`. There can
+    """The results of an operation that correspond to its operand number `number`. There can
     be several, since the `-start` of an asynchronous collective also returns its
     operands.
     """

@@ -150,7 +150,7 @@ def _subtrees(
 
 def _comes_from(result: int, argument: int, uses: Uses) -> bool:
     """Whether only elementwise operations, in-place updates, slices and resharding lead
-    from value number `given`, an argument, to value number `result`.
+    from value number `argument` to value number `result`.
     """
 
     def before(value: int) -> Sequence[int]:
@@ -177,14 +177,14 @@ def _is_read_forward(value: int, uses: Uses) -> bool:
     forming = {*VIEWS, *MOVING, "convert"}
 
     def forms(value: int) -> Iterator[int]:
-        for op, _, _ in uses.users.get(value, ()):
-            if op.opcode in forming:
-                yield from op.makes
+        for use in uses.reads_of(value):
+            if use.op.opcode in forming:
+                yield from use.op.makes
 
     for form in reached([value], forms):
-        for op, _, _ in uses.users.get(form, ()):
-            is_forward = "jvp(" in op.instruction.op_name
-            if is_forward or op.opcode not in ELEMENTWISE | forming:
+        for use in uses.reads_of(form):
+            is_forward = "jvp(" in use.op.instruction.op_name
+            if is_forward or use.op.opcode not in ELEMENTWISE | forming:
                 return True
     return False
 

@@ -4,9 +4,10 @@ schedules operations to use little memory.
 
 import heapq
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from ..._step import CONSTANTS, ELEMENTWISE, PIECES, PRODUCTS, VIEWS
-from .program import FlatProgram, Uses
+from .program import FlatOp, FlatProgram, Uses
 
 
 # The results of these operations are computed in the fusion of the operation that reads
@@ -27,21 +28,27 @@ def sources_of(program: FlatProgram, uses: Uses) -> dict[int, frozenset[int]]:
     """
     sources = {value: frozenset([value]) for value in range(len(program.buffers))}
     for op in uses.ops:
-        for value in op.makes if op.opcode in _FUSED | _FREE else ():
-            readers = uses.users.get(value, ())
-            by_library = PRODUCTS if op.opcode in ELEMENTWISE else ()
-            is_read = any(
-                body is not uses.home[value] or user.opcode in by_library
-                for user, _, body in readers
-            )
-            is_scalar = not program.buffers[value].shape
-            if op.opcode in _FREE or not (
-                is_read or is_scalar or value in uses.results
-            ):
-                sources[value] = frozenset().union(
-                    *(sources[read] for read in op.reads)
-                )
+        is_free = op.opcode in _FREE
+        if not is_free and op.opcode not in _FUSED:
+            continue
+        for value in op.makes:
+            if is_free or not _is_stored(value, op, program, uses):
+                sources_of_reads = [sources[read] for read in op.reads]
+                sources[value] = frozenset().union(*sources_of_reads)
     return sources
+
+
+def _is_stored(value: int, op: FlatOp, program: FlatProgram, uses: Uses) -> bool:
+    """Whether a value occupies memory although XLA can fuse the operation `op` that
+    makes it.
+    """
+    if value in uses.results or not program.buffers[value].shape:
+        return True
+    read_by_library = PRODUCTS if op.opcode in ELEMENTWISE else ()
+    for use in uses.reads_of(value):
+        if use.body is not uses.home[value] or use.op.opcode in read_by_library:
+            return True
+    return False
 
 
 def list_schedule(
@@ -60,50 +67,113 @@ def list_schedule(
     have the most readers. An operation that reads no result of these operations, such
     as the all-gather of a weight, runs right before its first reader.
     """
-    maker = {value: at for at, values in enumerate(makes) for value in values}
-    users: dict[int, list[int]] = {}
-    for at, values in enumerate(reads):
-        for value in values:
-            users.setdefault(value, []).append(at)
-    before = [{maker[value] for value in values if value in maker} for values in reads]
-    followers = [sum(len(users.get(value, ())) for value in values) for values in makes]
-    is_first = [
-        not own and count > 0 for own, count in zip(before, followers, strict=True)
-    ]
-    waits = [{one for one in own if not is_first[one]} for own in before]
-    left = {value: len(ops) for value, ops in users.items()}
-    done: set[int] = set()
+    return _Scheduler(reads, makes, bytes_of).order()
 
-    def priority(at: int) -> tuple[int, int, int]:
-        freed = sum(
-            bytes_of(value)
-            for value in reads[at]
-            if left[value] == 1 and maker.get(value) in done
-        )
-        made = sum(map(bytes_of, makes[at]))
-        return made - freed, -followers[at], at
 
-    ready = [
-        priority(at) for at, own in enumerate(waits) if not own and not is_first[at]
-    ]
-    heapq.heapify(ready)
-    order: list[int] = []
-    while ready:
-        at = heapq.heappop(ready)[-1]
-        if at in done:
-            continue
-        firsts = sorted(one for one in before[at] if is_first[one] and one not in done)
-        done.update((*firsts, at))
-        order += [*firsts, at]
-        for value in reads[at]:
-            left[value] -= 1
-        changed = [user for value in makes[at] for user in users.get(value, ())]
-        for user in changed:
-            waits[user].discard(at)
-        changed += [
-            user for value in reads[at] if left[value] == 1 for user in users[value]
+class _Priority(NamedTuple):
+    """The rank of an operation that can run next; the least runs first.
+
+    - `growth_bytes`: the bytes that it makes, less those that it frees.
+    - `minus_readers`: the negative number of the readers of its results.
+    - `operation`: its number.
+    """
+
+    growth_bytes: int
+    minus_readers: int
+    operation: int
+
+
+class _Scheduler:
+    """The state of `list_schedule`."""
+
+    def __init__(
+        self,
+        reads: Sequence[frozenset[int]],
+        makes: Sequence[Collection[int]],
+        bytes_of: Callable[[int], int],
+    ):
+        self.reads = reads
+        self.makes = makes
+        self.bytes_of = bytes_of
+        self.maker: dict[int, int] = {}
+        for operation, values in enumerate(makes):
+            self.maker.update(dict.fromkeys(values, operation))
+        self.users: dict[int, list[int]] = {}
+        for operation, values in enumerate(reads):
+            for value in values:
+                self.users.setdefault(value, []).append(operation)
+        self.unread = {value: len(users) for value, users in self.users.items()}
+        self.done: set[int] = set()
+
+        self.readers = [self._count_readers(values) for values in makes]
+        self.makers = [self._makers(values) for values in reads]
+        # Operations that run right before their first reader.
+        self.is_late = [
+            count > 0 and not makers
+            for makers, count in zip(self.makers, self.readers, strict=True)
         ]
-        for user in changed:
-            if user not in done and not waits[user] and not is_first[user]:
-                heapq.heappush(ready, priority(user))
-    return order
+        self.awaited = [
+            {maker for maker in makers if not self.is_late[maker]}
+            for makers in self.makers
+        ]
+
+    def _count_readers(self, values: Collection[int]) -> int:
+        return sum(len(self.users.get(value, ())) for value in values)
+
+    def _makers(self, values: Collection[int]) -> set[int]:
+        return {self.maker[value] for value in values if value in self.maker}
+
+    def order(self) -> list[int]:
+        ready = [
+            self._priority(operation)
+            for operation, makers in enumerate(self.awaited)
+            if not makers and not self.is_late[operation]
+        ]
+        heapq.heapify(ready)
+        order: list[int] = []
+        while ready:
+            operation = heapq.heappop(ready).operation
+            # An operation whose priority changed is in the heap several times.
+            if operation in self.done:
+                continue
+            # All other makers are done.
+            next_operations = [*sorted(self.makers[operation] - self.done), operation]
+            order += next_operations
+            self.done.update(next_operations)
+            for user in self._ready_after(operation):
+                heapq.heappush(ready, self._priority(user))
+        return order
+
+    def _priority(self, operation: int) -> _Priority:
+        freed = 0
+        for value in self.reads[operation]:
+            if self.unread[value] == 1 and self.maker.get(value) in self.done:
+                freed += self.bytes_of(value)
+        made = sum(map(self.bytes_of, self.makes[operation]))
+        return _Priority(
+            growth_bytes=made - freed,
+            minus_readers=-self.readers[operation],
+            operation=operation,
+        )
+
+    def _ready_after(self, operation: int) -> list[int]:
+        """Notes that an operation has run. Returns the operations that can run and
+        whose priorities that changes.
+        """
+        for value in self.reads[operation]:
+            self.unread[value] -= 1
+        users: list[int] = []
+        for value in self.makes[operation]:
+            users += self.users.get(value, ())
+        for user in users:
+            self.awaited[user].discard(operation)
+        for value in self.reads[operation]:
+            if self.unread[value] == 1:
+                users += self.users[value]
+        return [
+            user
+            for user in users
+            if user not in self.done
+            and not self.awaited[user]
+            and not self.is_late[user]
+        ]

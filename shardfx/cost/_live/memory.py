@@ -42,56 +42,56 @@ def rematerialized(
     Instead, the values that the forward loop carries from layer to layer are stored for
     every layer. `bytes_of` returns the bytes of an array.
     """
-    loops = {id(body) for op in uses.ops if op.opcode == "while" for body in op.bodies}
+    loop_bodies = {
+        id(body) for op in uses.ops if op.opcode == "while" for body in op.bodies
+    }
     dropped: set[int] = set()
-    stacked = kept = 0
-    for op in [one for one in program.entry.ops if one.opcode == "while"]:
-        stacks = [at for at in range(len(op.makes)) if _is_stack(op, at, uses)]
-        own = [
-            at
-            for at in stacks
-            if {id(body) for _, _, body in uses.users.get(op.makes[at], ())} <= loops
+    stacked_bytes = kept_bytes = 0
+    for loop in program.entry.ops:
+        if loop.opcode != "while":
+            continue
+        stacks = [
+            index for index in range(len(loop.makes)) if _is_stack(loop, index, uses)
         ]
-        for at in own:
-            stacked += bytes_of(op.makes[at])
-            dropped.update(
-                (
-                    op.makes[at],
-                    op.reads[at],
-                    op.bodies[0].carried[at],
-                    op.bodies[0].results[at],
-                )
-            )
-        carried = [
-            value
-            for at, value in enumerate(op.makes)
-            if at not in stacks and program.buffers[value].shape
+        read_by_loops = [
+            index
+            for index in stacks
+            if {id(use.body) for use in uses.reads_of(loop.makes[index])} <= loop_bodies
         ]
+        if not read_by_loops:
+            continue
+        body = loop.bodies[0]
         # A loop may stack its carried values already. Then these are stored in the
         # dtype of the stack.
-        sizes = {
-            program.buffers[op.makes[at]].shape: bytes_of(op.makes[at]) for at in own
-        }
-        for value in carried if own else ():
-            length, shape = (
-                program.buffers[op.makes[own[0]]].shape[0],
-                program.buffers[value].shape,
-            )
-            kept += sizes.get((length, *shape), length * bytes_of(value))
-    return (
-        Rematerialized(frozenset(dropped), kept)
-        if stacked > 1.1 * kept
-        else Rematerialized()
-    )
+        sizes: dict[tuple[int, ...], int] = {}
+        for index in read_by_loops:
+            stack = loop.makes[index]
+            stacked_bytes += bytes_of(stack)
+            sizes[program.buffers[stack].shape] = bytes_of(stack)
+            dropped |= {
+                stack,
+                loop.reads[index],
+                body.carried[index],
+                body.results[index],
+            }
+        length = program.buffers[loop.makes[read_by_loops[0]]].shape[0]
+        for index, value in enumerate(loop.makes):
+            shape = program.buffers[value].shape
+            if index not in stacks and shape:
+                size = length * bytes_of(value)
+                kept_bytes += sizes.get((length, *shape), size)
+    if stacked_bytes <= 1.1 * kept_bytes:
+        return Rematerialized()
+    return Rematerialized(frozenset(dropped), kept_bytes)
 
 
-def _is_stack(loop: FlatOp, at: int, uses: Uses) -> bool:
+def _is_stack(loop: FlatOp, index: int, uses: Uses) -> bool:
     """Whether each iteration of a loop writes a slice of its loop-carried array number
-    `at`, and none reads it.
+    `index`, and none reads it.
     """
     body = loop.bodies[0]
-    op = uses.maker.get(body.results[at])
-    readers = [one for one, _, _ in uses.users.get(body.carried[at], ())]
+    op = uses.maker.get(body.results[index])
+    readers = [use.op for use in uses.reads_of(body.carried[index])]
     return op is not None and op.opcode == "dynamic-update-slice" and readers == [op]
 
 
@@ -117,38 +117,40 @@ def device_memory(
       loop.
     """
     program = program_of(module)
-    memory = _Counter(module, program, tile)
+    counter = _Counter(module, program, tile)
     if remat:
-        memory.remat = rematerialized(program, memory.uses, memory.bytes_of)
+        counter.remat = rematerialized(program, counter.uses, counter.bytes_of)
     entry = program.entry
     spare = [
         program.buffers[value]
-        for value, yes in zip(entry.carried, donated, strict=False)
-        if yes
+        for value, is_donated in zip(entry.carried, donated, strict=False)
+        if is_donated
     ]
     results: list[int] = []
-    for value, is_away in itertools.zip_longest(
+    for value, is_on_host in itertools.zip_longest(
         entry.results, results_on_host, fillvalue=False
     ):
         buffer = program.buffers[value]
-        is_alias = buffer in spare and not is_away
-        if is_alias:
+        size = counter.bytes_of(value)
+        if is_on_host:
+            size = 0
+        elif buffer in spare:
             spare.remove(buffer)
-        results.append(0 if is_alias or is_away else memory.bytes_of(value))
-    away = {value for value, yes in zip(entry.carried, on_host, strict=False) if yes}
-    arguments = tuple(
-        0 if value in away else memory.bytes_of(value) for value in entry.carried
-    )
-    peak = memory.peak(entry, dict(zip(entry.results, results, strict=True)))
-    temporary = peak.bytes + memory.remat.kept_bytes
-    found = tuple(
-        sorted(map(memory.live_array, peak.values), key=lambda one: -one.bytes)
-    )
+            size = 0
+        results.append(size)
+    arguments: list[int] = []
+    for value, is_on_host in itertools.zip_longest(
+        entry.carried, on_host, fillvalue=False
+    ):
+        arguments.append(0 if is_on_host else counter.bytes_of(value))
+
+    peak = counter.peak(entry, dict(zip(entry.results, results, strict=True)))
+    arrays = [counter.live_array(value) for value in peak.values]
     return Memory(
-        arguments=arguments,
+        arguments=tuple(arguments),
         results=tuple(results),
-        temporary_bytes=temporary,
-        arrays=found,
+        temporary_bytes=peak.bytes + counter.remat.kept_bytes,
+        arrays=tuple(sorted(arrays, key=lambda array: -array.bytes)),
     )
 
 
@@ -159,6 +161,14 @@ class _Peak(NamedTuple):
 
     bytes: int = 0
     values: tuple[int, ...] = ()
+
+
+class _ArrayOp(NamedTuple):
+    """An operation, and the numbers of the arrays in memory that it reads and makes."""
+
+    op: FlatOp
+    reads: frozenset[int]
+    makes: tuple[int, ...]
 
 
 class _Counter:
@@ -186,15 +196,20 @@ class _Counter:
         """The temporary `value`, with the operation that made it. A loop's result is
         made in the loop's body.
         """
-        op = made = self.uses.maker.get(value)
-        while made is not None and made.opcode == "while":
-            op, value = made, made.bodies[0].results[made.makes.index(value)]
-            made = self.uses.maker.get(value)
-        size, buffer = self.bytes_of(value), self.program.buffers[value]
-        op = made or op
-        assert op is not None
-        line = own_line(self.module.frames(op.instruction))
-        return LiveArray(buffer, size, op.opcode, op.instruction.op_name, line)
+        maker = self.uses.maker[value]
+        while maker.opcode == "while":
+            value = maker.bodies[0].results[maker.makes.index(value)]
+            inner_maker = self.uses.maker.get(value)
+            if inner_maker is None:
+                break
+            maker = inner_maker
+        return LiveArray(
+            buffer=self.program.buffers[value],
+            bytes=self.bytes_of(value),
+            opcode=maker.opcode,
+            op_name=maker.instruction.op_name,
+            source=own_line(self.module.frames(maker.instruction)),
+        )
 
     def peak(self, body: Body, result_bytes: Mapping[int, int]) -> _Peak:
         """The peak of the temporaries of `body`. The parameters and results of `body`
@@ -202,51 +217,58 @@ class _Counter:
         memory. `result_bytes` has the bytes of each result, by its number; empty for a
         nested body.
         """
-        ops = [op for op in body.ops if op.bodies or any(map(self.is_array, op.makes))]
-        makes = [tuple(filter(self.is_array, op.makes)) for op in ops]
-        reads = [frozenset(self.reads(op)) for op in ops]
-        order = list_schedule(reads, makes, self.bytes_of)
-        ops, makes, reads = (
-            [ops[at] for at in order],
-            [makes[at] for at in order],
-            [reads[at] for at in order],
-        )
-        born = {value: at for at, values in enumerate(makes) for value in values}
-        last = born | {value: at for at, values in enumerate(reads) for value in values}
+        ops = self.scheduled(body)
+        # The positions at which each array is made and last read.
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for position, op in enumerate(ops):
+            for value in op.makes:
+                first[value] = last[value] = position
+            for value in op.reads:
+                last[value] = position
+
         # The body writes its results to the buffers of its carried values, or to
         # buffers of its caller.
-        kept = {*body.results}
-        begins: dict[int, list[int]] = {}
-        for value, at in born.items():
-            if value not in kept:
-                begins.setdefault(at, []).append(value)
+        of_caller = {*body.results}
         live: dict[int, int] = {}
         worst = _Peak()
-        for at, op in enumerate(ops):
-            is_in_place = op.opcode in IN_PLACE
+        for position, op in enumerate(ops):
+            # An operation in place takes over the memory of what it reads last.
+            oldest = position + (op.op.opcode in IN_PLACE)
             live = {
-                value: size
-                for value, size in live.items()
-                if last[value] >= at + is_in_place
+                value: size for value, size in live.items() if last[value] >= oldest
             }
-            live |= {value: self.bytes_of(value) for value in begins.get(at, ())}
-            inner = max(
-                (self.peak(one, {}) for one in op.bodies),
-                key=lambda one: one.bytes,
-                default=_Peak(),
-            )
-            whole = sum(live.values()) + inner.bytes
+            for value in op.makes:
+                if value not in of_caller:
+                    live[value] = self.bytes_of(value)
+            inner = _Peak()
+            for inner_body in op.op.bodies:
+                inner_peak = self.peak(inner_body, {})
+                if inner_peak.bytes > inner.bytes:
+                    inner = inner_peak
             free = [
-                size for value, size in result_bytes.items() if born.get(value, -1) > at
+                size
+                for value, size in result_bytes.items()
+                if first.get(value, -1) > position
             ]
-            largest = max(free, default=0)
-            hosted = min(
-                sum(free), sum(size for size in live.values() if size <= largest)
-            )
-            needed = whole - hosted
+            needed = sum(live.values()) + inner.bytes - _reused_bytes(live, free)
             if needed > worst.bytes:
                 worst = _Peak(needed, (*live, *inner.values))
         return worst
+
+    def scheduled(self, body: Body) -> list[_ArrayOp]:
+        """The operations of a body that make arrays or run other bodies, in the order in
+        which XLA schedules them.
+        """
+        ops: list[_ArrayOp] = []
+        for op in body.ops:
+            makes = tuple(filter(self.is_array, op.makes))
+            if makes or op.bodies:
+                ops.append(_ArrayOp(op, self.reads(op), makes))
+        order = list_schedule(
+            [op.reads for op in ops], [op.makes for op in ops], self.bytes_of
+        )
+        return [ops[number] for number in order]
 
     def is_array(self, value: int) -> bool:
         """Whether a value occupies memory as an array. It does not if XLA fuses it into
@@ -254,10 +276,23 @@ class _Counter:
         """
         return value in self.sources[value]
 
-    def reads(self, op: FlatOp) -> set[int]:
+    def reads(self, op: FlatOp) -> frozenset[int]:
         """The arrays in memory that an operation reads, also inside its bodies."""
-        read = [*op.reads, *(value for body in op.bodies for value in body.results)]
-        found = set().union(*(self.sources[value] for value in read))
-        return found.union(
-            *(self.reads(inner) for body in op.bodies for inner in body.ops)
-        )
+        arrays: set[int] = set()
+        for value in op.reads:
+            arrays |= self.sources[value]
+        for body in op.bodies:
+            for value in body.results:
+                arrays |= self.sources[value]
+            for inner in body.ops:
+                arrays |= self.reads(inner)
+        return frozenset(arrays)
+
+
+def _reused_bytes(live: Mapping[int, int], free: Sequence[int]) -> int:
+    """The bytes of live arrays that fit into the memory of later results. `live` has
+    the bytes of each array, `free` those of each result.
+    """
+    largest = max(free, default=0)
+    small = [size for size in live.values() if size <= largest]
+    return min(sum(free), sum(small))

@@ -8,11 +8,19 @@ import collections
 import dataclasses
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 
-from ..._step import Array, HloModule, Instruction, Result, index_of, result_of
+from ..._step import (
+    Array,
+    HloModule,
+    Instruction,
+    Result,
+    index_of,
+    result_of,
+    root_of,
+)
 
 
 # The numbers of the values of an instruction: one number, or a tuple of them.
@@ -96,6 +104,18 @@ class FlatProgram:
     parameters: tuple[Instruction, ...] = ()
 
 
+class Use(NamedTuple):
+    """The read of a value.
+
+    - `op`, `operand`: the operation that reads it, and the number of the operand.
+    - `body`: the body of the operation.
+    """
+
+    op: FlatOp
+    operand: int
+    body: Body
+
+
 class Uses:
     """The operation that makes each value of a program, and the operations that read
     it.
@@ -103,8 +123,7 @@ class Uses:
     - `ops`: all operations, with those of nested bodies.
     - `maker`: for a value, the operation that makes it.
     - `home`: for a value, the body in which it is made or carried.
-    - `users`: for a value, each operation that reads it, the number of the operand, and
-      the body of that operation.
+    - `users`: for a value, each read of it.
     - `results`: the values that any of the bodies returns.
     """
 
@@ -112,19 +131,23 @@ class Uses:
         self.ops: list[FlatOp] = []
         self.maker: dict[int, FlatOp] = {}
         self.home: dict[int, Body] = {}
-        self.users: dict[int, list[tuple[FlatOp, int, Body]]] = {}
+        self.users: dict[int, list[Use]] = {}
         self.results: set[int] = set()
         self.read(program.entry)
+
+    def reads_of(self, value: int) -> Sequence[Use]:
+        return self.users.get(value, ())
 
     def read(self, body: Body) -> None:
         self.results.update(body.results)
         self.home.update(dict.fromkeys(body.carried, body))
         for op in body.ops:
             self.ops.append(op)
-            for at, value in enumerate(op.reads):
-                self.users.setdefault(value, []).append((op, at, body))
+            for operand, value in enumerate(op.reads):
+                self.users.setdefault(value, []).append(Use(op, operand, body))
             for value in op.makes:
-                self.maker[value], self.home[value] = op, body
+                self.maker[value] = op
+                self.home[value] = body
             for inner in op.bodies:
                 self.read(inner)
 
@@ -142,11 +165,13 @@ def reached(
     queue = collections.deque(dict.fromkeys(starts))
     seen = set(queue)
     while queue:
-        one = queue.popleft()
-        yield one
-        new = [other for other in dict.fromkeys(next_of(one)) if other not in seen]
-        seen.update(new)
-        queue += new
+        item = queue.popleft()
+        yield item
+        new_items = [
+            other for other in dict.fromkeys(next_of(item)) if other not in seen
+        ]
+        seen.update(new_items)
+        queue += new_items
 
 
 def program_of(module: HloModule) -> FlatProgram:
@@ -167,22 +192,23 @@ class _Flattener:
 
     def flattened(self) -> FlatProgram:
         entry = self.module.computations[self.module.entry]
-        parameters = sorted(
-            (one for one in entry.values() if one.opcode == "parameter"), key=_number
-        )
-        bound = [self.new(self.result(one.result)) for one in parameters]
+        parameters = [
+            instruction
+            for instruction in entry.values()
+            if instruction.opcode == "parameter"
+        ]
+        parameters.sort(key=_number)
+        bound = [self.new(self.result(parameter.result)) for parameter in parameters]
         ops: list[FlatOp] = []
-        made = self.read(self.module.entry, bound, ops)
-        named = {
-            leaf: one
-            for one, values in zip(parameters, bound, strict=True)
-            for leaf in jax.tree.leaves(values)
-        }
-        return FlatProgram(
-            self.buffers,
-            Body((*named,), tuple(jax.tree.leaves(made)), ops),
-            (*named.values(),),
+        root_values = self.read(self.module.entry, bound, ops)
+
+        parameter_of: dict[int, Instruction] = {}
+        for parameter, values in zip(parameters, bound, strict=True):
+            parameter_of.update(dict.fromkeys(_numbers_in(values), parameter))
+        body = Body(
+            carried=tuple(parameter_of), results=_numbers_in(root_values), ops=ops
         )
+        return FlatProgram(self.buffers, body, tuple(parameter_of.values()))
 
     def new(self, result: Result) -> Values:
         """Adds a value for each array of an instruction's result, and returns the
@@ -202,68 +228,75 @@ class _Flattener:
         """Adds the operations of the computation `name`, and returns the values of its
         root.
         """
-        known: dict[str, Values] = {}
+        values: dict[str, Values] = {}
         root: Values = ()
         for instruction in self.module.computations[name].values():
-            known[instruction.name] = self.add(instruction, bound, known, ops)
+            values[instruction.name] = self.add(instruction, bound, values, ops)
             if instruction.is_root:
-                root = known[instruction.name]
+                root = values[instruction.name]
         return root
 
     def add(
         self,
-        one: Instruction,
+        instruction: Instruction,
         bound: Sequence[Values],
-        known: dict[str, Values],
+        values: dict[str, Values],
         ops: list[FlatOp],
     ) -> Values:
-        """Adds the operations of the instruction `one`, and returns the values of its
-        result. `known` has the values of earlier instructions, by the instruction's
-        name.
+        """Adds the operations of an instruction, and returns the values of its result.
+        `values` has those of earlier instructions, by the instruction's name.
         """
-        operands = [known[name] for name in one.operands if name in known]
-        if one.opcode == "parameter":
-            return bound[_number(one)]
-        if one.opcode == "tuple":
+        opcode = instruction.opcode
+        operands = [values[name] for name in instruction.operands if name in values]
+        if opcode == "parameter":
+            return bound[_number(instruction)]
+        if opcode == "tuple":
             return tuple(operands)
         first = operands[0] if operands else None
-        if (index := index_of(one)) is not None and isinstance(first, tuple):
+        index = index_of(instruction)
+        if index is not None and isinstance(first, tuple):
             return first[index]
-        if one.opcode in _END and isinstance(first, tuple):
+        if opcode in _END and isinstance(first, tuple):
             return first[1]
-        is_same = one.opcode in _SAME or (
-            one.opcode == "custom-call" and _IDENTITIES.search(one.attributes)
+        if first is not None and self.returns_operand(instruction, first):
+            return first
+        if opcode == "while":
+            return self.loop(instruction, operands[0], ops)
+
+        called = [target for _, target in instruction.called]
+        if opcode in _CALLS:
+            return self.inlined(instruction, called[0], operands, ops)
+        if opcode in _BEGIN:
+            result = self.inlined(instruction, called[0], operands, ops)
+            return (tuple(operands), result)
+        made = self.new(self.result(instruction.result))
+        bodies: tuple[Body, ...] = ()
+        if opcode == "conditional":
+            branches = zip(called, operands[1:], strict=True)
+            bodies = tuple(self.branch(name, operand) for name, operand in branches)
+        op = FlatOp(
+            instruction=instruction,
+            reads=_numbers_in(tuple(operands)),
+            makes=_numbers_in(made),
+            bodies=bodies,
+            calls=self.calls,
         )
-        if (
-            is_same
-            and operands
-            and isinstance(operands[0], int)
-            == isinstance(self.result(one.result), Array)
-        ):
-            return operands[0]
-        called = [target for _, target in one.called]
-        if one.opcode in _CALLS:
-            return self.inlined(one, called[0], operands, ops)
-        if one.opcode in _BEGIN:
-            return (tuple(operands), self.inlined(one, called[0], operands, ops))
-        if one.opcode == "while":
-            return self.loop(one, operands[0], ops)
-        makes = self.new(self.result(one.result))
-        bodies: list[Body] = []
-        for target, own in (
-            zip(called, operands[1:], strict=True)
-            if one.opcode == "conditional"
-            else ()
-        ):
-            inner: list[FlatOp] = []
-            bodies.append(
-                Body((), tuple(jax.tree.leaves(self.read(target, [own], inner))), inner)
-            )
-        reads = tuple(jax.tree.leaves(operands))
-        ops.append(
-            FlatOp(one, reads, tuple(jax.tree.leaves(makes)), (*bodies,), self.calls)
-        )
-        return makes
+        ops.append(op)
+        return made
+
+    def returns_operand(self, instruction: Instruction, operand: Values) -> bool:
+        """Whether the result of an instruction is its first operand."""
+        is_same = instruction.opcode in _SAME
+        if instruction.opcode == "custom-call":
+            is_same = _IDENTITIES.search(instruction.attributes) is not None
+        is_array = isinstance(self.result(instruction.result), Array)
+        return is_same and isinstance(operand, int) == is_array
+
+    def branch(self, name: str, operand: Values) -> Body:
+        """The body of a branch of a conditional."""
+        ops: list[FlatOp] = []
+        result = self.read(name, [operand], ops)
+        return Body(carried=(), results=_numbers_in(result), ops=ops)
 
     def inlined(
         self, call: Instruction, name: str, bound: Sequence[Values], ops: list[FlatOp]
@@ -271,78 +304,88 @@ class _Flattener:
         """Adds the operations of the computation `name`, which `call` calls, and
         returns the values of its root.
         """
-        self.calls, before = (call, *self.calls), self.calls
-        made = self.read(name, bound, ops)
-        self.calls = before
-        return made
+        outer_calls = self.calls
+        self.calls = (call, *outer_calls)
+        root_values = self.read(name, bound, ops)
+        self.calls = outer_calls
+        return root_values
 
-    def loop(self, one: Instruction, initial: Values, ops: list[FlatOp]) -> Values:
-        """Adds the loop `one` with these initial values, and returns the values of its
-        result. A value that the loop never changes has one number before, in and after
-        the loop.
+    def loop(
+        self, instruction: Instruction, initial: Values, ops: list[FlatOp]
+    ) -> Values:
+        """Adds a loop with these initial values, and returns the values of its result.
+        A value that the loop never changes has one number before, in and after the
+        loop.
         """
-        body = dict(one.called)["body"]
+        body = dict(instruction.called)["body"]
         changes = self.changes(body)
-        entries = initial if isinstance(initial, tuple) else (initial,)
-        shapes = self.result(one.result)
-        assert not isinstance(shapes, Array)
-
-        def with_new_values() -> tuple[Values, ...]:
-            """The loop-carried values, with a new number for each value that the loop
-            changes.
-            """
-            return tuple(
-                given if at not in changes else self.new(shapes[at])
-                for at, given in enumerate(entries)
-            )
-
-        inside, outside = with_new_values(), with_new_values()
+        before = initial if isinstance(initial, tuple) else (initial,)
+        result = self.result(instruction.result)
+        assert not isinstance(result, Array)
+        inside, after = list(before), list(before)
+        for number in changes:
+            inside[number] = self.new(result[number])
+        for number in changes:
+            after[number] = self.new(result[number])
 
         def changed(values: Sequence[Values]) -> tuple[int, ...]:
-            return tuple(jax.tree.leaves([values[at] for at in changes]))
+            return _numbers_in(tuple(values[number] for number in changes))
 
-        turn: list[FlatOp] = []
-        root = self.read(body, [inside], turn)
+        body_ops: list[FlatOp] = []
+        root = self.read(body, [tuple(inside)], body_ops)
         assert isinstance(root, tuple)
-        made = Body(changed(inside), changed(root), turn)
-        ops.append(FlatOp(one, changed(entries), changed(outside), (made,), self.calls))
-        return outside
+        op = FlatOp(
+            instruction=instruction,
+            reads=changed(before),
+            makes=changed(after),
+            bodies=(Body(changed(inside), changed(root), body_ops),),
+            calls=self.calls,
+        )
+        ops.append(op)
+        return tuple(after)
 
     def changes(self, name: str) -> tuple[int, ...]:
         """The indices of the loop-carried values that a loop changes. `name` is the
         computation of the loop's body.
         """
         body = self.module.computations[name]
-        root = next(one for one in body.values() if one.is_root)
+        root = root_of(body)
         if root.opcode != "tuple":
             result = self.result(root.result)
             return (0,) if isinstance(result, Array) else tuple(range(len(result)))
         return tuple(
-            at
-            for at, operand in enumerate(root.operands)
-            if not self.returns_unchanged(body, operand, at)
+            index
+            for index, operand in enumerate(root.operands)
+            if not self.returns_unchanged(body, operand, index)
         )
 
     def returns_unchanged(
-        self, body: dict[str, Instruction], made: str, at: int
+        self, body: dict[str, Instruction], name: str, index: int
     ) -> bool:
-        """Whether the instruction named `made` of a loop's `body` is element `at` of
-        the body's parameter, unchanged. It can be a copy of the element, or come
-        unchanged through nested loops.
+        """Whether the instruction `name` of a loop's `body` is element `index` of the
+        body's parameter, unchanged. It can be a copy of the element, or come unchanged
+        through nested loops.
         """
-        one = body[made]
-        while one.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
-            one = body[one.operands[0]]
-        if (index := index_of(one)) is None:
+        instruction = body[name]
+        while instruction.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
+            instruction = body[instruction.operands[0]]
+        own_index = index_of(instruction)
+        if own_index is None:
             return False
-        holder = body[one.operands[0]]
+        holder = body[instruction.operands[0]]
         if holder.opcode != "while":
-            return holder.opcode == "parameter" and index == at
-        given = body[holder.operands[0]]
-        is_kept = given.opcode == "tuple" and index not in self.changes(
-            dict(holder.called)["body"]
-        )
-        return is_kept and self.returns_unchanged(body, given.operands[index], at)
+            return holder.opcode == "parameter" and own_index == index
+        initial = body[holder.operands[0]]
+        if initial.opcode != "tuple":
+            return False
+        if own_index in self.changes(dict(holder.called)["body"]):
+            return False
+        return self.returns_unchanged(body, initial.operands[own_index], index)
+
+
+def _numbers_in(values: Values) -> tuple[int, ...]:
+    """The numbers of all values in a tuple of them."""
+    return tuple(jax.tree.leaves(values))
 
 
 def _number(parameter: Instruction) -> int:
