@@ -356,6 +356,9 @@ def save_objects(
     """Writes a checkpoint to a store, together with the other processes."""
     place = ObjectPlace(address, options.timeout_seconds)
     target = Target(place, f"data-{int(processes.began_at)}-{options.token}")
+    # It is closed after the pool, when this process writes no more objects.
+    cleanup = contextlib.ExitStack()
+    afterwards.push(cleanup)
     pool = concurrent.futures.ThreadPoolExecutor(1, "shardfx-save")
     afterwards.callback(pool.shutdown, wait=True, cancel_futures=True)
     if address.name.endswith(".safetensors"):
@@ -364,11 +367,9 @@ def save_objects(
     most_bytes = OBJECT_BYTES if options.file_bytes is None else options.file_bytes
     _require_object_bytes(most_bytes)
     processes.run_on_first(lambda: _require_absent(target, target.index_key))
-    cleanup = contextlib.ExitStack()
     if processes.is_first:
         # What cannot be removed now is found by `left_over`.
         cleanup.callback(_remove_data, target)
-    afterwards.push(cleanup)
     writer = Writer(target, processes.me, options.advance)
     afterwards.callback(writer.stop.set)
     arguments = (content.leaves, content.metadata, processes.is_first, most_bytes)

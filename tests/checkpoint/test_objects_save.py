@@ -3,7 +3,6 @@ another leaves whole steps.
 """
 
 import json
-import socket
 import subprocess
 import sys
 import textwrap
@@ -305,75 +304,3 @@ def test_the_command_line_takes_addresses(s3, mesh, capsys):
     capsys.readouterr()
     assert main(["clean", target, "--older-than", "0"]) == 0
     assert "nothing is left over" in capsys.readouterr().out
-
-
-TOGETHER = """
-    import sys
-    import jax, numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    from shardfx import checkpoint
-    from shardfx.errors import CheckpointError
-
-    me, port, base, query = int(sys.argv[1]), *sys.argv[2:]
-    jax.config.update("jax_num_cpu_devices", 2)
-    here = f"127.0.0.1:{port}"
-    jax.distributed.initialize(here, 2, me, coordinator_bind_address=here)
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-    values = np.arange(64, dtype=np.float32).reshape(8, 8)
-    specs = {"rows": P("x"), "columns": P(None, "x"), "replicated": P()}
-    laid = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-    place = lambda part: values[part]
-    tree = {
-        name: jax.make_array_from_callback((8, 8), sharding, place)
-        for name, sharding in laid.items()
-    }
-    path = f"{base}/step?{query}"
-    checkpoint.save(path, {**tree, "step": 3})
-    turned = {"rows": "columns", "columns": "rows", "replicated": "columns"}
-    structs = {
-        name: jax.ShapeDtypeStruct((8, 8), np.float32, sharding=laid[other])
-        for name, other in turned.items()
-    }
-    for wanted in (tree, structs):
-        loaded = checkpoint.load(path, {**wanted, "step": 0})
-        assert loaded["step"] == 3
-        for name in tree:
-            for shard in loaded[name].addressable_shards:
-                assert np.array_equal(shard.data, values[shard.index]), name
-    for name, text in (("step", "exists, and"), ("one.safetensors", "is one object, wh")):
-        try:
-            checkpoint.save(f"{base}/{name}?{query}", tree)
-        except CheckpointError as error:
-            assert text in str(error), error
-        else:
-            raise AssertionError(name)
-    print("done")
-"""
-
-
-@pytest.mark.processes
-def test_several_processes_save_and_load_parts(s3):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    base, _, query = s3.place("together").partition("?")
-    code = textwrap.dedent(TOGETHER)
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(number), str(port), base, query],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    for job in jobs:
-        with job:
-            out, err = job.communicate(timeout=200)
-            assert out.strip() == "done", err
-    files = [key.rpartition("/")[2] for key in s3.keys("together/step/")]
-    # Replicated arrays are written once; rows and columns by both.
-    assert sorted(file for file in files if file.endswith(".safetensors")) == [
-        "00000-00000-512.safetensors",
-        "00001-00000-256.safetensors",
-    ]
