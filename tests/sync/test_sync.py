@@ -26,6 +26,7 @@ from shardfx._reshard.sync import (
     TransferPlan,
     plan_transfer,
     receive,
+    scheduling,
     send,
 )
 from shardfx._reshard.sync.codec import _checksum
@@ -399,6 +400,17 @@ def test_plans_that_would_never_end_are_refused():
     src, dst = planned(tree, {"w": P("a")}), planned(tree, {"w": P(None, "a")})
     with pytest.raises(SyncError, match="`w` would be sent in more than 4,194,304"):
         plan_transfer(src, dst, memory_limit_bytes=16)
+    small = jax.ShapeDtypeStruct((1 << 16,), jnp.float32)
+    small_leaves = {f"w{number}": small for number in range(1000)}
+    specs = dict.fromkeys(small_leaves, P("a"))
+    with pytest.raises(
+        SyncError, match="up to 6,144,000 rows of bytes, and a transfer"
+    ):
+        plan_transfer(
+            planned(small_leaves, specs),
+            planned(small_leaves, specs),
+            memory_limit_bytes=128,
+        )
     wide = MeshSpec({"a": 1 << 21})
     many = planned({"w": tree["w"]}, {"w": P()}, wide)
     with pytest.raises(MeshError, match="a mesh of 2,097,152 devices"):
@@ -407,3 +419,14 @@ def test_plans_that_would_never_end_are_refused():
     for limit in limits:
         with pytest.raises(MeshError, match="give a number of bytes from 1"):
             plan_transfer(src, dst, memory_limit_bytes=limit)
+
+
+def test_a_schedule_of_too_many_parts_is_refused(monkeypatch):
+    tree = {"w": jax.ShapeDtypeStruct((1 << 10, 64), jnp.float32)}
+    src, dst = planned(tree, {"w": P(None, "a")}), planned(tree, {"w": P("a")})
+    plan = plan_transfer(src, dst, memory_limit_bytes=1 << 12)
+    monkeypatch.setattr(scheduling, "_MOST_PARTS", 16)
+    with pytest.raises(
+        SyncError, match="would be sent in more than 16 parts of ranges"
+    ):
+        schedule(plan, 0, 0)

@@ -466,13 +466,21 @@ def of_rank(body, rank):
     kind["columns"][4:] = [[0] * rows for _ in range(2 * rank)]
 
 
+def in_tiny_rows(body):
+    """A large array that is sent byte by byte."""
+    spread(body, 1 << 40)
+    body["memory_limit_bytes"] = 1
+
+
 @pytest.mark.parametrize(
     "change, text",
     [
+        (in_tiny_rows, "rows of bytes for a process, since `memory_limit_bytes` is 1"),
         (lambda body: spread(body, 1 << 18), "are not each written once"),
-        (lambda body: spread(body, 1 << 40), "whose boxes have 4,398,046,511,104 more"),
+        (lambda body: spread(body, 1 << 36), "whose boxes have 274,877,906,944 more"),
         (lambda body: of_rank(body, 18), None),
-        (lambda body: of_rank(body, 200), "more corners"),
+        (lambda body: of_rank(body, 40), "more corners"),
+        (lambda body: of_rank(body, 200), "rows of bytes for a process"),
         (lambda body: body.update(memory_limit_bytes=-1), "a number that no plan has"),
         (lambda body: body.update(mesh=[["a", 1 << 60]]), "a mesh of another number"),
     ],

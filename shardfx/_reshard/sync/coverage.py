@@ -2,6 +2,7 @@
 exactly once, from positions inside of its sources.
 """
 
+import collections
 import itertools as it
 import math
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..._convert import Piece, dtypes_of, hull, names_of, swapped
+from ..._ground.boxes import volume
 from .kinds import (
     BUFFER,
     FORM,
@@ -33,6 +35,8 @@ MOST_BOXES = 1 << 22
 # more.
 _MOST_CORNERS = 1 << 24
 _CORNERS_OF_ROW = 1 << 6
+# The rows of bytes that one process receives. Each is some objects in memory.
+MOST_ROWS = 1 << 22
 
 
 def require(holds: object, what: str) -> None:
@@ -64,6 +68,12 @@ def check_plan(plan: PlanFields) -> None:
     for path, source in plan.sources.items():
         require(_is_sharded(source, sizes), f"`{path}` does not fit the mesh")
 
+    rows = most_rows(plan.kinds, plan.leaves, plan.memory_limit_bytes)
+    require(
+        rows <= MOST_ROWS,
+        f"up to {rows:,} rows of bytes for a process, since `memory_limit_bytes` is"
+        f" {plan.memory_limit_bytes:,}",
+    )
     row_count = sum(len(kind.rows) for kind in plan.kinds)
     room = _Room(_MOST_CORNERS + _CORNERS_OF_ROW * row_count)
     first_of_kind: dict[int, SentLeaf] = {}
@@ -79,6 +89,32 @@ def check_plan(plan: PlanFields) -> None:
         require(is_of_kind, f"leaf `{leaf.path}` is not of its kind")
         if first is leaf:
             _check_kind(plan, leaf, kind, room)
+
+
+def most_rows(
+    kinds: Sequence[TransferKind],
+    leaves: Sequence[SentLeaf],
+    memory_limit_bytes: int,
+) -> int:
+    """An upper bound of the rows of bytes that one process receives, for the process
+    with the largest one.
+
+    A part of the plan is one row, or divided into rows of at most `memory_limit_bytes`,
+    of which two together have more.
+    """
+    leaf_counts = collections.Counter(leaf.kind for leaf in leaves)
+    itemsizes = {leaf.kind: leaf.dtype.itemsize for leaf in leaves}
+    rows_by_process: collections.Counter[int] = collections.Counter()
+    for number, leaf_count in leaf_counts.items():
+        kind = kinds[number]
+        for process, part_count in collections.Counter(kind.receivers.tolist()).items():
+            rows_by_process[process] += leaf_count * part_count
+        for buffer in kind.buffers:
+            nbytes = volume(buffer.box) * itemsizes[number]
+            rows_by_process[buffer.process] += (
+                leaf_count * 2 * nbytes // memory_limit_bytes
+            )
+    return max(rows_by_process.values(), default=0)
 
 
 class _Room:

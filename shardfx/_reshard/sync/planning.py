@@ -36,7 +36,7 @@ from ..._plan import ShardPlan
 from ..pieces.assembly import MovedLeaf, leaves_of_plan, numbered, shards_of
 from ..pieces.parts import Holders, ShardPart, divided, shard_parts
 from ..shardings import data_of
-from .coverage import MOST_BOXES
+from .coverage import MOST_BOXES, MOST_ROWS, most_rows
 from .encoding import Encoding, encoding_of, form_of
 from .kinds import (
     BUFFER,
@@ -91,7 +91,8 @@ def plan_transfer(
     **Raises:**
 
     `MapError` if the map does not fit the two trees; `MeshError` if `processes` or
-    `receiver` does not fit the meshes.
+    `receiver` does not fit the meshes; `SyncError` if the limit asks for more than
+    4,194,304 sends to a process.
     """
     jobs = _jobs(src, dst, processes, receiver, memory_limit_bytes)
     sources = {leaf.path: leaf for leaf in leaves_of_plan(src)}
@@ -119,6 +120,14 @@ def plan_transfer(
             names=tuple(source_leaves),
         )
         leaves.append(leaf)
+
+    row_count = most_rows(kinds, leaves, jobs.memory_limit_bytes)
+    if row_count > MOST_ROWS:
+        raise SyncError(
+            f"one process would receive up to {row_count:,} rows of bytes, and a"
+            f" transfer has at most {MOST_ROWS:,}, since `memory_limit_bytes` is"
+            f" {jobs.memory_limit_bytes:,}; leave it out for 16 << 20."
+        )
 
     return TransferPlan(
         settings=_settings_digest(src, dst, jobs),

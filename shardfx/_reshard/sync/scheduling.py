@@ -15,6 +15,7 @@ import numpy as np
 
 from ..._convert import NOWHERE, hull, strides_of, within
 from ..._ground.boxes import Box, volume
+from ..._ground.errors import SyncError
 from ..._ground.spec import bits
 from .kinds import Buffer, Transfer, TransferKind
 from .transfer import TransferPlan
@@ -23,6 +24,8 @@ from .transfer import TransferPlan
 # A round is sealed, sent and checked as one frame. Its bytes are still in the
 # processor's third-level cache when the next of these steps reads them.
 ROUND_BYTES = 4 << 20
+# The parts of arrays from which the ranges of a schedule are made, about 1 kB each.
+_MOST_PARTS = 1 << 20
 
 
 class SentRange(NamedTuple):
@@ -86,8 +89,9 @@ def schedule(plan: TransferPlan, sender: int, receiver: int) -> Schedule:
 def _schedule(plan: TransferPlan, sender: int, receiver: int) -> Schedule:
     dtypes = {leaf.kind: leaf.dtype for leaf in plan.leaves}
     limit = min(plan.memory_limit_bytes, ROUND_BYTES)
+    room = _Room(_MOST_PARTS)
     rows_of_kind = [
-        _rows_of(kind, dtypes[number], sender, receiver, limit)
+        _rows_of(kind, dtypes[number], sender, receiver, limit, room)
         for number, kind in enumerate(plan.kinds)
     ]
     sizes_of_kind = [[row.bytes for row in rows] for rows in rows_of_kind]
@@ -105,7 +109,12 @@ def _schedule(plan: TransferPlan, sender: int, receiver: int) -> Schedule:
 
 
 def _rows_of(
-    kind: TransferKind, dtype: np.dtype, sender: int, receiver: int, limit: int
+    kind: TransferKind,
+    dtype: np.dtype,
+    sender: int,
+    receiver: int,
+    limit: int,
+    room: "_Room",
 ) -> tuple[Row, ...]:
     rows: list[Row] = []
     # Transfers that may fill a range together, by the range's box in its buffer.
@@ -131,7 +140,7 @@ def _rows_of(
         number, outer_box = key
         buffer = kind.buffers[number]
         replaced[position_of_group[key]] = _range_or_parts(
-            transfers, number, buffer, outer_box, dtype.itemsize, limit
+            transfers, number, buffer, outer_box, dtype.itemsize, limit, room
         )
     return tuple(
         new
@@ -173,6 +182,7 @@ def _range_or_parts(
     outer_box: Box,
     itemsize: int,
     limit: int,
+    room: "_Room",
 ) -> list[Row]:
     sizes = _sizes(buffer)
     count = volume(outer_box) * math.prod(sizes[len(outer_box) :])
@@ -192,8 +202,10 @@ def _range_or_parts(
     step = limit // bytes_of_step
     if not step:
         return [SentPart((transfer,)) for transfer in transfers]
+    transfers_by_range = _by_range(transfers, outer_box, step, room)
     ranges: list[Row] = []
-    for low in range(first, last, step):
+    lows = range(first, last, step)
+    for low, near_transfers in zip(lows, transfers_by_range, strict=True):
         high = min(low + step, last)
         box = (*outer_box[:-1], (low, high), *inner_box)
         start = sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
@@ -201,10 +213,49 @@ def _range_or_parts(
             buffer=number,
             start=start,
             stop=start + (high - low) * bytes_of_step,
-            transfers=tuple(_within(transfers, box)),
+            transfers=tuple(_within(near_transfers, box)),
         )
         ranges.append(row)
     return ranges
+
+
+class _Room:
+    """The number of parts of arrays that may still be made for the ranges of a
+    schedule.
+    """
+
+    def __init__(self, parts: int):
+        self._parts = parts
+
+    def take(self, parts: int) -> None:
+        """Raises `SyncError` if `parts` more are too many."""
+        self._parts -= parts
+        if self._parts < 0:
+            raise SyncError(
+                f"the arrays would be sent in more than {_MOST_PARTS:,} parts of ranges"
+                " of bytes; plan the transfer with a larger `memory_limit_bytes`, such"
+                " as 16 << 20."
+            )
+
+
+def _by_range(
+    transfers: Sequence[Transfer], outer_box: Box, step: int, room: _Room
+) -> list[list[Transfer]]:
+    """The transfers that have elements in each range. The ranges have `step` positions
+    each along the last dimension of `outer_box`.
+    """
+    dim = len(outer_box) - 1
+    first, last = outer_box[dim]
+    range_count = -(-(last - first) // step)
+    by_range: list[list[Transfer]] = [[] for _ in range(range_count)]
+    for transfer in transfers:
+        low, high = hull(transfer.piece)[dim]
+        first_range = (low - first) // step
+        stop_range = -(-(high - first) // step)
+        room.take(stop_range - first_range)
+        for number in range(first_range, stop_range):
+            by_range[number].append(transfer)
+    return by_range
 
 
 def _within(transfers: Iterable[Transfer], box: Box) -> Iterator[Transfer]:
