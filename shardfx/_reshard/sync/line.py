@@ -14,14 +14,21 @@ Memory = bytes | bytearray | memoryview
 
 class Line:
     """A connected socket. Each call ends within the time-out, however slowly the peer
-    sends or reads; then it raises `TimeoutError`.
+    sends or reads; then it raises `TimeoutError`. If the peer ends the connection, it
+    raises `ConnectionResetError`. Both errors name `peer`.
     """
 
-    def __init__(self, connection: socket.socket, timeout_seconds: float):
+    def __init__(
+        self,
+        connection: socket.socket,
+        timeout_seconds: float,
+        peer: str = "the other side",
+    ):
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._connection = connection
+        self._peer = peer
         self.set_timeout(timeout_seconds)
 
     def set_timeout(self, timeout_seconds: float) -> None:
@@ -32,11 +39,11 @@ class Line:
 
     def send(self, parts: Sequence[Memory]) -> None:
         """Sends the bytes of `parts`, one after another."""
-        self._transmit(parts, self._connection.sendmsg)
+        self._transmit(parts, self._connection.sendmsg, "read")
 
     def fill(self, parts: Sequence[Memory]) -> None:
         """Reads bytes into `parts`, one after another, until all are full."""
-        self._transmit(parts, self._receive)
+        self._transmit(parts, self._receive, "sent")
 
     def read(self, count: int) -> bytes:
         """Reads `count` bytes."""
@@ -48,17 +55,42 @@ class Line:
         return self._connection.recvmsg_into(parts)[0]
 
     def _transmit(
-        self, parts: Sequence[Memory], carry: Callable[[list[memoryview]], int]
+        self,
+        parts: Sequence[Memory],
+        carry: Callable[[list[memoryview]], int],
+        verb: str,
     ) -> None:
-        deadline = time.monotonic() + self._timeout
+        """Carries all parts by calls of `carry`. `verb` says what the peer did with the
+        bytes.
+        """
         # The next part stands last.
         remaining = [memoryview(part) for part in parts if len(part)]
         remaining.reverse()
+        try:
+            self._carry_all(remaining, carry)
+        except TimeoutError as error:
+            total = sum(map(len, parts))
+            missing = sum(map(len, remaining))
+            raise TimeoutError(
+                f"{self._peer} {verb} {total - missing:,} of {total:,} bytes in"
+                f" {self._timeout:g} s; it hangs, or the network is slow: then give a"
+                " longer `timeout_seconds`"
+            ) from error
+        except ConnectionError as error:
+            why = f" ({error.strerror})" if error.strerror else ""
+            raise ConnectionResetError(
+                f"{self._peer} ended the connection{why}"
+            ) from error
+
+    def _carry_all(
+        self, remaining: list[memoryview], carry: Callable[[list[memoryview]], int]
+    ) -> None:
+        deadline = time.monotonic() + self._timeout
         self._wait_at_most(self._timeout)
         while remaining:
             count = carry(remaining[: -_MOST_BUFFERS - 1 : -1])
             if not count:
-                raise ConnectionResetError("the connection ended early")
+                raise ConnectionResetError
             while remaining and count >= len(remaining[-1]):
                 count -= len(remaining.pop())
             if not remaining:
@@ -72,7 +104,7 @@ class Line:
         about what it was.
         """
         if seconds <= 0:
-            raise TimeoutError("timed out")
+            raise TimeoutError
         if seconds < self._wait_seconds / 2 or seconds > self._wait_seconds:
             self._wait_seconds = seconds
             self._connection.settimeout(seconds)

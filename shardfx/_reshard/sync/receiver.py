@@ -127,10 +127,7 @@ class Receiver:
                     }
                     return self._pulled(lines, check_content)
             except OSError as error:
-                raise SyncError(
-                    f"a sender is gone ({error or type(error).__name__})."
-                    f" {self._kept()}"
-                ) from error
+                raise SyncError(f"{error}. {self._kept()}") from error
             except SyncError as error:
                 raise SyncError(f"{error} {self._kept()}") from error
 
@@ -142,8 +139,12 @@ class Receiver:
     def _connected(self, sender: int, stack: contextlib.ExitStack) -> FrameLine:
         """A connection to a sender that has proved that it knows the secret."""
         address = self._addresses[sender]
-        connection = socket.create_connection(address, self._timeout)
-        line = Line(stack.enter_context(connection), self._timeout)
+        peer = f"the sending process {sender} at {address[0]}:{address[1]}"
+        try:
+            connection = socket.create_connection(address, self._timeout)
+        except OSError as error:
+            raise ConnectionError(f"{peer} does not answer: {error}") from error
+        line = Line(stack.enter_context(connection), self._timeout, peer)
         ends = Ends(sender=sender, receiver=self._process)
         session = as_receiver(line, self._secret, self._suite, ends)
         return FrameLine(line, self._suite, session.keys)

@@ -177,7 +177,9 @@ class Sender:
         self._close()
 
     def _answer(self, connection: socket.socket, accept: Callable[[], None]) -> None:
-        line = Line(connection, min(_PROOF_SECONDS, self._timeout))
+        host, port = connection.getpeername()[:2]
+        peer = f"the receiver at {host}:{port}"
+        line = Line(connection, min(_PROOF_SECONDS, self._timeout), peer)
         session = as_sender(line, self._secret, self._suite, self._process)
         accept()
         line.set_timeout(self._timeout)

@@ -1,0 +1,135 @@
+"""Peers that send a byte now and then, before they proved the secret and behind it: a
+pull ends in time with an error that names the peer, and a sender serves the others.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+
+import pytest
+from maps import same
+from sync_jobs import SECRET, job, receiver_of
+
+from shardfx._reshard.sync import frames, handshake, messages
+from shardfx._reshard.sync.line import Line
+from shardfx.errors import SyncError
+from shardfx.sync import Receiver, Sender
+
+
+SUITE = handshake.Suite("authenticated", False)
+ENDS = handshake.Ends(sender=0, receiver=0)
+TIMEOUT_SECONDS = 1.0
+# Each byte comes long before the time-out.
+PAUSE_SECONDS = 0.05
+
+
+def drip(connection, data):
+    with contextlib.suppress(OSError):
+        for position in range(len(data)):
+            connection.sendall(data[position : position + 1])
+            time.sleep(PAUSE_SECONDS)
+
+
+class Kept:
+    """A line that keeps what is sent."""
+
+    def __init__(self):
+        self.data = b""
+
+    def send(self, parts):
+        self.data += b"".join(map(bytes, parts))
+
+
+def frame(keys, type, body):
+    """The bytes of the first frame of a session."""
+    line = Kept()
+    frames.FrameLine(line, SUITE, keys).send(type, 0, [body])
+    return line.data
+
+
+def hello_only(connection):
+    drip(connection, bytes(200))
+
+
+def silent_before_its_proof(connection):
+    line = Line(connection, 5)
+    exchange = handshake._Exchange("sender", SECRET, SUITE)
+    line.read(handshake._HELLO.size)
+    line.send([exchange.hello(ENDS)])
+    time.sleep(1.5 * TIMEOUT_SECONDS)
+
+
+def proved(connection):
+    line = Line(connection, 5)
+    session = handshake.as_sender(line, SECRET, SUITE, 0)
+    offer = messages.Offer(messages.Revision(bytes(16), 1), True)
+    drip(connection, frame(session.keys, frames.OFFER, offer.to_bytes()))
+
+
+@pytest.mark.parametrize("behave", [hello_only, silent_before_its_proof, proved])
+def test_a_sender_that_drips_is_named_in_time(behave):
+    _, dst, plan, _ = job()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                behave(connection)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        address = server.getsockname()[:2]
+        receiver = Receiver(
+            plan, dst, [address], SECRET, timeout_seconds=TIMEOUT_SECONDS
+        )
+        begin = time.monotonic()
+        with pytest.raises(SyncError) as caught:
+            receiver.pull()
+        # A hello, a proof and an offer may take as long each.
+        assert time.monotonic() - begin < 5 * TIMEOUT_SECONDS
+        thread.join()
+    text = str(caught.value)
+    assert f"the sending process 0 at 127.0.0.1:{address[1]} sent " in text
+    assert " bytes in 1 s; it hangs, or the network is slow: then give a" in text
+    assert text.endswith("`arrays` is still `None`.")
+
+
+def test_nobody_at_the_address_is_named():
+    _, dst, plan, _ = job()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()[:2]
+    receiver = Receiver(plan, dst, [address], SECRET, timeout_seconds=2)
+    with pytest.raises(SyncError, match=f"0 at 127.0.0.1:{address[1]} does not answer"):
+        receiver.pull()
+
+
+def test_a_receiver_that_drips_is_dropped_in_time(caplog):
+    caplog.set_level(logging.INFO, "shardfx.sync")
+    _, dst, plan, tree = job()
+    sender = Sender(plan, SECRET, timeout_seconds=TIMEOUT_SECONDS)
+    try:
+        sender.publish(tree, 1)
+        with socket.create_connection(sender.address, 5) as connection:
+            line = Line(connection, 5)
+            session = handshake.as_receiver(line, SECRET, SUITE, ENDS)
+            request = messages.Request(plan.digest, None)
+            data = frame(session.keys, frames.REQUEST, request.to_bytes())
+            assert len(data) * PAUSE_SECONDS > 2 * TIMEOUT_SECONDS
+            begin = time.monotonic()
+            thread = threading.Thread(target=drip, args=(connection, data))
+            thread.start()
+            # Others are served meanwhile.
+            receiver = receiver_of(plan, dst, sender)
+            assert receiver.pull()
+            same(receiver.arrays["wide"], tree["wide"])
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(1) == b""
+            assert time.monotonic() - begin < 5 * TIMEOUT_SECONDS
+            port = connection.getsockname()[1]
+            thread.join()
+    finally:
+        sender.close()
+    expected = f"a connection ended: the receiver at 127.0.0.1:{port} sent "
+    assert any(expected in record.getMessage() for record in caplog.records)
