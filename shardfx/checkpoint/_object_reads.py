@@ -20,10 +20,12 @@ from ._objects import ObjectPlace
 from ._reader import Read, flat, part_in
 
 
-# A run of bytes is read in requests of at least this size, and less than twice it.
-_REQUEST_BYTES = 8 * 2**20
+# A run of bytes is read in requests of at least this size, and less than twice it. With
+# the request behind its last tensor, an object of 15 MiB and more so takes at most 1.1
+# requests per 8 MiB.
+_REQUEST_BYTES = 12 * 2**20
 # Runs do not become longer by gaps than this.
-_RUN_BYTES = 2 * _REQUEST_BYTES
+_RUN_BYTES = 16 * 2**20
 READ_LIMIT_BYTES = 2**30
 # An answer takes more memory than its bytes until it is copied (TensorStore 0.1.86,
 # measured).

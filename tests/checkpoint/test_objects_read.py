@@ -15,7 +15,9 @@ from safetensors.numpy import save, save_file
 
 import shardfx
 from shardfx import From, PathRules, TreeMap, checkpoint
+from shardfx.checkpoint import _object_reads as object_reads
 from shardfx.checkpoint._address import Address, address_of
+from shardfx.checkpoint._entry import FileArray
 from shardfx.checkpoint._objects import ObjectPlace
 from shardfx.errors import CheckpointError
 
@@ -356,3 +358,15 @@ def test_a_limit_that_is_too_small(server, mesh):
     index = checkpoint.read_index(server.place("limit"))
     with pytest.raises(CheckpointError, match="`read_limit_bytes=100` is less than"):
         checkpoint.load(index, planned(index, mesh, P()), read_limit_bytes=100)
+
+
+@pytest.mark.parametrize("mebibytes", [15, 16.5, 23, 24, 32, 47, 100, 1024])
+def test_requests_over_pieces_of_8_mebibytes(mebibytes):
+    """With the request behind the last tensor."""
+    nbytes = int(mebibytes * 2**20)
+    entry = FileArray("w", (nbytes,), np.dtype(np.uint8), "model.safetensors", "U8", 0)
+    piece = object_reads.Piece(entry, 8, np.empty(nbytes, np.uint8))
+    requests = list(object_reads.requests_of([piece], 2**18))
+    assert sum(request.nbytes for request in requests) == nbytes
+    assert (len(requests) + 1) / (nbytes / 2**23) <= 1.1
+    assert max(request.nbytes for request in requests) < 24 * 2**20
