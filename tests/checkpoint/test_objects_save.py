@@ -7,12 +7,13 @@ import subprocess
 import sys
 import textwrap
 import time
+import urllib.parse
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _servers import SECRET_KEY
+from _servers import SECRET_KEY, proxied
 from jax.sharding import Mesh, PartitionSpec as P
 from safetensors.numpy import load
 
@@ -154,6 +155,59 @@ def test_the_index_is_written_with_a_condition(behind_proxy, mesh):
     ):
         checkpoint.save(server.place("race"), {"w": jnp.ones(4)})
     assert server.store().read(f"race/{INDEX}").result().value == b"{}"
+
+
+@pytest.fixture
+def strict_gcs(gcs, monkeypatch):
+    """The GCS server behind a proxy that writes new objects under the condition that
+    there is none, as Google does; the server alone ignores it.
+    """
+    there = set()
+    with proxied(gcs) as (server, proxy):
+
+        def fault(method, path, number):
+            if method != "POST":
+                return None
+            query = urllib.parse.parse_qs(urllib.parse.urlsplit(path).query)
+            (name,) = query["name"]
+            if query.get("ifGenerationMatch") == ["0"] and name in there:
+                return 412, '{"error": {"code": 412}}'
+            there.add(name)
+            return None
+
+        proxy.fault = fault
+        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", proxy.endpoint)
+        yield server, proxy, fault
+
+
+def test_google_gets_the_condition_too(strict_gcs, mesh):
+    server, proxy, fault = strict_gcs
+    place = server.place("condition")
+    tree = {"w": jnp.arange(4.0)}
+    checkpoint.save(place, tree)
+    (post,) = [
+        path for method, path, _ in proxy.seen if method == "POST" and INDEX in path
+    ]
+    assert "ifGenerationMatch=0" in post
+    with pytest.raises(CheckpointError, match="exists, and nothing was changed"):
+        checkpoint.save(place, tree)
+
+    # Another saver is faster between the look and the write.
+    other = []
+
+    def later(method, path, number):
+        if method == "POST" and INDEX in path and not other:
+            other.append(True)
+            server.put(f"raced/{INDEX}", b"{}")
+        return fault(method, path, number)
+
+    proxy.fault = later
+    with pytest.raises(
+        CheckpointError, match="appeared while this was saving, from ano"
+    ):
+        checkpoint.save(server.place("raced"), tree)
+    assert server.keys("raced/") == [INDEX]
+    assert server.store().read(f"raced/{INDEX}").result().value == b"{}"
 
 
 def test_an_answer_that_is_lost_is_no_other_saver(behind_proxy, mesh):
