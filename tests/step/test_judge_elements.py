@@ -69,3 +69,20 @@ def test_a_repeated_array_is_no_concatenation():
     changed = line.replace(f"({both})", f"({repeated}, {repeated})")
     text = programs.partitioned.replace(line, changed)
     assert judged(programs._replace(partitioned=text)).outcome != "proved"
+
+
+def test_other_padding_of_a_slice_is_not_proved():
+    def step(x, z):
+        even = jax.lax.pad(x[:, ::2], 0.0, [(0, 0, 0), (0, 1, 1)])
+        odd = jax.lax.pad(x[:, 1::2], 0.0, [(0, 0, 0), (1, 0, 1)])
+        weighted = (even + 2 * odd) @ z
+        return jnp.sin(weighted)
+
+    z = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(MESH, P()))
+    programs = step_of(step, (X, z)).programs("cpu")
+    assert judged(programs).outcome == "proved"
+    text = programs.partitioned
+    for before, after in (("0_1_1", "1_0_1"), ("1_0_1", "0_1_1"), ("0_1_1", "0_4_0")):
+        changed = text.replace(f"padding=0_0_0x{before}", f"padding=0_0_0x{after}")
+        assert changed != text
+        assert judged(programs._replace(partitioned=changed)).outcome != "proved"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..hlo_text import Instruction, arrays_in
-from .cuts import HOLE
+from .cuts import HOLE, Cut
 from .forms import numbers
 from .held import (
     MOST_KNOWN,
@@ -30,6 +30,7 @@ from .matching import (
     matched_operands,
     padding_of,
     placed,
+    seen_as_named,
     slice_bounds,
 )
 from .values import Global
@@ -210,32 +211,50 @@ def _padded_globally(
     shape: tuple[int, ...],
 ) -> Held | None:
     """The result of a pad of the whole program along dimensions that are not cut."""
-    operand, value = operands
     form = form_in(context, instruction, operands, shape)
+    matches = [
+        (number, list(operands)) for number in candidates(context, form, instruction)
+    ]
+    matches += seen_as_named(context, instruction, operands)
     bounds = padding_of(instruction)
-    for number in candidates(context, form, instruction):
+    for number, (operand, value) in matches:
         node = context.values.nodes[number]
         assert node.instruction is not None
         if padding_of(node.instruction) != bounds:
             continue
-        cuts = []
-        for dim, axis in enumerate(operand.axes):
-            size = node.operands[0].shape[dim]
-            if bounds[dim] == (0, 0, 0):
-                cuts.append(None if axis is None else axis.cut)
-            elif operand.shape[dim] == size and (
-                axis is None or context.cuts.is_whole(axis.cut, size)
-            ):
-                cuts.append(context.cuts.whole(shape[dim]))
-            else:
-                break
-        else:
-            require_finished(value, "pad")
-            held = placed(context, form, instruction, shape, cuts, number)
-            return dataclasses.replace(
-                held, terms=operand.terms, kind=operand.kind, scale=operand.scale
-            )
+        cuts = _padded_cuts(context, operand, node.operands[0].shape, bounds, shape)
+        if cuts is None:
+            continue
+        require_finished(value, "pad")
+        form = form_in(context, instruction, (operand, value), shape)
+        held = placed(context, form, instruction, shape, cuts, number)
+        return dataclasses.replace(
+            held, terms=operand.terms, kind=operand.kind, scale=operand.scale
+        )
     return None
+
+
+def _padded_cuts(
+    context: Context,
+    operand: Held,
+    sizes: Sequence[int],
+    bounds: Sequence[tuple[int, int, int]],
+    shape: tuple[int, ...],
+) -> list[Cut | None] | None:
+    """The cuts of the dimensions of a padded array, whose operand has these sizes in
+    the whole program; `None` if a dimension that is padded is cut.
+    """
+    cuts: list[Cut | None] = []
+    for dim, axis in enumerate(operand.axes):
+        if bounds[dim] == (0, 0, 0):
+            cuts.append(None if axis is None else axis.cut)
+            continue
+        if operand.shape[dim] != sizes[dim]:
+            return None
+        if axis is not None and not context.cuts.is_whole(axis.cut, sizes[dim]):
+            return None
+        cuts.append(context.cuts.whole(shape[dim]))
+    return cuts
 
 
 def concatenate(
