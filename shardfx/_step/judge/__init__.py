@@ -27,6 +27,7 @@ Each operation has a rule, from the types of its operands to that of its result:
 | `convolutions.py`, `windows.py` | convolutions and pooling |
 | `exchanges.py` | collectives |
 | `indices.py`, `lookups.py` | gathers and scatters; the partitioner's idioms for them |
+| `positions.py`, `bounds.py` | updates of one row at an index of a cut dimension |
 | `choices.py` | reductions of several arrays, such as an argmax |
 | `whole_operations.py` | sorts, and all that have no rule of their own |
 | `sources.py` | constants, iotas, the device's number |

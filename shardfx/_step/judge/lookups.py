@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..hlo_text import Instruction
+from . import positions
 from .forms import attribute, numbers
 from .held import (
     NOWHERE,
@@ -20,6 +21,7 @@ from .held import (
     Held,
     product_of_terms,
 )
+from .positions import Side
 from .verdict import Unjudged
 
 
@@ -42,14 +44,6 @@ class Shifted(NamedTuple):
     high: tuple[int, ...] | None
     low: np.ndarray | None = None
     last: np.ndarray | None = None
-
-
-class Side(NamedTuple):
-    """Whether indices are below ("LT") or above ("GT") each device's limit."""
-
-    direction: str
-    limits: np.ndarray
-    high: tuple[int, ...] | None
 
 
 class Outside(NamedTuple):
@@ -75,7 +69,7 @@ class Fetched(NamedTuple):
 
 IDIOMS = frozenset(
     "broadcast reshape transpose copy convert select reduce gather scatter tuple"
-    " get-tuple-element clamp subtract compare or and add".split()
+    " get-tuple-element clamp subtract compare or and add dynamic-update-slice".split()
 )
 
 
@@ -111,10 +105,17 @@ def indexed(
         return _shifted(operands)
     if opcode == "compare" and operands[1].known is not None:
         return _side(instruction, operands)
+    if opcode == "and":
+        held = positions.both(operands)
+        if held is not None:
+            return held
     if opcode == "or":
         return _outside(operands)
     if opcode == "select":
-        return _ended(context, operands)
+        shift = operands[1].idiom
+        offsets = shift.offsets if isinstance(shift, Shifted) else None
+        held = positions.chosen(operands, offsets)
+        return _ended(context, operands) if held is None else held
     if opcode in ("convert", "copy") and isinstance(
         operands[0].idiom, Clamped | Fetched
     ):
@@ -166,7 +167,7 @@ def _side(instruction: Instruction, operands: Sequence[Held]) -> Held | None:
     index, limit = operands
     limits = columns_of(limit.known, index)
     direction = attribute(instruction, "direction")
-    if limits is None or index.root < 0 or direction not in ("LT", "GT"):
+    if limits is None or index.root < 0 or direction not in ("LT", "GT", "GE"):
         return None
     if index.idiom is not None and not isinstance(index.idiom, Clamped):
         raise Unjudged("a lookup that is not finished")

@@ -11,6 +11,7 @@ from . import (
     indices,
     lookups,
     pieces,
+    positions,
     products,
     sources,
     updates,
@@ -40,6 +41,12 @@ def applied(
     if any(operand.idiom is not None for operand in operands):
         if opcode not in lookups.IDIOMS:
             raise Unjudged("a lookup that is not finished")
+        if opcode == "dynamic-update-slice":
+            return positions.update_row(context, instruction, operands)
+        if opcode != "select" and any(
+            isinstance(operand.idiom, positions.Updated) for operand in operands
+        ):
+            raise Unjudged("an update that is not finished")
         if (
             opcode == "reduce"
             and len(operands) > 1

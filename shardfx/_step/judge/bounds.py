@@ -1,0 +1,157 @@
+"""The bounds of integers of the whole program, such as the index of an update."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ..hlo_text import arrays_in
+from .forms import attribute
+from .values import Node, Values, scalar_constant
+
+
+class Bounds(NamedTuple):
+    """The least and the greatest number that each element of a value may have. A
+    predicate has 0 and 1.
+    """
+
+    low: int
+    high: int
+
+
+# Operations behind an index that are looked at.
+_MOST_OPERATIONS = 64
+_NEVER = Bounds(0, 0)
+_ALWAYS = Bounds(1, 1)
+_EITHER = Bounds(0, 1)
+
+
+def bounds_of(values: Values, number: int) -> Bounds | None:
+    """The bounds of a value of integers; `None` for other dtypes."""
+    return _Reader(values).bounds(number)
+
+
+def _of_dtype(node: Node) -> Bounds | None:
+    if node.instruction is None:
+        return None
+    arrays = arrays_in(node.instruction.result)
+    dtype = arrays[0].dtype if len(arrays) == 1 else ""
+    if dtype == "pred":
+        return _EITHER
+    if dtype[:1] not in ("s", "u") or not dtype[1:].isdigit():
+        return None
+    bits = int(dtype[1:])
+    if dtype.startswith("u"):
+        return Bounds(0, 2**bits - 1)
+    return Bounds(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
+class _Reader:
+    """Bounds of values, each asked once."""
+
+    def __init__(self, values: Values):
+        self.values = values
+        self.known: dict[int, Bounds | None] = {}
+
+    def bounds(self, number: int) -> Bounds | None:
+        if number in self.known:
+            return self.known[number]
+        node = self.values.nodes[number]
+        of_dtype = _of_dtype(node)
+        # What is asked again meanwhile, or is too far behind, has those of its dtype.
+        self.known[number] = of_dtype
+        if of_dtype is None or len(self.known) > _MOST_OPERATIONS:
+            return of_dtype
+        computed = self._computed(node)
+        if computed is None or computed.low < of_dtype.low:
+            return of_dtype
+        if computed.high > of_dtype.high:
+            return of_dtype
+        self.known[number] = computed
+        return computed
+
+    def _computed(self, node: Node) -> Bounds | None:
+        if node.opcode == "constant":
+            constant = scalar_constant(node)
+            if constant is None or constant != int(constant):
+                return None
+            return Bounds(int(constant), int(constant))
+        rule = _RULES.get(node.opcode)
+        operands: list[Bounds] = []
+        for operand in node.operands:
+            bounds = self.bounds(operand.view.root)
+            if bounds is None:
+                return None
+            operands.append(bounds)
+        if node.opcode == "compare":
+            assert node.instruction is not None
+            direction = attribute(node.instruction, "direction")
+            return _compared(direction, operands[0], operands[1])
+        return None if rule is None else rule(*operands)
+
+
+def _compared(direction: str, first: Bounds, other: Bounds) -> Bounds:
+    if direction in ("GT", "GE"):
+        swapped = "LT" if direction == "GT" else "LE"
+        return _compared(swapped, other, first)
+    if direction == "LT":
+        is_always = first.high < other.low
+        is_never = first.low >= other.high
+    elif direction == "LE":
+        is_always = first.high <= other.low
+        is_never = first.low > other.high
+    else:
+        is_apart = first.high < other.low or other.high < first.low
+        is_equal = first == other and first.low == first.high
+        is_always = is_equal if direction == "EQ" else is_apart
+        is_never = is_apart if direction == "EQ" else is_equal
+    if is_always:
+        return _ALWAYS
+    return _NEVER if is_never else _EITHER
+
+
+def _maximum(first: Bounds, other: Bounds) -> Bounds:
+    return Bounds(max(first.low, other.low), max(first.high, other.high))
+
+
+def _minimum(first: Bounds, other: Bounds) -> Bounds:
+    return Bounds(min(first.low, other.low), min(first.high, other.high))
+
+
+def _clamped(low: Bounds, number: Bounds, high: Bounds) -> Bounds:
+    return _minimum(_maximum(number, low), high)
+
+
+def _selected(chosen: Bounds, first: Bounds, other: Bounds) -> Bounds:
+    if chosen == _ALWAYS:
+        return first
+    if chosen == _NEVER:
+        return other
+    return Bounds(min(first.low, other.low), max(first.high, other.high))
+
+
+def _remainder(number: Bounds, divisor: Bounds) -> Bounds | None:
+    if divisor.low != divisor.high or divisor.low <= 0:
+        return None
+    last = divisor.low - 1
+    low = 0 if number.low >= 0 else -last
+    return Bounds(low, last)
+
+
+def _and(first: Bounds, other: Bounds) -> Bounds | None:
+    are_predicates = max(first.high, other.high) <= 1 and min(first.low, other.low) >= 0
+    return _minimum(first, other) if are_predicates else None
+
+
+_RULES: Mapping[str, Callable[..., Bounds | None]] = {
+    "maximum": _maximum,
+    "minimum": _minimum,
+    "clamp": _clamped,
+    "select": _selected,
+    "remainder": _remainder,
+    "and": _and,
+    "convert": lambda number: number,
+    # What wraps is beyond the bounds of the dtype, which are taken then.
+    "add": lambda first, other: Bounds(first.low + other.low, first.high + other.high),
+    "subtract": lambda first, other: Bounds(
+        first.low - other.high, first.high - other.low
+    ),
+}

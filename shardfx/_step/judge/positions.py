@@ -1,0 +1,206 @@
+"""Updates of one row at an index of a dimension that is cut, as of a KV cache.
+
+The partitioner subtracts each device's offset from the index, updates that row of the
+shard, and takes the updated shard on the device that has the row:
+
+    is_inside = index >= offset and index < offset + rows
+    row = select(is_inside, index - offset, 0)
+    select(is_inside, dynamic-update-slice(shard, update, row), shard)
+
+The whole program clamps an index that is out of bounds to the last row; here it is in
+no shard. So the index has to be known to be within the bounds.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..hlo_text import Instruction
+from .bounds import bounds_of
+from .cuts import Cut
+from .held import Context, Held
+from .joining import constant_number, form_in, joined_cut
+from .matching import matched_operands, placed
+from .values import Node
+from .verdict import Unjudged
+
+
+class Side(NamedTuple):
+    """Whether indices are below ("LT"), above ("GT") or not below ("GE") each device's
+    limit: an array (devices, columns). `high` is the bound of each column to which they
+    were clamped before; `None` if they were not.
+    """
+
+    direction: str
+    limits: np.ndarray
+    high: tuple[int, ...] | None
+
+
+class Inside(NamedTuple):
+    """Whether an index is in each device's rows, from `low` to below `high`."""
+
+    low: np.ndarray
+    high: np.ndarray
+
+
+class Row(NamedTuple):
+    """The row of a shard at an index in its rows; 0 on devices that have it not."""
+
+    low: np.ndarray
+    high: np.ndarray
+
+
+class Updated(NamedTuple):
+    """A shard with another row where an index is in its rows.
+
+    - `index_root`: the number of the index's value.
+    - `low`, `high`: the rows of each device.
+    - `shard`: the shard before.
+    - `result`: what devices hold once only those that have the row are updated.
+    """
+
+    index_root: int
+    low: np.ndarray
+    high: np.ndarray
+    shard: Held
+    result: Held
+
+
+def both(operands: Sequence[Held]) -> Held | None:
+    """The `and` of two sides, or of such a mask and `true`; `None` if it is none."""
+    first, other = operands
+    for mask, constant in ((first, other), (other, first)):
+        if isinstance(mask.idiom, Side | Inside) and constant_number(constant) == 1:
+            return mask
+    if not isinstance(first.idiom, Side) or not isinstance(other.idiom, Side):
+        return None
+    if first.shape or not first.is_finished or first.root != other.root:
+        return None
+    limits = {
+        side.direction: side.limits.reshape(-1) for side in (first.idiom, other.idiom)
+    }
+    if set(limits) != {"GE", "LT"}:
+        return None
+    inside = Inside(low=limits["GE"], high=limits["LT"])
+    return dataclasses.replace(first, idiom=inside)
+
+
+def chosen(operands: Sequence[Held], offsets: np.ndarray | None) -> Held | None:
+    """A `select` by such a mask: a row, or the end of an update. `offsets` is what was
+    subtracted from the index that is selected; `None` if nothing was.
+    """
+    mask, first, other = operands
+    inside = mask.idiom
+    if not isinstance(inside, Inside):
+        return None
+    if isinstance(first.idiom, Updated):
+        return _ended(mask, first, other)
+    if offsets is None or first.root != mask.root or constant_number(other) != 0:
+        return None
+    if first.shape or not np.array_equal(offsets.reshape(-1), inside.low):
+        return None
+    return dataclasses.replace(first, idiom=Row(inside.low, inside.high))
+
+
+def _ended(mask: Held, updated: Held, other: Held) -> Held | None:
+    inside = mask.idiom
+    update = updated.idiom
+    assert isinstance(inside, Inside) and isinstance(update, Updated)
+    shard = update.shard
+    is_same_mask = (
+        mask.root == update.index_root
+        and np.array_equal(inside.low, update.low)
+        and np.array_equal(inside.high, update.high)
+    )
+    is_same_shard = (
+        other.idiom is None
+        and other.root == shard.root
+        and other.shape == shard.shape
+        and other.axes == shard.axes
+        and other.rest == shard.rest
+        and other.fill == shard.fill
+        and other.is_finished
+    )
+    return update.result if is_same_mask and is_same_shard else None
+
+
+def update_row(
+    context: Context, instruction: Instruction, operands: Sequence[Held]
+) -> Held:
+    """A shard with another row, before a mask says which devices have the row."""
+    shard, update, *places = operands
+    rows = [dim for dim, place in enumerate(places) if isinstance(place.idiom, Row)]
+    if len(rows) != 1 or any(
+        operand.idiom is not None or not operand.is_finished
+        for operand in (shard, update)
+    ):
+        raise Unjudged("an update, at an index that is computed, of several dimensions")
+    (along,) = rows
+    row = places[along].idiom
+    assert isinstance(row, Row)
+    axis = shard.axes[along]
+    if axis is None or update.shape[along] != 1 or not _has_rows(axis.cut, row):
+        raise Unjudged("an update of other rows than those of a shard")
+    index = dataclasses.replace(places[along], idiom=None)
+    indices = [*places[:along], index, *places[along + 1 :]]
+    whole_operands = [shard, update, *indices]
+    for number, seen in matched_operands(context, instruction, whole_operands):
+        node = context.values.nodes[number]
+        if seen[0].axes != shard.axes or seen[0].root != shard.root:
+            continue
+        cuts = _cuts(context, node, seen, along)
+        if cuts is None:
+            continue
+        _require_in_bounds(context, index.root, node.operands[0].shape[along])
+        form = form_in(context, instruction, seen, shard.shape)
+        result = placed(context, form, instruction, shard.shape, cuts, number)
+        updated = Updated(index.root, row.low, row.high, shard, result)
+        return dataclasses.replace(shard, idiom=updated, known=None)
+    raise Unjudged("no update of the whole program has these operands")
+
+
+def _has_rows(cut: Cut, row: Row) -> bool:
+    """Whether the positions of a dimension are the rows of each device."""
+    if len(cut.lengths) != 1 or cut.has_holes or (cut.step != 1 and cut.size > 1):
+        return False
+    starts = cut.starts[:, 0]
+    is_low = np.array_equal(starts, row.low)
+    return is_low and np.array_equal(starts + cut.size, row.high)
+
+
+def _cuts(
+    context: Context, node: Node, operands: Sequence[Held], along: int
+) -> list[Cut | None] | None:
+    """The cuts of an updated shard; `None` if the update does not fill all dimensions
+    beside that of the row.
+    """
+    shard, update = operands[0], operands[1]
+    sizes = node.operands[0].shape
+    update_sizes = node.operands[1].shape
+    cuts: list[Cut | None] = []
+    for dim, axis in enumerate(shard.axes):
+        beside = update.axes[dim]
+        if dim == along:
+            if update_sizes[dim] != 1 or not (beside is None or beside.cut.is_first):
+                return None
+            cuts.append(None if axis is None else axis.cut)
+            continue
+        if sizes[dim] != update_sizes[dim] or shard.shape[dim] != update.shape[dim]:
+            return None
+        cut = joined_cut(context, "dynamic-update-slice", dim, [axis, beside])
+        if cut is not None and cut.has_holes:
+            return None
+        cuts.append(cut)
+    return cuts
+
+
+def _require_in_bounds(context: Context, index: int, size: int) -> None:
+    bounds = bounds_of(context.values, index)
+    if bounds is None or bounds.low < 0 or bounds.high >= size:
+        raise Unjudged(
+            "an update at an index of a cut dimension that may be out of bounds: XLA"
+            " would lose the update, so clip it before, `jnp.clip(index, 0,"
+            f" {size - 1})`"
+        )

@@ -1,0 +1,143 @@
+"""Updates of one row at an index of a dimension that is cut: proved where the index is
+within the bounds, and no other program in the place of a right one.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import shardfx as sfx
+from shardfx._step import judged, step_of
+from shardfx._step.hlo_text import parse_hlo
+from shardfx._step.judge.bounds import bounds_of
+from shardfx._step.judge.values import read_whole
+
+
+MESH = sfx.MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}).abstract()
+
+
+def struct(shape, *spec, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(MESH, P(*spec)))
+
+
+CACHE = struct((4, 16, 8), "data", "tensor")
+ROW = struct((4, 1, 8), "data")
+INDEX = struct((), dtype=jnp.int32)
+
+
+def written(cache, row, index):
+    return lax.dynamic_update_slice(cache, row, (0, index, 0))
+
+
+def clipped(cache, row, index):
+    return written(cache, row, jnp.clip(index, 0, 15))
+
+
+def test_a_row_at_a_clipped_index_is_proved():
+    assert sfx.testing.verify(clipped, CACHE, ROW, INDEX).outcome == "proved"
+
+
+def test_a_row_at_a_remainder_is_proved():
+    def ring(cache, row, index):
+        return written(cache, row, (index % 16).astype(jnp.int32))
+
+    index = struct((), dtype=jnp.uint32)
+    assert sfx.testing.verify(ring, CACHE, ROW, index).outcome == "proved"
+
+
+def test_two_caches_and_their_gradients_are_proved():
+    def loss(keys, values, key, value, q, index):
+        keys = clipped(keys, key, index)
+        values = clipped(values, value, index)
+        scores = jnp.einsum("bk,bsk->bs", q, keys)
+        weights = jax.nn.softmax(jnp.where(jnp.arange(16) <= index, scores, -1e9))
+        return jnp.sum(jnp.sin(jnp.einsum("bs,bsk->bk", weights, values)))
+
+    step = jax.grad(loss, argnums=(0, 1, 2, 3, 4))
+    q = struct((4, 8), "data")
+    verdict = sfx.testing.verify(step, CACHE, CACHE, ROW, ROW, q, INDEX)
+    assert verdict.outcome == "proved", verdict
+
+
+@pytest.mark.parametrize("last", [None, 16])
+def test_an_index_that_may_be_out_of_bounds_is_not_judged(last):
+    # XLA loses the update of a row beyond the last, which JAX clamps.
+    def step(cache, row, index):
+        index = index if last is None else jnp.clip(index, 0, last)
+        return written(cache, row, index)
+
+    verdict = sfx.testing.verify(step, CACHE, ROW, INDEX)
+    assert verdict.outcome == "not judged"
+    assert "`jnp.clip(index, 0, 15)`" in verdict.unjudged[0].reason
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return step_of(clipped, (CACHE, ROW, INDEX)).programs("cpu")
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        # A device that has other rows, or one row less or more.
+        (r"constant\(8\)", "constant(4)"),
+        (r"direction=GE", "direction=GT"),
+        (r"direction=LT", "direction=LE"),
+        (r"direction=GE", "direction=LT"),
+        # The other mask, another row, another shard.
+        (r"select\((%\S+), (%dynamic-update\S+), (%\S+)\)", r"select(\1, \3, \2)"),
+        (r"subtract\((%\S+), (%\S+)\)", r"subtract(\2, \1)"),
+        (r"( select\(%and[^,]*, %subtract[^,]*), %\S+\)", r"\1, %one)"),
+        (r"(dynamic-update-slice\(%\S+ %\S+) (%\S+), (%\S+), ", r"\1 \3, \2, "),
+        (r"maximum\(", "minimum("),
+    ],
+)
+def test_another_update_is_not_proved(programs, before, after):
+    text = programs.partitioned
+    changed, count = re.subn(before, after, text, count=1)
+    assert count == 1 and changed != text, text
+    one = "\n  %one = s32[] constant(1)\n  %partition-id = "
+    changed = changed.replace("\n  %partition-id = ", one)
+    assert judged(programs._replace(partitioned=changed)).outcome != "proved"
+
+
+INDICES = {
+    "clip": lambda i: jnp.clip(i, 2, 9),
+    "remainder": lambda i: i % 7,
+    "remainder of a clip": lambda i: jnp.clip(i, 0, 99) % 7,
+    "select": lambda i: jnp.where(i < 5, jnp.clip(i, 1, 3), 8),
+    "never": lambda i: jnp.where(jnp.clip(i, 0, 3) < 5, jnp.clip(i, 1, 3), 8),
+    "sum": lambda i: jnp.clip(i, -3, 4) + jnp.clip(2 * i, 1, 5),
+    "difference": lambda i: jnp.clip(i, -3, 4) - jnp.clip(2 * i, 1, 5),
+    "wrapping": lambda i: jnp.clip(i, 0, 2**31 - 1) + 5,
+    "narrow": lambda i: jnp.clip(i, 0, 300).astype(jnp.int8),
+    "minimum": lambda i: jnp.minimum(i, 6),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_bounds_hold_of_all_numbers(name):
+    numbers = np.arange(-300, 300, dtype=np.int32)
+    numbers = np.concatenate([numbers, [2**31 - 1, 2**31 - 3, -(2**31)]]).astype("i4")
+    computed = jax.jit(INDICES[name])(numbers)
+    text = jax.jit(INDICES[name]).lower(numbers).as_text("hlo")
+    whole = read_whole(parse_hlo(text))
+    bounds = bounds_of(whole.values, whole.results[0].view.root)
+    assert bounds is not None
+    assert bounds.low <= computed.min() and computed.max() <= bounds.high
+    if name in ("clip", "remainder of a clip", "never", "sum", "difference"):
+        assert (
+            bounds
+            == {
+                "clip": (2, 9),
+                "remainder of a clip": (0, 6),
+                "never": (1, 3),
+                "sum": (-2, 9),
+                "difference": (-8, 3),
+            }[name]
+        )
