@@ -130,6 +130,7 @@ def subjects() -> list[Subject]:
         *_layers("LoRA", "lora_many", batch=_BATCH_CUT),
         _unseen("LoRA", "lora-frozen-bf16-base"),
         *_layers("KV cache", "decode", batch=_BATCH_CUT, length=_LENGTH_CUT),
+        *_layers("KV cache", "decode_clipped", length=_LENGTH_CUT),
         *_layers("KV cache", "cache_rows", batch=_BATCH_CUT, length=_LENGTH_CUT),
         *_layers("KV cache", "cache_mapped", batch=_BATCH_CUT, length=_LENGTH_CUT),
         *_layers("KV cache", "cache_window", length=_LENGTH_CUT),

@@ -123,6 +123,21 @@ def decode(q, keys, values, key, value, index):
     return attend(q, keys, values, jnp.arange(keys.shape[1]) <= index[0])
 
 
+@layer(
+    "kv cache",
+    gradient=False,
+    q="b 1 h k",
+    keys="b s h k",
+    values="b s h k",
+    key="b 1 h k",
+    value="b 1 h k",
+    index="1 : below s",
+)
+def decode_clipped(q, keys, values, key, value, index):
+    index = jnp.clip(index, 0, keys.shape[1] - 1)
+    return decode(q, keys, values, key, value, index)
+
+
 @layer("kv cache", gradient=False, cache="b s h k", new="b h k", index="b : below s")
 def cache_rows(cache, new, index):
     return cache.at[jnp.arange(cache.shape[0]), index].set(new)
