@@ -276,7 +276,7 @@ def parsed_json(data: bytes, where: str) -> Any:
             "parse_float": _finite,
             "parse_int": parse_int,
         }
-        content = json.loads(text, object_pairs_hook=_unique, **hooks)
+        content = json.loads(text, object_pairs_hook=unique_members, **hooks)
         if _SURROGATE.search(data):
             json.dumps(content, ensure_ascii=False).encode("utf-8")
     except RecursionError:
@@ -294,7 +294,8 @@ def parsed_json(data: bytes, where: str) -> Any:
     return content
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The members of a JSON object. Raises `ValueError` for a name that occurs twice."""
     members = dict(pairs)
     if len(members) < len(pairs):
         seen: set[str] = set()

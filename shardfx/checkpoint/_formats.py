@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +23,7 @@ from ._objects import TIMEOUT_SECONDS, ObjectPlace
 from ._packed import raw_entry
 from ._parts import FILES_KEY, SET_INDEX, joined
 from ._place import MissingError, Place
+from ._table import FileTable, all_tables, together
 
 
 def read_index(
@@ -261,6 +262,11 @@ def _set_of(where: Place, content: object, real: str) -> Index:
         return _of_save(where, weight_map, others)
     files = {name: where.inside(name) for name in dict.fromkeys(weight_map.values())}
     headers = safetensors.read_headers(where, files.values())
+    metadata = _joined(headers.values())
+    tables = {name: headers[file].arrays for name, file in files.items()}
+    table = _table_of_set(weight_map, tables)
+    if table is not None:
+        return Index("safetensors", where.directory, table, metadata, where)
     arrays_by_file = {
         name: {array.path: array for array in headers[file].arrays}
         for name, file in files.items()
@@ -274,9 +280,25 @@ def _set_of(where: Place, content: object, real: str) -> Index:
                 " that file does not hold it."
             )
         entries.append(array)
-    return Index(
-        "safetensors", where.directory, tuple(entries), _joined(headers.values()), where
-    )
+    return Index("safetensors", where.directory, tuple(entries), metadata, where)
+
+
+def _table_of_set(
+    weight_map: Mapping[str, str], tables: Mapping[str, Sequence[FileArray]]
+) -> FileTable | None:
+    """The arrays of a set as a table, in the order of `weight_map`; `None` if a header
+    is no table, or if the map does not name exactly the arrays of the files.
+
+    `tables` has the arrays of each file by the name that `weight_map` has for it.
+    """
+    if not all_tables(list(tables.values())):
+        return None
+    held = {}
+    for name, table in tables.items():
+        held |= dict.fromkeys(table.paths, name)
+    if held != weight_map or sum(map(len, tables.values())) != len(held):
+        return None
+    return together(list(tables.values())).of(list(weight_map))
 
 
 def _of_save(where: Place, weight_map: Mapping[str, str], names: list[str]) -> Index:
@@ -297,6 +319,12 @@ def _of_save(where: Place, weight_map: Mapping[str, str], names: list[str]) -> I
 
 def _of_files(where: Place, files: list[str]) -> Index:
     headers = list(safetensors.read_headers(where, files).values())
+    metadata = _joined(headers)
+    tables = [header.arrays for header in headers]
+    if all_tables(tables):
+        table = together(tables)
+        if len(table.numbers) == len(table):
+            return Index("safetensors", where.directory, table, metadata, where)
     arrays: dict[str, FileArray] = {}
     for array in [array for header in headers for array in header.arrays]:
         other = arrays.setdefault(array.path, array)
@@ -307,7 +335,7 @@ def _of_files(where: Place, files: list[str]) -> Index:
                 " `model.safetensors.index.json` of the set."
             )
     return Index(
-        "safetensors", where.directory, tuple(arrays.values()), _joined(headers), where
+        "safetensors", where.directory, tuple(arrays.values()), metadata, where
     )
 
 

@@ -25,6 +25,7 @@ from ._entry import ArrayEntry, FileArray, ListedArray
 from ._files import FilePlace
 from ._packed import is_packed, raw_entry
 from ._place import Place
+from ._table import by_path
 
 
 _SHOWN_ROWS = 24
@@ -56,7 +57,7 @@ class Index:
 
     format: str
     directory: str
-    entries: tuple[ArrayEntry, ...]
+    entries: Sequence[ArrayEntry]
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     place: Place = dataclasses.field(
         default_factory=lambda: FilePlace("", ()), repr=False, compare=False
@@ -90,9 +91,9 @@ class Index:
         )
 
     @ft.cached_property
-    def by_path(self) -> dict[str, ArrayEntry]:
-        """A dict from the path of each array to its entry."""
-        return {entry.path: entry for entry in self.entries}
+    def by_path(self) -> Mapping[str, ArrayEntry]:
+        """The entry of each array by its path."""
+        return by_path(self.entries)
 
     @property
     def bytes_total(self) -> int:

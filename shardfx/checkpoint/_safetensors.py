@@ -21,9 +21,11 @@ from .._ground.spec import DType
 from .._ground.text import quoted
 from ._entry import PACKED_BITS, FileArray
 from ._files import is_shape, is_sizes, parsed_json
+from ._header_table import header_table
 from ._kinds import kind_of
 from ._metadata import key_named, of_bits
 from ._place import Place
+from ._table import ArrayKind, FileTable
 
 
 # The format's own limit for the header.
@@ -80,7 +82,7 @@ def stored_name(dtype: DType) -> str | None:
 class Header(NamedTuple):
     """The arrays and metadata of a file. The arrays are in the order of the buffer."""
 
-    arrays: tuple[FileArray, ...]
+    arrays: Sequence[FileArray]
     metadata: dict[str, str]
 
 
@@ -136,6 +138,9 @@ def parse_header(data: bytes, buffer_bytes: int | None, file: str) -> Header:
     unknown dtypes, invalid or inconsistent shapes and offsets, and tensors that
     overlap, lie outside of the buffer or leave gaps in it.
     """
+    table = header_table(data, buffer_bytes, file, _kind)
+    if table is not None:
+        return Header(renamed(table.arrays, table.metadata), table.metadata)
     content = parsed_json(data, f"the header of {file!r}")
     if not isinstance(content, dict):
         raise CheckpointError(
@@ -150,8 +155,7 @@ def parse_header(data: bytes, buffer_bytes: int | None, file: str) -> Header:
             f"`__metadata__` in the header of {file!r} must map strings to strings."
         )
     base = 8 + len(data)
-    kinds: dict[object, _Kind] = {}
-    arrays = [_array(name, row, base, file, kinds) for name, row in content.items()]
+    arrays = [_array(name, row, base, file) for name, row in content.items()]
     stops = {name: base + entry["data_offsets"][1] for name, entry in content.items()}
     if any(array.offset > after.offset for array, after in it.pairwise(arrays)):
         arrays.sort(key=lambda array: (array.offset, stops[array.path]))
@@ -177,27 +181,25 @@ def parse_header(data: bytes, buffer_bytes: int | None, file: str) -> Header:
     return Header(renamed(arrays, metadata), metadata)
 
 
-class _Kind(NamedTuple):
-    """What the tensors of a header with one dtype and one shape have in common.
-
-    - `shape`: the shape, which was checked.
-    - `dtype`: the dtype in JAX; `None` if JAX lacks it.
-    - `nbits`: the number of bits of the elements.
+def _kind(stored: str, shape: object) -> ArrayKind | None:
+    """The kind of tensors with this name of a dtype and this shape in JSON; `None` if
+    the format forbids them.
     """
+    if stored not in DTYPES or not is_shape(shape):
+        return None
+    bits_each, dtype = DTYPES[stored]
+    nbits = _count(shape) * bits_each
+    if nbits % 8 or nbits >= 2**63:
+        return None
+    return ArrayKind(tuple(shape), dtype, stored, nbits // 8)
 
-    shape: tuple[int, ...]
-    dtype: DType
-    nbits: int
 
-
-def _array(
-    name: str, entry: object, base: int, file: str, kinds: dict[object, _Kind]
-) -> FileArray:
+def _array(name: str, entry: object, base: int, file: str) -> FileArray:
     """The array `name` from `entry`, its JSON in the header of `file`. Unknown fields
     of the entry are ignored.
 
-    `base` is the buffer's position in the file. `kinds` has the kinds of the tensors
-    before it. Raises `CheckpointError` for an invalid entry.
+    `base` is the buffer's position in the file. Raises `CheckpointError` for an invalid
+    entry.
     """
     if not isinstance(entry, dict) or not _FIELDS <= entry.keys():
         raise CheckpointError(
@@ -213,13 +215,6 @@ def _array(
     stored = entry["dtype"]
     shape = entry["shape"]
     offsets = entry["data_offsets"]
-    # Unlike the list, its text tells 1 from `true` and 1.0.
-    key = (stored, str(shape)) if type(stored) is str else None
-    kind = kinds.get(key)
-    if kind is not None and is_sizes(offsets) and len(offsets) == 2:
-        begin, end = offsets
-        if 8 * (end - begin) == kind.nbits:
-            return FileArray(name, kind.shape, kind.dtype, file, stored, base + begin)
     if not isinstance(stored, str) or stored not in DTYPES:
         raise CheckpointError(
             f"tensor {quoted(name)} in {file!r} has the dtype {_short(stored)}, which"
@@ -241,8 +236,14 @@ def _array(
             f" {_short(shape)}, which needs {-(-expected_bits // 8)} bytes, but the"
             f" offsets [{begin}, {end}]; the file is damaged or forged."
         )
-    kind = kinds[key] = _Kind(tuple(shape), dtype, expected_bits)
-    return FileArray(name, kind.shape, kind.dtype, file, stored, base + begin)
+    return FileArray(
+        path=name,
+        shape=tuple(shape),
+        dtype=dtype,
+        file=file,
+        stored=stored,
+        offset=base + begin,
+    )
 
 
 def _depth(value: object) -> int:
@@ -269,12 +270,14 @@ def _count(shape: list[int]) -> int:
     return max(partial) if max(partial) >= 2**64 else partial[-1]
 
 
-def renamed(arrays: list[FileArray], metadata: dict[str, str]) -> tuple[FileArray, ...]:
+def renamed(
+    arrays: Sequence[FileArray], metadata: dict[str, str]
+) -> Sequence[FileArray]:
     """The arrays. Some get a dtype of one byte or of PRNG keys, which
     `metadata[DTYPES_KEY]` names by their path.
     """
     if DTYPES_KEY not in metadata:
-        return tuple(arrays)
+        return arrays if isinstance(arrays, FileTable) else tuple(arrays)
     named = parsed_json(metadata[DTYPES_KEY].encode(), f"`{DTYPES_KEY}` in a header")
     retyped = []
     for array in arrays:

@@ -1,0 +1,161 @@
+"""The header of a safetensors file as a table, where it is written as the format's own
+library and `save` write it: without spaces, and the tensors in the order of the buffer.
+
+Such text is checked column by column, which takes a tenth of the time of parsing it.
+Any other header gives `None`, and is then parsed and checked member by member.
+"""
+
+import itertools as it
+import json
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ._files import unique_members
+from ._table import ArrayKind, FileTable
+
+
+# A tensor is `"name":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},`: these are
+# the texts between quotation marks, from the name of one tensor to the next.
+_NAME, _BEFORE_DTYPE, _DTYPE_KEY, _COLON, _DTYPE = range(5)
+_COMMA, _SHAPE_KEY, _SHAPE, _OFFSETS_KEY, _OFFSETS = range(5, 10)
+_CONSTANT = {
+    _BEFORE_DTYPE: ":{",
+    _DTYPE_KEY: "dtype",
+    _COLON: ":",
+    _COMMA: ",",
+    _SHAPE_KEY: "shape",
+    _OFFSETS_KEY: "data_offsets",
+}
+_TEXTS = 10
+_SHAPE_TEXT = re.compile(r":(\[[0-9,]*\]),")
+_NUMBER = "(?:0|[1-9][0-9]{0,17})"
+_OFFSETS_TEXT = re.compile(rf"(?::\[{_NUMBER},{_NUMBER}\]\}},)*+")
+_METADATA = '{"__metadata__":'
+# The kind of a tensor, from the name of its dtype and from its shape in JSON; `None` if
+# the format forbids it.
+KindOf = Callable[[str, object], ArrayKind | None]
+
+
+class HeaderTable(NamedTuple):
+    """The arrays and metadata of a header."""
+
+    arrays: FileTable
+    metadata: dict[str, str]
+
+
+def header_table(
+    data: bytes, buffer_bytes: int | None, file: str, kind_of: KindOf
+) -> HeaderTable | None:
+    """The table of `data`, the header of `file`; `None` for a header that is written in
+    another way or that the format forbids.
+
+    `buffer_bytes` is the number of bytes after the header, if it is known.
+    """
+    try:
+        text = data.decode("utf-8").rstrip(" ")
+        metadata, rest = _divided(text)
+    except (ValueError, RecursionError):
+        # The parser of all headers says what is wrong.
+        return None
+    # A control character would be no JSON.
+    if metadata is None or "\\" in rest or not rest.isprintable():
+        return None
+    # Without a backslash, every second text is inside quotation marks.
+    first, *texts = rest.split('"')
+    if first or not texts or len(texts) % _TEXTS or not texts[-1].endswith("]}}"):
+        return None
+    texts[-1] = f"{texts[-1][:-1]},"
+    for position, constant in _CONSTANT.items():
+        if set(texts[position::_TEXTS]) != {constant}:
+            return None
+
+    names = texts[_NAME::_TEXTS]
+    if len(set(names)) < len(names) or "__metadata__" in names:
+        return None
+    kinds = _kinds(texts[_DTYPE::_TEXTS], texts[_SHAPE::_TEXTS], kind_of)
+    offsets = _offsets(texts[_OFFSETS::_TEXTS])
+    if kinds is None or offsets is None:
+        return None
+    starts = offsets[:, 0]
+    stops = offsets[:, 1]
+    sizes = np.array([kind.nbytes for kind in kinds.values], np.int64)
+    is_dense = starts[0] == 0 and np.array_equal(starts[1:], stops[:-1])
+    if not is_dense or not np.array_equal(stops - starts, sizes[kinds.numbers]):
+        return None
+    if buffer_bytes is not None and stops[-1] != buffer_bytes:
+        return None
+    arrays = FileTable(
+        paths=names,
+        kinds=kinds.values,
+        kind_numbers=kinds.numbers,
+        files=[file],
+        file_numbers=np.zeros(len(names), np.int64),
+        offsets=starts + (8 + len(data)),
+    )
+    return HeaderTable(arrays, metadata)
+
+
+def _divided(text: str) -> tuple[dict[str, str] | None, str]:
+    """The metadata of a header, and the text behind it, from the first tensor on; no
+    metadata for a header that is written in another way.
+    """
+    if text[:1] != "{":
+        return None, ""
+    if not text.startswith(_METADATA):
+        return {}, text[1:]
+    decoder = json.JSONDecoder(object_pairs_hook=unique_members)
+    metadata, end = decoder.raw_decode(text, len(_METADATA))
+    are_texts = isinstance(metadata, dict) and all(
+        isinstance(value, str) for value in metadata.values()
+    )
+    if not are_texts or text[end : end + 1] != ",":
+        return None, ""
+    # An escaped half of a character is an error.
+    for member in it.chain.from_iterable(metadata.items()):
+        member.encode("utf-8")
+    return metadata, text[end + 1 :]
+
+
+class _Kinds(NamedTuple):
+    """The different kinds of some tensors, and the position of the kind of each."""
+
+    values: list[ArrayKind]
+    numbers: np.ndarray
+
+
+def _kinds(
+    dtypes: Sequence[str], shapes: Sequence[str], kind_of: KindOf
+) -> _Kinds | None:
+    texts = list(map(operator.add, dtypes, shapes))
+    number_of: dict[str, int] = {}
+    values = []
+    for text in dict.fromkeys(texts):
+        stored, colon, shape = text.partition(":")
+        match = _SHAPE_TEXT.fullmatch(f"{colon}{shape}")
+        if match is None:
+            return None
+        try:
+            kind = kind_of(stored, json.loads(match[1]))
+        except ValueError:
+            # `[1,,2]`, or more digits than Python reads.
+            return None
+        if kind is None:
+            return None
+        number_of[text] = len(values)
+        values.append(kind)
+    numbers = np.fromiter(map(number_of.__getitem__, texts), np.int64, len(texts))
+    return _Kinds(values, numbers)
+
+
+def _offsets(texts: Sequence[str]) -> np.ndarray | None:
+    """The first byte of each tensor in the buffer, and the byte behind its last."""
+    joined = "".join(texts)
+    if _OFFSETS_TEXT.fullmatch(joined) is None:
+        return None
+    # Each tensor's text ends with a comma, and a last 0 is cut off again.
+    numbers = joined.replace(":[", "").replace("]}", "")
+    return np.array(json.loads(f"[{numbers}0]")[:-1], np.int64).reshape(-1, 2)

@@ -1,0 +1,210 @@
+"""Many arrays of safetensors files as columns. A checkpoint of experts has tens of
+thousands of arrays of a few kinds, and a Python object for each takes longer than all
+else that a load does with them.
+"""
+
+import dataclasses
+import functools as ft
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeGuard, TypeVar, overload
+
+import numpy as np
+
+from .._ground.spec import DType
+from ._entry import ArrayEntry, FileArray
+
+
+E = TypeVar("E", bound=ArrayEntry)
+T = TypeVar("T")
+
+
+class ArrayKind(NamedTuple):
+    """What the arrays of one dtype and one shape have in common.
+
+    - `shape`: the shape, which was checked.
+    - `dtype`: the dtype in JAX; `None` if JAX lacks it.
+    - `stored`: the name of the dtype in the file.
+    - `nbytes`: the number of bytes in the file.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    stored: str
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FileTable(Sequence[FileArray]):
+    """A sequence of arrays in files, none of them in parts. A `FileArray` is made when
+    it is asked for.
+
+    **Arguments:**
+
+    - `paths`: the name of each array.
+    - `kinds`: the kinds of the arrays.
+    - `kind_numbers`: the position in `kinds` of the kind of each array.
+    - `files`: the real paths of the files.
+    - `file_numbers`: the position in `files` of the file of each array.
+    - `offsets`: the position of the first byte of each array in its file.
+    """
+
+    paths: Sequence[str]
+    kinds: Sequence[ArrayKind]
+    kind_numbers: np.ndarray
+    files: Sequence[str]
+    file_numbers: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @overload
+    def __getitem__(self, number: int) -> FileArray: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[FileArray]: ...
+
+    def __getitem__(self, number: int | slice) -> FileArray | Sequence[FileArray]:
+        if isinstance(number, slice):
+            positions = np.arange(len(self))[number]
+            return self._rows(positions, self.paths[number])
+        kind = self.kinds[self.kind_numbers[number]]
+        return FileArray(
+            path=self.paths[number],
+            shape=kind.shape,
+            dtype=kind.dtype,
+            file=self.files[self.file_numbers[number]],
+            stored=kind.stored,
+            offset=int(self.offsets[number]),
+        )
+
+    def __iter__(self) -> Iterator[FileArray]:
+        rows = zip(
+            self.paths,
+            self.kind_numbers.tolist(),
+            self.file_numbers.tolist(),
+            self.offsets.tolist(),
+            strict=True,
+        )
+        for path, kind_number, file_number, offset in rows:
+            kind = self.kinds[kind_number]
+            file = self.files[file_number]
+            yield FileArray(path, kind.shape, kind.dtype, file, kind.stored, offset)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, tuple | FileTable):
+            return NotImplemented
+        return self is other or tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    @ft.cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """The position of each array by its path."""
+        return dict(zip(self.paths, range(len(self.paths)), strict=True))
+
+    def of(self, paths: Sequence[str]) -> "FileTable":
+        """The arrays with these paths, in their order."""
+        if paths is self.paths:
+            return self
+        numbers = map(self.numbers.__getitem__, paths)
+        return self._rows(np.fromiter(numbers, np.int64, len(paths)), paths)
+
+    def at(self, numbers: np.ndarray) -> "FileTable":
+        """The arrays at these positions of the table."""
+        if len(numbers) == len(self) and np.array_equal(numbers, np.arange(len(self))):
+            return self
+        return self._rows(numbers, [self.paths[number] for number in numbers.tolist()])
+
+    def _rows(self, numbers: np.ndarray, paths: Sequence[str]) -> "FileTable":
+        return FileTable(
+            paths=paths,
+            kinds=self.kinds,
+            kind_numbers=self.kind_numbers[numbers],
+            files=self.files,
+            file_numbers=self.file_numbers[numbers],
+            offsets=self.offsets[numbers],
+        )
+
+    def used_kinds(self) -> list[ArrayKind]:
+        """The kinds that some array has."""
+        return [self.kinds[number] for number in np.unique(self.kind_numbers)]
+
+    def used_files(self) -> list[str]:
+        """The files that hold some array, in the order of their first arrays."""
+        numbers, firsts = np.unique(self.file_numbers, return_index=True)
+        return [self.files[number] for number in numbers[np.argsort(firsts)]]
+
+
+class ByPath(Mapping[str, FileArray]):
+    """The arrays of a table by path, which are all different."""
+
+    def __init__(self, table: FileTable):
+        self._table = table
+
+    def __getitem__(self, path: str) -> FileArray:
+        return self._table[self._table.numbers[path]]
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._table.numbers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table.numbers)
+
+    def __len__(self) -> int:
+        return len(self._table.numbers)
+
+
+def by_path(entries: Sequence[E]) -> Mapping[str, E | FileArray]:
+    """The entries of arrays by path."""
+    if isinstance(entries, FileTable):
+        return ByPath(entries)
+    return {entry.path: entry for entry in entries}
+
+
+def all_tables(
+    arrays: Sequence[Sequence[FileArray]],
+) -> TypeGuard[Sequence[FileTable]]:
+    """Whether the arrays of each file are a table, and there is a file."""
+    return bool(arrays) and all(isinstance(table, FileTable) for table in arrays)
+
+
+def together(tables: Sequence[FileTable]) -> FileTable:
+    """The arrays of several tables, one table after the other."""
+    if len(tables) == 1:
+        return tables[0]
+    paths: list[str] = []
+    numbers_of_kinds: dict[ArrayKind, int] = {}
+    numbers_of_files: dict[str, int] = {}
+    kind_numbers = []
+    file_numbers = []
+    for table in tables:
+        paths += table.paths
+        kind_numbers.append(
+            _renumbered(table.kind_numbers, table.kinds, numbers_of_kinds)
+        )
+        file_numbers.append(
+            _renumbered(table.file_numbers, table.files, numbers_of_files)
+        )
+    return FileTable(
+        paths=paths,
+        kinds=list(numbers_of_kinds),
+        kind_numbers=np.concatenate(kind_numbers),
+        files=list(numbers_of_files),
+        file_numbers=np.concatenate(file_numbers),
+        offsets=np.concatenate([table.offsets for table in tables]),
+    )
+
+
+def _renumbered(
+    numbers: np.ndarray, values: Iterable[T], numbers_of_values: dict[T, int]
+) -> np.ndarray:
+    """The positions of the same values in `numbers_of_values`, to which new values are
+    added.
+    """
+    new = [numbers_of_values.setdefault(v, len(numbers_of_values)) for v in values]
+    return np.array(new, np.int64)[numbers]
