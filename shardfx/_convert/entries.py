@@ -5,10 +5,11 @@ differ in nothing but the position in the stack.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from .columns import all_simplified
 from .evaluate import LeavesMade, evaluated
 from .expression import From
 from .patterns import Binding, pattern, sum_of
-from .pieces import Made, Piece, Struct, all_simplified
+from .pieces import Made, Piece, Struct
 from .shape_operations import on_shapes
 
 
@@ -65,7 +66,7 @@ class EntryRule:
         evaluated_leaf = evaluated(
             self._rule, binding, self._leaf.leaves, self._leaf, on_shapes
         )
-        pieces = tuple(all_simplified(evaluated_leaf.pieces))
+        pieces = all_simplified(evaluated_leaf.pieces)
         evaluated_leaf = Made(
             shape=evaluated_leaf.shape, dtype=evaluated_leaf.dtype, pieces=pieces
         )

@@ -158,6 +158,24 @@ class Pattern:
             texts.append(str(value))
         return "".join(texts)
 
+    def around(self, binding: Binding, name: str) -> list[str] | None:
+        """The texts around each placeholder `name` of the path, all others filled, so
+        that `"3".join(texts)` is the path for the value 3. The result is `None` if
+        another placeholder has no value, or if the path has a sum.
+        """
+        texts = [""]
+        for part in self.parts:
+            if isinstance(part, Sum) and part.name == name:
+                texts.append("")
+                continue
+            value = part
+            if isinstance(part, Sum):
+                value = None if part.name is None else part.value(binding)
+            if value is None:
+                return None
+            texts[-1] += str(value)
+        return texts
+
     def matched(self, path: str) -> dict[str, str | int] | None:
         """The values of the placeholders in a path: i = 3 for `layers/{i}/weight` and
         `layers/3/weight`.

@@ -178,7 +178,7 @@ class Made:
 
     shape: tuple[int, ...]
     dtype: DType
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
 
     def __post_init__(self) -> None:
         if math.prod(size or 1 for size in self.shape) > _MOST_ELEMENTS:
@@ -501,19 +501,6 @@ def simplified(piece: Piece) -> Piece:
     Sizes 2 and 3 with steps 3 and 1 in source and target become size 6 with step 1.
     """
     return Piece(piece.value, piece.source, piece.target, _simplified(piece.factors))
-
-
-def all_simplified(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yields `simplified` of each piece. Pieces that follow each other often have the
-    same factors.
-    """
-    last: tuple[Factor, ...] | None = None
-    factors: tuple[Factor, ...] = ()
-    for piece in pieces:
-        if piece.factors is not last:
-            last = piece.factors
-            factors = _simplified(last)
-        yield Piece(piece.value, piece.source, piece.target, factors)
 
 
 @ft.lru_cache(maxsize=4096)

@@ -13,9 +13,10 @@ from .._ground.errors import MapError
 from .._ground.text import printable
 from .._ground.tree import flatten, is_number
 from .binding import bound_steps
+from .columns import read_paths
 from .expression import Rules
 from .patterns import pattern
-from .pieces import Made, Struct, names_of
+from .pieces import Made, Struct
 
 
 class NumberCopies(NamedTuple):
@@ -136,8 +137,7 @@ def bound_with(
     leaves = bound_steps(steps, {**source, **scalars}, target, spare=scalars)
     arrays = {path: leaf for path, leaf in leaves.items() if path not in copied}
     for path, leaf in arrays.items():
-        used = [name for piece in leaf.pieces for name in names_of(piece)]
-        for name in dict.fromkeys(used):
+        for name in dict.fromkeys(read_paths(leaf.pieces)):
             if name in scalars:
                 raise MapError(
                     f"`{printable(path)}` would be made of `{printable(name)}`, which"

@@ -343,20 +343,6 @@ def bound(
     return bound_with(numbers, map.steps, source, target)
 
 
-@ft.lru_cache(maxsize=4)
-def bound_before(
-    map: TreeMap,
-    source: tuple[tuple[str, Struct], ...],
-    target: tuple[tuple[str, Struct], ...],
-) -> Mapping[str, Made]:
-    """The result of `bound`, from a cache of the last few calls.
-
-    `source` and `target` have pairs of a path and a leaf. Unlike dicts, such tuples can
-    be hashed.
-    """
-    return bound(map, dict(source), dict(target))
-
-
 def of_steps(steps: Iterable[Rules]) -> TreeMap:
     """The map that applies `steps` one after the other, the first to the map's source."""
     tree_map = object.__new__(TreeMap)

@@ -281,15 +281,19 @@ def rows_of_parts(values: Sequence[Any], is_first: bool) -> list[np.ndarray | No
         shards = first.part.sources.shards(piece.value.path, is_first)
         if any(shard.dtype != first.dtype for _, shard in shards):
             continue
-        rows_of_kind = rows_of_alike(
+        positions = [values[number].part.piece.source for number in numbers]
+        count = math.prod(first.shape)
+        for rows_in_box in rows_of_alike(
             first=swapped(piece),
-            positions=[values[number].part.piece.source for number in numbers],
+            positions=np.array(positions, np.int64),
             shape=first.shape,
             boxes=[box for box, _ in shards],
-            memory=[shard for _, shard in shards],
-        )
-        for number, row in zip(numbers, rows_of_kind, strict=True):
-            rows[number] = row
+        ):
+            _, shard = shards[rows_in_box.box_number]
+            memory = shard.reshape(-1)
+            pairs = zip(rows_in_box.numbers, rows_in_box.offsets, strict=True)
+            for member, offset in pairs:
+                rows[numbers[member]] = memory[offset : offset + count]
     return rows
 
 

@@ -10,7 +10,7 @@ array, and its other leaves.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -23,12 +23,12 @@ from .._convert import (
     Piece,
     Struct,
     TreeMap,
-    bound_before,
+    bound,
     cast,
     copied_from,
     extended,
     leaf_made,
-    names_of,
+    read_paths,
     without_rest,
 )
 from .._ground.boxes import Box, volume
@@ -47,6 +47,7 @@ from ._numbers import (
     unread_numbers,
 )
 from ._packed import is_packed, raw_entry
+from ._table import FileTable
 
 
 _SHOWN = 20
@@ -75,8 +76,8 @@ class LeafToLoad:
     shape: tuple[int, ...]
     dtype: DType
     sharding: Any
-    entries: tuple[FileArray | StoreArray, ...]
-    pieces: tuple[Piece, ...] | None
+    entries: Sequence[FileArray | StoreArray]
+    pieces: Sequence[Piece] | None
     keys: Any = None
     is_cast_by_map: bool = False
 
@@ -228,9 +229,7 @@ def _by_map(
 ) -> ToLoad:
     """The leaves of `target`, each with the stored arrays from which the map makes it."""
     saved = saved_numbers(index) or {}
-    source = {
-        entry.path: Struct(entry.shape or (), entry.dtype) for entry in index.entries
-    }
+    source = _structs(index)
     source |= {path: Struct((), np.dtype(type(saved[path]))) for path in saved}
     # The dtype of a leaf is decided below, by the rules of all loading.
     structs = {}
@@ -245,14 +244,14 @@ def _by_map(
             structs[other.path] = Struct((), source[route].dtype)
     if unread == "allow":
         map = without_rest(map)
-    mapped_leaves = bound_before(map, tuple(source.items()), tuple(structs.items()))
+    mapped_leaves = bound(map, source, structs)
     numbers = routed_numbers(index, target, routes)
     _raise_unreadable(index, target, numbers.problems)
 
     leaves = []
     for path, planned in target.arrays:
         mapped = mapped_leaves[path]
-        names = dict.fromkeys(_names_in(mapped))
+        names = list(dict.fromkeys(read_paths(mapped.pieces)))
         if saved:
             _require_arrays(path, names, saved)
         leaf = _leaf(
@@ -260,7 +259,7 @@ def _by_map(
             planned=planned,
             shape=mapped.shape,
             stored=mapped.dtype,
-            entries=tuple([_loadable(index, name) for name in names]),
+            entries=_all_loadable(index, names),
             dtype=dtype,
             what=f"leaf `{printable(path)}`",
             mapped=mapped,
@@ -271,13 +270,14 @@ def _by_map(
     )
 
 
-def _names_in(leaf: Made) -> Iterator[str]:
-    """Yields the paths of the arrays from which a map makes a leaf."""
-    for piece in leaf.pieces:
-        if piece.value.scale is not None:
-            yield from names_of(piece)
-        elif piece.value.path is not None:
-            yield piece.value.path
+def _structs(index: Index) -> dict[str, Struct]:
+    """The shape and dtype of each array of a checkpoint by path."""
+    entries = index.entries
+    if not isinstance(entries, FileTable):
+        return {entry.path: Struct(entry.shape or (), entry.dtype) for entry in entries}
+    structs = [Struct(kind.shape, kind.dtype) for kind in entries.kinds]
+    structs_of_arrays = map(structs.__getitem__, entries.kind_numbers.tolist())
+    return dict(zip(entries.paths, structs_of_arrays, strict=True))
 
 
 def _require_arrays(
@@ -350,7 +350,7 @@ def _leaf(
     planned: Any,
     shape: tuple[int, ...],
     stored: DType,
-    entries: tuple[FileArray | StoreArray, ...],
+    entries: Sequence[FileArray | StoreArray],
     dtype: object,
     what: str,
     mapped: Made | None = None,
@@ -388,7 +388,7 @@ def _key_leaf(
     path: str,
     planned: Any,
     shape: tuple[int, ...],
-    entries: tuple[FileArray | StoreArray, ...],
+    entries: Sequence[FileArray | StoreArray],
     mapped: Made | None,
 ) -> LeafToLoad:
     """The leaf to load for `planned`, PRNG keys of this shape, as key data."""
@@ -412,6 +412,16 @@ def _key_leaf(
         pieces=pieces,
         keys=planned.dtype,
     )
+
+
+def _all_loadable(
+    index: Index, names: Sequence[str]
+) -> Sequence[FileArray | StoreArray]:
+    if isinstance(index.entries, FileTable):
+        table = index.entries.of(names)
+        if all(kind.dtype is not None for kind in table.used_kinds()):
+            return table
+    return tuple([_loadable(index, name) for name in names])
 
 
 def _loadable(index: Index, name: str) -> FileArray | StoreArray:

@@ -21,7 +21,6 @@ from .._ground.spec import DType
 from .._plan import ShardPlan
 from . import _stores as stores
 from ._address import Where
-from ._alike import alike_reads
 from ._entry import FileArray, StoreArray
 from ._files import ChangedError
 from ._flight import Flight, Group, Task, Unit, units_of
@@ -34,14 +33,12 @@ from ._objects import TIMEOUT_SECONDS, ObjectPlace
 from ._opening import Reader, open_files
 from ._parts import files_of
 from ._place import MissingError
-from ._reader import (
-    RUN_BYTES,
-    Progress,
-    Read,
-)
+from ._reader import COPY_BYTES, RUN_BYTES, Files, Progress, Read, RowBlock
 from ._reads import fetches, read_piece, spans_into
+from ._row_reads import RowReads, row_blocks, rows_of_leaf
 from ._spans import grouped
 from ._stores import MissingChunks
+from ._table import FileTable
 from ._tails import Tail, begin_tails, require_no_tails
 
 
@@ -306,11 +303,7 @@ def _read(
     workers = max(2, min(_WORKERS, os.cpu_count() or 1))
     if isinstance(index.place, ObjectPlace):
         workers = _STORE_WORKERS
-    entries = [entry for leaf in leaves for entry in leaf.entries]
-    stores.require_possible(
-        [entry for entry in entries if isinstance(entry, StoreArray)], index.place
-    )
-    names = files_of([entry for entry in entries if isinstance(entry, FileArray)])
+    names = _files_to_read(index, leaves)
     gap_bytes = limits.gap_bytes
     with open_files(index.place, names, workers, gap_bytes, limits.read_bytes) as files:
         tasks = ft.partial(_tasks, files, gap_bytes, missing_chunks)
@@ -335,6 +328,27 @@ def _read(
             require_no_tails(index.place, tails)
     bar.end()
     return flight
+
+
+def _files_to_read(index: Index, leaves: Sequence[LeafToLoad]) -> list[str]:
+    """The files that hold the arrays of the leaves, each once.
+
+    Raises `CheckpointError` for an array of a store of chunks that cannot be read.
+    """
+    names: dict[str, None] = {}
+    in_files: list[FileArray] = []
+    in_chunks: list[StoreArray] = []
+    for leaf in leaves:
+        if isinstance(leaf.entries, FileTable):
+            names |= dict.fromkeys(leaf.entries.used_files())
+            continue
+        for entry in leaf.entries:
+            if isinstance(entry, StoreArray):
+                in_chunks.append(entry)
+            else:
+                in_files.append(entry)
+    stores.require_possible(in_chunks, index.place)
+    return list(names | dict.fromkeys(files_of(in_files)))
 
 
 def _begun_tails(index: Index, names: Sequence[str]) -> list[Tail]:
@@ -363,12 +377,17 @@ def _tasks(
     A group of several units is small, and is read by one function.
     """
     reads: list[Read] = []
+    small_rows: list[RowReads] = []
     others: list[Task] = []
     for unit, memory in group:
         boxes = unit.kind.boxes
-        alike = alike_reads(unit.leaf, boxes, memory)
-        reads += alike.reads
-        leaf = alike.rest
+        leaf_rows = rows_of_leaf(unit.leaf, boxes, memory)
+        for rows in leaf_rows.reads:
+            if rows.are_small and isinstance(files, Files):
+                small_rows.append(rows)
+            else:
+                reads += rows.each()
+        leaf = leaf_rows.rest
         plain, gathered = fetches(leaf, boxes)
         for fetch in plain:
             entry = fetch.entry
@@ -395,6 +414,10 @@ def _tasks(
                 missing_chunks=missing_chunks,
             )
             others.append(task)
+    if small_rows and isinstance(files, Files):
+        blocks = row_blocks(small_rows, gap_bytes)
+        for some_blocks in grouped(blocks, _block_bytes, COPY_BYTES):
+            others.append(ft.partial(files.read_rows, some_blocks))
     reads.sort(key=lambda read: (read.entry.file, read.entry.offset))
     if sum(unit.nbytes for unit, _ in group) <= RUN_BYTES and len(group) > 1:
         return [lambda: files.read(reads) + sum(task() for task in others)]
@@ -403,6 +426,11 @@ def _tasks(
         reads, lambda read: read.span.nbytes + _CALL_BYTES * read.span.runs, RUN_BYTES
     )
     return [*[ft.partial(files.read, batch) for batch in batches], *others]
+
+
+def _block_bytes(block: RowBlock) -> int:
+    """The bytes that the read of a block counts in a task."""
+    return block.nbytes + _CALL_BYTES
 
 
 def _assembled(landed: Flight, number: int, leaf: LeafToLoad) -> jax.Array:

@@ -22,6 +22,7 @@ from .._ground.text import quoted
 from ._entry import FileArray, fill
 from ._files import GAP_BYTES, FilePlace, opened
 from ._spans import Part, Span, spans
+from ._table import FileTable
 
 
 # The largest span that is copied, and the largest that is read in place, in bytes.
@@ -67,6 +68,30 @@ class Read(NamedTuple):
     targets: Sequence[np.ndarray]
 
 
+class Row(NamedTuple):
+    """The rows of a block that go to one vector of memory.
+
+    - `arrays`: the arrays, each of `nbytes` bytes.
+    - `starts`: the position of each in the bytes of the block.
+    - `memory`, `offsets`: the vector of bytes, and the position of each row in it.
+    """
+
+    arrays: FileTable
+    nbytes: int
+    starts: np.ndarray
+    memory: np.ndarray
+    offsets: np.ndarray
+
+
+class RowBlock(NamedTuple):
+    """A range of bytes of the file `file` that is read at once, and the rows in it."""
+
+    file: str
+    start: int
+    nbytes: int
+    rows: Sequence[Row]
+
+
 @dataclasses.dataclass(frozen=True)
 class Files:
     """The open files of one load: their place, their descriptors by path, and a
@@ -88,6 +113,25 @@ class Files:
         finally:
             self.scratch.put(scratch)
         return sum([read.span.nbytes for read in reads])
+
+    def read_rows(self, blocks: Sequence[RowBlock]) -> int:
+        """Reads blocks of files, and copies their rows to memory. Returns the number of
+        bytes.
+        """
+        scratch = self.scratch.get()
+        try:
+            for block in blocks:
+                memory = scratch[: block.nbytes]
+                descriptor = self.descriptors[block.file]
+                whole = Bytes(descriptor, block.start, block.nbytes, [memory])
+                read_bytes = transfer(os.preadv, [whole])
+                if read_bytes < block.nbytes:
+                    raise _cut_off_in(block, block.start + read_bytes)
+                for rows in block.rows:
+                    _copy_rows(memory, rows)
+        finally:
+            self.scratch.put(scratch)
+        return sum(block.nbytes for block in blocks)
 
     def _in_place(self, reads: Sequence[Read], scratch: np.ndarray) -> Iterator[Bytes]:
         """Yields the byte ranges without gaps that can be read directly into their
@@ -255,11 +299,36 @@ def _read(run: Sequence[Bytes]) -> None:
     end = run[0].offset + transfer(os.preadv, run)
     for piece in run:
         if piece.offset + piece.nbytes > end and piece.entry is not None:
-            raise CheckpointError(
-                f"{piece.entry.file!r} ends at byte {end}, within array"
-                f" {quoted(piece.entry.path)}; it was cut off since its header was"
-                " read. Copy the whole file."
-            )
+            raise _cut_off(piece.entry, end)
+
+
+def _cut_off(entry: FileArray, end: int) -> CheckpointError:
+    return CheckpointError(
+        f"{entry.file!r} ends at byte {end}, within array {quoted(entry.path)}; it was"
+        " cut off since its header was read. Copy the whole file."
+    )
+
+
+def _cut_off_in(block: RowBlock, end: int) -> CheckpointError:
+    """The error for a file that ends at byte `end`, within a block. It names the first
+    array that is not whole.
+    """
+    beyond = []
+    for rows in block.rows:
+        offsets = rows.arrays.offsets
+        numbers = np.flatnonzero(offsets + rows.nbytes > end)
+        beyond += [rows.arrays[number] for number in numbers[:1].tolist()]
+    return _cut_off(min(beyond, key=lambda entry: entry.offset), end)
+
+
+def _copy_rows(source: np.ndarray, rows: Row) -> None:
+    """Copies rows from the bytes of a block to their memory."""
+    row = np.dtype((np.void, rows.nbytes))
+
+    def at_each_byte(memory: np.ndarray) -> np.ndarray:
+        return np.ndarray((memory.size - rows.nbytes + 1,), row, memory.data, 0, (1,))
+
+    at_each_byte(rows.memory)[rows.offsets] = at_each_byte(source)[rows.starts]
 
 
 def _read_runs(

@@ -40,6 +40,7 @@ from ._packed import is_packed, raw_box, raw_entry, unpacked
 from ._reader import COPY_BYTES, Read, spans_of
 from ._spans import Span
 from ._stores import MissingChunks
+from ._table import by_path
 
 
 # A piece that consists of more boxes than this is read as a whole and divided in
@@ -119,7 +120,9 @@ def fetches(
     if leaf.pieces is None:
         fetch = Fetch(entry=leaf.entries[0], boxes=boxes, places=None)
         return list(parts_of(fetch)), []
-    entries = {entry.path: entry for entry in leaf.entries}
+    if not leaf.pieces:
+        return [], []
+    entries = by_path(leaf.entries)
     places: dict[str, list[Destination]] = {}
     gathered: list[NumberedPiece] = []
     # The parts of the first piece of each kind.
@@ -312,7 +315,7 @@ def read_piece(
     The piece's scales and casts are applied in between. Returns the number of bytes
     read.
     """
-    entries = {entry.path: entry for entry in leaf.entries}
+    entries = by_path(leaf.entries)
     reader = _PieceReader(
         files=files,
         entries=entries,
@@ -339,7 +342,7 @@ def gathered_fetches(
     """Yields the reads that `read_piece` makes for the pieces in `gathered`, to count
     their bytes.
     """
-    entries = {entry.path: entry for entry in leaf.entries}
+    entries = by_path(leaf.entries)
     for _, whole in gathered:
         if whole.value.path is None:
             continue

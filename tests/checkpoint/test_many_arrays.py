@@ -2,7 +2,9 @@
 of them one by one.
 """
 
+import dataclasses
 import json
+import random
 from typing import Any
 
 import jax
@@ -14,6 +16,8 @@ from safetensors.numpy import load_file, save_file
 
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
+from shardfx.checkpoint import _safetensors as safetensors
+from shardfx.checkpoint._table import FileTable
 
 
 MESH = MeshSpec({"x": 2, "y": 4}).build(jax.devices())
@@ -120,3 +124,125 @@ def test_a_shape_that_looks_like_one_before_is_checked(odd, tmp_path):
     path.write_bytes(len(data).to_bytes(8, "little") + data + b"\1\2")
     with pytest.raises(shardfx.errors.CheckpointError):
         checkpoint.read_index(path)
+
+
+CANONICAL = (
+    '{"__metadata__":{"format":"pt","n":"\\u00e9"},'
+    '"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},'
+    '"b \u00e9":{"dtype":"U8","shape":[],"data_offsets":[24,25]},'
+    '"c":{"dtype":"BF16","shape":[0,7],"data_offsets":[25,25]},'
+    '"d":{"dtype":"F4","shape":[2],"data_offsets":[25,26]},'
+    '"e":{"dtype":"F32","shape":[1],"data_offsets":[26,30]}}  '
+)
+TOKENS = [*'{}[]",:0123456789\\ -.', "a", "b", "F32", "shape", "\n", "\x7f", "\ud7ff"]
+
+
+def both_ways(text: str, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What a header is as a table, and parsed member by member: its arrays, or the text
+    of the error.
+    """
+    results: list[object] = []
+    data = text.encode()
+    for is_by_table in (True, False):
+        with monkeypatch.context() as patch:
+            if not is_by_table:
+                patch.setattr(safetensors, "header_table", lambda *_: None)
+            try:
+                header = safetensors.parse_header(data, 30, "x")
+                results.append((tuple(header.arrays), header.metadata))
+            except shardfx.errors.CheckpointError as error:
+                results.append(str(error))
+    return results
+
+
+def test_a_header_as_a_table_is_as_parsed(monkeypatch):
+    header = safetensors.parse_header(CANONICAL.encode(), 30, "x")
+    assert isinstance(header.arrays, FileTable)
+    assert [array.path for array in header.arrays] == ["a", "b \u00e9", "c", "d", "e"]
+    assert header.arrays[1:3] == tuple(header.arrays)[1:3]
+    by_table, parsed = both_ways(CANONICAL, monkeypatch)
+    assert by_table == parsed
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(600):
+        text = CANONICAL
+        for _ in range(rng.randint(1, 2)):
+            start = rng.randrange(len(text))
+            stop = start + rng.choice([0, 0, 1, 1, 2, 40])
+            text = text[:start] + rng.choice([*TOKENS, ""]) + text[stop:]
+        by_table, parsed = both_ways(text, monkeypatch)
+        assert by_table == parsed, text
+        refused += isinstance(parsed, str)
+    assert 200 < refused < 600
+
+
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "y")])
+def test_rows_with_gaps_between_them_are_read(spec, tmp_path):
+    # Of every three arrays one goes to each stack, and one to none; one stack is cast.
+    tensors = {}
+    for number in range(64):
+        values = np.arange(48, dtype=np.float32).reshape(4, 12) + 100 * number
+        tensors[f"{number}.a"] = values
+        tensors[f"{number}.b"] = -values[:, :4]
+        tensors[f"{number}.c"] = values
+    path = str(tmp_path / "model.safetensors")
+    save_file(tensors, path)
+    rules = {
+        "a": From("{i}.a").stack("i"),
+        "b": From("{i}.b").stack("i"),
+        "cast": From("{i}.b").cast("bfloat16").stack("i"),
+    }
+    tree_map = TreeMap(rules, drop=["{i}.c"])
+    wanted = tree_map.apply(tensors)
+    structs = {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype)
+        for name, array in wanted.items()
+    }
+    plan = shardfx.plan(structs, MESH, paths=PathRules([(".*", spec)]))
+    loaded = checkpoint.load(path, plan, tree_map)
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(np.asarray(loaded[name]), np.asarray(array))
+
+
+def test_a_short_file_names_the_first_array_not_whole(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path)
+    index = checkpoint.read_index(path)
+    struct = jax.ShapeDtypeStruct((4, 12, 4, 6), np.float32)
+    plan = shardfx.plan({"w": struct}, MESH, paths=PathRules([("w", P("x"))]))
+    cut_entry = list(index.entries)[20]
+    path.write_bytes(path.read_bytes()[: cut_entry.offset + 3])
+    # The file is opened for the first time after it was cut.
+    place = dataclasses.replace(index.place, seen={})
+    index = dataclasses.replace(index, place=place)
+    with pytest.raises(shardfx.errors.CheckpointError, match="ends at byte") as error:
+        checkpoint.load(index, plan, TreeMap({"w": STACKS["two stacks"]}))
+    assert cut_entry.path in str(error.value)
+
+
+PARTS_OF_ONE_LEAF = {
+    "a leaf of all parts": From.concat([From("{i}.w"), From("0.w")]),
+    "its first and its own": From.concat([From("0.w"), From("{i}.w")]),
+    "two halves of one": From.concat(
+        [From("{i}.w").slice(3, 6, dim=1), From("{i}.w").slice(0, 3, dim=1)]
+    ),
+    "two layers": From.concat([From("{i}.w"), From("{i+1}.w")]),
+}
+
+
+@pytest.mark.parametrize("name", PARTS_OF_ONE_LEAF)
+def test_parts_that_share_a_leaf_load_as_numpy_stacks(name, tmp_path):
+    # `0.w` and `{i}.w` are one leaf in the first part alone.
+    tensors = {
+        f"{i}.w": np.arange(24, dtype=np.float32).reshape(4, 6) + 100 * i
+        for i in range(21)
+    }
+    path = str(tmp_path / "model.safetensors")
+    save_file(tensors, path)
+    stack = PARTS_OF_ONE_LEAF[name].stack("i", count=20)
+    tree_map = TreeMap({"w": stack}, rest=["{i}.w"])
+    wanted = tree_map.apply(tensors)["w"]
+    struct = jax.ShapeDtypeStruct(wanted.shape, wanted.dtype)
+    plan = shardfx.plan({"w": struct}, MESH, paths=PathRules([("w", P("y"))]))
+    loaded = checkpoint.load(path, plan, tree_map)["w"]
+    np.testing.assert_array_equal(np.asarray(loaded), wanted)
