@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
-from .spec import entries_of, entry_axes
+from .spec import entries_at, entry_axes
 
 
 # A half-open index range of an array: `(start, stop)` for each dimension.
@@ -54,7 +54,9 @@ def common(box: Box, other: Box) -> Box | None:
     intersection = tuple(
         [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True)]
     )
-    return intersection if all([start < stop for start, stop in intersection]) else None
+    if all([start < stop for start, stop in intersection]):
+        return intersection
+    return None
 
 
 def slices(part: Box, box: Box) -> tuple[Any, ...]:
@@ -89,11 +91,11 @@ def read_box(
     number = first_with(box, shards)
     if number is not None:
         return data(number)[slices(box, shards[number])]
-    parts = {
-        shard: (both, source)
-        for source, shard in enumerate(shards)
-        if (both := common(shard, box)) is not None
-    }
+    parts: dict[Box, tuple[Box, int]] = {}
+    for source, shard in enumerate(shards):
+        both = common(shard, box)
+        if both is not None:
+            parts[shard] = (both, source)
     if sum(volume(both) for both, _ in parts.values()) < volume(box):
         return None
     array = np.empty([stop - start for start, stop in box], data(0).dtype)
@@ -114,7 +116,9 @@ def array_of(
     `boxes` are the distinct boxes of this process's shards, and `memory` has the
     elements of each. On CPUs the result uses the memory of these arrays.
     """
-    if not memory:  # this process has no device of the sharding; JAX would still call back for a replicated array
+    # Where this process has no device of the sharding, JAX would still call back for a
+    # replicated array.
+    if not memory:
         return jax.make_array_from_single_device_arrays(
             shape, sharding, [], dtype=dtype
         )
@@ -124,11 +128,9 @@ def array_of(
     }
 
     def shard(index: Any) -> np.ndarray:
-        return (
-            memory[0]
-            if len(memory) == 1
-            else buffers[tuple([part.start or 0 for part in index])]
-        )
+        if len(memory) == 1:
+            return memory[0]
+        return buffers[tuple([part.start or 0 for part in index])]
 
     return jax.make_array_from_callback(shape, sharding, shard, dtype=dtype)
 
@@ -136,21 +138,18 @@ def array_of(
 def _in_mesh_order(sharding: NamedSharding, shape: tuple[int, ...]) -> list[Box]:
     sharding.shard_shape(shape)  # raises where the sharding does not fit
     sizes = dict(sharding.mesh.shape)
-    entries = entries_of(sharding.spec)
-    where = dict(
-        zip(
-            sizes,
-            np.indices(tuple(sizes.values())).reshape(len(sizes), -1),
-            strict=True,
-        )
-    )
+    coordinates = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
+    coordinate_of = dict(zip(sizes, coordinates, strict=True))
+    entries = entries_at(sharding.spec, len(shape))
     columns = []
-    for dim, size in enumerate(shape):
+    for entry, size in zip(entries, shape, strict=True):
         number = np.zeros(sharding.mesh.size, np.int64)
         count = 1
-        for axis in entry_axes(entries[dim]) if dim < len(entries) else ():
-            number = number * sizes[axis] + where[axis]
+        for axis in entry_axes(entry):
+            number = number * sizes[axis] + coordinate_of[axis]
             count = count * sizes[axis]
         step = size // count
         columns.append([(start, start + step) for start in (number * step).tolist()])
-    return list(zip(*columns, strict=True)) if columns else [()] * sharding.mesh.size
+    if columns:
+        return list(zip(*columns, strict=True))
+    return [()] * sharding.mesh.size

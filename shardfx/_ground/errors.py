@@ -121,12 +121,9 @@ class SyncError(RuntimeError):
 
 
 # Tracebacks then show the public name of a class, such as `shardfx.errors.MeshError`.
-for _kind in (
-    kind
-    for kind in tuple(globals().values())
-    if isinstance(kind, type) and kind.__module__ == __name__
-):
-    _kind.__module__ = "shardfx.errors"
+for _value in tuple(globals().values()):
+    if isinstance(_value, type) and _value.__module__ == __name__:
+        _value.__module__ = "shardfx.errors"
 
 
 def check_type(

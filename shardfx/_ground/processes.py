@@ -63,7 +63,9 @@ def absent(
                 continue
             if not text.startswith("DEADLINE_EXCEEDED"):
                 raise
-            return named(sorted(map(int, late))) if late else "processes unknown"
+            if late:
+                return named(sorted(map(int, late)))
+            return "processes unknown"
 
 
 def exchanged(
@@ -140,4 +142,6 @@ def named(processes: Sequence[int]) -> str:
     listed = ", ".join(map(str, processes[:16]))
     if len(processes) > 16:
         listed += ", ..."
-    return f"process {listed}" if len(processes) == 1 else f"processes {listed}"
+    if len(processes) == 1:
+        return f"process {listed}"
+    return f"processes {listed}"

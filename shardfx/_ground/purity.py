@@ -52,19 +52,18 @@ class WatchedArguments:
         """The arrays in objects, such as modules of nnx, that the function put in the
         place of others and that are not in its `result`, by their paths.
         """
-        refilled = [
-            value
-            for container, before in self._containers
-            for value in _new_values(container, before)
-        ]
+        refilled: list[object] = []
+        for container, before in self._containers:
+            refilled += _new_values(container, before)
         known_ids = set(map(id, jax.tree.leaves((self._leaves, refilled, result))))
         flat = flatten(self._args, takes_specs=True)
-        columns = zip(flat.leaves, flat.paths, flat.is_array, strict=True)
-        return {
-            path: leaf
-            for leaf, path, is_array in columns
-            if is_array and id(leaf) not in known_ids
-        }
+        updates: dict[str, Any] = {}
+        for leaf, path, is_array in zip(
+            flat.leaves, flat.paths, flat.is_array, strict=True
+        ):
+            if is_array and id(leaf) not in known_ids:
+                updates[path] = leaf
+        return updates
 
 
 def _new_values(container: Any, before: Any) -> Iterator[object]:

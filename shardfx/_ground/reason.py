@@ -120,7 +120,9 @@ class Reason:
     message: str
 
     def __str__(self) -> str:
-        return self.message if self.dim is None else f"dim {self.dim}: {self.message}"
+        if self.dim is None:
+            return self.message
+        return f"dim {self.dim}: {self.message}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,9 +153,10 @@ def reason_for(
 
 def nothing_to_shard(shape: tuple[int, ...]) -> Reason:
     """The reason of an array of at most one element, which no mesh axis could shard."""
-    what = (
-        "an array of one element" if math.prod(shape) else "an array without elements"
-    )
+    if math.prod(shape):
+        what = "an array of one element"
+    else:
+        what = "an array without elements"
     if not shape:
         what = "an array of rank 0"
     return reason_for(Code.scalar, None, what=what)

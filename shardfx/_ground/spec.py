@@ -157,17 +157,21 @@ def constrained(spec: PartitionSpec) -> PartitionSpec:
     return trimmed(entries, spec)
 
 
+def shards_over(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """The number of shards into which mesh axes divide a dimension, on a mesh with the
+    axis sizes `sizes`.
+    """
+    return math.prod(sizes[axis] for axis in axes)
+
+
 def shard_counts(
     spec: PartitionSpec, rank: int, sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
     """The number of shards along each of `rank` dimensions under `spec`, on a mesh with
     the axis sizes `sizes`.
     """
-    counts = [
-        math.prod(sizes[axis] for axis in entry_axes(entry))
-        for entry in entries_of(spec)
-    ]
-    return tuple(counts[:rank] + [1] * (rank - len(counts)))
+    entries = entries_at(spec, rank)
+    return tuple(shards_over(entry_axes(entry), sizes) for entry in entries)
 
 
 def shard_shape(
@@ -178,12 +182,8 @@ def shard_shape(
 
     The spec must divide the shape evenly.
     """
-    return tuple(
-        size // count
-        for size, count in zip(
-            shape, shard_counts(spec, len(shape), sizes), strict=True
-        )
-    )
+    counts = shard_counts(spec, len(shape), sizes)
+    return tuple(size // count for size, count in zip(shape, counts, strict=True))
 
 
 @ft.lru_cache(maxsize=256)
@@ -213,8 +213,10 @@ def dtype_named(name: str) -> DType | None:
     """
     # NumPy also takes aliases of other types ("a", "O", "datetime64"), and evaluates
     # parts of a text.
+    if not _DTYPE.fullmatch(name):
+        return None
     try:
-        return jnp.dtype(name) if _DTYPE.fullmatch(name) else None
+        return jnp.dtype(name)
     except TypeError:
         return None
 

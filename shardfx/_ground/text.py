@@ -40,17 +40,17 @@ def plural(count: int, singular: str, many: str | None = None) -> str:
     """A count with its noun: "1 array", "2 arrays". `many` is the plural if it does not
     end in "s".
     """
-    return f"{count:,} {singular if count == 1 else many or singular + 's'}"
+    if count == 1:
+        return f"1 {singular}"
+    return f"{count:,} {many or singular + 's'}"
 
 
 def quoted(name: str, limit: int = 160) -> str:
     """`repr(name)`, without its middle if it is longer than `limit` characters."""
     text = repr(name)
-    return (
-        text
-        if len(text) <= limit
-        else f"{text[: limit // 3]}...{text[-(limit - limit // 3) :]}"
-    )
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 3]}...{text[-(limit - limit // 3) :]}"
 
 
 def between_numbers(path: str) -> tuple[str, ...]:
@@ -97,13 +97,13 @@ def joined_exactly(paths: Sequence[str]) -> list[tuple[str, int]]:
     first: dict[str, None] = {}
     again: list[str] = []
     for path in paths:
-        again += [path] if path in first else []
+        if path in first:
+            again.append(path)
         first[path] = None
     rows = [tuple(_NUMBER.findall(path)) for path in first]
-    texts = [
-        (_with_ranges(paths[0], product), len(product))
-        for product in _products(rows, 0)
-    ]
+    texts = []
+    for product in _products(rows, 0):
+        texts.append((_with_ranges(paths[0], product), len(product)))
     if again:
         texts += joined_exactly(again)
     return texts
@@ -140,10 +140,8 @@ def _products(
     for number, group in by_number.items():
         # A range would lose the zeros of `007`.
         plain = None if str(int(number)) == number else number
-        parts.setdefault(
-            (plain, frozenset(row[:position] + row[position + 1 :] for row in group)),
-            [],
-        ).extend(group)
+        others = frozenset(row[:position] + row[position + 1 :] for row in group)
+        parts.setdefault((plain, others), []).extend(group)
     for part in parts.values():
         yield from _products(part, position + 1)
 
@@ -160,7 +158,10 @@ def _ranges(numbers: list[int], most: int = _SHOWN_RUNS) -> str:
             bounds.append([number, number])
     runs = []
     for first, last in bounds:
-        runs.append(str(first) if first == last else f"{first}..{last}")
+        run = f"{first}..{last}"
+        if first == last:
+            run = str(first)
+        runs.append(run)
     if len(runs) > most:
         runs = [*runs[: most - 1], "..", runs[-1]]
     return "{" + ",".join(runs) + "}"
@@ -222,13 +223,16 @@ def _widths(rows: Sequence[tuple[str, ...]]) -> list[int]:
 
 
 def _lines(rows: Sequence[tuple[str, ...]], right: Collection[str]) -> list[str]:
-    aligned = [str.rjust if name in right else str.ljust for name in rows[0]]
-    columns = list(zip(aligned, _widths(rows), strict=True))
-    cells = [
-        [align(cell, size) for (align, size), cell in zip(columns, row, strict=True)]
-        for row in rows
-    ]
-    return [(_GAP * " ").join(line).rstrip() for line in cells]
+    header = rows[0]
+    widths = _widths(rows)
+    lines = []
+    for row in rows:
+        cells = []
+        for name, cell, width in zip(header, row, widths, strict=True):
+            align = str.rjust if name in right else str.ljust
+            cells.append(align(cell, width))
+        lines.append((_GAP * " ").join(cells).rstrip())
+    return lines
 
 
 # The two parts of a path: up to the first numbers in braces, as in `layers/{0..31}/`,
@@ -244,7 +248,9 @@ def _parted(path: str) -> tuple[str, str]:
     has the heading "".
     """
     layer = _LAYER.fullmatch(path)
-    return ("", path) if layer is None else (layer[1], _GAP * " " + layer[2])
+    if layer is None:
+        return ("", path)
+    return (layer[1], _GAP * " " + layer[2])
 
 
 # A line with two blanks between words is a row of a table.
@@ -257,7 +263,9 @@ def wrapped(text: str, width: int | None) -> str:
         return text
     lines = []
     for line in text.split("\n"):
-        lines.append(_wrapped(line, width) if len(line) > width else line)
+        if len(line) > width:
+            line = _wrapped(line, width)
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -347,7 +355,8 @@ def html_table(
         header, *others = rows
         sides = []
         for name in header:
-            sides.append("right" if name in right else "left")
+            side = "right" if name in right else "left"
+            sides.append(side)
         body = [_html_row("th", header, sides)]
         body += [_html_row("td", row, sides) for row in others]
         lines = ["<table>", *body, "</table>", *lines]

@@ -128,11 +128,9 @@ def near_paths(path: str, paths: Collection[str]) -> str:
         difflib.get_close_matches(path, paths, n=3, cutoff=0.5)
         or [candidate for candidate in paths if path in candidate][:3]
     )
-    return (
-        f"; did you mean {' or '.join(f'`{candidate}`' for candidate in near)}?"
-        if near
-        else "."
-    )
+    if near:
+        return f"; did you mean {' or '.join(f'`{candidate}`' for candidate in near)}?"
+    return "."
 
 
 @ft.lru_cache(maxsize=1024)
@@ -286,11 +284,11 @@ def _declared(cls: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """
     if not dataclasses.is_dataclass(cls):
         return {}
-    return {
-        field.name: field.metadata[METADATA]
-        for field in dataclasses.fields(cls)
-        if METADATA in field.metadata
-    }
+    declared = {}
+    for field in dataclasses.fields(cls):
+        if METADATA in field.metadata:
+            declared[field.name] = field.metadata[METADATA]
+    return declared
 
 
 def _keys(treedef: TreeDef, data: tuple[type, Any], count: int) -> list[str]:

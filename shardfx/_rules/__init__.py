@@ -43,5 +43,6 @@ from .strategies import (
     fsdp,
     optional,
     replicate,
+    steps_of,
     strategy_of,
 )

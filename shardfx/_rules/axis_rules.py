@@ -1,7 +1,7 @@
 """Ordered rules from logical axis names to mesh axes, as an immutable value."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import equinox as eqx
@@ -261,14 +261,7 @@ class AxisRules(eqx.Module):
         """
         mode_rules = rules_of_mode(self, mode)
         check_positions(len(mode_rules), numbers, "drop")
-        return self._with_rules(
-            mode,
-            [
-                rule
-                for position, rule in enumerate(mode_rules)
-                if position not in numbers
-            ],
-        )
+        return self._with_rules(mode, without_positions(mode_rules, numbers))
 
     def replace(
         self, number: int, target: Target, *, mode: str | None = None
@@ -368,16 +361,13 @@ class AxisRules(eqx.Module):
             ```
         """
         check_axis_rules("other", other)
+        rules = _merged(self.rules, other.rules, "rules")
         modes = dict(self.modes)
-        other_modes = dict(other.modes)
+        for mode, mode_rules in other.modes:
+            modes[mode] = _merged(modes.get(mode, ()), mode_rules, f"mode {mode!r}")
         return AxisRules(
-            _merged(self.rules, other.rules, "rules"),
-            modes={
-                mode: _merged(
-                    modes.get(mode, ()), other_modes.get(mode, ()), f"mode {mode!r}"
-                )
-                for mode in {**modes, **other_modes}
-            },
+            rules,
+            modes=modes,
             units=_agreed(self.units, other.units, "unit of"),
             aliases=_agreed(self.aliases, other.aliases, "alias"),
             mesh_axes=self.mesh_axes + other.mesh_axes,
@@ -410,11 +400,10 @@ class AxisRules(eqx.Module):
         return cls(dict(read_rules(rules, "rules")))
 
     def _with_rules(self, mode: str | None, rules: list[Rule]) -> "AxisRules":
-        changed = (
-            {"rules": rules}
-            if mode is None
-            else {"modes": {**dict(self.modes), mode: rules}}
-        )
+        if mode is None:
+            changed = {"rules": rules}
+        else:
+            changed = {"modes": {**dict(self.modes), mode: rules}}
         return dataclasses.replace(self, **changed)
 
 
@@ -444,13 +433,19 @@ def check_positions(count: int, numbers: tuple[int, ...], what: str) -> None:
             )
 
 
+def without_positions(rules: Sequence[Any], positions: Collection[int]) -> list[Any]:
+    """The rules, without those at some positions."""
+    return [rule for number, rule in enumerate(rules) if number not in positions]
+
+
 def axes_in(rules: AxisRules) -> tuple[tuple[str, str], ...]:
     """Pairs of a logical name and a mesh axis that the name may use in some mode, in
     the order of the rules.
     """
     pairs: dict[tuple[str, str], None] = {}
     for name, target in all_rules(rules):
-        pairs |= {(name, axis): None for axis in entry_axes(target)}
+        for axis in entry_axes(target):
+            pairs[name, axis] = None
     return tuple(pairs)
 
 
@@ -491,14 +486,12 @@ def _drop(pairs: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def _stacked(first: AxisRules, second: AxisRules) -> AxisRules:
-    first_modes = dict(first.modes)
-    second_modes = dict(second.modes)
+    modes = dict(first.modes)
+    for mode, mode_rules in second.modes:
+        modes[mode] = modes.get(mode, ()) + mode_rules
     return AxisRules(
         first.rules + second.rules,
-        modes={
-            mode: first_modes.get(mode, ()) + second_modes.get(mode, ())
-            for mode in {**first_modes, **second_modes}
-        },
+        modes=modes,
         units=first.units + second.units,
         aliases=first.aliases + second.aliases,
         mesh_axes=first.mesh_axes + second.mesh_axes,
@@ -513,20 +506,22 @@ def _merged(
         targets_by_name.setdefault(name, []).append(target)
     added = []
     for name, target in second:
-        # Each rule of `two` is paired with the next rule of the same name in `one`,
-        # until `one` has no more.
+        # Each rule of `second` is paired with the next rule of the same name in
+        # `first`, until `first` has no more.
         targets = targets_by_name.get(name)
         if not targets:
             added.append((name, target))
         elif targets.pop(0) != target:
-            mine, theirs = (
-                [to for key, to in rules if key == name] for rules in (first, second)
-            )
             raise RuleError(
-                f"`merge`: {what} map {name!r} to {mine} on one side and to {theirs} on"
-                f" the other; use `without({name!r})` on the side that should give way."
+                f"`merge`: {what} map {name!r} to {_targets_of(name, first)} on one"
+                f" side and to {_targets_of(name, second)} on the other; use"
+                f" `without({name!r})` on the side that should give way."
             )
     return first + tuple(added)
+
+
+def _targets_of(name: str, rules: Sequence[Rule]) -> list[Target]:
+    return [target for rule_name, target in rules if rule_name == name]
 
 
 def _agreed(

@@ -33,11 +33,9 @@ def near(name: str, names: Sequence[str]) -> str:
     "" if there are none.
     """
     close = nearest(name, names)
-    return (
-        f" (did you mean {' or '.join(repr(match) for match in close)}?)"
-        if close
-        else ""
-    )
+    if close:
+        return f" (did you mean {' or '.join(repr(match) for match in close)}?)"
+    return ""
 
 
 def nearest(name: str, names: Sequence[str]) -> list[str]:

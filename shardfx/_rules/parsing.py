@@ -47,40 +47,42 @@ def split(text: str, start: int, stop: int, separator: str) -> list[tuple[int, i
 
 def parse_rule(text: str, start: int, stop: int) -> tuple[str, Any]:
     sides = split(text, start, stop, "->")
-    if len(sides) != 2:
-        fault = (
-            "no `->` outside of brackets" if len(sides) == 1 else "more than one `->`"
-        )
+    if len(sides) == 1:
         raise _malformed(
             text,
-            start if len(sides) == 1 else sides[1][1],
-            f"a rule has {fault}; write `regex->axes`,",
+            start,
+            "a rule has no `->` outside of brackets; write `regex->axes`,",
         )
-    pattern = text[slice(*sides[0])].strip()
-    if not pattern or not all(
-        text[slice(*piece)].strip() for piece in split(text, *sides[0], "|")
-    ):
+    if len(sides) > 2:
+        _, end_of_second = sides[1]
         raise _malformed(
             text,
-            sides[0][0],
+            end_of_second,
+            "a rule has more than one `->`; write `regex->axes`,",
+        )
+    regex_side, target_side = sides
+    regex = text[slice(*regex_side)].strip()
+    alternatives = split(text, *regex_side, "|")
+    if not regex or not all(text[slice(*part)].strip() for part in alternatives):
+        raise _malformed(
+            text,
+            regex_side[0],
             "an empty alternative would match every path; write `.*` if that is meant,",
         )
-    steps = [_parse_step(text, *piece) for piece in split(text, *sides[1], "|")]
-    return pattern, ft.reduce(pipeline, steps) if len(steps) > 1 else steps[0]
+    steps = [_parse_step(text, *part) for part in split(text, *target_side, "|")]
+    return regex, ft.reduce(pipeline, steps)
 
 
 def _parse_step(text: str, start: int, stop: int) -> Any:
     token = text[start:stop].strip()
     if token == "replicate":
         return replicate
-    name, bracket, axes = token.removesuffix(")").partition("(")
+    name, bracket, arguments = token.removesuffix(")").partition("(")
     if name in STRATEGIES and bracket and token.endswith(")"):
-        return strategy_of(
-            name, [_parse_axis(text, start, axis) for axis in re.split(r"[,+]", axes)]
-        )
-    return PartitionSpec(
-        *[_parse_entry(text, *piece) for piece in split(text, start, stop, ".")]
-    )
+        words = re.split(r"[,+]", arguments)
+        return strategy_of(name, [_parse_axis(text, start, word) for word in words])
+    dims = split(text, start, stop, ".")
+    return PartitionSpec(*[_parse_entry(text, *dim) for dim in dims])
 
 
 def _parse_entry(text: str, start: int, stop: int) -> Any:

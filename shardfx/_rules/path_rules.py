@@ -18,7 +18,12 @@ from jaxtyping import PyTree
 from .._ground.errors import RuleError, check_type
 from .._ground.spec import UNCONSTRAINED, axes_of_entries, entries_of
 from .._ground.tree import flatten
-from .axis_rules import AxisRules, check_axis_rules, check_positions
+from .axis_rules import (
+    AxisRules,
+    check_axis_rules,
+    check_positions,
+    without_positions,
+)
 from .pairs import declared_axes, repeated
 from .parsing import parse_rule, split
 from .strategies import (
@@ -29,6 +34,7 @@ from .strategies import (
     Strategy,
     bare,
     replicate,
+    steps_of,
 )
 
 
@@ -161,12 +167,7 @@ class PathRules(eqx.Module):
         """
         check_positions(len(self.rules), numbers, "drop")
         return PathRules(
-            [
-                rule
-                for position, rule in enumerate(self.rules)
-                if position not in numbers
-            ],
-            mesh_axes=self.mesh_axes,
+            without_positions(self.rules, numbers), mesh_axes=self.mesh_axes
         )
 
     def replace(self, number: int, target: object) -> "PathRules":
@@ -275,7 +276,8 @@ def match(tree: object, rules: PathRules) -> PyTree:
     patterns = compiled(rules)
     indices = []
     for path, is_array in zip(flat.paths, flat.is_array, strict=True):
-        indices.append(first_match(path, patterns) if is_array else None)
+        index = first_match(path, patterns) if is_array else None
+        indices.append(index)
     return jax.tree.unflatten(flat.treedef, indices)
 
 
@@ -340,18 +342,19 @@ def is_digit_blind(regex: str) -> bool:
 class Matcher:
     """Compiled path rules, with `used`, the indices of the rules that have matched a
     path. `needs_paths` is false if no rule distinguishes paths that differ only in
-    digits. Such paths may share a plan.
+    digits. Such paths may share a plan. No path matches `None`, which is no rules.
     """
 
-    def __init__(self, rules: PathRules):
+    def __init__(self, rules: PathRules | None):
+        if rules is None:
+            rules = PathRules(())
         self.rules = rules.rules
         self.declared = rules.mesh_axes
         self.patterns = compiled(rules)
         self.called = [is_callable(target) for _, target in rules.rules]
 
-        self.needs_paths = any(self.called) or not all(
-            is_digit_blind(regex) for regex, _ in rules.rules
-        )
+        is_blind = all(is_digit_blind(regex) for regex, _ in rules.rules)
+        self.needs_paths = any(self.called) or not is_blind
         self.used: dict[int, None] = {}
 
     def first(self, path: str) -> int | None:
@@ -372,8 +375,7 @@ class Matcher:
 
 def is_callable(target: object) -> bool:
     """Whether the target of a rule is a callable `(path, leaf) -> PartitionSpec`."""
-    target = bare(target)
-    first = target.steps[0] if isinstance(target, Pipeline) else target
+    first, *_ = steps_of(bare(target))
     return callable(first) and not isinstance(first, PartitionSpec)
 
 
@@ -404,15 +406,13 @@ def _checked_target(index: int, pattern: str, target: object) -> Any:
         return Optional(_checked_target(index, pattern, target.target))
     if isinstance(target, list):
         target = tuple(target)
-    first = target.steps[0] if isinstance(target, Pipeline) else target
+    first, *_ = steps_of(target)
     inner = first.target if isinstance(first, Atomic) else first
     if isinstance(inner, tuple):
         _check_names(index, pattern, inner)
     elif isinstance(inner, PartitionSpec):
         check_once(inner, f"rule {index} ({pattern!r})")
-    elif not isinstance(
-        inner, PartitionSpec | Strategy | Replicate | Pipeline
-    ) and not callable(inner):
+    elif not isinstance(inner, Strategy | Replicate | Pipeline) and not callable(inner):
         raise RuleError(
             f"rule {index} ({pattern!r}) has the target {target!r}; it must be a"
             " PartitionSpec, a tuple of logical names, `fsdp(...)`, `replicate`, or a"
@@ -438,12 +438,12 @@ def _check_names(index: int, pattern: str, names: tuple[object, ...]) -> None:
     for name in names:
         if name is ...:
             continue
-        for member in name if isinstance(name, tuple) else (name,):
+        members = name if isinstance(name, tuple) else (name,)
+        for member in members:
             is_empty = member is None or member is UNCONSTRAINED
             if not is_empty and not isinstance(member, str | Atomic):
                 raise RuleError(
                     f"rule {index} ({pattern!r}): {name!r} in {names!r} is no logical"
-                    " name;"
-                    " use a string, `None`, `...`, UNCONSTRAINED, `atomic(name, unit)`,"
+                    " name; use a string, `None`, `...`, UNCONSTRAINED, `atomic(name, unit)`,"
                     " or a tuple of names."
                 )

@@ -8,7 +8,7 @@ import dataclasses
 import functools as ft
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast
 
 from jax.sharding import PartitionSpec
@@ -99,11 +99,9 @@ def units_of(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> Units
     `rules`; `None` if all are 1. The unit of a name is also the unit of its aliases.
     The unit of a dimension with several names is the least common multiple of theirs.
     """
-    return (
-        None
-        if _is_plain(names) and not rules.units
-        else _units_of(_entries(names), rules)
-    )
+    if _is_plain(names) and not rules.units:
+        return None
+    return _units_of(_entries(names), rules)
 
 
 def one_per_dim(names: Sequence[object], shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -164,10 +162,12 @@ def check_known(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> No
 def _unruled(
     names: Sequence[object] | PartitionSpec, rules: AxisRules
 ) -> "list[_Slot]":
-    ruled = {name for name, _ in all_rules(rules)}
-    return [
-        slot for slot in _slots(_entries(names), rules) if ruled.isdisjoint(slot.chain)
-    ]
+    return _without_rule(_slots(_entries(names), rules), all_rules(rules))
+
+
+def _without_rule(slots: Iterable["_Slot"], rules: Iterable[Rule]) -> "list[_Slot]":
+    ruled = {name for name, _ in rules}
+    return [slot for slot in slots if ruled.isdisjoint(slot.chain)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,8 +194,7 @@ def _resolve(
         )
     active = _active(rules, mode)
     slots = _slots(entries, rules)
-    ruled = {name for name, _ in active}
-    orphans = [slot for slot in slots if ruled.isdisjoint(slot.chain)]
+    orphans = _without_rule(slots, active)
     if unmatched == "raise":
         _raise_unmatched(orphans, rules)
     targets: dict[str, Target] = {}
@@ -282,24 +281,38 @@ def _assign(
             if name not in slot.chain:
                 continue
             axes = entry_axes(target)
-            taken = tuple(
-                (axis, users[axis].name, users[axis].dim)
-                for axis in axes
-                if axis in users
-            )
+            taken = _taken(axes, users)
             outcome = "applied"
             if slot.name in targets:
                 outcome = "settled"
             elif taken:
                 outcome = "blocked"
             attempt = Attempt(
-                slot.name, slot.dim, rule_mode, index, (name, target), outcome, taken
+                name=slot.name,
+                dim=slot.dim,
+                mode=rule_mode,
+                number=index,
+                rule=(name, target),
+                outcome=outcome,
+                taken=taken,
             )
             assigned.append(attempt)
             if outcome == "applied":
                 targets[slot.name] = target
                 users.update((axis, slot) for axis in axes)
     return assigned
+
+
+def _taken(
+    axes: Iterable[str], users: Mapping[str, _Slot]
+) -> tuple[tuple[str, str, int], ...]:
+    """The mesh axes that are in use, each with the name and the dimension that use it."""
+    taken = []
+    for axis in axes:
+        user = users.get(axis)
+        if user is not None:
+            taken.append((axis, user.name, user.dim))
+    return tuple(taken)
 
 
 def _reasons(
@@ -314,33 +327,18 @@ def _reasons(
     """
     targets = [target for name, target in active if name in slot.chain]
     if not targets:
-        return [
-            reason_for(
-                Code.unmatched,
-                slot.dim,
-                (slot.name,),
-                what=f"logical name `{slot.name}`",
-            )
-        ]
+        what = f"logical name `{slot.name}`"
+        return [reason_for(Code.unmatched, slot.dim, (slot.name,), what=what)]
     mapped_targets = itertools.takewhile(lambda target: target is not None, targets)
     axes = tuple(dict.fromkeys(axes_of_entries(mapped_targets)))
+    if not axes:
+        return []
     taken = ", ".join(
-        f"`{axis}` is used by `{users[axis].name}` on dim {users[axis].dim}"
-        for axis in axes
-        if axis in users
+        f"`{axis}` is used by `{user}` on dim {dim}"
+        for axis, user, dim in _taken(axes, users)
     )
-    return (
-        [
-            reason_for(
-                Code.blocked,
-                slot.dim,
-                axes,
-                what=f"logical name `{slot.name}` ({taken})",
-            )
-        ]
-        if axes
-        else []
-    )
+    what = f"logical name `{slot.name}` ({taken})"
+    return [reason_for(Code.blocked, slot.dim, axes, what=what)]
 
 
 def _entry(entry: object, assigned: Mapping[str, Target]) -> Any:
@@ -350,7 +348,9 @@ def _entry(entry: object, assigned: Mapping[str, Target]) -> Any:
     axes = tuple(axes_of_entries(targets))
     # An axis that a rule requests has priority over a name that leaves the choice to
     # the compiler.
-    return UNCONSTRAINED if not axes and UNCONSTRAINED in targets else axes
+    if not axes and UNCONSTRAINED in targets:
+        return UNCONSTRAINED
+    return axes
 
 
 def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
@@ -359,10 +359,10 @@ def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
     that are no aliases come first, in the order of their dimensions; then aliases, in
     the order in which `rules` declare them. Raises `SpecError` if a name occurs twice.
     """
-    placed = []
+    slots = []
     for dim, entry in enumerate(entries):
-        placed += [(name, dim) for name in _members(entry)]
-    slots = [_Slot(name, dim, alias_chain(name, rules)) for name, dim in placed]
+        for name in _members(entry):
+            slots.append(_Slot(name, dim, alias_chain(name, rules)))
     if twice := repeated([slot.name for slot in slots]):
         raise SpecError(
             f"logical name `{twice[0]}` occurs twice in {entries}; one mesh axis cannot"
@@ -416,9 +416,8 @@ def _members(entry: Any) -> tuple[str, ...]:
     """The logical names of one entry, in order. `None` inside a tuple is left out."""
     if entry is None or entry is UNCONSTRAINED:
         return ()
-    members = entry if isinstance(entry, tuple) else (entry,)
     names = []
-    for member in members:
+    for member in _parts(entry):
         if isinstance(member, Atomic):
             names.append(member.target)
         elif member is not None:
@@ -433,20 +432,28 @@ def _members(entry: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _parts(entry: object) -> tuple[Any, ...]:
+    if isinstance(entry, tuple):
+        return entry
+    return (entry,)
+
+
 @ft.lru_cache(maxsize=4096)
 def _units_of(entries: tuple[object, ...], rules: AxisRules) -> Units | None:
     units = dict(rules.units)
     units_of_dims = []
     for entry in entries:
-        members = entry if isinstance(entry, tuple) else (entry,)
-        member_units = [
-            cast(int, member.unit) for member in members if isinstance(member, Atomic)
-        ]
-        named = []
+        unit = 1
+        for member in _parts(entry):
+            if isinstance(member, Atomic):
+                unit = math.lcm(unit, cast(int, member.unit))
         for member in _members(entry):
-            named += [units.get(name, 1) for name in alias_chain(member, rules)]
-        units_of_dims.append(math.lcm(*member_units, *named))
-    return tuple(units_of_dims) if any(unit > 1 for unit in units_of_dims) else None
+            for name in alias_chain(member, rules):
+                unit = math.lcm(unit, units.get(name, 1))
+        units_of_dims.append(unit)
+    if any(unit > 1 for unit in units_of_dims):
+        return tuple(units_of_dims)
+    return None
 
 
 @ft.lru_cache(maxsize=256)
@@ -454,14 +461,15 @@ def _active(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
     """The rules of a mode, followed by the rules without a mode, in the order in which
     they are tried.
     """
-    return rules.rules if mode is None else rules_of_mode(rules, mode) + rules.rules
+    if mode is None:
+        return rules.rules
+    return rules_of_mode(rules, mode) + rules.rules
 
 
 def _raise_unmatched(orphans: "list[_Slot]", rules: AxisRules) -> None:
-    lines = [
-        f"`{slot.name}` (dim {slot.dim}){near(slot.name, rules.names)}"
-        for slot in orphans
-    ]
+    lines = []
+    for slot in orphans:
+        lines.append(f"`{slot.name}` (dim {slot.dim}){near(slot.name, rules.names)}")
     if lines:
         raise UnmatchedError(
             f"no rule for the logical names {', '.join(lines)}. The rules have"

@@ -30,7 +30,9 @@ class Atomic:
 
     @property
     def units(self) -> Units:
-        return self.unit if isinstance(self.unit, tuple) else (self.unit,)
+        if isinstance(self.unit, tuple):
+            return self.unit
+        return (self.unit,)
 
 
 def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
@@ -70,22 +72,19 @@ def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
             f"`atomic({target!r}, {unit!r})`: a name takes one int, a whole spec or"
             " tuple of names takes a tuple of ints, one per dimension."
         )
-    if not all(
-        isinstance(size, int) and not isinstance(size, bool) and size >= 1
-        for size in sizes
-    ):
-        raise SpecError(
-            f"`atomic({target!r}, {unit!r})`: a unit is a positive number of elements."
-        )
+    for size in sizes:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise SpecError(
+                f"`atomic({target!r}, {unit!r})`: a unit is a positive number of"
+                " elements."
+            )
     return Atomic(target, unit)
 
 
 def pipeline(first: object, second: object) -> "Pipeline":
     """A Pipeline of the targets on both sides of `|`, the left side first."""
-    steps: list[Any] = []
-    for side in (first, second):
-        steps += side.steps if isinstance(side, Pipeline) else (side,)
-    if any(not isinstance(step, Strategy) for step in steps[1:]):
+    steps = [*steps_of(first), *steps_of(second)]
+    if not all(isinstance(step, Strategy) for step in steps[1:]):
         raise RuleError(
             f"{' | '.join(map(repr, steps))}: only the first target may be a spec,"
             " names, `replicate` or a callable; the ones after `|` refine it, as"
@@ -140,7 +139,8 @@ class Strategy:
     @property
     def code(self) -> str:
         """The Python code that makes the strategy."""
-        arguments = [repr(self.axes[0]) if len(self.axes) == 1 else repr(self.axes)]
+        axes = self.axes[0] if len(self.axes) == 1 else self.axes
+        arguments = [repr(axes)]
         if self.min_bytes:
             arguments.append(str(self.min_bytes))
         if self.skip_dims:
@@ -226,6 +226,13 @@ class Pipeline:
 replicate = Replicate()
 
 
+def steps_of(target: object) -> tuple[Any, ...]:
+    """The targets that `|` joins in `target`, or `target` itself alone."""
+    if isinstance(target, Pipeline):
+        return target.steps
+    return (target,)
+
+
 @dataclasses.dataclass(frozen=True)
 class Optional:
     """The target of a rule that may match no array; made by [`shardfx.optional`][]."""
@@ -260,12 +267,16 @@ def optional(target: object) -> Optional:
         plan({"embed": jnp.ones((64, 8))}, MeshSpec({"tensor": 4}), paths=rules)
         ```
     """
-    return target if isinstance(target, Optional) else Optional(target)
+    if isinstance(target, Optional):
+        return target
+    return Optional(target)
 
 
 def bare(target: object) -> Any:
     """The target inside of an `Optional`, or `target` itself if it is no `Optional`."""
-    return target.target if isinstance(target, Optional) else target
+    if isinstance(target, Optional):
+        return target.target
+    return target
 
 
 def axes_of_target(target: object) -> tuple[str, ...]:
