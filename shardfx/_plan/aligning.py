@@ -48,12 +48,11 @@ def correspondences(planned: Shape, shape: Shape) -> list[Dims]:
     if len(shape) > len(planned):
         extra = len(shape) - len(planned)
         is_history = bool(planned) and shape[extra:] == planned
-        return [(*[None] * extra, *range(len(planned)))] if is_history else []
-    return [
-        dims
-        for dims in itertools.combinations(range(len(planned)), len(shape))
-        if tuple(planned[dim] for dim in dims) == shape
-    ]
+        if is_history:
+            return [(*[None] * extra, *range(len(planned)))]
+        return []
+    choices = itertools.combinations(range(len(planned)), len(shape))
+    return [dims for dims in choices if _is_equal(planned, dims, shape)]
 
 
 @ft.lru_cache(maxsize=4096)
@@ -69,21 +68,16 @@ def adapter_readings(
     such a partner come before all others.
     """
     ranked = _ranked(base, shape)
-    paired = tuple(
-        reading
-        for reading in ranked
-        if any(_is_half_of(base, reading, shape, partner) for partner in partners)
-    )
+    paired = []
+    for reading in ranked:
+        if any(_is_half_of(base, reading, shape, partner) for partner in partners):
+            paired.append(reading)
     if paired:
-        return paired
+        return tuple(paired)
+
     whole = _split(base, shape, _equal) or _split(base, shape, _kept)
-    is_beside_a_pair = False
-    for partner, other in itertools.combinations(partners, 2):
-        readings = _ranked(base, partner)
-        is_beside_a_pair = is_beside_a_pair or any(
-            _is_half_of(base, reading, partner, other) for reading in readings
-        )
-    if is_beside_a_pair and whole:
+    pairs = itertools.combinations(partners, 2)
+    if whole and any(_is_pair(base, partner, other) for partner, other in pairs):
         # Such as the magnitudes of DoRA, which have no rank.
         return whole
     low = tuple(reading for reading in ranked if _is_low(base, shape, reading))
@@ -162,11 +156,11 @@ def _anywhere(
     """The readings under which the dimensions of `shape` are any of the base, in their
     order.
     """
-    return tuple(
-        Reading(dims)
-        for dims in itertools.combinations(range(len(base)), len(shape))
-        if _is_equal(base, dims, shape, fits)
-    )
+    readings = []
+    for dims in itertools.combinations(range(len(base)), len(shape)):
+        if _is_equal(base, dims, shape, fits):
+            readings.append(Reading(dims))
+    return tuple(readings)
 
 
 def _ranked(base: Shape, shape: Shape) -> tuple[Reading, ...]:
@@ -201,7 +195,9 @@ def _ranked_anywhere(base: Shape, shape: Shape) -> tuple[Reading, ...]:
     readings = []
     for rank in range(len(shape)):
         others = (*shape[:rank], *shape[rank + 1 :])
-        for reading in _anywhere(base, others, _equal) if others else ():
+        if not others:
+            continue
+        for reading in _anywhere(base, others, _equal):
             dims = (*reading.dims[:rank], None, *reading.dims[rank:])
             readings.append(Reading(dims, rank))
     return tuple(readings)
@@ -213,15 +209,23 @@ def _by_place(base: Shape, shape: Shape) -> tuple[Reading, ...]:
     """
     dims: list[int | None] = []
     for index, size in enumerate(shape):
-        places = (index, index - len(shape) + len(base))
-        fitting = [
-            place
-            for place in places
-            if 0 <= place < len(base) and base[place] == size and place not in dims
-        ]
-        dims.append(fitting[0] if fitting else None)
-    is_found = any(dim is not None for dim in dims)
-    return (Reading(tuple(dims)),) if is_found else ()
+        from_back = index - len(shape) + len(base)
+        base_dim = None
+        for place in (index, from_back):
+            is_free = 0 <= place < len(base) and place not in dims
+            if is_free and base[place] == size:
+                base_dim = place
+                break
+        dims.append(base_dim)
+    if all(dim is None for dim in dims):
+        return ()
+    return (Reading(tuple(dims)),)
+
+
+def _is_pair(base: Shape, adapter: Shape, partner: Shape) -> bool:
+    """Whether two adapters are the halves of a product by some reading of the first."""
+    readings = _ranked(base, adapter)
+    return any(_is_half_of(base, reading, adapter, partner) for reading in readings)
 
 
 def _is_half_of(base: Shape, reading: Reading, shape: Shape, partner: Shape) -> bool:
@@ -275,5 +279,7 @@ def _with_most_equal(
         pairs = zip(reading.dims, shape, strict=True)
         return sum(dim is not None and base[dim] == size != 1 for dim, size in pairs)
 
-    most = max(map(count, readings), default=0)
-    return tuple(reading for reading in readings if count(reading) == most)
+    counts = [count(reading) for reading in readings]
+    pairs = zip(readings, counts, strict=True)
+    most = max(counts, default=0)
+    return tuple(reading for reading, equal in pairs if equal == most)

@@ -32,8 +32,11 @@ def matcher_of_bases(pairs: Iterable[tuple[str, str]]) -> Matcher:
     rules: list[Any] = []
     for pair in pairs:
         # A text is no pair, which `PathRules` says.
-        is_text = isinstance(pair, str)
-        rules.append(pair if is_text else (pair[0], tuple(pair[1:])))
+        if isinstance(pair, str):
+            rules.append(pair)
+        else:
+            regex, *replacements = pair
+            rules.append((regex, tuple(replacements)))
     return Matcher(PathRules(rules))
 
 
@@ -112,9 +115,10 @@ def agreed(specs: Sequence[PartitionSpec], rank: int) -> PartitionSpec:
     """Returns the spec with the entries that all of `specs` have."""
     columns = zip(*(entries_at(spec, rank) for spec in specs), strict=True)
     common = []
-    for entries in columns:
-        is_agreed = len(set(entries)) == 1
-        common.append(entries[0] if is_agreed else None)
+    for first, *others in columns:
+        is_agreed = all(entry == first for entry in others)
+        entry = first if is_agreed else None
+        common.append(entry)
     return trimmed(common)
 
 

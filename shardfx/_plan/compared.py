@@ -44,16 +44,14 @@ def plan_lines(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
     """Returns a line for each property of the whole plan that differs: the mesh,
     `axes`, their mode, or `strict`.
     """
-    texts = {"mesh": "the mesh", "mode": "the mode", "axes": "axes", "strict": "strict"}
-    values = [
-        (what, vars(a.content)[name], vars(b.content)[name])
-        for name, what in texts.items()
-    ]
-    return tuple(
-        f"{what} is {before} in one plan, {after} in the other"
-        for what, before, after in values
-        if before != after
-    )
+    nouns = {"mesh": "the mesh", "mode": "the mode", "axes": "axes", "strict": "strict"}
+    lines = []
+    for name, noun in nouns.items():
+        before = vars(a.content)[name]
+        after = vars(b.content)[name]
+        if before != after:
+            lines.append(f"{noun} is {before} in one plan, {after} in the other")
+    return tuple(lines)
 
 
 class Pair(NamedTuple):
@@ -76,18 +74,15 @@ def pairs(a: ShardPlan, b: ShardPlan) -> Iterator[Pair]:
     names = [field.name for field in dataclasses.fields(LeafPlan)]
     for leaf in a.leaves:
         other = leaves_of_b.get(leaf.path)
-        same = other is None or leaf == other
         different: list[str] = []
-        if not same:
-            different = [
-                name for name in names if vars(leaf)[name] != vars(other)[name]
-            ]
+        if other is not None and leaf != other:
+            for name in names:
+                if vars(leaf)[name] != vars(other)[name]:
+                    different.append(name)
         yield Pair(leaf.path, leaf, other, tuple(different))
-    yield from (
-        Pair(path, None, leaf, ())
-        for path, leaf in leaves_of_b.items()
-        if path not in leaves_of_a
-    )
+    for path, leaf in leaves_of_b.items():
+        if path not in leaves_of_a:
+            yield Pair(path, None, leaf, ())
 
 
 def report(plan: ShardPlan, *, width: int | None = None) -> str:
@@ -129,14 +124,10 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
     """
     check_plan("plan", plan)
     rows, paragraphs = facts_of(plan.content)
-    return Shown(
-        "\n\n".join(
-            [
-                "\n".join(_table(rows, width)),
-                *[wrapped(text, width) for text in paragraphs],
-            ]
-        )
-    )
+    texts = ["\n".join(_table(rows, width))]
+    for paragraph in paragraphs:
+        texts.append(wrapped(paragraph, width))
+    return Shown("\n\n".join(texts))
 
 
 # Regexes of the parts of the last column, "why", that a narrower and narrower table
@@ -179,13 +170,10 @@ def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:
     if width is not None and (cut := _with_cut_reasons(rows, width)):
         return cut
     for columns in _SHOWN:
-        shown = [
-            rows[0],
-            *[
-                (*row[:-1], " ".join(filter(None, re.findall(columns, row[-1]))))
-                for row in rows[1:]
-            ],
-        ]
+        shown = [rows[0]]
+        for row in rows[1:]:
+            parts = re.findall(columns, row[-1])
+            shown.append((*row[:-1], " ".join(filter(None, parts))))
         lines = table(shown, right=NUMBERS)
         if width is None or max(map(len, lines)) <= width:
             return lines

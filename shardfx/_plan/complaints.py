@@ -60,11 +60,9 @@ class Draft(NamedTuple):
         """Yields the path, the index in `rows` and the plan of each array whose index
         in `rows` is in `chosen`.
         """
-        return (
-            (path, i, self.rows[i])
-            for i, path in zip(self.numbers, self.flat.paths, strict=True)
-            if i in chosen
-        )
+        for i, path in zip(self.numbers, self.flat.paths, strict=True):
+            if i in chosen:
+                yield path, i, self.rows[i]
 
 
 _SHOWN = 40
@@ -81,8 +79,10 @@ def _refuse(
     raised.
     """
     if lines:
-        others = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-        raise error("\n".join([head, *lines[:_SHOWN], *others])) from cause
+        shown = [head, *lines[:_SHOWN]]
+        if len(lines) > _SHOWN:
+            shown.append(f"  and {len(lines) - _SHOWN} more")
+        raise error("\n".join(shown)) from cause
 
 
 def raise_errors(errors: list[tuple[str, Any]]) -> None:
@@ -97,14 +97,10 @@ def raise_errors(errors: list[tuple[str, Any]]) -> None:
         # Where a rule is a user's function, the cause is the exception that the
         # function raised.
         causes = [error.__cause__ for _, error in errors]
-        known_causes = [cause for cause in causes if cause is not None]
+        first_cause = next((cause for cause in causes if cause is not None), None)
         _, first_error = errors[0]
-        _refuse(
-            type(first_error),
-            head,
-            [f"  leaf `{path}`: {error}" for path, error in errors],
-            known_causes[0] if known_causes else None,
-        )
+        lines = [f"  leaf `{path}`: {error}" for path, error in errors]
+        _refuse(type(first_error), head, lines, first_cause)
 
 
 def raise_empty(tree: object, flat: Flat, paths: object) -> None:
@@ -115,12 +111,10 @@ def raise_empty(tree: object, flat: Flat, paths: object) -> None:
     serves to shard activations only.
     """
     if not any(flat.is_array) and (flat.leaves or tree is None or paths is not None):
-        first = (
-            f", and its leaf `{flat.paths[0]}` is of type"
-            f" {type(flat.leaves[0]).__name__}"
-            if flat.leaves
-            else ""
-        )
+        first = ""
+        if flat.leaves:
+            kind = type(flat.leaves[0]).__name__
+            first = f", and its leaf `{flat.paths[0]}` is of type {kind}"
         raise LeafTypeError(
             f"the tree has no arrays: it is of type {type(tree).__name__}{first}; pass"
             " the model's own tree of arrays or `jax.ShapeDtypeStruct`s, such as"
@@ -135,28 +129,33 @@ def raise_repeated(flat: Flat) -> None:
     """
     if len(set(flat.paths)) == len(flat.paths):
         return
-    counts = collections.Counter(
-        path for path, shaped in zip(flat.paths, flat.is_array, strict=True) if shaped
-    )
-    for path in (path for path, count in counts.items() if count > 1):
-        raise RuleError(
-            f"two arrays of the tree have the path `{path}`: a key that holds a slash,"
-            " or a node that names two of its children alike. Rename one of them, so"
-            " that rules can tell them apart."
-        )
+    counts = collections.Counter(itertools.compress(flat.paths, flat.is_array))
+    for path, count in counts.items():
+        if count > 1:
+            raise RuleError(
+                f"two arrays of the tree have the path `{path}`: a key that holds a"
+                " slash, or a node that names two of its children alike. Rename one of"
+                " them, so that rules can tell them apart."
+            )
 
 
 def uncovered(draft: Draft) -> list[tuple[str, Row]]:
     """Returns the path and the plan of each array that no rule covers, the largest
     array first.
     """
-    open_rows = {
-        i for i, row in enumerate(draft.rows) if row.rule is None and row.shape
-    }
-    leaves = [
-        (path, row) for path, _, row in (draft.arrays(open_rows) if open_rows else ())
-    ]
-    return sorted(leaves, key=lambda leaf: -array_bytes(leaf[1].shape, leaf[1].dtype))
+    open_rows = set()
+    for i, row in enumerate(draft.rows):
+        if row.rule is None and row.shape:
+            open_rows.add(i)
+    # Most drafts have none, and many leaves.
+    if not open_rows:
+        return []
+    leaves = [(path, row) for path, _, row in draft.arrays(open_rows)]
+    return sorted(leaves, key=lambda leaf: -_whole_bytes(leaf[1]))
+
+
+def _whole_bytes(row: Row) -> int:
+    return array_bytes(row.shape, row.dtype)
 
 
 def raise_unmatched(draft: Draft) -> None:
@@ -167,16 +166,17 @@ def raise_unmatched(draft: Draft) -> None:
     patterns = [pattern for pattern, _ in draft.paths.rules]
     if not leaves:
         return
-    lines = [
-        f"  `{path}`: {row.dtype}{list(row.shape)}, {array_bytes(row.shape, row.dtype)}"
-        " bytes"
-        for path, row in leaves
-    ]
-    for position, (path, _) in enumerate(leaves[:_SHOWN]):
-        if close := difflib.get_close_matches(path, patterns, n=1, cutoff=0.0):
-            lines[position] += f"; the nearest rule is {close[0]!r}"
+    lines = []
+    for position, (path, row) in enumerate(leaves):
+        array = f"{row.dtype}{list(row.shape)}, {_whole_bytes(row)} bytes"
+        line = f"  `{path}`: {array}"
+        # Similarity is slow, and no more lines are shown.
+        if position < _SHOWN:
+            for pattern in difflib.get_close_matches(path, patterns, n=1, cutoff=0.0):
+                line += f"; the nearest rule is {pattern!r}"
+        lines.append(line)
     # The names that modules declare are read only if `axes` is given.
-    names = draft.axes is None and any(names is not None for names in draft.flat.names)
+    has_names = any(names is not None for names in draft.flat.names)
     carried = (
         "The names that haliax's arrays carry are read by"
         " `names=shardfx.interop.haliax.names_of(tree), axes=AxisRules(...)`. "
@@ -186,7 +186,7 @@ def raise_unmatched(draft: Draft) -> None:
         ' rules or names for them, end the path rules with `(".*", fsdp(...))`, or'
         ' pass `unmatched="replicate"`. '
     )
-    if names:
+    if has_names and draft.axes is None:
         head += "The names that fields of the tree declare need `axes=AxisRules(...)`. "
     if has_named_arrays(draft.flat.treedef):
         head += carried
@@ -205,16 +205,13 @@ def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str
     """Returns a dict from the index of a plan in `rows` to its logical names that have
     no rule in `axes`.
     """
-    by_name = [
-        (i, row)
-        for i, row in enumerate(rows)
-        if row.names is not None and _axes_of(Code.unmatched, row)
-    ]
-    return {
-        i: unknown
-        for i, row in by_name
-        if (unknown := unknown_names(row.names or (), axes))
-    }
+    unknown_by_row = {}
+    for i, row in enumerate(rows):
+        if row.names is not None and _axes_of(Code.unmatched, row):
+            unknown = unknown_names(row.names, axes)
+            if unknown:
+                unknown_by_row[i] = unknown
+    return unknown_by_row
 
 
 def raise_unknown(draft: Draft) -> None:
@@ -227,11 +224,10 @@ def raise_unknown(draft: Draft) -> None:
     units = unknown_units(axes)
     unknown = unknown_of_rows(draft.rows, axes)
     lines = [f"  `units`: {name!r}{near(name, axes.names)}" for name in units]
-    lines += [
-        f"  leaf `{path}`, shape {row.shape}, names {names_text(row.names)}: "
-        + ", ".join(f"{name!r}{near(name, axes.names)}" for name in unknown[i])
-        for path, i, row in draft.arrays(unknown)
-    ]
+    for path, i, row in draft.arrays(unknown):
+        texts = [f"{name!r}{near(name, axes.names)}" for name in unknown[i]]
+        array = f"shape {row.shape}, names {names_text(row.names)}"
+        lines.append(f"  leaf `{path}`, {array}: {', '.join(texts)}")
     for name in [*units, *itertools.chain(*unknown.values())][:1]:
         fix = (
             f"declare a name that is to be replicated with `axes.extend([({name!r},"
@@ -254,22 +250,26 @@ def absent_axes(draft: Draft) -> dict[str, str]:
     names the first rule or leaf that uses the axis. Axes that the rules declare with
     `axes=` are left out.
     """
+    users: dict[str, str] = {}
     pairs = () if draft.axes is None else axes_in(draft.axes)
-    wrong = {
-        axis: f"the rule of {name!r}"
-        for name, axis in reversed(pairs)
-        if axis not in draft.mesh.axis_names
-    }
-    by_path = [
-        (i, row)
-        for i, row in enumerate(draft.rows)
-        if row.reasons and row.names is None
-    ]
-    asked = {i: absent for i, row in by_path if (absent := _axes_of(Code.absent, row))}
-    for path, i, row in draft.arrays(asked) if asked else ():
-        for axis in asked[i]:
-            wrong.setdefault(axis, f"leaf `{path}` ({row.rule})")
-    return {axis: user for axis, user in wrong.items() if axis not in draft.declared}
+    # The first rule of an axis overwrites the others.
+    for name, axis in reversed(pairs):
+        if axis not in draft.mesh.axis_names:
+            users[axis] = f"the rule of {name!r}"
+
+    absent_by_row = {}
+    for i, row in enumerate(draft.rows):
+        if row.reasons and row.names is None:
+            absent = _axes_of(Code.absent, row)
+            if absent:
+                absent_by_row[i] = absent
+    # Most drafts have none, and many leaves.
+    if absent_by_row:
+        for path, i, row in draft.arrays(absent_by_row):
+            for axis in absent_by_row[i]:
+                users.setdefault(axis, f"leaf `{path}` ({row.rule})")
+
+    return {axis: user for axis, user in users.items() if axis not in draft.declared}
 
 
 def raise_absent(draft: Draft) -> None:
@@ -278,10 +278,10 @@ def raise_absent(draft: Draft) -> None:
     """
     wrong = absent_axes(draft)
     mesh = draft.mesh
-    lines = [
-        f"  {user} uses the mesh axis {axis!r}{near(axis, mesh.axis_names)}"
-        for axis, user in wrong.items()
-    ]
+    lines = []
+    for axis, user in wrong.items():
+        near_names = near(axis, mesh.axis_names)
+        lines.append(f"  {user} uses the mesh axis {axis!r}{near_names}")
     head = (
         f"the mesh {mesh} lacks mesh axes that the rules use. If they are for other"
         f" meshes, declare them, `AxisRules(..., mesh_axes={tuple(wrong)})` or"
@@ -300,11 +300,14 @@ def axes_used(
     `rules` has pairs of a regex and its target. If a target is a function, only the
     requested specs show its axes.
     """
-    targets = [*(target for _, target in rules), *(row.requested for row in rows)]
-    used = dict.fromkeys(itertools.chain(*map(axes_of_target, targets)))
+    used: list[str] = []
+    for _, target in rules:
+        used += axes_of_target(target)
+    for row in rows:
+        used += axes_of_target(row.requested)
     if axes is not None:
-        used |= {axis: None for _, axis in axes_in(axes)}
-    return used
+        used += [axis for _, axis in axes_in(axes)]
+    return dict.fromkeys(used)
 
 
 def misspelled_axes(
@@ -319,10 +322,12 @@ def misspelled_axes(
     """
     named_axes = {*declared, *used}
     lacking = sorted(named_axes.difference(mesh.axis_names))
-    idle = [
-        axis for axis, size in mesh.shape.items() if size > 1 and axis not in named_axes
-    ]
-    return {axis: close[0] for axis in idle if (close := nearest(axis, lacking))}
+    meant_by_axis = {}
+    for axis, size in mesh.shape.items():
+        if size > 1 and axis not in named_axes:
+            for similar in nearest(axis, lacking)[:1]:
+                meant_by_axis[axis] = similar
+    return meant_by_axis
 
 
 def raise_misspelled(draft: Draft) -> None:
@@ -334,9 +339,10 @@ def raise_misspelled(draft: Draft) -> None:
     mesh = draft.mesh
     used = axes_used(draft.rows, draft.paths.rules, draft.axes)
     for axis, meant in misspelled_axes(mesh, draft.declared, used).items():
-        sizes = {
-            meant if name == axis else name: size for name, size in mesh.shape.items()
-        }
+        sizes = {}
+        for name, size in mesh.shape.items():
+            corrected = meant if name == axis else name
+            sizes[corrected] = size
         raise RuleError(
             f"no rule uses the mesh axis {axis!r} of size {mesh.shape[axis]}, and the"
             f" mesh {mesh} lacks {meant!r}, which the rules use: did you mean"
@@ -395,22 +401,23 @@ def unused_rules(
     to a leaf whose entry is not `None`. `by` is the phrase in messages for what shards
     such a leaf instead.
     """
-    unused = [
-        n
-        for n, (_, target) in enumerate(rules)
-        if n not in used and not isinstance(target, Optional)
-    ]
-    patterns = (
-        tuple(re.compile(regex) for regex, _ in rules) if unused and flat.leaves else ()
-    )
+    unused = []
+    for number, (_, target) in enumerate(rules):
+        if number not in used and not isinstance(target, Optional):
+            unused.append(number)
+    if not unused or not flat.leaves:
+        return
+    patterns = tuple(re.compile(regex) for regex, _ in rules)
 
     def decider(position: int) -> str:
         if decided is not None and decided[position] is not None:
             return by
         number = first_match(flat.paths[position], patterns)
-        return "no rule" if number is None else f"rule {number} ({rules[number][0]!r})"
+        if number is None:
+            return "no rule"
+        return f"rule {number} ({rules[number][0]!r})"
 
-    for number in unused if patterns else ():
+    for number in unused:
         search = patterns[number].search
         regex = rules[number][0]
         matches = [position for position, path in enumerate(flat.paths) if search(path)]

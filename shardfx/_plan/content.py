@@ -102,11 +102,10 @@ class Content:
         # unpickled tree makes new ones.
         tree = self.path_tree.indices
         order = self.path_tree.order
-        devices = (
-            None
-            if self.jax_mesh is None
-            else [(d.platform, d.id) for d in self.jax_mesh.devices.flat]
-        )
+        if self.jax_mesh is None:
+            devices = None
+        else:
+            devices = [(d.platform, d.id) for d in self.jax_mesh.devices.flat]
         return _unpickled, (self.to_json(), tree, order, devices)
 
     @property
@@ -154,20 +153,21 @@ class Content:
         paths_by_key: dict[tuple[Any, ...], list[str]] = {}
         for path, number in self.numbered:
             if number >= 0:
-                paths_by_key.setdefault((between_numbers(path), number), []).append(
-                    path
-                )
-        sizes = self.byte_counts
-        return tuple(
-            Group(
-                tuple(paths),
-                i,
-                self.rows[i],
-                sizes[i][0] * len(paths),
-                sizes[i][1] * len(paths),
+                key = (between_numbers(path), number)
+                paths_by_key.setdefault(key, []).append(path)
+
+        groups = []
+        for (_, number), paths in paths_by_key.items():
+            whole_bytes, shard_bytes = self.byte_counts[number]
+            group = Group(
+                paths=tuple(paths),
+                number=number,
+                row=self.rows[number],
+                bytes=whole_bytes * len(paths),
+                bytes_per_device=shard_bytes * len(paths),
             )
-            for (_, i), paths in paths_by_key.items()
-        )
+            groups.append(group)
+        return tuple(groups)
 
     @ft.cached_property
     def byte_counts(self) -> tuple[tuple[int, int], ...]:
@@ -180,11 +180,12 @@ class Content:
         holds.
         """
         counts = collections.Counter(self.index)
-        pairs = [
-            (whole * counts[i], shard * counts[i])
-            for i, (whole, shard) in enumerate(self.byte_counts)
-        ]
-        return sum(whole for whole, _ in pairs), sum(shard for _, shard in pairs)
+        whole_bytes = 0
+        shard_bytes = 0
+        for i, (whole, shard) in enumerate(self.byte_counts):
+            whole_bytes += whole * counts[i]
+            shard_bytes += shard * counts[i]
+        return whole_bytes, shard_bytes
 
     @ft.cached_property
     def by_path(self) -> dict[str, LeafPlan]:
@@ -193,7 +194,9 @@ class Content:
     @property
     def any_mesh(self) -> Mesh | AbstractMesh:
         """The jax Mesh if the plan has devices, else an AbstractMesh."""
-        return self.mesh.abstract() if self.jax_mesh is None else self.jax_mesh
+        if self.jax_mesh is None:
+            return self.mesh.abstract()
+        return self.jax_mesh
 
     @property
     def row_shardings(self) -> list[NamedSharding]:
@@ -297,18 +300,12 @@ def _mesh_of_ids(mesh: MeshSpec, devices: list[tuple[str, int]]) -> Mesh:
     """Returns the jax Mesh of `mesh` on `devices`, pairs of a platform and an id.
     Raises `PlanMismatchError` if this process lacks one of these devices.
     """
-    device_array = np.array(
-        devices_named(
-            devices,
-            "pickle `plan.off()`, and put it on the devices here with"
-            " `plan.on(plan.mesh.build(jax.devices()))`",
-        )
+    fix = (
+        "pickle `plan.off()`, and put it on the devices here with"
+        " `plan.on(plan.mesh.build(jax.devices()))`"
     )
-    return Mesh(
-        device_array.reshape(mesh.axis_sizes),
-        mesh.axis_names,
-        axis_types=mesh.axis_types,
-    )
+    device_array = np.array(devices_named(devices, fix)).reshape(mesh.axis_sizes)
+    return Mesh(device_array, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def devices_named(devices: Sequence[tuple[str, int]], fix: str) -> list[Any]:
@@ -332,29 +329,40 @@ def joined_contents(contents: dict[str, Content]) -> Content:
     """Returns the data of the plan of a dict of trees. `contents` maps each key to the
     data of the plan of its tree.
     """
-    mesh, jax_mesh, mode, axes = (
-        _common(what, contents) for what in ("mesh", "jax_mesh", "mode", "axes")
-    )
+    mesh = _common("mesh", contents)
+    jax_mesh = _common("jax_mesh", contents)
+    mode = _common("mode", contents)
+    axes = _common("axes", contents)
     rows = []
     index = []
     paths = []
     for name, content in contents.items():
         for path, i in content.path_tree.in_order(list(content.numbered)):
-            paths.append(f"{name}/{path}" if path else name)
-            index.append(i + len(rows) if i >= 0 else i)
+            # The path of a tree that is one array is empty.
+            joined_path = f"{name}/{path}" if path else name
+            paths.append(joined_path)
+            if i >= 0:
+                i += len(rows)
+            index.append(i)
         rows += content.rows
-    treedef = jax.tree.structure(
-        {name: content.path_tree.indices for name, content in contents.items()}
-    )
-    strict = any(content.strict for content in contents.values())
+    trees = {name: content.path_tree.indices for name, content in contents.items()}
     return Content(
-        mesh, jax_mesh, axes, mode, rows, index, PathTree(tuple(paths), treedef), strict
+        mesh=mesh,
+        jax_mesh=jax_mesh,
+        axes=axes,
+        mode=mode,
+        rows=rows,
+        index=index,
+        path_tree=PathTree(tuple(paths), jax.tree.structure(trees)),
+        strict=any(content.strict for content in contents.values()),
     )
 
 
 def _shown(value: object) -> str:
     """A field of a plan as text; the devices of a mesh."""
-    return str(value.device_ids.tolist()) if isinstance(value, Mesh) else repr(value)
+    if isinstance(value, Mesh):
+        return str(value.device_ids.tolist())
+    return repr(value)
 
 
 def _common(what: str, contents: dict[str, Content]) -> Any:
@@ -363,10 +371,12 @@ def _common(what: str, contents: dict[str, Content]) -> Any:
     to plans. For "axes", plans without axis rules do not count.
     """
     values = {name: vars(content)[what] for name, content in contents.items()}
-    (first, expected), *rest = [
-        pair for pair in values.items() if what != "axes" or pair[1] is not None
-    ] or [("", None)]
-    for name, value in rest:
+    if what == "axes":
+        values = {name: axes for name, axes in values.items() if axes is not None}
+    if not values:
+        return None
+    (first, expected), *others = values.items()
+    for name, value in others:
         if value != expected:
             raise PlanMismatchError(
                 f"`join`: the plans `{first}` and `{name}` differ in `{what}`"

@@ -28,12 +28,15 @@ def row_of(
     """
     names = request.names
     units = request.units
-    units = units if units is None or names is None else units_at(names, shape, units)
+    if units is not None and names is not None:
+        units = units_at(names, shape, units)
     leaf = leaf_of(shape, dtype, units)
     decision = corrected(request.spec, leaf, mesh)
     reasons = list(request.reasons)
     for why in decision.reasons:
-        reasons.append(_with_advice(why, leaf) if names and units else why)
+        if names and units:
+            why = _with_advice(why, leaf)
+        reasons.append(why)
     strategies = []
     for strategy in request.strategies:
         min_bytes = max(strategy.min_bytes, mesh.min_bytes)

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -14,6 +13,7 @@ from .._ground.spec import (
     canonical_entry,
     entry_axes,
     shard_counts,
+    shards_over,
     trimmed,
 )
 from .._rules import Strategy
@@ -62,18 +62,11 @@ def apply_strategy(
     dims = [dim for dim in open_dims if entries[dim] is None]
     dim, new_axes = _best_dim(strategy, free, entries, leaf, sizes, dims)
     if cutting and not dims:
-        text = (
-            f"no dimension is free for {product_text(free, sizes)}: all that may be cut are"
-            " sharded already"
+        message = (
+            f"no dimension is free for {product_text(free, sizes)}: all that may be cut"
+            " are sharded already; put the axes into the rule's spec"
         )
-        reasons.append(
-            Reason(
-                Code.indivisible,
-                None,
-                free,
-                f"{text}; put the axes into the rule's spec",
-            )
-        )
+        reasons.append(Reason(Code.indivisible, None, free, message))
     elif dims and len(new_axes) < len(free):
         shown_dim = max(dims, key=leaf.shape.__getitem__) if dim is None else dim
         size = leaf.shape[shown_dim]
@@ -151,8 +144,8 @@ def shard_over(
     free, reasons = free_axes(asked, None, sizes, ())
     free = tuple(axis for axis in free if sizes[axis] > 1)
     if free and math.prod(shape) <= 1:
-        is_told = any(why.code.is_expected for why in request.reasons)
-        reasons += [] if is_told else [nothing_to_shard(shape)]
+        if not any(why.code.is_expected for why in request.reasons):
+            reasons.append(nothing_to_shard(shape))
         free = ()
     if free and (small := too_small(leaf, free, over.min_bytes)):
         reasons += small
@@ -209,7 +202,7 @@ def _no_room(
     if not dims:
         return _skipped(over, axes, len(leaf.shape))
     size = max(leaf.shape[dim] for dim in dims)
-    product = math.prod(sizes[axis] for axis in axes)
+    product = shards_over(axes, sizes)
     what = (
         f"{product_text(axes, sizes)} beside the axes that shard it already, and no other"
         " dimension is"
@@ -241,17 +234,23 @@ def _best_dim(
     first. `entries` are the entries of the array's spec: if they shard a dimension
     already, the axes must divide its shards.
     """
-    choices: list[tuple[Any, ...]] = [(0, None, ())]
+    best_rank: tuple[int, ...] = ()
+    best_dim = None
+    best_axes: tuple[str, ...] = ()
     for dim in dims:
-        shard_size = leaf.shape[dim] // math.prod(
-            sizes[axis] for axis in entry_axes(entries[dim])
+        shards = shards_over(entry_axes(entries[dim]), sizes)
+        shard_size = leaf.shape[dim] // shards
+        new_axes = dividing_axes(axes, shard_size, leaf.units[dim], sizes)
+        if not new_axes:
+            continue
+        rank = (
+            shards_over(new_axes, sizes),
+            entries[dim] is None,
+            strategy.preference(shard_size),
+            -dim,
         )
-        if new_axes := dividing_axes(axes, shard_size, leaf.units[dim], sizes):
-            rank = (
-                math.prod(sizes[axis] for axis in new_axes),
-                entries[dim] is None,
-                strategy.preference(shard_size),
-                -dim,
-            )
-            choices.append((rank, dim, new_axes))
-    return max(choices[1:], default=choices[0])[1:]
+        if rank > best_rank:
+            best_rank = rank
+            best_dim = dim
+            best_axes = new_axes
+    return best_dim, best_axes

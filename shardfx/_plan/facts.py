@@ -2,7 +2,6 @@
 and as HTML.
 """
 
-import itertools as it
 import re
 from collections.abc import Iterable, Mapping
 
@@ -35,24 +34,28 @@ def facts_of(content: Content) -> tuple[list[tuple[str, ...]], list[str]]:
     No text contains control characters, which a terminal would interpret.
     """
     groups = content.groups
-    notes: dict[str, int] = {}
     dims: dict[str, set[int | None]] = {}
-    for why in it.chain.from_iterable(group.row.reasons for group in groups):
-        dims.setdefault(why.message, set()).add(why.dim)
-    table = [
-        _HEADER,
-        *[tuple(map(printable, _cells(group, notes, dims))) for group in groups],
-    ]
+    for group in groups:
+        for why in group.row.reasons:
+            dims.setdefault(why.message, set()).add(why.dim)
+
+    notes: dict[str, int] = {}
+    table: list[tuple[str, ...]] = [_HEADER]
+    for group in groups:
+        table.append(tuple(map(printable, _cells(group, notes, dims))))
     if all(len(group.paths) == 1 for group in groups):
-        table = [(cells[0], *cells[2:]) for cells in table]
+        table = [_without_count(cells) for cells in table]
+
     reasons = "\n".join(
         [printable(f"[{number}] {text}.") for text, number in notes.items()]
     )
-    return table, list(
-        filter(
-            None, [reasons, printable(_totals(content)), printable(_replicated(groups))]
-        )
-    )
+    paragraphs = [reasons, printable(_totals(content)), printable(_replicated(groups))]
+    return table, list(filter(None, paragraphs))
+
+
+def _without_count(cells: tuple[str, ...]) -> tuple[str, ...]:
+    count = _HEADER.index("arrays")
+    return cells[:count] + cells[count + 1 :]
 
 
 def html_of(content: Content) -> str:
@@ -72,10 +75,10 @@ def _cells(
     reasons = [why for why in row.reasons if not why.code.is_expected]
     texts = dict.fromkeys(_note(why, len(dims[why.message]) > 1) for why in reasons)
     why = "".join(f"[{notes.setdefault(text, len(notes) + 1)}]" for text in texts)
-    if not why:
-        why = row.rule or "-"
-    else:
+    if why:
         why = f"{why} {row.rule or ''}"
+    else:
+        why = row.rule or "-"
     if row.names is not None:
         why += f" ({', '.join(map(entry_text, row.names))})"
     if row.memory_kind is not None:
@@ -106,44 +109,43 @@ def _note(why: Reason, is_of_several_dims: bool) -> str:
             f"arrays of fewer than {limit[1]} bytes stay whole; lower `min_bytes` to"
             " shard them"
         )
-    return why.message if is_of_several_dims or why.code is Code.absent else str(why)
+    if is_of_several_dims or why.code is Code.absent:
+        return why.message
+    return str(why)
 
 
 def _totals(content: Content) -> str:
     mesh = content.mesh
     total, share = content.total_bytes
-    explicit = AxisType.Explicit in mesh.axis_types
-    kinds = (
-        f", {'/'.join(dict.fromkeys(kind.name for kind in mesh.axis_types))} axes"
-        if explicit
-        else ""
-    )
-    even = (
-        f"{share * mesh.size / total:.2f} x an even split"
-        if total
-        else "nothing to hold"
-    )
+    kinds = ""
+    if AxisType.Explicit in mesh.axis_types:
+        names = dict.fromkeys(kind.name for kind in mesh.axis_types)
+        kinds = f", {'/'.join(names)} axes"
+    if total:
+        even = f"{share * mesh.size / total:.2f} x an even split"
+    else:
+        even = "nothing to hold"
+    arrays = sum(row >= 0 for row in content.index)
     return (
-        f"{plural(sum(i >= 0 for i in content.index), 'array')}, {bytes_text(total)},"
+        f"{plural(arrays, 'array')}, {bytes_text(total)},"
         f" on mesh {mesh} ({mesh.size:,} devices{kinds}): {bytes_text(share)} per"
         f" device, {even}."
     )
 
 
 def _replicated(groups: Iterable[Group]) -> str:
-    whole = [
-        group for group in groups if group.row.shape and not entries_of(group.row.spec)
-    ]
+    whole = [group for group in groups if _is_replicated(group)]
     whole.sort(key=lambda group: -group.bytes)
     total = sum(group.bytes for group in whole)
     if not total:
         return ""
-    shown = [
-        f"{group.where} ({bytes_text(group.bytes)})"
-        for group in whole[:_SHOWN_REPLICATED]
-    ]
-    others = [f"{len(whole) - len(shown)} more"] if len(whole) > len(shown) else []
-    return (
-        f"Replicated, {bytes_text(total)} on every device:"
-        f" {', '.join([*shown, *others])}."
-    )
+    texts = []
+    for group in whole[:_SHOWN_REPLICATED]:
+        texts.append(f"{group.where} ({bytes_text(group.bytes)})")
+    if len(whole) > _SHOWN_REPLICATED:
+        texts.append(f"{len(whole) - _SHOWN_REPLICATED} more")
+    return f"Replicated, {bytes_text(total)} on every device: {', '.join(texts)}."
+
+
+def _is_replicated(group: Group) -> bool:
+    return bool(group.row.shape) and not entries_of(group.row.spec)

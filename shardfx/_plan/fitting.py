@@ -2,7 +2,6 @@
 dropped.
 """
 
-import math
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from .._ground.spec import (
     entries_at,
     entries_of,
     entry_axes,
+    shards_over,
     trimmed,
     unreduced_kind,
     with_reductions,
@@ -72,16 +72,14 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
             return Decision(PartitionSpec(), dim_reasons)
     used: dict[str, int] = dict.fromkeys((*spec.unreduced, *spec.reduced), -1)
     kept_entries = []
-    reasons = []
-    for dim, (entry, size, unit) in enumerate(
-        zip(entries, leaf.shape, leaf.units, strict=True)
-    ):
+    reasons: list[Reason] = []
+    columns = zip(entries, leaf.shape, leaf.units, strict=True)
+    for dim, (entry, size, unit) in enumerate(columns):
         if entry is None or (entry is UNCONSTRAINED and axes.has_auto):
             pass
         elif entry in sizes and entry not in used and size % (unit * sizes[entry]) == 0:
-            used[entry] = (
-                dim  # by far the most frequent case: a single axis that is unused and divides
-            )
+            # By far the most frequent case: a single axis that is unused and divides.
+            used[entry] = dim
         elif entry is UNCONSTRAINED:
             what = "Auto axis that the compiler could choose for UNCONSTRAINED"
             entry = None
@@ -91,35 +89,27 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
             free, dim_reasons = free_axes(axes_asked, dim, sizes, used)
             axes_kept = dividing_axes(free, size, unit, sizes)
             used.update(dict.fromkeys(axes_kept, dim))
-            reasons += (
-                dim_reasons
-                if axes_kept == free
-                else [
-                    *dim_reasons,
-                    indivisible(free, axes_kept, dim, size, unit, sizes),
-                ]
-            )
+            reasons += dim_reasons
+            if axes_kept != free:
+                reasons.append(indivisible(free, axes_kept, dim, size, unit, sizes))
             entry = canonical_entry(axes_kept)
         kept_entries.append(entry)
     if not (spec.unreduced or spec.reduced):
         return Decision(trimmed(kept_entries), tuple(reasons))
-    absent = tuple(
-        sorted(axis for axis in (*spec.unreduced, *spec.reduced) if axis not in sizes)
-    )
+    absent = (spec.unreduced | spec.reduced).difference(sizes)
     if absent:
-        reasons.append(
-            reason_for(Code.absent, None, absent, what=f"axis `{'`, `'.join(absent)}`")
-        )
-    unreduced, reduced = (
-        [axis for axis in axes if axis in sizes]
-        for axes in (spec.unreduced, spec.reduced)
+        reasons.append(_absent(tuple(sorted(absent)), None))
+    reductions = with_reductions(
+        (),
+        spec.unreduced.intersection(sizes),
+        spec.reduced.intersection(sizes),
+        unreduced_kind(spec),
     )
-    return Decision(
-        trimmed(
-            kept_entries, with_reductions((), unreduced, reduced, unreduced_kind(spec))
-        ),
-        tuple(reasons),
-    )
+    return Decision(trimmed(kept_entries, reductions), tuple(reasons))
+
+
+def _absent(axes: tuple[str, ...], dim: int | None) -> Reason:
+    return reason_for(Code.absent, dim, axes, what=f"axis `{'`, `'.join(axes)}`")
 
 
 def fitted(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -134,16 +124,18 @@ def fitted(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[Any, ...]:
             f" has {plural(len(shape), 'dimension')}; write"
             f" `{trimmed(entries[: len(shape)])}` if {few} meant."
         )
-    return entries if len(entries) == len(shape) else entries_at(spec, len(shape))
+    if len(entries) == len(shape):
+        return entries
+    return entries_at(spec, len(shape))
 
 
 def too_small(leaf: Leaf, axes: tuple[str, ...], min_bytes: int) -> tuple[Reason, ...]:
-    size = array_bytes(leaf.shape, leaf.dtype) if min_bytes else 0
-    return (
-        (reason_for(Code.small, None, axes, size=size, limit=min_bytes),)
-        if size < min_bytes
-        else ()
-    )
+    if not min_bytes:
+        return ()
+    size = array_bytes(leaf.shape, leaf.dtype)
+    if size >= min_bytes:
+        return ()
+    return (reason_for(Code.small, None, axes, size=size, limit=min_bytes),)
 
 
 def free_axes(
@@ -161,20 +153,12 @@ def free_axes(
     free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))
     for axis in free:
         taken.remove(axis)
-    reasons = (
-        [reason_for(Code.absent, dim, absent, what=f"axis `{'`, `'.join(absent)}`")]
-        if absent
-        else []
-    )
+    reasons = []
+    if absent:
+        reasons.append(_absent(absent, dim))
     if taken:
-        reasons.append(
-            reason_for(
-                Code.duplicate,
-                dim,
-                tuple(taken),
-                what=f"`{'`, `'.join(dict.fromkeys(taken))}`",
-            )
-        )
+        what = f"`{'`, `'.join(dict.fromkeys(taken))}`"
+        reasons.append(reason_for(Code.duplicate, dim, tuple(taken), what=what))
     return free, reasons
 
 
@@ -199,11 +183,11 @@ def dividing_axes(
             if whole % larger == 0 and candidate < best.get(larger, (len(axes),)):
                 best[larger] = candidate
     chosen = best[max(best)]
-    return tuple(
-        axis
-        for position, axis in enumerate(axes)
-        if sizes[axis] == 1 or position in chosen
-    )
+    dividing = []
+    for position, axis in enumerate(axes):
+        if sizes[axis] == 1 or position in chosen:
+            dividing.append(axis)
+    return tuple(dividing)
 
 
 def indivisible(
@@ -242,7 +226,7 @@ def indivisible(
             unit=unit,
             what=what,
         )
-    pad = advice_to_pad(size, math.prod(sizes[axis] for axis in axes) * unit)
+    pad = advice_to_pad(size, shards_over(axes, sizes) * unit)
     text = f"{size} ({units_text} of {unit})" if unit > 1 else size
     return reason_for(
         Code.indivisible, dim, dropped, size=text, what=what, pad=pad, whole=count
@@ -255,7 +239,9 @@ def advice_to_pad(size: int, product: int) -> str:
     """
     padded = -(-size // product) * product
     # A vocabulary can be padded, a width of 64 cannot.
-    return f"pad it to {padded}, or " if (padded - size) * 64 <= size else ""
+    if (padded - size) * 64 <= size:
+        return f"pad it to {padded}, or "
+    return ""
 
 
 def product_text(axes: Iterable[str], sizes: Mapping[str, int]) -> str:

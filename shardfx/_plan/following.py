@@ -43,7 +43,13 @@ from .content import NO_ARRAY, NUMBER
 from .decide import row_of
 from .extending import shard_over
 from .fitting import Axes, axes_of
-from .leaf import LeafPlan, PathTree, Row, kinds_matcher
+from .leaf import (
+    LeafPlan,
+    PathTree,
+    Row,
+    kinds_matcher,
+    memory_kind_at,
+)
 from .requests import NOTHING, Request, request_of_target
 from .shard_plan import ShardPlan, check_plan
 from .state_evaluation import ConstantPaths, Number, evaluated
@@ -149,7 +155,7 @@ def follow(
     check_rules(paths, axes)
     kinds = kinds_matcher(memory_kinds)
     axis_rules = plan.axes if axes is None else axes
-    by_path = Matcher(PathRules(()) if paths is None else paths)
+    by_path = Matcher(paths)
     pairs = {"adapters": adapters, "scales": scales}
     bases = {what: matcher_of_bases(base_pairs) for what, base_pairs in pairs.items()}
     state, refused = evaluated(init, plan, args)
@@ -170,12 +176,14 @@ def follow(
     index = []
     for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
         is_placeholder = isinstance(leaf, Number)
-        other = NUMBER if is_placeholder or is_number(leaf) else NO_ARRAY
-        index.append(len(rows) if shaped else other)
         if shaped:
-            kind = kinds.first(path)
-            memory_kind = None if kind is None else kinds.rules[kind][1][0]
+            memory_kind = memory_kind_at(kinds, kinds.first(path))
+            index.append(len(rows))
             rows.append(follower.row(path, leaf, memory_kind))
+        elif is_placeholder or is_number(leaf):
+            index.append(NUMBER)
+        else:
+            index.append(NO_ARRAY)
     raise_errors(follower.errors)
     declared = by_path.declared
     if axis_rules is not None:
@@ -256,9 +264,8 @@ class _Follower:
         try:
             request = self.request(path, leaf)
             if self.plan.strict and math.prod(shape) > 1:
-                self.strict.append(
-                    (path, row_of(request, shape, leaf.dtype, self.mesh, memory_kind))
-                )
+                row = row_of(request, shape, leaf.dtype, self.mesh, memory_kind)
+                self.strict.append((path, row))
             if shape and self.over is not None:
                 request = shard_over(
                     request, shape, leaf.dtype, self.plan.mesh, self.over
@@ -298,12 +305,12 @@ class _Follower:
             return NOTHING._replace(reasons=(reason,))
         if self.over is not None:
             return NOTHING
-        why = (
-            " by its path, and JAX cannot follow shardings through `init`:"
-            f" {self.refused}"
-            if self.refused
-            else ""
-        )
+        why = ""
+        if self.refused:
+            why = (
+                " by its path, and JAX cannot follow shardings through `init`:"
+                f" {self.refused}"
+            )
         what = (
             f"the array (it follows no planned one{why}; rules for such arrays go into"
             " `follow(..., paths=...)`)"
@@ -376,15 +383,9 @@ def _request_from_source(path: str, leaf: Any, plan: ShardPlan) -> Request | Non
     # the array in its path.
     names = {at_dims(source.names, dims) for dims in choices}
     units = {at_dims(source.units, dims, 1) for dims in choices}
-    is_same = set(specs) == {spec} and len(names) == len(units) == 1
-    return Request(
-        names.pop() if is_same else None,
-        spec,
-        rule,
-        units.pop() if is_same else None,
-        (),
-        (),
-    )
+    if set(specs) == {spec} and len(names) == len(units) == 1:
+        return Request(names.pop(), spec, rule, units.pop(), (), ())
+    return Request(None, spec, rule, None, (), ())
 
 
 def _source(
@@ -404,7 +405,8 @@ def _source(
     doubtful: tuple[LeafPlan | None, list[Dims]] = None, []
     for stop in range(len(parts), 0, -1):
         # Only a suffix may be empty: the path of a tree that is one array.
-        for start in range(stop if stop < len(parts) else stop + 1):
+        last_start = stop if stop == len(parts) else stop - 1
+        for start in range(last_start + 1):
             leaf = planned.get("/".join(parts[start:stop]))
             choices = [] if leaf is None else correspondences(leaf.shape, shape)
             if len(choices) == 1:

@@ -71,11 +71,10 @@ class LeafPlan:
             str(self.spec),
             f"by {self.rule or 'no rule'}",
         ]
-        parts += [] if self.memory_kind is None else [f"in {self.memory_kind}"]
-        parts += [
-            f"{self.bytes_per_device} of {self.bytes} bytes per device",
-            *map(str, self.reasons),
-        ]
+        if self.memory_kind is not None:
+            parts.append(f"in {self.memory_kind}")
+        parts.append(f"{self.bytes_per_device} of {self.bytes} bytes per device")
+        parts += map(str, self.reasons)
         return f"LeafPlan({printable(self.path)}: {printable('; '.join(parts))})"
 
 
@@ -120,6 +119,16 @@ def kinds_matcher(memory_kinds: Iterable[tuple[str, str]] | None) -> Matcher:
     return Matcher(PathRules((regex, (kind,)) for regex, kind in pairs))
 
 
+def memory_kind_at(kinds: Matcher, number: int | None) -> str | None:
+    """Returns the memory kind of the rule `number` of `kinds`, the result of
+    `kinds_matcher`; `None` for no rule.
+    """
+    if number is None:
+        return None
+    _, (kind,) = kinds.rules[number]
+    return kind
+
+
 @ft.lru_cache(maxsize=4096)
 def named_sharding(
     mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: str | None
@@ -156,11 +165,9 @@ class PathTree:
 
     @ft.cached_property
     def encoded(self) -> object:
-        return (
-            _encode_structure(self.treedef, {})
-            if self.structure is None
-            else self.structure
-        )
+        if self.structure is None:
+            return _encode_structure(self.treedef, {})
+        return self.structure
 
     @property
     def indices(self) -> PyTree:
@@ -173,7 +180,9 @@ class PathTree:
         """Reorders `values`, one per leaf, from the order of `paths` to the order of
         the tree.
         """
-        return values if self.order is None else [values[i] for i in self.order]
+        if self.order is None:
+            return values
+        return [values[i] for i in self.order]
 
     def filled(self, values: Sequence[object]) -> PyTree:
         """Returns the tree with `values` at its leaves. `values` has the order of
@@ -190,16 +199,13 @@ def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
     data = treedef.node_data()
     if data is None:
         return "leaf" if treedef.num_leaves else None
-    if treedef not in seen:  # layers and experts repeat: equal subtrees share one value
+    # Layers and experts repeat: equal subtrees share one value.
+    if treedef not in seen:
         kind, aux = data
         children = [_encode_structure(child, seen) for child in treedef.children()]
         if kind is dict:
-            members = []
-            for key, child in zip(aux, children, strict=True):
-                is_text = isinstance(key, str)
-                members.append(
-                    [key if is_text else {type(key).__name__: repr(key)}, child]
-                )
+            keys = map(_encode_key, aux)
+            members = [list(member) for member in zip(keys, children, strict=True)]
             seen[treedef] = {"dict": members}
         elif kind is list or kind is tuple:
             seen[treedef] = {kind.__name__: children}
@@ -211,6 +217,12 @@ def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
                 "children": children,
             }
     return seen[treedef]
+
+
+def _encode_key(key: object) -> object:
+    if isinstance(key, str):
+        return key
+    return {type(key).__name__: repr(key)}
 
 
 def decode_structure(data: object, paths: list[str]) -> PyTree:
@@ -229,29 +241,28 @@ def decode_structure(data: object, paths: list[str]) -> PyTree:
             return index - 1
         (kind, parts), *_ = data.items()
         if kind in ("list", "tuple"):
-            items = [
-                decoded(part, f"{prefix}{position}/")
-                for position, part in enumerate(parts)
-            ]
+            items = []
+            for position, part in enumerate(parts):
+                items.append(decoded(part, f"{prefix}{position}/"))
             return tuple(items) if kind == "tuple" else items
         named: dict[object, Any] = {}
-        for position, part in enumerate(parts if kind == "dict" else data["children"]):
+        if kind == "dict":
+            for encoded_key, part in parts:
+                key = _decode_key(encoded_key)
+                named[key] = decoded(part, f"{prefix}{key}/")
+            return named
+        for position, part in enumerate(data["children"]):
             start = index
+            # The attribute under which the node holds its next leaf, from the leaf's
+            # path.
             path = paths[index] if index < len(paths) else ""
-            if kind == "dict":
-                key = _decode_key(part[0])
-                part = part[1]
-            else:  # the attribute under which the node holds its next leaf, from the leaf's path
-                key = (
-                    path.removeprefix(prefix).split("/")[0]
-                    if path.startswith(prefix)
-                    else str(position)
-                )
-            child = decoded(part, f"{prefix}{key}/")
-            if (
-                kind == "dict" or index > start
-            ):  # no path contains the name of an attribute without leaves
-                named[key] = child
+            name = str(position)
+            if path.startswith(prefix):
+                name = path.removeprefix(prefix).split("/")[0]
+            child = decoded(part, f"{prefix}{name}/")
+            # No path contains the name of an attribute without leaves.
+            if index > start:
+                named[name] = child
         return named
 
     return decoded(data, "")

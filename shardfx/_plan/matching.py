@@ -1,6 +1,7 @@
 """Matches the arrays of a tree with the rows of a plan, and says how they differ."""
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
@@ -16,11 +17,10 @@ def shaped_like(content: Content, like: object) -> Content:
     index = rows_of(content, flat)
     if flat.paths == content.path_tree.paths:
         # The structure that was read from JSON stays, so that the digest stays.
-        return content.replaced(
-            path_tree=dataclasses.replace(
-                content.path_tree, treedef=flat.treedef, order=None
-            )
+        path_tree = dataclasses.replace(
+            content.path_tree, treedef=flat.treedef, order=None
         )
+        return content.replaced(path_tree=path_tree)
     return content.replaced(path_tree=PathTree(flat.paths, flat.treedef), index=index)
 
 
@@ -43,11 +43,10 @@ def rows_of(content: Content, flat: Flat) -> RowIndices:
         if shaped and tuple(leaf.shape) == row.shape:
             if leaf.dtype == row.dtype or canonical_dtype(leaf.dtype) == row.dtype:
                 continue
-        leaf_text = (
-            f"{leaf.dtype}{list(leaf.shape)}"
-            if shaped
-            else f"{type(leaf).__name__} {leaf!r:.60}"
-        )
+        if shaped:
+            leaf_text = f"{leaf.dtype}{list(leaf.shape)}"
+        else:
+            leaf_text = f"{type(leaf).__name__} {leaf!r:.60}"
         raise PlanMismatchError(
             f"leaf `{path}` is {leaf_text}, but the plan is for"
             f" {row.dtype}{list(row.shape)}; plan the tree that you use."
@@ -67,18 +66,17 @@ def aligned(content: Content, flat: Flat) -> RowIndices:
     for path, is_array in zip(flat.paths, flat.is_array, strict=True):
         default = 0 if is_array else NO_ARRAY
         are_planned.append(number_by_path.get(path, default) >= 0)
-    planned = [pair for pair in content.numbered if pair[1] >= 0]
-    if [
-        path
-        for path, is_planned in zip(flat.paths, are_planned, strict=True)
-        if is_planned
-    ] != [path for path, _ in planned]:
+    planned = [(path, i) for path, i in content.numbered if i >= 0]
+    paths_to_plan = list(itertools.compress(flat.paths, are_planned))
+    if paths_to_plan != [path for path, _ in planned]:
         _raise_other_tree(content, flat)
     numbers = iter([i for _, i in planned])
-    others = [min(number_by_path.get(path, NO_ARRAY), NO_ARRAY) for path in flat.paths]
     index = []
-    for is_planned, other in zip(are_planned, others, strict=True):
-        index.append(next(numbers) if is_planned else other)
+    for path, is_planned in zip(flat.paths, are_planned, strict=True):
+        if is_planned:
+            index.append(next(numbers))
+        else:
+            index.append(min(number_by_path.get(path, NO_ARRAY), NO_ARRAY))
     return with_numbers(index, flat)
 
 
@@ -98,27 +96,29 @@ def with_numbers(index: RowIndices, flat: Flat) -> RowIndices:
 
 def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
     planned = [path for path, i in content.numbered if i >= 0]
-    array_paths = [
-        path for path, shaped in zip(flat.paths, flat.is_array, strict=True) if shaped
-    ]
+    array_paths = list(itertools.compress(flat.paths, flat.is_array))
     plan_paths = set(content.path_tree.paths)
     present = set(flat.paths)
     extra = [path for path in array_paths if path not in plan_paths]
     missing = [path for path in planned if path not in present]
-    # The path of a tree that is a single array is empty.
     differences = []
     if extra:
-        name = f"`{extra[0]}`" if extra[0] else "array alone"
-        differences.append(f"the plan has no {name}")
+        differences.append(f"the plan has no {_path_text(extra[0])}")
     if missing:
-        name = f"`{missing[0]}`" if missing[0] else "array alone"
-        differences.append(f"the tree has no {name}")
+        differences.append(f"the tree has no {_path_text(missing[0])}")
     raise PlanMismatchError(
         f"this tree is not the one that was planned ({plural(len(extra), 'array')}"
         f" more, {len(missing)} missing):"
         f" {'; '.join(differences) or 'the arrays are in another order'}."
         f" {_advice(planned, array_paths)}"
     )
+
+
+def _path_text(path: str) -> str:
+    # The path of a tree that is a single array is empty.
+    if not path:
+        return "array alone"
+    return f"`{path}`"
 
 
 def _advice(planned: Sequence[str], array_paths: Sequence[str]) -> str:
@@ -167,7 +167,9 @@ def _heads(outer: Sequence[str], inner: Sequence[str]) -> list[str]:
         return []
     outer_paths = set(outer)
     suffix = f"/{inner[0]}"
-    heads = [path.removesuffix(suffix) for path in outer if path.endswith(suffix)]
-    return [
-        head for head in heads if all(f"{head}/{path}" in outer_paths for path in inner)
-    ]
+    heads = []
+    for path in outer:
+        head = path.removesuffix(suffix)
+        if head != path and all(f"{head}/{name}" in outer_paths for name in inner):
+            heads.append(head)
+    return heads

@@ -37,12 +37,9 @@ def _is_names(node: Any) -> bool:
 def _is_name(entry: object) -> bool:
     if isinstance(entry, tuple | list) and not isinstance(entry, PartitionSpec):
         return bool(entry) and all(isinstance(name, str | Atomic) for name in entry)
-    return (
-        entry is None
-        or entry is UNCONSTRAINED
-        or entry is ...
-        or isinstance(entry, str | Atomic)
-    )
+    if entry is None or entry is UNCONSTRAINED or entry is ...:
+        return True
+    return isinstance(entry, str | Atomic)
 
 
 def names_of_leaves(
@@ -121,12 +118,8 @@ def renamed(
                 f"`renamed`: {where!r} gets {new_names!r}; use a tuple with one name per"
                 " dimension, or `None`."
             )
-        for position in leaves_at(
-            where,
-            flat.paths,
-            flat.is_array,
-            f"`renamed({where!r}: ...)`: no array of the tree",
-        ):
+        head = f"`renamed({where!r}: ...)`: no array of the tree"
+        for position in leaves_at(where, flat.paths, flat.is_array, head):
             if new_names is None and flat.names[position] is not None:
                 raise RuleError(
                     f"`renamed`: {where!r} gets None, which leaves `{flat.paths[position]}`"
@@ -144,11 +137,10 @@ def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
     """
     parts = jtu.default_registry.flatten_one_level_with_keys(node)
     below = None if parts is None else list(parts[0])
-    names_below = (
-        None
-        if below is None or type(names) is not type(node)
-        else _in_order_of([key for key, _ in below], names)
-    )
+    if below is None or type(names) is not type(node):
+        names_below = None
+    else:
+        names_below = _in_order_of([key for key, _ in below], names)
     # Names are tuples, too. Where the tree itself has a tuple or list, a tuple with
     # names for each child has priority.
     if _is_names(names) and (
@@ -178,13 +170,14 @@ def _in_order_of(keys: list[Any], names: Any) -> list[Any] | None:
     if it has other keys.
     """
     pairs = list(jtu.default_registry.flatten_one_level_with_keys(names)[0])
-    if keys == [
-        key for key, _ in pairs
-    ]:  # JAX gives all fields of a NamedTuple the key of the first one
+    # JAX gives all fields of a NamedTuple the key of the first one.
+    if keys == [key for key, _ in pairs]:
         return [inner for _, inner in pairs]
     # An OrderedDict of the same keys may have them in another order.
     by_key = dict(pairs)
-    return [by_key[key] for key in keys] if by_key.keys() == set(keys) else None
+    if by_key.keys() == set(keys):
+        return [by_key[key] for key in keys]
+    return None
 
 
 def _text(node: object) -> str:
@@ -193,16 +186,14 @@ def _text(node: object) -> str:
     """
     if _is_names(node):
         return f"the names {names_text(node)}"
-    parts = jtu.default_registry.flatten_one_level_with_keys(node)
-    keys = (
-        []
-        if parts is None
-        else [repr(jtu.keystr((key,), simple=True)) for key, _ in parts[0]]
-    )
     text = f"a {type(node).__name__}"
-    if keys:
-        text += f" with the keys {', '.join(keys[:8])}"
-    return text
+    parts = jtu.default_registry.flatten_one_level_with_keys(node)
+    if parts is None:
+        return text
+    keys = [repr(jtu.keystr((key,), simple=True)) for key, _ in parts[0]]
+    if not keys:
+        return text
+    return f"{text} with the keys {', '.join(keys[:8])}"
 
 
 def _hashable(node: Any) -> Any:
@@ -213,7 +204,9 @@ def _hashable(node: Any) -> Any:
         return node
     entries = []
     for entry in node:
-        entries.append(tuple(entry) if isinstance(entry, list) else entry)
+        if isinstance(entry, list):
+            entry = tuple(entry)
+        entries.append(entry)
     return tuple(entries)
 
 
@@ -226,14 +219,14 @@ def raise_module(tree: object) -> None:
         parts += tree.values()
     elif isinstance(tree, list | tuple):
         parts += tree
-    kind = next((type(part) for part in parts if _is_module(type(part))), None)
-    if kind is not None:
-        raise LeafTypeError(
-            f"the tree is a module of nnx, {kind.__name__}, and `nnx.jit` and"
-            " `nnx.StateSharding` take the shardings of its state: plan"
-            " `nnx.state(module)`, and write `nnx.jit(make,"
-            " out_shardings=nnx.StateSharding(plan.shardings))`."
-        )
+    for kind in map(type, parts):
+        if _is_module(kind):
+            raise LeafTypeError(
+                f"the tree is a module of nnx, {kind.__name__}, and `nnx.jit` and"
+                " `nnx.StateSharding` take the shardings of its state: plan"
+                " `nnx.state(module)`, and write `nnx.jit(make,"
+                " out_shardings=nnx.StateSharding(plan.shardings))`."
+            )
 
 
 @ft.lru_cache(maxsize=1024)
@@ -309,10 +302,8 @@ def has_named_arrays(treedef: TreeDef) -> bool:
 @ft.lru_cache(maxsize=1024)
 def is_named_array(cls: type) -> bool:
     """Whether a class is haliax's array with named axes."""
-    return any(
-        base.__name__ == "NamedArray" and base.__module__.startswith("haliax.")
-        for base in cls.__mro__
-    )
+    homes = [base.__module__ for base in cls.__mro__ if base.__name__ == "NamedArray"]
+    return any(home.startswith("haliax.") for home in homes)
 
 
 def _boxes(tree: object, flat: Flat) -> list[tuple[str, str, Any]]:
@@ -326,11 +317,12 @@ def _boxes(tree: object, flat: Flat) -> list[tuple[str, str, Any]]:
     keyed, _ = jtu.tree_flatten_with_path(
         tree, is_leaf=lambda node: _box_class(type(node)) is not None
     )
-    boxes = [
-        (jtu.keystr(path, simple=True, separator="/"), _box_class(type(node)), node)
-        for path, node in keyed
-    ]
-    return [(path, kind, node) for path, kind, node in boxes if kind is not None]
+    boxes = []
+    for path, node in keyed:
+        kind = _box_class(type(node))
+        if kind is not None:
+            boxes.append((jtu.keystr(path, simple=True, separator="/"), kind, node))
+    return boxes
 
 
 @ft.lru_cache(maxsize=1024)
@@ -338,9 +330,8 @@ def _box_class(cls: type) -> str | None:
     """Returns which Flax box ("Variable", "Partitioned", "NNXMeta") a class is or
     derives from; `None` if none.
     """
-    names = [
-        base.__name__ for base in cls.__mro__ if base.__module__.startswith("flax.")
-    ]
-    return next(
-        (name for name in names if name in ("Variable", "Partitioned", "NNXMeta")), None
-    )
+    for base in cls.__mro__:
+        is_box = base.__name__ in ("Variable", "Partitioned", "NNXMeta")
+        if is_box and base.__module__.startswith("flax."):
+            return base.__name__
+    return None

@@ -7,7 +7,7 @@ below them convert meshes, specs, names, rules and dtypes.
 
 import functools as ft
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ from .._ground.spec import (
     unreduced_kind,
     with_reductions,
 )
-from .._rules import STRATEGIES, Atomic, AxisRules, Fsdp, Strategy, strategy_of
+from .._rules import STRATEGIES, Atomic, AxisRules, Fsdp, Strategy, Units, strategy_of
 from ..topology import MeshSpec
 from .decide import correct
 from .leaf import MEMORY_KINDS, PathTree, Row, decode_structure
@@ -51,7 +51,9 @@ def _fits(value: Any, valid: Any) -> bool:
         return isinstance(value, list) and all(_fits(part, valid[0]) for part in value)
     if valid is int:
         return type(value) is int and value >= 0
-    return value is None if valid is None else isinstance(value, valid)
+    if valid is None:
+        return value is None
+    return isinstance(value, valid)
 
 
 def _require(what: str, value: Any, valid: Any, description: str) -> None:
@@ -65,9 +67,8 @@ def parsed(text: str) -> dict[str, Any]:
     """
     try:
         data = json.loads(text)
-        json.dumps(
-            data, ensure_ascii=False, allow_nan=False
-        ).encode()  # raises for NaN, and for a lone surrogate
+        # Raises for NaN, and for a lone surrogate.
+        json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
     except json.JSONDecodeError as error:
         raise PlanFormatError(
             f"this is no whole JSON text ({error.msg} at character {error.pos} of"
@@ -96,9 +97,8 @@ def decoded(data: dict[str, Any]) -> dict[str, Any]:
     rows = [decode_row(number, row, mesh) for number, row in enumerate(data["rows"])]
     paths = [path for path, _ in data["leaves"]]
     index = [i for _, i in data["leaves"]]
-    if not _fits(paths, [str]) or not all(
-        type(i) is int and -3 <= i < len(rows) for i in index
-    ):
+    is_index = all(type(i) is int and -3 <= i < len(rows) for i in index)
+    if not _fits(paths, [str]) or not is_index:
         raise PlanFormatError(
             "`leaves` must hold pairs of a path and the number of a row"
         )
@@ -126,12 +126,8 @@ def decoded(data: dict[str, Any]) -> dict[str, Any]:
 
 def encode_mesh(mesh: MeshSpec) -> object:
     types = [kind.name for kind in mesh.axis_types]
-    return [
-        list(row)
-        for row in zip(
-            mesh.axis_names, mesh.axis_sizes, types, mesh.dcn_sizes, strict=True
-        )
-    ]
+    columns = (mesh.axis_names, mesh.axis_sizes, types, mesh.dcn_sizes)
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
 def decode_mesh(data: Any) -> MeshSpec:
@@ -154,16 +150,16 @@ def encode_entry(entry: object) -> object:
         return {"unconstrained": True}
     if isinstance(entry, Atomic):
         return {"atomic": encode_entry(entry.target), "unit": entry.unit}
-    return [encode_entry(part) for part in entry] if isinstance(entry, tuple) else entry
+    if isinstance(entry, tuple):
+        return [encode_entry(part) for part in entry]
+    return entry
 
 
 def decode_entry(data: object) -> Any:
     if isinstance(data, dict):
-        return (
-            UNCONSTRAINED
-            if "unconstrained" in data
-            else Atomic(decode_entry(data["atomic"]), data["unit"])
-        )
+        if "unconstrained" in data:
+            return UNCONSTRAINED
+        return Atomic(decode_entry(data["atomic"]), data["unit"])
     if isinstance(data, list):
         return tuple(decode_entry(part) for part in data)
     if data is None or isinstance(data, str):
@@ -234,9 +230,8 @@ def encode_reason(reason: Reason) -> object:
 
 def decode_reason(data: Any) -> Reason:
     code, dim, axes, message = data
-    if not (
-        _fits(dim, (int, None)) and _fits(axes, [str]) and isinstance(message, str)
-    ):
+    is_valid_dim = _fits(dim, (int, None))
+    if not is_valid_dim or not _fits(axes, [str]) or not isinstance(message, str):
         raise PlanFormatError(
             f"{data!r} is no reason; it must be [code, dimension or null, list of axes,"
             " message]."
@@ -245,15 +240,16 @@ def decode_reason(data: Any) -> Reason:
 
 
 def encode_strategy(strategy: Strategy) -> object:
-    name = [] if isinstance(strategy, Fsdp) else [type(strategy).__name__.lower()]
     fields: list[object] = [list(strategy.axes), strategy.min_bytes]
+    if not isinstance(strategy, Fsdp):
+        fields = [type(strategy).__name__.lower(), *fields]
     # Further fields are left out if empty, so that the text and digest of older plans
     # stay the same.
     if strategy.skip_dims or strategy.max_bytes:
         fields.append(list(strategy.skip_dims))
     if strategy.max_bytes:
         fields.append(strategy.max_bytes)
-    return [*name, *fields]
+    return fields
 
 
 def decode_strategy(data: Any) -> Strategy:
@@ -279,13 +275,11 @@ def _key_dtypes() -> dict[str, DType]:
     """The dtypes of PRNG keys by their names in JSON. They are found without making a
     key.
     """
-    kinds = ("threefry2x32", "rbg", "unsafe_rbg")
-    return {
-        f"key<{kind}>": (
-            jax.eval_shape(lambda kind=kind: jax.random.key(0, impl=kind)).dtype
-        )
-        for kind in kinds
-    }
+    dtypes = {}
+    for kind in ("threefry2x32", "rbg", "unsafe_rbg"):
+        key = jax.eval_shape(ft.partial(jax.random.key, 0, impl=kind))
+        dtypes[f"key<{kind}>"] = key.dtype
+    return dtypes
 
 
 @ft.lru_cache(maxsize=256)
@@ -323,6 +317,20 @@ class _Field(NamedTuple):
     encode: Callable[[Any], object] = encode_entry
 
 
+def _encode_all(encode: Callable[[Any], object], values: Iterable[Any]) -> object:
+    return [encode(value) for value in values]
+
+
+def _decode_all(decode: Callable[[Any], Any], values: Iterable[Any]) -> Any:
+    return tuple(decode(value) for value in values)
+
+
+def _decode_units(units: list[int] | None) -> Units | None:
+    if units is None:
+        return None
+    return tuple(units)
+
+
 _SPEC = _Field((list, dict), "a list of entries", decode_spec, encode_spec)
 _ROW = {
     "shape": _Field([int], "a list of sizes", tuple),
@@ -334,29 +342,29 @@ _ROW = {
     "reasons": _Field(
         list,
         "a list",
-        lambda v: tuple(map(decode_reason, v)),
-        lambda v: [*map(encode_reason, v)],
+        ft.partial(_decode_all, decode_reason),
+        ft.partial(_encode_all, encode_reason),
     ),
     "memory_kind": _Field((str, None), "a string or null"),
     "units": _Field(
         ([int], None),
         "null or a list of positive integers",
-        lambda v: None if v is None else tuple(v),
+        _decode_units,
     ),
     "strategies": _Field(
         list,
         "a list",
-        lambda v: tuple(map(decode_strategy, v)),
-        lambda v: [*map(encode_strategy, v)],
+        ft.partial(_decode_all, decode_strategy),
+        ft.partial(_encode_all, encode_strategy),
     ),
 }
 
 
 def encode_row(row: Row) -> dict[str, Any]:
-    return {
-        name: field.encode(value)
-        for (name, field), value in zip(_ROW.items(), row, strict=True)
-    }
+    encoded = {}
+    for (name, field), value in zip(_ROW.items(), row, strict=True):
+        encoded[name] = field.encode(value)
+    return encoded
 
 
 def decode_row(number: int, data: Any, mesh: MeshSpec) -> Row:

@@ -40,7 +40,13 @@ from .complaints import (
 from .content import NO_ARRAY, Content
 from .decide import row_of
 from .fitting import Axes, axes_of, corrected, leaf_of
-from .leaf import PathTree, Row, canonical_dtype, kinds_matcher
+from .leaf import (
+    PathTree,
+    Row,
+    canonical_dtype,
+    kinds_matcher,
+    memory_kind_at,
+)
 from .matching import with_numbers
 from .names import names_of_leaves, raise_module, raise_tied
 from .replanning import refined
@@ -190,20 +196,20 @@ def plan(
     )
     if refine:
         content = refined(content, min_bytes)
-        rows = [
-            row._replace(reasons=refined_reasons(row.reasons)) for row in content.rows
-        ]
+        rows = []
+        for row in content.rows:
+            rows.append(row._replace(reasons=refined_reasons(row.reasons)))
         content = content.replaced(rows=rows)
     if strict:
-        split = (
-            f". `refine=True` has split the mesh into {content.mesh}. If they may be"
-            " replicated over the rest, plan on that mesh, made with `MeshSpec.split`,"
-            " by rules that name the parts; or leave `strict` out"
-        )
-        advice = "" if content.mesh == draft.mesh else split
-        raise_strict(
-            [(path, content.rows[i]) for path, i in content.numbered if i >= 0], advice
-        )
+        advice = ""
+        if content.mesh != draft.mesh:
+            advice = (
+                f". `refine=True` has split the mesh into {content.mesh}. If they may be"
+                " replicated over the rest, plan on that mesh, made with"
+                " `MeshSpec.split`, by rules that name the parts; or leave `strict` out"
+            )
+        arrays = [(path, content.rows[i]) for path, i in content.numbered if i >= 0]
+        raise_strict(arrays, advice)
     return ShardPlan(content)
 
 
@@ -230,16 +236,15 @@ def drafted(
     kinds.
     """
     mesh_spec = mesh.filled() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
-    by_path = Matcher(PathRules(()) if paths is None else paths)
+    by_path = Matcher(paths)
     planner = _Planner(axes_of(mesh_spec, min_bytes), axes, mode, by_path, kinds)
     numbers: dict[object, int] = {None: NO_ARRAY}
     index = []
     errors = []
-    for key in _keys(
-        flat.paths if by_path.needs_paths or kinds.needs_paths else flat.templates,
-        flat,
-        leaf_names,
-    ):
+    paths_of_leaves = flat.templates
+    if by_path.needs_paths or kinds.needs_paths:
+        paths_of_leaves = flat.paths
+    for key in _keys(paths_of_leaves, flat, leaf_names):
         number = numbers.get(key)
         if number is None:
             position = len(index)
@@ -298,16 +303,16 @@ class _SharedRequest:
         decision = self.even[0]
         reasons = request.reasons + decision.reasons
         return Row(
-            shape,
-            dtype,
-            request.names,
-            request.spec,
-            decision.spec,
-            request.rule,
-            reasons,
-            memory_kind,
-            request.units,
-            (),
+            shape=shape,
+            dtype=dtype,
+            names=request.names,
+            requested=request.spec,
+            spec=decision.spec,
+            rule=request.rule,
+            reasons=reasons,
+            memory_kind=memory_kind,
+            units=request.units,
+            strategies=(),
         )
 
 
@@ -346,7 +351,7 @@ class _Planner:
         asks = (rule, names, len(shape), stacked, called_with)
         number = self.numbers.get((asks, kind, shape, dtype))
         if number is None:
-            memory_kind = None if kind is None else self.kinds.rules[kind][1][0]
+            memory_kind = memory_kind_at(self.kinds, kind)
             shared = self.shared.get(asks)
             if shared is None:
                 request = self.request(path, leaf, names, rule, stacked)
@@ -369,11 +374,11 @@ class _Planner:
         if not leaf.shape:
             return NOTHING._replace(rule=rule, reasons=(nothing_to_shard(()),))
         if number is None or rule is None:
-            return NOTHING._replace(
-                reasons=(reason_for(Code.unmatched, None, what="the array"),)
-            )
+            reason = reason_for(Code.unmatched, None, what="the array")
+            return NOTHING._replace(reasons=(reason,))
+        _, target = self.paths.rules[number]
         return request_of_target(
-            self.paths.rules[number][1], path, leaf, rule, self.axes, self.mode, stacked
+            target, path, leaf, rule, self.axes, self.mode, stacked
         )
 
 
@@ -390,13 +395,15 @@ def _keys(
         shapes = [leaf.shape for leaf in flat.leaves]
         dtypes = [leaf.dtype for leaf in flat.leaves]
         return zip(paths, shapes, dtypes, leaf_names, flat.stacked, strict=True)
-    columns = zip(
+    keys = []
+    for path, leaf, names, count, is_array in zip(
         paths, flat.leaves, leaf_names, flat.stacked, flat.is_array, strict=True
-    )
-    return [
-        (path, leaf.shape, leaf.dtype, names, count) if shaped else None
-        for path, leaf, names, count, shaped in columns
-    ]
+    ):
+        key = None
+        if is_array:
+            key = (path, leaf.shape, leaf.dtype, names, count)
+        keys.append(key)
+    return keys
 
 
 def _dtype(leaf: Any) -> DType:

@@ -5,24 +5,22 @@ its heads.
 from collections.abc import Sequence
 
 
-# The roles of projections: of queries, keys, values, and of the output.
-ROLES = {
-    **dict.fromkeys(("q", "q_proj", "query", "wq", "to_q", "q_lin", "query_proj"), "q"),
-    **dict.fromkeys(("k", "k_proj", "key", "wk", "to_k", "k_lin", "key_proj"), "k"),
-    **dict.fromkeys(("v", "v_proj", "value", "wv", "to_v", "v_lin", "value_proj"), "v"),
-    **dict.fromkeys(
-        ("o", "o_proj", "out", "wo", "to_out", "out_lin", "out_proj", "output_proj"),
-        "o",
-    ),
+# The names of the projections of queries, keys, values, and of the output, by role.
+_NAMES_BY_ROLE = {
+    "q": "q q_proj query wq to_q q_lin query_proj",
+    "k": "k k_proj key wk to_k k_lin key_proj",
+    "v": "v v_proj value wv to_v v_lin value_proj",
+    "o": "o o_proj out wo to_out out_lin out_proj output_proj",
 }
-# Arrays that hold several of these projections in one, and how many. `in_proj` may be
+ROLES = {name: role for role, names in _NAMES_BY_ROLE.items() for name in names.split()}
+# Arrays that hold three, or two, of these projections in one. `in_proj` may be
 # something else: it counts where its size is that of three projections.
-FUSED = {
-    **dict.fromkeys(("qkv", "qkv_proj", "to_qkv", "wqkv", "Wqkv", "attn_qkv"), 3),
-    **dict.fromkeys(("c_attn", "query_key_value", "in_proj", "in_proj_weight"), 3),
-    "in_proj_bias": 3,
-    **dict.fromkeys(("kv", "kv_proj", "to_kv", "wkv", "Wkv", "key_value"), 2),
-}
+_OF_THREE = (
+    "qkv qkv_proj to_qkv wqkv Wqkv attn_qkv c_attn query_key_value in_proj"
+    " in_proj_weight in_proj_bias"
+)
+_OF_TWO = "kv kv_proj to_kv wkv Wkv key_value"
+FUSED = {**dict.fromkeys(_OF_THREE.split(), 3), **dict.fromkeys(_OF_TWO.split(), 2)}
 
 
 def fused_dimension(part: str, suffix: str, shape: tuple[int, ...]) -> int | None:
@@ -34,14 +32,22 @@ def fused_dimension(part: str, suffix: str, shape: tuple[int, ...]) -> int | Non
     of the last two.
     """
     rank = len(shape)
+    if not rank:
+        return None
+
+    last = rank - 1
+    last_but_one = rank - 2
     end = suffix or part
     if rank == 1 or end.endswith(("bias", "kernel")) or part == "c_attn":
-        return rank - 1 if rank else None
+        return last
     if end.endswith("weight"):
-        return rank - 2
-    if shape[-1] == shape[-2]:
-        return None
-    return rank - 1 if shape[-1] > shape[-2] else rank - 2
+        return last_but_one
+
+    if shape[last] > shape[last_but_one]:
+        return last
+    if shape[last] < shape[last_but_one]:
+        return last_but_one
+    return None
 
 
 def head_dimension(suffix: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
@@ -53,16 +59,21 @@ def head_dimension(suffix: str, shapes: Sequence[tuple[int, ...]]) -> int | None
     but one for "weight". `suffix` is the end of the path, after the name of the
     projection.
     """
-    if len(shapes) < 2 or len({len(shape) for shape in shapes}) != 1 or not shapes[0]:
+    if len(shapes) < 2 or len(set(map(len, shapes))) != 1 or not shapes[0]:
         return None
-    differ = [
-        dim
-        for dim, sizes in enumerate(zip(*shapes, strict=True))
-        if len(set(sizes)) > 1
-    ]
+
+    differing_dims = []
+    for dim, sizes in enumerate(zip(*shapes, strict=True)):
+        if len(set(sizes)) > 1:
+            differing_dims.append(dim)
+    if len(differing_dims) == 1:
+        return differing_dims[0]
+
     rank = len(shapes[0])
-    if differ or rank > 3:
-        return differ[0] if len(differ) == 1 else None
+    if differing_dims or rank > 3:
+        return None
     if rank == 1 or suffix.endswith(("kernel", "bias")):
         return rank - 1
-    return rank - 2 if suffix.endswith("weight") else None
+    if suffix.endswith("weight"):
+        return rank - 2
+    return None

@@ -18,11 +18,12 @@ from .._ground.spec import (
     entries_at,
     entries_of,
     entry_axes,
+    shards_over,
     trimmed,
     unreduced_kind,
     with_reductions,
 )
-from .._rules import AxisRules, resolve
+from .._rules import AxisRules, Strategy, resolve
 from ..topology import MeshSpec
 from .content import Content
 from .decide import row_of
@@ -41,7 +42,9 @@ def replanned(content: Content, mesh: MeshSpec | Mesh | AbstractMesh) -> Content
     for row in content.rows:
         # An array that is replicated because it is small is so on every mesh.
         stays = _is_small(row) and row.requested != row.spec == PartitionSpec()
-        rows.append(row if stays else row_on(row, content, axes))
+        if not stays:
+            row = row_on(row, content, axes)
+        rows.append(row)
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     return content.replaced(mesh=spec, jax_mesh=jax_mesh, rows=rows)
 
@@ -63,9 +66,8 @@ def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
     request = Request(
         row.names, row.requested, row.rule, row.units, row.strategies, reasons
     )
-    return row_of(
-        request._replace(**changes), row.shape, row.dtype, axes, row.memory_kind
-    )
+    changed = request._replace(**changes)
+    return row_of(changed, row.shape, row.dtype, axes, row.memory_kind)
 
 
 def refined(content: Content, min_bytes: int) -> Content:
@@ -78,28 +80,26 @@ def refined(content: Content, min_bytes: int) -> Content:
     counts = collections.Counter(content.index)
     sub_axes: list[dict[str, int]] = []
     for row in content.rows:
-        is_small = _is_small(row)
-        sub_axes.append({} if is_small else _useful_sub_axes(row, content.mesh.shape))
+        useful = {}
+        if not _is_small(row):
+            useful = _useful_sub_axes(row, content.mesh.shape)
+        sub_axes.append(useful)
     # For each mesh axis and size of a sub-axis of it, the bytes that the sub-axis saves
     # on each device.
     saved: dict[str, collections.Counter[int]] = collections.defaultdict(
         collections.Counter
     )
     for number, part_by_axis in enumerate(sub_axes):
+        _, shard_bytes = content.byte_counts[number]
         for axis, part in part_by_axis.items():
-            saved[axis][part] += (
-                content.byte_counts[number][1] * (part - 1) // part * counts[number]
-            )
+            saved[axis][part] += shard_bytes * (part - 1) // part * counts[number]
     mesh, parts = _refined_mesh(content.mesh, saved)
     if not parts:
         return content
     sizes = axes_of(mesh, min_bytes)
     rows = []
     for row, useful in zip(content.rows, sub_axes, strict=True):
-        steps = tuple(
-            dataclasses.replace(step, axes=_renamed_axes(step.axes, parts))
-            for step in row.strategies
-        )
+        steps = tuple(_renamed_strategy(step, parts) for step in row.strategies)
         requested = _renamed(row.requested, parts)
         same = _renamed(row.spec, parts)
         again = row_on(row, content, sizes, spec=requested, strategies=steps)
@@ -111,6 +111,12 @@ def refined(content: Content, min_bytes: int) -> Content:
     jax_mesh = None if content.jax_mesh is None else mesh.build(content.jax_mesh)
     axes = None if content.axes is None else _renamed_rules(content.axes, parts)
     return content.replaced(mesh=mesh, jax_mesh=jax_mesh, axes=axes, rows=rows)
+
+
+def _renamed_strategy(
+    strategy: Strategy, parts: Mapping[str, tuple[str, ...]]
+) -> Strategy:
+    return dataclasses.replace(strategy, axes=_renamed_axes(strategy.axes, parts))
 
 
 def _useful_sub_axes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -128,26 +134,24 @@ def _useful_sub_axes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
     counts = []
     for size, unit, entry in zip(row.shape, units, kept_entries, strict=True):
         whole_units = 1 if size % unit else size // unit
-        shards = math.prod(sizes[axis] for axis in entry_axes(entry))
+        shards = shards_over(entry_axes(entry), sizes)
         counts.append(whole_units // shards)
     parts: dict[str, int] = {}
-    for count, entry in zip(
-        counts, entries_at(row.requested, len(row.shape)), strict=True
-    ):
+    requested = entries_at(row.requested, len(row.shape))
+    for count, entry in zip(counts, requested, strict=True):
         for axis in entry_axes(entry):
             part = math.gcd(count, sizes.get(axis, 1))
             if axis not in used and axis not in parts and part > 1:
                 parts[axis] = part
                 count //= part
-    free = [
-        count
-        for count, entry in zip(counts, kept_entries, strict=True)
-        if entry is None
-    ]
-    for axis in itertools.chain.from_iterable(step.axes for step in row.strategies):
-        part = max((math.gcd(count, sizes.get(axis, 1)) for count in free), default=1)
-        if axis not in used and axis not in parts and part > 1:
-            parts[axis] = part
+    entries_of_counts = zip(counts, kept_entries, strict=True)
+    free = [count for count, entry in entries_of_counts if entry is None]
+    for step in row.strategies:
+        for axis in step.axes:
+            size = sizes.get(axis, 1)
+            part = max((math.gcd(count, size) for count in free), default=1)
+            if axis not in used and axis not in parts and part > 1:
+                parts[axis] = part
     return parts
 
 
@@ -171,22 +175,15 @@ def _refined_mesh(
         # Divisors of `size`, each dividing the next; the ratio of two neighbours is the
         # size of a sub-axis.
         chain = [1, size]
-        for part in sorted(
+        most_saved_first = sorted(
             saved_by_part, key=lambda part: (-saved_by_part[part], part)
-        ):
+        )
+        for part in most_saved_first:
             # A size that is incompatible with the chain is reduced to its largest
             # divisor that fits. A sub-axis must lie within one slice or consist of
             # whole slices.
-            fitting = [
-                n
-                for n in range(1, part + 1)
-                if part % n == 0 and (n % slices == 0 or slices % n == 0)
-            ]
-            best = max(
-                n
-                for n in fitting
-                if all(n % other == 0 or other % n == 0 for other in chain)
-            )
+            divisors = [n for n in range(1, part + 1) if part % n == 0]
+            best = max(n for n in divisors if _divide(n, [slices, *chain]))
             chain = sorted({*chain, best})
         if len(chain) > 2:
             stem = axis
@@ -196,6 +193,11 @@ def _refined_mesh(
             parts[axis] = tuple(f"{stem}_{i}" for i in range(len(factors)))
             mesh = mesh.split(axis, dict(zip(parts[axis], factors, strict=True)))
     return mesh, parts
+
+
+def _divide(number: int, others: Iterable[int]) -> bool:
+    """Whether of `number` and each of the others one divides the other."""
+    return all(number % other == 0 or other % number == 0 for other in others)
 
 
 def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRules:
@@ -218,20 +220,19 @@ def _renamed(
     split axis to its sub-axes.
     """
     entries = [_renamed_entry(entry, parts) for entry in entries_of(spec)]
-    unreduced, reduced = (
-        _renamed_axes(sorted(axes), parts) for axes in (spec.unreduced, spec.reduced)
+    reductions = with_reductions(
+        (),
+        _renamed_axes(sorted(spec.unreduced), parts),
+        _renamed_axes(sorted(spec.reduced), parts),
+        unreduced_kind(spec),
     )
-    return trimmed(
-        entries, with_reductions((), unreduced, reduced, unreduced_kind(spec))
-    )
+    return trimmed(entries, reductions)
 
 
 def _renamed_entry(entry: object, parts: Mapping[str, tuple[str, ...]]) -> Any:
-    return (
-        canonical_entry(_renamed_axes(entry, parts))
-        if isinstance(entry, str | tuple)
-        else entry
-    )
+    if isinstance(entry, str | tuple):
+        return canonical_entry(_renamed_axes(entry, parts))
+    return entry
 
 
 def _renamed_axes(

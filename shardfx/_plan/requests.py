@@ -16,7 +16,6 @@ from .._ground.spec import (
 from .._rules import (
     Atomic,
     AxisRules,
-    Pipeline,
     Replicate,
     Strategy,
     Units,
@@ -26,6 +25,7 @@ from .._rules import (
     names_text,
     one_per_dim,
     resolve,
+    steps_of,
     units_of,
 )
 
@@ -67,8 +67,7 @@ def request_of_target(
     names in the target. No strategy may shard the first `stacked` dimensions, which
     index stacked layers.
     """
-    target = bare(target)
-    first, *steps = target.steps if isinstance(target, Pipeline) else (target,)
+    first, *steps = steps_of(bare(target))
     if is_callable(target):
         first = _called(first, path, leaf, rule)
     units = None
@@ -84,9 +83,8 @@ def request_of_target(
             first, tuple(leaf.shape), rule, axes, mode, units, strategies
         )
     spec: Any = PartitionSpec() if isinstance(first, Replicate) else first
-    return Request(
-        None, spec, rule, padded_units(units, len(leaf.shape)), strategies, ()
-    )
+    units = padded_units(units, len(leaf.shape))
+    return Request(None, spec, rule, units, strategies, ())
 
 
 def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
@@ -98,7 +96,8 @@ def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
         target = function(path, leaf)
     except (SpecError, RuleError):
         raise
-    except Exception as error:  # whatever a user's function raises, it is about this rule and this leaf
+    # Any type: whatever a user's function raises, it is about this rule and this leaf.
+    except Exception as error:
         raise RuleError(
             f"{rule} is a callable that failed for the path {path!r} and shape"
             f" {tuple(leaf.shape)}: {type(error).__name__}: {str(error)[:300]}"
@@ -131,9 +130,8 @@ def request_of_names(
     """
     named = one_per_dim(names, shape)
     if axes is None and all(name is None for name in named):
-        return Request(
-            None, PartitionSpec(), rule, padded_units(units, len(shape)), strategies, ()
-        )
+        units = padded_units(units, len(shape))
+        return Request(None, PartitionSpec(), rule, units, strategies, ())
     if axes is None:
         raise RuleError(
             f"the names {names_text(names)} need rules that say which mesh axes they"
@@ -145,12 +143,11 @@ def request_of_names(
         # A dimension whose name has the target `None` is never sharded.
         explained_dims = {why.dim for why in decision.reasons}
         entries = entries_at(decision.spec, len(named))
-        open_dims = [
-            dim
-            for dim, name in enumerate(named)
-            if name is None or entries[dim] is not None or dim in explained_dims
-        ]
-        strategies = skipping(strategies, set(range(len(named))).difference(open_dims))
+        whole_dims = []
+        for dim, (name, entry) in enumerate(zip(named, entries, strict=True)):
+            if name is not None and entry is None and dim not in explained_dims:
+                whole_dims.append(dim)
+        strategies = skipping(strategies, whole_dims)
     if units is None:
         units = units_of(named, axes)
     units = padded_units(units, len(shape))
@@ -163,10 +160,11 @@ def skipping(
     """Returns the strategies with `dims` added to the dimensions that each strategy
     never shards.
     """
-    return tuple(
-        dataclasses.replace(step, skip_dims=tuple(sorted({*step.skip_dims, *dims})))
-        for step in strategies
-    )
+    steps = []
+    for step in strategies:
+        skip_dims = tuple(sorted({*step.skip_dims, *dims}))
+        steps.append(dataclasses.replace(step, skip_dims=skip_dims))
+    return tuple(steps)
 
 
 def padded_units(units: Units | None, rank: int) -> Units | None:
@@ -208,5 +206,7 @@ def units_at(
 
     new_units = []
     for name, size, unit in zip(names, shape, units, strict=True):
-        new_units.append(1 if counts(name, size, unit) else unit)
+        if counts(name, size, unit):
+            unit = 1
+        new_units.append(unit)
     return tuple(new_units)

@@ -405,8 +405,9 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
         (pattern,) = compiled(PathRules([(regex, None)]))
         index = []
         for path, row in self.content.numbered:
-            is_left_out = row >= 0 and pattern.search(path) is None
-            index.append(LEFT_OUT if is_left_out else row)
+            if row >= 0 and pattern.search(path) is None:
+                row = LEFT_OUT
+            index.append(row)
         if max(index, default=NO_ARRAY) < 0:
             raise RuleError(
                 f"`select({regex!r})` matches no path of the plan; paths look like"
@@ -477,7 +478,9 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
         into something invalid; `PlanMismatchError` if `like` is another tree.
         """
         content = read_json(text)
-        return ShardPlan(content if like is None else shaped_like(content, like))
+        if like is not None:
+            content = shaped_like(content, like)
+        return ShardPlan(content)
 
     def __repr__(self) -> str:
         place = "" if self.jax_mesh is None else ", on devices"

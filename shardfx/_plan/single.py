@@ -2,7 +2,6 @@
 activation, or of a planned array that gets another target.
 """
 
-import math
 import re
 from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
@@ -11,7 +10,13 @@ from jax.sharding import PartitionSpec, Sharding
 
 from .._ground.errors import RuleError, SpecError, UnmatchedError
 from .._ground.reason import Code, Decision, Reason
-from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
+from .._ground.spec import (
+    UNCONSTRAINED,
+    entries_of,
+    entry_axes,
+    shards_over,
+    trimmed,
+)
 from .._ground.text import plural
 from .._ground.tree import leaves_at
 from .._rules import (
@@ -121,24 +126,20 @@ def _require_whole_units(
     array of the plan with this name; there must be one.
     """
     for name, entry, unit in zip(names, entries_of(spec), units, strict=False):
-        axes = (
-            ()
-            if entry is UNCONSTRAINED
-            else [axis for axis in entry_axes(entry) if axis in mesh.axis_names]
-        )
-        shards = math.prod(mesh.shape[axis] for axis in axes)
+        if entry is UNCONSTRAINED:
+            axes = ()
+        else:
+            axes = [axis for axis in entry_axes(entry) if axis in mesh.axis_names]
+        shards = shards_over(axes, mesh.shape)
+        if unit == 1 or shards == 1:
+            continue
         sizes = _sizes_of(name, plan)
-        if (
-            unit > 1
-            and shards > 1
-            and (not sizes or any(size % (unit * shards) for size in sizes))
-        ):
+        if not sizes or any(size % (unit * shards) for size in sizes):
             counts = " or ".join(map(str, sorted({size // unit for size in sizes})))
-            known_counts = (
-                f"the plan's arrays have {counts}"
-                if counts
-                else "no array of the plan has it"
-            )
+            if counts:
+                known_counts = f"the plan's arrays have {counts}"
+            else:
+                known_counts = "no array of the plan has it"
             raise SpecError(
                 f"{name!r} is made of units of {unit}, and"
                 f" {' x '.join(f'`{axis}`' for axis in axes)} ({shards}) may cut inside"
@@ -168,9 +169,10 @@ def _refuse_ambiguous_unit(
     its size may count units: no array of the plan has this size by its name, and the
     unit does not divide it or is a later dimension's size.
     """
-    for dim in [
-        why.dim for why in reasons if why.code is Code.unit and why.dim is not None
-    ]:
+    for why in reasons:
+        dim = why.dim
+        if why.code is not Code.unit or dim is None:
+            continue
         name = names[dim]
         size = shape[dim]
         unit = units[dim]
@@ -275,17 +277,12 @@ def replaced(content: Content, where: str, target: object) -> Content:
     index = list(content.index)
     errors = []
     for position in chosen:
+        path = paths[position]
+        row = content.rows[content.index[position]]
         try:
-            rows.append(
-                _row(
-                    content,
-                    paths[position],
-                    content.rows[content.index[position]],
-                    checked,
-                )
-            )
+            rows.append(_row(content, path, row, checked))
         except (RuleError, SpecError, UnmatchedError) as error:
-            errors.append((paths[position], error))
+            errors.append((path, error))
         index[position] = len(rows) - 1
     raise_errors(errors)
     return content.replaced(rows=rows, index=index)
@@ -294,13 +291,14 @@ def replaced(content: Content, where: str, target: object) -> Content:
 def _row(content: Content, path: str, row: Row, target: object) -> Row:
     mesh = content.mesh
     request = request_of_target(target, path, row, _BY_HAND, content.axes, content.mode)
-    if (
-        request.units is None and request.names is None
-    ):  # units stay indivisible under another spec
+    # Units stay indivisible under another spec.
+    if request.units is None and request.names is None:
         request = request._replace(units=row.units)
     # Another strategy skips the same dimensions.
-    whole = {dim for step in row.strategies for dim in step.skip_dims}
-    request = request._replace(strategies=skipping(request.strategies, whole))
+    skipped_dims: set[int] = set()
+    for step in row.strategies:
+        skipped_dims.update(step.skip_dims)
+    request = request._replace(strategies=skipping(request.strategies, skipped_dims))
     if request.names is not None and content.axes is not None:
         check_known(request.names, content.axes)
     new_row = row_of(request, row.shape, row.dtype, axes_of(mesh), row.memory_kind)

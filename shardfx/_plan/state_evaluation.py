@@ -12,9 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jaxtyping import PyTree
 
-from .._ground.spec import (
-    constrained,
-)
+from .._ground.spec import constrained
 from .._ground.tree import Flat
 from .leaf import Row
 from .shard_plan import ShardPlan
@@ -51,16 +49,23 @@ def evaluated(
     refused = ""
     for abstract, other in attempts:
         try:
-            return _shapes(init, arguments, abstract, other), (
-                "" if abstract is explicit else refused
-            )
-        except Exception as error:  # JAX's sharding error is not public; the last attempt raises any other error again.
+            results = _shapes(init, arguments, abstract, other)
+        # Any type: JAX's sharding error is not public, and `init` is the user's. The
+        # last attempt raises an error that has another cause again.
+        except Exception as error:
             if abstract is explicit:
-                sentence = (
-                    str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")[:160]
-                )
-                refused = f"{type(error).__name__}: {sentence}"
+                refused = f"{type(error).__name__}: {_first_sentence(error)}"
+            continue
+        if abstract is explicit:
+            return results, ""
+        return results, refused
     return _shapes(init, arguments, *last), refused
+
+
+def _first_sentence(error: Exception) -> str:
+    """The first sentence of an error's message, at most 160 characters of it."""
+    line = str(error).strip().split("\n")[0]
+    return line.split(". ")[0].rstrip(".")[:160]
 
 
 class Number:
@@ -111,24 +116,24 @@ def _shapes(
     `mesh` unless it is `None`. In the call, `_structs` replaces the plans in `args`.
     """
     structs = _structs(args, mesh, others)
+    if mesh is None:
+        return _shapes_of_result(init, structs)
     # JAX 0.11 takes the mesh of arrays that `init` makes from the context.
-    with (
-        contextlib.nullcontext()
-        if mesh is None
-        else jax.sharding.use_abstract_mesh(mesh)
-    ):
-        if all(
-            isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)
-            for leaf in jax.tree.leaves(structs)
-        ):
-            # `jax.eval_shape` caches its results, Equinox's does not. But it refuses
-            # results with leaves that are not arrays, and turns Python numbers into
-            # weakly typed arrays. Equinox's handles both cases.
-            with contextlib.suppress(TypeError):
-                results = jax.eval_shape(init, *structs)
-                if not any(leaf.weak_type for leaf in jax.tree.leaves(results)):
-                    return results
-        return eqx.filter_eval_shape(init, *structs)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return _shapes_of_result(init, structs)
+
+
+def _shapes_of_result(init: Callable[..., object], structs: list[Any]) -> PyTree:
+    leaves = jax.tree.leaves(structs)
+    if all(isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) for leaf in leaves):
+        # `jax.eval_shape` caches its results, Equinox's does not. But it refuses
+        # results with leaves that are not arrays, and turns Python numbers into
+        # weakly typed arrays. Equinox's handles both cases.
+        with contextlib.suppress(TypeError):
+            results = jax.eval_shape(init, *structs)
+            if not any(leaf.weak_type for leaf in jax.tree.leaves(results)):
+                return results
+    return eqx.filter_eval_shape(init, *structs)
 
 
 @dataclasses.dataclass

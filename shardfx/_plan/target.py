@@ -55,11 +55,14 @@ class Target:
         of other leaves to new values.
         """
         arrays = iter(values)
-        others = {**{leaf.position: leaf.value for leaf in self.others}, **kept}
+        others = {leaf.position: leaf.value for leaf in self.others}
+        others.update(kept)
         leaves = []
         for position in range(self.treedef.num_leaves):
-            is_array = position not in others
-            leaves.append(next(arrays) if is_array else others[position])
+            if position in others:
+                leaves.append(others[position])
+            else:
+                leaves.append(next(arrays))
         return jax.tree.unflatten(self.treedef, leaves)
 
 
@@ -71,24 +74,24 @@ def target_of(plan: object, what: str) -> Target:
     if isinstance(plan, ShardPlan):
         return _target_of_plan(plan.content, jax.tree.leaves(plan.structs))
     flat = flatten(plan)
-    rows = list(zip(flat.paths, flat.leaves, flat.is_array, strict=True))
+    arrays = []
+    others = []
+    columns = zip(flat.paths, flat.leaves, flat.is_array, strict=True)
+    for position, (path, leaf, is_array) in enumerate(columns):
+        if is_array:
+            arrays.append((path, leaf))
+        else:
+            other = OtherLeaf(position, path, leaf, is_number(leaf), is_left_out=False)
+            others.append(other)
     # A tree without any array is a mistake, such as a file's name.
-    for path, leaf, _ in [row for row in rows if row[2]] or rows:
-        if (
-            not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)
-            or leaf.sharding is None
-        ):
+    for path, leaf in arrays or zip(flat.paths, flat.leaves, strict=True):
+        is_array = isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)
+        if not is_array or leaf.sharding is None:
             raise PlanMismatchError(
                 f"`{what}` needs a ShardPlan, or a tree of `jax.ShapeDtypeStruct`s"
                 f" with shardings; leaf `{printable(path)}` ({type(leaf).__name__})"
                 " has none. Make a plan with `shardfx.plan(tree, mesh, ...)`."
             )
-    arrays = [(path, leaf) for path, leaf, is_array in rows if is_array]
-    others = [
-        OtherLeaf(position, path, leaf, is_number(leaf), is_left_out=False)
-        for position, (path, leaf, is_array) in enumerate(rows)
-        if not is_array
-    ]
     return Target(arrays, others, flat.treedef)
 
 

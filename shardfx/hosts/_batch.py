@@ -124,9 +124,9 @@ def _global_batch(local: PyTree, plan: ShardPlan, pad: int | float | None) -> Py
             map(jax.make_array_from_process_local_data, shardings, arrays, shapes)
         )
     _require_same_rows(leaves, arrays)
-    padded = [
-        _padded(array, part, pad) for array, part in zip(arrays, parts, strict=True)
-    ]
+    padded = []
+    for array, part in zip(arrays, parts, strict=True):
+        padded.append(_padded(array, part, pad))
     batch = treedef.unflatten(
         map(jax.make_array_from_process_local_data, shardings, padded, shapes)
     )
@@ -139,10 +139,10 @@ def _part(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
     """The shape of the part of an array of `shape` that this process's devices hold
     under `sharding`.
     """
-    ranges = zip(*boxes_here(sharding, shape).values(), strict=True)
-    return tuple(
-        sum(stop - start for start, stop in set(intervals)) for intervals in ranges
-    )
+    sizes = []
+    for intervals in zip(*boxes_here(sharding, shape).values(), strict=True):
+        sizes.append(sum(stop - start for start, stop in set(intervals)))
+    return tuple(sizes)
 
 
 def _checked(
@@ -170,9 +170,9 @@ def _checked(
         and len(array) < part[0]
     )
     if not fits and (pad is None or not missing):
-        hint = (
-            "; pass `pad=0` to fill the missing rows and get a mask" if missing else ""
-        )
+        hint = ""
+        if missing:
+            hint = "; pass `pad=0` to fill the missing rows and get a mask"
         raise PlanMismatchError(
             f"leaf `{leaf.path}` has shape {array.shape} here, but process"
             f" {jax.process_index()} owns {part} of {shape}; load the part that"
@@ -180,11 +180,11 @@ def _checked(
         )
     is_bool = jnp.issubdtype(dtype, jnp.bool_)
     if pad is not None and (is_bool or jnp.issubdtype(dtype, jnp.integer)):
-        low, high = (
-            (0, 1)
-            if is_bool
-            else (int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max))
-        )
+        low = 0
+        high = 1
+        if not is_bool:
+            low = int(jnp.iinfo(dtype).min)
+            high = int(jnp.iinfo(dtype).max)
         if not low <= pad <= high or pad != int(pad):
             raise PlanMismatchError(
                 f"leaf `{leaf.path}` is {dtype}, which cannot hold `pad={pad}`; pad"
@@ -205,9 +205,8 @@ def _require_same_rows(leaves: list[LeafPlan], arrays: list[np.ndarray]) -> None
             f"leaf `{leaf.path}` has shape {array.shape} here, of {leaf.shape} sharded"
             f" as {leaf.spec}"
         )
-        texts.setdefault(
-            (array.shape[:1], leaf.shape[:1], entries_at(leaf.spec, 1)), text
-        )
+        rows = (array.shape[:1], leaf.shape[:1], entries_at(leaf.spec, 1))
+        texts.setdefault(rows, text)
     if len(texts) > 1 or not leaves[0].shape:
         raise PlanMismatchError(
             "one mask needs the same rows in all leaves, but"
@@ -217,6 +216,5 @@ def _require_same_rows(leaves: list[LeafPlan], arrays: list[np.ndarray]) -> None
 
 def _padded(array: np.ndarray, part: tuple[int, ...], value: int | float) -> np.ndarray:
     missing = max(part[0] - len(array), 0)
-    return np.concatenate(
-        [array, np.full((missing, *array.shape[1:]), value, array.dtype)]
-    )
+    padding = np.full((missing, *array.shape[1:]), value, array.dtype)
+    return np.concatenate([array, padding])

@@ -11,7 +11,13 @@ from jax.sharding import PartitionSpec, Sharding
 
 from .._ground.boxes import Box, shard_boxes
 from .._ground.errors import MeshError, SpecError
-from .._ground.spec import UNCONSTRAINED, entries_at, entries_of, entry_axes
+from .._ground.spec import (
+    UNCONSTRAINED,
+    entries_at,
+    entries_of,
+    entry_axes,
+    shards_over,
+)
 from ._grid import HostGrid
 
 
@@ -301,14 +307,13 @@ def owned(
     owners: dict[Box, set[int]] = {}
     for device, part in shard_boxes(sharding, tuple(shape)).items():
         owners.setdefault(part, set()).add(device.process_index)
-    return tuple(
-        LocalChunk(
-            tuple(slice(*interval) for interval in part),
-            sorted(owners[part]).index(process_index),
-        )
-        for part in sorted(owners)
-        if process_index in owners[part]
-    )
+    chunks = []
+    for part in sorted(owners):
+        if process_index in owners[part]:
+            slices = tuple(slice(start, stop) for start, stop in part)
+            replica = sorted(owners[part]).index(process_index)
+            chunks.append(LocalChunk(slices, replica))
+    return tuple(chunks)
 
 
 def _rows(
@@ -320,7 +325,7 @@ def _rows(
     Raises `SpecError` if the axes do not divide the dimension, `MeshError` if the
     devices hold several ranges.
     """
-    devices = math.prod(grid.axis_sizes[axis] for axis in axes)
+    devices = shards_over(axes, grid.axis_sizes)
     if size % devices:
         raise SpecError(
             f"dim {dim} of size {size} is not divisible by the {devices} devices along"
@@ -336,7 +341,7 @@ def _rows(
             f" `{torn[0]}` but not all along `{split[-1]}`, so it owns several ranges"
             " of rows; list them with `hosts.owned(shape, sharding, process_index)`."
         )
-    rows = size // math.prod(grid.num_chunks[axis] for axis in axes)
+    rows = size // shards_over(axes, grid.num_chunks)
     start = shard_id(axes, grid, process_index) * rows
     return slice(start, start + rows)
 

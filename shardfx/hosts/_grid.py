@@ -67,8 +67,8 @@ class HostGrid(eqx.Module):
                 f" {tuple(axis_sizes)}; drop it."
             )
         self.axis_names = tuple(axis_sizes)
-        self.chunk_ids = tuple(tuple(int(chunk) for chunk in ids) for ids in chunk_ids)
-        self._sizes = tuple(int(size) for size in axis_sizes.values())
+        self.chunk_ids = tuple(tuple(map(int, ids)) for ids in chunk_ids)
+        self._sizes = tuple(map(int, axis_sizes.values()))
         self._chunks = tuple(int(num_chunks.get(name, 1)) for name in self.axis_names)
 
     def __check_init__(self):
@@ -88,13 +88,14 @@ class HostGrid(eqx.Module):
                     f"process {process} has chunk {ids}; it needs one index for each"
                     f" axis of {self.axis_names}, below {self._chunks}."
                 )
-        if len(set(self.chunk_ids)) < len(self.chunk_ids) or len(
-            self.chunk_ids
-        ) != math.prod(self._chunks):
+        processes = len(self.chunk_ids)
+        distinct = len(set(self.chunk_ids))
+        chunk_count = math.prod(self._chunks)
+        if distinct < processes or processes != chunk_count:
             raise MeshError(
-                f"{len(self.chunk_ids)} processes have {len(set(self.chunk_ids))}"
-                f" different chunks, but {dict(self.num_chunks)} makes"
-                f" {math.prod(self._chunks)}; give each chunk to one process."
+                f"{processes} processes have {distinct} different chunks, but"
+                f" {dict(self.num_chunks)} makes {chunk_count}; give each chunk to one"
+                " process."
             )
 
     @property
@@ -143,24 +144,22 @@ def grid_of(mesh: Mesh) -> HostGrid:
         assert dict(grid.num_chunks) == {"data": 1, "tensor": 1}
         ```
     """
-    owner = np.array(
-        [device.process_index for device in mesh.devices.flat], np.int64
-    ).reshape(mesh.devices.shape)
+    process_indices = [device.process_index for device in mesh.devices.flat]
+    owner = np.array(process_indices, np.int64).reshape(mesh.devices.shape)
     count = int(owner.max()) + 1
     sizes = np.bincount(owner.ravel(), minlength=count)
     if not sizes.all():
         _raise_no_box(mesh, f"process {int(sizes.argmin())} has no device in it")
     # The positions of the devices in the mesh, process by process.
-    places = np.stack(
-        np.unravel_index(np.argsort(owner.ravel(), kind="stable"), owner.shape), axis=-1
-    )
+    by_process = np.argsort(owner.ravel(), kind="stable")
+    places = np.stack(np.unravel_index(by_process, owner.shape), axis=-1)
     starts = np.cumsum(sizes) - sizes
     first = np.minimum.reduceat(places, starts)
     last = np.maximum.reduceat(places, starts)
     extents = last - first + 1
-    ragged = np.flatnonzero(
-        (extents.prod(axis=1) != sizes) | (extents != extents[0]).any(axis=1)
-    )
+    has_gaps = extents.prod(axis=1) != sizes
+    is_unlike_first = (extents != extents[0]).any(axis=1)
+    ragged = np.flatnonzero(has_gaps | is_unlike_first)
     if len(ragged):
         process = int(ragged[0])
         _raise_no_box(
@@ -168,9 +167,8 @@ def grid_of(mesh: Mesh) -> HostGrid:
             f"the {sizes[process]} devices of process {process} lie within "
             f"{tuple(first[process].tolist())} to {tuple(last[process].tolist())}",
         )
-    chunks = dict(
-        zip(mesh.axis_names, (owner.shape // extents[0]).tolist(), strict=True)
-    )
+    chunk_counts = (owner.shape // extents[0]).tolist()
+    chunks = dict(zip(mesh.axis_names, chunk_counts, strict=True))
     return HostGrid(mesh.shape, chunks, (first // extents).tolist())
 
 

@@ -48,28 +48,23 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
     if jax.process_count() == 1:
         return
     _meet(wait_seconds)
-    devices = (
-        ""
-        if isinstance(plan, TreeMap) or plan.jax_mesh is None
-        else str([*plan.jax_mesh.device_ids.flat])
-    )
-    prints = _exchange(
-        hashlib.sha256(
-            f"{type(plan).__name__} {plan.digest} {devices}".encode()
-        ).digest()
-    )
+    if isinstance(plan, TreeMap) or plan.jax_mesh is None:
+        devices = ""
+    else:
+        devices = str([*plan.jax_mesh.device_ids.flat])
+    identity = f"{type(plan).__name__} {plan.digest} {devices}"
+    prints = _exchange(hashlib.sha256(identity.encode()).digest())
     if len(set(prints)) == 1:
         return
     me = jax.process_index()
-    other = (
-        next(process for process, mark in enumerate(prints) if mark != prints[0])
-        if prints[me] == prints[0]
-        else 0
-    )
+    if prints[me] == prints[0]:
+        is_other = [mark != prints[0] for mark in prints]
+        other = is_other.index(True)
+    else:
+        other = 0
     texts = _exchange(f"{devices}\n{plan.to_json()}".encode("utf-8", "surrogatepass"))
-    their_devices, _, theirs = (
-        texts[other].decode("utf-8", "surrogatepass").partition("\n")
-    )
+    their_text = texts[other].decode("utf-8", "surrogatepass")
+    their_devices, _, theirs = their_text.partition("\n")
     in_order = (
         f"the devices of the mesh are {devices} in one, {their_devices} in the other"
     )
@@ -94,12 +89,10 @@ def _differences(plan: ShardPlan | TreeMap, theirs: str) -> Sequence[str]:
         rules = (str(plan).splitlines(), str(TreeMap.from_json(theirs)).splitlines())
     except (MapError, PlanFormatError):
         return ["one has a plan, the other a map"]
-    pairs = it.zip_longest(*rules, fillvalue="nothing more")
-    texts = [
-        f"`{line.strip()}` in one, `{other_line.strip()}` in the other"
-        for line, other_line in pairs
-        if line != other_line
-    ]
+    texts = []
+    for ours, other in it.zip_longest(*rules, fillvalue="nothing more"):
+        if ours != other:
+            texts.append(f"`{ours.strip()}` in one, `{other.strip()}` in the other")
     return texts or ["what they cast, or the order of their rules"]
 
 
@@ -133,12 +126,10 @@ def _exchange(message: bytes) -> list[bytes]:
     """Sends `message` to all processes. Returns the messages of all processes, in order
     of process index.
     """
-    lengths = np.ravel(
-        multihost_utils.process_allgather(np.array([len(message)], np.int32))
-    )
+    length = np.array([len(message)], np.int32)
+    lengths = np.ravel(multihost_utils.process_allgather(length))
     padded = np.zeros(int(lengths.max()), np.uint8)
     padded[: len(message)] = np.frombuffer(message, np.uint8)
-    gathered = np.asarray(multihost_utils.process_allgather(padded)).reshape(
-        len(lengths), -1
-    )
-    return [bytes(row[:length]) for row, length in zip(gathered, lengths, strict=True)]
+    gathered = np.asarray(multihost_utils.process_allgather(padded))
+    rows = gathered.reshape(len(lengths), -1)
+    return [bytes(row[:count]) for row, count in zip(rows, lengths, strict=True)]
