@@ -235,11 +235,12 @@ def _leaf_diff(alike: Sequence[Pair], moves: dict[str, LeafMove]) -> LeafDiff:
 def _axis_moves(before: LeafPlan, after: LeafPlan) -> tuple[AxisMove, ...]:
     src = _dims_by_axis(before)
     dst = _dims_by_axis(after)
-    return tuple(
-        AxisMove(axis, src.get(axis), dst.get(axis))
-        for axis in dict.fromkeys([*src, *dst])
-        if src.get(axis) != dst.get(axis)
-    )
+    moves = []
+    for axis in dict.fromkeys([*src, *dst]):
+        move = AxisMove(axis, src.get(axis), dst.get(axis))
+        if move.src != move.dst:
+            moves.append(move)
+    return tuple(moves)
 
 
 def _dims_by_axis(leaf: LeafPlan) -> dict[str, int]:
@@ -262,11 +263,9 @@ def _moves(a: ShardPlan, b: ShardPlan) -> dict[str, LeafMove]:
         other = b.content.by_path.get(leaf.path)
         if other is None or (leaf.shape, leaf.dtype) != (other.shape, other.dtype):
             continue
-        is_placed_alike = (leaf.spec, leaf.memory_kind) == (
-            other.spec,
-            other.memory_kind,
-        )
-        if a.mesh != b.mesh or not is_placed_alike:
+        has_same_spec = leaf.spec == other.spec
+        has_same_memory = leaf.memory_kind == other.memory_kind
+        if a.mesh != b.mesh or not has_same_spec or not has_same_memory:
             paths.append(leaf.path)
     return _planned(a, b, paths)
 
@@ -287,12 +286,9 @@ def _planned(a: ShardPlan, b: ShardPlan, paths: Sequence[str]) -> dict[str, Leaf
 def _of_paths(plan: ShardPlan, paths: Sequence[str]) -> ShardPlan:
     """A plan of only the arrays at `paths`, as a flat tree in this order."""
     numbers = dict(plan.content.numbered)
+    index = [numbers[path] for path in paths]
     path_tree = PathTree(tuple(paths), jax.tree.structure([*paths]))
-    return ShardPlan(
-        plan.content.replaced(
-            index=[numbers[path] for path in paths], path_tree=path_tree
-        )
-    )
+    return ShardPlan(plan.content.replaced(index=index, path_tree=path_tree))
 
 
 _HEADER = (
@@ -321,6 +317,7 @@ def _cells(row: LeafDiff) -> tuple[str, ...]:
         shapes.append(array_text(leaf.dtype, leaf.shape))
         specs.append(spec_text(entries_of(leaf.spec)))
         sizes.append(bytes_text(leaf.bytes_per_device * row.count))
+    sent = bytes_text(row.wire_bytes) if row.wire_bytes else "-"
     return (
         row.path,
         str(row.count),
@@ -328,7 +325,7 @@ def _cells(row: LeafDiff) -> tuple[str, ...]:
         *specs,
         " -> ".join(dict.fromkeys(sizes)),
         _what(row),
-        bytes_text(row.wire_bytes) if row.wire_bytes else "-",
+        sent,
         " > ".join(row.steps) or "-",
     )
 
@@ -369,20 +366,21 @@ def _what(row: LeafDiff) -> str:
     if row.before is None:
         return "only in the second"
     changes = [*map(str, row.axes)]
+    only_differ = []
     for name in row.fields:
         if name not in _SHOWN:
             before = _field_text(getattr(row.before, name))
             after = _field_text(getattr(row.after, name))
             changes.append(f"{name}: {before} -> {after}")
-    if not changes:
-        changes = [
-            f"{name} differs" for name in row.fields if name in ("requested", "reasons")
-        ]
-    return ", ".join(changes) or "-"
+        elif name in ("requested", "reasons"):
+            only_differ.append(f"{name} differs")
+    return ", ".join(changes or only_differ) or "-"
 
 
 def _field_text(value: object) -> str:
-    return spec_text(value) if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return spec_text(value)
+    return str(value)
 
 
 def _totals(difference: Diff) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from .._ground.spec import entries_of, entry_axes
-from .._ground.text import between_numbers, joined, together
+from .._ground.text import between_numbers, joined
 from .._plan import (
     NAMES,
     Draft,
@@ -75,8 +75,11 @@ def _fitting(names: tuple[object, ...], rank: int) -> tuple[object, ...]:
         return ()
     distinct: list[object] = []
     for number, name in enumerate(names):
-        if name is not ...:
-            distinct.append(None if name in names[:number] else name)
+        if name is ...:
+            continue
+        if name in names[:number]:
+            name = None
+        distinct.append(name)
     if len(distinct) < rank:
         return (..., *distinct)
     return tuple(distinct[:rank])
@@ -86,9 +89,9 @@ def uncovered_leaves(
     subject: Subject, draft: Draft, severity: Severity
 ) -> Iterator[Finding]:
     """Findings, of this severity, for leaves that no path rule covers."""
-    groups = together(
-        uncovered(draft), lambda leaf: (between_numbers(leaf[0]), leaf[1])
-    )
+    groups: dict[object, list[tuple[str, Row]]] = {}
+    for path, row in uncovered(draft):
+        groups.setdefault((between_numbers(path), row), []).append((path, row))
     patterns: tuple[str, ...] = ()
     if subject.paths is not None:
         patterns = tuple(regex for regex, _ in subject.paths.rules)
@@ -238,9 +241,9 @@ def unused_findings(
         if any(map(subject.patterns[number].search, first_paths)):
             spare[number] = target.target
     if spare:
-        required = [
-            (regex, spare.get(number)) for number, (regex, _) in enumerate(rules)
-        ]
+        required = []
+        for number, (regex, _) in enumerate(rules):
+            required.append((regex, spare.get(number)))
         others = {number: None for number in range(len(rules)) if number not in spare}
         for unused in unused_rules(required, others, flat, leaf_names, NAMES):
             # A rule that shards these arrays and no others was put before the rules of
@@ -287,8 +290,8 @@ def _deciders(subject: Subject, unused: Unused) -> dict[int, bool]:
     """The path rules that shard the arrays which an unused rule matches, each with
     whether it shards other arrays too.
     """
-    return {
-        number: shards_others
-        for number, shards_others in subject.rules_for(unused.arrays).items()
-        if number is not None
-    }
+    deciders: dict[int, bool] = {}
+    for number, shards_others in subject.rules_for(unused.arrays).items():
+        if number is not None:
+            deciders[number] = shards_others
+    return deciders

@@ -235,11 +235,11 @@ def _free_axes(plan: ShardPlan, leaf: LeafPlan, units: int) -> tuple[str, ...]:
     `units` indivisible units.
     """
     used = axes_of_target(leaf.spec)
-    return tuple(
-        axis
-        for axis, size in plan.mesh.shape.items()
-        if size > 1 and axis not in used and units % size == 0
-    )
+    free = []
+    for axis, size in plan.mesh.shape.items():
+        if size > 1 and axis not in used and units % size == 0:
+            free.append(axis)
+    return tuple(free)
 
 
 def _nearest_sizes(
@@ -250,7 +250,9 @@ def _nearest_sizes(
     """
     step = unit * math.prod(plan.mesh.shape.get(axis, 1) for axis in axes)
     below = size // step * step
-    return (below, below + step) if below else (step,)
+    if not below:
+        return (step,)
+    return (below, below + step)
 
 
 def _leaf_at(plan: ShardPlan, where: str) -> LeafPlan:
@@ -339,12 +341,15 @@ def _winning_rules(reason: Reason, tried: tuple[Attempt, ...]) -> list[str]:
     for attempt in tried:
         if attempt.outcome == "applied":
             winners |= dict.fromkeys(entry_axes(attempt.rule[1]), attempt)
-    return [
-        f"`{axis}` went to dim {winners[axis].dim} (`{winners[axis].name}`) by"
-        f" {_place(winners[axis])}; the rule that stands first wins"
-        for axis in reason.axes
-        if axis in winners
-    ]
+    texts = []
+    for axis in reason.axes:
+        winner = winners.get(axis)
+        if winner is not None:
+            texts.append(
+                f"`{axis}` went to dim {winner.dim} (`{winner.name}`) by"
+                f" {_place(winner)}; the rule that stands first wins"
+            )
+    return texts
 
 
 def _place(attempt: Attempt) -> str:
@@ -392,13 +397,9 @@ def _head(explanation: Explanation) -> list[str]:
 
 def _cells(dim: DimExplanation) -> tuple[str, ...]:
     size = str(dim.size) if dim.unit == 1 else f"{dim.size} in units of {dim.unit}"
-    axes = (dim.wanted, dim.kept, dim.dropped, dim.added, dim.free)
-    return (
-        str(dim.dim),
-        size,
-        entry_text(dim.name),
-        *["+".join(names) or "-" for names in axes],
-    )
+    columns = (dim.wanted, dim.kept, dim.dropped, dim.added, dim.free)
+    axes = ["+".join(names) or "-" for names in columns]
+    return (str(dim.dim), size, entry_text(dim.name), *axes)
 
 
 def _notes(explanation: Explanation) -> list[tuple[str, list[str]]]:
@@ -427,7 +428,8 @@ def _causes(explanation: DimExplanation | Explanation) -> list[str]:
 def _wrapped(note: str) -> list[str]:
     lines = textwrap.wrap(note, _WIDTH, break_on_hyphens=False, break_long_words=False)
     first = "".join(lines[:1])
-    return [f"  {first}", *[f"      {line}" for line in lines[1:]]]
+    others = [f"      {line}" for line in lines[1:]]
+    return [f"  {first}", *others]
 
 
 def _outcome(attempt: Attempt, dim: DimExplanation) -> str:

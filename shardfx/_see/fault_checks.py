@@ -2,7 +2,6 @@
 programs, by the records of `_step/faults`. It reads what specs and shapes answer.
 """
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,7 +9,12 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from .._ground.spec import canonical_entry, entries_of, entry_axes
+from .._ground.spec import (
+    canonical_entry,
+    entries_of,
+    entry_axes,
+    shards_over,
+)
 from .._ground.text import plural, spec_text
 from .._plan import Group
 from .._rules import members_of
@@ -37,9 +41,10 @@ def _finding(subject: Subject, fault: Fault, groups: Sequence[Group]) -> Finding
     spec = spec_text(entries_of(first.row.spec))
     others = f", and {plural(len(groups) - 1, 'other')}" if groups[1:] else ""
     counts = f"{fault.wrong} of {fault.flagged} programs that were run with such arrays"
-    advice = (
-        "change the layout" if fault.is_precise else "run `shardfx.testing.check_step`"
-    )
+    if fault.is_precise:
+        advice = "change the layout"
+    else:
+        advice = "run `shardfx.testing.check_step`"
     message = (
         f"sharded as {spec}{others}. XLA's partitioner computes wrong numbers for"
         f" {fault.pattern} ({fault.versions_text}): {counts} were wrong; {advice}."
@@ -70,10 +75,8 @@ def _selected(subject: Subject, predicate: ArrayPredicate) -> list[Group]:
 
 
 def _cut(subject: Subject, predicate: ArrayPredicate, group: Group) -> ArrayCut | None:
-    row = group.row
-    return matches_array(
-        predicate, row.shape, _cuts(group), dict(subject.content.mesh.shape)
-    )
+    sizes = dict(subject.content.mesh.shape)
+    return matches_array(predicate, group.row.shape, _cuts(group), sizes)
 
 
 def _cuts(group: Group) -> list[tuple[str, ...]]:
@@ -87,7 +90,9 @@ def _stack(group: Group) -> str:
     holds these arrays.
     """
     before = re.split(r"\d", group.paths[0], maxsplit=1)[0]
-    return before if before != group.paths[0] else before.partition("/")[0]
+    if before != group.paths[0]:
+        return before
+    return before.partition("/")[0]
 
 
 def _opposites(subject: Subject, stack: str) -> set[ArrayCut]:
@@ -110,7 +115,7 @@ def _fix(subject: Subject, group: Group) -> str:
     axes: list[str] = []
     for dim in cut_dims:
         axes += cuts[dim]
-    shards = math.prod(subject.content.mesh.shape[axis] for axis in axes)
+    shards = shards_over(axes, subject.content.mesh.shape)
     divisible_dims = [dim for dim in cut_dims if shape[dim] % shards == 0]
 
     entries: list[Any] = [None] * len(shape)

@@ -211,12 +211,13 @@ def _paragraph(finding: Finding) -> list[str]:
         break_on_hyphens=False,
         break_long_words=False,
     )
-    fix = [printable(line) for line in finding.fix.split("\n")]
-    return [
-        head,
-        *[f"    {line}" for line in message],
-        *[f"    fix: {line}" for line in fix if line],
-    ]
+    lines = [head]
+    for line in message:
+        lines.append(f"    {line}")
+    for line in map(printable, finding.fix.split("\n")):
+        if line:
+            lines.append(f"    fix: {line}")
+    return lines
 
 
 def _others(findings: Findings) -> str:
@@ -229,9 +230,8 @@ def _summary(findings: Findings) -> str:
         return "no findings"
     numbers = collections.Counter(finding.severity for finding in findings)
     plurals = {"info": "info"}
-    counts = [
-        plural(numbers[severity], severity, plurals.get(severity))
-        for severity in SEVERITIES
-        if numbers[severity]
-    ]
+    counts = []
+    for severity in SEVERITIES:
+        if numbers[severity]:
+            counts.append(plural(numbers[severity], severity, plurals.get(severity)))
     return f"{plural(len(findings), 'finding')}: {', '.join(counts)}"

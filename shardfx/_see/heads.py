@@ -92,7 +92,7 @@ def _projections(subject: Subject) -> _Projections:
     projections = _Projections({}, {}, [])
     for group in subject.content.groups:
         segments = re.split("[/.]", group.paths[0])
-        parts = tuple("0" if part.isdigit() else part for part in segments)
+        parts = tuple(_without_number(segment) for segment in segments)
         role_position = None
         for position, part in enumerate(parts):
             layer = parts[:position]
@@ -109,6 +109,11 @@ def _projections(subject: Subject) -> _Projections:
             arrays = projections.layers.setdefault(layer, {}).setdefault(suffix, [])
             arrays.append((ROLES[parts[role_position]], group))
     return projections
+
+
+def _without_number(segment: str) -> str:
+    """A segment of a path, which is "0" for each number."""
+    return "0" if segment.isdigit() else segment
 
 
 def _cut_layer(

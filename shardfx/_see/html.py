@@ -96,14 +96,8 @@ def html_report(
 def page_of(data: Mapping[str, Any]) -> str:
     style = _read("report.css")
     template = _read("report.html")
-    script = "\n".join(
-        [
-            "'use strict';",
-            "(() => {",
-            *[_read(f"{name}.js") for name in _SCRIPTS],
-            "})();",
-        ]
-    )
+    sources = [_read(f"{name}.js") for name in _SCRIPTS]
+    script = "\n".join(["'use strict';", "(() => {", *sources, "})();"])
     parts = {
         # Only this script and this style can run, and nothing can be fetched, whatever
         # the names contain.
@@ -120,12 +114,12 @@ def page_of(data: Mapping[str, Any]) -> str:
         "data": embedded(packed(data)),
     }
     # One pass over the template: inserted text is not searched again.
-    pieces = template.split("{{")
-    filled = [
-        parts[name] + rest
-        for name, _, rest in (piece.partition("}}") for piece in pieces[1:])
-    ]
-    return "".join([pieces[0], *filled])
+    head, *pieces = template.split("{{")
+    filled = [head]
+    for piece in pieces:
+        name, _, following = piece.partition("}}")
+        filled += [parts[name], following]
+    return "".join(filled)
 
 
 def _read(name: str) -> str:
@@ -184,10 +178,9 @@ def packed(data: Mapping[str, Any]) -> dict[str, Any]:
     rows, other_rows = _within(
         _ROW_CHARACTERS, data["rows"], _shared, lambda row: row["bytes_per_device"]
     )
-    sums = {
-        name: sum(row[name] for row in other_rows)
-        for name in ("arrays", "bytes", "bytes_per_device")
-    }
+    sums = {}
+    for name in ("arrays", "bytes", "bytes_per_device"):
+        sums[name] = sum(row[name] for row in other_rows)
     findings, other_findings = _within(_LIST_CHARACTERS, _shown(data["findings"]))
     others = {name: _shown(data[name]) for name in _WHOLE}
     return {
@@ -255,12 +248,9 @@ def _within(
     Rows with more `weight` are kept first; without `weight`, the first rows are.
     Returns the value and the other rows.
     """
-    numbers = range(len(rows))
-    ranked = (
-        numbers
-        if weight is None
-        else sorted(numbers, key=lambda number: -weight(rows[number]))
-    )
+    ranked: Sequence[int] = range(len(rows))
+    if weight is not None:
+        ranked = sorted(ranked, key=lambda number: -weight(rows[number]))
     count = len(rows)
     while True:
         chosen = sorted(ranked[:count])

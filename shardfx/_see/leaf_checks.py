@@ -20,21 +20,20 @@ from .subject import Subject, code_of, has_code, rule_of
 def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
     """A finding for each array of at least `limit` bytes that every device holds whole."""
     content = subject.content
-    if content.mesh.size == 1 or not any(
+    shards_some = any(
         entries_of(row.requested) or row.strategies for row in content.rows
-    ):
-        return  # rules that shard nothing at all are those of data parallelism
+    )
+    # Rules that shard nothing at all are those of data parallelism.
+    if content.mesh.size == 1 or not shards_some:
+        return
     for group in content.groups:
         row = group.row
         size, shard = content.byte_counts[group.number]
+        if size < limit or size != shard or row.rule is None:
+            continue
         # If the array could not be sharded as requested, `corrected` reports it, with
         # the reason.
-        if (
-            size < limit
-            or size != shard
-            or row.rule is None
-            or any(reason.code.is_cut for reason in row.reasons)
-        ):
+        if any(reason.code.is_cut for reason in row.reasons):
             continue
         cause = _asks(group)
         if has_code(row.reasons, Code.skipped):
@@ -139,7 +138,9 @@ def _of_axis(subject: Subject, shorts: list[_Short]) -> Finding:
     axis_text = f"`{axis}` ({size})"
     arrays = plural(sum(len(short.group.paths) for short in shorts), "array")
     cause = f"{arrays} are not divisible by {axis_text} as asked"
-    codes = {reason.code for short in shorts for reason in short.reasons}
+    codes = set()
+    for short in shorts:
+        codes.update(reason.code for reason in short.reasons)
     if codes == {Code.unit}:
         cause = f"{axis_text} would cut inside units of {arrays}"
 
@@ -156,16 +157,15 @@ def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
     """The reasons for which an array is sharded less than its rule requests."""
     if subject.strict:
         return tuple(reason for reason in row.reasons if not reason.code.is_expected)
-    cuts = [reason for reason in row.reasons if reason.code.is_cut]
-    if subject.refine:
-        # The mesh has been split so that the dimension is sharded over all axes that
-        # divide it: no more is possible.
-        entries = entries_at(row.spec, len(row.shape))
-        cuts = [
-            reason
-            for reason in cuts
-            if reason.dim is None or not entry_axes(entries[reason.dim])
-        ]
+    entries = entries_at(row.spec, len(row.shape))
+    cuts = []
+    for reason in row.reasons:
+        # With `refine` the mesh has been split so that a dimension is sharded over all
+        # axes that divide it: no more is possible.
+        is_sharded = reason.dim is not None and bool(entry_axes(entries[reason.dim]))
+        is_as_far_as_possible = subject.refine and is_sharded
+        if reason.code.is_cut and not is_as_far_as_possible:
+            cuts.append(reason)
     return tuple(cuts)
 
 
@@ -287,13 +287,10 @@ def uneven_layers(subject: Subject) -> Iterator[Finding]:
 def _stack(group: Group) -> object:
     # A number at the end of a path is no layer: the rows and columns of a square matrix
     # are `w/0` and `w/1`.
-    last = group.paths[0].rpartition("/")[2]
-    return (
-        between_numbers(group.paths[0]),
-        last if last.isdigit() else "",
-        group.row.shape,
-        group.row.dtype,
-    )
+    path = group.paths[0]
+    last = path.rpartition("/")[2]
+    last_number = last if last.isdigit() else ""
+    return between_numbers(path), last_number, group.row.shape, group.row.dtype
 
 
 def _count(groups: list[Group]) -> int:

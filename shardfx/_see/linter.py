@@ -254,12 +254,11 @@ def _kinds(
             kinds_matcher([(regex, kind)])
             valid.append((regex, kind))
         except RuleError as error:
-            corrected_pair = []
-            if kind not in MEMORY_KINDS:
-                corrected_pair = [
-                    (regex, other) for other in nearest(kind, MEMORY_KINDS)[:1]
-                ]
-            pairs_of_fix = (*pairs[:number], *corrected_pair, *pairs[number + 1 :])
+            pairs_of_fix = (*pairs[:number], *pairs[number + 1 :])
+            similar = nearest(kind, MEMORY_KINDS)
+            if kind not in MEMORY_KINDS and similar:
+                corrected_pair = (regex, similar[0])
+                pairs_of_fix = (*pairs[:number], corrected_pair, *pairs[number + 1 :])
             where = f"memory_kinds[{number}] {regex!r}"
             fix = f"memory_kinds = {pairs_of_fix!r}"
             findings.append(Finding("invalid", "error", where, 0, str(error), fix))

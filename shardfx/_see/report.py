@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .._ground.reason import Reason
 from .._ground.spec import (
     UNCONSTRAINED,
     constrained,
@@ -74,6 +75,11 @@ def report_data(
         hardware = {name: getattr(find(chip), name) for name in _OF_CHIP}
     listed = tuple(findings)
     totals = _totals(plan, rows)
+    fit_data = None
+    step = None
+    if fit is not None:
+        fit_data = _fit(fit)
+        step = step_data(fit)
     return {
         "format": FORMAT,
         "title": title,
@@ -83,11 +89,11 @@ def report_data(
         "totals": totals,
         "rows": [_row(row, plan.mesh) for row in rows],
         "memory": _memory(rows, fit),
-        "fit": None if fit is None else _fit(fit),
-        "step": None if fit is None else step_data(fit),
+        "fit": fit_data,
+        "step": step,
         "chip": hardware,
         "findings": [dataclasses.asdict(finding) for finding in listed],
-        "traffic": None if traffic is None else _traffic(traffic),
+        "traffic": _traffic(traffic),
     }
 
 
@@ -109,17 +115,21 @@ def _mesh(mesh: MeshSpec) -> dict[str, object]:
 
 def _totals(plan: ShardPlan, rows: Sequence[Group]) -> dict[str, object]:
     replicated_bytes = 0
-    if plan.mesh.size > 1:
-        replicated_bytes = sum(
-            row.bytes for row in rows if row.bytes_per_device == row.bytes
-        )
+    arrays = 0
+    corrected_arrays = 0
+    for row in rows:
+        arrays += len(row.paths)
+        if _is_less(row.row):
+            corrected_arrays += len(row.paths)
+        if plan.mesh.size > 1 and row.bytes_per_device == row.bytes:
+            replicated_bytes += row.bytes
     return {
-        "arrays": sum(len(row.paths) for row in rows),
+        "arrays": arrays,
         "bytes": plan.bytes_total,
         "bytes_per_device": plan.bytes_per_device,
         "even_bytes_per_device": -(-plan.bytes_total // plan.mesh.size),
         "replicated_bytes": replicated_bytes,
-        "corrected_arrays": sum(len(row.paths) for row in rows if _is_less(row.row)),
+        "corrected_arrays": corrected_arrays,
     }
 
 
@@ -173,31 +183,32 @@ def _verdict(
 
 def _row(row: Group, mesh: MeshSpec) -> dict[str, object]:
     leaf = row.row
+    names = None
+    if leaf.names is not None:
+        names = [*map(entry_text, leaf.names)]
+    shard = shard_shape(leaf.shape, constrained(leaf.spec), mesh.shape)
     return {
         "path": row.where,
         "arrays": len(row.paths),
         "array": array_text(leaf.dtype, leaf.shape),
         "shape": list(leaf.shape),
-        "shard_shape": list(
-            shard_shape(leaf.shape, constrained(leaf.spec), mesh.shape)
-        ),
-        "names": (
-            None if leaf.names is None else [entry_text(name) for name in leaf.names]
-        ),
+        "shard_shape": list(shard),
+        "names": names,
         "requested": _axes(leaf, leaf.requested),
         "spec": _axes(leaf, leaf.spec),
         "lost": [dim for dim, axes in enumerate(_lost(leaf)) if axes],
         "less": _is_less(leaf),
         "strategies": [step.text for step in leaf.strategies],
         "rule": leaf.rule,
-        "reasons": [
-            {**vars(why), "code": why.code.name, "axes": list(why.axes)}
-            for why in leaf.reasons
-        ],
+        "reasons": [*map(_reason, leaf.reasons)],
         "memory_kind": leaf.memory_kind,
         "bytes": row.bytes,
         "bytes_per_device": row.bytes_per_device,
     }
+
+
+def _reason(why: Reason) -> dict[str, object]:
+    return {**vars(why), "code": why.code.name, "axes": list(why.axes)}
 
 
 def _lost(leaf: Row) -> list[list[str]]:
@@ -222,7 +233,8 @@ def _axes(leaf: Row, spec: Any) -> list[list[str] | None]:
     """
     axes: list[list[str] | None] = []
     for entry in entries_of(spec):
-        axes.append(None if entry is UNCONSTRAINED else list(entry_axes(entry)))
+        entry_names = None if entry is UNCONSTRAINED else list(entry_axes(entry))
+        axes.append(entry_names)
     for _ in range(len(leaf.shape) - len(axes)):
         axes.append([])
     return axes
@@ -237,19 +249,17 @@ def _memory(rows: Sequence[Group], fit: Fit | None) -> list[dict[str, object]]:
     `params`. Bytes in host memory are separate entries.
     """
     sums = collections.Counter[tuple[str, str | None]]()
+    amounts: list[tuple[tuple[str, str | None], int]]
     if fit is None:
         for row in rows:
-            sums[row.where.partition("/")[0], row.row.memory_kind] += (
-                row.bytes_per_device
-            )
+            root = row.where.partition("/")[0]
+            sums[root, row.row.memory_kind] += row.bytes_per_device
         amounts = sums.most_common()
     else:
         amounts = [((row.group, None), row.bytes) for row in fit.rows if row.bytes]
-        amounts += [
-            ((row.group, "pinned_host"), row.host_bytes)
-            for row in fit.rows
-            if row.host_bytes
-        ]
+        for row in fit.rows:
+            if row.host_bytes:
+                amounts.append(((row.group, "pinned_host"), row.host_bytes))
     return [
         {"group": group, "memory_kind": kind, "bytes_per_device": count}
         for (group, kind), count in amounts
@@ -257,18 +267,14 @@ def _memory(rows: Sequence[Group], fit: Fit | None) -> list[dict[str, object]]:
 
 
 def _fit(fit: Fit) -> dict[str, object]:
-    changes = [dataclasses.asdict(change) for change in fit.changes]
-    data = {
+    return {
         "basis": fit.basis,
         "peak_bytes": fit.peak_bytes,
         "fits": fit.fits,
-        "changes": changes,
-    }
-    data |= {
+        "changes": [*map(dataclasses.asdict, fit.changes)],
         "batch": fit.batch,
         "notes": list(fit.notes),
     }
-    return data
 
 
 _SUMS = ("devices", "wire_bytes", "dcn_bytes")
@@ -286,16 +292,18 @@ _SENT = (
 )
 
 
-def _traffic(traffic: Traffic) -> dict[str, object]:
+def _traffic(traffic: Traffic | None) -> dict[str, object] | None:
+    if traffic is None:
+        return None
     rows = []
     for row in traffic.rows:
-        place = row.source and f"{row.source.file}:{row.source.line}"
-        data = {name: getattr(row, name) for name in _SENT} | {
-            "axes": list(row.axes),
-            "source": place,
-        }
-        rows.append({**data, "function": row.source and row.source.function})
-    return {**{name: getattr(traffic, name) for name in _SUMS}, "rows": rows}
+        data: dict[str, object] = {name: getattr(row, name) for name in _SENT}
+        data["axes"] = list(row.axes)
+        data["source"] = row.source and f"{row.source.file}:{row.source.line}"
+        data["function"] = row.source and row.source.function
+        rows.append(data)
+    sums = {name: getattr(traffic, name) for name in _SUMS}
+    return {**sums, "rows": rows}
 
 
 # The number of lines shown before and after a line that makes arrays, and of shardings
@@ -311,10 +319,10 @@ def step_data(fit: Fit) -> dict[str, object] | None:
     not know the shardings of a step.
     """
     shardings = fit.shardings
-    return shardings and {
-        "moment": [_held(array) for array in fit.peak_arrays if array.bytes],
-        "source": _source(shardings.rows),
-    }
+    if not shardings:
+        return None
+    moment = [_held(array) for array in fit.peak_arrays if array.bytes]
+    return {"moment": moment, "source": _source(shardings.rows)}
 
 
 def _held(array: LargeArray) -> dict[str, object]:
@@ -351,26 +359,24 @@ def _source(rows: Sequence[ArrayRow]) -> list[dict[str, object]]:
             text = f"{array} {spec_text(entries_of(row.spec))}"
             texts_by_line = texts_by_file.setdefault(row.source.file, {})
             texts_by_line.setdefault(row.source.line, {})[text] = None
-    return [
-        {"file": file, "lines": _lines(file, texts_by_line)}
-        for file, texts_by_line in texts_by_file.items()
-        if linecache.getlines(file)
-    ]
+    sources: list[dict[str, object]] = []
+    for file, texts_by_line in texts_by_file.items():
+        if linecache.getlines(file):
+            sources.append({"file": file, "lines": _lines(file, texts_by_line)})
+    return sources
 
 
 def _lines(
     file: str, texts_by_line: dict[int, dict[str, None]]
 ) -> list[dict[str, object]]:
     text = linecache.getlines(file)
-    near = {
-        number + by for number in texts_by_line for by in range(-_AROUND, _AROUND + 1)
-    }
-    return [
-        {
-            "number": number,
-            "text": text[number - 1].rstrip("\n"),
-            "makes": list(texts_by_line.get(number, {}))[:_LAYOUTS],
-        }
-        for number in sorted(near)
-        if 0 < number <= len(text)
-    ]
+    near: set[int] = set()
+    for number in texts_by_line:
+        near.update(range(number - _AROUND, number + _AROUND + 1))
+
+    lines: list[dict[str, object]] = []
+    for number in sorted(near.intersection(range(1, len(text) + 1))):
+        arrays = list(texts_by_line.get(number, {}))
+        line = text[number - 1].rstrip("\n")
+        lines.append({"number": number, "text": line, "makes": arrays[:_LAYOUTS]})
+    return lines

@@ -12,7 +12,7 @@ from typing import Any
 from .._ground.spec import entry_axes
 from .._ground.text import between_numbers, entry_text
 from .._plan import Group, axes_used, misspelled_axes
-from .._rules import AxisRules, alias_chain
+from .._rules import AxisRules, alias_chain, axes_in
 from .finding import Finding, Severity
 from .subject import Subject
 
@@ -94,10 +94,9 @@ def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
         fix = f"{variable} = {variable}.extend(mesh_axes=({axis!r},))"
         advice = f"If it is for the batch alone, declare it: `{fix}`"
         if axis in misspellings:
-            renamed = {
-                misspellings.get(name, name): count
-                for name, count in mesh.shape.items()
-            }
+            renamed = {}
+            for name, count in mesh.shape.items():
+                renamed[misspellings.get(name, name)] = count
             fix = f"mesh = MeshSpec({renamed!r})"
             advice = (
                 f"The rules use {misspellings[axis]!r}, which the mesh lacks: if that"
@@ -161,9 +160,8 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
                 contradictions.setdefault((name, size), []).append(group)
 
     for (name, size), contradicting in contradictions.items():
-        is_of_another = any(
-            size in sizes for other, sizes in counts.items() if other != name
-        )
+        names_of_size = {other for other, sizes in counts.items() if size in sizes}
+        is_of_another = bool(names_of_size - {name})
         if not is_of_another and _in_one_module(contradicting):
             continue
         message = (
@@ -181,11 +179,11 @@ def _pairs(names: Names, shape: tuple[int, ...]) -> list[tuple[str, int]]:
     """The logical names of an array that are strings, each with the size of its
     dimension.
     """
-    return [
-        (name, size)
-        for name, size in zip(names, shape, strict=False)
-        if isinstance(name, str) and size
-    ]
+    named = []
+    for name, size in zip(names, shape, strict=False):
+        if isinstance(name, str) and size:
+            named.append((name, size))
+    return named
 
 
 def _counts(groups: list[Group], names: list[Names]) -> Counts:
@@ -233,10 +231,7 @@ def _is_sharded(name: str, axes: AxisRules | None) -> bool:
     if axes is None:
         return False
     mapped_name = alias_chain(name, axes)[-1]
-    rules = [*axes.rules]
-    for _, rules_of_mode in axes.modes:
-        rules += rules_of_mode
-    return any(entry_axes(target) for other, target in rules if other == mapped_name)
+    return mapped_name in [name for name, _ in axes_in(axes)]
 
 
 # The end of a projection's path: the leaf of a module with one matrix.

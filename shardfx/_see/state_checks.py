@@ -4,7 +4,6 @@ differ only in numbers.
 """
 
 import itertools
-import math
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,7 +11,13 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from .._ground.reason import Code
-from .._ground.spec import entries_at, entries_of, entry_axes, trimmed
+from .._ground.spec import (
+    entries_at,
+    entries_of,
+    entry_axes,
+    shards_over,
+    trimmed,
+)
 from .._ground.text import bytes_text, together
 from .._plan import Group, Request, Row, correspondences, shard_over
 from .._rules import axes_of_target, fsdp
@@ -59,10 +64,7 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
     for axis, size in subject.content.mesh.shape.items():
         free = [state for state in states if axis not in _axes_of(state.group.row)]
         is_of_parameters = any(axis in _axes_of(state.param) for state in states)
-        if any(
-            axis in _axes_of(state.group.row) and axis not in _axes_of(state.param)
-            for state in states
-        ):
+        if any(_is_added(axis, state) for state in states):
             free = [state for state in free if not state.group.row.reasons]
             message = f"other states are sharded over `{axis}`, these are not"
             least_bytes = 0
@@ -87,14 +89,19 @@ def _axes_of(row: Row) -> tuple[str, ...]:
     return axes_of_target(row.spec)
 
 
+def _is_added(axis: str, state: _State) -> bool:
+    """Whether a mesh axis shards the leaves of a state, and not their parameter."""
+    return axis in _axes_of(state.group.row) and axis not in _axes_of(state.param)
+
+
 def _unlike_parameters(subject: Subject, states: list[_State]) -> Iterator[Finding]:
     """Findings for leaves that are sharded otherwise than their parameters."""
     sizes = subject.content.mesh.shape
     for state in states:
         spec = state.group.row.spec
         follows = state.follows
-        shards = math.prod(sizes[axis] for axis in axes_of_target(spec))
-        followed_shards = math.prod(sizes[axis] for axis in axes_of_target(follows))
+        shards = shards_over(axes_of_target(spec), sizes)
+        followed_shards = shards_over(axes_of_target(follows), sizes)
         if shards < followed_shards:
             message = (
                 f"it is sharded over {_axes_text(spec)}, its parameter over"
@@ -136,11 +143,10 @@ def _states(subject: Subject) -> list[_State]:
         return []
     # A single letter may be a module as well as a moment (values next to queries, for
     # example). Moments always occur together.
-    state_branches = {
-        root: groups
-        for root, groups in branches.items()
-        if root not in _MOMENTS or _MOMENTS <= branches.keys()
-    }
+    state_branches = dict(branches)
+    if not _MOMENTS <= branches.keys():
+        for letter in _MOMENTS:
+            state_branches.pop(letter, None)
     best: list[_State] = []
     for root, params in branches.items():
         param_rows: dict[str, Row] = {}
@@ -177,9 +183,11 @@ def _state(root: str, group: Group, params: dict[str, Row]) -> _State | None:
             entries = entries_at(param.spec, len(param.shape))
             specs = set()
             for dims in correspondences(param.shape, shape):
-                specs.add(
-                    trimmed([None if dim is None else entries[dim] for dim in dims])
-                )
+                entries_of_dims = []
+                for dim in dims:
+                    entry = None if dim is None else entries[dim]
+                    entries_of_dims.append(entry)
+                specs.add(trimmed(entries_of_dims))
             # Dimensions of equal sizes may be sharded differently: then nothing says
             # what the state follows.
             if len(specs) == 1:
@@ -206,9 +214,10 @@ def _covers(spec: PartitionSpec, base: PartitionSpec) -> bool:
     it under `base`.
     """
     pairs = itertools.zip_longest(entries_of(spec), entries_of(base))
-    return all(
-        set(entry_axes(theirs)) <= set(entry_axes(ours)) for ours, theirs in pairs
-    )
+    for ours, theirs in pairs:
+        if not set(entry_axes(theirs)) <= set(entry_axes(ours)):
+            return False
+    return True
 
 
 def _shardable_over(

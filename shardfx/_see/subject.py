@@ -48,10 +48,13 @@ def code_of(value: object) -> str:
         case Pipeline():
             return " | ".join(map(code_of, value.steps))
         case tuple():
-            return f"({', '.join(map(code_of, value))}{',' if len(value) == 1 else ''})"
+            inner = ", ".join(map(code_of, value))
+            return f"({inner},)" if len(value) == 1 else f"({inner})"
     if value is UNCONSTRAINED:
         return "PartitionSpec.UNCONSTRAINED"
-    return "..." if value is ... else repr(value)
+    if value is ...:
+        return "..."
+    return repr(value)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,7 +109,8 @@ class Subject:
         stacked = int(len(shape) > 2)
         counts = []
         for size, unit in zip(shape, units or [1] * len(shape), strict=True):
-            counts.append(size // unit if size % unit == 0 else 1)
+            count = size // unit if size % unit == 0 else 1
+            counts.append(count)
         sizes = sorted(
             self.content.mesh.shape.items(),
             key=lambda item: (item[0] != "fsdp", -item[1]),
@@ -129,7 +133,9 @@ class Subject:
         if not pairs:
             return replicate
         _, axis = pairs[0]
-        return fsdp(axis, skip_dims=(0,) if len(shape) > 2 else ())
+        if len(shape) > 2:
+            return fsdp(axis, skip_dims=0)
+        return fsdp(axis)
 
     @property
     def _for_all(self) -> Any:
@@ -223,9 +229,10 @@ class Subject:
         """
         deciding, counts = self._deciding
         counts_of_paths = collections.Counter(map(deciding.get, dict.fromkeys(paths)))
-        return {
-            number: counts[number] > count for number, count in counts_of_paths.items()
-        }
+        shards_others = {}
+        for number, count in counts_of_paths.items():
+            shards_others[number] = counts[number] > count
+        return shards_others
 
     @ft.cached_property
     def _deciding(
@@ -236,11 +243,10 @@ class Subject:
         of leaves by this index.
         """
         columns = zip(self.flat.paths, self.leaf_names, self.flat.is_array, strict=True)
-        rule_by_path = {
-            path: first_match(path, self.patterns)
-            for path, names, is_array in columns
-            if is_array and names is None
-        }
+        rule_by_path = {}
+        for path, names, is_array in columns:
+            if is_array and names is None:
+                rule_by_path[path] = first_match(path, self.patterns)
         return rule_by_path, collections.Counter(rule_by_path.values())
 
 
@@ -248,7 +254,9 @@ def rule_of(group: Group) -> str:
     """The text that stands in messages for the rule that shards these arrays; "its
     names" if names decide.
     """
-    return "its names" if group.row.rule == "names" else str(group.row.rule)
+    if group.row.rule == "names":
+        return "its names"
+    return str(group.row.rule)
 
 
 def has_code(reasons: Iterable[Reason], code: Code) -> bool:
