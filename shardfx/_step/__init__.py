@@ -37,6 +37,7 @@ from .explicit import (
     array_leaves,
     auto_twin,
     explicit_mesh,
+    is_about_constants,
     is_typed,
     on_auto_axes,
     one_device_form,

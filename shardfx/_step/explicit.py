@@ -4,7 +4,7 @@ and calls on Auto axes.
 
 import contextlib
 import functools as ft
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -132,6 +132,18 @@ def on_auto_axes(
     ]
 
 
+def _untyped(constant: Any) -> Any:
+    """A constant of a step, through the host if its type has Explicit axes. Within
+    `jax.set_mesh`, every new array has them.
+    """
+    if isinstance(constant, Tracer) or not is_typed(constant):
+        return constant
+    if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
+        data = np.asarray(jax.random.key_data(constant))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(constant))
+    return np.asarray(constant)
+
+
 class PlainStep(NamedTuple):
     """A step without its shardings.
 
@@ -156,7 +168,8 @@ class PlainStep(NamedTuple):
     def _evaluated(self, arrays: Sequence[Any]) -> list[Any]:
         mesh = jax.sharding.get_abstract_mesh()
         evaluator = _Unsharder(_NO_MESH if mesh.explicit_axes else mesh)
-        return evaluator.run(self.closed.jaxpr, self.closed.consts, arrays)
+        consts = list(map(_untyped, self.closed.consts))
+        return evaluator.run(self.closed.jaxpr, consts, arrays)
 
     def result(self, arrays: Sequence[Any]) -> PyTree:
         """The step's result with these arrays."""
@@ -173,8 +186,8 @@ def plain_step(
 
     A mesh of the same names with sizes of 1 allows every spec, and no type there names
     an axis. So a step is traced over such a mesh first. A step that names its own mesh
-    is traced for that. With `alone`, the step is for one device; otherwise a
-    `shard_map` must be over `mesh`.
+    is traced for that, and one that computes constants without any. With `alone`, the
+    step is for one device; otherwise a `shard_map` must be over `mesh`.
     """
     function = unwrapped(step)
 
@@ -191,9 +204,21 @@ def plain_step(
             return plain
         with over(auto_twin(mesh)):
             return trace(typed=False)
-    except (TypeError, ValueError):
+    except (AssertionError, TypeError, ValueError) as error:
+        if is_about_constants(error):
+            with over(_NO_MESH):
+                return trace(typed=False)
         with over(mesh):
             return trace(typed=True)
+
+
+def is_about_constants(error: BaseException) -> bool:
+    """Whether an error of JAX's is of a constant that is computed while a function is
+    traced on a mesh without devices, as solvers do by `jax.ensure_compile_time_eval`.
+    """
+    # Within `jax.set_mesh`, JAX asserts that its mesh has the size of the other one.
+    is_of_sizes = isinstance(error, AssertionError)
+    return is_of_sizes or "only AbstractMesh exists" in str(error)
 
 
 def has_shard_map(program: object) -> bool:
@@ -218,6 +243,8 @@ class _Unsharder:
     def __init__(self, mesh: AbstractMesh):
         self.mesh = mesh
         self.contexts: dict[tuple[int, AbstractMesh], Any] = {}
+        # By the identity of a program: the function that calls of it call.
+        self.functions: dict[int, Callable[..., Sequence[Any]]] = {}
 
     def run(
         self, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any]
@@ -231,7 +258,7 @@ class _Unsharder:
         if name in _LAYOUTS:
             return operands
         if name in CALLS:
-            return self.run(*opened(equation.params[CALLS[name]]), operands)
+            return self.called(equation)(*operands)
         if name == "device_put":
             return list(map(_moved, operands, equation.params["devices"]))
         if name == "shard_map":
@@ -244,7 +271,32 @@ class _Unsharder:
             elif name in _NESTED:
                 params[key] = retraced(parameter, self.run)
         plain = equation.replace(params=params, ctx=self.context(equation, self.mesh))
-        return applied(jaxpr, plain, operands)
+        if name != "scan":
+            return applied(jaxpr, plain, operands)
+
+        forwarded = _forwarded(plain)
+        computed = iter(applied(jaxpr, _without(plain, forwarded), operands))
+        results = []
+        for index in range(len(plain.outvars)):
+            if index in forwarded:
+                results.append(operands[forwarded[index]])
+            else:
+                results.append(next(computed))
+        return results
+
+    def called(self, call: jex.JaxprEqn) -> Callable[..., Sequence[Any]]:
+        """The function that a call is of, such as a `jax.jit` in the step. Calls of one
+        program are of one function, as in the step: it is traced once.
+        """
+        program = call.params[CALLS[call.primitive.name]]
+        if id(program) not in self.functions:
+
+            def function(*operands: Any) -> list[Any]:
+                return self.run(*opened(program), operands)
+
+            function.__name__ = call.params.get("name", call.primitive.name)
+            self.functions[id(program)] = jax.jit(function)
+        return self.functions[id(program)]
 
     def shard_map(
         self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, operands: list[Any]
@@ -264,6 +316,41 @@ class _Unsharder:
             with equation.ctx.manager, over(mesh):
                 self.contexts[key] = jax.make_jaxpr(jnp.sin)(0.0).jaxpr.eqns[0].ctx
         return self.contexts[key]
+
+
+def _forwarded(scan: jex.JaxprEqn) -> dict[int, int]:
+    """The results of a `scan` that its body takes from an operand as they are: the
+    index of the operand for that of the result.
+
+    A weight that the body reshards is a value of its own, which the derivative stores
+    for each iteration. Without the `reshard` it is the weight.
+    """
+    body = scan.params["jaxpr"].jaxpr
+    carry_count = scan.params["num_carry"]
+    first = scan.params["num_consts"] + carry_count
+    scanned = {
+        variable: index for index, variable in enumerate(body.invars) if index >= first
+    }
+    forwarded = {}
+    for index in range(carry_count, len(body.outvars)):
+        variable = body.outvars[index]
+        if not isinstance(variable, jex.Literal) and variable in scanned:
+            forwarded[index] = scanned[variable]
+    return forwarded
+
+
+def _without(scan: jex.JaxprEqn, indices: Collection[int]) -> jex.JaxprEqn:
+    """A `scan` without the results of these indices."""
+    closed = scan.params["jaxpr"]
+    remaining = [n for n in range(len(scan.outvars)) if n not in indices]
+    body = closed.jaxpr.replace(
+        outvars=[closed.jaxpr.outvars[n] for n in remaining],
+        debug_info=closed.jaxpr.debug_info.with_unknown_names(),
+    )
+    return scan.replace(
+        outvars=[scan.outvars[n] for n in remaining],
+        params={**scan.params, "jaxpr": jex.ClosedJaxpr(body, closed.consts)},
+    )
 
 
 def _moved(array: Any, target: object) -> Any:

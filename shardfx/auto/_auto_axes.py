@@ -11,7 +11,13 @@ from jaxtyping import PyTree
 from .._arrays import constrain
 from .._ground.tree import is_array_type
 from .._plan import ShardPlan, check_plan, correct, plan as plan_of
-from .._step import array_leaves, explicit_mesh, on_auto_axes
+from .._step import (
+    array_leaves,
+    explicit_mesh,
+    is_about_constants,
+    on_auto_axes,
+    plain_step,
+)
 
 
 def auto_axes(
@@ -73,6 +79,7 @@ def auto_axes(
         # JAX's own `auto_axes` takes arrays by position only
         # (https://github.com/jax-ml/jax/issues/33226).
         leaves, structure = jax.tree.flatten((args, kwargs))
+        mesh = explicit_mesh(leaves)
         results: list[PyTree] = []
 
         def run(arrays: Sequence[Any]) -> list[Any]:
@@ -85,18 +92,28 @@ def auto_axes(
             results.append(function(*inner_args, **inner_kwargs))
             return array_leaves(results[-1])
 
+        def run_plain(arrays: Sequence[Any]) -> list[Any]:
+            plain = plain_step(function, (args, kwargs), mesh, alone=False)
+            outs = plain.run(arrays)
+            results.append(plain.result(outs))
+            return outs
+
         def specs_of(_arrays: Sequence[Any]) -> list[PartitionSpec]:
             return _specs(results[-1], plan, out)
 
         arrays = array_leaves(leaves)
-        mesh = explicit_mesh(leaves)
         if mesh is None:
             typed = [
                 constrain(array, spec, plan)
                 for array, spec in zip(run(arrays), specs_of(()), strict=True)
             ]
         else:
-            typed = on_auto_axes(run, arrays, mesh, specs_of)
+            try:
+                typed = on_auto_axes(run, arrays, mesh, specs_of)
+            except ValueError as error:
+                if not is_about_constants(error):
+                    raise
+                typed = on_auto_axes(run_plain, arrays, mesh, specs_of)
         remaining = iter(typed)
         return jax.tree.map(
             lambda leaf: next(remaining) if is_array_type(type(leaf)) else leaf,

@@ -11,7 +11,9 @@ from jax import P
 from jax.sharding import AxisType, NamedSharding, reshard
 
 import shardfx as sfx
+from shardfx._step import explicit_mesh
 from shardfx.auto import auto_axes, constrain_step, name_axes, search
+from shardfx.auto._asked import without_shardings
 from shardfx.errors import SpecError
 
 
@@ -208,3 +210,74 @@ def test_specs_of_a_plan_are_the_specs_of_a_model_with_functions():
     result, total = sfx.filter_jit(typed)(sfx.shard(mlp, plan), jnp.ones((8, 4)))
     assert not sfx.misplaced(result, plan)
     assert result.activation is mlp.activation and total == 32
+
+
+def with_constants(params, x):
+    """As diffrax, lineax and optimistix compute constants while they are traced."""
+    with jax.ensure_compile_time_eval():
+        scale = jnp.sort(jnp.array([2.0, 0.0, 1.0]))[2]
+    return step(params, x * scale)
+
+
+def test_constants_are_computed_while_a_step_is_traced():
+    mesh = mesh_of(AxisType.Explicit)
+    args = arguments()
+    plans = planned(args, mesh)
+    placed = tuple(map(sfx.shard, args, plans))
+    out = (plans[0].specs, P())
+    for typed in (
+        constrain_step(with_constants, mesh, RULES),
+        auto_axes(with_constants, plans[0], out=out),
+    ):
+        params, value = sfx.filter_jit(typed)(*placed)
+        assert not sfx.misplaced(params, plans[0])
+        np.testing.assert_allclose(value, with_constants(*args)[1], rtol=1e-6)
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(
+            sfx.testing.unsharded(with_constants)(*args)[1], value, rtol=1e-6
+        )
+        assert name_axes(with_constants, *args)["mlp"].size == 64
+
+
+def typed_layers(params, x):
+    def layer(x, w):
+        up = reshard(w["up"], P(None, "tensor"))
+        down = reshard(w["down"], P("tensor"))
+        return jnp.matmul(jax.nn.relu(x @ up), down, out_sharding=P("data")), None
+
+    return jnp.mean(jax.lax.scan(layer, reshard(x, P("data")), params)[0] ** 2)
+
+
+def layers(params, x):
+    def layer(x, w):
+        return jax.nn.relu(x @ w["up"]) @ w["down"], None
+
+    return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+
+def test_a_step_without_its_shardings_is_the_plain_program():
+    """Neither weights that a loop reshards are stored again, nor calls inlined."""
+    params, x = arguments()
+    stacked = jax.tree.map(lambda w: jnp.stack([w, w, w]), params)
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        plain = without_shardings(
+            jax.grad(typed_layers), (stacked, x), explicit_mesh(())
+        )
+    typed_program = jax.make_jaxpr(plain.step)(*plain.args)
+    assert stored(typed_program) == stored(jax.make_jaxpr(jax.grad(layers))(stacked, x))
+
+
+def stored(program):
+    """The types that each loop of a program returns, and the calls in the loop."""
+    return [
+        (
+            [str(var.aval) for var in equation.outvars],
+            [
+                e.params["name"]
+                for e in equation.params["jaxpr"].eqns
+                if "name" in e.params
+            ],
+        )
+        for equation in program.eqns
+        if equation.primitive.name == "scan"
+    ]
