@@ -139,7 +139,7 @@ def _untyped(constant: Any) -> Any:
     if isinstance(constant, Tracer) or not is_typed(constant):
         return constant
     if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
-        data = np.asarray(jax.random.key_data(constant))
+        data: Any = np.asarray(jax.random.key_data(constant))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(constant))
     return np.asarray(constant)
 

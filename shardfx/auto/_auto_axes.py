@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import PyTree
 
 from .._arrays import constrain
@@ -30,7 +30,8 @@ def auto_axes(
     raises an error where they leave it open. A function that knows nothing of shardings
     runs on Auto axes instead, where the compiler chooses the shardings of intermediate
     values. As `jax.sharding.auto_axes`, with shardings from a plan. Derivatives go
-    through it.
+    through it. A function that computes constants while it is traced, as the solvers of
+    diffrax and lineax do, runs without constraints of its own.
 
     **Arguments:**
 
@@ -92,7 +93,7 @@ def auto_axes(
             results.append(function(*inner_args, **inner_kwargs))
             return array_leaves(results[-1])
 
-        def run_plain(arrays: Sequence[Any]) -> list[Any]:
+        def run_plain(mesh: AbstractMesh, arrays: Sequence[Any]) -> list[Any]:
             plain = plain_step(function, (args, kwargs), mesh, alone=False)
             outs = plain.run(arrays)
             results.append(plain.result(outs))
@@ -113,7 +114,8 @@ def auto_axes(
             except ValueError as error:
                 if not is_about_constants(error):
                     raise
-                typed = on_auto_axes(run_plain, arrays, mesh, specs_of)
+                plain = ft.partial(run_plain, mesh)
+                typed = on_auto_axes(plain, arrays, mesh, specs_of)
         remaining = iter(typed)
         return jax.tree.map(
             lambda leaf: next(remaining) if is_array_type(type(leaf)) else leaf,

@@ -11,7 +11,6 @@ from jax import P
 from jax.sharding import AxisType, NamedSharding, reshard
 
 import shardfx as sfx
-from shardfx._step import explicit_mesh
 from shardfx.auto import auto_axes, constrain_step, name_axes, search
 from shardfx.auto._asked import without_shardings
 from shardfx.errors import SpecError
@@ -259,10 +258,10 @@ def test_a_step_without_its_shardings_is_the_plain_program():
     """Neither weights that a loop reshards are stored again, nor calls inlined."""
     params, x = arguments()
     stacked = jax.tree.map(lambda w: jnp.stack([w, w, w]), params)
-    with jax.set_mesh(mesh_of(AxisType.Explicit)):
-        plain = without_shardings(
-            jax.grad(typed_layers), (stacked, x), explicit_mesh(())
-        )
+    mesh = mesh_of(AxisType.Explicit)
+    gradient = jax.grad(typed_layers)
+    with jax.set_mesh(mesh):
+        plain = without_shardings(gradient, (stacked, x), mesh.abstract_mesh)
     typed_program = jax.make_jaxpr(plain.step)(*plain.args)
     assert stored(typed_program) == stored(jax.make_jaxpr(jax.grad(layers))(stacked, x))
 
