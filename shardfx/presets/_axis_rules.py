@@ -98,18 +98,17 @@ def eformer(
     """
     arguments: dict[str, Field] = {**locals()}
     # One mesh axis may serve as both fsdp and dp.
+    batch_axes = dict.fromkeys((fully_sharded_data_parallel_axis, data_parallel_axis))
     usual: dict[str, Axes] = {
-        "batch_axis": tuple(
-            dict.fromkeys((fully_sharded_data_parallel_axis, data_parallel_axis))
-        ),
-        **dict.fromkeys(
-            ("sequence_axis", "query_sequence_axis", "key_sequence_axis"),
-            sequence_parallel_axis,
-        ),
-        **dict.fromkeys(
-            ("hidden_state_axis", "head_axis", "kv_head_axis"), tensor_parallel_axis
-        ),
-        **dict.fromkeys(("mlp_intermediate_axis", "vocab_axis"), tensor_parallel_axis),
+        "batch_axis": tuple(batch_axes),
+        "sequence_axis": sequence_parallel_axis,
+        "query_sequence_axis": sequence_parallel_axis,
+        "key_sequence_axis": sequence_parallel_axis,
+        "hidden_state_axis": tensor_parallel_axis,
+        "head_axis": tensor_parallel_axis,
+        "kv_head_axis": tensor_parallel_axis,
+        "mlp_intermediate_axis": tensor_parallel_axis,
+        "vocab_axis": tensor_parallel_axis,
         "expert_axis": expert_parallel_axis,
     }
     rules = dict[str, Axes]()
@@ -119,9 +118,10 @@ def eformer(
         rules[token] = usual.get(field) if isinstance(asked, _Unset) else asked
         if f"decode_{field}" in arguments:
             in_decode = arguments[f"decode_{field}"]
-            generation[token] = (
-                rules[token] if isinstance(in_decode, _Unset) else in_decode
-            )
+            if isinstance(in_decode, _Unset):
+                generation[token] = rules[token]
+            else:
+                generation[token] = in_decode
     decode = _generation_rules(rules, generation)
     modes = {
         tokens.MODE_TRAIN: (),
@@ -144,16 +144,15 @@ def _generation_rules(
     A token is a logical name. `rules` has the mesh axes of each token without a mode,
     `generation` the mesh axes of some tokens in the mode.
     """
-    changed = {
-        token: target for token, target in generation.items() if target != rules[token]
-    }
-    order = list(rules)
-    last = max(
-        (order.index(token) for token, target in changed.items() if target is not None),
-        default=0,
-    )
+    changed: dict[str, Axes] = {}
+    last = 0
+    for place, token in enumerate(rules):
+        if token in generation and generation[token] != rules[token]:
+            changed[token] = generation[token]
+            if generation[token] is not None:
+                last = place
     entries: list[tuple[str, Axes]] = []
-    for place, token in enumerate(order):
+    for place, token in enumerate(rules):
         if token in changed:
             # `None` ends the search: the base rule of the token is no fallback in this
             # mode.
@@ -237,16 +236,14 @@ def t5x(
     embed = [("embed", target) for target in _EMBED[activation_dims, parameter_dims]]
     # T5X puts a replicated `embed` after `vocab`. The position has no effect, but the
     # list is the same as T5X's.
-    rest = (
-        [_SHARDED[0], *embed, *_SHARDED[1:]]
-        if embed == [("embed", None)]
-        else [*_SHARDED, *embed]
-    )
-    added = (
-        additional_rules
-        if isinstance(additional_rules, AxisRules)
-        else AxisRules(additional_rules)
-    )
+    if embed == [("embed", None)]:
+        rest = [_SHARDED[0], *embed, *_SHARDED[1:]]
+    else:
+        rest = [*_SHARDED, *embed]
+    if isinstance(additional_rules, AxisRules):
+        added = additional_rules
+    else:
+        added = AxisRules(additional_rules)
     standard = AxisRules(
         [("batch", "data"), *rest, *((name, None) for name in _REPLICATED)],
         mesh_axes=("data", "model"),

@@ -71,19 +71,17 @@ def rows_for_rules(family: str, form: Form) -> Rows:
         "dense_layers": 1,
         "score_bias": True,
     }
-    rows = {
-        path: entry
-        for lora in (0, 1)
-        for path, entry in rows_of(family, {**every, "q_lora": lora}).items()
-    }
+    rows = rows_of(family, {**every, "q_lora": 0})
+    rows |= rows_of(family, {**every, "q_lora": 1})
     rows |= vision_rows_of(family) | further_rows_of(family)
     if family != "deepseek":
         return rows
-    # The fp8 checkpoint has, for each weight, an array of scales per block of 128 x 128. Its name has a suffix.
-    return {
-        path.replace(".weight", ".weight(_scale_inv)?"): entry
-        for path, entry in rows.items()
-    }
+    # The fp8 checkpoint has, for each weight, an array of scales per block of
+    # 128 x 128. Its name has a suffix.
+    with_scales = {}
+    for path, entry in rows.items():
+        with_scales[path.replace(".weight", ".weight(_scale_inv)?")] = entry
+    return with_scales
 
 
 def rules_of(
@@ -112,9 +110,9 @@ def rules_of(
     cut: dict[Target, list[str]] = {}
     for path, entry in rows.items():
         place = weights_of(path, entry)[0]
-        place_axes = (
-            over | {"experts": expert} if place.kind.startswith("expert_") else over
-        )
+        place_axes = over
+        if place.kind.startswith("expert_"):
+            place_axes = over | {"experts": expert}
         cut.setdefault(_target(place, place_axes, sizes, fsdp), []).append(path)
     rules: Rules = []
     for target, paths in cut.items():
@@ -128,13 +126,20 @@ def _target(
 ) -> Target:
     first = [group[0] for group in place.dims]
     # Latent axes are sharded over `fsdp` only if no other dimension is.
-    over = {**over, **dict.fromkeys(_LATENT, None if "embed" in first else fsdp)}
-    if not set(first) <= over.keys() or len(first) == 1 and first[0] not in _ALONE:
+    latent_axes = None if "embed" in first else fsdp
+    over = {**over, **dict.fromkeys(_LATENT, latent_axes)}
+    is_small_vector = len(first) == 1 and first[0] not in _ALONE
+    if is_small_vector or not set(first) <= over.keys():
         # Norms, biases and small tables.
         return fsdp_strategy(fsdp) if fsdp else replicate
-    units = tuple(math.prod(sizes[axis] for axis in group[1:]) for group in place.dims)
+
+    units = []
+    for _, *inner_axes in place.dims:
+        units.append(math.prod(sizes[axis] for axis in inner_axes))
     spec = P(*[over[axis] for axis in first])
-    return atomic(spec, units) if max(units) > 1 else spec
+    if max(units) > 1:
+        return atomic(spec, tuple(units))
+    return spec
 
 
 def _suffix(path: str, others: Sequence[str]) -> str:
@@ -157,16 +162,14 @@ def _regex(suffixes: Sequence[str]) -> str:
     """Returns one regex for several path suffixes. The suffix "norm.weight" also
     matches "layernorm.weight".
     """
-    short = [
-        end
-        for end in dict.fromkeys(suffixes)
-        if not any(end != suffix and end.endswith(suffix) for suffix in suffixes)
-    ]
+    short = []
+    for end in dict.fromkeys(suffixes):
+        # A longer suffix matches only what a shorter one matches too.
+        if not any(end != suffix and end.endswith(suffix) for suffix in suffixes):
+            short.append(end)
     heads, _, lasts = zip(*[end.rpartition(".") for end in short], strict=True)
     if len(short) == 1:
         return f"{short[0]}$"
-    return (
-        f"({'|'.join(heads)}).{lasts[0]}$"
-        if len({*lasts}) == 1
-        else f"({'|'.join(short)})$"
-    )
+    if len({*lasts}) == 1:
+        return f"({'|'.join(heads)}).{lasts[0]}$"
+    return f"({'|'.join(short)})$"

@@ -432,12 +432,13 @@ def _preset(
     """
     has_bias = family in ("qwen2", "glm4_moe")
     rows = rows_for_rules(family, {"qkv_bias": has_bias})
-    rules = [
-        (regex, optional(target))
-        for regex, target in rules_of(rows, sizes, fsdp, tensor)
-    ]
-    axes = [
-        (axes_or_axis,) if isinstance(axes_or_axis, str) else axes_or_axis
-        for axes_or_axis in (fsdp, tensor)
-    ]
-    return PathRules(rules, mesh_axes=(*axes[0], *axes[1]))
+    rules = []
+    for regex, target in rules_of(rows, sizes, fsdp, tensor):
+        rules.append((regex, optional(target)))
+    mesh_axes: list[str] = []
+    for axis_or_axes in (fsdp, tensor):
+        if isinstance(axis_or_axes, str):
+            mesh_axes.append(axis_or_axes)
+        else:
+            mesh_axes += axis_or_axes
+    return PathRules(rules, mesh_axes=mesh_axes)

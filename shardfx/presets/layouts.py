@@ -89,7 +89,9 @@ def infer_mode(shape: tuple[int, ...] | None, dim: int | None) -> str:
             f"`infer_mode({shape}, {dim})`: the shape has no dim {dim}; use one below"
             f" {len(shape)}."
         )
-    return tokens.MODE_DECODE if shape[dim] == 1 else tokens.MODE_TRAIN
+    if shape[dim] == 1:
+        return tokens.MODE_DECODE
+    return tokens.MODE_TRAIN
 
 
 # eformer's subclasses of DynamicShardingAxes, under eformer's names.

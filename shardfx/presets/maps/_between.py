@@ -37,7 +37,9 @@ def between(
     """
     kinds = together(places, lambda place: place.kind)
     rows = {path: weights_of(path, entry) for path, entry in target}
-    target_kinds = [weight.kind for row in rows.values() for weight in row]
+    target_kinds: list[str] = []
+    for weights in rows.values():
+        target_kinds += [weight.kind for weight in weights]
     _check_kinds(kinds, target_kinds, drop)
     rules = {}
     for path, entry in target:
@@ -83,16 +85,22 @@ def _check_splits(want: Weight, sizes: Sizes) -> None:
     """Raises `MapError` if the layouts split one width into axes in two ways, such as 4
     heads of 8 and 2 heads of 16: heads would be cut off, and the others padded.
     """
-    axes = [axis for group in want.dims for axis in group]
-    source = {axis: sizes.source[axis] for axis in axes if axis in sizes.source}
-    target = {axis: sizes.target[axis] for axis in axes if axis in sizes.target}
-    shared = [axis for axis in axes if axis in source and axis in target]
-    differing = [axis for axis in shared if source[axis] != target[axis]]
-    source_sizes = [source[axis] for axis in differing]
-    target_sizes = [target[axis] for axis in differing]
-    if differing and math.prod(source_sizes) == math.prod(target_sizes):
-        source_text = ", ".join(f"{axis}={source[axis]}" for axis in differing)
-        target_text = ", ".join(f"{axis}={target[axis]}" for axis in differing)
+    source_sizes: list[int] = []
+    target_sizes: list[int] = []
+    source_texts = []
+    target_texts = []
+    for axis in want.axes:
+        source = sizes.source.get(axis)
+        target = sizes.target.get(axis)
+        if source is None or target is None or source == target:
+            continue
+        source_sizes.append(source)
+        target_sizes.append(target)
+        source_texts.append(f"{axis}={source}")
+        target_texts.append(f"{axis}={target}")
+    if source_sizes and math.prod(source_sizes) == math.prod(target_sizes):
+        source_text = ", ".join(source_texts)
+        target_text = ", ".join(target_texts)
         raise MapError(
             f"`{want.path}`: the layouts split one width in two ways, {source_text} and"
             f" {target_text}; make both layouts from one configuration."
@@ -124,8 +132,8 @@ def _joined_ranges(sources: Sequence[Weight], want: Weight, sizes: Sizes) -> Fro
     if has_axis_in_path:
         in_path = tuple(name for name in want.in_path if name != axis)
         whole = whole._replace(dims=((axis,), *want.dims), in_path=in_path)
-    is_entry = want.range is not None and want.range.axis == axis
-    is_entry = is_entry and want.range is not None and not want.range.step
+    span = want.range
+    is_entry = span is not None and span.axis == axis and not span.step
     if is_entry:
         whole = whole._replace(dims=((axis,), *want.dims))
     if (axis,) not in whole.dims:
@@ -159,9 +167,9 @@ def _range_axis(sources: Sequence[Weight], want: Weight) -> str:
     """Returns the one axis of which each of `sources` has a range. Raises `MapError` if
     there is no such axis.
     """
-    axes = [None if source.range is None else source.range.axis for source in sources]
-    axis = axes[0]
-    if axis is None or any(other != axis for other in axes):
+    axes = {source.range and source.range.axis for source in sources}
+    axis = axes.pop()
+    if axis is None or axes:
         paths = ", ".join(source.path for source in sources)
         raise MapError(
             f"`{want.path}`: the source has `{want.kind}` in {paths}; give each a range"
@@ -220,4 +228,6 @@ def _concatenated(parts: Sequence[_RangePart], dim: int, want: Weight) -> From:
             rows.append(expressions[0])
         else:
             rows.append(From.stacked(expressions, dim=dim))
-    return rows[0] if len(rows) == 1 else From.concat(rows, dim=dim)
+    if len(rows) == 1:
+        return rows[0]
+    return From.concat(rows, dim=dim)

@@ -109,7 +109,9 @@ class _Conversion:
         """The dimensions for a `group` of axes: one for the whole group if it is in
         `whole`, else one per axis.
         """
-        return [group] if group in self.whole else [(axis,) for axis in group]
+        if group in self.whole:
+            return [group]
+        return [(axis,) for axis in group]
 
 
 def _matched_axes(source: Weight, want: Weight, sizes: Sizes) -> _Conversion:
@@ -118,14 +120,13 @@ def _matched_axes(source: Weight, want: Weight, sizes: Sizes) -> _Conversion:
         entry = want.range
     in_path = [axis for axis in source.in_path if entry is None or axis != entry.axis]
     repeated, dropped = _unshared_axes(source, want, (*source.axes, *in_path), entry)
-    groups = [
-        tuple(axis for axis in group if axis not in repeated) for group in want.dims
-    ]
-    whole = [
-        group
-        for group in groups
-        if group in source.dims and not any(map(sizes.resized, group))
-    ]
+    groups: list[Axes] = []
+    whole: list[Axes] = []
+    for dim in want.dims:
+        group = tuple(axis for axis in dim if axis not in repeated)
+        groups.append(group)
+        if group in source.dims and not any(map(sizes.resized, group)):
+            whole.append(group)
     return _Conversion(source, want, entry, repeated, dropped, groups, whole)
 
 
@@ -163,11 +164,11 @@ def _split_dims(draft: _Draft, conversion: _Conversion) -> None:
 def _take_entries(draft: _Draft, conversion: _Conversion) -> None:
     """Takes one entry of each axis that is no dimension of the target."""
     source_axes = conversion.source.axes
-    # An axis that is in the target's path has an array for each entry, so the index
-    # there is its own name.
-    indices: dict[str, int | str] = {
-        axis: axis for axis in source_axes if axis in conversion.want.in_path
-    }
+    indices: dict[str, int | str] = {}
+    for axis in source_axes:
+        if axis in conversion.want.in_path:
+            # The target has an array for each entry, so the index is the axis's name.
+            indices[axis] = axis
     entry = conversion.entry
     if entry is not None and entry.axis in source_axes:
         indices[entry.axis] = entry.start
@@ -184,9 +185,8 @@ def _order_dims(draft: _Draft, conversion: _Conversion) -> None:
     """Puts the dimensions into the order of the target. The arrays of all numbers of an
     axis in the source's path become one array, with the axis as a dimension.
     """
-    places = [
-        draft.dims.index(group) for group in conversion.order if group in draft.dims
-    ]
+    present = [group for group in conversion.order if group in draft.dims]
+    places = [draft.dims.index(group) for group in present]
     if places != sorted(places):
         if places == sorted(places, reverse=True):
             draft.expression = draft.expression.T
@@ -197,9 +197,8 @@ def _order_dims(draft: _Draft, conversion: _Conversion) -> None:
         if group not in draft.dims:
             draft.dims.append(group)
             (axis,) = group
-            draft.expression = draft.expression.stack(
-                axis, dim=dim, count=counts.get(axis)
-            )
+            count = counts.get(axis)
+            draft.expression = draft.expression.stack(axis, dim=dim, count=count)
 
 
 def _resize_and_slice(draft: _Draft, conversion: _Conversion) -> None:

@@ -4,6 +4,7 @@ parentheses form one dimension of the array, major to minor.
 """
 
 import dataclasses
+import itertools as it
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -144,7 +145,9 @@ class Range(NamedTuple):
         of the axis is unknown.
         """
         end = size if self.stop is None else self.stop
-        return None if end is None else len(range(self.start, end, self.step or 1))
+        if end is None:
+            return None
+        return len(range(self.start, end, self.step or 1))
 
 
 class Weight(NamedTuple):
@@ -168,7 +171,7 @@ class Weight(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return tuple(axis for group in self.dims for axis in group)
+        return tuple(it.chain.from_iterable(self.dims))
 
 
 def groups_of(axes: str) -> list[str]:
@@ -192,10 +195,9 @@ def weights_of(path: str, entry: Entry) -> list[Weight]:
     array has several.
     """
     if isinstance(entry, Fused):
-        weights = [
-            _weight(path, text, entry, number)
-            for number, text in enumerate(entry.parts)
-        ]
+        weights = []
+        for number, text in enumerate(entry.parts):
+            weights.append(_weight(path, text, entry, number))
         _require_alike(path, entry, weights)
         return weights
     text = entry if isinstance(entry, str) else entry.part
@@ -242,15 +244,10 @@ def _dimensions(text: str) -> _Dimensions | None:
             continue
         dims.append((axis,))
         if dim["start"] is not None:
+            start = int(dim["start"] or 0)
             stop = int(dim["stop"]) if dim["stop"] else None
-            ranges.append(
-                Range(
-                    axis,
-                    start=int(dim["start"] or 0),
-                    stop=stop,
-                    step=int(dim["step"] or 1),
-                )
-            )
+            step = int(dim["step"] or 1)
+            ranges.append(Range(axis, start, stop, step))
     return _Dimensions(tuple(dims), tuple(ranges))
 
 
@@ -264,11 +261,12 @@ def _weight(path: str, text: str, entry: Entry, number: int) -> Weight:
             ' axes, as in "query: layers[:3] embed (heads dim)", where at most one'
             " axis has a range."
         )
+    span = dimensions.ranges[0] if dimensions.ranges else None
     weight = Weight(
         kind=line["kind"],
         path=path,
         dims=dimensions.dims,
-        range=dimensions.ranges[0] if dimensions.ranges else None,
+        range=span,
         in_path=pattern(path).names,
         entry=entry,
         number=number,

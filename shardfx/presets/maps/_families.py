@@ -45,11 +45,10 @@ def rows_of(family: str, form: Form, prefix: str | None = None) -> Rows:
     output weights.
     """
     usual = prefix_of(family)
-    return _FAMILIES[family](
-        usual if prefix is None else prefix,
-        f"{usual.removesuffix('model.')}lm_head",
-        form,
-    )
+    head = f"{usual.removesuffix('model.')}lm_head"
+    if prefix is None:
+        prefix = usual
+    return _FAMILIES[family](prefix, head, form)
 
 
 def prefix_of(family: str) -> str:
@@ -61,7 +60,9 @@ def vision_rows_of(family: str) -> Rows:
     """Returns the rows of a family's vision encoder and projector; none for a family
     without vision.
     """
-    return _SIGHT[family]() if family in _SIGHT else {}
+    if family not in _SIGHT:
+        return {}
+    return _SIGHT[family]()
 
 
 def further_rows_of(family: str) -> Rows:
@@ -92,10 +93,10 @@ def _with_biases(rows: Rows, dim: int = 0) -> Rows:
     """Returns the rows with one more for the bias of each weight. A bias has the axes
     of the weight's dimension `dim`.
     """
-    return rows | {
-        path.replace(".weight", ".bias"): _bias(entry, dim)
-        for path, entry in rows.items()
-    }
+    biases = {}
+    for path, entry in rows.items():
+        biases[path.replace(".weight", ".bias")] = _bias(entry, dim)
+    return rows | biases
 
 
 def _bias(entry: Entry, dim: int) -> Entry:
@@ -107,10 +108,15 @@ def _bias(entry: Entry, dim: int) -> Entry:
 
 def _attention(prefix: str, form: Form, into: str = _PARTS["qkv"]) -> Rows:
     rows = _rows(prefix, into)
+    if form.get("qkv_bias"):
+        rows = _with_biases(rows)
     out = _rows(prefix, "o_proj  out: embed (heads dim)")
-    rows = _with_biases(rows) if form.get("qkv_bias") else rows
-    rows |= _with_biases(out) if form.get("out_bias") else out
-    return rows | (_rows(prefix, _PARTS["qk_norms"]) if form.get("qk_norm") else {})
+    if form.get("out_bias"):
+        out = _with_biases(out)
+    rows |= out
+    if form.get("qk_norm"):
+        rows |= _rows(prefix, _PARTS["qk_norms"])
+    return rows
 
 
 def _mlp(prefix: str, kind: str = "", hidden: str = "hidden") -> Rows:
@@ -118,9 +124,8 @@ def _mlp(prefix: str, kind: str = "", hidden: str = "hidden") -> Rows:
 
 
 def _routed(prefix: str) -> Rows:
-    return _rows(prefix, "gate  router: experts embed") | _mlp(
-        f"{prefix}experts.{{experts}}.", "expert_"
-    )
+    router = _rows(prefix, "gate  router: experts embed")
+    return router | _mlp(f"{prefix}experts.{{experts}}.", "expert_")
 
 
 def _causal(
@@ -138,13 +143,16 @@ def _causal(
         norms = _with_biases(norms)
         last = _with_biases(last)
     rows = _rows(prefix, "embed_tokens  embedding: vocab embed") | norms | layer | last
-    return rows if form.get("tied") else {**rows, f"{head}.weight": "head: vocab embed"}
+    if form.get("tied"):
+        return rows
+    return {**rows, f"{head}.weight": "head: vocab embed"}
 
 
 def _llama(prefix: str, head: str, form: Form) -> Rows:
     layer = f"{prefix}layers.{{layers}}."
     mlp = _mlp(f"{layer}mlp.")
-    mlp = _with_biases(mlp) if form.get("mlp_bias") else mlp
+    if form.get("mlp_bias"):
+        mlp = _with_biases(mlp)
     return _causal(prefix, head, form, _attention(f"{layer}self_attn.", form) | mlp)
 
 
@@ -158,12 +166,8 @@ def _mixtral(prefix: str, head: str, form: Form) -> Rows:
 
 def _qwen3_moe(prefix: str, head: str, form: Form) -> Rows:
     layer = f"{prefix}layers.{{layers}}."
-    return _causal(
-        prefix,
-        head,
-        form,
-        _attention(f"{layer}self_attn.", {"qk_norm": True}) | _routed(f"{layer}mlp."),
-    )
+    attention = _attention(f"{layer}self_attn.", {"qk_norm": True})
+    return _causal(prefix, head, form, attention | _routed(f"{layer}mlp."))
 
 
 def _qwen3_next(prefix: str, head: str, form: Form) -> Rows:
@@ -175,30 +179,26 @@ def _qwen3_next(prefix: str, head: str, form: Form) -> Rows:
         "query: (heads dim)", "query_and_gate: (heads two_dims)"
     )
 
-    def mlp(layer: str) -> Rows:
-        shared = _mlp(f"{layer}shared_expert.", "shared_", "shared_hidden")
-        return (
-            _routed(layer)
-            | shared
-            | _rows(layer, "shared_expert_gate  shared_router: one embed")
-        )
-
     form = {**form, "qk_norm": True}
-    layer = _attention(f"{prefix}layers.{{full_layers}}.self_attn.", form, gated) | mlp(
-        f"{prefix}layers.{{layers}}.mlp."
-    )
+    layers = f"{prefix}layers."
+    layer = _attention(f"{layers}{{full_layers}}.self_attn.", form, gated)
+    layer |= _qwen3_next_mlp(f"{layers}{{layers}}.mlp.")
     # In linear attention, the rows are grouped by key head: its query, its key, and its
     # values and gates.
-    layer |= _rows(
-        f"{prefix}layers.{{linear_layers}}.linear_attn.",
-        _PARTS["qwen3_next.linear"],
-        leaf="",
-    )
-    last = _attention("mtp.layers.0.self_attn.", form, gated) | mlp("mtp.layers.0.mlp.")
-    last |= _rows("mtp.", _PARTS["qwen3_next.ahead"]) | _rows(
-        "mtp.layers.0.", _PARTS["norms"]
-    )
+    linear = _PARTS["qwen3_next.linear"]
+    layer |= _rows(f"{layers}{{linear_layers}}.linear_attn.", linear, leaf="")
+
+    last = _attention("mtp.layers.0.self_attn.", form, gated)
+    last |= _qwen3_next_mlp("mtp.layers.0.mlp.")
+    last |= _rows("mtp.", _PARTS["qwen3_next.ahead"])
+    last |= _rows("mtp.layers.0.", _PARTS["norms"])
     return _causal(prefix, head, form, layer) | last
+
+
+def _qwen3_next_mlp(prefix: str) -> Rows:
+    rows = _routed(prefix)
+    rows |= _mlp(f"{prefix}shared_expert.", "shared_", "shared_hidden")
+    return rows | _rows(prefix, "shared_expert_gate  shared_router: one embed")
 
 
 def _olmo2(prefix: str, head: str, form: Form) -> Rows:
@@ -289,12 +289,8 @@ def _gpt_oss(prefix: str, head: str, form: Form) -> Rows:
     layer_rows = _attention(f"{layer}self_attn.", {"qkv_bias": True, "out_bias": True})
     layer_rows |= _rows(f"{layer}self_attn.", "sinks  sinks: heads", leaf="")
     layer_rows |= _with_biases(_rows(f"{layer}mlp.", "router  router: experts embed"))
-    return _causal(
-        prefix,
-        head,
-        form,
-        layer_rows | _rows(f"{layer}mlp.experts.", _PARTS["gpt_oss.experts"], leaf=""),
-    )
+    layer_rows |= _rows(f"{layer}mlp.experts.", _PARTS["gpt_oss.experts"], leaf="")
+    return _causal(prefix, head, form, layer_rows)
 
 
 def _llama4(prefix: str, head: str, form: Form) -> Rows:
@@ -302,21 +298,18 @@ def _llama4(prefix: str, head: str, form: Form) -> Rows:
     and up are concatenated, so a shard may hold only one of them.
     """
     moe = f"{prefix}layers.{{routed_layers}}.feed_forward."
-    layer_rows = _attention(f"{prefix}layers.{{layers}}.self_attn.", form) | _mlp(
-        f"{prefix}layers.{{plain_layers}}.feed_forward."
-    )
-    layer_rows |= _rows(moe, _PARTS["llama4.experts"], leaf="") | _mlp(
-        f"{moe}shared_expert.", "shared_", "shared_hidden"
-    )
+    layer_rows = _attention(f"{prefix}layers.{{layers}}.self_attn.", form)
+    layer_rows |= _mlp(f"{prefix}layers.{{plain_layers}}.feed_forward.")
+    layer_rows |= _rows(moe, _PARTS["llama4.experts"], leaf="")
+    layer_rows |= _mlp(f"{moe}shared_expert.", "shared_", "shared_hidden")
     return _causal(prefix, head, form, layer_rows)
 
 
 def _starcoder2(prefix: str, head: str, form: Form) -> Rows:
     layer = f"{prefix}layers.{{layers}}."
     layer_rows = _attention(f"{layer}self_attn.", {"qkv_bias": True, "out_bias": True})
-    layer_rows |= _with_biases(
-        _rows(f"{layer}mlp.", "c_fc    up: hidden embed\nc_proj  down: embed hidden")
-    )
+    mlp = "c_fc    up: hidden embed\nc_proj  down: embed hidden"
+    layer_rows |= _with_biases(_rows(f"{layer}mlp.", mlp))
     return _causal(prefix, head, {**form, "norm_bias": True}, layer_rows)
 
 
@@ -332,22 +325,19 @@ def _gpt(prefix: str, head: str, form: Form) -> Rows:
         dim=1,
     )
     rows = _rows(prefix, "wte  embedding: vocab embed\nwpe  positions: positions embed")
-    rows |= _with_biases(
-        _rows(layer, "ln_1  attention_norm: embed\nln_2  mlp_norm: embed")
-    )
-    rows |= _with_biases(
-        {f"{layer}attn.c_attn.weight": thirds} | _rows(layer, _PARTS["gpt.out"]), dim=-1
-    )
+    norms = "ln_1  attention_norm: embed\nln_2  mlp_norm: embed"
+    rows |= _with_biases(_rows(layer, norms))
+    matrices: Rows = {f"{layer}attn.c_attn.weight": thirds}
+    matrices |= _rows(layer, _PARTS["gpt.out"])
+    rows |= _with_biases(matrices, dim=-1)
     return rows | _with_biases(_rows(prefix, "ln_f  norm: embed"))
 
 
 def _bert(prefix: str, head: str, form: Form) -> Rows:
-    rows = _rows(f"{prefix}embeddings.", _PARTS["bert.table"]) | _with_biases(
-        _rows(prefix, "embeddings.LayerNorm  norm: embed")
-    )
-    rows |= _with_biases(
-        _rows(f"{prefix}encoder.layer.{{layers}}.", _PARTS["bert.layer"])
-    )
+    rows = _rows(f"{prefix}embeddings.", _PARTS["bert.table"])
+    rows |= _with_biases(_rows(prefix, "embeddings.LayerNorm  norm: embed"))
+    layer = f"{prefix}encoder.layer.{{layers}}."
+    rows |= _with_biases(_rows(layer, _PARTS["bert.layer"]))
     return rows | _with_biases(_rows(prefix, "pooler.dense  pooler: pooled embed"))
 
 
@@ -360,14 +350,8 @@ def _t5(prefix: str, head: str, form: Form) -> Rows:
         block = f"{prefix}{stack}.block."
         for number, part in enumerate(("SelfAttention", *cross, "DenseReluDense")):
             layer = f"{block}{{layers}}.layer.{number}."
-            rows |= _rows(
-                f"{layer}{part}.",
-                (
-                    _PARTS["t5.attention"]
-                    if part.endswith("Attention")
-                    else _PARTS["t5.mlp"]
-                ),
-            )
+            section = "t5.attention" if part.endswith("Attention") else "t5.mlp"
+            rows |= _rows(f"{layer}{part}.", _PARTS[section])
             rows |= _rows(layer, "layer_norm  norm: embed")
         rows |= _rows(
             f"{block}{{first}}.layer.0.SelfAttention.",
@@ -381,10 +365,9 @@ def _vit(prefix: str, head: str, form: Form) -> Rows:
     """Returns the rows of a ViT under big_vision's names: flax kernels, `[in, out]`,
     with heads and head_dim as separate dimensions.
     """
-    block = _rows(
-        f"{prefix}Transformer.encoderblock_{{layers}}.", _PARTS["vit.block"], leaf=""
-    )
-    return _rows(prefix, _PARTS["vit.ends"], leaf="") | block
+    block = f"{prefix}Transformer.encoderblock_{{layers}}."
+    rows = _rows(prefix, _PARTS["vit.ends"], leaf="")
+    return rows | _rows(block, _PARTS["vit.block"], leaf="")
 
 
 def _sight_of_gemma3() -> Rows:
@@ -407,16 +390,11 @@ def _sight_of_gemma3() -> Rows:
 
 
 def _sight_of_llama4() -> Rows:
-    layer = _PARTS["eye"].format(
-        out="o_proj", norms=("input_layernorm", "post_attention_layernorm")
-    )
+    layer_norms = ("input_layernorm", "post_attention_layernorm")
+    layer = _PARTS["eye"].format(out="o_proj", norms=layer_norms)
     rows = _with_biases(_rows("vision_model.model.layers.{vision_layers}.", layer))
-    rows |= _with_biases(
-        _rows(
-            "vision_model.",
-            "layernorm_pre  norm: vision_embed\nlayernorm_post  norm: vision_embed",
-        )
-    )
+    norms = "layernorm_pre  norm: vision_embed\nlayernorm_post  norm: vision_embed"
+    rows |= _with_biases(_rows("vision_model.", norms))
     rows |= _rows("multi_modal_projector.", "linear_1  projector: embed vision_out")
     return rows | _rows("vision_model.", _PARTS["llama4.sight"], leaf="")
 

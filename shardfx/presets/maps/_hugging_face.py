@@ -72,8 +72,10 @@ def hugging_face(
             " (`num_nextn_predict_layers`), and there is no table for them; leave them"
             " out: `maps.hugging_face(config, ahead='drop')`."
         )
+    if prefix is None:
+        prefix = prefix_of(str(kind))
     rows = rows_of(str(kind), _form(text), prefix)
-    rest = _rest(text, prefix_of(str(kind)) if prefix is None else prefix)
+    rest = _rest(text, prefix)
     if text.get("quantization_config"):
         rows = _with_scales(rows, text["quantization_config"])
     return TreeLayout(rows, sizes=sizes_of(text), rest=rest, known=known_sizes(text))
@@ -84,11 +86,9 @@ def text_config(config: Config) -> Config:
     of the whole model.
     """
     inner = config.get("text_config")
-    return (
-        {**config, **inner, "model_type": config["model_type"]}
-        if isinstance(inner, Mapping)
-        else dict(config)
-    )
+    if isinstance(inner, Mapping):
+        return {**config, **inner, "model_type": config["model_type"]}
+    return dict(config)
 
 
 _SIZES = {
@@ -111,39 +111,28 @@ def sizes_of(config: Config) -> dict[str, int]:
     """Returns the sizes of all axes, such as "embed" and "heads", whose size follows
     from the config.
     """
-    numbers_of_axis = {
-        axis: [config[name] for name in names if config.get(name) is not None]
-        for axis, names in _SIZES.items()
-    }
-    sizes = {
-        axis: next(iter(numbers), None) for axis, numbers in numbers_of_axis.items()
-    }
-    if (
-        sizes["dim"] is None
-        and sizes["embed"]
-        and sizes["heads"]
-        and sizes["latent"] is None
-    ):
+    sizes: dict[str, Any] = {}
+    for axis, names in _SIZES.items():
+        numbers = [config[name] for name in names if config.get(name) is not None]
+        sizes[axis] = next(iter(numbers), None)
+    is_latent = sizes["latent"] is not None
+    if sizes["dim"] is None and sizes["embed"] and sizes["heads"] and not is_latent:
         sizes["dim"] = sizes["embed"] // sizes["heads"]
     sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
-    if sizes["latent"] is not None:
+    if is_latent:
         nope = needed(config, "qk_nope_head_dim")
         rope = needed(config, "qk_rope_head_dim")
-        sizes |= {
-            "dim": nope + rope,
-            "both_dim": nope + needed(config, "v_head_dim"),
-            "kv_heads": None,
-        }
-        sizes |= {
-            "query_latent": config.get("q_lora_rank"),
-            "latent_and_rope": needed(config, "kv_lora_rank") + rope,
-        }
+        sizes["dim"] = nope + rope
+        sizes["both_dim"] = nope + needed(config, "v_head_dim")
+        sizes["kv_heads"] = None
+        sizes["query_latent"] = config.get("q_lora_rank")
+        sizes["latent_and_rope"] = needed(config, "kv_lora_rank") + rope
     if config.get("num_nextn_predict_layers"):
         # A multi-token prediction layer has the path of one further layer, so the
         # number of layers must be known.
         layers = needed(config, "num_hidden_layers")
-        dense = config.get("first_k_dense_replace", 0)
-        sizes |= {"layers": layers, "moe_layers": layers - dense}
+        sizes["layers"] = layers
+        sizes["moe_layers"] = layers - config.get("first_k_dense_replace", 0)
     return {axis: size for axis, size in sizes.items() if size}
 
 
@@ -180,16 +169,15 @@ def _form(config: Config) -> Form:
     kind = config["model_type"]
     has_bias = bool(config.get("attention_bias", False))
     is_gemma = kind.startswith("gemma")
-    scores = config.get(
-        "topk_method", "greedy" if kind == "deepseek_v2" else "noaux_tc"
-    )
+    usual_scores = "greedy" if kind == "deepseek_v2" else "noaux_tc"
+    scores = config.get("topk_method", usual_scores)
+    has_norms = kind in ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
     return {
         "tied": bool(config.get("tie_word_embeddings", is_gemma)),
         "qkv_bias": has_bias or kind == "qwen2",
         "out_bias": has_bias and kind != "glm4_moe",
         "mlp_bias": bool(config.get("mlp_bias")),
-        "qk_norm": kind in ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
-        or bool(config.get("use_qk_norm")),
+        "qk_norm": has_norms or bool(config.get("use_qk_norm")),
         "four_norms": is_gemma and kind != "gemma",
         "q_lora": config.get("q_lora_rank") or 0,
         "dense_layers": config.get("first_k_dense_replace", 0),
@@ -229,10 +217,8 @@ def _with_scales(rows: Rows, quantization: Config) -> Rows:
     """Returns the rows of an fp8 checkpoint, in which each linear weight is a `Scaled`
     one. `quantization` is the part `quantization_config` of the config.
     """
-    if quantization.get("quant_method") != "fp8" or not quantization.get(
-        "weight_block_size"
-    ):
-        method = quantization.get("quant_method")
+    method = quantization.get("quant_method")
+    if method != "fp8" or not quantization.get("weight_block_size"):
         raise MapError(
             f"weights of the `quant_method` {method!r} without blocks; there is a table"
             " for fp8 in blocks."
@@ -243,11 +229,10 @@ def _with_scales(rows: Rows, quantization: Config) -> Rows:
         is_linear = isinstance(entry, str) and path.endswith(
             ("_proj.weight", "_with_mqa.weight")
         )
-        scaled[path] = (
-            Scaled(str(entry), f"{path}_scale_inv", block, "bfloat16")
-            if is_linear
-            else entry
-        )
+        if is_linear:
+            scaled[path] = Scaled(str(entry), f"{path}_scale_inv", block, "bfloat16")
+        else:
+            scaled[path] = entry
     return scaled
 
 

@@ -177,19 +177,16 @@ class TreeLayout:
         """
         places = self._places
         dropped = (drop,) if isinstance(drop, str) else tuple(drop)
-        apart = {
-            axis: tuple(parts.split()) for axis, parts in (*self.apart, *other.apart)
-        }
+        apart = {}
+        for axis, parts in (*self.apart, *other.apart):
+            apart[axis] = tuple(parts.split())
         sizes = Sizes(source=dict(self.sizes), target=dict(other.sizes), apart=apart)
         rules = between(places, other.weights, sizes, dropped)
-        unused = [
-            place.path
-            for place in places
-            if place.kind in dropped and place.kind not in other.kinds
-        ]
-        tree_map = TreeMap(
-            rules, drop=dict.fromkeys(unused), rest=self.rest, casts=casts
-        )
+        unused: dict[str, None] = {}
+        for place in places:
+            if place.kind in dropped and place.kind not in other.kinds:
+                unused[place.path] = None
+        tree_map = TreeMap(rules, drop=unused, rest=self.rest, casts=casts)
         return with_sizes(tree_map, named_sizes(self), named_sizes(other))
 
     def __str__(self) -> str:
@@ -213,26 +210,30 @@ def named_sizes(layout: TreeLayout) -> list[NamedSizes]:
         dims = [_dim_sizes(weight, sizes) for weight in weights]
         shape = dims[0]
         if isinstance(entry, Fused):
-            parts = [weight_sizes[entry.dim] for weight_sizes in dims]
-            known_parts = [part for part in parts if part is not None]
-            whole = sum(known_parts) if len(known_parts) == len(parts) else None
-            shape = [*shape[: entry.dim], whole, *shape[entry.dim + 1 :]]
-        counts = [
-            (name, sizes[name])
-            for name in weights[0].in_path
-            if name in sizes and weights[0].range is None
-        ]
+            shape = [*shape]
+            shape[entry.dim] = _sum_of_known(dim_sizes[entry.dim] for dim_sizes in dims)
+        first = weights[0]
+        counts = []
+        if first.range is None:
+            counts = [(name, sizes[name]) for name in first.in_path if name in sizes]
+        axes = []
+        for group in first.dims:
+            axes.append(" ".join(_sized_as(axis, first, sizes) for axis in group))
         named = NamedSizes(
-            path=path,
-            sizes=tuple(shape),
-            axes=tuple(
-                " ".join(_sized_as(axis, weights[0], sizes) for axis in group)
-                for group in weights[0].dims
-            ),
-            counts=tuple(counts),
+            path=path, sizes=tuple(shape), axes=tuple(axes), counts=tuple(counts)
         )
         pairs.append(named)
     return pairs
+
+
+def _sum_of_known(sizes: Iterable[int | None]) -> int | None:
+    """The sum of sizes; `None` if one of them is not known."""
+    total = 0
+    for size in sizes:
+        if size is None:
+            return None
+        total += size
+    return total
 
 
 def _dim_sizes(weight: Weight, sizes: Mapping[str, int]) -> list[int | None]:

@@ -104,12 +104,12 @@ def maxtext(
     sizes = dict(theirs.sizes)
     moe = _MOE.get(str(family), "DeepSeekMoeBlock_0/MoeBlock_0")
     rows = dict[str, Entry]()
-    names = {
-        kind: weight.maxtext
-        for kind, weight in SCANNED.items()
-        if weight.maxtext != "-"
-    }
-    names |= _GEMMA if family in _GEMMAS else {}
+    names = {}
+    for kind, weight in SCANNED.items():
+        if weight.maxtext != "-":
+            names[kind] = weight.maxtext
+    if family in _GEMMAS:
+        names |= _GEMMA
     absent = [kind for kind in theirs.kinds if kind not in names]
     if absent:
         raise MapError(
@@ -125,9 +125,8 @@ def maxtext(
         first, *others = axes.split(" ", 1)
         block, _, rest = name.partition("/")
         path = f"decoder/{layers}/{block}{suffix}/{rest}" if layers else name
-        entry = _as_stored(
-            str(family), kind, f"{kind}: {' '.join([first, axis, *others])}", sizes
-        )
+        text = f"{kind}: {' '.join([first, axis, *others])}"
+        entry = _as_stored(str(family), kind, text, sizes)
         rows[f"{prefix}{path.replace('{moe}', moe)}"] = entry
     if not interleaved_rope:
         return TreeLayout(rows, sizes=sizes, known=dict(theirs.known))
@@ -163,23 +162,13 @@ def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
                     " `num_hidden_layers`."
                 )
             end = count - count % _PATTERN
-            for position in range(_PATTERN if end else 0):
-                yield (
-                    stack._replace(
-                        layers=f"layers/layers_{position}",
-                        axis=f"layers[{position}:{end}:{_PATTERN}]",
-                    ),
-                    "",
-                )
+            for position in range(min(_PATTERN, end)):
+                layers = f"layers/layers_{position}"
+                axis = f"layers[{position}:{end}:{_PATTERN}]"
+                yield LayerStack(stack.kind, layers, axis), ""
             for position in range(end, count):
-                yield (
-                    LayerStack(
-                        stack.kind,
-                        f"layers_remainder/layers_{position - end}",
-                        f"layers[{position}]",
-                    ),
-                    "",
-                )
+                layers = f"layers_remainder/layers_{position - end}"
+                yield LayerStack(stack.kind, layers, f"layers[{position}]"), ""
 
 
 def _as_stored(family: str, kind: str, text: str, sizes: Mapping[str, int]) -> Entry:
@@ -192,11 +181,12 @@ def _as_stored(family: str, kind: str, text: str, sizes: Mapping[str, int]) -> E
     if kind == "embedding" and family in _GEMMAS:
         root = _size(sizes, "embed", "hidden_size") ** 0.5
         # For Gemma 3, MaxText rounds the root itself to bfloat16.
-        is_rounded = family in ("gemma3", "gemma3_text")
-        return Counted(
-            text, times=float(np.asarray(root, jnp.bfloat16)) if is_rounded else root
-        )
-    return Counted(text, plus=1) if "norm" in kind and family in _GEMMAS else text
+        if family in ("gemma3", "gemma3_text"):
+            root = float(np.asarray(root, jnp.bfloat16))
+        return Counted(text, times=root)
+    if "norm" in kind and family in _GEMMAS:
+        return Counted(text, plus=1)
+    return text
 
 
 def _size(sizes: Mapping[str, int], axis: str, name: str) -> int:

@@ -48,7 +48,9 @@ class Sizes:
 
         Raises `MapError` if both are unknown. The error's text begins with `why`.
         """
-        return self.source[axis] if axis in self.source else self.of(axis, why)
+        if axis in self.source:
+            return self.source[axis]
+        return self.of(axis, why)
 
     def resized(self, axis: str) -> int | None:
         """Returns an axis's size in the target if the source has another size; `None`

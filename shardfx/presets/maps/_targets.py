@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..._ground.errors import MapError
-from ._entries import Entry, Fused, weights_of
+from ._entries import Entry, Fused, Weight, weights_of
 from ._hugging_face import Config, hugging_face, text_config
 from ._layout import TreeLayout
 
@@ -95,9 +95,8 @@ def stacked(config: Config, *, prefix: str = "") -> TreeLayout:
     rows: dict[str, Entry] = {}
     for kind, layers, axis in stacks_of(config):
         axes, name, _ = SCANNED[kind]
-        rows[f"{prefix}{layers}/{name}" if layers else f"{prefix}{name}"] = (
-            f"{kind}: {axis} {axes}"
-        )
+        path = f"{layers}/{name}" if layers else name
+        rows[f"{prefix}{path}"] = f"{kind}: {axis} {axes}"
     theirs = hugging_face(config, ahead="drop")
     return TreeLayout(rows, sizes=dict(theirs.sizes), known=dict(theirs.known))
 
@@ -161,12 +160,18 @@ def engine(config: Config, *, shards: int) -> TreeLayout:
     rows: dict[str, Entry] = {}
     for path, entry in theirs.weights:
         rows |= _fused(path, entry, shards, copies, theirs.kinds)
-    return TreeLayout(rows, sizes=sizes | ({"copies": copies} if copies > 1 else {}))
+    if copies > 1:
+        sizes["copies"] = copies
+    return TreeLayout(rows, sizes=sizes)
 
 
 # The prefix that vLLM adds to the names of a checkpoint that was saved without its
 # language-model head.
 _PREFIXES = {"gpt2": "transformer."}
+
+
+# The beginnings of GPT-2's weights, whose matrices are `[in, out]`.
+_OF_CONV1D = ("out: (", "up: embed", "down: hidden")
 
 
 def _fused(
@@ -183,38 +188,26 @@ def _fused(
     key = "kv_heads copies" if copies > 1 else "kv_heads"
     match place.kind:
         case _ if others and isinstance(entry, Fused):
-            parts = (
-                [_transposed(part) for part in entry.parts]
-                if entry.dim
-                else entry.parts
-            )
+            parts = entry.parts
+            if entry.dim:
+                parts = map(_transposed, entry.parts)
             return {path: Fused(*parts, shards=shards)}
-        case "out" | "up" | "down" if text.startswith(
-            ("out: (", "up: embed", "down: hidden")
-        ):
+        case "out" | "up" | "down" if text.startswith(_OF_CONV1D):
             return {path: _transposed(text)}
         case "query_a":
-            return {
-                path.replace("q_a_proj", "fused_qkv_a_proj"): Fused(
-                    text, "kv_a: latent_and_rope embed"
-                )
-            }
+            fused_path = path.replace("q_a_proj", "fused_qkv_a_proj")
+            return {fused_path: Fused(text, "kv_a: latent_and_rope embed")}
         case "kv_a" if "query_a" in kinds:
             return {}
         case "query" | "query_bias" if not is_latent:
-            fused_path = path.replace(".self.query.", ".self.qkv_proj.").replace(
-                "q_proj", "qkv_proj"
-            )
+            fused_path = path.replace(".self.query.", ".self.qkv_proj.")
+            fused_path = fused_path.replace("q_proj", "qkv_proj")
             key_text = text.replace("query", "key").replace("heads", key)
             value_text = text.replace("query", "value").replace("heads", key)
             return {fused_path: Fused(text, key_text, value_text, shards=shards)}
         case "gate" | "gate_bias" | "shared_gate":
-            up = text.replace("gate", "up")
-            return {
-                path.replace("gate_proj", "gate_up_proj"): Fused(
-                    text, up, shards=shards
-                )
-            }
+            gate_and_up = Fused(text, text.replace("gate", "up"), shards=shards)
+            return {path.replace("gate_proj", "gate_up_proj"): gate_and_up}
         case "expert_gate":
             gate_and_up = Fused(
                 "expert_gate: experts hidden embed",
@@ -246,15 +239,13 @@ def stacks_of(config: Config) -> Iterator[LayerStack]:
     model's dense layers and its layers with experts are separate stacks.
     """
     theirs = hugging_face(config, ahead="drop")
-    places = [
-        place for path, entry in theirs.weights for place in weights_of(path, entry)
-    ]
+    places: list[Weight] = []
+    for path, entry in theirs.weights:
+        places += weights_of(path, entry)
     dense = text_config(config).get("first_k_dense_replace", 0)
     for place in places:
-        axis = next(
-            (axis_name for axis_name in place.in_path if axis_name.endswith("layers")),
-            "",
-        )
+        layer_axes = [axis for axis in place.in_path if axis.endswith("layers")]
+        axis = layer_axes[0] if layer_axes else ""
         if axis == "layers" and dense:
             yield LayerStack(place.kind, "dense_layers", f"layers[:{dense}]")
             yield LayerStack(place.kind, "moe_layers", f"layers[{dense}:]")

@@ -54,26 +54,23 @@ def _rows() -> Iterator[tuple[str, ModelRow]]:
         first, *words = line.split()
         if first.endswith(":"):
             family = first[:-1]
-            names = [word for word in words if "=" not in word]
-            same = {
-                name: _number(text)
-                for name, _, text in (word.partition("=") for word in words)
-                if text
-            }
+            names = []
+            same = {}
+            for word in words:
+                name, _, text = word.partition("=")
+                if text:
+                    same[name] = _number(text)
+                else:
+                    names.append(name)
         else:
-            yield (
-                first,
-                ModelRow(
-                    family,
-                    MappingProxyType(
-                        dict(zip(names, map(_number, words), strict=True)) | same
-                    ),
-                ),
-            )
+            config = dict(zip(names, map(_number, words), strict=True)) | same
+            yield first, ModelRow(family, MappingProxyType(config))
 
 
 def _number(text: str) -> int | bool:
-    return text == "True" if text in ("True", "False") else int(text)
+    if text in ("True", "False"):
+        return text == "True"
+    return int(text)
 
 
 TABLE: Final[Mapping[str, ModelRow]] = MappingProxyType(dict(_rows()))
@@ -218,10 +215,8 @@ def _check_changes(name: str, row: ModelRow, changes: Mapping[str, int]) -> None
         kind = type(options[option])
         # In Python a bool is an int, but it is not a number of layers.
         if type(value) is not kind or value < 0:
-            raise RuleError(
-                f"`{name}`: `{option}={value!r:.60}` is no"
-                f" {'bool' if kind is bool else 'whole number'}."
-            )
+            noun = "bool" if kind is bool else "whole number"
+            raise RuleError(f"`{name}`: `{option}={value!r:.60}` is no {noun}.")
 
 
 def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
@@ -308,18 +303,14 @@ def tree_of(rows: Rows, sizes: Sizes, dtype: DTypeLike) -> Tree:
     """
     tree: Tree = {}
     for path, entry in rows.items():
-        shape = _shape(
-            weights_of(path, entry), entry.dim if isinstance(entry, Fused) else 0, sizes
-        )
+        concatenated_dim = entry.dim if isinstance(entry, Fused) else 0
+        shape = _shape(weights_of(path, entry), concatenated_dim, sizes)
         leaf_dtype = jnp.float32 if path.endswith("e_score_correction_bias") else dtype
         name = pattern(path)
-        counts = [sizes[axis] for axis in name.names]
-        for numbers in it.product(
-            *[range(count) if isinstance(count, int) else count for count in counts]
-        ):
-            *above, last = str(
-                name.filled(dict(zip(name.names, numbers, strict=True)))
-            ).split(".")
+        indices = [_indices(sizes[axis]) for axis in name.names]
+        for numbers in it.product(*indices):
+            filled = name.filled(dict(zip(name.names, numbers, strict=True)))
+            *above, last = str(filled).split(".")
             node = tree
             for key in above:
                 node = node.setdefault(key, {})
@@ -327,18 +318,26 @@ def tree_of(rows: Rows, sizes: Sizes, dtype: DTypeLike) -> Tree:
     return tree
 
 
+def _indices(size: int | Sequence[int]) -> Sequence[int]:
+    """The indices along an axis: its size may list them."""
+    if isinstance(size, int):
+        return range(size)
+    return size
+
+
 def _shape(places: Sequence[Weight], dim: int, sizes: Sizes) -> tuple[int, ...]:
     """Returns the shape of the array that holds the weights `places`, which are
     concatenated along dimension `dim`.
     """
-    shapes = [
-        [math.prod(_size(axis, place, sizes) for axis in group) for group in place.dims]
-        for place in places
-    ]
-    whole = [
-        sum(shape[dim] for shape in shapes) if position == dim else size
-        for position, size in enumerate(shapes[0])
-    ]
+    shapes = []
+    for place in places:
+        shape = []
+        for group in place.dims:
+            shape.append(math.prod(_size(axis, place, sizes) for axis in group))
+        shapes.append(shape)
+    whole = [*shapes[0]]
+    if whole:
+        whole[dim] = sum(shape[dim] for shape in shapes)
     return tuple(whole)
 
 
@@ -348,14 +347,11 @@ def _size(axis: str, place: Weight, sizes: Sizes) -> int:
         and place.kind.startswith("expert_")
         and "expert_hidden" in sizes
     )
-    # A config without `kv_heads` (GPT, BERT) has as many key heads as query heads.
-    size = (
-        sizes["expert_hidden"]
-        if is_expert
-        else sizes["heads"]
-        if axis not in sizes
-        else sizes[axis]
-    )
+    if is_expert:
+        size = sizes["expert_hidden"]
+    else:
+        # A config without `kv_heads` (GPT, BERT) has as many key heads as query heads.
+        size = sizes.get(axis, sizes.get("heads"))
     assert isinstance(size, int)
     return size
 
@@ -394,11 +390,10 @@ def strategies(name: str | None = None) -> tuple[str, ...]:
         assert "ep" not in models.strategies("llama3-8b")
         ```
     """
-    return tuple(
-        how
-        for how in _CUTS
-        if how != "ep" or name is None or "experts" in row_of(name).config
-    )
+    accepted = list(_CUTS)
+    if name is not None and "experts" not in row_of(name).config:
+        accepted.remove("ep")
+    return tuple(accepted)
 
 
 def rules_for(
@@ -460,28 +455,29 @@ def rules_for(
         )
     if how == "dp":
         return PathRules([(".*", replicate)], mesh_axes=(data,))
-    along, across, routed = (
-        (axis,) if used else ()
-        for axis, used in zip((fsdp, tensor, expert), _CUTS[how], strict=True)
-    )
+    uses_fsdp, uses_tensor, uses_expert = _CUTS[how]
+    along = (fsdp,) if uses_fsdp else ()
+    across = (tensor,) if uses_tensor else ()
+    routed = (expert,) if uses_expert else ()
     sizes = sizes_of(row.config)
     every = rows_for_rules(row.family, row.config)
     # The experts of a layer that the checkpoint itself holds as one array.
-    packed = {
-        path: entry_text
-        for path, entry_text in every.items()
-        if re.match("expert_.*: experts", str(entry_text))
-    }
+    packed = {}
+    for path, entry in every.items():
+        if re.match("expert_.*: experts", str(entry)):
+            packed[path] = entry
     stacked = with_experts_stacked(every) | packed
     rest = {path: entry for path, entry in every.items() if path not in stacked}
-    # The rules for experts must match: otherwise a tree with one array per expert would
-    # not be sharded over `expert`.
-    rules = [
-        (regex, target if routed else optional(target))
-        for regex, target in rules_of(
-            stacked, sizes, along, across, expert=routed, others=[*rest]
-        )
-    ]
+
+    rules: list[tuple[str, Any]] = []
+    for regex, target in rules_of(
+        stacked, sizes, along, across, expert=routed, others=[*rest]
+    ):
+        # The rules for experts must match: otherwise a tree with one array per expert
+        # would not be sharded over `expert`.
+        if not routed:
+            target = optional(target)
+        rules.append((regex, target))
     for regex, target in rules_of(
         rest, sizes, (*along, *routed), across, others=[*stacked]
     ):
