@@ -68,9 +68,8 @@ def load_model(
     """
     if not os.path.exists(name) and name in presets.models.names():
         named = {"stack_experts": stack_experts, **(arguments or {})}
-        return LoadedModel(
-            calling(f"`{name}`", lambda: presets.models.tree(name, **named))
-        )
+        tree = calling(f"`{name}`", lambda: presets.models.tree(name, **named))
+        return LoadedModel(tree)
     if os.path.exists(name) or ":" not in name or "://" in name:
         if arguments:
             hint = (
@@ -93,13 +92,14 @@ def load_model(
             f"`{name}` is {model!r:.60}; name a callable that makes the model, or a tree"
             " of arrays."
         )
-    return LoadedModel(
-        calling(f"reading `{name}`", lambda: jax.tree.map(_struct, model))
-    )
+    tree = calling(f"reading `{name}`", lambda: jax.tree.map(_struct, model))
+    return LoadedModel(tree)
 
 
 def _struct(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if eqx.is_array(leaf) else leaf
+    if eqx.is_array(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return leaf
 
 
 def _file(path: str) -> LoadedModel:
@@ -108,12 +108,11 @@ def _file(path: str) -> LoadedModel:
         if stored_plan is not None:
             return LoadedModel(jax.tree.map(_struct, stored_plan.structs), stored_plan)
     try:
-        return LoadedModel(
-            calling(
-                f"reading {path!r}",
-                lambda: checkpoint.structs(checkpoint.read_index(path)),
-            )
+        tree = calling(
+            f"reading {path!r}",
+            lambda: checkpoint.structs(checkpoint.read_index(path)),
         )
+        return LoadedModel(tree)
     except UsageError as error:
         hint = _near_models(path)
         if hint and not os.path.exists(path):
@@ -121,9 +120,9 @@ def _file(path: str) -> LoadedModel:
                 f"there is no file and no published model {path!r}{hint}"
             ) from error
         module = path.removesuffix(".py").rstrip("/").replace("/", ".")
-        if (os.path.isfile(path) and not path.endswith(".py")) or not all(
-            map(str.isidentifier, module.split("."))
-        ):
+        is_module = all(map(str.isidentifier, module.split(".")))
+        is_other_file = os.path.isfile(path) and not path.endswith(".py")
+        if is_other_file or not is_module:
             raise
         message = str(error).rstrip(".")
         raise UsageError(
@@ -171,11 +170,9 @@ def load_rules(name: str, model: str) -> Rules:
     first, _, arguments_text = name.partition(":")
     # A user's module may have the name of a rule set: if it exists, `llama:RULES` is
     # the name RULES in it.
-    if (
-        not arguments_text
-        or "=" in arguments_text
-        or importlib.util.find_spec(first.partition(".")[0] or "_") is None
-    ):
+    may_be_module = arguments_text and "=" not in arguments_text
+    root = first.partition(".")[0] or "_"
+    if not may_be_module or importlib.util.find_spec(root) is None:
         if first in presets.models.strategies():
             return _strategy(name, first, arguments_text, model), None
         if first in rule_set_names():
@@ -217,11 +214,9 @@ def load_optimizer(name: str) -> Callable[..., Any]:
 
 
 def _optimizer(make: Callable[..., object]) -> Any:
-    return (
-        make(learning_rate=1e-3)
-        if "learning_rate" in inspect.signature(make).parameters
-        else make()
-    )
+    if "learning_rate" in inspect.signature(make).parameters:
+        return make(learning_rate=1e-3)
+    return make()
 
 
 def _strategy(text: str, how: str, arguments: str, model: str) -> PathRules:
@@ -244,12 +239,11 @@ def _arguments(text: str, arguments: str) -> dict[str, Any]:
     """Parses the `arguments` of a rule set, such as "head_dim=64,fsdp=data". Raises
     `UsageError`, which shows `text`, the value of --rules, if it cannot.
     """
-    values = {
-        key: value
-        for key, _, value in (
-            part.partition("=") for part in arguments.split(",") if part
-        )
-    }
+    values = {}
+    for part in arguments.split(","):
+        if part:
+            key, _, value = part.partition("=")
+            values[key] = value
     if not all(values.values()):
         raise UsageError(
             f"--rules {text!r:.200} is not of the form NAME or NAME:key=value,..., as"
@@ -265,12 +259,8 @@ def _sorted(rules: object, what: str) -> Rules:
     pieces = rules if isinstance(rules, tuple | list) else (rules,)
     paths = [piece for piece in pieces if isinstance(piece, PathRules)]
     axes = [piece for piece in pieces if isinstance(piece, AxisRules)]
-    if (
-        len(paths) > 1
-        or len(axes) > 1
-        or not pieces
-        or len(paths) + len(axes) < len(pieces)
-    ):
+    has_others = len(paths) + len(axes) < len(pieces)
+    if not pieces or has_others or len(paths) > 1 or len(axes) > 1:
         raise UsageError(
             f"{what} is {rules!r:.80}; it must be PathRules, AxisRules, or one of each"
             " in a tuple"
@@ -286,11 +276,8 @@ def made_of(name: str, cls: type, what: str) -> Any:
     phrase for such an instance.
     """
     value = attribute(name)
-    value = (
-        calling(f"`{name}()`", value)
-        if callable(value) and not isinstance(value, cls)
-        else value
-    )
+    if callable(value) and not isinstance(value, cls):
+        value = calling(f"`{name}()`", value)
     if not isinstance(value, cls):
         raise UsageError(f"`{name}` is {value!r:.60}; it must be {what}")
     return value
@@ -310,21 +297,18 @@ def attribute(name: str) -> Any:
             f"{module_name!r} is a file; name its module,"
             f" `{file[:-3]}:{attribute or 'NAME'}`{where}"
         )
-    if not attribute or not all(
-        part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]
-    ):
+    parts = [*module_name.split("."), *attribute.split(".")]
+    if not attribute or not all(map(str.isidentifier, parts)):
         raise UsageError(
             f"{name!r} is not of the form MODULE:NAME, as in `my_package.model:make`"
         )
     # `python -m` puts the current directory into `sys.path`, a console script does not.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    if (
-        calling(
-            f"finding `{module_name}`", lambda: importlib.util.find_spec(module_name)
-        )
-        is None
-    ):
+    spec = calling(
+        f"finding `{module_name}`", lambda: importlib.util.find_spec(module_name)
+    )
+    if spec is None:
         raise UsageError(
             f"there is no module `{module_name}` in this directory or in the installed"
             " packages"
@@ -336,10 +320,9 @@ def attribute(name: str) -> Any:
     for part in attribute.split("."):
         if part not in dir(value):
             names = tuple(name for name in dir(value) if not name.startswith("_"))
-            hint = (
-                near(part, names)
-                or f"; it has {', '.join(names[:8]) or 'nothing public'}"
-            )
+            hint = near(part, names)
+            if not hint:
+                hint = f"; it has {', '.join(names[:8]) or 'nothing public'}"
             raise UsageError(f"module `{module_name}` has no `{attribute}`{hint}")
         value = getattr(value, part)
     return value
@@ -371,11 +354,10 @@ def literals(text: str | None, flag: str) -> dict[str, Any]:
             and isinstance(call.func, ast.Name)
             and not call.args
         ):
-            values = {
-                keyword.arg: ast.literal_eval(keyword.value)
-                for keyword in call.keywords
-                if keyword.arg is not None
-            }
+            values = {}
+            for keyword in call.keywords:
+                if keyword.arg is not None:
+                    values[keyword.arg] = ast.literal_eval(keyword.value)
             if len(values) == len(call.keywords):
                 return values
         cause = None
@@ -395,30 +377,24 @@ def near(name: str, names: tuple[str, ...], cutoff: float = 0.6) -> str:
     `cutoff` is the least ratio of `difflib`, from 0 to 1, for which two names count as
     similar.
     """
-    lower = {candidate.lower(): candidate for candidate in names}
-    close = [
-        lower[candidate]
-        for candidate in difflib.get_close_matches(
-            name.lower(), lower, n=3, cutoff=cutoff
-        )
-    ]
-    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+    by_lower = {candidate.lower(): candidate for candidate in names}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=cutoff)
+    if not close:
+        return ""
+    texts = [repr(by_lower[candidate]) for candidate in close]
+    return f"; did you mean {' or '.join(texts)}?"
 
 
 def rule_set_names() -> tuple[str, ...]:
     """Returns the names of the rule sets in `shardfx.presets`: the functions that
     return PathRules or AxisRules.
     """
-    functions = {
-        name: function
-        for name, function in vars(presets).items()
-        if inspect.isfunction(function)
-    }
-    return tuple(
-        name
-        for name, function in sorted(functions.items())
-        if function.__annotations__["return"] in (PathRules, AxisRules)
-    )
+    names = []
+    for name, value in sorted(vars(presets).items()):
+        if inspect.isfunction(value):
+            if value.__annotations__["return"] in (PathRules, AxisRules):
+                names.append(name)
+    return tuple(names)
 
 
 def parse_slice(text: str) -> chips.Slice:
@@ -452,12 +428,13 @@ def order_text(target: chips.Slice, mesh: MeshSpec) -> str:
         "process_index": 0,
         "slice_index": 0,
     }
-    devices = [
-        types.SimpleNamespace(
-            id=number, coords=(*reversed(place), 0)[:3], core_on_chip=core, **same
+    devices = []
+    for number, (*place, core) in enumerate(places):
+        coords = (*reversed(place), 0)[:3]
+        device = types.SimpleNamespace(
+            id=number, coords=coords, core_on_chip=core, **same
         )
-        for number, (*place, core) in enumerate(places)
-    ]
+        devices.append(device)
     order = mesh.order(devices)
     hops = zip(mesh.axis_names, order.mean_hops or (), strict=False)
     hops_text = ", ".join(f"{name} {mean:.2f}" for name, mean in hops)

@@ -56,7 +56,9 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
     if isinstance(mesh, str):
         mesh = calling("reading --mesh", ft.partial(MeshSpec.parse, mesh))
     function, args = _made(name, kwargs, mesh)
-    return LoadedStep(function, args, _mesh_of(name, args) if mesh is None else mesh)
+    if mesh is None:
+        mesh = _mesh_of(name, args)
+    return LoadedStep(function, args, mesh)
 
 
 def load_bare_step(
@@ -67,12 +69,13 @@ def load_bare_step(
     `kwargs` are the function's keyword arguments as text.
     """
     function, args = _made(name, kwargs, None)
-    bare = lambda leaf: (
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        if isinstance(leaf, jax.ShapeDtypeStruct)
-        else leaf
-    )
-    return function, jax.tree.map(bare, args)
+    return function, jax.tree.map(_without_sharding, args)
+
+
+def _without_sharding(leaf: object) -> object:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return leaf
 
 
 def _made(
@@ -96,13 +99,9 @@ def _made(
         raise UsageError(
             f"`{name}` takes no `mesh`, so its plans have their own; leave out --mesh"
         )
-    result = calling(f"`{name}`", lambda: maker(**keywords))
-    if not (
-        isinstance(result, tuple)
-        and len(result) == 2
-        and callable(result[0])
-        and isinstance(result[1], tuple)
-    ):
+    result: Any = calling(f"`{name}`", lambda: maker(**keywords))
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if not is_pair or not callable(result[0]) or not isinstance(result[1], tuple):
         form = (
             "a step and a tuple of its arguments, as in `return train_step,"
             " (params_plan.structs, batch)`"
@@ -122,21 +121,18 @@ def traffic_of(step: LoadedStep, how: str, target: str | None = None) -> Any:
     or "compare" for a comparison of both. The step is compiled for the TPU slice
     `target`, such as "tpu:v5e:4x4", or else for emulated CPU devices.
     """
-    options = {
-        "compiler": "cpu" if how == "compare" and target is None else "tpu",
-        "mesh": step.mesh,
-    }
+    is_beside_cpu = how == "compare" and target is None
+    compiler = "cpu" if is_beside_cpu else "tpu"
+    options = {"compiler": compiler, "mesh": step.mesh}
     guess = ft.partial(cost.estimate, step.function, *step.args, **options)
     if how == "estimate":
         return calling("estimating the step's traffic", guess)
     sent = calling(
         "reading the program", lambda: cost.traffic(compiled(step, target), step.mesh)
     )
-    return (
-        sent
-        if how == "compile"
-        else calling("comparing", lambda: cost.compare(guess(), sent))
-    )
+    if how == "compile":
+        return sent
+    return calling("comparing", lambda: cost.compare(guess(), sent))
 
 
 def fit_of(step: LoadedStep, chip: chips.Chip, program: object = None) -> cost.Fit:
@@ -190,20 +186,17 @@ def emulate(count: int, what: str = "the target has") -> None:
 
 
 def _mesh_of(name: str, structs: object) -> MeshSpec:
-    mesh_set = {
-        MeshSpec.of(leaf.sharding.mesh): None
-        for leaf in jax.tree.leaves(structs)
-        if isinstance(leaf, jax.ShapeDtypeStruct)
-        and isinstance(leaf.sharding, jax.NamedSharding)
-    }
-    if len(mesh_set) != 1:
-        meshes = (
-            f"several meshes, {' and '.join(map(str, mesh_set))}"
-            if mesh_set
-            else "no mesh"
-        )
-        raise UsageError(f"the arguments of `{name}` are on {meshes}; plan them on one")
-    return next(iter(mesh_set))
+    meshes: dict[MeshSpec, None] = {}
+    for leaf in jax.tree.leaves(structs):
+        is_struct = isinstance(leaf, jax.ShapeDtypeStruct)
+        if is_struct and isinstance(leaf.sharding, jax.NamedSharding):
+            meshes[MeshSpec.of(leaf.sharding.mesh)] = None
+    if len(meshes) != 1:
+        where = "no mesh"
+        if meshes:
+            where = f"several meshes, {' and '.join(map(str, meshes))}"
+        raise UsageError(f"the arguments of `{name}` are on {where}; plan them on one")
+    return next(iter(meshes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,10 +370,8 @@ def inputs_of(options: PlanOptions) -> Inputs:
             "Missing option '--mesh'; give one, as in --mesh data=64,fsdp=16,tensor=8"
         )
     target = None if options.target is None else parse_slice(options.target)
-    mesh = calling(
-        "reading --mesh",
-        lambda: _mesh(options, None if target is None else target.devices),
-    )
+    count = None if target is None else target.devices
+    mesh = calling("reading --mesh", lambda: _mesh(options, count))
     paths, axes = load_rules(options.rules, options.model)
     model = _model(options, stack_experts=options.rules.partition(":")[0] == "ep")
     return Inputs(model, mesh, {"paths": paths, "axes": axes, **options.how}, target)
@@ -402,11 +393,10 @@ def _inputs_without_rules(options: PlanOptions) -> Inputs:
     """
     target = hardware = None
     if options.target is not None:
+        hardware = calling("reading --target", lambda: chips.find(options.target or ""))
         # A switch, or several slices, have no order of devices to show.
-        chip = calling("reading --target", lambda: chips.find(options.target or ""))
-        is_ordered = chip.torus_dims and "*" not in options.target
-        target = parse_slice(options.target) if is_ordered else None
-        hardware = chip
+        if hardware.torus_dims and "*" not in options.target:
+            target = parse_slice(options.target)
     devices: Any = options.target or options.devices
     if options.mesh is not None:
         count = None if target is None else target.devices
@@ -471,14 +461,12 @@ def findings_of(options: PlanOptions, inputs: Inputs) -> Findings:
         findings = lint(inputs.model.tree, inputs.mesh, **inputs.rules)
         if options.optimizer is None or findings.worst("error"):
             return findings
-        # `found` has the findings about the model already.
-        joined = lint(plan_of(options, inputs))
-        return Findings(
-            [
-                *findings,
-                *[finding for finding in joined if finding.code == "optimizer-state"],
-            ]
-        )
+        # `findings` has those about the model already.
+        all_findings = list(findings)
+        for finding in lint(plan_of(options, inputs)):
+            if finding.code == "optimizer-state":
+                all_findings.append(finding)
+        return Findings(all_findings)
 
 
 # The default mesh axes of the strategies for published models.
@@ -492,19 +480,17 @@ def _require_known(options: PlanOptions, inputs: Inputs) -> None:
     Known axes are those that the strategy uses, and `data`, `fsdp`, `tensor` and
     `expert`. Any other is probably misspelled.
     """
-    if (
-        options.rules is None
-        or options.rules.partition(":")[0] not in presets.models.strategies()
-    ):
+    strategy = (options.rules or "").partition(":")[0]
+    if strategy not in presets.models.strategies():
         return
     used = inputs.rules["paths"].mesh_axes
     used_axes = tuple(dict.fromkeys((*used, *_STRATEGY_AXES)))
     for axis, size in inputs.mesh.shape.items():
         if size > 1 and axis not in used_axes:
-            hint = (
-                near(axis, used_axes)
-                or f"; for another name write --rules {options.rules}:{used[-1]}={axis}"
-            )
+            hint = near(axis, used_axes)
+            if not hint:
+                example = f"{options.rules}:{used[-1]}={axis}"
+                hint = f"; for another name write --rules {example}"
             raise UsageError(
                 f"--mesh {options.mesh} has the axis {axis!r}, and --rules"
                 f" {options.rules} uses {', '.join(used)}{hint}"
@@ -524,4 +510,6 @@ def _mesh(options: PlanOptions, device_count: int | None) -> MeshSpec:
             f"--mesh {options.mesh} has a size of -1; say what fills it with --devices"
             " N or --target"
         )
-    return mesh if count is None else mesh.fit(count)
+    if count is None:
+        return mesh
+    return mesh.fit(count)

@@ -47,11 +47,9 @@ def terminal_width() -> int | None:
     """Returns the number of the terminal's columns; `None`, which means no limit, if
     stdout is not a terminal.
     """
-    return (
-        os.get_terminal_size(sys.stdout.fileno()).columns
-        if sys.stdout.isatty()
-        else None
-    )
+    if sys.stdout.isatty():
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    return None
 
 
 def show(text: str) -> None:
@@ -112,9 +110,8 @@ def require_writable(*files: str | None) -> None:
     for file in files:
         if file is not None and file != "-":
             is_new = not os.path.lexists(file)
-            calling(
-                f"writing {file!r}", ft.partial(pathlib.Path(file).open, "a")
-            ).close()
+            append = ft.partial(pathlib.Path(file).open, "a")
+            calling(f"writing {file!r}", append).close()
             if is_new:
                 os.remove(file)
 
@@ -162,17 +159,17 @@ def data_of(value: object) -> Any:
     if isinstance(value, PartitionSpec):
         return [data_of(entry) for entry in entries_of(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: data_of(getattr(value, field.name))
-            for field in dataclasses.fields(value)
-        }
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: data_of(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {str(key): data_of(held) for key, held in value.items()}
     if isinstance(value, tuple) and "_fields" in dir(value):
         return {name: data_of(getattr(value, name)) for name in value._fields}  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(value, tuple | list):
         return [data_of(held) for held in value]
-    return value.item() if isinstance(value, np.generic) else str(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    return str(value)
 
 
 class Verb(click.Command):
@@ -195,14 +192,11 @@ class Verb(click.Command):
                 # again.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 what = "printing failed: "
-            if isinstance(
-                error, BrokenPipeError
-            ):  # the reader, such as `head`, closed the pipe
+            # The reader, such as `head`, closed the pipe.
+            if isinstance(error, BrokenPipeError):
                 return 0
-            print(
-                shown(f"{ctx.command_path}: error: {what}{error}", sys.stderr.encoding),
-                file=sys.stderr,
-            )
+            line = f"{ctx.command_path}: error: {what}{error}"
+            print(shown(line, sys.stderr.encoding), file=sys.stderr)
             return 2
 
 

@@ -16,11 +16,8 @@ from .._ground.text import printable
 _Result = TypeVar("_Result")
 
 # The package's own errors: their messages are complete, so no context is added to them.
-OURS = tuple(
-    kind
-    for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, Exception)
-)
+_CLASSES = [value for value in vars(errors).values() if isinstance(value, type)]
+OURS = tuple(kind for kind in _CLASSES if issubclass(kind, Exception))
 _SHOWN_LINES = 3
 _SHOWN_CHARACTERS = 2000
 _ARGUMENT = re.compile(
@@ -84,8 +81,11 @@ def in_flags(text: str) -> str:
     """
 
     def flag(argument: re.Match[str]) -> str:
+        name = argument[1].replace("_", "-")
         value = argument[2].strip("\"'")
-        return f"`--{argument[1].replace('_', '-')}{'' if value in ('', 'True') else f' {value}'}`"
+        if value in ("", "True"):
+            return f"`--{name}`"
+        return f"`--{name} {value}`"
 
     pair = "give --rules a pair, MODULE:NAME of (PathRules, AxisRules)"
     return _ARGUMENT.sub(flag, text).replace("pass `axes=AxisRules([...])`", pair)
@@ -109,11 +109,9 @@ def calling(what: str, function: Callable[[], _Result]) -> _Result:
     except (Exception, SystemExit) as error:
         # JAX's C++ code turns an error that it meets while it flattens a tree into a
         # SystemError.
-        cause = (
-            error.__cause__
-            if isinstance(error, SystemError) and error.__cause__
-            else error
-        )
+        cause: BaseException = error
+        if isinstance(error, SystemError) and error.__cause__:
+            cause = error.__cause__
         raise UsageError(
             f"{what} failed{_place(cause)}: {type(cause).__name__}: {one_line(cause)}"
         ) from cause
@@ -125,12 +123,7 @@ def _place(error: BaseException) -> str:
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f" in {error.filename}, line {error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [
-        frame for frame in frames if not frame.filename.startswith(("<", *_INSTALLED))
-    ]
-    return (
-        f" in {user_frames[-1].filename}, line {user_frames[-1].lineno}"
-        if user_frames
-        else ""
-    )
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(("<", *_INSTALLED)):
+            return f" in {frame.filename}, line {frame.lineno}"
+    return ""

@@ -102,21 +102,17 @@ class Layer(eqx.Module):
     ) -> Float[Array, "b s embed"]:
         x = x + self.attention(_normed(x, self.attention_norm), plan)
         normed = _normed(x, self.mlp_norm)
-        gate, up = (
-            _project(normed, weight, "hidden", plan) for weight in (self.gate, self.up)
-        )
-        return x + _project(
-            jax.nn.silu(gate) * up, self.down, None, plan, over="hidden"
-        )
+        gate = _project(normed, self.gate, "hidden", plan)
+        up = _project(normed, self.up, "hidden", plan)
+        gated = jax.nn.silu(gate) * up
+        return x + _project(gated, self.down, None, plan, over="hidden")
 
     def attention(
         self, x: Float[Array, "b s embed"], plan: ShardPlan | None
     ) -> Float[Array, "b s embed"]:
         query = _rotate(_heads(_project(x, self.query, "heads", plan), HEADS))
-        key, value = (
-            _heads(_project(x, weight, "kv_heads", plan), KV_HEADS)
-            for weight in (self.key, self.value)
-        )
+        key = _heads(_project(x, self.key, "kv_heads", plan), KV_HEADS)
+        value = _heads(_project(x, self.value, "kv_heads", plan), KV_HEADS)
         key = _per_query_head(_rotate(key), plan)
         value = _per_query_head(value, plan)
         scores = _einsum("bqhd,bthd->bhqt", query, key) / math.sqrt(HEAD_DIM)
@@ -153,9 +149,8 @@ class Transformer(eqx.Module):
         """
         # With 256 byte values, a product with one-hot rows is as cheap as a lookup, and
         # shards like any matrix product.
-        rows = _constrain(
-            jax.nn.one_hot(tokens, VOCAB), ("batch", "sequence", None), plan
-        )
+        rows = jax.nn.one_hot(tokens, VOCAB)
+        rows = _constrain(rows, ("batch", "sequence", None), plan)
         x = _project(rows, self.embedding, None, plan)
         x, _ = jax.lax.scan(lambda x, layer: (layer(x, plan), None), x, self.layers)
         return _project(_normed(x, self.norm), self.unembedding, "vocab", plan)
@@ -169,12 +164,11 @@ def loss(
     activations; `None` leaves them free.
     """
     logits = model(text[:, :-1], plan)
-    targets = _constrain(
-        jax.nn.one_hot(text[:, 1:], VOCAB), ("batch", "sequence", "vocab"), plan
-    )
-    return jnp.mean(
-        jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * targets, axis=-1)
-    )
+    targets = jax.nn.one_hot(text[:, 1:], VOCAB)
+    targets = _constrain(targets, ("batch", "sequence", "vocab"), plan)
+    normalizers = jax.nn.logsumexp(logits, axis=-1)
+    target_logits = jnp.sum(logits * targets, axis=-1)
+    return jnp.mean(normalizers - target_logits)
 
 
 def _project(
@@ -197,12 +191,8 @@ def _project(
     # Under Explicit axes, a contraction over a sharded dimension needs the sharding of
     # its result.
     spec = plan.sharding(names, (*x.shape[:-1], weight.shape[-1])).spec
-    return _einsum(
-        "bsd,de->bse",
-        x,
-        weight,
-        out_sharding=NamedSharding(jax.typeof(x).sharding.mesh, spec),
-    )
+    sharding = NamedSharding(jax.typeof(x).sharding.mesh, spec)
+    return _einsum("bsd,de->bse", x, weight, out_sharding=sharding)
 
 
 def _heads(x: Float[Array, "b s rows"], heads: int) -> Float[Array, "b s heads d"]:
@@ -216,21 +206,18 @@ def _per_query_head(
     query heads. A head that several query heads share is repeated.
     """
     batch, length, *_ = x.shape
-    group = jnp.broadcast_to(
-        x[:, :, :, None], (batch, length, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
-    )
-    return _heads(
-        _constrain(
-            group.reshape(batch, length, _ROWS), ("batch", "sequence", "heads"), plan
-        ),
-        HEADS,
-    )
+    shape = (batch, length, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
+    groups = jnp.broadcast_to(x[:, :, :, None], shape)
+    rows = groups.reshape(batch, length, _ROWS)
+    return _heads(_constrain(rows, ("batch", "sequence", "heads"), plan), HEADS)
 
 
 def _constrain(
     x: Array, names: tuple[str | None, ...], plan: ShardPlan | None
 ) -> Array:
-    return x if plan is None else constrain(x, names, plan)
+    if plan is None:
+        return x
+    return constrain(x, names, plan)
 
 
 def _einsum(equation: str, *operands: Array, **kwargs: Any) -> Array:
@@ -259,9 +246,8 @@ def _rotate(x: Float[Array, "b s heads d"]) -> Float[Array, "b s heads d"]:
     first, second = jnp.split(x, 2, axis=-1)
     cos = jnp.cos(angles)
     sin = jnp.sin(angles)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    )
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated, axis=-1)
 
 
 def stdlib_text(max_bytes: int = 8 << 20) -> UInt8[np.ndarray, " bytes"]:
@@ -285,9 +271,8 @@ def batch(
     """Returns `size` random windows of `length` bytes of `text`. They depend only on
     `seed` and `step`.
     """
-    starts = np.random.default_rng((seed, step)).integers(
-        0, text.size - length, size=size
-    )
+    generator = np.random.default_rng((seed, step))
+    starts = generator.integers(0, text.size - length, size=size)
     return text[starts[:, None] + np.arange(length)].astype(np.int32)
 
 
@@ -342,11 +327,8 @@ def make_plans(mesh: Any, run: Run) -> DemoPlans:
     """Plans model, optimizer state and batch from shapes alone, for a MeshSpec or for a
     jax Mesh.
     """
-    model = plan(
-        eqx.filter_eval_shape(lambda: Transformer(key=jax.random.key(0))),
-        mesh,
-        axes=AXIS_RULES,
-    )
+    structs = eqx.filter_eval_shape(lambda: Transformer(key=jax.random.key(0)))
+    model = plan(structs, mesh, axes=AXIS_RULES)
     text = jax.ShapeDtypeStruct((run.batch_size, run.length + 1), jnp.int32)
     return DemoPlans(
         model=model,
@@ -366,9 +348,8 @@ def make_step(
         model: Transformer, state: optax.OptState, text: Int[Array, "batch length"]
     ) -> tuple:
         value, gradients = eqx.filter_value_and_grad(loss)(model, text, model_plan)
-        updates, state = optimizer.update(
-            gradients, state, eqx.filter(model, eqx.is_array)
-        )
+        arrays = eqx.filter(model, eqx.is_array)
+        updates, state = optimizer.update(gradients, state, arrays)
         return eqx.apply_updates(model, updates), state, value
 
     return train_step
@@ -388,9 +369,8 @@ def start_sharded(
         out_shardings=(model, state, None),
         donate=(0, 1),
     )
-    sharded_model = filter_jit(lambda key: Transformer(key=key), out_shardings=model)(
-        jax.random.key(run.seed)
-    )
+    make = filter_jit(lambda key: Transformer(key=key), out_shardings=model)
+    sharded_model = make(jax.random.key(run.seed))
     init = filter_jit(
         lambda model: optimizer.init(model), in_shardings=(model,), out_shardings=state
     )
@@ -437,13 +417,11 @@ def train(
         if number == 1:
             begin = time.perf_counter()  # the first step compiles
         if show and number - 1 in _tenths(run.steps):
-            rate = (
-                (number - 1)
-                * run.batch_size
-                * run.length
-                / (time.perf_counter() - begin)
-            )
-            speed = f"{rate:>9,.0f} tokens/s" if number > 1 else " compiled"
+            speed = " compiled"
+            if number > 1:
+                token_count = (number - 1) * run.batch_size * run.length
+                rate = token_count / (time.perf_counter() - begin)
+                speed = f"{rate:>9,.0f} tokens/s"
             print(
                 f"{show:>10}  step {number:>4}/{run.steps}  loss {value:.4f}  {speed}",
                 flush=True,
@@ -472,15 +450,18 @@ def show(
     text = stdlib_text()
     plans = make_plans(mesh.build(devices), run)
     model, optimizer, texts = plans
-    kind = (
-        f"{'emulated ' if devices[0].platform == 'cpu' else ''}{devices[0].device_kind}"
-    )
+    kind = devices[0].device_kind
+    if devices[0].platform == "cpu":
+        kind = f"emulated {kind}"
     print(
         f"{len(devices)} x {kind}, as the mesh {mesh}.\n\nThe plan of the"
         f" model:\n\n{report(model, width=width)}\n"
     )
     started = start_sharded(plans, run)
     wrong = [*misplaced(started[1], model), *misplaced(started[2], optimizer)]
+    placement = "as planned"
+    if wrong:
+        placement = f"NOT as planned: {wrong}"
     print(
         f"The optimizer's state follows it: {len(optimizer.leaves)} arrays,"
         f" {optimizer.bytes_per_device:,} bytes per device.\nA batch,"
@@ -488,7 +469,7 @@ def show(
         f" {texts.leaves[0].spec}.\n\nParameters and optimizer state were made in"
         " shards: no device ever held a whole one.\nEach holds"
         f" {model.bytes_per_device:,} and {optimizer.bytes_per_device:,} bytes of them,"
-        f" {f'NOT as planned: {wrong}' if wrong else 'as planned'}.\nTraining on"
+        f" {placement}.\nTraining on"
         f" {text.size:,} bytes of Python's standard library, batches of"
         f" {run.batch_size} x {run.length}.\n"
     )
@@ -501,10 +482,9 @@ def show(
     print("\nThe same on one of the devices, without a plan, with Equinox alone:\n")
     unsharded = train(start_unsharded(run), text, run, show="one device")
 
-    differences = [
-        abs(sharded_loss - unsharded_loss)
-        for sharded_loss, unsharded_loss in zip(sharded, unsharded, strict=True)
-    ]
+    differences = []
+    for sharded_loss, unsharded_loss in zip(sharded, unsharded, strict=True):
+        differences.append(abs(sharded_loss - unsharded_loss))
     print(f"\n{'step':>6}  {'sharded':>9}  {'one device':>10}  {'difference':>10}")
     for step_number in _tenths(run.steps):
         bar = "#" * round(30 * sharded[step_number] / max(sharded))
@@ -517,7 +497,10 @@ def show(
         f"\nLargest difference over {run.steps} steps: {max(differences):.1e} nats"
         f" (allowed: {TOLERANCE:.0e})."
     )
-    print("The curves are the same up to rounding." if agree else "THE CURVES DIFFER.")
+    if agree:
+        print("The curves are the same up to rounding.")
+    else:
+        print("THE CURVES DIFFER.")
     print(
         "One step under the plan, beside one device in float64"
         f" (`check_step`):\n{checked}"

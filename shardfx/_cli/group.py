@@ -74,10 +74,9 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _VERBS:
             return None
-        return getattr(
-            importlib.import_module(f".verbs.{_VERBS[cmd_name][0]}", __package__),
-            cmd_name,
-        )
+        file, _ = _VERBS[cmd_name]
+        module = importlib.import_module(f".verbs.{file}", __package__)
+        return getattr(module, cmd_name)
 
     def format_commands(
         self, ctx: click.Context, formatter: click.HelpFormatter
@@ -88,19 +87,20 @@ class _Verbs(click.Group):
     def shell_complete(
         self, ctx: click.Context, incomplete: str
     ) -> list[CompletionItem]:
-        items = [
-            CompletionItem(name, help=text)
-            for name, (_, text) in _VERBS.items()
-            if name.startswith(incomplete)
-        ]
+        items = []
+        for name, (_, text) in _VERBS.items():
+            if name.startswith(incomplete):
+                items.append(CompletionItem(name, help=text))
         return items + click.Command.shell_complete(self, ctx, incomplete)
 
 
 def _print_version(context: click.Context, _: object, is_asked: bool) -> None:
     if not is_asked:
         return
-    is_verbose = context.ensure_object(dict).get("more", False)
-    click.echo(verbose_text() if is_verbose else version_text())
+    text = version_text()
+    if context.ensure_object(dict).get("more", False):
+        text = verbose_text()
+    click.echo(text)
     context.exit()
 
 
@@ -134,7 +134,9 @@ def run(arguments: Sequence[str] | None) -> int:
     """Runs a command line and returns the exit code of the verb; 2 if the command line
     cannot be parsed.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if arguments is None:
+        arguments = sys.argv[1:]
+    words = list(arguments) or ["--help"]
     if sys.stdout is None:  # a shell's `>&-` closes it
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     try:

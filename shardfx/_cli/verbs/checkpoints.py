@@ -76,14 +76,12 @@ def convert(
             "--inverse needs --map, and --like that says what there shall be"
         )
     relation = None if map_name is None else _map(map_name)
-    relation = relation.inverse() if relation is not None and inverse else relation
+    if relation is not None and inverse:
+        relation = relation.inverse()
     index = calling(f"reading {source!r}", lambda: checkpoint.read_index(source))
     structs = calling(f"reading {source!r}", lambda: checkpoint.structs(index))
-    structs = (
-        structs
-        if dtype is None
-        else jax.tree.map(lambda struct: _cast(struct, dtype), structs)
-    )
+    if dtype is not None:
+        structs = jax.tree.map(lambda struct: _cast(struct, dtype), structs)
     like_tree = None if like is None else load_model(like).tree
     leaves: Mapping[str, Any] = tree_structs(structs)
     if relation is not None:
@@ -96,36 +94,30 @@ def convert(
         # show their progress.
         mesh = MeshSpec({"device": 1}).build(jax.devices()[:1])
         held = plan(structs, mesh, paths=PathRules([(".*", replicate)]))
+        load_dtype = None if dtype is None else jnp.dtype(dtype)
         tree = calling(
-            "reading",
-            lambda: checkpoint.load(
-                index, held, dtype=None if dtype is None else jnp.dtype(dtype)
-            ),
+            "reading", lambda: checkpoint.load(index, held, dtype=load_dtype)
         )
         options = {"map": relation, "like": like_tree, "overwrite": overwrite}
         calling(
             f"writing {target!r}",
             lambda: checkpoint.save(target, tree, held, **options),
         )
-    size = sum(
-        math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
-        for leaf in leaves.values()
-    )
-    arrays = [
-        {"path": path, "shape": leaf.shape, "dtype": str(leaf.dtype)}
-        for path, leaf in leaves.items()
-    ]
-    cells = [
-        ("path", "array"),
-        *[(path, array_text(leaf.dtype, leaf.shape)) for path, leaf in leaves.items()],
-    ]
-    end = f"{' would be' if dry_run else ','} written to {target}."
-    lines = [
-        *table(cells, right=()),
-        "",
-        f"{plural(len(leaves), 'array')}, {bytes_text(size)}{end}",
-    ]
-    data = {"written": None if dry_run else target, "bytes": size, "arrays": arrays}
+    size = 0
+    arrays = []
+    cells = [("path", "array")]
+    for path, leaf in leaves.items():
+        size += math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+        arrays.append({"path": path, "shape": leaf.shape, "dtype": str(leaf.dtype)})
+        cells.append((path, array_text(leaf.dtype, leaf.shape)))
+    written = target
+    end = f", written to {target}."
+    if dry_run:
+        written = None
+        end = f" would be written to {target}."
+    total = f"{plural(len(leaves), 'array')}, {bytes_text(size)}{end}"
+    lines = [*table(cells, right=()), "", total]
+    data = {"written": written, "bytes": size, "arrays": arrays}
     answer(json_file, lambda: "\n".join(lines), lambda: data)
 
 
@@ -139,10 +131,9 @@ def _map(name: str) -> TreeMap:
 
 
 def _cast(struct: jax.ShapeDtypeStruct, dtype: str) -> jax.ShapeDtypeStruct:
-    kind = (
-        jnp.dtype(dtype) if jnp.issubdtype(struct.dtype, jnp.floating) else struct.dtype
-    )
-    return jax.ShapeDtypeStruct(struct.shape, kind)
+    if jnp.issubdtype(struct.dtype, jnp.floating):
+        return jax.ShapeDtypeStruct(struct.shape, jnp.dtype(dtype))
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype)
 
 
 @verb(examples=("shardfx clean .", "shardfx clean . --remove"))
@@ -172,13 +163,11 @@ def clean(
             directory, older_than_seconds=older_than_seconds, remove=remove
         ),
     )
-    cells = [
-        (path.path, bytes_text(path.nbytes), f"{path.age_seconds / 3600:.1f} h")
-        for path in left_over
-    ]
-    lines = table(
-        [("removed" if remove else "left over", "bytes", "age"), *cells],
-        right={"bytes", "age"},
-    )
+    state = "removed" if remove else "left over"
+    cells = [(state, "bytes", "age")]
+    for path in left_over:
+        age = f"{path.age_seconds / 3600:.1f} h"
+        cells.append((path.path, bytes_text(path.nbytes), age))
+    lines = table(cells, right={"bytes", "age"})
     text = "\n".join(lines) if left_over else "nothing is left over"
     answer(json_file, lambda: text, lambda: list(left_over))

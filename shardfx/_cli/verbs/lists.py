@@ -59,21 +59,15 @@ def models(text: str, json_file: str | None) -> None:
     change the numbers of a model, as in --kwargs layers=2.
     """
     published = presets.models
-    named = {
-        name: published.config(name)
-        for name in published.names()
-        if text.lower() in name
-    }
-    if not named:
+    rows = {}
+    cells: list[tuple[str, ...]] = [("model", *_NUMBERS, "--rules")]
+    for name in published.names():
+        if text.lower() in name:
+            strategies = list(published.strategies(name))
+            rows[name] = {**published.config(name), "strategies": strategies}
+            cells.append((name, *_cells(rows[name])))
+    if not rows:
         raise UsageError(f"no published model has {text!r} in its name")
-    rows = {
-        name: {**config, "strategies": list(published.strategies(name))}
-        for name, config in named.items()
-    }
-    cells = [
-        ("model", *_NUMBERS, "--rules"),
-        *[(name, *_cells(row)) for name, row in rows.items()],
-    ]
     lines = ft.partial(
         table, cells, right=set(_NUMBERS), width=terminal_width(), spare=_SPARE
     )
@@ -83,7 +77,5 @@ def models(text: str, json_file: str | None) -> None:
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     # If every feed-forward block has experts, the column `hidden` shows their size.
     numbers = {**row, "hidden": row.get("hidden", row.get("expert_hidden", ""))}
-    return (
-        *(str(numbers.get(name, "")) for name in _NUMBERS),
-        " ".join(row["strategies"]),
-    )
+    texts = [str(numbers.get(name, "")) for name in _NUMBERS]
+    return (*texts, " ".join(row["strategies"]))

@@ -79,9 +79,9 @@ def plan(
     if json_file == "-":
         write(made_plan.to_json(), json_file)
         return
-    shown = (
-        made_plan if only is None else calling("--only", lambda: made_plan.select(only))
-    )
+    shown = made_plan
+    if only is not None:
+        shown = calling("--only", lambda: made_plan.select(only))
     show(sfx.report(shown, width=width or terminal_width()))
     if inputs.why:
         show(f"\n{choice_text(inputs)}")
@@ -285,10 +285,9 @@ def report(
     loaded = None if step is None else load_step(step, None, made_plan.mesh)
     sent = needs = None
     if loaded is not None:
+        how = "estimate" if loaded.mesh.size > MOST_DEVICES else "compile"
         with working(f"compiling {step}"):
-            sent = traffic_of(
-                loaded, "estimate" if loaded.mesh.size > MOST_DEVICES else "compile"
-            )
+            sent = traffic_of(loaded, how)
         needs = None if hardware is None else fit_of(loaded, hardware)
     about = {
         "title": options.model,
@@ -299,9 +298,7 @@ def report(
     }
     with working("writing the report"):
         if html_file is not None:
-            write(
-                calling("drawing the page", lambda: html_report(made_plan, **about)),
-                html_file,
-            )
+            page = calling("drawing the page", lambda: html_report(made_plan, **about))
+            write(page, html_file)
         if json_file is not None:
             write(as_json(report_data(made_plan, **about)), json_file)

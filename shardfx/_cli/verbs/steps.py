@@ -108,20 +108,20 @@ def traffic(
         )
     hardware = None if chip is None else chip_of(chip)
     loaded = load_step(step, kwargs, mesh)
-    with working(f"{'estimating' if how == 'estimate' else 'compiling'} {step}"):
+    verb_text = "estimating" if how == "estimate" else "compiling"
+    with working(f"{verb_text} {step}"):
         step_traffic = traffic_of(loaded, how, target)
-    sent = step_traffic.compiled if how == "compare" else step_traffic
-    timed = (
-        None
-        if hardware is None
-        else calling("timing", lambda: cost.seconds(sent, hardware, loaded.mesh))
-    )
-    text = (
-        str(step_traffic) if how == "compare" else step_traffic.text(terminal_width())
-    )
-    sums = ("extra_bytes",) if how == "compare" else ("wire_bytes", "dcn_bytes")
+    if how == "compare":
+        sent = step_traffic.compiled
+        text = str(step_traffic)
+        sums = ("extra_bytes",)
+    else:
+        sent = step_traffic
+        text = step_traffic.text(terminal_width())
+        sums = ("wire_bytes", "dcn_bytes")
     data = {name: getattr(step_traffic, name) for name in sums} | data_of(step_traffic)
-    if timed is not None:
+    if hardware is not None:
+        timed = calling("timing", lambda: cost.seconds(sent, hardware, loaded.mesh))
         text = f"{text}\n\n{timed}"
         data = {**data, "seconds": data_of(timed)}
     answer(json_file, lambda: text, lambda: data)
@@ -231,23 +231,24 @@ def fit(
     if step is None:
         made_plan = plan_of(options)
         # `cost.fit` makes a row for each first path component.
-        is_joined = {path.partition("/")[0] for path in made_plan} == {
-            "model",
-            "optimizer",
-        }
+        roots = {path.partition("/")[0] for path in made_plan}
+        is_joined = roots == {"model", "optimizer"}
         parts = made_plan if is_joined else ShardPlan.join(model=made_plan)
         step_fit = calling("counting", lambda: cost.fit(parts, chip=hardware))
     else:
         loaded = load_step(step, options.kwargs, options.mesh)
-        step_fit = fit_of(
-            loaded, hardware, compiled(loaded, options.target) if compiles else None
-        )
+        program = None
+        if compiles:
+            program = compiled(loaded, options.target)
+        step_fit = fit_of(loaded, hardware, program)
     answer(
         json_file,
         lambda: calling("trying changes", step_fit.explain),
         lambda: _data(step_fit),
     )
-    return 0 if step_fit.fits and step_fit.basis != "arguments" else 1
+    if step_fit.fits and step_fit.basis != "arguments":
+        return 0
+    return 1
 
 
 def _data(step_fit: cost.Fit) -> dict[str, Any]:
@@ -261,13 +262,12 @@ def _data(step_fit: cost.Fit) -> dict[str, Any]:
         "batch",
     )
     tables = ("rows", "largest", "changes", "notes")
-    return {name: data_of(getattr(step_fit, name)) for name in (*names, *tables)} | {
-        "chip_name": step_fit.chip.name
-    }
+    data = {name: data_of(getattr(step_fit, name)) for name in (*names, *tables)}
+    return {**data, "chip_name": step_fit.chip.name}
 
 
-for _one in (traffic, why):
-    _one.help = (_one.help or "").replace("{STEP}", _STEP_HELP)
+for _command in (traffic, why):
+    _command.help = (_command.help or "").replace("{STEP}", _STEP_HELP)
 
 
 def _of_line(loaded: LoadedStep, line: str) -> cost.StepShardings:
@@ -276,13 +276,15 @@ def _of_line(loaded: LoadedStep, line: str) -> cost.StepShardings:
     """
     shardings = cost.shardings(loaded.function, *loaded.args)
     sent = cost.estimate(loaded.function, *loaded.args)
-    notes = tuple(
-        f"{bytes_text(row.wire_bytes)} by {row.kind} over {', '.join(row.axes)}"
-        f" ({row.phase or 'no gradient'}), {row.note}"
-        for row in shardings.annotate(sent).rows
-        if row.source is not None and row.source.place == line
-    )
-    return dataclasses.replace(shardings.at(line), notes=notes)
+    notes = []
+    for row in shardings.annotate(sent).rows:
+        if row.source is not None and row.source.place == line:
+            sent_text = f"{bytes_text(row.wire_bytes)} by {row.kind}"
+            phase = row.phase or "no gradient"
+            notes.append(
+                f"{sent_text} over {', '.join(row.axes)} ({phase}), {row.note}"
+            )
+    return dataclasses.replace(shardings.at(line), notes=tuple(notes))
 
 
 _FIELDS = tuple(
@@ -394,17 +396,14 @@ def search(
     hardware = {"devices": target or devices, "chip": chip}
     require_writable(code_file, json_file)
     function, args = load_bare_step(step, kwargs)
-    also = [
-        made_of(name, AxisRules, "AxisRules, whose names are those of `name_axes`")
-        for name in rules
-    ]
+    what = "AxisRules, whose names are those of `name_axes`"
+    also = [made_of(name, AxisRules, what) for name in rules]
     if verify is not None:
-        emulate(
-            calling(
-                "reading --target",
-                lambda: asked_for(hardware["devices"], hardware["chip"]).total,
-            )
+        count = calling(
+            "reading --target",
+            lambda: asked_for(hardware["devices"], hardware["chip"]).total,
         )
+        emulate(count)
     with working(f"searching for {step}") as tell:
         checking = {"verify": verify, "closely": closely}
         options = {"keep": keep, "also": also, "progress": tell, **hardware, **checking}
@@ -442,7 +441,9 @@ def _table(candidates: Sequence[Candidate]) -> str:
 
 def _candidate_data(candidate: Candidate) -> dict[str, object]:
     fields = {name: getattr(candidate, name) for name in _FIELDS}
-    plans = [{leaf.path: leaf.spec for leaf in plan.leaves} for plan in candidate.plans]
+    plans = []
+    for plan in candidate.plans:
+        plans.append({leaf.path: leaf.spec for leaf in plan.leaves})
     sent = [_row(row) for row in candidate.traffic.rows]
     return {
         "mesh": str(candidate.mesh),
@@ -467,7 +468,5 @@ def _row(row: TrafficRow) -> dict[str, object]:
         "calls",
         "note",
     )
-    return {
-        **{name: getattr(row, name) for name in names},
-        "at": place_text(row.source),
-    }
+    data = {name: getattr(row, name) for name in names}
+    return {**data, "at": place_text(row.source)}

@@ -87,4 +87,6 @@ def demo(
             "reading --mesh",
             lambda: MeshSpec.parse(mesh, axis_types=types).fit(len(devices)),
         )
-    return 0 if show(spec, devices, run, width=terminal_width()) else 1
+    if show(spec, devices, run, width=terminal_width()):
+        return 0
+    return 1
