@@ -410,3 +410,22 @@ def test_heads_that_are_repeated_are_not_accused():
     arrays = [array(8, heads), array(4, width), array(4, heads), array(8, both)]
     step = jax.jit(gradients, out_shardings=(heads, width, heads))
     assert sfx.testing.verify(step, *arrays).outcome != "refuted"
+
+
+def test_a_maximum_by_segments_over_cut_edges_is_proved():
+    def step(scores, targets):
+        highest = jax.ops.segment_max(scores, targets, num_segments=8)
+        return jnp.exp(scores - highest[targets])
+
+    scores = struct((64, 4), ("data", "fsdp"), "tensor")
+    targets = struct((64,), ("data", "fsdp"), dtype=jnp.int32)
+    programs = step_of(step, (scores, targets)).programs("cpu")
+    assert judged(programs).outcome == "proved"
+    # A sum of the maxima, the maximum of a part, and a part of the devices.
+    other = mutated(programs, r"(ROOT %\S+ = f32\[\] )maximum\(", r"\1add(")
+    assert other.outcome != "proved"
+    finishing = r"= (f32\[8,2\]\S*) all-reduce\((%[\w.]+)\).*"
+    assert mutated(programs, finishing, r"= \1 copy(\2)").outcome != "proved"
+    groups = r"(f32\[8,2\]\S* all-reduce\(.*?replica_groups=).*?, use_global"
+    pairs = r"\1{{0,2},{1,3},{4,6},{5,7}}, use_global"
+    assert mutated(programs, groups, pairs).outcome != "proved"

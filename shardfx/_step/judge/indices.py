@@ -17,6 +17,10 @@ from .values import Node
 from .verdict import Unjudged, Wrong
 
 
+# The array into which all devices scatter their part may be taken once or more.
+_IDEMPOTENT = ("maximum", "minimum")
+
+
 class _Lookup(NamedTuple):
     """The dimensions of a gather or a scatter, by HLO's names for a gather."""
 
@@ -278,15 +282,21 @@ def _scattered(
         elif updates.shape[place] != update_shape[place]:
             raise Unjudged("a scatter of broadcasts")
     _scatter_bounds(context, table, raw, lookup, windows, node, cuts)
-    is_zero = table.known is not None and not table.known.any()
-    if (terms is not None or table.terms is not None) and not is_zero:
-        if table.terms != terms or updates.terms is not None:
-            raise Unjudged("a scatter of sums into a finished array")
-    if (terms is not None or updates.scale != 1) and how != "add":
+    is_unfinished = terms is not None or updates.scale != 1
+    if is_unfinished and how in _IDEMPOTENT:
+        if not table.is_finished or not updates.is_finished:
+            raise Unjudged("an unfinished scatter")
+    elif is_unfinished and how != "add":
         raise Unjudged("an unfinished scatter")
+    elif terms is not None or table.terms is not None:
+        is_zero = table.known is not None and not table.known.any()
+        is_of_sums = table.terms != terms or updates.terms is not None
+        if not is_zero and is_of_sums:
+            raise Unjudged("a scatter of sums into a finished array")
     keyed = form_in(context, instruction, [table, index, updates], shape)
     held = placed(context, keyed, instruction, shape, cuts, number)
-    return dataclasses.replace(held, terms=terms, kind="add", scale=updates.scale)
+    kind = how if terms is not None and how in _IDEMPOTENT else "add"
+    return dataclasses.replace(held, terms=terms, kind=kind, scale=updates.scale)
 
 
 def _scatter_bounds(
