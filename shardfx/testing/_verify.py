@@ -58,10 +58,11 @@ def verify(
     A [`shardfx.testing.Verdict`][], false if the program is wrong. Its `outcome` is
     "proved" if each result is right in each part, "refuted" with what is wrong and what
     mends it, and "not judged" if it has operations that `verify` cannot follow. Then
-    [`shardfx.testing.check_step`][] compares numbers. Not judged are a `shard_map`,
-    callbacks, kernels, an update of several rows at an index of a dimension that is
-    cut, or of one where the index may be out of bounds, and random bits that depend on
-    the layout, among others; `unjudged` names them.
+    [`shardfx.testing.check_step`][] compares numbers. Not judged are callbacks,
+    kernels, an update of several rows at an index of a dimension that is cut, or of one
+    where the index may be out of bounds, and random bits that depend on the layout,
+    among others; `unjudged` names them. The body of a `shard_map` is what you wrote;
+    what it takes and returns is judged, where all axes of its mesh are manual.
 
     The verdict is about the program that `program` names. By default that is XLA's
     partitioned program, which later passes of all compilers change. A finished program

@@ -32,6 +32,7 @@ Each operation has a rule, from the types of its operands to that of its result:
 | `whole_operations.py` | sorts, and all that have no rule of their own |
 | `sources.py` | constants, iotas, the device's number |
 | `loops.py`, `conditionals.py` | loops and conditionals |
+| `manual.py`, `manual_calls.py` | the bodies of `shard_map`s |
 
 `rules.py` finds the rule of an opcode; `judge.py` goes through the program and compares
 the results.

@@ -23,6 +23,7 @@ from .conditionals import branched
 from .cuts import Cut, Cuts
 from .held import Context, Faulty, Held, Memory, Result, Unknown, view_of
 from .loops import Loops
+from .manual_calls import called_manually
 from .matching import expressed, is_matched
 from .results import check, each_result, held_of, leaves_in, leaves_of, required_view
 from .rules import applied
@@ -407,7 +408,13 @@ class Judge:
                 return self.conditional(key, instruction, operands)
         except Unjudged as error:
             return each_result(instruction, self.unknown(key, instruction, str(error)))
-        return self.run(names.get("calls") or names["to_apply"], operands)
+        name = names.get("calls") or names["to_apply"]
+        results = called_manually(self.context, instruction, operands, name)
+        if results is None:
+            return self.run(name, operands)
+        for body_instruction in self.module.computations[name].values():
+            self.states[name, body_instruction.name] = None
+        return results
 
     def conditional(
         self,

@@ -22,7 +22,9 @@ from ..hlo_text import (
     parts_of,
     root_of,
 )
+from . import manual
 from .forms import Form, View, form_of, nameless_text, sizes_of, squeezed
+from .shardings import shardings_in
 
 
 class Global(NamedTuple):
@@ -107,6 +109,33 @@ class Loop(NamedTuple):
     results: tuple[Global, ...]
 
 
+class Shards(NamedTuple):
+    """An array of which a `shard_map` takes or returns the shards of a sharding."""
+
+    array: Global
+    sharding: str
+
+
+class ManualCall(NamedTuple):
+    """The call of a `shard_map`'s body.
+
+    - `expressions`: the results of the body.
+    - `operands`: the arrays that it takes.
+    - `results`: the arrays that it returns, by their place in its results.
+    """
+
+    expressions: tuple[str, ...]
+    operands: tuple[Shards, ...]
+    results: dict[int, Shards]
+
+
+class _ManualResult(NamedTuple):
+    """A result of the body of a `shard_map`: the number of its call, and its place."""
+
+    call: int
+    place: int
+
+
 class ViewReshape(NamedTuple):
     """A reshape of the whole program that only views its operand otherwise."""
 
@@ -125,6 +154,7 @@ class Values:
         # The numbers of scalars that follow from constants, by value.
         self._scalars: dict[int, float] = {}
         self.loops: list[Loop] = []
+        self.manual_calls: list[ManualCall] = []
         # The reshapes that only add or drop dimensions along which nothing changes, by
         # value, with their names.
         self.reshapes: dict[View, dict[ViewReshape, str]] = {}
@@ -293,6 +323,9 @@ class _Reader:
     def __init__(self, module: HloModule):
         self.module = module
         self.values = Values()
+        # What the bodies of `shard_map`s take and return, on one device.
+        self.shards: dict[Global, Shards] = {}
+        self.manual_results: dict[Global, _ManualResult] = {}
 
     def named(
         self,
@@ -340,7 +373,11 @@ class _Reader:
                 )
             else:
                 operands = [arrays[operand] for operand in instruction.operands]
-                array = self.made(instruction, operands)
+                if manual.is_into_shards(instruction):
+                    source = self.module.computations[name][instruction.operands[0]]
+                    array = self.into_shards(instruction, operands[0], source)
+                else:
+                    array = self.made(instruction, operands)
             arrays[instruction.name] = array
             if instruction.is_root:
                 return array
@@ -369,7 +406,15 @@ class _Reader:
             return operands[0] if len(operands) == 1 else tuple(operands)
         if opcode in ("call", "fusion", "map"):
             called = dict(instruction.called)
-            return self.run(called.get("calls") or called["to_apply"], operands)
+            name = called.get("calls") or called["to_apply"]
+            manual_results = self.manual_call(instruction, operands, name)
+            if manual_results is not None:
+                return manual_results
+            return self.run(name, operands)
+        if manual.is_out_of_shards(instruction):
+            array = self.out_of_shards(instruction, operands[0])
+            if array is not None:
+                return array
         if opcode == "while":
             return self.loop(instruction, operands[0])
         if opcode == "conditional":
@@ -454,6 +499,60 @@ class _Reader:
             results=tuple(results),
         )
         return tuple(results) if not isinstance(initial, Global) else results[0]
+
+    # The bodies of `shard_map`s.
+
+    def into_shards(
+        self, instruction: Instruction, array: GlobalTree, source: Instruction
+    ) -> Global:
+        """The shards of an array, as a body takes them. `source` says its sharding."""
+        assert isinstance(array, Global)
+        (sharding,) = shardings_in(source.attributes) or ("",)
+        key = ("manual shards", array.view, sharding)
+        shard = self.named(key, instruction, operands=(array,))
+        self.shards[shard] = Shards(array, sharding)
+        return shard
+
+    def manual_call(
+        self, instruction: Instruction, operands: Sequence[GlobalTree], name: str
+    ) -> "GlobalTree | None":
+        """The results of the call of a body; `None` for other calls."""
+        taken: list[Shards] = []
+        for operand in operands:
+            shards = self.shards.get(operand) if isinstance(operand, Global) else None
+            if shards is None:
+                return None
+            taken.append(shards)
+        if not taken:
+            return None
+        number = len(self.values.manual_calls)
+        digests = manual.expressions(self.module, name)
+        call = ManualCall(digests, tuple(taken), {})
+        self.values.manual_calls.append(call)
+        results: list[Global] = []
+        for place, part in enumerate(arrays_in(instruction.result)):
+            key = ("manual result", number, place)
+            result = self.named(key, instruction, part.shape)
+            self.manual_results[result] = _ManualResult(number, place)
+            results.append(result)
+        is_tuple = instruction.result.startswith("(")
+        return tuple(results) if is_tuple else results[0]
+
+    def out_of_shards(
+        self, instruction: Instruction, shard: GlobalTree
+    ) -> Global | None:
+        """The array of the shards that a body returns; `None` if they are no result of
+        one.
+        """
+        if not isinstance(shard, Global) or shard not in self.manual_results:
+            return None
+        result = self.manual_results[shard]
+        (sharding,) = shardings_in(instruction.attributes) or ("",)
+        key = ("manual array", result, sharding)
+        array = self.named(key, instruction)
+        results = self.values.manual_calls[result.call].results
+        results.setdefault(result.place, Shards(array, sharding))
+        return array
 
     def conditional(
         self, instruction: Instruction, operands: Sequence[GlobalTree]

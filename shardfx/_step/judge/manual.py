@@ -1,0 +1,75 @@
+"""The bodies of `shard_map`s: programs of one device that the partitioner leaves as they
+are.
+
+The whole program says which shards a body takes and returns. The partitioned program
+computes the same results if it calls an equal body with the same shards. Bodies are
+equal if their results are equal expressions of their parameters.
+"""
+
+import hashlib
+import re
+
+from ..hlo_text import HloModule, Instruction, arrays_in, root_of
+from .forms import text_of
+
+
+_TARGET = re.compile(r'custom_call_target="SPMD(FullToShard|ShardToFull)Shape"')
+_CALLED = re.compile(
+    r"(to_apply|calls|body|condition|true_computation|false_computation)=%?[\w.\-]+"
+    r"|branch_computations=\{[^{}]*\}"
+)
+_IGNORED = re.compile(
+    r", channel_id=\d+|, sharding=\{manual\}|, sharding=\{(?:\{manual\}(?:, )?)+\}"
+)
+_METADATA = re.compile(r", metadata=\{.*")
+
+
+def is_into_shards(instruction: Instruction) -> bool:
+    """Whether an instruction takes an array into shards, for a body whose axes are all
+    manual.
+    """
+    return (
+        _direction(instruction) == "FullToShard"
+        and ", sharding={manual}" in instruction.attributes
+    )
+
+
+def is_out_of_shards(instruction: Instruction) -> bool:
+    """Whether an instruction makes an array of the shards that a body returns."""
+    return _direction(instruction) == "ShardToFull"
+
+
+def _direction(instruction: Instruction) -> str:
+    if instruction.opcode != "custom-call":
+        return ""
+    match = _TARGET.search(instruction.attributes)
+    return "" if match is None else match[1]
+
+
+def expressions(module: HloModule, name: str) -> tuple[str, ...]:
+    """A digest of each result of a computation, as an expression of its parameters."""
+    digests = _digests(module, name)
+    root = root_of(module.computations[name])
+    if root.opcode == "tuple":
+        return tuple(digests[operand] for operand in root.operands)
+    return (digests[root.name],)
+
+
+def _digests(module: HloModule, name: str) -> dict[str, str]:
+    digests: dict[str, str] = {}
+    for instruction in module.computations[name].values():
+        called = [_computation(module, callee) for _, callee in instruction.called]
+        operands = [digests[operand] for operand in instruction.operands]
+        types = [(array.dtype, array.shape) for array in arrays_in(instruction.result)]
+        text = _CALLED.sub("", _IGNORED.sub("", text_of(instruction)))
+        if instruction.opcode == "custom-call":
+            text = _METADATA.sub("", text)
+        inside = "" if instruction.operands else instruction.inside.strip()
+        parts = (instruction.opcode, types, text, inside, operands, called)
+        digests[instruction.name] = hashlib.sha256(repr(parts).encode()).hexdigest()
+    return digests
+
+
+def _computation(module: HloModule, name: str) -> str:
+    root = root_of(module.computations[name])
+    return _digests(module, name)[root.name]
