@@ -94,7 +94,7 @@ EXCHANGED = "{{0,1},{1,0},{2,3},{3,2},{4,5},{5,4},{6,7},{7,6}}"
         # Another body: a function, its groups, a sum that is left out.
         (r" tanh\(", " sine("),
         (
-            r"replica_groups=\S+, use_global",
+            r"replica_groups=.*?, use_global",
             "replica_groups={{0,4},{1,5},{2,6},{3,7}}, use_global",
         ),
         (r"= (f32\[\S*) all-reduce\((%[\w.]+)\).*", r"= \1 copy(\2)"),

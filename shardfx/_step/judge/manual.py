@@ -18,8 +18,12 @@ _CALLED = re.compile(
     r"(to_apply|calls|body|condition|true_computation|false_computation)=%?[\w.\-]+"
     r"|branch_computations=\{[^{}]*\}"
 )
+# JAX 0.12 writes the mesh beside it.
+_MESH = r"mesh\[[^\]]*\](?:,? ?device_ids=\([^()]*(?:\([^()]*\))?\))?, "
+_MANUAL = rf"\{{(?:{_MESH})?manual\}}"
+_IS_MANUAL = re.compile(rf", sharding={_MANUAL}(?:,|$)")
 _IGNORED = re.compile(
-    r", channel_id=\d+|, sharding=\{manual\}|, sharding=\{(?:\{manual\}(?:, )?)+\}"
+    rf", channel_id=\d+|, sharding={_MANUAL}|, sharding=\{{(?:{_MANUAL}(?:, )?)+\}}"
 )
 _METADATA = re.compile(r", metadata=\{.*")
 
@@ -28,10 +32,8 @@ def is_into_shards(instruction: Instruction) -> bool:
     """Whether an instruction takes an array into shards, for a body whose axes are all
     manual.
     """
-    return (
-        _direction(instruction) == "FullToShard"
-        and ", sharding={manual}" in instruction.attributes
-    )
+    is_manual = _IS_MANUAL.search(instruction.attributes) is not None
+    return is_manual and _direction(instruction) == "FullToShard"
 
 
 def is_out_of_shards(instruction: Instruction) -> bool:
