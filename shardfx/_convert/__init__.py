@@ -12,7 +12,7 @@ A map makes the leaves of its target from the leaves of its source. The docstrin
 from .alike import rows_of_alike
 from .apply import StridedCopy, gathered, is_dense, scattered, strided_copy, transposed
 from .binding import structs_of, tree_structs
-from .columns import AlikePieces, in_columns, read_paths
+from .columns import AlikeParts, AlikePieces, in_columns, in_parts, read_paths
 from .expression import From, NamedSizes
 from .patterns import near_names, pattern, sum_of
 from .pieces import (

@@ -4,12 +4,14 @@ than the copy.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools as ft
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, overload
 
 import numpy as np
 
-from .pieces import Piece, Value, names_of, simplified
+from .._ground.spec import DType
+from .pieces import Made, Piece, Value, names_of, simplified
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,3 +120,103 @@ def read_paths(pieces: Sequence[Piece]) -> Sequence[str]:
     if isinstance(pieces, AlikePieces):
         return pieces.paths
     return [path for piece in pieces for path in names_of(piece)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AlikeParts:
+    """Arrays of one kind that a map makes, each of one piece of the same source array.
+    They differ in the position in that array.
+
+    **Arguments:**
+
+    - `paths`: the path of each array.
+    - `shape`, `dtype`: those of each array.
+    - `first`: the piece that makes the first array.
+    - `sources`: the position of each piece in the source array, of shape (arrays, rank).
+    """
+
+    paths: Sequence[str]
+    shape: tuple[int, ...]
+    dtype: DType
+    first: Piece
+    sources: np.ndarray
+
+    def made(self, number: int) -> Made:
+        """One of the arrays, by its number."""
+        piece = self.first._replace(source=tuple(self.sources[number].tolist()))
+        return Made(shape=self.shape, dtype=self.dtype, pieces=(piece,))
+
+
+class MadeTable(Mapping[str, Made]):
+    """The arrays that a map makes, by path. A `Made` is made when it is asked for, if
+    its array is one of many parts.
+
+    **Arguments:**
+
+    - `order`: the paths of all arrays.
+    - `parts`: the arrays that are parts of one kind.
+    - `others`: the other arrays.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[str],
+        parts: Sequence[AlikeParts],
+        others: Mapping[str, Made],
+    ):
+        self.order = order
+        self.parts = parts
+        self.others = others
+
+    def __getitem__(self, path: str) -> Made:
+        if path in self.others:
+            return self.others[path]
+        parts, number = self._places[path]
+        return parts.made(number)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @ft.cached_property
+    def _places(self) -> Mapping[str, tuple[AlikeParts, int]]:
+        """By path, the parts that have the array, and its number among them."""
+        places = {}
+        for parts in self.parts:
+            for number, path in enumerate(parts.paths):
+                places[path] = (parts, number)
+        return places
+
+
+def in_parts(leaves: Mapping[str, Made]) -> MadeTable:
+    """The arrays that a map makes, those of one piece in groups of one kind."""
+    if isinstance(leaves, MadeTable):
+        return leaves
+    groups: dict[object, list[str]] = {}
+    others = {}
+    for path, leaf in leaves.items():
+        if len(leaf.pieces) != 1:
+            others[path] = leaf
+            continue
+        (piece,) = leaf.pieces
+        value = piece.value
+        if value.path is None or value.scale is not None:
+            others[path] = leaf
+            continue
+        is_alike = (value, piece.target, id(piece.factors), leaf.shape, leaf.dtype)
+        groups.setdefault(is_alike, []).append(path)
+    parts = []
+    for paths in groups.values():
+        first = leaves[paths[0]]
+        positions = [leaves[path].pieces[0].source for path in paths]
+        parts_of_kind = AlikeParts(
+            paths=paths,
+            shape=first.shape,
+            dtype=first.dtype,
+            first=first.pieces[0],
+            sources=np.array(positions, np.int64),
+        )
+        parts.append(parts_of_kind)
+    return MadeTable(order=list(leaves), parts=parts, others=others)

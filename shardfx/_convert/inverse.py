@@ -2,14 +2,17 @@
 and pieces of a step become those of its inverse.
 """
 
+import collections
 import itertools as it
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from .._ground.boxes import Box
 from .._ground.errors import MapError
+from .columns import AlikeParts, AlikePieces, MadeTable, read_paths
 from .composing import composed
 from .pieces import (
+    NOWHERE,
     Arithmetic,
     Factor,
     Made,
@@ -58,28 +61,79 @@ def backward(forward: Mapping[str, Made], source: TreeLeaves) -> Mapping[str, Ma
 
     Raises `MapError` if the map has no inverse.
     """
+    parts = list(_parts_of_stacks(forward, source))
+    if not parts:
+        return _backward_one_by_one(forward, source)
+    stacks = {group.first.value.path for group in parts}
+    others = {path: leaf for path, leaf in forward.items() if path not in stacks}
+    in_stacks: set[str] = set()
+    for group in parts:
+        in_stacks.update(group.paths)
+    other_sources = {path: source[path] for path in source if path not in in_stacks}
+    leaves = _backward_one_by_one(others, other_sources)
+    return MadeTable(order=list(source), parts=parts, others=leaves)
+
+
+def _parts_of_stacks(
+    forward: Mapping[str, Made], source: TreeLeaves
+) -> Iterator[AlikeParts]:
+    """Yields the leaves of `source` of which a stack is made, if nothing else is made of
+    them, and if they are alike: the parts of that stack.
+    """
+    counts: collections.Counter[str] = collections.Counter()
+    for leaf in forward.values():
+        counts.update(read_paths(leaf.pieces))
+    for path, leaf in forward.items():
+        pieces = leaf.pieces
+        if not isinstance(pieces, AlikePieces) or pieces.sources.any():
+            continue
+        first = pieces.first
+        has_repeats = any(factor.source_dim == NOWHERE for factor in first.factors)
+        if has_repeats or max(map(counts.__getitem__, pieces.paths)) > 1:
+            continue
+        # Thousands of leaves share a few objects.
+        structs = {id(source[name]): source[name] for name in pieces.paths}
+        kinds = {(tuple(struct.shape), struct.dtype) for struct in structs.values()}
+        if len(kinds) > 1:
+            continue
+        ((shape, dtype),) = kinds
+        if first.elements != math.prod(shape):
+            continue
+        casts: tuple[Operation, ...] = ()
+        if first.value.casts:
+            casts = _undone(first.value.casts, dtype)
+        inverse = Piece(
+            value=Value(path=path, number=first.value.number, casts=casts),
+            source=first.target,
+            target=first.source,
+            factors=simplified(swapped(first)).factors,
+        )
+        yield AlikeParts(
+            paths=pieces.paths,
+            shape=shape,
+            dtype=dtype,
+            first=inverse,
+            sources=pieces.targets,
+        )
+
+
+def _backward_one_by_one(
+    forward: Mapping[str, Made], source: TreeLeaves
+) -> dict[str, Made]:
+    """The result of `backward`, leaf by leaf."""
     pieces_by_path: dict[str, list[Piece]] = {path: [] for path in source}
     problems: list[Problem] = []
     for path, leaf in forward.items():
         _turn_around(path, leaf, source, pieces_by_path, problems)
 
     leaves = {}
-    # Whether a single piece with these factors covers a leaf of this shape. Thousands
-    # of leaves have the same few factors.
-    coverage: dict[object, bool] = {}
     for path, pieces in pieces_by_path.items():
         leaf = source[path]
         shape = tuple(leaf.shape)
-        kind = (id(pieces[0].factors), shape) if len(pieces) == 1 else None
-        if kind is not None and coverage.get(kind):
-            leaves[path] = Made(shape=shape, dtype=leaf.dtype, pieces=tuple(pieces))
-            continue
         distinct, is_whole = disjoint(pieces, shape)
         if not is_whole:
             text = "the map keeps only a part of it, so it has no inverse"
             problems.append((path, text))
-        if kind is not None:
-            coverage[kind] = is_whole
         leaves[path] = Made(
             shape=shape, dtype=leaf.dtype, pieces=tuple(map(simplified, distinct))
         )

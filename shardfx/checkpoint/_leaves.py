@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._convert import (
+    AlikeParts,
     Arithmetic,
     Made,
     Piece,
@@ -32,6 +33,7 @@ from .._convert import (
     extended,
     from_start,
     hull,
+    in_parts,
     number_copies,
     number_paths,
     rows_of_alike,
@@ -111,36 +113,44 @@ def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
     flat = flatten(tree)
     plan_rows = tree_plan.content.rows
     row_numbers = rows_of(tree_plan.content, flat)
-    leaves: list[tuple[str, Any]] = []
+    arrays: list[tuple[str, Any]] = []
+    kinds: dict[str, str] = {}
     numbers: dict[str, Any] = {}
+    # A model has many leaves of few kinds: a check of one leaf holds for all of its
+    # kind. The value is the name of the dtype that the metadata has for the leaf.
+    name_by_kind: dict[object, str | None] = {}
     rows = zip(flat.paths, flat.leaves, flat.is_array, row_numbers, strict=True)
     for path, leaf, is_array, row in rows:
-        if row >= 0:
-            _check_leaf(path, leaf, plan_rows[row].dtype)
-            leaves.append((path, leaf))
-        elif is_array and row != LEFT_OUT:
-            # The plan has a number or a function there, such as the step counter before
-            # the first step made an array of it.
-            _check_leaf(path, leaf, canonical_dtype(leaf.dtype))
-            leaves.append((path, leaf))
-        elif is_number(leaf):
-            numbers[path] = leaf
-    _raise_for_equal_paths(leaves, numbers)
-
-    arrays = []
-    kinds = {}
-    for path, leaf in leaves:
-        if leaf.dtype not in safetensors.NAMES:
-            kinds[path] = encode_dtype(leaf.dtype)
-        if prng.is_key(leaf.dtype):
-            leaf = jax.random.key_data(leaf)
+        if row < 0 and (not is_array or row == LEFT_OUT):
+            if is_number(leaf):
+                numbers[path] = leaf
+            continue
+        # The plan has a number or a function where it has no row, such as the step
+        # counter before the first step made an array of it.
+        planned = plan_rows[row].dtype if row >= 0 else None
+        kind = (type(leaf), getattr(leaf, "dtype", None), planned)
+        if kind not in name_by_kind:
+            _check_leaf(path, leaf, planned)
+            is_named = leaf.dtype in safetensors.NAMES
+            name_by_kind[kind] = None if is_named else encode_dtype(leaf.dtype)
+        name = name_by_kind[kind]
+        if name is not None:
+            kinds[path] = name
+            if prng.is_key(leaf.dtype):
+                leaf = jax.random.key_data(leaf)
         arrays.append((path, leaf))
+    for path, _ in arrays:
+        if not path.isascii() or path == safetensors.METADATA:
+            _check_path(path)
+    _raise_for_equal_paths(arrays, numbers)
     return Leaves(arrays=arrays, kinds=kinds, numbers=numbers)
 
 
 def _raise_for_equal_paths(
     leaves: Sequence[tuple[str, object]], numbers: Mapping[str, object]
 ) -> None:
+    if not numbers:
+        return
     for path, _ in leaves:
         if path in numbers:
             raise CheckpointError(
@@ -149,12 +159,7 @@ def _raise_for_equal_paths(
             )
 
 
-def _check_leaf(path: str, leaf: object, planned: object) -> None:
-    name = printable(path)
-    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
-        raise LeafTypeError(
-            f"leaf `{name}` is a {type(leaf).__name__}, which holds no values to save."
-        )
+def _check_path(path: str) -> None:
     if path == safetensors.METADATA:
         raise CheckpointError(
             f"a leaf cannot be saved as `{path}`: safetensors keeps what it says about"
@@ -163,8 +168,19 @@ def _check_leaf(path: str, leaf: object, planned: object) -> None:
         )
     if path.encode("utf-8", "ignore").decode() != path:
         raise CheckpointError(
-            f"leaf `{name}`: its path holds half of a character, which no file can;"
-            " rename it."
+            f"leaf `{printable(path)}`: its path holds half of a character, which no"
+            " file can; rename it."
+        )
+
+
+def _check_leaf(path: str, leaf: object, planned: object) -> None:
+    """Raises `LeafTypeError` for a leaf that `load` could not read. `planned` is its
+    dtype in the plan; `None` if the plan has no array there.
+    """
+    name = printable(path)
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        raise LeafTypeError(
+            f"leaf `{name}` is a {type(leaf).__name__}, which holds no values to save."
         )
     if prng.is_key(leaf.dtype):
         return
@@ -173,6 +189,8 @@ def _check_leaf(path: str, leaf: object, planned: object) -> None:
             f"leaf `{name}` is {leaf.dtype}, which safetensors cannot hold; cast it"
             " before saving."
         )
+    if planned is None:
+        planned = canonical_dtype(leaf.dtype)
     if leaf.dtype != planned:
         raise LeafTypeError(
             f"leaf `{name}` is {leaf.dtype} in NumPy and {planned} in the plan, which"
@@ -187,14 +205,26 @@ class Output:
     """An array of which this process holds or computes only the boxes that it writes.
 
     `pieces` is a function of `is_first` that yields these boxes. Their values are cast
-    to `dtype` afterwards. `part` says which part of one array the array is, if it is a
-    part of one.
+    to `dtype` afterwards.
     """
 
     shape: tuple[int, ...]
     dtype: DType
     pieces: Callable[[bool], Iterator[BoxValues]]
-    part: "_Part | None" = None
+
+
+class PartOutput(NamedTuple):
+    """An array that a map makes of a part of one array.
+
+    - `shape`, `dtype`: those of the part.
+    - `owner`: all parts of that array that are alike.
+    - `number`: the number of the part.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    owner: "_Parts"
+    number: int
 
 
 class _Sources:
@@ -238,63 +268,61 @@ class _Sources:
         ]
 
 
-class _Part(NamedTuple):
-    """A part of one of the arrays `sources`: the piece from that array to the part."""
+class _Parts(NamedTuple):
+    """Arrays that a map makes of parts of one of the arrays `sources`."""
 
-    piece: Piece
+    parts: AlikeParts
     sources: _Sources
 
 
-def _part_of(leaf: Made, sources: _Sources) -> _Part | None:
-    """The part that `leaf` is of one of `sources`, its elements unchanged; `None` if it
-    is made in another way.
+class PartRows(NamedTuple):
+    """Arrays to write whose bytes are rows of one vector of memory.
+
+    - `numbers`: the numbers of the arrays.
+    - `nbytes`: the number of bytes of each.
+    - `memory`, `offsets`: the vector of bytes, and the position of each row in it.
     """
-    if len(leaf.pieces) != 1:
-        return None
-    (piece,) = leaf.pieces
-    value = piece.value
-    if value.path is None or value.casts or value.scale is not None:
-        return None
-    return _Part(piece=piece, sources=sources)
+
+    numbers: np.ndarray
+    nbytes: int
+    memory: np.ndarray
+    offsets: np.ndarray
 
 
-def rows_of_parts(values: Sequence[Any], is_first: bool) -> list[np.ndarray | None]:
-    """For each array that `save` writes, its elements as one vector of the memory of
-    the array that it is a part of; `None` if it is no such part, or if this process
-    does not write all of it.
+def rows_of_parts(values: Sequence[Any], is_first: bool) -> Iterator[PartRows]:
+    """Yields the arrays, of those that `save` writes, whose elements are a row of the
+    memory of the array that they are parts of. An array is left out if it is no such
+    part, or if this process does not write all of it.
     """
-    # Arrays of one shape that are parts of the same array, in the same order.
-    numbers_by_kind: dict[object, list[int]] = {}
+    numbers_by_owner: dict[int, list[int]] = {}
     for number, value in enumerate(values):
-        if isinstance(value, Output) and value.part is not None:
-            piece = value.part.piece
-            kind = (id(piece.factors), piece.value.path, value.shape)
-            numbers_by_kind.setdefault(kind, []).append(number)
+        if isinstance(value, PartOutput):
+            numbers_by_owner.setdefault(id(value.owner), []).append(number)
 
-    rows: list[np.ndarray | None] = [None] * len(values)
-    for numbers in numbers_by_kind.values():
-        first = values[numbers[0]]
-        piece = first.part.piece
-        is_whole = piece.elements == math.prod(first.shape)
-        if any(piece.target) or not is_whole:
+    for numbers in numbers_by_owner.values():
+        parts, sources = values[numbers[0]].owner
+        value = parts.first.value
+        is_whole = parts.first.elements == math.prod(parts.shape)
+        if value.casts or any(parts.first.target) or not is_whole:
             continue
-        shards = first.part.sources.shards(piece.value.path, is_first)
-        if any(shard.dtype != first.dtype for _, shard in shards):
+        shards = sources.shards(value.path, is_first)
+        if any(shard.dtype != parts.dtype for _, shard in shards):
             continue
-        positions = [values[number].part.piece.source for number in numbers]
-        count = math.prod(first.shape)
-        for rows_in_box in rows_of_alike(
-            first=swapped(piece),
-            positions=np.array(positions, np.int64),
-            shape=first.shape,
+        members = [values[number].number for number in numbers]
+        for rows in rows_of_alike(
+            first=swapped(parts.first),
+            positions=parts.sources[members],
+            shape=parts.shape,
             boxes=[box for box, _ in shards],
         ):
-            _, shard = shards[rows_in_box.box_number]
+            _, shard = shards[rows.box_number]
             memory = shard.reshape(-1)
-            pairs = zip(rows_in_box.numbers, rows_in_box.offsets, strict=True)
-            for member, offset in pairs:
-                rows[numbers[member]] = memory[offset : offset + count]
-    return rows
+            yield PartRows(
+                numbers=np.array(numbers)[rows.numbers],
+                nbytes=parts.first.elements * memory.itemsize,
+                memory=memory.view(np.uint8),
+                offsets=rows.offsets * memory.itemsize,
+            )
 
 
 def _pieces_of(leaf: Made, sources: _Sources, is_first: bool) -> Iterator[BoxValues]:
@@ -352,12 +380,16 @@ def host_copy(value: Any) -> Output:
 
 def shards_of(value: Any, is_first: bool) -> Iterator[BoxValues]:
     """Yields the boxes of `value` that this process writes: a JAX array, a NumPy array,
-    or an `Output`.
+    an `Output` or a `PartOutput`.
 
     An `Output` is an array of which the process has only these boxes.
     """
     if isinstance(value, Output):
         yield from value.pieces(is_first)
+        return
+    if isinstance(value, PartOutput):
+        parts, sources = value.owner
+        yield from _pieces_of(parts.made(value.number), sources, is_first)
         return
     whole = tuple((0, size) for size in value.shape)
     if not isinstance(value, jax.Array):
@@ -404,28 +436,46 @@ def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
         number_targets = number_paths(like)
     copies = number_copies(map.steps, leaves.numbers, number_targets)
     sources = _Sources(dict(leaves.arrays))
-    kinds = {}
-    arrays = []
-    for path, leaf in bound(map, source, target, copies).items():
+    table = in_parts(bound(map, source, target, copies))
+    kinds: dict[str, str] = {}
+    outputs: dict[str, Output | PartOutput] = {}
+    others = dict(table.others)
+    for parts in table.parts:
+        if prng.is_key(parts.dtype):
+            others |= {path: table[path] for path in parts.paths}
+            continue
+        _require_storable(parts.paths[0], parts.dtype)
+        if parts.dtype not in safetensors.NAMES:
+            kinds |= dict.fromkeys(parts.paths, encode_dtype(parts.dtype))
+        owner = _Parts(parts, sources)
+        outputs_of_parts = [
+            PartOutput(parts.shape, parts.dtype, owner, number)
+            for number in range(len(parts.paths))
+        ]
+        outputs |= zip(parts.paths, outputs_of_parts, strict=True)
+    for path, leaf in others.items():
         _raise_if_scaled(path, leaf)
         if leaf.dtype not in safetensors.NAMES:
             kinds[path] = encode_dtype(leaf.dtype)
         if prng.is_key(leaf.dtype):
             leaf = _key_data(leaf)
-        elif safetensors.stored_name(leaf.dtype) is None:
-            raise LeafTypeError(
-                f"`{printable(path)}` is {leaf.dtype}, which safetensors cannot hold;"
-                " cast it."
-            )
-        output = Output(
+        else:
+            _require_storable(path, leaf.dtype)
+        outputs[path] = Output(
             shape=leaf.shape,
             dtype=leaf.dtype,
             pieces=ft.partial(_pieces_of, leaf, sources),
-            part=_part_of(leaf, sources),
         )
-        arrays.append((path, output))
+    arrays = [(path, outputs[path]) for path in table]
     numbers = {path: leaves.numbers[route] for path, route in copies.routes}
     return Leaves(arrays=arrays, kinds=kinds, numbers=numbers)
+
+
+def _require_storable(path: str, dtype: DType) -> None:
+    if safetensors.stored_name(dtype) is None:
+        raise LeafTypeError(
+            f"`{printable(path)}` is {dtype}, which safetensors cannot hold; cast it."
+        )
 
 
 def _struct(value: Any, keys: DType | None) -> Struct:

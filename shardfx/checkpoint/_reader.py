@@ -128,7 +128,13 @@ class Files:
                 if read_bytes < block.nbytes:
                     raise _cut_off_in(block, block.start + read_bytes)
                 for rows in block.rows:
-                    _copy_rows(memory, rows)
+                    copy_rows(
+                        nbytes=rows.nbytes,
+                        source=memory,
+                        starts=rows.starts,
+                        target=rows.memory,
+                        offsets=rows.offsets,
+                    )
         finally:
             self.scratch.put(scratch)
         return sum(block.nbytes for block in blocks)
@@ -321,14 +327,22 @@ def _cut_off_in(block: RowBlock, end: int) -> CheckpointError:
     return _cut_off(min(beyond, key=lambda entry: entry.offset), end)
 
 
-def _copy_rows(source: np.ndarray, rows: Row) -> None:
-    """Copies rows from the bytes of a block to their memory."""
-    row = np.dtype((np.void, rows.nbytes))
+def copy_rows(
+    nbytes: int,
+    source: np.ndarray,
+    starts: np.ndarray,
+    target: np.ndarray,
+    offsets: np.ndarray,
+) -> None:
+    """Copies rows of `nbytes` bytes between vectors of bytes: from each of `starts` in
+    `source` to the same of `offsets` in `target`.
+    """
+    row = np.dtype((np.void, nbytes))
 
     def at_each_byte(memory: np.ndarray) -> np.ndarray:
-        return np.ndarray((memory.size - rows.nbytes + 1,), row, memory.data, 0, (1,))
+        return np.ndarray((memory.size - nbytes + 1,), row, memory.data, 0, (1,))
 
-    at_each_byte(rows.memory)[rows.offsets] = at_each_byte(source)[rows.starts]
+    at_each_byte(target)[offsets] = at_each_byte(source)[starts]
 
 
 def _read_runs(

@@ -301,19 +301,30 @@ def write_header(
     """The bytes before a file's buffer, and each array's offset in the file. `tensors`
     are pairs of name and array.
     """
-    content: dict[str, Any] = {METADATA: metadata} if metadata else {}
-    reached = 0
-    starts = []
-    for name, value in tensors:
-        starts.append(reached)
-        reached += math.prod(value.shape) * value.dtype.itemsize
-        row = {
-            "dtype": stored_name(value.dtype),
-            "shape": value.shape,
-            "data_offsets": [starts[-1], reached],
-        }
-        content[name] = row
-    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+    # By shape and dtype, the text before the offsets, and the bytes.
+    kinds: dict[object, tuple[str, int]] = {}
+    texts = []
+    sizes = []
+    for _, value in tensors:
+        key = (value.shape, value.dtype)
+        kind = kinds.get(key)
+        if kind is None:
+            row = {"dtype": stored_name(value.dtype), "shape": value.shape}
+            nbytes = math.prod(value.shape) * value.dtype.itemsize
+            kind = kinds[key] = (f'{encode(row)[:-1]},"data_offsets":', nbytes)
+        texts.append(kind[0])
+        sizes.append(kind[1])
+    stops = list(it.accumulate(sizes))
+    starts = [0, *stops[:-1]]
+
+    members = []
+    if metadata:
+        members.append(f"{encode(METADATA)}:{encode(metadata)}")
+    names = [json.encoder.encode_basestring(name) for name, _ in tensors]
+    for name, text, start, stop in zip(names, texts, starts, stops, strict=False):
+        members.append(f"{name}:{text}[{start},{stop}]}}")
+    text = f"{{{','.join(members)}}}".encode()
     text += b" " * (-(8 + len(text)) % 64)
     if len(text) > HEADER_LIMIT_BYTES:
         raise CheckpointError(
@@ -321,5 +332,5 @@ def write_header(
             " more files."
         )
     return len(text).to_bytes(8, "little") + text, [
-        8 + len(text) + start for start in starts
+        8 + len(text) + start for start in starts[: len(names)]
     ]

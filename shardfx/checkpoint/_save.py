@@ -13,7 +13,6 @@ import functools as ft
 import itertools as it
 import json
 import math
-import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from ._coordination import SaveProcesses, digest_of, holders_of, lines_of
 from ._entry import fill
 from ._leaves import (
     Leaves,
+    PartRows,
     exported,
     leaves_to_save,
     plan_of_arrays,
@@ -45,13 +45,14 @@ from ._reader import (
     COPY_BYTES,
     Bytes,
     Progress,
+    copy_rows,
     flat,
     part_in,
     runs_of,
     spans_of,
     transfer,
 )
-from ._spans import grouped
+from ._spans import ranges_of
 from ._staging import Headers, begin, commit, remove_partial
 
 
@@ -61,16 +62,26 @@ _SMALL_BYTES = 64 * 1024
 _WAIT_SECONDS = 25.0
 
 
-class _Tensor(NamedTuple):
-    """One array to write: its name, its value, its bytes, its file, and the offset of
-    its first byte in the file.
+class _Tensors(NamedTuple):
+    """Arrays to write to one file, one after the other: the name, the value, the bytes
+    and the offset of the first byte of each.
     """
 
-    name: str
-    value: Any
-    nbytes: int
     file: str
-    offset: int
+    names: Sequence[str]
+    values: Sequence[Any]
+    sizes: Sequence[int]
+    offsets: Sequence[int]
+
+    def between(self, start: int, stop: int) -> "_Tensors":
+        """The arrays from number `start` to before number `stop`."""
+        return _Tensors(
+            file=self.file,
+            names=self.names[start:stop],
+            values=self.values[start:stop],
+            sizes=self.sizes[start:stop],
+            offsets=self.offsets[start:stop],
+        )
 
 
 def save(
@@ -234,10 +245,13 @@ def content_of(
         )
     tree_plan = plan_of_arrays(tree) if plan is None else plan
     leaves = leaves_to_save(tree, tree_plan)
-    lines = lines_of(leaves.arrays)
+    # Nothing compares the lines of a process that is alone.
+    has_others = jax.process_count() > 1
+    lines = lines_of(leaves.arrays) if has_others else []
     if map is not None:
         leaves = exported(leaves, map, like)
-        lines += lines_of(leaves.arrays)
+        if has_others:
+            lines += lines_of(leaves.arrays)
     numbers = to_text(leaves.numbers)
     lines.append(f"the numbers are {numbers}")
     metadata: dict[str, str] = {}
@@ -346,7 +360,7 @@ def _write_files(
         plan=plan_text,
     )
     processes.run_on_first(make_files)
-    total_bytes = sum(tensor.nbytes for tensor in tensors)
+    total_bytes = sum(sum(tensors_of_file.sizes) for tensors_of_file in tensors)
     bar = Progress("saving", total_bytes, options.progress)
     processes.finish(
         futures=_writes(tensors, processes.is_first, afterwards),
@@ -411,37 +425,46 @@ def _naming(shown: str) -> Iterator[None]:
 
 def _layout(
     leaves: Leaves, staging: str, extra: dict[str, str], file_bytes: int | None
-) -> tuple[Headers, list[_Tensor]]:
-    """The header, size and tensor names of each file, and the tensors to write. All
-    processes compute the same result.
+) -> tuple[Headers, list[_Tensors]]:
+    """The header, size and tensor names of each file, and the tensors to write to each.
+    All processes compute the same result.
 
     The files lie in the directory `staging`, each with arrays of at most `file_bytes`
     bytes or one larger array. If `file_bytes` is `None`, `staging` is the only file.
     `extra` is the metadata for all headers.
     """
     most = float("inf") if file_bytes is None else file_bytes
-    sized = [(name, value, _nbytes(value)) for name, value in leaves.arrays]
-    groups = list(grouped(sized, operator.itemgetter(2), most)) or [[]]
+    names = [name for name, _ in leaves.arrays]
+    values = [value for _, value in leaves.arrays]
+    sizes = [_nbytes(value) for value in values]
+    ranges = list(ranges_of(sizes, most)) or [(0, 0)]
     headers: Headers = {}
-    tensors: list[_Tensor] = []
-    for number, group in enumerate(groups, 1):
-        part = "" if len(groups) == 1 else f"-{number:05}-of-{len(groups):05}"
+    tensors: list[_Tensors] = []
+    for number, (start, stop) in enumerate(ranges, 1):
+        part = "" if len(ranges) == 1 else f"-{number:05}-of-{len(ranges):05}"
         file = staging
         if file_bytes is not None:
             file = os.path.join(staging, f"model{part}.safetensors")
-        names = [name for name, _, _ in group]
-        kinds = {name: leaves.kinds[name] for name in names if name in leaves.kinds}
+        names_of_file = names[start:stop]
+        kinds = {}
+        if leaves.kinds:
+            for name in names_of_file:
+                if name in leaves.kinds:
+                    kinds[name] = leaves.kinds[name]
         metadata = dict(extra)
         if kinds:
             metadata[safetensors.DTYPES_KEY] = json.dumps(kinds)
-        pairs = [(name, value) for name, value, _ in group]
-        header, offsets = safetensors.write_header(pairs, metadata)
-        total_bytes = len(header) + sum(nbytes for _, _, nbytes in group)
-        headers[file] = (header, total_bytes, names)
-        for (name, value, nbytes), offset in zip(group, offsets, strict=True):
-            tensors.append(
-                _Tensor(name=name, value=value, nbytes=nbytes, file=file, offset=offset)
-            )
+        header, offsets = safetensors.write_header(leaves.arrays[start:stop], metadata)
+        tensors_of_file = _Tensors(
+            file=file,
+            names=names_of_file,
+            values=values[start:stop],
+            sizes=sizes[start:stop],
+            offsets=offsets,
+        )
+        total_bytes = len(header) + sum(tensors_of_file.sizes)
+        headers[file] = (header, total_bytes, names_of_file)
+        tensors.append(tensors_of_file)
     return headers, tensors
 
 
@@ -450,7 +473,7 @@ def _nbytes(value: Any) -> int:
 
 
 def _writes(
-    tensors: Sequence[_Tensor], is_first: bool, afterwards: contextlib.ExitStack
+    tensors: Sequence[_Tensors], is_first: bool, afterwards: contextlib.ExitStack
 ) -> list[concurrent.futures.Future[int]]:
     """Starts to write this process's shards in threads, and returns futures with the
     number of bytes written.
@@ -460,7 +483,8 @@ def _writes(
     it first sends the error to the other processes.
     """
     files: dict[str, int] = {}
-    for file in dict.fromkeys(tensor.file for tensor in tensors):
+    for tensors_of_file in tensors:
+        file = tensors_of_file.file
         files[file] = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
         afterwards.callback(os.close, files[file])
     pool = concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-save")
@@ -468,12 +492,13 @@ def _writes(
     afterwards.callback(pool.shutdown, wait=True, cancel_futures=True)
     afterwards.callback(stop.set)
     writes: list[concurrent.futures.Future[int]] = []
-    for file, tensors_of_file in it.groupby(tensors, operator.attrgetter("file")):
+    for tensors_of_file in tensors:
+        descriptor = files[tensors_of_file.file]
+        sizes = tensors_of_file.sizes
         # Small tensors are written by one task, since each task has a fixed cost.
-        for group in grouped(
-            tensors_of_file, operator.attrgetter("nbytes"), COPY_BYTES
-        ):
-            write = pool.submit(_write, files[file], group, is_first, stop)
+        for first, last in ranges_of(sizes, COPY_BYTES):
+            some_tensors = tensors_of_file.between(first, last)
+            write = pool.submit(_write, descriptor, some_tensors, is_first, stop)
             writes.append(write)
     flushes = [pool.submit(_flush, file, tuple(writes)) for file in files.values()]
     return [*writes, *flushes]
@@ -487,7 +512,7 @@ def _flush(descriptor: int, writes: Sequence[concurrent.futures.Future[int]]) ->
 
 
 def _write(
-    descriptor: int, tensors: Sequence[_Tensor], is_first: bool, stop: threading.Event
+    descriptor: int, tensors: _Tensors, is_first: bool, stop: threading.Event
 ) -> int:
     """Writes this process's shards of tensors to the file `descriptor`, and returns the
     number of bytes.
@@ -501,44 +526,103 @@ def _write(
     return written
 
 
-def _ranges(
-    descriptor: int, tensors: Sequence[_Tensor], is_first: bool
-) -> Iterator[Bytes]:
-    """Yields this process's shards of tensors, as `_pieces` does. What needs no copy is
-    found for all tensors at once.
+def _ranges(descriptor: int, tensors: _Tensors, is_first: bool) -> Iterator[Bytes]:
+    """Yields this process's shards of tensors, as `_pieces` does. Small tensors that
+    follow each other are put together in memory.
     """
-    rows = rows_of_parts([tensor.value for tensor in tensors], is_first)
-    for tensor, part in zip(tensors, rows, strict=True):
-        row = part
-        if row is None:
-            row = _whole_row(tensor.value) if is_first else None
-        if row is None:
-            yield from _pieces(descriptor, tensor, is_first)
+    rows = list(rows_of_parts(tensors.values, is_first))
+    small_rows = [each for each in rows if each.nbytes < _SMALL_BYTES]
+    memory = _rows_together(small_rows, tensors)
+    kinds = _kinds_of_writes(tensors, small_rows, is_first)
+    # Large rows by the number of their tensor.
+    large_rows: dict[int, np.ndarray] = {}
+    for each in rows:
+        if each.nbytes >= _SMALL_BYTES:
+            for number, start in zip(each.numbers, each.offsets, strict=True):
+                large_rows[int(number)] = each.memory[start : start + each.nbytes]
+
+    start = 0
+    for kind, group in it.groupby(kinds):
+        stop = start + len(list(group))
+        offset = tensors.offsets[start]
+        nbytes = sum(tensors.sizes[start:stop])
+        if kind == _ROWS:
+            position = offset - tensors.offsets[0]
+            block = memory[position : position + nbytes]
+            yield Bytes(descriptor, offset, nbytes, [block])
+        elif kind is not None:
+            block = np.concatenate(tensors.values[start:stop], axis=None)
+            yield Bytes(descriptor, offset, nbytes, [flat(block)])
         else:
-            memory = [row.view(np.uint8)]
-            yield Bytes(descriptor, tensor.offset, tensor.nbytes, memory)
+            for number in range(start, stop):
+                if number in large_rows:
+                    place = tensors.offsets[number]
+                    row = large_rows[number]
+                    yield Bytes(descriptor, place, row.size, [row])
+                else:
+                    yield from _pieces(descriptor, tensors, number, is_first)
+        start = stop
 
 
-def _whole_row(value: Any) -> np.ndarray | None:
-    """The elements of a NumPy array as a vector; `None` if that takes a copy."""
-    if isinstance(value, np.ndarray) and value.flags.c_contiguous and value.size:
-        return value.reshape(-1)
-    return None
+# The kind of a write of tensors that are rows of one memory.
+_ROWS = "rows"
 
 
-def _pieces(descriptor: int, tensor: _Tensor, is_first: bool) -> Iterator[Bytes]:
-    """Yields this process's shards of a tensor, as byte ranges of the file `descriptor`
-    with the bytes to write.
+def _kinds_of_writes(
+    tensors: _Tensors, small_rows: Sequence[PartRows], is_first: bool
+) -> list[str | None]:
+    """For each tensor, the kind of its write: `_ROWS`, or the name of the dtype of a
+    small NumPy array; `None` for a tensor that is written for itself. Tensors of one
+    kind that follow each other are written as one block of memory.
     """
-    dtype = tensor.value.dtype
-    shards = list(shards_of(tensor.value, is_first))
+    kinds: list[str | None] = [None] * len(tensors.values)
+    for each in small_rows:
+        for number in each.numbers.tolist():
+            kinds[number] = _ROWS
+    if not is_first:
+        return kinds
+    for number, value in enumerate(tensors.values):
+        if isinstance(value, np.ndarray) and 0 < tensors.sizes[number] < _SMALL_BYTES:
+            kinds[number] = value.dtype.str + value.dtype.name
+    return kinds
+
+
+def _rows_together(rows: Sequence[PartRows], tensors: _Tensors) -> np.ndarray:
+    """The bytes of the tensors from the first to the last, with the rows filled in; no
+    bytes if there is no row.
+    """
+    if not rows:
+        return np.empty(0, np.uint8)
+    memory = np.empty(sum(tensors.sizes), np.uint8)
+    offsets = np.array(tensors.offsets, np.int64) - tensors.offsets[0]
+    for each in rows:
+        copy_rows(
+            nbytes=each.nbytes,
+            source=each.memory,
+            starts=each.offsets,
+            target=memory,
+            offsets=offsets[each.numbers],
+        )
+    return memory
+
+
+def _pieces(
+    descriptor: int, tensors: _Tensors, number: int, is_first: bool
+) -> Iterator[Bytes]:
+    """Yields this process's shards of the tensor `number`, as byte ranges of the file
+    `descriptor` with the bytes to write.
+    """
+    name = tensors.names[number]
+    value = tensors.values[number]
+    dtype = value.dtype
+    shards = list(shards_of(value, is_first))
     boxes = tuple([box for box, _ in shards])
-    values = [value for _, value in shards]
+    values = [shard for _, shard in shards]
     # The gaps between the boxes are never written, since another process may have
     # written them already.
-    for span in spans_of(tuple(tensor.value.shape), dtype.itemsize, boxes, True, 1):
+    for span in spans_of(tuple(value.shape), dtype.itemsize, boxes, True, 1):
         views = [values[part.number][part.index] for part in span.parts]
-        start = tensor.offset + span.offset
+        start = tensors.offsets[number] + span.offset
         is_one_run = span.is_direct and span.runs == 1
         if is_one_run and all(
             [view.flags.c_contiguous and view.dtype == dtype for view in views]
@@ -550,7 +634,7 @@ def _pieces(descriptor: int, tensor: _Tensor, is_first: bool) -> Iterator[Bytes]
             continue
         memory = np.empty(span.nbytes, np.uint8)
         for view, part in zip(views, span.parts, strict=True):
-            fill(part_in(memory, dtype, part, span.strides), view, tensor.name)
+            fill(part_in(memory, dtype, part, span.strides), view, name)
         for run in range(span.runs):
             row = memory[run * span.run_bytes : (run + 1) * span.run_bytes]
             yield Bytes(descriptor, start + run * span.step, span.run_bytes, [row])

@@ -6,6 +6,7 @@ if there are fewer than `gap_bytes`; otherwise they are skipped. `strides` and
 `itemsize` are those of the array, in bytes.
 """
 
+import bisect
 import dataclasses
 import itertools as it
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -251,6 +252,19 @@ def _span(
 
 def _first(box: Box, strides: tuple[int, ...]) -> int:
     return sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
+
+
+def ranges_of(sizes: Sequence[int], most: int | float) -> Iterator[tuple[int, int]]:
+    """Yields the start and the stop of groups of consecutive items, as `grouped` makes
+    them of items with these sizes.
+    """
+    ends = list(it.accumulate(sizes))
+    start = 0
+    while start < len(sizes):
+        before = ends[start] - sizes[start]
+        stop = max(start + 1, bisect.bisect_right(ends, before + most, start))
+        yield start, stop
+        start = stop
 
 
 def grouped(

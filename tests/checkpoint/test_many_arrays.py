@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
 from shardfx.checkpoint import _safetensors as safetensors
+from shardfx.checkpoint._spans import grouped, ranges_of
 from shardfx.checkpoint._table import FileTable
 
 
@@ -246,3 +247,34 @@ def test_parts_that_share_a_leaf_load_as_numpy_stacks(name, tmp_path):
     plan = shardfx.plan({"w": struct}, MESH, paths=PathRules([("w", P("y"))]))
     loaded = checkpoint.load(path, plan, tree_map)["w"]
     np.testing.assert_array_equal(np.asarray(loaded), wanted)
+
+
+def test_a_header_is_the_json_of_its_members():
+    shapes = {"a": (2, 3), 'quo"te\\ \n': (0,), "é\ud7ff\U0001f600": (), "b": (2, 3)}
+    tensors = [(name, np.zeros(shape, np.float16)) for name, shape in shapes.items()]
+    for metadata in ({}, {"format": "pt", "é": '"'}):
+        header, offsets = safetensors.write_header(tensors, metadata)
+        content = json.loads(header[8:])
+        assert content.pop("__metadata__", {}) == metadata
+        spans = [row["data_offsets"] for row in content.values()]
+        assert [row["shape"] for row in content.values()] == list(
+            map(list, shapes.values())
+        )
+        assert spans == [[0, 12], [12, 12], [12, 14], [14, 26]]
+        assert offsets == [len(header) + start for start, _ in spans]
+        full = {"__metadata__": metadata} if metadata else {}
+        text = json.dumps(
+            {**full, **content}, separators=(",", ":"), ensure_ascii=False
+        )
+        assert header[8:].decode().rstrip(" ") == text
+    header, offsets = safetensors.write_header([], {})
+    assert header[8:].rstrip() == b"{}" and offsets == []
+
+
+def test_sizes_are_grouped_as_items_are():
+    rng = random.Random(0)
+    for _ in range(200):
+        sizes = [rng.choice([0, 0, 1, 3, 7, 20]) for _ in range(rng.randint(0, 12))]
+        groups = grouped(range(len(sizes)), sizes.__getitem__, 10)
+        ranges = [(group[0], group[-1] + 1) for group in groups]
+        assert list(ranges_of(sizes, 10)) == ranges
