@@ -18,6 +18,7 @@ from .._step import explicit_mesh, lines_of, own_line, without_mesh
 from ._asked import TracedStep, trace, without_shardings
 from ._classes import ArgumentDim, Classes, LogicalAxis, residual
 from ._program import batched
+from ._raw_keys import raw_keys
 
 
 def named_classes(traced: TracedStep) -> Classes:
@@ -38,6 +39,7 @@ _ROUTERS = re.compile(r"gate|rout|switch", re.IGNORECASE)
 _DULL = frozenset("weight kernel w params bias scale value".split())
 _SMALL_VOCAB = 1000
 _KEY_WORDS = (2, 4)
+_KEY_NAMES = re.compile(r"(^|[/._])(prng|rng|key)s?$", re.IGNORECASE)
 _SPATIAL = {1: ("sequence",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 
 
@@ -106,15 +108,25 @@ class _Namer:
         """Names the last dimension of raw PRNG keys `key_words`. No mesh axis shards
         it.
         """
-        values, arguments = self.tied.program.values, self.tied.program.arguments
+        keys = raw_keys(self.traced.step.traced.jaxpr.jaxpr)
         for axis in self.unnamed():
             if axis.size in _KEY_WORDS and all(
                 place.dim == self.rank(place) - 1
                 and place.argument not in self.classes.model
-                and values[arguments[place.argument]].dtype == np.uint32
+                and self.is_raw_key(place, keys)
                 for place in axis.places
             ):
                 axis.name = "key_words"
+
+    def is_raw_key(self, place: ArgumentDim, keys: frozenset[int]) -> bool:
+        """Whether an array is the words of PRNG keys: the step makes `keys` of it, or it
+        has words of this dtype and the name of a key.
+        """
+        number = self.tied.program.arguments[place.argument]
+        if self.tied.program.values[number].dtype != np.uint32:
+            return False
+        (path,) = self.paths([place])
+        return place.argument in keys or bool(_KEY_NAMES.search(path))
 
     def data(self) -> None:
         """Names the dimensions of the data: `batch` first, then the dimensions of

@@ -12,6 +12,7 @@ from models import MODELS, Struct, f32, mlp, space_of
 from shardfx import AxisRules, MeshSpec, atomic, plan
 from shardfx._cli import demo
 from shardfx.auto import name_axes
+from shardfx.auto._raw_keys import raw_keys
 from shardfx.auto._space import fastest
 from shardfx.errors import LeafTypeError
 
@@ -241,6 +242,57 @@ def test_the_numbers_of_raw_keys_are_no_batch(shape):
     )
     for one in fastest(space_of((step, *args), 8, "v5e"), 8):
         assert all("key_words" not in names for _, names in one.assignments)
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_short_rows_of_tokens_are_no_keys(length):
+    # Tokens of this dtype and size look like the words of keys.
+    def step(params, key, tokens):
+        x = params["embed"][tokens] @ params["w"]
+        return jnp.mean(x * jax.random.normal(key, x.shape))
+
+    args = (
+        {"embed": f32(512, 64), "w": f32(64, 96)},
+        jax.ShapeDtypeStruct((2,), jnp.uint32),
+        jax.ShapeDtypeStruct((16, length), jnp.uint32),
+    )
+    named = name_axes(step, *args)
+    assert named.names[1] == ("key_words",)
+    assert named.names[2][0] == "batch" and "key_words" not in named.names[2]
+
+
+def drawn_in_loops(keys, key):
+    def body(carry, key):
+        carry, now = jax.random.split(carry)
+        return carry, jax.random.normal(now) + jax.random.normal(key)
+
+    return jax.lax.scan(body, key, keys)
+
+
+def drawn_until(keys, key):
+    def body(carry):
+        key, total = carry
+        key, now = jax.random.split(key)
+        return key, total + jax.random.uniform(now)
+
+    total = jax.lax.while_loop(lambda carry: carry[1] < 9, body, (key, 0.0))[1]
+    return total * jax.random.normal(keys[3])
+
+
+def drawn_in_branches(keys, key):
+    branches = [lambda key: jax.random.normal(key), lambda key: 0.0]
+    drawn = jax.lax.switch(keys.shape[0] % 2, branches, key)
+    return drawn + jax.checkpoint(jax.vmap(jax.random.normal))(keys)
+
+
+@pytest.mark.parametrize("draw", [drawn_in_loops, drawn_until, drawn_in_branches])
+def test_keys_are_found_through_loops_and_branches(draw):
+    def step(keys, key, seeds):
+        return draw(keys, key), seeds * 2, jax.random.key(seeds[0, 0])
+
+    shapes = [(6, 2), (2,), (8, 2)]
+    args = [jax.ShapeDtypeStruct(shape, jnp.uint32) for shape in shapes]
+    assert raw_keys(jax.make_jaxpr(jax.jit(step))(*args).jaxpr) == {0, 1}
 
 
 MESH = jax.sharding.AbstractMesh(
