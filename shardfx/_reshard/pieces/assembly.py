@@ -24,7 +24,8 @@ from ..shardings import (
 )
 from .exchange import Exchange, exchanges
 from .host import Copy, HostCopies
-from .parts import Block, ShardPart, ShardParts, divided, least_memory_bytes
+from .parts import ShardParts
+from .shard_part import Block, ShardPart, divided, least_memory_bytes
 
 
 # The memory that programs may use for small arrays, since dividing them into more

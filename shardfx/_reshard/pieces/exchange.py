@@ -25,7 +25,7 @@ from ..._convert import (
     transposed,
 )
 from ..steps.programs import is_small_float
-from .parts import Block, ShardPart, first_casts
+from .shard_part import Block, ShardPart, first_casts
 
 
 AXIS = "device"

@@ -30,7 +30,7 @@ from ..._convert import (
 from ..._ground.boxes import Box, array_of, as_box, first_with, read_box, volume
 from ..._ground.copying import aligned, block_dim, buffers, copy_along
 from ..._ground.errors import SyncError
-from .parts import Block, ShardPart
+from .shard_part import Block, ShardPart
 
 
 # Below this size, starting another thread costs more than the copy.

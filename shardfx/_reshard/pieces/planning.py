@@ -34,7 +34,8 @@ from ..._ground.errors import MeshError
 from ..shardings import data_of, has_devices, naming, require_movable, require_reduced
 from .assembly import Assembly, MovedLeaf, ScaledArray, numbered, shards_of
 from .host import host_copies, joint_copies
-from .parts import Block, ShardPart, ShardParts, Source, shard_parts
+from .parts import ShardParts, Source, shard_parts
+from .shard_part import Block, ShardPart
 
 
 # The number that stands for the host, which holds NumPy arrays.

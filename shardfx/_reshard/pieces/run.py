@@ -40,7 +40,7 @@ from .exchange import (
     write_part,
 )
 from .host import LocalShards, start_on_host
-from .parts import Block, first_casts
+from .shard_part import Block, first_casts
 
 
 class Sending(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..._convert import Piece, Value, dtypes_of
 from ..._ground.spec import bits
-from ..pieces.parts import first_casts, sent_bits
+from ..pieces.shard_part import first_casts, sent_bits
 from .kinds import WireForm
 
 

@@ -34,7 +34,9 @@ from ..._ground.spec import entries_at, entry_axes
 from ..._ground.text import together
 from ..._plan import ShardPlan
 from ..pieces.assembly import MovedLeaf, leaves_of_plan, numbered, shards_of
-from ..pieces.parts import Holders, ShardPart, divided, shard_parts
+from ..pieces.parts import shard_parts
+from ..pieces.senders import Holders
+from ..pieces.shard_part import ShardPart, divided
 from ..shardings import data_of
 from .coverage import MOST_BOXES, MOST_ROWS, most_rows
 from .encoding import Encoding, encoding_of, form_of

@@ -1,0 +1,78 @@
+"""The choice of the device that sends a shard, among those that hold a replica of it."""
+
+import functools as ft
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..._ground.boxes import Box
+from ..._ground.text import together
+
+
+# The numbers of the devices that hold each box of an array.
+Holders = Mapping[Box, Sequence[int]]
+
+
+class HeapEntry(NamedTuple):
+    """A device in a heap of senders: the bytes that it had sent when the entry was
+    made, its position among the holders of the shard, and its number. Of devices that
+    have sent equally much, the first holder is chosen.
+    """
+
+    sent_bytes: int
+    position: int
+    device: int
+
+
+class Senders:
+    """The devices that hold a replica of one shard, each of which can send it. There
+    are none if all are lost. `process_of` has the process of each device. `sent` has
+    the bytes that each device has sent, and `choose` updates it.
+    """
+
+    def __init__(
+        self,
+        holders: Sequence[int],
+        process_of: Mapping[int, int],
+        sent: dict[int, int],
+    ):
+        self.holders = dict.fromkeys(holders)
+        self.sent = sent
+        self._process_of = process_of
+        for device in holders:
+            sent.setdefault(device, 0)
+
+    @ft.cached_property
+    def _everywhere(self) -> list[HeapEntry]:
+        return sorted(
+            HeapEntry(self.sent[device], position, device)
+            for position, device in enumerate(self.holders)
+        )
+
+    @ft.cached_property
+    def _nearby(self) -> dict[int | None, list[HeapEntry]]:
+        return together(
+            self._everywhere, lambda entry: self._process_of.get(entry.device)
+        )
+
+    def choose(self, receiver: int, nbytes: int) -> int:
+        """Chooses the device that sends `nbytes` to `receiver`: the one that has sent
+        the fewest bytes. If some of the devices are in the receiver's process, it is
+        one of these.
+        """
+        if len(self.holders) == 1:
+            (device,) = self.holders
+            self.sent[device] += nbytes
+            return device
+        heap = self._nearby.get(self._process_of.get(receiver), self._everywhere)
+        # An entry is too old if its device has sent other bytes since it was made.
+        while (first := heap[0]).sent_bytes != self.sent[first.device]:
+            self._renew_first(heap)
+        device = heap[0].device
+        self.sent[device] += nbytes
+        self._renew_first(heap)
+        return device
+
+    def _renew_first(self, heap: list[HeapEntry]) -> None:
+        _, position, device = heap[0]
+        heapq.heapreplace(heap, HeapEntry(self.sent[device], position, device))

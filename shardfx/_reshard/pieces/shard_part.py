@@ -1,0 +1,140 @@
+"""The part of a shard that one device sends to another, its memory, and its division
+into smaller parts.
+"""
+
+import functools as ft
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..._convert import (
+    NOWHERE,
+    Arithmetic,
+    Factor,
+    Piece,
+    Value,
+    dtypes_of,
+    hull,
+    once,
+    rows,
+    swapped,
+)
+from ..._ground.boxes import volume
+from ..._ground.spec import bits
+
+
+class Block(NamedTuple):
+    """The shape and dtype of one device's shard."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+class ShardPart(NamedTuple):
+    """A part of a shard that one device sends to another device, or copies into a shard
+    of its own.
+
+    **Arguments:**
+
+    - `sender`, `receiver`: the numbers of the two devices. They are equal if the device
+      copies its own elements.
+    - `piece`: a strided copy, with positions in the sender's shard and in the
+      receiver's shard. A constant has a
+        position only in the receiver's shard. If the elements of a quantised array are
+        multiplied by scales, the position in the source is that in the whole array,
+        which also tells which scales they need.
+    - `bytes`: the bytes sent, if sender and receiver differ.
+    - `bits`: the bits of an element in the widest dtype that it has on its way from the
+      source to the target.
+    """
+
+    sender: int
+    receiver: int
+    piece: Piece
+    bytes: int
+    bits: int = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes that the part spans, gaps included, in the source's or the target's
+        shard, whichever is more.
+        """
+        return -(-_extent(self.piece) * self.bits // 8)
+
+
+def first_casts(casts: Sequence[object], dtype: object) -> int:
+    """The number of casts after which elements have the fewest bits. The sender applies
+    these, and the receiver the others. For float32 elements (`dtype`) and `casts` to
+    bfloat16 and then to float32, it is 1.
+    """
+    sizes = [bits(dtype)]
+    for to in casts:
+        sizes.append(sizes[-1] if isinstance(to, Arithmetic) else bits(to))
+    return sizes.index(min(sizes))
+
+
+def sent_bits(value: Value, dtype: object) -> int:
+    """The bits of an element of `dtype` when it is sent, after the casts of `value`
+    that the sender applies.
+    """
+    return min([bits(dtype), *map(bits, dtypes_of(value.casts))])
+
+
+def _extent(piece: Piece) -> int:
+    """The number of elements that a piece spans, in the source or in the target,
+    whichever is larger.
+    """
+    return _extent_of(piece.factors, len(piece.source), len(piece.target))
+
+
+@ft.lru_cache(maxsize=4096)
+def _extent_of(factors: tuple[Factor, ...], source_rank: int, target_rank: int) -> int:
+    piece = Piece(
+        value=Value(None),
+        source=(0,) * source_rank,
+        target=(0,) * target_rank,
+        factors=factors,
+    )
+    return max(piece.elements, volume(hull(piece)), volume(hull(swapped(once(piece)))))
+
+
+def divided(part: ShardPart, most_bytes: int) -> list[ShardPart]:
+    """Divides a part into parts of at most `most_bytes` of memory. They are larger only
+    if an element would otherwise be sent twice.
+    """
+    factors = [factor for factor in part.piece.factors if factor.source_dim != NOWHERE]
+    if part.memory_bytes <= most_bytes or not factors:
+        return [part]
+
+    outer = min(factors, key=lambda factor: _halved(part.piece, factor))
+    iterations = outer.size * most_bytes // part.memory_bytes
+    count = -(-outer.size // max(1, iterations))
+    step = -(-outer.size // max(2, count))
+    bytes_per_iteration = part.bytes / outer.size
+    smaller_parts = []
+    for start in range(0, outer.size, step):
+        stop = min(outer.size, start + step)
+        smaller = part._replace(
+            piece=rows(part.piece, outer, start, stop),
+            bytes=math.ceil(bytes_per_iteration * (stop - start)),
+        )
+        smaller_parts += divided(smaller, most_bytes)
+    return smaller_parts
+
+
+def _halved(piece: Piece, factor: Factor) -> tuple[int, int]:
+    """Orders the factors along which a piece can be divided: the one whose elements have
+    the largest gaps first; of several, the longest, which gives the fewest parts.
+    """
+    half = rows(piece, factor, 0, -(-factor.size // 2))
+    return _extent(half), -factor.size
+
+
+def least_memory_bytes(part: ShardPart) -> int:
+    """The memory, in bytes, of the smallest parts into which a part of a shard can be
+    divided.
+    """
+    repeated = tuple(
+        factor for factor in part.piece.factors if factor.source_dim == NOWHERE
+    )
+    return part._replace(piece=part.piece._replace(factors=repeated)).memory_bytes
