@@ -22,7 +22,7 @@ from .._ground.text import (
     together,
 )
 from .packing import packed, unpacked
-from .pieces.parts import Links
+from .pieces.shard_part import Links
 from .shardings import in_host_memory
 from .steps.redistribution import MoveStep
 

@@ -28,8 +28,8 @@ from .._plan import NUMBER, ShardPlan
 from .move import Move, balanced, move_of, shares_memory
 from .mover import lost_devices, targets
 from .pieces.assembly import Assembly, MovedLeaf, leaves_of_plan
-from .pieces.parts import Links
 from .pieces.planning import target_arrays
+from .pieces.shard_part import Links
 from .reshard_plan import LeafMove, ReshardPlan
 from .shardings import in_host_memory, leaf_name, naming
 

@@ -25,7 +25,7 @@ from ..shardings import (
 from .exchange import Exchange, exchanges
 from .host import Copy, HostCopies
 from .parts import ShardParts
-from .shard_part import Block, ShardPart, divided, least_memory_bytes
+from .shard_part import Block
 
 
 # The memory that programs may use for small arrays, since dividing them into more
@@ -86,9 +86,7 @@ def shards_of(leaf: MovedLeaf) -> LeafShards:
     return LeafShards(
         shape=(*shard_shape, *key_sizes),
         dtype=dtype,
-        boxes={
-            device: (*box_of[device], *key_box) for device in _ordered(leaf.sharding)
-        },
+        boxes={device: box_of[device] + key_box for device in _ordered(leaf.sharding)},
     )
 
 
@@ -241,25 +239,17 @@ class Assembly:
         elif self.changes_devices:
             part_bytes = max(1, (most_bytes or self.most_bytes) // self._buffers)
 
-        parts: list[ShardPart] = []
-        for part in self.parts.all:
-            if part.piece.value.path is None:
-                continue
-            if part_bytes is None:
-                parts.append(part)
-            else:
-                parts += divided(part, part_bytes)
-
         # One program reads arrays on the same devices and of the same dtype.
         kinds = {
             key: (devices, self.source_shapes[key].dtype)
             for key, devices in self.source_devices.items()
         }
         return exchanges(
-            parts,
+            self.parts.rows.groups(part_bytes),
             count=len(self.devices),
             receivers=len(self.target_devices),
             most_bytes=part_bytes,
+            flight_bytes=part_bytes or self.most_bytes,
             kinds=kinds,
         )
 
@@ -276,11 +266,14 @@ class Assembly:
         """The most bytes that the programs `steps`, which run one after another, use in
         one memory besides source and target.
         """
-        # The CPU's compiler drops the barriers between rounds, and may slice all parts
-        # before it sends the first.
-        keeps_all_rounds = self.changes_devices or self.sharers > 1
-        bytes_of_rounds = sum if keeps_all_rounds else max
-        most = max([0, *[bytes_of_rounds(step.sizes) for step in steps]])
+        most = 0
+        for step in steps:
+            nbytes = step.flight_bytes
+            # The CPU's compiler drops the barriers between rounds, and may slice all
+            # parts before it sends the first.
+            if self.changes_devices or self.sharers > 1:
+                nbytes = sum(step.sizes)
+            most = max(most, nbytes)
         return self._buffers * self.sharers * most
 
     @ft.cached_property
@@ -288,5 +281,5 @@ class Assembly:
         """The smallest `limit_bytes` under which the array can be assembled."""
         if self.method != "programs":
             return 0
-        most = max([1, *map(least_memory_bytes, self.parts.all)])
+        most = max(1, self.parts.rows.least_memory_bytes)
         return self._buffers * self.sharers * most

@@ -21,17 +21,20 @@ from ..._convert import (
     gathered,
     is_dense,
     scattered,
-    strided_copy,
     transposed,
 )
 from ..steps.programs import is_small_float
-from .shard_part import Block, ShardPart, first_casts
+from .part_table import PartGroup
+from .rounds import matchings
+from .shard_part import Block, first_casts
 
 
 AXIS = "device"
 # The number of arrays that a program takes as arguments; a stack of thousands takes
 # several calls of one program.
 _MOST_SOURCES = 8
+# The compiler for TPUs keeps at most as many collective permutes in flight.
+MOST_IN_FLIGHT = 5
 
 
 class Round(NamedTuple):
@@ -40,14 +43,23 @@ class Round(NamedTuple):
 
     - `number`: the number of this array among the arrays that the program reads.
     - `form`: the shape, strides and casts of each part.
-    - `pairs`: the sender and the receiver of each part; empty for copies.
+    - `senders`, `receivers`: the devices of each part; empty for copies.
     - `is_full`: whether every device of the target receives a part.
+    - `waits`: whether it begins when the earlier rounds have ended. The rounds up to the
+      next one that waits are in flight at the same time.
     """
 
     number: int
     form: StridedCopy
-    pairs: tuple[tuple[int, int], ...]
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
     is_full: bool
+    waits: bool
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The sender and the receiver of each part that is sent."""
+        return list(zip(self.senders, self.receivers, strict=True))
 
 
 class Exchange(NamedTuple):
@@ -69,6 +81,18 @@ class Exchange(NamedTuple):
     places: np.ndarray
     sizes: tuple[int, ...]
 
+    @property
+    def flight_bytes(self) -> int:
+        """The memory of the largest parts that are in flight at the same time."""
+        most = 0
+        flight = 0
+        for step, size in zip(self.rounds, self.sizes, strict=True):
+            if step.waits:
+                flight = 0
+            flight += size
+            most = max(most, flight)
+        return most
+
 
 def source_start(row: jax.Array, form: StridedCopy) -> list[jax.Array]:
     """From a row of `Exchange.places`: the position, in the source's shard, of the part
@@ -89,103 +113,102 @@ def is_received(row: jax.Array) -> jax.Array:
     return row[-1] > 0
 
 
-class PartsKind(NamedTuple):
-    """What the parts of one round have in common: the name of their array, their shape,
-    strides and casts, and whether each device copies its own elements.
-    """
-
-    key: str
-    form: StridedCopy
-    is_local: bool
-
-
 def exchanges(
-    parts: Sequence[ShardPart],
+    groups: Sequence[PartGroup],
     count: int,
     receivers: int,
     most_bytes: int | None,
+    flight_bytes: int,
     kinds: Mapping[str, object],
 ) -> list[Exchange]:
-    """The programs that send `parts` of shards, without constants, to the devices of
-    one array.
+    """The programs that send the parts of shards in `groups` to the devices of one
+    array.
 
     Devices are numbered from 0 to `count - 1`, and `receivers` of them are the
     target's. The parts of one program take at most `most_bytes`, unless it has a single
-    round. `kinds` has, by name, a value for each array that is read, such as its
+    round. The parts that are in flight at the same time take at most `flight_bytes`,
+    unless they are those of one round. `kinds` has, by name, a value for each array that is read, such as its
     devices and dtype. Arrays with different values are read by different programs.
     """
-    alike: dict[PartsKind, list[ShardPart]] = {}
-    for part in parts:
-        kind = PartsKind(
-            key=str(part.piece.value.path),
-            form=strided_copy(part.piece),
-            is_local=part.sender == part.receiver,
-        )
-        alike.setdefault(kind, []).append(part)
-
     # The rounds of one array are neighbours, so that a program reads few arrays.
     key_numbers = {key: number for number, key in enumerate(kinds)}
-    in_order = sorted(alike, key=lambda kind: key_numbers[kind.key])
-    groups: list[list[RoundParts]] = []
-    group_keys: set[str] = set()
-    group_bytes = 0
-    group_home: object = None
-    for kind in in_order:
-        home = (kinds[kind.key], kind.form.casts)
-        for sent in matchings(alike[kind]):
-            size = max(part.memory_bytes for part in sent)
-            is_much = most_bytes is not None and group_bytes + size > most_bytes
-            has_many_keys = len(group_keys | {kind.key}) > _MOST_SOURCES
-            if not groups or is_much or home != group_home or has_many_keys:
-                groups.append([])
-                group_keys = set()
-                group_bytes = 0
-            groups[-1].append(RoundParts(kind, sent, size))
-            group_keys.add(kind.key)
-            group_bytes += size
-            group_home = home
-    return [_exchange(group, count, receivers) for group in groups]
+    in_order = sorted(groups, key=lambda group: key_numbers[group.key])
+    programs: list[list[RoundParts]] = []
+    keys: set[str] = set()
+    program_bytes = 0
+    home: object = None
+    for group in in_order:
+        group_home = (kinds[group.key], group.form.casts)
+        for rows in matchings(group.senders, group.receivers):
+            size = group.memory_bytes
+            is_much = most_bytes is not None and program_bytes + size > most_bytes
+            has_many_keys = len(keys | {group.key}) > _MOST_SOURCES
+            if not programs or is_much or group_home != home or has_many_keys:
+                programs.append([])
+                keys = set()
+                program_bytes = 0
+            programs[-1].append(RoundParts(group, rows))
+            keys.add(group.key)
+            program_bytes += size
+            home = group_home
+    return [
+        _exchange(round_parts, count, receivers, flight_bytes)
+        for round_parts in programs
+    ]
 
 
 class RoundParts(NamedTuple):
-    """The parts of one round, and the memory of the largest one, in bytes."""
+    """The parts of one round: some rows of a group of parts."""
 
-    kind: PartsKind
-    parts: Sequence[ShardPart]
-    size: int
+    group: PartGroup
+    rows: np.ndarray
 
 
-def _exchange(group: Sequence[RoundParts], count: int, receivers: int) -> Exchange:
-    """The program of the rounds in `group`. There are `count` devices, and `receivers`
-    of them are the target's.
+def _exchange(
+    round_parts: Sequence[RoundParts], count: int, receivers: int, flight_bytes: int
+) -> Exchange:
+    """The program of some rounds. There are `count` devices, and `receivers` of them
+    are the target's. Parts in flight take at most `flight_bytes`.
     """
-    keys = tuple(dict.fromkeys(entry.kind.key for entry in group))
-    source_rank = max(len(entry.kind.form.source) for entry in group)
-    target_rank = len(group[0].kind.form.target)
-    places = np.zeros((count, len(group), source_rank + target_rank + 1), np.int32)
-    rounds = []
-    for number, entry in enumerate(group):
-        kind = entry.kind
-        pairs: list[tuple[int, int]] = []
-        if not kind.is_local:
-            pairs = sorted((part.sender, part.receiver) for part in entry.parts)
+    keys = tuple(dict.fromkeys(entry.group.key for entry in round_parts))
+    source_rank = max(len(entry.group.form.source) for entry in round_parts)
+    target_rank = len(round_parts[0].group.form.target)
+    width = source_rank + target_rank + 1
+    places = np.zeros((len(round_parts), count, width), np.int32)
+    rounds: list[Round] = []
+    in_flight = 0
+    bytes_in_flight = 0
+    for number, (group, rows) in enumerate(round_parts):
+        bytes_in_flight += group.memory_bytes
+        waits = in_flight == MOST_IN_FLIGHT or bytes_in_flight > flight_bytes
+        if waits:
+            in_flight = 0
+            bytes_in_flight = group.memory_bytes
+        in_flight += 1
+
+        round_senders = group.senders[rows]
+        round_receivers = group.receivers[rows]
+        devices: tuple[tuple[int, ...], ...] = ((), ())
+        if not group.is_local:
+            devices = (tuple(round_senders.tolist()), tuple(round_receivers.tolist()))
         step = Round(
-            number=keys.index(kind.key),
-            form=kind.form,
-            pairs=tuple(pairs),
-            is_full=len(entry.parts) == receivers,
+            number=keys.index(group.key),
+            form=group.form,
+            senders=devices[0],
+            receivers=devices[1],
+            is_full=len(rows) == receivers,
+            waits=waits,
         )
         rounds.append(step)
-        for part in entry.parts:
-            source = part.piece.source
-            places[part.sender, number, : len(source)] = source
-            places[part.receiver, number, source_rank:-1] = part.piece.target
-            places[part.receiver, number, -1] = 1
+        place = places[number]
+        place[round_senders, : len(group.form.source)] = group.sources[rows]
+        place[round_receivers, source_rank:-1] = group.targets[rows]
+        place[round_receivers, -1] = 1
     return Exchange(
         keys=keys,
         rounds=tuple(rounds),
-        places=places,
-        sizes=tuple(entry.size for entry in group),
+        places=places.transpose(1, 0, 2),
+        sizes=tuple(entry.group.memory_bytes for entry in round_parts),
     )
 
 
@@ -234,13 +257,14 @@ def program(
             shards = [bitcast(shard, dtype) for shard in shards]
         out = first_shard(target.shape, dtype, None if makes_shards else arrays[-1])
         for number, step in enumerate(rounds):
-            # Without the barrier XLA could slice and keep all parts before it sends the
-            # first.
-            shards, out = jax.lax.optimization_barrier((shards, out))
+            # Without the barriers XLA could slice and keep all parts before it sends
+            # the first.
+            if step.waits:
+                shards, out = jax.lax.optimization_barrier((shards, out))
             shard = shards[step.number]
             place = places[0, number]
             part = slice_part(step.form, shard, place)
-            if step.pairs:
+            if step.senders:
                 part = jax.lax.ppermute(part, AXIS, step.pairs)
             out = write_part(step, out, part, shard.dtype, place)
         return bitcast(out.reshape(block_shape(target.shape)), target.dtype)
@@ -365,73 +389,3 @@ def blocks(
     return jax.make_array_from_single_device_arrays(
         whole, sharding_of(devices), arrays, dtype=dtype
     )
-
-
-# For each device, the part that it sends (or receives) in each round. A round has a
-# number, its colour.
-Colours = dict[int, dict[int, ShardPart]]
-
-
-def matchings(parts: Sequence[ShardPart]) -> list[tuple[ShardPart, ...]]:
-    """Groups parts into rounds, so that each device sends at most one part and receives
-    at most one part in a round.
-
-    The parts are the edges of a bipartite graph from senders to receivers. The rounds
-    are colours of the edges, and no two edges of a device's node have one colour. By
-    Konig's theorem, as many colours are needed as the largest number of parts that a
-    device sends or receives. For device 0 sending to 1 and 2, and device 1 sending to
-    2, these are two rounds: 0 to 1 and 1 to 2 in the first, 0 to 2 in the second.
-    """
-    at_sender: Colours = {}
-    at_receiver: Colours = {}
-    for part in parts:
-        outgoing = at_sender.setdefault(part.sender, {})
-        incoming = at_receiver.setdefault(part.receiver, {})
-        colour = _first_free(outgoing)
-        if colour in incoming:
-            free = _first_free(incoming)
-            _swap_colours(part.receiver, colour, free, at_sender, at_receiver)
-        outgoing[colour] = part
-        incoming[colour] = part
-    colours: dict[int, list[ShardPart]] = {}
-    for used in at_sender.values():
-        for colour, part in used.items():
-            colours.setdefault(colour, []).append(part)
-    return [tuple(colours[colour]) for colour in sorted(colours)]
-
-
-def _swap_colours(
-    receiver: int, a: int, b: int, at_sender: Colours, at_receiver: Colours
-) -> None:
-    """Changes colours of parts, in place, so that no part that `receiver` receives has
-    the colour `a`. None has the colour `b` before. For this, the parts on a path swap
-    the two colours. The path starts at `receiver` with the part of colour `a`. Each
-    next part shares a device with the one before, and has the other colour. `at_sender`
-    and `at_receiver` have for each device the parts that it sends or receives, by
-    colour.
-    """
-    path: list[tuple[ShardPart, int]] = []
-    parts_of_node = at_receiver[receiver]
-    colour = a
-    while (part := parts_of_node.get(colour)) is not None:
-        path.append((part, colour))
-        # The path alternates between receivers and senders.
-        is_at_sender = len(path) % 2 == 1
-        parts_of_node = (
-            at_sender[part.sender] if is_at_sender else at_receiver[part.receiver]
-        )
-        colour = b if colour == a else a
-    for part, colour in path:
-        del at_sender[part.sender][colour]
-        del at_receiver[part.receiver][colour]
-    for part, colour in path:
-        other = b if colour == a else a
-        at_sender[part.sender][other] = part
-        at_receiver[part.receiver][other] = part
-
-
-def _first_free(used: Mapping[int, ShardPart]) -> int:
-    colour = 0
-    while colour in used:
-        colour += 1
-    return colour

@@ -14,42 +14,35 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..._convert import (
     NOWHERE,
     Factor,
     Made,
     Piece,
+    StridedCopy,
     dtypes_of,
     from_start,
     hull,
     once,
     shifted,
+    strided_copy,
     swapped,
     within,
 )
 from ..._ground.boxes import Box, common
 from ..._ground.spec import bits
+from .part_table import PartGroup, PartTable, tabled_parts
 from .senders import Holders, Senders
-from .shard_part import ShardPart
-
-
-# The bytes that each sender sends to each receiver, by (sender, receiver).
-Links = dict[tuple[int, int], int]
+from .shard_part import Links, ShardPart, divided, least_memory_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardParts:
-    """The parts of shards from which all devices assemble their shards of one array. A
-    device receives each element that it lacks exactly once.
-
-    `all` has the parts, receiver by receiver. `missing` are the boxes of the source
-    that some device needs and no device holds. `replicas` has, for each shard that
-    several devices could send, these devices.
-    """
+class PartList:
+    """Parts of shards of any form, in a tuple; `PartTable` is for boxes."""
 
     all: tuple[ShardPart, ...]
-    missing: tuple[Box, ...] = ()
-    replicas: tuple[tuple[int, ...], ...] = ()
 
     @ft.cached_property
     def links(self) -> Links:
@@ -61,6 +54,73 @@ class ShardParts:
             if part.sender != part.receiver:
                 links[part.sender, part.receiver] += part.bytes
         return dict(links)
+
+    @property
+    def least_memory_bytes(self) -> int:
+        """The memory of the smallest parts into which all parts can be divided."""
+        return max(map(least_memory_bytes, self.all), default=0)
+
+    def groups(self, part_bytes: int | None) -> list[PartGroup]:
+        """The parts in groups of one array and one shape, without constants. Parts of
+        more than `part_bytes` of memory are divided; `None` is no limit.
+        """
+        smaller_parts: list[ShardPart] = []
+        for part in self.all:
+            if part.piece.value.path is None:
+                continue
+            if part_bytes is None:
+                smaller_parts.append(part)
+            else:
+                smaller_parts += divided(part, part_bytes)
+
+        alike: dict[tuple[str, StridedCopy, bool], list[ShardPart]] = {}
+        for part in smaller_parts:
+            key = str(part.piece.value.path)
+            is_local = part.sender == part.receiver
+            kind = (key, strided_copy(part.piece), is_local)
+            alike.setdefault(kind, []).append(part)
+
+        groups = []
+        for (key, form, is_local), parts in alike.items():
+            group = PartGroup(
+                key=key,
+                form=form,
+                memory_bytes=max(part.memory_bytes for part in parts),
+                is_local=is_local,
+                senders=np.array([part.sender for part in parts], np.int64),
+                receivers=np.array([part.receiver for part in parts], np.int64),
+                sources=np.array([part.piece.source for part in parts], np.int64),
+                targets=np.array([part.piece.target for part in parts], np.int64),
+            )
+            groups.append(group)
+        return groups
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardParts:
+    """The parts of shards from which all devices assemble their shards of one array. A
+    device receives each element that it lacks exactly once.
+
+    `rows` has the parts, receiver by receiver. `missing` are the boxes of the source
+    that some device needs and no device holds. `replicas` has, for each shard that
+    several devices could send, these devices.
+    """
+
+    rows: PartList | PartTable
+    missing: tuple[Box, ...] = ()
+    replicas: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def all(self) -> tuple[ShardPart, ...]:
+        """The parts, receiver by receiver."""
+        return self.rows.all
+
+    @property
+    def links(self) -> Links:
+        """The bytes that devices send each other, in the order of the receivers,
+        without copies within a device.
+        """
+        return self.rows.links
 
     @ft.cached_property
     def sent_bytes(self) -> dict[int, int]:
@@ -156,6 +216,16 @@ def shard_parts(
     `sent_before` has pairs of a device and the bytes that it has sent for other arrays.
     """
     sent = dict(sent_before)
+    if _is_whole(target):
+        (piece,) = target.pieces
+        dtype, holders = sources[str(piece.value.path)]
+        devices = [device for shard in holders.values() for device in shard]
+        if len(set(devices)) == len(devices):
+            tabled = tabled_parts(piece, targets, dtype, holders, process_of, sent)
+            return ShardParts(
+                rows=tabled.table, missing=tabled.missing, replicas=tabled.replicas
+            )
+
     # Several paths may have one value, and then share one grid.
     grids: dict[int, ShardGrid] = {}
     for source in sources.values():
@@ -177,10 +247,29 @@ def shard_parts(
                 )
     replicas = _choose(parts)
     return ShardParts(
-        all=tuple([entry.part for entry in parts]),
+        rows=PartList(tuple([entry.part for entry in parts])),
         missing=tuple(missing),
         replicas=replicas,
     )
+
+
+def _is_whole(target: Made) -> bool:
+    """Whether an array is a copy of another array, or of the first elements of it along
+    each dimension.
+    """
+    if len(target.pieces) != 1:
+        return False
+    piece = target.pieces[0]
+    if piece.value.path is None or piece.value.scale is not None:
+        return False
+    start = (0,) * len(target.shape)
+    factors = [
+        Factor(size, dim, 1, dim, 1)
+        for dim, size in enumerate(target.shape)
+        if size != 1
+    ]
+    is_at_start = piece.source == piece.target == start
+    return is_at_start and piece.factors == tuple(factors)
 
 
 def _not_split(piece: Piece, receiver: int, box: Box) -> Iterator[PossiblePart]:

@@ -7,7 +7,7 @@ share. `lost` are devices whose shards are not to be read.
 
 import dataclasses
 import functools as ft
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -226,13 +226,6 @@ def _has_scales(target: Made) -> bool:
     return any(piece.value.scale is not None for piece in target.pieces)
 
 
-class _DeviceShard(NamedTuple):
-    """A shard: the device that holds it, and its box."""
-
-    device: Any
-    box: Box
-
-
 @dataclasses.dataclass(frozen=True)
 class _Devices:
     """The devices of an array and of its sources, each with a number.
@@ -244,7 +237,8 @@ class _Devices:
 
     - `are_named`: whether all shardings have devices.
     - `lost`: the lost devices.
-    - `target`, `sources`: the shards of the array, and of each source by its path.
+    - `target`, `sources`: by device, the boxes of the shards of the array, and of each
+      source by its path.
     - `shard_shape`: the shape of one shard of the array.
     - `source_shapes`: for each source, the shape and dtype of one shard.
     - `all`: the devices, without lost devices that hold a source.
@@ -253,19 +247,17 @@ class _Devices:
 
     are_named: bool
     lost: set[Any]
-    target: list[_DeviceShard]
-    sources: dict[str, list[_DeviceShard]]
+    target: dict[Any, Box]
+    sources: dict[str, dict[Any, Box]]
     shard_shape: tuple[int, ...]
     source_shapes: dict[str, Block]
     all: tuple[Any, ...]
     numbers: dict[Any, int]
 
-    def remaining(self, shards: Sequence[_DeviceShard]) -> tuple[Any, ...]:
-        """The devices of `shards`, without the lost ones."""
+    def remaining(self, shards: Iterable[Any]) -> tuple[Any, ...]:
+        """The devices in `shards`, without the host and the lost ones."""
         return tuple(
-            shard.device
-            for shard in shards
-            if shard.device is not None and shard.device in self.numbers
+            device for device in shards if device is not None and device in self.numbers
         )
 
     def holders(self, path: str) -> dict[Box, list[int]]:
@@ -273,7 +265,7 @@ class _Devices:
         devices are left out.
         """
         holders: dict[Box, list[int]] = {}
-        for device, box in self.sources[path]:
+        for device, box in self.sources[path].items():
             numbers = holders.setdefault(box, [])
             if device not in self.lost:
                 numbers.append(self.numbers[device])
@@ -289,23 +281,25 @@ def _devices_of(
     def key_of(device: Any) -> Any:
         return device if are_named else getattr(device, "id", device)
 
-    def device_shards(boxes: Mapping[Any, Box]) -> list[_DeviceShard]:
-        return [_DeviceShard(key_of(device), box) for device, box in boxes.items()]
+    def by_key(boxes: dict[Any, Box]) -> dict[Any, Box]:
+        if are_named:
+            return boxes
+        return {key_of(device): box for device, box in boxes.items()}
 
     lost_keys = {key_of(device) for device in lost}
     target_shards = shards_of(leaf)
-    target = device_shards(target_shards.boxes)
+    target = by_key(target_shards.boxes)
     source_shapes: dict[str, Block] = {}
-    source_shards: dict[str, list[_DeviceShard]] = {}
+    source_shards: dict[str, dict[Any, Box]] = {}
     devices: dict[Any, None] = {}
     for source in sources:
         shards = shards_of(source)
         source_shapes[source.path] = Block(shards.shape, shards.dtype)
-        source_shards[source.path] = device_shards(shards.boxes)
-        for device, _ in source_shards[source.path]:
+        source_shards[source.path] = by_key(shards.boxes)
+        for device in source_shards[source.path]:
             if device is not None and device not in lost_keys:
                 devices[device] = None
-    devices |= {device: None for device, _ in target}
+    devices |= dict.fromkeys(target)
 
     numbers: dict[Any, int] = {None: _HOST}
     for number, device in enumerate(devices):
@@ -372,9 +366,9 @@ def _travels(parts: ShardParts, devices: _Devices) -> bool:
     """Whether a process needs elements that another process holds."""
     processes = [device.process_index for device in devices.all]
     return any(
-        processes[part.sender] != processes[part.receiver]
-        for part in parts.all
-        if part.sender != _HOST
+        processes[sender] != processes[receiver]
+        for sender, receiver in parts.links
+        if sender != _HOST
     )
 
 
@@ -399,7 +393,9 @@ def _parts(
             process_of[number] = device.process_index
     return shard_parts(
         target,
-        targets=[(devices.numbers[device], box) for device, box in devices.target],
+        targets=[
+            (devices.numbers[device], box) for device, box in devices.target.items()
+        ],
         sources=values_by_path,
         process_of=process_of,
         sent_before=sent_before,
@@ -413,7 +409,7 @@ def _with_host_copies(
     memory and are copied once.
     """
     receiver_of_box: dict[Box, int] = {}
-    for device, box in devices.target:
+    for device, box in devices.target.items():
         if device.process_index == jax.process_index():
             receiver_of_box.setdefault(box, devices.numbers[device])
     # In the order of the array, parts of one old shard are evenly spaced more often.

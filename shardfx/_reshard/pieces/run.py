@@ -24,6 +24,7 @@ from ..._convert import Piece, Scale, constant, target_view
 from .assembly import Assembly, ScaledArray
 from .exchange import (
     AXIS,
+    MOST_IN_FLIGHT,
     Exchange,
     Round,
     StridedCopy,
@@ -108,12 +109,13 @@ def send_program(devices: tuple[object, ...], rounds: tuple[Sending, ...]) -> An
 
     def run(message: jax.Array) -> jax.Array:
         start = 0
-        for size, pairs in rounds:
+        for number, (size, pairs) in enumerate(rounds):
             if pairs:
                 part = jax.lax.slice(message, (start,), (start + size,))
                 part = jax.lax.ppermute(part, AXIS, pairs)
                 message = jax.lax.dynamic_update_slice(message, part, (start,))
-                message = jax.lax.optimization_barrier(message)
+                if (number + 1) % MOST_IN_FLIGHT == 0:
+                    message = jax.lax.optimization_barrier(message)
             start += size
         return message
 
@@ -381,7 +383,9 @@ def _run_three(
     """
     # Without senders and receivers, the programs of different parts of an array are
     # equal.
-    rounds = tuple(one_round._replace(pairs=()) for one_round in step.rounds)
+    rounds = tuple(
+        one_round._replace(senders=(), receivers=()) for one_round in step.rounds
+    )
     sizes = [math.prod(_sent_shape(one_round.form)) for one_round in rounds]
     source_dtype = plan.source_shapes[step.keys[0]].dtype
     senders = plan.source_devices[step.keys[0]]
@@ -393,7 +397,7 @@ def _run_three(
     messages = _messages(plan, names, context, step.keys, rounds, message, places[0])
     with _on(plan.devices):
         sendings = tuple(
-            Sending(size, one_round.pairs)
+            Sending(size, tuple(one_round.pairs))
             for size, one_round in zip(sizes, step.rounds, strict=True)
         )
         send = send_program(plan.devices, sendings)
@@ -520,6 +524,8 @@ def _constants(plan: Assembly) -> jax.Array | None:
     """New shards with the array's constants, which no source gives, and zeros
     elsewhere; `None` without constants.
     """
+    if all(piece.value.path is not None for piece in plan.pieces):
+        return None
     constants: dict[int, list[Piece]] = {}
     for part in plan.parts.all:
         if part.piece.value.path is None:

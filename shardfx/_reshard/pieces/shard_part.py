@@ -23,6 +23,10 @@ from ..._ground.boxes import volume
 from ..._ground.spec import bits
 
 
+# The bytes that each sender sends to each receiver, by (sender, receiver).
+Links = dict[tuple[int, int], int]
+
+
 class Block(NamedTuple):
     """The shape and dtype of one device's shard."""
 
