@@ -10,7 +10,6 @@ loads the latest step again and again while a manager saves and removes steps.
 import argparse
 import collections
 import contextlib
-import itertools as it
 import json
 import multiprocessing
 import os
@@ -75,9 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _tree(step: int) -> dict[str, jax.Array]:
+def _tree(step: int, names: str = NAMES) -> dict[str, jax.Array]:
     """A tree whose elements are all the number of the step."""
-    return {name: jnp.full(SHAPE, float(step)) for name in NAMES}
+    return {name: jnp.full(SHAPE, float(step)) for name in names}
 
 
 def _counted(
@@ -147,6 +146,7 @@ def kills(server: Any, count: int, draws: random.Random) -> Counts:
     return counts
 
 
+_LOADS_PER_SAVE = 5
 _INDEX = "model.safetensors.index.json"
 
 
@@ -236,26 +236,29 @@ def writers(server: Any, count: int, draws: random.Random) -> Counts:
 
 
 def readers(server: Any, count: int, draws: random.Random) -> Counts:
-    """Counts of `count` loads of the latest step beside a manager that saves."""
+    """Counts of `count` loads of the latest step beside a manager that saves a step for
+    every five loads.
+    """
     counts = Counts()
     place = server.place("readers")
     is_first_saved = threading.Event()
-    is_read = threading.Event()
+    # The loads that no step was saved for.
+    turns = threading.Semaphore(0)
 
     def save() -> None:
         with checkpoint.Manager(place, keep=2) as manager:
-            for step in it.count(1):
-                manager.save(step, _tree(step))
+            for step in range(1, 1 + count // _LOADS_PER_SAVE):
+                manager.save(step, _tree(step, "ab"))
                 manager.wait()
                 counts["saves"] += 1
                 is_first_saved.set()
-                if is_read.is_set():
-                    return
+                for _ in range(_LOADS_PER_SAVE):
+                    turns.acquire()
 
     saver = threading.Thread(target=save)
     saver.start()
     is_first_saved.wait()
-    struct = _tree(0)
+    struct = _tree(0, "ab")
     last = 0
     with checkpoint.Manager(place, timeout_seconds=TIMEOUT_SECONDS) as manager:
         for _ in range(count):
@@ -263,7 +266,9 @@ def readers(server: Any, count: int, draws: random.Random) -> Counts:
             if number is not None and number < last:
                 counts["loads that went back"] += 1
             last = max(last, number or 0)
-    is_read.set()
+            turns.release()
+            if counts["loads: right"] % 50 == 49:
+                print(dict(counts), file=sys.stderr)
     saver.join()
     return counts
 
