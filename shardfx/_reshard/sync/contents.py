@@ -11,7 +11,7 @@ a leaf add up, so that each process sums what it has.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,18 +47,26 @@ def sent_sums(plan: TransferPlan, read: Read, sender: int, receiver: int) -> np.
         kind = plan.kinds[leaf.kind]
         names = dict(zip(kind.names, leaf.names, strict=True))
         weights = _Weights(leaf)
+        pieces = [
+            piece._replace(value=renamed(piece.value, names)) for piece in kind.pieces
+        ]
         for box in _boxes_of(kind, receiver):
-            for piece in kind.pieces:
-                piece = piece._replace(value=renamed(piece.value, names))
-                for part in within(piece, box):
-                    if part.value.path is None:
-                        own_parts = [part] if is_first else []
-                    else:
-                        own_boxes = _own_boxes(plan, part.value.path, sender)
-                        own_parts = _inside_source(part, own_boxes)
-                    for own_part in own_parts:
-                        _add(sums[number], own_part, leaf, weights, read)
+            for part in _parts_within(pieces, box):
+                path = part.value.path
+                if path is None:
+                    counted_parts = [part] if is_first else []
+                else:
+                    counted_boxes = _counted_boxes(plan, path, sender)
+                    counted_parts = _inside_source(part, counted_boxes)
+                for counted_part in counted_parts:
+                    _add(sums[number], counted_part, leaf, weights, read)
     return sums
+
+
+def _parts_within(pieces: Sequence[Piece], box: Box) -> Iterator[Piece]:
+    """Yields the parts of all pieces that fill a box of the target."""
+    for piece in pieces:
+        yield from within(piece, box)
 
 
 def _boxes_of(kind: TransferKind, receiver: int) -> list[Box]:
@@ -66,15 +74,17 @@ def _boxes_of(kind: TransferKind, receiver: int) -> list[Box]:
     return [*dict.fromkeys(boxes)]
 
 
-def _own_boxes(plan: TransferPlan, path: str, sender: int) -> tuple[Box, ...]:
+def _counted_boxes(plan: TransferPlan, path: str, sender: int) -> tuple[Box, ...]:
     """The boxes of a source whose first holder is the process `sender`."""
-    key = ("own boxes", path, sender)
+    key = ("counted boxes", path, sender)
     if key not in plan.known:
+        source_boxes = _source_boxes(plan.mesh, plan.sources[path])
         first_holders: dict[Box, int] = {}
-        for position, box in enumerate(_source_boxes(plan.mesh, plan.sources[path])):
-            first_holders.setdefault(box, plan.senders[position])
+        for position, box in enumerate(source_boxes):
+            process = plan.senders[position]
+            first_holders.setdefault(box, process)
         plan.known[key] = tuple(
-            box for box, process in first_holders.items() if process == sender
+            [box for box, process in first_holders.items() if process == sender]
         )
     boxes: Any = plan.known[key]
     return boxes
@@ -83,31 +93,31 @@ def _own_boxes(plan: TransferPlan, path: str, sender: int) -> tuple[Box, ...]:
 def _source_boxes(
     mesh: tuple[tuple[str, int], ...], source: SourceLeaf
 ) -> Sequence[Box]:
-    names = tuple(axis for axis, _ in mesh)
-    sizes = tuple(size for _, size in mesh)
-    sharding = NamedSharding(AbstractMesh(sizes, names), PartitionSpec(*source.axes))
-    return list(shard_boxes(sharding, source.data.shape).values())
+    names = tuple([axis for axis, _ in mesh])
+    sizes = tuple([size for _, size in mesh])
+    abstract_mesh = AbstractMesh(sizes, names)
+    spec = PartitionSpec(*source.axes)
+    sharding = NamedSharding(abstract_mesh, spec)
+    boxes = shard_boxes(sharding, source.data.shape)
+    return list(boxes.values())
 
 
 def _inside_source(part: Piece, boxes: Sequence[Box]) -> list[Piece]:
     """The parts of a piece whose elements come from the boxes of its source."""
-    reverse = swapped(part)
-    return [swapped(inside) for box in boxes for inside in within(reverse, box)]
+    reading = swapped(part)
+    parts = []
+    for box in boxes:
+        for inside in within(reading, box):
+            parts.append(swapped(inside))
+    return parts
 
 
 def _add(
     sums: np.ndarray, part: Piece, leaf: SentLeaf, weights: "_Weights", read: Read
 ) -> None:
+    """Adds the number of elements of a part, and their checksum, to `sums`."""
     for piece in chunks(part, _CHUNK_ELEMENTS):
-        sizes = tuple(factor.size for factor in piece.factors)
-        box = tuple((0, size) for size in sizes)
-        factors = tuple(
-            factor._replace(target_dim=dim, target_step=1)
-            for dim, factor in enumerate(piece.factors)
-        )
-        elements = np.empty(sizes, leaf.dtype)
-        compact = Piece(piece.value, piece.source, (0,) * len(sizes), factors)
-        fill(elements, box, compact, read)
+        elements = _elements_of(piece, leaf.dtype, read)
         positions = [
             _positions(start, piece.factors, dim)
             for dim, start in enumerate(piece.target)
@@ -116,17 +126,36 @@ def _add(
         sums[1] += weights.sum(elements, positions)
 
 
+def _elements_of(piece: Piece, dtype: np.dtype, read: Read) -> np.ndarray:
+    """The elements that a piece writes, with one dimension per factor."""
+    sizes = []
+    factors = []
+    for dim, factor in enumerate(piece.factors):
+        sizes.append(factor.size)
+        factors.append(factor._replace(target_dim=dim, target_step=1))
+    elements = np.empty(sizes, dtype)
+    compact = Piece(
+        value=piece.value,
+        source=piece.source,
+        target=(0,) * len(sizes),
+        factors=tuple(factors),
+    )
+    box = tuple([(0, size) for size in sizes])
+    fill(elements, box, compact, read)
+    return elements
+
+
 def _positions(start: int, factors: Sequence[Factor], dim: int) -> np.ndarray:
     """The position along `dim` of each element, with one dimension per factor. It has
     size 1 along the factors of other dimensions.
     """
-    positions = np.full((1,) * len(factors), start, np.int64)
+    rank = len(factors)
+    positions = np.full((1,) * rank, start, np.int64)
     for number, factor in enumerate(factors):
         if factor.target_dim == dim:
-            shape = [1] * len(factors)
-            shape[number] = factor.size
-            steps = np.arange(factor.size, dtype=np.int64) * factor.target_step
-            positions = positions + steps.reshape(shape)
+            iterations = np.arange(factor.size, dtype=np.int64)
+            steps = iterations * factor.target_step
+            positions = positions + _along(steps, number, rank)
     return positions
 
 
@@ -134,11 +163,11 @@ class _Weights:
     """The numbers by which the elements of a leaf are multiplied."""
 
     def __init__(self, leaf: SentLeaf):
-        text = leaf.path.encode("utf-8", "surrogatepass")
-        self._seeds = [
-            int.from_bytes(hashlib.sha256(b"%d " % dim + text).digest()[:8])
-            for dim in range(len(leaf.shape))
-        ]
+        path = leaf.path.encode("utf-8", "surrogatepass")
+        self._seeds = []
+        for dim in range(len(leaf.shape)):
+            digest = hashlib.sha256(b"%d " % dim + path).digest()
+            self._seeds.append(int.from_bytes(digest[:8]))
 
     def sum(self, elements: np.ndarray, positions: Sequence[np.ndarray]) -> np.uint64:
         """The sum of the elements' bits, each multiplied by the number of its position.
@@ -154,24 +183,32 @@ def _bits_of(elements: np.ndarray) -> np.ndarray:
     """The bits of each element as a number of 64 bits."""
     elements = np.ascontiguousarray(elements)
     if elements.dtype.name in ("int4", "uint4"):
-        return (elements.view(np.uint8) & 15).astype(np.uint64)
+        low_bits = elements.view(np.uint8) & 15
+        return low_bits.astype(np.uint64)
     if elements.dtype.itemsize > 8:
-        halves = elements.reshape(-1).view(np.uint64).reshape(*elements.shape, 2)
+        flat_halves = elements.reshape(-1).view(np.uint64)
+        halves = flat_halves.reshape(*elements.shape, 2)
         return halves[..., 0] + halves[..., 1] * _ODD
     unsigned = np.dtype(f"uint{8 * elements.dtype.itemsize}")
     return elements.view(unsigned).astype(np.uint64)
 
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
+# The shifts and factors of SplitMix64.
+_MIXING = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
 
 
 def _mixed(positions: np.ndarray, seed: int) -> np.ndarray:
     """An odd number for each position that looks random, as SplitMix64 makes them
     (https://doi.org/10.1145/2714064.2660195).
     """
-    mixed = (positions.astype(np.uint64) + np.uint64(1)) * _ODD + np.uint64(seed)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    numbers = positions.astype(np.uint64) + np.uint64(1)
+    mixed = numbers * _ODD + np.uint64(seed)
+    for shift, factor in _MIXING:
+        mixed = (mixed ^ (mixed >> shift)) * factor
     return (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
 
 
@@ -186,10 +223,11 @@ def received_sums(
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             array = jax.random.key_data(array)
         weights = _Weights(leaf)
-        shards: dict[Box, Any] = {}
+        data_by_box: dict[Box, Any] = {}
         for shard in array.addressable_shards:
-            shards.setdefault(as_box(shard.index, array.shape), shard.data)
-        for box, data in shards.items():
+            box = as_box(shard.index, array.shape)
+            data_by_box.setdefault(box, shard.data)
+        for box, data in data_by_box.items():
             elements = np.asarray(data)
             sums[number, 0] += np.uint64(elements.size)
             sums[number, 1] += _sum_of_box(elements, box, weights)
@@ -197,22 +235,24 @@ def received_sums(
 
 
 def _sum_of_box(elements: np.ndarray, box: Box, weights: _Weights) -> np.uint64:
-    positions = [
-        _along(np.arange(start, stop, dtype=np.int64), dim, len(box))
-        for dim, (start, stop) in enumerate(box)
-    ]
+    positions = []
+    for dim, (start, stop) in enumerate(box):
+        along_dim = np.arange(start, stop, dtype=np.int64)
+        positions.append(_along(along_dim, dim, len(box)))
     if elements.ndim == 0 or elements.size <= _CHUNK_ELEMENTS:
         return weights.sum(elements, positions)
-    # A few rows at a time.
+
     total = np.uint64(0)
-    step = max(1, _CHUNK_ELEMENTS * len(elements) // elements.size)
-    for start in range(0, len(elements), step):
-        some = slice(start, start + step)
-        total += weights.sum(elements[some], [positions[0][some], *positions[1:]])
+    row_count = max(1, _CHUNK_ELEMENTS * len(elements) // elements.size)
+    for start in range(0, len(elements), row_count):
+        rows = slice(start, start + row_count)
+        positions_of_rows = [positions[0][rows], *positions[1:]]
+        total += weights.sum(elements[rows], positions_of_rows)
     return total
 
 
 def _along(positions: np.ndarray, dim: int, rank: int) -> np.ndarray:
+    """A vector as an array with `rank` dimensions, along the dimension `dim`."""
     shape = [1] * rank
     shape[dim] = len(positions)
     return positions.reshape(shape)
@@ -226,10 +266,8 @@ def require_equal(
     if not len(differs):
         return
     number = int(differs[0])
-    (sent_count, sent_sum), (count, total) = (
-        sent[number].tolist(),
-        received[number].tolist(),
-    )
+    sent_count, sent_sum = sent[number].tolist()
+    count, total = received[number].tolist()
     raise SyncError(
         f"leaf `{leaves[number].path}`: its {count:,} elements have the checksum"
         f" {total:016x}, and the senders' {sent_count:,} elements {sent_sum:016x}"

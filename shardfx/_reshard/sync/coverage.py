@@ -232,36 +232,49 @@ def _check_source(
     sources: Mapping[str, SourceLeaf],
     places: np.ndarray,
 ) -> None:
+    """Raises `ValueError` unless the parts of one form read from inside of their source
+    and have the dtype of the leaf after their casts. `places` has the positions of
+    their first elements in the source.
+    """
     value = form.value
     where = f"leaf `{leaf.path}`"
-    shape, dtype = sources[value.path or ""].data
+    source = sources[value.path or ""].data
+    rank = len(source.shape)
+    dtype = source.dtype
     if value.scale is not None:
         dtype = np.dtype("float32")
-        block = value.scale.block
-        scale_shape = tuple(
-            -(-size // step) for size, step in zip(shape, block, strict=True)
-        )
-        is_scaled = (
-            min(block, default=1) > 0
-            and sources[value.scale.path].data.shape == scale_shape
-        )
+        scales = sources[value.scale.path].data
+        is_scaled = _is_scaled(source.shape, scales.shape, value.scale.block)
         require(is_scaled, f"{where} has scales of another shape")
 
-    is_alike = form.rank == len(shape) and all(
-        factor.source_dim < len(shape) for factor in form.factors
-    )
+    source_dims = [factor.source_dim for factor in form.factors]
+    is_alike = form.rank == rank and all(dim < rank for dim in source_dims)
     require(is_alike, f"{where} has a piece of more dimensions than `{value.path}`")
-    start = swapped(_at_start(form, len(leaf.shape)))
-    stops = np.array([high for _, high in hull(start)], np.int64)
-    is_inside = (
-        _fits(start, shape) and (places + stops <= np.array(shape, np.int64)).all()
-    )
+
+    reading = swapped(_at_start(form, len(leaf.shape)))
+    is_inside = _fits(reading, source.shape)
+    if is_inside:
+        stops = np.array([high for _, high in hull(reading)], np.int64)
+        sizes = np.array(source.shape, np.int64)
+        is_inside = (places + stops <= sizes).all()
     require(is_inside, f"{where} has a piece outside of `{value.path}`")
-    cast_dtype = np.dtype([dtype, *dtypes_of(value.casts)][-1])
+
+    dtypes = [dtype, *dtypes_of(value.casts)]
+    cast_dtype = np.dtype(dtypes[-1])
     require(
         cast_dtype == leaf.dtype,
         f"{where} is {leaf.dtype}, which its casts do not give",
     )
+
+
+def _is_scaled(
+    shape: Sequence[int], scale_shape: Sequence[int], block: Sequence[int]
+) -> bool:
+    """Whether scales have one element for each block of an array."""
+    if min(block, default=1) < 1:
+        return False
+    block_counts = [-(-size // step) for size, step in zip(shape, block, strict=True)]
+    return list(scale_shape) == block_counts
 
 
 def _fits(piece: Piece, shape: Sequence[int]) -> bool:

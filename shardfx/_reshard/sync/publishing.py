@@ -82,7 +82,7 @@ def publishable(
 
     - `tree`: the tree that the plan was made of, or a dict by path.
     - `sources`: the arrays of the plan.
-    - `known`: the boxes of the shards of earlier arrays, which are looked up and added.
+    - `cache`: the boxes of the shards of earlier arrays, which are looked up and added.
 
     **Raises:**
 
