@@ -3,7 +3,6 @@ arrays.
 """
 
 import gc
-import itertools as it
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from ..._ground.errors import PlanMismatchError
 from ..._plan import ShardPlan, encode_dtype
 from ..pieces.assembly import MovedLeaf, leaves_of_plan
 from ..shardings import data_of
+from .kinds import TransferKind
 from .transfer import TransferPlan
 
 
@@ -152,29 +152,21 @@ class MemoryLayout:
         self.blocks = Blocks()
         # For each leaf the boxes that this process fills, by the numbers of their
         # buffers.
-        boxes_of_kind = [
-            {
-                number: buffer.box
-                for number, buffer in enumerate(kind.buffers)
-                if buffer.process == receiver
-            }
-            for kind in plan.kinds
-        ]
+        boxes_of_kind = [_boxes_of_kind(kind, receiver) for kind in plan.kinds]
         self.boxes_of_leaf = [boxes_of_kind[leaf.kind] for leaf in plan.leaves]
-        sizes = [
-            sum(map(volume, boxes.values())) * leaf.dtype.itemsize
-            for boxes, leaf in zip(self.boxes_of_leaf, plan.leaves, strict=True)
-        ]
+
         # Leaves whose memory would start in the same 64 MiB if all leaves lay one after
         # another.
-        self.groups = [
-            start // _GROUP_BYTES for start in it.accumulate(sizes[:-1], initial=0)
-        ]
+        self.groups: list[int] = []
         self.places_of_group: dict[int, list[_Place]] = {}
+        start_bytes = 0
         for number, leaf in enumerate(plan.leaves):
-            places = self.places_of_group.setdefault(self.groups[number], [])
+            group = start_bytes // _GROUP_BYTES
+            self.groups.append(group)
+            places = self.places_of_group.setdefault(group, [])
             for buffer, box in self.boxes_of_leaf[number].items():
                 places.append(_Place(number, buffer, box, leaf.dtype))
+                start_bytes += volume(box) * leaf.dtype.itemsize
 
     def warm(self, states: int) -> None:
         """Touches the memory of some states, all alive at the same time."""
@@ -184,6 +176,17 @@ class MemoryLayout:
             # This asks for the same sizes as a revision does.
             buffers(shapes, lambda nbytes: _noted(sizes, nbytes))
         self.blocks.warm(sizes * states)
+
+
+def _boxes_of_kind(kind: TransferKind, receiver: int) -> dict[int, Box]:
+    """The boxes of a kind that a receiving process fills, by the numbers of their
+    buffers.
+    """
+    boxes = {}
+    for number, buffer in enumerate(kind.buffers):
+        if buffer.process == receiver:
+            boxes[number] = buffer.box
+    return boxes
 
 
 def _noted(sizes: list[int], nbytes: int) -> np.ndarray:
@@ -212,7 +215,9 @@ def _require_same(
     """Raises `PlanMismatchError` unless the arrays lie as the transfer's plan says."""
     paths = [leaf.path for leaf in plan.leaves]
     if paths != list(targets):
-        other = next(iter({*paths} ^ {*targets}), paths[0])
+        different_paths = sorted({*paths} ^ {*targets})
+        # In another order there may be no other paths.
+        (other, *_) = different_paths or paths
         raise PlanMismatchError(
             f"leaf `{other}` is in only one of `dst` and the transfer's plan; give the"
             " plan from which `plan_transfer` made it."
@@ -221,15 +226,13 @@ def _require_same(
     for leaf in plan.leaves:
         target = targets[leaf.path]
         shape, dtype = data_of(target.shape, target.dtype)
-        boxes = {
-            buffer.box
-            for buffer in plan.kinds[leaf.kind].buffers
-            if buffer.process == receiver
-        }
         key = (target.sharding, shape)
         if key not in boxes_by_key:
             boxes_by_key[key] = _boxes_of(target.sharding, shape)
-        if (shape, dtype) != (leaf.shape, leaf.dtype) or boxes_by_key[key] != boxes:
+        planned_boxes = _boxes_of_kind(plan.kinds[leaf.kind], receiver)
+        is_same_array = shape == leaf.shape and dtype == leaf.dtype
+        lies_alike = boxes_by_key[key] == {*planned_boxes.values()}
+        if not is_same_array or not lies_alike:
             raise PlanMismatchError(
                 f"leaf `{leaf.path}` lies in `dst` otherwise than in the transfer's"
                 " plan; give the plan from which `plan_transfer` made it."
@@ -271,7 +274,8 @@ class Blocks:
 
     def _free_block(self, nbytes: int) -> np.ndarray | None:
         for position, (block, base) in enumerate(self._blocks):
-            if len(block) == nbytes and base() is None:
+            is_free = base() is None
+            if is_free and len(block) == nbytes:
                 del self._blocks[position]
                 return block
         return None
@@ -290,10 +294,12 @@ class Blocks:
         """
         with self._lock:
             blocks = []
+            spare_count = self._taken
             for block, base in self._blocks:
                 is_used = base() is not None
-                if is_used or self._taken > 0:
-                    self._taken -= not is_used
+                if not is_used:
+                    spare_count -= 1
+                if is_used or spare_count >= 0:
                     blocks.append((block, base))
             self._blocks = blocks
             self._taken = 0
