@@ -148,7 +148,7 @@ def reason_for(
     """The reason whose message is the template of `code` with `values` in place of its
     `{...}`.
     """
-    return Reason(code, dim, axes, code.value.format(**values))
+    return Reason(code=code, dim=dim, axes=axes, message=code.value.format(**values))
 
 
 def nothing_to_shard(shape: tuple[int, ...]) -> Reason:

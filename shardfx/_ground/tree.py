@@ -83,7 +83,15 @@ def flatten(tree: PyTree, *, takes_specs: bool = False) -> Flat:
         if not takes_specs:
             _refuse_specs(leaves, paths)
         is_array = [kinds[type(leaf)] for leaf in leaves]
-    return Flat(leaves, treedef, paths, templates, names, stacked, is_array)
+    return Flat(
+        leaves=leaves,
+        treedef=treedef,
+        paths=paths,
+        templates=templates,
+        names=names,
+        stacked=stacked,
+        is_array=is_array,
+    )
 
 
 def tree_paths(treedef: TreeDef) -> tuple[str, ...]:

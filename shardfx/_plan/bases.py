@@ -44,7 +44,8 @@ def base_path(matcher: Matcher, number: int, path: str) -> str:
     """Returns the path of the array to which the array at `path` belongs by the rule
     `number` of `matcher`.
     """
-    return matcher.patterns[number].sub(matcher.rules[number][1][0], path)
+    _, (replacement,) = matcher.rules[number]
+    return matcher.patterns[number].sub(replacement, path)
 
 
 def adapters_by_base(matcher: Matcher, flat: Flat) -> dict[str, list[tuple[int, ...]]]:
@@ -81,7 +82,7 @@ def request_from_base(
         lost = [unaligned(base, shape, [reading.dims for reading in readings], spec)]
     rule = f"{entry} of `{starred(base.path)}`"
     reasons = tuple(why for why in lost if why.axes)
-    return Request(None, spec, rule, None, (), reasons)
+    return Request(spec=spec, rule=rule, reasons=reasons)
 
 
 def _aligned(

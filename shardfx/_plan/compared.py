@@ -79,10 +79,10 @@ def pairs(a: ShardPlan, b: ShardPlan) -> Iterator[Pair]:
             for name in names:
                 if vars(leaf)[name] != vars(other)[name]:
                     different.append(name)
-        yield Pair(leaf.path, leaf, other, tuple(different))
+        yield Pair(path=leaf.path, before=leaf, after=other, fields=tuple(different))
     for path, leaf in leaves_of_b.items():
         if path not in leaves_of_a:
-            yield Pair(path, None, leaf, ())
+            yield Pair(path=path, before=None, after=leaf, fields=())
 
 
 def report(plan: ShardPlan, *, width: int | None = None) -> str:

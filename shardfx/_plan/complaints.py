@@ -424,18 +424,20 @@ def unused_rules(
         arrays = [position for position in matches if flat.is_array[position]]
         if not matches:
             yield Unused(
-                number,
-                difflib.get_close_matches(regex, flat.paths, n=1, cutoff=0.0)[0],
-                (),
-                (),
+                number=number,
+                nearest=difflib.get_close_matches(regex, flat.paths, n=1, cutoff=0.0)[
+                    0
+                ],
+                arrays=(),
+                deciders=(),
             )
         elif arrays and not (number == len(rules) - 1 and all(map(search, _PROBES))):
             deciders = tuple(dict.fromkeys(map(decider, arrays)))
             yield Unused(
-                number,
-                None,
-                tuple([flat.paths[position] for position in arrays]),
-                deciders,
+                number=number,
+                nearest=None,
+                arrays=tuple([flat.paths[position] for position in arrays]),
+                deciders=deciders,
             )
 
 

@@ -66,7 +66,9 @@ def apply_strategy(
             f"no dimension is free for {product_text(free, sizes)}: all that may be cut"
             " are sharded already; put the axes into the rule's spec"
         )
-        reasons.append(Reason(Code.indivisible, None, free, message))
+        reasons.append(
+            Reason(code=Code.indivisible, dim=None, axes=free, message=message)
+        )
     elif dims and len(new_axes) < len(free):
         shown_dim = max(dims, key=leaf.shape.__getitem__) if dim is None else dim
         size = leaf.shape[shown_dim]

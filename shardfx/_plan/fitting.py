@@ -212,7 +212,7 @@ def indivisible(
             f"size {size} is no whole number of units of {unit}, so nothing may cut it;"
             " if it counts units already, "
         )
-        return Reason(Code.unit, dim, dropped, text + fix)
+        return Reason(code=Code.unit, dim=dim, axes=dropped, message=text + fix)
     count = size // unit
     units_text = plural(size // unit, "unit")
     if unit > 1 and dividing_axes(axes, size, 1, sizes) != kept_axes:

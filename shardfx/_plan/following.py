@@ -16,7 +16,7 @@ from .._ground.spec import (
     canonical,
     entries_of,
 )
-from .._ground.tree import flatten, is_number
+from .._ground.tree import Flat, flatten, is_number
 from .._rules import AxisRules, Matcher, PathRules, Strategy, check_rules, fsdp, near
 from .aligning import Dims, correspondences
 from .bases import (
@@ -172,24 +172,21 @@ def follow(
         adapters=adapters_by_base(bases["adapters"], flat),
         constants=ConstantPaths(init, (plan, *args), flat),
     )
-    rows = []
-    index = []
-    for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
-        is_placeholder = isinstance(leaf, Number)
-        if shaped:
-            memory_kind = memory_kind_at(kinds, kinds.first(path))
-            index.append(len(rows))
-            rows.append(follower.row(path, leaf, memory_kind))
-        elif is_placeholder or is_number(leaf):
-            index.append(NUMBER)
-        else:
-            index.append(NO_ARRAY)
+    rows, index = _planned(follower, flat, kinds)
     raise_errors(follower.errors)
     declared = by_path.declared
     if axis_rules is not None:
         declared += axis_rules.mesh_axes
     draft = Draft(
-        flat, plan.mesh, by_path, kinds, axis_rules, declared, index, rows, []
+        flat=flat,
+        mesh=plan.mesh,
+        paths=by_path,
+        kinds=kinds,
+        axes=axis_rules,
+        declared=declared,
+        numbers=index,
+        rows=rows,
+        errors=[],
     )
     raise_unknown(draft)
     # The plan's own rules were checked for its mesh.
@@ -211,6 +208,28 @@ def follow(
     return ShardPlan(
         content.replaced(axes=resolving, rows=rows, index=index, path_tree=path_tree)
     )
+
+
+def _planned(
+    follower: "_Follower", flat: Flat, kinds: Matcher
+) -> tuple[list[Row], list[int]]:
+    """Returns the plans of the arrays in `flat`, the result of `init`, and for each
+    leaf the index of its plan, `NUMBER` or `NO_ARRAY`.
+    """
+    rows = []
+    index = []
+    for leaf, path, is_array in zip(
+        flat.leaves, flat.paths, flat.is_array, strict=True
+    ):
+        if is_array:
+            memory_kind = memory_kind_at(kinds, kinds.first(path))
+            index.append(len(rows))
+            rows.append(follower.row(path, leaf, memory_kind))
+        elif isinstance(leaf, Number) or is_number(leaf):
+            index.append(NUMBER)
+        else:
+            index.append(NO_ARRAY)
+    return rows, index
 
 
 def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
@@ -374,18 +393,18 @@ def _request_from_source(path: str, leaf: Any, plan: ShardPlan) -> Request | Non
     else:
         return None
     if source is None:
-        return Request(None, spec, rule, None, (), ())
+        return Request(spec=spec, rule=rule)
     if not is_propagated and len(set(specs)) > 1:
         spec = agreed(specs, len(shape))
         why = unaligned(source, shape, choices, spec)
-        return Request(None, spec, rule, None, (), (why,))
+        return Request(spec=spec, rule=rule, reasons=(why,))
     # The array may be transposed: then its dimensions do not correspond to those of
     # the array in its path.
     names = {at_dims(source.names, dims) for dims in choices}
     units = {at_dims(source.units, dims, 1) for dims in choices}
     if set(specs) == {spec} and len(names) == len(units) == 1:
-        return Request(names.pop(), spec, rule, units.pop(), (), ())
-    return Request(None, spec, rule, None, (), ())
+        return Request(names=names.pop(), spec=spec, rule=rule, units=units.pop())
+    return Request(spec=spec, rule=rule)
 
 
 def _source(

@@ -236,7 +236,7 @@ def decode_reason(data: Any) -> Reason:
             f"{data!r} is no reason; it must be [code, dimension or null, list of axes,"
             " message]."
         )
-    return Reason(Code[code], dim, tuple(axes), message)
+    return Reason(code=Code[code], dim=dim, axes=tuple(axes), message=message)
 
 
 def encode_strategy(strategy: Strategy) -> object:

@@ -6,7 +6,7 @@ import dataclasses
 import functools as ft
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -146,14 +146,8 @@ def plan(
         print(made["embed"].reasons[0])
         ```
     """
-    for what, policy, other in (
-        ("unmatched", unmatched, "replicate"),
-        ("unused", unused, "allow"),
-    ):
-        if policy not in ("raise", other):
-            raise RuleError(
-                f'`{what}={policy!r}` is no policy of `plan`; use "raise" or "{other}".'
-            )
+    _check_policy("unmatched", unmatched, "replicate")
+    _check_policy("unused", unused, "allow")
     if others:
         word = "axes" if isinstance(others[0], AxisRules) else "paths"
         raise RuleError(
@@ -192,14 +186,17 @@ def plan(
     path_tree = PathTree(flat.paths, flat.treedef)
     index = with_numbers(draft.numbers, flat)
     content = Content(
-        draft.mesh, jax_mesh, axes, mode, draft.rows, index, path_tree, strict
+        mesh=draft.mesh,
+        jax_mesh=jax_mesh,
+        axes=axes,
+        mode=mode,
+        rows=draft.rows,
+        index=index,
+        path_tree=path_tree,
+        strict=strict,
     )
     if refine:
-        content = refined(content, min_bytes)
-        rows = []
-        for row in content.rows:
-            rows.append(row._replace(reasons=refined_reasons(row.reasons)))
-        content = content.replaced(rows=rows)
+        content = _refined(content, min_bytes)
     if strict:
         advice = ""
         if content.mesh != draft.mesh:
@@ -211,6 +208,22 @@ def plan(
         arrays = [(path, content.rows[i]) for path, i in content.numbered if i >= 0]
         raise_strict(arrays, advice)
     return ShardPlan(content)
+
+
+def _check_policy(what: str, policy: str, other: str) -> None:
+    if policy not in ("raise", other):
+        raise RuleError(
+            f'`{what}={policy!r}` is no policy of `plan`; use "raise" or "{other}".'
+        )
+
+
+def _refined(content: Content, min_bytes: int) -> Content:
+    """The plan on a mesh with split axes, whose reasons do not advise to split them."""
+    content = refined(content, min_bytes)
+    rows = []
+    for row in content.rows:
+        rows.append(row._replace(reasons=refined_reasons(row.reasons)))
+    return content.replaced(rows=rows)
 
 
 # The text of error messages for logical names, which have priority over path rules.
@@ -264,8 +277,26 @@ def drafted(
     if axes is not None:
         declared = (*declared, *axes.mesh_axes)
     return Draft(
-        flat, mesh_spec, by_path, kinds, axes, declared, index, planner.rows, errors
+        flat=flat,
+        mesh=mesh_spec,
+        paths=by_path,
+        kinds=kinds,
+        axes=axes,
+        declared=declared,
+        numbers=index,
+        rows=planner.rows,
+        errors=errors,
     )
+
+
+class _Even(NamedTuple):
+    """The spec, with its reasons, of arrays whose sizes the mesh axes divide; and for
+    each dimension, the number that must divide its size for this, such as 8 for a mesh
+    axis of size 8.
+    """
+
+    decision: Decision
+    divisors: tuple[int, ...]
 
 
 class _SharedRequest:
@@ -283,24 +314,21 @@ class _SharedRequest:
         self.by_size_alone = not (mesh.min_bytes or request.strategies)
 
     @ft.cached_property
-    def even(self) -> tuple[Decision, tuple[int, ...]]:
-        """The spec, with its reasons, of arrays whose sizes the mesh axes divide; and
-        for each dimension, the number that must divide its size for this, such as 8 for
-        a mesh axis of size 8.
-        """
+    def even(self) -> _Even:
+        """The decision for arrays whose sizes the mesh axes divide."""
         # Every number divides a size of 0, so correction drops no axis as indivisible.
         leaf = leaf_of((0,) * self.rank, None, self.request.units)
         decision = corrected(self.request.spec, leaf, self.mesh)
         counts = shard_counts(decision.spec, self.rank, self.mesh.sizes)
-        return decision, tuple(map(operator.mul, counts, leaf.units))
+        return _Even(decision, tuple(map(operator.mul, counts, leaf.units)))
 
     def row(
         self, shape: tuple[int, ...], dtype: object, memory_kind: str | None
     ) -> Row:
         request = self.request
-        if not self.by_size_alone or any(map(operator.mod, shape, self.even[1])):
+        if not self.by_size_alone or any(map(operator.mod, shape, self.even.divisors)):
             return row_of(request, shape, dtype, self.mesh, memory_kind)
-        decision = self.even[0]
+        decision = self.even.decision
         reasons = request.reasons + decision.reasons
         return Row(
             shape=shape,

@@ -64,7 +64,12 @@ def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
     if row.names is not None and content.axes is not None:
         reasons = resolve(row.names, content.axes, mode=content.mode).reasons
     request = Request(
-        row.names, row.requested, row.rule, row.units, row.strategies, reasons
+        names=row.names,
+        spec=row.requested,
+        rule=row.rule,
+        units=row.units,
+        strategies=row.strategies,
+        reasons=reasons,
     )
     changed = request._replace(**changes)
     return row_of(changed, row.shape, row.dtype, axes, row.memory_kind)

@@ -39,16 +39,16 @@ class Request(NamedTuple):
     `paths[0]`. `reasons` say why names got no mesh axis.
     """
 
-    names: tuple[Any, ...] | None
-    spec: PartitionSpec
-    rule: str | None
-    units: Units | None
-    strategies: tuple[Strategy, ...]
-    reasons: tuple[Reason, ...]
+    names: tuple[Any, ...] | None = None
+    spec: PartitionSpec = PartitionSpec()
+    rule: str | None = None
+    units: Units | None = None
+    strategies: tuple[Strategy, ...] = ()
+    reasons: tuple[Reason, ...] = ()
 
 
 # The request of an array that neither a rule nor names shard.
-NOTHING = Request(None, PartitionSpec(), None, None, (), ())
+NOTHING = Request()
 
 
 def request_of_target(
@@ -84,7 +84,7 @@ def request_of_target(
         )
     spec: Any = PartitionSpec() if isinstance(first, Replicate) else first
     units = padded_units(units, len(leaf.shape))
-    return Request(None, spec, rule, units, strategies, ())
+    return Request(spec=spec, rule=rule, units=units, strategies=strategies)
 
 
 def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
@@ -131,7 +131,7 @@ def request_of_names(
     named = one_per_dim(names, shape)
     if axes is None and all(name is None for name in named):
         units = padded_units(units, len(shape))
-        return Request(None, PartitionSpec(), rule, units, strategies, ())
+        return Request(rule=rule, units=units, strategies=strategies)
     if axes is None:
         raise RuleError(
             f"the names {names_text(names)} need rules that say which mesh axes they"
@@ -151,7 +151,14 @@ def request_of_names(
     if units is None:
         units = units_of(named, axes)
     units = padded_units(units, len(shape))
-    return Request(named, decision.spec, rule, units, strategies, decision.reasons)
+    return Request(
+        names=named,
+        spec=decision.spec,
+        rule=rule,
+        units=units,
+        strategies=strategies,
+        reasons=decision.reasons,
+    )
 
 
 def skipping(

@@ -60,7 +60,14 @@ def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
         else:
             names_that_fit = _fitting(tuple(leaf_names), len(leaves[0].shape))
             fix = subject.names_fix(paths, names_that_fit)
-        yield Finding("unplannable", "error", joined(paths), size, error, fix)
+        yield Finding(
+            code="unplannable",
+            severity="error",
+            where=joined(paths),
+            bytes=size,
+            message=error,
+            fix=fix,
+        )
 
 
 def _fitting(names: tuple[object, ...], rank: int) -> tuple[object, ...]:
@@ -106,7 +113,14 @@ def uncovered_leaves(
         )
         size = subject.lost(row.shape, row.dtype) * len(paths)
         fix = subject.rule_fix(paths, subject.target_for(row.shape), last=True)
-        yield Finding("unmatched", severity, joined(paths), size, message, fix)
+        yield Finding(
+            code="unmatched",
+            severity=severity,
+            where=joined(paths),
+            bytes=size,
+            message=message,
+            fix=fix,
+        )
 
 
 def unknown_names(
@@ -124,7 +138,14 @@ def unknown_names(
             " about that name"
         )
         fix = f"axes = axes.without({name!r})"
-        yield Finding("unknown-name", severity, f"units {name!r}", 0, message, fix)
+        yield Finding(
+            code="unknown-name",
+            severity=severity,
+            where=f"units {name!r}",
+            bytes=0,
+            message=message,
+            fix=fix,
+        )
 
     unknown = unknown_of_rows(draft.rows, axes)
     arrays_of_name: dict[str, list[tuple[str, Row]]] = {}
@@ -144,7 +165,14 @@ def unknown_names(
         )
         if len(arrays) > 1:
             message += f" and {len(arrays) - 1} more"
-        yield Finding("unknown-name", severity, f"name {name!r}", size, message, fix)
+        yield Finding(
+            code="unknown-name",
+            severity=severity,
+            where=f"name {name!r}",
+            bytes=size,
+            message=message,
+            fix=fix,
+        )
 
 
 def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
@@ -166,7 +194,14 @@ def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Findi
         if not lines:
             lines = [f"{rules} = {rules}.extend(mesh_axes=({axis!r},))"]
         fix = "\n".join(lines)
-        yield Finding("absent-axis", severity, f"mesh axis {axis!r}", 0, message, fix)
+        yield Finding(
+            code="absent-axis",
+            severity=severity,
+            where=f"mesh axis {axis!r}",
+            bytes=0,
+            message=message,
+            fix=fix,
+        )
 
 
 def _corrected_axis(subject: Subject, axis: str, similar: str) -> Iterator[str]:
@@ -269,7 +304,14 @@ def _unused(
     where: str, what: str, severity: Severity, unused: Unused, fix: str
 ) -> Finding:
     code = "unused-rule" if unused.nearest is not None else "shadowed-rule"
-    return Finding(code, severity, where, 0, f"the {what} {unused.text}", fix)
+    return Finding(
+        code=code,
+        severity=severity,
+        where=where,
+        bytes=0,
+        message=f"the {what} {unused.text}",
+        fix=fix,
+    )
 
 
 def _fix(subject: Subject, unused: Unused) -> str:

@@ -52,7 +52,14 @@ def _finding(subject: Subject, fault: Fault, groups: Sequence[Group]) -> Finding
     )
     fix = "\n".join(_fix(subject, group) for group in groups)
     severity = "warning" if fault.is_precise else "info"
-    return Finding("known-fault", severity, first.where, 0, message, fix)
+    return Finding(
+        code="known-fault",
+        severity=severity,
+        where=first.where,
+        bytes=0,
+        message=message,
+        fix=fix,
+    )
 
 
 def _selected(subject: Subject, predicate: ArrayPredicate) -> list[Group]:

@@ -100,7 +100,9 @@ def _projections(subject: Subject) -> _Projections:
             if _NORM.fullmatch(part):
                 projections.norms.setdefault(layer, group)
             if part in FUSED:
-                projections.fused.append(_Fused(layer, part, suffix, group))
+                projections.fused.append(
+                    _Fused(layer=layer, part=part, suffix=suffix, group=group)
+                )
             if part in ROLES:
                 role_position = position
         if role_position is not None:
@@ -184,7 +186,9 @@ def _cut_fused(
             width = _Width(_USUAL, "info", why)
         else:
             why = "nothing says how wide a head is; pass `head_dim=`"
-            width = _Width(projection_size, "info", why, "projections")
+            width = _Width(
+                unit=projection_size, severity="info", why=why, noun="projections"
+            )
     if width is not None:
         yield from _cut(subject, group, dim, width)
 
@@ -222,7 +226,14 @@ def _cut_elements(subject: Subject, arrays: _Roles) -> Iterator[Finding]:
             entries[dim] = None
             names = _without(row.names or (None,) * rank, dim)
             fix = subject.fix(group, names, trimmed(entries))
-            yield Finding("cut-head", "warning", group.where, 0, message, fix)
+            yield Finding(
+                code="cut-head",
+                severity="warning",
+                where=group.where,
+                bytes=0,
+                message=message,
+                fix=fix,
+            )
 
 
 def _width(
@@ -283,7 +294,14 @@ def _cut(subject: Subject, group: Group, dim: int, width: _Width) -> Iterator[Fi
         and name not in dict(subject.axes.units)
     ):
         fix = f"axes = axes.merge(AxisRules(units={{{name!r}: {unit}}}))"
-    yield Finding("cut-head", width.severity, group.where, 0, message, fix)
+    yield Finding(
+        code="cut-head",
+        severity=width.severity,
+        where=group.where,
+        bytes=0,
+        message=message,
+        fix=fix,
+    )
 
 
 def _without(names: tuple[object, ...], dim: int) -> tuple[Any, ...]:

@@ -41,7 +41,14 @@ def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
         message = f"every device holds all {bytes_text(size)} of it, as {cause}"
         fix = _sharded(subject, group) or f"replicated_bytes = {size + 1}"
         lost = subject.lost(row.shape, row.dtype) * len(group.paths)
-        yield Finding("replicated", "warning", group.where, lost, message, fix)
+        yield Finding(
+            code="replicated",
+            severity="warning",
+            where=group.where,
+            bytes=lost,
+            message=message,
+            fix=fix,
+        )
 
 
 def _asks(group: Group) -> str:
@@ -187,7 +194,14 @@ def _finding(
         requested_bytes = -(-whole_bytes // shards)
         lost += max(0, shard_bytes - requested_bytes) * len(short.group.paths)
     fix = _as_it_is(subject, shorts)
-    return Finding("corrected", shorts[0].severity, where, lost, message, fix)
+    return Finding(
+        code="corrected",
+        severity=shorts[0].severity,
+        where=where,
+        bytes=lost,
+        message=message,
+        fix=fix,
+    )
 
 
 def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
@@ -280,7 +294,12 @@ def uneven_layers(subject: Subject) -> Iterator[Finding]:
             )
             fix = subject.fix(group, like.row.names, like.row.spec)
             yield Finding(
-                "uneven-layers", "warning", group.where, surplus, message, fix
+                code="uneven-layers",
+                severity="warning",
+                where=group.where,
+                bytes=surplus,
+                message=message,
+                fix=fix,
             )
 
 

@@ -145,13 +145,13 @@ def lint(
         )
 
     content = Content(
-        draft.mesh,
-        None,
-        axes,
-        mode,
-        draft.rows,
-        [max(number, -1) for number in draft.numbers],
-        PathTree(flat.paths, flat.treedef),
+        mesh=draft.mesh,
+        jax_mesh=None,
+        axes=axes,
+        mode=mode,
+        rows=draft.rows,
+        index=[max(number, -1) for number in draft.numbers],
+        path_tree=PathTree(flat.paths, flat.treedef),
     )
     subject = Subject(
         content=content,
@@ -198,7 +198,14 @@ def _unknown_mode(axes: AxisRules, mode: str) -> Finding:
     message = f"the mode {mode!r} is unknown; the rules have {modes}{near(mode, modes)}"
     nearest_mode = next(iter(nearest(mode, modes)), None)
     fix = f"mode = {nearest_mode!r}"
-    return Finding("invalid", "error", f"mode {mode!r}", 0, message, fix)
+    return Finding(
+        code="invalid",
+        severity="error",
+        where=f"mode {mode!r}",
+        bytes=0,
+        message=message,
+        fix=fix,
+    )
 
 
 def _of_leaves(
@@ -236,7 +243,14 @@ def _names(
         return names_of_leaves(names, tree, flat, axes)
     except (RuleError, SpecError) as error:
         findings.append(
-            Finding("invalid", "error", "names", 0, str(error), "names = None")
+            Finding(
+                code="invalid",
+                severity="error",
+                where="names",
+                bytes=0,
+                message=str(error),
+                fix="names = None",
+            )
         )
         return [None] * len(flat.leaves)
 
@@ -261,5 +275,14 @@ def _kinds(
                 pairs_of_fix = (*pairs[:number], corrected_pair, *pairs[number + 1 :])
             where = f"memory_kinds[{number}] {regex!r}"
             fix = f"memory_kinds = {pairs_of_fix!r}"
-            findings.append(Finding("invalid", "error", where, 0, str(error), fix))
+            findings.append(
+                Finding(
+                    code="invalid",
+                    severity="error",
+                    where=where,
+                    bytes=0,
+                    message=str(error),
+                    fix=fix,
+                )
+            )
     return valid

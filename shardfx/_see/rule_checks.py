@@ -60,7 +60,14 @@ def _dead_rule(
     where = f"{table}[{number}] {name!r} -> {entry_text(target)}"
     of_mode = "" if mode is None else f", mode={mode!r}"
     fix = f"axes = axes.drop({number}{of_mode})"
-    return Finding("dead-rule", "warning", where, 0, message, fix)
+    return Finding(
+        code="dead-rule",
+        severity="warning",
+        where=where,
+        bytes=0,
+        message=message,
+        fix=fix,
+    )
 
 
 def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
@@ -108,7 +115,14 @@ def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
         )
         lost = shard_bytes - shard_bytes // size
         of_axis = misspelled if axis in misspellings else severity
-        yield Finding("unused-axis", of_axis, f"mesh axis {axis!r}", lost, message, fix)
+        yield Finding(
+            code="unused-axis",
+            severity=of_axis,
+            where=f"mesh axis {axis!r}",
+            bytes=lost,
+            message=message,
+            fix=fix,
+        )
 
 
 # The logical names of the dimensions of an array.
@@ -152,7 +166,14 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
                 f" {swapped[number]}"
             )
             fix = subject.fix(group, swapped[number], swapped[number])
-            yield Finding("contradicted-name", "warning", group.where, 0, message, fix)
+            yield Finding(
+                code="contradicted-name",
+                severity="warning",
+                where=group.where,
+                bytes=0,
+                message=message,
+                fix=fix,
+            )
             continue
         for name, size in _pairs(names[number], group.row.shape):
             is_contradicted = size % usual[name] and usual[name] % size
@@ -172,7 +193,14 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
         for group in contradicting:
             where = f"{group.where}, name {name!r}"
             fix = _own_name(subject, group, name, size)
-            yield Finding("contradicted-name", "warning", where, 0, message, fix)
+            yield Finding(
+                code="contradicted-name",
+                severity="warning",
+                where=where,
+                bytes=0,
+                message=message,
+                fix=fix,
+            )
 
 
 def _pairs(names: Names, shape: tuple[int, ...]) -> list[tuple[str, int]]:

@@ -229,7 +229,7 @@ def _shardable_over(
     mesh = subject.content.mesh
     for state in states:
         row = state.group.row
-        request = Request(None, row.spec, None, row.units, (), ())
+        request = Request(spec=row.spec, units=row.units)
         spec = shard_over(request, row.shape, row.dtype, mesh, fsdp(axis)).spec
         if spec != row.spec and not has_code(row.reasons, Code.small):
             yield state.group, spec
@@ -252,4 +252,11 @@ def _of_states(
     if saved > 0:
         message += f"; it costs each device {bytes_text(saved)}"
     fix = "\n".join(subject.rule_fix(group.paths, spec) for group, spec in specs)
-    return Finding("optimizer-state", "warning", where, max(saved, 0), message, fix)
+    return Finding(
+        code="optimizer-state",
+        severity="warning",
+        where=where,
+        bytes=max(saved, 0),
+        message=message,
+        fix=fix,
+    )

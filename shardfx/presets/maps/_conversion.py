@@ -127,7 +127,15 @@ def _matched_axes(source: Weight, want: Weight, sizes: Sizes) -> _Conversion:
         groups.append(group)
         if group in source.dims and not any(map(sizes.resized, group)):
             whole.append(group)
-    return _Conversion(source, want, entry, repeated, dropped, groups, whole)
+    return _Conversion(
+        source=source,
+        want=want,
+        entry=entry,
+        repeated=repeated,
+        dropped=dropped,
+        groups=groups,
+        whole=whole,
+    )
 
 
 @dataclasses.dataclass
