@@ -4,7 +4,7 @@ and calls on Auto axes.
 
 import contextlib
 import functools as ft
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 from .._ground.purity import is_tracing
 from .._ground.tree import is_array_type
 from .evaluation import CALLS, LOOPS, MARKED_CALLS, evaluated, retraced
-from .lowered import applied, opened
+from .lowered import applied, carry_of, opened
 from .step import unwrapped
 
 
@@ -186,8 +186,9 @@ def plain_step(
 
     A mesh of the same names with sizes of 1 allows every spec, and no type there names
     an axis. So a step is traced over such a mesh first. A step that names its own mesh
-    is traced for that, and one that computes constants without any. With `alone`, the
-    step is for one device; otherwise a `shard_map` must be over `mesh`.
+    is traced for that. A step to which a mesh is an obstacle is traced without any.
+    With `alone`, the step is for one device; otherwise a `shard_map` must be over
+    `mesh`.
     """
     function = unwrapped(step)
 
@@ -204,21 +205,34 @@ def plain_step(
             return plain
         with over(auto_twin(mesh)):
             return trace(typed=False)
-    except (AssertionError, TypeError, ValueError) as error:
-        if is_about_constants(error):
-            with over(_NO_MESH):
-                return trace(typed=False)
+    except (AssertionError, TypeError, ValueError):
+        with _Attempt(), over(_NO_MESH):
+            plain = trace(typed=False)
+            if not has_shard_map(plain.closed):
+                return plain
         with over(mesh):
             return trace(typed=True)
 
 
-def is_about_constants(error: BaseException) -> bool:
-    """Whether an error of JAX's is of a constant that is computed while a function is
-    traced on a mesh without devices, as solvers do by `jax.ensure_compile_time_eval`.
+def may_be_of_mesh(error: BaseException) -> bool:
+    """Whether an error may come from the mesh on which a function is traced.
+
+    The mesh is in the types of all values there. JAX refuses some of them, and
+    libraries compare structs with the types. JAX also computes no constants on a mesh
+    without devices, as solvers do by `jax.ensure_compile_time_eval`.
     """
-    # Within `jax.set_mesh`, JAX asserts that its mesh has the size of the other one.
-    is_of_sizes = isinstance(error, AssertionError)
-    return is_of_sizes or "only AbstractMesh exists" in str(error)
+    kind = type(error)
+    # Not of a subclass: errors of this package say what mends them.
+    is_plain = kind in (AssertionError, TypeError, ValueError)
+    # JAX does not export the classes of these errors.
+    return is_plain or kind.__name__ in ("ShardingTypeError", "DuplicateSpecError")
+
+
+class _Attempt(contextlib.AbstractContextManager[None]):
+    """A context whose errors are not raised if they may come from the mesh."""
+
+    def __exit__(self, _kind: object, error: BaseException | None, _: object) -> bool:
+        return error is not None and may_be_of_mesh(error)
 
 
 def has_shard_map(program: object) -> bool:
@@ -275,14 +289,17 @@ class _Unsharder:
             return applied(jaxpr, plain, operands)
 
         forwarded = _forwarded(plain)
-        computed = iter(applied(jaxpr, _without(plain, forwarded), operands))
-        results = []
-        for index in range(len(plain.outvars)):
-            if index in forwarded:
-                results.append(operands[forwarded[index]])
-            else:
-                results.append(next(computed))
-        return results
+        remaining = [n for n in range(len(plain.outvars)) if n not in forwarded]
+        # From JAX 0.11 on, a `scan` keeps the structure of its results.
+        if "num_carry" in params:
+            results = applied(jaxpr, _narrowed(plain, remaining), operands)
+        else:
+            every_result = applied(jaxpr, plain, operands)
+            results = [every_result[n] for n in remaining]
+        by_index = dict(zip(remaining, results, strict=True))
+        for number, operand in forwarded.items():
+            by_index[number] = operands[operand]
+        return [by_index[number] for number in range(len(plain.outvars))]
 
     def called(self, call: jex.JaxprEqn) -> Callable[..., Sequence[Any]]:
         """The function that a call is of, such as a `jax.jit` in the step. Calls of one
@@ -326,8 +343,8 @@ def _forwarded(scan: jex.JaxprEqn) -> dict[int, int]:
     for each iteration. Without the `reshard` it is the weight.
     """
     body = scan.params["jaxpr"].jaxpr
-    carry_count = scan.params["num_carry"]
-    first = scan.params["num_consts"] + carry_count
+    start, carry_count = carry_of(scan)
+    first = start + carry_count
     scanned = {
         variable: index for index, variable in enumerate(body.invars) if index >= first
     }
@@ -339,10 +356,9 @@ def _forwarded(scan: jex.JaxprEqn) -> dict[int, int]:
     return forwarded
 
 
-def _without(scan: jex.JaxprEqn, indices: Collection[int]) -> jex.JaxprEqn:
-    """A `scan` without the results of these indices."""
+def _narrowed(scan: jex.JaxprEqn, remaining: Sequence[int]) -> jex.JaxprEqn:
+    """A `scan` with only these of its results."""
     closed = scan.params["jaxpr"]
-    remaining = [n for n in range(len(scan.outvars)) if n not in indices]
     body = closed.jaxpr.replace(
         outvars=[closed.jaxpr.outvars[n] for n in remaining],
         debug_info=closed.jaxpr.debug_info.with_unknown_names(),

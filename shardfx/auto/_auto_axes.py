@@ -14,7 +14,7 @@ from .._plan import ShardPlan, check_plan, correct, plan as plan_of
 from .._step import (
     array_leaves,
     explicit_mesh,
-    is_about_constants,
+    may_be_of_mesh,
     on_auto_axes,
     plain_step,
 )
@@ -30,8 +30,9 @@ def auto_axes(
     raises an error where they leave it open. A function that knows nothing of shardings
     runs on Auto axes instead, where the compiler chooses the shardings of intermediate
     values. As `jax.sharding.auto_axes`, with shardings from a plan. Derivatives go
-    through it. A function that computes constants while it is traced, as the solvers of
-    diffrax and lineax do, runs without constraints of its own.
+    through it. A function that fails on Auto axes too, as the solvers of diffrax and
+    lineax do, which compute constants and compare types while they are traced, is
+    traced without a mesh, and so without constraints of its own.
 
     **Arguments:**
 
@@ -111,8 +112,8 @@ def auto_axes(
         else:
             try:
                 typed = on_auto_axes(run, arrays, mesh, specs_of)
-            except ValueError as error:
-                if not is_about_constants(error):
+            except (AssertionError, TypeError, ValueError) as error:
+                if not may_be_of_mesh(error):
                     raise
                 plain = ft.partial(run_plain, mesh)
                 typed = on_auto_axes(plain, arrays, mesh, specs_of)

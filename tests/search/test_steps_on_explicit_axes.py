@@ -238,6 +238,46 @@ def test_constants_are_computed_while_a_step_is_traced():
         assert name_axes(with_constants, *args)["mlp"].size == 64
 
 
+def with_compared_types(params, x):
+    """As lineax compares the struct of a vector with that of an operator."""
+    struct = jax.eval_shape(lambda x: x, x)
+    expected = jax.ShapeDtypeStruct(struct.shape, struct.dtype)
+    if struct != expected:
+        raise ValueError("the structures do not match")
+    return step(params, x)
+
+
+@pytest.mark.parametrize("form", ["constrain_step", "auto_axes"])
+def test_a_step_may_compare_structs(form):
+    mesh = mesh_of(AxisType.Explicit)
+    plans = planned(arguments(), mesh)
+    structs = tuple(plan.structs for plan in plans)
+    with pytest.raises(ValueError, match="do not match"):
+        jax.eval_shape(with_compared_types, *structs)
+    if form == "constrain_step":
+        typed = constrain_step(with_compared_types, mesh, RULES)
+    else:
+        typed = auto_axes(with_compared_types, plans[0], out=(plans[0].specs, P()))
+    params, value = jax.eval_shape(typed, *structs)
+    assert sfx.specs_of(params) == plans[0].specs and value.shape == ()
+
+
+def test_errors_of_a_step_are_raised_as_they_are():
+    mesh = mesh_of(AxisType.Explicit)
+    plans = planned(arguments(), mesh)
+    structs = tuple(plan.structs for plan in plans)
+
+    def failing(params, x):
+        raise ValueError("a mistake of the step")
+
+    for typed in (
+        constrain_step(failing, mesh, RULES),
+        auto_axes(failing, plans[0], out=P()),
+    ):
+        with pytest.raises(ValueError, match="a mistake of the step"):
+            jax.eval_shape(typed, *structs)
+
+
 def typed_layers(params, x):
     def layer(x, w):
         up = reshard(w["up"], P(None, "tensor"))
@@ -263,20 +303,22 @@ def test_a_step_without_its_shardings_is_the_plain_program():
     with jax.set_mesh(mesh):
         plain = without_shardings(gradient, (stacked, x), mesh.abstract_mesh)
     typed_program = jax.make_jaxpr(plain.step)(*plain.args)
-    assert stored(typed_program) == stored(jax.make_jaxpr(jax.grad(layers))(stacked, x))
+    expected = jax.make_jaxpr(jax.grad(layers))(stacked, x)
+    assert stored(typed_program) == stored(expected) != []
 
 
 def stored(program):
-    """The types that each loop of a program returns, and the calls in the loop."""
-    return [
-        (
-            [str(var.aval) for var in equation.outvars],
-            [
-                e.params["name"]
-                for e in equation.params["jaxpr"].eqns
-                if "name" in e.params
-            ],
-        )
-        for equation in program.eqns
-        if equation.primitive.name == "scan"
-    ]
+    """The types of what each loop of a program returns and other equations use, and
+    the calls in the loop.
+    """
+    used = {id(variable) for variable in program.jaxpr.outvars}
+    for equation in program.eqns:
+        used.update(map(id, equation.invars))
+    loops = []
+    for equation in program.eqns:
+        if equation.primitive.name == "scan":
+            types = [str(var.aval) for var in equation.outvars if id(var) in used]
+            body = equation.params["jaxpr"].eqns
+            calls = [inner.params["name"] for inner in body if "name" in inner.params]
+            loops.append((types, calls))
+    return loops
