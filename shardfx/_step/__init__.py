@@ -119,15 +119,13 @@ from .lowered import (
     place_text,
 )
 from .partitioner import MOST_DEVICES, Programs, partitioned
-from .step import (
+from .step import Platform, Step, platform_of
+from .targets import LIBTPU_NAMES, Target, target_named
+from .tracing import (
     EquinoxJitted,
     JaxJitted,
-    Platform,
-    Step,
     argument_names,
     is_traced,
-    platform_of,
     step_of,
     unwrapped,
 )
-from .targets import LIBTPU_NAMES, Target, target_named

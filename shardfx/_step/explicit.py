@@ -20,7 +20,7 @@ from .._ground.purity import is_tracing
 from .._ground.tree import is_array_type
 from .evaluation import CALLS, LOOPS, MARKED_CALLS, evaluated, retraced
 from .lowered import applied, carry_of, opened
-from .step import unwrapped
+from .tracing import unwrapped
 
 
 # Equations that set the sharding of their operands and change no values.

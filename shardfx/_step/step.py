@@ -4,31 +4,19 @@ shardings.
 
 import dataclasses
 import functools as ft
-import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax.extend.mlir import ir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._ground.errors import (
-    LeafTypeError,
     MeshError,
-    PlanMismatchError,
     ProgramError,
 )
-from .._ground.purity import (
-    WatchedArguments,
-    leaves_arrays,
-    may_be_updated,
-    raise_if_left,
-    raise_if_updated,
-)
 from .._ground.tree import flatten
-from .._plan import ShardPlan
 from ..topology import MeshSpec
 from .callbacks import callbacks_in, lower
 from .libtpu import (
@@ -47,7 +35,6 @@ from .lowered import (
     bytecode,
     mesh_of_arguments,
     meshes,
-    opened,
     parameters,
     resharded,
 )
@@ -57,65 +44,9 @@ from .partitioner import Programs, partitioned, programs, propagated
 Platform = Literal["tpu", "gpu", "cpu"]
 # The platforms, by JAX's names for lowering.
 _PLATFORMS: Mapping[Platform, str] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
-# The name of an array that a function of `flax.nnx.jit` takes, as "model.states[0][1]".
-_OF_MODULE = re.compile(r"(\w+)\.states\[")
 # A part of JAX's error.
 _NEEDS_DEVICES = "require devices to be present during lowering"
 COMPILERS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
-
-
-@runtime_checkable
-class _JaxTraced(Protocol):
-    """The traced step that the `trace` method of a function from `jax.jit` or
-    `shardfx.filter_jit` returns.
-    """
-
-    jaxpr: Any
-
-    def lower(self, *, lowering_platforms: object) -> Any: ...
-
-
-@runtime_checkable
-class _FlaxTraced(Protocol):
-    """The traced step that `trace` of a function from `flax.nnx.jit` returns. `traced`
-    is JAX's traced step, which takes and returns the state of modules.
-    """
-
-    traced: Any
-    jit_wrapped: Any
-
-
-@runtime_checkable
-class JaxJitted(Protocol):
-    """The jitted function that `jax.jit` and `shardfx.filter_jit` return."""
-
-    def trace(self, *args: object) -> Any: ...
-
-
-@runtime_checkable
-class EquinoxJitted(Protocol):
-    """The jitted function that `equinox.filter_jit` returns. Its own `lower` takes no
-    `jax.ShapeDtypeStruct`. `donate_first` says whether it donates its first argument,
-    and `donate_rest` whether it donates the others.
-    """
-
-    __wrapped__: Any
-    donate_first: bool
-    donate_rest: bool
-
-
-@runtime_checkable
-class _NamedTrace(Protocol):
-    """The traced step that `trace` of a function from `shardfx.filter_jit` returns.
-    `arrays` has the name and the path of each array, `results` the path of each result,
-    `traced` is JAX's traced step, and `mesh` is the mesh of the plans in its shardings,
-    if it has any.
-    """
-
-    traced: Any
-    arrays: tuple[Any, ...]
-    results: tuple[Any, ...]
-    mesh: MeshSpec | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -174,7 +105,7 @@ class Step:
         if self.given_mesh is not None:
             return self.given_mesh
         for leaf in jax.tree.leaves(self.args):
-            if (sharding := _sharding_of(leaf)) is not None:
+            if (sharding := sharding_of(leaf)) is not None:
                 return sharding.mesh
         module = self.module(self._any)
         name = mesh_of_arguments(module)
@@ -402,82 +333,6 @@ class Step:
             )
 
 
-def step_of(
-    step: object,
-    args: Sequence[object],
-    mesh: MeshSpec | Mesh | AbstractMesh | None = None,
-) -> Step:
-    """A traced step, from a function and its arguments or from a step that is traced
-    already.
-
-    **Arguments:**
-
-    - `step`: a function; or the result of `jax.jit`, `equinox.filter_jit` or
-      `filter_jit`, with its shardings and
-        donation; or the result of its `.trace`, without `args`.
-    - `args`: arrays or structs in any trees. Leaves that are not arrays become
-      constants of the program.
-    - `mesh`: the mesh of the step. It has the number of slices along each axis, which
-      no argument's sharding has.
-
-    **Raises:**
-
-    `LeafTypeError` for a step that is no function; `PlanMismatchError` for a plan that
-    is passed as an argument of the step; any error that `step` raises when it is
-    traced.
-    """
-    for number, arg in enumerate(args):
-        if any(map(_is_plan, jax.tree.leaves(arg, is_leaf=_is_plan))):
-            raise PlanMismatchError(
-                f"argument {number} is a plan, and a step takes arrays or structs; pass"
-                " `plan.structs`, whose shardings are the plan's, or `filter_jit(step,"
-                " in_shardings=plans)` with the arguments."
-            )
-    mesh = _mesh_of_devices(args) if mesh is None else mesh
-    args = jax.tree.map(_without_devices, tuple(args))
-    if isinstance(step, _FlaxTraced):
-        step = step.traced
-    if isinstance(step, _JaxTraced):
-        if args:
-            raise LeafTypeError(
-                "`step` is traced already; pass it alone, without arguments."
-            )
-        return _named(step, (), mesh)
-    function: Any = step
-    if not callable(step):
-        raise LeafTypeError(
-            f"`step` must be a function, not {type(step).__name__}; pass the function"
-            " that is jitted."
-        )
-    if isinstance(step, EquinoxJitted):
-        return _traced(
-            step.__wrapped__, args, mesh, (step.donate_first, step.donate_rest)
-        )
-    if isinstance(step, JaxJitted):
-        traced = step.trace(*args)
-        if isinstance(traced, _FlaxTraced):
-            return _with_module_paths(traced.traced, tuple(args), mesh)
-        inner = inspect.unwrap(function)
-        if may_be_updated(args) or leaves_arrays(inner):
-            # JAX has traced the function without a look at what it does beside.
-            _traced(inner, args, mesh)
-        if isinstance(traced, _JaxTraced):
-            return _named(traced, tuple(args), mesh)
-    return _traced(function, args, mesh)
-
-
-def unwrapped(step: Any) -> Any:
-    """The function that a jitted step jits, whose shardings do not count then."""
-    return inspect.unwrap(
-        step, stop=lambda function: not isinstance(function, JaxJitted)
-    )
-
-
-def is_traced(step: object) -> bool:
-    """Whether a step is what `.trace` of a jitted function returned."""
-    return isinstance(step, _JaxTraced | _FlaxTraced)
-
-
 def platform_of(compiler: Platform | str) -> Platform:
     """The platform with the name `compiler`; "tpu" for the name of a slice, such as
     "tpu:v5p:4x4x4". Raises `MeshError` for an unknown name.
@@ -494,19 +349,8 @@ def platform_of(compiler: Platform | str) -> Platform:
     return platform
 
 
-def _mesh_of_devices(args: Sequence[object]) -> Mesh | None:
-    """The mesh of the first array whose mesh has devices; `None` if there is no such
-    array.
-    """
-    meshes = (
-        sharding.mesh
-        for leaf in jax.tree.leaves(args)
-        if (sharding := _sharding_of(leaf)) is not None
-    )
-    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
-
-
-def _sharding_of(leaf: object) -> NamedSharding | None:
+def sharding_of(leaf: object) -> NamedSharding | None:
+    """The sharding of an array or struct on a mesh; `None` of anything else."""
     sharding = (
         leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
     )
@@ -515,137 +359,6 @@ def _sharding_of(leaf: object) -> NamedSharding | None:
         if isinstance(sharding, NamedSharding) and not sharding.mesh.empty
         else None
     )
-
-
-def _without_devices(leaf: Any) -> object:
-    """The `jax.ShapeDtypeStruct` of an array on the abstract mesh of its sharding, so
-    that lowering needs no device.
-    """
-    sharding = _sharding_of(leaf)
-    if sharding is None or not isinstance(sharding.mesh, Mesh):
-        return leaf
-    abstract = NamedSharding(
-        sharding.mesh.abstract_mesh, sharding.spec, memory_kind=sharding.memory_kind
-    )
-    # Typed PRNG keys have no weak type.
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    return jax.ShapeDtypeStruct(
-        leaf.shape,
-        leaf.dtype,
-        sharding=abstract,
-        weak_type=False if is_key else leaf.weak_type,
-    )
-
-
-def _named(traced: Any, args: tuple[object, ...], mesh: Any) -> Step:
-    if isinstance(traced, _NamedTrace):
-        return Step(
-            traced=traced.traced,
-            args=args,
-            paths={array.name: array.path for array in traced.arrays},
-            given_mesh=traced.mesh if mesh is None else mesh,
-            named_results=tuple(result.path for result in traced.results),
-        )
-    return Step(traced, args, {}, mesh)
-
-
-def _with_module_paths(traced: Any, args: tuple[object, ...], mesh: Any) -> Step:
-    """The step of a function of `flax.nnx.jit`. It takes the arrays of each module as
-    one list, which are named by their paths in the module.
-    """
-    names = opened(traced.jaxpr)[0].debug_info.arg_names
-    lists: dict[str, list[str]] = {}
-    for name in names:
-        if match := _OF_MODULE.match(name):
-            lists.setdefault(match[1], []).append(name)
-    words = dict.fromkeys(re.split(r"[.\[]", name)[0] for name in names)
-    paths: dict[str, str] = {}
-    for word, arg in zip(words, args, strict=False):
-        flat = flatten(arg)
-        of_arrays = [
-            path
-            for path, is_array in zip(flat.paths, flat.is_array, strict=True)
-            if is_array
-        ]
-        listed = lists.get(word, [])
-        if len(listed) == len(of_arrays):
-            paths |= {
-                name: f"{word}/{path}"
-                for name, path in zip(listed, of_arrays, strict=True)
-            }
-    return Step(traced, args, paths, mesh)
-
-
-def _traced(
-    fn: Callable[..., object],
-    args: Sequence[object],
-    mesh: Any,
-    donated: tuple[bool, bool] = (False, False),
-) -> Step:
-    """Traces `fn`. Leaves that are not arrays become constants of the program, as in
-    `equinox.filter_jit`. `donated` says whether the first argument is donated, and
-    whether the others are.
-    """
-    flats = [flatten(arg) for arg in args]
-    words = argument_names(fn, len(args))
-    leaves = [
-        (leaf, f"{word}/{path}" if path else word, donated[min(number, 1)])
-        for number, (flat, word) in enumerate(zip(flats, words, strict=True))
-        for leaf, path, is_array in zip(
-            flat.leaves, flat.paths, flat.is_array, strict=True
-        )
-        if is_array
-    ]
-
-    def run(*arrays: object) -> object:
-        rest = iter(arrays)
-        trees = []
-        for flat in flats:
-            pairs = zip(flat.leaves, flat.is_array, strict=True)
-            leaves = [next(rest) if is_array else leaf for leaf, is_array in pairs]
-            trees.append(jax.tree.unflatten(flat.treedef, leaves))
-        watched = WatchedArguments(trees)
-        result = fn(*trees)
-        raise_if_updated(run.__name__, words, watched, result)
-        raise_if_left(fn, result)
-        return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, result)
-
-    run.__name__ = run.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
-    gone = tuple(number for number, (_, _, is_gone) in enumerate(leaves) if is_gone)
-    traced = jax.jit(run, keep_unused=True, donate_argnums=gone).trace(
-        *(leaf for leaf, _, _ in leaves)
-    )
-    return Step(
-        traced,
-        tuple(args),
-        {f"arrays[{number}]": path for number, (_, path, _) in enumerate(leaves)},
-        mesh,
-    )
-
-
-def _is_plan(node: object) -> bool:
-    return isinstance(node, ShardPlan)
-
-
-def _is_array(leaf: object) -> bool:
-    return flatten([leaf]).is_array == [True]
-
-
-def argument_names(fn: Callable[..., object], count: int) -> list[str]:
-    """The parameter names of the function's first `count` arguments."""
-    try:
-        names = [
-            name
-            for name, parameter in inspect.signature(fn).parameters.items()
-            if parameter.kind
-            in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        ]
-    except (TypeError, ValueError):
-        names = []
-    return [
-        names[number] if number < len(names) else f"args[{number}]"
-        for number in range(count)
-    ]
 
 
 def _path_of(name: str) -> str:
