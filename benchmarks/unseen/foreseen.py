@@ -3,8 +3,9 @@
 
 libtpu is asked for the scheduled program and the memory of each step on v5e:4x4, which
 takes seconds; nothing is compiled to the end. The numbers are saved after each step in
-`benchmarks/results/foreseen-v5e.json`, so that it resumes, and the ranges that hold 95
-of 100 steps are printed. `shardfx/cost/_foreseen.py` has them.
+`benchmarks/results/foreseen-v5e.json`, so that it resumes. The ranges are printed in
+which a further step lies with a probability of 95 %, and the steps of the group "later"
+that lie in them, which has no part in them. `shardfx/cost/_foreseen.py` has the ranges.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from shardfx import chips
 from shardfx._step import Step, step_of
 from shardfx.cost._counted import StepOnChip
 from shardfx.cost._estimate import estimated
-from shardfx.cost._foreseen import TEMPORARIES, WIRE
+from shardfx.cost._foreseen import TEMPORARIES, WIRE, Range
 from shardfx.cost._libtpu import tpu_program
 from shardfx.cost._traffic import read
 
@@ -34,12 +35,15 @@ from .measure import RESULTS, versions
 
 _CHIP = chips.find("v5e")
 _FILE = RESULTS / "foreseen-v5e.json"
-_HELD = 0.95
+# The probability with which a further step may lie outside of a range.
+_MISSED = 0.05
+# The group of the steps that check the ranges.
+LATER = "later"
 GROUPS: Mapping[str, Sequence[Case]] = {
     "open": _open.CASES,
     "sealed": _sealed.CASES,
     "drawn": drawn.CASES,
-    "later": (*_open.CASES, *drawn.LATER),
+    LATER: (*_open.CASES, *drawn.LATER),
 }
 
 
@@ -89,41 +93,52 @@ def _record(step: Step) -> dict[str, Any]:
     }
 
 
-class _Pair(NamedTuple):
+class Pair(NamedTuple):
     """libtpu's bytes, and the foreseen ones."""
 
     bytes: int
     foreseen: int
 
+    def is_in(self, told: Range) -> bool:
+        """Whether libtpu's bytes lie in the range that is told for the foreseen ones."""
+        least, most = told.of(self.foreseen)
+        return least <= self.bytes <= most
 
-def pairs_of(cases: Mapping[str, Any], number: str) -> list[_Pair]:
-    """The pairs of a number, "wire" or "temporary", of all steps that have one."""
+
+def pairs_of(
+    cases: Mapping[str, Any], number: str, *, is_later: bool = False
+) -> list[Pair]:
+    """The pairs of a number, "wire" or "temporary", of the steps that have one: those
+    that make the ranges, or those that check them.
+    """
     pairs = [
-        _Pair(case[f"{number}_bytes"], case[f"foreseen_{number}_bytes"])
+        Pair(case[f"{number}_bytes"], case[f"foreseen_{number}_bytes"])
         for case in cases.values()
+        if (case["group"] == LATER) == is_later
     ]
     return [pair for pair in pairs if pair.foreseen]
 
 
-def held_range(pairs: Sequence[_Pair], on_chip_bytes: int) -> tuple[float, float]:
-    """The narrowest range that holds 95 % of the pairs, by the ratio of its ends.
-    libtpu may keep up to `on_chip_bytes` on chip.
+def conformal_range(pairs: Sequence[Pair], on_chip_bytes: int) -> Range:
+    """The range in which a further step lies with a probability of 95 %, if it is drawn
+    as these were. libtpu may keep up to `on_chip_bytes` on chip.
+
+    Of n steps, a further one is as likely below the k-th smallest ratio as k in n + 1,
+    and above the k-th largest: split conformal prediction, chapter 1 of Angelopoulos and
+    Bates, arXiv:2107.07511.
     """
-    # By the largest factor from below that holds a pair, and the least from above.
-    ends = [
-        (
-            min(1.0, (pair.bytes + on_chip_bytes) / pair.foreseen),
-            pair.bytes / pair.foreseen,
-        )
-        for pair in pairs
-    ]
-    count = math.ceil(_HELD * len(ends))
-    ranges = []
-    for least in sorted({below for below, _ in ends}):
-        tops = sorted(above for below, above in ends if below >= least)
-        if len(tops) >= count:
-            ranges.append((least, max(1.0, tops[count - 1])))
-    return min(ranges, key=lambda one: one[1] / one[0])
+    count = math.floor(_MISSED / 2 * (len(pairs) + 1))
+    # The largest factor from below that holds a pair, and the least from above.
+    below = sorted(
+        min(1.0, (pair.bytes + on_chip_bytes) / pair.foreseen) for pair in pairs
+    )
+    above = sorted(max(1.0, pair.bytes / pair.foreseen) for pair in pairs)
+    return Range(
+        least=math.floor(100 * below[count - 1]) / 100,
+        most=math.ceil(100 * above[-count]) / 100,
+        steps=len(pairs),
+        on_chip_bytes=on_chip_bytes,
+    )
 
 
 def main() -> None:
@@ -143,10 +158,14 @@ def main() -> None:
         _FILE.write_text(json.dumps(document, indent=1) + "\n")
         print(named.name, cases[named.name], flush=True)
 
-    for number, measured in (("wire", WIRE), ("temporary", TEMPORARIES)):
+    for number, told in (("wire", WIRE), ("temporary", TEMPORARIES)):
         pairs = pairs_of(cases, number)
-        least, most = held_range(pairs, measured.on_chip_bytes)
-        print(f"{number}: {len(pairs)} steps, {least:.3f} to {most:.3f}; {measured}")
+        later = pairs_of(cases, number, is_later=True)
+        measured = conformal_range(pairs, told.on_chip_bytes)
+        held = sum(pair.is_in(measured) for pair in later)
+        print(
+            f"{number}: {measured}; told is {told}; {held} of {len(later)} later ones"
+        )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import dataclasses
 import functools as ft
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.extend.mlir import ir
@@ -47,6 +47,15 @@ _PLATFORMS: Mapping[Platform, str] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
 # A part of JAX's error.
 _NEEDS_DEVICES = "require devices to be present during lowering"
 COMPILERS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
+
+
+class _StepDims(NamedTuple):
+    """The mesh axes of the dimensions of each argument and of each result; `None` where
+    the compiler may choose them.
+    """
+
+    arguments: Sequence[Dims | None]
+    results: Sequence[Dims | None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,7 +114,8 @@ class Step:
         if self.given_mesh is not None:
             return self.given_mesh
         for leaf in jax.tree.leaves(self.args):
-            if (sharding := sharding_of(leaf)) is not None:
+            sharding = sharding_of(leaf)
+            if sharding is not None:
                 return sharding.mesh
         module = self.module(self._any)
         name = mesh_of_arguments(module)
@@ -275,17 +285,26 @@ class Step:
         arguments: Sequence[Dims | None] | None,
         results: Sequence[Dims | None] | None,
     ) -> TpuProgram:
-        taken, results_of_step = self.parameters
+        dims = self._dims(arguments, results)
+        return TpuProgram(
+            module=text,
+            free_arguments=tuple(dim is None for dim in dims.arguments),
+            free_results=tuple(dim is None for dim in dims.results),
+            options=tuple(self.lowered("tpu")._lowering._compiler_options_kvs),
+        )
+
+    def _dims(
+        self,
+        arguments: Sequence[Dims | None] | None = None,
+        results: Sequence[Dims | None] | None = None,
+    ) -> _StepDims:
+        """The shardings of arguments and results; the step's own for `None`."""
+        taken, returned = self.parameters
         if arguments is None:
             arguments = [parameter.dims for parameter in taken]
         if results is None:
-            results = [parameter.dims for parameter in results_of_step]
-        return TpuProgram(
-            module=text,
-            free_arguments=tuple(dims is None for dims in arguments),
-            free_results=tuple(dims is None for dims in results),
-            options=tuple(self.lowered("tpu")._lowering._compiler_options_kvs),
-        )
+            results = [parameter.dims for parameter in returned]
+        return _StepDims(arguments, results)
 
     def _bytecode(
         self,
@@ -297,26 +316,11 @@ class Step:
     ) -> bytes:
         """The bytecode of the step for these shardings, as XLA's partitioner takes it."""
         module = self.module(platform) if module is None else module
-        if (
-            arguments is None
-            and results is None
-            and dict(mesh.shape) == dict(self.mesh.shape)
-        ):
-            text = bytecode(module)
-        else:
-            taken, outputs = self.parameters
-            arguments = (
-                [parameter.dims for parameter in taken]
-                if arguments is None
-                else arguments
-            )
-            results = (
-                [parameter.dims for parameter in outputs]
-                if results is None
-                else results
-            )
-            text = resharded(module, dict(mesh.shape), arguments, results)
-        return text
+        is_own_mesh = dict(mesh.shape) == dict(self.mesh.shape)
+        if arguments is None and results is None and is_own_mesh:
+            return bytecode(module)
+        dims = self._dims(arguments, results)
+        return resharded(module, dict(mesh.shape), dims.arguments, dims.results)
 
     def propagated(self, platform: Platform, *, module: Any = None) -> Any:
         """The step's StableHLO module after Shardy's propagation, with the sharding of
@@ -324,13 +328,12 @@ class Step:
         module.
         """
         module = self.module(platform) if module is None else module
-        taken, outputs = (
-            [parameter.dims for parameter in arrays] for arrays in self.parameters
+        dims = self._dims()
+        text = propagated(
+            bytecode(module), dict(self.mesh.shape), dims.arguments, dims.results
         )
         with module.context:
-            return ir.Module.parse(
-                propagated(bytecode(module), dict(self.mesh.shape), taken, outputs)
-            )
+            return ir.Module.parse(text)
 
 
 def platform_of(compiler: Platform | str) -> Platform:
@@ -338,27 +341,23 @@ def platform_of(compiler: Platform | str) -> Platform:
     "tpu:v5p:4x4x4". Raises `MeshError` for an unknown name.
     """
     name = compiler.partition(":")[0]
-    platform: Platform | None = next(
-        (known_platform for known_platform in COMPILERS if known_platform == name), None
+    for platform in COMPILERS:
+        if platform == name:
+            return platform
+    raise MeshError(
+        f"there is no compiler {compiler!r:.60}; `compiler` is one of"
+        f" {', '.join(COMPILERS)}."
     )
-    if platform is None:
-        raise MeshError(
-            f"there is no compiler {compiler!r:.60}; `compiler` is one of"
-            f" {', '.join(COMPILERS)}."
-        )
-    return platform
 
 
 def sharding_of(leaf: object) -> NamedSharding | None:
     """The sharding of an array or struct on a mesh; `None` of anything else."""
-    sharding = (
-        leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
-    )
-    return (
-        sharding
-        if isinstance(sharding, NamedSharding) and not sharding.mesh.empty
-        else None
-    )
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return None
+    sharding = leaf.sharding
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return None
+    return sharding
 
 
 def _path_of(name: str) -> str:

@@ -106,13 +106,7 @@ def step_of(
     is passed as an argument of the step; any error that `step` raises when it is
     traced.
     """
-    for number, arg in enumerate(args):
-        if any(map(_is_plan, jax.tree.leaves(arg, is_leaf=_is_plan))):
-            raise PlanMismatchError(
-                f"argument {number} is a plan, and a step takes arrays or structs; pass"
-                " `plan.structs`, whose shardings are the plan's, or `filter_jit(step,"
-                " in_shardings=plans)` with the arguments."
-            )
+    _raise_at_plans(args)
     mesh = _mesh_of_devices(args) if mesh is None else mesh
     args = jax.tree.map(_without_devices, tuple(args))
     if isinstance(step, _FlaxTraced):
@@ -146,6 +140,16 @@ def step_of(
     return _traced(function, args, mesh)
 
 
+def _raise_at_plans(args: Sequence[object]) -> None:
+    for number, arg in enumerate(args):
+        if any(map(_is_plan, jax.tree.leaves(arg, is_leaf=_is_plan))):
+            raise PlanMismatchError(
+                f"argument {number} is a plan, and a step takes arrays or structs; pass"
+                " `plan.structs`, whose shardings are the plan's, or `filter_jit(step,"
+                " in_shardings=plans)` with the arguments."
+            )
+
+
 def unwrapped(step: Any) -> Any:
     """The function that a jitted step jits, whose shardings do not count then."""
     return inspect.unwrap(
@@ -162,12 +166,11 @@ def _mesh_of_devices(args: Sequence[object]) -> Mesh | None:
     """The mesh of the first array whose mesh has devices; `None` if there is no such
     array.
     """
-    meshes = (
-        sharding.mesh
-        for leaf in jax.tree.leaves(args)
-        if (sharding := sharding_of(leaf)) is not None
-    )
-    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+    for leaf in jax.tree.leaves(args):
+        sharding = sharding_of(leaf)
+        if sharding is not None and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None
 
 
 def _without_devices(leaf: Any) -> object:
@@ -207,26 +210,26 @@ def _with_module_paths(traced: Any, args: tuple[object, ...], mesh: Any) -> Step
     one list, which are named by their paths in the module.
     """
     names = opened(traced.jaxpr)[0].debug_info.arg_names
+    # By the word before the first bracket or dot, which names the argument.
     lists: dict[str, list[str]] = {}
     for name in names:
-        if match := _OF_MODULE.match(name):
-            lists.setdefault(match[1], []).append(name)
-    words = dict.fromkeys(re.split(r"[.\[]", name)[0] for name in names)
+        word = re.split(r"[.\[]", name)[0]
+        listed = lists.setdefault(word, [])
+        if _OF_MODULE.match(name):
+            listed.append(name)
     paths: dict[str, str] = {}
-    for word, arg in zip(words, args, strict=False):
-        flat = flatten(arg)
-        of_arrays = [
-            path
-            for path, is_array in zip(flat.paths, flat.is_array, strict=True)
-            if is_array
-        ]
-        listed = lists.get(word, [])
+    for (word, listed), arg in zip(lists.items(), args, strict=False):
+        of_arrays = _paths_of_arrays(arg)
         if len(listed) == len(of_arrays):
-            paths |= {
-                name: f"{word}/{path}"
-                for name, path in zip(listed, of_arrays, strict=True)
-            }
+            for name, path in zip(listed, of_arrays, strict=True):
+                paths[name] = f"{word}/{path}"
     return Step(traced, args, paths, mesh)
+
+
+def _paths_of_arrays(tree: object) -> list[str]:
+    flat = flatten(tree)
+    pairs = zip(flat.paths, flat.is_array, strict=True)
+    return [path for path, is_array in pairs if is_array]
 
 
 def _traced(
@@ -241,14 +244,19 @@ def _traced(
     """
     flats = [flatten(arg) for arg in args]
     words = argument_names(fn, len(args))
-    leaves = [
-        (leaf, f"{word}/{path}" if path else word, donated[min(number, 1)])
-        for number, (flat, word) in enumerate(zip(flats, words, strict=True))
-        for leaf, path, is_array in zip(
-            flat.leaves, flat.paths, flat.is_array, strict=True
-        )
-        if is_array
-    ]
+    arrays: list[object] = []
+    paths: dict[str, str] = {}
+    donated_numbers: list[int] = []
+    for number, (flat, word) in enumerate(zip(flats, words, strict=True)):
+        is_donated = donated[min(number, 1)]
+        leaves = zip(flat.leaves, flat.paths, flat.is_array, strict=True)
+        for leaf, path, is_array in leaves:
+            if not is_array:
+                continue
+            if is_donated:
+                donated_numbers.append(len(arrays))
+            paths[f"arrays[{len(arrays)}]"] = f"{word}/{path}" if path else word
+            arrays.append(leaf)
 
     def run(*arrays: object) -> object:
         rest = iter(arrays)
@@ -264,16 +272,8 @@ def _traced(
         return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, result)
 
     run.__name__ = run.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
-    gone = tuple(number for number, (_, _, is_gone) in enumerate(leaves) if is_gone)
-    traced = jax.jit(run, keep_unused=True, donate_argnums=gone).trace(
-        *(leaf for leaf, _, _ in leaves)
-    )
-    return Step(
-        traced,
-        tuple(args),
-        {f"arrays[{number}]": path for number, (_, path, _) in enumerate(leaves)},
-        mesh,
-    )
+    jitted = jax.jit(run, keep_unused=True, donate_argnums=tuple(donated_numbers))
+    return Step(jitted.trace(*arrays), tuple(args), paths, mesh)
 
 
 def _is_plan(node: object) -> bool:
@@ -287,15 +287,14 @@ def _is_array(leaf: object) -> bool:
 def argument_names(fn: Callable[..., object], count: int) -> list[str]:
     """The parameter names of the function's first `count` arguments."""
     try:
-        names = [
-            name
-            for name, parameter in inspect.signature(fn).parameters.items()
-            if parameter.kind
-            in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        ]
+        parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
-        names = []
-    return [
-        names[number] if number < len(names) else f"args[{number}]"
-        for number in range(count)
+        parameters = ()
+    names = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind
+        in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
+    names += [f"args[{number}]" for number in range(len(names), count)]
+    return names[:count]

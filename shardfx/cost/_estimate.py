@@ -263,7 +263,8 @@ def _tpu_note(sent: Traffic) -> str:
     least, most = map(bytes_text, WIRE.of(sent.wire_bytes))
     return (
         f"Foreseen: expect {least} to {most}. libtpu sends between {WIRE.least:g} and"
-        f" {WIRE.most:g} times the foreseen bytes in 95 % of {WIRE.steps} measured steps."
+        f" {WIRE.most:g} times the foreseen bytes in 95 % of steps, by {WIRE.steps} measured"
+        " steps."
     )
 
 

@@ -581,5 +581,6 @@ def _expectation(fitted: Fit) -> str:
     return (
         f"Foreseen: expect {least} to {most}. libtpu's temporaries are between"
         f" {TEMPORARIES.least:g} and {TEMPORARIES.most:g} times the foreseen ones in"
-        f" 95 % of {TEMPORARIES.steps} measured steps, less what it keeps on chip."
+        f" 95 % of steps, less what it keeps on chip, by {TEMPORARIES.steps} measured"
+        " steps."
     )
