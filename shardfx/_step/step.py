@@ -316,8 +316,8 @@ class Step:
     ) -> bytes:
         """The bytecode of the step for these shardings, as XLA's partitioner takes it."""
         module = self.module(platform) if module is None else module
-        is_own_mesh = dict(mesh.shape) == dict(self.mesh.shape)
-        if arguments is None and results is None and is_own_mesh:
+        has_own_dims = arguments is None and results is None
+        if has_own_dims and dict(mesh.shape) == dict(self.mesh.shape):
             return bytecode(module)
         dims = self._dims(arguments, results)
         return resharded(module, dict(mesh.shape), dims.arguments, dims.results)

@@ -7,6 +7,7 @@ import dataclasses
 import operator
 import re
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from .._ground.errors import ProgramError
 from .._step import HloModule, Instruction, index_of, root_of
@@ -56,61 +57,65 @@ def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
     # Callees come before callers in the text. In reverse order, each count is complete
     # when it is reached.
     for name in reversed(module.computations):
-        for instruction in (
-            module.computations[name].values() if name in runs_by_name else ()
-        ):
+        if name not in runs_by_name:
+            continue
+        for instruction in module.computations[name].values():
             # The `-done` of an asynchronous operation names the computation again. A
             # reducer contains no collectives.
-            if instruction.opcode.endswith(_ENDS) or instruction.opcode.startswith(
-                _REDUCES
-            ):
+            opcode = instruction.opcode
+            if opcode.endswith(_ENDS) or opcode.startswith(_REDUCES):
                 continue
             for caller_runs, count in runs_by_name[name].items():
-                for called, runs, times in _calls(
-                    module, name, instruction, caller_runs
-                ):
-                    if called not in module.computations:
+                for call in _calls(module, name, instruction, caller_runs):
+                    if call.target not in module.computations:
                         raise ProgramError(
-                            f"the HLO module is cut off: it lacks `{called}`, which"
+                            f"the HLO module is cut off: it lacks `{call.target}`, which"
                             f" {instruction.text:.200}"
                         )
-                    runs_by_name.setdefault(called, collections.Counter())[runs] += (
-                        count * times
-                    )
-    return {
-        name: tuple(
-            dataclasses.replace(runs_of_caller, count=count)
-            for runs_of_caller, count in runs.items()
+                    counts = runs_by_name.setdefault(call.target, collections.Counter())
+                    counts[call.runs] += count * call.times
+
+    runs_of_names: dict[str, tuple[Runs, ...]] = {}
+    for name, counts in runs_by_name.items():
+        runs_of_names[name] = tuple(
+            dataclasses.replace(runs, count=count) for runs, count in counts.items()
         )
-        for name, runs in runs_by_name.items()
-    }
+    return runs_of_names
+
+
+class _Call(NamedTuple):
+    """A call of a computation.
+
+    - `target`: the computation's name.
+    - `runs`: the loops and branches around it; the field `count` is not used.
+    - `times`: how often one run of the calling instruction calls it.
+    """
+
+    target: str
+    runs: Runs
+    times: int = 1
 
 
 def _calls(
     module: HloModule, name: str, instruction: Instruction, caller_runs: Runs
-) -> Iterator[tuple[str, Runs, int]]:
-    """Yields, for each computation that an instruction calls: its name, the loops and
-    branches around it, and how often one run of the instruction calls it. The
-    instruction is in the computation `name`, and `own` has the loops and branches
-    around `name`. The field `count` of these `Runs` is not used.
+) -> Iterator[_Call]:
+    """Yields the calls of an instruction in the computation `name`. `caller_runs` has
+    the loops and branches around that computation.
     """
     around = module.computations[name]
     if instruction.opcode == "while":
         trips = trip_count(module, around, instruction)
         if trips is None:
-            caller_runs = dataclasses.replace(
-                caller_runs, unknown=(*caller_runs.unknown, instruction.text)
-            )
-        # The condition runs once more than the body, and can contain collectives too.
-        times = {
-            "body": 1 if trips is None else trips,
-            "condition": 1 if trips is None else trips + 1,
-        }
-        yield from (
-            (target, caller_runs, times[what])
-            for what, target in instruction.called
-            if what in times
-        )
+            unknown = (*caller_runs.unknown, instruction.text)
+            runs = dataclasses.replace(caller_runs, unknown=unknown)
+            times = {"body": 1, "condition": 1}
+        else:
+            runs = caller_runs
+            # The condition runs once more, and can contain collectives too.
+            times = {"body": trips, "condition": trips + 1}
+        for what, target in instruction.called:
+            if what in times:
+                yield _Call(target, runs, times[what])
     elif instruction.opcode == "conditional":
         index = around.get(instruction.operands[0])
         # In programs for several TPU slices, each slice runs the branch of its own
@@ -119,17 +124,15 @@ def _calls(
             index is not None and 'custom_call_target="SliceId"' in index.attributes
         )
         for number, (_, target) in enumerate(instruction.called):
-            branch = (*caller_runs.branch, (f"{name}/{instruction.name}", number))
-            yield (
-                target,
-                dataclasses.replace(
-                    caller_runs,
-                    **({"slice": number} if is_by_slice else {"branch": branch}),
-                ),
-                1,
-            )
+            if is_by_slice:
+                runs = dataclasses.replace(caller_runs, slice=number)
+            else:
+                branch = (*caller_runs.branch, (f"{name}/{instruction.name}", number))
+                runs = dataclasses.replace(caller_runs, branch=branch)
+            yield _Call(target, runs)
     else:
-        yield from ((target, caller_runs, 1) for _, target in instruction.called)
+        for _, target in instruction.called:
+            yield _Call(target, caller_runs)
 
 
 def trip_count(
@@ -144,32 +147,36 @@ def trip_count(
     if match := _KNOWN.search(loop.attributes):
         return int(match[1])
     targets = dict(loop.called)
-    condition, body = (
-        module.computations[targets[what]] for what in ("condition", "body")
-    )
-    test, scope = _fusion_root(module, condition, root_of(condition))
-    root, start_tuple = root_of(body), around.get(loop.operands[0])
-    direction = _COMPARED.search(test.attributes)
-    if (
-        test.opcode != "compare"
-        or direction is None
-        or start_tuple is None
-        or {start_tuple.opcode, root.opcode} != {"tuple"}
-    ):
+    condition = module.computations[targets["condition"]]
+    body = module.computations[targets["body"]]
+    test = _fusion_root(module, condition, root_of(condition))
+    root = root_of(body)
+    initial = around.get(loop.operands[0])
+    direction = _COMPARED.search(test.instruction.attributes)
+    if test.instruction.opcode != "compare" or direction is None:
         return None
-    match [_scalar(module, scope, operand) for operand in test.operands]:
-        case [(int(index), shift), (None, stop)]:
-            start, step = (
-                _scalar(module, around, start_tuple.operands[index]),
-                _scalar(module, body, root.operands[index]),
-            )
-            if (
-                start is not None
-                and step is not None
-                and (start[0], step[0]) == (None, index)
-            ):
-                return _trip_count_of(start[1] + shift, step[1], stop, direction[1])
-    return None
+    if initial is None or initial.opcode != "tuple" or root.opcode != "tuple":
+        return None
+
+    compared = [
+        _scalar(module, test.scope, operand) for operand in test.instruction.operands
+    ]
+    if len(compared) != 2:
+        return None
+    counter, stop = compared
+    if counter is None or counter.index is None:
+        return None
+    if stop is None or stop.index is not None:
+        return None
+    start = _scalar(module, around, initial.operands[counter.index])
+    step = _scalar(module, body, root.operands[counter.index])
+    if start is None or start.index is not None:
+        return None
+    if step is None or step.index != counter.index:
+        return None
+    return _trip_count_of(
+        start.added + counter.added, step.added, stop.added, direction[1]
+    )
 
 
 def _trip_count_of(start: int, step: int, stop: int, direction: str) -> int | None:
@@ -186,38 +193,47 @@ def _trip_count_of(start: int, step: int, stop: int, direction: str) -> int | No
     return len(range(start, last, step)) if is_reached else None
 
 
+class _Scoped(NamedTuple):
+    """An instruction, and the instructions that it may read, by name."""
+
+    instruction: Instruction
+    scope: Mapping[str, Instruction]
+
+
 def _fusion_root(
-    module: HloModule, scope: Mapping[str, Instruction], one: Instruction
-) -> tuple[Instruction, Mapping[str, Instruction]]:
-    """The instruction that computes the result of `one`, and a dict with the
-    instructions that it may read, by name. For a fusion, it is the root of the fusion's
-    computation, and the dict has the instructions of this computation too. Any other
-    `one` is returned with `scope`: the instructions of the computation that contains
-    `one`.
+    module: HloModule, scope: Mapping[str, Instruction], instruction: Instruction
+) -> _Scoped:
+    """The instruction that computes the result of `instruction`: of a fusion, the root
+    of its computation. `scope` has the instructions of the computation that contains
+    `instruction`.
     """
-    if one.opcode != "fusion":
-        return one, scope
-    inner = module.computations[next(target for _, target in one.called)]
-    parameters = (
-        parameter for parameter in inner.values() if parameter.opcode == "parameter"
-    )
-    return root_of(inner), {
-        **scope,
-        **inner,
-        **{
-            parameter.name: scope[one.operands[int(parameter.inside)]]
-            for parameter in parameters
-        },
-    }
+    if instruction.opcode != "fusion":
+        return _Scoped(instruction, scope)
+    _, target = instruction.called[0]
+    inner = module.computations[target]
+    inner_scope = {**scope, **inner}
+    for parameter in inner.values():
+        if parameter.opcode == "parameter":
+            operand = instruction.operands[int(parameter.inside)]
+            inner_scope[parameter.name] = scope[operand]
+    return _Scoped(root_of(inner), inner_scope)
+
+
+class _Scalar(NamedTuple):
+    """An integer: the loop-carried one of an index, plus a constant. For "element 2 of
+    the loop's tuple, plus 1", `index` is 2, and `added` is 1. For the constant 5,
+    `index` is `None`, and `added` is 5.
+    """
+
+    index: int | None
+    added: int
 
 
 def _scalar(
     module: HloModule, scope: Mapping[str, Instruction], name: str
-) -> tuple[int | None, int] | None:
-    """The integer that the instruction `name` returns, as a pair: the index of a
-    loop-carried integer, and a constant that is added to it. For "element 2 of the
-    loop's tuple, plus 1", the pair is (2, 1). For the constant 5, it is (None, 5). For
-    any other value, the result is `None`. `scope` has the instructions by name.
+) -> _Scalar | None:
+    """The integer that the instruction `name` returns; `None` if it is not known.
+    `scope` has the instructions by name.
     """
     if name not in scope:
         return None
@@ -225,13 +241,20 @@ def _scalar(
     if instruction.opcode in _UNCHANGED:
         return _scalar(module, scope, instruction.operands[0])
     if instruction.opcode == "get-tuple-element":
-        return index_of(instruction), 0
+        return _Scalar(index_of(instruction), 0)
     if instruction.opcode == "constant" and _INTEGER.fullmatch(instruction.inside):
-        return None, int(instruction.inside)
-    if instruction.opcode in ("add", "subtract"):
-        match [_scalar(module, scope, operand) for operand in instruction.operands]:
-            case [(index, one), (None, other)]:
-                return index, one + (other if instruction.opcode == "add" else -other)
-            case [(None, one), (index, other)] if instruction.opcode == "add":
-                return index, one + other
+        return _Scalar(None, int(instruction.inside))
+    if instruction.opcode not in ("add", "subtract"):
+        return None
+
+    first, second = (
+        _scalar(module, scope, operand) for operand in instruction.operands
+    )
+    if first is None or second is None:
+        return None
+    if second.index is None:
+        sign = 1 if instruction.opcode == "add" else -1
+        return _Scalar(first.index, first.added + sign * second.added)
+    if first.index is None and instruction.opcode == "add":
+        return _Scalar(second.index, first.added + second.added)
     return None
