@@ -3,9 +3,11 @@
 
 libtpu is asked for the scheduled program and the memory of each step on v5e:4x4, which
 takes seconds; nothing is compiled to the end. The numbers are saved after each step in
-`benchmarks/results/foreseen-v5e.json`, so that it resumes. The ranges are printed in
-which a further step lies with a probability of 95 %, and the steps of the group "later"
-that lie in them, which has no part in them. `shardfx/cost/_foreseen.py` has the ranges.
+`benchmarks/results/foreseen-v5e.json`, so that it resumes. Printed are
+the ranges in which a further step lies with a probability of 95 %, and how many steps
+lie in ranges that were made without them: those of each group in the range of the other
+groups, and those of the group "later" in the range of all others.
+`shardfx/cost/_foreseen.py` has the ranges.
 """
 
 import argparse
@@ -105,18 +107,52 @@ class Pair(NamedTuple):
         return least <= self.bytes <= most
 
 
-def pairs_of(
-    cases: Mapping[str, Any], number: str, *, is_later: bool = False
-) -> list[Pair]:
-    """The pairs of a number, "wire" or "temporary", of the steps that have one: those
-    that make the ranges, or those that check them.
+def pairs_of(cases: Mapping[str, Any], number: str) -> dict[str, list[Pair]]:
+    """The pairs of a number, "wire" or "temporary", of the steps that have one, by their
+    groups.
     """
-    pairs = [
-        Pair(case[f"{number}_bytes"], case[f"foreseen_{number}_bytes"])
-        for case in cases.values()
-        if (case["group"] == LATER) == is_later
-    ]
-    return [pair for pair in pairs if pair.foreseen]
+    groups: dict[str, list[Pair]] = {}
+    for case in cases.values():
+        pair = Pair(case[f"{number}_bytes"], case[f"foreseen_{number}_bytes"])
+        if pair.foreseen:
+            groups.setdefault(case["group"], []).append(pair)
+    return groups
+
+
+class HeldOut(NamedTuple):
+    """How many steps lie in ranges that were made without them.
+
+    - `told`: the range of all steps but the later ones.
+    - `held`, `steps`: the number of steps in the ranges, and of all.
+    """
+
+    told: Range
+    held: int
+    steps: int
+
+
+def held_out(groups: Mapping[str, Sequence[Pair]], on_chip_bytes: int) -> HeldOut:
+    """The range of all steps but the later ones, and how many steps lie in ranges that
+    were made without their group.
+    """
+    held = 0
+    for checked, pairs in groups.items():
+        others = _pairs_outside(groups, checked)
+        told = conformal_range(others, on_chip_bytes)
+        held += sum(pair.is_in(told) for pair in pairs)
+    return HeldOut(
+        told=conformal_range(_pairs_outside(groups, LATER), on_chip_bytes),
+        held=held,
+        steps=sum(map(len, groups.values())),
+    )
+
+
+def _pairs_outside(groups: Mapping[str, Sequence[Pair]], checked: str) -> list[Pair]:
+    pairs: list[Pair] = []
+    for group, members in groups.items():
+        if group not in (checked, LATER):
+            pairs += members
+    return pairs
 
 
 def conformal_range(pairs: Sequence[Pair], on_chip_bytes: int) -> Range:
@@ -159,13 +195,8 @@ def main() -> None:
         print(named.name, cases[named.name], flush=True)
 
     for number, told in (("wire", WIRE), ("temporary", TEMPORARIES)):
-        pairs = pairs_of(cases, number)
-        later = pairs_of(cases, number, is_later=True)
-        measured = conformal_range(pairs, told.on_chip_bytes)
-        held = sum(pair.is_in(measured) for pair in later)
-        print(
-            f"{number}: {measured}; told is {told}; {held} of {len(later)} later ones"
-        )
+        measured = held_out(pairs_of(cases, number), told.on_chip_bytes)
+        print(f"{number}: {measured}; told is {told}")
 
 
 if __name__ == "__main__":
