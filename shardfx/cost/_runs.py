@@ -209,7 +209,7 @@ def _fusion_root(
     """
     if instruction.opcode != "fusion":
         return _Scoped(instruction, scope)
-    _, target = instruction.called[0]
+    target = next(name for _, name in instruction.called)
     inner = module.computations[target]
     inner_scope = {**scope, **inner}
     for parameter in inner.values():
