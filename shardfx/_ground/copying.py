@@ -72,7 +72,9 @@ def block_dim(
     is_worth_it = (
         shape[column] >= _BLOCK and count // shape[row] * _BLOCK >= _LEAST_PER_BLOCK
     )
-    return row if is_worth_it else None
+    if is_worth_it:
+        return row
+    return None
 
 
 def _contiguous_dim(shape: Sequence[int], strides: Sequence[int]) -> int | None:

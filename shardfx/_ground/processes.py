@@ -85,15 +85,15 @@ def exchanged(
         return {me: text}, ""
     client.key_value_set(f"{name}/{me}", text, True)
     late = absent(client, f"{name}/sent", seconds, me, processes)
-    texts = sorted(
-        (int(key.rpartition("/")[2]), sent)
-        for key, sent in client.key_value_dir_get(name)
-    )
+    texts = {}
+    for key, sent in client.key_value_dir_get(name):
+        _, _, process = key.rpartition("/")
+        texts[int(process)] = sent
     # No process deletes its text, or sends the next one, before all have read it.
     late = late or absent(client, f"{name}/read", seconds, me, processes)
     if not late:
         client.key_value_delete(f"{name}/{me}")
-    return dict(texts), late
+    return dict(sorted(texts.items())), late
 
 
 def exchanged_at_call(

@@ -152,9 +152,8 @@ def _left_in_variables(fn: Any, returned: set[int]) -> list[str]:
     names = []
     for name, value in _variables(fn).items():
         leaves = jax.tree.leaves(_contents(value))
-        if any(
-            isinstance(leaf, Tracer) and id(leaf) not in returned for leaf in leaves
-        ):
+        tracer_ids = [id(leaf) for leaf in leaves if isinstance(leaf, Tracer)]
+        if not returned.issuperset(tracer_ids):
             names.append(name)
     return names
 

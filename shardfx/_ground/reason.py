@@ -164,7 +164,8 @@ def nothing_to_shard(shape: tuple[int, ...]) -> Reason:
 
 def refined_reasons(reasons: tuple[Reason, ...]) -> tuple[Reason, ...]:
     """The reasons, without the advice to split a mesh axis in their messages."""
-    return tuple(
-        dataclasses.replace(why, message=why.message.removesuffix(_REFINE))
-        for why in reasons
-    )
+    refined = []
+    for why in reasons:
+        message = why.message.removesuffix(_REFINE)
+        refined.append(dataclasses.replace(why, message=message))
+    return tuple(refined)

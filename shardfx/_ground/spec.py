@@ -33,7 +33,9 @@ _HAS_KINDS = "unreduced_kind" in dir(PartitionSpec)
 
 def entries_of(spec: PartitionSpec) -> tuple[Any, ...]:
     """The entries of a PartitionSpec as a tuple, in every supported version of JAX."""
-    return spec.partitions if _HAS_PARTITIONS else tuple(spec)
+    if _HAS_PARTITIONS:
+        return spec.partitions
+    return tuple(spec)
 
 
 def entries_at(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
@@ -77,7 +79,9 @@ def canonical_entry(entry: object) -> Any:
     axes = entry_axes(entry)
     if len(axes) > 1:
         return axes
-    return axes[0] if axes else None
+    if axes:
+        return axes[0]
+    return None
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:
@@ -118,7 +122,9 @@ def unreduced_kind(spec: PartitionSpec) -> str:
     "sum", "max" or "min".
     """
     kind = spec.unreduced_kind if _HAS_KINDS else None  # pyright: ignore[reportAttributeAccessIssue]
-    return "sum" if kind is None else kind.name
+    if kind is None:
+        return "sum"
+    return kind.name
 
 
 def with_reductions(

@@ -319,7 +319,9 @@ def entry_text(entry: object) -> str:
         return "+".join(map(entry_text, entry)) or "-"
     if isinstance(entry, str):
         return entry
-    return "-" if entry is None else "any"
+    if entry is None:
+        return "-"
+    return "any"
 
 
 def bytes_text(count: int) -> str:

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import difflib
 import functools as ft
+import itertools
 import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -109,7 +110,7 @@ def leaves_at(
     `UnknownPathError` if there is no such array, with a message that begins with
     `head`, and `RuleError` if the regex does not compile.
     """
-    arrays = [position for position, shaped in enumerate(is_array) if shaped]
+    arrays = list(itertools.compress(range(len(paths)), is_array))
     positions = [position for position in arrays if paths[position] == where]
     if positions:
         return positions
@@ -132,10 +133,9 @@ def near_paths(path: str, paths: Collection[str]) -> str:
     """The end of an error message: "; did you mean `a/w`?" if a path in `paths` is
     similar to `path`, else ".".
     """
-    near = (
-        difflib.get_close_matches(path, paths, n=3, cutoff=0.5)
-        or [candidate for candidate in paths if path in candidate][:3]
-    )
+    near = difflib.get_close_matches(path, paths, n=3, cutoff=0.5)
+    if not near:
+        near = [candidate for candidate in paths if path in candidate][:3]
     if near:
         return f"; did you mean {' or '.join(f'`{candidate}`' for candidate in near)}?"
     return "."

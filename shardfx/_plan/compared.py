@@ -156,7 +156,9 @@ def _with_cut_reasons(rows: list[tuple[str, ...]], width: int) -> list[str]:
             reasons = f"{reasons[: room - 3]}..."
         cut_rows.append((*row[:-1], reasons))
     lines = table(cut_rows, right=NUMBERS)
-    return lines if max(map(len, lines)) <= width else []
+    if max(map(len, lines)) <= width:
+        return lines
+    return []
 
 
 def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:

@@ -198,7 +198,9 @@ def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
     """
     data = treedef.node_data()
     if data is None:
-        return "leaf" if treedef.num_leaves else None
+        if treedef.num_leaves:
+            return "leaf"
+        return None
     # Layers and experts repeat: equal subtrees share one value.
     if treedef not in seen:
         kind, aux = data
@@ -244,7 +246,9 @@ def decode_structure(data: object, paths: list[str]) -> PyTree:
             items = []
             for position, part in enumerate(parts):
                 items.append(decoded(part, f"{prefix}{position}/"))
-            return tuple(items) if kind == "tuple" else items
+            if kind == "tuple":
+                return tuple(items)
+            return items
         named: dict[object, Any] = {}
         if kind == "dict":
             for encoded_key, part in parts:
@@ -272,4 +276,6 @@ def _decode_key(key: Any) -> Any:
     if isinstance(key, str):
         return key
     ((kind, text),) = key.items()
-    return int(text) if kind == "int" else text
+    if kind == "int":
+        return int(text)
+    return text

@@ -348,7 +348,9 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
         )
         require_constrained(names_or_spec, decision.spec)
         sharding = named_sharding(self.content.any_mesh, decision.spec, None)
-        return (sharding, decision) if explain else sharding
+        if explain:
+            return (sharding, decision)
+        return sharding
 
     def replace(self, where: str, target: object) -> "ShardPlan[Tree]":
         """Returns the plan with another sharding for some arrays, checked and corrected

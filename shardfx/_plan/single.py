@@ -97,8 +97,7 @@ def decision_for(
         named = ()
     elif units is not None:
         units = units_at(named, shape, units, lambda name: _sizes_of(name, plan))
-    padded = None if units is None else padded_units(units, len(shape))
-    decision = correct(spec, shape, mesh, units=padded)
+    decision = correct(spec, shape, mesh, units=padded_units(units, len(shape)))
     if units is not None and named:
         _refuse_ambiguous_unit(named, shape, units, decision.reasons, plan)
     # `plan` has checked the rules, which may name axes of other meshes. A spec is

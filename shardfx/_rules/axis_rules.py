@@ -418,7 +418,9 @@ def rules_of_mode(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
             f" {tuple(modes)}{near(mode, tuple(modes))}. Add it with"
             f" `rules.extend(modes={{{mode!r}: []}})`, or leave `mode` out."
         )
-    return rules.rules if mode is None else modes[mode]
+    if mode is None:
+        return rules.rules
+    return modes[mode]
 
 
 def check_positions(count: int, numbers: tuple[int, ...], what: str) -> None:

@@ -15,11 +15,18 @@ Target: TypeAlias = Any
 Rule: TypeAlias = tuple[str, Target]
 
 
+def as_names(name_or_names: str | Iterable[Any]) -> tuple[Any, ...]:
+    """One name, or several, as a tuple."""
+    if isinstance(name_or_names, str):
+        return (name_or_names,)
+    return tuple(name_or_names)
+
+
 def declared_axes(mesh_axes: Iterable[object]) -> tuple[Any, ...]:
     """The names of mesh axes in `mesh_axes` without duplicates. Raises `RuleError` if one is
     no string or is empty.
     """
-    names = (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
+    names = as_names(mesh_axes)
     for name in names:
         if not isinstance(name, str) or not name:
             raise RuleError(

@@ -140,9 +140,13 @@ def one_per_dim(names: Sequence[object], shape: tuple[int, ...]) -> tuple[Any, .
 def names_text(names: object) -> str:
     """The logical names of an array as Python code, with `...` for `Ellipsis`."""
     if not isinstance(names, tuple | list) or isinstance(names, PartitionSpec):
-        return "..." if names is ... else repr(names)
+        if names is ...:
+            return "..."
+        return repr(names)
     inner = ", ".join(map(names_text, names))
-    return f"({inner},)" if len(names) == 1 else f"({inner})"
+    if len(names) == 1:
+        return f"({inner},)"
+    return f"({inner})"
 
 
 def unknown_names(

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError, SpecError
 from .._ground.spec import axes_of_entries, entries_of
+from .pairs import as_names
 
 
 # For each dimension of an array, the number of elements that no shard may split, such
@@ -171,12 +172,9 @@ def strategy_of(
     """Makes the strategy that `STRATEGIES` lists under `name`; raises `RuleError` for
     invalid arguments.
     """
-    axes = (axes,) if isinstance(axes, str) else tuple(axes)
-    if (
-        not axes
-        or len(set(axes)) < len(axes)
-        or not all(isinstance(axis, str) and axis for axis in axes)
-    ):
+    axes = as_names(axes)
+    are_names = all(isinstance(axis, str) and axis for axis in axes)
+    if not axes or not are_names or len(set(axes)) < len(axes):
         raise RuleError(
             f"`{name}({axes!r})` needs the name of one mesh axis, or of several"
             " different ones."

@@ -330,12 +330,18 @@ def _cells(row: LeafDiff) -> tuple[str, ...]:
     )
 
 
+def _change(before: str, after: str) -> str:
+    if before == after:
+        return before
+    return f"{before} -> {after}"
+
+
 def _paragraph(row: LeafDiff) -> str:
     path, count, shape, before, after, size, what, wire, how = map(
         printable, _cells(row)
     )
     arrays = f"{count} x {shape}" if row.count > 1 else shape
-    specs = before if before == after else f"{before} -> {after}"
+    specs = _change(before, after)
     if what != "-":
         specs += f": {what}"
     cost = f"{size} per device"
@@ -388,7 +394,7 @@ def _totals(difference: Diff) -> str:
     if not difference:
         return f"the plans are equal: {before} per device"
     count = sum(leaf.count for leaf in difference.leaves)
-    sizes = before if before == after else f"{before} -> {after}"
+    sizes = _change(before, after)
     return (
         f"{plural(count, 'array differs or moves', 'arrays differ or move')}, {sizes}"
         " per device.\nTo get from one plan to the other"

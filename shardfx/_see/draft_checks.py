@@ -22,7 +22,7 @@ from .._plan import (
 )
 from .._rules import Optional, members_of, near, nearest
 from .finding import Finding, Severity
-from .subject import Subject, code_of
+from .subject import Subject, code_of, mode_argument
 
 
 # The number of groups without a rule for which the nearest rule is searched: the search
@@ -217,7 +217,7 @@ def _corrected_axis(subject: Subject, axis: str, similar: str) -> Iterator[str]:
     if paths is not None:
         tables.append(("paths", None, paths.rules))
     for variable, mode, rules in tables:
-        of_mode = "" if mode is None else f", mode={mode!r}"
+        of_mode = mode_argument(mode)
         for number, (_, target) in enumerate(rules):
             code = code_of(target)
             if repr(axis) not in code:

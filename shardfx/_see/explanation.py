@@ -27,6 +27,7 @@ from .._ground.text import (
 from .._plan import LeafPlan, ShardPlan, check_plan
 from .._rules import Attempt as Attempt, attempts, axes_of_target, near
 from ..topology import MeshSpec
+from .subject import name_at, rules_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +189,7 @@ def _explained_dim(
     rank = len(leaf.shape)
     size = leaf.shape[dim]
     unit = leaf.units[dim] if leaf.units else 1
-    name = leaf.names[dim] if leaf.names else None
+    name = name_at(leaf, dim)
     reasons = tuple(reason for reason in leaf.reasons if reason.dim == dim)
 
     axes = entry_axes(entries_at(leaf.spec, rank)[dim])
@@ -353,8 +354,7 @@ def _winning_rules(reason: Reason, tried: tuple[Attempt, ...]) -> list[str]:
 
 
 def _place(attempt: Attempt) -> str:
-    rules = "axes.rules" if attempt.mode is None else f"axes.modes[{attempt.mode!r}]"
-    return f"{rules}[{attempt.number}]"
+    return f"{rules_text(attempt.mode)}[{attempt.number}]"
 
 
 _HEADER = ("dim", "size", "name", "wanted", "kept", "dropped", "added", "free")

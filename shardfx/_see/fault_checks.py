@@ -20,7 +20,7 @@ from .._plan import Group
 from .._rules import members_of
 from .._step import ArrayCut, ArrayPredicate, Fault, fault_records, matches_array
 from .finding import Finding
-from .subject import Subject
+from .subject import Subject, name_at
 
 
 def known_faults(subject: Subject) -> Iterator[Finding]:
@@ -135,7 +135,7 @@ def _fix(subject: Subject, group: Group) -> str:
         # The last dimension alone, since no dimension divides by all.
         dim = cut_dims[-1]
         entries[dim] = canonical_entry(cuts[dim])
-        names[dim] = group.row.names[dim] if group.row.names else None
+        names[dim] = name_at(group.row, dim)
     return subject.fix(group, tuple(names), PartitionSpec(*entries))
 
 

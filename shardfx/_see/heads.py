@@ -115,7 +115,9 @@ def _projections(subject: Subject) -> _Projections:
 
 def _without_number(segment: str) -> str:
     """A segment of a path, which is "0" for each number."""
-    return "0" if segment.isdigit() else segment
+    if segment.isdigit():
+        return "0"
+    return segment
 
 
 def _cut_layer(

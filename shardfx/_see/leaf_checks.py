@@ -14,7 +14,7 @@ from .._ground.text import between_numbers, bytes_text, plural, spec_text, toget
 from .._plan import Group, Row
 from .._rules import axes_of_target
 from .finding import Finding, Severity
-from .subject import Subject, code_of, has_code, rule_of
+from .subject import Subject, code_of, has_code, name_at, rule_of
 
 
 def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
@@ -67,7 +67,7 @@ def _sharded(subject: Subject, group: Group) -> str | None:
     if not subject.is_named(group):
         return subject.rule_fix(group.paths, subject.target_for(row.shape, row.units))
     for dim, axis in places:
-        name = row.names[dim] if row.names else None
+        name = name_at(row, dim)
         if isinstance(name, str):
             # No axis is in use in this array, so the rule is not blocked.
             rules = f"[({name!r}, {axis!r})]"

@@ -164,8 +164,8 @@ def lint(
         strict=strict,
         refine=refine,
     )
-    of_unmatched: Severity = "error" if unmatched == "raise" else "warning"
-    of_unused: Severity = "error" if unused == "raise" else "warning"
+    of_unmatched = _severity(unmatched)
+    of_unused = _severity(unused)
     findings += unplannable(subject, draft)
     findings += uncovered_leaves(subject, draft, of_unmatched)
     findings += unknown_names(subject, draft, of_unmatched)
@@ -175,6 +175,12 @@ def lint(
     findings += dead_rules(subject)
     findings += _of_leaves(subject, replicated_bytes, head_dim)
     return findings_of(findings)
+
+
+def _severity(policy: str) -> Severity:
+    if policy == "raise":
+        return "error"
+    return "warning"
 
 
 def _subject_of_plan(plan: ShardPlan) -> Subject:

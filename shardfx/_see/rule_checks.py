@@ -14,7 +14,7 @@ from .._ground.text import between_numbers, entry_text
 from .._plan import Group, axes_used, misspelled_axes
 from .._rules import AxisRules, alias_chain, axes_in
 from .finding import Finding, Severity
-from .subject import Subject
+from .subject import Subject, mode_argument, rules_text
 
 
 def dead_rules(subject: Subject) -> Iterator[Finding]:
@@ -49,7 +49,7 @@ def _dead_rule(
     """
     name, target = rules[number]
     _, decider_target = rules[decider]
-    table = "axes.rules" if mode is None else f"axes.modes[{mode!r}]"
+    table = rules_text(mode)
     why = "which applies wherever it could"
     if not entry_axes(decider_target):
         why = "which is never blocked"
@@ -58,8 +58,7 @@ def _dead_rule(
         f" {entry_text(decider_target)}, {why}"
     )
     where = f"{table}[{number}] {name!r} -> {entry_text(target)}"
-    of_mode = "" if mode is None else f", mode={mode!r}"
-    fix = f"axes = axes.drop({number}{of_mode})"
+    fix = f"axes = axes.drop({number}{mode_argument(mode)})"
     return Finding(
         code="dead-rule",
         severity="warning",

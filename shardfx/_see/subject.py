@@ -16,7 +16,7 @@ from .._ground.reason import Code, Reason
 from .._ground.spec import UNCONSTRAINED, array_bytes, entries_of
 from .._ground.text import between_numbers, together
 from .._ground.tree import Flat
-from .._plan import Content, Group, refined
+from .._plan import Content, Group, LeafPlan, Row, refined
 from .._rules import (
     Atomic,
     AxisRules,
@@ -49,7 +49,9 @@ def code_of(value: object) -> str:
             return " | ".join(map(code_of, value.steps))
         case tuple():
             inner = ", ".join(map(code_of, value))
-            return f"({inner},)" if len(value) == 1 else f"({inner})"
+            if len(value) == 1:
+                return f"({inner},)"
+            return f"({inner})"
     if value is UNCONSTRAINED:
         return "PartitionSpec.UNCONSTRAINED"
     if value is ...:
@@ -80,7 +82,9 @@ class Subject:
 
     @ft.cached_property
     def patterns(self) -> tuple[re.Pattern[str], ...]:
-        return () if self.paths is None else compiled(self.paths)
+        if self.paths is None:
+            return ()
+        return compiled(self.paths)
 
     @ft.cached_property
     def refined(self) -> Content:
@@ -257,6 +261,29 @@ def rule_of(group: Group) -> str:
     if group.row.rule == "names":
         return "its names"
     return str(group.row.rule)
+
+
+def rules_text(mode: str | None) -> str:
+    """The code that reads the axis rules of a mode, or those without a mode."""
+    if mode is None:
+        return "axes.rules"
+    return f"axes.modes[{mode!r}]"
+
+
+def mode_argument(mode: str | None) -> str:
+    """The code of the last argument of a method of AxisRules: the mode, if any."""
+    if mode is None:
+        return ""
+    return f", mode={mode!r}"
+
+
+def name_at(row: Row | LeafPlan, dim: int) -> Any:
+    """The logical name of a dimension of an array; `None` if names do not request its
+    sharding.
+    """
+    if not row.names:
+        return None
+    return row.names[dim]
 
 
 def has_code(reasons: Iterable[Reason], code: Code) -> bool:

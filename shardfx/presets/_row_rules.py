@@ -131,7 +131,9 @@ def _target(
     is_small_vector = len(first) == 1 and first[0] not in _ALONE
     if is_small_vector or not set(first) <= over.keys():
         # Norms, biases and small tables.
-        return fsdp_strategy(fsdp) if fsdp else replicate
+        if fsdp:
+            return fsdp_strategy(fsdp)
+        return replicate
 
     units = []
     for _, *inner_axes in place.dims:

@@ -224,7 +224,9 @@ def diff(
         lambda: str(differences),
         lambda: {"wire_bytes": differences.wire_bytes, **data_of(differences)},
     )
-    return 1 if exit_code and differences else 0
+    if exit_code and differences:
+        return 1
+    return 0
 
 
 @verb(

@@ -416,7 +416,9 @@ def search(
     )
     if code_file is not None:
         write(candidates[0].code().removesuffix("\n"), code_file)
-    return 0 if candidates[0].fits else 1
+    if candidates[0].fits:
+        return 0
+    return 1
 
 
 def _table(candidates: Sequence[Candidate]) -> str:

@@ -197,7 +197,9 @@ def _rest(config: Config, prefix: str) -> tuple[str, ...]:
             f"{prefix}h.{{layers}}.attn.bias",
             f"{prefix}h.{{layers}}.attn.masked_bias",
         )
-        return (*masks, "lm_head.weight") if prefix else masks
+        if prefix:
+            return (*masks, "lm_head.weight")
+        return masks
     if kind == "bert":
         return (f"{prefix}embeddings.position_ids",)
     if kind == "gemma3":
