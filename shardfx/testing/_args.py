@@ -72,9 +72,9 @@ def _on_devices(sharding: object) -> Any:
     """`sharding` itself; for a sharding on an AbstractMesh, the same sharding on a mesh
     of JAX's devices.
     """
-    if not isinstance(sharding, NamedSharding) or not isinstance(
-        sharding.mesh, AbstractMesh
-    ):
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    if not isinstance(sharding.mesh, AbstractMesh):
         return sharding
     mesh = MeshSpec.of(sharding.mesh)
     devices = jax.devices()
@@ -139,17 +139,17 @@ def _smaller(
     dimensions. `reduced` has the sizes that were reduced before.
     """
     size = key[0]
-    multiples = [
-        other for other in divisors if len(other) == 1 and other[0] % size == 0
-    ]
+    # For each multiple of the size that is not reduced yet, its quotient.
+    quotients = {}
+    for other in divisors:
+        if len(other) == 1 and other[0] % size == 0 and other not in reduced:
+            quotients[other] = other[0] // size
     for factor in _FACTORS:
         new_size = 2 * factor * divisors[key]
         if new_size >= size:
             continue
         with_multiples = {
-            multiple: new_size * (multiple[0] // size)
-            for multiple in multiples
-            if multiple not in reduced
+            other: new_size * quotient for other, quotient in quotients.items()
         }
         for new_sizes in ({key: new_size}, with_multiples):
             if not set(reduced.values()).isdisjoint(new_sizes.values()):
@@ -181,6 +181,7 @@ def _resized(args: Sequence[PyTree], new_sizes: Mapping[Key, int]) -> list[PyTre
         sharding = leaf.sharding if isinstance(leaf.sharding, NamedSharding) else None
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
-    return [
-        jax.tree.map(ft.partial(struct, number), arg) for number, arg in enumerate(args)
-    ]
+    resized = []
+    for number, arg in enumerate(args):
+        resized.append(jax.tree.map(ft.partial(struct, number), arg))
+    return resized

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from .._ground.spec import DType, entries_of, entry_axes
+from .._ground.spec import DType, axes_of_entries, entries_of, entry_axes
 from .._step import opened, place_text
 from ._tape import CARRY, Record, ShardMapBody, Tape
 
@@ -22,14 +22,19 @@ from ._tape import CARRY, Record, ShardMapBody, Tape
 Role = int | Literal["same", "sum", "mean", "max"]
 MERGED = {"sum": np.sum, "mean": np.mean, "max": np.max}
 _COLLECTIVES = frozenset(
-    """psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_gather_reduced all_to_all
-    psum_scatter reduce_scatter ragged_all_to_all pbroadcast unreduced_psum unreduced_reduce_scatter""".split()
+    """
+    psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant
+    all_gather_reduced all_to_all psum_scatter reduce_scatter ragged_all_to_all
+    pbroadcast unreduced_psum unreduced_reduce_scatter
+    """.split()
 )
 # These take slices or concatenate: their result on a device may have no counterpart on
 # one device.
 _PIECES = _COLLECTIVES & {"ppermute", "all_gather", "all_to_all"} | frozenset(
-    """slice dynamic_slice gather squeeze reshape broadcast_in_dim transpose rev concatenate pad convert_element_type
-    copy dynamic_update_slice split""".split()
+    """
+    slice dynamic_slice gather squeeze reshape broadcast_in_dim transpose rev
+    concatenate pad convert_element_type copy dynamic_update_slice split
+    """.split()
 )
 
 
@@ -99,7 +104,9 @@ def allowed(exact: np.ndarray, others: Sequence[object], dtype: DType) -> float:
         rounding = max(rounding, float(largest))
     if not jnp.issubdtype(dtype, np.inexact):
         # Rounding made two numbers equal, and one was chosen.
-        return math.inf if rounding else 0.0
+        if rounding:
+            return math.inf
+        return 0.0
     finite = np.abs(exact[np.isfinite(exact)])
     last_place = float(jnp.finfo(dtype).eps) * float(finite.max(initial=0.0))
     return 8 * rounding + 4 * last_place
@@ -127,9 +134,11 @@ def compared(
         # Dimensions of mesh axes along which each device has the whole.
         copies = assembled.ndim - whole.ndim
         is_same_by_turn = [bool(distances.max(initial=0.0) <= most)]
+        by_turn: tuple[bool, ...] = ()
         if is_in_loop:
-            by_turn = np.moveaxis(distances, copies, 0).reshape(whole.shape[0], -1)
-            is_same_by_turn = (by_turn.max(-1, initial=0.0) <= most).tolist()
+            of_turns = np.moveaxis(distances, copies, 0).reshape(whole.shape[0], -1)
+            is_same_by_turn = (of_turns.max(-1, initial=0.0) <= most).tolist()
+            by_turn = tuple(is_same_by_turn)
         right_turns = len(is_same_by_turn)
         if False in is_same_by_turn:
             right_turns = is_same_by_turn.index(False)
@@ -140,7 +149,7 @@ def compared(
             best = Compared(
                 is_same=all(is_same_by_turn),
                 roles=_roles_by_axis(axes, roles),
-                by_turn=tuple(is_same_by_turn) if is_in_loop else (),
+                by_turn=by_turn,
                 difference=largest,
                 at=index_of_largest(distances)[copies:],
                 scale=_scale_of(whole),
@@ -223,14 +232,15 @@ def _assembled(
     # Reductions last.
     for roles in sorted(it.product(*choices), key=_number_of_reductions):
         # For each dimension of the array, the mesh axes that shard it.
-        axes_by_dim = []
-        for dim in range(len(shape)):
-            axes_by_dim.append(
-                [number for number, role in enumerate(roles) if role == dim]
-            )
-        products = [
-            math.prod(axes[number][1] for number in numbers) for numbers in axes_by_dim
-        ]
+        axes_by_dim: list[list[int]] = [[] for _ in shape]
+        unsharding = []
+        products = [1] * len(shape)
+        for number, (role, (_, size)) in enumerate(zip(roles, axes, strict=True)):
+            if isinstance(role, int):
+                axes_by_dim[role].append(number)
+                products[role] *= size
+            else:
+                unsharding.append(number)
         if products != counts:
             continue
 
@@ -238,9 +248,6 @@ def _assembled(
         for number, role in enumerate(roles):
             if role in MERGED:
                 array = MERGED[role](array, axis=number, keepdims=True)
-        unsharding = [
-            number for number, role in enumerate(roles) if not isinstance(role, int)
-        ]
         order = list(unsharding)
         for dim, numbers in enumerate(axes_by_dim):
             order += [*numbers, len(axes) + dim]
@@ -314,7 +321,11 @@ class Blame:
             self.turns[record.loop] = min(self.turns.get(record.loop, turn), turn)
 
     def is_same(self, number: int) -> bool:
-        """..."""
+        """Whether the result of the equation `number` equals the result on one device.
+
+        In a loop whose carry becomes wrong, only the first iteration that ends with a
+        wrong carry is compared.
+        """
         comparison = self.comparisons.get(number)
         if comparison is None:
             return False
@@ -324,15 +335,19 @@ class Blame:
         return comparison.by_turn[turn] or self.records[number].primitive == CARRY
 
     def is_loose(self, number: int, reader: Record | None) -> bool:
-        """..."""
+        """Whether the result of the equation `number` leaves its `shard_map` before the
+        collective that reduces it.
+
+        Such a result equals the result on one device only as a sum, mean or maximum
+        over devices. `reader` is the equation with this operand; `None` for a result of
+        the step.
+        """
         axes_around_reader: set[str] = set()
-        for entry in reader.leading if reader else ():
-            if not isinstance(entry, int):
-                axes_around_reader |= {name for name, _ in entry}
-        for axis in self.reductions(number):
-            if axis not in axes_around_reader:
-                return True
-        return False
+        if reader is not None:
+            for entry in reader.leading:
+                if not isinstance(entry, int):
+                    axes_around_reader.update(name for name, _ in entry)
+        return not axes_around_reader.issuperset(self.reductions(number))
 
     def reductions(self, number: int) -> list[str]:
         """The mesh axes over which the result of the equation `number` is not reduced
@@ -348,20 +363,32 @@ class Blame:
             return True
         return self.is_same(number) and not self.is_loose(number, reader)
 
+    def has_right_operands(self, number: int, excused: set[int]) -> bool:
+        """Whether the operands of the equation `number` are right or among `excused`."""
+        record = self.records[number]
+        for operand in record.reads:
+            if operand not in excused and not self.is_right(operand, record):
+                return False
+        return True
+
     def fault(self, wrong: Sequence[int]) -> Fault | None:
-        """..."""
+        """The first equation with a wrong result and right operands; `None` if all
+        results are right.
+
+        The search goes from the equations `wrong`, which make the step's wrong results,
+        to the equations that made their wrong operands, and so on. If all equations
+        found in this way have wrong operands, the first of them is returned.
+        """
         region, leaving = self.wrong_region(wrong)
         if leaving and min(leaving) < min(region, default=math.inf):
             return self.named(min(leaving), set())
         excused = self.without_counterpart(region)
         for number in sorted(region - excused):
-            record = self.records[number]
-            if all(
-                operand in excused or self.is_right(operand, record)
-                for operand in record.reads
-            ):
+            if self.has_right_operands(number, excused):
                 return self.named(number, region)
-        return self.named(min(region), region) if region else None
+        if region:
+            return self.named(min(region), region)
+        return None
 
     def wrong_region(self, wrong: Sequence[int]) -> tuple[set[int], list[int]]:
         """The equations with wrong results from which the results `wrong` follow; and
@@ -385,7 +412,14 @@ class Blame:
         return region, leaving
 
     def without_counterpart(self, region: set[int]) -> set[int]:
-        """..."""
+        """The equations that may be right although no array on one device equals their
+        result.
+
+        `region` has the numbers of all equations whose result differs from that on one
+        device. Those returned are inside a `shard_map`, and their operands are right or
+        made by such equations. They compute integers, such as device indices, or move
+        elements, as slices do.
+        """
         excused: set[int] = set()
         for number in sorted(region):
             record = self.records[number]
@@ -394,15 +428,21 @@ class Blame:
             is_index = not jnp.issubdtype(record.dtype, np.inexact)
             if not is_index and record.primitive not in _PIECES:
                 continue
-            if all(
-                operand in excused or self.is_right(operand, record)
-                for operand in record.reads
-            ):
+            if self.has_right_operands(number, excused):
                 excused.add(number)
         return excused
 
     def named(self, first: int, region: set[int]) -> Fault:
-        """..."""
+        """The `Fault` of the equation `first`, with the earlier equations that say most
+        about the cause.
+
+        `region` has the numbers of equations with wrong results. Of those on which
+        `first` depends, the Fault has the last collective, and the first and the last
+        equation whose result has integers, such as indices. It also has the last
+        operand of `first` that still needs a sum, mean or maximum over devices. If
+        there are none of these, it has the last equation in `region` on which `first`
+        depends.
+        """
         behind = self.behind(first, region)
         collectives = []
         indices = []
@@ -468,13 +508,14 @@ def _suspicious(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
     axes_by_operand, axis_by_length = _cuts(body)
     varying = _varying(tape, body, axes_by_operand)
     records = [tape.records[number] for number in body.numbers]
-    offset = Axes().union(
-        *(record.axes for record in records if record.primitive == "axis_index")
-    )
+    indexed: set[str] = set()
+    for record in records:
+        if record.primitive == "axis_index":
+            indexed |= record.axes
     for record in records:
         yield from _suspicious_sums(record, axes, varying)
         axis = axis_by_length.get(record.counted)
-        if axis in axes and axis not in offset:
+        if axis in axes and axis not in indexed:
             reason = (
                 f"counts from 0 on every device along {axis}, and no axis_index"
                 " offsets it"
@@ -507,9 +548,8 @@ def _suspicious_sums(
                     " doubled?"
                 )
                 yield record, reason
-    is_float_sum = record.primitive in _SUMS and jnp.issubdtype(
-        record.dtype, np.floating
-    )
+    is_float = jnp.issubdtype(record.dtype, np.floating)
+    is_float_sum = is_float and record.primitive in _SUMS
     if is_float_sum and jnp.finfo(record.dtype).bits < 32:
         yield record, f"adds up in {record.dtype}: its error grows with the devices"
 
@@ -556,4 +596,4 @@ def _operand_axes(record: Record, varying: Varying) -> Axes:
 
 
 def _cut(spec: Any) -> Axes:
-    return Axes(axis for entry in entries_of(spec) for axis in entry_axes(entry))
+    return Axes(axes_of_entries(entries_of(spec)))

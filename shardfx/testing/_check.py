@@ -191,17 +191,15 @@ def check_step(
         refutations = _refutations(step, step_args)
     arrays = with_arrays(step_args, mild=False)
     checked = _compared(step, arrays, reference, mesh)
-    has_structs = any(
-        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(step_args)
-    )
+    leaves = jax.tree.leaves(step_args)
+    has_structs = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     if has_structs and not checked.is_finite:
         arrays = with_arrays(step_args, mild=True)
         checked = _compared(step, arrays, reference, mesh)
     if not refutations:
         return checked
-    refuted_lines = [
-        refutation.source for refutation in refutations if refutation.source is not None
-    ]
+    sources = [refutation.source for refutation in refutations]
+    refuted_lines = [source for source in sources if source is not None]
     return dataclasses.replace(
         checked, refutations=refutations, lines=(*refuted_lines, *checked.lines)
     )
@@ -269,7 +267,9 @@ def _compared(
         outputs=tuple(outputs),
         is_finite=all(np.isfinite(array).all() for array in floats),
     )
-    return checked if checked else _blamed(ours, theirs, checked, wide)
+    if checked:
+        return checked
+    return _blamed(ours, theirs, checked, wide)
 
 
 def _first_device(arrays: Sequence[Any]) -> Any:
@@ -364,7 +364,8 @@ def _blamed(
     exactly = Played(theirs, alone=True, wide=np.float64, with_values=True)
     _, values = played()
     _, exact_values = exactly()
-    rounded_values = exactly.rounded_values(WIDE if wide else NARROW)
+    rounding = WIDE if wide else NARROW
+    rounded_values = exactly.rounded_values(rounding)
     records = played.tape.records
     exact_records = exactly.tape.records
     comparisons: dict[int, Compared] = {}

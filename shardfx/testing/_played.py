@@ -51,7 +51,9 @@ def traced_step(step: Callable[..., object], args: Sequence[object]) -> Traced:
         result = step(*combined)
         # What it changes in modules of nnx is a result too.
         updates = watched.updated(result)
-        flat = flatten((result, updates) if updates else result)
+        if updates:
+            result = (result, updates)
+        flat = flatten(result)
         paths.clear()
         outs = []
         for path, leaf, is_array in zip(
@@ -63,13 +65,10 @@ def traced_step(step: Callable[..., object], args: Sequence[object]) -> Traced:
         return outs
 
     closed = jax.make_jaxpr(run)(*leaves)
-    is_jitted = isinstance(step, JaxJitted | EquinoxJitted)
-    return Traced(
-        run=run if is_jitted else jax.jit(run, compiler_options=_QUICKLY),
-        closed=closed,
-        arrays=leaves,
-        paths=paths,
-    )
+    fast_run = run
+    if not isinstance(step, JaxJitted | EquinoxJitted):
+        fast_run = jax.jit(run, compiler_options=_QUICKLY)
+    return Traced(run=fast_run, closed=closed, arrays=leaves, paths=paths)
 
 
 def raw_data(leaf: Any) -> Any:
@@ -117,7 +116,9 @@ class Played:
             outs, self.numbers[:] = tape.run(
                 closed.jaxpr, closed.consts, args, tape.unknown(arrays)
             )
-            return outs, tape.values if with_values else {}
+            if not with_values:
+                return outs, {}
+            return outs, tape.values
 
         # A reference runs without a mesh.
         context = without_mesh() if alone else contextlib.nullcontext()
@@ -129,7 +130,13 @@ class Played:
     def __call__(
         self, kind: int = 0, seed: int = 0
     ) -> tuple[list[np.ndarray], dict[int, Any]]:
-        """..."""
+        """The results of the step, and the results of its equations by their numbers in
+        `Tape.records`.
+
+        `kind` is 0 for no rounding, 1 for rounding to the step's dtypes, and 2 for
+        rounding to the wider of those and float32. `seed` decides which numbers are
+        rounded up. Only a program in float64 rounds.
+        """
         odd = np.array(2 * seed + 1, np.uint32)
         outs, values = self.compiled(self.arrays, (np.array(kind, np.int32), odd))
         return list(map(np.asarray, outs)), values

@@ -80,11 +80,11 @@ def story_of(
 
 def _reductions(comparison: Compared) -> list[str]:
     """A text for each reduction over devices that an equation's result still needs."""
-    return [
-        f"{role} over {axis}"
-        for axis, role in comparison.roles.items()
-        if role in MERGED
-    ]
+    texts = []
+    for axis, role in comparison.roles.items():
+        if role in MERGED:
+            texts.append(f"{role} over {axis}")
+    return texts
 
 
 def _collectives_at(ours: Played, lines: Iterable[Frame]) -> list[str]:

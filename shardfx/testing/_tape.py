@@ -40,10 +40,14 @@ _INLINED = {**CALLS, **MARKED_CALLS}
 _LAYOUTS = ("sharding_constraint", "reshard", "mesh_cast", "device_put")
 # These do not round.
 _EXACT = frozenset(
-    """abs and argmax argmin broadcast_in_dim ceil clamp concatenate copy copy_p cummax cummin dynamic_slice
-    dynamic_update_slice eq floor gather ge gt iota is_finite le lt max min ne neg not or pad all_gather all_to_all
-    ppermute pvary pcast reduce_and reduce_max reduce_min reduce_or reduce_precision reshape rev round select_n sign
-    slice sort split squeeze stop_gradient top_k transpose pmax pmin pgather stop_gradient reduce_window_max""".split()
+    """
+    abs and argmax argmin broadcast_in_dim ceil clamp concatenate copy copy_p cummax
+    cummin dynamic_slice dynamic_update_slice eq floor gather ge gt iota is_finite le lt
+    max min ne neg not or pad all_gather all_to_all ppermute pvary pcast reduce_and
+    reduce_max reduce_min reduce_or reduce_precision reshape rev round select_n sign
+    slice sort split squeeze stop_gradient top_k transpose pmax pmin pgather
+    reduce_window_max
+    """.split()
 )
 Arrays: TypeAlias = Sequence[Any]
 # For each array, the index in `Tape.records` of the record of the equation that made
@@ -163,9 +167,8 @@ class Tape:
         def rule(
             jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, operands: list[_Numbered]
         ) -> list[_Numbered]:
-            user_frames = [
-                frame for frame in frames_of(equation) if not is_library(frame)
-            ]
+            frames = frames_of(equation)
+            user_frames = [frame for frame in frames if not is_library(frame)]
             self.frames = tuple(user_frames) or outer_frames
             ins = [operand.array for operand in operands]
             reads = [operand.number for operand in operands]
@@ -254,10 +257,10 @@ class Tape:
         counted = 0
         if name == "iota":
             counted = params["shape"][params["dimension"]]
-        return [
-            self.recorded(name, var, out, reads, mesh_axes, counted)
-            for var, out in zip(equation.outvars, outs, strict=True)
-        ]
+        numbers = []
+        for var, out in zip(equation.outvars, outs, strict=True):
+            numbers.append(self.recorded(name, var, out, reads, mesh_axes, counted))
+        return numbers
 
     def widened(self, array: Any) -> Any:
         """`array`, cast to `wide` if it has narrower floats."""
@@ -275,8 +278,8 @@ class Tape:
             return self.bound(jaxpr, equation, ins)
         arrays: list[Any] = list(map(jnp.asarray, ins))
         if equation.primitive.name not in _BITS:
-            # Some equations have a fixed dtype and refuse a wider one. Other errors are
-            # raised again below.
+            # Some equations have a fixed dtype and refuse a wider one, with one of these
+            # errors of JAX. An error with another cause is raised again below.
             with contextlib.suppress(TypeError, ValueError, NotImplementedError):
                 wide = self.wide_equation(equation, arrays)
                 return self.bound(jaxpr, wide, ins)
@@ -416,19 +419,17 @@ class Tape:
 
         def turn(carry: Arrays, arrays: Arrays) -> tuple[Arrays, Any]:
             with self.within(start) as values:
-                carry_numbers = [
-                    self.recorded(CARRY, var, array, [read])
-                    for var, array, read in zip(
-                        carry_vars, carry, carry_reads, strict=True
-                    )
-                ]
+                carry_numbers = []
+                columns = zip(carry_vars, carry, carry_reads, strict=True)
+                for var, array, read in columns:
+                    carry_numbers.append(self.recorded(CARRY, var, array, [read]))
                 numbers = [*reads[:first], *carry_numbers, *reads[first + carried :]]
                 args = [*consts_in, *carry, *arrays]
                 outs, out_numbers[:] = self.run(jaxpr, consts, args, numbers)
                 self.carried.update(zip(carry_numbers, out_numbers, strict=False))
             return _like(outs[:carried], carry), (outs[carried:], values)
 
-        with contextlib.nullcontext() if self.alone else equation.ctx.manager:
+        with self.mesh_of(equation):
             carry, (stacked, values) = jax.lax.scan(
                 turn,
                 list(carry_in),
@@ -436,8 +437,17 @@ class Tape:
                 length=params["length"],
                 reverse=params["reverse"],
             )
-        self.store_inner(start, values, -1 if params["reverse"] else 1)
+        leading = -1 if params["reverse"] else 1
+        self.store_inner(start, values, leading)
         return [*carry, *stacked], out_numbers
+
+    def mesh_of(self, equation: jex.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+        """The context of the mesh under which JAX traced an equation; none on one
+        device.
+        """
+        if self.alone:
+            return contextlib.nullcontext()
+        return equation.ctx.manager
 
     def unrecorded(self, closed: object, *args: object) -> Arrays:
         """Evaluates the ClosedJaxpr `closed` with `args`, without records."""
@@ -468,9 +478,8 @@ class Tape:
 
     def branch(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Results:
         """Evaluates a `cond`, with records only for its results."""
-        branches = [
-            ft.partial(self.unrecorded, jaxpr) for jaxpr in equation.params["branches"]
-        ]
+        jaxprs = equation.params["branches"]
+        branches = [ft.partial(self.unrecorded, jaxpr) for jaxpr in jaxprs]
         outs = jax.lax.switch(ins[0], branches, *ins[1:])
         return outs, self.recorded_results(equation, outs, reads)
 
@@ -507,11 +516,10 @@ class Tape:
             axis_names={*names},
             check_vma=params["check_vma"],
         )
-        with contextlib.nullcontext() if self.alone else equation.ctx.manager:
+        with self.mesh_of(equation):
             outs, values = run(*ins)
-        self.store_inner(
-            start, values, tuple((name, mesh.shape[name]) for name in names)
-        )
+        leading = tuple((name, mesh.shape[name]) for name in names)
+        self.store_inner(start, values, leading)
         body_record = ShardMapBody(
             equation=equation,
             reads=reads,
@@ -527,18 +535,19 @@ def _wider(dtype: DType, wide: DType) -> DType:
     `wide` of 64 bits, complex64 becomes complex128.
     """
     if jnp.issubdtype(dtype, np.complexfloating):
-        return np.dtype(np.complex128) if np.dtype(wide).itemsize == 8 else dtype
-    is_narrow = (
-        jnp.issubdtype(dtype, np.floating)
-        and jnp.finfo(dtype).bits < jnp.finfo(wide).bits
-    )
-    return np.dtype(wide) if is_narrow else dtype
+        if np.dtype(wide).itemsize == 8:
+            return np.dtype(np.complex128)
+        return dtype
+    if not jnp.issubdtype(dtype, np.floating):
+        return dtype
+    if jnp.finfo(dtype).bits < jnp.finfo(wide).bits:
+        return np.dtype(wide)
+    return dtype
 
 
 def _like(arrays: Arrays, others: Arrays) -> Arrays:
-    return [
-        array.astype(other.dtype) for array, other in zip(arrays, others, strict=True)
-    ]
+    pairs = zip(arrays, others, strict=True)
+    return [array.astype(other.dtype) for array, other in pairs]
 
 
 def _rounded(array: Any, dtype: DType, kind: Any, odd: Any) -> Any:
@@ -551,9 +560,10 @@ def _rounded(array: Any, dtype: DType, kind: Any, odd: Any) -> Any:
     """
     if not jnp.issubdtype(dtype, np.floating):
         return array
-    # The smallest floats are rounded as bfloat16.
-    is_tiny = jnp.finfo(dtype).bits < 16
-    narrow = jnp.finfo(jnp.bfloat16 if is_tiny else dtype)
+    narrow = jnp.finfo(dtype)
+    if narrow.bits < 16:
+        # The smallest floats are rounded as bfloat16.
+        narrow = jnp.finfo(jnp.bfloat16)
     last_bits = jax.lax.bitcast_convert_type(array, np.uint64) * odd >> np.uint64(63)
     direction = last_bits.astype(np.float64) - 0.5
     if narrow.bits >= 32:
@@ -567,9 +577,7 @@ def _rounded_to(to: Any, array: Any, direction: Any, is_on: Any) -> Any:
     `direction` is negative where a number is rounded down.
     """
     nudged = array * (1.0 + direction * float(to.eps))
-    nearest, rounded = (
-        jax.lax.reduce_precision(numbers, to.nexp, to.nmant)
-        for numbers in (array, nudged)
-    )
+    nearest = jax.lax.reduce_precision(array, to.nexp, to.nmant)
+    rounded = jax.lax.reduce_precision(nudged, to.nexp, to.nmant)
     is_changed = (nearest != array) | (to.bits == 64)
     return jnp.where(is_on & is_changed, rounded, array)

@@ -10,6 +10,7 @@ from typing import Any
 
 from jax.sharding import AxisType
 
+from .._ground.reason import Reason
 from .._ground.spec import entries_of, unreduced_kind
 from .._ground.text import (
     array_text,
@@ -23,6 +24,7 @@ from .._ground.text import (
 from .._plan import Row, ShardPlan, check_plan
 from .._step import KINDS, place_text
 from ..cost import Frame, StepShardings, Traffic, TrafficRow
+from ..topology import MeshSpec
 
 
 _PLAN_FORMAT = "# shardfx plan text 1"
@@ -70,19 +72,9 @@ def plan_text(plan: ShardPlan) -> str:
     check_plan("plan", plan)
     content = plan.content
     total, each = content.total_bytes
-    mesh = content.mesh
-    slices = [
-        f"slices {name}={count}"
-        for name, count in zip(mesh.axis_names, mesh.dcn_sizes, strict=True)
-        if count > 1
-    ]
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = [
-        f"{name}={kind.name}" for name, kind in kinds if kind is not AxisType.Auto
-    ]
-    sizes = ",".join(f"{name}={size}" for name, size in mesh.shape.items())
-    lines = [_PLAN_FORMAT, printable(" ".join(["mesh", sizes, *slices, *explicit]))]
-    lines += [f"mode {plan.mode}"] if plan.mode is not None else []
+    lines = [_PLAN_FORMAT, printable(_mesh_text(content.mesh))]
+    if plan.mode is not None:
+        lines.append(f"mode {plan.mode}")
     lines += [f"{plural(len(plan), 'array')}, {total:,} bytes, {each:,} per device", ""]
     groups: dict[tuple[Any, ...], list[str]] = {}
     texts = [_row_text(row) for row in content.rows]
@@ -91,10 +83,24 @@ def plan_text(plan: ShardPlan) -> str:
             groups.setdefault((between_numbers(path), texts[number]), []).append(path)
     for (_, text), paths in groups.items():
         for path, count in joined_exactly(paths):
-            lines.append(
-                printable(f"{path}: {f'{count} x ' if count > 1 else ''}{text}")
-            )
+            arrays = f"{count} x {text}" if count > 1 else text
+            lines.append(printable(f"{path}: {arrays}"))
     return "\n".join([*lines, ""])
+
+
+def _mesh_text(mesh: MeshSpec) -> str:
+    """The sizes of the axes of a mesh, the slices that each spans, and the types of
+    those that are not Auto.
+    """
+    sizes = ",".join(f"{name}={size}" for name, size in mesh.shape.items())
+    words = ["mesh", sizes]
+    for name, count in zip(mesh.axis_names, mesh.dcn_sizes, strict=True):
+        if count > 1:
+            words.append(f"slices {name}={count}")
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        if kind is not AxisType.Auto:
+            words.append(f"{name}={kind.name}")
+    return " ".join(words)
 
 
 def assert_same_plan_text(
@@ -171,29 +177,36 @@ def assert_same_text(
             n=1,
             lineterm="",
         )
-        accept = (
-            f"replace the text with `{kind}_text({kind})`"
-            if is_text
-            else f"run {writes}"
-        )
+        if is_text:
+            accept = f"replace the text with `{kind}_text({kind})`"
+        else:
+            accept = f"run {writes}"
         head = f"the {kind} is not that of {where}.\nTo accept the new one, {accept}.\n"
         raise AssertionError("\n".join([head, *lines]))
 
 
 def _row_text(row: Row) -> str:
     text = f"{array_text(row.dtype, row.shape)} {spec_text(entries_of(row.spec))}"
-    kind = "" if unreduced_kind(row.spec) == "sum" else f"{unreduced_kind(row.spec)} "
-    text += (
-        f" unreduced {kind}{','.join(sorted(row.spec.unreduced))}"
-        if row.spec.unreduced
-        else ""
-    )
-    text += f" reduced {','.join(sorted(row.spec.reduced))}" if row.spec.reduced else ""
-    text += f" in {row.memory_kind}" if row.memory_kind is not None else ""
+    if row.spec.unreduced:
+        kind = unreduced_kind(row.spec)
+        of_kind = "" if kind == "sum" else f"{kind} "
+        text += f" unreduced {of_kind}{','.join(sorted(row.spec.unreduced))}"
+    if row.spec.reduced:
+        text += f" reduced {','.join(sorted(row.spec.reduced))}"
+    if row.memory_kind is not None:
+        text += f" in {row.memory_kind}"
     for why in row.reasons:
-        where = "" if why.dim is None else f"dim {why.dim} "
-        if why.code.name != "scalar":
-            text += f" ({where}{why.code.name}{': ' if why.axes else ''}{', '.join(why.axes)})"
+        if not why.code.is_expected:
+            text += f" ({_reason_text(why)})"
+    return text
+
+
+def _reason_text(why: Reason) -> str:
+    text = why.code.name
+    if why.dim is not None:
+        text = f"dim {why.dim} {text}"
+    if why.axes:
+        text += f": {', '.join(why.axes)}"
     return text
 
 
@@ -247,20 +260,13 @@ def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
     """
     groups: dict[tuple[Any, ...], list[TrafficRow]] = {}
     for row in traffic.rows:
-        groups.setdefault(
-            (_traffic_row_text(row), between_numbers(row.leaf or "")), []
-        ).append(row)
+        key = (_traffic_row_text(row), between_numbers(row.leaf or ""))
+        groups.setdefault(key, []).append(row)
     lines = [_line(text, rows, sizes) for (text, _), rows in groups.items()]
-    total = f", {bytes_text(traffic.wire_bytes)} enter each" if sizes else ""
-    return "\n".join(
-        [
-            _TRAFFIC_FORMAT,
-            plural(traffic.devices, "device") + total,
-            "",
-            *sorted(lines),
-            "",
-        ]
-    )
+    total = plural(traffic.devices, "device")
+    if sizes:
+        total += f", {bytes_text(traffic.wire_bytes)} enter each"
+    return "\n".join([_TRAFFIC_FORMAT, total, "", *sorted(lines), ""])
 
 
 def assert_same_traffic_text(
@@ -336,59 +342,49 @@ def assert_collectives(
         sfx.testing.assert_collectives(traffic, none=["all-gather"], at_most=limits)
         ```
     """
-    said: list[str] = []
-    for pattern, limit in [
-        *((forbidden, 0) for forbidden in none),
-        *(at_most or {}).items(),
-    ]:
-        rows = [
-            row
-            for row in traffic.rows
-            if row.calls != 0 and _fits(row, _read(pattern, traffic))
-        ]
-        over = _over(rows, limit)
-        said += (
-            [
-                f"`{pattern}`: {over}",
-                *[f"    {_line(_traffic_row_text(row), [row], True)}" for row in rows],
-            ]
-            if over
-            else []
-        )
-    if said:
-        raise AssertionError(
-            "\n".join(["the step has collectives that it must not have.", *said])
-        )
+    limits: list[tuple[str, int | str]] = [(pattern, 0) for pattern in none]
+    limits += (at_most or {}).items()
+    lines: list[str] = []
+    for pattern, limit in limits:
+        rows = []
+        for row in traffic.rows:
+            if row.calls != 0 and _fits(row, _read(pattern, traffic)):
+                rows.append(row)
+        excess = _excess(rows, limit)
+        if excess:
+            lines.append(f"`{pattern}`: {excess}")
+            for row in rows:
+                lines.append(f"    {_line(_traffic_row_text(row), [row], True)}")
+    if lines:
+        head = "the step has collectives that it must not have."
+        raise AssertionError("\n".join([head, *lines]))
 
 
 def _line(text: str, rows: Sequence[TrafficRow], sizes: bool) -> str:
-    calls = (
-        None
-        if any(row.calls is None for row in rows)
-        else sum(row.calls or 0 for row in rows)
-    )
-    head, _, rest = text.partition(": ")
-    line = f"{head}: {'?' if calls is None else calls} x {rest}"
-    leaves = (
-        joined_exactly([row.leaf for row in rows if row.leaf]) if rows[0].leaf else []
-    )
-    line += f", {' and '.join(path for path, _ in leaves)}" if leaves else ""
-    line += f", {place}" if (place := line_text(rows[0].source)) else ""
-    return printable(
-        line + (f", {bytes_text(sum(row.wire_bytes for row in rows))}" if sizes else "")
-    )
+    calls = "?"
+    if all(row.calls is not None for row in rows):
+        calls = str(sum(row.calls or 0 for row in rows))
+    head, _, arrays = text.partition(": ")
+    line = f"{head}: {calls} x {arrays}"
+    if rows[0].leaf:
+        leaves = joined_exactly([row.leaf for row in rows if row.leaf])
+        line += f", {' and '.join(path for path, _ in leaves)}"
+    place = line_text(rows[0].source)
+    if place:
+        line += f", {place}"
+    if sizes:
+        line += f", {bytes_text(sum(row.wire_bytes for row in rows))}"
+    return printable(line)
 
 
 def _traffic_row_text(row: TrafficRow) -> str:
     """The kind, mesh axes, pass and shapes of a collective, without its number of calls
     and its bytes.
     """
-    kind = (
-        f"{row.kind}{' (windowed)' if row.windowed else ''} over"
-        f" {'+'.join(row.axes) or f'{row.group_size} devices'}"
-    )
+    kind = f"{row.kind} (windowed)" if row.windowed else row.kind
+    devices = "+".join(row.axes) or f"{row.group_size} devices"
     phase = "" if row.phase in ("", "forward") else f"{row.phase} "
-    return f"{kind}: {phase}{'+'.join(row.arrays)}"
+    return f"{kind} over {devices}: {phase}{'+'.join(row.arrays)}"
 
 
 def line_text(frame: Frame | None) -> str:
@@ -399,7 +395,9 @@ def line_text(frame: Frame | None) -> str:
         return ""
     words = linecache.getline(frame.file, frame.line).strip()
     file = frame._replace(line=0).place.removesuffix(":0")
-    return f"{file} {frame.function}: {words}" if words else place_text(frame)
+    if words:
+        return f"{file} {frame.function}: {words}"
+    return place_text(frame)
 
 
 def _read(pattern: str, traffic: Traffic) -> re.Match[str]:
@@ -410,39 +408,39 @@ def _read(pattern: str, traffic: Traffic) -> re.Match[str]:
             " `[forward|backward|recomputed] KIND [over AXIS+AXIS] [of LEAF] [at"
             f" PLACE]`, where KIND is any, {', '.join(KINDS)}."
         )
-    lacking = [
-        axis
-        for axis in (match["axes"] or "").split("+")
-        if axis and traffic.axes and axis not in traffic.axes
-    ]
-    if lacking:
-        raise ValueError(
-            f"`{pattern}` names the axis {lacking[0]!r}, and the mesh has"
-            f" {', '.join(traffic.axes)}."
-        )
+    for axis in _axes_of(match):
+        if traffic.axes and axis not in traffic.axes:
+            raise ValueError(
+                f"`{pattern}` names the axis {axis!r}, and the mesh has"
+                f" {', '.join(traffic.axes)}."
+            )
     return match
 
 
+def _axes_of(pattern: re.Match[str]) -> list[str]:
+    """The mesh axes in a pattern."""
+    return [axis for axis in (pattern["axes"] or "").split("+") if axis]
+
+
 def _fits(row: TrafficRow, pattern: re.Match[str]) -> bool:
-    places = {
-        place
-        for frame in row.stack
-        for place in (frame.place, frame.place.partition(":")[0], frame.function)
-    }
-    return (
-        pattern["kind"] in ("any", row.kind)
-        and pattern["phase"]
-        in (None, row.phase or "forward")  # a row without a gradient is forward
-        and {*(pattern["axes"] or "").split("+")} - {""} <= {*row.axes}
-        and (
-            pattern["leaf"] is None
-            or re.search(pattern["leaf"], row.leaf or "") is not None
-        )
-        and (pattern["place"] is None or pattern["place"] in places)
-    )
+    if pattern["kind"] not in ("any", row.kind):
+        return False
+    # A row without a gradient is forward.
+    if pattern["phase"] not in (None, row.phase or "forward"):
+        return False
+    if not set(_axes_of(pattern)) <= set(row.axes):
+        return False
+    leaf = pattern["leaf"]
+    if leaf is not None and re.search(leaf, row.leaf or "") is None:
+        return False
+    places: set[str | None] = {None}
+    for frame in row.stack:
+        file, _, _ = frame.place.partition(":")
+        places.update((frame.place, file, frame.function))
+    return pattern["place"] in places
 
 
-def _over(rows: Sequence[TrafficRow], limit: int | str) -> str:
+def _excess(rows: Sequence[TrafficRow], limit: int | str) -> str:
     """A text that says by how much collectives exceed a limit; "" if they do not. The
     limit is a number of calls, or of bytes as text, such as "1.5 MiB".
     """
@@ -452,17 +450,18 @@ def _over(rows: Sequence[TrafficRow], limit: int | str) -> str:
             raise ValueError(
                 f"`{limit}` is no number of bytes; write it as '512 B' or '1.5 MiB'."
             )
-        most = float(match[1].replace(",", "")) * 1024 ** " KMGT".index(
-            (match[2] or " ")[0]
-        )
+        prefix = (match[2] or " ")[0]
+        most = float(match[1].replace(",", "")) * 1024 ** " KMGT".index(prefix)
         sent = sum(row.wire_bytes for row in rows)
-        return f"{bytes_text(sent)}, more than {limit}" if sent > most else ""
+        if sent > most:
+            return f"{bytes_text(sent)}, more than {limit}"
+        return ""
     if any(row.calls is None for row in rows):
         return f"runs in a loop whose turns are not known, more than {limit} may be"
     calls = sum(row.calls or 0 for row in rows)
-    return (
-        f"{plural(calls, 'call')}, more than {limit or 'none'}" if calls > limit else ""
-    )
+    if calls > limit:
+        return f"{plural(calls, 'call')}, more than {limit or 'none'}"
+    return ""
 
 
 _SHARDINGS_FORMAT = "# shardfx shardings text 1"
@@ -508,22 +507,21 @@ def shardings_text(shardings: StepShardings) -> str:
     """
     groups: dict[str, set[str]] = {}
     for row in shardings.rows:
-        axes = [
-            f"{origin.axis}: {re.sub(r':[0-9]+', '', origin.by) or '?'}"
-            for origin in row.origins
-        ]
+        axes = []
+        for origin in row.origins:
+            by = re.sub(r":[0-9]+", "", origin.by)
+            axes.append(f"{origin.axis}: {by or '?'}")
         phase = "" if row.phase in ("", "forward") else f"{row.phase} "
         text = (
             f"{phase}{array_text(row.dtype, row.shape)}"
             f" {spec_text(entries_of(row.spec))}"
         )
         line = printable(f"    {text} ({', '.join(axes) or 'whole'})")
-        groups.setdefault(printable(line_text(row.source)) or "no line", set()).add(
-            line
-        )
-    lines = [
-        line for place in sorted(groups) for line in ("", place, *sorted(groups[place]))
-    ]
+        place = printable(line_text(row.source)) or "no line"
+        groups.setdefault(place, set()).add(line)
+    lines: list[str] = []
+    for place in sorted(groups):
+        lines += ["", place, *sorted(groups[place])]
     return "\n".join([_SHARDINGS_FORMAT, str(shardings.mesh), *lines, ""])
 
 
