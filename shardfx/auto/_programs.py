@@ -105,7 +105,8 @@ def with_traffic(
     for row in seconds(sent, chip, candidate.mesh).rows:
         calls = 1 if row.traffic.calls is None else row.traffic.calls
         kind = "exposed" if row.traffic.leaf is None else "hidden"
-        taken[kind] += row.seconds / model.network + calls * model.call_seconds
+        seconds_of_bytes = row.seconds - row.latency_seconds
+        taken[kind] += seconds_of_bytes / model.network + calls * model.call_seconds
 
     exposed = taken["exposed"]
     hidden = taken["hidden"]

@@ -53,6 +53,8 @@ class Chip:
     - `kinds`: the values of `device.device_kind` for this chip.
     - `host_bytes_per_second`: the bandwidth of a chip's link to the memory of its host in
       one direction; 0 if it is not known.
+    - `hop_seconds`: the latency of one hop over a link, whatever the bytes. If a switch
+      connects the chips, it is that of one collective.
     - `sources`: pairs of a field's name and the source of its value. The name "*" is
       for all fields that are not named.
         "secondary" marks a source other than the vendor, and "sources differ" gives the
@@ -75,6 +77,7 @@ class Chip:
     kinds: tuple[str, ...] = ()
     sources: tuple[tuple[str, str], ...] = ()
     host_bytes_per_second: float | int = 0
+    hop_seconds: float = 1e-6
 
     def __post_init__(self):
         for name in (

@@ -23,6 +23,11 @@ _PCIE = (
     f"{_BOOK}, PCIe of v4, taken for later ones too; sources differ: 11.5 GB/s to the"
     " host and 16.4 GB/s back measured in verl#7905"
 )
+_HOP_SECONDS = 1e-6
+_HOP = (
+    "scaling book, part 3: typically around 1 us a hop; sources differ: its own"
+    " measurement on v5e, a gather of 32 kB over 3 hops, took 8 us"
+)
 _EARLY_DCN = f"{_BOOK}: 25 GB/s a host, taken for all generations before v5"
 _TPU_SOURCES = {
     "tile": (
@@ -44,7 +49,7 @@ def _tpu(*row: Any, devices: int = 1, host_link: float = 0, **sources: str) -> C
     """
     name, kinds, hbm, usable, (memory, link, dcn), dims, pod, flops = row
     host_source = _PCIE if host_link else "not known"
-    link_source = {"host_bytes_per_second": host_source}
+    link_source = {"host_bytes_per_second": host_source, "hop_seconds": _HOP}
     return Chip(
         name=name,
         hbm_bytes=_gib(hbm),
@@ -60,6 +65,7 @@ def _tpu(*row: Any, devices: int = 1, host_link: float = 0, **sources: str) -> C
         kinds=kinds,
         sources=tuple((_TPU_SOURCES | link_source | sources).items()),
         host_bytes_per_second=host_link,
+        hop_seconds=_HOP_SECONDS,
     )
 
 
@@ -189,7 +195,14 @@ TPUS: tuple[Chip, ...] = (
 _SHEET = "NVIDIA's data sheet"
 _NVIDIA = f"{_SHEET}; scaling book, table of GPUs"
 _ENGINEERING = "secondary: ml-engineering"
+# Of a collective: the base latency of NCCL's rings.
+_SWITCH_SECONDS = 8.4e-6
 _GPU_SOURCES = {
+    "hop_seconds": (
+        "secondary: baseLat of a ring with the simple protocol in NCCL's"
+        " src/graph/tuning.cc; sources differ: 3.6 and 10.0 us with its two others, and"
+        " each further GPU adds 0.5 to 3.4 us there"
+    ),
     "usable_hbm_bytes": (
         "secondary: what CUDA or HIP reports, in public logs of programs that ran out"
         " of memory"
@@ -236,6 +249,7 @@ def _gpu(
         kinds=(kind,),
         sources=pairs,
         host_bytes_per_second=host_link,
+        hop_seconds=_SWITCH_SECONDS,
     )
 
 

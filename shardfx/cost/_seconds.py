@@ -14,6 +14,7 @@ from .._ground.text import bytes_text, first_lines, html_text, table, together
 from .._step import KINDS
 from ..chips._chip import Ring, axes_on, extents_of
 from ..topology import MeshSpec
+from ._routes import Torus, route_of, torus_of
 from ._traffic_rows import Traffic, TrafficRow, axes_text
 
 
@@ -26,6 +27,8 @@ class SecondsRow:
     - `traffic`: the traffic row of the collective.
     - `seconds`, `dcn_seconds`: the seconds of all calls in one step, and the part of
       them between slices.
+    - `latency_seconds`: the part of `seconds` that does not depend on the bytes: the
+      hops of all calls.
     - `bytes_per_second`, `why`: the rate at which bytes enter a device, and a
       description of the links that limit it.
     """
@@ -37,6 +40,7 @@ class SecondsRow:
     dcn_seconds: float
     bytes_per_second: float
     why: str
+    latency_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +48,9 @@ class Seconds:
     """An estimate of the time that a step's collectives take; returned by
     [`shardfx.cost.seconds`][].
 
-    The time is bytes divided by bandwidth. It leaves out latency, contention, and the
-    overlap of communication and arithmetic. `str(...)` is a table.
+    The time is bytes divided by bandwidth, and the latency of each hop. It leaves out
+    that collectives may run at the same time, beside each other or beside arithmetic.
+    `str(...)` is a table.
 
     **Arguments:**
 
@@ -101,8 +106,8 @@ class Seconds:
             f" ({sums or 'no traffic'})."
         )
         lines.append(
-            "An estimate: bytes over bandwidth, without latency, and as if nothing ran"
-            " beside it."
+            "An estimate: bytes over bandwidth and the latency of hops, as if nothing"
+            " ran beside it."
         )
         return "\n".join(lines)
 
@@ -123,9 +128,11 @@ def seconds(
     On a torus, a mesh axis spans dimensions of the slice. A collective uses the links
     of all dimensions that its axes span: in both directions along a dimension that is a
     closed ring, and in one direction along an open one. An all-to-all is limited by the
-    links in the middle of its longest dimension, since half of its bytes cross them. If
-    a switch connects the chips, each chip sends over all of its links. Bytes from
-    another slice, or from chips of another switch, use the data-center network.
+    links in the middle of its longest dimension, since half of its bytes cross them.
+    The messages of a permute go along one dimension after another, and the busiest link
+    limits them. Each hop takes the chip's `hop_seconds`. If a switch connects the
+    chips, each chip sends over all of its links. Bytes from another slice, or from
+    chips of another switch, use the data-center network.
 
     **Arguments:**
 
@@ -176,7 +183,10 @@ def seconds(
         if slice:
             extents = _extents(slice, extents, chip)
         axes = axes_on(chip, extents, inside)
-    rows = [_row(row, axes, chip) for row in traffic.rows]
+    torus = None
+    if spec is not None and axes and spec.size == traffic.devices:
+        torus = torus_of(spec, axes)
+    rows = [_row(row, axes, torus, chip) for row in traffic.rows]
     return Seconds(tuple(sorted(rows, key=lambda row: -row.seconds)), chip)
 
 
@@ -200,17 +210,54 @@ def _extents(
 
 
 def _row(
-    row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chip
+    row: TrafficRow,
+    axes: Mapping[str, tuple[Ring, ...]],
+    torus: Torus | None,
+    chip: chips.Chip,
 ) -> SecondsRow:
+    near_bytes = row.wire_bytes - row.dcn_bytes
     rate, why = _rate(row, axes, chip)
-    near = (row.wire_bytes - row.dcn_bytes) / rate
+    hops = _hops(row, axes)
+    near = near_bytes / rate
+    if row.pairs and row.axes and torus is not None and near_bytes:
+        route = route_of(row.pairs, torus)
+        # `wire_bytes` is the mean over all devices, also of those that receive nothing.
+        message_bytes = row.wire_bytes * len(torus.slices) / len(row.pairs)
+        near = route.messages * message_bytes / chip.link_bytes_per_second
+        hops = route.hops
+        rate = near_bytes / near if near else rate
+        why = f"{route.messages:g} messages on a link, up to {hops} hops"
+
     far = row.dcn_bytes / chip.dcn_bytes_per_second * chip.devices_per_chip
     if not chip.torus_dims and row.group_size > chip.island_chips:
         # A replica group with more chips than one switch connects also uses the network
         # between switches.
         far += row.wire_bytes / chip.island_chips / chip.dcn_bytes_per_second
         why += f", and the network between islands of {chip.island_chips}"
-    return SecondsRow(row, near + far, far, rate, why)
+
+    calls = 1 if row.calls is None else row.calls
+    latency = calls * hops * chip.hop_seconds
+    return SecondsRow(
+        traffic=row,
+        seconds=near + far + latency,
+        dcn_seconds=far,
+        bytes_per_second=rate,
+        why=why,
+        latency_seconds=latency,
+    )
+
+
+def _hops(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]]) -> int:
+    """The hops from one end of a replica group to the other, dimension by dimension; 1
+    through a switch, and where the dimensions are not known. An all-reduce goes there
+    and back.
+    """
+    rings = [ring for axis in row.axes for ring in axes.get(axis, ())]
+    hops = 0
+    for ring in rings:
+        hops += ring.size // 2 if ring.closed else ring.size - 1
+    rounds = 2 if row.kind == "all-reduce" else 1
+    return rounds * max(1, hops)
 
 
 def _rate(

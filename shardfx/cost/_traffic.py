@@ -293,6 +293,10 @@ class _ModuleReader:
         wire = runs.count * collective.wire_bytes(self.positions.numbers)
         shares = self.shares(instruction, collective, round(wire))
         stack = self.origins.frames(instruction)
+        pairs: list[tuple[int, int]] = []
+        if kind == "collective-permute":
+            for group in collective.groups:
+                pairs += [(int(ends[0]), int(ends[-1])) for ends in group]
         return TrafficRow(
             kind=kind,
             wire_bytes=round(wire),
@@ -310,6 +314,7 @@ class _ModuleReader:
             arrays=tuple(map(str, collective.arrays)),
             phase=instruction.phase,
             callback=self.origins.callback(instruction),
+            pairs=tuple(pairs),
         )
 
     def kind_of(self, instruction: Instruction, collective: Collective) -> str:

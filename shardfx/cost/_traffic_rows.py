@@ -61,6 +61,8 @@ class TrafficRow:
     - `phase`: "forward", "backward" or "recomputed"; "" if JAX does not name the pass.
     - `callback`: the callback to Python for which alone the collective sends, such as
       "jax.debug.print"; else "". Without the callback, the collective is gone.
+    - `pairs`: of a permute, the sender and the receiver of each message, as positions in
+      the mesh; empty for other kinds.
     """
 
     __module__ = "shardfx.cost"
@@ -81,6 +83,7 @@ class TrafficRow:
     arrays: tuple[str, ...] = ()
     phase: Phase = ""
     callback: str = ""
+    pairs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -204,7 +204,8 @@ def test_a_gather_takes_its_bytes_over_the_links_of_its_ring():
     assert seconds(sent, chip, mesh, slice="1x1x8").rows[0].bytes_per_second == 2e9
     assert seconds(sent, chip, mesh, slice="1x2x4").rows[0].bytes_per_second == 3e9
     assert seconds(sent, chip, mesh, slice="1x1x8").seconds == pytest.approx(
-        row.wire_bytes / 2e9
+        # Four hops of 1 us go half around the ring.
+        row.wire_bytes / 2e9 + 4e-6
     )
     # v5e closes none but rings of 16.
     assert seconds(sent, "v5e", mesh, slice="1x8").rows[0].bytes_per_second == 45e9
@@ -240,7 +241,8 @@ def test_the_worked_answers_of_an_all_to_all_and_of_slices():
     # On a ring an exchange of an array of V bytes takes V / 4 of the ring's bandwidth,
     # both ways (Scaling book, 3).
     estimate = seconds(sent, "v4", mesh, slice="1x1x8")
-    assert estimate.seconds == pytest.approx(1024 * 1024 * 4 * 7 / 8 / 4 / (2 * 45e9))
+    bytes_over_bandwidth = 1024 * 1024 * 4 * 7 / 8 / 4 / (2 * 45e9)
+    assert estimate.seconds == pytest.approx(bytes_over_bandwidth + 4e-6)
     across = dataclasses.replace(
         sent, rows=(dataclasses.replace(row, dcn_bytes=row.wire_bytes // 2),)
     )
