@@ -1,9 +1,10 @@
-"""`python -m benchmarks.gpu FILE`: what one accelerator shows: offload, loading, moves
-between platforms, jit.
+"""`python -m benchmarks gpu`: what the accelerators of a machine show: offload, loading,
+moves between platforms, jit; and with eight of them, moves between these beside the
+times that `cost.seconds` predicts.
 
-A suite like the others, but run alone: it needs no library but JAX and what shardfx
-itself needs, and measures an accelerator beside eight devices of the CPU. With
-`--quick` it is a trial run, on the CPU if there is nothing else.
+It needs no library but JAX and what shardfx itself needs, and writes its results into a
+file to send. With `--quick` it is a trial run, on the CPU if there is nothing else.
+`python -m benchmarks.gpu FILE` measures one accelerator alone.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from shardfx import PathRules, ShardPlan, checkpoint, filter_jit, plan
 from shardfx._reshard.mover import reshard
 
-from . import _machine, _report, reshard_trees
+from . import _machine, _report, reshard as moves, reshard_trees
 from ._case import Case, Entry, Finding, Floor, Limit, Race, Rival, Skip, Value
 from ._progress import Progress
 from ._runner import Options, run_suite
@@ -37,7 +38,15 @@ SUMMARY = (
 LEAVES = 32
 
 
-def main(arguments: list[str]) -> int:
+FILE = Path("shardfx-accelerators.json")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    moves.chip_argument(parser)
+    parser.set_defaults(json=FILE)
+
+
+def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=SUMMARY
     )
@@ -45,7 +54,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="small sizes and few repeats"
     )
-    flags = parser.parse_args(arguments)
+    moves.chip_argument(parser)
+    flags = parser.parse_args(words)
     jax.config.update("jax_num_cpu_devices", 8)
     text, failed = results(
         Options(flags.quick, 3 if flags.quick else 9, jax.devices()[:1], flags)
@@ -97,6 +107,7 @@ def cases(options: Options) -> list[Entry]:
             ft.partial(_step, device, 256 if quick else 8192),
             (Limit("speedup.jax.jit", at_least=0.9),),
         ),
+        *moves.single_moves(options),
     ]
 
 

@@ -16,18 +16,20 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
+from shardfx import chips
 from shardfx._reshard.mover import reshard, resharded
 from shardfx._reshard.reshard_planning import plan_reshard
 from shardfx._reshard.shardings import layout
 from shardfx._reshard.steps.layout import StepLayout
 from shardfx._reshard.steps.redistribution import redistribute
+from shardfx.cost import seconds, traffic
 from shardfx.topology._mesh import MeshSpec
 
 from ._case import Apart, Case, Entry, Finding, Limit, Race, Rival, Skip, Value, memcpy
 from ._machine import fresh_process
 from ._pairs import compiled, placed, simulated
 from ._peers import device_put, eformer, scalax, whole_jit
-from ._programs import planned
+from ._programs import lowered, planned, steps_program
 from ._runner import Options
 from ._states import equals, state_cases
 
@@ -98,6 +100,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --aot: arrays whose shards fill no tiles",
     )
+    chip_argument(parser)
+
+
+def chip_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--chip",
+        help="predict the time of moves for this chip (default: that of the devices)",
+    )
 
 
 def cases(options: Options) -> list[Entry]:
@@ -145,6 +155,18 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _races(options: Options) -> list[Entry]:
+    if len(options.devices) < 8:
+        return single_moves(options)
+    most = max(sum(map(math.prod, case.sizes)) for case in ALPA.values())
+    return [
+        *single_moves(options),
+        Apart("Alpa's cases between meshes", "benchmarks.reshard:between_meshes", most),
+        *state_cases(options),
+    ]
+
+
+def single_moves(options: Options) -> list[Entry]:
+    """Moves of one array on eight devices."""
     count = len(options.devices)
     if count < 8:
         return [Skip("single moves", f"they need 8 devices, and there are {count}")]
@@ -169,12 +191,17 @@ def _races(options: Options) -> list[Entry]:
         NamedSharding(mesh, P("y", "x")),
         NamedSharding(flat, P(None, None, "z")),
     )
-    most = max(sum(map(math.prod, case.sizes)) for case in ALPA.values())
-    return [
-        *(_case(name, shape, *layouts) for name, layouts in moves.items()),
-        Apart("Alpa's cases between meshes", "benchmarks.reshard:between_meshes", most),
-        *state_cases(options),
-    ]
+    chip = chip_of(options)
+    return [_case(name, shape, *layouts, chip) for name, layouts in moves.items()]
+
+
+def chip_of(options: Options) -> chips.Chip | None:
+    """The chip whose times are predicted; `None` if the devices are no known chips."""
+    if options.flags.chip is not None:
+        return chips.find(options.flags.chip)
+    kind = options.devices[0].device_kind
+    known = [chip for chip in chips.CHIPS if kind in chip.kinds]
+    return known[0] if known else None
 
 
 def between_meshes(options: Options) -> list[Entry]:
@@ -194,7 +221,12 @@ def between_meshes(options: Options) -> list[Entry]:
         )
         layouts = NamedSharding(source, case.source), NamedSharding(target, case.target)
         entries.append(
-            _case(f"Alpa's {number}, two meshes", _shape(case.shape, options), *layouts)
+            _case(
+                f"Alpa's {number}, two meshes",
+                _shape(case.shape, options),
+                *layouts,
+                chip=None,
+            )
         )
     return entries
 
@@ -204,15 +236,24 @@ def _shape(shape: tuple[int, int, int], options: Options) -> tuple[int, int, int
 
 
 def _case(
-    name: str, shape: tuple[int, ...], src: NamedSharding, dst: NamedSharding
+    name: str,
+    shape: tuple[int, ...],
+    src: NamedSharding,
+    dst: NamedSharding,
+    chip: chips.Chip | None,
 ) -> Case:
     return Case(
         f"{name}, {math.prod(shape) * 4 // 2**20} MiB",
-        ft.partial(_race, shape, src, dst),
+        ft.partial(_race, shape, src, dst, chip),
     )
 
 
-def _race(shape: tuple[int, ...], src: NamedSharding, dst: NamedSharding) -> Race:
+def _race(
+    shape: tuple[int, ...],
+    src: NamedSharding,
+    dst: NamedSharding,
+    chip: chips.Chip | None,
+) -> Race:
     values = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
     right = equals(values, dst)
     rivals = [
@@ -239,6 +280,8 @@ def _race(shape: tuple[int, ...], src: NamedSharding, dst: NamedSharding) -> Rac
             ", ".join(step.kind for step in plan.steps) or "nothing to do"
         )
         facts |= {"wire bytes": plan.wire_bytes, "lower bound": plan.lower_bound_bytes}
+        if chip is not None:
+            facts |= _predicted(shape, values.dtype, src, dst, chip)
     return Race(
         rivals=tuple(rivals),
         fresh=lambda: jax.block_until_ready(placed(values, src)),
@@ -246,6 +289,29 @@ def _race(shape: tuple[int, ...], src: NamedSharding, dst: NamedSharding) -> Rac
         floor=memcpy(values.nbytes),
         facts=facts,
     )
+
+
+def _predicted(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    src: NamedSharding,
+    dst: NamedSharding,
+    chip: chips.Chip,
+) -> dict[str, Value]:
+    """What `cost.seconds` says of the programs of two rivals on `chip`, beside which
+    their measured times stand.
+    """
+    mesh = MeshSpec.of(src.mesh)
+    programs = {
+        "shardfx, its program": steps_program(shape, dtype, src, dst),
+        "jax.jit": lambda x: x,
+    }
+    facts: dict[str, Value] = {}
+    for name, program in programs.items():
+        compiled = lowered(program, shape, dtype, src, dst).compile()
+        estimate = seconds(traffic(compiled, mesh), chip, mesh)
+        facts[f"predicted_seconds.{name}"] = estimate.seconds
+    return facts
 
 
 def _text(end: NamedSharding) -> str:
