@@ -277,7 +277,8 @@ def _nnx(module: Any, loss_of: Callable[..., jax.Array], *batch: Any) -> Model:
 
     def loss(params: Any, rest: Any, *batch: Any) -> jax.Array:
         # Statistics are computed, and stay as they are.
-        return loss_of(nnx.merge(definition, params, rest), *batch)
+        module = nnx.merge(definition, params, rest, copy=True)
+        return loss_of(module, *batch)
 
     return Model(params, loss, (rest, *batch))
 

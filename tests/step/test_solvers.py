@@ -1,7 +1,10 @@
 """Steps that solve differential and linear equations, by diffrax and lineax."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -11,6 +14,7 @@ import shardfx as sfx
 diffrax = pytest.importorskip("diffrax", reason="pip install '.[test-solvers]'")
 lineax = pytest.importorskip("lineax", reason="pip install '.[test-solvers]'")
 
+FAQ = pathlib.Path(__file__).parents[2] / "docs" / "faq.md"
 MESH = sfx.MeshSpec({"data": 8}).build(jax.devices())
 WEIGHTS = {"w": jnp.eye(4) * 0.5}
 ROWS = NamedSharding(MESH, P("data"))
@@ -99,3 +103,31 @@ def test_a_differential_equation_is_estimated_and_solved():
 def test_a_solve_is_checked_beside_one_device():
     check = sfx.testing.check_step(train(regularised), WEIGHTS, Y0)
     assert "changes none" in str(check)
+
+
+def test_a_solve_runs_on_explicit_axes():
+    """lineax compares the types of vectors, which have the mesh."""
+    mesh = jax.make_mesh((8,), ("data",))
+    plan = sfx.plan(WEIGHTS, mesh, paths=sfx.PathRules([("w", P())]))
+
+    def value(weights, y0):
+        operator = lineax.FunctionLinearOperator(
+            lambda y: weights["w"] @ (weights["w"].T @ y) + y,
+            jax.ShapeDtypeStruct((4,), jnp.float32),
+            lineax.positive_semidefinite_tag,
+        )
+        solver = lineax.CG(rtol=1e-6, atol=1e-6)
+        solve = jax.vmap(lambda y: lineax.linear_solve(operator, y, solver).value)
+        return jnp.mean(solve(y0) ** 2)
+
+    weights = sfx.shard(WEIGHTS, plan)
+    y0 = jax.device_put(np.asarray(Y0), NamedSharding(mesh, P("data")))
+    error = "structures do not match"
+    assert error in FAQ.read_text()
+    with pytest.raises(ValueError, match=error):
+        jax.eval_shape(value, weights, y0)
+    typed = sfx.auto.auto_axes(jax.grad(value), plan, out=plan.specs)
+    gradient = jax.jit(typed)(weights, y0)
+    assert not sfx.misplaced(gradient, plan)
+    expected = jax.grad(value)(WEIGHTS, np.asarray(Y0))
+    np.testing.assert_allclose(gradient["w"], expected["w"], rtol=1e-4, atol=1e-6)
