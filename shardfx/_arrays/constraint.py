@@ -154,7 +154,9 @@ def constrain(
         )
     check_plan("plan", plan, "constrain(x, names, plan)")
     if names_or_spec is None:
-        return (x, Decision(PartitionSpec())) if explain else x
+        if explain:
+            return (x, Decision(PartitionSpec()))
+        return x
     if not isinstance(x, Tracer) and is_tracing():
         # A constant of the traced function, which becomes a traced value.
         x = jax.device_put(x)
@@ -165,7 +167,8 @@ def constrain(
         if kind != AxisType.Manual
     }
     sizes = MeshSpec([(name, mesh.shape[name]) for name in free], axis_types=free)
-    strict = plan.strict if strict is None else strict
+    if strict is None:
+        strict = plan.strict
     decision = decision_for(
         names_or_spec, x.shape, plan.content, sizes, strict, unmatched
     )
@@ -188,7 +191,9 @@ def constrain(
                 x = constraint(x, NamedSharding(mesh, _only(decision.spec, axes, kind)))
     else:
         x = _constrained_outside(x, decision.spec, mesh)
-    return (x, decision) if explain else x
+    if explain:
+        return (x, decision)
+    return x
 
 
 def _in_order(decision: Decision, kinds: dict[str, AxisType], strict: bool) -> Decision:
@@ -235,7 +240,9 @@ def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return planned
     if not isinstance(x, Tracer):
-        return planned if plan.jax_mesh is not None else sharding.mesh
+        if plan.jax_mesh is not None:
+            return planned
+        return sharding.mesh
     if [*sharding.mesh.shape.items()] != [*planned.shape.items()]:
         raise PlanMismatchError(
             f"the array lies on a mesh {MeshSpec.of(sharding.mesh)}, but the plan is"
@@ -247,7 +254,9 @@ def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
     is_typed_so = (
         plan.jax_mesh is not None and sharding.mesh == plan.jax_mesh.abstract_mesh
     )
-    return planned if is_typed_so else sharding.mesh
+    if is_typed_so:
+        return planned
+    return sharding.mesh
 
 
 def _only(spec: PartitionSpec, axes: Sequence[str], kind: AxisType) -> PartitionSpec:
@@ -271,7 +280,9 @@ def _constrained_outside(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh)
             f" type {type(x).__name__} and shape {x.shape}, lies on no mesh of them,"
             " and the plan has none; use `plan.on(plan.mesh.build(jax.devices()))`."
         )
-    memory_kind = x.sharding.memory_kind if isinstance(x, jax.Array) else None
+    memory_kind = None
+    if isinstance(x, jax.Array):
+        memory_kind = x.sharding.memory_kind
     sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
     if any(entry is UNCONSTRAINED for entry in entries_of(spec)):
         return jax.lax.with_sharding_constraint(x, sharding)

@@ -120,7 +120,9 @@ def spread(form: object, tree: object, what: str, *, shapes: bool = True) -> lis
     shardings: list[Any] = []
     for (path, entry), part in zip(entries, parts, strict=True):
         place = jax.tree_util.keystr(path, simple=True, separator="/")
-        subject = f"`{place}` of {what}" if place else what
+        subject = what
+        if place:
+            subject = f"`{place}` of {what}"
         shardings += _below(entry, part, subject, shapes)
     return shardings
 
@@ -143,7 +145,9 @@ def _below(entry: object, part: object, what: str, shapes: bool) -> list[Any]:
                 entry.check_compatible_aval(leaf.shape)
                 entry.shard_shape(leaf.shape)
             except ValueError as error:
-                leaf_name = f"its leaf `{path}`" if path else "it"
+                leaf_name = "it"
+                if path:
+                    leaf_name = f"its leaf `{path}`"
                 raise PlanMismatchError(
                     f"the sharding of {what} does not fit {leaf_name},"
                     f" {leaf.dtype}{list(leaf.shape)}: the spec is {entry.spec} on a"
@@ -242,11 +246,9 @@ def donated_by_key(donate: Any, keys: Keys) -> Table:
         "warn-except-first",
     ):
         every = donate not in (False, "none")
-        exceptions = (
-            {0: False}
-            if isinstance(donate, str) and donate.endswith("-except-first")
-            else {}
-        )
+        exceptions = {}
+        if isinstance(donate, str) and donate.endswith("-except-first"):
+            exceptions = {0: False}
         return {int: every, str: every} | exceptions
     names = _positional(keys)
     is_variadic = int in keys.values()

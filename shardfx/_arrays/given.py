@@ -86,7 +86,9 @@ def check_given(arrays: Iterable[Given]) -> None:
         # JAX copies an array that is not committed, and the program donates the copy.
         if first is not array and is_donated and array.sharding is not None:
             are_donated = first.is_donated and array.is_donated
-            donated = "both are" if are_donated else "one of them is"
+            donated = "one of them is"
+            if are_donated:
+                donated = "both are"
             raise PlanMismatchError(
                 f"{first.name} and {array.text} are one array, and"
                 f" {donated} donated: the"
@@ -145,7 +147,9 @@ def _in_order(sharding: object) -> tuple[Any, ...]:
     """
     if isinstance(sharding, NamedSharding):
         mesh = sharding.mesh
-        return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else ()
+        if isinstance(mesh, Mesh):
+            return tuple(mesh.devices.flat)
+        return ()
     if not isinstance(sharding, Sharding):
         return ()
     return tuple(sorted(sharding.device_set, key=lambda device: device.id))
@@ -163,7 +167,9 @@ def _listed(sharding: object) -> str:
     ids = [device.id for device in _in_order(sharding)]
     if not ids:
         return ""
-    noun = "device" if len(ids) == 1 else "devices"
+    noun = "devices"
+    if len(ids) == 1:
+        noun = "device"
     text = str(ids)
     if len(ids) > 16:
         text = f"{str(ids[:16])[:-1]}, ...]"
@@ -202,7 +208,9 @@ def has_same_shards(first: Sharding, second: Sharding, shape: tuple[int, ...]) -
 def memory_kind(sharding: Sharding) -> str | None:
     """The memory kind of a sharding; `None` for the default memory of the devices."""
     kind = sharding.memory_kind
-    return None if kind in (None, "device", "unpinned_host") else kind
+    if kind in (None, "device", "unpinned_host"):
+        return None
+    return kind
 
 
 def _reductions(sharding: Sharding) -> tuple[frozenset[str], ...]:
@@ -217,7 +225,9 @@ def sharding_of(leaf: object) -> Sharding | None:
     """
     if isinstance(leaf, Tracer):
         return jax.typeof(leaf).sharding
-    return leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return leaf.sharding
+    return None
 
 
 def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
@@ -246,4 +256,6 @@ def without_devices(leaf: Any) -> jax.ShapeDtypeStruct:
         sharding.spec,
         memory_kind=memory_kind(sharding),
     )
-    return struct if is_abstract(sharding) else struct.update(sharding=abstract)
+    if is_abstract(sharding):
+        return struct
+    return struct.update(sharding=abstract)

@@ -150,4 +150,6 @@ def filter_jit(
         donate=donate,
         check=check,
     )
-    return decorator if fn is None else decorator(fn)
+    if fn is None:
+        return decorator
+    return decorator(fn)

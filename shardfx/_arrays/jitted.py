@@ -154,7 +154,9 @@ class Jitted(Generic[P, R]):
     ) -> Callable[Q, R]: ...
 
     def __get__(self, instance: Any, owner: object = None) -> Any:
-        return self if instance is None else ft.partial(self, instance)
+        if instance is None:
+            return self
+        return ft.partial(self, instance)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._is_abstract:
@@ -175,7 +177,9 @@ class Jitted(Generic[P, R]):
             if not isinstance(error, PlanMismatchError):
                 self._explain(error, static, arrays)
             raise
-        return out.rest.tree(*out.lists) if type(out) is Parted else out
+        if type(out) is Parted:
+            return out.rest.tree(*out.lists)
+        return out
 
     def lower(self, *args: object, **kwargs: object) -> Lowered[P, R]:
         """Traces and lowers the function for arguments or ShapeDtypeStructs."""
@@ -186,7 +190,9 @@ class Jitted(Generic[P, R]):
         devices.
         """
         form, static, arrays = self._bound(args, kwargs)
-        struct = without_devices if self._is_abstract else struct_of
+        struct = struct_of
+        if self._is_abstract:
+            struct = without_devices
         tree = static.tree(map(struct, arrays))
         given_arrays = self._given(*tree)
         traced = form.run.trace(static, *[entry.array for entry in given_arrays])
@@ -236,7 +242,9 @@ class Jitted(Generic[P, R]):
                 static, arrays, lambda: self.trace(*args, **kwargs)
             )
         out = compiled(*arrays)
-        return out.rest.tree(*out.lists) if type(out) is Parted else out
+        if type(out) is Parted:
+            return out.rest.tree(*out.lists)
+        return out
 
     def _bound(self, args: Any, kwargs: Any) -> tuple[_Form, Static, Sequence[Any]]:
         """The `_Form` for the structure of a call, its static argument (all that is no
@@ -257,7 +265,9 @@ class Jitted(Generic[P, R]):
             form = self._form(treedef, kinds)
             self._last = form
         values = [leaves[position] for position in form.statics]
-        parts = values + node_data(treedef) if form.has_data else values
+        parts = values
+        if form.has_data:
+            parts = values + node_data(treedef)
         parts_of_last, static = form.last
         if (
             static is None
@@ -266,7 +276,9 @@ class Jitted(Generic[P, R]):
         ):
             static = self._interned(Static(treedef, form.is_array, values), parts)
             form.last = (parts, static)
-        arrays = list(it.compress(leaves, form.is_array)) if values else leaves
+        arrays = leaves
+        if values:
+            arrays = list(it.compress(leaves, form.is_array))
         return form, static, arrays
 
     def _ready(self, args: Any, kwargs: Any) -> tuple[Any, Static, Sequence[Any]]:
@@ -523,4 +535,6 @@ def _is_array(leaf: object) -> bool:
 
 def _shown(key: int | str) -> str:
     """The text of an argument for messages: its position, or its name in backticks."""
-    return f"`{key}`" if isinstance(key, str) else f"{key}"
+    if isinstance(key, str):
+        return f"`{key}`"
+    return f"{key}"

@@ -78,7 +78,9 @@ class Misplaced(tuple[MisplacedArray, ...]):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rows = self._table() if self else ()
+        rows = ()
+        if self:
+            rows = self._table()
         return html_table(rows, right={"too much"}, below=[self._below()])
 
     def _below(self) -> str:
@@ -103,7 +105,9 @@ class Misplaced(tuple[MisplacedArray, ...]):
         rows: list[tuple[str, ...]] = [_HEADER]
         for (_, asked, live, excess, fix), alike in groups.items():
             for path, count in joined_exactly([row.path for row in alike]):
-                total = bytes_text(excess * count) if excess else "-"
+                total = "-"
+                if excess:
+                    total = bytes_text(excess * count)
                 rows.append((path, asked, live, total, fix))
         return rows
 
@@ -185,11 +189,9 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
 def _sharding(path: str, leaf: Any) -> Sharding | None:
     if isinstance(leaf, np.ndarray | np.generic):
         return None
-    return (
-        known_sharding((jax.tree_util.DictKey(path),), leaf)
-        if isinstance(leaf, Tracer)
-        else leaf.sharding
-    )
+    if isinstance(leaf, Tracer):
+        return known_sharding((jax.tree_util.DictKey(path),), leaf)
+    return leaf.sharding
 
 
 # The sharding, the shape and the dtype of an array.
@@ -231,7 +233,9 @@ def _held(described: _Described) -> int:
     array without a sharding.
     """
     sharding, shape, dtype = described
-    return 0 if sharding is None else array_bytes(sharding.shard_shape(shape), dtype)
+    if sharding is None:
+        return 0
+    return array_bytes(sharding.shard_shape(shape), dtype)
 
 
 def _text(described: _Described | None) -> str:
@@ -244,6 +248,6 @@ def _text(described: _Described | None) -> str:
     if not isinstance(sharding, NamedSharding):
         return f"{text} on {plural(len(sharding.device_set), 'device')}"
     text += f" {spec_text(entries_of(canonical(sharding.spec)))}"
-    return (
-        text if memory_kind(sharding) is None else f"{text} in {sharding.memory_kind}"
-    )
+    if memory_kind(sharding) is None:
+        return text
+    return f"{text} in {sharding.memory_kind}"

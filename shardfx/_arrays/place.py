@@ -160,7 +160,9 @@ def _gathered_leaf(path: Any, leaf: object) -> Any:
             " what the function returns; to have an array whole on every device"
             " inside, use `constrain(x, PartitionSpec(), plan)`."
         )
-    return _gathered(leaf) if isinstance(leaf, jax.Array) else leaf
+    if isinstance(leaf, jax.Array):
+        return _gathered(leaf)
+    return leaf
 
 
 def _gathered(leaf: jax.Array) -> Any:
@@ -241,11 +243,9 @@ def specs_of(tree: object) -> Any:
                 " PartitionSpec; place it with `shard(tree, plan)`, or use"
                 " `shardings_of`."
             )
-        return (
-            PartitionSpec()
-            if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
-            else None
-        )
+        if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            return PartitionSpec()
+        return None
 
     return jax.tree_util.tree_map_with_path(spec, tree)
 
@@ -271,7 +271,9 @@ def shardings_of(tree: object, mesh: Mesh | None = None) -> Any:
 
     def sharding(path: object, leaf: object) -> Sharding | None:
         if not isinstance(leaf, PartitionSpec):
-            return leaf if isinstance(leaf, Sharding) else known_sharding(path, leaf)
+            if isinstance(leaf, Sharding):
+                return leaf
+            return known_sharding(path, leaf)
         if mesh is None:
             raise PlanMismatchError(
                 f"the tree holds the bare spec {leaf}; pass the mesh that it is for:"
@@ -308,4 +310,6 @@ def known_sharding(path: object, leaf: object) -> Sharding | None:
 
 def _name(path: Any) -> str:
     where = jax.tree_util.keystr(path, simple=True, separator="/")
-    return f"array `{where}`" if where else "the array"
+    if where:
+        return f"array `{where}`"
+    return "the array"

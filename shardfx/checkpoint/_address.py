@@ -41,7 +41,9 @@ class Address(NamedTuple):
     @property
     def shown(self) -> str:
         """The address as errors show it."""
-        return f"{self.root}/{self.path}" if self.path else self.root
+        if self.path:
+            return f"{self.root}/{self.path}"
+        return self.root
 
     @property
     def parent(self) -> "Address":
@@ -53,7 +55,9 @@ class Address(NamedTuple):
         return self.path.rpartition("/")[2]
 
     def below(self, name: str) -> "Address":
-        path = f"{self.path}/{name}" if self.path else name
+        path = name
+        if self.path:
+            path = f"{self.path}/{name}"
         return self._replace(path=path)
 
 
@@ -147,7 +151,9 @@ def shown(place: object) -> str:
         parts = [place.get("bucket"), place.get("path")]
         path = "/".join(str(part) for part in parts if part)
         return repr(f"{place.get('driver')}://{path}")[:500]
-    text = os.fspath(place) if isinstance(place, os.PathLike) else place
+    text = place
+    if isinstance(place, os.PathLike):
+        text = os.fspath(place)
     if isinstance(text, str) and _ANY_URL.match(text):
         text = _without_secrets(text)
     return repr(text)[:500]

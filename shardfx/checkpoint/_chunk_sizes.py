@@ -204,6 +204,8 @@ def _begins(
         start = size - 16 * count - 4 * ("crc32c" in table)
     if start < 0:
         return []  # the reader reports a file that is too short for its table
-    dtype = ">u8" if member(table, "bytes", "endian") == "big" else "<u8"
+    dtype = "<u8"
+    if member(table, "bytes", "endian") == "big":
+        dtype = ">u8"
     numbers = np.frombuffer(file.read(16 * count, start), dtype)
     return [begin for begin in numbers[0::2].tolist() if begin < min(size, _NOT_STORED)]

@@ -350,7 +350,9 @@ def lines_of(leaves: Sequence[tuple[str, Any]]) -> list[str]:
     for path, value in leaves:
         # A value that is complete on every process may be on other devices on each.
         is_spread = isinstance(value, jax.Array) and not value.is_fully_addressable
-        sharding = value.sharding if is_spread else None
+        sharding = None
+        if is_spread:
+            sharding = value.sharding
         description = _described(value.dtype, value.shape, sharding)
         lines.append(f"leaf `{path}` is {description}")
     return lines

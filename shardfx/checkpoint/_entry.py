@@ -137,7 +137,9 @@ class ListedArray:
         """The number of bytes of the array; `None` if the index lacks its shape or
         dtype.
         """
-        return None if self.shape is None else _nbytes(self.shape, self.dtype)
+        if self.shape is None:
+            return None
+        return _nbytes(self.shape, self.dtype)
 
 
 # One array of a checkpoint, as an index lists it.
@@ -152,7 +154,9 @@ def itemsize(dtype: object) -> int:
 
 
 def _nbytes(shape: tuple[int, ...], dtype: object) -> int | None:
-    return None if dtype is None else math.prod(shape) * itemsize(dtype)
+    if dtype is None:
+        return None
+    return math.prod(shape) * itemsize(dtype)
 
 
 @ft.lru_cache(maxsize=256)
@@ -190,7 +194,9 @@ def fill(view: np.ndarray, values: np.ndarray, name: str) -> None:
         if is_checked and jnp.issubdtype(view.dtype, jnp.integer):
             _require_range(view.dtype, values, name)
         copy(view, values)
-        changed = _changed(view, values) if is_checked else None
+        changed = None
+        if is_checked:
+            changed = _changed(view, values)
     if changed is not None and changed.any():
         raise CheckpointError(
             f"array {quoted(name)} holds {values[changed][0]}, which is no number of"
@@ -200,14 +206,18 @@ def fill(view: np.ndarray, values: np.ndarray, name: str) -> None:
 
 
 def _require_range(dtype: object, values: np.ndarray, name: str) -> None:
-    number = int if jnp.issubdtype(values.dtype, jnp.integer) else float
+    number = float
+    if jnp.issubdtype(values.dtype, jnp.integer):
+        number = int
     low = number(values.min())
     high = number(values.max())
     least = int(jnp.iinfo(dtype).min)
     most = int(jnp.iinfo(dtype).max)
     # With this comparison NaN is out of range, since each comparison with it is false.
     if not (least <= low and high <= most):
-        value = high if least <= low else low
+        value = low
+        if least <= low:
+            value = high
         raise CheckpointError(
             f"array {quoted(name)} holds {value}, and {dtype}"
             f" goes from {least} to {most}; plan a wider dtype for it. 64-bit ones need"

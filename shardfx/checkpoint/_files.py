@@ -270,7 +270,9 @@ def parsed_json(data: bytes, where: str) -> Any:
     """
     try:
         text = data.decode("utf-8")
-        parse_int = _whole if _may_hold_odd_integers(data) else int
+        parse_int = int
+        if _may_hold_odd_integers(data):
+            parse_int = _whole
         hooks = {
             "parse_constant": _finite,
             "parse_float": _finite,
@@ -286,7 +288,9 @@ def parsed_json(data: bytes, where: str) -> Any:
     except ValueError as error:
         # Python's text of the value would escape the character that a terminal cannot
         # show.
-        reason = "it is not UTF-8" if isinstance(error, UnicodeError) else error
+        reason = error
+        if isinstance(error, UnicodeError):
+            reason = "it is not UTF-8"
         raise CheckpointError(
             f"{where} is no valid JSON: {reason}. The file is damaged, or of another"
             " format."
@@ -374,7 +378,9 @@ def read_json(where: Place, real: str, limit_bytes: int = 100_000_000) -> Any:
         size = file.known_size
         if size is not None and size > limit_bytes:
             raise _too_large(real, f"{size} bytes", limit_bytes)
-        most_bytes = limit_bytes if size is None else size
+        most_bytes = size
+        if most_bytes is None:
+            most_bytes = limit_bytes
         data = file.read(most_bytes + 1, 0)
     if len(data) > limit_bytes:
         raise _too_large(real, f"{len(data)} bytes or more", limit_bytes)

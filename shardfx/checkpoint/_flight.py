@@ -85,7 +85,9 @@ class Unit(NamedTuple):
         """The bytes of host memory that the boxes occupy until they are copied to
         devices; 0 on CPUs.
         """
-        return 0 if self.kind.is_on_cpu else self.nbytes
+        if self.kind.is_on_cpu:
+            return 0
+        return self.nbytes
 
 
 def units_of(
@@ -110,7 +112,9 @@ def units_of(
             f" `{path}`, {largest} bytes; allow at least that, or cut the leaf over"
             " more devices."
         )
-    limit = max(_STAGING_BYTES, largest) if asked_limit is None else asked_limit
+    limit = asked_limit
+    if limit is None:
+        limit = max(_STAGING_BYTES, largest)
     units = []
     for unit in sorted(
         whole, key=lambda unit: [position(entry) for entry in unit.leaf.entries[:1]]
@@ -134,7 +138,9 @@ def units_of(
 
 
 def position(entry: FileArray | StoreArray) -> tuple[str, int]:
-    offset = entry.offset if isinstance(entry, FileArray) else 0
+    offset = 0
+    if isinstance(entry, FileArray):
+        offset = entry.offset
     return entry.file, offset
 
 

@@ -106,11 +106,12 @@ def _read_local(path: str, root: str | os.PathLike[str] | None) -> Index:
 
 def _nothing_at(path: str) -> CheckpointError:
     is_on_hub = path.count("/") == 1 and all(path.split("/")) and path[0] not in "./~"
-    hub = (
-        f" A model of the Hugging Face hub is downloaded first: `hf download {path}`."
-        if is_on_hub
-        else ""
-    )
+    hub = ""
+    if is_on_hub:
+        hub = (
+            " A model of the Hugging Face hub is downloaded first: `hf download"
+            f" {path}`."
+        )
     return CheckpointError(
         f"there is no checkpoint at {path!r}; give a directory, or a .safetensors"
         f" file.{hub}"
@@ -209,11 +210,9 @@ def _indexed(
 
 
 def _location(entry: ArrayEntry) -> str:
-    return (
-        entry.key
-        if isinstance(entry, StoreArray) and entry.key is not None
-        else entry.file
-    )
+    if isinstance(entry, StoreArray) and entry.key is not None:
+        return entry.key
+    return entry.file
 
 
 def _read_store(address: Address, timeout_seconds: float) -> Index:

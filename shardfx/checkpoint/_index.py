@@ -190,7 +190,9 @@ def below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
     selected = []
     prefixes: dict[str, None] = {}
     for entry in index.entries:
-        group = None if isinstance(entry, FileArray) else entry.group
+        group = None
+        if not isinstance(entry, FileArray):
+            group = entry.group
         prefixes[group or entry.path.split("/")[0]] = None
         is_below = group is None and entry.path.startswith(f"{prefix}/")
         if group == prefix or is_below:
@@ -253,6 +255,6 @@ def some(paths: Iterable[str]) -> str:
     """The first five of the paths as text, and the number of the others."""
     names = list(paths)
     shown = ", ".join(map(quoted, names[:5]))
-    return (
-        f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "no arrays"
-    )
+    if len(names) > 5:
+        return f"{shown} and {len(names) - 5} more"
+    return shown or "no arrays"

@@ -168,7 +168,9 @@ def _raise_unreadable(
         return
     lines = []
     for path, problem in problems[:_SHOWN]:
-        text = _absent(index, path) if problem is None else problem
+        text = problem
+        if text is None:
+            text = _absent(index, path)
         lines.append(f"leaf `{printable(path)}`: {text}")
     if len(problems) > _SHOWN:
         lines.append(f"and {len(problems) - _SHOWN} more")
@@ -234,11 +236,15 @@ def _by_map(
     # The dtype of a leaf is decided below, by the rules of all loading.
     structs = {}
     for path, planned in target.arrays:
-        leaf_dtype = planned.dtype if dtype is None else None
+        leaf_dtype = None
+        if dtype is None:
+            leaf_dtype = planned.dtype
         structs[path] = Struct(tuple(planned.shape), leaf_dtype)
     routes: dict[int, str] = {}
     for other in target.others:
-        route = copied_from(map.steps, other.path) if other.is_number else None
+        route = None
+        if other.is_number:
+            route = copied_from(map.steps, other.path)
         if route is not None and route in source:
             routes[other.position] = route
             structs[other.path] = Struct((), source[route].dtype)
@@ -483,7 +489,9 @@ def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
             " cast to the plan's dtypes, or `dtype=...` for all floating-point"
             " arrays."
         )
-    dtype = jnp.dtype(asked) if is_asked_for else planned
+    dtype = planned
+    if is_asked_for:
+        dtype = jnp.dtype(asked)
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise CheckpointError(
             f"{what} would be {dtype}, which JAX holds only under"

@@ -129,13 +129,17 @@ def _left_in_store(
         data, _, name = key.rpartition("/")
         if _DATA.fullmatch(data):
             match = _OBJECT.fullmatch(name)
-            nbytes = int(match[1]) if match else 0
+            nbytes = 0
+            if match:
+                nbytes = int(match[1])
             sizes[data] = sizes.get(data, 0) + nbytes
     unnamed = []
     for data in sorted(sizes):
         match = _DATA.fullmatch(data)
         assert match is not None
-        target = address.below(match[1]) if match[1] else address
+        target = address
+        if match[1]:
+            target = address.below(match[1])
         age_seconds = max(0.0, now - int(match[2]))
         name = data.rpartition("/")[2]
         if age_seconds < older_than_seconds or _is_named(target, name):

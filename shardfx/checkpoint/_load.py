@@ -229,7 +229,9 @@ def load(
     # If a writer replaces a file meanwhile, it is read again from its header on. With
     # several processes, one process alone must not do this: it might load another file
     # than the others.
-    tries = 1 if isinstance(path, Index) or jax.process_count() > 1 else _TRIES
+    tries = _TRIES
+    if isinstance(path, Index) or jax.process_count() > 1:
+        tries = 1
     for further_tries in reversed(range(tries)):
         try:
             index = _index_of(path, root, timeout_seconds)
@@ -445,8 +447,6 @@ def _assembled(landed: Flight, number: int, leaf: LeafToLoad) -> jax.Array:
         )
     else:
         array = array_of(leaf.shape, leaf.dtype, leaf.sharding, *landed.filled[number])
-    return (
-        array
-        if leaf.keys is None
-        else jax.random.wrap_key_data(array, impl=implementation(leaf.keys))
-    )
+    if leaf.keys is None:
+        return array
+    return jax.random.wrap_key_data(array, impl=implementation(leaf.keys))

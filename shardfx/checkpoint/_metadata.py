@@ -122,7 +122,9 @@ def _number(row: object, path: str, where: str) -> Any:
             try:
                 if kind == "bool":
                     return {"True": True, "False": False}[text]
-                return int(text, 0) if kind == "int" else _KINDS[kind](text)
+                if kind == "int":
+                    return int(text, 0)
+                return _KINDS[kind](text)
             except (ValueError, KeyError):
                 pass
     raise CheckpointError(

@@ -123,7 +123,9 @@ def _value(cursor: _Cursor, depth: int) -> Any:
         raise cursor.damaged(f"it is nested more than {_MOST_NESTED} deep")
     code = cursor.number(1)
     if code <= 0x7F or code >= 0xE0:
-        return code if code <= 0x7F else code - 256
+        if code <= 0x7F:
+            return code
+        return code - 256
     if code <= 0x8F:
         return _map(cursor, code & 15, depth)
     if code <= 0x9F:

@@ -156,13 +156,17 @@ def _here(leaf: OtherLeaf) -> str:
 def _held(path: str, saved: Mapping[str, Any], entry: ArrayEntry | None) -> str | None:
     if path in saved:
         return f"the number {saved[path]!r:.60}"
-    return None if entry is None else _array(entry)
+    if entry is None:
+        return None
+    return _array(entry)
 
 
 def _array(entry: ArrayEntry) -> str:
     if entry.shape is None:
         return f"an array of {printable(entry.stored)}"
-    dtype = printable(entry.stored) if entry.dtype is None else entry.dtype
+    dtype = entry.dtype
+    if dtype is None:
+        dtype = printable(entry.stored)
     return f"the array {dtype}{list(entry.shape)}"
 
 

@@ -27,7 +27,9 @@ def open_files(
     `read_limit_bytes` bounds the bytes of requests to a store that are under way.
     """
     if isinstance(where, ObjectPlace):
-        limit_bytes = READ_LIMIT_BYTES if read_limit_bytes is None else read_limit_bytes
+        limit_bytes = read_limit_bytes
+        if limit_bytes is None:
+            limit_bytes = READ_LIMIT_BYTES
         with open_objects(where, limit_bytes, gap_bytes) as objects:
             yield objects
         return

@@ -81,7 +81,9 @@ def _saved_parts(file: str, header: Header) -> dict[str, SavedPart]:
     sizes = {array.path: array.shape for array in header.arrays}
     parts = {}
     for name, row in content.items():
-        part = _saved_part(row, sizes[name]) if name in sizes else None
+        part = None
+        if name in sizes:
+            part = _saved_part(row, sizes[name])
         if part is None:
             raise _damaged(name, file, "its entry says of no array where it is a part")
         parts[name] = part
@@ -97,7 +99,9 @@ def _saved_part(row: object, size: tuple[int, ...]) -> SavedPart | None:
             part = SavedPart(
                 path=path, shape=tuple(shape), start=tuple(start), size=size
             )
-            return part if _is_inside(part) else None
+            if _is_inside(part):
+                return part
+            return None
     return None
 
 

@@ -147,7 +147,8 @@ def plan_reads(
         assert [process.read_bytes for process in reads.processes] == [4096] * 4
         ```
     """
-    gap_bytes = index.place.gap_bytes if gap_bytes is None else gap_bytes
+    if gap_bytes is None:
+        gap_bytes = index.place.gap_bytes
     to_load = leaves_to_load(index, plan, dtype, map, unread)
     reads_by_kind: dict[object, Mapping[int, tuple[int, int, int]]] = {}
     totals: dict[int, list[int]] = {}
@@ -179,7 +180,9 @@ def _kind_of(leaf: LeafToLoad) -> tuple[object, ...]:
         return (leaf.shape, leaf.sharding, leaf.dtype, leaf.path)
     stored = []
     for entry in leaf.entries:
-        chunks = entry.chunks if isinstance(entry, StoreArray) else None
+        chunks = None
+        if isinstance(entry, StoreArray):
+            chunks = entry.chunks
         stored.append((entry.dtype, entry.shape, chunks))
     return (leaf.shape, leaf.sharding, leaf.dtype, *stored)
 
@@ -233,6 +236,9 @@ def _boxes_of(
         )
     boxes_by_process: dict[int, dict[Box, None]] = {}
     for device, box in shard_boxes(sharding, shape).items():
-        process = device * count // size if is_abstract else device.process_index
+        if is_abstract:
+            process = device * count // size
+        else:
+            process = device.process_index
         boxes_by_process.setdefault(process, {})[box] = None
     return {process: tuple(boxes) for process, boxes in boxes_by_process.items()}

@@ -225,7 +225,9 @@ def spans_of(
     `in_place` is whether the boxes have the dtype and the order of the file, so that no
     bytes are copied.
     """
-    run_bytes = RUN_BYTES if in_place else COPY_BYTES
+    run_bytes = COPY_BYTES
+    if in_place:
+        run_bytes = RUN_BYTES
     return tuple(
         spans(
             shape,

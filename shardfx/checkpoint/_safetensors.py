@@ -76,7 +76,9 @@ def stored_name(dtype: DType) -> str | None:
     dtype = np.dtype(dtype)
     if dtype in NAMES:
         return NAMES[dtype]
-    return "U8" if dtype.name in OTHER else None
+    if dtype.name in OTHER:
+        return "U8"
+    return None
 
 
 class Header(NamedTuple):
@@ -147,7 +149,8 @@ def parse_header(data: bytes, buffer_bytes: int | None, file: str) -> Header:
             f"the header of {file!r} is no JSON object; the file is of another format."
         )
     metadata = content.pop(METADATA, None)
-    metadata = {} if metadata is None else metadata
+    if metadata is None:
+        metadata = {}
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
@@ -162,11 +165,9 @@ def parse_header(data: bytes, buffer_bytes: int | None, file: str) -> Header:
     reached = base
     for array in arrays:
         if array.offset != reached:
-            problem = (
-                "overlaps the one before it"
-                if array.offset < reached
-                else "leaves a hole before it"
-            )
+            problem = "leaves a hole before it"
+            if array.offset < reached:
+                problem = "overlaps the one before it"
             raise CheckpointError(
                 f"tensor {quoted(array.path)} in {file!r} starts at byte"
                 f" {array.offset - base} of the buffer and {problem}, which ends at"
@@ -267,7 +268,9 @@ def _count(shape: list[int]) -> int:
     size fails.
     """
     partial = list(it.accumulate(shape, operator.mul, initial=1))
-    return max(partial) if max(partial) >= 2**64 else partial[-1]
+    if max(partial) >= 2**64:
+        return max(partial)
+    return partial[-1]
 
 
 def renamed(
@@ -277,11 +280,15 @@ def renamed(
     `metadata[DTYPES_KEY]` names by their path.
     """
     if DTYPES_KEY not in metadata:
-        return arrays if isinstance(arrays, FileTable) else tuple(arrays)
+        if isinstance(arrays, FileTable):
+            return arrays
+        return tuple(arrays)
     named = parsed_json(metadata[DTYPES_KEY].encode(), f"`{DTYPES_KEY}` in a header")
     retyped = []
     for array in arrays:
-        kind = named.get(array.path) if isinstance(named, dict) else None
+        kind = None
+        if isinstance(named, dict):
+            kind = named.get(array.path)
         if array.stored == "U8" and isinstance(kind, str) and kind in OTHER:
             array = dataclasses.replace(array, dtype=OTHER[kind])
         elif (keys := key_named(kind)) is not None:
@@ -292,7 +299,9 @@ def renamed(
 
 def _short(value: object) -> str:
     text = repr(value)
-    return text if len(text) < 80 else f"{text[:80]}..."
+    if len(text) < 80:
+        return text
+    return f"{text[:80]}..."
 
 
 def write_header(

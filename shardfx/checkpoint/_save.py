@@ -243,7 +243,9 @@ def content_of(
             LeafTypeError,
             "give what `shardfx.plan(tree, mesh, ...)` makes, or no plan",
         )
-    tree_plan = plan_of_arrays(tree) if plan is None else plan
+    tree_plan = plan
+    if tree_plan is None:
+        tree_plan = plan_of_arrays(tree)
     leaves = leaves_to_save(tree, tree_plan)
     # Nothing compares the lines of a process that is alone.
     has_others = jax.process_count() > 1
@@ -275,7 +277,9 @@ def content_of(
 
 
 def _short_digest(value: TreeMap | ShardPlan | None) -> str:
-    return "nothing" if value is None else value.digest[:12]
+    if value is None:
+        return "nothing"
+    return value.digest[:12]
 
 
 def write(
@@ -326,7 +330,9 @@ def _write_files(
     """Writes the content of a save to a file or a directory."""
     overwrite = options.overwrite
     is_file = path.endswith(".safetensors")
-    file_bytes = _FILE_BYTES if options.file_bytes is None else options.file_bytes
+    file_bytes = options.file_bytes
+    if file_bytes is None:
+        file_bytes = _FILE_BYTES
     compared = {
         "path": repr(path),
         "overwrite": repr(bool(overwrite)),
@@ -433,7 +439,9 @@ def _layout(
     bytes or one larger array. If `file_bytes` is `None`, `staging` is the only file.
     `extra` is the metadata for all headers.
     """
-    most = float("inf") if file_bytes is None else file_bytes
+    most = float("inf")
+    if file_bytes is not None:
+        most = file_bytes
     names = [name for name, _ in leaves.arrays]
     values = [value for _, value in leaves.arrays]
     sizes = [_nbytes(value) for value in values]

@@ -96,7 +96,9 @@ def spans(
     cut = _last_cut([box for _, box in nonempty], shape)
     for hull, members in _groups(nonempty, cut, strides, gap_bytes):
         is_in_place = all(stop - start == 1 for start, stop in hull[:cut])
-        limit = run_bytes if is_in_place else copy_bytes
+        limit = copy_bytes
+        if is_in_place:
+            limit = run_bytes
         for piece, row_dim in _pieces(hull, 0, strides, itemsize, gap_bytes, limit):
             yield _span(piece, row_dim, members, strides, itemsize)
 
@@ -181,7 +183,9 @@ def _pieces(
         step = max(1, min(limit // row_bytes, _MOST_RUNS))
     else:
         step = max(1, limit // strides[dim])
-    row_dim = dim if has_gaps else None
+    row_dim = None
+    if has_gaps:
+        row_dim = dim
     for index in range(start, stop, step):
         yield (*outer, (index, min(index + step, stop)), *inner), row_dim
 

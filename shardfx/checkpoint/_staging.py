@@ -38,11 +38,9 @@ def begin(
     if os.path.lexists(path) and not (
         is_file and overwrite and not os.path.isdir(path)
     ):
-        hint = (
-            "pass `overwrite=True` to replace it"
-            if is_file and os.path.isfile(path)
-            else "save to a new name"
-        )
+        hint = "save to a new name"
+        if is_file and os.path.isfile(path):
+            hint = "pass `overwrite=True` to replace it"
         why = (
             " `overwrite=True` replaces .safetensors files: a directory cannot be"
             " replaced at once."

@@ -108,7 +108,9 @@ def _damaged(where: Place, kind: Any) -> CheckpointError:
 def _listed(where: Place) -> str:
     names = where.names()
     shown = ", ".join(map(quoted, names[:8]))
-    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
+    if len(names) > 8:
+        return f"{shown} and {len(names) - 8} more"
+    return shown
 
 
 def _directory_name(spec: dict[str, Any]) -> str | None:

@@ -108,18 +108,17 @@ def _resolved(
                 " `mesh=`."
             )
         if is_corrected and array.shape is not None:
-            asked = correct(
-                PartitionSpec(*entries_of(asked)[: len(array.shape)]), array.shape, mesh
-            ).spec
+            entries = entries_of(asked)[: len(array.shape)]
+            asked = correct(PartitionSpec(*entries), array.shape, mesh).spec
         elif is_corrected and entries_of(asked):
             raise CheckpointError(
                 f"the checkpoint does not say the shape of {quoted(path)}, so {asked}"
                 " cannot be corrected to it; give a function as `default`, or a"
                 " Sharding."
             )
-        asked = NamedSharding(
-            mesh.abstract() if isinstance(mesh, MeshSpec) else mesh, asked
-        )
+        if isinstance(mesh, MeshSpec):
+            mesh = mesh.abstract()
+        asked = NamedSharding(mesh, asked)
     if not isinstance(asked, Sharding):
         raise LeafTypeError(
             f"leaf `{path}`: {type(asked).__name__} is no sharding; give a Sharding, a"
@@ -194,20 +193,20 @@ def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTre
             " them."
         ) from error
     leaves, treedef = jax.tree.flatten(tree)
-    targets = {
-        number: _resolved(asked, leaf, path, mesh, False)
-        for number, (leaf, path, asked) in enumerate(
-            zip(leaves, tree_paths(treedef), treedef.flatten_up_to(spread), strict=True)
-        )
-        if isinstance(leaf, jax.Array | np.ndarray | np.generic)
-    }
-    arrays = jax.device_put(
-        [leaves[number] for number in targets], list(targets.values())
-    )
-    moved = dict(zip(targets, arrays, strict=True))
-    return jax.tree.unflatten(
-        treedef, [moved.get(number, leaf) for number, leaf in enumerate(leaves)]
-    )
+    asked_for = treedef.flatten_up_to(spread)
+    rows = zip(leaves, tree_paths(treedef), asked_for, strict=True)
+    # By the numbers of the leaves that are arrays.
+    arrays: dict[int, Any] = {}
+    targets: dict[int, Sharding | None] = {}
+    for number, (leaf, path, asked) in enumerate(rows):
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+            arrays[number] = leaf
+            targets[number] = _resolved(asked, leaf, path, mesh, False)
+
+    moved = jax.device_put(list(arrays.values()), list(targets.values()))
+    for number, array in zip(arrays, moved, strict=True):
+        leaves[number] = array
+    return jax.tree.unflatten(treedef, leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,15 +269,17 @@ def _differences(a: PyTree, b: PyTree, path: str) -> Iterator[Difference]:
         return
     has_below = False
     for key in dict.fromkeys([*node_a.children, *node_b.children]):
-        where = f"{path}/{key}" if path else key
+        where = key
+        if path:
+            where = f"{path}/{key}"
         if key in node_a.children and key in node_b.children:
-            below = list(
-                _differences(node_a.children[key], node_b.children[key], where)
-            )
+            child_a = node_a.children[key]
+            child_b = node_b.children[key]
+            below = list(_differences(child_a, child_b, where))
         else:
-            below = [
-                Difference(where, _child_name(node_a, key), _child_name(node_b, key))
-            ]
+            name_a = _child_name(node_a, key)
+            name_b = _child_name(node_b, key)
+            below = [Difference(where, name_a, name_b)]
         has_below = has_below or bool(below)
         yield from below
     if not has_below and node_a.data != node_b.data:
@@ -286,7 +287,9 @@ def _differences(a: PyTree, b: PyTree, path: str) -> Iterator[Difference]:
 
 
 def _child_name(node: Any, key: object) -> str:
-    return _node(node.children[key]).name if key in node.children else "nothing"
+    if key not in node.children:
+        return "nothing"
+    return _node(node.children[key]).name
 
 
 def _with_data(node: Any) -> str:
@@ -304,21 +307,22 @@ class _Node(NamedTuple):
 
     @property
     def name(self) -> str:
-        return "a leaf" if self.kind is None else self.kind.__name__
+        if self.kind is None:
+            return "a leaf"
+        return self.kind.__name__
 
 
 def _node(tree: PyTree) -> _Node:
     children, treedef = jtu.tree_flatten_with_path(
         tree, is_leaf=lambda node: node is not tree
     )
-    data = None if tree is None else treedef.node_data()
-    if data is None:
-        return _Node(None, None, {})
-    return _Node(
-        data[0],
-        data[1],
-        {jtu.keystr(key, simple=True): child for key, child in children},
-    )
+    data = treedef.node_data()
+    # `None` is a leaf here, and a node without children in JAX.
+    if tree is None or data is None:
+        return _Node(kind=None, data=None, children={})
+    kind, static_data = data
+    child_by_key = {jtu.keystr(key, simple=True): child for key, child in children}
+    return _Node(kind=kind, data=static_data, children=child_by_key)
 
 
 def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
@@ -378,7 +382,9 @@ def axis_names_of(specs: PyTree) -> tuple[str, ...]:
     """
     axes: dict[str, None] = {}
     for leaf in jax.tree.leaves(specs):
-        spec = leaf.spec if isinstance(leaf, NamedSharding) else leaf
+        spec = leaf
+        if isinstance(leaf, NamedSharding):
+            spec = leaf.spec
         if not isinstance(spec, PartitionSpec):
             raise SpecError(
                 f"a tree of specs holds {leaf!r}, which is neither a PartitionSpec nor"

@@ -61,7 +61,9 @@ def names_of(tree: PyTree, *, default: tuple[object, ...] | None = None) -> PyTr
 
     def names(node: object) -> tuple[object, ...] | None:
         out_sharding = _metadata(node).get("out_sharding")
-        return default if out_sharding is None else _names(out_sharding)
+        if out_sharding is None:
+            return default
+        return _names(out_sharding)
 
     return jax.tree.map(names, tree, is_leaf=_is_box)
 
@@ -96,7 +98,9 @@ def unboxed(tree: PyTree) -> PyTree:
             return node.get_raw_value()
         if isinstance(node, meta.Partitioned):
             return node.value
-        return node.unbox() if isinstance(node, meta.AxisMetadata) else node
+        if isinstance(node, meta.AxisMetadata):
+            return node.unbox()
+        return node
 
     return jax.tree.map(value, tree, is_leaf=_is_box)
 
@@ -237,7 +241,9 @@ def add_axis(names: tuple[object, ...], index: int, name: object) -> tuple[objec
         assert remove_axis(stacked, 0, "layers") == ("embed", "mlp")
         ```
     """
-    position = index if index >= 0 else len(names) + 1 + index
+    position = index
+    if index < 0:
+        position += len(names) + 1
     if position < 0:
         raise SpecError(
             f"`add_axis({names}, {index}, {name!r})`: index {index} lies before the"
@@ -300,15 +306,23 @@ def _metadata(node: object) -> Mapping[str, Any]:
     if isinstance(node, nnx.Variable):
         return node.get_metadata()
     if isinstance(node, meta.Partitioned):
-        rules = node.rules if isinstance(node, LogicallyPartitioned) else None
-        return {"out_sharding": node.names, "sharding_rules": rules}
-    return node.metadata if isinstance(node, NNXMeta) else {}
+        metadata: dict[str, Any] = {"out_sharding": node.names}
+        metadata["sharding_rules"] = None
+        if isinstance(node, LogicallyPartitioned):
+            metadata["sharding_rules"] = node.rules
+        return metadata
+    if isinstance(node, NNXMeta):
+        return node.metadata
+    return {}
 
 
 def _names(sharding: object) -> tuple[object, ...]:
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    # In JAX a PartitionSpec does not have to cover the last dimensions.
-    entries = (*entries_of(spec), ...) if isinstance(spec, PartitionSpec) else spec
+    entries = sharding
+    if isinstance(entries, NamedSharding):
+        entries = entries.spec
+    if isinstance(entries, PartitionSpec):
+        # In JAX a PartitionSpec does not have to cover the last dimensions.
+        entries = (*entries_of(entries), ...)
     if not isinstance(entries, tuple | list):
         raise SpecError(
             f"the sharding {sharding!r} of a flax variable has no names; give it a"
@@ -316,7 +330,9 @@ def _names(sharding: object) -> tuple[object, ...]:
         )
     names = []
     for entry in entries:
-        names.append(tuple(entry) if isinstance(entry, list) else entry)
+        if isinstance(entry, list):
+            entry = tuple(entry)
+        names.append(entry)
     return tuple(names)
 
 

@@ -119,19 +119,17 @@ class Style:
         if dim is None:
             return PartitionSpec()
         spec = PartitionSpec(*[None] * dim, self.axis)
-        # Gate and up are concatenated: no shard may hold a part of each.
-        parts = (
-            _PACKED
-            if self.style in _PACKED_STYLES and rank > 1 and not self.is_one_expert
-            else 1
-        )
         size = leaf.shape[dim]
-        unit = size // parts if parts > 1 and size % parts == 0 else self.unit
-        return (
-            spec
-            if unit == 1
-            else Atomic(spec, (*[1] * dim, unit, *[1] * (rank - dim - 1)))
-        )
+        unit = self.unit
+        is_packed = self.style in _PACKED_STYLES and rank > 1
+        if is_packed and not self.is_one_expert and size % _PACKED == 0:
+            # Gate and up are concatenated: no shard may hold a part of each.
+            unit = size // _PACKED
+        if unit == 1:
+            return spec
+        units = [1] * rank
+        units[dim] = unit
+        return Atomic(spec, tuple(units))
 
 
 def plans_of(config: object, *, sequence: bool = False) -> Plans:
@@ -154,8 +152,12 @@ def plans_of(config: object, *, sequence: bool = False) -> Plans:
     """
     # A model has all plans merged in its own `_tp_plan`; that of its class is only for
     # its head.
-    kind = "sp" if sequence else "tp"
-    owner = config if isinstance(config, type) else type(config)
+    kind = "tp"
+    if sequence:
+        kind = "sp"
+    owner = config
+    if not isinstance(config, type):
+        owner = type(config)
     head = getattr(owner, f"_{kind}_plan", None)
     config = getattr(config, "config_class", None) or config
     tensor = getattr(config, f"base_model_{kind}_plan", None)
@@ -233,8 +235,9 @@ def rules_of(
     if not isinstance(plans, Plans):
         plans = Plans(dict(plans), {}, {})
     head = plans.head
-    implied = _EMBEDDING if plans.tensor else {}
-    styles = {**implied, **plans.tensor, **head}
+    styles = {**plans.tensor, **head}
+    if plans.tensor:
+        styles = {**_EMBEDDING, **styles}
     if expert is not None and plans.expert:
         styles = {
             key: style for key, style in styles.items() if style not in _INSIDE_EXPERTS
@@ -242,7 +245,10 @@ def rules_of(
     merged = {key: (style, tensor) for key, style in styles.items()}
     if expert is not None:
         for key, style in plans.expert.items():
-            merged[key] = style, expert if STYLES.get(style) == _EXPERTS else tensor
+            axis = tensor
+            if STYLES.get(style) == _EXPERTS:
+                axis = expert
+            merged[key] = (style, axis)
     for key, (style, _) in merged.items():
         if style not in STYLES:
             raise RuleError(
@@ -253,7 +259,10 @@ def rules_of(
     for key in sorted(merged, key=_priority):
         style, axis = merged[key]
         module, _, name = key.rpartition(".")
-        begin = "" if key in head else prefix
+        # The head is beside the base model.
+        begin = prefix
+        if key in head:
+            begin = ""
         target = Style(key, style, axis, (units or {}).get(name, 1))
         rules.append((rf"^{_path(key, begin)}(?:[./][^./]+)?$", optional(target)))
         if name in _EXPERT_NAMES and module.endswith("experts"):
@@ -281,11 +290,16 @@ def _dim(style: str, name: str, rank: int) -> int | None:
     if where is None or not rank:
         return None
     if where == _COLUMNS:
-        is_whole = name == "bias" or (style == "packed_rowwise" and rank == 1)
-        return None if is_whole else rank - 1
+        if name == "bias" or (style == "packed_rowwise" and rank == 1):
+            return None
+        return rank - 1
     if where == "second":
-        return 1 if rank > 1 else None
-    return max(rank - 2, 0) if where == _ROWS else 0
+        if rank > 1:
+            return 1
+        return None
+    if where == _ROWS:
+        return max(rank - 2, 0)
+    return 0
 
 
 def _expert_path(module: str, names: tuple[str, ...], prefix: str) -> str:
@@ -305,6 +319,11 @@ def _expert_path(module: str, names: tuple[str, ...], prefix: str) -> str:
 def _path(key: str, prefix: str) -> str:
     parts = []
     for part in key.split("."):
-        parts.append(r"\d+" if part == "*" else re.escape(part))
-    begin = rf"(?:{re.escape(prefix)}[./])?" if prefix else ""
-    return begin + "[./]".join(parts)
+        if part == "*":
+            parts.append(r"\d+")
+        else:
+            parts.append(re.escape(part))
+    path = "[./]".join(parts)
+    if not prefix:
+        return path
+    return rf"(?:{re.escape(prefix)}[./])?{path}"

@@ -105,8 +105,11 @@ def _grouped(key: str) -> str:
     flags = re.match(r"\(\?([aiLmsux]+)\)", key)
     if flags is None:
         return f"(?:{key})"
-    # In a regex with the flag x, a comment ends with its line.
-    return f"(?{flags[1]}:{key[flags.end() :]}{chr(10) if 'x' in flags[1] else ''})"
+    text = key[flags.end() :]
+    if "x" in flags[1]:
+        # A comment ends with its line.
+        text += "\n"
+    return f"(?{flags[1]}:{text})"
 
 
 def _axes(key: str, layout: object) -> Axes:

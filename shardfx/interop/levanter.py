@@ -48,7 +48,9 @@ def rules_of(mapping: Mapping[str, Target]) -> AxisRules:
     """
     targets = {}
     for name, target in mapping.items():
-        targets[name] = tuple(target) if isinstance(target, list) else target
+        if isinstance(target, list):
+            target = tuple(target)
+        targets[name] = target
     axes = dict.fromkeys(axes_of_entries(targets.values()))
     return AxisRules(targets, mesh_axes=axes)
 
@@ -93,6 +95,8 @@ def mappings_of(
     if batch_axis is not None:
         compute[batch_axis] = batch
     parameter = compute | dict(trainer.get("parameter_axis_resources") or {})
-    fsdp = trainer.get("fsdp_axis", "embed")
-    parameter |= dict.fromkeys([fsdp] if isinstance(fsdp, str) else fsdp or (), data)
+    fsdp = trainer.get("fsdp_axis", "embed") or ()
+    if isinstance(fsdp, str):
+        fsdp = [fsdp]
+    parameter |= dict.fromkeys(fsdp, data)
     return Mappings(rules_of(parameter), rules_of(compute))

@@ -84,4 +84,6 @@ def _rule(number: int, rule: object) -> Rule:
             " axes]."
         )
     name, target = rule
-    return name, tuple(target) if isinstance(target, list) else target
+    if isinstance(target, list):
+        target = tuple(target)
+    return name, target

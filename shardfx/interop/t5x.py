@@ -92,21 +92,24 @@ def partitioning_of(text: str) -> Partitioning:
     rules_text = bound.get(f"{kind}.logical_axis_rules", "None")
     standard = re.fullmatch(rf"@(?P<module>(?:[\w.]+\.)?){_STANDARD}\(\)", rules_text)
     if standard is None and rules_text != "None":
-        axes = ("data", "expert", "model") if kind == _MOE else ("data", "model")
-        rules = AxisRules(
-            _literal(bound, f"{kind}.logical_axis_rules", None) or (), mesh_axes=axes
-        )
+        axes = ("data", "model")
+        if kind == _MOE:
+            axes = ("data", "expert", "model")
+        rows = _literal(bound, f"{kind}.logical_axis_rules", None) or ()
+        rules = AxisRules(rows, mesh_axes=axes)
     else:
         # Both modules have a function of this name; a file imports the one for experts
         # with its partitioner.
         beside = standard is None or f"{standard['module']}{_MOE}" in text
         rules = _standard(bound, kind == _MOE and beside)
     submesh = _value_of(bound, f"{kind}.model_parallel_submesh")
+    if submesh is not None:
+        submesh = tuple(submesh)
     experts = _value_of(bound, f"{kind}.num_expert_partitions", f"{kind}.num_experts")
     return Partitioning(
         rules,
         _value_of(bound, f"{kind}.num_partitions"),
-        None if submesh is None else tuple(submesh),
+        submesh,
         experts,
     )
 
@@ -156,7 +159,9 @@ def _standard(bound: Bindings, experts: bool) -> AxisRules:
     # The batch is sharded over experts too.
     spread = []
     for name, target in rules.rules:
-        spread.append((name, ("expert", "data") if name == "batch" else target))
+        if name == "batch":
+            target = ("expert", "data")
+        spread.append((name, target))
     return AxisRules(spread, mesh_axes=("data", "expert", "model"))
 
 
@@ -176,7 +181,8 @@ def _bindings(text: str) -> Bindings:
         name = binding["name"]
         if binding["indent"]:
             above = [block for start, block in blocks if start < binding.start()]
-            name = f"{above[-1]}.{name}" if above else name
+            if above:
+                name = f"{above[-1]}.{name}"
         key = ".".join(name.rpartition("/")[2].split(".")[-2:])
         bindings[key] = _value_text(text[binding.end() :])
     return bindings
