@@ -21,20 +21,27 @@ def cast_array(x: Any, to: Any) -> Any:
 
 @ft.lru_cache(maxsize=256)
 def is_rounded(stored: Any, to: Any) -> bool:
-    return bool(
-        jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(to, jnp.integer)
-    )
+    """Whether a cast makes integers of floating-point numbers."""
+    is_from_float = jnp.issubdtype(stored, jnp.floating)
+    return bool(is_from_float and jnp.issubdtype(to, jnp.integer))
 
 
 def _whole(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    least = int(jnp.iinfo(dtype).min)
-    most = int(jnp.iinfo(dtype).max)
+    """The numbers of `array` without their fractions; for one out of range, the nearest
+    integer of `dtype`.
+    """
+    info = jnp.iinfo(dtype)
+    least = int(info.min)
+    most = int(info.max)
     floats = array.astype(np.float64)
     # Both ends are powers of two or 0, which float64 represents exactly.
     is_low = floats <= float(least)
     is_high = floats >= float(most + 1)
     is_inside = ~(is_low | is_high | np.isnan(floats))
-    wide = np.int64 if least else np.uint64
+
+    wide = np.int64
+    if least == 0:
+        wide = np.uint64
     integers = np.where(is_inside, floats, 0).astype(wide)
     integers[is_low] = least
     integers[is_high] = most

@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from .._convert import strides_of
 from .._ground.boxes import Box
 from ._entry import PACKED_BITS, FileArray
 
@@ -30,52 +31,65 @@ def raw_entry(entry: FileArray) -> FileArray:
 
 
 def _raw_shape(entry: FileArray) -> tuple[int, ...]:
-    each = PACKED_BITS[entry.stored]
+    bits_each = PACKED_BITS[entry.stored]
     if _has_whole_rows(entry):
-        return (*entry.shape[:-1], entry.shape[-1] * each // 8)
-    return (math.prod(entry.shape) * each // 8,)
+        row_bytes = entry.shape[-1] * bits_each // 8
+        return (*entry.shape[:-1], row_bytes)
+    nbytes = math.prod(entry.shape) * bits_each // 8
+    return (nbytes,)
 
 
 def _has_whole_rows(entry: FileArray) -> bool:
-    each = PACKED_BITS[entry.stored]
-    return bool(entry.shape) and entry.shape[-1] * each % 8 == 0
+    """Whether each row of a packed tensor begins at a byte."""
+    if not entry.shape:
+        return False
+    return entry.shape[-1] * PACKED_BITS[entry.stored] % 8 == 0
 
 
 def raw_box(entry: FileArray, box: Box) -> Box:
     """The bytes that hold a box of a tensor with two elements in a byte."""
     if _has_whole_rows(entry):
         start, stop = box[-1]
-        return (*box[:-1], (start // 2, -(-stop // 2)))
-    ((first, last),) = _flat_range(entry, box)
-    return ((first // 2, -(-last // 2)),)
+        return (*box[:-1], _bytes_of(start, stop))
+    first, stop = _flat_range(entry, box)
+    return (_bytes_of(first, stop),)
 
 
-def _flat_range(entry: FileArray, box: Box) -> tuple[tuple[int, int]]:
+def _bytes_of(start: int, stop: int) -> tuple[int, int]:
+    """The bytes that hold a range of elements, two in each byte."""
+    return start // 2, -(-stop // 2)
+
+
+def _flat_range(entry: FileArray, box: Box) -> tuple[int, int]:
     """The positions of the first element of a box, and after its last, in row-major
     order.
     """
-    low = [start for start, _ in box]
-    high = [stop - 1 for _, stop in box]
-    if not all(start < stop for start, stop in box):
-        return ((0, 0),)
-    first = int(np.ravel_multi_index(low, entry.shape)) if box else 0
-    last = int(np.ravel_multi_index(high, entry.shape)) if box else 0
-    return ((first, last + 1),)
+    if any(start >= stop for start, stop in box):
+        return 0, 0
+    first = 0
+    last = 0
+    strides = strides_of(entry.shape)
+    for (start, stop), stride in zip(box, strides, strict=True):
+        first += start * stride
+        last += (stop - 1) * stride
+    return first, last + 1
 
 
 def unpacked(raw: np.ndarray, entry: FileArray, box: Box) -> np.ndarray:
     """The elements of a box, from the bytes of `raw_box`."""
-    halves = np.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:-1], -1)
+    low = raw & 15
+    high = raw >> 4
+    elements = np.stack([low, high], axis=-1).reshape(*raw.shape[:-1], -1)
     shape = [stop - start for start, stop in box]
     if _has_whole_rows(entry):
         start = box[-1][0] % 2
-        chosen = halves[..., start : start + shape[-1]]
+        chosen = elements[..., start : start + shape[-1]]
     else:
-        ((first, _),) = _flat_range(entry, box)
-        strides = np.cumprod([1, *entry.shape[:0:-1]])[::-1] if box else []
-        where = np.zeros(shape, int)
-        for dim, stride in enumerate(strides):
-            steps = np.arange(shape[dim]) * int(stride)
-            where += steps.reshape(-1, *[1] * (len(shape) - dim - 1))
-        chosen = halves[where + first % 2]
+        first, _ = _flat_range(entry, box)
+        positions = np.full(shape, first % 2)
+        for dim, stride in enumerate(strides_of(entry.shape)):
+            steps = np.arange(shape[dim]) * stride
+            other_dims = [1] * (len(shape) - dim - 1)
+            positions += steps.reshape(-1, *other_dims)
+        chosen = elements[positions]
     return np.ascontiguousarray(chosen).reshape(shape).view(entry.dtype)
