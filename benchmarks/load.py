@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, checkpoint, plan
 
-from . import _load_stores
+from . import _load_stores, _many_arrays
 from ._case import Case, Entry, Finding, Limit, Race, Rival, Value, memcpy
 from ._load_files import (
     COUNT,
@@ -116,6 +116,7 @@ def cases(options: Options) -> list[Entry]:
             ft.partial(_small, count, options),
             () if options.quick else small,
         ),
+        *_many_arrays.findings(options),
     ]
 
 

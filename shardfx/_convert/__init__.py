@@ -46,6 +46,7 @@ from .routes import (
     copied_from,
     number_copies,
     number_paths,
+    target_leaves,
 )
 from .shape_operations import cast, leaf_made
 from .tree_map import TreeMap, bound, with_sizes, without_rest

@@ -18,8 +18,9 @@ from jaxtyping import PyTree
 from .._ground.boxes import Box
 from .._ground.spec import DType
 from .._ground.tree import flatten, is_number
-from .binding import bound_steps, structs_of, tree_structs
+from .binding import bound_steps, structs_of
 from .casts import cast_array
+from .columns import read_paths
 from .evaluate import evaluated
 from .expression import Rules
 from .pieces import (
@@ -34,7 +35,7 @@ from .pieces import (
     hull,
     swapped,
 )
-from .routes import bound_with, number_copies, number_paths
+from .routes import bound_with, number_copies, target_leaves
 from .rule_places import places
 from .shape_operations import leaf_made, on_shapes
 from .values import constant, fill
@@ -54,39 +55,51 @@ def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
         case "transpose", *order:
             return xp.transpose(array, order or None)
         case "reshape" | "split" | "merge", *_:
-            return array.reshape(on_shapes(op, [leaf_made("", array)], *args).shape)
+            reshaped = on_shapes(op, [leaf_made("", array)], *args)
+            return array.reshape(reshaped.shape)
         case "stacked", dim:
             return xp.stack(parts, axis=dim)
         case "concat", dim, shards:
-            chunks = [xp.split(part, shards, axis=dim) for part in parts]
-            interleaved = it.chain.from_iterable(zip(*chunks, strict=True))
-            return xp.concatenate([*interleaved], axis=dim)
+            chunks_of_parts = [xp.split(part, shards, axis=dim) for part in parts]
+            # The first chunk of each part, then the second of each.
+            chunks = it.chain.from_iterable(zip(*chunks_of_parts, strict=True))
+            return xp.concatenate(list(chunks), axis=dim)
         case "at", index, dim:
-            return array[(slice(None),) * (dim % array.ndim) + (index,)]
+            return _indexed(array, dim, index)
         case "slice", start, stop, dim:
-            return array[(slice(None),) * (dim % array.ndim) + (slice(start, stop),)]
+            return _indexed(array, dim, slice(start, stop))
         case "repeat", count, dim, unit:
             dim %= array.ndim
             size = array.shape[dim]
-            units = array.reshape(_resized(array.shape, dim, size // unit, unit))
-            repeated = xp.repeat(units, count, axis=dim)
+            in_units = _resized(array.shape, dim, size // unit, unit)
+            repeated = xp.repeat(array.reshape(in_units), count, axis=dim)
             return repeated.reshape(_resized(array.shape, dim, size * count))
         case "pad_to", size, dim, number:
             dim %= array.ndim
-            padding_shape = _resized(array.shape, dim, size - array.shape[dim])
+            missing = size - array.shape[dim]
+            padding_shape = _resized(array.shape, dim, missing)
             padding = xp.full(padding_shape, number, array.dtype)
             return xp.concatenate([array, padding], axis=dim)
         case "cast", dtype:
             return cast_array(array, jnp.dtype(dtype))
         case "scale", *block:
-            weights, scales = (part.astype(jnp.float32) for part in parts)
+            weights = array.astype(jnp.float32)
+            scales = parts[1].astype(jnp.float32)
             for dim, size in enumerate(block):
                 scales = xp.repeat(scales, size, axis=dim)
-            return weights * scales[tuple(slice(size) for size in weights.shape)]
+            # The last blocks may be larger than what is left of the weights.
+            inside = tuple(slice(size) for size in weights.shape)
+            return weights * scales[inside]
     # The others are `times` and `plus`.
     (number,) = args
     sign = "*" if op == "times" else "+"
     return changed(array, Arithmetic(sign=sign, number=number))
+
+
+def _indexed(array: Any, dim: int, index: int | slice) -> Any:
+    """The array with one index, or some, of a dimension."""
+    before = (slice(None),) * (dim % array.ndim)
+    return array[(*before, index)]
 
 
 def _resized(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ...]:
@@ -113,8 +126,7 @@ def apply_steps(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
     target = None
     number_targets = None
     if like is not None:
-        target = tree_structs(like)
-        number_targets = number_paths(like)
+        target, number_targets = target_leaves(like)
     numbers = number_copies(steps, numbers_by_path, number_targets)
     structs = structs_of(arrays, arrays.values())
     leaves = bound_with(numbers, steps, structs, target)
@@ -192,7 +204,7 @@ def _assembled_in_jax(leaf: Made, arrays: Mapping[str, Any]) -> jax.Array:
     """
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return _filled(leaf.pieces, leaf.shape, leaf.dtype, arrays)
-    names = [piece.value.path for piece in leaf.pieces if piece.value.path is not None]
+    names = read_paths(leaf.pieces)
     bits = {name: jax.random.key_data(arrays[name]) for name in names}
     key_data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), leaf.dtype))
     data = _filled(
@@ -201,7 +213,9 @@ def _assembled_in_jax(leaf: Made, arrays: Mapping[str, Any]) -> jax.Array:
         dtype=key_data.dtype,
         arrays=bits,
     )
-    implementation = jax.random.key_impl(arrays[names[0]]) if names else None
+    implementation = None
+    if names:
+        implementation = jax.random.key_impl(arrays[names[0]])
     return jax.random.wrap_key_data(data, impl=implementation)
 
 
@@ -372,10 +386,15 @@ def transposed(piece: jax.Array, copy: StridedCopy) -> jax.Array:
     """
     counts = [count for _, factors in copy.target for count, _ in factors]
     shape = []
+    in_source = []
     for number, count in zip(copy.order, counts, strict=True):
-        shape.append(1 if number == NOWHERE else count)
-    in_source = [number for number in copy.order if number != NOWHERE]
-    return jnp.broadcast_to(piece.transpose(in_source).reshape(shape), counts)
+        if number == NOWHERE:
+            shape.append(1)
+        else:
+            shape.append(count)
+            in_source.append(number)
+    in_order = piece.transpose(in_source).reshape(shape)
+    return jnp.broadcast_to(in_order, counts)
 
 
 def scattered(

@@ -7,12 +7,13 @@ source. A `Made` is a leaf that a map makes: its shape, its dtype, and the piece
 (strided copies) that fill it.
 """
 
+import itertools as it
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .._ground.errors import MapError
 from .._ground.text import between_numbers
-from .._ground.tree import flatten
+from .._ground.tree import Flat, flatten
 from .entries import EntryRule
 from .evaluate import LeavesMade
 from .expression import From, NamedSizes, Rules, counted_leaf, leaves_of
@@ -286,18 +287,24 @@ def _endless(rule: From) -> Iterator[tuple[str, str]]:
 
 
 def structs_of(paths: Iterable[str], leaves: Iterable[Any]) -> dict[str, Struct]:
-    """The shape and dtype of each leaf, by path."""
-    return {
-        path: Struct(tuple(leaf.shape), leaf.dtype)
-        for path, leaf in zip(paths, leaves, strict=True)
-    }
+    """The shape and dtype of each leaf, by path. Equal ones are one object."""
+    shared: dict[Struct, Struct] = {}
+    structs = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        struct = Struct(tuple(leaf.shape), leaf.dtype)
+        structs[path] = shared.setdefault(struct, struct)
+    return structs
 
 
 def tree_structs(tree: object) -> dict[str, Struct]:
     """The shape and dtype of each array of a tree, by path. A plan stands for the tree
     that it was made for.
     """
-    flat = flatten(tree)
-    rows = zip(flat.paths, flat.leaves, flat.is_array, strict=True)
-    arrays = {path: leaf for path, leaf, is_array in rows if is_array}
-    return structs_of(arrays, arrays.values())
+    return structs_of_flat(flatten(tree))
+
+
+def structs_of_flat(flat: Flat) -> dict[str, Struct]:
+    """The shape and dtype of each array of a tree that was flattened, by path."""
+    paths = it.compress(flat.paths, flat.is_array)
+    leaves = it.compress(flat.leaves, flat.is_array)
+    return structs_of(paths, leaves)

@@ -11,8 +11,8 @@ import numpy as np
 
 from .._ground.errors import MapError
 from .._ground.text import printable
-from .._ground.tree import flatten, is_number
-from .binding import bound_steps
+from .._ground.tree import Flat, flatten, is_number
+from .binding import bound_steps, structs_of_flat
 from .columns import read_paths
 from .expression import Rules
 from .patterns import pattern
@@ -86,9 +86,27 @@ def _copies(step: Rules) -> list[tuple[str, str]]:
 
 def number_paths(tree: object) -> list[str]:
     """The paths of the Python numbers of a tree."""
+    return _numbers_of(flatten(tree))
+
+
+def _numbers_of(flat: Flat) -> list[str]:
+    rows = zip(flat.paths, flat.leaves, flat.is_array, strict=True)
+    return [path for path, leaf, is_array in rows if not is_array and is_number(leaf)]
+
+
+class TargetLeaves(NamedTuple):
+    """The leaves of a tree that a map is to make: the shape and dtype of each array by
+    path, and the paths of the Python numbers.
+    """
+
+    structs: dict[str, Struct]
+    numbers: list[str]
+
+
+def target_leaves(tree: object) -> TargetLeaves:
+    """The leaves of a tree that a map is to make."""
     flat = flatten(tree)
-    pairs = zip(flat.paths, flat.leaves, strict=True)
-    return [path for path, leaf in pairs if is_number(leaf)]
+    return TargetLeaves(structs=structs_of_flat(flat), numbers=_numbers_of(flat))
 
 
 def number_copies(

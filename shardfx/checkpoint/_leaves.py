@@ -35,13 +35,12 @@ from .._convert import (
     hull,
     in_parts,
     number_copies,
-    number_paths,
     rows_of_alike,
     shifted,
     strided_boxes,
     strides_of,
     swapped,
-    tree_structs,
+    target_leaves,
     within,
 )
 from .._ground.boxes import Box, shard_boxes
@@ -92,7 +91,9 @@ def plan_of_arrays(tree: object) -> ShardPlan | None:
         return None
 
     def spec(path: str, leaf: object) -> PartitionSpec:
-        return shardings[path].spec if path in shardings else PartitionSpec()
+        if path in shardings:
+            return shardings[path].spec
+        return PartitionSpec()
 
     return plan(tree, meshes[0], paths=PathRules([(".*", spec)]))
 
@@ -127,7 +128,9 @@ def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
             continue
         # The plan has a number or a function where it has no row, such as the step
         # counter before the first step made an array of it.
-        planned = plan_rows[row].dtype if row >= 0 else None
+        planned = None
+        if row >= 0:
+            planned = plan_rows[row].dtype
         kind = (type(leaf), getattr(leaf, "dtype", None), planned)
         if kind not in name_by_kind:
             _check_leaf(path, leaf, planned)
@@ -432,8 +435,7 @@ def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
     target = None
     number_targets = None
     if like is not None:
-        target = tree_structs(like)
-        number_targets = number_paths(like)
+        target, number_targets = target_leaves(like)
     copies = number_copies(map.steps, leaves.numbers, number_targets)
     sources = _Sources(dict(leaves.arrays))
     table = in_parts(bound(map, source, target, copies))
