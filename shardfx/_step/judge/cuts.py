@@ -44,14 +44,21 @@ class Cut:
 
     def on(self, device: int) -> str:
         """The text of what a device holds: "[4:8]"."""
-        parts = []
-        for start, length in zip(
-            self.starts[device].tolist(), self.lengths, strict=True
-        ):
-            step = f":{self.step}" if self.step != 1 and length > 1 else ""
-            stop = start + (length - 1) * self.step + (1 if self.step > 0 else -1)
-            parts.append("nothing" if start == HOLE else f"[{start}:{stop}{step}]")
+        starts = self.starts[device].tolist()
+        parts = [
+            self._segment_text(start, length)
+            for start, length in zip(starts, self.lengths, strict=True)
+        ]
         return " and ".join(parts) or "nothing"
+
+    def _segment_text(self, start: int, length: int) -> str:
+        if start == HOLE:
+            return "nothing"
+        last = start + (length - 1) * self.step
+        stop = last + 1 if self.step > 0 else last - 1
+        if self.step == 1 or length == 1:
+            return f"[{start}:{stop}]"
+        return f"[{start}:{stop}:{self.step}]"
 
 
 class Cuts:
@@ -70,63 +77,77 @@ class Cuts:
         each other on every device are one segment.
         """
         starts = starts.astype(np.int64, copy=False)
-        if sum(lengths) <= 1:
+        size = sum(lengths)
+        if size <= 1:
             step = 1
         if len(lengths) > 1:
             lengths, starts = _merged(lengths, starts, step)
         if all(length == 1 for length in lengths):
             step = 1
+
         key = (tuple(lengths), step, starts.tobytes())
-        cut = self._known.get(key)
-        if cut is None:
-            size = sum(lengths)
-            cut = Cut(
-                lengths=key[0],
-                starts=starts,
-                step=step,
-                size=size,
-                has_holes=bool((starts == HOLE).any()),
-                is_first=size == 1 and not starts.any(),
-            )
-            self._known[key] = cut
+        known_cut = self._known.get(key)
+        if known_cut is not None:
+            return known_cut
+
+        cut = Cut(
+            lengths=tuple(lengths),
+            starts=starts,
+            step=step,
+            size=size,
+            has_holes=bool((starts == HOLE).any()),
+            is_first=size == 1 and not starts.any(),
+        )
+        self._known[key] = cut
         return cut
 
     def whole(self, size: int) -> Cut:
-        return self.made((size,), np.zeros((self.devices, 1), np.int64))
+        starts = np.zeros((self.devices, 1), np.int64)
+        return self.made((size,), starts)
 
     def from_starts(self, starts: np.ndarray, size: int, step: int = 1) -> Cut:
         """The cut with one segment of `size` positions at each device's start."""
-        return self.made((size,), np.asarray(starts).reshape(self.devices, 1), step)
+        column = np.asarray(starts).reshape(self.devices, 1)
+        return self.made((size,), column, step)
 
     def holes(self, size: int) -> Cut:
-        return self.from_starts(np.full(self.devices, HOLE), size)
+        starts = np.full(self.devices, HOLE)
+        return self.from_starts(starts, size)
 
     def indices(self, cut: Cut) -> np.ndarray:
         """The index that each position holds: an array (devices, positions)."""
         if cut.size * self.devices > MOST_WRITTEN:
             raise Unjudged("pieces of arrays that are too long to be written out")
-        columns = []
+        segments = []
         for column, length in enumerate(cut.lengths):
             start = cut.starts[:, column : column + 1]
-            within = start + np.arange(length) * cut.step
-            columns.append(np.where(start == HOLE, HOLE, within))
-        if not columns:
+            offsets = np.arange(length) * cut.step
+            segment = np.where(start == HOLE, HOLE, start + offsets)
+            segments.append(segment)
+        if not segments:
             return np.zeros((self.devices, 0), np.int64)
-        return np.concatenate(columns, axis=1)
+        return np.concatenate(segments, axis=1)
 
     def from_indices(self, indices: np.ndarray) -> Cut:
         """The cut whose positions hold these indices, an array (devices, positions)."""
         size = indices.shape[1]
         if size <= 1:
             return self.made((1,) * size, indices)
-        ahead, behind = indices[:, 1:], indices[:, :-1]
-        are_holes = (ahead == HOLE) & (behind == HOLE)
-        are_both = (ahead != HOLE) & (behind != HOLE)
-        steps = np.unique((ahead - behind)[are_both])
-        step = int(steps[0]) if len(steps) == 1 and steps[0] != 0 else 1
-        continues = (are_holes | (are_both & (ahead - behind == step))).all(axis=0)
-        firsts = np.concatenate([[0], np.flatnonzero(~continues) + 1])
-        lengths = np.diff(np.concatenate([firsts, [size]]))
+        is_hole = indices == HOLE
+        are_holes = is_hole[:, 1:] & is_hole[:, :-1]
+        are_elements = ~is_hole[:, 1:] & ~is_hole[:, :-1]
+        distances = np.diff(indices, axis=1)
+
+        step = 1
+        steps = np.unique(distances[are_elements])
+        if len(steps) == 1 and steps[0] != 0:
+            step = int(steps[0])
+
+        is_next = are_elements & (distances == step)
+        continues = (are_holes | is_next).all(axis=0)
+        later_firsts = np.flatnonzero(~continues) + 1
+        firsts = np.concatenate([[0], later_firsts])
+        lengths = np.diff(firsts, append=size)
         return self.made(lengths.tolist(), indices[:, firsts], step)
 
     def joined(self, first_cut: Cut, other: Cut) -> Cut | None:
@@ -143,11 +164,13 @@ class Cuts:
     def _join(self, first_cut: Cut, other: Cut) -> Cut | None:
         if not first_cut.has_holes and not other.has_holes:
             return None
-        first, second = self.indices(first_cut), self.indices(other)
+        first = self.indices(first_cut)
+        second = self.indices(other)
         has_both = (first != HOLE) & (second != HOLE)
         if (first != second)[has_both].any():
             return None
-        return self.from_indices(np.where(has_both, first, HOLE))
+        indices = np.where(has_both, first, HOLE)
+        return self.from_indices(indices)
 
     def window(self, cut: Cut, offsets: np.ndarray, size: int, stride: int = 1) -> Cut:
         """The cut of every `stride`-th position from each device's offset."""
@@ -155,38 +178,42 @@ class Cuts:
             starts = cut.starts[:, 0]
             moved = np.where(starts == HOLE, HOLE, starts + offsets * cut.step)
             return self.from_starts(moved, size, cut.step * stride)
-        indices = self.indices(cut)
         columns = offsets[:, None] + np.arange(size) * stride
-        return self.from_indices(np.take_along_axis(indices, columns, axis=1))
+        indices = np.take_along_axis(self.indices(cut), columns, axis=1)
+        return self.from_indices(indices)
 
     def concatenated(self, cuts: Sequence[Cut]) -> Cut:
         steps = {cut.step for cut in cuts if cut.size > 1}
         if len(steps) > 1:
             rows = [self.indices(cut) for cut in cuts]
-            return self.from_indices(np.concatenate(rows, axis=1))
-        lengths = [length for cut in cuts for length in cut.lengths]
+            indices = np.concatenate(rows, axis=1)
+            return self.from_indices(indices)
+
         starts = np.concatenate([cut.starts for cut in cuts], axis=1)
         if not steps:
             return self.from_indices(starts)
+        lengths: list[int] = []
+        for cut in cuts:
+            lengths += cut.lengths
         return self.made(lengths, starts, steps.pop())
 
     def taken(self, cut: Cut, sources: np.ndarray) -> Cut:
         """The cut after each device received the array of its source; -1 for none."""
-        starts = np.where(sources[:, None] < 0, HOLE, cut.starts[sources])
+        gets_nothing = sources[:, None] < 0
+        starts = np.where(gets_nothing, HOLE, cut.starts[sources])
         return self.made(cut.lengths, starts, cut.step)
 
     def moved(self, cut: Cut, factor: int, offset: int | np.ndarray) -> Cut:
         """The cut in a dimension where index i has the index `factor * i + offset`."""
         shift = np.asarray(offset).reshape(-1, 1)
-        starts = np.where(cut.starts == HOLE, HOLE, cut.starts * factor + shift)
+        moved = cut.starts * factor + shift
+        starts = np.where(cut.starts == HOLE, HOLE, moved)
         return self.made(cut.lengths, starts, cut.step * factor)
 
     def is_whole(self, cut: Cut, size: int) -> bool:
-        return (
-            cut.lengths == (size,)
-            and not cut.starts.any()
-            and (cut.step == 1 or size == 1)
-        )
+        if cut.lengths != (size,) or cut.starts.any():
+            return False
+        return cut.step == 1 or size == 1
 
     def terms(self, cut: Cut, size: int) -> tuple[int, ...] | None:
         """The terms of a sum over a dimension of `size` with this cut: for each part of
@@ -201,20 +228,25 @@ class Cuts:
         return self._terms[key]
 
     def _terms_of(self, cut: Cut, size: int) -> tuple[int, ...] | None:
-        _, first, owners = np.unique(
-            cut.starts, axis=0, return_index=True, return_inverse=True
-        )
-        runs = []
-        masks = []
-        for number, device in enumerate(first.tolist()):
-            devices = np.flatnonzero(owners.reshape(-1) == number).tolist()
-            own_runs = _runs(cut, device)
-            if own_runs:
-                runs += own_runs
-                masks.append(sum(1 << device for device in devices))
+        # Devices that hold the same, as bit masks, with one device of each mask.
+        masks: dict[bytes, int] = {}
+        devices: dict[bytes, int] = {}
+        for device in range(self.devices):
+            part = cut.starts[device].tobytes()
+            masks[part] = masks.get(part, 0) | 1 << device
+            devices.setdefault(part, device)
+
+        runs: list[_Run] = []
+        terms: list[int] = []
+        for part, device in devices.items():
+            device_runs = _runs(cut, device)
+            if device_runs:
+                runs += device_runs
+                terms.append(masks[part])
         _require_each_once(runs, abs(cut.step), size)
+
         everywhere = (1 << self.devices) - 1
-        return None if masks == [everywhere] else tuple(sorted(masks))
+        return None if terms == [everywhere] else tuple(sorted(terms))
 
 
 class _Run(NamedTuple):
@@ -231,14 +263,17 @@ def _runs(cut: Cut, device: int) -> list[_Run]:
     """What the segments of a cut hold on a device."""
     step = abs(cut.step)
     runs = []
-    for start, length in zip(cut.starts[device].tolist(), cut.lengths, strict=True):
+    starts = cut.starts[device].tolist()
+    for start, length in zip(starts, cut.lengths, strict=True):
         if start == HOLE:
             continue
-        lowest = start if cut.step > 0 else start + (length - 1) * cut.step
+        last = start + (length - 1) * cut.step
+        lowest = min(start, last)
         if lowest < 0:
             raise Unjudged("a sum over positions beyond the dimension")
         first = lowest // step
-        runs.append(_Run(offset=lowest % step, start=first, stop=first + length))
+        run = _Run(offset=lowest % step, start=first, stop=first + length)
+        runs.append(run)
     return runs
 
 
@@ -246,19 +281,28 @@ def _require_each_once(runs: Sequence[_Run], step: int, size: int) -> None:
     """Raises `Unjudged` unless the runs hold each position of a dimension of `size`
     once.
     """
-    if min(step, size) > MOST_WRITTEN:
+    count = min(step, size)
+    if count > MOST_WRITTEN:
         raise Unjudged("a sum over elements that are too far apart")
-    stops = dict.fromkeys(range(min(step, size)), 0)
+
+    stops = dict.fromkeys(range(count), 0)
     for run in sorted(runs):
-        if run.offset >= size or run.stop > -(-(size - run.offset) // step):
+        if run.offset >= size or run.stop > _length(run.offset, step, size):
             raise Unjudged("a sum over positions beyond the dimension")
         if run.start < stops[run.offset]:
             raise Unjudged("a sum over parts that overlap")
         if run.start > stops[run.offset]:
             raise Unjudged("a sum over parts that do not cover the dimension")
         stops[run.offset] = run.stop
-    if any(end < -(-(size - offset) // step) for offset, end in stops.items()):
-        raise Unjudged("a sum over parts that do not cover the dimension")
+
+    for offset, stop in stops.items():
+        if stop < _length(offset, step, size):
+            raise Unjudged("a sum over parts that do not cover the dimension")
+
+
+def _length(offset: int, step: int, size: int) -> int:
+    """How many positions of a dimension have this offset."""
+    return -(-(size - offset) // step)
 
 
 def _merged(
@@ -270,9 +314,11 @@ def _merged(
         if not length:
             continue
         if merged:
-            before, now = starts[:, columns[-1]], starts[:, column]
+            before = starts[:, columns[-1]]
+            now = starts[:, column]
             follows = (before != HOLE) & (now == before + merged[-1] * step)
-            if (follows | ((before == HOLE) & (now == HOLE))).all():
+            are_holes = (before == HOLE) & (now == HOLE)
+            if (follows | are_holes).all():
                 merged[-1] += length
                 continue
         merged.append(length)

@@ -15,7 +15,7 @@ def check(instruction: Instruction, result: Result) -> None:
     device.
     """
     arrays = arrays_in(instruction.result)
-    leaves = [result] if isinstance(result, Held) else list(leaves_of(result))
+    leaves = leaves_in([result])
     if len(leaves) != len(arrays):
         raise Unjudged(f"a {instruction.opcode} with other results than its rule says")
     for held, array in zip(leaves, arrays, strict=True):
@@ -34,19 +34,20 @@ def _has_shape(held: Held, shape: tuple[int, ...]) -> bool:
 
 
 def held_of(array: Global, shape: tuple[int, ...], cuts: Sequence[Cut]) -> Held:
-    axes = tuple(
-        None if dim is None else Axis(dim, cut)
-        for dim, cut in zip(array.view.dims, cuts, strict=True)
-    )
-    return Held(array.view.root, shape, axes)
+    axes: list[Axis | None] = []
+    for dim, cut in zip(array.view.dims, cuts, strict=True):
+        axis = None if dim is None else Axis(dim, cut)
+        axes.append(axis)
+    return Held(array.view.root, shape, tuple(axes))
 
 
 def required_view(held: Held, array: Global) -> View:
     """The view that `held` has to have to be `array`."""
-    dims = []
+    dims: list[int | None] = []
     for axis, dim, size in zip(held.axes, array.view.dims, array.shape, strict=True):
         is_first = axis is None or axis.cut.is_first
-        dims.append(None if is_first and size == 1 else dim)
+        dim_of_held = None if is_first and size == 1 else dim
+        dims.append(dim_of_held)
     return array.view._replace(dims=tuple(dims))
 
 
@@ -55,7 +56,10 @@ def leaves_in(results: Sequence[Result]) -> Sequence[Held | Faulty | Unknown]:
     arrays = [result for result in results if isinstance(result, Held)]
     if len(arrays) == len(results):
         return arrays
-    return [leaf for result in results for leaf in leaves_of(result)]
+    leaves: list[Held | Faulty | Unknown] = []
+    for result in results:
+        leaves += leaves_of(result)
+    return leaves
 
 
 def leaves_of(result: Result) -> Iterator[Held | Faulty | Unknown]:
