@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..hlo_text import Instruction, arrays_in
-from .cuts import Cut
+from .cuts import HOLE, Cut
 from .forms import attribute, numbers, reducer_of
 from .held import Axis, Context, Held, product_of_terms, require_finished
 from .joining import form_in, joined_cut
@@ -202,7 +202,7 @@ def _bounds(
         )
         starts = np.zeros(context.devices, np.int64)
         if not is_whole and not is_full:
-            if axis is None or len(axis.cut.lengths) != 1 or axis.cut.has_holes:
+            if axis is None or not _is_box(context, axis.cut, size):
                 raise Unjudged("a lookup in a dimension in pieces")
             starts = axis.cut.starts[:, 0]
             is_cut = True
@@ -214,6 +214,10 @@ def _bounds(
             raise Unjudged("a lookup by indices with other offsets than the table's")
         lows[:, column] = starts
         highs[:, column] = starts + table.shape[dim] - sizes[dim]
+        if is_cut:
+            # Of a shard that is padded, no index is in the padding.
+            last = size - whole_sizes[dim]
+            highs[:, column] = np.minimum(highs[:, column], last)
     return lows, highs, is_cut
 
 
@@ -325,7 +329,9 @@ def _scatter_bounds(
         axis = table.axes[dim]
         if axis is None and table.shape[dim] != size:
             # Zeros fit any part.
-            cut = context.cuts.from_starts(offsets, table.shape[dim])
+            indices = offsets[:, None] + np.arange(table.shape[dim])
+            indices = np.where(indices < size, indices, HOLE)
+            cut = context.cuts.from_indices(indices)
             context.cuts.terms(cut, size)
             cuts[dim] = cut
         elif axis is None:
@@ -334,7 +340,7 @@ def _scatter_bounds(
         assert cut is not None
         if dim in windows and not context.cuts.is_whole(cut, size):
             raise Unjudged("a scatter of windows across parts")
-        if len(cut.lengths) != 1 or cut.has_holes:
+        if not _is_box(context, cut, size):
             raise Unjudged("a scatter into a dimension in pieces")
         starts = cut.starts[:, 0]
         if (starts != offsets).any():
@@ -343,3 +349,16 @@ def _scatter_bounds(
                     "a scatter, by plain indices, into a dimension that is cut"
                 )
             raise Unjudged("a scatter by indices with other offsets than the array's")
+
+
+def _is_box(context: Context, cut: Cut, size: int) -> bool:
+    """Whether each device holds neighbours, and perhaps padding beyond the end of the
+    dimension.
+    """
+    if len(cut.lengths) == 1:
+        return not cut.has_holes and (cut.step == 1 or cut.size == 1)
+    firsts = cut.starts[:, :1]
+    indices = firsts + np.arange(cut.size)
+    padded = np.where(indices < size, indices, HOLE)
+    has_start = bool((firsts != HOLE).all())
+    return has_start and np.array_equal(context.cuts.indices(cut), padded)

@@ -1,0 +1,64 @@
+"""Lookups in arrays whose shards are padded, as a vocabulary of 50,257 rows."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import shardfx as sfx
+from shardfx._step import judged, step_of
+
+
+MESH = sfx.MeshSpec({"data": 2, "tensor": 4}).abstract()
+ROWS = NamedSharding(MESH, P("tensor"))
+
+
+def struct(shape, *spec, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(MESH, P(*spec)))
+
+
+def loss(table, tokens):
+    # Ten rows on four devices: the last has one row, and two of padding.
+    table = jax.lax.with_sharding_constraint(jnp.sin(table), ROWS)
+    return jnp.sum(jnp.cos(table[tokens]))
+
+
+TABLE = struct((10, 8))
+TOKENS = struct((16,), "data", dtype=jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return step_of(jax.grad(loss), (TABLE, TOKENS)).programs("cpu")
+
+
+def test_an_embedding_of_padded_shards_is_proved(programs):
+    verdict = judged(programs)
+    assert verdict.outcome == "proved", verdict
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        # Other rows of each device, and other bounds of the indices.
+        (r"constant\(\{0, 1, 2, 3(.*?)\}\)", r"constant({1, 0, 2, 3\1})"),
+        (r"constant\(\{0, 3, 6, 9\}\)", "constant({3, 0, 6, 9})"),
+        (r"s32\[\] constant\(2\)", "s32[] constant(1)"),
+        (r"s32\[\] constant\(2\)", "s32[] constant(3)"),
+        (r"constant\(\{9\}\)", "constant({8})"),
+        (r"constant\(\{9\}\)", "constant({10})"),
+        # Rows that another device has, and a sum that is left out.
+        (r"direction=GT", "direction=GE"),
+        (r"direction=LT", "direction=LE"),
+        (r"subtract\((%\S+), (%\S+)\)", r"add(\1, \2)"),
+        (r"= (f32\[8,8\]\S*) all-reduce\((%[\w.]+)\).*", r"= \1 copy(\2)"),
+        (r"= (f32\[3,8\]\S*) all-reduce\((%[\w.]+)\).*", r"= \1 copy(\2)"),
+    ],
+)
+def test_another_lookup_is_not_proved(programs, before, after):
+    text = programs.partitioned
+    changed, count = re.subn(before, after, text, count=1)
+    assert count == 1 and changed != text, text
+    assert judged(programs._replace(partitioned=changed)).outcome != "proved"
