@@ -80,6 +80,8 @@ MOVING: Final = frozenset(name for name, kind in KINDS.items() if kind.moves)
 _COMMUNICATES = re.compile(
     r"\b(replica_groups|source_target_pairs|device_groups|channel_id|collective_id)="
 )
+# "call-start", which begins work of a TPU's SparseCore, is none.
+_NAMES_COLLECTIVE = re.compile(r"\ball-|collective")
 # Only the backend configuration of a kernel shows that the kernel itself sends to other
 # devices.
 _KERNEL_SENDS = re.compile(r'"has_communication":\s*true|"collective_id":\s*"?\d')
@@ -227,7 +229,7 @@ def _require_local(instruction: Instruction) -> None:
         instruction.structure
     )
     is_kernel = opcode == "custom-call" and _KERNEL_SENDS.search(text)
-    if has_channel or is_kernel or "all-" in opcode or "collective" in opcode:
+    if has_channel or is_kernel or _NAMES_COLLECTIVE.search(opcode):
         raise ProgramError(
             f"the program has a collective of a kind that is not known, `{opcode}`, so"
             " its traffic cannot be counted"

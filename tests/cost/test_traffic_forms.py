@@ -342,6 +342,32 @@ ENTRY %main (k: s32[], p: f32[4]) -> f32[16] {{
 """
 
 
+ON_SPARSE_CORE = f"""HloModule m, num_partitions=4
+
+%scattered (p: f32[4], q: f32[4]) -> f32[4] {{
+  %p = f32[4]{{0}} parameter(0)
+  %q = f32[4]{{0}} parameter(1)
+  ROOT %add = f32[4]{{0}} add(%p, %q)
+}}, execution_thread="sparsecore"
+
+ENTRY %main (w: f32[4], q: f32[4]) -> f32[16] {{
+  %w = f32[4]{{0}} parameter(0), metadata={{op_name="w"}}
+  %q = f32[4]{{0}} parameter(1), metadata={{op_name="q"}}
+  %begin = ((f32[4]{{0}}, f32[4]{{0}}), f32[4]{{0}}, u32[]) call-start(%w, %q), to_apply=%scattered
+  %sum = f32[4]{{0}} call-done(%begin)
+  %other = f32[16]{{0}} all-gather(%sum), {ALL}
+  ROOT %own = f32[16]{{0}} all-gather(%w), {ALL.replace("channel_id=1", "channel_id=2")}
+}}
+"""
+
+
+def test_work_of_a_sparse_core_is_no_collective():
+    gathers = {row.leaf: row for row in traffic(ON_SPARSE_CORE).rows}
+    assert [row.kind for row in gathers.values()] == ["all-gather"] * 2
+    # The sum is a computed value.
+    assert gathers.keys() == {None, "w"}
+
+
 def test_one_computation_in_two_branches_of_a_branch():
     # The inner right branch gathers twice and counts, the left one once, and the outer
     # one less than both.

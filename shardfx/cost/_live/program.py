@@ -43,7 +43,8 @@ _SAME = frozenset(
 # Operations that run a computation on their operands. An asynchronous one has a second
 # instruction for its end.
 _CALLS = ("call", "fusion")
-_BEGIN, _END = ("async-start", "fusion-start"), ("async-done", "fusion-done")
+_BEGIN = ("async-start", "call-start", "fusion-start")
+_END = ("async-done", "call-done", "fusion-done")
 _IDENTITIES = re.compile(
     r'custom_call_target="(Sharding|SPMDFullToShardShape|SPMDShardToFullShape|LayoutConstraint)"'
 )
