@@ -28,10 +28,10 @@ from ._blame import (
     compared,
     differences,
     index_of_largest,
-    suspects,
 )
 from ._played import NARROW, WIDE, Played, Traced, raw_data, traced_step
 from ._story import story_of
+from ._suspects import suspects
 
 
 @dataclasses.dataclass(frozen=True)
