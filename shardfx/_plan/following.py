@@ -192,13 +192,7 @@ def follow(
     # The plan's own rules were checked for its mesh.
     raise_absent(draft._replace(axes=axes))
     if unused == "raise":
-        followed: list[str | None] = list(flat.paths)
-        for number, path in enumerate(flat.paths):
-            if path in follower.open:
-                followed[number] = None
-        raise_unused("rule", by_path, flat, followed, "what they follow")
-        for what, matcher in {**bases, "memory_kinds": kinds}.items():
-            raise_unused(f"`{what}` entry", matcher, flat)
+        _raise_unused(follower, flat, kinds)
     if plan.strict:
         fix = "Give rules for them, `follow(..., paths=PathRules([(regex, target)]))`; "
         raise_strict(follower.strict, f'. {fix}`(".*", replicate)` may be the last')
@@ -230,6 +224,17 @@ def _planned(
         else:
             index.append(NO_ARRAY)
     return rows, index
+
+
+def _raise_unused(follower: "_Follower", flat: Flat, kinds: Matcher) -> None:
+    """Raises `RuleError` if a rule shards no array of `flat`, the result of `init`."""
+    followed: list[str | None] = list(flat.paths)
+    for number, path in enumerate(flat.paths):
+        if path in follower.open:
+            followed[number] = None
+    raise_unused("rule", follower.paths, flat, followed, "what they follow")
+    for what, matcher in {**follower.bases, "memory_kinds": kinds}.items():
+        raise_unused(f"`{what}` entry", matcher, flat)
 
 
 def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:

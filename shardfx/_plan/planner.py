@@ -198,15 +198,7 @@ def plan(
     if refine:
         content = _refined(content, min_bytes)
     if strict:
-        advice = ""
-        if content.mesh != draft.mesh:
-            advice = (
-                f". `refine=True` has split the mesh into {content.mesh}. If they may be"
-                " replicated over the rest, plan on that mesh, made with"
-                " `MeshSpec.split`, by rules that name the parts; or leave `strict` out"
-            )
-        arrays = [(path, content.rows[i]) for path, i in content.numbered if i >= 0]
-        raise_strict(arrays, advice)
+        _require_as_asked(content, draft)
     return ShardPlan(content)
 
 
@@ -215,6 +207,21 @@ def _check_policy(what: str, policy: str, other: str) -> None:
         raise RuleError(
             f'`{what}={policy!r}` is no policy of `plan`; use "raise" or "{other}".'
         )
+
+
+def _require_as_asked(content: Content, draft: Draft) -> None:
+    """Raises `SpecError` if an array is not sharded as its rule requests. `content` may
+    be on a mesh with split axes, `draft` is not.
+    """
+    advice = ""
+    if content.mesh != draft.mesh:
+        advice = (
+            f". `refine=True` has split the mesh into {content.mesh}. If they may be"
+            " replicated over the rest, plan on that mesh, made with `MeshSpec.split`,"
+            " by rules that name the parts; or leave `strict` out"
+        )
+    arrays = [(path, content.rows[i]) for path, i in content.numbered if i >= 0]
+    raise_strict(arrays, advice)
 
 
 def _refined(content: Content, min_bytes: int) -> Content:

@@ -224,75 +224,96 @@ def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
     of its config, and sizes that follow from them. For layers that are not consecutive,
     it is a list of their indices.
     """
-    n = collections.defaultdict[str, int](int, config)
-    layers = n["layers"]
-    linear = n["linear_head_dim"]
-    full = n["full_attention_every"] or 1
-    routed = n["experts_every"] or 1
-    ratio = n["linear_value_heads"] // (n["linear_key_heads"] or 1)
-    embed = n["embed"] or n["heads"] * n["head_dim"]
-    vision_embed = n["vision_heads"] * n["vision_head_dim"]
-    patch = n["vision_patch"] or n["patch"]
+    # A number that the config lacks is 0.
+    numbers = collections.defaultdict[str, int](int, config)
     return {
         **config,
-        **{"one": 1, "two": 2, "colors": 3, "types": 2, "first": min(layers, 1)},
-        **{
-            "embed": embed,
-            "pooled": embed,
-            "dim": n["head_dim"] or n["nope"] + n["rope"],
-        },
-        **{
-            "two_dims": 2 * n["head_dim"],
-            "ahead_embed": embed,
-            "two_embeds": 2 * embed,
-        },
+        **_sizes_of_widths(numbers),
+        **_sizes_of_layers(numbers),
+        **_sizes_of_vision(numbers),
+    }
+
+
+def _sizes_of_widths(numbers: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of axes that follow from the widths in a config."""
+    layers = numbers["layers"]
+    embed = numbers["embed"] or numbers["heads"] * numbers["head_dim"]
+    linear_dim = numbers["linear_head_dim"]
+    key_heads = numbers["linear_key_heads"]
+    value_heads = numbers["linear_value_heads"]
+    ratio = value_heads // (key_heads or 1)
+    layer_inputs = layers * numbers["layer_input"]
+    return {
+        "one": 1,
+        "two": 2,
+        "colors": 3,
+        "types": 2,
+        "first": min(layers, 1),
+        "embed": embed,
+        "pooled": embed,
+        "dim": numbers["head_dim"] or numbers["nope"] + numbers["rope"],
+        "two_dims": 2 * numbers["head_dim"],
+        "ahead_embed": embed,
+        "two_embeds": 2 * embed,
         # Latent attention.
-        **{
-            "query_latent": n["q_lora"],
-            "latent": n["kv_lora"],
-            "latent_and_rope": n["kv_lora"] + n["rope"],
-        },
-        **{"both_dim": n["nope"] + n["value"], "value_dim": n["value"]},
-        # The counts or indices of layers of different kinds, such as dense and expert
-        # layers.
-        "dense_layers": min(n["dense_layers"], layers),
-        "moe_layers": max(layers - n["dense_layers"], 0),
-        "full_layers": [index for index in range(layers) if (index + 1) % full == 0],
-        "linear_layers": [index for index in range(layers) if (index + 1) % full],
-        "routed_layers": [
-            index for index in range(layers) if (index + 1) % routed == 0
-        ],
-        "plain_layers": [index for index in range(layers) if (index + 1) % routed],
-        # Experts, and linear attention.
-        **{
-            "both_hidden": 2 * n["expert_hidden"],
-            "shared_hidden": (n["shared_experts"] or 1) * n["expert_hidden"],
-        },
-        **{"qkvz": 2 * linear * (1 + ratio), "ba": 2 * ratio},
-        "conv_rows": linear * (2 * n["linear_key_heads"] + n["linear_value_heads"]),
+        "query_latent": numbers["q_lora"],
+        "latent": numbers["kv_lora"],
+        "latent_and_rope": numbers["kv_lora"] + numbers["rope"],
+        "both_dim": numbers["nope"] + numbers["value"],
+        "value_dim": numbers["value"],
+        # Experts.
+        "both_hidden": 2 * numbers["expert_hidden"],
+        "shared_hidden": (numbers["shared_experts"] or 1) * numbers["expert_hidden"],
+        # Linear attention.
+        "qkvz": 2 * linear_dim * (1 + ratio),
+        "ba": 2 * ratio,
+        "conv_rows": linear_dim * (2 * key_heads + value_heads),
         # Residual streams, and the inputs of all layers together.
-        **{
-            "stream_pairs": n["streams"] ** 2,
-            "routed_streams": n["streams"],
-            "more_streams": max(n["streams"] - 1, 0),
-            "embed_out": embed,
-            "layer_inputs": layers * n["layer_input"],
-            "layer_inputs_out": layers * n["layer_input"],
-        },
-        # The vision encoder. The adapter's input is four neighbouring patches, whose
-        # joint width is `vision_hidden`.
-        **{"patch_rows": patch, "patch_columns": patch, "pixels": 3 * patch * patch},
-        **{
-            "vision_embed": vision_embed,
-            "projected": vision_embed,
-            "vision_places": n["vision_tokens"] + 1,
-        },
-        "vision_hidden": n["vision_hidden"] or n["hidden"],
-        **{
-            "vision_out_units": n["vision_out"],
-            "adapter_out": n["vision_out"],
-            "adapted": n["vision_hidden"],
-        },
+        "stream_pairs": numbers["streams"] ** 2,
+        "routed_streams": numbers["streams"],
+        "more_streams": max(numbers["streams"] - 1, 0),
+        "embed_out": embed,
+        "layer_inputs": layer_inputs,
+        "layer_inputs_out": layer_inputs,
+    }
+
+
+def _sizes_of_layers(numbers: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
+    """The counts or indices of layers of different kinds, such as dense and expert
+    layers.
+    """
+    layers = numbers["layers"]
+    full_every = numbers["full_attention_every"] or 1
+    routed_every = numbers["experts_every"] or 1
+    full = range(full_every - 1, layers, full_every)
+    routed = range(routed_every - 1, layers, routed_every)
+    return {
+        "dense_layers": min(numbers["dense_layers"], layers),
+        "moe_layers": max(layers - numbers["dense_layers"], 0),
+        "full_layers": list(full),
+        "linear_layers": [index for index in range(layers) if index not in full],
+        "routed_layers": list(routed),
+        "plain_layers": [index for index in range(layers) if index not in routed],
+    }
+
+
+def _sizes_of_vision(numbers: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of axes of a vision encoder. The adapter's input is four neighbouring
+    patches, whose joint width is `vision_hidden`.
+    """
+    embed = numbers["vision_heads"] * numbers["vision_head_dim"]
+    patch = numbers["vision_patch"] or numbers["patch"]
+    return {
+        "patch_rows": patch,
+        "patch_columns": patch,
+        "pixels": 3 * patch * patch,
+        "vision_embed": embed,
+        "projected": embed,
+        "vision_places": numbers["vision_tokens"] + 1,
+        "vision_hidden": numbers["vision_hidden"] or numbers["hidden"],
+        "vision_out_units": numbers["vision_out"],
+        "adapter_out": numbers["vision_out"],
+        "adapted": numbers["vision_hidden"],
     }
 
 
