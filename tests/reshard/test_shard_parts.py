@@ -1,6 +1,7 @@
 import itertools as it
 import math
 import time
+from unittest import mock
 
 import jax
 import numpy as np
@@ -9,6 +10,8 @@ from hypothesis import given, settings, strategies as st
 from shardfx._convert import Struct
 from shardfx._convert.pieces import hull, swapped
 from shardfx._convert.shape_operations import leaf_made
+from shardfx._reshard.pieces import parts as parts_module
+from shardfx._reshard.pieces.part_table import PartTable
 from shardfx._reshard.pieces.parts import shard_parts
 from shardfx._reshard.pieces.rounds import matchings
 
@@ -174,6 +177,45 @@ def test_only_what_replicas_sent_more_than_each_other_matters():
     assert parts.sent_before({0: 12, 1: 10}) == ((0, 2),)
     # A device that has it takes it from itself.
     assert cuts(8, [(0, first_half), (1, first_half)], [(1, first_half)]).replicas == ()
+
+
+@settings(deadline=None, max_examples=150)
+@given(moves(), st.data())
+def test_a_table_has_the_parts_of_a_list(move, data):
+    shape, sources, targets = move
+    devices = sorted({device for device, _ in [*sources, *targets]})
+    chosen = st.sets(st.sampled_from(devices))
+    given_arguments = {
+        "lost": data.draw(chosen),
+        "process_of": data.draw(
+            st.just({}) | st.fixed_dictionaries({d: st.integers(0, 1) for d in devices})
+        ),
+        "sent_before": [(device, 3) for device in data.draw(chosen)],
+    }
+    results = []
+    for many in (0, 10**9):
+        with mock.patch.object(parts_module, "_MANY_SHARDS", many):
+            results.append(cuts(16, sources, targets, **given_arguments))
+    table, listed = results
+    assert isinstance(table.rows, PartTable) == (0 not in shape)
+    assert not isinstance(listed.rows, PartTable)
+    assert table.all == listed.all
+    assert table.missing == listed.missing
+    assert table.replicas == listed.replicas
+    assert list(table.links.items()) == list(listed.links.items())
+    assert table.rows.least_memory_bytes == listed.rows.least_memory_bytes
+    for limit in (None, 3):
+        for group, other in zip(
+            table.rows.groups(limit), listed.rows.groups(limit), strict=True
+        ):
+            assert (group.form, group.is_local) == (other.form, other.is_local)
+            assert group.memory_bytes == other.memory_bytes
+            assert rows_of(group) == rows_of(other)
+
+
+def rows_of(group):
+    columns = (group.senders, group.receivers, group.sources, group.targets)
+    return sorted(zip(*[column.tolist() for column in columns], strict=True))
 
 
 @given(moves(), st.dictionaries(st.integers(0, 40), st.integers(0, 10**6)))

@@ -117,6 +117,8 @@ class PartTable:
         """The parts in groups of one shape. Parts of more than `part_bytes` of memory
         are divided; `None` is no limit.
         """
+        if not len(self.senders):
+            return []
         is_local = self.senders == self.receivers
         kinds = numbered(2 * self.form_numbers + is_local)
         rows_of_kinds = np.split(

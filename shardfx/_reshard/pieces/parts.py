@@ -38,6 +38,10 @@ from .senders import Holders, Senders
 from .shard_part import Links, ShardPart, divided, least_memory_bytes
 
 
+# From so many shards of source and target on, a table is made in less time than a list.
+_MANY_SHARDS = 32
+
+
 @dataclasses.dataclass(frozen=True)
 class PartList:
     """Parts of shards of any form, in a tuple; `PartTable` is for boxes."""
@@ -219,8 +223,8 @@ def shard_parts(
     if _is_whole(target):
         (piece,) = target.pieces
         dtype, holders = sources[str(piece.value.path)]
-        devices = [device for shard in holders.values() for device in shard]
-        if len(set(devices)) == len(devices):
+        has_many_shards = len(targets) + len(holders) >= _MANY_SHARDS
+        if has_many_shards and _are_disjoint(holders.values()):
             tabled = tabled_parts(piece, targets, dtype, holders, process_of, sent)
             return ShardParts(
                 rows=tabled.table, missing=tabled.missing, replicas=tabled.replicas
@@ -270,6 +274,12 @@ def _is_whole(target: Made) -> bool:
     ]
     is_at_start = piece.source == piece.target == start
     return is_at_start and piece.factors == tuple(factors)
+
+
+def _are_disjoint(holders: Iterable[Sequence[int]]) -> bool:
+    """Whether no device holds two shards."""
+    devices = [device for shard in holders for device in shard]
+    return len(set(devices)) == len(devices)
 
 
 def _not_split(piece: Piece, receiver: int, box: Box) -> Iterator[PossiblePart]:
