@@ -317,7 +317,7 @@ def _kind(
 
     return TransferKind(
         names=tuple(sources),
-        pieces=made_leaf.pieces,
+        pieces=tuple(made_leaf.pieces),
         rank=rank,
         buffers=buffers,
         forms=tuple(table.forms),
