@@ -57,7 +57,7 @@ def cases(options: Options) -> list[Entry]:
         ],
     )
     again = (Limit("first_over_second", at_least=5.0),)
-    # A round has 4 MiB, or one larger row of at most 16 MiB.
+    # A round has 8 MiB, or one larger row of at most 16 MiB.
     beside = Limit("mebibytes_beside_both_states", at_most=17.0)
     plain = (
         Limit("sync_over_stream", at_least=0.8),

@@ -28,7 +28,8 @@ from ..._ground.errors import SyncError
 from .line import Line
 
 
-VERSION = 2
+# Both sides also divide a transfer into the same rounds.
+VERSION = 3
 Security = Literal["authenticated", "none"]
 Role = Literal["sender", "receiver"]
 

@@ -22,8 +22,10 @@ from .transfer import TransferPlan
 
 
 # A round is sealed, sent and checked as one frame. Its bytes are still in the
-# processor's third-level cache when the next of these steps reads them.
-ROUND_BYTES = 4 << 20
+# processor's third-level cache when the next of these steps reads them. Rounds of 4 MiB
+# take 8 (plain) and 15 % (strided) more processor time on a busy machine with 2 cores;
+# of 16 MiB, as much for plain pieces, and more at the sender for strided ones.
+ROUND_BYTES = 8 << 20
 # The parts of arrays from which the ranges of a schedule are made, about 1 kB each.
 _MOST_PARTS = 1 << 20
 
