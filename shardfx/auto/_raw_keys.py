@@ -47,21 +47,31 @@ def _words_of_body(equation: Any, body: Any, results: Sequence[int]) -> set[Any]
     """The variables of a body of an equation that hold raw words. What a loop carries
     holds them at its end if it does at its beginning.
     """
-    carried = len(body.outvars)
-    first = len(body.invars) - carried
-    if equation.primitive.name == "scan":
-        carried = equation.params["num_carry"]
-        first = equation.params["num_consts"]
-    is_loop = equation.primitive.name in ("scan", "while")
     numbers = [n for n in results if n < len(body.outvars)]
+    if equation.primitive.name not in ("scan", "while"):
+        return _words(body, numbers)
+    # What a loop carries and what it closes over has the rank that it has in the body;
+    # what a scan iterates over and stacks has one dimension more.
+    carried = _of_equal_rank(equation.outvars, body.outvars)
+    operands = equation.invars[-len(body.invars) :]
+    first = _of_equal_rank(operands, body.invars) - carried
     while True:
         words = _words(body, numbers)
-        if not is_loop:
-            return words
         more = [n for n in range(carried) if body.invars[first + n] in words]
         if set(more) <= set(numbers):
             return words
         numbers = sorted({*numbers, *more})
+
+
+def _of_equal_rank(values: Sequence[Any], values_of_body: Sequence[Any]) -> int:
+    """How many values of an equation have the rank that they have in its body."""
+    pairs = zip(values, values_of_body, strict=False)
+    return sum(_rank(value) == _rank(inner) for value, inner in pairs)
+
+
+def _rank(value: Any) -> int:
+    # A token has no dimensions.
+    return getattr(value.aval, "ndim", 0)
 
 
 def _bodies(params: Iterable[object]) -> Iterable[Any]:
@@ -77,4 +87,7 @@ def _bodies(params: Iterable[object]) -> Iterable[Any]:
 
 def _may_be(value: Any) -> bool:
     """Whether a variable, and no literal, holds words of a key."""
-    return not isinstance(value, jex.Literal) and value.aval.dtype == np.uint32
+    if isinstance(value, jex.Literal):
+        return False
+    # A token has no dtype.
+    return getattr(value.aval, "dtype", None) == np.uint32
