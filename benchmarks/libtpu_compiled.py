@@ -195,10 +195,12 @@ def _asking() -> Iterator[list[float]]:
     seconds: list[float] = []
     ask = process.Worker.ask
 
-    def timed(*args: Any) -> Any:
+    def timed(
+        self: process.Worker, module: bytes, request: dict[str, object]
+    ) -> tuple[list[bytes], str]:
         begin = time.perf_counter()
         try:
-            return ask(*args)
+            return ask(self, module, request)
         finally:
             seconds.append(time.perf_counter() - begin)
 

@@ -89,7 +89,7 @@ class _Walk:
 
     In its methods, an array is a number. `ins` and `outs` are the operands and results
     of an operation `op`, `times` is the number of times that it runs in one step, and
-    `known` has the numbers of MLIR values.
+    `value_numbers` has the numbers of MLIR values.
     """
 
     def __init__(self, functions: dict[str, Op]):
@@ -157,11 +157,12 @@ class _Walk:
             )
         return [numbers_of[value] for value in last.operands]
 
-    def step(self, op: Op, known: _Known, times: float) -> Sequence[int]:
+    def step(self, op: Op, value_numbers: _Known, times: float) -> Sequence[int]:
         """Adds an operation, or the operations that it calls, and returns the numbers
         of its results.
         """
-        name, ins = op.name.rpartition(".")[2], [known[value] for value in op.operands]
+        name = op.name.rpartition(".")[2]
+        ins = [value_numbers[value] for value in op.operands]
         if name in _CALLS:
             called = self.functions[
                 ir.FlatSymbolRefAttr(op.attributes[_CALLS[name]]).value
@@ -171,7 +172,7 @@ class _Walk:
             self.calls.pop()
             return results
         if name == "while":
-            return self.loop(op, ins, known, times)
+            return self.loop(op, ins, value_numbers, times)
         if name == "optimization_barrier":
             # A barrier returns each of its arrays unchanged.
             return [self.identity(name, (value,), times, op) for value in ins]
@@ -182,11 +183,13 @@ class _Walk:
                 # equally.
                 part = times / len(op.regions)
                 for value, out in zip(
-                    self.inline(region.blocks[0], (), known, part), outs, strict=True
+                    self.inline(region.blocks[0], (), value_numbers, part),
+                    outs,
+                    strict=True,
                 ):
                     self.identity("carry", (value,), part, op, out)
         elif name == "manual_computation":
-            self.shard_map(op, ins, outs, known, times)
+            self.shard_map(op, ins, outs, value_numbers, times)
         elif name == "constant":
             self.values[outs[0]] = dataclasses.replace(self.values[outs[0]], free=True)
             if (number := _integer(op)) is not None:
@@ -296,7 +299,7 @@ class _Walk:
         return out
 
     def loop(
-        self, op: Op, ins: Sequence[int], known: _Known, times: float
+        self, op: Op, ins: Sequence[int], value_numbers: _Known, times: float
     ) -> list[int]:
         test, body = (region.blocks[0] for region in op.regions)
         changed = [
@@ -313,14 +316,14 @@ class _Walk:
                 self.values[value] = dataclasses.replace(
                     self.values[value], sharding=sharding
                 )
-        trips, counter = self.trips(test, body, ins, known)
+        trips, counter = self.trips(test, body, ins, value_numbers)
         if trips is None:
             self.note("the trips of a loop are not in the program: it counts once")
         if counter is not None:
             self.counters[begun[counter]] = begun[counter]
         many = times * (1 if trips is None else trips)
-        ended = self.inline(body, begun, known, many)
-        self.inline(test, begun, known, many)
+        ended = self.inline(body, begun, value_numbers, many)
+        self.inline(test, begun, value_numbers, many)
         results = [
             self.identity("return", (last, first), many, op) if new else first
             for new, last, first in zip(changed, ended, begun, strict=True)
@@ -338,7 +341,7 @@ class _Walk:
         return results
 
     def trips(
-        self, test: ir.Block, body: ir.Block, ins: Sequence[int], known: _Known
+        self, test: ir.Block, body: ir.Block, ins: Sequence[int], value_numbers: _Known
     ) -> tuple[float | None, int | None]:
         """The number of iterations of a loop that counts up to a known number, and the
         position of its counter among the values that the loop carries. Each is `None`
@@ -348,8 +351,8 @@ class _Walk:
         carried, ended = dict(zip(test.arguments, ins, strict=True)), _returned(body)
 
         def literal(value: ir.Value) -> int | None:
-            if value in carried or value in known:
-                return self.literals.get((known | carried)[value])
+            if value in carried or value in value_numbers:
+                return self.literals.get((value_numbers | carried)[value])
             constant = maker(value, "constant")
             return None if constant is None else _integer(constant)
 
@@ -383,7 +386,7 @@ class _Walk:
         op: Op,
         ins: Sequence[int],
         outs: Sequence[int],
-        known: _Known,
+        value_numbers: _Known,
         times: float,
     ) -> None:
         """Adds the operations of a `shard_map`, whose body computes on shards of the
@@ -403,7 +406,7 @@ class _Walk:
         )
         self.shard_boundary(ins, inner, times, op)
         self.shard_boundary(
-            self.inline(block, inner, known, times * shards), outs, times, op
+            self.inline(block, inner, value_numbers, times * shards), outs, times, op
         )
 
     def shard_boundary(

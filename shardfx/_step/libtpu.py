@@ -103,10 +103,10 @@ class TpuTexts(NamedTuple):
 
 def libtpu_path() -> str | None:
     """The path of libtpu, or `None` if it is not installed."""
-    found = importlib.util.find_spec("libtpu")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("libtpu")
+    if spec is None or spec.origin is None:
         return None
-    path = Path(found.origin).with_name("libtpu.so")
+    path = Path(spec.origin).with_name("libtpu.so")
     return str(path) if path.is_file() else None
 
 

@@ -210,7 +210,7 @@ def _with_constraints(call: Any) -> None:
         call.erase()
 
 
-def _constraint(value: Any, dims: str, at: Any, location: Any) -> Any:
+def _constraint(value: Any, dims: str, point: Any, location: Any) -> Any:
     attribute = ir.Attribute.parse(f"#sdy.sharding<@{_MESH}, [{dims}]>")
     constraint = ir.Operation.create(
         "sdy.sharding_constraint",
@@ -218,7 +218,7 @@ def _constraint(value: Any, dims: str, at: Any, location: Any) -> Any:
         [value],
         {"sharding": attribute},
         loc=location,
-        ip=at,
+        ip=point,
     )
     return constraint.operation
 

@@ -181,9 +181,11 @@ def _compile(
         )
         for stream in (0, 1, 2):
             os.dup2(silence, stream)
-        made = xla_client._xla.make_mpi_collectives  # pyright: ignore[reportPrivateImportUsage]
-        wires = made() if devices > _ALONE else None
-        client = xla_client.make_cpu_client(num_devices=devices, collectives=wires)
+        make_collectives = xla_client._xla.make_mpi_collectives  # pyright: ignore[reportPrivateImportUsage]
+        collectives = make_collectives() if devices > _ALONE else None
+        client = xla_client.make_cpu_client(
+            num_devices=devices, collectives=collectives
+        )
         options = xla_client.CompileOptions()
         build = options.executable_build_options
         build.num_replicas, build.num_partitions = 1, devices

@@ -164,15 +164,15 @@ def trip_count(
     if len(compared) != 2:
         return None
     counter, stop = compared
-    if counter is None or counter.index is None:
+    if counter is None or counter.carried is None:
         return None
-    if stop is None or stop.index is not None:
+    if stop is None or stop.carried is not None:
         return None
-    start = _scalar(module, around, initial.operands[counter.index])
-    step = _scalar(module, body, root.operands[counter.index])
-    if start is None or start.index is not None:
+    start = _scalar(module, around, initial.operands[counter.carried])
+    step = _scalar(module, body, root.operands[counter.carried])
+    if start is None or start.carried is not None:
         return None
-    if step is None or step.index != counter.index:
+    if step is None or step.carried != counter.carried:
         return None
     return _trip_count_of(
         start.added + counter.added, step.added, stop.added, direction[1]
@@ -220,12 +220,12 @@ def _fusion_root(
 
 
 class _Scalar(NamedTuple):
-    """An integer: the loop-carried one of an index, plus a constant. For "element 2 of
-    the loop's tuple, plus 1", `index` is 2, and `added` is 1. For the constant 5,
-    `index` is `None`, and `added` is 5.
+    """An integer: element `carried` of the loop's tuple, plus a constant. For "element
+    2 of the tuple, plus 1", `carried` is 2, and `added` is 1. For the constant 5,
+    `carried` is `None`, and `added` is 5.
     """
 
-    index: int | None
+    carried: int | None
     added: int
 
 
@@ -252,9 +252,9 @@ def _scalar(
     )
     if first is None or second is None:
         return None
-    if second.index is None:
+    if second.carried is None:
         sign = 1 if instruction.opcode == "add" else -1
-        return _Scalar(first.index, first.added + sign * second.added)
-    if first.index is None and instruction.opcode == "add":
-        return _Scalar(second.index, first.added + second.added)
+        return _Scalar(first.carried, first.added + sign * second.added)
+    if first.carried is None and instruction.opcode == "add":
+        return _Scalar(second.carried, first.added + second.added)
     return None

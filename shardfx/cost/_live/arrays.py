@@ -145,13 +145,13 @@ class _Scheduler:
         return order
 
     def _priority(self, operation: int) -> _Priority:
-        freed = 0
+        freed_bytes = 0
         for value in self.reads[operation]:
             if self.unread[value] == 1 and self.maker.get(value) in self.done:
-                freed += self.bytes_of(value)
-        made = sum(map(self.bytes_of, self.makes[operation]))
+                freed_bytes += self.bytes_of(value)
+        made_bytes = sum(map(self.bytes_of, self.makes[operation]))
         return _Priority(
-            growth_bytes=made - freed,
+            growth_bytes=made_bytes - freed_bytes,
             minus_readers=-self.readers[operation],
             operation=operation,
         )

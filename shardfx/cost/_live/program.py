@@ -270,7 +270,7 @@ class _Flattener:
         if opcode in _BEGIN:
             result = self.inlined(instruction, called[0], operands, ops)
             return (tuple(operands), result)
-        made = self.new(self.result(instruction.result))
+        results = self.new(self.result(instruction.result))
         bodies: tuple[Body, ...] = ()
         if opcode == "conditional":
             branches = zip(called, operands[1:], strict=True)
@@ -278,12 +278,12 @@ class _Flattener:
         op = FlatOp(
             instruction=instruction,
             reads=_numbers_in(tuple(operands)),
-            makes=_numbers_in(made),
+            makes=_numbers_in(results),
             bodies=bodies,
             calls=self.calls,
         )
         ops.append(op)
-        return made
+        return results
 
     def returns_operand(self, instruction: Instruction, operand: Values) -> bool:
         """Whether the result of an instruction is its first operand."""
