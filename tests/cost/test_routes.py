@@ -57,7 +57,7 @@ def test_messages_between_slices_pass_no_link():
 def walked(pairs, rings):
     """The messages on the busiest link, walked message by message."""
     sizes = [ring.size for ring in rings]
-    loads = collections.Counter()
+    loads = collections.defaultdict[tuple[object, ...], float](float)
     for sender, receiver in pairs:
         place = list(coordinates(sender, sizes))
         target = coordinates(receiver, sizes)

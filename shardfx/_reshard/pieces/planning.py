@@ -207,7 +207,7 @@ def _assembly(
         dtype=target.dtype,
         shard_shape=devices.shard_shape,
         method=method,
-        pieces=target.pieces,
+        pieces=tuple(target.pieces),
         scaled=scaled,
         parts=parts,
         devices=devices.all,
