@@ -290,14 +290,15 @@ def _table_of_set(
 
     `tables` has the arrays of each file by the name that `weight_map` has for it.
     """
-    if not all_tables(list(tables.values())):
+    file_tables = list(tables.values())
+    if not all_tables(file_tables):
         return None
     held = {}
-    for name, table in tables.items():
+    for name, table in zip(tables, file_tables, strict=True):
         held |= dict.fromkeys(table.paths, name)
-    if held != weight_map or sum(map(len, tables.values())) != len(held):
+    if held != weight_map or sum(map(len, file_tables)) != len(held):
         return None
-    return together(list(tables.values())).of(list(weight_map))
+    return together(file_tables).of(list(weight_map))
 
 
 def _of_save(where: Place, weight_map: Mapping[str, str], names: list[str]) -> Index:

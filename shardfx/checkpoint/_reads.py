@@ -130,7 +130,8 @@ def fetches(
     overlaps = _overlaps(leaf.pieces, boxes, len(leaf.shape))
     for number, box in enumerate(boxes):
         strides = strides_of([stop - start for start, stop in box])
-        for piece_number in np.flatnonzero(overlaps[number]):
+        piece_numbers: list[int] = np.flatnonzero(overlaps[number]).tolist()
+        for piece_number in piece_numbers:
             piece = leaf.pieces[piece_number]
             is_plain = _is_plain(piece, leaf, entries)
             # The layers of a stack differ only in their position.

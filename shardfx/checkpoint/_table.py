@@ -68,24 +68,21 @@ class FileTable(Sequence[FileArray]):
         if isinstance(number, slice):
             positions = np.arange(len(self))[number]
             return self._rows(positions, self.paths[number])
-        kind = self.kinds[self.kind_numbers[number]]
+        kind = self.kinds[int(self.kind_numbers[number])]
         return FileArray(
             path=self.paths[number],
             shape=kind.shape,
             dtype=kind.dtype,
-            file=self.files[self.file_numbers[number]],
+            file=self.files[int(self.file_numbers[number])],
             stored=kind.stored,
             offset=int(self.offsets[number]),
         )
 
     def __iter__(self) -> Iterator[FileArray]:
-        rows = zip(
-            self.paths,
-            self.kind_numbers.tolist(),
-            self.file_numbers.tolist(),
-            self.offsets.tolist(),
-            strict=True,
-        )
+        kind_numbers: list[int] = self.kind_numbers.tolist()
+        file_numbers: list[int] = self.file_numbers.tolist()
+        offsets: list[int] = self.offsets.tolist()
+        rows = zip(self.paths, kind_numbers, file_numbers, offsets, strict=True)
         for path, kind_number, file_number, offset in rows:
             kind = self.kinds[kind_number]
             file = self.files[file_number]
@@ -118,7 +115,8 @@ class FileTable(Sequence[FileArray]):
         """The arrays at these positions of the table."""
         if len(numbers) == len(self) and np.array_equal(numbers, np.arange(len(self))):
             return self
-        return self._rows(numbers, [self.paths[number] for number in numbers.tolist()])
+        positions: list[int] = numbers.tolist()
+        return self._rows(numbers, [self.paths[number] for number in positions])
 
     def _rows(self, numbers: np.ndarray, paths: Sequence[str]) -> "FileTable":
         return FileTable(
@@ -137,7 +135,8 @@ class FileTable(Sequence[FileArray]):
     def used_files(self) -> list[str]:
         """The files that hold some array, in the order of their first arrays."""
         numbers, firsts = np.unique(self.file_numbers, return_index=True)
-        return [self.files[number] for number in numbers[np.argsort(firsts)]]
+        in_order: list[int] = numbers[np.argsort(firsts)].tolist()
+        return [self.files[number] for number in in_order]
 
 
 class ByPath(Mapping[str, FileArray]):

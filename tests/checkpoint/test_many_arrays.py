@@ -17,6 +17,8 @@ from safetensors.numpy import load_file, save_file
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
 from shardfx.checkpoint import _safetensors as safetensors
+from shardfx.checkpoint._entry import FileArray
+from shardfx.checkpoint._files import FilePlace
 from shardfx.checkpoint._spans import grouped, ranges_of
 from shardfx.checkpoint._table import FileTable
 
@@ -212,6 +214,7 @@ def test_a_short_file_names_the_first_array_not_whole(tmp_path):
     struct = jax.ShapeDtypeStruct((4, 12, 4, 6), np.float32)
     plan = shardfx.plan({"w": struct}, MESH, paths=PathRules([("w", P("x"))]))
     cut_entry = list(index.entries)[20]
+    assert isinstance(cut_entry, FileArray) and isinstance(index.place, FilePlace)
     path.write_bytes(path.read_bytes()[: cut_entry.offset + 3])
     # The file is opened for the first time after it was cut.
     place = dataclasses.replace(index.place, seen={})
