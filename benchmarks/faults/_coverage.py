@@ -81,7 +81,7 @@ def judged_step(subject: Subject) -> dict[str, Any]:
         line["refutation"] = f"{refutation.operation}: {refutation.fault}"
         errors = step_errors(subject)
         worst = max(errors, key=lambda error: error.size / error.allowed)
-        line["error"] = float(f"{worst.size:.2g}")
+        line["error"] = f"{worst.size:.2g}"
         line["numbers_right"] = worst.size <= worst.allowed
     return line
 
