@@ -200,7 +200,13 @@ def pieces_of(map, arrays, target=None):
 def same(array, two):
     array = np.asarray(array)
     two = np.asarray(two)
-    assert array.shape == two.shape and array.dtype == two.dtype, (
+    assert array.shape == two.shape, (
+        array.shape,
+        two.shape,
+        array.dtype,
+        two.dtype,
+    )
+    assert array.dtype == two.dtype, (
         array.shape,
         two.shape,
         array.dtype,

@@ -69,7 +69,8 @@ def test_a_trace_says_what_it_takes():
         (aval.shape, aval.dtype) for aval in trace.jaxpr.in_avals
     ]
     text = trace.lower(lowering_platforms=("tpu",)).as_text(debug_info=True)
-    assert all(f'loc("{array.name}")' in text for array in trace.arrays)
+    for array in trace.arrays:
+        assert f'loc("{array.name}")' in text
     assert trace.argument_paths[arrays["params/w"].name] == "params/w"
     assert trace.mesh == MESH
 

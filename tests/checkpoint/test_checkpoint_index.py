@@ -55,19 +55,15 @@ def test_a_file_and_a_set_are_read_by_name_and_by_directory(tmp_path):
         assert {entry.path: (entry.shape, entry.dtype) for entry in index.entries} == {
             name: (array.shape, array.dtype) for name, array in arrays.items()
         }
-        assert (index.bytes_total, index.metadata, index.format) == (
-            16 + 3 + 8,
-            {"format": "pt"},
-            "safetensors",
-        )
+        assert index.bytes_total == 16 + 3 + 8
+        assert index.metadata == {"format": "pt"}
+        assert index.format == "safetensors"
     (tmp_path / "model.safetensors").unlink()
     set_of_files(tmp_path)
     for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
         index = checkpoint.read_index(path)
-        assert (
-            list(index) == ["a", "b"]
-            and os.path.basename(index["b"].file) == "model-2.safetensors"
-        )
+        assert list(index) == ["a", "b"]
+        assert os.path.basename(index["b"].file) == "model-2.safetensors"
     (tmp_path / "model.safetensors.index.json").unlink()
     assert list(checkpoint.read_index(tmp_path)) == ["a", "b"]
 
@@ -101,13 +97,12 @@ def test_an_index_prints_as_a_short_table(tmp_path):
         "embed                  1  f16[64,8]   1.0 KiB",
         f"101 arrays, 13.5 KiB, in safetensors at {str(tmp_path)!r}",
     ]
-    assert repr(index) == str(index) and "layers.{0..99}.w" in index._repr_html_()
-    assert (
-        len(index) == 101
-        and "embed" in index
-        and "down" not in index
-        and 0 not in index
-    )
+    assert repr(index) == str(index)
+    assert "layers.{0..99}.w" in index._repr_html_()
+    assert len(index) == 101
+    assert "embed" in index
+    assert "down" not in index
+    assert 0 not in index
     with pytest.raises(UnknownPathError, match=r"no array 'zzz'; it has 'layers.0.w'"):
         index["zzz"]
     save_file(
@@ -116,7 +111,9 @@ def test_an_index_prints_as_a_short_table(tmp_path):
     )
     index = checkpoint.read_index(tmp_path)
     lines = str(index).splitlines()
-    assert len(lines) == 27 and lines[-2] == "... 6 arrays more" and "a7" in list(index)
+    assert len(lines) == 27
+    assert lines[-2] == "... 6 arrays more"
+    assert "a7" in list(index)
 
 
 def test_nothing_there(tmp_path):
@@ -319,7 +316,8 @@ def test_headers_are_read_as_by_the_library_of_the_format(tmp_path, case):
             error_text = None
         except CheckpointError as error:
             error_text = str(error)
-            assert "x.safetensors" in error_text and len(error_text) < 1000
+            assert "x.safetensors" in error_text
+            assert len(error_text) < 1000
         if nbytes == 4:
             assert (
                 re.search(message, error_text)

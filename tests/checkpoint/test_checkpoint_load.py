@@ -103,11 +103,10 @@ def test_any_shape_any_spec_any_transpose_and_any_dtype(tmp_path_factory, data):
     loaded = checkpoint.load(
         path, structs, TreeMap({"y": From("x").transpose(*order)})
     )["y"]
-    assert loaded.sharding == structs["y"].sharding and same_bytes(loaded, transposed)
-    assert all(
-        same_bytes(shard.data, transposed[shard.index])
-        for shard in loaded.addressable_shards
-    )
+    assert loaded.sharding == structs["y"].sharding
+    assert same_bytes(loaded, transposed)
+    for shard in loaded.addressable_shards:
+        assert same_bytes(shard.data, transposed[shard.index])
 
 
 def test_a_live_model_comes_back_with_its_static_leaves(tmp_path):
@@ -210,7 +209,8 @@ def test_replicas_are_read_once_and_share_their_memory(tmp_path, reads):
             shard.data.unsafe_buffer_pointer() for shard in loaded.addressable_shards
         ]
         assert len(set(pointers)) == 8 // copies
-        assert all(pointer % 64 == 0 for pointer in pointers)
+        for pointer in pointers:
+            assert pointer % 64 == 0
 
 
 def test_donating_one_replica_leaves_the_others(tmp_path):
@@ -220,7 +220,9 @@ def test_donating_one_replica_leaves_the_others(tmp_path):
     loaded = checkpoint.load(tmp_path, plan)["w"]
     copies = [jnp.array(shard.data, copy=False) for shard in loaded.addressable_shards]
     jax.block_until_ready(jax.jit(lambda x: x * 0, donate_argnums=0)(loaded))
-    assert all(np.array_equal(copy, array) for copy in copies if not copy.is_deleted())
+    for copy in copies:
+        if not copy.is_deleted():
+            assert np.array_equal(copy, array)
 
 
 def test_a_quarter_of_the_devices_reads_a_quarter(tmp_path, reads):
@@ -248,10 +250,8 @@ def test_a_quarter_of_the_devices_reads_a_quarter(tmp_path, reads):
         assert process.excess_bytes == 0
     checkpoint.load(index, plan)
     planned = checkpoint.plan_reads(index, plan)
-    assert (
-        sum(reads) == planned.read_bytes == total
-        and len(reads) == sum(process.reads for process in planned.processes) == 2
-    )
+    assert sum(reads) == planned.read_bytes == total
+    assert len(reads) == sum(process.reads for process in planned.processes) == 2
 
 
 @pytest.mark.parametrize("gap_bytes", [1, 10**9])
@@ -354,7 +354,8 @@ def test_reads_that_return_less_are_continued(tmp_path, monkeypatch):
         loaded = checkpoint.load(
             tmp_path, {name: struct(array, spec) for name, array in arrays.items()}
         )
-        assert all(same_bytes(loaded[name], array) for name, array in arrays.items())
+        for name, array in arrays.items():
+            assert same_bytes(loaded[name], array)
 
 
 def test_a_boolean_that_is_neither(tmp_path):
@@ -393,9 +394,12 @@ def test_no_more_than_the_limit_is_on_its_way(tmp_path, monkeypatch, reads, limi
     monkeypatch.setattr(flights, "is_on_cpu", lambda sharding: False)
     monkeypatch.setattr(flights, "moved", move)
     loaded = checkpoint.load(tmp_path, plan, memory_limit_bytes=limit)
-    assert all(same_bytes(loaded[name], arrays[name]) for name in arrays)
-    assert all(array.sharding == plan[name].sharding for name, array in loaded.items())
-    assert sum(reads) == sum(gone) and 0 < max(on_way) <= limit
+    for name in arrays:
+        assert same_bytes(loaded[name], arrays[name])
+    for name, array in loaded.items():
+        assert array.sharding == plan[name].sharding
+    assert sum(reads) == sum(gone)
+    assert 0 < max(on_way) <= limit
     # The limit is what holds it down.
     assert max(on_way) < sum(gone) or limit == 10**9
 
@@ -434,10 +438,10 @@ def test_small_tensors_are_read_together(tmp_path, reads):
         }
         reads.clear()
         loaded = checkpoint.load(tmp_path, plan)
-        assert all(same_bytes(loaded[name], array) for name, array in arrays.items())
-        assert all(
-            loaded[name].sharding == target.sharding for name, target in plan.items()
-        )
+        for name, array in arrays.items():
+            assert same_bytes(loaded[name], array)
+        for name, target in plan.items():
+            assert loaded[name].sharding == target.sharding
         assert sum(reads) == sum(array.nbytes for array in arrays.values())
         assert len(reads) <= most
 
@@ -458,10 +462,10 @@ def test_memory_kinds_other_shardings_and_progress(tmp_path, capsys):
         for name, loaded in checkpoint.load(
             tmp_path, structs, progress=progress
         ).items():
-            assert loaded.sharding == shardings[name] and same_bytes(loaded, array)
-        assert line in (printed := capsys.readouterr().err) and bool(printed) == bool(
-            line
-        )
+            assert loaded.sharding == shardings[name]
+            assert same_bytes(loaded, array)
+        assert line in (printed := capsys.readouterr().err)
+        assert bool(printed) == bool(line)
 
 
 def test_arrays_that_no_leaf_is_made_of_are_an_error(tmp_path, reads):
@@ -496,4 +500,5 @@ def test_arrays_that_no_leaf_is_made_of_are_an_error(tmp_path, reads):
     ].shape == (8,)
     # A part of a plan says by itself that the others are left.
     loaded = checkpoint.load(tmp_path, plan_of_all.select("layers/1"))
-    assert loaded["head"] is None and loaded["layers"][1]["w"].shape == (8,)
+    assert loaded["head"] is None
+    assert loaded["layers"][1]["w"].shape == (8,)

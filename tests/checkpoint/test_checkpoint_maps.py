@@ -62,11 +62,9 @@ def equal(tree, whole):
     assert tree.keys() == whole.keys()
     for path, array in whole.items():
         leaf = np.asarray(tree[path])
-        assert (
-            leaf.dtype == array.dtype
-            and leaf.shape == array.shape
-            and leaf.tobytes() == array.tobytes()
-        ), path
+        assert leaf.dtype == array.dtype, path
+        assert leaf.shape == array.shape, path
+        assert leaf.tobytes() == array.tobytes(), path
 
 
 def test_an_exported_checkpoint_is_a_plain_one_of_its_own_layout(tmp_path):
@@ -101,9 +99,8 @@ def test_each_process_reads_only_what_its_shards_are_made_of(tmp_path, monkeypat
         checkpoint.read_index(tmp_path), plan.off(), LLAMA, processes=8, gap_bytes=1
     )
     total = sum(array.nbytes for array in whole.values())
-    assert [process.needed_bytes for process in reads.processes] == [
-        total // 8
-    ] * 8 and reads.excess_bytes == 0
+    assert [process.needed_bytes for process in reads.processes] == [total // 8] * 8
+    assert reads.excess_bytes == 0
     read, preadv = [], os.preadv
     monkeypatch.setattr(
         os, "preadv", lambda *arguments: read.append(preadv(*arguments)) or read[-1]

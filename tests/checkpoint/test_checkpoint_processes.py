@@ -51,7 +51,9 @@ def quarrel(ended):
 def test_every_process_reads_its_shards_and_they_are_right(job):
     total = sum(array.nbytes for array in checkpoint_worker.tree().values())
     for result in job[1]:
-        assert all(value for name, value in result.items() if name.startswith("right."))
+        for name, value in result.items():
+            if name.startswith("right."):
+                assert value
         for name, (read, planned, needed) in (
             (n, v) for n, v in result.items() if n.startswith("read.")
         ):
@@ -70,11 +72,13 @@ def test_processes_write_another_layout_and_read_it_back(job):
     arrays = checkpoint_worker.EXPORT.apply(checkpoint_worker.tree())
     for name in ("rows", "others"):
         mapped = load_file(folder / f"{name}-mapped" / "model.safetensors")
-        assert mapped.keys() == arrays.keys() and all(
-            (mapped[path] == array).all() for path, array in arrays.items()
-        )
-        assert all(result[f"right.{name}.mapped"] for result in results)
-    assert all("the source has no `row`" in result["map error"] for result in results)
+        assert mapped.keys() == arrays.keys()
+        for path, array in arrays.items():
+            assert (mapped[path] == array).all()
+        for result in results:
+            assert result[f"right.{name}.mapped"]
+    for result in results:
+        assert "the source has no `row`" in result["map error"]
     assert not (folder / "no").exists()
 
 
@@ -86,10 +90,8 @@ def test_one_process_reads_what_four_wrote(job):
     )
     for name in ("rows", "others"):
         loaded = checkpoint.load(folder / name, plan)
-        assert all(
-            np.array_equal(loaded[key], array)
-            for key, array in checkpoint_worker.tree().items()
-        )
+        for key, array in checkpoint_worker.tree().items():
+            assert np.array_equal(loaded[key], array)
         assert checkpoint.saved_plan(folder / name)["rows"].spec != plan["rows"].spec
 
 
@@ -110,9 +112,8 @@ def test_a_manager_of_processes_keeps_the_last_steps(job):
     ]
     assert specs[0] == specs[1]
     saved = load_file(folder / "numpy" / "model.safetensors")
-    assert all(
-        (saved[path] == array).all() for path, array in checkpoint_worker.tree().items()
-    )
+    for path, array in checkpoint_worker.tree().items():
+        assert (saved[path] == array).all()
 
 
 # What all say; where one process fails, it says the part after "with" alone.
@@ -177,7 +178,8 @@ def test_what_one_process_finds_wrong_all_say_soon(quarrel, name):
         if where == f"failed on process {number}":
             assert text.startswith(why.partition("; nothing")[0])
         else:
-            assert text.startswith("CheckpointError: ") and TOLD[name] in text
+            assert text.startswith("CheckpointError: ")
+            assert TOLD[name] in text
 
 
 def test_after_all_that_saves_are_right_and_nothing_lies_about(quarrel):
@@ -186,14 +188,17 @@ def test_after_all_that_saves_are_right_and_nothing_lies_about(quarrel):
         assert (
             result["good"][0] == result["again"][0] == result["after"][0] == "no error"
         )
-        assert result["right"] and result["ours"] and result["pair"]
+        assert result["right"]
+        assert result["ours"]
+        assert result["pair"]
         assert not result["left behind"]
     assert {path.stem for path in folder.glob("*.safetensors")} == {
         "one",
         "ours",
         "pair",
     }
-    assert not list(folder.glob(".*")) and not folder.joinpath("never").exists()
+    assert not list(folder.glob(".*"))
+    assert not folder.joinpath("never").exists()
 
 
 def test_a_process_that_does_not_come_is_named(quarrel):

@@ -261,7 +261,8 @@ def test_small_arrays_are_written_by_replica_zero_alone(tmp_path, writes):
         arrays, plan = planned(tree, mesh_of(sizes), rules)
         writes.clear()
         checkpoint.save(tmp_path / f"{len(sizes)}", arrays, plan)
-        assert len(writes) <= 4 and sum(writes) == 500 * 8 * 8 * 4
+        assert len(writes) <= 4
+        assert sum(writes) == 500 * 8 * 8 * 4
         assert same(checkpoint.load(tmp_path / f"{len(sizes)}", plan), tree)
     arrays, plan = planned(
         {"w": np.ones((1024, 1024), np.float32)}, mesh_of((2, 4)), "w->b"
@@ -379,7 +380,8 @@ def killed(tmp_path_factory):
     with subprocess.Popen(
         command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
-        assert child.stdin is not None and child.stdout is not None
+        assert child.stdin is not None
+        assert child.stdout is not None
         checkpoint.save(folder / "model.safetensors", arrays, plan)
         for line in child.stdout:
             target, number, status = line.split()
@@ -401,19 +403,24 @@ def killed(tmp_path_factory):
 def test_whoever_is_killed_leaves_the_old_checkpoint_whole(killed, target):
     folder, seen = killed
     *dead, last = seen[target]
-    assert len(dead) >= 4 and all(status == -signal.SIGKILL for _, status, _ in dead)
+    assert len(dead) >= 4
+    for _, status, _ in dead:
+        assert status == -signal.SIGKILL
     # All old, or all new once the rename was done; never mixed, and never new before
     # the end.
     old = {1.0} if target.endswith("s") else None
     assert [values for _, _, values in dead][:4] == [old] * 4
-    assert all(values in (old, {2.0}) for _, _, values in dead)
+    for _, _, values in dead:
+        assert values in (old, {2.0})
     # A directory that is killed after its rename, before the flush of its parent, is
     # there as a whole.
     assert last[1:] == (
         (0, {2.0}) if target.endswith("s") else (-signal.SIGKILL, {2.0})
     )
     # What the killed ones left is hidden, and no checkpoint.
-    assert all(name.startswith(".") for name in os.listdir(folder) if name not in seen)
+    for name in os.listdir(folder):
+        if name not in seen:
+            assert name.startswith(".")
 
 
 @pytest.mark.parametrize("target", ["model.safetensors", "step"])
@@ -477,13 +484,14 @@ def test_what_killed_saves_left_is_found_and_removed(tmp_path):
         (str(file), str(tmp_path / "one.safetensors")),
         (str(old), str(tmp_path / "step-1")),
     ]
-    assert (
-        5000 <= partial_saves[1].nbytes <= 1 << 20
-        and partial_saves[0].age_seconds > 1e8
-        and "written to" in str(partial_saves[0])
-    )
-    assert old.exists() and len(checkpoint.left_over(tmp_path, remove=True)) == 2
-    assert not old.exists() and not file.exists() and new.exists()
+    assert 5000 <= partial_saves[1].nbytes <= 1 << 20
+    assert partial_saves[0].age_seconds > 1e8
+    assert "written to" in str(partial_saves[0])
+    assert old.exists()
+    assert len(checkpoint.left_over(tmp_path, remove=True)) == 2
+    assert not old.exists()
+    assert not file.exists()
+    assert new.exists()
     assert len(list(tmp_path.iterdir())) == 4
 
 

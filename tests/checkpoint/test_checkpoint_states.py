@@ -77,11 +77,9 @@ def test_keys_are_planned_from_a_checkpoint_and_loaded(tmp_path, mesh):
     }
     checkpoint.save(tmp_path / "step", *planned(tree, mesh))
     index = checkpoint.read_index(tmp_path / "step")
-    assert (
-        index["layers/0"].shape,
-        index["layers/0"].dtype,
-        index["layers/0"].nbytes,
-    ) == ((4,), tree["key"].dtype, 32)
+    assert index["layers/0"].shape == (4,)
+    assert index["layers/0"].dtype == tree["key"].dtype
+    assert index["layers/0"].nbytes == 32
     other = Mesh(np.array(jax.devices()[:4]), ("x",))
     plan = shardfx.plan(
         checkpoint.structs(index),
@@ -89,11 +87,11 @@ def test_keys_are_planned_from_a_checkpoint_and_loaded(tmp_path, mesh):
         paths=PathRules.parse("layers->x, key->replicate"),
     )
     loaded = checkpoint.load(index, plan)["layers"]["1"]
-    assert loaded.sharding.spec == P("x") and np.array_equal(
-        bits(loaded), bits(tree["layers"][1])
-    )
+    assert loaded.sharding.spec == P("x")
+    assert np.array_equal(bits(loaded), bits(tree["layers"][1]))
     reads = checkpoint.plan_reads(index, plan)
-    assert (reads.needed_bytes, reads.read_bytes) == (8 + 2 * 32, 8 + 2 * 32)
+    assert reads.needed_bytes == 8 + 2 * 32
+    assert reads.read_bytes == 8 + 2 * 32
     alone = jax.ShapeDtypeStruct(
         (), tree["key"].dtype, sharding=SingleDeviceSharding(jax.devices()[5])
     )
@@ -129,7 +127,8 @@ def test_what_a_header_calls_keys_must_have_their_shape(tmp_path, kind):
         {"shardfx.dtypes": json.dumps({"k": kind})},
     )
     entry = checkpoint.read_index(tmp_path)["k"]
-    assert (entry.shape, entry.dtype) == ((3, 2), np.dtype(np.uint32))
+    assert entry.shape == (3, 2)
+    assert entry.dtype == np.dtype(np.uint32)
 
 
 # Python's numbers
@@ -176,11 +175,9 @@ def test_numbers_of_a_state_are_saved(tmp_path, mesh, name):
         loaded = checkpoint.load(tmp_path / name, asked)
         assert repr(loaded["numbers"]) == repr(numbers)
     # A plan has nothing that could be kept, a tree has.
-    assert (
-        loaded["name"] == "other"
-        and loaded["speed"] is Speed.fast
-        and loaded["f"] is jax.nn.gelu
-    )
+    assert loaded["name"] == "other"
+    assert loaded["speed"] is Speed.fast
+    assert loaded["f"] is jax.nn.gelu
     assert checkpoint.load(tmp_path / name, plan)["name"] is None
 
 
@@ -370,7 +367,8 @@ def test_a_counter_that_became_an_array_comes_back(tmp_path, mesh):
         for target in (plan, tree, {**tree, "step": 0.5}):
             loaded = checkpoint.load(tmp_path / name, target)
             kind = type(target["step"]) if isinstance(target, dict) else int
-            assert type(loaded["step"]) is kind and loaded["step"] == 7
+            assert type(loaded["step"]) is kind
+            assert loaded["step"] == 7
     # By select, it is left out by its name.
     arrays = shardfx.plan(state, mesh, paths=REPLICATE)
     checkpoint.save(tmp_path / "part", state, arrays.select("w"))
@@ -387,7 +385,8 @@ def test_a_step_of_another_library(tmp_path, mesh):
     for name in ("orbax", "x.safetensors"):
         for target in (plan, tree):
             loaded = checkpoint.load(tmp_path / name, target)
-            assert type(loaded["step"]) is int and loaded["step"] == 17
+            assert type(loaded["step"]) is int
+            assert loaded["step"] == 17
         reads = checkpoint.plan_reads(checkpoint.read_index(tmp_path / name), plan)
         assert reads.needed_bytes == 8 * 4 + 8
     save_file({**file, "step": np.array(2**53 + 1)}, tmp_path / "x.safetensors")
@@ -440,7 +439,8 @@ def test_numbers_go_through_maps(tmp_path, mesh):
         renamed.apply(source),
     ]
     for loaded in moved:
-        assert loaded["at"] == 5 and (loaded["v"] == source["w"]).all()
+        assert loaded["at"] == 5
+        assert (loaded["v"] == source["w"]).all()
     planned_too = shardfx.plan(source, mesh, paths=REPLICATE)
     assert shardfx.plan_reshard(planned_too, plan, map=renamed).wire_bytes == 0
     twice = TreeMap({"{p*}": "{p*}"}).then(renamed)

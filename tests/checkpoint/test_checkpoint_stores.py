@@ -66,7 +66,8 @@ def test_zarr_trees_and_databases(tmp_path, mesh, driver, ocdbt):
     assert index.format == ("ocdbt" if ocdbt else "zarr")
     stored = index["layer/w"]
     assert isinstance(stored, StoreArray)
-    assert (stored.chunks, stored.driver) == ((4, 4), driver)
+    assert stored.chunks == (4, 4)
+    assert stored.driver == driver
     reads = checkpoint.plan_reads(index, sharding_plan)
     assert reads.needed_bytes == index.bytes_total
     # (16, 24) in pieces of (8, 6) touches chunks of 4 twice along the columns; the
@@ -95,7 +96,8 @@ def test_orbax_is_read_and_without_its_metadata_refused(
         "n": ((8,), np.int32),
     }
     stored = index["layer/0/w"]
-    assert isinstance(stored, StoreArray) and stored.chunks == (4, 12)
+    assert isinstance(stored, StoreArray)
+    assert stored.chunks == (4, 12)
     sharding_plan = plan(tree, mesh, paths=PathRules.parse("w->a.b, n->replicate"))
     loaded = checkpoint.load(tmp_path / "c", sharding_plan)
     assert loaded["layer"][0]["w"].sharding.spec == P("a", "b")
@@ -271,7 +273,8 @@ def test_shapes_that_an_index_does_not_say(tmp_path, mesh):
         shardings(index, mesh, default=P("a"))
     with pytest.raises(CheckpointError, match="array 'w' .* has no known shape"):
         checkpoint.structs(index)
-    assert index["v"].dtype is None and index["v"].nbytes is None
+    assert index["v"].dtype is None
+    assert index["v"].nbytes is None
     assert [line.split()[2:] for line in str(index).splitlines()[1:3]] == [
         ["unknown[?]", "?"],
         ["datetime64[4]", "?"],

@@ -278,10 +278,12 @@ def test_nothing_of_a_file_is_swallowed(tmp_path_factory, mesh, case):
     for (where, leaf), (also, other) in pairs:
         assert where == also
         if isinstance(leaf, np.ndarray):
-            assert isinstance(other, jax.Array) and other.dtype == leaf.dtype
+            assert isinstance(other, jax.Array)
+            assert other.dtype == leaf.dtype
             assert np.asarray(other).tobytes() == leaf.tobytes()
         else:
-            assert type(other) is type(leaf) and (other is leaf or other == leaf), where
+            assert type(other) is type(leaf), where
+            assert other is leaf or other == leaf, where
 
 
 def by_path(tree):

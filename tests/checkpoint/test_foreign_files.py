@@ -70,7 +70,8 @@ def test_two_elements_in_a_byte(tmp_path_factory, mesh, shape, dim, to, by_map):
     index = checkpoint.read_index(path)
     assert index["w"].nbytes == bits.size // 2
     structs = checkpoint.structs(index)
-    assert structs["w"].dtype == F4 and structs["w"].shape == shape
+    assert structs["w"].dtype == F4
+    assert structs["w"].shape == shape
     entries: list[str | None] = [None] * len(shape)
     if dim < len(shape) and shape[dim] % 8 == 0:
         entries[dim] = "x"
@@ -171,7 +172,8 @@ def test_files_of_flax(tmp_path, mesh):
     plan = replicated(tree, mesh)
     for where in (path, tmp_path):
         index = checkpoint.read_index(where)
-        assert index.format == "flax" and index["norm/scale"].shape == (2, 3)
+        assert index.format == "flax"
+        assert index["norm/scale"].shape == (2, 3)
         loaded = checkpoint.load(where, plan)
         for name in names:
             assert type(loaded[name]) is type(STATE[name])

@@ -28,14 +28,17 @@ def state():
 def test_steps_are_kept_while_training_donates(tmp_path, state):
     increment = jax.jit(lambda w: w + 1, donate_argnums=0)
     with checkpoint.Manager(tmp_path / "run", keep=2) as manager:
-        assert manager.latest() is None and manager.steps() == ()
+        assert manager.latest() is None
+        assert manager.steps() == ()
         for step in range(1, 5):
             state = {**state, "w": increment(state["w"]), "step": step}
             manager.save(step, state)
-    assert manager.steps() == (3, 4) and manager.latest() == 4
+    assert manager.steps() == (3, 4)
+    assert manager.latest() == 4
     for step in (3, 4):
         loaded = manager.load(state, step)
-        assert loaded["step"] == step and (np.asarray(loaded["w"]) == step).all()
+        assert loaded["step"] == step
+        assert (np.asarray(loaded["w"]) == step).all()
         assert loaded["w"].sharding.is_equivalent_to(state["w"].sharding, 2)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "step-3",
@@ -83,11 +86,9 @@ def test_what_goes_wrong_in_the_background_is_told_later(tmp_path, state):
 def test_arrays_say_by_themselves_how_they_lie(tmp_path, state):
     checkpoint.save(tmp_path / "one", state)
     plan = checkpoint.saved_plan(tmp_path / "one")
-    assert (
-        plan["w"].spec == P("x")
-        and plan["key"].spec == P()
-        and plan.mesh.axis_names == ("x",)
-    )
+    assert plan["w"].spec == P("x")
+    assert plan["key"].spec == P()
+    assert plan.mesh.axis_names == ("x",)
     assert checkpoint.load(tmp_path / "one", state)["step"] == 0
     # On several meshes, or on none, there is no plan to write.
     other = Mesh(np.array(jax.devices()[:2]), ("y",))
@@ -119,20 +120,23 @@ def test_steps_are_whole_numbers_of_any_kind(tmp_path, state):
         for step in (0, np.int64(10), jnp.array(200)):
             manager.save(step, state)
         manager.wait()
-        assert manager.steps() == (200,) and manager.latest() == 200
+        assert manager.steps() == (200,)
+        assert manager.latest() == 200
         assert manager.load(state, np.int32(200))["step"] == 0
     # What a user, another program or an older version left there.
     for name in ("step-99999", "step-0007", "step-300.0", "step--1", "step-8"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-8" / "_METADATA").write_text("{}")
     (tmp_path / "step-0007" / "model.safetensors").write_bytes(b"")
-    assert manager.steps() == (200,) and manager.latest() == 200
+    assert manager.steps() == (200,)
+    assert manager.latest() == 200
     with checkpoint.Manager(tmp_path, keep=1) as manager:
         manager.save(201, state)
         with pytest.raises(CheckpointError, match="step-8' exists, and nothing was"):
             manager.save(8, state)
             manager.wait()
-    assert manager.steps() == (201,) and (tmp_path / "step-99999").exists()
+    assert manager.steps() == (201,)
+    assert (tmp_path / "step-99999").exists()
 
 
 def test_a_closed_manager_says_so(tmp_path, state):

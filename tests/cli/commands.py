@@ -98,7 +98,9 @@ def failure(capsys, *arguments):
     """The one line on stderr of a command that fails with exit code 2."""
     assert run(*arguments) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and "Traceback" not in err
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
     return err.strip()
 
 

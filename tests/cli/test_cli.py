@@ -82,10 +82,8 @@ def test_a_plan_shows_what_was_asked_for(case, module, capsys):
 def test_no_words_at_all_show_the_help(capsys):
     assert run() == 0
     out = capsys.readouterr().out
-    assert (
-        "Usage: shardfx [OPTIONS] COMMAND" in out
-        and max(map(len, out.splitlines())) < 120
-    )
+    assert "Usage: shardfx [OPTIONS] COMMAND" in out
+    assert max(map(len, out.splitlines())) < 120
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
@@ -102,11 +100,9 @@ def test_a_text_that_cannot_be_printed_is_said_so_or_not_missed(
     done = subprocess.run(
         ["sh", "-c", words], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
-    assert (
-        (message in done.stderr)
-        and done.stderr.count("\n") == bool(message)
-        and done.returncode == (2 if message else 0)
-    )
+    assert message in done.stderr
+    assert done.stderr.count("\n") == bool(message)
+    assert done.returncode == (2 if message else 0)
     assert ("bf16[64,32]" in done.stdout) == (not where)
 
 
@@ -130,7 +126,8 @@ def test_a_reader_that_has_enough(module, tmp_path):
     with subprocess.Popen(
         command, cwd=tmp_path, text=True, stdout=pipe, stderr=pipe
     ) as running:
-        assert running.stdout is not None and running.stderr is not None
+        assert running.stdout is not None
+        assert running.stderr is not None
         running.stdout.close()
         assert running.stderr.read() == ""
         assert running.wait(timeout=120) == 0
@@ -160,14 +157,13 @@ def test_the_demo_from_the_command_line():
     done = python(f"sys.exit(main({['demo', *flags]}))")
     assert done.returncode == 0, done.stderr
     out = done.stdout
-    assert (
-        "4 x emulated cpu, as the mesh data=1,fsdp=2,tensor=2" in out
-        and "layers/query" in out
-    )
-    assert (
-        "Explicit axes" in out and " as planned" in out and "NOT as planned" not in out
-    )
-    assert "tokens/s" in out and "The curves are the same up to rounding." in out
+    assert "4 x emulated cpu, as the mesh data=1,fsdp=2,tensor=2" in out
+    assert "layers/query" in out
+    assert "Explicit axes" in out
+    assert " as planned" in out
+    assert "NOT as planned" not in out
+    assert "tokens/s" in out
+    assert "The curves are the same up to rounding." in out
 
 
 def test_the_demo_that_cannot_run():
@@ -180,10 +176,9 @@ def test_the_demo_that_cannot_run():
     """
     done = python(code)
     mesh, optax = done.stderr.splitlines()
-    assert (done.returncode, done.stdout) == (
-        0,
-        "",
-    ) and "does not divide 8 devices" in mesh
+    assert done.returncode == 0
+    assert done.stdout == ""
+    assert "does not divide 8 devices" in mesh
     assert (
         optax
         == "shardfx demo: error: the demo needs optax; install it with: pip install"
@@ -222,9 +217,7 @@ def test_a_part_of_the_table_and_another_dtype(capsys):
         == 0
     )
     out = capsys.readouterr().out
-    assert (
-        "self_attn/k_proj/weight" in out
-        and "f32[1024,4096]" in out
-        and "up_proj" not in out
-        and "4 arrays" in out
-    )
+    assert "self_attn/k_proj/weight" in out
+    assert "f32[1024,4096]" in out
+    assert "up_proj" not in out
+    assert "4 arrays" in out

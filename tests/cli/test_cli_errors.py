@@ -115,7 +115,8 @@ def test_bad_input_is_one_line_and_exit_code_2(case, module, capsys):
         "--rules",
         rules.format(module),
     )
-    assert line.startswith("shardfx plan: error: ") and message in line
+    assert line.startswith("shardfx plan: error: ")
+    assert message in line
 
 
 # A command, and the error that it prints.

@@ -44,13 +44,15 @@ def test_sharded_training_equals_unsharded(layout, axis_types, text, unsharded):
     assert losses == pytest.approx(unsharded, abs=1e-5)
     assert losses[-1] < losses[0] - 0.3
     # Donated: the arrays that went in are gone.
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(started[1]))
+    for leaf in jax.tree.leaves(started[1]):
+        assert leaf.is_deleted()
 
 
 def test_state_is_made_in_shards():
     plans = demo.make_plans(demo.default_mesh(8).build(jax.devices()), RUN)
     step, model, state = demo.start_sharded(plans, RUN)
-    assert not misplaced(model, plans.model) and not misplaced(state, plans.optimizer)
+    assert not misplaced(model, plans.model)
+    assert not misplaced(state, plans.optimizer)
     assert [leaf.sharding for leaf in jax.tree.leaves(model)] == jax.tree.leaves(
         plans.model.shardings
     )
@@ -64,7 +66,8 @@ def test_state_is_made_in_shards():
 def test_every_array_of_the_model_is_named_and_heads_stay_whole():
     plans = demo.make_plans(MeshSpec.parse("fsdp=2,tensor=4"), RUN)
     for leaf in plans.model.leaves:
-        assert leaf.names is not None and set(leaf.names) <= set(demo.AXIS_RULES.names)
+        assert leaf.names is not None
+        assert set(leaf.names) <= set(demo.AXIS_RULES.names)
         assert [why.code.name for why in leaf.reasons] == ["unit"] * (
             leaf.path in ("layers/key", "layers/value")
         )
@@ -73,7 +76,8 @@ def test_every_array_of_the_model_is_named_and_heads_stay_whole():
         demo.LAYERS,
         128,
         demo.KV_HEADS * demo.HEAD_DIM,
-    ) and key.spec == jax.P(None, "fsdp")
+    )
+    assert key.spec == jax.P(None, "fsdp")
     assert plans.model["layers/query"].spec == jax.P(None, "fsdp", "tensor")
     # Apart from counters, the optimizer state holds two moments, sharded as the
     # parameters are.
@@ -98,11 +102,13 @@ def test_batches_depend_on_seed_and_step_alone(text):
         demo.batch(text, step, size=4, length=16, seed=seed)
         for step, seed in ((3, 0), (3, 0), (4, 0), (3, 1))
     )
-    assert (
-        (tokens == again).all() and (tokens != later).any() and (tokens != other).any()
-    )
-    assert tokens.shape == (4, 16) and tokens.dtype == np.int32
-    assert all(bytes(row.astype(np.uint8)) in text.tobytes() for row in tokens)
+    assert (tokens == again).all()
+    assert (tokens != later).any()
+    assert (tokens != other).any()
+    assert tokens.shape == (4, 16)
+    assert tokens.dtype == np.int32
+    for row in tokens:
+        assert bytes(row.astype(np.uint8)) in text.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +124,8 @@ def test_batches_depend_on_seed_and_step_alone(text):
 )
 def test_default_mesh(count, shape):
     mesh = demo.default_mesh(count)
-    assert mesh.axis_names == ("data", "fsdp", "tensor") and mesh.axis_sizes == shape
+    assert mesh.axis_names == ("data", "fsdp", "tensor")
+    assert mesh.axis_sizes == shape
 
 
 def test_show_notices_curves_that_differ(capsys, monkeypatch):
@@ -132,5 +139,6 @@ def test_show_notices_curves_that_differ(capsys, monkeypatch):
         width=100,
     )
     out = capsys.readouterr().out
-    assert "THE CURVES DIFFER" in out and max(map(len, out.splitlines())) <= 100
+    assert "THE CURVES DIFFER" in out
+    assert max(map(len, out.splitlines())) <= 100
     assert demo.TOLERANCE < 1e-3

@@ -68,7 +68,8 @@ def pictures():
     spec = importlib.util.spec_from_file_location(
         "draw_verbs", ROOT / "docs" / "draw_verbs.py"
     )
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -104,6 +105,6 @@ def test_a_picture_shows_what_the_verb_prints(verb, pictures):
 def test_pictures_hold_no_links_and_no_folders(pictures):
     for file in pictures.FOLDER.iterdir():
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
-        assert "http" not in text and "/tmp" not in text and "@font-face" not in text, (
-            file
-        )
+        assert "http" not in text, file
+        assert "/tmp" not in text, file
+        assert "@font-face" not in text, file

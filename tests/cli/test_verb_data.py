@@ -72,10 +72,13 @@ def test_a_report_has_the_findings_the_chip_and_the_traffic(project, capsys):
         == 0
     )
     report = json.loads(Path("out.json").read_text())
-    assert report["title"] == "my_model:make" and report["chip"]["name"] == "v5p"
-    assert report["traffic"]["wire_bytes"] > 0 and len(report["rows"]) == 2
+    assert report["title"] == "my_model:make"
+    assert report["chip"]["name"] == "v5p"
+    assert report["traffic"]["wire_bytes"] > 0
+    assert len(report["rows"]) == 2
     page = Path("out.html").read_text()
-    assert page.lower().startswith("<!doctype html>") and "my_model:make" in page
+    assert page.lower().startswith("<!doctype html>")
+    assert "my_model:make" in page
 
 
 @pytest.mark.skipif(
@@ -94,11 +97,9 @@ def test_without_the_tpu_compiler_one_line_says_what_to_install(project, capsys)
 def test_a_checkpoint_is_converted_by_a_map_and_back(project, capsys):
     assert run("convert", "model-dir", "stacked", "--map", "my_model:STACKED") == 0
     out = capsys.readouterr().out
-    assert (
-        "layers/up" in out
-        and "f32[3,4,8]" in out
-        and "2 arrays, 768 B, written to stacked." in out
-    )
+    assert "layers/up" in out
+    assert "f32[3,4,8]" in out
+    assert "2 arrays, 768 B, written to stacked." in out
     (file,) = Path("stacked").glob("*.safetensors")
     stacked = load_file(file)
     assert {name: array.shape for name, array in stacked.items()} == {
@@ -112,20 +113,18 @@ def test_a_checkpoint_is_converted_by_a_map_and_back(project, capsys):
         load_file("again.safetensors"),
         load_file("model-dir/model.safetensors"),
     )
-    assert sorted(again) == sorted(first) and all(
-        (again[name] == first[name]).all() for name in first
-    )
+    assert sorted(again) == sorted(first)
+    for name in first:
+        assert (again[name] == first[name]).all()
 
 
 def test_a_checkpoint_is_cast_and_a_dry_run_writes_nothing(project, capsys):
     flags = ("convert", "model-dir", "small.safetensors", "--dtype", "bfloat16")
     assert run(*flags, "--dry-run", "--json") == 0
     summary = json.loads(capsys.readouterr().out)
-    assert (
-        summary["written"] is None
-        and summary["bytes"] == 384
-        and not Path("small.safetensors").exists()
-    )
+    assert summary["written"] is None
+    assert summary["bytes"] == 384
+    assert not Path("small.safetensors").exists()
     assert run(*flags, "--json") == 0
     capsys.readouterr()
     assert Path("small.safetensors").exists()
@@ -164,14 +163,10 @@ def test_clean_lists_and_removes_what_killed_saves_left(capsys, tmp_path):
     partial_save.mkdir()
     os.utime(partial_save, (1e9, 1e9))
     assert run("clean", str(tmp_path)) == 0
-    assert (
-        ".step-1.partial-0123456789abcdef" in capsys.readouterr().out
-        and partial_save.exists()
-    )
+    assert ".step-1.partial-0123456789abcdef" in capsys.readouterr().out
+    assert partial_save.exists()
     assert run("clean", str(tmp_path), "--remove", "--json") == 0
-    assert (
-        json.loads(capsys.readouterr().out)[0]["target"].endswith("step-1")
-        and not partial_save.exists()
-    )
+    assert json.loads(capsys.readouterr().out)[0]["target"].endswith("step-1")
+    assert not partial_save.exists()
     assert run("clean", str(tmp_path)) == 0
     assert capsys.readouterr().out == "nothing is left over\n"

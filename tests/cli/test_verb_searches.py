@@ -15,11 +15,9 @@ def test_search_chooses_mesh_and_rules_that_run(project, capsys):
         capsys,
         "search my_model:plain_step --target tpu:v5e:2x4 --keep 2 --write chosen.py",
     )
-    assert (
-        len(candidates) == 2
-        and candidates[0]["fits"]
-        and candidates[0]["seconds"] <= candidates[1]["seconds"]
-    )
+    assert len(candidates) == 2
+    assert candidates[0]["fits"]
+    assert candidates[0]["seconds"] <= candidates[1]["seconds"]
     space = {}
     exec(Path("chosen.py").read_text(), space)
     assert str(space["MESH"]) == candidates[0]["mesh"]
@@ -29,10 +27,8 @@ def test_search_chooses_mesh_and_rules_that_run(project, capsys):
     assert [
         {leaf.path: data_of(leaf.spec) for leaf in plan.leaves} for plan in plans
     ] == candidates[0]["plans"]
-    assert (
-        candidates[0]["by"] == "estimate"
-        and candidates[0]["state_over"] == candidates[0]["states"] == []
-    )
+    assert candidates[0]["by"] == "estimate"
+    assert candidates[0]["state_over"] == candidates[0]["states"] == []
     assert candidates[0]["wire_bytes"] > 0
     assert (
         run(
@@ -53,10 +49,8 @@ def test_search_compiles_the_best_and_rules_by_hand(project, capsys):
     assert run(*words.split(), *options.split()) == 0
     out = capsys.readouterr().out
     # Axes get usual names.
-    assert (
-        re.search(r"^\[1\] +\S.* +compile +[\d.e+]+ ", out, re.MULTILINE)
-        and "rows=" not in out
-    )
+    assert re.search(r"^\[1\] +\S.* +compile +[\d.e+]+ ", out, re.MULTILINE)
+    assert "rows=" not in out
     assert "by the compiled program" in Path("chosen.py").read_text()
     space = {}
     exec(Path("chosen.py").read_text(), space)
@@ -66,9 +60,10 @@ def test_search_compiles_the_best_and_rules_by_hand(project, capsys):
         shardfx.plan(arg, space["MESH"], names=tree, axes=space["RULES"])
         for arg, tree in zip(args, names, strict=True)
     ]
-    assert all(sharding_plan.mesh.size == 4 for sharding_plan in plans)
+    for sharding_plan in plans:
+        assert sharding_plan.mesh.size == 4
     candidates = json.loads(Path("found.json").read_text())
-    assert candidates[0]["by"] == "compile" and candidates[0]["traffic"]
-    assert len(candidates) > 1 and str(space["MESH"]) in [
-        candidate["mesh"] for candidate in candidates
-    ]
+    assert candidates[0]["by"] == "compile"
+    assert candidates[0]["traffic"]
+    assert len(candidates) > 1
+    assert str(space["MESH"]) in [candidate["mesh"] for candidate in candidates]

@@ -52,13 +52,12 @@ EXAMPLES = [(name, line) for name in VERBS if name != "demo" for line in example
 def test_every_help_shows_two_examples(name, capsys):
     assert run(name, "--help") == 0
     out = capsys.readouterr().out
-    assert (
-        out.startswith(f"Usage: shardfx {name} ")
-        and max(map(len, out.splitlines())) < 120
-    )
+    assert out.startswith(f"Usage: shardfx {name} ")
+    assert max(map(len, out.splitlines())) < 120
     assert len(examples(name)) >= 2
     for line in examples(name):
-        assert line in out and line.split()[:2] == ["shardfx", name]
+        assert line in out
+        assert line.split()[:2] == ["shardfx", name]
 
 
 @pytest.mark.parametrize("name, line", EXAMPLES, ids=[line for _, line in EXAMPLES])
@@ -96,7 +95,9 @@ def test_without_the_extra_one_line_says_what_to_install(missing):
         f"shardfx: error: the command line needs {missing}; install it with: pip"
         " install 'shardfx[cli]'\n"
     )
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == line
 
 
 @pytest.mark.parametrize(
@@ -117,10 +118,8 @@ def test_a_shell_completes_verbs_without_jax_and_flags(words, jax, offered):
         "COMP_CWORD": str(words.count(" ")),
     }
     done = python(f"sys.modules['jax'] = {jax}\nsys.exit(main())", PATH="", **asked)
-    assert (
-        done.stderr == ""
-        and {line.partition(",")[2] for line in done.stdout.splitlines()} >= offered
-    )
+    assert done.stderr == ""
+    assert {line.partition(",")[2] for line in done.stdout.splitlines()} >= offered
 
 
 def test_version(capsys):
@@ -136,8 +135,10 @@ def test_the_versions_that_an_issue_needs(capsys, flags):
     lines = capsys.readouterr().out.splitlines()
     words = dict(line.split(" ", 1) for line in lines)
     assert lines[0] == f"shardfx, version {shardfx.__version__}"
-    assert words["jax"] == jax.__version__ and words["numpy"] == np.__version__
-    assert words["python"].startswith("3.") and words["system"]
+    assert words["jax"] == jax.__version__
+    assert words["numpy"] == np.__version__
+    assert words["python"].startswith("3.")
+    assert words["system"]
     assert words["devices"] == "8 x cpu (cpu)"
     assert {"jaxlib", "equinox", "libtpu"} <= words.keys()
 
@@ -172,7 +173,8 @@ def test_a_plan_that_was_written_is_a_model(project, capsys):
 def test_a_plan_without_rules(project, capsys, devices, mesh):
     assert run("plan", "my_model:make", *devices) == 0
     printed = capsys.readouterr()
-    assert mesh in printed.out and not printed.err
+    assert mesh in printed.out
+    assert not printed.err
     assert "Without --rules, by `shardfx.auto.plan`: " in printed.out
 
 

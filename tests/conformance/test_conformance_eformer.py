@@ -351,7 +351,8 @@ def test_shard_and_gather(vector):
     if isinstance(expected, str):
         assert type(placed).__name__ == expected
         return
-    assert isinstance(placed.sharding, NamedSharding) and placed.sharding.mesh == mesh  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(placed.sharding, NamedSharding)
+    assert placed.sharding.mesh == mesh  # pyright: ignore[reportAttributeAccessIssue]
     assert canonical(placed.sharding.spec) == expected  # pyright: ignore[reportAttributeAccessIssue]
     if vector["id"] == "eformer-0125":
         with pytest.raises(RuleError, match="uses the mesh axis 'zz'"):

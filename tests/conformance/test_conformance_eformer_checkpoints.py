@@ -278,7 +278,8 @@ def test_apply_takes_shardings_specs_functions_and_none():
         "c": P("dp"),
         "d": P(),
     }
-    assert all(np.array_equal(placed[key], tree[key]) for key in "abcd")
+    for key in "abcd":
+        assert np.array_equal(placed[key], tree[key])
     assert placed["e"] == "text"
     assert placed["f"] == 3
     with pytest.raises(MeshError, match="PartitionSpecs cut arrays"):
@@ -293,10 +294,8 @@ def test_apply_takes_prefixes():
         P("dp"),
         P(),
     ]
-    assert all(
-        leaf.sharding.spec == P("dp")
-        for leaf in jax.tree.leaves(eformer.apply(tree, P("dp"), mesh=MESH))
-    )
+    for leaf in jax.tree.leaves(eformer.apply(tree, P("dp"), mesh=MESH)):
+        assert leaf.sharding.spec == P("dp")
 
 
 @pytest.mark.parametrize(

@@ -163,9 +163,8 @@ def test_a_layout_map_decides_as_keras_does(layout_map, layouts):
             continue
         expected = P() if layout is None else P(*layout.axes)
         (leaf,) = plan(tree, mesh, paths=ours).leaves
-        assert tuple(leaf.spec) == tuple(expected)[: len(leaf.spec)] and not any(
-            expected[len(leaf.spec) :]
-        ), path
+        assert tuple(leaf.spec) == tuple(expected)[: len(leaf.spec)], path
+        assert not any(expected[len(leaf.spec) :]), path
 
 
 def test_the_page_about_eformer_has_each_name_of_escale():

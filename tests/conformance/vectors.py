@@ -93,7 +93,9 @@ class Suite:
             for v in self.vectors
             if v["id"] in skipped or v["function"].startswith(starts)
         ]
-        assert all(v["tag"] == "context" for v in self.vectors if v["id"] in skipped)
+        for v in self.vectors:
+            if v["id"] in skipped:
+                assert v["tag"] == "context"
         self.deviations, self.run = deviations, []
 
     def of(self, *functions: str) -> pytest.MarkDecorator:

@@ -180,10 +180,8 @@ def test_names_in_a_circle():
         circle.then(circle.then(circle)),
         circle.then(circle.inverse()),
     ):
-        assert all(
-            (three.apply(arrays, like=arrays)[name] == array).all()
-            for name, array in arrays.items()
-        )
+        for name, array in arrays.items():
+            assert (three.apply(arrays, like=arrays)[name] == array).all()
 
 
 def test_numbers_of_numpy_are_plain_ones():

@@ -65,9 +65,8 @@ def places(array):
 @pytest.mark.parametrize(("name", "kind", "bounds", "processes"), TOPOLOGIES)
 def test_descriptions_are_read(name, kind, bounds, processes):
     devices = tpu.devices_of(f"tpu:{name}")
-    assert topology.bounds(devices) == bounds and {
-        device.device_kind for device in devices
-    } == {kind}
+    assert topology.bounds(devices) == bounds
+    assert {device.device_kind for device in devices} == {kind}
     assert sorted(topology.positions(devices).ravel()) == list(range(math.prod(bounds)))
     assert len({device.process_index for device in devices}) == processes
     with pytest.raises(
@@ -87,7 +86,8 @@ def test_model_neighbours_are_at_distance_one(name, kind, bounds, processes, mod
     }
     assert order.devices.size == len(devices)
     own = topology.mean_hops(places(order.devices), 1, bounds, closed)
-    assert order.mean_hops is not None and own == order.mean_hops[1] == 1.0
+    assert order.mean_hops is not None
+    assert own == order.mean_hops[1] == 1.0
 
 
 def collectives(mesh):
@@ -147,7 +147,8 @@ def test_a_walk_costs_collectives_nothing(name, sizes):
         collectives(Mesh(array, tuple(sizes))) for array in (order.devices, rows)
     )
     print(f"{name} {sizes}: {walked}")
-    assert walked == row_by_row and all(walked)
+    assert walked == row_by_row
+    assert all(walked)
 
 
 @needs_libtpu
@@ -185,10 +186,8 @@ def test_compiled_moves_between_slices_send_as_planned(source, target, fewer):
     )
     plan = planned(shape, jnp.dtype("bfloat16"), src, dst)
     text = compiled_steps(shape, src, dst).as_text()
-    assert (wire_bytes(text, 32), wire_bytes(text, 32, slices=2)) == (
-        plan.wire_bytes,
-        plan.dcn_bytes,
-    )
+    assert wire_bytes(text, 32) == plan.wire_bytes
+    assert wire_bytes(text, 32, slices=2) == plan.dcn_bytes
     xla = wire_bytes(
         lowered(lambda x: x, shape, jnp.dtype("bfloat16"), src, dst)
         .compile()
@@ -197,7 +196,8 @@ def test_compiled_moves_between_slices_send_as_planned(source, target, fewer):
         slices=2,
     )
     print(f"{source} to {target}: {plan.dcn_bytes:,} bytes cross, by XLA {int(xla):,}")
-    assert 0 < plan.dcn_bytes <= xla and (plan.dcn_bytes < xla) == fewer
+    assert 0 < plan.dcn_bytes <= xla
+    assert (plan.dcn_bytes < xla) == fewer
 
 
 WIDE = (8192, 8192)
@@ -409,7 +409,9 @@ def test_a_search_is_verified_by_the_compiler_of_the_slice():
         closely=1,
     )
     look = found[0]
-    assert look.by == "compile" and look.wire_bytes > 0 and look.memory_bytes
+    assert look.by == "compile"
+    assert look.wire_bytes > 0
+    assert look.memory_bytes
     # 13 billion operations at v5e's peak take 16 us on four chips; the compiler's
     # cycles say somewhat more.
     assert 1e-5 < look.compute_seconds < 1e-3
@@ -426,7 +428,8 @@ def test_a_search_has_the_numbers_of_libtpu():
     slice_ = "tpu:v5e:2x2"
     found = search(step, *args, devices=slice_, keep=1, progress=lines.append)
     best = found[0]
-    assert best.by == "schedule" and "by libtpu's own program" in str(best)
+    assert best.by == "schedule"
+    assert "by libtpu's own program" in str(best)
     assert sum(line.startswith("asking libtpu") for line in lines) == 3
 
     made: dict[str, Any] = {}
@@ -449,7 +452,9 @@ def test_what_the_compiler_has_no_room_for_says_so():
     ) as raised:
         compile_for(lambda x: jnp.sum(jnp.sin(x), 0), x.structs, target="tpu:v5e:4x4")
     needed, limit = raised.value.needed_bytes, raised.value.limit_bytes
-    assert needed and limit and needed >= 2**20 * 4352 * 4 > limit > 15 * 2**30
+    assert needed
+    assert limit
+    assert needed >= 2**20 * 4352 * 4 > limit > 15 * 2**30
 
 
 @pytest.mark.skipif(HAS_LIBTPU, reason="libtpu is installed")
@@ -489,10 +494,12 @@ def test_libtpu_answers_what_it_compiles(target, count):
     step, args = small_step(count)
     program = compile_for(step, *args, target=target)
     sent = estimate(step, *args, compiler=target)
-    assert sent.rows == traffic(program).rows and sent.wire_bytes > 0
+    assert sent.rows == traffic(program).rows
+    assert sent.wire_bytes > 0
     asked = fit(step, *args, chip=target)
     compiled = fit(program, chip=target)
-    assert asked.basis == compiled.basis == "compiled" and asked.fits
+    assert asked.basis == compiled.basis == "compiled"
+    assert asked.fits
     assert asked.peak_bytes == compiled.peak_bytes
     assert asked.on_chip_bytes == compiled.on_chip_bytes > 0
     assert asked.bytes_of("parameters") + asked.bytes_of("batch") == compiled.bytes_of(
@@ -521,9 +528,12 @@ def test_a_step_that_does_not_fit_has_an_answer():
     step = jax.jit(decode, donate_argnums=0)
     args = (struct((32, 8192, 1024, 128), None, "data"), struct((8192, 1, 128), "data"))
     asked = fit(step, *args, chip="v5e")
-    assert not asked.fits and "exceeds available HBM (15.75G)" in str(asked)
-    assert asked.largest[0].what == "cache" and asked.largest[0].bytes == 2**33
-    assert (asked.largest[1].group, asked.largest[1].bytes) == ("activations", 2**33)
+    assert not asked.fits
+    assert "exceeds available HBM (15.75G)" in str(asked)
+    assert asked.largest[0].what == "cache"
+    assert asked.largest[0].bytes == 2**33
+    assert asked.largest[1].group == "activations"
+    assert asked.largest[1].bytes == 2**33
     with pytest.raises(OutOfMemoryError, match="needs 16.25G of 15.75G") as raised:
         compile_for(step, *args, target="tpu:v5e:4x4")
     assert raised.value.needed_bytes == asked.peak_bytes

@@ -106,7 +106,8 @@ def test_scales_with_the_first_or_last_dimensions_have_those():
             for dims in result:
                 bases = [base[dim] for dim in dims if dim is not None]
                 sizes = zip(shape, bases, strict=True)
-                assert all(whole % size == 0 for size, whole in sizes), (base, shape)
+                for size, whole in sizes:
+                    assert whole % size == 0, (base, shape)
 
 
 def test_a_scale_with_all_dimensions_is_read_by_place():
@@ -281,7 +282,8 @@ def test_statistics_of_adafactor_have_the_dimensions_of_optax():
             if leaf.reasons:
                 assert [why.code for why in leaf.reasons] == [Code.unaligned]
                 pairs = zip(entries(leaf), expected, strict=True)
-                assert all(entry in (None, axis) for entry, axis in pairs)
+                for entry, axis in pairs:
+                    assert entry in (None, axis)
             else:
                 assert entries(leaf) == expected
 

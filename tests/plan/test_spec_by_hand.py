@@ -111,11 +111,9 @@ def test_replace_by_path_or_regex(where, target, path, spec):
     replaced = sharding_plan.replace(where, target)
     assert replaced[path].spec == spec
     assert replaced[path].rule == "replaced by hand"
-    assert all(
-        replaced[other] == sharding_plan[other]
-        for other in sharding_plan
-        if where not in other
-    )
+    for other in sharding_plan:
+        if where not in other:
+            assert replaced[other] == sharding_plan[other]
     assert replaced.jax_mesh is sharding_plan.jax_mesh
     assert replaced.specs["f"] is None
     assert (

@@ -208,9 +208,8 @@ def equal(arrays: dict[str, Any], expected: dict[str, np.ndarray]) -> None:
     """Bit by bit."""
     assert sorted(arrays) == sorted(expected)
     for path, array in expected.items():
-        assert (
-            arrays[path].shape == array.shape and arrays[path].dtype == array.dtype
-        ), path
+        assert arrays[path].shape == array.shape, path
+        assert arrays[path].dtype == array.dtype, path
         assert (
             np.ascontiguousarray(arrays[path]).tobytes()
             == np.ascontiguousarray(array).tobytes()
@@ -226,9 +225,8 @@ def close(
     """As `equal`, but for rounding: what was counted with, and counted back."""
     assert sorted(arrays) == sorted(expected)
     for path, array in expected.items():
-        assert (
-            arrays[path].shape == array.shape and arrays[path].dtype == array.dtype
-        ), path
+        assert arrays[path].shape == array.shape, path
+        assert arrays[path].dtype == array.dtype, path
         np.testing.assert_allclose(
             arrays[path], array, rtol=rtol, atol=atol, err_msg=path
         )

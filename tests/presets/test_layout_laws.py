@@ -73,10 +73,9 @@ def arrays(form, axes, whole):
 
 def equal(table, two):
     assert table.keys() == two.keys()
-    assert all(
-        table[path].shape == two[path].shape and (table[path] == two[path]).all()
-        for path in two
-    )
+    for path in two:
+        assert table[path].shape == two[path].shape
+        assert (table[path] == two[path]).all()
 
 
 def lead_to_each_other(form, two, source, target):

@@ -157,7 +157,8 @@ def test_donation_deletes_the_source_and_nothing_else(specs, method):
     shards = [shard.data for shard in x.addressable_shards]
     moved = transfer(x, dst, donate=True, method=method)
     assert x.is_deleted()
-    assert all(shard.is_deleted() for shard in shards)
+    for shard in shards:
+        assert shard.is_deleted()
     gc.collect()
     assert_is(moved, expected, dst)
 

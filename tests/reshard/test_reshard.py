@@ -261,7 +261,8 @@ def test_a_custom_layout_becomes_the_default_one():
     moved, put_there = (
         move(x, sharding((8,), None, "a")) for move in (reshard, jax.device_put)
     )
-    assert x.format.layout.major_to_minor == (1, 0) and moved.format == put_there.format  # pyright: ignore[reportAttributeAccessIssue]
+    assert x.format.layout.major_to_minor == (1, 0)
+    assert moved.format == put_there.format  # pyright: ignore[reportAttributeAccessIssue]
     for form, match in (
         (turned, "`dst` is a Format, .* which is no sharding; use"),
         ({"a": turned}, "Format at `a`"),

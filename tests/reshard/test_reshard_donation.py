@@ -29,10 +29,9 @@ def test_donation_frees_what_moved_and_only_that(move):
         },
         donate=True,
     )
-    assert all(
-        layer["w"].is_deleted() and not layer["b"].is_deleted()
-        for layer in source["layers"]
-    )
+    for layer in source["layers"]:
+        assert layer["w"].is_deleted()
+        assert not layer["b"].is_deleted()
     assert moved["t"] is stays
     assert not stays.is_deleted()
     assert_equal(moved["s"], state())
@@ -121,11 +120,9 @@ def test_a_donated_source_is_gone_unless_it_is_shared(move, ours):
         same = x.sharding.devices_indices_map((8, 8)) == dst.devices_indices_map((8, 8))
         assert same == idle == leaf.idle, (layouts[ours], dst)
         moved = move(x, dst, donate=True)
-        assert (
-            moved.sharding == dst
-            and moved.sharding.mesh == dst.mesh
-            and moved.committed
-        ), theirs
+        assert moved.sharding == dst, theirs
+        assert moved.sharding.mesh == dst.mesh, theirs
+        assert moved.committed, theirs
         assert x.is_deleted() != idle
         assert not idle or pointers(moved) == before
         np.testing.assert_array_equal(moved, host((8, 8)))

@@ -100,7 +100,8 @@ def test_every_process_gets_what_a_map_makes_for_it(mapping, job):
 def test_processes_give_up_and_refuse_alike(mapping):
     assert [result["disjoint"]["deleted"] for result in mapping] == [True] * 4
     assert "is too little for it and 4 more. Nothing was moved" in mapping[0]["error"]
-    assert all(result["error"] == mapping[0]["error"] for result in mapping)
+    for result in mapping:
+        assert result["error"] == mapping[0]["error"]
 
 
 def test_processes_with_different_maps_raise_before_moving(mapping):

@@ -324,7 +324,8 @@ def test_a_limit_on_memory_is_kept(move, layouts, limit):
             MoveError, match="is too little for it and . more. Nothing was moved; pass"
         ):
             move(tree, turned, map=as_they_are, memory_limit_bytes=10, donate=True)
-        assert not any(leaf.is_deleted() for leaf in tree.values())
+        for leaf in tree.values():
+            assert not leaf.is_deleted()
 
 
 def live_bytes():
@@ -535,7 +536,8 @@ def test_what_is_wrong_is_said_before_anything_moves():
     plan = engine(where, arrays)
     with pytest.raises(MapError, match="source `layers/k2`: nothing is made of it"):
         reshard({**tree, "layers/k2": tree["layers/k"]}, plan, map=ENGINE, donate=True)
-    assert not any(leaf.is_deleted() for leaf in tree.values())
+    for leaf in tree.values():
+        assert not leaf.is_deleted()
     with pytest.raises(LeafTypeError, match="takes neither `src` nor `lost`"):
         reshard(tree, plan, map=ENGINE, lost=jax.devices()[:1])
     with pytest.raises(

@@ -175,7 +175,8 @@ def test_default_submesh_prefers_cores_then_whole_rings(kind, bounds, host):
             continue
         box = topology.default_submesh(kind, partitions, bounds)
         assert math.prod(box) == partitions
-        assert all(bound % side == 0 for side, bound in zip(box, bounds, strict=True))
+        for side, bound in zip(box, bounds, strict=True):
+            assert bound % side == 0
         if kind > "TPU v4":  # the others have T5X's table
             assert box[3] == max(other[3] for other in boxes)
             assert whole(box, bounds) == max(
@@ -259,7 +260,8 @@ def test_ring_path_steps_to_neighbours_and_closes_where_it_can(box, closed):
     closed = closed[: len(box)]
     path = topology.ring_path(box, closed).tolist()
     assert sorted(map(tuple, path)) == list(np.ndindex(*box))
-    assert all(hop == 1 for hop in hops(path, box, [False] * len(box)))
+    for hop in hops(path, box, [False] * len(box)):
+        assert hop == 1
     used = [dim for dim, size in enumerate(box) if size > 1]
     even = [dim for dim in used if box[dim] % 2 == 0]
     if (even and len(used) > 1) or any(closed[dim] for dim in even):
@@ -350,7 +352,11 @@ def test_neighbours_on_the_last_axis_are_linked(kind, bounds):
         order = topology.device_order(devices, sizes)
         assert sorted(device.id for device in order.devices.flat) == list(range(size))
         last = max(i for i, size in enumerate(sizes) if size > 1)
-        assert order.mean_hops is not None and order.mean_hops[last] == 1.0, (
+        assert order.mean_hops is not None, (
+            sizes,
+            order.method,
+        )
+        assert order.mean_hops[last] == 1.0, (
             sizes,
             order.method,
         )
