@@ -31,9 +31,11 @@ def caches():
 
 
 def test_cleared_caches_hold_no_plan_and_no_program(tmp_path):
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    devices = np.array(jax.devices()).reshape(2, 4)
+    mesh = Mesh(devices, ("a", "b"))
     x = jax.device_put(jnp.ones((16, 32)), NamedSharding(mesh, P("a", "b")))
-    plan = shardfx.plan({"x": x}, mesh, paths=shardfx.PathRules([("x", P("b", "a"))]))
+    rules = shardfx.PathRules([("x", P("b", "a"))])
+    plan = shardfx.plan({"x": x}, mesh, paths=rules)
     for limit in (None, 2000):
         shardfx.reshard({"x": x}, plan, memory_limit_bytes=limit)
     checkpoint.save(tmp_path / "saved", {"x": x}, plan)
@@ -48,5 +50,7 @@ def test_cleared_caches_hold_no_plan_and_no_program(tmp_path):
     assert not caches()
     assert gone() is None
     # What was cleared is made again.
-    again = shardfx.plan({"x": x}, mesh, paths=shardfx.PathRules([("x", P("a"))]))
-    np.testing.assert_array_equal(shardfx.reshard({"x": x}, again)["x"], x)
+    rules = shardfx.PathRules([("x", P("a"))])
+    again = shardfx.plan({"x": x}, mesh, paths=rules)
+    moved = shardfx.reshard({"x": x}, again)["x"]
+    np.testing.assert_array_equal(moved, x)

@@ -69,7 +69,8 @@ def test_an_array_on_other_devices_than_its_entry_is_not_moved(plans, other):
     runtime fails, or crashes.
     """
     step = filter_jit(lambda tree: tree, in_shardings=(plans[0],))
-    source, there = (sfx.shard(TREE, plan) for plan in (plans[0], plans[other]))
+    cases = (plans[0], plans[other])
+    source, there = (sfx.shard(TREE, plan) for plan in cases)
     for _ in range(2):
         with pytest.raises(
             PlanMismatchError,
@@ -80,11 +81,13 @@ def test_an_array_on_other_devices_than_its_entry_is_not_moved(plans, other):
     # What is on no devices yet, or on none of its own choice, goes where the entry
     # says.
     for arguments in (TREE, {"w": jnp.asarray(TREE["w"])}):
-        assert step(arguments)["w"].sharding == plans[0].shardings["w"]
+        sharding = step(arguments)["w"].sharding
+        assert sharding == plans[0].shardings["w"]
 
 
 def test_an_array_that_lies_otherwise_than_its_entry_is_named(plans):
-    other = jax.device_put(TREE["w"], NamedSharding(plans[0].jax_mesh, P("tensor")))
+    sharding = NamedSharding(plans[0].jax_mesh, P("tensor"))
+    other = jax.device_put(TREE["w"], sharding)
     with pytest.raises(
         PlanMismatchError,
         match=r"`w` of argument 0 .* lies by .*\('tensor',?\).*`in_shardings` is",
@@ -98,9 +101,8 @@ def test_jax_moves_whole_arrays_to_an_entry_of_one_device(plans):
     mesh = plans[0].jax_mesh
     for sharding in (other, NamedSharding(mesh, P())):
         for _ in range(2):
-            assert np.array_equal(
-                run(jax.device_put(TREE["w"], sharding)), TREE["w"] + 1
-            )
+            output = run(jax.device_put(TREE["w"], sharding))
+            assert np.array_equal(output, TREE["w"] + 1)
     with pytest.raises(
         PlanMismatchError,
         match=r"lies by .* on devices \[0, 1, 2, 3\], but its entry .* on device \[0\]",
@@ -165,4 +167,5 @@ def test_jax_takes_the_shardings_of_a_plan_and_not_the_plan(plans, take):
         "specification must be a tree prefix of the corres",
     )
     assert any(text in str(error.value) for text in texts)
-    assert take(plans[0].shardings)["w"].sharding == plans[0].shardings["w"]
+    sharding = take(plans[0].shardings)["w"].sharding
+    assert sharding == plans[0].shardings["w"]

@@ -64,9 +64,12 @@ class Block(eqx.Module):
     out: jax.Array = shardfx.field(names=("joined_heads", "embed"))
 
     def __init__(self, key: jax.Array):
-        self.query = jax.random.normal(key, (16, 32)) / 4
+        array = jax.random.normal(key, (16, 32))
+        self.query = array / 4
+        seed = jax.random.fold_in(key, 1)
+        array = jax.random.normal(seed, (32, 16))
         self.out, self.activation = (
-            jax.random.normal(jax.random.fold_in(key, 1), (32, 16)) / 6,
+            array / 6,
             jax.nn.silu,
         )
 
@@ -93,9 +96,8 @@ X = np.random.default_rng(0).normal(size=(8, 6, 16)).astype(np.float32)
 def plans(kinds: dict[str, AxisType]) -> tuple[ShardPlan, ShardPlan]:
     mesh = MeshSpec(SIZES, axis_types=kinds).build(jax.devices())
     structs = eqx.filter_eval_shape(Block, jax.random.key(0))
-    return plan(structs, mesh, axes=AXES), plan(
-        X, mesh, names=("batch", None, None), axes=AXES
-    )
+    sharding_plan = plan(structs, mesh, axes=AXES)
+    return sharding_plan, plan(X, mesh, names=("batch", None, None), axes=AXES)
 
 
 def saying(sharding_plan: ShardPlan | None) -> Callable[..., Any]:
@@ -121,7 +123,8 @@ def expected() -> tuple[Any, Any]:
 def assert_same(tree: Any, two: Any) -> None:
     """Equal but for the order of sums: 1e-6 of the largest element."""
     for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(two), strict=True):
-        assert np.allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
+        atol = 2e-6 * np.abs(b).max()
+        assert np.allclose(a, b, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +143,10 @@ def test_a_transformer_block_and_its_gradient_equal_one_device(
             both, in_shardings=(params, batch), out_shardings=(None, params)
         )
         loss, grads = step(block, shard(X, batch), params)
-        assert specs_of(eqx.filter(block, eqx.is_array)).query == P("fsdp", "tensor")
-        assert specs_of(eqx.filter(grads, eqx.is_array)).out == P("tensor", "fsdp")
+        actual = specs_of(eqx.filter(block, eqx.is_array)).query
+        assert actual == P("fsdp", "tensor")
+        actual = specs_of(eqx.filter(grads, eqx.is_array)).out
+        assert actual == P("tensor", "fsdp")
         gathered = gather((loss, eqx.filter(grads, eqx.is_array)))
     assert_same(gathered, expected)
 
@@ -154,9 +159,8 @@ W = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
 
 def tiny(kinds: dict[str, AxisType]) -> ShardPlan:
     mesh = MeshSpec(SIZES, axis_types=kinds).build(jax.devices())
-    return plan(
-        {"w": W}, mesh, paths=PathRules([("w", P("data", "tensor"))]), axes=AXES
-    )
+    rules = PathRules([("w", P("data", "tensor"))])
+    return plan({"w": W}, mesh, paths=rules, axes=AXES)
 
 
 Say = Callable[..., Any]
@@ -190,9 +194,10 @@ def test_constrain_changes_no_value_and_no_gradient(kinds, program):
     run = lambda say: jax.jit(
         jax.value_and_grad(lambda w: (program(say, w) ** 2).sum())
     )
-    assert_same(
-        gather(run(saying(sharding_plan))(w)), gather(run(saying(None))(jnp.asarray(W)))
-    )
+    tree = gather(run(saying(sharding_plan))(w))
+    output = run(saying(None))(jnp.asarray(W))
+    gathered = gather(output)
+    assert_same(tree, gathered)
 
 
 # --- six devices, odd sizes
@@ -202,7 +207,9 @@ def test_constrain_changes_no_value_and_no_gradient(kinds, program):
     "types", [AUTO, EXPLICIT, {"data": EXPLICIT}], ids=["auto", "explicit", "mixed"]
 )
 def test_odd_sizes_on_two_by_three_devices(types):
-    mesh = MeshSpec({"data": 2, "tensor": 3}, axis_types=types).build(jax.devices()[:6])
+    axes = {"data": 2, "tensor": 3}
+    devices = jax.devices()[:6]
+    mesh = MeshSpec(axes, axis_types=types).build(devices)
     tree = {
         "embed": X.reshape(-1)[:711].reshape(237, 3),
         "odd": X.reshape(-1)[:35].reshape(7, 5),
@@ -216,11 +223,12 @@ def test_odd_sizes_on_two_by_three_devices(types):
         ]
     )
     sharding_plan = plan(tree, mesh, paths=rules)
-    assert sharding_plan.specs == {
+    expected_specs = {
         "embed": P("tensor"),
         "odd": P(),
         "bias": P(("tensor", "data")),
     }
+    assert sharding_plan.specs == expected_specs
     placed = shard(tree, sharding_plan)
     assert specs_of(placed) == sharding_plan.specs
 

@@ -55,11 +55,10 @@ def test_shard_inside_jit_constrains(kind):
         assert tree["act"] is jnp.tanh
         return tree["w"], tree["b"]
 
-    w, b = double(
-        *jax.device_put(
-            (TREE["w"], TREE["b"]), NamedSharding(mesh_of(sharding_plan), P())
-        )
+    placed = jax.device_put(
+        (TREE["w"], TREE["b"]), NamedSharding(mesh_of(sharding_plan), P())
     )
+    w, b = double(*placed)
     assert w.sharding.is_equivalent_to(sharding_plan.shardings["w"], 2)
     assert b.sharding.is_equivalent_to(sharding_plan.shardings["b"], 1)
     assert np.array_equal(w, 2 * TREE["w"])
@@ -74,7 +73,8 @@ def test_shard_inside_jit_constrains(kind):
 def test_a_constant_is_constrained_inside_jit(kind, constant):
     sharding_plan = made_for(kind)
     # JAX itself compiles an Explicit constraint for the devices of an argument only.
-    zero = jax.device_put(np.zeros((8, 16), np.float32), sharding_plan.shardings["w"])
+    array = np.zeros((8, 16), np.float32)
+    zero = jax.device_put(array, sharding_plan.shardings["w"])
     both = lambda: (
         constrain(constant, ("batch", "mlp"), sharding_plan),
         shard({**TREE, "w": constant}, sharding_plan)["w"],
@@ -95,16 +95,16 @@ def test_constrain_can_explain(kind):
         decisions.append(decision)
         return x
 
-    x = jax.device_put(
-        np.ones((8, 6), np.float32), NamedSharding(mesh_of(sharding_plan), P())
-    )
+    array = np.ones((8, 6), np.float32)
+    x = jax.device_put(array, NamedSharding(mesh_of(sharding_plan), P()))
     assert inside(x).sharding.is_equivalent_to(
         NamedSharding(mesh_of(sharding_plan), P("data")), 2
     )
     _, outside = constrain(x, ("batch", "mlp"), sharding_plan, explain=True)
     assert decisions == [outside]
     assert outside.spec == P("data")
-    assert [(why.code, why.dim) for why in outside.reasons] == [(Code.indivisible, 1)]
+    actual = [(why.code, why.dim) for why in outside.reasons]
+    assert actual == [(Code.indivisible, 1)]
     same, nothing = constrain(x, None, sharding_plan, explain=True)
     assert same is x
     assert nothing == Decision(P())
@@ -124,20 +124,20 @@ def test_a_strict_plan_makes_constrain_strict():
 @KINDS
 def test_axes_of_size_one_stay_and_trip_nothing(kind):
     mesh = MeshSpec({"data": 8, "fsdp": 1}, axis_types=kind).build(jax.devices())
-    axes = AxisRules([("batch", ("data", "fsdp")), ("embed", "fsdp")])
-    sharding_plan = plan(
-        {"w": TREE["w"].T}, mesh, names={"w": ("embed", None)}, axes=axes
-    )
-    w = shard({"w": TREE["w"].T}, sharding_plan)["w"]
+    rules = [("batch", ("data", "fsdp")), ("embed", "fsdp")]
+    axes = AxisRules(rules)
+    names = {"w": ("embed", None)}
+    sharding_plan = plan({"w": TREE["w"].T}, mesh, names=names, axes=axes)
+    sharded = shard({"w": TREE["w"].T}, sharding_plan)
+    w = sharded["w"]
     x = jax.device_put(TREE["w"], NamedSharding(mesh, P("data")))
 
     @jax.jit
     def step(x, w):
         # `with_sharding_constraint` of the same spec is refused or asserts.
         x = constrain(x, ("batch", None), sharding_plan)
-        return constrain(x[:, :8], ("batch", None), sharding_plan) + x @ constrain(
-            w, (None, None), sharding_plan
-        )
+        constrained = constrain(x[:, :8], ("batch", None), sharding_plan)
+        return constrained + x @ constrain(w, (None, None), sharding_plan)
 
     assert np.allclose(step(x, w), TREE["w"] @ TREE["w"].T + TREE["w"][:, :8])
 
@@ -164,11 +164,12 @@ def test_a_constraint_that_would_do_nothing_is_an_error():
     spec = P("data", "tensor")
     placed = jax.device_put(x, there.shardings["w"])
     assert jax.jit(inside)(placed).sharding.spec == spec
-    assert (
-        jax.jit(lambda y: (y, inside(jnp.ones((8, 16)))))(placed)[1].sharding.spec
-        == spec
-    )
-    assert jax.jit(inside, out_shardings=there.shardings["w"])(x).sharding.spec == spec
+    sharding = jax.jit(lambda y: (y, inside(jnp.ones((8, 16)))))(placed)[1].sharding
+    actual = sharding.spec
+    assert actual == spec
+    sharding = jax.jit(inside, out_shardings=there.shardings["w"])(x).sharding
+    actual = sharding.spec
+    assert actual == spec
     with jax.set_mesh(mesh_of(there)):
         assert jax.jit(inside)(x).sharding.spec == spec
     gradient = jax.jit(
@@ -178,12 +179,12 @@ def test_a_constraint_that_would_do_nothing_is_an_error():
     # Without a program there is nothing to say: shapes, and exports for devices that
     # are not there.
     assert jax.eval_shape(inside, x).shape == (8, 16)
-    assert (
+    lowered = (
         jax.jit(inside)
         .trace(sharding_plan.structs["w"])
         .lower(lowering_platforms=("tpu",))
-        .as_text()
     )
+    assert lowered.as_text()
 
 
 @pytest.mark.parametrize("on", [True, False])
@@ -208,10 +209,10 @@ def test_a_constraint_on_a_closed_over_array_is_told(on):
             match="pass arrays that the function closes over as arguments",
         ):
             jax.jit(lambda x: inside(w, x))(x)
-    assert (
-        jax.jit(lambda x: inside(w, x))(jax.device_put(x, there.sharding(()))).sharding
-        == product.sharding
-    )
+    sharding = jax.jit(lambda x: inside(w, x))(
+        jax.device_put(x, there.sharding(()))
+    ).sharding
+    assert sharding == product.sharding
 
 
 def test_gather_inside_jit_says_what_to_do():

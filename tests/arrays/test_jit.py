@@ -20,7 +20,8 @@ class Net(eqx.Module):
     name: str
 
     def __init__(self, key):
-        self.mlp, self.name = eqx.nn.MLP(16, 16, 32, 2, key=key), "net"
+        model = eqx.nn.MLP(16, 16, 32, 2, key=key)
+        self.mlp, self.name = model, "net"
 
     def __call__(self, x):
         return self.mlp(x)
@@ -48,7 +49,8 @@ def test_a_model_is_initialised_sharded_without_a_full_copy():
     assert (
         compiled.memory_analysis().output_size_in_bytes <= PARAMS.bytes_per_device + 256
     )
-    assert np.array_equal(weight, Net(KEY).mlp.layers[1].weight)
+    layers = Net(KEY).mlp.layers[1]
+    assert np.array_equal(weight, layers.weight)
 
 
 def test_it_is_a_decorator_of_functions_and_methods():
@@ -64,7 +66,8 @@ def test_it_is_a_decorator_of_functions_and_methods():
             return self.by * x
 
     for by in (2.0, 3.0):
-        assert np.array_equal(Scale(jnp.array(by)).apply(X), by * X)
+        applied = Scale(jnp.array(by)).apply(X)
+        assert np.array_equal(applied, by * X)
     assert len(traces) == 1
     assert Scale.apply.__doc__ == "Scales."
 
@@ -83,9 +86,10 @@ def test_it_is_a_decorator_of_functions_and_methods():
 def test_donation(donate, gone):
     arrays = [jnp.ones((8, 16)), jnp.ones((8, 16))]
     filter_jit(lambda a, b: (a + 1, b + 1), donate=donate)(*arrays)
-    assert [
+    positions = [
         position for position, array in enumerate(arrays) if array.is_deleted()
-    ] == gone
+    ]
+    assert positions == gone
 
 
 @pytest.mark.parametrize("name", ["z", 2, -1, (True, False)])
@@ -143,7 +147,8 @@ def test_an_array_that_is_donated_twice():
     # often there as one likes.
     assert np.array_equal(both({"params": X, "ema": X})["ema"], X + 1)
     loose = jnp.asarray(X)
-    assert np.array_equal(both({"params": loose, "ema": loose})["params"], X + 1)
+    params = both({"params": loose, "ema": loose})["params"]
+    assert np.array_equal(params, X + 1)
     assert np.array_equal(filter_jit(lambda a, b: a + b)(x, x), 2 * X)
     assert not x.is_deleted()
 
@@ -161,20 +166,31 @@ def test_an_entry_reaches_its_argument_by_name_and_by_place():
     for out in (double(x=X), double(scale=2.0, x=X), double(X, shift=0.0)):
         assert specs_of(out) == cut
         assert np.array_equal(out, X * 2)
-    assert spec_at(lambda x, y: x + y, {"y": data}, y=X, x=np.zeros_like(X)) == cut
+    actual = spec_at(lambda x, y: x + y, {"y": data}, y=X, x=np.zeros_like(X))
+    assert actual == cut
     # One entry serves all arguments.
-    assert spec_at(lambda x, y: (x, y), data, X, X) == (cut, cut)
-    assert spec_at(lambda *xs: xs, data, X, X, X) == (cut,) * 3
-    assert spec_at(lambda *, b, c=None: (b, c), data, b=X, c=X) == (cut, cut)
+    actual = spec_at(lambda x, y: (x, y), data, X, X)
+    assert actual == (cut, cut)
+    actual = spec_at(lambda *xs: xs, data, X, X, X)
+    assert actual == (cut,) * 3
+    actual = spec_at(lambda *, b, c=None: (b, c), data, b=X, c=X)
+    assert actual == (cut, cut)
     # Parameters that are keyword-only, or as many as there are arguments.
-    assert spec_at(lambda a, *, b: b, {"b": data}, 1, b=X) == cut
-    assert spec_at(lambda a, *args: args[1], {"args": data}, 1, X, X) == cut
-    assert spec_at(lambda **named: named["z"], {"z": data}, y=2, z=X) == cut
-    assert spec_at(lambda **named: named["z"], {"named": data}, z=X) == cut
+    actual = spec_at(lambda a, *, b: b, {"b": data}, 1, b=X)
+    assert actual == cut
+    actual = spec_at(lambda a, *args: args[1], {"args": data}, 1, X, X)
+    assert actual == cut
+    actual = spec_at(lambda **named: named["z"], {"z": data}, y=2, z=X)
+    assert actual == cut
+    actual = spec_at(lambda **named: named["z"], {"named": data}, z=X)
+    assert actual == cut
     # An entry may go without an argument, as long as no array goes without an entry.
-    assert spec_at(lambda x, **_: x, {"x": data, "z": data}, X) == cut
-    assert spec_at(lambda *args: args[0], (data, data), X) == cut
-    assert spec_at(lambda a, *, b: (a, b), (data,), X, b=jnp.ones(3)) == (cut, P())
+    actual = spec_at(lambda x, **_: x, {"x": data, "z": data}, X)
+    assert actual == cut
+    actual = spec_at(lambda *args: args[0], (data, data), X)
+    assert actual == cut
+    actual = spec_at(lambda a, *, b: (a, b), (data,), X, b=jnp.ones(3))
+    assert actual == (cut, P())
     with pytest.raises(
         PlanMismatchError,
         match="argument `b` of .* is not the tree that its plan is for",
@@ -191,15 +207,11 @@ def test_an_entry_that_misses_its_argument_is_an_error():
     def named(batch, **kwargs):
         return batch, kwargs
 
-    by_name, by_place = (
-        filter_jit(decorated, in_shardings=form)
-        for form in ({"batch": BATCH}, (BATCH,))
-    )
-    assert (
-        specs_of(by_name(batch=data))[1]["batch"]["x"]
-        == specs_of(by_place(data))[0][0]["x"]
-        == P("data")
-    )
+    cases = ({"batch": BATCH}, (BATCH,))
+    by_name, by_place = (filter_jit(decorated, in_shardings=form) for form in cases)
+    specs = specs_of(by_name(batch=data))[1]
+    expected = specs_of(by_place(data))[0][0]["x"]
+    assert specs["batch"]["x"] == expected == P("data")
     with pytest.raises(
         PlanMismatchError,
         match="entry for argument `batch` of .* lacks, and none for argument 0",
@@ -308,7 +320,8 @@ def test_lowering_with_the_structs_of_a_plan():
 
 
 def test_what_is_compiled_keeps_its_static_arguments():
-    compiled = filter_jit(lambda x, scale: x * scale).lower(X, 2).compile()
+    lowered = filter_jit(lambda x, scale: x * scale).lower(X, 2)
+    compiled = lowered.compile()
     assert np.array_equal(compiled(X, 2), 2 * X)
     assert np.array_equal(compiled(x=X, scale=2), 2 * X)
     for static, shown in ((2.0, "2.0"), ((2, 2), "2, 2")):
@@ -322,11 +335,13 @@ def test_what_is_compiled_keeps_its_static_arguments():
 def test_a_plan_of_few_arrays_takes_the_rest_as_it_comes():
     few = PARAMS.select("bias")
     model = Net(KEY)
-    first = filter_jit(lambda model: model, in_shardings=few, out_shardings=few)(
+    layers = filter_jit(lambda model: model, in_shardings=few, out_shardings=few)(
         model
-    ).mlp.layers[0]
+    ).mlp.layers
+    first = layers[0]
     assert specs_of(first.bias) == P()
-    assert np.array_equal(first.weight, model.mlp.layers[0].weight)
+    weight = model.mlp.layers[0].weight
+    assert np.array_equal(first.weight, weight)
 
 
 def test_arrays_on_other_devices_are_named():

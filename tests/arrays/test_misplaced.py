@@ -15,7 +15,8 @@ RULES = sfx.PathRules.parse("w->fsdp, b->replicate")
 
 @pytest.fixture
 def plan():
-    mesh = sfx.MeshSpec({"data": 2, "fsdp": 4}).build(jax.devices())
+    axes = {"data": 2, "fsdp": 4}
+    mesh = sfx.MeshSpec(axes).build(jax.devices())
     return sfx.plan(TREE, mesh, paths=RULES)
 
 
@@ -32,17 +33,15 @@ def test_nothing_is_misplaced_where_the_plan_put_it(plan):
 def test_equal_layouts_under_other_names_are_not_misplaced(plan):
     placed = sfx.shard(TREE, plan)
     devices = np.array(jax.devices())
-    renamed = NamedSharding(
-        Mesh(devices.reshape(2, 2, 2), ("a", "b", "c")), P(("b", "c"))
-    )
-    flipped = NamedSharding(
-        Mesh(devices.reshape(2, 4)[::-1], ("data", "fsdp")), P("fsdp")
-    )
-    rotated = NamedSharding(
-        Mesh(np.roll(devices, 1).reshape(2, 4), ("data", "fsdp")), P("fsdp")
-    )
+    mesh = Mesh(devices.reshape(2, 2, 2), ("a", "b", "c"))
+    renamed = NamedSharding(mesh, P(("b", "c")))
+    mesh = Mesh(devices.reshape(2, 4)[::-1], ("data", "fsdp"))
+    flipped = NamedSharding(mesh, P("fsdp"))
+    mesh = Mesh(np.roll(devices, 1).reshape(2, 4), ("data", "fsdp"))
+    rotated = NamedSharding(mesh, P("fsdp"))
     for sharding, is_right in ((renamed, True), (flipped, True), (rotated, False)):
-        moved = changed(placed, w=jax.device_put(TREE["layers"][0]["w"], sharding))
+        layers = TREE["layers"][0]["w"]
+        moved = changed(placed, w=jax.device_put(layers, sharding))
         assert bool(sfx.misplaced(moved, plan)) != is_right
     assert not sfx.misplaced(placed, plan.off())
 
@@ -59,15 +58,17 @@ def test_every_kind_of_mistake_is_a_row(plan):
     tree["layers"].insert(0, {"w": jnp.ones((8, 5)), "b": np.ones(4, np.float32)})
     del tree["layers"][1]["b"]
     rows = {row.path: row for row in sfx.misplaced(tree, plan)}
-    assert {
+    actual = {
         path: (row.asked, row.found, row.excess_bytes) for path, row in rows.items()
-    } == {
+    }
+    expected = {
         "layers/0/w": ("f32[8,4] fsdp", "f32[8,5] on 1 device", 160 - 32),
         "layers/0/b": ("f32[4] -", "f32[4] on no device", 0),
         "layers/1/b": ("f32[4] -", "nothing", 0),
         "layers/2/w": ("f32[8,4] fsdp", "f32[8,4] -", 128 - 32),
         "layers/2/extra": ("nothing", "f32[2] -", 8),
     }
+    assert actual == expected
     assert "shard(tree, plan)" in rows["layers/2/w"].fix
     assert "plan the tree" in rows["layers/0/w"].fix
 
@@ -75,7 +76,8 @@ def test_every_kind_of_mistake_is_a_row(plan):
 def test_dtypes_and_memory_kinds_count(plan):
     placed = sfx.shard(TREE, plan)
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), placed)
-    assert {row.found for row in sfx.misplaced(low, plan)} == {
+    actual = {row.found for row in sfx.misplaced(low, plan)}
+    assert actual == {
         "bf16[8,4] fsdp",
         "bf16[4] -",
     }
@@ -89,7 +91,9 @@ def test_dtypes_and_memory_kinds_count(plan):
 
 def test_the_table_joins_arrays_that_are_alike(plan):
     tree = jax.device_put(TREE, NamedSharding(plan.jax_mesh, P()))
-    assert str(sfx.misplaced(tree, plan)).splitlines()[1:] == [
+    text = str(sfx.misplaced(tree, plan))
+    lines = text.splitlines()[1:]
+    assert lines == [
         (
             "layers/{0..2}/w  f32[8,4] fsdp  f32[8,4] -     288 B  `shard(tree, plan)`,"
             " and keep it with `filter_jit(step, out_shardings=plan)`"

@@ -115,15 +115,15 @@ def test_constrain_leaves_unconstrained_dimensions_open():
     x = jax.device_put(X, NamedSharding(AUTO, P(None, "tensor")))
     out = jax.jit(lambda x: constrain(x * 2, P("data", U), sharding_plan))(x)
     assert out.sharding.spec == P("data", "tensor")
-    assert np.array_equal(constrain(x, P("data", U), sharding_plan), X)
+    constrained = constrain(x, P("data", U), sharding_plan)
+    assert np.array_equal(constrained, X)
 
 
 def test_constrain_keeps_the_memory_kind():
     sharding_plan = plan_on(AUTO)
     x = jax.device_put(X, NamedSharding(AUTO, P(), memory_kind="pinned_host"))
-    assert constrain(x, P("data"), sharding_plan).sharding == NamedSharding(
-        AUTO, P("data"), memory_kind="pinned_host"
-    )
+    sharding = constrain(x, P("data"), sharding_plan).sharding
+    assert sharding == NamedSharding(AUTO, P("data"), memory_kind="pinned_host")
 
 
 @pytest.mark.parametrize(
@@ -181,25 +181,28 @@ def test_errors_of_constrain():
 
 
 def test_reading_back():
-    x = jax.device_put(X, NamedSharding(AUTO, P(None, ("data",))))
+    sharding = NamedSharding(AUTO, P(None, ("data",)))
+    x = jax.device_put(X, sharding)
     struct = jax.ShapeDtypeStruct(
         (8,), jnp.float32, sharding=NamedSharding(AUTO, P("tensor"))
     )
     tree = {"x": x, "struct": struct, "one": jnp.ones(()), "np": X, "f": jnp.tanh}
-    assert specs_of(tree) == {
+    expected = {
         "x": P(None, "data"),
         "struct": P("tensor"),
         "one": P(),
         "np": P(),
         "f": None,
     }
+    assert specs_of(tree) == expected
     read = shardings_of(tree)
     assert isinstance(read["one"], SingleDeviceSharding)
     assert read["x"] == x.sharding
     assert read["struct"] == struct.sharding
     assert read["np"] is None
     assert read["f"] is None
-    assert shardings_of({"p": P("data")}, AUTO)["p"] == NamedSharding(AUTO, P("data"))
+    shardings = shardings_of({"p": P("data")}, AUTO)["p"]
+    assert shardings == NamedSharding(AUTO, P("data"))
     with pytest.raises(
         LeafTypeError, match=r"array `x`, shape \(2,\), lies on SingleDeviceSharding"
     ):
@@ -291,13 +294,15 @@ def test_heads_of_which_nothing_says_whether_they_are_apart(sizes, shape):
     with pytest.raises(SpecError, match=text):
         sharding_plan.sharding(APART, shape, strict=False)
     # The fix.
-    named = plan({}, AUTO, axes=HEADS.extend([("heads_apart", "tensor")]))
-    assert named.sharding((None, "heads_apart", None), shape).spec == P(None, "tensor")
+    axes = HEADS.extend([("heads_apart", "tensor")])
+    named = plan({}, AUTO, axes=axes)
+    spec = named.sharding((None, "heads_apart", None), shape).spec
+    assert spec == P(None, "tensor")
 
 
 def test_a_plan_cuts_a_cache_between_heads():
     for heads, spec in ((8, P(None, "tensor")), (6, P())):  # 4 does not divide 6
-        assert (
-            plan(np.zeros((2, heads, 16)), AUTO, names=APART, axes=HEADS).leaves[0].spec
-            == spec
-        )
+        sharding_plan = plan(np.zeros((2, heads, 16)), AUTO, names=APART, axes=HEADS)
+        leaves = sharding_plan.leaves[0]
+        actual = leaves.spec
+        assert actual == spec

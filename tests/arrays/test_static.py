@@ -191,8 +191,10 @@ def test_what_cannot_be_hashed_is_named(value):
 
 def test_a_static_field_need_not_be_hashable():
     run = filter_jit(lambda module: module.array + module.value[0])
-    assert run(Module(jnp.ones(1), [1]))[0] == 2
-    assert run(Module(jnp.ones(1), [2]))[0] == 3
+    output = run(Module(jnp.ones(1), [1]))[0]
+    assert output == 2
+    output = run(Module(jnp.ones(1), [2]))[0]
+    assert output == 3
 
 
 def test_results_keep_their_order_and_their_functions():
@@ -207,7 +209,8 @@ def test_results_keep_their_order_and_their_functions():
     assert out["c"][0].leaf == "leaf"
     # Also of arrays alone.
     out = filter_jit(lambda x: {"b": (x, None), "a": [x + 1]})(jnp.zeros(1))
-    assert jax.tree.structure(out) == jax.tree.structure({"b": (0, None), "a": [0]})
+    expected = jax.tree.structure({"b": (0, None), "a": [0]})
+    assert jax.tree.structure(out) == expected
     assert out["a"][0][0] == 1
 
 
@@ -224,18 +227,20 @@ def test_it_nests_in_transformations():
     run = filter_jit(lambda module, x, scale: (module(x) * scale).sum())
     grads = eqx.filter_grad(run)(module, X, 2.0)
     assert np.allclose(grads.bias, 2.0)
-    assert jax.vmap(lambda x: run(module, x, 2.0))(jnp.stack([X, X])).shape == (2,)
-    assert np.allclose(
-        eqx.filter_grad(lambda module: filter_jit(module)(X).sum())(module).bias, 1.0
-    )
-    assert filter_jit(lambda x: run(module, x, 2.0))(X).shape == ()
+    shape = jax.vmap(lambda x: run(module, x, 2.0))(jnp.stack([X, X])).shape
+    assert shape == (2,)
+    bias = eqx.filter_grad(lambda module: filter_jit(module)(X).sum())(module).bias
+    assert np.allclose(bias, 1.0)
+    shape = filter_jit(lambda x: run(module, x, 2.0))(X).shape
+    assert shape == ()
 
 
 def test_defaults_count_and_so_do_names():
     traced = []
     run = filter_jit(lambda x, scale=2.0: traced.append(scale) or x * scale)
     runs = [run(X), run(X, 3.0), run(X), run(X, 2.0), run(X, scale=3.0)]
-    assert [float(run_result[0]) for run_result in runs] == [
+    actual = [float(run_result[0]) for run_result in runs]
+    assert actual == [
         2,
         3,
         2,
@@ -259,8 +264,10 @@ def test_equal_texts_and_equal_dicts_are_told_apart():
     by = filter_jit(lambda by, x: float(by) * x)
     assert by(Rounded(1.01), jnp.ones(1)) != by(Rounded(1.04), jnp.ones(1))
     of = filter_jit(lambda names, x: (2 if names["a"] is True else 3) * x)
-    assert of(Named(a=1, b=True), jnp.ones(1)) == 3
-    assert of(Named(b=1, a=True), jnp.ones(1)) == 2
+    actual = of(Named(a=1, b=True), jnp.ones(1))
+    assert actual == 3
+    actual = of(Named(b=1, a=True), jnp.ones(1))
+    assert actual == 2
 
 
 def test_a_function_need_not_be_hashable():

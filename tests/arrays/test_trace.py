@@ -27,14 +27,14 @@ def step(params, batch, *more, rate=0.5, **named):
 
 
 def plans(mesh: MeshSpec | Mesh = MESH):
-    return plan(PARAMS, mesh, paths=RULES, unused="allow"), plan(
-        BATCH, mesh, paths=RULES, unused="allow"
-    )
+    sharding_plan = plan(PARAMS, mesh, paths=RULES, unused="allow")
+    return sharding_plan, plan(BATCH, mesh, paths=RULES, unused="allow")
 
 
 def traced(**kwargs):
     params, batch = plans()
-    jitted = filter_jit(step, in_shardings={"params": params, "batch": batch}, **kwargs)
+    in_shardings = {"params": params, "batch": batch}
+    jitted = filter_jit(step, in_shardings=in_shardings, **kwargs)
     struct = jax.ShapeDtypeStruct((8,), jnp.float32)
     return jitted.trace(params.structs, batch.structs, struct, rate=struct, z=struct)
 
@@ -42,7 +42,8 @@ def traced(**kwargs):
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
 def test_plans_without_devices_are_traced_and_lowered(platform):
     params, _ = plans()
-    trace = traced(out_shardings={"new": params, "y": None, "text": None})
+    out_shardings = {"new": params, "y": None, "text": None}
+    trace = traced(out_shardings=out_shardings)
     text = trace.lower(lowering_platforms=(platform,)).as_text()
     assert 'sdy.mesh @mesh = <["data"=2, "tensor"=4]>' in text
     # `w` as it comes in, and as it goes out.
@@ -57,17 +58,25 @@ def test_a_trace_says_what_it_takes():
     assert arrays["params/w"].struct == params.structs["w"]
     assert arrays["batch/x"].struct == batch.structs["x"]
     assert arrays["rate"].struct.sharding is None
-    assert {path: array.argument for path, array in arrays.items()} == {
-        "params/w": 0, "params/b": 0, "batch/x": 1, "more/0": 2, "rate": 3, "z": 4,
-    }  # fmt: skip
-    assert {path for path, array in arrays.items() if array.is_donated} == {
+    arguments_by_path = {path: array.argument for path, array in arrays.items()}
+    expected = {
+        "params/w": 0,
+        "params/b": 0,
+        "batch/x": 1,
+        "more/0": 2,
+        "rate": 3,
+        "z": 4,
+    }
+    assert arguments_by_path == expected  # fmt: skip
+    paths = {path for path, array in arrays.items() if array.is_donated}
+    assert paths == {
         "params/w",
         "params/b",
         "more/0",
     }
-    assert [(array.struct.shape, array.struct.dtype) for array in trace.arrays] == [
-        (aval.shape, aval.dtype) for aval in trace.jaxpr.in_avals
-    ]
+    actual = [(array.struct.shape, array.struct.dtype) for array in trace.arrays]
+    expected = [(aval.shape, aval.dtype) for aval in trace.jaxpr.in_avals]
+    assert actual == expected
     text = trace.lower(lowering_platforms=("tpu",)).as_text(debug_info=True)
     for array in trace.arrays:
         assert f'loc("{array.name}")' in text
@@ -85,14 +94,12 @@ def test_a_trace_says_what_it_returns():
     ):
         trace = traced(out_shardings=out)
         struct_by_path = {result.path: result.struct for result in trace.results}
-        assert [result.struct.shape for result in trace.results] == [
-            aval.shape for aval in trace.jaxpr.out_avals
-        ]
+        shapes = [result.struct.shape for result in trace.results]
+        assert shapes == [aval.shape for aval in trace.jaxpr.out_avals]
         assert set(struct_by_path) == {"new/w", "new/b", "y"}
         assert struct_by_path["new/w"].shape == (4, 8)
-        assert struct_by_path["new/w"].sharding == (
-            params.shardings["w"] if out else None
-        )
+        expected = params.shardings["w"] if out else None
+        assert struct_by_path["new/w"].sharding == expected
         assert struct_by_path["y"].sharding == (out["y"] if out else None)
     only = filter_jit(lambda x: {"b": x + 1, "a": (x.sum(),)}).trace(
         jax.ShapeDtypeStruct((8,), jnp.float32)
@@ -109,9 +116,8 @@ def test_a_trace_has_what_that_of_jax_has():
     theirs = jax.jit(lambda params, batch: batch["x"] @ params["w"]).trace(
         params.structs, batch.structs
     )
-    assert [str(eqn.primitive) for eqn in ours.jaxpr.eqns] == [
-        str(eqn.primitive) for eqn in theirs.jaxpr.eqns
-    ]
+    texts = [str(eqn.primitive) for eqn in ours.jaxpr.eqns]
+    assert texts == [str(eqn.primitive) for eqn in theirs.jaxpr.eqns]
     assert ours.fun_name == theirs.fun_name
     assert isinstance(ours.traced, type(theirs))
 
@@ -120,7 +126,8 @@ def test_arrays_of_the_function_itself_are_named():
     linear = eqx.nn.Linear(4, 8, key=jax.random.key(0))
     sharding_plan = filter_jit(linear).trace(jax.ShapeDtypeStruct((4,), jnp.float32))
     named = [("Linear/weight", None), ("Linear/bias", None), ("x", 0)]
-    assert [(array.path, array.argument) for array in sharding_plan.arrays] == named
+    actual = [(array.path, array.argument) for array in sharding_plan.arrays]
+    assert actual == named
 
 
 def test_live_arrays_may_stand_in_the_place_of_structs():
@@ -136,28 +143,28 @@ def test_live_arrays_may_stand_in_the_place_of_structs():
         trace = jitted.trace(*trees)
         sharding_by_path = {array.path: array.struct.sharding for array in trace.arrays}
         assert sharding_by_path["params/w"] == params.shardings["w"]
-        assert sharding_by_path["batch/x"] == (
-            batch.shardings["x"] if trees is placed else None
-        )
+        expected = batch.shardings["x"] if trees is placed else None
+        assert sharding_by_path["batch/x"] == expected
         assert "tensor" in trace.lower(lowering_platforms=("tpu",)).as_text()
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_call_needs_devices(kind):
-    params, batch = plans(MeshSpec(dict(MESH.shape), axis_types=kind))
+    mesh = MeshSpec(dict(MESH.shape), axis_types=kind)
+    params, batch = plans(mesh)
     run = ft.partial(filter_jit, lambda params, batch: batch["x"] @ params["w"])
     struct = params.on(params.mesh.build(jax.devices()))
     sharding = NamedSharding(params.mesh.abstract(), P("data"))
     assert isinstance(sharding.mesh, AbstractMesh)
+    output = run(in_shardings=(params, batch))
     for jitted in (
-        run(in_shardings=(params, batch)),
+        output,
         run(in_shardings=(struct,), out_shardings=sharding),
     ):
-        assert (
-            jitted.trace(params.structs, batch.structs)
-            .lower(lowering_platforms=("tpu",))
-            .as_text()
+        lowered = jitted.trace(params.structs, batch.structs).lower(
+            lowering_platforms=("tpu",)
         )
+        assert lowered.as_text()
         with pytest.raises(
             PlanMismatchError,
             match=r"was called, .* `plan.on\(plan.mesh.build\(jax.devices\(\)\)\)`",
