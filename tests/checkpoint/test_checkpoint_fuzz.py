@@ -63,11 +63,11 @@ def consume_header(data: bytes) -> bool:
         if array.dtype is not None and jax.numpy.issubdtype(
             array.dtype, jax.dtypes.prng_key
         ):
-            stored_bits *= math.prod(
-                jax.eval_shape(
-                    jax.random.key_data, jax.ShapeDtypeStruct((), array.dtype)
-                ).shape
+            structs = jax.eval_shape(
+                jax.random.key_data, jax.ShapeDtypeStruct((), array.dtype)
             )
+            shape = structs.shape
+            stored_bits *= math.prod(shape)
         assert stored_bits % 8 == 0
         reached += stored_bits // 8
     assert reached == 8 + len(data) + buffer_bytes
@@ -83,13 +83,14 @@ def check_text(error: CheckpointError) -> None:
 
 def seeds() -> list[bytes]:
     """One accepted input of each kind."""
-    header = json.dumps(
+    encoded = json.dumps(
         {
             "__metadata__": {"shardfx.dtypes": '{"b": "int4"}'},
             "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
             "b": {"dtype": "U8", "shape": [8], "data_offsets": [24, 32]},
         }
-    ).encode()
+    )
+    header = encoded.encode()
     file = len(header).to_bytes(8, "little") + header + bytes(32)
     eformer = {
         "format": "tensorstore",

@@ -73,9 +73,10 @@ def hostile(tmp_path_factory):
 def test_a_lost_chunk_is_no_zero(tmp_path, mesh, kind):
     array = np.arange(1, 9, dtype=np.float32)
     if kind.startswith("orbax"):
+        tree = {"w": jnp.asarray(array)}
         orbax(
             tmp_path / "c",
-            {"w": jnp.asarray(array)},
+            tree,
             use_ocdbt=False,
             use_zarr3=kind == "orbax3",
         )
@@ -88,16 +89,13 @@ def test_a_lost_chunk_is_no_zero(tmp_path, mesh, kind):
             driver="zarr3" if kind == "zarr3" else "zarr",
         )
     if kind == "eformer":
-        eformer(
-            tmp_path / "c", arrays=[{"path": "w", "shape": [8], "dtype": "float32"}]
-        )
+        arrays = [{"path": "w", "shape": [8], "dtype": "float32"}]
+        eformer(tmp_path / "c", arrays=arrays)
     structs = {"w": wanted(mesh)}
-    assert np.array_equal(checkpoint.load(tmp_path / "c", structs)["w"], array)
-    chunks = [
-        file
-        for file in (tmp_path / "c" / "w").rglob("*")
-        if file.is_file() and file.name.isdigit()
-    ]
+    loaded = checkpoint.load(tmp_path / "c", structs)["w"]
+    assert np.array_equal(loaded, array)
+    files = (tmp_path / "c" / "w").rglob("*")
+    chunks = [file for file in files if file.is_file() and file.name.isdigit()]
     min(chunks).unlink()
     with pytest.raises(
         CheckpointError,
@@ -105,7 +103,8 @@ def test_a_lost_chunk_is_no_zero(tmp_path, mesh, kind):
     ):
         checkpoint.load(tmp_path / "c", structs)
     filled = checkpoint.load(tmp_path / "c", structs, missing_chunks="fill")["w"]
-    assert set(np.asarray(filled).tolist()) - set(array.tolist()) == {0.0}
+    actual = set(np.asarray(filled).tolist()) - set(array.tolist())
+    assert actual == {0.0}
 
 
 TOO_LARGE = {
@@ -138,10 +137,8 @@ def bomb(kind):
     count = 2**26
     if kind in ("gzip", "zlib"):
         packer = zlib.compressobj(9, zlib.DEFLATED, 31 if kind == "gzip" else 15)
-        return (
-            b"".join([packer.compress(bytes(2**24)) for _ in range(count >> 24)])
-            + packer.flush()
-        )
+        text = b"".join([packer.compress(bytes(2**24)) for _ in range(count >> 24)])
+        return text + packer.flush()
     compressor = (
         {"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": 0}
         if kind == "blosc"
@@ -292,9 +289,8 @@ def test_chunks_packed_by_blosc_load_if_their_claims_are_true(
         ocdbt=is_database,
         metadata=metadata,
     )
-    assert np.array_equal(
-        checkpoint.load(tmp_path, {"w": wanted(mesh, (8, 8))})["w"], array
-    )
+    loaded = checkpoint.load(tmp_path, {"w": wanted(mesh, (8, 8))})["w"]
+    assert np.array_equal(loaded, array)
     # The last of the chunks claims too much; its bytes begin with blosc's version.
     held = store[key]
     last = held.rindex(held[first : first + 4])
@@ -309,10 +305,11 @@ def test_chunks_packed_by_blosc_load_if_their_claims_are_true(
 
 def test_a_shard_whose_table_cannot_be_read_is_not_unpacked(tmp_path, mesh):
     metadata = {"codecs": [sharded([4, 8], [sharded([2, 8], [LITTLE, BLOSC])])]}
+    array = np.ones((8, 8), np.float32)
     zarr(
         tmp_path,
         "w",
-        np.ones((8, 8), np.float32),
+        array,
         chunks=[8, 8],
         driver="zarr3",
         metadata=metadata,
@@ -325,9 +322,8 @@ def test_a_shard_whose_table_cannot_be_read_is_not_unpacked(tmp_path, mesh):
 
 def test_a_chunk_may_be_larger_than_a_small_array(tmp_path, mesh):
     zarr(tmp_path, "w", np.arange(8, dtype=np.float32), chunks=[2**20])
-    assert np.array_equal(
-        checkpoint.load(tmp_path, {"w": wanted(mesh)})["w"], np.arange(8)
-    )
+    loaded = checkpoint.load(tmp_path, {"w": wanted(mesh)})["w"]
+    assert np.array_equal(loaded, np.arange(8))
 
 
 PIPES = ("chunk", "orbax chunk", "orbax database", "orbax metadata", "link")
@@ -336,9 +332,10 @@ PIPES = ("chunk", "orbax chunk", "orbax database", "orbax metadata", "link")
 def piped(folder, kind):
     if kind.startswith("orbax"):
         folder.rmdir()
+        tree = {"w": jnp.arange(8.0)}
         orbax(
             folder,
-            {"w": jnp.arange(8.0)},
+            tree,
             use_ocdbt=kind == "orbax database",
             use_zarr3=False,
         )
@@ -364,7 +361,8 @@ def test_a_pipe_is_not_waited_for(hostile, kind):
 
 def led_outside(folder, _):
     folder.rmdir()
-    orbax(folder, {"w": jnp.ones(8)}, use_ocdbt=False, use_zarr3=False)
+    tree = {"w": jnp.ones(8)}
+    orbax(folder, tree, use_ocdbt=False, use_zarr3=False)
     outside = folder.with_name(f"{folder.name}-outside")
     (folder / "w").rename(outside)
     content = json.loads((folder / "_METADATA").read_text())

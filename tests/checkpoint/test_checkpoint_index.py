@@ -34,7 +34,8 @@ def tensor(shape, offsets, dtype: Any = "F32"):
 
 
 def set_of_files(directory, weight_map=None):
-    save_file({"a": np.ones((2, 2), np.float32)}, directory / "model-1.safetensors")
+    array = np.ones((2, 2), np.float32)
+    save_file({"a": array}, directory / "model-1.safetensors")
     save_file({"b": np.ones(3, np.float32)}, directory / "model-2.safetensors")
     weight_map = weight_map or {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     (directory / "model.safetensors.index.json").write_text(
@@ -52,9 +53,9 @@ def test_a_file_and_a_set_are_read_by_name_and_by_directory(tmp_path):
     save_file(arrays, tmp_path / "model.safetensors", metadata={"format": "pt"})
     for path in (tmp_path, tmp_path / "model.safetensors", str(tmp_path)):
         index = checkpoint.read_index(path)
-        assert {entry.path: (entry.shape, entry.dtype) for entry in index.entries} == {
-            name: (array.shape, array.dtype) for name, array in arrays.items()
-        }
+        actual = {entry.path: (entry.shape, entry.dtype) for entry in index.entries}
+        expected = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+        assert actual == expected
         assert index.bytes_total == 16 + 3 + 8
         assert index.metadata == {"format": "pt"}
         assert index.format == "safetensors"
@@ -69,34 +70,41 @@ def test_a_file_and_a_set_are_read_by_name_and_by_directory(tmp_path):
 
 
 def test_structs_are_a_tree_that_a_plan_takes(tmp_path):
+    arrays_by_name = {
+        name: np.ones((2, 2), np.float32) for name in ("a/b", "a/c/d", "e.f")
+    }
     save_file(
-        {name: np.ones((2, 2), np.float32) for name in ("a/b", "a/c/d", "e.f")},
+        arrays_by_name,
         tmp_path / "x.safetensors",
     )
     tree, array = (
         checkpoint.structs(tmp_path),
         jax.ShapeDtypeStruct((2, 2), jnp.float32),
     )
-    assert tree == {"a": {"b": array, "c": {"d": array}}, "e.f": array}
-    assert shardfx.plan(tree, MeshSpec({"x": 2}), paths=PathRules.parse(".*->x"))[
-        "a/c/d"
-    ].spec == jax.P("x")
-    raw_file(tmp_path / "x.safetensors", {"w": tensor([2], [0, 1], "F4")}, b"\0")
+    expected = {"a": {"b": array, "c": {"d": array}}, "e.f": array}
+    assert tree == expected
+    sharding_plan = shardfx.plan(
+        tree, MeshSpec({"x": 2}), paths=PathRules.parse(".*->x")
+    )["a/c/d"]
+    spec = sharding_plan.spec
+    assert spec == jax.P("x")
+    header = {"w": tensor([2], [0, 1], "F4")}
+    raw_file(tmp_path / "x.safetensors", header, b"\0")
     assert checkpoint.structs(tmp_path)["w"].dtype == jnp.float4_e2m1fn
 
 
 def test_an_index_prints_as_a_short_table(tmp_path):
     arrays = {f"layers.{i}.w": np.zeros((8, 4), np.float32) for i in range(100)}
-    save_file(
-        arrays | {"embed": np.zeros((64, 8), np.float16)}, tmp_path / "x.safetensors"
-    )
+    array = np.zeros((64, 8), np.float16)
+    save_file(arrays | {"embed": array}, tmp_path / "x.safetensors")
     index = checkpoint.read_index(tmp_path)
-    assert str(index).splitlines() == [
+    expected = [
         "path              arrays  shape         bytes",
         "layers.{0..99}.w     100  f32[8,4]   12.5 KiB",
         "embed                  1  f16[64,8]   1.0 KiB",
         f"101 arrays, 13.5 KiB, in safetensors at {str(tmp_path)!r}",
     ]
+    assert str(index).splitlines() == expected
     assert repr(index) == str(index)
     assert "layers.{0..99}.w" in index._repr_html_()
     assert len(index) == 101
@@ -324,9 +332,8 @@ def test_headers_are_read_as_by_the_library_of_the_format(tmp_path, case):
                 if error_text and message is not None
                 else message is None
             )
-        assert (error_text is None) == (
-            is_read_there(header, nbytes) and (case not in STRICTER)
-        )
+        expected = is_read_there(header, nbytes) and (case not in STRICTER)
+        assert (error_text is None) == expected
 
 
 WHOLE = len(ONE).to_bytes(8, "little") + ONE + bytes(4)
@@ -384,9 +391,8 @@ def test_links_are_followed_inside_the_directory_alone(tmp_path):
         assert index["a"].shape == (1,)
     (directory / "linked").symlink_to("../outside")
     (directory / "model.safetensors").unlink()
-    (directory / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"a": "linked/blob"}})
-    )
+    encoded = json.dumps({"weight_map": {"a": "linked/blob"}})
+    (directory / "model.safetensors.index.json").write_text(encoded)
     with pytest.raises(CheckpointError, match="symbolic link that leaves"):
         checkpoint.read_index(directory)
 
@@ -453,7 +459,8 @@ def test_two_sets_and_two_owners_are_ambiguous(tmp_path):
     "names", [["a", "a/b"], ["a/b", "a"], ["a/b/c", "a"], ["x", "a/b/c", "a/b"]]
 )
 def test_a_path_is_a_leaf_or_a_branch(tmp_path, names):
-    save_file({name: np.ones(1) for name in names}, tmp_path / "x.safetensors")
+    arrays_by_name = {name: np.ones(1) for name in names}
+    save_file(arrays_by_name, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match="a tree cannot hold both"):
         checkpoint.structs(checkpoint.read_index(tmp_path))
 

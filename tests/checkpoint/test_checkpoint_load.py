@@ -43,7 +43,8 @@ def struct(array, spec, mesh=None, dtype=None):
 def same_bytes(a, b):
     assert a.dtype == b.dtype
     assert a.shape == b.shape
-    return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    actual = np.asarray(a).tobytes()
+    return actual == np.asarray(b).tobytes()
 
 
 @pytest.fixture
@@ -84,7 +85,8 @@ DTYPES = [
 def test_any_shape_any_spec_any_transpose_and_any_dtype(tmp_path_factory, data):
     rank = data.draw(st.integers(0, 4))
     shape = tuple(data.draw(st.sampled_from([0, 1, 2, 4, 8, 24])) for _ in range(rank))
-    array = random(shape, jnp.dtype(data.draw(st.sampled_from(DTYPES))))
+    dtype = jnp.dtype(data.draw(st.sampled_from(DTYPES)))
+    array = random(shape, dtype)
     order = tuple(data.draw(st.permutations(range(rank))))
     path = tmp_path_factory.mktemp("t")
     save_file({"x": array}, path / "x.safetensors")
@@ -100,9 +102,8 @@ def test_any_shape_any_spec_any_transpose_and_any_dtype(tmp_path_factory, data):
         free = [axis for axis in free if axis not in axes]
         entries.append(axes)
     structs = {"y": struct(transposed, P(*entries))}
-    loaded = checkpoint.load(
-        path, structs, TreeMap({"y": From("x").transpose(*order)})
-    )["y"]
+    tree_map = TreeMap({"y": From("x").transpose(*order)})
+    loaded = checkpoint.load(path, structs, tree_map)["y"]
     assert loaded.sharding == structs["y"].sharding
     assert same_bytes(loaded, transposed)
     for shard in loaded.addressable_shards:
@@ -143,7 +144,8 @@ def test_nothing_is_cast_that_was_not_asked_for(tmp_path):
         loaded = checkpoint.load(tmp_path, plan, dtype=dtype)
         assert same_bytes(loaded["w"], expected)
         assert same_bytes(loaded["n"], arrays["n"])
-    assert checkpoint.load(tmp_path, plan, dtype=jnp.float16)["w"].dtype == jnp.float16
+    actual = checkpoint.load(tmp_path, plan, dtype=jnp.float16)["w"].dtype
+    assert actual == jnp.float16
 
 
 CASES = {
@@ -178,10 +180,12 @@ def test_what_has_no_place_is_refused(tmp_path, case):
 
 
 def test_unreadable_leaves_are_named_before_reading(tmp_path, reads):
-    arrays = {"a": np.ones((8, 4), np.float32), "b": np.ones(8, np.float32)}
+    array = np.ones((8, 4), np.float32)
+    arrays = {"a": array, "b": np.ones(8, np.float32)}
     save_file(arrays, tmp_path / "x.safetensors")
+    array = np.ones((4, 8), np.float32)
     plan = {
-        "a": struct(np.ones((4, 8), np.float32), P()),
+        "a": struct(array, P()),
         "b": struct(arrays["b"], P()),
         "c": struct(arrays["b"], P()),
     }
@@ -251,7 +255,8 @@ def test_a_quarter_of_the_devices_reads_a_quarter(tmp_path, reads):
     checkpoint.load(index, plan)
     planned = checkpoint.plan_reads(index, plan)
     assert sum(reads) == planned.read_bytes == total
-    assert len(reads) == sum(process.reads for process in planned.processes) == 2
+    expected = sum(process.reads for process in planned.processes)
+    assert len(reads) == expected == 2
 
 
 @pytest.mark.parametrize("gap_bytes", [1, 10**9])
@@ -259,9 +264,8 @@ def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, gap_bytes):
     array = random((64, 512), np.float32)
     save_file({"w": array}, tmp_path / "x.safetensors")
     gathered = np.concatenate([array[:, 64:128], array[:, 384:448]], 1)
-    columns = From.concat(
-        [From("w").slice(64, 128, dim=1), From("w").slice(384, 448, dim=1)], dim=1
-    )
+    parts = [From("w").slice(64, 128, dim=1), From("w").slice(384, 448, dim=1)]
+    columns = From.concat(parts, dim=1)
     loaded = checkpoint.load(
         tmp_path,
         {"y": struct(gathered, P())},
@@ -269,9 +273,8 @@ def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, gap_bytes):
         gap_bytes=gap_bytes,
     )
     assert same_bytes(loaded["y"], gathered)
-    assert sum(reads) == (
-        gathered.nbytes if gap_bytes == 1 else array.nbytes - 2 * 64 * 4
-    )
+    expected = gathered.nbytes if gap_bytes == 1 else array.nbytes - 2 * 64 * 4
+    assert sum(reads) == expected
     # One device of eight needs its columns, and where gaps are read along all of the
     # rows between.
     mesh = Mesh(np.array(jax.devices()), ("x",))
@@ -280,9 +283,8 @@ def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, gap_bytes):
         checkpoint.read_index(tmp_path), abstract, processes=8, gap_bytes=gap_bytes
     )
     assert reads_of_process.processes[3].needed_bytes == array.nbytes // 8
-    assert reads_of_process.processes[3].excess_bytes == (
-        0 if gap_bytes == 1 else 63 * 512 * 4 * 7 // 8
-    )
+    expected = 0 if gap_bytes == 1 else 63 * 512 * 4 * 7 // 8
+    assert reads_of_process.processes[3].excess_bytes == expected
     assert "in excess" in str(reads_of_process)
 
 
@@ -351,21 +353,17 @@ def test_reads_that_return_less_are_continued(tmp_path, monkeypatch):
     arrays = {f"w{i}": random((64, 64), np.float32, i) for i in range(3)}
     save_file(arrays, tmp_path / "x.safetensors")
     for spec in (P("a"), P(None, "a")):
-        loaded = checkpoint.load(
-            tmp_path, {name: struct(array, spec) for name, array in arrays.items()}
-        )
+        structs_by_name = {name: struct(array, spec) for name, array in arrays.items()}
+        loaded = checkpoint.load(tmp_path, structs_by_name)
         for name, array in arrays.items():
             assert same_bytes(loaded[name], array)
 
 
 def test_a_boolean_that_is_neither(tmp_path):
-    save_file({"w": np.array([0, 1, 2, 1], np.uint8)}, tmp_path / "x.safetensors")
-    data = (
-        (tmp_path / "x.safetensors")
-        .read_bytes()
-        .replace(b'"U8"', b'"BOOL"')
-        .replace(b"}}  ", b"}}")
-    )
+    values = np.array([0, 1, 2, 1], np.uint8)
+    save_file({"w": values}, tmp_path / "x.safetensors")
+    replaced = (tmp_path / "x.safetensors").read_bytes().replace(b'"U8"', b'"BOOL"')
+    data = replaced.replace(b"}}  ", b"}}")
     (tmp_path / "x.safetensors").write_bytes(data)
     with pytest.raises(
         CheckpointError,
@@ -442,7 +440,8 @@ def test_small_tensors_are_read_together(tmp_path, reads):
             assert same_bytes(loaded[name], array)
         for name, target in plan.items():
             assert loaded[name].sharding == target.sharding
-        assert sum(reads) == sum(array.nbytes for array in arrays.values())
+        expected = sum(array.nbytes for array in arrays.values())
+        assert sum(reads) == expected
         assert len(reads) <= most
 
 
@@ -470,8 +469,9 @@ def test_memory_kinds_other_shardings_and_progress(tmp_path, capsys):
 
 def test_arrays_that_no_leaf_is_made_of_are_an_error(tmp_path, reads):
     """A checkpoint of four layers in a model of one."""
+    array = np.ones((8, 4), np.float32)
     arrays = {
-        "head": np.ones((8, 4), np.float32),
+        "head": array,
         **{f"layers/{i}/w": np.ones(8, np.float32) for i in range(4)},
     }
     save_file(arrays, tmp_path / "x.safetensors")
@@ -495,9 +495,9 @@ def test_arrays_that_no_leaf_is_made_of_are_an_error(tmp_path, reads):
         with pytest.raises(CheckpointError, match=message):
             call(tmp_path, shallow)
     assert not reads
-    assert checkpoint.load(tmp_path, shallow, unread="allow")["layers"][0][
-        "w"
-    ].shape == (8,)
+    layers = checkpoint.load(tmp_path, shallow, unread="allow")["layers"][0]["w"]
+    shape = layers.shape
+    assert shape == (8,)
     # A part of a plan says by itself that the others are left.
     loaded = checkpoint.load(tmp_path, plan_of_all.select("layers/1"))
     assert loaded["head"] is None

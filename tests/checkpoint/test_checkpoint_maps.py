@@ -40,12 +40,12 @@ LLAMA = TreeMap(
 
 def hugging_face(layers=3, width=16):
     numbers = np.random.default_rng(0)
-    files = {"model.embed.weight": numbers.normal(size=(32, width)).astype(np.float32)}
+    array = numbers.normal(size=(32, width)).astype(np.float32)
+    files = {"model.embed.weight": array}
     for i in range(layers):
         for name, rows in (("up", 24), ("q", 16), ("k", 4), ("v", 4)):
-            files[f"model.layers.{i}.{name}.weight"] = numbers.normal(
-                size=(rows, width)
-            ).astype(np.float32)
+            array = numbers.normal(size=(rows, width))
+            files[f"model.layers.{i}.{name}.weight"] = array.astype(np.float32)
     return files
 
 
@@ -99,19 +99,18 @@ def test_each_process_reads_only_what_its_shards_are_made_of(tmp_path, monkeypat
         checkpoint.read_index(tmp_path), plan.off(), LLAMA, processes=8, gap_bytes=1
     )
     total = sum(array.nbytes for array in whole.values())
-    assert [process.needed_bytes for process in reads.processes] == [total // 8] * 8
+    needed_bytes = [process.needed_bytes for process in reads.processes]
+    assert needed_bytes == [total // 8] * 8
     assert reads.excess_bytes == 0
     read, preadv = [], os.preadv
     monkeypatch.setattr(
         os, "preadv", lambda *arguments: read.append(preadv(*arguments)) or read[-1]
     )
     checkpoint.load(tmp_path, plan, LLAMA)
-    assert (
-        sum(read)
-        == checkpoint.plan_reads(
-            checkpoint.read_index(tmp_path), plan, LLAMA
-        ).read_bytes
-    )
+    expected = checkpoint.plan_reads(
+        checkpoint.read_index(tmp_path), plan, LLAMA
+    ).read_bytes
+    assert sum(read) == expected
 
 
 def test_blocks_of_fp8_are_scaled_on_the_way(tmp_path):
@@ -139,45 +138,50 @@ def test_blocks_of_fp8_are_scaled_on_the_way(tmp_path):
 
 
 def test_elements_that_alternate_are_taken_apart_in_memory(tmp_path):
-    files = {"gate_up": np.arange(64 * 2000, dtype=np.float32).reshape(64, 2000)}
+    values = np.arange(64 * 2000, dtype=np.float32).reshape(64, 2000)
+    files = {"gate_up": values}
     save_file(files, tmp_path / "model.safetensors")
-    halves = TreeMap(
-        {
-            name: From("gate_up").split(1, -1, 2).at(part, dim=2)
-            for part, name in enumerate(("gate", "up"))
-        }
-    )
-    whole = {"gate": files["gate_up"][:, ::2], "up": files["gate_up"][:, 1::2]}
-    equal(checkpoint.load(tmp_path, planned(whole, (".*", P("a", "b"))), halves), whole)
+    rules = {
+        name: From("gate_up").split(1, -1, 2).at(part, dim=2)
+        for part, name in enumerate(("gate", "up"))
+    }
+    halves = TreeMap(rules)
+    gate_up = files["gate_up"][:, 1::2]
+    whole = {"gate": files["gate_up"][:, ::2], "up": gate_up}
+    loaded = checkpoint.load(tmp_path, planned(whole, (".*", P("a", "b"))), halves)
+    equal(loaded, whole)
 
 
 def test_constants_are_loaded_cast_and_saved(tmp_path):
     files = {"w": np.linspace(-3, 3, 64, dtype=np.float32).reshape(8, 8)}
     save_file(files, tmp_path / "model.safetensors")
-    constants = TreeMap(
-        {
-            "steps": From.constant(7, (8,), "int32"),
-            "padded": From("w").pad_to(16, dim=1, value=2),
-        }
-    )
+    rules = {
+        "steps": From.constant(7, (8,), "int32"),
+        "padded": From("w").pad_to(16, dim=1, value=2),
+    }
+    constants = TreeMap(rules)
     whole = constants.apply(files)
-    equal(checkpoint.load(tmp_path, planned(whole, (".*", P("b"))), constants), whole)
+    loaded = checkpoint.load(tmp_path, planned(whole, (".*", P("b"))), constants)
+    equal(loaded, whole)
     wide = whole | {"padded": whole["padded"].astype(np.float16)}
-    equal(checkpoint.load(tmp_path, planned(wide), constants, dtype=jnp.float16), wide)
+    loaded = checkpoint.load(tmp_path, planned(wide), constants, dtype=jnp.float16)
+    equal(loaded, wide)
     checkpoint.save(tmp_path / "out", files, map=constants)
     equal(load_file(tmp_path / "out" / "model.safetensors"), whole)
 
 
 def test_a_map_casts_to_what_a_file_can_hold(tmp_path):
-    whole = {"w": np.arange(8, dtype=np.float32).reshape(2, 4)}
+    values = np.arange(8, dtype=np.float32).reshape(2, 4)
+    whole = {"w": values}
     plan = planned(whole)
     tree = shardfx.shard(whole, plan)
     # The format has no name for four bits; it is in the file's metadata.
+    tree_map = TreeMap({"w": From("w").cast("int4")})
     checkpoint.save(
         tmp_path / "four.safetensors",
         tree,
         plan,
-        map=TreeMap({"w": From("w").cast("int4")}),
+        map=tree_map,
     )
     four = {"w": whole["w"].astype(jnp.int4)}
     equal(checkpoint.load(tmp_path / "four.safetensors", planned(four)), four)
@@ -199,30 +203,32 @@ def test_keys_are_stacked_whole(tmp_path):
         "k.1": jax.random.split(jax.random.key(1), 4),
     }
     mesh = MeshSpec(MESH).build(jax.devices())
-    checkpoint.save(
-        tmp_path / "keys", keys, shardfx.plan(keys, mesh, paths=PathRules([(".*", ())]))
-    )
-    stacked = TreeMap({"k": From("k.{i}").stack("i").T})
+    rules = PathRules([(".*", ())])
+    sharding_plan = shardfx.plan(keys, mesh, paths=rules)
+    checkpoint.save(tmp_path / "keys", keys, sharding_plan)
+    rules = {"k": From("k.{i}").stack("i").T}
+    stacked = TreeMap(rules)
     struct = jax.ShapeDtypeStruct((4, 2), keys["k.0"].dtype)
-    plan = shardfx.plan({"k": struct}, mesh, paths=PathRules([(".*", P("b", "a"))]))
+    rules = PathRules([(".*", P("b", "a"))])
+    plan = shardfx.plan({"k": struct}, mesh, paths=rules)
     loaded_keys: Any = checkpoint.load(tmp_path / "keys", plan, stacked)["k"]
-    expected = jnp.stack(
-        [jax.random.key_data(keys["k.0"]), jax.random.key_data(keys["k.1"])]
-    ).transpose(1, 0, 2)
+    key_data = jax.random.key_data(keys["k.0"])
+    expected = jnp.stack([key_data, jax.random.key_data(keys["k.1"])]).transpose(
+        1, 0, 2
+    )
     np.testing.assert_array_equal(
         np.asarray(jax.random.key_data(loaded_keys)), np.asarray(expected)
     )
     checkpoint.save(
         tmp_path / "again", {"k": loaded_keys}, plan, map=stacked.inverse(), like=keys
     )
-    again = checkpoint.load(
-        tmp_path / "again", shardfx.plan(keys, mesh, paths=PathRules([(".*", ())]))
-    )
+    rules = PathRules([(".*", ())])
+    sharding_plan = shardfx.plan(keys, mesh, paths=rules)
+    again = checkpoint.load(tmp_path / "again", sharding_plan)
     for path, key_array in keys.items():
         assert again[path].dtype == key_array.dtype
-        np.testing.assert_array_equal(
-            jax.random.key_data(again[path]), jax.random.key_data(key_array)
-        )
+        key_data = jax.random.key_data(again[path])
+        np.testing.assert_array_equal(key_data, jax.random.key_data(key_array))
 
 
 def test_all_that_is_wrong_is_said_before_anything_is_read(tmp_path):
@@ -296,15 +302,17 @@ def test_loading_with_a_map_is_loading_and_then_mapping(tmp_path_factory, data):
             data.draw(st.sampled_from([None, "a", "b", ("a", "b")]))
             for _ in array.shape
         ]
-        spec = shardfx.correct(P(*_once(axes)), array.shape, MeshSpec(MESH)).spec
+        decision = shardfx.correct(P(*_once(axes)), array.shape, MeshSpec(MESH))
+        spec = decision.spec
         specs.append((f"^{path}$", spec))
     plan = planned(whole, *specs)
     tree = checkpoint.load(directory, plan, tree_map)
     equal(tree, whole)
     checkpoint.save(directory / "same", tree, plan)
+    sharded = shardfx.shard(arrays, planned(arrays))
     checkpoint.save(
         directory / "out",
-        shardfx.shard(arrays, planned(arrays)),
+        sharded,
         planned(arrays),
         map=tree_map,
     )
@@ -384,23 +392,21 @@ def test_a_number_that_is_needed_several_times_in_a_leaf(tmp_path):
     """Scales of whole tensors are arrays without dimensions."""
     files = {"s": np.array(2.0, np.float32), "t": np.array(3.0, np.float32)}
     save_file(files, tmp_path / "s.safetensors")
-    repeated = TreeMap(
-        {
-            "a": From("s").reshape(1).repeat(2),
-            "b": From.concat([From(name).reshape(1) for name in ("s", "t", "s")]),
-            "c": From.stacked([From("s"), From("s")]).repeat(4),
-        }
-    )
+    rule = From("s").reshape(1)
+    rules = {
+        "a": rule.repeat(2),
+        "b": From.concat([From(name).reshape(1) for name in ("s", "t", "s")]),
+        "c": From.stacked([From("s"), From("s")]).repeat(4),
+    }
+    repeated = TreeMap(rules)
     whole = repeated.apply(files)
     assert whole["b"].tolist() == [2, 3, 2]
     plan = planned(whole, ("c", P("b")))
     equal(checkpoint.load(tmp_path, plan, repeated), whole)
-    assert (
-        checkpoint.plan_reads(
-            checkpoint.read_index(tmp_path), plan.off(), repeated
-        ).needed_bytes
-        > 0
-    )
+    needed_bytes = checkpoint.plan_reads(
+        checkpoint.read_index(tmp_path), plan.off(), repeated
+    ).needed_bytes
+    assert needed_bytes > 0
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -412,9 +418,11 @@ def test_many_small_arrays_of_one_leaf(tmp_path, last):
         for e in (0, 1)
         for name in "ab"
     }
+    array = np.ones((4, 6), np.float32)
+    values = np.arange(48, dtype=np.float32).reshape(8, 6)
     files |= {
-        "x.0": np.ones((4, 6), np.float32),
-        "x.1": np.arange(48, dtype=np.float32).reshape(8, 6),
+        "x.0": array,
+        "x.1": values,
     }
     save_file(files, tmp_path / "model.safetensors")
     others = From.stacked([From("x.0"), From("x.1").slice(4, 8)] * 2).reshape(
@@ -426,12 +434,12 @@ def test_many_small_arrays_of_one_leaf(tmp_path, last):
         .stack("i")
         .cast("bfloat16")
     )
-    tree_map = TreeMap(
-        {
-            "one": experts,
-            "two": From.concat([From("l.{i}.e.{e}.b").stack("e").stack("i"), others]),
-        }
-    )
+    parts = [From("l.{i}.e.{e}.b").stack("e").stack("i"), others]
+    rules = {
+        "one": experts,
+        "two": From.concat(parts),
+    }
+    tree_map = TreeMap(rules)
     whole = tree_map.apply(files)
     for spec in (P(None, "a"), P(None, None, "a", None), P()):
         plan = planned(whole, (".*", spec))

@@ -29,9 +29,10 @@ def test_two_orbax_arrays_of_one_name(tmp_path):
         ("c", False, "in '.*a.b' and in '.*a/b'"),
         ("d", True, "in 'a.b' and in 'a/b'"),
     ):
+        tree = {"a": {"b": jnp.zeros(2)}, "a/b": jnp.ones(2)}
         orbax(
             tmp_path / name,
-            {"a": {"b": jnp.zeros(2)}, "a/b": jnp.ones(2)},
+            tree,
             use_ocdbt=ocdbt,
         )
         with pytest.raises(
@@ -64,7 +65,8 @@ def test_what_is_no_array_in_an_orbax_tree_is_passed_over(tmp_path, ocdbt):
     }
     orbax(tmp_path / "c", tree, use_ocdbt=ocdbt, use_zarr3=False)
     structs = checkpoint.structs(checkpoint.read_index(tmp_path / "c"))
-    assert {key: structs[key].shape for key in ("w", "step")} == {"w": (4,), "step": ()}
+    shapes = {key: structs[key].shape for key in ("w", "step")}
+    assert shapes == {"w": (4,), "step": ()}
     assert structs.keys() == {"w", "step", "list"}
     assert structs["list"]["0"].shape == (2,)
     if not ocdbt:
@@ -77,7 +79,8 @@ def test_what_is_no_array_in_an_orbax_tree_is_passed_over(tmp_path, ocdbt):
 
 def test_an_eformer_index_that_names_an_array_without_metadata(tmp_path, mesh):
     (tmp_path / "w").mkdir()
-    eformer(tmp_path, arrays=[{"path": "w", "shape": [8], "dtype": "float32"}])
+    arrays = [{"path": "w", "shape": [8], "dtype": "float32"}]
+    eformer(tmp_path, arrays=arrays)
     index = checkpoint.read_index(tmp_path)
     for read in (checkpoint.load, checkpoint.plan_reads):
         with pytest.raises(
@@ -152,9 +155,10 @@ def test_a_path_of_thousands_of_parts_is_no_tree(tmp_path, mesh):
     save_file(
         {"/".join(["a"] * 100): np.ones(8, np.float32)}, tmp_path / "x.safetensors"
     )
-    assert (
-        len(jax.tree.leaves(checkpoint.structs(checkpoint.read_index(tmp_path)))) == 1
-    )
+    structs = checkpoint.structs(checkpoint.read_index(tmp_path))
+    leaves = jax.tree.leaves(structs)
+    count = len(leaves)
+    assert count == 1
 
 
 # Files that change
@@ -173,7 +177,8 @@ def test_a_reader_beside_a_writer_gets_one_state_whole(tmp_path, mesh, name):
     path = tmp_path / name
 
     def saved(number, to, **scalars):
-        tree = {key: np.full(size, number, np.float32) for key in "ab"} | scalars
+        arrays = {key: np.full(size, number, np.float32) for key in "ab"}
+        tree = arrays | scalars
         plan = shardfx.plan(tree, mesh, paths=PathRules.parse(".*->x"))
         checkpoint.save(
             to,
@@ -208,7 +213,8 @@ def test_a_reader_beside_a_writer_gets_one_state_whole(tmp_path, mesh, name):
         while time.monotonic() < end and not writer.done():
             try:
                 loaded = checkpoint.load(path, plan, unread="allow")
-                assert len({*np.unique(loaded["a"]), *np.unique(loaded["b"])}) == 1
+                actual = len({*np.unique(loaded["a"]), *np.unique(loaded["b"])})
+                assert actual == 1
                 count += 1
             except CheckpointError as error:
                 errors.append(str(error))

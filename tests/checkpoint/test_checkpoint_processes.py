@@ -61,7 +61,8 @@ def test_every_process_reads_its_shards_and_they_are_right(job):
             # Of 4 MiB each reads about its quarter: some columns are short, and what is
             # between is read along.
             assert read < 1.03 * needed
-        assert result["read.rows.rows"][2] == pytest.approx(total / 4, rel=0.01)
+        expected = pytest.approx(total / 4, rel=0.01)
+        assert result["read.rows.rows"][2] == expected
     for name in ("rows", "others"):
         # The first replicas are written, and no other.
         assert sum(result[f"written.{name}"] for result in job[1]) == total
@@ -84,7 +85,8 @@ def test_processes_write_another_layout_and_read_it_back(job):
 
 def test_one_process_reads_what_four_wrote(job):
     folder, _ = job
-    mesh = Mesh(np.array(jax.devices()).reshape(8), ("x",))
+    devices = np.array(jax.devices()).reshape(8)
+    mesh = Mesh(devices, ("x",))
     plan = shardfx.plan(
         checkpoint_worker.tree(), mesh, paths=PathRules.parse("rows->x, .*->replicate")
     )
@@ -92,17 +94,20 @@ def test_one_process_reads_what_four_wrote(job):
         loaded = checkpoint.load(folder / name, plan)
         for key, array in checkpoint_worker.tree().items():
             assert np.array_equal(loaded[key], array)
-        assert checkpoint.saved_plan(folder / name)["rows"].spec != plan["rows"].spec
+        spec = checkpoint.saved_plan(folder / name)["rows"].spec
+        assert spec != plan["rows"].spec
 
 
 def test_a_manager_of_processes_keeps_the_last_steps(job):
     folder, results = job
     names = {path.name for path in folder.iterdir() if path.is_dir()}
     assert names == {"rows", "others", "rows-mapped", "others-mapped", "numpy", "run"}
-    assert [(result["steps"], result["numpy"]) for result in results] == [
-        (((2, 3), 3), "no error")
-    ] * 4
-    assert sorted(path.name for path in (folder / "run").iterdir()) == [
+    actual = [(result["steps"], result["numpy"]) for result in results]
+    expected = [(((2, 3), 3), "no error")] * 4
+    assert actual == expected
+    files = (folder / "run").iterdir()
+    actual = sorted(path.name for path in files)
+    assert actual == [
         "step-2",
         "step-3",
     ]
@@ -192,7 +197,8 @@ def test_after_all_that_saves_are_right_and_nothing_lies_about(quarrel):
         assert result["ours"]
         assert result["pair"]
         assert not result["left behind"]
-    assert {path.stem for path in folder.glob("*.safetensors")} == {
+    stems = {path.stem for path in folder.glob("*.safetensors")}
+    assert stems == {
         "one",
         "ours",
         "pair",

@@ -29,9 +29,8 @@ from shardfx.errors import LeafTypeError, PlanFormatError, PlanMismatchError
 
 def mesh_of(sizes, names="abc"):
     count = int(np.prod(sizes))
-    return Mesh(
-        np.array(jax.devices()[:count]).reshape(sizes), tuple(names[: len(sizes)])
-    )
+    devices = np.array(jax.devices()[:count]).reshape(sizes)
+    return Mesh(devices, tuple(names[: len(sizes)]))
 
 
 def tree_of(dtype=jnp.float32):
@@ -81,14 +80,16 @@ def test_any_layout_is_read_under_any_other(tmp_path):
         for _, other in states:
             loaded = checkpoint.load(tmp_path / str(number), other)
             assert same(loaded, tree)
-            assert jax.tree.map(lambda x: x.sharding, loaded) == other.shardings
+            actual = jax.tree.map(lambda x: x.sharding, loaded)
+            assert actual == other.shardings
 
 
 @pytest.mark.parametrize(
     "dtype", ["bool", "int4", "uint4", "float8_e4m3b11fnuz", "float4_e2m1fn"]
 )
 def test_dtypes_that_safetensors_has_no_name_for(tmp_path, dtype):
-    array = jnp.asarray(np.arange(64).reshape(8, 8) % 2, jnp.dtype(dtype))
+    values = np.arange(64).reshape(8, 8)
+    array = jnp.asarray(values % 2, jnp.dtype(dtype))
     arrays, plan = planned({"w": array}, mesh_of((8,)), "w->a")
     checkpoint.save(tmp_path / "x.safetensors", arrays, plan)
     loaded = checkpoint.load(tmp_path / "x.safetensors", plan)
@@ -106,9 +107,8 @@ def test_other_libraries_read_a_saved_module(tmp_path):
     assert sorted(os.listdir(tmp_path / "step")) == ["model.safetensors", "plan.json"]
     arrays = load_file(tmp_path / "step" / "model.safetensors")
     header = (tmp_path / "step" / "model.safetensors").read_bytes()[:8]
-    assert int.from_bytes(header, "little") % 64 == 64 - len(header), (
-        "arrays begin at a multiple of 64"
-    )
+    actual = int.from_bytes(header, "little") % 64
+    assert actual == 64 - len(header), "arrays begin at a multiple of 64"
     assert arrays.keys() == {leaf.path for leaf in plan.leaves}
     assert np.array_equal(arrays["layers/0/weight"], model.layers[0].weight)
     assert checkpoint.saved_plan(tmp_path / "step").digest == plan.digest
@@ -119,7 +119,8 @@ def test_a_large_tree_is_spread_over_files(tmp_path):
     arrays, plan = planned(tree, mesh_of((2, 4)), LAYOUTS[1][1])
     checkpoint.save(tmp_path / "step", arrays, plan, file_bytes=600)
     files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    assert sorted(os.listdir(tmp_path / "step")) == [
+    actual = sorted(os.listdir(tmp_path / "step"))
+    assert actual == [
         *files,
         "model.safetensors.index.json",
         "plan.json",
@@ -127,9 +128,8 @@ def test_a_large_tree_is_spread_over_files(tmp_path):
     index = json.loads((tmp_path / "step" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 2 * (512 + 32) + 4
     assert same(checkpoint.load(tmp_path / "step", plan), tree)
-    assert (
-        checkpoint.saved_plan(tmp_path / "step", like=tree).on(mesh_of((2, 4))) == plan
-    )
+    actual = checkpoint.saved_plan(tmp_path / "step", like=tree).on(mesh_of((2, 4)))
+    assert actual == plan
 
 
 def test_a_file_carries_its_plan_and_is_replaced_at_once(tmp_path):
@@ -164,14 +164,17 @@ def test_a_directory_is_never_replaced(tmp_path):
 
 
 def test_numpy_arrays_and_odd_layouts(tmp_path, capsys):
+    values = np.arange(12.0, dtype=np.float32).reshape(3, 4)
+    array = np.zeros((0, 3), np.int8)
     tree = {
-        "f": np.asfortranarray(np.arange(12.0, dtype=np.float32).reshape(3, 4)),
-        "z": np.zeros((0, 3), np.int8),
+        "f": np.asfortranarray(values),
+        "z": array,
     }
     plan = shardfx.plan(tree, mesh_of((1,)), paths=PathRules.parse(".*->replicate"))
     checkpoint.save(tmp_path / "step", tree, plan, progress=True)
     assert "saving [########################]" in capsys.readouterr().err
-    assert np.array_equal(checkpoint.load(tmp_path / "step", plan)["f"], tree["f"])
+    loaded = checkpoint.load(tmp_path / "step", plan)["f"]
+    assert np.array_equal(loaded, tree["f"])
 
 
 UNSAVED: dict[str, tuple[Any, Any, str]] = {
@@ -264,9 +267,8 @@ def test_small_arrays_are_written_by_replica_zero_alone(tmp_path, writes):
         assert len(writes) <= 4
         assert sum(writes) == 500 * 8 * 8 * 4
         assert same(checkpoint.load(tmp_path / f"{len(sizes)}", plan), tree)
-    arrays, plan = planned(
-        {"w": np.ones((1024, 1024), np.float32)}, mesh_of((2, 4)), "w->b"
-    )
+    array = np.ones((1024, 1024), np.float32)
+    arrays, plan = planned({"w": array}, mesh_of((2, 4)), "w->b")
     writes.clear()
     checkpoint.save(tmp_path / "large", arrays, plan)
     assert sum(writes) == 2**22
@@ -409,14 +411,14 @@ def test_whoever_is_killed_leaves_the_old_checkpoint_whole(killed, target):
     # All old, or all new once the rename was done; never mixed, and never new before
     # the end.
     old = {1.0} if target.endswith("s") else None
-    assert [values for _, _, values in dead][:4] == [old] * 4
+    actual = [values for _, _, values in dead][:4]
+    assert actual == [old] * 4
     for _, _, values in dead:
         assert values in (old, {2.0})
     # A directory that is killed after its rename, before the flush of its parent, is
     # there as a whole.
-    assert last[1:] == (
-        (0, {2.0}) if target.endswith("s") else (-signal.SIGKILL, {2.0})
-    )
+    expected = (0, {2.0}) if target.endswith("s") else (-signal.SIGKILL, {2.0})
+    assert last[1:] == expected
     # What the killed ones left is hidden, and no checkpoint.
     for name in os.listdir(folder):
         if name not in seen:
@@ -449,7 +451,8 @@ def test_of_two_writers_the_second_gets_an_error(tmp_path, monkeypatch, target):
 
 def test_a_sharding_that_no_plan_made(tmp_path):
     mesh = mesh_of((2, 2, 2))
-    array = np.arange(4 * 6 * 8, dtype=np.int32).reshape(4, 6, 8)
+    values = np.arange(4 * 6 * 8, dtype=np.int32)
+    array = values.reshape(4, 6, 8)
     plan = shardfx.plan({"w": array}, mesh, paths=PathRules.parse("w->replicate"))
     for spec in (
         P(None, "a", "b"),
@@ -478,12 +481,13 @@ def test_what_killed_saves_left_is_found_and_removed(tmp_path):
         os.utime(tmp_path / name, (1e9, 1e9))
     os.utime(new, (1e9, 1e9))
     partial_saves = checkpoint.left_over(tmp_path)
-    assert [
-        (partial_save.path, partial_save.target) for partial_save in partial_saves
-    ] == [
+    expected = [
         (str(file), str(tmp_path / "one.safetensors")),
         (str(old), str(tmp_path / "step-1")),
     ]
+    assert [
+        (partial_save.path, partial_save.target) for partial_save in partial_saves
+    ] == expected
     assert 5000 <= partial_saves[1].nbytes <= 1 << 20
     assert partial_saves[0].age_seconds > 1e8
     assert "written to" in str(partial_saves[0])
@@ -500,9 +504,8 @@ def test_what_killed_saves_left_is_found_and_removed(tmp_path):
 )
 def test_addresses_of_other_machines_are_told_from_paths(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
-    plan = shardfx.plan(
-        {"w": jnp.ones(8)}, mesh_of((8,), "x"), paths=PathRules.parse("w->x")
-    )
+    mesh = mesh_of((8,), "x")
+    plan = shardfx.plan({"w": jnp.ones(8)}, mesh, paths=PathRules.parse("w->x"))
     for call in (
         lambda: checkpoint.read_index(path),
         lambda: checkpoint.save(path, shardfx.shard({"w": jnp.ones(8)}, plan), plan),

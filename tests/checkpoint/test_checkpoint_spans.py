@@ -61,9 +61,10 @@ def check(grid, itemsize, gap_bytes, run_bytes, copy_bytes):
     for span in spans(shape, itemsize, boxes, **limits):
         runs = [span.offset + number * span.step for number in range(span.runs)]
         data = np.concatenate([raw[start : start + span.run_bytes] for start in runs])
-        gaps = b"".join(
+        text = b"".join(
             needed[start : start + span.run_bytes].tobytes() for start in runs
-        ).split(b"\1")
+        )
+        gaps = text.split(b"\1")
         assert max(map(len, gaps)) < gap_bytes, (
             "a gap is read that is long enough to be skipped"
         )
@@ -79,9 +80,8 @@ def check(grid, itemsize, gap_bytes, run_bytes, copy_bytes):
             assert (home == -1).all(), "a byte of a box is read twice"
             if span.is_direct:
                 nbytes = values.size * itemsize
-                assert (
-                    data[position : position + nbytes : itemsize] == values.ravel()
-                ).all()
+                actual = data[position : position + nbytes : itemsize]
+                assert (actual == values.ravel()).all()
                 position += nbytes
             home[...] = values
         assert not span.is_direct or position == span.nbytes

@@ -26,7 +26,8 @@ REPLICATE = PathRules.parse(".*->replicate")
 
 @pytest.fixture(scope="module")
 def mesh():
-    return Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    devices = np.array(jax.devices()).reshape(2, 4)
+    return Mesh(devices, ("a", "b"))
 
 
 def planned(tree, mesh, rules=REPLICATE):
@@ -44,9 +45,10 @@ def bits(keys):
 @pytest.mark.parametrize("name", ["x.safetensors", "step"])
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_keys_come_back_as_keys(tmp_path, mesh, impl, name):
+    keys = jax.random.split(jax.random.key(1, impl=impl), (8, 3))
     tree = {
         "one": jax.random.key(7, impl=impl),
-        "many": jax.random.split(jax.random.key(1, impl=impl), (8, 3)),
+        "many": keys,
         "none": jax.random.split(jax.random.key(1, impl=impl), 0),
         "w": jnp.arange(16.0),
     }
@@ -58,7 +60,8 @@ def test_keys_come_back_as_keys(tmp_path, mesh, impl, name):
         # JAX itself fills up the spec of an array of keys.
         assert loaded[key].sharding == arrays[key].sharding
         assert np.array_equal(bits(loaded[key]), bits(tree[key]))
-    assert jax.random.normal(loaded["one"]) == jax.random.normal(tree["one"])
+    array = jax.random.normal(loaded["one"])
+    assert array == jax.random.normal(tree["one"])
     again = checkpoint.load(tmp_path / name, arrays)
     assert again["many"].sharding == arrays["many"].sharding
     # The file holds nothing that its own library could not read.
@@ -71,16 +74,18 @@ def test_keys_come_back_as_keys(tmp_path, mesh, impl, name):
 
 
 def test_keys_are_planned_from_a_checkpoint_and_loaded(tmp_path, mesh):
+    keys = [jax.random.split(jax.random.key(i), 4) for i in range(2)]
     tree = {
         "key": jax.random.key(3),
-        "layers": [jax.random.split(jax.random.key(i), 4) for i in range(2)],
+        "layers": keys,
     }
     checkpoint.save(tmp_path / "step", *planned(tree, mesh))
     index = checkpoint.read_index(tmp_path / "step")
     assert index["layers/0"].shape == (4,)
     assert index["layers/0"].dtype == tree["key"].dtype
     assert index["layers/0"].nbytes == 32
-    other = Mesh(np.array(jax.devices()[:4]), ("x",))
+    devices = np.array(jax.devices()[:4])
+    other = Mesh(devices, ("x",))
     plan = shardfx.plan(
         checkpoint.structs(index),
         other,
@@ -92,12 +97,10 @@ def test_keys_are_planned_from_a_checkpoint_and_loaded(tmp_path, mesh):
     reads = checkpoint.plan_reads(index, plan)
     assert reads.needed_bytes == 8 + 2 * 32
     assert reads.read_bytes == 8 + 2 * 32
-    alone = jax.ShapeDtypeStruct(
-        (), tree["key"].dtype, sharding=SingleDeviceSharding(jax.devices()[5])
-    )
-    assert checkpoint.load(index, {"key": alone}, unread="allow")["key"].devices() == {
-        jax.devices()[5]
-    }
+    sharding = SingleDeviceSharding(jax.devices()[5])
+    alone = jax.ShapeDtypeStruct((), tree["key"].dtype, sharding=sharding)
+    actual = checkpoint.load(index, {"key": alone}, unread="allow")["key"].devices()
+    assert actual == {jax.devices()[5]}
 
 
 def test_keys_become_neither_other_keys_nor_integers(tmp_path, mesh):
@@ -121,10 +124,12 @@ def test_keys_become_neither_other_keys_nor_integers(tmp_path, mesh):
 
 @pytest.mark.parametrize("kind", ["key<rbg>", "key<nothing>", "key<", 3])
 def test_what_a_header_calls_keys_must_have_their_shape(tmp_path, kind):
+    array = np.ones((3, 2), np.uint32)
+    encoded = json.dumps({"k": kind})
     save_file(
-        {"k": np.ones((3, 2), np.uint32)},
+        {"k": array},
         tmp_path / "x.safetensors",
-        {"shardfx.dtypes": json.dumps({"k": kind})},
+        {"shardfx.dtypes": encoded},
     )
     entry = checkpoint.read_index(tmp_path)["k"]
     assert entry.shape == (3, 2)
@@ -215,12 +220,11 @@ def test_a_number_that_the_checkpoint_lacks(tmp_path, mesh):
     with pytest.raises(CheckpointError, match="`step`: it is a Python number in the"):
         checkpoint.load(tmp_path / "arrays", plan)
     # A file of other origin has no numbers: those of the tree stay.
-    assert (
-        checkpoint.load(
-            tmp_path / "x.safetensors", arrays | {"step": 1}, unread="allow"
-        )["step"]
-        == 1
+    loaded = checkpoint.load(
+        tmp_path / "x.safetensors", arrays | {"step": 1}, unread="allow"
     )
+    step = loaded["step"]
+    assert step == 1
 
 
 @pytest.mark.parametrize(
@@ -248,9 +252,8 @@ def test_numbers_that_are_none(tmp_path, mesh, text):
 def test_a_branch_may_have_the_name_of_the_metadata(tmp_path, mesh):
     nested, plan = planned({"a": {"__metadata__": jnp.ones(8)}}, mesh)
     checkpoint.save(tmp_path / "x", nested, plan)
-    assert np.array_equal(
-        checkpoint.load(tmp_path / "x", plan)["a"]["__metadata__"], np.ones(8)
-    )
+    loaded = checkpoint.load(tmp_path / "x", plan)["a"]
+    assert np.array_equal(loaded["__metadata__"], np.ones(8))
 
 
 @pytest.mark.parametrize(
@@ -266,7 +269,8 @@ def test_what_the_plan_could_not_load_is_not_saved(tmp_path, mesh, value):
         checkpoint.save(tmp_path / "x", tree, plan)
     arrays = shardfx.shard({"n": np.asarray(value).astype(plan["n"].dtype)}, plan)
     checkpoint.save(tmp_path / "x", arrays, plan)
-    assert np.array_equal(checkpoint.load(tmp_path / "x", plan)["n"], arrays["n"])
+    loaded = checkpoint.load(tmp_path / "x", plan)["n"]
+    assert np.array_equal(loaded, arrays["n"])
 
 
 DTYPES = (
@@ -334,9 +338,8 @@ def test_no_integer_changes_its_value(
         zarr(path, "n", array, chunks=[8, 2])
     else:
         save_file({"n": array}, path / "x.safetensors")
-    structs = {
-        "n": jax.ShapeDtypeStruct((8, 4), to, sharding=NamedSharding(mesh, spec))
-    }
+    struct = jax.ShapeDtypeStruct((8, 4), to, sharding=NamedSharding(mesh, spec))
+    structs = {"n": struct}
     if held(value, to) == value or not (is_integer(stored) or is_integer(to)):
         loaded = checkpoint.load(path, structs, dtype="plan")["n"]
         # tensorstore makes a NaN of other bits.
@@ -373,7 +376,8 @@ def test_a_counter_that_became_an_array_comes_back(tmp_path, mesh):
     arrays = shardfx.plan(state, mesh, paths=REPLICATE)
     checkpoint.save(tmp_path / "part", state, arrays.select("w"))
     assert list(checkpoint.read_index(tmp_path / "part")) == ["w"]
-    assert checkpoint.load(tmp_path / "alone", arrays.select("w"))["step"] is None
+    step = checkpoint.load(tmp_path / "alone", arrays.select("w"))["step"]
+    assert step is None
 
 
 def test_a_step_of_another_library(tmp_path, mesh):
@@ -424,8 +428,11 @@ def test_numbers_go_through_maps(tmp_path, mesh):
     source = {"w": jnp.arange(8.0), "loop": {"step": 5, "rate": 0.1}}
     checkpoint.save(tmp_path / "x", source)
     tree, plan = planned({"v": jnp.zeros(8), "at": 0, "f": jax.nn.gelu}, mesh)
-    renamed = TreeMap({"v": "w", "at": "loop/step"}, drop=["loop/rate"])
-    back = TreeMap({"w": "v", "loop/step": "at"}, rest=["f"]).inverse()
+    rules = {"v": "w", "at": "loop/step"}
+    renamed = TreeMap(rules, drop=["loop/rate"])
+    rules = {"w": "v", "loop/step": "at"}
+    tree_map = TreeMap(rules, rest=["f"])
+    back = tree_map.inverse()
     less = {"w": source["w"], "loop": {"step": 5}}
     checkpoint.save(tmp_path / "less", less)
     moved = [
@@ -472,7 +479,8 @@ def test_a_part_and_its_whole_name_join(tmp_path, mesh):
 
 
 def test_an_unfinished_step_of_orbax(tmp_path):
-    orbax(tmp_path / "1", {"w": np.ones(8, np.float32)})
+    tree = {"w": np.ones(8, np.float32)}
+    orbax(tmp_path / "1", tree)
     (tmp_path / "1").rename(tmp_path / "1.orbax-checkpoint-tmp")
     with pytest.raises(CheckpointError, match="not finished, .* rename it to '1'"):
         checkpoint.read_index(tmp_path / "1.orbax-checkpoint-tmp")

@@ -22,13 +22,15 @@ from shardfx.interop.eformer import shardings
 
 @pytest.fixture
 def mesh():
-    return Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    devices = np.array(jax.devices()).reshape(2, 4)
+    return Mesh(devices, ("a", "b"))
 
 
 def arrays_of():
     random = np.random.default_rng(0)
+    array = random.normal(size=(16, 24)).astype(np.float32)
     return {
-        "layer/w": random.normal(size=(16, 24)).astype(np.float32),
+        "layer/w": array,
         "layer/h": random.normal(size=(8, 8)).astype(jnp.bfloat16),
         "n": np.arange(8, dtype=np.int32),
     }
@@ -73,7 +75,8 @@ def test_zarr_trees_and_databases(tmp_path, mesh, driver, ocdbt):
     # (16, 24) in pieces of (8, 6) touches chunks of 4 twice along the columns; the
     # others fit.
     [reads_of_process] = reads.processes
-    assert reads_of_process.excess_bytes == 16 * (8 - 6) * 4 * 4 + 8 * 2 * 4 * 2
+    expected = 16 * (8 - 6) * 4 * 4 + 8 * 2 * 4 * 2
+    assert reads_of_process.excess_bytes == expected
 
 
 @pytest.mark.parametrize("use_ocdbt", [True, False])
@@ -82,16 +85,16 @@ def test_orbax_is_read_and_without_its_metadata_refused(
     tmp_path, mesh, use_ocdbt, use_zarr3
 ):
     expected = arrays_of()
+    placed = jax.device_put(expected["layer/w"], NamedSharding(mesh, P("b", "a")))
     tree = {
-        "layer": [
-            {"w": jax.device_put(expected["layer/w"], NamedSharding(mesh, P("b", "a")))}
-        ],
+        "layer": [{"w": placed}],
         "n": jnp.arange(8),
     }
     orbax(tmp_path / "c", tree, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3)
     index = checkpoint.read_index(tmp_path / "c")
     assert index.format == "orbax"
-    assert {entry.path: (entry.shape, entry.dtype) for entry in index.entries} == {
+    actual = {entry.path: (entry.shape, entry.dtype) for entry in index.entries}
+    assert actual == {
         "layer/0/w": ((16, 24), np.float32),
         "n": ((8,), np.int32),
     }
@@ -100,8 +103,10 @@ def test_orbax_is_read_and_without_its_metadata_refused(
     assert stored.chunks == (4, 12)
     sharding_plan = plan(tree, mesh, paths=PathRules.parse("w->a.b, n->replicate"))
     loaded = checkpoint.load(tmp_path / "c", sharding_plan)
-    assert loaded["layer"][0]["w"].sharding.spec == P("a", "b")
-    assert np.array_equal(loaded["layer"][0]["w"], expected["layer/w"])
+    spec = loaded["layer"][0]["w"].sharding.spec
+    assert spec == P("a", "b")
+    layer = loaded["layer"][0]["w"]
+    assert np.array_equal(layer, expected["layer/w"])
     assert np.array_equal(loaded["n"], np.arange(8))
     (tmp_path / "c" / "_METADATA").unlink()
     with pytest.raises(
@@ -113,15 +118,15 @@ def test_orbax_is_read_and_without_its_metadata_refused(
 
 def test_a_step_of_orbax_names_its_items(tmp_path):
     with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(
-            3, args=ocp.args.Composite(params=ocp.args.StandardSave({"w": jnp.ones(8)}))
-        )
+        params = ocp.args.StandardSave({"w": jnp.ones(8)})
+        manager.save(3, args=ocp.args.Composite(params=params))
     with pytest.raises(
         CheckpointError,
         match=r"is a step .* with the items \['params'\]; name one, as in `read_index",
     ):
         checkpoint.read_index(tmp_path / "3")
-    assert checkpoint.read_index(tmp_path / "3" / "params")["w"].shape == (8,)
+    shape = checkpoint.read_index(tmp_path / "3" / "params")["w"].shape
+    assert shape == (8,)
 
 
 def test_eformer_directories_are_read_through_their_index(tmp_path, mesh):
@@ -137,9 +142,11 @@ def test_eformer_directories_are_read_through_their_index(tmp_path, mesh):
     assert index.format == "eformer"
     assert [entry.path for entry in index.entries] == list(arrays_of())
     # As eformer writes it today: its own version, and lists by prefix.
-    eformer(tmp_path, version="0.0.101", prefixes={"layer": rows[:2]}, arrays=rows[2:])
+    prefixes = {"layer": rows[:2]}
+    eformer(tmp_path, version="0.0.101", prefixes=prefixes, arrays=rows[2:])
     index = checkpoint.read_index(tmp_path)
-    assert checkpoint.structs(index, prefix="layer").keys() == {"w", "h"}
+    structs = checkpoint.structs(index, prefix="layer").keys()
+    assert structs == {"w", "h"}
     assert checkpoint.structs(index).keys() == {"layer", "n"}
 
 
@@ -173,12 +180,11 @@ def test_maps_and_casts_reach_into_stores(tmp_path, mesh):
         zarr(tmp_path, f"h/{number}", layer, chunks=[3, 5])
     stacked = np.stack([layer.T for layer in layers])
     sharding = NamedSharding(mesh, P("b", None, "a"))
-    structs = {
-        "w": jax.ShapeDtypeStruct(stacked.shape, jnp.bfloat16, sharding=sharding)
-    }
-    loaded = checkpoint.load(
-        tmp_path, structs, TreeMap({"w": From("h/{i}").T.stack("i")}), dtype="plan"
-    )
+    struct = jax.ShapeDtypeStruct(stacked.shape, jnp.bfloat16, sharding=sharding)
+    structs = {"w": struct}
+    rules = {"w": From("h/{i}").T.stack("i")}
+    tree_map = TreeMap(rules)
+    loaded = checkpoint.load(tmp_path, structs, tree_map, dtype="plan")
     assert np.array_equal(np.asarray(loaded["w"]), stacked.astype(jnp.bfloat16))
 
 
@@ -187,9 +193,8 @@ def test_links_out_of_a_store_are_not_followed(tmp_path, mesh):
     model = tmp_path / "model"
     zarr(model, "w", np.ones(3, np.float32), chunks=[3])
     index = checkpoint.read_index(model)
-    structs = {
-        "w": jax.ShapeDtypeStruct((3,), np.float32, sharding=NamedSharding(mesh, P()))
-    }
+    struct = jax.ShapeDtypeStruct((3,), np.float32, sharding=NamedSharding(mesh, P()))
+    structs = {"w": struct}
     (model / "w" / "0").unlink()
     (model / "w" / "0").symlink_to(tmp_path / "outside")
     with pytest.raises(CheckpointError, match="symbolic link that leaves"):
@@ -263,19 +268,23 @@ def test_metadata_that_make_no_sense(tmp_path, file, text, message):
 
 
 def test_shapes_that_an_index_does_not_say(tmp_path, mesh):
+    arrays = [{"path": "w"}, {"path": "v", "shape": [4], "dtype": "datetime64"}]
     eformer(
         tmp_path,
-        arrays=[{"path": "w"}, {"path": "v", "shape": [4], "dtype": "datetime64"}],
+        arrays=arrays,
     )
     index = checkpoint.read_index(tmp_path)
-    assert shardings(index, mesh) == dict.fromkeys("wv", NamedSharding(mesh, P()))
+    expected = dict.fromkeys("wv", NamedSharding(mesh, P()))
+    assert shardings(index, mesh) == expected
     with pytest.raises(CheckpointError, match="does not say the shape of 'w'"):
         shardings(index, mesh, default=P("a"))
     with pytest.raises(CheckpointError, match="array 'w' .* has no known shape"):
         checkpoint.structs(index)
     assert index["v"].dtype is None
     assert index["v"].nbytes is None
-    assert [line.split()[2:] for line in str(index).splitlines()[1:3]] == [
+    lines = str(index).splitlines()[1:3]
+    parts = [line.split()[2:] for line in lines]
+    assert parts == [
         ["unknown[?]", "?"],
         ["datetime64[4]", "?"],
     ]
@@ -299,14 +308,12 @@ def test_shapes_that_an_index_does_not_say(tmp_path, mesh):
 )
 def test_zarr_dtypes_are_from_a_list(tmp_path, dtype):
     (tmp_path / "w").mkdir()
-    (tmp_path / "w" / ".zarray").write_text(
-        json.dumps({"shape": [3], "chunks": [3], "dtype": dtype})
-    )
+    encoded = json.dumps({"shape": [3], "chunks": [3], "dtype": dtype})
+    (tmp_path / "w" / ".zarray").write_text(encoded)
     # numpy would evaluate "<05", and fail with a SyntaxError.
     dtype_read = checkpoint.read_index(tmp_path)["w"].dtype
-    assert dtype_read == {"|b1": np.dtype(bool), "<i2": np.dtype("int16")}.get(
-        str(dtype)
-    )
+    expected = {"|b1": np.dtype(bool), "<i2": np.dtype("int16")}.get(str(dtype))
+    assert dtype_read == expected
 
 
 @pytest.mark.parametrize("damage", ["chunk", "cut chunk", "shape", "manifest", "dtype"])
@@ -319,11 +326,10 @@ def test_damaged_stores_name_what_is_damaged(tmp_path, mesh, damage):
         ocdbt=damage == "manifest",
     )
     index = checkpoint.read_index(tmp_path)
-    structs = {
-        "w": jax.ShapeDtypeStruct(
-            (64,), np.float32, sharding=NamedSharding(mesh, P("a"))
-        )
-    }
+    struct = jax.ShapeDtypeStruct(
+        (64,), np.float32, sharding=NamedSharding(mesh, P("a"))
+    )
+    structs = {"w": struct}
     metadata = tmp_path / "w" / ".zarray"
     if damage.endswith("chunk"):
         chunk = metadata.with_name("0")
@@ -334,7 +340,8 @@ def test_damaged_stores_name_what_is_damaged(tmp_path, mesh, damage):
             checkpoint.read_index(tmp_path)
     else:
         other = {"shape": {"shape": [32]}, "dtype": {"dtype": "<f8"}}[damage]
-        metadata.write_text(json.dumps(json.loads(metadata.read_text()) | other))
+        encoded = json.dumps(json.loads(metadata.read_text()) | other)
+        metadata.write_text(encoded)
     messages = {
         "chunk": "claims to unpack to",
         "cut chunk": "w, array w' cannot be read",

@@ -56,11 +56,8 @@ class Service:
 
     def key_value_dir_get(self, folder):
         self._reachable()
-        return [
-            item
-            for item in self.notes.copy().items()
-            if item[0].startswith(folder + "/")
-        ]
+        notes = self.notes.copy().items()
+        return [item for item in notes if item[0].startswith(folder + "/")]
 
 
 @pytest.fixture(autouse=True)

@@ -78,14 +78,14 @@ def test_two_elements_in_a_byte(tmp_path_factory, mesh, shape, dim, to, by_map):
     sharding = NamedSharding(mesh, P(*entries))
     dtype = F4 if to is None else to
     w = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    target = {"w": w, "b": jax.device_put(other, NamedSharding(mesh, P()))}
+    placed = jax.device_put(other, NamedSharding(mesh, P()))
+    target = {"w": w, "b": placed}
     asked = None if to is None else "plan"
     want = values.astype(dtype)
     tree_map = None
     if by_map:
-        flipped = jax.ShapeDtypeStruct(
-            shape[::-1], dtype, sharding=NamedSharding(mesh, P(*entries[::-1]))
-        )
+        target_sharding = NamedSharding(mesh, P(*entries[::-1]))
+        flipped = jax.ShapeDtypeStruct(shape[::-1], dtype, sharding=target_sharding)
         target["w"], want = flipped, want.T
         tree_map = TreeMap({"w": From("w").T, "b": "b"})
     loaded = checkpoint.load(path, target, tree_map, dtype=asked)
@@ -107,12 +107,14 @@ def test_bytes_of_packed_tensors_by_choice(tmp_path, mesh):
     write(tmp_path / "x.safetensors", tensors)
     structs = checkpoint.structs(tmp_path)
     # JAX has no dtype of 6 bits: those are their bytes.
-    assert [structs["odd"].shape, structs["six"].shape] == [(9,), (2, 6)]
+    actual = [structs["odd"].shape, structs["six"].shape]
+    assert actual == [(9,), (2, 6)]
     structs["w"] = jax.ShapeDtypeStruct((4, 8), jnp.uint8)
     loaded = checkpoint.load(tmp_path, replicated(structs, mesh))
     for name in ("w", "odd", "six"):
         assert loaded[name].dtype == jnp.uint8
-        assert np.asarray(loaded[name]).tobytes() == tensors[name][2]
+        actual = np.asarray(loaded[name]).tobytes()
+        assert actual == tensors[name][2]
     structs["six"] = jax.ShapeDtypeStruct((2, 8), jnp.float16)
     text = (
         r"stored as F6_E3M2, a dtype that JAX lacks; load its bytes: plan it as `jax\."
@@ -133,7 +135,8 @@ def test_an_unreadable_array_blocks_no_other(tmp_path, mesh):
     plan = replicated(structs, mesh)
     with pytest.raises(CheckpointError, match="1 of its 2 arrays in no leaf.*'date'"):
         checkpoint.load(tmp_path, plan)
-    assert checkpoint.load(tmp_path, plan, unread="allow")["w"].shape == (4,)
+    shape = checkpoint.load(tmp_path, plan, unread="allow")["w"].shape
+    assert shape == (4,)
     named = {"date": jax.ShapeDtypeStruct((4,), jnp.int32), **structs}
     text = r"stored as <M8\[s\]\); leave it out of the plan, and load the others with"
     with pytest.raises(CheckpointError, match=text):
@@ -242,7 +245,8 @@ def test_both_halves_of_t5x(tmp_path, mesh, cast):
     ]
     structs = checkpoint.structs(index)
     rules = shardfx.PathRules([("kernel", P("x")), (".*", ())])
-    loaded = checkpoint.load(index, shardfx.plan(structs, mesh, paths=rules))
+    sharding_plan = shardfx.plan(structs, mesh, paths=rules)
+    loaded = checkpoint.load(index, sharding_plan)
     decoder = loaded["target"]["decoder"]
     assert (decoder["layers_0"]["kernel"] == kernel).all()
     assert decoder["layers_0"]["kernel"].sharding.spec == P("x")
@@ -307,7 +311,8 @@ def test_other_kinds_of_files_are_told(tmp_path, name):
     with pytest.raises(CheckpointError, match=f"{name}' {text}"):
         checkpoint.read_index(path)
     # A directory with nothing else names it.
-    with pytest.raises(CheckpointError, match=text.split(";")[0].removeprefix("is ")):
+    message = text.split(";")[0].removeprefix("is ")
+    with pytest.raises(CheckpointError, match=message):
         checkpoint.read_index(tmp_path)
 
 
@@ -338,6 +343,7 @@ def test_shapes_that_numpy_cannot_hold(tmp_path, shape):
     (tmp_path / "x.safetensors").unlink()
     (tmp_path / "w").mkdir()
     meta = {"zarr_format": 2, "shape": shape, "chunks": [1] * len(shape)}
-    (tmp_path / "w" / ".zarray").write_text(json.dumps(meta | {"dtype": "<f4"}))
+    encoded = json.dumps(meta | {"dtype": "<f4"})
+    (tmp_path / "w" / ".zarray").write_text(encoded)
     with pytest.raises(CheckpointError, match=r"and their product below 2\*\*59"):
         checkpoint.read_index(tmp_path)

@@ -20,9 +20,10 @@ from shardfx.errors import CheckpointError
 def state():
     mesh = Mesh(np.array(jax.devices()), ("x",))
     tree = {"w": jnp.zeros((8, 8)), "key": jax.random.key(0), "step": 0}
-    return shardfx.shard(
-        tree, shardfx.plan(tree, mesh, paths=PathRules.parse("w->x, key->replicate"))
+    sharding_plan = shardfx.plan(
+        tree, mesh, paths=PathRules.parse("w->x, key->replicate")
     )
+    return shardfx.shard(tree, sharding_plan)
 
 
 def test_steps_are_kept_while_training_donates(tmp_path, state):
@@ -40,7 +41,9 @@ def test_steps_are_kept_while_training_donates(tmp_path, state):
         assert loaded["step"] == step
         assert (np.asarray(loaded["w"]) == step).all()
         assert loaded["w"].sharding.is_equivalent_to(state["w"].sharding, 2)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+    files = (tmp_path / "run").iterdir()
+    names = sorted(path.name for path in files)
+    assert names == [
         "step-3",
         "step-4",
     ]
@@ -91,8 +94,10 @@ def test_arrays_say_by_themselves_how_they_lie(tmp_path, state):
     assert plan.mesh.axis_names == ("x",)
     assert checkpoint.load(tmp_path / "one", state)["step"] == 0
     # On several meshes, or on none, there is no plan to write.
-    other = Mesh(np.array(jax.devices()[:2]), ("y",))
-    mixed = {**state, "v": jax.device_put(jnp.ones(4), NamedSharding(other, P("y")))}
+    devices = np.array(jax.devices()[:2])
+    other = Mesh(devices, ("y",))
+    placed = jax.device_put(jnp.ones(4), NamedSharding(other, P("y")))
+    mixed = {**state, "v": placed}
     for name, tree in (("mixed", mixed), ("numpy", {"v": np.ones(4, np.float32)})):
         checkpoint.save(tmp_path / name, tree)
         checkpoint.save(tmp_path / f"{name}.safetensors", tree)

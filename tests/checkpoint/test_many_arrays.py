@@ -59,8 +59,10 @@ def test_a_stack_of_many_is_loaded_and_saved_back(name, file, tmp_path):
     struct = jax.ShapeDtypeStruct(wanted.shape, wanted.dtype)
     like = {path: jax.ShapeDtypeStruct((4, 6), np.float32) for path in TENSORS}
     for number, spec in enumerate(SPECS):
-        spec = shardfx.correct(spec, wanted.shape, MeshSpec.of(MESH)).spec
-        plan = shardfx.plan({"w": struct}, MESH, paths=PathRules([("w", spec)]))
+        decision = shardfx.correct(spec, wanted.shape, MeshSpec.of(MESH))
+        spec = decision.spec
+        rules = PathRules([("w", spec)])
+        plan = shardfx.plan({"w": struct}, MESH, paths=rules)
         loaded = checkpoint.load(file, plan, tree_map)
         np.testing.assert_array_equal(np.asarray(loaded["w"]), np.asarray(wanted))
 
@@ -80,13 +82,16 @@ def test_parts_of_unequal_kinds_are_bound_one_by_one(file, tmp_path):
     path = str(tmp_path / "model.safetensors")
     save_file(odd, path)
     struct = jax.ShapeDtypeStruct((4, 12, 4, 6), np.float32)
-    plan = shardfx.plan({"w": struct}, MESH, paths=PathRules([("w", P("x"))]))
+    rules = PathRules([("w", P("x"))])
+    plan = shardfx.plan({"w": struct}, MESH, paths=rules)
     with pytest.raises(shardfx.errors.MapError, match="different dtypes"):
         checkpoint.load(path, plan, TreeMap({"w": STACKS["two stacks"]}))
     # `at` selects another entry of each, so the parts differ in more than their paths.
-    rows = TreeMap({"w": From("s").at("j").stack("j", count=20)})
+    rules = {"w": From("s").at("j").stack("j", count=20)}
+    rows = TreeMap(rules)
     stack = np.arange(100.0, dtype=np.float32).reshape(20, 5)
-    np.testing.assert_array_equal(rows.apply({"s": stack})["w"], stack)
+    applied = rows.apply({"s": stack})["w"]
+    np.testing.assert_array_equal(applied, stack)
 
 
 def test_many_small_arrays_keep_their_bytes(tmp_path):
@@ -105,14 +110,16 @@ def test_many_small_arrays_keep_their_bytes(tmp_path):
     tree["key"] = jax.random.split(jax.random.key(1), 3)
     path = str(tmp_path / "model.safetensors")
     checkpoint.save(path, tree)
-    plan = shardfx.plan(tree, MESH, paths=PathRules([(".*", P())]))
+    rules = PathRules([(".*", P())])
+    plan = shardfx.plan(tree, MESH, paths=rules)
     loaded = checkpoint.load(path, plan)
     for name, values in tree.items():
         assert loaded[name].dtype == values.dtype
         if name != "key":
             np.testing.assert_array_equal(np.asarray(loaded[name]), np.asarray(values))
     keys = jax.random.key_data(loaded["key"])
-    np.testing.assert_array_equal(keys, jax.random.key_data(tree["key"]))
+    key_data = jax.random.key_data(tree["key"])
+    np.testing.assert_array_equal(keys, key_data)
 
 
 @pytest.mark.parametrize("odd", [True, 1.0, "1", [1], -1, 2**63])

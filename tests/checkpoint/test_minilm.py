@@ -85,8 +85,10 @@ def layer(x, p, mask):
 @jax.jit
 def encoded(p, tokens, mask):
     """One unit vector per sentence: the mean over its tokens."""
+    positions = p["positions"][: tokens.shape[1]]
+    embedding = p["embedding"][tokens] + positions + p["types"][0]
     x = normed(
-        p["embedding"][tokens] + p["positions"][: tokens.shape[1]] + p["types"][0],
+        embedding,
         p,
         "norm",
     )
@@ -96,7 +98,8 @@ def encoded(p, tokens, mask):
         if path.startswith("layers/")
     }
     x, _ = jax.lax.scan(lambda x, weights: (layer(x, weights, mask), None), x, layers)
-    mean = jnp.sum(x * mask[..., None], 1) / jnp.sum(mask, 1)[:, None]
+    total = jnp.sum(x * mask[..., None], 1)
+    mean = total / jnp.sum(mask, 1)[:, None]
     return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)
 
 
@@ -106,18 +109,16 @@ def sharded():
     loaded arrays.
     """
     config = json.loads((MODEL / "config.json").read_text())
-    theirs, mine = (
-        make(config).without("pooler", "pooler_bias")
-        for make in (maps.hugging_face, maps.stacked)
-    )
+    cases = (maps.hugging_face, maps.stacked)
+    theirs, mine = (make(config).without("pooler", "pooler_bias") for make in cases)
     stored = {
         entry.path: jax.ShapeDtypeStruct(entry.shape, entry.dtype)
         for entry in checkpoint.read_index(MODEL).entries
     }
-    mesh = MeshSpec({"fsdp": 2, "tensor": 4}).build(jax.devices())
-    plan = shardfx.plan(
-        jax.eval_shape(theirs.to(mine).apply, stored), mesh, paths=RULES, axes=AXES
-    )
+    axes = {"fsdp": 2, "tensor": 4}
+    mesh = MeshSpec(axes).build(jax.devices())
+    structs = jax.eval_shape(theirs.to(mine).apply, stored)
+    plan = shardfx.plan(structs, mesh, paths=RULES, axes=AXES)
     return mine.to(theirs), plan, checkpoint.load(MODEL, plan, theirs.to(mine))
 
 
@@ -126,7 +127,8 @@ def test_sentences_are_as_near_as_they_are_known_to_be(sharded):
     numbers.
     """
     length = max(map(len, SENTENCES))
-    tokens = np.array([row + (0,) * (length - len(row)) for row in SENTENCES])
+    rows = [row + (0,) * (length - len(row)) for row in SENTENCES]
+    tokens = np.array(rows)
     vectors = encoded(sharded[2], tokens, tokens != 0)
     similarity = np.asarray(vectors @ vectors.T)
     assert np.allclose(np.diag(similarity), 1, atol=1e-5)
