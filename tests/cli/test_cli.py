@@ -75,7 +75,8 @@ SHOWN = {
 @pytest.mark.parametrize("case", SHOWN)
 def test_a_plan_shows_what_was_asked_for(case, module, capsys):
     words, shown = SHOWN[case]
-    assert run(*shlex.split(words.replace("{}", module))) == 0
+    output = run(*shlex.split(words.replace("{}", module)))
+    assert output == 0
     assert shown in capsys.readouterr().out
 
 
@@ -108,10 +109,10 @@ def test_a_text_that_cannot_be_printed_is_said_so_or_not_missed(
 
 def test_an_interrupt_is_one_line(module, tmp_path, capsys):
     (tmp_path / "cli_interrupted.py").write_text("raise KeyboardInterrupt")
-    assert (
-        main(["plan", "cli_interrupted:make", "--mesh", "fsdp=4", "--rules", "w->fsdp"])
-        == 130
+    actual = main(
+        ["plan", "cli_interrupted:make", "--mesh", "fsdp=4", "--rules", "w->fsdp"]
     )
+    assert actual == 130
     assert capsys.readouterr() == ("", "\nshardfx: stopped\n")
 
 
@@ -135,11 +136,8 @@ def test_a_reader_that_has_enough(module, tmp_path):
 
 def test_every_rule_set_is_offered():
     names = rule_set_names()
-    assert (
-        {"eformer", "llama", "deepseek_v3", "t5x", "gpt2"}
-        <= set(names)
-        <= set(vars(shardfx.presets))
-    )
+    limit = set(vars(shardfx.presets))
+    assert {"eformer", "llama", "deepseek_v3", "t5x", "gpt2"} <= set(names) <= limit
     assert not {"infer_mode", "Layout", "models"} & set(names)
 
 
@@ -192,7 +190,8 @@ def test_the_demo_that_cannot_run():
 )
 def test_a_mesh_axis_that_no_strategy_uses_is_an_error(mesh, reason, capsys):
     flags = ("llama3-8b", "--kwargs", "layers=1", "--mesh", mesh, "--rules", "fsdp_tp")
-    line, axis = failure(capsys, "plan", *flags), mesh.split(",")[-1].split("=")[0]
+    parts = mesh.split(",")[-1].split("=")[0]
+    line, axis = failure(capsys, "plan", *flags), parts
     assert (
         f"has the axis '{axis}', and --rules fsdp_tp uses data, fsdp, tensor; {reason}"
         in line
@@ -202,20 +201,18 @@ def test_a_mesh_axis_that_no_strategy_uses_is_an_error(mesh, reason, capsys):
 
 def test_a_part_of_the_table_and_another_dtype(capsys):
     flags = ("--kwargs", "layers=2", "--mesh", "fsdp=8,tensor=4", "--rules", "fsdp_tp")
-    assert (
-        main(
-            [
-                "plan",
-                "llama3-8b",
-                *flags,
-                "--only",
-                "k_proj|v_proj",
-                "--dtype",
-                "float32",
-            ]
-        )
-        == 0
+    actual = main(
+        [
+            "plan",
+            "llama3-8b",
+            *flags,
+            "--only",
+            "k_proj|v_proj",
+            "--dtype",
+            "float32",
+        ]
     )
+    assert actual == 0
     out = capsys.readouterr().out
     assert "self_attn/k_proj/weight" in out
     assert "f32[1024,4096]" in out

@@ -63,7 +63,8 @@ def test_an_optimizer_is_planned_with_its_model(module, capsys):
     for name in ("OPTIMIZER", "optimizer"):
         assert run(*arguments, f"{module}:{name}") == 0
         lines = capsys.readouterr().out.splitlines()
-        assert [line.split()[0] for line in lines[1:4]] == [
+        parts = [line.split()[0] for line in lines[1:4]]
+        assert parts == [
             "model/w",
             "optimizer/0/count",
             "optimizer/0/mu/w",
@@ -94,9 +95,10 @@ def test_a_directory_of_safetensors(tmp_path, monkeypatch, capsys):
     }
     (tmp_path / "model-dir").mkdir()
     file = tmp_path / "model-dir" / "model.safetensors"
-    save_file(
-        {name: np.zeros(shape, np.float16) for name, shape in arrays.items()}, file
-    )
+    arrays_by_name = {
+        name: np.zeros(shape, np.float16) for name, shape in arrays.items()
+    }
+    save_file(arrays_by_name, file)
     monkeypatch.chdir(tmp_path)
     arguments = ("plan", "./model-dir", "--mesh", "fsdp=8,tensor=4")
     assert run(*arguments, "--rules", "llama:head_dim=16") == 0

@@ -36,7 +36,8 @@ def unsharded(text):
 )
 def test_sharded_training_equals_unsharded(layout, axis_types, text, unsharded):
     mesh = MeshSpec.parse(layout, axis_types=axis_types)
-    plans = demo.make_plans(mesh.build(jax.devices()[: mesh.size]), RUN)
+    devices = jax.devices()[: mesh.size]
+    plans = demo.make_plans(mesh.build(devices), RUN)
     started = demo.start_sharded(plans, RUN)
     losses = demo.train(
         started, text, RUN, place=lambda tokens: shard(tokens, plans.batch)
@@ -49,17 +50,18 @@ def test_sharded_training_equals_unsharded(layout, axis_types, text, unsharded):
 
 
 def test_state_is_made_in_shards():
-    plans = demo.make_plans(demo.default_mesh(8).build(jax.devices()), RUN)
+    mesh = demo.default_mesh(8).build(jax.devices())
+    plans = demo.make_plans(mesh, RUN)
     step, model, state = demo.start_sharded(plans, RUN)
     assert not misplaced(model, plans.model)
     assert not misplaced(state, plans.optimizer)
-    assert [leaf.sharding for leaf in jax.tree.leaves(model)] == jax.tree.leaves(
-        plans.model.shardings
-    )
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(model)]
+    assert shardings == jax.tree.leaves(plans.model.shardings)
     tokens = jnp.zeros((RUN.batch_size, RUN.length + 1), jnp.int32)
     lowered = step.lower(model, state, tokens)
     arguments = lowered.compile().memory_analysis().argument_size_in_bytes
-    planned = [p.bytes_per_device for p in (plans.model, plans.optimizer, plans.batch)]
+    cases = (plans.model, plans.optimizer, plans.batch)
+    planned = [p.bytes_per_device for p in cases]
     assert arguments == pytest.approx(sum(planned), abs=64)
 
 
@@ -68,15 +70,15 @@ def test_every_array_of_the_model_is_named_and_heads_stay_whole():
     for leaf in plans.model.leaves:
         assert leaf.names is not None
         assert set(leaf.names) <= set(demo.AXIS_RULES.names)
-        assert [why.code.name for why in leaf.reasons] == ["unit"] * (
-            leaf.path in ("layers/key", "layers/value")
-        )
+        expected = ["unit"] * (leaf.path in ("layers/key", "layers/value"))
+        assert [why.code.name for why in leaf.reasons] == expected
     key = plans.model["layers/key"]
-    assert key.shape == (
+    expected = (
         demo.LAYERS,
         128,
         demo.KV_HEADS * demo.HEAD_DIM,
     )
+    assert key.shape == expected
     assert key.spec == jax.P(None, "fsdp")
     assert plans.model["layers/query"].spec == jax.P(None, "fsdp", "tensor")
     # Apart from counters, the optimizer state holds two moments, sharded as the
@@ -84,7 +86,9 @@ def test_every_array_of_the_model_is_named_and_heads_stay_whole():
     moments = [leaf for leaf in plans.optimizer.leaves if leaf.shape]
     assert len(moments) == 2 * len(plans.model.leaves)
     for leaf in moments:
-        assert leaf.spec == plans.model[re.split("/(?:mu|nu)/", leaf.path)[1]].spec
+        model = plans.model[re.split("/(?:mu|nu)/", leaf.path)[1]]
+        expected = model.spec
+        assert leaf.spec == expected
 
 
 def test_no_position_sees_a_later_byte():
@@ -98,9 +102,9 @@ def test_no_position_sees_a_later_byte():
 
 
 def test_batches_depend_on_seed_and_step_alone(text):
+    cases = ((3, 0), (3, 0), (4, 0), (3, 1))
     tokens, again, later, other = (
-        demo.batch(text, step, size=4, length=16, seed=seed)
-        for step, seed in ((3, 0), (3, 0), (4, 0), (3, 1))
+        demo.batch(text, step, size=4, length=16, seed=seed) for step, seed in cases
     )
     assert (tokens == again).all()
     assert (tokens != later).any()

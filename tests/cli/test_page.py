@@ -55,7 +55,8 @@ def test_a_command_of_the_page_prints_what_it_shows(
 
 
 def test_every_verb_has_a_section():
-    assert sorted(re.findall(r"^## (\w+)$", PAGE, re.MULTILINE)) == sorted(VERBS)
+    matches = sorted(re.findall(r"^## (\w+)$", PAGE, re.MULTILINE))
+    assert matches == sorted(VERBS)
 
 
 # Numbers that JAX's tracer decides may differ between its versions.
@@ -77,16 +78,14 @@ def pictures():
 
 def test_every_verb_has_its_picture_on_the_page(pictures):
     assert set(pictures.COMMANDS) | {"report"} == set(VERBS)
-    sections = dict(
-        re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
-    )
+    matches = re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    sections = dict(matches)
     for verb in VERBS:
         picture = "report.png" if verb == "report" else f"verbs/{verb}.svg"
         assert re.search(rf"^!\[.+\]\({picture}\)$", sections[verb], re.MULTILINE), verb
         assert (ROOT / "docs" / picture).stat().st_size < 200_000
-    assert sorted(file.stem for file in pictures.FOLDER.iterdir()) == sorted(
-        pictures.COMMANDS
-    )
+    stems = sorted(file.stem for file in pictures.FOLDER.iterdir())
+    assert stems == sorted(pictures.COMMANDS)
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,15 @@ from tests.cli.verb_files import data
 
 
 def test_what_verbs_print_as_data(project, capsys):
-    assert data(capsys, "models")["gpt2"]["strategies"] == [
+    strategies = data(capsys, "models")["gpt2"]["strategies"]
+    assert strategies == [
         "dp",
         "fsdp",
         "tp",
         "fsdp_tp",
     ]
-    assert {"v5p", "h100"} <= {chip["name"] for chip in data(capsys, "chips")}
+    limit = {chip["name"] for chip in data(capsys, "chips")}
+    assert {"v5p", "h100"} <= limit
     dims = data(
         capsys, "explain llama3-8b model/norm/weight --mesh fsdp=8,tensor=16 --rules tp"
     )["dims"]
@@ -35,8 +37,10 @@ def test_what_verbs_print_as_data(project, capsys):
         capsys, "traffic my_model:train_step --mesh fsdp=8 --how estimate --chip v5p"
     )
     tables = data(capsys, "traffic my_model:train_step --mesh fsdp=8")
-    assert tables["wire_bytes"] == sum(row["wire_bytes"] for row in tables["rows"]) > 0
-    assert {row["source"]["function"] for row in tables["rows"]} >= {"loss"}
+    expected = sum(row["wire_bytes"] for row in tables["rows"])
+    assert tables["wire_bytes"] == expected > 0
+    functions = {row["source"]["function"] for row in tables["rows"]}
+    assert functions >= {"loss"}
     tables = data(
         capsys,
         "traffic my_model:train_step --mesh data=2,fsdp=2,tensor=2 --how compare",
@@ -59,18 +63,16 @@ def test_a_report_has_the_findings_the_chip_and_the_traffic(project, capsys):
         "--step",
         "my_model:train_step",
     )
-    assert (
-        run(
-            "report",
-            "my_model:make",
-            *flags,
-            "--html",
-            "out.html",
-            "--json",
-            "out.json",
-        )
-        == 0
+    output = run(
+        "report",
+        "my_model:make",
+        *flags,
+        "--html",
+        "out.html",
+        "--json",
+        "out.json",
     )
+    assert output == 0
     report = json.loads(Path("out.json").read_text())
     assert report["title"] == "my_model:make"
     assert report["chip"]["name"] == "v5p"
@@ -102,10 +104,12 @@ def test_a_checkpoint_is_converted_by_a_map_and_back(project, capsys):
     assert "2 arrays, 768 B, written to stacked." in out
     (file,) = Path("stacked").glob("*.safetensors")
     stacked = load_file(file)
-    assert {name: array.shape for name, array in stacked.items()} == {
+    shapes_by_name = {name: array.shape for name, array in stacked.items()}
+    expected = {
         "layers/down": (3, 8, 4),
         "layers/up": (3, 4, 8),
     }
+    assert shapes_by_name == expected
     assert (stacked["layers/up"][2] == 2).all()
     back = ("--map", "my_model:STACKED", "--inverse", "--like", "model-dir")
     assert run("convert", "stacked", "again.safetensors", *back) == 0
@@ -166,7 +170,9 @@ def test_clean_lists_and_removes_what_killed_saves_left(capsys, tmp_path):
     assert ".step-1.partial-0123456789abcdef" in capsys.readouterr().out
     assert partial_save.exists()
     assert run("clean", str(tmp_path), "--remove", "--json") == 0
-    assert json.loads(capsys.readouterr().out)[0]["target"].endswith("step-1")
+    decoded = json.loads(capsys.readouterr().out)[0]
+    target = decoded["target"]
+    assert target.endswith("step-1")
     assert not partial_save.exists()
     assert run("clean", str(tmp_path)) == 0
     assert capsys.readouterr().out == "nothing is left over\n"

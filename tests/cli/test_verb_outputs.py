@@ -176,7 +176,8 @@ def test_lint_shows_what_plan_would_refuse(project, capsys):
     flags = "my_model:make --mesh fsdp=4 --rules up->fsdp,none->fsdp"
     assert "no rule covers" in failure(capsys, "plan", *flags.split())
     findings = data(capsys, f"lint {flags}", 1)
-    assert {finding["code"]: finding["severity"] for finding in findings} == {
+    actual = {finding["code"]: finding["severity"] for finding in findings}
+    assert actual == {
         "unmatched": "error",
         "unused-rule": "error",
     }
@@ -205,40 +206,36 @@ def test_lint_of_a_plan_and_of_the_state_of_an_optimizer(project, capsys):
 def test_diff_of_two_plans(project, capsys):
     first = ("--mesh", "fsdp=4,tensor=2", "--rules", "my_model:BOTH")
     for name, rules in (("a.json", "my_model:BOTH"), ("b.json", ".*->fsdp(fsdp)")):
-        assert (
-            run("plan", "my_model:make", *first[:2], "--rules", rules, "--json", name)
-            == 0
+        output = run(
+            "plan", "my_model:make", *first[:2], "--rules", rules, "--json", name
         )
+        assert output == 0
     capsys.readouterr()
     assert run("diff", "a.json", "b.json") == 0
     files = capsys.readouterr().out
-    assert (
-        run(
-            "diff",
-            "my_model:make",
-            *first,
-            "--to-rules",
-            ".*->fsdp(fsdp)",
-            "--exit-code",
-        )
-        == 1
+    output = run(
+        "diff",
+        "my_model:make",
+        *first,
+        "--to-rules",
+        ".*->fsdp(fsdp)",
+        "--exit-code",
     )
+    assert output == 1
     assert capsys.readouterr().out == files
     assert "4 arrays differ or move" in files
     assert run("diff", "a.json", "a.json", "--exit-code", "--json") == 0
     assert json.loads(capsys.readouterr().out)["leaves"] == []
-    assert (
-        run(
-            "diff",
-            "a.json",
-            "my_model:make",
-            "--to-mesh",
-            "fsdp=8",
-            "--to-rules",
-            ".*->fsdp(fsdp)",
-        )
-        == 0
+    output = run(
+        "diff",
+        "a.json",
+        "my_model:make",
+        "--to-mesh",
+        "fsdp=8",
+        "--to-rules",
+        ".*->fsdp(fsdp)",
     )
+    assert output == 0
     assert (
         "the mesh is fsdp=4,tensor=2 in one plan, fsdp=8 in the other"
         in capsys.readouterr().out
@@ -258,5 +255,7 @@ def test_fit_of_a_model_counts_its_arrays_alone(
     assert fitted["is_close"] is False
     assert not fitted["fits"]
     assert fitted["headroom_bytes"] == fitted["usable_bytes"] - fitted["peak_bytes"] < 0
-    assert sum(row["bytes"] for row in fitted["rows"]) == fitted["peak_bytes"]
-    assert {"model", "optimizer"} == {row["group"] for row in fitted["rows"]}
+    total = sum(row["bytes"] for row in fitted["rows"])
+    assert total == fitted["peak_bytes"]
+    expected = {row["group"] for row in fitted["rows"]}
+    assert {"model", "optimizer"} == expected

@@ -24,9 +24,8 @@ def test_search_chooses_mesh_and_rules_that_run(project, capsys):
     assert Path("chosen.py").read_text().endswith("out_shardings=(plans[0], None))\n")
     step, args = importlib.import_module("my_model").plain_step()
     plans = space["plans_of"](step, *args)
-    assert [
-        {leaf.path: data_of(leaf.spec) for leaf in plan.leaves} for plan in plans
-    ] == candidates[0]["plans"]
+    actual = [{leaf.path: data_of(leaf.spec) for leaf in plan.leaves} for plan in plans]
+    assert actual == candidates[0]["plans"]
     assert candidates[0]["by"] == "estimate"
     assert candidates[0]["state_over"] == candidates[0]["states"] == []
     assert candidates[0]["wire_bytes"] > 0

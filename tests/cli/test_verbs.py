@@ -80,12 +80,9 @@ def test_every_example_runs(name, line, project, capsys):
 def test_the_examples_of_the_demo_are_read():
     """`test_cli.py` runs them."""
     for line in examples("demo"):
-        assert (
-            command_of("demo")
-            .make_context("demo", shlex.split(line)[2:])
-            .params["steps"]
-            == 3
-        )
+        params = command_of("demo").make_context("demo", shlex.split(line)[2:]).params
+        steps = params["steps"]
+        assert steps == 3
 
 
 @pytest.mark.parametrize("missing", ["click", "rich"])
@@ -112,10 +109,11 @@ def test_without_the_extra_one_line_says_what_to_install(missing):
     ],
 )
 def test_a_shell_completes_verbs_without_jax_and_flags(words, jax, offered):
+    text = str(words.count(" "))
     asked = {
         "_SHARDFX_COMPLETE": "bash_complete",
         "COMP_WORDS": words,
-        "COMP_CWORD": str(words.count(" ")),
+        "COMP_CWORD": text,
     }
     done = python(f"sys.modules['jax'] = {jax}\nsys.exit(main())", PATH="", **asked)
     assert done.stderr == ""
@@ -148,9 +146,8 @@ def test_a_plan_that_was_written_is_a_model(project, capsys):
     assert run("plan", "my_model:make", *flags, "--json", "plan.json") == 0
     assert "on mesh fsdp=4,tensor=2 (8 devices)" in capsys.readouterr().out
     assert run("plan", "plan.json", "--json") == 0
-    assert ShardPlan.from_json(capsys.readouterr().out) == ShardPlan.from_json(
-        Path("plan.json").read_text()
-    )
+    expected = ShardPlan.from_json(Path("plan.json").read_text())
+    assert ShardPlan.from_json(capsys.readouterr().out) == expected
     # With rules, its arrays are planned anew.
     assert (
         run("plan", "plan.json", "--mesh", "fsdp=2", "--rules", ".*->fsdp(fsdp)") == 0

@@ -19,10 +19,9 @@ BY_HAND = AxisRules([("batch", "rows"), ("mlp", "columns")])
 
 def write_files(folder, added=""):
     """The page's model, and its checkpoint of three layers."""
-    (folder / "my_model.py").write_text(
-        "".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
-        + added
-    )
+    matches = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    text = "".join(matches) + added
+    (folder / "my_model.py").write_text(text)
     (folder / "model-dir").mkdir()
     shapes = {"up": (8, 4), "down": (4, 8)}
     arrays = {
