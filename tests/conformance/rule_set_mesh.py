@@ -17,4 +17,5 @@ def struct(shape):
 
 
 def specs_of(tree, rules, mesh=MESH):
-    return {leaf.path: leaf.spec for leaf in plan(tree, mesh, paths=rules).leaves}
+    leaves = plan(tree, mesh, paths=rules).leaves
+    return {leaf.path: leaf.spec for leaf in leaves}

@@ -69,13 +69,12 @@ def test_the_migration_page_has_every_symbol_of_eformer():
         apply_logical_sharding DynamicShardingAxes NOT_GIVEN EMPTY_VAL EMPTY MODE_TRAIN MODE_DECODE MODE_PREFILL
         MODE_INSERT GENERATION_MODES
     """.split()
+    names = [
+        name for name, value in vars(presets.tokens).items() if value in TOKENS.values()
+    ]
     own_part = [
         *LAYOUTS,
-        *[
-            name
-            for name, value in vars(presets.tokens).items()
-            if value in TOKENS.values()
-        ],
+        *names,
     ]
     assert len(own_part) == 17 + 25
     assert missing_on("migrating_eformer.md", [*symbols, *own_part]) == []
@@ -129,9 +128,8 @@ def test_with_sharding_constraint(vector):
     value: Any = {"a": array} if "dict" in inputs.get("note", "") else array
     without = "mesh" in inputs and inputs["mesh"] is None
     devices = built(mesh)
-    sharding_plan = plan(
-        {"x": array}, mesh if without else devices, paths=PathRules([("x", P())])
-    )
+    rules = PathRules([("x", P())])
+    sharding_plan = plan({"x": array}, mesh if without else devices, paths=rules)
     # eformer passes over axes that the mesh lacks.
     constrain = ft.partial(shardfx.constrain, unmatched="replicate")
     ambient = (
@@ -171,19 +169,18 @@ def test_names_of_specs(vector):
             else [specs(v) for v in value]
         )
 
-    assert sorted(axis_names_of(specs(vector["inputs"]["specs"]))) == list(
-        SUITE.expected(vector)
-    )
+    axis_names = sorted(axis_names_of(specs(vector["inputs"]["specs"])))
+    assert axis_names == list(SUITE.expected(vector))
 
 
 @SUITE.of("constraints.get_axes_size_in_mesh")
 def test_axes_size(vector):
     names = vector["inputs"]["axis_names"]
     with outcome(SUITE.expected(vector)) as expected:
-        assert (
-            meshes(vector).axis_size(names if isinstance(names, str) else tuple(names))
-            == expected
+        actual = meshes(vector).axis_size(
+            names if isinstance(names, str) else tuple(names)
         )
+        assert actual == expected
 
 
 @SUITE.of("constraints.get_mesh_axis_size", "constraints.get_submesh_device_index")
@@ -201,9 +198,8 @@ def test_sizes_and_indices_inside_shard_map(vector):
         out = jax.shard_map(
             value, mesh=built(MESH), in_specs=(), out_specs=P("dp", "tp")
         )()
-        assert out.tolist() == (
-            expected if isinstance(expected, list) else [[expected] * 4] * 2
-        )
+        expected_out = expected if isinstance(expected, list) else [[expected] * 4] * 2
+        assert out.tolist() == expected_out
 
 
 @SUITE.of("constraints.match_partition_rules")
@@ -269,19 +265,18 @@ def test_analysis(vector):
         meshes(vector),
         paths=PathRules([(f"^{name}$", spec) for name, spec in specs.items()]),
     )
-    sharded = (
-        sum(
-            leaf.bytes
-            for leaf in sharding_plan.leaves
-            if leaf.bytes_per_device < leaf.bytes
-        )
-        // 8
+    total = sum(
+        leaf.bytes
+        for leaf in sharding_plan.leaves
+        if leaf.bytes_per_device < leaf.bytes
     )
-    assert (
+    sharded = total // 8
+    actual = (
         sharding_plan.bytes_total // 8,
         sharded,
         sharding_plan.bytes_per_device,
-    ) == SUITE.expected(vector)
+    )
+    assert actual == SUITE.expected(vector)
 
 
 @SUITE.of("constraints.create_pattern_based_partition_spec")
@@ -318,12 +313,10 @@ def test_shardings_are_read_without_a_mesh(vector):
     }
     if vector["function"].endswith("spec"):
         with outcome(SUITE.expected(vector)) as expected:
-            assert (
-                shardfx.specs_of(
-                    {"a": leaf if expected else jnp.ones((8, 8)), **others}
-                )
-                == expected
+            specs = shardfx.specs_of(
+                {"a": leaf if expected else jnp.ones((8, 8)), **others}
             )
+            assert specs == expected
     else:
         shardings = shardfx.shardings_of({"a": leaf, "n": 3})
         assert shardings == {"a": sharding, "n": None}
@@ -339,10 +332,11 @@ def test_shard_and_gather(vector):
         if "value" in inputs
         else jnp.ones(inputs.get("array_shape", (8, 8)))
     )
+    rules = PathRules([("x", decoded(inputs["spec"]))])
     sharding_plan = plan(
         {"x": value},
         mesh,
-        paths=PathRules([("x", decoded(inputs["spec"]))]),
+        paths=rules,
         unmatched="replicate",
     )
     placed = shard({"x": value}, sharding_plan)["x"]
@@ -351,7 +345,7 @@ def test_shard_and_gather(vector):
     if isinstance(expected, str):
         assert type(placed).__name__ == expected
         return
-    assert isinstance(placed.sharding, NamedSharding)
+    assert isinstance(placed.sharding, NamedSharding)  # pyright: ignore[reportAttributeAccessIssue]
     assert placed.sharding.mesh == mesh  # pyright: ignore[reportAttributeAccessIssue]
     assert canonical(placed.sharding.spec) == expected  # pyright: ignore[reportAttributeAccessIssue]
     if vector["id"] == "eformer-0125":
@@ -373,16 +367,16 @@ def registered(rules, registry):
             (rule,) = rule
         if isinstance(rule, list):
             # A composite of tokens stands for the mesh axes that they have.
-            rules = rules.extend(
-                {name: [resolve((token,), rules).spec[0] for token in rule]}
-            )
+            specs = [resolve((token,), rules).spec[0] for token in rule]
+            rules = rules.extend({name: specs})
         elif rule in TOKENS or (rule or "").startswith("__"):
             rules = rules.with_alias(name, TOKENS.get(rule, rule))
         else:
             rules = rules.extend({name: rule})
         generation = row.get("generation_axis_rule", "as the base field")
         if generation is None:
-            rules = rules.prepend(modes=dict.fromkeys(GENERATION_MODES, {name: None}))
+            modes = dict.fromkeys(GENERATION_MODES, {name: None})
+            rules = rules.prepend(modes=modes)
         elif generation.startswith("decode_"):
             # An alias keeps the decode rule of the field that it follows; there is
             # nothing to say.
@@ -433,11 +427,9 @@ def test_resolve_axis(vector):
         if "modes" in inputs:
             assert specs == [canonical(P(entry(axes))) for axes in expected]
         else:
-            assert specs == [
-                canonical(
-                    expected if isinstance(expected, P) else P(*map(entry, expected))
-                )
-            ]
+            spec = expected if isinstance(expected, P) else P(*map(entry, expected))
+            expected_specs = [canonical(spec)]
+            assert specs == expected_specs
 
 
 @SUITE.of("PartitionAxis.__init__", "PartitionAxis.replace")
@@ -452,9 +444,8 @@ def test_fields(vector):
     for field, target in fields.items():
         token = TOKENS[field.removeprefix("decode_")]
         mode = "decode" if field.startswith("decode_") else "train"
-        assert resolve((token,), rules, mode=mode).spec == canonical(
-            P(entry(target))
-        ), field
+        spec = resolve((token,), rules, mode=mode).spec
+        assert spec == canonical(P(entry(target))), field
 
 
 # --- PartitionManager
@@ -473,9 +464,10 @@ def layout_of(arguments):
         return Layout(names_of(dynamic["axes"]))
     layout = LAYOUTS[dynamic["name"]]
     mode = dynamic["mode"]
-    assert layout == Layout(
+    expected = Layout(
         names_of(dynamic["axes"]), mode if isinstance(mode, int) else None
     )
+    assert layout == expected
     return layout
 
 
@@ -488,13 +480,16 @@ def test_manager_resolve(vector):
     shape = inputs.get("shape")
     with outcome(SUITE.expected(vector)) as expected:
         mode = infer_mode(shape and tuple(shape), layout.mode_dim)
-        spec = resolve(
+        rules = eformer(**fields(inputs.get("paxis", {})))
+        decision = resolve(
             layout.axes,
-            eformer(**fields(inputs.get("paxis", {}))),
+            rules,
             mode=mode,
             unmatched="raise",
-        ).spec
-        assert spec == canonical(expected if isinstance(expected, P) else P(*expected))
+        )
+        spec = decision.spec
+        expected_spec = canonical(expected if isinstance(expected, P) else P(*expected))
+        assert spec == expected_spec
 
 
 @SUITE.of("PartitionManager.shard")
@@ -532,11 +527,13 @@ def test_create_mesh(vector):
     spec = MeshSpec(axes, axis_types=kind).fit(inputs["devices"])
     for mesh in (spec.build(jax.devices()), spec.abstract()):
         kinds = [kind.name for kind in mesh.axis_types]
-        assert [
+        shape = list(mesh.shape.values())
+        actual = [
             list(mesh.axis_names),
             kinds,
-            list(mesh.shape.values()),
-        ] == SUITE.expected(vector)
+            shape,
+        ]
+        assert actual == SUITE.expected(vector)
 
 
 @SUITE.of("mesh.calculate_host_mesh_shape")
@@ -549,7 +546,7 @@ def test_host_mesh_shape(vector):
         [Chip(i, (i, 0, 0), 0, i // local, "cpu") for i in range(np.prod(shape))]
     )
     with outcome(SUITE.expected(vector)) as expected:
-        grid = hosts.grid_of(Mesh(devices.reshape(shape), tuple(axes)))
-        assert [
-            size // grid.num_chunks[axis] for axis, size in axes.items()
-        ] == expected
+        mesh = Mesh(devices.reshape(shape), tuple(axes))
+        grid = hosts.grid_of(mesh)
+        actual = [size // grid.num_chunks[axis] for axis, size in axes.items()]
+        assert actual == expected

@@ -108,7 +108,8 @@ def test_shardings_of_an_index(vector, tmp_path):
     def remember(entry):
         # Here a default gives shardings; a fresh one for each entry tells which entry
         # ended up where.
-        sharding = NamedSharding(mesh_of([["x", 1]]), P(), memory_kind="device")
+        mesh = mesh_of([["x", 1]])
+        sharding = NamedSharding(mesh, P(), memory_kind="device")
         seen[id(sharding)] = (entry.path, sharding)
         return sharding
 
@@ -118,9 +119,10 @@ def test_shardings_of_an_index(vector, tmp_path):
         (tmp_path / "tensorstore_index.json").write_text(json.dumps(inputs["index"]))
     with outcome(wanted_of(vector)) as expected:
         index = checkpoint.read_index(tmp_path)
+        mesh = mesh_of(inputs.get("mesh"))
         shardings = eformer.shardings(
             index,
-            mesh_of(inputs.get("mesh")),
+            mesh,
             default=default,
             prefix=inputs.get("prefix"),
         )
@@ -142,13 +144,11 @@ def test_applying_shardings(vector):
     with outcome(wanted_of(vector)) as expected:
         placed = eformer.apply(arrays, tree, mesh=mesh)
         is_sharding = isinstance(expected["a"], Sharding)
-        assert (
-            jax.tree.map(
-                lambda array: array.sharding if is_sharding else array.sharding.spec,
-                placed,
-            )
-            == expected
+        actual = jax.tree.map(
+            lambda array: array.sharding if is_sharding else array.sharding.spec,
+            placed,
         )
+        assert actual == expected
 
 
 @SUITE.of("sharding_utils.validate_sharding_tree")
@@ -161,9 +161,8 @@ def test_comparing_structures(vector):
 
 @SUITE.of("sharding_utils.make_itsharded")
 def test_replicate_places_every_array_and_compiles_nothing(vector):
-    sharded = jax.device_put(
-        np.arange(64.0).reshape(8, 8), NamedSharding(MESH, P("dp", "tp"))
-    )
+    values = np.arange(64.0).reshape(8, 8)
+    sharded = jax.device_put(values, NamedSharding(MESH, P("dp", "tp")))
     tree = {
         "a": sharded,
         "b": jnp.ones(2),
@@ -202,9 +201,11 @@ def index(tmp_path):
 def test_a_spec_is_corrected_to_each_shape(index):
     spec = MeshSpec({"dp": 2, "tp": 4})
     for mesh, on in ((MESH, MESH), (spec, spec.abstract())):
-        w, *others = (NamedSharding(on, spec) for spec in (P("tp", "dp"), P(), P()))
+        cases = (P("tp", "dp"), P(), P())
+        w, *others = (NamedSharding(on, spec) for spec in cases)
         shardings = eformer.shardings(index, mesh, default=P("tp", "dp"))
-        assert shardings == {"model": {"w": w, "b": others[0]}, "step": others[1]}
+        expected = {"model": {"w": w, "b": others[0]}, "step": others[1]}
+        assert shardings == expected
 
 
 def test_a_function_decides_per_entry(index):
@@ -214,7 +215,8 @@ def test_a_function_decides_per_entry(index):
     model = {"w": NamedSharding(MESH, P("dp")), "b": single}
     assert shardings == {"model": model, "step": NamedSharding(MESH, P())}
     assert eformer.shardings(index, MESH, default=decide, prefix="model") == model
-    assert checkpoint.structs(index, prefix="model").keys() == {"w", "b"}
+    structs = checkpoint.structs(index, prefix="model").keys()
+    assert structs == {"w", "b"}
 
 
 BY_TP = NamedSharding(MESH, P("tp"))
@@ -272,12 +274,13 @@ def test_apply_takes_shardings_specs_functions_and_none():
         "d": None,
     }
     placed = eformer.apply(tree, {**entries, "e": None, "f": P("dp")}, mesh=MESH)
-    assert {k: placed[k].sharding.spec for k in "abcd"} == {
+    expected = {
         "a": P("dp"),
         "b": P("tp"),
         "c": P("dp"),
         "d": P(),
     }
+    assert {k: placed[k].sharding.spec for k in "abcd"} == expected
     for key in "abcd":
         assert np.array_equal(placed[key], tree[key])
     assert placed["e"] == "text"
@@ -289,12 +292,14 @@ def test_apply_takes_shardings_specs_functions_and_none():
 def test_apply_takes_prefixes():
     tree = [One(jnp.ones((8, 8)), 1), One(jnp.ones((8, 4)), 1), {"b": jnp.ones(4)}]
     placed = eformer.apply(tree, [P("tp"), One(P("dp"), 1), None], mesh=MESH)
-    assert [leaf.sharding.spec for leaf in jax.tree.leaves(placed)] == [
+    specs = [leaf.sharding.spec for leaf in jax.tree.leaves(placed)]
+    assert specs == [
         P("tp"),
         P("dp"),
         P(),
     ]
-    for leaf in jax.tree.leaves(eformer.apply(tree, P("dp"), mesh=MESH)):
+    applied = eformer.apply(tree, P("dp"), mesh=MESH)
+    for leaf in jax.tree.leaves(applied):
         assert leaf.sharding.spec == P("dp")
 
 
@@ -350,7 +355,7 @@ def test_structure_diff_lists_every_difference():
     arrays = {d.path: (d.left, d.right) for d in eformer.structure_diff(a, b)}
     before, right = arrays.pop("static")
     assert before != right
-    assert [*arrays.items()] == [
+    expected = [
         ("class", ("One", "Two")),
         ("node", ("tuple", "list")),
         ("only", ("a leaf", "nothing")),
@@ -358,4 +363,5 @@ def test_structure_diff_lists_every_difference():
         ("y/w/1", ("a leaf", "nothing")),
         ("new", ("nothing", "dict")),
     ]
+    assert [*arrays.items()] == expected
     assert eformer.structure_diff(a, a) == ()

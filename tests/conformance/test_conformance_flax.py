@@ -163,12 +163,11 @@ def test_logical_to_mesh_axes(vector):
         decision = resolve(names, AxisRules(rules))
         assert decision.spec == expected
     if vector["id"] == "flax-0028":
-        assert [(why.code.name, why.axes) for why in decision.reasons] == [
-            ("blocked", ("y", "w"))
-        ]
-        assert resolve(names, AxisRules([*rules, ("b", "w")])).spec == P(
-            ("x", "y"), "w"
-        )
+        actual = [(why.code.name, why.axes) for why in decision.reasons]
+        assert actual == [("blocked", ("y", "w"))]
+        axis_rules = AxisRules([*rules, ("b", "w")])
+        spec = resolve(names, axis_rules).spec
+        assert spec == P(("x", "y"), "w")
 
 
 @SUITE.of("core.spmd.from_sharding_rules")
@@ -194,10 +193,11 @@ def test_composite_rules(vector):
         merged = interop.composite_rules(
             rules_of(vector, "rule1"), rules_of(vector, "rule2")
         )
-        assert merged.rules == tuple((name, entry(target)) for name, target in expected)
-        assert merged == AxisRules(rules_of(vector, "rule1")).merge(
-            AxisRules(rules_of(vector, "rule2"))
-        )
+        expected_rules = tuple((name, entry(target)) for name, target in expected)
+        assert merged.rules == expected_rules
+        axis_rules = AxisRules(rules_of(vector, "rule1"))
+        expected_merged = axis_rules.merge(AxisRules(rules_of(vector, "rule2")))
+        assert merged == expected_merged
 
 
 @SUITE.of("core.spmd.get_pspec", "logical rules + per-variable rules")
@@ -208,10 +208,9 @@ def test_rules_of_the_model_and_of_a_variable(vector):
         rules_of(vector, "context_rules"), rules_of(vector, "sharding_rules")
     )
     with outcome(SUITE.expected(vector)) as expected:
-        assert (
-            resolve(names, AxisRules.last_wins(rules.rules), unmatched="keep").spec
-            == expected
-        )
+        decision = resolve(names, AxisRules.last_wins(rules.rules), unmatched="keep")
+        spec = decision.spec
+        assert spec == expected
         if vector["function"] == "core.spmd.get_pspec":
             return
         mesh = MeshSpec([tuple(axis) for axis in inputs["mesh"]])
@@ -258,9 +257,8 @@ def test_shard_value(vector):
     )
     # Flax passes over axes that the mesh lacks, pads names that are too short, and does
     # not mind unknown ones.
-    sharding_plan = plan(
-        x, place, paths=PathRules([("", P())]), axes=axes, unmatched="replicate"
-    )
+    rules = PathRules([("", P())])
+    sharding_plan = plan(x, place, paths=rules, axes=axes, unmatched="replicate")
     sharding = (
         (*sharding, ...)
         if isinstance(sharding, tuple) and 0 < len(sharding) < x.ndim
@@ -295,9 +293,8 @@ def test_with_logical_constraint(vector):
     axes = AxisRules(rules_of(vector))
     mesh = XY.build(jax.devices())
     x = jnp.ones((8, 8))
-    sharding_plan = plan(
-        x, mesh, paths=PathRules([("", P())]), axes=axes, unmatched="replicate"
-    )
+    rules = PathRules([("", P())])
+    sharding_plan = plan(x, mesh, paths=rules, axes=axes, unmatched="replicate")
     constrain = ft.partial(shardfx.constrain, unmatched="replicate")
     # Without names, or without rules to read them by, flax leaves the array as it is;
     # that is said by None.
@@ -328,8 +325,9 @@ def test_logical_to_mesh(vector):
         for key, v in vector["inputs"]["tree"].items()
     }
     with outcome(SUITE.expected(vector)) as expected:
+        arrays = {key: jnp.ones((8, 8)) for key in tree}
         sharding_plan = plan(
-            {key: jnp.ones((8, 8)) for key in tree},
+            arrays,
             XY,
             names=tree,
             axes=AxisRules(rules_of(vector)),
@@ -352,14 +350,10 @@ def test_axes_are_added_and_removed(vector):
     options = (inputs.get("index", 4), inputs.get("partition_name", "layers"))
     with outcome(SUITE.expected(vector)) as expected:
         names = interop.add_axis(names, *options) if "add_axis" in function else names
-        assert (
-            list(
-                interop.remove_axis(names, *options)
-                if "remove_axis" in function
-                else names
-            )
-            == expected
+        actual = list(
+            interop.remove_axis(names, *options) if "remove_axis" in function else names
         )
+        assert actual == expected
 
 
 @SUITE.of("transform_metadata")
@@ -372,17 +366,14 @@ def test_transform_metadata(vector):
     inner = interop.remove_axis(tuple(inputs["v"]), inside, name)
     assert inner == names_by_key["v_inner"]
     assert interop.add_axis(inner, inside, name) == names_by_key["v_after"]
-    assert (
-        interop.add_axis(tuple(inputs["v2_inner"]), outside, name)
-        == names_by_key["v2_outer"]
-    )
+    actual = interop.add_axis(tuple(inputs["v2_inner"]), outside, name)
+    assert actual == names_by_key["v2_outer"]
 
 
 @SUITE.of("lifted transform axis metadata")
 def test_a_scanned_layer_has_the_name_of_its_new_dimension(vector):
-    init = nn.with_partitioning(
-        nn.initializers.ones_init(), tuple(vector["inputs"]["names"])
-    )
+    names = tuple(vector["inputs"]["names"])
+    init = nn.with_partitioning(nn.initializers.ones_init(), names)
 
     class Layer(nn.Module):
         @nn.compact
@@ -402,11 +393,9 @@ def test_a_scanned_layer_has_the_name_of_its_new_dimension(vector):
         interop.names_of(boxed), is_leaf=lambda node: isinstance(node, tuple)
     )
     expected = tuple(vector["expected"])
-    assert (
-        layer_names
-        == [expected]
-        == [interop.add_axis(tuple(vector["inputs"]["names"]), 0, "layers")]
-    )
+    names = tuple(vector["inputs"]["names"])
+    expected_layer_names = [interop.add_axis(names, 0, "layers")]
+    assert layer_names == [expected] == expected_layer_names
 
 
 @SUITE.of("core.meta.get_partition_spec")
@@ -423,11 +412,13 @@ def test_get_sharding(vector):
     }
     for tree in (interop.unboxed(boxed), boxed):
         names = interop.names_of(boxed, default=())
-        sharding_plan = plan(tree, mesh, names=names, axes=interop.core_rules((), mesh))
+        axes = interop.core_rules((), mesh)
+        sharding_plan = plan(tree, mesh, names=names, axes=axes)
+        leaves = jax.tree.leaves(sharding_plan.shardings)
         sharding_by_name = dict(
             zip(
                 ("bias", "kernel"),
-                jax.tree.leaves(sharding_plan.shardings),
+                leaves,
                 strict=True,
             )
         )
@@ -447,18 +438,17 @@ def test_shard_shape(vector):
     shape = tuple(inputs["shape"])
     spec = spec_of(inputs["spec"]["spec"])
     assert shard_shape(shape, spec, mesh.shape) == tuple(vector["expected"])
-    assert NamedSharding(mesh.abstract(), spec).shard_shape(shape) == tuple(
-        vector["expected"]
-    )
+    actual = NamedSharding(mesh.abstract(), spec).shard_shape(shape)
+    assert actual == tuple(vector["expected"])
 
 
 @SUITE.of("optimizer state inherits spec")
 def test_optimizer_state_inherits_the_spec(vector):
     params = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
     spec = spec_of(vector["inputs"]["param_spec"]["spec"])
-    sharding_plan = plan(
-        params, MeshSpec({"row": 2, "col": 4}), paths=PathRules([("w", spec)])
-    )
+    mesh = MeshSpec({"row": 2, "col": 4})
+    rules = PathRules([("w", spec)])
+    sharding_plan = plan(params, mesh, paths=rules)
     state, _ = follow(optax.adam(1e-3).init, sharding_plan).specs
     for name, expected in vector["expected"].items():
         assert getattr(state, name)["w"] == spec_of(expected["spec"])
@@ -467,14 +457,17 @@ def test_optimizer_state_inherits_the_spec(vector):
 @SUITE.of("axis types")
 def test_axis_types(vector):
     for kind in (AxisType.Auto, AxisType.Explicit):
-        mesh = MeshSpec({"row": 2, "col": 4}, axis_types=kind).build(jax.devices())
+        axes = {"row": 2, "col": 4}
+        mesh = MeshSpec(axes, axis_types=kind).build(jax.devices())
+        axes = interop.core_rules((), mesh)
         sharding_plan = plan(
             jnp.ones((8, 8)),
             mesh,
             names=("row", "col"),
-            axes=interop.core_rules((), mesh),
+            axes=axes,
         )
-        assert sharding_plan.leaves[0].spec == spec_of(vector["expected"]["spec"])
+        expected = spec_of(vector["expected"]["spec"])
+        assert sharding_plan.leaves[0].spec == expected
         out = constrain(jnp.ones((8, 8)), ("row", "col"), sharding_plan)
         assert canonical(out.sharding.spec) == sharding_plan.leaves[0].spec  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -482,14 +475,14 @@ def test_axis_types(vector):
 @SUITE.of("per-variable meshes")
 def test_a_plan_per_mesh(vector):
     for case_number, (name, inputs) in enumerate(sorted(vector["inputs"].items())):
-        mesh = MeshSpec(dict.fromkeys(inputs["mesh"], 2)).build(
-            jax.devices()[4 * case_number : 4 * case_number + 4]
-        )
+        axes = dict.fromkeys(inputs["mesh"], 2)
+        devices = jax.devices()[4 * case_number : 4 * case_number + 4]
+        mesh = MeshSpec(axes).build(devices)
         x = jnp.ones((4, 4))
-        sharding_plan = plan(
-            x, mesh, names=tuple(inputs["spec"]), axes=interop.core_rules((), mesh)
-        )
-        assert sharding_plan.leaves[0].spec == spec_of(vector["expected"][name]["spec"])
+        axes = interop.core_rules((), mesh)
+        sharding_plan = plan(x, mesh, names=tuple(inputs["spec"]), axes=axes)
+        expected = spec_of(vector["expected"][name]["spec"])
+        assert sharding_plan.leaves[0].spec == expected
         constrained = constrain(x, sharding_plan.leaves[0].spec, sharding_plan)
         assert constrained.sharding.mesh == mesh  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -497,10 +490,10 @@ def test_a_plan_per_mesh(vector):
 @SUITE.of("jax PartitionSpec canonicalisation", "jax.make_mesh default axis_types")
 def test_facts_about_jax(vector):
     if vector["function"].startswith("jax.make_mesh"):
-        mesh = jax.make_mesh(tuple(vector["inputs"]["shape"]), ("x", "y"))
-        assert [kind.name for kind in MeshSpec.of(mesh).axis_types] == vector[
-            "expected"
-        ]
+        shape = tuple(vector["inputs"]["shape"])
+        mesh = jax.make_mesh(shape, ("x", "y"))
+        names = [kind.name for kind in MeshSpec.of(mesh).axis_types]
+        assert names == vector["expected"]
         return
     measured = [
         P(("a",)),

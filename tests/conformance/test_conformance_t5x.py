@@ -29,7 +29,8 @@ SUITE = Suite("t5x.json", {}, {})
 
 
 def test_every_vector_is_run():
-    assert sorted(SUITE.run) == sorted(vector["id"] for vector in SUITE.vectors)
+    expected = sorted(vector["id"] for vector in SUITE.vectors)
+    assert sorted(SUITE.run) == expected
     assert len(set(SUITE.run)) == 211
 
 
@@ -44,7 +45,8 @@ def test_bounds(vector):
             for i in range(math.prod(counts))
         ]
     else:
-        devices = chips([c + 1 for c in (*inputs["coords"], inputs["core_on_chip"])])
+        cases = (*inputs["coords"], inputs["core_on_chip"])
+        devices = chips([c + 1 for c in cases])
     # T5X looked at the last device only, so it needed them in order.
     assert topology.bounds(devices[::-1]) == tuple(expected)
 
@@ -53,9 +55,8 @@ def test_bounds(vector):
 def test_coords(vector):
     inputs = dict(vector["inputs"])
     local = inputs.pop("local_device_count", 0)
-    assert topology.coords(SimpleNamespace(**inputs), local) == tuple(
-        vector["expected"]
-    )
+    actual = topology.coords(SimpleNamespace(**inputs), local)
+    assert actual == tuple(vector["expected"])
 
 
 @SUITE.of("default_mesh.model_parallel_submesh")
@@ -66,8 +67,9 @@ def test_default_submesh(vector):
     partitions = inputs["num_partitions"]
     if "model_parallel_submesh" in inputs:
         # An explicit submesh is used as it is: there is no default to ask for.
+        host_bounds = (2, 2, 1, 2)
         order = topology.submesh_order(
-            bounds, (2, 2, 1, 2), inputs["model_parallel_submesh"]
+            bounds, host_bounds, inputs["model_parallel_submesh"]
         )
         assert order.shape[1] == math.prod(expected)
         return
@@ -97,7 +99,8 @@ def test_submesh_order(vector):
         hosts = inputs["hosts"]
         local = inputs["devices_per_host"]
         order = topology.submesh_order((hosts, local), (1, local), submesh)
-        assert (order @ np.array([local, 1])).tolist() == expected["ids"]
+        actual = (order @ np.array([local, 1])).tolist()
+        assert actual == expected["ids"]
         return
     arguments = (inputs["bounds_xyzc"], inputs["host_layout_xyzc"], submesh)
     if vector["tag"] == "deviate":
@@ -127,9 +130,8 @@ def test_hybrid_shape(vector):
         ici, dcn = topology.hybrid_shape(*counts)
         assert list(ici) == target["ici_mesh_shape"]
         assert list(dcn) == target["dcn_mesh_shape"]
-        assert [a * b for a, b in zip(ici, dcn, strict=True)] == [
-            target["shape"][name] for name in ("data", "model")
-        ]
+        actual = [a * b for a, b in zip(ici, dcn, strict=True)]
+        assert actual == [target["shape"][name] for name in ("data", "model")]
 
 
 T5X_MESH = "default_mesh(4) on TPU v3 (4,4,1,2), hosts (2,2,1,2)"
@@ -142,9 +144,8 @@ def t5x_mesh():
     bounds = (4, 4, 1, 2)
     hosts_at = (2, 2, 1, 2)
     devices = chips(bounds, hosts_at, "TPU v3")
-    order = topology.submesh_order(
-        bounds, hosts_at, topology.default_submesh("TPU v3", 4, bounds)
-    )
+    submesh = topology.default_submesh("TPU v3", 4, bounds)
+    order = topology.submesh_order(bounds, hosts_at, submesh)
     grid = topology.positions(devices)
     return Mesh(
         objects(devices)[grid[tuple(np.moveaxis(order, -1, 0))]], ("data", "model")
@@ -169,7 +170,8 @@ def assert_chunk(chunk, shape, expected, replica):
         [0, size] if pair[0] is None else pair
         for pair, size in zip(slices, shape, strict=True)
     ]
-    assert [[piece.start, piece.stop] for piece in chunk.slices] == slices
+    actual = [[piece.start, piece.stop] for piece in chunk.slices]
+    assert actual == slices
     assert chunk.replica_id == replica
 
 
@@ -182,9 +184,8 @@ def test_default_mesh_and_its_local_part(vector):
     assert list(mesh.axis_names) == expected["axis_names"]
     assert dict(mesh.shape) == expected["global_shape"]
     assert mesh.size == expected["size"]
-    assert {
-        n: grid.axis_sizes[n] // grid.num_chunks[n] for n in grid.axis_names
-    } == expected["local_shape"]
+    actual = {n: grid.axis_sizes[n] // grid.num_chunks[n] for n in grid.axis_names}
+    assert actual == expected["local_shape"]
     process = inputs["process_index"]
     local = [d.id for d in mesh.devices.flat if d.process_index == process]
     assert local == [i for row in expected["local_ids"] for i in row]
@@ -199,19 +200,18 @@ def test_meshes_without_a_torus(vector):
     if vector["function"] == "PjitPartitioner.mesh":
         # T5X ignored ICI sizes that came without DCN sizes; a MeshSpec without `dcn` is
         # taken as it is.
-        mesh = MeshSpec(
-            zip(("replica", "data", "model"), inputs["ici_mesh_shape"], strict=True)
-        )
-        assert dict(mesh.build(jax.devices()).shape) == {
+        axes = zip(("replica", "data", "model"), inputs["ici_mesh_shape"], strict=True)
+        mesh = MeshSpec(axes)
+        shape = dict(mesh.build(jax.devices()).shape)
+        assert shape == {
             "replica": 1,
             "data": 4,
             "model": 2,
         }
         return
     if vector["tag"] == "conform" or inputs["num_partitions"] == local:
-        assert {"data": processes, "model": local} == (
-            expected.get("shape") or expected
-        )
+        actual = {"data": processes, "model": local}
+        assert actual == (expected.get("shape") or expected)
         return
     # T5X ignored the number of partitions on CPU; it is honoured, or refused.
     partitions = inputs["num_partitions"]
@@ -231,15 +231,13 @@ def test_hybrid_mesh(vector):
     ici = inputs["ici_mesh_shape"]
     dcn = inputs["dcn_mesh_shape"]
     sizes = [a * b for a, b in zip(ici, dcn, strict=True)]
-    spec = MeshSpec(
-        zip(names, sizes, strict=True), dcn=dict(zip(names, dcn, strict=True))
-    )
+    axes = zip(names, sizes, strict=True)
+    spec = MeshSpec(axes, dcn=dict(zip(names, dcn, strict=True)))
     order = spec.order(chips((4, 2, 1, 1), slices=2))
-    assert [list(pair) for pair in spec.shape.items()] == expected["shape"]
-    assert (
-        np.vectorize(lambda device: device.id)(order.devices).tolist()
-        == expected["ids"]
-    )
+    pairs = [list(pair) for pair in spec.shape.items()]
+    assert pairs == expected["shape"]
+    actual = np.vectorize(lambda device: device.id)(order.devices).tolist()
+    assert actual == expected["ids"]
     assert order.method == "hybrid: mesh_utils"
     assert order.mean_hops == (0.0, 1.0, 1.0)
 
@@ -250,7 +248,8 @@ def test_host_grid(vector):
     grid = grid_for(vector["inputs"])
     assert dict(grid.num_chunks) == expected["num_chunks"]
     ids = grid.chunk_ids[vector["inputs"]["process_index"]]
-    assert dict(zip(grid.axis_names, ids, strict=True)) == expected["chunk_ids"]
+    actual = dict(zip(grid.axis_names, ids, strict=True))
+    assert actual == expected["chunk_ids"]
 
 
 @SUITE.of("LocalChunker.get_local_chunk_info")
@@ -263,9 +262,9 @@ def test_local_chunk(vector):
     process = inputs["process_index"]
     if vector["id"] == "t5x-0253":
         # T5X had no tuple entries.
-        assert hosts.local_chunk(shape, spec, grid, process) == hosts.LocalChunk(
-            (slice(32, 64), slice(0, 16)), 0
-        )
+        actual = hosts.local_chunk(shape, spec, grid, process)
+        slices = (slice(32, 64), slice(0, 16))
+        assert actual == hosts.LocalChunk(slices, 0)
     elif vector["tag"] == "deviate":
         with pytest.raises(ValueError, match="not divisible|entries|twice|no axis"):
             hosts.local_chunk(shape, spec, grid, process)
@@ -279,10 +278,8 @@ def test_shard_id(vector):
     inputs = vector["inputs"]
     expected = vector["expected"]
     axes = inputs.get("sharded_mesh_axes", inputs.get("sharded_mesh_axes_order"))
-    assert (
-        hosts.shard_id(entry(axes), grid_for(inputs), inputs["process_index"])
-        == expected
-    )
+    actual = hosts.shard_id(entry(axes), grid_for(inputs), inputs["process_index"])
+    assert actual == expected
     if vector["tag"] == "deviate":
         # T5X took these axes in a set, whose order is that of their hashes.
         with pytest.raises(ValueError, match="no order; pass a tuple"):
@@ -305,14 +302,13 @@ def test_slices(vector):
     expected = vector["expected"]
     process = vector["inputs"]["process_index"]
     grid = slices_grid()
-    assert (
-        dict(zip(grid.axis_names, grid.chunk_ids[process], strict=True))
-        == expected["chunk_ids"]
-    )
+    actual = dict(zip(grid.axis_names, grid.chunk_ids[process], strict=True))
+    assert actual == expected["chunk_ids"]
     assert dict(grid.num_chunks) == expected["num_chunks"]
     pieces, replica = expected["chunk (32,64) [data,model]"]
+    chunk = hosts.local_chunk((32, 64), P("data", "model"), grid, process)
     assert_chunk(
-        hosts.local_chunk((32, 64), P("data", "model"), grid, process),
+        chunk,
         (32, 64),
         pieces,
         replica,
@@ -336,7 +332,8 @@ def test_data_layout(vector):
         return
     if "host_index" in inputs:
         # T5X could not be asked about another host.
-        assert hosts.data_layout(8, "data", grid, inputs["host_index"]).shard_id == 0
+        shard_id = hosts.data_layout(8, "data", grid, inputs["host_index"]).shard_id
+        assert shard_id == 0
         return
     axes = data_axes(inputs.get("logical_axis_rules", [["batch", "data"]]))
     layout = hosts.data_layout(inputs["batch_size"], axes, grid, process)
@@ -355,9 +352,10 @@ def test_data_properties(vector):
     assert MeshSpec.of(mesh).axis_size("data") == size
     assert layout.num_shards == shards
     assert layout.shard_id == shard
-    assert resolve(("batch",), AxisRules([("batch", "data")])).spec == spec_of(
-        spec["spec"]
-    )
+    rules = AxisRules([("batch", "data")])
+    decision = resolve(("batch",), rules)
+    actual = decision.spec
+    assert actual == spec_of(spec["spec"])
 
 
 def data_axes(rules):
@@ -382,10 +380,12 @@ def test_mesh_axes_of_a_leaf(vector):
     expected = vector["expected"]
     mesh = MeshSpec({"data": 2, "model": 2})
     axes = axis_rules(inputs.get("logical_axis_rules", []))
-    tree = {"w": jax.ShapeDtypeStruct((4, 4), np.float32)}
+    struct = jax.ShapeDtypeStruct((4, 4), np.float32)
+    tree = {"w": struct}
     names = {"w": inputs["logical_axes"] and tuple(inputs["logical_axes"])}
     planned = plan(tree, mesh, names=names, axes=axes, unmatched="replicate")
-    assert planned.specs["w"] == (spec_of(expected["spec"]) if expected else P())
+    expected_specs = spec_of(expected["spec"]) if expected else P()
+    assert planned.specs["w"] == expected_specs
 
 
 @SUITE.of("BasePartitioner.__init__")
@@ -395,10 +395,10 @@ def test_contradictory_partitioner_arguments(vector):
     submesh = vector["inputs"]["model_parallel_submesh"]
     error = Raises(ValueError, "has 2 dimensions, but `bounds`")
     with outcome(vector["inputs"].get("num_partitions", error)) as expected:
-        assert (
-            topology.submesh_order((4, 4, 1, 2), (2, 2, 1, 2), submesh).shape[1]
-            == expected
-        )
+        bounds = (4, 4, 1, 2)
+        host_bounds = (2, 2, 1, 2)
+        shape = topology.submesh_order(bounds, host_bounds, submesh).shape[1]
+        assert shape == expected
 
 
 @SUITE.of("with_sharding_constraint")
@@ -417,11 +417,11 @@ def test_no_global_mesh_is_read(vector):
     assert vector["tag"] == "context"
     # Whatever mesh is current, a plan is for the mesh that it was given.
     spec = MeshSpec({"data": 8})
-    with jax.set_mesh(jax.make_mesh((2,), ("other",))):
-        assert (
-            plan({"x": np.ones(8, np.float32)}, spec, paths=replicate_all()).mesh
-            == spec
-        )
+    mesh = jax.make_mesh((2,), ("other",))
+    with jax.set_mesh(mesh):
+        sharding_plan = plan({"x": np.ones(8, np.float32)}, spec, paths=replicate_all())
+        mesh = sharding_plan.mesh
+        assert mesh == spec
 
 
 def replicate_all():
@@ -451,16 +451,16 @@ def test_standard_rules(vector):
         Raises(ValueError, "use 1 or 2") if isinstance(expected, dict) else expected
     ) as target:
         rules = listed(preset(inputs))
-        assert (rules[-len(target) :] if "returns" in inputs else rules) == target
+        actual = rules[-len(target) :] if "returns" in inputs else rules
+        assert actual == target
 
 
 @SUITE.of("standard_rules->logical_to_mesh_axes")
 def test_standard_rules_resolve(vector):
     inputs = vector["inputs"]
     expected = vector["expected"]
-    assert resolve(tuple(inputs["array_dim_names"]), preset(inputs)).spec == spec_of(
-        expected["spec"]
-    )
+    spec = resolve(tuple(inputs["array_dim_names"]), preset(inputs)).spec
+    assert spec == spec_of(expected["spec"])
 
 
 @SUITE.of("PjitPartitioner.logical_axis_rules")

@@ -26,12 +26,10 @@ class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x):
         init = nn.initializers.lecun_normal()
-        x = nn.Dense(
-            8, kernel_init=nn.with_logical_partitioning(init, ("embed", "mlp"))
-        )(x)
-        return nn.Dense(
-            4, kernel_init=nn.with_logical_partitioning(init, ("mlp", "embed"))
-        )(x)
+        kernel_init = nn.with_logical_partitioning(init, ("embed", "mlp"))
+        x = nn.Dense(8, kernel_init=kernel_init)(x)
+        kernel_init = nn.with_logical_partitioning(init, ("mlp", "embed"))
+        return nn.Dense(4, kernel_init=kernel_init)(x)
 
 
 def boxed_mlp():
@@ -49,11 +47,11 @@ def nnx_mlp():
 
 
 def test_names_of_linen_variables_and_what_flax_unboxes():
-    dense = [
-        {"bias": (), "kernel": names} for names in (("embed", "mlp"), ("mlp", "embed"))
-    ]
+    cases = (("embed", "mlp"), ("mlp", "embed"))
+    dense = [{"bias": (), "kernel": names} for names in cases]
     boxed = boxed_mlp()
-    assert interop.names_of(boxed, default=())["params"] == {
+    params = interop.names_of(boxed, default=())["params"]
+    assert params == {
         "Dense_0": dense[0],
         "Dense_1": dense[1],
     }
@@ -84,11 +82,11 @@ def test_linen_variables_are_initialised_sharded_under_a_plan(reading):
         lambda key: reading(Mlp().init(key, jnp.ones((2, 4)))),
         out_shardings=sharding_plan.shardings,
     )
-    kernel = interop.unboxed(init(jax.random.key(0)))["params"]["Dense_0"]["kernel"]
+    params = interop.unboxed(init(jax.random.key(0)))["params"]
+    kernel = params["Dense_0"]["kernel"]
     assert kernel.sharding == NamedSharding(mesh, P("fsdp", "tensor"))
-    plain = meta.unbox(Mlp().init(jax.random.key(0), jnp.ones((2, 4))))["params"][
-        "Dense_0"
-    ]["kernel"]
+    params = meta.unbox(Mlp().init(jax.random.key(0), jnp.ones((2, 4))))["params"]
+    plain = params["Dense_0"]["kernel"]
     assert jnp.array_equal(kernel, plain)
 
 
@@ -107,9 +105,8 @@ def bridged():
 
 def test_bridged_layers_keep_their_names_and_rules():
     layer, boxed = bridged()
-    assert interop.names_of(boxed, default=()) == {
-        "params": {"kernel": ("embed", "mlp"), "bias": ()}
-    }
+    expected = {"params": {"kernel": ("embed", "mlp"), "bias": ()}}
+    assert interop.names_of(boxed, default=()) == expected
     assert interop.rules_of(boxed) == AxisRules([("mlp", "tensor")])
     rules = interop.composite_rules(interop.rules_of(boxed), [("embed", "fsdp")])
     names = interop.names_of(boxed, default=())
@@ -119,16 +116,16 @@ def test_bridged_layers_keep_their_names_and_rules():
     assert sharding_plan["params/kernel"].spec == P("fsdp", "tensor")
     assert sharding_plan["params/bias"].spec == P()
     # Flax reads only the rules that the box itself carries.
-    assert nn.get_partition_spec(boxed)["params"]["kernel"] == P("embed", "tensor")
+    kernel = nn.get_partition_spec(boxed)["params"]["kernel"]
+    assert kernel == P("embed", "tensor")
     placed = sharding_plan.on(MESH.build(jax.devices()))
     init = jax.jit(
         lambda key: interop.unboxed(layer.init(key, jnp.ones((2, 4)))),
         out_shardings=placed.shardings,
     )
-    assert (
-        init(jax.random.key(0))["params"]["kernel"].sharding
-        == placed.shardings["params"]["kernel"]
-    )
+    kernel = init(jax.random.key(0))["params"]["kernel"]
+    sharding = kernel.sharding
+    assert sharding == placed.shardings["params"]["kernel"]
 
 
 # --- nnx
@@ -137,9 +134,8 @@ def test_bridged_layers_keep_their_names_and_rules():
 def test_nnx_states_are_planned_and_sharded():
     mesh = MESH.build(jax.devices())
     state = nnx.state(nnx_mlp())
-    sharding_plan = plan(
-        state, mesh, names=interop.names_of(state, default=()), axes=RULES
-    )
+    names = interop.names_of(state, default=())
+    sharding_plan = plan(state, mesh, names=names, axes=RULES)
     assert sharding_plan["kernel/value"].spec == P("fsdp", "tensor")
     assert sharding_plan["bias/value"].spec == P()
     arrays = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), state)
@@ -173,7 +169,8 @@ def test_every_kind_of_out_sharding_is_read(sharding):
     )
     # A PartitionSpec says nothing of the dimensions beyond its end, a tuple of names
     # has one for each.
-    assert names == (axes if isinstance(sharding, tuple | list) else (*axes, ...))
+    expected = axes if isinstance(sharding, tuple | list) else (*axes, ...)
+    assert names == expected
     with pytest.raises(
         SpecError,
         match="the sharding 'embed' of a flax variable has no names; give it a tuple",
@@ -185,7 +182,8 @@ def test_reading_a_box_changes_nothing():
     # B89: flax's `to_nnx_metadata` takes the names out of the box that it reads.
     box = nn.LogicallyPartitioned(jnp.ones(4), ("embed",))
     for _ in range(2):
-        assert interop.names_of({"w": box}) == {"w": ("embed",)}
+        names = interop.names_of({"w": box})
+        assert names == {"w": ("embed",)}
         assert interop.rules_of({"w": box}) == AxisRules()
     # B89: flax's boxes are equal whatever their names are; plans are not.
     other = nn.LogicallyPartitioned(box.value, ("mlp",))
@@ -218,12 +216,13 @@ def test_rules_of_boxes_and_variables_are_merged():
         names=names,
         axes=interop.core_rules(interop.rules_of(tree), MESH),
     )
-    assert [leaf.spec for leaf in sharding_plan.leaves] == [
+    expected = [
         P("fsdp"),
         P("tensor"),
         P("fsdp"),
         P(),
     ]
+    assert [leaf.spec for leaf in sharding_plan.leaves] == expected
     other = nn.LogicallyPartitioned(
         jnp.ones(4), ("embed",), rules=(("embed", "tensor"),)
     )
@@ -263,20 +262,17 @@ def test_composite_rules_is_flaxs_where_no_name_occurs_twice(one, two):
 
 def test_flax_rules_keep_modes_units_and_aliases():
     assert interop.composite_rules(None, None) == AxisRules()
-    assert (
-        interop.composite_rules({"embed": "fsdp"}, AxisRules({"mlp": "tensor"}))
-        == RULES
-    )
+    actual = interop.composite_rules({"embed": "fsdp"}, AxisRules({"mlp": "tensor"}))
+    assert actual == RULES
     # A rule may rename an axis.
-    assert resolve(("fsdp",), interop.core_rules({"fsdp": "tensor"}, MESH)).spec == P(
-        "tensor"
-    )
-    rules = AxisRules(
-        {"a": "x"}, modes={"decode": {"a": None}}, units={"a": 2}, aliases={"b": "a"}
-    )
-    assert interop.core_rules(rules, MeshSpec({"y": 1, "a": 1})) == rules.prepend(
-        {"y": "y"}
-    )
+    decision = resolve(("fsdp",), interop.core_rules({"fsdp": "tensor"}, MESH))
+    spec = decision.spec
+    assert spec == P("tensor")
+    modes = {"decode": {"a": None}}
+    rules = AxisRules({"a": "x"}, modes=modes, units={"a": 2}, aliases={"b": "a"})
+    mesh = MeshSpec({"y": 1, "a": 1})
+    actual = interop.core_rules(rules, mesh)
+    assert actual == rules.prepend({"y": "y"})
 
 
 # --- axes that come and go

@@ -66,7 +66,8 @@ def test_every_class_of_transformers_converts(classes):
         both = huggingface.rules_of(plans, expert="expert")
         keys = {rule[1].target.key for rule in both.rules[:-1]}
         implied = {"embed_tokens"} if plans.tensor else set()
-        assert keys == plans.tensor.keys() | plans.expert.keys() | implied
+        expected = plans.tensor.keys() | plans.expert.keys() | implied
+        assert keys == expected
         assert hash(both) == hash(huggingface.rules_of(plans, expert="expert"))
 
 
@@ -74,9 +75,8 @@ def test_every_class_of_transformers_converts(classes):
 def test_plans_of_real_architectures(classes, name):
     (plans,) = [plans for (_, owner), plans in classes.items() if owner == name]
     tree = {path: struct(shape) for path, (shape, _) in DATA[name].items()}
-    rules = huggingface.rules_of(
-        plans, expert="expert", prefix=next(iter(tree)).partition(".")[0]
-    )
+    prefix = next(iter(tree)).partition(".")[0]
+    rules = huggingface.rules_of(plans, expert="expert", prefix=prefix)
     assert specs_of(tree, rules) == {
         path: P(*spec) for path, (_, spec) in DATA[name].items()
     }
@@ -108,7 +108,8 @@ PLAN = {
     ],
 )
 def test_what_styles_do(path, shape, spec):
-    assert specs_of({path: struct(shape)}, huggingface.rules_of(PLAN))[path] == spec
+    specs = specs_of({path: struct(shape)}, huggingface.rules_of(PLAN))[path]
+    assert specs == spec
 
 
 def test_parts_of_packed_weights_and_heads_stay_whole():
@@ -119,11 +120,12 @@ def test_parts_of_packed_weights_and_heads_stay_whole():
     tree |= {"layers.0.self_attn.q_proj.weight": struct((64, 32))}
     rules = huggingface.rules_of(PLAN, units={"q_proj": 32})
     two, four = (plan(tree, MeshSpec({"tensor": size}), paths=rules) for size in (2, 4))
-    assert [leaf.spec for leaf in two.leaves] == [
+    expected = [
         P(None, "tensor"),
         P(None, "tensor"),
         P("tensor"),
     ]
+    assert [leaf.spec for leaf in two.leaves] == expected
     for leaf in four.leaves:
         assert leaf.spec == P()
         assert [why.code for why in leaf.reasons] == [Code.unit]
@@ -192,15 +194,20 @@ def test_the_name_of_a_layer_comes_before_that_of_all(is_reversed):
         styles = dict(reversed(styles.items()))
     tree = {f"layers.{n}.mlp.up_proj.weight": struct((64, 32)) for n in (0, 1)}
     specs = specs_of(tree, huggingface.rules_of(styles))
-    assert [*specs.values()] == [P(None, "tensor"), P("tensor")]
+    expected = [P(None, "tensor"), P("tensor")]
+    assert [*specs.values()] == expected
 
 
 def test_embeddings_are_sharded_unless_a_plan_names_them():
     tree = {"model.embed_tokens.weight": struct((256, 64))}
     plans = {"layers.*.self_attn.q_proj": "colwise"}
-    assert [*specs_of(tree, huggingface.rules_of(plans)).values()] == [P("tensor")]
+    specs = specs_of(tree, huggingface.rules_of(plans)).values()
+    actual = [*specs]
+    assert actual == [P("tensor")]
     for styles in ({"embed_tokens": "replicate", **plans}, {}):
-        assert [*specs_of(tree, huggingface.rules_of(styles)).values()] == [P()]
+        specs = specs_of(tree, huggingface.rules_of(styles)).values()
+        actual = [*specs]
+        assert actual == [P()]
 
 
 class SequenceConfig:
@@ -239,11 +246,13 @@ def test_the_plan_of_a_models_class_is_for_its_head():
     assert (
         huggingface.plans_of(LlamaConfig) == huggingface.plans_of(LlamaConfig()) == body
     )
-    assert list(specs_of(tree, huggingface.rules_of(plans)).values()) == [
+    specs = list(specs_of(tree, huggingface.rules_of(plans)).values())
+    expected = [
         P("tensor"),
         P(None, "tensor"),
         P(),
     ]
+    assert specs == expected
     with pytest.raises(RuleError, match="has no `base_model_tp_plan`"):
         huggingface.plans_of(int)
     with pytest.raises(
@@ -279,9 +288,10 @@ def test_experts_under_their_names_on_disk(module, gate, up, down):
         for name in (gate, up, down)
     }
     specs = specs_of(tree, huggingface.rules_of(EXPERTS))
-    assert list(specs.values()) == [
+    expected = [
         P("tensor") if down not in path else P(None, "tensor") for path in specs
     ]
+    assert list(specs.values()) == expected
     with pytest.raises(
         RuleError,
         match=(
@@ -290,6 +300,5 @@ def test_experts_under_their_names_on_disk(module, gate, up, down):
     ):
         specs_of(tree, huggingface.rules_of(EXPERTS, expert="expert"))
     fused = {"model.layers.0.mlp.experts.gate_up_proj": struct((8, 256, 64))}
-    assert specs_of(fused, huggingface.rules_of(EXPERTS, expert="expert")) == {
-        [*fused][0]: P("expert")
-    }
+    actual = specs_of(fused, huggingface.rules_of(EXPERTS, expert="expert"))
+    assert actual == {[*fused][0]: P("expert")}

@@ -74,10 +74,11 @@ def test_maxtext_decides_as_flax_does(names):
 def test_maxtext_passes_over_axes_that_the_mesh_lacks():
     _, rules = maxtext.rules_of(FILE)
     tree = {"x": struct((8, 16))}
+    names = {"x": ("activation_length_attn", "embed")}
     sharding_plan = plan(
         tree,
         MeshSpec({"fsdp": 2}),
-        names={"x": ("activation_length_attn", "embed")},
+        names=names,
         axes=rules,
     )
     assert sharding_plan["x"].spec == P(None, "fsdp")
@@ -120,13 +121,14 @@ def test_a_layout_map_matches_whole_paths():
     }
     tree["out"] = {"dense": {"kernel": struct((8, 8))}}
     specs = specs_of(tree, keras.rules_of(LAYOUT), MeshSpec({"model": 4}))
-    assert specs == {
+    expected = {
         "m/dense_1/kernel": P(None, "model"),
         "m/dense_1/bias": P("model"),
         "m/dense_1/kernel_scale": P(),
         # A path that is a key takes its layout, whatever else matches it.
         "out/dense/kernel": P("model"),
     }
+    assert specs == expected
 
 
 def test_layout_maps_that_say_nothing_are_refused():
@@ -169,9 +171,9 @@ def test_the_maps_of_keras_hub():
     for layout_map in layouts_by_stem.values():
         rules = keras.rules_of(layout_map)
         tree = {"token_embedding": {"embeddings": struct((256, 64))}}
-        assert specs_of(tree, rules, MeshSpec({"data": 2, "model": 4})) == {
-            "token_embedding/embeddings": P("model", "data")
-        }
+        mesh = MeshSpec({"data": 2, "model": 4})
+        specs = specs_of(tree, rules, mesh)
+        assert specs == {"token_embedding/embeddings": P("model", "data")}
 
 
 # Levanter
@@ -185,23 +187,26 @@ def test_two_mappings_of_a_trainer():
     both = levanter.mappings_of(
         trainer | {"parameter_axis_resources": {"mlp": ["model", "data"]}}
     )
-    assert dict(both.compute.rules) == dict.fromkeys(
-        ("vocab", "mlp", "heads"), "model"
-    ) | {"batch": ("replica", "data")}
-    assert dict(both.parameter.rules) == {
+    expected = dict.fromkeys(("vocab", "mlp", "heads"), "model") | {
+        "batch": ("replica", "data")
+    }
+    assert dict(both.compute.rules) == expected
+    expected = {
         **dict(both.compute.rules),
         "mlp": ("model", "data"),
         "embed": "data",
     }
-    assert levanter.mappings_of({"fsdp_axis": ["embed", "x"]}).parameter.names == (
+    assert dict(both.parameter.rules) == expected
+    parameter = levanter.mappings_of({"fsdp_axis": ["embed", "x"]}).parameter
+    names = parameter.names
+    assert names == (
         "batch",
         "embed",
         "x",
     )
-    assert (
-        levanter.mappings_of({"fsdp_axis": None, "batch_axis": None}).parameter.rules
-        == ()
-    )
+    parameter = levanter.mappings_of({"fsdp_axis": None, "batch_axis": None}).parameter
+    rules = parameter.rules
+    assert rules == ()
 
 
 # haliax
@@ -250,15 +255,15 @@ def module_of_haliax():
 def test_named_arrays_are_planned_by_the_names_that_they_carry():
     tree = module_of_haliax()
     mesh = MeshSpec({"data": 4, "model": 2})
-    axes = levanter.rules_of({"embed": "data", "mlp": "model"}).extend(
-        [("layers", None)]
-    )
+    rules = levanter.rules_of({"embed": "data", "mlp": "model"})
+    axes = rules.extend([("layers", None)])
     names = haliax.names_of(tree, default=())
-    assert names == {
+    expected = {
         "up": ("layers", "embed", "mlp"),
         "down": ("layers", "mlp", "embed"),
         "scale": (),
     }
+    assert names == expected
     params = plan(tree, mesh, names=names, axes=axes)
     assert params["up/0"].spec == P(None, "data", "model")
     assert params["down/0"].spec == P(None, "model", "data")
@@ -280,7 +285,8 @@ def test_named_arrays_that_nothing_reads_say_which_line_does():
     with pytest.raises(UnmatchedError, match=line):
         plan(tree, mesh, paths=PathRules([("scale", P())]))
     rules = PathRules([(".*", fsdp("data"))])
-    assert plan(tree, mesh, paths=rules)["up/0"].spec != P()
+    spec = plan(tree, mesh, paths=rules)["up/0"].spec
+    assert spec != P()
 
 
 # T5X
@@ -331,17 +337,17 @@ def test_gin_files_of_experts():
         ("unmodeled", None),
     )
     added = (("rows", "data"), ("cols", None))
-    assert read.rules.rules == (
+    expected = (
         ("batch", ("expert", "data")),
         *standard[1:],
         *experts,
         *added,
     )
+    assert read.rules.rules == expected
     mesh = MeshSpec({"data": 2, "expert": 4, "model": 2})
     weight = {"wi": struct((16, 32, 64))}
-    sharding_plan = plan(
-        weight, mesh, names={"wi": ("expert", None, "expert_mlp")}, axes=read.rules
-    )
+    names = {"wi": ("expert", None, "expert_mlp")}
+    sharding_plan = plan(weight, mesh, names=names, axes=read.rules)
     assert sharding_plan["wi"].spec == P("expert", None, "model")
     said = (
         "NUM_MODEL_PARTITIONS ="
@@ -381,9 +387,10 @@ def test_gin_files_without_a_known_partitioner_are_refused(text):
 
 def test_gin_files():
     read = t5x.partitioning_of(GIN)
-    assert read == t5x.Partitioning(
-        presets.t5x(2, 2, [("rows", "data"), ("cols", None)]), 1, (2, 2, 1, 1)
-    )
+    rules = presets.t5x(2, 2, [("rows", "data"), ("cols", None)])
+    model_parallel_submesh = (2, 2, 1, 1)
+    expected = t5x.Partitioning(rules, 1, model_parallel_submesh)
+    assert read == expected
     sizes = t5x.partitioning_of("partitioning.PjitPartitioner.num_partitions = 2\n")
     assert sizes == t5x.Partitioning(presets.t5x(), 2, None)
     later = GIN + "\npartitioning.PjitPartitioner.num_partitions = 8\n"
@@ -392,7 +399,8 @@ def test_gin_files():
         "partitioning.PjitPartitioner.logical_axis_rules = [\n    ('batch', 'data'),\n "
         "   ('vocab', None),\n]\n"
     )
-    assert t5x.partitioning_of(text).rules.rules == (("batch", "data"), ("vocab", None))
+    expected = (("batch", "data"), ("vocab", None))
+    assert t5x.partitioning_of(text).rules.rules == expected
     with pytest.raises(RuleError, match="is bound to `%RULES`, which is no constant"):
         t5x.partitioning_of(
             "partitioning.PjitPartitioner.logical_axis_rules = %RULES\n"

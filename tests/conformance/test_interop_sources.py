@@ -45,9 +45,9 @@ def attributes(source):
 
 
 def modeling(folder):
-    return attributes(
-        "".join(file.read_text() for file in sorted(folder.glob("modeling_*.py")))
-    )
+    files = sorted(folder.glob("modeling_*.py"))
+    source = "".join(file.read_text() for file in files)
+    return attributes(source)
 
 
 def unknown(paths, recorded):
@@ -62,17 +62,20 @@ def unknown(paths, recorded):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_hand_checked_plans_have_the_names_of_transformers(name):
+    files = (folder_of("transformers") / "models").glob("*/configuration_*.py")
     folders = [
         file.parent
-        for file in (folder_of("transformers") / "models").glob("*/configuration_*.py")
+        for file in files
         if re.search(rf"^class {name}\(", file.read_text(), re.MULTILINE)
     ]
     assert len(folders) == 1
     assert unknown(PLANS[name], modeling(folders[0])) == []
     # Of the whole model: a plan's names begin where the model without its head does.
-    (text,) = [file.read_text() for file in folders[0].glob("modeling_*.py")]
+    files = folders[0].glob("modeling_*.py")
+    (text,) = [file.read_text() for file in files]
     prefix = re.findall(r'base_model_prefix = "(\w+)"', text)[0]
-    assert {path.split(".")[0] for path in PLANS[name]} <= {prefix, "lm_head"}
+    parts = {path.split(".")[0] for path in PLANS[name]}
+    assert parts <= {prefix, "lm_head"}
 
 
 def test_the_layer_after_the_last_is_no_layer_of_transformers():
@@ -99,7 +102,8 @@ def layout_map():
     ]
     class_node.decorator_list = []
     namespace = {"collections": collections, "re": re, "TensorLayout": Layout}
-    exec(compile(ast.Module([class_node], []), "keras", "exec"), namespace)
+    compiled = compile(ast.Module([class_node], []), "keras", "exec")
+    exec(compiled, namespace)
     return namespace["LayoutMap"]
 
 
@@ -152,7 +156,8 @@ def test_a_layout_map_decides_as_keras_does(layout_map, layouts):
     ours = keras.rules_of(theirs)
     mesh = MeshSpec({"data": 2, "model": 4})
     for path in PATHS:
-        tree = {path: jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+        struct = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        tree = {path: struct}
         try:
             layout = theirs[path]
         except ValueError:
@@ -163,12 +168,14 @@ def test_a_layout_map_decides_as_keras_does(layout_map, layouts):
             continue
         expected = P() if layout is None else P(*layout.axes)
         (leaf,) = plan(tree, mesh, paths=ours).leaves
-        assert tuple(leaf.spec) == tuple(expected)[: len(leaf.spec)], path
+        expected_spec = tuple(expected)[: len(leaf.spec)]
+        assert tuple(leaf.spec) == expected_spec, path
         assert not any(expected[len(leaf.spec) :]), path
 
 
 def test_the_page_about_eformer_has_each_name_of_escale():
-    module = ast.parse((folder_of("eformer") / "escale" / "__init__.py").read_text())
+    text = (folder_of("eformer") / "escale" / "__init__.py").read_text()
+    module = ast.parse(text)
     (names,) = [
         ast.literal_eval(node.value)
         for node in module.body

@@ -83,7 +83,8 @@ class Suite:
         """`skipped` are ids or beginnings of functions, and `within` is the beginning
         of all functions.
         """
-        every = json.loads((ROOT / "tests" / "data" / name).read_text())
+        text = (ROOT / "tests" / "data" / name).read_text()
+        every = json.loads(text)
         self.vectors = [
             vector for vector in every if vector["function"].startswith(within)
         ]
@@ -106,9 +107,8 @@ class Suite:
         ]
         assert chosen
         self.run += [vector["id"] for vector in chosen]
-        return pytest.mark.parametrize(
-            "vector", chosen, ids=[vector["id"] for vector in chosen]
-        )
+        vectors = [vector["id"] for vector in chosen]
+        return pytest.mark.parametrize("vector", chosen, ids=vectors)
 
     def expected(self, vector: Any) -> Any:
         """What shardfx must give: measured, or stated."""
@@ -123,11 +123,13 @@ class Suite:
         and these `more_deviations`.
         """
         ids = [vector["id"] for vector in self.vectors]
-        assert sorted(ids) == sorted([*self.run, *self.skipped])
+        expected = sorted([*self.run, *self.skipped])
+        assert sorted(ids) == expected
         assert len(set(ids)) == len(ids)
-        tagged = {
+        vectors = {
             vector["id"] for vector in self.vectors if vector["tag"] == "deviate"
-        } - set(self.skipped)
+        }
+        tagged = vectors - set(self.skipped)
         assert set(self.deviations) == tagged | set(more_deviations)
 
 
