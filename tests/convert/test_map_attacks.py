@@ -163,9 +163,12 @@ ODD_NAMES = [
 def test_names_are_taken_as_they_are(name):
     tree_map = TreeMap({name: From(name)})
     assert TreeMap.from_json(tree_map.to_json()) == tree_map
-    assert eval(str(tree_map.rules[name])) == tree_map.rules[name]
-    same(tree_map.apply({name: W["w"]})[name], W["w"])
-    for other in ("x", name + "x", name.replace(".", "x") + "y"):
+    actual = eval(str(tree_map.rules[name]))
+    assert actual == tree_map.rules[name]
+    applied = tree_map.apply({name: W["w"]})[name]
+    same(applied, W["w"])
+    replaced = name.replace(".", "x") + "y"
+    for other in ("x", name + "x", replaced):
         with pytest.raises(MapError, match="the source has no"):
             tree_map.apply({other: W["w"]})
 
@@ -174,14 +177,16 @@ def test_names_in_a_circle():
     arrays = {name: np.full(2, number) for number, name in enumerate("abc")}
     circle = TreeMap({"a": "b", "b": "c", "c": "a"})
     applied = circle.then(circle).apply(arrays)
-    assert [int(applied[name][0]) for name in "abc"] == [2, 0, 1]
+    actual = [int(applied[name][0]) for name in "abc"]
+    assert actual == [2, 0, 1]
     for three in (
         circle.then(circle).then(circle),
         circle.then(circle.then(circle)),
         circle.then(circle.inverse()),
     ):
         for name, array in arrays.items():
-            assert (three.apply(arrays, like=arrays)[name] == array).all()
+            actual = three.apply(arrays, like=arrays)[name]
+            assert (actual == array).all()
 
 
 def test_numbers_of_numpy_are_plain_ones():
@@ -189,20 +194,21 @@ def test_numbers_of_numpy_are_plain_ones():
     size = np.int32(3)
     value = np.float32(2)
     tree_map = TreeMap({"x": leaf().split(dim, size).pad_to(5, value=value)})  # pyright: ignore[reportArgumentType]
-    assert (
-        tree_map
-        == TreeMap.from_json(tree_map.to_json())
-        == TreeMap({"x": leaf().split(0, 3).pad_to(5, value=2.0)})
-    )
+    parts = leaf().split(0, 3)
+    rules = {"x": parts.pad_to(5, value=2.0)}
+    expected = TreeMap(rules)
+    assert tree_map == TreeMap.from_json(tree_map.to_json()) == expected
 
 
 def test_a_stack_of_so_many():
-    tree_map = TreeMap(
-        {"x": leaf("w.{i}").stack("i", count=2), "y": leaf("w.{i+2}").stack("i")}
-    )
-    applied = tree_map.apply({f"w.{i}": np.full(3, i) for i in range(5)})
-    assert applied["x"][:, 0].tolist() == [0, 1]
-    assert applied["y"][:, 0].tolist() == [
+    rules = {"x": leaf("w.{i}").stack("i", count=2), "y": leaf("w.{i+2}").stack("i")}
+    tree_map = TreeMap(rules)
+    arrays = {f"w.{i}": np.full(3, i) for i in range(5)}
+    applied = tree_map.apply(arrays)
+    actual = applied["x"][:, 0].tolist()
+    assert actual == [0, 1]
+    actual = applied["y"][:, 0].tolist()
+    assert actual == [
         2,
         3,
         4,
@@ -301,15 +307,19 @@ def test_what_a_map_would_leave_out_is_named(count, drop, message):
 
 
 def test_a_count_and_a_drop_leave_layers_out():
+    rules = {"w": From("layers.{i}.w").stack("i", count=2)}
     tree_map = TreeMap(
-        {"w": From("layers.{i}.w").stack("i", count=2)},
+        rules,
         drop=["layers.{i}.{x*}"],
         rest=["inv_freq"],
     )
-    assert tree_map.apply(LAYERS)["w"].shape == (2, 4, 3)
+    shape = tree_map.apply(LAYERS)["w"].shape
+    assert shape == (2, 4, 3)
     assert TreeMap.from_json(tree_map.to_json()) == tree_map
     assert tree_map.rest == ("inv_freq",)
-    assert tree_map.apply(LAYERS | {"inv_freq": np.ones(2)})["w"].shape == (2, 4, 3)
+    applied = tree_map.apply(LAYERS | {"inv_freq": np.ones(2)})["w"]
+    shape = applied.shape
+    assert shape == (2, 4, 3)
 
 
 def test_braces_do_not_subtract():
@@ -319,7 +329,9 @@ def test_braces_do_not_subtract():
 
 def test_a_stack_that_says_how_many_needs_no_number_in_a_path():
     rows = np.arange(12).reshape(6, 2)
-    applied = TreeMap({"w": From("l").at("i").stack("i", count=6)}).apply({"l": rows})
+    rules = {"w": From("l").at("i").stack("i", count=6)}
+    tree_map = TreeMap(rules)
+    applied = tree_map.apply({"l": rows})
     np.testing.assert_array_equal(applied["w"], rows)
     with pytest.raises(
         MapError,

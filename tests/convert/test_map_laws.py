@@ -50,14 +50,16 @@ def test_pieces_within_a_box_equal_numpy_slices(case, data):
     for path, array in pieces_of(tree_map, arrays).items():
         assert array.shape == whole[path].shape
         assert array.dtype == whole[path].dtype
-        assert sum(piece.elements for piece in array.pieces) == math.prod(array.shape)
+        total = sum(piece.elements for piece in array.pieces)
+        assert total == math.prod(array.shape)
         box = box_of(data.draw, array.shape)
         struct = whole[path][tuple(slice(*bounds) for bounds in box)]
         filled_in, landed = (
             np.full(struct.shape, number).astype(array.dtype) for number in (7, 0)
         )
         for part in (part for piece in array.pieces for part in p.within(piece, box)):
-            for few in chunks(part, data.draw(st.integers(1, 40))):
+            most = data.draw(st.integers(1, 40))
+            for few in chunks(part, most):
                 fill(filled_in, box, few, reader(arrays))
             if part.value.path is None:
                 fill(landed, box, part, reader(arrays))
@@ -93,7 +95,8 @@ def test_entries_of_a_stack_are_what_each_evaluation_makes(shape, data):
     rule, _ = data.draw(chains(entry, shape))
     operands = data.draw(st.sampled_from([[entry], [entry, entry], [entry, other]]))
     if len(operands) > 1 and shape:
-        rule = From.concat(operands, dim=data.draw(st.integers(0, len(shape) - 1)))
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        rule = From.concat(operands, dim=dim)
     leaves = structs_of(arrays, arrays.values())
     entry_rule = EntryRule(rule, LeavesMade(leaves, {}))
     is_same_entry = other not in operands or not shape
@@ -149,14 +152,13 @@ def test_the_inverse_of_maps_leads_back(case, data):
             path: data.draw(chains(leaf(path), array.shape, keeps_all=True))[0]
             for path, array in tree_map.apply(arrays).items()
         }
-        tree_map = tree_map.then(
-            TreeMap(
-                {f"{number}/{path}": note.make(None) for path, note in notes.items()}
-            )
-        )
+        rules = {f"{number}/{path}": note.make(None) for path, note in notes.items()}
+        tree_map = tree_map.then(TreeMap(rules))
     there = tree_map.apply(arrays)
-    rows = [tree_map.then(tree_map.inverse()).apply(arrays, like=arrays)]
-    for tree in (there, {path: jnp.asarray(array) for path, array in there.items()}):
+    applied = tree_map.then(tree_map.inverse()).apply(arrays, like=arrays)
+    rows = [applied]
+    arrays_by_path = {path: jnp.asarray(array) for path, array in there.items()}
+    for tree in (there, arrays_by_path):
         rows.append(tree_map.inverse().apply(tree, like=arrays))
     for again in rows:
         assert again.keys() == arrays.keys()
@@ -179,7 +181,8 @@ def test_a_map_is_its_text_and_its_json(case):
 def test_scaled_blocks_are_what_numpy_makes_of_them():
     weight = filled((200, 130), np.dtype("int8"))
     scales = filled((2, 2), np.dtype("float32")) + 0.5
-    tree_map = TreeMap({"w": From("w").scale("s", block=(128, 128)).cast("bfloat16").T})
+    rules = {"w": From("w").scale("s", block=(128, 128)).cast("bfloat16").T}
+    tree_map = TreeMap(rules)
     arrays = {"w": weight, "s": scales}
     by_hand = (
         weight.astype(np.float32) * scales.repeat(128, 0).repeat(128, 1)[:200, :130]
@@ -188,11 +191,13 @@ def test_scaled_blocks_are_what_numpy_makes_of_them():
     same(whole, by_hand.astype(whole.dtype).T)
     # Also ahead of an inverted map, which is applied by pieces.
     turned = TreeMap({"w": From("w").T}).inverse()
+    structs_by_path = {path: jnp.asarray(struct) for path, struct in arrays.items()}
     for tree in (
         arrays,
-        {path: jnp.asarray(struct) for path, struct in arrays.items()},
+        structs_by_path,
     ):
-        same(tree_map.then(turned).apply(tree, like={"w": whole.T})["w"], whole.T)
+        applied = tree_map.then(turned).apply(tree, like={"w": whole.T})["w"]
+        same(applied, whole.T)
     (array,) = pieces_of(tree_map, arrays).values()
     box = ((100, 130), (5, 190))
     memory = np.zeros((30, 185), array.dtype)
@@ -211,12 +216,11 @@ def test_arithmetic_is_in_float32_and_rounded_to_the_dtype():
         "x": filled((8, 6), np.dtype("float32")).astype(jnp.bfloat16),
         "n": filled((6,), np.dtype("float32")),
     }
-    tree_map = TreeMap(
-        {
-            "x": From("x").T.times(0.3).plus(1.1),
-            "n": From("n").plus(1).cast("float16").times(2),
-        }
-    )
+    rules = {
+        "x": From("x").T.times(0.3).plus(1.1),
+        "n": From("n").plus(1).cast("float16").times(2),
+    }
+    tree_map = TreeMap(rules)
     whole = tree_map.apply(arrays)
 
     def rounded(x):
@@ -229,7 +233,7 @@ def test_arithmetic_is_in_float32_and_rounded_to_the_dtype():
     same(whole["n"], (arrays["n"] + 1).astype(np.float16) * np.float16(2))
     for path, array in pieces_of(tree_map, arrays).items():
         same(from_pieces(array, arrays), whole[path])
-    for path, array in tree_map.apply(
-        {path: jnp.asarray(struct) for path, struct in arrays.items()}
-    ).items():
+    structs_by_path = {path: jnp.asarray(struct) for path, struct in arrays.items()}
+    applied = tree_map.apply(structs_by_path)
+    for path, array in applied.items():
         same(array, whole[path])
