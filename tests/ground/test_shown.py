@@ -30,7 +30,8 @@ def results():
         for letter in "abcdefgh"
         for other, struct in TREE.items()
     }
-    yield sfx.diff(sfx.plan(many, MESH, paths=RULES), sfx.plan(many, MESH, paths=WHOLE))
+    sharding_plan = sfx.plan(many, MESH, paths=RULES)
+    yield sfx.diff(sharding_plan, sfx.plan(many, MESH, paths=WHOLE))
 
 
 @pytest.mark.parametrize(

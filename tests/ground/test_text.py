@@ -60,7 +60,9 @@ def test_any_text_is_shown_on_one_line(text):
 
 def test_long_numbers_are_part_of_a_name():
     paths = [f"a/{digit * (sys.get_int_max_str_digits() + 1)}/w" for digit in "12"]
-    assert [between_numbers(path) for path in paths] == [(paths[0],), (paths[1],)]
+    actual = [between_numbers(path) for path in paths]
+    expected = [(paths[0],), (paths[1],)]
+    assert actual == expected
     assert between_numbers("a/12/w") == ("a/", "/w")
     assert joined(["a/1/w", "a/2/w"]) == "a/{1..2}/w"
 
@@ -73,13 +75,15 @@ def test_a_table_has_one_line_per_row_and_keeps_paths():
         ("layers/{0..3}/some/long/name", "12", "because"),
         ("head", "1", "-"),
     ]
-    assert table(rows, right={"n"}, width=42) == table(rows, right={"n"})
+    actual = table(rows, right={"n"}, width=42)
+    assert actual == table(rows, right={"n"})
     narrow = table(rows, right={"n"}, width=36, spare=("why", "n"))
-    assert [line.split() for line in narrow] == [
+    expected = [
         ["path", "n"],
         ["layers/{0..3}/some/long/name", "12"],
         ["head", "1"],
     ]
+    assert [line.split() for line in narrow] == expected
     narrower = table(rows, right={"n"}, width=24, spare=("why",))
     assert narrower == [
         "path               n",
@@ -113,10 +117,10 @@ def test_plurals():
 
 
 def test_a_table_with_a_column_aligned_right_and_text_below():
+    rows = [("name", "bytes"), ("w", "12")]
+    actual = html_table(rows, right={"bytes"}, below=["12 in all."])
     assert (
-        html_table(
-            [("name", "bytes"), ("w", "12")], right={"bytes"}, below=["12 in all."]
-        )
+        actual
         == '<table>\n<tr><th style="text-align: left">name</th><th style="text-align:'
         ' right">bytes</th></tr>\n<tr><td style="text-align: left">w</td><td'
         ' style="text-align: right">12</td></tr>\n</table>\n<p>12 in all.</p>'
@@ -126,15 +130,16 @@ def test_a_table_with_a_column_aligned_right_and_text_below():
 
 @given(st.text(st.characters(codec=None), max_size=40))
 def test_any_text_stays_text(text):
-    page = html_table(
-        [("a",), ("<script>alert(1)</script>" + text,)], below=["&amp;" + text]
-    )
-    assert re.findall(r"<(\w+)", page) == ["table", "tr", "th", "tr", "td", "p"]
+    rows = [("a",), ("<script>alert(1)</script>" + text,)]
+    page = html_table(rows, below=["&amp;" + text])
+    expected = ["table", "tr", "th", "tr", "td", "p"]
+    assert re.findall(r"<(\w+)", page) == expected
     texts = [
         html.unescape(text_node) for text_node in re.findall(r">([^<>\n]+)<", page)
     ]
-    assert texts == [
+    expected = [
         "a",
         "<script>alert(1)</script>" + printable(text),
         "&amp;" + printable(text),
     ]
+    assert texts == expected

@@ -54,9 +54,11 @@ def test_paths_are_those_of_jax_and_templates_have_zeros(tree):
     keyed, treedef = jtu.tree_flatten_with_path(tree)
     assert flat.treedef == treedef
     assert flat.leaves == [leaf for _, leaf in keyed]
-    assert list(flat.paths) == [expected_path(keys) for keys, _ in keyed]
+    expected = [expected_path(keys) for keys, _ in keyed]
+    assert list(flat.paths) == expected
     zeros = str.maketrans("123456789", "000000000")
-    assert list(flat.templates) == [path.translate(zeros) for path in flat.paths]
+    expected = [path.translate(zeros) for path in flat.paths]
+    assert list(flat.templates) == expected
 
 
 def test_a_structure_that_comes_again_has_its_own_keys():
@@ -67,10 +69,14 @@ def test_a_structure_that_comes_again_has_its_own_keys():
         {"b": 3, "a": [1, 2]},
         [[1, 2], 3],
     ):
-        assert list(flatten(other).paths) == [
+        paths = list(flatten(other).paths)
+        expected = [
             expected_path(keys) for keys, _ in jtu.tree_flatten_with_path(other)[0]
         ]
-    assert flatten({"a": [4, 5], "b": 6}).paths == flat.paths == ("a/0", "a/1", "b")
+        assert paths == expected
+    tree = {"a": [4, 5], "b": 6}
+    paths = flatten(tree).paths
+    assert paths == flat.paths == ("a/0", "a/1", "b")
 
 
 @ft.partial(jtu.register_dataclass, data_fields=["weight"], meta_fields=["table"])
@@ -82,7 +88,9 @@ class Tabled:
 
 def test_static_fields_that_cannot_be_compared_are_no_hindrance():
     for size in (2, 2, 3):
-        assert flatten(Tabled(jnp.ones(2), np.arange(size))).paths == ("weight",)
+        tree = Tabled(jnp.ones(2), np.arange(size))
+        paths = flatten(tree).paths
+        assert paths == ("weight",)
 
 
 def test_only_arrays_are_arrays():
@@ -93,7 +101,8 @@ def test_only_arrays_are_arrays():
         jax.ShapeDtypeStruct((1,), jnp.int8),
         jax.random.key(0),
     ]
-    assert flatten([*tree, 1.0, 1, "s", print]).is_array == [True] * 5 + [False] * 4
+    is_array = flatten([*tree, 1.0, 1, "s", print]).is_array
+    assert is_array == [True] * 5 + [False] * 4
     seen = []
     jax.jit(lambda x: seen.append(flatten({"x": x}).is_array))(jnp.ones(2))
     assert seen == [[True]]
@@ -115,7 +124,8 @@ def test_states_of_modules_have_paths_that_name_the_module():
     _, state = eqx.nn.make_with_state(Norms)()
     parts = ("batch_counter", "batch_state_index/0", "batch_state_index/1")
     blocks = [f"state/blocks.{i}.{part}" for i in (0, 1) for part in parts]
-    assert list(flatten({"state": state}).paths) == [
+    paths = list(flatten({"state": state}).paths)
+    assert paths == [
         *blocks,
         "state/by_name.a.b",
         "state/by_name.c.d/k",
@@ -124,4 +134,6 @@ def test_states_of_modules_have_paths_that_name_the_module():
     assert flatten(abstract).paths == flatten(state).paths
     _, alone = eqx.nn.make_with_state(lambda: eqx.nn.StateIndex(jnp.zeros(3)))()
     assert list(flatten(alone).paths) == ["StateIndex"]
-    assert flatten(eqx.nn.State(Norms())).paths[:3] == ("0", "1/0", "1/1")
+    tree = eqx.nn.State(Norms())
+    paths = flatten(tree).paths[:3]
+    assert paths == ("0", "1/0", "1/1")
