@@ -40,10 +40,13 @@ def regular_mesh(sizes, chunks):
 
 
 def test_a_grid_is_a_value():
-    grid = hosts.HostGrid({"data": 4, "model": 2}, {"data": 2}, [(0, 0), (1, 0)])
-    same = hosts.HostGrid(
-        {"data": 4, "model": 2}, {"model": 1, "data": 2}, ((0, 0), (1, 0))
-    )
+    axis_sizes = {"data": 4, "model": 2}
+    chunk_ids = [(0, 0), (1, 0)]
+    grid = hosts.HostGrid(axis_sizes, {"data": 2}, chunk_ids)
+    axis_sizes = {"data": 4, "model": 2}
+    num_chunks = {"model": 1, "data": 2}
+    chunk_ids = ((0, 0), (1, 0))
+    same = hosts.HostGrid(axis_sizes, num_chunks, chunk_ids)
     assert grid == same
     assert hash(grid) == hash(same)
     assert not jax.tree.leaves(grid)
@@ -138,9 +141,10 @@ def test_shard_and_replica_ids_number_the_processes(order, count):
         (hosts.shard_id(axes, GRID, p), hosts.replica_id(axes, GRID, p))
         for p in range(GRID.process_count)
     }
-    assert pairs == {
+    expected = {
         (s, r) for s in range(shards) for r in range(GRID.process_count // shards)
     }
+    assert pairs == expected
 
 
 def test_answers_are_plain_python_values():
@@ -151,12 +155,14 @@ def test_answers_are_plain_python_values():
     ):
         assert hosts.data_layout(*asked) == layout
         arrays = dataclasses.asdict(hosts.data_layout(*asked))
-        assert {type(value) for value in arrays.values()} == {int, bool}
+        actual = {type(value) for value in arrays.values()}
+        assert actual == {int, bool}
     # A spec may end in None beyond the rank.
     chunk = hosts.local_chunk((8,), P("data", None), GRID, 1)
     assert chunk.slices == (slice(4, 8),)
     assert type(chunk.slices[0].start) is type(chunk.replica_id) is int
-    assert hosts.local_chunk((), P(), GRID, 3) == hosts.LocalChunk((), 3)
+    actual = hosts.local_chunk((), P(), GRID, 3)
+    assert actual == hosts.LocalChunk((), 3)
 
 
 @pytest.mark.parametrize(
@@ -246,23 +252,28 @@ def test_processes_without_equal_boxes(sizes, owner, message):
 
 
 def test_hosts_of_65536_devices_need_no_device():
-    mesh = MeshSpec({"replica": 8, "data": 1024, "model": 8}, dcn={"replica": 8})
+    axes = {"replica": 8, "data": 1024, "model": 8}
+    mesh = MeshSpec(axes, dcn={"replica": 8})
     grid = hosts.regular_grid(mesh, {"replica": 8, "data": 1024})
     chunk = hosts.local_chunk(
         (65536, 4096), P(("replica", "data"), "model"), grid, 8191
     )
-    assert chunk == hosts.LocalChunk((slice(65528, 65536), slice(0, 4096)), 0)
-    assert hosts.data_layout(
-        65536, ("replica", "data"), grid, 8191
-    ) == hosts.DataLayout(65536, 8191, 8192, True)
-    assert topology.submesh_order(
-        (32, 32, 64, 1), (2, 2, 2, 1), (2, 2, 2, 1)
-    ).shape == (8192, 8, 4)
+    slices = (slice(65528, 65536), slice(0, 4096))
+    expected = hosts.LocalChunk(slices, 0)
+    assert chunk == expected
+    actual = hosts.data_layout(65536, ("replica", "data"), grid, 8191)
+    assert actual == hosts.DataLayout(65536, 8191, 8192, True)
+    bounds = (32, 32, 64, 1)
+    host_bounds = (2, 2, 2, 1)
+    submesh = (2, 2, 2, 1)
+    shape = topology.submesh_order(bounds, host_bounds, submesh).shape
+    assert shape == (8192, 8, 4)
 
 
 def batch_plan(mesh=None, rows=8, rules=None):
+    struct = jax.ShapeDtypeStruct((rows, 3), jnp.float32)
     tree = {
-        "x": jax.ShapeDtypeStruct((rows, 3), jnp.float32),
+        "x": struct,
         "y": jax.ShapeDtypeStruct((rows,), jnp.int32),
     }
     mesh = (
@@ -274,29 +285,33 @@ def batch_plan(mesh=None, rows=8, rules=None):
 
 
 def batch(rows=8):
+    values = np.arange(3.0 * rows, dtype=np.float32).reshape(rows, 3)
     return {
-        "x": np.arange(3.0 * rows, dtype=np.float32).reshape(rows, 3),
+        "x": values,
         "y": np.arange(rows, dtype=np.int32),
     }
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_global_batch_is_placed_as_planned(kind):
-    sharding_plan = batch_plan(
-        MeshSpec({"data": 4, "tensor": 2}, axis_types=kind).build(jax.devices())
-    )
+    axes = {"data": 4, "tensor": 2}
+    mesh = MeshSpec(axes, axis_types=kind).build(jax.devices())
+    sharding_plan = batch_plan(mesh)
     out = hosts.global_batch(batch(), sharding_plan)
     jax.tree.map(np.testing.assert_array_equal, gather(out), batch())
-    assert jax.tree.map(lambda array: array.sharding, out) == sharding_plan.shardings
+    actual = jax.tree.map(lambda array: array.sharding, out)
+    assert actual == sharding_plan.shardings
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 8])
 def test_a_ragged_batch_is_padded_with_a_mask(rows):
     out, mask = hosts.global_batch(batch(rows), batch_plan(), pad=-1)
-    assert mask.tolist() == [True] * rows + [False] * (8 - rows)
+    expected = [True] * rows + [False] * (8 - rows)
+    assert mask.tolist() == expected
     assert specs_of(mask) == P("data")
     np.testing.assert_array_equal(gather(out)["y"], [*range(rows), *[-1] * (8 - rows)])
-    np.testing.assert_array_equal(gather(out)["x"][rows:], -np.ones((8 - rows, 3)))
+    gathered = gather(out)["x"][rows:]
+    np.testing.assert_array_equal(gathered, -np.ones((8 - rows, 3)))
 
 
 @pytest.mark.parametrize(
@@ -364,7 +379,8 @@ def test_global_batch_refuses(local, keywords, message):
 def test_a_batch_of_processes_needs_the_service_to_ask_them():
     # This process's runtime has no service.
     mesh = regular_mesh({"data": 4}, {"data": 2})
-    two_processes = plan(batch(), mesh, paths=PathRules([(".*", P("data"))]))
+    rules = PathRules([(".*", P("data"))])
+    two_processes = plan(batch(), mesh, paths=rules)
     with pytest.raises(
         PlanMismatchError,
         match="the batch lies on processes 0, 1, .* it does not run; call"
@@ -381,9 +397,10 @@ def test_one_process_has_nobody_to_ask():
 
 
 def test_the_mask_is_replicated_where_rows_are():
+    rules = PathRules([("x", P(None, "tensor")), ("y", P())])
     _, mask = hosts.global_batch(
         batch(7),
-        batch_plan(rules=PathRules([("x", P(None, "tensor")), ("y", P())])),
+        batch_plan(rules=rules),
         pad=0,
     )
     assert mask.sharding.is_fully_replicated

@@ -47,22 +47,25 @@ def test_plans_and_training_give_what_one_process_gives(job, alone):
         assert_trees_equal(result["trained"][0], model, rtol=1e-4, atol=1e-5)
         assert_trees_equal(result["trained"][1], momentum, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(result["trained"][2], losses, rtol=1e-5)
-        assert_trees_equal(result["trained"][:2], job[0]["trained"][:2])
+        trained = job[0]["trained"][:2]
+        assert_trees_equal(result["trained"][:2], trained)
 
 
 def test_processes_are_nodes_of_a_hybrid_mesh(job):
     count = len(job)
     for index, result in enumerate(job):
-        assert result["grid"] == (
+        expected = (
             {"data": 4, "tensor": 2},
             {"data": count, "tensor": 1},
             tuple((i, 0) for i in range(count)),
         )
+        assert result["grid"] == expected
         assert result["layout"] == hosts.DataLayout(24, index, count, True)
-        assert result["nodes"] == (
+        expected = (
             "hybrid: mesh_utils",
             [[row * count // 4] * 2 for row in range(4)],
         )
+        assert result["nodes"] == expected
 
 
 def test_batches_come_back_whole_and_short_ones_raise(
@@ -137,13 +140,14 @@ def test_processes_with_other_plans_are_told_where_they_differ(job):
             )
             assert "one has a plan, the other a map" in messages["map and plan"]
         # No process goes on to a collective that others will never join.
-        assert set(result["agreement"]) == {
+        expected = {
             "spec",
             "shape",
             "devices",
             "map",
             "map and plan",
         }
+        assert set(result["agreement"]) == expected
 
 
 def test_a_process_that_does_not_agree_is_named(job):
@@ -161,9 +165,10 @@ def test_a_process_that_does_not_agree_is_named(job):
 
 def test_a_process_that_dies_makes_the_others_fail(ended, tmp_path):
     # The last of four, and of two the first, which holds the coordinator.
+    output = _processes.run("dies", 2, 1, tmp_path, deadline_seconds=90)
     for dead, outcomes in (
         (3, ended),
-        (0, _processes.run("dies", 2, 1, tmp_path, deadline_seconds=90)),
+        (0, output),
     ):
         gone = outcomes[dead]
         assert gone.returncode == 7, gone.log[-2000:]
