@@ -56,9 +56,8 @@ def _optimized():
 
 
 def places(array):
-    return np.array([topology.coords(device, 1) for device in array.flat]).reshape(
-        *array.shape, -1
-    )
+    values = np.array([topology.coords(device, 1) for device in array.flat])
+    return values.reshape(*array.shape, -1)
 
 
 @needs_libtpu
@@ -67,7 +66,8 @@ def test_descriptions_are_read(name, kind, bounds, processes):
     devices = tpu.devices_of(f"tpu:{name}")
     assert topology.bounds(devices) == bounds
     assert {device.device_kind for device in devices} == {kind}
-    assert sorted(topology.positions(devices).ravel()) == list(range(math.prod(bounds)))
+    actual = sorted(topology.positions(devices).ravel())
+    assert actual == list(range(math.prod(bounds)))
     assert len({device.process_index for device in devices}) == processes
     with pytest.raises(
         MeshError, match="no description of the TPU topology 'v5e:3x7'.*not divisible"
@@ -80,10 +80,10 @@ def test_descriptions_are_read(name, kind, bounds, processes):
 @pytest.mark.parametrize("model", [2, 4, 8, 16])
 def test_model_neighbours_are_at_distance_one(name, kind, bounds, processes, model):
     devices, closed = tpu.devices_of(name), topology.wraps(kind, bounds)
-    order = MeshSpec({"data": -1, "model": model}).order(devices)
-    assert {device.id for device in order.devices.flat} == {
-        device.id for device in devices
-    }
+    mesh = MeshSpec({"data": -1, "model": model})
+    order = mesh.order(devices)
+    ids = {device.id for device in order.devices.flat}
+    assert ids == {device.id for device in devices}
     assert order.devices.size == len(devices)
     own = topology.mean_hops(places(order.devices), 1, bounds, closed)
     assert order.mean_hops is not None
@@ -107,13 +107,8 @@ def collectives(mesh):
         (jnp.matmul, (rows, wide), whole),
     ):
         jitted = jax.jit(function, out_shardings=out)
-        text = (
-            jitted.trace(*arguments)
-            .lower(lowering_platforms=("tpu",))
-            .compile()
-            .as_text()
-            or ""
-        )
+        compiled = jitted.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+        text = compiled.as_text() or ""
         found.append(
             sorted(
                 re.findall(
@@ -153,9 +148,11 @@ def test_a_walk_costs_collectives_nothing(name, sizes):
 
 @needs_libtpu
 def test_slices_are_ordered_one_by_one():
-    spec = MeshSpec({"replica": 2, "data": -1, "model": 4}, dcn={"replica": 2})
+    axes = {"replica": 2, "data": -1, "model": 4}
+    spec = MeshSpec(axes, dcn={"replica": 2})
     mesh = tpu.mesh_of("v5e:4x4", spec)
-    assert dict(mesh.shape) == {"replica": 2, "data": 4, "model": 4}
+    expected = {"replica": 2, "data": 4, "model": 4}
+    assert dict(mesh.shape) == expected
     for number, piece in enumerate(mesh.devices):
         assert {device.slice_index for device in piece.flat} == {number}
 
@@ -176,9 +173,8 @@ def compiled_steps(shape, src, dst, dtype="bfloat16"):
     ],
 )
 def test_compiled_moves_between_slices_send_as_planned(source, target, fewer):
-    mesh = tpu.mesh_of(
-        "v5e:4x4", MeshSpec({"replica": 2, "data": -1, "model": 4}, dcn={"replica": 2})
-    )
+    axes = {"replica": 2, "data": -1, "model": 4}
+    mesh = tpu.mesh_of("v5e:4x4", MeshSpec(axes, dcn={"replica": 2}))
     src, dst, shape = (
         NamedSharding(mesh, source),
         NamedSharding(mesh, target),
@@ -188,10 +184,10 @@ def test_compiled_moves_between_slices_send_as_planned(source, target, fewer):
     text = compiled_steps(shape, src, dst).as_text()
     assert wire_bytes(text, 32) == plan.wire_bytes
     assert wire_bytes(text, 32, slices=2) == plan.dcn_bytes
+    compiled = lowered(lambda x: x, shape, jnp.dtype("bfloat16"), src, dst).compile()
+    program_text = compiled.as_text()
     xla = wire_bytes(
-        lowered(lambda x: x, shape, jnp.dtype("bfloat16"), src, dst)
-        .compile()
-        .as_text(),
+        program_text,
         32,
         slices=2,
     )
@@ -279,27 +275,24 @@ def test_a_move_takes_at_most_twice_the_larger_shard(
     devices = np.array(
         tpu.devices_of("tpu:v5p:4x4x4" if math.prod(sizes) == 64 else "tpu:v5e:4x4")
     )
+    cases = ((sizes, source), (others, target))
     src, dst = (
         NamedSharding(Mesh(devices.reshape(size), tuple("abcd"[: len(size)])), spec)
-        for size, spec in ((sizes, source), (others, target))
+        for size, spec in cases
     )
     compiled = compiled_steps(shape, src, dst, dtype)
-    shard = (
-        max(math.prod(end.shard_shape(shape)) for end in (src, dst))
-        * jnp.dtype(dtype).itemsize
-    )
+    largest = max(math.prod(end.shard_shape(shape)) for end in (src, dst))
+    shard = largest * jnp.dtype(dtype).itemsize
     temporary = compiled.memory_analysis().temp_size_in_bytes
     print(
         f"{shape}, {source} to {target}: {temporary - 2 * shard} bytes beside two"
         " shards"
     )
-    assert temporary <= 2 * shard + SCRATCH * (
-        (sizes, source, others, target) in OF_TWO_SHARDS
-    )
-    assert (
-        wire_bytes(compiled.as_text(), devices.size)
-        == planned(shape, jnp.dtype(dtype), src, dst).wire_bytes
-    )
+    limit = 2 * shard + SCRATCH * ((sizes, source, others, target) in OF_TWO_SHARDS)
+    assert temporary <= limit
+    actual = wire_bytes(compiled.as_text(), devices.size)
+    expected = planned(shape, jnp.dtype(dtype), src, dst).wire_bytes
+    assert actual == expected
 
 
 @needs_libtpu
@@ -308,13 +301,15 @@ def test_a_move_takes_at_most_twice_the_larger_shard(
 )
 def test_a_permutation_has_a_constant_overhead(name, sizes):
     devices = np.array(tpu.devices_of(f"tpu:{name}"))
+    mesh = Mesh(devices.reshape(2, 8, 4), ("a", "b", "c"))
     here, there = (
         Mesh(devices.reshape(sizes), ("a", "b")),
-        Mesh(devices.reshape(2, 8, 4), ("a", "b", "c")),
+        mesh,
     )
+    sharding = NamedSharding(there, P(None, ("b", "c", "a")))
     src, dst = (
         NamedSharding(here, P("b", "a")),
-        NamedSharding(there, P(None, ("b", "c", "a"))),
+        sharding,
     )
     beside = []
     for size in (8192, 16384):
@@ -358,11 +353,8 @@ def test_a_train_step_compiles_to_the_planned_bytes(target, spec):
         .compile()
     )
     structs = jax.tree.leaves(arguments)
-    planned = (
-        plans.model.bytes_per_device
-        + plans.optimizer.bytes_per_device
-        + plans.batch.bytes_per_device
-    )
+    bytes_per_device = plans.model.bytes_per_device + plans.optimizer.bytes_per_device
+    planned = bytes_per_device + plans.batch.bytes_per_device
     held = [
         math.prod(struct.sharding.shard_shape(struct.shape)) * struct.dtype.itemsize
         for struct in structs
@@ -435,17 +427,20 @@ def test_a_search_has_the_numbers_of_libtpu():
     made: dict[str, Any] = {}
     exec(best.code(), made)
     jitted = made["jitted"](step, made["plans_of"](step, *args))
-    assert estimate(jitted, *args, compiler=slice_).rows == best.traffic.rows
+    rows = estimate(jitted, *args, compiler=slice_).rows
+    assert rows == best.traffic.rows
     assert fit(jitted, *args, chip="v5e").peak_bytes == best.memory_bytes
 
 
 @needs_libtpu
 def test_what_the_compiler_has_no_room_for_says_so():
     """17 GiB on each chip of 16: the error has the compiler's count."""
+    struct = jax.ShapeDtypeStruct((2**20, 4352), jnp.float32)
+    rules = PathRules([(".*", P())])
     x = plan(
-        jax.ShapeDtypeStruct((2**20, 4352), jnp.float32),
+        struct,
         MeshSpec({"data": 16}),
-        paths=PathRules([(".*", P())]),
+        paths=rules,
     )
     with pytest.raises(
         OutOfMemoryError, match="does not fit a device: its compiler needs"
@@ -502,12 +497,10 @@ def test_libtpu_answers_what_it_compiles(target, count):
     assert asked.fits
     assert asked.peak_bytes == compiled.peak_bytes
     assert asked.on_chip_bytes == compiled.on_chip_bytes > 0
-    assert asked.bytes_of("parameters") + asked.bytes_of("batch") == compiled.bytes_of(
-        "arguments"
-    )
-    assert (
-        asked.peak_bytes == fit(step, *args, chip=target, compiled=program).peak_bytes
-    )
+    actual = asked.bytes_of("parameters") + asked.bytes_of("batch")
+    assert actual == compiled.bytes_of("arguments")
+    expected = fit(step, *args, chip=target, compiled=program).peak_bytes
+    assert asked.peak_bytes == expected
 
 
 @needs_libtpu
@@ -573,7 +566,8 @@ def test_libtpu_leaves_nothing_behind():
 
 @needs_libtpu
 def test_libtpus_own_partitioned_program_is_proved():
-    mesh = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}).abstract()
+    axes = {"data": 2, "fsdp": 2, "tensor": 2}
+    mesh = MeshSpec(axes).abstract()
 
     def struct(shape, *spec):
         sharding = NamedSharding(mesh, P(*spec))

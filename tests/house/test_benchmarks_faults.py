@@ -82,7 +82,8 @@ def test_odd_sizes_of_layers_are_drawn_where_they_trace():
     [case] = _draws.draw(1, 0, 1, "ssm")
     assert _draws.traces(case.program)
     window = LAYERS["local_blocks"]
-    odd = _layers.sized(window, {"b": 5, "t": 9, "h": 4, "k": 6}, gradient=False)
+    sizes = {"b": 5, "t": 9, "h": 4, "k": 6}
+    odd = _layers.sized(window, sizes, gradient=False)
     assert not _draws.traces(odd)
 
 
@@ -94,7 +95,9 @@ def test_a_draw_repeats_and_travels_as_json():
     assert len(drawn) > len(OPERATIONS) / 3
     for case in first:
         text = json.dumps(_data.to_json(case))
-        assert json.dumps(_data.to_json(_data.from_json(json.loads(text)))) == text
+        document = _data.to_json(_data.from_json(json.loads(text)))
+        encoded = json.dumps(document)
+        assert encoded == text
 
 
 def test_layouts_of_arguments_and_results_divide():
@@ -126,7 +129,9 @@ def test_right_numbers_are_right_and_planted_ones_are_found():
     assert not ready.is_close(twice)
     one_element = right[0].copy()
     one_element[3, 2] += 1e-4
-    assert compare([one_element, right[1]], ready.expected)["outcome"] == "wrong"
+    comparison = compare([one_element, right[1]], ready.expected)
+    actual = comparison["outcome"]
+    assert actual == "wrong"
     nan = [right[0] * np.nan, right[1]]
     assert compare(nan, ready.expected)["error"] == float("inf")
     rounded = [right[0] * np.float32(1 + 1e-7), right[1]]
@@ -141,8 +146,11 @@ def test_a_result_that_rounding_decides_is_not_judged():
     [expected] = ready.expected
     assert expected.is_stable
     unstable = dataclasses.replace(expected, is_stable=False)
-    assert compare([ready.alone[0] + 1], [unstable]) == {"outcome": "unstable"}
-    assert compare([ready.alone[0] + 1], [expected])["outcome"] == "wrong"
+    comparison = compare([ready.alone[0] + 1], [unstable])
+    assert comparison == {"outcome": "unstable"}
+    comparison = compare([ready.alone[0] + 1], [expected])
+    actual = comparison["outcome"]
+    assert actual == "wrong"
 
 
 def test_the_minimiser_keeps_what_fails_and_nothing_else():
@@ -182,7 +190,8 @@ def test_layers_shrink_by_their_letters():
 
 
 def test_failures_are_grouped_by_how_they_fail():
-    data = json.loads(json.dumps(_data.to_json(doubled_case())))
+    encoded = json.dumps(_data.to_json(doubled_case()))
+    data = json.loads(encoded)
     abort = "F11 3 spmd_partitioner.cc:1115] Check failed: offset(0) == low() (2 vs. 1)"
     results = [
         Result(data, {"outcome": "wrong", "error": 1.0}),
@@ -201,7 +210,8 @@ def test_failures_are_grouped_by_how_they_fail():
         "abort at spmd_partitioner.cc:1115 Check failed: offset": 2,
         "error: ValueError: dim _ of _": 1,
     }
-    assert tally.counts["all"] == {"wrong": 1, "abort": 2, "error": 1}
+    expected = {"wrong": 1, "abort": 2, "error": 1}
+    assert tally.counts["all"] == expected
     assert tally.counts["mesh 2x2x2"] == tally.counts["of slice"] == tally.counts["all"]
     document = _report.document(tally, Configuration(), [])
     assert "| all | 2 | 1 | 1 |" in _report.table(document | {"versions": {"jax": "1"}})
@@ -236,10 +246,10 @@ def test_mutations_change_what_they_say():
 def test_mutated_texts_run_and_change_numbers():
     text = explicit(TEXT, 8)
     mesh = mesh_of("2x2x2")
-    sharding = jax.sharding.NamedSharding(
-        mesh, jax.sharding.PartitionSpec("a", ("b", "c"))
-    )
-    values = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    spec = jax.sharding.PartitionSpec("a", ("b", "c"))
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    array = np.random.default_rng(0).normal(size=(8, 16))
+    values = array.astype(np.float32)
     arguments = [jax.device_put(values, sharding)]
     right = run(text, arguments, 8)
     assert difference(right, right) == 0
@@ -256,7 +266,8 @@ def test_mutated_texts_run_and_change_numbers():
 def _groups(text: str) -> list[list[int]]:
     listed = re.search(r"replica_groups=\{(.*?)\}, use", text)
     assert listed is not None
-    return [[*map(int, row.split(","))] for row in listed[1][1:-1].split("},{")]
+    parts = listed[1][1:-1].split("},{")
+    return [[*map(int, row.split(","))] for row in parts]
 
 
 def test_the_table_of_mutations_says_what_the_numbers_say():
@@ -267,7 +278,7 @@ def test_the_table_of_mutations_says_what_the_numbers_say():
         {"kind": "order", "changed": 0.0, "verdict": {"outcome": "not judged"}},
         {"kind": "order", "refused": "no"},
     ]
-    assert _report.mutation_table(lines) == {
+    expected = {
         "all": {
             "changed, refuted": 1,
             "unchanged, proved": 1,
@@ -281,7 +292,9 @@ def test_the_table_of_mutations_says_what_the_numbers_say():
         },
         "pairs": {"changed, refuted": 1, "unchanged, proved": 1},
     }
-    assert [_report.is_mistake(line) for line in lines] == [
+    assert _report.mutation_table(lines) == expected
+    actual = [_report.is_mistake(line) for line in lines]
+    assert actual == [
         False,
         False,
         True,

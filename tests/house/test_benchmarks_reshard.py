@@ -31,9 +31,8 @@ def test_wrong_values_and_wrong_shardings_are_found():
     assert not _pairs._is_right(
         values, _pairs.placed(np.where(values == 63, -0.0, values), dst), dst
     )
-    [text] = _pairs._wrong_ways(
-        values, (src, dst), (src, dst), {"steps": lambda x: x + 1}
-    )
+    ways = {"steps": lambda x: x + 1}
+    [text] = _pairs._wrong_ways(values, (src, dst), (src, dst), ways)
     assert text.endswith("by steps")
 
 
@@ -44,9 +43,10 @@ def test_a_wrong_leaf_of_a_tree_is_found():
     check = _states.equals(values, targets)
     right = jax.tree.map(_pairs.placed, values, targets)
     check(None, right)
+    placed = jax.device_put(right["b"], jax.devices()[0])
     for wrong in (
         {**right, "b": right["b"] * 2},
-        {**right, "b": jax.device_put(right["b"], jax.devices()[0])},
+        {**right, "b": placed},
     ):
         with pytest.raises(AssertionError):
             check(None, wrong)

@@ -104,7 +104,8 @@ def docstrings(path: Path) -> Iterator[tuple[str, list[Block]]]:
                 ):
                     yield from visit(child, f"{name}.{child.name}")
 
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    module = ".".join(parts)
     text = path.read_text()
     if "```python" in text:
         yield from visit(ast.parse(text), module)
@@ -141,9 +142,9 @@ def test_docstring(name, example, scratch):
 def test_every_fence_is_closed():
     for page in PAGES:
         groups = [m.group() for m in FENCE.finditer(page.read_text())]
-        assert 2 * len(groups) == len(
-            re.findall(r"^ *```", page.read_text(), re.MULTILINE)
-        ), page
+        matches = re.findall(r"^ *```", page.read_text(), re.MULTILINE)
+        expected = len(matches)
+        assert 2 * len(groups) == expected, page
 
 
 def too_wide(text: str, languages: tuple[str, ...] = ()) -> list[str]:
@@ -161,7 +162,8 @@ def too_wide(text: str, languages: tuple[str, ...] = ()) -> list[str]:
 
 def test_lines_of_code_fit_the_page():
     lines = [f"```python\n{'x' * width}\n```\n" for width in (WIDTH, WIDTH + 1)]
-    assert [len(too_wide(text)) for text in lines] == [0, 1]
+    counts = [len(too_wide(text)) for text in lines]
+    assert counts == [0, 1]
     assert too_wide(lines[1], ("python",)) == []
     # A command of the README stands on one line, so that it is copied whole; .ci/run
     # reads it there.
@@ -177,11 +179,12 @@ def test_lines_of_code_fit_the_page():
             if isinstance(node, owners)
         ]
         texts += [(path, ast.get_docstring(node) or "", ()) for node in nodes]
-    assert [
+    actual = [
         (path, line)
         for path, text, languages in texts
         for line in too_wide(text, languages)
-    ] == []
+    ]
+    assert actual == []
 
 
 def test_a_wrong_example_is_noticed():
@@ -227,9 +230,8 @@ def test_files_and_functions_of_contributing_exist():
     ]
     assert missing == []
     assert len(named) > 50
-    matches = re.findall(
-        rf"`(\w+)` in `({FILE})`", " ".join(HOUSE_PAGE.read_text().split())
-    )
+    text = " ".join(HOUSE_PAGE.read_text().split())
+    matches = re.findall(rf"`(\w+)` in `({FILE})`", text)
     for name, file in matches:
         assert re.search(
             rf"^(def|class) {name}\b", named[file].read_text(), re.MULTILINE
@@ -241,23 +243,22 @@ def test_files_and_functions_of_contributing_exist():
 def test_contributing_knows_every_room_and_readme_line():
     text = HOUSE_PAGE.read_text()
     index = text[text.index("## Where is it?") : text.index("## Three walks")]
+    files = (ROOT / "shardfx").iterdir()
     rooms = {
-        path.name
-        for path in (ROOT / "shardfx").iterdir()
-        if path.is_dir() and (path / "__init__.py").exists()
+        path.name for path in files if path.is_dir() and (path / "__init__.py").exists()
     }
     assert [room for room in sorted(rooms) if f"`{room}/`" not in index] == []
-    expected = re.findall(
+    matches = re.findall(
         r"^\| .+? \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE
-    )[1:]
+    )
+    expected = matches[1:]
     names = {
         name for cell in expected for name in re.findall(r"`(?:shardfx\.)?(\w+)`", cell)
     }
     recorded = {*re.findall(r"\w+", index)}
     aliases = {"PathRules": "path_rules", "AxisRules": "axis_rules", "plan": "planner"}
-    assert [
-        name for name in sorted(names) if aliases.get(name, name) not in recorded
-    ] == []
+    actual = [name for name in sorted(names) if aliases.get(name, name) not in recorded]
+    assert actual == []
 
 
 def test_readme_commands_name_what_exists():

@@ -134,8 +134,9 @@ def test_a_report_of_any_width_says_why():
 
 
 def test_fixes_of_all_findings_without_rules_agree():
+    struct = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
     shapes = {
-        "a": jax.ShapeDtypeStruct((4096, 4096), jnp.float32),
+        "a": struct,
         "b": jax.ShapeDtypeStruct((4096, 1024), jnp.float32),
         "c": jax.ShapeDtypeStruct((1024, 4096), jnp.float32),
     }
@@ -146,13 +147,16 @@ def test_fixes_of_all_findings_without_rules_agree():
     for finding in findings:
         exec(finding.fix, space)
     plan = sfx.plan(shapes, mesh, paths=space["paths"])
-    assert {axis for leaf in plan.leaves for axis in leaf.spec if axis} == {"fsdp"}
+    actual = {axis for leaf in plan.leaves for axis in leaf.spec if axis}
+    assert actual == {"fsdp"}
     assert not sfx.lint(shapes, mesh, paths=space["paths"]).worst("warning")
 
 
 def test_a_page_shows_the_lines_of_a_fix():
-    tree = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
-    finding = sfx.lint(tree, MeshSpec({"data": 8}))[0]
+    struct = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    tree = {"w": struct}
+    findings = sfx.lint(tree, MeshSpec({"data": 8}))
+    finding = findings[0]
     two_lines = dataclasses.replace(finding, fix="paths = 1\naxes = 2")
     data = report_data(PLAN, findings=(two_lines,))
     assert data["findings"][0]["fix"] == "paths = 1\naxes = 2"

@@ -57,9 +57,8 @@ def test_the_house_is_small_and_has_no_circle():
 
 
 def test_the_picture_of_the_house_is_true():
-    assert draw_house.PICTURE.read_text() == draw_house.drawn(draw_house.rooms()), (
-        "run python docs/draw_house.py"
-    )
+    expected = draw_house.drawn(draw_house.rooms())
+    assert draw_house.PICTURE.read_text() == expected, "run python docs/draw_house.py"
 
 
 def test_a_room_says_what_it_is():
@@ -173,12 +172,8 @@ def test_every_public_name_is_listed():
     }
     space: dict = {}
     exec("from shardfx import *", space)
-    assert (
-        named
-        == set(shardfx.__all__)
-        == set(space) - {"__builtins__"}
-        == set(dir(shardfx)) - {"__version__"}
-    )
+    expected = set(dir(shardfx)) - {"__version__"}
+    assert named == set(shardfx.__all__) == set(space) - {"__builtins__"} == expected
     assert shardfx.__version__ == importlib.metadata.version("shardfx")
 
 
@@ -225,12 +220,14 @@ def test_nothing_ambient():
         for path, lines in ambient_by_path.items()
         if path.name in EXCUSED
     }
-    assert {
+    lines_by_path = {
         path: lines
         for path, lines in ambient_by_path.items()
         if lines and path not in excused
-    } == {}
-    assert {path.name: lines for path, lines in excused.items()} == EXCUSED
+    }
+    assert lines_by_path == {}
+    lines_by_name = {path.name: lines for path, lines in excused.items()}
+    assert lines_by_name == EXCUSED
 
 
 def test_ambient_state_would_be_noticed():
@@ -324,7 +321,8 @@ def test_import_starts_nothing_and_loads_nothing():
         text=True,
         check=True,
     )
-    (reads, starts, new), bad = json.loads(done.stdout.splitlines()[-1])
+    lines = done.stdout.splitlines()[-1]
+    (reads, starts, new), bad = json.loads(lines)
     assert reads == []
     assert not starts
     assert [name for name in new if name not in sys.stdlib_module_names] == ["shardfx"]
@@ -335,7 +333,8 @@ def test_import_starts_nothing_and_loads_nothing():
 
 
 def documented() -> set[str]:
-    pages = "\n".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    files = (ROOT / "docs").rglob("*.md")
+    pages = "\n".join(page.read_text() for page in files)
     return set(re.findall(r"^::: (shardfx[\w.]*)", pages, re.MULTILINE))
 
 
@@ -398,7 +397,8 @@ def test_type_checkers_read_a_use_of_every_public_function():
         name for name in public() if inspect.isfunction(pkgutil.resolve_name(name))
     ]
     assert len(functions) > 90
-    assert [name for name in functions if name.rpartition(".")[2] not in used] == []
+    names = [name for name in functions if name.rpartition(".")[2] not in used]
+    assert names == []
 
 
 def test_every_documented_name_exists():

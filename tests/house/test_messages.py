@@ -405,7 +405,8 @@ BOTH = AxisRules([("mlp", "tensor"), ("wide", "tensor")])
 def reordered():
     """The decision about an array on a mesh with an Auto and an Explicit axis."""
     types = {"x": AxisType.Auto, "y": AxisType.Explicit}
-    mixed = plan({}, MeshSpec({"x": 2, "y": 2}, axis_types=types))
+    mesh = MeshSpec({"x": 2, "y": 2}, axis_types=types)
+    mixed = plan({}, mesh)
     decisions = []
 
     def step(x):
@@ -446,12 +447,12 @@ def test_a_mesh_for_more_devices_than_the_cpu_has():
     for axes in ({"data": 4, "tensor": 4}, {"data": -1, "tensor": 16}):
         plain = said(MeshError, lambda axes=axes: MeshSpec(axes).fit(8))
         for devices in (jax.devices(), np.array(jax.devices()).reshape(2, 4)):
+            actual = said(
+                MeshError,
+                lambda axes=axes, devices=devices: MeshSpec(axes).build(devices),
+            )
             assert (
-                said(
-                    MeshError,
-                    lambda axes=axes, devices=devices: MeshSpec(axes).build(devices),
-                )
-                == f"{plain} To emulate them on CPU:"
+                actual == f"{plain} To emulate them on CPU:"
                 ' `jax.config.update("jax_num_cpu_devices", 16)` before the first'
                 " use of JAX."
             )

@@ -15,9 +15,8 @@ def test_the_notebook_shows_what_its_cells_print():
         if cell["cell_type"] != "code":
             continue
         now = draw_notebook.outputs_of(cell["source"], names)
-        assert [output["output_type"] for output in cell["outputs"]] == [
-            output["output_type"] for output in now
-        ]
+        output_types = [output["output_type"] for output in cell["outputs"]]
+        assert output_types == [output["output_type"] for output in now]
         for before, after in zip(cell["outputs"], now, strict=True):
             if "data" not in after:
                 assert before["text"] == after["text"]

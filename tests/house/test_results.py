@@ -29,7 +29,8 @@ def named():
     """The public names that pages of the API list."""
     names = set()
     for page in API.glob("*.md"):
-        names |= set(re.findall(r"^::: (shardfx[\w.]*)", page.read_text(), re.M))
+        matches = re.findall(r"^::: (shardfx[\w.]*)", page.read_text(), re.M)
+        names |= set(matches)
     return sorted(names)
 
 
@@ -48,7 +49,8 @@ def looked_up(name):
 
 def test_pages_of_the_api_show_no_underscore():
     assert len(named()) > 150
-    assert [name for name in named() if "._" in name and "__" not in name] == []
+    names = [name for name in named() if "._" in name and "__" not in name]
+    assert names == []
 
 
 def test_a_public_type_is_where_it_says_it_is():
@@ -80,7 +82,8 @@ def results():
     other = made(OTHER)
     placed = sfx.shard(TREE, plan.on(MESH.build(jax.devices())))
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    rows = sfx.plan(x, MESH, paths=sfx.PathRules([(".*", jax.P("data"))]))
+    rules = sfx.PathRules([(".*", jax.P("data"))])
+    rows = sfx.plan(x, MESH, paths=rules)
     w = plan.structs["w"]
     traffic = sfx.cost.estimate(step, w, rows.structs)
     yield from (MESH, RULES, plan, plan["w"], plan["w"].reasons, TreeMapped)
@@ -89,14 +92,16 @@ def results():
     yield sfx.diff(plan, other)
     yield sfx.plan_reshard(plan, other)
     yield sfx.misplaced(placed, other.on(MESH.build(jax.devices())))
-    yield sfx.resolve(("a",), sfx.AxisRules([("a", "data")]))
+    rules = sfx.AxisRules([("a", "data")])
+    yield sfx.resolve(("a",), rules)
     yield traffic
     yield traffic - traffic
     yield sfx.cost.seconds(traffic, "v5e", MESH)
     yield sfx.cost.shardings(step, w, rows.structs).rows
     yield sfx.cost.fit(plan, chip="v5e")
     yield sfx.chips.find("v5e")
-    yield sfx.hosts.HostGrid({"data": 4}, {"data": 2}, ((0,), (1,)))
+    chunk_ids = ((0,), (1,))
+    yield sfx.hosts.HostGrid({"data": 4}, {"data": 2}, chunk_ids)
 
 
 TreeMapped = sfx.TreeMap({"w": sfx.From("w")})
@@ -106,8 +111,9 @@ def test_results_pickle_and_copy():
     count = 0
     for result in results():
         count += 1
+        decoded = pickle.loads(pickle.dumps(result))
         for twin in (
-            pickle.loads(pickle.dumps(result)),
+            decoded,
             copy.copy(result),
             copy.deepcopy(result),
         ):
