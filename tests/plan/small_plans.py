@@ -23,4 +23,5 @@ KV = AxisRules([("heads", "tensor"), ("kv", "tensor")], units={"heads": 16, "kv"
 
 
 def ruled(target, tree=TREE, mesh: Any = MESH, **keywords):
-    return plan(tree, mesh, paths=PathRules([("", target)]), **keywords)
+    rules = PathRules([("", target)])
+    return plan(tree, mesh, paths=rules, **keywords)

@@ -112,7 +112,8 @@ def test_scales_with_the_first_or_last_dimensions_have_those():
 
 def test_a_scale_with_all_dimensions_is_read_by_place():
     for base in shapes(1, 2, 3):
-        for shape in shapes(len(base), sizes=(1, 2, 3, 4)):
+        sizes = (1, 2, 3, 4)
+        for shape in shapes(len(base), sizes=sizes):
             (reading,) = scale_readings(base, shape)
             assert reading.dims == tuple(range(len(base)))
 
@@ -182,7 +183,8 @@ SCALE = "scale"
 )
 def test_adapters_and_scales_go_with_their_base(base, spec, arrays, specs):
     tree = {"k": {"w": struct(*base)}}
-    base_plan = plan(tree, MESH, paths=PathRules([("w$", spec)]), strict=True)
+    rules = PathRules([("w$", spec)])
+    base_plan = plan(tree, MESH, paths=rules, strict=True)
     state_plan = follow(
         lambda _: {"k": {name: struct(*shape) for name, shape in arrays.items()}},
         base_plan,
@@ -230,11 +232,13 @@ def test_dimensions_that_nothing_tells_have_a_reason(base, kind, shape, spec, sa
 
 def test_a_rule_for_scalars_alone_is_in_use():
     tree = {"w": struct(8, 4)}
-    base_plan = plan(tree, MESH, paths=PathRules([("w$", FT)]))
+    rules = PathRules([("w$", FT)])
+    base_plan = plan(tree, MESH, paths=rules)
     init = lambda tree: {**tree, "scale": struct(), "step": struct()}
     paths = PathRules([("step", P())])
     state_plan = follow(init, base_plan, scales=[("scale$", "w")], paths=paths)
-    assert [leaf.spec for leaf in state_plan.leaves] == [P(), P(), FT]
+    specs = [leaf.spec for leaf in state_plan.leaves]
+    assert specs == [P(), P(), FT]
 
 
 # --- states of optimizers
@@ -247,7 +251,8 @@ def planned(bases: Iterable[Shape]) -> ShardPlan:
     tree = {str(shape): struct(*shape) for shape in bases}
     mesh = MeshSpec(dict.fromkeys(AXES, 1))
     rule = lambda path, leaf: P(*AXES[: len(leaf.shape)])
-    return plan(tree, mesh, paths=PathRules([("", rule)]))
+    rules = PathRules([("", rule)])
+    return plan(tree, mesh, paths=rules)
 
 
 def without(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
@@ -294,7 +299,8 @@ def entries(leaf: LeafPlan) -> tuple[Any, ...]:
 
 def test_placeholders_and_constants_have_nothing_to_shard():
     params = {"w": struct(256, 512), "b": struct(16)}
-    base_plan = plan(params, MESH, paths=PathRules([("w$", FT), ("b", P("fsdp"))]))
+    rules = PathRules([("w$", FT), ("b", P("fsdp"))])
+    base_plan = plan(params, MESH, paths=rules)
     for optimizer in (optax.adafactor(1e-3), optax.contrib.muon(1e-3)):
         for leaf in follow(optimizer.init, base_plan).leaves:
             is_whole = leaf.spec == P()

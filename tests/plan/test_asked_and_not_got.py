@@ -121,9 +121,8 @@ def wishes_of_names(
     for dim, name in enumerate(names):
         if name is None:
             continue
-        targets = [
-            target for ruled, target in (*of_mode, *rules.rules) if ruled == name
-        ]
+        cases = (*of_mode, *rules.rules)
+        targets = [target for ruled, target in cases if ruled == name]
         expected = list(itertools.takewhile(lambda target: target is not None, targets))
         if expected:
             rows.append(Wish(dim, tuple(map(entry_axes, expected))))
@@ -138,7 +137,8 @@ class Layers(eqx.Module):
 def strategies_(draw: Any) -> Any:
     axes = draw(st.permutations(["a", "b", "c"]))[: draw(st.integers(1, 2))]
     skip = draw(st.sets(st.integers(0, 4)))
-    return fsdp(axes, draw(st.sampled_from([0, 0, 0, 8, 4096])), skip_dims=skip)
+    min_bytes = draw(st.sampled_from([0, 0, 0, 8, 4096]))
+    return fsdp(axes, min_bytes, skip_dims=skip)
 
 
 @st.composite
@@ -234,10 +234,8 @@ def test_a_rule_that_is_not_followed_has_a_reason(
         with pytest.raises(SpecError, match="leaf `w`"):
             planned(tree, MeshSpec(sizes), strict=True, **given_)
     else:
-        assert (
-            planned(tree, MeshSpec(sizes), strict=True, **given_).specs
-            == sharding_plan.specs
-        )
+        specs = planned(tree, MeshSpec(sizes), strict=True, **given_).specs
+        assert specs == sharding_plan.specs
 
 
 def constrained(
@@ -298,15 +296,17 @@ def test_a_constraint_that_is_not_followed_has_a_reason(
             assert (axes == entry_axes(entries[dim])) == (dim not in told)
     if kind == other_kind == AxisType.Explicit:
         has = entries_of(typed.sharding.spec)
-        assert [*map(entry_axes, has)][: len(shape)] == [
+        expected = [
             *map(entry_axes, entries_of(decision.spec)),
             *[()] * (len(shape) - len(entries_of(decision.spec))),
         ]
+        assert [*map(entry_axes, has)][: len(shape)] == expected
     if any(not why.code.is_expected for why in decision.reasons):
         with pytest.raises(SpecError):
             constrained(x, target, sharding_plan, True)
     else:
-        assert constrained(x, target, sharding_plan, True)[1].spec == decision.spec
+        spec = constrained(x, target, sharding_plan, True)[1].spec
+        assert spec == decision.spec
 
 
 @pytest.mark.parametrize("sizes", [{"a": 2, "b": 3, "c": 1}, {"a": 4, "b": 2, "c": 1}])
@@ -317,7 +317,8 @@ def test_each_strategy_has_a_reason_on_each_shape(sizes):
         ["a", "b", "c", "ab"], [P(), P("a")], SKIPS
     ):
         target = first | fsdp(tuple(axes), skip_dims=skip)
-        sharding_plan = planned(tree, mesh, paths=PathRules([("", target)]))
+        rules = PathRules([("", target)])
+        sharding_plan = planned(tree, mesh, paths=rules)
         wishes = [*wishes_of_spec(first), *(Wish(None, ((axis,),)) for axis in axes)]
         for leaf in sharding_plan.leaves:
             check(leaf, wishes, sizes)
@@ -332,7 +333,8 @@ def test_each_strategy_has_a_reason_on_each_shape(sizes):
 @settings(max_examples=100)
 def test_axes_of_over_that_do_not_fit_have_a_reason(shape, base, sizes, over):
     leaf = jax.ShapeDtypeStruct(shape, "float32")
-    paths = PathRules([("", optional(P(*base[: len(shape)])))])
+    rules = [("", optional(P(*base[: len(shape)])))]
+    paths = PathRules(rules)
     params = planned({"w": leaf}, MeshSpec(sizes), paths=paths)
     state = follow(lambda tree: tree, params, over=over)["w"]
     has = axes_at(params["w"], None)
@@ -344,7 +346,10 @@ def test_an_absent_axis_of_over_has_a_reason():
     axes = AxisRules([("embed", "a")], mesh_axes=["c"])
     leaf = jax.ShapeDtypeStruct((8, 8), "float32")
     names = {"w": ("embed", None)}
-    params = plan({"w": leaf}, MeshSpec({"a": 2, "b": 2}), names=names, axes=axes)
-    state = follow(lambda tree: tree, params, over=("b", "c"))["w"]
+    mesh = MeshSpec({"a": 2, "b": 2})
+    params = plan({"w": leaf}, mesh, names=names, axes=axes)
+    followed = follow(lambda tree: tree, params, over=("b", "c"))
+    state = followed["w"]
     assert state.spec == P("a", "b")
-    assert [(why.code, why.axes) for why in state.reasons] == [(Code.absent, ("c",))]
+    actual = [(why.code, why.axes) for why in state.reasons]
+    assert actual == [(Code.absent, ("c",))]

@@ -30,9 +30,9 @@ def added(spec, shape, axes, units=None, mesh=MESH):
     """The plan of an array under `fsdp` after a spec."""
     target = (spec if units is None else sfx.atomic(spec, units)) | fsdp(axes)
     tree = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    return sfx.plan(
-        tree, mesh, paths=sfx.PathRules([("w", target)], mesh_axes=("gone",))
-    )["w"]
+    rules = sfx.PathRules([("w", target)], mesh_axes=("gone",))
+    sharding_plan = sfx.plan(tree, mesh, paths=rules)
+    return sharding_plan["w"]
 
 
 def codes(decision):
@@ -80,13 +80,17 @@ def test_an_unreduced_maximum_stays_a_maximum():
         == P("tensor", **kinds)
         == correct(spec, (8, 8), MESH).spec
     )
-    assert correct(
+    decision = correct(
         P(**{**kinds, "unreduced": frozenset({"data", "gone"})}), (8,), MESH
-    ).spec == P(**kinds)
+    )
+    actual = decision.spec
+    assert actual == P(**kinds)
+    struct = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    rules = sfx.PathRules([("w", spec)])
     plan = sfx.plan(
-        {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)},
+        {"w": struct},
         MESH,
-        paths=sfx.PathRules([("w", spec)]),
+        paths=rules,
     )
     again = sfx.ShardPlan.from_json(plan.to_json())
     assert again == plan
@@ -125,7 +129,8 @@ def test_the_advice_never_cuts_inside_a_unit(size, unit, axis):
 )
 def test_padding_is_advised_where_it_adds_little(size, padded):
     mesh = MeshSpec({"x": 4 if size % 4 else 7})
-    (why,) = correct(P("x"), (size,), mesh).reasons
+    decision = correct(P("x"), (size,), mesh)
+    (why,) = decision.reasons
     assert ("pad it to" in str(why)) == (padded is not None)
     assert str(padded or "") in str(why)
 
@@ -191,7 +196,8 @@ def test_padding_is_advised_where_it_adds_little(size, padded):
 )
 def test_messages_of_reasons(axes, size, unit, message):
     mesh = MeshSpec({"data": 2, "tensor": 4, "three": 3}, axis_types=AxisType.Explicit)
-    (why,) = correct(P(axes), (size,), mesh, units=(unit,)).reasons
+    decision = correct(P(axes), (size,), mesh, units=(unit,))
+    (why,) = decision.reasons
     assert str(why).startswith(f"dim 0: {message}")
 
 
@@ -272,16 +278,17 @@ def test_no_mesh_cuts_a_head_of_a_real_model(name):
         path: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for path, shape, _, _ in fused
     }
     # Every pattern of the catalogue finds leaves.
-    assert len({(dim, unit) for _, _, dim, unit in fused}) == len(
-        {heads[1:] for heads in model.fused}
-    )
+    count = len({(dim, unit) for _, _, dim, unit in fused})
+    assert count == len({heads[1:] for heads in model.fused})
     for sizes in [*SIZES, *SEVERAL]:
         tensor = tuple(f"t{i}" for i in range(len(sizes)))
-        mesh = MeshSpec({"fsdp": 4, **dict(zip(tensor, sizes, strict=True))})
+        axes = {"fsdp": 4, **dict(zip(tensor, sizes, strict=True))}
+        mesh = MeshSpec(axes)
+        rules = preset(**dict(model.arguments), tensor=tensor)
         plan = sfx.plan(
             tree,
             mesh,
-            paths=preset(**dict(model.arguments), tensor=tensor),
+            paths=rules,
             unmatched="replicate",
         )
         for path, shape, dim, unit in fused:
@@ -289,7 +296,8 @@ def test_no_mesh_cuts_a_head_of_a_real_model(name):
             result = cuts(leaf.spec, shape, mesh, dim)
             for cut in result:
                 assert cut % unit == 0, (path, sizes)
-            assert len(result) + 1 == most_pieces(shape[dim] // unit, sizes), (
+            expected = most_pieces(shape[dim] // unit, sizes)
+            assert len(result) + 1 == expected, (
                 path,
                 sizes,
             )
@@ -314,21 +322,22 @@ def test_strategies_keep_heads_whole_too(heads, unit, other, sizes):
     mesh = MeshSpec(zip(axes, sizes, strict=True))
     shape = (heads * unit, other)
     rules = sfx.PathRules([("w", sfx.atomic(P(), (unit, 1)) | fsdp(axes))])
-    leaf = sfx.plan({"w": jax.ShapeDtypeStruct(shape, jnp.float32)}, mesh, paths=rules)[
-        "w"
-    ]
+    sharding_plan = sfx.plan(
+        {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}, mesh, paths=rules
+    )
+    leaf = sharding_plan["w"]
     for cut in cuts(leaf.spec, shape, mesh, 0):
         assert cut % unit == 0
     pieces = math.prod(
         mesh.axis_size(entry_axes(entry)) for entry in entries_of(leaf.spec)
     )
-    assert pieces == max(
-        most_pieces(heads, tuple(sizes)), most_pieces(other, tuple(sizes))
-    )
+    expected = max(most_pieces(heads, tuple(sizes)), most_pieces(other, tuple(sizes)))
+    assert pieces == expected
 
 
 def test_an_array_that_counts_units_has_no_unit():
     axes = sfx.AxisRules([("heads", None)], units={"heads": 16})
     tree = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (32, 8)]
     plan = sfx.plan(tree, MeshSpec({"x": 2}), names=("heads",), axes=axes)
-    assert [leaf.units for leaf in plan.leaves] == [(16,), (1,)]
+    units = [leaf.units for leaf in plan.leaves]
+    assert units == [(16,), (1,)]

@@ -59,8 +59,9 @@ def params() -> dict[str, Any]:
 
 
 def built(axis_type: AxisType) -> Mesh:
+    devices = np.array(jax.devices()).reshape(2, 2, 2)
     return Mesh(
-        np.array(jax.devices()).reshape(2, 2, 2),
+        devices,
         tuple(SIZES),
         axis_types=(axis_type,) * 3,
     )
@@ -194,10 +195,11 @@ def test_follow_gives_what_jax_gives(name, params_plan):
     optimizer = OPTIMIZERS[name]()
     state_plan = follow(optimizer.init, params_plan)
     tree = jax.eval_shape(optimizer.init, params())
-    assert jax.tree.structure(state_plan.structs) == jax.tree.structure(tree)
-    assert [(leaf.shape, leaf.dtype) for leaf in state_plan.leaves] == [
-        (x.shape, x.dtype) for x in jax.tree.leaves(tree)
-    ]
+    structure = jax.tree.structure(state_plan.structs)
+    assert structure == jax.tree.structure(tree)
+    actual = [(leaf.shape, leaf.dtype) for leaf in state_plan.leaves]
+    expected = [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    assert actual == expected
     if name in UNTYPED:
         for leaf in state_plan.leaves:
             if leaf.spec == P():
@@ -227,9 +229,11 @@ def test_follow_gives_what_jax_gives(name, params_plan):
             assert leaf.shape[0] in planned[source].shape
             continue
         # A history, as L-BFGS keeps it, counts its entries on the first dimensions.
-        entries = (None,) * (len(leaf.shape) - len(planned[source].shape))
+        count = len(planned[source].shape)
+        entries = (None,) * (len(leaf.shape) - count)
         assert leaf.shape[len(entries) :] == planned[source].shape
-        assert leaf.spec == canonical(P(*entries, *planned[source].spec))
+        expected = canonical(P(*entries, *planned[source].spec))
+        assert leaf.spec == expected
 
 
 TRAINED = {
@@ -288,7 +292,8 @@ def test_two_steps_under_the_plan_equal_two_steps_on_one_device(name, over):
         assert np.allclose(
             item, two, rtol=1e-5, atol=2e-5 if name == "contrib.muon" else 1e-6
         )
-    for leaf, array in zip(state_here.leaves, jax.tree.leaves(there[1]), strict=True):
+    leaves = jax.tree.leaves(there[1])
+    for leaf, array in zip(state_here.leaves, leaves, strict=True):
         assert array.addressable_shards[0].data.nbytes == leaf.bytes_per_device
     assert (
         not over
@@ -301,7 +306,8 @@ def test_other_arguments_and_other_plans(params_plan):
     batch = plan({"x": jnp.ones((8, 128))}, MESH, paths=PathRules.parse("x->data"))
 
     def make(weights, inputs, scale, extra):
-        hidden = inputs["x"] @ weights["layers"][0]["up"]["weight"]
+        weight = weights["layers"][0]["up"]["weight"]
+        hidden = inputs["x"] @ weight
         return {
             "hidden": hidden * scale,
             "copy": weights["embed"],
@@ -351,17 +357,14 @@ def test_follow_works_alike_on_explicit_and_mixed_axes(params_plan):
 
 
 def test_names_and_units_go_to_copies_and_histories():
-    square = plan(
-        {"w": struct(8, 8)}, MESH, names={"w": ("heads", "embed")}, axes=HEADS
+    names = {"w": ("heads", "embed")}
+    square = plan({"w": struct(8, 8)}, MESH, names=names, axes=HEADS)
+    cases = (
+        lambda tree: tree,
+        lambda tree: {"w": tree["w"].T},
+        lambda _: {"w": jnp.zeros((5, 3, 8, 8))},
     )
-    copied, turned, history = (
-        follow(make, square)["w"]
-        for make in (
-            lambda tree: tree,
-            lambda tree: {"w": tree["w"].T},
-            lambda _: {"w": jnp.zeros((5, 3, 8, 8))},
-        )
-    )
+    copied, turned, history = (follow(make, square)["w"] for make in cases)
     assert copied.names == ("heads", "embed")
     assert copied.units == (4, 1)
     assert turned.spec == P("fsdp", "tensor")

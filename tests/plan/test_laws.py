@@ -67,8 +67,9 @@ SHAPES = st.lists(
 
 def built(axes: tuple[tuple[str, int], ...]) -> Mesh:
     sizes = [size for _, size in axes]
+    devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
     return Mesh(
-        np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes),
+        devices,
         [name for name, _ in axes],
     )
 
@@ -131,11 +132,8 @@ def by_trial(
 def test_correct_equals_brute_force(request_, min_bytes):
     spec, shape, axes, units = request_
     once = correct(spec, shape, MeshSpec(axes), units=units)
-    assert (
-        once.spec
-        == canonical(P(*by_trial(spec, shape, dict(axes), units)))
-        == canonical(once.spec)
-    )
+    expected = canonical(P(*by_trial(spec, shape, dict(axes), units)))
+    assert once.spec == expected == canonical(once.spec)
     twice = correct(once.spec, shape, MeshSpec(axes), units=units, strict=True)
     assert twice.spec == once.spec
     assert twice.reasons == ()
@@ -161,17 +159,16 @@ def test_correct_has_a_reason_exactly_for_each_change(request_):
     corrected = [*entries_of(decision.spec), *[None] * len(shape)][: len(shape)]
     for dim, (before, after) in enumerate(zip(asked, corrected, strict=True)):
         lost = [axis for why in decision.reasons if why.dim == dim for axis in why.axes]
-        assert sorted(lost + list(entry_axes(after))) == sorted(entry_axes(before))
+        actual = sorted(lost + list(entry_axes(after)))
+        assert actual == sorted(entry_axes(before))
     if decision.reasons:
         with pytest.raises(SpecError):
             correct(spec, shape, MeshSpec(axes), units=units, strict=True)
-    explicit = correct(
-        spec, shape, MeshSpec(axes, axis_types=AxisType.Explicit), units=units
-    )
+    mesh = MeshSpec(axes, axis_types=AxisType.Explicit)
+    explicit = correct(spec, shape, mesh, units=units)
     assert explicit.spec == constrained(decision.spec)
-    assert len(explicit.reasons) == len(decision.reasons) + entries_of(
-        decision.spec
-    ).count(U)
+    expected = len(decision.reasons) + entries_of(decision.spec).count(U)
+    assert len(explicit.reasons) == expected
 
 
 @given(requests())
@@ -180,7 +177,8 @@ def test_jax_accepts_what_correct_gives(request_):
     spec, shape, axes, units = request_
     mesh = built(axes)
     corrected = correct(spec, shape, mesh, units=units).spec
-    x = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    values = np.arange(math.prod(shape), dtype=np.int32)
+    x = values.reshape(shape)
     placed = jax.device_put(x, NamedSharding(mesh, constrained(corrected)))
     assert np.array_equal(placed, x)
     for piece, size, unit in zip(
@@ -341,10 +339,10 @@ def test_a_plan_equals_itself_after_json(tree, rules):
         assert again.leaves == sharding_plan.leaves
         assert again.specs == sharding_plan.specs
         assert again.to_json() == text
-        assert jax.tree.structure(again.specs) == jax.tree.structure(
-            sharding_plan.specs
-        )
-    placed = [sharding.spec for sharding in jax.tree.leaves(sharding_plan.shardings)]
+        structure = jax.tree.structure(again.specs)
+        assert structure == jax.tree.structure(sharding_plan.specs)
+    leaves = jax.tree.leaves(sharding_plan.shardings)
+    placed = [sharding.spec for sharding in leaves]
     assert placed == [constrained(leaf.spec) for leaf in sharding_plan.leaves]
     json.loads(text)
     deeper = lambda x: (
@@ -352,9 +350,8 @@ def test_a_plan_equals_itself_after_json(tree, rules):
         if isinstance(x, jax.ShapeDtypeStruct)
         else x
     )
-    assert (planned(jax.tree.map(deeper, tree), rules) == sharding_plan) == (
-        not sharding_plan.leaves
-    )
+    actual = planned(jax.tree.map(deeper, tree), rules) == sharding_plan
+    assert actual == (not sharding_plan.leaves)
 
 
 @given(TREES, RULES, st.sampled_from(SIZES), st.sampled_from([0, 0, 64, 256]))
@@ -405,16 +402,16 @@ def test_bytes_per_device_are_what_xla_allocates(shape, dtype, axes, order):
     struct = jax.ShapeDtypeStruct(
         shape, jnp.dtype(dtype) if isinstance(dtype, str) else dtype
     )
+    rules = PathRules([("x", P(*order[: len(shape)]))], mesh_axes=order)
     sharding_plan = plan(
         {"x": struct},
         mesh,
-        paths=PathRules([("x", P(*order[: len(shape)]))], mesh_axes=order),
+        paths=rules,
     )
-    compiled = (
-        jax.jit(lambda x: x, in_shardings=sharding_plan.shardings["x"])
-        .lower(struct)
-        .compile()
+    lowered = jax.jit(lambda x: x, in_shardings=sharding_plan.shardings["x"]).lower(
+        struct
     )
+    compiled = lowered.compile()
     memory: Any = compiled.memory_analysis()
     assert sharding_plan.bytes_per_device == memory.argument_size_in_bytes
 

@@ -28,13 +28,14 @@ RULES = PathRules([("w", P("fsdp", "tensor")), ("b", P("tensor"))])
 
 def test_a_plan_of_paths():
     sharding_plan = plan(TREE, MESH, paths=RULES)
-    assert sharding_plan.specs == {
+    expected = {
         "w": P("fsdp", "tensor"),
         "b": P("tensor"),
         "step": P(),
         "act": None,
         "none": None,
     }
+    assert sharding_plan.specs == expected
     leaf = sharding_plan["w"]
     assert leaf.shape == (8, 16)
     assert leaf.dtype == jnp.float32
@@ -43,10 +44,12 @@ def test_a_plan_of_paths():
     assert leaf.rule == "paths[0] w"
     assert leaf.reasons == ()
     assert sharding_plan["b"].dtype == jnp.float32
-    assert [why.code for why in sharding_plan["step"].reasons] == [Code.scalar]
+    codes = [why.code for why in sharding_plan["step"].reasons]
+    assert codes == [Code.scalar]
     assert sharding_plan.bytes_total == 512 + 64 + 4
     assert sharding_plan.bytes_per_device == 128 + 32 + 4
-    assert [leaf.path for leaf in sharding_plan.leaves] == ["b", "step", "w"]
+    paths = [leaf.path for leaf in sharding_plan.leaves]
+    assert paths == ["b", "step", "w"]
     assert (
         repr(sharding_plan)
         == "ShardPlan(3 arrays, mesh data=2,fsdp=2,tensor=2, 580 bytes, 164 per device)"
@@ -95,23 +98,27 @@ def test_names_may_be_a_prefix_of_the_tree():
         "a": {"x": jnp.ones((4, 4)), "y": jnp.ones((4, 4))},
         "b": (jnp.ones((4,)), jnp.ones((4,))),
     }
+    names = {"a": ("embed", "mlp"), "b": (("mlp",), ("embed",))}
     sharding_plan = plan(
         tree,
         MESH,
-        names={"a": ("embed", "mlp"), "b": (("mlp",), ("embed",))},
+        names=names,
         axes=AXES,
     )
-    assert sharding_plan.specs == {
+    expected = {
         "a": {"x": P("fsdp", "tensor"), "y": P("fsdp", "tensor")},
         "b": (P("tensor"), P("fsdp")),
     }
+    assert sharding_plan.specs == expected
+    names = (("embed", "mlp"), ("mlp", "embed"))
     pair = plan(
         (TREE["w"], TREE["w"]),
         MESH,
-        names=(("embed", "mlp"), ("mlp", "embed")),
+        names=names,
         axes=AXES,
     )
-    assert pair.specs == (P("fsdp", "tensor"), P("tensor", "fsdp"))
+    expected = (P("fsdp", "tensor"), P("tensor", "fsdp"))
+    assert pair.specs == expected
 
 
 def test_strategies_refine_what_comes_before_them():
@@ -123,7 +130,8 @@ def test_strategies_refine_what_comes_before_them():
     )
     sharding_plan = plan({"w": TREE["w"], "b": TREE["b"]}, MESH, paths=rules, axes=AXES)
     assert sharding_plan["w"].spec == P("fsdp", "data")
-    assert [why.code for why in sharding_plan["w"].reasons] == [Code.duplicate]
+    codes = [why.code for why in sharding_plan["w"].reasons]
+    assert codes == [Code.duplicate]
     (taken,) = sharding_plan["b"].reasons
     assert taken.message.startswith(
         "no dimension is free for `data` (2): all that may be cut are sharded already"
@@ -135,14 +143,13 @@ def test_equal_plans_share_a_trace_and_different_meshes_do_not():
     traces = []
     run = jax.jit(lambda output, x: traces.append(output))
     devices = np.array(jax.devices()).reshape(2, 2, 2)
-    others = [
-        sharding_plan.on(Mesh(order, MESH.axis_names))
-        for order in (devices, devices[::-1])
-    ]
+    cases = (devices, devices[::-1])
+    others = [sharding_plan.on(Mesh(order, MESH.axis_names)) for order in cases]
+    restored = ShardPlan.from_json(sharding_plan.to_json(), like=TREE)
     for plan_copy in (
         sharding_plan,
         ShardPlan.from_json(sharding_plan.to_json()),
-        ShardPlan.from_json(sharding_plan.to_json(), like=TREE),
+        restored,
         *others,
     ):
         run(plan_copy, 1.0)

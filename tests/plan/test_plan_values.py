@@ -51,9 +51,10 @@ def trees() -> list[Any]:
     deep = jnp.ones(2)
     for _ in range(100):
         deep = {"a": [deep]}
+    model = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
     return [
         TREE,
-        eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0)),
+        model,
         {"keys": keys},
         [],
         jnp.ones(8),
@@ -69,15 +70,17 @@ def trees() -> list[Any]:
 def test_a_plan_pickles_and_copies(tree, kind, on):
     spec = MeshSpec({"a": 2, "b": 4}, axis_types=kind)
     mesh = spec.build(jax.devices()[::-1]) if on else spec
+    rules = PathRules([(".*", fsdp("a"))])
     sharding_plan = plan(
         tree,
         mesh,
-        paths=PathRules([(".*", fsdp("a"))]),
+        paths=rules,
         unmatched="replicate",
         unused="allow",
     )
+    decoded = pickle.loads(pickle.dumps(sharding_plan))
     for again in (
-        pickle.loads(pickle.dumps(sharding_plan)),
+        decoded,
         copy.deepcopy(sharding_plan),
         copy.copy(sharding_plan),
     ):
@@ -86,9 +89,8 @@ def test_a_plan_pickles_and_copies(tree, kind, on):
         assert again.leaves == sharding_plan.leaves
         assert again.jax_mesh == sharding_plan.jax_mesh
         assert again.shardings == sharding_plan.shardings
-        assert jax.tree.structure(again.specs) == jax.tree.structure(
-            sharding_plan.specs
-        )
+        structure = jax.tree.structure(again.specs)
+        assert structure == jax.tree.structure(sharding_plan.specs)
     read = ShardPlan.from_json(sharding_plan.to_json())
     again = pickle.loads(pickle.dumps(read))
     assert again == read == sharding_plan.off()
@@ -114,11 +116,8 @@ def test_a_pickled_plan_needs_its_devices():
 
 def test_a_plan_is_read_by_path():
     sharding_plan = plan(TREE, MESH, paths=RULES, axes=AXES)
-    assert (
-        list(sharding_plan)
-        == [leaf.path for leaf in sharding_plan.leaves]
-        == ["l/0", "l/1", "t/1", "w"]
-    )
+    expected = [leaf.path for leaf in sharding_plan.leaves]
+    assert list(sharding_plan) == expected == ["l/0", "l/1", "t/1", "w"]
     assert len(sharding_plan) == 4
     assert "w" in sharding_plan
     assert "t/1" in sharding_plan
@@ -230,9 +229,8 @@ def test_json_brings_back_a_whole_plan():
     changed = ShardPlan.from_json(
         edited(lambda d: d["rows"][0].update(memory_kind="device"))
     )
-    assert [leaf.memory_kind for leaf in changed.leaves] != [
-        leaf.memory_kind for leaf in RICH.leaves
-    ]
+    memory_kinds = [leaf.memory_kind for leaf in changed.leaves]
+    assert memory_kinds != [leaf.memory_kind for leaf in RICH.leaves]
 
 
 @pytest.mark.parametrize(
@@ -355,8 +353,10 @@ def test_edited_json_is_a_whole_plan_or_an_error(edits):
     assert again == restored
     assert again.leaves == restored.leaves
     assert report(restored)
-    assert len(jax.tree.leaves(restored.structs)) == len(restored.leaves)
-    assert len(jax.tree.leaves(restored.shardings)) == len(restored.leaves)
+    count = len(jax.tree.leaves(restored.structs))
+    assert count == len(restored.leaves)
+    count = len(jax.tree.leaves(restored.shardings))
+    assert count == len(restored.leaves)
     assert 0 <= restored.bytes_per_device <= restored.bytes_total
     for leaf in restored.leaves:
         for why in leaf.reasons:
@@ -413,9 +413,8 @@ LIKE = {"act": jnp.tanh, "b": jnp.ones(16), "none": None, "w": jnp.ones((8, 16))
     ids=["one array", "a tree", "fewer", "order"],
 )
 def test_like_must_be_the_planned_tree(tree, like, message):
-    sharding_plan = plan(
-        tree, MESH.build(jax.devices()), paths=PathRules([("", P("a"))])
-    )
+    rules = PathRules([("", P("a"))])
+    sharding_plan = plan(tree, MESH.build(jax.devices()), paths=rules)
     for attempt in (
         lambda: ShardPlan.from_json(sharding_plan.to_json(), like=like),
         lambda: shard(like, sharding_plan),

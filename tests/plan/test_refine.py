@@ -48,7 +48,8 @@ PLAIN, REFINED = (
 
 def test_eight_kv_heads_on_sixteen_devices():
     assert PLAIN["kv"].spec == P("fsdp")
-    assert REFINED.mesh == MESH.split("tensor", {"tensor_0": 8, "tensor_1": 2})
+    expected = MESH.split("tensor", {"tensor_0": 8, "tensor_1": 2})
+    assert REFINED.mesh == expected
     assert REFINED["kv"].spec == P("fsdp", "tensor_0")
     assert (
         REFINED["q"].spec == REFINED["mlp"].spec == P("fsdp", ("tensor_0", "tensor_1"))
@@ -59,9 +60,8 @@ def test_eight_kv_heads_on_sixteen_devices():
         "tensor_0",
         "tensor_1",
     )
-    assert dict(REFINED.axes.modes)["decode"] == (
-        ("mlp", ("fsdp", "tensor_0", "tensor_1")),
-    )
+    expected = (("mlp", ("fsdp", "tensor_0", "tensor_1")),)
+    assert dict(REFINED.axes.modes)["decode"] == expected
     assert REFINED.axes.units == AXES.units
     state = follow(optax.adam(1e-3).init, REFINED)
     assert state.mesh == REFINED.mesh
@@ -71,14 +71,17 @@ def test_eight_kv_heads_on_sixteen_devices():
 
 def test_nothing_to_refine_gives_the_same_plan():
     mesh = MeshSpec({"fsdp": 4, "tensor": 8})
-    assert plan(TREE, mesh, names=NAMES, axes=AXES, refine=True) == plan(
-        TREE, mesh, names=NAMES, axes=AXES
-    )
+    sharding_plan = plan(TREE, mesh, names=NAMES, axes=AXES, refine=True)
+    assert sharding_plan == plan(TREE, mesh, names=NAMES, axes=AXES)
     tree = {"bias": jnp.ones(6)}
     rules = PathRules([("bias", P("tensor"))])
     mesh = MeshSpec({"tensor": 4})
-    assert plan(tree, mesh, paths=rules, refine=True, min_bytes=100).mesh == mesh
-    assert plan(tree, mesh, paths=rules, refine=True)["bias"].spec == P("tensor_0")
+    sharding_plan = plan(tree, mesh, paths=rules, refine=True, min_bytes=100)
+    actual = sharding_plan.mesh
+    assert actual == mesh
+    bias = plan(tree, mesh, paths=rules, refine=True)["bias"]
+    spec = bias.spec
+    assert spec == P("tensor_0")
 
 
 BA = {"w": P(("b", "a")), "u": P("a"), "v": P("b")}
@@ -170,7 +173,8 @@ def test_axes_are_split_by_what_dimensions_take(
 
 
 def test_no_reason_advises_to_refine_once_that_was_done():
-    single = {"q": TREE["q"], "kv": jax.ShapeDtypeStruct((512, 128), jnp.float32)}
+    struct = jax.ShapeDtypeStruct((512, 128), jnp.float32)
+    single = {"q": TREE["q"], "kv": struct}
     for tree in (TREE, single):
         names = {name: NAMES[name] for name in tree}
         plain, refined = (
@@ -180,7 +184,8 @@ def test_no_reason_advises_to_refine_once_that_was_done():
         assert "split the mesh axis (`refine=True`)" in report(plain)
         assert "refine" not in report(refined)
         assert "would cut inside a unit; use axes whose product" in report(refined)
-        assert [why.code for why in refined["kv"].reasons] == [Code.unit]
+        codes = [why.code for why in refined["kv"].reasons]
+        assert codes == [Code.unit]
         assert ShardPlan.from_json(refined.to_json()) == refined
 
 
@@ -196,12 +201,15 @@ def test_strict_says_how_to_accept_what_refine_left_over():
     with pytest.raises(SpecError, match=rf"(?s){text} .*{why}"):
         plan(TREE, MESH, names=NAMES, axes=AXES, refine=True, strict=True)
     parts = ("tensor_0", "tensor_1")
+    rules = {"heads": parts, "kv_heads": "tensor_0", "mlp": parts, "embed": "fsdp"}
     axes = AxisRules(
-        {"heads": parts, "kv_heads": "tensor_0", "mlp": parts, "embed": "fsdp"},
+        rules,
         units=UNITS,
     )
     split = MESH.split("tensor", {"tensor_0": 8, "tensor_1": 2})
-    assert plan(TREE, split, names=NAMES, axes=axes, strict=True).specs == REFINED.specs
+    sharding_plan = plan(TREE, split, names=NAMES, axes=axes, strict=True)
+    specs = sharding_plan.specs
+    assert specs == REFINED.specs
 
 
 sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24])
@@ -225,18 +233,18 @@ def test_refining_saves_memory_and_moves_nothing_else(shapes, dims, t, d):
     }
     specs = []
     for first, second in zip(dims[::2], dims[1::2], strict=True):
-        specs.append(
-            P(
-                first or None,
-                tuple(axis for axis in second if axis not in first) or None,
-            )
+        spec = P(
+            first or None,
+            tuple(axis for axis in second if axis not in first) or None,
         )
+        specs.append(spec)
     rules = PathRules([(f"w{i}", specs[i]) for i in range(len(shapes))])
     mesh = MeshSpec({"d": d, "t": t})
     before, after = (
         plan(tree, mesh, paths=rules, refine=refine) for refine in (False, True)
     )
-    assert math.prod(after.mesh.axis_sizes) == math.prod(mesh.axis_sizes)
+    actual = math.prod(after.mesh.axis_sizes)
+    assert actual == math.prod(mesh.axis_sizes)
     assert after.bytes_per_device <= before.bytes_per_device
     for old, new in zip(before.leaves, after.leaves, strict=True):
         assert new.bytes_per_device <= old.bytes_per_device
@@ -253,8 +261,9 @@ def test_refining_saves_memory_and_moves_nothing_else(shapes, dims, t, d):
 def test_refined_and_plain_arrays_mix_in_one_jit():
     rules = PathRules([("kv", P(None, "tensor")), (".*", P("data", "tensor"))])
     axes = AxisRules([("batch", "data"), ("kv_heads", "tensor")])
+    values = jnp.arange(32.0).reshape(16, 2)
     tree = {
-        "kv": jnp.arange(32.0).reshape(16, 2),
+        "kv": values,
         "w": jnp.arange(128.0).reshape(8, 16),
     }
     mesh = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
@@ -264,7 +273,8 @@ def test_refined_and_plain_arrays_mix_in_one_jit():
     )
     assert refined.jax_mesh is not None
     assert refined.mesh.axis_sizes == (2, 2, 2)
-    assert list(refined.jax_mesh.devices.flat) == list(mesh.devices.flat)
+    actual = list(refined.jax_mesh.devices.flat)
+    assert actual == list(mesh.devices.flat)
     of_refined, of_plain = (jax.tree.leaves(p.shardings) for p in (refined, plain))
     assert of_refined[1].is_equivalent_to(of_plain[1], 2)
     placed = shard(tree, refined)

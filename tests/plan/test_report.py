@@ -33,7 +33,8 @@ MESH = MeshSpec({"data": 2, "tensor": 4})
 
 
 def planned(tree, target: Any = replicate, mesh=MESH, **keywords):
-    return plan(tree, mesh, paths=PathRules([(".*", target)]), **keywords)
+    rules = PathRules([(".*", target)])
+    return plan(tree, mesh, paths=rules, **keywords)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,8 @@ def planned(tree, target: Any = replicate, mesh=MESH, **keywords):
     ],
 )
 def test_rows_are_of_arrays_that_differ_in_numbers_alone(tree, paths):
-    rows = planned(jax.tree.map(struct, tree), P("tensor")).content.groups
+    content = planned(jax.tree.map(struct, tree), P("tensor")).content
+    rows = content.groups
     assert [row.where for row in rows] == paths
 
 
@@ -74,7 +76,8 @@ def test_rows_cover_every_array_once(leaves):
     tree = {f"{name}/{number}": struct(size) for name, number, size in leaves}
     sharding_plan = planned(tree, P("tensor"))
     rows = sharding_plan.content.groups
-    assert sum(len(row.paths) for row in rows) == len(sharding_plan.leaves)
+    total = sum(len(row.paths) for row in rows)
+    assert total == len(sharding_plan.leaves)
     assert sum(row.bytes for row in rows) == sharding_plan.bytes_total
     assert sum(row.bytes_per_device for row in rows) == sharding_plan.bytes_per_device
 
@@ -106,7 +109,8 @@ blocks/{0..2}/w           3  bf16[64,12]   data+tensor         576 B  paths[1] w
 7 arrays, 256.0 KiB, on mesh data=2,tensor=4 (8 devices): 126.7 KiB per device, 3.96 x an even split.
 
 Replicated, 768 B on every device: blocks/{0..2}/scale (768 B)."""
-    assert report(plan(model, MESH, paths=rules, axes=axes)) == text
+    actual = report(plan(model, MESH, paths=rules, axes=axes))
+    assert actual == text
 
 
 def test_the_state_of_repeated_layers_is_grouped_as_they_are():
@@ -119,23 +123,24 @@ def test_the_state_of_repeated_layers_is_grouped_as_they_are():
         (group.where, len(group.paths), group.row.rule)
         for group in state_plan.content.groups
     ]
-    assert groups[:3] == [
+    expected = [
         ("0/count", 1, None),
         ("0/mu/layers/{0..11}/norm", 12, "path and shape of `layers/*/norm`"),
         ("0/mu/layers/{0..11}/w", 12, "the sharding that `init` gives it"),
     ]
+    assert groups[:3] == expected
 
 
 def test_a_reason_is_told_once():
-    assert (
-        report(planned([struct(6)] * 2 + [struct(6, 8)] * 2, P("tensor"))).count(
-            "not divisible"
-        )
-        == 1
+    actual = report(planned([struct(6)] * 2 + [struct(6, 8)] * 2, P("tensor"))).count(
+        "not divisible"
     )
+    assert actual == 1
+    cases = (2, 4, 8, 16)
+    structs = {str(size): struct(size, size) for size in cases}
     few = report(
         planned(
-            {str(size): struct(size, size) for size in (2, 4, 8, 16)},
+            structs,
             fsdp("data", min_bytes=10_000),
         )
     )
@@ -147,15 +152,17 @@ def test_a_reason_is_told_once():
 
 
 def test_scalars_unmatched_arrays_and_the_largest_replicated():
-    lines = report(
-        plan({"count": struct(), "w": struct(8)}, MESH, unmatched="replicate")
-    ).splitlines()
-    assert lines[1].split() == ["count", "f32[]", "-", "4", "B", "-"]
-    assert lines[2].split() == ["w", "f32[8]", "-", "32", "B", "[1]"]
+    sharding_plan = plan(
+        {"count": struct(), "w": struct(8)}, MESH, unmatched="replicate"
+    )
+    lines = report(sharding_plan).splitlines()
+    expected = ["count", "f32[]", "-", "4", "B", "-"]
+    assert lines[1].split() == expected
+    expected = ["w", "f32[8]", "-", "32", "B", "[1]"]
+    assert lines[2].split() == expected
     assert any(line.startswith("[1] no rule covers the array") for line in lines)
-    last = report(
-        planned({name: struct(8 * (i + 1)) for i, name in enumerate("abcdefg")})
-    ).splitlines()[-1]
+    structs_by_name = {name: struct(8 * (i + 1)) for i, name in enumerate("abcdefg")}
+    last = report(planned(structs_by_name)).splitlines()[-1]
     assert (
         last
         == "Replicated, 896 B on every device: g (224 B), f (192 B), e (160 B), d (128"
@@ -164,7 +171,8 @@ def test_scalars_unmatched_arrays_and_the_largest_replicated():
 
 
 def test_memory_kinds_axis_types_and_unconstrained_are_shown():
-    mesh = MeshSpec({"data": 2, "tensor": 4}, axis_types={"tensor": AxisType.Explicit})
+    axes = {"data": 2, "tensor": 4}
+    mesh = MeshSpec(axes, axis_types={"tensor": AxisType.Explicit})
     text = report(
         planned(
             {"w": struct(8, 8)},
@@ -210,7 +218,8 @@ def test_dtypes_are_short():
         "c64": "c8",
         "key<fry>": key,
     }
-    text = report(planned([struct(8, dtype=kind) for kind in kinds.values()]))
+    structs = [struct(8, dtype=kind) for kind in kinds.values()]
+    text = report(planned(structs))
     for name in kinds:
         assert f"  {name}[8]  " in text
 
@@ -222,9 +231,8 @@ def awkward():
         "layers": [struct(8)] * 2,
         "n": struct(),
     }
-    return plan(
-        tree, MESH, paths=PathRules([("<b>", P("data", "tensor")), (".*", replicate)])
-    )
+    rules = PathRules([("<b>", P("data", "tensor")), (".*", replicate)])
+    return plan(tree, MESH, paths=rules)
 
 
 def test_a_report_escapes_what_a_terminal_would_obey():
@@ -243,7 +251,8 @@ def test_a_report_escapes_what_a_terminal_would_obey():
 )
 def test_a_notebook_shows_a_plan_as_a_table(sharding_plan):
     page = sharding_plan._repr_html_()
-    assert set(re.findall(r"<(\w+)", page)) == {"table", "tr", "td", "th", "p"}
+    matches = set(re.findall(r"<(\w+)", page))
+    assert matches == {"table", "tr", "td", "th", "p"}
     rows = [
         re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row)
         for row in re.findall("<tr>(.*?)</tr>", page)
@@ -251,7 +260,9 @@ def test_a_notebook_shows_a_plan_as_a_table(sharding_plan):
     table, *below = report(sharding_plan).split("\n\n")
     assert rows[0] == table.splitlines()[0].split()
     shown = [" ".join(html.unescape(" ".join(row)).split()) for row in rows[1:]]
-    assert shown == [" ".join(line.split()) for line in table.splitlines()[1:]]
+    lines = table.splitlines()[1:]
+    expected = [" ".join(line.split()) for line in lines]
+    assert shown == expected
     texts = [html.unescape(text) for text in re.findall("<p>(.*?)</p>", page)]
     assert texts == [line for part in below for line in part.splitlines()]
 
@@ -259,9 +270,10 @@ def test_a_notebook_shows_a_plan_as_a_table(sharding_plan):
 def test_plans_of_leaves_and_codes_read_well():
     rules = PathRules.parse("<b>->data.tensor")
     kinds = [("<b>", "pinned_host")]
-    (leaf,) = plan(
+    sharding_plan = plan(
         {"<b>\x1b[31m": struct(8, 6)}, MESH, paths=rules, memory_kinds=kinds
-    ).leaves
+    )
+    (leaf,) = sharding_plan.leaves
     assert repr(leaf) == (
         rf"LeafPlan(<b>\x1b[31m: f32[8,6]; {leaf.spec}; by paths[0] <b>; in"
         r" pinned_host; 96 of 192 bytes per device; "
@@ -274,14 +286,16 @@ def test_plans_of_leaves_and_codes_read_well():
 
 def test_paths_stay_whole_in_80_columns():
     tree = models.tree("llama3-70b")
+    mesh = MeshSpec({"fsdp": 8, "tensor": 16})
     sharding_plan = plan(
         tree,
-        MeshSpec({"fsdp": 8, "tensor": 16}),
+        mesh,
         paths=models.rules_for("llama3-70b", "fsdp_tp"),
     )
+    cases = (80, 100, 120, 200)
     widest = {
         width: max(map(len, report(sharding_plan, width=width).splitlines()))
-        for width in (80, 100, 120, 200)
+        for width in cases
     }
     for width, text in widest.items():
         assert text <= width
@@ -289,9 +303,8 @@ def test_paths_stay_whole_in_80_columns():
     lines = report(sharding_plan, width=80).splitlines()
     assert lines.count("model/layers/{0..79}/") == 1
     assert lines[0].split()[-1] == "why"
-    below = [
-        line.split()[0] for line in lines if line.startswith("  ") and "/" in line
-    ][:9]
+    parts = [line.split()[0] for line in lines if line.startswith("  ") and "/" in line]
+    below = parts[:9]
     assert len(set(below)) == 9
     assert "mlp/up_proj/weight" in below
     assert "self_attn/k_proj/weight" in below

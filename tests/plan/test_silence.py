@@ -74,7 +74,9 @@ def test_dots_stand_for_dimensions_that_are_not_named(names, full):
     assert ShardPlan.from_json(by_name.to_json()) == by_name
     if not isinstance(names, P):
         assert by_name["w"].names == full
-        by_path = plan(tree, MESH, paths=PathRules([("w", names)]), axes=AXES)["w"]
+        rules = PathRules([("w", names)])
+        sharding_plan = plan(tree, MESH, paths=rules, axes=AXES)
+        by_path = sharding_plan["w"]
         assert by_path.names == full
         assert by_path.spec == by_name["w"].spec
 
@@ -122,7 +124,8 @@ def test_the_error_in_vmap_says_what_works_and_it_does():
     inner = jax.vmap(
         lambda x: sfx.constrain(x, ("mlp", None), ON), spmd_axis_name="data"
     )
-    assert jax.jit(inner)(x).sharding.spec == P("data", "tensor")
+    spec = jax.jit(inner)(x).sharding.spec
+    assert spec == P("data", "tensor")
 
 
 def test_trailing_nones_beyond_the_rank():
@@ -131,16 +134,13 @@ def test_trailing_nones_beyond_the_rank():
     """
     long = P("tensor", None, None)
     leaf = ruled(long)
-    assert (
-        leaf["w"].spec
-        == sfx.correct(long, (8, 16), MESH).spec
-        == leaf.replace("w", long)["w"].spec
-        == P("tensor")
-    )
+    expected = sfx.correct(long, (8, 16), MESH).spec
+    expected_spec = leaf.replace("w", long)["w"].spec
+    assert leaf["w"].spec == expected == expected_spec == P("tensor")
     rules = PathRules([("other", P(None, "tensor", None))])
-    assert sfx.follow(lambda _: {"other": jnp.ones((5, 12))}, leaf, paths=rules)[
-        "other"
-    ].spec == P(None, "tensor")
+    followed = sfx.follow(lambda _: {"other": jnp.ones((5, 12))}, leaf, paths=rules)
+    spec = followed["other"].spec
+    assert spec == P(None, "tensor")
     for attempt in (
         lambda: leaf.sharding(long, (8, 16)),
         lambda: sfx.constrain(W, long, leaf),
@@ -184,15 +184,17 @@ def test_unused_rules_are_named_with_the_rule_that_shadows(rules, message):
     declared = PathRules(
         [(regex, optional(optional(target))) for regex, target in rules]
     )
-    assert plan(MLP, MESH, paths=declared) == plan(
-        MLP, MESH, paths=PathRules(rules), unused="allow"
-    )
+    sharding_plan = plan(MLP, MESH, paths=declared)
+    expected = plan(MLP, MESH, paths=PathRules(rules), unused="allow")
+    assert sharding_plan == expected
 
 
 @pytest.mark.parametrize("rest", ["", ".", ".*", "^", ".+", "^.*$", "[^/]*"])
 def test_the_last_rule_may_match_nothing_or_the_rest(rest):
-    plan(MLP, MESH, paths=PathRules([("mlp", P("data")), ("norm", P()), (rest, P())]))
-    plan(MLP, MESH, paths=PathRules([("mlp|norm", P()), ("act", P("data"))]))
+    rules = PathRules([("mlp", P("data")), ("norm", P()), (rest, P())])
+    plan(MLP, MESH, paths=rules)
+    rules = PathRules([("mlp|norm", P()), ("act", P("data"))])
+    plan(MLP, MESH, paths=rules)
 
 
 # --- names and axes that nobody knows
@@ -212,26 +214,22 @@ def test_a_name_that_no_rule_is_about():
     assert why.code is Code.unmatched
     assert why.dim == 0
     assert "`mpl`" in why.message
-    assert (
-        plan(tree, MESH, names=names, axes=AXES.extend([("mpl", None)]))["w"].reasons
-        == ()
-    )
-    assert plan(tree, MESH, names=names, axes=AXES.with_alias("mpl", of="mlp"))[
-        "w"
-    ].spec == P("tensor")
+    axes = AXES.extend([("mpl", None)])
+    reasons = plan(tree, MESH, names=names, axes=axes)["w"].reasons
+    assert reasons == ()
+    axes = AXES.with_alias("mpl", of="mlp")
+    spec = plan(tree, MESH, names=names, axes=axes)["w"].spec
+    assert spec == P("tensor")
 
 
 def test_a_name_with_rules_in_another_mode_is_known():
-    rules = AxisRules(
-        [("mlp", "tensor")], modes={"decode": [("cache", "data")], "train": []}
-    )
+    modes = {"decode": [("cache", "data")], "train": []}
+    rules = AxisRules([("mlp", "tensor")], modes=modes)
     for mode, spec in (("train", P(None, "tensor")), ("decode", P("data", "tensor"))):
-        assert (
-            plan(TREE, MESH, names={"w": ("cache", "mlp")}, axes=rules, mode=mode)[
-                "w"
-            ].spec
-            == spec
-        )
+        names = {"w": ("cache", "mlp")}
+        sharding_plan = plan(TREE, MESH, names=names, axes=rules, mode=mode)["w"]
+        actual = sharding_plan.spec
+        assert actual == spec
     with pytest.raises(UnmatchedError, match="'chache'"):
         plan(TREE, MESH, names={"w": ("chache", "mlp")}, axes=rules, mode="train")
 
@@ -241,7 +239,8 @@ def test_a_name_with_rules_in_another_mode_is_known():
     [P("tenser"), sfx.fsdp("tenser"), lambda path, leaf: P("tenser"), ("heads", None)],
 )
 def test_a_mesh_axis_that_no_mesh_is_known_to_have(target):
-    axes = AXES.prepend([("heads", "tenser")] if isinstance(target, tuple) else [])
+    rules = [("heads", "tenser")] if isinstance(target, tuple) else []
+    axes = AXES.prepend(rules)
     with pytest.raises(
         RuleError, match=r"the mesh axis 'tenser' \(did you mean 'tensor'\?\)"
     ):
@@ -251,20 +250,25 @@ def test_a_mesh_axis_that_no_mesh_is_known_to_have(target):
 
 def test_a_mesh_axis_that_is_declared():
     other = AXES.prepend([("heads", "pipe")]).extend(mesh_axes=["pipe"])
-    assert plan(TREE, MESH, names=NAMES, axes=other)["w"].spec == P("tensor")
+    spec = plan(TREE, MESH, names=NAMES, axes=other)["w"].spec
+    assert spec == P("tensor")
     (leaf,) = plan(
         TREE, MESH, paths=PathRules([("w", P("pipe"))], mesh_axes=["pipe"])
     ).leaves
     assert leaf.spec == P()
     assert leaf.reasons[0].code is Code.absent
     rules = AxisRules([("batch", ("pod", "data"))], mesh_axes=("pod",))
-    sharding_plan = plan(TREE, MESH, names={"w": ("batch", None)}, axes=rules)
-    assert {
-        sharding_plan.sharding(asked).spec for asked in (("batch",), P(("pod", "data")))
-    } == {P("data")}
-    assert sharding_plan.replace("w", P("pod", "data"))["w"].spec == P(None, "data")
+    names = {"w": ("batch", None)}
+    sharding_plan = plan(TREE, MESH, names=names, axes=rules)
+    cases = (("batch",), P(("pod", "data")))
+    specs = {sharding_plan.sharding(asked).spec for asked in cases}
+    assert specs == {P("data")}
+    replaced = sharding_plan.replace("w", P("pod", "data"))["w"]
+    spec = replaced.spec
+    assert spec == P(None, "data")
     for lenient in (("bacth", "mlp"), P("tenser", "tensor")):
-        assert MADE.sharding(lenient, unmatched="replicate").spec == P(None, "tensor")
+        spec = MADE.sharding(lenient, unmatched="replicate").spec
+        assert spec == P(None, "tensor")
 
 
 # --- strict plans
@@ -278,21 +282,24 @@ def test_a_plan_remembers_that_it_is_strict():
     assert sfx._plan.differences(STRICT, MADE) == (
         "strict is True in one plan, False in the other",
     )
-    assert sfx._plan.differences(plan({}, MESH, axes=AXES), MADE) == (
-        "leaf `w` is only in the other plan",
-    )
+    actual = sfx._plan.differences(plan({}, MESH, axes=AXES), MADE)
+    assert actual == ("leaf `w` is only in the other plan",)
+    restored = ShardPlan.from_json(STRICT.to_json())
+    followed = sfx.follow(lambda x: x, STRICT)
+    joined = ShardPlan.join(a=STRICT, b=MADE)
+    mesh = MeshSpec({"data": 1, "tensor": 4})
     for sharding_plan in (
         *(
-            ShardPlan.from_json(STRICT.to_json()),
-            sfx.follow(lambda x: x, STRICT),
+            restored,
+            followed,
             STRICT.select("w"),
         ),
         *(
             STRICT.replace("w", P()),
-            ShardPlan.join(a=STRICT, b=MADE),
+            joined,
             STRICT.on(MESH.build(jax.devices())),
         ),
-        STRICT.replan(MeshSpec({"data": 1, "tensor": 4})),
+        STRICT.replan(mesh),
     ):
         assert sharding_plan.strict
 
@@ -312,12 +319,13 @@ def test_follow_is_as_strict_as_its_plan():
     assert "`count`" not in str(error.value)
     assert sfx.follow(init, MADE)["history"].spec == P()
     rest = PathRules([(".*", sfx.replicate)])
-    assert sfx.follow(init, STRICT, paths=rest)["history"].spec == P()
+    spec = sfx.follow(init, STRICT, paths=rest)["history"].spec
+    assert spec == P()
     with pytest.raises(
         SpecError, match="leaf `history`, .* size 5 is not divisible by `tensor`"
     ):
         sfx.follow(init, STRICT, paths=PathRules([("history", P("tensor"))]))
     # ZeRO takes what room there is.
-    assert sfx.follow(init, STRICT, over="data", paths=rest)["mu/w"].spec == P(
-        "tensor", "data"
-    )
+    followed = sfx.follow(init, STRICT, over="data", paths=rest)["mu/w"]
+    spec = followed.spec
+    assert spec == P("tensor", "data")

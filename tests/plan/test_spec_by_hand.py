@@ -29,21 +29,22 @@ def test_sharding_is_what_constrain_gives(asked, shape):
 
 
 def test_a_sharding_needs_no_shape_where_it_cuts_no_unit():
-    assert (
-        MADE.sharding(("batch",)).spec
-        == MADE.sharding(("batch", ...)).spec
-        == P("data")
-    )
+    spec = MADE.sharding(("batch",)).spec
+    expected = MADE.sharding(("batch", ...)).spec
+    assert spec == expected == P("data")
     assert MADE.sharding(("batch",)).mesh == MESH.abstract()
     tree = {"q": jnp.ones((8, 128)), "k": jnp.ones((8, 32))}
-    sharding_plan = plan(
-        tree, MESH, names={"q": (None, "heads"), "k": (None, "kv")}, axes=KV
-    )
-    assert sharding_plan.sharding((None, "heads")).spec == P(None, "tensor")
-    assert sharding_plan.sharding((None, "kv"), (8, 32)).spec == P()
-    assert [
+    names = {"q": (None, "heads"), "k": (None, "kv")}
+    sharding_plan = plan(tree, MESH, names=names, axes=KV)
+    spec = sharding_plan.sharding((None, "heads")).spec
+    assert spec == P(None, "tensor")
+    target_sharding = sharding_plan.sharding((None, "kv"), (8, 32))
+    spec = target_sharding.spec
+    assert spec == P()
+    specs = [
         plan({}, MESH, axes=KV).sharding(("kv",), (size,)).spec for size in (64, 32)
-    ] == [P("tensor"), P()]
+    ]
+    assert specs == [P("tensor"), P()]
     with pytest.raises(
         SpecError,
         match=(
@@ -52,36 +53,43 @@ def test_a_sharding_needs_no_shape_where_it_cuts_no_unit():
         ),
     ):
         sharding_plan.sharding((None, "kv"))
-    assert plan({}, MeshSpec({"data": 8, "tensor": 1}), axes=KV).sharding(
-        ("kv",)
-    ).spec == P("tensor")
+    mesh = MeshSpec({"data": 8, "tensor": 1})
+    target_sharding = plan({}, mesh, axes=KV).sharding(("kv",))
+    spec = target_sharding.spec
+    assert spec == P("tensor")
 
 
 def test_a_sharding_says_what_it_dropped():
-    axes = AxisRules([("batch", ("data", "tensor")), ("embed", "tensor")])
-    sharding_plan = plan({}, MeshSpec({"data": 2, "tensor": 4}), axes=axes)
+    rules = [("batch", ("data", "tensor")), ("embed", "tensor")]
+    axes = AxisRules(rules)
+    mesh = MeshSpec({"data": 2, "tensor": 4})
+    sharding_plan = plan({}, mesh, axes=axes)
     sharding, decision = sharding_plan.sharding(("batch", "embed"), explain=True)
     assert sharding == sharding_plan.sharding(("batch", "embed"))
     assert sharding.spec == P(("data", "tensor"))
-    assert [(why.dim, why.code) for why in decision.reasons] == [(1, Code.blocked)]
+    actual = [(why.dim, why.code) for why in decision.reasons]
+    assert actual == [(1, Code.blocked)]
     _, decision = sharding_plan.sharding(("batch", None), (6, 3), explain=True)
-    assert [(why.dim, why.code) for why in decision.reasons] == [(0, Code.indivisible)]
+    actual = [(why.dim, why.code) for why in decision.reasons]
+    assert actual == [(0, Code.indivisible)]
 
 
 @pytest.mark.parametrize(
     "asked", [P(P.UNCONSTRAINED, "tensor"), ("any", "batch")], ids=str
 )
 def test_a_sharding_leaves_nothing_to_the_compiler(asked):
-    free = AxisRules([("batch", "data"), ("any", P.UNCONSTRAINED)])
-    sharding_plan = plan(
-        TREE, MESH.build(jax.devices()), names={"w": ("batch", None)}, axes=free
-    )
+    rules = [("batch", "data"), ("any", P.UNCONSTRAINED)]
+    free = AxisRules(rules)
+    names = {"w": ("batch", None)}
+    sharding_plan = plan(TREE, MESH.build(jax.devices()), names=names, axes=free)
     for shape in (None, (8, 16)):
         with pytest.raises(
             SpecError, match="leaves dim 0 to the compiler .* write `None` there"
         ):
             sharding_plan.sharding(asked, shape)
-    assert sfx.constrain(jnp.ones((8, 16)), asked, sharding_plan).shape == (8, 16)
+    constrained = sfx.constrain(jnp.ones((8, 16)), asked, sharding_plan)
+    actual = constrained.shape
+    assert actual == (8, 16)
 
 
 BOTH = ("data", "tensor")
@@ -105,9 +113,8 @@ def test_replace_by_path_or_regex(where, target, path, spec):
         "s": jnp.ones(()),
         "f": jnp.tanh,
     }
-    sharding_plan = plan(
-        tree, MESH.build(jax.devices()), paths=PathRules([("a", P("data"))]), axes=AXES
-    )
+    rules = PathRules([("a", P("data"))])
+    sharding_plan = plan(tree, MESH.build(jax.devices()), paths=rules, axes=AXES)
     replaced = sharding_plan.replace(where, target)
     assert replaced[path].spec == spec
     assert replaced[path].rule == "replaced by hand"
@@ -116,21 +123,18 @@ def test_replace_by_path_or_regex(where, target, path, spec):
             assert replaced[other] == sharding_plan[other]
     assert replaced.jax_mesh is sharding_plan.jax_mesh
     assert replaced.specs["f"] is None
-    assert (
-        ShardPlan.from_json(replaced.to_json(), like=tree).on(MESH.build(jax.devices()))
-        == replaced
-    )
-    assert (
-        replaced.replan(MeshSpec({"data": 1, "tensor": 4}))[path].rule
-        == "replaced by hand"
-    )
+    restored = ShardPlan.from_json(replaced.to_json(), like=tree)
+    actual = restored.on(MESH.build(jax.devices()))
+    assert actual == replaced
+    mesh = MeshSpec({"data": 1, "tensor": 4})
+    rule = replaced.replan(mesh)[path].rule
+    assert rule == "replaced by hand"
 
 
 def test_a_replaced_spec_cuts_no_unit():
     mesh = MeshSpec({"data": 4, "tensor": 2})
-    sharding_plan = plan(
-        {"k": jnp.ones((32, 7))}, mesh, names={"k": ("kv", None)}, axes=KV
-    )
+    names = {"k": ("kv", None)}
+    sharding_plan = plan({"k": jnp.ones((32, 7))}, mesh, names=names, axes=KV)
     assert sharding_plan["k"].spec == P("tensor")
     replaced = sharding_plan.replace("k", P("data"))["k"]
     assert replaced.spec == P()
@@ -146,7 +150,8 @@ MIXED = MeshSpec({"x": 4, "y": 2}, axis_types={"y": AxisType.Explicit}).build(
 
 
 def test_a_move_on_a_mixed_mesh_leaves_no_auto_axis_behind():
-    x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(MIXED, P("x")))
+    values = np.arange(64.0).reshape(8, 8)
+    x = jax.device_put(values, NamedSharding(MIXED, P("x")))
     target = NamedSharding(MIXED, P(None, "y"))
     moved = jax.jit(lambda x: sfx.reshard(x, target))(x)
     assert moved.sharding.is_equivalent_to(target, 2)
@@ -154,7 +159,8 @@ def test_a_move_on_a_mixed_mesh_leaves_no_auto_axis_behind():
 
 
 def test_an_order_that_jax_would_turn_around_is_an_error():
-    x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(MIXED, P("x")))
+    values = np.arange(64.0).reshape(8, 8)
+    x = jax.device_put(values, NamedSharding(MIXED, P("x")))
     rules = PathRules([("w", P(("x", "y")))])
     sharding_plan, strict = (
         plan({"w": x}, MIXED, paths=rules, strict=strict) for strict in (False, True)
@@ -178,7 +184,8 @@ def test_an_order_that_jax_would_turn_around_is_an_error():
 
 
 def test_the_order_of_axes_distinguishes_meshes():
-    turned = MeshSpec({"tensor": 4, "data": 2}).build(jax.devices())
+    mesh = MeshSpec({"tensor": 4, "data": 2})
+    turned = mesh.build(jax.devices())
     x = jax.device_put(W, NamedSharding(turned, P("data")))
     with pytest.raises(
         PlanMismatchError,

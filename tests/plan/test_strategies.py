@@ -53,18 +53,19 @@ def _known(monkeypatch):
 
 def test_it_is_planned_alone_and_after_others():
     over = largest("fsdp", skip_dims=1)
+    spec = P("data") | largest("fsdp")
+    rules = PathRules([("wide", spec), ("b", over), (".*", over)])
     sharding_plan = plan(
         TREE,
         MESH,
-        paths=PathRules(
-            [("wide", P("data") | largest("fsdp")), ("b", over), (".*", over)]
-        ),
+        paths=rules,
     )
-    assert sharding_plan.specs == {
+    expected = {
         "wide": P("data", "fsdp"),
         "odd": P("fsdp"),
         "b": P("fsdp"),
     }
+    assert sharding_plan.specs == expected
     (why,) = plan(TREE, MESH, paths=PathRules.parse(".*->largest(fsdp)"))["odd"].reasons
     assert why.dim is None
     assert "9" in why.message
@@ -77,15 +78,16 @@ def test_it_prefers_dimensions():
         MESH,
         paths=PathRules.parse("three->data|smallest(fsdp), .*->smallest(fsdp)"),
     )
-    assert sharding_plan.specs == {
+    expected = {
         "three": P("data", None, "fsdp"),
         "wide": P("fsdp"),
         "odd": P("fsdp"),
         "b": P("fsdp"),
     }
-    assert follow(lambda tree: tree, sharding_plan, over=smallest("data"))[
-        "three"
-    ].spec == P("data", None, "fsdp")
+    assert sharding_plan.specs == expected
+    followed = follow(lambda tree: tree, sharding_plan, over=smallest("data"))
+    spec = followed["three"].spec
+    assert spec == P("data", None, "fsdp")
 
 
 def test_it_is_read_from_text_and_from_json():
@@ -105,13 +107,15 @@ def test_what_reads_plans_calls_it_by_its_name():
         TREE, MESH, paths=PathRules.parse("odd->replicate, .*->largest(fsdp)")
     )
     assert "then largest(fsdp)" in str(explain(sharding_plan, "wide"))
-    assert sharding_plan.replan(MeshSpec({"data": 1, "fsdp": 2})).specs["wide"] == P(
-        None, "fsdp"
-    )
-    assert follow(lambda tree: tree, sharding_plan, over=largest("data"))[
-        "wide"
-    ].spec == P(None, ("fsdp", "data"))
-    findings = lint(TREE, MESH, paths=PathRules([(".*", largest("fdsp", 64))]))
+    mesh = MeshSpec({"data": 1, "fsdp": 2})
+    specs = sharding_plan.replan(mesh).specs
+    actual = specs["wide"]
+    assert actual == P(None, "fsdp")
+    followed = follow(lambda tree: tree, sharding_plan, over=largest("data"))
+    spec = followed["wide"].spec
+    assert spec == P(None, ("fsdp", "data"))
+    rules = PathRules([(".*", largest("fdsp", 64))])
+    findings = lint(TREE, MESH, paths=rules)
     assert "largest('fsdp', 64)" in str(findings)
 
 
@@ -120,14 +124,16 @@ LIMITED = {"w": jnp.ones((64, 64)), "v": jnp.ones(8), "odd": jnp.ones((9, 3))}
 
 def limited(limit: int, **others: Any) -> ShardPlan:
     target = fsdp(("data", "fsdp"), max_bytes=limit, **others)
-    return plan(LIMITED, MESH, paths=PathRules([(".*", target)]))
+    rules = PathRules([(".*", target)])
+    return plan(LIMITED, MESH, paths=rules)
 
 
 def test_max_bytes_adds_axes_until_the_shard_is_small():
     # The matrix has 16 KiB; `data` halves it, both axes make eight shards.
     assert limited(2**14)["w"].spec == P()
     assert limited(2**13)["w"].spec == P("data")
-    assert limited(2**13 - 1)["w"].spec == P(("data", "fsdp"))
+    spec = limited(2**13 - 1)["w"].spec
+    assert spec == P(("data", "fsdp"))
     assert limited(0)["w"].spec == P(("data", "fsdp"))
     for limit in (2**11, 2**13, 2**14):
         assert limited(limit)["w"].reasons == ()

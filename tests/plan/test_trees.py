@@ -57,8 +57,9 @@ class WithoutKeys(list):
 
 class Net(nnx.Module):
     def __init__(self, rngs):
+        model = nnx.Linear(8, 16, rngs=rngs)
         self.linear, self.norm = (
-            nnx.Linear(8, 16, rngs=rngs),
+            model,
             nnx.BatchNorm(16, rngs=rngs),
         )
 
@@ -167,25 +168,28 @@ def same(array: Any, two: Any) -> bool:
 def test_it_is_planned_placed_gathered_stored_and_joined(name):
     make, paths = TREES[name]
     tree = make()
-    mesh = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
+    axes = {"data": 2, "tensor": 4}
+    mesh = MeshSpec(axes).build(jax.devices())
+    rules = PathRules([(".*", fsdp(("data", "tensor")))])
     sharding_plan = plan(
         tree,
         mesh,
-        paths=PathRules([(".*", fsdp(("data", "tensor")))]),
+        paths=rules,
         unmatched="replicate",
         unused="allow",
     )
     assert set(paths) <= {leaf.path for leaf in sharding_plan.leaves}
-    assert len(sharding_plan.leaves) == len(
-        [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
-    )
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+    expected = len(leaves)
+    assert len(sharding_plan.leaves) == expected
 
     placed = shard(tree, sharding_plan)
     back = gather(placed)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
     assert all(map(same, jax.tree.leaves(back), jax.tree.leaves(tree)))
     held = [leaf for leaf in jax.tree.leaves(placed) if eqx.is_array(leaf)]
-    for x, s in zip(held, jax.tree.leaves(sharding_plan.shardings), strict=True):
+    leaves = jax.tree.leaves(sharding_plan.shardings)
+    for x, s in zip(held, leaves, strict=True):
         assert x.sharding == s
 
     through = filter_jit(
@@ -197,16 +201,16 @@ def test_it_is_planned_placed_gathered_stored_and_joined(name):
     assert ShardPlan.from_json(text).on(mesh) == sharding_plan
     like = ShardPlan.from_json(text, like=tree).on(mesh)
     assert like == sharding_plan
-    assert jax.tree.structure(like.specs) == jax.tree.structure(sharding_plan.specs)
+    structure = jax.tree.structure(like.specs)
+    assert structure == jax.tree.structure(sharding_plan.specs)
 
     joined = ShardPlan.join(a=sharding_plan, b=sharding_plan)
     assert joined.bytes_total == 2 * sharding_plan.bytes_total
-    assert jax.tree.structure(joined.specs) == jax.tree.structure(
-        {"a": sharding_plan.specs, "b": sharding_plan.specs}
-    )
-    assert [leaf.spec for leaf in follow(lambda tree: tree, sharding_plan).leaves] == [
-        leaf.spec for leaf in sharding_plan.leaves
-    ]
+    expected = jax.tree.structure({"a": sharding_plan.specs, "b": sharding_plan.specs})
+    assert jax.tree.structure(joined.specs) == expected
+    leaves = follow(lambda tree: tree, sharding_plan).leaves
+    specs = [leaf.spec for leaf in leaves]
+    assert specs == [leaf.spec for leaf in sharding_plan.leaves]
 
 
 # --- names that classes declare, and names that are given beside them
@@ -331,13 +335,16 @@ class Outer:
 def test_declared_names_reach_the_arrays_below_a_dataclass():
     inner = Inner(weight=jnp.ones((3, 4, 6)), scale=jnp.ones((3, 4)))
     tree = Outer([inner, inner], {"a": jnp.ones((5, 7))}, jnp.ones(2))
-    axes = AxisRules(
-        [("layers", None), ("mlp", "tensor"), ("embed", "fsdp"), ("vocab", "tensor")]
-    )
-    sharding_plan = plan(
-        tree, MeshSpec({"fsdp": 2, "tensor": 2}), axes=axes, unmatched="replicate"
-    )
-    assert {leaf.path: leaf.names for leaf in sharding_plan.leaves} == {
+    rules = [
+        ("layers", None),
+        ("mlp", "tensor"),
+        ("embed", "fsdp"),
+        ("vocab", "tensor"),
+    ]
+    axes = AxisRules(rules)
+    mesh = MeshSpec({"fsdp": 2, "tensor": 2})
+    sharding_plan = plan(tree, mesh, axes=axes, unmatched="replicate")
+    expected = {
         **{f"blocks/{i}/weight": ("layers", "mlp", "embed") for i in (0, 1)},
         **{
             "blocks/0/scale": None,
@@ -346,5 +353,6 @@ def test_declared_names_reach_the_arrays_below_a_dataclass():
             "plain": None,
         },
     }
+    assert {leaf.path: leaf.names for leaf in sharding_plan.leaves} == expected
     assert sharding_plan["blocks/0/weight"].spec == P(None, "tensor", "fsdp")
     assert sharding_plan["blocks/0/weight"].rule == "names"
