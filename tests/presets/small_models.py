@@ -159,7 +159,8 @@ def files_of(
 ) -> dict[str, np.ndarray]:
     """Random weights by the names of the checkpoint."""
     name, sizes, _ = MODELS[family]
-    flat = flatten(models.tree(name, **{**sizes, **more_sizes}))
+    tree = models.tree(name, **{**sizes, **more_sizes})
+    flat = flatten(tree)
     random = np.random.default_rng(0)
     shapes = {
         path.replace("/", "."): leaf.shape
@@ -210,10 +211,8 @@ def equal(arrays: dict[str, Any], expected: dict[str, np.ndarray]) -> None:
     for path, array in expected.items():
         assert arrays[path].shape == array.shape, path
         assert arrays[path].dtype == array.dtype, path
-        assert (
-            np.ascontiguousarray(arrays[path]).tobytes()
-            == np.ascontiguousarray(array).tobytes()
-        ), path
+        actual = np.ascontiguousarray(arrays[path]).tobytes()
+        assert actual == np.ascontiguousarray(array).tobytes(), path
 
 
 def close(

@@ -64,9 +64,8 @@ def arrays(form, axes, whole):
         if cut is None:
             array_by_path[name] = block
             continue
-        first, second = np.split(
-            block, [offset], axis=[group[0] for group in rest].index(cut)
-        )
+        groups = [group[0] for group in rest]
+        first, second = np.split(block, [offset], axis=groups.index(cut))
         array_by_path |= {f"{name}-{offset}": first, f"{name}{offset}-": second}
     return array_by_path
 
@@ -79,8 +78,10 @@ def equal(table, two):
 
 
 def lead_to_each_other(form, two, source, target):
-    equal(form.to(two).apply(source, like=target), target)
-    equal(two.to(form).apply(target, like=source), source)
+    applied = form.to(two).apply(source, like=target)
+    equal(applied, target)
+    applied = two.to(form).apply(target, like=source)
+    equal(applied, source)
 
 
 @settings(max_examples=15, deadline=None, phases=(Phase.generate,))
@@ -93,15 +94,15 @@ def test_any_two_layouts_of_an_array_lead_to_each_other(data):
     # path.
     for cut, other in ((form[2], two), (two[2], form)):
         assume(cut is None or cut in other[0] or [cut] in other[1])
-    whole = np.arange(math.prod(axes.values())).reshape(
-        [axes[axis] for axis in sorted(axes)]
-    )
+    values = np.arange(math.prod(axes.values()))
+    whole = values.reshape([axes[axis] for axis in sorted(axes)])
     source = arrays(form, axes, whole)
     target = arrays(two, axes, whole)
     form = layout(form, axes)
     two = layout(two, axes)
     lead_to_each_other(form, two, source, target)
-    equal(form.to(two).inverse().apply(target, like=source), source)
+    applied = form.to(two).inverse().apply(target, like=source)
+    equal(applied, source)
 
 
 @settings(max_examples=15, deadline=None, phases=(Phase.generate,))
@@ -117,12 +118,12 @@ def test_axes_are_padded_and_cut_off_again(data):
         for axis, size in axes.items()
         if axis not in form[0] or axis not in two[0]
     }
-    extra = axes | {
+    sizes_by_axis = {
         axis: size + data.draw(st.integers(0, 2)) for axis, size in size_by_axis.items()
     }
-    whole = np.arange(1, 1 + math.prod(axes.values())).reshape(
-        [axes[axis] for axis in sorted(axes)]
-    )
+    extra = axes | sizes_by_axis
+    values = np.arange(1, 1 + math.prod(axes.values()))
+    whole = values.reshape([axes[axis] for axis in sorted(axes)])
     padded = np.pad(whole, [(0, extra[axis] - axes[axis]) for axis in sorted(axes)])
     source = arrays(form, axes, whole)
     target = arrays(two, extra, padded)
@@ -138,9 +139,8 @@ def test_a_repetition_is_there_so_many_times_and_taken_back(data):
     two = data.draw(forms(every, cuts=False))
     if "z" in two[0]:
         two = ([axis for axis in two[0] if axis != "z"], [*two[1], ["z"]], None, 0)
-    whole = np.arange(math.prod(axes.values())).reshape(
-        [axes[axis] for axis in sorted(axes)]
-    )
+    values = np.arange(math.prod(axes.values()))
+    whole = values.reshape([axes[axis] for axis in sorted(axes)])
     source = arrays(form, axes, whole)
     target = arrays(two, every, np.stack([whole] * every["z"], axis=-1))
     lead_to_each_other(layout(form, axes), layout(two, every), source, target)

@@ -39,7 +39,8 @@ def test_a_checkpoint_and_a_stacked_tree(family):
         if not path.startswith(("vision", "multi"))
     }
     equal(mine.to(theirs).apply(tree), array_by_path)
-    equal(mine.to(theirs).apply(tree, like=array_by_path), array_by_path)
+    applied = mine.to(theirs).apply(tree, like=array_by_path)
+    equal(applied, array_by_path)
     equal(there.inverse().apply(tree, like=array_by_path), array_by_path)
     assert TreeMap.from_json(there.to_json()) == there
 
@@ -62,9 +63,11 @@ def test_a_tree_of_maxtext_may_have_interleaved_positions():
             tree["params/decoder/layers/self_attention/query/kernel"][:, layer], by_hand
         )
     close(mine.to(theirs).apply(tree), files)
-    close(theirs.to(mine).inverse().apply(tree, like=files), files)
+    applied = theirs.to(mine).inverse().apply(tree, like=files)
+    close(applied, files)
     stacked = maps.stacked(config)
-    equal(theirs.to(stacked).then(stacked.to(mine)).apply(files), tree)
+    applied = theirs.to(stacked).then(stacked.to(mine)).apply(files)
+    equal(applied, tree)
 
 
 @pytest.mark.parametrize(
@@ -92,15 +95,14 @@ def test_trees_of_maxtext_with_experts(family, position, experts, first):
     mine = maps.maxtext(config)
     tree = theirs.to(mine).apply(files)
     # Experts, layers, in, out.
-    assert (
-        tree[f"params/decoder/{position}/wi_0"][2, 1]
-        == files[f"model.layers.{first + 1}.{experts}.weight"].T
-    ).all()
+    actual = tree[f"params/decoder/{position}/wi_0"][2, 1]
+    assert (actual == files[f"model.layers.{first + 1}.{experts}.weight"].T).all()
     if family == "deepseek_v3":
         weight = files["model.layers.4.self_attn.kv_b_proj.weight"].reshape(2, 16, 16)
+        expected = weight.transpose(2, 0, 1)
         assert (
             tree["params/decoder/moe_layers/self_attention/wkv_b/kernel"][:, 1]
-            == weight.transpose(2, 0, 1)
+            == expected
         ).all()
     close(mine.to(theirs).apply(tree), files)
 
@@ -135,21 +137,19 @@ def test_each_shard_of_an_engine_has_its_heads_and_units(heads, kv_heads, shards
         )
         for projection in shard
     ]
-    assert (
-        weights[f"{text}qkv_proj.weight"] == np.concatenate(parts).reshape(-1, 32)
-    ).all()
+    expected = np.concatenate(parts).reshape(-1, 32)
+    assert (weights[f"{text}qkv_proj.weight"] == expected).all()
     assert (weights[f"{text}o_proj.weight"] == files[f"{text}o_proj.weight"]).all()
     gate_up = [
         np.stack(np.split(files[f"{mlp}{projection}_proj.weight"], shards))
         for projection in ("gate", "up")
     ]
-    assert (
-        weights[f"{mlp}gate_up_proj.weight"]
-        == np.concatenate(gate_up, axis=1).reshape(-1, 32)
-    ).all()
+    expected = np.concatenate(gate_up, axis=1).reshape(-1, 32)
+    assert (weights[f"{mlp}gate_up_proj.weight"] == expected).all()
     equal(served.to(trainer).apply(weights), trained)
     equal(there.inverse().apply(weights, like=trained), trained)
-    equal(maps.hugging_face(config).to(served).apply(files), weights)
+    applied = maps.hugging_face(config).to(served).apply(files)
+    equal(applied, weights)
 
 
 @pytest.mark.parametrize(
@@ -167,18 +167,18 @@ def test_engines_of_other_families(family):
             files[f"model.layers.1.mlp.experts.3.{projection}_proj.weight"]
             for projection in ("gate", "up")
         )
-        assert (
-            both[3] == np.concatenate([gate[:12], up[:12], gate[12:], up[12:]])
-        ).all()
+        expected = np.concatenate([gate[:12], up[:12], gate[12:], up[12:]])
+        assert (both[3] == expected).all()
         assert (
             weights["model.layers.1.mlp.experts.w2_weight"][3]
             == files["model.layers.1.mlp.experts.3.down_proj.weight"]
         ).all()
     if family == "gpt2":
         query, key, value = np.split(files["h.2.attn.c_attn.weight"], 3, axis=1)
+        cases = (slice(16), slice(16, 32))
         by_hand = [
             projection[:, half].T
-            for half in (slice(16), slice(16, 32))
+            for half in cases
             for projection in (query, key, value)
         ]
         assert (
@@ -196,7 +196,8 @@ def test_engines_of_other_families(family):
         )
         fused = weights["encoder.layer.0.attention.self.qkv_proj.weight"]
         half = len(query) // 2
-        assert (fused[: 2 * half] == np.concatenate([query[:half], key[:half]])).all()
+        expected = np.concatenate([query[:half], key[:half]])
+        assert (fused[: 2 * half] == expected).all()
     if family == "deepseek_v3":
         both = [
             files[f"model.layers.1.self_attn.{projection}.weight"]
@@ -216,13 +217,14 @@ def test_engines_of_other_families(family):
             files[f"model.layers.0.self_attn.{projection}_proj.bias"]
             for projection in "qk"
         )
+        expected = np.concatenate([query[:16], key[:8]])
         assert (
-            weights["model.layers.0.self_attn.qkv_proj.bias"][:24]
-            == np.concatenate([query[:16], key[:8]])
+            weights["model.layers.0.self_attn.qkv_proj.bias"][:24] == expected
         ).all()
     equal(served.to(theirs).apply(weights), files)
     stacked = maps.stacked(config)
-    equal(stacked.to(served).apply(theirs.to(stacked).apply(files)), weights)
+    applied = stacked.to(served).apply(theirs.to(stacked).apply(files))
+    equal(applied, weights)
 
 
 @pytest.mark.parametrize("block", [128, 10])
@@ -255,9 +257,8 @@ def test_deepseeks_blocks_and_the_layer_that_predicts_ahead(block):
     mine = maps.stacked(config)
     there = theirs.to(mine)
     tree = there.apply(files)
-    whole = unscaled(
-        {path: file for path, file in files.items() if ".5." not in path}, block
-    )
+    files_by_path = {path: file for path, file in files.items() if ".5." not in path}
+    whole = unscaled(files_by_path, block)
     equal(tree, stacked_by_hand("deepseek_v3", whole))
     with pytest.raises(
         MapError,
@@ -291,9 +292,8 @@ def test_a_bert_with_and_without_its_pooler():
     files = files_of("bert")
     theirs = maps.hugging_face(config)
     mine = maps.stacked(config)
-    assert (
-        theirs.to(mine).apply(files)["pooler/weight"] == files["pooler.dense.weight"].T
-    ).all()
+    applied = theirs.to(mine).apply(files)["pooler/weight"]
+    assert (applied == files["pooler.dense.weight"].T).all()
     without = {path: layout for path, layout in files.items() if "pooler" not in path}
     with pytest.raises(MapError, match="the source has no `pooler.dense.weight`"):
         theirs.to(mine).apply(without)
@@ -312,9 +312,10 @@ def test_a_checkpoint_with_a_prefix_and_unused_arrays():
     config = config_of("gpt2")
     files = files_of("gpt2")
     prefixed = {f"transformer.{path}": file for path, file in files.items()}
+    array = np.ones((1, 1, 16, 16))
     prefixed |= {
         "lm_head.weight": files["wte.weight"],
-        "transformer.h.0.attn.bias": np.ones((1, 1, 16, 16)),
+        "transformer.h.0.attn.bias": array,
     }
     mine = maps.stacked(config)
     there = maps.hugging_face(config, prefix="transformer.").to(mine)
@@ -332,8 +333,11 @@ def test_output_weights_that_are_the_embedding():
         match=r"the target has no `head` \(head\); without it: `drop=\['head'\]`",
     ):
         maps.stacked(untied).to(maps.hugging_face(config))
+    applied = (
+        maps.stacked(untied).to(maps.hugging_face(config), drop="head").apply(tree)
+    )
     equal(
-        maps.stacked(untied).to(maps.hugging_face(config), drop="head").apply(tree),
+        applied,
         files,
     )
 
@@ -342,8 +346,9 @@ def test_a_line_of_a_map_is_changed():
     config = config_of("llama")
     files = files_of("llama")
     rule_set = maps.hugging_face(config).to(maps.stacked(config))
+    rules = {**rule_set.rules, "head": From("model.embed_tokens.weight").T}
     other = TreeMap(
-        {**rule_set.rules, "head": From("model.embed_tokens.weight").T},
+        rules,
         drop=[*rule_set.drop, "lm_head.weight"],
     )
     tree = other.apply(files)

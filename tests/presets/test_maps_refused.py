@@ -180,7 +180,8 @@ def test_a_layout_shows_sizes_under_custom_paths():
         {"first": "w: layers[:2] b a", "second": "w: layers[2:] b a"}
     )
     assert "2 arrays, b=3\n  first   w: layers[:2] b a" in str(halves.with_sizes(b=3))
-    assert dict(halves.with_paths({"first": "one"}).weights) == {
+    weights = dict(halves.with_paths({"first": "one"}).weights)
+    assert weights == {
         "one": "w: layers[:2] b a",
         "second": "w: layers[2:] b a",
     }

@@ -132,20 +132,23 @@ def test_trees_are_as_maxtexts_converter_makes_them(family, layers):
     close(tree, expected, rtol=0)
     # Back by the rules of the two layouts, and by the inverse of one; what was counted
     # was rounded.
+    applied = mine.to(theirs).apply(tree, like=read)
     for again in (
-        mine.to(theirs).apply(tree, like=read),
+        applied,
         theirs.to(mine).inverse().apply(tree, like=read),
     ):
         close(again, read, rtol=1e-6, atol=2e-7)
     # From one program's tree to another's.
     stacked = maps.stacked(config)
+    applied = mine.to(stacked).apply(tree)
     close(
-        mine.to(stacked).apply(tree),
+        applied,
         theirs.to(stacked).apply(files),
         rtol=1e-6,
         atol=2e-7,
     )
-    close(stacked.to(mine).apply(theirs.to(stacked).apply(files)), expected, rtol=0)
+    applied = stacked.to(mine).apply(theirs.to(stacked).apply(files))
+    close(applied, expected, rtol=0)
 
 
 def test_bfloat16_is_rounded_as_by_the_maxtext_converter():
@@ -204,16 +207,18 @@ def test_parts_in_turn_and_alone(rows, places, form):
     for path, place in places.items():
         index, turned = place if isinstance(place[-1], bool) else (place, False)
         parts[path] = whole[index].T if turned else whole[index]
+    wholes = {f"x.{i}": whole[:, i] for i in range(6)}
     row, tree = {
         "w: a b": ({"x": "w: a b"}, {"x": whole}),
         "w: b a": ({"x": "w: b a"}, {"x": whole.T}),
-        "b in the path": ({"x.{b}": "w: a"}, {f"x.{i}": whole[:, i] for i in range(6)}),
+        "b in the path": ({"x.{b}": "w: a"}, wholes),
         "a in the path": ({"x.{a}": "w: b"}, {f"x.{i}": whole[i] for i in range(4)}),
     }[form]
     other = maps.TreeLayout(row)
     mine = maps.TreeLayout(rows)
     there = other.to(mine)
     equal(there.apply(tree), parts)
-    equal(mine.to(other).apply(parts, like=tree), tree)
+    applied = mine.to(other).apply(parts, like=tree)
+    equal(applied, tree)
     equal(there.inverse().apply(parts, like=tree), tree)
     equal(mine.to(mine).apply(parts), parts)

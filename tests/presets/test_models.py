@@ -39,11 +39,11 @@ def few_layers(name, stack_experts=False):
 
 
 def test_every_model_has_a_total_and_every_total_a_source():
-    assert sorted(
-        [*catalogue.PUBLISHED, *catalogue.MILLIONS, *catalogue.WITH_CLASS]
-    ) == sorted(models.names())
+    actual = sorted([*catalogue.PUBLISHED, *catalogue.MILLIONS, *catalogue.WITH_CLASS])
+    assert actual == sorted(models.names())
     for name, millions in catalogue.ROUNDED.items():
-        assert catalogue.PUBLISHED[name] / 1e6 == pytest.approx(millions, rel=0.001)
+        expected = pytest.approx(millions, rel=0.001)
+        assert catalogue.PUBLISHED[name] / 1e6 == expected
 
 
 def test_totals_are_those_of_keras_hub():
@@ -141,17 +141,19 @@ def test_each_model_has_as_many_parameters_as_were_published(name):
     if name in catalogue.PUBLISHED:
         assert total == catalogue.PUBLISHED[name]
     elif name in catalogue.WITH_CLASS:
-        embed = models.config(name)["heads"] * models.config(name)["head_dim"]
-        assert total + 2 * embed + (embed + 1) * 1000 == catalogue.WITH_CLASS[name]
+        heads = models.config(name)["heads"]
+        embed = heads * models.config(name)["head_dim"]
+        actual = total + 2 * embed + (embed + 1) * 1000
+        assert actual == catalogue.WITH_CLASS[name]
     else:
-        assert total / 1e6 == pytest.approx(
-            catalogue.MILLIONS[name], rel=0.001, abs=0.1
-        )
+        expected = pytest.approx(catalogue.MILLIONS[name], rel=0.001, abs=0.1)
+        assert total / 1e6 == expected
     assert len(set(map(id, leaves))) == len(leaves)
-    assert {leaf.dtype for leaf in leaves} <= {
+    limit = {
         jnp.dtype("bfloat16"),
         jnp.dtype("float32"),
     }
+    assert {leaf.dtype for leaf in leaves} <= limit
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -197,20 +199,21 @@ def test_rules_plan_every_model_and_cut_all_that_can_be_cut(name, how):
     unused = [
         regex for index, (regex, _) in enumerate(rules.rules) if index not in used
     ]
-    assert [
+    regexes = [
         regex for regex in unused if any(re.search(regex, path) for path in paths)
-    ] == []
+    ]
+    assert regexes == []
     # A check finds nothing but what cannot be cut. Without fsdp, some arrays are whole
     # by design.
+    replicated_bytes = 2**24 if "fsdp" in MESHES[how] else 2**40
     findings = lint(
         tree,
         mesh,
         paths=rules,
-        replicated_bytes=2**24 if "fsdp" in MESHES[how] else 2**40,
+        replicated_bytes=replicated_bytes,
     )
-    assert {reason.code for reason in findings} <= (
-        {"corrected"} if codes else set()
-    ), findings
+    limit = {"corrected"} if codes else set()
+    assert {reason.code for reason in findings} <= limit, findings
 
 
 @pytest.mark.parametrize(
@@ -233,10 +236,8 @@ def test_stacked_experts_are_cut_as_each_expert_would_be(name, how):
     if how == "fsdp_tp" and "gpt-oss" not in name:
         apart = plan(single, MeshSpec(MESHES[how]), paths=models.rules_for(name, how))
         for row in stacked:
-            assert (
-                P(*row.spec[1:])
-                == apart[row.path.replace("/experts/", "/experts/0/")].spec
-            )
+            expected = apart[row.path.replace("/experts/", "/experts/0/")].spec
+            assert P(*row.spec[1:]) == expected
 
 
 def test_rules_for_experts_need_experts_in_one_array():

@@ -30,7 +30,8 @@ def test_names_of_presets_resolve_to_their_first_rule(
         active = [*dict(rules.modes).get(mode, ()), *rules.rules]
         for name in rules.names:
             first = next(target for key, target in active if key == name)
-            assert resolve((name,), rules, mode=mode).spec == canonical(P(first))
+            actual = resolve((name,), rules, mode=mode).spec
+            assert actual == canonical(P(first))
     rebuilt = type(rules)(
         rules.rules,
         modes=rules.modes,
@@ -44,17 +45,22 @@ def test_names_of_presets_resolve_to_their_first_rule(
 
 def test_t5x_additional_rules_can_override_by_going_first():
     # B76: appended, they come after `embed -> None` and say nothing.
-    assert resolve(("embed",), t5x(additional_rules=[("embed", "model")])).spec == P()
-    assert resolve(("embed",), t5x().prepend([("embed", "model")])).spec == P("model")
+    rules = t5x(additional_rules=[("embed", "model")])
+    decision = resolve(("embed",), rules)
+    actual = decision.spec
+    assert actual == P()
+    rules = t5x().prepend([("embed", "model")])
+    decision = resolve(("embed",), rules)
+    actual = decision.spec
+    assert actual == P("model")
 
 
 def test_t5x_takes_axis_rules_with_modes_as_additional_rules():
-    rules = t5x(
-        additional_rules=presets.t5x()
-        .without("batch")
-        .extend({"x": "data"}, modes={"decode": {"x": None}})
-    )
-    assert resolve(("x",), rules, mode="decode").spec == P()
+    modes = {"decode": {"x": None}}
+    additional_rules = presets.t5x().without("batch").extend({"x": "data"}, modes=modes)
+    rules = t5x(additional_rules=additional_rules)
+    actual = resolve(("x",), rules, mode="decode").spec
+    assert actual == P()
     assert resolve(("x",), rules).spec == P("data")
 
 
@@ -73,7 +79,8 @@ def test_every_field_decides_its_token(field):
     token = tokens.TOKENS[field]
     assert spec(token, **{field: "other"}) == P("other")
     if not field.endswith("parallel_axis"):
-        assert spec(token, **{field: ("x", "y")}) == P(("x", "y"))
+        actual = spec(token, **{field: ("x", "y")})
+        assert actual == P(("x", "y"))
         assert spec(token, **{field: None}) == P()
 
 
@@ -86,13 +93,11 @@ def test_decode_fields_decide_tokens_in_generation_modes(field, mode):
     base = field.removeprefix("decode_")
     is_generation = mode in tokens.GENERATION_MODES
     token = tokens.TOKENS[base]
-    assert spec(token, mode=mode, **{base: "base", field: "gen"}) == P(
-        "gen" if is_generation else "base"
-    )
+    actual = spec(token, mode=mode, **{base: "base", field: "gen"})
+    assert actual == P("gen" if is_generation else "base")
     # B38: three states. `None` replicates, which eformer's own tokens could not say.
-    assert spec(token, mode=mode, **{base: "base", field: None}) == (
-        P() if is_generation else P("base")
-    )
+    actual = spec(token, mode=mode, **{base: "base", field: None})
+    assert actual == (P() if is_generation else P("base"))
 
 
 def test_one_mesh_axis_may_be_for_data_and_for_parameters():
@@ -113,8 +118,12 @@ def test_overriding_is_explicit_and_part_of_the_value():
         lambda x, arguments: x * len(resolve((tokens.DP,), arguments).spec[0] or ""),
         static_argnums=1,
     )
-    assert int(resolved(1, rules.prepend({tokens.DP: "d"}))) == 1
-    assert int(resolved(1, changed.prepend({tokens.TP: "tensor"}))) == 6
+    binding = rules.prepend({tokens.DP: "d"})
+    actual = int(resolved(1, binding))
+    assert actual == 1
+    binding = changed.prepend({tokens.TP: "tensor"})
+    actual = int(resolved(1, binding))
+    assert actual == 6
 
 
 def test_layouts_are_all_there():
@@ -125,7 +134,8 @@ def test_layouts_are_all_there():
     }
     assert len(layouts) == 17
     for name, layout in layouts.items():
-        assert resolve(layout.axes, eformer(), unmatched="raise").reasons == (), name
+        reasons = resolve(layout.axes, eformer(), unmatched="raise").reasons
+        assert reasons == (), name
         dims = {"HiddenStateSharding", "AttnQSharding", "AttnKVSharding"}
         assert (layout.mode_dim == 1) == (name in dims)
 
@@ -149,19 +159,21 @@ def test_layouts_are_all_there():
 )
 def test_the_mode_of_a_hidden_state_follows_from_its_shape(length, fields, spec):
     mode = infer_mode((2, length, 32), HiddenStateSharding.mode_dim)
-    assert resolve(HiddenStateSharding.axes, eformer(**fields), mode=mode).spec == spec
+    decision = resolve(HiddenStateSharding.axes, eformer(**fields), mode=mode)
+    actual = decision.spec
+    assert actual == spec
 
 
 def test_a_blocked_generation_rule_has_no_training_fallback():
+    names = (tokens.KV_LENGTH, tokens.HEAD)
     decision = resolve(
-        (tokens.KV_LENGTH, tokens.HEAD),
+        names,
         eformer(decode_head_axis="sp"),
         mode=tokens.MODE_DECODE,
     )
     assert decision.spec == P("sp")
-    assert [(why.code.name, why.dim, why.axes) for why in decision.reasons] == [
-        ("blocked", 1, ("sp",))
-    ]
+    actual = [(why.code.name, why.dim, why.axes) for why in decision.reasons]
+    assert actual == [("blocked", 1, ("sp",))]
 
 
 @pytest.mark.parametrize(
