@@ -61,15 +61,16 @@ def check(fn, tree, mesh, *, rules: Any = FSDP, axes=None, names=None, **options
         tree, mesh, paths=rules, axes=axes, names=names, unused="allow"
     )
     mapped = map_matrices(fn, sharding_plan, **options)
-    compiled = (
-        jax.jit(mapped, out_shardings=sharding_plan.shardings)
-        .lower(sharding_plan.structs)
-        .compile()
+    lowered = jax.jit(mapped, out_shardings=sharding_plan.shardings).lower(
+        sharding_plan.structs
     )
+    compiled = lowered.compile()
     result = compiled(sfx.shard(tree, sharding_plan))
-    assert [leaf.spec for leaf in jax.tree.leaves(sfx.shardings_of(result))] == [
-        leaf.spec for leaf in jax.tree.leaves(sharding_plan.shardings)
-    ]
+    leaves = jax.tree.leaves(sfx.shardings_of(result))
+    specs = [leaf.spec for leaf in leaves]
+    leaves = jax.tree.leaves(sharding_plan.shardings)
+    expected = [leaf.spec for leaf in leaves]
+    assert specs == expected
     return result, mapped, sfx.cost.traffic(compiled)
 
 
@@ -78,7 +79,8 @@ def same(tree, expected, tolerance=1e-5):
         jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True
     ):
         leaf, other = (np.asarray(x, np.float64) for x in (leaf, other))
-        assert np.abs(leaf - other).max() <= tolerance * np.abs(other).max()
+        largest = np.abs(leaf - other).max()
+        assert largest <= tolerance * np.abs(other).max()
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 11, 24])
@@ -96,9 +98,9 @@ def test_each_matrix_is_whole(count, sizes):
     }
     tree |= {"half": tree["w0"].astype(jnp.bfloat16)} if count == 3 else {}
     result, _, _ = check(unit, tree, built(sizes), rules=rules)
-    assert {name: array.dtype for name, array in result.items()} == {
-        name: array.dtype for name, array in tree.items()
-    }
+    dtypes_by_name = {name: array.dtype for name, array in result.items()}
+    expected = {name: array.dtype for name, array in tree.items()}
+    assert dtypes_by_name == expected
     tolerance = 0.02 if "half" in tree else 1e-5
     same(
         result,
@@ -126,7 +128,8 @@ def test_muon_sends_two_all_to_alls_and_no_more():
     whole = sum(matrix.nbytes for matrix in tree.values())
     assert {row.kind for row in traffic.rows} == {"all-to-all"}
     assert traffic.wire_bytes <= 0.22 * whole
-    assert [matrix.starts(0).shape[1] for matrix in mapped.exchanges] == [1, 2]
+    shapes = [matrix.starts(0).shape[1] for matrix in mapped.exchanges]
+    assert shapes == [1, 2]
 
 
 def test_what_is_left_over_goes_to_those_that_have_done_least():
@@ -139,10 +142,9 @@ def test_what_is_left_over_goes_to_those_that_have_done_least():
     (exchange,) = mapped.exchanges
     assert [len(matrices_owned) for matrices_owned in exchange.owned] == [1] * 8
     sharding_plan = plan(matrices(3, (64, 64)), MeshSpec({"fsdp": 64}), paths=FSDP)
-    assert (
-        sorted(map(len, map_matrices(orthogonal, sharding_plan).exchanges[0].owned))
-        == [0] * 61 + [1] * 3
-    )
+    owned = map_matrices(orthogonal, sharding_plan).exchanges[0].owned
+    actual = sorted(map(len, owned))
+    assert actual == [0] * 61 + [1] * 3
     assert exchange.width * exchange.unit[0] == 16 * 32 // 8
 
 
@@ -162,16 +164,19 @@ def test_small_matrices_fill_what_large_ones_leave():
         for position in range(32)
         for name, shape in shapes.items()
     }
+    mesh = MeshSpec({"fsdp": 8, "tensor": 8})
+    rules = PathRules([(".*", P("fsdp", "tensor"))])
     sharding_plan = plan(
         tree,
-        MeshSpec({"fsdp": 8, "tensor": 8}),
-        paths=PathRules([(".*", P("fsdp", "tensor"))]),
+        mesh,
+        paths=rules,
     )
     mapped = map_matrices(orthogonal, sharding_plan)
     sent = sum(
         exchange.width * math.prod(exchange.unit) * 64 for exchange in mapped.exchanges
     )
-    assert sent * 4 * 64 <= 1.15 * sum(leaf.bytes for leaf in sharding_plan.leaves)
+    limit = 1.15 * sum(leaf.bytes for leaf in sharding_plan.leaves)
+    assert sent * 4 * 64 <= limit
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -199,7 +204,8 @@ def test_any_layout_and_any_owners(seed):
         tree[f"w{position}"] = x = jax.random.normal(
             jax.random.key(position), (*many, *rest)
         )
-        rules.append((f"^w{position}$", P(*[None] * len(many), *entries)))
+        spec = P(*[None] * len(many), *entries)
+        rules.append((f"^w{position}$", spec))
         where[f"^w{position}$"] = len(many), len(rest) - 1
         expected[f"w{position}"] = jax.vmap(unit)(
             x.reshape(-1, math.prod(rest[:-1]), rest[-1])
@@ -221,12 +227,12 @@ def test_leading_dimensions_count_matrices():
         "up": ("experts", "embed", "mlp"),
         "down": ("experts", "layers", "mlp", "embed"),
     }
-    axes = AxisRules(
-        [("layers", None), ("experts", "ep"), ("embed", "fsdp"), ("mlp", None)]
-    )
+    rules = [("layers", None), ("experts", "ep"), ("embed", "fsdp"), ("mlp", None)]
+    axes = AxisRules(rules)
     key = jax.random.key(1)
+    array = jax.random.normal(key, (8, 16, 32))
     tree = {
-        "up": jax.random.normal(key, (8, 16, 32)),
+        "up": array,
         "down": jax.random.normal(key, (8, 11, 32, 16)),
     }
     result, mapped, traffic = check(
@@ -239,21 +245,23 @@ def test_leading_dimensions_count_matrices():
             "down": jax.vmap(jax.vmap(unit))(tree["down"]),
         },
     )
-    assert {(exchange.lead_axes, exchange.axes) for exchange in mapped.exchanges} == {
-        (("ep",), ("fsdp",))
-    }
-    assert "ep" not in {axis for row in traffic.rows for axis in row.axes or ()}
+    actual = {(exchange.lead_axes, exchange.axes) for exchange in mapped.exchanges}
+    assert actual == {(("ep",), ("fsdp",))}
+    others = {axis for row in traffic.rows for axis in row.axes or ()}
+    assert "ep" not in others
 
 
 def test_convolutions_and_vectors_by_where():
+    array = jax.random.normal(jax.random.key(0), (3, 3, 8, 16))
     tree = {
-        "conv": jax.random.normal(jax.random.key(0), (3, 3, 8, 16)),
+        "conv": array,
         "b": jnp.ones(8),
         "step": jnp.zeros((), int),
     }
     where = {"conv": (0, 3), "^b$": lambda item: 2 * item}
     result, _, _ = check(unit, tree, built({"fsdp": 8}), where=where)
-    expected = unit(tree["conv"].reshape(72, 16)).reshape(tree["conv"].shape)
+    conv = tree["conv"].reshape(72, 16)
+    expected = unit(conv).reshape(tree["conv"].shape)
     same(result, {"conv": expected, "b": 2 * tree["b"], "step": tree["step"]})
 
 
@@ -278,7 +286,8 @@ def test_states_stay_with_the_owners():
     mesh = built({"fsdp": 8})
     sharding_plan = plan(tree, mesh, paths=FSDP)
     mapped = map_matrices(preconditioned, sharding_plan, state=init)
-    assert {leaf.spec for leaf in mapped.states.leaves} == {P("fsdp")}
+    specs = {leaf.spec for leaf in mapped.states.leaves}
+    assert specs == {P("fsdp")}
     step = sfx.filter_jit(
         mapped,
         in_shardings=(sharding_plan, mapped.states),
@@ -313,10 +322,10 @@ def test_matrices_in_a_scan_under_checkpoint_with_donation(kind, sizes):
         name: np.array(jax.random.normal(key, shapes[name]))
         for name, key in zip(layer, keys, strict=True)
     }
-    matrix = plan(layer, mesh, paths=PathRules([("norm", P()), (".*", P(*axes))]))
-    every = plan(
-        stacked, mesh, paths=PathRules([("norm", P()), (".*", P(None, *axes))])
-    )
+    rules = PathRules([("norm", P()), (".*", P(*axes))])
+    matrix = plan(layer, mesh, paths=rules)
+    rules = PathRules([("norm", P()), (".*", P(None, *axes))])
+    every = plan(stacked, mesh, paths=rules)
     mapped = jax.checkpoint(map_matrices(unit, matrix, over=tuple(sizes)))
     step = jax.jit(
         lambda tree: jax.lax.scan(lambda _, layer: (None, mapped(layer)), None, tree)[
@@ -347,13 +356,15 @@ def test_a_tree_map_splits_fused_arrays(spec):
     split = {name: From("qkv").slice(*owned, dim=1) for name, owned in arrays.items()}
     map = TreeMap(split)
     mesh = built({"fsdp": 8})
-    fused = {"qkv": jax.random.normal(jax.random.key(0), (64, 64))}
-    sharding_plan = plan(fused, mesh, paths=PathRules([("qkv", spec)]))
+    array = jax.random.normal(jax.random.key(0), (64, 64))
+    fused = {"qkv": array}
+    rules = PathRules([("qkv", spec)])
+    sharding_plan = plan(fused, mesh, paths=rules)
+    structs = jax.eval_shape(map.apply, fused)
+    rules = PathRules([(".*", P("fsdp"))])
     mapped = map_matrices(
         unit,
-        plan(
-            jax.eval_shape(map.apply, fused), mesh, paths=PathRules([(".*", P("fsdp"))])
-        ),
+        plan(structs, mesh, paths=rules),
     )
     update = jax.jit(
         lambda tree: map.inverse().apply(mapped(map.apply(tree)), like=tree),
@@ -363,7 +374,9 @@ def test_a_tree_map_splits_fused_arrays(spec):
     parts = [np.asarray(fused["qkv"])[:, slice(*owned)] for owned in arrays.values()]
     joined = np.concatenate([part / np.linalg.norm(part) for part in parts], axis=1)
     same(compiled(sfx.shard(fused, sharding_plan)), {"qkv": joined})
-    assert {row.kind for row in sfx.cost.traffic(compiled).rows} == {"all-to-all"}
+    rows = sfx.cost.traffic(compiled).rows
+    kinds = {row.kind for row in rows}
+    assert kinds == {"all-to-all"}
 
 
 def test_a_plan_without_devices_is_estimated():
@@ -385,7 +398,8 @@ def test_a_limit_makes_stacks_smaller():
     matrix_bytes = 16 * 32 * 4
     assert len(map_matrices(unit, sharding_plan).exchanges) == 1
     few = map_matrices(unit, sharding_plan, memory_limit_bytes=5 * matrix_bytes)
-    assert [exchange.starts(0).shape[1] for exchange in few.exchanges] == [2, 2]
+    shapes = [exchange.starts(0).shape[1] for exchange in few.exchanges]
+    assert shapes == [2, 2]
     same(
         jax.jit(few)(sfx.shard(tree, sharding_plan)),
         {name: unit(item) for name, item in tree.items()},
@@ -404,13 +418,15 @@ def test_an_empty_tree_and_other_owners():
     same(jax.jit(map_matrices(unit, sharding_plan))(tree), tree)
     sharding_plan = plan(matrices(8), mesh, paths=FSDP)
     assert map_matrices(unit, sharding_plan).exchanges[0].axes == ("fsdp",)
-    assert map_matrices(unit, sharding_plan, over=("data", "fsdp")).exchanges[0].starts(
-        0
-    ).shape == (8, 1)
+    exchanges = map_matrices(unit, sharding_plan, over=("data", "fsdp")).exchanges[0]
+    shape = exchanges.starts(0).shape
+    assert shape == (8, 1)
     axes = AxisRules([("batch", ("data", "fsdp"))])
-    assert map_matrices(unit, plan(matrices(8), mesh, paths=FSDP, axes=axes)).exchanges[
-        0
-    ].axes == ("data", "fsdp")
+    exchanges = map_matrices(
+        unit, plan(matrices(8), mesh, paths=FSDP, axes=axes)
+    ).exchanges[0]
+    actual = exchanges.axes
+    assert actual == ("data", "fsdp")
 
 
 MESH = MeshSpec({"fsdp": 8})
@@ -470,8 +486,10 @@ def test_another_tree_and_another_result_are_errors():
         jax.eval_shape(
             map_matrices(lambda matrix: matrix.T, sharding_plan), sharding_plan.structs
         )
-    whole = plan({"w": jnp.zeros((8, 8), jnp.int32)}, MESH, paths=FSDP)
-    assert map_matrices(unit, whole, where={"w": None}).exchanges == ()
+    array = jnp.zeros((8, 8), jnp.int32)
+    whole = plan({"w": array}, MESH, paths=FSDP)
+    exchanges = map_matrices(unit, whole, where={"w": None}).exchanges
+    assert exchanges == ()
     with pytest.raises(LeafTypeError, match="pass `map_matrices"):
         map_matrices(unit, sharding_plan).init()
 

@@ -32,15 +32,13 @@ def transfer(x, dst, *, lost=(), donate=False, method="host"):
     copies = method == "host"
     work = assembly_between(*move_arguments, copies)
     assert work.method == method or 0 in x.shape
-    return carry_out(
-        Move("tiles", *move_arguments, copies, assembly=work), x, donate=donate
-    )
+    move = Move("tiles", *move_arguments, copies, assembly=work)
+    return carry_out(move, x, donate=donate)
 
 
 def mesh(order, sizes):
-    return Mesh(
-        np.asarray(jax.devices())[list(order)].reshape(sizes), ("a", "b")[: len(sizes)]
-    )
+    devices = np.asarray(jax.devices())[list(order)].reshape(sizes)
+    return Mesh(devices, ("a", "b")[: len(sizes)])
 
 
 def shardings(rank):
@@ -59,7 +57,8 @@ def shardings(rank):
             ]
             yield NamedSharding(device_mesh, P(*entries))
             if len(axes) == 2 and places[0] == places[1] >= 0:
-                yield NamedSharding(device_mesh, P(*[entry[::-1] for entry in entries]))
+                spec = P(*[entry[::-1] for entry in entries])
+                yield NamedSharding(device_mesh, spec)
 
 
 def values(shape, dtype=jnp.float32):
@@ -73,10 +72,8 @@ def assert_is(array, expected, sharding):
     assert array.dtype == expected.dtype
     for shard in array.addressable_shards:
         assert shard.device in sharding.device_set
-        assert (
-            np.asarray(shard.data).tobytes()
-            == np.ascontiguousarray(expected[shard.index]).tobytes()
-        )
+        actual = np.asarray(shard.data).tobytes()
+        assert actual == np.ascontiguousarray(expected[shard.index]).tobytes()
 
 
 @settings(deadline=None, max_examples=150)
@@ -86,20 +83,20 @@ def test_any_layout_to_any_other_on_any_devices(data):
     # Programs take seconds to compile.
     method = data.draw(st.sampled_from(15 * ["host"] + ["programs"]))
     expected = values((24, 24))
-    assert_is(
-        transfer(jax.device_put(expected, src), dst, method=method), expected, dst
-    )
+    array = transfer(jax.device_put(expected, src), dst, method=method)
+    assert_is(array, expected, dst)
 
 
 @pytest.mark.parametrize("method", WAYS)
 @pytest.mark.parametrize("shape", [(), (12,), (12, 0), (12, 5, 6)])
 def test_every_rank_and_empty_dimensions(shape, method):
-    src = NamedSharding(mesh((0, 1, 2, 3), (2, 2)), P("a") if shape else P())
-    dst = NamedSharding(mesh((7, 3, 5), (3,)), P("a") if shape else P())
+    device_mesh = mesh((0, 1, 2, 3), (2, 2))
+    src = NamedSharding(device_mesh, P("a") if shape else P())
+    device_mesh = mesh((7, 3, 5), (3,))
+    dst = NamedSharding(device_mesh, P("a") if shape else P())
     expected = values(shape)
-    assert_is(
-        transfer(jax.device_put(expected, src), dst, method=method), expected, dst
-    )
+    array = transfer(jax.device_put(expected, src), dst, method=method)
+    assert_is(array, expected, dst)
 
 
 @pytest.mark.parametrize("method", WAYS)
@@ -107,7 +104,8 @@ def test_every_rank_and_empty_dimensions(shape, method):
     "dtype", ["bool", "int4", "int8", "uint16", "float8_e5m2", "bfloat16", "complex64"]
 )
 def test_every_dtype(dtype, method):
-    src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"))
+    device_mesh = mesh((0, 1, 2, 3), (4,))
+    src = NamedSharding(device_mesh, P("a"))
     dst = NamedSharding(mesh((4, 2), (2,)), P(None, "a"))
     expected = values((8, 6), dtype).copy()
     if dtype in (
@@ -118,9 +116,8 @@ def test_every_dtype(dtype, method):
             0x7F81 if dtype == "bfloat16" else 0x7D, f"uint{8 * expected.itemsize}"
         )
         expected[:, 1] = odd.view(expected.dtype)
-    assert_is(
-        transfer(jax.device_put(expected, src), dst, method=method), expected, dst
-    )
+    array = transfer(jax.device_put(expected, src), dst, method=method)
+    assert_is(array, expected, dst)
 
 
 @pytest.mark.parametrize("method", WAYS)
@@ -133,15 +130,17 @@ def test_every_dtype(dtype, method):
     ],
 )
 def test_memory_kinds_at_either_end(layouts, method):
-    src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"), memory_kind=layouts[0])
+    device_mesh = mesh((0, 1, 2, 3), (4,))
+    src = NamedSharding(device_mesh, P("a"), memory_kind=layouts[0])
     dst = NamedSharding(mesh((4, 2), (2,)), P(None, "a"), memory_kind=layouts[1])
     expected = values((8, 6))
     x = jax.device_put(expected, src)
     moved = transfer(x, dst, method=method)
     assert_is(moved, expected, dst)
-    assert {shard.data.sharding.memory_kind for shard in moved.addressable_shards} == {
-        layouts[1]
+    memory_kinds = {
+        shard.data.sharding.memory_kind for shard in moved.addressable_shards
     }
+    assert memory_kinds == {layouts[1]}
     assert not x.is_deleted()
 
 
@@ -150,7 +149,8 @@ def test_memory_kinds_at_either_end(layouts, method):
     "specs", [(P("a"), P("a")), (P("a"), P(None, "a")), (P(), P("a")), (P("a"), P())]
 )
 def test_donation_deletes_the_source_and_nothing_else(specs, method):
-    src = NamedSharding(mesh((0, 1, 2, 3), (4,)), specs[0])
+    device_mesh = mesh((0, 1, 2, 3), (4,))
+    src = NamedSharding(device_mesh, specs[0])
     dst = NamedSharding(mesh((3, 1), (2,)), specs[1])
     expected = values((8, 8))
     x = jax.device_put(expected, src)
@@ -172,7 +172,8 @@ def test_large_shards_are_given_up_one_by_one():
     ]
     expected = np.arange(4 * 1024 * 1024, dtype=np.float32).reshape(2048, 2048)
     for specs in cases:
-        src = NamedSharding(mesh((0, 1, 2, 3), (4,)), specs[0])
+        device_mesh = mesh((0, 1, 2, 3), (4,))
+        src = NamedSharding(device_mesh, specs[0])
         dst = NamedSharding(mesh((5, 1), (2,)), specs[1])
         x = jax.device_put(expected, src)
         assert_is(transfer(x, dst), expected, dst)
@@ -197,8 +198,9 @@ def test_replicas_on_lost_devices_are_not_read(spec, donate, method):
     ]
     x = jax.make_array_from_single_device_arrays((8,), source, placed)
     target = NamedSharding(mesh(range(8), (8,)), P("a"))
+    array = transfer(x, target, lost=tuple(devices[:3]), donate=donate, method=method)
     assert_is(
-        transfer(x, target, lost=tuple(devices[:3]), donate=donate, method=method),
+        array,
         expected,
         target,
     )
@@ -206,8 +208,10 @@ def test_replicas_on_lost_devices_are_not_read(spec, donate, method):
 
 @pytest.mark.parametrize("given_up", ["source", "result", "source deleted"])
 def test_whole_shards_share_memory_that_nobody_writes_to(given_up):
-    src = NamedSharding(mesh((0, 1, 2, 3), (4,)), P("a"))
-    dst = NamedSharding(mesh((6, 3, 0, 5), (4,)), P("a"))
+    device_mesh = mesh((0, 1, 2, 3), (4,))
+    src = NamedSharding(device_mesh, P("a"))
+    device_mesh = mesh((6, 3, 0, 5), (4,))
+    dst = NamedSharding(device_mesh, P("a"))
     expected = values((4096, 16))
     source = jax.jit(lambda x: x + 0, out_shardings=src)(expected)
     result = transfer(source, dst)
@@ -240,7 +244,8 @@ def test_whole_shards_share_memory_that_nobody_writes_to(given_up):
 
 def test_evenly_spaced_parts_of_a_shard_are_copied_at_once():
     """A small array of 8 shards would need 64 copies from rows to columns."""
-    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("a", "b"))
+    devices = np.asarray(jax.devices()).reshape(2, 4)
+    mesh = Mesh(devices, ("a", "b"))
     rows = NamedSharding(mesh, P(("a", "b")))
     for columns in (P(None, ("a", "b")), P(None, ("b", "a"))):
         target = NamedSharding(mesh, columns)

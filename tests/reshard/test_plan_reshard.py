@@ -66,8 +66,11 @@ def test_rows_of_the_table_tell_layers_of_different_shapes_apart():
         ]
     }
     tree = {"blocks": [mlp] * 3}
-    lines = str(plan_reshard(tree, jax.tree.map(lambda _: target, tree))).splitlines()
-    assert [line.split("  ")[0] for line in lines[1:3]] == [
+    reshard_plan = plan_reshard(tree, jax.tree.map(lambda _: target, tree))
+    text = str(reshard_plan)
+    lines = text.splitlines()
+    parts = [line.split("  ")[0] for line in lines[1:3]]
+    assert parts == [
         "blocks/{0..2}/layers/0/w",
         "blocks/{0..2}/layers/1/w",
     ]
@@ -75,17 +78,20 @@ def test_rows_of_the_table_tell_layers_of_different_shapes_apart():
 
 def test_a_plan_between_device_sets_shows_tiles_and_links():
     src = struct((12, 8), sharding((3,), "a"))
-    move = plan_reshard(src, struct((12, 8), sharding((2,), "a", order=(6, 7))))
+    target_sharding = sharding((2,), "a", order=(6, 7))
+    move = plan_reshard(src, struct((12, 8), target_sharding))
     (leaf,) = move.leaves
     assert leaf.how == "tiles"
     assert leaf.links == move.links
-    assert move.links == {(0, 6): 128, (1, 6): 64, (1, 7): 64, (2, 7): 128}
+    expected = {(0, 6): 128, (1, 6): 64, (1, 7): 64, (2, 7): 128}
+    assert move.links == expected
     assert move.wire_bytes == 192
     assert "0 -> 6: 128 B" in str(move)
     single = jax.sharding.SingleDeviceSharding(jax.devices()[5])
-    assert plan_reshard(
-        struct((8,), single), struct((8,), sharding((2,), "a"))
-    ).links == {(5, 0): 16, (5, 1): 16}
+    reshard_plan = plan_reshard(struct((8,), single), struct((8,), sharding((2,), "a")))
+    links = reshard_plan.links
+    expected = {(5, 0): 16, (5, 1): 16}
+    assert links == expected
 
 
 def test_plans_without_devices_agree_with_plans_on_devices():
@@ -125,7 +131,8 @@ def test_plans_on_several_slices_say_what_crosses():
     specs = P(("slices", "chips")), P(None, "chips")
     layouts = {}
     for slices in (1, 2):
-        target = MeshSpec({"slices": 2, "chips": 4}, dcn={"slices": slices})
+        axes = {"slices": 2, "chips": 4}
+        target = MeshSpec(axes, dcn={"slices": slices})
         layouts[slices] = [
             plan(tree, target, paths=PathRules([("w", spec)])) for spec in specs
         ]
@@ -133,25 +140,27 @@ def test_plans_on_several_slices_say_what_crosses():
     together = plan_reshard(*layouts[1])
     # A slice holds half of the array, each device of it takes in an eighth of the other
     # half: 64 * 64 * 4 / 2 / 4.
-    assert apart.leaves[0].dcn_bytes == apart.dcn_bytes == 64 * 64 * 4 // 2 // 4
+    expected = 64 * 64 * 4 // 2 // 4
+    assert apart.leaves[0].dcn_bytes == apart.dcn_bytes == expected
     assert together.dcn_bytes == 0
     assert together.wire_bytes <= apart.wire_bytes
     assert "at the peak; 2 KiB of what enters come from other slices" in str(apart)
     assert "other slices" not in str(together)
-    assert (
-        plan_reshard(layouts[2][0], layouts[1][1].structs).dcn_bytes == apart.dcn_bytes
-    )
+    structs = layouts[1][1].structs
+    reshard_plan = plan_reshard(layouts[2][0], structs)
+    dcn_bytes = reshard_plan.dcn_bytes
+    assert dcn_bytes == apart.dcn_bytes
 
 
 def test_plans_and_trees_can_be_mixed():
-    tree = {"w": jax.device_put(host((8, 8)), sharding((8,), "a")), "n": "no array"}
-    sharding_plan = plan(tree, mesh((8,)), paths=PathRules([("w", P(None, "a"))]))
+    placed = jax.device_put(host((8, 8)), sharding((8,), "a"))
+    tree = {"w": placed, "n": "no array"}
+    rules = PathRules([("w", P(None, "a"))])
+    sharding_plan = plan(tree, mesh((8,)), paths=rules)
     expected = plan_reshard(tree, sharding_plan)
-    assert (
-        expected.wire_bytes
-        == plan_reshard(tree, {"w": sharding_plan.shardings["w"], "n": None}).wire_bytes
-        > 0
-    )
+    reshard_plan = plan_reshard(tree, {"w": sharding_plan.shardings["w"], "n": None})
+    expected_wire_bytes = reshard_plan.wire_bytes
+    assert expected.wire_bytes == expected_wire_bytes > 0
     assert plan_reshard(sharding_plan, tree).wire_bytes == expected.wire_bytes
 
 
@@ -178,30 +187,35 @@ def test_a_plan_says_how_a_move_is_made(ours, theirs):
     dst = ENDS[theirs]()
     shape = (16, 16)
     move = move_of(shape, np.dtype("float32"), src, dst, copies=False)
-    (leaf,) = plan_reshard(struct(shape, src), struct(shape, dst)).leaves
+    reshard_plan = plan_reshard(struct(shape, src), struct(shape, dst))
+    (leaf,) = reshard_plan.leaves
     assert leaf.how == move.how
     assert leaf.copied == (move.how == "steps")
     # Without programs of steps the CPU copies, and what need not move does not either.
     copied = move_of(shape, np.dtype("float32"), src, dst)
-    assert copied.how == {"steps": "tiles"}.get(move.how, move.how)
-    assert leaf.steps == (move.plan.steps if move.plan is not None else ())
+    expected = {"steps": "tiles"}.get(move.how, move.how)
+    assert copied.how == expected
+    expected = move.plan.steps if move.plan is not None else ()
+    assert leaf.steps == expected
     assert leaf.source_bytes == move.source_bytes
     assert leaf.target_bytes == move.target_bytes
     # What is in the devices' memory is counted, and beside it at most what the limit is
     # checked against.
     total = sum(leaf.held_bytes)
     assert total - min(leaf.held_bytes) <= leaf.peak_bytes <= total + move.extra_bytes
+    cases = ((ours, src), (theirs, dst))
     bare = [
         NamedSharding(
             end.mesh.abstract_mesh,
             end.spec,
             memory_kind="pinned_host" if "hosted" in name else None,
         )
-        for name, end in ((ours, src), (theirs, dst))
+        for name, end in cases
         if isinstance(end, NamedSharding) and name != "turned"
     ]
     if len(bare) == 2 and "other names" not in (ours, theirs):
-        (other,) = plan_reshard(struct(shape, bare[0]), struct(shape, bare[1])).leaves
+        reshard_plan = plan_reshard(struct(shape, bare[0]), struct(shape, bare[1]))
+        (other,) = reshard_plan.leaves
         assert other.how == leaf.how
         assert other.held_bytes == leaf.held_bytes
         assert other.peak_bytes == leaf.peak_bytes
@@ -231,20 +245,24 @@ def test_host_memory_is_counted_apart():
 
 def test_plans_count_the_data_of_typed_keys():
     keys = jax.device_put(jax.random.split(jax.random.key(0), 16), sharding((8,), "a"))
-    (leaf,) = plan_reshard(keys, sharding((4,), "a")).leaves
+    reshard_plan = plan_reshard(keys, sharding((4,), "a"))
+    (leaf,) = reshard_plan.leaves
     assert leaf.how == "tiles"
     assert leaf.target_bytes == 4 * 2 * 4
 
 
 def test_planned_losses_are_listed():
+    lost = jax.devices()[3:4]
     move = plan_reshard(
         struct((8,), sharding((8,), "a")),
         struct((8,), sharding((2,), "a")),
-        lost=jax.devices()[3:4],
+        lost=lost,
     )
-    assert move.missing == {"": (((3, 4),),)}
+    expected = {"": (((3, 4),),)}
+    assert move.missing == expected
     assert "lost: `` [3:4]" in str(move)
-    source = {"v": jax.device_put(host((8,)), sharding((8,), "a"))}
+    placed = jax.device_put(host((8,)), sharding((8,), "a"))
+    source = {"v": placed}
     message = (
         r"`v`: 1 of 8 elements are on lost devices only, the first of them \[3:4\];"
         r" load it from a checkpoint"
@@ -268,7 +286,8 @@ def test_plans_of_different_trees_are_an_error():
         r" neither"
     )
     rules = PathRules([(".*", P("a"))])
-    for target in ({"x": small}, plan({"x": small}, mesh((4,)), paths=rules)):
+    sharding_plan = plan({"x": small}, mesh((4,)), paths=rules)
+    for target in ({"x": small}, sharding_plan):
         with pytest.raises(PlanMismatchError, match=message):
             plan_reshard({"x": a}, target)
     with pytest.raises(PlanMismatchError, match="`y` is only in one of them"):

@@ -46,11 +46,16 @@ def test_a_prefix_of_shardings_spreads_over_arrays_below():
         {"p": {"w": host((8, 4)), "v": host((8,))}, "q": host((8, 8))},
         sharding((8,), "a"),
     )
-    target = sharding((4,), "a", order=(7, 6, 1, 0))
+    order = (7, 6, 1, 0)
+    target = sharding((4,), "a", order=order)
     other = sharding((2,), "a")
-    assert {x.sharding for x in jax.tree.leaves(reshard(source, target))} == {target}
+    leaves = jax.tree.leaves(reshard(source, target))
+    shardings = {x.sharding for x in leaves}
+    assert shardings == {target}
     moved = reshard(source, {"p": target, "q": other})
-    assert {x.sharding for x in jax.tree.leaves(moved["p"])} == {target}
+    leaves = jax.tree.leaves(moved["p"])
+    shardings = {x.sharding for x in leaves}
+    assert shardings == {target}
     assert moved["q"].sharding == other
     half = reshard(source, {"p": None, "q": other})
     assert half["p"]["w"] is source["p"]["w"]
@@ -58,18 +63,22 @@ def test_a_prefix_of_shardings_spreads_over_arrays_below():
 
 
 def test_rows_of_a_replicated_array_share_its_memory():
+    values = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
+    target_sharding = NamedSharding(mesh((8,)), P())
     x = jax.device_put(
-        np.arange(64 * 64, dtype=np.float32).reshape(64, 64),
-        NamedSharding(mesh((8,)), P()),
+        values,
+        target_sharding,
     )
     first = np.asarray(x).__array_interface__["data"][0]
-    moved = reshard(x, NamedSharding(mesh((8,)), P("a")))
+    target_sharding = NamedSharding(mesh((8,)), P("a"))
+    moved = reshard(x, target_sharding)
     where = [
         shard.data.unsafe_buffer_pointer() - first for shard in moved.addressable_shards
     ]
     assert where == [number * 8 * 64 * 4 for number in range(8)]
     jax.jit(lambda x: x + 1, donate_argnums=0)(x)
-    np.testing.assert_array_equal(moved, np.arange(64 * 64).reshape(64, 64))
+    values = np.arange(64 * 64).reshape(64, 64)
+    np.testing.assert_array_equal(moved, values)
 
 
 def count_compilations(fn):
@@ -109,13 +118,12 @@ def test_a_thousand_leaves_take_one_program_a_move():
     jax.block_until_ready(through_programs(source[:200], shardings[:200]))
     moved = []
     # Whatever the 20 moves compiled, the other 800 leaves compile nothing.
-    assert (
-        count_compilations(
-            lambda: moved.extend(through_programs(source[200:], shardings[200:]))
-        )
-        == 0
+    compilations = count_compilations(
+        lambda: moved.extend(through_programs(source[200:], shardings[200:]))
     )
-    assert_equal(moved, [np.asarray(x) for x in source[200:]])
+    assert compilations == 0
+    expected = [np.asarray(x) for x in source[200:]]
+    assert_equal(moved, expected)
 
 
 def moves_of_all_kinds():
@@ -123,8 +131,9 @@ def moves_of_all_kinds():
     keys = jax.device_put(
         jax.random.split(jax.random.key(0, impl="rbg"), 8), sharding((8,), "a")
     )
+    placed = jax.device_put(host((96, 64)), sharding((8,), "a"))
     tree = {
-        "steps": jax.device_put(host((96, 64)), sharding((8,), "a")),
+        "steps": placed,
         "smaller": jax.device_put(host((96, 64)), sharding((8,), "a")),
         "bits": jax.device_put(
             host((24, 16)).astype(jnp.bfloat16), sharding((8,), "a")
@@ -135,14 +144,15 @@ def moves_of_all_kinds():
         "numpy": host((8,)),
         "keys": keys,
     }
-    expected = dict.fromkeys(tree, sharding((2,), order=(5, 1)))
+    target_sharding = sharding((2,), order=(5, 1))
+    expected = dict.fromkeys(tree, target_sharding)
     expected |= {
         "steps": sharding((2, 4), "b", "a"),
         "kind": sharding((4,), "a", kind="unpinned_host"),
     }
-    expected |= dict.fromkeys(
-        ("smaller", "bits"), sharding((2, 3), "b", "a", order=(5, 1, 3, 0, 7, 2))
-    )
+    order = (5, 1, 3, 0, 7, 2)
+    target_sharding = sharding((2, 3), "b", "a", order=order)
+    expected |= dict.fromkeys(("smaller", "bits"), target_sharding)
     return tree, expected
 
 
@@ -219,18 +229,15 @@ def test_senders_are_balanced_over_the_whole_tree():
             )
             links[pair] += size * len(places)
     assert links == reshard_plan.links
-    assert (
-        len(
-            job_of(
-                rows([source, source], [expected, expected]), str, copies=False
-            ).moves
-        )
-        == len(job.moves)
-        == 8
-    )
+    moves = job_of(
+        rows([source, source], [expected, expected]), str, copies=False
+    ).moves
+    count = len(moves)
+    assert count == len(job.moves) == 8
     for limit in (None, 2000):
+        tree = through_programs(source, expected, memory_limit_bytes=limit)
         assert_equal(
-            through_programs(source, expected, memory_limit_bytes=limit),
+            tree,
             {k: host((8, 8), int(k[1])) for k in source},
         )
     assert count_compilations(lambda: through_programs(source, expected)) == 0

@@ -49,7 +49,8 @@ def test_an_array_that_is_in_the_tree_twice_is_donated_once(move):
     )
     assert moved["a"] is moved["c"]
     assert shared.is_deleted()
-    assert_equal(moved, dict.fromkeys("abc", host((8, 8))))
+    expected = dict.fromkeys("abc", host((8, 8)))
+    assert_equal(moved, expected)
 
 
 @both_ways
@@ -92,11 +93,12 @@ def every_end():
     ):
         device_mesh = mesh((2, 4), axis_types=types)
         yield from (NamedSharding(device_mesh, spec) for spec in specs[:count])
-    yield from (
-        NamedSharding(mesh((2, 4), "cd"), spec) for spec in (P("c", "d"), P("d"), P())
-    )
-    yield NamedSharding(mesh((8,), "z", order=range(7, -1, -1)), P())
-    yield NamedSharding(mesh((2, 4), order=(4, 5, 6, 7, 0, 1, 2, 3)), P("a"))
+    cases = (P("c", "d"), P("d"), P())
+    yield from (NamedSharding(mesh((2, 4), "cd"), spec) for spec in cases)
+    order = range(7, -1, -1)
+    yield NamedSharding(mesh((8,), "z", order=order), P())
+    order = (4, 5, 6, 7, 0, 1, 2, 3)
+    yield NamedSharding(mesh((2, 4), order=order), P("a"))
 
 
 def pointers(array):
@@ -117,7 +119,8 @@ def test_a_donated_source_is_gone_unless_it_is_shared(move, ours):
         idle = move_of((8, 8), x.dtype, layouts[ours], dst).idle
         before = pointers(x)
         (leaf,) = plan_reshard(x, dst).leaves
-        same = x.sharding.devices_indices_map((8, 8)) == dst.devices_indices_map((8, 8))
+        actual = x.sharding.devices_indices_map((8, 8))
+        same = actual == dst.devices_indices_map((8, 8))
         assert same == idle == leaf.idle, (layouts[ours], dst)
         moved = move(x, dst, donate=True)
         assert moved.sharding == dst, theirs

@@ -37,7 +37,8 @@ def test_a_failure_in_the_middle_says_what_moved(donate):
         + text,
     ) as caught:
         reshard(source, sharding((4,), "a"), donate=donate)
-    assert_equal(caught.value.moved, {"a": host((8,)), "b": host((8,))})
+    expected = {"a": host((8,)), "b": host((8,))}
+    assert_equal(caught.value.moved, expected)
     np.testing.assert_array_equal(source["d"], host((8,)))
     assert source["a"].is_deleted() == donate
 
@@ -103,9 +104,9 @@ def test_a_memory_limit_that_is_none(limit, error, message, as_users_run_it):
 def test_sums_that_are_not_taken_yet_are_an_error():
     """A move of their summands would read one device's for the sum."""
     end = mesh((2, 4), axis_types=(AxisType.Explicit,) * 2)
+    cases = (P("a", "b"), P("b"))
     remaining, right = (
-        jax.device_put(host((8, 8)), NamedSharding(end, spec))
-        for spec in (P("a", "b"), P("b"))
+        jax.device_put(host((8, 8)), NamedSharding(end, spec)) for spec in cases
     )
     unreduced = NamedSharding(end, P("a", unreduced=frozenset({"b"})))
     reduced = NamedSharding(end, P("a"))
@@ -131,14 +132,18 @@ def test_sums_that_are_not_taken_yet_are_an_error():
         reshard({"w": host((8, 8))}, {"w": unreduced})
     assert reshard(sums, sums.sharding) is sums
     assert plan_reshard(sums, sums.sharding).in_place == ("",)
+    moved = jax.sharding.reshard(sums, reduced)
+    tree = reshard(moved, sharding((4,), "a"))
+    expected = host((8, 8)) @ host((8, 8))
     assert_equal(
-        reshard(jax.sharding.reshard(sums, reduced), sharding((4,), "a")),
-        host((8, 8)) @ host((8, 8)),
+        tree,
+        expected,
     )
 
 
 def test_another_tree_is_an_error():
-    source = {"v": jax.device_put(host((8,)), sharding((8,), "a"))}
+    placed = jax.device_put(host((8,)), sharding((8,), "a"))
+    source = {"v": placed}
     with pytest.raises(PlanMismatchError, match="`dst` is no prefix of the tree"):
         reshard(source, {"w": sharding((8,), "a")})
     with pytest.raises(PlanMismatchError, match="the plan has no `v`"):
@@ -191,7 +196,9 @@ def test_lost_may_be_any_iterable_of_devices():
         assert 0 not in [sender for sender, _ in move.links]
         assert move.wire_bytes
         arrays = jax.tree.map(lambda x: jax.device_put(host(x.shape), x.sharding), tree)
+        moved = reshard(arrays, sharding((8,), "a"), lost=lost([gone()]))
+        expected = [host((8,)), host((16,))]
         assert_equal(
-            reshard(arrays, sharding((8,), "a"), lost=lost([gone()])),
-            [host((8,)), host((16,))],
+            moved,
+            expected,
         )

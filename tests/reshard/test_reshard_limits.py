@@ -53,7 +53,8 @@ def test_an_unreachable_limit_is_an_error_with_one_that_works():
         through_programs(source, expected, memory_limit_bytes=least - 1)
     moved = through_programs(source, expected, memory_limit_bytes=least, donate=True)
     assert_equal(moved["layers"], state()["layers"])
-    assert moved["layers"][0]["w"].sharding == expected["layers"][0]["w"]
+    actual = moved["layers"][0]["w"].sharding
+    assert actual == expected["layers"][0]["w"]
     assert source["v"].is_deleted()
 
 

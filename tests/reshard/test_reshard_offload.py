@@ -16,21 +16,23 @@ from tests.reshard.layouts import assert_equal, host, mesh, put, sharding, state
 
 def test_offloading_by_regex_and_back():
     source = put(state(), sharding((8,), "a"))
+    rules = PathRules([("w|b", P("a")), ("step", P())])
     sharding_plan = plan(
         source,
         mesh((8,)),
-        paths=PathRules([("w|b", P("a")), ("step", P())]),
+        paths=rules,
         memory_kinds=[("w$", "pinned_host")],
     )
     there = reshard(source, sharding_plan)
-    assert [layer["w"].sharding.memory_kind for layer in there["layers"]] == [
-        "pinned_host"
-    ] * 3
-    assert there["layers"][0]["b"] is source["layers"][0]["b"]
+    memory_kinds = [layer["w"].sharding.memory_kind for layer in there["layers"]]
+    assert memory_kinds == ["pinned_host"] * 3
+    layers = there["layers"][0]["b"]
+    assert layers is source["layers"][0]["b"]
     assert_equal(there, state())
+    rules = PathRules([("w|b", P("a")), ("step", P())])
     back = reshard(
         there,
-        plan(source, mesh((8,)), paths=PathRules([("w|b", P("a")), ("step", P())])),
+        plan(source, mesh((8,)), paths=rules),
         donate=True,
     )
     assert back["layers"][0]["w"].sharding.memory_kind != "pinned_host"
@@ -50,9 +52,11 @@ def test_offloads_are_bounded_in_flight():
         seen.append((window.bytes, len(window.pending)))
     assert max(size for size, _ in seen) <= 100 + 32
     assert max(count for _, count in seen) > 1
+    tree = reshard(source, away, memory_limit_bytes=100)
+    expected = [host((64,), i) for i in range(40)]
     assert_equal(
-        reshard(source, away, memory_limit_bytes=100),
-        [host((64,), i) for i in range(40)],
+        tree,
+        expected,
     )
 
 

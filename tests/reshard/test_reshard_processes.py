@@ -32,9 +32,8 @@ def mapping(job):
 
 def test_every_process_gets_its_shards(job):
     for result in job:
-        assert {
-            name for name in moving_worker.CASES if not result[name]["right"]
-        } == set()
+        names = {name for name in moving_worker.CASES if not result[name]["right"]}
+        assert names == set()
         assert set(result["owned by one"].values()) == {True}
         assert result["many"] is True
     assert job[0]["way"] == "programs"
@@ -42,15 +41,12 @@ def test_every_process_gets_its_shards(job):
 
 def test_every_process_plans_alike(job):
     for name in moving_worker.CASES:
-        assert (
-            len(
-                {
-                    str(sorted(result[name]["how"])) + str(result[name]["bytes"])
-                    for result in job
-                }
-            )
-            == 1
-        )
+        texts = {
+            str(sorted(result[name]["how"])) + str(result[name]["bytes"])
+            for result in job
+        }
+        count = len(texts)
+        assert count == 1
     assert job[0]["same devices"]["how"] == {"steps"}
     assert job[0]["disjoint, same layout"]["how"] == {"tiles"}
 
@@ -93,12 +89,14 @@ def test_errors_come_on_every_process_before_anything_hangs(job):
 
 def test_every_process_gets_what_a_map_makes_for_it(mapping, job):
     for name in (*moving_worker.MAPPED, "limited"):
-        assert [result[name]["wrong"] for result in mapping] == [[]] * 4, name
+        actual = [result[name]["wrong"] for result in mapping]
+        assert actual == [[]] * 4, name
     assert [result["matrices"] for result in job] == ["right"] * 4
 
 
 def test_processes_give_up_and_refuse_alike(mapping):
-    assert [result["disjoint"]["deleted"] for result in mapping] == [True] * 4
+    actual = [result["disjoint"]["deleted"] for result in mapping]
+    assert actual == [True] * 4
     assert "is too little for it and 4 more. Nothing was moved" in mapping[0]["error"]
     for result in mapping:
         assert result["error"] == mapping[0]["error"]

@@ -106,11 +106,13 @@ def test_lost_shards_are_named_exactly(move, data):
     remaining = data.draw(
         st.lists(st.sampled_from(sources), unique=True, max_size=len(sources))
     )
+    devices = {device for device, _ in sources}
+    lost = devices - {device for device, _ in remaining}
     parts = cuts(
         8,
         sources,
         targets,
-        lost={device for device, _ in sources} - {device for device, _ in remaining},
+        lost=lost,
     )
     have, need, missing = masks = np.zeros((3, *shape), bool)
     for position, boxes in enumerate(
@@ -130,15 +132,17 @@ def test_senders_are_balanced_within_four_thirds_of_the_optimum(replicas, sizes)
     targets = [(100 + i, box((edges[i], edges[i + 1]))) for i in range(len(sizes))]
     busiest = max(cuts(8, sources, targets).sent_bytes.values())
     choices = it.product(range(replicas), repeat=len(sizes))
-    assert 3 * busiest <= 4 * min(
-        np.bincount(choice, weights=sizes).max() for choice in choices
-    )
+    smallest = min(np.bincount(choice, weights=sizes).max() for choice in choices)
+    limit = 4 * smallest
+    assert 3 * busiest <= limit
 
 
 def test_senders_of_the_receivers_process_come_first():
     whole = box((0, 4))
-    sources = [(device, whole) for device in (0, 1, 2, 3)]
-    targets = [(device, whole) for device in (10, 11, 12, 13, 20)]
+    cases = (0, 1, 2, 3)
+    sources = [(device, whole) for device in cases]
+    cases = (10, 11, 12, 13, 20)
+    targets = [(device, whole) for device in cases]
     process_of = {0: 0, 1: 0, 2: 1, 3: 1, 10: 1, 11: 1, 12: 1, 13: 1, 20: 2}
     parts = cuts(8, sources, targets, process_of)
     senders = lambda sent: [
@@ -146,8 +150,10 @@ def test_senders_of_the_receivers_process_come_first():
     ]
     assert senders(()) == [0, 1]
     assert senders([(0, 4)]) == [1, 2]
-    assert senders([(0, 4), (1, 4)]) == [2, 0]
-    assert parts.links == {(2, 10): 4, (3, 11): 4, (2, 12): 4, (3, 13): 4, (0, 20): 4}
+    actual = senders([(0, 4), (1, 4)])
+    assert actual == [2, 0]
+    expected = {(2, 10): 4, (3, 11): 4, (2, 12): 4, (3, 13): 4, (0, 20): 4}
+    assert parts.links == expected
 
 
 def test_sub_byte_elements_are_counted_by_their_bits():
@@ -162,7 +168,9 @@ def test_planning_is_no_product_of_sources_and_targets():
     replicas = [(i, box((0, 4 * count), (0, 64))) for i in range(count)]
     begin = time.process_time()
     assert len(cuts(32, sources, targets).all) == count
-    assert len(set(cuts(32, replicas, targets).sent_bytes.values())) == 1
+    sent_bytes = set(cuts(32, replicas, targets).sent_bytes.values())
+    actual = len(sent_bytes)
+    assert actual == 1
     # A product of 4096 sources and targets takes half a minute; this is no measurement
     # of speed.
     assert time.process_time() - begin < 10
@@ -173,10 +181,14 @@ def test_only_what_replicas_sent_more_than_each_other_matters():
     right = box((4, 8))
     parts = cuts(8, [(0, first_half), (1, first_half), (2, right)], [(7, box((0, 8)))])
     assert parts.replicas == ((0, 1),)
-    assert parts.sent_before({0: 10, 1: 10, 2: 99}) == ()
-    assert parts.sent_before({0: 12, 1: 10}) == ((0, 2),)
+    sent = {0: 10, 1: 10, 2: 99}
+    actual = parts.sent_before(sent)
+    assert actual == ()
+    actual = parts.sent_before({0: 12, 1: 10})
+    assert actual == ((0, 2),)
     # A device that has it takes it from itself.
-    assert cuts(8, [(0, first_half), (1, first_half)], [(1, first_half)]).replicas == ()
+    replicas = cuts(8, [(0, first_half), (1, first_half)], [(1, first_half)]).replicas
+    assert replicas == ()
 
 
 @settings(deadline=None, max_examples=150)
@@ -223,7 +235,8 @@ def test_earlier_loads_change_senders_only(move, sent):
     _, sources, targets = move
     plain = cuts(8, sources, targets)
     loaded = cuts(8, sources, targets, sent_before=plain.sent_before(sent))
-    assert [part[1:] for part in plain.all] == [part[1:] for part in loaded.all]
+    parts = [part[1:] for part in plain.all]
+    assert parts == [part[1:] for part in loaded.all]
     assert loaded.all == cuts(8, sources, targets, sent_before=sent.items()).all
     assert plain.wire_bytes == loaded.wire_bytes
     assert plain.replicas == loaded.replicas

@@ -30,9 +30,8 @@ both_ways = pytest.mark.parametrize(
 
 
 def mesh(start, stop, *sizes):
-    return Mesh(
-        np.asarray(jax.devices()[start:stop]).reshape(sizes), ("a", "b")[: len(sizes)]
-    )
+    devices = np.asarray(jax.devices()[start:stop]).reshape(sizes)
+    return Mesh(devices, ("a", "b")[: len(sizes)])
 
 
 MESHES = {
@@ -57,9 +56,9 @@ def drawn(draw, shape, where):
         names = {*((entry,) if isinstance(entry, str) else entry or ())}
         entries.append(None if names & used else entry)
         used |= names
-    return NamedSharding(
-        where, shardfx.correct(P(*entries), shape, MeshSpec.of(where)).spec
-    )
+    decision = shardfx.correct(P(*entries), shape, MeshSpec.of(where))
+    spec = decision.spec
+    return NamedSharding(where, spec)
 
 
 def target_of(draw, whole, where):
@@ -146,13 +145,14 @@ RULES = PathRules([("embed", P("a")), ("norm", P()), ("layers", P(None, "a", "b"
 
 
 def trained(where, arrays) -> Any:
-    return shardfx.shard(arrays, shardfx.plan(arrays, where, paths=RULES))
+    sharding_plan = shardfx.plan(arrays, where, paths=RULES)
+    return shardfx.shard(arrays, sharding_plan)
 
 
 def engine(where, arrays):
+    applied = ENGINE.apply(arrays).items()
     structs = {
-        path: jax.ShapeDtypeStruct(array.shape, array.dtype)
-        for path, array in ENGINE.apply(arrays).items()
+        path: jax.ShapeDtypeStruct(array.shape, array.dtype) for path, array in applied
     }
     rules = PathRules([("(qkv|gate_up)", P("b")), ("embed", P(None, "b")), (".*", ())])
     return shardfx.plan(structs, where, paths=rules)
@@ -174,7 +174,8 @@ def test_a_trainers_tree_becomes_an_engines(move, there, dtype):
     for path, array in ENGINE.apply(arrays).items():
         same(moved[path], array)
         assert moved[path].sharding == plan.shardings[path]
-    assert {leaf.is_deleted() for leaf in tree.values()} == {dtype == np.float32}
+    actual = {leaf.is_deleted() for leaf in tree.values()}
+    assert actual == {dtype == np.float32}
 
 
 def test_no_byte_enters_a_device_that_has_it_or_does_not_need_it():
@@ -187,9 +188,9 @@ def test_no_byte_enters_a_device_that_has_it_or_does_not_need_it():
     works = map_move(flatten(tree), plan, ENGINE, False).plans
     for work in works:
         if work.assembly is not None:
-            assert work.assembly.parts.wire_bytes == lower_bound(
-                work, arrays, tree, plan.shardings[work.leaf.path]
-            )
+            shardings = plan.shardings[work.leaf.path]
+            expected = lower_bound(work, arrays, tree, shardings)
+            assert work.assembly.parts.wire_bytes == expected
 
 
 def lower_bound(work, arrays, tree, sharding):
@@ -200,9 +201,8 @@ def lower_bound(work, arrays, tree, sharding):
     held = {}
     start = 1
     for path, array in arrays.items():
-        numbered[path] = np.arange(start, start + array.size, dtype=np.int64).reshape(
-            array.shape
-        )
+        values = np.arange(start, start + array.size, dtype=np.int64)
+        numbered[path] = values.reshape(array.shape)
         start += array.size
         for shard in tree[path].addressable_shards:
             held.setdefault(shard.device, set()).update(
@@ -221,10 +221,8 @@ def test_a_plan_through_a_map_says_what_will_move():
     tree = trained(where, arrays)
     plan = engine(where, arrays)
     move = plan_reshard(tree, plan, map=ENGINE)
-    works = {
-        work.leaf.path: work
-        for work in map_move(flatten(tree), plan, ENGINE, False).plans
-    }
+    plans = map_move(flatten(tree), plan, ENGINE, False).plans
+    works = {work.leaf.path: work for work in plans}
     assert [leaf.path for leaf in move.leaves] == list(works)
     for leaf in move.leaves:
         if leaf.how == "pieces":
@@ -243,7 +241,8 @@ def test_a_plan_through_a_map_says_what_will_move():
         for leaf in tree.values()
     ]
     assert sum(leaf.source_bytes for leaf in move.leaves) == sum(held)
-    assert [by_path[f"model.layers.{i}.norm"].source_bytes > 0 for i in range(3)] == [
+    actual = [by_path[f"model.layers.{i}.norm"].source_bytes > 0 for i in range(3)]
+    assert actual == [
         False,
         False,
         True,
@@ -252,8 +251,9 @@ def test_a_plan_through_a_map_says_what_will_move():
     assert "model.layers.{0..2}.qkv" in str(move)
     # Plans alone are enough, of meshes without devices too.
     ours = shardfx.plan(arrays, where, paths=RULES)
+    reshard_plan = plan_reshard(ours, plan, map=ENGINE)
     for abstract in (
-        plan_reshard(ours, plan, map=ENGINE),
+        reshard_plan,
         plan_reshard(ours.off(), plan.off(), map=ENGINE),
     ):
         assert abstract.wire_bytes == move.wire_bytes
@@ -265,14 +265,18 @@ def test_a_plan_through_a_map_says_what_will_move():
 
 
 def test_the_bound_counts_an_element_needed_twice_once():
-    arrays = {"w": np.arange(64, dtype=np.float32).reshape(8, 8)}
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    arrays = {"w": values}
     first = mesh(0, 4, 2, 2)
     last = mesh(4, 8, 2, 2)
-    twice = TreeMap({"w": From.concat([From("w"), From("w").slice(0, 4)])})
-    src = shardfx.plan(arrays, first, paths=PathRules([(".*", P("a"))]))
-    dst = shardfx.plan(
-        {"w": np.zeros((12, 8), np.float32)}, last, paths=PathRules([(".*", P())])
-    )
+    parts = [From("w"), From("w").slice(0, 4)]
+    rules = {"w": From.concat(parts)}
+    twice = TreeMap(rules)
+    rules = PathRules([(".*", P("a"))])
+    src = shardfx.plan(arrays, first, paths=rules)
+    array = np.zeros((12, 8), np.float32)
+    rules = PathRules([(".*", P())])
+    dst = shardfx.plan({"w": array}, last, paths=rules)
     move = plan_reshard(src, dst, map=twice)
     assert move.wire_bytes == 12 * 8 * 4
     assert move.lower_bound_bytes <= 8 * 8 * 4
@@ -297,7 +301,8 @@ def test_the_second_time_nothing_is_planned(move):
     plan = engine(mesh(0, 8, 2, 4), arrays)
     target_arrays.cache_clear()
     for time in range(3):
-        move({path: array + 0 for path, array in tree.items()}, plan, map=ENGINE)
+        arrays_by_path = {path: array + 0 for path, array in tree.items()}
+        move(arrays_by_path, plan, map=ENGINE)
         assert target_arrays.cache_info()[:2] == (time, 1)
 
 
@@ -351,12 +356,15 @@ def test_moves_to_other_devices_keep_each_side_apart(monkeypatch):
     arrays = {
         "w": np.random.default_rng(0).normal(size=(6, 1024, 1024)).astype(np.float32)
     }
-    layers = TreeMap({"w.{i}": From("w").at("i").T})
+    rules = {"w.{i}": From("w").at("i").T}
+    layers = TreeMap(rules)
     source = mesh(0, 4, 2, 2)
     target = mesh(4, 8, 2, 2)
+    rules = PathRules([("w", P(None, "a", "b"))])
+    sharding_plan = shardfx.plan(arrays, source, paths=rules)
     tree = shardfx.shard(
         arrays,
-        shardfx.plan(arrays, source, paths=PathRules([("w", P(None, "a", "b"))])),
+        sharding_plan,
     )
     whole = layers.apply(arrays)
     expected = {
@@ -373,9 +381,8 @@ def test_moves_to_other_devices_keep_each_side_apart(monkeypatch):
             run = make(devices, *args, **options)
 
             def inner(*arguments):
-                temp_size_in_bytes = (
-                    run.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
-                )
+                memory = run.lower(*arguments).compile().memory_analysis()
+                temp_size_in_bytes = memory.temp_size_in_bytes
                 result = run(*arguments)
                 for device, count in live_bytes().items():
                     most[device] = max(
@@ -397,17 +404,15 @@ def test_moves_to_other_devices_keep_each_side_apart(monkeypatch):
     move = plan_reshard(tree, expected, map=layers)
     shard = 512 * 1024 * 4
     # On eight devices that share one memory.
-    extra = (
-        max(
-            leaf.peak_bytes - leaf.source_bytes - leaf.target_bytes
-            for leaf in move.leaves
-        )
-        // 8
+    largest = max(
+        leaf.peak_bytes - leaf.source_bytes - leaf.target_bytes for leaf in move.leaves
     )
+    extra = largest // 8
     assert extra <= shard
     assert max(most[device] for device in source.devices.flat) <= extra
     # The targets stay.
-    assert max(most[device] for device in target.devices.flat) - 6 * shard <= extra
+    largest = max(most[device] for device in target.devices.flat)
+    assert largest - 6 * shard <= extra
 
 
 @both_ways
@@ -419,28 +424,24 @@ def test_casts_constants_and_blocks_of_scales(move, there):
         "s": numbers.uniform(size=(2, 3)).astype(np.float32),
         "x": numbers.normal(size=(8, 8)).astype(np.float32),
     }
-    tree_map = TreeMap(
-        {
-            "w": From("w").scale("s", block=(8, 8)).cast("bfloat16").T,
-            "wide": From("w").scale("s", block=(8, 8)),
-            "x": From("x").cast("bfloat16").pad_to(16, dim=1, value=0.3),
-            "both": From("x").cast("bfloat16").cast("float32").T,
-            "counted": (
-                From("x")
-                .cast("bfloat16")
-                .times(0.3)
-                .plus(1.1)
-                .T.cast("float32")
-                .times(3)
-            ),
-            "again": From("w").scale("s", block=(8, 8)).times(2).cast("bfloat16"),
-            "c": From.constant(7, (8,), "int32"),
-        }
-    )
+    rules = {
+        "w": From("w").scale("s", block=(8, 8)).cast("bfloat16").T,
+        "wide": From("w").scale("s", block=(8, 8)),
+        "x": From("x").cast("bfloat16").pad_to(16, dim=1, value=0.3),
+        "both": From("x").cast("bfloat16").cast("float32").T,
+        "counted": (
+            From("x").cast("bfloat16").times(0.3).plus(1.1).T.cast("float32").times(3)
+        ),
+        "again": From("w").scale("s", block=(8, 8)).times(2).cast("bfloat16"),
+        "c": From.constant(7, (8,), "int32"),
+    }
+    tree_map = TreeMap(rules)
     where = mesh(*MESHES["all" if there == "all" else "first"])
+    rules = PathRules([("s", ()), (".*", P("a", "b"))])
+    sharding_plan = shardfx.plan(arrays, where, paths=rules)
     tree = shardfx.shard(
         arrays,
-        shardfx.plan(arrays, where, paths=PathRules([("s", ()), (".*", P("a", "b"))])),
+        sharding_plan,
     )
     whole = tree_map.apply(arrays)
     where = mesh(*MESHES[there])
@@ -457,16 +458,16 @@ def test_casts_constants_and_blocks_of_scales(move, there):
 def test_host_memory_at_either_end(move):
     where = mesh(0, 8, 2, 4)
     turned = TreeMap({"w": From("w").T})
-    w = np.arange(16 * 8, dtype=np.float32).reshape(16, 8)
+    values = np.arange(16 * 8, dtype=np.float32)
+    w = values.reshape(16, 8)
     for ours, theirs in (("device", "pinned_host"), ("pinned_host", "device")):
         tree = {"w": placed(w, NamedSharding(where, P("a"), memory_kind=ours))}
-        target = {
-            "w": jax.ShapeDtypeStruct(
-                (8, 16),
-                w.dtype,
-                sharding=NamedSharding(where, P("b"), memory_kind=theirs),
-            )
-        }
+        struct = jax.ShapeDtypeStruct(
+            (8, 16),
+            w.dtype,
+            sharding=NamedSharding(where, P("b"), memory_kind=theirs),
+        )
+        target = {"w": struct}
         equal(move(tree, target, map=turned), {"w": w.T}, target)
 
 
@@ -480,16 +481,17 @@ def test_keys_stay_keys(move):
             jax.random.split(jax.random.key(4), 8), NamedSharding(where, P())
         ),
     }
-    tree_map = TreeMap({"k": From("k.{i}").stack("i").T})
-    target = {
-        "k": jax.ShapeDtypeStruct(
-            (8, 2), keys.dtype, sharding=NamedSharding(where, P("a"))
-        )
-    }
+    rules = {"k": From("k.{i}").stack("i").T}
+    tree_map = TreeMap(rules)
+    struct = jax.ShapeDtypeStruct(
+        (8, 2), keys.dtype, sharding=NamedSharding(where, P("a"))
+    )
+    target = {"k": struct}
     moved = move(tree, target, map=tree_map)
-    expected = jnp.stack(
-        [jax.random.key_data(tree["k.0"]), jax.random.key_data(tree["k.1"])]
-    ).transpose(1, 0, 2)
+    key_data = jax.random.key_data(tree["k.0"])
+    expected = jnp.stack([key_data, jax.random.key_data(tree["k.1"])]).transpose(
+        1, 0, 2
+    )
     same(jax.random.key_data(moved["k"]), expected)
     assert moved["k"].sharding.is_equivalent_to(target["k"].sharding, 2)
 
@@ -502,29 +504,30 @@ def test_odd_leaves(move):
         "e": jnp.zeros((0, 4)),
         "v": np.arange(8.0, dtype=np.float32),
     }
-    tree_map = TreeMap(
-        {
-            "n": From("n").reshape(1),
-            "m": "n",
-            "e": From("e").T,
-            "v": From("v").reshape(2, 4),
-        }
+    rule = From("v").reshape(2, 4)
+    rules = {
+        "n": From("n").reshape(1),
+        "m": "n",
+        "e": From("e").T,
+        "v": rule,
+    }
+    tree_map = TreeMap(rules)
+    sharding = SingleDeviceSharding(jax.devices()[3])
+    struct = jax.ShapeDtypeStruct(
+        (2, 4), np.float32, sharding=NamedSharding(where, P("a", "b"))
     )
     target = {
         "n": jax.ShapeDtypeStruct((1,), np.float32, sharding=NamedSharding(where, P())),
-        "m": jax.ShapeDtypeStruct(
-            (), np.float32, sharding=SingleDeviceSharding(jax.devices()[3])
-        ),
+        "m": jax.ShapeDtypeStruct((), np.float32, sharding=sharding),
         "e": jax.ShapeDtypeStruct(
             (4, 0), np.float32, sharding=NamedSharding(where, P("b"))
         ),
-        "v": jax.ShapeDtypeStruct(
-            (2, 4), np.float32, sharding=NamedSharding(where, P("a", "b"))
-        ),
+        "v": struct,
     }
+    array = np.zeros((0, 4), np.float32)
     equal(
         move(tree, target, map=tree_map),
-        tree_map.apply({**tree, "e": np.zeros((0, 4), np.float32)}),
+        tree_map.apply({**tree, "e": array}),
         target,
     )
 

@@ -44,7 +44,8 @@ def test_keys_and_empty_arrays_move_inside_jit(kind):
                 for tree, (src, dst) in zip(arrays, layouts, strict=True)
             ]
 
-        results = jax.jit(moved, out_shardings=[dst for _, dst in layouts])(arrays)
+        out_shardings = [dst for _, dst in layouts]
+        results = jax.jit(moved, out_shardings=out_shardings)(arrays)
         for tree, result, (_, dst) in zip(arrays, results, layouts, strict=True):
             for array, other in zip(tree, result, strict=True):
                 assert other.dtype == array.dtype
@@ -68,12 +69,14 @@ def test_a_plan_of_live_devices_is_a_value():
     abstract = jax.ShapeDtypeStruct(
         (8,), jnp.float32, sharding=NamedSharding(mesh().abstract_mesh, P("a"))
     )
+    reshard_plan = plan_reshard(arrays, {"w": dst, "b": NamedSharding(mesh(), P())})
     moves = [
-        plan_reshard(arrays, {"w": dst, "b": NamedSharding(mesh(), P())}),
+        reshard_plan,
         plan_reshard({"v": abstract}, {"v": abstract}),
     ]
     for move in moves:
-        for again in (pickle.loads(pickle.dumps(move)), copy.deepcopy(move)):
+        decoded = pickle.loads(pickle.dumps(move))
+        for again in (decoded, copy.deepcopy(move)):
             assert again == move
             assert str(again) == str(move)
             assert again.leaves[0].src == move.leaves[0].src

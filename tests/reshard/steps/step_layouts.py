@@ -26,11 +26,13 @@ def check(shape: tuple[int, ...], src: StepLayout, dst: StepLayout):
     """Runs the plan and compares what is held after every step with the definition of
     the step's layout.
     """
-    array = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
+    values = np.arange(math.prod(shape), dtype=np.int64)
+    array = values.reshape(shape)
     plan = redistribute(shape, 64, src, dst)
     slices = slice_numbers(refine(src, dst)[0].layout)
     held = pieces(array, src, src)
-    bytes_of = [held[0].nbytes, pieces(array, dst, src)[0].nbytes]
+    nbytes = pieces(array, dst, src)[0].nbytes
+    bytes_of = [held[0].nbytes, nbytes]
     wire = 0
     for step in plan.steps:
         before = held
@@ -38,18 +40,17 @@ def check(shape: tuple[int, ...], src: StepLayout, dst: StepLayout):
         wire += step.wire_bytes
         for mine, right in zip(held, pieces(array, step.target, src), strict=True):
             np.testing.assert_array_equal(mine, right)
-        assert step.dcn_bytes == math.ceil(
-            crossing(step, src, slices, before[0].nbytes)
-        )
+        expected = math.ceil(crossing(step, src, slices, before[0].nbytes))
+        assert step.dcn_bytes == expected
         assert step.peak_bytes == before[0].nbytes + held[0].nbytes
         assert step.peak_bytes <= 2 * max(bytes_of)
     for mine, right in zip(held, pieces(array, dst, src), strict=True):
         np.testing.assert_array_equal(mine, right)
     assert plan.lower_bound_bytes <= plan.wire_bytes <= wire
     assert (plan.wire_bytes > 0) == (plan.lower_bound_bytes > 0)
-    assert plan.peak_bytes == max(
-        [step.peak_bytes for step in plan.steps], default=max(bytes_of)
-    )
+    peak_bytes = [step.peak_bytes for step in plan.steps]
+    expected = max(peak_bytes, default=max(bytes_of))
+    assert plan.peak_bytes == expected
     return plan
 
 
@@ -83,6 +84,5 @@ def in_slices(sizes: tuple[int, ...], dims, slices: int) -> StepLayout:
     """A layout on a mesh whose slowest axis spans slices of consecutive devices."""
     names = "abcd"[: len(sizes)]
     mesh = MeshSpec(zip(names, sizes, strict=True), dcn={"a": slices})
-    return layout(
-        mesh, P(*[tuple(names[axis] for axis in axes) for axes in dims]), len(dims)
-    )
+    spec = P(*[tuple(names[axis] for axis in axes) for axes in dims])
+    return layout(mesh, spec, len(dims))

@@ -56,9 +56,8 @@ def moved(
     """The array after the steps of a plan, part by part; its pieces lie end to end
     along the first dimension.
     """
-    mesh = Mesh(
-        np.array(jax.devices()[:8]).reshape(src.sizes), tuple("abc"[: len(src.sizes)])
-    )
+    devices = np.array(jax.devices()[:8]).reshape(src.sizes)
+    mesh = Mesh(devices, tuple("abc"[: len(src.sizes)]))
     spec = P(*[tuple("abc"[axis] for axis in axes) or None for axes in src.dims])
     step = ft.partial(run, steps=plan.steps, like=src, axes=mesh.axis_names)
     body = ft.partial(in_chunks, move=step, chunks=chunks)
@@ -94,21 +93,17 @@ def assert_moved(
         plan,
         Chunks(dim, block, min(part, block), dst.shard_shape(shape)),
     )
-    mesh = Mesh(
-        np.array(jax.devices()[:8]).reshape(dst.sizes), tuple("abc"[: len(dst.sizes)])
-    )
-    right = NamedSharding(
-        mesh, P(*[tuple("abc"[axis] for axis in axes) or None for axes in dst.dims])
-    )
+    devices = np.array(jax.devices()[:8]).reshape(dst.sizes)
+    mesh = Mesh(devices, tuple("abc"[: len(dst.sizes)]))
+    spec = P(*[tuple("abc"[axis] for axis in axes) or None for axes in dst.dims])
+    right = NamedSharding(mesh, spec)
     values_by_device = {
         device: values[index]
         for device, index in right.devices_indices_map(shape).items()
     }
     for shard in array.addressable_shards:
-        assert (
-            np.asarray(shard.data).tobytes()
-            == np.ascontiguousarray(values_by_device[shard.device]).tobytes()
-        )
+        actual = np.asarray(shard.data).tobytes()
+        assert actual == np.ascontiguousarray(values_by_device[shard.device]).tobytes()
 
 
 # The last part of a block of 13 is smaller.
@@ -148,7 +143,9 @@ def test_a_move_in_parts_gives_every_device_its_piece(move):
 )
 @pytest.mark.parametrize("dim", [0, 1])
 def test_what_is_doubled_at_last_comes_in_halves(src, dst, kinds, dim):
-    assert [step.kind for step in redistribute((64, 128), 32, src, dst).steps] == kinds
+    steps = redistribute((64, 128), 32, src, dst).steps
+    actual = [step.kind for step in steps]
+    assert actual == kinds
     # The least common multiple of all counts is 8, so that blocks are of 8 rows or of
     # 16 columns.
     assert_moved((64, 128), np.dtype("float32"), src, dst, part=(4, 8)[dim], dim=dim)
@@ -200,7 +197,8 @@ def test_untiled_pieces_are_split_where_padding_is_least(shape, bits, src, dst, 
 
 def grid(*sizes: int) -> StepLayout:
     """An array whose dimensions are cut by an axis each."""
-    return StepLayout(sizes, tuple((axis,) for axis in range(len(sizes))))
+    dims = tuple((axis,) for axis in range(len(sizes)))
+    return StepLayout(sizes, dims)
 
 
 @pytest.mark.parametrize(
@@ -247,8 +245,10 @@ def test_tiled_pieces_are_halved_before_a_doubling_gather(shape, src, dst, chunk
 
 def test_all_to_all_after_a_permutation_comes_in_four():
     shape = (192, 768, 640)
-    src = StepLayout((2, 8, 4), ((0, 1), (2,), ()))
-    dst = StepLayout((8, 8), ((1,), (0,), ()))
+    dims = ((0, 1), (2,), ())
+    src = StepLayout((2, 8, 4), dims)
+    dims = ((1,), (0,), ())
+    dst = StepLayout((8, 8), dims)
     plan = redistribute(shape, 32, src, dst)
     assert [step.kind for step in plan.steps] == ["permute", "all_to_all"]
     chunks = chunks_on_tpus(src.shard_shape(shape), 32, plan.steps)

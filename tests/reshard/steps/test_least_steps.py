@@ -85,7 +85,8 @@ def exhaustive(factors: int, src: StepLayout, dst: StepLayout, slow: int) -> flo
         alike.setdefault(tuple(map(len, dims)), []).append(number)
     first = binary(src).dims
     last = binary(dst).dims
-    least = min(sum(map(len, first)), sum(map(len, last)))
+    total = sum(map(len, first))
+    least = min(total, sum(map(len, last)))
     best = {first: 0.0}
     heap = [(0.0, first)]
     while heap:
@@ -160,8 +161,10 @@ def test_two_exchanges_meet_in_a_finer_layout(src, dst):
 
 
 def test_of_equal_paths_the_source_is_permuted_first():
-    src = StepLayout((4, 4, 4), ((0, 1, 2), ()))
-    dst = StepLayout((16, 4), ((1,), (0,)))
+    dims = ((0, 1, 2), ())
+    src = StepLayout((4, 4, 4), dims)
+    dims = ((1,), (0,))
+    dst = StepLayout((16, 4), dims)
     plan = redistribute((64, 64), 64, src, dst)
     assert [step.kind for step in plan.steps] == ["permute", "all_to_all"]
 
@@ -183,14 +186,16 @@ def test_moves_on_many_devices_are_planned_within_their_bounds(devices):
             dims = [[], [], []]
             for axis in rng.permutation(len(cuts) - 1).tolist():
                 dims[rng.integers(3)].append(axis)
+            sizes = tuple(2 ** (b - a) for a, b in it.pairwise(cuts))
             rows.append(
                 StepLayout(
-                    tuple(2 ** (b - a) for a, b in it.pairwise(cuts)),
+                    sizes,
                     tuple(map(tuple, dims[:2])),
                 )
             )
         plan = redistribute((65536, 65536), 16, *rows)
-        bound = 2 * max(2 * 65536**2 // end.shard_count for end in rows)
+        largest = max(2 * 65536**2 // end.shard_count for end in rows)
+        bound = 2 * largest
         assert plan.peak_bytes <= bound
         assert plan.lower_bound_bytes <= plan.wire_bytes <= 2 * plan.lower_bound_bytes
         held = rows[0].counts
@@ -227,9 +232,8 @@ def test_moves_on_many_devices_are_planned_within_their_bounds(devices):
 )
 def test_some_path_is_soon_found(shape, src, dst, prime):
     most = 500
-    path, cost, looked = explore(
-        Problem(shape, *refine(src, dst, prime=prime)), most, math.inf
-    )
+    problem = Problem(shape, *refine(src, dst, prime=prime))
+    path, cost, looked = explore(problem, most, math.inf)
     assert path is not None
     assert cost < math.inf
     assert looked <= 2 * most

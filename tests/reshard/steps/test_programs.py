@@ -51,10 +51,11 @@ KINDS = (AxisType.Auto, AxisType.Explicit)
 def mesh(kind: AxisType = AxisType.Auto, order=None, **sizes: int) -> Mesh:
     devices = np.array(jax.devices())[: math.prod(sizes.values())]
     devices = devices if order is None else devices[np.asarray(order)]
+    axis_types = (kind,) * len(sizes)
     return Mesh(
         devices.reshape(tuple(sizes.values())),
         tuple(sizes),
-        axis_types=(kind,) * len(sizes),
+        axis_types=axis_types,
     )
 
 
@@ -71,10 +72,8 @@ def assert_lies(x: jax.Array, values: np.ndarray, sharding: NamedSharding):
     assert x.sharding == sharding
     assert x.dtype == values.dtype
     for shard in x.addressable_shards:
-        assert (
-            np.asarray(shard.data).tobytes()
-            == np.ascontiguousarray(values[shard.index]).tobytes()
-        )
+        actual = np.asarray(shard.data).tobytes()
+        assert actual == np.ascontiguousarray(values[shard.index]).tobytes()
 
 
 def move(x, dst, src=None, donate=False):
@@ -86,9 +85,8 @@ def pair(kind: AxisType = AxisType.Auto) -> tuple[NamedSharding, NamedSharding]:
     """A move that needs several steps: XLA alone would replicate the array."""
     source = mesh(kind, a=2, b=4)
     target = mesh(kind, c=4, d=2)
-    return NamedSharding(source, P("b", "a")), NamedSharding(
-        target, P(None, ("d", "c"))
-    )
+    sharding = NamedSharding(target, P(None, ("d", "c")))
+    return NamedSharding(source, P("b", "a")), sharding
 
 
 VALUES = np.arange(16 * 32, dtype=np.float32).reshape(16, 32)
@@ -129,17 +127,14 @@ def test_a_live_array_gets_from_anywhere_to_anywhere(layouts, source_kind, targe
         result, (source_kind, target_kind), strict=True
     ):
         m = mesh(kind, order, **dict(zip("abc", sizes, strict=False)))
-        shardings.append(
-            NamedSharding(
-                m,
-                P(
-                    *[
-                        axes if len(axes) > 1 else axes[0] if axes else None
-                        for axes in dims
-                    ]
-                ),
-            )
+        spec = P(
+            *[axes if len(axes) > 1 else axes[0] if axes else None for axes in dims]
         )
+        sharding = NamedSharding(
+            m,
+            spec,
+        )
+        shardings.append(sharding)
         counts.append([int(np.prod([m.shape[axis] for axis in axes])) for axes in dims])
     shape = tuple(
         int(np.lcm(a, b)) * extra for a, b, extra in zip(*counts, spare, strict=True)
@@ -163,7 +158,9 @@ def test_every_dtype_keeps_its_bits_also_in_the_finest_parts(dtype, target):
     if target == "same":
         dst = NamedSharding(src.mesh, P(None, ("b", "a")))
     if target == "permuted":
-        dst = NamedSharding(mesh(order=[3, 1, 4, 0, 5, 2, 6, 7], c=4, d=2), P("d", "c"))
+        order = [3, 1, 4, 0, 5, 2, 6, 7]
+        device_mesh = mesh(order=order, c=4, d=2)
+        dst = NamedSharding(device_mesh, P("d", "c"))
     if target == "fewer":
         dst = NamedSharding(mesh(c=2, d=2), P("d", "c"))
     values = any_bits(jnp.dtype(dtype))
@@ -222,7 +219,8 @@ def test_traced_values_move_under_any_set_mesh(kind, is_set):
     def loss(x, there):
         return jnp.sum(moved(x) * there)
 
-    for around in (concrete(src), mesh(kind, p=2, q=2, r=2)):
+    device_mesh = mesh(kind, p=2, q=2, r=2)
+    for around in (concrete(src), device_mesh):
         with jax.set_mesh(around) if is_set else contextlib.nullcontext():
             y = jax.jit(moved, out_shardings=dst)(x)
         assert_lies(y, VALUES, dst)
@@ -242,13 +240,16 @@ def test_the_gradient_is_moved_back_by_the_planned_steps(kind):
         jax.ShapeDtypeStruct(VALUES.shape, jnp.float32, sharding=end)
         for end in (src, dst)
     )
-    text = jax.jit(pull, out_shardings=src).lower(*structs).compile().as_text()
+    compiled = jax.jit(pull, out_shardings=src).lower(*structs).compile()
+    text = compiled.as_text()
     assert text is not None
+    sharding = NamedSharding(mesh(c=4, d=2), dst.spec)
+    target_sharding = NamedSharding(mesh(a=2, b=4), src.spec)
     plan = planned(
         VALUES.shape,
         jnp.dtype("float32"),
-        NamedSharding(mesh(c=4, d=2), dst.spec),
-        NamedSharding(mesh(a=2, b=4), src.spec),
+        sharding,
+        target_sharding,
     )
     assert wire_bytes(text, 8) <= plan.wire_bytes
     assert plan.steps
@@ -291,9 +292,10 @@ def test_src_is_ignored_outside_of_jit(kind):
     columns = NamedSharding(source, P("b"))
     weights = jax.device_put(VALUES, columns)
 
+    sharding = NamedSharding(there, P(None, ("y", "x")))
     for target in (
         NamedSharding(there, P("x")),
-        NamedSharding(there, P(None, ("y", "x"))),
+        sharding,
         rows,
     ):
         # The cotangent comes in the sharding of the weights, which JAX lets `multiply`
@@ -301,7 +303,8 @@ def test_src_is_ignored_outside_of_jit(kind):
         move_out = lambda x, target=target: move(x, target, src=rows)
         ones = jax.device_put(np.ones_like(VALUES), rows)
         moved, back = jax.vjp(move_out, ones)
-        cotangents = [jax.device_put(VALUES, moved.sharding), jnp.asarray(VALUES)]
+        placed = jax.device_put(VALUES, moved.sharding)
+        cotangents = [placed, jnp.asarray(VALUES)]
         cotangents += [weights] if kind == AxisType.Auto else []
         assert moved.sharding == target
         for cotangent in cotangents if kind == AxisType.Auto else cotangents[:1]:
@@ -346,8 +349,9 @@ def test_arrays_that_are_constants_inside_jit_move_too(kind):
     src = NamedSharding(source, P("a", "b"))
     dst = NamedSharding(there, P("e", ("d", "c")))
     x = jax.device_put(VALUES, src)
+    placed = jax.device_put(2 * VALUES, src)
     others = {
-        "placed": jax.device_put(2 * VALUES, src),
+        "placed": placed,
         "elsewhere": jnp.asarray(3 * VALUES),
         "numpy": 4 * VALUES,
     }
@@ -360,7 +364,8 @@ def test_arrays_that_are_constants_inside_jit_move_too(kind):
 
 def test_sums_that_are_due_are_left_to_jax():
     square = mesh(AxisType.Explicit, a=2, b=2)
-    src = NamedSharding(square, P(None, None, unreduced=frozenset({"b"})))
+    spec = P(None, None, unreduced=frozenset({"b"}))
+    src = NamedSharding(square, spec)
     dst = NamedSharding(square, P(None, None))
     rows = jax.device_put(VALUES, NamedSharding(square, P(None, "b")))
     columns = jax.device_put(VALUES.T, NamedSharding(square, P("b", None)))
@@ -377,12 +382,10 @@ def test_reduced_axes_are_kept_and_differentiated_as_jax_does(layouts, cross):
     other = mesh(AxisType.Explicit, c=2, b=4)
     reduced = [frozenset(end) for end in layouts]
     src = NamedSharding(square, P("a", None, reduced=reduced[0]))
-    dst = NamedSharding(
-        other if cross else square, P(None, "c" if cross else "a", reduced=reduced[1])
-    )
-    x = jax.sharding.reshard(
-        jax.device_put(VALUES, NamedSharding(square, P("a", None))), src
-    )
+    spec = P(None, "c" if cross else "a", reduced=reduced[1])
+    dst = NamedSharding(other if cross else square, spec)
+    tree = jax.device_put(VALUES, NamedSharding(square, P("a", None)))
+    x = jax.sharding.reshard(tree, src)
     eager = reshard(x, dst)
     seen = []
 
@@ -399,6 +402,7 @@ def test_reduced_axes_are_kept_and_differentiated_as_jax_does(layouts, cross):
     due = NamedSharding(square, P(None, "a", unreduced=reduced[1]))
     tangents = jax.ShapeDtypeStruct(VALUES.shape, jnp.float32, sharding=due)
     with jax.set_mesh(square):
+        cases = (move, jax.sharding.reshard)
         pulled = [
             jax.eval_shape(
                 lambda x, y, function=strategy: jax.vjp(lambda x: function(x, dst), x)[
@@ -407,7 +411,7 @@ def test_reduced_axes_are_kept_and_differentiated_as_jax_does(layouts, cross):
                 x,
                 tangents,
             )
-            for strategy in (move, jax.sharding.reshard)
+            for strategy in cases
         ]
     assert (
         pulled[0].sharding.spec
@@ -420,15 +424,17 @@ def test_the_gradient_of_a_reduced_array_is_the_sum_that_is_due():
     square = mesh(AxisType.Explicit, a=2, b=4)
     plain = P("a", None)
     reduced = P("a", None, reduced=frozenset({"b"}))
+    tree = jax.device_put(VALUES, NamedSharding(square, plain))
     x = jax.sharding.reshard(
-        jax.device_put(VALUES, NamedSharding(square, plain)),
+        tree,
         NamedSharding(square, reduced),
     )
     dst = NamedSharding(square, P(None, "a"))
 
     def gradient(x):
         due = jax.grad(lambda x: jnp.sum(move(x, dst) ** 2))(x)
-        assert jax.typeof(due).sharding.spec == P("a", None, unreduced=frozenset({"b"}))
+        expected = P("a", None, unreduced=frozenset({"b"}))
+        assert jax.typeof(due).sharding.spec == expected
         return jax.sharding.reshard(due, NamedSharding(square, plain))
 
     with jax.set_mesh(square):
@@ -439,7 +445,8 @@ def test_the_gradient_of_a_reduced_array_is_the_sum_that_is_due():
     "types", [(AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)]
 )
 def test_mixed_axis_types_are_refused_inside_jit_alone(types):
-    mixed = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=types)
+    devices = np.array(jax.devices()).reshape(2, 4)
+    mixed = Mesh(devices, ("x", "y"), axis_types=types)
     dst = NamedSharding(mixed, P("y", "x"))
     for kind in (AxisType.Explicit, AxisType.Auto):
         src = NamedSharding(mesh(kind, a=2, b=4), P("a", "b"))
@@ -497,7 +504,8 @@ def test_what_is_compiled_sends_what_is_planned(dtype, spec):
 
 def test_between_slices_the_planned_steps_cross_less_than_xla():
     m = mesh(slices=2, a=2, b=2)
-    mesh_spec = MeshSpec({"slices": 2, "a": 2, "b": 2}, dcn={"slices": 2})
+    axes = {"slices": 2, "a": 2, "b": 2}
+    mesh_spec = MeshSpec(axes, dcn={"slices": 2})
     src = NamedSharding(m, P("b", "a"))
     dst = NamedSharding(m, P("slices", "a"))
     chosen = move_of(
@@ -535,7 +543,9 @@ def test_errors_say_what_to_do():
         jax.jit(lambda x: move({"w": x}, SingleDeviceSharding(jax.devices()[0])))(
             put(VALUES, src)
         )
-    permuted = NamedSharding(mesh(order=[1, 0, 2, 3, 4, 5, 6, 7], c=4, d=2), P("c"))
+    order = [1, 0, 2, 3, 4, 5, 6, 7]
+    device_mesh = mesh(order=order, c=4, d=2)
+    permuted = NamedSharding(device_mesh, P("c"))
     with pytest.raises(MeshError, match="different orders.*reshard outside"):
         jax.jit(lambda x: move(x, permuted, src=src))(put(VALUES, src))
     typed = pair(AxisType.Explicit)[1]
@@ -550,13 +560,12 @@ def test_errors_say_what_to_do():
         jax.jit(lambda x: move(x, dst, src=src))(
             put(VALUES[:, :30], NamedSharding(src.mesh, P("a")))
         )
-    few = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("a",)), P("a"))
+    devices = np.array(jax.devices()[:4])
+    few = NamedSharding(Mesh(devices, ("a",)), P("a"))
     with pytest.raises(MeshError, match="different orders"):
         jax.jit(lambda x: move(x, few, src=src))(put(VALUES, src))
-    rows, columns = (
-        NamedSharding(AbstractMesh((8,), ("a",)), spec)
-        for spec in (P("a"), P(None, "a"))
-    )
+    cases = (P("a"), P(None, "a"))
+    rows, columns = (NamedSharding(AbstractMesh((8,), ("a",)), spec) for spec in cases)
     with pytest.raises(
         MeshError, match="outside of `jit` .* has no devices .* give a jax Mesh"
     ):

@@ -30,23 +30,24 @@ def lower_bound(shape: tuple[int, ...], src: StepLayout, dst: StepLayout) -> flo
     array = np.arange(math.prod(shape)).reshape(shape)
     have = pieces(array, src, src)
     want = pieces(array, dst, src)
-    return 8 * float(
-        np.mean([np.setdiff1d(w, h).size for h, w in zip(have, want, strict=True)])
-    )
+    sizes = [np.setdiff1d(w, h).size for h, w in zip(have, want, strict=True)]
+    return 8 * float(np.mean(sizes))
 
 
 def test_a_pure_gather_is_one_collective():
     """On a torus it uses the links of all its axes at the same time."""
     for src in CATALOGUE:
         whole = dataclasses.replace(src, dims=((), ()))
-        kinds = [step.kind for step in check((16, 32), src, whole).steps]
+        steps = check((16, 32), src, whole).steps
+        kinds = [step.kind for step in steps]
         assert kinds == ["all_gather"] * (src.shard_count > 1)
     dims = ((0,), (1,))
     near = StepLayout((2, 8), dims)
     far = dataclasses.replace(near, weights=(10.0, 1.0))
     for src, count in ((near, 1), (far, 2)):
         whole = dataclasses.replace(src, dims=((), ()))
-        assert len(check((16, 32), src, whole).steps) == count
+        actual = len(check((16, 32), src, whole).steps)
+        assert actual == count
 
 
 def test_every_step_puts_every_piece_where_its_layout_says():
@@ -54,7 +55,8 @@ def test_every_step_puts_every_piece_where_its_layout_says():
     for _ in range(150):
         src, dst = (CATALOGUE[index] for index in rng.integers(len(CATALOGUE), size=2))
         plan = check((16, 32), src, dst)
-        assert plan.lower_bound_bytes == math.ceil(lower_bound((16, 32), src, dst))
+        expected = math.ceil(lower_bound((16, 32), src, dst))
+        assert plan.lower_bound_bytes == expected
 
 
 @pytest.mark.parametrize("sizes", [((2, 4, 3), (3, 4, 2)), ((2, 2, 3), (3, 2, 2))])
@@ -63,7 +65,9 @@ def test_a_local_slice_moves_nothing_for_any_factors(sizes):
     for src, dst in it.product(*map(all_layouts, sizes)):
         if not missing_share(*refine(src, dst)):
             pair_count += 1
-            assert {step.kind for step in check((144, 24), src, dst).steps} <= {"slice"}
+            steps = check((144, 24), src, dst).steps
+            kinds = {step.kind for step in steps}
+            assert kinds <= {"slice"}
     assert pair_count > 50
 
 
@@ -186,16 +190,15 @@ def test_a_gather_needs_no_permute_before_it(sizes, src, dst, order):
 def test_gathers_along_factors_of_two_meshes_stay_two():
     # The meshes differ in which of two neighbours is first, and in which axis has which
     # name.
-    ours = [
-        StepLayout((2, 2, 2), (axes,), (0, 1, 2, 3, 4, 5, 6, 7))
-        for axes in ((0, 1, 2), (0, 1))
-    ]
+    cases = ((0, 1, 2), (0, 1))
+    ours = [StepLayout((2, 2, 2), (axes,), (0, 1, 2, 3, 4, 5, 6, 7)) for axes in cases]
+    cases = ((1, 0), (1,))
     theirs = [
-        StepLayout((2, 2, 2), (axes,), (1, 0, 4, 5, 2, 3, 6, 7))
-        for axes in ((1, 0), (1,))
+        StepLayout((2, 2, 2), (axes,), (1, 0, 4, 5, 2, 3, 6, 7)) for axes in cases
     ]
     path = path_along(ours, theirs)
-    assert [(step.kind, step.source, step.target) for step in path] == [
+    actual = [(step.kind, step.source, step.target) for step in path]
+    assert actual == [
         ("all_gather", *ours),
         ("all_gather", *theirs),
     ]
@@ -220,23 +223,34 @@ def test_slices_that_one_end_alone_knows_of_count_for_both(end_number):
 def test_layouts_of_meshes_and_specs():
     mesh = AbstractMesh((2, 4), ("a", "b"))
     step_layout = layout(mesh, P("b", ("a",)), 3)
-    assert step_layout == StepLayout((2, 4), ((1,), (0,), ()))
-    assert layout(MeshSpec({"a": 2, "b": 4}), P("b", "a"), 3) == step_layout
-    assert layout(mesh, P(P.UNCONSTRAINED, "a"), 2) == StepLayout((2, 4), ((), (0,)))
+    dims = ((1,), (0,), ())
+    expected = StepLayout((2, 4), dims)
+    assert step_layout == expected
+    axes = {"a": 2, "b": 4}
+    actual = layout(MeshSpec(axes), P("b", "a"), 3)
+    assert actual == step_layout
+    dims = ((), (0,))
+    expected = StepLayout((2, 4), dims)
+    assert layout(mesh, P(P.UNCONSTRAINED, "a"), 2) == expected
     assert layout(mesh, P("b"), 1) is layout(mesh, P("b"), 1)
     assert step_layout.shard_count == 8
     assert step_layout.counts == (4, 2, 1)
-    assert step_layout.shard_shape((8, 8, 8)) == (2, 4, 8)
+    actual = step_layout.shard_shape((8, 8, 8))
+    assert actual == (2, 4, 8)
 
 
 def test_an_axis_that_spans_slices_is_two():
-    mesh = MeshSpec({"a": 8, "b": 2, "c": 3}, dcn={"a": 2, "b": 2})
-    assert layout(mesh, P("b", ("c", "a")), 2) == StepLayout(
-        (2, 4, 2, 3), ((2,), (3, 0, 1)), None, (10.0, 1.0, 10.0, 1.0)
-    )
-    assert layout(MeshSpec({"a": 8}, dcn={"a": 8}), P("a"), 1) == StepLayout(
-        (8,), ((0,),), None, (10.0,)
-    )
+    axes = {"a": 8, "b": 2, "c": 3}
+    mesh = MeshSpec(axes, dcn={"a": 2, "b": 2})
+    actual = layout(mesh, P("b", ("c", "a")), 2)
+    sizes = (2, 4, 2, 3)
+    dims = ((2,), (3, 0, 1))
+    weights = (10.0, 1.0, 10.0, 1.0)
+    expected = StepLayout(sizes, dims, None, weights)
+    assert actual == expected
+    actual = layout(MeshSpec({"a": 8}, dcn={"a": 8}), P("a"), 1)
+    expected = StepLayout((8,), ((0,),), None, (10.0,))
+    assert actual == expected
 
 
 @pytest.mark.parametrize(
@@ -257,27 +271,30 @@ def test_devices_say_in_which_slice_they_are(order, sizes, weights):
     devices = objects(chips((4, 2, 1, 1), slices=2))[order]
     mesh = Mesh(devices.reshape(4, 4), ("a", "b"))
     end = layout(mesh, P(("a", "b")), 1)
-    assert end == StepLayout(
-        sizes, (tuple(range(len(sizes))),), tuple(order.tolist()), weights
-    )
-    assert (
-        layout(
-            Mesh(objects(chips((4, 4, 1, 1))).reshape(4, 4), ("a", "b")), P("a"), 1
-        ).weights
-        == ()
-    )
+    dims = (tuple(range(len(sizes))),)
+    expected = StepLayout(sizes, dims, tuple(order.tolist()), weights)
+    assert end == expected
+    actual = layout(
+        Mesh(objects(chips((4, 4, 1, 1))).reshape(4, 4), ("a", "b")), P("a"), 1
+    ).weights
+    assert actual == ()
 
 
 def test_equal_moves_are_planned_once():
-    src = StepLayout((2, 4), ((0,), (1,)))
-    dst = StepLayout((4, 2), ((), (0,)))
+    dims = ((0,), (1,))
+    src = StepLayout((2, 4), dims)
+    dims = ((), (0,))
+    dst = StepLayout((4, 2), dims)
+    dims = ((0,), (1,))
     assert redistribute((8, 8), 32, src, dst) is redistribute(
-        (8, 8), 32, StepLayout((2, 4), ((0,), (1,))), dst
+        (8, 8), 32, StepLayout((2, 4), dims), dst
     )
     # Another shape with the same room for cuts shares the path, and only the bytes
     # differ.
     large = redistribute((80, 8), 32, src, dst)
-    assert large.wire_bytes == 10 * redistribute((8, 8), 32, src, dst).wire_bytes
+    wire_bytes = redistribute((8, 8), 32, src, dst).wire_bytes
+    expected = 10 * wire_bytes
+    assert large.wire_bytes == expected
 
 
 @pytest.mark.parametrize(
