@@ -19,11 +19,12 @@ TREE = {
 
 def test_the_first_rule_that_matches_decides():
     rules = PathRules([("attn/q", P("a")), ("attn", P("b")), ("q", P("c"))])
-    assert match(TREE, rules) == {
+    expected = {
         "attn": {"q": 0, "bias": 1},
         "mlp": None,
         "step": None,
     }
+    assert match(TREE, rules) == expected
 
 
 def test_rules_are_values():
@@ -37,17 +38,14 @@ def test_rules_are_values():
     assert make() == make()
     assert hash(make()) == hash(make())
     assert make() != PathRules([("a", P("x"))])
-    declared = (
-        PathRules([("w", P())], mesh_axes=("pod",))
-        .prepend([("b", P())])
-        .extend([("c", P())])
-    )
-    assert declared == PathRules(
-        [("b", P()), ("w", P()), ("c", P())], mesh_axes=["pod"]
-    )
-    assert PathRules({"mlp": P("x"), ".*": None}) == PathRules(
-        [("mlp", P("x")), (".*", None)]
-    )
+    rules = PathRules([("w", P())], mesh_axes=("pod",))
+    declared = rules.prepend([("b", P())]).extend([("c", P())])
+    rules = [("b", P()), ("w", P()), ("c", P())]
+    expected = PathRules(rules, mesh_axes=["pod"])
+    assert declared == expected
+    rules = [("mlp", P("x")), (".*", None)]
+    expected = PathRules(rules)
+    assert PathRules({"mlp": P("x"), ".*": None}) == expected
 
 
 def test_parse():
@@ -55,12 +53,14 @@ def test_parse():
         "attention|mlp->data.model, w{1,2}->None.data+model , .*->P|fsdp(data,model),"
         " z->replicate"
     )
-    assert rules.rules == (
+    spec = P("P") | fsdp(("data", "model"))
+    expected = (
         ("attention|mlp", P("data", "model")),
         ("w{1,2}", P(None, ("data", "model"))),
-        (".*", P("P") | fsdp(("data", "model"))),
+        (".*", spec),
         ("z", replicate),
     )
+    assert rules.rules == expected
 
 
 TEXTS = {
@@ -149,4 +149,5 @@ def test_a_digit_blind_regex_cannot_tell_digits_apart(pieces, path, data):
             data.draw(st.sampled_from("0123456789")) if letter.isdigit() else letter
             for letter in path
         )
-        assert bool(re.search(pattern, path)) == bool(re.search(pattern, other))
+        actual = bool(re.search(pattern, path))
+        assert actual == bool(re.search(pattern, other))

@@ -37,8 +37,9 @@ def near(x, y):
 def test_resolve_is_linens_algorithm(rules, entries):
     from flax.linen.spmd import logical_to_mesh_axes
 
+    spec = resolve(entries, AxisRules(rules)).spec
     assert near(
-        resolve(entries, AxisRules(rules)).spec,
+        spec,
         logical_to_mesh_axes(tuple(entries), tuple(rules)),
     )
 
@@ -87,11 +88,12 @@ def test_resolve_uses_no_axis_twice_in_any_order_of_names(
     used = [axis for entry in leaf.spec if entry is not U for axis in entry_axes(entry)]
     assert len(used) == len(set(used))
     padded = [*leaf.spec, *[None] * (len(entries) - len(leaf.spec))]
-    assert near(two.spec, P(*[padded[i] for i in order]))
+    spec = P(*[padded[i] for i in order])
+    assert near(two.spec, spec)
     place = {old: new for new, old in enumerate(order)}
-    assert {(why.code, place[why.dim or 0], why.axes) for why in leaf.reasons} == {
-        (why.code, why.dim, why.axes) for why in two.reasons
-    }
+    actual = {(why.code, place[why.dim or 0], why.axes) for why in leaf.reasons}
+    expected = {(why.code, why.dim, why.axes) for why in two.reasons}
+    assert actual == expected
 
 
 @given(RULES, ENTRIES)
@@ -106,9 +108,8 @@ def test_resolve_has_a_reason_for_each_name_without_target(pairs, entries):
         if entry is None or entry is U:
             assert not reasons
         elif entry not in names_with_rules:
-            assert [(why.code, why.axes) for why in reasons] == [
-                (Code.unmatched, (entry,))
-            ]
+            actual = [(why.code, why.axes) for why in reasons]
+            assert actual == [(Code.unmatched, (entry,))]
         elif spec[dim] is not None:
             assert not reasons
         else:
@@ -180,7 +181,8 @@ def test_entries_resolve(promise, entries, rules, spec, blocked):
     decision = resolve(entries, AxisRules(rules))
     assert decision.spec == spec, promise
     reasons = [why for why in decision.reasons if why.code is Code.blocked]
-    assert [(why.dim, "".join(why.axes)) for why in reasons] == blocked
+    actual = [(why.dim, "".join(why.axes)) for why in reasons]
+    assert actual == blocked
     assert not reasons or "`x` is used by `a` on dim 0" in reasons[0].message
 
 
@@ -264,14 +266,12 @@ def test_modes_come_before_the_base_rules(promise, entries, mode, spec):
 
 
 def test_a_name_comes_before_its_aliases_in_order():
-    rules = (
-        AxisRules([("a", "x"), ("a", "y"), ("a", "z")])
-        .with_alias("z1", "a")
-        .with_alias("a1", "z1")
-    )
+    axis_rules = AxisRules([("a", "x"), ("a", "y"), ("a", "z")])
+    rules = axis_rules.with_alias("z1", "a").with_alias("a1", "z1")
     for names in (("a1", "z1", "a"), ("a", "a1", "z1"), ("z1", "a", "a1")):
         spec = resolve(names, rules).spec
-        assert dict(zip(names, spec, strict=True)) == {"a": "x", "z1": "y", "a1": "z"}
+        actual = dict(zip(names, spec, strict=True))
+        assert actual == {"a": "x", "z1": "y", "a1": "z"}
 
 
 @given(RULES, RULES)
@@ -283,9 +283,10 @@ def test_extend_and_prepend_are_concatenation_in_modes_too(one, two):
     ]
     first = AxisRules(one, **parts[0])
     second = AxisRules(two, **parts[1])
+    modes = {"m": [*one, *two], "n": one, "o": two}
     both = AxisRules(
         [*one, *two],
-        modes={"m": [*one, *two], "n": one, "o": two},
+        modes=modes,
         mesh_axes=["x", "y"],
     )
     assert first.extend(two, **parts[1]) == both == second.prepend(one, **parts[0])
@@ -312,14 +313,17 @@ def test_last_wins_keeps_the_last_target_where_a_name_came_first(pairs):
 @given(RULES, NAMES)
 @settings(max_examples=100)
 def test_without_takes_a_name_out_of_everything(pairs, name):
-    rules = AxisRules(pairs, modes={"m": pairs}, units={"a": 2}).extend({name: "x"})
+    axis_rules = AxisRules(pairs, modes={"m": pairs}, units={"a": 2})
+    rules = axis_rules.extend({name: "x"})
     rule_set = rules.without(name)
     assert name not in rule_set.names
     assert name not in dict(rule_set.units)
-    assert rule_set.rules == tuple(pair for pair in rules.rules if pair[0] != name)
+    expected = tuple(pair for pair in rules.rules if pair[0] != name)
+    assert rule_set.rules == expected
     assert rule_set.modes == (("m", rule_set.rules),)
+    axis_rules = AxisRules(units={"a": 2})
     assert (
-        AxisRules(units={"a": 2}).without("a")
+        axis_rules.without("a")
         == AxisRules(aliases={"a": "b"}).without("a")
         == AxisRules()
     )
@@ -366,11 +370,14 @@ def test_merge_reaches_modes_units_and_aliases():
         {"c": "z"}, modes={"m": {"c": "y"}, "n": ()}, units={"c": 3}, aliases={"d": "b"}
     )
     modes = {"m": [("a", "y"), ("c", "y")], "n": ()}
+    rules = {"a": "x", "c": "z"}
+    units = {"a": 2, "c": 3}
+    aliases = {"b": "a", "d": "b"}
     merged = AxisRules(
-        {"a": "x", "c": "z"},
+        rules,
         modes=modes,
-        units={"a": 2, "c": 3},
-        aliases={"b": "a", "d": "b"},
+        units=units,
+        aliases=aliases,
     )
     assert axis_rules.merge(two) == merged
 
@@ -413,18 +420,17 @@ def test_rules_are_static_arguments_of_jit():
 
 def test_lists_tuples_and_mappings_give_equal_rules_that_stay():
     axes = ["x", "y"]
-    axis_rules = AxisRules(
-        {"a": axes, "b": "z"}, modes={"m": [["a", []]]}, units=[("a", 2)]
-    )
+    modes = {"m": [["a", []]]}
+    axis_rules = AxisRules({"a": axes, "b": "z"}, modes=modes, units=[("a", 2)])
     axes.append("w")
-    two = AxisRules(
-        [["a", ("x", "y")], ("b", ("z",))], modes=[("m", {"a": None})], units={"a": 2}
-    )
+    modes = [("m", {"a": None})]
+    two = AxisRules([["a", ("x", "y")], ("b", ("z",))], modes=modes, units={"a": 2})
     assert axis_rules == two
     assert hash(axis_rules) == hash(two)
+    modes = {"m": {"c": None}}
     rules = AxisRules(
         [("b", "x"), ("a", "y"), ("b", "z")],
-        modes={"m": {"c": None}},
+        modes=modes,
         aliases={"d": "a"},
     )
     assert rules.names == ("b", "a", "c", "d")
@@ -442,11 +448,8 @@ def test_lists_tuples_and_mappings_give_equal_rules_that_stay():
     ],
 )
 def test_units_come_from_atomic_entries_and_from_rules(promise, names, units):
-    rules = (
-        AxisRules((), units={"heads": 128, "pair": 6})
-        .with_alias("s", "heads")
-        .with_alias("t", "s")
-    )
+    axis_rules = AxisRules((), units={"heads": 128, "pair": 6})
+    rules = axis_rules.with_alias("s", "heads").with_alias("t", "s")
     array = jax.ShapeDtypeStruct((512, 512), jnp.float32)
     sharding_plan = plan(
         {"w": array},
