@@ -127,9 +127,8 @@ def moments(
     plan = sfx.plan(
         params, MeshSpec.parse(mesh), paths=PathRules.parse("w->fsdp, b->fsdp")
     )
-    joined = sfx.ShardPlan.join(
-        params=plan, opt=sfx.follow(optax.adam(1e-3).init, plan, **how)
-    )
+    opt = sfx.follow(optax.adam(1e-3).init, plan, **how)
+    joined = sfx.ShardPlan.join(params=plan, opt=opt)
     return joined if spec is None else joined.replace("opt/0/nu/w", spec)
 
 

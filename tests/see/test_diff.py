@@ -39,7 +39,8 @@ def test_axes_that_moved_are_grouped_over_layers():
     )
     assert weights.path == "layers/{0..11}/w"
     assert weights.count == 12
-    assert [str(move) for move in weights.axes] == [
+    texts = [str(move) for move in weights.axes]
+    assert texts == [
         "fsdp dim 0 -> 1",
         "tensor dim 1 -> 0",
     ]
@@ -57,8 +58,11 @@ def test_diff_has_the_bytes_and_steps_of_the_move():
     assert difference.wire_bytes == moving.wire_bytes > 0
     by_path = {leaf.path: leaf for leaf in moving.leaves}
     for row in difference.leaves:
-        assert row.wire_bytes == sum(by_path[path].wire_bytes for path in row.paths)
-        assert row.steps == tuple(step.kind for step in by_path[row.paths[0]].steps)
+        expected = sum(by_path[path].wire_bytes for path in row.paths)
+        assert row.wire_bytes == expected
+        steps = by_path[row.paths[0]].steps
+        expected = tuple(step.kind for step in steps)
+        assert row.steps == expected
     assert difference.bytes_per_device == (
         BEFORE.bytes_per_device,
         AFTER.bytes_per_device,
@@ -66,9 +70,10 @@ def test_diff_has_the_bytes_and_steps_of_the_move():
 
 
 def test_a_smaller_mesh_moves_leaves_whose_specs_are_equal():
+    mesh = MeshSpec({"fsdp": 2, "tensor": 2})
     smaller = planned(
         "embed->tensor.fsdp, w->fsdp.tensor, b->fsdp",
-        mesh=MeshSpec({"fsdp": 2, "tensor": 2}),
+        mesh=mesh,
     )
     difference = diff(BEFORE, smaller)
     assert difference.plans == (
@@ -99,7 +104,8 @@ def test_plans_of_other_trees():
         (),
     )
     assert row_by_path["embed"][2] == ("dtype", "bytes", "bytes_per_device")
-    assert [row.move for row in difference.leaves] == [None] * len(difference.leaves)
+    moves = [row.move for row in difference.leaves]
+    assert moves == [None] * len(difference.leaves)
     assert difference.wire_bytes == 0
     for text in (
         "only in the first",
@@ -134,10 +140,9 @@ def test_containers_and_strictness_and_rules_differ():
 
 def test_leaves_that_cannot_be_moved_are_compared_all_the_same():
     tree = {"w": leaf(8, dtype=jnp.int2), "b": leaf(8)}
-    moves = {
-        row.path: row.move
-        for row in diff(planned(".*->fsdp", tree), planned(".*->tensor", tree)).leaves
-    }
+    difference = diff(planned(".*->fsdp", tree), planned(".*->tensor", tree))
+    leaves = difference.leaves
+    moves = {row.path: row.move for row in leaves}
     assert moves["w"] is None
     assert moves["b"] is not None
 
@@ -148,14 +153,13 @@ def test_memory_kinds_and_devices(getkey):
     difference = diff(planned("w->fsdp", tree), offloaded)
     assert difference.leaves[0].fields == ("memory_kind",)
     assert difference.leaves[0].steps == ("memory kind",)
-    devices = MeshSpec({"fsdp": 4, "tensor": 2}).build(jax.devices())
+    mesh = MeshSpec({"fsdp": 4, "tensor": 2})
+    devices = mesh.build(jax.devices())
     assert not diff(planned("w->fsdp", tree).on(devices), planned("w->fsdp", tree))
-    assert (
-        diff(
-            planned("w->fsdp", tree).on(devices), planned("w->tensor", tree)
-        ).wire_bytes
-        > 0
-    )
+    wire_bytes = diff(
+        planned("w->fsdp", tree).on(devices), planned("w->tensor", tree)
+    ).wire_bytes
+    assert wire_bytes > 0
 
 
 specs = st.sampled_from(
@@ -173,7 +177,8 @@ def test_a_diff_is_false_exactly_where_differences_are_none(pair, other_mesh):
         for text, mesh in zip(pair, meshes, strict=True)
     )
     difference = diff(a, b)
-    assert bool(difference) == bool(differences(a, b)) == (a.digest != b.digest)
+    expected = bool(differences(a, b))
+    assert bool(difference) == expected == (a.digest != b.digest)
     for row in difference.leaves:
         for move in row.axes:
             assert (move.src is None) != (move.dst is None) or move.src != move.dst
@@ -218,9 +223,8 @@ def test_golden_files(tmp_path):
     ) as caught:
         assert_same_plan_text(AFTER, GOLDEN)
     row = "layers/{0..11}/w: 12 x bf16[32,32]"
-    assert {f"-{row} fsdp,tensor", f"+{row} tensor,fsdp"} <= {
-        *str(caught.value).splitlines()
-    }
+    limit = {*str(caught.value).splitlines()}
+    assert {f"-{row} fsdp,tensor", f"+{row} tensor,fsdp"} <= limit
     with pytest.raises(ValueError, match="`update=True` writes a file"):
         assert_same_plan_text(BEFORE, GOLDEN, update=True)
 
@@ -228,7 +232,8 @@ def test_golden_files(tmp_path):
 def test_a_text_says_what_was_not_given_and_where_it_is_kept():
     tree = {"w": leaf(7, 8), "a\nb": leaf(8)}
     plan = planned("w->fsdp.tensor, a->fsdp", tree, memory_kinds=[("a", "pinned_host")])
-    assert plan_text(plan).splitlines()[4:] == [
+    lines = plan_text(plan).splitlines()[4:]
+    assert lines == [
         "a\\nb: bf16[8] fsdp in pinned_host",
         "w: bf16[7,8] -,tensor (dim 0 indivisible: fsdp)",
     ]
@@ -236,7 +241,8 @@ def test_a_text_says_what_was_not_given_and_where_it_is_kept():
         {"pod": 2, "fsdp": 4}, dcn={"pod": 2}, axis_types=jax.sharding.AxisType.Explicit
     )
     axes = AxisRules([("a", "fsdp")], modes={"serve": []})
-    text = plan_text(sfx.plan([leaf(8)], mesh, names=[("a",)], axes=axes, mode="serve"))
+    sharding_plan = sfx.plan([leaf(8)], mesh, names=[("a",)], axes=axes, mode="serve")
+    text = plan_text(sharding_plan)
     assert text.splitlines()[1:3] == [
         "mesh pod=2,fsdp=4 slices pod=2 pod=Explicit fsdp=Explicit",
         "mode serve",
@@ -251,9 +257,8 @@ numbers = st.integers(0, 3).map(str) | st.sampled_from(["00", "01", "10", "11"])
 def test_exact_ranges_can_be_read_back(pairs):
     paths = [f"layers/{a}/fc1/{b}/w" for a, b in pairs]
     pattern = joined_exactly(paths)
-    assert sorted(path for text, _ in pattern for path in expanded(text)) == sorted(
-        paths
-    )
+    actual = sorted(path for text, _ in pattern for path in expanded(text))
+    assert actual == sorted(paths)
     assert sum(count for _, count in pattern) == len(paths)
     for text, count in pattern:
         assert len(expanded(text)) == count

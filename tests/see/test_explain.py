@@ -22,25 +22,30 @@ def leaf(*shape):
 
 
 def planned(shape, target, **others):
-    return sfx.plan(
-        {"w": leaf(*shape)}, MESH, paths=PathRules([("w", target)]), **others
-    )
+    rules = PathRules([("w", target)])
+    return sfx.plan({"w": leaf(*shape)}, MESH, paths=rules, **others)
 
 
 def test_names_say_what_each_rule_came_to():
-    axes = AxisRules(
-        [("vocab", "tensor"), ("embed", "tensor"), ("embed", "fsdp"), ("embed", None)]
-    )
-    plan = sfx.plan(
-        {"head": leaf(768, 50257)}, MESH, names={"head": ("embed", "vocab")}, axes=axes
-    )
+    rules = [
+        ("vocab", "tensor"),
+        ("embed", "tensor"),
+        ("embed", "fsdp"),
+        ("embed", None),
+    ]
+    axes = AxisRules(rules)
+    names = {"head": ("embed", "vocab")}
+    plan = sfx.plan({"head": leaf(768, 50257)}, MESH, names=names, axes=axes)
     embed, vocab = explain(plan, "head").dims
-    assert [(trial.number, trial.outcome) for trial in embed.tried] == [
+    actual = [(trial.number, trial.outcome) for trial in embed.tried]
+    expected = [
         (1, "blocked"),
         (2, "applied"),
         (3, "settled"),
     ]
-    assert embed.tried[0].taken == (("tensor", "vocab", 1),)
+    assert actual == expected
+    expected = (("tensor", "vocab", 1),)
+    assert embed.tried[0].taken == expected
     assert embed.wanted == ("fsdp",)
     assert embed.kept == ("fsdp",)
     assert embed.dropped == ()
@@ -52,7 +57,8 @@ def test_names_say_what_each_rule_came_to():
 
 
 def test_heads_that_are_not_cut():
-    dim, _ = explain(planned((512, 64), atomic(P("tensor"), (128, 1))), "w").dims
+    explanation = explain(planned((512, 64), atomic(P("tensor"), (128, 1))), "w")
+    dim, _ = explanation.dims
     assert dim.unit == 128
     assert dim.dropped == ("tensor",)
     assert dim.sizes == (1024,)
@@ -66,11 +72,14 @@ def test_heads_that_are_not_cut():
 
 
 def test_a_strategy_adds_axes():
-    explanation = explain(planned((8, 64), P("tensor") | fsdp("fsdp")), "w")
-    assert [(dim.kept, dim.added) for dim in explanation.dims] == [
+    spec = P("tensor") | fsdp("fsdp")
+    explanation = explain(planned((8, 64), spec), "w")
+    actual = [(dim.kept, dim.added) for dim in explanation.dims]
+    expected = [
         (("tensor",), ()),
         ((), ("fsdp",)),
     ]
+    assert actual == expected
     assert "then fsdp(fsdp)" in str(explanation)
 
 
@@ -156,9 +165,11 @@ def test_the_numbers_are_those_of_the_plan(dims, spreads):
     )
     spec = [*entries_of(plan["w"].spec), *[None] * len(dims)]
     for dim, asked in zip(explain(plan, "w").dims, dims, strict=True):
-        assert set(dim.kept) | set(dim.added) == set(entry_axes(spec[dim.dim]))
+        actual = set(dim.kept) | set(dim.added)
+        assert actual == set(entry_axes(spec[dim.dim]))
         assert dim.wanted == entry_axes(asked[1])
-        assert set(dim.wanted) == set(dim.kept) | set(dim.dropped)
+        expected = set(dim.kept) | set(dim.dropped)
+        assert set(dim.wanted) == expected
         assert bool(dim.dropped) == bool(dim.reasons)
         product = math.prod(MESH.shape[axis] for axis in dim.wanted)
         for near in dim.sizes:
@@ -182,9 +193,10 @@ def test_a_regex_that_finds_one_group_will_do():
         "k_proj": {"weight": leaf(16, 8)},
         "v_proj": {"weight": leaf(16, 8), "bias": leaf(16)},
     }
+    mesh = sfx.MeshSpec({"tensor": 4})
     plan = sfx.plan(
         {"layers": [layer] * 3},
-        sfx.MeshSpec({"tensor": 4}),
+        mesh,
         paths=sfx.PathRules.parse(".*->tensor"),
     )
     assert sfx.explain(plan, "k_proj").leaf.path == "layers/0/k_proj/weight"

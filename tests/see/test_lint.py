@@ -41,14 +41,13 @@ def test_lint_finds_a_planted_mistake_and_its_fix_mends_it(planted_code, planted
     arguments = planted()
     expected = found_in(planted_code)
     findings = lint(arguments)
-    assert sorted((reason.code, reason.where) for reason in findings) == sorted(
-        expected
-    ), str(findings)
+    actual = sorted((reason.code, reason.where) for reason in findings)
+    assert actual == sorted(expected), str(findings)
     for finding in findings:
         after = lint(applied(finding.fix, arguments))
-        assert {other.code for other in after.worst("error")} <= {
-            other.code for other in findings.worst("error")
-        }, finding.fix
+        codes = {other.code for other in after.worst("error")}
+        limit = {other.code for other in findings.worst("error")}
+        assert codes <= limit, finding.fix
         remaining = [
             other
             for other in after
@@ -87,9 +86,8 @@ def test_all_fixes_of_a_mistake_hold_together(mistake, planted):
         finding for finding in after if (finding.code, finding.where) in before
     ], after
     # A rule for three kinds of arrays, each of which got a rule of its own, is left.
-    assert {finding.code for finding in after.worst("error")} <= {"shadowed-rule"}, (
-        after
-    )
+    codes = {finding.code for finding in after.worst("error")}
+    assert codes <= {"shadowed-rule"}, after
     if after.worst("error"):
         arguments = applied(after.fix, arguments)
     assert not lint(arguments).worst("error")
@@ -103,9 +101,8 @@ def test_all_fixes_of_a_mistake_hold_together(mistake, planted):
 
 
 def test_every_kind_of_finding_is_planted_and_on_the_page():
-    assert {
-        code for planted_code, _ in PLANTED for code, _ in found_in(planted_code)
-    } == set(CODES)
+    codes = {code for planted_code, _ in PLANTED for code, _ in found_in(planted_code)}
+    assert codes == set(CODES)
     page = (Path(__file__).parents[2] / "docs" / "look.md").read_text()
     section = page.partition("## Mistakes in rules")[2]
     rows = re.findall(r"^\| `([\w-]+)` \| (.*) \|$", section, re.M)
@@ -133,10 +130,13 @@ def test_a_state_that_follows_another_plan_is_told():
         params, mesh, paths=sfx.PathRules.parse("up->tensor.fsdp, down->tensor.fsdp")
     )
     follow = ft.partial(sfx.follow, optax.adam(1e-3).init)
-    assert sfx.lint(sfx.ShardPlan.join(params=ours, opt=follow(ours))) == ()
+    joined = sfx.ShardPlan.join(params=ours, opt=follow(ours))
+    actual = sfx.lint(joined)
+    assert actual == ()
     plan = sfx.ShardPlan.join(params=ours, opt=follow(theirs))
     findings = sfx.lint(plan)
-    assert [(reason.code, reason.where) for reason in findings] == [
+    actual = [(reason.code, reason.where) for reason in findings]
+    assert actual == [
         ("optimizer-state", f"opt/0/{moment}/up") for moment in ("mu", "nu")
     ]
     assert findings[0].message.startswith(
@@ -148,9 +148,12 @@ def test_a_state_that_follows_another_plan_is_told():
 
 
 def test_lint_of_a_plan_has_no_findings_about_dead_rules():
-    axes = sfx.AxisRules([("embed", "fsdp"), ("embed", "fsdp")])
+    rules = [("embed", "fsdp"), ("embed", "fsdp")]
+    axes = sfx.AxisRules(rules)
     names = {"w": ("embed", None)}
-    assert sfx.lint(sfx.plan({"w": leaf(512, 512)}, MESH, axes=axes, names=names)) == ()
+    sharding_plan = sfx.plan({"w": leaf(512, 512)}, MESH, axes=axes, names=names)
+    findings = sfx.lint(sharding_plan)
+    assert findings == ()
 
 
 # A state of each optimizer that is not as its parameter, with a spec that is less than
@@ -192,9 +195,8 @@ def test_lint_compares_a_state_with_its_parameter(which):
     sharding_plan = sfx.plan(
         params, MESH, paths=sfx.PathRules.parse("w|square->fsdp.tensor, b->tensor")
     )
-    plan = sfx.ShardPlan.join(
-        params=sharding_plan, opt=sfx.follow(optimizer(1e-3).init, sharding_plan)
-    )
+    opt = sfx.follow(optimizer(1e-3).init, sharding_plan)
+    plan = sfx.ShardPlan.join(params=sharding_plan, opt=opt)
     assert sfx.lint(plan) == ()
     plan = plan.replace(f"^{path.format('[01]')}$", spec)
     (reason,) = sfx.lint(plan).without("replicated")
@@ -204,7 +206,9 @@ def test_lint_compares_a_state_with_its_parameter(which):
         f"it is sharded over {less}, its parameter over {larger}"
     ), reason.message
     assert reason.bytes > 0
-    assert sfx.lint(applied(reason.fix, {"tree": plan})["tree"]) == ()
+    tree = applied(reason.fix, {"tree": plan})["tree"]
+    findings = sfx.lint(tree)
+    assert findings == ()
 
 
 def test_a_module_with_functions_and_names_of_its_own():
@@ -231,20 +235,23 @@ def test_severities_follow_the_arguments():
     mesh = MESH
     rules = sfx.PathRules([("w", jax.P("fsdp", "tensor")), ("nothing", jax.P())])
     loose = sfx.lint(tree, mesh, paths=rules, unused="allow")
-    assert [(finding.code, finding.severity) for finding in loose] == [
+    actual = [(finding.code, finding.severity) for finding in loose]
+    assert actual == [
         ("corrected", "warning"),
         ("unused-rule", "warning"),
     ]
     strict = sfx.lint(tree, mesh, paths=rules, strict=True)
-    assert [(finding.code, finding.severity) for finding in strict] == [
+    actual = [(finding.code, finding.severity) for finding in strict]
+    assert actual == [
         ("corrected", "error"),
         ("unused-rule", "error"),
     ]
-    assert [reason.code for reason in strict.without("corrected").worst("error")] == [
-        "unused-rule"
-    ]
+    codes = [reason.code for reason in strict.without("corrected").worst("error")]
+    assert codes == ["unused-rule"]
     assert repr(strict) == str(strict)
-    assert str(sfx.lint(tree, mesh, paths=rules.drop(1))).startswith("1 finding: 1 w")
+    findings = sfx.lint(tree, mesh, paths=rules.drop(1))
+    text = str(findings)
+    assert text.startswith("1 finding: 1 w")
 
 
 def test_a_refined_mesh_takes_what_it_can():
@@ -255,7 +262,8 @@ def test_a_refined_mesh_takes_what_it_can():
     assert finding.code == "corrected"
     assert finding.severity == "info"
     assert finding.fix == "refine = True"
-    assert sfx.lint(key, mesh, paths=rules, refine=True) == ()
+    findings = sfx.lint(key, mesh, paths=rules, refine=True)
+    assert findings == ()
     odd = {"k": leaf(7, 64, dtype=jnp.float32)}
     (finding,) = sfx.lint(
         odd, mesh, paths=sfx.PathRules.parse("k->tensor"), refine=True
@@ -279,7 +287,8 @@ def test_strange_dtypes_and_sizes():
     findings = sfx.lint(
         tree, MESH, paths=sfx.PathRules.parse("key->replicate, .*->fsdp.tensor")
     )
-    assert {(reason.code, reason.where) for reason in findings} == {
+    actual = {(reason.code, reason.where) for reason in findings}
+    assert actual == {
         ("corrected", "fp8"),
         ("corrected", "none"),
     }
@@ -293,9 +302,8 @@ def test_thousands_of_findings_are_made_fast_and_shown_in_part():
     assert finding.code == "corrected"
     assert finding.where == "mesh axis 'fsdp'"
     assert "1,000 arrays are not divisible by" in finding.message
-    again = sfx.lint(
-        tree, MESH, paths=sfx.PathRules([("nothing_like_it", sfx.optional(jax.P()))])
-    )
+    rules = sfx.PathRules([("nothing_like_it", sfx.optional(jax.P()))])
+    again = sfx.lint(tree, MESH, paths=rules)
     assert sum(reason.code == "unmatched" for reason in again) == 1000
     text = str(again)
     assert text.count("fix:") == 100
@@ -309,10 +317,10 @@ def test_thousands_of_findings_are_made_fast_and_shown_in_part():
 def test_one_letter_is_a_moment_only_beside_the_other(roots, count):
     tree = {root: {"w": leaf(8192, 32768, dtype=jnp.float32)} for root in roots}
     names = {root: {"w": ("embed", "heads")} for root in roots}
-    axes = sfx.AxisRules([("heads", "tensor"), ("embed", None), ("batch", "data")])
-    findings = sfx.lint(
-        tree, sfx.MeshSpec({"data": 2, "tensor": 4}), names=names, axes=axes
-    )
+    rules = [("heads", "tensor"), ("embed", None), ("batch", "data")]
+    axes = sfx.AxisRules(rules)
+    mesh = sfx.MeshSpec({"data": 2, "tensor": 4})
+    findings = sfx.lint(tree, mesh, names=names, axes=axes)
     assert [reason.code for reason in findings] == ["optimizer-state"] * count
 
 
@@ -329,9 +337,9 @@ def test_one_cause_is_one_finding_whose_fix_mends_it():
     assert reason.where == "mesh axis 'fsdp'"
     assert "9 arrays are not divisible by `fsdp` (3)" in reason.message
     assert reason.fix == "paths = paths.replace(0, PartitionSpec(None, 'tensor'))"
-    assert [finding.code for finding in lint(applied(reason.fix, arguments))] == [
-        "unused-axis"
-    ]
+    findings = lint(applied(reason.fix, arguments))
+    codes = [finding.code for finding in findings]
+    assert codes == ["unused-axis"]
     # Of one array alone, too.
     (alone,) = lint({**arguments, "tree": {"a": tree["a"]}})
     assert alone.where == "a"

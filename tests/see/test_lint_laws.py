@@ -44,9 +44,8 @@ def test_a_rule_is_dead_exactly_if_no_array_uses_it(rules):
     # any of the mesh axes.
     for count in range(len(MESH_AXES) + 1):
         for taken in itertools.combinations(MESH_AXES, count):
-            before = AxisRules([(f"taken_{axis}", axis) for axis in taken]).extend(
-                rules
-            )
+            axis_rules = AxisRules([(f"taken_{axis}", axis) for axis in taken])
+            before = axis_rules.extend(rules)
             for size in range(1, 4):
                 for names in itertools.combinations("xyz", size):
                     tried = attempts(
@@ -57,7 +56,8 @@ def test_a_rule_is_dead_exactly_if_no_array_uses_it(rules):
                         for trial in tried
                         if trial.outcome == "applied"
                     }
-    assert dead == {number for number in range(len(rules)) if number not in applied}
+    expected = {number for number in range(len(rules)) if number not in applied}
+    assert dead == expected
 
 
 # Mistakes that have nothing to do with one another: names of some arrays, rules of
@@ -104,12 +104,10 @@ def test_mistakes_of_several_kinds_are_all_found(chosen, unit):
     findings = sfx.lint(
         TREE, MESH, names=sfx.auto.renamed(TREE, names, names=NAMES), axes=axes
     )
-    assert {(finding.code, finding.where) for finding in findings} == expected, str(
-        findings
-    )
-    assert [finding.bytes for finding in findings] == sorted(
-        (finding.bytes for finding in findings), reverse=True
-    )
+    actual = {(finding.code, finding.where) for finding in findings}
+    assert actual == expected, str(findings)
+    expected_bytes = sorted((finding.bytes for finding in findings), reverse=True)
+    assert [finding.bytes for finding in findings] == expected_bytes
 
 
 @given(st.integers(0, 3), st.integers(0, 2), st.booleans())
@@ -126,7 +124,7 @@ def test_mistakes_of_several_path_rules_are_all_found(unused, shadowed, pod):
     }
     expected |= {("unused-axis", "mesh axis 'pod'")} if pod else set()
     mesh = MeshSpec({"pod": 2, **MESH.shape}) if pod else MESH
-    findings = sfx.lint(TREE, mesh, paths=sfx.PathRules([*first, *RULES, *last]))
-    assert {(reason.code, reason.where) for reason in findings} == expected, str(
-        findings
-    )
+    rules = sfx.PathRules([*first, *RULES, *last])
+    findings = sfx.lint(TREE, mesh, paths=rules)
+    actual = {(reason.code, reason.where) for reason in findings}
+    assert actual == expected, str(findings)

@@ -26,20 +26,19 @@ from shardfx.presets import models, tokens
 def test_the_presets_of_path_rules(name, tensor):
     model = catalogue.MODELS[name]
     rules = getattr(presets, str(model.preset))(**dict(model.arguments))
-    findings = sfx.lint(
-        model.make(), MeshSpec({"fsdp": 4, "tensor": tensor}), paths=rules
-    )
+    axes = {"fsdp": 4, "tensor": tensor}
+    findings = sfx.lint(model.make(), MeshSpec(axes), paths=rules)
     # With one kv head, or 25 heads, there is nothing to cut in two: the rules keep
     # heads whole, and `lint` says so.
     whole = ("gemma-2b", "gemma3-1b", "gpt2-xl") if tensor > 1 else ()
-    assert {
+    severities = {
         finding.severity for finding in findings if finding.where != "wte/weight"
-    } == ({"info"} if name in whole else set()), findings
+    }
+    assert severities == ({"info"} if name in whole else set()), findings
     # The vocabulary of GPT-2 is odd.
     odd = [finding.where for finding in findings if finding.severity == "warning"]
-    assert odd == (["wte/weight"] if name.startswith("gpt2") and tensor > 1 else []), (
-        str(findings)
-    )
+    expected = ["wte/weight"] if name.startswith("gpt2") and tensor > 1 else []
+    assert odd == expected, str(findings)
 
 
 THREE = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
@@ -117,9 +116,8 @@ MODES: list[tuple[str | None, dict[str, Any]]] = [
 @pytest.mark.parametrize("mode, changes", MODES, ids=str)
 def test_eformer(mode, changes):
     tree, names = read(LLAMA)
-    mesh = MeshSpec(
-        {"fsdp": 2, "tp": 4} if changes else {"dp": 2, "fsdp": 2, "tp": 4, "sp": 2}
-    )
+    axes = {"fsdp": 2, "tp": 4} if changes else {"dp": 2, "fsdp": 2, "tp": 4, "sp": 2}
+    mesh = MeshSpec(axes)
     findings = sfx.lint(
         tree, mesh, names=names, axes=presets.eformer(**changes), mode=mode
     )
@@ -138,9 +136,8 @@ def test_data_parallel_rules_declare_the_axis_of_the_batch(axis, text):
     tree = models.tree("llama3-8b")
     rules = models.rules_for("llama3-8b", "dp")
     findings = sfx.lint(tree, MeshSpec({axis: 8}), paths=rules).without("replicated")
-    assert [
-        (finding.code, finding.severity, finding.where) for finding in findings
-    ] == text
+    actual = [(finding.code, finding.severity, finding.where) for finding in findings]
+    assert actual == text
     if axis == "dta":
         assert "The rules use 'data', which the mesh lacks" in findings[0].message
         assert findings[0].fix == "mesh = MeshSpec({'data': 8})"
@@ -157,7 +154,8 @@ def mesh(**sizes: int) -> MeshSpec:
     """A mesh of all of MaxText's axes, of which those that are not given have the size
     1.
     """
-    return MeshSpec({axis: sizes.get(axis, 1) for axis in DEEPSEEK["mesh_axes"]})
+    axes = {axis: sizes.get(axis, 1) for axis in DEEPSEEK["mesh_axes"]}
+    return MeshSpec(axes)
 
 
 def deepseek() -> tuple[Any, Any]:
@@ -194,7 +192,8 @@ def test_maxtexts_rules_decide_as_maxtext_does():
     tree, names = deepseek()
     plan = sfx.plan(tree, mesh(fsdp=4, expert=4), names=names, axes=AXES)
     cut_by_path = {path: _cut(spec) for path, _, _, spec in DEEPSEEK["leaves"]}
-    assert {leaf.path: _cut(leaf.spec) for leaf in plan.leaves} == cut_by_path
+    actual = {leaf.path: _cut(leaf.spec) for leaf in plan.leaves}
+    assert actual == cut_by_path
 
 
 def _cut(spec):
@@ -219,7 +218,8 @@ def test_mistakes_in_a_large_set_are_found_among_its_rules():
     # names without rules.
     axes = AXES.without("embed_moe").extend([("activation_extra", "sequence_parallel")])
     findings = sfx.lint(tree, mesh(fsdp=4, tensor=2), names=names, axes=axes)
-    assert [(reason.code, reason.where) for reason in findings] == [
+    actual = [(reason.code, reason.where) for reason in findings]
+    assert actual == [
         ("unknown-name", "name 'embed_moe'"),
         ("absent-axis", "mesh axis 'sequence_parallel'"),
     ]

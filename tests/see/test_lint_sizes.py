@@ -70,12 +70,10 @@ def test_a_name_contradicts_where_its_sizes_cannot_be_meant(case):
     extra, named, expected = CASES[case]
     tree = {"layers": [mlp(256)] * 3, **extra}
     names = {"layers": [NAMED] * 3, **named}
-    findings = sfx.lint(
-        tree, SMALL, names=names, axes=MLP_AXES.with_alias("wide", of="mlp")
-    )
-    assert [
-        reason.where for reason in findings if reason.code == "contradicted-name"
-    ] == expected, str(findings)
+    axes = MLP_AXES.with_alias("wide", of="mlp")
+    findings = sfx.lint(tree, SMALL, names=names, axes=axes)
+    actual = [reason.where for reason in findings if reason.code == "contradicted-name"]
+    assert actual == expected, str(findings)
 
 
 @pytest.mark.parametrize(
@@ -129,4 +127,5 @@ def test_a_fused_projection_is_not_transposed(count, other):
     names = {f"proj{n}": (other, "heads") for n in range(count)}
     names["qkv"] = ("heads", other)
     mesh = MeshSpec({"tensor": 4})
-    assert sfx.lint(tree, mesh, names=names, axes=axes, head_dim=16) == ()
+    findings = sfx.lint(tree, mesh, names=names, axes=axes, head_dim=16)
+    assert findings == ()

@@ -156,18 +156,21 @@ def model() -> ShardPlan:
         "embed->tensor.fsdp, qkv|up->fsdp.tensor, out|down->tensor.fsdp,"
         " norm->replicate"
     )
+    axes = {"data": 2, "fsdp": 8, "tensor": 8}
+    mesh = MeshSpec(axes, dcn={"data": 2})
     return plan(
         tree,
-        MeshSpec({"data": 2, "fsdp": 8, "tensor": 8}, dcn={"data": 2}),
+        mesh,
         paths=rules,
     )
 
 
 @pytest.fixture
 def page(browser: Any, tmp_path: Path) -> Iterator[Page]:
+    mesh = MeshSpec({"data": 2, "tensor": 4})
     sent = traffic(
         (HLO / "tpu_gathered_weights.txt").read_text(),
-        MeshSpec({"data": 2, "tensor": 4}),
+        mesh,
     )
     findings = [
         finding(),
@@ -197,7 +200,8 @@ def test_the_page_says_what_the_plan_says(page):
         page.one("#mesh [role=img]").get_attribute("aria-label")
         == "128 devices in a mesh of data=2(dcn=2),fsdp=8,tensor=8, in 2 slices"
     )
-    assert [row.text.split()[1] for row in page.all("#mesh tbody th")] == [
+    parts = [row.text.split()[1] for row in page.all("#mesh tbody th")]
+    assert parts == [
         "data",
         "fsdp",
         "tensor",
@@ -212,11 +216,11 @@ def test_the_memory_of_a_step(browser, tmp_path):
     assert not candidate.fits and "more than there is" in page.text(
         "#memory .verdict.bad"
     )
-    assert [cell.text for cell in page.all("#memory .parts th")] == [
-        row.group for row in candidate.rows if row.bytes
-    ]
+    expected = [row.group for row in candidate.rows if row.bytes]
+    assert [cell.text for cell in page.all("#memory .parts th")] == expected
     assert "Foreseen" in page.text("#memory .note")
-    assert len(page.all("#memory .changes tr")) == min(len(candidate.changes), 8) > 0
+    expected = min(len(candidate.changes), 8)
+    assert len(page.all("#memory .changes tr")) == expected > 0
     largest, second = candidate.peak_arrays[:2]
     place = second.source.place if second.source else ""
     assert largest.what in page.text("#step-inspector h3")
@@ -264,9 +268,8 @@ def test_the_numbers_filter_and_what_got_less_is_marked(page):
     less.click()
     whole.click()
     assert page.paths == ["layers/{0..23}/norm"]
-    assert len(
-        page.all("#treemap .less-mark")
-    ) == 1 and "got less than was asked" in page.text("#legend")
+    count = len(page.all("#treemap .less-mark"))
+    assert count == 1 and "got less than was asked" in page.text("#legend")
 
 
 def test_sorting_and_the_details_of_a_row(page):
@@ -339,11 +342,12 @@ def test_the_keyboard_reaches_everything_and_shows_where_it_is(page):
         )
         assert ring, element.get_attribute("outerHTML")[:200]
     focusable = "a[href], button:not([hidden]), input, select, [tabindex='0']"
-    assert {
+    ids = {
         element.id
         for element in page.all(focusable)
         if element.is_displayed() or element.get_attribute("class") == "skip"
-    } <= seen
+    }
+    assert ids <= seen
     assert len(reached) >= 20
     assert all(
         page.run(

@@ -57,7 +57,8 @@ def planned(rules: str, tree: Any = None, **others: Any) -> ShardPlan:
 
 
 def hostile() -> ShardPlan:
-    return planned(".*->data.tensor", {name: struct(8, 8) for name in HOSTILE})
+    structs_by_name = {name: struct(8, 8) for name in HOSTILE}
+    return planned(".*->data.tensor", structs_by_name)
 
 
 def embedded(page: str) -> dict:
@@ -85,11 +86,11 @@ def test_the_rows_are_those_of_the_report():
     )
     data = report_data(sharding_plan, title="three layers")
     rows = sharding_plan.content.groups
-    assert [row["path"] for row in data["rows"]] == [row.where for row in rows]
-    assert [row["bytes_per_device"] for row in data["rows"]] == [
-        row.bytes_per_device for row in rows
-    ]
-    assert data["totals"] == {
+    actual = [row["path"] for row in data["rows"]]
+    assert actual == [row.where for row in rows]
+    bytes_per_device = [row["bytes_per_device"] for row in data["rows"]]
+    assert bytes_per_device == [row.bytes_per_device for row in rows]
+    expected = {
         "arrays": 7,
         "bytes": sharding_plan.bytes_total,
         "bytes_per_device": sharding_plan.bytes_per_device,
@@ -97,13 +98,15 @@ def test_the_rows_are_those_of_the_report():
         "replicated_bytes": 3 * 6 * 4 + 4,
         "corrected_arrays": 3,
     }
+    assert data["totals"] == expected
     (w,) = [row for row in data["rows"] if row["path"].endswith("w")]
     assert w["requested"] == [["data"], ["tensor"]]
     assert w["spec"] == [["data"], []]
     assert w["shard_shape"] == [4, 6]
-    assert [
+    actual = [
         (reason["code"], reason["dim"], reason["axes"]) for reason in w["reasons"]
-    ] == [("indivisible", 1, ["tensor"])]
+    ]
+    assert actual == [("indivisible", 1, ["tensor"])]
     assert data["title"] == "three layers"
     assert data["digest"] == sharding_plan.digest
 
@@ -128,33 +131,36 @@ def test_what_a_strategy_adds_is_not_less_than_was_asked():
     assert rows["norm"] == (False, [], [["data"]])
     assert rows["odd"] == (True, [], [[]])
     assert rows["w"][:2] == (False, [])
-    assert data["totals"]["corrected_arrays"] == sum(
-        less for less, _, _ in rows.values()
-    )
+    expected = sum(less for less, _, _ in rows.values())
+    assert data["totals"]["corrected_arrays"] == expected
 
 
 def test_everything_that_a_plan_can_hold_is_json():
     class Odd:
         pass
 
+    array = np.ones((8, 2), np.float32)
     tree = {
         "key": jax.random.key(0),
         "fp8": struct(8, 8, dtype=jnp.float8_e4m3fn),
         "int4": struct(8, 8, dtype=jnp.int4),
         "empty": struct(0, 4),
-        "numpy": np.ones((8, 2), np.float32),
+        "numpy": array,
         "named": struct(8, 4),
         "function": Odd,
     }
-    axes = AxisRules([("a", ("data", "tensor")), ("b", None)])
+    rules = [("a", ("data", "tensor")), ("b", None)]
+    axes = AxisRules(rules)
+    mesh = MeshSpec(
+        {"data": 2, "tensor": 4},
+        axis_types={"tensor": AxisType.Explicit},
+        dcn={"data": 2},
+    )
+    rules = PathRules([("named", ("a", "b")), ("fp8", fsdp("tensor")), (".*", P())])
     sharding_plan = plan(
         tree,
-        MeshSpec(
-            {"data": 2, "tensor": 4},
-            axis_types={"tensor": AxisType.Explicit},
-            dcn={"data": 2},
-        ),
-        paths=PathRules([("named", ("a", "b")), ("fp8", fsdp("tensor")), (".*", P())]),
+        mesh,
+        paths=rules,
         axes=axes,
         memory_kinds=[("int4", "pinned_host")],
     )
@@ -165,10 +171,11 @@ def test_everything_that_a_plan_can_hold_is_json():
     assert rows["int4"]["bytes"] == 32
     assert rows["empty"]["bytes"] == 0
     assert "function" not in rows
-    assert data["mesh"]["axes"] == [
+    expected = [
         {"name": "data", "size": 2, "slices": 2, "type": "Auto"},
         {"name": "tensor", "size": 4, "slices": 1, "type": "Explicit"},
     ]
+    assert data["mesh"]["axes"] == expected
     assert {(part["group"], part["memory_kind"]) for part in data["memory"]} >= {
         ("int4", "pinned_host")
     }
@@ -177,9 +184,8 @@ def test_everything_that_a_plan_can_hold_is_json():
 
 @pytest.mark.parametrize("tree", [{}, {"n": jnp.ones(())}, jnp.ones(4)])
 def test_the_smallest_trees(tree):
-    sharding_plan = plan(
-        tree, MeshSpec({"data": 1}), paths=PathRules([(".*", P())]), unused="allow"
-    )
+    rules = PathRules([(".*", P())])
+    sharding_plan = plan(tree, MeshSpec({"data": 1}), paths=rules, unused="allow")
     data = embedded(html_report(sharding_plan))
     assert data["totals"]["arrays"] == len(sharding_plan)
     assert data["totals"]["replicated_bytes"] == 0
@@ -208,13 +214,12 @@ def _smaller(row):
 def test_the_memory_of_a_step_takes_the_place_of_the_arrays():
     sent = fitted(1024)
     sharding_plan = planned("w->replicate")
-    data = json.loads(json.dumps(report_data(sharding_plan, fit=sent)))
-    assert (
-        sum(part["bytes_per_device"] for part in data["memory"])
-        == sent.peak_bytes
-        == data["fit"]["peak_bytes"]
-    )
-    assert data["memory"][0]["group"] in {row.group for row in sent.rows}
+    encoded = json.dumps(report_data(sharding_plan, fit=sent))
+    data = json.loads(encoded)
+    total = sum(part["bytes_per_device"] for part in data["memory"])
+    assert total == sent.peak_bytes == data["fit"]["peak_bytes"]
+    allowed = {row.group for row in sent.rows}
+    assert data["memory"][0]["group"] in allowed
     assert data["chip"]["name"] == "v5e"
     assert data["fit"]["basis"] == "foreseen"
     assert data["fit"]["fits"] is True
@@ -228,7 +233,9 @@ def test_the_memory_of_a_step_takes_the_place_of_the_arrays():
     (source,) = [line for line in data["step"]["source"] if line["file"] == __file__]
     (line,) = [line for line in source["lines"] if "jax.grad(" in line["text"]]
     assert "f32[4096,4096] -" in line["makes"]
-    assert report_data(sharding_plan, fit=sent, chip="v5p")["chip"]["name"] == "v5p"
+    chip = report_data(sharding_plan, fit=sent, chip="v5p")["chip"]
+    actual = chip["name"]
+    assert actual == "v5p"
     assert report_data(sharding_plan)["fit"] is None
 
 
@@ -238,7 +245,8 @@ def test_names_stay_text_whatever_they_hold():
     # What ends an element, or begins one, is the template's own.
     plain = html_report(planned("w->replicate"), title="a")
     for mark in ("<script", "</script", "<img", "<title", "</title", "<style", "<!--"):
-        assert page.lower().count(mark) == plain.lower().count(mark), mark
+        actual = page.lower().count(mark)
+        assert actual == plain.lower().count(mark), mark
     shown = paths(embedded(page))
     assert len(shown) == len(HOSTILE)
     for path in shown:
@@ -292,7 +300,8 @@ with open(sys.argv[2], "w") as opened:
 
 def of_many(name: str, file: Path) -> dict[str, Any]:
     command = [sys.executable, "-c", MANY, name, str(file)]
-    subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=300)
+    folder = Path(__file__).parents[2]
+    subprocess.run(command, cwd=folder, check=True, timeout=300)
     return json.loads(file.read_text())
 
 
@@ -300,13 +309,14 @@ def test_fifty_thousand_leaves_are_a_page_below_2_mb(tmp_path):
     sharding_plan = of_many("f'p{n}' * 12", tmp_path / "made.json")
     assert len(sharding_plan["page"]) < 2_000_000
     data = embedded(sharding_plan["page"])
-    assert sum(row[2] for row in data["rows"]) + data["more"]["arrays"] == 50_000
+    total = sum(row[2] for row in data["rows"]) + data["more"]["arrays"]
+    assert total == 50_000
     share = [kind["bytes_per_device"] for kind in data["kinds"]]
-    assert (
+    total = (
         sum(row[2] * share[row[3]] for row in data["rows"])
         + data["more"]["bytes_per_device"]
-        == sharding_plan["bytes"]
     )
+    assert total == sharding_plan["bytes"]
     # Those left out are those with the fewest bytes.
     shown = set(paths(data))
     count_by_path = {
@@ -315,7 +325,8 @@ def test_fifty_thousand_leaves_are_a_page_below_2_mb(tmp_path):
         if path not in shown
     }
     assert len(count_by_path) == data["more"]["rows"] > 0
-    assert max(count_by_path.values()) <= min(share[row[3]] for row in data["rows"])
+    limit = min(share[row[3]] for row in data["rows"])
+    assert max(count_by_path.values()) <= limit
 
 
 @pytest.mark.parametrize("count, shown", [(13, 13), (14, 13)])
@@ -342,13 +353,14 @@ def test_many_findings_and_much_traffic_are_cut_and_counted():
     )
     assert 100 < len(data["findings"]) < 10_000
     assert len(data["findings"]) + data["more_findings"] == 10_000
-    assert data["traffic"] == {
+    expected = {
         "devices": 8,
         "wire_bytes": 0,
         "dcn_bytes": 0,
         "rows": [],
         "more": 0,
     }
+    assert data["traffic"] == expected
     assert len(html_report(sharding_plan, findings=[finding] * 10_000)) < 2_000_000
 
 
