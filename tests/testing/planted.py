@@ -93,7 +93,8 @@ def sum_left_out_of_training(wrong, x, *weights):
         w1, w2 = weights
         y = jax.nn.gelu(x @ w1) @ w2  # wrong
         y = y if wrong else lax.psum(y, "t")  # wrong
-        return jnp.sum((y - x) ** 2) / lax.axis_size("t")
+        total = jnp.sum((y - x) ** 2)
+        return total / lax.axis_size("t")
 
     value, gradients = jax.value_and_grad(loss)(weights)  # wrong
     step = lambda w, g: w - 0.1 * lax.psum(g, "d")
@@ -148,7 +149,8 @@ def gates_summed_after_their_sigmoid(wrong, x, wi, wh):
         z, r, n = jnp.split(gates, 3, -1)
         return (1 - z) * h + z * jnp.tanh(n + r * h), None
 
-    return lax.scan(turn, jnp.zeros((x.shape[0], 8)), None, length=3)[0]
+    array = jnp.zeros((x.shape[0], 8))
+    return lax.scan(turn, array, None, length=3)[0]
 
 
 @planted(*MLP, ROWS, out=(P("d"), P("d")))
@@ -220,7 +222,8 @@ def norm_over_a_cut_dimension(wrong, x):
 def softmax_with_local_maxima(wrong, x):
     top = x.max(-1, keepdims=True)
     shifted = jnp.exp(x - (top if wrong else lax.pmax(top, "t")))  # wrong
-    return shifted / lax.psum(shifted.sum(-1, keepdims=True), "t")  # wrong
+    total = shifted.sum(-1, keepdims=True)
+    return shifted / lax.psum(total, "t")  # wrong
 
 
 @planted(CUT, out=P("d", "t"))
@@ -314,9 +317,8 @@ def experts_not_offset(wrong, x, experts):
 @planted(((8, 16), P("d", "t")), out=P("d", "t"))
 def running_sum_of_parts(wrong, x):
     totals = lax.all_gather(x.sum(-1), "t")
-    before = jnp.where(
-        jnp.arange(totals.shape[0])[:, None] < lax.axis_index("t"), totals, 0
-    ).sum(0)
+    values = jnp.arange(totals.shape[0])[:, None]
+    before = jnp.where(values < lax.axis_index("t"), totals, 0).sum(0)
     sums = jnp.cumsum(x, -1)  # wrong
     return sums if wrong else sums + before[:, None]  # wrong
 

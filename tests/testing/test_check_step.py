@@ -32,7 +32,8 @@ def test_a_planted_mistake_is_found_on_its_line(name, mesh):
         lambda mesh: case.make(mesh, True), *case.arrays(mesh), mesh=mesh
     )
     assert not wrong
-    assert case.lines & {frame.line for frame in wrong.lines}, str(wrong)
+    lines = {frame.line for frame in wrong.lines}
+    assert case.lines & lines, str(wrong)
 
 
 def cut(x, *spec, mesh):
@@ -40,7 +41,8 @@ def cut(x, *spec, mesh):
 
 
 def some(*shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(len(shape)), shape).astype(dtype)
+    array = jax.random.normal(jax.random.key(len(shape)), shape)
+    return array.astype(dtype)
 
 
 def capacity(x, router):
@@ -147,10 +149,11 @@ def test_a_bfloat16_sum_differs_from_a_float32_reference(mesh):
     def product(x, w):
         return lax.psum((x @ w).astype(jnp.bfloat16), "t").astype(jnp.float32)
 
+    in_specs = (P("d", "t"), P("t"))
     step = jax.shard_map(
         product,
         mesh=mesh,
-        in_specs=(P("d", "t"), P("t")),
+        in_specs=in_specs,
         out_specs=P("d"),
         check_vma=False,
     )
@@ -196,10 +199,12 @@ def test_a_mistake_that_bfloat16_hides_is_found_in_float32(mesh):
             perturbed, mesh=mesh, in_specs=P("d", "t"), out_specs=P("d", "t")
         )(x)
 
-    x = jax.device_put(jnp.ones((8, 8), jnp.bfloat16), NamedSharding(mesh, P("d", "t")))
+    array = jnp.ones((8, 8), jnp.bfloat16)
+    x = jax.device_put(array, NamedSharding(mesh, P("d", "t")))
     check = check_step(nearly, x, reference=lambda x: x)
     assert not check
-    assert check.outputs[0].difference == pytest.approx(0.001, rel=0.1)
+    expected = pytest.approx(0.001, rel=0.1)
+    assert check.outputs[0].difference == expected
 
 
 def test_the_story_says_what_differs_where_and_how_it_lies(mesh):
@@ -264,10 +269,10 @@ def test_a_shard_map_on_explicit_axes_is_checked(mesh, is_summed):
 
 
 def test_a_right_step_says_so_and_its_arguments_stay(mesh):
-    x = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, P("d", "t")))
-    check = check_step(
-        jax.jit(lambda x: {"y": jnp.tanh(x) @ x, "sum": x.sum()}, donate_argnums=0), x
-    )
+    values = jnp.arange(64.0).reshape(8, 8)
+    x = jax.device_put(values, NamedSharding(mesh, P("d", "t")))
+    step = jax.jit(lambda x: {"y": jnp.tanh(x) @ x, "sum": x.sum()}, donate_argnums=0)
+    check = check_step(step, x)
     assert check
     assert not x.is_deleted()
     assert str(check) == "the plan changes none of 2 outputs by more than rounding does"
@@ -301,7 +306,8 @@ def test_suspects_are_wrong_sums_and_wrong_positions(
         body, mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False
     )
     x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("d")))
-    story = "\n".join(check_step(step, x, reference=lambda x: x[:4] * 0).story)
+    report = check_step(step, x, reference=lambda x: x[:4] * 0)
+    story = "\n".join(report.story)
     assert "adds up in bfloat16" in story
     assert "along which all devices have the same: is it doubled?" in story
     assert (
@@ -314,12 +320,15 @@ def explicit_step(mesh: Mesh):
         def loss(table):
             # https://github.com/openxla/xla/issues/42481: sums over `tp` follow the
             # slice, not the scatter.
-            rows = jax.sharding.reshard(
-                table, NamedSharding(mesh, P("dp", None, reduced=frozenset({"tp"})))
-            )
-            return jnp.sum(  # wrong
+            spec = P("dp", None, reduced=frozenset({"tp"}))
+            sharding = NamedSharding(mesh, spec)
+            rows = jax.sharding.reshard(table, sharding)
+            elements = (
                 rows.at[ids].get(out_sharding=NamedSharding(mesh, P("dp", "tp", None)))
                 ** 2
+            )
+            return jnp.sum(  # wrong
+                elements
             )
 
         return jax.grad(loss)(table)
@@ -340,9 +349,8 @@ def bug_of_scatter():
 
 
 def columns():
-    mesh = jax.make_mesh(
-        (2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
-    )
+    devices = jax.devices()[:2]
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
     return NamedSharding(mesh, P(None, "x")), NamedSharding(mesh, P())
 
 
@@ -353,7 +361,8 @@ def bug_of_update():
     step = lambda x, y, position: (
         lax.dynamic_update_slice(x, y, [jnp.int32(0), position]) * 2
     )
-    args = jnp.arange(4.0).reshape(2, 2), jnp.full((2, 1), 99.0), jnp.int32(2)
+    values = jnp.arange(4.0).reshape(2, 2)
+    args = values, jnp.full((2, 1), 99.0), jnp.int32(2)
     return (
         jax.jit(step, in_shardings=(cut, whole, whole), out_shardings=cut),
         args,
@@ -367,7 +376,8 @@ def bug_of_slice():
     step = lambda x, position: (
         lax.dynamic_slice(x, [jnp.int32(0), position], (2, 6)) + 1
     )
-    args = jnp.arange(16.0).reshape(2, 8), jnp.int32(7)
+    values = jnp.arange(16.0).reshape(2, 8)
+    args = values, jnp.int32(7)
     return (
         jax.jit(step, in_shardings=(cut, whole), out_shardings=cut),
         args,
@@ -394,7 +404,8 @@ def test_a_bug_of_xla_is_found_by_its_operation(bug):
 
 
 def test_a_training_step_of_structs_is_made_small_and_run():
-    axes = sfx.AxisRules([("embed", "d"), ("mlp", "t"), ("vocab", "t"), ("batch", "d")])
+    rules = [("embed", "d"), ("mlp", "t"), ("vocab", "t"), ("batch", "d")]
+    axes = sfx.AxisRules(rules)
     shapes = {
         "table": ("vocab", "embed"),
         "up": ("embed", "mlp"),
@@ -438,17 +449,19 @@ def test_a_size_that_a_step_needs_is_not_shrunk(shape, small):
 
     def step(x):
         seen.append(x.shape)
-        return jnp.sum(x.reshape(*x.shape[:-1], 12, 8), axis=1)
+        elements = x.reshape(*x.shape[:-1], 12, 8)
+        return jnp.sum(elements, axis=1)
 
     assert check_step(step, x, shrink=True)
     assert seen[-1] == small
 
 
 def test_structs_need_devices():
+    sharding = NamedSharding(sfx.MeshSpec({"d": 16}).abstract(), P("d"))
     x = jax.ShapeDtypeStruct(
         (16, 4),
         jnp.float32,
-        sharding=NamedSharding(sfx.MeshSpec({"d": 16}).abstract(), P("d")),
+        sharding=sharding,
     )
     with pytest.raises(
         sfx.errors.MeshError,
@@ -458,7 +471,8 @@ def test_structs_need_devices():
 
 
 def test_what_verify_refutes_is_said_before_the_numbers():
-    devices = sfx.MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}).build(jax.devices())
+    axes = {"data": 2, "fsdp": 2, "tensor": 2}
+    devices = sfx.MeshSpec(axes).build(jax.devices())
 
     def step(x, w):
         for _ in range(2):

@@ -42,10 +42,9 @@ all-reduce over data: 2 x backward f32[16,16], LINE
 
 def test_the_text_joins_what_is_alike_and_quotes_the_lines(traffic):
     for order in (1, -1):
-        assert (
-            traffic_text(dataclasses.replace(traffic, rows=traffic.rows[::order]))
-            == EXPECTED
-        )
+        replaced = dataclasses.replace(traffic, rows=traffic.rows[::order])
+        actual = traffic_text(replaced)
+        assert actual == EXPECTED
     text = traffic_text(traffic, sizes=True)
     assert "8 devices, 5.2 KiB enter each\n" in text
     assert 'up"]), 1.8 KiB\n' in text
@@ -67,9 +66,10 @@ def test_a_golden_file_is_written_and_compared(traffic, tmp_path):
         assert_same_traffic_text(traffic, golden)
     assert_same_traffic_text(traffic, golden, update=True)
     assert_same_traffic_text(traffic, golden)
+    rows = (*traffic.rows, dataclasses.replace(traffic.rows[0], kind="all-to-all"))
     replaced = dataclasses.replace(
         traffic,
-        rows=(*traffic.rows, dataclasses.replace(traffic.rows[0], kind="all-to-all")),
+        rows=rows,
     )
     with pytest.raises(AssertionError) as error:
         assert_same_traffic_text(replaced, golden)
@@ -105,9 +105,9 @@ def test_limits_are_calls_or_bytes(traffic):
         assert_collectives(traffic, at_most={"all-gather": 1})
     with pytest.raises(AssertionError, match=r"5.2 KiB, more than 3 KiB"):
         assert_collectives(traffic, at_most={"any": "3 KiB"})
-    unknown = dataclasses.replace(
-        traffic, rows=(dataclasses.replace(traffic.rows[0], calls=None),)
-    )
+    replaced = dataclasses.replace(traffic.rows[0], calls=None)
+    rows = (replaced,)
+    unknown = dataclasses.replace(traffic, rows=rows)
     with pytest.raises(
         AssertionError, match="in a loop whose turns are not known, more than 9 may be"
     ):

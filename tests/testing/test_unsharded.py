@@ -83,12 +83,14 @@ def checkpoint(x, w):
 
 
 def shard_map(x, w):
+    in_specs = (P("data", "tensor"), P("tensor"))
     body = jax.shard_map(
         lambda a, b: jax.lax.psum(a @ b, "tensor"),
-        in_specs=(P("data", "tensor"), P("tensor")),
+        in_specs=in_specs,
         out_specs=P("data"),
     )
-    return body(reshard(x, P("data", "tensor")), reshard(w, P("tensor")))
+    moved = reshard(x, P("data", "tensor"))
+    return body(moved, reshard(w, P("tensor")))
 
 
 def auto_axes(x, w):
@@ -97,7 +99,8 @@ def auto_axes(x, w):
 
 
 def jitted(x, w):
-    return jax.jit(product)(x, w) + jnp.zeros((5, 7), out_sharding=P("data"))
+    array = jnp.zeros((5, 7), out_sharding=P("data"))
+    return jax.jit(product)(x, w) + array
 
 
 def in_vmap(x, w):
