@@ -32,11 +32,11 @@ DATA_T = MeshSpec({"data": 2, "t": 16})
 
 
 def test_a_mesh_is_a_value():
-    mesh = MeshSpec(
-        {"data": 2, "tensor": 4}, axis_types={"tensor": EXPLICIT}, dcn={"data": 2}
-    )
+    axes = {"data": 2, "tensor": 4}
+    mesh = MeshSpec(axes, axis_types={"tensor": EXPLICIT}, dcn={"data": 2})
     types = {"tensor": EXPLICIT, "data": AxisType.Auto}
-    same = MeshSpec([("data", 2), ("tensor", 4)], axis_types=types, dcn={"data": 2})
+    axes = [("data", 2), ("tensor", 4)]
+    same = MeshSpec(axes, axis_types=types, dcn={"data": 2})
     assert mesh == same
     assert hash(mesh) == hash(same)
     assert not jax.tree.leaves(mesh)
@@ -44,16 +44,18 @@ def test_a_mesh_is_a_value():
     assert mesh.dcn_sizes == (2, 1)
     assert dict(mesh.shape) == {"data": 2, "tensor": 4}
     assert mesh.size == 8
-    slices = MeshSpec(
-        {"data": 8, "fsdp": -1, "tensor": 2}, dcn={"data": 4, "tensor": 2}
-    )
+    axes = {"data": 8, "fsdp": -1, "tensor": 2}
+    slices = MeshSpec(axes, dcn={"data": 4, "tensor": 2})
     assert str(slices) == "data=8(dcn=4),fsdp=-1,tensor=2(dcn=2)"
     assert MeshSpec.parse(str(slices)) == slices
-    assert mesh not in (
-        MeshSpec({"tensor": 4, "data": 2}),
+    axes = {"tensor": 4, "data": 2}
+    others = (
+        MeshSpec(axes),
         MeshSpec({"data": 2, "tensor": 4}),
     )
-    for shown in (MeshSpec({"data": 2, "tensor": -1}), mesh):
+    assert mesh not in others
+    axes = {"data": 2, "tensor": -1}
+    for shown in (MeshSpec(axes), mesh):
         assert eval(repr(shown)) == shown
 
 
@@ -159,9 +161,8 @@ def test_a_mesh_refuses(make, message):
 
 
 def test_reading_filling_and_asking():
-    assert MeshSpec.parse(" data = -1, tensor=2 ").fit(8) == MeshSpec(
-        {"data": 4, "tensor": 2}
-    )
+    expected = MeshSpec({"data": 4, "tensor": 2})
+    assert MeshSpec.parse(" data = -1, tensor=2 ").fit(8) == expected
     mesh = MeshSpec({"data": 4, "tensor": 2})
     assert mesh.axis_size("data") == 4
     assert mesh.axis_size(("tensor", "data")) == 8
@@ -170,17 +171,20 @@ def test_reading_filling_and_asking():
     assert MeshSpec.of(mesh.abstract()) == mesh
     spec = MeshSpec({"data": -1, "tensor": 2}, axis_types=EXPLICIT)
     mesh = spec.build(jax.devices())
-    assert mesh == Mesh(
-        np.array(jax.devices()).reshape(4, 2),
+    devices = np.array(jax.devices()).reshape(4, 2)
+    expected = Mesh(
+        devices,
         ("data", "tensor"),
         axis_types=(EXPLICIT, EXPLICIT),
     )
+    assert mesh == expected
     assert MeshSpec.of(mesh) == spec.fit(8)
 
 
 def test_other_devices_stay_in_the_order_given():
     backwards = jax.devices()[::-1]
-    order = MeshSpec({"data": 8}).order(np.array(backwards).reshape(2, 4))
+    values = np.array(backwards).reshape(2, 4)
+    order = MeshSpec({"data": 8}).order(values)
     assert list(order.devices) == backwards
     assert order.method == "mesh_utils"
     assert order.reasons == ()
@@ -191,9 +195,9 @@ def test_other_devices_stay_in_the_order_given():
 def test_the_order_of_tpus_does_not_depend_on_the_list(shuffled):
     devices = chips((4, 4, 2, 1), (2, 2, 1, 1), "TPU v5p")
     spec = MeshSpec({"data": 4, "tensor": 8})
-    assert (
-        ids(spec.order([devices[i] for i in shuffled])) == ids(spec.order(devices))
-    ).all()
+    order = spec.order([devices[i] for i in shuffled])
+    actual = ids(order)
+    assert (actual == ids(spec.order(devices))).all()
 
 
 @pytest.mark.parametrize(
@@ -201,37 +205,42 @@ def test_the_order_of_tpus_does_not_depend_on_the_list(shuffled):
 )
 def test_a_built_mesh_is_a_permutation_that_says_what_it_changed(sizes):
     devices = chips((4, 4, 4, 1), (2, 2, 1, 1), "TPU v5p")
-    order = MeshSpec((f"a{i}", size) for i, size in enumerate(sizes)).order(devices)
-    assert sorted(ids(order).ravel()) == list(range(64))
+    mesh = MeshSpec((f"a{i}", size) for i, size in enumerate(sizes))
+    order = mesh.order(devices)
+    actual = sorted(ids(order).ravel())
+    assert actual == list(range(64))
     assert order.devices.shape == sizes
     theirs = mesh_utils.create_device_mesh(
         sizes, devices, allow_split_physical_axes=True
     )
     changed = [reason for reason in order.reasons if "walk their boxes" in reason]
-    assert bool(changed) == (list(order.devices.flat) != list(theirs.flat))
-    assert ("physical axes split" in order.method) == any(
-        "no products of whole" in why for why in order.reasons
-    )
+    expected = list(order.devices.flat) != list(theirs.flat)
+    assert bool(changed) == expected
+    expected = any("no products of whole" in why for why in order.reasons)
+    assert ("physical axes split" in order.method) == expected
 
 
 def test_slices_are_ordered_one_by_one():
     devices = chips((4, 4, 1, 1), (2, 2, 1, 1), "TPU v5 lite", slices=2)
-    spec = MeshSpec({"replica": 2, "data": 8, "tensor": 2}, dcn={"replica": 2})
+    axes = {"replica": 2, "data": 8, "tensor": 2}
+    spec = MeshSpec(axes, dcn={"replica": 2})
     order = spec.order(devices)
     assert order.method == "hybrid: mesh_utils, physical axes split"
     for piece in order.devices:
         assert len({device.slice_index for device in piece.flat}) == 1
-    alone = MeshSpec({"data": 8, "tensor": 2}).order(devices[:16])
+    mesh = MeshSpec({"data": 8, "tensor": 2})
+    alone = mesh.order(devices[:16])
     assert (ids(order)[0] == ids(alone)).all()
     assert (ids(order)[1] == ids(alone) + 16).all()
 
 
 def test_an_axis_that_spans_slices_is_slowest_over_them():
-    order = MeshSpec({"data": 8, "tensor": 2}, dcn={"data": 2, "tensor": 2}).order(
-        SLICES
-    )
+    axes = {"data": 8, "tensor": 2}
+    mesh = MeshSpec(axes, dcn={"data": 2, "tensor": 2})
+    order = mesh.order(SLICES)
     piece = np.vectorize(lambda device: device.slice_index)(order.devices)
-    assert piece.tolist() == [[0, 1]] * 4 + [[2, 3]] * 4
+    expected = [[0, 1]] * 4 + [[2, 3]] * 4
+    assert piece.tolist() == expected
     without = MeshSpec({"data": 2, "fsdp": 8}).order(SLICES)
     assert (
         without.reasons[0]
@@ -244,11 +253,17 @@ def test_processes_are_slices_where_devices_name_none():
     nodes = chips((4, 1, 1, 1), (2, 1, 1, 1), "NVIDIA H100")
     for device in nodes:
         device.platform = "gpu"
-    order = MeshSpec({"data": 2, "tensor": 2}, dcn={"data": 2}).order(nodes)
-    assert ids(order).tolist() == [[0, 1], [2, 3]]
+    axes = {"data": 2, "tensor": 2}
+    mesh = MeshSpec(axes, dcn={"data": 2})
+    order = mesh.order(nodes)
+    expected = [[0, 1], [2, 3]]
+    assert ids(order).tolist() == expected
     assert order.method == "hybrid: mesh_utils"
-    order = MeshSpec({"data": 4, "tensor": 2}, dcn={"tensor": 2}).order(jax.devices())
-    assert ids(order).tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    axes = {"data": 4, "tensor": 2}
+    mesh = MeshSpec(axes, dcn={"tensor": 2})
+    order = mesh.order(jax.devices())
+    expected = [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert ids(order).tolist() == expected
     assert order.reasons == (
         "one process emulates 2 slices of 4 devices, in the order given",
     )
@@ -270,14 +285,15 @@ def test_processes_are_slices_where_devices_name_none():
     ],
 )
 def test_a_torus_is_walked_where_jax_has_no_order(devices, sizes, method, reason):
-    order = MeshSpec(
-        (f"a{position}", size) for position, size in enumerate(sizes)
-    ).order(devices[::-1])
+    mesh = MeshSpec((f"a{position}", size) for position, size in enumerate(sizes))
+    order = mesh.order(devices[::-1])
     assert order.method.startswith(method)
     assert reason in order.reasons[0]
-    assert sorted(ids(order).ravel()) == [device.id for device in devices]
+    actual = sorted(ids(order).ravel())
+    assert actual == [device.id for device in devices]
     if method == "as given":
-        assert ids(order).tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
+        expected = [0, 1, 2, 3, 5, 6, 7, 8]
+        assert ids(order).tolist() == expected
         assert order.mean_hops is None
     else:
         assert order.mean_hops is not None
@@ -290,37 +306,39 @@ sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 @given(sizes, sizes, st.integers(1, 4))
 def test_splitting_gives_slices_to_the_slowest_parts(parts, others, slices):
     names = [f"p{i}" for i in range(len(parts))]
+    axes = {"a": math.prod(others), "t": math.prod(parts) * slices, "z": 2}
     mesh = MeshSpec(
-        {"a": math.prod(others), "t": math.prod(parts) * slices, "z": 2},
+        axes,
         dcn={"t": slices},
     )
     split = mesh.split("t", {"s": slices} | dict(zip(names, parts, strict=True)))
     assert split.axis_names == ("a", "s", *names, "z")
     assert split.axis_size(("s", *names)) == mesh.axis_size("t")
-    assert split.dcn_sizes == (1, slices, *[1] * len(parts), 1)
+    expected = (1, slices, *[1] * len(parts), 1)
+    assert split.dcn_sizes == expected
     assert split.axis_types == (AxisType.Auto,) * len(split.axis_names)
-    assert T24.split("t", {"x": 2, "y": 12}).dcn_sizes == (1, 2, 4)
+    dcn_sizes = T24.split("t", {"x": 2, "y": 12}).dcn_sizes
+    assert dcn_sizes == (1, 2, 4)
 
 
 def test_arrays_of_a_split_mesh_mix_with_the_old_ones():
     spec = MeshSpec({"data": 2, "tensor": 4})
     mesh = spec.build(jax.devices())
-    finer = spec.split("tensor", {"kv": 2, "rep": 2}).build(mesh)
-    a = jax.device_put(
-        jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, P("data", "tensor"))
-    )
-    b = jax.device_put(
-        jnp.arange(64.0).reshape(8, 8), NamedSharding(finer, P("data", ("kv", "rep")))
-    )
+    parts = spec.split("tensor", {"kv": 2, "rep": 2})
+    finer = parts.build(mesh)
+    values = jnp.arange(64.0).reshape(8, 8)
+    a = jax.device_put(values, NamedSharding(mesh, P("data", "tensor")))
+    values = jnp.arange(64.0).reshape(8, 8)
+    sharding = NamedSharding(finer, P("data", ("kv", "rep")))
+    b = jax.device_put(values, sharding)
     assert a.sharding.is_equivalent_to(b.sharding, 2)
     c = jax.device_put(jnp.ones((8, 2)), NamedSharding(finer, P(None, "kv")))
     out = jax.jit(lambda a, b, c: (a + b) @ c)(a, b, c)
-    np.testing.assert_array_equal(
-        out, (2 * np.arange(64.0).reshape(8, 8)) @ np.ones((8, 2))
-    )
-    torus = MeshSpec({"data": 4, "tensor": 16}).build(
-        chips((4, 4, 4, 1), (2, 2, 1, 1), "TPU v5p")
-    )
-    split = MeshSpec.of(torus).split("tensor", {"kv": 8, "rep": 2}).build(torus)
+    values = np.arange(64.0).reshape(8, 8)
+    np.testing.assert_array_equal(out, (2 * values) @ np.ones((8, 2)))
+    devices = chips((4, 4, 4, 1), (2, 2, 1, 1), "TPU v5p")
+    torus = MeshSpec({"data": 4, "tensor": 16}).build(devices)
+    parts = MeshSpec.of(torus).split("tensor", {"kv": 8, "rep": 2})
+    split = parts.build(torus)
     assert split.devices.shape == (4, 8, 2)
     assert list(split.devices.flat) == list(torus.devices.flat)

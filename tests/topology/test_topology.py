@@ -57,20 +57,24 @@ def test_bounds_and_positions_need_neither_order_nor_origin(order, origin):
         device.coords = tuple(np.add(device.coords, origin).tolist())
     assert topology.bounds(devices) == (2, 2, 2, 2)
     for place, index in np.ndenumerate(topology.positions(devices)):
-        assert (
+        actual = (
             *np.subtract(devices[index].coords, origin),
             devices[index].core_on_chip,
-        ) == place
+        )
+        assert actual == place
 
 
 def test_devices_without_a_torus_are_processes_by_devices():
     devices = [SimpleNamespace(id=i, process_index=10 + i // 3) for i in range(6)]
     assert topology.bounds(devices[::-1]) == (2, 3)
-    assert topology.positions(devices[::-1]).tolist() == [[5, 4, 3], [2, 1, 0]]
-    assert topology.bounds(np.array(jax.devices()).reshape(2, 4)) == (1, 8)
+    expected = [[5, 4, 3], [2, 1, 0]]
+    assert topology.positions(devices[::-1]).tolist() == expected
+    actual = topology.bounds(np.array(jax.devices()).reshape(2, 4))
+    assert actual == (1, 8)
     flat = [SimpleNamespace(coords=(x, y)) for x in range(2) for y in range(3)]
     assert topology.bounds(flat) == (2, 3, 1)
-    assert topology.coords(flat[-1], 0) == (1, 2, 0)
+    actual = topology.coords(flat[-1], 0)
+    assert actual == (1, 2, 0)
 
 
 TORUS = (4, 4, 1, 2)
@@ -239,7 +243,8 @@ def test_host_tiling_gives_each_host_a_box(kind, bounds, host):
         mesh = Mesh(
             objects(devices)[grid[tuple(np.moveaxis(order, -1, 0))]], ("data", "model")
         )
-        assert hosts.grid_of(mesh).process_count == math.prod(bounds) // math.prod(host)
+        expected = math.prod(bounds) // math.prod(host)
+        assert hosts.grid_of(mesh).process_count == expected
 
 
 @given(st.integers(1, 40), st.integers(1, 16), st.integers(1, 16))
@@ -248,7 +253,9 @@ def test_hybrid_shape_uses_every_device(partitions, local, processes):
         ici, dcn = topology.hybrid_shape(partitions, local, processes)
     except MeshError as error:
         assert f"{partitions} partitions do not tile" in str(error)
-        assert partitions not in eval(str(error).split("use one of ")[1][:-1])
+        parts = str(error).split("use one of ")[1][:-1]
+        others = eval(parts)
+        assert partitions not in others
         return
     assert math.prod(ici) == local
     assert math.prod(dcn) == processes
@@ -259,13 +266,15 @@ def test_hybrid_shape_uses_every_device(partitions, local, processes):
 def test_ring_path_steps_to_neighbours_and_closes_where_it_can(box, closed):
     closed = closed[: len(box)]
     path = topology.ring_path(box, closed).tolist()
-    assert sorted(map(tuple, path)) == list(np.ndindex(*box))
+    expected = list(np.ndindex(*box))
+    assert sorted(map(tuple, path)) == expected
     for hop in hops(path, box, [False] * len(box)):
         assert hop == 1
     used = [dim for dim, size in enumerate(box) if size > 1]
     even = [dim for dim in used if box[dim] % 2 == 0]
     if (even and len(used) > 1) or any(closed[dim] for dim in even):
-        assert hops([path[-1], path[0]], box, closed) == [1]
+        actual = hops([path[-1], path[0]], box, closed)
+        assert actual == [1]
 
 
 @settings(max_examples=50)
@@ -278,34 +287,39 @@ def test_torus_order_is_a_permutation_and_walks_the_last_axis(box, data):
             [n for n in range(1, size // last + 1) if (size // last) % n == 0]
         )
     )
-    order = topology.torus_order(box, (size // last // middle, middle, last))
+    sizes = (size // last // middle, middle, last)
+    order = topology.torus_order(box, sizes)
     assert is_permutation(order, tuple(box))
-    assert topology.mean_hops(order, 2, box) == (0.0 if last == 1 else 1.0)
+    actual = topology.mean_hops(order, 2, box)
+    assert actual == (0.0 if last == 1 else 1.0)
     # A second axis takes a dimension of its own.
-    assert (
-        topology.mean_hops(
-            topology.torus_order((8, 8, 8, 1), (128, 2, 2)), 1, (8, 8, 8, 1)
-        )
-        == 1.0
+    bounds = (8, 8, 8, 1)
+    actual = topology.mean_hops(
+        topology.torus_order(bounds, (128, 2, 2)), 1, (8, 8, 8, 1)
     )
+    assert actual == 1.0
 
 
 @pytest.mark.parametrize(("kind", "bounds", "host"), HARDWARE)
 def test_mean_hops_against_brute_force(kind, bounds, host):
-    order = topology.submesh_order(
-        bounds, host, topology.default_submesh(kind, 2 * bounds[3], bounds)
-    )
+    submesh = topology.default_submesh(kind, 2 * bounds[3], bounds)
+    order = topology.submesh_order(bounds, host, submesh)
     closed = topology.wraps(kind, bounds)
     rows = [hops(row, bounds, closed) for row in order.tolist()]
-    assert topology.mean_hops(order, 1, bounds, closed) == pytest.approx(np.mean(rows))
+    actual = topology.mean_hops(order, 1, bounds, closed)
+    assert actual == pytest.approx(np.mean(rows))
     places = np.array([[0, 0], [3, 0], [3, 5]])  # a ring has a short way round
-    assert topology.mean_hops(places, 0, (4, 6), (True, False)) == (1 + 5) / 2
+    actual = topology.mean_hops(places, 0, (4, 6), (True, False))
+    assert actual == (1 + 5) / 2
 
 
 def test_which_dimensions_are_rings():
-    assert topology.wraps("TPU v5p", (4, 6, 8, 1)) == (True, False, True, False)
-    assert topology.wraps("TPU v5 lite", (8, 16, 1, 1)) == (False, True, False, False)
-    assert topology.wraps("TPU v3", (32, 16, 1, 2)) == (True, False, False, False)
+    actual = topology.wraps("TPU v5p", (4, 6, 8, 1))
+    assert actual == (True, False, True, False)
+    actual = topology.wraps("TPU v5 lite", (8, 16, 1, 1))
+    assert actual == (False, True, False, False)
+    actual = topology.wraps("TPU v3", (32, 16, 1, 2))
+    assert actual == (True, False, False, False)
     assert topology.wraps("unheard of", (4, 4)) == (False, False)
 
 
@@ -350,7 +364,8 @@ def test_neighbours_on_the_last_axis_are_linked(kind, bounds):
     ]
     for sizes in every if (kind, bounds) in SMALL else models:
         order = topology.device_order(devices, sizes)
-        assert sorted(device.id for device in order.devices.flat) == list(range(size))
+        ids = sorted(device.id for device in order.devices.flat)
+        assert ids == list(range(size))
         last = max(i for i, size in enumerate(sizes) if size > 1)
         assert order.mean_hops is not None, (
             sizes,
@@ -364,9 +379,10 @@ def test_neighbours_on_the_last_axis_are_linked(kind, bounds):
 
 def axes_varying(order, axis):
     """The dimensions of the torus along which the devices of one mesh axis differ."""
-    line = np.moveaxis(order.devices, axis, -1).reshape(-1, order.devices.shape[axis])[
-        0
-    ]
+    devices = np.moveaxis(order.devices, axis, -1).reshape(
+        -1, order.devices.shape[axis]
+    )
+    line = devices[0]
     places = np.array([topology.coords(device, 1) for device in line])
     return tuple(np.flatnonzero(np.ptp(places, axis=0)).tolist())
 
@@ -384,8 +400,10 @@ def axes_varying(order, axis):
     ],
 )
 def test_two_cores_of_a_chip_go_to_the_fastest_axis(bounds, sizes, dims):
-    order = topology.device_order(chips(bounds, (2, 2, 1, 2), "TPU7x"), sizes)
-    assert [axes_varying(order, axis) for axis in range(len(sizes))] == dims
+    devices = chips(bounds, (2, 2, 1, 2), "TPU7x")
+    order = topology.device_order(devices, sizes)
+    actual = [axes_varying(order, axis) for axis in range(len(sizes))]
+    assert actual == dims
     assert order.method == "mesh_utils"
 
 
