@@ -36,6 +36,5 @@ def orbax(path, tree, **how):
 
 
 def eformer(directory, **content):
-    (directory / "tensorstore_index.json").write_text(
-        json.dumps({"format": "tensorstore", **content})
-    )
+    encoded = json.dumps({"format": "tensorstore", **content})
+    (directory / "tensorstore_index.json").write_text(encoded)

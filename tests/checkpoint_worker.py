@@ -57,7 +57,8 @@ def tree():
 
 def planned():
     """The plan of each rule set."""
-    mesh = MeshSpec({"data": 4, "tensor": 2}).build(jax.devices())
+    axes = {"data": 4, "tensor": 2}
+    mesh = MeshSpec(axes).build(jax.devices())
     return {
         name: shardfx.plan(tree(), mesh, paths=PathRules.parse(rules))
         for name, rules in RULES.items()
@@ -90,7 +91,8 @@ def saves_and_loads():
     plans, read, wrote, result = planned(), counting("preadv"), counting("pwritev"), {}
     for name, plan in plans.items():
         wrote.clear()
-        checkpoint.save(FOLDER / name, shardfx.shard(tree(), plan), plan)
+        sharded = shardfx.shard(tree(), plan)
+        checkpoint.save(FOLDER / name, sharded, plan)
         result[f"written.{name}"] = sum(wrote)
         index = checkpoint.read_index(FOLDER / name)
         for other, target_plan in plans.items():
@@ -110,7 +112,8 @@ def saves_and_loads():
     result["numpy"] = saved(FOLDER / "numpy", tree(), plans["rows"])[0]
     with checkpoint.Manager(FOLDER / "run", keep=2) as manager:
         for step in range(4):
-            manager.save(step, {"step": step, **shardfx.shard(tree(), plans["rows"])})
+            sharded = shardfx.shard(tree(), plans["rows"])
+            manager.save(step, {"step": step, **sharded})
     multihost_utils.sync_global_devices("managed")
     result["steps"] = (manager.steps(), manager.latest())
     # The plan has no leaf for the number `step`.
@@ -136,7 +139,8 @@ def with_few_devices():
     """Arrays of which most processes hold nothing: put, saved and loaded, with and
     without a map.
     """
-    few, result = Mesh(jax.devices()[:2], "x"), {}
+    mesh = Mesh(jax.devices()[:2], "x")
+    few, result = mesh, {}
     arrays = tree() | {"key": jax.random.key(3)}
     plan = shardfx.plan(
         arrays, few, paths=PathRules.parse("rows->x, columns->None.x, .*->replicate")
@@ -162,13 +166,13 @@ def with_few_devices():
 
 def through_a_map(plans):
     """Another layout is written under each plan, and read back under the other."""
-    result, shapes = {}, {path: array.shape for path, array in tree().items()}
+    shapes_by_path = {path: array.shape for path, array in tree().items()}
+    result, shapes = {}, shapes_by_path
     for (name, plan), other in zip(
         plans.items(), reversed(plans.values()), strict=True
     ):
-        checkpoint.save(
-            FOLDER / f"{name}-mapped", shardfx.shard(tree(), plan), plan, map=EXPORT
-        )
+        sharded = shardfx.shard(tree(), plan)
+        checkpoint.save(FOLDER / f"{name}-mapped", sharded, plan, map=EXPORT)
         loaded = checkpoint.load(FOLDER / f"{name}-mapped", other, EXPORT.inverse())
         result[f"right.{name}.mapped"] = (
             right(loaded)
@@ -212,9 +216,8 @@ def disagreements():
     me, (plan, other) = jax.process_index(), planned().values()
     arrays = shardfx.shard(tree(), plan)
     half = arrays | {"rows": arrays["rows"].astype("bfloat16")}
-    halved = shardfx.plan(
-        half, plan.mesh.build(jax.devices()), paths=PathRules.parse(RULES["rows"])
-    )
+    rules = PathRules.parse(RULES["rows"])
+    halved = shardfx.plan(half, plan.mesh.build(jax.devices()), paths=rules)
     file, result = FOLDER / "one.safetensors", {}
 
     def tried(name, odd, *arguments, path: Any = FOLDER / "never", **options):
@@ -255,8 +258,9 @@ def disagreements():
     tried("dtype", 1, half, halved)
     tried("placed otherwise", 1, shardfx.reshard(arrays, other), plan)
     tried("path", 2, path=7 if me == 2 else FOLDER / "never")
+    rules = {"x": From("rows").times(float(me == 1) + 1)}
     times = TreeMap(
-        {"x": From("rows").times(float(me == 1) + 1)},
+        rules,
         drop=["both", "columns", "whole", "wide"],
     )
     multihost_utils.sync_global_devices("map")
@@ -275,9 +279,13 @@ def disagreements():
     )
     multihost_utils.sync_global_devices("absent")
     result["after"] = saved(file, arrays, plan, overwrite=True)
-    ours = shardfx.reshard(arrays, NamedSharding(Mesh(jax.devices()[:2], "x"), P()))
+    mesh = Mesh(jax.devices()[:2], "x")
+    sharding = NamedSharding(mesh, P())
+    ours = shardfx.reshard(arrays, sharding)
     result["one process's"] = saved(FOLDER / "ours.safetensors", ours, plan)
-    pair = shardfx.reshard(arrays, NamedSharding(Mesh(jax.devices()[2:6], "x"), P("x")))
+    mesh = Mesh(jax.devices()[2:6], "x")
+    sharding = NamedSharding(mesh, P("x"))
+    pair = shardfx.reshard(arrays, sharding)
     result["two processes'"] = saved(FOLDER / "pair.safetensors", pair, plan)
     multihost_utils.sync_global_devices("pair")
     for name in ("ours", "pair"):

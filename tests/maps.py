@@ -74,7 +74,8 @@ def chains(draw, start, shape, steps=4, keeps_all=False):
 @st.composite
 def _next(draw, expression, shape, kind):
     rank = len(shape)
-    dim = draw(st.integers(0, max(0, len(shape) - 1)))
+    largest = max(0, len(shape) - 1)
+    dim = draw(st.integers(0, largest))
     size = shape[dim] if rank else 1
     divisors = [n for n in range(1, size + 1) if size % n == 0] or [1]
     if kind == "T":
@@ -101,7 +102,8 @@ def _next(draw, expression, shape, kind):
         )
     if kind == "split" and rank and rank < 6:
         divisor = draw(st.sampled_from(divisors))
-        return expression.split(dim, divisor, -1), (
+        parts = expression.split(dim, divisor, -1)
+        return parts, (
             *shape[:dim],
             divisor,
             size // divisor,
@@ -178,8 +180,10 @@ def rules(draw, name, keeps_all=False, dtypes=DTYPES):
 
 def filled(shape, dtype, seed=0):
     """An array whose elements tell where they are."""
-    numbers = np.asarray(np.arange(math.prod(shape)).reshape(shape) + 37 * seed)
-    return np.asarray(numbers % 2 if dtype.kind == "b" else numbers % 101).astype(dtype)
+    values = np.arange(math.prod(shape)).reshape(shape) + 37 * seed
+    numbers = np.asarray(values)
+    values = np.asarray(numbers % 2 if dtype.kind == "b" else numbers % 101)
+    return values.astype(dtype)
 
 
 @st.composite

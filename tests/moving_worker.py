@@ -49,10 +49,11 @@ def right(array, expected, sharding):
 def meshes():
     devices = np.asarray(jax.devices())
     half = len(devices) // 2
+    mesh = Mesh(devices[::-1].reshape(2, half), ("a", "b"))
     return {
         "all": Mesh(devices, ("a",)),
         "grid": Mesh(devices.reshape(2, half), ("a", "b")),
-        "turned": Mesh(devices[::-1].reshape(2, half), ("a", "b")),
+        "turned": mesh,
         "first": Mesh(devices[:half], ("a",)),
         "last": Mesh(devices[half:], ("a",)),
         "first turned": Mesh(devices[:half][::-1], ("a",)),
@@ -110,7 +111,8 @@ def case(name, **options):
 def limited(name, **options):
     """Under the least limit that works, as the error about a smaller one says it."""
     text, _ = multiprocess_worker.raised(case, name, memory_limit_bytes=10, **options)
-    least = int(text.split("`memory_limit_bytes=")[-1].split("`")[0])
+    parts = text.split("`memory_limit_bytes=")[-1].split("`")[0]
+    least = int(parts)
     return case(name, memory_limit_bytes=least, **options) | {"error": text}
 
 
@@ -143,7 +145,8 @@ def owned_by_one_process():
         out_shardings=NamedSharding(mesh_by_name["all"], P()),
     )()
     moved = reshard(keys, whole)
-    data = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(3), 8)))
+    key_data = jax.random.key_data(jax.random.split(jax.random.key(3), 8))
+    data = np.asarray(key_data)
     mine = [
         np.array_equal(jax.random.key_data(shard.data), data)
         for shard in moved.addressable_shards
@@ -171,7 +174,8 @@ def moves():
     result["many"] = all(
         right(moved[str(i)], values((24, 8)) + i, dst) for i in range(100)
     )
-    single = move_of((24, 48), jnp.dtype("float32"), many["0"].sharding, dst).assembly
+    move = move_of((24, 48), jnp.dtype("float32"), many["0"].sharding, dst)
+    single = move.assembly
     result["way"] = None if single is None else single.method
     odd = many | {
         "odd": placed(values((8, 8)), NamedSharding(mesh_by_name["all"], P("a")))
@@ -241,9 +245,8 @@ def mapped_ends(name):
     # As a computation gives them: on the devices of the source alone.
     data = placed(np.asarray(jax.random.key_data(keys)), NamedSharding(source, P()))
     tree["keys"] = jax.random.wrap_key_data(data)
-    without = TreeMap(
-        {path: rule for path, rule in MAP.steps[0].rules if path != "keys"}
-    )
+    rules = {path: rule for path, rule in MAP.steps[0].rules if path != "keys"}
+    without = TreeMap(rules)
     whole = without.apply(arrays)
     target = {
         path: jax.ShapeDtypeStruct(
@@ -254,9 +257,8 @@ def mapped_ends(name):
     target["keys"] = jax.ShapeDtypeStruct(
         (4, 2), keys.dtype, sharding=NamedSharding(there, P())
     )
-    whole["keys"] = (
-        np.asarray(jax.random.key_data(keys)).reshape(2, 4, 2).transpose(1, 0, 2)
-    )
+    key_data = np.asarray(jax.random.key_data(keys)).reshape(2, 4, 2)
+    whole["keys"] = key_data.transpose(1, 0, 2)
     return tree, target, whole
 
 
@@ -264,14 +266,15 @@ def spread(mesh, shape, last=False):
     """Over all axes along one dimension that divides."""
     dims = [dim for dim, size in enumerate(shape) if size and size % mesh.size == 0]
     chosen = dims[-1 if last else 0] if dims else -1
+    spec = P(
+        *[
+            tuple(mesh.axis_names) if dim == chosen else None
+            for dim in range(len(shape))
+        ]
+    )
     return NamedSharding(
         mesh,
-        P(
-            *[
-                tuple(mesh.axis_names) if dim == chosen else None
-                for dim in range(len(shape))
-            ]
-        ),
+        spec,
     )
 
 
@@ -300,12 +303,10 @@ def through_maps():
     }
     mesh = meshes()["grid"]
     tree = {"w": placed(values((16, 24)), spread(mesh, (16, 24)))}
-    struct = {
-        "x": jax.ShapeDtypeStruct(
-            (16, 24), jnp.float32, sharding=spread(mesh, (16, 24))
-        )
-    }
-    times = TreeMap({"x": From("w").times(float(jax.process_index() == 1) + 1)})
+    sharding = spread(mesh, (16, 24))
+    struct = {"x": jax.ShapeDtypeStruct((16, 24), jnp.float32, sharding=sharding)}
+    rules = {"x": From("w").times(float(jax.process_index() == 1) + 1)}
+    times = TreeMap(rules)
     result["other map"], _ = multiprocess_worker.raised(
         reshard, tree, struct, map=times
     )

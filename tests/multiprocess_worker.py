@@ -48,9 +48,10 @@ STEP_SIZE = 0.1
 
 def params():
     rng = np.random.default_rng(0)
+    array = rng.normal(size=(16, 32)).astype(np.float32)
     return {
         "in": {
-            "w": rng.normal(size=(16, 32)).astype(np.float32),
+            "w": array,
             "b": np.zeros(32, np.float32),
         },
         "out": {
@@ -75,7 +76,9 @@ def loss(params, batch, mask, batch_plan):
     hidden = jax.nn.relu(batch["x"] @ params["in"]["w"] + params["in"]["b"])
     hidden = constrain(hidden, P("data", "tensor"), batch_plan)
     error = hidden @ params["out"]["w"] + params["out"]["b"] - batch["y"]
-    return jnp.sum(jnp.mean(error**2, axis=1) * mask) / jnp.sum(mask)
+    elements = jnp.mean(error**2, axis=1) * mask
+    total = jnp.sum(elements)
+    return total / jnp.sum(mask)
 
 
 def planned(mesh, tree=None, rules=RULES):
@@ -135,9 +138,8 @@ def train(mesh):
     losses = []
     for number, batch in enumerate(batches()):
         # The last process of several runs short of rows in the second batch.
-        local = local_rows(
-            batch, batch_plan, mesh, rows=-2 if number == 1 and is_last() else None
-        )
+        rows = -2 if number == 1 and is_last() else None
+        local = local_rows(batch, batch_plan, mesh, rows=rows)
         arrays, mask = hosts.global_batch(local, batch_plan, pad=0)
         model, state, value = run(model, state, arrays, mask)
         losses.append(float(value))
@@ -163,13 +165,15 @@ def agreement(mesh):
     )
     hosts.assert_same_plan(mine)
     hosts.assert_same_plan(same)
+    rules = PathRules([("out/w", P("tensor")), *RULES.rules])
+    devices = mesh.devices[::-1]
     pairs = {
         "spec": (
             mine,
-            planned(mesh, rules=PathRules([("out/w", P("tensor")), *RULES.rules])),
+            planned(mesh, rules=rules),
         ),
         "shape": (mine, planned(mesh, {**params(), "more": np.ones(3)})),
-        "devices": (mine, mine.on(Mesh(mesh.devices[::-1], mesh.axis_names))),
+        "devices": (mine, mine.on(Mesh(devices, mesh.axis_names))),
         "map": (same, twice),
         "map and plan": (same, mine),
     }
@@ -202,7 +206,8 @@ def shared_batches(batch_plan, mesh):
     late, _ = raised(hosts.global_batch, whole, batch_plan, wait_seconds=1)
     multihost_utils.sync_global_devices("late")
     again = gather(hosts.global_batch(whole, batch_plan, wait_seconds=30))
-    first_mesh = MeshSpec({"data": 2}).build(jax.devices()[:2])
+    devices = jax.devices()[:2]
+    first_mesh = MeshSpec({"data": 2}).build(devices)
     first_plan = plan(batch, first_mesh, paths=BATCH_RULES)
     elsewhere, _ = raised(hosts.global_batch, batch, first_plan)
     return {
@@ -224,22 +229,31 @@ def everything():
     }
     # The devices of different processes alternate, so no process has a box, and each
     # lists its rows.
+    devices = mesh.devices.reshape(-1)[
+        np.arange(8).reshape(2, 4).T.reshape(-1)
+    ].reshape(8)
     mixed = Mesh(
-        mesh.devices.reshape(-1)[np.arange(8).reshape(2, 4).T.reshape(-1)].reshape(8),
+        devices,
         ("all",),
     )
     owned = hosts.owned((16, 3), NamedSharding(mixed, P("all")), process)
     whole = np.arange(48.0, dtype=np.float32).reshape(16, 3)
-    scattered_plan = plan({"x": whole}, mixed, paths=PathRules([("x", P("all"))]))
+    rules = PathRules([("x", P("all"))])
+    scattered_plan = plan({"x": whole}, mixed, paths=rules)
     scattered = np.concatenate([whole[chunk.slices] for chunk in owned])
+    gathered = gather(hosts.global_batch({"x": scattered}, scattered_plan))["x"]
     result["scattered"] = (
-        gather(hosts.global_batch({"x": scattered}, scattered_plan))["x"],
+        gathered,
         whole,
     )
-    order = MeshSpec(SPEC.shape, dcn={"data": jax.process_count()}).order(jax.devices())
+    dcn = {"data": jax.process_count()}
+    order = MeshSpec(SPEC.shape, dcn=dcn).order(jax.devices())
+    process_indexes = [
+        [device.process_index for device in row] for row in order.devices
+    ]
     result["nodes"] = (
         order.method,
-        [[device.process_index for device in row] for row in order.devices],
+        process_indexes,
     )
     result["layout"] = hosts.data_layout(24, "data", grid, process)
     batch_plan = planned_batch(mesh)
@@ -276,13 +290,15 @@ def dies(dead=0):
     if jax.process_index() == dead:
         os._exit(7)
     batch = np.ones((8, 8), np.float32)
+    fitted = SPEC.fit(jax.device_count())
+    sharding_plan = plan(
+        {"x": batch},
+        fitted.build(jax.devices()),
+        paths=BATCH_RULES,
+    )
     x = shard(
         {"x": batch},
-        plan(
-            {"x": batch},
-            SPEC.fit(jax.device_count()).build(jax.devices()),
-            paths=BATCH_RULES,
-        ),
+        sharding_plan,
     )
     for _ in range(10_000):
         gather(x)
