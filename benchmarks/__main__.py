@@ -85,25 +85,26 @@ def _run(
     results: dict[str, list[Record]] = {}
     for name in names:
         suite_flags = flags if flags.command == name else suites[name].parse_args([])
+        repeats = flags.repeats or (3 if flags.quick else 9)
         options = Options(
             flags.quick,
-            flags.repeats or (3 if flags.quick else 9),
+            repeats,
             devices,
             suite_flags,
         )
         module = importlib.import_module(f"benchmarks.{SUITES[name]}")
         entries = module.cases(options)
-        results[name] = run_suite(entries, options, Progress(name, len(entries)))
+        progress = Progress(name, len(entries))
+        results[name] = run_suite(entries, options, progress)
         print(
             f"\n{name}: {module.SUMMARY}\n\n{_report.table(results[name])}\n",
             flush=True,
         )
     if flags.json is not None:
-        flags.json.write_text(
-            _report.to_json(
-                results, _machine.machine(devices), _machine.versions(), flags.quick
-            )
+        document = _report.to_json(
+            results, _machine.machine(devices), _machine.versions(), flags.quick
         )
+        flags.json.write_text(document)
     failed = [
         f"{name}: {r.name}: {r.failed}"
         for name, records in results.items()

@@ -145,7 +145,8 @@ def _scratch_bytes(devices: np.ndarray) -> int:
         out_specs=P("x"),
     )
     struct = jax.ShapeDtypeStruct((256 * count, 1024), jnp.float32, sharding=rows)
-    memory = jax.jit(turned).lower(struct).compile().memory_analysis()
+    compiled = jax.jit(turned).lower(struct).compile()
+    memory = compiled.memory_analysis()
     return 0 if memory is None else max(0, memory.temp_size_in_bytes - 2**20)
 
 
@@ -236,15 +237,13 @@ def _summary(rows: Sequence[Row]) -> dict[str, Value]:
     ]
     values: dict[str, Value] = {"pairs": len(rows)}
     for name, text in (("xla", "XLA"), ("ours", "shardfx")):
-        values[f"{text}: share above 2x the shard"] = sum(
-            row.is_above(name) for row in rows
-        ) / len(rows)
+        total = sum(row.is_above(name) for row in rows)
+        values[f"{text}: share above 2x the shard"] = total / len(rows)
         values[f"{text}: worst temporary over shard"] = max(
             row.factor(name) for row in rows
         )
-        values[f"{text}: wire over lower bound"] = (
-            sum(row.wire_bytes[name] for row in rows) / bound
-        )
+        total = sum(row.wire_bytes[name] for row in rows)
+        values[f"{text}: wire over lower bound"] = total / bound
         values[f"{text}: median seconds to compile"] = statistics.median(
             row.compile_seconds[name] for row in rows
         )
@@ -255,20 +254,16 @@ def _summary(rows: Sequence[Row]) -> dict[str, Value]:
     values["pairs with more wire bytes than XLA"] = sum(
         row.wire_bytes["ours"] > row.wire_bytes["xla"] + 1 for row in rows
     )
-    return values | _speedups(
-        [(row.speedup, row) for row in rows if row.speedup is not None]
-    )
+    timed = [(row.speedup, row) for row in rows if row.speedup is not None]
+    return values | _speedups(timed)
 
 
 def _spread(text: str, factors: Sequence[float]) -> dict[str, Value]:
     """How many programs hold how much: a count up to the first of `FACTORS`, between
     each two, and above the last.
     """
-    counts: dict[str, Value] = {
-        f"{text}: pairs at {FACTORS[0]}x": sum(
-            factor <= FACTORS[0] for factor in factors
-        )
-    }
+    total = sum(factor <= FACTORS[0] for factor in factors)
+    counts: dict[str, Value] = {f"{text}: pairs at {FACTORS[0]}x": total}
     for low, high in itertools.pairwise((*FACTORS, math.inf)):
         many = sum(low < factor <= high for factor in factors)
         counts[

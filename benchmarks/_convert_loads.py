@@ -76,9 +76,8 @@ def _as_it_is(file: Path, devices: list[Any]) -> ShardPlan:
     """The same bytes, in the file's own layout, cut as the weights of a model are."""
     structs = checkpoint.structs(checkpoint.read_index(file))
     mesh = Mesh(np.array(devices).reshape(2, -1), ("fsdp", "tensor"))
-    return plan(
-        structs, mesh, paths=PathRules([("norm", P()), (".*", P("tensor", "fsdp"))])
-    )
+    rules = PathRules([("norm", P()), (".*", P("tensor", "fsdp"))])
+    return plan(structs, mesh, paths=rules)
 
 
 def load_race(mebibytes: int, options: Options) -> Race:
@@ -89,26 +88,26 @@ def load_race(mebibytes: int, options: Options) -> Race:
     def check(_: Any, result: Any) -> None:
         for path, array in _by_hand(file, trainer.shardings).items():
             assert result[path].sharding == trainer.shardings[path], path
-            assert np.asarray(result[path]).tobytes() == np.asarray(array).tobytes(), (
-                path
-            )
+            actual = np.asarray(result[path]).tobytes()
+            assert actual == np.asarray(array).tobytes(), path
 
-    return Race(
-        rivals=(
-            Rival(
-                "shardfx",
-                make=lambda: lambda _: checkpoint.load(file, trainer, HUGGING_FACE),
-                check=check,
-            ),
-            Rival(
-                "load without a map",
-                make=lambda: lambda _: checkpoint.load(file, plain_plan),
-            ),
-            Rival(
-                "load_file, numpy, device_put",
-                make=lambda: lambda _: _by_hand(file, trainer.shardings),
-            ),
+    rivals = (
+        Rival(
+            "shardfx",
+            make=lambda: lambda _: checkpoint.load(file, trainer, HUGGING_FACE),
+            check=check,
         ),
+        Rival(
+            "load without a map",
+            make=lambda: lambda _: checkpoint.load(file, plain_plan),
+        ),
+        Rival(
+            "load_file, numpy, device_put",
+            make=lambda: lambda _: _by_hand(file, trainer.shardings),
+        ),
+    )
+    return Race(
+        rivals=rivals,
         fresh=lambda: None,
         byte_count=trainer.bytes_total,
         clear_caches=False,
@@ -151,14 +150,18 @@ def memory_of(file: str, mebibytes: int, name: str, devices: int) -> dict[str, f
     with tempfile.TemporaryDirectory() as folder:
         from safetensors.numpy import save_file
 
-        save_file({"w": np.ones((8, 8), np.float32)}, Path(folder, "small.safetensors"))
+        array = np.ones((8, 8), np.float32)
+        save_file({"w": array}, Path(folder, "small.safetensors"))
+        array = np.ones((8, 8), np.float32)
+        mesh = jax.make_mesh((1,), ("x",))
+        sharding_plan = plan(
+            {"w": array},
+            mesh,
+            paths=REPLICATED,
+        )
         checkpoint.load(
             folder,
-            plan(
-                {"w": np.ones((8, 8), np.float32)},
-                jax.make_mesh((1,), ("x",)),
-                paths=REPLICATED,
-            ),
+            sharding_plan,
         )
     held = sum(leaf.bytes_per_device for leaf in trainer.leaves) * devices
     reset_peak()

@@ -52,9 +52,9 @@ def sync_race(mebibytes: int, options: Options, elsewhere: bool) -> Race:
 
     def check(tree: Any, result: Any) -> None:
         if not expected:
-            expected.update(
-                ENGINE.apply({path: np.asarray(leaf) for path, leaf in tree.items()})
-            )
+            leaves_by_path = {path: np.asarray(leaf) for path, leaf in tree.items()}
+            applied = ENGINE.apply(leaves_by_path)
+            expected.update(applied)
         for path, array in expected.items():
             assert result[path].sharding == shardings[path], path
             assert np.array_equal(
@@ -85,13 +85,14 @@ def sync_race(mebibytes: int, options: Options, elsewhere: bool) -> Race:
     ]
     if not elsewhere:
         rivals.append(Rival("jax.jit, out_shardings", make=whole, check=check))
+    facts = {"leaves": len(target.leaves), "devices": len(options.devices)}
     return Race(
         rivals=tuple(rivals),
         # A move measured twice on one source would find copies that JAX keeps on the
         # host.
         fresh=lambda: jax.block_until_ready(filled_tree(source)),
         byte_count=target.bytes_total,
-        facts={"leaves": len(target.leaves), "devices": len(options.devices)},
+        facts=facts,
         clear_caches=False,
         also=time.process_time,
         most_seconds=MOST_SECONDS,
@@ -101,9 +102,8 @@ def sync_race(mebibytes: int, options: Options, elsewhere: bool) -> Race:
 @jax.jit
 def _qkv(q: jax.Array, k: jax.Array, v: jax.Array, i: int) -> jax.Array:
     def key(x: jax.Array) -> jax.Array:
-        return jnp.repeat(x[i].T.reshape(KEYS, SIZE, WIDTH), SHARDS // KEYS, 0).reshape(
-            SHARDS, -1, WIDTH
-        )
+        count = x[i].T.reshape(KEYS, SIZE, WIDTH)
+        return jnp.repeat(count, SHARDS // KEYS, 0).reshape(SHARDS, -1, WIDTH)
 
     return jnp.concatenate(
         [q[i].T.reshape(SHARDS, -1, WIDTH), key(k), key(v)], 1
@@ -130,9 +130,8 @@ def _leaf_by_leaf(layers: int, shardings: Any, tree: Any) -> Any:
     """What people write: a compiled function per kind of weight, and `device_put` of
     what it gives.
     """
-    arrays_by_path = {
-        "model.embed": jax.device_put(tree["embed"], shardings["model.embed"])
-    }
+    placed = jax.device_put(tree["embed"], shardings["model.embed"])
+    arrays_by_path = {"model.embed": placed}
     w = {name.removeprefix("layers/"): leaf for name, leaf in tree.items()}
     for i in range(layers):
         layer = {

@@ -40,11 +40,11 @@ def program_counts(options: Options) -> Mapping[str, Value]:
     tree, target = small_weights(leaf_count(options), options.devices)
     shardfx.clear_caches()
     moved = resharded(tree, target, map=LLAMA, copies=False)
-    expected = LLAMA.apply({path: np.asarray(leaf) for path, leaf in tree.items()})
-    assert all(
-        np.asarray(moved[path]).tobytes() == array.tobytes()
-        for path, array in expected.items()
-    )
+    leaves_by_path = {path: np.asarray(leaf) for path, leaf in tree.items()}
+    expected = LLAMA.apply(leaves_by_path)
+    for path, array in expected.items():
+        actual = np.asarray(moved[path]).tobytes()
+        assert actual == array.tobytes()
     programs = program.cache_info().currsize
     layers = 2
     source = trainer_plan(layers, options.devices)
@@ -156,23 +156,21 @@ def memory_of_programs(mebibytes: int, options: Options) -> Mapping[str, Value]:
             run = program(
                 work.devices, step.rounds, sources, (work.shard_shape, work.dtype), True
             )
-            where = NamedSharding(
-                Mesh(np.array(work.devices), ("device",)), P("device")
-            )
+            mesh = Mesh(np.array(work.devices), ("device",))
+            where = NamedSharding(mesh, P("device"))
             count = len(work.devices)
-            structs = [
-                jax.ShapeDtypeStruct(
-                    step.places.shape, step.places.dtype, sharding=where
-                )
-            ] + [
+            struct = jax.ShapeDtypeStruct(
+                step.places.shape, step.places.dtype, sharding=where
+            )
+            structs = [struct] + [
                 jax.ShapeDtypeStruct(
                     (count * block[0], *block[1:]), dtype, sharding=where
                 )
                 for block, dtype in sources
             ]
-            most = max(
-                most, run.lower(*structs).compile().memory_analysis().temp_size_in_bytes
-            )
+            memory = run.lower(*structs).compile().memory_analysis()
+            temp_size_in_bytes = memory.temp_size_in_bytes
+            most = max(most, temp_size_in_bytes)
     return {
         "temporary_bytes": most,
         "largest_shard": largest,

@@ -188,13 +188,15 @@ def small_weights(
     ]
     source = plan(arrays, theirs, paths=PathRules(rules))
     rules = [("norm", P()), ("(o|down)$", P(None, "tensor")), (".*", P("tensor"))]
+    structs_by_path = {
+        path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in arrays.items()
+    }
     structs = jax.eval_shape(
         LLAMA.apply,
-        {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in arrays.items()},
+        structs_by_path,
     )
-    return shardfx.shard(arrays, source), plan(
-        structs, Mesh(np.array(devices), ("tensor",)), paths=PathRules(rules)
-    )
+    mesh = Mesh(np.array(devices), ("tensor",))
+    return shardfx.shard(arrays, source), plan(structs, mesh, paths=PathRules(rules))
 
 
 LLAMA = TreeMap(

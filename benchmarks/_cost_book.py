@@ -51,9 +51,11 @@ def collectives(data: Mapping[str, Any]) -> Mapping[str, Value]:
     for example in data["collectives"]:
         size = math.prod(example["mesh"][axis] for axis in example["axes"])
         sent = example["bytes"] * (size - 1) // size
+        rows = (row(example["kind"], sent, size, tuple(example["axes"])),)
+        devices = math.prod(example["mesh"].values())
         traffic = Traffic(
-            (row(example["kind"], sent, size, tuple(example["axes"])),),
-            math.prod(example["mesh"].values()),
+            rows,
+            devices,
         )
         estimate = seconds(
             traffic, example["chip"], MeshSpec(example["mesh"]), slice=example["slice"]
@@ -88,11 +90,8 @@ def training(data: Mapping[str, Any], model: Mapping[str, int]) -> Mapping[str, 
     activations = jax.ShapeDtypeStruct(
         (3 * mine["layers"], mine["tokens_for_memory"], mine["width"]), jnp.bfloat16
     )
-    total = (
-        params.bytes_total
-        + 2 * moments.bytes_total
-        + plan({"kept": activations}, mesh, paths=whole).bytes_total
-    )
+    bytes_total = plan({"kept": activations}, mesh, paths=whole).bytes_total
+    total = params.bytes_total + 2 * moments.bytes_total + bytes_total
     least = math.ceil(total / _BOOKS[mine["chip"]])
     chip = chips.find(mine["chip"])
     # With two links on each of three dimensions, gathers of 2 bytes hide behind 2
@@ -117,15 +116,18 @@ def serving(data: Mapping[str, Any], model: Mapping[str, int]) -> Mapping[str, V
     values: dict[str, Value] = {}
     for name, extents in mine["slices"].items():
         dtype = jnp.dtype(name)
-        mesh = MeshSpec({"x": extents[0], "y": extents[1]})
+        axes = {"x": extents[0], "y": extents[1]}
+        mesh = MeshSpec(axes)
+        rules = PathRules([(".*", P(None, "x", "y"))])
         weights = plan(
             _parameters(model, dtype),
             mesh,
-            paths=PathRules([(".*", P(None, "x", "y"))]),
+            paths=rules,
         )
+        sharding_plan = plan(_cache(model, mine, 1, dtype), mesh, paths=_CACHED)
         plans = {
             "params": weights,
-            "cache": plan(_cache(model, mine, 1, dtype), mesh, paths=_CACHED),
+            "cache": sharding_plan,
         }
         a_token = plans["cache"].bytes_total / mine["context"]
         assert abs(a_token / mine["cache_bytes_a_token"][name] - 1) < 0.01
@@ -162,7 +164,9 @@ def _most_caches(
     while high - low > 1:
         middle = (low + high) // 2
         cache = plan(_cache(model, mine, middle, dtype), weights.mesh, paths=_CACHED)
-        fits = fit(ShardPlan.join(params=weights, cache=cache), chip=chip).fits
+        joined = ShardPlan.join(params=weights, cache=cache)
+        fitted = fit(joined, chip=chip)
+        fits = fitted.fits
         low, high = (middle, high) if fits else (low, middle)
     return low
 

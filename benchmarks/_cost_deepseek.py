@@ -207,24 +207,28 @@ def _step(config: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
         ) + fed(x, w["shared"])
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        x = laid(params["embedding"].astype(jnp.bfloat16)[batch["inputs"]], *STREAM)
+        embedding = params["embedding"].astype(jnp.bfloat16)[batch["inputs"]]
+        x = laid(embedding, *STREAM)
         x, _ = jax.lax.scan(jax.checkpoint(ft.partial(layer, fed)), x, params["dense"])
         x, _ = jax.lax.scan(
             jax.checkpoint(ft.partial(layer, mixture)), x, params["mixed"]
         )
-        x = laid(_normed(x, params["norm"].astype(x.dtype)), *STREAM)
-        logits = laid(
-            x @ params["unembedding"].astype(x.dtype), "batch", None, "active_vocab"
-        ).astype(jnp.float32)
+        norm = params["norm"].astype(x.dtype)
+        x = laid(_normed(x, norm), *STREAM)
+        unembedding = params["unembedding"].astype(x.dtype)
+        logits = laid(x @ unembedding, "batch", None, "active_vocab").astype(
+            jnp.float32
+        )
         targets = laid(
             jax.nn.one_hot(batch["targets"], logits.shape[-1]),
             "batch",
             None,
             "active_vocab",
         )
-        return jnp.sum(
-            jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * targets, axis=-1)
+        elements = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(
+            logits * targets, axis=-1
         )
+        return jnp.sum(elements)
 
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
         value, grads = jax.value_and_grad(loss)(params, batch)
@@ -272,17 +276,18 @@ def _routed(
             *x.shape[:2], -1
         )
 
+    in_specs = (
+        P("fsdp", None, "transpose"),
+        P("fsdp"),
+        P("fsdp"),
+        P(None, "transpose", "tensor"),
+        P(None, "transpose", "tensor"),
+        P(None, "tensor", "transpose"),
+    )
     inner = jax.shard_map(
         local,
         mesh=mesh.abstract(),
-        in_specs=(
-            P("fsdp", None, "transpose"),
-            P("fsdp"),
-            P("fsdp"),
-            P(None, "transpose", "tensor"),
-            P(None, "transpose", "tensor"),
-            P(None, "tensor", "transpose"),
-        ),
+        in_specs=in_specs,
         out_specs=P("fsdp", None, ("transpose", "tensor")),
         check_vma=False,
     )

@@ -45,18 +45,20 @@ def planned(
     - `tiled`: whether the logits are computed in tiles, as `num_vocab_tiling=8` asks
       for.
     """
+    axes = {"data": config["slices"], "fsdp": config["fsdp"]}
     mesh = MeshSpec(
-        {"data": config["slices"], "fsdp": config["fsdp"]},
+        axes,
         dcn={"data": config["slices"]},
     )
     ours = plan(_structs(config), mesh, paths=_RULES)
     count = config["sequences"] * config["fsdp"] * config["slices"]
     tokens = jax.ShapeDtypeStruct((count, config["length"]), jnp.int32)
     names = ("inputs", "positions", "segments", "targets", "targets_segments")
+    rules = PathRules([(".*", P(("data", "fsdp")))])
     batch = plan(
         dict.fromkeys(names, tokens),
         mesh,
-        paths=PathRules([(".*", P(("data", "fsdp")))]),
+        paths=rules,
     )
     return {"params": ours, "state": follow(_moments, ours), "batch": batch}, _step(
         config, ours, tiled=tiled
@@ -123,7 +125,8 @@ def _step(
         )
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        x = laid(params["embedding"].astype(jnp.bfloat16)[batch["inputs"]])
+        embedding = params["embedding"].astype(jnp.bfloat16)[batch["inputs"]]
+        x = laid(embedding)
         stacked = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 1, 0), params["layers"])
         x, _ = jax.lax.scan(jax.checkpoint(layer), x, stacked)
         x = laid(_normed(x, params["norm"].astype(x.dtype)))
@@ -183,9 +186,8 @@ def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 def _rotated(x: jax.Array) -> jax.Array:
     half = x.shape[-1] // 2
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] / 10_000 ** (
-        jnp.arange(half) / half
-    )
+    values = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None]
+    angles = values / 10_000 ** (jnp.arange(half) / half)
     sin, cos = jnp.sin(angles)[None, :, None], jnp.cos(angles)[None, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate(
@@ -221,7 +223,8 @@ def _cross_entropy(
 
 @jax.custom_vjp
 def _stable(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    return -jnp.sum(targets * jax.nn.log_softmax(logits), axis=-1)
+    elements = targets * jax.nn.log_softmax(logits)
+    return -jnp.sum(elements, axis=-1)
 
 
 def _stable_forward(
@@ -230,7 +233,8 @@ def _stable_forward(
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     powers = jnp.exp(shifted)
     total = jnp.sum(powers, axis=-1, keepdims=True)
-    return -jnp.sum(targets * (shifted - jnp.log(total)), axis=-1), (
+    elements = targets * (shifted - jnp.log(total))
+    return -jnp.sum(elements, axis=-1), (
         targets,
         powers,
         total,

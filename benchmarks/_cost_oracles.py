@@ -75,11 +75,10 @@ def boundary() -> Mapping[str, Value]:
     for name, tiled in (("before", False), ("after", True)):
         gib_by_step[name] = _boundary_fit(published, tiled=tiled).peak_bytes / 2**30
     fitted = _boundary_fit(published, tiled=False)
-    arguments = sum(row.bytes for row in fitted.rows if row.exact) / 2**30
-    counted = {
-        int(count): gib + arguments
-        for count, gib in published["compiler"]["temporaries_gib"].items()
-    }
+    total = sum(row.bytes for row in fitted.rows if row.exact)
+    arguments = total / 2**30
+    temporaries_gib = published["compiler"]["temporaries_gib"].items()
+    counted = {int(count): gib + arguments for count, gib in temporaries_gib}
     errors = {
         count: (
             100
@@ -125,12 +124,14 @@ def _boundary_fit(published: Mapping[str, Any], *, tiled: bool) -> Fit:
 
 
 def _donated(plans: Mapping[str, Any], step: Any, chip: str) -> Fit:
+    out_shardings = (plans["params"], plans["state"], None)
     jitted = filter_jit(
         step,
-        out_shardings=(plans["params"], plans["state"], None),
+        out_shardings=out_shardings,
         donate=("params", "state"),
     )
-    return fit(jitted, *[plan.structs for plan in plans.values()], chip=chip)
+    structs = [plan.structs for plan in plans.values()]
+    return fit(jitted, *structs, chip=chip)
 
 
 def order() -> Mapping[str, Value]:
@@ -167,14 +168,14 @@ def order() -> Mapping[str, Value]:
     errors = [
         100 * (ours[name][1] / row["megabytes"] - 1) for name, row in told_rows.items()
     ]
+    expected = sorted(ours, key=lambda name: told_rows[name]["megabytes"])
+    largest = max(map(abs, errors))
     return {
         **values,
         "order": " < ".join(by_time),
         "right_order": int(by_time == measured == explicit),
-        "right_order_of_memory": int(
-            by_memory == sorted(ours, key=lambda name: told_rows[name]["megabytes"])
-        ),
-        "worst_memory_error_percent": round(max(map(abs, errors)), 1),
+        "right_order_of_memory": int(by_memory == expected),
+        "worst_memory_error_percent": round(largest, 1),
     }
 
 

@@ -92,7 +92,8 @@ def _last(found: Fit) -> tuple[int, int]:
     """The three changes of the page together: the estimate and the compiler's count."""
     step, *args = changed(donate=("params", "opt"), over="data", remat=True)
     made = fit(step, *args, chip=CHIP)
-    assert made.fits and not found.fits
+    assert made.fits
+    assert not found.fits
     return made.peak_bytes, peak(step, *args)
 
 
@@ -142,7 +143,8 @@ def _offloaded() -> tuple[Any, ...]:
     step = inspect.unwrap(jitted)
 
     def moved(params: Any, opt: Any, batch: jax.Array) -> tuple[Any, Any]:
-        new, opt = step(params, jax.device_put(opt, jax.memory.Space.Device), batch)
+        placed = jax.device_put(opt, jax.memory.Space.Device)
+        new, opt = step(params, placed, batch)
         return new, jax.device_put(opt, jax.memory.Space.Host)
 
     host = jax.tree.map(on_host, opt)
@@ -190,10 +192,11 @@ def changed(
     - `halved`: whether the batch is half as large.
     - `remat`: whether layers are computed again in the backward pass.
     """
+    struct = jax.ShapeDtypeStruct(
+        (sizes.layers, sizes.width, sizes.hidden), jnp.float32
+    )
     structs = {
-        "up": jax.ShapeDtypeStruct(
-            (sizes.layers, sizes.width, sizes.hidden), jnp.float32
-        ),
+        "up": struct,
         "down": jax.ShapeDtypeStruct(
             (sizes.layers, sizes.hidden, sizes.width), jnp.float32
         ),

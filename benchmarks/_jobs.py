@@ -50,10 +50,13 @@ def plans(
         for number in range(count)
     }
     meshes: dict[str, Any] = {"trainer": TRAINER, "engine": ENGINE}
-    meshes[job] = meshes[job].build(jax.devices()[: meshes[job].size])
+    devices = jax.devices()[: meshes[job].size]
+    meshes[job] = meshes[job].build(devices)
     sent, received = LAYOUTS[layout]
-    src = plan(structs, meshes["trainer"], paths=PathRules([(".*", sent)]))
-    dst = plan(structs, meshes["engine"], paths=PathRules([(".*", received)]))
+    rules = PathRules([(".*", sent)])
+    src = plan(structs, meshes["trainer"], paths=rules)
+    rules = PathRules([(".*", received)])
+    dst = plan(structs, meshes["engine"], paths=rules)
     return src, dst
 
 
@@ -281,10 +284,11 @@ def of_a_large_llama(
     taken = []
     for receiver in (3, None):
         begin = time.perf_counter()
+        tree_map = TreeMap({"{path*}": "{path*}"}, casts=True)
         transfer = sync.plan_transfer(
             src,
             dst,
-            TreeMap({"{path*}": "{path*}"}, casts=True),
+            tree_map,
             processes=processes,
             receiver=receiver,
         )

@@ -63,9 +63,10 @@ def llama(
         "up": (width, hidden),
         "down": (hidden, width),
     }
+    structs_by_name = {name: struct((layers, *shape)) for name, shape in shapes.items()}
     params = {
         "embedding": struct((vocab, width)),
-        "layers": {name: struct((layers, *shape)) for name, shape in shapes.items()},
+        "layers": structs_by_name,
         "unembedding": struct((width, vocab)),
     }
     return (

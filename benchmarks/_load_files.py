@@ -64,9 +64,9 @@ def plan_of_cut(
         name: jax.ShapeDtypeStruct(shape, dtype or stored_dtype)
         for name, (shape, stored_dtype) in _shapes(mebibytes).items()
     }
-    return plan(
-        structs, Mesh(np.array(devices), ("x",)), paths=PathRules([(".*", CUTS[cut])])
-    )
+    mesh = Mesh(np.array(devices), ("x",))
+    rules = PathRules([(".*", CUTS[cut])])
+    return plan(structs, mesh, paths=rules)
 
 
 def read_through(path: Path) -> None:

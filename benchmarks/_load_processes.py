@@ -79,12 +79,15 @@ def _ready(mebibytes: int, name: str, cut: str, devices: int) -> ShardPlan:
 
     jax.config.update("jax_num_cpu_devices", devices)
     with tempfile.TemporaryDirectory() as folder:
-        small = {"w": np.ones((8, 8), np.float32)}
+        array = np.ones((8, 8), np.float32)
+        small = {"w": array}
         save_file(small, Path(folder, "small.safetensors"))
+        mesh = Mesh(np.array(jax.devices()), ("x",))
+        rules = PathRules([(".*", CUTS[cut])])
         few = plan(
             small,
-            Mesh(np.array(jax.devices()), ("x",)),
-            paths=PathRules([(".*", CUTS[cut])]),
+            mesh,
+            paths=rules,
         )
         jax.block_until_ready(LOADERS[name](Path(folder, "small.safetensors"), few))
     gc.collect()

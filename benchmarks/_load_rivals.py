@@ -62,9 +62,8 @@ def load_by_safe_open(file: Path, shardings: Any) -> Any:
     from safetensors import safe_open
 
     with safe_open(file, "numpy") as opened:
-        return jax.device_put(
-            {name: opened.get_tensor(name) for name in opened.keys()}, shardings
-        )
+        tensors_by_name = {name: opened.get_tensor(name) for name in opened.keys()}
+        return jax.device_put(tensors_by_name, shardings)
 
 
 def load_by_fastsafetensors(file: Path, shardings: Any) -> Any:

@@ -82,7 +82,8 @@ def folder(mebibytes: int) -> Path:
     for number in range(file_count):
         part = names[number::file_count]
         file = f"model-{number + 1:05}-of-{file_count:05}.safetensors"
-        save_file({name: tensors[name] for name in part}, root / "set" / file)
+        tensors_by_name = {name: tensors[name] for name in part}
+        save_file(tensors_by_name, root / "set" / file)
         weight_map |= dict.fromkeys(part, file)
     index = json.dumps({"weight_map": weight_map})
     (root / "set" / "model.safetensors.index.json").write_text(index)
@@ -122,7 +123,8 @@ def place_of(endpoint: str, path: str) -> dict[str, Any]:
 def _plan(index: checkpoint.Index, cut: str) -> ShardPlan:
     mesh = Mesh(np.array(jax.devices()), ("x",))
     structs = checkpoint.structs(index)
-    return plan(structs, mesh, paths=PathRules([(".*", CUTS[cut])]))
+    rules = PathRules([(".*", CUTS[cut])])
+    return plan(structs, mesh, paths=rules)
 
 
 def _stats(endpoint: str) -> list[tuple[str, int]]:
@@ -221,11 +223,12 @@ def _download(names: Sequence[str], endpoint: str, plan: ShardPlan) -> Any:
     import boto3  # pyright: ignore[reportMissingImports]
     import botocore.config  # pyright: ignore[reportMissingImports]
 
+    config = botocore.config.Config(signature_version=botocore.UNSIGNED)
     client = boto3.client(
         "s3",
         endpoint_url=endpoint,
         region_name="us-east-1",
-        config=botocore.config.Config(signature_version=botocore.UNSIGNED),
+        config=config,
     )
     with tempfile.TemporaryDirectory() as copy:
         for name in names:

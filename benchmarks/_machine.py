@@ -83,7 +83,8 @@ def fresh_process(
         " getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2]));"
         " print('\\n' + json.dumps(result))"
     )
-    command = [sys.executable, "-c", code, target, json.dumps(dict(arguments or {}))]
+    encoded = json.dumps(dict(arguments or {}))
+    command = [sys.executable, "-c", code, target, encoded]
     root = Path(__file__).parent.parent
     done = subprocess.run(
         command, cwd=root, capture_output=True, text=True, timeout=timeout_seconds

@@ -31,7 +31,8 @@ def cases(devices: Sequence[Any], scale: int) -> list[Entry]:
     """
     tree = _tree(scale)
     mesh = MeshSpec({"fsdp": len(devices)}).build(devices)
-    planned = plan(tree, mesh, paths=PathRules([(".*", fsdp("fsdp"))]), unused="allow")
+    rules = PathRules([(".*", fsdp("fsdp"))])
+    planned = plan(tree, mesh, paths=rules, unused="allow")
     name = f"Newton-Schulz of {3 * _LAYERS} matrices, fsdp={len(devices)}"
     limits = (
         Limit("received over the parameters", at_most=0.36),
@@ -99,16 +100,18 @@ def _race(tree: Any, planned: ShardPlan) -> Race:
             expected,
         )
 
+    rivals = tuple(
+        Rival(name, lambda name=name: programs[name], check)
+        for name in (_OURS, _WRITTEN)
+    )
+    floor = Floor(
+        "the products of matrices that lie on their owners",
+        _products(tree, planned),
+    )
     return Race(
-        rivals=tuple(
-            Rival(name, lambda name=name: programs[name], check)
-            for name in (_OURS, _WRITTEN)
-        ),
+        rivals=rivals,
         fresh=lambda: placed,
-        floor=Floor(
-            "the products of matrices that lie on their owners",
-            _products(tree, planned),
-        ),
+        floor=floor,
         facts={"matrices": len(tree)},
         also=time.process_time,
     )
@@ -150,11 +153,9 @@ def _sent(planned: ShardPlan) -> dict[str, Value]:
         math.prod(program.unit) * program.width * len(program.owned) * 4
         for program in map_matrices(orthogonal, planned).exchanges
     ]
+    temp_size_in_bytes = compiled[_OURS].memory_analysis().temp_size_in_bytes
     return {
         "received over the parameters": sent[_OURS],
         f"received over the parameters, {_WRITTEN}": sent[_WRITTEN],
-        _MEMORY: (
-            compiled[_OURS].memory_analysis().temp_size_in_bytes
-            / (2 * max(stacks) + matrix)
-        ),
+        _MEMORY: (temp_size_in_bytes / (2 * max(stacks) + matrix)),
     }

@@ -65,9 +65,8 @@ def every_layout(devices: int) -> list[StepLayout]:
 def sharding_of(devices: np.ndarray, end: StepLayout) -> NamedSharding:
     """A layout on devices, with mesh axes `a`, `b`, `c`."""
     mesh = Mesh(devices.reshape(end.sizes), tuple("abc"[: len(end.sizes)]))
-    return NamedSharding(
-        mesh, P(*[tuple("abc"[axis] for axis in axes) or None for axes in end.dims])
-    )
+    spec = P(*[tuple("abc"[axis] for axis in axes) or None for axes in end.dims])
+    return NamedSharding(mesh, spec)
 
 
 def emulated(count: int) -> np.ndarray:
@@ -203,12 +202,12 @@ def run_chunk(chunk: int, chunks: int) -> Mapping[str, Any]:
         totals[_HOW[move.how]] += len(pairs)
         totals["programs of steps compiled"] += not move.idle
         for source, there in pairs:
-            wrong += _wrong_ways(
-                values, (shardings[source], shardings[there]), (src, dst), ways
-            )
+            asked = (shardings[source], shardings[there])
+            wrong += _wrong_ways(values, asked, (src, dst), ways)
+    count = len(Path("/proc/self/maps").read_text().splitlines())
     return totals | {
         "wrong": wrong,
-        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+        "mappings": count,
     }
 
 
@@ -233,9 +232,8 @@ def _by_steps(pairs: Sequence[Pair]) -> list[list[Pair]]:
     """
     pairs_by_steps: dict[Any, list[Pair]] = {}
     for src, dst in pairs:
-        pairs_by_steps.setdefault(redistribute(_SHAPE, 32, src, dst).steps, []).append(
-            (src, dst)
-        )
+        steps = redistribute(_SHAPE, 32, src, dst).steps
+        pairs_by_steps.setdefault(steps, []).append((src, dst))
     return list(pairs_by_steps.values())
 
 
@@ -252,7 +250,8 @@ def _wrong_ways(
     src, dst = asked
     results = {"reshard": reshard(placed(values, src), dst)}
     for name, move in ways.items():
-        results[name] = reshard(move(reshard(placed(values, src), shared[0])), dst)
+        tree = move(reshard(placed(values, src), shared[0]))
+        results[name] = reshard(tree, dst)
     return [
         f"{src.mesh.shape} {src.spec} to {dst.mesh.shape} {dst.spec} by {name}"
         for name, result in results.items()

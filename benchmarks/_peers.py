@@ -21,9 +21,9 @@ def jit_per_leaf(dst: Any) -> Move:
     """The identity for each leaf; leaves with one target share a function."""
     targets, treedef = jax.tree.flatten(dst)
     jitted = {target: jax.jit(lambda x: x, out_shardings=target) for target in targets}
-    return leaf_by_leaf(
-        jax.tree.unflatten(treedef, [jitted[target] for target in targets])
-    )
+    jitted_functions = [jitted[target] for target in targets]
+    functions = jax.tree.unflatten(treedef, jitted_functions)
+    return leaf_by_leaf(functions)
 
 
 def device_put(dst: Any) -> Move:

@@ -88,12 +88,10 @@ def _hot(
             processor[name].append(
                 (time.thread_time() - begin_processor) / number[name]
             )
-    ratio = _ratio(
-        {name: statistics.median(taken) for name, taken in processor.items()}
-    )
-    return _beside(
-        "hot", {name: statistics.median(taken) for name, taken in wall.items()}
-    ) | {f"hot, x {list(calls)[1]}, processor time": ratio}
+    seconds = {name: statistics.median(taken) for name, taken in processor.items()}
+    ratio = _ratio(seconds)
+    seconds = {name: statistics.median(taken) for name, taken in wall.items()}
+    return _beside("hot", seconds) | {f"hot, x {list(calls)[1]}, processor time": ratio}
 
 
 def _collected(

@@ -111,14 +111,10 @@ def speed(files: Mapping[str, Mapping[str, Any]]) -> str | None:
             marks += _line_of(row, y, scale)
             y += 18
         y += 10
-    ticks = [
-        tick
-        for tick in (0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 100, 1000)
-        if scale.holds(tick)
-    ]
-    return _picture(
-        910, y + 24, "shardfx is faster by", [*_ticks(scale, ticks, 40, y, "x"), *marks]
-    )
+    cases = (0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 100, 1000)
+    ticks = [tick for tick in cases if scale.holds(tick)]
+    parts = [*_ticks(scale, ticks, 40, y, "x"), *marks]
+    return _picture(910, y + 24, "shardfx is faster by", parts)
 
 
 def _line_of(row: Race, y: float, scale: "_Scale") -> list[str]:
@@ -198,7 +194,8 @@ def memory(files: Mapping[str, Mapping[str, Any]]) -> str | None:
             colour=SOFT,
         )
     )
-    parts += _key(690, 44, [("XLA's program", THEIRS), ("shardfx's steps", OURS)])
+    entries = [("XLA's program", THEIRS), ("shardfx's steps", OURS)]
+    parts += _key(690, 44, entries)
     return _picture(910, base + 52, "Memory of a move", parts)
 
 

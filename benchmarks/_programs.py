@@ -71,8 +71,7 @@ def wire_bytes(hlo: str, devices: int, slices: int = 1) -> int:
     - `slices`: in how many slices they are, one after another: of several, only bytes
       from another slice count.
     """
-    mesh = MeshSpec(
-        {"slices": slices, "devices": devices // slices}, dcn={"slices": slices}
-    )
+    axes = {"slices": slices, "devices": devices // slices}
+    mesh = MeshSpec(axes, dcn={"slices": slices})
     sent = traffic(hlo, mesh)
     return sent.dcn_bytes if slices > 1 else sent.wire_bytes

@@ -79,9 +79,12 @@ def table(records: Sequence[Record]) -> str:
     """
     rows = [row for record in records for row in _rows(record)]
     parts = [_aligned([HEADER, *rows])] if rows else []
+    texts = [
+        f"{r.name}: {_facts(r)}" for r in records if r.kind == "race" and _facts(r)
+    ]
     parts += _lines(
         "Values",
-        [f"{r.name}: {_facts(r)}" for r in records if r.kind == "race" and _facts(r)],
+        texts,
     )
     findings_rows = [
         row for record in records if record.kind == "finding" for row in _found(record)
@@ -91,9 +94,8 @@ def table(records: Sequence[Record]) -> str:
         if findings_rows
         else []
     )
-    parts += _lines(
-        "Limits", [f"{r.name}: {_limit(limit)}" for r in records for limit in r.limits]
-    )
+    texts = [f"{r.name}: {_limit(limit)}" for r in records for limit in r.limits]
+    parts += _lines("Limits", texts)
     parts += _lines("Skipped", _skipped(records))
     parts += _lines("Failed", [f"{r.name}: {r.failed}" for r in records if r.failed])
     return "\n\n".join(parts)
@@ -374,7 +376,8 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
         + " |"
         for row in rows
     ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    text = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    lines.insert(1, text)
     return "\n".join(lines)
 
 

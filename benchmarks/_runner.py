@@ -87,9 +87,8 @@ def run_suite(
             else [_run_entry(entry, options)]
         )
         records += entry_results
-        progress.end(
-            "; ".join(record.failed for record in entry_results if record.failed)
-        )
+        text = "; ".join(record.failed for record in entry_results if record.failed)
+        progress.end(text)
         gc.collect()
     return records
 
@@ -170,7 +169,8 @@ def _race(race: Race, repeats: int, record: Record) -> None:
         ) as error:
             if position == 0:
                 raise
-            sentence = str(error).splitlines()[0].split(". ")[0]
+            parts = str(error).splitlines()[0].split(". ")
+            sentence = parts[0]
             record.skipped[rival.name] = f"{type(error).__name__}: {sentence[:200]}"
             continue
         record.values[f"cold_seconds.{rival.name}"] = cold
@@ -262,7 +262,8 @@ def _ratios(
     for name in others:
         values[f"speedup.{name}"] = medians[name] / medians[ours]
     if others:
-        values["speedup.best"] = min(medians[name] for name in others) / medians[ours]
+        smallest = min(medians[name] for name in others)
+        values["speedup.best"] = smallest / medians[ours]
     return values
 
 

@@ -66,7 +66,8 @@ def simulate(
     if step.kind == "all_gather":
         exchange = all_gather(step.source, step.target, like)
         for group in exchange.groups:
-            whole = join(np.stack([held[member] for member in group]), exchange)
+            held_members = [held[member] for member in group]
+            whole = join(np.stack(held_members), exchange)
             for member in group:
                 out[member] = whole
         return out

@@ -42,24 +42,26 @@ def _race(options: Options, axes: dict[str, int], divisor: int) -> Race:
     shapes = _shapes(divisor, moments=not options.quick)
     rules = hf.llama(head_dim=128 // divisor)
     devices = np.array(options.devices[:8])
-    src = plan(shapes, Mesh(devices, ("fsdp",)), paths=rules).shardings
-    expected = plan(
-        shapes, Mesh(devices.reshape(tuple(axes.values())), tuple(axes)), paths=rules
-    )
+    mesh = Mesh(devices, ("fsdp",))
+    sharding_plan = plan(shapes, mesh, paths=rules)
+    src = sharding_plan.shardings
+    mesh = Mesh(devices.reshape(tuple(axes.values())), tuple(axes))
+    expected = plan(shapes, mesh, paths=rules)
     dst = expected.shardings
     values = _values(shapes)
     right = equals(values, dst)
     byte_count = sum(x.nbytes for x in jax.tree.leaves(values))
     scalax = ft.partial(_peers.scalax, dst) if options.flags.scalax else _left_out
+    rivals = (
+        Rival("shardfx", lambda: lambda tree: reshard(tree, expected), right),
+        Rival("jax.jit", lambda: _peers.whole_jit(src, dst), right),
+        Rival("jax.jit per leaf", lambda: _peers.jit_per_leaf(dst), right),
+        Rival("jax.device_put", lambda: _peers.device_put(dst), right),
+        Rival("eformer", lambda: _peers.eformer(dst), right, ("eformer",)),
+        Rival("scalax", scalax, right, ("scalax",)),
+    )
     return Race(
-        rivals=(
-            Rival("shardfx", lambda: lambda tree: reshard(tree, expected), right),
-            Rival("jax.jit", lambda: _peers.whole_jit(src, dst), right),
-            Rival("jax.jit per leaf", lambda: _peers.jit_per_leaf(dst), right),
-            Rival("jax.device_put", lambda: _peers.device_put(dst), right),
-            Rival("eformer", lambda: _peers.eformer(dst), right, ("eformer",)),
-            Rival("scalax", scalax, right, ("scalax",)),
-        ),
+        rivals=rivals,
         fresh=lambda: jax.block_until_ready(jax.tree.map(placed, values, src)),
         byte_count=byte_count,
         floor=memcpy(byte_count),

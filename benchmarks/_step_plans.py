@@ -123,8 +123,9 @@ class Planned:
     @property
     def jitted(self) -> Any:
         """The step under its plans; parameters and state leave it as they came."""
+        out_shardings = (*self.plans[:2], None)
         return filter_jit(
-            self.step, in_shardings=self.plans, out_shardings=(*self.plans[:2], None)
+            self.step, in_shardings=self.plans, out_shardings=out_shardings
         )
 
     def lowered(self) -> Any:

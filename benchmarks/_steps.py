@@ -169,9 +169,8 @@ class _Model:
     def loss(self, params: Any, batch: Any) -> jax.Array:
         logits = self.logits(params, batch["tokens"]).astype(jnp.float32)
         targets = jax.nn.one_hot(batch["targets"], self.sizes.vocab)
-        picked = jnp.sum(
-            logits * self.laid(targets, ("batch", "inner", "vocab")), axis=-1
-        )
+        elements = logits * self.laid(targets, ("batch", "inner", "vocab"))
+        picked = jnp.sum(elements, axis=-1)
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
     def logits(self, params: Any, tokens: jax.Array) -> jax.Array:
@@ -236,7 +235,8 @@ class _Model:
         room = max(1, math.ceil(length * sizes.experts_per_token / sizes.experts))
         shares = jax.nn.softmax((x @ weights["router"]).astype(jnp.float32), axis=-1)
         best, chosen = jax.lax.top_k(shares, sizes.experts_per_token)
-        total = jnp.sum(jax.nn.one_hot(chosen, sizes.experts) * best[..., None], axis=2)
+        elements = jax.nn.one_hot(chosen, sizes.experts) * best[..., None]
+        total = jnp.sum(elements, axis=2)
         is_wanted = total > 0
         place = jnp.where(
             is_wanted, jnp.cumsum(is_wanted.astype(jnp.int32), axis=1) - 1, room
@@ -285,9 +285,8 @@ def _rotated(x: jax.Array) -> jax.Array:
     position.
     """
     half = x.shape[-1] // 2
-    positions, planes = (
-        jnp.arange(size, dtype=jnp.float32) for size in (x.shape[1], half)
-    )
+    cases = (x.shape[1], half)
+    positions, planes = (jnp.arange(size, dtype=jnp.float32) for size in cases)
     angles = positions[:, None, None] * 10_000 ** (-planes / half)
     first_half, right = jnp.split(x, 2, axis=-1)
     cos = jnp.cos(angles).astype(x.dtype)

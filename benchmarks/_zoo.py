@@ -146,7 +146,8 @@ def _experts(
         y = _normed(x)
         gates = jax.nn.softmax(y @ p["router"])
         _, chosen = jax.lax.top_k(gates, 2)
-        shares = jax.nn.one_hot(chosen, experts, dtype=y.dtype).sum(-2) * gates
+        total = jax.nn.one_hot(chosen, experts, dtype=y.dtype).sum(-2)
+        shares = total * gates
         rows = jnp.einsum("bse,bsx->xbse", y, shares)
         mixed = jax.nn.silu(jnp.einsum("xbse,xem->xbsm", rows, p["wi"]))
         return x + jnp.einsum("xbsm,xme->bse", mixed, p["wo"]), None
@@ -223,7 +224,8 @@ def _vit(
             x,
             p["layers"],
         )
-        return _token_loss(_normed(x).mean(1) @ p["head"], labels)
+        logits = _normed(x).mean(1) @ p["head"]
+        return _token_loss(logits, labels)
 
     params = {
         "patch_embed": struct((768, width)),
@@ -251,7 +253,8 @@ def _convolutions(struct: Any, batch: int) -> Model:
         for stage in p["stages"]:
             x = jax.nn.relu(_convolved(x, stage["first"], 2))
             x = x + _convolved(jax.nn.relu(x), stage["second"])
-        return _token_loss(x.mean((1, 2)) @ p["head"], labels)
+        logits = x.mean((1, 2)) @ p["head"]
+        return _token_loss(logits, labels)
 
     stages = [
         {"first": struct((3, 3, a, b)), "second": struct((3, 3, b, b))}
@@ -279,7 +282,8 @@ def _mixer(
         x, _ = jax.lax.scan(
             jax.checkpoint(layer), images @ p["patch_embed"], p["layers"]
         )
-        return _token_loss(_normed(x).mean(1) @ p["head"], labels)
+        logits = _normed(x).mean(1) @ p["head"]
+        return _token_loss(logits, labels)
 
     layers = {
         "tokens": _mlp(struct, patches, mixed),
@@ -348,16 +352,18 @@ def _unet(struct: Any, batch: int) -> Model:
             x = jax.nn.silu(_convolved(x, stage, 2))
         x = x + _convolved(jax.nn.silu(x), p["middle"])
         for stage, other in zip(p["up"], reversed(skips), strict=True):
-            x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)
+            count = jnp.repeat(x, 2, 1)
+            x = jnp.repeat(count, 2, 2)
             x = jax.nn.silu(_convolved(x, stage)) + other
         return jnp.mean((_convolved(x, p["last"]) - noise) ** 2)
 
     pairs = list(zip(widths, widths[1:], strict=False))
+    structs = [struct((3, 3, b, a)) for a, b in reversed(pairs)]
     params = {
         "first": struct((3, 3, 4, widths[0])),
         "down": [struct((3, 3, a, b)) for a, b in pairs],
         "middle": struct((3, 3, widths[-1], widths[-1])),
-        "up": [struct((3, 3, b, a)) for a, b in reversed(pairs)],
+        "up": structs,
         "last": struct((3, 3, widths[0], 4)),
     }
     images = struct((batch, 32, 32, 4))

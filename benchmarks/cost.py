@@ -139,9 +139,8 @@ def _plans(
 
 
 def _both(planned_step: Planned) -> tuple[Traffic, Traffic]:
-    return estimate(planned_step.jitted, *planned_step.args, compiler="cpu"), traffic(
-        planned_step.lowered().compile()
-    )
+    estimated = estimate(planned_step.jitted, *planned_step.args, compiler="cpu")
+    return estimated, traffic(planned_step.lowered().compile())
 
 
 def _off(ours: Traffic, compiled_bytes: float) -> float:
@@ -175,11 +174,13 @@ def _demo(devices: list[Any]) -> dict[str, Value]:
     """One step of plain gradient descent on the demo's model, by its own rules."""
     import equinox as eqx
 
-    mesh = MeshSpec({"data": 2, "fsdp": 4, "tensor": 2}).build(devices)
+    axes = {"data": 2, "fsdp": 4, "tensor": 2}
+    mesh = MeshSpec(axes).build(devices)
     model = eqx.filter_eval_shape(demo.Transformer, key=jax.random.key(0))
     ours = plan(model, mesh, axes=demo.AXIS_RULES)
+    struct = jax.ShapeDtypeStruct((32, 65), jnp.int32)
     text = plan(
-        jax.ShapeDtypeStruct((32, 65), jnp.int32),
+        struct,
         mesh,
         names=("batch", None),
         axes=demo.AXIS_RULES,
@@ -190,13 +191,15 @@ def _demo(devices: list[Any]) -> dict[str, Value]:
         gradients = jax.grad(demo.loss)(model, text, ours)
         return jax.tree.map(lambda a, b: a - 1e-3 * b, model, gradients)
 
+    in_shardings = (ours.shardings, text.shardings)
     jitted = jax.jit(
         step,
-        in_shardings=(ours.shardings, text.shardings),
+        in_shardings=in_shardings,
         out_shardings=ours.shardings,
     )
     estimated = estimate(jitted, ours.structs, text.structs, compiler="cpu")
-    theirs = traffic(jitted.lower(ours.structs, text.structs).compile())
+    compiled = jitted.lower(ours.structs, text.structs).compile()
+    theirs = traffic(compiled)
     off = _off(estimated, theirs.wire_bytes)
     return {
         "compiled MB": theirs.wire_bytes / 1e6,
@@ -287,7 +290,8 @@ def _program(aot: str, sizes: Sizes, layout: Layout, cache: Path | None) -> str:
     devices = topologies.get_topology_desc(
         platform=platform, topology_name=topology
     ).devices
-    text = planned(sizes, Way(), layout, devices).lowered().compile().as_text()
+    compiled = planned(sizes, Way(), layout, devices).lowered().compile()
+    text = compiled.as_text()
     if cache is not None:
         cache.parent.mkdir(parents=True, exist_ok=True)
         cache.write_bytes(gzip.compress(text.encode(), mtime=0))

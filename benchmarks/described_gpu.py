@@ -50,7 +50,8 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 def devices(count: int) -> list[Any]:
     """GPUs of one host that are not there."""
     plugin = importlib.util.find_spec("jax_plugins.xla_cuda12")
-    assert plugin is not None and plugin.origin is not None
+    assert plugin is not None
+    assert plugin.origin is not None
     library = Path(plugin.origin).with_name("xla_cuda_plugin.so")
     xla_client.load_pjrt_plugin_dynamically("cuda", str(library))
     xla_client.initialize_pjrt_plugin("cuda")
@@ -67,7 +68,8 @@ def main() -> None:
     array = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=rows)
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.tanh(x @ w).astype(jnp.float32))
+        elements = jnp.tanh(x @ w).astype(jnp.float32)
+        return jnp.sum(elements)
 
     began = time.perf_counter()
     jitted = jax.jit(jax.grad(loss), out_shardings=rows)

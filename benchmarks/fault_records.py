@@ -57,7 +57,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def with_table(page: str) -> str:
     """The page about wrong numbers with the table of the records."""
-    records = [tomllib.loads(file.read_text()) for file in sorted(_RECORDS.glob("*"))]
+    files = sorted(_RECORDS.glob("*"))
+    records = [tomllib.loads(file.read_text()) for file in files]
     rows = [
         ("the program", "wrong with JAX", "right with JAX", "what is wrong")
         + ("who meets it", "what mends it"),
@@ -123,7 +124,8 @@ def _write(file: Path, runs: Mapping[str, Any], precision: Mapping[str, Any]) ->
         outcomes = {
             version: outcome for outcome in recorded for version in recorded[outcome]
         }
-        outcomes |= runs.get(Path(record["repro"]).stem, {}).get(partitioner, {})
+        stem = Path(record["repro"]).stem
+        outcomes |= runs.get(stem, {}).get(partitioner, {})
         lines.append(f"[runs.{partitioner}]")
         for outcome in ("wrong", "right"):
             versions = [

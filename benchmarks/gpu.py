@@ -57,8 +57,9 @@ def main(words: list[str]) -> int:
     moves.chip_argument(parser)
     flags = parser.parse_args(words)
     jax.config.update("jax_num_cpu_devices", 8)
+    devices = jax.devices()[:1]
     text, failed = results(
-        Options(flags.quick, 3 if flags.quick else 9, jax.devices()[:1], flags)
+        Options(flags.quick, 3 if flags.quick else 9, devices, flags)
     )
     flags.file.write_text(text)
     return 1 if failed else 0
@@ -112,7 +113,8 @@ def cases(options: Options) -> list[Entry]:
 
 
 def _on(device: Any, kind: str | None = None) -> NamedSharding:
-    return NamedSharding(Mesh(np.array([device]), ("x",)), P("x"), memory_kind=kind)
+    mesh = Mesh(np.array([device]), ("x",))
+    return NamedSharding(mesh, P("x"), memory_kind=kind)
 
 
 def _limited(device: Any, mebibytes: int) -> Mapping[str, Value]:
@@ -130,13 +132,14 @@ def _limited(device: Any, mebibytes: int) -> Mapping[str, Value]:
     tree = jax.block_until_ready(tree)
     size = 4 * count * LEAVES
     limit = size // 4
-    hosted = jax.block_until_ready(
-        reshard(tree, there, memory_limit_bytes=limit, donate=True)
-    )
-    assert all(leaf.is_deleted() for leaf in tree)
+    moved = reshard(tree, there, memory_limit_bytes=limit, donate=True)
+    hosted = jax.block_until_ready(moved)
+    for leaf in tree:
+        assert leaf.is_deleted()
     added_bytes = device.memory_stats()["bytes_in_use"] - before
     back = jax.block_until_ready(reshard(hosted, source, memory_limit_bytes=limit))
-    assert all(float(leaf[0]) == float(leaf[-1]) == i for i, leaf in enumerate(back))
+    for i, leaf in enumerate(back):
+        assert float(leaf[0]) == float(leaf[-1]) == i
     beyond = device.memory_stats()["peak_bytes_in_use"] - before - size
     return {
         "beyond_over_limit": max(0, beyond) / limit,
@@ -146,19 +149,22 @@ def _limited(device: Any, mebibytes: int) -> Mapping[str, Value]:
 
 
 def _into(device: Any, width: int) -> Race:
-    spread = NamedSharding(Mesh(np.array(jax.devices("cpu")[:8]), ("x",)), P(None, "x"))
+    devices = np.array(jax.devices("cpu")[:8])
+    mesh = Mesh(devices, ("x",))
+    spread = NamedSharding(mesh, P(None, "x"))
     return _between(_values(width), spread, _on(device), _on(device))
 
 
 def _out(device: Any, width: int) -> Race:
-    rows = NamedSharding(
-        Mesh(np.array(jax.devices("cpu"))[[6, 1, 3, 0]], ("x",)), P("x")
-    )
+    devices = np.array(jax.devices("cpu"))[[6, 1, 3, 0]]
+    mesh = Mesh(devices, ("x",))
+    rows = NamedSharding(mesh, P("x"))
     return _between(_values(width), _on(device), rows, _on(device, "pinned_host"))
 
 
 def _values(width: int) -> np.ndarray:
-    return np.arange(width * width, dtype=np.float32).reshape(width, width)
+    values = np.arange(width * width, dtype=np.float32)
+    return values.reshape(width, width)
 
 
 def _between(
@@ -169,22 +175,24 @@ def _between(
     """
     out = whole.memory_kind == "pinned_host"
     source_array = jax.block_until_ready(jax.device_put(values, src)) if out else values
-    return Race(
-        rivals=(
-            Rival("shardfx", lambda: lambda x: reshard(x, dst), _same(values)),
-            Rival(
-                "jax.device_put",
-                lambda: lambda x: jax.device_put(x, dst),
-                _same(values),
-            ),
+    rivals = (
+        Rival("shardfx", lambda: lambda x: reshard(x, dst), _same(values)),
+        Rival(
+            "jax.device_put",
+            lambda: lambda x: jax.device_put(x, dst),
+            _same(values),
         ),
+    )
+    floor = Floor(
+        "one copy",
+        lambda _: jax.block_until_ready(jax.device_put(source_array, whole)),
+    )
+    return Race(
+        rivals=rivals,
         # A source that device_put has read keeps a copy on the host.
         fresh=lambda: jax.block_until_ready(jax.device_put(values, src)),
         byte_count=values.nbytes,
-        floor=Floor(
-            "one copy",
-            lambda _: jax.block_until_ready(jax.device_put(source_array, whole)),
-        ),
+        floor=floor,
     )
 
 
@@ -219,37 +227,40 @@ def _load(device: Any, mebibytes: int) -> Race:
 
         return lambda _: jax.device_put(load_file(file), planned.shardings)
 
-    return Race(
-        rivals=(
-            Rival(
-                "shardfx",
-                lambda: lambda _: checkpoint.load(file, planned, progress=False),
-                check,
-            ),
-            Rival("load_file, device_put", by_library, check, ("safetensors",)),
-            Rival(
-                "the bytes alone, to the host",
-                lambda: lambda _: np.fromfile(file, np.uint8),
-            ),
+    rivals = (
+        Rival(
+            "shardfx",
+            lambda: lambda _: checkpoint.load(file, planned, progress=False),
+            check,
         ),
+        Rival("load_file, device_put", by_library, check, ("safetensors",)),
+        Rival(
+            "the bytes alone, to the host",
+            lambda: lambda _: np.fromfile(file, np.uint8),
+        ),
+    )
+    floor = Floor(
+        "one copy from the host",
+        lambda _: jax.block_until_ready(jax.device_put(whole, _on(device))),
+    )
+    return Race(
+        rivals=rivals,
         fresh=lambda: None,
         byte_count=whole.nbytes,
-        floor=Floor(
-            "one copy from the host",
-            lambda _: jax.block_until_ready(jax.device_put(whole, _on(device))),
-        ),
+        floor=floor,
     )
 
 
 def _planned(tree: Any, device: Any) -> ShardPlan:
-    return plan(
-        tree, Mesh(np.array([device]), ("x",)), paths=PathRules([(".*", P("x"))])
-    )
+    mesh = Mesh(np.array([device]), ("x",))
+    rules = PathRules([(".*", P("x"))])
+    return plan(tree, mesh, paths=rules)
 
 
 def _step(device: Any, width: int) -> Race:
     params = {f"w{i}": np.full((width, width), 1 / width, np.float32) for i in range(4)}
-    batch = {"x": np.ones((64, width), np.float32)}
+    array = np.ones((64, width), np.float32)
+    batch = {"x": array}
     plans = (_planned(params, device), _planned(batch, device))
     placed = tuple(
         jax.device_put(*pair)
@@ -278,15 +289,16 @@ def _step(device: Any, width: int) -> Race:
     def check(_: Any, result: Any) -> None:
         np.testing.assert_allclose(float(result[1]), expected, rtol=1e-5)
 
-    return Race(
-        rivals=(
-            Rival(
-                "shardfx.filter_jit",
-                jitted(lambda: filter_jit(step, in_shardings=plans)),
-                check,
-            ),
-            Rival("jax.jit", jitted(lambda: jax.jit(step)), check),
+    rivals = (
+        Rival(
+            "shardfx.filter_jit",
+            jitted(lambda: filter_jit(step, in_shardings=plans)),
+            check,
         ),
+        Rival("jax.jit", jitted(lambda: jax.jit(step)), check),
+    )
+    return Race(
+        rivals=rivals,
         fresh=lambda: placed,
         number=5,
     )

@@ -143,7 +143,8 @@ def _same_as(shardings: Any) -> Callable[[Any, Any], None]:
             for name in list(shardings)[:: max(1, len(shardings) // 16)]:
                 expected = opened.get_tensor(name)
                 assert result[name].sharding.is_equivalent_to(shardings[name], 2), name
-                assert np.asarray(result[name]).tobytes() == expected.tobytes(), name
+                actual = np.asarray(result[name]).tobytes()
+                assert actual == expected.tobytes(), name
 
     return check
 
@@ -156,45 +157,43 @@ def _safetensors(mebibytes: int, cut: str, options: Options) -> Race:
     def own() -> Path:
         return file
 
-    return Race(
-        rivals=(
-            _rival(
-                "shardfx",
-                lambda path, _: checkpoint.load(path, sharding_plan),
-                own,
-                shardings,
-                (),
-            ),
-            _rival(
-                "load_file, device_put", load_by_file, own, shardings, ("safetensors",)
-            ),
-            _rival(
-                "safetensors slices", load_by_slices, own, shardings, ("safetensors",)
-            ),
-            _rival("memory map", load_by_memory_map, own, shardings, ()),
-            _rival(
-                "flax msgpack",
-                load_by_flax,
-                lambda: flax_file(file),
-                shardings,
-                ("flax", "msgpack"),
-            ),
-            _rival(
-                "safe_open, device_put",
-                load_by_safe_open,
-                own,
-                shardings,
-                ("safetensors",),
-            ),
-            *[
-                _rival(name, load, own, shardings, needs)
-                for name, (load, needs) in TORCH.items()
-            ],
+    rivals = (
+        _rival(
+            "shardfx",
+            lambda path, _: checkpoint.load(path, sharding_plan),
+            own,
+            shardings,
+            (),
         ),
+        _rival("load_file, device_put", load_by_file, own, shardings, ("safetensors",)),
+        _rival("safetensors slices", load_by_slices, own, shardings, ("safetensors",)),
+        _rival("memory map", load_by_memory_map, own, shardings, ()),
+        _rival(
+            "flax msgpack",
+            load_by_flax,
+            lambda: flax_file(file),
+            shardings,
+            ("flax", "msgpack"),
+        ),
+        _rival(
+            "safe_open, device_put",
+            load_by_safe_open,
+            own,
+            shardings,
+            ("safetensors",),
+        ),
+        *[
+            _rival(name, load, own, shardings, needs)
+            for name, (load, needs) in TORCH.items()
+        ],
+    )
+    facts = {"tensors": COUNT, "devices": len(options.devices)}
+    return Race(
+        rivals=rivals,
         fresh=own,
         byte_count=sharding_plan.bytes_total,
         floor=memcpy(sharding_plan.bytes_total),
-        facts={"tensors": COUNT, "devices": len(options.devices)},
+        facts=facts,
         clear_caches=False,
     )
 
@@ -206,44 +205,43 @@ def _small(count: int, options: Options) -> Race:
     folder = Path(tempfile.mkdtemp(prefix="shardfx-load-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     file = folder / "small.safetensors"
-    save_file(
-        {f"layers.{i}.scale": np.full(16, i, np.float32) for i in range(count)}, file
-    )
+    arrays = {f"layers.{i}.scale": np.full(16, i, np.float32) for i in range(count)}
+    save_file(arrays, file)
     structs = checkpoint.structs(checkpoint.read_index(file))
-    sharding_plan = plan(
-        structs, Mesh(np.array(options.devices), ("x",)), paths=PathRules([(".*", P())])
-    )
+    mesh = Mesh(np.array(options.devices), ("x",))
+    rules = PathRules([(".*", P())])
+    sharding_plan = plan(structs, mesh, paths=rules)
     shardings = sharding_plan.shardings
 
     def own() -> Path:
         return file
 
-    return Race(
-        rivals=(
-            _rival(
-                "shardfx",
-                lambda path, _: checkpoint.load(path, sharding_plan),
-                own,
-                shardings,
-                (),
-            ),
-            _rival(
-                "safe_open, device_put",
-                load_by_safe_open,
-                own,
-                shardings,
-                ("safetensors",),
-            ),
-            _rival(
-                "load_file, device_put", load_by_file, own, shardings, ("safetensors",)
-            ),
-            *[
-                _rival(name, load, own, shardings, needs)
-                for name, (load, needs) in TORCH.items()
-            ],
+    rivals = (
+        _rival(
+            "shardfx",
+            lambda path, _: checkpoint.load(path, sharding_plan),
+            own,
+            shardings,
+            (),
         ),
+        _rival(
+            "safe_open, device_put",
+            load_by_safe_open,
+            own,
+            shardings,
+            ("safetensors",),
+        ),
+        _rival("load_file, device_put", load_by_file, own, shardings, ("safetensors",)),
+        *[
+            _rival(name, load, own, shardings, needs)
+            for name, (load, needs) in TORCH.items()
+        ],
+    )
+    facts = {"tensors": count, "devices": len(options.devices)}
+    return Race(
+        rivals=rivals,
         fresh=own,
-        facts={"tensors": count, "devices": len(options.devices)},
+        facts=facts,
         clear_caches=False,
     )
 
@@ -262,27 +260,24 @@ def _cast(mebibytes: int, options: Options) -> Race:
 
     def check(_: Any, result: Any) -> None:
         expected = rival(None)
-        assert all(
-            np.array_equal(np.asarray(result[name]), np.asarray(expected[name]))
-            for name in list(expected)[::16]
-        )
+        for name in list(expected)[::16]:
+            assert np.array_equal(np.asarray(result[name]), np.asarray(expected[name]))
 
     read_through(file)
-    return Race(
-        rivals=(
-            Rival(
-                "shardfx",
-                make=lambda: (
-                    lambda _: checkpoint.load(file, sharding_plan, dtype="plan")
-                ),
-                check=check,
-            ),
-            Rival(
-                "load_file, astype, device_put",
-                make=lambda: rival,
-                needs=("safetensors",),
-            ),
+    rivals = (
+        Rival(
+            "shardfx",
+            make=lambda: lambda _: checkpoint.load(file, sharding_plan, dtype="plan"),
+            check=check,
         ),
+        Rival(
+            "load_file, astype, device_put",
+            make=lambda: rival,
+            needs=("safetensors",),
+        ),
+    )
+    return Race(
+        rivals=rivals,
         fresh=lambda: None,
         byte_count=file_bytes(mebibytes),
         clear_caches=False,
@@ -307,15 +302,16 @@ def _orbax(mebibytes: int, options: Options) -> Race:
         return lambda _: reader.restore(path, sharding_plan.structs)
 
     check = _same_as(sharding_plan.shardings)
-    return Race(
-        rivals=(
-            Rival(
-                "shardfx",
-                make=lambda: lambda _: checkpoint.load(path, sharding_plan),
-                check=check,
-            ),
-            Rival("Orbax", make=restore, check=check, needs=("orbax",)),
+    rivals = (
+        Rival(
+            "shardfx",
+            make=lambda: lambda _: checkpoint.load(path, sharding_plan),
+            check=check,
         ),
+        Rival("Orbax", make=restore, check=check, needs=("orbax",)),
+    )
+    return Race(
+        rivals=rivals,
         fresh=lambda: folder / "model.safetensors",
         byte_count=sharding_plan.bytes_total,
         clear_caches=False,

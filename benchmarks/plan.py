@@ -183,18 +183,15 @@ def _race(make: Callable[[], Any], rules: tuple, devices: list[Any]) -> Race:
         ]
         assert not wrong, f"{len(wrong)} leaves differ, the first: {wrong[0]}"
 
+    rivals = (
+        Rival("shardfx", lambda: planner(rules, mesh), right),
+        Rival("eformer (matching only)", lambda: _eformer(specs), right, ("eformer",)),
+        Rival("scalax", lambda: _scalax(specs, mesh), right, ("scalax",)),
+        Rival("flax (no matching)", lambda: _flax(logical, mesh), right, ("flax",)),
+        Rival("big_vision", lambda: _big_vision(rules, mesh), None, ("big_vision",)),
+    )
     return Race(
-        rivals=(
-            Rival("shardfx", lambda: planner(rules, mesh), right),
-            Rival(
-                "eformer (matching only)", lambda: _eformer(specs), right, ("eformer",)
-            ),
-            Rival("scalax", lambda: _scalax(specs, mesh), right, ("scalax",)),
-            Rival("flax (no matching)", lambda: _flax(logical, mesh), right, ("flax",)),
-            Rival(
-                "big_vision", lambda: _big_vision(rules, mesh), None, ("big_vision",)
-            ),
-        ),
+        rivals=rivals,
         fresh=make,
         floor=Floor("tree_flatten_with_path", jtu.tree_flatten_with_path),
         facts={"leaves": len(expected)},
@@ -329,7 +326,8 @@ def held() -> dict[str, float]:
     """What a plan keeps alive beside the tree it was made for; run in a process of its
     own.
     """
-    planned = planner(shapes.DEEPSEEK_RULES, sfx.MeshSpec({"fsdp": 16, "tensor": 8}))
+    mesh = sfx.MeshSpec({"fsdp": 16, "tensor": 8})
+    planned = planner(shapes.DEEPSEEK_RULES, mesh)
     planned(shapes.deepseek_v3())
     tree = shapes.deepseek_v3()
     gc.collect()
@@ -420,7 +418,8 @@ def _calls(devices: list[Any], number: int) -> dict[str, Value]:
     def first(tree: Any) -> jax.Array:
         return jax.tree.leaves(tree)[0] + 1
 
-    plain = jax.jit(first, in_shardings=(plans[0].shardings,))
+    in_shardings = (plans[0].shardings,)
+    plain = jax.jit(first, in_shardings=in_shardings)
     ours = [sfx.filter_jit(first, in_shardings=(plan,)) for plan in plans]
     equinox = eqx.filter_jit(first)
     calls = {
@@ -433,9 +432,8 @@ def _calls(devices: list[Any], number: int) -> dict[str, Value]:
         "flatten": lambda: jax.tree.flatten(model),
     }
     times = _alternating(calls, number)
-    wall = _alternating(
-        {name: calls[name] for name in ("plain", "flat")}, number, time.perf_counter
-    )
+    calls_by_name = {name: calls[name] for name in ("plain", "flat")}
+    wall = _alternating(calls_by_name, number, time.perf_counter)
     added = {name: _added(taken, times["plain"]) for name, taken in times.items()}
     typical = {name: statistics.median(taken) for name, taken in times.items()}
     return {

@@ -130,7 +130,8 @@ def transformer(
         if unrolled:
             for number in range(layers):
                 names = params["layers"].items()
-                x = layer(x, {name: leaf[number] for name, leaf in names})
+                leaves_by_name = {name: leaf[number] for name, leaf in names}
+                x = layer(x, leaves_by_name)
         else:
             x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["layers"])
         x = norm(x)
@@ -213,7 +214,8 @@ class Counted(NamedTuple):
 
 def counted(question: Question, step: Any) -> Counted:
     memory = StepOnChip(step, question.chip).memory
-    flops = total(map(work_of, step.traced.jaxpr.jaxpr.eqns)).flops
+    eqns = step.traced.jaxpr.jaxpr.eqns
+    flops = total(map(work_of, eqns)).flops
     return Counted(flops, memory.peak_bytes, not memory.out_of_memory)
 
 
@@ -310,9 +312,8 @@ def subsets(chip_name: str) -> None:
             chip=chip,
             leave_bytes=chip.usable_hbm_bytes_per_device - budget,
         )
-        choice = point_of(
-            costs, frozenset(row.key for row in policy.rows if row.choice == "keep")
-        )
+        allowed = frozenset(row.key for row in policy.rows if row.choice == "keep")
+        choice = point_of(costs, allowed)
         # Memory beside kept values differs little between subsets.
         limit = choice.kept.bytes + 1.05 * (budget - policy.peak_bytes)
         better = sorted(

@@ -126,7 +126,8 @@ def _speed() -> dict[str, Value]:
     wall clock, median of 5.
     """
     step, *args = _large()
-    space = Space(named_classes(trace(step, *args)), asked_for(256, "v5p"), Limits())
+    classes = named_classes(trace(step, *args))
+    space = Space(classes, asked_for(256, "v5p"), Limits())
     machine = space.machine()
     find(space.terms, machine, 256)  # compiles
     seconds = []
@@ -166,8 +167,10 @@ def _seconds(devices: int, slices: int) -> dict[str, Value]:
 def _known() -> dict[str, Value]:
     """Answers that textbooks give: each is 1 where the search finds it."""
     mlp = ft.partial(_mlp, 8192, 32768)
-    few = sfx.auto.search(*mlp(64), devices="tpu:v5p:2x2x2")[0]
-    many = sfx.auto.search(*mlp(2**20), devices="tpu:v5p:2x2x2")[0]
+    search_result = sfx.auto.search(*mlp(64), devices="tpu:v5p:2x2x2")
+    few = search_result[0]
+    search_result = sfx.auto.search(*mlp(2**20), devices="tpu:v5p:2x2x2")
+    many = search_result[0]
     agreements = {
         # Few rows against large matrices: what a device sends of activations is little,
         # of weights much.
@@ -205,11 +208,13 @@ def _large_is_cut() -> int:
     """405 billion parameters with moments, 16-bit each: 2.4 TB on 64 chips of 95 GiB
     leave no way but to cut all.
     """
-    best = sfx.auto.search(
+    struct = jax.ShapeDtypeStruct((64, 4096), jnp.int32)
+    search_result = sfx.auto.search(
         *_large()[:-1],
-        jax.ShapeDtypeStruct((64, 4096), jnp.int32),
+        struct,
         devices="tpu:v5p:4x4x4",
-    )[0]
+    )
+    best = search_result[0]
     layer = best.plans[0]["layers/up"]
     return int(layer.bytes_per_device * 64 == layer.bytes)
 
@@ -220,7 +225,10 @@ def _crossover() -> int:
     """
     cuts = []
     for power in range(8, 21, 3):
-        best = sfx.auto.search(*_mlp(8192, 32768, 2**power), devices="tpu:v5p:2x2x4")[0]
+        search_result = sfx.auto.search(
+            *_mlp(8192, 32768, 2**power), devices="tpu:v5p:2x2x4"
+        )
+        best = search_result[0]
         axes = [axis for axis, names in best.assignments if names[0] == "mlp"]
         cuts.append(math.prod(best.mesh.shape[axis] for axis in axes))
     return int(cuts == sorted(cuts, reverse=True) and cuts[0] > cuts[-1])
@@ -232,9 +240,10 @@ def _against_hands(options: Options) -> dict[str, Value]:
     by_hand = {}
     for name, rules in _BY_HAND.items():
         limits = Limits(rules=sfx.AxisRules(rules))
-        by_hand[name] = sfx.auto.search(
+        search_result = sfx.auto.search(
             *model, devices=8, chip=EMULATED, limits=limits, keep=1
-        )[0]
+        )
+        by_hand[name] = search_result[0]
     ways = {
         name: _runner(model, candidate, options.devices[:8])
         for name, candidate in by_hand.items()

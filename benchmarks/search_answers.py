@@ -30,7 +30,8 @@ def answers() -> dict[str, Value]:
     right = [
         value for name, value in answer_by_name.items() if name.startswith("right:")
     ]
-    return {"right": float(sum(map(float, right))), **answer_by_name}
+    total = sum(map(float, right))
+    return {"right": float(total), **answer_by_name}
 
 
 def _book() -> Mapping[str, Value]:
@@ -60,9 +61,10 @@ def _recipe() -> Mapping[str, Value]:
     """tpu-recipes, ironwood: Llama-3.1-70B, 2M tokens on 64 chips of two devices, by
     fsdp alone.
     """
-    best = sfx.auto.search(
+    search_result = sfx.auto.search(
         *llama(*_70B, 256 * 8192 // _LENGTH, _LENGTH), devices=128, chip="v7x"
-    )[0]
+    )
+    best = search_result[0]
     return {
         "right: 70B on 64 Ironwood chips cuts the batch alone": int(
             all(names[0] == "batch" for _, names in best.assignments)
@@ -83,7 +85,8 @@ def _crossover() -> Mapping[str, Value]:
     features = 4096
     ratios = {}
     for tokens in (features // 2, features, 2 * features):
-        sent = [_between(tokens, features, axes) for axes in (("batch",), ("mlp",))]
+        cases = (("batch",), ("mlp",))
+        sent = [_between(tokens, features, axes) for axes in cases]
         ratios[tokens] = sent[0] / sent[1]
     few, even, many = ratios.values()
     return {
@@ -98,7 +101,8 @@ def _crossover() -> Mapping[str, Value]:
 
 def _between(tokens: int, features: int, axes: tuple[str, ...]) -> float:
     """What two layers more of a model send under one way, on 8 devices."""
-    limits = sfx.auto.Limits(rules=sfx.AxisRules([(name, "a") for name in axes]))
+    rules = sfx.AxisRules([(name, "a") for name in axes])
+    limits = sfx.auto.Limits(rules=rules)
     few, deep = (
         sfx.auto.search(
             *_layers(depth, features, tokens), devices=8, chip="v5p", limits=limits

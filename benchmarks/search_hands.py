@@ -71,7 +71,7 @@ def _kept(
     if not file.exists():
         KEPT.mkdir(exist_ok=True)
         measurement = measured()
-        file.write_text(
+        encoded = (
             json.dumps(
                 {
                     "model": name,
@@ -83,6 +83,7 @@ def _kept(
             )
             + "\n"
         )
+        file.write_text(encoded)
     values = json.loads(file.read_text())["values"]
     assert isinstance(values, dict)
     return values
@@ -93,16 +94,18 @@ def _file(target: str, name: str) -> Path:
 
 
 def _all(target: str) -> dict[str, Value]:
-    read = [json.loads(file.read_text()) for file in sorted(KEPT.glob("*.json"))]
+    files = sorted(KEPT.glob("*.json"))
+    read = [json.loads(file.read_text()) for file in files]
     ratios = [
         record["values"]["choice over best by hand"]
         for record in read
         if record["target"] == target
     ]
     assert ratios, f"nothing was measured on {target}"
+    total = sum(ratio < BETTER for ratio in ratios)
     return {
         "models": len(ratios),
-        "part that is better": sum(ratio < BETTER for ratio in ratios) / len(ratios),
+        "part that is better": total / len(ratios),
         "never worse than 1.02": int(max(ratios) <= 1.02),
         "best": min(ratios),
         "worst": max(ratios),

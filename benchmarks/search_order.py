@@ -98,7 +98,8 @@ def _order(name: str, few: int, devices: Sequence[Any]) -> dict[str, Value]:
 def unseen_step(name: str) -> tuple[Any, ...]:
     """The step of an unseen case and its arguments, without the plan that the case has."""
     case = next(unseen for unseen in CASES if unseen.name == name)
-    step, args = case.make(AbstractMesh(tuple(case.v5e.values()), tuple(case.v5e)))
+    axis_sizes = tuple(case.v5e.values())
+    step, args = case.make(AbstractMesh(axis_sizes, tuple(case.v5e)))
     return step, *jax.tree.map(
         lambda leaf: (
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -115,8 +116,9 @@ def _compiled(
     """What a program sends, and how many operations of products a device does."""
     plans = [plan.on(candidate.mesh.build(devices)) for plan in candidate.plans]
     program = jitted(lowered, candidate, plans).lower(*lowered.args).compile()
+    sent = sfx.cost.traffic(program, candidate.mesh)
     return (
-        sfx.cost.traffic(program, candidate.mesh),
+        sent,
         work_of(parse_hlo(program.as_text())).flops,
     )
 

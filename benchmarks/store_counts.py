@@ -231,7 +231,8 @@ def writers(server: Any, count: int, draws: random.Random) -> Counts:
         for thread in threads:
             thread.join()
         counts[f"steps with {len(winners)} savers that were not told"] += 1
-        _counted(counts, "loads", _load_of(place, _tree(0)), winners[0])
+        load = _load_of(place, _tree(0))
+        _counted(counts, "loads", load, winners[0])
     return counts
 
 

@@ -117,8 +117,10 @@ class _Transfer(NamedTuple):
 
         expected = tree_map.apply(arrays)
         devices = np.asarray(jax.devices()).reshape(2, 2, 2)
-        src = _drawn_plan(arrays, draw, jax.sharding.Mesh(devices[0], tuple(AXES)))
-        dst = _drawn_plan(expected, draw, jax.sharding.Mesh(devices[1], tuple(AXES)))
+        mesh = jax.sharding.Mesh(devices[0], tuple(AXES))
+        src = _drawn_plan(arrays, draw, mesh)
+        mesh = jax.sharding.Mesh(devices[1], tuple(AXES))
+        dst = _drawn_plan(expected, draw, mesh)
         limit = draw(strategies.sampled_from([16, 256, 1 << 20]))
         processes = (draw(strategies.sampled_from([1, 2])), 1)
         plan = sync.plan_transfer(
@@ -313,8 +315,9 @@ def _plans(job: str) -> tuple[ShardPlan, ShardPlan, sync.TransferPlan]:
         f"w{number}": jax.ShapeDtypeStruct(SHAPE, jnp.float32)
         for number in range(ARRAYS)
     }
+    mesh = MeshSpec({"data": 4, "model": 2})
     meshes: dict[str, Any] = {
-        "trainer": MeshSpec({"data": 4, "model": 2}),
+        "trainer": mesh,
         "engine": MeshSpec({"model": 4}),
     }
     jax.config.update("jax_num_cpu_devices", meshes[job].size)
@@ -335,7 +338,8 @@ def _train(pipe: Connection, port: int, donate: bool = False) -> None:
     def step(state: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf + 1, state)
 
-    trained = jax.jit(step, donate_argnums=(0,) if donate else ())
+    donate_argnums = (0,) if donate else ()
+    trained = jax.jit(step, donate_argnums=donate_argnums)
     sender = sync.Sender(plan, SECRET, port=port, timeout_seconds=TIMEOUT_SECONDS)
     for revision in _numbers():
         state = jax.block_until_ready(trained(state))

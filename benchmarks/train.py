@@ -61,6 +61,7 @@ def cases(options: Options) -> list[Entry]:
         "fsdp x tp": f"data=1,fsdp={count // 2},tensor=2",
     }
     square = layouts["fsdp x tp" if count % 2 == 0 else "dp"]
+    limits = (Limit("speedup.jax.jit", at_least=0.9),)
     entries: list[Entry] = [
         Case(
             "a call that does next to nothing, with model and optimizer state",
@@ -69,7 +70,7 @@ def cases(options: Options) -> list[Entry]:
         Case(
             "a training step, compiled from the same plan",
             lambda: _step(_plans(square, run, options), run),
-            limits=(Limit("speedup.jax.jit", at_least=0.9),),
+            limits=limits,
         ),
     ]
     if count > 1:
@@ -122,15 +123,17 @@ def _call(plans: DemoPlans, run: Run) -> Race:
     def check(inputs: Any, result: Any) -> None:
         assert float(result) == 2.0
 
+    rivals = (
+        Rival("shardfx.filter_jit", planned, check),
+        Rival("jax.jit", plain, check),
+        Rival("eqx.filter_jit", equinox, check),
+    )
+    facts = {"arrays": len(jax.tree.leaves(arrays))}
     return Race(
-        rivals=(
-            Rival("shardfx.filter_jit", planned, check),
-            Rival("jax.jit", plain, check),
-            Rival("eqx.filter_jit", equinox, check),
-        ),
+        rivals=rivals,
         fresh=lambda: arrays,
         number=50,
-        facts={"arrays": len(jax.tree.leaves(arrays))},
+        facts=facts,
     )
 
 
@@ -144,26 +147,28 @@ def _step(plans: DemoPlans, run: Run) -> Race:
     (expected,) = _one_device_losses(run)[:1]
 
     def planned() -> Callable[[Any], Any]:
-        jitted = filter_jit(step, in_shardings=into, out_shardings=(*into[:2], None))
+        out_shardings = (*into[:2], None)
+        jitted = filter_jit(step, in_shardings=into, out_shardings=out_shardings)
         return lambda inputs: jitted(*inputs)
 
     def plain() -> Callable[[Any], Any]:
         shardings = tuple(plan.shardings for plan in into)
-        jitted = jax.jit(
-            step, in_shardings=shardings, out_shardings=(*shardings[:2], None)
-        )
+        out_shardings = (*shardings[:2], None)
+        jitted = jax.jit(step, in_shardings=shardings, out_shardings=out_shardings)
         return lambda inputs: jitted(*inputs)
 
     def check(inputs: Any, result: Any) -> None:
         np.testing.assert_allclose(float(result[2]), expected, atol=TOLERANCE)
 
+    rivals = (
+        Rival("shardfx.filter_jit", planned, check),
+        Rival("jax.jit", plain, check),
+    )
+    facts = {"tokens": run.batch_size * run.length}
     return Race(
-        rivals=(
-            Rival("shardfx.filter_jit", planned, check),
-            Rival("jax.jit", plain, check),
-        ),
+        rivals=rivals,
         fresh=lambda: (model, state, tokens),
-        facts={"tokens": run.batch_size * run.length},
+        facts=facts,
     )
 
 
@@ -226,7 +231,8 @@ def _speed(plans: DemoPlans, run: Run, options: Options) -> Mapping[str, Value]:
         first,
         *[trainer.loss(trainer.tokens(number)) for number in range(1, CHECKED_STEPS)],
     ]
-    difference = float(np.abs(np.array(losses) - np.array(expected)).max())
+    largest = np.abs(np.array(losses) - np.array(expected)).max()
+    difference = float(largest)
     assert difference <= TOLERANCE, (
         f"the losses differ from those of one device by {difference}"
     )
@@ -240,13 +246,12 @@ def _speed(plans: DemoPlans, run: Run, options: Options) -> Mapping[str, Value]:
         name: run.batch_size * run.length / statistics.median(taken)
         for name, taken in seconds.items()
     }
+    bytes_per_device = plans.model.bytes_per_device + plans.optimizer.bytes_per_device
     return {
         "tokens per second": rates["sharded"],
         "tokens per second on one device": rates["one device"],
         "ratio": rates["sharded"] / rates["one device"],
         "largest difference of losses": difference,
         "seconds to compile and start": compile_seconds,
-        "bytes of state per device": (
-            plans.model.bytes_per_device + plans.optimizer.bytes_per_device
-        ),
+        "bytes of state per device": bytes_per_device,
     }

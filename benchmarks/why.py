@@ -80,10 +80,11 @@ def _whole(shardings: StepShardings) -> list[ArrayRow]:
 def _laid(planned: Any) -> tuple[Any, ...]:
     step, params, mu, nu, *data = planned
     states = (sfx.plan(tree, MESH, paths=CUT).structs for tree in (params, mu, nu))
+    structs = [sfx.plan(array, MESH, paths=ROWS).structs for array in data]
     return (
         step,
         *states,
-        [sfx.plan(array, MESH, paths=ROWS).structs for array in data],
+        structs,
     )
 
 

@@ -132,7 +132,8 @@ def _on_one(make: Any) -> list[np.ndarray]:
     step = jax.jit(
         jax.value_and_grad(model.held_by(lambda x: x)), compiler_options=_QUICKLY
     )
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(step(*arrays))]
+    leaves = jax.tree.leaves(step(*arrays))
+    return [np.asarray(leaf) for leaf in leaves]
 
 
 def _apart(answer: Any, whole: np.ndarray) -> float:

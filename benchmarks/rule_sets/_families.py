@@ -34,7 +34,8 @@ def turned(x: jax.Array) -> jax.Array:
     """Rotary positions of `[batch, length, heads, dim]`."""
     half = x.shape[-1] // 2
     rates = 1e4 ** (-jnp.arange(half) / half)
-    angles = jnp.arange(x.shape[1])[:, None, None] * rates
+    values = jnp.arange(x.shape[1])[:, None, None]
+    angles = values * rates
     first = x[..., :half]
     second = x[..., half:]
     cosine = jnp.cos(angles)
@@ -52,7 +53,8 @@ def attended(
     key, value = (jnp.repeat(each, repeats, axis=2) for each in (key, value))
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5 + bias
     if causal:
-        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
+        array = jnp.ones(scores.shape[-2:], bool)
+        scores = jnp.where(jnp.tril(array), scores, -1e9)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), value)
     return mixed.reshape(*mixed.shape[:2], -1)
 
@@ -89,7 +91,8 @@ def decoder_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
             x = x + mixed
             x = x + _feed_forward(layer, normed(after, x))
     head = p["lm_head"] if "lm_head" in p else model["embed_tokens"]
-    return token_loss(linear(head, normed(model["norm"], x)), tokens)
+    logits = linear(head, normed(model["norm"], x))
+    return token_loss(logits, tokens)
 
 
 def _self_attention(p: Params, x: jax.Array, head_dim: int) -> jax.Array:
@@ -120,7 +123,8 @@ def _experts(p: Params, x: jax.Array, names: tuple[str, str, str]) -> jax.Array:
     """
     gates = jax.nn.softmax(linear(p["gate"], x), axis=-1)
     _, chosen = jax.lax.top_k(gates, 2)
-    shares = jax.nn.one_hot(chosen, gates.shape[-1], dtype=x.dtype).sum(-2) * gates
+    total = jax.nn.one_hot(chosen, gates.shape[-1], dtype=x.dtype).sum(-2)
+    shares = total * gates
     gate, up, down = names
     if gate in p["experts"]:
         gate, up, down = (p["experts"][name]["weight"] for name in names)
@@ -162,7 +166,8 @@ def latent_loss(
         mixed = attended(query, key, both[..., nope:], causal=True)
         x = x + linear(attention_weights["o_proj"], mixed)
         x = x + _feed_forward(layer, normed(layer["post_attention_layernorm"], x))
-    return token_loss(linear(p["lm_head"], normed(model["norm"], x)), tokens)
+    logits = linear(p["lm_head"], normed(model["norm"], x))
+    return token_loss(logits, tokens)
 
 
 def gpt_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
@@ -171,7 +176,8 @@ def gpt_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
     def conv(weights: Params, x: jax.Array) -> jax.Array:
         return x @ weights["weight"] + weights["bias"]
 
-    x = p["wte"]["weight"][tokens] + p["wpe"]["weight"][: tokens.shape[1]]
+    weight = p["wpe"]["weight"][: tokens.shape[1]]
+    x = p["wte"]["weight"][tokens] + weight
     for layer in layers_of(p["h"]):
         joint = conv(layer["attn"]["c_attn"], normed(layer["ln_1"], x))
         query, key, value = (
@@ -181,15 +187,18 @@ def gpt_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
         x = x + conv(layer["attn"]["c_proj"], mixed)
         wide = jax.nn.gelu(conv(layer["mlp"]["c_fc"], normed(layer["ln_2"], x)))
         x = x + conv(layer["mlp"]["c_proj"], wide)
-    return token_loss(normed(p["ln_f"], x) @ p["wte"]["weight"].T, tokens)
+    logits = normed(p["ln_f"], x) @ p["wte"]["weight"].T
+    return token_loss(logits, tokens)
 
 
 def bert_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
     """BERT and MiniLM, with a loss over the pooled first tokens."""
     tables = p["embeddings"]
     x = tables["word_embeddings"]["weight"][tokens]
-    x = x + tables["position_embeddings"]["weight"][: tokens.shape[1]]
-    x = normed(tables["LayerNorm"], x + tables["token_type_embeddings"]["weight"][0])
+    weight = tables["position_embeddings"]["weight"][: tokens.shape[1]]
+    x = x + weight
+    weight = tables["token_type_embeddings"]["weight"][0]
+    x = normed(tables["LayerNorm"], x + weight)
     for layer in layers_of(p["encoder"]["layer"]):
         attention_weights = layer["attention"]["self"]
         out = layer["attention"]["output"]
@@ -227,7 +236,8 @@ def t5_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
     def bias_of(side: Params, length: int) -> jax.Array:
         first = side["block"]["0"]["layer"]["0"]["SelfAttention"]
         table = first["relative_attention_bias"]["weight"]
-        apart = jnp.arange(length)[None] - jnp.arange(length)[:, None]
+        values = jnp.arange(length)[:, None]
+        apart = jnp.arange(length)[None] - values
         return table[jnp.clip(apart + 8, 0, 31)].transpose(2, 0, 1)
 
     table = p["shared"]["weight"]

@@ -168,7 +168,8 @@ def _stacked(stack: Any, mlp: Any) -> Model:
 def _stacked_plan(
     page: Mapping[str, Any], params: Any, mesh: sfx.MeshSpec
 ) -> sfx.ShardPlan:
-    return sfx.plan(params, mesh, axes=page["train"].extend([("layers", None)]))
+    axes = page["train"].extend([("layers", None)])
+    return sfx.plan(params, mesh, axes=axes)
 
 
 def _recipe(page: Mapping[str, Any]) -> Model:

@@ -155,14 +155,13 @@ def _eformer() -> Iterator[Case]:
     layouts = presets.layouts
     column = layouts.ColumnWise.axes[::-1]
     row = layouts.RowWise.axes[::-1]
-    paths = sfx.PathRules(
-        [
-            ("(q|k|v|gate|up)_proj/weight", column),
-            ("(o|down)_proj/weight", row),
-            ("embed_tokens|lm_head", layouts.RowWise.axes),
-            (".*", sfx.replicate),
-        ]
-    )
+    rules = [
+        ("(q|k|v|gate|up)_proj/weight", column),
+        ("(o|down)_proj/weight", row),
+        ("embed_tokens|lm_head", layouts.RowWise.axes),
+        (".*", sfx.replicate),
+    ]
+    paths = sfx.PathRules(rules)
     planned = by_paths(paths, axes=presets.eformer())
     make = ft.partial(_model, _BY_NAME["llama3-8b"])
     for mesh in MESHES:
