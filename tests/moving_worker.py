@@ -10,10 +10,8 @@ import multiprocess_worker
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
-from shardfx import From, TreeMap
+from shardfx import From, TreeMap, plan_reshard, reshard
 from shardfx._reshard.move import move_of
-from shardfx._reshard.mover import reshard
-from shardfx._reshard.reshard_planning import plan_reshard
 
 
 def values(shape, dtype="float32"):

@@ -14,8 +14,8 @@ import pytest
 import safetensors
 
 from shardfx import checkpoint
-from shardfx._ground.errors import CheckpointError
 from shardfx.checkpoint._safetensors import DTYPES as STORED, parse_header
+from shardfx.errors import CheckpointError
 
 
 INDEX = "model.safetensors.index.json"

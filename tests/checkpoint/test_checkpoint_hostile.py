@@ -14,7 +14,7 @@ import pytest
 from _stores import eformer, orbax, zarr
 
 from shardfx import checkpoint
-from shardfx._ground.errors import CheckpointError
+from shardfx.errors import CheckpointError
 from tests.checkpoint.wanted_arrays import wanted
 
 

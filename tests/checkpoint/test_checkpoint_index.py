@@ -17,9 +17,8 @@ from safetensors.numpy import save_file
 
 import shardfx
 from shardfx import MeshSpec, PathRules, checkpoint
-from shardfx._ground.errors import CheckpointError
 from shardfx.checkpoint._files import inside, opened, place
-from shardfx.errors import UnknownPathError
+from shardfx.errors import CheckpointError, UnknownPathError
 
 
 def raw_file(path, header, buffer=b""):

@@ -18,9 +18,8 @@ from safetensors.numpy import save_file
 
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
-from shardfx._ground.errors import CheckpointError
 from shardfx.checkpoint import _flight as flights
-from shardfx.errors import PlanMismatchError
+from shardfx.errors import CheckpointError, PlanMismatchError
 
 
 MESH = MeshSpec({"a": 2, "b": 2, "c": 2})

@@ -16,8 +16,7 @@ from safetensors.numpy import save_file
 
 import shardfx
 from shardfx import PathRules, TreeMap, checkpoint
-from shardfx._ground.errors import CheckpointError, UnknownPathError
-from shardfx.errors import PlanMismatchError
+from shardfx.errors import CheckpointError, PlanMismatchError, UnknownPathError
 from tests.checkpoint.wanted_arrays import wanted
 
 

@@ -23,8 +23,12 @@ from safetensors.numpy import load_file, save_file
 
 import shardfx
 from shardfx import PathRules, checkpoint
-from shardfx._ground.errors import CheckpointError
-from shardfx.errors import LeafTypeError, PlanFormatError, PlanMismatchError
+from shardfx.errors import (
+    CheckpointError,
+    LeafTypeError,
+    PlanFormatError,
+    PlanMismatchError,
+)
 
 
 def mesh_of(sizes, names="abc"):

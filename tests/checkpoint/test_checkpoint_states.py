@@ -17,8 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import shardfx
 from shardfx import PathRules, TreeMap, checkpoint
-from shardfx._ground.errors import CheckpointError
-from shardfx.errors import LeafTypeError, MapError, PlanMismatchError
+from shardfx.errors import CheckpointError, LeafTypeError, MapError, PlanMismatchError
 
 
 REPLICATE = PathRules.parse(".*->replicate")

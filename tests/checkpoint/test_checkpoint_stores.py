@@ -15,8 +15,8 @@ from _stores import eformer, orbax, zarr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx import From, PathRules, TreeMap, checkpoint, plan
-from shardfx._ground.errors import CheckpointError
 from shardfx.checkpoint import StoreArray
+from shardfx.errors import CheckpointError
 from shardfx.interop.eformer import shardings
 
 

@@ -22,8 +22,13 @@ from jax.sharding import (
 from safetensors.numpy import save_file
 
 from shardfx import MeshSpec, PathRules, checkpoint
-from shardfx._ground.errors import CheckpointError
-from shardfx.errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
+from shardfx.errors import (
+    CheckpointError,
+    LeafTypeError,
+    MeshError,
+    PlanMismatchError,
+    SpecError,
+)
 from shardfx.interop import eformer
 
 

@@ -27,7 +27,8 @@ from shardfx import (
     plan,
     shard,
 )
-from shardfx._plan import differences, renamed
+from shardfx._plan import differences
+from shardfx.auto import renamed
 from shardfx.errors import (
     MeshError,
     PlanMismatchError,

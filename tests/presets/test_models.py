@@ -11,7 +11,7 @@ from _sources import folder_of
 from jax.sharding import PartitionSpec as P
 
 from shardfx import MeshSpec, lint, match, plan
-from shardfx._ground.errors import RuleError, UnmatchedError
+from shardfx.errors import RuleError, UnmatchedError
 from shardfx.presets import models
 
 

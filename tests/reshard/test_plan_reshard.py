@@ -4,18 +4,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from shardfx._ground.errors import (
-    LeafTypeError,
-    MeshError,
-    PlanMismatchError,
-    SpecError,
-)
-from shardfx._plan.planner import plan
+from shardfx import MeshSpec, PathRules, plan, plan_reshard, reshard
 from shardfx._reshard.move import move_of
-from shardfx._reshard.mover import reshard
-from shardfx._reshard.reshard_planning import plan_reshard
-from shardfx._rules.path_rules import PathRules
-from shardfx.topology._mesh import MeshSpec
+from shardfx.errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
 from tests.reshard.layouts import host, mesh, sharding, struct
 
 

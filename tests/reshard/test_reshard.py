@@ -7,12 +7,9 @@ import pytest
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from shardfx._ground.errors import (
-    LeafTypeError,
-    MoveError,
-)
-from shardfx._reshard.mover import job_of, reshard
-from shardfx._reshard.reshard_planning import plan_reshard
+from shardfx import plan_reshard, reshard
+from shardfx._reshard.mover import job_of
+from shardfx.errors import LeafTypeError, MoveError
 from tests.reshard.layouts import (
     assert_equal,
     both_ways,

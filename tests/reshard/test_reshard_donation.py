@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
+from shardfx import plan_reshard
 from shardfx._reshard.move import move_of
-from shardfx._reshard.reshard_planning import plan_reshard
 from tests.reshard.layouts import (
     assert_equal,
     both_ways,

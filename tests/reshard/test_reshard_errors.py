@@ -4,18 +4,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from shardfx._ground.errors import (
+from shardfx import MeshSpec, PathRules, plan, plan_reshard, reshard
+from shardfx.errors import (
     LeafTypeError,
     MeshError,
     MoveError,
     PlanMismatchError,
     SpecError,
 )
-from shardfx._plan.planner import plan
-from shardfx._reshard.mover import reshard
-from shardfx._reshard.reshard_planning import plan_reshard
-from shardfx._rules.path_rules import PathRules
-from shardfx.topology._mesh import MeshSpec
 from tests.reshard.layouts import assert_equal, host, mesh, put, sharding, struct
 
 

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks._programs import lowered, steps_program
-from shardfx._ground.errors import (
-    MoveError,
-)
 from shardfx._reshard.move import move_of
+from shardfx.errors import MoveError
 from tests.reshard.layouts import (
     assert_equal,
     host,

@@ -3,11 +3,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardfx._plan.planner import plan
+from shardfx import PathRules, plan, reshard
 from shardfx._reshard.flight import Window, carry_out
 from shardfx._reshard.move import move_of
-from shardfx._reshard.mover import reshard
-from shardfx._rules.path_rules import PathRules
 from tests.reshard.layouts import assert_equal, host, mesh, put, sharding, state
 
 

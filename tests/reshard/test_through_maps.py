@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 from maps import maps, same, written
 
 import shardfx
-from shardfx import From, MeshSpec, PathRules, TreeMap, plan_reshard
+from shardfx import From, MeshSpec, PathRules, TreeMap, plan_reshard, reshard
 from shardfx._ground.tree import flatten
-from shardfx._reshard.mover import map_move, reshard, resharded
+from shardfx._reshard.mover import map_move, resharded
 from shardfx._reshard.pieces.exchange import program
 from shardfx.errors import LeafTypeError, MapError, MeshError, MoveError
 

@@ -21,10 +21,10 @@ from jax.sharding import (
 
 from benchmarks._programs import lowered, planned, program_of, steps_program, wire_bytes
 from shardfx import MeshSpec, reshard
-from shardfx._ground.errors import LeafTypeError, MeshError, MoveError, SpecError
 from shardfx._reshard.flight import carry_out
 from shardfx._reshard.move import move_of
 from shardfx._reshard.mover import resharded
+from shardfx.errors import LeafTypeError, MeshError, MoveError, SpecError
 
 
 DTYPES = (

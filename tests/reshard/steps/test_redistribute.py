@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from benchmarks._pairs import all_layouts
 from benchmarks._simulate import pieces
 from shardfx import MeshSpec
-from shardfx._ground.errors import MeshError
 from shardfx._reshard.shardings import layout
 from shardfx._reshard.steps.layout import (
     StepLayout,
@@ -20,6 +19,7 @@ from shardfx._reshard.steps.layout import (
 )
 from shardfx._reshard.steps.redistribution import path_along, redistribute
 from shardfx._reshard.steps.splits import refine
+from shardfx.errors import MeshError
 from tests.reshard.steps.step_layouts import CATALOGUE, check, in_slices
 
 
