@@ -12,17 +12,11 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from shardfx.presets import models
 
 
 Tree = dict[str, Any]
-
-
-def leaf(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    """One array that is not there."""
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from _servers import (
 from jax.sharding import Mesh
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def mesh() -> Mesh:
     """All devices along one axis."""
     return Mesh(np.array(jax.devices()), ("x",))

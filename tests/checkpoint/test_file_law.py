@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _stores import eformer, orbax, zarr
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from safetensors.numpy import save_file
 
 import shardfx
@@ -223,11 +223,6 @@ def as_number(form, value, leaf, how):
     if type(number) not in is_wider or type(leaf)(number) != number:
         raise Wrong
     return type(leaf)(number)
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return Mesh(np.array(jax.devices()), ("x",))
 
 
 def target_tree(target, how, mesh):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from _stores import zarr
 from flax import serialization
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import shardfx
 from shardfx import From, TreeMap, checkpoint
@@ -21,11 +21,6 @@ from shardfx.errors import CheckpointError
 
 
 F4 = np.dtype(jnp.float4_e2m1fn)
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return Mesh(np.array(jax.devices()), ("x",))
 
 
 def replicated(tree, mesh):

@@ -83,8 +83,9 @@ def test_a_grid_is_a_value():
     ],
 )
 def test_a_grid_refuses(arguments, message):
+    axis_sizes, num_chunks, chunk_ids = arguments
     with pytest.raises(MeshError, match=message):
-        hosts.HostGrid(*arguments)
+        hosts.HostGrid(axis_sizes, num_chunks, chunk_ids)
 
 
 AXES = {"a": (1, 2, 4), "b": (1, 2, 6), "c": (1, 3)}

@@ -1,6 +1,5 @@
 """The mesh and the plan that states follow in tests."""
 
-import jax
 import jax.numpy as jnp
 
 from shardfx import (
@@ -17,10 +16,6 @@ MESH = MeshSpec(SIZES)
 
 SMALL = {"a": {"w": jnp.ones((256, 128)), "b": jnp.ones(128)}}
 SMALL_PLAN = plan(SMALL, MESH, paths=PathRules.parse("w->fsdp.tensor, b->tensor"))
-
-
-def struct(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 HEADS = AxisRules([("heads", "tensor"), ("embed", "fsdp")], units={"heads": 4})

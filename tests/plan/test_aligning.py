@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -17,6 +16,7 @@ from shardfx import Code, LeafPlan, MeshSpec, PathRules, ShardPlan, follow, plan
 from shardfx._ground.spec import entries_at
 from shardfx._plan.aligning import adapter_readings, scale_readings
 from shardfx.errors import SpecError
+from tests.structs import struct
 
 
 Shape = tuple[int, ...]
@@ -24,10 +24,6 @@ Shape = tuple[int, ...]
 Dims = tuple[int | None, ...]
 SIZES = (2, 3, 4)
 AXES = ("a", "b", "c", "d")
-
-
-def struct(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def shapes(*ranks: int, sizes: Iterable[int] = SIZES) -> Iterator[Shape]:

@@ -23,10 +23,7 @@ from shardfx import (
 )
 from shardfx._ground.text import bytes_text
 from shardfx.presets import models
-
-
-def struct(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
+from tests.structs import struct
 
 
 MESH = MeshSpec({"data": 2, "tensor": 4})

@@ -4,11 +4,11 @@ from typing import Any
 import catalogue
 import jax
 import pytest
-from catalogue import leaf
 from jax.sharding import PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, match, plan
 from shardfx.presets import hf, models
+from tests.structs import leaf
 
 
 MODELS = {

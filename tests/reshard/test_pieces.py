@@ -28,11 +28,27 @@ MESHES = [
 
 def transfer(x, dst, *, lost=(), donate=False, method="host"):
     """One array by one way, also where steps would lead there."""
-    move_arguments = (*data_of(x.shape, x.dtype), x.sharding, dst, lost)
+    shape, dtype = data_of(x.shape, x.dtype)
     copies = method == "host"
-    work = assembly_between(*move_arguments, copies)
+    work = assembly_between(
+        shape=shape,
+        dtype=dtype,
+        src=x.sharding,
+        dst=dst,
+        lost=lost,
+        copies=copies,
+    )
     assert work.method == method or 0 in x.shape
-    move = Move("tiles", *move_arguments, copies, assembly=work)
+    move = Move(
+        how="tiles",
+        shape=shape,
+        dtype=dtype,
+        src=x.sharding,
+        dst=dst,
+        lost=lost,
+        copies=copies,
+        assembly=work,
+    )
     return carry_out(move, x, donate=donate)
 
 

@@ -13,10 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardfx as sfx
 from shardfx import AxisRules, MeshSpec, PathRules, atomic, fsdp, replicate
 from shardfx.presets import models
-
-
-def leaf(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
+from tests.structs import leaf
 
 
 MESH = MeshSpec({"fsdp": 4, "tensor": 2})

@@ -13,13 +13,10 @@ from shardfx import AxisRules, MeshSpec, PathRules, diff, plan_reshard
 from shardfx._ground.text import joined_exactly
 from shardfx._plan import differences
 from shardfx.testing import assert_same_plan_text, plan_text
+from tests.structs import leaf
 
 
 MESH = MeshSpec({"fsdp": 4, "tensor": 2})
-
-
-def leaf(*shape, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 TREE = {"embed": leaf(64, 32), "layers": [{"w": leaf(32, 32), "b": leaf(32)}] * 12}

@@ -26,9 +26,9 @@ from tests.see.planted import (
     CLEAN,
     MESH,
     PLANTED,
-    leaf,
     moments,
 )
+from tests.structs import leaf
 
 
 @pytest.mark.parametrize("clean", CLEAN)

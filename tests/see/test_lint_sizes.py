@@ -1,31 +1,24 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardfx as sfx
 from shardfx import AxisRules, MeshSpec, PathRules
 from tests.see.lint_arguments import applied, lint
-from tests.see.planted import (
-    leaf,
-)
+from tests.structs import leaf, struct
 
 
 SMALL = MeshSpec({"fsdp": 2, "tensor": 2})
 MLP_AXES = AxisRules([("mlp", "tensor"), ("embed", "fsdp"), ("kv", None)])
 
 
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
 def mlp(width: int, down: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    return {"up": f32(96, width), "down": f32(down or width, 96)}
+    return {"up": struct(96, width), "down": struct(down or width, 96)}
 
 
-TABLE = f32(1000, 96)
+TABLE = struct(1000, 96)
 WIDE = ("wide", "embed")
 NAMED = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
 # What is beside three layers of width 256, its names, and where a contradiction is
@@ -33,12 +26,12 @@ NAMED = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
 CASES: dict[str, tuple[Any, Any, list[str]]] = {
     "experts of another width": ({"shared": mlp(100)}, {"shared": NAMED}, []),
     "a tower of another width": (
-        {"eyes": {"up": f32(90, 200), "down": f32(200, 90)}},
+        {"eyes": {"up": struct(90, 200), "down": struct(200, 90)}},
         {"eyes": NAMED},
         [],
     ),
     "a name that no axis cuts": (
-        {"q": f32(96, 192), "v": f32(96, 128)},
+        {"q": struct(96, 192), "v": struct(96, 128)},
         dict.fromkeys("qv", ("embed", "kv")),
         [],
     ),
@@ -53,12 +46,12 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {
         ["embed, name 'mlp'"],
     ),
     "two tables under another's name": (
-        {"embed": TABLE, "head": f32(96, 1000)},
+        {"embed": TABLE, "head": struct(96, 1000)},
         {"embed": ("mlp", "embed"), "head": ("embed", "mlp")},
         ["embed, name 'mlp'", "head, name 'mlp'"],
     ),
     "an alias": (
-        {"embed": TABLE, "few": f32(300, 96)},
+        {"embed": TABLE, "few": struct(300, 96)},
         dict.fromkeys(("embed", "few"), WIDE),
         ["few, name 'wide'"],
     ),

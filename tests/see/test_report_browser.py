@@ -14,7 +14,7 @@ from shardfx import MeshSpec, PathRules, ShardPlan, html_report, plan
 from shardfx._ground.text import printable
 from shardfx._see import Finding
 from shardfx.cost import traffic
-from tests.see.planted import leaf
+from tests.structs import leaf
 
 
 pytestmark = pytest.mark.browser

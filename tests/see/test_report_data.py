@@ -22,6 +22,7 @@ from shardfx._see import Finding, report_data
 from shardfx._see.html import packed
 from shardfx.cost import Fit, Traffic, fit
 from shardfx.errors import ChipError
+from tests.structs import struct
 
 
 MESH = MeshSpec({"data": 2, "tensor": 4})
@@ -40,10 +41,6 @@ HOSTILE = (
     "__proto__",
     "${1}`",
 )
-
-
-def struct(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def planned(rules: str, tree: Any = None, **others: Any) -> ShardPlan:

@@ -1,5 +1,6 @@
 import functools as ft
 import math
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,28 +22,37 @@ def layouts(draw, rank: int):
     dims = [[] for _ in range(rank + 1)]
     for axis in draw(st.permutations(list(range(len(sizes))))):
         dims[draw(st.integers(0, rank))].append(axis)
-    return sizes, tuple(map(tuple, dims[:rank]))
+    return StepLayout(sizes, tuple(map(tuple, dims[:rank])))
+
+
+class PartedMove(NamedTuple):
+    """A move whose shards are `blocks` times the least, in parts of dimension `dim`."""
+
+    blocks: list[int]
+    dtype: np.dtype
+    src: StepLayout
+    dst: StepLayout
+    part: int
+    dim: int
 
 
 @st.composite
 def moves(draw):
-    """The sizes of blocks, a dtype, two layouts, the size of parts, and the dimension
-    that is cut into them.
-    """
     rank = draw(st.integers(1, 3))
     src = draw(layouts(rank))
     dst = draw(layouts(rank))
     extra = draw(st.lists(st.integers(1, 5), min_size=rank, max_size=rank))
-    dtype = draw(
-        st.sampled_from([np.dtype("uint8"), np.dtype("float32"), np.dtype("uint16")])
-    )
-    return (
-        extra,
-        dtype,
-        src,
-        dst,
-        draw(st.integers(1, 4)),
-        draw(st.integers(0, rank - 1)),
+    dtypes = [np.dtype("uint8"), np.dtype("float32"), np.dtype("uint16")]
+    dtype = draw(st.sampled_from(dtypes))
+    part = draw(st.integers(1, 4))
+    dim = draw(st.integers(0, rank - 1))
+    return PartedMove(
+        blocks=extra,
+        dtype=dtype,
+        src=src,
+        dst=dst,
+        part=part,
+        dim=dim,
     )
 
 
@@ -107,18 +117,29 @@ def assert_moved(
 
 
 # The last part of a block of 13 is smaller.
-@example(([13, 2], np.dtype("float32"), ((8,), ((0,), ())), ((8,), ((), (0,))), 5, 0))
+@example(
+    PartedMove(
+        blocks=[13, 2],
+        dtype=np.dtype("float32"),
+        src=StepLayout((8,), ((0,), ())),
+        dst=StepLayout((8,), ((), (0,))),
+        part=5,
+        dim=0,
+    )
+)
 @given(moves())
 @settings(max_examples=20, deadline=None)
 def test_a_move_in_parts_gives_every_device_its_piece(move):
-    blocks, dtype, src, dst, part, dim = move
-    src = StepLayout(*src)
-    dst = StepLayout(*dst)
-    shape = tuple(
-        math.lcm(*counts) * size
-        for *counts, size in zip(src.counts, dst.counts, blocks, strict=True)
+    counts = zip(move.src.counts, move.dst.counts, move.blocks, strict=True)
+    shape = tuple(math.lcm(before, after) * size for before, after, size in counts)
+    assert_moved(
+        shape,
+        dtype=move.dtype,
+        src=move.src,
+        dst=move.dst,
+        part=move.part,
+        dim=move.dim,
     )
-    assert_moved(shape, dtype, src, dst, part, dim)
 
 
 @pytest.mark.parametrize(

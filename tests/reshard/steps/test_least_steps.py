@@ -232,7 +232,8 @@ def test_moves_on_many_devices_are_planned_within_their_bounds(devices):
 )
 def test_some_path_is_soon_found(shape, src, dst, prime):
     most = 500
-    problem = Problem(shape, *refine(src, dst, prime=prime))
+    fine_src, fine_dst = refine(src, dst, prime=prime)
+    problem = Problem(max_counts=shape, source=fine_src, target=fine_dst)
     path, cost, looked = explore(problem, most, math.inf)
     assert path is not None
     assert cost < math.inf

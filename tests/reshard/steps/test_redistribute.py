@@ -102,7 +102,12 @@ def ends(draw, count: int, rank: int):
         if draw(st.booleans())
         else ()
     )
-    return tuple(sizes), tuple(map(tuple, dims)), tuple(order), tuple(weights)
+    return StepLayout(
+        sizes=tuple(sizes),
+        dims=tuple(map(tuple, dims)),
+        order=tuple(order),
+        weights=tuple(weights),
+    )
 
 
 @st.composite
@@ -119,15 +124,15 @@ def moves(draw):
         if count in many
         else [draw(st.sampled_from([0, 1, 1, 1, 2, 3])) for _ in range(rank)]
     )
-    return spare, draw(ends(count, rank)), draw(ends(count, rank))
+    src = draw(ends(count, rank))
+    dst = draw(ends(count, rank))
+    return spare, src, dst
 
 
 @given(moves())
 @settings(max_examples=150, deadline=None)
 def test_any_ranks_factors_orders_and_empty_dimensions(move):
-    spare = move[0]
-    src = StepLayout(*move[1])
-    dst = StepLayout(*move[2])
+    spare, src, dst = move
     # The least shape that both ends divide leaves no room for a detour.
     shape = tuple(
         math.lcm(a, b) * spare_factor
