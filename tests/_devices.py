@@ -32,7 +32,16 @@ def chips(bounds, hosts=None, kind="TPU v4", *, slices=1):
             for coordinate, host in zip((x, y, z, c), hosts, strict=True)
         )
         process = hc + per[3] * (hx + per[0] * (hy + per[1] * (hz + per[2] * piece)))
-        out.append(Chip(len(out), (x, y, z), c, process, kind, piece))
+        out.append(
+            Chip(
+                len(out),
+                coords=(x, y, z),
+                core_on_chip=c,
+                process_index=process,
+                device_kind=kind,
+                slice_index=piece,
+            )
+        )
     return out
 
 

@@ -102,7 +102,13 @@ LIMITS = st.sampled_from([8, 64, 10_000])
     LIMITS,
 )
 def test_every_box_gets_its_bytes(grid, itemsize, gap_bytes, run_bytes, copy_bytes):
-    read, needed = check(grid, itemsize, gap_bytes, run_bytes, copy_bytes)
+    read, needed = check(
+        grid,
+        itemsize=itemsize,
+        gap_bytes=gap_bytes,
+        run_bytes=run_bytes,
+        copy_bytes=copy_bytes,
+    )
     if not overlapping(grid[1]):
         assert read >= needed
         assert read == needed or gap_bytes > 1

@@ -71,7 +71,9 @@ def played(service, *acts):
 
     def play(me, act):
         try:
-            with SaveProcesses("'it'", me, MEMBERS, service, 20.0) as processes:
+            with SaveProcesses(
+                "'it'", me=me, members=MEMBERS, client=service, wait_seconds=20.0
+            ) as processes:
                 return act(processes)
         except (CheckpointError, OSError, KeyboardInterrupt) as error:
             return error
@@ -189,5 +191,5 @@ def test_processes_need_the_service():
         CheckpointError,
         match=r"call `jax.distributed.initialize\(\)` when the program starts",
     ):
-        with SaveProcesses("'it'", 0, (0, 1), None, 1.0):
+        with SaveProcesses("'it'", me=0, members=(0, 1), client=None, wait_seconds=1.0):
             pass

@@ -31,7 +31,11 @@ def cuts(bits, sources, targets, process_of=None, sent_before=(), lost=()):
     dtype = np.dtype(getattr(jax.numpy, DTYPES[bits]))
     leaf = leaf_made("x", Struct(shape, dtype))
     return shard_parts(
-        leaf, targets, {"x": (dtype, holders)}, process_of or {}, sent_before
+        leaf,
+        targets=targets,
+        sources={"x": (dtype, holders)},
+        process_of=process_of or {},
+        sent_before=sent_before,
     )
 
 

@@ -98,10 +98,10 @@ def assert_moved(
     values = bits.astype(f"uint{8 * dtype.itemsize}").view(dtype).reshape(shape)
     array = moved(
         values,
-        src,
-        dst,
-        plan,
-        Chunks(dim, block, min(part, block), dst.shard_shape(shape)),
+        src=src,
+        dst=dst,
+        plan=plan,
+        chunks=Chunks(dim, block, min(part, block), dst.shard_shape(shape)),
     )
     devices = np.array(jax.devices()[:8]).reshape(dst.sizes)
     mesh = Mesh(devices, tuple("abc"[: len(dst.sizes)]))
