@@ -110,7 +110,14 @@ def census(
         )
         if planned(shape, dtype, src, dst).steps:
             rows.append(
-                _row(shape, dtype, src, dst, SLACK_BYTES + scratch, run=run and not aot)
+                _row(
+                    shape,
+                    dtype=dtype,
+                    src=src,
+                    dst=dst,
+                    slack_bytes=SLACK_BYTES + scratch,
+                    run=run and not aot,
+                )
             )
     return {"bytes of scratch of a permutation": scratch, **_summary(rows)}
 

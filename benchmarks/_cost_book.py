@@ -26,7 +26,18 @@ _BOOKS = {"v5e": 16e9, "v5p": 96e9}
 
 def row(kind: str, wire_bytes: int, group: int, axes: tuple[str, ...]) -> TrafficRow:
     """A collective that nobody compiled."""
-    return TrafficRow(kind, wire_bytes, 0, 1, "bf16", group, axes, None, (), None)
+    return TrafficRow(
+        kind=kind,
+        wire_bytes=wire_bytes,
+        dcn_bytes=0,
+        calls=1,
+        dtype="bf16",
+        group_size=group,
+        axes=axes,
+        source=None,
+        stack=(),
+        leaf=None,
+    )
 
 
 def crossovers(data: Mapping[str, Any]) -> Mapping[str, Value]:
@@ -143,7 +154,7 @@ def serving(data: Mapping[str, Any], model: Mapping[str, int]) -> Mapping[str, V
                 else dataclasses.replace(chip, usable_hbm_bytes=int(usable))
             )
             values[f"{name}.caches in memory {which}"] = _most_caches(
-                model, mine, dtype, weights, chip
+                model, mine=mine, dtype=dtype, weights=weights, chip=chip
             )
         values[f"{name}.least_chips"] = round(weights.bytes_total / _BOOKS["v5e"], 2)
         values[f"{name}.book_least_chips"] = mine["least_chips"][name]

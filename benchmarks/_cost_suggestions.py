@@ -29,9 +29,15 @@ class Sizes:
 
 
 MESH = MeshSpec({"data": 4, "tensor": 2})
-SMALL = Sizes(8, 64, 256, 512, MESH)
+SMALL = Sizes(layers=8, width=64, hidden=256, batch=512, mesh=MESH)
 # Large enough that a TPU's on-chip memory holds little of it.
-LARGE = Sizes(8, 2048, 8192, 65536, MeshSpec({"data": 8, "tensor": 2}))
+LARGE = Sizes(
+    layers=8,
+    width=2048,
+    hidden=8192,
+    batch=65536,
+    mesh=MeshSpec({"data": 8, "tensor": 2}),
+)
 # As on the page "What does my plan cost?": 1.5 MiB for a program, and no tiles, as on
 # the CPU that compiles.
 CHIP = dataclasses.replace(chips.find("h100"), name="tiny", usable_hbm_bytes=3 * 2**19)

@@ -113,7 +113,7 @@ def speed(files: Mapping[str, Mapping[str, Any]]) -> str | None:
         y += 10
     cases = (0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 100, 1000)
     ticks = [tick for tick in cases if scale.holds(tick)]
-    parts = [*_ticks(scale, ticks, 40, y, "x"), *marks]
+    parts = [*_ticks(scale, ticks=ticks, top=40, bottom=y, unit="x"), *marks]
     return _picture(910, y + 24, "shardfx is faster by", parts)
 
 
@@ -253,7 +253,7 @@ def planning(files: Mapping[str, Mapping[str, Any]]) -> str | None:
     looks = {
         name: _LOOKS[position % len(_LOOKS)] for position, name in enumerate(names)
     }
-    parts = _ticks(across, [1000, 10_000, 100_000], 60, 330, "")
+    parts = _ticks(across, ticks=[1000, 10_000, 100_000], top=60, bottom=330, unit="")
     for tick in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0):
         if down.holds(tick):
             y = down(tick)

@@ -37,7 +37,18 @@ class Sizes:
 
 SMALL = Sizes()
 # As the study's, with as many layers as are asked for: 0.32 billion parameters in 16.
-STUDY = Sizes(16, 1024, 4096, 16, 8, 64, 32768, 16, 1024, dtype=jnp.bfloat16)
+STUDY = Sizes(
+    layers=16,
+    width=1024,
+    hidden=4096,
+    heads=16,
+    kv_heads=8,
+    head_dim=64,
+    vocab=32768,
+    batch=16,
+    length=1024,
+    dtype=jnp.bfloat16,
+)
 STUDY_EXPERTS = dataclasses.replace(STUDY, hidden=1024, experts=16)
 
 

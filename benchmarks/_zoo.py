@@ -105,7 +105,7 @@ def _normed(x: Any) -> Any:
 
 def _block(x: Any, p: Any, heads: int, head: int) -> Any:
     y = _normed(x)
-    x = x + _attended(y, y, p["attention"], heads, head)
+    x = x + _attended(y, y=y, p=p["attention"], heads=heads, head=head)
     return x + jax.nn.gelu(_normed(x) @ p["mlp"]["up"]) @ p["mlp"]["down"]
 
 
@@ -142,7 +142,7 @@ def _experts(
 
     def layer(x: Any, p: Any) -> tuple[Any, None]:
         y = _normed(x)
-        x = x + _attended(y, y, p["attention"], heads, head)
+        x = x + _attended(y, y=y, p=p["attention"], heads=heads, head=head)
         y = _normed(x)
         gates = jax.nn.softmax(y @ p["router"])
         _, chosen = jax.lax.top_k(gates, 2)
@@ -183,8 +183,8 @@ def _t5(
 ) -> Model:
     def decoder(memory: Any, x: Any, p: Any) -> Any:
         y = _normed(x)
-        x = x + _attended(y, y, p["attention"], heads, head)
-        x = x + _attended(_normed(x), memory, p["cross"], heads, head)
+        x = x + _attended(y, y=y, p=p["attention"], heads=heads, head=head)
+        x = x + _attended(_normed(x), y=memory, p=p["cross"], heads=heads, head=head)
         return x + jax.nn.relu(_normed(x) @ p["mlp"]["up"]) @ p["mlp"]["down"]
 
     def loss(p: Any, inputs: Any, targets: Any) -> Any:
@@ -309,7 +309,7 @@ def _dit(
     def layer(condition: Any, x: Any, p: Any) -> tuple[Any, None]:
         scale, shift = jnp.split(condition @ p["modulation"], 2, axis=-1)
         y = _normed(x) * (1 + scale[:, None]) + shift[:, None]
-        x = x + _attended(y, y, p["attention"], heads, head)
+        x = x + _attended(y, y=y, p=p["attention"], heads=heads, head=head)
         return x + jax.nn.gelu(_normed(x) @ p["mlp"]["up"]) @ p["mlp"]["down"], None
 
     def loss(p: Any, latents: Any, times: Any, noise: Any) -> Any:

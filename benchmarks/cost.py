@@ -34,7 +34,17 @@ SUMMARY = (
 )
 # Large enough that a weight is told from an activation, and small enough to compile in
 # seconds.
-MIDDLE = Sizes(4, 256, 1024, 16, 16, 16, 2048, 16, 256)
+MIDDLE = Sizes(
+    layers=4,
+    width=256,
+    hidden=1024,
+    heads=16,
+    kv_heads=16,
+    head_dim=16,
+    vocab=2048,
+    batch=16,
+    length=256,
+)
 MIDDLE_EXPERTS = dataclasses.replace(MIDDLE, hidden=256, experts=16)
 WAYS = {
     "scan": Way(),
@@ -233,7 +243,16 @@ def _random(count: int, devices: list[Any]) -> dict[str, Value]:
 def _speed() -> Finding:
     def measure() -> dict[str, Value]:
         sizes = Sizes(
-            126, 16384, 53248, 128, 8, 128, 128256, 256, 8192, dtype=jnp.bfloat16
+            layers=126,
+            width=16384,
+            hidden=53248,
+            heads=128,
+            kv_heads=8,
+            head_dim=128,
+            vocab=128256,
+            batch=256,
+            length=8192,
+            dtype=jnp.bfloat16,
         )
         planned_step = planned(sizes, Way(remat=True), LAYOUTS["fsdp x tp"])
         times, rows = [], ()

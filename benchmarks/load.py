@@ -160,30 +160,48 @@ def _safetensors(mebibytes: int, cut: str, options: Options) -> Race:
     rivals = (
         _rival(
             "shardfx",
-            lambda path, _: checkpoint.load(path, sharding_plan),
-            own,
-            shardings,
-            (),
+            load=lambda path, _: checkpoint.load(path, sharding_plan),
+            file=own,
+            shardings=shardings,
+            needs=(),
         ),
-        _rival("load_file, device_put", load_by_file, own, shardings, ("safetensors",)),
-        _rival("safetensors slices", load_by_slices, own, shardings, ("safetensors",)),
-        _rival("memory map", load_by_memory_map, own, shardings, ()),
+        _rival(
+            "load_file, device_put",
+            load=load_by_file,
+            file=own,
+            shardings=shardings,
+            needs=("safetensors",),
+        ),
+        _rival(
+            "safetensors slices",
+            load=load_by_slices,
+            file=own,
+            shardings=shardings,
+            needs=("safetensors",),
+        ),
+        _rival(
+            "memory map",
+            load=load_by_memory_map,
+            file=own,
+            shardings=shardings,
+            needs=(),
+        ),
         _rival(
             "flax msgpack",
-            load_by_flax,
-            lambda: flax_file(file),
-            shardings,
-            ("flax", "msgpack"),
+            load=load_by_flax,
+            file=lambda: flax_file(file),
+            shardings=shardings,
+            needs=("flax", "msgpack"),
         ),
         _rival(
             "safe_open, device_put",
-            load_by_safe_open,
-            own,
-            shardings,
-            ("safetensors",),
+            load=load_by_safe_open,
+            file=own,
+            shardings=shardings,
+            needs=("safetensors",),
         ),
         *[
-            _rival(name, load, own, shardings, needs)
+            _rival(name, load=load, file=own, shardings=shardings, needs=needs)
             for name, (load, needs) in TORCH.items()
         ],
     )
@@ -219,21 +237,27 @@ def _small(count: int, options: Options) -> Race:
     rivals = (
         _rival(
             "shardfx",
-            lambda path, _: checkpoint.load(path, sharding_plan),
-            own,
-            shardings,
-            (),
+            load=lambda path, _: checkpoint.load(path, sharding_plan),
+            file=own,
+            shardings=shardings,
+            needs=(),
         ),
         _rival(
             "safe_open, device_put",
-            load_by_safe_open,
-            own,
-            shardings,
-            ("safetensors",),
+            load=load_by_safe_open,
+            file=own,
+            shardings=shardings,
+            needs=("safetensors",),
         ),
-        _rival("load_file, device_put", load_by_file, own, shardings, ("safetensors",)),
+        _rival(
+            "load_file, device_put",
+            load=load_by_file,
+            file=own,
+            shardings=shardings,
+            needs=("safetensors",),
+        ),
         *[
-            _rival(name, load, own, shardings, needs)
+            _rival(name, load=load, file=own, shardings=shardings, needs=needs)
             for name, (load, needs) in TORCH.items()
         ],
     )

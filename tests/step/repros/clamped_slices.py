@@ -27,9 +27,15 @@ def cases() -> Fault:
     # The last start of 16 - 8 is 8.
     args = (normal(0, 4, 16), np.array([0, 9, 3, 15]))
     specs = (P(), P())
-    wrong = {"forward": Case(lambda mesh: windows, args, MESH, specs, CUT)}
+    wrong = {
+        "forward": Case(
+            step=lambda mesh: windows, args=args, mesh=MESH, specs=specs, result=CUT
+        )
+    }
     held = {
-        "the starts clipped before": Case(lambda mesh: mended, args, MESH, specs, CUT)
+        "the starts clipped before": Case(
+            step=lambda mesh: mended, args=args, mesh=MESH, specs=specs, result=CUT
+        )
     }
     return Fault(wrong, held)
 

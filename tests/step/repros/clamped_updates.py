@@ -24,9 +24,15 @@ def cases() -> Fault:
     # The last row of eight is row 7.
     args = (normal(0, 8, 2), normal(1, 1, 2), np.asarray(9, np.int32))
     specs = (ROWS, P(), P())
-    wrong = {"forward": Case(lambda mesh: updated, args, MESH, specs, ROWS)}
+    wrong = {
+        "forward": Case(
+            step=lambda mesh: updated, args=args, mesh=MESH, specs=specs, result=ROWS
+        )
+    }
     held = {
-        "the start clipped before": Case(lambda mesh: mended, args, MESH, specs, ROWS)
+        "the start clipped before": Case(
+            step=lambda mesh: mended, args=args, mesh=MESH, specs=specs, result=ROWS
+        )
     }
     return Fault(wrong, held)
 

@@ -43,14 +43,24 @@ def cases() -> Fault:
     grad = jax.grad(loss, (1, 2))
     others = normal(3, 24, 24, 8, 8), normal(4, 24, 24, 3, 3), normal(5, 48, 24, 3, 3)
     wrong = {
-        "gradient": Case(lambda mesh: grad, args, MESH, specs, CHANNELS),
-        "gradient, other sizes": Case(lambda mesh: grad, others, MESH, specs, CHANNELS),
+        "gradient": Case(
+            step=lambda mesh: grad, args=args, mesh=MESH, specs=specs, result=CHANNELS
+        ),
+        "gradient, other sizes": Case(
+            step=lambda mesh: grad, args=others, mesh=MESH, specs=specs, result=CHANNELS
+        ),
     }
     channels = P(("fsdp", "tensor"))
     held = {
-        "a row constraint between them": Case(mended, args, MESH, specs, CHANNELS),
+        "a row constraint between them": Case(
+            step=mended, args=args, mesh=MESH, specs=specs, result=CHANNELS
+        ),
         "both axes on one dimension": Case(
-            lambda mesh: grad, args, MESH, (ROWS, channels, channels), channels
+            step=lambda mesh: grad,
+            args=args,
+            mesh=MESH,
+            specs=(ROWS, channels, channels),
+            result=channels,
         ),
     }
     return Fault(wrong, held)

@@ -32,8 +32,12 @@ def cases() -> Fault:
     specs = (ROWS, P())
     cut = gradient(P("data", "tensor"))
     whole = gradient(P(None, "tensor"))
-    wrong = {"gradient": Case(cut, args, MESH, specs, ROWS)}
-    held = {"windows that are whole": Case(whole, args, MESH, specs, ROWS)}
+    wrong = {"gradient": Case(step=cut, args=args, mesh=MESH, specs=specs, result=ROWS)}
+    held = {
+        "windows that are whole": Case(
+            step=whole, args=args, mesh=MESH, specs=specs, result=ROWS
+        )
+    }
     return Fault(wrong, held)
 
 

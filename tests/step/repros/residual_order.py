@@ -45,22 +45,34 @@ def cases() -> Fault:
     specs = (ROWS, column, column)
     stack = (args[0], np.stack(args[1:] * 2))
     wrong = {
-        "forward": Case(lambda mesh: twice, args, MESH, specs, ROWS),
+        "forward": Case(
+            step=lambda mesh: twice, args=args, mesh=MESH, specs=specs, result=ROWS
+        ),
         "gradient": Case(
-            lambda mesh: jax.grad(loss, (1, 2)), args, MESH, specs, column
+            step=lambda mesh: jax.grad(loss, (1, 2)),
+            args=args,
+            mesh=MESH,
+            specs=specs,
+            result=column,
         ),
         "scanned": Case(
-            lambda mesh: scanned, stack, MESH, (ROWS, P(None, *column)), ROWS
+            step=lambda mesh: scanned,
+            args=stack,
+            mesh=MESH,
+            specs=(ROWS, P(None, *column)),
+            result=ROWS,
         ),
     }
     held = {
-        "a row constraint on each block": Case(mended, args, MESH, specs, ROWS),
+        "a row constraint on each block": Case(
+            step=mended, args=args, mesh=MESH, specs=specs, result=ROWS
+        ),
         "both axes on one dimension": Case(
-            lambda mesh: twice,
-            args,
-            MESH,
-            (ROWS, *[P(None, ("fsdp", "tensor"))] * 2),
-            ROWS,
+            step=lambda mesh: twice,
+            args=args,
+            mesh=MESH,
+            specs=(ROWS, *[P(None, ("fsdp", "tensor"))] * 2),
+            result=ROWS,
         ),
     }
     return Fault(wrong, held)

@@ -39,12 +39,20 @@ def cases() -> Fault:
     x = normal(0, 4, 14, 2)
     parts = (normal(1, 4, 6, 2), normal(2, 4, 8, 2), x)
     wrong = {
-        "forward": Case(lambda mesh: sliced, (x,), MESH, (P(),), CUT),
+        "forward": Case(
+            step=lambda mesh: sliced, args=(x,), mesh=MESH, specs=(P(),), result=CUT
+        ),
         "gradient": Case(
-            lambda mesh: jax.grad(loss, 1), parts, MESH, (P(), P(), P()), CUT
+            step=lambda mesh: jax.grad(loss, 1),
+            args=parts,
+            mesh=MESH,
+            specs=(P(), P(), P()),
+            result=CUT,
         ),
     }
-    held = {"a whole sum": Case(mended, (x,), MESH, (P(),), CUT)}
+    held = {
+        "a whole sum": Case(step=mended, args=(x,), mesh=MESH, specs=(P(),), result=CUT)
+    }
     return Fault(wrong, held)
 
 

@@ -34,13 +34,29 @@ def loss(x):
 def cases() -> Fault:
     args = (normal(0, 16, 16),)
     wrong = {
-        "forward": Case(lambda mesh: shifted, args, MESH, (ROWS,), ROWS),
-        "gradient": Case(lambda mesh: jax.grad(loss), args, MESH, (ROWS,), ROWS),
+        "forward": Case(
+            step=lambda mesh: shifted, args=args, mesh=MESH, specs=(ROWS,), result=ROWS
+        ),
+        "gradient": Case(
+            step=lambda mesh: jax.grad(loss),
+            args=args,
+            mesh=MESH,
+            specs=(ROWS,),
+            result=ROWS,
+        ),
         "one row": Case(
-            row_set, (normal(0, 12, 4),), {"data": 2, "tensor": 4}, (P(),), P("tensor")
+            step=row_set,
+            args=(normal(0, 12, 4),),
+            mesh={"data": 2, "tensor": 4},
+            specs=(P(),),
+            result=P("tensor"),
         ),
     }
-    held = {"`roll` and `where`": Case(lambda mesh: mended, args, MESH, (ROWS,), ROWS)}
+    held = {
+        "`roll` and `where`": Case(
+            step=lambda mesh: mended, args=args, mesh=MESH, specs=(ROWS,), result=ROWS
+        )
+    }
     return Fault(wrong, held)
 
 

@@ -32,8 +32,14 @@ def cases() -> Fault:
     # With sixteen rows, each device returns three rows instead of four.
     args = (normal(0, 12, 8), normal(1, 6, 8))
     specs = (ROWS, P())
-    wrong = {"gradient": Case(gradient, args, MESH, specs, ROWS)}
-    held = {"a whole operand": Case(mended, args, MESH, specs, ROWS)}
+    wrong = {
+        "gradient": Case(step=gradient, args=args, mesh=MESH, specs=specs, result=ROWS)
+    }
+    held = {
+        "a whole operand": Case(
+            step=mended, args=args, mesh=MESH, specs=specs, result=ROWS
+        )
+    }
     return Fault(wrong, held)
 
 

@@ -27,8 +27,14 @@ def cases() -> Fault:
     x = normal(0, 16, 8)
     five = (x, np.arange(5), normal(1, 5, 8))
     eight = (x, np.arange(8), normal(1, 8, 8))
-    wrong = {"forward": Case(scaled, five, MESH, specs, ROWS)}
-    held = {"indices that divide": Case(scaled, eight, MESH, specs, ROWS)}
+    wrong = {
+        "forward": Case(step=scaled, args=five, mesh=MESH, specs=specs, result=ROWS)
+    }
+    held = {
+        "indices that divide": Case(
+            step=scaled, args=eight, mesh=MESH, specs=specs, result=ROWS
+        )
+    }
     return Fault(wrong, held)
 
 
