@@ -138,11 +138,12 @@ def test_a_key_that_is_no_parameter_is_named(plans):
         match=r"the entry .* for argument 0 of .* is no prefix of it: .*'c'",
     ):
         filter_jit(lambda a, b: a, in_shardings={"c": plans[0]})(TREE, TREE)
+    in_shardings = {"a": plans[0], "bb": plans[0]}
     with pytest.raises(
         PlanMismatchError,
         match=r"`bb` is no parameter of .*<lambda>\(a, b\), .*; name parameters",
     ):
-        filter_jit(lambda a, b: a, in_shardings={"a": plans[0], "bb": plans[0]})
+        filter_jit(lambda a, b: a, in_shardings=in_shardings)
     # One entry for all arguments may be a dict.
     shardings = {"w": plans[0].shardings["w"]}
     out = filter_jit(lambda a, b: b, in_shardings=shardings)(TREE, TREE)

@@ -274,13 +274,12 @@ def test_results_that_do_not_fit_name_the_leaf():
         match=r"returns is not the tree that .* \(1 array more, 0 missing\): .* `z`",
     ):
         filter_jit(lambda x: {"x": x, "y": x, "z": x}, out_shardings=BATCH)(X)
+    out_shardings = (None, {"a": BATCH})
     with pytest.raises(
         PlanMismatchError,
         match=r"`1/a` of what `.*` returns is not the tree .* has no `y`",
     ):
-        filter_jit(lambda x: (x, {"a": {"x": x}}), out_shardings=(None, {"a": BATCH}))(
-            X
-        )
+        filter_jit(lambda x: (x, {"a": {"x": x}}), out_shardings=out_shardings)(X)
     with pytest.raises(
         PlanMismatchError, match=r"what `.*<lambda>` returns is no prefix of it"
     ):

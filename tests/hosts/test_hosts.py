@@ -370,11 +370,12 @@ def test_a_ragged_batch_is_padded_with_a_mask(rows):
 def test_global_batch_refuses(local, keywords, message):
     with pytest.raises(PlanMismatchError, match=message):
         hosts.global_batch(local, batch_plan(), **keywords)
+    mesh = MeshSpec({"data": 4, "tensor": 2})
     with pytest.raises(
         PlanMismatchError,
         match=r"no devices to put a batch on; use `plan.on\(plan.mesh.build",
     ):
-        hosts.global_batch(batch(), batch_plan(MeshSpec({"data": 4, "tensor": 2})))
+        hosts.global_batch(batch(), batch_plan(mesh))
 
 
 def test_a_batch_of_processes_needs_the_service_to_ask_them():

@@ -321,10 +321,11 @@ def test_follow_is_as_strict_as_its_plan():
     rest = PathRules([(".*", sfx.replicate)])
     spec = sfx.follow(init, STRICT, paths=rest)["history"].spec
     assert spec == P()
+    rules = [("history", P("tensor"))]
     with pytest.raises(
         SpecError, match="leaf `history`, .* size 5 is not divisible by `tensor`"
     ):
-        sfx.follow(init, STRICT, paths=PathRules([("history", P("tensor"))]))
+        sfx.follow(init, STRICT, paths=PathRules(rules))
     # ZeRO takes what room there is.
     followed = sfx.follow(init, STRICT, over="data", paths=rest)["mu/w"]
     spec = followed.spec

@@ -142,15 +142,15 @@ def test_another_tree_is_an_error():
     source = {"v": placed}
     with pytest.raises(PlanMismatchError, match="`dst` is no prefix of the tree"):
         reshard(source, {"w": sharding((8,), "a")})
+    rules = PathRules([("w", P("a"))])
     with pytest.raises(PlanMismatchError, match="the plan has no `v`"):
         reshard(
             source,
-            plan({"w": host((8,))}, mesh((8,)), paths=PathRules([("w", P("a"))])),
+            plan({"w": host((8,))}, mesh((8,)), paths=rules),
         )
+    rules = PathRules([("v", P("a"))])
     with pytest.raises(PlanMismatchError, match="has no devices"):
-        reshard(
-            source, plan(source, MeshSpec({"a": 8}), paths=PathRules([("v", P("a"))]))
-        )
+        reshard(source, plan(source, MeshSpec({"a": 8}), paths=rules))
 
 
 def gone():

@@ -243,10 +243,11 @@ def test_a_shard_map_on_explicit_axes_is_checked(mesh, is_summed):
             return lax.psum(part, "t") if is_summed else part
 
         def loss(w, x):
+            in_specs = (P("d", "t"), P("t"))
             y = jax.shard_map(
                 body,
                 mesh=mesh,
-                in_specs=(P("d", "t"), P("t")),
+                in_specs=in_specs,
                 out_specs=P("d"),
                 check_vma=is_summed,
             )(x, w)

@@ -96,12 +96,13 @@ def assert_moved(
         2654435761
     ) >> np.uint32(32 - 8 * dtype.itemsize)
     values = bits.astype(f"uint{8 * dtype.itemsize}").view(dtype).reshape(shape)
+    chunks = Chunks(dim, block, min(part, block), dst.shard_shape(shape))
     array = moved(
         values,
         src=src,
         dst=dst,
         plan=plan,
-        chunks=Chunks(dim, block, min(part, block), dst.shard_shape(shape)),
+        chunks=chunks,
     )
     devices = np.array(jax.devices()[:8]).reshape(dst.sizes)
     mesh = Mesh(devices, tuple("abc"[: len(dst.sizes)]))

@@ -194,10 +194,9 @@ def test_two_bit_integers_are_refused(dtype):
     message = r"int2 cannot be moved.*corrupts memory.*astype\(jnp.int4\)"
     with pytest.raises(LeafTypeError, match=message):
         move_of((16, 32), jnp.dtype(dtype), src, dst)
+    struct = jax.ShapeDtypeStruct((16, 32), jnp.int8)
     with pytest.raises(LeafTypeError, match=message):
-        jax.jit(lambda x: move(x.astype(dtype), dst, src=src)).lower(
-            jax.ShapeDtypeStruct((16, 32), jnp.int8)
-        )
+        jax.jit(lambda x: move(x.astype(dtype), dst, src=src)).lower(struct)
 
 
 def concrete(sharding: NamedSharding) -> Mesh:
