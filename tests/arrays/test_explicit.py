@@ -164,24 +164,46 @@ def tiny(kinds: dict[str, AxisType]) -> ShardPlan:
 
 
 Say = Callable[..., Any]
-PROGRAMS: dict[str, Callable[[Say, jax.Array], jax.Array]] = {
-    "scan": lambda say, x: jax.lax.scan(
+
+
+def scan(say, x):
+    return jax.lax.scan(
         lambda carry, _: (say(jnp.sin(carry), "batch", "mlp"), None),
         say(x, "batch", "mlp"),
         None,
         3,
-    )[0],
-    "remat": lambda say, x: jax.checkpoint(
-        lambda x: say(jnp.sin(say(x, "batch", "mlp")), "batch", ...)
-    )(x),
-    "cond": lambda say, x: jax.lax.cond(
+    )[0]
+
+
+def remat(say, x):
+    return jax.checkpoint(lambda x: say(jnp.sin(say(x, "batch", "mlp")), "batch", ...))(
+        x
+    )
+
+
+def cond(say, x):
+    return jax.lax.cond(
         x.sum() > 0,
         lambda x: say(x * 2, "batch", "mlp"),
         lambda x: say(x * 3, "batch", "mlp"),
         say(x, "batch", "mlp"),
-    ),
-    "vmap": lambda say, x: jax.vmap(lambda row: say(jnp.sin(row), "mlp"))(x),
-    "made inside": lambda say, x: say(jnp.arange(16.0), "mlp") + say(x, "batch", "mlp"),
+    )
+
+
+def vmap(say, x):
+    return jax.vmap(lambda row: say(jnp.sin(row), "mlp"))(x)
+
+
+def made_inside(say, x):
+    return say(jnp.arange(16.0), "mlp") + say(x, "batch", "mlp")
+
+
+PROGRAMS: dict[str, Callable[[Say, jax.Array], jax.Array]] = {
+    "scan": scan,
+    "remat": remat,
+    "cond": cond,
+    "vmap": vmap,
+    "made inside": made_inside,
 }
 
 

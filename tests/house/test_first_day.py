@@ -32,21 +32,53 @@ def swapped():
     return sfx.filter_jit(step, in_shardings=(PLAN, OPT))(STATE, MODEL)
 
 
+def a_plan_where_jit_takes_shardings():
+    return jax.jit(lambda x: x, in_shardings=(PLAN,))(MODEL)
+
+
+def a_plan_as_in_shardings():
+    return jax.jit(lambda x: x, in_shardings=PLAN)(MODEL)
+
+
+def a_plan_as_out_shardings():
+    return jax.jit(lambda x: x, out_shardings=PLAN)(MODEL)
+
+
+def a_plan_among_out_shardings():
+    return jax.jit(step, out_shardings=(PLAN, None))(MODEL, STATE)
+
+
+def a_plan_mapped_over():
+    return jax.tree.map(lambda x, s: x, MODEL, PLAN)
+
+
+def axis_rules_by_position():
+    return sfx.plan(MODEL, MESH, AxisRules([("a", None)]))
+
+
+def axis_rules_as_paths():
+    return sfx.plan(MODEL, MESH, paths=AxisRules([("a", None)]))
+
+
+def the_plan_of_a_joint_tree_for_a_model():
+    return sfx.shard(MODEL, sfx.ShardPlan.join(model=PLAN, opt=OPT))
+
+
 MISTAKES = {
     "a plan where jit takes shardings": (
-        lambda: jax.jit(lambda x: x, in_shardings=(PLAN,))(MODEL),
+        a_plan_where_jit_takes_shardings,
         "write `plan.shardings`",
     ),
     "a plan as in_shardings": (
-        lambda: jax.jit(lambda x: x, in_shardings=PLAN)(MODEL),
+        a_plan_as_in_shardings,
         "write `plan.shardings`",
     ),
     "a plan as out_shardings": (
-        lambda: jax.jit(lambda x: x, out_shardings=PLAN)(MODEL),
+        a_plan_as_out_shardings,
         "write `plan.shardings`",
     ),
     "a plan among out_shardings": (
-        lambda: jax.jit(step, out_shardings=(PLAN, None))(MODEL, STATE),
+        a_plan_among_out_shardings,
         "write `plan.shardings`",
     ),
     "a plan where device_put takes shardings": (
@@ -62,7 +94,7 @@ MISTAKES = {
         "write `plan.shardings`",
     ),
     "a plan mapped over": (
-        lambda: jax.tree.map(lambda x, s: x, MODEL, PLAN),
+        a_plan_mapped_over,
         "write `plan.shardings`",
     ),
     "the form of jax.make_mesh": (
@@ -74,11 +106,11 @@ MISTAKES = {
         r"`plan\(tree, mesh, paths=rules\)`",
     ),
     "axis rules by position": (
-        lambda: sfx.plan(MODEL, MESH, AxisRules([("a", None)])),
+        axis_rules_by_position,
         r"`plan\(tree, mesh, axes=rules\)`",
     ),
     "axis rules as paths": (
-        lambda: sfx.plan(MODEL, MESH, paths=AxisRules([("a", None)])),
+        axis_rules_as_paths,
         "write `axes=` for them",
     ),
     "path rules as axes": (
@@ -98,7 +130,7 @@ MISTAKES = {
         r"`ShardPlan.join\(model=plan, ...\)`",
     ),
     "the plan of a joint tree for a model": (
-        lambda: sfx.shard(MODEL, sfx.ShardPlan.join(model=PLAN, opt=OPT)),
+        the_plan_of_a_joint_tree_for_a_model,
         "holds this one, at `model`",
     ),
     "arguments in another order": (

@@ -83,48 +83,105 @@ OPTIMIZER = optax.chain(
     optax.adam(1e-3), optax.masked(optax.adam(1e-3), {"w": True, "b": False})
 )
 W = np.arange(128, dtype=np.float32).reshape(8, 16)
+
+
+def registered_dataclass():
+    return {"d": Registered(W), "e": [Registered(W, 5)]}
+
+
+def frozendict():
+    return FrozenDict({"params": {"Dense_0": {"kernel": W}}})
+
+
+def ordereddict():
+    return collections.OrderedDict([("z", W), ("a", W)])
+
+
+def defaultdict():
+    return collections.defaultdict(list, {"z": W, "a": [W]})
+
+
+def keys_of_tuples():
+    return {(0, "a"): W, (1, "b"): W}
+
+
+def nnx_parameters():
+    return nnx.state(Net(nnx.Rngs(0)), nnx.Param)
+
+
+def linen():
+    return nn.Dense(16).init(jax.random.key(0), jnp.ones((2, 8)))
+
+
+def equinox():
+    return eqx.nn.MLP(4, 4, 8, 2, key=jax.random.key(0))
+
+
+def equinox_state():
+    return eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "b", mode="ema")[1]
+
+
+def optax_state():
+    return OPTIMIZER.init({"w": W, "b": W[0]})
+
+
+def keys():
+    return {
+        "many": jax.random.split(jax.random.key(0), 8),
+        "one": jax.random.key(1),
+    }
+
+
+def empty_dimensions():
+    return {"a": np.ones((0, 8)), "b": np.ones((8, 0)), "c": np.ones(0)}
+
+
+def numpy_of_64_bits():
+    return {"i": np.arange(8), "f": np.ones(8), "s": np.float64(3.5)}
+
+
 # A function for each, since making one runs JAX; and some paths that its leaves must
 # have.
 TREES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "namedtuple": (lambda: Pair(W, [W, Pair(W, None)]), ("x", "y/0", "y/1/x")),
     "registered dataclass": (
-        lambda: {"d": Registered(W), "e": [Registered(W, 5)]},
+        registered_dataclass,
         ("d/w", "e/0/w"),
     ),
     "node without keys": (lambda: WithoutKeys([W, {"b": W}]), ("0", "1/b")),
     "FrozenDict": (
-        lambda: FrozenDict({"params": {"Dense_0": {"kernel": W}}}),
+        frozendict,
         ("params/Dense_0/kernel",),
     ),
-    "OrderedDict": (lambda: collections.OrderedDict([("z", W), ("a", W)]), ("z", "a")),
+    "OrderedDict": (ordereddict, ("z", "a")),
     "defaultdict": (
-        lambda: collections.defaultdict(list, {"z": W, "a": [W]}),
+        defaultdict,
         ("a/0", "z"),
     ),
-    "keys of tuples": (lambda: {(0, "a"): W, (1, "b"): W}, ("(0, 'a')", "(1, 'b')")),
+    "keys of tuples": (keys_of_tuples, ("(0, 'a')", "(1, 'b')")),
     "odd keys": (lambda: {"a\nb": W, "": W, "é": W}, ("", "a\nb", "é")),
     "nnx state": (
         lambda: nnx.state(Net(nnx.Rngs(0))),
         ("linear/kernel/value", "norm/scale/value"),
     ),
     "nnx parameters": (
-        lambda: nnx.state(Net(nnx.Rngs(0)), nnx.Param),
+        nnx_parameters,
         ("linear/kernel/value", "norm/scale/value"),
     ),
     "linen": (
-        lambda: nn.Dense(16).init(jax.random.key(0), jnp.ones((2, 8))),
+        linen,
         ("params/kernel", "params/bias"),
     ),
     "Equinox": (
-        lambda: eqx.nn.MLP(4, 4, 8, 2, key=jax.random.key(0)),
+        equinox,
         ("layers/0/weight", "layers/2/bias"),
     ),
     "Equinox state": (
-        lambda: eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "b", mode="ema")[1],
+        equinox_state,
         (),
     ),
     "optax state": (
-        lambda: OPTIMIZER.init({"w": W, "b": W[0]}),
+        optax_state,
         ("0/0/count", "0/0/mu/w", "1/inner_state/0/mu/w"),
     ),
     "Partial": (lambda: jax.tree_util.Partial(np.add, W), ()),
@@ -132,19 +189,16 @@ TREES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "nothing": (lambda: {}, ()),
     "None": (lambda: None, ()),
     "keys": (
-        lambda: {
-            "many": jax.random.split(jax.random.key(0), 8),
-            "one": jax.random.key(1),
-        },
+        keys,
         ("many", "one"),
     ),
     "small types": (small_types, ("int4", "float8_e5m2")),
     "empty dimensions": (
-        lambda: {"a": np.ones((0, 8)), "b": np.ones((8, 0)), "c": np.ones(0)},
+        empty_dimensions,
         ("a", "b", "c"),
     ),
     "NumPy of 64 bits": (
-        lambda: {"i": np.arange(8), "f": np.ones(8), "s": np.float64(3.5)},
+        numpy_of_64_bits,
         ("i", "f", "s"),
     ),
 }

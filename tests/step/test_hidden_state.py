@@ -87,19 +87,31 @@ def test_a_step_of_nnx_jit_counts_with_what_it_updates():
     assert sfx.cost.estimate(nnx.jit(lambda m, x: m(x)), model, X).wire_bytes == 0
 
 
+def fit(step, *args):
+    return sfx.cost.fit(step, *args, chip="v5e")
+
+
+def estimate_of_filter_jit(step, *args):
+    return sfx.cost.estimate(sfx.filter_jit(step), *args)
+
+
+def estimate_of_jax_jit(step, *args):
+    return sfx.cost.estimate(jax.jit(step), *args)
+
+
+def estimate_of_equinox_filter_jit(step, *args):
+    return sfx.cost.estimate(eqx.filter_jit(step), *args)
+
+
 TAKERS = {
     "estimate": lambda step, *args: sfx.cost.estimate(step, *args),
-    "fit": lambda step, *args: sfx.cost.fit(step, *args, chip="v5e"),
+    "fit": fit,
     "shardings": lambda step, *args: sfx.cost.shardings(step, *args),
     "name_axes": lambda step, *args: sfx.auto.name_axes(step, *args),
     "filter_jit": lambda step, *args: sfx.filter_jit(step)(*args),
-    "estimate of filter_jit": lambda step, *args: sfx.cost.estimate(
-        sfx.filter_jit(step), *args
-    ),
-    "estimate of jax.jit": lambda step, *args: sfx.cost.estimate(jax.jit(step), *args),
-    "estimate of equinox.filter_jit": lambda step, *args: sfx.cost.estimate(
-        eqx.filter_jit(step), *args
-    ),
+    "estimate of filter_jit": estimate_of_filter_jit,
+    "estimate of jax.jit": estimate_of_jax_jit,
+    "estimate of equinox.filter_jit": estimate_of_equinox_filter_jit,
 }
 
 

@@ -84,38 +84,68 @@ def called_back(x, w):
     return sines @ w
 
 
+def quantised(x, w):
+    return jnp.round(x @ w / jnp.max(jnp.abs(x @ w)) * 127).astype(jnp.int8)
+
+
+def nearly_singular(x, w):
+    return jnp.linalg.inv(w.T @ w + 1e-4 * jnp.eye(w.shape[1]))
+
+
+def chaos(x, w):
+    return lax.scan(
+        lambda x, _: (3.99 * x * (1 - x), None), jax.nn.sigmoid(x @ w), None, length=40
+    )[0]
+
+
+def float16(x, w):
+    return jax.grad(
+        lambda w: jnp.sum((x.astype(w.dtype) @ w) ** 2).astype(jnp.float32)
+    )(w.astype(jnp.float16))
+
+
+def transform(x, w):
+    return (
+        jnp.abs(jnp.fft.fft(x, axis=-1)),
+        jnp.sort(x, -1),
+        jnp.argsort(x, -1),
+    )
+
+
+def switched(x, w):
+    return lax.cond(
+        x.mean() > 5, jnp.sin, jnp.cos, lax.switch(2, [jnp.abs, jnp.exp, jnp.sinh], x)
+    )
+
+
+def keys(x, w):
+    return (
+        jax.random.split(jax.random.key(1)),
+        x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape),
+    )
+
+
+def sampled(x, w):
+    return jax.random.categorical(jax.random.key(0, impl="rbg"), x @ w, -1)
+
+
+def tied(x, w):
+    return jnp.argmax(jnp.stack([x @ x.T, (x * 1.0) @ x.T + 1e-9]), 0)
+
+
 RIGHT = {
     "capacity": capacity,
     "converged": converged,
     "called_back": called_back,
-    "quantised": (
-        lambda x, w: jnp.round(x @ w / jnp.max(jnp.abs(x @ w)) * 127).astype(jnp.int8)
-    ),
-    "nearly_singular": lambda x, w: jnp.linalg.inv(
-        w.T @ w + 1e-4 * jnp.eye(w.shape[1])
-    ),
-    "chaos": lambda x, w: lax.scan(
-        lambda x, _: (3.99 * x * (1 - x), None), jax.nn.sigmoid(x @ w), None, length=40
-    )[0],
-    "float16": lambda x, w: jax.grad(
-        lambda w: jnp.sum((x.astype(w.dtype) @ w) ** 2).astype(jnp.float32)
-    )(w.astype(jnp.float16)),
-    "transform": lambda x, w: (
-        jnp.abs(jnp.fft.fft(x, axis=-1)),
-        jnp.sort(x, -1),
-        jnp.argsort(x, -1),
-    ),
-    "switched": lambda x, w: lax.cond(
-        x.mean() > 5, jnp.sin, jnp.cos, lax.switch(2, [jnp.abs, jnp.exp, jnp.sinh], x)
-    ),
-    "keys": lambda x, w: (
-        jax.random.split(jax.random.key(1)),
-        x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape),
-    ),
-    "sampled": lambda x, w: jax.random.categorical(
-        jax.random.key(0, impl="rbg"), x @ w, -1
-    ),
-    "tied": lambda x, w: jnp.argmax(jnp.stack([x @ x.T, (x * 1.0) @ x.T + 1e-9]), 0),
+    "quantised": quantised,
+    "nearly_singular": nearly_singular,
+    "chaos": chaos,
+    "float16": float16,
+    "transform": transform,
+    "switched": switched,
+    "keys": keys,
+    "sampled": sampled,
+    "tied": tied,
 }
 
 
