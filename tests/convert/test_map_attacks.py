@@ -3,6 +3,8 @@ NumPy makes.
 """
 
 import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,47 +27,189 @@ def leaf(path="w"):
     return From(path)
 
 
-# How a rule is made, the arrays, and what is said of it; an error may come with the
-# expression or with the arrays.
-WRONG = {
-    "at dim": ("x.{i}", lambda: leaf().at("i", dim=5), W, r"`at` takes dim 5, and the array has 2 dimensions\.\n"),
-    "a count": ("x", lambda: leaf("w.{i}").stack("i", count=-1), W, r"`stack` takes a whole number that is not negat"),
-    "too many": ("x", lambda: leaf("w.{i}").stack("i", count=2), {"w.0": W["w"]}, r"the source has no `w.1`; near"),
-    "a name": ("x", lambda: leaf("w.{i}").stack("6*i"), W, r"`stack` takes the name of a placeholder, not '6"),
-    "order": ("x", lambda: leaf().transpose(0, 0), W, r"`transpose\(0, 0\)` is no order of the 2 dimensions"),
-    "bools": ("x", lambda: leaf().split(0, True, 3), W, r"`split` takes a whole number, not True"),
-    "nan": ("x", lambda: leaf().pad_to(5, value=float("nan")), BYTES, r"nan is no whole number from -128 to 127, as"),
-    "too large": ("x", lambda: leaf().pad_to(5, value=300), BYTES, r"300 is no whole number from -128 to 127"),
-    "half": ("x", lambda: From.constant(0.5, (2,), "int8"), {}, r"0.5 is no whole number from -128 to"),
-    "two": ("x", lambda: From.constant(2, (2,), bool), {}, r"2 is no whole number from 0 to 1, as"),
-    "sizes": ("x", lambda: From.constant(2, (-2,), "int8"), {}, r"`constant` takes the sizes of an array, not \(-2,\)"),
-    "dtype": ("x", lambda: leaf().cast("float99"), W, r"`cast` takes a dtype, not 'float99'"),
-    "no dtype of arrays": ("x", lambda: leaf().cast("S"), W, r"`cast` takes a dtype, not 'S'"),
-    "a long text": ("x", lambda: leaf().cast("9" * 5000), W, r"`cast` takes a dtype, not '999"),
-    "no dtype": ("x", lambda: leaf().cast(None), W, r"`cast` takes a dtype, not None"),
-    "complex": ("x", lambda: leaf().cast("int8"), {"w": np.ones(3, np.complex64)}, r"to int8, which has no imaginary"),
-    "ranks": ("x", lambda: From.concat([leaf(), leaf("v")], dim=1), V, r"`concat` of different shapes, \[\(3,\), "),
-    "an odd count": ("x", lambda: leaf().split(0, -1, 2), W, r"3 elements into sizes \(-1, 2\), whose product is"),
-    "block": ("x", lambda: leaf().scale("v", block=(0, 1)), V, r"`scale` takes the size of a block, 1 or more, not 0"),
-    "key cast": ("x", lambda: leaf("k").cast("int32"), KEYS, r"key<fry> cannot be cast to int32: a PRNG key means"),
-    "key scale": ("x", lambda: leaf("k").scale("v", block=(4,)), {**KEYS, "v": np.ones(1)}, r"<fry> is not multipl"),
-    "times inf": ("x", lambda: leaf().times(float("inf")), W, r"`times` takes a finite number that is not 0, not inf"),
-    "times much": ("x", lambda: leaf().times(10**400), W, r"`times` takes a finite number that is not 0, not 1000"),
-    "much": ("x", lambda: From.constant(10**400, (2,), "float32"), {}, r"`constant` takes a number, not 1000"),
-    "more than 64 bits": ("x", lambda: leaf().repeat(2**62).slice(0, 4), W, r"of shape \(138[0-9]*, 4\) has more elem"),
-    "none of so many": ("x", lambda: From.constant(0, (2**62, 0), "int8"), {}, r"has more elements than any memory"),
-    "integers": ("x", lambda: leaf().times(2), BYTES, r"int8 takes no arithmetic with 2.0: cast it to a floa"),
-    "key plus": ("x", lambda: leaf("k").plus(1), KEYS, r"key<fry> takes no arithmetic with 1.0: cast it to a flo"),
-    "key pad": ("x", lambda: leaf("k").pad_to(6), KEYS, r"PRNG keys cannot be made of a number; stack or concat keys"),
-}  # fmt: skip
+class Wrong(NamedTuple):
+    """How a rule is made, the arrays, and what is said of it: an error may come with
+    the expression or with the arrays.
+    """
+
+    make: Callable[[], From]
+    arrays: dict[str, Any]
+    message: str
+    path: str
 
 
-@pytest.mark.parametrize("path, make, arrays, message", WRONG.values(), ids=WRONG)
-def test_wrong_rules_are_said(path, make, arrays, message):
-    with pytest.raises(MapError, match=message) as caught:
-        TreeMap({path: make()}).apply(arrays)
+WRONG: dict[str, Wrong] = {}
+
+
+def wrong(
+    message: str,
+    arrays: dict[str, Any] = W,
+    *,
+    path: str = "x",
+    name: str | None = None,
+):
+    """Lists the function below as a wrong rule, under its own name or another."""
+
+    def listed(make: Callable[[], From]):
+        label = name or make.__name__.replace("_", " ")
+        WRONG[label] = Wrong(make, arrays, message, path)
+        return make
+
+    return listed
+
+
+@wrong(r"`at` takes dim 5, and the array has 2 dimensions\.\n", path="x.{i}")
+def at_dim():
+    return leaf().at("i", dim=5)
+
+
+@wrong(r"`stack` takes a whole number that is not negat")
+def a_count():
+    return leaf("w.{i}").stack("i", count=-1)
+
+
+@wrong(r"the source has no `w.1`; near", arrays={"w.0": W["w"]})
+def too_many():
+    return leaf("w.{i}").stack("i", count=2)
+
+
+@wrong(r"`stack` takes the name of a placeholder, not '6")
+def a_name():
+    return leaf("w.{i}").stack("6*i")
+
+
+@wrong(r"`transpose\(0, 0\)` is no order of the 2 dimensions")
+def order():
+    return leaf().transpose(0, 0)
+
+
+@wrong(r"`split` takes a whole number, not True")
+def bools():
+    return leaf().split(0, True, 3)
+
+
+@wrong(r"nan is no whole number from -128 to 127, as", arrays=BYTES)
+def nan():
+    return leaf().pad_to(5, value=float("nan"))
+
+
+@wrong(r"300 is no whole number from -128 to 127", arrays=BYTES)
+def too_large():
+    return leaf().pad_to(5, value=300)
+
+
+@wrong(r"0.5 is no whole number from -128 to", arrays={})
+def half():
+    return From.constant(0.5, (2,), "int8")
+
+
+@wrong(r"2 is no whole number from 0 to 1, as", arrays={})
+def two():
+    return From.constant(2, (2,), bool)
+
+
+@wrong(r"`constant` takes the sizes of an array, not \(-2,\)", arrays={})
+def sizes():
+    return From.constant(2, (-2,), "int8")
+
+
+@wrong(r"`cast` takes a dtype, not 'float99'")
+def dtype():
+    return leaf().cast("float99")
+
+
+@wrong(r"`cast` takes a dtype, not 'S'")
+def no_dtype_of_arrays():
+    return leaf().cast("S")
+
+
+@wrong(r"`cast` takes a dtype, not '999")
+def a_long_text():
+    return leaf().cast("9" * 5000)
+
+
+@wrong(r"`cast` takes a dtype, not None")
+def no_dtype():
+    return leaf().cast(None)
+
+
+@wrong(r"to int8, which has no imaginary", arrays={"w": np.ones(3, np.complex64)})
+def complex():
+    return leaf().cast("int8")
+
+
+@wrong(r"`concat` of different shapes, \[\(3,\), ", arrays=V)
+def ranks():
+    return From.concat([leaf(), leaf("v")], dim=1)
+
+
+@wrong(r"3 elements into sizes \(-1, 2\), whose product is")
+def an_odd_count():
+    return leaf().split(0, -1, 2)
+
+
+@wrong(r"`scale` takes the size of a block, 1 or more, not 0", arrays=V)
+def block():
+    return leaf().scale("v", block=(0, 1))
+
+
+@wrong(r"key<fry> cannot be cast to int32: a PRNG key means", arrays=KEYS)
+def key_cast():
+    return leaf("k").cast("int32")
+
+
+@wrong(r"<fry> is not multipl", arrays={**KEYS, "v": np.ones(1)})
+def key_scale():
+    return leaf("k").scale("v", block=(4,))
+
+
+@wrong(r"`times` takes a finite number that is not 0, not inf")
+def times_inf():
+    return leaf().times(float("inf"))
+
+
+@wrong(r"`times` takes a finite number that is not 0, not 1000")
+def times_much():
+    return leaf().times(10**400)
+
+
+@wrong(r"`constant` takes a number, not 1000", arrays={})
+def much():
+    return From.constant(10**400, (2,), "float32")
+
+
+@wrong(r"of shape \(138[0-9]*, 4\) has more elem")
+def more_than_64_bits():
+    return leaf().repeat(2**62).slice(0, 4)
+
+
+@wrong(r"has more elements than any memory", arrays={})
+def none_of_so_many():
+    return From.constant(0, (2**62, 0), "int8")
+
+
+@wrong(r"int8 takes no arithmetic with 2.0: cast it to a floa", arrays=BYTES)
+def integers():
+    return leaf().times(2)
+
+
+@wrong(r"key<fry> takes no arithmetic with 1.0: cast it to a flo", arrays=KEYS)
+def key_plus():
+    return leaf("k").plus(1)
+
+
+@wrong(r"PRNG keys cannot be made of a number; stack or concat keys", arrays=KEYS)
+def key_pad():
+    return leaf("k").pad_to(6)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_rules_are_said(name):
+    case = WRONG[name]
+    with pytest.raises(MapError, match=case.message) as caught:
+        TreeMap({case.path: case.make()}).apply(case.arrays)
     # What the rule would have used is not named as a second mistake.
-    assert path != "x" or "source `" not in str(caught.value)
+    assert case.path != "x" or "source `" not in str(caught.value)
 
 
 STEP = (
