@@ -57,7 +57,8 @@ def test_every_number_has_a_source_and_a_size_that_can_be(chip):
         for field in dataclasses.fields(chip)
         if field.name not in ("name", "kinds", "sources")
     ]
-    assert all(chip.source(name) for name in numbers)
+    for name in numbers:
+        assert chip.source(name)
     assert 0.9 < chip.usable_hbm_bytes / chip.hbm_bytes <= 1
     assert 3e11 < chip.hbm_bytes_per_second < 1e13
     # What leaves a chip is slower than its memory and faster than the network between
@@ -102,9 +103,8 @@ def test_users_make_their_own_and_the_table_has_a_line_for_each():
     mine = dataclasses.replace(
         chips.find("h100"), name="mine", usable_hbm_bytes=60 * 2**30
     )
-    assert "60.0 of 80.0 GiB" in chips.table((mine,)) and "h100" not in chips.table(
-        (mine,)
-    )
+    assert "60.0 of 80.0 GiB" in chips.table((mine,))
+    assert "h100" not in chips.table((mine,))
     with pytest.raises(ChipError, match="are more than it has"):
         dataclasses.replace(mine, usable_hbm_bytes=81 * 2**30)
     with pytest.raises(
@@ -114,7 +114,7 @@ def test_users_make_their_own_and_the_table_has_a_line_for_each():
     lines = chips.table().splitlines()
     assert len(lines) == 1 + len(chips.CHIPS)
     (line,) = [line for line in lines if line.startswith("v5p")]
-    assert line.split()[:10] == [
+    expected = [
         "v5p",
         "95.7",
         "of",
@@ -126,6 +126,7 @@ def test_users_make_their_own_and_the_table_has_a_line_for_each():
         "TFLOP/s",
         "6",
     ]
+    assert line.split()[:10] == expected
 
 
 @pytest.mark.parametrize(
@@ -144,18 +145,18 @@ def test_users_make_their_own_and_the_table_has_a_line_for_each():
 )
 def test_slices_by_name(text, name, devices):
     slice_ = chips.parse_slice(text)
-    assert (slice_.name, slice_.devices, slice_.chip) == (
-        name,
-        devices,
-        chips.find(text),
-    )
+    assert slice_.name == name
+    assert slice_.devices == devices
+    assert slice_.chip == chips.find(text)
 
 
 @pytest.mark.parametrize("prefix", ["", "gpu:", "nvidia:"])
 def test_nodes_of_gpus_by_name(prefix):
     assert chips.find(f"{prefix}h100:8*2") is chips.find("h100")
     options = asked_for(f"{prefix}h100:8*2", None)
-    assert (options.total, options.slices, options.chip.name) == (16, 2, "h100")
+    assert options.total == 16
+    assert options.slices == 2
+    assert options.chip.name == "h100"
 
 
 @pytest.mark.parametrize(
@@ -194,15 +195,16 @@ def test_an_axis_over_a_slice_has_the_links_of_its_rows(
 ):
     chip = chips.find("v5e")
     link, dims, _ = average_network(chip, extents)
-    (rings,) = axes_on(chip, extents, {"data": extents[0] * extents[1]}).values()
+    sizes = {"data": extents[0] * extents[1]}
+    (rings,) = axes_on(chip, extents, sizes).values()
     assert link * dims == chip.link_bytes_per_second * sum(ring.links for ring in rings)
-    assert [ring.closed for ring in rings].count(True) == extents.count(16)
+    actual = [ring.closed for ring in rings].count(True)
+    assert actual == extents.count(16)
 
 
 def test_the_slice_of_so_many_devices():
-    assert extents_of(chips.find("v5e"), 8) == (2, 4) and extents_of(
-        chips.find("v3"), 32
-    ) == (4, 4)
-    assert extents_of(chips.find("v5p"), 64) == (4, 4, 4) and extents_of(
-        chips.find("h100"), 64
-    ) == (64,)
+    assert extents_of(chips.find("v5e"), 8) == (2, 4)
+    assert extents_of(chips.find("v3"), 32) == (4, 4)
+    extents = extents_of(chips.find("v5p"), 64)
+    assert extents == (4, 4, 4)
+    assert extents_of(chips.find("h100"), 64) == (64,)

@@ -14,7 +14,18 @@ def row(kind, kib, line=1, leaf=None, axes=("fsdp",), shares=None, dtype="f32", 
     source = Frame("/home/me/step.py", line, "step")
     shares = shares or ((leaf, kib * KIB),)
     return TrafficRow(
-        kind, kib * KIB, 0, 1, dtype, 8, axes, source, (source,), leaf, shares, **rest
+        kind,
+        wire_bytes=kib * KIB,
+        dcn_bytes=0,
+        calls=1,
+        dtype=dtype,
+        group_size=8,
+        axes=axes,
+        source=source,
+        stack=(source,),
+        leaf=leaf,
+        shares=shares,
+        **rest,
     )
 
 
@@ -47,62 +58,51 @@ def compared(ours, theirs):
 def test_a_difference_is_explained(ours, theirs, why):
     comparison = compared(ours, theirs)
     (difference,) = comparison.rows
-    assert (
-        why in difference.why
-        and difference.extra_bytes == comparison.extra_bytes == 10 * KIB
-    )
-    assert (
-        difference.axes == ("fsdp",)
-        and difference.source is not None
-        and difference.source.line == 1
-    )
+    assert why in difference.why
+    assert difference.extra_bytes == comparison.extra_bytes == 10 * KIB
+    assert difference.axes == ("fsdp",)
+    assert difference.source is not None
+    assert difference.source.line == 1
     text = str(comparison)
-    assert "step.py:1 step" in text and difference.why in text and "+10.0 KiB" in text
+    assert "step.py:1 step" in text
+    assert difference.why in text
+    assert "+10.0 KiB" in text
 
 
 def test_bytes_on_another_line_of_the_same_axes_are_no_excess():
-    assert (
-        compared([row("all-gather", 10, line=1)], [row("all-gather", 10, line=2)]).rows
-        == ()
-    )
+    rows = compared(
+        [row("all-gather", 10, line=1)], [row("all-gather", 10, line=2)]
+    ).rows
+    assert rows == ()
     (difference,) = compared(
         [row("all-gather", 10, line=1, axes=("data",))], [row("all-gather", 10, line=2)]
     ).rows
     assert difference.why == "nothing was estimated here"
     # A sum that the compiler merged is told apart by leaf.
-    ours = [
-        row("reduce-scatter", 10, line=line, leaf=leaf)
-        for line, leaf in ((1, "up"), (2, "down"))
-    ]
+    cases = ((1, "up"), (2, "down"))
+    ours = [row("reduce-scatter", 10, line=line, leaf=leaf) for line, leaf in cases]
+    shares = (("up", 10 * KIB), ("down", 20 * KIB))
     merged = row(
         "all-reduce",
         30,
         line=9,
         leaf="up, down",
-        shares=(("up", 10 * KIB), ("down", 20 * KIB)),
+        shares=shares,
     )
     (difference,) = compared(ours, [merged]).rows
-    assert (
-        difference.source and difference.source.line,
-        difference.leaf,
-        difference.extra_bytes,
-    ) == (
-        2,
-        "down",
-        10 * KIB,
-    )
+    assert (difference.source and difference.source.line) == 2
+    assert difference.leaf == "down"
+    assert difference.extra_bytes == 10 * KIB
 
 
 def test_small_differences_are_one_row():
     small = [row("all-gather", 1, line=line, axes=("data",)) for line in (3, 4)]
     comparison = compared([row("all-gather", 3000)], [row("all-gather", 9000), *small])
     named, rest = comparison.rows
-    assert (named.extra_bytes, rest.extra_bytes, rest.source, rest.axes) == (
-        6000 * KIB,
-        2 * KIB,
-        None,
-        (),
-    )
+    assert named.extra_bytes == 6000 * KIB
+    assert rest.extra_bytes == 2 * KIB
+    assert rest.source is None
+    assert rest.axes == ()
     assert "what has no line, and lines at which little differs" in str(comparison)
     (less,) = compared([row("all-gather", 40)], [row("all-gather", 10)]).less
     assert less.extra_bytes == -30 * KIB
@@ -134,7 +134,19 @@ def drawn(rows):
         shares = tuple((leaf, round(wire / len(leaf_paths))) for leaf in leaf_paths)
         leaf = ", ".join(filter(None, leaf_paths)) or None
         traffic_rows.append(
-            TrafficRow(kind, wire, 0, 1, "f32", 8, axes, source, (), leaf, shares)
+            TrafficRow(
+                kind,
+                wire_bytes=wire,
+                dcn_bytes=0,
+                calls=1,
+                dtype="f32",
+                group_size=8,
+                axes=axes,
+                source=source,
+                stack=(),
+                leaf=leaf,
+                shares=shares,
+            )
         )
     return Traffic(tuple(traffic_rows), 8)
 
@@ -145,23 +157,16 @@ def test_every_byte_that_differs_is_in_one_row(estimated, compiled):
     ours, theirs = drawn(estimated), drawn(compiled)
     comparison, turned = compare(ours, theirs), compare(theirs, ours)
     rows = [*comparison.rows, *comparison.less]
-    assert (
-        sum(row.extra_bytes for row in rows)
-        == comparison.extra_bytes
-        == theirs.wire_bytes - ours.wire_bytes
-    )
-    assert all(row.extra_bytes > 0 for row in comparison.rows) and all(
-        row.extra_bytes < 0 for row in comparison.less
-    )
+    total = sum(row.extra_bytes for row in rows)
+    assert total == comparison.extra_bytes == theirs.wire_bytes - ours.wire_bytes
+    assert all(row.extra_bytes > 0 for row in comparison.rows)
+    assert all(row.extra_bytes < 0 for row in comparison.less)
     # A line and axes are in one row, of what is more or of what is less; only the rest
     # has no line, and comes last.
     named = [(row.source, row.axes) for row in rows if row.source is not None]
     assert len(set(named)) == len(named)
-    assert all(
-        row.source is not None
-        for side in (comparison.rows, comparison.less)
-        for row in side[:-1]
-    )
+    cases = (comparison.rows, comparison.less)
+    assert all(row.source is not None for side in cases for row in side[:-1])
     # What differs is no more than all, and no less than the totals do.
     assert (
         abs(comparison.extra_bytes)
@@ -171,15 +176,16 @@ def test_every_byte_that_differs_is_in_one_row(estimated, compiled):
     # A row holds no more than there is at its line, on its own side.
     for row in rows:
         if row.source is not None:
-            assert abs(row.extra_bytes) <= sum(
-                dict(row.found if row.extra_bytes > 0 else row.expected).values()
-            )
+            elements = dict(row.found if row.extra_bytes > 0 else row.expected).values()
+            limit = sum(elements)
+            assert abs(row.extra_bytes) <= limit
     # What is the same along the same axes, at whatever line, is no difference.
     ours_by, theirs_by = ours.by("axes"), theirs.by("axes")
     apart = sum(abs(ours_by.get(axes, 0) - theirs_by.get(axes, 0)) for axes in AXES)
     assert comparison.different_bytes <= apart
     same = compare(ours, ours)
-    assert same.different_bytes == 0 and same.rows == same.less == ()
+    assert same.different_bytes == 0
+    assert same.rows == same.less == ()
     assert turned.extra_bytes == -comparison.extra_bytes
 
 
@@ -206,11 +212,10 @@ def test_a_compiled_program_is_read_and_is_its_estimate():
 
     compiled = jax.jit(best).lower(x).compile()
     same = compare(estimate(best, x, compiler="cpu"), compiled)
-    assert (
-        same.rows == () and same.extra_bytes == 0 and traffic(compiled).wire_bytes > 0
-    )
-    nothing = compare(estimate(lambda x: x[..., :2], x, compiler="cpu"), compiled)
-    assert (
-        nothing.rows[0].why == "nothing was estimated here"
-        and nothing.extra_bytes == traffic(compiled).wire_bytes
-    )
+    assert same.rows == ()
+    assert same.extra_bytes == 0
+    assert traffic(compiled).wire_bytes > 0
+    estimated = estimate(lambda x: x[..., :2], x, compiler="cpu")
+    nothing = compare(estimated, compiled)
+    assert nothing.rows[0].why == "nothing was estimated here"
+    assert nothing.extra_bytes == traffic(compiled).wire_bytes

@@ -18,15 +18,19 @@ MESH = MeshSpec({"data": 4, "tensor": 2})
 
 
 def plans():
+    struct = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+    rules = PathRules([("w", P(None, "tensor"))])
     w = plan(
-        {"w": jax.ShapeDtypeStruct((16, 32), jnp.float32)},
+        {"w": struct},
         MESH,
-        paths=PathRules([("w", P(None, "tensor"))]),
+        paths=rules,
     )
+    struct = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+    rules = PathRules([(".*", P("data"))])
     x = plan(
-        jax.ShapeDtypeStruct((64, 16), jnp.float32),
+        struct,
         MESH,
-        paths=PathRules([(".*", P("data"))]),
+        paths=rules,
     )
     return {"params": w, "batch": x}
 
@@ -78,34 +82,34 @@ class _Program:
 def test_what_a_program_needs_is_what_its_compiler_adds_up_to(platform, peak, needed):
     fitted = fit(_Program(platform, peak), chip="h100")
     assert fitted.peak_bytes == needed
-    assert {row.group: row.bytes for row in fitted.rows} == {
+    expected = {
         "arguments": 700,
         "results": 200,
         "temporaries": needed - 900,
     }
+    assert {row.group: row.bytes for row in fitted.rows} == expected
 
 
 def test_it_is_what_jax_compiles_and_pickles():
     arguments = structs()
     first = compile_for(jax.jit(step, donate_argnums=0), *arguments, target="cpu")
     on = {name: plan.on(MESH.build(jax.devices())) for name, plan in plans().items()}
-    theirs = (
-        filter_jit(step, in_shardings=on, donate="params")
-        .lower(*[plan.structs for plan in on.values()])
-        .compile()
+    lowered = filter_jit(step, in_shardings=on, donate="params").lower(
+        *[plan.structs for plan in on.values()]
     )
-    assert (
-        traffic(first).by("kind") == traffic(theirs).by("kind")
-        and traffic(first).wire_bytes > 0
-    )
-    assert {row.axes for row in traffic(first).rows} == {
-        row.axes for row in traffic(theirs).rows
-    }
+    theirs = lowered.compile()
+    actual = traffic(first).by("kind")
+    assert actual == traffic(theirs).by("kind")
+    assert traffic(first).wire_bytes > 0
+    axes = {row.axes for row in traffic(first).rows}
+    assert axes == {row.axes for row in traffic(theirs).rows}
     memory = theirs.memory_analysis()
     assert first.memory.temp_size_in_bytes == memory.temp_size_in_bytes
     assert first.memory.alias_size_in_bytes == memory.alias_size_in_bytes > 0
-    assert fit(first, chip="v5e").basis == "compiled" and first.seconds > 0
-    assert traffic(pickle.loads(pickle.dumps(first))) == traffic(first)
+    assert fit(first, chip="v5e").basis == "compiled"
+    assert first.seconds > 0
+    sent = traffic(pickle.loads(pickle.dumps(first)))
+    assert sent == traffic(first)
 
 
 @pytest.mark.parametrize(
@@ -131,15 +135,12 @@ def test_it_is_what_jax_compiles_and_pickles():
 )
 def test_a_step_compiles_to_the_same_whatever_has_its_shardings(form):
     plain = traffic(compile_for(step, *structs(), target="cpu"))
-    assert (
-        traffic(compile_for(form, *structs(), target="cpu")).wire_bytes
-        == plain.wire_bytes
-        > 0
-    )
-    assert (
-        traffic(compile_for(form, *structs(), target=jax.devices())).wire_bytes
-        == plain.wire_bytes
-    )
+    sent = traffic(compile_for(form, *structs(), target="cpu"))
+    wire_bytes = sent.wire_bytes
+    assert wire_bytes == plain.wire_bytes > 0
+    sent = traffic(compile_for(form, *structs(), target=jax.devices()))
+    wire_bytes = sent.wire_bytes
+    assert wire_bytes == plain.wire_bytes
 
 
 def test_targets_that_are_devices_and_errors(as_users_run_it):
@@ -147,11 +148,9 @@ def test_targets_that_are_devices_and_errors(as_users_run_it):
     compiled = compile_for(
         jax.jit(step, out_shardings=out), *structs(), target=MESH.build(jax.devices())
     )
-    assert (
-        compiled.target == "cpu"
-        and compiled.chip is None
-        and compiled.argument_paths["batch"] == "batch"
-    )
+    assert compiled.target == "cpu"
+    assert compiled.chip is None
+    assert compiled.argument_paths["batch"] == "batch"
     assert compiled.argument_paths["params['w']"] == "params/w"
     with pytest.raises(
         MeshError,
@@ -164,10 +163,11 @@ def test_targets_that_are_devices_and_errors(as_users_run_it):
     ):
         compile_for(step, *structs(), target="tpu:v5e:32x32")
     large = MeshSpec({"data": 64})
+    rules = PathRules([(".*", P("data"))])
     x = plan(
         jax.ShapeDtypeStruct((64, 16), jnp.float32),
         large,
-        paths=PathRules([(".*", P("data"))]),
+        paths=rules,
     )
     with pytest.raises(
         MeshError, match=r"64 devices, but there are 8.*jax_num_cpu_devices\", 64"
@@ -178,18 +178,21 @@ def test_targets_that_are_devices_and_errors(as_users_run_it):
 def moved(axis_sizes, spec, *out):
     """The traffic of a step that changes the spec of an f32 array on 8 devices."""
     mesh = MeshSpec(axis_sizes)
+    struct = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    rules = PathRules([(".*", spec)])
     x = plan(
-        jax.ShapeDtypeStruct((1024, 1024), jnp.float32),
+        struct,
         mesh,
-        paths=PathRules([(".*", spec)]),
+        paths=rules,
     )
     after = jax.NamedSharding(mesh.abstract(), P(*out))
+    sent = traffic(
+        compile_for(
+            jax.jit(lambda x: x + 0, out_shardings=after), x.structs, target="cpu"
+        )
+    )
     return (
-        traffic(
-            compile_for(
-                jax.jit(lambda x: x + 0, out_shardings=after), x.structs, target="cpu"
-            )
-        ),
+        sent,
         mesh,
     )
 
@@ -208,7 +211,9 @@ def test_a_gather_takes_its_bytes_over_the_links_of_its_ring():
         row.wire_bytes / 2e9 + 4e-6
     )
     # v5e closes none but rings of 16.
-    assert seconds(sent, "v5e", mesh, slice="1x8").rows[0].bytes_per_second == 45e9
+    rows = seconds(sent, "v5e", mesh, slice="1x8").rows[0]
+    bytes_per_second = rows.bytes_per_second
+    assert bytes_per_second == 45e9
     # Without a mesh one link is taken; a switch sends with all.
     assert seconds(sent, chip).rows[0].bytes_per_second == 1e9
     assert seconds(sent, "h100", mesh).rows[0].bytes_per_second == 450e9
@@ -224,14 +229,14 @@ def test_two_axes_on_a_torus_use_the_links_of_both():
     sent, mesh = moved({"x": 2, "y": 4}, P("x", "y"))
     estimate = seconds(sent, "v4", mesh, slice="1x2x4")
     rates = {row.traffic.axes: row.bytes_per_second / 45e9 for row in estimate.rows}
-    assert (
-        all(rates[axes] == {"x": 1, "y": 2, "x y": 3}[" ".join(axes)] for axes in rates)
-        and rates
-    )
-    assert sum(estimate.by_axes().values()) == pytest.approx(estimate.seconds)
-    assert "v4" in str(estimate) and "An estimate: bytes over bandwidth" in str(
-        estimate
-    )
+    for axes in rates:
+        expected = {"x": 1, "y": 2, "x y": 3}[" ".join(axes)]
+        assert rates[axes] == expected
+    assert rates
+    total = sum(estimate.by_axes().values())
+    assert total == pytest.approx(estimate.seconds)
+    assert "v4" in str(estimate)
+    assert "An estimate: bytes over bandwidth" in str(estimate)
 
 
 def test_the_worked_answers_of_an_all_to_all_and_of_slices():
@@ -293,7 +298,8 @@ def test_a_program_that_does_not_fit_is_an_error_of_its_own(text, needed, limit)
         match=r"does not fit a device: .*`shardfx.cost.fit\(step, \*args",
     ) as raised:
         compiled(Refused(text), ())
-    assert (raised.value.needed_bytes, raised.value.limit_bytes) == (needed, limit)
+    assert raised.value.needed_bytes == needed
+    assert raised.value.limit_bytes == limit
     assert str(raised.value.__cause__) == text
     with pytest.raises(
         jax.errors.JaxRuntimeError, match="INTERNAL"

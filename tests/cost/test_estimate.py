@@ -28,10 +28,8 @@ def constrained(x, *spec):
 
 
 def listed(step, *args, **more):
-    return [
-        (row.kind, row.axes, row.wire_bytes, row.calls)
-        for row in estimate(step, *args, **more).rows
-    ]
+    rows = estimate(step, *args, **more).rows
+    return [(row.kind, row.axes, row.wire_bytes, row.calls) for row in rows]
 
 
 def sums(made):
@@ -47,13 +45,11 @@ def sums(made):
 def test_a_product_gathers_a_weight_sharded_like_its_batch():
     x, w = struct((64, 32), "tensor"), struct((32, 16), "tensor")
     for compiler in ("cpu", "gpu"):
-        assert listed(jnp.dot, x, w, compiler=compiler) == [
-            ("all-gather", ("tensor",), 32 * 16 * 4 * 3 // 4, 1)
-        ]
+        expected = [("all-gather", ("tensor",), 32 * 16 * 4 * 3 // 4, 1)]
+        assert listed(jnp.dot, x, w, compiler=compiler) == expected
     x = struct((64, 32), None, "tensor")
-    assert listed(jnp.dot, x, w, compiler="cpu") == [
-        ("all-reduce", ("tensor",), 64 * 16 * 4 * 3 // 2, 1)
-    ]
+    expected = [("all-reduce", ("tensor",), 64 * 16 * 4 * 3 // 2, 1)]
+    assert listed(jnp.dot, x, w, compiler="cpu") == expected
 
 
 def layers(x, w):
@@ -80,6 +76,56 @@ def convolved(x, k):
     )
 
 
+def a_histogram(x):
+    return jnp.histogram(x, 8, (0.0, 1.0))[0]
+
+
+def its_gradient(x, w):
+    return jax.grad(lambda w: layers(x, w).sum())(w)
+
+
+def gradients_that_a_loop_adds_up(w, xs):
+    return lax.scan(
+        lambda g, x: (g + jax.grad(lambda w: ((x @ w) ** 2).sum())(w), None),
+        w * 0,
+        xs,
+    )[0]
+
+
+def a_cache_cut_by_its_sequence(c, k, i):
+    return lax.dynamic_update_slice(c, k, (0, i, 0))
+
+
+def a_resize(x):
+    return jax.image.resize(x, (4, 64, 64, 8), "bilinear")
+
+
+def a_while_that_counts_to_ten(x):
+    return lax.while_loop(
+        lambda s: s[0] < 10, lambda s: (s[0] + 1, s[1] @ s[1]), (0, x)
+    )[1]
+
+
+def a_branch(x, p):
+    return lax.cond(p, lambda x: constrained(x, None, "data"), lambda x: x + x.sum(), x)
+
+
+def bfloat16_which_cpus_widen(x, w):
+    return jax.grad(lambda w: (x @ w).astype(jnp.float32).sum())(w)
+
+
+def the_gradient_of_a_sum_over_another_mesh(x):
+    return jax.grad(lambda x: jnp.sum(over_another_mesh(x) ** 2))(x)
+
+
+def keys(k, x):
+    return jax.random.normal(k, (8,)) + x
+
+
+def uneven_rows(x):
+    return constrained(x * 2, "tensor") @ x.T[:, :8]
+
+
 # What an estimate by rules of its own got wrong, or silently told to send nothing,
 # beside the usual.
 STEPS = {
@@ -95,7 +141,7 @@ STEPS = {
         lambda x: lax.associative_scan(jnp.add, x),
         [((64, 32), "data")],
     ),
-    "a histogram": (lambda x: jnp.histogram(x, 8, (0.0, 1.0))[0], [((64, 32), "data")]),
+    "a histogram": (a_histogram, [((64, 32), "data")]),
     "a sort": (lambda x: jnp.sort(x, 0), [((64, 32), "data")]),
     "the best": (lambda x: lax.top_k(x, 2)[0], [((64, 32), "data", "tensor")]),
     "a shift": (lambda x: jnp.roll(x, 1, 0), [((64, 32), "data")]),
@@ -104,15 +150,11 @@ STEPS = {
     "a Fourier transform": (lambda x: jnp.fft.fft(x, axis=1), [((64, 32), "data")]),
     "a scan over a cut dimension": (layers, [((256, 64),), ((8, 64, 64), "data")]),
     "its gradient": (
-        lambda x, w: jax.grad(lambda w: layers(x, w).sum())(w),
+        its_gradient,
         [((256, 64), "data"), ((8, 64, 64), "data")],
     ),
     "gradients that a loop adds up": (
-        lambda w, xs: lax.scan(
-            lambda g, x: (g + jax.grad(lambda w: ((x @ w) ** 2).sum())(w), None),
-            w * 0,
-            xs,
-        )[0],
+        gradients_that_a_loop_adds_up,
         [((64, 64), "data", "tensor"), ((4, 64, 64), None, "data")],
     ),
     "a map over a cut dimension": (
@@ -128,7 +170,7 @@ STEPS = {
         [((8, 64, 16), "data", "tensor")],
     ),
     "a cache cut by its sequence": (
-        lambda c, k, i: lax.dynamic_update_slice(c, k, (0, i, 0)),
+        a_cache_cut_by_its_sequence,
         [((16, 128, 8), None, "tensor"), ((16, 1, 8),), ((), jnp.int32)],
     ),
     "a lookup of rows that others hold": (
@@ -153,28 +195,24 @@ STEPS = {
         [((4, 32, 32, 8), None, "data")],
     ),
     "a resize": (
-        lambda x: jax.image.resize(x, (4, 64, 64, 8), "bilinear"),
+        a_resize,
         [((4, 32, 32, 8), None, "data")],
     ),
     "a `while` that counts to ten": (
-        lambda x: lax.while_loop(
-            lambda s: s[0] < 10, lambda s: (s[0] + 1, s[1] @ s[1]), (0, x)
-        )[1],
+        a_while_that_counts_to_ten,
         [((64, 64), "tensor")],
     ),
     "a branch": (
-        lambda x, p: lax.cond(
-            p, lambda x: constrained(x, None, "data"), lambda x: x + x.sum(), x
-        ),
+        a_branch,
         [((64, 32), "data"), ((), jnp.bool_)],
     ),
     "bfloat16, which CPUs widen": (
-        lambda x, w: jax.grad(lambda w: (x @ w).astype(jnp.float32).sum())(w),
+        bfloat16_which_cpus_widen,
         [((64, 32), jnp.bfloat16, "data"), ((32, 16), jnp.bfloat16, "data")],
     ),
     "a sum over another mesh": (over_another_mesh, [((64, 32), "data")]),
     "the gradient of a sum over another mesh": (
-        lambda x: jax.grad(lambda x: jnp.sum(over_another_mesh(x) ** 2))(x),
+        the_gradient_of_a_sum_over_another_mesh,
         [((64, 32), "data")],
     ),
     "a constraint over another mesh": (
@@ -182,11 +220,11 @@ STEPS = {
         [((64, 32), "data")],
     ),
     "keys": (
-        lambda k, x: jax.random.normal(k, (8,)) + x,
+        keys,
         [((), jax.eval_shape(jax.random.key, 0).dtype), ((8,), "data")],
     ),
     "uneven rows": (
-        lambda x: constrained(x * 2, "tensor") @ x.T[:, :8],
+        uneven_rows,
         [((50257, 8),)],
     ),
     "nothing at all": (lambda a, b: (a.T, b.sum()), [((0, 4), "data"), ((7, 5),)]),
@@ -206,12 +244,14 @@ def test_an_estimate_is_what_the_cpu_s_compiler_makes(name):
     step, form = STEPS[name]
     args = structs(form)
     made = traffic(compile_for(step, *args, target="cpu"), SPEC)
-    assert sums(estimate(step, *args, compiler="cpu")) == sums(made)
+    actual = sums(estimate(step, *args, compiler="cpu"))
+    assert actual == sums(made)
 
 
 def test_an_estimate_counts_loops_as_often_as_they_run():
     x, w = struct((64, 64), None, "tensor"), struct((8, 64, 64), None, "tensor")
-    (row,) = estimate(lambda x, w: layers(x, w), x, w, compiler="cpu").rows
+    estimated = estimate(lambda x, w: layers(x, w), x, w, compiler="cpu")
+    (row,) = estimated.rows
     assert row.calls == 8
     asked = struct((), dtype=jnp.int32)
     made = estimate(
@@ -225,7 +265,8 @@ def test_an_estimate_counts_loops_as_often_as_they_run():
         row.calls is None and "trips of a loop are not known" in row.note
         for row in made.rows
     )
-    assert made.rows and "trips of a loop are not known" in str(made)
+    assert made.rows
+    assert "trips of a loop are not known" in str(made)
 
 
 def test_rows_name_lines_leaves_and_slices():
@@ -245,28 +286,31 @@ def test_rows_name_lines_leaves_and_slices():
 
     jitted = filter_jit(step, in_shardings=(weights, data), out_shardings=weights)
     size = 64 * 256 * 2
+    estimated = estimate(step, weights.structs, data.structs, mesh=mesh)
     for made in (
-        estimate(step, weights.structs, data.structs, mesh=mesh),
+        estimated,
         estimate(jitted, {"mlp": {"up": w}}, x),
         estimate(jitted.trace({"mlp": {"up": w}}, x)),
     ):
         gather = next(row for row in made.rows if row.kind == "all-gather")
-        assert (gather.leaf, gather.wire_bytes, gather.dcn_bytes) == (
-            "mlp/up",
-            size * 7 // 8,
-            size // 8,
-        )
-        assert gather.source is not None and gather.source.file == __file__
-        assert "mlp/up" in str(made) and made.devices == 8
+        assert gather.leaf == "mlp/up"
+        assert gather.wire_bytes == size * 7 // 8
+        assert gather.dcn_bytes == size // 8
+        assert gather.source is not None
+        assert gather.source.file == __file__
+        assert "mlp/up" in str(made)
+        assert made.devices == 8
     (change,) = (row for row in made.rows if row.kind != "all-gather")
-    assert change.kind in ("reduce-scatter", "all-reduce") and change.leaf == "mlp/up"
+    assert change.kind in ("reduce-scatter", "all-reduce")
+    assert change.leaf == "mlp/up"
 
 
 def test_results_without_a_plan_have_free_shardings():
     params, ema = struct((256, 256), "data"), struct((256, 256), None, "data")
     rows = jax.jit(lambda w: w.T, out_shardings=params.sharding)
     assert listed(lambda w: w.T, params) == []
-    assert listed(rows, params) == [("all-to-all", ("data",), 256 * 256 * 4 // 4, 1)]
+    expected = [("all-to-all", ("data",), 256 * 256 * 4 // 4, 1)]
+    assert listed(rows, params) == expected
 
     def step(params, ema, x):
         new = params - jax.grad(lambda p: jnp.sum((x @ p) ** 2))(params)
@@ -278,9 +322,9 @@ def test_results_without_a_plan_have_free_shardings():
     made = traffic(
         compile_for(jax.jit(step, out_shardings=out), *args, target="cpu"), SPEC
     )
-    assert sums(
-        estimate(jax.jit(step, out_shardings=out), *args, compiler="cpu")
-    ) == sums(made)
+    estimated = estimate(jax.jit(step, out_shardings=out), *args, compiler="cpu")
+    actual = sums(estimated)
+    assert actual == sums(made)
 
 
 def test_steps_that_are_jitted_in_every_way():
@@ -311,16 +355,18 @@ def test_steps_that_are_jitted_in_every_way():
     )
     assert estimate(apply, real, x, compiler="cpu").wire_bytes == plain.wire_bytes
     dropped = jax.jit(lambda unused, x, name: x.sum(), static_argnums=2)
-    (row,) = estimate(dropped, struct((8,)), x, "a name").rows
+    estimated = estimate(dropped, struct((8,)), x, "a name")
+    (row,) = estimated.rows
     assert row.kind == "all-reduce"
     # What is no array stays as it is.
-    assert (
-        estimate(
-            lambda x, name, n: x * n if name == "twice" else None, x, "twice", 2
-        ).rows
-        == ()
+    estimated = estimate(
+        lambda x, name, n: x * n if name == "twice" else None, x, "twice", 2
     )
-    assert estimate(lambda x, more: x + more, x, np.ones(16, np.float32)).rows == ()
+    rows = estimated.rows
+    assert rows == ()
+    estimated = estimate(lambda x, more: x + more, x, np.ones(16, np.float32))
+    rows = estimated.rows
+    assert rows == ()
 
 
 def test_explicit_axes_are_read_off_the_types():
@@ -333,7 +379,8 @@ def test_explicit_axes_are_read_off_the_types():
         made = estimate(
             lambda x, w: jax.sharding.reshard(x @ w, P("data")), x, w, compiler="cpu"
         )
-    assert [(row.kind, row.axes) for row in made.rows] == [("all-gather", ("tensor",))]
+    actual = [(row.kind, row.axes) for row in made.rows]
+    assert actual == [("all-gather", ("tensor",))]
 
 
 def test_the_same_step_under_another_mesh_is_not_traced_again():
@@ -352,11 +399,10 @@ def test_the_same_step_under_another_mesh_is_not_traced_again():
             )
             for shape, own in zip(shapes, dims, strict=True)
         ]
-        assert (
-            text.count(" all-reduce(")
-            == len(traffic(compile_for(step, *args, target="cpu"), spec).rows)
-            > 0
-        )
+        sent = traffic(compile_for(step, *args, target="cpu"), spec)
+        rows = sent.rows
+        expected = len(rows)
+        assert text.count(" all-reduce(") == expected > 0
     # Once for the estimate, and once for each program that is compiled.
     assert len(traced) == 3
 
@@ -428,31 +474,39 @@ def training(mesh, constrain=False):
         "up": at((4096, 8192), "fsdp", "tensor"),
         "down": at((8192, 4096), "tensor", "fsdp"),
     }
+    out_shardings = jax.tree.map(lambda one: one.sharding, w)
     step = jax.jit(
         lambda w, x: jax.grad(loss)(w, x),
-        out_shardings=jax.tree.map(lambda one: one.sharding, w),
+        out_shardings=out_shardings,
     )
     return step, w, at((65536, 4096), "fsdp")
 
 
 @pytest.mark.parametrize("constrain", [False, True])
 def test_traffic_of_large_meshes_is_extrapolated(constrain, monkeypatch):
-    step, *args = training(MeshSpec({"fsdp": 64, "tensor": 8}).abstract(), constrain)
+    mesh = MeshSpec({"fsdp": 64, "tensor": 8})
+    step, *args = training(mesh.abstract(), constrain)
     right = estimate(step, *args, compiler="gpu")
     for name in ("DIRECT", "LARGEST"):
         monkeypatch.setattr(importlib.import_module("shardfx.cost._estimate"), name, 64)
     found = estimate(step, *args, compiler="gpu")
-    assert "extrapolated from fsdp=4,tensor=8" in str(found) and found.devices == 512
+    assert "extrapolated from fsdp=4,tensor=8" in str(found)
+    assert found.devices == 512
     assert sums(found) == sums(right)
-    assert sorted(row.group_size for row in found.rows) == sorted(
-        row.group_size for row in right.rows
-    )
-    huge = estimate(*training(MeshSpec({"fsdp": 4096, "tensor": 128}).abstract()))
-    assert huge.devices == 524288 and huge.wire_bytes > 0
+    group_sizes = sorted(row.group_size for row in found.rows)
+    assert group_sizes == sorted(row.group_size for row in right.rows)
+    mesh = MeshSpec({"fsdp": 4096, "tensor": 128})
+    huge = estimate(*training(mesh.abstract()))
+    assert huge.devices == 524288
+    assert huge.wire_bytes > 0
+
+
+def solve(x):
+    return jnp.linalg.solve(x, x[..., :1])
 
 
 LINALG = {
-    "solve": lambda x: jnp.linalg.solve(x, x[..., :1]),
+    "solve": solve,
     "eigh": lambda x: jnp.linalg.eigh(x)[1],
     "svd": lambda x: jnp.linalg.svd(x)[0],
     "qr": lambda x: jnp.linalg.qr(x)[0],
@@ -469,7 +523,9 @@ def test_linear_algebra_of_a_sharded_batch_gathers_nothing(name):
     def step(x):
         return LINALG[name](x).sum()
 
-    compiled = traffic(jax.jit(step).lower(x).compile()).by("kind")
+    lowered = jax.jit(step).lower(x)
+    sent = traffic(lowered.compile())
+    compiled = sent.by("kind")
     for compiler in ("cpu", "gpu"):
         assert estimate(step, x, compiler=compiler).by("kind") == compiled
     assert compiled.keys() == {"all-reduce"}

@@ -52,16 +52,19 @@ def plain(*, remat=False, batch=BATCH, over=None):
     structs = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()
     }
+    rules = PathRules([("up", P(None, None, "tensor")), ("down", P(None, "tensor"))])
     params = plan(
         structs,
         MESH,
-        paths=PathRules([("up", P(None, None, "tensor")), ("down", P(None, "tensor"))]),
+        paths=rules,
     )
     opt = follow(adam, params, over=over)
+    struct = jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32)
+    rules = PathRules([(".*", P("data"))])
     x = plan(
-        jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32),
+        struct,
         MESH,
-        paths=PathRules([(".*", P("data"))]),
+        paths=rules,
     )
 
     def loss(params, batch):
@@ -94,7 +97,7 @@ ONE = 2 * LAYERS * WIDTH * HIDDEN * 4 // 2
 def test_fit_groups_arguments_by_their_use():
     found = fit(*made(), chip="h100")
     exact = {row.group: row.bytes for row in found.rows if row.exact}
-    assert exact == {
+    expected = {
         "parameters": ONE,
         "optimizer: mu": ONE,
         "optimizer: nu": ONE,
@@ -102,12 +105,11 @@ def test_fit_groups_arguments_by_their_use():
         "optimizer: the rest": 4,
         "results": 3 * ONE + 4,
     }
-    assert found.basis == "foreseen" and found.batch == BATCH
-    assert (
-        found.peak_bytes
-        == sum(row.bytes for row in found.rows)
-        == found.usable_bytes - found.headroom_bytes
-    )
+    assert exact == expected
+    assert found.basis == "foreseen"
+    assert found.batch == BATCH
+    expected = sum(row.bytes for row in found.rows)
+    assert found.peak_bytes == expected == found.usable_bytes - found.headroom_bytes
 
 
 def test_names_of_arguments_change_nothing():
@@ -119,24 +121,29 @@ def test_names_of_arguments_change_nothing():
 
     ours = fit(filter_jit(step, out_shardings=plans[:2]), *args, chip=SMALL)
     theirs = fit(filter_jit(renamed, out_shardings=plans[:2]), *args, chip=SMALL)
-    assert groups(ours) == groups(theirs) and ours.batch == theirs.batch == 2048
+    assert groups(ours) == groups(theirs)
+    assert ours.batch == theirs.batch == 2048
     told = [
         [(one.what, one.peak_bytes) for one in found.changes]
         for found in (ours, theirs)
     ]
-    assert told[0] == told[1] and any("ZeRO-1" in what for what, _ in told[0])
+    assert told[0] == told[1]
+    assert any("ZeRO-1" in what for what, _ in told[0])
 
 
 def test_a_step_is_traced_once_for_the_verdict():
     step, plans = plain()
     calls = []
+    structs = [one.structs for one in plans]
     found = fit(
         lambda *args: calls.append(None) or step(*args),
-        *[one.structs for one in plans],
+        *structs,
         chip=SMALL,
     )
-    assert str(found) and len(calls) == 1
-    assert found.changes and len(calls) == 2  # half the batch is another step
+    assert str(found)
+    assert len(calls) == 1
+    assert found.changes
+    assert len(calls) == 2  # half the batch is another step
 
 
 def test_a_train_state_is_told_apart_by_what_reads_its_fields():
@@ -154,9 +161,10 @@ def test_a_train_state_is_told_apart_by_what_reads_its_fields():
         jnp.int32,
         sharding=batch.sharding.update(spec=P()),  # pyright: ignore[reportAttributeAccessIssue]
     )
-    found = groups(
-        fit(step, {"params": params, "inner": opt, "step": count}, batch, chip="h100")
+    fitted = fit(
+        step, {"params": params, "inner": opt, "step": count}, batch, chip="h100"
     )
+    found = groups(fitted)
     assert (
         found["parameters"]
         == found["optimizer: inner/mu"]
@@ -170,10 +178,12 @@ def test_arrays_that_the_loss_does_not_read_are_with_their_like():
     note says what tiles add to the parameters.
     """
     mesh = MESH.abstract()
-    rows, whole = (jax.NamedSharding(mesh, spec) for spec in (P("data"), P()))
+    cases = (P("data"), P())
+    rows, whole = (jax.NamedSharding(mesh, spec) for spec in cases)
 
     def bias(sharding):
-        return {"bias": jax.ShapeDtypeStruct((1000,), jnp.float32, sharding=sharding)}
+        struct = jax.ShapeDtypeStruct((1000,), jnp.float32, sharding=sharding)
+        return {"bias": struct}
 
     params = {"a": bias(rows), "b": bias(whole), "c": bias(rows), "idle": bias(rows)}
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
@@ -192,14 +202,16 @@ def test_arrays_that_the_loss_does_not_read_are_with_their_like():
     found = fit(jitted, params, opt, batch, chip="v5e")
     sizes = groups(found)
     tiled = (3 * 256 + 1024) * 4
-    assert [sizes[f"optimizer: {name}"] for name in ("mu", "nu")] == [tiled, tiled]
+    actual = [sizes[f"optimizer: {name}"] for name in ("mu", "nu")]
+    assert actual == [tiled, tiled]
     assert sizes["parameters"] == tiled
     assert sizes["optimizer: the rest"] == 4
     assert (
         "the parameters are 6.8 KiB, as their plan says, and take 7.0 KiB in the chip's"
         " tiles of 8 x 128."
     ) in found.notes
-    assert not any("tiles" in note for note in fit(*made(), chip="h100").notes)
+    for note in fit(*made(), chip="h100").notes:
+        assert "tiles" not in note
 
 
 def test_moments_are_found_in_whatever_argument_they_are():
@@ -216,30 +228,28 @@ def test_moments_are_found_in_whatever_argument_they_are():
         path.replace("model", "state/params").replace("opt", "state/opt")
         for path in paths
     ]
-    assert moment_groups(state[:1] + state[2:3], names[::2]) == [
+    actual = moment_groups(state[:1] + state[2:3], names[::2])
+    assert actual == [
         "parameters",
         "optimizer: opt/0/mu",
     ]
-    assert moment_groups(["w", "count"], ["parameters", "optimizer"]) == [
+    actual = moment_groups(["w", "count"], ["parameters", "optimizer"])
+    assert actual == [
         "parameters",
         "optimizer: the rest",
     ]
 
 
 def test_unchanged_weights_are_parameters_for_fit():
-    base = jax.ShapeDtypeStruct(
-        (64, 64), jnp.float32, sharding=jax.NamedSharding(MESH.abstract(), P())
-    )
-    tokens = jax.ShapeDtypeStruct(
-        (32,), jnp.int32, sharding=jax.NamedSharding(MESH.abstract(), P("data"))
-    )
+    sharding = jax.NamedSharding(MESH.abstract(), P())
+    base = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=sharding)
+    sharding = jax.NamedSharding(MESH.abstract(), P("data"))
+    tokens = jax.ShapeDtypeStruct((32,), jnp.int32, sharding=sharding)
     found = fit(
         lambda tokens, base: jnp.sum(base[tokens] @ base), tokens, base, chip="h100"
     )
-    assert (found.bytes_of("parameters"), found.bytes_of("batch")) == (
-        64 * 64 * 4,
-        32 * 4 // 4,
-    )
+    assert found.bytes_of("parameters") == 64 * 64 * 4
+    assert found.bytes_of("batch") == 32 * 4 // 4
 
 
 @pytest.mark.parametrize("donate", ["none", ("params", "opt")])
@@ -248,11 +258,16 @@ def test_a_compiled_step_says_it_exactly(donate):
     program = compile_for(step, *args, target="cpu")
     memory = program.memory_analysis()
     found = fit(program, chip="h100")
-    assert found.basis == "compiled" and all(row.exact for row in found.rows)
-    assert found.peak_bytes == memory.needed_bytes and not found.changes
+    assert found.basis == "compiled"
+    for row in found.rows:
+        assert row.exact
+    assert found.peak_bytes == memory.needed_bytes
+    assert not found.changes
     both = fit(step, *args, compiled=program, chip="h100")
-    assert (both.peak_bytes, both.basis) == (found.peak_bytes, "compiled")
-    assert groups(both)["parameters"] == ONE and both.changes
+    assert both.peak_bytes == found.peak_bytes
+    assert both.basis == "compiled"
+    assert groups(both)["parameters"] == ONE
+    assert both.changes
     # What the estimate says of the same step is near, and nearer where nothing is left
     # to chance: results.
     guess = fit(step, *args, chip="h100")
@@ -284,28 +299,30 @@ def test_each_change_saves_what_it_says():
     assert (
         by_words(before, "host memory").host_bytes == before.bytes_of("optimizer") - 4
     )
-    assert "ZeRO-1" in before.explain() and "ZeRO-1" not in str(before)
+    assert "ZeRO-1" in before.explain()
+    assert "ZeRO-1" not in str(before)
 
 
 def test_a_plan_alone_says_what_its_arrays_take_and_no_more():
+    rules = PathRules([(".*", P())])
     weights = plan(
         {"up": jnp.ones((8, 8)), "average": jnp.ones(8)},
         MESH,
-        paths=PathRules([(".*", P())]),
+        paths=rules,
     )
     opt = follow(adam, weights, memory_kinds=[(".*", "pinned_host")])
-    found = fit(ShardPlan.join(params=weights, opt=opt), chip="h100")
-    assert (
-        groups(found) == {"params": 288, "opt": 0}
-        and found.basis == "arguments"
-        and not found.is_close
-    )
-    assert "The arrays alone take 288 B of" in str(
-        found
-    ) and "activations are not counted." in str(found)
+    joined = ShardPlan.join(params=weights, opt=opt)
+    found = fit(joined, chip="h100")
+    assert groups(found) == {"params": 288, "opt": 0}
+    assert found.basis == "arguments"
+    assert not found.is_close
+    assert "The arrays alone take 288 B of" in str(found)
+    assert "activations are not counted." in str(found)
     (row,) = [row for row in found.rows if row.group == "opt"]
-    assert row.host_bytes == 2 * 288 + 4 and "in host memory" in str(found)
-    assert not found.changes and found.batch is None
+    assert row.host_bytes == 2 * 288 + 4
+    assert "in host memory" in str(found)
+    assert not found.changes
+    assert found.batch is None
 
 
 class Model(eqx.Module):
@@ -318,27 +335,31 @@ class Model(eqx.Module):
 
 
 def test_modules_with_functions_keys_and_odd_arrays():
-    model = Model(jnp.ones((12, 6), jnp.bfloat16), np.zeros(6, np.float32))
-    rest = {"key": jax.random.key(0), "none": jnp.zeros((0, 4), jnp.float8_e4m3fn)}
-    x = jax.ShapeDtypeStruct(
-        (3, 12), jnp.bfloat16, sharding=jax.NamedSharding(MESH.abstract(), P())
-    )
+    array = jnp.ones((12, 6), jnp.bfloat16)
+    model = Model(array, np.zeros(6, np.float32))
+    array = jnp.zeros((0, 4), jnp.float8_e4m3fn)
+    rest = {"key": jax.random.key(0), "none": array}
+    sharding = jax.NamedSharding(MESH.abstract(), P())
+    x = jax.ShapeDtypeStruct((3, 12), jnp.bfloat16, sharding=sharding)
 
     def step(model, rest, x):
         noise = jax.random.normal(rest["key"], (3, 6), jnp.bfloat16)
         return model(x) + noise + jnp.sum(rest["none"].astype(jnp.bfloat16))
 
     found = fit(step, model, rest, x, chip="h100")
-    assert found.bytes_of("parameters") == 12 * 6 * 2 + 24 and found.peak_bytes < 1024
+    assert found.bytes_of("parameters") == 12 * 6 * 2 + 24
+    assert found.peak_bytes < 1024
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_types_and_manual_axes(kind):
     mesh = MeshSpec({"data": 4, "tensor": 2}, axis_types=kind)
+    struct = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    rules = PathRules([(".*", P("data"))])
     x = plan(
-        jax.ShapeDtypeStruct((64, 32), jnp.float32),
+        struct,
         mesh,
-        paths=PathRules([(".*", P("data"))]),
+        paths=rules,
     )
 
     def step(x):
@@ -366,16 +387,18 @@ def test_messages():
         == "`step` must be a function, what one compiled to, or a plan, not int; pass"
         " `fit(step, *args, chip=...)`, as the step is called."
     )
+    rules = PathRules([(".*", P())])
     with pytest.raises(
         PlanMismatchError,
         match="argument 0 is a plan, and a step takes arrays or structs",
     ):
-        fit(step, plan(args[0], MESH, paths=PathRules([(".*", P())])), *args[1:])
+        fit(step, plan(args[0], MESH, paths=rules), *args[1:])
 
 
 def test_a_step_without_any_sharding_is_for_one_device():
+    struct = jax.ShapeDtypeStruct((64, 256), jnp.float32)
     weights = {
-        "up": jax.ShapeDtypeStruct((64, 256), jnp.float32),
+        "up": struct,
         "down": jax.ShapeDtypeStruct((256, 64), jnp.float32),
     }
     x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
@@ -391,7 +414,8 @@ def test_a_step_without_any_sharding_is_for_one_device():
     estimate = fit(step, weights, x, chip="h100")
     assert estimate.peak_bytes == pytest.approx(counted, rel=0.01)
     assert estimate.bytes_of("parameters") == 2 * 64 * 256 * 4
-    assert "one device" in str(estimate) and estimate.changes
+    assert "one device" in str(estimate)
+    assert estimate.changes
     for traced in (jax.jit(step).trace(weights, x), filter_jit(step).trace(weights, x)):
         assert fit(traced, chip="h100").peak_bytes == estimate.peak_bytes
 

@@ -93,8 +93,10 @@ def read(texts=TEXTS, count=1, *, is_tupled=False):
 
 def test_memory_is_what_libtpu_assigns():
     memory = read()
-    assert memory.peak_bytes == 25088 and memory.on_chip_bytes == 4096
-    assert memory.arguments == (4096,) and memory.results == (4096,)
+    assert memory.peak_bytes == 25088
+    assert memory.on_chip_bytes == 4096
+    assert memory.arguments == (4096,)
+    assert memory.results == (4096,)
     # `first` and `second` live at once. Two states of one array take its place once.
     assert [array.bytes for array in memory.arrays] == [8192, 4096]
     assert memory.arrays[0].op_name == "jit(step)/sin"
@@ -125,17 +127,22 @@ def made():
 @without_libtpu
 def test_without_libtpu_an_estimate_is_foreseen():
     sent = estimate(jnp.sum, made())
-    assert sent.basis == "foreseen" and sent.wire_bytes > 0
-    assert "\nForeseen: expect " in str(sent) and "measured steps.\n" in str(sent)
+    assert sent.basis == "foreseen"
+    assert sent.wire_bytes > 0
+    assert "\nForeseen: expect " in str(sent)
+    assert "measured steps.\n" in str(sent)
     assert "libtpu is not installed: `pip install 'shardfx[aot]'`" in str(sent)
     least, most = WIRE.of(1000)
     assert 0 < least < 1000 <= most
     gpu = estimate(jnp.sum, made(), compiler="gpu")
-    assert gpu.basis == "foreseen" and "the compiler for GPUs may send" in str(gpu)
+    assert gpu.basis == "foreseen"
+    assert "the compiler for GPUs may send" in str(gpu)
     cpu = estimate(jnp.sum, made(), compiler="cpu")
-    assert cpu.basis == "compiled" and cpu.notes == ()
+    assert cpu.basis == "compiled"
+    assert cpu.notes == ()
     nothing = estimate(jnp.sin, made())
-    assert str(nothing).startswith("no traffic") and nothing.basis == "foreseen"
+    assert str(nothing).startswith("no traffic")
+    assert nothing.basis == "foreseen"
 
 
 def test_temporaries_that_fit_on_chip_may_take_no_memory():
@@ -145,7 +152,8 @@ def test_temporaries_that_fit_on_chip_may_take_no_memory():
 @without_libtpu
 def test_without_libtpu_the_page_says_what_to_install():
     found = fit(jnp.sum, made(), chip="v5e")
-    assert found.basis == "foreseen" and not found.out_of_memory
+    assert found.basis == "foreseen"
+    assert not found.out_of_memory
     assert "libtpu is not installed: `pip install 'shardfx[aot]'`" in str(found)
     with pytest.raises(MeshError, match=r"pip install 'shardfx\[aot\]'"):
         compile_for(jnp.sum, made(), target="tpu:v5e:2x4")
@@ -153,8 +161,10 @@ def test_without_libtpu_the_page_says_what_to_install():
 
 def test_a_chip_is_named_by_its_slice():
     for compiler in ("tpu", "tpu:v5p", "tpu:v5p:2x2x2"):
-        (row,) = estimate(jnp.sum, made(), compiler=compiler).rows
-        assert (row.kind, row.axes) == ("all-reduce", ("data",))
+        estimated = estimate(jnp.sum, made(), compiler=compiler)
+        (row,) = estimated.rows
+        assert row.kind == "all-reduce"
+        assert row.axes == ("data",)
 
 
 def test_an_answer_that_is_cut_off_is_an_error(tmp_path):
@@ -169,8 +179,10 @@ def test_an_answer_that_is_cut_off_is_an_error(tmp_path):
     folder.mkdir()
     worker = Worker([str(program)], str(folder))
     texts, error = worker.ask(b"", {})
-    assert texts == [] and "its answer is cut off" in error
-    assert not worker.is_alive and not folder.exists()
+    assert texts == []
+    assert "its answer is cut off" in error
+    assert not worker.is_alive
+    assert not folder.exists()
 
 
 def test_folders_of_killed_processes_are_removed(tmp_path):
@@ -188,15 +200,17 @@ def test_folders_of_killed_processes_are_removed(tmp_path):
     os.close(own_lock)
     # "b" is new, "c" is locked, "d" is the process's own.
     names = sorted(path.name[-1] for path in tmp_path.iterdir())
-    assert names == ["a", "b", "c", "d"] and not folders["a"].exists()
+    assert names == ["a", "b", "c", "d"]
+    assert not folders["a"].exists()
 
 
 def test_a_full_disk_is_named(monkeypatch):
     """libtpu compiles to the end, and its files are empty."""
     monkeypatch.setattr(libtpu.importlib.metadata, "version", lambda _: "0.0.1")
     message = r"libtpu 0\.0\.1 writes no \*.*memory-usage.* has .* left.*set TMPDIR"
+    texts = [b"text", b"", b"", b""]
     with pytest.raises(ProgramError, match=message):
-        libtpu._tpu_texts([b"text", b"", b"", b""], "", TpuSlice("v5e:2x2"))
+        libtpu._tpu_texts(texts, "", TpuSlice("v5e:2x2"))
 
 
 def test_a_child_without_a_folder_ends_with_an_error(tmp_path):
@@ -228,11 +242,13 @@ def test_a_full_disk_of_xlas_is_named(monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/shardfx-a")
 
     answer = io.BytesIO()
-    request = io.BytesIO(json.dumps({"size": 0}).encode() + b"\n")
+    encoded = json.dumps({"size": 0}).encode() + b"\n"
+    request = io.BytesIO(encoded)
     monkeypatch.setattr(worker, "_answer", full)
     monkeypatch.setattr(worker.signal, "signal", lambda *_: None)
     monkeypatch.setattr(worker.sys, "stdin", SimpleNamespace(buffer=request))
     monkeypatch.setattr(worker.sys, "stdout", SimpleNamespace(buffer=answer))
     worker.main()
     line = json.loads(answer.getvalue())
-    assert line["sizes"] == [] and "No space left" in line["error"]
+    assert line["sizes"] == []
+    assert "No space left" in line["error"]

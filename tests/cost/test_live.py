@@ -19,9 +19,8 @@ def structs(mesh, **shapes):
     """Structs by name, from a shape, a spec, and a dtype (float32 by default)."""
 
     def struct(shape, spec, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(
-            shape, dtype, sharding=jax.NamedSharding(MeshSpec(mesh).abstract(), spec)
-        )
+        sharding = jax.NamedSharding(MeshSpec(mesh).abstract(), spec)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     return [struct(*shape_and_spec) for shape_and_spec in shapes.values()]
 
@@ -68,15 +67,14 @@ ENTRY %main (x: f32[8,128], w: f32[128,128]) -> f32[4,8,128] {
 def test_a_loop_carries_its_state_in_place():
     memory = device_memory(parse_hlo(TEXT))
     row = 8 * 128 * 4
-    assert memory.arguments == (row, 128 * 128 * 4) and memory.results == (4 * row,)
+    assert memory.arguments == (row, 128 * 128 * 4)
+    assert memory.results == (4 * row,)
     # The stack is the result. The loop holds its state beside `x`, and one product: the
     # stack reads the old state.
     assert 2 * row <= memory.temporary_bytes <= 3 * row + 64
     tiled_memory = device_memory(parse_hlo(TEXT), tile=(8, 128))
-    assert (
-        tiled_memory.arguments == memory.arguments
-        and tiled_memory.peak_bytes >= memory.peak_bytes
-    )
+    assert tiled_memory.arguments == memory.arguments
+    assert tiled_memory.peak_bytes >= memory.peak_bytes
 
 
 def test_the_operation_that_frees_most_runs_next():
@@ -89,8 +87,10 @@ def test_the_operation_that_frees_most_runs_next():
         frozenset([2]),
         frozenset([3, 4]),
     ]
-    order = list_schedule(reads, [(1,), (2,), (3,), (4,), (5,)], sizes.__getitem__)
-    assert order in ([0, 2, 1, 3, 4], [1, 3, 0, 2, 4])
+    makes = [(1,), (2,), (3,), (4,), (5,)]
+    order = list_schedule(reads, makes, sizes.__getitem__)
+    allowed = ([0, 2, 1, 3, 4], [1, 3, 0, 2, 4])
+    assert order in allowed
 
 
 def test_fused_operations_take_no_memory():
@@ -102,11 +102,9 @@ def test_fused_operations_take_no_memory():
     (copy,) = [
         array for array in fitted.largest if array.group == "copies in other layouts"
     ]
-    assert (
-        copy.source is not None
-        and copy.source.file == __file__
-        and copy.what == "f32[512,32]"
-    )
+    assert copy.source is not None
+    assert copy.source.file == __file__
+    assert copy.what == "f32[512,32]"
 
 
 def test_loops_and_branches_count_at_their_worst():
@@ -122,26 +120,24 @@ def test_loops_and_branches_count_at_their_worst():
 
     fitted = fit(step, x, chip="h100")
     array_bytes = 64 * 64 * 4
-    assert (
-        fitted.bytes_of("results") == array_bytes
-        and array_bytes <= fitted.bytes_of("activations") <= 4 * array_bytes
-    )
+    assert fitted.bytes_of("results") == array_bytes
+    assert array_bytes <= fitted.bytes_of("activations") <= 4 * array_bytes
 
 
 def test_many_leaves_and_long_chains_by_elements_are_read_once():
     params = structs({"data": 4}, **{f"w{i}": ((8, 8), P("data")) for i in range(300)})
 
     def step(params):
-        norm = jnp.sqrt(sum(jnp.sum(param * param) for param in params))
+        total = sum(jnp.sum(param * param) for param in params)
+        norm = jnp.sqrt(total)
         x = jnp.ones((8, 8))
         for _ in range(60):  # each reads the last twice: 2^60 ways to walk back
             x = x * x + x
         return jnp.sum(x @ x) * norm
 
     fitted = fit(step, params, chip="h100")
-    assert (
-        sum(row.bytes for row in fitted.rows if row.exact) == 4 + 300 * 8 * 8 * 4 // 4
-    )
+    total = sum(row.bytes for row in fitted.rows if row.exact)
+    assert total == 4 + 300 * 8 * 8 * 4 // 4
 
 
 LAYERS, WIDTH, ROWS = 4, 1024, 4096
@@ -157,7 +153,8 @@ def test_loop_carries_and_results_keep_their_memory():
         batch,
         chip="v5e",
     )
-    assert fitted.bytes_of("results") == (LAYERS + 1) * ROWS // 2 * WIDTH * 4
+    expected = (LAYERS + 1) * ROWS // 2 * WIDTH * 4
+    assert fitted.bytes_of("results") == expected
 
 
 @pytest.mark.parametrize(
@@ -174,8 +171,6 @@ def test_loop_carries_and_results_keep_their_memory():
 )
 def test_tiles_pad_the_two_dimensions_that_lose_least(shape, dtype, bytes_):
     # The first four are as libtpu lays out arguments for v5e.
-    assert (
-        np.prod(padded(shape, (8, 128)), dtype=int) * jnp.dtype(dtype).itemsize
-        == bytes_
-    )
+    actual = np.prod(padded(shape, (8, 128)), dtype=int) * jnp.dtype(dtype).itemsize
+    assert actual == bytes_
     assert padded(shape, None) == shape

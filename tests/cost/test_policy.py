@@ -39,7 +39,8 @@ def scanned(params, x):
 
 def unrolled(params, x):
     for number in range(LAYERS):
-        x = layer(x, {name: leaf[number] for name, leaf in params.items()})
+        leaves_by_name = {name: leaf[number] for name, leaf in params.items()}
+        x = layer(x, leaves_by_name)
     return jnp.mean(x**2)
 
 
@@ -64,9 +65,10 @@ def policies(loss):
     """A policy that keeps all, one that keeps some values, and one that keeps none."""
     question = Question(loss, arrays(), chip_of(10**9))
     points = frontier(question.costs)
+    cases = (points[0], points[len(points) // 2], points[-1])
     trials = [
         Trial(point, peak_bytes=point.kept.bytes, fits=True, is_counted=False)
-        for point in (points[0], points[len(points) // 2], points[-1])
+        for point in cases
     ]
     return tuple(question.policy_of(trial, 10**9) for trial in trials)
 
@@ -103,7 +105,8 @@ def test_offloaded_values_go_to_the_host_and_come_back(loss):
 
     lowered = gradient.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
     # To the host in the forward pass, and back in the backward pass.
-    assert "pinned_host" in lowered and '"device"' in lowered
+    assert "pinned_host" in lowered
+    assert '"device"' in lowered
     # The CPU has one memory.
     plain = jax.jit(jax.value_and_grad(loss))(*args)
     jax.tree.map(
@@ -127,7 +130,8 @@ def test_equal_layers_share_one_choice():
         {row for row in of_loss if row[0] != "-" and row[1] == "dot_general"}
         for of_loss in rows
     ]
-    assert in_layers[0] == in_layers[1] and in_layers[0]
+    assert in_layers[0] == in_layers[1]
+    assert in_layers[0]
 
 
 def test_a_policy_is_data():
@@ -138,14 +142,16 @@ def test_a_policy_is_data():
     changes = kept.diff(some)
     assert any(str(change).endswith("keep -> recompute") for change in changes)
     text = str(some)
-    assert "recompute" in text and "dot_general f32[4,8,32]" in text
+    assert "recompute" in text
+    assert "dot_general f32[4,8,32]" in text
     assert "of the forward pass is computed again" in text
 
 
 def test_a_text_that_is_no_policy():
     with pytest.raises(PlanFormatError, match="this text is no policy"):
         Policy.from_json("{}")
-    text = policies(scanned)[0].to_json().replace('"version": 1', '"version": 9')
+    document = policies(scanned)[0].to_json()
+    text = document.replace('"version": 1', '"version": 9')
     with pytest.raises(PlanFormatError, match="version 9"):
         Policy.from_json(text)
 
@@ -183,7 +189,8 @@ def test_the_budget_decides():
 def test_the_choice_is_nearly_the_best_of_all_subsets():
     def block(w, x):
         y = jnp.tanh(x @ w["up"])
-        return jnp.sum(jax.nn.softmax(jnp.exp(y) @ w["down"]) ** 2)
+        elements = jax.nn.softmax(jnp.exp(y) @ w["down"]) ** 2
+        return jnp.sum(elements)
 
     params, x = arrays()
     first = jax.tree.map(lambda leaf: leaf[0], params)
@@ -207,7 +214,8 @@ def test_lines_are_those_of_the_user():
         return jnp.sum(jax.nn.silu(y) ** 2)
 
     costs = Question(loss, (jnp.ones((4, 4)),), chip_of(10**9)).costs
-    assert {key.line.partition(":")[0] for key in costs.keys} == {"test_policy.py"}
+    actual = {key.line.partition(":")[0] for key in costs.keys}
+    assert actual == {"test_policy.py"}
 
 
 def test_the_arguments_of_grad():
@@ -222,26 +230,28 @@ def test_the_arguments_of_grad():
     made = policy(loss, *args, chip="h100", argnums=(0, 1), has_aux=True)
     grads, aux = jax.grad(made.apply(loss), argnums=(0, 1), has_aux=True)(*args)
     plain, _ = jax.grad(loss, argnums=(0, 1), has_aux=True)(*args)
-    assert is_equal(grads, plain) and aux["loss"].shape == ()
+    assert is_equal(grads, plain)
+    assert aux["loss"].shape == ()
     assert made.rows
 
 
 def test_bytes_are_those_of_one_device():
     mesh = sfx.MeshSpec({"data": 2, "tensor": 2})
     params, x = jax.eval_shape(arrays)
-    params = sfx.plan(
+    rules = sfx.PathRules(
+        [("qkv|up", P(None, "data", "tensor")), ("down", P(None, "tensor", "data"))]
+    )
+    sharding_plan = sfx.plan(
         params,
         mesh,
-        paths=sfx.PathRules(
-            [("qkv|up", P(None, "data", "tensor")), ("down", P(None, "tensor", "data"))]
-        ),
-    ).structs
-    x = sfx.plan(x, mesh, paths=sfx.PathRules([(".*", P("data"))])).structs
-    sizes = {
-        row.shape: row.bytes
-        for row in policy(scanned, params, x, chip="h100").rows
-        if row.operation == "dot_general"
-    }
+        paths=rules,
+    )
+    params = sharding_plan.structs
+    rules = sfx.PathRules([(".*", P("data"))])
+    sharding_plan = sfx.plan(x, mesh, paths=rules)
+    x = sharding_plan.structs
+    rows = policy(scanned, params, x, chip="h100").rows
+    sizes = {row.shape: row.bytes for row in rows if row.operation == "dot_general"}
     assert sizes[BATCH, LENGTH, HIDDEN] == BATCH * LENGTH * HIDDEN * 4 // 4
 
 
@@ -304,4 +314,5 @@ def test_explicit_axes_stay_in_the_types():
     plain = jax.jit(jax.grad(loss))(params, x)
     grads = jax.jit(jax.grad(none_kept.apply(loss)))(params, x)
     assert is_equal(plain, grads)
-    assert jax.tree.map(jax.typeof, plain) == jax.tree.map(jax.typeof, grads)
+    actual = jax.tree.map(jax.typeof, plain)
+    assert actual == jax.tree.map(jax.typeof, grads)

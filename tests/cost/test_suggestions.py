@@ -15,7 +15,8 @@ from shardfx.cost import fit
 
 @pytest.fixture(scope="module")
 def before():
-    return fit(*changed(), chip=CHIP), peak(*changed())
+    fitted = fit(*changed(), chip=CHIP)
+    return fitted, peak(*changed())
 
 
 @pytest.mark.parametrize(
@@ -36,11 +37,8 @@ def test_a_change_saves_what_the_compiler_saves(before, words, change):
     assert told.peak_bytes == pytest.approx(after, rel=0.12)
     assert told.saves_bytes == pytest.approx(compiled - after, abs=0.1 * compiled)
     if words == "recompute":
-        assert not [
-            one
-            for one in fit(*changed(**change), chip=CHIP).changes
-            if words in one.what
-        ]
+        changes = fit(*changed(**change), chip=CHIP).changes
+        assert not [one for one in changes if words in one.what]
 
 
 def test_a_state_on_the_host_needs_the_told_memory(before):
@@ -50,11 +48,13 @@ def test_a_state_on_the_host_needs_the_told_memory(before):
     step = inspect.unwrap(jitted)
 
     def moved(params, opt, batch):
-        new, opt = step(params, jax.device_put(opt, jax.memory.Space.Device), batch)
+        placed = jax.device_put(opt, jax.memory.Space.Device)
+        new, opt = step(params, placed, batch)
         return new, jax.device_put(opt, jax.memory.Space.Host)
 
     after = fit(moved, params, jax.tree.map(on_host, opt), batch, chip=CHIP)
-    assert after.bytes_of("optimizer") == 0 and "in host memory" in str(after)
+    assert after.bytes_of("optimizer") == 0
+    assert "in host memory" in str(after)
     # What the optimizer returns goes back to the host and is no result on the device.
     assert after.bytes_of("results") <= after.bytes_of("parameters")
     assert told.peak_bytes == pytest.approx(after.peak_bytes, rel=0.15)
@@ -67,13 +67,12 @@ def test_a_decode_step_shows_its_cache():
     def laid(tree):
         return plan(tree, MESH, paths=rules, unused="allow").structs
 
-    params = laid({"w": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)})
-    cache = laid(
-        dict.fromkeys(
-            ("keys", "values"), jax.ShapeDtypeStruct((8, 128, 64), jnp.bfloat16)
-        )
-    )
-    token = laid({"token": jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)})["token"]
+    struct = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    params = laid({"w": struct})
+    struct = jax.ShapeDtypeStruct((8, 128, 64), jnp.bfloat16)
+    cache = laid(dict.fromkeys(("keys", "values"), struct))
+    struct = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)
+    token = laid({"token": struct})["token"]
 
     def decode(params, cache, token, index):
         x = token @ params["w"]
@@ -90,10 +89,8 @@ def test_a_decode_step_shows_its_cache():
         filter_jit(decode, out_shardings=outs, donate="cache"), *args, chip="h100"
     )
     whole = 2 * 2 * 128 * 64 * 2
-    assert (
-        found.bytes_of("KV cache") == whole
-        and found.bytes_of("parameters") == 64 * 64 * 2
-    )
+    assert found.bytes_of("KV cache") == whole
+    assert found.bytes_of("parameters") == 64 * 64 * 2
     assert found.bytes_of("results") < 1024  # the cache is updated in place
     assert found.peak_bytes < 1.2 * (whole + 64 * 64 * 2) + 4096
     twice = fit(filter_jit(decode, out_shardings=outs), *args, chip="h100")
@@ -112,15 +109,21 @@ def test_a_verdict_that_is_close_says_so(before):
         return dataclasses.replace(found, chip=chip)
 
     near = on_chip_of((found.peak_bytes + most) // 2)
-    assert near.fits and near.is_close and "`compile_for(" in str(near)
+    assert near.fits
+    assert near.is_close
+    assert "`compile_for(" in str(near)
     assert "MAY OR MAY NOT fit: as foreseen, it fits tiny" in str(near)
     over = on_chip_of((found.peak_bytes + least) // 2)
     assert "MAY OR MAY NOT fit: as foreseen, it does not fit tiny" in str(over)
     assert f"Foreseen: expect {bytes_text(least)} to {bytes_text(most)}." in str(over)
     far = on_chip_of(most)
-    assert far.fits and not far.is_close and "MAY" not in str(far)
+    assert far.fits
+    assert not far.is_close
+    assert "MAY" not in str(far)
     never = on_chip_of(least - 1)
-    assert not never.fits and not never.is_close and "MAY" not in str(never)
+    assert not never.fits
+    assert not never.is_close
+    assert "MAY" not in str(never)
     assert not dataclasses.replace(near, basis="compiled").is_close
     compiled = dataclasses.replace(near, basis="compiled")
     assert compiled.expected_bytes == (found.peak_bytes, found.peak_bytes)

@@ -46,9 +46,8 @@ def test_every_kind(platform):
         (whole if platform == "tpu" else scattered),
     ]
     compared = 4 if platform == "gpu" else 5
-    assert [row[:compared] for row in listed(read(f"{platform}_kinds"))] == [
-        row[:compared] for row in sorted(right)
-    ]
+    rows = [row[:compared] for row in listed(read(f"{platform}_kinds"))]
+    assert rows == [row[:compared] for row in sorted(right)]
 
 
 @pytest.mark.parametrize("platform, itemsize", [("cpu", 4), ("tpu", 2), ("gpu", 4)])
@@ -58,23 +57,22 @@ def test_a_loop_in_a_loop_counts_as_often_as_it_runs(platform, itemsize):
     # (`fusion-start`), and gathers what is there when it ends.
     sent = read(f"{platform}_nested_loops")
     row, *others = sent.rows
-    assert listed(sent)[0] == (
+    expected = (
         "all-gather",
         ("tensor",),
         6 * 256 * 256 * itemsize * 3 // 4,
         6,
         "w",
     )
-    assert [(row.kind, row.wire_bytes) for row in others] == [("all-reduce", 4)] * (
-        platform == "gpu"
-    )
-    assert (
-        row.source is not None
-        and row.source.file == "/home/me/step.py"
-        and len(row.stack) > 1
-    )
+    assert listed(sent)[0] == expected
+    actual = [(row.kind, row.wire_bytes) for row in others]
+    assert actual == [("all-reduce", 4)] * (platform == "gpu")
+    assert row.source is not None
+    assert row.source.file == "/home/me/step.py"
+    assert len(row.stack) > 1
     assert row.source.function.startswith("nested")
-    assert (row.group_size, row.dtype) == (4, "f32" if itemsize == 4 else "bf16")
+    assert row.group_size == 4
+    assert row.dtype == ("f32" if itemsize == 4 else "bf16")
 
 
 @pytest.mark.parametrize("name, itemsize", [("cpu_branches", 4), ("tpu_branches", 2)])
@@ -83,7 +81,8 @@ def test_loops_without_an_end_and_branches_say_so(name, itemsize):
     half = 1024 * 1024 * itemsize // 2
     calls = {(row.kind, row.calls): row.wire_bytes for row in sent.rows}
     assert calls[("all-to-all", None)] == half // 2
-    assert calls[("all-gather", 1)] == half and calls[("all-gather", 0)] == 0
+    assert calls[("all-gather", 1)] == half
+    assert calls[("all-gather", 0)] == 0
     assert sum(row.calls is None for row in sent.rows) == 2
     assert sent.wire_bytes == 2 * (half // 2) + half + itemsize
     text = str(sent)
@@ -94,15 +93,15 @@ def test_loops_without_an_end_and_branches_say_so(name, itemsize):
 def test_permutes_of_a_windowed_product_have_its_kind():
     sent = read("tpu_windowed_product")
     activations = 4 * 1024 * 2048 * 2  # of one group of data
-    assert sent.by("kind") == {
+    expected = {
         "all-gather": 2 * activations * 3 // 4,
         # One more than the four pieces of a ring.
         "reduce-scatter": (5 * activations // 4),
         "all-reduce": 2 * 2048 * 2048 * 2 * 2 // 2 + 7,
     }
-    assert [row.windowed for row in sent.rows if row.kind == "reduce-scatter"] == [
-        True
-    ] * 5
+    assert sent.by("kind") == expected
+    windowed = [row.windowed for row in sent.rows if row.kind == "reduce-scatter"]
+    assert windowed == [True] * 5
     assert "reduce-scatter (windowed)" in str(sent)
 
 
@@ -118,14 +117,15 @@ def test_gathers_and_gradients_name_their_weight(name, itemsize):
         for row in sent.rows
         if row.kind == "all-gather"
     }
-    assert gathers == {leaf: (("tensor",), weight * 3 // 4) for leaf in ("up", "down")}
+    expected = {leaf: (("tensor",), weight * 3 // 4) for leaf in ("up", "down")}
+    assert gathers == expected
     (sums,) = [
         row for row in sent.rows if row.kind == "all-reduce" and row.wire_bytes > KIB
     ]
-    assert {leaf: count for leaf, count in sums.shares if leaf} == {
-        leaf: 2 * weight * 7 // 8 for leaf in ("up", "down")
-    }
-    assert sent.by("leaf")["up"] == weight * 3 // 4 + 2 * weight * 7 // 8
+    expected = {leaf: 2 * weight * 7 // 8 for leaf in ("up", "down")}
+    assert {leaf: count for leaf, count in sums.shares if leaf} == expected
+    expected = weight * 3 // 4 + 2 * weight * 7 // 8
+    assert sent.by("leaf")["up"] == expected
 
 
 CUT = one("%f = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused_all-gather", 2)
@@ -149,11 +149,11 @@ def test_what_is_no_program():
 
 
 def test_compiled_programs_name_axes_and_leaves():
-    mesh = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
+    axes = {"data": 2, "tensor": 4}
+    mesh = MeshSpec(axes).build(jax.devices())
     model = eqx.nn.MLP(16, 16, 64, 2, key=jax.random.key(0))
-    plan_of_layer = plan(
-        model, mesh, paths=PathRules([("weight", P("tensor")), ("bias", P())])
-    )
+    rules = PathRules([("weight", P("tensor")), ("bias", P())])
+    plan_of_layer = plan(model, mesh, paths=rules)
     x = jax.ShapeDtypeStruct(
         (8, 16), jnp.float32, sharding=NamedSharding(mesh, P("data"))
     )
@@ -166,11 +166,11 @@ def test_compiled_programs_name_axes_and_leaves():
         apply, in_shardings=(plan_of_layer, x.sharding), out_shardings=x.sharding
     ).lower(structs, x)
     first, second = traffic(lowered), traffic(lowered.compile())
-    assert first == second and first.wire_bytes > 0
+    assert first == second
+    assert first.wire_bytes > 0
     assert {row.axes for row in first.rows} == {("tensor",)}
-    assert {row.leaf for row in first.rows if row.leaf} <= {
-        leaf.path for leaf in plan_of_layer.leaves
-    }
+    leaves = {row.leaf for row in first.rows if row.leaf}
+    assert leaves <= {leaf.path for leaf in plan_of_layer.leaves}
 
 
 def test_the_tables_of_a_step_and_of_the_difference_of_two():
@@ -178,33 +178,30 @@ def test_the_tables_of_a_step_and_of_the_difference_of_two():
     difference = cpu - tpu
     assert difference.wire_bytes == cpu.wire_bytes - tpu.wire_bytes
     assert (tpu - cpu).wire_bytes == -difference.wire_bytes
-    assert "+112.0 MiB" in str(difference).splitlines()[1] and str(difference).endswith(
-        "in all."
-    )
+    assert "+112.0 MiB" in str(difference).splitlines()[1]
+    assert str(difference).endswith("in all.")
     assert str(cpu - cpu) == "the same traffic"
     for shown in (cpu, difference, Traffic((), 4)):
         assert html.unescape(shown._repr_html_()) == f"<pre>{shown}</pre>"
-    assert (
-        sum(tpu.by("axes").values()) == sum(tpu.by("source").values()) == tpu.wire_bytes
-    )
-    assert [row.wire_bytes for row in tpu.rows] == sorted(
-        (row.wire_bytes for row in tpu.rows), reverse=True
-    )
+    total = sum(tpu.by("axes").values())
+    expected = sum(tpu.by("source").values())
+    assert total == expected == tpu.wire_bytes
+    expected = sorted((row.wire_bytes for row in tpu.rows), reverse=True)
+    assert [row.wire_bytes for row in tpu.rows] == expected
     lines = str(tpu).splitlines()
     assert (
         lines[0].split()
         == "bytes/step kind axes group calls array pass leaf source".split()
     )
-    assert (
-        "112.0 MiB  all-reduce  data x tensor" in lines[1]
-        and "step.py:28 mlp2" in lines[1]
-    )
+    assert "112.0 MiB  all-reduce  data x tensor" in lines[1]
+    assert "step.py:28 mlp2" in lines[1]
     assert lines[-1] == "160.0 MiB enter each of 8 devices in a step."
     assert str(Traffic((), 2)) == "no traffic: a step on 2 devices sends nothing."
 
 
 def test_rows_have_pass_and_shape_and_lines_stay_together():
-    mesh = MeshSpec({"fsdp": 4}).build(jax.devices()[:4])
+    devices = jax.devices()[:4]
+    mesh = MeshSpec({"fsdp": 4}).build(devices)
     rows = NamedSharding(mesh, P("fsdp"))
 
     def loss(params, x):
@@ -212,20 +209,21 @@ def test_rows_have_pass_and_shape_and_lines_stay_together():
             x = jnp.tanh(x @ w)
         return (x**2).sum()
 
-    params = [jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=rows)] * 2
+    struct = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=rows)
+    params = [struct] * 2
     x = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=rows)
+    lowered = jax.jit(jax.grad(loss), out_shardings=[rows, rows]).lower(params, x)
+    compiled = lowered.compile()
     sent = traffic(
-        jax.jit(jax.grad(loss), out_shardings=[rows, rows]).lower(params, x).compile(),
+        compiled,
         mesh,
     )
     described = {(row.kind, row.arrays, row.phase) for row in sent.rows}
     assert ("all-gather", ("f32[64,64]",), "forward") in described
-    assert {phase for kind, _, phase in described if kind != "all-gather"} == {
-        "backward"
-    }
-    assert (
-        str(sent).count("test_traffic.py:") == len(sent.by("source")) < len(sent.rows)
-    )
+    phases = {phase for kind, _, phase in described if kind != "all-gather"}
+    assert phases == {"backward"}
+    expected = len(sent.by("source"))
+    assert str(sent).count("test_traffic.py:") == expected < len(sent.rows)
 
 
 @pytest.mark.parametrize("name, itemsize", [("cpu_shard_map", 4), ("tpu_shard_map", 2)])
@@ -240,9 +238,8 @@ def test_collectives_of_one_channel_are_as_many_as_are_named(name, itemsize):
     ] * 2
     if itemsize == 2:
         right = [("all-gather", 2 * 2048 * 2048 * 2 * 7 // 8, 2), *right]
-    assert sorted((row.kind, row.wire_bytes, row.calls) for row in sent.rows) == sorted(
-        right
-    )
+    actual = sorted((row.kind, row.wire_bytes, row.calls) for row in sent.rows)
+    assert actual == sorted(right)
 
 
 # What GPUs send, from programs that XLA compiled for eight H200, with JAX 0.12 and no
@@ -250,7 +247,8 @@ def test_collectives_of_one_channel_are_as_many_as_are_named(name, itemsize):
 def test_a_scattered_gradient_is_of_its_weight():
     sent, weight = read("gpu_gathered_weights"), 2048 * 8192 * 4
     sums = 2 * (weight // 4) // 2
-    assert [row for row in listed(sent) if row[4]] == [
+    rows = [row for row in listed(sent) if row[4]]
+    expected = [
         ("all-gather", ("tensor",), weight * 3 // 4, 1, "down"),
         ("all-gather", ("tensor",), weight * 3 // 4, 1, "up"),
         ("all-reduce", ("data",), sums, 1, "down"),
@@ -258,8 +256,10 @@ def test_a_scattered_gradient_is_of_its_weight():
         ("reduce-scatter", ("tensor",), weight * 3 // 4, 1, "down"),
         ("reduce-scatter", ("tensor",), weight * 3 // 4, 1, "up"),
     ]
+    assert rows == expected
     # The activations.
-    assert sent.by("leaf")[None] == 2 * (1024 // 2 * 2048 * 4 * 3 // 4)
+    expected = 2 * (1024 // 2 * 2048 * 4 * 3 // 4)
+    assert sent.by("leaf")[None] == expected
 
 
 def test_weights_that_are_gathered_together_have_their_own_bytes():
@@ -270,20 +270,26 @@ def test_weights_that_are_gathered_together_have_their_own_bytes():
     half = 1024 * 256 * 2 // 2
     for row in sent.rows:
         if row.kind != "all-reduce":
-            assert row.calls == 6 and row.axes == ("data",) and row.dtype == "bf16"
-            assert dict(row.shares) == {"up": 6 * half, "down": 6 * half}
-    assert sent.by("leaf") == {"up": 3 * 6 * half, "down": 3 * 6 * half, None: 9 * MIB}
+            assert row.calls == 6
+            assert row.axes == ("data",)
+            assert row.dtype == "bf16"
+            expected = {"up": 6 * half, "down": 6 * half}
+            assert dict(row.shares) == expected
+    expected = {"up": 3 * 6 * half, "down": 3 * 6 * half, None: 9 * MIB}
+    assert sent.by("leaf") == expected
 
 
 def test_loops_without_a_known_end_count_once_a_trip():
-    assert listed(read("gpu_branches")) == [
+    expected = [
         ("all-gather", ("tensor",), 1024 * 1024 * 4 * 3 // 4, 1, "w"),
         ("all-reduce", ("data",), 4, None, None),
     ]
+    assert listed(read("gpu_branches")) == expected
     # Six of eight devices receive a shard of 256 x 256 in each of five trips.
-    assert listed(read("gpu_permute_sent_and_received")) == [
+    expected = [
         ("collective-permute", ("tensor",), 5 * 256 * 256 * 4 * 6 // 8, 5, None)
     ]
+    assert listed(read("gpu_permute_sent_and_received")) == expected
 
 
 @pytest.mark.parametrize(
@@ -295,6 +301,7 @@ def test_what_crosses_nodes(name, across):
     # takes in what four devices keep.
     sent = read(name, SLICED)
     assert sent.wire_bytes == read(name).wire_bytes
-    assert sent.dcn_bytes == across and all(
-        "data" in row.axes for row in sent.rows if row.dcn_bytes
-    )
+    assert sent.dcn_bytes == across
+    for row in sent.rows:
+        if row.dcn_bytes:
+            assert "data" in row.axes

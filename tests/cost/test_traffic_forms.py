@@ -38,9 +38,8 @@ def received(kind, rows, devices):
     times = {"all-reduce": lambda count: 2, "reduce-scatter": lambda count: count}.get(
         kind, lambda count: 1
     )
-    return Fraction(
-        sum(SIZE * (len(row) - 1) * times(len(row)) for row in rows), devices
-    )
+    total = sum(SIZE * (len(row) - 1) * times(len(row)) for row in rows)
+    return Fraction(total, devices)
 
 
 @st.composite
@@ -54,9 +53,8 @@ def drawn(draw):
         draw(st.sampled_from(GROUPED)),
         draw(st.sampled_from([1, 2, 3, 4, 8])),
     )
-    size = draw(
-        st.sampled_from([size for size in range(1, devices + 1) if devices % size == 0])
-    )
+    sizes = [size for size in range(1, devices + 1) if devices % size == 0]
+    size = draw(st.sampled_from(sizes))
     form = draw(
         st.sampled_from(
             ["empty", "listed", "uneven", "iota", "swapped", "mesh", "alone"]
@@ -117,9 +115,8 @@ def test_permutes(devices, channel, data):
         "%c = (f32[12], s8[16]) collective-permute(%p, %q),"
         f" source_target_pairs={{{text}}}"
     )
-    (row,) = traffic(
-        program(line + (", channel_id=1" if channel else ""), devices)
-    ).rows
+    sent = traffic(program(line + (", channel_id=1" if channel else ""), devices))
+    (row,) = sent.rows
     moved = sum(source != target for source, target in pairs)
     assert row.wire_bytes == round(Fraction(64 * moved, devices))
 
@@ -188,10 +185,8 @@ def test_a_ragged_exchange_has_unknown_sizes():
         " replica_groups={{0,1,2,3}}"
     )
     (row,) = traffic(program(line, 4)).rows
-    assert (
-        row.wire_bytes == 12
-        and "a ragged exchange sends what its sizes say" in row.note
-    )
+    assert row.wire_bytes == 12
+    assert "a ragged exchange sends what its sizes say" in row.note
     with pytest.raises(
         ProgramError,
         match="runs as 4 replicas, as `jax.pmap` once wrote it; write the step for",
@@ -226,21 +221,24 @@ def test_a_step_on_two_slices_of_tpus_whose_text_is_that_of_one():
     # Batch over all, a weight of 1,024 x 1,024 over the devices of a slice: it is
     # gathered there in bf16, its gradient scattered there, and a quarter of it added up
     # between slices.
+    text = (HLO / "tpu_two_slices.txt").read_text()
     sent, weight = (
-        traffic((HLO / "tpu_two_slices.txt").read_text(), SLICES),
+        traffic(text, SLICES),
         1024 * 1024,
     )
-    assert [
+    actual = [
         (row.kind, row.axes, row.wire_bytes, row.dcn_bytes, row.leaf)
         for row in sent.rows
-    ] == [
+    ]
+    expected = [
         ("reduce-scatter", ("ici",), weight * 4 * 3 // 4, 0, "w"),
         ("all-gather", ("ici",), weight * 2 * 3 // 4, 0, "w"),
         ("all-reduce", ("dcn",), 2 * weight // 4 * 4 // 2, weight // 4 * 4, "w"),
     ]
-    assert sent.devices == 8 and {
-        row.source and row.source.line for row in sent.rows
-    } == {23}
+    assert actual == expected
+    assert sent.devices == 8
+    actual = {row.source and row.source.line for row in sent.rows}
+    assert actual == {23}
 
 
 def test_exchanges_with_the_own_and_another_slice():
@@ -250,10 +248,11 @@ def test_exchanges_with_the_own_and_another_slice():
         traffic((HLO / "tpu_exchange_between_slices.txt").read_text(), SLICES),
         64 * 256 * 4 // 8,
     )
-    assert sorted(
+    actual = sorted(
         (row.kind, row.axes, row.wire_bytes, row.dcn_bytes, row.calls)
         for row in sent.rows
-    ) == [
+    )
+    expected = [
         ("all-to-all", ("dcn", "ici"), shard * 3 // 4, shard // 2, 1),
         ("collective-permute", ("dcn", "ici"), shard // 2, shard // 2, 1),
         # One of four devices in each slice.
@@ -266,6 +265,7 @@ def test_exchanges_with_the_own_and_another_slice():
         ),
         ("collective-permute", ("ici",), shard // 8, 0, 1),
     ]
+    assert actual == expected
     text = (HLO / "tpu_exchange_between_slices.txt").read_text()
     local = re.sub(r"^.* (send|recv)(-done)?\(.*\n", "", text, flags=re.MULTILINE)
     assert traffic(local).devices == 8  # the branches say how many slices there are
@@ -298,15 +298,17 @@ def test_collectives_of_loop_conditions_and_branches_count():
         jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=where)
         for where in (rows, rows)
     )
-    sent = traffic(
-        jax.jit(step)
-        .lower(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), w, x)
-        .compile()
+    lowered = jax.jit(step).lower(
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), w, x
     )
-    assert {(row.kind, row.calls, row.leaf) for row in sent.rows} == {
+    compiled = lowered.compile()
+    sent = traffic(compiled)
+    actual = {(row.kind, row.calls, row.leaf) for row in sent.rows}
+    expected = {
         ("all-gather", 1, "w"),
         ("all-reduce", None, None),
     }
+    assert actual == expected
 
 
 CALLED_TWICE = f"""HloModule m, num_partitions=4
@@ -371,6 +373,6 @@ def test_work_of_a_sparse_core_is_no_collective():
 def test_one_computation_in_two_branches_of_a_branch():
     # The inner right branch gathers twice and counts, the left one once, and the outer
     # one less than both.
-    assert sorted(
-        (row.calls, row.wire_bytes) for row in traffic(CALLED_TWICE).rows
-    ) == [(0, 0), (0, 0), (2, 2 * 48)]
+    actual = sorted((row.calls, row.wire_bytes) for row in traffic(CALLED_TWICE).rows)
+    expected = [(0, 0), (0, 0), (2, 2 * 48)]
+    assert actual == expected

@@ -273,7 +273,8 @@ def test_a_kind_with_pairs_that_is_added_is_read_by_its_pairs(monkeypatch):
         traffic(one(text, 4)).rows
         for text in (line, line.replace("all-scan", "collective-permute"))
     )
-    assert added.kind == "all-scan" and added.wire_bytes == permuted.wire_bytes == 24
+    assert added.kind == "all-scan"
+    assert added.wire_bytes == permuted.wire_bytes == 24
 
 
 @pytest.mark.parametrize(
@@ -312,14 +313,13 @@ def test_transfers_between_the_hosts_of_slices(type_, target, kind, wire, axes):
         f'frontend_attributes={{_xla_megascale_target={target},_xla_megascale_transfer_type="{type_}"}}'
     )
     (row,) = traffic(one(line, 4), SLICED).rows
-    assert (row.kind, row.wire_bytes, row.dcn_bytes, row.axes) == (
-        kind,
-        wire,
-        wire,
-        axes,
-    )
+    assert row.kind == kind
+    assert row.wire_bytes == wire
+    assert row.dcn_bytes == wire
+    assert row.axes == axes
     bare = traffic(one(line, 4))
-    assert bare.devices == 8 and bare.dcn_bytes == wire
+    assert bare.devices == 8
+    assert bare.dcn_bytes == wire
 
 
 def test_what_lays_a_result_out_has_the_line_that_made_it():
@@ -333,10 +333,9 @@ def test_what_lays_a_result_out_has_the_line_that_made_it():
         + "ENTRY %main (p: f32[2,16]) -> f32[4,16] {\n"
     )
     (row,) = traffic(text + parameter + gather).rows
-    assert row.source is not None and (row.source.line, row.source.function) == (
-        7,
-        "mlp",
-    )
+    assert row.source is not None
+    assert row.source.line == 7
+    assert row.source.function == "mlp"
 
 
 def test_a_permute_is_a_window_only_where_all_devices_take_part():
@@ -344,10 +343,15 @@ def test_a_permute_is_a_window_only_where_all_devices_take_part():
         "%c = f32[8] collective-permute(%x), source_target_pairs={PAIRS},"
         ' metadata={op_name="jit(f)/dot_general"}'
     )
-    (ring,) = traffic(one(line.replace("PAIRS", "{0,1},{1,0},{2,3},{3,2}"), 4)).rows
-    assert ring.windowed and ring.kind != "collective-permute"
-    (row,) = traffic(one(line.replace("PAIRS", "{0,0},{1,2},{2,1},{3,3}"), 4)).rows
-    assert (row.kind, row.windowed, row.wire_bytes) == ("collective-permute", False, 16)
+    sent = traffic(one(line.replace("PAIRS", "{0,1},{1,0},{2,3},{3,2}"), 4))
+    (ring,) = sent.rows
+    assert ring.windowed
+    assert ring.kind != "collective-permute"
+    sent = traffic(one(line.replace("PAIRS", "{0,0},{1,2},{2,1},{3,3}"), 4))
+    (row,) = sent.rows
+    assert row.kind == "collective-permute"
+    assert row.windowed is False
+    assert row.wire_bytes == 16
 
 
 SCATTER = """HloModule m, num_partitions=8
@@ -380,13 +384,10 @@ ENTRY %main (p: bf16[8,16]) -> bf16[2,16] {
 
 def test_a_sum_of_which_a_fusion_keeps_a_part_is_scattered():
     (row,) = traffic(SCATTER, MESH).rows
-    assert (row.kind, row.axes, row.wire_bytes, row.group_size) == (
-        "reduce-scatter",
-        ("tensor",),
-        2 * 16 * 2 * 3,
-        4,
-    )
-    assert row.source is not None and (row.source.line, row.source.function) == (
-        7,
-        "mlp",
-    )
+    assert row.kind == "reduce-scatter"
+    assert row.axes == ("tensor",)
+    assert row.wire_bytes == 2 * 16 * 2 * 3
+    assert row.group_size == 4
+    assert row.source is not None
+    assert row.source.line == 7
+    assert row.source.function == "mlp"

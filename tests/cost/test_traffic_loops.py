@@ -57,18 +57,22 @@ def test_asynchronous_operations_on_a_gpu_count_once_a_trip():
         f"{MOVED[0]}\n  %j = s32[] copy(%k)",
         "%j = s32[] add(%one, %i)",
     ):
-        sent = traffic(LOOP.replace(ADDED, added).replace("COUNT", "7"))
-        assert {row.kind: (row.calls, row.wire_bytes) for row in sent.rows} == {
+        replaced = LOOP.replace(ADDED, added).replace("COUNT", "7")
+        sent = traffic(replaced)
+        actual = {row.kind: (row.calls, row.wire_bytes) for row in sent.rows}
+        expected = {
             "reduce-scatter": (5, 5 * 3 * 64),
             "all-gather": (5, 5 * 3 * 64),
         }
+        assert actual == expected
     # Five trips ask six times.
     asked = LOOP.replace("%n =", f"%q = f32[64] all-reduce(%x), {ALL}\n  %n =").replace(
         "COUNT", "7"
     )
-    assert [
+    actual = [
         (row.kind, row.wire_bytes) for row in traffic(asked).rows if row.calls == 6
-    ] == [("all-reduce", 6 * 384)]
+    ]
+    assert actual == [("all-reduce", 6 * 384)]
     counted_loop = LOOP.replace(
         "body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"9"}}'
     )
@@ -100,4 +104,5 @@ def test_a_loop_runs_as_often_as_its_counter_says(direction, stop, step, update)
     counter, trips = 2, 0
     while TURNS[direction](counter, stop) and trips < 50:
         counter, trips = counter + (step if update == "add" else -step), trips + 1
-    assert {row.calls for row in traffic(text).rows} == {trips if trips < 50 else None}
+    calls = {row.calls for row in traffic(text).rows}
+    assert calls == {trips if trips < 50 else None}

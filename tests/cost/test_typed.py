@@ -49,12 +49,14 @@ def typed_loss(params, x):
 def test_each_line_says_what_to_write(step, kind):
     typed_lines = sfx.cost.typed(step, *structs(mesh_of(kind)))
     (row,) = typed_lines.rows
-    assert row.primitive == "dot_general" and row.spec == P("data")
+    assert row.primitive == "dot_general"
+    assert row.spec == P("data")
     assert row.source is not None
     assert row.source.place.startswith("test_typed.py:")
     assert "out_sharding=P('data')" in row.text
     assert "Contracting dimensions are sharded" in row.error
-    assert row.text in str(typed_lines) and row.source.place in str(typed_lines)
+    assert row.text in str(typed_lines)
+    assert row.source.place in str(typed_lines)
 
 
 def test_what_it_says_is_enough():
