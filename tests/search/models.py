@@ -34,8 +34,9 @@ def space_of(
     partitioned.
     """
     step, *args = model
+    classes = named_classes(trace(step, *args))
     return Space(
-        named_classes(trace(step, *args)),
+        classes,
         asked_for(devices, chip, slices),
         limits or Limits(),
     )
@@ -52,13 +53,10 @@ def compiled(candidate: Candidate, step: Any, args: Any) -> Any:
     namespace = run_code(candidate)
     plans = namespace["plans_of"](step, *args)
     assert plans == candidate.plans
-    return (
-        namespace["jitted"](
-            step, [each.on(candidate.mesh.build(jax.devices())) for each in plans]
-        )
-        .lower(*args)
-        .compile()
-    )
+    lowered = namespace["jitted"](
+        step, [each.on(candidate.mesh.build(jax.devices())) for each in plans]
+    ).lower(*args)
+    return lowered.compile()
 
 
 def sgd(loss: Any) -> Any:
@@ -116,8 +114,9 @@ def equinox_attention() -> tuple[Any, ...]:
     model = eqx.filter_eval_shape(
         eqx.nn.MultiheadAttention, 8, 64, key=jax.random.key(0)
     )
+    optimizer = sgd(lambda m, x: jnp.mean((x + jax.vmap(lambda q: m(q, q, q))(x)) ** 2))
     return (
-        sgd(lambda m, x: jnp.mean((x + jax.vmap(lambda q: m(q, q, q))(x)) ** 2)),
+        optimizer,
         model,
         f32(8, 32, 64),
     )
@@ -180,7 +179,8 @@ def experts() -> tuple[Any, ...]:
     def loss(p, x):
         gates = jax.nn.softmax(x @ p["router"])
         _, chosen = jax.lax.top_k(gates, 2)
-        shares = jax.nn.one_hot(chosen, 8).sum(-2) * gates
+        total = jax.nn.one_hot(chosen, 8).sum(-2)
+        shares = total * gates
         rows = jnp.einsum("bse,bsx->xbse", x, shares)
         hidden = jax.nn.silu(jnp.einsum("xbse,xem->xbsm", rows, p["wi"]))
         return jnp.mean((x + jnp.einsum("xbsm,xme->bse", hidden, p["wo"])) ** 2)

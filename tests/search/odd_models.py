@@ -99,7 +99,7 @@ def decode() -> tuple[Any, ...]:
     def step(p, cache, token, index):
         def body(x, row):
             p, k, v = row
-            x, k, v = layer(x, p, k, v, index)
+            x, k, v = layer(x, p=p, k=k, v=v, index=index)
             return x, (k, v)
 
         x, (k, v) = jax.lax.scan(
@@ -127,7 +127,8 @@ def channels_first() -> tuple[Any, ...]:
     def loss(p, x, labels):
         x = jax.nn.relu(convolve(x, p["stem"], 2))
         x = x + convolve(jax.nn.relu(convolve(x, p["a"])), p["b"])
-        return token_loss(convolve(x, p["down"], 2).mean((2, 3)) @ p["head"], labels)
+        logits = convolve(x, p["down"], 2).mean((2, 3)) @ p["head"]
+        return token_loss(logits, labels)
 
     p = {
         "stem": f32(32, 4, 7, 7),
@@ -149,10 +150,8 @@ def two_towers() -> tuple[Any, ...]:
             tower(image @ p["image"]["patch"], p["image"]["layers"]).mean(1)
             @ p["image"]["head"]
         )
-        right = (
-            tower(p["text"]["tokens"][text], p["text"]["layers"])[:, -1]
-            @ p["text"]["head"]
-        )
+        tokens = p["text"]["tokens"][text]
+        right = tower(tokens, p["text"]["layers"])[:, -1] @ p["text"]["head"]
         return -jnp.mean(jnp.diag(jax.nn.log_softmax(images @ right.T)))
 
     def layers(width):
@@ -180,11 +179,10 @@ def adapters() -> tuple[Any, ...]:
 
 def positions() -> tuple[Any, ...]:
     def loss(p, tokens):
-        x = p["wte"][tokens] + p["wpe"][: tokens.shape[1]]
-        x = (
-            jnp.concatenate([jnp.zeros((tokens.shape[0], 1, 64)), x], 1)
-            + p["pos_embed"]
-        )
+        wpe = p["wpe"][: tokens.shape[1]]
+        x = p["wte"][tokens] + wpe
+        array = jnp.zeros((tokens.shape[0], 1, 64))
+        x = jnp.concatenate([array, x], 1) + p["pos_embed"]
         return jnp.mean(
             jax.nn.logsumexp(
                 (x + jax.nn.relu(x @ p["up"]) @ p["down"]) @ p["wte"].T, -1
@@ -211,7 +209,8 @@ def rows_of_a_table() -> tuple[Any, ...]:
     """
 
     def loss(params, tokens):
-        rows = jax.vmap(jax.vmap(lambda token: params["table"][token]))(tokens)
+        look_up = jax.vmap(lambda token: params["table"][token])
+        rows = jax.vmap(look_up)(tokens)
         return jnp.mean((rows @ params["out"]) ** 2)
 
     return jax.grad(loss), {"table": f32(5000, 64), "out": f32(64, 96)}, i32(16, 8)

@@ -27,24 +27,23 @@ ARGS = PARAMS, jax.eval_shape(OPTIMIZER.init, PARAMS), f32(512, 64)
 
 
 def test_what_the_step_donates_is_written():
-    best = search(step, *ARGS, devices="cpu:8", keep=1, effort="least")[0]
-    assert best.donated == (0, 1) and "donate=(0, 1)" in best.code()
-    assert (
-        best.results == (0, 1) and "out_shardings=(plans[0], plans[1])" in best.code()
-    )
+    search_result = search(step, *ARGS, devices="cpu:8", keep=1, effort="least")
+    best = search_result[0]
+    assert best.donated == (0, 1)
+    assert "donate=(0, 1)" in best.code()
+    assert best.results == (0, 1)
+    assert "out_shardings=(plans[0], plans[1])" in best.code()
     program = compiled(best, step, ARGS)
     assert program.memory_analysis().alias_size_in_bytes > 0
-    assert traffic(program, best.mesh).wire_bytes == pytest.approx(
-        best.wire_bytes, rel=0.01
-    )
+    wire_bytes = traffic(program, best.mesh).wire_bytes
+    assert wire_bytes == pytest.approx(best.wire_bytes, rel=0.01)
 
 
 def test_slices_and_several_axes():
-    for candidate in fastest(space_of(MODELS["scanned"](), 32, "v5p", slices=2), 8):
-        assert (
-            run_code(candidate)["MESH"] == candidate.mesh
-            and candidate.mesh.dcn_sizes.count(2) == 1
-        )
+    space = space_of(MODELS["scanned"](), 32, "v5p", slices=2)
+    for candidate in fastest(space, 8):
+        assert run_code(candidate)["MESH"] == candidate.mesh
+        assert candidate.mesh.dcn_sizes.count(2) == 1
         assert candidate.mesh.dcn_sizes[0] == 2, (
             "what spans the slices stands outermost"
         )
@@ -52,9 +51,9 @@ def test_slices_and_several_axes():
 
 def test_a_partitioned_candidate_is_what_an_estimate_says():
     """The code's step in the place of the user's: one model for both."""
-    best = search(
-        step, *ARGS, devices="tpu:v5e:2x4", keep=1, limits=Limits(always=("mlp",))
-    )[0]
+    limits = Limits(always=("mlp",))
+    search_result = search(step, *ARGS, devices="tpu:v5e:2x4", keep=1, limits=limits)
+    best = search_result[0]
     namespace = run_code(best)
     again = shardfx.cost.estimate(
         namespace["jitted"](step, best.plans), *ARGS, compiler="tpu"

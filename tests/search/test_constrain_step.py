@@ -29,7 +29,8 @@ def filled(tree):
             return leaf
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             return jnp.asarray(rng.integers(0, 3, leaf.shape), leaf.dtype)
-        return jnp.asarray(rng.normal(size=leaf.shape) * 0.1, leaf.dtype)
+        array = rng.normal(size=leaf.shape)
+        return jnp.asarray(array * 0.1, leaf.dtype)
 
     return jax.tree.map(one, tree)
 
@@ -48,8 +49,9 @@ def rules_for(step, args, **axes):
         for name in chosen_names
     }
     entries = [(name, target) for name, cut in cuts.items() for target in (cut, *cut)]
+    rules = [*entries, *((name, None) for name in known_names if name not in cuts)]
     return AxisRules(
-        [*entries, *((name, None) for name in known_names if name not in cuts)],
+        rules,
         mesh_axes=tuple(axes),
     )
 
@@ -108,16 +110,19 @@ def test_loops_branches_and_what_is_no_array():
             struct((4, 8)),
         )
     )
+    axes = name_axes(loops, *args).axes[:1]
+    axis_names = tuple(axis.name for axis in axes)
     rules = rules_for(
         loops,
         args,
         data=("batch",),
-        model=tuple(axis.name for axis in name_axes(loops, *args).axes[:1]),
+        model=axis_names,
     )
     mesh = MESH.build(jax.devices()[:4])
     laid = eqx.filter_jit(constrain_step(loops, mesh, rules))(*args)
     expected = loops(*args)
-    assert laid["count"] == 3 and laid["key"].dtype == expected["key"].dtype
+    assert laid["count"] == 3
+    assert laid["key"].dtype == expected["key"].dtype
     for name in ("x", "sums"):
         np.testing.assert_allclose(laid[name], expected[name], rtol=1e-4, atol=1e-5)
 
@@ -128,7 +133,8 @@ def test_less_is_sent_and_remat_stays():
     """
     step, *structs = MODELS["scanned"]()
     rules = rules_for(step, structs, fsdp=("batch", "embed"))
-    mesh = MeshSpec({"fsdp": 4}).build(jax.devices()[:4])
+    devices = jax.devices()[:4]
+    mesh = MeshSpec({"fsdp": 4}).build(devices)
     names = name_axes(step, *structs).names
     plans = tuple(
         plan(arg, mesh, names=tree, axes=rules)
@@ -136,19 +142,17 @@ def test_less_is_sent_and_remat_stays():
     )
     sent = {}
     for how, fn in (("free", step), ("laid", constrain_step(step, mesh, rules))):
-        program = (
-            shardfx.filter_jit(fn, in_shardings=plans, out_shardings=plans[0])
-            .lower(*structs)
-            .compile()
-        )
+        lowered = shardfx.filter_jit(
+            fn, in_shardings=plans, out_shardings=plans[0]
+        ).lower(*structs)
+        program = lowered.compile()
         sent[how] = shardfx.cost.traffic(program, mesh).wire_bytes
     assert sent["laid"] < 0.5 * sent["free"]
-    text = str(jax.make_jaxpr(constrain_step(step, mesh, rules))(*structs))
-    assert (
-        text.count("prevent_cse")
-        == str(jax.make_jaxpr(step)(*structs)).count("prevent_cse")
-        > 0
-    )
+    jaxpr = jax.make_jaxpr(constrain_step(step, mesh, rules))(*structs)
+    text = str(jaxpr)
+    jaxpr = jax.make_jaxpr(step)(*structs)
+    expected = str(jaxpr).count("prevent_cse")
+    assert text.count("prevent_cse") == expected > 0
 
 
 def test_a_lookup_that_is_summed_and_cut_along_one_axis():
@@ -162,7 +166,8 @@ def test_a_lookup_that_is_summed_and_cut_along_one_axis():
     args = {"embedding": f32(1024, 128)}, jax.ShapeDtypeStruct((16, 64), "int32")
     vocab, embed = name_axes(step, *args).names[0]["embedding"]
     rules = rules_for(step, args, c=(vocab, "sequence"), b=(embed,), a=("sequence",))
-    mesh = MeshSpec({"c": 2, "b": 2, "a": 2}).build(jax.devices()[:8])
+    axes = {"c": 2, "b": 2, "a": 2}
+    mesh = MeshSpec(axes).build(jax.devices()[:8])
     laid = jax.jit(constrain_step(step, mesh, rules))
     values = tuple(map(filled, args))
     np.testing.assert_allclose(
@@ -171,7 +176,8 @@ def test_a_lookup_that_is_summed_and_cut_along_one_axis():
 
 
 def test_manual_axes_cannot_be_constrained():
-    mesh = MeshSpec({"a": 2, "b": 2}, axis_types={"b": jax.sharding.AxisType.Manual})
+    axis_types = {"b": jax.sharding.AxisType.Manual}
+    mesh = MeshSpec({"a": 2, "b": 2}, axis_types=axis_types)
     with pytest.raises(
         MeshError,
         match=(

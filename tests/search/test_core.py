@@ -18,6 +18,7 @@ MODEL = CostModel()
 
 def random_terms(seed, assignments=5, rows=12, few=3):
     rng = np.random.default_rng(seed)
+    values = np.array([64, 48, 96, 30])
     return {
         "divides": rng.random((rows, assignments)) < 0.5,
         "shared": rng.integers(0, (10**15, 10**12, 10**10), (rows, 3)).astype(float),
@@ -25,7 +26,7 @@ def random_terms(seed, assignments=5, rows=12, few=3):
         "sent": rng.integers(0, 10**10, (assignments, few, 2)).astype(float),
         "calls": rng.integers(0, 100, assignments).astype(float),
         "limits": rng.random((4, assignments)) < 0.4,
-        "sizes": np.array([64, 48, 96, 30]),
+        "sizes": values,
         "least": np.ones(4, int),
     }
 
@@ -62,7 +63,8 @@ def by_hand(terms, chip, assignments, sizes, total):
     ]
     rings = sum(ways) / len(ways)
     for assignment, size in zip(assignments, sizes, strict=True):
-        links = max(0.5, chip.torus_dims * math.log2(size) / math.log2(total)) * rings
+        largest = max(0.5, chip.torus_dims * math.log2(size) / math.log2(total))
+        links = largest * rings
         per_byte = (1 - 1 / size) / (chip.link_bytes_per_second * MODEL.network * links)
         for mask, (full, beside) in zip(
             terms["divides_sent"][assignment], terms["sent"][assignment], strict=True
@@ -89,8 +91,9 @@ def allowed(terms, assignments, sizes):
 @pytest.mark.parametrize("name", ["v5e", "v5p"])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_best_is_the_best_of_all(devices, seed, name):
+    values = np.array([1 + 3 * seed, 1, 1, 1])
     terms, expected = (
-        {**random_terms(seed), "least": np.array([1 + 3 * seed, 1, 1, 1])},
+        {**random_terms(seed), "least": values},
         {},
     )
     divisors = [size for size in range(2, devices + 1) if devices % size == 0]
@@ -103,16 +106,21 @@ def test_the_best_is_the_best_of_all(devices, seed, name):
         for assignments in itertools.combinations(range(5), count):
             for sizes in shares:
                 seconds, memory = by_hand(
-                    terms, chips.find(name), assignments, sizes, devices
+                    terms,
+                    chip=chips.find(name),
+                    assignments=assignments,
+                    sizes=sizes,
+                    total=devices,
                 )
                 if allowed(terms, assignments, sizes) and memory <= 1e10:
                     expected[assignments, sizes] = seconds
     candidates = find(terms, machine(name, devices, 1e10), devices)
     assert bool(candidates) == bool(expected)
     for candidate in candidates:
-        assert candidate.seconds == pytest.approx(
+        expected_seconds = pytest.approx(
             expected[candidate.assignments, candidate.sizes], rel=1e-4
         )
+        assert candidate.seconds == expected_seconds
     assert not candidates or candidates[0].seconds == pytest.approx(
         min(expected.values()), rel=1e-4
     )
@@ -129,7 +137,8 @@ def test_what_fits_into_an_island_takes_its_switch():
         )[0].seconds
         for chips_each in (64, chip.island_chips, 1)
     )
-    assert faster <= seconds <= slower and faster < slower
+    assert faster <= seconds <= slower
+    assert faster < slower
 
 
 def test_slices_cost_what_the_network_between_them_does():
@@ -137,9 +146,9 @@ def test_slices_cost_what_the_network_between_them_does():
         find(random_terms(2), machine("v5p", 64), 64, slices=slices)
         for slices in (1, 2)
     )
-    assert two_slices[0].seconds >= one_slice[0].seconds and all(
-        math.prod(candidate.slices) == 2 for candidate in two_slices
-    )
+    assert two_slices[0].seconds >= one_slice[0].seconds
+    for candidate in two_slices:
+        assert math.prod(candidate.slices) == 2
 
 
 def test_too_many_candidates_lose_the_last_assignments(
@@ -147,12 +156,7 @@ def test_too_many_candidates_lose_the_last_assignments(
 ):
     monkeypatch.setattr(core, "_ALL", 2000)
     candidates = find(random_terms(0, assignments=24), machine("v5p", 64), 64)
-    assert (
-        1
-        < max(
-            assignment
-            for candidate in candidates
-            for assignment in candidate.assignments
-        )
-        < 12
+    limit = max(
+        assignment for candidate in candidates for assignment in candidate.assignments
     )
+    assert 1 < limit < 12

@@ -143,7 +143,8 @@ def mesh_of(shape=(2, 2)):
 
 
 def plan_on(mesh):
-    return sfx.plan(jnp.ones((8,)), mesh, paths=sfx.PathRules([("", P())]))
+    rules = sfx.PathRules([("", P())])
+    return sfx.plan(jnp.ones((8,)), mesh, paths=rules)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -34,7 +34,8 @@ step = trained(loss, OPTIMIZER)
 
 @pytest.fixture(scope="module")
 def args():
-    return PARAMS, jax.eval_shape(OPTIMIZER.init, PARAMS), f32(4096, 512)
+    structs = jax.eval_shape(OPTIMIZER.init, PARAMS)
+    return PARAMS, structs, f32(4096, 512)
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +43,13 @@ def searched(args):
     space, lowered = opened(
         step, args, asked_for("cpu:8", None), Limits(), (), lambda _: None
     )
+    candidates_by_title = {
+        candidate.title: candidate for candidate in by_hand(space, space.usual)
+    }
     return (
         space,
         lowered,
-        {candidate.title: candidate for candidate in by_hand(space, space.usual)},
+        candidates_by_title,
     )
 
 
@@ -54,15 +58,12 @@ def test_zero_1_shards_the_state_and_sends_as_much(searched, args):
     whole = ways["data=8 (batch)"]
     assert lowered.states(space.classes) == (1,)
     cut = zero_1(whole, (1,))
-    assert (
-        cut is not None
-        and cut.state_over == ("data",)
-        and cut.plans[0] == whole.plans[0]
-    )
+    assert cut is not None
+    assert cut.state_over == ("data",)
+    assert cut.plans[0] == whole.plans[0]
     followed = follow(OPTIMIZER.init, whole.plans[0], over="data")
-    assert [leaf.spec for leaf in cut.plans[1].leaves] == [
-        leaf.spec for leaf in followed.leaves
-    ]
+    specs = [leaf.spec for leaf in cut.plans[1].leaves]
+    assert specs == [leaf.spec for leaf in followed.leaves]
     assert cut.title == "data=8 (batch), ZeRO-1 over data"
     before, after = lowered.partitioned(whole), lowered.partitioned(cut)
     # A TPU's compiler scatters the gradients and gathers the parameters; a CPU's sends
@@ -78,29 +79,31 @@ def test_zero_1_shards_the_state_and_sends_as_much(searched, args):
     sent = shardfx.cost.traffic(compiled(after, step, args), after.mesh).wire_bytes
     assert sent == pytest.approx(after.wire_bytes, rel=0.01)
     # There is nothing left to cut, and without data there is no axis for it.
-    assert zero_1(cut, (1,)) is None and zero_1(whole, ()) is None
+    assert zero_1(cut, (1,)) is None
+    assert zero_1(whole, ()) is None
 
 
 def test_what_fits_only_donated_is_donated_and_says_so(searched, args):
     _, lowered, ways = searched
     undonated = lowered.partitioned(ways["data=8 (batch)"])
-    assert undonated.donated == () and "donate" not in undonated.code()
+    assert undonated.donated == ()
+    assert "donate" not in undonated.code()
     tight = dataclasses.replace(
         ways["data=8 (batch)"], limit_bytes=undonated.memory_bytes - 1
     )
     spent = lowered.partitioned(tight)
     state = sum(plan.bytes_per_device for plan in undonated.plans[:2])
-    assert spent.donated == (0, 1) and spent.fits
+    assert spent.donated == (0, 1)
+    assert spent.fits
     assert undonated.memory_bytes - spent.memory_bytes > 0.3 * state
-    assert (
-        "`jitted` in `code()` donates 0, 1" in str(spent)
-        and "donate=(0, 1)" in spent.code()
-    )
+    assert "`jitted` in `code()` donates 0, 1" in str(spent)
+    assert "donate=(0, 1)" in spent.code()
     programs = [
         compiled(candidate, step, args).memory_analysis()
         for candidate in (undonated, spent)
     ]
-    assert [memory.alias_size_in_bytes > 0.9 * state for memory in programs] == [
+    actual = [memory.alias_size_in_bytes > 0.9 * state for memory in programs]
+    assert actual == [
         False,
         True,
     ]
@@ -112,9 +115,12 @@ def test_donation_is_read_off_the_step(args):
             its_step, args, asked_for("cpu:8", None), Limits(), (), lambda _: None
         )[1].donated
 
-    assert donated(jax.jit(step, donate_argnums=(1,))) == (1,)
-    assert donated(jax.jit(step, donate_argnames=("params",))) == (0,)
-    assert donated(filter_jit(step, donate=(0, 1))) == (0, 1)
+    actual = donated(jax.jit(step, donate_argnums=(1,)))
+    assert actual == (1,)
+    actual = donated(jax.jit(step, donate_argnames=("params",)))
+    assert actual == (0,)
+    actual = donated(filter_jit(step, donate=(0, 1)))
+    assert actual == (0, 1)
 
 
 def test_what_fits_in_no_other_way_gets_zero_1(args):
@@ -123,8 +129,10 @@ def test_what_fits_in_no_other_way_gets_zero_1(args):
     free = best.limit_bytes - best.memory_bytes // 2
     tight = dataclasses.replace(limits, free_bytes=free)
     less_of_it, *_ = search(step, *args, devices="cpu:8", keep=1, limits=tight)
-    assert not best.state_over and not best.donated
-    assert less_of_it.state_over == ("data",) and less_of_it.fits
+    assert not best.state_over
+    assert not best.donated
+    assert less_of_it.state_over == ("data",)
+    assert less_of_it.fits
 
 
 @pytest.mark.parametrize(
@@ -161,7 +169,8 @@ def test_plans_of_states_are_those_that_follow_makes(optimizer):
         ):
             # Statistics of rows lack what the parameter is cut along: an axis then
             # takes what it prefers next.
-            is_factored = mine.path.split("/")[1:2] in (["v_row"], ["v_col"])
+            parts = mine.path.split("/")[1:2]
+            is_factored = parts in (["v_row"], ["v_col"])
             assert mine.spec == theirs.spec or (is_factored and not any(theirs.spec)), (
                 candidate.title,
                 mine.path,

@@ -22,12 +22,11 @@ def sizes(found):
 
 
 def rules_for(found, **given):
-    return AxisRules(
-        [
-            *given.items(),
-            *((axis.name, None) for axis in found.axes if axis.name not in given),
-        ]
-    )
+    rules = [
+        *given.items(),
+        *((axis.name, None) for axis in found.axes if axis.name not in given),
+    ]
+    return AxisRules(rules)
 
 
 def by_path(found):
@@ -52,16 +51,26 @@ def test_the_demo_is_named_as_its_author_named_it():
     )
     text = Struct((16, 129), "int32")
     found = name_axes(demo.make_step(optimizer, None), model, state, text)
-    assert sizes(found) == {
-        "vocab": 256, "embed": 128, "layers": 4, "kv_heads": 2, "query_groups": 4, "head_dim": 16, "hidden": 384,
-        "batch": 16, "sequence": 129,
-    }  # fmt: skip
-    assert found.names[0].layers.query == (
+    expected = {
+        "vocab": 256,
+        "embed": 128,
+        "layers": 4,
+        "kv_heads": 2,
+        "query_groups": 4,
+        "head_dim": 16,
+        "hidden": 384,
+        "batch": 16,
+        "sequence": 129,
+    }
+    assert sizes(found) == expected  # fmt: skip
+    expected = (
         "layers",
         "embed",
         ("kv_heads", atomic("query_groups", 16)),
     )
-    assert found.names[0].layers.key == ("layers", "embed", atomic("kv_heads", 16))
+    assert found.names[0].layers.query == expected
+    expected = ("layers", "embed", atomic("kv_heads", 16))
+    assert found.names[0].layers.key == expected
     rules = rules_for(
         found, batch="data", kv_heads="kv", query_groups="group", hidden=("kv", "group")
     )
@@ -72,7 +81,9 @@ def test_the_demo_is_named_as_its_author_named_it():
     assert made["layers/down"].spec == P(None, ("kv", "group"))
     moments = plan(state, mesh, names=found.names[1], axes=rules)
     assert moments["1/0/mu/layers/down"].spec == made["layers/down"].spec
-    assert plan(text, mesh, names=found.names[2], axes=rules)[""].spec == P("data")
+    sharding_plan = plan(text, mesh, names=found.names[2], axes=rules)[""]
+    spec = sharding_plan.spec
+    assert spec == P("data")
 
 
 ATTENTION = "0/params/Block_1/MultiHeadDotProductAttention_0"
@@ -164,7 +175,8 @@ CALLED = {
 @pytest.mark.parametrize("make", CALLED, ids=lambda make: make.__name__)
 def test_what_dimensions_are_called(make):
     found = name_axes(*make())
-    assert CALLED[make].items() <= by_path(found).items() and not found.notes
+    assert CALLED[make].items() <= by_path(found).items()
+    assert not found.notes
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -174,12 +186,11 @@ def test_every_model_plans_with_what_was_found(name):
     assert any(what == "dot_general" for axis in found.axes for what, _ in axis.joins)
     first = next(axis.name for axis in found.axes if axis.size % 2 == 0)
     for arg, names in zip(args, found.names, strict=True):
-        plan(
-            arg, MeshSpec({"a": 2}), names=names, axes=rules_for(found, **{first: "a"})
-        )
-    assert "tied by" in str(found) and all(
-        axis.name in str(found) for axis in found.axes
-    )
+        axes = rules_for(found, **{first: "a"})
+        plan(arg, MeshSpec({"a": 2}), names=names, axes=axes)
+    assert "tied by" in str(found)
+    for axis in found.axes:
+        assert axis.name in str(found)
 
 
 def test_loops_and_branches():
@@ -193,14 +204,14 @@ def test_loops_and_branches():
     assert names["b"] == names["c"] == names["a"][1:] or names["b"] == names["c"] == (
         names["a"][0],
     )
-    assert found.names[1][0] == "batch" and any(
-        "trips of a loop" in note for note in found.notes
-    )
+    assert found.names[1][0] == "batch"
+    assert any("trips of a loop" in note for note in found.notes)
 
 
 def test_odd_arguments():
     def step(a, key, n, flag):
-        return a["x"] * n, a["none"], jax.random.normal(key, (3,)), a["empty"]
+        array = jax.random.normal(key, (3,))
+        return a["x"] * n, a["none"], array, a["empty"]
 
     arrays = {
         "x": jnp.ones(()),
@@ -209,7 +220,8 @@ def test_odd_arguments():
         "half": f32(4),
     }
     found = name_axes(step, arrays, jax.random.key(0), 3, True)
-    assert found.names[0]["x"] == () and found.names[2] is None
+    assert found.names[0]["x"] == ()
+    assert found.names[2] is None
     assert isinstance(found.names[0]["empty"], tuple)
 
 
@@ -236,12 +248,13 @@ def test_the_numbers_of_raw_keys_are_no_batch(shape):
         f32(16, 64),
     )
     found = name_axes(step, *args)
-    assert (
-        found.names[1] == (*["batch"] * (len(shape) - 1), "key_words")
-        and found.names[2][0] == "batch"
-    )
-    for one in fastest(space_of((step, *args), 8, "v5e"), 8):
-        assert all("key_words" not in names for _, names in one.assignments)
+    expected = (*["batch"] * (len(shape) - 1), "key_words")
+    assert found.names[1] == expected
+    assert found.names[2][0] == "batch"
+    space = space_of((step, *args), 8, "v5e")
+    for one in fastest(space, 8):
+        for _, names in one.assignments:
+            assert "key_words" not in names
 
 
 @pytest.mark.parametrize("length", [2, 4])
@@ -326,7 +339,8 @@ def kernel(x):
 
 
 def looped(x):
-    return jax.lax.fori_loop(0, jnp.sum(x).astype(int), lambda _, y: jnp.tanh(y), x)
+    total = jnp.sum(x).astype(int)
+    return jax.lax.fori_loop(0, total, lambda _, y: jnp.tanh(y), x)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +362,8 @@ def test_what_is_not_priced_is_noted(change, note):
 
     args = {"up": f32(64, 256), "down": f32(256, 64)}, f32(128, 64)
     found = name_axes(step, *args)
-    assert note in " ".join(found.notes) and found.notes[0] in str(found)
+    assert note in " ".join(found.notes)
+    assert found.notes[0] in str(found)
 
 
 SIZES = {
@@ -396,7 +411,8 @@ def experts_and_positions(*, embed, heads, head_dim, experts, mlp, layers, **oth
             "down": f32(layers, experts, mlp, embed),
         },
     }
-    return loss, params, Struct((other["batch"], other["sequence"]), "int32")
+    shape = (other["batch"], other["sequence"])
+    return loss, params, Struct(shape, "int32")
 
 
 def without_units(names):
@@ -420,4 +436,5 @@ def test_operations_name_dimensions_whatever_their_sizes(sizes):
         "1": ("batch", "sequence"),
     }
     named = by_path(name_axes(*experts_and_positions(**sizes)))
-    assert {path: without_units(names) for path, names in named.items()} == expected
+    actual = {path: without_units(names) for path, names in named.items()}
+    assert actual == expected

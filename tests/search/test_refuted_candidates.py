@@ -29,18 +29,21 @@ RULES = sfx.AxisRules([("batch", ("data", "fsdp")), ("model", "tensor")])
 
 
 def candidate(weight: jax.P, seconds: float) -> Candidate:
+    rules = sfx.PathRules([(".*", weight)])
+    sharding_plan = sfx.plan(W, MESH, paths=rules)
     plans = (
-        sfx.plan(W, MESH, paths=sfx.PathRules([(".*", weight)])),
+        sharding_plan,
         sfx.plan(X, MESH, paths=sfx.PathRules.parse(".*->data+fsdp")),
+    )
+    assignments = (
+        ("data", ("batch",)),
+        ("fsdp", ("batch",)),
+        ("tensor", ("model",)),
     )
     return Candidate(
         mesh=MESH,
         rules=RULES,
-        assignments=(
-            ("data", ("batch",)),
-            ("fsdp", ("batch",)),
-            ("tensor", ("model",)),
-        ),
+        assignments=assignments,
         plans=plans,
         seconds=seconds,
         memory_bytes=1,
@@ -55,10 +58,13 @@ def lowered():
 
 def test_a_search_drops_a_candidate_that_is_refuted(lowered):
     wrong, right = candidate(jax.P("tensor", "fsdp"), 1.0), candidate(jax.P(), 2.0)
-    assert lowered.refutations(wrong) and not lowered.refutations(right)
+    assert lowered.refutations(wrong)
+    assert not lowered.refutations(right)
     lines = []
-    assert _without_refuted(lowered, [wrong, right], 1, lines.append) == [right]
-    assert len(lines) == 1 and "test_refuted_candidates.py" in lines[0]
+    actual = _without_refuted(lowered, [wrong, right], 1, lines.append)
+    assert actual == [right]
+    assert len(lines) == 1
+    assert "test_refuted_candidates.py" in lines[0]
     # What is beyond the number to keep is not judged.
     accepted = _without_refuted(lowered, [right, wrong], 1, lines.append)
     assert accepted == [right, wrong]

@@ -28,11 +28,15 @@ def lowered():
 
 def candidate(axis: str, seconds: float, memory_bytes: int = 1) -> Candidate:
     mesh = sfx.MeshSpec({axis: 4})
+    rules = sfx.AxisRules([("batch", axis)])
+    assignments = ((axis, ("batch",)),)
+    sharding_plan = sfx.plan(X, mesh, paths=sfx.PathRules.parse(f".*->{axis}"))
+    plans = (sharding_plan,)
     return Candidate(
         mesh=mesh,
-        rules=sfx.AxisRules([("batch", axis)]),
-        assignments=((axis, ("batch",)),),
-        plans=(sfx.plan(X, mesh, paths=sfx.PathRules.parse(f".*->{axis}")),),
+        rules=rules,
+        assignments=assignments,
+        plans=plans,
         seconds=seconds,
         memory_bytes=memory_bytes,
         limit_bytes=LIMIT,
@@ -64,8 +68,10 @@ def test_libtpu_orders_candidates_and_drops_some(lowered, monkeypatch):
     ones = [candidate(axis, float(seconds)) for seconds, axis in enumerate("abcd")]
     answers = settled(lowered, OPTIONS, ones, 2, 4, lines.append)
     # Two fit, so libtpu is not asked about "d".
-    assert names(answers.fitting) == ["c", "a", "d"] and names(answers.full) == ["b"]
-    assert [candidate.by for candidate in answers.fitting] == [
+    assert names(answers.fitting) == ["c", "a", "d"]
+    assert names(answers.full) == ["b"]
+    strategies = [candidate.by for candidate in answers.fitting]
+    assert strategies == [
         "schedule",
         "schedule",
         "estimate",
@@ -85,16 +91,19 @@ def test_where_nothing_fits_the_least_is_next(lowered, monkeypatch):
         candidate("d", 4.0, 60),
     ]
     answers = settled(lowered, OPTIONS, ones, 2, 3, print)
-    assert names(answers.fitting) == ["d", "c"] and names(answers.full) == ["a", "b"]
+    assert names(answers.fitting) == ["d", "c"]
+    assert names(answers.full) == ["a", "b"]
     answers = settled(lowered, OPTIONS, ones, 2, 2, print)
     assert "the 2 candidates that it was asked about do not fit" in str(
         answers.fitting[0]
     )
     answers = settled(lowered, OPTIONS, ones[:3], 2, 3, print)
-    assert not answers.fitting and names(answers.full) == ["a", "b", "c"]
+    assert not answers.fitting
+    assert names(answers.full) == ["a", "b", "c"]
     too_large = [candidate("a", 1.0, 101)]
     answers = settled(lowered, OPTIONS, too_large, 2, 0, print)
-    assert not answers.fitting and answers.full == tuple(too_large)
+    assert not answers.fitting
+    assert answers.full == tuple(too_large)
 
 
 def test_what_libtpu_cannot_compile_is_dropped(lowered, monkeypatch):

@@ -33,22 +33,29 @@ def test_what_a_layer_sends_is_what_textbooks_say():
     model = mlp_step(64, 256, 512)
     scalar = ("all-reduce", ())
     sums = {event for event in sent_under(("batch",), *model) if event != scalar}
-    assert sums == {("all-reduce", (256, 64)), ("all-reduce", (64, 256))}
+    expected = {("all-reduce", (256, 64)), ("all-reduce", (64, 256))}
+    assert sums == expected
     stored = [
         event for event in sent_under(("batch", "embed"), *model) if event != scalar
     ]
     assert sorted({kind for kind, _ in stored}) == ["all-gather", "reduce-scatter"]
-    assert all(sorted(shape) == [64, 256] for _, shape in stored)
+    for _, shape in stored:
+        assert sorted(shape) == [64, 256]
     # Megatron's: one sum of activations forward. There is none backward, as nothing is
     # learnt before the layer.
-    assert sent_under(("mlp",), *model) == [("all-reduce", (512, 64))]
+    expected = [("all-reduce", (512, 64))]
+    assert sent_under(("mlp",), *model) == expected
 
 
 def test_search_takes_data_or_tensor_parallelism_by_rows():
-    many = search(*mlp_step(1024, 8192, 2**20), devices="tpu:v5e:2x4")[0]
-    assert dict(many.assignments)["data"] == ("batch",) and many.mesh.shape["data"] == 8
-    few = search(*mlp_step(8192, 32768, 16), devices="tpu:v5e:2x4")[0]
-    assert all("mlp" in names for _, names in few.assignments), few.title
+    search_result = search(*mlp_step(1024, 8192, 2**20), devices="tpu:v5e:2x4")
+    many = search_result[0]
+    assert dict(many.assignments)["data"] == ("batch",)
+    assert many.mesh.shape["data"] == 8
+    search_result = search(*mlp_step(8192, 32768, 16), devices="tpu:v5e:2x4")
+    few = search_result[0]
+    for _, names in few.assignments:
+        assert "mlp" in names, few.title
 
 
 def test_the_least_effort_partitions_few_programs():
@@ -56,11 +63,15 @@ def test_the_least_effort_partitions_few_programs():
     lines: list[str] = []
     few = search(*model, devices="tpu:v5e:2x4", effort="least", progress=lines.append)
     partitioned = [line for line in lines if line.startswith("partitioned")]
-    assert 1 <= len(partitioned) <= 4 and len(few) <= len(partitioned)
-    assert not any(line.startswith("constrained") for line in lines)
-    assert few[0].fits and few[0].by == "estimate"
+    assert 1 <= len(partitioned) <= 4
+    assert len(few) <= len(partitioned)
+    for line in lines:
+        assert not line.startswith("constrained")
+    assert few[0].fits
+    assert few[0].by == "estimate"
     # What the whole search chooses for few rows.
-    assert all("mlp" in names for _, names in few[0].assignments), few[0].title
+    for _, names in few[0].assignments:
+        assert "mlp" in names, few[0].title
     assert "plans_of" in few[0].code()
 
 
@@ -71,12 +82,10 @@ def test_an_unknown_effort_is_refused():
 
 def test_candidates_are_in_order_and_each_has_one_set_of_numbers():
     candidates = search(*MODELS["experts"](), devices=16, chip="v5p", keep=6)
-    assert len(candidates) == 6 and {candidate.by for candidate in candidates} == {
-        "estimate"
-    }
-    assert [candidate.seconds for candidate in candidates] == sorted(
-        candidate.seconds for candidate in candidates
-    )
+    assert len(candidates) == 6
+    assert {candidate.by for candidate in candidates} == {"estimate"}
+    expected = sorted(candidate.seconds for candidate in candidates)
+    assert [candidate.seconds for candidate in candidates] == expected
     assert len({candidate.title for candidate in candidates}) == 6
     for candidate in candidates:
         hidden = max(0, candidate.hidden_seconds - 0.5 * candidate.compute_seconds)
@@ -85,14 +94,14 @@ def test_candidates_are_in_order_and_each_has_one_set_of_numbers():
         )
         assert candidate.wire_bytes == candidate.traffic.wire_bytes
     first = candidates[0]
-    assert (
-        candidates[1].title in str(first)
-        and str(first).startswith(first.title)
-        and first.title in repr(first)
-    )
+    assert candidates[1].title in str(first)
+    assert str(first).startswith(first.title)
+    assert first.title in repr(first)
     # Lines are the user's own, and nothing is told twice with other numbers.
-    assert "models.py:" in str(first) and "source_info_util" not in str(candidates)
-    assert "estimate" not in str(first) and "(here" not in str(first)
+    assert "models.py:" in str(first)
+    assert "source_info_util" not in str(candidates)
+    assert "estimate" not in str(first)
+    assert "(here" not in str(first)
     assert str(first.traffic) in first.explain()
 
 
@@ -112,9 +121,8 @@ def test_the_usual_ways_by_hand_are_always_partitioned():
         title.startswith("fsdp=") and ", tensor=" in title for title in looked
     ), looked
     space = space_of(model, 8, "v5e")
-    assert [candidate.title for candidate in by_hand(space, space.usual)] == looked[
-        : len(space.usual)
-    ]
+    titles = [candidate.title for candidate in by_hand(space, space.usual)]
+    assert titles == looked[: len(space.usual)]
 
 
 def test_states_that_do_not_fit_are_cut():
@@ -123,10 +131,12 @@ def test_states_that_do_not_fit_are_cut():
     """
     model = mlp_step(32768, 65536, 65536, "float32")
     best = search(*model, devices="tpu:v5e:4x4", keep=1)[0]
-    assert best.fits and best.memory_bytes < best.limit_bytes
+    assert best.fits
+    assert best.memory_bytes < best.limit_bytes
     whole = Limits(never=("embed", "mlp"))
     alone = search(*model, devices="tpu:v5e:4x4", limits=whole)
-    assert len(alone) == 1 and not alone[0].fits
+    assert len(alone) == 1
+    assert not alone[0].fits
     assert "nothing fits: this takes least" in alone[0].reasons[0]
     assert "use more devices, a smaller batch, or remat" in str(alone[0])
 
@@ -135,14 +145,11 @@ def test_above_what_xla_can_partition_candidates_say_so():
     best, *_ = candidates = search(
         *mlp_step(1024, 4096, 2**17), devices=4096, chip="v5p"
     )
-    assert (
-        best.by == "estimate"
-        and best.mesh.size == 4096
-        and "extrapolated from" in str(best.traffic)
-    )
-    assert [candidate.seconds for candidate in candidates] == sorted(
-        candidate.seconds for candidate in candidates
-    )
+    assert best.by == "estimate"
+    assert best.mesh.size == 4096
+    assert "extrapolated from" in str(best.traffic)
+    expected = sorted(candidate.seconds for candidate in candidates)
+    assert [candidate.seconds for candidate in candidates] == expected
 
 
 def test_what_is_not_understood_is_noted():
@@ -150,9 +157,10 @@ def test_what_is_not_understood_is_noted():
         y = jax.lax.fori_loop(0, n, lambda _, y: jnp.tanh(y @ p), x)
         return p - jnp.mean(y)
 
-    best = search(
+    search_result = search(
         step, f32(256, 256), f32(512, 256), Struct((), "int32"), devices=2, chip="v5e"
-    )[0]
+    )
+    best = search_result[0]
     for text in (str(best), best.explain()):
         assert "note: the trips of a loop are not known and count once" in text
 
@@ -184,27 +192,26 @@ def test_how_a_jitted_step_and_its_arrays_lie_is_chosen():
         search(*step_and_args, devices=8, chip="v5e", keep=1)[0]
         for step_and_args in asked
     ]
-    assert all(
-        (candidate.seconds, candidate.rules) == (first.seconds, first.rules)
-        for candidate in others
-    )
+    for candidate in others:
+        assert candidate.seconds == first.seconds
+        assert candidate.rules == first.rules
 
 
 def test_grouped_heads_are_cut_behind_those_they_share():
     """2 key heads and 8 query heads: cut 8 ways, queries lie on both parts, keys on the
     first alone.
     """
+    never = ("batch", "sequence", "embed", "vocab")
     limits = Limits(
         always=("query_groups", "kv_heads"),
-        never=("batch", "sequence", "embed", "vocab"),
+        never=never,
     )
-    candidates = fastest(space_of(MODELS["scanned"](), 8, "v5p", limits), 50)
+    space = space_of(MODELS["scanned"](), 8, "v5p", limits)
+    candidates = fastest(space, 50)
     for candidate in candidates:
         query, key = (candidate.plans[0][f"layers/{name}"] for name in "qk")
-        assert (
-            key.bytes == 2 * key.bytes_per_device
-            and query.bytes // query.bytes_per_device in (4, 8)
-        )
+        assert key.bytes == 2 * key.bytes_per_device
+        assert query.bytes // query.bytes_per_device in (4, 8)
     assert candidates
 
 
@@ -221,7 +228,8 @@ def test_grouped_heads_are_cut_behind_those_they_share():
 def test_every_model_is_searched_for_odd_numbers_of_devices_too(name, devices):
     model = MODELS[name]()
     (best,) = search(*model, devices=devices, chip="h100", keep=1, effort="least")
-    assert best.mesh.size == devices and best.by == "estimate"
+    assert best.mesh.size == devices
+    assert best.by == "estimate"
 
 
 def test_heads_behind_queries_keys_and_values_are_searched():
@@ -231,7 +239,8 @@ def test_heads_behind_queries_keys_and_values_are_searched():
     candidates = fastest(space_of(odd_models.dit(), 16, "v5e"), 5)
     assert candidates
     for candidate in candidates:
-        assert candidate.plans[0]["blocks/0/qkv"].spec[1:] in ((), (None,))
+        spec = candidate.plans[0]["blocks/0/qkv"].spec[1:]
+        assert spec in ((), (None,))
 
 
 def test_dimensions_that_int32_does_not_hold():
@@ -239,5 +248,7 @@ def test_dimensions_that_int32_does_not_hold():
         return jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2)
 
     args = {"up": f32(8, 16), "down": f32(16, 8)}, f32(2**31, 8)
-    best = search(step, *args, devices=64, chip="v5p", keep=1)[0]
-    assert best.fits and best.plans[1][""].spec[0] is not None
+    search_result = search(step, *args, devices=64, chip="v5p", keep=1)
+    best = search_result[0]
+    assert best.fits
+    assert best.plans[1][""].spec[0] is not None

@@ -49,7 +49,8 @@ def arguments():
         name: jnp.asarray(rng.normal(size=shape) * 0.1, jnp.float32)
         for name, shape in shapes.items()
     }
-    return params, jnp.asarray(rng.normal(size=(8, 16)), jnp.float32)
+    array = rng.normal(size=(8, 16))
+    return params, jnp.asarray(array, jnp.float32)
 
 
 def mesh_of(kind):
@@ -118,7 +119,8 @@ def test_a_typed_step_is_named_as_the_plain_one():
         typed = name_axes(typed_step, *args)
     plain = name_axes(step, *args)
     assert typed.names == plain.names
-    assert [axis.name for axis in typed.axes] == [axis.name for axis in plain.axes]
+    names = [axis.name for axis in typed.axes]
+    assert names == [axis.name for axis in plain.axes]
 
 
 def test_a_search_answers_alike_and_sees_the_donation():
@@ -131,14 +133,16 @@ def test_a_search_answers_alike_and_sees_the_donation():
         typed = search(jax.jit(typed_step, donate_argnums=0), *args, **options)
     assert typed[0].donated == (0,)
     for candidate, other in zip(typed, plain, strict=True):
-        assert (candidate.mesh, candidate.rules) == (other.mesh, other.rules)
+        assert candidate.mesh == other.mesh
+        assert candidate.rules == other.rules
         assert candidate.seconds == pytest.approx(other.seconds, rel=1e-9)
         assert candidate.memory_bytes == other.memory_bytes
 
 
 def test_constrain_follows_a_trace_for_one_device():
     mesh = mesh_of(AxisType.Explicit)
-    plan = sfx.plan({"x": jnp.ones((8, 16))}, mesh, paths=sfx.PathRules([("x", P())]))
+    rules = sfx.PathRules([("x", P())])
+    plan = sfx.plan({"x": jnp.ones((8, 16))}, mesh, paths=rules)
 
     def constrained(x):
         return sfx.constrain(jnp.sin(x), P("data"), plan) * 2
@@ -162,18 +166,21 @@ def test_a_function_on_auto_axes_is_typed_and_differentiated(kind):
     typed = auto_axes(block, plans[0], out=out)
 
     def value(params, x, block):
-        return jnp.sum(block(x, params=params, scale=2)["y"] ** 2)
+        elements = block(x, params=params, scale=2)["y"] ** 2
+        return jnp.sum(elements)
 
     placed = tuple(map(sfx.shard, (params, x), plans))
     result = sfx.filter_jit(typed)(placed[1], placed[0], scale=2)
     assert result["name"] == "block"
     specs = sfx.specs_of(result)
-    assert (specs["y"], specs["hidden"]) == (P("data"), P("data", "tensor"))
+    assert specs["y"] == P("data")
+    assert specs["hidden"] == P("data", "tensor")
     grads = jax.jit(lambda p, x: jax.grad(value)(p, x, typed))(*placed)
     for name, grad in jax.grad(value)(params, x, block).items():
         np.testing.assert_allclose(grads[name], grad, rtol=1e-5, atol=1e-6)
         if kind == AxisType.Explicit:
-            assert sfx.specs_of(grads)[name] == plans[0][name].spec
+            actual = sfx.specs_of(grads)[name]
+            assert actual == plans[0][name].spec
 
 
 def test_specs_in_place_of_names_are_corrected_to_the_shape():
@@ -200,15 +207,19 @@ def test_specs_of_a_plan_are_the_specs_of_a_model_with_functions():
     mlp = eqx.nn.MLP(8, 4, 16, 1, key=jax.random.key(0))
     rules = sfx.PathRules([("weight$", sfx.fsdp("data")), ("bias$", P())])
     plan = sfx.plan(mlp, mesh, paths=rules)
-    assert sum(spec == P("data") for spec in jax.tree.leaves(plan.specs)) == 1
+    leaves = jax.tree.leaves(plan.specs)
+    actual = sum(spec == P("data") for spec in leaves)
+    assert actual == 1
 
     def doubled(mlp, x):
         return jax.tree.map(lambda w: w * 2 if eqx.is_array(w) else w, mlp), x.sum()
 
-    typed = auto_axes(doubled, plan, out=(plan.specs, P()))
+    out = (plan.specs, P())
+    typed = auto_axes(doubled, plan, out=out)
     result, total = sfx.filter_jit(typed)(sfx.shard(mlp, plan), jnp.ones((8, 4)))
     assert not sfx.misplaced(result, plan)
-    assert result.activation is mlp.activation and total == 32
+    assert result.activation is mlp.activation
+    assert total == 32
 
 
 def with_constants(params, x):
