@@ -35,8 +35,9 @@ def planned(tree, specs, where=None):
 def tree_of():
     """Odd sizes, rank 0, empty arrays, narrow dtypes and keys."""
     numbers = np.random.default_rng(0)
+    array = numbers.normal(size=(8, 6)).astype(np.float32)
     arrays = {
-        "wide": numbers.normal(size=(8, 6)).astype(np.float32),
+        "wide": array,
         "odd": numbers.normal(size=(3, 5)).astype(jnp.bfloat16),
         "one": np.float32(3),
         "none": np.zeros((0, 4), np.float32),
@@ -44,7 +45,8 @@ def tree_of():
         "four": numbers.integers(-8, 7, (4, 4)).astype(jnp.int4),
     }
     tree = {path: jnp.asarray(leaf) for path, leaf in arrays.items()}
-    return tree | {"keys": jax.random.split(jax.random.key(0), 4)}
+    keys = jax.random.split(jax.random.key(0), 4)
+    return tree | {"keys": keys}
 
 
 def job(processes=(1, 1), **changes):

@@ -25,19 +25,20 @@ def plans(own, devices):
     trained = {f"layers/{i}/{name}": jax.ShapeDtypeStruct((WIDTH, HEADS * DIM), jnp.float32)
                for i in range(LAYERS) for name in ("query", "key")}  # fmt: skip
     repeated = From("layers/{i}/key").T.repeat(2, dim=0, unit=DIM)
-    made = TreeMap(
-        {"{i}.qk": From.concat([From("layers/{i}/query").T, repeated]).cast("bfloat16")}
-    )
+    parts = [From("layers/{i}/query").T, repeated]
+    rules = {"{i}.qk": From.concat(parts).cast("bfloat16")}
+    made = TreeMap(rules)
     served = {
         f"{i}.qk": jax.ShapeDtypeStruct((3 * HEADS * DIM, WIDTH), jnp.bfloat16)
         for i in range(LAYERS)
     }
-    meshes = [MeshSpec({"data": 4, "model": 2}), MeshSpec({"model": 4})]
+    mesh = MeshSpec({"data": 4, "model": 2})
+    meshes = [mesh, MeshSpec({"model": 4})]
     meshes[own] = meshes[own].build(jax.devices())
-    src = shardfx.plan(
-        trained, meshes[0], paths=PathRules([(".*", P("data", "model"))])
-    )
-    dst = shardfx.plan(served, meshes[1], paths=PathRules([(".*", P("model"))]))
+    rules = PathRules([(".*", P("data", "model"))])
+    src = shardfx.plan(trained, meshes[0], paths=rules)
+    rules = PathRules([(".*", P("model"))])
+    dst = shardfx.plan(served, meshes[1], paths=rules)
     return src, dst, plan_transfer(src, dst, made, memory_limit_bytes=1 << 12)
 
 
@@ -87,7 +88,8 @@ def leave(closes):
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = MeshSpec({"data": 8}).build(jax.devices())
     tree = {f"w{i}": np.ones((64, 1024), np.float32) for i in range(200)}
-    made = shardfx.plan(tree, mesh, paths=PathRules([(".*", P("data"))]))
+    rules = PathRules([(".*", P("data"))])
+    made = shardfx.plan(tree, mesh, paths=rules)
     plan = plan_transfer(made, made)
     sender = Sender(plan, SECRET)
     sender.publish(jax.device_put(tree, made.shardings), 1)

@@ -49,7 +49,8 @@ class Wire:
     def get(self, round, memories):
         for memory in memories:
             number, piece = self.pieces.pop(0)
-            assert (number, piece.nbytes) == (round, memory.nbytes)
+            assert number == round
+            assert piece.nbytes == memory.nbytes
             memory[...] = piece
 
     def commit(self, revision: int | None = None) -> int:
@@ -89,7 +90,13 @@ def test_random_maps_between_random_plans_give_what_numpy_gives(case, data):
     made, arrays = written(case)
     whole, limit = made.apply(arrays), data.draw(st.sampled_from([16, 1 << 20]))
     specs = drawn(data.draw, arrays), drawn(data.draw, whole)
-    plan = moved(arrays, specs[0], made, specs[1], limit)
+    plan = moved(
+        arrays,
+        specs=specs[0],
+        made=made,
+        target_specs=specs[1],
+        memory_limit_bytes=limit,
+    )
     # The two jobs plan without the other's devices.
     other = plan_transfer(
         planned(arrays, specs[0]),
@@ -97,7 +104,8 @@ def test_random_maps_between_random_plans_give_what_numpy_gives(case, data):
         made,
         memory_limit_bytes=limit,
     )
-    assert other.digest == plan.digest and other.to_json() == plan.to_json()
+    assert other.digest == plan.digest
+    assert other.to_json() == plan.to_json()
 
 
 def test_each_byte_is_sent_once_per_process():
@@ -105,29 +113,29 @@ def test_each_byte_is_sent_once_per_process():
     found, sent = carried(plan, tree, dst)
     for path, leaf in tree.items():
         same(bits(found[path]), bits(leaf))
-        assert (
-            found[path].dtype == leaf.dtype
-            and found[path].sharding == dst.shardings[path]
-        )
+        assert found[path].dtype == leaf.dtype
+        assert found[path].sharding == dst.shardings[path]
     # One process holds every shard of the target: each array crosses once, replicas or
     # not.
     halves = {"four": 1 / 2}
-    assert sent == sum(
+    expected = sum(
         np.asarray(bits(leaf)).nbytes * halves.get(path, 1)
         for path, leaf in tree.items()
     )
+    assert sent == expected
 
 
 def moved(tree, specs, made, target_specs, memory_limit_bytes=1 << 20):
     """The plan of a transfer through a map, whose arrays arrive as NumPy makes them and
     in as many bytes as planned.
     """
-    whole = made.apply({path: np.asarray(leaf) for path, leaf in tree.items()})
+    leaves_by_path = {path: np.asarray(leaf) for path, leaf in tree.items()}
+    whole = made.apply(leaves_by_path)
     src, dst = planned(tree, specs, mesh(0)), planned(whole, target_specs, mesh(4))
     plan = plan_transfer(src, dst, made, memory_limit_bytes=memory_limit_bytes)
-    found, sent = carried(
-        TransferPlan.from_json(plan.to_json()), jax.device_put(tree, src.shardings), dst
-    )
+    restored = TransferPlan.from_json(plan.to_json())
+    arrays = jax.device_put(tree, src.shardings)
+    found, sent = carried(restored, arrays, dst)
     assert sent == plan.wire_bytes
     for path, leaf in whole.items():
         same(found[path], leaf)
@@ -136,12 +144,13 @@ def moved(tree, specs, made, target_specs, memory_limit_bytes=1 << 20):
 
 
 def test_a_cast_is_made_where_it_leaves_fewer_bytes_to_send():
-    tree = {"w": jnp.arange(32, dtype=jnp.float32).reshape(4, 8)}
+    values = jnp.arange(32, dtype=jnp.float32).reshape(4, 8)
+    tree = {"w": values}
     for first, second in (("float32", "bfloat16"), ("bfloat16", "float32")):
-        made = TreeMap({"v": From("w").cast(first).cast(second)})
-        assert (
-            moved(tree, {"w": P("a")}, made, {"v": P(None, "a")}).wire_bytes == 32 * 2
-        )
+        rules = {"v": From("w").cast(first).cast(second)}
+        made = TreeMap(rules)
+        wire_bytes = moved(tree, {"w": P("a")}, made, {"v": P(None, "a")}).wire_bytes
+        assert wire_bytes == 32 * 2
 
 
 SCALED = [
@@ -154,33 +163,38 @@ SCALED = [
 
 @pytest.mark.parametrize("dtype, to, count", SCALED)
 def test_what_is_scaled_is_sent_as_what_is_smaller(dtype, to, count):
+    values = jnp.arange(32).reshape(4, 8).astype(dtype)
     tree = {
-        "q": jnp.arange(32).reshape(4, 8).astype(dtype),
+        "q": values,
         "s": jnp.float32([[1, 2], [3, 4]]),
     }
-    made = TreeMap({"w": From("q").scale("s", block=(2, 4)).cast(to)})
-    assert moved(tree, {"q": P("b"), "s": P()}, made, {"w": P("a")}).wire_bytes == count
+    rules = {"w": From("q").scale("s", block=(2, 4)).cast(to)}
+    made = TreeMap(rules)
+    wire_bytes = moved(tree, {"q": P("b"), "s": P()}, made, {"w": P("a")}).wire_bytes
+    assert wire_bytes == count
 
 
 def test_what_a_process_needs_in_several_places_is_sent_once():
     """Heads that are repeated for the devices that share them, next to what is theirs
     alone.
     """
+    values = jnp.arange(64, dtype=jnp.float32).reshape(8, 8)
     tree = {
-        "k": jnp.arange(64, dtype=jnp.float32).reshape(8, 8),
+        "k": values,
         "q": jnp.ones((8, 16)),
     }
     repeated = From("k").repeat(2, dim=1, unit=2)
-    made = TreeMap({"k": repeated, "kq": From.concat([repeated, From("q")], dim=1)})
+    rules = {"k": repeated, "kq": From.concat([repeated, From("q")], dim=1)}
+    made = TreeMap(rules)
     places = {"k": P(None, ("a", "b")), "kq": P(None, ("a", "b"))}
     specs = {"k": P("a"), "q": P("b")}
-    assert moved(tree, specs, made, places).wire_bytes == 4 * (64 + 64 + 8 * 16)
+    wire_bytes = moved(tree, specs, made, places).wire_bytes
+    assert wire_bytes == 4 * (64 + 64 + 8 * 16)
     ends = planned(tree, specs), planned(made.apply(tree), places)
     # Of two processes each needs half of the heads of `k`; the first half of `kq` is
     # all heads, the second is `q`.
-    assert plan_transfer(*ends, made, processes=(2, 2)).wire_bytes == 4 * (
-        64 + 64 + 8 * 16
-    )
+    wire_bytes = plan_transfer(*ends, made, processes=(2, 2)).wire_bytes
+    assert wire_bytes == 4 * (64 + 64 + 8 * 16)
 
 
 def _scheduled(plan, sender, receiver):
@@ -189,7 +203,8 @@ def _scheduled(plan, sender, receiver):
     scheduled = []
     for number, entries in enumerate(order.rounds):
         for entry in entries:
-            row = order.rows_of_kind[plan.leaves[entry.leaf].kind][entry.number]
+            rows_of_kind = order.rows_of_kind[plan.leaves[entry.leaf].kind]
+            row = rows_of_kind[entry.number]
             transfers = row.places if isinstance(row, SentPart) else row.transfers
             pieces = [transfer.piece for transfer in transfers]
             scheduled.append((number, entry.leaf, pieces))
@@ -199,9 +214,8 @@ def _scheduled(plan, sender, receiver):
 @pytest.mark.parametrize("receiver", range(4))
 def test_a_receivers_part_is_that_of_the_whole_plan(receiver):
     plan, part = job((2, 4))[2], job((2, 4), receiver=receiver)[2]
-    assert part.digest == plan.digest and part.senders_to(receiver) == plan.senders_to(
-        receiver
-    )
+    assert part.digest == plan.digest
+    assert part.senders_to(receiver) == plan.senders_to(receiver)
     for sender in (-1, 0, 1):
         assert _scheduled(part, sender, receiver) == _scheduled(plan, sender, receiver)
     TransferPlan.from_json(part.to_json())
@@ -249,15 +263,15 @@ def test_a_damaged_plan_is_an_error_or_writes_each_element_once():
         mutated(body, draws)
         again = json.dumps(body)
         try:
-            found = TransferPlan.from_json(
-                json.dumps({**text, "plan": again, "checksum": _checksum(again)})
-            )
+            encoded = json.dumps({**text, "plan": again, "checksum": _checksum(again)})
+            found = TransferPlan.from_json(encoded)
         except PlanFormatError:
             refused += 1
             continue
         # What passes may say other names, senders or places to read; every buffer is
         # written whole, nothing beside it.
-        assert found.digest == plan.digest and all(map(is_whole, found.kinds))
+        assert found.digest == plan.digest
+        assert all(map(is_whole, found.kinds))
     assert refused > 180
     for cut in range(0, len(plan.to_json()), 997):
         with pytest.raises(PlanFormatError):
@@ -312,7 +326,8 @@ def with_rows(plan, change):
 
 def halves(processes=(2, 1)):
     """An array whose halves two processes send."""
-    tree = {"w": jnp.arange(64, dtype=jnp.float32).reshape(8, 8)}
+    values = jnp.arange(64, dtype=jnp.float32).reshape(8, 8)
+    tree = {"w": values}
     src = planned(tree, {"w": P("a")}, mesh(0))
     dst = planned(tree, {"w": P(None, "b")}, mesh(4))
     return tree, src, dst, plan_transfer(src, dst, processes=processes)
@@ -338,29 +353,34 @@ def test_content_shows_a_wrong_offset_on_both_sides():
         rows[:, PLACE] = rows[::-1, PLACE].copy()
 
     wrong = with_rows(plan, move)
-    assert wrong.digest == plan.digest and wrong.wire_bytes == plan.wire_bytes
+    assert wrong.digest == plan.digest
+    assert wrong.wire_bytes == plan.wire_bytes
     TransferPlan.from_json(wrong.to_json())  # It is whole, as far as bytes go.
     with pytest.raises(SyncError, match="leaf `w`: its 64 elements have the checksum"):
         checked(wrong, dst, arrays)
 
 
 def test_content_shows_a_wrong_cast():
-    tree = {"w": jnp.arange(64, dtype=jnp.float32).reshape(8, 8) * 1e4}
+    values = jnp.arange(64, dtype=jnp.float32).reshape(8, 8)
+    tree = {"w": values * 1e4}
     src = planned(tree, {"w": P("a")}, mesh(0))
-    structs = {"w": jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)}
+    struct = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
+    structs = {"w": struct}
     dst = planned(structs, {"w": P("b")}, mesh(4))
-    plan = plan_transfer(src, dst, TreeMap({"w": From("w").cast("bfloat16")}))
+    tree_map = TreeMap({"w": From("w").cast("bfloat16")})
+    plan = plan_transfer(src, dst, tree_map)
     arrays = jax.device_put(tree, src.shardings)
     same(checked(plan, dst, arrays)["w"], np.asarray(tree["w"]).astype(jnp.bfloat16))
     (kind,) = plan.kinds
     (form,) = kind.forms
     through_half = (np.dtype("float16"), *form.value.casts)
     value = form.value._replace(casts=through_half)
+    forms = (form._replace(value=value, casts=2),)
+    replaced = dataclasses.replace(kind, forms=forms)
+    kinds = (replaced,)
     wrong = dataclasses.replace(
         plan,
-        kinds=(
-            dataclasses.replace(kind, forms=(form._replace(value=value, casts=2),)),
-        ),
+        kinds=kinds,
     )
     with pytest.raises(SyncError, match="leaf `w`: its 64 elements have the checksum"):
         checked(wrong, dst, arrays)
@@ -373,30 +393,35 @@ def test_content_shows_leaves_that_are_exchanged():
     plan = plan_transfer(src, dst)
     arrays = jax.device_put(tree, src.shardings)
     first, second = plan.leaves
+    leaves = (
+        first._replace(names=second.names),
+        second._replace(names=first.names),
+    )
     wrong = dataclasses.replace(
         plan,
-        leaves=(
-            first._replace(names=second.names),
-            second._replace(names=first.names),
-        ),
+        leaves=leaves,
     )
     wire = Wire()
     send(wrong, arrays, wire, 7, sender=0, receiver=0)
-    sums = sent_sums(plan, publishable(arrays, plan.sources, {}).read, 0, 0)
-    wire.put(len(schedule(plan, 0, 0).rounds), [sums.reshape(-1).view(np.uint8)])
+    read = publishable(arrays, plan.sources, {}).read
+    sums = sent_sums(plan, read, 0, 0)
+    count = len(schedule(plan, 0, 0).rounds)
+    wire.put(count, [sums.reshape(-1).view(np.uint8)])
     with pytest.raises(SyncError, match=r"leaf `v`: .*\(2 leaves differ\)"):
         receive(plan, dst, {0: wire}, receiver=0, check_content=True)
 
 
 def test_sources_of_different_rank_that_are_repeated():
     structs = {"stack": jnp.ones((2, 4, 4)), "extra": jnp.ones((4, 4)) * 2}
-    repeated = From.concat([From("stack").at(1), From("extra")]).repeat(2)
+    parts = [From("stack").at(1), From("extra")]
+    repeated = From.concat(parts).repeat(2)
     specs = {"stack": P(None, "a"), "extra": P("b")}
     moved(structs, specs, TreeMap({"kv": repeated}), {"kv": P("a")})
 
 
 def test_plans_that_would_never_end_are_refused():
-    tree = {"w": jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)}
+    struct = jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)
+    tree = {"w": struct}
     src, dst = planned(tree, {"w": P("a")}), planned(tree, {"w": P(None, "a")})
     with pytest.raises(SyncError, match="`w` would be sent in more than 4,194,304"):
         plan_transfer(src, dst, memory_limit_bytes=16)
@@ -422,7 +447,8 @@ def test_plans_that_would_never_end_are_refused():
 
 
 def test_a_schedule_of_too_many_parts_is_refused(monkeypatch):
-    tree = {"w": jax.ShapeDtypeStruct((1 << 10, 64), jnp.float32)}
+    struct = jax.ShapeDtypeStruct((1 << 10, 64), jnp.float32)
+    tree = {"w": struct}
     src, dst = planned(tree, {"w": P(None, "a")}), planned(tree, {"w": P("a")})
     plan = plan_transfer(src, dst, memory_limit_bytes=1 << 12)
     monkeypatch.setattr(scheduling, "_MOST_PARTS", 16)

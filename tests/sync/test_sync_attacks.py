@@ -156,7 +156,7 @@ def test_altered_frames_are_errors(encrypt):
     suite = handshake.Suite("authenticated", encrypt)
     dst, plan, tree, sent, sessions = recorded(suite)
     keys = sessions["receiver"].keys
-    whole, _ = received(b"".join(sent), dst, plan, keys, suite)
+    whole, _ = received(b"".join(sent), dst=dst, plan=plan, keys=keys, suite=suite)
     for path, leaf in tree.items():
         same(bits(whole[path]), bits(leaf))
 
@@ -168,7 +168,7 @@ def test_altered_frames_are_errors(encrypt):
             continue  # What follows a commit is not read.
         count += 1
         with pytest.raises((SyncError, OSError)):
-            received(data, dst, plan, keys, suite)
+            received(data, dst=dst, plan=plan, keys=keys, suite=suite)
     assert count > 250
 
 
@@ -236,7 +236,8 @@ def test_a_relay_of_the_handshake_cannot_publish():
             receiver._addresses = (path.own_address,)
             with pytest.raises(SyncError):
                 receiver.pull()
-        assert receiver.arrays is None and receiver.revision is None
+        assert receiver.arrays is None
+        assert receiver.revision is None
 
 
 def test_what_passes_a_path_unchanged_is_taken(served):
@@ -487,7 +488,8 @@ def in_tiny_rows(body):
 )
 def test_a_short_text_of_a_plan_takes_a_short_time(change, text):
     """It took 5 s, hours, 15 s and for ever."""
-    tree = {"w": np.zeros((8, 8), np.float32)}
+    array = np.zeros((8, 8), np.float32)
+    tree = {"w": array}
     plan = plan_transfer(planned(tree, {"w": P("a")}), planned(tree, {"w": P("b")}))
     hostile = with_body(plan, change)
     begin = time.process_time()
@@ -516,7 +518,8 @@ def test_keys_change_before_a_counter_ends(monkeypatch):
     same(whole["wide"], tree["wide"])
     counter = frames._Counter(keys.to_receive)
     pairs = [counter.next() for _ in range(7)]
-    assert len({*pairs}) == 7 and len({key for key, _ in pairs}) == 4
+    assert len({*pairs}) == 7
+    assert len({key for key, _ in pairs}) == 4
     # The frame two places on has the same nonce, and another key.
     sent[0], sent[2] = sent[2], sent[0]
     with pytest.raises(SyncError):

@@ -55,7 +55,8 @@ def silent_before_its_proof(connection):
 def proved(connection):
     line = Line(connection, 5)
     session = handshake.as_sender(line, SECRET, SUITE, 0)
-    offer = messages.Offer(messages.Revision(bytes(16), 1), True)
+    revision = messages.Revision(bytes(16), 1)
+    offer = messages.Offer(revision, True)
     drip(connection, frame(session.keys, frames.OFFER, offer.to_bytes()))
 
 

@@ -23,10 +23,11 @@ def started():
 
     def start(*arguments):
         command = [sys.executable, str(WORKER), *map(str, arguments)]
+        text = str(WORKER.parents[2])
         environment = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": str(WORKER.parents[2]),
+            "PYTHONPATH": text,
         }
         child = subprocess.Popen(
             command,
@@ -72,7 +73,9 @@ def test_an_engine_keeps_one_revision_when_its_trainer_is_killed(started, seed):
     while shown.startswith("has"):
         last, shown = whole(shown), engine.stdout.readline()
     assert time.monotonic() - killed < 2 + 1
-    assert shown.startswith("kept") and whole(shown) == last and "whole" in shown
+    assert shown.startswith("kept")
+    assert whole(shown) == last
+    assert "whole" in shown
 
 
 @pytest.mark.parametrize("seed", range(KILLS))

@@ -46,10 +46,12 @@ def served():
 def test_a_receiver_gets_the_newest_revision_once(served):
     _, dst, plan, tree, sender = served
     receiver = receiver_of(plan, dst, sender)
-    assert not receiver.pull() and receiver.revision is None
+    assert not receiver.pull()
+    assert receiver.revision is None
     sender.publish(tree, 3)
     sender.publish({**tree, "one": tree["one"] + 1}, 5)
-    assert receiver.pull(check_content=True) and receiver.revision == 5
+    assert receiver.pull(check_content=True)
+    assert receiver.revision == 5
     assert not receiver.pull()
     same(receiver.arrays["one"], np.float32(4))
     for revision, text in (
@@ -72,11 +74,13 @@ def test_a_restarted_trainer_is_new_and_a_lower_number_is_old():
     for number, run in ((5, None), (3, None), (3, "night"), (4, "night")):
         with sending(plan, port=port, run=run) as restarted:
             restarted.publish({**tree, "one": tree["one"] + number}, number)
-            assert receiver.pull() and receiver.revision == number
+            assert receiver.pull()
+            assert receiver.revision == number
             same(receiver.arrays["one"], np.float32(3 + number))
     with sending(plan, port=port, run="night") as restarted:
         restarted.publish(tree, 2)
-        assert not receiver.pull() and receiver.revision == 4
+        assert not receiver.pull()
+        assert receiver.revision == 4
 
 
 class Net(eqx.Module):
@@ -110,8 +114,10 @@ def test_trees_come_back_as_the_tree_of_the_engines_plan():
             sender.publish(tree, revision)
             assert receiver.pull(check_content=True)
             net = eqx.combine(receiver.arrays["net"], nets["net"])
-            assert isinstance(net, Net) and net.act is jnp.tanh
-            same(net.weight, np.full((8, 4), revision + 1, np.float32))
+            assert isinstance(net, Net)
+            assert net.act is jnp.tanh
+            array = np.full((8, 4), revision + 1, np.float32)
+            same(net.weight, array)
             assert isinstance(receiver.arrays["pair"], Pair)
             same(receiver.arrays["pair"].right, np.eye(2, dtype=np.float32)[1])
 
@@ -122,15 +128,17 @@ def test_publish_refuses_what_was_not_planned(served):
     deleted = tree["wide"] + 1
     deleted.delete()
     wide = tree["wide"]
+    array = np.zeros((8, 6), np.int64)
+    struct = jax.ShapeDtypeStruct((8, 6), np.float32)
     for changed, text in (
         ({"wide": wide.astype(jnp.bfloat16)}, "leaf `wide` is bfloat16.8, 6., but"),
         ({"wide": wide.astype(jnp.int32)}, "leaf `wide` is int32.8, 6., but the plan"),
-        ({"wide": np.zeros((8, 6), np.int64)}, "leaf `wide` is int64.8, 6., but"),
+        ({"wide": array}, "leaf `wide` is int64.8, 6., but"),
         ({"wide": wide[:4]}, "leaf `wide` is float32.4, 6., but the plan is for"),
         ({"wide": [wide]}, "leaf `wide` of the plan is not in the tree; did you mean"),
         ({"more": wide}, "leaf `more` is in the tree, but not in the plan"),
         ({"wide": 1.0}, "leaf `wide` of the plan is not in the tree"),
-        ({"wide": jax.ShapeDtypeStruct((8, 6), np.float32)}, "without values"),
+        ({"wide": struct}, "without values"),
         ({"keys": bits(tree["keys"])}, "leaf `keys` is uint32.4, 2., but the plan"),
     ):
         with pytest.raises(PlanMismatchError, match=text):
@@ -141,7 +149,8 @@ def test_publish_refuses_what_was_not_planned(served):
         sender.publish(tree | {"wide": deleted}, 2)
     # Nothing of it was published, and the number is still free.
     receiver = receiver_of(plan, dst, sender)
-    assert receiver.pull() and receiver.revision == 1
+    assert receiver.pull()
+    assert receiver.revision == 1
     sender.publish(tree | {"wide": np.asarray(wide), "one": np.float32(3)}, 2)
     assert receiver.pull(check_content=True)
     same(receiver.arrays["wide"], wide)
@@ -169,7 +178,8 @@ def test_a_tree_of_empty_leaves_and_constants_is_pulled():
         receiver = receiver_of(plan, dst, sender)
         assert not receiver.pull()
         sender.publish(tree, 1)
-        assert receiver.pull(check_content=True) and not receiver.pull()
+        assert receiver.pull(check_content=True)
+        assert not receiver.pull()
         assert receiver.arrays["none"].shape == (0, 4)
 
 
@@ -179,7 +189,8 @@ def test_another_secret_gets_nothing(served):
     receiver = receiver_of(plan, dst, sender, secret=b"another" * 4)
     with pytest.raises(SyncError, match="do both jobs have the same secret"):
         receiver.pull()
-    assert receiver.arrays is None and receiver.revision is None
+    assert receiver.arrays is None
+    assert receiver.revision is None
     secrets: list[Any] = [b"short", "text" * 8]
     for secret, text in zip(secrets, ("has at least 16", "of type str"), strict=True):
         with pytest.raises(SyncError, match=text):
@@ -289,7 +300,8 @@ def test_two_senders_and_one_that_is_behind():
         for revision in (1, 2):
             for sender in senders:
                 sender.publish(tree, revision)
-            assert receiver.pull(check_content=True) and receiver.revision == revision
+            assert receiver.pull(check_content=True)
+            assert receiver.revision == revision
             for path, leaf in tree.items():
                 same(bits(receiver.arrays[path]), bits(leaf))
         senders[0].publish(tree, 3)
@@ -309,7 +321,8 @@ def test_held_arrays_of_older_revisions_are_never_written(served):
         wide = receiver.arrays["wide"]
         kept = (wide, np.asarray(wide.addressable_data(0)), wide + 0)[revision % 3]
         held.append((revision, kept))
-        assert all((np.asarray(leaf) == number).all() for number, leaf in held)
+        for number, leaf in held:
+            assert (np.asarray(leaf) == number).all()
     held.clear()
     pointers = set()
     for revision in range(9, 15):
@@ -357,7 +370,8 @@ def stalled(sender, plan, receiver=0):
 
 def large():
     """A transfer that is larger than the buffers of sockets."""
-    tree = {"w": jnp.zeros((4, 6 << 20), jnp.uint8)}
+    array = jnp.zeros((4, 6 << 20), jnp.uint8)
+    tree = {"w": array}
     src = planned(tree, {"w": P("a")}, mesh(0))
     dst = planned(tree, {"w": P("a")}, mesh(4))
     plan = plan_transfer(src, dst, memory_limit_bytes=1 << 20)
@@ -376,7 +390,8 @@ def test_publish_waits_for_the_revision_that_is_read():
             assert publishing.is_alive()
             # Others get the new revision meanwhile, and this one the old one, whole.
             receiver = receiver_of(plan, dst, sender)
-            assert receiver.pull() and receiver.revision == 2
+            assert receiver.pull()
+            assert receiver.revision == 2
             for number in range(24):
                 channel.get(number, [np.empty(1 << 20, np.uint8)])
             assert channel.commit() == 1
@@ -397,7 +412,8 @@ def test_a_withdrawn_revision_says_why():
                 for number in range(24):
                     channel.get(number, [np.empty(1 << 20, np.uint8)])
         receiver = receiver_of(plan, dst, sender)
-        assert receiver.pull() and receiver.revision == 2
+        assert receiver.pull()
+        assert receiver.revision == 2
 
 
 def test_donated_arrays_are_pulled_whole_and_never_crash():
@@ -423,7 +439,8 @@ def test_donated_arrays_are_pulled_whole_and_never_crash():
         sender.publish({"w": wide}, 0)
         pulling.start()
         for revision in range(1, 12):
-            new = jax.device_put(np.full(wide.shape, revision, np.uint8), wide.sharding)
+            array = np.full(wide.shape, revision, np.uint8)
+            new = jax.device_put(array, wide.sharding)
             sender.publish({"w": new}, revision)
             if not wide.is_deleted():
                 step(wide)  # It was replaced, so it may be donated.
@@ -432,7 +449,8 @@ def test_donated_arrays_are_pulled_whole_and_never_crash():
                 new.delete()
         done.set()
         pulling.join(20)
-        assert not pulling.is_alive() and len(seen) > 1
+        assert not pulling.is_alive()
+        assert len(seen) > 1
 
 
 def test_a_used_plan_pickles(served):
@@ -441,7 +459,8 @@ def test_a_used_plan_pickles(served):
     receiver = receiver_of(plan, dst, sender)
     assert receiver.pull()
     again = pickle.loads(pickle.dumps(plan))
-    assert isinstance(again, TransferPlan) and again.to_json() == plan.to_json()
+    assert isinstance(again, TransferPlan)
+    assert again.to_json() == plan.to_json()
     assert receiver_of(again, dst, sender).pull()
 
 
@@ -486,7 +505,8 @@ def test_a_moment_without_descriptors_is_no_end(served, caplog):
     assert "a connection was not accepted" in caplog.text
     sender.publish(tree, 2)
     receiver = receiver_of(plan, dst, sender)
-    assert receiver.pull() and receiver.revision == 2
+    assert receiver.pull()
+    assert receiver.revision == 2
 
 
 def test_a_peer_that_drips_counts_as_dead():
