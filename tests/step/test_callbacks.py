@@ -154,7 +154,8 @@ STEPS = (
 def test_a_callback_costs_what_its_compiled_program_sends(step):
     if step is in_order and jax.__version_info__ < (0, 10):
         pytest.skip("XLA of JAX 0.9 compiles no callback in order for several devices")
-    compiled = sfx.cost.traffic(jax.jit(step).lower(W).compile())
+    lowered = jax.jit(step).lower(W)
+    compiled = sfx.cost.traffic(lowered.compile())
     expected = sorted(
         (row.kind, row.axes, row.wire_bytes, row.callback) for row in compiled.rows
     )
@@ -177,9 +178,11 @@ def test_rows_name_the_callback_that_alone_needs_them():
     assert ("all-gather", "f32", "jax.debug.print") in rows
     assert ("all-reduce", "f32", "") in rows
     assert "for jax.debug.print" in str(traffic)
-    assert not any(row.callback for row in sfx.cost.estimate(shown, W).rows)
+    for row in sfx.cost.estimate(shown, W).rows:
+        assert not row.callback
     # A result goes from one device to all.
-    spread = [row.kind for row in sfx.cost.estimate(pure, W).rows if row.callback]
+    estimated = sfx.cost.estimate(pure, W)
+    spread = [row.kind for row in estimated.rows if row.callback]
     assert spread == ["all-reduce"]
 
 
@@ -200,7 +203,8 @@ def placed():
     weights = {"up": jnp.ones((8, 16)), "down": jnp.ones((16, 8))}
     rules = sfx.PathRules([("up", P(None, "tensor")), ("down", P("tensor"))])
     rows = NamedSharding(MESH, P("data"))
-    weights = sfx.shard(weights, sfx.plan(weights, MESH, paths=rules))
+    sharding_plan = sfx.plan(weights, MESH, paths=rules)
+    weights = sfx.shard(weights, sharding_plan)
     return weights, jax.device_put(jnp.ones((8, 8)), rows)
 
 
@@ -214,14 +218,18 @@ def test_every_function_that_takes_a_step_takes_callbacks():
     assert sfx.cost.traffic(target).wire_bytes == compiled.wire_bytes
 
     fit = sfx.cost.fit(jitted, w, x, chip="v5e")
-    assert fit.peak_bytes == sfx.cost.fit(jitted.trace(w, x), chip="v5e").peak_bytes
-    assert len(sfx.cost.shardings(train, w, x).rows) > 4
+    fitted = sfx.cost.fit(jitted.trace(w, x), chip="v5e")
+    expected_peak_bytes = fitted.peak_bytes
+    assert fit.peak_bytes == expected_peak_bytes
+    count = len(sfx.cost.shardings(train, w, x).rows)
+    assert count > 4
 
     axes = sfx.auto.name_axes(train, w, x)
     assert "a callback to Python takes and returns whole arrays" in str(axes)
     check = sfx.testing.check_step(train, w, x)
     assert "none of 3 outputs" in str(check)
-    laid = sfx.auto.constrain_step(train, MESH, sfx.AxisRules([("mlp", "tensor")]))
+    rules = sfx.AxisRules([("mlp", "tensor")])
+    laid = sfx.auto.constrain_step(train, MESH, rules)
     (_, loss), (_, expected) = jax.jit(laid)(w, x), jitted(w, x)
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 

@@ -25,7 +25,8 @@ SIZES = {"data": 2, "fsdp": 2, "tensor": 2, "one": 1}
 
 
 def test_every_record_has_a_program_and_every_program_a_record():
-    assert sorted(Path(fault.repro).stem for fault in fault_records()) == names()
+    stems = sorted(Path(fault.repro).stem for fault in fault_records())
+    assert stems == names()
     for fault in fault_records():
         assert (ROOT / fault.repro).is_file()
         assert fault.id.replace("-", "_") == Path(fault.repro).stem
@@ -43,21 +44,26 @@ def test_a_program_is_what_its_record_says(fault):
         shares = map(_run.apart, cases.wrong.values())
         assert any(share > _run.CLOSE for share in shares)
     if jax.__version__ in runs.right:
-        assert _run.apart(next(iter(cases.wrong.values()))) < _run.CLOSE
+        case = next(iter(cases.wrong.values()))
+        assert _run.apart(case) < _run.CLOSE
 
 
 def test_the_page_has_the_records_as_its_table():
     page = (ROOT / "docs" / "wrong_numbers.md").read_text()
     assert with_table(page) == page
-    assert all(f"**{fault.id}**" in page for fault in fault_records())
+    for fault in fault_records():
+        assert f"**{fault.id}**" in page
 
 
 def test_versions_are_written_by_the_command_only():
     for file in (ROOT / "shardfx/_step/faults/records").glob("*.toml"):
         by_hand, mark, by_command = file.read_text().partition("# What follows is")
-        assert mark and "runs" not in by_hand
-        assert re.findall(r"^\[(\w+)", by_command, re.M)[:2] == ["runs", "runs"]
-        assert tomllib.loads(file.read_text())["runs"]["shardy"]["wrong"]
+        assert mark
+        assert "runs" not in by_hand
+        matches = re.findall(r"^\[(\w+)", by_command, re.M)[:2]
+        assert matches == ["runs", "runs"]
+        shardy = tomllib.loads(file.read_text())["runs"]["shardy"]
+        assert shardy["wrong"]
 
 
 SQUARE = ArrayPredicate("square", unused_axes=1)

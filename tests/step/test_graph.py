@@ -32,9 +32,10 @@ def named(graph, name):
 
 def groups(graph, operation):
     """The sizes of the factors of each dimension of the operands and results."""
+    cases = (*operation.factors.ins, *operation.factors.outs)
     sizes = [
         [tuple(operation.factors.sizes[f] for f in dim) for dim in dims]
-        for dims in (*operation.factors.ins, *operation.factors.outs)
+        for dims in cases
     ]
     assert len(sizes) == len(operation.ins) + len(operation.outs)
     return sizes
@@ -45,15 +46,15 @@ def test_products_and_reshapes_have_factors():
         program(lambda x, w: x @ w, f32(8, 16), f32(16, 32)), "dot_general"
     )
     (rows, summed), (also, columns) = operation.factors.ins
-    assert summed == also and operation.factors.outs == ((rows, columns),)
-    assert (
-        operation.factors.reduction == {summed[0]}
-        and operation.flops == 2 * 8 * 16 * 32
-        and operation.times == 1
-    )
+    assert summed == also
+    assert operation.factors.outs == ((rows, columns),)
+    assert operation.factors.reduction == {summed[0]}
+    assert operation.flops == 2 * 8 * 16 * 32
+    assert operation.times == 1
     graph = program(lambda x: x.reshape(4, 3, 6, 16), f32(4, 288))
     (operation,) = named(graph, "reshape")
-    assert groups(graph, operation) == [[(4,), (3, 6, 16)], [(4,), (3,), (6,), (16,)]]
+    expected = [[(4,), (3, 6, 16)], [(4,), (3,), (6,), (16,)]]
+    assert groups(graph, operation) == expected
 
 
 def test_a_scan_runs_as_often_as_it_is_long():
@@ -68,16 +69,18 @@ def test_a_scan_runs_as_often_as_it_is_long():
     )
     assert [dim for dim, _ in taken.counted] == [0]
     (stacked,) = named(graph, "dynamic_update_slice")
-    assert [dim for dim, _ in stacked.counted] == [0] and stacked.counted[0][
-        1
-    ] == taken.counted[0][1]
-    assert {
+    assert [dim for dim, _ in stacked.counted] == [0]
+    counted = stacked.counted[0][1]
+    assert counted == taken.counted[0][1]
+    shapes = {
         graph.values[operation.outs[0]].shape for operation in named(graph, "return")
-    } == {
+    }
+    expected = {
         (),
         (8, 16),
         (7, 8, 16),
     }
+    assert shapes == expected
     assert not graph.notes
 
 
@@ -106,7 +109,8 @@ def _closing(x):
 )
 def test_loops_count_as_often_as_they_run_if_known(step, args, times):
     graph = program(step, f32(8), *args)
-    assert {operation.times for operation in named(graph, "sine")} == {times or 1.0}
+    actual = {operation.times for operation in named(graph, "sine")}
+    assert actual == {times or 1.0}
     notes = (
         [] if times else ["the trips of a loop are not in the program: it counts once"]
     )
@@ -118,19 +122,15 @@ def test_branches_count_for_their_share():
         return jax.lax.switch(branch, [jnp.sin, jnp.cos, lambda x: x], x)
 
     graph = program(step, f32(8), jnp.int32(0))
-    assert [operation.times for operation in named(graph, "sine")] == [
-        pytest.approx(1 / 3)
+    times = [operation.times for operation in named(graph, "sine")]
+    assert times == [pytest.approx(1 / 3)]
+    operations = [
+        operation
+        for operation in named(graph, "carry")
+        if operation.outs == graph.results
     ]
-    assert (
-        len(
-            [
-                operation
-                for operation in named(graph, "carry")
-                if operation.outs == graph.results
-            ]
-        )
-        == 3
-    )
+    count = len(operations)
+    assert count == 3
 
 
 def test_what_nothing_reads_is_left_out_in_loops_too():
@@ -143,12 +143,14 @@ def test_what_nothing_reads_is_left_out_in_loops_too():
         return x, None
 
     graph = program(step, f32(7, 16, 16), f32(8, 16))
-    assert len(named(graph, "dot_general")) == 1 and not named(graph, "cosine")
+    assert len(named(graph, "dot_general")) == 1
+    assert not named(graph, "cosine")
 
 
 def test_constants_and_masks_are_free():
     def step(x):
-        mask = jnp.arange(64)[:, None] >= jnp.arange(64)
+        values = jnp.arange(64)[:, None]
+        mask = values >= jnp.arange(64)
         return jnp.where(mask, x * 2, -jnp.inf)
 
     graph = program(step, f32(64, 64))
@@ -170,7 +172,8 @@ def clipped(x, w):
 
 
 def scaled_in_a_loop(x, w):
-    scale = jnp.exp(jnp.full(8, -jnp.mean(x @ w)))
+    array = jnp.full(8, -jnp.mean(x @ w))
+    scale = jnp.exp(array)
     return jax.lax.scan(lambda c, s: (c * s, None), x, scale)[0]
 
 
@@ -192,21 +195,25 @@ def test_experts_in_groups_for_tpus():
         step, f32(64, 16), f32(8, 16, 32), jax.ShapeDtypeStruct((8,), "int32")
     )
     forward, backward = named(graph, "ragged_dot")
-    assert groups(graph, forward) == [
+    expected = [
         [(64,), (16,)],
         [(8,), (16,), (32,)],
         [(8,)],
         [(64,), (32,)],
     ]
-    assert groups(graph, backward) == [
+    assert groups(graph, forward) == expected
+    expected = [
         [(64,), (16,)],
         [(64,), (32,)],
         [(8,)],
         [(8,), (16,), (32,)],
     ]
+    assert groups(graph, backward) == expected
     assert forward.flops == backward.flops == 2 * 64 * 16 * 32
-    assert {forward.factors.sizes[f] for f in forward.factors.reduction} == {8, 16}
-    assert {backward.factors.sizes[f] for f in backward.factors.reduction} == {64}
+    sizes = {forward.factors.sizes[f] for f in forward.factors.reduction}
+    assert sizes == {8, 16}
+    sizes = {backward.factors.sizes[f] for f in backward.factors.reduction}
+    assert sizes == {64}
 
 
 def test_a_convolution_counts_its_window():
@@ -216,25 +223,24 @@ def test_a_convolution_counts_its_window():
     (operation,) = named(
         program(step, f32(2, 4, 8, 8), f32(16, 4, 3, 3)), "convolution"
     )
-    assert operation.flops == 2 * (2 * 16 * 8 * 8) * (4 * 3 * 3)
+    expected = 2 * (2 * 16 * 8 * 8) * (4 * 3 * 3)
+    assert operation.flops == expected
 
 
 def test_a_shard_map_is_noted_and_its_work_is_that_of_all_shards():
-    mesh = jax.sharding.AbstractMesh(
-        (4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,)
-    )
+    axis_types = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((4,), ("a",), axis_types=axis_types)
 
     def step(x, w):
+        in_specs = (P("a"), P())
         return jax.shard_map(
-            lambda x, w: x @ w, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a")
+            lambda x, w: x @ w, mesh=mesh, in_specs=in_specs, out_specs=P("a")
         )(x, w)
 
     graph = program(step, f32(8, 16), f32(16, 32))
     (operation,) = named(graph, "dot_general")
-    assert (
-        operation.flops * operation.times == 2 * 8 * 16 * 32
-        and "`shard_map`" in [*graph.notes][0]
-    )
+    assert operation.flops * operation.times == 2 * 8 * 16 * 32
+    assert "`shard_map`" in [*graph.notes][0]
 
 
 def test_lines_are_those_of_the_program():
@@ -243,4 +249,5 @@ def test_lines_are_those_of_the_program():
         line.file.endswith("test_graph.py") for line in lines_of(operation.location)
     )
     stacks = name_stacks(operation.location)
-    assert stacks[0].endswith("sin") and any("jit" in stack for stack in stacks)
+    assert stacks[0].endswith("sin")
+    assert any("jit" in stack for stack in stacks)

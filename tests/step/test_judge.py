@@ -48,13 +48,18 @@ def language(table, tokens):
 
 
 def scanned(pairs, x):
-    return jnp.sum(jax.lax.scan(lambda x, pair: (mlp(pair, x), None), x, pairs)[0])
+    elements = jax.lax.scan(lambda x, pair: (mlp(pair, x), None), x, pairs)[0]
+    return jnp.sum(elements)
+
+
+def a_constrained_residual(x, w):
+    return rows(block(rows(block(x, w)), w))
 
 
 RIGHT = {
     "an MLP": (mlp, PAIR, X),
     "its gradient": (jax.grad(lambda p, x: jnp.sum(mlp(p, x) ** 2)), PAIR, X),
-    "a constrained residual": (lambda x, w: rows(block(rows(block(x, w)), w)), X, W),
+    "a constrained residual": (a_constrained_residual, X, W),
     "layers in a loop, and back": (jax.value_and_grad(scanned), STACKED, X),
     "a vocabulary that is cut": (
         jax.value_and_grad(language),
@@ -68,16 +73,22 @@ RIGHT = {
 def test_right_steps_are_proved(name):
     step, *args = RIGHT[name]
     verdict = sfx.testing.verify(step, *args)
-    assert verdict.outcome == "proved" and verdict, verdict
+    assert verdict.outcome == "proved", verdict
+    assert verdict, verdict
     assert verdict.judged_operations == verdict.operations > 0
     assert verdict.judged_bytes == verdict.bytes > 0
-    assert not verdict.refutations and not verdict.unjudged
+    assert not verdict.refutations
+    assert not verdict.unjudged
+
+
+def in_a_loop(x, ws):
+    return jax.lax.scan(lambda x, w: (block(x, w), None), x, ws)[0]
 
 
 WRONG = {
     "two residual blocks": (lambda x, w: block(block(x, w), w), X, W),
     "in a loop": (
-        lambda x, ws: jax.lax.scan(lambda x, w: (block(x, w), None), x, ws)[0],
+        in_a_loop,
         X,
         struct((3, 32, 32), None, "tensor", "fsdp"),
     ),
@@ -93,9 +104,11 @@ WRONG = {
 def test_a_sum_of_two_device_orders_is_refuted_at_its_line(name):
     step, *args = WRONG[name]
     verdict = sfx.testing.verify(step, *args)
-    assert verdict.outcome == "refuted" and not verdict
+    assert verdict.outcome == "refuted"
+    assert not verdict
     (refutation,) = verdict.refutations
-    assert refutation.source is not None and refutation.source.function == "block"
+    assert refutation.source is not None
+    assert refutation.source.function == "block"
     assert "(add)" in refutation.operation
     assert "operands that lie differently" in refutation.fault
     assert "holds [4:8] of one operand and [8:12] of another" in refutation.fault
@@ -106,12 +119,14 @@ def test_a_sum_of_two_device_orders_is_refuted_at_its_line(name):
 
 @pytest.mark.parametrize("devices", [16, 32, 64])
 def test_more_devices_are_judged_too(devices):
-    mesh = sfx.MeshSpec({"data": devices // 8, "fsdp": 4, "tensor": 2}).abstract()
+    axes = {"data": devices // 8, "fsdp": 4, "tensor": 2}
+    mesh = sfx.MeshSpec(axes).abstract()
     cut = NamedSharding(mesh, P("tensor", "fsdp"))
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, ROWS))
     w = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=cut)
     verdict = sfx.testing.verify(block, x, w)
-    assert verdict.outcome == "proved" and verdict.operations > 5, str(verdict)
+    assert verdict.outcome == "proved", str(verdict)
+    assert verdict.operations > 5, str(verdict)
 
 
 def convolved(x, w):
@@ -123,6 +138,12 @@ def convolved(x, w):
 
 IMAGE = struct((4, 8, 8, 8), None, "tensor")
 KERNEL = struct((3, 3, 8, 8))
+
+
+def halves_of_a_cut_dimension(x):
+    return x[:, :8] * x[:, 8:]
+
+
 PIECES = {
     "a convolution with its neighbours' rows": (convolved, IMAGE, KERNEL),
     "differences of a cut dimension": (
@@ -131,7 +152,7 @@ PIECES = {
     ),
     "a roll": (lambda x: jnp.roll(x, 3, 0) + x, struct((16, 8), "data")),
     "halves of a cut dimension": (
-        lambda x: x[:, :8] * x[:, 8:],
+        halves_of_a_cut_dimension,
         struct((8, 16), None, ("data", "tensor")),
     ),
     "two cut arrays in a row": (
@@ -154,7 +175,8 @@ def test_a_sum_of_what_all_devices_hold_is_refuted():
     verdict = sfx.testing.verify(step, KERNEL, IMAGE)
     assert verdict.outcome == "refuted"
     refutation = verdict.refutations[0]
-    assert refutation.source is not None and refutation.source.function == "convolved"
+    assert refutation.source is not None
+    assert refutation.source.function == "convolved"
     assert "the result is 4 times what it should be" in refutation.fault
     assert "devices that hold different terms" in refutation.right
 
@@ -165,10 +187,12 @@ def test_what_no_rule_follows_is_not_judged():
 
     args = (struct((16, 8), "data"), struct((1, 8)), struct((), dtype=jnp.int32))
     verdict = sfx.testing.verify(step, *args)
-    assert verdict.outcome == "not judged" and verdict
+    assert verdict.outcome == "not judged"
+    assert verdict
     assert verdict.judged_operations < verdict.operations
     cause = verdict.unjudged[0]
-    assert "may be out of bounds" in cause.reason and cause.bytes > 0
+    assert "may be out of bounds" in cause.reason
+    assert cause.bytes > 0
     assert str(cause) in str(verdict)
 
 
@@ -218,7 +242,8 @@ def test_a_changed_program_is_not_proved(programs, before, after):
 @pytest.fixture(scope="module")
 def padded_maximum():
     """The maximum over a dimension of 6 that 4 devices cut, with padding."""
-    mesh = sfx.MeshSpec({"a": 4, "b": 2}).abstract()
+    axes = {"a": 4, "b": 2}
+    mesh = sfx.MeshSpec(axes).abstract()
     rows = NamedSharding(mesh, P("a", None))
 
     def step(x):
@@ -332,7 +357,8 @@ def test_the_gradient_of_a_pool_in_whole_windows_is_proved():
         return jnp.sum(jnp.sin(pooled(x)))
 
     whole_windows = struct((8, 16, 4), "data", "tensor")
-    assert sfx.testing.verify(jax.grad(loss), whole_windows).outcome == "proved"
+    outcome = sfx.testing.verify(jax.grad(loss), whole_windows).outcome
+    assert outcome == "proved"
 
     def overlapping(x):
         pooled = jax.lax.reduce_window(
@@ -390,9 +416,11 @@ def test_a_convolution_in_groups_that_are_cut_is_proved():
 def test_heads_that_are_repeated_are_not_accused():
     # A device may read any copy of a head. The judge took the first, and refuted the
     # product.
-    mesh = sfx.MeshSpec({"a": 4, "b": 2}).abstract()
+    axes = {"a": 4, "b": 2}
+    mesh = sfx.MeshSpec(axes).abstract()
     heads = NamedSharding(mesh, P(None, None, "b"))
-    width = NamedSharding(mesh, P(None, None, None, ("b", "a")))
+    spec = P(None, None, None, ("b", "a"))
+    width = NamedSharding(mesh, spec)
 
     def attended(q, key, v):
         key = jnp.repeat(key, 2, axis=2)

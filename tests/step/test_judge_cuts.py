@@ -23,7 +23,8 @@ def expected_terms(cut: Cut, size: int, devices: int) -> set[int] | None:
     """The devices of each part as bit masks; `None` if a sum cannot be judged."""
     masks: dict[tuple[int, ...], int] = {}
     for device in range(devices):
-        masks.setdefault(tuple(cut.starts[device].tolist()), 0)
+        starts = tuple(cut.starts[device].tolist())
+        masks.setdefault(starts, 0)
         masks[tuple(cut.starts[device].tolist())] |= 1 << device
     held: list[int] = []
     terms = set()
@@ -74,4 +75,5 @@ def test_long_dimensions_are_not_written_out():
     cuts = Cuts(64)
     rows = 2**31 // 64
     cut = cuts.from_starts(np.arange(64) * rows, rows)
-    assert cuts.terms(cut, 2**31) == tuple(1 << device for device in range(64))
+    actual = cuts.terms(cut, 2**31)
+    assert actual == tuple(1 << device for device in range(64))

@@ -56,9 +56,11 @@ def test_two_caches_and_their_gradients_are_proved():
         values = clipped(values, value, index)
         scores = jnp.einsum("bk,bsk->bs", q, keys)
         weights = jax.nn.softmax(jnp.where(jnp.arange(16) <= index, scores, -1e9))
-        return jnp.sum(jnp.sin(jnp.einsum("bs,bsk->bk", weights, values)))
+        elements = jnp.sin(jnp.einsum("bs,bsk->bk", weights, values))
+        return jnp.sum(elements)
 
-    step = jax.grad(loss, argnums=(0, 1, 2, 3, 4))
+    argnums = (0, 1, 2, 3, 4)
+    step = jax.grad(loss, argnums=argnums)
     q = struct((4, 8), "data")
     verdict = sfx.testing.verify(step, CACHE, CACHE, ROW, ROW, q, INDEX)
     assert verdict.outcome == "proved", verdict
@@ -100,22 +102,47 @@ def programs():
 def test_another_update_is_not_proved(programs, before, after):
     text = programs.partitioned
     changed, count = re.subn(before, after, text, count=1)
-    assert count == 1 and changed != text, text
+    assert count == 1, text
+    assert changed != text, text
     one = "\n  %one = s32[] constant(1)\n  %partition-id = "
     changed = changed.replace("\n  %partition-id = ", one)
     assert judged(programs._replace(partitioned=changed)).outcome != "proved"
+
+
+def select(i):
+    return jnp.where(i < 5, jnp.clip(i, 1, 3), 8)
+
+
+def never(i):
+    return jnp.where(jnp.clip(i, 0, 3) < 5, jnp.clip(i, 1, 3), 8)
+
+
+def sum_step(i):
+    return jnp.clip(i, -3, 4) + jnp.clip(2 * i, 1, 5)
+
+
+def difference(i):
+    return jnp.clip(i, -3, 4) - jnp.clip(2 * i, 1, 5)
+
+
+def wrapping(i):
+    return jnp.clip(i, 0, 2**31 - 1) + 5
+
+
+def narrow(i):
+    return jnp.clip(i, 0, 300).astype(jnp.int8)
 
 
 INDICES = {
     "clip": lambda i: jnp.clip(i, 2, 9),
     "remainder": lambda i: i % 7,
     "remainder of a clip": lambda i: jnp.clip(i, 0, 99) % 7,
-    "select": lambda i: jnp.where(i < 5, jnp.clip(i, 1, 3), 8),
-    "never": lambda i: jnp.where(jnp.clip(i, 0, 3) < 5, jnp.clip(i, 1, 3), 8),
-    "sum": lambda i: jnp.clip(i, -3, 4) + jnp.clip(2 * i, 1, 5),
-    "difference": lambda i: jnp.clip(i, -3, 4) - jnp.clip(2 * i, 1, 5),
-    "wrapping": lambda i: jnp.clip(i, 0, 2**31 - 1) + 5,
-    "narrow": lambda i: jnp.clip(i, 0, 300).astype(jnp.int8),
+    "select": select,
+    "never": never,
+    "sum": sum_step,
+    "difference": difference,
+    "wrapping": wrapping,
+    "narrow": narrow,
     "minimum": lambda i: jnp.minimum(i, 6),
 }
 
@@ -125,19 +152,19 @@ def test_bounds_hold_of_all_numbers(name):
     numbers = np.arange(-300, 300, dtype=np.int32)
     numbers = np.concatenate([numbers, [2**31 - 1, 2**31 - 3, -(2**31)]]).astype("i4")
     computed = jax.jit(INDICES[name])(numbers)
-    text = jax.jit(INDICES[name]).lower(numbers).as_text("hlo")
+    lowered = jax.jit(INDICES[name]).lower(numbers)
+    text = lowered.as_text("hlo")
     whole = read_whole(parse_hlo(text))
     bounds = bounds_of(whole.values, whole.results[0].view.root)
     assert bounds is not None
-    assert bounds.low <= computed.min() and computed.max() <= bounds.high
+    assert bounds.low <= computed.min()
+    assert computed.max() <= bounds.high
     if name in ("clip", "remainder of a clip", "never", "sum", "difference"):
-        assert (
-            bounds
-            == {
-                "clip": (2, 9),
-                "remainder of a clip": (0, 6),
-                "never": (1, 3),
-                "sum": (-2, 9),
-                "difference": (-8, 3),
-            }[name]
-        )
+        expected = {
+            "clip": (2, 9),
+            "remainder of a clip": (0, 6),
+            "never": (1, 3),
+            "sum": (-2, 9),
+            "difference": (-8, 3),
+        }[name]
+        assert bounds == expected

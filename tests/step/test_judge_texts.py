@@ -18,7 +18,8 @@ ROWS = P(("data", "fsdp"))
 
 @pytest.fixture(scope="module")
 def mesh():
-    return Mesh(np.array(jax.devices()[:8]).reshape(SIZES), AXES)
+    devices = np.array(jax.devices()[:8]).reshape(SIZES)
+    return Mesh(devices, AXES)
 
 
 def struct(mesh, shape, spec):
@@ -63,7 +64,8 @@ def test_finished_programs_are_proved_and_refuted(mesh):
     verdict = sfx.testing.verify(two_blocks, *pair, compiled=compiled)
     assert verdict.outcome == "refuted"
     source = verdict.refutations[0].source
-    assert source is not None and source.function == "block"
+    assert source is not None
+    assert source.function == "block"
 
 
 def test_a_program_of_another_step_is_never_proved(mesh):
@@ -89,7 +91,8 @@ def test_what_is_no_finished_program_of_the_step_is_an_error(mesh):
     args = arguments(mesh)
     with pytest.raises(LeafTypeError, match=r"pass `jax.jit\(step\).lower"):
         sfx.testing.verify(mlp, *args, compiled=mlp)  # type: ignore[arg-type]
-    four = Mesh(np.array(jax.devices()[:4]).reshape(1, 2, 2), AXES)
+    devices = np.array(jax.devices()[:4]).reshape(1, 2, 2)
+    four = Mesh(devices, AXES)
     with pytest.raises(MeshError, match="is for 4 devices, and the step's mesh has 8"):
         sfx.testing.verify(mlp, *args, compiled=finished(mlp, *arguments(four)))
 

@@ -65,10 +65,11 @@ def by_shard(solve):
         def body(weights, y0):
             return jax.vmap(solve, (None, 0))(weights, y0)
 
+        in_specs = (P(), P("data"))
         mapped = jax.shard_map(
             body,
             mesh=MESH,
-            in_specs=(P(), P("data")),
+            in_specs=in_specs,
             out_specs=P("data"),
             check_vma=False,
         )
@@ -79,7 +80,8 @@ def by_shard(solve):
 
 def test_a_linear_solve_counts_what_its_compiled_program_sends():
     step = train(regularised)
-    compiled = sfx.cost.traffic(jax.jit(step).lower(WEIGHTS, Y0).compile())
+    lowered = jax.jit(step).lower(WEIGHTS, Y0)
+    compiled = sfx.cost.traffic(lowered.compile())
     estimate = sfx.cost.estimate(step, WEIGHTS, Y0, compiler="cpu")
     assert estimate.by("kind") == compiled.by("kind")
     # The gradient of the weights is reduced over the batch. The solver checks its
@@ -97,7 +99,8 @@ def test_a_differential_equation_is_estimated_and_solved():
         return jnp.mean(jax.vmap(solved, (None, 0))(weights, y0) ** 2)
 
     loss = jax.jit(by_shard(solved))(WEIGHTS, Y0)
-    assert float(loss) == pytest.approx(float(whole(WEIGHTS, Y0)), rel=1e-5)
+    expected = pytest.approx(float(whole(WEIGHTS, Y0)), rel=1e-5)
+    assert float(loss) == expected
 
 
 def test_a_solve_is_checked_beside_one_device():

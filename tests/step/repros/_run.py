@@ -59,15 +59,15 @@ def apart(case: Case) -> float:
         out_shardings=result,
         compiler_options=_QUICKLY,
     )
-    pairs = zip(
-        jax.tree.leaves(jitted(*case.args)), jax.tree.leaves(whole), strict=True
-    )
+    leaves = jax.tree.leaves(jitted(*case.args))
+    pairs = zip(leaves, jax.tree.leaves(whole), strict=True)
     return max(_share(np.asarray(ours), np.asarray(right)) for ours, right in pairs)
 
 
 def _share(ours: np.ndarray, right: np.ndarray) -> float:
     difference = np.linalg.norm(ours.astype(np.float64) - right)
-    return float(difference / max(np.linalg.norm(right.astype(np.float64)), 1e-12))
+    largest = max(np.linalg.norm(right.astype(np.float64)), 1e-12)
+    return float(difference / largest)
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:

@@ -25,7 +25,8 @@ def mended(x, starts):
 
 def cases() -> Fault:
     # The last start of 16 - 8 is 8.
-    args = (normal(0, 4, 16), np.array([0, 9, 3, 15]))
+    values = np.array([0, 9, 3, 15])
+    args = (normal(0, 4, 16), values)
     specs = (P(), P())
     wrong = {
         "forward": Case(

@@ -24,7 +24,8 @@ def conv(x, w, stride):
 
 
 def loss(x, first, second, hold=lambda y: y):
-    return jnp.sum(jnp.cos(conv(hold(jnp.sin(conv(x, first, 1))), second, 2)))
+    elements = jnp.cos(conv(hold(jnp.sin(conv(x, first, 1))), second, 2))
+    return jnp.sum(elements)
 
 
 def mended(mesh):
@@ -38,10 +39,12 @@ def mended(mesh):
 
 
 def cases() -> Fault:
-    args = normal(9, 8, 16, 8, 8), normal(1, 16, 16, 3, 3), normal(2, 32, 16, 3, 3)
+    array = normal(9, 8, 16, 8, 8)
+    args = array, normal(1, 16, 16, 3, 3), normal(2, 32, 16, 3, 3)
     specs = (ROWS, CHANNELS, CHANNELS)
     grad = jax.grad(loss, (1, 2))
-    others = normal(3, 24, 24, 8, 8), normal(4, 24, 24, 3, 3), normal(5, 48, 24, 3, 3)
+    array = normal(3, 24, 24, 8, 8)
+    others = array, normal(4, 24, 24, 3, 3), normal(5, 48, 24, 3, 3)
     wrong = {
         "gradient": Case(
             step=lambda mesh: grad, args=args, mesh=MESH, specs=specs, result=CHANNELS

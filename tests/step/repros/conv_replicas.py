@@ -49,8 +49,10 @@ def mended(mesh):
 
 
 def cases() -> Fault:
-    image, kernel = normal(0, 4, 8, 8, 8), normal(1, 8, 8, 3, 3)
-    sequence, taps = normal(2, 4, 16, 8), normal(3, 4, 1, 8)
+    array = normal(0, 4, 8, 8, 8)
+    image, kernel = array, normal(1, 8, 8, 3, 3)
+    array = normal(2, 4, 16, 8)
+    sequence, taps = array, normal(3, 4, 1, 8)
     grad = jax.grad(loss, (0, 1))
     wrong = {
         "gradient": Case(lambda mesh: grad, (image, kernel), MESH, (HEIGHT, P())),

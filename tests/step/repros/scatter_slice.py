@@ -23,7 +23,8 @@ def sliced(x):
 
 def loss(x, y, weights):
     joined = jnp.concatenate([x, y], axis=1)
-    return jnp.sum(joined.at[:, :1].max(2.0) * weights)
+    elements = joined.at[:, :1].max(2.0) * weights
+    return jnp.sum(elements)
 
 
 def mended(mesh):
@@ -37,7 +38,9 @@ def mended(mesh):
 
 def cases() -> Fault:
     x = normal(0, 4, 14, 2)
-    parts = (normal(1, 4, 6, 2), normal(2, 4, 8, 2), x)
+    array = normal(1, 4, 6, 2)
+    parts = (array, normal(2, 4, 8, 2), x)
+    specs = (P(), P(), P())
     wrong = {
         "forward": Case(
             step=lambda mesh: sliced, args=(x,), mesh=MESH, specs=(P(),), result=CUT
@@ -46,7 +49,7 @@ def cases() -> Fault:
             step=lambda mesh: jax.grad(loss, 1),
             args=parts,
             mesh=MESH,
-            specs=(P(), P(), P()),
+            specs=specs,
             result=CUT,
         ),
     }
