@@ -106,7 +106,8 @@ STATES = [
 @pytest.mark.usefixtures("in_store")
 @pytest.mark.parametrize("test", STATES, ids=lambda test: test.__name__)
 def test_states_are_those_of_a_local_checkpoint(test, tmp_path):
-    test(tmp_path, Mesh(np.array(jax.devices()), ("x",)))
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    test(tmp_path, mesh)
 
 
 LAWS = [

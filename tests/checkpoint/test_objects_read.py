@@ -50,7 +50,8 @@ def put_set(server, path, files):
 
 def planned(index, mesh, rule):
     structs = checkpoint.structs(index)
-    return shardfx.plan(structs, mesh, paths=PathRules([(".*", rule)]))
+    rules = PathRules([(".*", rule)])
+    return shardfx.plan(structs, mesh, paths=rules)
 
 
 def require_equal(loaded, tensors):
@@ -66,7 +67,8 @@ def test_a_set_of_files_is_loaded_under_any_plan(server, mesh, rule):
     put_set(server, f"set/{rule}", [first, rest])
     place = server.place(f"set/{rule}")
     index = checkpoint.read_index(place)
-    assert index.format == "safetensors" and "endpoint" not in str(index)
+    assert index.format == "safetensors"
+    assert "endpoint" not in str(index)
     made = planned(index, mesh, rule)
     require_equal(checkpoint.load(place, made), tensors)
     require_equal(checkpoint.load(index, made), tensors)
@@ -82,7 +84,8 @@ def test_maps_and_specs_reach_into_stores(server, mesh):
     struct = jax.ShapeDtypeStruct(
         (4, 16, 8), np.float32, sharding=NamedSharding(mesh, P(None, "x"))
     )
-    stacked = TreeMap({"w": From("l.{i}.w").T.stack("i")})
+    rules = {"w": From("l.{i}.w").T.stack("i")}
+    stacked = TreeMap(rules)
     for place in (server.place("map/model.safetensors"), server.spec("map/")):
         loaded = checkpoint.load(place, {"w": struct}, stacked)
         expected = np.stack([tensors[f"l.{number}.w"].T for number in range(4)])
@@ -142,7 +145,8 @@ def test_each_format_is_loaded_from_a_store(server, mesh, tmp_path, write):
     )
     loaded = checkpoint.load(place, {"w": struct})
     assert np.array_equal(np.asarray(loaded["w"]), value)
-    assert "token" not in str(remote) and SECRET_KEY not in repr(remote)
+    assert "token" not in str(remote)
+    assert SECRET_KEY not in repr(remote)
 
 
 def test_headers_of_many_files_take_two_round_trips(behind_proxy):
@@ -180,7 +184,8 @@ def test_sizes_are_found_by_reads(server):
     for size in sizes:
         server.put(f"sizes/{size}", bytes(size))
         with where.opened(where.inside(str(size))) as file:
-            assert file.size() == size and file.known_size is None
+            assert file.size() == size
+            assert file.known_size is None
             assert file.read(10, 2) == bytes(max(0, min(10, size - 2)))
 
 
@@ -221,7 +226,8 @@ def test_what_the_store_refuses_has_a_message(behind_proxy, kind):
         checkpoint.read_index(server.place("refused"))
     told = str(caught.value)
     assert "s3://bucket/refused/model.safetensors.index.json" in told
-    assert ACCESS_KEY not in told and SECRET_KEY not in told
+    assert ACCESS_KEY not in told
+    assert SECRET_KEY not in told
 
 
 def test_faults_that_pass_are_repeated(behind_proxy, mesh):
@@ -303,7 +309,8 @@ def test_an_object_that_goes_on_behind_its_tensors(server, mesh):
     server.put("later/model.safetensors", data)
     struct = jax.ShapeDtypeStruct((8,), np.float32, sharding=NamedSharding(mesh, P()))
     place = server.place("later")
-    assert not checkpoint.load(place, {"w": struct}, unread="allow")["w"].any()
+    loaded = checkpoint.load(place, {"w": struct}, unread="allow")["w"]
+    assert not loaded.any()
 
 
 ADDRESSES = {
@@ -364,7 +371,14 @@ def test_a_limit_that_is_too_small(server, mesh):
 def test_requests_over_pieces_of_8_mebibytes(mebibytes):
     """With the request behind the last tensor."""
     nbytes = int(mebibytes * 2**20)
-    entry = FileArray("w", (nbytes,), np.dtype(np.uint8), "model.safetensors", "U8", 0)
+    entry = FileArray(
+        "w",
+        shape=(nbytes,),
+        dtype=np.dtype(np.uint8),
+        file="model.safetensors",
+        stored="U8",
+        offset=0,
+    )
     piece = object_reads.Piece(entry, 8, np.empty(nbytes, np.uint8))
     requests = list(object_reads.requests_of([piece], 2**18))
     assert sum(request.nbytes for request in requests) == nbytes

@@ -33,13 +33,16 @@ def mesh():
 
 
 def state_of(mesh, value=0.0):
+    values = jnp.arange(128.0).reshape(8, 16) + value
+    keys = jax.random.split(jax.random.key(3), 8)
+    array = jnp.zeros((0, 3), jnp.bfloat16)
     tree = {
         "w": jnp.full((16, 8), value),
-        "columns": jnp.arange(128.0).reshape(8, 16) + value,
+        "columns": values,
         "packed": jnp.arange(-8, 8, dtype=jnp.int4),
         "key": jax.random.key(7),
-        "keys": jax.random.split(jax.random.key(3), 8),
-        "empty": jnp.zeros((0, 3), jnp.bfloat16),
+        "keys": keys,
+        "empty": array,
         "scalar": jnp.array(value, jnp.bfloat16),
         "step": int(value),
     }
@@ -53,11 +56,13 @@ def require_same(loaded, tree):
         if name == "step":
             assert loaded["step"] == value
             continue
-        assert loaded[name].dtype == value.dtype and loaded[name].shape == value.shape
+        assert loaded[name].dtype == value.dtype
+        assert loaded[name].shape == value.shape
         bits = [leaf for leaf in (loaded[name], value)]
         if name.startswith("key"):
             bits = [jax.random.key_data(leaf) for leaf in bits]
-        assert np.asarray(bits[0]).tobytes() == np.asarray(bits[1]).tobytes(), name
+        actual = np.asarray(bits[0]).tobytes()
+        assert actual == np.asarray(bits[1]).tobytes(), name
 
 
 @pytest.mark.parametrize("file_bytes", [None, 100], ids=["whole", "in parts"])
@@ -71,12 +76,10 @@ def test_a_state_comes_back(server, mesh, file_bytes, tmp_path):
     assert checkpoint.saved_plan(place).digest == made.digest
     index = checkpoint.read_index(place)
     # Each array is stored once, however it lies.
-    assert index.bytes_total == sum(
-        getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree)
-    )
-    rows = shardfx.plan(
-        checkpoint.structs(index), mesh, paths=PathRules([(".*", P())]), unused="allow"
-    )
+    expected = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree))
+    assert index.bytes_total == expected
+    rules = PathRules([(".*", P())])
+    rows = shardfx.plan(checkpoint.structs(index), mesh, paths=rules, unused="allow")
     other = checkpoint.load(place, rows, unread="allow")
     assert np.array_equal(np.asarray(other["columns"]), np.asarray(tree["columns"]))
     reads = checkpoint.plan_reads(index, made, unread="allow")
@@ -106,14 +109,17 @@ def test_other_libraries_read_whole_arrays(s3, mesh):
 
 
 def test_one_object_is_one_file(server, mesh):
-    tree = {"w": jnp.arange(64.0).reshape(4, 4, 4)}
+    values = jnp.arange(64.0).reshape(4, 4, 4)
+    tree = {"w": values}
     place = server.place("one/model.safetensors")
     checkpoint.save(place, tree)
-    assert np.array_equal(checkpoint.load(place, tree)["w"], tree["w"])
+    loaded = checkpoint.load(place, tree)["w"]
+    assert np.array_equal(loaded, tree["w"])
     with pytest.raises(CheckpointError, match="exists, and nothing was changed"):
         checkpoint.save(place, tree)
     checkpoint.save(place, {"w": tree["w"] + 1}, overwrite=True)
-    assert np.array_equal(checkpoint.load(place, tree)["w"], tree["w"] + 1)
+    loaded = checkpoint.load(place, tree)["w"]
+    assert np.array_equal(loaded, tree["w"] + 1)
 
 
 def test_of_two_savers_the_later_is_told(s3, mesh, monkeypatch):
@@ -135,7 +141,8 @@ def test_of_two_savers_the_later_is_told(s3, mesh, monkeypatch):
     require_same(checkpoint.load(place, made), state_of(mesh, 9.0)[0])
     # The later one took its data away.
     data = {key.partition("/")[0] for key in s3.keys("twice/")}
-    assert len(data) == 2 and not checkpoint.left_over(place, older_than_seconds=0)
+    assert len(data) == 2
+    assert not checkpoint.left_over(place, older_than_seconds=0)
 
 
 def test_the_index_is_written_with_a_condition(behind_proxy, mesh):
@@ -223,9 +230,9 @@ def test_an_answer_that_is_lost_is_no_other_saver(behind_proxy, mesh):
     proxy.fault = fault
     tree = {"w": jnp.arange(4.0)}
     checkpoint.save(server.place("lost"), tree)
-    assert lost and np.array_equal(
-        checkpoint.load(server.place("lost"), tree)["w"], tree["w"]
-    )
+    assert lost
+    loaded = checkpoint.load(server.place("lost"), tree)["w"]
+    assert np.array_equal(loaded, tree["w"])
 
 
 SAVES = """
@@ -263,7 +270,8 @@ def test_a_killed_saver_leaves_whole_steps_and_what_clean_finds(s3):
     left = checkpoint.left_over(place, older_than_seconds=0, remove=True)
     assert not checkpoint.left_over(place, older_than_seconds=3600)
     for one in left:
-        assert one.nbytes > 0 and one.target.startswith("s3://bucket/killed/step-")
+        assert one.nbytes > 0
+        assert one.target.startswith("s3://bucket/killed/step-")
     assert not checkpoint.left_over(place, older_than_seconds=0)
     for name in names:
         checkpoint.load(f"{base}/{name}?{query}", struct)
@@ -272,19 +280,24 @@ def test_a_killed_saver_leaves_whole_steps_and_what_clean_finds(s3):
 def test_a_manager_keeps_steps_in_a_store(server, mesh):
     tree, made = state_of(mesh)
     with checkpoint.Manager(server.place("run"), keep=2) as manager:
-        assert manager.latest() is None and manager.steps() == ()
+        assert manager.latest() is None
+        assert manager.steps() == ()
         for step in range(1, 5):
             manager.save(step, {**tree, "step": step}, made)
-    assert manager.steps() == (3, 4) and manager.latest() == 4
-    assert manager.load(tree)["step"] == 4 and manager.load(tree, 3)["step"] == 3
-    assert {key.partition("/")[0] for key in server.keys("run/")} == {
+    assert manager.steps() == (3, 4)
+    assert manager.latest() == 4
+    assert manager.load(tree)["step"] == 4
+    assert manager.load(tree, 3)["step"] == 3
+    actual = {key.partition("/")[0] for key in server.keys("run/")}
+    assert actual == {
         "step-3",
         "step-4",
     }
     with pytest.raises(CheckpointError, match=r"has no step 1; it has 3, 4\."):
         manager.load(tree, 1)
     again = checkpoint.Manager(server.place("run"))
-    assert again.latest() == 4 and "endpoint" not in again.directory
+    assert again.latest() == 4
+    assert "endpoint" not in again.directory
     again.close()
 
 
@@ -353,7 +366,8 @@ def test_the_command_line_takes_addresses(s3, mesh, capsys):
     source, target = s3.place("cli/from"), s3.place("cli/to")
     checkpoint.save(source, {"w": tree["w"]})
     assert main(["convert", source, target]) == 0
-    assert np.array_equal(checkpoint.load(target, {"w": tree["w"]})["w"], tree["w"])
+    loaded = checkpoint.load(target, {"w": tree["w"]})["w"]
+    assert np.array_equal(loaded, tree["w"])
     assert main(["plan", target, "--mesh", "x=8", "--rules", "w->x"]) == 0
     capsys.readouterr()
     assert main(["clean", target, "--older-than", "0"]) == 0
