@@ -105,10 +105,10 @@ def run(
         killed = index not in ended
         outcomes.append(
             Outcome(
-                None if killed else child.returncode,
-                ended.get(index, deadline_seconds),
-                log.read(),
-                result,
+                returncode=None if killed else child.returncode,
+                seconds=ended.get(index, deadline_seconds),
+                log=log.read(),
+                result=result,
             )
         )
         log.close()

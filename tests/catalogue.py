@@ -83,7 +83,12 @@ def _heads(head_dim: int, *, bias: bool = False) -> tuple[tuple[str, int, int], 
 def _decoder(
     name: str, preset: str, head_dim: int = 128, *, bias: bool = False
 ) -> Model:
-    return Model(name, preset, (("head_dim", head_dim),), _heads(head_dim, bias=bias))
+    return Model(
+        name=name,
+        preset=preset,
+        arguments=(("head_dim", head_dim),),
+        fused=_heads(head_dim, bias=bias),
+    )
 
 
 _BERT_HEADS = r"attention/self/\w+/(weight|bias)$", r"attention/output/dense/weight$"
@@ -118,10 +123,10 @@ MODELS: dict[str, Model] = {
         _decoder("starcoder2-3b", "starcoder2", bias=True),
         _decoder("olmo2-7b", "olmo2"),
         Model(
-            "phi3-mini",
-            "phi3",
-            (("head_dim", 96),),
-            (
+            name="phi3-mini",
+            preset="phi3",
+            arguments=(("head_dim", 96),),
+            fused=(
                 (r"self_attn/qkv_proj/weight$", 0, 96),
                 (r"self_attn/o_proj/weight$", 1, 96),
             ),
@@ -129,19 +134,24 @@ MODELS: dict[str, Model] = {
         _decoder("glm4.5-air", "glm4_moe", bias=True),
         _decoder("gemma3n-e2b", "gemma3n", 256),
         *(_decoder(name, "mixtral") for name in ("mixtral-8x7b", "mixtral-8x22b")),
-        Model("deepseek-v3", "deepseek_v3", (), _LATENT_HEADS),
-        Model("gpt2", "gpt2", (), _GPT2_HEADS),
-        Model("gpt2-xl", "gpt2", (), _GPT2_HEADS),
         Model(
-            "bert-base", "bert", (), ((_BERT_HEADS[0], 0, 64), (_BERT_HEADS[1], 1, 64))
+            name="deepseek-v3", preset="deepseek_v3", arguments=(), fused=_LATENT_HEADS
+        ),
+        Model(name="gpt2", preset="gpt2", arguments=(), fused=_GPT2_HEADS),
+        Model(name="gpt2-xl", preset="gpt2", arguments=(), fused=_GPT2_HEADS),
+        Model(
+            name="bert-base",
+            preset="bert",
+            arguments=(),
+            fused=((_BERT_HEADS[0], 0, 64), (_BERT_HEADS[1], 1, 64)),
         ),
         Model(
-            "minilm-l6",
-            "bert",
-            (("head_dim", 32),),
-            ((_BERT_HEADS[0], 0, 32), (_BERT_HEADS[1], 1, 32)),
+            name="minilm-l6",
+            preset="bert",
+            arguments=(("head_dim", 32),),
+            fused=((_BERT_HEADS[0], 0, 32), (_BERT_HEADS[1], 1, 32)),
         ),
-        Model("t5.1.1-xxl", "t5", (), _T5_HEADS),
+        Model(name="t5.1.1-xxl", preset="t5", arguments=(), fused=_T5_HEADS),
         Model("vit-bigg-14"),
     )
 }

@@ -65,7 +65,14 @@ def blocks(text: str) -> list[Block]:
             else None
         )
         line = text[: fence.start()].count("\n") + 1
-        rows.append(Block(textwrap.dedent(fence["body"]), line, printed, fence["file"]))
+        rows.append(
+            Block(
+                code=textwrap.dedent(fence["body"]),
+                line=line,
+                printed=printed,
+                file=fence["file"],
+            )
+        )
     return rows
 
 

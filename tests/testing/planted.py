@@ -60,7 +60,7 @@ PLANTED: dict[str, Planted] = {}
 
 def planted(*args: Any, out: Any) -> Callable[[Any], Any]:
     def kept(body: Any) -> Any:
-        PLANTED[body.__name__] = Planted(body, args, out)
+        PLANTED[body.__name__] = Planted(body=body, args=args, out=out)
         return body
 
     return kept

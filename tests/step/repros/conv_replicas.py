@@ -55,23 +55,31 @@ def cases() -> Fault:
     sequence, taps = array, normal(3, 4, 1, 8)
     grad = jax.grad(loss, (0, 1))
     wrong = {
-        "gradient": Case(lambda mesh: grad, (image, kernel), MESH, (HEIGHT, P())),
+        "gradient": Case(
+            step=lambda mesh: grad, args=(image, kernel), mesh=MESH, specs=(HEIGHT, P())
+        ),
         "forward, the kernel cut": Case(
-            lambda mesh: conv, (image, kernel), MESH, (HEIGHT, P("a", "b"))
+            step=lambda mesh: conv,
+            args=(image, kernel),
+            mesh=MESH,
+            specs=(HEIGHT, P("a", "b")),
         ),
         "gradient of a causal convolution over a cut sequence": Case(
-            lambda mesh: jax.grad(causal_loss, (0, 1)),
-            (sequence, taps),
-            MESH,
-            (P(None, "b"), P()),
+            step=lambda mesh: jax.grad(causal_loss, (0, 1)),
+            args=(sequence, taps),
+            mesh=MESH,
+            specs=(P(None, "b"), P()),
         ),
     }
     held = {
         "the input constrained to rows": Case(
-            mended, (image, kernel), MESH, (HEIGHT, P())
+            step=mended, args=(image, kernel), mesh=MESH, specs=(HEIGHT, P())
         ),
         "every mesh axis used": Case(
-            lambda mesh: grad, (image, kernel), MESH, (P("a", None, "b"), P())
+            step=lambda mesh: grad,
+            args=(image, kernel),
+            mesh=MESH,
+            specs=(P("a", None, "b"), P()),
         ),
     }
     return Fault(wrong, held)
