@@ -84,7 +84,10 @@ def _run(
     devices = jax.devices()
     results: dict[str, list[Record]] = {}
     for name in names:
-        suite_flags = flags if flags.command == name else suites[name].parse_args([])
+        if flags.command == name:
+            suite_flags = flags
+        else:
+            suite_flags = suites[name].parse_args([])
         repeats = flags.repeats or (3 if flags.quick else 9)
         options = Options(
             flags.quick,

@@ -53,8 +53,12 @@ class Limit:
         return low and (self.at_most is None or measured <= self.at_most)
 
     def __str__(self) -> str:
-        bounds = [f">= {self.at_least:g}"] if self.at_least is not None else []
-        bounds += [f"<= {self.at_most:g}"] if self.at_most is not None else []
+        if self.at_least is not None:
+            bounds = [f">= {self.at_least:g}"]
+        else:
+            bounds = []
+        if self.at_most is not None:
+            bounds += [f"<= {self.at_most:g}"]
         return f"{self.value} {' and '.join(bounds)}"
 
 

@@ -83,21 +83,22 @@ def census(
     - `odd`: whether shards fill no tiles, instead of those of one large matrix.
     - `run`: whether programs run, which those of a compiler that is asked never do.
     """
-    devices = _topology(aot) if aot else emulated(16)
-    large = (
-        ((8192, 8192), jnp.dtype(jnp.bfloat16))
-        if aot
-        else ((2048, 2048), np.dtype(np.float32))
-    )
-    kinds = (
-        [
+    if aot:
+        devices = _topology(aot)
+    else:
+        devices = emulated(16)
+    if aot:
+        large = ((8192, 8192), jnp.dtype(jnp.bfloat16))
+    else:
+        large = ((2048, 2048), np.dtype(np.float32))
+    if odd:
+        kinds = [
             (shape, jnp.dtype(dtype))
             for dtype in (jnp.bfloat16, jnp.float32)
             for shape in _ODD
         ]
-        if odd
-        else [large]
-    )
+    else:
+        kinds = [large]
     rng = random.Random(21562)
     rows = []
     layouts = [sharding_of(devices, end) for end in every_layout(len(devices))]
@@ -154,7 +155,9 @@ def _scratch_bytes(devices: np.ndarray) -> int:
     struct = jax.ShapeDtypeStruct((256 * count, 1024), jnp.float32, sharding=rows)
     compiled = jax.jit(turned).lower(struct).compile()
     memory = compiled.memory_analysis()
-    return 0 if memory is None else max(0, memory.temp_size_in_bytes - 2**20)
+    if memory is None:
+        return 0
+    return max(0, memory.temp_size_in_bytes - 2**20)
 
 
 def _row(

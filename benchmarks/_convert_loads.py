@@ -47,7 +47,10 @@ def checkpoint_folder(mebibytes: int) -> Path:
     for path, rule in HUGGING_FACE.steps[0].rules:
         leaf, *_ = _leaves(rule)
         shape = structs[path].shape
-        stored_shape = shape if "{i}" not in leaf else shape[:0:-1]
+        if "{i}" not in leaf:
+            stored_shape = shape
+        else:
+            stored_shape = shape[:0:-1]
         for i in range(shape[0] if "{i}" in leaf else 1):
             numbers = random.integers(0, 2**14, stored_shape, np.uint16).view(
                 jnp.bfloat16
@@ -58,11 +61,9 @@ def checkpoint_folder(mebibytes: int) -> Path:
 
 
 def _leaves(rule: From) -> list[str]:
-    return (
-        [rule.path]
-        if rule.op == "leaf"
-        else [path for part in rule.of for path in _leaves(part)]
-    )
+    if rule.op == "leaf":
+        return [rule.path]
+    return [path for part in rule.of for path in _leaves(part)]
 
 
 def _by_hand(file: Path, shardings: Any) -> Any:

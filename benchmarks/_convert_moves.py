@@ -38,11 +38,11 @@ from ._runner import Options
 def sync_race(mebibytes: int, options: Options, elsewhere: bool) -> Race:
     layers = layer_count(mebibytes)
     half = len(options.devices) // 2
-    source_devices, there = (
-        (options.devices[:half], options.devices[half:])
-        if elsewhere
-        else (options.devices,) * 2
-    )
+    if elsewhere:
+        source_devices = options.devices[:half]
+        there = options.devices[half:]
+    else:
+        source_devices, there = (options.devices,) * 2
     source = trainer_plan(layers, source_devices)
     target = engine_plan(layers, there)
     shardings = target.shardings

@@ -148,11 +148,8 @@ def serving(data: Mapping[str, Any], model: Mapping[str, int]) -> Mapping[str, V
             ("that a program may fill", None),
         ):
             chip = chips.find("v5e")
-            chip = (
-                chip
-                if usable is None
-                else dataclasses.replace(chip, usable_hbm_bytes=int(usable))
-            )
+            if usable is not None:
+                chip = dataclasses.replace(chip, usable_hbm_bytes=int(usable))
             values[f"{name}.caches in memory {which}"] = _most_caches(
                 model, mine=mine, dtype=dtype, weights=weights, chip=chip
             )
@@ -171,14 +168,18 @@ def _most_caches(
     weights: Any,
     chip: Any,
 ) -> int:
-    low, high = 0, 1024
+    low = 0
+    high = 1024
     while high - low > 1:
         middle = (low + high) // 2
         cache = plan(_cache(model, mine, middle, dtype), weights.mesh, paths=_CACHED)
         joined = ShardPlan.join(params=weights, cache=cache)
         fitted = fit(joined, chip=chip)
         fits = fitted.fits
-        low, high = (middle, high) if fits else (low, middle)
+        if fits:
+            low = middle
+        else:
+            high = middle
     return low
 
 
@@ -196,11 +197,11 @@ def _cache(
 
 
 def _parameters(model: Mapping[str, int], dtype: Any) -> dict[str, Any]:
-    layers, width, hidden = model["layers"], model["width"], model["hidden"]
-    heads, keys = (
-        model["heads"] * model["head_dim"],
-        model["kv_heads"] * model["head_dim"],
-    )
+    layers = model["layers"]
+    width = model["width"]
+    hidden = model["hidden"]
+    heads = model["heads"] * model["head_dim"]
+    keys = model["kv_heads"] * model["head_dim"]
     shapes = {
         "query": (layers, width, heads),
         "key": (layers, width, keys),

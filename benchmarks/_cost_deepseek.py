@@ -100,8 +100,12 @@ def _names() -> dict[str, Any]:
 
 
 def _structs(config: Mapping[str, Any]) -> dict[str, Any]:
-    width, heads, experts = config["width"], config["heads"], config["experts"]
-    whole, rope, value = config["head_dim"], config["rope_dim"], config["head_dim"]
+    width = config["width"]
+    heads = config["heads"]
+    experts = config["experts"]
+    whole = config["head_dim"]
+    rope = config["rope_dim"]
+    value = config["head_dim"]
     attention = {
         "query_down": (width, config["query_rank"]),
         "query_up": (config["query_rank"], heads, whole + rope),
@@ -261,7 +265,8 @@ def _routed(
     def local(
         x: jax.Array, best: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any
     ) -> jax.Array:
-        rows, width = x.shape[0] * x.shape[1], x.shape[2]
+        rows = x.shape[0] * x.shape[1]
+        width = x.shape[2]
         order = jnp.argsort(chosen.reshape(-1))
         many = jnp.repeat(x.reshape(rows, width), count, axis=0)[order]
         sizes = jnp.bincount(chosen.reshape(-1), length=config["experts"])

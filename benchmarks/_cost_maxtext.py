@@ -66,7 +66,9 @@ def planned(
 
 
 def _structs(config: Mapping[str, Any]) -> dict[str, Any]:
-    layers, width, hidden = config["layers"], config["width"], config["hidden"]
+    layers = config["layers"]
+    width = config["width"]
+    hidden = config["hidden"]
     heads = (width, layers, config["heads"], config["head_dim"])
     shapes = {
         "embedding": (config["vocab"], width),
@@ -188,7 +190,8 @@ def _rotated(x: jax.Array) -> jax.Array:
     half = x.shape[-1] // 2
     values = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None]
     angles = values / 10_000 ** (jnp.arange(half) / half)
-    sin, cos = jnp.sin(angles)[None, :, None], jnp.cos(angles)[None, :, None]
+    sin = jnp.sin(angles)[None, :, None]
+    cos = jnp.cos(angles)[None, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1

@@ -75,9 +75,11 @@ def suggestions() -> dict[str, Value]:
         "compiled_kib": before // 1024,
         "estimated_kib": found.peak_bytes // 1024,
     }
-    worst, off = abs(100 * (found.peak_bytes / before - 1)), 0.0
+    worst = abs(100 * (found.peak_bytes / before - 1))
+    off = 0.0
     for words, change in _MADE.items():
-        told, after = _told(found, words), peak(*changed(**change))
+        told = _told(found, words)
+        after = peak(*changed(**change))
         values |= {
             f"{words}, saves_kib": told.saves_bytes // 1024,
             f"{words}, compiled_kib": (before - after) // 1024,
@@ -137,7 +139,10 @@ def on_v5e() -> dict[str, Value]:
 
 def hbm_of_changed(words: str) -> int:
     """The bytes of HBM that libtpu assigns to the larger step with a change."""
-    made = _offloaded() if words == _AWAY else changed(**_WITH[words], sizes=LARGE)
+    if words == _AWAY:
+        made = _offloaded()
+    else:
+        made = changed(**_WITH[words], sizes=LARGE)
     found = fit(*made, chip="v5e")
     assert found.basis == "compiled", "install libtpu: pip install 'shardfx[aot]'"
     return found.peak_bytes
@@ -208,7 +213,8 @@ def changed(
         ),
     }
     params = plan(structs, sizes.mesh, names=_NAMES, axes=_AXES)
-    params = follow(lambda tree: tree, params, over=over) if cut else params
+    if cut:
+        params = follow(lambda tree: tree, params, over=over)
     optimizer = _narrowed(_ADAM) if narrow else _ADAM
     rows = jax.ShapeDtypeStruct(
         (sizes.batch // (2 if halved else 1), sizes.width), jnp.float32

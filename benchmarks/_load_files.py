@@ -23,9 +23,13 @@ def _shapes(mebibytes: int) -> dict[str, tuple[tuple[int, int], Any]]:
     """Tensors of three sizes, half of them bfloat16, half float32, that sum up to about
     `mebibytes`.
     """
-    shapes, unit = {}, mebibytes * 2**20 // COUNT
+    shapes = {}
+    unit = mebibytes * 2**20 // COUNT
     for number in range(COUNT):
-        dtype = jnp.bfloat16 if number % 2 else np.float32
+        if number % 2:
+            dtype = jnp.bfloat16
+        else:
+            dtype = np.float32
         nbytes = unit * (1, 2, 3, 2)[number % 4] // 2
         columns = 4096 if mebibytes >= 1024 else 1024
         rows = max(8, nbytes // (columns * np.dtype(dtype).itemsize) // 8 * 8)

@@ -120,7 +120,8 @@ def memory_of(file: str, mebibytes: int, name: str, devices: int) -> dict[str, f
     reset_peak()
     before = resident_bytes()
     result = jax.block_until_ready(LOADERS[name](Path(file), sharding_plan))
-    peak, resident = peak_resident_bytes() - before, resident_bytes() - before
+    peak = peak_resident_bytes() - before
+    resident = resident_bytes() - before
     del result
     return {
         "peak_over_tensors": peak / sharding_plan.bytes_total,
@@ -129,10 +130,8 @@ def memory_of(file: str, mebibytes: int, name: str, devices: int) -> dict[str, f
 
 
 def cold_loads(mebibytes: int, options: Options) -> Mapping[str, Value]:
-    file, sharding_plan = (
-        checkpoint_folder(mebibytes) / "model.safetensors",
-        plan_of_cut(mebibytes, "rows", options.devices),
-    )
+    file = checkpoint_folder(mebibytes) / "model.safetensors"
+    sharding_plan = plan_of_cut(mebibytes, "rows", options.devices)
     values = dict(ABSENT)
     for name, load in LOADERS.items():
         _forget(_read_by(name, file))

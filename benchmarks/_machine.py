@@ -120,4 +120,6 @@ def _status(key: str) -> int:
 
 def _lines(path: str) -> list[str]:
     file = Path(path)
-    return file.read_text().splitlines() if file.exists() else []
+    if file.exists():
+        return file.read_text().splitlines()
+    return []

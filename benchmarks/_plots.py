@@ -206,15 +206,12 @@ def _spread(values: Mapping[str, Any]) -> dict[str, dict[str, int]]:
         if match := _CENSUS.fullmatch(key):
             name = match[1]
             interval = match[2].replace("x, up to ", " to ")
-            label = (
-                "none"
-                if interval == "0x"
-                else (
-                    interval.removesuffix("x")
-                    if " to " in interval
-                    else f"> {interval}"
-                )
-            )
+            if interval == "0x":
+                label = "none"
+            elif " to " in interval:
+                label = interval.removesuffix("x")
+            else:
+                label = f"> {interval}"
             counts.setdefault(label.removesuffix("x"), {})[name] = value
     return counts
 
@@ -279,7 +276,12 @@ def planning(files: Mapping[str, Mapping[str, Any]]) -> str | None:
         if name == names[0]:
             label = case.replace(f"{leaves:,} leaves", "").strip(", ")
             is_right_of_axis = x > 240
-            place, anchor = (x - 9, "end") if is_right_of_axis else (x + 9, "start")
+            if is_right_of_axis:
+                place = x - 9
+                anchor = "end"
+            else:
+                place = x + 9
+                anchor = "start"
             parts.append(
                 _text(
                     place,
@@ -354,7 +356,12 @@ def _ticks(
     parts = []
     for tick in ticks:
         x = scale(tick)
-        colour, wide = (SOFT, 1.4) if unit and tick == 1 else (GRID, 1)
+        if unit and tick == 1:
+            colour = SOFT
+            wide = 1.4
+        else:
+            colour = GRID
+            wide = 1
         line = f'x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"'
         parts.append(f'<line {line} stroke="{colour}" stroke-width="{wide}"/>')
         parts.append(

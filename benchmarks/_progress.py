@@ -32,7 +32,10 @@ class Progress:
     def end(self, trouble: str) -> None:
         self._done += 1
         seconds = time.perf_counter() - self._began
-        clear = "\r\033[K" if sys.stderr.isatty() else ""
+        if sys.stderr.isatty():
+            clear = "\r\033[K"
+        else:
+            clear = ""
         note = f": {trouble}" if trouble else ""
         counted = f"[{self._done}/{self._total}]"
         print(

@@ -78,7 +78,10 @@ def table(records: Sequence[Record]) -> str:
     limits, and what was skipped.
     """
     rows = [row for record in records for row in _rows(record)]
-    parts = [_aligned([HEADER, *rows])] if rows else []
+    if rows:
+        parts = [_aligned([HEADER, *rows])]
+    else:
+        parts = []
     texts = [
         f"{r.name}: {_facts(r)}" for r in records if r.kind == "race" and _facts(r)
     ]
@@ -89,11 +92,8 @@ def table(records: Sequence[Record]) -> str:
     findings_rows = [
         row for record in records if record.kind == "finding" for row in _found(record)
     ]
-    parts += (
-        [_aligned([("finding", "value", "measured"), *findings_rows])]
-        if findings_rows
-        else []
-    )
+    if findings_rows:
+        parts += [_aligned([("finding", "value", "measured"), *findings_rows])]
     texts = [f"{r.name}: {_limit(limit)}" for r in records for limit in r.limits]
     parts += _lines("Limits", texts)
     parts += _lines("Skipped", _skipped(records))
@@ -217,7 +217,10 @@ def _short_table(records: Sequence[Record]) -> str:
     rows = [
         row for record in records if record.kind == "race" for row in _short_row(record)
     ]
-    parts = [_aligned([SHORT_HEADER, *rows])] if rows else []
+    if rows:
+        parts = [_aligned([SHORT_HEADER, *rows])]
+    else:
+        parts = []
     limits = [
         limit
         for record in records
@@ -363,9 +366,9 @@ def _only(
 
 
 def _lines(heading: str, lines: Sequence[str]) -> list[str]:
-    return (
-        [f"{heading}:\n\n" + "\n".join(f"- {line}" for line in lines)] if lines else []
-    )
+    if lines:
+        return [f"{heading}:\n\n" + "\n".join(f"- {line}" for line in lines)]
+    return []
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -393,13 +396,11 @@ def _seconds(value: Value | None) -> str:
 def _number(value: Value | None) -> str:
     if value is None:
         return "-"
-    return (
-        value
-        if isinstance(value, str)
-        else f"{value:,}"
-        if isinstance(value, int)
-        else f"{value:.3g}"
-    )
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.3g}"
 
 
 def _is_number(value: Any) -> bool:

@@ -81,11 +81,10 @@ def run_suite(
     records = []
     for entry in entries:
         progress.begin(entry.name)
-        entry_results = (
-            _apart(entry, options)
-            if isinstance(entry, Apart)
-            else [_run_entry(entry, options)]
-        )
+        if isinstance(entry, Apart):
+            entry_results = _apart(entry, options)
+        else:
+            entry_results = [_run_entry(entry, options)]
         records += entry_results
         text = "; ".join(record.failed for record in entry_results if record.failed)
         progress.end(text)
@@ -269,7 +268,10 @@ def _ratios(
 
 def _judge(limit: Limit, values: dict[str, Value]) -> dict[str, Any]:
     measured = values.get(limit.value)
-    number = measured if isinstance(measured, int | float) else None
+    if isinstance(measured, int | float):
+        number = measured
+    else:
+        number = None
     return {
         "text": str(limit),
         "measured": number,

@@ -23,7 +23,10 @@ def pieces(array: np.ndarray, end: StepLayout, like: StepLayout) -> list[np.ndar
     the definition.
     """
     alike = end.order is None or like.order is None
-    order = range(end.size) if alike else end.order
+    if alike:
+        order = range(end.size)
+    else:
+        order = end.order
     place = {device: index for index, device in enumerate(order or ())}
     boxes = []
     for device in range(end.size) if alike else like.order or ():

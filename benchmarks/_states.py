@@ -51,7 +51,10 @@ def _race(options: Options, axes: dict[str, int], divisor: int) -> Race:
     values = _values(shapes)
     right = equals(values, dst)
     byte_count = sum(x.nbytes for x in jax.tree.leaves(values))
-    scalax = ft.partial(_peers.scalax, dst) if options.flags.scalax else _left_out
+    if options.flags.scalax:
+        scalax = ft.partial(_peers.scalax, dst)
+    else:
+        scalax = _left_out
     rivals = (
         Rival("shardfx", lambda: lambda tree: reshard(tree, expected), right),
         Rival("jax.jit", lambda: _peers.whole_jit(src, dst), right),

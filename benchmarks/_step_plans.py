@@ -145,7 +145,10 @@ def planned(
     - `devices`: what the plans are for; without them they say what they say and nothing
       can be compiled.
     """
-    mesh = layout.mesh if devices is None else layout.mesh.build(devices)
+    if devices is None:
+        mesh = layout.mesh
+    else:
+        mesh = layout.mesh.build(devices)
     shapes = parameters(sizes, strategy)
     rules = layout.axis_rules
     ours = plan(

@@ -103,7 +103,10 @@ def parameter_names(sizes: Sizes, strategy: Way) -> dict[str, Any]:
         "mlp": MIXTURE if sizes.experts else DENSE,
     }
     stacked = jax.tree.map(lambda names: ("layers", *names), layer, is_leaf=_is_names)
-    layers = stacked if strategy.scan else [layer] * sizes.layers
+    if strategy.scan:
+        layers = stacked
+    else:
+        layers = [layer] * sizes.layers
     return {
         "embedding": ("vocab", "embed"),
         "layers": layers,
@@ -186,7 +189,10 @@ class _Model:
 
     def logits(self, params: Any, tokens: jax.Array) -> jax.Array:
         x = self.laid(params["embedding"][tokens], STREAM)
-        layer = jax.checkpoint(self.layer) if self.way.remat else self.layer
+        if self.way.remat:
+            layer = jax.checkpoint(self.layer)
+        else:
+            layer = self.layer
         if self.way.scan:
             x, _ = jax.lax.scan(
                 lambda x, weights: (layer(x, weights), None), x, params["layers"]
@@ -202,7 +208,10 @@ class _Model:
             self.laid(_normed(x, weights["attention_norm"]), INSIDE),
             weights["attention"],
         )
-        mlp = self.mixture if self.sizes.experts else self.mlp
+        if self.sizes.experts:
+            mlp = self.mixture
+        else:
+            mlp = self.mlp
         return x + mlp(
             self.laid(_normed(x, weights["mlp_norm"]), INSIDE), weights["mlp"]
         )
@@ -269,9 +278,12 @@ class _Model:
         by_experts = ("expert", "expert_batch", None, "width")
         if self.way.exchange == "once":
             return self.laid(x, by_experts)
-        first, second = (
-            (by_tokens, by_experts) if to_experts else (by_experts, by_tokens)
-        )
+        if to_experts:
+            first = by_tokens
+            second = by_experts
+        else:
+            first = by_experts
+            second = by_tokens
         return self.laid(self.laid(x, first), second)
 
     def experts(self, x: jax.Array, weights: Any) -> jax.Array:

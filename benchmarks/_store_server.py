@@ -56,8 +56,14 @@ def main(directory: str, seconds: float) -> None:
             text = self.headers.get("Range", "")
             if text:
                 first, last = text.removeprefix("bytes=").split("-")
-                start = int(first) if first else max(0, size - int(last))
-                stop = min(size, int(last) + 1) if first and last else size
+                if first:
+                    start = int(first)
+                else:
+                    start = max(0, size - int(last))
+                if first and last:
+                    stop = min(size, int(last) + 1)
+                else:
+                    stop = size
             if text and start >= size:
                 self._send(416, {}, b"<Error><Code>InvalidRange</Code></Error>")
                 return

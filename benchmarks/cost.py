@@ -100,7 +100,10 @@ def cases(options: Options) -> list[Entry]:
 
 def on_sixteen(options: Options) -> list[Entry]:
     """The cases that compile for 16 emulated devices."""
-    ways = {"scan, remat": WAYS["scan, remat"]} if options.quick else WAYS
+    if options.quick:
+        ways = {"scan, remat": WAYS["scan, remat"]}
+    else:
+        ways = WAYS
     names = QUICK if options.quick else tuple(LAYOUTS)
     layers = 2 if options.quick else MIDDLE.layers
     entries: list[Entry] = [
@@ -133,7 +136,8 @@ def on_sixteen(options: Options) -> list[Entry]:
 def _plans(
     strategy: Way, names: Sequence[str], layers: int, devices: list[Any]
 ) -> dict[str, Value]:
-    values, worst = {}, 0.0
+    values = {}
+    worst = 0.0
     for name in names:
         layout = LAYOUTS[name]
         sizes = dataclasses.replace(
@@ -142,9 +146,8 @@ def _plans(
         planned_step = planned(sizes, strategy, layout, devices)
         ours, theirs = _both(planned_step)
         values |= _described(name, ours, theirs, theirs.wire_bytes)
-        worst = (
-            worst if layout.experts else max(worst, abs(_off(ours, theirs.wire_bytes)))
-        )
+        if not layout.experts:
+            worst = max(worst, abs(_off(ours, theirs.wire_bytes)))
     return values | {"worst dense plan, % off": worst}
 
 
@@ -154,7 +157,9 @@ def _both(planned_step: Planned) -> tuple[Traffic, Traffic]:
 
 
 def _off(ours: Traffic, compiled_bytes: float) -> float:
-    return 100 * (ours.wire_bytes / compiled_bytes - 1) if compiled_bytes else 0.0
+    if compiled_bytes:
+        return 100 * (ours.wire_bytes / compiled_bytes - 1)
+    return 0.0
 
 
 def _described(
@@ -223,7 +228,8 @@ def _random(count: int, devices: list[Any]) -> dict[str, Value]:
     """Three axes of 2, 2 and 4 devices cut what is drawn. Most of it makes no sense,
     which compilers take worst.
     """
-    errors, signed = [], []
+    errors = []
+    signed = []
     for seed in range(count):
         planned_step = planned(
             dataclasses.replace(MIDDLE, layers=2), Way(), random_layout(seed), devices
@@ -255,7 +261,8 @@ def _speed() -> Finding:
             dtype=jnp.bfloat16,
         )
         planned_step = planned(sizes, Way(remat=True), LAYOUTS["fsdp x tp"])
-        times, rows = [], ()
+        times = []
+        rows = ()
         for _ in range(3):
             jax.clear_caches()
             begin = time.process_time()
@@ -276,7 +283,8 @@ def on_tpu(aot: str, names: Iterable[str], programs: str | None) -> dict[str, Va
     # beside the first.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     jax.config.update("jax_platforms", "cpu")
-    values, worst = {}, 0.0
+    values = {}
+    worst = 0.0
     for name in names:
         layout = LAYOUTS[name]
         sizes = dataclasses.replace(
@@ -296,7 +304,8 @@ def on_tpu(aot: str, names: Iterable[str], programs: str | None) -> dict[str, Va
         as_gathers = sum(_without_window(row, layout) for row in theirs.rows)
         values |= _described(name, ours, theirs, as_gathers)
         values[f"{name}, compiled MB, windows as they are"] = theirs.wire_bytes / 1e6
-        worst = worst if layout.experts else max(worst, abs(_off(ours, as_gathers)))
+        if not layout.experts:
+            worst = max(worst, abs(_off(ours, as_gathers)))
     return values | {"worst dense plan, % off": worst}
 
 
@@ -323,4 +332,6 @@ def _without_window(row: Any, layout: Layout) -> float:
     """
     count = math.prod(layout.axes[axis] for axis in row.axes)
     is_ring = row.windowed and row.kind == "reduce-scatter"
-    return row.wire_bytes * (count - 1) / (count + 1) if is_ring else row.wire_bytes
+    if is_ring:
+        return row.wire_bytes * (count - 1) / (count + 1)
+    return row.wire_bytes

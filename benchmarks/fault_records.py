@@ -112,7 +112,9 @@ def _outcome(outcome: Mapping[str, Any]) -> str:
         raise AssertionError(
             f"{outcome['repro']} is not mended by {unmended}: {outcome}"
         )
-    return "wrong" if max(outcome["wrong"].values()) > _CLOSE else "right"
+    if max(outcome["wrong"].values()) > _CLOSE:
+        return "wrong"
+    return "right"
 
 
 def _write(file: Path, runs: Mapping[str, Any], precision: Mapping[str, Any]) -> None:

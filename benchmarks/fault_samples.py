@@ -38,7 +38,10 @@ def residual(rng: random.Random) -> Case:
     is_scanned = rng.random() < 0.3
 
     def block(x: Any, w: Any) -> Any:
-        y = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) if is_normed else x
+        if is_normed:
+            y = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        else:
+            y = x
         return x + activation(y @ w)
 
     def loss(x: Any, stack: Any) -> Any:
@@ -72,7 +75,10 @@ def convolutions(rng: random.Random) -> Case:
                 "SAME",
                 dimension_numbers=("NCHW", "OIHW", "NCHW"),
             )
-            x = jnp.sin(y) + x if stride == 1 and is_residual else jnp.sin(y)
+            if stride == 1 and is_residual:
+                x = jnp.sin(y) + x
+            else:
+                x = jnp.sin(y)
         return jnp.mean(jnp.cos(x))
 
     x = normal(0, rng.choice([8, 16]), channels, 8, 8)

@@ -174,7 +174,10 @@ def _between(
     in one piece.
     """
     out = whole.memory_kind == "pinned_host"
-    source_array = jax.block_until_ready(jax.device_put(values, src)) if out else values
+    if out:
+        source_array = jax.block_until_ready(jax.device_put(values, src))
+    else:
+        source_array = values
     rivals = (
         Rival("shardfx", lambda: lambda x: reshard(x, dst), _same(values)),
         Rival(

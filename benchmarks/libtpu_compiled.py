@@ -52,13 +52,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")
 
-    document = json.loads(_FILE.read_text()) if _FILE.exists() else {}
+    if _FILE.exists():
+        document = json.loads(_FILE.read_text())
+    else:
+        document = {}
     document["versions"] = versions()
     records = document.setdefault(flags.what, {})
     if flags.what == "whole":
         steps = whole(records, flags.chips, flags.count)
     else:
-        steps = full(records) if flags.what == "full" else times(records)
+        if flags.what == "full":
+            steps = full(records)
+        else:
+            steps = times(records)
     for name, record in steps:
         records[name] = record
         _FILE.write_text(json.dumps(document, indent=1) + "\n")
@@ -132,7 +138,10 @@ def full(records: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         except OutOfMemoryError as error:
             record["compiled_fits"] = False
             needed = error.needed_bytes
-            record["compiled_gib"] = None if needed is None else needed / 2**30
+            if needed is None:
+                record["compiled_gib"] = None
+            else:
+                record["compiled_gib"] = needed / 2**30
         yield name, record
 
 

@@ -111,7 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts["lock files made"] = int(has_lock and not had_lock)
     counts["seconds"] = round(time.monotonic() - begin)
 
-    document = json.loads(_FILE.read_text()) if _FILE.exists() else {}
+    if _FILE.exists():
+        document = json.loads(_FILE.read_text())
+    else:
+        document = {}
     document["versions"] = versions()
     document[flags.what] = dict(counts)
     _FILE.write_text(json.dumps(document, indent=1) + "\n")

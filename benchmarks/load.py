@@ -311,10 +311,8 @@ def _cast(mebibytes: int, options: Options) -> Race:
 def _orbax(mebibytes: int, options: Options) -> Race:
     import orbax.checkpoint as ocp
 
-    folder, sharding_plan = (
-        checkpoint_folder(mebibytes),
-        plan_of_cut(mebibytes, "rows", options.devices),
-    )
+    folder = checkpoint_folder(mebibytes)
+    sharding_plan = plan_of_cut(mebibytes, "rows", options.devices)
     path = folder / "orbax"
     if not path.exists():
         with ocp.StandardCheckpointer() as writer:

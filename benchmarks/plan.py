@@ -44,7 +44,10 @@ def cases(options: Options) -> list[Entry]:
     llama = shapes.LLAMA_RULES
     deepseek = shapes.DEEPSEEK_RULES
     race = ft.partial(_race, devices=options.devices)
-    largest = 10_000 if options.quick else options.flags.leaves
+    if options.quick:
+        largest = 10_000
+    else:
+        largest = options.flags.leaves
     fastest = Limit("speedup.best", at_least=1.0)
     return [
         Case(
@@ -174,7 +177,10 @@ def _race(make: Callable[[], Any], rules: tuple, devices: list[Any]) -> Race:
     expected = jax.tree.leaves(_by_first_match(make(), specs))
 
     def right(_: Any, result: Any) -> None:
-        tree = result.shardings if isinstance(result, sfx.ShardPlan) else result
+        if isinstance(result, sfx.ShardPlan):
+            tree = result.shardings
+        else:
+            tree = result
         specs = [getattr(leaf, "spec", leaf) for leaf in jax.tree.leaves(tree)]
         wrong = [
             (a, b)

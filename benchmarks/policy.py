@@ -126,7 +126,10 @@ def transformer(
         return x + mlp(norm(x), w)
 
     def loss(params: dict[str, Any], batch: jax.Array) -> jax.Array:
-        x = params["table"][batch] if vocabulary else batch
+        if vocabulary:
+            x = params["table"][batch]
+        else:
+            x = batch
         if unrolled:
             for number in range(layers):
                 names = params["layers"].items()
@@ -142,7 +145,10 @@ def transformer(
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
 
     tokens = Struct((batch, length), jnp.int32)
-    data = tokens if vocabulary else bf16(batch, length, width)
+    if vocabulary:
+        data = tokens
+    else:
+        data = bf16(batch, length, width)
     return Model(loss, (params, data))
 
 
@@ -267,7 +273,10 @@ def judged(name: str, make: Callable[[], Model], chip_name: str) -> None:
         fitting = [
             numbers.flops for numbers in others.values() if numbers.peak_bytes <= budget
         ]
-        ratio = ours.flops / min(fitting) if fitting else float("nan")
+        if fitting:
+            ratio = ours.flops / min(fitting)
+        else:
+            ratio = float("nan")
         verdict = "under" if ours.peak_bytes <= budget else "OVER"
         print(
             f"  budget {budget / 2**20:9.1f} MiB: {_mib(ours):>12} {verdict},"

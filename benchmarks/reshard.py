@@ -232,7 +232,9 @@ def between_meshes(options: Options) -> list[Entry]:
 
 
 def _shape(shape: tuple[int, int, int], options: Options) -> tuple[int, int, int]:
-    return (shape[0] // 8, *shape[1:]) if options.quick else shape
+    if options.quick:
+        return (shape[0] // 8, *shape[1:])
+    return shape
 
 
 def _case(
@@ -454,7 +456,10 @@ def _simulated() -> Finding:
 
 
 def _every_pair(part: tuple[int, int]) -> Finding:
-    share = "" if part == (1, 1) else f", part {part[0]} of {part[1]}"
+    if part == (1, 1):
+        share = ""
+    else:
+        share = f", part {part[0]} of {part[1]}"
     return Finding(
         f"all pairs on 16 emulated CPU devices, compiled and run{share}",
         ft.partial(compiled, part),

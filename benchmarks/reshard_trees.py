@@ -118,7 +118,10 @@ def _many_leaves(
     options: Options, sizes: tuple[int, int], order: tuple[int, ...] | None
 ) -> Race:
     devices = np.array(options.devices[:8])
-    target = devices if order is None else devices[list(order)]
+    if order is None:
+        target = devices
+    else:
+        target = devices[list(order)]
     source = Mesh(devices, ("fsdp",))
     mesh = Mesh(target.reshape(sizes), ("fsdp", "tensor"))
     values = _model()
@@ -160,7 +163,10 @@ def _many_leaves(
 
 
 def _spec(shape: tuple[int, ...], mesh: Mesh) -> P:
-    entries = ("tensor", "fsdp") if len(shape) == 2 else (None,)
+    if len(shape) == 2:
+        entries = ("tensor", "fsdp")
+    else:
+        entries = (None,)
     return P(
         *[
             axis if axis and size % mesh.shape[axis] == 0 else None
@@ -287,7 +293,9 @@ def _memory(options: Options) -> list[Entry]:
         f"peak memory of jax.device_put, {count} MiB",
         ft.partial(_peaks, names, count, "jax.device_put"),
     )
-    return entries if options.quick else [*entries, rival]
+    if options.quick:
+        return entries
+    return [*entries, rival]
 
 
 def _chosen(options: Options) -> list[str]:
@@ -381,7 +389,10 @@ def offloads(options: Options, mebibytes: int) -> list[Entry]:
     where there are two memories.
     """
     accelerated = options.devices[0].platform != "cpu"
-    bound = (Limit("floor_ratio.shardfx", at_most=1 / 0.9),) if accelerated else ()
+    if accelerated:
+        bound = (Limit("floor_ratio.shardfx", at_most=1 / 0.9),)
+    else:
+        bound = ()
     return [
         Case(
             f"{mebibytes} MiB of Adam's state, {direction}",

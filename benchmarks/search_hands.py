@@ -35,7 +35,10 @@ _OWN = 4
 
 def cases(target: str, only: str, clock: bool) -> list[Entry]:
     """A finding for each model on this slice."""
-    dtype = jnp.float32 if target.startswith("cpu") else jnp.bfloat16
+    if target.startswith("cpu"):
+        dtype = jnp.float32
+    else:
+        dtype = jnp.bfloat16
     called = f"{target} by the clock" if clock else target
     measure = _run if clock else _measured
     entries: list[Entry] = [

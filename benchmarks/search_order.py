@@ -64,7 +64,10 @@ def _order(name: str, few: int, devices: Sequence[Any]) -> dict[str, Value]:
     compiled for as many CPU devices. Seconds are those of products and sending on a
     TPU, nothing hidden.
     """
-    step, *args = unseen_step(name) if name in UNSEEN else models(jnp.float32)[name]()
+    if name in UNSEEN:
+        step, *args = unseen_step(name)
+    else:
+        step, *args = models(jnp.float32)[name]()
     space, lowered = opened(
         step, args, asked_for("cpu:8", None), sfx.auto.Limits(), (), lambda _: None
     )

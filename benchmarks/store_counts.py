@@ -171,7 +171,10 @@ def faults(server: Any, proxy: Any, count: int, draws: random.Random) -> Counts:
             if draws.random() > _FAULT_RATE:
                 return None
             kind = draws.choice(_FAULTS)
-            name = kind if isinstance(kind, str) else str(kind[0])
+            if isinstance(kind, str):
+                name = kind
+            else:
+                name = str(kind[0])
             counts[f"faults: {name}"] += 1
             counts["faults"] += 1
             return kind

@@ -177,7 +177,10 @@ class _Trainer:
 
     def __init__(self, run: Run, plans: DemoPlans | None = None):
         self.run, self.plans = run, plans
-        started = start_unsharded(run) if plans is None else start_sharded(plans, run)
+        if plans is None:
+            started = start_unsharded(run)
+        else:
+            started = start_sharded(plans, run)
         self.step, self.model, self.state = started
 
     def tokens(self, number: int) -> jax.Array:
@@ -189,9 +192,9 @@ class _Trainer:
             length=run.length + 1,
             seed=run.seed,
         )
-        return (
-            jnp.asarray(drawn) if self.plans is None else shard(drawn, self.plans.batch)
-        )
+        if self.plans is None:
+            return jnp.asarray(drawn)
+        return shard(drawn, self.plans.batch)
 
     def loss(self, tokens: jax.Array) -> float:
         self.model, self.state, loss = self.step(self.model, self.state, tokens)

@@ -43,7 +43,10 @@ def judged(on_chip: StepOnChip) -> str:
     before = shardings_of(on_chip.step, "tpu")
     largest = _whole(before)
     advised = saving_constraints(on_chip)
-    lines = list(advised.constraints) if advised else []
+    if advised:
+        lines = list(advised.constraints)
+    else:
+        lines = []
     module = with_constraints(step, lines, "tpu")
     after = shardings_of(step, "tpu", module)
     lines += [line for row in _whole(after) for line in after.missed_axes(row)[:1]]

@@ -101,7 +101,10 @@ def run(
     for index, (child, log) in enumerate(zip(children, logs, strict=True)):
         log.seek(0)
         stored = folder / f"{index}.pickle"
-        result = pickle.loads(stored.read_bytes()) if stored.exists() else None
+        if stored.exists():
+            result = pickle.loads(stored.read_bytes())
+        else:
+            result = None
         killed = index not in ended
         outcomes.append(
             Outcome(

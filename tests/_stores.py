@@ -14,7 +14,10 @@ def zarr(
         "driver": "file",
         "path": f"{directory}/" if ocdbt else f"{directory}/{path}/",
     }
-    kvstore = {"driver": "ocdbt", "base": base, "path": f"{path}/"} if ocdbt else base
+    if ocdbt:
+        kvstore = {"driver": "ocdbt", "base": base, "path": f"{path}/"}
+    else:
+        kvstore = base
     spec = {"driver": driver, "kvstore": kvstore} | (
         {"metadata": metadata} if metadata else {}
     )

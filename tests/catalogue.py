@@ -73,11 +73,9 @@ def _heads(head_dim: int, *, bias: bool = False) -> tuple[tuple[str, int, int], 
         (r"self_attn/[qkv]_proj/weight$", 0, head_dim),
         (r"self_attn/o_proj/weight$", 1, head_dim),
     )
-    return (
-        (*projections, (r"self_attn/[qkv]_proj/bias$", 0, head_dim))
-        if bias
-        else projections
-    )
+    if bias:
+        return (*projections, (r"self_attn/[qkv]_proj/bias$", 0, head_dim))
+    return projections
 
 
 def _decoder(

@@ -67,7 +67,8 @@ def planned():
 
 def counting(name):
     """Counts the bytes that `os.<name>` moves."""
-    moved, original = [], getattr(os, name)
+    moved = []
+    original = getattr(os, name)
 
     def call(*args):
         done = original(*args)
@@ -88,7 +89,10 @@ def right(arrays):
 
 
 def saves_and_loads():
-    plans, read, wrote, result = planned(), counting("preadv"), counting("pwritev"), {}
+    plans = planned()
+    read = counting("preadv")
+    wrote = counting("pwritev")
+    result = {}
     for name, plan in plans.items():
         wrote.clear()
         sharded = shardfx.shard(tree(), plan)
@@ -140,7 +144,8 @@ def with_few_devices():
     without a map.
     """
     mesh = Mesh(jax.devices()[:2], "x")
-    few, result = mesh, {}
+    few = mesh
+    result = {}
     arrays = tree() | {"key": jax.random.key(3)}
     plan = shardfx.plan(
         arrays, few, paths=PathRules.parse("rows->x, columns->None.x, .*->replicate")
@@ -167,7 +172,8 @@ def with_few_devices():
 def through_a_map(plans):
     """Another layout is written under each plan, and read back under the other."""
     shapes_by_path = {path: array.shape for path, array in tree().items()}
-    result, shapes = {}, shapes_by_path
+    result = {}
+    shapes = shapes_by_path
     for (name, plan), other in zip(
         plans.items(), reversed(plans.values()), strict=True
     ):
@@ -218,7 +224,8 @@ def disagreements():
     half = arrays | {"rows": arrays["rows"].astype("bfloat16")}
     rules = PathRules.parse(RULES["rows"])
     halved = shardfx.plan(half, plan.mesh.build(jax.devices()), paths=rules)
-    file, result = FOLDER / "one.safetensors", {}
+    file = FOLDER / "one.safetensors"
+    result = {}
 
     def tried(name, odd, *arguments, path: Any = FOLDER / "never", **options):
         """Of the process `odd` the arguments are others."""
@@ -272,11 +279,10 @@ def disagreements():
     result["exists"] = saved(file, arrays, plan)
     result["again"] = saved(file, arrays, plan, overwrite=True)
     result["right"] = right(checkpoint.load(file, plan))
-    result["absent"] = (
-        ("stayed away", 0.0)
-        if me == 1
-        else saved(FOLDER / "never", arrays, plan, wait_seconds=1.5)
-    )
+    if me == 1:
+        result["absent"] = ("stayed away", 0.0)
+    else:
+        result["absent"] = saved(FOLDER / "never", arrays, plan, wait_seconds=1.5)
     multihost_utils.sync_global_devices("absent")
     result["after"] = saved(file, arrays, plan, overwrite=True)
     mesh = Mesh(jax.devices()[:2], "x")
@@ -298,7 +304,8 @@ def disagreements():
 
 def killed():
     """The third process is killed while all write."""
-    me, plan = jax.process_index(), planned()["rows"]
+    me = jax.process_index()
+    plan = planned()["rows"]
     arrays = shardfx.shard(tree(), plan)
     # What takes 20 seconds takes 4 here; the disk of the first one hangs for longer
     # than that.

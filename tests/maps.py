@@ -163,7 +163,10 @@ def rules(draw, name, keeps_all=False, dtypes=DTYPES):
         shape = (*shape[:dim], count, *shape[dim:])
     else:
         dim = draw(st.integers(0, len(shape) - 1))
-        shards = 2 if kind == "shards" and shape[dim] % 2 == 0 else 1
+        if kind == "shards" and shape[dim] % 2 == 0:
+            shards = 2
+        else:
+            shards = 1
         note = Note(
             lambda _: From.concat(
                 [inner.make(i) for i in range(count)], dim=dim, shards=shards

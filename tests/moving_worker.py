@@ -84,14 +84,13 @@ OF_TWO_DTYPES = ("same devices", "disjoint, other layout")
 def case(name, **options):
     source, ours, target, theirs = CASES[name]
     mesh_by_name = meshes()
-    src, dst = (
-        NamedSharding(mesh_by_name[source], ours),
-        NamedSharding(mesh_by_name[target], theirs),
-    )
+    src = NamedSharding(mesh_by_name[source], ours)
+    dst = NamedSharding(mesh_by_name[target], theirs)
     # A second shape and dtype needs twice as many programs.
-    other = (
-        values((48, 24), "bfloat16") if name in OF_TWO_DTYPES else values((24, 48)) + 1
-    )
+    if name in OF_TWO_DTYPES:
+        other = values((48, 24), "bfloat16")
+    else:
+        other = values((24, 48)) + 1
     expected = {"w": values((24, 48)), "h": other}
     tree = {key: placed(value, src) for key, value in expected.items()}
     shown = plan_reshard(tree, dst)
@@ -118,11 +117,10 @@ def owned_by_one_process():
     """Moves after which a process holds nothing, or held nothing before: of replicas,
     labels, memory kinds and keys.
     """
-    mesh_by_name, expected = meshes(), values((24, 48))
-    first, whole = (
-        NamedSharding(mesh_by_name["first"], P("a")),
-        NamedSharding(mesh_by_name["one"], P()),
-    )
+    mesh_by_name = meshes()
+    expected = values((24, 48))
+    first = NamedSharding(mesh_by_name["first"], P("a"))
+    whole = NamedSharding(mesh_by_name["one"], P())
     layouts = {
         "label": (whole, SingleDeviceSharding(jax.devices()[0])),
         "memory": (first, first.with_memory_kind("pinned_host")),
@@ -174,7 +172,10 @@ def moves():
     )
     move = move_of((24, 48), jnp.dtype("float32"), many["0"].sharding, dst)
     single = move.assembly
-    result["way"] = None if single is None else single.method
+    if single is None:
+        result["way"] = None
+    else:
+        result["way"] = single.method
     odd = many | {
         "odd": placed(values((8, 8)), NamedSharding(mesh_by_name["all"], P("a")))
     }
@@ -263,7 +264,10 @@ def mapped_ends(name):
 def spread(mesh, shape, last=False):
     """Over all axes along one dimension that divides."""
     dims = [dim for dim, size in enumerate(shape) if size and size % mesh.size == 0]
-    chosen = dims[-1 if last else 0] if dims else -1
+    if dims:
+        chosen = dims[-1 if last else 0]
+    else:
+        chosen = -1
     spec = P(
         *[
             tuple(mesh.axis_names) if dim == chosen else None

@@ -93,7 +93,8 @@ def planned_batch(mesh):
 
 def raised(call, *args, **kwargs):
     """The class and the text of a call's error, and the seconds that the call took."""
-    started, text = time.monotonic(), "no error"
+    started = time.monotonic()
+    text = "no error"
     try:
         call(*args, **kwargs)
     except (ValueError, TypeError, OSError, RuntimeError, KeyboardInterrupt) as error:
@@ -109,7 +110,8 @@ def local_rows(batch, batch_plan, mesh, rows=None):
     """What this process would load: its chunk of each array, by its place in the host
     grid.
     """
-    grid, out = hosts.grid_of(mesh), {}
+    grid = hosts.grid_of(mesh)
+    out = {}
     for name, array in batch.items():
         chunk = hosts.local_chunk(
             array.shape, batch_plan[name].spec, grid, jax.process_index()
@@ -138,7 +140,10 @@ def train(mesh):
     losses = []
     for number, batch in enumerate(batches()):
         # The last process of several runs short of rows in the second batch.
-        rows = -2 if number == 1 and is_last() else None
+        if number == 1 and is_last():
+            rows = -2
+        else:
+            rows = None
         local = local_rows(batch, batch_plan, mesh, rows=rows)
         arrays, mask = hosts.global_batch(local, batch_plan, pad=0)
         model, state, value = run(model, state, arrays, mask)
@@ -158,11 +163,9 @@ def agreement(mesh):
     """What `assert_same_plan` says about equal plans and maps, then about pairs of
     which the last process has one.
     """
-    mine, same, twice = (
-        planned(mesh),
-        TreeMap({"out/w": "w"}),
-        TreeMap({"out/w": From("w").times(2.0)}),
-    )
+    mine = planned(mesh)
+    same = TreeMap({"out/w": "w"})
+    twice = TreeMap({"out/w": From("w").times(2.0)})
     hosts.assert_same_plan(mine)
     hosts.assert_same_plan(same)
     rules = PathRules([("out/w", P("tensor")), *RULES.rules])

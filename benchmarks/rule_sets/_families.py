@@ -90,7 +90,10 @@ def decoder_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
         else:
             x = x + mixed
             x = x + _feed_forward(layer, normed(after, x))
-    head = p["lm_head"] if "lm_head" in p else model["embed_tokens"]
+    if "lm_head" in p:
+        head = p["lm_head"]
+    else:
+        head = model["embed_tokens"]
     logits = linear(head, normed(model["norm"], x))
     return token_loss(logits, tokens)
 

@@ -59,7 +59,8 @@ def cases() -> Iterator[Case]:
 def _namespace(name: str, before: str = "") -> Mapping[str, Any]:
     """The names that the blocks of a page define, up to a heading."""
     text = (_DOCS / name).read_text()
-    text = text.partition(before)[0] if before else text
+    if before:
+        text = text.partition(before)[0]
     names: dict[str, Any] = {"__name__": name}
     for fence in _FENCE.finditer(text):
         with contextlib.redirect_stdout(io.StringIO()):
@@ -111,7 +112,10 @@ def _residual(block: Any, shapes: Mapping[str, tuple[int, ...]], length: int) ->
         return jnp.mean(jnp.sin(x))
 
     structs = {name: struct(*shape) for name, shape in shapes.items()}
-    inner = (length, _WIDTH) if length else (_WIDTH,)
+    if length:
+        inner = (length, _WIDTH)
+    else:
+        inner = (_WIDTH,)
     params = {"blocks": [structs] * _DEPTH}
     return Model(loss, params, struct(ROWS, *inner), is_held=len(structs) == 1)
 

@@ -102,7 +102,9 @@ def cases() -> Iterator[Case]:
 
 
 def _function(preset: Any) -> str:
-    return preset.func.__name__ if isinstance(preset, ft.partial) else preset.__name__
+    if isinstance(preset, ft.partial):
+        return preset.func.__name__
+    return preset.__name__
 
 
 def _model(family: _Family, **how: Any) -> Model:
@@ -110,7 +112,10 @@ def _model(family: _Family, **how: Any) -> Model:
     sizes = {name: size for name, size in _SIZES.items() if name in config}
     tree = models.tree(family.name, dtype=jnp.float32, **sizes, **how)
     is_image = "patch" in config
-    batch = struct(ROWS, 16, 16, 3) if is_image else tokens(ROWS, _LENGTH)
+    if is_image:
+        batch = struct(ROWS, 16, 16, 3)
+    else:
+        batch = tokens(ROWS, _LENGTH)
     return Model(family.loss, tree, batch)
 
 

@@ -116,11 +116,10 @@ def test_equal_values_of_one_type_are_one_program(value, place):
     run = filter_jit(lambda x, tree: traced.append(tree) or x)
     for _ in range(3):
         # Equal, and not the same object.
-        again = (
-            eval(repr(value), {**globals(), "frozenset": frozenset})
-            if value is not Level.ONE
-            else value
-        )
+        if value is not Level.ONE:
+            again = eval(repr(value), {**globals(), "frozenset": frozenset})
+        else:
+            again = value
         run(X, around(again)[place])
     assert len(traced) == 1
 

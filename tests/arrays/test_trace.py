@@ -143,7 +143,10 @@ def test_live_arrays_may_stand_in_the_place_of_structs():
         trace = jitted.trace(*trees)
         sharding_by_path = {array.path: array.struct.sharding for array in trace.arrays}
         assert sharding_by_path["params/w"] == params.shardings["w"]
-        expected = batch.shardings["x"] if trees is placed else None
+        if trees is placed:
+            expected = batch.shardings["x"]
+        else:
+            expected = None
         assert sharding_by_path["batch/x"] == expected
         assert "tensor" in trace.lower(lowering_platforms=("tpu",)).as_text()
 

@@ -26,7 +26,8 @@ def consume(data: bytes, directory: Path) -> bool:
     """Reads `data` as the kind of file that its first byte says; whether it was
     accepted.
     """
-    kind, data = KINDS[data[0] % len(KINDS)], data[1:]
+    kind = KINDS[data[0] % len(KINDS)]
+    data = data[1:]
     if kind == "header":
         return consume_header(data)
     file = directory / ("x.safetensors" if kind == "file" else kind)
@@ -168,7 +169,8 @@ def test_real_files_with_other_values(directory, kind, data):
     content = json.loads(
         seed[9 : 9 + int.from_bytes(seed[1:9], "little")] if kind == 1 else seed[1:]
     )
-    node, key = content, data.draw(st.sampled_from(sorted(content)))
+    node = content
+    key = data.draw(st.sampled_from(sorted(content)))
     while isinstance(node[key], dict | list) and node[key] and data.draw(st.booleans()):
         node = node[key]
         key = data.draw(
@@ -195,11 +197,13 @@ SIZES = st.lists(st.integers(-1, 4), max_size=3)
     st.integers(-2, 2),
 )
 def test_files_are_accepted_as_by_the_library_of_the_format(rows, extra):
-    header, reached = {}, 0
+    header = {}
+    reached = 0
     for number, (dtype, shape, early, late) in enumerate(rows):
         nbytes = -(-math.prod(shape) * STORED.get(dtype, (8,))[0] // 8)
         # Mostly right, sometimes off by a little at either end.
-        begin, end = reached + early // 2, reached + nbytes + late // 2
+        begin = reached + early // 2
+        end = reached + nbytes + late // 2
         header[f"t{number}"] = {
             "dtype": dtype,
             "shape": shape,

@@ -139,11 +139,10 @@ def bomb(kind):
         packer = zlib.compressobj(9, zlib.DEFLATED, 31 if kind == "gzip" else 15)
         text = b"".join([packer.compress(bytes(2**24)) for _ in range(count >> 24)])
         return text + packer.flush()
-    compressor = (
-        {"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": 0}
-        if kind == "blosc"
-        else {"id": kind}
-    )
+    if kind == "blosc":
+        compressor = {"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": 0}
+    else:
+        compressor = {"id": kind}
     with tempfile.TemporaryDirectory() as directory:
         ones = np.ones(count, np.uint8)
         return zarr(
@@ -169,7 +168,8 @@ BOMBS = (
 
 def bombed(folder, kind):
     """An array of 8 floats in one chunk, whose file is larger, or unpacks to more."""
-    is_new, packed = kind.endswith("zarr3"), kind.split()[0]
+    is_new = kind.endswith("zarr3")
+    packed = kind.split()[0]
     blosc = {
         "name": "blosc",
         "configuration": {
@@ -179,12 +179,14 @@ def bombed(folder, kind):
             "typesize": 1,
         },
     }
-    codecs = {"codecs": [LITTLE, blosc]} if packed == "blosc" else {}
-    metadata = (
-        codecs
-        if is_new
-        else {"compressor": None if packed == "sparse" else {"id": packed}}
-    )
+    if packed == "blosc":
+        codecs = {"codecs": [LITTLE, blosc]}
+    else:
+        codecs = {}
+    if is_new:
+        metadata = codecs
+    else:
+        metadata = {"compressor": None if packed == "sparse" else {"id": packed}}
     zarr(
         folder,
         "w",
@@ -222,7 +224,8 @@ def sharded(chunk, codecs, **index):
     }
 
 
-BLOSC, SUM = {"name": "blosc"}, {"name": "crc32c"}
+BLOSC = {"name": "blosc"}
+SUM = {"name": "crc32c"}
 # How an array is packed, the file of its last chunk, and where the first chunk in that
 # begins.
 PACKED = {

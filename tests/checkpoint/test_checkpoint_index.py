@@ -23,7 +23,10 @@ from shardfx.errors import CheckpointError, UnknownPathError
 
 def raw_file(path, header, buffer=b""):
     """A file with any header: a dict, or bytes."""
-    data = header if isinstance(header, bytes) else json.dumps(header).encode()
+    if isinstance(header, bytes):
+        data = header
+    else:
+        data = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(data)) + data + buffer)
     return path
 
@@ -76,10 +79,8 @@ def test_structs_are_a_tree_that_a_plan_takes(tmp_path):
         arrays_by_name,
         tmp_path / "x.safetensors",
     )
-    tree, array = (
-        checkpoint.structs(tmp_path),
-        jax.ShapeDtypeStruct((2, 2), jnp.float32),
-    )
+    tree = checkpoint.structs(tmp_path)
+    array = jax.ShapeDtypeStruct((2, 2), jnp.float32)
     expected = {"a": {"b": array, "c": {"d": array}}, "e.f": array}
     assert tree == expected
     sharding_plan = shardfx.plan(
@@ -315,7 +316,8 @@ def is_read_there(header, nbytes):
 @pytest.mark.parametrize("case", HEADERS | STRICTER)
 def test_headers_are_read_as_by_the_library_of_the_format(tmp_path, case):
     header, message = (HEADERS | STRICTER)[case]
-    header = header if isinstance(header, bytes) else json.dumps(header).encode()
+    if not isinstance(header, bytes):
+        header = json.dumps(header).encode()
     for nbytes in (0, 4):
         path = raw_file(tmp_path / "x.safetensors", header, bytes(nbytes))
         try:
@@ -370,7 +372,8 @@ def test_an_index_that_names_files_elsewhere(tmp_path, name):
 
 
 def test_links_are_followed_inside_the_directory_alone(tmp_path):
-    outside, directory = tmp_path / "outside", tmp_path / "model"
+    outside = tmp_path / "outside"
+    directory = tmp_path / "model"
     outside.mkdir()
     directory.mkdir()
     save_file({"a": np.ones(1)}, outside / "blob")
@@ -397,7 +400,8 @@ def test_links_are_followed_inside_the_directory_alone(tmp_path):
 
 
 def test_a_link_put_there_after_the_check_is_not_followed(tmp_path):
-    directory, outside = tmp_path / "model", tmp_path / "outside"
+    directory = tmp_path / "model"
+    outside = tmp_path / "outside"
     for folder in (directory, outside, directory / "sub"):
         folder.mkdir()
     (outside / "w").write_text("secret")

@@ -89,15 +89,16 @@ def test_any_shape_any_spec_any_transpose_and_any_dtype(tmp_path_factory, data):
     order = tuple(data.draw(st.permutations(range(rank))))
     path = tmp_path_factory.mktemp("t")
     save_file({"x": array}, path / "x.safetensors")
-    free, entries = ["a", "b", "c"], []
+    free = ["a", "b", "c"]
+    entries = []
     transposed = array.transpose(order)
     for size in transposed.shape:
-        axes = (
-            tuple(data.draw(st.lists(st.sampled_from(free), unique=True)))
-            if free
-            else ()
-        )
-        axes = axes if size % 2 ** len(axes) == 0 else ()
+        if free:
+            axes = tuple(data.draw(st.lists(st.sampled_from(free), unique=True)))
+        else:
+            axes = ()
+        if size % 2 ** len(axes) != 0:
+            axes = ()
         free = [axis for axis in free if axis not in axes]
         entries.append(axes)
     structs = {"y": struct(transposed, P(*entries))}
@@ -272,7 +273,10 @@ def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, gap_bytes):
         gap_bytes=gap_bytes,
     )
     assert same_bytes(loaded["y"], gathered)
-    expected = gathered.nbytes if gap_bytes == 1 else array.nbytes - 2 * 64 * 4
+    if gap_bytes == 1:
+        expected = gathered.nbytes
+    else:
+        expected = array.nbytes - 2 * 64 * 4
     assert sum(reads) == expected
     # One device of eight needs its columns, and where gaps are read along all of the
     # rows between.
@@ -282,7 +286,10 @@ def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, gap_bytes):
         checkpoint.read_index(tmp_path), abstract, processes=8, gap_bytes=gap_bytes
     )
     assert reads_of_process.processes[3].needed_bytes == array.nbytes // 8
-    expected = 0 if gap_bytes == 1 else 63 * 512 * 4 * 7 // 8
+    if gap_bytes == 1:
+        expected = 0
+    else:
+        expected = 63 * 512 * 4 * 7 // 8
     assert reads_of_process.processes[3].excess_bytes == expected
     assert "in excess" in str(reads_of_process)
 
@@ -320,17 +327,13 @@ CHANGES = {
 
 @pytest.mark.parametrize("change, message", CHANGES.values(), ids=CHANGES)
 def test_a_file_that_changes_after_its_header_was_read(tmp_path, change, message):
-    arrays, path = (
-        {f"w{i}": random((1024, 64), np.float32, i) for i in range(4)},
-        tmp_path / "x.safetensors",
-    )
+    arrays = {f"w{i}": random((1024, 64), np.float32, i) for i in range(4)}
+    path = tmp_path / "x.safetensors"
     threads = threading.active_count()
     for spec in (P("a"), P(None, "a")):
         save_file(arrays, path)
-        index, plan = (
-            checkpoint.read_index(tmp_path),
-            {name: struct(array, spec) for name, array in arrays.items()},
-        )
+        index = checkpoint.read_index(tmp_path)
+        plan = {name: struct(array, spec) for name, array in arrays.items()}
         # Between the moment at which the file is looked at, and the first read.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "preadv", after(lambda: change(path), os.preadv))
@@ -381,7 +384,9 @@ def test_no_more_than_the_limit_is_on_its_way(tmp_path, monkeypatch, reads, limi
     }
     save_file(arrays, tmp_path / "x.safetensors")
     plan = {name: struct(array, P(("a", "b", "c"))) for name, array in arrays.items()}
-    moved, gone, on_way = flights.moved, [], []
+    moved = flights.moved
+    gone = []
+    on_way = []
 
     def move(filled, devices, sharding):
         on_way.append(sum(reads) - sum(gone))

@@ -102,7 +102,8 @@ def test_each_process_reads_only_what_its_shards_are_made_of(tmp_path, monkeypat
     needed_bytes = [process.needed_bytes for process in reads.processes]
     assert needed_bytes == [total // 8] * 8
     assert reads.excess_bytes == 0
-    read, preadv = [], os.preadv
+    read = []
+    preadv = os.preadv
     monkeypatch.setattr(
         os, "preadv", lambda *arguments: read.append(preadv(*arguments)) or read[-1]
     )
@@ -322,7 +323,10 @@ def test_loading_with_a_map_is_loading_and_then_mapping(tmp_path_factory, data):
 def _once(axes):
     used = set()
     for entry in axes:
-        names = (entry,) if isinstance(entry, str) else entry or ()
+        if isinstance(entry, str):
+            names = (entry,)
+        else:
+            names = entry or ()
         yield entry if not used & {*names} else None
         used |= {*names}
 
@@ -353,7 +357,8 @@ def test_floats_become_the_same_integers_everywhere(tmp_path, stored):
     with np.errstate(all="ignore"):
         x = np.array(FLOATS, np.float32).astype(jnp.dtype(stored))
     expected = jax.jit(lambda x: {to: x.astype(to) for to in INTEGERS})(x)
-    rules, whole = {}, {}
+    rules = {}
+    whole = {}
     for to, array in jax.tree.map(np.asarray, expected).items():
         # The second is cast on the way to a wider dtype, the third backwards.
         rules |= {
@@ -369,7 +374,8 @@ def test_floats_become_the_same_integers_everywhere(tmp_path, stored):
     cast = TreeMap(rules)
     equal(cast.apply({"x": x}), whole)
     equal(jax.jit(cast.apply)({"x": x}), whole)
-    plan, source = planned(whole, ("z", P("b"))), planned({"x": x}, ("x", P("a")))
+    plan = planned(whole, ("z", P("b")))
+    source = planned({"x": x}, ("x", P("a")))
     placed = shardfx.shard({"x": x}, source)
     for tree in ({"x": x}, placed):
         equal(shardfx.reshard(tree, plan, map=cast), whole)

@@ -172,7 +172,8 @@ def test_a_reader_beside_a_writer_gets_one_state_whole(tmp_path, mesh, name):
     """All values of a state are equal: whether a file is replaced, or the directories
     of two files are swapped.
     """
-    size, stop = 2**14, threading.Event()
+    size = 2**14
+    stop = threading.Event()
     path = tmp_path / name
 
     def saved(number, to, **scalars):
@@ -203,10 +204,13 @@ def test_a_reader_beside_a_writer_gets_one_state_whole(tmp_path, mesh, name):
             time.sleep(0.02)
 
     is_file = name.endswith("s")
-    plan = (
-        saved(1, path) if is_file else saved(2, tmp_path / "other") and saved(1, path)
-    )
-    errors, count, end = [], 0, time.monotonic() + SECONDS
+    if is_file:
+        plan = saved(1, path)
+    else:
+        plan = saved(2, tmp_path / "other") and saved(1, path)
+    errors = []
+    count = 0
+    end = time.monotonic() + SECONDS
     with concurrent.futures.ThreadPoolExecutor() as pool:
         writer = pool.submit(replacing if is_file else swapping)
         while time.monotonic() < end and not writer.done():

@@ -241,7 +241,8 @@ def test_plans_that_are_not_there(tmp_path):
 
 def failing(name, number, error):
     """`os.<name>` that raises at its n-th call."""
-    calls, original = [], getattr(os, name)
+    calls = []
+    original = getattr(os, name)
 
     def call(*args, **kwargs):
         calls.append(args)
@@ -255,7 +256,8 @@ def failing(name, number, error):
 @pytest.fixture
 def writes(monkeypatch):
     """The number of bytes of each write."""
-    seen, pwritev = [], os.pwritev
+    seen = []
+    pwritev = os.pwritev
     monkeypatch.setattr(
         os, "pwritev", lambda *arguments: seen.append(pwritev(*arguments)) or seen[-1]
     )
@@ -374,10 +376,8 @@ def killed(tmp_path_factory):
     For each target the number, the exit status, and the values that are there when a
     child has ended.
     """
-    folder, seen = (
-        tmp_path_factory.mktemp("killed"),
-        {"model.safetensors": [], "step": []},
-    )
+    folder = tmp_path_factory.mktemp("killed")
+    seen = {"model.safetensors": [], "step": []}
     arrays, plan = planned(
         {"w": jnp.ones((64, 8)), "b": jnp.ones(8)}, mesh_of((8,)), "w->a, b->replicate"
     )
@@ -414,14 +414,20 @@ def test_whoever_is_killed_leaves_the_old_checkpoint_whole(killed, target):
         assert status == -signal.SIGKILL
     # All old, or all new once the rename was done; never mixed, and never new before
     # the end.
-    old = {1.0} if target.endswith("s") else None
+    if target.endswith("s"):
+        old = {1.0}
+    else:
+        old = None
     actual = [values for _, _, values in dead][:4]
     assert actual == [old] * 4
     for _, _, values in dead:
         assert values in (old, {2.0})
     # A directory that is killed after its rename, before the flush of its parent, is
     # there as a whole.
-    expected = (0, {2.0}) if target.endswith("s") else (-signal.SIGKILL, {2.0})
+    if target.endswith("s"):
+        expected = (0, {2.0})
+    else:
+        expected = (-signal.SIGKILL, {2.0})
     assert last[1:] == expected
     # What the killed ones left is hidden, and no checkpoint.
     for name in os.listdir(folder):

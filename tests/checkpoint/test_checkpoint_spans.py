@@ -70,7 +70,8 @@ def check(grid, itemsize, gap_bytes, run_bytes, copy_bytes):
         )
         assert len(data) == span.nbytes > 0
         assert span.nbytes <= max(run_bytes, copy_bytes, itemsize)
-        total, position = total + span.nbytes, 0
+        total = total + span.nbytes
+        position = 0
         for part in span.parts:
             strides = [8 * stride for stride in span.strides]
             values = np.ndarray(

@@ -64,11 +64,10 @@ def test_keys_come_back_as_keys(tmp_path, mesh, impl, name):
     again = checkpoint.load(tmp_path / name, arrays)
     assert again["many"].sharding == arrays["many"].sharding
     # The file holds nothing that its own library could not read.
-    file = (
-        tmp_path / name
-        if name.endswith(".safetensors")
-        else tmp_path / name / "model.safetensors"
-    )
+    if name.endswith(".safetensors"):
+        file = tmp_path / name
+    else:
+        file = tmp_path / name / "model.safetensors"
     assert np.array_equal(load_file(file)["many"], bits(tree["many"]))
 
 
@@ -312,7 +311,9 @@ def held(value, dtype):
     if not is_integer(dtype):
         return float(np.asarray(value, np.float64).astype(dtype))
     is_in = value == value and jnp.iinfo(dtype).min <= value <= jnp.iinfo(dtype).max
-    return int(value) if is_in and value == int(value) else None
+    if is_in and value == int(value):
+        return int(value)
+    return None
 
 
 @hyp.settings(max_examples=150, deadline=None)
@@ -326,7 +327,8 @@ def held(value, dtype):
 def test_no_integer_changes_its_value(
     tmp_path_factory, mesh, stored, to, value, spec, is_store
 ):
-    stored, to = jnp.dtype(stored), jnp.dtype(to)
+    stored = jnp.dtype(stored)
+    to = jnp.dtype(to)
     value = held(value, stored)
     if value is None or stored in (to, "int4") or to == "int64":
         hyp.reject()
@@ -346,10 +348,8 @@ def test_no_integer_changes_its_value(
         assert is_nan or np.asarray(loaded).tobytes() == array.astype(to).tobytes()
         return
     is_beyond = is_integer(to) and not jnp.iinfo(to).min <= value <= jnp.iinfo(to).max
-    beyond, between = (
-        f", and {to} goes from -?[0-9]+ to [0-9]+; plan a wider",
-        f", which is no number of {to}; plan a d",
-    )
+    beyond = f", and {to} goes from -?[0-9]+ to [0-9]+; plan a wider"
+    between = f", which is no number of {to}; plan a d"
     with pytest.raises(
         CheckpointError, match=f"^array 'n' holds .*{beyond if is_beyond else between}"
     ):
@@ -368,7 +368,10 @@ def test_a_counter_that_became_an_array_comes_back(tmp_path, mesh):
     for name in ("by its plan", "alone"):
         for target in (plan, tree, {**tree, "step": 0.5}):
             loaded = checkpoint.load(tmp_path / name, target)
-            kind = type(target["step"]) if isinstance(target, dict) else int
+            if isinstance(target, dict):
+                kind = type(target["step"])
+            else:
+                kind = int
             assert type(loaded["step"]) is kind
             assert loaded["step"] == 7
     # By select, it is left out by its name.

@@ -46,9 +46,10 @@ def check(path, mesh, rules="w->a.b, h->None.b, n->a"):
     loaded = checkpoint.load(path, sharding_plan)
     expected = arrays_of()
     for leaf in sharding_plan.leaves:
-        array = (
-            loaded["layer"][leaf.path[-1]] if "/" in leaf.path else loaded[leaf.path]
-        )
+        if "/" in leaf.path:
+            array = loaded["layer"][leaf.path[-1]]
+        else:
+            array = loaded[leaf.path]
         assert array.sharding.spec == leaf.spec
         assert array.dtype == expected[leaf.path].dtype
         assert np.array_equal(

@@ -110,7 +110,10 @@ def raising(error):
 @pytest.mark.parametrize("work", ["begin", "commit"])
 def test_an_error_of_the_first_process_alone_is_told_to_all(work):
     full = raising(OSError("disk full"))
-    act = saving([], begin=full) if work == "begin" else saving([], commit=full)
+    if work == "begin":
+        act = saving([], begin=full)
+    else:
+        act = saving([], commit=full)
     first, *others = played(Service(), *it.repeat(act, 3))
     assert isinstance(first, OSError)
     for other in others:

@@ -95,7 +95,9 @@ def cases(draw):
 
 
 def as_saved(value):
-    return np.int32(-5) if getattr(value, "dtype", None) == np.int64 else value
+    if getattr(value, "dtype", None) == np.int64:
+        return np.int32(-5)
+    return value
 
 
 def as_planned(value):
@@ -167,7 +169,8 @@ class Wrong(Exception):
 
 def expected(form, file, target, how, by_map, unread):
     """What each path of the target must hold. Raises `Wrong` for an error."""
-    leaves, is_own = {}, form in OWN
+    leaves = {}
+    is_own = form in OWN
     for path, value in file.items():
         leaf = target.get(path, Absent)
         # A map knows nothing of `select`.
@@ -248,7 +251,10 @@ def target_tree(target, how, mesh):
             continue
         struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         is_struct = how == "structs"
-        leaves[path] = struct if is_struct else jax.device_put(leaf, sharding)
+        if is_struct:
+            leaves[path] = struct
+        else:
+            leaves[path] = jax.device_put(leaf, sharding)
     return nested(leaves)
 
 
@@ -261,7 +267,10 @@ def test_nothing_of_a_file_is_swallowed(tmp_path_factory, mesh, case):
     form, file, target, how, by_map, unread = case
     path = written(form, tmp_path_factory.mktemp("law"), file)
     tree = target_tree(target, how, mesh)
-    map = None if by_map is None else TreeMap({"{p*}": "{p*}"}, drop=by_map)
+    if by_map is None:
+        map = None
+    else:
+        map = TreeMap({"{p*}": "{p*}"}, drop=by_map)
     try:
         expected_tree = nested(expected(*case))
     except Wrong:

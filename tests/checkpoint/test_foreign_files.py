@@ -29,7 +29,8 @@ def replicated(tree, mesh):
 
 def write(path, tensors):
     """A safetensors file of pairs of a dtype's name, a shape and bytes."""
-    header, reached = {}, 0
+    header = {}
+    reached = 0
     for name, (dtype, shape, data) in tensors.items():
         offsets = [reached, reached + len(data)]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
@@ -178,7 +179,10 @@ def test_files_of_flax(tmp_path, mesh):
             assert loaded[name] == STATE[name]
         assert loaded["step"] == 1000
         for name, value in {**arrays, **STATE["norm"]}.items():
-            leaf = loaded["norm"][name] if name == "scale" else loaded[name]
+            if name == "scale":
+                leaf = loaded["norm"][name]
+            else:
+                leaf = loaded[name]
             assert np.asarray(leaf).tobytes() == value.tobytes()
     with pytest.raises(CheckpointError, match="has 5 Python numbers in no leaf of the"):
         checkpoint.load(path, replicated({**arrays, "step": 0, **tree_of(STATE)}, mesh))

@@ -54,7 +54,8 @@ def test_steps_are_kept_while_training_donates(tmp_path, state):
 
 
 def test_training_goes_on_while_a_step_is_written(tmp_path, state, monkeypatch):
-    may_write, pwrite = threading.Event(), saving.os.pwritev
+    may_write = threading.Event()
+    pwrite = saving.os.pwritev
 
     def slow(*args):
         assert may_write.wait(60)

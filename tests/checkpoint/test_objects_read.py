@@ -63,7 +63,8 @@ def require_equal(loaded, tensors):
 @pytest.mark.parametrize("rule", [P("x"), P(None, "x"), P()], ids=str)
 def test_a_set_of_files_is_loaded_under_any_plan(server, mesh, rule):
     tensors = arrays()
-    first, rest = dict(list(tensors.items())[:2]), dict(list(tensors.items())[2:])
+    first = dict(list(tensors.items())[:2])
+    rest = dict(list(tensors.items())[2:])
     put_set(server, f"set/{rule}", [first, rest])
     place = server.place(f"set/{rule}")
     index = checkpoint.read_index(place)
@@ -137,7 +138,8 @@ def test_each_format_is_loaded_from_a_store(server, mesh, tmp_path, write):
     write(tmp_path, value)
     server.put_directory(f"formats/{write.__name__}", tmp_path)
     place = server.place(f"formats/{write.__name__}")
-    local, remote = checkpoint.read_index(tmp_path), checkpoint.read_index(place)
+    local = checkpoint.read_index(tmp_path)
+    remote = checkpoint.read_index(place)
     assert remote.format == local.format
     assert [entry.path for entry in remote.entries] == ["w"]
     struct = jax.ShapeDtypeStruct(

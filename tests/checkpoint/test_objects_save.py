@@ -124,7 +124,8 @@ def test_one_object_is_one_file(server, mesh):
 
 def test_of_two_savers_the_later_is_told(s3, mesh, monkeypatch):
     tree, made = state_of(mesh)
-    place, commit = s3.place("twice"), saving._commit
+    place = s3.place("twice")
+    commit = saving._commit
     other = []
 
     def later(target, texts, content):
@@ -332,7 +333,8 @@ def test_a_store_that_refuses_a_save(behind_proxy, mesh):
 
 def test_data_that_was_cleaned_away_is_no_step(s3, mesh, monkeypatch):
     tree, made = state_of(mesh)
-    place, there = s3.place("cleaned"), saving._require_there
+    place = s3.place("cleaned")
+    there = saving._require_there
 
     def cleaned(target, files):
         checkpoint.left_over(place, older_than_seconds=0, remove=True)
@@ -363,7 +365,8 @@ def test_parts_that_do_not_make_up_an_array(s3, mesh):
 
 def test_the_command_line_takes_addresses(s3, mesh, capsys):
     tree, _ = state_of(mesh)
-    source, target = s3.place("cli/from"), s3.place("cli/to")
+    source = s3.place("cli/from")
+    target = s3.place("cli/to")
     checkpoint.save(source, {"w": tree["w"]})
     assert main(["convert", source, target]) == 0
     loaded = checkpoint.load(target, {"w": tree["w"]})["w"]

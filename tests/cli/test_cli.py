@@ -12,11 +12,9 @@ from shardfx._cli._load import rule_set_names
 from tests.cli.commands import failure, python, run
 
 
-MAKE, SIZED, SLICE = (
-    "plan {}:make --mesh",
-    "plan {}:Sized --mesh fsdp=2 --rules weight->None.fsdp",
-    "plan {}:STRUCTS",
-)
+MAKE = "plan {}:make --mesh"
+SIZED = "plan {}:Sized --mesh fsdp=2 --rules weight->None.fsdp"
+SLICE = "plan {}:STRUCTS"
 FULL = "w->fsdp --target tpu:"
 # What one asks for, and what the plan says then.
 SHOWN = {
@@ -190,8 +188,8 @@ def test_the_demo_that_cannot_run():
 )
 def test_a_mesh_axis_that_no_strategy_uses_is_an_error(mesh, reason, capsys):
     flags = ("llama3-8b", "--kwargs", "layers=1", "--mesh", mesh, "--rules", "fsdp_tp")
-    parts = mesh.split(",")[-1].split("=")[0]
-    line, axis = failure(capsys, "plan", *flags), parts
+    axis = mesh.split(",")[-1].split("=")[0]
+    line = failure(capsys, "plan", *flags)
     assert (
         f"has the axis '{axis}', and --rules fsdp_tp uses data, fsdp, tensor; {reason}"
         in line

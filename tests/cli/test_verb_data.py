@@ -113,10 +113,8 @@ def test_a_checkpoint_is_converted_by_a_map_and_back(project, capsys):
     assert (stacked["layers/up"][2] == 2).all()
     back = ("--map", "my_model:STACKED", "--inverse", "--like", "model-dir")
     assert run("convert", "stacked", "again.safetensors", *back) == 0
-    again, first = (
-        load_file("again.safetensors"),
-        load_file("model-dir/model.safetensors"),
-    )
+    again = load_file("again.safetensors")
+    first = load_file("model-dir/model.safetensors")
     assert sorted(again) == sorted(first)
     for name in first:
         assert (again[name] == first[name]).all()

@@ -82,16 +82,13 @@ def test_the_migration_page_has_every_symbol_of_eformer():
 
 def meshes(vector) -> Any:
     axes = vector["inputs"].get("mesh")
-    kind = (
-        AxisType.Explicit
-        if vector["inputs"].get("mesh_axis_types") == "Explicit"
-        else AxisType.Auto
-    )
-    return (
-        None
-        if axes is None
-        else MeshSpec([tuple(axis) for axis in axes], axis_types=kind)
-    )
+    if vector["inputs"].get("mesh_axis_types") == "Explicit":
+        kind = AxisType.Explicit
+    else:
+        kind = AxisType.Auto
+    if axes is None:
+        return None
+    return MeshSpec([tuple(axis) for axis in axes], axis_types=kind)
 
 
 def built(spec) -> Mesh:
@@ -106,11 +103,10 @@ def test_get_corrected_named_sharding(vector):
     inputs = vector["inputs"]
     mesh = meshes(vector)
     spec = P(*map(entry, inputs["spec"]["spec"]))
-    ambient = (
-        jax.set_mesh(built(mesh))
-        if "mesh_context" in inputs
-        else contextlib.nullcontext()
-    )
+    if "mesh_context" in inputs:
+        ambient = jax.set_mesh(built(mesh))
+    else:
+        ambient = contextlib.nullcontext()
     with ambient, outcome(SUITE.expected(vector)) as expected:
         decision = correct(spec, tuple(inputs["shape"]), mesh)
         assert decision.spec == expected
@@ -122,21 +118,27 @@ def test_get_corrected_named_sharding(vector):
 def test_with_sharding_constraint(vector):
     inputs = vector["inputs"]
     mesh = meshes(vector) or MESH
-    spec = inputs["spec"] if "spec" in inputs else tuple(inputs["sharding"])
-    spec = P(*map(entry, spec["spec"])) if isinstance(spec, dict) else spec
+    if "spec" in inputs:
+        spec = inputs["spec"]
+    else:
+        spec = tuple(inputs["sharding"])
+    if isinstance(spec, dict):
+        spec = P(*map(entry, spec["spec"]))
     array = jnp.ones(inputs.get("array_shape", (8, 8)))
-    value: Any = {"a": array} if "dict" in inputs.get("note", "") else array
+    if "dict" in inputs.get("note", ""):
+        value: Any = {"a": array}
+    else:
+        value = array
     without = "mesh" in inputs and inputs["mesh"] is None
     devices = built(mesh)
     rules = PathRules([("x", P())])
     sharding_plan = plan({"x": array}, mesh if without else devices, paths=rules)
     # eformer passes over axes that the mesh lacks.
     constrain = ft.partial(shardfx.constrain, unmatched="replicate")
-    ambient = (
-        jax.set_mesh(built(mesh))
-        if inputs.get("mesh_context") == "jax.set_mesh"
-        else contextlib.nullcontext()
-    )
+    if inputs.get("mesh_context") == "jax.set_mesh":
+        ambient = jax.set_mesh(built(mesh))
+    else:
+        ambient = contextlib.nullcontext()
     with ambient, outcome(SUITE.expected(vector)) as expected:
         if "tree" in inputs and inputs["tree"]:
             value = {"a": array}
@@ -163,11 +165,9 @@ def test_names_of_specs(vector):
     def specs(value):
         if isinstance(value, dict) and "spec" in value:
             return P(*map(entry, value["spec"]))
-        return (
-            {k: specs(v) for k, v in value.items()}
-            if isinstance(value, dict)
-            else [specs(v) for v in value]
-        )
+        if isinstance(value, dict):
+            return {k: specs(v) for k, v in value.items()}
+        return [specs(v) for v in value]
 
     axis_names = sorted(axis_names_of(specs(vector["inputs"]["specs"])))
     assert axis_names == list(SUITE.expected(vector))
@@ -186,7 +186,8 @@ def test_axes_size(vector):
 @SUITE.of("constraints.get_mesh_axis_size", "constraints.get_submesh_device_index")
 def test_sizes_and_indices_inside_shard_map(vector):
     names = vector["inputs"]["axis_names"]
-    names = tuple(names) if isinstance(names, list) else names
+    if isinstance(names, list):
+        names = tuple(names)
     size = vector["function"].endswith("get_mesh_axis_size")
     with outcome(SUITE.expected(vector)) as expected:
         if size and not isinstance(expected, list):
@@ -198,7 +199,10 @@ def test_sizes_and_indices_inside_shard_map(vector):
         out = jax.shard_map(
             value, mesh=built(MESH), in_specs=(), out_specs=P("dp", "tp")
         )()
-        expected_out = expected if isinstance(expected, list) else [[expected] * 4] * 2
+        if isinstance(expected, list):
+            expected_out = expected
+        else:
+            expected_out = [[expected] * 4] * 2
         assert out.tolist() == expected_out
 
 
@@ -212,19 +216,20 @@ def test_match_partition_rules(vector):
         ]
     )
     order = inputs.get("tree_key_order")
-    tree = (
-        {key: jax.ShapeDtypeStruct((4,), "int8") for key in order}
-        if order
-        else leaves(inputs["tree"])
-    )
+    if order:
+        tree = {key: jax.ShapeDtypeStruct((4,), "int8") for key in order}
+    else:
+        tree = leaves(inputs["tree"])
     # Elements become bytes: int8 leaves have as many of one as of the other. `None`
     # stood for an environment variable.
-    smallest = 16384 if inputs.get("min_size", 0) is None else inputs.get("min_size", 0)
-    unmatched = (
-        "raise"
-        if inputs.get("strict", True) and vector["id"] != "eformer-0089"
-        else "replicate"
-    )
+    if inputs.get("min_size", 0) is None:
+        smallest = 16384
+    else:
+        smallest = inputs.get("min_size", 0)
+    if inputs.get("strict", True) and vector["id"] != "eformer-0089":
+        unmatched = "raise"
+    else:
+        unmatched = "replicate"
     with outcome(SUITE.expected(vector)) as expected:
         sharding_plan = plan(
             tree,
@@ -239,14 +244,14 @@ def test_match_partition_rules(vector):
 
 def leaves(tree) -> Any:
     if not isinstance(tree, dict):
-        return [leaves(item) for item in tree] if isinstance(tree, list) else tree
+        if isinstance(tree, list):
+            return [leaves(item) for item in tree]
+        return tree
     if "shape" in tree:
         return jax.ShapeDtypeStruct(tuple(tree["shape"]), "int8")
-    return (
-        tree["python"]
-        if "python" in tree
-        else {key: leaves(item) for key, item in tree.items()}
-    )
+    if "python" in tree:
+        return tree["python"]
+    return {key: leaves(item) for key, item in tree.items()}
 
 
 @SUITE.of("constraints.analyze_sharding_strategy")
@@ -284,12 +289,14 @@ def test_patterns(vector):
     inputs = vector["inputs"]
     tree = {name: jax.ShapeDtypeStruct((8, 8), "int8") for name in inputs["names"]}
     with outcome(SUITE.expected(vector)) as expected:
-        rules = PathRules.parse(inputs["pattern"]).rules if inputs["pattern"] else ()
-        default = (
-            [(".*", decoded(inputs["default_spec"]))]
-            if "default_spec" in inputs
-            else []
-        )
+        if inputs["pattern"]:
+            rules = PathRules.parse(inputs["pattern"]).rules
+        else:
+            rules = ()
+        if "default_spec" in inputs:
+            default = [(".*", decoded(inputs["default_spec"]))]
+        else:
+            default = []
         sharding_plan = plan(
             tree, ONE, paths=PathRules([*rules, *default]), unmatched="replicate"
         )
@@ -327,11 +334,10 @@ def test_shardings_are_read_without_a_mesh(vector):
 def test_shard_and_gather(vector):
     inputs = vector["inputs"]
     mesh = built(meshes(vector))
-    value = (
-        np.ones((8, 8), np.float32)
-        if "value" in inputs
-        else jnp.ones(inputs.get("array_shape", (8, 8)))
-    )
+    if "value" in inputs:
+        value = np.ones((8, 8), np.float32)
+    else:
+        value = jnp.ones(inputs.get("array_shape", (8, 8)))
     rules = PathRules([("x", decoded(inputs["spec"]))])
     sharding_plan = plan(
         {"x": value},
@@ -341,7 +347,8 @@ def test_shard_and_gather(vector):
     )
     placed = shard({"x": value}, sharding_plan)["x"]
     expected = SUITE.expected(vector)
-    placed = gather(placed) if "gather" in inputs.get("call", "") else placed
+    if "gather" in inputs.get("call", ""):
+        placed = gather(placed)
     if isinstance(expected, str):
         assert type(placed).__name__ == expected
         return
@@ -427,7 +434,10 @@ def test_resolve_axis(vector):
         if "modes" in inputs:
             assert specs == [canonical(P(entry(axes))) for axes in expected]
         else:
-            spec = expected if isinstance(expected, P) else P(*map(entry, expected))
+            if isinstance(expected, P):
+                spec = expected
+            else:
+                spec = P(*map(entry, expected))
             expected_specs = [canonical(spec)]
             assert specs == expected_specs
 
@@ -436,11 +446,10 @@ def test_resolve_axis(vector):
 def test_fields(vector):
     rules = eformer(**vector["inputs"]["overrides"])
     expected = SUITE.expected(vector)
-    fields = (
-        expected
-        if isinstance(expected, dict)
-        else {"tensor_parallel_axis": expected[0], "head_axis": expected[1]}
-    )
+    if isinstance(expected, dict):
+        fields = expected
+    else:
+        fields = {"tensor_parallel_axis": expected[0], "head_axis": expected[1]}
     for field, target in fields.items():
         token = TOKENS[field.removeprefix("decode_")]
         mode = "decode" if field.startswith("decode_") else "train"

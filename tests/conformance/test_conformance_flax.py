@@ -146,7 +146,10 @@ def rules_of(vector, key="rules") -> Any:
 )
 def test_logical_to_mesh_axes(vector):
     names = vector["inputs"].get("array_dim_names", vector["inputs"].get("names"))
-    rules = {"a": "x"} if vector["id"] == "flax-0053" else rules_of(vector)
+    if vector["id"] == "flax-0053":
+        rules = {"a": "x"}
+    else:
+        rules = rules_of(vector)
     if names is None:
         # No names: nothing is asked of the rules, and the leaf is left to path rules.
         sharding_plan = plan(
@@ -154,11 +157,10 @@ def test_logical_to_mesh_axes(vector):
         )
         assert sharding_plan.leaves[0].names is vector["expected"] is None
         return
-    names = (
-        P("a", "b")
-        if names == "PartitionSpec('a','b')"
-        else [entry(name) for name in names]
-    )
+    if names == "PartitionSpec('a','b')":
+        names = P("a", "b")
+    else:
+        names = [entry(name) for name in names]
     with outcome(SUITE.expected(vector)) as expected:
         decision = resolve(names, AxisRules(rules))
         assert decision.spec == expected
@@ -175,11 +177,8 @@ def test_from_sharding_rules(vector):
     names = [entry(name) for name in vector["inputs"]["sharding"]]
     rules = AxisRules.last_wins(rules_of(vector))
     with outcome(SUITE.expected(vector)) as expected:
-        expected = (
-            expected
-            if isinstance(expected, P) or expected is None
-            else spec_of(expected)
-        )
+        if not (isinstance(expected, P) or expected is None):
+            expected = spec_of(expected)
         assert resolve(names, rules, unmatched="keep").spec == expected
         # With a mesh the same is said by rules that `plan` takes.
         mesh = MeshSpec(dict.fromkeys(("x", "y", "z", "a", "b"), 2))
@@ -203,7 +202,10 @@ def test_composite_rules(vector):
 @SUITE.of("core.spmd.get_pspec", "logical rules + per-variable rules")
 def test_rules_of_the_model_and_of_a_variable(vector):
     inputs = vector["inputs"]
-    names = ["a"] if inputs["sharding"] == "list ['a']" else inputs["sharding"] or []
+    if inputs["sharding"] == "list ['a']":
+        names = ["a"]
+    else:
+        names = inputs["sharding"] or []
     rules = interop.composite_rules(
         rules_of(vector, "context_rules"), rules_of(vector, "sharding_rules")
     )
@@ -238,32 +240,30 @@ def test_rules_of_the_model_and_of_a_variable(vector):
 def test_shard_value(vector):
     inputs = vector["inputs"]
     kinds = inputs.get("axis_types", "Auto")
-    kind = AxisType.Explicit if kinds == ["Explicit", "Explicit"] else AxisType.Auto
+    if kinds == ["Explicit", "Explicit"]:
+        kind = AxisType.Explicit
+    else:
+        kind = AxisType.Auto
     mesh = MeshSpec({"x": 2, "y": 4}, axis_types=kind).build(jax.devices())
     x = jnp.ones(inputs.get("value_shape", (8, 8)))
     axes = interop.core_rules(rules_of(vector, "sharding_rules"), XY)
     sharding = inputs["sharding"]
-    sharding = (
-        P(*sharding["spec"])
-        if isinstance(sharding, dict)
-        else sharding and tuple(sharding)
-    )
+    if isinstance(sharding, dict):
+        sharding = P(*sharding["spec"])
+    else:
+        sharding = sharding and tuple(sharding)
     sharding = () if sharding == [] else sharding
     # flax-0108: without a mesh, which means without devices here.
-    place = (
-        MeshSpec({"x": 2, "y": 4})
-        if "mesh" in inputs and inputs["mesh"] is None
-        else mesh
-    )
+    if "mesh" in inputs and inputs["mesh"] is None:
+        place = MeshSpec({"x": 2, "y": 4})
+    else:
+        place = mesh
     # Flax passes over axes that the mesh lacks, pads names that are too short, and does
     # not mind unknown ones.
     rules = PathRules([("", P())])
     sharding_plan = plan(x, place, paths=rules, axes=axes, unmatched="replicate")
-    sharding = (
-        (*sharding, ...)
-        if isinstance(sharding, tuple) and 0 < len(sharding) < x.ndim
-        else sharding
-    )
+    if isinstance(sharding, tuple) and 0 < len(sharding) < x.ndim:
+        sharding = (*sharding, ...)
     constrain = ft.partial(shardfx.constrain, unmatched="replicate")
     with outcome(SUITE.expected(vector)) as expected:
         if kinds == ["Manual", "Manual"]:
@@ -298,11 +298,10 @@ def test_with_logical_constraint(vector):
     constrain = ft.partial(shardfx.constrain, unmatched="replicate")
     # Without names, or without rules to read them by, flax leaves the array as it is;
     # that is said by None.
-    names = (
-        tuple(map(entry, inputs["names"]))
-        if inputs.get("names") and inputs["rules"]
-        else None
-    )
+    if inputs.get("names") and inputs["rules"]:
+        names = tuple(map(entry, inputs["names"]))
+    else:
+        names = None
     with outcome(SUITE.expected(vector)) as expected:
         if inputs.get("fallback") == "RAISE_ERROR":
             assert names is not None
@@ -349,7 +348,8 @@ def test_axes_are_added_and_removed(vector):
     names = tuple(inputs["names"])
     options = (inputs.get("index", 4), inputs.get("partition_name", "layers"))
     with outcome(SUITE.expected(vector)) as expected:
-        names = interop.add_axis(names, *options) if "add_axis" in function else names
+        if "add_axis" in function:
+            names = interop.add_axis(names, *options)
         actual = list(
             interop.remove_axis(names, *options) if "remove_axis" in function else names
         )

@@ -159,9 +159,9 @@ def slices_grid():
 
 
 def grid_for(inputs):
-    return (
-        hosts.grid_of(t5x_mesh()) if inputs.get("mesh") == T5X_MESH else slices_grid()
-    )
+    if inputs.get("mesh") == T5X_MESH:
+        return hosts.grid_of(t5x_mesh())
+    return slices_grid()
 
 
 def assert_chunk(chunk, shape, expected, replica):
@@ -360,7 +360,9 @@ def test_data_properties(vector):
 
 def data_axes(rules):
     spec = resolve(("batch",), axis_rules(rules)).spec
-    return entry_axes(spec[0]) if len(spec) else None
+    if len(spec):
+        return entry_axes(spec[0])
+    return None
 
 
 def axis_rules(rules):
@@ -384,7 +386,10 @@ def test_mesh_axes_of_a_leaf(vector):
     tree = {"w": struct}
     names = {"w": inputs["logical_axes"] and tuple(inputs["logical_axes"])}
     planned = plan(tree, mesh, names=names, axes=axes, unmatched="replicate")
-    expected_specs = spec_of(expected["spec"]) if expected else P()
+    if expected:
+        expected_specs = spec_of(expected["spec"])
+    else:
+        expected_specs = P()
     assert planned.specs["w"] == expected_specs
 
 
@@ -451,7 +456,10 @@ def test_standard_rules(vector):
         Raises(ValueError, "use 1 or 2") if isinstance(expected, dict) else expected
     ) as target:
         rules = listed(preset(inputs))
-        actual = rules[-len(target) :] if "returns" in inputs else rules
+        if "returns" in inputs:
+            actual = rules[-len(target) :]
+        else:
+            actual = rules
         assert actual == target
 
 

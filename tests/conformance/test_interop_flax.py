@@ -164,12 +164,16 @@ def test_every_kind_of_out_sharding_is_read(sharding):
         "w": nnx.Param(jnp.ones((4, 8)), out_sharding=arguments, eager_sharding=False)
     }
     names = interop.names_of(variable(sharding))["w"]
-    axes = (
-        ("fsdp", "tensor") if isinstance(sharding, NamedSharding) else ("embed", "mlp")
-    )
+    if isinstance(sharding, NamedSharding):
+        axes = ("fsdp", "tensor")
+    else:
+        axes = ("embed", "mlp")
     # A PartitionSpec says nothing of the dimensions beyond its end, a tuple of names
     # has one for each.
-    expected = axes if isinstance(sharding, tuple | list) else (*axes, ...)
+    if isinstance(sharding, tuple | list):
+        expected = axes
+    else:
+        expected = (*axes, ...)
     assert names == expected
     with pytest.raises(
         SpecError,

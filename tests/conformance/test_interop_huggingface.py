@@ -65,7 +65,10 @@ def test_every_class_of_transformers_converts(classes):
     for plans in classes.values():
         both = huggingface.rules_of(plans, expert="expert")
         keys = {rule[1].target.key for rule in both.rules[:-1]}
-        implied = {"embed_tokens"} if plans.tensor else set()
+        if plans.tensor:
+            implied = {"embed_tokens"}
+        else:
+            implied = set()
         expected = plans.tensor.keys() | plans.expert.keys() | implied
         assert keys == expected
         assert hash(both) == hash(huggingface.rules_of(plans, expert="expert"))

@@ -166,7 +166,10 @@ def test_a_layout_map_decides_as_keras_does(layout_map, layouts):
             ):
                 plan(tree, mesh, paths=ours)
             continue
-        expected = P() if layout is None else P(*layout.axes)
+        if layout is None:
+            expected = P()
+        else:
+            expected = P(*layout.axes)
         (leaf,) = plan(tree, mesh, paths=ours).leaves
         expected_spec = tuple(expected)[: len(leaf.spec)]
         assert tuple(leaf.spec) == expected_spec, path

@@ -41,13 +41,11 @@ def outcome(expected: Any) -> Iterator[Any]:
 
 
 def entry(value: Any) -> Any:
-    return (
-        U
-        if value == "<UNCONSTRAINED>"
-        else tuple(value)
-        if isinstance(value, list)
-        else value
-    )
+    if value == "<UNCONSTRAINED>":
+        return U
+    if isinstance(value, list):
+        return tuple(value)
+    return value
 
 
 def spec_of(entries: Any) -> P:
@@ -60,12 +58,12 @@ def decoded(value: Any) -> Any:
         if "raises" in value:
             return Raises((ValueError, TypeError))
         entries = value.get("spec", value.get("named_sharding"))
-        return (
-            {key: decoded(item) for key, item in value.items()}
-            if entries is None
-            else spec_of(entries)
-        )
-    return [decoded(item) for item in value] if isinstance(value, list) else value
+        if entries is None:
+            return {key: decoded(item) for key, item in value.items()}
+        return spec_of(entries)
+    if isinstance(value, list):
+        return [decoded(item) for item in value]
+    return value
 
 
 class Suite:
@@ -112,11 +110,9 @@ class Suite:
 
     def expected(self, vector: Any) -> Any:
         """What shardfx must give: measured, or stated."""
-        return (
-            self.deviations[vector["id"]][0]
-            if vector["id"] in self.deviations
-            else decoded(vector["expected"])
-        )
+        if vector["id"] in self.deviations:
+            return self.deviations[vector["id"]][0]
+        return decoded(vector["expected"])
 
     def check(self, more_deviations: tuple[str, ...] = ()) -> None:
         """Every vector runs once or is skipped, and just those deviate that are tagged,

@@ -154,8 +154,10 @@ def drawn(rows):
 @given(ROWS, ROWS)
 @settings(max_examples=60, deadline=None)
 def test_every_byte_that_differs_is_in_one_row(estimated, compiled):
-    ours, theirs = drawn(estimated), drawn(compiled)
-    comparison, turned = compare(ours, theirs), compare(theirs, ours)
+    ours = drawn(estimated)
+    theirs = drawn(compiled)
+    comparison = compare(ours, theirs)
+    turned = compare(theirs, ours)
     rows = [*comparison.rows, *comparison.less]
     total = sum(row.extra_bytes for row in rows)
     assert total == comparison.extra_bytes == theirs.wire_bytes - ours.wire_bytes
@@ -180,7 +182,8 @@ def test_every_byte_that_differs_is_in_one_row(estimated, compiled):
             limit = sum(elements)
             assert abs(row.extra_bytes) <= limit
     # What is the same along the same axes, at whatever line, is no difference.
-    ours_by, theirs_by = ours.by("axes"), theirs.by("axes")
+    ours_by = ours.by("axes")
+    theirs_by = theirs.by("axes")
     apart = sum(abs(ours_by.get(axes, 0) - theirs_by.get(axes, 0)) for axes in AXES)
     assert comparison.different_bytes <= apart
     same = compare(ours, ours)

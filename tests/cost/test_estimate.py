@@ -43,7 +43,8 @@ def sums(made):
 # Counted by hand: a gather of n pieces brings (n - 1) / n of the result, a reduction
 # twice that.
 def test_a_product_gathers_a_weight_sharded_like_its_batch():
-    x, w = struct((64, 32), "tensor"), struct((32, 16), "tensor")
+    x = struct((64, 32), "tensor")
+    w = struct((32, 16), "tensor")
     for compiler in ("cpu", "gpu"):
         expected = [("all-gather", ("tensor",), 32 * 16 * 4 * 3 // 4, 1)]
         assert listed(jnp.dot, x, w, compiler=compiler) == expected
@@ -233,7 +234,10 @@ STEPS = {
 
 def structs(form):
     def one(shape, *rest):
-        dtype = rest[0] if rest and not isinstance(rest[0], str | None) else jnp.float32
+        if rest and not isinstance(rest[0], str | None):
+            dtype = rest[0]
+        else:
+            dtype = jnp.float32
         return struct(shape, *(rest if dtype is jnp.float32 else rest[1:]), dtype=dtype)
 
     return [one(*each) for each in form]
@@ -249,7 +253,8 @@ def test_an_estimate_is_what_the_cpu_s_compiler_makes(name):
 
 
 def test_an_estimate_counts_loops_as_often_as_they_run():
-    x, w = struct((64, 64), None, "tensor"), struct((8, 64, 64), None, "tensor")
+    x = struct((64, 64), None, "tensor")
+    w = struct((8, 64, 64), None, "tensor")
     estimated = estimate(lambda x, w: layers(x, w), x, w, compiler="cpu")
     (row,) = estimated.rows
     assert row.calls == 8
@@ -271,10 +276,8 @@ def test_an_estimate_counts_loops_as_often_as_they_run():
 
 def test_rows_name_lines_leaves_and_slices():
     mesh = MeshSpec({"fsdp": 8}, dcn={"fsdp": 2})
-    w, x = (
-        jax.ShapeDtypeStruct((64, 256), jnp.bfloat16),
-        jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16),
-    )
+    w = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16)
     weights = plan({"mlp": {"up": w}}, mesh, paths=PathRules.parse(".*->fsdp"))
     data = plan(x, mesh, paths=PathRules.parse(".*->fsdp"))
 
@@ -306,7 +309,8 @@ def test_rows_name_lines_leaves_and_slices():
 
 
 def test_results_without_a_plan_have_free_shardings():
-    params, ema = struct((256, 256), "data"), struct((256, 256), None, "data")
+    params = struct((256, 256), "data")
+    ema = struct((256, 256), None, "data")
     rows = jax.jit(lambda w: w.T, out_shardings=params.sharding)
     assert listed(lambda w: w.T, params) == []
     expected = [("all-to-all", ("data",), 256 * 256 * 4 // 4, 1)]
@@ -371,10 +375,8 @@ def test_steps_that_are_jitted_in_every_way():
 
 def test_explicit_axes_are_read_off_the_types():
     mesh = AbstractMesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
-    x, w = (
-        struct((64, 32), "data", mesh=mesh),
-        struct((32, 16), None, "tensor", mesh=mesh),
-    )
+    x = struct((64, 32), "data", mesh=mesh)
+    w = struct((32, 16), None, "tensor", mesh=mesh)
     with jax.sharding.use_abstract_mesh(mesh):
         made = estimate(
             lambda x, w: jax.sharding.reshard(x @ w, P("data")), x, w, compiler="cpu"
@@ -384,7 +386,8 @@ def test_explicit_axes_are_read_off_the_types():
 
 
 def test_the_same_step_under_another_mesh_is_not_traced_again():
-    traced, shapes = [], ((64, 32), (32, 16))
+    traced = []
+    shapes = ((64, 32), (32, 16))
     step = lambda x, w: traced.append(1) or jnp.sin(x @ w).sum()
     made = step_of(step, [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes])
     for mesh, dims in (

@@ -20,7 +20,10 @@ from shardfx.errors import (
 
 
 MESH = MeshSpec({"data": 4, "tensor": 2})
-WIDTH, HIDDEN, LAYERS, BATCH = 64, 256, 6, 32
+WIDTH = 64
+HIDDEN = 256
+LAYERS = 6
+BATCH = 32
 # A chip without tiles, and small enough that the steps below do not fit.
 SMALL = dataclasses.replace(
     chips.find("h100"), name="small", usable_hbm_bytes=2_000_000

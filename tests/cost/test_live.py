@@ -140,7 +140,9 @@ def test_many_leaves_and_long_chains_by_elements_are_read_once():
     assert total == 4 + 300 * 8 * 8 * 4 // 4
 
 
-LAYERS, WIDTH, ROWS = 4, 1024, 4096
+LAYERS = 4
+WIDTH = 1024
+ROWS = 4096
 
 
 def test_loop_carries_and_results_keep_their_memory():

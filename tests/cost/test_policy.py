@@ -17,7 +17,11 @@ from shardfx.cost._policy.making import Question
 from shardfx.errors import OutOfMemoryError, PlanFormatError, PlanMismatchError
 
 
-WIDTH, HIDDEN, LAYERS, BATCH, LENGTH = 16, 32, 2, 4, 8
+WIDTH = 16
+HIDDEN = 32
+LAYERS = 2
+BATCH = 4
+LENGTH = 8
 SHAPES = {
     "qkv": (LAYERS, WIDTH, 3 * WIDTH),
     "up": (LAYERS, WIDTH, HIDDEN),
@@ -84,7 +88,10 @@ def test_gradients_are_equal_bit_for_bit(loss):
     # As users compile it. The older emitter sums in another order where it fuses a
     # value that is computed again, also under `jax.checkpoint` alone.
     emitters = {"xla_cpu_use_fusion_emitters": True}
-    options = emitters if jax.__version_info__ < (0, 12) else None
+    if jax.__version_info__ < (0, 12):
+        options = emitters
+    else:
+        options = None
     plain = jax.jit(jax.value_and_grad(loss), compiler_options=options)(*args)
     for each in policies(loss)[1:]:
         gradient = jax.value_and_grad(each.apply(loss))

@@ -24,7 +24,8 @@ def struct(shape, spec):
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(MESH, spec))
 
 
-X, W = struct((16, 32), ROWS), struct((32, 32), P("tensor", "fsdp"))
+X = struct((16, 32), ROWS)
+W = struct((32, 32), P("tensor", "fsdp"))
 
 
 def block(x, w):

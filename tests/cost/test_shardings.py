@@ -18,7 +18,8 @@ from shardfx.testing import assert_same_shardings_text, shardings_text
 
 
 MESH = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-SIZES, WHOLE = (8, 16), P()
+SIZES = (8, 16)
+WHOLE = P()
 MARKS = {
     f"test_shardings.py:{number}": text.partition("  # ")[2]
     for number, text in enumerate(Path(__file__).read_text().splitlines(), 1)
@@ -55,15 +56,17 @@ def a_program(seed):
 
     def step(cuts):
         def run(x0, x1, x2):
-            arrays, picks = [x0, x1, x2], iter(order)
+            arrays = [x0, x1, x2]
+            picks = iter(order)
             for position, choice in enumerate(choices):
                 x, y = (arrays[next(picks) % len(arrays)] for _ in range(2))
                 if choice < 2:
-                    y = (
-                        y
-                        if x.shape[1] == y.shape[0]
-                        else (y.T if x.shape[1] == y.shape[1] else x.T)
-                    )
+                    if x.shape[1] == y.shape[0]:
+                        y = y
+                    elif x.shape[1] == y.shape[1]:
+                        y = y.T
+                    else:
+                        y = x.T
                     result = x @ y
                 elif choice == 2:
                     result = jnp.tanh(x)
@@ -72,7 +75,10 @@ def a_program(seed):
                 elif choice == 4:
                     result = x - jnp.max(x, axis=1, keepdims=True)
                 else:
-                    result = x + y if x.shape == y.shape else x * 2
+                    if x.shape == y.shape:
+                        result = x + y
+                    else:
+                        result = x * 2
                 if position == 3 and any(cuts["c0"]):
                     result = jax.lax.with_sharding_constraint(  # c0
                         result, NamedSharding(MESH, cuts["c0"])
@@ -99,7 +105,9 @@ def laid(step, shapes, cuts):
 
 def named(by):
     """The key in `cuts` of the argument or constraint that an origin names."""
-    return MARKS[by.split()[3]] if by.startswith("the constraint at") else by
+    if by.startswith("the constraint at"):
+        return MARKS[by.split()[3]]
+    return by
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -147,7 +155,8 @@ def axes_of(row):
 def decoder(constrained, batch_axis="fsdp", batch=16):
     """A decoder under FSDP: one mesh axis shards the parameters and the batch."""
     mesh = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    width, hidden = 64, 256
+    width = 64
+    hidden = 256
 
     def cut(shape, *spec, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(
@@ -315,7 +324,8 @@ def test_a_missing_constraint_is_told_with_its_savings():
             if change.what.startswith("constrain the activations")
         ]
 
-    args, mended = trained(constrained=False), trained(constrained=True)
+    args = trained(constrained=False)
+    mended = trained(constrained=True)
     before, after = (fit(*step_args, chip="h100") for step_args in (args, mended))
     (change,) = told(before)
     words = (

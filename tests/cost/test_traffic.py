@@ -17,7 +17,8 @@ from tests.cost.compiled_texts import MESH, SLICED, one
 HLO = Path(__file__).parents[1] / "data" / "hlo"
 
 
-MIB, KIB = 2**20, 2**10
+MIB = 2**20
+KIB = 2**10
 
 
 def read(name, mesh=MESH):
@@ -111,7 +112,8 @@ def test_permutes_of_a_windowed_product_have_its_kind():
 def test_gathers_and_gradients_name_their_weight(name, itemsize):
     # The TPU's program names one gather in three fusions, and lists the devices of a
     # group out of order.
-    sent, weight = read(name), 2048 * 8192 * itemsize
+    sent = read(name)
+    weight = 2048 * 8192 * itemsize
     gathers = {
         row.leaf: (row.axes, row.wire_bytes)
         for row in sent.rows
@@ -165,7 +167,8 @@ def test_compiled_programs_name_axes_and_leaves():
     lowered = filter_jit(
         apply, in_shardings=(plan_of_layer, x.sharding), out_shardings=x.sharding
     ).lower(structs, x)
-    first, second = traffic(lowered), traffic(lowered.compile())
+    first = traffic(lowered)
+    second = traffic(lowered.compile())
     assert first == second
     assert first.wire_bytes > 0
     assert {row.axes for row in first.rows} == {("tensor",)}
@@ -174,7 +177,8 @@ def test_compiled_programs_name_axes_and_leaves():
 
 
 def test_the_tables_of_a_step_and_of_the_difference_of_two():
-    cpu, tpu = read("cpu_gathered_weights"), read("tpu_gathered_weights")
+    cpu = read("cpu_gathered_weights")
+    tpu = read("tpu_gathered_weights")
     difference = cpu - tpu
     assert difference.wire_bytes == cpu.wire_bytes - tpu.wire_bytes
     assert (tpu - cpu).wire_bytes == -difference.wire_bytes
@@ -245,7 +249,8 @@ def test_collectives_of_one_channel_are_as_many_as_are_named(name, itemsize):
 # What GPUs send, from programs that XLA compiled for eight H200, with JAX 0.12 and no
 # GPU at hand.
 def test_a_scattered_gradient_is_of_its_weight():
-    sent, weight = read("gpu_gathered_weights"), 2048 * 8192 * 4
+    sent = read("gpu_gathered_weights")
+    weight = 2048 * 8192 * 4
     sums = 2 * (weight // 4) // 2
     rows = [row for row in listed(sent) if row[4]]
     expected = [

@@ -49,10 +49,8 @@ def drawn(draw):
 
     Without a channel, each device is its own replica group.
     """
-    kind, devices = (
-        draw(st.sampled_from(GROUPED)),
-        draw(st.sampled_from([1, 2, 3, 4, 8])),
-    )
+    kind = draw(st.sampled_from(GROUPED))
+    devices = draw(st.sampled_from([1, 2, 3, 4, 8]))
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
     size = draw(st.sampled_from(sizes))
     form = draw(
@@ -71,7 +69,10 @@ def drawn(draw):
         ]
     rows = [order[start : start + size] for start in range(0, devices, size)]
     if form in ("empty", "alone"):
-        rows = [order] if form == "empty" else [[device] for device in order]
+        if form == "empty":
+            rows = [order]
+        else:
+            rows = [[device] for device in order]
     if form == "uneven" and kind in FLAT and devices > 2:
         rows = [order[:1], order[1:]]
     listed = "{" + ",".join("{" + ",".join(map(str, row)) + "}" for row in rows) + "}"
@@ -104,11 +105,10 @@ def test_groups_of_devices_against_a_count_device_by_device(case):
 @settings(max_examples=60, deadline=None)
 def test_permutes(devices, channel, data):
     targets = data.draw(st.permutations(range(devices)))
-    senders = (
-        data.draw(st.lists(st.integers(0, devices - 1), unique=True))
-        if channel
-        else [0]
-    )
+    if channel:
+        senders = data.draw(st.lists(st.integers(0, devices - 1), unique=True))
+    else:
+        senders = [0]
     pairs = [(source, targets[source] if channel else source) for source in senders]
     text = ",".join(f"{{{source},{target}}}" for source, target in pairs)
     line = (
@@ -222,10 +222,8 @@ def test_a_step_on_two_slices_of_tpus_whose_text_is_that_of_one():
     # gathered there in bf16, its gradient scattered there, and a quarter of it added up
     # between slices.
     text = (HLO / "tpu_two_slices.txt").read_text()
-    sent, weight = (
-        traffic(text, SLICES),
-        1024 * 1024,
-    )
+    sent = traffic(text, SLICES)
+    weight = 1024 * 1024
     actual = [
         (row.kind, row.axes, row.wire_bytes, row.dcn_bytes, row.leaf)
         for row in sent.rows
@@ -244,10 +242,8 @@ def test_a_step_on_two_slices_of_tpus_whose_text_is_that_of_one():
 def test_exchanges_with_the_own_and_another_slice():
     # 64 x 256 f32 from rows over (ici, dcn) to rows over dcn and columns over ici. What
     # each slice does differently is in branches, of which every one runs.
-    sent, shard = (
-        traffic((HLO / "tpu_exchange_between_slices.txt").read_text(), SLICES),
-        64 * 256 * 4 // 8,
-    )
+    sent = traffic((HLO / "tpu_exchange_between_slices.txt").read_text(), SLICES)
+    shard = 64 * 256 * 4 // 8
     actual = sorted(
         (row.kind, row.axes, row.wire_bytes, row.dcn_bytes, row.calls)
         for row in sent.rows
@@ -273,7 +269,8 @@ def test_exchanges_with_the_own_and_another_slice():
 
 def test_collectives_of_loop_conditions_and_branches_count():
     mesh = MeshSpec({"x": 8}).build(jax.devices())
-    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
+    whole = NamedSharding(mesh, P())
+    rows = NamedSharding(mesh, P("x"))
 
     def step(flag, w, x):
         product = jax.lax.cond(

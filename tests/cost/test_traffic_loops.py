@@ -101,8 +101,10 @@ def test_a_loop_runs_as_often_as_its_counter_says(direction, stop, step, update)
     )
     text = text.replace("%one = s32[] constant(1)", f"%one = s32[] constant({step})")
     text = text.replace("s32[] add", f"s32[] {update}")
-    counter, trips = 2, 0
+    counter = 2
+    trips = 0
     while TURNS[direction](counter, stop) and trips < 50:
-        counter, trips = counter + (step if update == "add" else -step), trips + 1
+        counter = counter + (step if update == "add" else -step)
+        trips = trips + 1
     calls = {row.calls for row in traffic(text).rows}
     assert calls == {trips if trips < 50 else None}

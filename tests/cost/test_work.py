@@ -11,7 +11,8 @@ from shardfx.cost._work import work_of
 def work(step, *args, mesh=None, dims=None, **how):
     compiled_step = step_of(step, args)
     mesh = MeshSpec(mesh or {"data": 2})
-    dims = [((),) * len(arg.shape) for arg in args] if dims is None else dims
+    if dims is None:
+        dims = [((),) * len(arg.shape) for arg in args]
     results = [None] * len(compiled_step.parameters[1])
     text = compiled_step.partitioned(
         "gpu",
@@ -22,10 +23,8 @@ def work(step, *args, mesh=None, dims=None, **how):
     return work_of(parse_hlo(text), **how)
 
 
-X, W = (
-    jax.ShapeDtypeStruct((64, 32), "float32"),
-    jax.ShapeDtypeStruct((32, 16), "float32"),
-)
+X = jax.ShapeDtypeStruct((64, 32), "float32")
+W = jax.ShapeDtypeStruct((32, 16), "float32")
 
 
 def test_products_loops_and_shards():
@@ -56,10 +55,8 @@ def test_products_loops_and_shards():
 
 
 def test_lookups_count_what_they_name_and_results_are_written():
-    table, rows = (
-        jax.ShapeDtypeStruct((1000, 8), "float32"),
-        jax.ShapeDtypeStruct((10,), "int32"),
-    )
+    table = jax.ShapeDtypeStruct((1000, 8), "float32")
+    rows = jax.ShapeDtypeStruct((10,), "int32")
     lookup = work(lambda table, rows: table[rows], table, rows)
     assert lookup.flops == 0
     assert lookup.bytes < 4 * 1000 * 8

@@ -277,11 +277,8 @@ def batch_plan(mesh=None, rows=8, rules=None):
         "x": struct,
         "y": jax.ShapeDtypeStruct((rows,), jnp.int32),
     }
-    mesh = (
-        MeshSpec({"data": 4, "tensor": 2}).build(jax.devices())
-        if mesh is None
-        else mesh
-    )
+    if mesh is None:
+        mesh = MeshSpec({"data": 4, "tensor": 2}).build(jax.devices())
     return plan(tree, mesh, paths=rules or PathRules([(".*", P("data"))]))
 
 

@@ -122,7 +122,10 @@ def test_processes_with_other_plans_are_told_where_they_differ(job):
     last = len(job) - 1
     for index, result in enumerate(job):
         other = last if index == 0 else 0
-        messages = result["agreement"] if index in (0, last) else job[0]["agreement"]
+        if index in (0, last):
+            messages = result["agreement"]
+        else:
+            messages = job[0]["agreement"]
         ours, theirs = ("From('w').times(2.0)", "From('w')")[
             :: 1 if index == last else -1
         ]

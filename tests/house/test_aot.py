@@ -79,7 +79,8 @@ def test_descriptions_are_read(name, kind, bounds, processes):
 @pytest.mark.parametrize(("name", "kind", "bounds", "processes"), TOPOLOGIES)
 @pytest.mark.parametrize("model", [2, 4, 8, 16])
 def test_model_neighbours_are_at_distance_one(name, kind, bounds, processes, model):
-    devices, closed = tpu.devices_of(name), topology.wraps(kind, bounds)
+    devices = tpu.devices_of(name)
+    closed = topology.wraps(kind, bounds)
     mesh = MeshSpec({"data": -1, "model": model})
     order = mesh.order(devices)
     ids = {device.id for device in order.devices.flat}
@@ -175,11 +176,9 @@ def compiled_steps(shape, src, dst, dtype="bfloat16"):
 def test_compiled_moves_between_slices_send_as_planned(source, target, fewer):
     axes = {"replica": 2, "data": -1, "model": 4}
     mesh = tpu.mesh_of("v5e:4x4", MeshSpec(axes, dcn={"replica": 2}))
-    src, dst, shape = (
-        NamedSharding(mesh, source),
-        NamedSharding(mesh, target),
-        (8192, 8192),
-    )
+    src = NamedSharding(mesh, source)
+    dst = NamedSharding(mesh, target)
+    shape = (8192, 8192)
     plan = planned(shape, jnp.dtype("bfloat16"), src, dst)
     text = compiled_steps(shape, src, dst).as_text()
     assert wire_bytes(text, 32) == plan.wire_bytes
@@ -302,15 +301,11 @@ def test_a_move_takes_at_most_twice_the_larger_shard(
 def test_a_permutation_has_a_constant_overhead(name, sizes):
     devices = np.array(tpu.devices_of(f"tpu:{name}"))
     mesh = Mesh(devices.reshape(2, 8, 4), ("a", "b", "c"))
-    here, there = (
-        Mesh(devices.reshape(sizes), ("a", "b")),
-        mesh,
-    )
+    here = Mesh(devices.reshape(sizes), ("a", "b"))
+    there = mesh
     sharding = NamedSharding(there, P(None, ("b", "c", "a")))
-    src, dst = (
-        NamedSharding(here, P("b", "a")),
-        sharding,
-    )
+    src = NamedSharding(here, P("b", "a"))
+    dst = sharding
     beside = []
     for size in (8192, 16384):
         memory = compiled_steps((size, size), src, dst).memory_analysis()
@@ -326,7 +321,10 @@ def padded_bytes(struct, layout):
     """
     shape = struct.sharding.shard_shape(struct.shape)
     sizes = [shape[dim] for dim in layout.major_to_minor]
-    tile = layout.tiling[0][-len(sizes) :] if sizes else ()
+    if sizes:
+        tile = layout.tiling[0][-len(sizes) :]
+    else:
+        tile = ()
     for back, unit in enumerate(reversed(tile), start=1):
         sizes[-back] = -(-sizes[-back] // unit) * unit
     return -(-math.prod(sizes) * struct.dtype.itemsize // 512) * 512
@@ -446,7 +444,8 @@ def test_what_the_compiler_has_no_room_for_says_so():
         OutOfMemoryError, match="does not fit a device: its compiler needs"
     ) as raised:
         compile_for(lambda x: jnp.sum(jnp.sin(x), 0), x.structs, target="tpu:v5e:4x4")
-    needed, limit = raised.value.needed_bytes, raised.value.limit_bytes
+    needed = raised.value.needed_bytes
+    limit = raised.value.limit_bytes
     assert needed
     assert limit
     assert needed >= 2**20 * 4352 * 4 > limit > 15 * 2**30

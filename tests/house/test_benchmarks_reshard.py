@@ -71,10 +71,9 @@ def test_peers_move_every_leaf(name):
     }
     src = {"w": source, "norm": NamedSharding(source.mesh, P("x"))}
     dst = {"w": there, "norm": NamedSharding(source.mesh, P())}
-    peer = (
-        _peers.whole_jit(src, dst)
-        if name == "whole_jit"
-        else getattr(_peers, name)(dst)
-    )
+    if name == "whole_jit":
+        peer = _peers.whole_jit(src, dst)
+    else:
+        peer = getattr(_peers, name)(dst)
     tree = jax.tree.map(_pairs.placed, values, src)
     _states.equals(values, dst)(tree, peer(tree))

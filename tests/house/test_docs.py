@@ -49,21 +49,19 @@ def blocks(text: str) -> list[Block]:
     for fence, following in itertools.zip_longest(fences, fences[1:]):
         if fence["language"] != "python":
             continue
-        between = (
-            "no output follows"
-            if following is None
-            else text[fence.end() : following.start()]
-        )
+        if following is None:
+            between = "no output follows"
+        else:
+            between = text[fence.end() : following.start()]
         shows_output = (
             following is not None
             and following["language"] == "text"
             and not between.strip()
         )
-        printed = (
-            textwrap.dedent(following["body"])
-            if following is not None and shows_output
-            else None
-        )
+        if following is not None and shows_output:
+            printed = textwrap.dedent(following["body"])
+        else:
+            printed = None
         line = text[: fence.start()].count("\n") + 1
         rows.append(
             Block(

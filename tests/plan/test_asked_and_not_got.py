@@ -64,7 +64,10 @@ class Wish(NamedTuple):
 def axes_at(leaf: LeafPlan | Decision, dim: int | None) -> set[str]:
     """The mesh axes that shard a dimension of an array, or any dimension."""
     entries = entries_of(leaf.spec)
-    chosen = entries if dim is None else entries[dim : dim + 1]
+    if dim is None:
+        chosen = entries
+    else:
+        chosen = entries[dim : dim + 1]
     return {axis for entry in chosen for axis in entry_axes(entry)}
 
 
@@ -117,7 +120,10 @@ def wishes_of_names(
     first.
     """
     rows = []
-    of_mode = () if mode is None else dict(rules.modes)[mode]
+    if mode is None:
+        of_mode = ()
+    else:
+        of_mode = dict(rules.modes)[mode]
     for dim, name in enumerate(names):
         if name is None:
             continue
@@ -176,10 +182,16 @@ def requests(
     elif kind in ("spec", "callable"):
         entries = draw(st.lists(ENTRIES, max_size=len(shape)))
         axes = [axis for entry in entries for axis in entry_axes(entry)]
-        spec = P(*entries) if len(set(axes)) == len(axes) else P()
+        if len(set(axes)) == len(axes):
+            spec = P(*entries)
+        else:
+            spec = P()
         target = spec
         wishes = wishes_of_spec(spec)
-        target = atomic(spec, units) if draw(st.booleans()) else spec
+        if draw(st.booleans()):
+            target = atomic(spec, units)
+        else:
+            target = spec
         if kind == "callable":
             target = lambda path, leaf, target=target: target
     else:
@@ -220,7 +232,10 @@ def test_a_rule_that_is_not_followed_has_a_reason(
 ):
     target, shape, wishes, rules, mode = request_
     leaf = jax.ShapeDtypeStruct(shape, dtype)
-    tree = Layers(leaf) if is_stacked else {"w": leaf}
+    if is_stacked:
+        tree = Layers(leaf)
+    else:
+        tree = {"w": leaf}
     paths = PathRules([("w", target)], mesh_axes="abc")
     given_ = {"paths": paths, "axes": rules, "mode": mode, "min_bytes": min_bytes}
     sharding_plan = planned(tree, MeshSpec(sizes), **given_)

@@ -21,7 +21,8 @@ from shardfx import (
     shard,
 )
 from shardfx._ground.spec import canonical
-from tests.plan.followed_plans import HEADS, MESH, SIZES, SMALL_PLAN, struct
+from tests.plan.followed_plans import HEADS, MESH, SIZES, SMALL_PLAN
+from tests.structs import struct
 
 
 RULES = PathRules(

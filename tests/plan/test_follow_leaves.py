@@ -18,7 +18,8 @@ from shardfx import (
     plan,
 )
 from shardfx.errors import RuleError
-from tests.plan.followed_plans import HEADS, MESH, SMALL, SMALL_PLAN, struct
+from tests.plan.followed_plans import HEADS, MESH, SMALL, SMALL_PLAN
+from tests.structs import struct
 
 
 def train_state(model):
@@ -229,6 +230,9 @@ def test_each_leaf_follows_the_array_that_it_belongs_to(state, path, spec, says)
     ],
 )
 def test_what_follow_refuses(planned, keywords, message):
-    paths = PathRules(keywords["paths"]) if "paths" in keywords else None
+    if "paths" in keywords:
+        paths = PathRules(keywords["paths"])
+    else:
+        paths = None
     with pytest.raises(RuleError, match=message):
         follow(t5x_adafactor, planned, **{**keywords, "paths": paths})

@@ -69,7 +69,10 @@ def trees() -> list[Any]:
 @pytest.mark.parametrize("on", [False, True])
 def test_a_plan_pickles_and_copies(tree, kind, on):
     spec = MeshSpec({"a": 2, "b": 4}, axis_types=kind)
-    mesh = spec.build(jax.devices()[::-1]) if on else spec
+    if on:
+        mesh = spec.build(jax.devices()[::-1])
+    else:
+        mesh = spec
     rules = PathRules([(".*", fsdp("a"))])
     sharding_plan = plan(
         tree,

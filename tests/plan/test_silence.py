@@ -239,7 +239,10 @@ def test_a_name_with_rules_in_another_mode_is_known():
     [P("tenser"), sfx.fsdp("tenser"), lambda path, leaf: P("tenser"), ("heads", None)],
 )
 def test_a_mesh_axis_that_no_mesh_is_known_to_have(target):
-    rules = [("heads", "tenser")] if isinstance(target, tuple) else []
+    if isinstance(target, tuple):
+        rules = [("heads", "tenser")]
+    else:
+        rules = []
     axes = AXES.prepend(rules)
     with pytest.raises(
         RuleError, match=r"the mesh axis 'tenser' \(did you mean 'tensor'\?\)"

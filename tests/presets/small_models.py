@@ -147,11 +147,9 @@ def config_of(family: str, **more_sizes: int) -> dict:
         }
         config |= {"num_key_value_heads": sizes.get("kv_heads", heads), "head_dim": dim}
     config |= options
-    return (
-        {"model_type": family, "text_config": config}
-        if family in ("gemma3", "gemma3n")
-        else config
-    )
+    if family in ("gemma3", "gemma3n"):
+        return {"model_type": family, "text_config": config}
+    return config
 
 
 def files_of(
@@ -269,7 +267,9 @@ def _layer(files: dict[str, np.ndarray], row: str) -> np.ndarray:
     if ":" in change:
         start, stop = map(int, change.split(":"))
         return files[name][start:stop].T
-    return np.split(files[name], 3, -1)[int(change)] if change else files[name]
+    if change:
+        return np.split(files[name], 3, -1)[int(change)]
+    return files[name]
 
 
 def _prefixes(family):

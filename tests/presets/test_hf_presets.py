@@ -63,7 +63,10 @@ def test_every_leaf_has_a_rule_and_every_rule_a_leaf(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_each_device_holds_its_part_and_what_heads_cost(name):
     model = MODELS[name]
-    tree = model.make() if model.parameters < 1e10 else models.tree(name, layers=4)
+    if model.parameters < 1e10:
+        tree = model.make()
+    else:
+        tree = models.tree(name, layers=4)
     rules = rules_for(model)
     for devices in (8, 64):
         sharding_plan = plan(tree, MeshSpec({"fsdp": devices}), paths=rules)

@@ -30,7 +30,10 @@ def forms(draw, axes, cuts=True):
         else:
             rest.append([axis])
     alone = [group[0] for group in rest if len(group) == 1 and axes[group[0]] > 1]
-    cut = draw(st.sampled_from([None, *alone])) if cuts else None
+    if cuts:
+        cut = draw(st.sampled_from([None, *alone]))
+    else:
+        cut = None
     return path, rest, cut, draw(st.integers(1, max(1, axes[cut] - 1))) if cut else 0
 
 

@@ -142,7 +142,10 @@ def test_experts_have_the_width_of_their_configuration(family, number, paths):
     width = {"intermediate_size": 48, "moe_intermediate_size": 24}
     if family in ("mixtral", "deepseek_v3"):
         width["intermediate_size"] = MODELS[family][1]["hidden"]
-    shared = {"n_shared_experts": 1} if family == "glm4_moe" else {}
+    if family == "glm4_moe":
+        shared = {"n_shared_experts": 1}
+    else:
+        shared = {}
     if family == "mixtral":
         width = {"intermediate_size": 48}
     config = config_of(family) | width | shared

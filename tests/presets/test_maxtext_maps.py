@@ -48,7 +48,9 @@ def shape_of(name, array):
     if name.endswith("bias"):
         return (-1, DIM)
     if block == "self_attention" and name.endswith("kernel"):
-        return (-1, DIM, EMBED) if kind == "out" else (EMBED, -1, DIM)
+        if kind == "out":
+            return (-1, DIM, EMBED)
+        return (EMBED, -1, DIM)
     return array.T.shape
 
 
@@ -56,12 +58,13 @@ def kept(family, name, item):
     """One weight as MaxText keeps it, before layers are stacked."""
     is_gemma = family.startswith("gemma")
     if name == "token_embedder/embedding":
-        root = (
-            EMBED**0.5
-            if family in ("gemma", "gemma2")
-            else float(np.asarray(EMBED**0.5, ml_dtypes.bfloat16))
-        )
-        return item * np.float32(root) if is_gemma else item
+        if family in ("gemma", "gemma2"):
+            root = EMBED**0.5
+        else:
+            root = float(np.asarray(EMBED**0.5, ml_dtypes.bfloat16))
+        if is_gemma:
+            return item * np.float32(root)
+        return item
     item = item.T.reshape(shape_of(name, item))
     if name.endswith("scale") and is_gemma:
         return item + 1
@@ -70,7 +73,9 @@ def kept(family, name, item):
         "gemma",
         "gemma2",
     )
-    return item * np.float32(DIM**-0.5) if is_divided else item
+    if is_divided:
+        return item * np.float32(DIM**-0.5)
+    return item
 
 
 def by_hand(family, files, layers):
@@ -205,8 +210,15 @@ def test_parts_in_turn_and_alone(rows, places, form):
     whole = np.arange(24.0).reshape(4, 6)
     parts = {}
     for path, place in places.items():
-        index, turned = place if isinstance(place[-1], bool) else (place, False)
-        parts[path] = whole[index].T if turned else whole[index]
+        if isinstance(place[-1], bool):
+            index, turned = place
+        else:
+            index = place
+            turned = False
+        if turned:
+            parts[path] = whole[index].T
+        else:
+            parts[path] = whole[index]
     wholes = {f"x.{i}": whole[:, i] for i in range(6)}
     row, tree = {
         "w: a b": ({"x": "w: a b"}, {"x": whole}),

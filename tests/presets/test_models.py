@@ -34,7 +34,12 @@ PAIRS = [(name, how) for name in SMALL for how in models.strategies(name)]
 
 def few_layers(name, stack_experts=False):
     """The model with the fewest layers that have one of every kind."""
-    layers = 3 if "deepseek" in name else 4 if "next" in name else 2
+    if "deepseek" in name:
+        layers = 3
+    elif "next" in name:
+        layers = 4
+    else:
+        layers = 2
     return models.tree(name, layers=layers, stack_experts=stack_experts)
 
 
@@ -205,7 +210,10 @@ def test_rules_plan_every_model_and_cut_all_that_can_be_cut(name, how):
     assert regexes == []
     # A check finds nothing but what cannot be cut. Without fsdp, some arrays are whole
     # by design.
-    replicated_bytes = 2**24 if "fsdp" in MESHES[how] else 2**40
+    if "fsdp" in MESHES[how]:
+        replicated_bytes = 2**24
+    else:
+        replicated_bytes = 2**40
     findings = lint(
         tree,
         mesh,

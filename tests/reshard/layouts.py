@@ -62,13 +62,11 @@ def assert_equal(tree, expected):
 
 def targets(tree, matrix, vector):
     def target(x):
-        return (
-            None
-            if isinstance(x, str) or not x.ndim
-            else matrix
-            if x.ndim == 2
-            else vector
-        )
+        if isinstance(x, str) or not x.ndim:
+            return None
+        if x.ndim == 2:
+            return matrix
+        return vector
 
     return jax.tree.map(target, tree)
 

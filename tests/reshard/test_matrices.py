@@ -96,7 +96,10 @@ def test_each_matrix_is_whole(count, sizes):
         "b": jnp.ones(8),
         "scale": jnp.ones((), jnp.bfloat16),
     }
-    tree |= {"half": tree["w0"].astype(jnp.bfloat16)} if count == 3 else {}
+    if count == 3:
+        tree |= {"half": tree["w0"].astype(jnp.bfloat16)}
+    else:
+        tree |= {}
     result, _, _ = check(unit, tree, built(sizes), rules=rules)
     dtypes_by_name = {name: array.dtype for name, array in result.items()}
     expected = {name: array.dtype for name, array in tree.items()}
@@ -314,7 +317,10 @@ def test_states_stay_with_the_owners():
 @pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_matrices_in_a_scan_under_checkpoint_with_donation(kind, sizes):
     mesh = built(sizes, axis_types=kind)
-    axes = ("fsdp", "tensor") if len(sizes) > 1 else ("fsdp",)
+    if len(sizes) > 1:
+        axes = ("fsdp", "tensor")
+    else:
+        axes = ("fsdp",)
     layer = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16)), "norm": jnp.ones(16)}
     keys = jax.random.split(jax.random.key(0), len(layer))
     shapes = {name: (11, *array.shape) for name, array in layer.items()}

@@ -237,9 +237,12 @@ def test_whole_shards_share_memory_that_nobody_writes_to(given_up):
         for x in (source, result)
     ]
     assert sorted(pointers[0]) == sorted(pointers[1])
-    array, lost = (
-        (result, source) if given_up.startswith("source") else (source, result)
-    )
+    if given_up.startswith("source"):
+        array = result
+        lost = source
+    else:
+        array = source
+        lost = result
     if given_up.endswith("deleted"):
         lost.delete()
     else:

@@ -186,7 +186,10 @@ def test_a_plan_says_how_a_move_is_made(ours, theirs):
     copied = move_of(shape, np.dtype("float32"), src, dst)
     expected = {"steps": "tiles"}.get(move.how, move.how)
     assert copied.how == expected
-    expected = move.plan.steps if move.plan is not None else ()
+    if move.plan is not None:
+        expected = move.plan.steps
+    else:
+        expected = ()
     assert leaf.steps == expected
     assert leaf.source_bytes == move.source_bytes
     assert leaf.target_bytes == move.target_bytes

@@ -106,13 +106,19 @@ def test_the_told_peak_covers_what_programs_allocate(source, target, parts):
     shape = (480, 960)
     dtype = np.dtype("float32")
     move = move_of(shape, dtype, source(), target(), copies=False)
-    chunks = None if parts == 1 else move.chunks_of(parts)
+    if parts == 1:
+        chunks = None
+    else:
+        chunks = move.chunks_of(parts)
     steps: Any = steps_program(shape, dtype, source(), target())
     allocated = temp_bytes(
         lowered(ft.partial(steps, chunks=chunks), shape, dtype, source(), target())
     )
     devices = len(move.src.device_set)
-    needed = move.extra_bytes if chunks is None else move.bytes_in(chunks)
+    if chunks is None:
+        needed = move.extra_bytes
+    else:
+        needed = move.bytes_in(chunks)
     # The pointers of a tuple and scalars are allocations, but no copies of the array.
     assert 0 <= allocated <= needed // devices + 4096
 

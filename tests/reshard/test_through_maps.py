@@ -347,7 +347,9 @@ def live_bytes():
 
 
 def pieces_of(array):
-    return [] if array.is_deleted() else array.addressable_shards
+    if array.is_deleted():
+        return []
+    return array.addressable_shards
 
 
 def test_moves_to_other_devices_keep_each_side_apart(monkeypatch):

@@ -24,7 +24,10 @@ def mesh(kind=AxisType.Auto):
 
 def data(array):
     is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    whole = jax.random.key_data(array) if is_key else array
+    if is_key:
+        whole = jax.random.key_data(array)
+    else:
+        whole = array
     return [(shard.index, np.asarray(shard.data)) for shard in whole.addressable_shards]
 
 

@@ -60,11 +60,10 @@ def shuffled_names(draw):
     entries: list = []
     for name, joined in zip(names, cuts, strict=True):
         if joined and entries:
-            entries[-1] = (
-                (*entries[-1], name)
-                if isinstance(entries[-1], tuple)
-                else (entries[-1], name)
-            )
+            if isinstance(entries[-1], tuple):
+                entries[-1] = (*entries[-1], name)
+            else:
+                entries[-1] = (entries[-1], name)
         else:
             entries.append(name)
     order = draw(st.permutations(range(len(entries))))

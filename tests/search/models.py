@@ -141,7 +141,8 @@ class _Net(nn.Module):
 
 def flax_transformer() -> tuple[Any, ...]:
     net: Any = _Net()
-    tokens, optimizer = Struct((8, 16), "int32"), optax.adamw(1e-3)
+    tokens = Struct((8, 16), "int32")
+    optimizer = optax.adamw(1e-3)
     variables = jax.eval_shape(net.init, jax.random.key(0), tokens)
     state = jax.eval_shape(optimizer.init, variables)
 

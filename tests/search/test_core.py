@@ -92,10 +92,8 @@ def allowed(terms, assignments, sizes):
 @pytest.mark.parametrize("seed", range(2))
 def test_the_best_is_the_best_of_all(devices, seed, name):
     values = np.array([1 + 3 * seed, 1, 1, 1])
-    terms, expected = (
-        {**random_terms(seed), "least": values},
-        {},
-    )
+    terms = {**random_terms(seed), "least": values}
+    expected = {}
     divisors = [size for size in range(2, devices + 1) if devices % size == 0]
     for count in range(1, 5):
         shares = [
@@ -130,7 +128,8 @@ def test_what_fits_into_an_island_takes_its_switch():
     """64 H100 in islands of 8: what fits into an island takes the switch, what does not
     the network cards.
     """
-    chip, terms = chips.find("h100"), random_terms(1)
+    chip = chips.find("h100")
+    terms = random_terms(1)
     faster, seconds, slower = (
         find(
             terms, machine(dataclasses.replace(chip, island_chips=chips_each), 64), 64

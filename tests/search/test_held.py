@@ -65,7 +65,8 @@ def test_zero_1_shards_the_state_and_sends_as_much(searched, args):
     specs = [leaf.spec for leaf in cut.plans[1].leaves]
     assert specs == [leaf.spec for leaf in followed.leaves]
     assert cut.title == "data=8 (batch), ZeRO-1 over data"
-    before, after = lowered.partitioned(whole), lowered.partitioned(cut)
+    before = lowered.partitioned(whole)
+    after = lowered.partitioned(cut)
     # A TPU's compiler scatters the gradients and gathers the parameters; a CPU's sends
     # no less than the sum did.
     assert after.wire_bytes == pytest.approx(before.wire_bytes, rel=0.51)

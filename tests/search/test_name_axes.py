@@ -238,7 +238,10 @@ def test_what_has_no_names():
 @pytest.mark.parametrize("shape", [(2,), (16, 2)], ids=["one", "each"])
 def test_the_numbers_of_raw_keys_are_no_batch(shape):
     def step(params, key, x):
-        keys = key if len(shape) == 2 else jax.random.split(key, 16)
+        if len(shape) == 2:
+            keys = key
+        else:
+            keys = jax.random.split(key, 16)
         noise = jax.vmap(lambda key: jax.random.normal(key, (64,)))(keys)
         return jnp.mean(((x + noise) @ params["a"] @ params["b"]) ** 2)
 

@@ -57,7 +57,8 @@ def lowered():
 
 
 def test_a_search_drops_a_candidate_that_is_refuted(lowered):
-    wrong, right = candidate(jax.P("tensor", "fsdp"), 1.0), candidate(jax.P(), 2.0)
+    wrong = candidate(jax.P("tensor", "fsdp"), 1.0)
+    right = candidate(jax.P(), 2.0)
     assert lowered.refutations(wrong)
     assert not lowered.refutations(right)
     lines = []

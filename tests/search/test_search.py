@@ -183,7 +183,8 @@ def test_a_step_over_a_mesh_of_its_own_is_an_error():
 def test_how_a_jitted_step_and_its_arrays_lie_is_chosen():
     mesh = MeshSpec({"i": 4, "j": 2})
     rows = jax.NamedSharding(mesh.abstract(), jax.P("i"))
-    plain, args = lambda p, x: jnp.tanh(x @ p), (f32(256, 256), f32(512, 256))
+    plain = lambda p, x: jnp.tanh(x @ p)
+    args = (f32(256, 256), f32(512, 256))
     columns = jax.NamedSharding(mesh.build(jax.devices()), jax.P(None, "j"))
     placed = jax.device_put(jnp.ones((256, 256)), columns), args[1]
     jitted = jax.jit(plain, in_shardings=(rows, rows), out_shardings=rows)

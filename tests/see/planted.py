@@ -126,7 +126,9 @@ def moments(
     )
     opt = sfx.follow(optax.adam(1e-3).init, plan, **how)
     joined = sfx.ShardPlan.join(params=plan, opt=opt)
-    return joined if spec is None else joined.replace("opt/0/nu/w", spec)
+    if spec is None:
+        return joined
+    return joined.replace("opt/0/nu/w", spec)
 
 
 TOWER = {"layers": [{"weight": leaf(4096, 8192, dtype=jnp.float32)}] * 2}

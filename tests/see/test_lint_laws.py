@@ -100,7 +100,10 @@ def test_mistakes_of_several_kinds_are_all_found(chosen, unit):
         rules += extra
         names |= changed
     axes = AxisRules(rules, units={"headz": 64} if unit else None)
-    expected |= {("unknown-name", "units 'headz'")} if unit else set()
+    if unit:
+        expected |= {("unknown-name", "units 'headz'")}
+    else:
+        expected |= set()
     findings = sfx.lint(
         TREE, MESH, names=sfx.auto.renamed(TREE, names, names=NAMES), axes=axes
     )
@@ -122,8 +125,14 @@ def test_mistakes_of_several_path_rules_are_all_found(unused, shadowed, pod):
         ("shadowed-rule", f"paths[{unused + len(RULES) + n}] 'v_proj|{n}x'")
         for n in range(shadowed)
     }
-    expected |= {("unused-axis", "mesh axis 'pod'")} if pod else set()
-    mesh = MeshSpec({"pod": 2, **MESH.shape}) if pod else MESH
+    if pod:
+        expected |= {("unused-axis", "mesh axis 'pod'")}
+    else:
+        expected |= set()
+    if pod:
+        mesh = MeshSpec({"pod": 2, **MESH.shape})
+    else:
+        mesh = MESH
     rules = sfx.PathRules([*first, *RULES, *last])
     findings = sfx.lint(TREE, mesh, paths=rules)
     actual = {(reason.code, reason.where) for reason in findings}

@@ -30,14 +30,20 @@ def test_the_presets_of_path_rules(name, tensor):
     findings = sfx.lint(model.make(), MeshSpec(axes), paths=rules)
     # With one kv head, or 25 heads, there is nothing to cut in two: the rules keep
     # heads whole, and `lint` says so.
-    whole = ("gemma-2b", "gemma3-1b", "gpt2-xl") if tensor > 1 else ()
+    if tensor > 1:
+        whole = ("gemma-2b", "gemma3-1b", "gpt2-xl")
+    else:
+        whole = ()
     severities = {
         finding.severity for finding in findings if finding.where != "wte/weight"
     }
     assert severities == ({"info"} if name in whole else set()), findings
     # The vocabulary of GPT-2 is odd.
     odd = [finding.where for finding in findings if finding.severity == "warning"]
-    expected = ["wte/weight"] if name.startswith("gpt2") and tensor > 1 else []
+    if name.startswith("gpt2") and tensor > 1:
+        expected = ["wte/weight"]
+    else:
+        expected = []
     assert odd == expected, str(findings)
 
 
@@ -116,7 +122,10 @@ MODES: list[tuple[str | None, dict[str, Any]]] = [
 @pytest.mark.parametrize("mode, changes", MODES, ids=str)
 def test_eformer(mode, changes):
     tree, names = read(LLAMA)
-    axes = {"fsdp": 2, "tp": 4} if changes else {"dp": 2, "fsdp": 2, "tp": 4, "sp": 2}
+    if changes:
+        axes = {"fsdp": 2, "tp": 4}
+    else:
+        axes = {"dp": 2, "fsdp": 2, "tp": 4, "sp": 2}
     mesh = MeshSpec(axes)
     findings = sfx.lint(
         tree, mesh, names=names, axes=presets.eformer(**changes), mode=mode

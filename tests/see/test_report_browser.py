@@ -222,7 +222,10 @@ def test_the_memory_of_a_step(browser, tmp_path):
     expected = min(len(candidate.changes), 8)
     assert len(page.all("#memory .changes tr")) == expected > 0
     largest, second = candidate.peak_arrays[:2]
-    place = second.source.place if second.source else ""
+    if second.source:
+        place = second.source.place
+    else:
+        place = ""
     assert largest.what in page.text("#step-inspector h3")
     page.one("#step-map .top[aria-label*='test_report_data.py'] .cell").click()
     details = page.text("#step-inspector")

@@ -68,7 +68,9 @@ def test_versions_are_written_by_the_command_only():
 
 SQUARE = ArrayPredicate("square", unused_axes=1)
 KERNEL = ArrayPredicate("kernel", unused_axes=1)
-T, F, N = ("tensor",), ("fsdp",), ()
+T = ("tensor",)
+F = ("fsdp",)
+N = ()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,10 @@ T, F, N = ("tensor",), ("fsdp",), ()
 )
 def test_a_predicate_of_arrays_reads_shapes_and_specs(predicate, shape, cuts, found):
     cut = matches_array(predicate, shape, cuts, SIZES)
-    wanted = ArrayCut(frozenset(T), frozenset(F)) if found else None
+    if found:
+        wanted = ArrayCut(frozenset(T), frozenset(F))
+    else:
+        wanted = None
     assert cut == wanted
 
 

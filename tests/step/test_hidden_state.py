@@ -185,7 +185,8 @@ class Trainer:
 
 
 def test_traced_arrays_left_in_variables_are_an_error():
-    losses, seen = [], {}
+    losses = []
+    seen = {}
 
     def appends(x):
         losses.append((x**2).sum())

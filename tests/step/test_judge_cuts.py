@@ -33,7 +33,9 @@ def expected_terms(cut: Cut, size: int, devices: int) -> set[int] | None:
         if own:
             terms.add(mask)
             held += own
-    return terms if sorted(held) == list(range(size)) else None
+    if sorted(held) == list(range(size)):
+        return terms
+    return None
 
 
 @st.composite

@@ -70,7 +70,8 @@ def test_two_caches_and_their_gradients_are_proved():
 def test_an_index_that_may_be_out_of_bounds_is_not_judged(last):
     # XLA loses the update of a row beyond the last, which JAX clamps.
     def step(cache, row, index):
-        index = index if last is None else jnp.clip(index, 0, last)
+        if last is not None:
+            index = jnp.clip(index, 0, last)
         return written(cache, row, index)
 
     verdict = sfx.testing.verify(step, CACHE, ROW, INDEX)

@@ -128,7 +128,8 @@ def test_a_bitcast_is_read_by_its_layouts(layout, outcome):
         f"  %t = f32[2,4]{layout} bitcast(%y)\n"
         "  ROOT %sum = f32[2,4]{1,0} add(%x, %t)"
     )
-    whole, text = WHOLE.format(rest=TURNED), PART.format(rest=bitcast)
+    whole = WHOLE.format(rest=TURNED)
+    text = PART.format(rest=bitcast)
     assert judged_text(whole, text, "a text").outcome == outcome
 
 

@@ -55,7 +55,10 @@ def job(processes=(1, 1), **changes):
     specs = {}
     for path, leaf in tree.items():
         is_even = leaf.ndim and leaf.shape[0] % 2 == 0
-        specs[path] = P("a") if is_even else P()
+        if is_even:
+            specs[path] = P("a")
+        else:
+            specs[path] = P()
     src = planned(tree, specs, mesh(0))
     dst = planned(tree, {**specs, "wide": P("b", "a")}, mesh(4))
     plan = plan_transfer(src, dst, processes=processes, **changes)

@@ -16,7 +16,10 @@ from shardfx.errors import SyncError
 
 
 SECRET = b"sixteen bytes or more"
-HEADS, DIM, WIDTH, LAYERS = 2, 8, 64, 12
+HEADS = 2
+DIM = 8
+WIDTH = 64
+LAYERS = 12
 
 
 def plans(own, devices):

@@ -54,7 +54,8 @@ class Wire:
             memory[...] = piece
 
     def commit(self, revision: int | None = None) -> int:
-        self.revision = self.revision if revision is None else revision
+        if revision is not None:
+            self.revision = revision
         return self.revision
 
 
@@ -88,7 +89,8 @@ def carried(plan, arrays, dst):
 @given(case=maps(), data=st.data())
 def test_random_maps_between_random_plans_give_what_numpy_gives(case, data):
     made, arrays = written(case)
-    whole, limit = made.apply(arrays), data.draw(st.sampled_from([16, 1 << 20]))
+    whole = made.apply(arrays)
+    limit = data.draw(st.sampled_from([16, 1 << 20]))
     specs = drawn(data.draw, arrays), drawn(data.draw, whole)
     plan = moved(
         arrays,
@@ -131,7 +133,8 @@ def moved(tree, specs, made, target_specs, memory_limit_bytes=1 << 20):
     """
     leaves_by_path = {path: np.asarray(leaf) for path, leaf in tree.items()}
     whole = made.apply(leaves_by_path)
-    src, dst = planned(tree, specs, mesh(0)), planned(whole, target_specs, mesh(4))
+    src = planned(tree, specs, mesh(0))
+    dst = planned(whole, target_specs, mesh(4))
     plan = plan_transfer(src, dst, made, memory_limit_bytes=memory_limit_bytes)
     restored = TransferPlan.from_json(plan.to_json())
     arrays = jax.device_put(tree, src.shardings)
@@ -205,7 +208,10 @@ def _scheduled(plan, sender, receiver):
         for entry in entries:
             rows_of_kind = order.rows_of_kind[plan.leaves[entry.leaf].kind]
             row = rows_of_kind[entry.number]
-            transfers = row.places if isinstance(row, SentPart) else row.transfers
+            if isinstance(row, SentPart):
+                transfers = row.places
+            else:
+                transfers = row.transfers
             pieces = [transfer.piece for transfer in transfers]
             scheduled.append((number, entry.leaf, pieces))
     return scheduled
@@ -213,7 +219,8 @@ def _scheduled(plan, sender, receiver):
 
 @pytest.mark.parametrize("receiver", range(4))
 def test_a_receivers_part_is_that_of_the_whole_plan(receiver):
-    plan, part = job((2, 4))[2], job((2, 4), receiver=receiver)[2]
+    plan = job((2, 4))[2]
+    part = job((2, 4), receiver=receiver)[2]
     assert part.digest == plan.digest
     assert part.senders_to(receiver) == plan.senders_to(receiver)
     for sender in (-1, 0, 1):
@@ -224,7 +231,10 @@ def test_a_receivers_part_is_that_of_the_whole_plan(receiver):
 def mutated(data, draws):
     """The data with one value changed, removed or added, at a random place."""
     while True:
-        keys = list(data) if isinstance(data, dict) else list(range(len(data)))
+        if isinstance(data, dict):
+            keys = list(data)
+        else:
+            keys = list(range(len(data)))
         key = draws.choice(keys)
         if isinstance(data[key], dict | list) and data[key] and draws.random() < 0.9:
             data = data[key]
@@ -255,7 +265,8 @@ def is_whole(kind):
 
 def test_a_damaged_plan_is_an_error_or_writes_each_element_once():
     """Its checksum made good again, so that the checks behind it are met."""
-    plan, draws = job((2, 2))[2], random.Random(0)
+    plan = job((2, 2))[2]
+    draws = random.Random(0)
     text = json.loads(plan.to_json())
     refused = 0
     for _ in range(300):
@@ -389,7 +400,8 @@ def test_content_shows_a_wrong_cast():
 def test_content_shows_leaves_that_are_exchanged():
     tree = {"v": jnp.ones((4, 4)), "w": jnp.zeros((4, 4))}
     specs = {"v": P("a"), "w": P("a")}
-    src, dst = planned(tree, specs, mesh(0)), planned(tree, specs, mesh(4))
+    src = planned(tree, specs, mesh(0))
+    dst = planned(tree, specs, mesh(4))
     plan = plan_transfer(src, dst)
     arrays = jax.device_put(tree, src.shardings)
     first, second = plan.leaves
@@ -422,7 +434,8 @@ def test_sources_of_different_rank_that_are_repeated():
 def test_plans_that_would_never_end_are_refused():
     struct = jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)
     tree = {"w": struct}
-    src, dst = planned(tree, {"w": P("a")}), planned(tree, {"w": P(None, "a")})
+    src = planned(tree, {"w": P("a")})
+    dst = planned(tree, {"w": P(None, "a")})
     with pytest.raises(SyncError, match="`w` would be sent in more than 4,194,304"):
         plan_transfer(src, dst, memory_limit_bytes=16)
     small = jax.ShapeDtypeStruct((1 << 16,), jnp.float32)
@@ -449,7 +462,8 @@ def test_plans_that_would_never_end_are_refused():
 def test_a_schedule_of_too_many_parts_is_refused(monkeypatch):
     struct = jax.ShapeDtypeStruct((1 << 10, 64), jnp.float32)
     tree = {"w": struct}
-    src, dst = planned(tree, {"w": P(None, "a")}), planned(tree, {"w": P("a")})
+    src = planned(tree, {"w": P(None, "a")})
+    dst = planned(tree, {"w": P("a")})
     plan = plan_transfer(src, dst, memory_limit_bytes=1 << 12)
     monkeypatch.setattr(scheduling, "_MOST_PARTS", 16)
     with pytest.raises(

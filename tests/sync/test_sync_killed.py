@@ -69,9 +69,11 @@ def test_an_engine_keeps_one_revision_when_its_trainer_is_killed(started, seed):
     shown = first(engine)
     time.sleep(random.Random(seed).random() / 2)
     trainer.kill()
-    killed, last = time.monotonic(), 0
+    killed = time.monotonic()
+    last = 0
     while shown.startswith("has"):
-        last, shown = whole(shown), engine.stdout.readline()
+        last = whole(shown)
+        shown = engine.stdout.readline()
     assert time.monotonic() - killed < 2 + 1
     assert shown.startswith("kept")
     assert whole(shown) == last

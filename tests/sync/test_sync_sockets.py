@@ -172,7 +172,8 @@ def test_arrays_may_lie_otherwise_than_planned(served):
 def test_a_tree_of_empty_leaves_and_constants_is_pulled():
     tree = {"none": jnp.zeros((0, 4)), "also": jnp.zeros((2, 0))}
     specs = {"none": P(), "also": P()}
-    src, dst = planned(tree, specs, mesh(0)), planned(tree, specs, mesh(4))
+    src = planned(tree, specs, mesh(0))
+    dst = planned(tree, specs, mesh(4))
     plan = plan_transfer(src, dst)
     with sending(plan) as sender:
         receiver = receiver_of(plan, dst, sender)
@@ -313,7 +314,8 @@ def test_two_senders_and_one_that_is_behind():
 def test_held_arrays_of_older_revisions_are_never_written(served):
     """Memory serves again only when no array is left that lies in it."""
     _, dst, plan, tree, sender = served
-    receiver, held = receiver_of(plan, dst, sender), []
+    receiver = receiver_of(plan, dst, sender)
+    held = []
     receiver.warm()
     for revision in range(1, 9):
         sender.publish({**tree, "wide": tree["wide"] * 0 + revision}, revision)

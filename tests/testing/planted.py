@@ -46,11 +46,10 @@ class Planted(NamedTuple):
         placed = []
         for number, (shape, spec, *high) in enumerate(self.args):
             key = jax.random.key(number)
-            array = (
-                jax.random.randint(key, shape, 0, high[0])
-                if high
-                else jax.random.normal(key, shape)
-            )
+            if high:
+                array = jax.random.randint(key, shape, 0, high[0])
+            else:
+                array = jax.random.normal(key, shape)
             placed.append(jax.device_put(array, NamedSharding(mesh, spec)))
         return placed
 
@@ -72,9 +71,11 @@ def neighbours(axis: str, by: int = 1, turn: bool = True) -> list[tuple[int, int
     return [(i, (i + by) % size) for i in range(size) if turn or 0 <= i + by < size]
 
 
-ROWS, CUT = ((8, 6), P("d")), ((8, 8), P("d", "t"))
+ROWS = ((8, 6), P("d"))
+CUT = ((8, 8), P("d", "t"))
 MLP = ROWS, ((6, 8), P(None, "t")), ((8, 6), P("t"))
-SEQUENCE, WHOLE = ((4, 16, 6), P("d", "t")), ((4, 16, 6), P("d"))
+SEQUENCE = ((4, 16, 6), P("d", "t"))
+WHOLE = ((4, 16, 6), P("d"))
 WEIGHT = ((6, 3), P())
 
 
@@ -205,7 +206,8 @@ def gradients_summed_in_each_turn(wrong, w, xs):
 
 @planted(ROWS, ((8,), P("d"), 2), out=P())
 def mean_of_means(wrong, x, mask):
-    total, count = jnp.sum(x * mask[:, None]), jnp.sum(mask) + 1 / lax.axis_size("d")
+    total = jnp.sum(x * mask[:, None])
+    count = jnp.sum(mask) + 1 / lax.axis_size("d")
     if wrong:
         return lax.pmean(total / count, "d")  # wrong
     return lax.psum(total, "d") / lax.psum(count, "d")
@@ -214,7 +216,8 @@ def mean_of_means(wrong, x, mask):
 @planted(CUT, out=P("d", "t"))
 def norm_over_a_cut_dimension(wrong, x):
     square = jnp.mean(x**2, axis=-1, keepdims=True)
-    square = square if wrong else lax.pmean(square, "t")
+    if not wrong:
+        square = lax.pmean(square, "t")
     return x * lax.rsqrt(square + 1e-6)  # wrong
 
 
@@ -229,14 +232,16 @@ def softmax_with_local_maxima(wrong, x):
 @planted(CUT, out=P("d", "t"))
 def clipped_by_the_local_norm(wrong, g):
     square = jnp.sum(g**2)
-    square = square if wrong else lax.psum(square, ("d", "t"))
+    if not wrong:
+        square = lax.psum(square, ("d", "t"))
     return g / jnp.maximum(jnp.sqrt(square), 1.0)  # wrong
 
 
 @planted(CUT, out=P("d", "t"))
 def branch_on_a_local_value(wrong, g):
     square = jnp.sum(g**2)
-    square = square if wrong else lax.psum(square, ("d", "t"))
+    if not wrong:
+        square = lax.psum(square, ("d", "t"))
     return lax.cond(square > 9.0, lambda g: g / 2, lambda g: g, g)  # wrong
 
 
@@ -259,7 +264,10 @@ def iteration_with_the_local_norm(wrong, a, v):
 @planted(((8, 16), P("d", "t")), ((8,), P("d"), 16), out=P())
 def labels_not_offset(wrong, logits, labels):
     size = logits.shape[1]
-    local = labels if wrong else labels - lax.axis_index("t") * size
+    if wrong:
+        local = labels
+    else:
+        local = labels - lax.axis_index("t") * size
     hit = jax.nn.one_hot(local, size)  # wrong
     total = lax.psum(jnp.exp(logits).sum(-1), "t")
     picked = lax.psum((hit * logits).sum(-1), "t")  # wrong
@@ -272,7 +280,8 @@ def embedding_of_foreign_rows(wrong, table, ids):
     local = ids - lax.axis_index("t") * size
     rows = table[jnp.clip(local, 0, size - 1)]  # wrong
     inside = (local >= 0) & (local < size)
-    rows = rows if wrong else jnp.where(inside[:, None], rows, 0)
+    if not wrong:
+        rows = jnp.where(inside[:, None], rows, 0)
     return lax.psum(rows, "t")  # wrong
 
 
@@ -309,7 +318,10 @@ def labels_shifted_after_the_cut(wrong, x, tokens):
 
 @planted(((8, 4, 6), P("d")), ((4, 6, 6), P("t")), out=P("d"))
 def experts_not_offset(wrong, x, experts):
-    first = 0 if wrong else lax.axis_index("t") * experts.shape[0]
+    if wrong:
+        first = 0
+    else:
+        first = lax.axis_index("t") * experts.shape[0]
     local = lax.dynamic_slice_in_dim(x, first, experts.shape[0], 1)  # wrong
     return lax.psum(jnp.einsum("bed,edf->bf", local, experts), "t")  # wrong
 

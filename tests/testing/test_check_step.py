@@ -270,7 +270,9 @@ def test_a_shard_map_on_explicit_axes_is_checked(mesh, is_summed):
     def make(mesh):
         def body(x, w):
             part = x @ w
-            return lax.psum(part, "t") if is_summed else part
+            if is_summed:
+                return lax.psum(part, "t")
+            return part
 
         def loss(w, x):
             in_specs = (P("d", "t"), P("t"))

@@ -50,7 +50,8 @@ KINDS = (AxisType.Auto, AxisType.Explicit)
 
 def mesh(kind: AxisType = AxisType.Auto, order=None, **sizes: int) -> Mesh:
     devices = np.array(jax.devices())[: math.prod(sizes.values())]
-    devices = devices if order is None else devices[np.asarray(order)]
+    if order is not None:
+        devices = devices[np.asarray(order)]
     axis_types = (kind,) * len(sizes)
     return Mesh(
         devices.reshape(tuple(sizes.values())),
@@ -108,7 +109,10 @@ def ends(draw):
             dim = draw(st.integers(0, rank))
             if dim < rank:
                 dims[dim].append("abc"[axis])
-        order = draw(st.permutations(list(range(8)))) if draw(st.booleans()) else None
+        if draw(st.booleans()):
+            order = draw(st.permutations(list(range(8))))
+        else:
+            order = None
         rows.append((sizes, tuple(map(tuple, dims)), order))
     return (
         rank,
@@ -181,11 +185,9 @@ def any_bits(dtype: np.dtype) -> np.ndarray:
         .integers(0, 256, (16, 32 * dtype.itemsize))
         .astype(np.uint8)
     )
-    return (
-        (raw % 8).astype(dtype)
-        if dtype.name in ("bool", "int4", "uint4", "float4_e2m1fn")
-        else raw.view(dtype)
-    )
+    if dtype.name in ("bool", "int4", "uint4", "float4_e2m1fn"):
+        return (raw % 8).astype(dtype)
+    return raw.view(dtype)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int2, jnp.uint2])
@@ -304,7 +306,8 @@ def test_src_is_ignored_outside_of_jit(kind):
         moved, back = jax.vjp(move_out, ones)
         placed = jax.device_put(VALUES, moved.sharding)
         cotangents = [placed, jnp.asarray(VALUES)]
-        cotangents += [weights] if kind == AxisType.Auto else []
+        if kind == AxisType.Auto:
+            cotangents += [weights]
         assert moved.sharding == target
         for cotangent in cotangents if kind == AxisType.Auto else cotangents[:1]:
             (gradient,) = back(cotangent)

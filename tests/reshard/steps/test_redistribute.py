@@ -92,16 +92,14 @@ def ends(draw, count: int, rank: int):
         dim = draw(st.integers(0, rank))
         if dim < rank:
             dims[dim].append(axis)
-    order = (
-        random.Random(draw(st.integers(0, 9))).sample(range(count), count)
-        if draw(st.booleans())
-        else range(count)
-    )
-    weights = (
-        [draw(st.sampled_from([1.0, 1.0, 10.0])) for _ in sizes]
-        if draw(st.booleans())
-        else ()
-    )
+    if draw(st.booleans()):
+        order = random.Random(draw(st.integers(0, 9))).sample(range(count), count)
+    else:
+        order = range(count)
+    if draw(st.booleans()):
+        weights = [draw(st.sampled_from([1.0, 1.0, 10.0])) for _ in sizes]
+    else:
+        weights = ()
     return StepLayout(
         sizes=tuple(sizes),
         dims=tuple(map(tuple, dims)),
@@ -118,12 +116,14 @@ def moves(draw):
     few = [1, 2, 3, 4, 6, 8, 9, 10, 12, 14, 15, 16, 18, 20, 21, 24, 30, 36]
     many = [192, 288, 384, 480]
     count = draw(st.sampled_from(few + 2 * many))
-    rank = 2 if count in many else draw(st.integers(0, 4))
-    spare = (
-        [1] * rank
-        if count in many
-        else [draw(st.sampled_from([0, 1, 1, 1, 2, 3])) for _ in range(rank)]
-    )
+    if count in many:
+        rank = 2
+    else:
+        rank = draw(st.integers(0, 4))
+    if count in many:
+        spare = [1] * rank
+    else:
+        spare = [draw(st.sampled_from([0, 1, 1, 1, 2, 3])) for _ in range(rank)]
     src = draw(ends(count, rank))
     dst = draw(ends(count, rank))
     return spare, src, dst

@@ -52,7 +52,10 @@ def apart(case: Case) -> float:
     alone = Mesh(devices.ravel()[:1].reshape([1] * len(case.mesh)), tuple(case.mesh))
     whole = jax.jit(case.step(alone), compiler_options=_QUICKLY)(*case.args)
     shardings = tuple(NamedSharding(mesh, spec) for spec in case.specs)
-    result = None if case.result is None else NamedSharding(mesh, case.result)
+    if case.result is None:
+        result = None
+    else:
+        result = NamedSharding(mesh, case.result)
     jitted = jax.jit(
         case.step(mesh),
         in_shardings=shardings,

@@ -10,7 +10,8 @@ from ._run import Case, Fault, emulate, main, normal
 
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
-ROWS, CHANNELS = P(("data", "fsdp")), P("tensor", "fsdp")
+ROWS = P(("data", "fsdp"))
+CHANNELS = P("tensor", "fsdp")
 
 
 def conv(x, w, stride):

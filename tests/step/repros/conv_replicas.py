@@ -10,7 +10,8 @@ from ._run import Case, Fault, emulate, main, normal
 
 
 MESH = {"a": 4, "b": 2}
-HEIGHT, ROWS = P(None, None, "b"), P("a")
+HEIGHT = P(None, None, "b")
+ROWS = P("a")
 
 
 def conv(x, w):
@@ -50,9 +51,11 @@ def mended(mesh):
 
 def cases() -> Fault:
     array = normal(0, 4, 8, 8, 8)
-    image, kernel = array, normal(1, 8, 8, 3, 3)
+    image = array
+    kernel = normal(1, 8, 8, 3, 3)
     array = normal(2, 4, 16, 8)
-    sequence, taps = array, normal(3, 4, 1, 8)
+    sequence = array
+    taps = normal(3, 4, 1, 8)
     grad = jax.grad(loss, (0, 1))
     wrong = {
         "gradient": Case(
