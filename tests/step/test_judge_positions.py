@@ -15,7 +15,7 @@ import shardfx as sfx
 from shardfx._step import judged, step_of
 from shardfx._step.hlo_text import parse_hlo
 from shardfx._step.judge.bounds import bounds_of
-from shardfx._step.judge.values import read_whole
+from shardfx._step.judge.whole_program import read_whole
 
 
 MESH = sfx.MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}).abstract()

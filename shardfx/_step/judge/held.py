@@ -10,8 +10,9 @@ import numpy as np
 from ..hlo_text import HloModule
 from .cuts import Cut, Cuts
 from .forms import View
-from .values import Values, WholeProgram
+from .values import Values
 from .verdict import Unjudged, Wrong
+from .whole_program import WholeProgram
 
 
 # Known numbers are kept for arrays up to this size, devices included.

@@ -28,7 +28,7 @@ from .matching import expressed, is_matched
 from .results import check, each_result, held_of, leaves_in, leaves_of, required_view
 from .rules import applied
 from .shardings import WrongShard, axes_of, shardings_in
-from .values import Global, WholeProgram, read_whole
+from .values import Global
 from .verdict import (
     Refutation,
     Unjudged,
@@ -36,6 +36,7 @@ from .verdict import (
     Verdict,
     Wrong,
 )
+from .whole_program import WholeProgram, read_whole
 
 
 # Errors of a rule that meets a form of an operation for which it was not written.

@@ -1,0 +1,375 @@
+"""Reads the program of all devices, before it is partitioned: the number of each value,
+with loops, branches and the bodies of `shard_map`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ..hlo_text import (
+    ELEMENTWISE,
+    HloModule,
+    Instruction,
+    arrays_in,
+    index_of,
+    parts_of,
+    root_of,
+)
+from . import manual
+from .forms import Form, View, form_of, sizes_of, squeezed
+from .shardings import shardings_in
+from .values import (
+    Global,
+    GlobalTree,
+    Loop,
+    ManualCall,
+    Node,
+    Shards,
+    Values,
+    ViewReshape,
+    conditional_key,
+    groups_of_reshape,
+    unchanged,
+    unordered,
+    without_none,
+)
+
+
+class _ManualResult(NamedTuple):
+    """A result of the body of a `shard_map`: the number of its call, and its place."""
+
+    call: int
+    place: int
+
+
+class WholeProgram(NamedTuple):
+    """The whole program: its values, its arguments by number, and its results."""
+
+    values: Values
+    parameters: Mapping[int, Global]
+    results: tuple[Global, ...]
+    root: Instruction
+
+
+def read_whole(module: HloModule) -> WholeProgram:
+    """Numbers the values of a module before it is partitioned."""
+    reader = _Reader(module)
+    entry = module.computations[module.entry]
+    parameters: dict[int, Global] = {}
+    for instruction in entry.values():
+        if instruction.opcode == "parameter" and not instruction.result.startswith("("):
+            number = int(instruction.inside)
+            parameters[number] = reader.named(("parameter", number), instruction)
+    arguments = [parameters.get(number) for number in range(len(parameters))]
+    result = reader.run(module.entry, arguments)
+    results = tuple(_leaves(result))
+    return WholeProgram(reader.values, parameters, results, root_of(entry))
+
+
+def shape_of(result: str) -> tuple[int, ...]:
+    arrays = arrays_in(result)
+    return arrays[0].shape if arrays else ()
+
+
+def _leaves(tree: GlobalTree) -> Iterator[Global]:
+    if isinstance(tree, Global):
+        yield tree
+    else:
+        for part in tree:
+            yield from _leaves(part)
+
+
+class _Reader:
+    def __init__(self, module: HloModule):
+        self.module = module
+        self.values = Values()
+        # What the bodies of `shard_map`s take and return, on one device.
+        self.shards: dict[Global, Shards] = {}
+        self.manual_results: dict[Global, _ManualResult] = {}
+
+    def named(
+        self,
+        key: tuple[object, ...],
+        instruction: Instruction,
+        shape: tuple[int, ...] | None = None,
+        operands: tuple[Global, ...] = (),
+    ) -> Global:
+        """The array of a value that is no expression of others."""
+        shape = shape_of(instruction.result) if shape is None else shape
+        dims = tuple(range(len(shape)))
+        form = Form(key, dims, dims)
+        return self.array(form, instruction, shape, operands)
+
+    def array(
+        self,
+        form: Form,
+        instruction: Instruction,
+        shape: tuple[int, ...],
+        operands: tuple[Global, ...],
+    ) -> Global:
+        sizes = tuple(shape[position] for position in form.kept)
+        node = Node(
+            opcode=instruction.opcode,
+            key=form.key,
+            shape=sizes,
+            exact=_exact(instruction, operands),
+            operands=operands,
+            instruction=instruction,
+        )
+        number = self.values.number_of(node, instruction.op_name)
+        array = Global(squeezed(View(number, form.dims), shape), shape)
+        value_node = self.values.nodes[number]
+        if value_node.result is None:
+            value_node.result = array
+        return array
+
+    def run(self, name: str, arguments: "Sequence[GlobalTree | None]") -> GlobalTree:
+        arrays: dict[str, GlobalTree] = {}
+        for instruction in self.module.computations[name].values():
+            if instruction.opcode == "parameter":
+                argument = arguments[int(instruction.inside)]
+                array = (
+                    self.unread(instruction.result) if argument is None else argument
+                )
+            else:
+                operands = [arrays[operand] for operand in instruction.operands]
+                if manual.is_into_shards(instruction):
+                    source = self.module.computations[name][instruction.operands[0]]
+                    array = self.into_shards(instruction, operands[0], source)
+                else:
+                    array = self.made(instruction, operands)
+            arrays[instruction.name] = array
+            if instruction.is_root:
+                return array
+        raise AssertionError(f"computation {name} has no root")
+
+    def unread(self, result: str) -> GlobalTree:
+        """Tokens and tuples of them."""
+        if result.startswith("("):
+            return tuple(self.unread(part) for part in parts_of(result) if part)
+        return Global(View(-1, ()), ())
+
+    def made(
+        self, instruction: Instruction, operands: Sequence[GlobalTree]
+    ) -> GlobalTree:
+        opcode = instruction.opcode
+        if opcode == "tuple":
+            return tuple(operands)
+        if opcode == "get-tuple-element":
+            whole = operands[0]
+            number = index_of(instruction)
+            assert number is not None
+            if isinstance(whole, Global):
+                return self.named(("element", whole.view, number), instruction)
+            return whole[number]
+        if opcode in ("opt-barrier", "optimization-barrier"):
+            return operands[0] if len(operands) == 1 else tuple(operands)
+        if opcode in ("call", "fusion", "map"):
+            called = dict(instruction.called)
+            name = called.get("calls") or called["to_apply"]
+            manual_results = self.manual_call(instruction, operands, name)
+            if manual_results is not None:
+                return manual_results
+            return self.run(name, operands)
+        if manual.is_out_of_shards(instruction):
+            array = self.out_of_shards(instruction, operands[0])
+            if array is not None:
+                return array
+        if opcode == "while":
+            return self.loop(instruction, operands[0])
+        if opcode == "conditional":
+            return self.conditional(instruction, operands)
+        arrays = [array for operand in operands for array in _leaves(operand)]
+        return self.operation(instruction, arrays)
+
+    def operation(
+        self, instruction: Instruction, operands: Sequence[Global]
+    ) -> GlobalTree:
+        shapes = [array.shape for array in arrays_in(instruction.result)]
+        views = [operand.view for operand in operands]
+        shape = shapes[0] if shapes else ()
+        if instruction.opcode == "reshape":
+            return self.reshape(instruction, operands[0], shape)
+        form = form_of(instruction, views, shape, self.module)
+        if isinstance(form, View):
+            return Global(squeezed(form, shape), shape)
+        if not instruction.result.startswith("("):
+            return self.array(form, instruction, shape, tuple(operands))
+        results = []
+        for number, part in enumerate(shapes):
+            rank = len(part)
+            keyed = form._replace(
+                key=(*form.key, number), dims=form.dims[:rank], kept=form.kept[:rank]
+            )
+            if rank > len(form.dims):
+                # As random bits beside the state of their generator.
+                every = tuple(range(rank))
+                keyed = Form((*form.key, number, part), every, every)
+            results.append(self.array(keyed, instruction, part, tuple(operands)))
+        return tuple(results)
+
+    def reshape(
+        self, instruction: Instruction, operand: Global, shape: tuple[int, ...]
+    ) -> Global:
+        dims = reshaped_dims(operand.view.dims, operand.shape, shape)
+        if dims is not None:
+            view = View(operand.view.root, dims)
+            self.values.reshapes.setdefault(unordered(operand.view), {})[
+                ViewReshape(operand.view, view)
+            ] = instruction.op_name
+            return Global(view, shape)
+        key = ("reshape", operand.view.root, without_none(operand.view.dims))
+        positions = tuple(range(len(shape)))
+        form = Form(key, _changing(operand, shape), positions)
+        return self.array(form, instruction, shape, (operand,))
+
+    def loop(self, instruction: Instruction, initial: GlobalTree) -> GlobalTree:
+        called = dict(instruction.called)
+        starts = tuple(_leaves(initial))
+        number = len(self.values.loops)
+        same = unchanged(self.module, called["body"], len(starts))
+        carried = []
+        for place, start in enumerate(starts):
+            if place in same:
+                carried.append(start)
+            else:
+                key = ("carried", number, place)
+                carried.append(self.named(key, instruction, start.shape))
+        # A loop inside the body has a later number.
+        self.values.loops.append(
+            Loop(number, instruction, starts, (), (), starts[0], ())
+        )
+        ahead = tuple(_leaves(self.run(called["body"], [tuple(carried)])))
+        goes_on = self.run(called["condition"], [tuple(carried)])
+        results = []
+        for place, start in enumerate(starts):
+            if place in same:
+                results.append(start)
+            else:
+                key = ("result", number, place)
+                results.append(self.named(key, instruction, start.shape))
+        assert isinstance(goes_on, Global)
+        self.values.loops[number] = Loop(
+            number=number,
+            instruction=instruction,
+            initial=starts,
+            carried=tuple(carried),
+            ahead=ahead,
+            goes_on=goes_on,
+            results=tuple(results),
+        )
+        return tuple(results) if not isinstance(initial, Global) else results[0]
+
+    # The bodies of `shard_map`s.
+
+    def into_shards(
+        self, instruction: Instruction, array: GlobalTree, source: Instruction
+    ) -> Global:
+        """The shards of an array, as a body takes them. `source` says its sharding."""
+        assert isinstance(array, Global)
+        (sharding,) = shardings_in(source.attributes) or ("",)
+        key = ("manual shards", array.view, sharding)
+        shard = self.named(key, instruction, operands=(array,))
+        self.shards[shard] = Shards(array, sharding)
+        return shard
+
+    def manual_call(
+        self, instruction: Instruction, operands: Sequence[GlobalTree], name: str
+    ) -> "GlobalTree | None":
+        """The results of the call of a body; `None` for other calls."""
+        taken: list[Shards] = []
+        for operand in operands:
+            shards = self.shards.get(operand) if isinstance(operand, Global) else None
+            if shards is None:
+                return None
+            taken.append(shards)
+        if not taken:
+            return None
+        number = len(self.values.manual_calls)
+        digests = manual.expressions(self.module, name)
+        call = ManualCall(digests, tuple(taken), {})
+        self.values.manual_calls.append(call)
+        results: list[Global] = []
+        for place, part in enumerate(arrays_in(instruction.result)):
+            key = ("manual result", number, place)
+            result = self.named(key, instruction, part.shape)
+            self.manual_results[result] = _ManualResult(number, place)
+            results.append(result)
+        is_tuple = instruction.result.startswith("(")
+        return tuple(results) if is_tuple else results[0]
+
+    def out_of_shards(
+        self, instruction: Instruction, shard: GlobalTree
+    ) -> Global | None:
+        """The array of the shards that a body returns; `None` if they are no result of
+        one.
+        """
+        if not isinstance(shard, Global) or shard not in self.manual_results:
+            return None
+        result = self.manual_results[shard]
+        (sharding,) = shardings_in(instruction.attributes) or ("",)
+        key = ("manual array", result, sharding)
+        array = self.named(key, instruction)
+        results = self.values.manual_calls[result.call].results
+        results.setdefault(result.place, Shards(array, sharding))
+        return array
+
+    def conditional(
+        self, instruction: Instruction, operands: Sequence[GlobalTree]
+    ) -> GlobalTree:
+        chosen = operands[0]
+        assert isinstance(chosen, Global)
+        branches = [
+            self.run(name, [operand])
+            for (_, name), operand in zip(instruction.called, operands[1:], strict=True)
+        ]
+        each = [tuple(_leaves(branch)) for branch in branches]
+        results = []
+        for arrays in zip(*each, strict=True):
+            key = conditional_key(chosen.view, [array.view for array in arrays])
+            shape = arrays[0].shape
+            results.append(self.named(key, instruction, shape, (chosen, *arrays)))
+        if isinstance(branches[0], Global):
+            return results[0]
+        return tuple(results)
+
+
+def _changing(operand: Global, shape: tuple[int, ...]) -> tuple[int | None, ...]:
+    """The dimensions of a reshape's result along which it changes."""
+    dims: list[int | None] = [None] * len(shape)
+    for sources, targets in groups_of_reshape(operand.shape, shape):
+        if any(operand.view.dims[source] is not None for source in sources):
+            for target in targets:
+                dims[target] = target
+    return tuple(dims)
+
+
+def _exact(instruction: Instruction, operands: Sequence[Global]) -> tuple[object, ...]:
+    """The sizes that a key leaves out: those of windows and slices, and of dimensions
+    along which an operand does not change.
+    """
+    if instruction.opcode in ELEMENTWISE:
+        return ()
+    sizes = tuple(
+        size
+        for operand in operands
+        for dim, size in zip(operand.view.dims, operand.shape, strict=True)
+        if dim is None and size != 1
+    )
+    return (sizes, *sizes_of(instruction))
+
+
+def reshaped_dims(
+    dims: Sequence[int | None], before: Sequence[int], after: Sequence[int]
+) -> tuple[int | None, ...] | None:
+    """The dimensions that a reshape's result follows, if it only adds and drops
+    dimensions of size 1, or merges and splits dimensions along which nothing changes;
+    else `None`.
+    """
+    followed: list[int | None] = [None] * len(after)
+    for sources, targets in groups_of_reshape(before, after):
+        if all(dims[source] is None for source in sources):
+            continue
+        if len(sources) != 1 or len(targets) != 1:
+            return None
+        followed[targets[0]] = dims[sources[0]]
+    return tuple(followed)
