@@ -93,20 +93,18 @@ def constrain(
 
     - `x`: an array.
     - `names_or_spec`: a tuple with a logical name for each dimension, for which the
-      rules in the plan's `axes` give
-        mesh axes. An `...` in the tuple stands for all dimensions that are not sharded.
-        Or a PartitionSpec, whose missing last entries count as `None`. `None` in place
-        of both leaves `x` as it is.
+      rules in the plan's `axes` give mesh axes. An `...` in the tuple stands for all
+      dimensions that are not sharded. Or a PartitionSpec, whose missing last entries
+      count as `None`. `None` in place of both leaves `x` as it is.
     - `plan`: a plan with the mesh, the rules from names to mesh axes (`axes`), and the
-      `mode` of the rules, such as
-        "decode", in which names are resolved. The array need not be one of its leaves.
+      `mode` of the rules, such as "decode", in which names are resolved. The array need
+      not be one of its leaves.
     - `strict`: whether to raise if two names have one mesh axis, or the size of a
-      dimension is not divisible. If not,
-        such axes are dropped. By default the plan's own `strict` holds.
+      dimension is not divisible. If not, such axes are dropped. By default the plan's
+      own `strict` holds.
     - `unmatched`: "raise": an error for a name without a rule in the plan, and for a
-      mesh axis in a spec that neither
-        the mesh nor `AxisRules(..., mesh_axes=...)` knows. "replicate": such names and axes
-        are left out.
+      mesh axis in a spec that neither the mesh nor `AxisRules(..., mesh_axes=...)`
+      knows. "replicate": such names and axes are left out.
     - `explain`: whether to return the [`shardfx.Decision`][] too.
 
     **Returns:**
@@ -120,12 +118,10 @@ def constrain(
     - `RuleError` for names if the plan has no `axes`.
     - `UnmatchedError` for a name without a rule.
     - `SpecError` if there are more or fewer names than dimensions, for an unknown mesh
-      axis, and under `strict` if an
-        axis would be dropped.
+      axis, and under `strict` if an axis would be dropped.
     - `PlanMismatchError` if `x` is on another mesh. For a plan without devices, also if
-      the constraint would have no
-        effect: outside `jit`, and if no argument of the compiled function is on the
-        mesh.
+      the constraint would have no effect: outside `jit`, and if no argument of the
+      compiled function is on the mesh.
 
     !!! Example
 

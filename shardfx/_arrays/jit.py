@@ -60,21 +60,20 @@ def filter_jit(
 
     - `fn`: a function of any trees. Without `fn`, a decorator is returned.
     - `in_shardings`: the shardings of the arguments: a tuple with an entry for each
-      positional parameter (the last
-        entries may be left out), a dict by parameter name, or one entry for all
-        parameters. An entry is a [`shardfx.ShardPlan`][], a `Sharding`, a tree of these
-        or a prefix of such a tree, or `None`, which leaves the sharding to JAX.
+      positional parameter (the last entries may be left out), a dict by parameter name,
+      or one entry for all parameters. An entry is a [`shardfx.ShardPlan`][], a
+      `Sharding`, a tree of these or a prefix of such a tree, or `None`, which leaves
+      the sharding to JAX.
     - `out_shardings`: such an entry for the results of `fn`.
     - `donate`: the arguments whose buffers the program may reuse: True or "all", False
-      or "none", "all-except-first",
-        or the positions or names of parameters. JAX warns if a donated buffer fits no
-        output. Equinox's "warn" and "warn-except-first" mean "all" and
-        "all-except-first" here.
+      or "none", "all-except-first", or the positions or names of parameters. JAX warns
+      if a donated buffer fits no output. Equinox's "warn" and "warn-except-first" mean
+      "all" and "all-except-first" here.
     - `check`: a function that is called with what `.trace` returns, once for each
       program, before the program first runs, such as `shardfx.testing.verify`. If it
-        raises, or returns something false other than `None`, nothing runs. A function
-        that is called inside another traced function is not checked: its operations
-        belong to the program of that function.
+      raises, or returns something false other than `None`, nothing runs. A function
+      that is called inside another traced function is not checked: its operations
+      belong to the program of that function.
 
     **Returns:**
 
@@ -97,16 +96,14 @@ def filter_jit(
     **Raises:**
 
     - `PlanMismatchError` from `filter_jit` itself: for a PartitionSpec, which has no
-      mesh (`jax.set_mesh` is not used),
-        and for shardings on different sets of devices.
+      mesh (`jax.set_mesh` is not used), and for shardings on different sets of devices.
     - `PlanMismatchError` at tracing: if the arguments or results differ from the trees
-      of their plans in paths, shapes
-        or dtypes, or if an argument has another sharding than its entry.
+      of their plans in paths, shapes or dtypes, or if an argument has another sharding
+      than its entry.
     - `PlanMismatchError` at a call: if a plan has no devices; if an array was deleted;
-      if a donated array is given
-        twice; or if an argument with an entry is missing while an argument with arrays
-        has no entry. If the function donates nothing, only the first array of each
-        sharding is checked for deletion.
+      if a donated array is given twice; or if an argument with an entry is missing
+      while an argument with arrays has no entry. If the function donates nothing, only
+      the first array of each sharding is checked for deletion.
     - `LeafTypeError` for a static argument that cannot be hashed.
     - JAX's errors of `fn`. Those about types on Explicit axes have a note with the
       calls that mend them.

@@ -73,9 +73,8 @@ class _Form:
     - `has_data`: whether structures that are equal may hold different static data, such
       as fields 1 and True.
     - `watched`: the positions, among the arrays, of the first array of each sharding in
-      `in_shardings`. They are
-        checked because JAX does not compare the devices of an array with the same
-        sharding as an earlier one.
+      `in_shardings`. They are checked because JAX does not compare the devices of an
+      array with the same sharding as an earlier one.
     - `is_donating`: whether an array is donated.
     - `alive`: the positions of the arrays to check for deletion: all if one is donated,
       else `watched`.

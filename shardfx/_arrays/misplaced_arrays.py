@@ -39,8 +39,7 @@ class MisplacedArray:
 
     - `path`: the path of the array in the tree.
     - `asked`, `found`: the dtype, shape, spec and memory kind of the planned and of the
-      live array, as texts; "nothing"
-        for a missing array.
+      live array, as texts; "nothing" for a missing array.
     - `excess_bytes`: the bytes by which a shard is larger than the planned shard; 0 if
       it is not larger.
     - `fix`: how to correct the array, as a text.

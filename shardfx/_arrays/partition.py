@@ -61,11 +61,9 @@ class Static:
     **Arguments:**
 
     - `treedef`: the structure of the tree. Two structures that are equal may hold
-      different static data, such as 1 and
-        True.
+      different static data, such as 1 and True.
     - `order`: for each leaf, the index of the list that has it: 0 for `values`, and 1,
-      2, ... for the lists of arrays
-        from which the method `tree` makes the tree again.
+      2, ... for the lists of arrays from which the method `tree` makes the tree again.
     - `values`: the leaves that are not traced.
     """
 

@@ -44,14 +44,12 @@ def shard(tree: object, plan: ShardPlan) -> PyTree:
     **Arguments:**
 
     - `tree`: the planned tree, of JAX or NumPy arrays. Leaves that are no arrays may be
-      missing in it. On many
-        processes, a NumPy array and an array of one process must be the whole array,
-        equal on all processes; each process copies its shards from it. On CPUs the
-        result may share memory with a NumPy array, as with `jax.device_put`: pass
-        `array.copy()` if you fill the array again.
+      missing in it. On many processes, a NumPy array and an array of one process must
+      be the whole array, equal on all processes; each process copies its shards from
+      it. On CPUs the result may share memory with a NumPy array, as with
+      `jax.device_put`: pass `array.copy()` if you fill the array again.
     - `plan`: the plan of the tree, on a mesh of devices. Inside `jax.jit` the plan may
-      have no devices if an argument
-        of the compiled function is on its mesh.
+      have no devices if an argument of the compiled function is on its mesh.
 
     **Returns:**
 

@@ -26,14 +26,12 @@ class TracedArray:
     **Arguments:**
 
     - `path`: the name of the argument, and the path of the array within it, such as
-      "params/layers/0/w". For a result,
-        the path within the results of the function.
+      "params/layers/0/w". For a result, the path within the results of the function.
     - `struct`: the shape and dtype, and the sharding if `in_shardings`, `out_shardings`
       or the argument has one.
     - `is_donated`: whether the program may reuse the buffer of the array.
     - `argument`: the position of the argument that holds the array; `None` for results,
-      and for arrays that the
-        function itself holds.
+      and for arrays that the function itself holds.
     - `name`: the name of the array in the program's text, such as "arrays[0]"; "" for
       results.
     """
@@ -55,8 +53,7 @@ class Traced(Generic[P, R]):
     - `results`: the arrays that the function returns, one for each output of the jaxpr.
     - `traced`: the object that `jax.jit(...).trace` returned.
     - `mesh`: the mesh of the first plan in `in_shardings` and `out_shardings`, as a
-      MeshSpec, which also says how the
-        mesh spans TPU slices; `None` without plans.
+      MeshSpec, which also says how the mesh spans TPU slices; `None` without plans.
     """
 
     _call: Any

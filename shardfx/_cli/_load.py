@@ -58,9 +58,8 @@ def load_model(
     there is none or loading fails.
 
     - `name`: a path of a checkpoint or a plan's JSON; `MODULE:CALLABLE`, which is
-      traced with
-        `equinox.filter_eval_shape`; or the name of a published model. An existing path
-        has priority.
+      traced with `equinox.filter_eval_shape`; or the name of a published model. An
+      existing path has priority.
     - `arguments`: keyword arguments for the callable, or numbers of the published model
       to change, such as `layers`.
     - `stack_experts`: whether the experts of a layer of a published model are one
@@ -158,11 +157,10 @@ def load_rules(name: str, model: str) -> Rules:
     loading fails.
 
     - `name`: path rules as text, recognised by "->"; a strategy for a published model,
-      such as "fsdp_tp"; a rule
-        set in `shardfx.presets`, such as "llama"; or `MODULE:NAME` of PathRules,
-        AxisRules, both in a tuple, or a function without arguments that makes them.
-        Strategies and rule sets take arguments: "fsdp_tp:tensor=model",
-        "llama:head_dim=64".
+      such as "fsdp_tp"; a rule set in `shardfx.presets`, such as "llama"; or
+      `MODULE:NAME` of PathRules, AxisRules, both in a tuple, or a function without
+      arguments that makes them. Strategies and rule sets take arguments:
+      "fsdp_tp:tensor=model", "llama:head_dim=64".
     - `model`: the name of the model. A strategy needs a published model.
     """
     if "->" in name:

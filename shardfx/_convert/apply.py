@@ -275,8 +275,7 @@ class StridedCopy(NamedTuple):
 
     - `source`, `target`: the factors of either box.
     - `order`: for each factor of the target, the index of the same factor of the
-      source, or `NOWHERE` for a factor that
-        repeats the source.
+      source, or `NOWHERE` for a factor that repeats the source.
     - `casts`: the operations on the elements, in order.
     """
 

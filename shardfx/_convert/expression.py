@@ -227,9 +227,8 @@ class From:
     **Arguments:**
 
     - `path`: the path of the leaf, such as `model.layers.{i}.mlp.up_proj.weight`. `{i}`
-      is a placeholder. It has the
-        value that it has in the target's path, or the values that `stack` gives it. A
-        placeholder may contain a sum: `{6*i+2}`.
+      is a placeholder. It has the value that it has in the target's path, or the values
+      that `stack` gives it. A placeholder may contain a sum: `{6*i+2}`.
 
     !!! Example
 
@@ -281,9 +280,8 @@ class From:
         - `parts`: the expressions, such as query, key and value.
         - `dim`: the dimension.
         - `shards`: the number of equal chunks of each array, which are interleaved.
-          With 2, query, key and value become
-            `[q0 k0 v0 q1 k1 v1]`: sharded over 2 devices, each device has its own
-            chunks of all three.
+          With 2, query, key and value become `[q0 k0 v0 q1 k1 v1]`: sharded over 2
+          devices, each device has its own chunks of all three.
         """
         return _new("concat", tuple(parts), (dim, shards))
 
@@ -559,8 +557,8 @@ class Rules:
     - `casts`: whether results are cast to the dtypes of the target.
     - `rest`: path patterns of leaves that are not used. The source need not have them.
     - `inverted`: whether the step goes the other way. The rules are still as they were
-      written, with a target that they
-        make of a source. But the step makes their source from their target.
+      written, with a target that they make of a source. But the step makes their source
+      from their target.
     - `source_sizes`, `target_sizes`: the shapes that leaves of the source and of the
       target must have.
     """

@@ -130,9 +130,8 @@ class Factor(NamedTuple):
 
     - `size`: the number of iterations.
     - `source_dim`, `source_step`: the dimension of the source along which an iteration
-      moves, and the elements that it
-        moves by. If the dimension is `NOWHERE`, the loop repeats one element of the
-        source.
+      moves, and the elements that it moves by. If the dimension is `NOWHERE`, the loop
+      repeats one element of the source.
     - `target_dim`, `target_step`: the same for the target.
     """
 
@@ -155,8 +154,7 @@ class Piece(NamedTuple):
     - `value`: the source, and the operations on its elements.
     - `source`, `target`: the position of the first element in either array.
     - `factors`: the nested loops. Along one dimension, the step of a loop is at least
-      the number of elements that the
-        loops with shorter steps span.
+      the number of elements that the loops with shorter steps span.
     """
 
     value: Value

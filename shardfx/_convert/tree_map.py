@@ -34,12 +34,12 @@ class TreeMap:
     **Arguments:**
 
     - `rules`: a dict from a path of the target, such as `layers/{i}/mlp/up`, to the
-      expression that makes the leaf: a
-        [`shardfx.From`][], or the path of a leaf that is copied unchanged. `{name}`
-        matches text without `/` and `.`; `{name*}` matches any text.
+      expression that makes the leaf: a [`shardfx.From`][], or the path of a leaf that
+      is copied unchanged. `{name}` matches text without `/` and `.`; `{name*}` matches
+      any text.
     - `drop`: paths of leaves of the source that are not used, with placeholders. A leaf
-      of the source that is neither
-        used nor dropped is an error, and so is a dropped path that the source lacks.
+      of the source that is neither used nor dropped is an error, and so is a dropped
+      path that the source lacks.
     - `rest`: paths of leaves that are not used, and that the source need not have.
     - `casts`: whether leaves are cast to the dtypes of the target. Otherwise a
       different dtype is an error.
@@ -188,8 +188,7 @@ class TreeMap:
 
         - `tree`: the source.
         - `like`: a tree with the structure, shapes and dtypes of the target. Without
-          it, the target's paths and shapes
-            are inferred from the source.
+          it, the target's paths and shapes are inferred from the source.
 
         **Returns:**
 

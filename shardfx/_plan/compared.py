@@ -93,8 +93,8 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
 
     - `plan`: the plan.
     - `width`: the maximum width of a line, in characters. If the table is wider, the
-      rules are shortened, and the
-        common beginning of paths becomes a heading. `None` is no limit.
+      rules are shortened, and the common beginning of paths becomes a heading. `None`
+      is no limit.
 
     **Returns:**
 

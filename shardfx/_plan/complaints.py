@@ -40,8 +40,7 @@ class Draft(NamedTuple):
     - `declared`: the mesh axes that the rules declare with `axes=`, so that the mesh
       may lack them.
     - `numbers`: for each leaf the index of its plan in `rows`; -1 if the leaf is not an
-      array; `-2 - n` if planning it
-        failed with the error `errors[n]`.
+      array; `-2 - n` if planning it failed with the error `errors[n]`.
     - `rows`: the plans, one for all arrays that are planned alike.
     - `errors`: pairs of a leaf's path and its error.
     """

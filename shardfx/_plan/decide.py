@@ -100,8 +100,7 @@ def correct(
     - `shape`: the shape of the array.
     - `mesh`: any mesh; only its axis names, sizes and types are read.
     - `units`: one int per dimension: a dimension of `n * unit` elements is sharded only
-      between units, such as the
-        heads of an attention layer. `None` allows any split.
+      between units, such as the heads of an attention layer. `None` allows any split.
     - `min_bytes`: arrays of fewer bytes are replicated. Needs `dtype`.
     - `dtype`: the dtype of the array; `None` is enough without `min_bytes`.
     - `strict`: raise if any axis would be dropped.

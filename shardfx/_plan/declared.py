@@ -19,14 +19,12 @@ def field(
     **Arguments:**
 
     - `names`: the logical names of the attribute's dimensions, one for each, as in
-      [`shardfx.resolve`][]. `...` stands
-        for all dimensions without a name, which are not sharded; `()` means that no
-        dimension is sharded. If the attribute is itself a tree, the names apply to each
-        array in it that declares no names of its own.
+      [`shardfx.resolve`][]. `...` stands for all dimensions without a name, which are
+      not sharded; `()` means that no dimension is sharded. If the attribute is itself a
+      tree, the names apply to each array in it that declares no names of its own.
     - `stacked`: names of the leading dimensions that `jax.vmap` adds where layers are
-      stacked. They are prepended to
-        the names of every array below this attribute. Without them, an array with a
-        stacked dimension is an error.
+      stacked. They are prepended to the names of every array below this attribute.
+      Without them, an array with a stacked dimension is an error.
     - `kwargs`: passed on to `equinox.field`.
 
     **Returns:**

@@ -86,34 +86,29 @@ def follow(
     **Arguments:**
 
     - `init`: a function of a tree with the plan's arrays, and of `args`. It is traced,
-      never run. Leaves of the tree
-        that are not arrays are opaque objects, or `None` if `init` fails with these, as
-        optimizers do.
+      never run. Leaves of the tree that are not arrays are opaque objects, or `None` if
+      `init` fails with these, as optimizers do.
     - `plan`: the plan of that tree.
     - `args`: the other arguments of `init`. For a [`shardfx.ShardPlan`][] among them,
       `init` gets the tree of the plan.
     - `over`: mesh axes that shard every array further than the array that it follows,
-      on dimensions that they divide,
-        as in ZeRO. With `fsdp("data", min_bytes=...)`, small arrays are not sharded
-        further.
+      on dimensions that they divide, as in ZeRO. With `fsdp("data", min_bytes=...)`,
+      small arrays are not sharded further.
     - `paths`: rules for arrays that follow no planned array. To change the sharding of
-      an array that follows one, use
-        [`shardfx.ShardPlan.replace`][].
+      an array that follows one, use [`shardfx.ShardPlan.replace`][].
     - `axes`: rules for the logical names in `paths`; `None` for the rules of the plan.
     - `memory_kinds`: pairs of a regex and a memory kind. The first pair that matches an
       array's path counts.
     - `adapters`: pairs of a regex and its replacement, as in `re.sub`, that turn the
-      path of an adapter into the path
-        of its base array: `("lora_[ab]$", "weight")`. The dimension of the rank, which
-        both adapters of a base share, is not sharded. The others are the first or the
-        last of the base, and are sharded as these.
+      path of an adapter into the path of its base array: `("lora_[ab]$", "weight")`.
+      The dimension of the rank, which both adapters of a base share, is not sharded.
+      The others are the first or the last of the base, and are sharded as these.
     - `scales`: pairs like those of `adapters`, for the scales of quantised arrays. A
-      scale has all dimensions of its base,
-        the first or the last. A dimension has one element for each block of the base's
-        elements. It is sharded as in the base if each device holds whole blocks.
+      scale has all dimensions of its base, the first or the last. A dimension has one
+      element for each block of the base's elements. It is sharded as in the base if
+      each device holds whole blocks.
     - `unused`: "raise" makes each item of `paths`, `memory_kinds`, `adapters` and
-      `scales` that applies to no array an
-        error; "allow" accepts it.
+      `scales` that applies to no array an error; "allow" accepts it.
 
     **Returns:**
 
@@ -266,8 +261,8 @@ class _Follower:
     - `open`: the paths of arrays that follow no planned array.
     - `errors`: pairs of an array's path and the error for it.
     - `strict`: if the plan is strict, the path and the plan of each array, to be
-      checked. These plans lack the axes of
-        `over`, because these may be dropped even under `strict`.
+      checked. These plans lack the axes of `over`, because these may be dropped even
+      under `strict`.
     """
 
     plan: ShardPlan

@@ -80,8 +80,8 @@ def renamed(
 
     - `tree`: the tree of arrays.
     - `changes`: a dict from the path of an array, or a regex that is searched in each
-      path, to new names: a tuple as in
-        [`shardfx.plan`][], or `None` so that path rules shard the array.
+      path, to new names: a tuple as in [`shardfx.plan`][], or `None` so that path rules
+      shard the array.
     - `names`: the names as [`shardfx.plan`][] takes them; `None` for the names that
       modules declare.
 

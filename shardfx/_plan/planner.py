@@ -82,39 +82,36 @@ def plan(
     - `paths`: rules that map a leaf's path to its sharding. They are not applied to a
       leaf that has logical names.
     - `names`: a tree, or prefix of one, of logical names. Each leaf is a tuple with one
-      entry per dimension as in
-        [`shardfx.resolve`][], or `None`. `...` stands for all dimensions that have no
-        name; these are not sharded. Where `names`, or a leaf of it, is `None`, the plan
-        reads the names that modules declare with [`shardfx.field`][], if `axes` is
-        given.
+      entry per dimension as in [`shardfx.resolve`][], or `None`. `...` stands for all
+      dimensions that have no name; these are not sharded. Where `names`, or a leaf of
+      it, is `None`, the plan reads the names that modules declare with
+      [`shardfx.field`][], if `axes` is given.
     - `axes`: rules that map logical names to mesh axes.
     - `mode`: the mode of `axes` in which names are resolved; `None` for the rules
       without a mode.
     - `min_bytes`: arrays of fewer bytes in total are replicated.
     - `memory_kinds`: pairs of a regex and a memory kind, such as
-      `("opt/.*mu", "pinned_host")`. An array gets the
-        memory kind of the first pair whose regex matches its path.
+      `("opt/.*mu", "pinned_host")`. An array gets the memory kind of the first pair
+      whose regex matches its path.
     - `unmatched`: "raise" makes three things an error: an array that neither names nor
-      a path rule covers, a logical
-        name without a rule in `axes`, and a mesh axis of a rule that the mesh lacks,
-        unless `AxisRules(..., mesh_axes=...)` or `PathRules(..., mesh_axes=...)` declares it.
-        "replicate" replicates such dimensions, with a reason.
+      a path rule covers, a logical name without a rule in `axes`, and a mesh axis of a
+      rule that the mesh lacks, unless `AxisRules(..., mesh_axes=...)` or
+      `PathRules(..., mesh_axes=...)` declares it. "replicate" replicates such
+      dimensions, with a reason.
     - `unused`: "raise" makes a tree without arrays an error, and each rule of `paths`
-      or pair of `memory_kinds` that
-        applies to no array: no path matches it, or earlier rules match all of its
-        paths. A last rule that matches every path is exempt, and a rule whose target is
-        [`shardfx.optional`][]. "allow" accepts all of these.
+      or pair of `memory_kinds` that applies to no array: no path matches it, or earlier
+      rules match all of its paths. A last rule that matches every path is exempt, and a
+      rule whose target is [`shardfx.optional`][]. "allow" accepts all of these.
     - `strict`: raise if an axis of a rule's sharding would be dropped because it does
-      not fit. [`shardfx.constrain`][]
-        with this plan does the same. With `refine`, an array that uses only some
-        sub-axes of a mesh axis still counts as one that does not fit.
+      not fit. [`shardfx.constrain`][] with this plan does the same. With `refine`, an
+      array that uses only some sub-axes of a mesh axis still counts as one that does
+      not fit.
     - `refine`: split a mesh axis into sub-axes if a dimension can use only some of its
-      size. For example, 8 kv heads on
-        `tensor=16` become sharded 8 ways over `tensor_0=8` and replicated over
-        `tensor_1=2`. The plan's mesh and rules then name the sub-axes, and so must a
-        PartitionSpec for [`shardfx.constrain`][]: `("tensor_0", "tensor_1")` instead of
-        `"tensor"`. The order of the devices and the layout of all other arrays stay the
-        same.
+      size. For example, 8 kv heads on `tensor=16` become sharded 8 ways over
+      `tensor_0=8` and replicated over `tensor_1=2`. The plan's mesh and rules then name
+      the sub-axes, and so must a PartitionSpec for [`shardfx.constrain`][]:
+      `("tensor_0", "tensor_1")` instead of `"tensor"`. The order of the devices and the
+      layout of all other arrays stay the same.
 
     **Returns:**
 

@@ -303,16 +303,15 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
         - `names_or_spec`: a PartitionSpec, or logical names for the plan's `axes`, one
           per dimension or with `...`.
         - `shape`: the shape of the array, to which the sharding is corrected. With
-          `None` the sharding is for arrays of
-            any shape whose sizes it divides, and dimensions beyond the end of the names
-            are not sharded. If a name has units ([`shardfx.atomic`][]), such as
-            attention heads, the sizes of its mesh axes must divide the number of units
-            that the plan's arrays have of it.
+          `None` the sharding is for arrays of any shape whose sizes it divides, and
+          dimensions beyond the end of the names are not sharded. If a name has units
+          ([`shardfx.atomic`][]), such as attention heads, the sizes of its mesh axes
+          must divide the number of units that the plan's arrays have of it.
         - `strict`: raise if a mesh axis would be dropped; `None` for the plan's own
           `strict`.
         - `unmatched`: "raise" makes two things an error: a name without a rule, and a
-          mesh axis of a spec that the mesh
-            lacks and the rules do not declare. "replicate" ignores such names and axes.
+          mesh axis of a spec that the mesh lacks and the rules do not declare.
+          "replicate" ignores such names and axes.
         - `explain`: return the decision as well.
 
         **Returns:**
@@ -465,8 +464,8 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
 
         - `text`: the JSON.
         - `like`: the planned tree, of arrays or ShapeDtypeStructs. Without it, dicts,
-          lists and tuples keep their
-            types, and nodes of other types, such as modules, become dicts.
+          lists and tuples keep their types, and nodes of other types, such as modules,
+          become dicts.
 
         **Returns:**
 

@@ -45,14 +45,12 @@ class Job:
 
     - `path_of`: a function from the number of an array of the target to its path.
     - `moves`: for each move, the arrays that it moves: pairs of the number of the
-      target's array and the source's
-        array.
+      target's array and the source's array.
     - `placements`: the NumPy arrays to put on devices. Each entry is the number of the
-      target's array, the NumPy array,
-        and the sharding.
+      target's array, the NumPy array, and the sharding.
     - `assemblies`: the arrays to assemble from parts of other arrays. Each entry is the
-      number of the target's array,
-        the paths of the source's arrays, and the plan that says which parts go where.
+      number of the target's array, the paths of the source's arrays, and the plan that
+      says which parts go where.
     - `arrays`: the source's arrays that assemblies read, by path.
     - `kept`: the `id` of each array of the source that is in the result unchanged.
     - `copies`: whether shards on CPU devices may be copied in host memory, which these

@@ -156,25 +156,22 @@ def map_matrices(
     **Arguments:**
 
     - `fn`: a function from a matrix to a matrix of the same shape and dtype; with
-      `state`, from a matrix and its state
-        to a matrix and a state.
+      `state`, from a matrix and its state to a matrix and a state.
     - `plan`: the plan of the tree.
     - `over`: the mesh axes along which matrices are spread over owner devices. By
-      default these are all axes that shard
-        a matrix, and the axes of the logical name "batch".
+      default these are all axes that shard a matrix, and the axes of the logical name
+      "batch".
     - `where`: a dict from regexes to values. The first regex that matches a part of an
-      array's path decides. The value
-        `(many, rows)` says that the first `many` dimensions count matrices, the next
-        `rows` dimensions are rows, and the others are columns. A value that is a
-        function is applied to the whole array, and must keep the sharding. `None`
-        leaves the array unchanged.
+      array's path decides. The value `(many, rows)` says that the first `many`
+      dimensions count matrices, the next `rows` dimensions are rows, and the others are
+      columns. A value that is a function is applied to the whole array, and must keep
+      the sharding. `None` leaves the array unchanged.
     - `state`: a function from a matrix to its initial state. `map_matrices` then
-      returns a function that takes a tree
-        and the states, and returns both. Its `.init()` makes the states, and its
-        `.states` is their plan. Each state stays on the owner device of its matrix.
+      returns a function that takes a tree and the states, and returns both. Its
+      `.init()` makes the states, and its `.states` is their plan. Each state stays on
+      the owner device of its matrix.
     - `memory_limit_bytes`: the most bytes per device for the elements that it sends and
-      receives at a time and for one
-        whole matrix. A low limit takes more all-to-alls.
+      receives at a time and for one whole matrix. A low limit takes more all-to-alls.
 
     **Returns:**
 

@@ -47,10 +47,10 @@ class Move:
     **Arguments:**
 
     - `how`: "in place" (nothing to do), "relabel" (every device already holds its
-      shard, and only the mesh or the spec
-        changes), "memory kind" (each device copies its shard to another of its
-        memories), "steps" (collectives among the same devices) or "tiles" (each new
-        shard is assembled from the old shards that overlap it).
+      shard, and only the mesh or the spec changes), "memory kind" (each device copies
+      its shard to another of its memories), "steps" (collectives among the same
+      devices) or "tiles" (each new shard is assembled from the old shards that overlap
+      it).
     - `shape`, `dtype`: those of the whole array; for typed PRNG keys those of their
       `key_data`.
     - `src`, `dst`: the shardings before and after.

@@ -113,26 +113,23 @@ def reshard(
     **Arguments:**
 
     - `tree`: any tree. Leaves that are no arrays come back as they are; NumPy arrays
-      are put on the devices. On CPUs
-        the result may share memory with a NumPy array, as with `jax.device_put`: pass
-        `array.copy()` if you fill it again.
+      are put on the devices. On CPUs the result may share memory with a NumPy array, as
+      with `jax.device_put`: pass `array.copy()` if you fill it again.
     - `dst`: a plan on a jax Mesh, a sharding for all arrays, or a tree (or prefix) of
-      shardings. Arrays below a `None`
-        do not move.
+      shardings. Arrays below a `None` do not move.
     - `map`: a [`shardfx.TreeMap`][] that makes the arrays of `dst` from the arrays of
-      `tree`, if the two trees differ.
-        Then `dst` is a plan, or a tree of structs with shardings. A device receives
-        each element that it needs once.
+      `tree`, if the two trees differ. Then `dst` is a plan, or a tree of structs with
+      shardings. A device receives each element that it needs once.
     - `src`: the shardings of traced arrays, in the forms of `dst`. It is needed only
       inside `jit` under Auto axes.
     - `memory_limit_bytes`: bytes that may be used beside the source's and the target's
-      shards, per device (CPU devices
-        share one memory). One group moves at a time, and an array that needs more moves
-        in chunks of its shards. If the smallest chunks need more, the error states the
-        least limit that works. Inside `jit` the limit has no effect.
+      shards, per device (CPU devices share one memory). One group moves at a time, and
+      an array that needs more moves in chunks of its shards. If the smallest chunks
+      need more, the error states the least limit that works. Inside `jit` the limit has
+      no effect.
     - `donate`: gives up the arrays of `tree`, each as soon as it was read. If every
-      device keeps its shard of an array,
-        the result shares the array's buffers and the array is not deleted.
+      device keeps its shard of an array, the result shares the array's buffers and the
+      array is not deleted.
     - `lost`: jax devices whose shards are not to be read; replicas elsewhere take their
       place.
 

@@ -35,41 +35,36 @@ class LeafMove:
 
     - `path`, `shape`, `dtype`: the path, shape and dtype of the array.
     - `src`, `dst`: the shardings before and after the move. For "pieces", `src` is the
-      sharding of the first source
-        array.
+      sharding of the first source array.
     - `how`: "in place" (nothing changes), "relabel" (every device already holds its
-      shard, and only the mesh or the
-        spec changes), "memory kind" (each device copies its shard to another of its
-        memories), "steps" (collectives among the same devices), "tiles" (between two
-        sets of devices, each new shard is assembled from the old shards that overlap
-        it), or "pieces" (a `TreeMap` makes the array of parts of other arrays).
+      shard, and only the mesh or the spec changes), "memory kind" (each device copies
+      its shard to another of its memories), "steps" (collectives among the same
+      devices), "tiles" (between two sets of devices, each new shard is assembled from
+      the old shards that overlap it), or "pieces" (a `TreeMap` makes the array of parts
+      of other arrays).
     - `source_bytes`, `target_bytes`: the bytes of a device's shard before and after the
-      move. If a map makes several
-        arrays of one source array, the source's bytes are counted for the last of them
-        only.
+      move. If a map makes several arrays of one source array, the source's bytes are
+      counted for the last of them only.
     - `peak_bytes`: the most bytes of this array in a device's memory during the move,
-      source and target included. A
-        shard in host memory does not count, but its copy in device memory does.
+      source and target included. A shard in host memory does not count, but its copy in
+      device memory does.
     - `steps`: for "steps", the collectives in order.
     - `links`: for "tiles" and "pieces", the bytes that each sender sends to each
-      receiver, by (sender, receiver). A
-        device is given by its id, or in a mesh without devices by its position.
+      receiver, by (sender, receiver). A device is given by its id, or in a mesh without
+      devices by its position.
     - `missing`: the elements that only devices in `lost` hold, as boxes of (start,
       stop) per dimension.
     - `copied`: whether `reshard` copies between shards and runs no collectives, since
-      all devices are CPU devices of
-        this process and share its memory. The costs in this plan are those of devices
-        with separate memories.
+      all devices are CPU devices of this process and share its memory. The costs in
+      this plan are those of devices with separate memories.
     - `wire_bytes`: the bytes that a device receives, as the mean over the target's
       devices.
     - `dcn_bytes`: for "steps", the part of `wire_bytes` that comes from another slice
-      (or node). If slices do not line
-        up with mesh axes, it is an upper bound.
+      (or node). If slices do not line up with mesh axes, it is an upper bound.
     - `lower_bound_bytes`: a lower bound on `wire_bytes` for any algorithm.
     - `made_of`: with a map, the paths of the source arrays of which this array is made.
     - `rounds`: for "pieces", the number of rounds in which shards are exchanged. In a
-      round a device sends at most one
-        part of a shard and receives at most one.
+      round a device sends at most one part of a shard and receives at most one.
     """
 
     __module__ = "shardfx.results"

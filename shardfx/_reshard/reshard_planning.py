@@ -47,9 +47,9 @@ def plan_reshard(
     **Arguments:**
 
     - `src`, `dst`: plans, or trees of arrays or ShapeDtypeStructs with shardings (one
-      struct is a tree). Meshes need no
-        devices. In a mesh without devices, positions in the mesh stand for device ids,
-        and the `dcn` of a plan's MeshSpec says how the mesh spans TPU slices.
+      struct is a tree). Meshes need no devices. In a mesh without devices, positions in
+      the mesh stand for device ids, and the `dcn` of a plan's MeshSpec says how the
+      mesh spans TPU slices.
     - `map`: a [`shardfx.TreeMap`][] that makes the arrays of `dst` from those of `src`,
       if `dst` is another tree.
     - `lost`: jax devices whose shards are not to be read.

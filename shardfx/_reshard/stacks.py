@@ -109,8 +109,7 @@ class OwnerExchange(NamedTuple):
     - `unit`: the shape of a unit, a block of elements: a device's shard of a matrix, or
       a part of it.
     - `owned`: for each owner the matrices that it computes, in order. Each is given by
-      the number of its stack and its
-        index in the stack.
+      the number of its stack and its index in the stack.
     - `sizes`: the sizes of the mesh axes.
     """
 

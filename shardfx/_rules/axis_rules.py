@@ -66,22 +66,20 @@ class AxisRules(eqx.Module):
         """**Arguments:**
 
         - `rules`: `(logical name, target)` pairs, the ones with priority first. A
-          target is a mesh axis, a tuple of
-            mesh axes, `None` (replicate) or `PartitionSpec.UNCONSTRAINED`. A name may
-            occur several times: its later rules are fallbacks. No rule after `None` is
-            used, so `prepend([(name, None)])` overrides all of its rules.
+          target is a mesh axis, a tuple of mesh axes, `None` (replicate) or
+          `PartitionSpec.UNCONSTRAINED`. A name may occur several times: its later rules
+          are fallbacks. No rule after `None` is used, so `prepend([(name, None)])`
+          overrides all of its rules.
         - `modes`: mapping from a mode, such as "train" or "decode", to rules that come
-          before `rules` in that mode. A
-            name that a mode does not mention behaves as in `rules`; a name that the
-            mode maps to `None` is replicated.
+          before `rules` in that mode. A name that a mode does not mention behaves as in
+          `rules`; a name that the mode maps to `None` is replicated.
         - `units`: mapping from a logical name to the number of elements that no shard
           may split, such as `head_dim`.
         - `aliases`: mapping from an alias to the logical name whose rules the alias has
           in every mode.
-        - `mesh_axes`: the mesh axes that a mesh may lack, so that one set of rules serves
-          several meshes. [`shardfx.plan`][]
-            raises for any other axis that its mesh lacks, because that axis is probably
-            misspelled.
+        - `mesh_axes`: the mesh axes that a mesh may lack, so that one set of rules
+          serves several meshes. [`shardfx.plan`][] raises for any other axis that its
+          mesh lacks, because that axis is probably misspelled.
 
         **Raises:**
 
@@ -339,8 +337,8 @@ class AxisRules(eqx.Module):
         **Arguments:**
 
         - `other`: the rules to add. If both sets have rules for a name in one mode, the
-          targets of one set must be a
-            prefix of the targets of the other. The longer list is used.
+          targets of one set must be a prefix of the targets of the other. The longer
+          list is used.
 
         **Returns:**
 
@@ -381,8 +379,7 @@ class AxisRules(eqx.Module):
         **Arguments:**
 
         - `rules`: pairs of a logical name and a target. A name has the position of its
-          first pair and the target of its
-            last pair.
+          first pair and the target of its last pair.
 
         **Returns:**
 

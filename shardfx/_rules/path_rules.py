@@ -72,13 +72,13 @@ class PathRules(eqx.Module):
         """**Arguments:**
 
         - `rules`: pairs of a regex and a target, or a mapping. A target is a
-          PartitionSpec; a tuple of logical names; a
-            strategy ([`shardfx.fsdp`][], [`shardfx.replicate`][]); several of these
-            combined with `|`; any of them in [`shardfx.atomic`][] or
-            [`shardfx.optional`][]; or a callable `(path, leaf) -> PartitionSpec`, which
-            may also return `atomic(PartitionSpec, units)`. Dimensions beyond the end of
-            a PartitionSpec are not sharded. A tuple has one name per dimension; `...`
-            stands for all unsharded dimensions. `()` and `None` replicate.
+          PartitionSpec; a tuple of logical names; a strategy ([`shardfx.fsdp`][],
+          [`shardfx.replicate`][]); several of these combined with `|`; any of them in
+          [`shardfx.atomic`][] or [`shardfx.optional`][]; or a callable
+          `(path, leaf) -> PartitionSpec`, which may also return
+          `atomic(PartitionSpec, units)`. Dimensions beyond the end of a PartitionSpec
+          are not sharded. A tuple has one name per dimension; `...` stands for all
+          unsharded dimensions. `()` and `None` replicate.
         - `mesh_axes`: the mesh axes that a mesh may lack; see [`shardfx.AxisRules`][].
 
         **Raises:**

@@ -56,16 +56,16 @@ def resolve(
     **Arguments:**
 
     - `names`: one entry per dimension: a logical name, `None`,
-      `PartitionSpec.UNCONSTRAINED`, or a tuple of names,
-        whose axes are joined on the dimension in their order. `atomic(name, unit)`
-        counts as `name`: a unit matters only where an array's size is known.
+      `PartitionSpec.UNCONSTRAINED`, or a tuple of names, whose axes are joined on the
+      dimension in their order. `atomic(name, unit)` counts as `name`: a unit matters
+      only where an array's size is known.
     - `rules`: the rules.
     - `mode`: one of the modes of `rules`, whose rules come first; `None` for the rules
       without a mode alone.
     - `unmatched`: the treatment of a name without any rule. "replicate": it gets
-      `None`, with a reason. "keep": it
-        becomes a mesh axis itself, and rules that request this axis are not applied.
-        "unconstrained": the compiler chooses its sharding. "raise": an error.
+      `None`, with a reason. "keep": it becomes a mesh axis itself, and rules that
+      request this axis are not applied. "unconstrained": the compiler chooses its
+      sharding. "raise": an error.
 
     **Returns:**
 
@@ -232,8 +232,7 @@ class Attempt:
       `AxisRules.rules`.
     - `rule`: the rule.
     - `outcome`: "applied"; "blocked", if another name already uses one of the rule's
-      mesh axes; "settled", if an
-        earlier rule has given the name a target.
+      mesh axes; "settled", if an earlier rule has given the name a target.
     - `taken`: the mesh axes of the rule that are already in use, each with the name and
       the dimension that use it.
     """

@@ -45,8 +45,8 @@ def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
     - `target`: a logical name, as an entry of a leaf's names, or the target of a path
       rule: a spec or a tuple of names.
     - `unit`: the number of elements in a unit. For a name, an int, such as `head_dim`
-      for fused heads. For the target
-        of a path rule, a tuple with one int per dimension; 1 allows any split.
+      for fused heads. For the target of a path rule, a tuple with one int per
+      dimension; 1 allows any split.
 
     **Returns:**
 

@@ -41,8 +41,7 @@ class AxisMove:
 
     - `axis`: the mesh axis.
     - `src`, `dst`: the dimension that the axis shards in the first plan and in the
-      second; `None` if it shards no
-        dimension.
+      second; `None` if it shards no dimension.
     """
 
     __module__ = "shardfx.results"
@@ -67,18 +66,15 @@ class LeafDiff:
     **Arguments:**
 
     - `path`: the array's path, or one text with number ranges for the paths of all
-      arrays:
-        `layers/{0..31}/attn/q_proj/weight`.
+      arrays: `layers/{0..31}/attn/q_proj/weight`.
     - `paths`: the path of each array.
     - `before`, `after`: the LeafPlan of the first array in the first plan and in the
-      second; `None` if the plan lacks
-        the array.
+      second; `None` if the plan lacks the array.
     - `fields`: the names of the fields of [`shardfx.LeafPlan`][] that differ.
     - `axes`: the mesh axes that shard another dimension, one `AxisMove` each.
     - `move`: the move of the first array from one plan to the other, as in
-      [`shardfx.plan_reshard`][]. `None` if
-        nothing can be moved: the array is in one plan only, has another shape or dtype,
-        or has unreduced axes.
+      [`shardfx.plan_reshard`][]. `None` if nothing can be moved: the array is in one
+      plan only, has another shape or dtype, or has unreduced axes.
     - `wire_bytes`: the bytes that enter a device to move all these arrays, as the mean
       over devices.
     """
@@ -120,8 +116,7 @@ class Diff:
     **Arguments:**
 
     - `plans`: texts, one for each of the arguments `mesh`, `mode`, `axes` and `strict`
-      of [`shardfx.plan`][] that had
-        different values for the two plans.
+      of [`shardfx.plan`][] that had different values for the two plans.
     - `leaves`: the differences between arrays. Arrays that differ in the same way are
       one `LeafDiff`.
     - `bytes_per_device`: bytes per device of all arrays, in the first plan and in the

@@ -132,8 +132,8 @@ def explain(plan: ShardPlan, path: str) -> Explanation:
 
     - `plan`: the plan.
     - `path`: the path of the array, as in the plan's report; or a regex, such as
-      `k_proj`, that matches the path of one
-        array. If it matches equal arrays of repeated layers, the first is explained.
+      `k_proj`, that matches the path of one array. If it matches equal arrays of
+      repeated layers, the first is explained.
 
     **Returns:**
 

@@ -73,8 +73,7 @@ class Finding:
     - `bytes`: the bytes that the mistake costs each device; 0 if they are not known.
     - `message`: the mistake, in a sentence with the actual values.
     - `fix`: code that resolves the finding: statements that change the variables named
-      like `lint`'s arguments. `lint`
-        does not try them.
+      like `lint`'s arguments. `lint` does not try them.
     """
 
     __module__ = "shardfx.results"

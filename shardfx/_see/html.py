@@ -60,12 +60,11 @@ def html_report(
     - `findings`: the findings of [`shardfx.lint`][].
     - `traffic`: the traffic of a step under the plan, from [`shardfx.cost.traffic`][].
     - `fit`: the memory of a step under the plan, from [`shardfx.cost.fit`][]. The page
-      then shows it instead of the
-        memory of the plan's arrays. A second map shows the arrays in memory when the
-        step uses most memory, with the lines of your source that make them.
+      then shows it instead of the memory of the plan's arrays. A second map shows the
+      arrays in memory when the step uses most memory, with the lines of your source
+      that make them.
     - `chip`: a [`shardfx.chips.Chip`][] or its name, whose memory the plan is compared
-      with; by default that of `fit`,
-        if there is one.
+      with; by default that of `fit`, if there is one.
 
     **Returns:**
 

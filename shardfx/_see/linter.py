@@ -78,16 +78,15 @@ def lint(
     - `memory_kinds`: pairs of a regex and a memory kind, for the arrays whose paths the
       regex matches.
     - `unmatched`, `unused`: "raise" makes findings errors, else they are warnings:
-      `unmatched` those about arrays and
-        names without a rule and about mesh axes that the mesh lacks, `unused` those
-        about rules that apply to no array.
+      `unmatched` those about arrays and names without a rule and about mesh axes that
+      the mesh lacks, `unused` those about rules that apply to no array.
     - `strict`: whether it is an error if an array is sharded less than its rule
       requests.
     - `refine`: whether `plan` splits a mesh axis if a dimension can use only some of
       its size.
     - `replicated_bytes`: the least number of bytes of a replicated leaf that is
-      reported. Optimizer states that could
-        be sharded further are reported if this would save as many bytes.
+      reported. Optimizer states that could be sharded further are reported if this
+      would save as many bytes.
     - `head_dim`: the number of elements of an attention head, if the tree does not show
       it.
 

@@ -42,14 +42,12 @@ class CollectiveKind(NamedTuple):
     """The properties of a kind of collective, such as an all-gather.
 
     - `received`: a function that returns the bytes that all devices receive together.
-      Its arguments are the bytes of
-        the result on one device, and an array of shape (replica groups, members) with a
-        number for each device, such as that of its slice. Bytes between two devices
-        count if their numbers differ.
+      Its arguments are the bytes of the result on one device, and an array of shape
+      (replica groups, members) with a number for each device, such as that of its
+      slice. Bytes between two devices count if their numbers differ.
     - `links`: the network links that limit the collective. "rings": all links of the
-      replica group. "middle": the links
-        in the middle of the longest ring, since half of the bytes cross them. "one":
-        one link.
+      replica group. "middle": the links in the middle of the longest ring, since half
+      of the bytes cross them. "one": one link.
     - `moves`: whether the collective only moves elements of its operand, without
       arithmetic.
     """

@@ -37,8 +37,8 @@ class Factors(NamedTuple):
     - `sizes`: the size of each factor.
     - `ins`, `outs`: the factors of the operands and of the results.
     - `reduction`: the factors that the operation sums over, or along which it looks up
-      elements. If one of them is
-        sharded, the result is unreduced: the devices' results must be summed.
+      elements. If one of them is sharded, the result is unreduced: the devices' results
+      must be summed.
     - `replicated`: the factors that must be replicated, or whose shards must be
       permuted.
     """
@@ -72,10 +72,10 @@ class Operation:
     """One operation of a step.
 
     - `name`: StableHLO's name, or one of four others. "carry" passes an array into a
-      loop or out of a branch. "return"
-        passes the result of one iteration to the next; its operands are that result,
-        and the value that the iteration received. "use" marks the arrays that a loop
-        reads until it ends. "opaque" is an unknown operation.
+      loop or out of a branch. "return" passes the result of one iteration to the next;
+      its operands are that result, and the value that the iteration received. "use"
+      marks the arrays that a loop reads until it ends. "opaque" is an unknown
+      operation.
     - `ins`, `outs`: the numbers of its operands and of its results.
     - `factors`: the operation's sharding rule.
     - `times`: how often it runs in one step.

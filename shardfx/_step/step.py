@@ -215,8 +215,7 @@ class Step:
 
         - `platform`: the platform for which the step is lowered.
         - `mesh`, `arguments`, `results`: another mesh, and other shardings of
-          `Step.arguments` and of the results. The
-            step is not traced or lowered again.
+          `Step.arguments` and of the results. The step is not traced or lowered again.
         - `module`: a StableHLO module for this platform, to use instead of the step's
           own.
 

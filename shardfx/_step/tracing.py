@@ -93,8 +93,8 @@ def step_of(
     **Arguments:**
 
     - `step`: a function; or the result of `jax.jit`, `equinox.filter_jit` or
-      `filter_jit`, with its shardings and
-        donation; or the result of its `.trace`, without `args`.
+      `filter_jit`, with its shardings and donation; or the result of its `.trace`,
+      without `args`.
     - `args`: arrays or structs in any trees. Leaves that are not arrays become
       constants of the program.
     - `mesh`: the mesh of the step. It has the number of slices along each axis, which

@@ -56,9 +56,8 @@ class SearchOptions(NamedTuple):
     """The devices of a search: `total` devices of the kind `chip`, in `slices` slices.
 
     - `target`, `targets`: the two parts of the text by which the caller names slices:
-      "tpu:v5e:2x4" and 3 for
-        "tpu:v5e:2x4*3". `target` is `None` if no text names a slice, and `targets` is 1
-        if no text says a number.
+      "tpu:v5e:2x4" and 3 for "tpu:v5e:2x4*3". `target` is `None` if no text names a
+      slice, and `targets` is 1 if no text says a number.
     - `extents`: the number of chips of one slice along each dimension of its torus.
     """
 
@@ -223,8 +222,7 @@ class TracedStep:
 
     - `tied`: the lowered program, with the equivalence classes of its dimensions.
     - `flats`, `structs`, `words`: for each argument, its leaves with their paths, the
-      argument as a tree of
-        `jax.ShapeDtypeStruct`s, and its name.
+      argument as a tree of `jax.ShapeDtypeStruct`s, and its name.
     - `arrays`: all arrays of the arguments, in the order of the program's arguments.
     """
 

@@ -37,9 +37,8 @@ class Candidate:
       axis's order of preference.
     - `plans`: a plan for each argument of the step.
     - `seconds`: the seconds of one step, measured after a run; else `compute_seconds`,
-      plus the `exposed_seconds` of
-        collectives that computation waits for, plus the `hidden_seconds` of others as
-        far as they do not overlap.
+      plus the `exposed_seconds` of collectives that computation waits for, plus the
+      `hidden_seconds` of others as far as they do not overlap.
     - `memory_bytes`, `limit_bytes`: the bytes that the step takes on one device, and
       the bytes that it may take.
     - `by`: the origin of these numbers. "estimate": the program of one device from
@@ -48,20 +47,17 @@ class Candidate:
       is measured.
     - `traffic`: the collectives of the step, with their bytes and mesh axes.
     - `constrained`: whether the step is faster if [`shardfx.auto.constrain_step`][]
-      constrains its intermediate values.
-        Then all numbers, and `code()`, describe the constrained step.
+      constrains its intermediate values. Then all numbers, and `code()`, describe the
+      constrained step.
     - `donated`: the numbers of the arguments that the step donates. If the step does
-      not fit otherwise, also the
-        arguments for which it returns an updated value.
+      not fit otherwise, also the arguments for which it returns an updated value.
     - `results`: for each result the number of the argument that has the same shardings,
       or `None`.
     - `state_over`, `states`: the mesh axes that shard the optimizer's state in addition
-      to the axes of its parameters
-        (ZeRO-1), and the numbers of the arguments with this state. `plans` has these
-        axes, `rules` do not.
+      to the axes of its parameters (ZeRO-1), and the numbers of the arguments with this
+      state. `plans` has these axes, `rules` do not.
     - `reasons`: one text for each of the next two candidates, with its additional
-      seconds and bytes. If no candidate
-        fits in memory, a text that says so.
+      seconds and bytes. If no candidate fits in memory, a text that says so.
     - `notes`: one text for each kind of operation that was not understood.
     - `comparison`: the differences between the compiled and the partitioned program.
     """

@@ -49,15 +49,12 @@ def cost_terms(layouts: Layouts, assigned: list[AssignedLayout]) -> CostTerms:
 
     - `divides` (terms, assignments): whether the assignment divides the term.
     - `shared` (terms, 3): the term's floating-point operations; bytes of arguments and
-      results; bytes of arguments and
-        temporaries.
+      results; bytes of arguments and temporaries.
     - `divides_sent` (assignments, sent terms, assignments): whether the last assignment
-      divides a term of the bytes
-        that the collectives of the first assignment send.
+      divides a term of the bytes that the collectives of the first assignment send.
     - `sent` (assignments, sent terms, 2): the bytes of this term that a device
-      receives, before the factor
-        (1 - 1 / size): in collectives that computation waits for, and in collectives
-        that overlap with computation.
+      receives, before the factor (1 - 1 / size): in collectives that computation waits
+      for, and in collectives that overlap with computation.
     - `calls` (assignments): the number of collectives of the assignment.
     - `limits` (axes, assignments): whether the assignment shards the logical axis.
     - `sizes`, `least` (axes): the size of the logical axis, and the smallest allowed

@@ -110,13 +110,11 @@ class Layouts:
     - `numbers`: a dict from each equivalence class that a mesh axis may shard to the
       number of its logical axis.
     - `minor`: the logical axes that are a minor sub-dimension of some argument's
-      dimension. Only an assignment with one
-        of them shards minor sub-dimensions. Then other mesh axes must shard the major
-        ones completely.
+      dimension. Only an assignment with one of them shards minor sub-dimensions. Then
+      other mesh axes must shard the major ones completely.
     - `roots`: the equivalence classes of each dimension of each value.
     - `flat`: for each sub-dimension of each value, its logical axis and its index
-      within the dimension. The axis is -1
-        if no mesh axis may shard it.
+      within the dimension. The axis is -1 if no mesh axis may shard it.
     - `labelled`, `kind`: the distinct operations with labels, and for each operation
       its index in `labelled`.
     """

@@ -122,14 +122,13 @@ class Tied:
     - `roots`: the classes of each dimension of each value, major-most first.
     - `sizes`: the size of each class.
     - `marked`: a dict from each quoted word to a set of classes. Loops iterate over
-      "scanned" classes. Gathers look up
-        entries along "looked_up" classes, and along "tokens" classes if the indices are
-        sequences. "batched" and "contracted" classes are dimensions of matrix products.
-        Slices keep a range of "sliced" classes. Top-k runs along "chosen" classes.
-        "channels" and "windows" are dimensions of convolutions.
+      "scanned" classes. Gathers look up entries along "looked_up" classes, and along
+      "tokens" classes if the indices are sequences. "batched" and "contracted" classes
+      are dimensions of matrix products. Slices keep a range of "sliced" classes. Top-k
+      runs along "chosen" classes. "channels" and "windows" are dimensions of
+      convolutions.
     - `spatial`: a dict from the class of a spatial dimension of a convolution to two
-      numbers: its index among the
-        spatial dimensions, and their number.
+      numbers: its index among the spatial dimensions, and their number.
     """
 
     def __init__(self, program: Program):

@@ -114,28 +114,25 @@ def search(
     **Arguments:**
 
     - `step`: a function, or a function jitted by `jax.jit`, `equinox.filter_jit` or
-      [`shardfx.filter_jit`][]. Its
-        donation counts; its shardings do not, since the search chooses them.
+      [`shardfx.filter_jit`][]. Its donation counts; its shardings do not, since the
+      search chooses them.
     - `args`: the arguments of the step: arrays or structs, in any trees. A step that is
       written for a mesh with Explicit axes is searched without its shardings. Call
       `jax.set_mesh` first, or pass arguments on the mesh, so that its axes are known.
     - `devices`: the number of devices; a slice as "tpu:v5p:4x4x4", which names the chip
-      too, or two slices as
-        "tpu:v5p:4x4x4*2"; emulated CPU devices as "cpu:8"; or JAX's own, as
-        `jax.devices()`.
+      too, or two slices as "tpu:v5p:4x4x4*2"; emulated CPU devices as "cpu:8"; or JAX's
+      own, as `jax.devices()`.
     - `chip`: the kind of the devices; see [`shardfx.chips.find`][].
     - `slices`: the number of slices (or nodes of GPUs) that the hosts' network
       connects, if `devices` does not say it.
     - `keep`: the largest number of candidates to return.
     - `verify`: "compile" compiles the best candidates and the well-known strategies:
-      for the slice if `devices` names
-        one and libtpu is installed, else for as many of JAX's devices. Candidates that
-        do not fit are dropped, and the others are sorted by the time of their compiled
-        programs. "run" also runs the candidates in turn on the devices, with new
-        arrays, and sorts them by the measured time.
+      for the slice if `devices` names one and libtpu is installed, else for as many of
+      JAX's devices. Candidates that do not fit are dropped, and the others are sorted
+      by the time of their compiled programs. "run" also runs the candidates in turn on
+      the devices, with new arrays, and sorts them by the measured time.
     - `also`: rules for names that [`shardfx.auto.name_axes`][] finds. The search treats
-      them as well-known strategies,
-        and chooses the sizes of their mesh axes.
+      them as well-known strategies, and chooses the sizes of their mesh axes.
     - `closely`: the number of candidates to compile in addition to the well-known
       strategies and those of `also`.
     - `limits`: see [`shardfx.auto.Limits`][].

@@ -46,8 +46,7 @@ class Limits:
       `(("batch", 8),)`.
     - `free_bytes`: bytes of a device's memory that must stay free.
     - `axes`: mesh axes that must exist, by the names that a search gives them ("data",
-      "fsdp", "tensor", "context",
-        "expert"): a name, or a pair of a name and a size.
+      "fsdp", "tensor", "context", "expert"): a name, or a pair of a name and a size.
     - `rules`: rules whose mesh axes are kept as they are, so that only their sizes are
       chosen.
 

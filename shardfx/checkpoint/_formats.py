@@ -38,16 +38,16 @@ def read_index(
     **Arguments:**
 
     - `path`: a safetensors file; the index of a sharded set
-      (`model.safetensors.index.json`); or a directory with
-        either of them, with an eformer `tensorstore_index.json`, with an Orbax
-        checkpoint, with an OCDBT database, with a T5X checkpoint, with zarr arrays, or
-        with a msgpack file of flax. A directory is checked for these in this order.
-        Each may be in a store: `gs://bucket/path`, `s3://bucket/path`, or
-        `s3://bucket/path?endpoint=https://host` for other servers of S3's kind, or a
-        spec of TensorStore, such as `{"driver": "s3", "bucket": "bucket"}`.
+      (`model.safetensors.index.json`); or a directory with either of them, with an
+      eformer `tensorstore_index.json`, with an Orbax checkpoint, with an OCDBT
+      database, with a T5X checkpoint, with zarr arrays, or with a msgpack file of flax.
+      A directory is checked for these in this order. Each may be in a store:
+      `gs://bucket/path`, `s3://bucket/path`, or
+      `s3://bucket/path?endpoint=https://host` for other servers of S3's kind, or a spec
+      of TensorStore, such as `{"driver": "s3", "bucket": "bucket"}`.
     - `root`: a further directory that symbolic links in the checkpoint may lead to. The
-      cache of the Hugging Face
-        hub is such a case: its snapshots are links to `../../blobs`.
+      cache of the Hugging Face hub is such a case: its snapshots are links to
+      `../../blobs`.
     - `timeout_seconds`: seconds after which a store that does not answer is an error.
 
     **Returns:**
@@ -353,8 +353,8 @@ def structs(index: Index | Where, *, prefix: str | None = None) -> dict[str, Any
 
     - `index`: an Index from `read_index`, or the path or address of a checkpoint.
     - `prefix`: only the arrays below `prefix/` are returned, by their path relative to
-      `prefix`. In an eformer index
-        of version 2, these are the arrays that it lists under this prefix.
+      `prefix`. In an eformer index of version 2, these are the arrays that it lists
+      under this prefix.
 
     **Returns:**
 

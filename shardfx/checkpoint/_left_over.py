@@ -61,10 +61,9 @@ def left_over(
       are not searched. Or an address in a store, of a checkpoint or of a directory
       above.
     - `older_than_seconds`: files and directories that were written to more recently
-      than this are left out, since a
-        save that is under way writes all the time. In a store, where nothing tells when
-        an object was written, this counts from the start of the save. One whose objects
-        are removed while it is under way fails.
+      than this are left out, since a save that is under way writes all the time. In a
+      store, where nothing tells when an object was written, this counts from the start
+      of the save. One whose objects are removed while it is under way fails.
     - `remove`: whether to remove the files and directories that are found.
 
     **Returns:**

@@ -150,34 +150,29 @@ def load(
       `?endpoint=https://host` for other servers of S3's kind; a spec of TensorStore;
       or the Index that [`shardfx.checkpoint.read_index`][] made of one of these.
     - `plan`: a [`shardfx.ShardPlan`][] on devices, or a tree of `jax.ShapeDtypeStruct`s
-      with shardings, or of arrays
-        whose shardings the loaded arrays get.
+      with shardings, or of arrays whose shardings the loaded arrays get.
     - `map`: a [`shardfx.TreeMap`][] that makes the plan's leaves from the checkpoint's
-      arrays, if these have other
-        names, shapes or values. Weights that are scaled, cast twice, or scattered
-        element by element take up to 4 MiB per thread beside the result.
+      arrays, if these have other names, shapes or values. Weights that are scaled, cast
+      twice, or scattered element by element take up to 4 MiB per thread beside the
+      result.
     - `dtype`: `None`: the checkpoint must have the plan's dtypes. `"plan"`: cast to the
-      plan's dtypes on the way. A
-        dtype: cast all floating-point arrays to it.
+      plan's dtypes on the way. A dtype: cast all floating-point arrays to it.
     - `memory_limit_bytes`: the limit for bytes that are in host memory on their way to
-      a device. By default it is
-        1 GiB or the largest shard, whichever is larger. On a CPU the limit has no
-        effect, since bytes are read directly into the memory of the arrays.
+      a device. By default it is 1 GiB or the largest shard, whichever is larger. On a
+      CPU the limit has no effect, since bytes are read directly into the memory of the
+      arrays.
     - `gap_bytes`: the least number of consecutive bytes that are skipped if no device
-      of the process needs them.
-        Shorter gaps are read too. To start a read takes about as long as to read 4 KiB
-        from the page cache, so 4096 is faster for columns of short rows. On a network
-        file system a start takes longer, so a larger number is faster. The default is
-        64 for files and 256 KiB for stores.
+      of the process needs them. Shorter gaps are read too. To start a read takes about
+      as long as to read 4 KiB from the page cache, so 4096 is faster for columns of
+      short rows. On a network file system a start takes longer, so a larger number is
+      faster. The default is 64 for files and 256 KiB for stores.
     - `missing_chunks`: the treatment of missing chunks in stores of chunks. `"raise"`:
-      an error, since the chunk was
-        lost. `"fill"`: the array's fill value, as zarr defines it, for checkpoints
-        whose writer leaves out such chunks.
+      an error, since the chunk was lost. `"fill"`: the array's fill value, as zarr
+      defines it, for checkpoints whose writer leaves out such chunks.
     - `unread`: the treatment of the checkpoint's arrays and numbers from which no leaf
-      is made, such as those of layers that the
-        plan lacks. `"raise"`: an error that names them. `"allow"`: they are left out, as
-        are those that `plan.select` left out of the plan. A map also states itself
-        which arrays and numbers it drops.
+      is made, such as those of layers that the plan lacks. `"raise"`: an error that
+      names them. `"allow"`: they are left out, as are those that `plan.select` left out
+      of the plan. A map also states itself which arrays and numbers it drops.
     - `root`: a further directory that symbolic links in the checkpoint may lead to.
     - `progress`: whether to show a progress line on stderr; `None` shows it if stderr
       is a terminal.

@@ -113,9 +113,8 @@ def plan_reads(
     - `gap_bytes`: the least number of consecutive bytes that the load skips if the
       process does not need them; `None` for the default of `load`.
     - `processes`: for a plan without devices, the number of processes, by default 1.
-      Each gets equally many devices,
-        consecutive in the mesh's order. For a plan on devices, the processes are those
-        of its devices.
+      Each gets equally many devices, consecutive in the mesh's order. For a plan on
+      devices, the processes are those of its devices.
 
     **Returns:**
 

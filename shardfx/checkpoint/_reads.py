@@ -62,8 +62,8 @@ class Fetch(NamedTuple):
     - `entry`: the stored array.
     - `boxes`: the boxes of the stored array.
     - `places`: for each of `boxes`, the number of a box of the leaf, and the part of
-      its memory that is filled. `None`
-        if the leaf is the stored array: `boxes` are then the boxes of the leaf.
+      its memory that is filled. `None` if the leaf is the stored array: `boxes` are
+      then the boxes of the leaf.
     """
 
     entry: FileArray | StoreArray

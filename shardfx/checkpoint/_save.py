@@ -119,31 +119,27 @@ def save(
     - `path`: the directory to make, which must not exist; or a file that ends in
       `.safetensors`; or the address of either in a store.
     - `tree`: the planned tree, of JAX arrays, or of NumPy arrays that are equal on all
-      processes. If it holds NumPy
-        arrays only, every process must call `save`. PRNG keys are saved with the name
-        of their implementation. Python's numbers, such as a step counter, are saved in
-        the file's metadata. Functions and strings are not saved.
+      processes. If it holds NumPy arrays only, every process must call `save`. PRNG
+      keys are saved with the name of their implementation. Python's numbers, such as a
+      step counter, are saved in the file's metadata. Functions and strings are not
+      saved.
     - `plan`: the tree's plan. The arrays are written in the shardings that they have,
-      even if the plan has others.
-        Without `plan`, the arrays' own shardings are saved as a plan, if they are on
-        one mesh.
+      even if the plan has others. Without `plan`, the arrays' own shardings are saved
+      as a plan, if they are on one mesh.
     - `map`: a [`shardfx.TreeMap`][] that makes the arrays of another layout, such as
-      that of Hugging Face's libraries,
-        from the tree's arrays. The results are written under the names of that layout,
-        without a plan. Each process writes the values of its own shards.
+      that of Hugging Face's libraries, from the tree's arrays. The results are written
+      under the names of that layout, without a plan. Each process writes the values of
+      its own shards.
     - `like`: for an inverse map: a tree of structs of the arrays to write, such as
-      `checkpoint.structs(index)` of the
-        checkpoint that was read.
+      `checkpoint.structs(index)` of the checkpoint that was read.
     - `overwrite`: whether to replace an existing file. A directory cannot be replaced:
-      save to a new name, then remove
-        the old directory.
+      save to a new name, then remove the old directory.
     - `file_bytes`: the size above which the arrays of a directory are divided into
       several files, by default 5 GB on a disk and 32 MiB in a store.
     - `progress`: whether to show a progress line on stderr; `None` shows it if stderr
       is a terminal.
     - `wait_seconds`: seconds that the processes wait for a process that has not called
-      `save` yet. A process that
-        fails or dies later is noticed within 30 seconds.
+      `save` yet. A process that fails or dies later is noticed within 30 seconds.
     - `timeout_seconds`: for a store, seconds after which a request that is not answered
       is an error, its repetitions included. A request sends up to `file_bytes`.
 
@@ -152,12 +148,10 @@ def save(
     - `MapError` with all problems of a map that does not fit.
     - `PlanMismatchError` if the tree is not the planned one.
     - `LeafTypeError` for a dtype that safetensors cannot hold, for leaves that a map
-      scales, or for a dtype that `load`
-        could not return under this plan, such as NumPy's int64 where the plan has
-        int32.
+      scales, or for a dtype that `load` could not return under this plan, such as
+      NumPy's int64 where the plan has int32.
     - `CheckpointError` if `path` exists, or with the number of another process that
-      failed, died, did not call `save`,
-        or has other arguments.
+      failed, died, did not call `save`, or has other arguments.
     - `OSError` with the path if the disk is full or cannot be written.
 
     !!! Example

@@ -37,28 +37,24 @@ class Chip:
     - `flops_per_second`: pairs of a dtype's name and the peak rate of dense matrix
       products in this dtype.
     - `link_bytes_per_second`: the bandwidth of one network link in one direction. If a
-      switch connects the chips, it is
-        the bandwidth of all links of one chip in one direction.
+      switch connects the chips, it is the bandwidth of all links of one chip in one
+      direction.
     - `torus_dims`: the number of dimensions of the torus, with two links per chip in
-      each dimension; 0 if a switch
-        connects the chips.
+      each dimension; 0 if a switch connects the chips.
     - `island_chips`: the largest number of chips that the torus or the switch connects.
     - `dcn_bytes_per_second`: the bandwidth of a host's data-center network in one
-      direction, divided by the number of
-        chips of the host.
+      direction, divided by the number of chips of the host.
     - `devices_per_chip`: the number of JAX devices of one chip.
     - `tile`: the rows and columns of a memory tile. The chip pads the last two
-      dimensions of an array to multiples of
-        them. `None` if the chip does not pad.
+      dimensions of an array to multiples of them. `None` if the chip does not pad.
     - `kinds`: the values of `device.device_kind` for this chip.
     - `host_bytes_per_second`: the bandwidth of a chip's link to the memory of its host in
       one direction; 0 if it is not known.
     - `hop_seconds`: the latency of one hop over a link, whatever the bytes. If a switch
       connects the chips, it is that of one collective.
     - `sources`: pairs of a field's name and the source of its value. The name "*" is
-      for all fields that are not named.
-        "secondary" marks a source other than the vendor, and "sources differ" gives the
-        value of another source.
+      for all fields that are not named. "secondary" marks a source other than the
+      vendor, and "sources differ" gives the value of another source.
     """
 
     __module__ = "shardfx.chips"
@@ -115,8 +111,8 @@ class Chip:
         **Arguments:**
 
         - `dtype`: the dtype of the operands. float16 has the rate of bfloat16. Every
-          8-bit float has the rate of
-            "float8", and every 4-bit float has the rate of "float4".
+          8-bit float has the rate of "float8", and every 4-bit float has the rate of
+          "float4".
 
         **Raises:**
 

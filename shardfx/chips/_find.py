@@ -98,9 +98,8 @@ def find(name: str | Chip) -> Chip:
     **Arguments:**
 
     - `name`: the name of a chip ("v5p", "h100"), a value of `device.device_kind` ("TPU
-      v5 lite", "NVIDIA H200"), or the
-        name of a slice or of several ("tpu:v5e:4x4", "v5e-16", "gpu:h100:8*2"). A [`shardfx.chips.Chip`][] is
-        returned unchanged.
+      v5 lite", "NVIDIA H200"), or the name of a slice or of several ("tpu:v5e:4x4",
+      "v5e-16", "gpu:h100:8*2"). A [`shardfx.chips.Chip`][] is returned unchanged.
 
     **Returns:**
 
@@ -155,8 +154,8 @@ def parse_slice(text: str) -> Slice:
     **Arguments:**
 
     - `text`: the chip's name and the number of chips along each dimension ("v5e:4x4");
-      or a cloud provider's name of
-        the slice, with the number of chips ("v5e-8") or of cores ("v4-32").
+      or a cloud provider's name of the slice, with the number of chips ("v5e-8") or of
+      cores ("v4-32").
 
     **Returns:**
 

@@ -17,8 +17,7 @@ class Origin:
 
     - `axis`: the mesh axis. A sub-axis has Shardy's notation, "fsdp:(1)2".
     - `by`: the argument, result or constraint whose sharding has the axis:
-      "params/layers/up", "the constraint at
-        train.py:41".
+      "params/layers/up", "the constraint at train.py:41".
     - `chain`: the lines of your program over which the axis propagated, from the origin
       to the array.
     """
@@ -40,8 +39,7 @@ class MissedAxis:
     - `by`: the argument, result or constraint whose sharding has the axis on this
       dimension.
     - `first`: the argument, result or constraint from which the axis shards another
-      dimension instead; "" if the axis
-        shards no dimension.
+      dimension instead; "" if the axis shards no dimension.
     - `line`: the line of your program that computes the array to constrain, where the
       axis stopped propagating.
     - `shape`, `dtype`, `spec`: the shape and dtype of this array, and its spec with the

@@ -52,10 +52,9 @@ class Comparison:
 
     **Arguments:**
 
-    - `rows`, `less`: a [`shardfx.cost.Excess`][] for each source line and tuple of
-      mesh axes where the compiled step
-        sends more (or less) than the estimate, the largest first. The last row of each
-        can be the sum of other lines.
+    - `rows`, `less`: a [`shardfx.cost.Excess`][] for each source line and tuple of mesh
+      axes where the compiled step sends more (or less) than the estimate, the largest
+      first. The last row of each can be the sum of other lines.
     - `estimated`, `compiled`: the traffic of the estimate, and of the compiled step.
     """
 

@@ -180,11 +180,10 @@ def compile_for(
     **Arguments:**
 
     - `step`, `args`: the step and its arguments, as in [`shardfx.cost.estimate`][]. A
-      plan that the step closes over
-        must have no devices ([`shardfx.ShardPlan.off`][]) or the devices of the target.
+      plan that the step closes over must have no devices ([`shardfx.ShardPlan.off`][])
+      or the devices of the target.
     - `target`: the name of a TPU slice, such as "tpu:v5p:4x4x4"; "cpu" for this
-      machine's (emulated) CPU devices; or
-        devices, or a Mesh of devices.
+      machine's (emulated) CPU devices; or devices, or a Mesh of devices.
     - `mesh`: the arguments' mesh as a MeshSpec with `dcn`, if the mesh spans several
       slices.
 

@@ -189,17 +189,16 @@ def estimate(
     **Arguments:**
 
     - `step`: a function; or the result of `jax.jit`, `equinox.filter_jit` or
-      [`shardfx.filter_jit`][], with its
-        shardings and donation; or the result of its `.trace`, without `args`.
+      [`shardfx.filter_jit`][], with its shardings and donation; or the result of its
+      `.trace`, without `args`.
     - `args`: the arguments of the step: arrays, or structs with shardings such as
-      `plan.structs`, and any other values.
-        As in JAX, the compiler chooses the shardings of results that have none.
+      `plan.structs`, and any other values. As in JAX, the compiler chooses the
+      shardings of results that have none.
     - `compiler`: the platform: "tpu", "gpu" or "cpu"; or a slice or a chip of TPUs, such
       as "tpu:v5p:4x4x4" or "tpu:v5p". "tpu" is v5e, or v5p for a mesh of more than 256
       devices.
     - `mesh`: the mesh whose axes the rows name; by default the mesh of the arguments.
-      With a MeshSpec that has `dcn`,
-        the rows also count the bytes between slices.
+      With a MeshSpec that has `dcn`, the rows also count the bytes between slices.
 
     **Returns:**
 

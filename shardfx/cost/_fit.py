@@ -52,10 +52,10 @@ class FitRow:
     **Arguments:**
 
     - `group`: the name of the group: "parameters", "gradients", "optimizer: mu" (one
-      group for each moment), "batch",
-        "KV cache", "other", "results" (without the donated arguments' memory),
-        "activations", "copies in other layouts" or "temporaries". For a plan without a
-        step, the first name of the arrays' paths: "params".
+      group for each moment), "batch", "KV cache", "other", "results" (without the
+      donated arguments' memory), "activations", "copies in other layouts" or
+      "temporaries". For a plan without a step, the first name of the arrays' paths:
+      "params".
     - `bytes`: the bytes in the chip's memory, including the padding of tiles.
     - `host_bytes`: the bytes in host memory, if the plan's memory kinds say so.
     - `exact`: whether the bytes follow from shardings or from the compiler's count. If
@@ -249,15 +249,13 @@ def fit(
     **Arguments:**
 
     - `step`, `args`: a step and its arguments, as in [`shardfx.cost.estimate`][]. Or a
-      compiled step without arguments:
-        the memory is then the compiler's count. Or a plan without arguments: only the
-        plan's arrays are counted.
+      compiled step without arguments: the memory is then the compiler's count. Or a
+      plan without arguments: only the plan's arrays are counted.
     - `chip`: the chip's name, or a [`shardfx.chips.Chip`][].
     - `mesh`: the mesh of the step; by default the mesh of its arguments. Without any
       mesh, the step is one for a single device.
     - `compiled`: the same step, compiled. The peak memory is then the compiler's count,
-      and only the savings of changes
-        are estimated.
+      and only the savings of changes are estimated.
 
     **Returns:**
 

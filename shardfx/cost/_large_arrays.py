@@ -35,8 +35,8 @@ class LargeArray:
     - `phase`: the pass that computes the array: "forward", "backward" or "recomputed";
       "" if it is not known.
     - `spec`, `origins`, `why`: the spec of the array, the origin of each of its mesh
-      axes, and a sentence that says why
-        it is not sharded further. Only `Fit.peak_arrays` has them.
+      axes, and a sentence that says why it is not sharded further. Only
+      `Fit.peak_arrays` has them.
     """
 
     __module__ = "shardfx.cost"

@@ -56,9 +56,8 @@ class Stop(NamedTuple):
       shards, and the one that it does not.
     - `operation`: the number of the operation.
     - `near`: the dimension that a sharding constraint could shard: usually `last`. If
-      the array of `last` is a
-        loop-carried array or a stack, it is a dimension of the nearest array that a
-        line of the program computes.
+      the array of `last` is a loop-carried array or a stack, it is a dimension of the
+      nearest array that a line of the program computes.
     """
 
     dim: int

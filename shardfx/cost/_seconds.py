@@ -139,12 +139,10 @@ def seconds(
     - `traffic`: the traffic from [`shardfx.cost.traffic`][].
     - `chip`: the chip's name, or a [`shardfx.chips.Chip`][].
     - `mesh`: the mesh whose axes the rows name. Without a mesh, each collective on a
-      torus uses one link in one
-        direction.
+      torus uses one link in one direction.
     - `slice`: the slice's extents in chips, such as "4x4x8"; by default the extents
-      nearest to a cube. Mesh axes are
-        assigned to dimensions of the slice in order, the last axis innermost, as
-        [`shardfx.MeshSpec.build`][] does.
+      nearest to a cube. Mesh axes are assigned to dimensions of the slice in order, the
+      last axis innermost, as [`shardfx.MeshSpec.build`][] does.
 
     **Returns:**
 

@@ -147,8 +147,8 @@ class StepShardings:
         **Arguments:**
 
         - `traffic`: the traffic of the same step, from [`shardfx.cost.estimate`][] or
-          [`shardfx.cost.traffic`][]. The
-            reason for a row is found by its source line and mesh axes.
+          [`shardfx.cost.traffic`][]. The reason for a row is found by its source line
+          and mesh axes.
         """
         rows = tuple(map(self._explainer.annotated, traffic.rows))
         return dataclasses.replace(traffic, rows=rows)
@@ -216,8 +216,7 @@ def shardings(
     **Arguments:**
 
     - `step`, `args`, `compiler`, `mesh`: the step, its arguments, the platform and the
-      mesh, as in
-        [`shardfx.cost.estimate`][].
+      mesh, as in [`shardfx.cost.estimate`][].
 
     **Returns:**
 

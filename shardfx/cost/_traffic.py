@@ -84,13 +84,11 @@ def traffic(
     **Arguments:**
 
     - `compiled`: a compiled program of `jax.jit`, `filter_jit`, `flax.nnx.jit` or
-      [`shardfx.cost.compile_for`][]; a lowered program,
-        which is compiled first; or the text of an optimized HLO module. It may be for
-        CPUs, GPUs or TPUs.
+      [`shardfx.cost.compile_for`][]; a lowered program, which is compiled first; or the
+      text of an optimized HLO module. It may be for CPUs, GPUs or TPUs.
     - `mesh`: the mesh whose axes the rows name; by default the mesh of the program's
-      shardings, if it has any. With a
-        MeshSpec that has `dcn`, or a Mesh of devices in several slices, the rows also
-        count the bytes between slices.
+      shardings, if it has any. With a MeshSpec that has `dcn`, or a Mesh of devices in
+      several slices, the rows also count the bytes between slices.
 
     **Returns:**
 

@@ -33,15 +33,14 @@ class TrafficRow:
     - `kind`: XLA's name of the kind, such as "all-gather". If `windowed` is true, the
       kind that the permutes replace.
     - `wire_bytes`: the bytes that enter a device in one step, as the mean over devices:
-      `calls` times the bytes of one
-        call. In a loop of unknown trip count, the bytes of one iteration.
+      `calls` times the bytes of one call. In a loop of unknown trip count, the bytes of
+      one iteration.
     - `dcn_bytes`: the part of `wire_bytes` that comes from another slice.
     - `calls`: the number of times that the collective runs in one step; `None` in a
-      loop of unknown trip count; 0 in a
-        branch of a conditional if another branch sends more.
+      loop of unknown trip count; 0 in a branch of a conditional if another branch sends
+      more.
     - `dtype`, `arrays`: the dtype of the collective's result in HLO's notation, and its
-      arrays on one device, as
-        `f32[8,128]`.
+      arrays on one device, as `f32[8,128]`.
     - `group_size`: the number of devices in a replica group.
     - `axes`: the mesh axes along which the devices of a replica group differ; empty if
       no mesh is known.
@@ -50,13 +49,11 @@ class TrafficRow:
     - `stack`: the call stack of the operation that causes the collective, innermost
       frame first.
     - `leaf`: the path of the parameter that the collective gathers, or whose gradient
-      it reduces, or `None`. Several
-        paths are separated by ", ".
+      it reduces, or `None`. Several paths are separated by ", ".
     - `shares`: pairs of a parameter's path and its part of `wire_bytes`. The path is
       `None` for other arrays.
     - `windowed`: whether the collective is a loop of permutes and matrix products (a
-      windowed einsum), by which XLA
-        replaces an all-gather or a reduce-scatter.
+      windowed einsum), by which XLA replaces an all-gather or a reduce-scatter.
     - `note`: further notes, or "".
     - `phase`: "forward", "backward" or "recomputed"; "" if JAX does not name the pass.
     - `callback`: the callback to Python for which alone the collective sends, such as
@@ -219,8 +216,7 @@ class TrafficDifference:
     **Arguments:**
 
     - `rows`: tuples of a key (kind, axes, source, leaf), the bytes of the first step
-      and those of the second, the
-        largest difference first.
+      and those of the second, the largest difference first.
     """
 
     __module__ = "shardfx.cost"

@@ -45,8 +45,8 @@ class DeviceWork:
     - `flops`: the floating-point operations of matrix products and convolutions, for
       all iterations of loops.
     - `bytes`: the bytes to and from memory of matrix products, reductions, sorts and
-      gathers, and of the step's
-        results. All other operations count as fused with these.
+      gathers, and of the step's results. All other operations count as fused with
+      these.
     - `cycles`: the cycles that the TPU's compiler estimates in the text of its
       programs; 0 for other programs.
     - `notes`: a text for each kind of inexact count: loops of unknown trip count, and

@@ -38,9 +38,8 @@ def global_batch(
     **Arguments:**
 
     - `local`: a tree of NumPy arrays: the part of the batch for this process's devices.
-      On CPUs the result may share
-        memory with these arrays, as with `jax.device_put`: pass copies if you fill the
-        same arrays again.
+      On CPUs the result may share memory with these arrays, as with `jax.device_put`:
+      pass copies if you fill the same arrays again.
     - `plan`: the plan of the global batch, on a mesh of devices.
     - `pad`: the value for missing rows (dimension 0). Without `pad`, a batch with too
       few rows is an error.

@@ -29,8 +29,7 @@ class LocalChunk:
 
     - `slices`: a `slice(start, stop)` for each dimension.
     - `replica_id`: the number of the process among the processes that own these
-      elements. The chunks with `replica_id`
-        0 hold every element once.
+      elements. The chunks with `replica_id` 0 hold every element once.
 
     !!! Example
 

@@ -52,8 +52,7 @@ class HostGrid(eqx.Module):
         - `num_chunks`: the number of boxes along each axis; 1 for axes that are not in
           it.
         - `chunk_ids`: the index of each process's box along each axis, by process
-          index. `(2, 0)` is the third box
-            along the first axis.
+          index. `(2, 0)` is the third box along the first axis.
 
         **Raises:**
 

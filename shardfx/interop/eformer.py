@@ -41,13 +41,12 @@ def shardings(
     - `mesh`: the mesh for the arrays. If it is `None`, an array's sharding is `None`
       unless `default` gives a Sharding.
     - `default`: the sharding of each array. `None` replicates it. A Sharding is used as
-      it is. A PartitionSpec loses
-        entries beyond the array's rank and is corrected to its shape, as
-        [`shardfx.correct`][] does. A function takes a `checkpoint.ArrayEntry` and
-        returns a Sharding, a PartitionSpec or `None`.
+      it is. A PartitionSpec loses entries beyond the array's rank and is corrected to
+      its shape, as [`shardfx.correct`][] does. A function takes a
+      `checkpoint.ArrayEntry` and returns a Sharding, a PartitionSpec or `None`.
     - `prefix`: selects the arrays below `prefix/`, with paths relative to it. In an
-      eformer index of version 2, it
-        selects the arrays that are listed under this prefix.
+      eformer index of version 2, it selects the arrays that are listed under this
+      prefix.
 
     **Returns:**
 
@@ -153,10 +152,9 @@ def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTre
 
     - `tree`: arrays; leaves of other types come back as they are.
     - `shardings`: a tree of the same structure, or a prefix of it. A leaf of a prefix
-      applies to all leaves below it.
-        Each leaf is a Sharding; a PartitionSpec on `mesh`; a function from the array to
-        one of these; or `None`, which replicates the array over `mesh`, or puts it on
-        the default device if `mesh` is not given.
+      applies to all leaves below it. Each leaf is a Sharding; a PartitionSpec on
+      `mesh`; a function from the array to one of these; or `None`, which replicates the
+      array over `mesh`, or puts it on the default device if `mesh` is not given.
     - `mesh`: the mesh for PartitionSpecs and `None`.
 
     **Returns:**

@@ -29,9 +29,8 @@ def names_of(tree: PyTree, *, default: tuple[object, ...] | None = None) -> PyTr
     **Arguments:**
 
     - `tree`: linen variables with `nn.Partitioned` or `nn.LogicallyPartitioned` boxes
-      (from `jax.eval_shape`
-        or with arrays), or with the boxes that `nnx.bridge.to_linen` makes, or an
-        `nnx.State`.
+      (from `jax.eval_shape` or with arrays), or with the boxes that
+      `nnx.bridge.to_linen` makes, or an `nnx.State`.
     - `default`: the value for arrays without names: `()` replicates them, `None` leaves
       them to path rules.
 

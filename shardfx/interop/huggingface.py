@@ -97,8 +97,7 @@ class Style:
     - `axis`: the mesh axes over which the parameter is sharded.
     - `unit`: the number of elements of the sharded dimension that no shard may split.
     - `is_one_expert`: whether each expert has a parameter of its own, as in
-      checkpoints, instead of one parameter for
-        all experts of a layer.
+      checkpoints, instead of one parameter for all experts of a layer.
     """
 
     key: str
@@ -187,22 +186,19 @@ def rules_of(
     **Arguments:**
 
     - `plans`: the result of `plans_of`, or a tensor parallel plan alone. `rest` decides
-      about `lm_head` if the plans
-        lack it, as those of a configuration do.
+      about `lm_head` if the plans lack it, as those of a configuration do.
     - `tensor`: the mesh axis of tensor parallelism.
     - `expert`: the mesh axis of expert parallelism. If it is given, the plan for
       experts has priority, and replaces the styles of the inside of experts.
     - `prefix`: the `base_model_prefix` of the model's class: `"model"` for most,
-      `"gpt_neox"` for GPT-NeoX. Paths
-        without the prefix match too.
+      `"gpt_neox"` for GPT-NeoX. Paths without the prefix match too.
     - `units`: from the last part of a module's name, such as `k_proj`, to the number of
-      elements that no shard may
-        split, such as `head_dim`. Hugging Face checks only that the number of heads is
-        divisible.
+      elements that no shard may split, such as `head_dim`. Hugging Face checks only
+      that the number of heads is divisible.
     - `rest`: the target for parameters that the plan does not name. By default they are
       replicated, as by Hugging Face. But `embed_tokens` is sharded over the vocabulary
-        where the plan does not name it, as by transformers since 5.22:
-        `{"embed_tokens": "replicate", **plan}` keeps it whole.
+      where the plan does not name it, as by transformers since 5.22:
+      `{"embed_tokens": "replicate", **plan}` keeps it whole.
 
     **Returns:**
 

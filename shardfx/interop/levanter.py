@@ -67,8 +67,8 @@ def mappings_of(
     **Arguments:**
 
     - `trainer`: fields of `TrainerConfig`, as in the `trainer:` part of a YAML file:
-      `batch_axis`, `fsdp_axis`,
-        `tensor_parallel_axes`, `axis_resources`, `parameter_axis_resources`.
+      `batch_axis`, `fsdp_axis`, `tensor_parallel_axes`, `axis_resources`,
+      `parameter_axis_resources`.
     - `data`, `batch`, `model`: the mesh axes that Levanter uses for FSDP, batches and
       tensor parallelism.
 

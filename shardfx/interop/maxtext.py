@@ -34,8 +34,8 @@ def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndR
 
     - `config`: the content of a rule file, as `yaml.safe_load` gives it.
     - `base`: the `logical_axis_rules` of the base configuration. The rules of `config`
-      replace the base's rules for the
-        same names, and follow its other rules. A custom mesh and rule file has no base.
+      replace the base's rules for the same names, and follow its other rules. A custom
+      mesh and rule file has no base.
 
     **Returns:**
 

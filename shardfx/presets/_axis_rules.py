@@ -66,16 +66,14 @@ def eformer(
     **Arguments:**
 
     - `data_parallel_axis`, `fully_sharded_data_parallel_axis`, `tensor_parallel_axis`,
-        `sequence_parallel_axis`, `expert_parallel_axis`: the names of the mesh axes.
+      `sequence_parallel_axis`, `expert_parallel_axis`: the names of the mesh axes.
     - `decode_batch_axis` and the six other arguments that begin with `decode_`: mesh
-      axes in the generation modes.
-        `None` replicates; it is the default of the query sequence and of the two
-        attention dims. The default of the others is the value of the argument without
-        `decode_`.
+      axes in the generation modes. `None` replicates; it is the default of the query
+      sequence and of the two attention dims. The default of the others is the value of
+      the argument without `decode_`.
     - The other arguments: the mesh axes of a logical axis: a name, a tuple of names, or
-      `None` for replicated. The
-        defaults are eformer's: batch over fsdp and dp, sequences over sp, heads,
-        embedding, mlp and vocabulary over tp, experts over ep.
+      `None` for replicated. The defaults are eformer's: batch over fsdp and dp,
+      sequences over sp, heads, embedding, mlp and vocabulary over tp, experts over ep.
 
     **Returns:**
 
@@ -204,8 +202,7 @@ def t5x(
     - `parameter_dims`: 1 shards parameters over "model", 2 also over "data", as FSDP
       and ZeRO-3 do.
     - `additional_rules`: pairs, or AxisRules, that come after the standard rules, which
-      have priority. To override a
-        standard rule, call `.prepend(...)` on the result.
+      have priority. To override a standard rule, call `.prepend(...)` on the result.
 
     **Returns:**
 

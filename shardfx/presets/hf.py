@@ -318,8 +318,8 @@ def deepseek_v3(
     **Arguments:**
 
     - `qk_nope_head_dim`, `qk_rope_head_dim`: the number of elements of a head's query
-      or key without rotary positions,
-        and the number of those with them, as in the model's config.json.
+      or key without rotary positions, and the number of those with them, as in the
+      model's config.json.
     - `v_head_dim`: the number of elements of a head's value.
     - `fsdp`, `tensor`: the mesh axes to use.
 

@@ -46,8 +46,7 @@ def infer_mode(shape: tuple[int, ...] | None, dim: int | None) -> str:
 
     - `shape`: the array's shape; it may be `None` if `dim` is `None`.
     - `dim`: the `mode_dim` of a [`shardfx.presets.Layout`][]. Negative numbers count
-      from the end. `None` gives
-        "train".
+      from the end. `None` gives "train".
 
     **Returns:**
 

@@ -140,28 +140,26 @@ def check_step(
     **Arguments:**
 
     - `step`: a function, also one that `jax.jit`, `equinox.filter_jit` or
-      [`shardfx.filter_jit`][] returned. With
-        `mesh`, a function of a mesh that returns the step.
+      [`shardfx.filter_jit`][] returned. With `mesh`, a function of a mesh that returns
+      the step.
     - `args`: arrays with their planned shardings, or `jax.ShapeDtypeStruct`s such as
-      `plan.structs`, for which random
-        arrays are made. No argument is donated. Emulated devices suffice, because XLA
-        partitions for them as for real ones.
+      `plan.structs`, for which random arrays are made. No argument is donated. Emulated
+      devices suffice, because XLA partitions for them as for real ones.
     - `reference`: a function of the same arguments with right results. A step with a
-      `shard_map` over several devices
-        cannot run on one device, and needs `reference` or `mesh`.
+      `shard_map` over several devices cannot run on one device, and needs `reference`
+      or `mesh`.
     - `mesh`: the mesh of the plan. The reference is then the step for a mesh of one
       device with the same axes.
     - `shrink`: whether to reduce all sizes first, as far as the shardings of `args`
-      divide them in the same way. A size
-        that the step fixes does not change.
+      divide them in the same way. A size that the step fixes does not change.
 
     **Returns:**
 
     A [`shardfx.testing.CheckedStep`][], true if rounding explains all differences and
-    nothing is refuted.
-    `print` shows the outputs that differ; the first equation that is wrong although its
-    inputs are right, with its source line, sharding and loop iteration; the collectives
-    at these lines; and suspicious code in a `shard_map` under `check_vma=False`.
+    nothing is refuted. `print` shows the outputs that differ; the first equation that
+    is wrong although its inputs are right, with its source line, sharding and loop
+    iteration; the collectives at these lines; and suspicious code in a `shard_map`
+    under `check_vma=False`.
 
     **Raises:**
 

@@ -81,11 +81,10 @@ class Record(NamedTuple):
     - `frames`: the source lines of the user, the innermost first.
     - `reads`: the numbers of the operands.
     - `leading`: an entry for each leading dimension that the loops and `shard_map`s
-      around the equation add to its
-        result. The entry of a loop is 1, or -1 if it runs backwards; its dimension has
-        the iterations. The entry of a `shard_map` has its mesh axes and their sizes;
-        its dimension stacks the devices' results. For a loop in a `shard_map` over 4
-        devices of "x": `((("x", 4),), 1)`.
+      around the equation add to its result. The entry of a loop is 1, or -1 if it runs
+      backwards; its dimension has the iterations. The entry of a `shard_map` has its
+      mesh axes and their sizes; its dimension stacks the devices' results. For a loop
+      in a `shard_map` over 4 devices of "x": `((("x", 4),), 1)`.
     - `dtype`: the dtype of the result in the step.
     - `loop`: the number of the first record in the outermost loop around the equation;
       `None` outside of loops.
@@ -130,10 +129,9 @@ class Tape:
     - `alone`: whether to evaluate on one device, without shardings.
     - `wide`: the dtype to which narrower floats are cast, from the arguments on.
     - `noise`: the rounding of each equation's result, as two numbers. The first is 0
-      for no rounding, 1 for rounding to
-        the dtype of the step, and 2 for rounding to the wider of that dtype and
-        float32. The second is odd, and decides which results are rounded up. Needs
-        `wide=np.float64`.
+      for no rounding, 1 for rounding to the dtype of the step, and 2 for rounding to
+      the wider of that dtype and float32. The second is odd, and decides which results
+      are rounded up. Needs `wide=np.float64`.
     """
 
     def __init__(self, *, alone: bool, wide: DType = None, noise: Any = None):

@@ -283,8 +283,7 @@ def assert_same_traffic_text(
 
     - `traffic`: the traffic of the step.
     - `expected`: a text of several lines from [`shardfx.testing.traffic_text`][], or
-      the path of a file with such a
-        text.
+      the path of a file with such a text.
     - `update`: whether to write the traffic's text into the file instead.
     - `sizes`: whether to compare the bytes too.
 
@@ -319,8 +318,7 @@ def assert_collectives(
       [`shardfx.cost.estimate`][].
     - `none`: patterns of collectives that the step must not have.
     - `at_most`: limits by pattern: the number of calls in a step, or the bytes that may
-      enter a device, as a text such
-        as `"1.5 MiB"`.
+      enter a device, as a text such as `"1.5 MiB"`.
 
     **Raises:**
 
@@ -477,7 +475,7 @@ def shardings_text(shardings: StepShardings) -> str:
     **Arguments:**
 
     - `shardings`: the shardings from [`shardfx.cost.shardings`][], or a part of them:
-        `found.replicated(least_bytes=2**20)`.
+      `found.replicated(least_bytes=2**20)`.
 
     **Returns:**
 

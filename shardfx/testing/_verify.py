@@ -46,11 +46,11 @@ def verify(
 
     - `step`, `args`: the step and its arguments, as in [`shardfx.cost.estimate`][].
     - `compiler`: the platform for which the step is lowered: "tpu", "gpu" or "cpu". The
-        name of a TPU slice, such as "tpu:v5e:2x4", asks libtpu, which partitions in its
-        own way, and the program is its own. That needs `pip install "shardfx[aot]"`.
+      name of a TPU slice, such as "tpu:v5e:2x4", asks libtpu, which partitions in its
+      own way, and the program is its own. That needs `pip install "shardfx[aot]"`.
     - `compiled`: a program that a compiler finished for this step and these arguments,
-        to be read instead: what `jax.jit(step).lower(*args).compile()` or
-        [`shardfx.cost.compile_for`][] returned, or its text.
+      to be read instead: what `jax.jit(step).lower(*args).compile()` or
+      [`shardfx.cost.compile_for`][] returned, or its text.
     - `mesh`: the mesh of the step; by default the mesh of the arguments.
 
     **Returns:**

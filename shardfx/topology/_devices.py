@@ -24,9 +24,8 @@ def coords(device: Device, local_device_count: int) -> tuple[int, ...]:
     **Arguments:**
 
     - `device`: a device or an object with the attributes of one. With `coords` (a TPU)
-      no other attribute is needed,
-        and without `core_on_chip` the core is 0. Without `coords`, `process_index` and
-        `id` are needed.
+      no other attribute is needed, and without `core_on_chip` the core is 0. Without
+      `coords`, `process_index` and `id` are needed.
     - `local_device_count`: the number of devices of a process; read only for devices
       without `coords`.
 

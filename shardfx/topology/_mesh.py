@@ -65,11 +65,9 @@ class MeshSpec(eqx.Module):
         """**Arguments:**
 
         - `axes`: a mapping or pairs from axis name to size, the slowest axis first. One
-          size may be -1: see
-            [`shardfx.MeshSpec.fit`][].
+          size may be -1: see [`shardfx.MeshSpec.fit`][].
         - `axis_types`: one `jax.sharding.AxisType` for all axes, or a mapping by axis
-          name; axes that are not in it are
-            Auto.
+          name; axes that are not in it are Auto.
         - `dcn`: the number of slices (TPU) or nodes (GPU) that each axis spans over the
           slow network; 1 by default.
 
@@ -448,8 +446,8 @@ class MeshSpec(eqx.Module):
         **Arguments:**
 
         - `devices`: the devices, all of which are used, in the order of
-          [`shardfx.MeshSpec.order`][]. Or a Mesh, whose
-            devices keep their order, so that one `jit` takes arrays on both meshes.
+          [`shardfx.MeshSpec.order`][]. Or a Mesh, whose devices keep their order, so
+          that one `jit` takes arrays on both meshes.
 
         **Returns:**
 
@@ -486,8 +484,8 @@ class MeshSpec(eqx.Module):
 
         - `axis`: the axis to split.
         - `parts`: the names and sizes of the axes that replace `axis`, which get its
-          axis type. One size may be -1.
-            Slices that `axis` spans (`dcn`) go to the slowest axes.
+          axis type. One size may be -1. Slices that `axis` spans (`dcn`) go to the
+          slowest axes.
 
         **Returns:**
 

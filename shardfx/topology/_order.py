@@ -28,15 +28,13 @@ class DeviceOrder:
 
     - `devices`: an array of the mesh's shape that holds every device once.
     - `method`: `"mesh_utils"` (JAX's order), `"mesh_utils, physical axes split"` (JAX's
-      order if mesh axes must split
-        a dimension of the torus), `"torus"` ([`shardfx.topology.torus_order`][]), or
-        `"as given"` (by id, for TPUs without known positions). It begins with
-        `"hybrid: "` if the mesh spans several slices.
+      order if mesh axes must split a dimension of the torus), `"torus"`
+      ([`shardfx.topology.torus_order`][]), or `"as given"` (by id, for TPUs without
+      known positions). It begins with `"hybrid: "` if the mesh spans several slices.
     - `reasons`: why the order is not JAX's own, or how it was changed; empty for JAX's
       own order.
     - `mean_hops`: for each mesh axis, the mean number of links between neighbours
-      within a slice; `None` for devices
-        without coordinates.
+      within a slice; `None` for devices without coordinates.
 
     !!! Example
 

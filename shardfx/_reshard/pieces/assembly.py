@@ -143,18 +143,16 @@ class Assembly:
       keys.
     - `shard_shape`: the shape of one shard of the array.
     - `method`: "programs" (collective permutes between the devices) or "host" (NumPy
-      copies in this process's memory).
-        "host" is for CPU devices that share this memory, and for devices that no
-        program spans.
+      copies in this process's memory). "host" is for CPU devices that share this
+      memory, and for devices that no program spans.
     - `pieces`: the pieces that fill the array.
     - `scaled`: the products of quantised sources and their scales, which programs
-      compute first. The keys are the names
-        by which `pieces` read the products.
+      compute first. The keys are the names by which `pieces` read the products.
     - `parts`: the parts of shards that devices send. Their senders and receivers are
       positions in `devices`.
     - `devices`: the devices of the array and of its sources. If a sharding is on a mesh
-      without devices, these are
-        integers: a device's id, or a position in the abstract mesh.
+      without devices, these are integers: a device's id, or a position in the abstract
+      mesh.
     - `target_devices`: the devices of the array.
     - `source_devices`, `source_shapes`: for each source, its devices, and the shape and
       dtype of its shard.

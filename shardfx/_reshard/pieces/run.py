@@ -194,16 +194,13 @@ class Context:
     - `limit_bytes`: the most bytes that may be used besides source and target; `None`
       for no limit.
     - `most_bytes`: the most bytes that programs may use on a device if there is no
-      limit and source and target are on
-        different devices.
+      limit and source and target are on different devices.
     - `pool`: the threads that copy, if any.
     - `shards`: this process's shards of the arrays.
     - `blocks`: a cache of the arrays that `block` returns, by the paths of the source
-      and of its scales, and the
-        devices.
+      and of its scales, and the devices.
     - `in_flight`, `in_flight_bytes`: arrays that programs may still be computing, if
-      source and target are on different
-        devices, and the bytes that these programs use.
+      source and target are on different devices, and the bytes that these programs use.
     """
 
     arrays: Mapping[str, Any]

@@ -43,10 +43,9 @@ class ShardPart(NamedTuple):
     - `sender`, `receiver`: the numbers of the two devices. They are equal if the device
       copies its own elements.
     - `piece`: a strided copy, with positions in the sender's shard and in the
-      receiver's shard. A constant has a
-        position only in the receiver's shard. If the elements of a quantised array are
-        multiplied by scales, the position in the source is that in the whole array,
-        which also tells which scales they need.
+      receiver's shard. A constant has a position only in the receiver's shard. If the
+      elements of a quantised array are multiplied by scales, the position in the source
+      is that in the whole array, which also tells which scales they need.
     - `bytes`: the bytes sent, if sender and receiver differ.
     - `bits`: the bits of an element in the widest dtype that it has on its way from the
       source to the target.

@@ -26,8 +26,7 @@ class Exchange:
     **Arguments:**
 
     - `groups`: an integer array of shape `(groups, members)`. Each row lists the
-      devices of one replica group, in the
-        order of their shards.
+      devices of one replica group, in the order of their shards.
     - `sizes`: the sizes of the moving sub-axes, major first. Their product is the
       number of members of a group.
     - `splits`: for each dimension, the moving sub-axes that shard it after the

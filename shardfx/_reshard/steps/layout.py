@@ -36,11 +36,9 @@ class StepLayout:
     - `dims`: for each dimension of the array, the indices of the mesh axes that shard
       it, major first.
     - `order`: device ids in row-major order of the mesh. It is `None` if the layouts
-      before and after a move list their
-        devices in the same order.
+      before and after a move list their devices in the same order.
     - `weights`: the cost of a byte along each mesh axis; `()` if all cost 1. An axis
-      between TPU slices (or nodes) has
-        a weight above 1.
+      between TPU slices (or nodes) has a weight above 1.
     """
 
     __module__ = "shardfx.results"

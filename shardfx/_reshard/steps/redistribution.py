@@ -58,14 +58,12 @@ class MoveStep:
 
     - `kind`: "slice" (local), "all_to_all", "permute" or "all_gather".
     - `source`, `target`: the layouts before and after the step, over sub-axes (parts of
-      mesh axes) of the meshes before
-        and after the move. Only a permute or a slice may lead from sub-axes of one mesh
-        to sub-axes of the other mesh.
+      mesh axes) of the meshes before and after the move. Only a permute or a slice may
+      lead from sub-axes of one mesh to sub-axes of the other mesh.
     - `wire_bytes`: the bytes that a device receives, as the mean over devices, rounded
       up.
     - `dcn_bytes`: the bytes among `wire_bytes` that come from another TPU slice (or
-      node). If slices do not line up
-        with mesh axes, it is an upper bound.
+      node). If slices do not line up with mesh axes, it is an upper bound.
     - `peak_bytes`: the bytes of the shards that a device reads and writes in the step.
     """
 
@@ -90,8 +88,7 @@ class Redistribution:
     - `wire_bytes`: the bytes that a device receives in all steps, as the mean over
       devices.
     - `dcn_bytes`: the bytes among `wire_bytes` that come from another TPU slice (or
-      node). If slices do not line up
-        with mesh axes, it is an upper bound.
+      node). If slices do not line up with mesh axes, it is an upper bound.
     - `peak_bytes`: the most bytes of shards that a device holds at one time.
     - `lower_bound_bytes`: the bytes that a device must receive under any algorithm, as
       the mean over devices.

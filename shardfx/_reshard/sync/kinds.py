@@ -60,8 +60,7 @@ class Transfer(NamedTuple):
     **Arguments:**
 
     - `process`, `device`: the sending process, and the number of the device in this
-      process; -1 for constants, which
-        are not sent.
+      process; -1 for constants, which are not sent.
     - `buffer`: the number of the buffer among the buffers of its leaf.
     - `form`: the form in which the part is sent.
     - `source`, `target`: the position of the first element in the whole source array,
@@ -134,9 +133,8 @@ class TransferKind:
     - `buffers`: the buffers that receiving processes fill.
     - `forms`: the forms in which parts of the sources are sent.
     - `rows`: one row for each part that is sent to a buffer: the sending process, its
-      device, the number of the buffer,
-        the number of the form, and the positions of its first element in the source and
-        in the buffer.
+      device, the number of the buffer, the number of the form, and the positions of its
+      first element in the source and in the buffer.
     """
 
     names: tuple[str, ...]

@@ -79,9 +79,8 @@ def plan_transfer(
     - `map`: a map that makes the leaves of `dst` from the leaves of `src`. By default
       both trees have the same paths.
     - `processes`: for each of the two jobs, the number of processes, or the process of
-      each device in the mesh's order.
-        With a number, each process has an equal consecutive range of the mesh's
-        devices.
+      each device in the mesh's order. With a number, each process has an equal
+      consecutive range of the mesh's devices.
     - `receiver`: the only receiving process to plan for. By default the plan is for
       all.
     - `memory_limit_bytes`: the most bytes that are sent to a process at a time.

@@ -69,8 +69,7 @@ class Sender:
     - `secret`: a secret of at least 16 random bytes that both jobs know.
     - `process`: the number of this sending process.
     - `host`, `port`: the address to listen on, by default on 127.0.0.1. Port 0 is any
-      free port, and the attribute
-        `address` has its number.
+      free port, and the attribute `address` has its number.
     - `timeout_seconds`: the time after which a receiver that neither reads nor writes
       counts as dead, and for which `publish` waits for receivers.
     - `run`: a text that names this run of the trainer, equal in all its processes and

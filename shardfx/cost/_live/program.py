@@ -57,8 +57,7 @@ class FlatOp:
 
     - `instruction`: the HLO instruction.
     - `reads`, `makes`: the numbers of the values that it reads and makes. A loop reads
-      the initial values of the
-        loop-carried values that it changes.
+      the initial values of the loop-carried values that it changes.
     - `bodies`: the body of a loop, or the branches of a conditional.
     - `calls`: the calls and fusions around the operation, innermost first.
     """
@@ -79,8 +78,7 @@ class Body:
     """The operations of the entry computation, of a loop's body or of a branch.
 
     - `carried`: the numbers of the parameters. In a loop's body, these are the
-      loop-carried values that the loop
-        changes. A branch has none.
+      loop-carried values that the loop changes. A branch has none.
     - `results`: the numbers of the values that it returns.
     - `ops`: the operations, in the order of the text.
     """

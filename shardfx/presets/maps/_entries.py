@@ -24,8 +24,8 @@ class Fused:
       [`shardfx.presets.maps.TreeLayout`][].
     - `dim`: the dimension along which the kinds are concatenated.
     - `shards`: the number of equal parts of each kind. They are interleaved: with 2 the
-      array is `[q0 k0 v0 q1 k1 v1]`,
-        so that each of 2 devices gets its own query, key and value.
+      array is `[q0 k0 v0 q1 k1 v1]`, so that each of 2 devices gets its own query, key
+      and value.
 
     !!! Example
 

@@ -31,11 +31,10 @@ def hugging_face(
     - `config`: the content of `config.json`. For a model with vision, only the text
       model is used.
     - `prefix`: the prefix of every name except that of the output weights, such as
-      `"transformer."` for a GPT-2 that
-        was saved with its language-model head. `None` for the family's usual prefix.
+      `"transformer."` for a GPT-2 that was saved with its language-model head. `None`
+      for the family's usual prefix.
     - `ahead`: `"raise"` raises for DeepSeek's multi-token prediction layers, for which
-      there is no table. `"drop"`
-        leaves them out, as Transformers does.
+      there is no table. `"drop"` leaves them out, as Transformers does.
 
     **Returns:**
 

@@ -28,30 +28,25 @@ class TreeLayout:
       `"query: layers embed (heads dim)"`.
         - Axes in parentheses form one dimension, major to minor.
         - If each entry of an axis is an array of its own, the axis is in braces in the
-          path and not in the text:
-            `model.layers.{layers}.self_attn.q_proj.weight`. The braces may add a
-            number: `{layers+3}`.
+          path and not in the text: `model.layers.{layers}.self_attn.q_proj.weight`. The
+          braces may add a number: `{layers+3}`.
         - With `layers[:3]` or `layers[3:]` an array has some entries of an axis, with
-          `layers[0::2]` or `layers[1::2]`
-            every other entry. With `layers[3]` it has one entry, and `layers` is no
-            dimension of it.
+          `layers[0::2]` or `layers[1::2]` every other entry. With `layers[3]` it has
+          one entry, and `layers` is no dimension of it.
         - Along an axis that only the target's layout has, entries are repeated. Of an
-          axis that only the source's
-            layout has, the first entry is read.
+          axis that only the source's layout has, the first entry is read.
         - See also [`shardfx.presets.maps.Fused`][] and
           [`shardfx.presets.maps.Scaled`][].
     - `sizes`: a mapping from an axis to its size. A map needs the sizes of all axes in
-      parentheses except the first, of
-        repeated axes, and of axes whose size differs between two layouts, such as a
-        padded vocabulary.
+      parentheses except the first, of repeated axes, and of axes whose size differs
+      between two layouts, such as a padded vocabulary.
     - `rest`: the paths of further leaves that a tree of this layout may have and that
       no map uses.
     - `known`: the sizes of further axes that arrays must have. `sizes` wins, so that
       `with_sizes` changes them too.
     - `apart`: the sub-axes of axes that this layout splits, such as
-      `{"dim": "two half"}`. A map then treats `dim` of
-        the other layout as `two half`, so that this layout may have `two` and `half` in
-        another order.
+      `{"dim": "two half"}`. A map then treats `dim` of the other layout as `two half`,
+      so that this layout may have `two` and `half` in another order.
 
     !!! Example
 

@@ -67,9 +67,8 @@ def maxtext(
     - `config`: the content of the model's `config.json` from Hugging Face.
     - `prefix`: a prefix of every path.
     - `interleaved_rope`: whether the two elements that a rotary embedding rotates are
-      neighbours, as in MaxText for
-        Llama 3.1 and later, instead of half a head apart. `None` means `True` exactly
-        if the config has Llama 3's rope scaling.
+      neighbours, as in MaxText for Llama 3.1 and later, instead of half a head apart.
+      `None` means `True` exactly if the config has Llama 3's rope scaling.
 
     **Returns:**
 

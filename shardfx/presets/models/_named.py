@@ -158,11 +158,10 @@ def tree(
     - `dtype`: the dtype of all arrays, except those that the checkpoint keeps in
       float32.
     - `stack_experts`: whether the experts of a layer are one array with a leading
-      dimension, as expert parallelism
-        needs them, instead of one array per expert.
+      dimension, as expert parallelism needs them, instead of one array per expert.
     - `changes`: numbers that replace the published ones, by the names in
-      [`shardfx.presets.models.config`][]. With
-        `layers=2`, for example, the model is small enough to compile.
+      [`shardfx.presets.models.config`][]. With `layers=2`, for example, the model is
+      small enough to compile.
 
     **Returns:**
 
@@ -433,12 +432,11 @@ def rules_for(
 
     - `name`: one of [`shardfx.presets.models.names`][].
     - `how`: the strategy. "dp" replicates all arrays. "fsdp" shards each array over
-      `fsdp`, but never inside of a
-        head. "tp" shards the dimensions of heads, hidden units and vocabulary over
-        `tensor`. "fsdp_tp" does both. "ep" shards the dimension of experts over
-        `expert` and their other dimensions as "fsdp_tp" does, and shards all other
-        arrays over `fsdp` and `expert` together; it needs
-        `tree(..., stack_experts=True)`.
+      `fsdp`, but never inside of a head. "tp" shards the dimensions of heads, hidden
+      units and vocabulary over `tensor`. "fsdp_tp" does both. "ep" shards the dimension
+      of experts over `expert` and their other dimensions as "fsdp_tp" does, and shards
+      all other arrays over `fsdp` and `expert` together; it needs
+      `tree(..., stack_experts=True)`.
     - `data`: the mesh axis over which only the batch is sharded.
     - `fsdp`, `tensor`, `expert`: the mesh axes to use; an axis that the mesh lacks is
       ignored.
