@@ -1,0 +1,223 @@
+"""Writes the tensors of a save to its files: small ones that follow each other as one
+block of memory, large ones as they lie.
+"""
+
+import concurrent.futures
+import contextlib
+import itertools as it
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._entry import fill
+from ._leaves import (
+    PartRows,
+    rows_of_parts,
+    shards_of,
+)
+from ._reader import (
+    COPY_BYTES,
+    Bytes,
+    copy_rows,
+    flat,
+    part_in,
+    runs_of,
+    spans_of,
+    transfer,
+)
+from ._spans import ranges_of
+
+
+_WORKERS = 4
+_SMALL_BYTES = 64 * 1024
+# The kind of a write of tensors that are rows of one memory.
+_ROWS = "rows"
+
+
+class Tensors(NamedTuple):
+    """Arrays to write to one file, one after the other: the name, the value, the bytes
+    and the offset of the first byte of each.
+    """
+
+    file: str
+    names: Sequence[str]
+    values: Sequence[Any]
+    sizes: Sequence[int]
+    offsets: Sequence[int]
+
+    def between(self, start: int, stop: int) -> "Tensors":
+        """The arrays from number `start` to before number `stop`."""
+        return Tensors(
+            file=self.file,
+            names=self.names[start:stop],
+            values=self.values[start:stop],
+            sizes=self.sizes[start:stop],
+            offsets=self.offsets[start:stop],
+        )
+
+
+def begin_writes(
+    tensors: Sequence[Tensors], is_first: bool, afterwards: contextlib.ExitStack
+) -> list[concurrent.futures.Future[int]]:
+    """Starts to write this process's shards in threads, and returns futures with the
+    number of bytes written.
+
+    The last futures flush the files. Closing `afterwards` waits for the writes that are
+    running, and closes the files. The caller does so at the end; if there is an error,
+    it first sends the error to the other processes.
+    """
+    files: dict[str, int] = {}
+    for tensors_of_file in tensors:
+        file = tensors_of_file.file
+        files[file] = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+        afterwards.callback(os.close, files[file])
+    pool = concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-save")
+    stop = threading.Event()
+    afterwards.callback(pool.shutdown, wait=True, cancel_futures=True)
+    afterwards.callback(stop.set)
+    writes: list[concurrent.futures.Future[int]] = []
+    for tensors_of_file in tensors:
+        descriptor = files[tensors_of_file.file]
+        sizes = tensors_of_file.sizes
+        # Small tensors are written by one task, since each task has a fixed cost.
+        for first, last in ranges_of(sizes, COPY_BYTES):
+            some_tensors = tensors_of_file.between(first, last)
+            write = pool.submit(_write, descriptor, some_tensors, is_first, stop)
+            writes.append(write)
+    flushes = [pool.submit(_flush, file, tuple(writes)) for file in files.values()]
+    return [*writes, *flushes]
+
+
+def _flush(descriptor: int, writes: Sequence[concurrent.futures.Future[int]]) -> int:
+    # The writes started earlier, so this task blocks none of them.
+    concurrent.futures.wait(writes)
+    os.fsync(descriptor)
+    return 0
+
+
+def _write(
+    descriptor: int, tensors: Tensors, is_first: bool, stop: threading.Event
+) -> int:
+    """Writes this process's shards of tensors to the file `descriptor`, and returns the
+    number of bytes.
+
+    After `stop` is set, nothing more is written.
+    """
+    written = 0
+    for run in runs_of(_ranges(descriptor, tensors, is_first)):
+        if not stop.is_set():
+            written += transfer(os.pwritev, run)
+    return written
+
+
+def _ranges(descriptor: int, tensors: Tensors, is_first: bool) -> Iterator[Bytes]:
+    """Yields this process's shards of tensors, as `_pieces` does. Small tensors that
+    follow each other are put together in memory.
+    """
+    rows = list(rows_of_parts(tensors.values, is_first))
+    small_rows = [each for each in rows if each.nbytes < _SMALL_BYTES]
+    memory = _rows_together(small_rows, tensors)
+    kinds = _kinds_of_writes(tensors, small_rows, is_first)
+    # Large rows by the number of their tensor.
+    large_rows: dict[int, np.ndarray] = {}
+    for each in rows:
+        if each.nbytes >= _SMALL_BYTES:
+            for number, start in zip(each.numbers, each.offsets, strict=True):
+                large_rows[int(number)] = each.memory[start : start + each.nbytes]
+
+    start = 0
+    for kind, group in it.groupby(kinds):
+        stop = start + len(list(group))
+        offset = tensors.offsets[start]
+        nbytes = sum(tensors.sizes[start:stop])
+        if kind == _ROWS:
+            position = offset - tensors.offsets[0]
+            block = memory[position : position + nbytes]
+            yield Bytes(descriptor, offset, nbytes, [block])
+        elif kind is not None:
+            block = np.concatenate(tensors.values[start:stop], axis=None)
+            yield Bytes(descriptor, offset, nbytes, [flat(block)])
+        else:
+            for number in range(start, stop):
+                if number in large_rows:
+                    place = tensors.offsets[number]
+                    row = large_rows[number]
+                    yield Bytes(descriptor, place, row.size, [row])
+                else:
+                    yield from _pieces(descriptor, tensors, number, is_first)
+        start = stop
+
+
+def _kinds_of_writes(
+    tensors: Tensors, small_rows: Sequence[PartRows], is_first: bool
+) -> list[str | None]:
+    """For each tensor, the kind of its write: `_ROWS`, or the name of the dtype of a
+    small NumPy array; `None` for a tensor that is written for itself. Tensors of one
+    kind that follow each other are written as one block of memory.
+    """
+    kinds: list[str | None] = [None] * len(tensors.values)
+    for each in small_rows:
+        for number in each.numbers.tolist():
+            kinds[number] = _ROWS
+    if not is_first:
+        return kinds
+    for number, value in enumerate(tensors.values):
+        if isinstance(value, np.ndarray) and 0 < tensors.sizes[number] < _SMALL_BYTES:
+            kinds[number] = value.dtype.str + value.dtype.name
+    return kinds
+
+
+def _rows_together(rows: Sequence[PartRows], tensors: Tensors) -> np.ndarray:
+    """The bytes of the tensors from the first to the last, with the rows filled in; no
+    bytes if there is no row.
+    """
+    if not rows:
+        return np.empty(0, np.uint8)
+    memory = np.empty(sum(tensors.sizes), np.uint8)
+    offsets = np.array(tensors.offsets, np.int64) - tensors.offsets[0]
+    for each in rows:
+        copy_rows(
+            nbytes=each.nbytes,
+            source=each.memory,
+            starts=each.offsets,
+            target=memory,
+            offsets=offsets[each.numbers],
+        )
+    return memory
+
+
+def _pieces(
+    descriptor: int, tensors: Tensors, number: int, is_first: bool
+) -> Iterator[Bytes]:
+    """Yields this process's shards of the tensor `number`, as byte ranges of the file
+    `descriptor` with the bytes to write.
+    """
+    name = tensors.names[number]
+    value = tensors.values[number]
+    dtype = value.dtype
+    shards = list(shards_of(value, is_first))
+    boxes = tuple([box for box, _ in shards])
+    values = [shard for _, shard in shards]
+    # The gaps between the boxes are never written, since another process may have
+    # written them already.
+    for span in spans_of(tuple(value.shape), dtype.itemsize, boxes, True, 1):
+        views = [values[part.number][part.index] for part in span.parts]
+        start = tensors.offsets[number] + span.offset
+        is_one_run = span.is_direct and span.runs == 1
+        if is_one_run and all(
+            [view.flags.c_contiguous and view.dtype == dtype for view in views]
+        ):
+            if span.nbytes < _SMALL_BYTES:
+                # Copying small shards costs less than one buffer for each.
+                views = [np.concatenate(views, axis=None)]
+            yield Bytes(descriptor, start, span.nbytes, [flat(view) for view in views])
+            continue
+        memory = np.empty(span.nbytes, np.uint8)
+        for view, part in zip(views, span.parts, strict=True):
+            fill(part_in(memory, dtype, part, span.strides), view, name)
+        for run in range(span.runs):
+            row = memory[run * span.run_bytes : (run + 1) * span.run_bytes]
+            yield Bytes(descriptor, start + run * span.step, span.run_bytes, [row])
