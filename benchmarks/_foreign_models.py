@@ -3,38 +3,29 @@
 Sizes are small: each trains for a few steps on a CPU in seconds.
 """
 
+# What is not installed here, and how libraries annotate themselves, is not ours.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportReturnType=false, reportArgumentType=false
+
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
 
-
-BATCH = 8
-KEY = 7
-
-
-class Model(NamedTuple):
-    """A model, what it learns from, and its loss: `loss(model, *batch)`."""
-
-    model: Any
-    loss: Callable[..., jax.Array]
-    batch: tuple[Any, ...]
-
-
-def _normal(*shape: int, seed: int = 1) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
-
-
-def _tokens(*shape: int, most: int = 64) -> jax.Array:
-    return jax.random.randint(jax.random.key(2), shape, 0, most)
-
-
-def _labels_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return jnp.mean(losses)
+from ._foreign_base import BATCH, KEY, Model, labels_loss, random_normal, random_tokens
+from ._foreign_solvers import (
+    diffrax_neural_ode,
+    diffrax_neural_sde,
+    distreqx_vae,
+    flowjax_coupling,
+    flowjax_spline,
+    lineax_cg,
+    lineax_ridge,
+    numpyro_svi,
+    optimistix_equilibrium,
+)
 
 
 # equimo
@@ -44,10 +35,10 @@ def _images_model(model: Any) -> Model:
     def loss(model: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
         key = jax.random.key(KEY)
         logits = jax.vmap(lambda image: model(image, key=key))(images)
-        return _labels_loss(logits, labels)
+        return labels_loss(logits, labels)
 
-    images = _normal(BATCH, 3, 32, 32)
-    return Model(model, loss, (images, _tokens(BATCH, most=10)))
+    images = random_normal(BATCH, 3, 32, 32)
+    return Model(model, loss, (images, random_tokens(BATCH, most=10)))
 
 
 def equimo_vit() -> Model:
@@ -128,8 +119,8 @@ def haliax_mlp() -> Model:
     def loss(mlp: Any, x: Any, y: Any) -> jax.Array:
         return hax.mean((mlp(x) - y) ** 2).scalar()
 
-    x = hax.named(_normal(BATCH, 16), (rows, inputs))
-    y = hax.named(_normal(BATCH, 8, seed=3), (rows, outputs))
+    x = hax.named(random_normal(BATCH, 16), (rows, inputs))
+    y = hax.named(random_normal(BATCH, 8, seed=3), (rows, outputs))
     return Model(mlp, loss, (x, y))
 
 
@@ -190,7 +181,7 @@ def haliax_transformer() -> Model:
         losses = hax.nn.cross_entropy_loss(model(tokens), vocab, targets)
         return losses.mean().scalar()
 
-    tokens = hax.named(_tokens(BATCH, positions.size), (rows, positions))
+    tokens = hax.named(random_tokens(BATCH, positions.size), (rows, positions))
     return Model(model, loss, (tokens,))
 
 
@@ -208,7 +199,7 @@ def haliax_convolutions() -> Model:
         y = hax.nn.max_pool((hax.Axis("H", 2), hax.Axis("W", 2)), y, stride=2)
         return hax.mean((y - 1) ** 2).scalar()
 
-    x = hax.named(_normal(BATCH, 8, 8, 8), (rows, height, width, channels))
+    x = hax.named(random_normal(BATCH, 8, 8, 8), (rows, height, width, channels))
     return Model(conv, loss, (x,))
 
 
@@ -231,14 +222,14 @@ def linen_transformer() -> Model:
                 x = x + nn.Dense(32)(hidden)
             return embed.attend(x)
 
-    return _linen(Transformer(), _tokens(BATCH, 16), _tokens(BATCH, 16))
+    return _linen(Transformer(), random_tokens(BATCH, 16), random_tokens(BATCH, 16))
 
 
 def _linen(module: Any, x: jax.Array, labels: jax.Array) -> Model:
     params = module.init(jax.random.key(KEY), x)
 
     def loss(params: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
-        return _labels_loss(module.apply(params, x), labels)
+        return labels_loss(module.apply(params, x), labels)
 
     return Model(params, loss, (x, labels))
 
@@ -253,7 +244,7 @@ def linen_lstm() -> Model:
             x = nn.RNN(nn.OptimizedLSTMCell(32))(x)
             return nn.Dense(16)(x)
 
-    return _linen(Tagger(), _tokens(BATCH, 12), _tokens(BATCH, 12, most=16))
+    return _linen(Tagger(), random_tokens(BATCH, 12), random_tokens(BATCH, 12, most=16))
 
 
 def linen_convolutions() -> Model:
@@ -267,7 +258,7 @@ def linen_convolutions() -> Model:
                 x = nn.avg_pool(x, (2, 2), strides=(2, 2))
             return nn.Dense(10)(x.reshape(x.shape[0], -1))
 
-    return _linen(Net(), _normal(BATCH, 16, 16, 3), _tokens(BATCH, most=10))
+    return _linen(Net(), random_normal(BATCH, 16, 16, 3), random_tokens(BATCH, most=10))
 
 
 def _nnx(module: Any, loss_of: Callable[..., jax.Array], *batch: Any) -> Model:
@@ -313,9 +304,9 @@ def nnx_transformer() -> Model:
             return self.head(x)
 
     def loss(model: Any, tokens: jax.Array) -> jax.Array:
-        return _labels_loss(model(tokens)[:, :-1], tokens[:, 1:])
+        return labels_loss(model(tokens)[:, :-1], tokens[:, 1:])
 
-    return _nnx(Transformer(nnx.Rngs(KEY)), loss, _tokens(BATCH, 16))
+    return _nnx(Transformer(nnx.Rngs(KEY)), loss, random_tokens(BATCH, 16))
 
 
 def nnx_batch_norm() -> Model:
@@ -334,10 +325,10 @@ def nnx_batch_norm() -> Model:
             return self.head(self.dropout(x.reshape(x.shape[0], -1)))
 
     def loss(model: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
-        return _labels_loss(model(x), labels)
+        return labels_loss(model(x), labels)
 
     net = Net(nnx.Rngs(KEY))
-    return _nnx(net, loss, _normal(BATCH, 8, 8, 3), _tokens(BATCH, most=8))
+    return _nnx(net, loss, random_normal(BATCH, 8, 8, 3), random_tokens(BATCH, most=8))
 
 
 def nnx_gru() -> Model:
@@ -354,215 +345,7 @@ def nnx_gru() -> Model:
     def loss(model: Any, x: jax.Array) -> jax.Array:
         return jnp.mean((model(x)[:, :-1] - x[:, 1:]) ** 2)
 
-    return _nnx(Net(nnx.Rngs(KEY)), loss, _normal(BATCH, 12, 16))
-
-
-# solvers
-
-
-def diffrax_neural_ode() -> Model:
-    import diffrax
-
-    field = eqx.nn.MLP(16, 16, 32, 2, activation=jnp.tanh, key=jax.random.key(KEY))
-
-    def loss(field: Any, start: jax.Array, times: jax.Array) -> jax.Array:
-        def solved(y: jax.Array) -> jax.Array:
-            solution = diffrax.diffeqsolve(
-                diffrax.ODETerm(lambda t, y, args: field(y)),
-                diffrax.Tsit5(),
-                t0=0.0,
-                t1=1.0,
-                dt0=0.1,
-                y0=y,
-                saveat=diffrax.SaveAt(ts=times),
-                stepsize_controller=diffrax.PIDController(rtol=1e-3, atol=1e-4),
-            )
-            return solution.ys
-
-        target = jnp.sin(times)[:, None]
-        return jnp.mean((jax.vmap(solved)(start) - target) ** 2)
-
-    return Model(field, loss, (_normal(BATCH, 16), jnp.linspace(0, 1, 6)))
-
-
-def diffrax_neural_sde() -> Model:
-    import diffrax
-
-    field = eqx.nn.MLP(8, 8, 32, 1, key=jax.random.key(KEY))
-
-    def loss(field: Any, start: jax.Array, keys: jax.Array) -> jax.Array:
-        def solved(y: jax.Array, key: jax.Array) -> jax.Array:
-            noise = diffrax.VirtualBrownianTree(0.0, 1.0, 1e-2, (8,), key)
-            terms = diffrax.MultiTerm(
-                diffrax.ODETerm(lambda t, y, args: field(y)),
-                diffrax.ControlTerm(
-                    lambda t, y, args: 0.1 * jnp.eye(8) * jnp.cos(t), noise
-                ),
-            )
-            return diffrax.diffeqsolve(
-                terms, diffrax.Heun(), t0=0.0, t1=1.0, dt0=0.1, y0=y
-            ).ys
-
-        return jnp.mean(jax.vmap(solved)(start, keys) ** 2)
-
-    keys = jax.random.split(jax.random.key(3), BATCH)
-    return Model(field, loss, (_normal(BATCH, 8), keys))
-
-
-def lineax_ridge() -> Model:
-    """Features whose ridge regression, a solve in the loss, fits the targets."""
-    import lineax
-
-    features = eqx.nn.MLP(16, 8, 32, 1, key=jax.random.key(KEY))
-
-    def loss(features: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        z = jax.vmap(features)(x)
-        gram = z.T @ z + 0.1 * jnp.eye(8)
-        operator = lineax.MatrixLinearOperator(gram, lineax.positive_semidefinite_tag)
-        weights = lineax.linear_solve(operator, z.T @ y, lineax.Cholesky()).value
-        return jnp.mean((z @ weights - y) ** 2)
-
-    return Model(features, loss, (_normal(32, 16), _normal(32, seed=3)))
-
-
-def lineax_cg() -> Model:
-    import lineax
-
-    layer = eqx.nn.Linear(16, 16, key=jax.random.key(KEY))
-
-    def loss(layer: Any, x: jax.Array) -> jax.Array:
-        def solved(x: jax.Array) -> jax.Array:
-            def multiplied(y: jax.Array) -> jax.Array:
-                return 2 * y + layer.weight.T @ (layer.weight @ y)
-
-            operator = lineax.FunctionLinearOperator(
-                multiplied,
-                jax.ShapeDtypeStruct((16,), jnp.float32),
-                lineax.positive_semidefinite_tag,
-            )
-            solver = lineax.CG(rtol=1e-5, atol=1e-5)
-            return lineax.linear_solve(operator, layer(x), solver).value
-
-        return jnp.mean((jax.vmap(solved)(x) - 1) ** 2)
-
-    return Model(layer, loss, (_normal(BATCH, 16),))
-
-
-def optimistix_equilibrium() -> Model:
-    """A deep equilibrium model: the fixed point of a layer."""
-    import optimistix
-
-    class Layer(eqx.Module):
-        inner: eqx.nn.Linear
-        outer: eqx.nn.Linear
-
-        def __call__(self, z: jax.Array, x: jax.Array) -> jax.Array:
-            return jnp.tanh(0.5 * self.inner(z) + self.outer(x))
-
-    keys = jax.random.split(jax.random.key(KEY))
-    layer = Layer(
-        eqx.nn.Linear(32, 32, key=keys[0]), eqx.nn.Linear(16, 32, key=keys[1])
-    )
-
-    def loss(layer: Any, x: jax.Array) -> jax.Array:
-        def point(x: jax.Array) -> jax.Array:
-            solver = optimistix.FixedPointIteration(rtol=1e-5, atol=1e-5)
-            return optimistix.fixed_point(layer, solver, jnp.zeros(32), x).value
-
-        return jnp.mean((jax.vmap(point)(x) - 0.5) ** 2)
-
-    return Model(layer, loss, (_normal(BATCH, 16),))
-
-
-# probability
-
-
-def flowjax_coupling() -> Model:
-    from flowjax.distributions import Normal
-    from flowjax.flows import coupling_flow
-
-    flow = coupling_flow(
-        jax.random.key(KEY), base_dist=Normal(jnp.zeros(8)), flow_layers=3, nn_width=32
-    )
-
-    def loss(flow: Any, x: jax.Array) -> jax.Array:
-        import paramax
-
-        return -jnp.mean(paramax.unwrap(flow).log_prob(x))
-
-    return Model(flow, loss, (_normal(32, 8),))
-
-
-def flowjax_spline() -> Model:
-    from flowjax.bijections import RationalQuadraticSpline
-    from flowjax.distributions import Normal
-    from flowjax.flows import masked_autoregressive_flow
-
-    flow = masked_autoregressive_flow(
-        jax.random.key(KEY),
-        base_dist=Normal(jnp.zeros(8)),
-        transformer=RationalQuadraticSpline(knots=4, interval=4),
-        flow_layers=2,
-        nn_width=32,
-    )
-
-    def loss(flow: Any, x: jax.Array) -> jax.Array:
-        import paramax
-
-        return -jnp.mean(paramax.unwrap(flow).log_prob(x))
-
-    return Model(flow, loss, (_normal(32, 8),))
-
-
-def distreqx_vae() -> Model:
-    from distreqx.distributions import MultivariateNormalDiag
-
-    keys = jax.random.split(jax.random.key(KEY))
-    networks = {
-        "encoder": eqx.nn.MLP(16, 8, 32, 1, key=keys[0]),
-        "decoder": eqx.nn.MLP(4, 16, 32, 1, key=keys[1]),
-    }
-
-    def loss(networks: Any, x: jax.Array, keys: jax.Array) -> jax.Array:
-        def of_row(x: jax.Array, key: jax.Array) -> jax.Array:
-            mean, scale = jnp.split(networks["encoder"](x), 2)
-            posterior = MultivariateNormalDiag(mean, jax.nn.softplus(scale))
-            prior = MultivariateNormalDiag(jnp.zeros(4), jnp.ones(4))
-            z = posterior.sample(key)
-            error = jnp.sum((networks["decoder"](z) - x) ** 2)
-            return error + posterior.log_prob(z) - prior.log_prob(z)
-
-        return jnp.mean(jax.vmap(of_row)(x, keys))
-
-    rows = jax.random.split(jax.random.key(3), BATCH)
-    return Model(networks, loss, (_normal(BATCH, 16), rows))
-
-
-def numpyro_svi() -> Model:
-    import numpyro
-    from numpyro.distributions import Normal
-    from numpyro.infer import Trace_ELBO
-    from numpyro.infer.autoguide import AutoNormal
-
-    def model(x: jax.Array, y: jax.Array) -> None:
-        weights = numpyro.sample("w", Normal(0, 1).expand([16, 8]).to_event(2))
-        out = numpyro.sample("out", Normal(0, 1).expand([8]).to_event(1))
-        with numpyro.plate("rows", x.shape[0]):
-            numpyro.sample("y", Normal(jnp.tanh(x @ weights) @ out, 0.1), obs=y)
-
-    guide = AutoNormal(model)
-    batch = _normal(BATCH, 16), _normal(BATCH, seed=3)
-    seeded = numpyro.handlers.seed(guide, jax.random.key(KEY))
-    trace = numpyro.handlers.trace(seeded).get_trace(*batch)
-    params = {
-        name: site["value"] for name, site in trace.items() if site["type"] == "param"
-    }
-
-    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        key = jax.random.key(KEY)
-        return Trace_ELBO(4).loss(key, params, model, guide, x, y) / BATCH
-
-    return Model(params, loss, batch)
+    return _nnx(Net(nnx.Rngs(KEY)), loss, random_normal(BATCH, 12, 16))
 
 
 # haiku, jraph, equinox
@@ -579,13 +362,13 @@ def haiku_resnet() -> Model:
         return hk.Linear(10)(jnp.mean(x, axis=(1, 2)))
 
     network = hk.without_apply_rng(hk.transform(forward))
-    images = _normal(BATCH, 16, 16, 3)
+    images = random_normal(BATCH, 16, 16, 3)
     params = network.init(jax.random.key(KEY), images)
 
     def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
-        return _labels_loss(network.apply(params, images), labels)
+        return labels_loss(network.apply(params, images), labels)
 
-    return Model(params, loss, (images, _tokens(BATCH, most=10)))
+    return Model(params, loss, (images, random_tokens(BATCH, most=10)))
 
 
 def haiku_attention() -> Model:
@@ -599,11 +382,11 @@ def haiku_attention() -> Model:
         return hk.Linear(64)(hk.nets.MLP([64, 32])(x))
 
     network = hk.without_apply_rng(hk.transform(forward))
-    tokens = _tokens(BATCH, 16)
+    tokens = random_tokens(BATCH, 16)
     params = network.init(jax.random.key(KEY), tokens)
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        return _labels_loss(network.apply(params, tokens), tokens)
+        return labels_loss(network.apply(params, tokens), tokens)
 
     return Model(params, loss, (tokens,))
 
@@ -637,7 +420,11 @@ def jraph_network() -> Model:
         )
         return jnp.mean(network(network(graph)).nodes ** 2)
 
-    batch = _normal(16, 16), _tokens(32, most=16), _tokens(32, most=16)[::-1]
+    batch = (
+        random_normal(16, 16),
+        random_tokens(32, most=16),
+        random_tokens(32, most=16)[::-1],
+    )
     return Model(mlps, loss, batch)
 
 
@@ -667,9 +454,11 @@ def equinox_mixer() -> Model:
     )
 
     def loss(mixer: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
-        return _labels_loss(jax.vmap(mixer)(images), labels)
+        return labels_loss(jax.vmap(mixer)(images), labels)
 
-    return Model(mixer, loss, (_normal(BATCH, 3, 32, 32), _tokens(BATCH, most=10)))
+    return Model(
+        mixer, loss, (random_normal(BATCH, 3, 32, 32), random_tokens(BATCH, most=10))
+    )
 
 
 def quax_lora() -> Model:
@@ -685,7 +474,7 @@ def quax_lora() -> Model:
 
         return jnp.mean((quax.quaxify(applied)(adapted, x) - x) ** 2)
 
-    return Model(adapted, loss, (_normal(BATCH, 16),))
+    return Model(adapted, loss, (random_normal(BATCH, 16),))
 
 
 MODELS: Mapping[str, Callable[[], Model]] = {

@@ -22,7 +22,8 @@ import optax
 
 import shardfx as sfx
 
-from ._foreign_models import MODELS, Model
+from ._foreign_base import Model
+from ._foreign_models import MODELS
 
 
 STEPS = 4

@@ -246,10 +246,15 @@ def test_ambient_state_would_be_noticed():
         assert ambient(ast.parse(line)), line
 
 
-def test_files_are_small_and_finished():
+def test_files_are_short():
+    for folder in ("shardfx", "tests", "benchmarks", "docs"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert path.read_text().count("\n") <= 600, path
+
+
+def test_files_are_finished():
     for path in SOURCES:
         text = path.read_text()
-        assert text.count("\n") <= 800, path
         assert not re.search(r"\b(TODO|FIXME|XXX)\b", text), path
         assert not path.stem.endswith("_utils"), path
         assert text.startswith('"""'), (
