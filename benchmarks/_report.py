@@ -38,6 +38,7 @@ FILES = "https://github.com/shardfx/shardfx/blob/main/benchmarks/results"
 HANDS_HEADER = ("devices", "models", "choice is faster", "best ratio", "worst ratio")
 # From this ratio on a choice is no better.
 BETTER = 0.995
+COUNTS_HEADER = ("results", "suite", "findings", "limits that hold")
 SHORT_HEADER = ("race", "shardfx", "fastest rival", "shardfx is faster by")
 HANDS = """\
 Twelve training steps, each under the plan that `search` chooses among its compiled candidates, and under the best of
@@ -169,18 +170,24 @@ def page(
     parts = ["# Benchmarks", COMMANDS, *_summary(files), INTRODUCTION]
     for name, (text, _) in plots(files).items():
         parts += [f"![{text.partition(':')[0]}]({name})", text]
+    counted_rows = []
     for name, document in files.items():
-        if not document["quick"]:
-            suites = {
-                suite: [Record(**record) for record in records]
-                for suite, records in document["suites"].items()
-            }
-            for suite, records in suites.items():
-                parts += [
-                    f"## {name}: {suite}",
-                    _short_table(records),
-                    f"[All numbers]({FILES}/{name}.json).",
-                ]
+        if document["quick"]:
+            continue
+        link = f"[All numbers]({FILES}/{name}.json)"
+        for suite, plain_records in document["suites"].items():
+            records = [Record(**record) for record in plain_records]
+            races = _race_rows(records)
+            if not races:
+                link = f"[{name}]({FILES}/{name}.json)"
+                counted_rows.append((link, suite, *_counts(records)))
+                continue
+            table_of_races = _aligned([SHORT_HEADER, *races])
+            findings, limits = _counts(records)
+            counts = f"{findings} findings, {limits} limits hold. {link}."
+            parts += [f"## {name}: {suite}", table_of_races, counts]
+    if counted_rows:
+        parts += ["## Without a race", _aligned([COUNTS_HEADER, *counted_rows])]
     if hands:
         parts += [
             "## The search against rules by hand",
@@ -210,17 +217,14 @@ def _by_hand(cases: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     ]
 
 
-def _short_table(records: Sequence[Record]) -> str:
-    """One row for each race: the times of shardfx and of the fastest rival; findings by
-    how many limits they keep.
-    """
-    rows = [
-        row for record in records if record.kind == "race" for row in _short_row(record)
-    ]
-    if rows:
-        parts = [_aligned([SHORT_HEADER, *rows])]
-    else:
-        parts = []
+def _race_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """One row for each race: the times of shardfx and of the fastest rival."""
+    races = [record for record in records if record.kind == "race"]
+    return [row for record in races for row in _short_row(record)]
+
+
+def _counts(records: Sequence[Record]) -> tuple[str, str]:
+    """How many findings there are, and how many of the limits hold."""
     limits = [
         limit
         for record in records
@@ -229,11 +233,7 @@ def _short_table(records: Sequence[Record]) -> str:
     ]
     held_count = sum(bool(limit["holds"]) for limit in limits)
     findings = sum(record.kind == "finding" for record in records)
-    data = [f"{findings} finding{'' if findings == 1 else 's'}"] if findings else []
-    data += [f"{held_count} of {len(limits)} limits hold"] if limits else []
-    return "\n\n".join(
-        [*parts, *([f"{', '.join(data).capitalize()}."] if data else [])]
-    )
+    return str(findings), f"{held_count} of {len(limits)}"
 
 
 def _short_row(record: Record) -> list[tuple[str, ...]]:

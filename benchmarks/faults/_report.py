@@ -175,9 +175,15 @@ def section(documents: Mapping[str, Mapping[str, Any]]) -> str:
         "| what fails | JAX | cases | a small program | error | elsewhere |",
         "|---|---|---|---|---|---|",
     ]
+    single_count = 0
     for data in hunts.values():
-        lines += [_cause_row(data, entry) for entry in data["causes"]]
-    lines += ["", *_verdict_rows(documents), ""]
+        for entry in data["causes"]:
+            if entry["cases"] > 1:
+                lines.append(_cause_row(data, entry))
+            else:
+                single_count += 1
+    lines += ["", f"{single_count} more causes have one case each.", ""]
+    lines += [*_verdict_rows(documents), ""]
     for data in documents.values():
         if "coverage" in data:
             lines += _coverage_rows(data)
