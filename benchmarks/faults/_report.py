@@ -170,19 +170,7 @@ def section(documents: Mapping[str, Mapping[str, Any]]) -> str:
     }
     for data in hunts.values():
         lines.append(_hunt_row(data))
-    lines += [
-        "",
-        "| what fails | JAX | cases | a small program | error | elsewhere |",
-        "|---|---|---|---|---|---|",
-    ]
-    single_count = 0
-    for data in hunts.values():
-        for entry in data["causes"]:
-            if entry["cases"] > 1:
-                lines.append(_cause_row(data, entry))
-            else:
-                single_count += 1
-    lines += ["", f"{single_count} more causes have one case each.", ""]
+    lines += ["", "[Wrong numbers](wrong_numbers.md) has the causes that are known.", ""]
     lines += [*_verdict_rows(documents), ""]
     for data in documents.values():
         if "coverage" in data:
@@ -203,22 +191,6 @@ def _hunt_row(data: Mapping[str, Any]) -> str:
         f"{counts.get('error', 0):,}",
         f"{counts.get('abort', 0):,}",
         str(len(wrong_causes)) if data["causes"] else "not asked",
-    )
-    return "| " + " | ".join(cells) + " |"
-
-
-def _cause_row(data: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
-    program = entry["minimal"]["program"]
-    name = "+".join(op["name"] for op in program["operations"])
-    part = " gradient" if program["gradient"] else ""
-    elsewhere: Mapping[str, str] = entry.get("elsewhere", {})
-    cells = (
-        entry["cause"].replace("|", "/"),
-        f"{data['versions']['jax']} {_front(data)}",
-        str(entry["cases"]),
-        f"{name}{part} on {entry['minimal']['layout']['mesh']}",
-        str(entry["outcome"].get("error", "")),
-        ", ".join(f"{where}: {said}" for where, said in elsewhere.items()),
     )
     return "| " + " | ".join(cells) + " |"
 
