@@ -20,10 +20,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .._ground.errors import MeshError
+from .._ground.errors import MeshError, RuleError, check_type
+from .._ground.spec import entry_axes
 from .._ground.tree import is_array_type
 from .._plan import correct
-from .._rules import AxisRules
+from .._rules import AxisRules, near
 from .._step import (
     CALLS,
     LOOPS,
@@ -41,6 +42,7 @@ from .._step import (
 )
 from ..topology import MeshSpec
 from ._asked import results_of, structs_of, trace
+from ._classes import Classes
 from ._layouts import AssignedLayout, Layouts
 from ._name_axes import named_classes
 from ._program import Root
@@ -89,7 +91,9 @@ def constrain_step(
 
     **Raises:**
 
-    `MeshError` for Manual axes.
+    `MeshError` for Manual axes; `RuleError` for mesh axes that the mesh lacks, and, when
+    the step is traced, for rules whose names are none of the step's, if nothing is then
+    sharded over their mesh axes.
 
     !!! Example
 
@@ -114,7 +118,10 @@ def constrain_step(
         params = shardfx.filter_jit(laid, out_shardings=plans[0])(params, x)
         ```
     """
+    fix = "pass `AxisRules` for the names that `shardfx.auto.name_axes(step, *args)` finds"
+    check_type("rules", rules, AxisRules, RuleError, fix)
     spec = MeshSpec.of(mesh)
+    _require_mesh_axes(rules, spec)
     manual = [
         name
         for name, kind in zip(spec.axis_names, spec.axis_types, strict=True)
@@ -199,6 +206,7 @@ def _constrainer(
 
     classes = named_classes(trace(unchanged, *args))
     assignments = assignments_of_rules(rules, classes)
+    _require_dimensions(rules, classes, spec)
     layouts = Layouts(classes, spec.size)
     chosen = {
         axis: layouts.under(assignments[axis])
@@ -206,6 +214,52 @@ def _constrainer(
         if axis in assignments
     }
     return _Constrainer(layouts, chosen, mesh)
+
+
+def _require_mesh_axes(rules: AxisRules, mesh: MeshSpec) -> None:
+    """Raises `RuleError` for mesh axes that the mesh lacks and the rules do not declare."""
+    known = (*mesh.axis_names, *rules.mesh_axes)
+    for number, (name, target) in enumerate(rules.rules):
+        for axis in entry_axes(target):
+            if axis not in known:
+                raise RuleError(
+                    f"axes.rules[{number}] {name!r} uses the mesh axis {axis!r}"
+                    f"{near(axis, mesh.axis_names)}, which the mesh {mesh} lacks; if it"
+                    f" is for other meshes, declare it: `AxisRules(..., mesh_axes="
+                    f"({axis!r},))`."
+                )
+
+
+def _require_dimensions(rules: AxisRules, classes: Classes, mesh: MeshSpec) -> None:
+    """Raises `RuleError` for rules whose names the step does not have, if a name looks
+    like one that no rule is about, or if a mesh axis shards nothing without the rules.
+    """
+    names = [axis.name for axis in classes.axes if axis.roots and axis.name]
+    used_axes: set[str] = set()
+    without_dimension: list[tuple[int, str, tuple[str, ...]]] = []
+    for number, (name, target) in enumerate(rules.rules):
+        axes = tuple(axis for axis in entry_axes(target) if axis in mesh.axis_names)
+        if name in names:
+            used_axes.update(axes)
+        else:
+            without_dimension.append((number, name, axes))
+
+    free_names = [name for name in names if name not in rules.names]
+    lines = []
+    for number, name, axes in without_dimension:
+        idle_axes = [a for a in axes if a not in used_axes and mesh.axis_size(a) > 1]
+        hint = near(name, free_names)
+        if idle_axes or (axes and hint):
+            lines.append(f"  axes.rules[{number}] {name!r} -> {'+'.join(axes)}{hint}")
+    if lines:
+        listed = "\n".join(lines)
+        raise RuleError(
+            "`constrain_step` finds no dimension in the step for these rules, so that"
+            f" nothing would be sharded by them:\n{listed}\nThe dimensions of this step"
+            f" are called {', '.join(dict.fromkeys(names))}, as"
+            " `shardfx.auto.name_axes(step, *args)` shows. Rename the rules, or leave"
+            f" them out: `rules.without({without_dimension[0][1]!r})`."
+        )
 
 
 def _result_specs(

@@ -3,6 +3,7 @@ was said.
 """
 
 import functools as ft
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,9 +13,9 @@ import pytest
 from models import MODELS, f32
 
 import shardfx
-from shardfx import AxisRules, MeshSpec, plan
+from shardfx import AxisRules, MeshSpec, PathRules, plan
 from shardfx.auto import constrain_step, name_axes
-from shardfx.errors import MeshError
+from shardfx.errors import MeshError, RuleError
 
 
 MESH = MeshSpec({"data": 2, "model": 2})
@@ -186,3 +187,51 @@ def test_manual_axes_cannot_be_constrained():
         ),
     ):
         constrain_step(lambda x: x, mesh, AxisRules([("batch", "a")]))
+
+
+def mlp_step(params, x):
+    return jnp.mean((jax.nn.relu(x @ params["up"]) @ params["down"]) ** 2)
+
+
+MLP_ARGS = {"up": f32(8, 64), "down": f32(64, 8)}, f32(16, 8)
+
+
+def test_rules_by_path_are_refused():
+    rules: Any = PathRules([("up", jax.P(None, "model"))])
+    with pytest.raises(RuleError, match="must be of type AxisRules, not PathRules"):
+        constrain_step(mlp_step, MESH, rules)
+
+
+def test_a_mesh_axis_that_the_mesh_lacks_is_refused():
+    rules = AxisRules([("batch", "dta"), ("mlp", "model")])
+    with pytest.raises(RuleError, match="'dta' .did you mean 'data'.*, which the mesh"):
+        constrain_step(mlp_step, MESH, rules)
+    declared = AxisRules([("batch", "data"), ("mlp", "pod")], mesh_axes=("pod",))
+    constrain_step(mlp_step, MESH, declared)
+
+
+@pytest.mark.parametrize(
+    "wrong, listed",
+    [
+        # Nothing would be sharded over `model`.
+        ([("batch", "data"), ("hidden", "model")], r"rules\[1\] 'hidden' -> model\s"),
+        # `data` shards the batch, but a name is misspelt.
+        (
+            [("batch", "data"), ("mlp", "model"), ("up0", "data")],
+            r"rules\[2\] 'up0' -> data .did you mean 'up_0'",
+        ),
+    ],
+)
+def test_names_that_the_step_lacks_are_refused(wrong, listed):
+    mesh = MESH.build(jax.devices()[:4])
+    constrained = constrain_step(mlp_step, mesh, AxisRules(wrong))
+    with pytest.raises(RuleError, match=listed) as caught:
+        jax.eval_shape(constrained, *MLP_ARGS)
+    assert "are called mlp, mlp_2, up_0, batch, as" in str(caught.value)
+
+
+def test_rules_for_further_models_are_taken():
+    mesh = MESH.build(jax.devices()[:4])
+    rules = [("batch", "data"), ("mlp", "model"), ("kv_heads", "model")]
+    constrained = constrain_step(mlp_step, mesh, AxisRules(rules))
+    jax.eval_shape(constrained, *MLP_ARGS)
