@@ -81,3 +81,21 @@ def test_a_step_that_types_needs_nothing():
 def test_arguments_without_shardings_are_refused():
     with pytest.raises(MeshError, match="no argument of the step has a sharding"):
         sfx.cost.typed(lambda x: x, jax.ShapeDtypeStruct((3,), "float32"))
+
+
+def test_a_gradient_that_joins_typed_and_untyped_values_is_typed():
+    mesh = mesh_of(AxisType.Explicit)
+    batch = jax.ShapeDtypeStruct(
+        (8, 4), "float32", sharding=NamedSharding(mesh, P("data"))
+    )
+    weight = jax.ShapeDtypeStruct((4, 4), "float32", sharding=NamedSharding(mesh, P()))
+
+    def contrastive(weight, x):
+        logits = (x @ weight) @ x.T
+        own = jnp.take_along_axis(logits, jnp.arange(8)[:, None], axis=1)
+        return jnp.mean(jax.nn.logsumexp(logits, axis=1) - own[:, 0])
+
+    forward = sfx.cost.typed(contrastive, weight, batch)
+    gradient = sfx.cost.typed(jax.grad(contrastive), weight, batch)
+    lines = [row.source for row in gradient.rows]
+    assert {row.source for row in forward.rows} <= set(lines)
