@@ -21,7 +21,6 @@ from ..topology import MeshSpec
 from .fitting import (
     Axes,
     Leaf,
-    advice_to_pad,
     axes_of,
     corrected,
     dividing_axes,
@@ -204,7 +203,6 @@ def _no_room(
     if not dims:
         return _skipped(over, axes, len(leaf.shape))
     size = max(leaf.shape[dim] for dim in dims)
-    product = shards_over(axes, sizes)
     what = (
         f"{product_text(axes, sizes)} beside the axes that shard it already, and no other"
         " dimension is"
@@ -215,7 +213,7 @@ def _no_room(
         axes,
         size=size,
         what=what,
-        pad=advice_to_pad(size, math.lcm(size, product)),
+        pad="",
         whole=size,
     )
 

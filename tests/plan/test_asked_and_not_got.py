@@ -368,3 +368,13 @@ def test_an_absent_axis_of_over_has_a_reason():
     assert state.spec == P("a", "b")
     actual = [(why.code, why.axes) for why in state.reasons]
     assert actual == [(Code.absent, ("c",))]
+
+
+def test_no_reason_asks_to_pad_to_the_size_that_is_there():
+    mesh = MeshSpec({"tensor": 8, "data": 8})
+    weights = {"w": jax.ShapeDtypeStruct((8,), "float32")}
+    sharded = plan(weights, mesh, paths=PathRules([("w", P("tensor"))]))
+    state = follow(lambda tree: tree, sharded, over="data")
+    (reason,) = state["w"].reasons
+    assert "size 8 is not divisible by `data` (8) beside the axes" in str(reason)
+    assert "pad it" not in str(reason)
