@@ -184,7 +184,9 @@ def constrain(
         ):
             axes = [name for name in free if free[name] == kind]
             if axes:
-                x = constraint(x, NamedSharding(mesh, _only(decision.spec, axes, kind)))
+                x = constraint(
+                    x, NamedSharding(mesh, _spec_over(decision.spec, axes, kind))
+                )
     else:
         x = _constrained_outside(x, decision.spec, mesh)
     if explain:
@@ -255,7 +257,9 @@ def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
     return sharding.mesh
 
 
-def _only(spec: PartitionSpec, axes: Sequence[str], kind: AxisType) -> PartitionSpec:
+def _spec_over(
+    spec: PartitionSpec, axes: Sequence[str], kind: AxisType
+) -> PartitionSpec:
     """The spec without the mesh axes that are not in `axes`. All `axes` have the type
     `kind`. Unless it is Auto, UNCONSTRAINED entries become `None`.
     """

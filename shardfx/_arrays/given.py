@@ -68,8 +68,8 @@ def check_given(arrays: Iterable[Given]) -> None:
     for array in arrays:
         if _is_elsewhere(array):
             raise PlanMismatchError(
-                f"{array.text} lies by {_placed(array.sharding)}, but its entry of"
-                f" `in_shardings` is {_placed(array.expected)}. Move it first:"
+                f"{array.text} lies by {_sharding_text(array.sharding)}, but its entry of"
+                f" `in_shardings` is {_sharding_text(array.expected)}. Move it first:"
                 " `shard(tree, plan)`, or `reshard(tree, plan)`; or leave the entry"
                 " out, to take the argument as it comes."
             )
@@ -155,7 +155,7 @@ def _in_order(sharding: object) -> tuple[Any, ...]:
     return tuple(sorted(sharding.device_set, key=lambda device: device.id))
 
 
-def _placed(sharding: object) -> str:
+def _sharding_text(sharding: object) -> str:
     """A sharding and its devices, as a text."""
     return f"{sharding}{_listed(sharding)}"
 

@@ -178,9 +178,9 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
         live = None
         if is_array:
             live = (_sharding(path, leaf), leaf.shape, leaf.dtype)
-        rows.append(_verdict(path, live, asked[i] if i >= 0 else None))
+        rows.append(_misplaced_array(path, live, asked[i] if i >= 0 else None))
     for path, i in missing:
-        rows.append(_verdict(path, None, asked[i]))
+        rows.append(_misplaced_array(path, None, asked[i]))
     misplaced_rows = [row for row in rows if row is not None]
     return Misplaced(sorted(misplaced_rows, key=lambda row: -row.excess_bytes))
 
@@ -198,7 +198,7 @@ _Described = tuple[Sharding | None, tuple[int, ...], Any]
 
 
 @ft.lru_cache(maxsize=4096)
-def _verdict(
+def _misplaced_array(
     path: str, live: _Described | None, asked: _Described | None
 ) -> MisplacedArray | None:
     """The array `path` beside its plan; `None` if the array is as planned.
@@ -208,15 +208,15 @@ def _verdict(
     has no such array.
     """
     if live is None or asked is None:
-        excess = 0 if live is None else _held(live)
+        excess = 0 if live is None else _shard_bytes(live)
         fix = _PLAN_AGAIN
     elif live[1] != asked[1] or canonical_dtype(live[2]) != asked[2]:
-        excess = _held(live) - _held(asked)
+        excess = _shard_bytes(live) - _shard_bytes(asked)
         fix = _PLAN_AGAIN
     elif live[0] is not None and has_same_shards(live[0], asked[0], asked[1]):
         return None
     else:
-        excess = _held(live) - _held(asked)
+        excess = _shard_bytes(live) - _shard_bytes(asked)
         fix = _MOVE
     return MisplacedArray(
         path=path,
@@ -227,7 +227,7 @@ def _verdict(
     )
 
 
-def _held(described: _Described) -> int:
+def _shard_bytes(described: _Described) -> int:
     """The bytes of one shard of an array with this sharding, shape and dtype; 0 for an
     array without a sharding.
     """

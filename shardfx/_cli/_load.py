@@ -178,7 +178,7 @@ def load_rules(name: str, model: str) -> Rules:
                 f"--rules {name}",
                 lambda: vars(presets)[first](**_arguments(name, arguments_text)),
             )
-            return _sorted(preset, f"rules {first!r}")
+            return _paths_and_axes(preset, f"rules {first!r}")
     if ":" not in name:
         hint = near(name, (*presets.models.strategies(), *rule_set_names()))
         raise UsageError(
@@ -189,7 +189,7 @@ def load_rules(name: str, model: str) -> Rules:
     rules = attribute(name)
     if callable(rules):
         rules = calling(f"`{name}()`", rules)
-    return _sorted(rules, f"`{name}`")
+    return _paths_and_axes(rules, f"`{name}`")
 
 
 def load_optimizer(name: str) -> Callable[..., Any]:
@@ -253,7 +253,7 @@ def _arguments(text: str, arguments: str) -> dict[str, Any]:
     return read
 
 
-def _sorted(rules: object, what: str) -> Rules:
+def _paths_and_axes(rules: object, what: str) -> Rules:
     pieces = rules if isinstance(rules, tuple | list) else (rules,)
     paths = [piece for piece in pieces if isinstance(piece, PathRules)]
     axes = [piece for piece in pieces if isinstance(piece, AxisRules)]

@@ -349,13 +349,13 @@ def gathered(x: jax.Array, factors: BoxFactors) -> jax.Array:
         for count, step in factors_of_dim:
             x = _rows(x, axis, count, step)
             axis += 1
-            inner = _below(factors_of_dim, step)
+            inner = _span_below(factors_of_dim, step)
             x = jax.lax.slice_in_dim(x, 0, inner, axis=axis)
         x = x.reshape(_resized(x.shape, axis))
     return x
 
 
-def _below(factors: Sequence[BoxFactor], step: int) -> int:
+def _span_below(factors: Sequence[BoxFactor], step: int) -> int:
     """The number of elements from the first to the last that the factors in `factors` with
     a step below `step` reach.
 
@@ -419,7 +419,7 @@ def scattered(
 
     count, step = dim_factors[0]
     rows = _rows(box, axis, count, step)
-    inner = _below(dim_factors, step)
+    inner = _span_below(dim_factors, step)
     part = jax.lax.slice_in_dim(rows, 0, inner, axis=axis + 1)
     part_factors = ((inner, dim_factors[1:]), *other_dims)
     new = scattered(part, part_factors, piece, axis + 1)

@@ -195,7 +195,7 @@ def table(
     room = width - sum(_widths(rows)[1:]) - _GAP * (len(rows[0]) - 1)
     if _widths(rows)[0] <= room:
         return _lines(rows, right)
-    parted = [_parted(row[0]) for row in rows[1:]]
+    parted = [_heading_and_rest(row[0]) for row in rows[1:]]
     # If the rest of a path is still too long, it has a line of its own.
     is_long = [len(tail) > room for _, tail in parted]
     shown = []
@@ -240,7 +240,7 @@ def _lines(rows: Sequence[tuple[str, ...]], right: Collection[str]) -> list[str]
 _LAYER = re.compile(r"(.*?\{[0-9][^}]*\}[/.])(.+)")
 
 
-def _parted(path: str) -> tuple[str, str]:
+def _heading_and_rest(path: str) -> tuple[str, str]:
     """Divides a path into a heading, which is the path of the layer, and the indented
     rest.
 

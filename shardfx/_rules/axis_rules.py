@@ -224,10 +224,10 @@ class AxisRules(eqx.Module):
                 )
         return dataclasses.replace(
             self,
-            rules=_drop(self.rules, names),
-            modes=tuple((mode, _drop(rules, names)) for mode, rules in self.modes),
-            units=_drop(self.units, names),
-            aliases=_drop(self.aliases, names),
+            rules=_without(self.rules, names),
+            modes=tuple((mode, _without(rules, names)) for mode, rules in self.modes),
+            units=_without(self.units, names),
+            aliases=_without(self.aliases, names),
         )
 
     def drop(self, *numbers: int, mode: str | None = None) -> "AxisRules":
@@ -480,7 +480,7 @@ def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
     return chain
 
 
-def _drop(pairs: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, ...]:
+def _without(pairs: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(pair for pair in pairs if pair[0] not in names)
 
 

@@ -101,8 +101,8 @@ def page_of(data: Mapping[str, Any]) -> str:
         # Only this script and this style can run, and nothing can be fetched, whatever
         # the names contain.
         "policy": (
-            f"default-src 'none'; script-src '{_hash(script)}'; style-src"
-            f" '{_hash(style)}'; base-uri 'none'"
+            f"default-src 'none'; script-src '{_csp_hash(script)}'; style-src"
+            f" '{_csp_hash(style)}'; base-uri 'none'"
         ),
         "title": _text(data["title"] or "Sharding plan"),
         "summary": _text(_summary(data)),
@@ -129,7 +129,7 @@ def _read(name: str) -> str:
     )
 
 
-def _hash(text: str) -> str:
+def _csp_hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

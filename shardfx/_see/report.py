@@ -321,11 +321,14 @@ def step_data(fit: Fit) -> dict[str, object] | None:
     shardings = fit.shardings
     if not shardings:
         return None
-    moment = [_held(array) for array in fit.peak_arrays if array.bytes]
+    moment = [_peak_array(array) for array in fit.peak_arrays if array.bytes]
     return {"moment": moment, "source": _source(shardings.rows)}
 
 
-def _held(array: LargeArray) -> dict[str, object]:
+def _peak_array(array: LargeArray) -> dict[str, object]:
+    """An array in memory at the step's peak, for the report; `over` has the source places
+    that its axes came through.
+    """
     source = array.source
     line = source and linecache.getline(source.file, source.line).strip()
     entries = () if array.spec is None else entries_of(array.spec)

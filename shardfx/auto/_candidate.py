@@ -214,8 +214,10 @@ def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
     memory with those of `mine`.
     """
     for other in others:
-        differences = [_more(other.seconds - mine.seconds, mine.seconds)]
-        computation = _more(other.compute_seconds - mine.compute_seconds, mine.seconds)
+        differences = [_difference_text(other.seconds - mine.seconds, mine.seconds)]
+        computation = _difference_text(
+            other.compute_seconds - mine.compute_seconds, mine.seconds
+        )
         if computation != _AS_FAST:
             differences.append(f"{computation} of it computation")
         wire = bytes_text(other.wire_bytes)
@@ -230,7 +232,7 @@ def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
 _AS_FAST = "as fast"
 
 
-def _more(seconds: float, of: float) -> str:
+def _difference_text(seconds: float, of: float) -> str:
     """A difference in seconds as text: "3 ms more", or "as fast" for at most a
     thousandth of the seconds `of`.
     """

@@ -139,7 +139,8 @@ class Tied:
             tuple(map(self.union.new, value.shape)) for value in program.values
         ]
         self.marks: dict[str, list[int]] = {kind: [] for kind in _MARKS}
-        self.slid: dict[int, tuple[int, int]] = {}
+        # From the node of a spatial dimension to its index and their number.
+        self.spatial_nodes: dict[int, tuple[int, int]] = {}
         loops: dict[tuple[int, int], int] = {}
         for operation in program.operations:
             if operation.name == "use":
@@ -160,7 +161,9 @@ class Tied:
             for kind, nodes in self.marks.items()
         }
         self.spatial = {
-            root: place for node, place in self.slid.items() for root in roots(node)[:1]
+            root: place
+            for node, place in self.spatial_nodes.items()
+            for root in roots(node)[:1]
         }
 
     def roots_of(self, value: int) -> set[Root]:
@@ -279,15 +282,15 @@ def _mark(tied: Tied, operation: Operation, first: dict[object, int]) -> None:
 def _mark_convolution(tied: Tied, operation: Operation) -> None:
     numbers = stablehlo.ConvDimensionNumbers(operation.windows)
     image, kernel = (tied.dims[value] for value in operation.ins)
-    earlier = {root for node in tied.slid for root in tied.union.roots(node)}
+    earlier = {root for node in tied.spatial_nodes for root in tied.union.roots(node)}
     channels = image[numbers.input_feature_dimension]
-    # The first convolution of an array shows its dimensions, since that of a gradient
-    # uses batches as channels.
+    # Only the first convolution over an array tells which dimension is its channels:
+    # that of a gradient uses batches as channels.
     if earlier.isdisjoint(tied.union.roots(channels)):
         tied.marks["channels"].append(channels)
     tied.marks["contracted"].append(kernel[numbers.kernel_input_feature_dimension])
     tied.marks["windows"] += [kernel[dim] for dim in numbers.kernel_spatial_dimensions]
     for position, dim in enumerate(numbers.input_spatial_dimensions):
-        tied.slid.setdefault(
+        tied.spatial_nodes.setdefault(
             image[dim], (position, len(numbers.input_spatial_dimensions))
         )

@@ -87,7 +87,7 @@ def numbers_of(index: Index, target: Target, is_lenient: bool) -> Numbers:
         if leaf.is_left_out:
             continue
         if not leaf.is_number:
-            held = _held(leaf.path, saved or {}, entry)
+            held = _saved_text(leaf.path, saved or {}, entry)
             if held is not None and not is_lenient:
                 numbers.problems.append((leaf.path, _not_used(leaf, held)))
         elif saved is not None and leaf.path in saved:
@@ -153,7 +153,9 @@ def _here(leaf: OtherLeaf) -> str:
     return "it is no array and no number in the plan"
 
 
-def _held(path: str, saved: Mapping[str, Any], entry: ArrayEntry | None) -> str | None:
+def _saved_text(
+    path: str, saved: Mapping[str, Any], entry: ArrayEntry | None
+) -> str | None:
     if path in saved:
         return f"the number {saved[path]!r:.60}"
     if entry is None:

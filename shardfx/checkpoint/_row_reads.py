@@ -133,12 +133,13 @@ def row_blocks(reads: Sequence[RowReads], gap_bytes: int) -> list[RowBlock]:
 def _blocks_of_file(
     file: str, reads: Sequence[RowReads], gap_bytes: int
 ) -> Iterator[RowBlock]:
-    # For each row, the number of its reads, its number among them, and its bytes.
+    # For each row: the index of its reads, its index in them, and where its bytes start
+    # and stop in the file.
     owners = []
     members = []
     for number, each in enumerate(reads):
-        is_in_file = np.array([name == file for name in each.arrays.files])
-        rows = np.flatnonzero(is_in_file[each.arrays.file_numbers])
+        is_this_file = np.array([name == file for name in each.arrays.files])
+        rows = np.flatnonzero(is_this_file[each.arrays.file_numbers])
         owners.append(np.full(len(rows), number))
         members.append(rows)
     owner = np.concatenate(owners)

@@ -110,7 +110,7 @@ def _global_batch(local: PyTree, plan: ShardPlan, pad: int | float | None) -> Py
         )
     leaves = [plan[path] for path in flat.paths]
     parts = [
-        _part(leaf.shape, sharding)
+        _local_shape(leaf.shape, sharding)
         for leaf, sharding in zip(leaves, shardings, strict=True)
     ]
     triples = zip(leaves, flat.leaves, parts, strict=True)
@@ -134,7 +134,7 @@ def _global_batch(local: PyTree, plan: ShardPlan, pad: int | float | None) -> Py
     return batch, jax.make_array_from_process_local_data(rows, mask, shapes[0][:1])
 
 
-def _part(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
+def _local_shape(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
     """The shape of the part of an array of `shape` that this process's devices hold
     under `sharding`.
     """

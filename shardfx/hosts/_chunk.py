@@ -130,7 +130,7 @@ def local_chunk(
     axes = [entry_axes(entry) for entry in entries_at(spec, len(shape))]
     replica = replica_id(itertools.chain(*axes), grid, process_index)
     rows = (
-        _rows(dim, shape[dim], dim_axes, grid, process_index)
+        _local_range(dim, shape[dim], dim_axes, grid, process_index)
         for dim, dim_axes in enumerate(axes)
     )
     return LocalChunk(tuple(rows), replica)
@@ -315,7 +315,7 @@ def owned(
     return tuple(chunks)
 
 
-def _rows(
+def _local_range(
     dim: int, size: int, axes: tuple[str, ...], grid: HostGrid, process_index: int
 ) -> slice:
     """The range of the dimension `dim`, with `size` elements sharded over `axes`, that

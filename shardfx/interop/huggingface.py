@@ -114,7 +114,7 @@ class Style:
                 f" experts, and `{path}` is one expert; stack the experts into one"
                 " array, or leave out `expert=`."
             )
-        dim = _dim(self.style, re.split("[./]", path)[-1], rank)
+        dim = _sharded_dim(self.style, re.split("[./]", path)[-1], rank)
         if dim is None:
             return PartitionSpec()
         spec = PartitionSpec(*[None] * dim, self.axis)
@@ -277,7 +277,7 @@ def _priority(key: str) -> tuple[bool, int, int]:
     return "*" in key, -key.count("."), key.count("*")
 
 
-def _dim(style: str, name: str, rank: int) -> int | None:
+def _sharded_dim(style: str, name: str, rank: int) -> int | None:
     """The dimension of a parameter that a style shards; `None` if it shards none.
 
     `name` is the last part of the parameter's name, such as "weight".

@@ -61,7 +61,7 @@ def _suspicious(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
             yield record, reason
 
     for number, spec in zip(body.results, params["out_specs"], strict=True):
-        unsaid = varying.get(number, Axes()) - _cut(spec)
+        unsaid = varying.get(number, Axes()) - _axes_of_spec(spec)
         unsaid_axes = [axis for axis in axes if axis in unsaid]
         if unsaid_axes and number >= 0:
             reason = (
@@ -101,7 +101,9 @@ def _cuts(body: ShardMapBody) -> tuple[Varying, dict[int, str]]:
     jaxpr, _ = opened(body.equation.params["jaxpr"])
     specs = body.equation.params["in_specs"]
     for var, number, spec in zip(jaxpr.invars, body.reads, specs, strict=True):
-        axes_by_operand[number] = axes_by_operand.get(number, Axes()) | _cut(spec)
+        axes_by_operand[number] = axes_by_operand.get(number, Axes()) | _axes_of_spec(
+            spec
+        )
         for size, entry in zip(var.aval.shape, entries_of(spec), strict=False):
             for axis in entry_axes(entry):
                 axis_by_length[size] = axis
@@ -133,5 +135,5 @@ def _operand_axes(record: Record, varying: Varying) -> Axes:
     return Axes().union(*(varying.get(operand, Axes()) for operand in record.reads))
 
 
-def _cut(spec: Any) -> Axes:
+def _axes_of_spec(spec: Any) -> Axes:
     return Axes(axes_of_entries(entries_of(spec)))

@@ -425,7 +425,7 @@ class Tape:
                 args = [*consts_in, *carry, *arrays]
                 outs, out_numbers[:] = self.run(jaxpr, consts, args, numbers)
                 self.carried.update(zip(carry_numbers, out_numbers, strict=False))
-            return _like(outs[:carried], carry), (outs[carried:], values)
+            return _with_dtypes_of(outs[:carried], carry), (outs[carried:], values)
 
         with self.mesh_of(equation):
             carry, (stacked, values) = jax.lax.scan(
@@ -469,7 +469,7 @@ class Tape:
 
         def body(carry: Arrays) -> Arrays:
             outs = self.unrecorded(params["body_jaxpr"], *body_consts, *carry)
-            return _like(outs, carry)
+            return _with_dtypes_of(outs, carry)
 
         outs = jax.lax.while_loop(goes_on, body, ins[carry_start:])
         return outs, self.recorded_results(equation, outs, reads)
@@ -543,7 +543,7 @@ def _wider(dtype: DType, wide: DType) -> DType:
     return dtype
 
 
-def _like(arrays: Arrays, others: Arrays) -> Arrays:
+def _with_dtypes_of(arrays: Arrays, others: Arrays) -> Arrays:
     pairs = zip(arrays, others, strict=True)
     return [array.astype(other.dtype) for array, other in pairs]
 

@@ -89,10 +89,10 @@ def ring_path(
         row_box[slow] = 1
     rest = _snake(row_box)
     if joined or not turning or len(used) < 2:
-        return _rows(rest, slow, box[slow] if box else 1)
+        return _back_and_forth(rest, slow, box[slow] if box else 1)
     # No link joins the ends of the slow dimension, so one column is left for the way
     # back.
-    there = _rows(rest[1:], slow, box[slow])
+    there = _back_and_forth(rest[1:], slow, box[slow])
     back = np.repeat(rest[:1], box[slow], axis=0)
     back[:, slow] = np.arange(box[slow])
     return np.concatenate([back[:1], there, back[:0:-1]])
@@ -254,13 +254,16 @@ def preferred(
 def _snake(box: Sequence[int]) -> Int[np.ndarray, "places dims"]:
     path = np.zeros((1, len(box)), np.int64)
     for dim in reversed(range(len(box))):
-        path = _rows(path, dim, box[dim])
+        path = _back_and_forth(path, dim, box[dim])
     return path
 
 
-def _rows(
+def _back_and_forth(
     row: Int[np.ndarray, "places dims"], slow: int, count: int
 ) -> Int[np.ndarray, "more dims"]:
+    """The path `row`, `count` times, every second time backwards; dimension `slow` has
+    the number of the repetition.
+    """
     rows = []
     for index in range(count):
         rows.append(row if index % 2 == 0 else row[::-1])

@@ -216,7 +216,7 @@ def tabled_parts(
         cell_of_row = cell_of_row[is_held]
 
     widths = [bits(dtype), *map(bits, dtypes_of(piece.value.casts))]
-    sizes = _pick([overlap.sizes for overlap in overlaps], rows)
+    sizes = _values_by_part([overlap.sizes for overlap in overlaps], rows)
     forms = _forms(piece, sizes, widths)
     bytes_of_form = np.array([form.bytes for form in forms.parts], np.int64)
     devices = np.array([device for device, _ in targets], np.int64)
@@ -233,8 +233,8 @@ def tabled_parts(
         form_numbers=forms.numbers,
         senders=chosen.senders,
         receivers=devices[rows.targets],
-        sources=_pick([overlap.sources for overlap in overlaps], rows),
-        targets=_pick([overlap.targets for overlap in overlaps], rows),
+        sources=_values_by_part([overlap.sources for overlap in overlaps], rows),
+        targets=_values_by_part([overlap.targets for overlap in overlaps], rows),
     )
     return TabledParts(table=table, missing=missing, replicas=chosen.replicas)
 
@@ -362,7 +362,7 @@ def _cells(
     return cells[tuple(index)]
 
 
-def _pick(values_by_dim: Sequence[np.ndarray], rows: _Rows) -> np.ndarray:
+def _values_by_part(values_by_dim: Sequence[np.ndarray], rows: _Rows) -> np.ndarray:
     """One row for each part, with the value of its pair along each dimension."""
     columns = [
         values[pair] for values, pair in zip(values_by_dim, rows.pairs, strict=True)
@@ -374,8 +374,8 @@ def _pick(values_by_dim: Sequence[np.ndarray], rows: _Rows) -> np.ndarray:
 
 def _boxes(rows: _Rows, overlaps: Sequence[_Overlaps]) -> tuple[Box, ...]:
     """The different boxes of the source that the parts read, in the order of the rows."""
-    starts = _pick([overlap.starts for overlap in overlaps], rows)
-    sizes = _pick([overlap.sizes for overlap in overlaps], rows)
+    starts = _values_by_part([overlap.starts for overlap in overlaps], rows)
+    sizes = _values_by_part([overlap.sizes for overlap in overlaps], rows)
     boxes: dict[Box, None] = {}
     for low, high in zip(starts.tolist(), (starts + sizes).tolist(), strict=True):
         boxes[tuple(zip(low, high, strict=True))] = None

@@ -57,7 +57,7 @@ class SpareMemory:
         """All arrays by path. Every row of every leaf must have been written."""
         for leaf in range(len(self._plan.leaves)):
             if leaf not in self._arrays:
-                self._make(leaf)
+                self._make_array(leaf)
         self._layout.blocks.end_revision()
         return {
             leaf.path: self._arrays[number]
@@ -98,7 +98,7 @@ class SpareMemory:
             self._remaining[leaf] -= 1
             is_whole = self._remaining[leaf] == 0
         if is_whole:
-            self._make(leaf)
+            self._make_array(leaf)
 
     def _allocate(self, group: int) -> None:
         """Allocates one block of memory for all leaves of a group."""
@@ -108,7 +108,7 @@ class SpareMemory:
         for place, view in zip(places, views, strict=True):
             self._memory.setdefault(place.leaf, {})[place.buffer] = view
 
-    def _make(self, number: int) -> None:
+    def _make_array(self, number: int) -> None:
         layout = self._layout
         boxes = layout.boxes_of_leaf[number]
         if boxes:

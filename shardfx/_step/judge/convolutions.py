@@ -101,7 +101,7 @@ def _convolved(
             node,
             (
                 shape[labels.out.index(letter)],
-                _int(node.shape[labels.out.index(letter)]),
+                _known_size(node.shape[labels.out.index(letter)]),
             ),
         )
         cuts[letter] = cut
@@ -112,7 +112,7 @@ def _convolved(
     return with_sums(context, held, operands, terms, Fraction(1), None)
 
 
-def _int(size: int | None) -> int:
+def _known_size(size: int | None) -> int:
     if size is None:
         raise Unjudged("a dimension of unknown size")
     return size
@@ -170,7 +170,7 @@ def _grouped(
     if is_batch:
         per_group = sizes[0]
         cuts["b"] = context.cuts.whole(per_group)
-        if per_group != _int(node.shape[labels.out.index("b")]):
+        if per_group != _known_size(node.shape[labels.out.index("b")]):
             raise Unjudged("a convolution in groups of the batch")
         features = labels.image.index("f"), labels.kernel.index("i")
         pair = [image.axes[features[0]], kernel.axes[features[1]]]
@@ -286,7 +286,7 @@ def _reduced_window(
             (context.cuts.indices(axis.cut), context.cuts.indices(taps)),
             (local[dim], whole[dim]),
             (size, whole[dim].size),
-            (shape[dim], _int(node.shape[dim])),
+            (shape[dim], _known_size(node.shape[dim])),
         )
         if part is not None:
             raise Unjudged("a window over parts")

@@ -115,15 +115,17 @@ class Loops:
         state: Sequence[Result],
         names: Mapping[str, str],
     ) -> list[Result] | None:
-        """The results of a loop, if each turn leaves what it carries as it was."""
+        """The results of a loop, once a turn leaves what it carries as it was; `None` if
+        it does not settle, or if its condition is not the whole program's.
+        """
         state = list(state)
         for _ in range(_TURNS):
             goes_on = self.run(names["condition"], [tuple(state)])
             if isinstance(goes_on, Held) and goes_on.root != loop.goes_on.view.root:
                 return None
-            ahead = list(leaves_of(self.run(names["body"], [tuple(state)])))
+            after = list(leaves_of(self.run(names["body"], [tuple(state)])))
             is_settled = True
-            for place, (now, turned) in enumerate(zip(state, ahead, strict=True)):
+            for place, (now, turned) in enumerate(zip(state, after, strict=True)):
                 settled = self._after_turn(now, turned, loop.ahead[place])
                 if settled is None:
                     return None

@@ -31,7 +31,7 @@ def whole_operation(
         node = context.values.nodes[number]
         if node.instruction is None:
             continue
-        axes = _whole_axes(context, instruction, seen, node)
+        axes = _whole_cuts(context, instruction, seen, node)
         if axes is None:
             continue
         shape = results[0].shape
@@ -48,7 +48,7 @@ def whole_operation(
     raise Unjudged(f"no rule for this {instruction.opcode}")
 
 
-def _whole_axes(
+def _whole_cuts(
     context: Context, instruction: Instruction, operands: Sequence[Held], node: Node
 ) -> list[Cut | None] | None:
     """The cuts of the results, if each device computes the whole along each dimension

@@ -123,7 +123,7 @@ def _mlp(prefix: str, kind: str = "", hidden: str = "hidden") -> Rows:
     return _rows(prefix, _PARTS["mlp"].format(kind=kind, hidden=hidden))
 
 
-def _routed(prefix: str) -> Rows:
+def _router_and_experts(prefix: str) -> Rows:
     router = _rows(prefix, "gate  router: experts embed")
     return router | _mlp(f"{prefix}experts.{{experts}}.", "expert_")
 
@@ -167,7 +167,7 @@ def _mixtral(prefix: str, head: str, form: Form) -> Rows:
 def _qwen3_moe(prefix: str, head: str, form: Form) -> Rows:
     layer = f"{prefix}layers.{{layers}}."
     attention = _attention(f"{layer}self_attn.", {"qk_norm": True})
-    return _causal(prefix, head, form, attention | _routed(f"{layer}mlp."))
+    return _causal(prefix, head, form, attention | _router_and_experts(f"{layer}mlp."))
 
 
 def _qwen3_next(prefix: str, head: str, form: Form) -> Rows:
@@ -196,7 +196,7 @@ def _qwen3_next(prefix: str, head: str, form: Form) -> Rows:
 
 
 def _qwen3_next_mlp(prefix: str) -> Rows:
-    rows = _routed(prefix)
+    rows = _router_and_experts(prefix)
     rows |= _mlp(f"{prefix}shared_expert.", "shared_", "shared_hidden")
     return rows | _rows(prefix, "shared_expert_gate  shared_router: one embed")
 
@@ -251,7 +251,7 @@ def _dense_then_routed(prefix: str, form: Form) -> Rows:
     if dense:
         moe = f"{prefix}layers.{{moe_layers+{dense}}}.mlp."
         rows = _mlp(f"{prefix}layers.{{dense_layers}}.mlp.")
-    rows |= _routed(moe)
+    rows |= _router_and_experts(moe)
     rows |= _mlp(f"{moe}shared_experts.", "shared_", "shared_hidden")
     if form.get("score_bias"):
         bias = "gate.e_score_correction_bias  router_bias: experts"
