@@ -41,9 +41,9 @@ BETTER = 0.995
 COUNTS_HEADER = ("results", "suite", "findings", "limits that hold")
 SHORT_HEADER = ("race", "shardfx", "fastest rival", "shardfx is faster by")
 HANDS = """\
-Twelve training steps, each under the plan that `search` chooses among its compiled candidates. The ratio is the choice's
-time over that of the best of the plans that people write by hand. *By the clock* is small models, run on 8 emulated
-devices; the other times are the compiler's cycles plus the bytes over the links."""
+Twelve training steps, each under the plan that `search` chooses among its compiled candidates. The ratio is the time of
+this choice over that of the best of the plans that people write by hand. *By the clock* is small models, run on 8
+emulated devices; the other times are the compiler's cycles plus the bytes over the links."""
 SHOWN_APART = (
     "seconds.",
     "cold_seconds.",
