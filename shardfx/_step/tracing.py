@@ -1,5 +1,6 @@
 """The steps that users pass, traced: functions, jitted functions, and traced steps."""
 
+import contextlib
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ from .step import Step, sharding_of
 
 # The name of an array that a function of `flax.nnx.jit` takes, as "model.states[0][1]".
 _OF_MODULE = re.compile(r"(\w+)\.states\[")
+# Python's error of a call of `None`.
+_CALL_OF_NONE = "'NoneType' object is not callable"
 
 
 @runtime_checkable
@@ -232,6 +235,24 @@ def _paths_of_arrays(tree: object) -> list[str]:
     return [path for path, is_array in pairs if is_array]
 
 
+def _missing_functions_noted() -> contextlib.ExitStack:
+    """A context manager that adds a note to the error of a call of `None`, which stands in
+    plans and checkpoints where a module has a function.
+    """
+
+    def note(_kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, TypeError) and str(error) == _CALL_OF_NONE:
+            error.add_note(
+                "plans and checkpoints hold no functions, such as the activation of a"
+                " module, and have None in their place; pass a tree that has them:"
+                " `eqx.combine(plan.structs, model)`."
+            )
+
+    stack = contextlib.ExitStack()
+    stack.push(note)
+    return stack
+
+
 def _traced(
     fn: Callable[..., object],
     args: Sequence[object],
@@ -266,7 +287,8 @@ def _traced(
             leaves = [next(rest) if is_array else leaf for leaf, is_array in pairs]
             trees.append(jax.tree.unflatten(flat.treedef, leaves))
         watched = WatchedArguments(trees)
-        result = fn(*trees)
+        with _missing_functions_noted():
+            result = fn(*trees)
         raise_if_updated(run.__name__, words, watched, result)
         raise_if_left(fn, result)
         return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, result)

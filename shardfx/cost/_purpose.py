@@ -170,11 +170,11 @@ def _comes_from(result: int, argument: int, uses: Uses) -> bool:
 
 
 def _is_read_forward(value: int, uses: Uses) -> bool:
-    """Whether an operation of the forward pass reads value number `value`, a view of it,
-    such as a transpose, or what a collective makes of it. An operation that neither
-    moves values, nor is elementwise or a view, counts in every pass.
+    """Whether an operation of the forward pass reads value number `value`, a view or a
+    piece of it, such as a transpose, or what a collective makes of it. An operation
+    that neither moves values, nor is elementwise or a view, counts in every pass.
     """
-    forming = {*VIEWS, *MOVING, "convert"}
+    forming = {*VIEWS, *PIECES, *MOVING, "convert"}
 
     def forms(value: int) -> Iterator[int]:
         for use in uses.reads_of(value):

@@ -176,6 +176,49 @@ def test_a_train_state_is_told_apart_by_what_reads_its_fields():
     )
 
 
+def test_moments_of_replicated_arrays_that_are_cut_are_moments():
+    """XLA computes a part of the new value of a vector on each device: it takes a piece
+    of the moments, which says nothing about their purpose.
+    """
+    mesh = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
+    shapes = {"w": (24, 64), "b": (64,), "v": (64, 16)}
+    structs = {name: jax.ShapeDtypeStruct(s, "float32") for name, s in shapes.items()}
+    rules = PathRules([("w|v", P("fsdp", "tensor")), ("b", P())])
+    params = plan(structs, mesh, paths=rules)
+    moments = follow(adam, params)
+
+    def step(params, opt, batch):
+        def loss(params, batch):
+            hidden = jax.nn.relu(batch @ params["w"] + params["b"])
+            return jnp.mean((hidden @ params["v"]) ** 2)
+
+        return updated(loss, params, opt, batch)
+
+    jitted = filter_jit(step, out_shardings=(params, moments))
+    batch = jax.ShapeDtypeStruct((16, 24), "float32")
+    found = groups(fit(jitted, params.structs, moments.structs, batch, chip="h100"))
+    size = params.bytes_per_device
+    assert (
+        found["parameters"] == found["optimizer: mu"] == found["optimizer: nu"] == size
+    )
+
+
+def test_a_plan_s_structs_in_place_of_a_module_with_functions():
+    make = lambda: eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
+    model = eqx.filter_eval_shape(make)
+    rules = PathRules([(".*", P())])
+    structs = plan(model, MESH, paths=rules).structs
+    x = jax.ShapeDtypeStruct((4, 8), "float32")
+
+    def step(model, x):
+        return jnp.mean(jax.vmap(model)(x))
+
+    with pytest.raises(TypeError, match="'NoneType' object is not callable") as caught:
+        fit(step, structs, x, chip="h100")
+    assert "eqx.combine(plan.structs, model)" in "".join(caught.value.__notes__)
+    fit(step, eqx.combine(structs, model), x, chip="h100")
+
+
 def test_arrays_that_the_loss_does_not_read_are_with_their_like():
     """An array and its moments are in one row each with those that the loss reads, and a
     note says what tiles add to the parameters.
