@@ -98,7 +98,10 @@ def asked_for(
             f"`slices={slices}` does not divide {total} devices; each slice has equally"
             " many."
         )
-    extents = parts.extents if times == many_slices and parts.extents else ()
+    if times == many_slices and parts.extents:
+        extents = parts.extents
+    else:
+        extents = ()
     extents = extents or extents_of(parts.chip, total // many_slices)
     return parts._replace(
         total=total, slices=many_slices, targets=times, extents=extents
@@ -119,7 +122,10 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
                 int(emulated[1]), EMULATED if chip is None else chips.find(chip)
             )
         hardware = chips.parse_slice(devices)
-        kind = hardware.chip if chip is None else chips.find(chip)
+        if chip is None:
+            kind = hardware.chip
+        else:
+            kind = chips.find(chip)
         return SearchOptions(
             hardware.chips * kind.devices_per_chip,
             kind,
@@ -139,7 +145,10 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
             ' `devices=8, chip="v5e"`, `devices="tpu:v5e:2x4"`, or'
             " `devices=jax.devices()`."
         )
-    kind = EMULATED if devices[0].platform == "cpu" else devices[0].device_kind
+    if devices[0].platform == "cpu":
+        kind = EMULATED
+    else:
+        kind = devices[0].device_kind
     return SearchOptions(len(devices), chips.find(kind if chip is None else chip))
 
 
@@ -323,11 +332,10 @@ def structs_of(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
     arrays_in_order = iter(jax.eval_shape(lambda leaves: leaves, arrays))
 
     def struct(leaf: object, shaped: bool) -> object:
-        return (
-            jax.ShapeDtypeStruct((array := next(arrays_in_order)).shape, array.dtype)
-            if shaped
-            else leaf
-        )
+        if shaped:
+            array = next(arrays_in_order)
+            return jax.ShapeDtypeStruct(array.shape, array.dtype)
+        return leaf
 
     return tuple(
         jax.tree.unflatten(flat.treedef, map(struct, flat.leaves, flat.is_array))
@@ -363,7 +371,10 @@ def results_of(
         paired = {which for which, _ in pairs}
         same = [number for number, other in enumerate(kinds) if other == kind]
         free = [number for number in same if number not in paired]
-        which = free[0] if free and leaf_kinds else None
+        if free and leaf_kinds:
+            which = free[0]
+        else:
+            which = None
         pairs.append((which, len(leaf_kinds)))
     return tuple(pairs)
 

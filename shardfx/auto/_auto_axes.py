@@ -157,4 +157,6 @@ def _struct(leaf: Any) -> Any:
 
 
 def _array_struct(leaf: Any) -> jax.ShapeDtypeStruct | None:
-    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    return None

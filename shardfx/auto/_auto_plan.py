@@ -77,7 +77,9 @@ def plan_of(tree):
 def _quoted(regex: str) -> str:
     if "'" in regex or '"' in regex or "\n" in regex:
         return repr(regex)
-    return f'r"{regex}"' if "\\" in regex else f'"{regex}"'
+    if "\\" in regex:
+        return f'r"{regex}"'
+    return f'"{regex}"'
 
 
 def _target(target: Any) -> str:

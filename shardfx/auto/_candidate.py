@@ -125,7 +125,10 @@ class Candidate:
         After `verify`, the text includes the differences between the compiled program
         and the estimate.
         """
-        compared = [] if self.comparison is None else [str(self.comparison)]
+        if self.comparison is None:
+            compared = []
+        else:
+            compared = [str(self.comparison)]
         return "\n".join([self._head(), str(self.traffic), *self._below(), *compared])
 
     def __str__(self) -> str:
@@ -141,11 +144,10 @@ class Candidate:
             f"{ms(self.exposed_seconds)} and {ms(self.hidden_seconds)} beside"
             " computation"
         )
-        parts = (
-            f" (computation {ms(self.compute_seconds)}, sending {sending})"
-            if self.by != "run"
-            else ""
-        )
+        if self.by != "run":
+            parts = f" (computation {ms(self.compute_seconds)}, sending {sending})"
+        else:
+            parts = ""
         return (
             f"{self.title}: {ms(self.seconds)} a step{parts},"
             f" {bytes_text(self.memory_bytes)} of {bytes_text(self.limit_bytes)},"
@@ -161,7 +163,10 @@ class Candidate:
             )
             lines.insert(0, donated + ", ".join(map(str, self.donated)))
         if self.state_over:
-            over = self.state_over[0] if len(self.state_over) == 1 else self.state_over
+            if len(self.state_over) == 1:
+                over = self.state_over[0]
+            else:
+                over = self.state_over
             cut = (
                 f"the optimizer's state is cut over {' x '.join(self.state_over)} too,"
                 " the parameters are not"
@@ -181,7 +186,9 @@ def rank(candidate: Candidate) -> tuple[bool, float]:
 
 def ms(seconds: float) -> str:
     """A number of seconds as text, in milliseconds with three digits."""
-    return f"{seconds * 1e3:,.0f} ms" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    if seconds >= 1:
+        return f"{seconds * 1e3:,.0f} ms"
+    return f"{seconds * 1e3:.3g} ms"
 
 
 def without_twins(
@@ -251,10 +258,14 @@ def axis_name(order: Sequence[str]) -> str:
     it shards, by preference.
     """
     if order[0] == "batch":
-        return "data" if len(order) == 1 else "fsdp"
+        if len(order) == 1:
+            return "data"
+        return "fsdp"
     if order[0] in ("experts", "sequence"):
         return {"experts": "expert", "sequence": "context"}[order[0]]
-    return f"{order[0]}_axis" if _HEADS.isdisjoint(order) else "tensor"
+    if _HEADS.isdisjoint(order):
+        return f"{order[0]}_axis"
+    return "tensor"
 
 
 def mesh_and_rules(
@@ -419,9 +430,9 @@ def _text(value: object) -> str:
     """A value as Python source code, with strings in double quotes."""
     if isinstance(value, tuple):
         inner = ", ".join(map(_text, value))
-        return f"({inner},)" if len(value) == 1 else f"({inner})"
-    return (
-        json.dumps(value, ensure_ascii=False)
-        if isinstance(value, str | dict)
-        else repr(value)
-    )
+        if len(value) == 1:
+            return f"({inner},)"
+        return f"({inner})"
+    if isinstance(value, str | dict):
+        return json.dumps(value, ensure_ascii=False)
+    return repr(value)

@@ -185,9 +185,10 @@ class Classes:
             for number in numbers:
                 if not any(self.tie(other, number) for other in tied):
                     tied.append(number)
-                    self.axes[number].name = (
-                        name if len(tied) == 1 else f"{name}_{len(tied)}"
-                    )
+                    if len(tied) == 1:
+                        self.axes[number].name = name
+                    else:
+                        self.axes[number].name = f"{name}_{len(tied)}"
 
     @property
     def own(self) -> set[Root]:

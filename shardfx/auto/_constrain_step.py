@@ -133,7 +133,10 @@ def constrain_step(
             f" {', '.join(map(repr, manual))} are Manual; call it outside of"
             " `jax.shard_map`, with the mesh of the whole step."
         )
-    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else spec.abstract()
+    if isinstance(mesh, Mesh):
+        abstract = mesh.abstract_mesh
+    else:
+        abstract = spec.abstract()
 
     @ft.wraps(step)
     def constrained(*args: PyTree) -> PyTree:
@@ -165,7 +168,9 @@ def constrain_step(
         )
         return plain.result(results)
 
-    return typed if abstract.explicit_axes else constrained
+    if abstract.explicit_axes:
+        return typed
+    return constrained
 
 
 def _with_arrays(tree: PyTree, arrays: Sequence[Any]) -> PyTree:

@@ -298,7 +298,10 @@ def find(
             set_numbers, size_numbers, costs_of_sets = best_of_block(
                 arrays, machine, numbers, sizes, spans, np.int32(len(block)), keep=keep
             )
-            limit = best[-1].seconds if len(best) == keep else math.inf
+            if len(best) == keep:
+                limit = best[-1].seconds
+            else:
+                limit = math.inf
             for set_number, size_number, cost in zip(
                 np.asarray(set_numbers).tolist(),
                 np.asarray(size_numbers).tolist(),

@@ -323,11 +323,10 @@ class _Propagation:
         prefers. At the end of the body it gets back the sharding from the start of the
         body.
         """
-        new_state = (
-            self.state[operation.ins[1]]
-            if operation.name == "return"
-            else self.preferred(operation.outs[0])
-        )
+        if operation.name == "return":
+            new_state = self.state[operation.ins[1]]
+        else:
+            new_state = self.preferred(operation.outs[0])
         # A reshape in the body may split a dimension that is one outside of the loop.
         # Such a value is replicated.
         if operation.name == "carry" and new_state >= len(
@@ -441,4 +440,6 @@ def _stays_unreduced(operation: _Labelled, states: tuple[_State, ...]) -> bool:
 
 
 def _position(labels: tuple[int, ...], label: int | None) -> int:
-    return labels.index(label) if label in labels else WHOLE
+    if label in labels:
+        return labels.index(label)
+    return WHOLE

@@ -54,16 +54,20 @@ class _Namer:
         self.declared()
         self.key_words()
         for axis in self.unnamed("scanned"):
-            axis.name = "layers" if self.classes.in_model(axis) else ""
+            if self.classes.in_model(axis):
+                axis.name = "layers"
+            else:
+                axis.name = ""
         self.data()
         self.heads()
         self.routers()
         self.looked_up()
         # Convolutions slide along a window, and no axis should shard it.
         for axis in self.unnamed("windows"):
-            axis.name = (
-                "window" if len(self.classes.in_model(axis)) == len(axis.places) else ""
-            )
+            if len(self.classes.in_model(axis)) == len(axis.places):
+                axis.name = "window"
+            else:
+                axis.name = ""
         self.width()
         self.by_path()
 
@@ -392,7 +396,9 @@ def _short(path: str, words: tuple[str, ...]) -> str:
     name = re.sub(
         r"\W+", "_", "_".join(parts[-2:] if parts[-1].isdecimal() else parts[-1:])
     ).strip("_")
-    return name if name and not name[0].isdigit() else f"a{name}"
+    if name and not name[0].isdigit():
+        return name
+    return f"a{name}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -379,7 +379,10 @@ def _why(hardware: _Hardware, pricing: _Pricing, priced: _Priced) -> str:
         )
     if hardware.mesh is not None:
         sentences.append("The mesh was given.")
-    mesh_axes = hardware.mesh.axis_types if hardware.mesh is not None else ()
+    if hardware.mesh is not None:
+        mesh_axes = hardware.mesh.axis_types
+    else:
+        mesh_axes = ()
     if AxisType.Explicit in mesh_axes:
         sentences.append(_EXPLICIT)
     return " ".join(sentences)

@@ -53,7 +53,9 @@ class UnionFind:
             return [
                 root for child in self._children[node] for root in self.roots(child)
             ]
-        return [node] if self.sizes[node] > 1 else []
+        if self.sizes[node] > 1:
+            return [node]
+        return []
 
     def align(self, before: Sequence[int], after: Sequence[int]) -> None:
         """Merges the classes of the dimensions of an array before a reshape, `before`,
@@ -251,11 +253,10 @@ def _mark(tied: Tied, operation: Operation, first: dict[object, int]) -> None:
             for dim in side
             for factor in dim
         }
-        searched = (
-            factors.reduction
-            if operation.name == "gather"
-            else [dim_factor for dim in factors.ins[0] for dim_factor in dim]
-        )
+        if operation.name == "gather":
+            searched = factors.reduction
+        else:
+            searched = [dim_factor for dim in factors.ins[0] for dim_factor in dim]
         looked_up = [factor for factor in searched if factor not in batch_factors]
         mark("looked_up", looked_up)
         # Indices with more dimensions than the batch are the tokens of sequences.

@@ -103,7 +103,10 @@ def with_traffic(
     """
     taken = {"exposed": 0.0, "hidden": 0.0}
     for row in seconds(sent, chip, candidate.mesh).rows:
-        calls = 1 if row.traffic.calls is None else row.traffic.calls
+        if row.traffic.calls is None:
+            calls = 1
+        else:
+            calls = row.traffic.calls
         kind = "exposed" if row.traffic.leaf is None else "hidden"
         seconds_of_bytes = row.seconds - row.latency_seconds
         taken[kind] += seconds_of_bytes / model.network + calls * model.call_seconds
@@ -188,11 +191,10 @@ class LoweredStep:
         step. Raises `ProgramError` if XLA refuses the program.
         """
         step = self._step_for(candidate, constrained)
-        read = (
-            self._extrapolated(step, candidate)
-            if candidate.mesh.size > DIRECT
-            else self._read(step, candidate, candidate.mesh)
-        )
+        if candidate.mesh.size > DIRECT:
+            read = self._extrapolated(step, candidate)
+        else:
+            read = self._read(step, candidate, candidate.mesh)
         fits = read.held[0] <= candidate.limit_bytes
         return dataclasses.replace(
             timed(candidate, read.sent, read.work, self.chip, self.model),
@@ -474,15 +476,17 @@ def jitted(
     `plans`, one for each argument.
     """
     mesh = plans[0].jax_mesh or candidate.mesh
-    step = (
-        constrain_step(lowered.step, mesh, candidate.rules)
-        if candidate.constrained
-        else lowered.step
-    )
+    if candidate.constrained:
+        step = constrain_step(lowered.step, mesh, candidate.rules)
+    else:
+        step = lowered.step
     results = []
     for which in candidate.results:
         results.append(None if which is None else plans[which])
-    out = results[0] if len(results) == 1 else tuple(results)
+    if len(results) == 1:
+        out = results[0]
+    else:
+        out = tuple(results)
     return filter_jit(
         step, in_shardings=tuple(plans), out_shardings=out, donate=candidate.donated
     )

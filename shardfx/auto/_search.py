@@ -533,7 +533,9 @@ def _better(lowered: LoweredStep, candidate: Candidate) -> Candidate:
     except ProgramError:
         return candidate
     if candidate.fits != constrained.fits:
-        return candidate if candidate.fits else constrained
+        if candidate.fits:
+            return candidate
+        return constrained
     if constrained.seconds < _WORTH * candidate.seconds:
         return constrained
     return candidate

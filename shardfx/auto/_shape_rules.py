@@ -90,7 +90,10 @@ def _suffixes(templates: Sequence[_Template]) -> dict[tuple[int, ...], list[str]
     """
     dims_by_end: dict[str, set[tuple[int, ...]]] = {}
     for template in templates:
-        general = _general(template.regex) if template.is_exact else template.regex
+        if template.is_exact:
+            general = _general(template.regex)
+        else:
+            general = template.regex
         for end in _all_ends(general):
             dims_by_end.setdefault(end, set()).add(template.dims)
     suffixes: dict[tuple[int, ...], dict[str, None]] = {}

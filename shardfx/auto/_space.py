@@ -238,11 +238,9 @@ def fastest(space: Space, keep: int) -> list[Candidate]:
 
 
 def _found(space: Space, limit: int | float = math.inf) -> list[Estimate]:
-    return (
-        find(space.terms, space.machine(limit), space.devices, space.slices)
-        if space.made
-        else []
-    )
+    if space.made:
+        return find(space.terms, space.machine(limit), space.devices, space.slices)
+    return []
 
 
 def by_hand(

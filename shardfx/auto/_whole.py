@@ -158,4 +158,6 @@ def _separate_dims(
     if len(output) < _MOST_HEAD_DIMS or query[-2:] != output[-3:-1]:
         return ()
     rank = len(shape)
-    return (rank - 3, rank - 2) if role == "o" else (rank - 2, rank - 1)
+    if role == "o":
+        return (rank - 3, rank - 2)
+    return (rank - 2, rank - 1)
