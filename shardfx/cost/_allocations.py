@@ -136,7 +136,10 @@ def _read_allocations(text: str, is_tupled: bool) -> list[_Allocation]:
         if (header := _ALLOCATION.match(line)) is not None:
             allocations.append(_allocation(int(header[1]), header[2], is_tupled))
         elif allocations and (value := _VALUE.match(line)) is not None:
-            name = value[1] if value[1].endswith("}") else f"{value[1]}{{}}"
+            if value[1].endswith("}"):
+                name = value[1]
+            else:
+                name = f"{value[1]}{{}}"
             allocations[-1].values.append(
                 _Value(name, bytes=int(value[2]), offset=int(value[3]), type=value[4])
             )
@@ -297,7 +300,9 @@ class _Arrays:
         number = index.rstrip("}")
         if root.opcode == "tuple" and number.isdigit():
             root = self.instructions[root.operands[int(number)]]
-        return root if _says_its_line(root) else instruction
+        if _says_its_line(root):
+            return root
+        return instruction
 
     def copied(self, instruction: Instruction | None) -> Instruction | None:
         """The operation whose result a copy between memories holds."""

@@ -331,7 +331,9 @@ def with_batch(chip_step: StepOnChip, batch: int) -> StepOnChip | None:
             chip_step.function,
         )
         # Asking for its memory partitions the step.
-        return resized if resized.memory else None
+        if resized.memory:
+            return resized
+        return None
     except (TypeError, ValueError, ProgramError):
         return None
 

@@ -164,7 +164,10 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
     # same mesh axes, the largest first.
     for place in sorted(places.values(), key=lambda place: -place.extra):
         for other in places.values():
-            moved = min(place.extra, -other.extra) if other.axes == place.axes else 0
+            if other.axes == place.axes:
+                moved = min(place.extra, -other.extra)
+            else:
+                moved = 0
             if moved > 0:
                 place.extra -= moved
                 other.extra += moved
@@ -215,7 +218,10 @@ def _rows_by_line(
         # The rounding error of the shares.
         missing = row.wire_bytes - sum(count for _, count in shares)
         for leaf, count in shares:
-            source = lines[leaf] if leaf in lines and row.kind in _SUMS else row.source
+            if leaf in lines and row.kind in _SUMS:
+                source = lines[leaf]
+            else:
+                source = row.source
             yield (
                 source,
                 dataclasses.replace(row, leaf=leaf, wire_bytes=count + missing),

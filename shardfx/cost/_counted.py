@@ -62,7 +62,9 @@ class StepOnChip:
 
     @property
     def platform(self) -> Platform:
-        return "tpu" if self.chip.torus_dims > 0 else "gpu"
+        if self.chip.torus_dims > 0:
+            return "tpu"
+        return "gpu"
 
     @ft.cached_property
     def module(self) -> HloModule:
@@ -88,7 +90,9 @@ class StepOnChip:
         if self.assigned is not None:
             return self.assigned
         program = tpu_program(self.step, self.chip)
-        return self.foreseen if program is None else program.memory
+        if program is None:
+            return self.foreseen
+        return program.memory
 
     @ft.cached_property
     def foreseen(self) -> Memory:
@@ -232,11 +236,10 @@ def saving_constraints(chip_step: StepOnChip) -> Constrained | None:
     peak = before
     for _ in range(_ROUNDS):
         extended = dict.fromkeys((*constraints, *_candidates(chip_step, constraints)))
-        memory = (
-            _memory_with(chip_step, tuple(extended))
-            if len(extended) > len(constraints)
-            else None
-        )
+        if len(extended) > len(constraints):
+            memory = _memory_with(chip_step, tuple(extended))
+        else:
+            memory = None
         if memory is None or memory.peak_bytes >= peak:
             break
         constraints, peak = tuple(extended), memory.peak_bytes
@@ -248,7 +251,9 @@ def saving_constraints(chip_step: StepOnChip) -> Constrained | None:
         ):
             constraints = fewer
     memory = _memory_with(chip_step, constraints) if constraints else None
-    return None if memory is None else Constrained(memory.peak_bytes, constraints)
+    if memory is None:
+        return None
+    return Constrained(memory.peak_bytes, constraints)
 
 
 def _memory_with(
@@ -309,11 +314,10 @@ def with_constraints(
         for op in operations(clone):
             line = own_line(lines_of((op.location,)))
             for result in op.results if op.name not in _NO_ARRAY else ():
-                shape = (
-                    tuple(result.type.shape)
-                    if isinstance(result.type, ir.RankedTensorType)
-                    else None
-                )
+                if isinstance(result.type, ir.RankedTensorType):
+                    shape = tuple(result.type.shape)
+                else:
+                    shape = None
                 places.extend(
                     (op, result, missed)
                     for missed in constraints

@@ -128,7 +128,10 @@ def _larger_row(
         * bytes_each
         * _group_factor(row.kind, int(group))
     )
-    dcn = round(wire * row.dcn_bytes / row.wire_bytes) if row.wire_bytes else 0
+    if row.wire_bytes:
+        dcn = round(wire * row.dcn_bytes / row.wire_bytes)
+    else:
+        dcn = 0
     return dataclasses.replace(
         row,
         wire_bytes=wire,
@@ -152,7 +155,9 @@ def _payload_bytes(row: TrafficRow) -> float:
 
 
 def _group_factor(kind: str, group: int) -> float:
-    return 1.0 if KINDS[kind].links == "one" or group < 2 else (group - 1) / group
+    if KINDS[kind].links == "one" or group < 2:
+        return 1.0
+    return (group - 1) / group
 
 
 def _growth(other: float | int, first: float | int, times: int) -> float:
@@ -160,7 +165,9 @@ def _growth(other: float | int, first: float | int, times: int) -> float:
     `one` before a doubling and `other` after it. Their ratio is rounded to a power of
     two: for 210 after 100, and 3 times, it is 2 ** 3 = 8.
     """
-    return (2.0 ** round(math.log2(other / first))) ** times if first and other else 1.0
+    if first and other:
+        return (2.0 ** round(math.log2(other / first))) ** times
+    return 1.0
 
 
 # The largest mesh for which a step is partitioned directly, and the largest one from
@@ -306,4 +313,6 @@ def as_sent(module: HloModule, platform: Platform) -> HloModule:
     """A partitioned program, with the reduce-scatters that the compiler for GPUs makes.
     XLA itself finishes programs for CPUs, and libtpu is asked for those for TPUs.
     """
-    return with_reduce_scatters(module) if platform == "gpu" else module
+    if platform == "gpu":
+        return with_reduce_scatters(module)
+    return module

@@ -262,7 +262,9 @@ class Explainer:
         value = self.graph.values[key.value]
         text = f"dimension {key.dim} of {array_text(value.dtype, value.shape)}"
         origin = self.origin_of(key.value, axis)
-        return f"{text} (from {origin})" if origin else text
+        if origin:
+            return f"{text} (from {origin})"
+        return text
 
     def gathered(self, source: Frame | None, axes: Sequence[str] | None = None) -> str:
         """A sentence about the largest conflict at a source line, over any of `axes`

@@ -154,7 +154,9 @@ class Fit:
         The first access partitions the changed steps. One change, half the batch, also
         traces the step again.
         """
-        return () if self._known is None else changes_of(self._known, self.peak_bytes)
+        if self._known is None:
+            return ()
+        return changes_of(self._known, self.peak_bytes)
 
     @ft.cached_property
     def peak_arrays(self) -> tuple[LargeArray, ...]:
@@ -164,17 +166,23 @@ class Fit:
         known. The first access runs Shardy's propagation, as
         [`shardfx.cost.shardings`][] does.
         """
-        return () if self._known is None else peak_arrays(self._known)
+        if self._known is None:
+            return ()
+        return peak_arrays(self._known)
 
     @property
     def shardings(self) -> StepShardings | None:
         """The sharding of every array of the step; `None` if there is no step."""
-        return None if self._known is None else self._known.shardings
+        if self._known is None:
+            return None
+        return self._known.shardings
 
     @property
     def batch(self) -> int | None:
         """The number of examples in the step's batch; `None` if it is not known."""
-        return None if self._known is None else batch_of(self._known)
+        if self._known is None:
+            return None
+        return batch_of(self._known)
 
     def bytes_of(self, group: str) -> int:
         """The bytes of a group of arrays. The group "optimizer" includes all groups
@@ -498,9 +506,10 @@ def _tables(fitted: Fit) -> list[tuple[_Rows, list[str]]]:
     groups: _Rows = [("group", "bytes/device", "share", "how")]
     for row in fitted.rows:
         share = f"{row.bytes / max(1, fitted.peak_bytes):.0%}"
-        host = (
-            f", {bytes_text(row.host_bytes)} in host memory" if row.host_bytes else ""
-        )
+        if row.host_bytes:
+            host = f", {bytes_text(row.host_bytes)} in host memory"
+        else:
+            host = ""
         groups.append(
             (
                 row.group,
@@ -549,9 +558,8 @@ def _verdict(fitted: Fit) -> list[str]:
             " activations are not counted."
         ]
     verdict = "fits" if fitted.fits else "does not fit"
-    verdict = (
-        f"MAY OR MAY NOT fit: as foreseen, it {verdict}" if fitted.is_close else verdict
-    )
+    if fitted.is_close:
+        verdict = f"MAY OR MAY NOT fit: as foreseen, it {verdict}"
     margin = (
         f"{bytes_text(abs(fitted.headroom_bytes))}"
         f" {'left' if fitted.fits else 'too much'}"

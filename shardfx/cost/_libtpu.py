@@ -75,7 +75,9 @@ def chip_of(compiler: str, mesh: MeshSpec) -> chips.Chip:
         return chips.find(compiler.removeprefix("tpu:"))
     chip = chips.find(_CHIP)
     devices = mesh.size // math.prod(mesh.dcn_sizes)
-    return chip if devices <= chip.island_chips else chips.find(_LARGE_CHIP)
+    if devices <= chip.island_chips:
+        return chip
+    return chips.find(_LARGE_CHIP)
 
 
 @ft.lru_cache(maxsize=256)

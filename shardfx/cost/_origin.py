@@ -134,7 +134,9 @@ class Origins:
         if op is None:
             return None
         moved = self._senders.get(op, op).reads[element:]
-        return self._argument(moved[0]) if moved else None
+        if moved:
+            return self._argument(moved[0])
+        return None
 
     def updated(self, instruction: Instruction, element: int) -> str | None:
         """JAX's name of the argument whose gradient a collective reduces; `None` if
@@ -202,7 +204,10 @@ class Origins:
             reads = self._senders.get(maker, maker).reads
             if not reads:
                 return None
-            value = reads[number] if number < len(reads) else reads[0]
+            if number < len(reads):
+                value = reads[number]
+            else:
+                value = reads[0]
         return None
 
     def callback(self, instruction: Instruction) -> str:
@@ -251,7 +256,9 @@ class Origins:
         if maker.opcode == "conditional":
             position = maker.makes.index(value)
             return (body.results[position] for body in maker.bodies)
-        return maker.reads if maker.opcode in _SPREADS else ()
+        if maker.opcode in _SPREADS:
+            return maker.reads
+        return ()
 
     def is_sum_of_products(self, instruction: Instruction) -> bool:
         """Whether a permute sends partial sums of a matrix product. The permutes that
@@ -277,7 +284,9 @@ class Origins:
             loop, number = self._carried[value]
             return (loop.bodies[0].results[number],)
         maker = self._uses.maker.get(value)
-        return () if maker is None or maker.opcode in _GATHERS else maker.reads
+        if maker is None or maker.opcode in _GATHERS:
+            return ()
+        return maker.reads
 
     def _is_shard(self, part: int, whole: int) -> bool:
         """Whether value `part` has as many elements as value `whole`, or the shape of a

@@ -131,7 +131,9 @@ class Graph:
     def axes_of(self, key: DimKey) -> tuple[str, ...]:
         """The mesh axes that shard one dimension of an array."""
         dims = self.shardings[key.value].dims
-        return dims[key.dim] if key.dim < len(dims) else ()
+        if key.dim < len(dims):
+            return dims[key.dim]
+        return ()
 
     def chain(self, value: int, axis: str) -> list[int]:
         """The operations on a shortest path from the origin of the mesh axis `axis` to

@@ -92,7 +92,9 @@ def _group_by_shape(argument: Parameter, dtype: str, batch_size: int | None) -> 
         return "other"
     if argument.shape[0] == batch_size:
         return "batch"
-    return "other" if _is_whole_number(dtype) else "parameters"
+    if _is_whole_number(dtype):
+        return "other"
+    return "parameters"
 
 
 def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
@@ -210,7 +212,9 @@ def _batch_size(
         if largest is None or size > math.prod(largest.shape):
             largest = argument
     batch = last if largest is None else largest
-    return None if batch is None else batch.shape[0]
+    if batch is None:
+        return None
+    return batch.shape[0]
 
 
 def _is_whole_number(dtype: str) -> bool:
@@ -257,7 +261,10 @@ def moment_groups(paths: Sequence[str], groups: Sequence[str]) -> list[str]:
             inner = path.partition("/")[2]
             above = (text for text in outer_moments if inner.startswith(f"{text}/"))
             moment = next(above, moments[path])
-            alone = path if whole and "/" not in path else "the rest"
+            if whole and "/" not in path:
+                alone = path
+            else:
+                alone = "the rest"
             named.append(f"optimizer: {moment or alone}")
     return named
 

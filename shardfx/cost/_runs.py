@@ -190,7 +190,9 @@ def _trip_count_of(start: int, step: int, stop: int, direction: str) -> int | No
     is_reached = (last - start) * step > 0 and (
         direction != "NE" or (stop - start) % step == 0
     )
-    return len(range(start, last, step)) if is_reached else None
+    if is_reached:
+        return len(range(start, last, step))
+    return None
 
 
 class _Scoped(NamedTuple):

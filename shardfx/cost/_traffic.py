@@ -144,7 +144,10 @@ def traffic(
             ),
             None,
         )
-    named = {} if isinstance(compiled, jax.stages.Compiled) else compiled.argument_paths
+    if isinstance(compiled, jax.stages.Compiled):
+        named = {}
+    else:
+        named = compiled.argument_paths
     # Paths without the argument's name.
     paths = {name: path.partition("/")[2] or path for name, path in named.items()}
     ids = compiled.device_ids if isinstance(compiled, CompiledFor) else ()
@@ -245,11 +248,10 @@ class _ModuleReader:
                     # the same time. On other platforms each instruction is one
                     # collective, and all collectives of a `shard_map` may have one
                     # channel.
-                    key = (
-                        (id(instruction), run)
-                        if fusion is None or channel is None
-                        else (row.kind, channel)
-                    )
+                    if fusion is None or channel is None:
+                        key = (id(instruction), run)
+                    else:
+                        key = (row.kind, channel)
                     candidates.append(
                         _Found(
                             row,
@@ -328,11 +330,9 @@ class _ModuleReader:
         )
         if not is_ring or not _PRODUCT.search(instruction.op_name):
             return collective.kind  # permutes of a windowed einsum have all devices
-        return (
-            "reduce-scatter"
-            if self.origins.is_sum_of_products(instruction)
-            else "all-gather"
-        )
+        if self.origins.is_sum_of_products(instruction):
+            return "reduce-scatter"
+        return "all-gather"
 
     def shares(
         self, instruction: Instruction, collective: Collective, wire_bytes: int
@@ -341,11 +341,10 @@ class _ModuleReader:
         gathers, or whose gradients it reduces, by the parameter's path. The key `None`
         has the bytes of other arrays.
         """
-        find = (
-            self.origins.updated
-            if collective.kind in ("all-reduce", "reduce-scatter")
-            else self.origins.gathered
-        )
+        if collective.kind in ("all-reduce", "reduce-scatter"):
+            find = self.origins.updated
+        else:
+            find = self.origins.gathered
         shares: dict[str | None, int] = {}
         for number, part in enumerate(collective.parts):
             argument = find(instruction, number)

@@ -182,11 +182,10 @@ def text_of(
         for line_rows in lines
         for number, row in enumerate(line_rows)
     ]
-    dcn = (
-        f", {bytes_text(of_traffic.dcn_bytes)} of them between slices"
-        if of_traffic.dcn_bytes
-        else ""
-    )
+    if of_traffic.dcn_bytes:
+        dcn = f", {bytes_text(of_traffic.dcn_bytes)} of them between slices"
+    else:
+        dcn = ""
     total = (
         f"{bytes_text(of_traffic.wire_bytes)} enter each of {of_traffic.devices} devices in a"
         f" step{dcn}."

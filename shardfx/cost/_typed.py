@@ -172,12 +172,16 @@ def _mesh_of(leaves: Sequence[Any]) -> AbstractMesh:
 
 def _sharding_of(leaf: Any) -> Any:
     is_placed = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-    return leaf.sharding if is_placed else None
+    if is_placed:
+        return leaf.sharding
+    return None
 
 
 def _spec_of(leaf: Any) -> PartitionSpec:
     sharding = _sharding_of(leaf)
-    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    if isinstance(sharding, NamedSharding):
+        return sharding.spec
+    return PartitionSpec()
 
 
 def _structs(
@@ -369,4 +373,6 @@ def _written_spec(spec: PartitionSpec) -> str:
 
 def _line_of(equation: jex.JaxprEqn) -> Frame | None:
     frames = [frame for frame in frames_of(equation) if not is_library(frame)]
-    return frames[0] if frames else None
+    if frames:
+        return frames[0]
+    return None

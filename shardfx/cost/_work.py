@@ -73,7 +73,10 @@ def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
         for instruction in computation.values()
         if instruction.opcode == "while"
     ]
-    bodies = {dict(called)["body"] for called in loops} if tpu else set()
+    if tpu:
+        bodies = {dict(called)["body"] for called in loops}
+    else:
+        bodies = set()
     for name, computation in module.computations.items():
         ways = runs.get(name, ())
         count = sum(run.count for run in ways)
@@ -139,9 +142,10 @@ def _written(module: HloModule) -> float:
     """
     entry = module.computations[module.entry]
     root = root_of(entry)
-    outputs = (
-        [entry[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    )
+    if root.opcode == "tuple":
+        outputs = [entry[name] for name in root.operands]
+    else:
+        outputs = [root]
     return math.fsum(
         2.0 * _bytes(output)
         for output in outputs

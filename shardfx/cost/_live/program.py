@@ -351,7 +351,9 @@ class _Flattener:
         root = root_of(body)
         if root.opcode != "tuple":
             result = self.result(root.result)
-            return (0,) if isinstance(result, Array) else tuple(range(len(result)))
+            if isinstance(result, Array):
+                return (0,)
+            return tuple(range(len(result)))
         return tuple(
             index
             for index, operand in enumerate(root.operands)
