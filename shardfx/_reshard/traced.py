@@ -64,18 +64,42 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
     if is_explicit(own_sharding):
         src = own_sharding
     elif constant:
-        src = (
-            x.sharding
-            if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)
-            else None
-        )
-    if constant and src is None:  # the program holds the whole array on every device
+        src = None
+        if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding):
+            src = x.sharding
+    if constant and src is None:
+        # The program holds the whole array on every device.
         return placed(jnp.asarray(x), dst)
     if src is None:
         raise SpecError(
             f"a traced array of shape {x.shape} does not say its sharding (its mesh has"
             " Auto axes); pass `src=` with its sharding."
         )
+    _require_like_meshes(src, dst)
+    if src.spec.unreduced or dst.spec.unreduced:
+        # A sum, which is more than a move.
+        return jax.sharding.reshard(x, dst)
+    source = _on_devices(src, dst)
+    target = _on_devices(dst, src)
+    _require_one_type(target, source)
+    _require_set_mesh(source)
+    if 0 not in x.shape:
+        # Raised here rather than at compile time.
+        redistribute(x.shape, bits(x.dtype), *layouts(x.ndim, source, target))
+    if src.spec.reduced:
+        x = placed(x, source)
+    moved = _move.bind(x, src=source, dst=target)
+    if len({*target.mesh.axis_types}) > 1:
+        # Types say nothing about Auto axes, which the target leaves unsharded.
+        unsharded = NamedSharding(target.mesh, PartitionSpec())
+        moved = jax.lax.with_sharding_constraint(moved, unsharded)
+    # A name for a value that is the same on all devices of an axis. Only gradients use
+    # it: their sum over that axis is due.
+    return placed(moved, dst) if dst.spec.reduced else moved
+
+
+def _require_like_meshes(src: NamedSharding, dst: NamedSharding) -> None:
+    """Raises an error if one `jit` cannot have arrays on the meshes of both."""
     if is_explicit(src) != is_explicit(dst):
         src_kind = "Explicit" if is_explicit(src) else "Auto"
         dst_kind = "Explicit" if is_explicit(dst) else "Auto"
@@ -92,27 +116,6 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
             " devices in different orders, which JAX does not allow in one `jit`;"
             " reshard outside, or build both with one device order."
         )
-    if src.spec.unreduced or dst.spec.unreduced:  # a sum, which is more than a move
-        return jax.sharding.reshard(x, dst)
-    source = _on_devices(src, dst)
-    target = _on_devices(dst, src)
-    _require_one_type(target, source)
-    _require_set_mesh(source)
-    if 0 not in x.shape:
-        # Raised here rather than at compile time.
-        redistribute(x.shape, bits(x.dtype), *layouts(x.ndim, source, target))
-    if src.spec.reduced:
-        x = placed(x, source)
-    moved = _move.bind(x, src=source, dst=target)
-    if (
-        len({*target.mesh.axis_types}) > 1
-    ):  # types say nothing about Auto axes, which the target leaves unsharded
-        moved = jax.lax.with_sharding_constraint(
-            moved, NamedSharding(target.mesh, PartitionSpec())
-        )
-    # A name for a value that is the same on all devices of an axis. Only gradients use
-    # it: their sum over that axis is due.
-    return placed(moved, dst) if dst.spec.reduced else moved
 
 
 def move_traced_leaves(

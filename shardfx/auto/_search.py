@@ -208,10 +208,7 @@ def search(
 
     tell = progress or (lambda _: None)
     require_options(keep, closely, verify)
-    if effort not in ("usual", "least"):
-        raise RuleError(
-            f'`effort={effort!r:.40}` is no effort of `search`; use "usual" or "least".'
-        )
+    _require_effort(effort)
     options = asked_for(devices, chip, slices)
     jax_devices = None if isinstance(devices, int | str) else devices
     compile_targets = ()
@@ -246,9 +243,21 @@ def search(
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not is_asked:
         fitting = _without_refuted(lowered, fitting, keep, tell)
+    return _with_reasons(fitting, keep)
+
+
+def _require_effort(effort: str) -> None:
+    if effort not in ("usual", "least"):
+        raise RuleError(
+            f'`effort={effort!r:.40}` is no effort of `search`; use "usual" or "least".'
+        )
+
+
+def _with_reasons(candidates: Sequence[Candidate], keep: int) -> tuple[Candidate, ...]:
+    """The first `keep` candidates, each with what the next two cost instead."""
     results = []
-    for number, candidate in enumerate(fitting[:keep]):
-        reasons = against(candidate, fitting[number + 1 : number + 3])
+    for number, candidate in enumerate(candidates[:keep]):
+        reasons = against(candidate, candidates[number + 1 : number + 3])
         results.append(dataclasses.replace(candidate, reasons=tuple(reasons)))
     return tuple(results)
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools as ft
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -150,30 +150,8 @@ class Space:
             self.made += [layout] if numbers == len(self.made) else []
             return numbers
 
-        def numbered(
-            strategies: Iterable[Iterable[Assignment]],
-        ) -> list[tuple[int, ...]]:
-            """The distinct strategies as sorted numbers of axis assignments, without
-            assignments that shard nothing. A strategy is left out if it has no
-            assignment, more than four, or the same one twice.
-            """
-            distinct: dict[tuple[int, ...], None] = {}
-            for strategy in strategies:
-                numbers = [number(assignment) for assignment in strategy]
-                sharding = sorted(n for n in numbers if n is not None)
-                is_repeated = len(set(sharding)) < len(sharding)
-                if 0 < len(sharding) <= AXES and not is_repeated:
-                    distinct[tuple(sharding)] = None
-            return list(distinct)
-
         never = frozenset(numbers_of(limits.never, classes).values())
-        # The words of a raw key, and the windows of convolutions, are never sharded.
-        names = [logical.name for logical in classes.axes]
-        whole = never | {
-            n
-            for n, name in enumerate(names)
-            if name == "key_words" or name.partition("_")[0] == "window"
-        }
+        whole = never | _never_sharded(classes)
         usual: Iterable[Iterable[Assignment]] = []
         further: Iterable[Iterable[Assignment]] = []
         if limits.rules is None:
@@ -181,9 +159,11 @@ class Space:
         by_rules = [
             assignments_of_rules(rules, classes, never).values() for rules in also
         ]
-        self.usual = numbered([*by_rules, *usual])
+        self.usual = _numbered([*by_rules, *usual], number)
         self.known = [
-            strategy for strategy in numbered(further) if strategy not in self.usual
+            strategy
+            for strategy in _numbered(further, number)
+            if strategy not in self.usual
         ]
         assignments = assignments_of(self.layouts, whole)
         if limits.rules is not None:
@@ -210,6 +190,36 @@ class Space:
             for number in layout.assignment
             if number in layout.used
         )
+
+
+def _numbered(
+    strategies: Iterable[Iterable[Assignment]],
+    number: Callable[[Assignment], int | None],
+) -> list[tuple[int, ...]]:
+    """The distinct strategies as sorted numbers of axis assignments, without assignments
+    that shard nothing, for which `number` gives `None`. A strategy is left out if it has
+    no assignment, more than four, or the same one twice.
+    """
+    distinct: dict[tuple[int, ...], None] = {}
+    for strategy in strategies:
+        numbers = [number(assignment) for assignment in strategy]
+        sharding = sorted(n for n in numbers if n is not None)
+        is_repeated = len(set(sharding)) < len(sharding)
+        if 0 < len(sharding) <= AXES and not is_repeated:
+            distinct[tuple(sharding)] = None
+    return list(distinct)
+
+
+def _never_sharded(classes: Classes) -> set[int]:
+    """The numbers of the logical axes that are words of a raw key, or windows of
+    convolutions.
+    """
+    names = [logical.name for logical in classes.axes]
+    return {
+        number
+        for number, name in enumerate(names)
+        if name == "key_words" or name.partition("_")[0] == "window"
+    }
 
 
 def fastest(space: Space, keep: int) -> list[Candidate]:
