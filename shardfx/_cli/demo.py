@@ -437,6 +437,32 @@ def _tenths(steps: int) -> list[int]:
     return sorted({0, steps - 1, *range(every - 1, steps, every)})
 
 
+def _print_curves(sharded: Sequence[float], unsharded: Sequence[float]) -> bool:
+    """Prints the losses of both runs side by side, and returns whether they are the same,
+    within `TOLERANCE`.
+    """
+    differences = []
+    for sharded_loss, unsharded_loss in zip(sharded, unsharded, strict=True):
+        differences.append(abs(sharded_loss - unsharded_loss))
+    print(f"\n{'step':>6}  {'sharded':>9}  {'one device':>10}  {'difference':>10}")
+    for step_number in _tenths(len(sharded)):
+        bar = "#" * round(30 * sharded[step_number] / max(sharded))
+        print(
+            f"{step_number + 1:>6}  {sharded[step_number]:>9.5f}  {unsharded[step_number]:>10.5f} "
+            f" {differences[step_number]:>10.1e}  {bar}"
+        )
+    agree = max(differences) <= TOLERANCE
+    print(
+        f"\nLargest difference over {len(sharded)} steps: {max(differences):.1e} nats"
+        f" (allowed: {TOLERANCE:.0e})."
+    )
+    if agree:
+        print("The curves are the same up to rounding.")
+    else:
+        print("THE CURVES DIFFER.")
+    return agree
+
+
 def show(
     mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None = None
 ) -> bool:
@@ -482,25 +508,7 @@ def show(
     print("\nThe same on one of the devices, without a plan, with Equinox alone:\n")
     unsharded = train(start_unsharded(run), text, run, show="one device")
 
-    differences = []
-    for sharded_loss, unsharded_loss in zip(sharded, unsharded, strict=True):
-        differences.append(abs(sharded_loss - unsharded_loss))
-    print(f"\n{'step':>6}  {'sharded':>9}  {'one device':>10}  {'difference':>10}")
-    for step_number in _tenths(run.steps):
-        bar = "#" * round(30 * sharded[step_number] / max(sharded))
-        print(
-            f"{step_number + 1:>6}  {sharded[step_number]:>9.5f}  {unsharded[step_number]:>10.5f} "
-            f" {differences[step_number]:>10.1e}  {bar}"
-        )
-    agree = max(differences) <= TOLERANCE
-    print(
-        f"\nLargest difference over {run.steps} steps: {max(differences):.1e} nats"
-        f" (allowed: {TOLERANCE:.0e})."
-    )
-    if agree:
-        print("The curves are the same up to rounding.")
-    else:
-        print("THE CURVES DIFFER.")
+    agree = _print_curves(sharded, unsharded)
     print(
         "One step under the plan, beside one device in float64"
         f" (`check_step`):\n{checked}"

@@ -252,6 +252,19 @@ def test_files_are_short():
             assert path.read_text().count("\n") <= 600, path
 
 
+def test_functions_are_short():
+    for path in SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            body = node.body
+            if ast.get_docstring(node) is not None:
+                body = body[1:]
+            if body:
+                lines = (body[-1].end_lineno or 0) - body[0].lineno + 1
+                assert lines <= 60, f"{path}: {node.name} has {lines} lines"
+
+
 def test_files_are_finished():
     for path in SOURCES:
         text = path.read_text()
