@@ -170,7 +170,11 @@ def section(documents: Mapping[str, Mapping[str, Any]]) -> str:
     }
     for data in hunts.values():
         lines.append(_hunt_row(data))
-    lines += ["", "[Wrong numbers](wrong_numbers.md) has the causes that are known.", ""]
+    lines += [
+        "",
+        "[Wrong numbers](wrong_numbers.md) has the causes that are known.",
+        "",
+    ]
     lines += [*_verdict_rows(documents), ""]
     for data in documents.values():
         if "coverage" in data:

@@ -297,7 +297,7 @@ def test_a_full_disk_changes_nothing(tmp_path, monkeypatch, target, name, number
     before = os.listdir(tmp_path)
     with monkeypatch.context() as patched:
         # No two arrays are small enough to be written together.
-        patched.setattr("shardfx.checkpoint._save.COPY_BYTES", 1)
+        patched.setattr("shardfx.checkpoint._tensor_writes.COPY_BYTES", 1)
         patched.setattr(
             os,
             name,
