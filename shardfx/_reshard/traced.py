@@ -82,7 +82,7 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
     source = _on_devices(src, dst)
     target = _on_devices(dst, src)
     _require_one_type(target, source)
-    _require_set_mesh(source)
+    _require_no_other_mesh(source)
     if 0 not in x.shape:
         # Raised here rather than at compile time.
         redistribute(x.shape, bits(x.dtype), *layouts(x.ndim, source, target))
@@ -183,7 +183,7 @@ def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
         )
 
 
-def _require_set_mesh(src: NamedSharding) -> None:
+def _require_no_other_mesh(src: NamedSharding) -> None:
     """Raises `MeshError` if `src` is on an abstract mesh of Auto axes, and
     `jax.set_mesh` has set another mesh.
     """

@@ -18,12 +18,12 @@ from ._programs import LoweredStep, Tell, jitted, with_traffic
 
 
 class Settled(NamedTuple):
-    """The candidates after libtpu is asked.
+    """The candidates after libtpu is asked. A candidate fits by libtpu's memory; one that
+    libtpu was not asked about fits by the foreseen memory.
 
-    - `fitting`: those that fit in memory. The candidates that libtpu was asked about
-      come first, the fastest of them first.
-    - `full`: those that do not fit. libtpu's memory decides where libtpu was asked;
-      else the foreseen memory does.
+    - `fitting`: the candidates that fit. Those that libtpu was asked about come first,
+      the fastest of them first.
+    - `full`: the candidates that do not fit.
     """
 
     fitting: tuple[Candidate, ...]
