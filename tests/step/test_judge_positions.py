@@ -79,6 +79,55 @@ def test_an_index_that_may_be_out_of_bounds_is_not_judged(last):
     assert "`jnp.clip(index, 0, 15)`" in verdict.unjudged[0].reason
 
 
+def window(x, indices):
+    return lax.dynamic_slice_in_dim(x, indices[1], 4, axis=1)
+
+
+def mapped_window(x, indices):
+    take = lambda row, index: lax.dynamic_slice_in_dim(row, index, 4)
+    return jax.vmap(take)(x, indices)
+
+
+@pytest.mark.parametrize("function", [window, mapped_window])
+@pytest.mark.parametrize("spec", [P(None, "tensor"), P(("data", "fsdp"), "tensor")])
+def test_a_sharded_window_is_judged_where_its_index_is_clipped(function, spec):
+    # XLA's simplifier makes one slice of the window and of each device's part, and
+    # clamps its start to the size of the part.
+    x = struct((4, 8))
+    indices = struct((4,), dtype=jnp.int32)
+    result = NamedSharding(MESH, spec)
+    step = jax.jit(function, out_shardings=result)
+    verdict = sfx.testing.verify(step, x, indices)
+    assert verdict.outcome == "not judged"
+    assert "`jnp.clip(index, 0, 4)`" in verdict.unjudged[0].reason
+
+    def clipped_step(x, indices):
+        return function(x, jnp.clip(indices, 0, 4))
+
+    step = jax.jit(clipped_step, out_shardings=result)
+    assert sfx.testing.verify(step, x, indices).outcome == "proved"
+
+
+def test_rows_at_any_indices_are_proved():
+    # Whole rows start at 0, whatever the indices are.
+    def rows(x, indices):
+        return x[indices]
+
+    x = struct((16, 8))
+    indices = struct((4,), dtype=jnp.int32)
+    step = jax.jit(rows, out_shardings=NamedSharding(MESH, P("data", "tensor")))
+    assert sfx.testing.verify(step, x, indices).outcome == "proved"
+
+
+def test_a_part_beside_a_slice_at_any_index_is_proved():
+    def row(x, index):
+        return lax.dynamic_index_in_dim(x, index, 1, keepdims=False)
+
+    x = struct((4, 8, 8))
+    step = jax.jit(row, out_shardings=NamedSharding(MESH, P("data", "tensor")))
+    assert sfx.testing.verify(step, x, INDEX).outcome == "proved"
+
+
 @pytest.fixture(scope="module")
 def programs():
     return step_of(clipped, (CACHE, ROW, INDEX)).programs("cpu")
@@ -145,6 +194,9 @@ INDICES = {
     "wrapping": wrapping,
     "narrow": narrow,
     "minimum": lambda i: jnp.minimum(i, 6),
+    "slice": lambda i: lax.slice(jnp.clip(i, 2, 9), (3,), (7,)),
+    "element": lambda i: lax.dynamic_slice(jnp.clip(i, 2, 9), (i[0],), (2,)),
+    "both": lambda i: jnp.concatenate([jnp.clip(i, 2, 9), jnp.clip(i, -4, 1)]),
 }
 
 
@@ -160,12 +212,15 @@ def test_bounds_hold_of_all_numbers(name):
     assert bounds is not None
     assert bounds.low <= computed.min()
     assert computed.max() <= bounds.high
-    if name in ("clip", "remainder of a clip", "never", "sum", "difference"):
-        expected = {
-            "clip": (2, 9),
-            "remainder of a clip": (0, 6),
-            "never": (1, 3),
-            "sum": (-2, 9),
-            "difference": (-8, 3),
-        }[name]
-        assert bounds == expected
+    expected = {
+        "clip": (2, 9),
+        "remainder of a clip": (0, 6),
+        "never": (1, 3),
+        "sum": (-2, 9),
+        "difference": (-8, 3),
+        "slice": (2, 9),
+        "element": (2, 9),
+        "both": (-4, 9),
+    }
+    if name in expected:
+        assert bounds == expected[name]

@@ -125,7 +125,7 @@ def _selected(chosen: Bounds, first: Bounds, other: Bounds) -> Bounds:
         return first
     if chosen == _NEVER:
         return other
-    return Bounds(min(first.low, other.low), max(first.high, other.high))
+    return _joined(first, other)
 
 
 def _remainder(number: Bounds, divisor: Bounds) -> Bounds | None:
@@ -141,6 +141,12 @@ def _and(first: Bounds, other: Bounds) -> Bounds | None:
     return _minimum(first, other) if are_predicates else None
 
 
+def _joined(*each: Bounds) -> Bounds:
+    low = min(bounds.low for bounds in each)
+    high = max(bounds.high for bounds in each)
+    return Bounds(low, high)
+
+
 _RULES: Mapping[str, Callable[..., Bounds | None]] = {
     "maximum": _maximum,
     "minimum": _minimum,
@@ -149,6 +155,9 @@ _RULES: Mapping[str, Callable[..., Bounds | None]] = {
     "remainder": _remainder,
     "and": _and,
     "convert": lambda number: number,
+    "slice": lambda numbers: numbers,
+    "dynamic-slice": lambda numbers, *indices: numbers,
+    "concatenate": _joined,
     # What wraps is beyond the bounds of the dtype, which are taken then.
     "add": lambda first, other: Bounds(first.low + other.low, first.high + other.high),
     "subtract": lambda first, other: Bounds(

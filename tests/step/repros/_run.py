@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -46,11 +47,20 @@ def apart(case: Case) -> float:
     """The norm of the difference to one device, as a share of the norm of the right
     result; the largest of all results.
     """
+    devices = np.array(jax.devices()[:1]).reshape([1] * len(case.mesh))
+    alone = Mesh(devices, tuple(case.mesh))
+    whole = jax.jit(case.step(alone), compiler_options=_QUICKLY)(*case.args)
+    jitted, *_ = placed(case)
+    leaves = jax.tree.leaves(jitted(*case.args))
+    pairs = zip(leaves, jax.tree.leaves(whole), strict=True)
+    return max(_share(np.asarray(ours), np.asarray(right)) for ours, right in pairs)
+
+
+def placed(case: Case) -> tuple[Any, ...]:
+    """The jitted function of a case on its mesh, and structs of its arguments."""
     count = math.prod(case.mesh.values())
     devices = np.array(jax.devices()[:count]).reshape([*case.mesh.values()])
     mesh = Mesh(devices, tuple(case.mesh))
-    alone = Mesh(devices.ravel()[:1].reshape([1] * len(case.mesh)), tuple(case.mesh))
-    whole = jax.jit(case.step(alone), compiler_options=_QUICKLY)(*case.args)
     shardings = tuple(NamedSharding(mesh, spec) for spec in case.specs)
     if case.result is None:
         result = None
@@ -62,9 +72,11 @@ def apart(case: Case) -> float:
         out_shardings=result,
         compiler_options=_QUICKLY,
     )
-    leaves = jax.tree.leaves(jitted(*case.args))
-    pairs = zip(leaves, jax.tree.leaves(whole), strict=True)
-    return max(_share(np.asarray(ours), np.asarray(right)) for ours, right in pairs)
+    structs = [
+        jax.ShapeDtypeStruct(array.shape, jnp.asarray(array).dtype, sharding=sharding)
+        for array, sharding in zip(case.args, shardings, strict=True)
+    ]
+    return jitted, *structs
 
 
 def _share(ours: np.ndarray, right: np.ndarray) -> float:
