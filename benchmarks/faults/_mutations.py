@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from ._data import Case
@@ -19,15 +20,19 @@ from ._values import arguments
 from ._verdicts import verdict_of_text
 
 
+LARGER = 256
+
+
 class Original(NamedTuple):
     """A right program that is mutated: its text, the text before the partitioner, its
-    arguments on the devices, and what it computes on each device.
+    arguments on the devices, what it computes on each device, and other arguments.
     """
 
     text: str
     whole: str
-    arguments: list[Any]
+    arguments: list[jax.Array]
     results: list[list[np.ndarray]]
+    other_arguments: list[jax.Array]
     devices: int
 
 
@@ -42,7 +47,24 @@ def original(case: Case) -> tuple[Original | None, str]:
     results = run(text, arrays, devices)
     if difference(results, shards(sharded(case)(*arrays))) > UNCHANGED:
         return None, "its text gives other numbers than jit"
-    return Original(text, whole, arrays, results, devices), ""
+    program = Original(
+        text=text,
+        whole=whole,
+        arguments=arrays,
+        results=results,
+        other_arguments=placed(case, [_other(array) for array in values]),
+        devices=devices,
+    )
+    return program, ""
+
+
+def _other(array: np.ndarray) -> np.ndarray:
+    """Numbers that show more of a program: larger ones, since a softmax is the same
+    whatever is taken off its elements until they overflow, and negative indices.
+    """
+    if array.dtype.kind == "i":
+        return ~array
+    return (array * LARGER).astype(array.dtype)
 
 
 def mutated(case: Case, count: int, seed: int) -> list[dict[str, Any]]:
@@ -67,8 +89,17 @@ def mutated(case: Case, count: int, seed: int) -> list[dict[str, Any]]:
         changed = difference(results, program.results)
         line["changed"] = float(f"{changed:.3g}")
         verdict = _judged(program, mutation.text)
+        if verdict["outcome"] == "refuted" and changed <= UNCHANGED:
+            line["changed_otherwise"] = _changed_otherwise(program, mutation.text)
         lines.append(line | {"verdict": verdict})
     return lines
+
+
+def _changed_otherwise(program: Original, text: str) -> float:
+    """How far a mutation changes the results of other arguments."""
+    before = run(program.text, program.other_arguments, program.devices)
+    after = run(text, program.other_arguments, program.devices)
+    return float(f"{difference(after, before):.3g}")
 
 
 def _judged(program: Original, text: str) -> Mapping[str, Any]:

@@ -153,7 +153,7 @@ def _mutated(flags: argparse.Namespace, configuration: Configuration) -> int:
             "programs": (number - flags.first) // 2,
             "mutations": _report.mutation_table(lines),
             "mistakes": [line for line in lines if _report.is_mistake(line)],
-            # Refutations to be looked at: a doubled sum of zeros is one, for example.
+            # Refutations to be looked at, if other arguments do not change either.
             "harmless": [line for line in lines if _report.is_harmless(line)],
         }
     _write(document, flags.json)
