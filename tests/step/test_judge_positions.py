@@ -128,6 +128,30 @@ def test_a_part_beside_a_slice_at_any_index_is_proved():
     assert sfx.testing.verify(step, x, INDEX).outcome == "proved"
 
 
+def test_one_row_is_not_scattered_into_a_part_of_a_whole_array():
+    # XLA's simplifier makes one slice of the part and of the row, so that devices
+    # without the row read, and write, a row of another part.
+    rows = NamedSharding(MESH, P("tensor"))
+
+    def step(x, index, row):
+        x = lax.with_sharding_constraint(x, rows)
+        return x.at[index].set(row)
+
+    jitted = jax.jit(step, out_shardings=rows)
+    index = struct((1,), dtype=jnp.int32)
+    row = struct((1, 4))
+    verdict = sfx.testing.verify(jitted, struct((16, 4)), index, row)
+    assert verdict.outcome == "not judged"
+    assert "constrain the array to one sharding" in verdict.unjudged[0].reason
+
+    x = struct((16, 4), "tensor")
+    assert sfx.testing.verify(jitted, x, index, row).outcome == "proved"
+    indices = struct((2,), dtype=jnp.int32)
+    two_rows = struct((2, 4))
+    verdict = sfx.testing.verify(jitted, struct((16, 4)), indices, two_rows)
+    assert verdict.outcome == "proved"
+
+
 @pytest.fixture(scope="module")
 def programs():
     return step_of(clipped, (CACHE, ROW, INDEX)).programs("cpu")

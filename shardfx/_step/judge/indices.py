@@ -1,6 +1,7 @@
 """Gathers and scatters, in arrays that are cut too."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from .values import Node
 from .verdict import Unjudged, Wrong
 
 
+# Operations behind which a slice is the same slice.
+_UNCHANGED = ("copy", "reshape", "bitcast", "transpose")
 # The array into which all devices scatter their part may be taken once or more.
 _IDEMPOTENT = ("maximum", "minimum")
 
@@ -285,7 +288,7 @@ def _scattered(
             terms = product_of_terms(context.everywhere, terms, part)
         elif updates.shape[place] != update_shape[place]:
             raise Unjudged("a scatter of broadcasts")
-    _scatter_bounds(context, table, raw, lookup, windows, node, cuts)
+    _scatter_bounds(context, instruction, table, raw, lookup, windows, node, cuts)
     is_unfinished = terms is not None or updates.scale != 1
     if is_unfinished and how in _IDEMPOTENT:
         if not table.is_finished or not updates.is_finished:
@@ -305,6 +308,7 @@ def _scattered(
 
 def _scatter_bounds(
     context: Context,
+    instruction: Instruction,
     table: Held,
     raw: Held,
     lookup: _Lookup,
@@ -349,6 +353,33 @@ def _scatter_bounds(
                     "a scatter, by plain indices, into a dimension that is cut"
                 )
             raise Unjudged("a scatter by indices with other offsets than the array's")
+        if starts.any() and _is_of_one_row(raw, lookup):
+            _require_no_slice_before(context, instruction)
+
+
+def _is_of_one_row(index: Held, lookup: _Lookup) -> bool:
+    sizes = [size for dim, size in enumerate(index.shape) if dim != lookup.vector]
+    return math.prod(sizes) == 1
+
+
+def _require_no_slice_before(context: Context, instruction: Instruction) -> None:
+    """Raises `Unjudged` for a scatter of one row into a part that the device has just
+    sliced. XLA reads the row by a slice, of which its simplifier and the slice before
+    make one; beyond the part it reads, and writes, a row of another part.
+    """
+    computation = next(
+        computation
+        for computation in context.module.computations.values()
+        if computation.get(instruction.name) is instruction
+    )
+    source = computation[instruction.operands[0]]
+    while source.opcode in _UNCHANGED:
+        source = computation[source.operands[0]]
+    if source.opcode == "dynamic-slice":
+        raise Unjudged(
+            "a scatter of one row into a part of an array: XLA would write a row of"
+            " another part, so constrain the array to one sharding from its start on"
+        )
 
 
 def _is_box(context: Context, cut: Cut, size: int) -> bool:
