@@ -62,3 +62,35 @@ def test_another_lookup_is_not_proved(programs, before, after):
     changed, count = re.subn(before, after, text, count=1)
     assert count == 1 and changed != text, text
     assert judged(programs._replace(partitioned=changed)).outcome != "proved"
+
+
+@pytest.mark.parametrize(
+    "image, cotangent",
+    [
+        (P(None, None, "tensor"), P("data")),
+        (P(), P()),
+        (P("data"), P("data")),
+    ],
+)
+def test_a_device_whose_taps_read_padding_alone_is_not_accused(image, cotangent):
+    # The gradient of the kernel's first position is zero: it reads padding alone.
+    def convolved(x, w):
+        numbers = ("NHC", "HIO", "NHC")
+        return jax.lax.conv_general_dilated(
+            x, w, (3,), [(1, 1)], dimension_numbers=numbers
+        )
+
+    def loss(w, x, cotangent):
+        return jnp.sum(convolved(x, w) * cotangent)
+
+    mesh = sfx.MeshSpec({"data": 4, "tensor": 2}).abstract()
+
+    def struct(shape, spec):
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    kernel = struct((2, 8, 6), P("tensor"))
+    step = jax.jit(jax.grad(loss), out_shardings=kernel.sharding)
+    arrays = struct((16, 2, 8), image), struct((16, 1, 6), cotangent)
+    verdict = sfx.testing.verify(step, kernel, *arrays)
+    assert verdict.outcome == "not judged", verdict

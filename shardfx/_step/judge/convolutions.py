@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+import numpy as np
+
 from ..hlo_text import Instruction, arrays_in
-from .cuts import Cut
+from .cuts import HOLE, Cut
 from .forms import attribute, reducer_of
 from .held import Axis, Context, Held, product_of_terms, require_finished
 from .joining import different, form_in, is_identity
@@ -78,7 +80,7 @@ def _convolved(
     )
     if _groups(node.instruction) == (1, 1) == _groups(instruction):
         axes = [
-            image.axes[labels.image.index("f")],
+            _features(context, image, kernel, labels),
             kernel.axes[labels.kernel.index("i")],
         ]
         size = node.operands[0].shape[labels.image.index("f")]
@@ -110,6 +112,27 @@ def _convolved(
     form = form_in(context, instruction, operands, shape)
     held = placed(context, form, instruction, shape, ordered, number)
     return with_sums(context, held, operands, terms, Fraction(1), None)
+
+
+def _features(
+    context: Context, image: Held, kernel: Held, labels: _Labels
+) -> Axis | None:
+    """The features of an image. A device that slides over zeros alone, since no
+    neighbour sends it a row, has any features: each term of its sums is zero.
+    """
+    axis = image.axes[labels.image.index("f")]
+    other = kernel.axes[labels.kernel.index("i")]
+    if axis is None or other is None or image.fill != 0:
+        return axis
+    slides_over_nothing = np.zeros(context.devices, bool)
+    for letter in labels.spatial:
+        rows = image.axes[labels.image.index(letter)]
+        if rows is not None:
+            slides_over_nothing |= (rows.cut.starts == HOLE).all(axis=1)
+    if axis.cut.lengths != other.cut.lengths or axis.cut.step != other.cut.step:
+        return axis
+    starts = np.where(slides_over_nothing[:, None], other.cut.starts, axis.cut.starts)
+    return Axis(axis.dim, context.cuts.made(axis.cut.lengths, starts, axis.cut.step))
 
 
 def _known_size(size: int | None) -> int:

@@ -95,6 +95,10 @@ def _selected_on_devices(
             return held
     for part, rest, is_part in ((on_part, other, chosen), (other, on_part, ~chosen)):
         if is_zero(rest) and part.root >= 0:
+            is_masked = is_empty(part, context.devices) & (part.fill == 0)
+            if is_masked[~is_part].all():
+                # The other devices hold zeros already.
+                return part
             mask = sum(1 << device for device in np.flatnonzero(is_part).tolist())
             return dataclasses.replace(part, terms=(mask,), known=None)
     return None
