@@ -25,8 +25,21 @@ from .tracing import unwrapped
 
 # Equations that set the sharding of their operands and change no values.
 _LAYOUTS = ("reshard", "mesh_cast", "sharding_constraint")
+# Equations with a function that combines two elements. XLA knows a sum by it, and not
+# if its values have shardings.
+_COMBINERS = (
+    "reduce",
+    "reduce_window",
+    "scatter",
+    "scatter-add",
+    "scatter-sub",
+    "scatter-mul",
+    "scatter-min",
+    "scatter-max",
+    "select_and_scatter",
+)
 # Equations whose programs are evaluated anew.
-_NESTED = (*LOOPS, *MARKED_CALLS, "custom_linear_solve", "linear_call")
+_NESTED = (*LOOPS, *MARKED_CALLS, *_COMBINERS, "custom_linear_solve", "linear_call")
 _NO_MESH = AbstractMesh((), ())
 
 

@@ -97,6 +97,44 @@ def test_a_constrained_step_is_that_of_auto_axes(form, auto):
     np.testing.assert_allclose(value, expected_value, rtol=1e-6)
 
 
+@pytest.mark.parametrize("operation", ["lookup", "pooling", "reduction"])
+def test_functions_of_two_elements_have_no_shardings(operation):
+    """XLA partitions a sum by the function that adds two elements, and knows it only
+    without shardings: it would gather what a lookup's derivative adds to a table.
+    """
+
+    def loss(params, x):
+        if operation == "lookup":
+            out = params["embed"][x.astype(int)]
+        elif operation == "pooling":
+            out = jax.lax.reduce_window(
+                x @ params["embed"], 0.0, lambda a, b: a + b + 1, (2, 2), (2, 2), "SAME"
+            )
+        else:
+            out = jax.lax.reduce(
+                x @ params["embed"], 0.0, lambda a, b: a + b + a * b, (1,)
+            )
+        return jnp.mean(out**2)
+
+    def step(params, x):
+        if operation == "lookup":
+            grads = jax.grad(loss)(params, x)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return params, loss(params, x)
+
+    args = {"embed": jnp.ones((64, 32))}, jnp.ones((16, 64))
+    rules = sfx.AxisRules([("batch", "data")])
+    sent = {}
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = mesh_of(kind)
+        shardings = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+        placed = tuple(map(jax.device_put, args, shardings))
+        lowered = jax.jit(constrain_step(step, mesh, rules)).lower(*placed)
+        assert '"data"=1' not in lowered.as_text()
+        sent[kind] = sfx.cost.traffic(lowered.compile(), mesh).wire_bytes
+    assert sent[AxisType.Explicit] == sent[AxisType.Auto]
+
+
 def test_results_are_typed_without_out_shardings():
     """The plain step has no type on these axes."""
     mesh = mesh_of(AxisType.Explicit)
