@@ -8,6 +8,7 @@ keeps the results, `--only` takes parts of names.
 """
 
 import argparse
+import functools as ft
 import json
 import time
 from collections.abc import Callable
@@ -26,7 +27,6 @@ from ._zoo import small_models
 
 
 MESH_AXES = ("data", "fsdp", "tensor")
-SLICE = "tpu:v5e:4x4"
 RULES = sfx.AxisRules(
     [
         ("batch", "data"),
@@ -121,15 +121,15 @@ def types_are_planned(state: Any, plans: tuple[sfx.ShardPlan, ...]) -> bool:
     )
 
 
-def of_libtpu(step: Any, *args: Any) -> Row:
-    """The bytes of the compiled steps for a slice, without a TPU."""
+def of_libtpu(target: str, step: Any, *args: Any) -> Row:
+    """The bytes of the compiled steps for a slice of 16 chips, without a TPU."""
     names = sfx.auto.name_axes(step, *args).names
     row: Row = {}
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = sfx.MeshSpec({"data": 4, "fsdp": 2, "tensor": 2}, axis_types=kind)
         jitted, plans = planned(step, args, names, mesh)
         structs = tuple(plan.structs for plan in plans)
-        compiled = sfx.cost.compile_for(jitted, *structs, target=SLICE)
+        compiled = sfx.cost.compile_for(jitted, *structs, target=target)
         row[f"bytes, {kind}"] = sfx.cost.traffic(compiled, mesh).wire_bytes
     row["bytes"] = row["bytes, Explicit"] / row["bytes, Auto"]
     return row
@@ -167,7 +167,9 @@ def searched(name: str, effort: Any) -> Row:
 def rows_of(flags: argparse.Namespace) -> dict[str, Callable[[], Row]]:
     if flags.command == "search":
         return {name: lambda name=name: searched(name, flags.effort) for name in STEPS}
-    measure = compared if flags.command == "models" else of_libtpu
+    measure = compared
+    if flags.command == "aot":
+        measure = ft.partial(of_libtpu, flags.slice)
     return {
         name: lambda make=make: measure(*make())
         for name, make in small_models().items()
@@ -178,6 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=("models", "search", "aot"))
     parser.add_argument("--only", default="", help="parts of names, with commas")
+    parser.add_argument("--slice", default="tpu:v5e:4x4", help="for `aot`: 16 chips")
     parser.add_argument("--effort", default="usual", choices=("usual", "least"))
     parser.add_argument("--json", type=Path)
     flags = parser.parse_args()
