@@ -25,6 +25,7 @@ shows as a table. In Colab, install first: `%pip install "shardfx @ git+URL"`.""
 import jax
 import jax.numpy as jnp
 import shardfx as sfx
+from jax.sharding import PartitionSpec as P
 
 # Eight emulated devices. Where there are accelerators, leave both lines out.
 jax.config.update("jax_platforms", "cpu")
@@ -39,7 +40,7 @@ plan""",
 print(plan.code())""",
     """One array, and mistakes in rules:""",
     """sfx.explain(plan, "layers/0/weight")""",
-    """rules = sfx.PathRules([("weight", jax.P("fsdp")), ("kernel", sfx.fsdp("fsdp"))])
+    """rules = sfx.PathRules([("weight", P("fsdp")), ("kernel", sfx.fsdp("fsdp"))])
 sfx.lint(model, plan.mesh, paths=rules)""",
     """What a step sends, and whether it fits a chip:""",
     """def loss(model, x):

@@ -60,7 +60,7 @@ class MissedAxis:
     @property
     def change(self) -> str:
         """The sharding constraint that shards the array over the mesh axis, as code."""
-        return f"constrain(x, jax.P{entries_of(self.spec)!r}, plan)"
+        return f"constrain(x, P{entries_of(self.spec)!r}, plan)"
 
     @property
     def where(self) -> str:

@@ -200,7 +200,7 @@ def test_a_lost_batch_is_mended_by_the_told_constraint():
     assert missed.spec == P("fsdp", None, None)
     assert missed.line is not None
     assert missed.line.place == LINES["block"]
-    assert "jax.P('fsdp', None, None)" in str(table.at(LINES["block"]))
+    assert "constrain(x, P('fsdp', None, None)" in str(table.at(LINES["block"]))
     mended = shardings(*decoder(constrained=True))
     again = next(row for row in mended.rows if row.shape == worst.shape)
     assert again.bytes_per_device * 8 == worst.bytes_per_device
@@ -329,7 +329,7 @@ def test_a_missing_constraint_is_told_with_its_savings():
     before, after = (fit(*step_args, chip="h100") for step_args in (args, mended))
     (change,) = told(before)
     words = (
-        "constrain(x, jax.P('fsdp', None, None), plan) for the f32[64,32,64] of"
+        "constrain(x, P('fsdp', None, None), plan) for the f32[64,32,64] of"
         " test_shardings"
     )
     assert change.how.startswith(words)

@@ -273,3 +273,20 @@ def test_readme_commands_name_what_exists():
     assert extras
     for extra in ",".join(extras).split(","):
         assert re.search(rf"^{extra} = \[", declared, re.MULTILINE), extra
+
+
+def test_pages_spell_partition_specs_one_way():
+    """As `P`, which `from jax.sharding import PartitionSpec as P` defines."""
+    other = re.compile(
+        r"\b(?:jax\.P|PartitionSpec\(|(?:import|,) PartitionSpec\b(?! as P))"
+    )
+    assert other.search("assert spec == jax.P()")
+    assert other.search("from jax.sharding import PartitionSpec\n")
+    assert not other.search("from jax.sharding import PartitionSpec as P")
+    notebook = (ROOT / "docs" / "draw_notebook.py").read_text()
+    assert "jax.P" not in notebook
+    for page in PAGES:
+        for fence in FENCE.finditer(page.read_text()):
+            # Other fences show what a program printed.
+            if fence["language"] in ("python", "py"):
+                assert not other.search(fence["body"]), (page, fence["body"])
