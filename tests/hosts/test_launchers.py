@@ -48,6 +48,7 @@ for launch in json.load(sys.stdin):
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(launch["variables"])
+    sys.argv[1:] = launch["arguments"]
     address = launch["bind"]
     jax.distributed.initialize = functools.partial(
         start, coordinator_bind_address=address
@@ -89,6 +90,10 @@ def remote(**_):
 """
 
 
+def by_hand(_index: int, _count: int, _port: int) -> dict[str, str]:
+    return {}
+
+
 def slurm(index: int, count: int, port: int) -> dict[str, str]:
     return {
         "SLURM_JOB_ID": "4711",
@@ -124,7 +129,7 @@ def ray_job(_index: int, _count: int, _port: int) -> dict[str, str]:
     return {}
 
 
-LAUNCHERS = {slurm: 2, indexed_job: 2, tpu_vm: 2, ray_job: 1}
+LAUNCHERS = {by_hand: 2, slurm: 2, indexed_job: 2, tpu_vm: 2, ray_job: 1}
 
 
 class Ended(NamedTuple):
@@ -145,15 +150,15 @@ def ended(tmp_path_factory):
     launches = []
     for launcher, started in LAUNCHERS.items():
         port = free_port()
-        if launcher is ray_job:
-            script = SCRIPTS["ray_job.py"].replace(":1234", f":{port}")
-            (folder / "ray_job.py").write_text(script)
+        script = SCRIPTS[f"{launcher.__name__}.py"].replace(":1234", f":{port}")
+        (folder / f"{launcher.__name__}.py").write_text(script)
         launches += [
             {
                 "script": f"{launcher.__name__}.py",
                 "log": f"{launcher.__name__}.txt",
                 "bind": f"127.0.0.1:{port}",
                 "variables": launcher(index, PROCESSES, port),
+                "arguments": [str(index)],
             }
             for index in range(started)
         ]
@@ -205,8 +210,14 @@ def test_a_script_of_the_page_starts_and_trains(launcher, ended):
     assert f"mean {mean}\n" in text
 
 
+def test_processes_started_by_hand_load_what_they_saved(ended):
+    _, text = ended[by_hand]
+    for index in range(PROCESSES):
+        assert f"process {index} loaded {64 * 8}.0\n" in text
+
+
 def test_the_page_has_a_script_for_each_launcher():
-    launchers = {"slurm.py", "indexed_job.py", "tpu_vm.py", "ray_job.py"}
+    launchers = {"by_hand.py", "slurm.py", "indexed_job.py", "tpu_vm.py", "ray_job.py"}
     assert SCRIPTS.keys() == {"train.py", *launchers}
     # "The script of ten lines for each", beside train.py.
     for name in launchers - {"ray_job.py"}:
