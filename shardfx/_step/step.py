@@ -24,9 +24,9 @@ from .libtpu import (
     TpuProgram,
     TpuSlice,
     TpuTexts,
+    recent_tpu_texts,
     tpu_compiled,
     tpu_partitioned,
-    tpu_texts,
 )
 from .lowered import (
     Dims,
@@ -259,7 +259,8 @@ class Step:
         cannot compile the step.
         """
         text = self._bytecode("tpu", self.mesh, arguments, results, module)
-        return tpu_texts(self._tpu_program(text, arguments, results), slices, order)
+        program = self._tpu_program(text, arguments, results)
+        return recent_tpu_texts(program, slices, tuple(order))
 
     def tpu_compiled(
         self, slices: TpuSlice, order: Sequence[int]

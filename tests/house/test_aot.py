@@ -7,9 +7,7 @@ Run it alone, since libtpu reads the environment once:
 
 import importlib.util
 import math
-import os
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,13 +18,11 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks._programs import lowered, planned, steps_program, wire_bytes
-from shardfx import MeshSpec, PathRules, chips, plan, testing, topology
+from shardfx import MeshSpec, PathRules, plan, testing, topology
 from shardfx._cli.demo import Run, make_optimizer, make_plans, make_step
-from shardfx._step import bytecode, libtpu, step_of
 from shardfx.auto import search
 from shardfx.cost import compile_for, estimate, fit, traffic
-from shardfx.cost._libtpu import target_of
-from shardfx.errors import MeshError, OutOfMemoryError, ProgramError
+from shardfx.errors import MeshError, OutOfMemoryError
 from shardfx.interop import tpu
 
 
@@ -529,38 +525,6 @@ def test_a_step_that_does_not_fit_has_an_answer():
     with pytest.raises(OutOfMemoryError, match="needs 16.25G of 15.75G") as raised:
         compile_for(step, *args, target="tpu:v5e:4x4")
     assert raised.value.needed_bytes == asked.peak_bytes
-
-
-@needs_libtpu
-def test_libtpu_leaves_nothing_behind():
-    had_lock = Path("/tmp/libtpu_lockfile").exists()
-    chip = chips.find("v5e")
-    step = step_of(*small_step(4))
-    target = target_of(chip, step.mesh)
-    assert target is not None
-    texts = step.tpu_texts(target.slices, target.order)
-    assert "all-reduce" in step.tpu_partitioned(target.slices, target.order)
-
-    program = step._tpu_program(b"no module", None, None)
-    with pytest.raises(ProgramError, match="(?s)cannot compile.*is unknown"):
-        libtpu.tpu_texts(program, target.slices, target.order)
-    program = step._tpu_program(bytecode(step.module("tpu")), None, None)
-    with pytest.raises(ProgramError, match="no answer in 0 s"):
-        libtpu.tpu_texts(program, target.slices, target.order, seconds=0.001)
-
-    worker = libtpu._worker(libtpu.libtpu_path(), os.getpid())
-    arguments: Any = worker._process.args
-    folder = arguments[-2]
-    assert os.listdir(folder) == ["stderr"]
-    # The end of a job is for its own process; the worker ends with its input.
-    worker._process.terminate()
-    assert step.tpu_texts(target.slices, target.order).report == texts.report
-    assert worker.is_alive
-    worker._process.kill()
-    worker._process.wait()
-    assert step.tpu_texts(target.slices, target.order).report == texts.report
-    assert not os.path.exists(folder)
-    assert Path("/tmp/libtpu_lockfile").exists() == had_lock
 
 
 @needs_libtpu

@@ -1,0 +1,96 @@
+"""The process that asks libtpu: what it leaves behind, and how often it is asked.
+`pip install -e ".[aot,test]"`, no TPU needed.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+
+from shardfx import chips
+from shardfx._step import bytecode, libtpu, step_of
+from shardfx._step.process import Worker
+from shardfx.cost import estimate, fit
+from shardfx.cost._libtpu import target_of
+from shardfx.errors import ProgramError
+
+
+HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(
+        not HAS_LIBTPU, reason="libtpu is not installed: pip install 'shardfx[aot]'"
+    ),
+]
+
+
+def small_step():
+    """A gradient on four chips, and its arguments."""
+    mesh = AbstractMesh((4,), ("data",))
+    weights = jax.ShapeDtypeStruct(
+        (128, 128), jnp.float32, sharding=NamedSharding(mesh, P())
+    )
+    batch = jax.ShapeDtypeStruct(
+        (64, 128), jnp.float32, sharding=NamedSharding(mesh, P("data"))
+    )
+
+    def loss(weights, batch):
+        return jnp.mean(jnp.tanh(batch @ weights) ** 2)
+
+    return jax.jit(jax.grad(loss)), (weights, batch)
+
+
+def test_libtpu_leaves_nothing_behind():
+    had_lock = Path("/tmp/libtpu_lockfile").exists()
+    chip = chips.find("v5e")
+    step = step_of(*small_step())
+    target = target_of(chip, step.mesh)
+    assert target is not None
+    texts = step.tpu_texts(target.slices, target.order)
+    assert "all-reduce" in step.tpu_partitioned(target.slices, target.order)
+
+    program = step._tpu_program(b"no module", None, None)
+    with pytest.raises(ProgramError, match="(?s)cannot compile.*is unknown"):
+        libtpu.tpu_texts(program, target.slices, target.order)
+    program = step._tpu_program(bytecode(step.module("tpu")), None, None)
+    with pytest.raises(ProgramError, match="no answer in 0 s"):
+        libtpu.tpu_texts(program, target.slices, target.order, seconds=0.001)
+
+    worker = libtpu._worker(libtpu.libtpu_path(), os.getpid())
+    arguments: Any = worker._process.args
+    folder = arguments[-2]
+    assert os.listdir(folder) == ["stderr"]
+    # The end of a job is for its own process; the worker ends with its input.
+    worker._process.terminate()
+    again = libtpu.tpu_texts(program, target.slices, target.order)
+    assert again.report == texts.report
+    assert worker.is_alive
+    worker._process.kill()
+    worker._process.wait()
+    again = libtpu.tpu_texts(program, target.slices, target.order)
+    assert again.report == texts.report
+    assert not os.path.exists(folder)
+    assert Path("/tmp/libtpu_lockfile").exists() == had_lock
+
+
+def test_fit_does_not_ask_again_what_estimate_asked(monkeypatch):
+    questions = []
+    ask = Worker.ask
+
+    def counted_ask(worker, module, request):
+        questions.append(request.get("last", ""))
+        return ask(worker, module, request)
+
+    monkeypatch.setattr(Worker, "ask", counted_ask)
+    libtpu.recent_tpu_texts.cache_clear()
+    step, args = small_step()
+    estimate(step, *args, compiler="tpu:v5e")
+    answered = fit(step, *args, chip="v5e")
+    dumps = [name for name in questions if "after_buffer_assignment" in name]
+    assert answered.basis == "compiled"
+    assert len(dumps) == 1
