@@ -2,6 +2,8 @@
 the partitioned program is found out.
 """
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import shardfx as sfx
 from shardfx._step import judged, step_of
+from shardfx._step.judge import matching
 
 
 MESH = sfx.MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}).abstract()
@@ -128,3 +131,31 @@ def test_other_padding_of_a_slice_is_not_proved():
         changed = text.replace(f"padding=0_0_0x{before}", f"padding=0_0_0x{after}")
         assert changed != text
         assert judged(programs._replace(partitioned=changed)).outcome != "proved"
+
+
+def test_equal_layers_are_matched_in_linear_time(monkeypatch):
+    # Each layer has operations of the same names; none is compared with all others.
+    def rotated(layers, x):
+        def loss(x):
+            for _ in range(layers):
+                turned = jnp.concatenate([-x[:, 4:], x[:, :4]], 1)
+                x = jnp.tanh(2 * x + 3 * turned)
+            return jnp.sum(x)
+
+        return jax.grad(loss)(x)
+
+    calls = []
+    original = matching.expressed
+
+    def counted(*arguments):
+        calls.append(None)
+        return original(*arguments)
+
+    monkeypatch.setattr(matching, "expressed", counted)
+    counts = []
+    for layers in (8, 16):
+        calls.clear()
+        verdict = sfx.testing.verify(ft.partial(rotated, layers), X)
+        assert verdict.outcome == "proved"
+        counts.append(len(calls))
+    assert 0 < counts[1] < 2.5 * counts[0]

@@ -10,7 +10,7 @@ from .cuts import HOLE, Cut
 from .forms import Form, View, attribute, numbers
 from .held import Axis, Context, Held, Number, view_of
 from .joining import form_in
-from .values import Global, Node, scalar_constant
+from .values import MOVES, Global, Node, scalar_constant
 
 
 def node_for(context: Context, form: Form, instruction: Instruction) -> int | None:
@@ -127,7 +127,7 @@ def _elements(context: Context, held: Held, array: Global) -> Held | None:
     if held.root == array.view.root:
         return held if _fits(context, held, array) else None
     node = context.values.nodes[array.view.root]
-    if node.opcode not in _MOVES or node.result is None:
+    if node.opcode not in MOVES or node.result is None:
         return None
     if len(array.shape) != len(held.axes):
         return None
@@ -177,7 +177,9 @@ def seen_as_named(
     """
     matches: list[tuple[int, list[Held]]] = []
     partial: list[tuple[int, list[Held]]] = []
-    for number in context.values.with_name(instruction.opcode, instruction.op_name):
+    for number in context.values.with_name_of(
+        instruction.opcode, instruction.op_name, operands[0].root
+    ):
         arrays = context.values.nodes[number].operands
         if len(arrays) != len(operands):
             continue

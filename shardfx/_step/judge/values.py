@@ -59,6 +59,8 @@ class Node:
     likeness: int = 0
 
 
+# Operations whose results have the elements of their operands, and zeros.
+MOVES = frozenset("slice pad concatenate reverse".split())
 # Operations that compilers apply to constants.
 _FOLDED: Mapping[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -139,6 +141,9 @@ class Values:
         self.nodes: list[Node] = []
         self._by_key: dict[tuple[object, ...], list[int]] = {}
         self._by_name: dict[tuple[str, str], dict[int, None]] = {}
+        # The same, by the values of which the first operand has elements.
+        self._by_source: dict[tuple[str, str], dict[int, list[int]]] = {}
+        self._sources: dict[int, tuple[int, ...]] = {}
         self._likenesses: dict[tuple[object, ...], int] = {}
         # The numbers of scalars that follow from constants, by value.
         self._scalars: dict[int, float] = {}
@@ -177,6 +182,7 @@ class Values:
     def _name(self, node: Node, number: int, op_name: str) -> None:
         if op_name:
             self._by_name.setdefault((node.opcode, op_name), {})[number] = None
+            self._by_source.pop((node.opcode, op_name), None)
 
     def scalar_like(self, dtype: str, scalar: float) -> int | None:
         """The value of the whole program that is this number up to rounding, where it
@@ -236,6 +242,36 @@ class Values:
     def with_name(self, opcode: str, op_name: str) -> list[int]:
         """The values that operations of this kind and name make."""
         return list(self._by_name.get((opcode, op_name), ()))
+
+    def with_name_of(self, opcode: str, op_name: str, source: int) -> list[int]:
+        """The values that operations of this kind and name make, whose first operand
+        has elements of the value `source`. A program of many equal layers has many
+        operations of one name.
+        """
+        key = (opcode, op_name)
+        if key not in self._by_source:
+            numbers_by_source: dict[int, list[int]] = {}
+            for number in self._by_name.get(key, ()):
+                for operand in self.nodes[number].operands[:1]:
+                    for root in self.sources_of(operand.view.root):
+                        numbers_by_source.setdefault(root, []).append(number)
+            self._by_source[key] = numbers_by_source
+        return self._by_source[key].get(source, [])
+
+    def sources_of(self, number: int) -> tuple[int, ...]:
+        """The values of which a value has elements, by operations that only move them;
+        the value itself is the first.
+        """
+        sources = self._sources.get(number)
+        if sources is None:
+            node = self.nodes[number]
+            roots = {number: None}
+            if node.opcode in MOVES:
+                for operand in node.operands:
+                    roots |= dict.fromkeys(self.sources_of(operand.view.root))
+            sources = tuple(roots)
+            self._sources[number] = sources
+        return sources
 
     def is_named(self, number: int, op_name: str) -> bool:
         node = self.nodes[number]
