@@ -44,19 +44,36 @@ def boxes_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
     return {device: as_box(index or (), shape) for device, index in indices.items()}
 
 
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box of all elements of an array of `shape`."""
+    return tuple([(0, size) for size in shape])
+
+
+def box_start(box: Box) -> tuple[int, ...]:
+    """The position of the first element of a box."""
+    return tuple([start for start, _ in box])
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """The number of elements along each dimension of a box."""
+    return tuple([stop - start for start, stop in box])
+
+
 def volume(box: Box) -> int:
     """The number of elements in a box."""
-    return math.prod(stop - start for start, stop in box)
+    return math.prod(box_shape(box))
 
 
 def common(box: Box, other: Box) -> Box | None:
     """The intersection of two boxes, or `None` if it is empty."""
-    intersection = tuple(
-        [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True)]
-    )
-    if all([start < stop for start, stop in intersection]):
-        return intersection
-    return None
+    intersection: list[tuple[int, int]] = []
+    for (start, stop), (low, high) in zip(box, other, strict=True):
+        first = max(start, low)
+        last = min(stop, high)
+        if first >= last:
+            return None
+        intersection.append((first, last))
+    return tuple(intersection)
 
 
 def slices(part: Box, box: Box) -> tuple[Any, ...]:
@@ -64,19 +81,18 @@ def slices(part: Box, box: Box) -> tuple[Any, ...]:
 
     The index ends with an ellipsis, so that it selects a view at rank 0 too.
     """
-    part_slices = [
-        slice(start - low, stop - low)
-        for (start, stop), (low, _) in zip(part, box, strict=True)
-    ]
-    return (*part_slices, ...)
+    index: list[Any] = []
+    for (start, stop), low in zip(part, box_start(box), strict=True):
+        index.append(slice(start - low, stop - low))
+    return (*index, ...)
 
 
 def first_with(box: Box, shards: Sequence[Box]) -> int | None:
     """The position of the first box in `shards` that contains all of `box`, or `None`."""
-    return next(
-        (number for number, shard in enumerate(shards) if common(box, shard) == box),
-        None,
-    )
+    for number, shard in enumerate(shards):
+        if common(box, shard) == box:
+            return number
+    return None
 
 
 def read_box(
@@ -91,16 +107,21 @@ def read_box(
     number = first_with(box, shards)
     if number is not None:
         return data(number)[slices(box, shards[number])]
-    parts: dict[Box, tuple[Box, int]] = {}
-    for source, shard in enumerate(shards):
-        both = common(shard, box)
-        if both is not None:
-            parts[shard] = (both, source)
-    if sum(volume(both) for both, _ in parts.values()) < volume(box):
+    # Replicas of a shard are read once.
+    shard_numbers = {shard: number for number, shard in enumerate(shards)}
+    parts: dict[Box, Box] = {}
+    covered_elements = 0
+    for shard in shard_numbers:
+        part = common(shard, box)
+        if part is not None:
+            parts[shard] = part
+            covered_elements += volume(part)
+    if covered_elements < volume(box):
         return None
-    array = np.empty([stop - start for start, stop in box], data(0).dtype)
-    for shard, (both, source) in parts.items():
-        array[slices(both, box)] = data(source)[slices(both, shard)]
+    array = np.empty(box_shape(box), data(0).dtype)
+    for shard, part in parts.items():
+        elements = data(shard_numbers[shard])
+        array[slices(part, box)] = elements[slices(part, shard)]
     return array
 
 
@@ -122,34 +143,36 @@ def array_of(
         return jax.make_array_from_single_device_arrays(
             shape, sharding, [], dtype=dtype
         )
-    buffers = {
-        tuple([start for start, _ in box]): device_array
-        for box, device_array in zip(boxes, memory, strict=True)
-    }
+    memory_by_start = dict(zip(map(box_start, boxes), memory, strict=True))
 
     def shard(index: Any) -> np.ndarray:
         if len(memory) == 1:
             return memory[0]
-        return buffers[tuple([part.start or 0 for part in index])]
+        start = tuple([part.start or 0 for part in index])
+        return memory_by_start[start]
 
     return jax.make_array_from_callback(shape, sharding, shard, dtype=dtype)
 
 
 def _in_mesh_order(sharding: NamedSharding, shape: tuple[int, ...]) -> list[Box]:
+    """The box of the shard at each position of the mesh, in row-major order."""
     sharding.shard_shape(shape)  # raises where the sharding does not fit
-    sizes = dict(sharding.mesh.shape)
-    coordinates = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
-    coordinate_of = dict(zip(sizes, coordinates, strict=True))
+    axis_sizes = dict(sharding.mesh.shape)
+    coordinates = np.indices(tuple(axis_sizes.values())).reshape(len(axis_sizes), -1)
+    coordinates_of_axis = dict(zip(axis_sizes, coordinates, strict=True))
     entries = entries_at(sharding.spec, len(shape))
-    columns = []
+    intervals_by_dim = []
     for entry, size in zip(entries, shape, strict=True):
-        number = np.zeros(sharding.mesh.size, np.int64)
-        count = 1
+        shard_numbers = np.zeros(sharding.mesh.size, np.int64)
+        shard_count = 1
         for axis in entry_axes(entry):
-            number = number * sizes[axis] + coordinate_of[axis]
-            count = count * sizes[axis]
-        step = size // count
-        columns.append([(start, start + step) for start in (number * step).tolist()])
-    if columns:
-        return list(zip(*columns, strict=True))
+            axis_size = axis_sizes[axis]
+            shard_numbers = shard_numbers * axis_size + coordinates_of_axis[axis]
+            shard_count = shard_count * axis_size
+        shard_size = size // shard_count
+        starts = shard_numbers * shard_size
+        stops = starts + shard_size
+        intervals_by_dim.append(zip(starts.tolist(), stops.tolist(), strict=True))
+    if intervals_by_dim:
+        return list(zip(*intervals_by_dim, strict=True))
     return [()] * sharding.mesh.size
