@@ -38,6 +38,7 @@ from .pieces import (
     shifted,
     simplified,
     swapped,
+    whole,
     within,
 )
 from .routes import (

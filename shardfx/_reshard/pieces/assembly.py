@@ -14,7 +14,7 @@ from ..._convert import (
     Piece,
     Scale,
 )
-from ..._ground.boxes import Box, shard_boxes
+from ..._ground.boxes import Box, shard_boxes, whole_box
 from ..._ground.spec import array_bytes
 from ..._plan import ShardPlan
 from ...topology import MeshSpec
@@ -50,14 +50,20 @@ def leaves_of_plan(plan: ShardPlan) -> list[MovedLeaf]:
     """The arrays of a plan, in the plan's order. Leaves that are not arrays are left
     out.
     """
-    rows = list(zip(plan.content.rows, plan.content.row_shardings, strict=True))
     mesh = None if plan.jax_mesh else plan.mesh
     leaves = []
     for path, number in plan.content.numbered:
         if number < 0:
             continue
-        row, sharding = rows[number]
-        leaves.append(MovedLeaf(path, row.shape, row.dtype, sharding, mesh))
+        row = plan.content.rows[number]
+        leaf = MovedLeaf(
+            path=path,
+            shape=row.shape,
+            dtype=row.dtype,
+            sharding=plan.content.row_shardings[number],
+            mesh=mesh,
+        )
+        leaves.append(leaf)
     return leaves
 
 
@@ -76,18 +82,16 @@ def shards_of(leaf: MovedLeaf) -> LeafShards:
     """The shards of an array."""
     shape, dtype = data_of(leaf.shape, leaf.dtype)
     if leaf.sharding is None:
-        whole = tuple((0, size) for size in shape)
-        return LeafShards(shape, dtype, {None: whole})
+        return LeafShards(shape=shape, dtype=dtype, boxes={None: whole_box(shape)})
     # PRNG keys have further dimensions, which are not sharded.
     key_sizes = shape[len(leaf.shape) :]
-    key_box = tuple((0, size) for size in key_sizes)
+    key_box = whole_box(key_sizes)
     box_of = shard_boxes(leaf.sharding, leaf.shape)
+    boxes: dict[Any, Box] = {}
+    for device in _ordered(leaf.sharding):
+        boxes[device] = box_of[device] + key_box
     shard_shape = leaf.sharding.shard_shape(leaf.shape)
-    return LeafShards(
-        shape=(*shard_shape, *key_sizes),
-        dtype=dtype,
-        boxes={device: box_of[device] + key_box for device in _ordered(leaf.sharding)},
-    )
+    return LeafShards(shape=(*shard_shape, *key_sizes), dtype=dtype, boxes=boxes)
 
 
 def _ordered(sharding: Sharding) -> list[Any]:
@@ -105,7 +109,9 @@ def numbered(pieces: Sequence[Piece], names: Sequence[str]) -> tuple[Piece, ...]
     """Returns `pieces` with the path of each source replaced by its position in
     `names`: "b" in ("w", "b") by "1".
     """
-    numbers = {name: str(number) for number, name in enumerate(names)}
+    numbers: dict[str, str] = {}
+    for number, name in enumerate(names):
+        numbers[name] = str(number)
     numbered_pieces = []
     for piece in pieces:
         value = piece.value
@@ -194,9 +200,9 @@ class Assembly:
     @ft.cached_property
     def is_remote(self) -> bool:
         """Whether this process owns no device that takes part in the assembly."""
-        process = jax.process_index()
         if self.method == "programs":
-            return all(device.process_index != process for device in self.devices)
+            processes = {device.process_index for device in self.devices}
+            return jax.process_index() not in processes
         return not self.sharding.addressable_devices
 
     @ft.cached_property
@@ -205,9 +211,8 @@ class Assembly:
         not the source.
         """
         count = len(self.devices)
-        if len(self.target_devices) < count:
-            return True
-        return any(len(devices) < count for devices in self.source_devices.values())
+        device_sets = [self.target_devices, *self.source_devices.values()]
+        return min(map(len, device_sets)) < count
 
     @ft.cached_property
     def most_bytes(self) -> int:
@@ -238,10 +243,9 @@ class Assembly:
             part_bytes = max(1, (most_bytes or self.most_bytes) // self._buffers)
 
         # One program reads arrays on the same devices and of the same dtype.
-        kinds = {
-            key: (devices, self.source_shapes[key].dtype)
-            for key, devices in self.source_devices.items()
-        }
+        kinds: dict[str, object] = {}
+        for key, devices in self.source_devices.items():
+            kinds[key] = (devices, self.source_shapes[key].dtype)
         return exchanges(
             self.parts.rows.groups(part_bytes),
             count=len(self.devices),

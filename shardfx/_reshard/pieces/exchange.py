@@ -7,6 +7,7 @@ program, so that all layers of a model share one program.
 """
 
 import functools as ft
+import itertools as it
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -133,6 +134,7 @@ def exchanges(
     # The rounds of one array are neighbours, so that a program reads few arrays.
     key_numbers = {key: number for number, key in enumerate(kinds)}
     in_order = sorted(groups, key=lambda group: key_numbers[group.key])
+
     programs: list[list[RoundParts]] = []
     keys: set[str] = set()
     program_bytes = 0
@@ -140,16 +142,19 @@ def exchanges(
     for group in in_order:
         group_home = (kinds[group.key], group.form.casts)
         for rows in matchings(group.senders, group.receivers):
-            size = group.memory_bytes
-            is_much = most_bytes is not None and program_bytes + size > most_bytes
-            has_many_keys = len(keys | {group.key}) > _MOST_SOURCES
-            if not programs or is_much or group_home != home or has_many_keys:
+            part_bytes = group.memory_bytes
+            is_too_large = (
+                most_bytes is not None and program_bytes + part_bytes > most_bytes
+            )
+            has_too_many_keys = len(keys | {group.key}) > _MOST_SOURCES
+            does_not_fit = is_too_large or has_too_many_keys or group_home != home
+            if not programs or does_not_fit:
                 programs.append([])
                 keys = set()
                 program_bytes = 0
             programs[-1].append(RoundParts(group, rows))
             keys.add(group.key)
-            program_bytes += size
+            program_bytes += part_bytes
             home = group_home
     return [
         _exchange(round_parts, count, receivers, flight_bytes)
@@ -170,9 +175,10 @@ def _exchange(
     """The program of some rounds. There are `count` devices, and `receivers` of them
     are the target's. Parts in flight take at most `flight_bytes`.
     """
-    keys = tuple(dict.fromkeys(entry.group.key for entry in round_parts))
-    source_rank = max(len(entry.group.form.source) for entry in round_parts)
-    target_rank = len(round_parts[0].group.form.target)
+    groups = [entry.group for entry in round_parts]
+    keys = list(dict.fromkeys([group.key for group in groups]))
+    source_rank = max([len(group.form.source) for group in groups])
+    target_rank = len(groups[0].form.target)
     width = source_rank + target_rank + 1
     places = np.zeros((len(round_parts), count, width), np.int32)
     rounds: list[Round] = []
@@ -188,27 +194,29 @@ def _exchange(
 
         round_senders = group.senders[rows]
         round_receivers = group.receivers[rows]
-        devices: tuple[tuple[int, ...], ...] = ((), ())
-        if not group.is_local:
-            devices = (tuple(round_senders.tolist()), tuple(round_receivers.tolist()))
         step = Round(
             number=keys.index(group.key),
             form=group.form,
-            senders=devices[0],
-            receivers=devices[1],
+            senders=(),
+            receivers=(),
             is_full=len(rows) == receivers,
             waits=waits,
         )
+        if not group.is_local:
+            step = step._replace(
+                senders=tuple(round_senders.tolist()),
+                receivers=tuple(round_receivers.tolist()),
+            )
         rounds.append(step)
         place = places[number]
         place[round_senders, : len(group.form.source)] = group.sources[rows]
         place[round_receivers, source_rank:-1] = group.targets[rows]
         place[round_receivers, -1] = 1
     return Exchange(
-        keys=keys,
+        keys=tuple(keys),
         rounds=tuple(rounds),
         places=places.transpose(1, 0, 2),
-        sizes=tuple(entry.group.memory_bytes for entry in round_parts),
+        sizes=tuple([group.memory_bytes for group in groups]),
     )
 
 
@@ -244,18 +252,20 @@ def program(
     and dtype of a shard of each array.
     """
     has_casts = any(step.form.casts for step in rounds)
-    is_moved = not has_casts and all(source.dtype == target.dtype for source in sources)
-    # Elements that are only moved can be moved as integers of the same bits.
-    dtype = program_dtype(target.dtype, devices) if is_moved else target.dtype
+    has_one_dtype = all(source.dtype == target.dtype for source in sources)
+    is_only_moved = has_one_dtype and not has_casts
+    dtype = target.dtype
+    if is_only_moved:
+        # Elements that are only moved can be moved as integers of the same bits.
+        dtype = program_dtype(target.dtype, devices)
 
     def run(places: jax.Array, *arrays: jax.Array) -> jax.Array:
-        shards = [
-            array.reshape(source.shape)
-            for array, source in zip(arrays, sources, strict=False)
-        ]
-        if is_moved:
-            shards = [bitcast(shard, dtype) for shard in shards]
-        out = first_shard(target.shape, dtype, None if makes_shards else arrays[-1])
+        shards: list[jax.Array] = []
+        for source, array in zip(sources, arrays, strict=False):
+            shard = array.reshape(source.shape)
+            shards.append(bitcast(shard, dtype) if is_only_moved else shard)
+        earlier = None if makes_shards else arrays[-1]
+        out = first_shard(target.shape, dtype, earlier)
         for number, step in enumerate(rounds):
             # Without the barriers XLA could slice and keep all parts before it sends
             # the first.
@@ -305,7 +315,8 @@ def sent_dtype(form: StridedCopy, dtype: object) -> Any:
     """The dtype of sent elements of an array of `dtype`, after the casts of `form` that
     the sender applies.
     """
-    return (dtype, *form.casts)[first_casts(form.casts, dtype)]
+    dtypes = (dtype, *form.casts)
+    return dtypes[first_casts(form.casts, dtype)]
 
 
 def slice_part(form: StridedCopy, block: jax.Array, place: jax.Array) -> jax.Array:
@@ -313,11 +324,15 @@ def slice_part(form: StridedCopy, block: jax.Array, place: jax.Array) -> jax.Arr
     which it is sent. `form` has the part's shape, strides and casts. `place` is the
     device's row of `Exchange.places` for this round.
     """
-    starts = source_start(place, form)
-    sizes = [size for size, _ in form.source]
-    box = jax.lax.dynamic_slice(block, starts, sizes)
-    casts = form.casts[: first_casts(form.casts, block.dtype)]
-    return _cast(gathered(box, form.source), casts)
+    start = source_start(place, form)
+    box = jax.lax.dynamic_slice(block, start, _shape(form.source))
+    elements = gathered(box, form.source)
+    return _cast(elements, form.casts[: first_casts(form.casts, block.dtype)])
+
+
+def _shape(factors: Sequence[tuple[int, object]]) -> list[int]:
+    """The shape of a box, from its factors along each dimension."""
+    return [size for size, _ in factors]
 
 
 def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
@@ -330,21 +345,25 @@ def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
 
 
 def write_part(
-    step: Round, out: jax.Array, piece: jax.Array, dtype: object, place: jax.Array
+    step: Round,
+    out: jax.Array,
+    piece: jax.Array,
+    dtype: object,
+    place: jax.Array,
 ) -> jax.Array:
     """Writes `piece`, the part that a device received in the round `step`, into its
     shard `out`, and returns the shard. `dtype` is the dtype of the source. `place` is
     the device's row of `Exchange.places` for this round.
     """
     form = step.form
-    casts = form.casts[first_casts(form.casts, dtype) :]
-    piece = transposed(bitcast(_cast(piece, casts), out.dtype), form)
+    piece = _cast(piece, form.casts[first_casts(form.casts, dtype) :])
+    piece = transposed(bitcast(piece, out.dtype), form)
     starts = target_start(place, form)
-    sizes = [size for size, _ in form.target]
-    if step.is_full and all(is_dense(size, digits) for size, digits in form.target):
-        return jax.lax.dynamic_update_slice(out, piece.reshape(sizes), starts)
+    shape = _shape(form.target)
+    if step.is_full and all(it.starmap(is_dense, form.target)):
+        return jax.lax.dynamic_update_slice(out, piece.reshape(shape), starts)
 
-    before = jax.lax.dynamic_slice(out, starts, sizes)
+    before = jax.lax.dynamic_slice(out, starts, shape)
     after = scattered(before, form.target, piece, 0)
     written = jnp.where(is_received(place), after, before)
     return jax.lax.dynamic_update_slice(out, written, starts)
@@ -362,7 +381,8 @@ def sharding_of(devices: tuple[object, ...]) -> NamedSharding:
     """The sharding of an array whose first dimension is sharded over all of these
     devices.
     """
-    return NamedSharding(Mesh(np.asarray(devices), (AXIS,)), PartitionSpec(AXIS))
+    mesh = Mesh(np.asarray(devices), (AXIS,))
+    return NamedSharding(mesh, PartitionSpec(AXIS))
 
 
 def blocks(

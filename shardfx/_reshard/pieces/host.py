@@ -27,7 +27,16 @@ from ..._convert import (
     target_view,
     write,
 )
-from ..._ground.boxes import Box, array_of, as_box, first_with, read_box, volume
+from ..._ground.boxes import (
+    Box,
+    array_of,
+    as_box,
+    box_shape,
+    first_with,
+    read_box,
+    volume,
+    whole_box,
+)
 from ..._ground.copying import aligned, block_dim, buffers, copy_along
 from ..._ground.errors import SyncError
 from .shard_part import Block, ShardPart
@@ -111,10 +120,15 @@ def host_copies(
         part = part._replace(sender=orders[array][part.sender])
         if value.casts or shapes[array].dtype != dtype:
             computed.append(part)
-        else:
-            copies.append(
-                _copy_of(part, array, shapes[array].shape, _sizes(box), itemsize)
-            )
+            continue
+        copy = _copy_of(
+            part,
+            array,
+            source_shape=shapes[array].shape,
+            target_shape=box_shape(box),
+            itemsize=itemsize,
+        )
+        copies.append(copy)
     is_slice = False
     if len(copies) == 1 and not computed:
         (copy,) = copies
@@ -143,7 +157,10 @@ def joint_copies(
             key = (copy.array, copy.shard, copy.shape, strides)
             moved = copy._replace(target_start=start + copy.target_start)
             groups.setdefault(key, []).append(moved)
-    return tuple(it.chain.from_iterable(map(_merged, groups.values())))
+    fewer_copies: list[Copy] = []
+    for group in groups.values():
+        fewer_copies += _merged(group)
+    return tuple(fewer_copies)
 
 
 def _merged(copies: Sequence[Copy]) -> Sequence[Copy]:
@@ -151,16 +168,14 @@ def _merged(copies: Sequence[Copy]) -> Sequence[Copy]:
     evenly spaced.
     """
     ordered = sorted(copies, key=lambda copy: copy.source_start)
-    steps = {
-        (
-            after.source_start - before.source_start,
-            after.target_start - before.target_start,
-        )
-        for before, after in it.pairwise(ordered)
-    }
-    if len(steps) != 1:
+    distances: set[tuple[int, int]] = set()
+    for before, after in it.pairwise(ordered):
+        source_distance = after.source_start - before.source_start
+        target_distance = after.target_start - before.target_start
+        distances.add((source_distance, target_distance))
+    if len(distances) != 1:
         return copies
-    (source_step, target_step) = steps.pop()
+    source_step, target_step = distances.pop()
     first = ordered[0]
     shape = (len(ordered), *first.shape)
     source_strides = (source_step, *first.source_strides)
@@ -176,7 +191,8 @@ def _merged(copies: Sequence[Copy]) -> Sequence[Copy]:
 
 def _is_small(targets: Sequence[Box], dtype: Any) -> bool:
     """Whether all new shards lie in one memory, which takes less time to allocate."""
-    return sum(map(volume, targets)) * np.dtype(dtype).itemsize < _TASK_BYTES
+    elements = sum(map(volume, targets))
+    return elements * np.dtype(dtype).itemsize < _TASK_BYTES
 
 
 def _shard_starts(targets: Sequence[Box], dtype: Any) -> list[int]:
@@ -199,17 +215,18 @@ def _copy_of(
     number `array`. The shapes are those of the old and of the new shard.
     """
     piece = part.piece
-    shape = tuple(factor.size for factor in piece.factors)
     old_strides = strides_of(source_shape, itemsize)
-    source_strides = tuple(
-        _stride(old_strides, factor.source_dim, factor.source_step)
-        for factor in piece.factors
-    )
     new_strides = strides_of(target_shape, itemsize)
-    target_strides = tuple(
-        _stride(new_strides, factor.target_dim, factor.target_step)
-        for factor in piece.factors
-    )
+    sizes: list[int] = []
+    source_steps: list[int] = []
+    target_steps: list[int] = []
+    for factor in piece.factors:
+        sizes.append(factor.size)
+        source_steps.append(_stride(old_strides, factor.source_dim, factor.source_step))
+        target_steps.append(_stride(new_strides, factor.target_dim, factor.target_step))
+    shape = tuple(sizes)
+    source_strides = tuple(source_steps)
+    target_strides = tuple(target_steps)
     return Copy(
         array=array,
         shard=part.sender,
@@ -320,7 +337,8 @@ class LocalShards:
         """
         (path,) = self._replicas
         for number, shard in enumerate(self._replicas[path]):
-            if only in (None, number) and number not in but and not shard.is_deleted():
+            is_spared = number in but or only not in (None, number)
+            if not is_spared and not shard.is_deleted():
                 self._typed.pop((path, number), None)
                 shard.delete()
 
@@ -355,24 +373,31 @@ def start_on_host(
 
     if _is_small(targets, dtype):
         *starts, nbytes = _shard_starts(targets, dtype)
-        (memory,) = buffers([((nbytes // dtype.itemsize,), struct.dtype)])
-        new_shards = [
-            np.ndarray(_sizes(box), struct.dtype, memory, start)
-            for box, start in zip(targets, starts, strict=True)
-        ]
+        elements = nbytes // dtype.itemsize
+        (memory,) = buffers([((elements,), struct.dtype)])
+        new_shards: list[np.ndarray] = []
+        for box, start in zip(targets, starts, strict=True):
+            new_shards.append(np.ndarray(box_shape(box), dtype, memory, start))
         copies_into = [CopiesInto(memory, joint)]
     else:
-        new_shards = [buffers([(_sizes(box), struct.dtype)])[0] for box in targets]
-        copies_into = [
-            CopiesInto(buffer, shard_copies.copies)
-            for buffer, shard_copies in zip(new_shards, copies, strict=True)
-        ]
-        nbytes = sum(buffer.nbytes for buffer in new_shards)
+        new_shards = _empty_shards(targets, struct)
+        copies_into = []
+        nbytes = 0
+        for buffer, shard_copies in zip(new_shards, copies, strict=True):
+            copies_into.append(CopiesInto(buffer, shard_copies.copies))
+            nbytes += buffer.nbytes
     tasks = _run_copies(_views(copies_into, names, shards), nbytes, pool)
     for buffer, shard_copies in zip(new_shards, copies, strict=True):
         for part in shard_copies.computed:
             _compute(buffer, part, names, shards)
     return ft.partial(_finished, struct, targets, new_shards, tasks)
+
+
+def _empty_shards(
+    boxes: Sequence[Box], struct: jax.ShapeDtypeStruct
+) -> list[np.ndarray]:
+    """A buffer for each box of the array `struct`, each in a memory of its own."""
+    return [buffers([(box_shape(box), struct.dtype)])[0] for box in boxes]
 
 
 def _finished(
@@ -387,17 +412,12 @@ def _finished(
     guard = jax.config.jax_transfer_guard_host_to_device or ""  # pyright: ignore[reportAttributeAccessIssue]
     # A transfer guard forbids explicit transfers, but this copy stays within host
     # memory.
-    is_excused = "explicit" in guard and all(
-        device.platform == "cpu" for device in sharding.device_set
-    )
+    platforms = {device.platform for device in sharding.device_set}
+    is_excused = "explicit" in guard and platforms == {"cpu"}
     with contextlib.ExitStack() as stack:
         if is_excused:
             stack.enter_context(jax.transfer_guard_host_to_device("allow"))
         return array_of(struct.shape, struct.dtype, sharding, targets, shards)
-
-
-def _sizes(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
 
 
 def _shared(
@@ -413,22 +433,29 @@ def _shared(
     `copies` the parts of each. These give an array by its position in `names`, which
     has the paths.
     """
-    if not all(shard_copies.is_slice for shard_copies in copies):
+    if not _are_slices(copies):
         return None
     new_shards: list[np.ndarray] = []
     # Replicas share memory, so they count once.
     bytes_of_memory: dict[int, int] = {}
     for box, shard_copies in zip(targets, copies, strict=True):
         (copy,) = shard_copies.copies
-        old_shard = shards.typed(names[copy.array], copy.shard).reshape(-1)
+        path = names[copy.array]
+        old_shard = shards.typed(path, copy.shard).reshape(-1)
         start = copy.source_start // dtype.itemsize
-        new_shard = old_shard[start : start + copy.elements].reshape(_sizes(box))
-        new_shards.append(new_shard)
+        stop = start + copy.elements
+        new_shards.append(old_shard[start:stop].reshape(box_shape(box)))
         address = old_shard.__array_interface__["data"][0]
         bytes_of_memory[address] = old_shard.nbytes
-    if sum(bytes_of_memory.values()) > sum(shard.nbytes for shard in new_shards):
+    copied_bytes = sum(shard.nbytes for shard in new_shards)
+    if sum(bytes_of_memory.values()) > copied_bytes:
         return None
     return new_shards
+
+
+def _are_slices(copies: Iterable[HostCopies]) -> bool:
+    """Whether each new shard is a contiguous part of one old shard."""
+    return all(shard_copies.is_slice for shard_copies in copies)
 
 
 def assemble_and_delete(
@@ -443,8 +470,7 @@ def assemble_and_delete(
     and `copies` the parts of each. Without `pool`, the calling thread copies.
     """
     nbytes = math.prod(struct.shape) * np.dtype(struct.dtype).itemsize
-    are_slices = all(shard_copies.is_slice for shard_copies in copies)
-    if nbytes < _PAGE_BYTES or are_slices:
+    if nbytes < _PAGE_BYTES or _are_slices(copies):
         joint = joint_copies(targets, copies, struct.dtype)
         array = start_on_host(struct, targets, copies, joint, ("",), shards, pool)()
         shards.delete()
@@ -452,7 +478,7 @@ def assemble_and_delete(
 
     # The kernel allocates a page when it is first written, so an empty buffer uses no
     # memory.
-    new_shards = [buffers([(_sizes(box), struct.dtype)])[0] for box in targets]
+    new_shards = _empty_shards(targets, struct)
     copies_by_sender: dict[int, list[CopiesInto]] = {}
     for buffer, shard_copies in zip(new_shards, copies, strict=True):
         for copy in shard_copies.copies:
@@ -497,23 +523,13 @@ def _views(
             if old_memory is None:
                 old_memory = as_bytes(shards.typed(names[copy.array], copy.shard))
                 old_shards[copy.array, copy.shard] = old_memory
-            yield Views(
-                target=np.ndarray(
-                    copy.shape,
-                    dtype,
-                    new_memory,
-                    copy.target_start,
-                    copy.target_strides,
-                ),
-                source=np.ndarray(
-                    copy.shape,
-                    dtype,
-                    old_memory,
-                    copy.source_start,
-                    copy.source_strides,
-                ),
-                block_dim=copy.block_dim,
+            target = np.ndarray(
+                copy.shape, dtype, new_memory, copy.target_start, copy.target_strides
             )
+            source = np.ndarray(
+                copy.shape, dtype, old_memory, copy.source_start, copy.source_strides
+            )
+            yield Views(target=target, source=source, block_dim=copy.block_dim)
 
 
 def as_bytes(buffer: np.ndarray) -> np.ndarray:
@@ -553,7 +569,10 @@ def _copy_all(batch: Iterable[Views]) -> None:
 
 
 def _compute(
-    buffer: np.ndarray, part: ShardPart, names: Sequence[str], shards: LocalShards
+    buffer: np.ndarray,
+    part: ShardPart,
+    names: Sequence[str],
+    shards: LocalShards,
 ) -> None:
     piece = part.piece
     value = piece.value
@@ -561,6 +580,9 @@ def _compute(
         shard = shards.typed(names[int(value.path)], part.sender)
         write(target_view(buffer, piece), source_view(shard, piece), piece)
         return
-    whole = tuple((0, size) for size in buffer.shape)
+
+    def read(key: str, box: Box) -> np.ndarray:
+        return shards.read(names[int(key)], box)
+
     for chunk in chunks(piece, _CHUNK_ELEMENTS):
-        fill(buffer, whole, chunk, lambda key, box: shards.read(names[int(key)], box))
+        fill(buffer, whole_box(buffer.shape), chunk, read)

@@ -48,17 +48,20 @@ def firsts(numbers: np.ndarray, count: int) -> np.ndarray:
     """The position of the first element with each of the values 0 to `count - 1`, all of
     which occur.
     """
-    positions = np.empty(count, np.int64)
+    positions = np.arange(len(numbers))
+    first_positions = np.empty(count, np.int64)
     # Of several assignments to one element, NumPy keeps the last.
-    positions[numbers[::-1]] = np.arange(len(numbers))[::-1]
-    return positions
+    first_positions[numbers[::-1]] = positions[::-1]
+    return first_positions
 
 
 def occurrences(numbers: np.ndarray) -> np.ndarray:
     """For each element, how many elements before it are equal to it."""
     order = stable_order(numbers)
     counts = np.bincount(numbers)
+    # Among the sorted elements, the first of each number.
     starts = np.cumsum(counts) - counts
+    occurrences_in_order = np.arange(len(numbers)) - starts[numbers[order]]
     occurrence = np.empty(len(numbers), np.int64)
-    occurrence[order] = np.arange(len(numbers)) - starts[numbers[order]]
+    occurrence[order] = occurrences_in_order
     return occurrence

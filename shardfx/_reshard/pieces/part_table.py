@@ -5,18 +5,25 @@ them.
 
 import dataclasses
 import functools as ft
+import itertools as it
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from ..._convert import Factor, Piece, StridedCopy, dtypes_of, strided_copy
+from ..._convert import Piece, StridedCopy, strided_copy, whole
 from ..._ground.boxes import Box
-from ..._ground.spec import bits
 from .integers import firsts, numbered, occurrences, stable_order
 from .senders import Holders, Senders
-from .shard_part import Links, ShardPart, divided, least_memory_bytes
+from .shard_part import (
+    Links,
+    ShardPart,
+    bits_on_the_way,
+    divided,
+    least_memory_bytes,
+    unsent,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,8 +87,20 @@ class PartTable:
         parts = []
         for number, sender, receiver, source, target in rows:
             form = self.forms[number]
-            piece = Piece(form.piece.value, source, target, form.piece.factors)
-            parts.append(ShardPart(sender, receiver, piece, form.bytes, form.bits))
+            piece = Piece(
+                value=form.piece.value,
+                source=source,
+                target=target,
+                factors=form.piece.factors,
+            )
+            part = ShardPart(
+                sender=sender,
+                receiver=receiver,
+                piece=piece,
+                bytes=form.bytes,
+                bits=form.bits,
+            )
+            parts.append(part)
         return tuple(parts)
 
     @ft.cached_property
@@ -92,21 +111,21 @@ class PartTable:
             return {}
         senders = self.senders[is_sent]
         receivers = self.receivers[is_sent]
-        bytes_of_form = np.array([form.bytes for form in self.forms], np.int64)
+        part_bytes = _bytes_of(self.forms)[self.form_numbers[is_sent]]
 
         span = int(receivers.max()) + 1
-        keys, first, number = np.unique(
+        links, first_rows, link_of_part = np.unique(
             senders * span + receivers, return_index=True, return_inverse=True
         )
-        totals = np.zeros(len(keys), np.int64)
-        np.add.at(totals, number, bytes_of_form[self.form_numbers[is_sent]])
-        order = np.argsort(first)
-        pairs = zip(
-            senders[first[order]].tolist(),
-            receivers[first[order]].tolist(),
-            strict=True,
+        link_bytes = np.zeros(len(links), np.int64)
+        np.add.at(link_bytes, link_of_part, part_bytes)
+
+        order = np.argsort(first_rows)
+        first_rows = first_rows[order]
+        devices = zip(
+            senders[first_rows].tolist(), receivers[first_rows].tolist(), strict=True
         )
-        return dict(zip(pairs, totals[order].tolist(), strict=True))
+        return dict(zip(devices, link_bytes[order].tolist(), strict=True))
 
     @property
     def least_memory_bytes(self) -> int:
@@ -120,47 +139,51 @@ class PartTable:
         if not len(self.senders):
             return []
         is_local = self.senders == self.receivers
-        kinds = numbered(2 * self.form_numbers + is_local)
-        rows_of_kinds = np.split(
-            stable_order(kinds.numbers), np.cumsum(np.bincount(kinds.numbers))[:-1]
-        )
+        kinds = numbered(2 * self.form_numbers + is_local).numbers
+        kind_stops = np.cumsum(np.bincount(kinds))
+        rows_of_kinds = np.split(stable_order(kinds), kind_stops[:-1])
 
         sections: dict[tuple[StridedCopy, bool], list[_Section]] = {}
         for rows in sorted(rows_of_kinds, key=lambda rows: rows[0]):
-            form = self.forms[self.form_numbers[rows[0]]]
+            first_row = rows[0]
+            form = self.forms[self.form_numbers[first_row]]
             smaller_parts = [form] if part_bytes is None else divided(form, part_bytes)
             for part in smaller_parts:
-                key = (strided_copy(part.piece), bool(is_local[rows[0]]))
+                key = (strided_copy(part.piece), bool(is_local[first_row]))
                 sections.setdefault(key, []).append(_Section(part, rows))
 
         return [
-            self._group(form, is_own, sections_of_form)
-            for (form, is_own), sections_of_form in sections.items()
+            self._group(form, copies_locally, sections_of_form)
+            for (form, copies_locally), sections_of_form in sections.items()
         ]
 
     def _group(
         self, form: StridedCopy, is_local: bool, sections: Sequence["_Section"]
     ) -> PartGroup:
-        rows = np.concatenate([section.rows for section in sections])
-        sources = [
-            self.sources[section.rows] + np.array(section.part.piece.source, np.int64)
-            for section in sections
-        ]
-        targets = [
-            self.targets[section.rows] + np.array(section.part.piece.target, np.int64)
-            for section in sections
-        ]
+        sources: list[np.ndarray] = []
+        targets: list[np.ndarray] = []
+        for part, rows in sections:
+            # Positions in the table are those of the whole parts.
+            source_in_part = np.array(part.piece.source, np.int64)
+            target_in_part = np.array(part.piece.target, np.int64)
+            sources.append(self.sources[rows] + source_in_part)
+            targets.append(self.targets[rows] + target_in_part)
         part = sections[0].part
+        all_rows = np.concatenate([section.rows for section in sections])
         return PartGroup(
             key=str(part.piece.value.path),
             form=form,
             memory_bytes=part.memory_bytes,
             is_local=is_local,
-            senders=self.senders[rows],
-            receivers=self.receivers[rows],
+            senders=self.senders[all_rows],
+            receivers=self.receivers[all_rows],
             sources=np.concatenate(sources),
             targets=np.concatenate(targets),
         )
+
+
+def _bytes_of(forms: Sequence[ShardPart]) -> np.ndarray:
+    return np.array([form.bytes for form in forms], np.int64)
 
 
 class _Section(NamedTuple):
@@ -197,46 +220,47 @@ def tabled_parts(
     devices that hold each box of the source, of dtype `dtype`. `process_of` has the
     process of each device, and `sent` the bytes that it has sent.
     """
+    devices = np.array([device for device, _ in targets], np.int64)
+    target_boxes = [box for _, box in targets]
     rank = len(piece.target)
     source_columns = _columns(list(holders), rank)
-    target_columns = _columns([box for _, box in targets], rank)
-    overlaps = [
-        _overlaps(target, source)
-        for target, source in zip(target_columns, source_columns, strict=True)
-    ]
+    target_columns = _columns(target_boxes, rank)
+    overlaps = list(map(_overlaps, target_columns, source_columns))
     rows = _rows(target_columns, overlaps, len(targets))
     cell_of_row = _cells(rows, overlaps, source_columns, len(holders))
 
-    counts = np.array([len(devices) for devices in holders.values()], np.int64)
-    is_held = counts[cell_of_row] > 0
+    is_held = _lengths(list(holders.values()))[cell_of_row] > 0
     missing: tuple[Box, ...] = ()
     if not is_held.all():
         missing = _boxes(rows.kept(~is_held), overlaps)
         rows = rows.kept(is_held)
         cell_of_row = cell_of_row[is_held]
 
-    widths = [bits(dtype), *map(bits, dtypes_of(piece.value.casts))]
-    sizes = _values_by_part([overlap.sizes for overlap in overlaps], rows)
+    widths = bits_on_the_way(piece.value, dtype)
+    sizes = _values_by_part(rows, overlaps, lambda overlap: overlap.sizes)
     forms = _forms(piece, sizes, widths)
-    bytes_of_form = np.array([form.bytes for form in forms.parts], np.int64)
-    devices = np.array([device for device, _ in targets], np.int64)
+    receivers = devices[rows.targets]
     chosen = _senders(
-        cell_of_row,
-        devices[rows.targets],
-        bytes_of_form[forms.numbers],
-        list(holders.values()),
-        process_of,
-        sent,
+        cells=cell_of_row,
+        receivers=receivers,
+        part_bytes=_bytes_of(forms.parts)[forms.numbers],
+        holders=list(holders.values()),
+        process_of=process_of,
+        sent=sent,
     )
     table = PartTable(
         forms=forms.parts,
         form_numbers=forms.numbers,
         senders=chosen.senders,
-        receivers=devices[rows.targets],
-        sources=_values_by_part([overlap.sources for overlap in overlaps], rows),
-        targets=_values_by_part([overlap.targets for overlap in overlaps], rows),
+        receivers=receivers,
+        sources=_values_by_part(rows, overlaps, lambda overlap: overlap.sources),
+        targets=_values_by_part(rows, overlaps, lambda overlap: overlap.targets),
     )
     return TabledParts(table=table, missing=missing, replicas=chosen.replicas)
+
+
+def _lengths(sequences: Sequence[Sequence[object]]) -> np.ndarray:
+    return np.array(list(map(len, sequences)), np.int64)
 
 
 class _Column(NamedTuple):
@@ -255,7 +279,9 @@ def _columns(boxes: Sequence[Box], rank: int) -> list[_Column]:
     for dim in range(rank):
         intervals, numbers = np.unique(bounds[:, dim], axis=0, return_inverse=True)
         column = _Column(
-            starts=intervals[:, 0], stops=intervals[:, 1], numbers=numbers.reshape(-1)
+            starts=intervals[:, 0],
+            stops=intervals[:, 1],
+            numbers=numbers.reshape(-1),
         )
         columns.append(column)
     return columns
@@ -284,23 +310,27 @@ class _Overlaps(NamedTuple):
 
 
 def _overlaps(target: _Column, source: _Column) -> _Overlaps:
-    low = np.searchsorted(source.stops, target.starts, side="right")
-    high = np.searchsorted(source.starts, target.stops, side="left")
-    counts = np.where(target.starts < target.stops, np.maximum(high - low, 0), 0)
+    first_intervals = np.searchsorted(source.stops, target.starts, side="right")
+    last_intervals = np.searchsorted(source.starts, target.stops, side="left")
+    is_empty = target.starts >= target.stops
+    counts = np.maximum(last_intervals - first_intervals, 0)
+    counts[is_empty] = 0
     first_pairs = np.cumsum(counts) - counts
 
     target_numbers = np.repeat(np.arange(len(counts)), counts)
-    position = np.arange(len(target_numbers)) - first_pairs[target_numbers]
-    intervals = low[target_numbers] + position
-    starts = np.maximum(target.starts[target_numbers], source.starts[intervals])
+    numbers_in_target = np.arange(len(target_numbers)) - first_pairs[target_numbers]
+    intervals = first_intervals[target_numbers] + numbers_in_target
+    source_starts = source.starts[intervals]
+    target_starts = target.starts[target_numbers]
+    starts = np.maximum(target_starts, source_starts)
     stops = np.minimum(target.stops[target_numbers], source.stops[intervals])
     return _Overlaps(
         first_pairs=first_pairs,
         counts=counts,
         intervals=intervals,
         starts=starts,
-        sources=starts - source.starts[intervals],
-        targets=starts - target.starts[target_numbers],
+        sources=starts - source_starts,
+        targets=starts - target_starts,
         sizes=stops - starts,
     )
 
@@ -315,7 +345,8 @@ class _Rows(NamedTuple):
 
     def kept(self, mask: np.ndarray) -> "_Rows":
         """The rows where `mask` is true."""
-        return _Rows(self.targets[mask], tuple(pair[mask] for pair in self.pairs))
+        pairs = [pair[mask] for pair in self.pairs]
+        return _Rows(targets=self.targets[mask], pairs=tuple(pairs))
 
 
 def _rows(
@@ -324,12 +355,11 @@ def _rows(
     """The parts of `count` shards, shard by shard. Those of one shard are all
     combinations of its overlaps along each dimension, the last one fastest.
     """
-    counts_by_dim = [
-        overlap.counts[column.numbers]
-        for column, overlap in zip(columns, overlaps, strict=True)
-    ]
+    counts_by_dim: list[np.ndarray] = []
     parts_of_shard = np.ones(count, np.int64)
-    for counts in counts_by_dim:
+    for column, overlap in zip(columns, overlaps, strict=True):
+        counts = overlap.counts[column.numbers]
+        counts_by_dim.append(counts)
         parts_of_shard = parts_of_shard * counts
     targets = np.repeat(np.arange(count), parts_of_shard)
     first_parts = np.cumsum(parts_of_shard) - parts_of_shard
@@ -339,34 +369,46 @@ def _rows(
     for dim in reversed(range(len(columns))):
         radix = counts_by_dim[dim][targets]
         interval = columns[dim].numbers[targets]
-        pairs.insert(0, overlaps[dim].first_pairs[interval] + remaining % radix)
+        first_pairs = overlaps[dim].first_pairs[interval]
+        pairs.insert(0, first_pairs + remaining % radix)
         remaining = remaining // radix
     return _Rows(targets=targets, pairs=tuple(pairs))
 
 
 def _cells(
-    rows: _Rows, overlaps: Sequence[_Overlaps], columns: Sequence[_Column], count: int
+    rows: _Rows,
+    overlaps: Sequence[_Overlaps],
+    columns: Sequence[_Column],
+    count: int,
 ) -> np.ndarray:
     """For each part, the position of its box among the `count` boxes of the source,
     which form a grid.
     """
     if not columns:
         return np.zeros(len(rows.targets), np.int64)
-    grid_shape = [len(column.starts) for column in columns]
+    grid_shape: list[int] = []
+    box_index: list[np.ndarray] = []
+    part_index: list[np.ndarray] = []
+    for column, overlap, pair in zip(columns, overlaps, rows.pairs, strict=True):
+        grid_shape.append(len(column.starts))
+        box_index.append(column.numbers)
+        part_index.append(overlap.intervals[pair])
     cells = np.zeros(grid_shape, np.int64)
-    cells[tuple([column.numbers for column in columns])] = np.arange(count)
-    index = [
-        overlap.intervals[pair]
-        for overlap, pair in zip(overlaps, rows.pairs, strict=True)
-    ]
-    return cells[tuple(index)]
+    cells[tuple(box_index)] = np.arange(count)
+    return cells[tuple(part_index)]
 
 
-def _values_by_part(values_by_dim: Sequence[np.ndarray], rows: _Rows) -> np.ndarray:
-    """One row for each part, with the value of its pair along each dimension."""
-    columns = [
-        values[pair] for values, pair in zip(values_by_dim, rows.pairs, strict=True)
-    ]
+def _values_by_part(
+    rows: _Rows,
+    overlaps: Sequence[_Overlaps],
+    values_of: Callable[[_Overlaps], np.ndarray],
+) -> np.ndarray:
+    """One row for each part, with a value for each dimension: that of the part's pair,
+    of the values of all pairs that `values_of` returns.
+    """
+    columns: list[np.ndarray] = []
+    for overlap, pair in zip(overlaps, rows.pairs, strict=True):
+        columns.append(values_of(overlap)[pair])
     if not columns:
         return np.zeros((len(rows.targets), 0), np.int64)
     return np.stack(columns, axis=1)
@@ -374,11 +416,12 @@ def _values_by_part(values_by_dim: Sequence[np.ndarray], rows: _Rows) -> np.ndar
 
 def _boxes(rows: _Rows, overlaps: Sequence[_Overlaps]) -> tuple[Box, ...]:
     """The different boxes of the source that the parts read, in the order of the rows."""
-    starts = _values_by_part([overlap.starts for overlap in overlaps], rows)
-    sizes = _values_by_part([overlap.sizes for overlap in overlaps], rows)
+    starts = _values_by_part(rows, overlaps, lambda overlap: overlap.starts)
+    sizes = _values_by_part(rows, overlaps, lambda overlap: overlap.sizes)
+    stops = starts + sizes
     boxes: dict[Box, None] = {}
-    for low, high in zip(starts.tolist(), (starts + sizes).tolist(), strict=True):
-        boxes[tuple(zip(low, high, strict=True))] = None
+    for box_starts, box_stops in zip(starts.tolist(), stops.tolist(), strict=True):
+        boxes[tuple(zip(box_starts, box_stops, strict=True))] = None
     return tuple(boxes)
 
 
@@ -401,24 +444,11 @@ def _forms(piece: Piece, sizes: np.ndarray, widths: Sequence[int]) -> _Forms:
         keys = keys * max(1, len(sizes_of_dim.values)) + sizes_of_dim.numbers
     different, numbers = numbered(keys)
 
-    rank = len(piece.target)
     parts = []
-    for first in firsts(numbers, len(different)).tolist():
-        shape = sizes[first].tolist()
-        factors = [
-            Factor(size, dim, 1, dim, 1) for dim, size in enumerate(shape) if size != 1
-        ]
-        form = Piece(
-            value=piece.value,
-            source=(0,) * rank,
-            target=(0,) * rank,
-            factors=tuple(factors),
-        )
-        nbytes = -(-math.prod(shape) * min(widths) // 8)
-        part = ShardPart(
-            sender=-1, receiver=-1, piece=form, bytes=nbytes, bits=max(widths)
-        )
-        parts.append(part)
+    for first_row in firsts(numbers, len(different)).tolist():
+        shape = sizes[first_row].tolist()
+        (form,) = whole(piece.value, shape)
+        parts.append(unsent(form, math.prod(shape), widths))
     return _Forms(parts=tuple(parts), numbers=numbers)
 
 
@@ -446,36 +476,40 @@ def _senders(
     of the source, the receiver, and its bytes. `holders` has the devices of each shard;
     no device holds two.
     """
-    # The number -1 stands for the host.
-    numbers = np.array([device for devices in holders for device in devices], np.int64)
-    counts = np.array([len(devices) for devices in holders], np.int64)
+    all_holders = list(it.chain.from_iterable(holders))
+    holder_numbers = np.array(all_holders, np.int64)
+    counts = _lengths(holders)
     first_holders = np.cumsum(counts) - counts
-    most = max(numbers.max(initial=0), receivers.max(initial=0))
+    most = max(holder_numbers.max(initial=0), receivers.max(initial=0))
+    # The number -1 stands for the host.
     cell_of_device = np.full(int(most) + 2, -1, np.int64)
-    cell_of_device[numbers + 1] = np.repeat(np.arange(len(holders)), counts)
+    cell_numbers = np.arange(len(holders))
+    cell_of_device[holder_numbers + 1] = np.repeat(cell_numbers, counts)
 
-    is_own = cell_of_device[receivers + 1] == cells
+    is_sent = cell_of_device[receivers + 1] != cells
     senders = receivers.copy()
-    senders[~is_own] = numbers[first_holders[cells[~is_own]]]
-    (rows,) = np.nonzero(~is_own & (counts[cells] > 1))
+    senders[is_sent] = holder_numbers[first_holders[cells[is_sent]]]
+    (rows,) = np.nonzero(is_sent & (counts[cells] > 1))
     rows = rows[np.argsort(-part_bytes[rows], kind="stable")]
     if not len(rows):
         return _Chosen(senders=senders, replicas=())
 
+    # The shards that several devices could send, numbered.
     cells_to_send, cell_numbers = numbered(cells[rows])
-    first_rows = firsts(cell_numbers, len(cells_to_send))
-    several = [tuple(holders[cell]) for cell in cells_to_send.tolist()]
-    replicas = [several[number] for number in np.argsort(first_rows).tolist()]
-    if _take_turns(cell_numbers, part_bytes[rows], several, process_of, sent):
-        turns = occurrences(cell_numbers) % counts[cells[rows]]
-        senders[rows] = numbers[first_holders[cells[rows]] + turns]
-        return _Chosen(senders=senders, replicas=tuple(replicas))
+    replicas = [tuple(holders[cell]) for cell in cells_to_send.tolist()]
+    if _take_turns(cell_numbers, part_bytes[rows], replicas, process_of, sent):
+        row_cells = cells[rows]
+        turns = occurrences(cell_numbers) % counts[row_cells]
+        senders[rows] = holder_numbers[first_holders[row_cells] + turns]
+    else:
+        choices = [Senders(devices, process_of, sent) for devices in replicas]
+        for row, number in zip(rows.tolist(), cell_numbers.tolist(), strict=True):
+            nbytes = int(part_bytes[row])
+            senders[row] = choices[number].choose(int(receivers[row]), nbytes)
 
-    choices = [Senders(devices, process_of, sent) for devices in several]
-    for row, number in zip(rows.tolist(), cell_numbers.tolist(), strict=True):
-        nbytes = int(part_bytes[row])
-        senders[row] = choices[number].choose(int(receivers[row]), nbytes)
-    return _Chosen(senders=senders, replicas=tuple(replicas))
+    by_first_row = np.argsort(firsts(cell_numbers, len(cells_to_send)))
+    in_order = [replicas[number] for number in by_first_row.tolist()]
+    return _Chosen(senders=senders, replicas=tuple(in_order))
 
 
 def _take_turns(
@@ -491,7 +525,8 @@ def _take_turns(
     if len(set(process_of.values())) > 1:
         return False
     for devices in holders:
-        if len({sent.get(device, 0) for device in devices}) > 1:
+        sent_bytes = {sent.get(device, 0) for device in devices}
+        if len(sent_bytes) > 1:
             return False
     least = np.full(len(holders), np.iinfo(np.int64).max)
     np.minimum.at(least, cells, part_bytes)

@@ -11,7 +11,8 @@ import dataclasses
 import functools as ft
 import itertools as it
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,20 +23,26 @@ from ..._convert import (
     Made,
     Piece,
     StridedCopy,
-    dtypes_of,
     from_start,
     hull,
     once,
     shifted,
     strided_copy,
     swapped,
+    whole,
     within,
 )
-from ..._ground.boxes import Box, common
-from ..._ground.spec import bits
+from ..._ground.boxes import Box, box_start, common
 from .part_table import PartGroup, PartTable, tabled_parts
 from .senders import Holders, Senders
-from .shard_part import Links, ShardPart, divided, least_memory_bytes
+from .shard_part import (
+    Links,
+    ShardPart,
+    bits_on_the_way,
+    divided,
+    least_memory_bytes,
+    unsent,
+)
 
 
 # From so many shards of source and target on, a table is made in less time than a list.
@@ -84,20 +91,37 @@ class PartList:
             kind = (key, strided_copy(part.piece), is_local)
             alike.setdefault(kind, []).append(part)
 
-        groups = []
-        for (key, form, is_local), parts in alike.items():
-            group = PartGroup(
-                key=key,
-                form=form,
-                memory_bytes=max(part.memory_bytes for part in parts),
-                is_local=is_local,
-                senders=np.array([part.sender for part in parts], np.int64),
-                receivers=np.array([part.receiver for part in parts], np.int64),
-                sources=np.array([part.piece.source for part in parts], np.int64),
-                targets=np.array([part.piece.target for part in parts], np.int64),
-            )
-            groups.append(group)
-        return groups
+        return [
+            _group(key, form, is_local, parts)
+            for (key, form, is_local), parts in alike.items()
+        ]
+
+
+def _group(
+    key: str, form: StridedCopy, is_local: bool, parts: Sequence[ShardPart]
+) -> PartGroup:
+    """The group of `parts`, which are of one array and have one form."""
+    memory_bytes = 0
+    senders: list[int] = []
+    receivers: list[int] = []
+    sources: list[tuple[int, ...]] = []
+    targets: list[tuple[int, ...]] = []
+    for part in parts:
+        memory_bytes = max(memory_bytes, part.memory_bytes)
+        senders.append(part.sender)
+        receivers.append(part.receiver)
+        sources.append(part.piece.source)
+        targets.append(part.piece.target)
+    return PartGroup(
+        key=key,
+        form=form,
+        memory_bytes=memory_bytes,
+        is_local=is_local,
+        senders=np.array(senders, np.int64),
+        receivers=np.array(receivers, np.int64),
+        sources=np.array(sources, np.int64),
+        targets=np.array(targets, np.int64),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,14 +168,13 @@ class ShardParts:
         same shard that has sent the fewest. `sent` has the bytes that each device has
         sent. The choice of senders depends on these differences only.
         """
-        leads = []
+        leads: list[tuple[int, int]] = []
         for holders in self.replicas:
-            least = min(sent.get(device, 0) for device in holders)
-            leads += [
-                (device, sent[device] - least)
-                for device in holders
-                if sent.get(device, 0) > least
-            ]
+            sent_bytes = {device: sent.get(device, 0) for device in holders}
+            least_bytes = min(sent_bytes.values())
+            for device, nbytes in sent_bytes.items():
+                if nbytes > least_bytes:
+                    leads.append((device, nbytes - least_bytes))
         return tuple(leads)
 
 
@@ -169,10 +192,12 @@ class ShardGrid:
         sent: dict[int, int],
     ):
         self.dtype = dtype
-        self.senders = {
-            box: Senders(devices, process_of, sent) for box, devices in holders.items()
-        }
-        self._intervals = [sorted(set(column)) for column in zip(*holders, strict=True)]
+        self.senders: dict[Box, Senders] = {}
+        for box, devices in holders.items():
+            self.senders[box] = Senders(devices, process_of, sent)
+        # The boxes of a grid are all combinations of its intervals.
+        columns = zip(*holders, strict=True)
+        self._intervals = [sorted(set(column)) for column in columns]
 
     def overlapping(self, box: Box) -> Iterable[Box]:
         """The boxes of the grid that intersect `box`."""
@@ -182,10 +207,14 @@ class ShardGrid:
         """For each dimension, the intervals of the grid that intersect that of `box`."""
         columns = []
         for column, (start, stop) in zip(self._intervals, box, strict=True):
-            first = bisect.bisect_right(column, start, key=lambda interval: interval[1])
-            last = bisect.bisect_left(column, stop, key=lambda interval: interval[0])
+            first = bisect.bisect_right(column, start, key=_stop_of)
+            last = bisect.bisect_left(column, stop, key=_start_of)
             columns.append(column[first:last])
         return columns
+
+
+_start_of: Callable[[tuple[int, int]], int] = operator.itemgetter(0)
+_stop_of: Callable[[tuple[int, int]], int] = operator.itemgetter(1)
 
 
 class PossiblePart(NamedTuple):
@@ -235,7 +264,6 @@ def shard_parts(
     for source in sources.values():
         dtype, holders = source
         grids[id(source)] = ShardGrid(dtype, holders, process_of, sent)
-    grid_of = {path: grids[id(source)] for path, source in sources.items()}
 
     parts: list[PossiblePart] = []
     missing: dict[Box, None] = {}
@@ -246,9 +274,8 @@ def shard_parts(
             if value.path is None or value.scale is not None:
                 parts += _not_split(piece, receiver, box)
             else:
-                parts += _sent_parts(
-                    piece, receiver, box, grid_of[value.path], splits, missing
-                )
+                grid = grids[id(sources[value.path])]
+                parts += _sent_parts(piece, receiver, box, grid, splits, missing)
     replicas = _choose(parts)
     return ShardParts(
         rows=PartList(tuple([entry.part for entry in parts])),
@@ -263,22 +290,15 @@ def _is_whole(target: Made) -> bool:
     """
     if len(target.pieces) != 1:
         return False
-    piece = target.pieces[0]
-    if piece.value.path is None or piece.value.scale is not None:
+    value = target.pieces[0].value
+    if value.path is None or value.scale is not None:
         return False
-    start = (0,) * len(target.shape)
-    factors = [
-        Factor(size, dim, 1, dim, 1)
-        for dim, size in enumerate(target.shape)
-        if size != 1
-    ]
-    is_at_start = piece.source == piece.target == start
-    return is_at_start and piece.factors == tuple(factors)
+    return tuple(target.pieces) == whole(value, target.shape)
 
 
 def _are_disjoint(holders: Iterable[Sequence[int]]) -> bool:
     """Whether no device holds two shards."""
-    devices = [device for shard in holders for device in shard]
+    devices = list(it.chain.from_iterable(holders))
     return len(set(devices)) == len(devices)
 
 
@@ -286,11 +306,20 @@ def _not_split(piece: Piece, receiver: int, box: Box) -> Iterator[PossiblePart]:
     """Yields the parts in the receiver's `box` of a constant or of a quantised array,
     which are not divided along the shards of a source.
     """
-    start = [-low for low, _ in box]
     for inside in within(piece, box):
-        yield PossiblePart(
-            ShardPart(receiver, receiver, shifted(inside, start), bytes=0), None
+        in_shard = _counted_from(box_start(box), inside)
+        part = ShardPart(
+            sender=receiver,
+            receiver=receiver,
+            piece=in_shard,
+            bytes=0,
         )
+        yield PossiblePart(part, senders=None)
+
+
+def _counted_from(origin: Sequence[int], piece: Piece) -> Piece:
+    """A piece with its position in the target counted from `origin`."""
+    return shifted(piece, [-distance for distance in origin])
 
 
 def _sent_parts(
@@ -307,7 +336,7 @@ def _sent_parts(
     """
     # Positions inside the box are relative to the box.
     offset = from_start(piece, box)
-    first = shifted(piece, [-step for step in offset])
+    first = _counted_from(offset, piece)
     key = (
         box,
         first.source,
@@ -320,18 +349,23 @@ def _sent_parts(
     if is_first:
         splits[key] = list(_split(first, box, source, missing))
     for part, senders in splits[key]:
-        own_piece = part.piece
+        sent_piece = part.piece
         if not is_first or any(offset):
-            own_piece = shifted(own_piece, offset)
-            own_piece = Piece(
+            in_shard = shifted(sent_piece, offset)
+            sent_piece = Piece(
                 value=piece.value,
-                source=own_piece.source,
-                target=own_piece.target,
-                factors=own_piece.factors,
+                source=in_shard.source,
+                target=in_shard.target,
+                factors=in_shard.factors,
             )
-        yield PossiblePart(
-            ShardPart(receiver, receiver, own_piece, part.bytes, part.bits), senders
+        sent_part = ShardPart(
+            sender=receiver,
+            receiver=receiver,
+            piece=sent_piece,
+            bytes=part.bytes,
+            bits=part.bits,
         )
+        yield PossiblePart(sent_part, senders)
 
 
 def _choose(parts: list[PossiblePart]) -> tuple[tuple[int, ...], ...]:
@@ -339,9 +373,10 @@ def _choose(parts: list[PossiblePart]) -> tuple[tuple[int, ...], ...]:
     several devices could send, these devices.
     """
     replicas: dict[tuple[int, ...], None] = {}
-    for number in sorted(
+    largest_first = sorted(
         range(len(parts)), key=lambda number: -parts[number].part.bytes
-    ):
+    )
+    for number in largest_first:
         part, senders = parts[number]
         if senders is None or part.receiver in senders.holders:
             continue
@@ -353,16 +388,19 @@ def _choose(parts: list[PossiblePart]) -> tuple[tuple[int, ...], ...]:
 
 
 def _split(
-    piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]
+    piece: Piece,
+    box: Box,
+    source: ShardGrid,
+    missing: dict[Box, None],
 ) -> Iterator[PossiblePart]:
     """Yields the parts of the strided copy `piece` that write into `box` of the target,
     each with its possible senders. Each part reads from one shard of the source. If no
     device holds this shard, the part's box in the source is added to `missing` instead.
     """
-    widths = [bits(source.dtype), *map(bits, dtypes_of(piece.value.casts))]
-    start_of_box = [-low for low, _ in box]
+    widths = bits_on_the_way(piece.value, source.dtype)
     for inside in within(piece, box):
-        reading = swapped(shifted(inside, start_of_box))
+        in_shard = _counted_from(box_start(box), inside)
+        reading = swapped(in_shard)
         if _is_box(reading):
             yield from _split_box(reading, widths, source, missing)
             continue
@@ -370,30 +408,30 @@ def _split(
             if common(hull(reading), cell) is None:
                 continue
             senders = source.senders[cell]
-            start_of_cell = [low for low, _ in cell]
-            to_cell = [-low for low in start_of_cell]
             for in_cell in within(reading, cell):
-                part = swapped(shifted(in_cell, to_cell))
                 if not senders.holders:
-                    missing[hull(shifted(swapped(once(part)), start_of_cell))] = None
+                    missing[_box_of(in_cell)] = None
                     continue
-                nbytes = -(-once(part).elements * min(widths) // 8)
-                yield PossiblePart(
-                    ShardPart(-1, -1, part, nbytes, max(widths)), senders
-                )
+                part = swapped(_counted_from(box_start(cell), in_cell))
+                yield PossiblePart(unsent(part, once(part).elements, widths), senders)
+
+
+def _box_of(reading: Piece) -> Box:
+    """The box of the source that a piece reads; `reading` is the piece with source and
+    target exchanged.
+    """
+    return hull(swapped(once(swapped(reading))))
 
 
 def _is_box(reading: Piece) -> bool:
     """Whether a piece writes a box of its target, along each dimension in one loop."""
-    dims = {factor.target_dim for factor in reading.factors}
-    return len(dims) == len(reading.factors) and all(
-        [
-            factor.target_dim != NOWHERE
-            and factor.source_dim != NOWHERE
-            and factor.target_step == 1
-            for factor in reading.factors
-        ]
-    )
+    dims: set[int] = set()
+    for factor in reading.factors:
+        repeats = NOWHERE in (factor.source_dim, factor.target_dim)
+        if repeats or factor.target_step != 1 or factor.target_dim in dims:
+            return False
+        dims.add(factor.target_dim)
+    return True
 
 
 class _Overlap(NamedTuple):
@@ -409,22 +447,21 @@ class _Overlap(NamedTuple):
 
 
 def _split_box(
-    reading: Piece, widths: Sequence[int], source: ShardGrid, missing: dict[Box, None]
+    reading: Piece,
+    widths: Sequence[int],
+    source: ShardGrid,
+    missing: dict[Box, None],
 ) -> Iterator[PossiblePart]:
     """`_split` for a piece that reads a box: each shard has one box of it. `reading` is
     the piece with source and target exchanged, and `widths` are the bits of an element
     on its way.
     """
     box = hull(reading)
-    columns = [
-        _overlaps(column, interval)
-        for column, interval in zip(source.overlapping_intervals(box), box, strict=True)
-    ]
+    columns = list(map(_overlaps, source.overlapping_intervals(box), box))
     factors_by_sizes: dict[tuple[int, ...], tuple[Factor, ...]] = {}
-    least_bits = min(widths)
-    most_bits = max(widths)
     for overlaps in it.product(*columns):
-        senders = source.senders[tuple([overlap.interval for overlap in overlaps])]
+        cell = tuple([overlap.interval for overlap in overlaps])
+        senders = source.senders[cell]
         if not senders.holders:
             missing[tuple(map(_interval_of, overlaps))] = None
             continue
@@ -443,13 +480,7 @@ def _split_box(
             target=tuple(target),
             factors=factors,
         )
-        nbytes = -(-math.prod(sizes) * least_bits // 8)
-        yield PossiblePart(
-            part=ShardPart(
-                sender=-1, receiver=-1, piece=part, bytes=nbytes, bits=most_bits
-            ),
-            senders=senders,
-        )
+        yield PossiblePart(unsent(part, math.prod(sizes), widths), senders)
 
 
 def _overlaps(
@@ -483,5 +514,9 @@ def _with_sizes(
     """The factors with the sizes of their dimensions of the source, without those of
     one iteration.
     """
-    sized = [factor._replace(size=size_of_dim[factor.source_dim]) for factor in factors]
-    return tuple([factor for factor in sized if factor.size != 1])
+    sized: list[Factor] = []
+    for factor in factors:
+        size = size_of_dim[factor.source_dim]
+        if size != 1:
+            sized.append(factor._replace(size=size))
+    return tuple(sized)

@@ -33,7 +33,7 @@ from ..._ground.boxes import Box
 from ..._ground.errors import MeshError
 from ..shardings import data_of, has_devices, naming, require_movable, require_reduced
 from .assembly import Assembly, MovedLeaf, ScaledArray, numbered, shards_of
-from .host import host_copies, joint_copies
+from .host import HostCopies, host_copies, joint_copies
 from .parts import ShardParts, Source, shard_parts
 from .shard_part import Block, ShardPart
 
@@ -64,9 +64,7 @@ def target_arrays(
     """Plans how each array of `targets`, which `map` makes, is assembled from `sources`
     or moved. `numbers` are the Python numbers of the source. It caches results.
     """
-    source_structs = {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in sources}
-    target_structs = {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in targets}
-    target_by_path = bound(map, source_structs, target_structs, numbers)
+    target_by_path = bound(map, _structs(sources), _structs(targets), numbers)
     source_by_path = {leaf.path: leaf for leaf in sources}
     cache: dict[object, Assembly] = {}
     arrays = []
@@ -84,22 +82,33 @@ def target_arrays(
     return tuple(arrays)
 
 
+def _structs(leaves: Sequence[MovedLeaf]) -> dict[str, Struct]:
+    return {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in leaves}
+
+
 def _source_names(target: Made) -> tuple[str, ...]:
     """The paths of the arrays that the pieces of `target` read, each once."""
-    names = [name for piece in target.pieces for name in names_of(piece)]
-    return tuple(dict.fromkeys(names))
+    names: dict[str, None] = {}
+    for piece in target.pieces:
+        names.update(dict.fromkeys(names_of(piece)))
+    return tuple(names)
 
 
 def _require_movable(leaf: MovedLeaf, sources: Sequence[MovedLeaf]) -> None:
     assert leaf.sharding is not None
     require_movable(leaf.shape, leaf.dtype, leaf.sharding)
-    shardings = [source.sharding for source in sources if source.sharding is not None]
-    require_reduced(leaf.sharding, *shardings)
+    require_reduced(leaf.sharding, *_shardings(sources))
+
+
+def _shardings(leaves: Iterable[MovedLeaf]) -> list[Sharding]:
+    """The shardings of the arrays that are not NumPy arrays."""
+    return [leaf.sharding for leaf in leaves if leaf.sharding is not None]
 
 
 def _unchanged(leaf: MovedLeaf) -> Made:
     target = leaf_made(leaf.path, Struct(leaf.shape, leaf.dtype))
-    return dataclasses.replace(target, pieces=tuple(map(simplified, target.pieces)))
+    pieces = tuple(map(simplified, target.pieces))
+    return dataclasses.replace(target, pieces=pieces)
 
 
 class _AssemblyKey(NamedTuple):
@@ -117,12 +126,14 @@ def _assembly_key(
     """The key of an array whose `pieces` name their sources by number. Paths do not
     count.
     """
+    constants = [piece.value.number for piece in pieces]
+    nameless_sources = [source._replace(path="") for source in sources]
     return _AssemblyKey(
         target=leaf._replace(path=""),
         pieces=pieces,
         # 0.0 and -0.0 are equal as numbers, but not as text.
-        constants=str([piece.value.number for piece in pieces]),
-        sources=tuple(source._replace(path="") for source in sources),
+        constants=str(constants),
+        sources=tuple(nameless_sources),
     )
 
 
@@ -145,12 +156,11 @@ def _cached_assembly(
     pieces = numbered(pieces, [source.path for source in sources])
     key = _assembly_key(leaf, pieces, sources)
     if key not in cache:
-        numbered_sources = [
-            source._replace(path=str(number)) for number, source in enumerate(sources)
-        ]
-        cache[key] = _assembly(
-            leaf, Made(shape, dtype, pieces), numbered_sources, copies
-        )
+        numbered_sources: list[MovedLeaf] = []
+        for number, source in enumerate(sources):
+            numbered_sources.append(source._replace(path=str(number)))
+        numbered_target = Made(shape, dtype, pieces)
+        cache[key] = _assembly(leaf, numbered_target, numbered_sources, copies)
     return cache[key]
 
 
@@ -200,6 +210,9 @@ def _assembly(
         devices = _devices_of(leaf, sources, lost)
         parts = _parts(target, sources, devices, sent_before)
 
+    source_devices: dict[str, tuple[Any, ...]] = {}
+    for path, shards in devices.sources.items():
+        source_devices[path] = devices.remaining(shards)
     assert leaf.sharding is not None
     assembly = Assembly(
         sharding=leaf.sharding,
@@ -212,9 +225,7 @@ def _assembly(
         parts=parts,
         devices=devices.all,
         target_devices=devices.remaining(devices.target),
-        source_devices={
-            path: devices.remaining(shards) for path, shards in devices.sources.items()
-        },
+        source_devices=source_devices,
         source_shapes=devices.source_shapes,
     )
     if method == "host" and devices.are_named:
@@ -275,15 +286,14 @@ class _Devices:
 def _devices_of(
     leaf: MovedLeaf, sources: Sequence[MovedLeaf], lost: Sequence[object]
 ) -> _Devices:
-    shardings = [end.sharding for end in (*sources, leaf) if end.sharding is not None]
-    are_named = all(has_devices(sharding) for sharding in shardings)
+    are_named = all(map(has_devices, _shardings([*sources, leaf])))
 
     def key_of(device: Any) -> Any:
-        return device if are_named else getattr(device, "id", device)
+        if are_named:
+            return device
+        return getattr(device, "id", device)
 
     def by_key(boxes: dict[Any, Box]) -> dict[Any, Box]:
-        if are_named:
-            return boxes
         return {key_of(device): box for device, box in boxes.items()}
 
     lost_keys = {key_of(device) for device in lost}
@@ -332,26 +342,23 @@ def _method(
         return "programs" if sources else "host"
 
     all_devices = set[Any]()
-    for end in (*sources, leaf):
-        if end.sharding is not None:
-            all_devices |= end.sharding.device_set
+    for sharding in _shardings([*sources, leaf]):
+        all_devices |= sharding.device_set
     platforms = {device.platform for device in all_devices}
-    are_placed = [source.sharding is not None for source in sources]
+    processes = {device.process_index for device in all_devices}
+    source_shardings = _shardings(sources)
+    has_numpy_sources = len(source_shardings) < len(sources)
+    is_empty = 0 in target.shape
     has_program = (
-        len(platforms) == 1
-        and bool(sources)
-        and all(are_placed)
-        and 0 not in target.shape
+        len(platforms) == 1 and bool(sources) and not has_numpy_sources and not is_empty
     )
     if has_program and not (copies and platforms == {"cpu"}):
         return "programs"
 
-    is_in_one_process = (
-        not any(are_placed)
-        or len({device.process_index for device in all_devices}) == 1
-    )
+    if not source_shardings or len(processes) == 1:
+        return "host"
     # Scales are always read as whole arrays.
-    if is_in_one_process or not (_travels(parts, devices) or _has_scales(target)):
+    if not _travels(parts, devices) and not _has_scales(target):
         return "host"
     if has_program:
         return "programs"
@@ -365,11 +372,10 @@ def _method(
 def _travels(parts: ShardParts, devices: _Devices) -> bool:
     """Whether a process needs elements that another process holds."""
     processes = [device.process_index for device in devices.all]
-    return any(
-        processes[sender] != processes[receiver]
-        for sender, receiver in parts.links
-        if sender != _HOST
-    )
+    for sender, receiver in parts.links:
+        if sender != _HOST and processes[sender] != processes[receiver]:
+            return True
+    return False
 
 
 def _parts(
@@ -391,11 +397,12 @@ def _parts(
     if devices.are_named:
         for number, device in enumerate(devices.all):
             process_of[number] = device.process_index
+    targets: list[tuple[int, Box]] = []
+    for device, box in devices.target.items():
+        targets.append((devices.numbers[device], box))
     return shard_parts(
         target,
-        targets=[
-            (devices.numbers[device], box) for device, box in devices.target.items()
-        ],
+        targets=targets,
         sources=values_by_path,
         process_of=process_of,
         sent_before=sent_before,
@@ -414,22 +421,23 @@ def _with_host_copies(
             receiver_of_box.setdefault(box, devices.numbers[device])
     # In the order of the array, parts of one old shard are evenly spaced more often.
     targets = tuple(sorted(receiver_of_box))
-    parts: dict[int, list[ShardPart]] = {
+    parts_by_receiver: dict[int, list[ShardPart]] = {
         receiver: [] for receiver in receiver_of_box.values()
     }
     for part in plan.parts.all:
-        if part.receiver in parts:
-            parts[part.receiver].append(part)
+        if part.receiver in parts_by_receiver:
+            parts_by_receiver[part.receiver].append(part)
+
     shapes = [plan.source_shapes[source.path] for source in sources]
     orders = [_shard_numbers(source, devices) for source in sources]
-    copies = tuple(
-        host_copies(parts[receiver_of_box[box]], plan.dtype, box, shapes, orders)
-        for box in targets
-    )
+    copies: list[HostCopies] = []
+    for box in targets:
+        parts = parts_by_receiver[receiver_of_box[box]]
+        copies.append(host_copies(parts, plan.dtype, box, shapes, orders))
     return dataclasses.replace(
         plan,
         targets=targets,
-        host_copies=copies,
+        host_copies=tuple(copies),
         joint_copies=joint_copies(targets, copies, plan.dtype),
     )
 
@@ -440,11 +448,10 @@ def _shard_numbers(source: MovedLeaf, devices: _Devices) -> dict[int, int]:
     """
     if source.sharding is None:
         return {_HOST: _HOST}
-    local = source.sharding.addressable_devices_indices_map(source.shape)
-    shard_numbers = {
-        devices.numbers.get(device, _HOST): number
-        for number, device in enumerate(local)
-    }
+    local_devices = source.sharding.addressable_devices_indices_map(source.shape)
+    shard_numbers: dict[int, int] = {}
+    for number, device in enumerate(local_devices):
+        shard_numbers[devices.numbers.get(device, _HOST)] = number
     return shard_numbers or {_HOST: _HOST}
 
 
@@ -465,7 +472,11 @@ def _scaled_first(target: Made) -> tuple[Made, dict[str, ScaledArray]]:
                 dtype = casts[0]
                 casts = casts[1:]
             key = f"{value.path} * {value.scale.path} in {dtype}"
-            scaled[key] = ScaledArray(source=value.path, scale=value.scale, dtype=dtype)
+            scaled[key] = ScaledArray(
+                source=value.path,
+                scale=value.scale,
+                dtype=dtype,
+            )
             value = Value(path=key, casts=casts)
         pieces.append(piece._replace(value=value))
     return dataclasses.replace(target, pieces=tuple(pieces)), scaled

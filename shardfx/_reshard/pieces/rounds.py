@@ -36,17 +36,20 @@ def matchings(senders: np.ndarray, receivers: np.ndarray) -> list[np.ndarray]:
 
 def _colours(senders: np.ndarray, receivers: np.ndarray) -> np.ndarray:
     """The round of each part."""
-    most = max(np.bincount(senders).max(), np.bincount(receivers).max())
+    most_sent = np.bincount(senders).max()
+    most_received = np.bincount(receivers).max()
+    most = max(most_sent, most_received)
     if most == 1:
         return np.zeros(len(senders), np.int64)
 
     span = int(receivers.max()) + 1
     pairs, pair_of_part = numbered(senders * span + receivers)
-    repetitions = np.bincount(pair_of_part)
-    if (repetitions == repetitions[0]).all():
+    parts_of_pair = np.bincount(pair_of_part)
+    parts_of_each = parts_of_pair[0]
+    if (parts_of_pair == parts_of_each).all():
         colours_of_pairs = _by_distance(pairs // span, pairs % span)
         if colours_of_pairs is not None:
-            first_colours = colours_of_pairs * repetitions[0]
+            first_colours = colours_of_pairs * parts_of_each
             colours = first_colours[pair_of_part] + occurrences(pair_of_part)
             if colours.max() < most:
                 return colours
@@ -80,7 +83,8 @@ def _components(senders: np.ndarray, receivers: np.ndarray) -> np.ndarray | None
     for _ in range(_COMPONENT_STEPS):
         before = numbers
         for devices in (senders, receivers):
-            least = np.full(int(devices.max()) + 1, np.iinfo(np.int64).max)
+            device_count = int(devices.max()) + 1
+            least = np.full(device_count, np.iinfo(np.int64).max)
             np.minimum.at(least, devices, numbers)
             numbers = least[devices]
         if (numbers == before).all():
@@ -138,9 +142,7 @@ def _by_paths(senders: list[int], receivers: list[int]) -> np.ndarray:
     receiver_nodes = {device: _Node() for device in dict.fromkeys(receivers)}
     sender_of = [sender_nodes[device] for device in senders]
     receiver_of = [receiver_nodes[device] for device in receivers]
-    for part in range(len(senders)):
-        sender = sender_of[part]
-        receiver = receiver_of[part]
+    for part, (sender, receiver) in enumerate(zip(sender_of, receiver_of, strict=True)):
         colour = sender.first_free()
         if colour in receiver.parts:
             free = receiver.first_free()
@@ -156,7 +158,11 @@ def _by_paths(senders: list[int], receivers: list[int]) -> np.ndarray:
 
 
 def _swap_colours(
-    receiver: _Node, a: int, b: int, sender_of: list[_Node], receiver_of: list[_Node]
+    receiver: _Node,
+    a: int,
+    b: int,
+    sender_of: list[_Node],
+    receiver_of: list[_Node],
 ) -> None:
     """Changes colours of parts, in place, so that no part that `receiver` receives has
     the colour `a`. None has the colour `b` before. For this, the parts on a path swap

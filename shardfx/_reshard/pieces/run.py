@@ -59,7 +59,8 @@ def _sent_shape(form: StridedCopy) -> list[int]:
     """
     shape: list[int] = []
     for _, digits in form.source:
-        shape += [count for count, _ in digits]
+        for count, _ in digits:
+            shape.append(count)
     return shape
 
 
@@ -82,10 +83,9 @@ def slice_program(
         dtype = program_dtype(source_dtype, devices)
 
     def run(places: jax.Array, *arrays: jax.Array) -> jax.Array:
-        shards = [
-            bitcast(array.reshape(source.shape), dtype)
-            for array, source in zip(arrays, sources, strict=True)
-        ]
+        shards: list[jax.Array] = []
+        for source, array in zip(sources, arrays, strict=True):
+            shards.append(bitcast(array.reshape(source.shape), dtype))
         message = jnp.zeros(block.shape, block.dtype)
         start = 0
         for number, step in enumerate(rounds):
@@ -142,16 +142,17 @@ def write_program(
     is_cast = first_casts(casts, source_dtype) == len(casts)
 
     def run(places: jax.Array, message: jax.Array, *arrays: jax.Array) -> jax.Array:
-        out = first_shard(target.shape, dtype, None if makes_shards else arrays[0])
+        earlier = None if makes_shards else arrays[0]
+        out = first_shard(target.shape, dtype, earlier)
         start = 0
         for number, step in enumerate(rounds):
             message, out = jax.lax.optimization_barrier((message, out))
             shape = _sent_shape(step.form)
-            part = jax.lax.slice(message, (start,), (start + math.prod(shape),))
-            part = part.reshape(shape)
+            stop = start + math.prod(shape)
+            part = jax.lax.slice(message, (start,), (stop,)).reshape(shape)
             if not is_cast:
                 part = bitcast(part, wire_dtype)
-            start += part.size
+            start = stop
             out = write_part(step, out, part, source_dtype, places[0, number])
         return bitcast(out.reshape(block_shape(target.shape)), target.dtype)
 
@@ -246,10 +247,13 @@ class Context:
         """
         product = plan.scaled.get(key)
         if product is None:
-            block_key = BlockKey((names[int(key)],), "", devices)
+            path = names[int(key)]
+            block_key = BlockKey(paths=(path,), product="", devices=devices)
         else:
+            path = names[int(product.source)]
+            scale_path = names[int(product.scale.path)]
             block_key = BlockKey(
-                paths=(names[int(product.source)], names[int(product.scale.path)]),
+                paths=(path, scale_path),
                 product=f"{product.scale.block} {product.dtype}",
                 devices=devices,
             )
@@ -258,10 +262,9 @@ class Context:
             array = arrays[0] if product is None else self._scaled(product, *arrays)
             shape, dtype = plan.source_shapes[key]
             with _on(devices):
-                shards = {
-                    device: _in_memory(shard, device.default_memory().kind)
-                    for device, shard in _shards(array).items()
-                }
+                shards: dict[Any, jax.Array] = {}
+                for device, shard in _shards(array).items():
+                    shards[device] = _in_memory(shard, device.default_memory().kind)
                 self.blocks[block_key] = blocks(devices, shape, dtype, shards)
         return self.blocks[block_key]
 
@@ -286,7 +289,7 @@ def _times(scale: Scale, dtype: Any, sharding: object) -> Any:
         scales = scales.astype(jnp.float32)
         for dim, size in enumerate(scale.block):
             scales = jnp.repeat(scales, size, axis=dim)
-        scales = scales[tuple(slice(size) for size in x.shape)]
+        scales = scales[tuple(map(slice, x.shape))]
         return (x.astype(jnp.float32) * scales).astype(dtype)
 
     return jax.jit(run, out_shardings=sharding)
@@ -352,7 +355,7 @@ def _run_one(
         run = program(
             devices,
             step.rounds,
-            sources=tuple(plan.source_shapes[key] for key in step.keys),
+            sources=tuple([plan.source_shapes[key] for key in step.keys]),
             target=Block(plan.shard_shape, plan.dtype),
             makes_shards=out is None,
         )
@@ -380,27 +383,35 @@ def _run_three(
     """
     # Without senders and receivers, the programs of different parts of an array are
     # equal.
-    rounds = tuple(
-        one_round._replace(senders=(), receivers=()) for one_round in step.rounds
-    )
-    sizes = [math.prod(_sent_shape(one_round.form)) for one_round in rounds]
+    rounds: list[Round] = []
+    sendings: list[Sending] = []
+    for one_round in step.rounds:
+        elements = math.prod(_sent_shape(one_round.form))
+        rounds.append(one_round._replace(senders=(), receivers=()))
+        sendings.append(Sending(size=elements, pairs=tuple(one_round.pairs)))
     source_dtype = plan.source_shapes[step.keys[0]].dtype
     senders = plan.source_devices[step.keys[0]]
+    message_size = sum(sending.size for sending in sendings)
     message = Block(
-        shape=(sum(sizes),),
+        shape=(message_size,),
         dtype=program_dtype(sent_dtype(rounds[0].form, source_dtype), senders),
     )
     context.wait_for(plan.extra_bytes([step]), plan.sharers)
-    messages = _messages(plan, names, context, step.keys, rounds, message, places[0])
+    messages = _messages(
+        plan,
+        names,
+        context,
+        keys=step.keys,
+        rounds=tuple(rounds),
+        message=message,
+        places=places[0],
+    )
     with _on(plan.devices):
-        sendings = tuple(
-            Sending(size, tuple(one_round.pairs))
-            for size, one_round in zip(sizes, step.rounds, strict=True)
-        )
-        send = send_program(plan.devices, sendings)
-        received = _shards(
-            send(blocks(plan.devices, message.shape, message.dtype, messages))
-        )
+        send = send_program(plan.devices, tuple(sendings))
+        sent = blocks(plan.devices, message.shape, message.dtype, messages)
+        received = _shards(send(sent))
+    # Backends without donation would keep the messages.
+    del sent
     messages.clear()
 
     receivers = plan.target_devices
@@ -408,7 +419,7 @@ def _run_three(
         with _on(receivers):
             write = write_program(
                 receivers,
-                rounds,
+                tuple(rounds),
                 source_dtype=source_dtype,
                 target=Block(plan.shard_shape, plan.dtype),
                 makes_shards=out is None,
@@ -417,9 +428,12 @@ def _run_three(
             if out is not None:
                 arguments.append(out)
             out = write(places[1], *arguments)
-    context.in_flight.append(next(iter(received.values())) if out is None else out)
+    result = out
+    if result is None:
+        result = next(iter(received.values()))
+    context.in_flight.append(result)
     if _crosses(plan.devices):
-        jax.block_until_ready(context.in_flight[-1])
+        jax.block_until_ready(result)
     return out
 
 
@@ -440,16 +454,18 @@ def _messages(
     messages: dict[Any, jax.Array] = {}
     if any(map(_is_mine, senders)):
         arrays = [context.block(plan, names, senders, key) for key in keys]
-        sources = tuple(plan.source_shapes[key] for key in keys)
+        sources = tuple([plan.source_shapes[key] for key in keys])
         with _on(senders):
             slice_parts = slice_program(senders, rounds, sources, message)
             messages = _shards(slice_parts(places, *arrays))
-    others = tuple(
-        device for device in plan.devices if _is_mine(device) and device not in messages
-    )
+    others: list[Any] = []
+    for device in plan.devices:
+        if _is_mine(device) and device not in messages:
+            others.append(device)
     if others:
-        with _on(others):
-            messages |= _shards(zeros(others, message)())
+        idle_devices = tuple(others)
+        with _on(idle_devices):
+            messages |= _shards(zeros(idle_devices, message)())
     return messages
 
 
@@ -475,10 +491,11 @@ def _in_memory(shard: jax.Array, kind: str | None) -> jax.Array:
 
 
 def _crosses(devices: Sequence[Any]) -> bool:
-    return (
-        devices[0].platform == "cpu"
-        and len({device.process_index for device in devices}) > 1
-    )
+    """Whether the devices are CPU devices of several processes."""
+    if devices[0].platform != "cpu":
+        return False
+    processes = {device.process_index for device in devices}
+    return len(processes) > 1
 
 
 @ft.lru_cache(maxsize=4096)
@@ -495,13 +512,13 @@ def _programs(
     numbers = {device: number for number, device in enumerate(plan.devices)}
     programs = []
     for step in plan.exchanges(limit_bytes, most_bytes):
-        sides: tuple[tuple[Any, ...], ...] = (plan.devices,)
+        sides: list[tuple[Any, ...]] = [plan.devices]
         if plan.changes_devices:
-            sides = (plan.source_devices[step.keys[0]], plan.target_devices)
-        places = [
-            _placed(step.places[[numbers[device] for device in side]], side)
-            for side in sides
-        ]
+            sides = [plan.source_devices[step.keys[0]], plan.target_devices]
+        places: list[jax.Array | None] = []
+        for side in sides:
+            rows = [numbers[device] for device in side]
+            places.append(_placed(step.places[rows], side))
         programs.append((step, tuple(places)))
     return tuple(programs)
 

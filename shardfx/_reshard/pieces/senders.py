@@ -44,10 +44,10 @@ class Senders:
 
     @ft.cached_property
     def _everywhere(self) -> list[HeapEntry]:
-        return sorted(
-            HeapEntry(self.sent[device], position, device)
-            for position, device in enumerate(self.holders)
-        )
+        heap: list[HeapEntry] = []
+        for position, device in enumerate(self.holders):
+            heap.append(HeapEntry(self.sent[device], position, device))
+        return sorted(heap)
 
     @ft.cached_property
     def _nearby(self) -> dict[int | None, list[HeapEntry]]:
@@ -64,7 +64,8 @@ class Senders:
             (device,) = self.holders
             self.sent[device] += nbytes
             return device
-        heap = self._nearby.get(self._process_of.get(receiver), self._everywhere)
+        process = self._process_of.get(receiver)
+        heap = self._nearby.get(process, self._everywhere)
         # An entry is too old if its device has sent other bytes since it was made.
         while (first := heap[0]).sent_bytes != self.sent[first.device]:
             self._renew_first(heap)

@@ -65,6 +65,20 @@ class ShardPart(NamedTuple):
         return -(-_extent(self.piece) * self.bits // 8)
 
 
+def unsent(piece: Piece, elements: int, widths: Sequence[int]) -> ShardPart:
+    """A part of a shard of which `elements` are sent, without sender and receiver.
+    `widths` are the bits of an element in each dtype that it has on its way.
+    """
+    sent_bytes = -(-elements * min(widths) // 8)
+    return ShardPart(
+        sender=-1,
+        receiver=-1,
+        piece=piece,
+        bytes=sent_bytes,
+        bits=max(widths),
+    )
+
+
 def first_casts(casts: Sequence[object], dtype: object) -> int:
     """The number of casts after which elements have the fewest bits. The sender applies
     these, and the receiver the others. For float32 elements (`dtype`) and `casts` to
@@ -72,15 +86,24 @@ def first_casts(casts: Sequence[object], dtype: object) -> int:
     """
     sizes = [bits(dtype)]
     for to in casts:
-        sizes.append(sizes[-1] if isinstance(to, Arithmetic) else bits(to))
+        size = sizes[-1]
+        if not isinstance(to, Arithmetic):
+            size = bits(to)
+        sizes.append(size)
     return sizes.index(min(sizes))
+
+
+def bits_on_the_way(value: Value, dtype: object) -> list[int]:
+    """The bits of an element of `dtype` in the source, and after each cast of `value`."""
+    dtypes = [dtype, *dtypes_of(value.casts)]
+    return list(map(bits, dtypes))
 
 
 def sent_bits(value: Value, dtype: object) -> int:
     """The bits of an element of `dtype` when it is sent, after the casts of `value`
     that the sender applies.
     """
-    return min([bits(dtype), *map(bits, dtypes_of(value.casts))])
+    return min(bits_on_the_way(value, dtype))
 
 
 def _extent(piece: Piece) -> int:
@@ -98,7 +121,9 @@ def _extent_of(factors: tuple[Factor, ...], source_rank: int, target_rank: int) 
         target=(0,) * target_rank,
         factors=factors,
     )
-    return max(piece.elements, volume(hull(piece)), volume(hull(swapped(once(piece)))))
+    target_extent = volume(hull(piece))
+    source_extent = volume(hull(swapped(once(piece))))
+    return max(piece.elements, target_extent, source_extent)
 
 
 def divided(part: ShardPart, most_bytes: int) -> list[ShardPart]:
@@ -110,18 +135,18 @@ def divided(part: ShardPart, most_bytes: int) -> list[ShardPart]:
         return [part]
 
     outer = min(factors, key=lambda factor: _halved(part.piece, factor))
-    iterations = outer.size * most_bytes // part.memory_bytes
-    count = -(-outer.size // max(1, iterations))
-    step = -(-outer.size // max(2, count))
+    iterations_that_fit = max(1, outer.size * most_bytes // part.memory_bytes)
+    section_count = max(2, -(-outer.size // iterations_that_fit))
+    iterations_per_section = -(-outer.size // section_count)
     bytes_per_iteration = part.bytes / outer.size
     smaller_parts = []
-    for start in range(0, outer.size, step):
-        stop = min(outer.size, start + step)
-        smaller = part._replace(
+    for start in range(0, outer.size, iterations_per_section):
+        stop = min(outer.size, start + iterations_per_section)
+        section = part._replace(
             piece=rows(part.piece, outer, start, stop),
             bytes=math.ceil(bytes_per_iteration * (stop - start)),
         )
-        smaller_parts += divided(smaller, most_bytes)
+        smaller_parts += divided(section, most_bytes)
     return smaller_parts
 
 
@@ -129,7 +154,8 @@ def _halved(piece: Piece, factor: Factor) -> tuple[int, int]:
     """Orders the factors along which a piece can be divided: the one whose elements have
     the largest gaps first; of several, the longest, which gives the fewest parts.
     """
-    half = rows(piece, factor, 0, -(-factor.size // 2))
+    half_size = -(-factor.size // 2)
+    half = rows(piece, factor, start=0, stop=half_size)
     return _extent(half), -factor.size
 
 
@@ -137,7 +163,8 @@ def least_memory_bytes(part: ShardPart) -> int:
     """The memory, in bytes, of the smallest parts into which a part of a shard can be
     divided.
     """
-    repeated = tuple(
+    repetitions = [
         factor for factor in part.piece.factors if factor.source_dim == NOWHERE
-    )
-    return part._replace(piece=part.piece._replace(factors=repeated)).memory_bytes
+    ]
+    one_element = part.piece._replace(factors=tuple(repetitions))
+    return part._replace(piece=one_element).memory_bytes
