@@ -4,7 +4,7 @@ what the devices hold of each result.
 
 import dataclasses
 import functools as ft
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..._ground.errors import MeshError
 from ..hlo_text import (
@@ -25,12 +25,13 @@ from .held import Context, Faulty, Held, Memory, Result, Unknown, view_of
 from .loops import Loops
 from .manual_calls import called_manually
 from .matching import expressed, is_matched
+from .record import OperationName, Record
 from .results import check, each_result, held_of, leaves_in, leaves_of, required_view
 from .rules import applied
 from .shardings import WrongShard, axes_of, shardings_in
 from .values import Global
 from .verdict import (
-    Refutation,
+    Outcome,
     Unjudged,
     UnjudgedOperation,
     Verdict,
@@ -86,7 +87,8 @@ class Judge:
     """Goes through a partitioned program once.
 
     - `is_foreign`: whether the program is of another run than the whole program.
-    - `faults`, `causes`: what is wrong and what is not judged, by number.
+    - `record`: what is wrong and what is not judged.
+    - `reached`: the numbers of the faults on which results hang.
     """
 
     def __init__(
@@ -96,15 +98,9 @@ class Judge:
         self.module = module
         self.program = program
         self.context = Context(module, program, Cuts(module.partitions), Memory())
-        self.faults: list[Refutation] = []
-        self.causes: list[tuple[Instruction, str]] = []
-        self.fault_numbers: dict[tuple[str, str], int] = {}
-        self.cause_numbers: dict[tuple[str, str], int] = {}
-        # For each operation, by computation and name: the cause for which it is not
-        # judged, or `None`.
-        self.states: dict[tuple[str, str], int | None] = {}
+        self.record = Record(module)
         self.reached: set[int] = set()
-        self.loops = Loops(self.context, self.run)
+        self.loops = Loops(self.context, self.run, self.record)
 
     def verdict(self) -> Verdict:
         arguments = self.arguments()
@@ -112,23 +108,11 @@ class Judge:
         leaves = list(leaves_of(result))
         is_proved = self.compared(leaves)
         sizes = self._sizes()
-        judged_names = [name for name, cause in self.states.items() if cause is None]
-        hanging: dict[int, int] = {}
-        for name, cause in self.states.items():
-            if cause is not None:
-                hanging[cause] = hanging.get(cause, 0) + sizes[name]
-        unjudged = [
-            UnjudgedOperation(
-                operation=f"%{instruction.name} ({instruction.opcode})",
-                source=own_line(self.module.frames(instruction)),
-                reason=reason,
-                bytes=hanging.get(number, 0),
-            )
-            for number, (instruction, reason) in enumerate(self.causes)
-        ]
-        unjudged.sort(key=lambda operation: -operation.bytes)
-        refutations = tuple(self.faults[number] for number in sorted(self.reached))
-        outcome = "not judged"
+        states = self.record.states
+        judged_names = [name for name, cause in states.items() if cause is None]
+        reached_numbers = sorted(self.reached)
+        refutations = tuple(self.record.faults[number] for number in reached_numbers)
+        outcome: Outcome = "not judged"
         if refutations:
             outcome = "refuted"
         elif is_proved:
@@ -136,16 +120,39 @@ class Judge:
         return Verdict(
             outcome=outcome,
             refutations=refutations,
-            unjudged=tuple(unjudged),
-            operations=len(self.states),
+            unjudged=self._unjudged(sizes),
+            operations=len(states),
             judged_operations=len(judged_names),
             bytes=sum(sizes.values()),
             judged_bytes=sum(sizes[name] for name in judged_names),
         )
 
-    def _sizes(self) -> dict[tuple[str, str], int]:
-        sizes = {}
-        for computation, name in self.states:
+    def _unjudged(
+        self, sizes: Mapping[OperationName, int]
+    ) -> tuple[UnjudgedOperation, ...]:
+        """The operations that no rule follows, those with most bytes first."""
+        hanging: dict[int, int] = {}
+        for name, cause in self.record.states.items():
+            if cause is not None:
+                hanging[cause] = hanging.get(cause, 0) + sizes[name]
+
+        operations: list[UnjudgedOperation] = []
+        for number, cause in enumerate(self.record.causes):
+            instruction = cause.instruction
+            operation = UnjudgedOperation(
+                operation=f"%{instruction.name} ({instruction.opcode})",
+                source=own_line(self.module.frames(instruction)),
+                reason=cause.reason,
+                bytes=hanging.get(number, 0),
+            )
+            operations.append(operation)
+        operations.sort(key=lambda operation: -operation.bytes)
+        return tuple(operations)
+
+    def _sizes(self) -> dict[OperationName, int]:
+        """The bytes of the results of each operation."""
+        sizes: dict[OperationName, int] = {}
+        for computation, name in self.record.states:
             instruction = self.module.computations[computation][name]
             total = 0
             if instruction.opcode not in _FREE:
@@ -168,7 +175,7 @@ class Judge:
                 f"the program takes {len(results)} arrays, and the step"
                 f" {len(self.program.parameters)}"
             )
-            unknown = self.unknown((self.module.entry, root.name), root, reason)
+            unknown = self.record.unknown((self.module.entry, root.name), root, reason)
             return [unknown for _ in results]
         return [results[number] for number in range(len(results))]
 
@@ -176,7 +183,7 @@ class Judge:
         key = (self.module.entry, instruction.name)
         array = self.program.parameters.get(number)
         if array is None:
-            return self.unknown(key, instruction, "an argument that is no array")
+            return self.record.unknown(key, instruction, "an argument that is no array")
         shape = arrays_in(instruction.result)[0].shape
         whole = self.program.values.nodes[array.view.root].instruction
         assert whole is not None
@@ -186,8 +193,8 @@ class Judge:
             if self.is_foreign:
                 self._require_cuts(instruction, array, cuts)
         except Unjudged as error:
-            return self.unknown(key, instruction, str(error))
-        self.states[key] = None
+            return self.record.unknown(key, instruction, str(error))
+        self.record.judged(key)
         return held_of(array, shape, cuts)
 
     def _require_cuts(
@@ -226,9 +233,9 @@ class Judge:
             try:
                 self.compare(number, result, array, shardings[number])
             except Wrong as error:
-                self.reached.add(self.fault(key, root, error).number)
+                self.reached.add(self.record.fault(key, root, error).number)
             except Unjudged as error:
-                self.unknown((self.module.entry, root.name), root, str(error))
+                self.record.unknown((self.module.entry, root.name), root, str(error))
                 is_proved = False
         return is_proved and not self.reached
 
@@ -253,7 +260,9 @@ class Judge:
                     "constrain the sharding of the arrays that this line reads",
                 )
                 key = (self.module.entry, f"{root.name}/{number}")
-                self.reached.add(self.fault(key, computation[name], error).number)
+                self.reached.add(
+                    self.record.fault(key, computation[name], error).number
+                )
             except Unjudged:
                 # The comparison of the elements says why.
                 continue
@@ -338,11 +347,11 @@ class Judge:
         leaves = leaves_in(operands)
         for leaf in leaves:
             if isinstance(leaf, Faulty):
-                self.states[key] = None
+                self.record.judged(key)
                 return each_result(instruction, leaf)
         for leaf in leaves:
             if isinstance(leaf, Unknown):
-                self.states[key] = leaf.cause
+                self.record.states[key] = leaf.cause
                 return each_result(instruction, leaf)
         held = [leaf for leaf in leaves if isinstance(leaf, Held)]
         try:
@@ -355,16 +364,20 @@ class Judge:
         except Wrong as error:
             if not all(is_matched(self.context, operand) for operand in held):
                 return each_result(
-                    instruction, self.unknown(key, instruction, error.fault)
+                    instruction, self.record.unknown(key, instruction, error.fault)
                 )
-            self.states[key] = None
-            return each_result(instruction, self.fault(key, instruction, error))
+            self.record.judged(key)
+            return each_result(instruction, self.record.fault(key, instruction, error))
         except Unjudged as error:
-            return each_result(instruction, self.unknown(key, instruction, str(error)))
+            return each_result(
+                instruction, self.record.unknown(key, instruction, str(error))
+            )
         except _UNREAD as error:
             reason = f"a form that its rule cannot read ({type(error).__name__})"
-            return each_result(instruction, self.unknown(key, instruction, reason))
-        self.states[key] = None
+            return each_result(
+                instruction, self.record.unknown(key, instruction, reason)
+            )
+        self.record.judged(key)
         self.note_match(key, instruction, held, result)
         return result
 
@@ -384,12 +397,12 @@ class Judge:
             if leaf.known is not None or leaf.idiom is not None:
                 continue
             if all(is_matched(self.context, operand) for operand in operands):
-                self.unknown(
+                self.record.unknown(
                     key, instruction, "the whole program has no such operation"
                 )
                 return
             if instruction.opcode in ELEMENTWISE:
-                self.states[key] = self.states.get(key)
+                self.record.states[key] = self.record.states.get(key)
 
     # Calls, conditionals and loops.
 
@@ -403,18 +416,20 @@ class Judge:
         try:
             if instruction.opcode == "while":
                 results = self.loops.loop(instruction, operands[0])
-                self.states[key] = None
+                self.record.judged(key)
                 return results
             if instruction.opcode == "conditional":
                 return self.conditional(key, instruction, operands)
         except Unjudged as error:
-            return each_result(instruction, self.unknown(key, instruction, str(error)))
+            return each_result(
+                instruction, self.record.unknown(key, instruction, str(error))
+            )
         name = names.get("calls") or names["to_apply"]
         results = called_manually(self.context, instruction, operands, name)
         if results is None:
             return self.run(name, operands)
         for body_instruction in self.module.computations[name].values():
-            self.states[name, body_instruction.name] = None
+            self.record.judged((name, body_instruction.name))
         return results
 
     def conditional(
@@ -429,7 +444,7 @@ class Judge:
             for (_, name), operand in zip(instruction.called, operands[1:], strict=True)
         ]
         if isinstance(chosen, Unknown):
-            self.states[key] = chosen.cause
+            self.record.states[key] = chosen.cause
             return each_result(instruction, chosen)
         if not isinstance(chosen, Held) or not chosen.is_finished:
             raise Unjudged("a conditional on something unfinished")
@@ -437,32 +452,5 @@ class Judge:
             branched(self.context, chosen, leaves)
             for leaves in zip(*branches, strict=True)
         ]
-        self.states[key] = None
+        self.record.judged(key)
         return tuple(results) if instruction.result.startswith("(") else results[0]
-
-    # Faults and causes.
-
-    def fault(
-        self, key: tuple[str, str], instruction: Instruction, error: Wrong
-    ) -> Faulty:
-        if key not in self.fault_numbers:
-            self.fault_numbers[key] = len(self.faults)
-            self.faults.append(
-                Refutation(
-                    operation=f"%{instruction.name} ({instruction.opcode})",
-                    source=own_line(self.module.frames(instruction)),
-                    fault=error.fault,
-                    right=error.right,
-                    mend=error.mend,
-                )
-            )
-        return Faulty(self.fault_numbers[key])
-
-    def unknown(
-        self, key: tuple[str, str], instruction: Instruction, reason: str
-    ) -> Unknown:
-        if key not in self.cause_numbers:
-            self.cause_numbers[key] = len(self.causes)
-            self.causes.append((instruction, reason))
-        self.states[key] = self.cause_numbers[key]
-        return Unknown(self.cause_numbers[key])

@@ -1,12 +1,13 @@
 """Loops: what they carry lies after each turn as it did before."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ..hlo_text import Instruction, arrays_in
 from .cuts import Cut
 from .held import Context, Held, Result, view_of
 from .matching import expressed
+from .record import Failures, Record
 from .results import held_of, leaves_of, required_view
 from .shardings import axes_of, shardings_in
 from .values import Global, Loop, unchanged
@@ -15,17 +16,40 @@ from .verdict import Unjudged
 
 # Turns of a loop after which what it carries has to be settled.
 _TURNS = 6
+# Loops of one name that are tried.
+_MOST_TRIALS = 4
 # Goes through a computation of the program of one device with these arguments.
 Run: TypeAlias = Callable[[str, Sequence[Result]], Result]
 
 
-class Loops:
-    """The loops of a program. `run` goes through one of its computations."""
+class _Trial(NamedTuple):
+    """A loop of the whole program that a loop of the program of one device may be.
 
-    def __init__(self, context: Context, run: Run):
+    - `state`: what the devices hold at the start of a turn; the reason if that is not
+      judged.
+    - `matches`, `mismatches`: how many of the arrays that both start with are known to
+      be equal, and to be others.
+    """
+
+    loop: Loop
+    state: Sequence[Result] | Unjudged
+    matches: int
+    mismatches: int
+
+
+class Loops:
+    """The loops of a program. `run` goes through one of its computations, and notes in
+    `record` what it finds.
+    """
+
+    def __init__(self, context: Context, run: Run, record: Record):
         self.context = context
         self.run = run
+        self.record = record
+        # The numbers of the loops whose turns are being judged.
         self.taken: list[int] = []
+        # For each loop of the whole program, the body that was judged as its.
+        self.bodies: dict[int, str] = {}
 
     def loop(self, instruction: Instruction, initial: Result) -> tuple[Result, ...]:
         """The results of a loop. Raises `Unjudged` if it is none of the whole program's,
@@ -33,55 +57,130 @@ class Loops:
         """
         starts = list(leaves_of(initial))
         names = dict(instruction.called)
-        reason = "no loop of the whole program starts like this"
+        trials = self._trials(instruction, starts, names["body"])
+        if not trials:
+            raise Unjudged("no loop of the whole program starts like this")
+        if len(trials) > 1:
+            best = self._best(trials, starts, names)
+        else:
+            best = trials[0]
+        self.bodies[best.loop.number] = names["body"]
+        return self._tried(best, starts, names)
+
+    def _trials(
+        self, instruction: Instruction, starts: Sequence[Result], body: str
+    ) -> list[_Trial]:
+        """The loops of the whole program that may be this one: those that have its name
+        and start with its arrays. Several calls of a function have one name, and an
+        array that is not judged may be any. Those come first that no other loop is,
+        and of them those with most equal arrays.
+        """
+        trials: list[_Trial] = []
         for loop in self.context.whole.values.loops:
             if len(loop.initial) != len(starts) or loop.number in self.taken:
                 continue
             if not _may_be(instruction, loop):
                 continue
-            state = self._initial_state(loop, starts, instruction, names["body"])
-            if state is None:
-                continue
-            self.taken.append(loop.number)
-            try:
-                results = self._turned(loop, starts, state, names)
-            finally:
-                self.taken.pop()
-            if results is not None:
-                return tuple(results)
-            reason = "a loop whose turns change how its values lie"
-        # What is inside is judged as far as it goes.
-        raise Unjudged(reason)
+            trial = self._trial(loop, starts, instruction, body)
+            if trial is not None:
+                trials.append(trial)
 
-    def _initial_state(
+        fewest = min((trial.mismatches for trial in trials), default=0)
+        likely = [trial for trial in trials if trial.mismatches == fewest]
+
+        def rank(trial: _Trial) -> tuple[bool, int]:
+            is_another = self.bodies.get(trial.loop.number, body) != body
+            return is_another, -trial.matches
+
+        return sorted(likely, key=rank)[:_MOST_TRIALS]
+
+    def _best(
+        self,
+        trials: Sequence[_Trial],
+        starts: Sequence[Result],
+        names: Mapping[str, str],
+    ) -> _Trial:
+        """The loop in whose turns least is not judged, and least wrong."""
+        best = trials[0]
+        fewest: Failures | None = None
+        for trial in trials:
+            before = self.record.copy()
+            try:
+                self._tried(trial, starts, names)
+            except Unjudged:
+                continue
+            finally:
+                failures = self.record.failures_since(before)
+                self.record.restore(before)
+            if fewest is None or failures < fewest:
+                best = trial
+                fewest = failures
+            if fewest == (0, 0):
+                break
+        return best
+
+    def _tried(
+        self, trial: _Trial, starts: Sequence[Result], names: Mapping[str, str]
+    ) -> tuple[Result, ...]:
+        """The results of a loop, as one of the whole program."""
+        if isinstance(trial.state, Unjudged):
+            raise trial.state
+        self.taken.append(trial.loop.number)
+        try:
+            results = self._turned(trial.loop, starts, trial.state, names)
+        finally:
+            self.taken.pop()
+        if results is None:
+            # What is inside is judged as far as it goes.
+            raise Unjudged("a loop whose turns change how its values lie")
+        return tuple(results)
+
+    def _trial(
         self,
         loop: Loop,
         starts: Sequence[Result],
         instruction: Instruction,
         body: str,
-    ) -> list[Result] | None:
-        """What the devices hold at the start of a turn; `None` if the loop of the whole
-        program starts with other values.
+    ) -> _Trial | None:
+        """What the devices hold at the start of a turn of `loop`; `None` if it starts
+        with other arrays.
         """
         same = unchanged(self.context.module, body, len(starts))
         shardings = shardings_in(loop.instruction.attributes)
         shapes = [array.shape for array in arrays_in(instruction.result)]
         state: list[Result] = []
+        matches = 0
+        mismatches = 0
+        reason: Unjudged | None = None
         for place, (start, array, carried) in enumerate(
             zip(starts, loop.initial, loop.carried, strict=True)
         ):
             if not isinstance(start, Held):
                 state.append(start)
                 continue
+            seen = expressed(self.context, start, array)
             if place in same and carried == array:
+                # The turns judge what they only read. Another array is a hint that the
+                # loop is another, and no more.
+                if seen is None:
+                    mismatches += 1
+                else:
+                    matches += 1
                 state.append(start)
                 continue
-            seen = expressed(self.context, start, array)
             if seen is None or seen.idiom is not None or seen.rest:
                 return None
             sharding = shardings[place] if len(shardings) == len(starts) else ""
-            state.append(self._carried(seen, array, carried, sharding, shapes[place]))
-        return state
+            try:
+                held = self._carried(seen, array, carried, sharding, shapes[place])
+            except Unjudged as error:
+                reason = error
+                held = start
+            matches += 1
+            state.append(held)
+        return _Trial(
+            loop=loop, state=reason or state, matches=matches, mismatches=mismatches
+        )
 
     def _carried(
         self,

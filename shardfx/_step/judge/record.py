@@ -1,0 +1,93 @@
+"""What the judge finds on its way through a program."""
+
+from typing import NamedTuple
+
+from ..hlo_text import HloModule, Instruction
+from ..lowered import own_line
+from .held import Faulty, Unknown
+from .verdict import Refutation, Wrong
+
+
+# An operation, by the names of its computation and of its instruction.
+OperationName = tuple[str, str]
+
+
+class Cause(NamedTuple):
+    """An operation that no rule follows, and why."""
+
+    instruction: Instruction
+    reason: str
+
+
+class Failures(NamedTuple):
+    """How many operations are not judged or wrong."""
+
+    causes: int
+    faults: int
+
+
+class Record:
+    """The operations of a program that the judge has met.
+
+    - `faults`, `causes`: what is wrong and what is not judged, by number.
+    - `states`: for each operation, the number of the cause for which it is not judged,
+      or `None`.
+    """
+
+    def __init__(self, module: HloModule):
+        self.module = module
+        self.faults: list[Refutation] = []
+        self.causes: list[Cause] = []
+        self.states: dict[OperationName, int | None] = {}
+        self._fault_numbers: dict[OperationName, int] = {}
+        self._cause_numbers: dict[OperationName, int] = {}
+
+    def judged(self, name: OperationName) -> None:
+        """Notes that an operation is judged."""
+        self.states[name] = None
+
+    def fault(
+        self, name: OperationName, instruction: Instruction, error: Wrong
+    ) -> Faulty:
+        """Notes that an operation is wrong."""
+        if name not in self._fault_numbers:
+            self._fault_numbers[name] = len(self.faults)
+            refutation = Refutation(
+                operation=f"%{instruction.name} ({instruction.opcode})",
+                source=own_line(self.module.frames(instruction)),
+                fault=error.fault,
+                right=error.right,
+                mend=error.mend,
+            )
+            self.faults.append(refutation)
+        return Faulty(self._fault_numbers[name])
+
+    def unknown(
+        self, name: OperationName, instruction: Instruction, reason: str
+    ) -> Unknown:
+        """Notes that no rule follows an operation."""
+        if name not in self._cause_numbers:
+            self._cause_numbers[name] = len(self.causes)
+            self.causes.append(Cause(instruction, reason))
+        number = self._cause_numbers[name]
+        self.states[name] = number
+        return Unknown(number)
+
+    def failures_since(self, before: "Record") -> Failures:
+        """What was noted as wrong or not judged after `before` was copied."""
+        causes = len(self.causes) - len(before.causes)
+        faults = len(self.faults) - len(before.faults)
+        return Failures(causes, faults)
+
+    def copy(self) -> "Record":
+        copied = Record(self.module)
+        copied.restore(self)
+        return copied
+
+    def restore(self, before: "Record") -> None:
+        """Forgets what was noted after `before` was copied."""
+        self.faults = list(before.faults)
+        self.causes = list(before.causes)
+        self.states = dict(before.states)
+        self._fault_numbers = dict(before._fault_numbers)
+        self._cause_numbers = dict(before._cause_numbers)
