@@ -49,7 +49,9 @@ def test_a_refutation_is_a_warning_with_its_line(ask):
     [warning] = warned
     assert warning.filename == __file__
     text = str(warning.message)
-    assert re.search(r"wrongly: %\S+ \(add\) at test_refuted.py:\d+ block: ", text)
+    assert re.search(
+        r"wrongly: %\S+ \(add\) at test_refuted.py:\d+ block, called from ", text
+    )
     assert "right would be" in text
     assert "constrain" in text
     assert "shardfx.testing.verify" in text

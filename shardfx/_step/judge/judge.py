@@ -16,7 +16,6 @@ from ..hlo_text import (
     parse_hlo,
     root_of,
 )
-from ..lowered import own_line
 from ..partitioner import Programs
 from . import views
 from .conditionals import branched
@@ -25,6 +24,7 @@ from .held import Context, Faulty, Held, Memory, Result, Unknown, view_of
 from .loops import Loops
 from .manual_calls import called_manually
 from .matching import expressed, is_matched
+from .origins import origin_of
 from .record import OperationName, Record
 from .results import check, each_result, held_of, leaves_in, leaves_of, required_view
 from .rules import applied
@@ -139,9 +139,12 @@ class Judge:
         operations: list[UnjudgedOperation] = []
         for number, cause in enumerate(self.record.causes):
             instruction = cause.instruction
+            origin = origin_of(self.module.frames(instruction))
             operation = UnjudgedOperation(
                 operation=f"%{instruction.name} ({instruction.opcode})",
-                source=own_line(self.module.frames(instruction)),
+                source=origin.source,
+                caller=origin.caller,
+                first_traced=origin.first_traced,
                 reason=cause.reason,
                 bytes=hanging.get(number, 0),
             )

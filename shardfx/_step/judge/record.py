@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from ..hlo_text import HloModule, Instruction
-from ..lowered import own_line
 from .held import Faulty, Unknown
+from .origins import origin_of
 from .verdict import Refutation, Wrong
 
 
@@ -52,9 +52,12 @@ class Record:
         """Notes that an operation is wrong."""
         if name not in self._fault_numbers:
             self._fault_numbers[name] = len(self.faults)
+            origin = origin_of(self.module.frames(instruction))
             refutation = Refutation(
                 operation=f"%{instruction.name} ({instruction.opcode})",
-                source=own_line(self.module.frames(instruction)),
+                source=origin.source,
+                caller=origin.caller,
+                first_traced=origin.first_traced,
                 fault=error.fault,
                 right=error.right,
                 mend=error.mend,

@@ -46,6 +46,11 @@ class Refutation:
     - `fault`: what its devices hold.
     - `right`: what would be right.
     - `mend`: what mends it.
+    - `caller`: the line of the step itself that leads to `source`; `None` if it is
+      `source`, or if the program does not say.
+    - `first_traced`: the line of the first call of the operation's function, where JAX
+      uses again what it traced for that call, in another program perhaps. `source` is
+      the line of the present call then.
     """
 
     __module__ = "shardfx.testing"
@@ -55,10 +60,13 @@ class Refutation:
     fault: str
     right: str
     mend: str
+    caller: Frame | None = None
+    first_traced: Frame | None = None
 
     def __str__(self) -> str:
+        place = _place(self)
         return (
-            f"{self.operation} at {place_text(self.source)}: {self.fault}\n"
+            f"{self.operation} at {place}: {self.fault}\n"
             f"    right would be: {self.right}\n"
             f"    {self.mend}"
         )
@@ -76,6 +84,7 @@ class UnjudgedOperation:
     - `reason`: why it is not judged.
     - `bytes`: the bytes of the results, on one device, of this operation and of all
       operations that are not judged because of it.
+    - `caller`, `first_traced`: as in a [`shardfx.testing.Refutation`][].
     """
 
     __module__ = "shardfx.testing"
@@ -84,12 +93,24 @@ class UnjudgedOperation:
     source: Frame | None
     reason: str
     bytes: int
+    caller: Frame | None = None
+    first_traced: Frame | None = None
 
     def __str__(self) -> str:
         return (
-            f"{self.operation} at {place_text(self.source)}: {self.reason}"
+            f"{self.operation} at {_place(self)}: {self.reason}"
             f" ({self.bytes:,} bytes hang on it)"
         )
+
+
+def _place(operation: Refutation | UnjudgedOperation) -> str:
+    """The lines of an operation as text."""
+    text = place_text(operation.source)
+    if operation.caller is not None:
+        text += f", called from {place_text(operation.caller)}"
+    if operation.first_traced is not None:
+        text += f", first traced at {place_text(operation.first_traced)}"
+    return text
 
 
 @dataclasses.dataclass(frozen=True)
