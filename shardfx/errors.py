@@ -1,4 +1,4 @@
-"""The errors that shardfx raises, and its warning: each error is a `ValueError`, a `TypeError` or a
+"""The errors that shardfx raises, and its warnings: each error is a `ValueError`, a `TypeError` or a
 `RuntimeError` with a name of its own.
 """
 
@@ -17,6 +17,7 @@ from ._ground.errors import (
     RuleError as RuleError,
     SpecError as SpecError,
     SyncError as SyncError,
+    UnjudgedWarning as UnjudgedWarning,
     UnknownPathError as UnknownPathError,
     UnmatchedError as UnmatchedError,
     WrongNumbersWarning as WrongNumbersWarning,

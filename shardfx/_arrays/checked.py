@@ -5,20 +5,31 @@ static argument and from the type and the sharding of each array.
 """
 
 import operator
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._ground.errors import RefusedError
+from .._ground.errors import RefusedError, UnjudgedWarning
 from .._ground.purity import is_tracing
 from .given import is_placed
 from .stages import Traced
 
 
 Check: TypeAlias = Callable[[Traced[..., Any]], object]
+
+
+@runtime_checkable
+class Cautious(Protocol):
+    """What a check returns that may pass a program it did not judge as a whole."""
+
+    @property
+    def caution(self) -> str:
+        """What is not judged, and what to do about it; "" if all is judged."""
+        ...
 
 
 class CheckedPrograms:
@@ -38,8 +49,9 @@ class CheckedPrograms:
         """Calls `check` with what `trace` returns if the program of these arguments did
         not pass before.
 
-        Raises `RefusedError` if `check` returns something false. A call inside another
-        traced function runs no program of its own, and is not checked.
+        Raises `RefusedError` if `check` returns something false. Warns for the caller
+        of the function that calls this one if it returns a caution. A call inside
+        another traced function runs no program of its own, and is not checked.
         """
         kinds = {*map(type, arrays)}
         if any(issubclass(kind, Tracer) for kind in kinds):
@@ -62,6 +74,9 @@ class CheckedPrograms:
                     f"`check` refused the program of `{self._name}`, and nothing ran."
                     f" It says:\n{verdict}"
                 )
+            if isinstance(verdict, Cautious) and verdict.caution:
+                text = f"the program of `{self._name}` runs, and {verdict.caution}"
+                warnings.warn(text, UnjudgedWarning, stacklevel=3)
             self._passed.add(parts)
         self._last = parts
 

@@ -71,7 +71,9 @@ def filter_jit(
       "all" and "all-except-first" here.
     - `check`: a function that is called with what `.trace` returns, once for each
       program, before the program first runs, such as `shardfx.testing.verify`. If it
-      raises, or returns something false other than `None`, nothing runs. A function
+      raises, or returns something false other than `None`, nothing runs. If what it
+      returns has a text `caution`, as the verdict about a program that is not judged as
+      a whole, the program runs with an [`shardfx.errors.UnjudgedWarning`][]. A function
       that is called inside another traced function is not checked: its operations
       belong to the program of that function.
 

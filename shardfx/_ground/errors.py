@@ -66,6 +66,14 @@ class WrongNumbersWarning(UserWarning):
     """
 
 
+class UnjudgedWarning(UserWarning):
+    """A program that the `check` of [`shardfx.filter_jit`][] passed, and could not judge
+    as a whole.
+
+    Its text says how much is not judged, and how to compare its numbers.
+    """
+
+
 class OutOfMemoryError(ProgramError):
     """A program that its compiler refuses because it needs more memory than a device
     has.

@@ -61,7 +61,9 @@ def verify(
     [`shardfx.testing.check_step`][] compares numbers. Not judged are callbacks,
     kernels, an update of several rows at an index of a dimension that is cut, or of one
     where the index may be out of bounds, and random bits that depend on the layout,
-    among others; `unjudged` names them. The body of a `shard_map` is what you wrote;
+    among others; `unjudged` names them. As the `check` of [`shardfx.filter_jit`][], it
+    refuses a program that is refuted, and one that is not judged runs with an
+    [`shardfx.errors.UnjudgedWarning`][]. The body of a `shard_map` is what you wrote;
     what it takes and returns is judged, where all axes of its mesh are manual.
 
     The verdict is about the program that `program` names. By default that is XLA's

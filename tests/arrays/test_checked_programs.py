@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+import shardfx as sfx
 from shardfx import MeshSpec, filter_jit
-from shardfx.errors import RefusedError
+from shardfx.errors import RefusedError, UnjudgedWarning
 
 
 MESH = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
@@ -145,3 +146,68 @@ def test_a_check_is_for_decorators_and_methods_too():
         applied = Model(jnp.array(scale)).apply(X)[0, 1]
         assert applied == scale
     assert len(seen) == 1
+
+
+class Partly:
+    """A verdict about a program of which only a part is judged."""
+
+    def __init__(self, caution):
+        self.caution = caution
+
+
+def test_a_caution_is_a_warning_once_for_each_program():
+    double = filter_jit(lambda x: 2 * x, check=lambda traced: Partly("2 are unknown"))
+    with pytest.warns(UnjudgedWarning, match="and 2 are unknown") as warned:
+        for _ in range(3):
+            assert np.array_equal(double(X), 2 * X)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    with pytest.warns(UnjudgedWarning):
+        double(X[:4])
+
+
+def test_a_caution_without_text_is_no_warning():
+    double = filter_jit(lambda x: 2 * x, check=lambda traced: Partly(""))
+    assert np.array_equal(double(X), 2 * X)
+
+
+def test_a_caution_that_is_an_error_lets_nothing_run():
+    double = filter_jit(lambda x: 2 * x, check=lambda traced: Partly("2 are unknown"))
+    for _ in range(2):
+        with pytest.raises(UnjudgedWarning):
+            double(X)
+
+
+def test_verify_warns_of_what_it_does_not_judge():
+    def updated(cache, row, start):
+        return jax.lax.dynamic_update_slice(cache, row, (start, 0))
+
+    checked = filter_jit(updated, check=sfx.testing.verify)
+    args = (jax.device_put(X, ROWS), jnp.ones((1, 8)), jnp.array(3))
+    with pytest.warns(UnjudgedWarning) as warned:
+        for _ in range(2):
+            np.testing.assert_array_equal(checked(*args), X.at[3].set(1))
+    (warning,) = warned
+    assert warning.filename == __file__
+    verdict = sfx.testing.verify(updated, *args)
+    text = str(warning.message)
+    assert text.endswith(verdict.caution)
+    count = verdict.operations - verdict.judged_operations
+    assert f"{count} of its {verdict.operations} operations are not judged" in text
+    unjudged_bytes = verdict.bytes - verdict.judged_bytes
+    assert f"{unjudged_bytes:,} of {verdict.bytes:,} bytes" in text
+    assert f"{verdict.unjudged[0]}" in text
+    assert "may be out of bounds" in text
+    assert "check_step(step, *args)" in text
+
+
+def test_verify_is_silent_about_a_program_that_it_proves():
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    args = (jax.device_put(X, COLUMNS), jax.device_put(X, ROWS))
+    step = filter_jit(jax.value_and_grad(loss), check=sfx.testing.verify)
+    step(*args)
+    verdict = sfx.testing.verify(jax.value_and_grad(loss), *args)
+    assert verdict.outcome == "proved"
+    assert verdict.caution == ""

@@ -144,6 +144,27 @@ class Verdict:
     def __bool__(self) -> bool:
         return self.outcome != "refuted"
 
+    @property
+    def caution(self) -> str:
+        """What is not judged of the program, and what to do about it; "" if it is proved
+        or refuted. [`shardfx.filter_jit`][] warns with it.
+        """
+        if self.outcome != "not judged":
+            return ""
+        operations = self.operations - self.judged_operations
+        unjudged_bytes = self.bytes - self.judged_bytes
+        text = (
+            f"{operations:,} of its {plural(self.operations, 'operation')} are not"
+            f" judged, with {unjudged_bytes:,} of {self.bytes:,} bytes of results on one"
+            " device."
+        )
+        if self.unjudged:
+            text += f" Most hang on {self.unjudged[0]}."
+        return (
+            f"{text} XLA may compute them wrongly: compare numbers with"
+            " `print(shardfx.testing.check_step(step, *args))`, once."
+        )
+
     def __str__(self) -> str:
         count = plural(self.operations, "operation")
         share = f"{self.judged_operations:,} of {count} are judged"
