@@ -30,8 +30,8 @@ _GROUP_BYTES = 64 << 20
 
 class SpareMemory:
     """The memory of a new revision of the arrays in the receiving process number
-    `receiver`. When the last row of a leaf has arrived, its memory becomes a JAX array
-    with the leaf's sharding in `dst`.
+    `receiver`. When the last row of a group of leaves has arrived, their memory becomes
+    JAX arrays with the leaves' shardings in `dst`.
 
     Raises `PlanMismatchError` if `dst` has other arrays than the transfer's plan,
     before memory is allocated.
@@ -42,7 +42,8 @@ class SpareMemory:
         self._plan = plan
         self._dst = dst
         self._lock = threading.Lock()
-        self._remaining = [0] * len(plan.leaves)
+        # For each group the number of rows that have not arrived.
+        self._remaining = [0] * (max(self._layout.groups, default=0) + 1)
         self._memory: dict[int, dict[int, np.ndarray]] = {}
         self._bytes: dict[tuple[int, int], np.ndarray] = {}
         self._arrays: dict[int, jax.Array] = {}
@@ -51,7 +52,7 @@ class SpareMemory:
         """Says how many rows come for each leaf, from each sender."""
         for counts in row_counts:
             for leaf, count in enumerate(counts):
-                self._remaining[leaf] += count
+                self._remaining[self._layout.groups[leaf]] += count
 
     def arrays(self) -> dict[str, jax.Array]:
         """All arrays by path. Every row of every leaf must have been written."""
@@ -91,14 +92,17 @@ class SpareMemory:
         return flat
 
     def wrote(self, leaf: int) -> None:
-        """Counts one written row of a leaf. After the last row, the leaf's memory
-        becomes a JAX array.
+        """Counts one written row of a leaf. After the last row of its group, the memory
+        of the group's leaves becomes JAX arrays. Made one after another, these take
+        less time than between copies, which empty the processor's caches.
         """
+        group = self._layout.groups[leaf]
         with self._lock:
-            self._remaining[leaf] -= 1
-            is_whole = self._remaining[leaf] == 0
+            self._remaining[group] -= 1
+            is_whole = self._remaining[group] == 0
         if is_whole:
-            self._make_array(leaf)
+            for number in self._layout.leaves_of_group[group]:
+                self._make_array(number)
 
     def _allocate(self, group: int) -> None:
         """Allocates one block of memory for all leaves of a group."""
@@ -158,11 +162,13 @@ class MemoryLayout:
         # Leaves whose memory would start in the same 64 MiB if all leaves lay one after
         # another.
         self.groups: list[int] = []
+        self.leaves_of_group: dict[int, list[int]] = {}
         self.places_of_group: dict[int, list[_Place]] = {}
         start_bytes = 0
         for number, leaf in enumerate(plan.leaves):
             group = start_bytes // _GROUP_BYTES
             self.groups.append(group)
+            self.leaves_of_group.setdefault(group, []).append(number)
             places = self.places_of_group.setdefault(group, [])
             for buffer, box in self.boxes_of_leaf[number].items():
                 places.append(_Place(number, buffer, box, leaf.dtype))
