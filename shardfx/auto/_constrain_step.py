@@ -46,7 +46,7 @@ from ._classes import Classes
 from ._layouts import AssignedLayout, Layouts
 from ._name_axes import named_classes
 from ._program import Root
-from ._strategies import assignments_of_rules
+from ._strategies import USUAL_NAMES, assignments_of_rules
 
 
 # Equations that contain programs, which are evaluated anew.
@@ -253,7 +253,7 @@ def _require_dimensions(rules: AxisRules, classes: Classes, mesh: MeshSpec) -> N
     lines = []
     for number, name, axes in without_dimension:
         idle_axes = [a for a in axes if a not in used_axes and mesh.axis_size(a) > 1]
-        hint = near(name, free_names)
+        hint = "" if name in USUAL_NAMES else near(name, free_names)
         if idle_axes or (axes and hint):
             lines.append(f"  axes.rules[{number}] {name!r} -> {'+'.join(axes)}{hint}")
     if lines:

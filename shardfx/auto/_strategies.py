@@ -19,6 +19,9 @@ from ._layouts import Assignment, Layouts
 # order in which an axis prefers them.
 _TENSOR = ("experts", "heads", "kv_heads", "mlp", "hidden", "vocab", "classes")
 _NEVER = ("layers", "embed", "norm", "positions", "head_dim", "query_groups")
+# Names that `name_axes` gives dimensions of usual models. A rule for one of them is no
+# misspelling, even if the step has another of them.
+USUAL_NAMES = ("batch", "sequence", *_TENSOR, *_NEVER)
 # The number of sets of logical axes that assignments are made of: the sets with the
 # most bytes.
 _SETS = 9

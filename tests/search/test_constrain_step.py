@@ -13,6 +13,7 @@ import pytest
 from models import MODELS, f32
 
 import shardfx
+from benchmarks._zoo import small_models
 from shardfx import AxisRules, MeshSpec, PathRules, plan
 from shardfx.auto import constrain_step, name_axes
 from shardfx.errors import MeshError, RuleError
@@ -235,3 +236,14 @@ def test_rules_for_further_models_are_taken():
     rules = [("batch", "data"), ("mlp", "model"), ("kv_heads", "model")]
     constrained = constrain_step(mlp_step, mesh, AxisRules(rules))
     jax.eval_shape(constrained, *MLP_ARGS)
+
+
+def test_a_usual_name_is_no_misspelling_of_another():
+    """`heads` is what `kv_heads` and `head_dim` are in a model without groups."""
+    step, *args = small_models()["dense 8B, 8 of 32 heads for keys"]()
+    names = [axis.name for axis in name_axes(step, *args).axes]
+    assert "heads" not in names
+    assert "head_dim" in names
+    rules = [("batch", "data"), ("heads", "model"), ("kv_heads", "model")]
+    mesh = MESH.build(jax.devices()[:4])
+    jax.eval_shape(constrain_step(step, mesh, AxisRules(rules)), *args)
