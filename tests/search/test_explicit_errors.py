@@ -264,3 +264,19 @@ def test_a_carry_begins_with_the_type_that_it_keeps():
     assert error in FAQ.read_text()
     with pytest.raises(ValueError, match=error):
         jax.sharding.reshard(jnp.ones(8), P("data"))
+
+
+def test_a_gradient_outside_of_jit_needs_the_mesh():
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+    plan = sfx.plan(jnp.ones(8), mesh, paths=sfx.PathRules([("", P("data"))]))
+    loss = sfx.auto.auto_axes(lambda x: jnp.sum(x**2), plan, out=())
+    x = sfx.shard(jnp.ones(8), plan)
+    error = "Length of device assignment 1 is not equal to the size of the mesh"
+    assert error in FAQ.read_text()
+    with pytest.raises(ValueError, match=error):
+        jax.grad(loss)(x)
+    jitted = jax.jit(jax.grad(loss))(x)
+    with jax.set_mesh(mesh):
+        eager = jax.grad(loss)(x)
+    np.testing.assert_array_equal(jitted, 2 * np.ones(8))
+    np.testing.assert_array_equal(eager, jitted)
