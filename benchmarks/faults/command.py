@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ MUTATIONS_A_PROGRAM = 12
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
     add = parser.add_argument
-    add("--minutes", type=float, default=10, help="how long cases are drawn")
+    add("--minutes", type=float, default=10, help="how long programs are drawn")
     add("--seed", type=int, default=1, help="the seed of the draws")
     add("--first", type=int, default=0, help="the number of the first draw")
     add("--layouts", type=int, default=6, help="layouts of each program")
@@ -134,28 +135,46 @@ def _covered(flags: argparse.Namespace) -> int:
 
 
 def _mutated(flags: argparse.Namespace, configuration: Configuration) -> int:
-    """Mutates right programs of the bank until enough mutations ran."""
+    """Mutates right programs of the bank until enough mutations ran, or the time is
+    over. With `--records`, it goes on behind the programs of that file.
+    """
     lines: list[dict[str, Any]] = []
     number = flags.first
+    if flags.records is not None and flags.records.exists():
+        for text in flags.records.read_text().splitlines():
+            record = json.loads(text)
+            lines += record["mutated"]
+            number = record["number"] + 2
+    started = time.monotonic()
     with Child(configuration) as child:
-        while len(lines) < flags.mutations:
+        while (
+            len(lines) < flags.mutations
+            and time.monotonic() - started < 60 * flags.minutes
+        ):
             request = {
                 "draw": [flags.seed, number, 1, flags.family],
                 "mutations": min(MUTATIONS_A_PROGRAM, flags.mutations - len(lines)),
             }
+            mutated: list[dict[str, Any]] = []
             for result in child.results(request):
-                lines += result.outcome.get("mutated", [])
+                mutated += result.outcome.get("mutated", [])
+            lines += mutated
+            if flags.records is not None:
+                with flags.records.open("a") as file:
+                    file.write(json.dumps({"number": number, "mutated": mutated}))
+                    file.write("\n")
             number += 2
             _progress(f"{len(lines)} mutations")
-        document = {
-            "versions": dict(child.versions),
-            "seed": flags.seed,
-            "programs": (number - flags.first) // 2,
-            "mutations": _report.mutation_table(lines),
-            "mistakes": [line for line in lines if _report.is_mistake(line)],
-            # Refutations to be looked at, if other arguments do not change either.
-            "harmless": [line for line in lines if _report.is_harmless(line)],
-        }
+        versions = dict(child.versions)
+    document = {
+        "versions": versions,
+        "seed": flags.seed,
+        "programs": (number - flags.first) // 2,
+        "mutations": _report.mutation_table(lines),
+        "mistakes": [line for line in lines if _report.is_mistake(line)],
+        # Refutations to be looked at, if other arguments do not change either.
+        "harmless": [line for line in lines if _report.is_harmless(line)],
+    }
     _write(document, flags.json)
     print(json.dumps(document["mutations"], indent=1))
     return int(bool(document["mistakes"]))
