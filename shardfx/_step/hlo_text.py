@@ -281,9 +281,9 @@ class _Sections:
 
 def _instruction(line: str) -> Instruction:
     simple = _SIMPLE.match(line)
-    if simple is not None and simple[4] not in _NO_OPERANDS:
+    if simple is not None:
         operands = tuple(_OPERAND.findall(simple[5]))
-        if operands:
+        if operands or not simple[5] or simple[4] in _NO_OPERANDS:
             return Instruction(
                 name=simple[2],
                 result=simple[3],

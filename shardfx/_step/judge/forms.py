@@ -243,7 +243,8 @@ def _elementwise(instruction: Instruction, views: Sequence[View], rank: int) -> 
     """
     pattern = _pattern_of(tuple(view.dims for view in views), rank)
     operands = [
-        View(view.root, dims) for view, dims in zip(views, pattern.rows, strict=True)
+        view if view.dims == dims else View(view.root, dims)
+        for view, dims in zip(views, pattern.rows, strict=True)
     ]
     opcode = instruction.opcode
     dtype = ""
@@ -353,6 +354,8 @@ def _reduce(instruction: Instruction, views: Sequence[View], module: HloModule) 
 
 def squeezed(view: View, shape: Sequence[int]) -> View:
     """The view without dimensions of size 1: nothing changes along them."""
+    if 1 not in shape:
+        return view
     dims = tuple(
         None if size == 1 else dim for dim, size in zip(view.dims, shape, strict=True)
     )

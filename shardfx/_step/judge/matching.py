@@ -138,7 +138,7 @@ def _elements(context: Context, held: Held, array: Global) -> Held | None:
         below = _elements(context, held, _beneath(context, array, operand))
         if below is None:
             continue
-        moved = _moved(context, below, array, node, number)
+        moved = _remembered_move(context, below, array, node, number)
         if moved is None:
             continue
         if not moved.has_holes:
@@ -288,6 +288,32 @@ def _fits(context: Context, held: Held, array: Global) -> bool:
         if dim is not None or not is_single:
             return False
     return True
+
+
+def _remembered_move(
+    context: Context, below: Held, array: Global, node: Node, number: int
+) -> Held | None:
+    """As `_moved`, asked once for nodes of equal operations and sizes whose operands lie
+    alike.
+    """
+    operand_shape = context.values.nodes[node.operands[number].view.root].shape
+    padding = node.operands[1].view.root if node.opcode == "pad" else None
+    key = (
+        node.likeness,
+        number,
+        operand_shape,
+        padding,
+        array.view.dims,
+        array.shape,
+        below.layout,
+    )
+    held = context.memory.result(key)
+    if held is not None:
+        return held.of(array.view.root)
+    held = _moved(context, below, array, node, number)
+    if held is not None:
+        context.memory.add(key, [below], held)
+    return held
 
 
 def _moved(
