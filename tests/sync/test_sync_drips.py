@@ -88,6 +88,79 @@ def test_a_sender_that_drips_is_named_in_time(behave):
     assert text.endswith("`arrays` is still `None`.")
 
 
+BODY = bytes(12 << 20)
+# Longer than a part is under way, and much shorter than all parts.
+PART_PAUSE_SECONDS = TIMEOUT_SECONDS / 3
+
+
+def session_keys(number):
+    """Two ends of a session: what one sends under a key, the other expects under it."""
+    ours, theirs = bytes([1] * 32), bytes([2] * 32)
+    keys = [(ours, theirs), (theirs, ours)][number]
+    return handshake.SessionKeys(*keys)
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_a_round_that_drips_has_one_time_out(encrypt):
+    suite = handshake.Suite("authenticated", encrypt)
+    near, far = socket.socketpair()
+    with near, far:
+        writer = frames.FrameLine(Line(near, 60), suite, session_keys(0))
+        chunks: list[bytes] = []
+        reading = threading.Thread(
+            target=lambda: chunks.extend(iter(lambda: far.recv(1 << 20), b""))
+        )
+        reading.start()
+        writer.send(frames.ROUND, 0, [BODY])
+        near.shutdown(socket.SHUT_WR)
+        reading.join()
+    data = b"".join(chunks)
+
+    near, far = socket.socketpair()
+    with near, far:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                for start in range(0, len(data), 1 << 20):
+                    near.sendall(data[start : start + (1 << 20)])
+                    time.sleep(PART_PAUSE_SECONDS)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        line = Line(far, TIMEOUT_SECONDS, "the peer")
+        reader = frames.FrameLine(line, suite, session_keys(1))
+        header = reader.receive_header()
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError, match="^the peer sent .* of 12,582,9"):
+            reader.receive_body(header, [bytearray(header.length)])
+        assert time.monotonic() - begin < 2 * TIMEOUT_SECONDS
+        far.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_a_round_that_is_read_slowly_has_one_time_out(encrypt):
+    suite = handshake.Suite("authenticated", encrypt)
+    near, far = socket.socketpair()
+    with near, far:
+
+        def read():
+            with contextlib.suppress(OSError):
+                while far.recv(1 << 18):
+                    time.sleep(PART_PAUSE_SECONDS / 4)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        line = Line(near, TIMEOUT_SECONDS, "the peer")
+        writer = frames.FrameLine(line, suite, session_keys(0))
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError, match="^the peer read .* of 12,582,9"):
+            writer.send(frames.ROUND, 0, [BODY])
+        assert time.monotonic() - begin < 2 * TIMEOUT_SECONDS
+        near.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
 def test_nobody_at_the_address_is_named():
     _, dst, plan, _ = job()
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -97,12 +97,13 @@ class FrameLine:
             context.finalize()
             self._line.send([header, *parts, context.tag])
             return
-        self._line.send([header])
+        message = self._line.message(len(header) + length + TAG_BYTES)
+        self._line.send([header], message)
         for part in _slices(parts):
             count = context.update_into(part, self._scratch)
-            self._line.send([memoryview(self._scratch)[:count]])
+            self._line.send([memoryview(self._scratch)[:count]], message)
         context.finalize()
-        self._line.send([context.tag])
+        self._line.send([context.tag], message)
 
     def receive_header(self) -> Header:
         """The header of the next frame, which is not authenticated yet."""
@@ -134,11 +135,12 @@ class FrameLine:
         context = self._context(key, nonce).decryptor()
         context.authenticate_additional_data(data)
         if self._suite.encrypt:
+            message = self._line.message(header.length + len(tag) + len(following))
             for part in _slices(parts):
                 encrypted = memoryview(self._scratch)[: len(part)]
-                self._line.fill([encrypted])
+                self._line.fill([encrypted], message)
                 context.update_into(encrypted, part)
-            self._line.fill([tag, following])
+            self._line.fill([tag, following], message)
         else:
             self._line.fill([*parts, tag, following])
             for part in parts:

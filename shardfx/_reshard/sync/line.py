@@ -12,10 +12,22 @@ _SEND_BUFFER_BYTES = 4 << 20
 Memory = bytes | bytearray | memoryview
 
 
+class Message:
+    """A message of `length` bytes that passes in several calls, and the time at which
+    all of it must have passed.
+    """
+
+    def __init__(self, length: int, timeout_seconds: float):
+        self.length = length
+        self.passed = 0
+        self.deadline = time.monotonic() + timeout_seconds
+
+
 class Line:
-    """A connected socket. Each call ends within the time-out, however slowly the peer
-    sends or reads; then it raises `TimeoutError`. If the peer ends the connection, it
-    raises `ConnectionResetError`. Both errors name `peer`.
+    """A connected socket. Each message ends within the time-out, however slowly the
+    peer sends or reads; then a call raises `TimeoutError`. If the peer ends the
+    connection, it raises `ConnectionResetError`. Both errors name `peer`. Each call is
+    a message of its own, unless it is given one.
     """
 
     def __init__(
@@ -37,13 +49,17 @@ class Line:
         self._wait_seconds = timeout_seconds
         self._connection.settimeout(timeout_seconds)
 
-    def send(self, parts: Sequence[Memory]) -> None:
-        """Sends the bytes of `parts`, one after another."""
-        self._transmit(parts, self._connection.sendmsg, "read")
+    def message(self, length: int) -> Message:
+        """A message of `length` bytes for several calls, which begins now."""
+        return Message(length, self._timeout)
 
-    def fill(self, parts: Sequence[Memory]) -> None:
+    def send(self, parts: Sequence[Memory], message: Message | None = None) -> None:
+        """Sends the bytes of `parts`, one after another."""
+        self._transmit(parts, message, self._connection.sendmsg, "read")
+
+    def fill(self, parts: Sequence[Memory], message: Message | None = None) -> None:
         """Reads bytes into `parts`, one after another, until all are full."""
-        self._transmit(parts, self._receive, "sent")
+        self._transmit(parts, message, self._receive, "sent")
 
     def read(self, count: int) -> bytes:
         """Reads `count` bytes."""
@@ -57,6 +73,7 @@ class Line:
     def _transmit(
         self,
         parts: Sequence[Memory],
+        message: Message | None,
         carry: Callable[[list[memoryview]], int],
         verb: str,
     ) -> None:
@@ -66,13 +83,13 @@ class Line:
         # The next part stands last.
         remaining = [memoryview(part) for part in parts if len(part)]
         remaining.reverse()
+        if message is None:
+            message = self.message(sum(map(len, remaining)))
         try:
-            self._carry_all(remaining, carry)
+            self._carry_all(remaining, message, carry)
         except TimeoutError as error:
-            total = sum(map(len, parts))
-            missing = sum(map(len, remaining))
             raise TimeoutError(
-                f"{self._peer} {verb} {total - missing:,} of {total:,} bytes in"
+                f"{self._peer} {verb} {message.passed:,} of {message.length:,} bytes in"
                 f" {self._timeout:g} s; it hangs, or the network is slow: then give a"
                 " longer `timeout_seconds`"
             ) from error
@@ -83,21 +100,21 @@ class Line:
             ) from error
 
     def _carry_all(
-        self, remaining: list[memoryview], carry: Callable[[list[memoryview]], int]
+        self,
+        remaining: list[memoryview],
+        message: Message,
+        carry: Callable[[list[memoryview]], int],
     ) -> None:
-        deadline = time.monotonic() + self._timeout
-        self._wait_at_most(self._timeout)
         while remaining:
+            self._wait_at_most(message.deadline - time.monotonic())
             count = carry(remaining[: -_MOST_BUFFERS - 1 : -1])
             if not count:
                 raise ConnectionResetError
+            message.passed += count
             while remaining and count >= len(remaining[-1]):
                 count -= len(remaining.pop())
-            if not remaining:
-                return
             if count:
                 remaining[-1] = remaining[-1][count:]
-            self._wait_at_most(deadline - time.monotonic())
 
     def _wait_at_most(self, seconds: float) -> None:
         """Bounds the wait of the next call. A system call is saved while the bound is
