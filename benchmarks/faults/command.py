@@ -139,9 +139,10 @@ def _mutated(flags: argparse.Namespace, configuration: Configuration) -> int:
     over. With `--records`, it goes on behind the programs of that file.
     """
     lines: list[dict[str, Any]] = []
-    number = flags.first
-    if flags.records is not None and flags.records.exists():
-        for text in flags.records.read_text().splitlines():
+    number: int = flags.first
+    records: Path | None = flags.records
+    if records is not None and records.exists():
+        for text in records.read_text().splitlines():
             record = json.loads(text)
             lines += record["mutated"]
             number = record["number"] + 2
@@ -159,8 +160,8 @@ def _mutated(flags: argparse.Namespace, configuration: Configuration) -> int:
             for result in child.results(request):
                 mutated += result.outcome.get("mutated", [])
             lines += mutated
-            if flags.records is not None:
-                with flags.records.open("a") as file:
+            if records is not None:
+                with records.open("a") as file:
                     file.write(json.dumps({"number": number, "mutated": mutated}))
                     file.write("\n")
             number += 2
