@@ -54,6 +54,12 @@ def layers_of_later_step(x, weights):
     return lax.scan(layer, x, weights)[0]
 
 
+@pytest.fixture
+def nothing_traced():
+    """JAX keeps what tests before this one traced."""
+    jax.clear_caches()
+
+
 FORMS = {
     "a function": lambda step: step,
     "jax.jit": jax.jit,
@@ -88,6 +94,7 @@ def test_a_refutation_names_the_line_of_the_step_too():
         assert f"layer, called from {caller}: add joins" in str(refutation)
 
 
+@pytest.mark.usefixtures("nothing_traced")
 def test_a_cause_says_that_an_earlier_step_traced_its_operation():
     assert sfx.testing.verify(earlier_step, ROWS, STACK)
     programs = step_of(later_step, (ROWS, STACK)).programs("cpu")

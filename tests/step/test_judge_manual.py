@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -137,3 +138,59 @@ def test_a_wrong_layout_beside_a_shard_map_is_refuted():
     verdict = sfx.testing.verify(step, x, on((32, 32), "tensor", "fsdp"))
     assert verdict.outcome == "refuted"
     assert "block" in str(verdict.refutations[0])
+
+
+X_COLUMNS = struct((16, 32), None, "data")
+W_ROWS = struct((32, 16), "data")
+
+
+def products_of_parts(axes):
+    """A step with a `shard_map` that returns the product of each part of a dimension,
+    beside the product of the whole.
+    """
+    mapped = jax.shard_map(
+        lambda x, w: jnp.sin(x @ w),
+        mesh=MESH,
+        in_specs=(P(None, "data"), P("data")),
+        out_specs=P("data"),
+        axis_names=axes,
+    )
+    return lambda x, w: (mapped(x, w), jnp.sin(x @ w))
+
+
+def test_what_is_manual_in_some_axes_is_not_accused():
+    # The body's products were taken for unfinished sums of the product beside it.
+    args = (X_COLUMNS, W_ROWS)
+    verdict = sfx.testing.verify(products_of_parts({"data"}), *args)
+    assert verdict.outcome == "not judged"
+    (cause,) = verdict.unjudged
+    assert cause.reason == (
+        "the body of a `shard_map` that is manual in some axes only"
+    )
+    assert cause.source is not None
+    assert cause.bytes > 0
+    assert sfx.testing.verify(products_of_parts({"data", "tensor"}), *args)
+
+
+def test_its_neighbour_manual_in_all_axes_is_proved():
+    step = products_of_parts({"data", "tensor"})
+    programs = step_of(step, (X_COLUMNS, W_ROWS)).programs("cpu")
+    assert judged(programs).outcome == "proved"
+    body = programs.partitioned.replace(" sine(", " cosine(", 1)
+    verdict = judged(programs._replace(partitioned=body))
+    assert verdict.outcome == "not judged"
+    assert "that is no body of the whole program" in str(verdict)
+
+
+def test_what_is_manual_in_some_axes_computes_as_its_parts():
+    mesh = sfx.MeshSpec({"data": 2, "tensor": 4}).build(jax.devices()[:8])
+    x = np.sin(np.arange(16 * 32, dtype=np.float32)).reshape(16, 32)
+    w = np.cos(np.arange(32 * 16, dtype=np.float32)).reshape(32, 16)
+    placed = (
+        jax.device_put(x, NamedSharding(mesh, P(None, "data"))),
+        jax.device_put(w, NamedSharding(mesh, P("data"))),
+    )
+    parts, whole = jax.jit(products_of_parts({"data"}))(*placed)
+    expected = [np.sin(x[:, :16] @ w[:16]), np.sin(x[:, 16:] @ w[16:])]
+    np.testing.assert_allclose(parts, np.concatenate(expected), atol=1e-4)
+    np.testing.assert_allclose(whole, np.sin(x @ w), atol=1e-4)

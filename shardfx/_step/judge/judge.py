@@ -428,12 +428,24 @@ class Judge:
                 instruction, self.record.unknown(key, instruction, str(error))
             )
         name = names.get("calls") or names["to_apply"]
-        results = called_manually(self.context, instruction, operands, name)
+        try:
+            results = called_manually(self.context, instruction, operands, name)
+        except Unjudged as error:
+            cause = self.record.unknown(key, instruction, str(error))
+            self._note_body(name, cause)
+            return each_result(instruction, cause)
         if results is None:
             return self.run(name, operands)
-        for body_instruction in self.module.computations[name].values():
-            self.record.judged((name, body_instruction.name))
+        self._note_body(name, None)
         return results
+
+    def _note_body(self, name: str, cause: Unknown | None) -> None:
+        """Notes that the operations of a `shard_map`'s body are judged, or for which
+        cause they are not.
+        """
+        for instruction in self.module.computations[name].values():
+            number = None if cause is None else cause.cause
+            self.record.states[name, instruction.name] = number
 
     def conditional(
         self,

@@ -4,6 +4,9 @@ are.
 The whole program says which shards a body takes and returns. The partitioned program
 computes the same results if it calls an equal body with the same shards. Bodies are
 equal if their results are equal expressions of their parameters.
+
+The partitioner does divide the body of a `shard_map` that is manual in some axes of its
+mesh only. No rule follows the collectives that it adds between those of the body.
 """
 
 import hashlib
@@ -34,6 +37,15 @@ def is_into_shards(instruction: Instruction) -> bool:
     """
     is_manual = _IS_MANUAL.search(instruction.attributes) is not None
     return is_manual and _direction(instruction) == "FullToShard"
+
+
+def is_into_partly_manual(instruction: Instruction) -> bool:
+    """Whether an instruction takes an array into shards, for a body that is manual in
+    some axes of the mesh and not in others.
+    """
+    if _direction(instruction) != "FullToShard":
+        return False
+    return _IS_MANUAL.search(instruction.attributes) is None
 
 
 def is_out_of_shards(instruction: Instruction) -> bool:

@@ -15,19 +15,30 @@ from .verdict import Unjudged
 def called_manually(
     context: Context, instruction: Instruction, operands: Sequence[Result], name: str
 ) -> "Result | None":
-    """The results of the call of a `shard_map`'s body; `None` if the whole program has
-    no call of an equal body with the same shards.
+    """The results of the call of a `shard_map`'s body; `None` for other calls. Raises
+    `Unjudged` if the whole program has no call of an equal body with the same shards:
+    what a body computes are no values of the whole program.
     """
+    bodies = context.values.manual_bodies
     calls = context.values.manual_calls
-    if not calls:
+    if not bodies:
         return None
+    is_manual = bodies.get(name.removesuffix(_PARTITIONED))
+    if is_manual is False:
+        raise Unjudged("the body of a `shard_map` that is manual in some axes only")
     expressions = manual.expressions(context.module, name)
     for call in calls:
         if call.expressions != expressions or len(call.operands) != len(operands):
             continue
         if all(map(_Taken(context).is_taken, operands, call.operands)):
             return _results(context, instruction, call)
+    if is_manual:
+        raise Unjudged("the body of a `shard_map` that is no body of the whole program")
     return None
+
+
+# The end of the name that the partitioner gives a computation.
+_PARTITIONED = "_spmd"
 
 
 class _Taken:

@@ -149,6 +149,8 @@ class Values:
         self._scalars: dict[int, float] = {}
         self.loops: list[Loop] = []
         self.manual_calls: list[ManualCall] = []
+        # The bodies of `shard_map`s by name, and whether all of their axes are manual.
+        self.manual_bodies: dict[str, bool] = {}
         # The reshapes that only add or drop dimensions along which nothing changes, by
         # value, with their names.
         self.reshapes: dict[View, dict[ViewReshape, str]] = {}

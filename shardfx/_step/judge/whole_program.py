@@ -84,6 +84,8 @@ class _Reader:
         self.values = Values()
         # What the bodies of `shard_map`s take and return, on one device.
         self.shards: dict[Global, Shards] = {}
+        # What bodies take that are manual in some axes only.
+        self.partial_shards: set[Global] = set()
         self.manual_results: dict[Global, _ManualResult] = {}
 
     def named(
@@ -179,7 +181,10 @@ class _Reader:
         if opcode == "conditional":
             return self.conditional(instruction, operands)
         arrays = [array for operand in operands for array in _leaves(operand)]
-        return self.operation(instruction, arrays)
+        result = self.operation(instruction, arrays)
+        if manual.is_into_partly_manual(instruction):
+            self.partial_shards.update(_leaves(result))
+        return result
 
     def operation(
         self, instruction: Instruction, operands: Sequence[Global]
@@ -276,6 +281,9 @@ class _Reader:
         self, instruction: Instruction, operands: Sequence[GlobalTree], name: str
     ) -> "GlobalTree | None":
         """The results of the call of a body; `None` for other calls."""
+        if any(operand in self.partial_shards for operand in operands):
+            self.values.manual_bodies[name] = False
+            return None
         taken: list[Shards] = []
         for operand in operands:
             shards = self.shards.get(operand) if isinstance(operand, Global) else None
@@ -284,6 +292,7 @@ class _Reader:
             taken.append(shards)
         if not taken:
             return None
+        self.values.manual_bodies[name] = True
         number = len(self.values.manual_calls)
         digests = manual.expressions(self.module, name)
         call = ManualCall(digests, tuple(taken), {})
