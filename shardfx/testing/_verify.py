@@ -3,12 +3,15 @@
 from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 from .._arrays import Compiled
 from .._ground.errors import LeafTypeError, ProgramError
+from .._ground.spec import canonical
 from .._step import (
+    Parameter,
     Platform,
+    Step,
     Verdict,
     judged,
     judged_text,
@@ -50,7 +53,8 @@ def verify(
       own way, and the program is its own. That needs `pip install "shardfx[aot]"`.
     - `compiled`: a program that a compiler finished for this step and these arguments,
       to be read instead: what `jax.jit(step).lower(*args).compile()` or
-      [`shardfx.cost.compile_for`][] returned, or its text.
+      [`shardfx.cost.compile_for`][] returned, or its text. The text of JAX 0.12 lacks
+      how arguments lie, and is not judged; the program is.
     - `mesh`: the mesh of the step; by default the mesh of the arguments.
 
     **Returns:**
@@ -106,13 +110,48 @@ def verify(
     traced = step_of(step, args, mesh)
     programs = traced.programs(platform)
     if compiled is not None:
-        return judged_text(programs.whole, _text_of(compiled), "the finished program")
+        return judged_text(
+            programs.whole,
+            _text_of(compiled),
+            program="the finished program",
+            lie_as_step=_lie_as_step(compiled, traced),
+        )
     if compiler == platform:
         return judged(programs)
     target = target_named(compiler, traced.mesh)
     text = traced.tpu_partitioned(target.slices, target.order)
     name = f"libtpu's partitioned program for {target.slices.name}"
     return judged_text(programs.whole, text, name)
+
+
+def _lie_as_step(compiled: FinishedProgram, step: Step) -> list[bool] | None:
+    """Whether the arguments of a finished program lie as the step's, for each of them;
+    `None` if the program does not say.
+    """
+    if isinstance(compiled, str | CompiledFor):
+        return None
+    shardings = jax.tree.leaves(compiled.input_shardings)
+    if len(shardings) != len(step.arguments):
+        return None
+    meshes = {
+        sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)
+    }
+    if len(meshes) > 1:
+        return None
+    return [
+        _lies_by(sharding, argument, step.mesh)
+        for sharding, argument in zip(shardings, step.arguments, strict=True)
+    ]
+
+
+def _lies_by(sharding: object, argument: Parameter, mesh: MeshSpec) -> bool:
+    """Whether a sharding on a mesh of these axes is that of a step's argument."""
+    if not isinstance(sharding, NamedSharding) or argument.dims is None:
+        return False
+    if tuple(sharding.mesh.shape.items()) != tuple(mesh.shape.items()):
+        return False
+    dims = P(*[axes or None for axes in argument.dims])
+    return canonical(sharding.spec) == canonical(dims)
 
 
 def _text_of(compiled: FinishedProgram) -> str:

@@ -56,8 +56,15 @@ def test_finished_programs_are_proved_and_refuted(mesh):
     verdict = sfx.testing.verify(mlp, *args, compiled=compiled)
     assert verdict.outcome == "proved", verdict
     assert verdict.program == "the finished program"
-    again = sfx.testing.verify(mlp, *args, compiled=compiled.as_text())
-    assert again == verdict
+    text = compiled.as_text()
+    assert text is not None
+    again = sfx.testing.verify(mlp, *args, compiled=text)
+    if "sharding=" in text:
+        assert again == verdict
+    else:
+        # JAX 0.12 leaves the shardings of arguments out of the text.
+        assert again.outcome == "not judged"
+        assert "whose sharding the program does not say" in str(again)
 
     pair = (args[0], struct(mesh, (32, 32), P("tensor", "fsdp")))
     compiled = finished(two_blocks, *pair)

@@ -60,11 +60,19 @@ def judged(programs: Programs) -> Verdict:
     return Judge(module, read_whole(whole)).verdict()
 
 
-def judged_text(whole_text: str, text: str, program: str) -> Verdict:
+def judged_text(
+    whole_text: str,
+    text: str,
+    program: str,
+    lie_as_step: Sequence[bool] | None = None,
+) -> Verdict:
     """Judges the text of a program that a compiler made in a run of its own, such as
     libtpu's, or that it finished. `program` names it in the verdict. Its arguments have
     to lie as those of the whole program; a result that lies otherwise is not judged,
     since each compiler chooses free shardings by itself.
+
+    `lie_as_step` says of each argument whether it lies as the step's, for programs of
+    JAX 0.12, whose text does not say how their arguments lie.
     """
     whole = parse_hlo(whole_text)
     module = parse_hlo(text)
@@ -74,7 +82,7 @@ def judged_text(whole_text: str, text: str, program: str) -> Verdict:
             f" {whole.partitions}; compile the step for its own mesh."
         )
     module = dataclasses.replace(module, partitions=whole.partitions)
-    judge = Judge(module, read_whole(whole), is_foreign=True)
+    judge = Judge(module, read_whole(whole), is_foreign=True, lie_as_step=lie_as_step)
     return dataclasses.replace(judge.verdict(), program=program)
 
 
@@ -87,14 +95,22 @@ class Judge:
     """Goes through a partitioned program once.
 
     - `is_foreign`: whether the program is of another run than the whole program.
+    - `lie_as_step`: whether its arguments lie as those of the whole program, by number;
+      `None` if its text says how they lie.
     - `record`: what is wrong and what is not judged.
     - `reached`: the numbers of the faults on which results hang.
     """
 
     def __init__(
-        self, module: HloModule, program: WholeProgram, *, is_foreign: bool = False
+        self,
+        module: HloModule,
+        program: WholeProgram,
+        *,
+        is_foreign: bool = False,
+        lie_as_step: Sequence[bool] | None = None,
     ):
         self.is_foreign = is_foreign
+        self.lie_as_step = lie_as_step
         self.module = module
         self.program = program
         self.context = Context(module, program, Cuts(module.partitions), Memory())
@@ -194,19 +210,28 @@ class Judge:
         try:
             cuts = axes_of(self.context.cuts, sharding, array.shape, shape)
             if self.is_foreign:
-                self._require_cuts(instruction, array, cuts)
+                self._require_cuts(number, instruction, array, cuts)
         except Unjudged as error:
             return self.record.unknown(key, instruction, str(error))
         self.record.judged(key)
         return held_of(array, shape, cuts)
 
     def _require_cuts(
-        self, instruction: Instruction, array: Global, cuts: Sequence[Cut]
+        self,
+        number: int,
+        instruction: Instruction,
+        array: Global,
+        cuts: Sequence[Cut],
     ) -> None:
         """Raises `Unjudged` if an argument of a foreign program lies otherwise than in
         the whole program, or does not say how.
         """
         (sharding,) = shardings_in(instruction.attributes) or ("",)
+        flags = self.lie_as_step or ()
+        if not sharding and number < len(flags):
+            if not flags[number]:
+                raise Unjudged("an argument that lies otherwise than the step's")
+            return
         shape = arrays_in(instruction.result)[0].shape
         cuts_of_program = axes_of(self.context.cuts, sharding, array.shape, shape)
         if any(
