@@ -16,35 +16,22 @@ from shardfx import (
 )
 from shardfx._reshard.mover import resharded
 
+from . import _convert_trees as trees
 from ._case import Race, Rival, Value
-from ._convert_trees import (
-    ENGINE,
-    KEYS,
-    LLAMA,
-    MOST_SECONDS,
-    SHARDS,
-    SIZE,
-    WIDTH,
-    engine_plan,
-    filled_tree,
-    layer_count,
-    leaf_count,
-    small_weights,
-    trainer_plan,
-)
+from ._convert_trees import ENGINE, KEYS, LLAMA, MOST_SECONDS, SHARDS, SIZE, WIDTH
 from ._runner import Options
 
 
 def sync_race(mebibytes: int, options: Options, elsewhere: bool) -> Race:
-    layers = layer_count(mebibytes)
+    layers = trees.layer_count(mebibytes)
     half = len(options.devices) // 2
     if elsewhere:
         source_devices = options.devices[:half]
         there = options.devices[half:]
     else:
         source_devices, there = (options.devices,) * 2
-    source = trainer_plan(layers, source_devices)
-    target = engine_plan(layers, there)
+    source = trees.trainer_plan(layers, source_devices)
+    target = trees.engine_plan(layers, there)
     shardings = target.shardings
 
     # All trees hold the same numbers, so that one answer is right for all rivals.
@@ -63,7 +50,8 @@ def sync_race(mebibytes: int, options: Options, elsewhere: bool) -> Race:
 
     def whole() -> Callable[[Any], Any]:
         return jax.jit(
-            lambda tree: ENGINE.apply(tree, target.structs), out_shardings=shardings
+            lambda tree: ENGINE.apply(tree, target.structs),
+            out_shardings=shardings,
         )
 
     rivals = [
@@ -90,7 +78,7 @@ def sync_race(mebibytes: int, options: Options, elsewhere: bool) -> Race:
         rivals=tuple(rivals),
         # A move measured twice on one source would find copies that JAX keeps on the
         # host.
-        fresh=lambda: jax.block_until_ready(filled_tree(source)),
+        fresh=lambda: jax.block_until_ready(trees.filled_tree(source)),
         byte_count=target.bytes_total,
         facts=facts,
         clear_caches=False,
@@ -148,7 +136,7 @@ def _leaf_by_leaf(layers: int, shardings: Any, tree: Any) -> Any:
 
 
 def second_sync(options: Options) -> Mapping[str, Value]:
-    tree, target = small_weights(leaf_count(options), options.devices)
+    tree, target = trees.small_weights(trees.leaf_count(options), options.devices)
     firsts = []
     seconds = []
     for _ in range(3):

@@ -16,28 +16,14 @@ from shardfx._ground.tree import flatten
 from shardfx._reshard.mover import map_move, resharded
 from shardfx._reshard.pieces.exchange import program
 
+from . import _convert_trees as trees
 from ._case import Value
-from ._convert_trees import (
-    ENGINE,
-    FEED,
-    HEADS,
-    KEYS,
-    LLAMA,
-    SHARDS,
-    SIZE,
-    WIDTH,
-    engine_plan,
-    filled_tree,
-    layer_count,
-    leaf_count,
-    small_weights,
-    trainer_plan,
-)
+from ._convert_trees import ENGINE, FEED, HEADS, KEYS, LLAMA, SHARDS, SIZE, WIDTH
 from ._runner import Options
 
 
 def program_counts(options: Options) -> Mapping[str, Value]:
-    tree, target = small_weights(leaf_count(options), options.devices)
+    tree, target = trees.small_weights(trees.leaf_count(options), options.devices)
     shardfx.clear_caches()
     moved = resharded(tree, target, map=LLAMA, copies=False)
     leaves_by_path = {path: np.asarray(leaf) for path, leaf in tree.items()}
@@ -47,9 +33,9 @@ def program_counts(options: Options) -> Mapping[str, Value]:
         assert actual == array.tobytes()
     programs = program.cache_info().currsize
     layers = 2
-    source = trainer_plan(layers, options.devices)
-    target = engine_plan(layers, options.devices)
-    works = map_move(flatten(filled_tree(source)), target, ENGINE, False).plans
+    source = trees.trainer_plan(layers, options.devices)
+    target = trees.engine_plan(layers, options.devices)
+    works = map_move(flatten(trees.filled_tree(source)), target, ENGINE, False).plans
     wire_bytes = sum(
         work.assembly.parts.wire_bytes for work in works if work.assembly is not None
     )
@@ -140,9 +126,9 @@ def memory_of_programs(mebibytes: int, options: Options) -> Mapping[str, Value]:
     """What the programs allocate beside their arguments and results, by XLA's own
     account.
     """
-    source = trainer_plan(2, options.devices)
-    target = engine_plan(2, options.devices)
-    tree = filled_tree(source)
+    source = trees.trainer_plan(2, options.devices)
+    target = trees.engine_plan(2, options.devices)
+    tree = trees.filled_tree(source)
     works = map_move(flatten(tree), target, ENGINE, False).plans
     largest = max(leaf.bytes_per_device for leaf in target.leaves)
     most = 0
@@ -182,10 +168,10 @@ def memory_between_devices(mebibytes: int, options: Options) -> Mapping[str, Val
     """What programs between other devices take of each beside its shards, as it is
     planned.
     """
-    layers = layer_count(mebibytes)
+    layers = trees.layer_count(mebibytes)
     half = len(options.devices) // 2
-    source = trainer_plan(layers, options.devices[:half])
-    target = engine_plan(layers, options.devices[half:])
+    source = trees.trainer_plan(layers, options.devices[:half])
+    target = trees.engine_plan(layers, options.devices[half:])
     move = plan_reshard(source, target, map=ENGINE)
     pieces = [leaf for leaf in move.leaves if leaf.how == "pieces"]
     # The devices of a CPU share one memory, and the plan is of that.

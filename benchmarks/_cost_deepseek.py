@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from shardfx import AxisRules, MeshSpec, ShardPlan, constrain, follow, plan
 
+from ._steps import normed
+
 
 _CUT = ("tensor", "transpose")
 RULES = AxisRules(
@@ -50,6 +52,9 @@ _ATTENTION = {
 _DENSE = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
 _EXPERTS = {name: ("expert", *dims) for name, dims in _DENSE.items()}
 STREAM = ("batch", None, "active_embed")
+HEADS = ("batch", None, "active_heads", None)
+HIDDEN = ("batch", None, "active_hidden")
+VOCAB = ("batch", None, "active_vocab")
 
 
 def planned(
@@ -59,7 +64,7 @@ def planned(
 
     **Arguments:**
 
-    - `told`: the sizes, by name.
+    - `config`: the sizes, by name.
     - `axes`: how many devices "fsdp", "tensor" and "transpose" have.
     - `sequences`: of the batch, on each device.
     """
@@ -167,26 +172,19 @@ def _step(config: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
         query = jnp.einsum("bsr,rhk->bshk", x @ w["query_down"], w["query_up"])
         low = x @ w["keys_down"]
         rank = config["key_rank"]
-        both = laid(
-            jnp.einsum("bsr,rhk->bshk", low[..., :rank], w["keys_up"]),
-            "batch",
-            None,
-            "active_heads",
-            None,
-        )
-        key, value = jnp.split(both, [config["head_dim"]], axis=-1)
-        turned = jnp.broadcast_to(
-            low[..., None, rank:], (*key.shape[:3], config["rope_dim"])
-        )
-        key = laid(
-            jnp.concatenate([key, turned], axis=-1), "batch", None, "active_heads", None
-        )
-        mixed = _flash(laid(query, "batch", None, "active_heads", None), key, value)
-        return laid(jnp.einsum("bshk,hkd->bsd", mixed, w["out"]), *STREAM)
+        keys_and_values = jnp.einsum("bsr,rhk->bshk", low[..., :rank], w["keys_up"])
+        keys_and_values = laid(keys_and_values, *HEADS)
+        key, value = jnp.split(keys_and_values, [config["head_dim"]], axis=-1)
+        rope_shape = (*key.shape[:3], config["rope_dim"])
+        turned = jnp.broadcast_to(low[..., None, rank:], rope_shape)
+        key = laid(jnp.concatenate([key, turned], axis=-1), *HEADS)
+        mixed = _flash(laid(query, *HEADS), key, value)
+        out = jnp.einsum("bshk,hkd->bsd", mixed, w["out"])
+        return laid(out, *STREAM)
 
     def fed(x: jax.Array, w: Any) -> jax.Array:
-        hidden = jax.nn.silu(laid(x @ w["gate"], "batch", None, "active_hidden"))
-        hidden = hidden * laid(x @ w["up"], "batch", None, "active_hidden")
+        gate = laid(x @ w["gate"], *HIDDEN)
+        hidden = jax.nn.silu(gate) * laid(x @ w["up"], *HIDDEN)
         return laid(hidden @ w["down"], *STREAM)
 
     routed = ft.partial(_routed, config=config, mesh=plan.mesh)
@@ -195,54 +193,51 @@ def _step(config: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
         mlp: Callable[..., jax.Array], x: jax.Array, w: Any
     ) -> tuple[jax.Array, None]:
         w = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
-        x = x + attended(laid(_normed(x, w["attention_norm"]), *STREAM), w["attention"])
-        return (
-            laid(x + mlp(laid(_normed(x, w["mlp_norm"]), *STREAM), w["mlp"]), *STREAM),
-            None,
-        )
+        attention_input = laid(normed(x, w["attention_norm"]), *STREAM)
+        x = x + attended(attention_input, w["attention"])
+        mlp_input = laid(normed(x, w["mlp_norm"]), *STREAM)
+        x = x + mlp(mlp_input, w["mlp"])
+        return laid(x, *STREAM), None
 
     def mixture(x: jax.Array, w: Any) -> jax.Array:
-        shares = jax.nn.sigmoid((x @ w["router"]).astype(jnp.float32))
-        best, chosen = jax.lax.top_k(
-            laid(shares, "batch", None, None), config["experts_per_token"]
-        )
-        return laid(
-            routed(x, best.astype(x.dtype), chosen, w["experts"]), *STREAM
-        ) + fed(x, w["shared"])
+        scores = (x @ w["router"]).astype(jnp.float32)
+        shares = laid(jax.nn.sigmoid(scores), "batch", None, None)
+        best, chosen = jax.lax.top_k(shares, config["experts_per_token"])
+        mixed = routed(x, best.astype(x.dtype), chosen, w["experts"])
+        return laid(mixed, *STREAM) + fed(x, w["shared"])
 
     def loss(params: Any, batch: Any) -> jax.Array:
         embedding = params["embedding"].astype(jnp.bfloat16)[batch["inputs"]]
         x = laid(embedding, *STREAM)
-        x, _ = jax.lax.scan(jax.checkpoint(ft.partial(layer, fed)), x, params["dense"])
-        x, _ = jax.lax.scan(
-            jax.checkpoint(ft.partial(layer, mixture)), x, params["mixed"]
-        )
+        dense_layer = jax.checkpoint(ft.partial(layer, fed))
+        x, _ = jax.lax.scan(dense_layer, x, params["dense"])
+        mixed_layer = jax.checkpoint(ft.partial(layer, mixture))
+        x, _ = jax.lax.scan(mixed_layer, x, params["mixed"])
         norm = params["norm"].astype(x.dtype)
-        x = laid(_normed(x, norm), *STREAM)
+        x = laid(normed(x, norm), *STREAM)
         unembedding = params["unembedding"].astype(x.dtype)
-        logits = laid(x @ unembedding, "batch", None, "active_vocab").astype(
-            jnp.float32
-        )
-        targets = laid(
-            jax.nn.one_hot(batch["targets"], logits.shape[-1]),
-            "batch",
-            None,
-            "active_vocab",
-        )
-        elements = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(
-            logits * targets, axis=-1
-        )
+        logits = laid(x @ unembedding, *VOCAB).astype(jnp.float32)
+        targets = jax.nn.one_hot(batch["targets"], logits.shape[-1])
+        targets = laid(targets, *VOCAB)
+        normalizer = jax.nn.logsumexp(logits, axis=-1)
+        elements = normalizer - jnp.sum(logits * targets, axis=-1)
         return jnp.sum(elements)
 
+    return _trained(loss)
+
+
+def _trained(loss: Callable[..., Any]) -> Callable[..., Any]:
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
         value, grads = jax.value_and_grad(loss)(params, batch)
         mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mean"], grads)
         square = jax.tree.map(
             lambda v, g: 0.95 * v + 0.05 * g * g, state["square"], grads
         )
-        new = jax.tree.map(
-            lambda p, m, v: p - 1e-3 * m / (jnp.sqrt(v) + 1e-8), params, mean, square
-        )
+
+        def moved(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+            return p - 1e-3 * m / (jnp.sqrt(v) + 1e-8)
+
+        new = jax.tree.map(moved, params, mean, square)
         return new, {"mean": mean, "square": square}, value
 
     return step
@@ -270,16 +265,14 @@ def _routed(
         order = jnp.argsort(chosen.reshape(-1))
         many = jnp.repeat(x.reshape(rows, width), count, axis=0)[order]
         sizes = jnp.bincount(chosen.reshape(-1), length=config["experts"])
-        hidden = [
-            jax.lax.psum(jax.lax.ragged_dot(many, weight, sizes), "transpose")
-            for weight in (gate, up)
-        ]
-        out = jax.lax.ragged_dot(jax.nn.silu(hidden[0]) * hidden[1], down, sizes)
+        gated = jax.lax.psum(jax.lax.ragged_dot(many, gate, sizes), "transpose")
+        raised = jax.lax.psum(jax.lax.ragged_dot(many, up, sizes), "transpose")
+        out = jax.lax.ragged_dot(jax.nn.silu(gated) * raised, down, sizes)
         out = jax.lax.psum_scatter(out, "tensor", scatter_dimension=1, tiled=True)
         back = out[jnp.argsort(order)].reshape(rows, count, -1)
-        return jnp.einsum("nkd,nk->nd", back, best.reshape(rows, count)).reshape(
-            *x.shape[:2], -1
-        )
+        shares = best.reshape(rows, count)
+        mixed = jnp.einsum("nkd,nk->nd", back, shares)
+        return mixed.reshape(*x.shape[:2], -1)
 
     in_specs = (
         P("fsdp", None, "transpose"),
@@ -301,13 +294,5 @@ def _routed(
 
 def _flash(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     scores = jnp.einsum("bqhd,bthd->bhqt", query, key).astype(jnp.float32)
-    return jnp.einsum(
-        "bhqt,bthd->bqhd", jax.nn.softmax(scores, axis=-1).astype(query.dtype), value
-    )
-
-
-def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    return (
-        wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-    ).astype(x.dtype) * scale
+    weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
+    return jnp.einsum("bhqt,bthd->bqhd", weights, value)

@@ -20,7 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, ShardPlan, constrain, follow, plan
 
+from ._steps import normed
 
+
+# `normalization_layer_epsilon` of `configs/base.yml`.
+_EPSILON = 1e-5
 # The layers lie on the second dimension of each parameter, as `param_scan_axis=1` says.
 _RULES = PathRules(
     [
@@ -41,7 +45,7 @@ def planned(
 
     **Arguments:**
 
-    - `told`: the sizes, by name.
+    - `config`: the sizes, by name.
     - `tiled`: whether the logits are computed in tiles, as `num_vocab_tiling=8` asks
       for.
     """
@@ -50,7 +54,7 @@ def planned(
         axes,
         dcn={"data": config["slices"]},
     )
-    ours = plan(_structs(config), mesh, paths=_RULES)
+    params = plan(_structs(config), mesh, paths=_RULES)
     count = config["sequences"] * config["fsdp"] * config["slices"]
     tokens = jax.ShapeDtypeStruct((count, config["length"]), jnp.int32)
     names = ("inputs", "positions", "segments", "targets", "targets_segments")
@@ -60,9 +64,8 @@ def planned(
         mesh,
         paths=rules,
     )
-    return {"params": ours, "state": follow(_moments, ours), "batch": batch}, _step(
-        config, ours, tiled=tiled
-    )
+    plans = {"params": params, "state": follow(_moments, params), "batch": batch}
+    return plans, _step(config, params, tiled=tiled)
 
 
 def _structs(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,75 +106,62 @@ def _step(
 
     def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
         w = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
-        normed = laid(_normed(x, w["attention_norm"]))
-        q, k, v = (
-            jnp.einsum("bsd,dhk->bshk", normed, w[name])
-            for name in ("query", "key", "value")
-        )
-        mixed = _flash(
-            _rotated(q) / math.sqrt(config["head_dim"]),
-            _rotated(k),
-            v,
-            config["blocks"],
-        )
+        attention_input = laid(normed(x, w["attention_norm"], _EPSILON))
+        query = jnp.einsum("bsd,dhk->bshk", attention_input, w["query"])
+        key = jnp.einsum("bsd,dhk->bshk", attention_input, w["key"])
+        value = jnp.einsum("bsd,dhk->bshk", attention_input, w["value"])
+        scaled_query = _rotated(query) / math.sqrt(config["head_dim"])
+        mixed = _flash(scaled_query, _rotated(key), value, config["blocks"])
         x = x + laid(jnp.einsum("bshk,hkd->bsd", mixed, w["out"]))
-        normed = laid(_normed(x, w["mlp_norm"]))
-        return (
-            laid(
-                x
-                + laid(
-                    (jax.nn.silu(normed @ w["gate"]) * (normed @ w["up"])) @ w["down"]
-                )
-            ),
-            None,
-        )
+        mlp_input = laid(normed(x, w["mlp_norm"], _EPSILON))
+        gate = jax.nn.silu(mlp_input @ w["gate"])
+        up = mlp_input @ w["up"]
+        down = laid((gate * up) @ w["down"])
+        return laid(x + down), None
 
     def loss(params: Any, batch: Any) -> jax.Array:
         embedding = params["embedding"].astype(jnp.bfloat16)[batch["inputs"]]
         x = laid(embedding)
         stacked = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 1, 0), params["layers"])
         x, _ = jax.lax.scan(jax.checkpoint(layer), x, stacked)
-        x = laid(_normed(x, params["norm"].astype(x.dtype)))
+        norm = params["norm"].astype(x.dtype)
+        x = laid(normed(x, norm, _EPSILON))
         head = params["unembedding"].astype(x.dtype)
         mask = (batch["targets_segments"] != 0).astype(jnp.float32)
         if not tiled:
             return _cross_entropy(x, head, batch["targets"], mask)
         rows = math.prod(batch["targets"].shape) // config["vocab_tiles"]
 
-        def parts(array: jax.Array) -> jax.Array:
-            return constrain(
-                array.reshape(config["vocab_tiles"], rows, *array.shape[2:]),
-                P(None, ("data", "fsdp")),
-                plan,
-            )
+        def tiles_of(array: jax.Array) -> jax.Array:
+            tiles = array.reshape(config["vocab_tiles"], rows, *array.shape[2:])
+            return constrain(tiles, P(None, ("data", "fsdp")), plan)
 
-        tile = jax.checkpoint(ft.partial(_cross_entropy, head=head))
-        total, _ = jax.lax.scan(
-            lambda total, tile_arrays: (
-                total
-                + tile(tile_arrays[0], targets=tile_arrays[1], mask=tile_arrays[2]),
-                None,
-            ),
-            jnp.float32(0),
-            (parts(x), parts(batch["targets"]), parts(mask)),
-        )
+        tile_loss = jax.checkpoint(ft.partial(_cross_entropy, head=head))
+
+        def add(total: jax.Array, tile: Any) -> tuple[jax.Array, None]:
+            x, targets, mask = tile
+            return total + tile_loss(x, targets=targets, mask=mask), None
+
+        tiles = (tiles_of(x), tiles_of(batch["targets"]), tiles_of(mask))
+        total, _ = jax.lax.scan(add, jnp.float32(0), tiles)
         return total
 
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
         value, grads = jax.value_and_grad(loss)(params, batch)
-        norm = jnp.sqrt(
-            sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads))
-        )
+        squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)]
+        norm = jnp.sqrt(sum(squares))
         grads = jax.tree.map(lambda g: jnp.where(norm < 1, g, g / norm), grads)
         mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mean"], grads)
         square = jax.tree.map(
             lambda v, g: 0.95 * v + 0.05 * g * g, state["square"], grads
         )
         count = state["count"] + 1
-        first, second = (1 - rate ** count.astype(jnp.float32) for rate in (0.9, 0.95))
+        first = 1 - 0.9 ** count.astype(jnp.float32)
+        second = 1 - 0.95 ** count.astype(jnp.float32)
 
         def moved(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-            return p - 1e-8 * (m / first / (jnp.sqrt(v / second) + 1e-8) + 0.1 * p)
+            root = jnp.sqrt(v / second) + 1e-8
+            return p - 1e-8 * (m / first / root + 0.1 * p)
 
         new = jax.tree.map(moved, params, mean, square)
         return new, {"mean": mean, "square": square, "count": count}, value
@@ -179,23 +169,17 @@ def _step(
     return step
 
 
-def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    return (
-        wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)
-    ).astype(x.dtype) * scale
-
-
 def _rotated(x: jax.Array) -> jax.Array:
     half = x.shape[-1] // 2
-    values = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None]
-    angles = values / 10_000 ** (jnp.arange(half) / half)
+    positions = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None]
+    planes = jnp.arange(half) / half
+    angles = positions / 10_000**planes
     sin = jnp.sin(angles)[None, :, None]
     cos = jnp.cos(angles)[None, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    ).astype(x.dtype)
+    turned_first = first * cos - second * sin
+    turned_second = second * cos + first * sin
+    return jnp.concatenate([turned_first, turned_second], axis=-1).astype(x.dtype)
 
 
 def _flash(q: jax.Array, k: jax.Array, v: jax.Array, blocks: int) -> jax.Array:

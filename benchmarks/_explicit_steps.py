@@ -51,23 +51,30 @@ def trained(loss: Callable[..., Any], params: Any, *data: Any) -> Step:
 
     def step(params: Any, *data: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(params, *data)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+        updated = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return updated, value
 
     return Step(step, (params, *data))
 
 
 def norm(x: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+    mean_square = jnp.mean(x**2, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(mean_square + 1e-6)
+
+
+def feed_forward(form: Form, weights: Any, x: jax.Array) -> jax.Array:
+    """Two products with the hidden dimension cut over `tensor`."""
+    up = form.put(weights["up"], None, "tensor")
+    down = form.put(weights["down"], "tensor")
+    hidden = jax.nn.relu(x @ up)
+    return jnp.matmul(hidden, down, out_sharding=form.out("data"))
 
 
 def perceptron(form: Form) -> Step:
     params = {"up": f32(256, 1024), "down": f32(1024, 256)}
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
-        up = form.put(params["up"], None, "tensor")
-        down = form.put(params["down"], "tensor")
-        hidden = jax.nn.relu(x @ up)
-        out = jnp.matmul(hidden, down, out_sharding=form.out("data"))
+        out = feed_forward(form, params, x)
         return jnp.mean((x + out) ** 2)
 
     return trained(loss, params, f32(512, 256))
@@ -80,10 +87,7 @@ def adamw(form: Form) -> Step:
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         def layer(x: jax.Array, w: Any) -> Any:
-            up = form.put(w["up"], None, "tensor")
-            down = form.put(w["down"], "tensor")
-            hidden = jax.nn.relu(norm(x) @ up)
-            return x + jnp.matmul(hidden, down, out_sharding=form.out("data")), None
+            return x + feed_forward(form, w, norm(x)), None
 
         return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
@@ -128,31 +132,34 @@ def cookbook(form: Form, specs: Cookbook, *, embed: int = 128) -> Step:
         table = form.put(params["embed"])
         x = table.at[tokens].get(out_sharding=act) if act else table[tokens]
         x = x + form.put(params["positions"])
-        mask = jnp.tril(jnp.ones((tokens.shape[1], tokens.shape[1]), bool))
+        is_before = jnp.ones((tokens.shape[1], tokens.shape[1]), bool)
+        mask = jnp.tril(is_before)
 
         def layer(x: jax.Array, w: Any) -> Any:
             qkv = form.put(w["qkv"], None, None, specs.heads)
+            by_heads = form.out(None, batch, None, specs.heads)
             q, k, v = jnp.einsum(
                 "bse,gehd->gbshd",
                 norm(x),
                 qkv,
-                out_sharding=form.out(None, batch, None, specs.heads),
+                out_sharding=by_heads,
             )
             scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / head**0.5
             weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
             mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
             out = form.put(w["out"], specs.heads)
             x = x + jnp.einsum("bqhd,hde->bqe", mixed, out, out_sharding=act)
+            up = form.put(w["up"], None, specs.mlp)
+            by_hidden = form.out(batch, None, specs.mlp)
             hidden = jnp.einsum(
                 "bse,ef->bsf",
                 norm(x),
-                form.put(w["up"], None, specs.mlp),
-                out_sharding=form.out(batch, None, specs.mlp),
+                up,
+                out_sharding=by_hidden,
             )
             down = form.put(w["down"], specs.mlp)
-            x = x + jnp.einsum(
-                "bsf,fe->bse", jax.nn.gelu(hidden), down, out_sharding=act
-            )
+            activated = jax.nn.gelu(hidden)
+            x = x + jnp.einsum("bsf,fe->bse", activated, down, out_sharding=act)
             return x, None
 
         x, _ = jax.lax.scan(layer, x, params["layers"])
@@ -202,10 +209,11 @@ def experts(form: Form) -> Step:
         down = form.put(params["down"], "tensor")
         hidden = jax.nn.relu(jnp.einsum("ne,xef->xnf", x, up))
         out = jnp.einsum("xnf,xfe->xne", hidden, down)
+        placed_shares = form.put(shares, "data", "tensor")
         mixed = jnp.einsum(
             "xne,nx->ne",
             out,
-            form.put(shares, "data", "tensor"),
+            placed_shares,
             out_sharding=form.out("data"),
         )
         return jnp.mean((x + mixed) ** 2)
@@ -224,7 +232,8 @@ def recurrent(form: Form) -> Step:
             state = jnp.tanh(state @ inner + x @ outer)
             return state, state
 
-        start = form.put(jnp.zeros((x.shape[1], 256)), "data")
+        zeros = jnp.zeros((x.shape[1], 256))
+        start = form.put(zeros, "data")
         _, states = jax.lax.scan(cell, start, x)
         return jnp.mean(states**2)
 
@@ -268,7 +277,8 @@ def towers(form: Form) -> Step:
         right = norm(y @ form.put(params["right"]))
         logits = jnp.matmul(left, right.T, out_sharding=form.out("data"))
         eye = jnp.eye(x.shape[0])
-        return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * eye, axis=-1))
+        log_probabilities = jax.nn.log_softmax(logits)
+        return -jnp.mean(jnp.sum(log_probabilities * eye, axis=-1))
 
     return trained(loss, params, f32(128, 256), f32(128, 192))
 
@@ -292,10 +302,7 @@ def accumulated(form: Form) -> Step:
     params = {"up": f32(128, 512), "down": f32(512, 128)}
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
-        up = form.put(params["up"], None, "tensor")
-        down = form.put(params["down"], "tensor")
-        hidden = jax.nn.relu(x @ up)
-        out = jnp.matmul(hidden, down, out_sharding=form.out("data"))
+        out = feed_forward(form, params, x)
         return jnp.mean((x - out) ** 2)
 
     def step(params: Any, micros: jax.Array) -> Any:

@@ -31,30 +31,31 @@ from ._foreign_solvers import (
 # equimo
 
 
-def _images_model(model: Any) -> Model:
+def _images_model(make: Callable[..., Any], **sizes: Any) -> Model:
+    """A classifier of ten kinds of images."""
+
     def loss(model: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
         key = jax.random.key(KEY)
         logits = jax.vmap(lambda image: model(image, key=key))(images)
         return labels_loss(logits, labels)
 
+    model = make(num_classes=10, key=jax.random.key(KEY), **sizes)
     images = random_normal(BATCH, 3, 32, 32)
-    return Model(model, loss, (images, random_tokens(BATCH, most=10)))
+    labels = random_tokens(BATCH, most=10)
+    return Model(model, loss, (images, labels))
 
 
 def equimo_vit() -> Model:
     from equimo.models import VisionTransformer
 
     return _images_model(
-        VisionTransformer(
-            img_size=32,
-            in_channels=3,
-            dim=32,
-            patch_size=8,
-            num_heads=[4],
-            depths=[2],
-            num_classes=10,
-            key=jax.random.key(KEY),
-        )
+        VisionTransformer,
+        img_size=32,
+        in_channels=3,
+        dim=32,
+        patch_size=8,
+        num_heads=[4],
+        depths=[2],
     )
 
 
@@ -62,13 +63,7 @@ def equimo_convnext() -> Model:
     from equimo.models import ConvNeXt
 
     return _images_model(
-        ConvNeXt(
-            in_channels=3,
-            depths=[1, 1, 1, 1],
-            dims=[16, 16, 32, 32],
-            num_classes=10,
-            key=jax.random.key(KEY),
-        )
+        ConvNeXt, in_channels=3, depths=[1, 1, 1, 1], dims=[16, 16, 32, 32]
     )
 
 
@@ -76,18 +71,15 @@ def equimo_mamba() -> Model:
     from equimo.models import Vssd
 
     return _images_model(
-        Vssd(
-            img_size=32,
-            in_channels=3,
-            dim=16,
-            d_state=8,
-            patch_size=4,
-            depths=[1, 1],
-            num_heads=[2, 4],
-            attentions_layers=("mamba2mixer", "attention"),
-            num_classes=10,
-            key=jax.random.key(KEY),
-        )
+        Vssd,
+        img_size=32,
+        in_channels=3,
+        dim=16,
+        d_state=8,
+        patch_size=4,
+        depths=[1, 1],
+        num_heads=[2, 4],
+        attentions_layers=("mamba2mixer", "attention"),
     )
 
 
@@ -95,15 +87,12 @@ def equimo_reduceformer() -> Model:
     from equimo.models import ReduceFormer
 
     return _images_model(
-        ReduceFormer(
-            in_channels=3,
-            widths=[8, 16, 32],
-            depths=[1, 1, 1],
-            block_types=["conv", "conv", "attention"],
-            head_dim=8,
-            num_classes=10,
-            key=jax.random.key(KEY),
-        )
+        ReduceFormer,
+        in_channels=3,
+        widths=[8, 16, 32],
+        depths=[1, 1, 1],
+        block_types=["conv", "conv", "attention"],
+        head_dim=8,
     )
 
 
@@ -114,7 +103,8 @@ def haliax_mlp() -> Model:
     import haliax as hax
 
     inputs, outputs, rows = hax.make_axes(I=16, O=8, B=BATCH)
-    mlp = hax.nn.MLP.init(inputs, outputs, 64, 3, key=jax.random.key(KEY))
+    key = jax.random.key(KEY)
+    mlp = hax.nn.MLP.init(inputs, outputs, 64, 3, key=key)
 
     def loss(mlp: Any, x: Any, y: Any) -> jax.Array:
         return hax.mean((mlp(x) - y) ** 2).scalar()
@@ -190,16 +180,19 @@ def haliax_convolutions() -> Model:
 
     rows, height, width, channels = hax.make_axes(B=BATCH, H=8, W=8, C=8)
     hidden = hax.Axis("hidden", 16)
+    key = jax.random.key(KEY)
     conv = hax.nn.Conv.init(
-        ("H", "W"), channels, hidden, kernel_size=3, padding=1, key=jax.random.key(KEY)
+        ("H", "W"), channels, hidden, kernel_size=3, padding=1, key=key
     )
 
     def loss(conv: Any, x: Any) -> jax.Array:
         y = hax.nn.relu(conv(x))
-        y = hax.nn.max_pool((hax.Axis("H", 2), hax.Axis("W", 2)), y, stride=2)
+        window = (hax.Axis("H", 2), hax.Axis("W", 2))
+        y = hax.nn.max_pool(window, y, stride=2)
         return hax.mean((y - 1) ** 2).scalar()
 
-    x = hax.named(random_normal(BATCH, 8, 8, 8), (rows, height, width, channels))
+    images = random_normal(BATCH, 8, 8, 8)
+    x = hax.named(images, (rows, height, width, channels))
     return Model(conv, loss, (x,))
 
 
@@ -244,7 +237,9 @@ def linen_lstm() -> Model:
             x = nn.RNN(nn.OptimizedLSTMCell(32))(x)
             return nn.Dense(16)(x)
 
-    return _linen(Tagger(), random_tokens(BATCH, 12), random_tokens(BATCH, 12, most=16))
+    tokens = random_tokens(BATCH, 12)
+    labels = random_tokens(BATCH, 12, most=16)
+    return _linen(Tagger(), tokens, labels)
 
 
 def linen_convolutions() -> Model:
@@ -254,11 +249,14 @@ def linen_convolutions() -> Model:
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
             for channels in (16, 32):
-                x = nn.relu(nn.GroupNorm(num_groups=4)(nn.Conv(channels, (3, 3))(x)))
+                convolved = nn.Conv(channels, (3, 3))(x)
+                x = nn.relu(nn.GroupNorm(num_groups=4)(convolved))
                 x = nn.avg_pool(x, (2, 2), strides=(2, 2))
             return nn.Dense(10)(x.reshape(x.shape[0], -1))
 
-    return _linen(Net(), random_normal(BATCH, 16, 16, 3), random_tokens(BATCH, most=10))
+    images = random_normal(BATCH, 16, 16, 3)
+    labels = random_tokens(BATCH, most=10)
+    return _linen(Net(), images, labels)
 
 
 def _nnx(module: Any, loss_of: Callable[..., jax.Array], *batch: Any) -> Model:
@@ -322,13 +320,16 @@ def nnx_batch_norm() -> Model:
         def __call__(self, x: jax.Array) -> jax.Array:
             x = nnx.relu(self.norm(self.conv(x)))
             x = nnx.max_pool(x, (2, 2), strides=(2, 2))
-            return self.head(self.dropout(x.reshape(x.shape[0], -1)))
+            flat = x.reshape(x.shape[0], -1)
+            return self.head(self.dropout(flat))
 
     def loss(model: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
         return labels_loss(model(x), labels)
 
     net = Net(nnx.Rngs(KEY))
-    return _nnx(net, loss, random_normal(BATCH, 8, 8, 3), random_tokens(BATCH, most=8))
+    images = random_normal(BATCH, 8, 8, 3)
+    labels = random_tokens(BATCH, most=8)
+    return _nnx(net, loss, images, labels)
 
 
 def nnx_gru() -> Model:
@@ -343,9 +344,11 @@ def nnx_gru() -> Model:
             return self.head(self.rnn(x))
 
     def loss(model: Any, x: jax.Array) -> jax.Array:
-        return jnp.mean((model(x)[:, :-1] - x[:, 1:]) ** 2)
+        predicted = model(x)[:, :-1]
+        return jnp.mean((predicted - x[:, 1:]) ** 2)
 
-    return _nnx(Net(nnx.Rngs(KEY)), loss, random_normal(BATCH, 12, 16))
+    values = random_normal(BATCH, 12, 16)
+    return _nnx(Net(nnx.Rngs(KEY)), loss, values)
 
 
 # haiku, jraph, equinox
@@ -379,7 +382,8 @@ def haiku_attention() -> Model:
         initializer = hk.initializers.VarianceScaling(1.0)
         mixed = hk.MultiHeadAttention(4, 8, w_init=initializer)(x, x, x)
         x = hk.LayerNorm(-1, True, True)(x + mixed)
-        return hk.Linear(64)(hk.nets.MLP([64, 32])(x))
+        features = hk.nets.MLP([64, 32])(x)
+        return hk.Linear(64)(features)
 
     network = hk.without_apply_rng(hk.transform(forward))
     tokens = random_tokens(BATCH, 16)
@@ -441,7 +445,8 @@ def equinox_mixer() -> Model:
             channels = x.shape[0]
             x = x.reshape(channels, -1)
             x = x + jax.vmap(self.across)(x)
-            x = x + jax.vmap(self.within)(self.norm(x).T).T
+            mixed = jax.vmap(self.within)(self.norm(x).T)
+            x = x + mixed.T
             return self.head(jnp.mean(x, axis=1))
 
     keys = jax.random.split(jax.random.key(KEY), 4)
@@ -456,9 +461,9 @@ def equinox_mixer() -> Model:
     def loss(mixer: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
         return labels_loss(jax.vmap(mixer)(images), labels)
 
-    return Model(
-        mixer, loss, (random_normal(BATCH, 3, 32, 32), random_tokens(BATCH, most=10))
-    )
+    images = random_normal(BATCH, 3, 32, 32)
+    labels = random_tokens(BATCH, most=10)
+    return Model(mixer, loss, (images, labels))
 
 
 def quax_lora() -> Model:

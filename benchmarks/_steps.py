@@ -36,6 +36,20 @@ class Sizes:
 
 
 SMALL = Sizes()
+# Large enough that a weight is told from an activation, and small enough to compile in
+# seconds.
+MIDDLE = Sizes(
+    layers=4,
+    width=256,
+    hidden=1024,
+    heads=16,
+    kv_heads=16,
+    head_dim=16,
+    vocab=2048,
+    batch=16,
+    length=256,
+)
+MIDDLE_EXPERTS = dataclasses.replace(MIDDLE, hidden=256, experts=16)
 # As the study's, with as many layers as are asked for: 0.32 billion parameters in 16.
 STUDY = Sizes(
     layers=16,
@@ -50,6 +64,18 @@ STUDY = Sizes(
     dtype=jnp.bfloat16,
 )
 STUDY_EXPERTS = dataclasses.replace(STUDY, hidden=1024, experts=16)
+# Llama 3.1 405B.
+LARGE = dataclasses.replace(
+    STUDY,
+    layers=126,
+    width=16384,
+    hidden=53248,
+    heads=128,
+    head_dim=128,
+    vocab=128256,
+    batch=256,
+    length=8192,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +173,8 @@ BATCH_NAMES = {"tokens": ("batch", "inner"), "targets": ("batch", "inner")}
 
 def optimizer_state(params: Any, strategy: Way) -> dict[str, Any]:
     """What the optimizer begins with: two moments and a count, or one momentum."""
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+    zeros_like = lambda leaf: jnp.zeros(leaf.shape, jnp.float32)
+    zeros = jax.tree.map(zeros_like, params)
     if strategy.optimizer == "momentum":
         return {"momentum": zeros}
     return {"mean": zeros, "square": zeros, "count": jnp.zeros((), jnp.int32)}
@@ -200,43 +227,44 @@ class _Model:
         else:
             for weights in params["layers"]:
                 x = layer(x, weights)
-        x = self.laid(_normed(x, params["norm"]), INSIDE)
+        x = self.laid(normed(x, params["norm"]), INSIDE)
         return self.laid(x @ params["unembedding"], ("batch", "inner", "vocab"))
 
     def layer(self, x: jax.Array, weights: Any) -> jax.Array:
+        attention_input = self.laid(normed(x, weights["attention_norm"]), INSIDE)
         x = x + self.attention(
-            self.laid(_normed(x, weights["attention_norm"]), INSIDE),
+            attention_input,
             weights["attention"],
         )
         if self.sizes.experts:
             mlp = self.mixture
         else:
             mlp = self.mlp
-        return x + mlp(
-            self.laid(_normed(x, weights["mlp_norm"]), INSIDE), weights["mlp"]
-        )
+        mlp_input = self.laid(normed(x, weights["mlp_norm"]), INSIDE)
+        return x + mlp(mlp_input, weights["mlp"])
 
     def attention(self, x: jax.Array, weights: Any) -> jax.Array:
-        query = self.laid(
-            _rotated(jnp.einsum("bsd,dhk->bshk", x, weights["query"])), QUERIES
-        )
-        key = self.laid(_rotated(jnp.einsum("bsd,dhk->bshk", x, weights["key"])), KEYS)
-        value = self.laid(jnp.einsum("bsd,dhk->bshk", x, weights["value"]), KEYS)
+        query = jnp.einsum("bsd,dhk->bshk", x, weights["query"])
+        query = self.laid(_rotated(query), QUERIES)
+        key = jnp.einsum("bsd,dhk->bshk", x, weights["key"])
+        key = self.laid(_rotated(key), KEYS)
+        value = jnp.einsum("bsd,dhk->bshk", x, weights["value"])
+        value = self.laid(value, KEYS)
         key, value = (self.per_query_head(projection) for projection in (key, value))
         scores = jnp.einsum("bqhd,bthd->bhqt", query, key) / math.sqrt(
             self.sizes.head_dim
         )
         length = x.shape[1]
         causal = jnp.tril(jnp.ones((length, length), bool))
-        mixing = jax.nn.softmax(
-            jnp.where(causal, scores.astype(jnp.float32), -1e30), axis=-1
-        ).astype(x.dtype)
+        masked = jnp.where(causal, scores.astype(jnp.float32), -1e30)
+        mixing = jax.nn.softmax(masked, axis=-1).astype(x.dtype)
         mixed = self.laid(jnp.einsum("bhqt,bthd->bqhd", mixing, value), QUERIES)
         return self.laid(jnp.einsum("bshk,hkd->bsd", mixed, weights["out"]), STREAM)
 
     def per_query_head(self, x: jax.Array) -> jax.Array:
         group = self.sizes.heads // self.sizes.kv_heads
-        repeated = jnp.broadcast_to(x[:, :, :, None], (*x.shape[:3], group, x.shape[3]))
+        repeated_shape = (*x.shape[:3], group, x.shape[3])
+        repeated = jnp.broadcast_to(x[:, :, :, None], repeated_shape)
         fused = repeated.reshape(*x.shape[:2], self.sizes.heads, x.shape[3])
         return self.laid(fused, ("batch", "keys", "heads", None))
 
@@ -244,7 +272,8 @@ class _Model:
         names = ("batch", "inner", "hidden")
         gate = self.laid(x @ weights["gate"], names)
         up = self.laid(x @ weights["up"], names)
-        return self.laid((jax.nn.silu(gate) * up) @ weights["down"], STREAM)
+        hidden = jax.nn.silu(gate) * up
+        return self.laid((hidden) @ weights["down"], STREAM)
 
     def mixture(self, x: jax.Array, weights: Any) -> jax.Array:
         """Each row of the batch gives each expert as many tokens as it has room for;
@@ -253,17 +282,18 @@ class _Model:
         sizes = self.sizes
         length = x.shape[1]
         room = max(1, math.ceil(length * sizes.experts_per_token / sizes.experts))
-        shares = jax.nn.softmax((x @ weights["router"]).astype(jnp.float32), axis=-1)
+        scores = (x @ weights["router"]).astype(jnp.float32)
+        shares = jax.nn.softmax(scores, axis=-1)
         best, chosen = jax.lax.top_k(shares, sizes.experts_per_token)
         elements = jax.nn.one_hot(chosen, sizes.experts) * best[..., None]
         total = jnp.sum(elements, axis=2)
         is_wanted = total > 0
-        place = jnp.where(
-            is_wanted, jnp.cumsum(is_wanted.astype(jnp.int32), axis=1) - 1, room
-        )
+        earlier = jnp.cumsum(is_wanted.astype(jnp.int32), axis=1)
+        place = jnp.where(is_wanted, earlier - 1, room)
         combine = total[..., None] * jax.nn.one_hot(place, room)
         combine = self.laid(combine.astype(x.dtype), ("batch", "inner", None, None))
-        sent = jnp.einsum("bsec,bsd->ebcd", (combine > 0).astype(x.dtype), x)
+        is_sent = (combine > 0).astype(x.dtype)
+        sent = jnp.einsum("bsec,bsd->ebcd", is_sent, x)
         done = self.experts(self.handed(sent, to_experts=True), weights)
         back = jnp.einsum(
             "bsec,ebcd->bsd", combine, self.handed(done, to_experts=False)
@@ -288,19 +318,23 @@ class _Model:
 
     def experts(self, x: jax.Array, weights: Any) -> jax.Array:
         names = ("expert", "expert_batch", None, "hidden")
-        gate = self.laid(jnp.einsum("ebcd,edf->ebcf", x, weights["gate"]), names)
-        up = self.laid(jnp.einsum("ebcd,edf->ebcf", x, weights["up"]), names)
-        return jnp.einsum("ebcf,efd->ebcd", jax.nn.silu(gate) * up, weights["down"])
+        gate = jnp.einsum("ebcd,edf->ebcf", x, weights["gate"])
+        gate = self.laid(gate, names)
+        up = jnp.einsum("ebcd,edf->ebcf", x, weights["up"])
+        up = self.laid(up, names)
+        hidden = jax.nn.silu(gate) * up
+        return jnp.einsum("ebcf,efd->ebcd", hidden, weights["down"])
 
     def laid(self, x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
         return constrain(x, names, self.plan)
 
 
-def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+def normed(x: jax.Array, scale: jax.Array, epsilon: float = 1e-6) -> jax.Array:
+    """The root mean square norm, in float32."""
     wide = x.astype(jnp.float32)
-    return (
-        wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-    ).astype(x.dtype) * scale
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    scaled = wide * jax.lax.rsqrt(mean_square + epsilon)
+    return scaled.astype(x.dtype) * scale
 
 
 def _rotated(x: jax.Array) -> jax.Array:
@@ -314,9 +348,9 @@ def _rotated(x: jax.Array) -> jax.Array:
     first_half, right = jnp.split(x, 2, axis=-1)
     cos = jnp.cos(angles).astype(x.dtype)
     sin = jnp.sin(angles).astype(x.dtype)
-    return jnp.concatenate(
-        [first_half * cos - right * sin, right * cos + first_half * sin], axis=-1
-    )
+    turned_first = first_half * cos - right * sin
+    turned_right = right * cos + first_half * sin
+    return jnp.concatenate([turned_first, turned_right], axis=-1)
 
 
 def _updated(
@@ -334,12 +368,13 @@ def _updated(
     first, second = (1 - rate ** count.astype(jnp.float32) for rate in (0.9, 0.99))
 
     def moved(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-        change = m / first / (jnp.sqrt(v / second) + 1e-8) + 0.01 * p.astype(
-            jnp.float32
-        )
+        root = jnp.sqrt(v / second) + 1e-8
+        decay = 0.01 * p.astype(jnp.float32)
+        change = m / first / (root) + decay
         return p - (rate * change).astype(p.dtype)
 
-    return jax.tree.map(moved, params, mean, square), {
+    new_params = jax.tree.map(moved, params, mean, square)
+    return new_params, {
         "mean": mean,
         "square": square,
         "count": count,

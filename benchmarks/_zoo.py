@@ -11,29 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._llama import llama
+from ._llama import Model, llama, normed, trained
 
 
-Model = tuple[Any, ...]
 _LAYERS = 2
-
-
-def trained(loss: Callable[..., Any], params: Any, *data: Any) -> Model:
-    """The step of a loss, and its arguments: parameters, two moments, data."""
-
-    def step(p: Any, mu: Any, nu: Any, *data: Any) -> tuple[Any, Any, Any]:
-        grads = jax.grad(loss)(p, *data)
-        mu = jax.tree.map(lambda m, g: m * 0.9 + g * 0.1, mu, grads)
-        nu = jax.tree.map(lambda n, g: n * 0.99 + g * g * 0.01, nu, grads)
-        return (
-            jax.tree.map(
-                lambda w, m, n: w - 0.001 * m * jax.lax.rsqrt(n + 1e-6), p, mu, nu
-            ),
-            mu,
-            nu,
-        )
-
-    return step, params, params, params, *data
 
 
 def models(dtype: Any) -> dict[str, Callable[[], Model]]:
@@ -90,23 +71,17 @@ def _attended(x: Any, y: Any, p: Any, heads: int, head: int) -> Any:
     (b, s, _), t = x.shape, y.shape[1]
     query = (x @ p["q"]).reshape(b, s, heads, head)
     key, value = ((y @ p[name]).reshape(b, t, heads, head) for name in "kv")
-    weights = jax.nn.softmax(
-        jnp.einsum("bshd,bthd->bhst", query, key) / math.sqrt(head), axis=-1
-    )
-    return (
-        jnp.einsum("bhst,bthd->bshd", weights, value).reshape(b, s, heads * head)
-        @ p["o"]
-    )
-
-
-def _normed(x: Any) -> Any:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+    scores = jnp.einsum("bshd,bthd->bhst", query, key) / math.sqrt(head)
+    weights = jax.nn.softmax(scores, axis=-1)
+    mixed = jnp.einsum("bhst,bthd->bshd", weights, value)
+    return mixed.reshape(b, s, heads * head) @ p["o"]
 
 
 def _block(x: Any, p: Any, heads: int, head: int) -> Any:
-    y = _normed(x)
+    y = normed(x)
     x = x + _attended(y, y=y, p=p["attention"], heads=heads, head=head)
-    return x + jax.nn.gelu(_normed(x) @ p["mlp"]["up"]) @ p["mlp"]["down"]
+    hidden = jax.nn.gelu(normed(x) @ p["mlp"]["up"])
+    return x + hidden @ p["mlp"]["down"]
 
 
 def _attention(
@@ -141,9 +116,9 @@ def _experts(
     vocab = 32000
 
     def layer(x: Any, p: Any) -> tuple[Any, None]:
-        y = _normed(x)
+        y = normed(x)
         x = x + _attended(y, y=y, p=p["attention"], heads=heads, head=head)
-        y = _normed(x)
+        y = normed(x)
         gates = jax.nn.softmax(y @ p["router"])
         _, chosen = jax.lax.top_k(gates, 2)
         total = jax.nn.one_hot(chosen, experts, dtype=y.dtype).sum(-2)
@@ -153,7 +128,8 @@ def _experts(
         return x + jnp.einsum("xbsm,xme->bse", mixed, p["wo"]), None
 
     def loss(p: Any, tokens: Any) -> Any:
-        x, _ = jax.lax.scan(jax.checkpoint(layer), p["embedding"][tokens], p["layers"])
+        rematerialized = jax.checkpoint(layer)
+        x, _ = jax.lax.scan(rematerialized, p["embedding"][tokens], p["layers"])
         return _token_loss(x @ p["unembedding"], tokens)
 
     layers = {
@@ -182,17 +158,19 @@ def _t5(
     target: int,
 ) -> Model:
     def decoder(memory: Any, x: Any, p: Any) -> Any:
-        y = _normed(x)
+        y = normed(x)
         x = x + _attended(y, y=y, p=p["attention"], heads=heads, head=head)
-        x = x + _attended(_normed(x), y=memory, p=p["cross"], heads=heads, head=head)
-        return x + jax.nn.relu(_normed(x) @ p["mlp"]["up"]) @ p["mlp"]["down"]
+        cross_input = normed(x)
+        x = x + _attended(cross_input, y=memory, p=p["cross"], heads=heads, head=head)
+        hidden = jax.nn.relu(normed(x) @ p["mlp"]["up"])
+        return x + hidden @ p["mlp"]["down"]
 
     def loss(p: Any, inputs: Any, targets: Any) -> Any:
         encode = jax.checkpoint(lambda x, layer: (_block(x, layer, heads, head), None))
         memory, _ = jax.lax.scan(encode, p["embedding"][inputs], p["encoder"])
         decode = jax.checkpoint(lambda x, layer: (decoder(memory, x, layer), None))
         x, _ = jax.lax.scan(decode, p["embedding"][targets], p["decoder"])
-        return _token_loss(_normed(x) @ p["embedding"].T, targets)
+        return _token_loss(normed(x) @ p["embedding"].T, targets)
 
     inner = heads * head
     encoder = {
@@ -219,29 +197,32 @@ def _vit(
 ) -> Model:
     def loss(p: Any, images: Any, labels: Any) -> Any:
         x = images @ p["patch_embed"] + p["pos_embed"]
+        block = jax.checkpoint(lambda x, layer: (_block(x, layer, heads, head), None))
         x, _ = jax.lax.scan(
-            jax.checkpoint(lambda x, layer: (_block(x, layer, heads, head), None)),
+            block,
             x,
             p["layers"],
         )
-        logits = _normed(x).mean(1) @ p["head"]
+        logits = normed(x).mean(1) @ p["head"]
         return _token_loss(logits, labels)
 
+    layers = {
+        "attention": _attention(struct, width, heads * head),
+        "mlp": _mlp(struct, width, hidden),
+    }
     params = {
         "patch_embed": struct((768, width)),
         "pos_embed": struct((patches, width)),
-        "layers": {
-            "attention": _attention(struct, width, heads * head),
-            "mlp": _mlp(struct, width, hidden),
-        },
+        "layers": layers,
         "head": struct((width, classes)),
     }
     return trained(loss, params, struct((batch, patches, 768)), _tokens(batch))
 
 
 def _convolved(x: Any, kernel: Any, stride: int = 1) -> Any:
+    dimensions = ("NHWC", "HWIO", "NHWC")
     return jax.lax.conv_general_dilated(
-        x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        x, kernel, (stride, stride), "SAME", dimension_numbers=dimensions
     )
 
 
@@ -260,10 +241,12 @@ def _convolutions(struct: Any, batch: int) -> Model:
         {"first": struct((3, 3, a, b)), "second": struct((3, 3, b, b))}
         for a, b in sizes
     ]
+    params = {"stages": stages, "head": struct((256, 1000))}
+    images = struct((batch, 64, 64, 3))
     return trained(
         loss,
-        {"stages": stages, "head": struct((256, 1000))},
-        struct((batch, 64, 64, 3)),
+        params,
+        images,
         _tokens(batch),
     )
 
@@ -272,17 +255,16 @@ def _mixer(
     struct: Any, width: int, hidden: int, mixed: int, patches: int, batch: int
 ) -> Model:
     def layer(x: Any, p: Any) -> tuple[Any, None]:
-        y = jnp.swapaxes(_normed(x), 1, 2)
-        x = x + jnp.swapaxes(
-            jax.nn.gelu(y @ p["tokens"]["up"]) @ p["tokens"]["down"], 1, 2
-        )
-        return x + jax.nn.gelu(_normed(x) @ p["mlp"]["up"]) @ p["mlp"]["down"], None
+        y = jnp.swapaxes(normed(x), 1, 2)
+        mixed = jax.nn.gelu(y @ p["tokens"]["up"]) @ p["tokens"]["down"]
+        x = x + jnp.swapaxes(mixed, 1, 2)
+        hidden = jax.nn.gelu(normed(x) @ p["mlp"]["up"])
+        return x + hidden @ p["mlp"]["down"], None
 
     def loss(p: Any, images: Any, labels: Any) -> Any:
-        x, _ = jax.lax.scan(
-            jax.checkpoint(layer), images @ p["patch_embed"], p["layers"]
-        )
-        logits = _normed(x).mean(1) @ p["head"]
+        patch_embeddings = images @ p["patch_embed"]
+        x, _ = jax.lax.scan(jax.checkpoint(layer), patch_embeddings, p["layers"])
+        logits = normed(x).mean(1) @ p["head"]
         return _token_loss(logits, labels)
 
     layers = {
@@ -308,18 +290,22 @@ def _dit(
 ) -> Model:
     def layer(condition: Any, x: Any, p: Any) -> tuple[Any, None]:
         scale, shift = jnp.split(condition @ p["modulation"], 2, axis=-1)
-        y = _normed(x) * (1 + scale[:, None]) + shift[:, None]
+        scaled = normed(x) * (1 + scale[:, None])
+        y = scaled + shift[:, None]
         x = x + _attended(y, y=y, p=p["attention"], heads=heads, head=head)
-        return x + jax.nn.gelu(_normed(x) @ p["mlp"]["up"]) @ p["mlp"]["down"], None
+        hidden = jax.nn.gelu(normed(x) @ p["mlp"]["up"])
+        return x + hidden @ p["mlp"]["down"], None
 
     def loss(p: Any, latents: Any, times: Any, noise: Any) -> Any:
         condition = jax.nn.silu(times @ p["time_embed"])
+        conditioned = jax.checkpoint(ft.partial(layer, condition))
+        patch_embeddings = latents @ p["patch_embed"]
         x, _ = jax.lax.scan(
-            jax.checkpoint(ft.partial(layer, condition)),
-            latents @ p["patch_embed"],
+            conditioned,
+            patch_embeddings,
             p["layers"],
         )
-        return jnp.mean((_normed(x) @ p["head"] - noise) ** 2)
+        return jnp.mean((normed(x) @ p["head"] - noise) ** 2)
 
     layers = {
         "attention": _attention(struct, width, heads * head),
@@ -332,12 +318,14 @@ def _dit(
         "layers": layers,
         "head": struct((width, 16)),
     }
+    latents = struct((batch, patches, 16))
+    times = struct((batch, 256))
     return trained(
         loss,
         params,
-        struct((batch, patches, 16)),
-        struct((batch, 256)),
-        struct((batch, patches, 16)),
+        latents,
+        times,
+        latents,
     )
 
 
@@ -358,12 +346,12 @@ def _unet(struct: Any, batch: int) -> Model:
         return jnp.mean((_convolved(x, p["last"]) - noise) ** 2)
 
     pairs = list(zip(widths, widths[1:], strict=False))
-    structs = [struct((3, 3, b, a)) for a, b in reversed(pairs)]
+    up = [struct((3, 3, b, a)) for a, b in reversed(pairs)]
     params = {
         "first": struct((3, 3, 4, widths[0])),
         "down": [struct((3, 3, a, b)) for a, b in pairs],
         "middle": struct((3, 3, widths[-1], widths[-1])),
-        "up": structs,
+        "up": up,
         "last": struct((3, 3, widths[0], 4)),
     }
     images = struct((batch, 32, 32, 4))

@@ -25,27 +25,13 @@ from ._case import Apart, Entry, Finding, Limit, Value
 from ._machine import fresh_process
 from ._runner import Options
 from ._step_plans import LAYOUTS, Layout, Planned, planned, random_layout
-from ._steps import STUDY, STUDY_EXPERTS, Sizes, Way
+from ._steps import LARGE, MIDDLE, MIDDLE_EXPERTS, STUDY, STUDY_EXPERTS, Sizes, Way
 
 
 SUMMARY = (
     "bytes that enter a device in a step: estimated without compiling, against the"
     " compiled program's"
 )
-# Large enough that a weight is told from an activation, and small enough to compile in
-# seconds.
-MIDDLE = Sizes(
-    layers=4,
-    width=256,
-    hidden=1024,
-    heads=16,
-    kv_heads=16,
-    head_dim=16,
-    vocab=2048,
-    batch=16,
-    length=256,
-)
-MIDDLE_EXPERTS = dataclasses.replace(MIDDLE, hidden=256, experts=16)
 WAYS = {
     "scan": Way(),
     "scan, remat": Way(remat=True),
@@ -248,19 +234,7 @@ def _random(count: int, devices: list[Any]) -> dict[str, Value]:
 
 def _speed() -> Finding:
     def measure() -> dict[str, Value]:
-        sizes = Sizes(
-            layers=126,
-            width=16384,
-            hidden=53248,
-            heads=128,
-            kv_heads=8,
-            head_dim=128,
-            vocab=128256,
-            batch=256,
-            length=8192,
-            dtype=jnp.bfloat16,
-        )
-        planned_step = planned(sizes, Way(remat=True), LAYOUTS["fsdp x tp"])
+        planned_step = planned(LARGE, Way(remat=True), LAYOUTS["fsdp x tp"])
         times = []
         rows = ()
         for _ in range(3):
