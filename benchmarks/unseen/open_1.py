@@ -30,30 +30,31 @@ def mlp_column_row(mesh: AnyMesh) -> Made:
 
     def loss(params, x, y):
         for p in params["blocks"]:
-            h = (
-                x
-                * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6)
-                * p["norm"]
-            )
-            h = constrain(mesh, jax.nn.gelu(h @ p["up"] + p["up_bias"]), "dp", "tp")
+            mean_square = jnp.mean(jnp.square(x), -1, keepdims=True)
+            h = x * lax.rsqrt(mean_square + 1e-6) * p["norm"]
+            hidden = jax.nn.gelu(h @ p["up"] + p["up_bias"])
+            h = constrain(mesh, hidden, "dp", "tp")
             x = x + h @ p["down"]
-        return jnp.mean(jnp.square((x @ params["head"]).astype(jnp.float32) - y))
+        predicted = (x @ params["head"]).astype(jnp.float32)
+        return jnp.mean(jnp.square(predicted - y))
 
     def step(params, x, y):
         value, grads = jax.value_and_grad(loss)(params, x, y)
-        return value, jax.tree.map(
-            lambda p, g: p - jnp.bfloat16(1e-2) * g, params, grads
-        )
+        updated = jax.tree.map(lambda p, g: p - jnp.bfloat16(1e-2) * g, params, grads)
+        return value, updated
 
+    out = (NamedSharding(mesh, P()), shardings(params))
     jitted = jax.jit(
         step,
         donate_argnums=0,
-        out_shardings=(NamedSharding(mesh, P()), shardings(params)),
+        out_shardings=out,
     )
+    x = struct((512, 256), "dp", dtype=jnp.bfloat16)
+    y = struct((512, 64), "dp")
     return jitted, (
         params,
-        struct((512, 256), "dp", dtype=jnp.bfloat16),
-        struct((512, 64), "dp"),
+        x,
+        y,
     )
 
 
@@ -68,12 +69,10 @@ def distillation(mesh: AnyMesh) -> Made:
     """
     struct = on(mesh)
     low = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    layer = {"up": low((512, 1024), None, "model"), "down": low((1024, 512), "model")}
     teacher = {
         "embed": low((2048, 512), None, "model"),
-        "mix": (
-            [{"up": low((512, 1024), None, "model"), "down": low((1024, 512), "model")}]
-            * 3
-        ),
+        "mix": ([layer] * 3),
         "head": low((512, 2048), None, "model"),
     }
     student = {
@@ -86,29 +85,31 @@ def distillation(mesh: AnyMesh) -> Made:
     def teach(p, tokens):
         x = p["embed"][tokens]
         for q in p["mix"]:
-            x = x + jax.nn.silu(jnp.cumsum(x, 1) * 0.01 @ q["up"]) @ q["down"]
+            averaged = jnp.cumsum(x, 1) * 0.01
+            x = x + jax.nn.silu(averaged @ q["up"]) @ q["down"]
         return x, x @ p["head"]
 
     def learn(p, tokens):
         x = p["embed"][tokens]
         for w in p["mix"]:
-            x = x + jax.nn.silu((x + jnp.roll(x, 1, axis=1)) @ w)
+            shifted = x + jnp.roll(x, 1, axis=1)
+            x = x + jax.nn.silu(shifted @ w)
         return x, x @ p["head"]
 
     def loss(student, teacher, tokens, heat):
         hidden, answers = lax.stop_gradient(teach(teacher, tokens))
         features, logits = learn(student, tokens)
         soft = jax.nn.log_softmax(answers.astype(jnp.float32) / heat)
-        divergence = jnp.sum(
-            jnp.exp(soft) * (soft - jax.nn.log_softmax(logits / heat)), -1
-        ).mean()
-        hard = optax.softmax_cross_entropy_with_integer_labels(
+        log_probabilities = jax.nn.log_softmax(logits / heat)
+        divergence = jnp.sum(jnp.exp(soft) * (soft - log_probabilities), -1).mean()
+        losses = optax.softmax_cross_entropy_with_integer_labels(
             logits[:, :-1], tokens[:, 1:]
-        ).mean()
-        unit = lambda v: v / (jnp.linalg.norm(v, axis=-1, keepdims=True) + 1e-6)
-        match = jnp.mean(
-            (unit(features @ student["match"]) - unit(hidden.astype(jnp.float32))) ** 2
         )
+        hard = losses.mean()
+        unit = lambda v: v / (jnp.linalg.norm(v, axis=-1, keepdims=True) + 1e-6)
+        matched = unit(features @ student["match"])
+        taught = unit(hidden.astype(jnp.float32))
+        match = jnp.mean((matched - taught) ** 2)
         return heat**2 * divergence + hard + match
 
     optimizer = optax.adamw(1e-3)
@@ -118,11 +119,13 @@ def distillation(mesh: AnyMesh) -> Made:
         updates, state = optimizer.update(grads, state, student)
         return optax.apply_updates(student, updates), state, value
 
+    state = optimizer_state(mesh, optimizer, student)
+    tokens = struct((16, 64), "data", dtype=jnp.int32)
     args = (
         student,
-        optimizer_state(mesh, optimizer, student),
+        state,
         teacher,
-        struct((16, 64), "data", dtype=jnp.int32),
+        tokens,
         struct(()),
     )
     return jax.jit(step, donate_argnums=(0, 1)), args
@@ -153,10 +156,8 @@ def accumulation(mesh: AnyMesh) -> Made:
     def loss(params, x, labels):
         x = x @ params["in"]
         for p in params["layers"]:
-            x = (
-                x
-                + jax.nn.gelu(jax.nn.standardize(x) * p["scale"] @ p["up"]) @ p["down"]
-            )
+            hidden = jax.nn.gelu(jax.nn.standardize(x) * p["scale"] @ p["up"])
+            x = x + hidden @ p["down"]
         return optax.softmax_cross_entropy_with_integer_labels(
             x @ params["out"], labels
         ).mean()
@@ -173,21 +174,23 @@ def accumulation(mesh: AnyMesh) -> Made:
 
         zeros = jax.tree.map(jnp.zeros_like, params)
         grads, values = lax.scan(micro, zeros, (x, labels))
-        updates, state = optimizer.update(
-            jax.tree.map(lambda g: g / 4, grads), state, params
-        )
+        mean_grads = jax.tree.map(lambda g: g / 4, grads)
+        updates, state = optimizer.update(mean_grads, state, params)
         return optax.apply_updates(params, updates), state, values.mean()
 
     structs = params
     data = (None, ("replica", "fsdp"))
+    state = optimizer_state(mesh, optimizer, params)
+    inputs = struct((4, 64, 128), *data)
     args = (
         params,
-        optimizer_state(mesh, optimizer, params),
-        struct((4, 64, 128), *data),
+        state,
+        inputs,
     )
+    labels = struct((4, 64), *data, dtype=jnp.int32)
     return jax.jit(step, donate_argnums=(0, 1)), (
         *args,
-        struct((4, 64), *data, dtype=jnp.int32),
+        labels,
     )
 
 
@@ -239,11 +242,12 @@ def decoder_window(mesh: AnyMesh) -> Made:
         return jnp.sum(each * weights) / jnp.sum(weights)
 
     tokens = struct((4, 256), "data", "seq", dtype=jnp.int32)
+    weights = struct((4, 256), "data", "seq")
     return jax.jit(jax.value_and_grad(loss)), (
         p,
         tokens,
         tokens,
-        struct((4, 256), "data", "seq"),
+        weights,
     )
 
 
@@ -274,26 +278,21 @@ def generate(mesh: AnyMesh) -> Made:
             t.reshape(*t.shape[:-1], 4, -1) for t in (x @ params["q"], keys, values)
         )
         scores = jnp.where(seen, jnp.einsum("bqhk,bshk->bhqs", q, keys), -1e9)
-        return (
-            x
-            + jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), values).reshape(
-                x.shape
-            )
-            @ params["o"]
-        )
+        mixed = jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), values)
+        return x + mixed.reshape(x.shape) @ params["o"]
 
     def generate(params, prompt):
         batch, read = prompt.shape
         x = params["embed"][prompt]
-        keys = jnp.zeros((batch, length, width)).at[:, :read].set(x @ params["k"])
-        values = jnp.zeros((batch, length, width)).at[:, :read].set(x @ params["v"])
+        empty = jnp.zeros((batch, length, width))
+        keys = empty.at[:, :read].set(x @ params["k"])
+        empty_values = jnp.zeros((batch, length, width))
+        values = empty_values.at[:, :read].set(x @ params["v"])
         x = attend(params, x, keys, values, jnp.tri(read, length, dtype=bool))
-        tokens = jnp.zeros((batch, length), jnp.int32).at[:, :read].set(prompt)
-        counts = (
-            jnp.zeros((batch, vocabulary))
-            .at[jnp.arange(batch)[:, None], prompt]
-            .add(1.0)
-        )
+        no_tokens = jnp.zeros((batch, length), jnp.int32)
+        tokens = no_tokens.at[:, :read].set(prompt)
+        no_counts = jnp.zeros((batch, vocabulary))
+        counts = no_counts.at[jnp.arange(batch)[:, None], prompt].add(1.0)
 
         def body(i, carry):
             tokens, keys, values, counts, last = carry
@@ -301,16 +300,19 @@ def generate(mesh: AnyMesh) -> Made:
             tokens = tokens.at[:, i].set(token.astype(jnp.int32))
             counts = counts.at[jnp.arange(batch), token].add(1.0)
             x = params["embed"][token][:, None]
-            keys = keys.at[:, i].set((x @ params["k"])[:, 0])
-            values = values.at[:, i].set((x @ params["v"])[:, 0])
-            last = attend(params, x, keys, values, jnp.arange(length) <= i)[:, 0]
+            key = x @ params["k"]
+            keys = keys.at[:, i].set((key)[:, 0])
+            value = x @ params["v"]
+            values = values.at[:, i].set((value)[:, 0])
+            is_before = jnp.arange(length) <= i
+            last = attend(params, x, keys, values, is_before)[:, 0]
             return tokens, keys, values, counts, last
 
-        return lax.fori_loop(
-            read, read + 12, body, (tokens, keys, values, counts, x[:, -1])
-        )[0]
+        carry = (tokens, keys, values, counts, x[:, -1])
+        return lax.fori_loop(read, read + 12, body, carry)[0]
 
-    return jax.jit(generate), (params, struct((16, 24), "data", dtype=jnp.int32))
+    prompts = struct((16, 24), "data", dtype=jnp.int32)
+    return jax.jit(generate), (params, prompts)
 
 
 @case("gan-two-optimizers", cpu={"data": 8}, v5e={"data": 16})
@@ -331,40 +333,39 @@ def gan(mesh: AnyMesh) -> Made:
     numbers = ("NHWC", "HWIO", "NHWC")
 
     def make(p, z):
-        x = jax.nn.relu(z @ p["dense"]).reshape(-1, 4, 4, 128)
+        dense = jax.nn.relu(z @ p["dense"])
+        x = dense.reshape(-1, 4, 4, 128)
         for w in p["up"]:
-            x = jax.nn.relu(
-                lax.conv_transpose(x, w, (2, 2), "SAME", dimension_numbers=numbers)
+            upsampled = lax.conv_transpose(
+                x, w, (2, 2), "SAME", dimension_numbers=numbers
             )
-        return jnp.tanh(
-            lax.conv(
-                x.transpose(0, 3, 1, 2), p["last"].transpose(3, 2, 0, 1), (1, 1), "SAME"
-            )
-        )
+            x = jax.nn.relu(upsampled)
+        images = x.transpose(0, 3, 1, 2)
+        kernel = p["last"].transpose(3, 2, 0, 1)
+        return jnp.tanh(lax.conv(images, kernel, (1, 1), "SAME"))
 
     def judge(p, x):
         x = x.transpose(0, 2, 3, 1)
         for w in p["convolutions"]:
+            convolved = lax.conv_general_dilated(
+                x, w, (2, 2), "SAME", dimension_numbers=numbers
+            )
             x = jax.nn.leaky_relu(
-                lax.conv_general_dilated(
-                    x, w, (2, 2), "SAME", dimension_numbers=numbers
-                ),
+                convolved,
                 0.2,
             )
-        return (x.reshape(x.shape[0], -1) @ p["dense"])[:, 0]
+        flat = x.reshape(x.shape[0], -1)
+        return (flat @ p["dense"])[:, 0]
 
     def critic_loss(critic, generator, real, z, mix):
         fake = make(generator, z)
-        between = (
-            mix[:, None, None, None] * real + (1 - mix[:, None, None, None]) * fake
-        )
-        slopes = jax.vmap(jax.grad(lambda x: judge(critic, x[None])[0]))(between)
+        share = mix[:, None, None, None]
+        between = share * real + (1 - share) * fake
+        slope = jax.grad(lambda x: judge(critic, x[None])[0])
+        slopes = jax.vmap(slope)(between)
         norms = jnp.sqrt(jnp.sum(slopes**2, (1, 2, 3)) + 1e-12)
-        return (
-            judge(critic, fake).mean()
-            - judge(critic, real).mean()
-            + 10 * jnp.mean((norms - 1) ** 2)
-        )
+        penalty = jnp.mean((norms - 1) ** 2)
+        return judge(critic, fake).mean() - judge(critic, real).mean() + 10 * penalty
 
     ours = optax.adam(1e-4, b1=0.0)
     theirs = optax.adam(4e-4, b1=0.0)
@@ -373,9 +374,8 @@ def gan(mesh: AnyMesh) -> Made:
         a, b, c = jax.random.split(key, 3)
         z = jax.random.normal(a, (real.shape[0], 64))
         again = jax.random.normal(b, (real.shape[0], 64))
-        grads = jax.grad(critic_loss)(
-            critic, generator, real, z, jax.random.uniform(c, real.shape[:1])
-        )
+        mix = jax.random.uniform(c, real.shape[:1])
+        grads = jax.grad(critic_loss)(critic, generator, real, z, mix)
         updates, second = theirs.update(grads, state[1])
         critic = optax.apply_updates(critic, updates)
         grads = jax.grad(lambda g: -judge(critic, make(g, again)).mean())(generator)
@@ -386,12 +386,14 @@ def gan(mesh: AnyMesh) -> Made:
         optimizer_state(mesh, ours, generator),
         optimizer_state(mesh, theirs, critic),
     )
+    images = struct((64, 3, 16, 16), "data")
+    key = struct((2,), dtype=jnp.uint32)
     args = (
         generator,
         critic,
         state,
-        struct((64, 3, 16, 16), "data"),
-        struct((2,), dtype=jnp.uint32),
+        images,
+        key,
     )
     return jax.jit(step, donate_argnums=(0, 1, 2)), args
 

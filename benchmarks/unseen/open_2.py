@@ -36,16 +36,17 @@ def many_tasks(mesh: AnyMesh) -> Made:
     def metric(z, labels):
         same = labels[:, None] == labels
         near = z @ z.T
-        return -jnp.mean(
-            jnp.where(same, jax.nn.log_sigmoid(near), jax.nn.log_sigmoid(-near))
-        )
+        attraction = jax.nn.log_sigmoid(near)
+        repulsion = jax.nn.log_sigmoid(-near)
+        return -jnp.mean(jnp.where(same, attraction, repulsion))
 
     def spread(z, labels):
         covariance = (z - z.mean(0)).T @ (z - z.mean(0)) / z.shape[0]
         return jnp.sum(covariance**2) - jnp.sum(jnp.diagonal(covariance) ** 2)
 
     def entropy(z, labels):
-        return jnp.sum(jax.nn.softmax(z) * jax.nn.log_softmax(z), -1).mean()
+        log_probabilities = jax.nn.log_softmax(z)
+        return jnp.sum(jax.nn.softmax(z) * log_probabilities, -1).mean()
 
     def loss(params, x, labels, boxes, which):
         for w in params["trunk"]:
@@ -58,8 +59,9 @@ def many_tasks(mesh: AnyMesh) -> Made:
             which, (metric, spread, entropy), x @ params["embed"], labels
         )
         losses = jnp.stack([classes, box, third])
+        weighted = losses * jnp.exp(-params["uncertainty"])
         return (
-            jnp.sum(losses * jnp.exp(-params["uncertainty"]) + params["uncertainty"]),
+            jnp.sum(weighted + params["uncertainty"]),
             losses,
         )
 
@@ -70,15 +72,19 @@ def many_tasks(mesh: AnyMesh) -> Made:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, losses
 
+    x = struct((512, 128), batch)
+    labels = struct((512,), batch, dtype=jnp.int32)
+    boxes = struct((512, 4), batch)
     inputs = (
-        struct((512, 128), batch),
-        struct((512,), batch, dtype=jnp.int32),
-        struct((512, 4), batch),
+        x,
+        labels,
+        boxes,
         struct((), dtype=jnp.int32),
     )
+    state = optimizer_state(mesh, optimizer, params)
     return jax.jit(step, donate_argnums=(0, 1)), (
         params,
-        optimizer_state(mesh, optimizer, params),
+        state,
         *inputs,
     )
 
@@ -105,34 +111,38 @@ def wavenet(mesh: AnyMesh) -> Made:
 
     def causal(x, w, dilation=1):
         reach = (w.shape[0] - 1) * dilation
+        dimensions = ("NWC", "WIO", "NWC")
         return lax.conv_general_dilated(
             x,
             w,
             (1,),
             [(reach, 0)],
             rhs_dilation=(dilation,),
-            dimension_numbers=("NWC", "WIO", "NWC"),
+            dimension_numbers=dimensions,
         )
 
     def loss(params, samples):
-        shifted = jnp.pad(samples, ((0, 0), (1, 0)))[:, :-1]
+        padded = jnp.pad(samples, ((0, 0), (1, 0)))
+        shifted = padded[:, :-1]
         x = params["embed"][shifted]
         skips = 0.0
         for position, p in enumerate(params["layers"]):
-            filtered, gate = jnp.split(causal(x, p["gate"], 2**position), 2, -1)
+            convolved = causal(x, p["gate"], 2**position)
+            filtered, gate = jnp.split(convolved, 2, -1)
             h = jnp.tanh(filtered) * jax.nn.sigmoid(gate)
             skips = skips + causal(h, p["skip"])
             x = x + causal(h, p["out"])
         logits = jax.nn.relu(skips) @ params["final"]
-        return -jnp.mean(
-            jnp.take_along_axis(jax.nn.log_softmax(logits), samples[..., None], -1)
-        )
+        log_probabilities = jax.nn.log_softmax(logits)
+        return -jnp.mean(jnp.take_along_axis(log_probabilities, samples[..., None], -1))
 
     def step(params, samples):
         value, grads = jax.value_and_grad(loss)(params, samples)
-        return value, jax.tree.map(lambda p, g: p - 1e-3 * jnp.sign(g), params, grads)
+        updated = jax.tree.map(lambda p, g: p - 1e-3 * jnp.sign(g), params, grads)
+        return value, updated
 
-    return jax.jit(step), (params, struct((4, 1024), "data", "time", dtype=jnp.int32))
+    samples = struct((4, 1024), "data", "time", dtype=jnp.int32)
+    return jax.jit(step), (params, samples)
 
 
 @case("soft-experts-slots", cpu={"data": 4, "expert": 2}, v5e={"data": 4, "expert": 4})
@@ -156,12 +166,12 @@ def soft_moe(mesh: AnyMesh) -> Made:
         return jax.nn.gelu(x @ up) @ down
 
     def layer(params, x):
-        unit = params["phi"] / jnp.linalg.norm(params["phi"], axis=0, keepdims=True)
+        norms = jnp.linalg.norm(params["phi"], axis=0, keepdims=True)
+        unit = params["phi"] / norms
         logits = params["scale"] * jnp.einsum("btd,des->btes", x, unit)
         dispatch = jax.nn.softmax(logits, axis=1)
-        combine = jax.nn.softmax(logits.reshape(*logits.shape[:2], -1), -1).reshape(
-            logits.shape
-        )
+        flat = logits.reshape(*logits.shape[:2], -1)
+        combine = jax.nn.softmax(flat, -1).reshape(logits.shape)
         inputs = jnp.einsum("btes,btd->ebsd", dispatch, x)
         outputs = jax.vmap(expert)(params["up"], params["down"], inputs)
         return jnp.einsum("btes,ebsd->btd", combine, outputs)
@@ -181,11 +191,13 @@ def soft_moe(mesh: AnyMesh) -> Made:
         return optax.apply_updates(params, updates), state
 
     state = optimizer_state(mesh, optimizer, params)
+    x = struct((16, 64, width), "data")
+    y = struct((16, 40), "data")
     return jax.jit(step, donate_argnums=(0, 1)), (
         params,
         state,
-        struct((16, 64, width), "data"),
-        struct((16, 40), "data"),
+        x,
+        y,
     )
 
 
@@ -210,7 +222,8 @@ def megatron(mesh: AnyMesh) -> Made:
         for i in range(2):
             h = jax.nn.standardize(x) * params["scale"][i]
             h = lax.all_gather(h, "tp", axis=1, tiled=True)
-            h = jax.nn.gelu(h @ params["up"][i]) @ params["down"][i]
+            hidden_rows = jax.nn.gelu(h @ params["up"][i])
+            h = hidden_rows @ params["down"][i]
             x = x + lax.psum_scatter(h, "tp", scatter_dimension=1, tiled=True)
         return jnp.mean((x - y) ** 2)
 
@@ -246,30 +259,33 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
 
     class Block(nnx.Module):
         def __init__(self, patches, width, rngs):
-            self.norms = nnx.List(
-                [nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)]
-            )
-            self.tokens = nnx.List(
-                [
-                    nnx.Linear(patches, 128, rngs=rngs),
-                    nnx.Linear(128, patches, rngs=rngs),
-                ]
-            )
-            self.channels = nnx.List(
-                [nnx.Linear(width, 512, rngs=rngs), nnx.Linear(512, width, rngs=rngs)]
-            )
+            norms = [nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)]
+            self.norms = nnx.List(norms)
+            token_layers = [
+                nnx.Linear(patches, 128, rngs=rngs),
+                nnx.Linear(128, patches, rngs=rngs),
+            ]
+            self.tokens = nnx.List(token_layers)
+            channel_layers = [
+                nnx.Linear(width, 512, rngs=rngs),
+                nnx.Linear(512, width, rngs=rngs),
+            ]
+            self.channels = nnx.List(channel_layers)
 
         def __call__(self, x):
             h = self.norms[0](x).swapaxes(1, 2)
-            x = x + self.tokens[1](nnx.gelu(self.tokens[0](h))).swapaxes(1, 2)
-            return x + self.channels[1](nnx.gelu(self.channels[0](self.norms[1](x))))
+            token_hidden = nnx.gelu(self.tokens[0](h))
+            x = x + self.tokens[1](token_hidden).swapaxes(1, 2)
+            channel_hidden = nnx.gelu(self.channels[0](self.norms[1](x)))
+            return x + self.channels[1](channel_hidden)
 
     class Mixer(nnx.Module):
         def __init__(self, rngs):
             self.patch = nnx.Conv(
                 3, 128, (8, 8), strides=(8, 8), padding="VALID", rngs=rngs
             )
-            self.blocks = nnx.List([Block(36, 128, rngs) for _ in range(3)])
+            blocks = [Block(36, 128, rngs) for _ in range(3)]
+            self.blocks = nnx.List(blocks)
             self.head = nnx.Linear(128, 20, rngs=rngs)
 
         def __call__(self, images):
@@ -281,9 +297,8 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
 
     def create():
         model = Mixer(nnx.Rngs(0))
-        return nnx.split(
-            (model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param))
-        )
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+        return nnx.split((model, optimizer))
 
     graph, state = nnx.eval_shape(create)
 
@@ -292,9 +307,8 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
         columns = leaf.ndim == 2 and "channels'][0]" in name
         rows = leaf.ndim == 2 and "channels'][1]" in name
         spec = (None, "model") if columns else ("model",) if rows else ()
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(*spec))
-        )
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     state = jax.tree_util.tree_map_with_path(place, nnx.to_pure_dict(state))
 
@@ -312,10 +326,12 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
         optimizer.update(model, grads)
         return nnx.to_pure_dict(nnx.state((model, optimizer))), value
 
+    images = struct((32, 48, 48, 3), "data")
+    labels = struct((32,), "data", dtype=jnp.int32)
     args = (
         state,
-        struct((32, 48, 48, 3), "data"),
-        struct((32,), "data", dtype=jnp.int32),
+        images,
+        labels,
     )
     return jax.jit(step, donate_argnums=0), args
 
@@ -353,38 +369,35 @@ def llama_scan(mesh: AnyMesh) -> Made:
 
     def norm(x, scale):
         wide = x.astype(jnp.float32)
-        return (wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5)).astype(
-            x.dtype
-        ) * scale
+        mean_square = jnp.mean(wide**2, -1, keepdims=True)
+        return (wide * lax.rsqrt(mean_square + 1e-5)).astype(x.dtype) * scale
 
     def rotate(x):
-        angles = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (
-            -jnp.arange(0, size, 2) / size
-        )
+        frequencies = 10000.0 ** (-jnp.arange(0, size, 2) / size)
+        angles = jnp.arange(x.shape[1])[:, None] * frequencies
         sin = jnp.sin(angles)[:, None].astype(x.dtype)
         cos = jnp.cos(angles)[:, None].astype(x.dtype)
         first, second = jnp.split(x, 2, axis=-1)
-        return jnp.concatenate(
-            [first * cos - second * sin, second * cos + first * sin], -1
-        )
+        turned_first = first * cos - second * sin
+        turned_second = second * cos + first * sin
+        return jnp.concatenate([turned_first, turned_second], -1)
 
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
     def layer(x, p):
         h = norm(x, p["norms"][0])
         q, k, v = (jnp.einsum("bsd,dhk->bshk", h, p[name]) for name in "qkv")
         q = rotate(q).reshape(*q.shape[:2], kv, heads // kv, size)
-        scores = (
-            jnp.einsum("bqgrk,bsgk->bgrqs", q, rotate(k)).astype(jnp.float32)
-            * size**-0.5
-        )
+        products = jnp.einsum("bqgrk,bsgk->bgrqs", q, rotate(k))
+        scores = products.astype(jnp.float32) * size**-0.5
         causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-        weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), -1).astype(x.dtype)
-        mixed = jnp.einsum("bgrqs,bsgk->bqgrk", weights, v).reshape(
-            *x.shape[:2], heads, size
-        )
+        masked = jnp.where(causal, scores, -1e30)
+        weights = jax.nn.softmax(masked, -1).astype(x.dtype)
+        mixed_groups = jnp.einsum("bgrqs,bsgk->bqgrk", weights, v)
+        mixed = mixed_groups.reshape(*x.shape[:2], heads, size)
         x = x + jnp.einsum("bshk,hkd->bsd", mixed, p["o"])
         h = norm(x, p["norms"][1])
-        return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], None
+        gated = jax.nn.silu(h @ p["gate"]) * (h @ p["up"])
+        return x + gated @ p["down"], None
 
     def loss(params, tokens):
         x = params["embed"][tokens[:, :-1]]

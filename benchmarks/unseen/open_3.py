@@ -30,7 +30,8 @@ def gru(mesh: AnyMesh) -> Made:
     }
 
     def cell(params, h, gates):
-        r_h, z_h, n_h = jnp.moveaxis(jnp.tensordot(h, params["hidden"], 1), 1, 0)
+        projected = jnp.tensordot(h, params["hidden"], 1)
+        r_h, z_h, n_h = jnp.moveaxis(projected, 1, 0)
         r_x, z_x, n_x = jnp.moveaxis(gates, 1, 0)
         reset = jax.nn.sigmoid(r_x + r_h)
         update = jax.nn.sigmoid(z_x + z_h)
@@ -55,9 +56,10 @@ def gru(mesh: AnyMesh) -> Made:
         return optax.apply_updates(params, updates), state, value
 
     tokens = struct((16, 33), "data", dtype=jnp.int32)
+    state = optimizer_state(mesh, optimizer, params)
     return jax.jit(step, donate_argnums=(0, 1)), (
         params,
-        optimizer_state(mesh, optimizer, params),
+        state,
         tokens,
     )
 
@@ -89,7 +91,8 @@ def video_axial(mesh: AnyMesh) -> Made:
     def along(p, x, axis):
         moved = jnp.moveaxis(x, axis, -2)
         flat = moved.reshape(-1, moved.shape[-2], width)
-        q, k, v = jnp.split(jnp.einsum("ntd,dchk->nthck", flat, p["qkv"]), 3, axis=3)
+        qkv = jnp.einsum("ntd,dchk->nthck", flat, p["qkv"])
+        q, k, v = jnp.split(qkv, 3, axis=3)
         mixed = jax.vmap(one_head, (2, 2, 2), 2)(
             q[..., 0, :], k[..., 0, :], v[..., 0, :]
         )
@@ -103,8 +106,10 @@ def video_axial(mesh: AnyMesh) -> Made:
         x = jnp.where(masked[..., None], 0.0, video)
         for axis, direction in ((2, "rows"), (3, "columns"), (1, "time")):
             x = x + along(params[direction], jax.nn.standardize(x), axis)
-        x = x + jax.nn.gelu(x @ params["mlp"]["up"]) @ params["mlp"]["down"]
-        return jnp.sum((x - video) ** 2 * masked[..., None]) / (jnp.sum(masked) * width)
+        hidden = jax.nn.gelu(x @ params["mlp"]["up"])
+        x = x + hidden @ params["mlp"]["down"]
+        errors = (x - video) ** 2 * masked[..., None]
+        return jnp.sum(errors) / (jnp.sum(masked) * width)
 
     optimizer = optax.adam(1e-3)
 
@@ -114,14 +119,17 @@ def video_axial(mesh: AnyMesh) -> Made:
         return optax.apply_updates(params, updates), state, value
 
     spec = (None, "frames")
+    state = optimizer_state(mesh, optimizer, params)
+    video = struct((2, 16, 12, 12, width), *spec)
     args = (
         params,
-        optimizer_state(mesh, optimizer, params),
-        struct((2, 16, 12, 12, width), *spec),
+        state,
+        video,
     )
+    masked = struct((2, 16, 12, 12), *spec, dtype=jnp.bool_)
     return jax.jit(step, donate_argnums=(0, 1)), (
         *args,
-        struct((2, 16, 12, 12), *spec, dtype=jnp.bool_),
+        masked,
     )
 
 
@@ -148,15 +156,17 @@ def ppo(mesh: AnyMesh) -> Made:
 
     def loss(params, batch):
         logits, values = forward(params, batch["seen"])
-        logs = jnp.take_along_axis(
-            jax.nn.log_softmax(logits), batch["actions"][:, None], -1
-        )[:, 0]
+        log_probabilities = jax.nn.log_softmax(logits)
+        logs = jnp.take_along_axis(log_probabilities, batch["actions"][:, None], -1)[
+            :, 0
+        ]
         ratio = jnp.exp(logs - batch["logs"])
-        gain = (batch["gains"] - batch["gains"].mean()) / (batch["gains"].std() + 1e-8)
-        surrogate = jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain).mean()
-        entropy = -jnp.sum(
-            jax.nn.softmax(logits) * jax.nn.log_softmax(logits), -1
-        ).mean()
+        deviation = batch["gains"].std() + 1e-8
+        gain = (batch["gains"] - batch["gains"].mean()) / deviation
+        clipped = jnp.clip(ratio, 0.8, 1.2)
+        surrogate = jnp.minimum(ratio * gain, clipped * gain).mean()
+        information = jax.nn.softmax(logits) * jax.nn.log_softmax(logits)
+        entropy = -jnp.sum(information, -1).mean()
         return jnp.mean((values - batch["returns"]) ** 2) - surrogate - 0.01 * entropy
 
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(3e-4))
@@ -166,12 +176,8 @@ def ppo(mesh: AnyMesh) -> Made:
 
         def back(gain, at_time):
             reward, done, value, after = at_time
-            gain = (
-                reward
-                + 0.99 * after * (1 - done)
-                - value
-                + 0.95 * 0.99 * (1 - done) * gain
-            )
+            bootstrapped = reward + 0.99 * after * (1 - done)
+            gain = bootstrapped - value + 0.95 * 0.99 * (1 - done) * gain
             return gain, gain
 
         after = jnp.concatenate([values[1:], values[-1:]])
@@ -192,7 +198,8 @@ def ppo(mesh: AnyMesh) -> Made:
 
             return lax.scan(update, carry, mixed)
 
-        (params, state), _ = lax.scan(epoch, (params, state), jax.random.split(key, 2))
+        keys = jax.random.split(key, 2)
+        (params, state), _ = lax.scan(epoch, (params, state), keys)
         return params, state
 
     spec = (None, "environments")
@@ -204,9 +211,10 @@ def ppo(mesh: AnyMesh) -> Made:
         "actions": struct((time, count), *spec, dtype=jnp.int32),
     }
     key = struct((2,), dtype=jnp.uint32)
+    state = optimizer_state(mesh, optimizer, params)
     return jax.jit(step, donate_argnums=(0, 1)), (
         params,
-        optimizer_state(mesh, optimizer, params),
+        state,
         rollout,
         key,
     )
@@ -238,22 +246,24 @@ def lora(mesh: AnyMesh) -> Made:
     table = low((2048, width), "tensor", "fsdp")
 
     def dense(x, w, adapter):
-        update = (x @ adapter["a"].astype(x.dtype)) @ adapter["b"].astype(x.dtype)
+        lowered = x @ adapter["a"].astype(x.dtype)
+        update = lowered @ adapter["b"].astype(x.dtype)
         return x @ w + 2.0 * update
 
     def layer(x, p):
         base, adapters = p
-        q, k, v = jnp.split(
-            dense(jax.nn.standardize(x), base["qkv"], adapters["qkv"]), 3, -1
-        )
+        qkv = dense(jax.nn.standardize(x), base["qkv"], adapters["qkv"])
+        q, k, v = jnp.split(qkv, 3, -1)
         q, k, v = (t.reshape(*t.shape[:2], 8, -1) for t in (q, k, v))
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
         x = x + dense(mixed, base["out"], adapters["out"])
-        h = jax.nn.gelu(dense(jax.nn.standardize(x), base["up"], adapters["up"]))
+        up = dense(jax.nn.standardize(x), base["up"], adapters["up"])
+        h = jax.nn.gelu(up)
         return x + dense(h, base["down"], adapters["down"]), None
 
     def loss(adapters, base, table, tokens):
-        x, _ = lax.scan(layer, table[tokens[:, :-1]], (base, adapters))
+        embedded = table[tokens[:, :-1]]
+        x, _ = lax.scan(layer, embedded, (base, adapters))
         logits = (x @ table.T).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(
             logits, tokens[:, 1:]
@@ -267,9 +277,10 @@ def lora(mesh: AnyMesh) -> Made:
         return optax.apply_updates(adapters, updates), state, value
 
     args = (adapters, optimizer_state(mesh, optimizer, adapters), base, table)
+    tokens = struct((16, 65), "fsdp", dtype=jnp.int32)
     return jax.jit(step, donate_argnums=(0, 1)), (
         *args,
-        struct((16, 65), "fsdp", dtype=jnp.int32),
+        tokens,
     )
 
 
@@ -296,11 +307,16 @@ def vit_equinox(mesh: AnyMesh) -> Made:
             self.norms = (eqx.nn.LayerNorm(width), eqx.nn.LayerNorm(width))
 
         def __call__(self, x):
-            fused = jax.vmap(self.qkv)(jax.vmap(self.norms[0])(x))
-            q, k, v = fused.reshape(x.shape[0], 3, heads, -1).transpose(1, 2, 0, 3)
-            mixed = jax.nn.softmax(q @ k.swapaxes(1, 2) * q.shape[-1] ** -0.5) @ v
-            x = x + jax.vmap(self.out)(mixed.swapaxes(0, 1).reshape(x.shape))
-            return x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
+            normed = jax.vmap(self.norms[0])(x)
+            fused = jax.vmap(self.qkv)(normed)
+            qkv = fused.reshape(x.shape[0], 3, heads, -1)
+            q, k, v = qkv.transpose(1, 2, 0, 3)
+            scores = q @ k.swapaxes(1, 2) * q.shape[-1] ** -0.5
+            mixed = jax.nn.softmax(scores) @ v
+            rows = mixed.swapaxes(0, 1).reshape(x.shape)
+            x = x + jax.vmap(self.out)(rows)
+            normed = jax.vmap(self.norms[1])(x)
+            return x + jax.vmap(self.mlp)(normed)
 
     class Vit(eqx.Module):
         patch: eqx.nn.Conv2d
@@ -341,16 +357,19 @@ def vit_equinox(mesh: AnyMesh) -> Made:
 
     def step(arrays, images, labels):
         value, grads = eqx.filter_value_and_grad(loss)(arrays, images, labels)
+        changes = jax.tree.map(lambda g: -1e-3 * g, grads)
         return (
-            eqx.apply_updates(arrays, jax.tree.map(lambda g: -1e-3 * g, grads)),
+            eqx.apply_updates(arrays, changes),
             value,
         )
 
     placed = jax.tree_util.tree_map_with_path(place, arrays)
+    images = struct((16, 3, 64, 64), "data")
+    labels = struct((16,), "data", dtype=jnp.int32)
     return jax.jit(step), (
         placed,
-        struct((16, 3, 64, 64), "data"),
-        struct((16,), "data", dtype=jnp.int32),
+        images,
+        labels,
     )
 
 

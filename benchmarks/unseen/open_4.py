@@ -38,11 +38,8 @@ def lattice_boltzmann(mesh: AnyMesh) -> Made:
         speed = jnp.tensordot(ways.T.astype(np.float32), moved, 1) / mass
         along = jnp.tensordot(ways.astype(np.float32), speed, 1)
         square = jnp.sum(speed**2, 0)
-        rest = (
-            mass
-            * weights[:, None, None]
-            * (1 + 3 * along + 4.5 * along**2 - 1.5 * square)
-        )
+        equilibrium = 1 + 3 * along + 4.5 * along**2 - 1.5 * square
+        rest = mass * weights[:, None, None] * equilibrium
         return moved - (moved - rest) / 0.6, wall
 
     def simulate(density, wall):
@@ -50,9 +47,10 @@ def lattice_boltzmann(mesh: AnyMesh) -> Made:
         return density, jnp.max(jnp.abs(density.sum(0) - 1))
 
     grid = struct((9, 128, 256), None, "x", "y")
+    walls = struct((128, 256), "x", "y", dtype=jnp.bool_)
     return jax.jit(simulate, donate_argnums=0), (
         grid,
-        struct((128, 256), "x", "y", dtype=jnp.bool_),
+        walls,
     )
 
 
@@ -76,7 +74,8 @@ def equilibrium(mesh: AnyMesh) -> Made:
 
     @jax.custom_vjp
     def solve(mix, x):
-        return lax.fori_loop(0, 12, lambda _, z: cell(mix, z, x), jnp.zeros_like(x))
+        start = jnp.zeros_like(x)
+        return lax.fori_loop(0, 12, lambda _, z: cell(mix, z, x), start)
 
     def forward(mix, x):
         z = solve(mix, x)
@@ -92,19 +91,20 @@ def equilibrium(mesh: AnyMesh) -> Made:
     solve.defvjp(forward, backward)
 
     def loss(params, x, labels):
-        logits = (solve(params["mix"], x @ params["in"]) @ params["out"]).astype(
-            jnp.float32
-        )
+        solved = solve(params["mix"], x @ params["in"])
+        logits = (solved @ params["out"]).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     def step(params, x, labels):
         value, grads = jax.value_and_grad(loss)(params, x, labels)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
+    x = struct((256, 64), "data", dtype=jnp.bfloat16)
+    labels = struct((256,), "data", dtype=jnp.int32)
     return jax.jit(step), (
         params,
-        struct((256, 64), "data", dtype=jnp.bfloat16),
-        struct((256,), "data", dtype=jnp.int32),
+        x,
+        labels,
     )
 
 
@@ -133,16 +133,18 @@ def mamba(mesh: AnyMesh) -> Made:
 
     def mix(p, x):
         h, gate = jnp.unstack(jnp.einsum("btd,dci->cbti", x, p["in"]))
+        dimensions = ("NWC", "WIO", "NWC")
         h = lax.conv_general_dilated(
             h,
             p["conv"],
             (1,),
             [(3, 0)],
-            dimension_numbers=("NWC", "WIO", "NWC"),
+            dimension_numbers=dimensions,
             feature_group_count=inner,
         )
         h = jax.nn.silu(h)
-        b, c, low = jnp.split(h @ p["select"], [states, 2 * states], axis=-1)
+        selected = h @ p["select"]
+        b, c, low = jnp.split(selected, [states, 2 * states], axis=-1)
         delta = jax.nn.softplus(low @ p["step"])
         decay = jnp.exp(-delta[..., None] * jnp.exp(p["log_decay"]))
         driven = (delta * h)[..., None] * b[:, :, None, :]
@@ -187,16 +189,18 @@ def clip(mesh: AnyMesh) -> Made:
 
     def image_tower(p, pixels):
         x = pixels.astype(jnp.bfloat16) @ p["patch"].astype(jnp.bfloat16)
-        x = x + jnp.einsum(
-            "btd,tm,mu->bud", x, p["mix"].astype(x.dtype), p["unmix"].astype(x.dtype)
-        )
+        mix = p["mix"].astype(x.dtype)
+        unmix = p["unmix"].astype(x.dtype)
+        x = x + jnp.einsum("btd,tm,mu->bud", x, mix, unmix)
         return x.mean(1) @ p["out"].astype(x.dtype)
 
     def text_tower(p, tokens):
         x = p["embed"].astype(jnp.bfloat16)[tokens]
-        x = x + jax.nn.gelu(x @ p["wide"].astype(x.dtype)) @ p["narrow"].astype(x.dtype)
+        hidden = jax.nn.gelu(x @ p["wide"].astype(x.dtype))
+        x = x + hidden @ p["narrow"].astype(x.dtype)
         last = jnp.argmax(tokens, -1)
-        return x[jnp.arange(x.shape[0]), last] @ p["out"].astype(x.dtype)
+        last_rows = x[jnp.arange(x.shape[0]), last]
+        return last_rows @ p["out"].astype(x.dtype)
 
     def loss(params, pixels, tokens):
         unit = lambda v: (
@@ -217,14 +221,17 @@ def clip(mesh: AnyMesh) -> Made:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
+    state = optimizer_state(mesh, optimizer, params)
+    patches = struct((256, 16, 768), "data")
     args = (
         params,
-        optimizer_state(mesh, optimizer, params),
-        struct((256, 16, 768), "data"),
+        state,
+        patches,
     )
+    tokens = struct((256, 24), "data", dtype=jnp.int32)
     return jax.jit(step, donate_argnums=(0, 1)), (
         *args,
-        struct((256, 24), "data", dtype=jnp.int32),
+        tokens,
     )
 
 
@@ -262,17 +269,22 @@ def switch_moe(mesh: AnyMesh) -> Made:
         h = jax.nn.relu(jnp.einsum("egcd,edf->egcf", sent, params["up"]))
         back = jnp.einsum("egcf,efd->egcd", h, params["down"])
         y = jnp.einsum("gtec,egcd->gtd", combine, back)
-        balance = experts * jnp.sum(probabilities.mean((0, 1)) * chosen.mean((0, 1)))
+        loads = probabilities.mean((0, 1)) * chosen.mean((0, 1))
+        balance = experts * jnp.sum(loads)
         return constrain(mesh, y, ("data", "expert")), balance
 
     def loss(params, x, y):
         out, balance = layer(params, x)
-        return jnp.mean(jnp.square((x + out - y).astype(jnp.float32))) + 0.01 * balance
+        differences = (x + out - y).astype(jnp.float32)
+        return jnp.mean(jnp.square(differences)) + 0.01 * balance
 
     def step(params, x, y):
         value, grads = jax.value_and_grad(loss)(params, x, y)
+        updated = jax.tree.map(
+            lambda p, g: p - (0.01 * g).astype(p.dtype), params, grads
+        )
         return (
-            jax.tree.map(lambda p, g: p - (0.01 * g).astype(p.dtype), params, grads),
+            updated,
             value,
         )
 
@@ -324,21 +336,26 @@ def ring_attention(mesh: AnyMesh) -> Made:
             total = total * old[..., None] + jnp.einsum("bhqs,bshk->bhqk", weights, v)
             norm = norm * old + weights.sum(-1)
             step = [(j, (j + 1) % count) for j in range(count)]
+            next_k = lax.ppermute(k, "context", step)
+            next_v = lax.ppermute(v, "context", step)
             return (
-                lax.ppermute(k, "context", step),
-                lax.ppermute(v, "context", step),
+                next_k,
+                next_v,
                 total,
                 norm,
                 new,
             )
 
         shape = (q.shape[0], heads, length)
+        no_total = jnp.zeros((*shape, q.shape[-1]))
+        no_norm = jnp.zeros(shape)
+        no_top = jnp.full(shape, -1e9)
         start = (
             k,
             v,
-            jnp.zeros((*shape, q.shape[-1])),
-            jnp.zeros(shape),
-            jnp.full(shape, -1e9),
+            no_total,
+            no_norm,
+            no_top,
         )
         _, _, total, norm, _ = lax.fori_loop(0, count, turn, start)
         return (total / norm[..., None]).swapaxes(1, 2)
@@ -346,7 +363,8 @@ def ring_attention(mesh: AnyMesh) -> Made:
     def loss(params, x, y):
         q, k, v = jnp.unstack(jnp.einsum("btd,dchk->cbthk", x, params["qkv"]))
         x = x + jnp.einsum("bthk,hkd->btd", ring(q, k, v), params["out"])
-        x = x + jax.nn.relu(x @ params["mlp"][0]) @ params["mlp"][1]
+        hidden = jax.nn.relu(x @ params["mlp"][0])
+        x = x + hidden @ params["mlp"][1]
         return jnp.mean((x - y) ** 2)
 
     x = struct((4, 512, width), *spec)
@@ -388,12 +406,12 @@ def decoder_six(mesh: AnyMesh) -> Made:
             scores = jnp.einsum(
                 "bqhk,bshk->bhqs", q, k, preferred_element_type=jnp.float32
             )
-            weights = jax.nn.softmax(jnp.where(mask, scores * 0.25, -1e9)).astype(
-                x.dtype
-            )
+            masked = jnp.where(mask, scores * 0.25, -1e9)
+            weights = jax.nn.softmax(masked).astype(x.dtype)
             x = x + jnp.einsum("bhqs,bshk,hkd->bqd", weights, v, p["out"])
             h = jax.nn.standardize(x)
-            x = x + (jax.nn.gelu(h @ p["gate"]) * (h @ p["value"])) @ p["down"]
+            gated = jax.nn.gelu(h @ p["gate"]) * (h @ p["value"])
+            x = x + gated @ p["down"]
         logits = jnp.einsum(
             "btd,vd->btv", x, params["embed"], preferred_element_type=jnp.float32
         )
@@ -406,9 +424,10 @@ def decoder_six(mesh: AnyMesh) -> Made:
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
 
     out = (shardings(params), NamedSharding(mesh, P()))
+    tokens = on(mesh)((12, 61), "data", dtype=jnp.int32)
     return jax.jit(step, donate_argnums=0, out_shardings=out), (
         params,
-        on(mesh)((12, 61), "data", dtype=jnp.int32),
+        tokens,
     )
 
 

@@ -46,31 +46,32 @@ def resnet_nchw(mesh: AnyMesh) -> Made:
         groups = x.reshape(batch, 8, channels // 8, height, wide).astype(jnp.float32)
         mean = groups.mean((2, 3, 4), keepdims=True)
         spread = jnp.square(groups - mean).mean((2, 3, 4), keepdims=True)
-        return (
-            ((groups - mean) * lax.rsqrt(spread + 1e-5))
-            .reshape(x.shape)
-            .astype(x.dtype)
-        )
+        normed = (groups - mean) * lax.rsqrt(spread + 1e-5)
+        return normed.reshape(x.shape).astype(x.dtype)
 
     def loss(params, images, labels):
         x = jax.nn.relu(norm(convolve(images, params["stem"])))
         for position, p in enumerate(params["blocks"]):
             stride = 1 + position
             h = jax.nn.relu(norm(convolve(x, p["a"], stride)))
-            x = jax.nn.relu(norm(convolve(h, p["b"])) + convolve(x, p["skip"], stride))
-        x = (
-            lax.reduce_window(
-                x, np.zeros((), x.dtype), lax.add, (1, 1, 2, 2), (1, 1, 2, 2), "VALID"
-            )
-            / 4
+            residual = norm(convolve(h, p["b"]))
+            skipped = convolve(x, p["skip"], stride)
+            x = jax.nn.relu(residual + skipped)
+        window_sums = lax.reduce_window(
+            x, np.zeros((), x.dtype), lax.add, (1, 1, 2, 2), (1, 1, 2, 2), "VALID"
         )
-        logits = (x.mean((2, 3)) @ params["head"]).astype(jnp.float32)
+        x = window_sums / 4
+        pooled = x.mean((2, 3))
+        logits = (pooled @ params["head"]).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     def step(params, images, labels):
         value, grads = jax.value_and_grad(loss)(params, images, labels)
+        updated = jax.tree.map(
+            lambda p, g: (p - 0.05 * g).astype(p.dtype), params, grads
+        )
         return (
-            jax.tree.map(lambda p, g: (p - 0.05 * g).astype(p.dtype), params, grads),
+            updated,
             value,
         )
 
@@ -112,25 +113,27 @@ def loss_scaling(mesh: AnyMesh) -> Made:
     def step(masters, state, scale, x, y):
         value, grads = jax.value_and_grad(loss)(masters, x, y, scale)
         grads = jax.tree.map(lambda g: g / scale, grads)
-        finite = jnp.all(
-            jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
-        )
+        is_finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
+        finite = jnp.all(jnp.stack(is_finite))
 
         def update():
             updates, new = optimizer.update(grads, state, masters)
             return optax.apply_updates(masters, updates), new, scale * 1.001
 
+        after = lax.cond(finite, update, lambda: (masters, state, scale / 2))
         return (
-            *lax.cond(finite, update, lambda: (masters, state, scale / 2)),
+            *after,
             value / scale,
         )
 
+    state = optimizer_state(mesh, optimizer, masters)
+    inputs = struct((256, 96), both)
     args = (
         masters,
-        optimizer_state(mesh, optimizer, masters),
+        state,
         struct(()),
-        struct((256, 96), both),
-        struct((256, 96), both),
+        inputs,
+        inputs,
     )
     return jax.jit(step, donate_argnums=(0, 1, 2)), args
 
@@ -160,20 +163,20 @@ def graph_network(mesh: AnyMesh) -> Made:
         e = graph["edges"] @ params["edge"]
         senders = graph["senders"]
         receivers = graph["receivers"]
-        degree = jax.ops.segment_sum(jnp.ones(edges), receivers, nodes)[:, None] + 1
+        neighbours = jax.ops.segment_sum(jnp.ones(edges), receivers, nodes)
+        degree = neighbours[:, None] + 1
         for p in params["layers"]:
-            message = jax.nn.relu(
-                jnp.concatenate([h[senders], h[receivers], e], -1) @ p["message"]
-            )
+            edge_rows = jnp.concatenate([h[senders], h[receivers], e], -1)
+            message = jax.nn.relu(edge_rows @ p["message"])
             total = jax.ops.segment_sum(message, receivers, num_segments=nodes) / degree
-            h = h + jnp.tanh(jnp.concatenate([h, total], -1) @ p["update"])
+            joined = jnp.concatenate([h, total], -1)
+            h = h + jnp.tanh(joined @ p["update"])
             e = e + message
         return jnp.sum(h @ params["decode"])
 
     def loss(params, graph):
-        energy, slope = jax.value_and_grad(
-            lambda x: forward(params, {**graph, "nodes": x})
-        )(graph["nodes"])
+        energy_of = lambda x: forward(params, {**graph, "nodes": x})
+        energy, slope = jax.value_and_grad(energy_of)(graph["nodes"])
         return (energy - graph["energy"]) ** 2 + jnp.mean(slope**2)
 
     ids = functools.partial(struct, dtype=jnp.int32)
@@ -202,10 +205,8 @@ def retrieval(mesh: AnyMesh) -> Made:
 
     def embed(tower, rows, weights):
         mean = jnp.einsum("bhd,bh->bd", rows, weights) / weights.sum(-1, keepdims=True)
-        return (
-            jax.nn.relu(jnp.concatenate([mean, rows.max(1)], -1) @ tower["history"])
-            @ tower["out"]
-        )
+        history_rows = jnp.concatenate([mean, rows.max(1)], -1)
+        return jax.nn.relu(history_rows @ tower["history"]) @ tower["out"]
 
     def step(tower, table, history, weights, bought):
         def loss(tower, rows, positives):
@@ -218,24 +219,30 @@ def retrieval(mesh: AnyMesh) -> Made:
         gathered = table[history], table[bought]
         grads = jax.grad(loss, argnums=(0, 1, 2))(tower, *gathered)
         tower = jax.tree.map(lambda p, g: p - 0.1 * g, tower, grads[0])
-        table = table.at[history].add(-0.1 * grads[1]).at[bought].add(-0.1 * grads[2])
+        with_history = table.at[history].add(-0.1 * grads[1])
+        table = with_history.at[bought].add(-0.1 * grads[2])
         scores = embed(tower, table[history], weights) @ table.T
         best, indices = lax.top_k(scores, 100)
+        is_hit = jnp.any(indices == bought[:, None], -1)
         return (
             tower,
             table,
             best,
             indices,
-            jnp.mean(jnp.any(indices == bought[:, None], -1)),
+            jnp.mean(is_hit),
         )
 
     ids = functools.partial(struct, dtype=jnp.int32)
+    table = struct((items, width), "items")
+    history = ids((256, 20), "users")
+    seen = struct((256, 20), "users")
+    bought = ids((256,), "users")
     args = (
         tower,
-        struct((items, width), "items"),
-        ids((256, 20), "users"),
-        struct((256, 20), "users"),
-        ids((256,), "users"),
+        table,
+        history,
+        seen,
+        bought,
     )
     return jax.jit(step, donate_argnums=(0, 1)), args
 
@@ -272,35 +279,37 @@ def decode_slice(mesh: AnyMesh) -> Made:
     def decode(params, cache, token, position):
         def layer(x, p):
             p, keys, values = p
-            q, k, v = jnp.einsum("bd,dchk->cbhk", jax.nn.standardize(x), p["qkv"])
+            normed = jax.nn.standardize(x)
+            q, k, v = jnp.einsum("bd,dchk->cbhk", normed, p["qkv"])
             keys = lax.dynamic_update_slice(keys, k[:, None], (0, position, 0, 0))
             values = lax.dynamic_update_slice(values, v[:, None], (0, position, 0, 0))
-            scores = jnp.einsum("bhk,bshk->bhs", q, keys).astype(
-                jnp.float32
-            ) / math.sqrt(size)
+            products = jnp.einsum("bhk,bshk->bhs", q, keys)
+            scores = products.astype(jnp.float32) / math.sqrt(size)
             scores = jnp.where(jnp.arange(length) <= position, scores, -jnp.inf)
-            mixed = jnp.einsum(
-                "bhs,bshk->bhk", jax.nn.softmax(scores).astype(x.dtype), values
-            )
+            weights = jax.nn.softmax(scores).astype(x.dtype)
+            mixed = jnp.einsum("bhs,bshk->bhk", weights, values)
             x = x + jnp.einsum("bhk,hkd->bd", mixed, p["out"])
-            return x + jax.nn.silu(x @ p["wide"]) @ p["narrow"], (keys, values)
+            hidden = jax.nn.silu(x @ p["wide"])
+            return x + hidden @ p["narrow"], (keys, values)
 
-        x, (keys, values) = lax.scan(
-            layer, params["embed"][token], (params["layers"], cache["k"], cache["v"])
-        )
+        rows = (params["layers"], cache["k"], cache["v"])
+        x, (keys, values) = lax.scan(layer, params["embed"][token], rows)
         logits = x @ params["embed"].T
+        following = jnp.argmax(logits, -1).astype(jnp.int32)
         return (
             {"k": keys, "v": values},
-            jnp.argmax(logits, -1).astype(jnp.int32),
+            following,
             position + 1,
         )
 
     ids = functools.partial(on(mesh), dtype=jnp.int32)
+    tokens = ids((16,), "data")
+    position = ids(())
     return jax.jit(decode, donate_argnums=1), (
         params,
         cache,
-        ids((16,), "data"),
-        ids(()),
+        tokens,
+        position,
     )
 
 
@@ -346,18 +355,20 @@ def bert(mesh: AnyMesh) -> Made:
             + params["position"]
             + params["segment"][batch["segments"]]
         )
-        hidden = jnp.where(batch["mask"], 0, -1e9)[:, None, None].astype(x.dtype)
+        bias = jnp.where(batch["mask"], 0, -1e9)
+        hidden = bias[:, None, None].astype(x.dtype)
         for p in params["layers"]:
             q, k, v = (
                 jnp.tensordot(x, p[name], 1) for name in ("query", "key", "value")
             )
-            weights = jax.nn.softmax(
-                jnp.einsum("bqhk,bshk->bhqs", q, k) / math.sqrt(32) + hidden
-            )
+            scores = jnp.einsum("bqhk,bshk->bhqs", q, k) / math.sqrt(32)
+            weights = jax.nn.softmax(scores + hidden)
             mixed = jnp.einsum("bhqs,bshk->bqhk", weights, v)
-            x = norm(x + jnp.einsum("bqhk,hkd->bqd", mixed, p["out"]), p["norm"][0])
+            attended = jnp.einsum("bqhk,hkd->bqd", mixed, p["out"])
+            x = norm(x + attended, p["norm"][0])
+            wide = jax.nn.gelu(x @ p["wide"] + p["wide_bias"])
             x = norm(
-                x + jax.nn.gelu(x @ p["wide"] + p["wide_bias"]) @ p["narrow"],
+                x + wide @ p["narrow"],
                 p["norm"][1],
             )
         return x
@@ -382,10 +393,11 @@ def bert(mesh: AnyMesh) -> Made:
     def step(params, state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, state = optimizer.update(grads, state, params)
+        facts = {"loss": value, "norm": optax.global_norm(grads)}
         return (
             optax.apply_updates(params, updates),
             state,
-            {"loss": value, "norm": optax.global_norm(grads)},
+            facts,
         )
 
     whole = functools.partial(on(mesh), dtype=jnp.int32)
@@ -393,9 +405,10 @@ def bert(mesh: AnyMesh) -> Made:
     batch |= {name: whole((16, 20), "data") for name in ("positions", "labels")} | {
         "is_next": whole((16,), "data")
     }
+    state = optimizer_state(mesh, optimizer, params)
     return jax.jit(step, donate_argnums=(0, 1)), (
         params,
-        optimizer_state(mesh, optimizer, params),
+        state,
         batch,
     )
 

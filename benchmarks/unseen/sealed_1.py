@@ -40,11 +40,13 @@ def zero_one(mesh: AnyMesh) -> Made:
     def loss(params, tokens):
         def layer(x, p):
             up, down, scale = p
-            mixed = jnp.cumsum(x, axis=1) / (jnp.arange(x.shape[1]) + 1)[:, None]
+            counts = jnp.arange(x.shape[1]) + 1
+            mixed = jnp.cumsum(x, axis=1) / (counts)[:, None]
             return x + jax.nn.gelu(jax.nn.standardize(mixed) * scale @ up) @ down, None
 
         stacked = (params["layers"]["up"], params["layers"]["down"], params["norm"])
-        x, _ = lax.scan(layer, params["embed"][tokens[:, :-1]], stacked)
+        embedded = params["embed"][tokens[:, :-1]]
+        x, _ = lax.scan(layer, embedded, stacked)
         return optax.softmax_cross_entropy_with_integer_labels(
             x @ params["embed"].T, tokens[:, 1:]
         ).mean()
@@ -66,12 +68,14 @@ def zero_one(mesh: AnyMesh) -> Made:
         return params, first, second, count + 1, value
 
     out = (shardings(params), shardings(moments), shardings(moments), None, None)
+    count = struct(())
+    tokens = struct((32, 49), "data", dtype=jnp.int32)
     args = (
         params,
         moments,
         moments,
-        struct(()),
-        struct((32, 49), "data", dtype=jnp.int32),
+        count,
+        tokens,
     )
     return jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=out), args
 
@@ -97,21 +101,20 @@ def beam_search(mesh: AnyMesh) -> Made:
     def search(params, state):
         batch = state.shape[0]
         states = jnp.broadcast_to(state[:, None], (batch, beams, width))
-        scores = jnp.tile(jnp.where(jnp.arange(beams) == 0, 0.0, -1e9), (batch, 1))
+        first_scores = jnp.where(jnp.arange(beams) == 0, 0.0, -1e9)
+        scores = jnp.tile(first_scores, (batch, 1))
         words_so_far = jnp.zeros((batch, beams, steps), jnp.int32)
 
         def body(carry):
             i, states, scores, tokens = carry
-            last = params["embed"][
-                lax.dynamic_index_in_dim(
-                    tokens, jnp.maximum(i - 1, 0), 2, keepdims=False
-                )
-            ]
+            previous = lax.dynamic_index_in_dim(
+                tokens, jnp.maximum(i - 1, 0), 2, keepdims=False
+            )
+            last = params["embed"][previous]
             states = jnp.tanh(jnp.concatenate([states, last], -1) @ params["cell"])
             logs = jax.nn.log_softmax((states @ params["head"]).astype(jnp.float32))
-            scores, flat = lax.top_k(
-                (scores[..., None] + logs).reshape(batch, -1), beams
-            )
+            extended = scores[..., None] + logs
+            scores, flat = lax.top_k(extended.reshape(batch, -1), beams)
             parent = flat // words
             word = flat % words
             states = jnp.take_along_axis(states, parent[..., None], 1)
@@ -154,38 +157,41 @@ def graph_attention(mesh: AnyMesh) -> Made:
 
     def layer(p, x, source, target):
         h = jnp.einsum("nd,dhk->nhk", x, p["w"])
-        score = (
-            jnp.sum(h * p["source"], -1)[source] + jnp.sum(h * p["target"], -1)[target]
-        )
+        from_source = jnp.sum(h * p["source"], -1)
+        from_target = jnp.sum(h * p["target"], -1)
+        score = from_source[source] + from_target[target]
         score = jax.nn.leaky_relu(score, 0.2)
         largest = jax.ops.segment_max(score, target, nodes, indices_are_sorted=True)
         weight = jnp.exp(score - lax.stop_gradient(largest)[target])
         total = jnp.zeros((nodes, heads)).at[target].add(weight)
-        mixed = (
-            jnp.zeros((nodes, heads, size))
-            .at[target]
-            .add(weight[..., None] * h[source])
-        )
-        return jax.nn.elu(mixed / (total[..., None] + 1e-9)).reshape(nodes, -1)
+        zeros = jnp.zeros((nodes, heads, size))
+        mixed = zeros.at[target].add(weight[..., None] * h[source])
+        averaged = mixed / (total[..., None] + 1e-9)
+        return jax.nn.elu(averaged).reshape(nodes, -1)
 
     def loss(params, x, source, target, labels, mask):
         for p in params:
             x = layer(p, x, source, target)
         each = optax.softmax_cross_entropy_with_integer_labels(x, labels)
-        return jnp.sum(jnp.where(mask, each, 0)) / jnp.maximum(mask.sum(), 1)
+        masked = jnp.where(mask, each, 0)
+        return jnp.sum(masked) / jnp.maximum(mask.sum(), 1)
 
     def step(params, *batch):
         value, grads = jax.value_and_grad(loss)(params, *batch)
         return jax.tree.map(lambda p, g: p - 5e-3 * g, params, grads), value
 
     ids = functools.partial(struct, dtype=jnp.int32)
+    features = struct((nodes, 96), "nodes")
+    edge_ends = ids((edges,), "nodes")
+    labels = ids((nodes,), "nodes")
     args = (
-        struct((nodes, 96), "nodes"),
-        ids((edges,), "nodes"),
-        ids((edges,), "nodes"),
-        ids((nodes,), "nodes"),
+        features,
+        edge_ends,
+        edge_ends,
+        labels,
     )
-    return jax.jit(step), (params, *args, struct((nodes,), "nodes", dtype=jnp.bool_))
+    mask = struct((nodes,), "nodes", dtype=jnp.bool_)
+    return jax.jit(step), (params, *args, mask)
 
 
 @case("experts-all-to-all-by-shard-map", cpu={"ep": 8}, v5e={"ep": 16})
@@ -209,29 +215,31 @@ def all_to_all_moe(mesh: AnyMesh) -> Made:
         index = jnp.argmax(probabilities, -1)
         chosen = jax.nn.one_hot(index, count, dtype=jnp.int32)
         place = jnp.sum((jnp.cumsum(chosen, 0) - 1) * chosen, -1)
-        slots = (
-            jnp.zeros((count, capacity, width), x.dtype)
-            .at[index, place]
-            .set(x, mode="drop")
-        )
+        empty = jnp.zeros((count, capacity, width), x.dtype)
+        slots = empty.at[index, place].set(x, mode="drop")
         arrived = lax.all_to_all(slots, "ep", 0, 0, tiled=True)
         h = jax.nn.gelu(arrived @ up[0]) @ down[0]
         back = lax.all_to_all(h, "ep", 0, 0, tiled=True)
         y = back.at[index, place].get(mode="fill", fill_value=0)
         load = lax.pmean(probabilities.mean(0), "ep")
-        return y * probabilities.max(-1)[:, None].astype(x.dtype), jnp.sum(load**2)
+        share = probabilities.max(-1)[:, None].astype(x.dtype)
+        return y * share, jnp.sum(load**2)
 
     specs = (P(), P("ep"), P("ep"), P("ep"))
     layer = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P("ep"), P()))
 
     def loss(params, x, y):
         out, balance = layer(params["router"], params["up"], params["down"], x)
-        return jnp.mean(jnp.square((x + out - y).astype(jnp.float32))) + 0.01 * balance
+        differences = (x + out - y).astype(jnp.float32)
+        return jnp.mean(jnp.square(differences)) + 0.01 * balance
 
     def step(params, x, y):
         value, grads = jax.value_and_grad(loss)(params, x, y)
+        updated = jax.tree.map(
+            lambda p, g: p - (0.01 * g).astype(p.dtype), params, grads
+        )
         return (
-            jax.tree.map(lambda p, g: p - (0.01 * g).astype(p.dtype), params, grads),
+            updated,
             value,
         )
 
@@ -261,12 +269,13 @@ def byol(mesh: AnyMesh) -> Made:
 
     def embed(p, x):
         for w, stride in ((p["stem"], 2), (p["next"], 2)):
+            dimensions = ("NHWC", "HWIO", "NHWC")
             x = lax.conv_general_dilated(
                 x,
                 w,
                 (stride, stride),
                 "SAME",
-                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                dimension_numbers=dimensions,
             )
             x = jax.nn.relu(batch_norm(x))
         return mlp(p["project"], x.mean((1, 2)))
@@ -275,27 +284,27 @@ def byol(mesh: AnyMesh) -> Made:
         flip, jitter = jax.random.split(key)
         flipped = jax.random.bernoulli(flip, 0.5, (images.shape[0], 1, 1, 1))
         images = jnp.where(flipped, images[:, :, ::-1], images)
-        return images * jax.random.uniform(
+        brightness = jax.random.uniform(
             jitter, (images.shape[0], 1, 1, 3), minval=0.6, maxval=1.4
         )
+        return images * brightness
 
     def loss(params, target, first, second):
         unit = lambda v: v / jnp.linalg.norm(v, axis=-1, keepdims=True)
         total = 0.0
         for view, two in ((first, second), (second, first)):
             guess = unit(mlp(params["predict"], embed(params["online"], view)))
-            total += jnp.mean(
-                2 - 2 * jnp.sum(guess * lax.stop_gradient(unit(embed(target, two))), -1)
-            )
+            goal = lax.stop_gradient(unit(embed(target, two)))
+            total += jnp.mean(2 - 2 * jnp.sum(guess * goal, -1))
         return total
 
     optimizer = optax.lars(0.2, weight_decay=1e-6)
 
     def step(params, target, state, images, key):
         a, b = jax.random.split(key)
-        value, grads = jax.value_and_grad(loss)(
-            params, target, augment(a, images), augment(b, images)
-        )
+        first_view = augment(a, images)
+        second_view = augment(b, images)
+        value, grads = jax.value_and_grad(loss)(params, target, first_view, second_view)
         updates, state = optimizer.update(grads, state, params)
         params = jax.tree.map(jnp.add, params, updates)
         target = jax.tree.map(
@@ -303,15 +312,18 @@ def byol(mesh: AnyMesh) -> Made:
         )
         return params, target, state, value
 
+    state = optimizer_state(mesh, optimizer, params)
+    images = struct((64, 32, 32, 3), "data")
     args = (
         params,
         net,
-        optimizer_state(mesh, optimizer, params),
-        struct((64, 32, 32, 3), "data"),
+        state,
+        images,
     )
+    key = struct((), dtype=jax.random.key(0).dtype)
     return jax.jit(step, donate_argnums=(0, 1, 2)), (
         *args,
-        struct((), dtype=jax.random.key(0).dtype),
+        key,
     )
 
 
@@ -322,16 +334,16 @@ def recommender(mesh: AnyMesh) -> Made:
     """
     struct = on(mesh)
     width = 32
+    tables = [struct((rows, width), "chips") for rows in (4096, 16384, 1024, 8192)]
     params = {
-        "tables": [
-            struct((rows, width), "chips") for rows in (4096, 16384, 1024, 8192)
-        ],
+        "tables": tables,
         "bottom": [struct((13, 128)), struct((128, width))],
         "top": [struct((width + 10, 256)), struct((256, 1))],
     }
 
     def forward(params, dense, ids, counts):
-        x = jax.nn.relu(jax.nn.relu(dense @ params["bottom"][0]) @ params["bottom"][1])
+        hidden = jax.nn.relu(dense @ params["bottom"][0])
+        x = jax.nn.relu(hidden @ params["bottom"][1])
         held = jnp.arange(ids.shape[-1]) < counts[..., None]
         bags = [
             jnp.sum(table[ids[:, i]] * held[:, i, :, None], axis=1)
@@ -341,7 +353,8 @@ def recommender(mesh: AnyMesh) -> Made:
         products = jnp.einsum("bid,bjd->bij", features, features)
         rows, columns = np.tril_indices(features.shape[1], -1)
         h = jnp.concatenate([x, products[:, rows, columns]], -1)
-        return (jax.nn.relu(h @ params["top"][0]) @ params["top"][1])[:, 0]
+        hidden = jax.nn.relu(h @ params["top"][0])
+        return (hidden @ params["top"][1])[:, 0]
 
     def loss(params, dense, ids, counts, clicked):
         return optax.sigmoid_binary_cross_entropy(
@@ -355,16 +368,21 @@ def recommender(mesh: AnyMesh) -> Made:
         updates, state = optimizer.update(grads, state)
         return optax.apply_updates(params, updates), state, value
 
+    dense = struct((512, 13), "chips")
+    table_ids = struct((512, 4, 5), "chips", dtype=jnp.int32)
+    held = struct((512, 4), "chips", dtype=jnp.int32)
     batch = (
-        struct((512, 13), "chips"),
-        struct((512, 4, 5), "chips", dtype=jnp.int32),
-        struct((512, 4), "chips", dtype=jnp.int32),
+        dense,
+        table_ids,
+        held,
     )
+    state = optimizer_state(mesh, optimizer, params)
+    clicks = struct((512,), "chips")
     args = (
         params,
-        optimizer_state(mesh, optimizer, params),
+        state,
         *batch,
-        struct((512,), "chips"),
+        clicks,
     )
     return jax.jit(step, donate_argnums=(0, 1)), args
 
@@ -396,14 +414,15 @@ def gpt2(mesh: AnyMesh) -> Made:
 
     def attention(p, x):
         batch, length, _ = x.shape
-        q, k, v = jnp.split(x @ p["qkv"] + p["qkv_bias"], 3, axis=-1)
+        qkv = x @ p["qkv"] + p["qkv_bias"]
+        q, k, v = jnp.split(qkv, 3, axis=-1)
         q, k, v = (
             t.reshape(batch, length, heads, -1).swapaxes(1, 2) for t in (q, k, v)
         )
-        scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
-        scores = jnp.where(
-            jnp.tri(length, dtype=bool), scores, jnp.finfo(scores.dtype).min
-        )
+        products = q @ k.swapaxes(-1, -2)
+        scores = products / math.sqrt(q.shape[-1])
+        causal = jnp.tri(length, dtype=bool)
+        scores = jnp.where(causal, scores, jnp.finfo(scores.dtype).min)
         return (jax.nn.softmax(scores) @ v).swapaxes(1, 2).reshape(
             batch, length, -1
         ) @ p["out"]
@@ -411,14 +430,15 @@ def gpt2(mesh: AnyMesh) -> Made:
     def loss(params, tokens):
         inputs = tokens[:, :-1]
         targets = tokens[:, 1:]
-        x = jnp.take(params["wte"], inputs, axis=0) + params["wpe"][: inputs.shape[1]]
+        embedded = jnp.take(params["wte"], inputs, axis=0)
+        x = embedded + params["wpe"][: inputs.shape[1]]
         for p in params["blocks"]:
             n = p["norms"]
             x = x + attention(p, norm(x, n[0], n[1]))
-            x = x + jax.nn.gelu(norm(x, n[2], n[3]) @ p["up"]) @ p["down"]
-        logits = constrain(mesh, x @ params["wte"].T, "data", None, "model").astype(
-            jnp.float32
-        )
+            hidden = jax.nn.gelu(norm(x, n[2], n[3]) @ p["up"])
+            x = x + hidden @ p["down"]
+        products = constrain(mesh, x @ params["wte"].T, "data", None, "model")
+        logits = products.astype(jnp.float32)
         picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
 
@@ -426,9 +446,10 @@ def gpt2(mesh: AnyMesh) -> Made:
         value, grads = jax.value_and_grad(loss)(params, tokens)
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
 
+    tokens = struct((8, 65), "data", dtype=jnp.int32)
     return jax.jit(step, donate_argnums=0), (
         params,
-        struct((8, 65), "data", dtype=jnp.int32),
+        tokens,
     )
 
 

@@ -52,16 +52,18 @@ def other_mesh_sums(mesh: AnyMesh) -> Made:
 
     def loss(params, x, y):
         h = norm(x, params["scale"])
-        return jnp.mean((x + jax.nn.relu(h @ params["up"]) @ params["down"] - y) ** 2)
+        predicted = x + jax.nn.relu(h @ params["up"]) @ params["down"]
+        return jnp.mean((predicted - y) ** 2)
 
     def step(params, x, y):
         value, grads = jax.value_and_grad(loss)(params, x, y)
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
 
+    x = struct((512, width), "data")
     return jax.jit(step), (
         params,
-        struct((512, width), "data"),
-        struct((512, width), "data"),
+        x,
+        x,
     )
 
 
@@ -88,9 +90,8 @@ def dropout(mesh: AnyMesh) -> Made:
     }
 
     def drop(key, x, rate):
-        return jnp.where(
-            jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0
-        ).astype(x.dtype)
+        is_kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+        return jnp.where(is_kept, x / (1 - rate), 0).astype(x.dtype)
 
     def layer(x, inputs):
         p, key = inputs
@@ -100,19 +101,19 @@ def dropout(mesh: AnyMesh) -> Made:
             jnp.dot(x, p[name]).reshape(batch, length, heads, -1).transpose(0, 2, 1, 3)
             for name in "qkv"
         )
-        weights = jax.nn.softmax(
-            (q @ k.mT).astype(jnp.float32) / math.sqrt(width // heads)
-        ).astype(x.dtype)
-        mixed = (drop(a, weights, 0.1) @ v).transpose(0, 2, 1, 3).reshape(x.shape) @ p[
-            "o"
-        ]
+        scores = (q @ k.mT).astype(jnp.float32) / math.sqrt(width // heads)
+        weights = jax.nn.softmax(scores).astype(x.dtype)
+        mixed_heads = (drop(a, weights, 0.1) @ v).transpose(0, 2, 1, 3)
+        mixed = mixed_heads.reshape(x.shape) @ p["o"]
         h = x + drop(b, mixed, 0.1)
-        h = h + drop(c, jax.nn.relu(h @ p["up"]) @ p["down"], 0.1)
+        hidden = jax.nn.relu(h @ p["up"])
+        h = h + drop(c, hidden @ p["down"], 0.1)
         keep = jax.random.bernoulli(d, 0.9, (batch, 1, 1))
         return jnp.where(keep, h, x), None
 
     def loss(params, x, y, key):
-        x, _ = lax.scan(layer, x, (params, jax.random.split(key, layers)))
+        keys = jax.random.split(key, layers)
+        x, _ = lax.scan(layer, x, (params, keys))
         return jnp.mean(optax.cosine_distance(x.astype(jnp.float32), y))
 
     optimizer = optax.sgd(1e-2, momentum=0.9)
@@ -122,14 +123,18 @@ def dropout(mesh: AnyMesh) -> Made:
         updates, state = optimizer.update(grads, state)
         return optax.apply_updates(params, updates), state, value
 
+    x = struct((16, 48, width), "data")
+    y = on(mesh)((16, 48, width), "data")
+    key = struct((), dtype=jax.random.key(0).dtype)
     inputs = (
-        struct((16, 48, width), "data"),
-        on(mesh)((16, 48, width), "data"),
-        struct((), dtype=jax.random.key(0).dtype),
+        x,
+        y,
+        key,
     )
+    state = optimizer_state(mesh, optimizer, params)
     return jax.jit(step, donate_argnums=(0, 1)), (
         params,
-        optimizer_state(mesh, optimizer, params),
+        state,
         *inputs,
     )
 
@@ -154,36 +159,32 @@ def palm(mesh: AnyMesh) -> Made:
     }
 
     def block(x, p):
-        h = (
-            x
-            / (jnp.linalg.norm(x, axis=-1, keepdims=True) / math.sqrt(width) + 1e-6)
-            * p["scales"]
-        )
-        q = (h @ p["q"]).reshape(*h.shape[:-1], heads, size)
+        norm = jnp.linalg.norm(x, axis=-1, keepdims=True)
+        h = x / (norm / math.sqrt(width) + 1e-6) * p["scales"]
+        query = h @ p["q"]
+        q = query.reshape(*h.shape[:-1], heads, size)
         k, v = jnp.split(h @ p["kv"], 2, -1)
         scores = jnp.einsum("bthd,bsd->bhts", q, k) / math.sqrt(size)
         scores = 30.0 * jnp.tanh(scores / 30.0)
-        mask = jnp.arange(x.shape[1])[:, None] >= jnp.arange(x.shape[1])
-        attended = jnp.einsum(
-            "bhts,bsd->bthd", jax.nn.softmax(jnp.where(mask, scores, -1e9)), v
-        )
+        positions = jnp.arange(x.shape[1])
+        mask = positions[:, None] >= positions
+        weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+        attended = jnp.einsum("bhts,bsd->bthd", weights, v)
         gate, up = jnp.moveaxis(jnp.einsum("btd,dgf->btgf", h, p["wide"]), 2, 0)
-        return (
-            x
-            + attended.reshape(*x.shape[:2], -1) @ p["out"]
-            + (jax.nn.swish(gate) * up) @ p["narrow"]
-        )
+        mixed = attended.reshape(*x.shape[:2], -1) @ p["out"]
+        gated = jax.nn.swish(gate) * up
+        return x + mixed + gated @ p["narrow"]
 
     def loss(params, tokens):
         x = params["embed"][tokens] * math.sqrt(width)
         for layer in range(2):
             x = block(x, {k: v[layer] for k, v in params.items() if k != "embed"})
-        logits = jnp.einsum("btd,vd->btv", x, params["embed"])[:, :-1].astype(
-            jnp.float32
-        )
+        products = jnp.einsum("btd,vd->btv", x, params["embed"])
+        logits = products[:, :-1].astype(jnp.float32)
         labels = jax.nn.one_hot(tokens[:, 1:], 2048)
         z = jax.nn.logsumexp(logits, -1)
-        return jnp.mean(z - jnp.sum(logits * labels, -1)) + 1e-4 * jnp.mean(z**2)
+        losses = z - jnp.sum(logits * labels, -1)
+        return jnp.mean(losses) + 1e-4 * jnp.mean(z**2)
 
     def step(params, tokens):
         grads = jax.grad(loss)(params, tokens)
@@ -221,9 +222,8 @@ def pipeline(mesh: AnyMesh) -> Made:
 
     def forward(params, batches):
         state = jnp.zeros((stages, *batches.shape[1:]), batches.dtype)
-        padded = jnp.concatenate(
-            [batches, jnp.zeros((stages - 1, *batches.shape[1:]), batches.dtype)]
-        )
+        zeros = jnp.zeros((stages - 1, *batches.shape[1:]), batches.dtype)
+        padded = jnp.concatenate([batches, zeros])
 
         def tick(state, fresh):
             state = jnp.concatenate([fresh[None], state[:-1]])
@@ -234,9 +234,8 @@ def pipeline(mesh: AnyMesh) -> Made:
         return lax.scan(tick, state, padded)[1][stages - 1 :]
 
     def loss(params, batches, targets):
-        return jnp.mean(
-            jnp.square((forward(params, batches) - targets).astype(jnp.float32))
-        )
+        differences = (forward(params, batches) - targets).astype(jnp.float32)
+        return jnp.mean(jnp.square(differences))
 
     def step(params, batches, targets):
         value, grads = jax.value_and_grad(loss)(params, batches, targets)
@@ -277,28 +276,34 @@ def decode_nucleus(mesh: AnyMesh) -> Made:
         q = jnp.einsum("bd,dghk->bghk", x, params["q"])
         scores = jnp.einsum("bghk,bsgk->bghs", q, cache[0]) * size**-0.5
         seen = jnp.arange(length) <= positions[:, None]
-        weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -1e9))
+        masked = jnp.where(seen[:, None, None], scores, -1e9)
+        weights = jax.nn.softmax(masked)
         x = x + jnp.einsum("bghs,bsgk,gkd->bd", weights, cache[1], params["o"].sum(1))
         best, ids = lax.top_k(x @ params["head"], 64)
         order = jnp.argsort(-best, axis=-1)
         best = jnp.take_along_axis(best, order, -1)
         ids = jnp.take_along_axis(ids, order, -1)
-        before = jnp.cumsum(jax.nn.softmax(best), -1) - jax.nn.softmax(best)
+        probabilities = jax.nn.softmax(best)
+        before = jnp.cumsum(probabilities, -1) - probabilities
         drawn = jax.random.categorical(key, jnp.where(before < 0.9, best, -jnp.inf))
-        return cache, jnp.take_along_axis(ids, drawn[:, None], -1)[:, 0], positions + 1
+        chosen = jnp.take_along_axis(ids, drawn[:, None], -1)
+        return cache, chosen[:, 0], positions + 1
 
     ids = functools.partial(struct, dtype=jnp.int32)
+    tokens = ids((32,), "batch")
+    key = struct((), dtype=jax.random.key(0).dtype)
     args = (
         params,
         cache,
-        ids((32,), "batch"),
-        ids((32,), "batch"),
-        struct((), dtype=jax.random.key(0).dtype),
+        tokens,
+        tokens,
+        key,
     )
+    by_batch = NamedSharding(mesh, P("batch"))
     out = (
         cache.sharding,
-        NamedSharding(mesh, P("batch")),
-        NamedSharding(mesh, P("batch")),
+        by_batch,
+        by_batch,
     )
     return jax.jit(decode, donate_argnums=1, out_shardings=out), args
 
@@ -322,23 +327,25 @@ def ulysses(mesh: AnyMesh) -> Made:
     def attention(p, x):
         batch, length, _ = x.shape
         qkv = (x @ p["qkv"]).reshape(batch, length, 3, heads, -1)
-        q, k, v = jnp.moveaxis(constrain(mesh, qkv, data, None, None, "seq"), 2, 0)
+        placed = constrain(mesh, qkv, data, None, None, "seq")
+        q, k, v = jnp.moveaxis(placed, 2, 0)
         scores = jnp.einsum("bqhk,bshk->bhqs", q, k).astype(jnp.float32)
         slopes = 2.0 ** -(jnp.arange(heads) + 1.0)
         distance = jnp.arange(length) - jnp.arange(length)[:, None]
+        penalties = slopes[:, None, None] * jnp.minimum(distance, 0)
         weights = jax.nn.softmax(
-            scores + slopes[:, None, None] * jnp.minimum(distance, 0),
+            scores + penalties,
             where=distance <= 0,
         )
         mixed = jnp.einsum("bhqs,bshk->bqhk", weights.astype(x.dtype), v)
-        return (
-            constrain(mesh, mixed.reshape(batch, length, width), data, "seq") @ p["out"]
-        )
+        placed_mixed = constrain(mesh, mixed.reshape(batch, length, width), data, "seq")
+        return placed_mixed @ p["out"]
 
     @jax.checkpoint
     def block(p, x):
         x = x + attention(p, x)
-        return constrain(mesh, x + jax.nn.gelu(x @ p["up"]) @ p["down"], data, "seq")
+        hidden = jax.nn.gelu(x @ p["up"])
+        return constrain(mesh, x + hidden @ p["down"], data, "seq")
 
     def step(params, x, y):
         def loss(params):
@@ -351,9 +358,8 @@ def ulysses(mesh: AnyMesh) -> Made:
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
 
     x = struct((2, 512, width), data, "seq")
-    return jax.jit(
-        step, donate_argnums=0, out_shardings=(shardings((layer, layer)), None)
-    ), ((layer, layer), x, x)
+    out = (shardings((layer, layer)), None)
+    return jax.jit(step, donate_argnums=0, out_shardings=out), ((layer, layer), x, x)
 
 
 @case(
@@ -398,21 +404,25 @@ def fourier_operator(mesh: AnyMesh) -> Made:
     def loss(params, fields, targets):
         x = jnp.einsum("bxyc,cw->bwxy", fields, params["lift"])
         for p in params["layers"]:
-            x = jax.nn.gelu(spectral(p, x) + jnp.einsum("bixy,io->boxy", x, p["local"]))
+            local = jnp.einsum("bixy,io->boxy", x, p["local"])
+            x = jax.nn.gelu(spectral(p, x) + local)
         out = jnp.einsum("bwxy,wc->bxyc", x, params["project"])
-        error = jnp.linalg.norm((out - targets).reshape(out.shape[0], -1), axis=-1)
-        return jnp.mean(
-            error / jnp.linalg.norm(targets.reshape(out.shape[0], -1), axis=-1)
-        )
+        differences = (out - targets).reshape(out.shape[0], -1)
+        error = jnp.linalg.norm(differences, axis=-1)
+        norms = jnp.linalg.norm(targets.reshape(out.shape[0], -1), axis=-1)
+        return jnp.mean(error / norms)
 
     def step(params, fields, targets):
         value, grads = jax.value_and_grad(loss)(params, fields, targets)
-        return jax.tree.map(lambda p, g: p - 1e-3 * jnp.conj(g), params, grads), value
+        updated = jax.tree.map(lambda p, g: p - 1e-3 * jnp.conj(g), params, grads)
+        return updated, value
 
+    inputs = struct((16, side, side, 3), "data")
+    targets = struct((16, side, side, 1), "data")
     args = (
         params,
-        struct((16, side, side, 3), "data"),
-        struct((16, side, side, 1), "data"),
+        inputs,
+        targets,
     )
     return jax.jit(step, donate_argnums=0), args
 

@@ -33,8 +33,10 @@ def lstm(mesh: AnyMesh) -> Made:
     def run(p, xs, mask):
         def cell(carry, step):
             (h, c), (x, keep) = carry, step
-            i, f, g, o = jnp.split(x + h @ p["h"] + p["b"], 4, axis=-1)
-            new_c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            gates = x + h @ p["h"] + p["b"]
+            i, f, g, o = jnp.split(gates, 4, axis=-1)
+            remembered = jax.nn.sigmoid(f + 1) * c
+            new_c = remembered + jax.nn.sigmoid(i) * jnp.tanh(g)
             new_h = jax.nn.sigmoid(o) * jnp.tanh(new_c)
             keep = keep[:, None]
             h = jnp.where(keep, new_h, h)
@@ -42,18 +44,19 @@ def lstm(mesh: AnyMesh) -> Made:
             return (h, c), h
 
         zero = jnp.zeros((xs.shape[1], width), xs.dtype)
-        return lax.scan(cell, (zero, zero), (xs @ p["x"], mask), unroll=2)[1]
+        carries_and_outputs = lax.scan(
+            cell, (zero, zero), (xs @ p["x"], mask), unroll=2
+        )
+        return carries_and_outputs[1]
 
     def loss(params, tokens, tags, lengths):
         mask = jnp.arange(tokens.shape[1])[:, None] < lengths
         x = params["embed"][tokens].swapaxes(0, 1)
         forward = run(params["forward"], x, mask)
-        backward = jnp.flip(
-            run(params["backward"], jnp.flip(x, 0), jnp.flip(mask, 0)), 0
-        )
-        logits = (jnp.concatenate([forward, backward], -1) @ params["tags"]).astype(
-            jnp.float32
-        )
+        flipped = run(params["backward"], jnp.flip(x, 0), jnp.flip(mask, 0))
+        backward = jnp.flip(flipped, 0)
+        both = jnp.concatenate([forward, backward], -1)
+        logits = (both @ params["tags"]).astype(jnp.float32)
         each = optax.softmax_cross_entropy_with_integer_labels(logits, tags.T)
         return jnp.sum(each * mask) / jnp.sum(mask)
 
@@ -62,11 +65,13 @@ def lstm(mesh: AnyMesh) -> Made:
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
     ids = functools.partial(struct, dtype=jnp.int32)
+    tokens = ids((32, 40), "data")
+    lengths = ids((32,), "data")
     return jax.jit(step, donate_argnums=0), (
         params,
-        ids((32, 40), "data"),
-        ids((32, 40), "data"),
-        ids((32,), "data"),
+        tokens,
+        tokens,
+        lengths,
     )
 
 
@@ -93,24 +98,29 @@ def radiance_field(mesh: AnyMesh) -> Made:
         )
         for w in p["hidden"]:
             x = jax.nn.relu(x @ w)
-        return jax.nn.softplus(x @ p["density"])[..., 0], jax.nn.sigmoid(x @ p["color"])
+        density = jax.nn.softplus(x @ p["density"])[..., 0]
+        return density, jax.nn.sigmoid(x @ p["color"])
 
     def render(p, origin, direction, depths):
         density, color = field(p, origin + depths[:, None] * direction)
-        opaque = 1 - jnp.exp(-density * jnp.diff(depths, append=depths[-1:] + 0.1))
-        clear = jnp.cumprod(jnp.concatenate([jnp.ones(1), 1 - opaque[:-1] + 1e-10]))
+        steps = jnp.diff(depths, append=depths[-1:] + 0.1)
+        opaque = 1 - jnp.exp(-density * steps)
+        transparency = jnp.concatenate([jnp.ones(1), 1 - opaque[:-1] + 1e-10])
+        clear = jnp.cumprod(transparency)
         return (opaque * clear)[:, None].T @ color, opaque * clear
 
     def ray(params, origin, direction, key):
-        even = jnp.linspace(2.0, 6.0, 32) + jax.random.uniform(key, (32,)) * 0.125
+        jitter = jax.random.uniform(key, (32,)) * 0.125
+        even = jnp.linspace(2.0, 6.0, 32) + jitter
         coarse, weights = render(params["coarse"], origin, direction, even)
         share = jnp.cumsum(lax.stop_gradient(weights) + 1e-5)
         index = jnp.searchsorted(share / share[-1], jnp.linspace(0, 0.99, 32))
+        depths = jnp.sort(jnp.concatenate([even, even[index] + 0.05]))
         fine, _ = render(
             params["fine"],
             origin,
             direction,
-            jnp.sort(jnp.concatenate([even, even[index] + 0.05])),
+            depths,
         )
         return coarse[0], fine[0]
 
@@ -129,9 +139,10 @@ def radiance_field(mesh: AnyMesh) -> Made:
 
     rays = [struct((512, 3), "rays")] * 3
     key = struct((), dtype=jax.random.key(0).dtype)
+    state = optimizer_state(mesh, optimizer, params)
     return jax.jit(step, donate_argnums=(0, 1)), (
         params,
-        optimizer_state(mesh, optimizer, params),
+        state,
         *rays,
         key,
     )
@@ -149,13 +160,14 @@ def conformer(mesh: AnyMesh) -> Made:
     struct = on(mesh)
     width = 144
     heads = 4
+    first = [struct((width, 576), None, "model"), struct((576, width), "model")]
     layer = {
-        "first": [struct((width, 576), None, "model"), struct((576, width), "model")],
+        "first": first,
         "qkv": struct((width, 3, heads, 36), None, None, "model"),
         "out": struct((heads, 36, width), "model"),
         "pointwise": struct((width, 2 * width)),
         "depthwise": struct((7, 1, width)),
-        "second": [struct((width, 576), None, "model"), struct((576, width), "model")],
+        "second": first,
     }
     params = {
         "front": [struct((3, 80, width)), struct((3, width, width))],
@@ -164,15 +176,17 @@ def conformer(mesh: AnyMesh) -> Made:
     }
 
     def feedforward(ws, x):
-        return 0.5 * jax.nn.swish(jax.nn.standardize(x) @ ws[0]) @ ws[1]
+        hidden = jax.nn.swish(jax.nn.standardize(x) @ ws[0])
+        return 0.5 * hidden @ ws[1]
 
     def convolve(x, w, stride=1, groups=1):
+        dimensions = ("NWC", "WIO", "NWC")
         return lax.conv_general_dilated(
             x,
             w,
             (stride,),
             "SAME",
-            dimension_numbers=("NWC", "WIO", "NWC"),
+            dimension_numbers=dimensions,
             feature_group_count=groups,
         )
 
@@ -182,21 +196,21 @@ def conformer(mesh: AnyMesh) -> Made:
             x = jax.nn.relu(convolve(x, w, 2))
         for p in params["layers"]:
             x = x + feedforward(p["first"], x)
-            q, k, v = jnp.unstack(
-                jnp.einsum("btd,dchk->btchk", jax.nn.standardize(x), p["qkv"]), axis=2
-            )
+            qkv = jnp.einsum("btd,dchk->btchk", jax.nn.standardize(x), p["qkv"])
+            q, k, v = jnp.unstack(qkv, axis=2)
             weights = jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k) / 6)
             x = x + jnp.einsum("bhqs,bshk,hkd->bqd", weights, v, p["out"])
             value, gate = jnp.split(x @ p["pointwise"], 2, -1)
-            x = x + jax.nn.swish(
-                convolve(value * jax.nn.sigmoid(gate), p["depthwise"], groups=width)
+            convolved = convolve(
+                value * jax.nn.sigmoid(gate), p["depthwise"], groups=width
             )
+            x = x + jax.nn.swish(convolved)
             x = x + feedforward(p["second"], x)
         logits = x @ params["words"]
-        late = (jnp.arange(x.shape[1]) >= frame_lengths[:, None]).astype(jnp.float32)
-        gone = (jnp.arange(labels.shape[1]) >= label_lengths[:, None]).astype(
-            jnp.float32
-        )
+        is_late = jnp.arange(x.shape[1]) >= frame_lengths[:, None]
+        late = is_late.astype(jnp.float32)
+        is_gone = jnp.arange(labels.shape[1]) >= label_lengths[:, None]
+        gone = is_gone.astype(jnp.float32)
         return optax.ctc_loss(logits, late, labels, gone).mean()
 
     def step(params, *batch):
@@ -204,11 +218,14 @@ def conformer(mesh: AnyMesh) -> Made:
         return jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads), value
 
     ids = functools.partial(struct, dtype=jnp.int32)
+    frames = struct((24, 160, 80), "data")
+    lengths = ids((24,), "data")
+    labels = ids((24, 12), "data")
     batch = (
-        struct((24, 160, 80), "data"),
-        ids((24,), "data"),
-        ids((24, 12), "data"),
-        ids((24,), "data"),
+        frames,
+        lengths,
+        labels,
+        lengths,
     )
     return jax.jit(step), (params, *batch)
 
@@ -235,9 +252,8 @@ def vq_vae(mesh: AnyMesh) -> Made:
 
     def loss(params, codes, x):
         z = jax.nn.relu(x @ params["encode"][0]) @ params["encode"][1]
-        distances = (
-            jnp.sum(z**2, -1, keepdims=True) - 2 * z @ codes.T + jnp.sum(codes**2, -1)
-        )
+        squares = jnp.sum(z**2, -1, keepdims=True)
+        distances = squares - 2 * z @ codes.T + jnp.sum(codes**2, -1)
         index = jnp.argmin(distances, -1)
         chosen = codes[index]
         through = z + lax.stop_gradient(chosen - z)
@@ -248,9 +264,8 @@ def vq_vae(mesh: AnyMesh) -> Made:
     optimizer = optax.adam(3e-4)
 
     def step(params, state, book, x):
-        (value, (z, index)), grads = jax.value_and_grad(loss, has_aux=True)(
-            params, book["codes"], x
-        )
+        value_and_grad = jax.value_and_grad(loss, has_aux=True)
+        (value, (z, index)), grads = value_and_grad(params, book["codes"], x)
         hot = jax.nn.one_hot(index, codes).reshape(-1, codes)
         counts = 0.99 * book["counts"] + 0.01 * hot.sum(0)
         sums = 0.99 * book["sums"] + 0.01 * hot.T @ z.reshape(-1, width)
@@ -259,11 +274,13 @@ def vq_vae(mesh: AnyMesh) -> Made:
         book = {"codes": sums / smooth[:, None], "counts": counts, "sums": sums}
         return optax.apply_updates(params, updates), state, book, value
 
+    state = optimizer_state(mesh, optimizer, params)
+    x = struct((32, 49, 256), "data")
     args = (
         params,
-        optimizer_state(mesh, optimizer, params),
+        state,
         book,
-        struct((32, 49, 256), "data"),
+        x,
     )
     return jax.jit(step, donate_argnums=(0, 1, 2)), args
 
@@ -289,19 +306,18 @@ def ragged_moe(mesh: AnyMesh) -> Made:
         order = jnp.argsort(chosen.reshape(-1))
         counts = jnp.bincount(chosen.reshape(-1), length=experts)
         rows = x[order // 2]
-        h = jax.nn.silu(lax.ragged_dot(rows, params["gate"], counts)) * lax.ragged_dot(
-            rows, params["up"], counts
-        )
+        gate = jax.nn.silu(lax.ragged_dot(rows, params["gate"], counts))
+        h = gate * lax.ragged_dot(rows, params["up"], counts)
         y = lax.ragged_dot(h, params["down"], counts)[jnp.argsort(order)]
         return jnp.einsum("tkd,tk->td", y.reshape(-1, 2, width), weights)
 
     def loss(params, x, y):
-        return jnp.mean(
-            (layer(params, x.reshape(-1, width)).reshape(x.shape) + x - y) ** 2
-        )
+        out = layer(params, x.reshape(-1, width)).reshape(x.shape)
+        return jnp.mean((out + x - y) ** 2)
 
     x = struct((16, 32, width), "fsdp")
-    return jax.jit(jax.grad(loss), out_shardings=shardings(params)), (params, x, x)
+    gradient = jax.jit(jax.grad(loss), out_shardings=shardings(params))
+    return gradient, (params, x, x)
 
 
 @case("t5-adafactor-fsdp", cpu={"fsdp": 8}, v5e={"fsdp": 16})
@@ -313,10 +329,11 @@ def t5_adafactor(mesh: AnyMesh) -> Made:
     heads = 4
     attend = {name: jnp.zeros((width, width)) for name in ("q", "k", "v", "o")}
     dense = {"wi": jnp.zeros((width, 512)), "wo": jnp.zeros((512, width))}
+    encoder_layer = {"self": attend, "mlp": dense, "norm": jnp.ones((2, width))}
     shapes = {
         "embed": jnp.zeros((2048, width)),
         "bias": jnp.zeros((2, 32, heads)),
-        "encoder": [{"self": attend, "mlp": dense, "norm": jnp.ones((2, width))}] * 2,
+        "encoder": [encoder_layer] * 2,
         "decoder": (
             [
                 {
@@ -332,7 +349,8 @@ def t5_adafactor(mesh: AnyMesh) -> Made:
     params = fully_sharded(mesh, shapes, "fsdp")
 
     def norm(x, scale):
-        return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+        mean_square = jnp.mean(x * x, -1, keepdims=True)
+        return x * lax.rsqrt(mean_square + 1e-6) * scale
 
     def attention(p, x, memory, bias):
         split = lambda t: t.reshape(*t.shape[:2], heads, width // heads)
@@ -344,8 +362,9 @@ def t5_adafactor(mesh: AnyMesh) -> Made:
 
     def position_bias(table, length, causal):
         offset = jnp.arange(length)[None] - jnp.arange(length)[:, None]
+        logarithm = jnp.log2(jnp.abs(offset) + 1).astype(jnp.int32)
         buckets = jnp.clip(
-            jnp.sign(offset) * jnp.log2(jnp.abs(offset) + 1).astype(jnp.int32) + 16,
+            jnp.sign(offset) * logarithm + 16,
             0,
             31,
         )
@@ -354,18 +373,22 @@ def t5_adafactor(mesh: AnyMesh) -> Made:
 
     def loss(params, inputs, targets):
         x = params["embed"][inputs]
-        y = params["embed"][jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1]]
+        shifted = jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1]
+        y = params["embed"][shifted]
         bias = position_bias(params["bias"][0], inputs.shape[1], False)
         for p in params["encoder"]:
             h = norm(x, p["norm"][0])
             x = x + attention(p["self"], h, h, bias)
-            x = x + jax.nn.relu(norm(x, p["norm"][1]) @ p["mlp"]["wi"]) @ p["mlp"]["wo"]
+            hidden = jax.nn.relu(norm(x, p["norm"][1]) @ p["mlp"]["wi"])
+            x = x + hidden @ p["mlp"]["wo"]
         bias = position_bias(params["bias"][1], targets.shape[1], True)
         for p in params["decoder"]:
             h = norm(y, p["norm"][0])
             y = y + attention(p["self"], h, h, bias)
-            y = y + attention(p["cross"], norm(y, p["norm"][1]), x, 0.0)
-            y = y + jax.nn.relu(norm(y, p["norm"][2]) @ p["mlp"]["wi"]) @ p["mlp"]["wo"]
+            cross_input = norm(y, p["norm"][1])
+            y = y + attention(p["cross"], cross_input, x, 0.0)
+            hidden = jax.nn.relu(norm(y, p["norm"][2]) @ p["mlp"]["wi"])
+            y = y + hidden @ p["mlp"]["wo"]
         logits = y / math.sqrt(width) @ params["embed"].T
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
@@ -378,11 +401,14 @@ def t5_adafactor(mesh: AnyMesh) -> Made:
         return optax.apply_updates(params, updates), state
 
     struct = functools.partial(on(mesh), dtype=jnp.int32)
+    state = optimizer_state(mesh, optimizer, params)
+    inputs = struct((16, 48), "fsdp")
+    targets = struct((16, 32), "fsdp")
     return step, (
         params,
-        optimizer_state(mesh, optimizer, params),
-        struct((16, 48), "fsdp"),
-        struct((16, 32), "fsdp"),
+        state,
+        inputs,
+        targets,
     )
 
 

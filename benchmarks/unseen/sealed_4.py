@@ -32,9 +32,8 @@ def equinox_tabular(mesh: AnyMesh) -> Made:
         def __init__(self, key):
             keys = jax.random.split(key, 8)
             self.numbers = jax.random.normal(keys[0], (24, 96))
-            self.words = [
-                eqx.nn.Embedding(640, 96, key=k) for k in jax.random.split(keys[1], 8)
-            ]
+            word_keys = jax.random.split(keys[1], 8)
+            self.words = [eqx.nn.Embedding(640, 96, key=k) for k in word_keys]
             self.attention = [
                 eqx.nn.MultiheadAttention(4, 96, dropout_p=0.1, key=k)
                 for k in keys[2:4]
@@ -45,19 +44,20 @@ def equinox_tabular(mesh: AnyMesh) -> Made:
 
         def __call__(self, numbers, words, *, key):
             wave = numbers[:, None] * lax.stop_gradient(self.numbers)
+            rows = [e(i) for e, i in zip(self.words, words, strict=True)]
             x = jnp.concatenate(
                 [
                     wave,
-                    jnp.stack([e(i) for e, i in zip(self.words, words, strict=True)]),
+                    jnp.stack(rows),
                 ]
             )
             for attend, feed, k in zip(
                 self.attention, self.feedforward, jax.random.split(key), strict=True
             ):
                 h = jax.vmap(self.norm)(x)
-                x = x + self.dropout(
-                    attend(h, h, h, key=k), key=jax.random.fold_in(k, 1)
-                )
+                drop_key = jax.random.fold_in(k, 1)
+                attended = attend(h, h, h, key=k)
+                x = x + self.dropout(attended, key=drop_key)
                 x = x + jax.vmap(feed)(jax.vmap(self.norm)(x))
             return self.head(x.mean(0))[0]
 
@@ -71,9 +71,8 @@ def equinox_tabular(mesh: AnyMesh) -> Made:
 
     def loss(arrays, numbers, words, goal, key):
         model = eqx.combine(arrays, static)
-        guess = jax.vmap(lambda n, w, k: model(n, w, key=k))(
-            numbers, words, jax.random.split(key, numbers.shape[0])
-        )
+        row_keys = jax.random.split(key, numbers.shape[0])
+        guess = jax.vmap(lambda n, w, k: model(n, w, key=k))(numbers, words, row_keys)
         return jnp.mean(optax.losses.log_cosh(guess, goal))
 
     def step(arrays, state, numbers, words, goal, key):
@@ -83,16 +82,21 @@ def equinox_tabular(mesh: AnyMesh) -> Made:
         updates, state = optimizer.update(grads, state)
         return eqx.apply_updates(arrays, updates), state, value
 
+    numbers = struct((64, 24), "fsdp")
+    words = struct((64, 8), "fsdp", dtype=jnp.int32)
+    targets = struct((64,), "fsdp")
     inputs = (
-        struct((64, 24), "fsdp"),
-        struct((64, 8), "fsdp", dtype=jnp.int32),
-        struct((64,), "fsdp"),
+        numbers,
+        words,
+        targets,
     )
+    state = optimizer_state(mesh, optimizer, arrays)
+    key = struct((), dtype=jax.random.key(0).dtype)
     args = (
         arrays,
-        optimizer_state(mesh, optimizer, arrays),
+        state,
         *inputs,
-        struct((), dtype=jax.random.key(0).dtype),
+        key,
     )
     return jax.jit(step, donate_argnums=(0, 1)), args
 
@@ -124,11 +128,12 @@ def retention(mesh: AnyMesh) -> Made:
             for t in (q, k, v)
         ]
         offset = np.arange(chunk)[:, None] - np.arange(chunk)
-        inside = np.where(offset >= 0, decay[:, None, None] ** offset, 0).astype(
-            np.float32
-        )
-        arrived = (decay[:, None] ** (np.arange(chunk) + 1)).astype(np.float32)
-        weights = (decay[:, None] ** (chunk - 1 - np.arange(chunk))).astype(np.float32)
+        powers = np.where(offset >= 0, decay[:, None, None] ** offset, 0)
+        inside = powers.astype(np.float32)
+        later = decay[:, None] ** (np.arange(chunk) + 1)
+        arrived = later.astype(np.float32)
+        earlier = decay[:, None] ** (chunk - 1 - np.arange(chunk))
+        weights = earlier.astype(np.float32)
 
         def one(state, qkv):
             q, k, v = (t.astype(jnp.float32) for t in qkv)
@@ -136,21 +141,20 @@ def retention(mesh: AnyMesh) -> Made:
                 "bhqs,bhsv->bhqv", jnp.einsum("bhqk,bhsk->bhqs", q, k) * inside, v
             )
             far = jnp.einsum("bhqk,bhkv->bhqv", q * arrived[..., None], state)
+            weighted = k * weights[..., None]
             state = state * (decay**chunk)[:, None, None] + jnp.einsum(
-                "bhsk,bhsv->bhkv", k * weights[..., None], v
+                "bhsk,bhsv->bhkv", weighted, v
             )
             return state, (near + far).astype(x.dtype)
 
         start = jnp.zeros((x.shape[0], heads, size, size))
         _, mixed = lax.scan(one, start, tuple(chunks))
-        mixed = (
-            jnp.moveaxis(mixed, 0, 2)
-            .reshape(x.shape[0], heads, x.shape[1], size)
-            .swapaxes(1, 2)
+        chunks_of_heads = jnp.moveaxis(mixed, 0, 2)
+        mixed = chunks_of_heads.reshape(x.shape[0], heads, x.shape[1], size).swapaxes(
+            1, 2
         )
-        mixed = jax.nn.standardize(mixed) * jax.nn.silu(
-            jnp.einsum("btd,dhk->bthk", x, p["gate"])
-        )
+        gate = jnp.einsum("btd,dhk->bthk", x, p["gate"])
+        mixed = jax.nn.standardize(mixed) * jax.nn.silu(gate)
         return jnp.einsum("bthk,hkd->btd", mixed, p["out"])
 
     def loss(params, tokens):
@@ -198,53 +202,47 @@ def dit(mesh: AnyMesh) -> Made:
     params = fully_sharded(mesh, shapes, both)
 
     def modulate(x, shift, scale):
-        return jax.nn.standardize(x) * (1 + scale[:, None]) + shift[:, None]
+        scaled = jax.nn.standardize(x) * (1 + scale[:, None])
+        return scaled + shift[:, None]
 
     def denoise(params, latents, time, label):
         batch, side, _, channels = latents.shape
-        x = latents.reshape(batch, side // 2, 2, side // 2, 2, channels).transpose(
-            0, 1, 3, 2, 4, 5
-        )
+        patches = latents.reshape(batch, side // 2, 2, side // 2, 2, channels)
+        x = patches.transpose(0, 1, 3, 2, 4, 5)
         x = x.reshape(batch, (side // 2) ** 2, -1) @ params["patch"]
-        angles = time[:, None] * jnp.exp(-jnp.arange(128) * (math.log(10000) / 128))
+        frequencies = jnp.exp(-jnp.arange(128) * (math.log(10000) / 128))
+        angles = time[:, None] * frequencies
         waves = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1)
-        condition = (
-            jax.nn.silu(waves @ params["time"][0]) @ params["time"][1]
-            + params["class"][label]
-        )
+        hidden = jax.nn.silu(waves @ params["time"][0])
+        condition = hidden @ params["time"][1] + params["class"][label]
 
         def layer(x, p):
-            s1, c1, g1, s2, c2, g2 = jnp.split(
-                jax.nn.silu(condition) @ p["adaptive"], 6, axis=-1
-            )
+            modulation = jax.nn.silu(condition) @ p["adaptive"]
+            s1, c1, g1, s2, c2, g2 = jnp.split(modulation, 6, axis=-1)
             q, k, v = jnp.einsum("btd,dchk->cbthk", modulate(x, s1, c1), p["qkv"])
             mixed = jax.nn.dot_product_attention(q, k, v)
             x = x + g1[:, None] * jnp.einsum("bthk,hkd->btd", mixed, p["out"])
+            wide = jax.nn.gelu(modulate(x, s2, c2) @ p["wide"])
             return (
-                x
-                + g2[:, None]
-                * (jax.nn.gelu(modulate(x, s2, c2) @ p["wide"]) @ p["narrow"]),
+                x + g2[:, None] * (wide @ p["narrow"]),
                 None,
             )
 
         x, _ = lax.scan(layer, x, params["blocks"])
-        x = (jax.nn.standardize(x) @ params["final"]).reshape(
-            batch, side // 2, side // 2, 2, 2, channels
-        )
+        final = jax.nn.standardize(x) @ params["final"]
+        x = final.reshape(batch, side // 2, side // 2, 2, 2, channels)
         return x.transpose(0, 1, 3, 2, 4, 5).reshape(latents.shape)
 
     def loss(params, latents, labels, key):
         a, b, c = jax.random.split(key, 3)
         time = jax.random.randint(a, labels.shape, 0, 1000)
-        signal = jnp.cumprod(1 - jnp.linspace(1e-4, 2e-2, 1000))[time][
-            :, None, None, None
-        ]
+        signals = jnp.cumprod(1 - jnp.linspace(1e-4, 2e-2, 1000))
+        signal = signals[time][:, None, None, None]
         noise = jax.random.normal(b, latents.shape)
         labels = jnp.where(jax.random.bernoulli(c, 0.1, labels.shape), 100, labels)
         noised = jnp.sqrt(signal) * latents + jnp.sqrt(1 - signal) * noise
-        return jnp.mean(
-            (denoise(params, noised, time.astype(jnp.float32), labels) - noise) ** 2
-        )
+        predicted = denoise(params, noised, time.astype(jnp.float32), labels)
+        return jnp.mean((predicted - noise) ** 2)
 
     optimizer = optax.adam(1e-4)
 
@@ -256,16 +254,20 @@ def dit(mesh: AnyMesh) -> Made:
 
     struct = on(mesh)
     state = optimizer_state(mesh, optimizer, params)
+    of_params = shardings(params)
     out = (
-        shardings(params),
-        shardings(params),
+        of_params,
+        of_params,
         shardings(state),
         NamedSharding(mesh, P()),
     )
+    latents = struct((32, 16, 16, 4), both)
+    labels = struct((32,), both, dtype=jnp.int32)
+    key = struct((2,), dtype=jnp.uint32)
     inputs = (
-        struct((32, 16, 16, 4), both),
-        struct((32,), both, dtype=jnp.int32),
-        struct((2,), dtype=jnp.uint32),
+        latents,
+        labels,
+        key,
     )
     return jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=out), (
         params,
@@ -313,12 +315,13 @@ def resnet_nhwc(mesh: AnyMesh) -> Made:
     )
 
     def convolve(p, stats, x, stride=1):
+        dimensions = ("NHWC", "HWIO", "NHWC")
         x = lax.conv_general_dilated(
             x,
             p["w"],
             (stride, stride),
             "SAME",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            dimension_numbers=dimensions,
         )
         mean = jnp.mean(x, (0, 1, 2))
         var = jnp.var(x, (0, 1, 2))
@@ -326,24 +329,28 @@ def resnet_nhwc(mesh: AnyMesh) -> Made:
             "mean": 0.9 * stats["mean"] + 0.1 * mean,
             "var": 0.9 * stats["var"] + 0.1 * var,
         }
-        return (x - mean) * lax.rsqrt(var + 1e-5) * p["scale"] + p["bias"], new
+        normed = (x - mean) * lax.rsqrt(var + 1e-5)
+        return normed * p["scale"] + p["bias"], new
 
     def forward(params, stats, images):
         x, stem = convolve(params["stem"], stats["stem"], images, 2)
+        activated = jax.nn.relu(x)
         x = lax.reduce_window(
-            jax.nn.relu(x), -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME"
+            activated, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME"
         )
         new_blocks = []
         for p, s, (_, _, stride) in zip(
             params["blocks"], stats["blocks"], blocks, strict=True
         ):
             h, a = convolve(p["a"], s["a"], x)
-            h, b = convolve(p["b"], s["b"], jax.nn.relu(h), stride)
+            activated = jax.nn.relu(h)
+            h, b = convolve(p["b"], s["b"], activated, stride)
             h, c = convolve(p["c"], s["c"], jax.nn.relu(h))
             x, skip = convolve(p["skip"], s["skip"], x, stride)
             x = jax.nn.relu(x + h)
             new_blocks.append({"a": a, "b": b, "c": c, "skip": skip})
-        return x.mean((1, 2)) @ params["head"], {
+        logits = x.mean((1, 2)) @ params["head"]
+        return logits, {
             "stem": stem,
             "blocks": new_blocks,
             "head": (),
@@ -395,9 +402,8 @@ def dqn(mesh: AnyMesh) -> Made:
     }
 
     def values(p, x):
-        h = jax.nn.relu(
-            jax.nn.relu(x.astype(jnp.float32) / 255 @ p["frames"]) @ p["hidden"]
-        )
+        pixels = x.astype(jnp.float32) / 255
+        h = jax.nn.relu(jax.nn.relu(pixels @ p["frames"]) @ p["hidden"])
         gain = h @ p["gain"]
         return h @ p["value"] + gain - gain.mean(-1, keepdims=True)
 
@@ -405,7 +411,8 @@ def dqn(mesh: AnyMesh) -> Made:
         now = buffer["frames"][index]
         later = buffer["frames"][(index + 1) % size]
         best = jnp.argmax(values(params, later), -1)
-        after = jnp.take_along_axis(values(target, later), best[:, None], -1)[:, 0]
+        following = values(target, later)
+        after = jnp.take_along_axis(following, best[:, None], -1)[:, 0]
         estimates = values(params, now)[jnp.arange(batch), buffer["actions"][index]]
         goal = buffer["rewards"][index] + 0.99 * after
         return optax.huber_loss(estimates, lax.stop_gradient(goal)).mean()
@@ -424,13 +431,15 @@ def dqn(mesh: AnyMesh) -> Made:
     fresh = jax.tree.map(
         lambda leaf: struct((32, *leaf.shape[1:]), dtype=leaf.dtype), buffer
     )
+    start = struct((), dtype=jnp.int32)
+    key = struct((2,), dtype=jnp.uint32)
     args = (
         params,
         params,
         buffer,
         fresh,
-        struct((), dtype=jnp.int32),
-        struct((2,), dtype=jnp.uint32),
+        start,
+        key,
     )
     return jax.jit(step, donate_argnums=(0, 1, 2)), args
 

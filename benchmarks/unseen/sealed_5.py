@@ -39,11 +39,11 @@ def swin(mesh: AnyMesh) -> Made:
         tiles = x.reshape(
             batch, height // window, window, wide // window, window, width
         )
-        tiles = tiles.transpose(0, 1, 3, 2, 4, 5).reshape(-1, window * window, width)
+        turned = tiles.transpose(0, 1, 3, 2, 4, 5)
+        tiles = turned.reshape(-1, window * window, width)
         q, k, v = jnp.einsum("ntd,dchk->cnhtk", tiles, p["qkv"])
-        weights = jax.nn.softmax(
-            (q @ k.mT).astype(jnp.float32) / math.sqrt(32) + p["bias"]
-        )
+        scores = (q @ k.mT).astype(jnp.float32) / math.sqrt(32)
+        weights = jax.nn.softmax(scores + p["bias"])
         tiles = jnp.einsum("nhts,nhsk,hkd->ntd", weights.astype(x.dtype), v, p["out"])
         tiles = tiles.reshape(
             batch, height // window, wide // window, window, window, width
@@ -54,8 +54,10 @@ def swin(mesh: AnyMesh) -> Made:
         x = patches @ params["patch"]
         for position, p in enumerate(params["blocks"]):
             shift = window // 2 * (position % 2)
-            h = jnp.roll(jax.nn.standardize(x), (-shift, -shift), (1, 2))
-            x = x + jnp.roll(attend(p, h), (shift, shift), (1, 2))
+            normed = jax.nn.standardize(x)
+            h = jnp.roll(normed, (-shift, -shift), (1, 2))
+            attended = attend(p, h)
+            x = x + jnp.roll(attended, (shift, shift), (1, 2))
             x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
         quarters = [x[:, i::2, j::2] for i in (0, 1) for j in (0, 1)]
         x = jnp.concatenate(quarters, -1) @ params["merge"]
@@ -66,10 +68,12 @@ def swin(mesh: AnyMesh) -> Made:
         value, grads = jax.value_and_grad(loss)(params, patches, labels)
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
 
+    patches = struct((8, 64, 32, 48), "data", "rows")
+    labels = on(mesh)((8,), "data", dtype=jnp.int32)
     args = (
         params,
-        struct((8, 64, 32, 48), "data", "rows"),
-        on(mesh)((8,), "data", dtype=jnp.int32),
+        patches,
+        labels,
     )
     return jax.jit(step, donate_argnums=0), args
 
@@ -98,18 +102,18 @@ def unet(mesh: AnyMesh) -> Made:
     }
 
     def convolve(x, w, stride=1):
+        dimensions = ("NHWC", "HWIO", "NHWC")
         return lax.conv_general_dilated(
             x,
             w.astype(x.dtype),
             (stride, stride),
             "SAME",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            dimension_numbers=dimensions,
         )
 
     def forward(params, x, sigma):
-        x = convolve(x.astype(jnp.bfloat16), params["first"]) + sigma[
-            :, None, None, None
-        ].astype(jnp.bfloat16)
+        noise_level = sigma[:, None, None, None].astype(jnp.bfloat16)
+        x = convolve(x.astype(jnp.bfloat16), params["first"]) + noise_level
         skips = []
         for w in params["down"]:
             skips.append(x)
@@ -118,25 +122,26 @@ def unet(mesh: AnyMesh) -> Made:
         for up, merge, skip in zip(
             params["up"], params["merge"], reversed(skips), strict=True
         ):
+            dimensions = ("NHWC", "HWIO", "NHWC")
             x = lax.conv_transpose(
                 x,
                 up.astype(x.dtype),
                 (2, 2),
                 "SAME",
-                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                dimension_numbers=dimensions,
             )
             if x.shape[-1] != skip.shape[-1]:
-                skip = jnp.tile(skip, (1, 1, 1, x.shape[-1] // skip.shape[-1]))
-            x = jax.nn.silu(convolve(jnp.concatenate([x, skip], -1), merge))
+                repeats = x.shape[-1] // skip.shape[-1]
+                skip = jnp.tile(skip, (1, 1, 1, repeats))
+            joined = jnp.concatenate([x, skip], -1)
+            x = jax.nn.silu(convolve(joined, merge))
         return convolve(x, params["last"]).astype(jnp.float32)
 
     def loss(params, clean, sigma, key):
         noise = jax.random.normal(key, clean.shape) * sigma[:, None, None, None]
         weight = 1 / jnp.square(sigma)
-        return jnp.mean(
-            weight
-            * jnp.square(forward(params, clean + noise, sigma) - clean).mean((1, 2, 3))
-        )
+        squares = jnp.square(forward(params, clean + noise, sigma) - clean)
+        return jnp.mean(weight * squares.mean((1, 2, 3)))
 
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
 
@@ -145,14 +150,18 @@ def unet(mesh: AnyMesh) -> Made:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
+    images = struct((16, 32, 32, 3), "data")
+    levels = struct((16,), "data")
+    key = struct((2,), dtype=jnp.uint32)
     inputs = (
-        struct((16, 32, 32, 3), "data"),
-        struct((16,), "data"),
-        struct((2,), dtype=jnp.uint32),
+        images,
+        levels,
+        key,
     )
+    state = optimizer_state(mesh, optimizer, params)
     return jax.jit(step, donate_argnums=(0, 1)), (
         params,
-        optimizer_state(mesh, optimizer, params),
+        state,
         *inputs,
     )
 
@@ -179,29 +188,32 @@ def siglip(mesh: AnyMesh) -> Made:
         def turn(carry, step):
             total, y = carry
             logits = jnp.exp(params["scale"]) * x @ y.T + params["shift"]
-            sign = jnp.where(step == 0, 2 * jnp.eye(x.shape[0]) - 1, -1.0)
+            diagonal = 2 * jnp.eye(x.shape[0]) - 1
+            sign = jnp.where(step == 0, diagonal, -1.0)
             total = total - jnp.sum(jax.nn.log_sigmoid(sign * logits))
+            ring = [(i, (i + 1) % count) for i in range(count)]
             return (
                 total,
-                lax.ppermute(y, "ring", [(i, (i + 1) % count) for i in range(count)]),
+                lax.ppermute(y, "ring", ring),
             ), None
 
         start = lax.pcast(jnp.zeros(()), "ring", to="varying")
         (total, _), _ = lax.scan(turn, (start, y), jnp.arange(count))
         return lax.psum(total, "ring") / (count * x.shape[0])
 
-    loss = jax.shard_map(
-        local, mesh=mesh, in_specs=(P(), P("ring"), P("ring")), out_specs=P()
-    )
+    in_specs = (P(), P("ring"), P("ring"))
+    loss = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P())
 
     def step(params, images, texts):
         value, grads = jax.value_and_grad(loss)(params, images, texts)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
+    images = struct((512, 512), "ring")
+    texts = struct((512, 384), "ring")
     return jax.jit(step), (
         params,
-        struct((512, 512), "ring"),
-        struct((512, 384), "ring"),
+        images,
+        texts,
     )
 
 
@@ -221,8 +233,9 @@ def mlp_momentum(mesh: AnyMesh) -> Made:
         return jax.nn.log_softmax(x @ w + b)
 
     def loss(params, images, labels):
+        log_probabilities = predict(params, images)
         return -jnp.mean(
-            jnp.take_along_axis(predict(params, images), labels[:, None], axis=1)
+            jnp.take_along_axis(log_probabilities, labels[:, None], axis=1)
         )
 
     def update(params, velocity, images, labels):
@@ -256,29 +269,28 @@ def int8_scores(mesh: AnyMesh) -> Made:
     def dense(x, w, scale):
         step = jnp.max(jnp.abs(x), -1, keepdims=True) / 127 + 1e-8
         whole = jnp.round(x / step).astype(jnp.int8)
+        dimensions = (((x.ndim - 1,), (0,)), ((), ()))
         product = lax.dot_general(
             whole,
             w,
-            (((x.ndim - 1,), (0,)), ((), ())),
+            dimensions,
             preferred_element_type=jnp.int32,
         )
         return product.astype(jnp.float32) * step * scale
 
     def scores(params, tokens):
-        x = (
-            params["table"][tokens].astype(jnp.float32)
-            * params["table_scale"][tokens][..., None]
-        )
+        rows = params["table"][tokens].astype(jnp.float32)
+        x = rows * params["table_scale"][tokens][..., None]
         for p in params["layers"]:
             h = jax.nn.relu(dense(x, p["up"], p["up_scale"]))
             x = x + dense(h, p["down"], p["down_scale"])
         logits = dense(x, params["table"].T, params["table_scale"])[:, :-1]
-        picked = jnp.take_along_axis(
-            jax.nn.log_softmax(logits), tokens[:, 1:, None], -1
-        )
+        log_probabilities = jax.nn.log_softmax(logits)
+        picked = jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], -1)
         return picked.sum((1, 2))
 
-    return jax.jit(scores), (params, struct((16, 64), "data", dtype=jnp.int32))
+    tokens = struct((16, 64), "data", dtype=jnp.int32)
+    return jax.jit(scores), (params, tokens)
 
 
 CASES = (
