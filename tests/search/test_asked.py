@@ -177,6 +177,7 @@ def test_progress_keys_and_slices():
         keys,
         Struct((16, 64), "float32"),
         devices="cpu:4*2",
+        effort="least",
         progress=said.append,
     )
     best = search_result[0]

@@ -48,12 +48,11 @@ def test_what_a_layer_sends_is_what_textbooks_say():
 
 
 def test_search_takes_data_or_tensor_parallelism_by_rows():
-    search_result = search(*mlp_step(1024, 8192, 2**20), devices="tpu:v5e:2x4")
-    many = search_result[0]
+    devices = "tpu:v5e:2x4"
+    many, *_ = search(*mlp_step(1024, 8192, 2**20), devices=devices, keep=1)
     assert dict(many.assignments)["data"] == ("batch",)
     assert many.mesh.shape["data"] == 8
-    search_result = search(*mlp_step(8192, 32768, 16), devices="tpu:v5e:2x4")
-    few = search_result[0]
+    few, *_ = search(*mlp_step(8192, 32768, 16), devices=devices, keep=1)
     for _, names in few.assignments:
         assert "mlp" in names, few.title
 
@@ -81,12 +80,12 @@ def test_an_unknown_effort_is_refused():
 
 
 def test_candidates_are_in_order_and_each_has_one_set_of_numbers():
-    candidates = search(*MODELS["experts"](), devices=16, chip="v5p", keep=6)
-    assert len(candidates) == 6
+    candidates = search(*MODELS["experts"](), devices=8, chip="v5p", keep=4)
+    assert len(candidates) == 4
     assert {candidate.by for candidate in candidates} == {"estimate"}
     expected = sorted(candidate.seconds for candidate in candidates)
     assert [candidate.seconds for candidate in candidates] == expected
-    assert len({candidate.title for candidate in candidates}) == 6
+    assert len({candidate.title for candidate in candidates}) == 4
     for candidate in candidates:
         hidden = max(0, candidate.hidden_seconds - 0.5 * candidate.compute_seconds)
         assert candidate.seconds == pytest.approx(
@@ -142,9 +141,8 @@ def test_states_that_do_not_fit_are_cut():
 
 
 def test_above_what_xla_can_partition_candidates_say_so():
-    best, *_ = candidates = search(
-        *mlp_step(1024, 4096, 2**17), devices=4096, chip="v5p"
-    )
+    model = mlp_step(1024, 4096, 2**17)
+    best, *_ = candidates = search(*model, devices=4096, chip="v5p", keep=2)
     assert best.by == "estimate"
     assert best.mesh.size == 4096
     assert "extrapolated from" in str(best.traffic)
@@ -190,7 +188,7 @@ def test_how_a_jitted_step_and_its_arrays_lie_is_chosen():
     jitted = jax.jit(plain, in_shardings=(rows, rows), out_shardings=rows)
     asked = [(plain, *args), (jitted, *args), (plain, *placed)]
     first, *others = [
-        search(*step_and_args, devices=8, chip="v5e", keep=1)[0]
+        search(*step_and_args, devices=8, chip="v5e", keep=1, effort="least")[0]
         for step_and_args in asked
     ]
     for candidate in others:

@@ -236,7 +236,7 @@ def test_every_function_that_takes_a_step_takes_callbacks():
 
 def test_a_search_takes_callbacks():
     w, x = placed()
-    best = sfx.auto.search(train, w, x, devices=2, chip="v5e", keep=1, closely=1)
+    best = sfx.auto.search(train, w, x, devices=2, chip="v5e", effort="least")
     assert best[0].mesh.size == 2
 
 
