@@ -115,23 +115,12 @@ def test_findings_skips_and_failures_have_their_lines():
     assert "- lost: OSError: no disk" in text
 
 
-def devices_here(options: Options):
-    """What a process of its own runs in the test below."""
-    return [
-        Finding(
-            "devices",
-            lambda: {"count": len(options.devices), "repeats": options.repeats},
-        )
-    ]
-
-
 def test_cases_run_apart_on_as_many_devices_as_they_need():
-    [record] = run(
-        Apart("elsewhere", "tests.house.test_benchmarks:devices_here", cpu_devices=11)
-    )
+    there = "tests.house.apart_cases:devices_there"
+    [record] = run(Apart("elsewhere", there, cpu_devices=11))
     assert record.name == "devices"
     assert record.values == {"count": 11, "repeats": 2}
-    [lost] = run(Apart("lost", "tests.house.test_benchmarks:nothing", cpu_devices=2))
+    [lost] = run(Apart("lost", "tests.house.apart_cases:nothing", cpu_devices=2))
     assert lost.failed is not None
     assert "nothing" in lost.failed
 
