@@ -21,12 +21,14 @@ def attend(q, k, v, mask=None):
 
 def causal(queries: int, keys: int):
     """The mask of earlier keys."""
-    return jnp.arange(queries)[:, None] >= jnp.arange(keys)[None, :]
+    query_positions = jnp.arange(queries)[:, None]
+    return query_positions >= jnp.arange(keys)[None, :]
 
 
 @layer("attention", q="b t h k", key="b t h k", v="b t h k")
 def multi_head(q, key, v):
-    return attend(q, key, v, causal(q.shape[1], key.shape[1]))
+    mask = causal(q.shape[1], key.shape[1])
+    return attend(q, key, v, mask)
 
 
 @layer("attention", q="b t 4*g k", key="b t 4 k", v="b t 4 k")
@@ -36,26 +38,32 @@ def grouped_query(q, key, v):
     split = q.reshape(batch, time, key.shape[2], groups, width)
     scores = jnp.einsum("btngk,bsnk->bngts", split, key) / 2
     scores = jnp.where(causal(time, time), scores, -1e9)
-    mixed = jnp.einsum("bngts,bsnk->btngk", jax.nn.softmax(scores, axis=-1), v)
+    weights = jax.nn.softmax(scores, axis=-1)
+    mixed = jnp.einsum("bngts,bsnk->btngk", weights, v)
     return mixed.reshape(q.shape)
 
 
 @layer("attention", q="b t 4*g k", key="b t 4 k", v="b t 4 k")
 def repeated_keys(q, key, v):
     groups = q.shape[2] // key.shape[2]
-    return attend(q, jnp.repeat(key, groups, 2), jnp.repeat(v, groups, 2))
+    keys = jnp.repeat(key, groups, 2)
+    values = jnp.repeat(v, groups, 2)
+    return attend(q, keys, values)
 
 
 @layer("attention", q="b t h k", key="b t k", v="b t k")
 def multi_query(q, key, v):
     scores = jnp.einsum("bthk,bsk->bhts", q, key) / 2
-    scores = jnp.where(causal(q.shape[1], key.shape[1]), scores, -1e9)
-    return jnp.einsum("bhts,bsk->bthk", jax.nn.softmax(scores, axis=-1), v)
+    mask = causal(q.shape[1], key.shape[1])
+    scores = jnp.where(mask, scores, -1e9)
+    weights = jax.nn.softmax(scores, axis=-1)
+    return jnp.einsum("bhts,bsk->bthk", weights, v)
 
 
 @layer("attention", q="b t h k", key="b t h k", v="b t h k")
 def local_window(q, key, v):
-    distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])[None, :]
+    positions = jnp.arange(q.shape[1])
+    distance = positions[:, None] - positions[None, :]
     return attend(q, key, v, (distance >= 0) & (distance < 3))
 
 
@@ -82,13 +90,15 @@ def fused_qkv(x, w, wo):
     batch, time, width = x.shape
     parts = jnp.split(x @ w, 3, axis=-1)
     q, k, v = (part.reshape(batch, time, 4, width // 4) for part in parts)
-    return attend(q, k, v, causal(time, time)).reshape(x.shape) @ wo
+    mixed = attend(q, k, v, causal(time, time))
+    return mixed.reshape(x.shape) @ wo
 
 
 @layer("attention", x="b t 4*k", w="4*k 3 4 k", wo="4 k 4*k")
 def fused_qkv_heads(x, w, wo):
     qkv = jnp.einsum("btd,dzhk->zbthk", x, w)
-    return jnp.einsum("bthk,hkd->btd", attend(qkv[0], qkv[1], qkv[2]), wo)
+    mixed = attend(qkv[0], qkv[1], qkv[2])
+    return jnp.einsum("bthk,hkd->btd", mixed, wo)
 
 
 @layer("attention", x="b t d", wq="d h k", wk="d h k", wv="d h k", wo="h k d")
@@ -96,18 +106,20 @@ def attention_block(x, wq, wk, wv, wo):
     q = jnp.einsum("btd,dhk->bthk", x, wq)
     k = jnp.einsum("btd,dhk->bthk", x, wk)
     v = jnp.einsum("btd,dhk->bthk", x, wv)
-    mixed = attend(q, k, v, causal(x.shape[1], x.shape[1]))
+    mask = causal(x.shape[1], x.shape[1])
+    mixed = attend(q, k, v, mask)
     return x + jnp.einsum("bthk,hkd->btd", mixed, wo)
 
 
 @layer("attention", x="b t d", down="d r*4", up="r*4 h 2*k", wq="d h k", wo="h k d")
 def latent(x, down, up, wq, wo):
     q = jnp.einsum("btd,dhk->bthk", x, wq)
-    k, v = jnp.split(jnp.einsum("btr,rhk->bthk", x @ down, up), 2, axis=-1)
+    keys_and_values = jnp.einsum("btr,rhk->bthk", x @ down, up)
+    k, v = jnp.split(keys_and_values, 2, axis=-1)
     return jnp.einsum("bthk,hkd->btd", attend(q, k, v), wo)
 
 
-@layer(
+cached_step = layer(
     "kv cache",
     gradient=False,
     q="b 1 h k",
@@ -117,22 +129,17 @@ def latent(x, down, up, wq, wo):
     value="b 1 h k",
     index="1 : below s",
 )
+
+
+@cached_step
 def decode(q, keys, values, key, value, index):
     keys = lax.dynamic_update_slice_in_dim(keys, key, index[0], axis=1)
     values = lax.dynamic_update_slice_in_dim(values, value, index[0], axis=1)
-    return attend(q, keys, values, jnp.arange(keys.shape[1]) <= index[0])
+    mask = jnp.arange(keys.shape[1]) <= index[0]
+    return attend(q, keys, values, mask)
 
 
-@layer(
-    "kv cache",
-    gradient=False,
-    q="b 1 h k",
-    keys="b s h k",
-    values="b s h k",
-    key="b 1 h k",
-    value="b 1 h k",
-    index="1 : below s",
-)
+@cached_step
 def decode_clipped(q, keys, values, key, value, index):
     index = jnp.clip(index, 0, keys.shape[1] - 1)
     return decode(q, keys, values, key, value, index)
@@ -140,7 +147,8 @@ def decode_clipped(q, keys, values, key, value, index):
 
 @layer("kv cache", gradient=False, cache="b s h k", new="b h k", index="b : below s")
 def cache_rows(cache, new, index):
-    return cache.at[jnp.arange(cache.shape[0]), index].set(new)
+    rows = jnp.arange(cache.shape[0])
+    return cache.at[rows, index].set(new)
 
 
 @layer("kv cache", gradient=False, cache="b s h k", new="b 1 h k", index="b : below s")
@@ -168,7 +176,9 @@ def rotary_halves(x, angles):
     cos = jnp.cos(angles)[:, None]
     sin = jnp.sin(angles)[:, None]
     first, right = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - right * sin, right * cos + first * sin], -1)
+    turned_first = first * cos - right * sin
+    turned_right = right * cos + first * sin
+    return jnp.concatenate([turned_first, turned_right], -1)
 
 
 @layer("rotary", x="b t h 2*k", angles="t k")
@@ -176,17 +186,22 @@ def rotary_pairs(x, angles):
     cos = jnp.cos(angles)[:, None]
     sin = jnp.sin(angles)[:, None]
     even, odd = x[..., ::2], x[..., 1::2]
-    pairs = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
+    turned_even = even * cos - odd * sin
+    turned_odd = odd * cos + even * sin
+    pairs = jnp.stack([turned_even, turned_odd], axis=-1)
     return pairs.reshape(x.shape)
 
 
 @layer("attention", q="b t h k", key="b t h k", v="b t h k", table="31 h")
 def relative_bias(q, key, v, table):
     time = q.shape[1]
-    distance = jnp.arange(time)[:, None] - jnp.arange(time)[None, :] + 15
-    bias = jnp.take(table, distance, axis=0, mode="clip").transpose(2, 0, 1)
+    positions = jnp.arange(time)
+    distance = positions[:, None] - positions[None, :] + 15
+    rows = jnp.take(table, distance, axis=0, mode="clip")
+    bias = rows.transpose(2, 0, 1)
     scores = jnp.einsum("bthk,bshk->bhts", q, key) / 2 + bias
-    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores, axis=-1), v)
+    weights = jax.nn.softmax(scores, axis=-1)
+    return jnp.einsum("bhts,bshk->bthk", weights, v)
 
 
 @layer("attention", q="b t h k", key="b t h k", v="b t h k")
@@ -211,7 +226,8 @@ def blockwise(q, key, v):
         new_largest = jnp.maximum(largest, scores.max(-1))
         weights = jnp.exp(scores - new_largest[..., None])
         scale = jnp.exp(largest - new_largest)
-        top = top * scale[..., None] + jnp.einsum("bths,bshk->bthk", weights, block[1])
+        added = jnp.einsum("bths,bshk->bthk", weights, block[1])
+        top = top * scale[..., None] + added
         return (top, total * scale + weights.sum(-1), new_largest), None
 
     start = jnp.zeros_like(q), q[..., 0] * 0, q[..., 0] * 0 - 1e9

@@ -72,7 +72,8 @@ def conv_depthwise_wide(x, w):
 
 @layer("convolution", x="b c y x", depth="c 1 3 3", point="o c 1 1")
 def conv_separable(x, depth, point):
-    return conv(jax.nn.relu(conv(x, depth, groups=x.shape[1])), point)
+    convolved = conv(x, depth, groups=x.shape[1])
+    return conv(jax.nn.relu(convolved), point)
 
 
 @layer("convolution", x="b y x c", w="3 3 c o")
@@ -82,54 +83,57 @@ def conv_transposed(x, w):
 
 @layer("convolution", x="b t c", w="3 c o")
 def conv_1d(x, w):
-    return lax.conv_general_dilated(
-        x, w, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
-    )
+    dimensions = ("NHC", "HIO", "NHC")
+    return lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=dimensions)
 
 
 @layer("convolution", x="b t c", w="4 1 c")
 def conv_causal(x, w):
+    dimensions = ("NHC", "HIO", "NHC")
     return lax.conv_general_dilated(
         x,
         w,
         (1,),
         [(3, 0)],
-        dimension_numbers=("NHC", "HIO", "NHC"),
+        dimension_numbers=dimensions,
         feature_group_count=x.shape[2],
     )
 
 
 @layer("convolution", x="b 2*t c", w="4 c o")
 def conv_1d_strided(x, w):
-    return lax.conv_general_dilated(
-        x, w, (2,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
-    )
+    dimensions = ("NHC", "HIO", "NHC")
+    return lax.conv_general_dilated(x, w, (2,), "SAME", dimension_numbers=dimensions)
 
 
 @layer("convolution", x="b 4 y x c", w="3 3 3 c o")
 def conv_3d(x, w):
+    dimensions = ("NDHWC", "DHWIO", "NDHWC")
     return lax.conv_general_dilated(
-        x, w, (1, 1, 1), "SAME", dimension_numbers=("NDHWC", "DHWIO", "NDHWC")
+        x, w, (1, 1, 1), "SAME", dimension_numbers=dimensions
     )
 
 
 @layer("convolution", x="b 4 y x c", w="2 2 2 c o")
 def conv_3d_strided(x, w):
+    dimensions = ("NDHWC", "DHWIO", "NDHWC")
     return lax.conv_general_dilated(
-        x, w, (2, 2, 2), "VALID", dimension_numbers=("NDHWC", "DHWIO", "NDHWC")
+        x, w, (2, 2, 2), "VALID", dimension_numbers=dimensions
     )
 
 
 @layer("vit", x="b 16 16 4", w="4 4 4 d", v="d d")
 def vit_patches(x, w, v):
     patches = conv(x, w, stride=4, numbers=NHWC)
-    return patches.reshape(x.shape[0], 16, w.shape[3]) @ v
+    flat = patches.reshape(x.shape[0], 16, w.shape[3])
+    return flat @ v
 
 
 @layer("vit", x="b 8 8 c", w="16*c d")
 def vit_patches_reshaped(x, w):
     batch, _, _, channels = x.shape
-    patches = x.reshape(batch, 2, 4, 2, 4, channels).swapaxes(2, 3)
+    split = x.reshape(batch, 2, 4, 2, 4, channels)
+    patches = split.swapaxes(2, 3)
     return patches.reshape(batch, 4, 16 * channels) @ w
 
 
@@ -158,21 +162,25 @@ def resnet_strided(x, w, v, skip):
 
 @layer("resnet", x="b c y x", down="c r", up="r c")
 def squeeze_excite(x, down, up):
-    gate = jax.nn.sigmoid(jax.nn.relu(x.mean((2, 3)) @ down) @ up)
+    squeezed = jax.nn.relu(x.mean((2, 3)) @ down)
+    gate = jax.nn.sigmoid(squeezed @ up)
     return x * gate[:, :, None, None]
 
 
 @layer("u-net", x="b c 8 8", w="2*c c 3 3", v="o 3*c 3 3")
 def unet(x, w, v):
     small = conv(x, w, stride=2)
-    large = jnp.repeat(jnp.repeat(small, 2, axis=2), 2, axis=3)
+    rows = jnp.repeat(small, 2, axis=2)
+    large = jnp.repeat(rows, 2, axis=3)
     return conv(jnp.concatenate([large, x], axis=1), v)
 
 
 @layer("u-net", x="b 8 8 c", w="3 3 c c", v="3 3 c c")
 def unet_transposed(x, w, v):
-    small = jax.nn.silu(conv(x, w, stride=2, numbers=NHWC))
-    return x + lax.conv_transpose(small, v, (2, 2), "SAME", dimension_numbers=NHWC)
+    convolved = conv(x, w, stride=2, numbers=NHWC)
+    small = jax.nn.silu(convolved)
+    upsampled = lax.conv_transpose(small, v, (2, 2), "SAME", dimension_numbers=NHWC)
+    return x + upsampled
 
 
 @layer("pool", x="b c y x")
@@ -203,13 +211,15 @@ def moving_average(x):
 @layer("image", x="b y x c")
 def upsample_nearest(x):
     batch, height, width, channels = x.shape
-    return jax.image.resize(x, (batch, 2 * height, 2 * width, channels), "nearest")
+    size = (batch, 2 * height, 2 * width, channels)
+    return jax.image.resize(x, size, "nearest")
 
 
 @layer("image", x="b y x c")
 def upsample_linear(x):
     batch, height, width, channels = x.shape
-    return jax.image.resize(x, (batch, 2 * height, 2 * width, channels), "bilinear")
+    size = (batch, 2 * height, 2 * width, channels)
+    return jax.image.resize(x, size, "bilinear")
 
 
 @layer("image", x="b 4*g y x")
@@ -224,7 +234,8 @@ def pixel_shuffle(x):
 def swin_windows(x):
     x = jnp.roll(x, (-2, -2), axis=(1, 2))
     batch, _, _, channels = x.shape
-    windows = x.reshape(batch, 2, 4, 2, 4, channels).swapaxes(2, 3)
+    split = x.reshape(batch, 2, 4, 2, 4, channels)
+    windows = split.swapaxes(2, 3)
     return windows.reshape(batch * 4, 16, channels)
 
 
@@ -232,10 +243,12 @@ def swin_windows(x):
 def unpatch(x, w):
     batch = x.shape[0]
     pixels = (x @ w).reshape(batch, 4, 4, 2, 2, w.shape[1] // 4)
-    return pixels.transpose(0, 1, 3, 2, 4, 5).reshape(batch, 8, 8, w.shape[1] // 4)
+    ordered = pixels.transpose(0, 1, 3, 2, 4, 5)
+    return ordered.reshape(batch, 8, 8, w.shape[1] // 4)
 
 
 @layer("image", x="b y x c", offset="2 : below 4")
 def random_crop(x, offset):
     padded = jnp.pad(x, ((0, 0), (2, 2), (2, 2), (0, 0)))
-    return lax.dynamic_slice(padded, (0, offset[0], offset[1], 0), x.shape)
+    corner = (0, offset[0], offset[1], 0)
+    return lax.dynamic_slice(padded, corner, x.shape)

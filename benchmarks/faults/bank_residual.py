@@ -11,7 +11,8 @@ from ._layers import layer
 
 def normed(x):
     """A norm without a scale over the last dimension."""
-    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-2)
+    mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+    return x * lax.rsqrt(mean_square + 1e-2)
 
 
 @layer("residual", x="2*b d", w0="d d", w1="d d")
@@ -64,7 +65,8 @@ def residual_mlp(x, up0, down0, up1, down1):
 @layer("residual", x="b t d", up="4 d f", down="4 f d")
 def residual_mlp_scan(x, up, down):
     def step(x, weights):
-        return x + jax.nn.gelu(normed(x) @ weights[0]) @ weights[1], None
+        hidden = jax.nn.gelu(normed(x) @ weights[0])
+        return x + hidden @ weights[1], None
 
     return lax.scan(step, x, (up, down))[0]
 
@@ -86,7 +88,8 @@ def highway(x, w, v):
 
 @layer("feed-forward", x="b t d", gate="d f", up="d f", down="f d")
 def gated(x, gate, up, down):
-    return x + (jax.nn.silu(normed(x) @ gate) * (normed(x) @ up)) @ down
+    gated = jax.nn.silu(normed(x) @ gate) * (normed(x) @ up)
+    return x + gated @ down
 
 
 @layer("feed-forward", x="b t d", w="d 2*f", down="f d")
@@ -116,8 +119,10 @@ def lora_many(x, w, a, b, choice):
     "dit", x="b t d", condition="b c", modulate="c 6*d", w="d d", up="d f", down="f d"
 )
 def dit_block(x, condition, modulate, w, up, down):
-    parts = jnp.split((jax.nn.silu(condition) @ modulate)[:, None], 6, axis=-1)
-    x = x + parts[2] * ((normed(x) * (1 + parts[1]) + parts[0]) @ w)
+    modulation = jax.nn.silu(condition) @ modulate
+    parts = jnp.split((modulation)[:, None], 6, axis=-1)
+    scaled = normed(x) * (1 + parts[1]) + parts[0]
+    x = x + parts[2] * (scaled @ w)
     hidden = normed(x) * (1 + parts[4]) + parts[3]
     return x + parts[5] * (jax.nn.gelu(hidden @ up) @ down)
 
@@ -131,7 +136,8 @@ def film(x, condition, w):
 @layer("norm", x="b t d", scale="d", shift="d")
 def layer_norm(x, scale, shift):
     centred = x - x.mean(-1, keepdims=True)
-    return centred * lax.rsqrt(x.var(-1, keepdims=True) + 1e-3) * scale + shift
+    variance = x.var(-1, keepdims=True)
+    return centred * lax.rsqrt(variance + 1e-3) * scale + shift
 
 
 @layer("norm", x="b t d", scale="d")
@@ -150,25 +156,29 @@ def group_norm(x, scale):
     groups = x.reshape(batch, height, width, 4, channels // 4)
     mean = groups.mean((1, 2, 4), keepdims=True)
     variance = groups.var((1, 2, 4), keepdims=True)
-    return ((groups - mean) * lax.rsqrt(variance + 1e-3)).reshape(x.shape) * scale
+    scaled = (groups - mean) * lax.rsqrt(variance + 1e-3)
+    return scaled.reshape(x.shape) * scale
 
 
 @layer("norm", x="b c y x", scale="c")
 def batch_norm(x, scale):
     mean = x.mean((0, 2, 3), keepdims=True)
     variance = x.var((0, 2, 3), keepdims=True)
-    return (x - mean) * lax.rsqrt(variance + 1e-3) * scale[:, None, None]
+    scaled = (x - mean) * lax.rsqrt(variance + 1e-3)
+    return scaled * scale[:, None, None]
 
 
 @layer("norm", x="b c y x")
 def instance_norm(x):
     mean = x.mean((2, 3), keepdims=True)
-    return (x - mean) * lax.rsqrt(x.var((2, 3), keepdims=True) + 1e-3)
+    variance = x.var((2, 3), keepdims=True)
+    return (x - mean) * lax.rsqrt(variance + 1e-3)
 
 
 @layer("norm", x="2*b d", w="d f", scale="f")
 def weight_norm(x, w, scale):
-    return x @ (w * scale * lax.rsqrt(jnp.sum(w * w, axis=0) + 1e-3))
+    norms = lax.rsqrt(jnp.sum(w * w, axis=0) + 1e-3)
+    return x @ (w * scale * norms)
 
 
 @layer("optimizer", w="d f")
@@ -199,7 +209,8 @@ def adamw(w, gradient_, mean, square):
     mean = 0.9 * mean + 0.1 * gradient_
     square = 0.99 * square + 0.01 * gradient_**2
     clip = jnp.minimum(1.0, lax.rsqrt(jnp.sum(gradient_**2) + 1e-3))
-    return w - 0.1 * (clip * mean * lax.rsqrt(square + 1e-3) + 0.01 * w)
+    change = clip * mean * lax.rsqrt(square + 1e-3)
+    return w - 0.1 * (change + 0.01 * w)
 
 
 @layer(
@@ -220,7 +231,8 @@ def adafactor(w, gradient_, rows, columns):
 @layer("training", gradient=False, w0="d f", w1="f d", x="2*b d", target="2*b d")
 def training_step(w0, w1, x, target):
     def loss(w0, w1):
-        return jnp.mean((x + jax.nn.gelu(x @ w0) @ w1 - target) ** 2)
+        hidden = jax.nn.gelu(x @ w0)
+        return jnp.mean((x + hidden @ w1 - target) ** 2)
 
     first, second = jax.grad(loss, (0, 1))(w0, w1)
     return (w0 - 0.1 * first) @ (w1 - 0.1 * second)

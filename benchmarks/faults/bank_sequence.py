@@ -24,12 +24,13 @@ def ssm_scan(decay, x):
 @layer("ssm", x="b t d", w="d 2*d", kernel="4 1 d", gate="d d", out="d d")
 def mamba(x, w, kernel, gate, out):
     hidden, skip = jnp.split(x @ w, 2, axis=-1)
+    dimensions = ("NHC", "HIO", "NHC")
     hidden = lax.conv_general_dilated(
         hidden,
         kernel,
         (1,),
         [(3, 0)],
-        dimension_numbers=("NHC", "HIO", "NHC"),
+        dimension_numbers=dimensions,
         feature_group_count=hidden.shape[2],
     )
     hidden = jax.nn.silu(hidden)
@@ -45,23 +46,28 @@ def selective_scan(x, a, b, c):
         state = decay * state + b * x[..., None]
         return state, jnp.sum(state * c, axis=-1)
 
-    start = jnp.zeros((*x.shape[1:], a.shape[1]), x.dtype)
+    start_shape = (*x.shape[1:], a.shape[1])
+    start = jnp.zeros(start_shape, x.dtype)
     return lax.scan(step, start, x)[1]
 
 
 @layer("ssm", x="b t d", q="b t d", decay="d")
 def retention_chunks(x, q, decay):
     batch, time, width = x.shape
-    chunks = x.reshape(batch, time // 4 if time % 4 == 0 else 1, -1, width)
+    count = time // 4 if time % 4 == 0 else 1
+    chunks = x.reshape(batch, count, -1, width)
     sums = jnp.cumsum(chunks.sum(2), axis=1) * jax.nn.sigmoid(decay)
     within = jnp.cumsum(chunks, axis=2)
-    before = jnp.pad(sums, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-    return q * (within + before[:, :, None]).reshape(x.shape)
+    padded = jnp.pad(sums, ((0, 0), (1, 0), (0, 0)))
+    before = padded[:, :-1]
+    summed = within + before[:, :, None]
+    return q * summed.reshape(x.shape)
 
 
 @layer("ssm", x="b t d")
 def token_shift(x):
-    return jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1] - x
+    padded = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))
+    return padded[:, :-1] - x
 
 
 @layer("rnn", x="t b d", state="b d", w="d 3*d", u="d 3*d")
@@ -92,8 +98,10 @@ def elman(x, state, w):
 def lstm(x, w, u):
     def step(carry, x):
         hidden, cell = carry
-        i, f, g, o = jnp.split(x @ w + hidden @ u, 4, axis=-1)
-        cell = jax.nn.sigmoid(f) * cell + jax.nn.sigmoid(i) * jnp.tanh(g)
+        gates = x @ w + hidden @ u
+        i, f, g, o = jnp.split(gates, 4, axis=-1)
+        kept_cell = jax.nn.sigmoid(f) * cell
+        cell = kept_cell + jax.nn.sigmoid(i) * jnp.tanh(g)
         hidden = jax.nn.sigmoid(o) * jnp.tanh(cell)
         return (hidden, cell), hidden
 
@@ -114,14 +122,19 @@ def advantages(rewards, values):
 @layer("ssm", x="b t d", kernel="t d")
 def fft_convolution(x, kernel):
     time = x.shape[1]
-    product = jnp.fft.rfft(x, 2 * time, axis=1) * jnp.fft.rfft(kernel, 2 * time, axis=0)
-    return jnp.fft.irfft(product, 2 * time, axis=1)[:, :time]
+    waves = jnp.fft.rfft(x, 2 * time, axis=1)
+    kernel_waves = jnp.fft.rfft(kernel, 2 * time, axis=0)
+    product = waves * kernel_waves
+    convolved = jnp.fft.irfft(product, 2 * time, axis=1)
+    return convolved[:, :time]
 
 
 @layer("moe", x="4*b d", router="d e", w="e d f")
 def moe_dense(x, router, w):
-    weights, chosen = lax.top_k(jax.nn.softmax(x @ router, axis=-1), 2)
-    dispatch = jax.nn.one_hot(chosen, w.shape[0], dtype=x.dtype) * weights[..., None]
+    shares = jax.nn.softmax(x @ router, axis=-1)
+    weights, chosen = lax.top_k(shares, 2)
+    hot = jax.nn.one_hot(chosen, w.shape[0], dtype=x.dtype)
+    dispatch = hot * weights[..., None]
     return jnp.einsum("tke,td,edf->tf", dispatch, x, w)
 
 
@@ -131,7 +144,8 @@ def moe_capacity(x, router, up, down):
     scores = jax.nn.softmax(x @ router, axis=-1)
     chosen = jnp.argmax(scores, axis=-1)
     mask = jax.nn.one_hot(chosen, experts, dtype=jnp.int32)
-    position = jnp.sum((jnp.cumsum(mask, axis=0) - 1) * mask, axis=-1)
+    earlier = jnp.cumsum(mask, axis=0) - 1
+    position = jnp.sum(earlier * mask, axis=-1)
     slots = jnp.zeros((experts, capacity, x.shape[1]), x.dtype)
     slots = slots.at[chosen, position].add(x, mode="drop")
     hidden = jax.nn.gelu(jnp.einsum("ecd,edf->ecf", slots, up))
@@ -143,9 +157,11 @@ def moe_capacity(x, router, up, down):
 @layer("moe", x="4*b d", router="d e", w="e d f")
 def moe_masks(x, router, w):
     scores = jax.nn.softmax(x @ router, axis=-1)
-    mask = jax.nn.one_hot(jnp.argmax(scores, -1), w.shape[0], dtype=x.dtype)
+    choice = jnp.argmax(scores, -1)
+    mask = jax.nn.one_hot(choice, w.shape[0], dtype=x.dtype)
     position = jnp.cumsum(mask, axis=0) * mask - mask
-    place = jax.nn.one_hot(position.sum(-1).astype(jnp.int32), 8, dtype=x.dtype)
+    slot = position.sum(-1).astype(jnp.int32)
+    place = jax.nn.one_hot(slot, 8, dtype=x.dtype)
     dispatch = mask[:, :, None] * place[:, None, :]
     slots = jnp.einsum("tec,td->ecd", dispatch, x)
     out = jnp.einsum("ecd,edf->ecf", slots, w)
@@ -172,7 +188,8 @@ def embedding(table, tokens, w):
 
 @layer("embedding", table="v d", tokens="b t : below v")
 def tied_embedding(table, tokens):
-    return jax.nn.log_softmax(jnp.tanh(table[tokens]) @ table.T, axis=-1)
+    hidden = jnp.tanh(table[tokens])
+    return jax.nn.log_softmax(hidden @ table.T, axis=-1)
 
 
 @layer("embedding", table="v d", tokens="b t : below v", positions="t d")
@@ -189,20 +206,23 @@ def filled_embedding(table, tokens):
 @layer("loss", logits="b t v", labels="b t : below v")
 def cross_entropy(logits, labels):
     log_probabilities = jax.nn.log_softmax(logits, axis=-1)
-    return -jnp.take_along_axis(log_probabilities, labels[..., None], -1)[..., 0]
+    picked = jnp.take_along_axis(log_probabilities, labels[..., None], -1)
+    return -picked[..., 0]
 
 
 @layer("loss", x="b t d", w="d v", labels="b t : below v")
 def cut_vocabulary_loss(x, w, labels):
     logits = x @ w
     hot = jax.nn.one_hot(labels, w.shape[1], dtype=x.dtype)
-    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * hot, axis=-1)
+    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    return normalizer - jnp.sum(logits * hot, axis=-1)
 
 
 @layer("loss", x="b t d", w="d v", labels="b t : below v", mask="b t : mask")
 def masked_loss(x, w, labels, mask):
     logits = x @ w
-    label_logits = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    picked = jnp.take_along_axis(logits, labels[..., None], -1)
+    label_logits = picked[..., 0]
     losses = jax.nn.logsumexp(logits, axis=-1) - label_logits
     return (losses * mask).sum(-1) / (mask.sum(-1) + 1)
 
@@ -210,23 +230,29 @@ def masked_loss(x, w, labels, mask):
 @layer("loss", x="b 2*t d", w="d v", labels="b 2*t : below v")
 def chunked_loss(x, w, labels):
     batch, time, width = x.shape
-    chunks = jnp.moveaxis(x.reshape(batch, 2, time // 2, width), 1, 0)
-    targets = jnp.moveaxis(labels.reshape(batch, 2, time // 2), 1, 0)
+    split = x.reshape(batch, 2, time // 2, width)
+    chunks = jnp.moveaxis(split, 1, 0)
+    split_labels = labels.reshape(batch, 2, time // 2)
+    targets = jnp.moveaxis(split_labels, 1, 0)
 
     def step(total, chunk):
         logits = chunk[0] @ w
-        label_logits = jnp.take_along_axis(logits, chunk[1][..., None], -1)[..., 0]
+        picked = jnp.take_along_axis(logits, chunk[1][..., None], -1)
+        label_logits = picked[..., 0]
         losses = jax.nn.logsumexp(logits, axis=-1) - label_logits
         return total + losses.sum(-1), None
 
     start = jnp.zeros((batch,), x.dtype)
-    return lax.scan(jax.checkpoint(step), start, (chunks, targets))[0]
+    rematerialized = jax.checkpoint(step)
+    return lax.scan(rematerialized, start, (chunks, targets))[0]
 
 
 @layer("loss", images="2*b d", texts="2*b d")
 def contrastive(images, texts):
-    images = images * lax.rsqrt(jnp.sum(images**2, -1, keepdims=True) + 1e-3)
-    texts = texts * lax.rsqrt(jnp.sum(texts**2, -1, keepdims=True) + 1e-3)
+    image_squares = jnp.sum(images**2, -1, keepdims=True)
+    images = images * lax.rsqrt(image_squares + 1e-3)
+    text_squares = jnp.sum(texts**2, -1, keepdims=True)
+    texts = texts * lax.rsqrt(text_squares + 1e-3)
     logits = 5 * images @ texts.T
     rows = jnp.diagonal(jax.nn.log_softmax(logits, axis=1))
     return rows + jnp.diagonal(jax.nn.log_softmax(logits, axis=0))
@@ -256,7 +282,8 @@ def dense_graph(x, adjacency, w):
 
 @layer("index", x="2*t d")
 def shift_set(x):
-    return x.at[:-1].set(x[1:]).at[-1].set(1.5)
+    shifted = x.at[:-1].set(x[1:])
+    return shifted.at[-1].set(1.5)
 
 
 @layer("index", x="2*t d", index="t : permuted 2*t", update="t d")
@@ -271,7 +298,8 @@ def scatter_add(x, index, update):
 
 @layer("index", x="b t d", index="b t : below d")
 def gather_last(x, index):
-    return jnp.take_along_axis(x, index[..., None], axis=-1)[..., 0]
+    picked = jnp.take_along_axis(x, index[..., None], axis=-1)
+    return picked[..., 0]
 
 
 @layer("index", x="b t")
@@ -293,26 +321,27 @@ def sort_by_key(x, key):
 
 @layer("index", x="b t d")
 def cumulative_mean(x):
-    return jnp.cumsum(x, axis=1) / jnp.arange(1, x.shape[1] + 1)[:, None]
+    counts = jnp.arange(1, x.shape[1] + 1)[:, None]
+    return jnp.cumsum(x, axis=1) / counts
 
 
 @layer("index", x="b t d")
 def log_cumulative(x):
-    return lax.cumlogsumexp(x, axis=1) + jnp.flip(jnp.cumsum(x, axis=2), axis=2)
+    backwards = jnp.flip(jnp.cumsum(x, axis=2), axis=2)
+    return lax.cumlogsumexp(x, axis=1) + backwards
 
 
 @layer("random", x="b t d", key="1 : below 9")
 def dropout(x, key):
-    keep = jax.random.bernoulli(
-        jax.random.fold_in(jax.random.key(0), key[0]), 0.8, x.shape
-    )
+    folded = jax.random.fold_in(jax.random.key(0), key[0])
+    keep = jax.random.bernoulli(folded, 0.8, x.shape)
     return jnp.where(keep, x / 0.8, 0)
 
 
 @layer("random", gradient=False, logits="b v", key="1 : below 9")
 def sample(logits, key):
-    noise = jax.random.uniform(
-        jax.random.fold_in(jax.random.key(0), key[0]), logits.shape, jnp.float32
-    )
-    choice = jnp.argmax(logits - jnp.log(-jnp.log(noise + 1e-3)), axis=-1)
+    folded = jax.random.fold_in(jax.random.key(0), key[0])
+    noise = jax.random.uniform(folded, logits.shape, jnp.float32)
+    gumbel = jnp.log(-jnp.log(noise + 1e-3))
+    choice = jnp.argmax(logits - gumbel, axis=-1)
     return jax.nn.one_hot(choice, logits.shape[1], dtype=logits.dtype)

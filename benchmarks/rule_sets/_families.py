@@ -25,9 +25,8 @@ def normed(p: Params, x: jax.Array) -> jax.Array:
     if "bias" in p:
         scale = p.get("weight", p.get("scale"))
         return jax.nn.standardize(x, epsilon=1e-6) * scale + p["bias"]
-    return (
-        x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * p["weight"]
-    )
+    mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(mean_square + 1e-6) * p["weight"]
 
 
 def turned(x: jax.Array) -> jax.Array:
@@ -40,9 +39,9 @@ def turned(x: jax.Array) -> jax.Array:
     second = x[..., half:]
     cosine = jnp.cos(angles)
     sine = jnp.sin(angles)
-    return jnp.concatenate(
-        [first * cosine - second * sine, second * cosine + first * sine], axis=-1
-    )
+    turned_first = first * cosine - second * sine
+    turned_second = second * cosine + first * sine
+    return jnp.concatenate([turned_first, turned_second], axis=-1)
 
 
 def attended(
@@ -51,11 +50,13 @@ def attended(
     """Attention over `[batch, length, heads, dim]`, the heads joined in the result."""
     repeats = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(each, repeats, axis=2) for each in (key, value))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5 + bias
+    products = jnp.einsum("bqhd,bkhd->bhqk", query, key)
+    scores = products / query.shape[-1] ** 0.5 + bias
     if causal:
         array = jnp.ones(scores.shape[-2:], bool)
         scores = jnp.where(jnp.tril(array), scores, -1e9)
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), value)
+    weights = jax.nn.softmax(scores, axis=-1)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
     return mixed.reshape(*mixed.shape[:2], -1)
 
 
@@ -65,7 +66,8 @@ def heads_of(x: jax.Array, width: int) -> jax.Array:
 
 
 def token_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    right = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    picked = jnp.take_along_axis(logits, tokens[..., None], axis=-1)
+    right = picked[..., 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - right)
 
 
@@ -105,7 +107,8 @@ def _self_attention(p: Params, x: jax.Array, head_dim: int) -> jax.Array:
     if "q_norm" in p:
         query = normed(p["q_norm"], query)
         key = normed(p["k_norm"], key)
-    return linear(p["o_proj"], attended(turned(query), turned(key), value, causal=True))
+    mixed = attended(turned(query), turned(key), value, causal=True)
+    return linear(p["o_proj"], mixed)
 
 
 def _feed_forward(layer: Params, x: jax.Array) -> jax.Array:
@@ -115,8 +118,10 @@ def _feed_forward(layer: Params, x: jax.Array) -> jax.Array:
     if "experts" in p:
         return _experts(p, x, ("gate_proj", "up_proj", "down_proj"))
     if "c_fc" in p:
-        return linear(p["c_proj"], jax.nn.gelu(linear(p["c_fc"], x)))
-    wide = jax.nn.silu(linear(p["gate_proj"], x)) * linear(p["up_proj"], x)
+        wide = jax.nn.gelu(linear(p["c_fc"], x))
+        return linear(p["c_proj"], wide)
+    gated = jax.nn.silu(linear(p["gate_proj"], x))
+    wide = gated * linear(p["up_proj"], x)
     return linear(p["down_proj"], wide)
 
 
@@ -124,9 +129,11 @@ def _experts(p: Params, x: jax.Array, names: tuple[str, str, str]) -> jax.Array:
     """Each token through its two best experts. The experts are an array each, or one
     array with a leading dimension.
     """
-    gates = jax.nn.softmax(linear(p["gate"], x), axis=-1)
+    scores = linear(p["gate"], x)
+    gates = jax.nn.softmax(scores, axis=-1)
     _, chosen = jax.lax.top_k(gates, 2)
-    total = jax.nn.one_hot(chosen, gates.shape[-1], dtype=x.dtype).sum(-2)
+    hot = jax.nn.one_hot(chosen, gates.shape[-1], dtype=x.dtype)
+    total = hot.sum(-2)
     shares = total * gates
     gate, up, down = names
     if gate in p["experts"]:
@@ -137,8 +144,10 @@ def _experts(p: Params, x: jax.Array, names: tuple[str, str, str]) -> jax.Array:
         return jnp.einsum("xbsh,xeh->bse", wide, down)
     result = jnp.zeros_like(x)
     for number, expert in enumerate(layers_of(p["experts"])):
-        wide = jax.nn.silu(linear(expert[gate], x)) * linear(expert[up], x)
-        result = result + shares[..., number : number + 1] * linear(expert[down], wide)
+        gated = jax.nn.silu(linear(expert[gate], x))
+        wide = gated * linear(expert[up], x)
+        share = shares[..., number : number + 1]
+        result = result + share * linear(expert[down], wide)
     return result
 
 
@@ -163,9 +172,12 @@ def latent_loss(
             normed(attention_weights["kv_a_layernorm"], latent),
         )
         both = heads_of(both, nope + value)
-        shared = jnp.broadcast_to(turned(shared[:, :, None]), (*both.shape[:-1], rope))
+        turned_shared = turned(shared[:, :, None])
+        shared = jnp.broadcast_to(turned_shared, (*both.shape[:-1], rope))
         key = jnp.concatenate([both[..., :nope], shared], axis=-1)
-        query = jnp.concatenate([query[..., :nope], turned(query[..., nope:])], axis=-1)
+        plain_query = query[..., :nope]
+        turned_query = turned(query[..., nope:])
+        query = jnp.concatenate([plain_query, turned_query], axis=-1)
         mixed = attended(query, key, both[..., nope:], causal=True)
         x = x + linear(attention_weights["o_proj"], mixed)
         x = x + _feed_forward(layer, normed(layer["post_attention_layernorm"], x))
@@ -182,13 +194,15 @@ def gpt_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
     weight = p["wpe"]["weight"][: tokens.shape[1]]
     x = p["wte"]["weight"][tokens] + weight
     for layer in layers_of(p["h"]):
-        joint = conv(layer["attn"]["c_attn"], normed(layer["ln_1"], x))
+        attention_input = normed(layer["ln_1"], x)
+        joint = conv(layer["attn"]["c_attn"], attention_input)
         query, key, value = (
             heads_of(each, head_dim) for each in jnp.split(joint, 3, axis=-1)
         )
         mixed = attended(query, key, value, causal=True)
         x = x + conv(layer["attn"]["c_proj"], mixed)
-        wide = jax.nn.gelu(conv(layer["mlp"]["c_fc"], normed(layer["ln_2"], x)))
+        mlp_input = normed(layer["ln_2"], x)
+        wide = jax.nn.gelu(conv(layer["mlp"]["c_fc"], mlp_input))
         x = x + conv(layer["mlp"]["c_proj"], wide)
     logits = normed(p["ln_f"], x) @ p["wte"]["weight"].T
     return token_loss(logits, tokens)
@@ -209,13 +223,14 @@ def bert_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
             heads_of(linear(attention_weights[name], x), head_dim)
             for name in ("query", "key", "value")
         )
-        mixed = linear(out["dense"], attended(query, key, value, causal=False))
+        joined = attended(query, key, value, causal=False)
+        mixed = linear(out["dense"], joined)
         x = normed(out["LayerNorm"], x + mixed)
         wide = jax.nn.gelu(linear(layer["intermediate"]["dense"], x))
-        x = normed(
-            layer["output"]["LayerNorm"], x + linear(layer["output"]["dense"], wide)
-        )
-    return jnp.mean(jnp.tanh(linear(p["pooler"]["dense"], x[:, 0])) ** 2)
+        narrow = linear(layer["output"]["dense"], wide)
+        x = normed(layer["output"]["LayerNorm"], x + narrow)
+    pooled = linear(p["pooler"]["dense"], x[:, 0])
+    return jnp.mean(jnp.tanh(pooled) ** 2)
 
 
 def t5_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
@@ -226,14 +241,14 @@ def t5_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
     ) -> jax.Array:
         query = heads_of(linear(weights["q"], x), head_dim)
         key, value = (heads_of(linear(weights[name], y), head_dim) for name in "kv")
-        return linear(
-            weights["o"], attended(query, key, value, causal=causal, bias=bias)
-        )
+        joined = attended(query, key, value, causal=causal, bias=bias)
+        return linear(weights["o"], joined)
 
     def gated(weights: Params, x: jax.Array) -> jax.Array:
+        activated = jax.nn.gelu(linear(weights["wi_0"], x))
         return linear(
             weights["wo"],
-            jax.nn.gelu(linear(weights["wi_0"], x)) * linear(weights["wi_1"], x),
+            activated * linear(weights["wi_1"], x),
         )
 
     def bias_of(side: Params, length: int) -> jax.Array:
@@ -241,7 +256,8 @@ def t5_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
         table = first["relative_attention_bias"]["weight"]
         values = jnp.arange(length)[:, None]
         apart = jnp.arange(length)[None] - values
-        return table[jnp.clip(apart + 8, 0, 31)].transpose(2, 0, 1)
+        rows = table[jnp.clip(apart + 8, 0, 31)]
+        return rows.transpose(2, 0, 1)
 
     table = p["shared"]["weight"]
     encoder = p["encoder"]
@@ -270,14 +286,16 @@ def t5_loss(p: Params, tokens: jax.Array, head_dim: int) -> jax.Array:
 def vit_loss(p: Params, images: jax.Array) -> jax.Array:
     """ViT under big_vision's names, with a loss over its last tokens."""
     kernel = p["embedding"]["kernel"]
+    dimensions = ("NHWC", "HWIO", "NHWC")
     x = jax.lax.conv_general_dilated(
         images,
         kernel,
         kernel.shape[:2],
         "VALID",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        dimension_numbers=dimensions,
     )
-    x = x.reshape(x.shape[0], -1, x.shape[-1]) + p["embedding"]["bias"]
+    patches = x.reshape(x.shape[0], -1, x.shape[-1])
+    x = patches + p["embedding"]["bias"]
     x = x + p["pos_embedding"]
     body = p["Transformer"]
     names = [name for name in body if name.startswith("encoderblock")]
@@ -290,11 +308,14 @@ def vit_loss(p: Params, images: jax.Array) -> jax.Array:
             + attention_weights[each]["bias"]
             for each in ("query", "key", "value")
         )
-        mixed = heads_of(attended(query, key, value, causal=False), query.shape[-1])
+        joined = attended(query, key, value, causal=False)
+        mixed = heads_of(joined, query.shape[-1])
         x = x + jnp.einsum("bshd,hde->bse", mixed, attention_weights["out"]["kernel"])
         x = x + attention_weights["out"]["bias"]
         first = layer["MlpBlock_0"]["Dense_0"]
         second = layer["MlpBlock_0"]["Dense_1"]
         wide = normed(layer["LayerNorm_1"], x) @ first["kernel"] + first["bias"]
-        x = x + jax.nn.gelu(wide) @ second["kernel"] + second["bias"]
-    return jnp.mean(normed(body["encoder_norm"], x) ** 2 * jnp.arange(x.shape[-1]))
+        hidden = jax.nn.gelu(wide)
+        x = x + hidden @ second["kernel"] + second["bias"]
+    squares = normed(body["encoder_norm"], x) ** 2
+    return jnp.mean(squares * jnp.arange(x.shape[-1]))
