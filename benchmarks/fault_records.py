@@ -71,14 +71,7 @@ def with_table(page: str) -> str:
 
 def _row(record: Mapping[str, Any]) -> tuple[str, ...]:
     runs = record.get("runs", {})
-    versions = [
-        "; ".join(
-            f"{', '.join(run[outcome])} ({partitioner})"
-            for partitioner, run in runs.items()
-            if run[outcome]
-        )
-        for outcome in ("wrong", "right")
-    ]
+    versions = [versions_of(runs, outcome) for outcome in ("wrong", "right")]
     program = f"**{record['id']}**: {record['pattern']} (`{record['repro']}`)"
     return (
         program,
@@ -86,6 +79,21 @@ def _row(record: Mapping[str, Any]) -> tuple[str, ...]:
         record["effect"],
         record["met_by"],
         record["mended_by"],
+    )
+
+
+def versions_of(runs: Mapping[str, Any], outcome: str) -> str:
+    """The versions with this outcome, by partitioner if it is another for each."""
+    by_partitioner = {
+        partitioner: ", ".join(run[outcome]) for partitioner, run in runs.items()
+    }
+    lists = {*by_partitioner.values()}
+    if len(lists) == 1:
+        return lists.pop()
+    return "; ".join(
+        f"{versions} ({partitioner})"
+        for partitioner, versions in by_partitioner.items()
+        if versions
     )
 
 

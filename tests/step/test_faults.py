@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import shardfx as sfx
-from benchmarks.fault_records import with_table
+from benchmarks.fault_records import versions_of, with_table
 from shardfx._step.faults import (
     ArrayCut,
     ArrayPredicate,
@@ -59,6 +59,15 @@ def test_the_page_has_the_records_as_its_table():
     assert with_table(page) == page
     for fault in fault_records():
         assert f"**{fault.id}**" in page
+
+
+def test_versions_are_told_once_where_both_partitioners_agree():
+    runs = {
+        "shardy": {"wrong": ["1", "2"], "right": []},
+        "gspmd": {"wrong": ["1", "2"], "right": ["3"]},
+    }
+    assert versions_of(runs, "wrong") == "1, 2"
+    assert versions_of(runs, "right") == "3 (gspmd)"
 
 
 def test_versions_are_written_by_the_command_only():
