@@ -14,13 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
-from shardfx import (
-    From,
-    PathRules,
-    ShardPlan,
-    checkpoint,
-    plan,
-)
+from shardfx import From, PathRules, ShardPlan, checkpoint, plan
 
 from ._case import Race, Rival, Value
 from ._convert_trees import (
@@ -30,7 +24,12 @@ from ._convert_trees import (
     trainer_plan,
     trainer_structs,
 )
-from ._machine import fresh_process, peak_resident_bytes, reset_peak, resident_bytes
+from ._machine import (
+    figures_of_loader,
+    peak_resident_bytes,
+    reset_peak,
+    resident_bytes,
+)
 from ._runner import Options
 
 
@@ -127,7 +126,7 @@ LOADERS: dict[str, Callable[[Path, ShardPlan], Any]] = {
 
 def memory_of_loads(mebibytes: int, options: Options) -> Mapping[str, Value]:
     file = checkpoint_folder(mebibytes) / "model.safetensors"
-    values = {}
+    values: dict[str, Value] = {}
     for name in LOADERS:
         arguments = {
             "file": str(file),
@@ -135,10 +134,7 @@ def memory_of_loads(mebibytes: int, options: Options) -> Mapping[str, Value]:
             "name": name,
             "devices": len(options.devices),
         }
-        for key, value in fresh_process(
-            "benchmarks._convert_loads:memory_of", arguments
-        ).items():
-            values[f"{key}.{name}"] = value
+        values |= figures_of_loader("benchmarks._convert_loads:memory_of", arguments)
     return values
 
 
@@ -151,19 +147,10 @@ def memory_of(file: str, mebibytes: int, name: str, devices: int) -> dict[str, f
     with tempfile.TemporaryDirectory() as folder:
         from safetensors.numpy import save_file
 
-        array = np.ones((8, 8), np.float32)
-        save_file({"w": array}, Path(folder, "small.safetensors"))
-        array = np.ones((8, 8), np.float32)
+        small = {"w": np.ones((8, 8), np.float32)}
+        save_file(small, Path(folder, "small.safetensors"))
         mesh = jax.make_mesh((1,), ("x",))
-        sharding_plan = plan(
-            {"w": array},
-            mesh,
-            paths=REPLICATED,
-        )
-        checkpoint.load(
-            folder,
-            sharding_plan,
-        )
+        checkpoint.load(folder, plan(small, mesh, paths=REPLICATED))
     held = sum(leaf.bytes_per_device for leaf in trainer.leaves) * devices
     reset_peak()
     before = resident_bytes()

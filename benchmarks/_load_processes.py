@@ -17,7 +17,13 @@ from shardfx import PathRules, ShardPlan, plan
 from ._case import Value
 from ._load_files import CUTS, checkpoint_folder, file_bytes, plan_of_cut, read_through
 from ._load_rivals import ABSENT, LOADERS, flax_file
-from ._machine import fresh_process, peak_resident_bytes, reset_peak, resident_bytes
+from ._machine import (
+    figures_of_loader,
+    fresh_process,
+    peak_resident_bytes,
+    reset_peak,
+    resident_bytes,
+)
 from ._runner import Options
 
 
@@ -105,10 +111,7 @@ def memory_of_loads(mebibytes: int, options: Options) -> Mapping[str, Value]:
             "name": name,
             "devices": len(options.devices),
         }
-        for key, value in fresh_process(
-            "benchmarks._load_processes:memory_of", arguments
-        ).items():
-            values[f"{key}.{name}"] = value
+        values |= figures_of_loader("benchmarks._load_processes:memory_of", arguments)
     return values
 
 

@@ -94,6 +94,13 @@ def fresh_process(
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def figures_of_loader(target: str, arguments: Mapping[str, Any]) -> dict[str, float]:
+    """What `target` measures in a new process, each figure under the loader's name."""
+    figures = fresh_process(target, arguments)
+    name = arguments["name"]
+    return {f"{figure}.{name}": value for figure, value in figures.items()}
+
+
 def resident_bytes() -> int:
     """What this process holds in memory now."""
     return _status("VmRSS")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
-from shardfx import MeshSpec, PathRules, checkpoint, plan
+from shardfx import MeshSpec, PathRules, ShardPlan, checkpoint, plan
 
 from . import _load_stores, _many_arrays
 from ._case import Case, Entry, Finding, Limit, Race, Rival, Value, memcpy
@@ -45,6 +45,7 @@ SUMMARY = (
     "A checkpoint of 2 GiB (64 MiB under --quick) from its file onto the devices; the"
     " page cache is warm."
 )
+SAFETENSORS = ("safetensors",)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,19 +121,46 @@ def cases(options: Options) -> list[Entry]:
     ]
 
 
+def _rivals_of_files(file: Path, sharding_plan: ShardPlan) -> tuple[Rival, ...]:
+    """Those that read files of many small tensors, too."""
+    shardings = sharding_plan.shardings
+    shardfx_rival = _rival(
+        "shardfx",
+        lambda path, _: checkpoint.load(path, sharding_plan),
+        file,
+        shardings,
+    )
+    by_file = _rival(
+        "load_file, device_put", load_by_file, file, shardings, SAFETENSORS
+    )
+    by_safe_open = _rival(
+        "safe_open, device_put", load_by_safe_open, file, shardings, SAFETENSORS
+    )
+    in_torch = [
+        _rival(name, load, file, shardings, needs)
+        for name, (load, needs) in TORCH.items()
+    ]
+    return (shardfx_rival, by_file, by_safe_open, *in_torch)
+
+
 def _rival(
     name: str,
     load: Callable[[Path, Any], Any],
-    file: Callable[[], Path],
+    file: Path,
     shardings: Any,
-    needs: tuple[str, ...],
-):
+    needs: tuple[str, ...] = (),
+) -> Rival:
     def make() -> Callable[[Any], Any]:
-        path = file()
-        read_through(path)
-        return lambda _: load(path, shardings)
+        read_through(file)
+        return lambda _: load(file, shardings)
 
     return Rival(name, make=make, check=_same_as(shardings), needs=needs)
+
+
+def _flax_loader(file: Path, shardings: Any) -> Callable[[Any], Any]:
+    packed = flax_file(file)
+    read_through(packed)
+    return lambda _: load_by_flax(packed, shardings)
 
 
 def _same_as(shardings: Any) -> Callable[[Any, Any], None]:
@@ -154,61 +182,26 @@ def _safetensors(mebibytes: int, cut: str, options: Options) -> Race:
     sharding_plan = plan_of_cut(mebibytes, cut, options.devices)
     shardings = sharding_plan.shardings
 
-    def own() -> Path:
-        return file
-
+    by_slices = _rival(
+        "safetensors slices", load_by_slices, file, shardings, SAFETENSORS
+    )
+    by_memory_map = _rival("memory map", load_by_memory_map, file, shardings)
+    by_flax = Rival(
+        "flax msgpack",
+        make=ft.partial(_flax_loader, file, shardings),
+        check=_same_as(shardings),
+        needs=("flax", "msgpack"),
+    )
     rivals = (
-        _rival(
-            "shardfx",
-            load=lambda path, _: checkpoint.load(path, sharding_plan),
-            file=own,
-            shardings=shardings,
-            needs=(),
-        ),
-        _rival(
-            "load_file, device_put",
-            load=load_by_file,
-            file=own,
-            shardings=shardings,
-            needs=("safetensors",),
-        ),
-        _rival(
-            "safetensors slices",
-            load=load_by_slices,
-            file=own,
-            shardings=shardings,
-            needs=("safetensors",),
-        ),
-        _rival(
-            "memory map",
-            load=load_by_memory_map,
-            file=own,
-            shardings=shardings,
-            needs=(),
-        ),
-        _rival(
-            "flax msgpack",
-            load=load_by_flax,
-            file=lambda: flax_file(file),
-            shardings=shardings,
-            needs=("flax", "msgpack"),
-        ),
-        _rival(
-            "safe_open, device_put",
-            load=load_by_safe_open,
-            file=own,
-            shardings=shardings,
-            needs=("safetensors",),
-        ),
-        *[
-            _rival(name, load=load, file=own, shardings=shardings, needs=needs)
-            for name, (load, needs) in TORCH.items()
-        ],
+        *_rivals_of_files(file, sharding_plan),
+        by_slices,
+        by_memory_map,
+        by_flax,
     )
     facts = {"tensors": COUNT, "devices": len(options.devices)}
     return Race(
         rivals=rivals,
-        fresh=own,
+        fresh=lambda: file,
         byte_count=sharding_plan.bytes_total,
         floor=memcpy(sharding_plan.bytes_total),
         facts=facts,
@@ -229,42 +222,10 @@ def _small(count: int, options: Options) -> Race:
     mesh = Mesh(np.array(options.devices), ("x",))
     rules = PathRules([(".*", P())])
     sharding_plan = plan(structs, mesh, paths=rules)
-    shardings = sharding_plan.shardings
-
-    def own() -> Path:
-        return file
-
-    rivals = (
-        _rival(
-            "shardfx",
-            load=lambda path, _: checkpoint.load(path, sharding_plan),
-            file=own,
-            shardings=shardings,
-            needs=(),
-        ),
-        _rival(
-            "safe_open, device_put",
-            load=load_by_safe_open,
-            file=own,
-            shardings=shardings,
-            needs=("safetensors",),
-        ),
-        _rival(
-            "load_file, device_put",
-            load=load_by_file,
-            file=own,
-            shardings=shardings,
-            needs=("safetensors",),
-        ),
-        *[
-            _rival(name, load=load, file=own, shardings=shardings, needs=needs)
-            for name, (load, needs) in TORCH.items()
-        ],
-    )
     facts = {"tensors": count, "devices": len(options.devices)}
     return Race(
-        rivals=rivals,
-        fresh=own,
+        rivals=_rivals_of_files(file, sharding_plan),
+        fresh=lambda: file,
         facts=facts,
         clear_caches=False,
     )
@@ -285,15 +246,17 @@ def _cast(mebibytes: int, options: Options) -> Race:
     def check(_: Any, result: Any) -> None:
         expected = rival(None)
         for name in list(expected)[::16]:
-            assert np.array_equal(np.asarray(result[name]), np.asarray(expected[name]))
+            expected_array = np.asarray(expected[name])
+            assert np.array_equal(np.asarray(result[name]), expected_array)
 
     read_through(file)
+    shardfx_rival = Rival(
+        "shardfx",
+        make=lambda: lambda _: checkpoint.load(file, sharding_plan, dtype="plan"),
+        check=check,
+    )
     rivals = (
-        Rival(
-            "shardfx",
-            make=lambda: lambda _: checkpoint.load(file, sharding_plan, dtype="plan"),
-            check=check,
-        ),
+        shardfx_rival,
         Rival(
             "load_file, astype, device_put",
             make=lambda: rival,
@@ -344,10 +307,12 @@ def _quarters(mebibytes: int) -> Mapping[str, Value]:
     index = checkpoint.read_index(checkpoint_folder(mebibytes))
     values: dict[str, Value] = {}
     for cut in ("rows", "columns"):
+        structs = checkpoint.structs(index)
+        rules = PathRules([(".*", CUTS[cut])])
         sharding_plan = plan(
-            checkpoint.structs(index),
+            structs,
             MeshSpec({"x": 8}),
-            paths=PathRules([(".*", CUTS[cut])]),
+            paths=rules,
         )
         reads = checkpoint.plan_reads(index, sharding_plan, processes=4)
         most = max(reads.processes, key=lambda process: process.read_bytes)
