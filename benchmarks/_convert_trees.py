@@ -109,7 +109,8 @@ def trainer_structs(layers: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def trainer_plan(layers: int, devices: list[Any]) -> ShardPlan:
-    mesh = Mesh(np.array(devices).reshape(2, -1), ("fsdp", "tensor"))
+    grid = np.array(devices).reshape(2, -1)
+    mesh = Mesh(grid, ("fsdp", "tensor"))
     rules = PathRules(
         [
             ("embed", P("fsdp", "tensor")),
@@ -178,7 +179,8 @@ def small_weights(
         path: np.random.default_rng(seed).normal(size=shape).astype(jnp.bfloat16)
         for seed, (path, shape) in enumerate(shapes.items())
     }
-    theirs = Mesh(np.array(devices).reshape(2, -1), ("fsdp", "tensor"))
+    grid = np.array(devices).reshape(2, -1)
+    theirs = Mesh(grid, ("fsdp", "tensor"))
     down = ("^(o|down)$", P(None, "tensor", "fsdp"))
     rules = [
         ("norm", P()),

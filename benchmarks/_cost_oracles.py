@@ -142,15 +142,14 @@ def order() -> Mapping[str, Value]:
     values: dict[str, Value] = {}
     ours: dict[str, tuple[float, float]] = {}
     for row in published["rows"]:
+        sequences = published["sequences"]
         mesh, plans, step = _cost_deepseek.planned(
-            published, row["axes"], sequences=published["sequences"]
+            published, row["axes"], sequences=sequences
         )
         structs = [plan.structs for plan in plans.values()]
         sent = estimate(step, *structs, mesh=mesh)
-        wire = (
-            1e3
-            * seconds(sent, published["chip"], mesh, slice=published["slice"]).seconds
-        )
+        predicted = seconds(sent, published["chip"], mesh, slice=published["slice"])
+        wire = 1e3 * predicted.seconds
         held = _donated(plans, step, published["chip"]).peak_bytes / 1e6
         ours[row["name"]] = (wire, held)
         values |= {
@@ -199,32 +198,31 @@ def pod() -> Mapping[str, Value]:
         weights = 3 * 2 * published["parameters"] / tensor * (shards - 1) / shards
         # Four gathers and four scatters of the activations in each layer, forward and
         # backward.
-        acts = (
+        activation_bytes = (
             8
             * published["layers"]
             * 2
             * published["tokens"]
             / shards
             * published["width"]
-            * (tensor - 1)
-            / tensor
         )
+        acts = activation_bytes * (tensor - 1) / tensor
+        weights_row = _cost_book.row("all-gather", int(weights), shards, ("fsdp",))
+        acts_row = _cost_book.row("all-gather", int(acts), tensor, ("tensor",))
         rows = (
-            _cost_book.row("all-gather", int(weights), shards, ("fsdp",)),
-            _cost_book.row("all-gather", int(acts), tensor, ("tensor",)),
+            weights_row,
+            acts_row,
         )
-        times = seconds(
-            Traffic(rows, published["chips"]), chip, mesh, slice=published["slice"]
-        )
+        sent = Traffic(rows, published["chips"])
+        times = seconds(sent, chip, mesh, slice=published["slice"])
         wire_over_compute[f"{shards} x {tensor}"] = times.seconds / compute
     best = min(wire_over_compute, key=lambda name: wire_over_compute[name])
     assert wire_over_compute[f"{published['chips']} x 1"] > 1, (
         "the book: pure fsdp is bound by communication"
     )
+    fully_sharded = wire_over_compute[f"{published['chips']} x 1"]
     return {
-        "pure_fsdp_wire_over_compute": round(
-            wire_over_compute[f"{published['chips']} x 1"], 2
-        ),
+        "pure_fsdp_wire_over_compute": round(fully_sharded, 2),
         "best": best,
         "best_wire_over_compute": round(wire_over_compute[best], 2),
         "book_best": "about 2048 x 4",
@@ -257,7 +255,8 @@ def recipes() -> Mapping[str, Value]:
         others = statistics.mean(
             value for name, value in efficiency.items() if name != row["chip"]
         )
-        held.setdefault(row["chip"], []).append(_error(least / others, row))
+        error = _error(least / others, row)
+        held.setdefault(row["chip"], []).append(error)
     by_dtype: dict[str, list[float]] = {}
     for least, row in zip(ideal, rows, strict=True):
         by_dtype.setdefault(f"{row['chip']}.{row['dtype']}", []).append(
@@ -293,11 +292,11 @@ def _ideal_seconds(row: Mapping[str, Any]) -> float:
     counted, as in MFU.
     """
     model = DATA["models"][row["model"]]
-    heads = (
-        model["width"] * model["head_dim"] * 2 * (model["heads"] + model["kv_heads"])
-    )
+    heads_count = model["heads"] + model["kv_heads"]
+    heads = model["width"] * model["head_dim"] * 2 * heads_count
     layer = heads + 3 * model["width"] * model["hidden"]
     parameters = model["layers"] * layer + model["width"] * model["vocab"]
     attention = 6 * model["layers"] * row["length"] * model["heads"] * model["head_dim"]
-    flops = (6 * parameters + attention) * row["batch"] * row["length"] / row["chips"]
+    flops_per_token = 6 * parameters + attention
+    flops = flops_per_token * row["batch"] * row["length"] / row["chips"]
     return flops / chips.find(row["chip"]).flops(row["dtype"])

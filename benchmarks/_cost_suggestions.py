@@ -206,11 +206,10 @@ def changed(
     struct = jax.ShapeDtypeStruct(
         (sizes.layers, sizes.width, sizes.hidden), jnp.float32
     )
+    down = jax.ShapeDtypeStruct((sizes.layers, sizes.hidden, sizes.width), jnp.float32)
     structs = {
         "up": struct,
-        "down": jax.ShapeDtypeStruct(
-            (sizes.layers, sizes.hidden, sizes.width), jnp.float32
-        ),
+        "down": down,
     }
     params = plan(structs, sizes.mesh, names=_NAMES, axes=_AXES)
     if cut:

@@ -18,45 +18,54 @@ from ._foreign_base import BATCH, KEY, Model, random_normal
 def diffrax_neural_ode() -> Model:
     import diffrax
 
-    field = eqx.nn.MLP(16, 16, 32, 2, activation=jnp.tanh, key=jax.random.key(KEY))
+    key = jax.random.key(KEY)
+    field = eqx.nn.MLP(16, 16, 32, 2, activation=jnp.tanh, key=key)
 
     def loss(field: Any, start: jax.Array, times: jax.Array) -> jax.Array:
         def solved(y: jax.Array) -> jax.Array:
+            terms = diffrax.ODETerm(lambda t, y, args: field(y))
+            controller = diffrax.PIDController(rtol=1e-3, atol=1e-4)
             solution = diffrax.diffeqsolve(
-                diffrax.ODETerm(lambda t, y, args: field(y)),
+                terms,
                 diffrax.Tsit5(),
                 t0=0.0,
                 t1=1.0,
                 dt0=0.1,
                 y0=y,
                 saveat=diffrax.SaveAt(ts=times),
-                stepsize_controller=diffrax.PIDController(rtol=1e-3, atol=1e-4),
+                stepsize_controller=controller,
             )
             return solution.ys
 
         target = jnp.sin(times)[:, None]
         return jnp.mean((jax.vmap(solved)(start) - target) ** 2)
 
-    return Model(field, loss, (random_normal(BATCH, 16), jnp.linspace(0, 1, 6)))
+    start = random_normal(BATCH, 16)
+    times = jnp.linspace(0, 1, 6)
+    return Model(field, loss, (start, times))
 
 
 def diffrax_neural_sde() -> Model:
     import diffrax
 
-    field = eqx.nn.MLP(8, 8, 32, 1, key=jax.random.key(KEY))
+    key = jax.random.key(KEY)
+    field = eqx.nn.MLP(8, 8, 32, 1, key=key)
 
     def loss(field: Any, start: jax.Array, keys: jax.Array) -> jax.Array:
         def solved(y: jax.Array, key: jax.Array) -> jax.Array:
             noise = diffrax.VirtualBrownianTree(0.0, 1.0, 1e-2, (8,), key)
-            terms = diffrax.MultiTerm(
-                diffrax.ODETerm(lambda t, y, args: field(y)),
-                diffrax.ControlTerm(
-                    lambda t, y, args: 0.1 * jnp.eye(8) * jnp.cos(t), noise
-                ),
+            drift = diffrax.ODETerm(lambda t, y, args: field(y))
+            diffusion = diffrax.ControlTerm(
+                lambda t, y, args: 0.1 * jnp.eye(8) * jnp.cos(t), noise
             )
-            return diffrax.diffeqsolve(
+            terms = diffrax.MultiTerm(
+                drift,
+                diffusion,
+            )
+            solution = diffrax.diffeqsolve(
                 terms, diffrax.Heun(), t0=0.0, t1=1.0, dt0=0.1, y0=y
-            ).ys
+            )
+            return solution.ys
 
         return jnp.mean(jax.vmap(solved)(start, keys) ** 2)
 
@@ -68,31 +77,37 @@ def lineax_ridge() -> Model:
     """Features whose ridge regression, a solve in the loss, fits the targets."""
     import lineax
 
-    features = eqx.nn.MLP(16, 8, 32, 1, key=jax.random.key(KEY))
+    key = jax.random.key(KEY)
+    features = eqx.nn.MLP(16, 8, 32, 1, key=key)
 
     def loss(features: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         z = jax.vmap(features)(x)
         gram = z.T @ z + 0.1 * jnp.eye(8)
         operator = lineax.MatrixLinearOperator(gram, lineax.positive_semidefinite_tag)
-        weights = lineax.linear_solve(operator, z.T @ y, lineax.Cholesky()).value
+        solution = lineax.linear_solve(operator, z.T @ y, lineax.Cholesky())
+        weights = solution.value
         return jnp.mean((z @ weights - y) ** 2)
 
-    return Model(features, loss, (random_normal(32, 16), random_normal(32, seed=3)))
+    x = random_normal(32, 16)
+    y = random_normal(32, seed=3)
+    return Model(features, loss, (x, y))
 
 
 def lineax_cg() -> Model:
     import lineax
 
-    layer = eqx.nn.Linear(16, 16, key=jax.random.key(KEY))
+    key = jax.random.key(KEY)
+    layer = eqx.nn.Linear(16, 16, key=key)
 
     def loss(layer: Any, x: jax.Array) -> jax.Array:
         def solved(x: jax.Array) -> jax.Array:
             def multiplied(y: jax.Array) -> jax.Array:
                 return 2 * y + layer.weight.T @ (layer.weight @ y)
 
+            struct = jax.ShapeDtypeStruct((16,), jnp.float32)
             operator = lineax.FunctionLinearOperator(
                 multiplied,
-                jax.ShapeDtypeStruct((16,), jnp.float32),
+                struct,
                 lineax.positive_semidefinite_tag,
             )
             solver = lineax.CG(rtol=1e-5, atol=1e-5)
@@ -115,9 +130,9 @@ def optimistix_equilibrium() -> Model:
             return jnp.tanh(0.5 * self.inner(z) + self.outer(x))
 
     keys = jax.random.split(jax.random.key(KEY))
-    layer = Layer(
-        eqx.nn.Linear(32, 32, key=keys[0]), eqx.nn.Linear(16, 32, key=keys[1])
-    )
+    hidden = eqx.nn.Linear(32, 32, key=keys[0])
+    inputs = eqx.nn.Linear(16, 32, key=keys[1])
+    layer = Layer(hidden, inputs)
 
     def loss(layer: Any, x: jax.Array) -> jax.Array:
         def point(x: jax.Array) -> jax.Array:
@@ -136,9 +151,9 @@ def flowjax_coupling() -> Model:
     from flowjax.distributions import Normal
     from flowjax.flows import coupling_flow
 
-    flow = coupling_flow(
-        jax.random.key(KEY), base_dist=Normal(jnp.zeros(8)), flow_layers=3, nn_width=32
-    )
+    key = jax.random.key(KEY)
+    base = Normal(jnp.zeros(8))
+    flow = coupling_flow(key, base_dist=base, flow_layers=3, nn_width=32)
 
     def loss(flow: Any, x: jax.Array) -> jax.Array:
         import paramax
@@ -153,10 +168,12 @@ def flowjax_spline() -> Model:
     from flowjax.distributions import Normal
     from flowjax.flows import masked_autoregressive_flow
 
+    key = jax.random.key(KEY)
+    spline = RationalQuadraticSpline(knots=4, interval=4)
     flow = masked_autoregressive_flow(
-        jax.random.key(KEY),
+        key,
         base_dist=Normal(jnp.zeros(8)),
-        transformer=RationalQuadraticSpline(knots=4, interval=4),
+        transformer=spline,
         flow_layers=2,
         nn_width=32,
     )
@@ -200,10 +217,13 @@ def numpyro_svi() -> Model:
     from numpyro.infer.autoguide import AutoNormal
 
     def model(x: jax.Array, y: jax.Array) -> None:
-        weights = numpyro.sample("w", Normal(0, 1).expand([16, 8]).to_event(2))
-        out = numpyro.sample("out", Normal(0, 1).expand([8]).to_event(1))
+        weights_prior = Normal(0, 1).expand([16, 8]).to_event(2)
+        weights = numpyro.sample("w", weights_prior)
+        out_prior = Normal(0, 1).expand([8]).to_event(1)
+        out = numpyro.sample("out", out_prior)
         with numpyro.plate("rows", x.shape[0]):
-            numpyro.sample("y", Normal(jnp.tanh(x @ weights) @ out, 0.1), obs=y)
+            predicted = jnp.tanh(x @ weights) @ out
+            numpyro.sample("y", Normal(predicted, 0.1), obs=y)
 
     guide = AutoNormal(model)
     batch = random_normal(BATCH, 16), random_normal(BATCH, seed=3)

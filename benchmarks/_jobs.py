@@ -240,47 +240,7 @@ def of_a_large_llama(
     """Seconds to plan for the 1,137 arrays of a Llama of 405 billion, and for one host;
     to write and read the plan.
     """
-    width = 16384
-    keys = 1024
-    feed = 53248
-    words = 128256
-    shapes = {
-        "q": (width, width),
-        "k": (width, keys),
-        "v": (width, keys),
-        "o": (width, width),
-        "norm1": (width,),
-    }
-    shapes |= {
-        "gate": (width, feed),
-        "up": (width, feed),
-        "down": (feed, width),
-        "norm2": (width,),
-    }
-    every = {
-        f"layers/{i}/{name}": shape
-        for i in range(126)
-        for name, shape in shapes.items()
-    }
-    every |= {"embed": (words, width), "head": (width, words), "norm": (width,)}
-    structs = {
-        path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in every.items()
-    }
-    served = {
-        path: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16)
-        for path, leaf in structs.items()
-    }
-    trainer, there = (
-        MeshSpec({axis: size // 8, "model": 8})
-        for axis, size in zip(AXES, devices, strict=True)
-    )
-    src = plan(
-        structs,
-        trainer,
-        paths=PathRules([("norm", P("data")), (".*", P("data", "model"))]),
-    )
-    rules = [("norm", P()), ("(down|o|embed)$", P("model")), (".*", P(None, "model"))]
-    dst = plan(served, there, paths=PathRules(rules))
+    src, dst = _plans_of_a_large_llama(devices)
     taken = []
     for receiver in (3, None):
         begin = time.perf_counter()
@@ -312,3 +272,54 @@ def of_a_large_llama(
         "megabytes": len(text) / 1e6,
         "peak_gigabytes": peak_resident_bytes() / 1e9,
     }
+
+
+def _plans_of_a_large_llama(devices: tuple[int, int]) -> tuple[ShardPlan, ShardPlan]:
+    """The trainer's and the engine's."""
+    shapes = _shapes_of_a_large_llama()
+    structs = {
+        path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()
+    }
+    served = {
+        path: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16)
+        for path, leaf in structs.items()
+    }
+    trainer, there = (
+        MeshSpec({axis: size // 8, "model": 8})
+        for axis, size in zip(AXES, devices, strict=True)
+    )
+    src = plan(
+        structs,
+        trainer,
+        paths=PathRules([("norm", P("data")), (".*", P("data", "model"))]),
+    )
+    rules = [("norm", P()), ("(down|o|embed)$", P("model")), (".*", P(None, "model"))]
+    dst = plan(served, there, paths=PathRules(rules))
+    return src, dst
+
+
+def _shapes_of_a_large_llama() -> dict[str, tuple[int, ...]]:
+    width = 16384
+    keys = 1024
+    feed = 53248
+    words = 128256
+    shapes = {
+        "q": (width, width),
+        "k": (width, keys),
+        "v": (width, keys),
+        "o": (width, width),
+        "norm1": (width,),
+    }
+    shapes |= {
+        "gate": (width, feed),
+        "up": (width, feed),
+        "down": (feed, width),
+        "norm2": (width,),
+    }
+    every = {
+        f"layers/{i}/{name}": shape
+        for i in range(126)
+        for name, shape in shapes.items()
+    }
+    every |= {"embed": (words, width), "head": (width, words), "norm": (width,)}
+    return every

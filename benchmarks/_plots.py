@@ -216,50 +216,37 @@ def _spread(values: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     return counts
 
 
+class _Timed(NamedTuple):
+    """What a library needs to plan one case."""
+
+    leaves: int
+    library: str
+    seconds: float
+    case: str
+
+
 def planning(files: Mapping[str, Mapping[str, Any]]) -> str | None:
     """Seconds against leaves, both logarithmic."""
     lines = []
-    points = []
+    points: list[_Timed] = []
     for suite, record in _records(files):
-        values = record["values"]
-        sizes = {
-            int(m[1].replace(",", "")): values[key]
-            for key in values
-            if (m := _SIZES.fullmatch(key))
-        }
-        if sizes:
-            lines.append(
-                [
-                    (leaves, leaves * nanoseconds * 1e-9)
-                    for leaves, nanoseconds in sizes.items()
-                ]
-            )
-        if suite == "plan" and "leaves" in values:
-            points += [
-                (values["leaves"], name, values[f"seconds.{name}"], record["name"])
-                for name in _timed(record)
-            ]
+        line = _line_of_sizes(record["values"])
+        if line:
+            lines.append(line)
+        if suite == "plan" and "leaves" in record["values"]:
+            points += _points_of(record)
     if not lines or not points:
         return None
-    times = [seconds for line in lines for _, seconds in line] + [
-        seconds for _, _, seconds, _ in points
-    ]
+    times = [seconds for line in lines for _, seconds in line]
+    times += [point.seconds for point in points]
     across = _Scale(700, 150_000, 80, 640)
     down = _Scale(min(times) * 0.7, max(times) * 1.4, 330, 60)
-    names = list(dict.fromkeys(name for _, name, _, _ in points))
+    names = list(dict.fromkeys(point.library for point in points))
     looks = {
         name: _LOOKS[position % len(_LOOKS)] for position, name in enumerate(names)
     }
     parts = _ticks(across, ticks=[1000, 10_000, 100_000], top=60, bottom=330, unit="")
-    for tick in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0):
-        if down.holds(tick):
-            y = down(tick)
-            parts.append(
-                f'<line x1="80" x2="640" y1="{y:.1f}" y2="{y:.1f}" stroke="{GRID}"/>'
-            )
-            parts.append(
-                _text(72, y + 4, _seconds(tick), anchor="end", size=11.5, colour=SOFT)
-            )
+    parts += _rows_of_seconds(down)
     for line in lines:
         path = " ".join(
             f"{across(leaves):.1f},{down(seconds):.1f}" for leaves, seconds in line
@@ -268,41 +255,53 @@ def planning(files: Mapping[str, Mapping[str, Any]]) -> str | None:
             f'<polyline points="{path}" fill="none" stroke="{OURS}"'
             ' stroke-width="2.4"/>'
         )
-    for leaves, name, seconds, case in points:
-        title = html.escape(f"{name}, {case}: {_seconds(seconds)}")
-        x = across(leaves)
-        y = down(seconds)
-        parts.append(f"<g><title>{title}</title>{looks[name].mark(x, y)}</g>")
-        if name == names[0]:
-            label = case.replace(f"{leaves:,} leaves", "").strip(", ")
-            is_right_of_axis = x > 240
-            if is_right_of_axis:
-                place = x - 9
-                anchor = "end"
-            else:
-                place = x + 9
-                anchor = "start"
-            parts.append(
-                _text(
-                    place,
-                    y + (4 if is_right_of_axis else 14),
-                    label,
-                    anchor=anchor,
-                    size=11,
-                    colour=SOFT,
-                )
-            )
+    for point in points:
+        x = across(point.leaves)
+        y = down(point.seconds)
+        text = f"{point.library}, {point.case}: {_seconds(point.seconds)}"
+        mark = looks[point.library].mark(x, y)
+        parts.append(f"<g><title>{html.escape(text)}</title>{mark}</g>")
+        if point.library == names[0]:
+            parts.append(_label_of(point, x, y))
     parts.append(_text(360, 368, "leaves", anchor="middle", colour=SOFT))
     parts.append(
         f'<line x1="670" x2="690" y1="78" y2="78" stroke="{OURS}" stroke-width="2.4"/>'
     )
     parts.append(_text(698, 82, "shardfx, equal layers", size=12))
     for row, name in enumerate(names):
-        parts += [
-            looks[name].mark(680, 102 + 24 * row),
-            _text(698, 106 + 24 * row, name, size=12),
-        ]
+        parts.append(looks[name].mark(680, 102 + 24 * row))
+        parts.append(_text(698, 106 + 24 * row, name, size=12))
     return _picture(910, 384, "Time to plan", parts)
+
+
+def _line_of_sizes(values: Mapping[str, Any]) -> list[tuple[int, float]]:
+    """Pairs of leaves and seconds."""
+    line = []
+    for key, nanoseconds in values.items():
+        if match := _SIZES.fullmatch(key):
+            leaves = int(match[1].replace(",", ""))
+            line.append((leaves, leaves * nanoseconds * 1e-9))
+    return line
+
+
+def _points_of(record: Mapping[str, Any]) -> list[_Timed]:
+    values = record["values"]
+    return [
+        _Timed(
+            leaves=values["leaves"],
+            library=name,
+            seconds=values[f"seconds.{name}"],
+            case=record["name"],
+        )
+        for name in _timed(record)
+    ]
+
+
+def _label_of(point: _Timed, x: float, y: float) -> str:
+    label = point.case.replace(f"{point.leaves:,} leaves", "").strip(", ")
+    if x > 240:
+        return _text(x - 9, y + 4, label, anchor="end", size=11, colour=SOFT)
+    return _text(x + 9, y + 14, label, anchor="start", size=11, colour=SOFT)
 
 
 def _timed(record: Mapping[str, Any]) -> list[str]:
@@ -348,6 +347,20 @@ class _Scale:
 
     def holds(self, value: float) -> bool:
         return self.low <= value <= self.high
+
+
+def _rows_of_seconds(down: _Scale) -> list[str]:
+    parts = []
+    for tick in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0):
+        if down.holds(tick):
+            y = down(tick)
+            parts.append(
+                f'<line x1="80" x2="640" y1="{y:.1f}" y2="{y:.1f}" stroke="{GRID}"/>'
+            )
+            parts.append(
+                _text(72, y + 4, _seconds(tick), anchor="end", size=11.5, colour=SOFT)
+            )
+    return parts
 
 
 def _ticks(

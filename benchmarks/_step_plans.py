@@ -151,15 +151,15 @@ def planned(
         mesh = layout.mesh.build(devices)
     shapes = parameters(sizes, strategy)
     rules = layout.axis_rules
-    ours = plan(
-        shapes, mesh, names=parameter_names(sizes, strategy), axes=rules, unused="allow"
-    )
+    names = parameter_names(sizes, strategy)
+    ours = plan(shapes, mesh, names=names, axes=rules, unused="allow")
     state = follow(ft.partial(optimizer_state, strategy=strategy), ours)
     data = plan(batch(sizes), mesh, names=BATCH_NAMES, axes=rules, unused="allow")
     plans = (ours, state, data)
+    args = (ours.structs, state.structs, data.structs)
     return Planned(
         train_step(sizes, strategy, ours),
-        (ours.structs, state.structs, data.structs),
+        args,
         plans,
     )
 

@@ -18,6 +18,42 @@ from pathlib import Path
 from typing import Any
 
 
+class Threads(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 512
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass
+
+
+def _bounds(text: str, size: int) -> tuple[int, int]:
+    """The bytes that a `Range` asks for: all if there is none."""
+    if not text:
+        return 0, size
+    first, last = text.removeprefix("bytes=").split("-")
+    if not first:
+        return max(0, size - int(last)), size
+    if not last:
+        return int(first), size
+    return int(first), min(size, int(last) + 1)
+
+
+def _listing(root: Path, prefix: str) -> str:
+    """The names of the objects, as S3 answers."""
+    names = [
+        file.relative_to(root).as_posix() for file in root.rglob("*") if file.is_file()
+    ]
+    keys = [name for name in sorted(names) if name.startswith(prefix)]
+    rows = "".join(
+        f"<Contents><Key>{xml.sax.saxutils.escape(key)}</Key></Contents>"
+        for key in keys
+    )
+    return (
+        f"<ListBucketResult><IsTruncated>false</IsTruncated><KeyCount>"
+        f"{len(keys)}</KeyCount>{rows}</ListBucketResult>"
+    )
+
+
 def main(directory: str, seconds: float) -> None:
     root = Path(directory)
     ranges: list[tuple[str, int]] = []
@@ -33,14 +69,12 @@ def main(directory: str, seconds: float) -> None:
                 with guard:
                     text = json.dumps(ranges)
                     ranges.clear()
-                self._send(200, {}, text.encode())
-                return
+                return self._send(200, {}, text.encode())
             time.sleep(seconds)
             name = urllib.parse.unquote(url.path).removeprefix("/bucket").strip("/")
             query = urllib.parse.parse_qs(url.query)
             if not name:
-                self._list(query.get("prefix", [""])[0])
-                return
+                return self._list(query.get("prefix", [""])[0])
             self._object(root / name)
 
         do_HEAD = do_GET
@@ -48,32 +82,19 @@ def main(directory: str, seconds: float) -> None:
         def _object(self, file: Path) -> None:
             if not file.is_file():
                 code = "<Error><Code>NoSuchKey</Code></Error>"
-                self._send(404, {}, code.encode())
-                return
+                return self._send(404, {}, code.encode())
             size = file.stat().st_size
-            start = 0
-            stop = size
             text = self.headers.get("Range", "")
-            if text:
-                first, last = text.removeprefix("bytes=").split("-")
-                if first:
-                    start = int(first)
-                else:
-                    start = max(0, size - int(last))
-                if first and last:
-                    stop = min(size, int(last) + 1)
-                else:
-                    stop = size
+            start, stop = _bounds(text, size)
             if text and start >= size:
-                self._send(416, {}, b"<Error><Code>InvalidRange</Code></Error>")
-                return
+                code = "<Error><Code>InvalidRange</Code></Error>"
+                return self._send(416, {}, code.encode())
             tag = hashlib.md5(f"{file}{size}".encode()).hexdigest()
-            headers = {"ETag": f'"{tag}"', "Content-Length": str(stop - start)}
-            if text:
-                headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
             self.send_response_only(206 if text else 200)
-            for name, value in headers.items():
-                self.send_header(name, value)
+            self.send_header("ETag", f'"{tag}"')
+            self.send_header("Content-Length", str(stop - start))
+            if text:
+                self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
             self.end_headers()
             if self.command == "HEAD":
                 return
@@ -86,17 +107,7 @@ def main(directory: str, seconds: float) -> None:
                     )
 
         def _list(self, prefix: str) -> None:
-            names = [file.relative_to(root).as_posix() for file in root.rglob("*")]
-            keys = [name for name in sorted(names) if name.startswith(prefix)]
-            rows = "".join(
-                f"<Contents><Key>{xml.sax.saxutils.escape(key)}</Key></Contents>"
-                for key in keys
-                if (root / key).is_file()
-            )
-            body = (
-                f"<ListBucketResult><IsTruncated>false</IsTruncated><KeyCount>"
-                f"{len(keys)}</KeyCount>{rows}</ListBucketResult>"
-            )
+            body = _listing(root, prefix)
             self._send(200, {"Content-Type": "application/xml"}, body.encode())
 
         def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
@@ -107,13 +118,6 @@ def main(directory: str, seconds: float) -> None:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    class Threads(http.server.ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 512
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
             pass
 
     with Threads(("127.0.0.1", 0), Handler) as server:

@@ -81,6 +81,13 @@ def cases(options: Options) -> list[Entry]:
             ft.partial(_flatness, largest, options),
             (Limit("largest over smallest", at_most=1.25),),
         ),
+        *_costs_of_use(options),
+    ]
+
+
+def _costs_of_use(options: Options) -> list[Entry]:
+    """What importing costs, holding a plan, and calling with one."""
+    return [
         Finding(
             "import shardfx after import equinox",
             _import_seconds,
@@ -162,7 +169,8 @@ def mesh_of(devices: list[Any]) -> Mesh:
     """`fsdp` x `tensor`, as square as the devices allow."""
     count = len(devices)
     tensor = max(t for t in (1, 2, 4, 8) if count % t == 0 and t * t <= 2 * count)
-    return Mesh(np.array(devices).reshape(count // tensor, tensor), ("fsdp", "tensor"))
+    grid = np.array(devices).reshape(count // tensor, tensor)
+    return Mesh(grid, ("fsdp", "tensor"))
 
 
 def _race(make: Callable[[], Any], rules: tuple, devices: list[Any]) -> Race:
@@ -171,9 +179,8 @@ def _race(make: Callable[[], Any], rules: tuple, devices: list[Any]) -> Race:
         (pattern, sfx.resolve(names, sfx.AxisRules(shapes.AXES)).spec)
         for pattern, names in rules
     ]
-    logical = _by_first_match(
-        make(), [(pattern, PartitionSpec(*names)) for pattern, names in rules]
-    )
+    logical_rules = [(pattern, PartitionSpec(*names)) for pattern, names in rules]
+    logical = _by_first_match(make(), logical_rules)
     expected = jax.tree.leaves(_by_first_match(make(), specs))
 
     def right(_: Any, result: Any) -> None:

@@ -55,7 +55,8 @@ def bf16(*shape: int) -> Struct:
 
 def norm(x: jax.Array) -> jax.Array:
     x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x32**2, axis=-1, keepdims=True) + 1e-6)
+    mean_square = jnp.mean(x32**2, axis=-1, keepdims=True)
+    scale = jax.lax.rsqrt(mean_square + 1e-6)
     return (x32 * scale).astype(x.dtype)
 
 
@@ -82,11 +83,13 @@ def gelu_mlp(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
 
 
 def gated_mlp(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
-    return (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]
+    gate = jax.nn.silu(x @ w["gate"])
+    return (gate * (x @ w["up"])) @ w["down"]
 
 
 def expert_mlp(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
-    shares = jax.nn.softmax((x @ w["router"]).astype(jnp.float32)).astype(x.dtype)
+    scores = (x @ w["router"]).astype(jnp.float32)
+    shares = jax.nn.softmax(scores).astype(x.dtype)
     hidden = jax.nn.gelu(jnp.einsum("btd,edf->ebtf", x, w["experts_up"]))
     out = jnp.einsum("ebtf,efd->ebtd", hidden, w["experts_down"])
     return jnp.einsum("ebtd,bte->btd", out, shares)
@@ -115,9 +118,8 @@ def transformer(
         shapes["router"] = (width, experts)
         shapes["experts_up"] = (experts, width, hidden // 2)
         shapes["experts_down"] = (experts, hidden // 2, width)
-    params: dict[str, Any] = {
-        "layers": {name: bf16(layers, *shape) for name, shape in shapes.items()}
-    }
+    layer_params = {name: bf16(layers, *shape) for name, shape in shapes.items()}
+    params: dict[str, Any] = {"layers": layer_params}
     if vocabulary:
         params["table"] = bf16(vocabulary, width)
 
@@ -141,7 +143,8 @@ def transformer(
         if not vocabulary:
             return jnp.mean(x.astype(jnp.float32) ** 2)
         logits = (x @ params["table"].T).astype(jnp.float32)
-        chosen = jnp.take_along_axis(logits, batch[..., None], axis=-1)[..., 0]
+        picked = jnp.take_along_axis(logits, batch[..., None], axis=-1)
+        chosen = picked[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
 
     tokens = Struct((batch, length), jnp.int32)
@@ -262,11 +265,12 @@ def judged(name: str, make: Callable[[], Model], chip_name: str) -> None:
     for share in BUDGETS:
         budget = int(least.peak_bytes + share * (most.peak_bytes - least.peak_bytes))
         start = time.perf_counter()
+        leave_bytes = chip.usable_hbm_bytes_per_device - budget
         policy = sfx.cost.policy(
             model.loss,
             *model.args,
             chip=chip,
-            leave_bytes=chip.usable_hbm_bytes_per_device - budget,
+            leave_bytes=leave_bytes,
         )
         seconds = time.perf_counter() - start
         ours = counted(question, _step_under(question, policy))
@@ -315,11 +319,12 @@ def subsets(chip_name: str) -> None:
     least, most = (of_point(question, point) for point in (points[-1], points[0]))
     for share in BUDGETS:
         budget = int(least.peak_bytes + share * (most.peak_bytes - least.peak_bytes))
+        leave_bytes = chip.usable_hbm_bytes_per_device - budget
         policy = sfx.cost.policy(
             model.loss,
             *model.args,
             chip=chip,
-            leave_bytes=chip.usable_hbm_bytes_per_device - budget,
+            leave_bytes=leave_bytes,
         )
         allowed = frozenset(row.key for row in policy.rows if row.choice == "keep")
         choice = point_of(costs, allowed)

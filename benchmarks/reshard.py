@@ -115,13 +115,13 @@ def cases(options: Options) -> list[Entry]:
     if flags.all_pairs:
         return [_every_pair(flags.chunk)]
     if flags.aot:
-        return [
-            _census(flags.pairs or (10 if options.quick else 150), flags.aot, flags.odd)
-        ]
+        pairs = flags.pairs or (10 if options.quick else 150)
+        return [_census(pairs, flags.aot, flags.odd)]
     if flags.compile_only:
+        pairs = flags.pairs or (10 if options.quick else 150)
         return [
             _census(
-                flags.pairs or (10 if options.quick else 150),
+                pairs,
                 None,
                 flags.odd,
                 run=False,
@@ -175,13 +175,14 @@ def single_moves(options: Options) -> list[Entry]:
     wide = Mesh(devices.reshape(4, 2), ("x", "y"))
     flat = Mesh(devices, ("z",))
     shape = _shape(ALPA["case 1"].shape, options)
+    same_mesh = ((2, 4), (2, 4))
     moves = {
         f"Alpa's {number}, one mesh": (
             NamedSharding(mesh, case.source),
             NamedSharding(mesh, case.target),
         )
         for number, case in ALPA.items()
-        if case.sizes == ((2, 4), (2, 4))
+        if case.sizes == same_mesh
     }
     moves["jax#21562"] = (
         NamedSharding(wide, P("y", None, "x")),
@@ -211,9 +212,11 @@ def between_meshes(options: Options) -> list[Entry]:
         if options.quick and case.sizes == ((2, 4), (2, 4)):
             continue
         count = math.prod(case.sizes[0])
+        first = options.devices[:count]
+        second = options.devices[count : count + math.prod(case.sizes[1])]
         parts = (
-            options.devices[:count],
-            options.devices[count : count + math.prod(case.sizes[1])],
+            first,
+            second,
         )
         source, target = (
             Mesh(np.array(part).reshape(sizes), ("x", "y"))
@@ -372,9 +375,10 @@ def _random_layout(
     one over slices if there are.
     """
     power = (devices // slices).bit_length() - 1
+    most_cuts = min(power - 1, rng.choice((0, 1, 2, 2)))
     cuts = [
         0,
-        *sorted(rng.sample(range(1, power), min(power - 1, rng.choice((0, 1, 2, 2))))),
+        *sorted(rng.sample(range(1, power), most_cuts)),
         power,
     ]
     dims: list[list[int]] = [[] for _ in range(rank + 1)]
@@ -384,9 +388,8 @@ def _random_layout(
     if slices == 1:
         return StepLayout(sizes, tuple(map(tuple, dims[:rank])))
     names = ("slices", *"abc"[: len(sizes)])
-    mesh = MeshSpec(
-        dict(zip(names, (slices, *sizes), strict=True)), dcn={"slices": slices}
-    )
+    sizes_by_axis: dict[str, int] = dict(zip(names, (slices, *sizes), strict=True))
+    mesh = MeshSpec(sizes_by_axis, dcn={"slices": slices})
     cut = [[names[axis + 1] for axis in axes] for axes in dims]
     cut[rng.randrange(rank + 1)].insert(0, "slices")
     return layout(mesh, P(*map(tuple, cut[:rank])), rank)
@@ -484,11 +487,12 @@ def _census(pairs: int, aot: str | None, odd: bool, run: bool = True) -> Finding
             Limit("speedup where XLA rematerializes (geometric mean)", at_least=3.0),
             Limit("speedup elsewhere (geometric mean)", at_least=1 / 1.1),
         ]
+    arguments = {"pairs": pairs, "aot": aot, "odd": odd, "run": run}
     return Finding(
         f"census of {pairs} random pairs{arrays}, {where}",
         lambda: fresh_process(
             "benchmarks._census:census",
-            {"pairs": pairs, "aot": aot, "odd": odd, "run": run},
+            arguments,
             timeout_seconds=7200,
         ),
         tuple(limits),

@@ -57,12 +57,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def cases(options: Options) -> list[Entry]:
     count = len(options.devices)
     if count < 8:
+        skip = Skip(
+            "moves between device sets",
+            f"they need 8 devices, and there are {count}",
+        )
+        mebibytes = 64 if options.quick else 512
         return [
-            Skip(
-                "moves between device sets",
-                f"they need 8 devices, and there are {count}",
-            ),
-            *offloads(options, 64 if options.quick else 512),
+            skip,
+            *offloads(options, mebibytes),
         ]
     size = 96 if options.quick else 768
     fast = (Limit("speedup.jax.device_put", at_least=2.0),)
@@ -177,7 +179,8 @@ def _spec(shape: tuple[int, ...], mesh: Mesh) -> P:
 
 def _in_place(options: Options) -> Race:
     values = _model()
-    sharding = NamedSharding(Mesh(np.array(options.devices[:8]), ("fsdp",)), P("fsdp"))
+    mesh = Mesh(np.array(options.devices[:8]), ("fsdp",))
+    sharding = NamedSharding(mesh, P("fsdp"))
     there = _placed(values, jax.tree.map(lambda _: sharding, values))
     dst = jax.tree.map(lambda _: sharding, values)
 
@@ -203,7 +206,8 @@ def _in_place(options: Options) -> Race:
 def _small_leaves(options: Options) -> Race:
     devices = np.array(options.devices[:8])
     src = NamedSharding(Mesh(devices, ("x",)), P("x"))
-    dst = NamedSharding(Mesh(devices[[6, 4, 2, 0]], ("x",)), P("x"))
+    mesh = Mesh(devices[[6, 4, 2, 0]], ("x",))
+    dst = NamedSharding(mesh, P("x"))
     values = [np.full(64, i, np.float32) for i in range(5000)]
     return Race(
         rivals=(
@@ -220,8 +224,10 @@ def _small_leaves(options: Options) -> Race:
 
 def _ends(name: str, devices: list[Any]) -> tuple[NamedSharding, NamedSharding]:
     ours, order, theirs = DEVICE_SETS[name]
-    source = NamedSharding(Mesh(np.array(devices[:8]), ("x",)), ours)
-    return source, NamedSharding(Mesh(np.array(devices)[list(order)], ("x",)), theirs)
+    source_mesh = Mesh(np.array(devices[:8]), ("x",))
+    source = NamedSharding(source_mesh, ours)
+    target_mesh = Mesh(np.array(devices)[list(order)], ("x",))
+    return source, NamedSharding(target_mesh, theirs)
 
 
 def _between(options: Options, name: str, mebibytes: int) -> Race:
@@ -349,7 +355,8 @@ def beyond_limit(limit_mebibytes: int, how: str) -> dict[str, float]:
     devices = np.array(jax.devices())
     limit = limit_mebibytes << 20
     src = NamedSharding(Mesh(devices, ("x",)), P("x"))
-    dst = NamedSharding(Mesh(devices.reshape(2, 4), ("x", "y")), P("y", "x"))
+    mesh = Mesh(devices.reshape(2, 4), ("x", "y"))
+    dst = NamedSharding(mesh, P("y", "x"))
     # Half of the tree in one leaf, the other half in eight; twice, so that the second
     # time compiles nothing.
     columns = 4 * limit // 2 // 4 // 4096
@@ -417,9 +424,8 @@ def _offload(options: Options, mebibytes: int, direction: str) -> Race:
     if options.devices[0].platform == "cpu":
         floor = memcpy(_bytes(values))
     else:
-        whole = jax.block_until_ready(
-            _placed(np.ones(_bytes(values) // 4, np.float32), layouts[0])
-        )
+        values_of_all = np.ones(_bytes(values) // 4, np.float32)
+        whole = jax.block_until_ready(_placed(values_of_all, layouts[0]))
         floor = Floor(
             "one copy of one array",
             lambda _: jax.block_until_ready(jax.device_put(whole, layouts[1])),
@@ -470,9 +476,8 @@ def _eformer(dst: Any) -> Callable[[Any], Any]:
     from eformer.escale import make_shard_and_gather_fns
 
     leaves = jax.tree.leaves(dst)
-    shard_fns, _ = make_shard_and_gather_fns(
-        jax.tree.map(lambda to: to.spec, dst), leaves[0].mesh
-    )
+    specs = jax.tree.map(lambda to: to.spec, dst)
+    shard_fns, _ = make_shard_and_gather_fns(specs, leaves[0].mesh)
     return lambda tree: _leaf_by_leaf(shard_fns, tree)
 
 
@@ -481,9 +486,8 @@ def _scalax(values: Any, dst: Any) -> Callable[[Any], Any]:
 
     mesh = jax.tree.leaves(dst)[0].mesh
     helper = MeshShardingHelper(tuple(mesh.devices.shape), mesh.axis_names)
-    shard_fns, _ = helper.make_shard_and_gather_fns(
-        values, jax.tree.map(lambda to: to.spec, dst)
-    )
+    specs = jax.tree.map(lambda to: to.spec, dst)
+    shard_fns, _ = helper.make_shard_and_gather_fns(values, specs)
     return lambda tree: _leaf_by_leaf(shard_fns, tree)
 
 

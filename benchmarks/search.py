@@ -191,15 +191,18 @@ def _known() -> dict[str, Value]:
 
 def _mlp(width: int, hidden: int, rows: int) -> tuple[Any, ...]:
     def loss(p: Any, x: Any) -> Any:
-        return jnp.mean((x + jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
+        hidden = jax.nn.relu(x @ p["up"])
+        return jnp.mean((x + hidden @ p["down"]) ** 2)
 
     def step(p: Any, x: Any) -> Any:
-        return jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(loss)(p, x))
+        grads = jax.grad(loss)(p, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads)
 
     struct = ft.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    params = {"up": struct((width, hidden)), "down": struct((hidden, width))}
     return (
         step,
-        {"up": struct((width, hidden)), "down": struct((hidden, width))},
+        params,
         struct((rows, width)),
     )
 
@@ -225,9 +228,8 @@ def _crossover() -> int:
     """
     cuts = []
     for power in range(8, 21, 3):
-        search_result = sfx.auto.search(
-            *_mlp(8192, 32768, 2**power), devices="tpu:v5p:2x2x4"
-        )
+        model = _mlp(8192, 32768, 2**power)
+        search_result = sfx.auto.search(*model, devices="tpu:v5p:2x2x4")
         best = search_result[0]
         axes = [axis for axis, names in best.assignments if names[0] == "mlp"]
         cuts.append(math.prod(best.mesh.shape[axis] for axis in axes))
@@ -277,11 +279,8 @@ def _runner(model: tuple[Any, ...], candidate: sfx.auto.Candidate, devices: Any)
         jax.tree.map(lambda s: jnp.full(s.shape, 0.01, s.dtype), arg)
         for arg in args[:3]
     ]
-    values.append(
-        jnp.asarray(
-            np.random.default_rng(0).integers(0, 1000, args[3].shape), jnp.int32
-        )
-    )
+    tokens = np.random.default_rng(0).integers(0, 1000, args[3].shape)
+    values.append(jnp.asarray(tokens, jnp.int32))
     state = [sfx.shard(value, plan) for value, plan in zip(values, plans, strict=True)]
     jitted = sfx.filter_jit(step, in_shardings=plans, out_shardings=plans[:3])
 
