@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 WORKER = Path(__file__).with_name("multiprocess_worker.py")
@@ -51,15 +51,7 @@ def run(
     """
     port = free_port()
     folder = Path(folder)
-    search = os.pathsep.join(
-        [str(WORKER.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONHASHSEED": "random",
-        "PYTHONPATH": search,
-    }
+    environment = _environment()
     started = time.monotonic()
     children = []
     logs = []
@@ -67,26 +59,18 @@ def run(
     try:
         for index in range(count):
             name = (tasks_for or {}).get(index, task)
-            logs.append((folder / f"{index}.log").open("w+"))
-            command = [
-                sys.executable,
-                str(worker),
-                name,
-                str(index),
-                str(count),
-                str(devices),
-                str(port),
-                str(folder),
-            ]
-            children.append(
-                subprocess.Popen(
-                    command,
-                    stdout=logs[-1],
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    start_new_session=True,
-                )
+            log = (folder / f"{index}.log").open("w+")
+            logs.append(log)
+            facts = (name, index, count, devices, port, folder)
+            command = [sys.executable, str(worker), *map(str, facts)]
+            child = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
             )
+            children.append(child)
         while len(ended) < count and time.monotonic() - started < deadline_seconds:
             for index, child in enumerate(children):
                 if index not in ended and child.poll() is not None:
@@ -99,20 +83,37 @@ def run(
             child.wait()
     outcomes = []
     for index, (child, log) in enumerate(zip(children, logs, strict=True)):
-        log.seek(0)
-        stored = folder / f"{index}.pickle"
-        if stored.exists():
-            result = pickle.loads(stored.read_bytes())
-        else:
-            result = None
-        killed = index not in ended
-        outcomes.append(
-            Outcome(
-                returncode=None if killed else child.returncode,
-                seconds=ended.get(index, deadline_seconds),
-                log=log.read(),
-                result=result,
-            )
+        was_killed = index not in ended
+        outcome = Outcome(
+            returncode=None if was_killed else child.returncode,
+            seconds=ended.get(index, deadline_seconds),
+            log=_read_and_close(log),
+            result=_result_of(folder / f"{index}.pickle"),
         )
-        log.close()
+        outcomes.append(outcome)
     return outcomes
+
+
+def _environment() -> dict[str, str]:
+    folders = [str(WORKER.parent.parent)]
+    if os.environ.get("PYTHONPATH"):
+        folders.append(os.environ["PYTHONPATH"])
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONHASHSEED": "random",
+        "PYTHONPATH": os.pathsep.join(folders),
+    }
+
+
+def _read_and_close(log: TextIO) -> str:
+    log.seek(0)
+    with log:
+        return log.read()
+
+
+def _result_of(stored: Path) -> Any:
+    """What a process wrote, or nothing."""
+    if not stored.exists():
+        return None
+    return pickle.loads(stored.read_bytes())

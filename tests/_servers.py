@@ -138,6 +138,27 @@ class Proxy:
         self.delay_seconds = 0.0
 
 
+class Threads(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 512
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass
+
+
+def _forwarded(
+    target: str, request: http.server.BaseHTTPRequestHandler, body: bytes
+) -> tuple[int, list[tuple[str, str]], bytes]:
+    """The server's status, headers and body."""
+    connection = http.client.HTTPConnection(target, timeout=30)
+    headers = {name: value for name, value in request.headers.items() if name != "Host"}
+    connection.request(request.command, request.path, body, headers)
+    answer = connection.getresponse()
+    data = answer.read()
+    connection.close()
+    return answer.status, answer.getheaders(), data
+
+
 @contextlib.contextmanager
 def proxied(server: Server) -> Iterator[tuple[Server, Proxy]]:
     """A server behind a proxy, and the proxy."""
@@ -165,18 +186,11 @@ def proxied(server: Server) -> Iterator[tuple[Server, Proxy]]:
             if isinstance(fault, tuple):
                 self._send(fault[0], [], fault[1].encode())
                 return
-            connection = http.client.HTTPConnection(target, timeout=30)
-            headers = {
-                name: value for name, value in self.headers.items() if name != "Host"
-            }
-            connection.request(self.command, path, body, headers)
-            answer = connection.getresponse()
-            data = answer.read()
-            connection.close()
+            status, headers, data = _forwarded(target, self, body)
             if fault == "lost":
                 self.close_connection = True
                 return
-            self._send(answer.status, answer.getheaders(), data, fault == "short")
+            self._send(status, headers, data, fault == "short")
 
         def _send(self, status: int, headers: Any, data: bytes, short: bool = False):
             self.send_response_only(status)
@@ -198,13 +212,6 @@ def proxied(server: Server) -> Iterator[tuple[Server, Proxy]]:
         do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _answer
 
         def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    class Threads(http.server.ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 512
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
             pass
 
     with Threads(("127.0.0.1", 0), Handler) as front:

@@ -215,6 +215,11 @@ def slowed(seconds):
     return pwrite
 
 
+def full(*arguments):
+    """Writes as on a full disk."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def disagreements():
     """What every process is told where one of them, its number in the name, does not do
     as the others do.
@@ -248,10 +253,9 @@ def disagreements():
         result[name] = saved(FOLDER / "never", arrays, plan)
         os.pwritev = pwrite
 
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    pwritev, os.pwritev = os.pwritev, full if me == 2 else os.pwritev
+    pwritev = os.pwritev
+    if me == 2:
+        os.pwritev = full
     tried("full disk", 2)
     os.pwritev = pwritev
     tried("elsewhere", 1, path=FOLDER / f"elsewhere-{me % 2}")
@@ -285,20 +289,28 @@ def disagreements():
         result["absent"] = saved(FOLDER / "never", arrays, plan, wait_seconds=1.5)
     multihost_utils.sync_global_devices("absent")
     result["after"] = saved(file, arrays, plan, overwrite=True)
-    mesh = Mesh(jax.devices()[:2], "x")
-    sharding = NamedSharding(mesh, P())
-    ours = shardfx.reshard(arrays, sharding)
-    result["one process's"] = saved(FOLDER / "ours.safetensors", ours, plan)
-    mesh = Mesh(jax.devices()[2:6], "x")
-    sharding = NamedSharding(mesh, P("x"))
-    pair = shardfx.reshard(arrays, sharding)
-    result["two processes'"] = saved(FOLDER / "pair.safetensors", pair, plan)
-    multihost_utils.sync_global_devices("pair")
-    for name in ("ours", "pair"):
-        loaded = checkpoint.load(FOLDER / f"{name}.safetensors", plan)
-        result[name] = right(loaded)
+    result |= saved_by_some(arrays, plan)
     result["left behind"] = coordination().key_value_dir_get("shardfx.save")
     multihost_utils.sync_global_devices("listed")
+    return result
+
+
+def saved_by_some(arrays, plan):
+    """Arrays that lie on one process, and on two."""
+    layouts = {
+        "ours": NamedSharding(Mesh(jax.devices()[:2], "x"), P()),
+        "pair": NamedSharding(Mesh(jax.devices()[2:6], "x"), P("x")),
+    }
+    titles = {"ours": "one process's", "pair": "two processes'"}
+    result = {}
+    for name, sharding in layouts.items():
+        moved = shardfx.reshard(arrays, sharding)
+        file = FOLDER / f"{name}.safetensors"
+        result[titles[name]] = saved(file, moved, plan)
+    multihost_utils.sync_global_devices("pair")
+    for name in layouts:
+        loaded = checkpoint.load(FOLDER / f"{name}.safetensors", plan)
+        result[name] = right(loaded)
     return result
 
 

@@ -71,13 +71,19 @@ def chains(draw, start, shape, steps=4, keeps_all=False):
     return expression, shape
 
 
+def resized(shape, dim, *sizes):
+    """The shape with other sizes, or none, in the place of one dimension."""
+    return (*shape[:dim], *sizes, *shape[dim + 1 :])
+
+
+def divisors_of(size):
+    return [n for n in range(1, size + 1) if size % n == 0]
+
+
 @st.composite
 def _next(draw, expression, shape, kind):
     rank = len(shape)
-    largest = max(0, len(shape) - 1)
-    dim = draw(st.integers(0, largest))
-    size = shape[dim] if rank else 1
-    divisors = [n for n in range(1, size + 1) if size % n == 0] or [1]
+    dim = draw(st.integers(0, max(0, rank - 1)))
     if kind == "T":
         return expression.T, shape[::-1]
     if kind == "transpose" and rank:
@@ -86,57 +92,46 @@ def _next(draw, expression, shape, kind):
     if kind == "reshape":
         sizes = [math.prod(shape)]
         for _ in range(draw(st.integers(0, 2))):
-            factor = draw(
-                st.sampled_from(
-                    [n for n in range(1, sizes[-1] + 1) if sizes[-1] % n == 0] or [1, 2]
-                )
-            )
+            factors = divisors_of(sizes[-1]) or [1, 2]
+            factor = draw(st.sampled_from(factors))
             sizes[-1:] = [factor, sizes[-1] // factor]
         return expression.reshape(*sizes), tuple(sizes)
     if kind == "merge" and rank > 1:
         dim = min(dim, rank - 2)
-        return expression.merge(dim), (
-            *shape[:dim],
-            shape[dim] * shape[dim + 1],
-            *shape[dim + 2 :],
-        )
-    if kind == "split" and rank and rank < 6:
+        merged = shape[dim] * shape[dim + 1]
+        return expression.merge(dim), (*shape[:dim], merged, *shape[dim + 2 :])
+    if not rank:
+        return expression, shape
+    return draw(_along(expression, shape, kind, dim))
+
+
+@st.composite
+def _along(draw, expression, shape, kind, dim):
+    """What changes one dimension alone."""
+    size = shape[dim]
+    divisors = divisors_of(size) or [1]
+    is_small = math.prod(shape) < 300
+    if kind == "split" and len(shape) < 6:
         divisor = draw(st.sampled_from(divisors))
         parts = expression.split(dim, divisor, -1)
-        return parts, (
-            *shape[:dim],
-            divisor,
-            size // divisor,
-            *shape[dim + 1 :],
-        )
-    if kind == "repeat" and rank and math.prod(shape) < 300:
+        return parts, resized(shape, dim, divisor, size // divisor)
+    if kind == "repeat" and is_small:
         unit = draw(st.sampled_from(divisors))
         count = draw(st.integers(1, 3))
-        return expression.repeat(count, dim=dim, unit=unit), (
-            *shape[:dim],
-            size * count,
-            *shape[dim + 1 :],
-        )
-    if kind == "pad" and rank and math.prod(shape) < 300:
-        padded = size + draw(st.integers(0, 3))
-        return expression.pad_to(padded, dim=dim, value=draw(st.integers(0, 1))), (
-            *shape[:dim],
-            padded,
-            *shape[dim + 1 :],
-        )
-    if kind == "slice" and rank and size > 1:
+        repeated = expression.repeat(count, dim=dim, unit=unit)
+        return repeated, resized(shape, dim, size * count)
+    if kind == "pad" and is_small:
+        padded_size = size + draw(st.integers(0, 3))
+        value = draw(st.integers(0, 1))
+        padded = expression.pad_to(padded_size, dim=dim, value=value)
+        return padded, resized(shape, dim, padded_size)
+    if kind == "slice" and size > 1:
         low = draw(st.integers(0, size - 1))
         high = draw(st.integers(low + 1, size))
-        return expression.slice(low, high, dim=dim), (
-            *shape[:dim],
-            high - low,
-            *shape[dim + 1 :],
-        )
-    if kind == "at" and rank > 1 and size:
-        return expression.at(draw(st.integers(0, size - 1)), dim=dim), (
-            *shape[:dim],
-            *shape[dim + 1 :],
-        )
+        return expression.slice(low, high, dim=dim), resized(shape, dim, high - low)
+    if kind == "at" and len(shape) > 1 and size:
+        index = draw(st.integers(0, size - 1))
+        return expression.at(index, dim=dim), resized(shape, dim)
     return expression, shape
 
 
