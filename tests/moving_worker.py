@@ -15,7 +15,8 @@ from shardfx._reshard.move import move_of
 
 
 def values(shape, dtype="float32"):
-    return (np.arange(np.prod(shape)).reshape(shape) % 100).astype(jnp.dtype(dtype))
+    numbers = np.arange(np.prod(shape)).reshape(shape)
+    return (numbers % 100).astype(jnp.dtype(dtype))
 
 
 def placed(expected, sharding):
@@ -121,8 +122,9 @@ def owned_by_one_process():
     expected = values((24, 48))
     first = NamedSharding(mesh_by_name["first"], P("a"))
     whole = NamedSharding(mesh_by_name["one"], P())
+    first_device = SingleDeviceSharding(jax.devices()[0])
     layouts = {
-        "label": (whole, SingleDeviceSharding(jax.devices()[0])),
+        "label": (whole, first_device),
         "memory": (first, first.with_memory_kind("pinned_host")),
         "label and memory": (
             whole,
@@ -136,9 +138,10 @@ def owned_by_one_process():
     empty = values((0, 8))
     turned = NamedSharding(mesh_by_name["first turned"], P("a"))
     right_by_case["empty"] = right(reshard(placed(empty, first), turned), empty, turned)
+    everywhere = NamedSharding(mesh_by_name["all"], P())
     keys = jax.jit(
         lambda: jax.random.split(jax.random.key(3), 8),
-        out_shardings=NamedSharding(mesh_by_name["all"], P()),
+        out_shardings=everywhere,
     )()
     moved = reshard(keys, whole)
     key_data = jax.random.key_data(jax.random.split(jax.random.key(3), 8))
@@ -159,12 +162,8 @@ def moves():
     result["limited"] = limited("disjoint, same layout")
     result["steps limited"] = limited("same devices", donate=True)
     mesh_by_name = meshes()
-    many = {
-        str(i): placed(
-            values((24, 8)) + i, NamedSharding(mesh_by_name["first"], P("a"))
-        )
-        for i in range(100)
-    }
+    rows = NamedSharding(mesh_by_name["first"], P("a"))
+    many = {str(i): placed(values((24, 8)) + i, rows) for i in range(100)}
     dst = NamedSharding(mesh_by_name["last"], P(None, "a"))
     moved = reshard(many, dst)
     result["many"] = all(
@@ -176,12 +175,10 @@ def moves():
         result["way"] = None
     else:
         result["way"] = single.method
-    odd = many | {
-        "odd": placed(values((8, 8)), NamedSharding(mesh_by_name["all"], P("a")))
-    }
-    result["error"], _ = multiprocess_worker.raised(
-        reshard, odd, NamedSharding(mesh_by_name["three"], P("a"))
-    )
+    odd_array = placed(values((8, 8)), NamedSharding(mesh_by_name["all"], P("a")))
+    odd = many | {"odd": odd_array}
+    three = NamedSharding(mesh_by_name["three"], P("a"))
+    result["error"], _ = multiprocess_worker.raised(reshard, odd, three)
     lost = [device for device in jax.devices() if device.process_index == 0]
     result["lost"], _ = multiprocess_worker.raised(reshard, many["0"], dst, lost=lost)
     return result | {"maps": through_maps(), "matrices": multiprocess_worker.matrices()}
@@ -242,7 +239,8 @@ def mapped_ends(name):
     }
     keys = jax.random.split(jax.random.key(5), 8)
     # As a computation gives them: on the devices of the source alone.
-    data = placed(np.asarray(jax.random.key_data(keys)), NamedSharding(source, P()))
+    key_data = np.asarray(jax.random.key_data(keys))
+    data = placed(key_data, NamedSharding(source, P()))
     tree["keys"] = jax.random.wrap_key_data(data)
     rules = {path: rule for path, rule in MAP.steps[0].rules if path != "keys"}
     without = TreeMap(rules)
@@ -253,9 +251,8 @@ def mapped_ends(name):
         )
         for path, array in whole.items()
     }
-    target["keys"] = jax.ShapeDtypeStruct(
-        (4, 2), keys.dtype, sharding=NamedSharding(there, P())
-    )
+    replicated = NamedSharding(there, P())
+    target["keys"] = jax.ShapeDtypeStruct((4, 2), keys.dtype, sharding=replicated)
     key_data = np.asarray(jax.random.key_data(keys)).reshape(2, 4, 2)
     whole["keys"] = key_data.transpose(1, 0, 2)
     return tree, target, whole
@@ -304,7 +301,8 @@ def through_maps():
         name: mapped(name, donate=name == "disjoint") for name in MAPPED
     }
     mesh = meshes()["grid"]
-    tree = {"w": placed(values((16, 24)), spread(mesh, (16, 24)))}
+    rows = spread(mesh, (16, 24))
+    tree = {"w": placed(values((16, 24)), rows)}
     sharding = spread(mesh, (16, 24))
     struct = {"x": jax.ShapeDtypeStruct((16, 24), jnp.float32, sharding=sharding)}
     rules = {"x": From("w").times(float(jax.process_index() == 1) + 1)}

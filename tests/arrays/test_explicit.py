@@ -81,13 +81,11 @@ class Block(eqx.Module):
             x @ say(self.query, None, "joined_heads"), "batch", None, "joined_heads"
         )
         heads = say(y.reshape(*x.shape[:2], 4, 8), "batch", None, "heads", None)
-        scores = jax.nn.softmax(
-            jnp.einsum("bqhd,bshd->bhqs", heads, heads) / 8, axis=-1
-        )
+        products = jnp.einsum("bqhd,bshd->bhqs", heads, heads) / 8
+        scores = jax.nn.softmax(products, axis=-1)
         mixed = say(jnp.einsum("bhqs,bshd->bqhd", scores, heads), "batch", ...)
-        return say(
-            x + self.activation(mixed.reshape(y.shape)) @ say(self.out), "batch", ...
-        )
+        activated = self.activation(mixed.reshape(y.shape))
+        return say(x + activated @ say(self.out), "batch", ...)
 
 
 X = np.random.default_rng(0).normal(size=(8, 6, 16)).astype(np.float32)
@@ -114,9 +112,8 @@ def loss_of(block: Block, x: jax.Array, sharding_plan: ShardPlan | None) -> jax.
 @pytest.fixture(scope="module")
 def expected() -> tuple[Any, Any]:
     block = Block(jax.random.key(0))
-    loss, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss_of))(
-        block, jnp.asarray(X), None
-    )
+    value_and_grad = eqx.filter_jit(eqx.filter_value_and_grad(loss_of))
+    loss, grads = value_and_grad(block, jnp.asarray(X), None)
     return gather(loss), gather(grads)
 
 

@@ -55,9 +55,8 @@ def test_shard_inside_jit_constrains(kind):
         assert tree["act"] is jnp.tanh
         return tree["w"], tree["b"]
 
-    placed = jax.device_put(
-        (TREE["w"], TREE["b"]), NamedSharding(mesh_of(sharding_plan), P())
-    )
+    sharding = NamedSharding(mesh_of(sharding_plan), P())
+    placed = jax.device_put((TREE["w"], TREE["b"]), sharding)
     w, b = double(*placed)
     assert w.sharding.is_equivalent_to(sharding_plan.shardings["w"], 2)
     assert b.sharding.is_equivalent_to(sharding_plan.shardings["b"], 1)
@@ -97,9 +96,8 @@ def test_constrain_can_explain(kind):
 
     array = np.ones((8, 6), np.float32)
     x = jax.device_put(array, NamedSharding(mesh_of(sharding_plan), P()))
-    assert inside(x).sharding.is_equivalent_to(
-        NamedSharding(mesh_of(sharding_plan), P("data")), 2
-    )
+    sharding = NamedSharding(mesh_of(sharding_plan), P("data"))
+    assert inside(x).sharding.is_equivalent_to(sharding, 2)
     _, outside = constrain(x, ("batch", "mlp"), sharding_plan, explain=True)
     assert decisions == [outside]
     assert outside.spec == P("data")

@@ -81,9 +81,8 @@ def test_dtypes_and_memory_kinds_count(plan):
         "bf16[8,4] fsdp",
         "bf16[4] -",
     }
-    hosted = sfx.plan(
-        TREE, plan.jax_mesh, paths=RULES, memory_kinds=[("w", "pinned_host")]
-    )
+    memory_kinds = [("w", "pinned_host")]
+    hosted = sfx.plan(TREE, plan.jax_mesh, paths=RULES, memory_kinds=memory_kinds)
     assert not sfx.misplaced(sfx.shard(TREE, hosted), hosted)
     first, *_ = sfx.misplaced(placed, hosted)
     assert first.asked == "f32[8,4] fsdp in pinned_host"
@@ -103,9 +102,8 @@ def test_the_table_joins_arrays_that_are_alike(plan):
 
 
 def test_traced_arrays_are_checked_by_type(plan):
-    mesh = sfx.MeshSpec(plan.mesh.shape, axis_types=AxisType.Explicit).build(
-        jax.devices()
-    )
+    mesh_spec = sfx.MeshSpec(plan.mesh.shape, axis_types=AxisType.Explicit)
+    mesh = mesh_spec.build(jax.devices())
     explicit = sfx.plan(TREE, mesh, paths=RULES)
     calls = []
     whole = NamedSharding(mesh, P())

@@ -171,12 +171,13 @@ def test_errors_of_constrain():
         with pytest.raises(PlanMismatchError, match=text):
             constrain(x, P("data"), without)
     other = Mesh(np.array(jax.devices()), ("z",))
+    sharding = NamedSharding(other, P())
     with pytest.raises(
         PlanMismatchError,
         match="the array lies on a mesh z=8, but the plan is for data=2,tensor=4",
     ):
         jax.jit(lambda x: constrain(x, P("data"), sharding_plan))(
-            jax.device_put(X, NamedSharding(other, P()))
+            jax.device_put(X, sharding)
         )
 
 
@@ -213,9 +214,8 @@ def test_reading_back():
 
 def test_reading_back_inside_jit_sees_explicit_types():
     seen = []
-    jax.jit(lambda x: seen.append(specs_of({"x": x})))(
-        jax.device_put(X, NamedSharding(EXPLICIT, P("data")))
-    )
+    sharding = NamedSharding(EXPLICIT, P("data"))
+    jax.jit(lambda x: seen.append(specs_of({"x": x})))(jax.device_put(X, sharding))
     assert seen == [{"x": P("data")}]
 
 

@@ -101,9 +101,8 @@ def test_a_trace_says_what_it_returns():
         expected = params.shardings["w"] if out else None
         assert struct_by_path["new/w"].sharding == expected
         assert struct_by_path["y"].sharding == (out["y"] if out else None)
-    only = filter_jit(lambda x: {"b": x + 1, "a": (x.sum(),)}).trace(
-        jax.ShapeDtypeStruct((8,), jnp.float32)
-    )
+    struct = jax.ShapeDtypeStruct((8,), jnp.float32)
+    only = filter_jit(lambda x: {"b": x + 1, "a": (x.sum(),)}).trace(struct)
     assert [result.path for result in only.results] == ["a/0", "b"]
 
 

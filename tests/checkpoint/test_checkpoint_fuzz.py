@@ -64,9 +64,8 @@ def consume_header(data: bytes) -> bool:
         if array.dtype is not None and jax.numpy.issubdtype(
             array.dtype, jax.dtypes.prng_key
         ):
-            structs = jax.eval_shape(
-                jax.random.key_data, jax.ShapeDtypeStruct((), array.dtype)
-            )
+            struct = jax.ShapeDtypeStruct((), array.dtype)
+            structs = jax.eval_shape(jax.random.key_data, struct)
             shape = structs.shape
             stored_bits *= math.prod(shape)
         assert stored_bits % 8 == 0

@@ -83,9 +83,8 @@ def test_structs_are_a_tree_that_a_plan_takes(tmp_path):
     array = jax.ShapeDtypeStruct((2, 2), jnp.float32)
     expected = {"a": {"b": array, "c": {"d": array}}, "e.f": array}
     assert tree == expected
-    sharding_plan = shardfx.plan(
-        tree, MeshSpec({"x": 2}), paths=PathRules.parse(".*->x")
-    )["a/c/d"]
+    mesh = MeshSpec({"x": 2})
+    sharding_plan = shardfx.plan(tree, mesh, paths=PathRules.parse(".*->x"))["a/c/d"]
     spec = sharding_plan.spec
     assert spec == jax.P("x")
     header = {"w": tensor([2], [0, 1], "F4")}

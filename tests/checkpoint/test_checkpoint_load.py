@@ -26,9 +26,8 @@ MESH = MeshSpec({"a": 2, "b": 2, "c": 2})
 
 
 def random(shape, dtype, seed=0):
-    raw = np.random.default_rng(seed).integers(
-        0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8
-    )
+    rng = np.random.default_rng(seed)
+    raw = rng.integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8)
     if np.dtype(dtype) == bool:
         raw %= 2
     return raw.reshape(-1).view(dtype).reshape(shape)
@@ -242,8 +241,9 @@ def test_a_quarter_of_the_devices_reads_a_quarter(tmp_path, reads):
     }
     index = checkpoint.read_index(tmp_path)
     total = sum(array.nbytes for array in arrays.values())
+    mesh_spec = MeshSpec({"x": 8})
     abstract = shardfx.plan(
-        arrays, MeshSpec({"x": 8}), paths=PathRules.parse("rows->x, columns->None.x")
+        arrays, mesh_spec, paths=PathRules.parse("rows->x, columns->None.x")
     )
     with pytest.raises(
         PlanMismatchError, match="3 processes cannot each have as many of the 8 devices"
@@ -266,10 +266,11 @@ def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, gap_bytes):
     gathered = np.concatenate([array[:, 64:128], array[:, 384:448]], 1)
     parts = [From("w").slice(64, 128, dim=1), From("w").slice(384, 448, dim=1)]
     columns = From.concat(parts, dim=1)
+    tree_map = TreeMap({"y": columns})
     loaded = checkpoint.load(
         tmp_path,
         {"y": struct(gathered, P())},
-        TreeMap({"y": columns}),
+        tree_map,
         gap_bytes=gap_bytes,
     )
     assert same_bytes(loaded["y"], gathered)

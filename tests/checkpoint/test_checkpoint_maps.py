@@ -264,11 +264,12 @@ def test_all_that_is_wrong_is_said_before_anything_is_read(tmp_path):
             "layers/up": np.ones((2, 2, 2), np.float32),
             "embed": np.ones((2, 2, 2), np.float32),
         }
+        tree_map = TreeMap(dict(scaled.steps[0].rules))
         checkpoint.save(
             tmp_path / "x",
             whole,
             planned(whole),
-            map=TreeMap(dict(scaled.steps[0].rules)),
+            map=tree_map,
         )
     assert not (tmp_path / "x").exists()
 

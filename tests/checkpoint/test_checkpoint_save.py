@@ -39,9 +39,8 @@ def mesh_of(sizes, names="abc"):
 
 def tree_of(dtype=jnp.float32):
     def values(*shape):
-        raw = np.random.default_rng(len(shape)).integers(
-            0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8
-        )
+        rng = np.random.default_rng(len(shape))
+        raw = rng.integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8)
         return raw.reshape(-1).view(dtype).reshape(shape)
 
     return {

@@ -327,9 +327,8 @@ def test_damaged_stores_name_what_is_damaged(tmp_path, mesh, damage):
         ocdbt=damage == "manifest",
     )
     index = checkpoint.read_index(tmp_path)
-    struct = jax.ShapeDtypeStruct(
-        (64,), np.float32, sharding=NamedSharding(mesh, P("a"))
-    )
+    sharding = NamedSharding(mesh, P("a"))
+    struct = jax.ShapeDtypeStruct((64,), np.float32, sharding=sharding)
     structs = {"w": struct}
     metadata = tmp_path / "w" / ".zarray"
     if damage.endswith("chunk"):

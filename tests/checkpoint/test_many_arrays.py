@@ -267,9 +267,8 @@ def test_a_header_is_the_json_of_its_members():
         content = json.loads(header[8:])
         assert content.pop("__metadata__", {}) == metadata
         spans = [row["data_offsets"] for row in content.values()]
-        assert [row["shape"] for row in content.values()] == list(
-            map(list, shapes.values())
-        )
+        expected = list(map(list, shapes.values()))
+        assert [row["shape"] for row in content.values()] == expected
         assert spans == [[0, 12], [12, 12], [12, 14], [14, 26]]
         assert offsets == [len(header) + start for start, _ in spans]
         full = {"__metadata__": metadata} if metadata else {}

@@ -265,10 +265,11 @@ def test_analysis(vector):
     specs = {
         name: P(*map(entry, spec["spec"])) for name, spec in inputs["specs"].items()
     }
+    rules = PathRules([(f"^{name}$", spec) for name, spec in specs.items()])
     sharding_plan = plan(
         tree,
         meshes(vector),
-        paths=PathRules([(f"^{name}$", spec) for name, spec in specs.items()]),
+        paths=rules,
     )
     total = sum(
         leaf.bytes
@@ -297,9 +298,8 @@ def test_patterns(vector):
             default = [(".*", decoded(inputs["default_spec"]))]
         else:
             default = []
-        sharding_plan = plan(
-            tree, ONE, paths=PathRules([*rules, *default]), unmatched="replicate"
-        )
+        path_rules = PathRules([*rules, *default])
+        sharding_plan = plan(tree, ONE, paths=path_rules, unmatched="replicate")
         assert [sharding_plan.specs[name] for name in inputs["names"]] == expected
 
 
@@ -507,11 +507,12 @@ def test_manager_shard(vector):
     mesh = built(meshes(vector))
     x = jnp.ones(inputs["array_shape"])
     names = names_of(inputs["axes"])
+    axes = eformer(**inputs["paxis"])
     sharding_plan = plan(
         x,
         mesh,
         names=names,
-        axes=eformer(**inputs["paxis"]),
+        axes=axes,
         mode=MODES[inputs["mode"]],
     )
     for placed in (
@@ -519,9 +520,8 @@ def test_manager_shard(vector):
         constrain(x, names, sharding_plan),
         jax.jit(lambda x: constrain(x, names, sharding_plan))(x),
     ):
-        assert placed.sharding.is_equivalent_to(
-            NamedSharding(mesh, SUITE.expected(vector)), x.ndim
-        )
+        sharding = NamedSharding(mesh, SUITE.expected(vector))
+        assert placed.sharding.is_equivalent_to(sharding, x.ndim)
     assert sharding_plan.leaves[0].spec == SUITE.expected(vector)
 
 

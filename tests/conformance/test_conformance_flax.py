@@ -325,11 +325,12 @@ def test_logical_to_mesh(vector):
     }
     with outcome(SUITE.expected(vector)) as expected:
         arrays = {key: jnp.ones((8, 8)) for key in tree}
+        axis_rules = AxisRules(rules_of(vector))
         sharding_plan = plan(
             arrays,
             XY,
             names=tree,
-            axes=AxisRules(rules_of(vector)),
+            axes=axis_rules,
         )
         assert sharding_plan.specs == expected
 

@@ -408,9 +408,10 @@ def test_contradictory_partitioner_arguments(vector):
 
 @SUITE.of("with_sharding_constraint")
 def test_constraint_is_checked_on_every_backend(vector):
+    mesh = MeshSpec({"data": 8})
     planned = plan(
         {"x": np.ones(8, np.float32)},
-        MeshSpec({"data": 8}).build(jax.devices()),
+        mesh.build(jax.devices()),
         paths=replicate_all(),
     )
     with pytest.raises((ValueError, TypeError)):

@@ -75,9 +75,8 @@ def test_names_of_linen_variables_and_what_flax_unboxes():
 def test_linen_variables_are_initialised_sharded_under_a_plan(reading):
     mesh = MESH.build(jax.devices())
     boxed = boxed_mlp()
-    sharding_plan = plan(
-        reading(boxed), mesh, names=interop.names_of(boxed, default=()), axes=RULES
-    )
+    names = interop.names_of(boxed, default=())
+    sharding_plan = plan(reading(boxed), mesh, names=names, axes=RULES)
     init = jax.jit(
         lambda key: reading(Mlp().init(key, jnp.ones((2, 4)))),
         out_shardings=sharding_plan.shardings,
@@ -214,11 +213,12 @@ def test_rules_of_boxes_and_variables_are_merged():
     }
     assert interop.rules_of(tree) == RULES
     names = interop.names_of(tree, default=())
+    axes = interop.core_rules(interop.rules_of(tree), MESH)
     sharding_plan = plan(
         interop.unboxed(tree),
         MESH,
         names=names,
-        axes=interop.core_rules(interop.rules_of(tree), MESH),
+        axes=axes,
     )
     expected = [
         P("fsdp"),
@@ -227,9 +227,8 @@ def test_rules_of_boxes_and_variables_are_merged():
         P(),
     ]
     assert [leaf.spec for leaf in sharding_plan.leaves] == expected
-    other = nn.LogicallyPartitioned(
-        jnp.ones(4), ("embed",), rules=(("embed", "tensor"),)
-    )
+    rules = (("embed", "tensor"),)
+    other = nn.LogicallyPartitioned(jnp.ones(4), ("embed",), rules=rules)
     with pytest.raises(RuleError, match="`merge`: rules map 'embed' to"):
         interop.rules_of({**tree, "d": other})
 

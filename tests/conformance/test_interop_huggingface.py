@@ -80,9 +80,8 @@ def test_plans_of_real_architectures(classes, name):
     tree = {path: struct(shape) for path, (shape, _) in DATA[name].items()}
     prefix = next(iter(tree)).partition(".")[0]
     rules = huggingface.rules_of(plans, expert="expert", prefix=prefix)
-    assert specs_of(tree, rules) == {
-        path: P(*spec) for path, (_, spec) in DATA[name].items()
-    }
+    expected = {path: P(*spec) for path, (_, spec) in DATA[name].items()}
+    assert specs_of(tree, rules) == expected
 
 
 PLAN = {
@@ -159,9 +158,8 @@ NEW_STYLES = [
 @pytest.mark.parametrize("style, shape, spec", NEW_STYLES)
 def test_styles_of_the_main_branch(style, shape, spec):
     rules = huggingface.rules_of({"layers.*.w": style})
-    specs = specs_of(
-        {"model.layers.3.w": struct(shape)}, rules, MeshSpec({"tensor": 2})
-    )
+    mesh = MeshSpec({"tensor": 2})
+    specs = specs_of({"model.layers.3.w": struct(shape)}, rules, mesh)
     assert specs == {"model.layers.3.w": spec}
 
 

@@ -65,9 +65,9 @@ def test_maxtext_decides_as_flax_does(names):
         for name, axes in FILE["logical_axis_rules"]
     ]
     theirs = spmd.logical_to_mesh_axes(names, rules=flax_rules)
-    assert resolve(names, rules).spec == canonical(
-        P(*[None if axis == () else axis for axis in theirs or ()])
-    )
+    spec = P(*[None if axis == () else axis for axis in theirs or ()])
+    expected = canonical(spec)
+    assert resolve(names, rules).spec == expected
     assert mesh_axes == tuple(FILE["mesh_axes"])
 
 
@@ -75,9 +75,10 @@ def test_maxtext_passes_over_axes_that_the_mesh_lacks():
     _, rules = maxtext.rules_of(FILE)
     tree = {"x": struct((8, 16))}
     names = {"x": ("activation_length_attn", "embed")}
+    mesh = MeshSpec({"fsdp": 2})
     sharding_plan = plan(
         tree,
-        MeshSpec({"fsdp": 2}),
+        mesh,
         names=names,
         axes=rules,
     )

@@ -66,14 +66,14 @@ def over_another_mesh(x):
 
 def constrained_over_another_mesh(x):
     other = AbstractMesh((8,), ("i",), axis_types=(AxisType.Auto,))
-    return lax.with_sharding_constraint(
-        jnp.sin(x), NamedSharding(other, P(None, "i"))
-    ).sum()
+    sharding = NamedSharding(other, P(None, "i"))
+    return lax.with_sharding_constraint(jnp.sin(x), sharding).sum()
 
 
 def convolved(x, k):
+    dimension_numbers = ("NHWC", "HWIO", "NHWC")
     return lax.conv_general_dilated(
-        x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        x, k, (1, 1), "SAME", dimension_numbers=dimension_numbers
     )
 
 
@@ -323,9 +323,8 @@ def test_results_without_a_plan_have_free_shardings():
     out = (params.sharding, ema.sharding)
     x = struct((64, 256), "data")
     args = (params, ema, x)
-    made = traffic(
-        compile_for(jax.jit(step, out_shardings=out), *args, target="cpu"), SPEC
-    )
+    compiled = compile_for(jax.jit(step, out_shardings=out), *args, target="cpu")
+    made = traffic(compiled, SPEC)
     estimated = estimate(jax.jit(step, out_shardings=out), *args, compiler="cpu")
     actual = sums(estimated)
     assert actual == sums(made)
@@ -461,9 +460,8 @@ def test_what_cannot_be_estimated():
 
 def training(mesh, constrain=False):
     def at(shape, *spec):
-        return jax.ShapeDtypeStruct(
-            shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec))
-        )
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
 
     def loss(w, x):
         hidden = jax.nn.relu(x @ w["up"])

@@ -159,11 +159,8 @@ def test_a_train_state_is_told_apart_by_what_reads_its_fields():
         params, opt = updated(loss, state["params"], state["inner"], batch)
         return {"params": params, "inner": opt, "step": state["step"] + 1}
 
-    count = jax.ShapeDtypeStruct(
-        (),
-        jnp.int32,
-        sharding=batch.sharding.update(spec=P()),  # pyright: ignore[reportAttributeAccessIssue]
-    )
+    sharding = batch.sharding.update(spec=P())  # pyright: ignore[reportAttributeAccessIssue]
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
     fitted = fit(
         step, {"params": params, "inner": opt, "step": count}, batch, chip="h100"
     )

@@ -62,22 +62,28 @@ def walked(pairs, rings):
         place = list(coordinates(sender, sizes))
         target = coordinates(receiver, sizes)
         for dim, ring in enumerate(rings):
-            forward = (target[dim] - place[dim]) % ring.size
-            backward = (place[dim] - target[dim]) % ring.size
-            ways = (
-                [(1, 1, forward)] if target[dim] > place[dim] else [(1, -1, backward)]
-            )
-            if ring.closed and forward == backward:
-                ways = [(0.5, 1, forward), (0.5, -1, backward)]
-            elif ring.closed:
-                ways = [(1, 1, forward)] if forward < backward else [(1, -1, backward)]
-            for share, direction, length in ways:
+            for share, direction, length in walks(place[dim], target[dim], ring):
                 for step in range(length):
                     node = list(place)
                     node[dim] = (place[dim] + direction * step) % ring.size
                     loads[dim, direction, tuple(node)] += share
             place[dim] = target[dim]
     return max(loads.values(), default=0)
+
+
+def walks(start, end, ring):
+    """The shares of a message, with the direction and the length of each."""
+    forward = (1, (end - start) % ring.size)
+    backward = (-1, (start - end) % ring.size)
+    if ring.closed and forward[1] == backward[1]:
+        return [(0.5, *forward), (0.5, *backward)]
+    if ring.closed:
+        goes_forward = forward[1] < backward[1]
+    else:
+        goes_forward = end > start
+    if goes_forward:
+        return [(1, *forward)]
+    return [(1, *backward)]
 
 
 def coordinates(number, sizes):
@@ -94,11 +100,11 @@ def test_routes_are_those_of_messages_that_walk(sizes, data):
     rings = [Ring(size, closed=size >= 4) for size in sizes]
     names = "xyz"[: len(sizes)]
     spec = MeshSpec(dict(zip(names, sizes, strict=True)))
-    torus = torus_of(
-        spec, {name: (ring,) for name, ring in zip(names, rings, strict=True)}
-    )
+    rings_by_axis = {name: (ring,) for name, ring in zip(names, rings, strict=True)}
+    torus = torus_of(spec, rings_by_axis)
     device = st.integers(0, math.prod(sizes) - 1)
-    pairs = data.draw(st.lists(st.tuples(device, device), min_size=1, max_size=12))
+    messages = st.tuples(device, device)
+    pairs = data.draw(st.lists(messages, min_size=1, max_size=12))
     assert route_of(pairs, torus).messages == walked(pairs, rings)
 
 
@@ -120,9 +126,8 @@ def permute(pairs, wire_bytes, calls=1):
 
 
 def test_a_permute_takes_its_busiest_link_and_its_hops():
-    chip = dataclasses.replace(
-        chips.find("v5p"), link_bytes_per_second=1e9, hop_seconds=1e-6
-    )
+    v5p = chips.find("v5p")
+    chip = dataclasses.replace(v5p, link_bytes_per_second=1e9, hop_seconds=1e-6)
     mesh = MeshSpec({"x": 8})
     far = tuple((n, (n + 3) % 8) for n in range(8))
     estimate = seconds(permute(far, 10**6), chip, mesh, slice="1x1x8")

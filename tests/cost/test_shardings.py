@@ -159,9 +159,8 @@ def decoder(constrained, batch_axis="fsdp", batch=16):
     hidden = 256
 
     def cut(shape, *spec, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(
-            shape, dtype, sharding=NamedSharding(mesh, P(*spec))
-        )
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     params = {
         "embed": cut((512, width), "fsdp"),
@@ -398,9 +397,8 @@ def test_a_negated_mean_has_the_rows_of_its_sum():
     def loss(table, w, tokens):
         return -(total(table, w, tokens) / 32)
 
-    tokens = jax.ShapeDtypeStruct(
-        (32,), jnp.int32, sharding=NamedSharding(MESH, P("a"))
-    )
+    sharding = NamedSharding(MESH, P("a"))
+    tokens = jax.ShapeDtypeStruct((32,), jnp.int32, sharding=sharding)
     args = struct((64, 16), P("b")), struct((16, 16)), tokens
     expected = shardings(total, *args, compiler="cpu").rows
     rows = shardings(loss, *args, compiler="cpu").rows

@@ -156,16 +156,16 @@ def test_compiled_programs_name_axes_and_leaves():
     model = eqx.nn.MLP(16, 16, 64, 2, key=jax.random.key(0))
     rules = PathRules([("weight", P("tensor")), ("bias", P())])
     plan_of_layer = plan(model, mesh, paths=rules)
-    x = jax.ShapeDtypeStruct(
-        (8, 16), jnp.float32, sharding=NamedSharding(mesh, P("data"))
-    )
+    sharding = NamedSharding(mesh, P("data"))
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=sharding)
 
     def apply(model, x):
         return jax.vmap(model)(x)
 
     structs = eqx.combine(plan_of_layer.off().structs, model)
+    in_shardings = (plan_of_layer, x.sharding)
     lowered = filter_jit(
-        apply, in_shardings=(plan_of_layer, x.sharding), out_shardings=x.sharding
+        apply, in_shardings=in_shardings, out_shardings=x.sharding
     ).lower(structs, x)
     first = traffic(lowered)
     second = traffic(lowered.compile())

@@ -295,9 +295,8 @@ def test_collectives_of_loop_conditions_and_branches_count():
         jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=where)
         for where in (rows, rows)
     )
-    lowered = jax.jit(step).lower(
-        jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), w, x
-    )
+    struct = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    lowered = jax.jit(step).lower(struct, w, x)
     compiled = lowered.compile()
     sent = traffic(compiled)
     actual = {(row.kind, row.calls, row.leaf) for row in sent.rows}

@@ -85,9 +85,8 @@ def test_arguments_without_shardings_are_refused():
 
 def test_a_gradient_that_joins_typed_and_untyped_values_is_typed():
     mesh = mesh_of(AxisType.Explicit)
-    batch = jax.ShapeDtypeStruct(
-        (8, 4), "float32", sharding=NamedSharding(mesh, P("data"))
-    )
+    sharding = NamedSharding(mesh, P("data"))
+    batch = jax.ShapeDtypeStruct((8, 4), "float32", sharding=sharding)
     weight = jax.ShapeDtypeStruct((4, 4), "float32", sharding=NamedSharding(mesh, P()))
 
     def contrastive(weight, x):

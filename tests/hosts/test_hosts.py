@@ -218,9 +218,8 @@ def scattered(sizes, owner):
     devices = chips((math.prod(sizes), 1, 1, 1))
     for device, process in zip(devices, owner, strict=True):
         device.process_index = process
-    return Mesh(
-        objects(devices).reshape(sizes), tuple(f"a{i}" for i in range(len(sizes)))
-    )
+    names = tuple(f"a{i}" for i in range(len(sizes)))
+    return Mesh(objects(devices).reshape(sizes), names)
 
 
 @pytest.mark.parametrize(
@@ -256,9 +255,8 @@ def test_hosts_of_65536_devices_need_no_device():
     axes = {"replica": 8, "data": 1024, "model": 8}
     mesh = MeshSpec(axes, dcn={"replica": 8})
     grid = hosts.regular_grid(mesh, {"replica": 8, "data": 1024})
-    chunk = hosts.local_chunk(
-        (65536, 4096), P(("replica", "data"), "model"), grid, 8191
-    )
+    spec = P(("replica", "data"), "model")
+    chunk = hosts.local_chunk((65536, 4096), spec, grid, 8191)
     slices = (slice(65528, 65536), slice(0, 4096))
     expected = hosts.LocalChunk(slices, 0)
     assert chunk == expected
@@ -307,7 +305,8 @@ def test_a_ragged_batch_is_padded_with_a_mask(rows):
     expected = [True] * rows + [False] * (8 - rows)
     assert mask.tolist() == expected
     assert specs_of(mask) == P("data")
-    np.testing.assert_array_equal(gather(out)["y"], [*range(rows), *[-1] * (8 - rows)])
+    padding = [-1] * (8 - rows)
+    np.testing.assert_array_equal(gather(out)["y"], [*range(rows), *padding])
     gathered = gather(out)["x"][rows:]
     np.testing.assert_array_equal(gathered, -np.ones((8 - rows, 3)))
 

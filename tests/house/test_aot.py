@@ -91,12 +91,10 @@ def collectives(mesh):
     """The algorithms that the TPU's compiler picks for an all-gather, and for a
     reduction, over `model`.
     """
-    wide = jax.ShapeDtypeStruct(
-        (8192, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("model"))
-    )
-    rows = jax.ShapeDtypeStruct(
-        (4096, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("data", "model"))
-    )
+    sharding = NamedSharding(mesh, P("model"))
+    wide = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16, sharding=sharding)
+    sharding = NamedSharding(mesh, P("data", "model"))
+    rows = jax.ShapeDtypeStruct((4096, 8192), jnp.bfloat16, sharding=sharding)
     whole = NamedSharding(mesh, P())
     found = []
     for function, arguments, out in (
@@ -377,7 +375,8 @@ def test_a_train_step_compiles_to_the_planned_bytes(target, spec):
 def test_a_search_is_verified_by_the_compiler_of_the_slice():
     def step(params, x):
         def loss(params):
-            return jnp.mean((x + jax.nn.relu(x @ params["up"]) @ params["down"]) ** 2)
+            hidden = jax.nn.relu(x @ params["up"])
+            return jnp.mean((x + hidden @ params["down"]) ** 2)
 
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
@@ -409,7 +408,9 @@ def test_a_search_has_the_numbers_of_libtpu():
         return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
 
     struct = jax.ShapeDtypeStruct
-    args = struct((256, 512), jnp.float32), struct((4096, 256), jnp.float32)
+    w = struct((256, 512), jnp.float32)
+    x = struct((4096, 256), jnp.float32)
+    args = w, x
     lines: list[str] = []
     slice_ = "tpu:v5e:2x2"
     found = search(step, *args, devices=slice_, keep=1, progress=lines.append)
@@ -473,7 +474,8 @@ def small_step(count):
 
     up = struct((4, 128, 256), None, "fsdp")
     down = struct((4, 256, 128), None, "fsdp")
-    return jax.jit(step, donate_argnums=0), ((up, down), struct((64, 128), "data"))
+    x = struct((64, 128), "data")
+    return jax.jit(step, donate_argnums=0), ((up, down), x)
 
 
 @needs_libtpu

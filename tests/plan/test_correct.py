@@ -322,9 +322,8 @@ def test_strategies_keep_heads_whole_too(heads, unit, other, sizes):
     mesh = MeshSpec(zip(axes, sizes, strict=True))
     shape = (heads * unit, other)
     rules = sfx.PathRules([("w", sfx.atomic(P(), (unit, 1)) | fsdp(axes))])
-    sharding_plan = sfx.plan(
-        {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}, mesh, paths=rules
-    )
+    struct = jax.ShapeDtypeStruct(shape, jnp.float32)
+    sharding_plan = sfx.plan({"w": struct}, mesh, paths=rules)
     leaf = sharding_plan["w"]
     for cut in cuts(leaf.spec, shape, mesh, 0):
         assert cut % unit == 0

@@ -316,8 +316,9 @@ def test_other_arguments_and_other_plans(params_plan):
             "count": jnp.zeros((4, 4)),
         }
 
+    memory_kinds = [("copy", "pinned_host")]
     state_plan = follow(
-        make, params_plan, batch, 2.0, "text", memory_kinds=[("copy", "pinned_host")]
+        make, params_plan, batch, 2.0, "text", memory_kinds=memory_kinds
     )
     assert state_plan["copy"].memory_kind == "pinned_host"
     assert state_plan["hidden"].memory_kind is None

@@ -113,9 +113,8 @@ Replicated, 768 B on every device: blocks/{0..2}/scale (768 B)."""
 def test_the_state_of_repeated_layers_is_grouped_as_they_are():
     layer = {"w": struct(8, 16), "norm": struct(16)}
     rules = PathRules([("w", P("data", "tensor")), ("norm", P())])
-    state_plan = follow(
-        optax.adamw(1e-3).init, plan({"layers": [layer] * 12}, MESH, paths=rules)
-    )
+    sharding_plan = plan({"layers": [layer] * 12}, MESH, paths=rules)
+    state_plan = follow(optax.adamw(1e-3).init, sharding_plan)
     groups = [
         (group.where, len(group.paths), group.row.rule)
         for group in state_plan.content.groups
@@ -170,12 +169,14 @@ def test_scalars_unmatched_arrays_and_the_largest_replicated():
 def test_memory_kinds_axis_types_and_unconstrained_are_shown():
     axes = {"data": 2, "tensor": 4}
     mesh = MeshSpec(axes, axis_types={"tensor": AxisType.Explicit})
+    spec = P(P.UNCONSTRAINED, "tensor")
+    memory_kinds = [("w", "pinned_host")]
     text = report(
         planned(
             {"w": struct(8, 8)},
-            P(P.UNCONSTRAINED, "tensor"),
+            spec,
             mesh,
-            memory_kinds=[("w", "pinned_host")],
+            memory_kinds=memory_kinds,
         )
     )
     assert "any,tensor" in text

@@ -15,7 +15,17 @@ from shardfx.errors import (
     SpecError,
     UnmatchedError,
 )
-from tests.plan.small_plans import AXES, MADE, MESH, NAMES, ON, STRICT, TREE, W, ruled
+from tests.plan.small_plans import (
+    AXES,
+    MADE,
+    MESH,
+    NAMES,
+    ON,
+    STRICT,
+    TREE,
+    W,
+    ruled,
+)
 
 
 class Dense(eqx.Module):
@@ -255,9 +265,9 @@ def test_a_mesh_axis_that_is_declared():
     other = AXES.prepend([("heads", "pipe")]).extend(mesh_axes=["pipe"])
     spec = plan(TREE, MESH, names=NAMES, axes=other)["w"].spec
     assert spec == P("tensor")
-    (leaf,) = plan(
-        TREE, MESH, paths=PathRules([("w", P("pipe"))], mesh_axes=["pipe"])
-    ).leaves
+    path_rules = PathRules([("w", P("pipe"))], mesh_axes=["pipe"])
+    sharding_plan = plan(TREE, MESH, paths=path_rules)
+    (leaf,) = sharding_plan.leaves
     assert leaf.spec == P()
     assert leaf.reasons[0].code is Code.absent
     rules = AxisRules([("batch", ("pod", "data"))], mesh_axes=("pod",))

@@ -195,9 +195,8 @@ def unscaled(files: dict[str, np.ndarray], block: int) -> dict[str, np.ndarray]:
         scales = files.get(f"{path}_scale_inv")
         if scales is not None:
             rows, columns = (np.arange(size) // block for size in array.shape)
-            array = (array.astype(np.float32) * scales[rows][:, columns]).astype(
-                ml_dtypes.bfloat16
-            )
+            scaled = array.astype(np.float32) * scales[rows][:, columns]
+            array = scaled.astype(ml_dtypes.bfloat16)
         if not path.endswith("_scale_inv"):
             arrays[path] = array
     return arrays

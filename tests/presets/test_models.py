@@ -259,16 +259,19 @@ def test_rules_for_experts_need_experts_in_one_array():
 
 
 def test_heads_are_not_cut():
+    rules = models.rules_for("llama3-8b", "tp")
+    mesh = MeshSpec({"tensor": 16})
     sharding_plan = plan(
         models.tree("llama3-8b"),
-        MeshSpec({"tensor": 16}),
-        paths=models.rules_for("llama3-8b", "tp"),
+        mesh,
+        paths=rules,
     )
     assert sharding_plan["model/layers/0/self_attn/q_proj/weight"].spec == P("tensor")
     assert sharding_plan["model/layers/0/self_attn/k_proj/weight"].spec == P()
+    mesh_spec = MeshSpec({"tensor": 32})
     gated = plan(
         few_layers("qwen3-next-80b-a3b"),
-        MeshSpec({"tensor": 32}),
+        mesh_spec,
         paths=models.rules_for("qwen3-next-80b-a3b", "tp"),
     )
     assert gated["model/layers/0/linear_attn/in_proj_qkvz/weight"].spec == P()

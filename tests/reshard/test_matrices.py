@@ -88,8 +88,9 @@ def same(tree, expected, tolerance=1e-5):
     "sizes", [{"fsdp": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 2, "tensor": 3}]
 )
 def test_each_matrix_is_whole(count, sizes):
+    rules_by_path = [("w", P("fsdp", "tensor")), (".*", sfx.replicate)]
     rules = PathRules(
-        [("w", P("fsdp", "tensor")), (".*", sfx.replicate)],
+        rules_by_path,
         mesh_axes=("fsdp", "tensor"),
     )
     tree = matrices(count, (16, 36)) | {
@@ -210,15 +211,15 @@ def test_any_layout_and_any_owners(seed):
         spec = P(*[None] * len(many), *entries)
         rules.append((f"^w{position}$", spec))
         where[f"^w{position}$"] = len(many), len(rest) - 1
-        expected[f"w{position}"] = jax.vmap(unit)(
-            x.reshape(-1, math.prod(rest[:-1]), rest[-1])
-        ).reshape(x.shape)
+        stacked = x.reshape(-1, math.prod(rest[:-1]), rest[-1])
+        expected[f"w{position}"] = jax.vmap(unit)(stacked).reshape(x.shape)
     over = rng.choice([None, rng.sample([*sizes], 1)])
+    path_rules = PathRules(rules, mesh_axes=(*sizes,))
     result, _, _ = check(
         unit,
         tree,
         built(sizes),
-        rules=PathRules(rules, mesh_axes=(*sizes,)),
+        rules=path_rules,
         where=where,
         over=over,
     )
@@ -291,10 +292,12 @@ def test_states_stay_with_the_owners():
     mapped = map_matrices(preconditioned, sharding_plan, state=init)
     specs = {leaf.spec for leaf in mapped.states.leaves}
     assert specs == {P("fsdp")}
+    in_shardings = (sharding_plan, mapped.states)
+    out_shardings = (sharding_plan, mapped.states)
     step = sfx.filter_jit(
         mapped,
-        in_shardings=(sharding_plan, mapped.states),
-        out_shardings=(sharding_plan, mapped.states),
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
         donate="all",
     )
     states = jax.jit(mapped.init, out_shardings=mapped.states.shardings)()
@@ -428,9 +431,8 @@ def test_an_empty_tree_and_other_owners():
     shape = exchanges.starts(0).shape
     assert shape == (8, 1)
     axes = AxisRules([("batch", ("data", "fsdp"))])
-    exchanges = map_matrices(
-        unit, plan(matrices(8), mesh, paths=FSDP, axes=axes)
-    ).exchanges[0]
+    sharding_plan = plan(matrices(8), mesh, paths=FSDP, axes=axes)
+    exchanges = map_matrices(unit, sharding_plan).exchanges[0]
     actual = exchanges.axes
     assert actual == ("data", "fsdp")
 

@@ -284,9 +284,10 @@ def test_plans_of_different_trees_are_an_error():
     for target in ({"x": small}, sharding_plan):
         with pytest.raises(PlanMismatchError, match=message):
             plan_reshard({"x": a}, target)
+    source_plan = plan({"x": a, "y": a}, mesh((8,)), paths=rules)
     with pytest.raises(PlanMismatchError, match="`y` is only in one of them"):
         plan_reshard(
-            plan({"x": a, "y": a}, mesh((8,)), paths=rules),
+            source_plan,
             plan({"x": a}, mesh((8,)), paths=rules),
         )
     # A tree that is one array has no path to name.

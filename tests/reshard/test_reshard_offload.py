@@ -28,9 +28,10 @@ def test_offloading_by_regex_and_back():
     assert layers is source["layers"][0]["b"]
     assert_equal(there, state())
     rules = PathRules([("w|b", P("a")), ("step", P())])
+    source_plan = plan(source, mesh((8,)), paths=rules)
     back = reshard(
         there,
-        plan(source, mesh((8,)), paths=rules),
+        source_plan,
         donate=True,
     )
     assert back["layers"][0]["w"].sharding.memory_kind != "pinned_host"

@@ -183,7 +183,8 @@ def test_planning_is_no_product_of_sources_and_targets():
 def test_only_what_replicas_sent_more_than_each_other_matters():
     first_half = box((0, 4))
     right = box((4, 8))
-    parts = cuts(8, [(0, first_half), (1, first_half), (2, right)], [(7, box((0, 8)))])
+    halves = [(0, first_half), (1, first_half), (2, right)]
+    parts = cuts(8, halves, [(7, box((0, 8)))])
     assert parts.replicas == ((0, 1),)
     sent = {0: 10, 1: 10, 2: 99}
     actual = parts.sent_before(sent)
@@ -256,7 +257,8 @@ def test_rounds_are_matchings_and_as_few_as_possible(data):
     picked = data.draw(
         st.lists(st.sampled_from([*cut, (0, 2 * count)]), min_size=1, max_size=8)
     )
-    parts = cuts(8, sources, [(100 + i, (box,)) for i, box in enumerate(picked)]).all
+    targets = [(100 + i, (box,)) for i, box in enumerate(picked)]
+    parts = cuts(8, sources, targets).all
     senders = np.array([part.sender for part in parts])
     receivers = np.array([part.receiver for part in parts])
     rounds = matchings(senders, receivers)

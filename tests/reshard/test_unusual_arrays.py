@@ -69,9 +69,8 @@ def test_a_plan_of_live_devices_is_a_value():
     single = jax.sharding.SingleDeviceSharding(jax.devices()[2])
     tree = {"w": jnp.zeros((8, 4)), "b": jnp.zeros(4)}
     arrays = jax.device_put(tree, {"w": src, "b": single})
-    abstract = jax.ShapeDtypeStruct(
-        (8,), jnp.float32, sharding=NamedSharding(mesh().abstract_mesh, P("a"))
-    )
+    sharding = NamedSharding(mesh().abstract_mesh, P("a"))
+    abstract = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
     reshard_plan = plan_reshard(arrays, {"w": dst, "b": NamedSharding(mesh(), P())})
     moves = [
         reshard_plan,

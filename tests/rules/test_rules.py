@@ -304,9 +304,8 @@ def test_last_wins_keeps_the_last_target_where_a_name_came_first(pairs):
     targets = {
         name: [target for other, target in pairs if other == name] for name, _ in pairs
     }
-    assert AxisRules.last_wins(pairs) == AxisRules(
-        [(name, targets[name][-1]) for name in AxisRules(pairs).names]
-    )
+    expected = AxisRules([(name, targets[name][-1]) for name in AxisRules(pairs).names])
+    assert AxisRules.last_wins(pairs) == expected
 
 
 @given(RULES, NAMES)
@@ -450,9 +449,10 @@ def test_units_come_from_atomic_entries_and_from_rules(promise, names, units):
     axis_rules = AxisRules((), units={"heads": 128, "pair": 6})
     rules = axis_rules.with_alias("s", "heads").with_alias("t", "s")
     array = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    mesh = MeshSpec({"x": 2})
     sharding_plan = plan(
         {"w": array},
-        MeshSpec({"x": 2}),
+        mesh,
         names={"w": names},
         axes=rules,
         unmatched="replicate",

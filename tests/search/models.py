@@ -85,7 +85,8 @@ def mlp_step(
     """A residual layer of two matrices."""
 
     def loss(p, x):
-        return jnp.mean((x + jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
+        hidden = jax.nn.relu(x @ p["up"])
+        return jnp.mean((x + hidden @ p["down"]) ** 2)
 
     params = {
         "up": Struct((width, hidden), dtype),
@@ -126,7 +127,8 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = x + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(x))
-        return x + nn.Dense(64)(nn.gelu(nn.Dense(256)(nn.LayerNorm()(x))))
+        normed = nn.LayerNorm()(x)
+        return x + nn.Dense(64)(nn.gelu(nn.Dense(256)(normed)))
 
 
 class _Net(nn.Module):
@@ -157,10 +159,13 @@ def flax_transformer() -> tuple[Any, ...]:
 class _Convolutions(nn.Module):
     @nn.compact
     def __call__(self, x):
-        x = nn.avg_pool(nn.relu(nn.Conv(32, (3, 3))(x)), (2, 2), (2, 2))
+        convolved = nn.relu(nn.Conv(32, (3, 3))(x))
+        x = nn.avg_pool(convolved, (2, 2), (2, 2))
         x = nn.Conv(32, (3, 3), feature_group_count=32)(x)
-        x = nn.max_pool(nn.relu(nn.Conv(64, (3, 3))(x)), (2, 2), (2, 2))
-        return nn.Dense(10)(nn.relu(nn.Dense(128)(x.reshape(x.shape[0], -1))))
+        convolved = nn.relu(nn.Conv(64, (3, 3))(x))
+        x = nn.max_pool(convolved, (2, 2), (2, 2))
+        flat = x.reshape(x.shape[0], -1)
+        return nn.Dense(10)(nn.relu(nn.Dense(128)(flat)))
 
 
 def convolutions() -> tuple[Any, ...]:
@@ -186,9 +191,10 @@ def experts() -> tuple[Any, ...]:
         hidden = jax.nn.silu(jnp.einsum("xbse,xem->xbsm", rows, p["wi"]))
         return jnp.mean((x + jnp.einsum("xbsm,xme->bse", hidden, p["wo"])) ** 2)
 
+    params = {"router": f32(64, 8), "wi": f32(8, 64, 256), "wo": f32(8, 256, 64)}
     return (
         sgd(loss),
-        {"router": f32(64, 8), "wi": f32(8, 64, 256), "wo": f32(8, 256, 64)},
+        params,
         f32(4, 32, 64),
     )
 
@@ -201,11 +207,13 @@ def ragged_experts() -> tuple[Any, ...]:
         counts = jnp.bincount(chosen, length=8)
         hidden = jax.nn.silu(jax.lax.ragged_dot(rows[order], p["wi"], counts))
         mixed = jax.lax.ragged_dot(hidden, p["wo"], counts)
-        return jnp.mean((x + mixed[jnp.argsort(order)].reshape(x.shape)) ** 2)
+        back = mixed[jnp.argsort(order)].reshape(x.shape)
+        return jnp.mean((x + back) ** 2)
 
+    params = {"router": f32(64, 8), "wi": f32(8, 64, 256), "wo": f32(8, 256, 64)}
     return (
         sgd(loss),
-        {"router": f32(64, 8), "wi": f32(8, 64, 256), "wo": f32(8, 256, 64)},
+        params,
         f32(4, 32, 64),
     )
 
@@ -240,10 +248,12 @@ def scanned() -> tuple[Any, ...]:
         "wo": (256, 64),
     }
     layers = {name: f32(4, *shape) for name, shape in shapes.items()}
+    params = {"embedding": f32(512, 64), "layers": layers}
+    tokens = Struct((16, 32), "int32")
     return (
         sgd(loss),
-        {"embedding": f32(512, 64), "layers": layers},
-        Struct((16, 32), "int32"),
+        params,
+        tokens,
     )
 
 

@@ -14,15 +14,15 @@ def i32(*shape: int) -> Struct:
 
 
 def norm(x):
-    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(
-        jnp.var(x, -1, keepdims=True) + 1e-6
-    )
+    variance = jnp.var(x, -1, keepdims=True)
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt(variance + 1e-6)
 
 
 def token_loss(logits, labels):
-    return -jnp.mean(
-        jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)
-    )
+    log_probabilities = jax.nn.log_softmax(logits)
+    picked = jnp.take_along_axis(log_probabilities, labels[..., None], -1)
+    return -jnp.mean(picked)
 
 
 def dit() -> tuple[Any, ...]:
@@ -32,28 +32,27 @@ def dit() -> tuple[Any, ...]:
 
     def block(x, c, p):
         b, t, d = x.shape
-        shift, scale, gate, shift_2, scale_2, gate_2 = jnp.split(
-            (jax.nn.silu(c) @ p["ada"])[:, None], 6, -1
-        )
+        modulation = (jax.nn.silu(c) @ p["ada"])[:, None]
+        shift, scale, gate, shift_2, scale_2, gate_2 = jnp.split(modulation, 6, -1)
         h = norm(x) * (1 + scale) + shift
-        q, k, v = jnp.moveaxis((h @ p["qkv"]).reshape(b, t, 3, 6, 16), 2, 0)
-        a = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
-        x = x + gate * (
-            jnp.einsum("bhqk,bkhd->bqhd", a, v).reshape(b, t, d) @ p["proj"]
-        )
+        qkv = (h @ p["qkv"]).reshape(b, t, 3, 6, 16)
+        q, k, v = jnp.moveaxis(qkv, 2, 0)
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+        x = x + gate * (mixed.reshape(b, t, d) @ p["proj"])
         h = norm(x) * (1 + scale_2) + shift_2
-        return x + gate_2 * (jax.nn.gelu(h @ p["mlp_in"]) @ p["mlp_out"])
+        hidden = jax.nn.gelu(h @ p["mlp_in"])
+        return x + gate_2 * (hidden @ p["mlp_out"])
 
     def loss(p, rows, time, label, noise):
         x = rows @ p["patch"]
-        c = (
-            jax.nn.silu(jnp.cos(time[:, None] * jnp.arange(24.0)) @ p["time_1"])
-            @ p["time_2"]
-            + p["label"][label]
-        )
+        waves = jnp.cos(time[:, None] * jnp.arange(24.0))
+        time_embedding = jax.nn.silu(waves @ p["time_1"]) @ p["time_2"]
+        c = time_embedding + p["label"][label]
         for layer in p["blocks"]:
             x = block(x, c, layer)
-        return jnp.mean((norm(x) @ p["final"] - noise) ** 2)
+        predicted = norm(x) @ p["final"]
+        return jnp.mean((predicted - noise) ** 2)
 
     shapes = {
         "ada": (32, 576),
@@ -63,20 +62,19 @@ def dit() -> tuple[Any, ...]:
         "mlp_out": (384, 96),
     }
     blocks = [{name: f32(*shape) for name, shape in shapes.items()} for _ in range(2)]
-    p = {
+    params = {
         "patch": f32(12, 96),
         "time_1": f32(24, 32),
         "time_2": f32(32, 32),
         "label": f32(1000, 32),
+        "blocks": blocks,
+        "final": f32(96, 12),
     }
-    return (
-        sgd(loss),
-        {**p, "blocks": blocks, "final": f32(96, 12)},
-        f32(16, 64, 12),
-        f32(16),
-        i32(16),
-        f32(16, 64, 12),
-    )
+    rows = f32(16, 64, 12)
+    time = f32(16)
+    label = i32(16)
+    noise = f32(16, 64, 12)
+    return sgd(loss), params, rows, time, label, noise
 
 
 def decode() -> tuple[Any, ...]:
@@ -87,14 +85,15 @@ def decode() -> tuple[Any, ...]:
     def layer(x, p, k, v, index):
         b = x.shape[0]
         q = (x @ p["q"]).reshape(b, 2, 4, 16)
-        new = [(x @ p[name]).reshape(b, 1, 2, 16) for name in "kv"]
-        k, v = (
-            jax.lax.dynamic_update_slice(old, update, (0, index, 0, 0))
-            for old, update in zip((k, v), new, strict=True)
-        )
+        new_k = (x @ p["k"]).reshape(b, 1, 2, 16)
+        new_v = (x @ p["v"]).reshape(b, 1, 2, 16)
+        k = jax.lax.dynamic_update_slice(k, new_k, (0, index, 0, 0))
+        v = jax.lax.dynamic_update_slice(v, new_v, (0, index, 0, 0))
         weights = jax.nn.softmax(jnp.einsum("bkgd,bskd->bkgs", q, k))
-        x = x + jnp.einsum("bkgs,bskd->bkgd", weights, v).reshape(b, 128) @ p["o"]
-        return x + jax.nn.silu(norm(x) @ p["up"]) @ p["down"], k, v
+        mixed = jnp.einsum("bkgs,bskd->bkgd", weights, v)
+        x = x + mixed.reshape(b, 128) @ p["o"]
+        hidden = jax.nn.silu(norm(x) @ p["up"])
+        return x + hidden @ p["down"], k, v
 
     def step(p, cache, token, index):
         def body(x, row):
@@ -102,10 +101,10 @@ def decode() -> tuple[Any, ...]:
             x, k, v = layer(x, p=p, k=k, v=v, index=index)
             return x, (k, v)
 
-        x, (k, v) = jax.lax.scan(
-            body, p["embed"][token], (p["layers"], cache["k"], cache["v"])
-        )
-        return jnp.argmax(norm(x) @ p["embed"].T, -1), {"k": k, "v": v}
+        rows = (p["layers"], cache["k"], cache["v"])
+        x, (k, v) = jax.lax.scan(body, p["embed"][token], rows)
+        logits = norm(x) @ p["embed"].T
+        return jnp.argmax(logits, -1), {"k": k, "v": v}
 
     shapes = {
         "q": (64, 128),
@@ -117,7 +116,10 @@ def decode() -> tuple[Any, ...]:
     }
     layers = {name: f32(4, *shape) for name, shape in shapes.items()}
     cache = {name: f32(4, 16, 128, 2, 16) for name in "kv"}
-    return step, {"embed": f32(2048, 64), "layers": layers}, cache, i32(16), i32()
+    params = {"embed": f32(2048, 64), "layers": layers}
+    token = i32(16)
+    index = i32()
+    return step, params, cache, token, index
 
 
 def channels_first() -> tuple[Any, ...]:
@@ -126,40 +128,47 @@ def channels_first() -> tuple[Any, ...]:
 
     def loss(p, x, labels):
         x = jax.nn.relu(convolve(x, p["stem"], 2))
-        x = x + convolve(jax.nn.relu(convolve(x, p["a"])), p["b"])
-        logits = convolve(x, p["down"], 2).mean((2, 3)) @ p["head"]
-        return token_loss(logits, labels)
+        hidden = jax.nn.relu(convolve(x, p["a"]))
+        x = x + convolve(hidden, p["b"])
+        pooled = convolve(x, p["down"], 2).mean((2, 3))
+        return token_loss(pooled @ p["head"], labels)
 
-    p = {
+    params = {
         "stem": f32(32, 4, 7, 7),
         "a": f32(48, 32, 3, 3),
         "b": f32(32, 48, 3, 3),
         "down": f32(64, 32, 3, 3),
+        "head": f32(64, 10),
     }
-    return sgd(loss), {**p, "head": f32(64, 10)}, f32(16, 4, 32, 24), i32(16)
+    images = f32(16, 4, 32, 24)
+    labels = i32(16)
+    return sgd(loss), params, images, labels
 
 
 def two_towers() -> tuple[Any, ...]:
     def tower(x, layers):
         for layer in layers:
-            x = x + jax.nn.gelu(norm(x) @ layer["fc"]) @ layer["out"]
+            hidden = jax.nn.gelu(norm(x) @ layer["fc"])
+            x = x + hidden @ layer["out"]
         return x
 
     def loss(p, image, text):
-        images = (
-            tower(image @ p["image"]["patch"], p["image"]["layers"]).mean(1)
-            @ p["image"]["head"]
-        )
-        tokens = p["text"]["tokens"][text]
-        right = tower(tokens, p["text"]["layers"])[:, -1] @ p["text"]["head"]
-        return -jnp.mean(jnp.diag(jax.nn.log_softmax(images @ right.T)))
+        patches = tower(image @ p["image"]["patch"], p["image"]["layers"])
+        images = patches.mean(1) @ p["image"]["head"]
+        tokens = tower(p["text"]["tokens"][text], p["text"]["layers"])
+        texts = tokens[:, -1] @ p["text"]["head"]
+        log_probabilities = jax.nn.log_softmax(images @ texts.T)
+        return -jnp.mean(jnp.diag(log_probabilities))
 
     def layers(width):
         return [{"fc": f32(width, 4 * width), "out": f32(4 * width, width)}] * 2
 
     image = {"patch": f32(48, 96), "layers": layers(96), "head": f32(96, 32)}
     text = {"tokens": f32(4096, 64), "layers": layers(64), "head": f32(64, 32)}
-    return sgd(loss), {"image": image, "text": text}, f32(16, 24, 48), i32(16, 20)
+    params = {"image": image, "text": text}
+    images = f32(16, 24, 48)
+    texts = i32(16, 20)
+    return sgd(loss), params, images, texts
 
 
 def adapters() -> tuple[Any, ...]:
@@ -170,24 +179,26 @@ def adapters() -> tuple[Any, ...]:
     def loss(adapters, base, tokens):
         x = base["wte"][tokens]
         for a, w in zip(adapters, base["h"], strict=True):
-            x = x + jax.nn.relu(x @ w["up"] + x @ a["down"] @ a["up"]) @ w["back"]
+            adapted = x @ w["up"] + x @ a["down"] @ a["up"]
+            x = x + jax.nn.relu(adapted) @ w["back"]
         return token_loss(x @ base["wte"].T, tokens)
 
-    base = {"wte": f32(1000, 64), "h": [{"up": f32(64, 256), "back": f32(256, 64)}] * 2}
-    return sgd(loss), [{"down": f32(64, 8), "up": f32(8, 256)}] * 2, base, i32(16, 32)
+    layer = {"up": f32(64, 256), "back": f32(256, 64)}
+    base = {"wte": f32(1000, 64), "h": [layer, layer]}
+    adapter = {"down": f32(64, 8), "up": f32(8, 256)}
+    tokens = i32(16, 32)
+    return sgd(loss), [adapter, adapter], base, tokens
 
 
 def positions() -> tuple[Any, ...]:
     def loss(p, tokens):
         wpe = p["wpe"][: tokens.shape[1]]
         x = p["wte"][tokens] + wpe
-        array = jnp.zeros((tokens.shape[0], 1, 64))
-        x = jnp.concatenate([array, x], 1) + p["pos_embed"]
-        return jnp.mean(
-            jax.nn.logsumexp(
-                (x + jax.nn.relu(x @ p["up"]) @ p["down"]) @ p["wte"].T, -1
-            )
-        )
+        first = jnp.zeros((tokens.shape[0], 1, 64))
+        x = jnp.concatenate([first, x], 1) + p["pos_embed"]
+        x = x + jax.nn.relu(x @ p["up"]) @ p["down"]
+        logits = x @ p["wte"].T
+        return jnp.mean(jax.nn.logsumexp(logits, -1))
 
     shapes = {
         "wte": (5000, 64),
@@ -196,11 +207,9 @@ def positions() -> tuple[Any, ...]:
         "up": (64, 256),
         "down": (256, 64),
     }
-    return (
-        jax.grad(loss),
-        {name: f32(*shape) for name, shape in shapes.items()},
-        i32(8, 128),
-    )
+    params = {name: f32(*shape) for name, shape in shapes.items()}
+    tokens = i32(8, 128)
+    return jax.grad(loss), params, tokens
 
 
 def rows_of_a_table() -> tuple[Any, ...]:
@@ -213,4 +222,6 @@ def rows_of_a_table() -> tuple[Any, ...]:
         rows = jax.vmap(look_up)(tokens)
         return jnp.mean((rows @ params["out"]) ** 2)
 
-    return jax.grad(loss), {"table": f32(5000, 64), "out": f32(64, 96)}, i32(16, 8)
+    params = {"table": f32(5000, 64), "out": f32(64, 96)}
+    tokens = i32(16, 8)
+    return jax.grad(loss), params, tokens

@@ -179,8 +179,10 @@ def notes_of(error):
 
 def test_a_note_of_filter_jit_is_of_types_on_explicit_axes_alone():
     mesh = mesh_of()
-    x = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("data")))
-    w = jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, P(None, "data")))
+    rows = NamedSharding(mesh, P("data"))
+    x = jax.device_put(jnp.ones((8, 16)), rows)
+    columns = NamedSharding(mesh, P(None, "data"))
+    w = jax.device_put(jnp.ones((16, 8)), columns)
     inner = sfx.filter_jit(jnp.matmul)
     outer = sfx.filter_jit(lambda x, w: inner(x, w))
     with pytest.raises(Exception, match="illegally sharded") as raised:
@@ -212,8 +214,10 @@ def test_a_note_of_filter_jit_is_of_types_on_explicit_axes_alone():
 
 def test_axes_of_size_one_are_types_too():
     mesh = mesh_of((4, 1))
-    x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data")))
-    y = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("tensor")))
+    by_data = NamedSharding(mesh, P("data"))
+    x = jax.device_put(jnp.ones((8, 4)), by_data)
+    by_tensor = NamedSharding(mesh, P("tensor"))
+    y = jax.device_put(jnp.ones((8, 4)), by_tensor)
     with pytest.raises(Exception, match="got incompatible shardings"):
         jax.eval_shape(jnp.add, x, y)
     plan = plan_on(mesh)
@@ -235,7 +239,8 @@ def test_a_scale_goes_into_shard_map_by_its_spec():
         jax.eval_shape(scaled, x, scale)
     plan = plan_on(mesh)
     result = jax.jit(lambda x, s: scaled(x, sfx.constrain(s, specs[1], plan)))(x, scale)
-    np.testing.assert_array_equal(result, np.ones((8, 1)) * np.arange(4.0))
+    expected = np.ones((8, 1)) * np.arange(4.0)
+    np.testing.assert_array_equal(result, expected)
 
 
 def test_a_carry_begins_with_the_type_that_it_keeps():
@@ -249,7 +254,8 @@ def test_a_carry_begins_with_the_type_that_it_keeps():
     def looped(x):
         return jax.lax.scan(body, x, length=2)[0]
 
-    x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P()))
+    whole = NamedSharding(mesh, P())
+    x = jax.device_put(jnp.ones((8, 4)), whole)
     error = "carry input and carry output must have equal types"
     assert error in FAQ.read_text()
     with pytest.raises(TypeError, match=error):

@@ -46,9 +46,8 @@ def test_the_demo_is_named_as_its_author_named_it():
     run = demo.Run()
     optimizer = demo.make_optimizer(run)
     model = eqx.filter_eval_shape(demo.Transformer, key=jax.random.key(0))
-    state = eqx.filter_eval_shape(
-        optimizer.init, eqx.filter(model, lambda leaf: hasattr(leaf, "shape"))
-    )
+    arrays = eqx.filter(model, lambda leaf: hasattr(leaf, "shape"))
+    state = eqx.filter_eval_shape(optimizer.init, arrays)
     text = Struct((16, 129), "int32")
     found = name_axes(demo.make_step(optimizer, None), model, state, text)
     expected = {
@@ -199,7 +198,8 @@ def test_loops_and_branches():
         x = jax.lax.while_loop(lambda y: jnp.sum(y) < 3, lambda y: y + p["b"], x)
         return jax.lax.cond(jnp.sum(x) > 0, lambda y: y * p["c"], lambda y: y, x)
 
-    found = name_axes(step, {"a": f32(8, 8), "b": f32(8), "c": f32(8)}, f32(4, 8))
+    params = {"a": f32(8, 8), "b": f32(8), "c": f32(8)}
+    found = name_axes(step, params, f32(4, 8))
     names = found.names[0]
     assert names["b"] == names["c"] == names["a"][1:] or names["b"] == names["c"] == (
         names["a"][0],
@@ -245,9 +245,11 @@ def test_the_numbers_of_raw_keys_are_no_batch(shape):
         noise = jax.vmap(lambda key: jax.random.normal(key, (64,)))(keys)
         return jnp.mean(((x + noise) @ params["a"] @ params["b"]) ** 2)
 
+    params = {"a": f32(64, 96), "b": f32(96, 64)}
+    key = jax.ShapeDtypeStruct(shape, jnp.uint32)
     args = (
-        {"a": f32(64, 96), "b": f32(96, 64)},
-        jax.ShapeDtypeStruct(shape, jnp.uint32),
+        params,
+        key,
         f32(16, 64),
     )
     found = name_axes(step, *args)
@@ -267,10 +269,13 @@ def test_short_rows_of_tokens_are_no_keys(length):
         x = params["embed"][tokens] @ params["w"]
         return jnp.mean(x * jax.random.normal(key, x.shape))
 
+    params = {"embed": f32(512, 64), "w": f32(64, 96)}
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    tokens = jax.ShapeDtypeStruct((16, length), jnp.uint32)
     args = (
-        {"embed": f32(512, 64), "w": f32(64, 96)},
-        jax.ShapeDtypeStruct((2,), jnp.uint32),
-        jax.ShapeDtypeStruct((16, length), jnp.uint32),
+        params,
+        key,
+        tokens,
     )
     named = name_axes(step, *args)
     assert named.names[1] == ("key_words",)
@@ -363,7 +368,8 @@ def test_what_is_not_priced_is_noted(change, note):
     def step(p, x):
         return jnp.mean((change(x @ p["up"]) @ p["down"]) ** 2)
 
-    args = {"up": f32(64, 256), "down": f32(256, 64)}, f32(128, 64)
+    params = {"up": f32(64, 256), "down": f32(256, 64)}
+    args = params, f32(128, 64)
     found = name_axes(step, *args)
     assert note in " ".join(found.notes)
     assert found.notes[0] in str(found)

@@ -58,10 +58,12 @@ GROUPED = {
 @pytest.mark.parametrize("name", GROUPED)
 def test_grouped_attention_has_the_type_of_its_queries(name, mesh):
     of_queries, of_keys = GROUPED[name]
-    q, k = some(2, 4, 4, 8), some(2, 4, 2, 8)
-    placed = on(mesh, q, *of_queries), on(mesh, k, *of_keys)
+    q = some(2, 4, 4, 8)
+    k = some(2, 4, 2, 8)
+    placed_q = on(mesh, q, *of_queries)
+    placed_k = on(mesh, k, *of_keys)
     typed = auto_axes(grouped_attention, empty_plan(mesh), out=P(*of_queries))
-    result = jax.jit(typed)(placed[0], placed[1], placed[1])
+    result = jax.jit(typed)(placed_q, placed_k, placed_k)
     assert sfx.specs_of(result) == P(*of_queries)
     expected = grouped_attention(q, k, k)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
@@ -92,24 +94,24 @@ def sampled_energies(params, spins, flips):
         def flipped(pair):
             return spins.at[pair].set(spins[pair[::-1]])
 
-        here = amplitude(params, spins)
-        return jnp.sum(
-            jnp.exp(
-                jax.vmap(amplitude, (None, 0))(params, jax.vmap(flipped)(flips)) - here
-            )
-        )
+        exchanged = jax.vmap(flipped)(flips)
+        amplitudes = jax.vmap(amplitude, (None, 0))(params, exchanged)
+        ratios = jnp.exp(amplitudes - amplitude(params, spins))
+        return jnp.sum(ratios)
 
     energies = jax.vmap(of_sample)(spins, flips)
     rows = jax.vmap(jax.grad(amplitude), (None, 0))(params, spins)
-    rows = jnp.concatenate([rows["w"].reshape(len(spins), -1), rows["b"]], axis=1)
+    weight_rows = rows["w"].reshape(len(spins), -1)
+    rows = jnp.concatenate([weight_rows, rows["b"]], axis=1)
     rows = rows - rows.mean(axis=0)
     covariance = rows.T @ rows / len(spins) + 0.1 * jnp.eye(rows.shape[1])
     force = rows.T @ (energies - energies.mean()) / len(spins)
     update = jnp.linalg.solve(covariance, force)
-    size = params["w"].size
+    weight_update, bias_update = jnp.split(update, [params["w"].size])
+    weight_update = weight_update.reshape(params["w"].shape)
     changed = {
-        "w": params["w"] - 0.1 * update[:size].reshape(params["w"].shape),
-        "b": params["b"] - 0.1 * update[size:],
+        "w": params["w"] - 0.1 * weight_update,
+        "b": params["b"] - 0.1 * bias_update,
     }
     return changed, energies.mean()
 
@@ -160,16 +162,18 @@ def test_the_cookbooks_gradients_are_those_of_one_device(mesh):
     step, structs = cookbook(Form(is_typed=True), TENSOR_PARALLEL, embed=32)
     plain, _ = cookbook(Form(is_typed=False), TENSOR_PARALLEL, embed=32)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.1, leaf.dtype),
-        structs[0],
-    )
+
+    def drawn(leaf):
+        values = rng.normal(size=leaf.shape) * 0.1
+        return jnp.asarray(values, leaf.dtype)
+
+    params = jax.tree.map(drawn, structs[0])
     tokens = jnp.asarray(rng.integers(0, 512, (4, 64)), jnp.int32)
     with jax.set_mesh(mesh):
         updated, value = sfx.testing.unsharded(step)(params, tokens)
     expected, expected_value = jax.jit(plain)(params, tokens)
     np.testing.assert_allclose(value, expected_value, rtol=1e-5)
-    for leaf, other in zip(
-        jax.tree.leaves(updated), jax.tree.leaves(expected), strict=True
-    ):
+    leaves = jax.tree.leaves(updated)
+    expected_leaves = jax.tree.leaves(expected)
+    for leaf, other in zip(leaves, expected_leaves, strict=True):
         np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6)

@@ -75,9 +75,10 @@ def run(step, mesh):
     args = arguments()
     plans = planned(args, mesh)
     placed = tuple(map(sfx.shard, args, plans))
+    out_shardings = (plans[0].shardings, NamedSharding(mesh, P()))
     jitted = jax.jit(
         constrain_step(step, mesh, RULES),
-        out_shardings=(plans[0].shardings, NamedSharding(mesh, P())),
+        out_shardings=out_shardings,
     )
     compiled = jitted.lower(*placed).compile()
     sent = sfx.cost.traffic(compiled, mesh)

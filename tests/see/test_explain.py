@@ -194,10 +194,11 @@ def test_a_regex_that_finds_one_group_will_do():
         "v_proj": {"weight": leaf(16, 8), "bias": leaf(16)},
     }
     mesh = sfx.MeshSpec({"tensor": 4})
+    rules = sfx.PathRules.parse(".*->tensor")
     plan = sfx.plan(
         {"layers": [layer] * 3},
         mesh,
-        paths=sfx.PathRules.parse(".*->tensor"),
+        paths=rules,
     )
     assert sfx.explain(plan, "k_proj").leaf.path == "layers/0/k_proj/weight"
     assert sfx.explain(plan, "2/v_proj/w").leaf.path == "layers/2/v_proj/weight"

@@ -264,9 +264,8 @@ def test_a_refined_mesh_takes_what_it_can():
     findings = sfx.lint(key, mesh, paths=rules, refine=True)
     assert findings == ()
     odd = {"k": leaf(7, 64, dtype=jnp.float32)}
-    (finding,) = sfx.lint(
-        odd, mesh, paths=sfx.PathRules.parse("k->tensor"), refine=True
-    )
+    path_rules = sfx.PathRules.parse("k->tensor")
+    (finding,) = sfx.lint(odd, mesh, paths=path_rules, refine=True)
     arguments = {
         "tree": odd,
         "mesh": mesh,

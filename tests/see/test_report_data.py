@@ -154,12 +154,13 @@ def test_everything_that_a_plan_can_hold_is_json():
         dcn={"data": 2},
     )
     rules = PathRules([("named", ("a", "b")), ("fp8", fsdp("tensor")), (".*", P())])
+    memory_kinds = [("int4", "pinned_host")]
     sharding_plan = plan(
         tree,
         mesh,
         paths=rules,
         axes=axes,
-        memory_kinds=[("int4", "pinned_host")],
+        memory_kinds=memory_kinds,
     )
     data = json.loads(json.dumps(report_data(sharding_plan)))
     rows = {row["path"]: row for row in data["rows"]}

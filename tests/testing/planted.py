@@ -30,9 +30,8 @@ class Planted(NamedTuple):
     def lines(self) -> set[int]:
         """The lines of the mistake."""
         source, first = inspect.getsourcelines(self.body)
-        return {
-            first + offset for offset, line in enumerate(source) if "# wrong" in line
-        }
+        numbered = enumerate(source, first)
+        return {number for number, line in numbered if "# wrong" in line}
 
     def make(self, mesh: Mesh, wrong: bool) -> Callable[..., Any]:
         """The step on a mesh."""
@@ -68,7 +67,10 @@ def planted(*args: Any, out: Any) -> Callable[[Any], Any]:
 def neighbours(axis: str, by: int = 1, turn: bool = True) -> list[tuple[int, int]]:
     """The pairs of a permute along an axis: around it, or without its ends."""
     size = lax.axis_size(axis)
-    return [(i, (i + by) % size) for i in range(size) if turn or 0 <= i + by < size]
+    pairs = [(sender, sender + by) for sender in range(size)]
+    if turn:
+        return [(sender, receiver % size) for sender, receiver in pairs]
+    return [(sender, receiver) for sender, receiver in pairs if 0 <= receiver < size]
 
 
 ROWS = ((8, 6), P("d"))
@@ -85,7 +87,10 @@ WEIGHT = ((6, 3), P())
 @planted(*MLP, out=P("d"))
 def sum_left_out(wrong, x, w1, w2):
     h = jax.nn.relu(x @ w1)
-    return h @ w2 if wrong else lax.psum(h @ w2, "t")  # wrong
+    y = h @ w2  # wrong
+    if wrong:
+        return y
+    return lax.psum(y, "t")
 
 
 @planted(*MLP, out=(P(), (P(None, "t"), P("t"))))
@@ -93,38 +98,47 @@ def sum_left_out_of_training(wrong, x, *weights):
     def loss(weights):
         w1, w2 = weights
         y = jax.nn.gelu(x @ w1) @ w2  # wrong
-        y = y if wrong else lax.psum(y, "t")  # wrong
+        if not wrong:
+            y = lax.psum(y, "t")
         total = jnp.sum((y - x) ** 2)
         return total / lax.axis_size("t")
 
     value, gradients = jax.value_and_grad(loss)(weights)  # wrong
     step = lambda w, g: w - 0.1 * lax.psum(g, "d")
-    return lax.psum(value, ("d", "t")), jax.tree.map(step, weights, gradients)
+    weights = jax.tree.map(step, weights, gradients)
+    return lax.psum(value, ("d", "t")), weights
 
 
 @planted(*MLP, out=P("d"))
 def sum_doubled(wrong, x, w1, w2):
     y = lax.psum(jax.nn.relu(x @ w1) @ w2, "t")
-    return lax.psum(y, "t") if wrong else y  # wrong
+    if wrong:
+        y = lax.psum(y, "t")  # wrong
+    return y
 
 
 @planted(((8, 6), P()), *MLP[1:], out=P())
 def sum_over_the_wrong_axis(wrong, x, w1, w2):
-    h = jax.nn.relu(x @ w1) @ w2
-    return lax.psum(h, "d" if wrong else "t")  # wrong
+    y = jax.nn.relu(x @ w1) @ w2
+    if wrong:
+        return lax.psum(y, "d")  # wrong
+    return lax.psum(y, "t")
 
 
 @planted(*MLP, ((6,), P()), out=P("d"))
 def bias_added_by_every_device(wrong, x, w1, w2, bias):
     y = jax.nn.relu(x @ w1) @ w2
-    return lax.psum(y + bias, "t") if wrong else lax.psum(y, "t") + bias  # wrong
+    if wrong:
+        return lax.psum(y + bias, "t")  # wrong
+    return lax.psum(y, "t") + bias
 
 
 @planted(*MLP, out=P("d"))
 def sum_left_out_in_a_loop(wrong, x, w1, w2):
     def layer(x, _):
-        h = jnp.tanh(x @ w1)
-        y = h @ w2 if wrong else lax.psum(h @ w2, "t")  # wrong
+        y = jnp.tanh(x @ w1) @ w2  # wrong
+        if not wrong:
+            y = lax.psum(y, "t")
         return jnp.sin(x + y), None
 
     return lax.scan(layer, x, None, length=3)[0]
@@ -134,12 +148,20 @@ def sum_left_out_in_a_loop(wrong, x, w1, w2):
 def residual_inside_the_sum(wrong, x, w1, w2):
     def layer(x, _):
         y = jax.nn.silu(x @ w1) @ w2
-        return (lax.psum(x + y, "t") if wrong else x + lax.psum(y, "t")), None  # wrong
+        if wrong:
+            return lax.psum(x + y, "t"), None  # wrong
+        return x + lax.psum(y, "t"), None
 
-    return lax.scan(jax.checkpoint(layer), x, None, length=2)[0]
+    result, _ = lax.scan(jax.checkpoint(layer), x, None, length=2)
+    return result
 
 
-@planted(((8, 12), P("d")), ((12, 8), P(None, "t")), ((8, 24), P("t")), out=P("d"))
+@planted(
+    ((8, 12), P("d")),
+    ((12, 8), P(None, "t")),
+    ((8, 24), P("t")),
+    out=P("d"),
+)
 def gates_summed_after_their_sigmoid(wrong, x, wi, wh):
     def turn(h, _):
         part = jnp.tanh(x @ wi) @ wh
@@ -148,10 +170,12 @@ def gates_summed_after_their_sigmoid(wrong, x, wi, wh):
         else:
             gates = jax.nn.sigmoid(lax.psum(part, "t"))
         z, r, n = jnp.split(gates, 3, -1)
-        return (1 - z) * h + z * jnp.tanh(n + r * h), None
+        candidate = jnp.tanh(n + r * h)
+        return (1 - z) * h + z * candidate, None
 
-    array = jnp.zeros((x.shape[0], 8))
-    return lax.scan(turn, array, None, length=3)[0]
+    start = jnp.zeros((x.shape[0], 8))
+    result, _ = lax.scan(turn, start, None, length=3)
+    return result
 
 
 @planted(*MLP, ROWS, out=(P("d"), P("d")))
@@ -161,7 +185,9 @@ def backward_without_its_sum(wrong, x, w1, w2, g):
         return x
 
     def back(_, g):
-        return (g if wrong else lax.psum(g, "t"),)  # wrong
+        if not wrong:
+            g = lax.psum(g, "t")
+        return (g,)
 
     copied.defvjp(lambda x: (x, None), back)
     y, pull = jax.vjp(lambda x: jnp.tanh(copied(x) @ w1) @ w2, x)  # wrong
@@ -176,8 +202,10 @@ def gathered_weight_whose_gradient_is_cut_and_not_summed(wrong, x, w):
 
     def back(_, g):
         size = g.shape[0] // lax.axis_size("d")
-        part = lax.dynamic_slice_in_dim(g, lax.axis_index("d") * size, size)
-        return (part if wrong else lax.psum_scatter(g, "d", tiled=True),)
+        first = lax.axis_index("d") * size
+        if wrong:
+            return (lax.dynamic_slice_in_dim(g, first, size),)
+        return (lax.psum_scatter(g, "d", tiled=True),)
 
     whole.defvjp(lambda w: (whole(w), None), back)
     loss = lambda w: jnp.sum(jnp.tanh(x @ whole(w)) ** 2)  # wrong
@@ -191,17 +219,23 @@ def gathered_weight_whose_gradient_is_cut_and_not_summed(wrong, x, w):
 @planted(WEIGHT, ROWS, out=P())
 def gradients_not_summed(wrong, w, x):
     g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)  # wrong
-    return w - 0.1 * (g if wrong else lax.pmean(g, "d"))  # wrong
+    if not wrong:
+        g = lax.pmean(g, "d")
+    return w - 0.1 * g  # wrong
 
 
 @planted(WEIGHT, ((4, 8, 6), P(None, "d")), out=P())
 def gradients_summed_in_each_turn(wrong, w, xs):
     def turn(total, x):
         total = total + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
-        return lax.psum(total, "d") if wrong else total, None  # wrong
+        if wrong:
+            total = lax.psum(total, "d")  # wrong
+        return total, None
 
-    total = lax.scan(turn, jnp.zeros_like(w), xs)[0]
-    return (total if wrong else lax.pmean(total, "d")) / xs.shape[0]  # wrong
+    total, _ = lax.scan(turn, jnp.zeros_like(w), xs)  # wrong
+    if not wrong:
+        total = lax.pmean(total, "d")
+    return total / xs.shape[0]  # wrong
 
 
 @planted(ROWS, ((8,), P("d"), 2), out=P())
@@ -224,7 +258,9 @@ def norm_over_a_cut_dimension(wrong, x):
 @planted(CUT, out=P("d", "t"))
 def softmax_with_local_maxima(wrong, x):
     top = x.max(-1, keepdims=True)
-    shifted = jnp.exp(x - (top if wrong else lax.pmax(top, "t")))  # wrong
+    if not wrong:
+        top = lax.pmax(top, "t")
+    shifted = jnp.exp(x - top)  # wrong
     total = shifted.sum(-1, keepdims=True)
     return shifted / lax.psum(total, "t")  # wrong
 
@@ -253,9 +289,12 @@ def iteration_with_the_local_norm(wrong, a, v):
         y = lax.all_gather(y, "d", tiled=True)
         y = lax.dynamic_slice_in_dim(y, lax.axis_index("t") * v.size, v.size)
         square = jnp.sum(y**2)
-        return i + 1, y / jnp.sqrt(square if wrong else lax.psum(square, "t"))  # wrong
+        if not wrong:
+            square = lax.psum(square, "t")
+        return i + 1, y / jnp.sqrt(square)  # wrong
 
-    return lax.while_loop(lambda carry: carry[0] < 4, turn, (0, v))[1]  # wrong
+    _, v = lax.while_loop(lambda carry: carry[0] < 4, turn, (0, v))  # wrong
+    return v
 
 
 # Positions
@@ -271,7 +310,8 @@ def labels_not_offset(wrong, logits, labels):
     hit = jax.nn.one_hot(local, size)  # wrong
     total = lax.psum(jnp.exp(logits).sum(-1), "t")
     picked = lax.psum((hit * logits).sum(-1), "t")  # wrong
-    return lax.pmean(jnp.mean(jnp.log(total) - picked), "d")
+    losses = jnp.log(total) - picked
+    return lax.pmean(jnp.mean(losses), "d")
 
 
 @planted(((16, 6), P("t")), ((8,), P("d"), 16), out=P("d"))
@@ -288,17 +328,19 @@ def embedding_of_foreign_rows(wrong, table, ids):
 @planted(SEQUENCE, WHOLE, out=P("d", "t"))
 def mask_not_offset(wrong, q, kv):
     scores = jnp.einsum("bqd,bkd->bqk", q, kv)
-    rows = jnp.arange(q.shape[1]) + (  # wrong
-        0 if wrong else lax.axis_index("t") * q.shape[1]
-    )
+    rows = jnp.arange(q.shape[1])  # wrong
+    if not wrong:
+        rows = rows + lax.axis_index("t") * q.shape[1]
     mask = rows[:, None] >= jnp.arange(kv.shape[1])
-    weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+    masked = jnp.where(mask, scores, -1e9)  # wrong
+    weights = jax.nn.softmax(masked)
     return jnp.einsum("bqk,bkd->bqd", weights, kv)
 
 
 @planted(((16, 4), P(("d", "t"))), out=P(("d", "t")))
 def positions_counted_in_the_wrong_order(wrong, x):
-    place = lax.axis_index(("t", "d") if wrong else ("d", "t"))  # wrong
+    axes = ("t", "d") if wrong else ("d", "t")
+    place = lax.axis_index(axes)  # wrong
     rows = place * x.shape[0] + jnp.arange(x.shape[0])  # wrong
     return x * jnp.sin(rows)[:, None]
 
@@ -307,11 +349,10 @@ def positions_counted_in_the_wrong_order(wrong, x):
 def labels_shifted_after_the_cut(wrong, x, tokens):
     logits = jnp.pad(x, [(0, 0), (0, 0), (0, 10)])
     following = lax.ppermute(tokens[:, :1], "t", neighbours("t", -1))
-    labels = (  # wrong
-        jnp.roll(tokens, -1, 1)
-        if wrong
-        else jnp.concatenate([tokens[:, 1:], following], 1)
-    )
+    if wrong:
+        labels = jnp.roll(tokens, -1, 1)  # wrong
+    else:
+        labels = jnp.concatenate([tokens[:, 1:], following], 1)
     picked = jnp.take_along_axis(logits, labels[..., None], -1)  # wrong
     return lax.pmean(jnp.mean(picked), ("d", "t"))
 
@@ -323,16 +364,19 @@ def experts_not_offset(wrong, x, experts):
     else:
         first = lax.axis_index("t") * experts.shape[0]
     local = lax.dynamic_slice_in_dim(x, first, experts.shape[0], 1)  # wrong
-    return lax.psum(jnp.einsum("bed,edf->bf", local, experts), "t")  # wrong
+    outputs = jnp.einsum("bed,edf->bf", local, experts)  # wrong
+    return lax.psum(outputs, "t")  # wrong
 
 
 @planted(((8, 16), P("d", "t")), out=P("d", "t"))
 def running_sum_of_parts(wrong, x):
     totals = lax.all_gather(x.sum(-1), "t")
-    values = jnp.arange(totals.shape[0])[:, None]
-    before = jnp.where(values < lax.axis_index("t"), totals, 0).sum(0)
+    devices = jnp.arange(totals.shape[0])[:, None]
+    before = jnp.where(devices < lax.axis_index("t"), totals, 0).sum(0)
     sums = jnp.cumsum(x, -1)  # wrong
-    return sums if wrong else sums + before[:, None]  # wrong
+    if wrong:
+        return sums
+    return sums + before[:, None]
 
 
 @planted(ROWS, ROWS, out=P("d"))
@@ -364,21 +408,24 @@ def ring_one_turn_short(wrong, x):
         part = lax.ppermute(part, "t", neighbours("t"))
         return (part, out + part), None
 
-    turns = lax.axis_size("t") - 1 - (wrong and lax.axis_size("t") > 1)
-    return lax.scan(turn, (x, x), None, length=turns)[0][1].sum()  # wrong
+    turns = lax.axis_size("t") - 1
+    if wrong and turns > 0:
+        turns -= 1
+    (_, total), _ = lax.scan(turn, (x, x), None, length=turns)  # wrong
+    return total.sum()  # wrong
 
 
 @planted(CUT, out=P("d"))
 def gathered_in_the_wrong_order(wrong, x):
-    parts = lax.all_gather(x, "t", axis=2 if wrong else 1)  # wrong
+    dim = 2 if wrong else 1
+    parts = lax.all_gather(x, "t", axis=dim)  # wrong
     return jnp.tanh(parts.reshape(x.shape[0], -1))  # wrong
 
 
 @planted(((8, 8), P(None, "t")), ((8, 8), P("t")), out=P("t"))
 def scattered_along_the_wrong_dimension(wrong, x, w):
-    y = lax.psum_scatter(  # wrong
-        x @ w, "t", scatter_dimension=1 if wrong else 0, tiled=True
-    )
+    dim = 1 if wrong else 0
+    y = lax.psum_scatter(x @ w, "t", scatter_dimension=dim, tiled=True)  # wrong
     return jnp.tanh(y.reshape(-1, 8))  # wrong
 
 
@@ -388,14 +435,15 @@ def scattered_along_the_wrong_dimension(wrong, x, w):
 def experts_that_answer_in_another_order(wrong, x, router, experts):
     gate, choice = lax.top_k(jax.nn.softmax(x @ router), 2)
     chosen = jax.nn.one_hot(choice, router.shape[1])
-    sent = lax.all_to_all(jnp.einsum("nke,nd->end", chosen, x), "t", 0, 1, tiled=True)
-    outputs = jnp.einsum("end,edf->enf", sent, experts)
-    outputs = outputs[::-1] if wrong else outputs  # wrong
+    rows_of_experts = jnp.einsum("nke,nd->end", chosen, x)
+    sent = lax.all_to_all(rows_of_experts, "t", 0, 1, tiled=True)
+    outputs = jnp.einsum("end,edf->enf", sent, experts)  # wrong
+    if wrong:
+        outputs = outputs[::-1]  # wrong
     back = lax.all_to_all(outputs, "t", 1, 0, tiled=True)  # wrong
     return jnp.einsum("end,nke,nk->nd", back, chosen, gate)
 
 
 def mesh_of(devices: Any) -> Mesh:
-    return jax.make_mesh(
-        (2, 4), ("d", "t"), axis_types=(AxisType.Auto,) * 2, devices=devices
-    )
+    automatic = (AxisType.Auto, AxisType.Auto)
+    return jax.make_mesh((2, 4), ("d", "t"), axis_types=automatic, devices=devices)

@@ -47,9 +47,8 @@ def some(*shape, dtype=jnp.float32):
 
 def capacity(x, router):
     """A mixture of experts with a capacity: counts choose where a token goes."""
-    choice = jax.nn.one_hot(
-        lax.top_k(jax.nn.softmax(x @ router), 2)[1], router.shape[1]
-    )
+    weights = jax.nn.softmax(x @ router)
+    choice = jax.nn.one_hot(lax.top_k(weights, 2)[1], router.shape[1])
     places = (
         jnp.cumsum(choice.reshape(-1, router.shape[1]), 0).reshape(choice.shape)
         * choice
@@ -450,9 +449,8 @@ def test_a_training_step_of_structs_is_made_small_and_run():
         for k, v in shapes.items()
     }
     plan = sfx.plan(structs, sfx.MeshSpec({"d": 2, "t": 4}), names=shapes, axes=axes)
-    tokens = jax.ShapeDtypeStruct(
-        (64, 4096), jnp.int32, sharding=plan.sharding(("batch", None))
-    )
+    sharding = plan.sharding(("batch", None))
+    tokens = jax.ShapeDtypeStruct((64, 4096), jnp.int32, sharding=sharding)
     seen = []
 
     def loss(w, tokens):

@@ -21,9 +21,8 @@ def loss(weights, x):
 @pytest.fixture(scope="module")
 def traffic():
     mesh = sfx.MeshSpec({"data": 8}).abstract()
-    up = jax.ShapeDtypeStruct(
-        (16, 16), jnp.float32, sharding=NamedSharding(mesh, P("data"))
-    )
+    sharding = NamedSharding(mesh, P("data"))
+    up = jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=sharding)
     x = jax.ShapeDtypeStruct(
         (64, 16), jnp.float32, sharding=NamedSharding(mesh, P("data"))
     )

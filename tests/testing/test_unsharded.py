@@ -70,11 +70,13 @@ def cond(x, w):
 
 
 def custom_vjp(x, w):
-    return jax.grad(lambda w: jnp.sum(with_vjp(x, w) ** 2))(w), with_vjp(x, w)
+    gradient = jax.grad(lambda w: jnp.sum(with_vjp(x, w) ** 2))(w)
+    return gradient, with_vjp(x, w)
 
 
 def custom_jvp(x, w):
-    return jax.grad(lambda x: jnp.sum(with_jvp(x) @ w))(x), with_jvp(x)
+    gradient = jax.grad(lambda x: jnp.sum(with_jvp(x) @ w))(x)
+    return gradient, with_jvp(x)
 
 
 def checkpoint(x, w):

@@ -311,7 +311,8 @@ def test_splitting_gives_slices_to_the_slowest_parts(parts, others, slices):
         axes,
         dcn={"t": slices},
     )
-    split = mesh.split("t", {"s": slices} | dict(zip(names, parts, strict=True)))
+    sizes_by_axis = dict(zip(names, parts, strict=True))
+    split = mesh.split("t", {"s": slices} | sizes_by_axis)
     assert split.axis_names == ("a", "s", *names, "z")
     assert split.axis_size(("s", *names)) == mesh.axis_size("t")
     expected = (1, slices, *[1] * len(parts), 1)
@@ -332,7 +333,8 @@ def test_arrays_of_a_split_mesh_mix_with_the_old_ones():
     sharding = NamedSharding(finer, P("data", ("kv", "rep")))
     b = jax.device_put(values, sharding)
     assert a.sharding.is_equivalent_to(b.sharding, 2)
-    c = jax.device_put(jnp.ones((8, 2)), NamedSharding(finer, P(None, "kv")))
+    columns = NamedSharding(finer, P(None, "kv"))
+    c = jax.device_put(jnp.ones((8, 2)), columns)
     out = jax.jit(lambda a, b, c: (a + b) @ c)(a, b, c)
     values = np.arange(64.0).reshape(8, 8)
     np.testing.assert_array_equal(out, (2 * values) @ np.ones((8, 2)))

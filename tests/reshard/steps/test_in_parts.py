@@ -92,9 +92,8 @@ def assert_moved(
     block = shape[dim] // math.lcm(*(end.counts[dim] for end in on_the_way))
     # Every element has bits of its own, also where they are those of a NaN (of a small
     # one the CPU would change them).
-    bits = np.arange(math.prod(shape), dtype=np.uint32) * np.uint32(
-        2654435761
-    ) >> np.uint32(32 - 8 * dtype.itemsize)
+    numbers = np.arange(math.prod(shape), dtype=np.uint32)
+    bits = numbers * np.uint32(2654435761) >> np.uint32(32 - 8 * dtype.itemsize)
     values = bits.astype(f"uint{8 * dtype.itemsize}").view(dtype).reshape(shape)
     chunks = Chunks(dim, block, min(part, block), dst.shard_shape(shape))
     array = moved(

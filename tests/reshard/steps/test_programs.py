@@ -114,10 +114,11 @@ def ends(draw):
         else:
             order = None
         rows.append((sizes, tuple(map(tuple, dims)), order))
+    spare = draw(st.lists(st.sampled_from([0, 1, 1, 2]), min_size=rank, max_size=rank))
     return (
         rank,
         rows,
-        draw(st.lists(st.sampled_from([0, 1, 1, 2]), min_size=rank, max_size=rank)),
+        spare,
     )
 
 
@@ -139,7 +140,8 @@ def test_a_live_array_gets_from_anywhere_to_anywhere(layouts, source_kind, targe
             spec,
         )
         shardings.append(sharding)
-        counts.append([int(np.prod([m.shape[axis] for axis in axes])) for axes in dims])
+        axis_counts = [int(np.prod([m.shape[axis] for axis in axes])) for axes in dims]
+        counts.append(axis_counts)
     shape = tuple(
         int(np.lcm(a, b)) * extra for a, b, extra in zip(*counts, spare, strict=True)
     )
@@ -180,11 +182,8 @@ def test_every_dtype_keeps_its_bits_also_in_the_finest_parts(dtype, target):
 
 def any_bits(dtype: np.dtype) -> np.ndarray:
     """Elements of all kinds, among them NaNs that arithmetic would replace by others."""
-    raw = (
-        np.random.default_rng(0)
-        .integers(0, 256, (16, 32 * dtype.itemsize))
-        .astype(np.uint8)
-    )
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, (16, 32 * dtype.itemsize)).astype(np.uint8)
     if dtype.name in ("bool", "int4", "uint4", "float4_e2m1fn"):
         return (raw % 8).astype(dtype)
     return raw.view(dtype)
@@ -278,7 +277,8 @@ def test_inside_checkpoint_scan_vmap_and_forward_mode(kind):
         return lambda x: jnp.sum(fn(x))
 
     right = jax.jit(jax.grad(total(plain)))(VALUES)
-    np.testing.assert_allclose(jax.jit(jax.grad(total(scanned)))(x), right, rtol=1e-6)
+    gradient = jax.jit(jax.grad(total(scanned)))(x)
+    np.testing.assert_allclose(gradient, right, rtol=1e-6)
     tangent = jax.jit(lambda x: jax.jvp(there, (x,), (2 * x,))[1], out_shardings=dst)(x)
     assert_lies(tangent, 2 * VALUES, dst)
     stacked = jax.jit(lambda x: jax.vmap(there)(jnp.stack([x, 2 * x])))(x)
@@ -314,9 +314,8 @@ def test_src_is_ignored_outside_of_jit(kind):
             np.testing.assert_array_equal(gradient, VALUES)
             assert gradient.sharding.is_equivalent_to(rows, 2)
         stacked = jax.vmap(move_out)(jnp.stack([ones, 2 * ones]))
-        np.testing.assert_array_equal(
-            stacked, np.stack([np.ones_like(VALUES), 2 * np.ones_like(VALUES)])
-        )
+        ones = np.ones_like(VALUES)
+        np.testing.assert_array_equal(stacked, np.stack([ones, 2 * ones]))
         if kind == AxisType.Auto:  # an untrue source
             np.testing.assert_array_equal(
                 jax.jvp(move_out, (weights,), (weights,))[0], VALUES
@@ -328,7 +327,8 @@ def test_what_vmap_is_mapped_over_stays_sharded():
         square = mesh(kind, a=2, b=2)
         src = NamedSharding(square, P(None, "b"))
         dst = NamedSharding(square, P("b"))
-        values = np.arange(2 * 8 * 16, dtype=np.float32).reshape(2, 8, 16)
+        numbers = np.arange(2 * 8 * 16, dtype=np.float32)
+        values = numbers.reshape(2, 8, 16)
         x = jax.device_put(values, NamedSharding(square, P("a", None, "b")))
         fn = jax.vmap(ft.partial(move, dst=dst, src=src), spmd_axis_name=names)
         program = jax.jit(fn, out_shardings=NamedSharding(square, P("a", "b")))
@@ -338,10 +338,9 @@ def test_what_vmap_is_mapped_over_stays_sharded():
         text = program.lower(x).compile().as_text()
         assert text is not None
         assert wire_bytes(text, 4) == values.nbytes // 4 // 2
+    sharding = NamedSharding(square, P("a"))
     with pytest.raises(Exception, match="duplicate entries for `a`"):
-        jax.jit(
-            jax.vmap(ft.partial(move, dst=NamedSharding(square, P("a"))), in_axes=0)
-        )(x)
+        jax.jit(jax.vmap(ft.partial(move, dst=sharding), in_axes=0))(x)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -542,9 +541,8 @@ def test_errors_say_what_to_do():
         SpecError,
         match="leaf `w`: inside `jit` an array can only move to a NamedSharding",
     ):
-        jax.jit(lambda x: move({"w": x}, SingleDeviceSharding(jax.devices()[0])))(
-            put(VALUES, src)
-        )
+        first_device = SingleDeviceSharding(jax.devices()[0])
+        jax.jit(lambda x: move({"w": x}, first_device))(put(VALUES, src))
     order = [1, 0, 2, 3, 4, 5, 6, 7]
     device_mesh = mesh(order=order, c=4, d=2)
     permuted = NamedSharding(device_mesh, P("c"))
@@ -555,13 +553,12 @@ def test_errors_say_what_to_do():
         SpecError, match=r"Auto axes and the target's mesh .* Explicit ones.*axis_types"
     ):
         jax.jit(lambda x: move(x, typed, src=src))(put(VALUES, src))
+    sharding = NamedSharding(src.mesh, P("a"))
     with pytest.raises(
         SpecError,
         match=r"dim 1 .*\(16, 30\) does not divide into the 8 shards.*pad it to 32",
     ):
-        jax.jit(lambda x: move(x, dst, src=src))(
-            put(VALUES[:, :30], NamedSharding(src.mesh, P("a")))
-        )
+        jax.jit(lambda x: move(x, dst, src=src))(put(VALUES[:, :30], sharding))
     devices = np.array(jax.devices()[:4])
     few = NamedSharding(Mesh(devices, ("a",)), P("a"))
     with pytest.raises(MeshError, match="different orders"):
@@ -573,11 +570,10 @@ def test_errors_say_what_to_do():
     ):
         jax.grad(lambda x: move(x, columns, src=rows).sum())(put(VALUES, src))
     with pytest.raises(SpecError, match="inside `shard_map`.*outside"):
-        jax.jit(
-            jax.shard_map(
-                lambda x: move(x, dst),
-                mesh=src.mesh,
-                in_specs=src.spec,
-                out_specs=src.spec,
-            )
-        )(put(VALUES, src))
+        moved_by_parts = jax.shard_map(
+            lambda x: move(x, dst),
+            mesh=src.mesh,
+            in_specs=src.spec,
+            out_specs=src.spec,
+        )
+        jax.jit(moved_by_parts)(put(VALUES, src))

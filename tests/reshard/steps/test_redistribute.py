@@ -183,10 +183,12 @@ def test_factors_that_block_each_other_or_have_no_room(shape, src, dst):
 def test_a_gather_needs_no_permute_before_it(sizes, src, dst, order):
     rank = len(src)
     devices = math.prod(sizes)
+    source = StepLayout(sizes, src, tuple(range(devices)))
+    target = StepLayout(sizes, dst, order)
     plan = check(
         (16,) * rank,
-        StepLayout(sizes, src, tuple(range(devices))),
-        StepLayout(sizes, dst, order),
+        source,
+        target,
     )
     assert [step.kind for step in plan.steps] == ["all_gather"]
     assert plan.wire_bytes == plan.lower_bound_bytes
@@ -279,9 +281,8 @@ def test_devices_say_in_which_slice_they_are(order, sizes, weights):
     dims = (tuple(range(len(sizes))),)
     expected = StepLayout(sizes, dims, tuple(order.tolist()), weights)
     assert end == expected
-    actual = layout(
-        Mesh(objects(chips((4, 4, 1, 1))).reshape(4, 4), ("a", "b")), P("a"), 1
-    ).weights
+    grid = objects(chips((4, 4, 1, 1))).reshape(4, 4)
+    actual = layout(Mesh(grid, ("a", "b")), P("a"), 1).weights
     assert actual == ()
 
 
@@ -291,8 +292,9 @@ def test_equal_moves_are_planned_once():
     dims = ((), (0,))
     dst = StepLayout((4, 2), dims)
     dims = ((0,), (1,))
+    same_source = StepLayout((2, 4), dims)
     assert redistribute((8, 8), 32, src, dst) is redistribute(
-        (8, 8), 32, StepLayout((2, 4), dims), dst
+        (8, 8), 32, same_source, dst
     )
     # Another shape with the same room for cuts shares the path, and only the bytes
     # differ.
