@@ -16,8 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
-from shardfx.checkpoint import _safetensors as safetensors
-from shardfx.checkpoint._entry import FileArray
+from shardfx.checkpoint import FileArray, _safetensors as safetensors
 from shardfx.checkpoint._files import FilePlace
 from shardfx.checkpoint._spans import grouped, ranges_of
 from shardfx.checkpoint._table import FileTable

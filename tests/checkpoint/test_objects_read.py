@@ -15,9 +15,8 @@ from safetensors.numpy import save, save_file
 
 import shardfx
 from shardfx import From, PathRules, TreeMap, checkpoint
-from shardfx.checkpoint import _object_reads as object_reads
+from shardfx.checkpoint import FileArray, _object_reads as object_reads
 from shardfx.checkpoint._address import Address, address_of
-from shardfx.checkpoint._entry import FileArray
 from shardfx.checkpoint._objects import ObjectPlace
 from shardfx.errors import CheckpointError
 

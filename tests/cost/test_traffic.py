@@ -8,9 +8,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, filter_jit, plan
-from shardfx._ground.errors import LeafTypeError
 from shardfx.cost import Traffic, traffic
-from shardfx.errors import MeshError, ProgramError
+from shardfx.errors import LeafTypeError, MeshError, ProgramError
 from tests.cost.compiled_texts import MESH, SLICED, one
 
 

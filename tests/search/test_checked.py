@@ -6,8 +6,8 @@ import pytest
 from models import f32, mlp_step
 
 from shardfx import AxisRules
-from shardfx.auto import Limits, _programs as programs, search
-from shardfx.auto._candidate import Candidate, without_twins
+from shardfx.auto import Candidate, Limits, _programs as programs, search
+from shardfx.auto._candidate import without_twins
 from shardfx.errors import OutOfMemoryError
 
 

@@ -8,12 +8,12 @@ import pytest
 
 import shardfx as sfx
 from shardfx import chips
-from shardfx._ground.errors import ProgramError
+from shardfx.auto import Candidate
 from shardfx.auto._asked import trace
-from shardfx.auto._candidate import Candidate
 from shardfx.auto._programs import LoweredStep
 from shardfx.auto._search import _without_refuted
 from shardfx.auto._space import MODEL
+from shardfx.errors import ProgramError
 
 
 def residual(w, x):

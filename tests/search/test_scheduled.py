@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import shardfx as sfx
-from shardfx.auto import _scheduled
+from shardfx.auto import Candidate, _scheduled
 from shardfx.auto._asked import asked_for, trace
-from shardfx.auto._candidate import Candidate
 from shardfx.auto._programs import LoweredStep
 from shardfx.auto._scheduled import settled
 from shardfx.auto._space import MODEL

@@ -12,8 +12,8 @@ from test_report_data import HOSTILE, fitted, hostile, of_many
 
 from shardfx import MeshSpec, PathRules, ShardPlan, html_report, plan
 from shardfx._ground.text import printable
-from shardfx._see import Finding
 from shardfx.cost import traffic
+from shardfx.results import Finding
 from tests.structs import leaf
 
 

@@ -18,10 +18,11 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, fsdp, html_report, plan
-from shardfx._see import Finding, report_data
+from shardfx._see import report_data
 from shardfx._see.html import packed
 from shardfx.cost import Fit, Traffic, fit
 from shardfx.errors import ChipError
+from shardfx.results import Finding
 from tests.structs import struct
 
 

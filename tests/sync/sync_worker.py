@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap
-from shardfx._reshard.sync import Receiver, Sender, plan_transfer
 from shardfx.errors import SyncError
+from shardfx.sync import Receiver, Sender, plan_transfer
 
 
 SECRET = b"sixteen bytes or more"

@@ -21,20 +21,14 @@ from sync_jobs import SIZES, bits, job, mesh, planned
 import shardfx
 from shardfx import From, MeshSpec, TreeMap
 from shardfx._convert import target_view
-from shardfx._reshard.sync import (
-    JaxChannel,
-    TransferPlan,
-    plan_transfer,
-    receive,
-    scheduling,
-    send,
-)
+from shardfx._reshard.sync import scheduling
 from shardfx._reshard.sync.codec import _checksum
 from shardfx._reshard.sync.contents import sent_sums
 from shardfx._reshard.sync.kinds import PLACE
 from shardfx._reshard.sync.publishing import publishable
 from shardfx._reshard.sync.scheduling import SentPart, schedule
 from shardfx.errors import MeshError, PlanFormatError, SyncError
+from shardfx.sync import JaxChannel, TransferPlan, plan_transfer, receive, send
 
 
 class Wire:

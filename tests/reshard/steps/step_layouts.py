@@ -10,13 +10,10 @@ from benchmarks._simulate import pieces, simulate
 from shardfx import MeshSpec
 from shardfx._reshard.shardings import layout
 from shardfx._reshard.steps.groups import all_gather, all_to_all
-from shardfx._reshard.steps.layout import (
-    StepLayout,
-    positions,
-    slice_numbers,
-)
+from shardfx._reshard.steps.layout import positions, slice_numbers
 from shardfx._reshard.steps.redistribution import permutation, redistribute
 from shardfx._reshard.steps.splits import refine
+from shardfx.results import StepLayout
 
 
 CATALOGUE = every_layout(16)

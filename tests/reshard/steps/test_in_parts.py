@@ -10,9 +10,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx._reshard.shardings import flat
 from shardfx._reshard.steps.chunks import Chunks, chunks_on_tpus, in_chunks
-from shardfx._reshard.steps.layout import StepLayout
 from shardfx._reshard.steps.programs import run
 from shardfx._reshard.steps.redistribution import Redistribution, redistribute
+from shardfx.results import StepLayout
 
 
 @st.composite

@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 
 from benchmarks._pairs import all_layouts
-from shardfx._reshard.steps.layout import (
-    StepLayout,
-)
 from shardfx._reshard.steps.redistribution import redistribute
 from shardfx._reshard.steps.search import Problem, explore
 from shardfx._reshard.steps.splits import refine
+from shardfx.results import StepLayout
 from tests.reshard.steps.step_layouts import CATALOGUE, check, in_slices
 
 

@@ -13,13 +13,11 @@ from benchmarks._pairs import all_layouts
 from benchmarks._simulate import pieces
 from shardfx import MeshSpec
 from shardfx._reshard.shardings import layout
-from shardfx._reshard.steps.layout import (
-    StepLayout,
-    missing_share,
-)
+from shardfx._reshard.steps.layout import missing_share
 from shardfx._reshard.steps.redistribution import path_along, redistribute
 from shardfx._reshard.steps.splits import refine
 from shardfx.errors import MeshError
+from shardfx.results import StepLayout
 from tests.reshard.steps.step_layouts import CATALOGUE, check, in_slices
 
 
