@@ -36,7 +36,8 @@ def sums(made):
     """The bytes of each kind of collective along each tuple of mesh axes."""
     found = {}
     for row in made.rows:
-        found[row.kind, row.axes] = found.get((row.kind, row.axes), 0) + row.wire_bytes
+        key = row.kind, row.axes
+        found[key] = found.get(key, 0) + row.wire_bytes
     return found
 
 
@@ -86,11 +87,12 @@ def its_gradient(x, w):
 
 
 def gradients_that_a_loop_adds_up(w, xs):
-    return lax.scan(
-        lambda g, x: (g + jax.grad(lambda w: ((x @ w) ** 2).sum())(w), None),
-        w * 0,
-        xs,
-    )[0]
+    def add(total, x):
+        gradient = jax.grad(lambda w: ((x @ w) ** 2).sum())(w)
+        return total + gradient, None
+
+    total, _ = lax.scan(add, w * 0, xs)
+    return total
 
 
 def a_cache_cut_by_its_sequence(c, k, i):
@@ -102,9 +104,12 @@ def a_resize(x):
 
 
 def a_while_that_counts_to_ten(x):
-    return lax.while_loop(
-        lambda s: s[0] < 10, lambda s: (s[0] + 1, s[1] @ s[1]), (0, x)
-    )[1]
+    def turn(state):
+        count, x = state
+        return count + 1, x @ x
+
+    _, x = lax.while_loop(lambda state: state[0] < 10, turn, (0, x))
+    return x
 
 
 def a_branch(x, p):
@@ -259,13 +264,12 @@ def test_an_estimate_counts_loops_as_often_as_they_run():
     (row,) = estimated.rows
     assert row.calls == 8
     asked = struct((), dtype=jnp.int32)
-    made = estimate(
-        lambda x, n: lax.fori_loop(
-            0, n, lambda _, x: constrained(x @ x, None, "tensor"), x
-        ),
-        x,
-        asked,
-    )
+
+    def looped(x, count):
+        turn = lambda _, x: constrained(x @ x, None, "tensor")
+        return lax.fori_loop(0, count, turn, x)
+
+    made = estimate(looped, x, asked)
     assert all(
         row.calls is None and "trips of a loop are not known" in row.note
         for row in made.rows
@@ -282,9 +286,11 @@ def test_rows_name_lines_leaves_and_slices():
     data = plan(x, mesh, paths=PathRules.parse(".*->fsdp"))
 
     def step(w, x):
-        gradients = jax.grad(
-            lambda w: jnp.sum((x @ w["mlp"]["up"]).astype(jnp.float32) ** 2)
-        )(w)
+        def loss(w):
+            y = (x @ w["mlp"]["up"]).astype(jnp.float32)
+            return jnp.sum(y**2)
+
+        gradients = jax.grad(loss)(w)
         return jax.tree.map(lambda a, b: a - b, w, gradients)
 
     jitted = filter_jit(step, in_shardings=(weights, data), out_shardings=weights)
@@ -396,10 +402,8 @@ def test_the_same_step_under_another_mesh_is_not_traced_again():
         spec = MeshSpec(mesh)
         text = made.partitioned("cpu", mesh=spec, arguments=dims)
         args = [
-            jax.ShapeDtypeStruct(
-                shape, "float32", sharding=NamedSharding(spec.abstract(), P(*own))
-            )
-            for shape, own in zip(shapes, dims, strict=True)
+            struct(shape, *entries, mesh=spec.abstract())
+            for shape, entries in zip(shapes, dims, strict=True)
         ]
         sent = traffic(compile_for(step, *args, target="cpu"), spec)
         rows = sent.rows

@@ -37,16 +37,23 @@ boxes = st.lists(st.integers(1, 6), min_size=1, max_size=4).filter(
 
 def hops(path, box, closed):
     """How far successive places are apart, by brute force."""
-    far = lambda p, q, size, ring: (
-        min(abs(p - q), size - abs(p - q)) if ring else abs(p - q)
-    )
-    return [sum(map(far, a, b, box, closed)) for a, b in itertools.pairwise(path)]
+
+    def distance(start, end, size, is_ring):
+        length = abs(start - end)
+        if is_ring:
+            return min(length, size - length)
+        return length
+
+    return [sum(map(distance, a, b, box, closed)) for a, b in itertools.pairwise(path)]
+
+
+def divisors_of(number):
+    return [part for part in range(1, number + 1) if number % part == 0]
 
 
 def is_permutation(order, bounds):
-    flat = np.ravel_multi_index(
-        tuple(np.moveaxis(order, -1, 0).reshape(len(bounds), -1)), bounds
-    )
+    places = np.moveaxis(order, -1, 0).reshape(len(bounds), -1)
+    flat = np.ravel_multi_index(tuple(places), bounds)
     return np.array_equal(np.sort(flat), np.arange(math.prod(bounds)))
 
 
@@ -221,10 +228,11 @@ def test_chosen_submeshes(kind, partitions, bounds, expected):
 @pytest.mark.parametrize(("kind", "bounds", "host"), HARDWARE)
 @pytest.mark.parametrize("tile", [True, False])
 def test_every_submesh_order_is_a_permutation_of_boxes(kind, bounds, host, tile):
-    counts = [n for n in range(1, math.prod(bounds) + 1) if math.prod(bounds) % n == 0]
-    for box in itertools.chain.from_iterable(
-        topology.feasible_submeshes(n, bounds) for n in counts[:8]
-    ):
+    boxes_by_count = [
+        topology.feasible_submeshes(count, bounds)
+        for count in divisors_of(math.prod(bounds))[:8]
+    ]
+    for box in itertools.chain.from_iterable(boxes_by_count):
         try:
             order = topology.submesh_order(bounds, host, box, tile_by_host=tile)
         except MeshError as error:
@@ -241,9 +249,8 @@ def test_host_tiling_gives_each_host_a_box(kind, bounds, host):
     grid = topology.positions(devices)
     for box in ((1, 1, 1, bounds[3]), (2, 2, 1, bounds[3])):
         order = topology.submesh_order(bounds, host, box)
-        mesh = Mesh(
-            objects(devices)[grid[tuple(np.moveaxis(order, -1, 0))]], ("data", "model")
-        )
+        numbers = grid[tuple(np.moveaxis(order, -1, 0))]
+        mesh = Mesh(objects(devices)[numbers], ("data", "model"))
         expected = math.prod(bounds) // math.prod(host)
         assert hosts.grid_of(mesh).process_count == expected
 
@@ -282,12 +289,8 @@ def test_ring_path_steps_to_neighbours_and_closes_where_it_can(box, closed):
 @given(boxes, st.data())
 def test_torus_order_is_a_permutation_and_walks_the_last_axis(box, data):
     size = math.prod(box)
-    last = data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
-    middle = data.draw(
-        st.sampled_from(
-            [n for n in range(1, size // last + 1) if (size // last) % n == 0]
-        )
-    )
+    last = data.draw(st.sampled_from(divisors_of(size)))
+    middle = data.draw(st.sampled_from(divisors_of(size // last)))
     sizes = (size // last // middle, middle, last)
     order = topology.torus_order(box, sizes)
     assert is_permutation(order, tuple(box))
@@ -295,9 +298,8 @@ def test_torus_order_is_a_permutation_and_walks_the_last_axis(box, data):
     assert actual == (0.0 if last == 1 else 1.0)
     # A second axis takes a dimension of its own.
     bounds = (8, 8, 8, 1)
-    actual = topology.mean_hops(
-        topology.torus_order(bounds, (128, 2, 2)), 1, (8, 8, 8, 1)
-    )
+    order = topology.torus_order(bounds, (128, 2, 2))
+    actual = topology.mean_hops(order, 1, bounds)
     assert actual == 1.0
 
 
@@ -380,10 +382,9 @@ def test_neighbours_on_the_last_axis_are_linked(kind, bounds):
 
 def axes_varying(order, axis):
     """The dimensions of the torus along which the devices of one mesh axis differ."""
-    devices = np.moveaxis(order.devices, axis, -1).reshape(
-        -1, order.devices.shape[axis]
-    )
-    line = devices[0]
+    axis_size = order.devices.shape[axis]
+    lines = np.moveaxis(order.devices, axis, -1).reshape(-1, axis_size)
+    line = lines[0]
     places = np.array([topology.coords(device, 1) for device in line])
     return tuple(np.flatnonzero(np.ptp(places, axis=0)).tolist())
 
