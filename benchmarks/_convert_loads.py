@@ -24,12 +24,7 @@ from ._convert_trees import (
     trainer_plan,
     trainer_structs,
 )
-from ._machine import (
-    figures_of_loader,
-    peak_resident_bytes,
-    reset_peak,
-    resident_bytes,
-)
+from ._machine import figures_of_loader, memory_over
 from ._runner import Options
 
 
@@ -152,13 +147,8 @@ def memory_of(file: str, mebibytes: int, name: str, devices: int) -> dict[str, f
         mesh = jax.make_mesh((1,), ("x",))
         checkpoint.load(folder, plan(small, mesh, paths=REPLICATED))
     held = sum(leaf.bytes_per_device for leaf in trainer.leaves) * devices
-    reset_peak()
-    before = resident_bytes()
-    result = jax.block_until_ready(LOADERS[name](Path(file), trainer))
-    peak = peak_resident_bytes() - before
-    resident = resident_bytes() - before
-    del result
-    return {"peak_over_tensors": peak / held, "resident_over_tensors": resident / held}
+    load = ft.partial(LOADERS[name], Path(file), trainer)
+    return memory_over(load, held)
 
 
 REPLICATED = PathRules([(".*", P())])

@@ -1,5 +1,6 @@
 """The suite `load`: first loads, memory and cold files, each in a process of its own."""
 
+import functools as ft
 import gc
 import os
 import statistics
@@ -17,13 +18,7 @@ from shardfx import PathRules, ShardPlan, plan
 from ._case import Value
 from ._load_files import CUTS, checkpoint_folder, file_bytes, plan_of_cut, read_through
 from ._load_rivals import ABSENT, LOADERS, flax_file
-from ._machine import (
-    figures_of_loader,
-    fresh_process,
-    peak_resident_bytes,
-    reset_peak,
-    resident_bytes,
-)
+from ._machine import figures_of_loader, fresh_process, memory_over
 from ._runner import Options
 
 
@@ -120,16 +115,8 @@ def memory_of(file: str, mebibytes: int, name: str, devices: int) -> dict[str, f
     the bytes of the tensors.
     """
     sharding_plan = _ready(mebibytes, name, "columns", devices)
-    reset_peak()
-    before = resident_bytes()
-    result = jax.block_until_ready(LOADERS[name](Path(file), sharding_plan))
-    peak = peak_resident_bytes() - before
-    resident = resident_bytes() - before
-    del result
-    return {
-        "peak_over_tensors": peak / sharding_plan.bytes_total,
-        "resident_over_tensors": resident / sharding_plan.bytes_total,
-    }
+    load = ft.partial(LOADERS[name], Path(file), sharding_plan)
+    return memory_over(load, sharding_plan.bytes_total)
 
 
 def cold_loads(mebibytes: int, options: Options) -> Mapping[str, Value]:

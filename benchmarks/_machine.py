@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,24 @@ def figures_of_loader(target: str, arguments: Mapping[str, Any]) -> dict[str, fl
     figures = fresh_process(target, arguments)
     name = arguments["name"]
     return {f"{figure}.{name}": value for figure, value in figures.items()}
+
+
+def memory_over(load: Callable[[], Any], held_bytes: int) -> dict[str, float]:
+    """The most memory that a load takes in this process, and what stays, over the bytes
+    of its tensors.
+    """
+    import jax
+
+    reset_peak()
+    before = resident_bytes()
+    result = jax.block_until_ready(load())
+    peak = peak_resident_bytes() - before
+    resident = resident_bytes() - before
+    del result
+    return {
+        "peak_over_tensors": peak / held_bytes,
+        "resident_over_tensors": resident / held_bytes,
+    }
 
 
 def resident_bytes() -> int:
