@@ -127,7 +127,7 @@ def _plan(index: checkpoint.Index, cut: str) -> ShardPlan:
     return plan(structs, mesh, paths=rules)
 
 
-def _stats(endpoint: str) -> list[tuple[str, int]]:
+def stats(endpoint: str) -> list[tuple[str, int]]:
     with urllib.request.urlopen(f"{endpoint}/stats") as answer:
         return json.loads(answer.read())
 
@@ -139,9 +139,9 @@ def _ranges(mebibytes: int, options: Options) -> Mapping[str, Value]:
         index = checkpoint.read_index(place)
         for cut in CUTS:
             plan = _plan(index, cut)
-            _stats(endpoint)
+            stats(endpoint)
             result = jax.block_until_ready(checkpoint.load(index, plan))
-            read = [nbytes for _, nbytes in _stats(endpoint)]
+            read = [nbytes for _, nbytes in stats(endpoint)]
             needed = index.bytes_total
             values[f"read_over_needed.{cut}"] = sum(read) / needed
             values[f"requests.{cut}"] = len(read)
