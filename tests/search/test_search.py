@@ -232,10 +232,10 @@ def test_every_model_is_searched_for_odd_numbers_of_devices_too(name, devices):
 
 
 def test_heads_behind_queries_keys_and_values_are_searched():
-    """16 devices never cut the 3 of a fused `3 * heads * head_dim`, so no axis can cut
+    """4 devices never cut the 3 of a fused `3 * heads * head_dim`, so no axis can cut
     the heads behind it.
     """
-    candidates = fastest(space_of(odd_models.dit(), 16, "v5e"), 5)
+    candidates = fastest(space_of(odd_models.dit(), 4, "v5e"), 5)
     assert candidates
     for candidate in candidates:
         spec = candidate.plans[0]["blocks/0/qkv"].spec[1:]
