@@ -10,8 +10,9 @@ array, and its other leaves.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,7 @@ from ._table import FileTable
 
 
 _SHOWN = 20
+_DIGITS = re.compile(r"\d+")
 # The treatment of stored arrays from which no leaf is made: an error, or they are left
 # out.
 Unread = Literal["raise", "allow"]
@@ -166,14 +168,14 @@ def _raise_unreadable(
     """
     if not problems:
         return
+    causes = _causes(index, problems)
     lines = []
-    for path, problem in problems[:_SHOWN]:
-        text = problem
-        if text is None:
-            text = _absent(index, path)
-        lines.append(f"leaf `{printable(path)}`: {text}")
-    if len(problems) > _SHOWN:
-        lines.append(f"and {len(problems) - _SHOWN} more")
+    for first_path, text, others in causes[:_SHOWN]:
+        lines.append(f"leaf `{printable(first_path)}`: {text}")
+        if others:
+            lines.append(f"and so for {len(others)} more leaves: {some(others)}")
+    if len(causes) > _SHOWN:
+        lines.append(f"and {len(causes) - _SHOWN} more")
     count = len(target.arrays) + len(target.others)
     raise CheckpointError(
         f"{len(problems)} of {count} leaves cannot be read from"
@@ -181,6 +183,36 @@ def _raise_unreadable(
         + "\n  ".join(lines)
         + _hint_for_unreadable(index, target, problems)
     )
+
+
+class _Cause(NamedTuple):
+    """What is wrong with leaves that cannot be read: the path of the first, its text,
+    and the paths of the other leaves with the same text but for the path.
+    """
+
+    first_path: str
+    text: str
+    others: list[str]
+
+
+def _causes(index: Index, problems: Sequence[tuple[str, str | None]]) -> list[_Cause]:
+    """The causes of `problems`, each once, in the order of their first leaves. Leaves
+    of repeated layers that the checkpoint lacks have one cause.
+    """
+    causes: dict[str, _Cause] = {}
+    numbers = saved_numbers(index) or {}
+    for path, problem in problems:
+        kind = _DIGITS.sub("", path)
+        if problem is not None:
+            kind = problem.replace(path, "")
+        elif path in numbers:
+            kind = path
+        if kind in causes:
+            causes[kind].others.append(path)
+        else:
+            text = _absent(index, path) if problem is None else problem
+            causes[kind] = _Cause(path, text, [])
+    return list(causes.values())
 
 
 def _hint_for_unreadable(
@@ -194,6 +226,13 @@ def _hint_for_unreadable(
         return (
             f"\nThe checkpoint has these arrays below `{key}`: load"
             f' `ShardPlan.join({key}=plan)` with `unread="allow"`.'
+        )
+    key = branch_of([*index.by_path], [path for path, _ in target.arrays])
+    if key is not None:
+        return (
+            f"\nThe checkpoint is that of the part `{key}` of this plan's tree, without"
+            f" `{key}/` in its paths: load it by the plan of that part, the plan that"
+            f" `ShardPlan.join({key}=plan, ...)` was given."
         )
     is_lacking = any(text is None for _, text in problems)
     if is_lacking and len(problems) < len(target.arrays):
