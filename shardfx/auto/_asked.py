@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from .. import chips
 from .._arrays import filter_jit
-from .._ground.errors import LeafTypeError, MeshError, RuleError
+from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, RuleError
 from .._ground.tree import Flat, flatten
 from .._step import (
     Platform,
@@ -185,13 +185,17 @@ def require_arrays(args: Sequence[PyTree]) -> None:
     )
 
 
+_SAID = (LeafTypeError, PlanMismatchError)
+
+
 def noted(args: Sequence[PyTree]) -> contextlib.ExitStack:
     """A context manager that adds the shapes of `args`, a step's arguments, as a note
     to errors raised inside it.
     """
 
     def note(_kind: object, error: BaseException | None, _trace: object) -> None:
-        if error is not None:
+        # Errors about an argument's kind say what to pass in its place.
+        if error is not None and not isinstance(error, _SAID):
             shapes = "; ".join(
                 eqx.tree_pformat(arg, width=10**6, struct_as_array=True)[:300]
                 for arg in args

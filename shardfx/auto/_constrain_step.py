@@ -11,7 +11,7 @@ import functools as ft
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
@@ -91,9 +91,10 @@ def constrain_step(
 
     **Raises:**
 
-    `MeshError` for Manual axes; `RuleError` for mesh axes that the mesh lacks, and, when
-    the step is traced, for rules whose names are none of the step's, if nothing is then
-    sharded over their mesh axes.
+    `MeshError` for Manual axes, and for Explicit axes if no argument is on the mesh;
+    `RuleError` for mesh axes that the mesh lacks, and, when the step is traced, for
+    rules whose names are none of the step's, if nothing is then sharded over their mesh
+    axes.
 
     !!! Example
 
@@ -148,7 +149,9 @@ def constrain_step(
 
     @ft.wraps(step)
     def typed(*args: PyTree) -> PyTree:
-        explicit = explicit_mesh(args) or abstract
+        explicit = explicit_mesh(args)
+        if explicit is None:
+            _raise_unplaced(spec)
         plain = plain_step(step, (args, {}), explicit, alone=False)
         specs: list[PartitionSpec] = []
 
@@ -171,6 +174,20 @@ def constrain_step(
     if abstract.explicit_axes:
         return typed
     return constrained
+
+
+def _raise_unplaced(mesh: MeshSpec) -> NoReturn:
+    axes = [
+        f"`{name}`"
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    ]
+    raise MeshError(
+        f"the mesh {mesh} of `constrain_step` has Explicit axes, {', '.join(axes)}, and"
+        " no argument of the step is on it: put them there first, `params ="
+        " shardfx.shard(params, plan)`; or call the step under `jax.set_mesh(mesh)`; or"
+        f" use Auto axes, `MeshSpec({dict(mesh.shape)!r}).build(jax.devices())`."
+    )
 
 
 def _with_arrays(tree: PyTree, arrays: Sequence[Any]) -> PyTree:

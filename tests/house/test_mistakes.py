@@ -4,10 +4,14 @@ import re
 
 import pytest
 
-from tests.house import mistakes_of_calls, mistakes_of_plans
+from tests.house import mistakes_of_calls, mistakes_of_plans, mistakes_of_readers
 
 
-MISTAKES = {**mistakes_of_plans.MISTAKES, **mistakes_of_calls.MISTAKES}
+MISTAKES = {
+    **mistakes_of_plans.MISTAKES,
+    **mistakes_of_calls.MISTAKES,
+    **mistakes_of_readers.MISTAKES,
+}
 
 
 def test_there_are_a_hundred():

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from ... import chips
 from ..._arrays import filter_jit
-from ..._ground.errors import ChipError, OutOfMemoryError
+from ..._ground.errors import ChipError, LeafTypeError, OutOfMemoryError
 from ..._ground.spec import array_bytes
 from ..._ground.text import bytes_text
 from ..._ground.tree import is_array_type
@@ -81,6 +81,7 @@ def policy(
 
     **Raises:**
 
+    `LeafTypeError` for a function that is no loss, such as a step;
     `OutOfMemoryError` if no choice fits, with the least memory that one takes;
     `ChipError` for an unknown chip, or one whose link to the host is not known with
     `offload`; the errors of [`shardfx.cost.estimate`][].
@@ -113,8 +114,14 @@ def policy(
             " pass `dataclasses.replace(chip, host_bytes_per_second=...)`, or"
             " `offload=False`."
         )
+    if not callable(loss):
+        raise LeafTypeError(
+            f"`policy` takes the loss, a function, not {type(loss).__name__}; pass"
+            " `policy(loss, *args)`."
+        )
     argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     question = Question(loss, args, chip, argnums, has_aux, mesh)
+    _require_loss(question.divided.out, has_aux)
     budget_bytes = chip.usable_hbm_bytes_per_device - leave_bytes
     trial = chosen(
         question.costs,
@@ -138,6 +145,34 @@ def policy(
         other = question.tried(budget_bytes, point) if point.offloaded else trial
         trial = other if other.fits else trial
     return question.policy_of(trial, budget_bytes)
+
+
+def _require_loss(result: Any, has_aux: bool) -> None:
+    """Raises `LeafTypeError` unless `result`, the structs of what a function returns, is
+    that of a loss: one number, or a pair of one and anything else with `has_aux`.
+    """
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    value = result
+    if has_aux and is_pair:
+        value = result[0]
+    if isinstance(value, jax.ShapeDtypeStruct) and value.shape == ():
+        return
+    # Keyword names of the struct would be noise in a message.
+    text = eqx.tree_pformat(result, width=10**6, struct_as_array=True)
+    fix = (
+        "pass the function that `jax.grad` differentiates in the step:"
+        " `policy(loss, params, batch)`, and `jax.grad(policy.apply(loss))` in the step"
+    )
+    if not has_aux and is_pair and getattr(result[0], "shape", None) == ():
+        fix = (
+            "pass `has_aux=True` if the second is what `jax.grad(has_aux=True)` returns"
+        )
+    elif isinstance(result, jax.ShapeDtypeStruct):
+        fix = "reduce it: `jnp.mean(loss(...))`"
+    raise LeafTypeError(
+        "`policy` takes the loss, which returns one number, and this function returns"
+        f" {text:.200}; {fix}."
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
