@@ -85,6 +85,8 @@ class Explanation:
     - `dims`: one `DimExplanation` per dimension.
     - `reasons`: the plan's reasons for the array as a whole.
     - `changes`: changes that would remove these reasons, a sentence each.
+    - `others`: the paths of the other arrays that the regex matches.
+    - `different`: those of `others` that are not planned as this array is.
     """
 
     __module__ = "shardfx.results"
@@ -94,6 +96,8 @@ class Explanation:
     dims: tuple[DimExplanation, ...]
     reasons: tuple[Reason, ...]
     changes: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    different: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = _head(self)
@@ -132,8 +136,9 @@ def explain(plan: ShardPlan, path: str) -> Explanation:
 
     - `plan`: the plan.
     - `path`: the path of the array, as in the plan's report; or a regex, such as
-      `k_proj`, that matches the path of one array. If it matches equal arrays of
-      repeated layers, the first is explained.
+      `k_proj`, that matches the path of one array. If it matches the arrays of
+      repeated layers, the first is explained, and the text counts the others and names
+      those that are planned in another way.
 
     **Returns:**
 
@@ -161,7 +166,7 @@ def explain(plan: ShardPlan, path: str) -> Explanation:
         ```
     """
     check_plan("plan", plan)
-    leaf = _leaf_at(plan, path)
+    leaf, *others = _leaves_at(plan, path)
     tried: tuple[Attempt, ...] = ()
     if leaf.names is not None and plan.axes is not None:
         tried = attempts(leaf.names, plan.axes, plan.mode)
@@ -177,7 +182,14 @@ def explain(plan: ShardPlan, path: str) -> Explanation:
         dims=tuple(dims),
         reasons=whole,
         changes=tuple(changes),
+        others=tuple(other.path for other in others),
+        different=tuple(other.path for other in others if not _is_alike(leaf, other)),
     )
+
+
+def _is_alike(leaf: LeafPlan, other: LeafPlan) -> bool:
+    """Whether two arrays differ in their paths alone."""
+    return dataclasses.replace(other, path=leaf.path) == leaf
 
 
 def _explained_dim(
@@ -256,23 +268,31 @@ def _nearest_sizes(
     return (below, below + step)
 
 
-def _leaf_at(plan: ShardPlan, where: str) -> LeafPlan:
-    """The LeafPlan at the path `where`, or the first one whose path the regex `where`
-    matches.
+def _leaves_at(plan: ShardPlan, where: str) -> list[LeafPlan]:
+    """The LeafPlan at the path `where`, or those whose paths the regex `where` matches.
 
     Raises `UnknownPathError` if nothing matches, or if the regex matches paths that
     differ in more than numbers.
     """
     if where in plan:
-        return plan[where]
+        return [plan[where]]
     try:
         pattern = re.compile(where)
-    except re.error:
-        return plan[where]
+    except re.error as error:
+        if "*" not in where:
+            return [plan[where]]
+        raise UnknownPathError(
+            f"{where!r} is no path of the plan, and no regex: {error}. {_fix_of(where)}"
+        ) from error
 
     groups = list(together(filter(pattern.search, plan), between_numbers).values())
     if not groups:
-        return plan[where]
+        if "*" in where:
+            raise UnknownPathError(
+                f"{where!r} is no path of the plan, and as a regex it matches none."
+                f" {_fix_of(where)}"
+            )
+        return [plan[where]]
     if len(groups) > 1:
         shown = [f"`{joined(paths)}`" for paths in groups[:_MOST_GROUPS]]
         if len(groups) > _MOST_GROUPS:
@@ -280,7 +300,13 @@ def _leaf_at(plan: ShardPlan, where: str) -> LeafPlan:
         raise UnknownPathError(
             f"{where!r} finds {' and '.join(shown)}; write more of the path of one."
         )
-    return plan[groups[0][0]]
+    return [plan[path] for path in groups[0]]
+
+
+def _fix_of(glob: str) -> str:
+    """A sentence with the regex for a text that may be a glob."""
+    regex = re.sub(r"\*+", "[^/]+", glob)
+    return f"For any name or number in a path write a regex: {regex!r}."
 
 
 _MOST_GROUPS = 4
@@ -392,7 +418,25 @@ def _head(explanation: Explanation) -> list[str]:
     if even_bytes >= 1:
         ratio = leaf.bytes_per_device / even_bytes
         shard_line += f", {ratio:.4g} x an even split"
-    return [printable(line) for line in (array_line, request_line, shard_line)]
+    lines = [array_line, request_line, shard_line]
+    if explanation.others:
+        lines.append(_others_line(explanation))
+    return [printable(line) for line in lines]
+
+
+def _others_line(explanation: Explanation) -> str:
+    """The number of the other arrays that were asked for, and whether they are alike."""
+    different = explanation.different
+    count = len(explanation.others)
+    if not different:
+        return f"the first of {count + 1} arrays that are planned alike"
+    shown = ", ".join(different[:_MOST_GROUPS])
+    if len(different) > _MOST_GROUPS:
+        shown += f" and {len(different) - _MOST_GROUPS} more"
+    return (
+        f"the first of {count + 1} arrays; planned in another way, explain them by"
+        f" their paths: {shown}"
+    )
 
 
 def _cells(dim: DimExplanation) -> tuple[str, ...]:

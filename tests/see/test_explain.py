@@ -214,3 +214,22 @@ def test_a_regex_that_finds_one_group_will_do():
         sfx.errors.UnknownPathError, match="did you mean `layers/0/k_proj/weight` or"
     ):
         plan["k_proj"]
+
+
+def test_a_regex_for_repeated_layers_says_which_are_planned_in_another_way():
+    layers = [{"w": leaf(16, 8)}, {"w": leaf(6, 8)}, {"w": leaf(16, 8)}]
+    plan = sfx.plan(
+        {"layers": layers},
+        sfx.MeshSpec({"tensor": 4}),
+        paths=sfx.PathRules.parse(".*->tensor"),
+    )
+    explanation = sfx.explain(plan, "w")
+    assert explanation.others == ("layers/1/w", "layers/2/w")
+    assert explanation.different == ("layers/1/w",)
+    assert "the first of 3 arrays; planned in another way" in str(explanation)
+    assert "by their paths: layers/1/w\n" in str(explanation)
+
+    alike = plan.select("0|2")
+    text = str(sfx.explain(alike, "w"))
+    assert "the first of 2 arrays that are planned alike" in text
+    assert "first of" not in str(sfx.explain(plan, "layers/0/w"))
