@@ -15,6 +15,7 @@ from .._plan import Group, axes_used, misspelled_axes
 from .._rules import AxisRules, alias_chain, axes_in
 from .finding import Finding, Severity
 from .subject import Subject, mode_argument, rules_text
+from .turned_names import Names, Turned, turned_names
 
 
 def dead_rules(subject: Subject) -> Iterator[Finding]:
@@ -124,8 +125,6 @@ def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
         )
 
 
-# The logical names of the dimensions of an array.
-Names = tuple[Any, ...]
 # For each logical name, the sizes of its dimensions, each with the number of arrays
 # that have it.
 Counts = dict[str, collections.Counter[int]]
@@ -146,8 +145,11 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
     groups = [group for group in subject.content.groups if group.row.names is not None]
     names = [group.row.names or () for group in groups]
     usual = _usual(_counts(groups, names))
-    swapped: dict[int, Names] = {}
+    turned = turned_names(groups, names)
+    swapped = {number: found.names for number, found in turned.items()}
     for number, group in enumerate(groups):
+        if number in swapped:
+            continue
         other_order = _swapped(names[number], group.row.shape, usual)
         if other_order:
             swapped[number] = other_order
@@ -164,6 +166,8 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
                 " these names have the sizes that they would have here in the order"
                 f" {swapped[number]}"
             )
+            if number in turned:
+                message = _turned_text(names[number], group, turned[number])
             fix = subject.fix(group, swapped[number], swapped[number])
             yield Finding(
                 code="contradicted-name",
@@ -200,6 +204,19 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
                 message=message,
                 fix=fix,
             )
+
+
+def _turned_text(names: Names, group: Group, turned: Turned) -> str:
+    size = turned.witness.row.shape[_position(turned)]
+    return (
+        f"the names {names} stand on shape {group.row.shape}, and {turned.name!r} is"
+        f" {size} in {turned.witness.where}: the array is stored as {turned.names}"
+    )
+
+
+def _position(turned: Turned) -> int:
+    """The dimension of the witness that has the name."""
+    return [*(turned.witness.row.names or ())].index(turned.name)
 
 
 def _pairs(names: Names, shape: tuple[int, ...]) -> list[tuple[str, int]]:

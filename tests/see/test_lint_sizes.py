@@ -1,5 +1,6 @@
 from typing import Any
 
+import equinox as eqx
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -122,3 +123,52 @@ def test_a_fused_projection_is_not_transposed(count, other):
     mesh = MeshSpec({"tensor": 4})
     findings = sfx.lint(tree, mesh, names=names, axes=axes, head_dim=16)
     assert findings == ()
+
+
+IN_OUT = sfx.AxisRules([("in", "data"), ("out", "tensor")])
+
+
+def turned(tree, names, axes):
+    """The arrays whose names are the wrong way round, each with the fix."""
+    paths = sfx.PathRules([*names.items()])
+    mesh = sfx.MeshSpec({"data": 2, "tensor": 2})
+    findings = sfx.lint(tree, mesh, paths=paths, axes=axes)
+    return {
+        finding.where: finding
+        for finding in findings
+        if finding.code == "contradicted-name"
+    }
+
+
+def test_the_bias_of_a_module_tells_that_its_weight_is_stored_transposed():
+    model = eqx.nn.MLP(16, 16, 64, 2, key=jax.random.key(0))
+    wrong = turned(model, {"weight": ("in", "out"), "bias": ("out",)}, IN_OUT)
+    assert [*wrong] == ["layers/0/weight", "layers/2/weight"]
+    finding = wrong["layers/2/weight"]
+    assert finding.message == (
+        "the names ('in', 'out') stand on shape (16, 64), and 'out' is 16 in"
+        " layers/2/bias: the array is stored as ('out', 'in')"
+    )
+    assert "('out', 'in')" in finding.fix
+    assert not turned(model, {"weight": ("out", "in"), "bias": ("out",)}, IN_OUT)
+
+
+def test_a_norm_tells_that_all_weights_are_stored_transposed():
+    tree = {
+        "up": struct(64, 16),
+        "down": struct(16, 64),
+        "norm": struct(16),
+    }
+    axes = sfx.AxisRules([("embed", "data"), ("mlp", "tensor")])
+    names = {"up": ("embed", "mlp"), "down": ("mlp", "embed"), "norm": ("embed",)}
+    wrong = turned(tree, names, axes)
+    assert [*wrong] == ["down", "up"]
+    assert "'embed' is 16 in norm" in wrong["up"].message
+    names |= {"up": ("mlp", "embed"), "down": ("embed", "mlp")}
+    assert not turned(tree, names, axes)
+
+
+def test_names_whose_sizes_nothing_else_tells_are_left_alone():
+    tree = {"up": struct(64, 16), "down": struct(16, 64)}
+    axes = sfx.AxisRules([("embed", "data"), ("mlp", "tensor")])
+    assert not turned(tree, {"up": ("embed", "mlp"), "down": ("mlp", "embed")}, axes)

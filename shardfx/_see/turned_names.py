@@ -1,0 +1,107 @@
+"""Finds arrays whose logical names stand at each other's dimensions, as the names of
+weights that are stored transposed do. The sizes of other arrays with these names tell.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from .._plan import Group
+
+
+# The logical names of the dimensions of an array.
+Names = tuple[Any, ...]
+
+
+class Turned(NamedTuple):
+    """The names of an array in the right order, and the group and the name that say
+    so: in this group's arrays, the name has another size.
+    """
+
+    names: Names
+    witness: Group
+    name: str
+
+
+def turned_names(groups: Sequence[Group], names: Sequence[Names]) -> dict[int, Turned]:
+    """Maps the indices of groups whose names are turned to their right order. `names`
+    has the logical names of each group.
+
+    The arrays that have only one of two names decide, such as biases and norms: those
+    of one module, and then those of the whole tree.
+    """
+    turned: dict[int, Turned] = {}
+    scopes = dict.fromkeys(_modules(groups))
+    for scope in (*scopes, tuple(range(len(groups)))):
+        for number, found in _turned_in(scope, groups, names):
+            turned.setdefault(number, found)
+    return turned
+
+
+_END = re.compile(r"[/.]?[^/.]+$")
+
+
+def _modules(groups: Sequence[Group]) -> Iterator[tuple[int, ...]]:
+    """Yields for each module of more than one array the indices of its groups."""
+    numbers_by_module: dict[str, dict[int, None]] = {}
+    for number, group in enumerate(groups):
+        for path in group.paths:
+            module = _END.sub("", path)
+            if module:
+                numbers_by_module.setdefault(module, {})[number] = None
+    for numbers in numbers_by_module.values():
+        if len(numbers) > 1:
+            yield tuple(numbers)
+
+
+def _turned_in(
+    scope: Sequence[int], groups: Sequence[Group], names: Sequence[Names]
+) -> Iterator[tuple[int, Turned]]:
+    """Yields the index of each group of a scope whose names are turned."""
+    sizes = {number: _sizes(names[number], groups[number]) for number in scope}
+    pairs: dict[tuple[str, str], list[int]] = {}
+    for number, size_by_name in sizes.items():
+        for pair in itertools.combinations(sorted(size_by_name), 2):
+            pairs.setdefault(pair, []).append(number)
+
+    for (first, second), numbers in pairs.items():
+        first_sizes = {sizes[number][first] for number in numbers}
+        second_sizes = {sizes[number][second] for number in numbers}
+        if len(first_sizes) > 1 or len(second_sizes) > 1 or first_sizes == second_sizes:
+            continue
+        # What the other arrays must say of each name: the size of the other one.
+        expected = {first: second_sizes, second: first_sizes}
+        witnesses: list[tuple[int, str]] = []
+        is_turned = True
+        for number in scope:
+            if number in numbers:
+                continue
+            for name, turned_sizes in expected.items():
+                size = sizes[number].get(name)
+                if size is not None:
+                    witnesses.append((number, name))
+                    is_turned = is_turned and size in turned_sizes
+        if witnesses and is_turned:
+            witness, name = witnesses[0]
+            for number in numbers:
+                order = _exchanged(names[number], first, second)
+                yield number, Turned(order, groups[witness], name)
+
+
+def _sizes(names: Names, group: Group) -> dict[str, int]:
+    """The size of each logical name of an array."""
+    sizes = {}
+    for name, size in zip(names, group.row.shape, strict=False):
+        if isinstance(name, str) and size:
+            sizes[name] = size
+    return sizes
+
+
+def _exchanged(names: Names, first: str, second: str) -> Names:
+    exchanged = {first: second, second: first}
+    order = []
+    for name in names:
+        is_name = isinstance(name, str)
+        order.append(exchanged.get(name, name) if is_name else name)
+    return tuple(order)
