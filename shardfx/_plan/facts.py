@@ -18,6 +18,7 @@ from .._ground.text import (
     printable,
     spec_text,
 )
+from ..topology import MeshSpec
 from .content import Content, Group
 
 
@@ -49,7 +50,12 @@ def facts_of(content: Content) -> tuple[list[tuple[str, ...]], list[str]]:
     reasons = "\n".join(
         [printable(f"[{number}] {text}.") for text, number in notes.items()]
     )
-    paragraphs = [reasons, printable(_totals(content)), printable(_replicated(groups))]
+    paragraphs = [
+        reasons,
+        printable(_totals(content)),
+        printable(_replicated(groups)),
+        printable(_explicit_axes(content.mesh)),
+    ]
     return table, list(filter(None, paragraphs))
 
 
@@ -145,6 +151,23 @@ def _replicated(groups: Iterable[Group]) -> str:
     if len(whole) > _SHOWN_REPLICATED:
         texts.append(f"{len(whole) - _SHOWN_REPLICATED} more")
     return f"Replicated, {bytes_text(total)} on every device: {', '.join(texts)}."
+
+
+def _explicit_axes(mesh: MeshSpec) -> str:
+    """What a step that knows nothing of shardings needs on a mesh with Explicit axes."""
+    axes = [
+        f"`{name}`"
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind is AxisType.Explicit
+    ]
+    if not axes:
+        return ""
+    return (
+        f"Explicit axes, as `jax.make_mesh` makes them: {', '.join(axes)}. JAX raises"
+        " `ShardingTypeError` there for a step that leaves the sharding of a result open:"
+        " jit `shardfx.auto.constrain_step(step, mesh, rules)`, or plan on Auto axes,"
+        f" `MeshSpec({dict(mesh.shape)!r}).build(jax.devices())`."
+    )
 
 
 def _is_replicated(group: Group) -> bool:

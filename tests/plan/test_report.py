@@ -182,6 +182,8 @@ def test_memory_kinds_axis_types_and_unconstrained_are_shown():
     assert "any,tensor" in text
     assert "in pinned_host" in text
     assert "Auto/Explicit axes" in text
+    assert "as `jax.make_mesh` makes them: `tensor`." in text
+    assert "`MeshSpec({'data': 2, 'tensor': 4}).build(jax.devices())`" in text
 
 
 def test_an_empty_plan():
