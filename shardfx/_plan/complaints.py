@@ -9,6 +9,8 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jax.sharding import AbstractMesh, Mesh
+
 from .._ground.errors import LeafTypeError, RuleError, SpecError, UnmatchedError
 from .._ground.reason import Code
 from .._ground.spec import array_bytes
@@ -110,6 +112,7 @@ def raise_empty(tree: object, flat: Flat, paths: object) -> None:
     serves to shard activations only.
     """
     if not any(flat.is_array) and (flat.leaves or tree is None or paths is not None):
+        _raise_other_argument(tree, flat)
         first = ""
         if flat.leaves:
             kind = type(flat.leaves[0]).__name__
@@ -118,6 +121,20 @@ def raise_empty(tree: object, flat: Flat, paths: object) -> None:
             f"the tree has no arrays: it is of type {type(tree).__name__}{first}; pass"
             " the model's own tree of arrays or `jax.ShapeDtypeStruct`s, such as"
             " `eqx.filter_eval_shape(make, ...)` gives for a class or function `make`."
+            ' If there may be none, pass `unused="allow"`.'
+        )
+
+
+def _raise_other_argument(tree: object, flat: Flat) -> None:
+    """Raises `LeafTypeError` for a tree without arrays that is a mesh or holds shapes."""
+    if isinstance(tree, MeshSpec | Mesh | AbstractMesh):
+        raise LeafTypeError(
+            "the tree is a mesh: the model comes first, `plan(tree, mesh, ...)`."
+        )
+    if flat.leaves and all(isinstance(leaf, int) for leaf in flat.leaves):
+        raise LeafTypeError(
+            "the tree has no arrays but numbers, as shapes have: write"
+            " `jax.ShapeDtypeStruct(shape, dtype)` in place of each shape."
             ' If there may be none, pass `unused="allow"`.'
         )
 
@@ -171,8 +188,7 @@ def raise_unmatched(draft: Draft) -> None:
         line = f"  `{path}`: {array}"
         # Similarity is slow, and no more lines are shown.
         if position < _SHOWN:
-            for pattern in difflib.get_close_matches(path, patterns, n=1, cutoff=0.0):
-                line += f"; the nearest rule is {pattern!r}"
+            line += _near_rule(path, patterns)
         lines.append(line)
     # The names that modules declare are read only if `axes` is given.
     has_names = any(names is not None for names in draft.flat.names)
@@ -191,6 +207,22 @@ def raise_unmatched(draft: Draft) -> None:
         head += carried
     head += "Largest first:"
     _refuse(UnmatchedError, head, lines)
+
+
+# Spellings of paths in other libraries: `layers.0.w`, `['layers'][0]['w']`.
+_DOTS = re.compile(r"\\?\.")
+_BRACKETS = re.compile(r"\\?\['?([^'\]\\]+)'?\\?\]")
+
+
+def _near_rule(path: str, patterns: Sequence[str]) -> str:
+    """The rule that is nearest to a path, as the end of a line; empty without rules."""
+    for pattern in patterns:
+        words = _BRACKETS.sub(r"/\1", _DOTS.sub("/", pattern)).strip("/")
+        if words != pattern and words and words in path:
+            return f"; a path is joined by `/`: write {words!r} in place of {pattern!r}"
+    for pattern in difflib.get_close_matches(path, patterns, n=1, cutoff=0.0):
+        return f"; the nearest rule is {pattern!r}"
+    return ""
 
 
 def unknown_units(axes: AxisRules) -> tuple[str, ...]:
@@ -279,8 +311,13 @@ def raise_absent(draft: Draft) -> None:
     mesh = draft.mesh
     lines = []
     for axis, user in wrong.items():
-        near_names = near(axis, mesh.axis_names)
-        lines.append(f"  {user} uses the mesh axis {axis!r}{near_names}")
+        hint = near(axis, mesh.axis_names)
+        if draft.axes is not None and axis in draft.axes.names:
+            hint = (
+                ", which is a logical name of `axes`: a tuple holds names,"
+                f" `({axis!r}, ...)`, and `P(...)` mesh axes"
+            )
+        lines.append(f"  {user} uses the mesh axis {axis!r}{hint}")
     head = (
         f"the mesh {mesh} lacks mesh axes that the rules use. If they are for other"
         f" meshes, declare them, `AxisRules(..., mesh_axes={tuple(wrong)})` or"

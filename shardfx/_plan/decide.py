@@ -5,7 +5,7 @@ and then extended by strategies.
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 from .._ground.errors import SpecError
 from .._ground.reason import Code, Decision, Reason
@@ -130,10 +130,12 @@ def correct(
         ```
     """
     if not isinstance(spec, PartitionSpec):
-        raise SpecError(
-            f"expected a PartitionSpec, not {spec!r}; write `PartitionSpec({spec!r})`,"
-            " or use `resolve`."
-        )
+        fix = f"write `PartitionSpec({spec!r})`, or use `resolve`"
+        if isinstance(spec, Sharding):
+            fix = "write `sharding.spec`"
+        elif isinstance(shape, PartitionSpec):
+            fix = "write `correct(spec, shape, mesh)`, the spec first"
+        raise SpecError(f"expected a PartitionSpec, not {spec!r}; {fix}.")
     if min_bytes and dtype is None:
         raise SpecError("`min_bytes` needs the array's dtype: pass `dtype=`.")
     if not isinstance(shape, Iterable):

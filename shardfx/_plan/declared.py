@@ -9,7 +9,7 @@ from .._ground.tree import METADATA
 
 
 def field(
-    *,
+    *others: object,
     names: tuple[object, ...] | None = None,
     stacked: tuple[object, ...] = (),
     **kwargs: Any,
@@ -57,6 +57,10 @@ def field(
         assert made["layers/weight"].spec == jax.P(None, "tensor", "fsdp")
         ```
     """
+    if others:
+        raise SpecError(
+            f"`field` takes the names by their argument: `field(names={others!r})`."
+        )
     for what, value in (("names", names), ("stacked", stacked)):
         if isinstance(value, str):
             raise SpecError(

@@ -109,7 +109,15 @@ def kinds_matcher(memory_kinds: Iterable[tuple[str, str]] | None) -> Matcher:
     """Returns path rules from pairs of a regex and a memory kind of XLA. A target is a
     tuple with the memory kind.
     """
+    form = '`memory_kinds` takes pairs, `[("opt/.*mu", "pinned_host")]`'
+    if isinstance(memory_kinds, str):
+        raise RuleError(f"{form}; for all arrays write `[('.*', {memory_kinds!r})]`.")
+    if isinstance(memory_kinds, Mapping):
+        raise RuleError(f"{form}, and not a mapping: pass `memory_kinds.items()`.")
     pairs = tuple(memory_kinds or ())
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise RuleError(f"{form}, and not {pair!r}.")
     for regex, kind in pairs:
         if kind not in MEMORY_KINDS:
             raise RuleError(

@@ -132,7 +132,13 @@ def _advice(planned: Sequence[str], array_paths: Sequence[str]) -> str:
             f"The planned arrays are below `{key}` in the tree: plan the other parts,"
             f" and join the plans, `ShardPlan.join({key}=plan, ...)`."
         )
-    if _heads(array_paths, planned):
+    heads = _heads(array_paths, planned)
+    if len(array_paths) == len(planned) and heads:
+        return (
+            f"The planned arrays are below `{heads[0]}` in the tree: pass that part, or"
+            " plan the tree that you use."
+        )
+    if heads:
         return (
             "This is the state of an optimizer: its plan is `follow(optimizer.init,"
             " plan)`."

@@ -32,6 +32,8 @@ from .leaf import MEMORY_KINDS, PathTree, Row, decode_structure
 
 
 HEADER = {"format": "shardfx.plan", "version": 1}
+# A longer text that is no JSON is no path of a file.
+_LONGEST_PATH = 300
 
 
 def written(payload: dict[str, object]) -> str:
@@ -61,15 +63,31 @@ def _require(what: str, value: Any, valid: Any, description: str) -> None:
         raise PlanFormatError(f"{what} is {value!r:.60}; it must be {description}.")
 
 
+def _may_be_path(text: str | bytes) -> bool:
+    if not isinstance(text, str) or not text.isprintable():
+        return False
+    return 0 < len(text) < _LONGEST_PATH
+
+
 def parsed(text: str) -> dict[str, Any]:
     """Parses the JSON text of a plan. Raises `PlanFormatError` if it is not JSON, not a
     plan, or of another version.
     """
+    if not isinstance(text, str | bytes):
+        raise PlanFormatError(
+            f"`from_json` reads the text that `plan.to_json()` returned, not"
+            f" {type(text).__name__}."
+        )
     try:
         data = json.loads(text)
         # Raises for NaN, and for a lone surrogate.
         json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
     except json.JSONDecodeError as error:
+        if error.pos == 0 and _may_be_path(text):
+            raise PlanFormatError(
+                f"{text!r} is no JSON; for a file read its text:"
+                f" `ShardPlan.from_json(pathlib.Path({text!r}).read_text())`."
+            ) from error
         raise PlanFormatError(
             f"this is no whole JSON text ({error.msg} at character {error.pos} of"
             f" {len(text)}); was the file truncated?"

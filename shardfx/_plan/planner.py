@@ -4,6 +4,7 @@ corrects the spec to the shape.
 
 import dataclasses
 import functools as ft
+import numbers
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -145,6 +146,7 @@ def plan(
     """
     _check_policy("unmatched", unmatched, "replicate")
     _check_policy("unused", unused, "allow")
+    _check_arguments(tree, min_bytes)
     if others:
         word = "axes" if isinstance(others[0], AxisRules) else "paths"
         raise RuleError(
@@ -197,6 +199,20 @@ def plan(
     if strict:
         _require_as_asked(content, draft)
     return ShardPlan(content)
+
+
+def _check_arguments(tree: object, min_bytes: object) -> None:
+    if isinstance(tree, ShardPlan):
+        raise LeafTypeError(
+            "the tree is a plan already: plan the model's own tree, or `plan.structs` on"
+            " another mesh or by other rules; `plan.replace(path, spec)` changes one"
+            " array."
+        )
+    if not isinstance(min_bytes, numbers.Real):
+        raise RuleError(
+            f"`min_bytes` is a number of bytes, not {min_bytes!r}; write `2**20` for 1"
+            " MiB."
+        )
 
 
 def _check_policy(what: str, policy: str, other: str) -> None:

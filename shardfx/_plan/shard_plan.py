@@ -4,7 +4,14 @@ a loader reads from a file.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, Literal, dataclass_transform, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    dataclass_transform,
+    overload,
+)
 
 import equinox as eqx
 import jax
@@ -43,6 +50,24 @@ class _PlanType(type(eqx.Module)):
             f"<class '{cls.__module__}.{cls.__qualname__}', no tree of shardings: write"
             " `plan.shardings`>"
         )
+
+
+if TYPE_CHECKING:
+    _of_type = staticmethod
+else:
+
+    class _of_type(staticmethod):
+        """A static method that makes a plan of others, and refuses a call on a plan,
+        which it would leave out.
+        """
+
+        def __get__(self, instance, owner=None):
+            if instance is not None:
+                raise PlanMismatchError(
+                    "`plan.join(...)` would leave `plan` out: write"
+                    " `ShardPlan.join(params=plan, opt=opt_plan)`, each plan by its key."
+                )
+            return super().__get__(instance, owner)
 
 
 class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
@@ -167,7 +192,12 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
 
     def __getitem__(self, path: str) -> LeafPlan:
         leaf_by_path = self.content.by_path
-        leaf = leaf_by_path.get(path) if isinstance(path, str) else None
+        if not isinstance(path, str):
+            raise UnknownPathError(
+                f'a plan is indexed by the path of an array, as in `plan["layers/0/w"]`,'
+                f" and not by {path!r}; `plan.leaves` has them in order."
+            )
+        leaf = leaf_by_path.get(path)
         if leaf is None:
             raise UnknownPathError(
                 f"the plan has no leaf `{path}`{near_paths(str(path), leaf_by_path)}"
@@ -235,8 +265,8 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
         """
         return ShardPlan(self.content.replaced(jax_mesh=None))
 
-    @staticmethod
-    def join(**plans: "ShardPlan[Any]") -> "ShardPlan[dict[str, Any]]":
+    @_of_type
+    def join(*others: object, **plans: "ShardPlan[Any]") -> "ShardPlan[dict[str, Any]]":
         """Returns the plan of a dict of trees, made from the plans of the trees.
 
         **Arguments:**
@@ -253,6 +283,11 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
 
         `PlanMismatchError` if the plans are for different meshes, rules or modes.
         """
+        if others:
+            raise PlanMismatchError(
+                "`join` takes each plan by the key of its tree, and none by position:"
+                " `ShardPlan.join(params=params_plan, opt=opt_plan)`."
+            )
         if not plans:
             raise PlanMismatchError(
                 "`join` needs at least one plan, each with the key of its tree: "

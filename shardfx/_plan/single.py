@@ -235,6 +235,12 @@ def _resolved(
             "a plan has its own mesh; pass `sharding.spec`, or use `reshard(x,"
             f" sharding)`, for {names}."
         )
+    if isinstance(names, str) and plan.axes is None:
+        raise RuleError(
+            f"{names!r} is one text, and an array has one entry per dimension: write"
+            f" `PartitionSpec({names!r})` for a mesh axis; the sharding of a planned leaf"
+            f" is `plan[path].spec`, or in the tree `plan.shardings`."
+        )
     if plan.axes is None:
         raise RuleError(
             f"the plan has no `axes` to resolve the names {names} with; plan with"

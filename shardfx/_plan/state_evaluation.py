@@ -12,7 +12,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jaxtyping import PyTree
 
+from .._ground.errors import LeafTypeError
 from .._ground.spec import constrained
+from .._ground.text import plural
 from .._ground.tree import Flat
 from .leaf import Row
 from .shard_plan import ShardPlan
@@ -59,7 +61,23 @@ def evaluated(
         if abstract is explicit:
             return results, ""
         return results, refused
-    return _shapes(init, arguments, *last), refused
+    try:
+        return _shapes(init, arguments, *last), refused
+    except Exception as error:
+        if not isinstance(error, LeafTypeError):
+            count = len(args)
+            error.add_note(
+                f"`follow` called `init` with the plan's tree of arrays{_and_others(count)}:"
+                " pass `optimizer.init`, and what else it takes after the plan,"
+                " `follow(init, plan, *args)`. No array has a value here."
+            )
+        raise
+
+
+def _and_others(count: int) -> str:
+    if not count:
+        return " alone"
+    return f" and {plural(count, 'argument')} more"
 
 
 def _first_sentence(error: Exception) -> str:

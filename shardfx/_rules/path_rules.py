@@ -12,7 +12,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from .._ground.errors import RuleError, check_type
@@ -394,9 +394,16 @@ def _checked(index: int, rule: object) -> tuple[str, Any]:
         position = error.pos or 0
         raise RuleError(
             f"rule {index}: the regex does not compile: {error.msg} at position"
-            f" {position}:\n    {pattern}\n    {' ' * position}^"
+            f" {position}:\n    {pattern}\n    {' ' * position}^{_glob_hint(pattern)}"
         ) from error
     return pattern, _checked_target(index, pattern, target)
+
+
+def _glob_hint(pattern: str) -> str:
+    """What to write for a glob, which is no regex; empty if a pattern has no star."""
+    if not re.search(r"(^|[/.|(])\*", pattern):
+        return ""
+    return f"\n  a rule is a regex: write {re.sub(r'(?<![.])[*]+', '.*', pattern)!r}."
 
 
 def _checked_target(index: int, pattern: str, target: object) -> Any:
@@ -413,11 +420,13 @@ def _checked_target(index: int, pattern: str, target: object) -> Any:
     elif isinstance(inner, PartitionSpec):
         check_once(inner, f"rule {index} ({pattern!r})")
     elif not isinstance(inner, Strategy | Replicate | Pipeline) and not callable(inner):
+        fix = f"For one mesh axis write `PartitionSpec({target!r})`"
+        if isinstance(inner, Sharding):
+            fix = "Of a sharding write the spec, `sharding.spec`"
         raise RuleError(
             f"rule {index} ({pattern!r}) has the target {target!r}; it must be a"
             " PartitionSpec, a tuple of logical names, `fsdp(...)`, `replicate`, or a"
-            " callable `(path, leaf) -> PartitionSpec`. For one mesh axis write"
-            f" `PartitionSpec({target!r})`."
+            f" callable `(path, leaf) -> PartitionSpec`. {fix}."
         )
     return target
 

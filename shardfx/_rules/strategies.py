@@ -180,6 +180,12 @@ def strategy_of(
             " different ones."
         )
     for argument, count in (("min_bytes", min_bytes), ("max_bytes", max_bytes)):
+        if isinstance(count, str):
+            both = (*axes, count)
+            raise RuleError(
+                f"`{name}({axes[0]!r}, {count!r})`: several axes are a tuple,"
+                f" `{name}({both!r})`; `{argument}` is a number of bytes."
+            )
         if count < 0:
             raise RuleError(
                 f"`{name}(..., {argument}={count})`: a number of bytes is not negative."

@@ -298,7 +298,8 @@ PlanMismatchError: [...]use `plan.on(plan.mesh.build(jax.devices()))`.
 PlanMismatchError: [...]use `plan.on(plan.mesh.build(jax.devices()))`.
 
 >>> planned()[0]
-UnknownPathError: the plan has no leaf `0`.
+UnknownPathError: a plan is indexed by the path of an array, as in `plan["layers/0/w"]`, and not by 0; `plan.leaves` \
+has them in order.
 
 >>> ShardPlan.join()
 PlanMismatchError: `join` needs at least one plan, each with the key of its tree: `ShardPlan.join(params=params_plan, \
