@@ -144,6 +144,16 @@ def constrain(
         ```
     """
     if not isinstance(x, jax.Array | np.ndarray):
+        if isinstance(x, PartitionSpec | str):
+            raise LeafTypeError(
+                f"`constrain` takes the array first, and this is {x!r}; write"
+                " `constrain(x, names, plan)`."
+            )
+        if isinstance(x, int | float):
+            raise LeafTypeError(
+                f"`constrain` takes one array, not {x!r}; a number has nothing to"
+                " shard: leave it out, or make it one by `jnp.asarray(...)`."
+            )
         raise LeafTypeError(
             f"`constrain` takes one array, not {type(x).__name__}; map it over a tree"
             " with `jax.tree.map`."

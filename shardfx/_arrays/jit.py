@@ -4,6 +4,7 @@ import functools as ft
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
+from .._ground.errors import LeafTypeError
 from .checked import Check
 from .entries import Donate
 from .jitted import Jitted
@@ -142,6 +143,11 @@ def filter_jit(
     for name in others:
         fix = _OTHER_ARGUMENTS.get(name, _ARGUMENTS)
         raise TypeError(f"`filter_jit` has no argument `{name}`; {fix}.")
+    if fn is not None and not callable(fn):
+        raise LeafTypeError(
+            f"`filter_jit` takes a function, not {type(fn).__name__}; pass the function"
+            " that is to be compiled: `filter_jit(step, in_shardings=(plan, None))`."
+        )
     decorator = ft.partial(
         Jitted,
         in_shardings=in_shardings,

@@ -79,6 +79,13 @@ def shard(tree: object, plan: ShardPlan) -> PyTree:
         return jax.tree.unflatten(flat.treedef, _constrained(flat, plan))
     shardings = shardings_of_leaves(plan, flat)
     leaves = list(flat.leaves)
+    for path, leaf in zip(flat.paths, leaves, strict=True):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise LeafTypeError(
+                f"leaf `{path}` is a ShapeDtypeStruct, which has no values to put on"
+                " devices; make the arrays there, `filter_jit(make,"
+                " out_shardings=plan)(key)`, or load them, `checkpoint.load(path, plan)`."
+            )
     moved = [
         position
         for position, shaped in enumerate(flat.is_array)
@@ -130,6 +137,10 @@ def gather(tree: object) -> PyTree:
         assert gather({"w": jnp.ones(3)})["w"].tolist() == [1.0, 1.0, 1.0]
         ```
     """
+    if isinstance(tree, ShardPlan):
+        raise LeafTypeError(
+            "`gather` takes arrays, and a plan has none; write `gather(tree)`."
+        )
     return jax.tree_util.tree_map_with_path(_gathered_leaf, tree)
 
 
@@ -151,6 +162,11 @@ def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:
 
 
 def _gathered_leaf(path: Any, leaf: object) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise LeafTypeError(
+            f"{_name(path)} is a ShapeDtypeStruct, which has no values to gather; make"
+            " the arrays first."
+        )
     if isinstance(leaf, Tracer):
         raise LeafTypeError(
             f"{_name(path)}, {leaf.dtype}{list(leaf.shape)}, is traced: inside"

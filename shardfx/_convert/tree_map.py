@@ -78,8 +78,13 @@ class TreeMap:
         rest: Iterable[str] = (),
         casts: bool = False,
     ):
+        if not isinstance(rules, Mapping):
+            raise MapError(
+                f"`TreeMap` takes a mapping of targets to sources, not {rules!r:.80};"
+                ' write `TreeMap({"w": "model.w"})`.'
+            )
         expressions = []
-        for path, rule in dict(rules).items():
+        for path, rule in rules.items():
             expression = From(rule) if isinstance(rule, str) else rule
             if not isinstance(path, str) or not isinstance(expression, From):
                 raise MapError(

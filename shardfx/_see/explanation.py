@@ -8,7 +8,7 @@ import re
 import textwrap
 from typing import Any
 
-from .._ground.errors import UnknownPathError
+from .._ground.errors import LeafTypeError, UnknownPathError, check_type
 from .._ground.reason import Code, Reason
 from .._ground.spec import array_bytes, entries_at, entries_of, entry_axes
 from .._ground.text import (
@@ -165,7 +165,10 @@ def explain(plan: ShardPlan, path: str) -> Explanation:
         print(why)
         ```
     """
-    check_plan("plan", plan)
+    check_plan("plan", plan, "explain(plan, path)")
+    if isinstance(path, LeafPlan):
+        path = path.path
+    check_type("path", path, str, LeafTypeError, "pass a path of `report(plan)`")
     leaf, *others = _leaves_at(plan, path)
     tried: tuple[Attempt, ...] = ()
     if leaf.names is not None and plan.axes is not None:

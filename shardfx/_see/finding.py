@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
+from .._ground.errors import RuleError
 from .._ground.text import bytes_text, html_table, plural, printable
 
 
@@ -117,6 +118,11 @@ class Findings(tuple[Finding, ...]):
 
         The findings of at least this severity, in the same order.
         """
+        if severity not in SEVERITIES:
+            raise RuleError(
+                f"there is no severity {severity!r}; `severity` is one of"
+                f" {', '.join(SEVERITIES)}."
+            )
         severities = SEVERITIES[: SEVERITIES.index(severity) + 1]
         return Findings(finding for finding in self if finding.severity in severities)
 

@@ -12,7 +12,7 @@ array, and its other leaves.
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from .._convert import (
     without_rest,
 )
 from .._ground.boxes import Box, volume
-from .._ground.errors import CheckpointError, LeafTypeError
+from .._ground.errors import CheckpointError, LeafTypeError, check_type
 from .._ground.spec import DType
 from .._ground.text import plural, printable, quoted
 from .._plan import Target, branch_of, target_of
@@ -117,8 +117,15 @@ def leaves_to_load(
     and numbers that no leaf uses. With a map, raises `MapError` if the map does not
     fit, or `CheckpointError` with the first leaf that cannot be read.
     """
+    if unread not in get_args(Unread):
+        raise LeafTypeError(
+            f'`unread={unread!r}`: use "raise", or "allow" to leave out what the plan'
+            " lacks."
+        )
     target = target_of(plan, "load")
     if map is not None:
+        fix = "write `map=TreeMap({...})`"
+        check_type("map", map, TreeMap, LeafTypeError, fix)
         return _by_map(index, target, map, dtype, unread)
     leaves: list[LeafToLoad] = []
     problems: list[tuple[str, str | None]] = []

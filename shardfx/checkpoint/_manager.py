@@ -184,7 +184,12 @@ class Manager:
         """
         self.wait()
         step = self.latest() if step is None else _whole_step(step)
-        if step is None or not self._steps.holds(step):
+        if step is None:
+            raise CheckpointError(
+                f"{self.directory!r} has no checkpoint yet: start anew if"
+                " `manager.latest()` is `None`, or give the directory of the run."
+            )
+        if not self._steps.holds(step):
             listed = ", ".join(map(str, self.steps()[-8:])) or "no step"
             raise CheckpointError(
                 f"{self.directory!r} has no step {step}; it has {listed}."

@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from .._convert import TreeMap
 from .._ground.boxes import Box, shard_boxes
-from .._ground.errors import PlanMismatchError
+from .._ground.errors import LeafTypeError, PlanMismatchError, check_type
 from .._ground.text import first_lines, html_text, table
 from . import _stores as stores
 from ._entry import StoreArray, itemsize
@@ -146,6 +146,8 @@ def plan_reads(
         assert [process.read_bytes for process in reads.processes] == [4096] * 4
         ```
     """
+    fix = "write `plan_reads(read_index(path), plan)`"
+    check_type("index", index, Index, LeafTypeError, fix)
     if gap_bytes is None:
         gap_bytes = index.place.gap_bytes
     to_load = leaves_to_load(index, plan, dtype, map, unread)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 
 from .._convert import TreeMap
 from .._ground.errors import LeafTypeError, check_type
@@ -133,6 +134,7 @@ def save(
         assert checkpoint.saved_plan(directory).digest == made.digest
         ```
     """
+    _require_values(tree)
     content = ft.partial(content_of, tree, plan, map, like)
     options = WriteOptions(
         wait_seconds=wait_seconds,
@@ -142,6 +144,20 @@ def save(
         timeout_seconds=timeout_seconds,
     )
     write(path, holders_of(tree), content, options)
+
+
+def _require_values(tree: object) -> None:
+    """Raises `LeafTypeError` for a plan and for traced arrays, which have no values."""
+    if isinstance(tree, ShardPlan):
+        raise LeafTypeError(
+            "the tree is a plan, which has no arrays: write `save(path, tree, plan)`;"
+            " `plan.to_json()` is the text of a plan."
+        )
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
+        raise LeafTypeError(
+            "`save` is called inside `jax.jit`, where arrays have no values: save what"
+            " the jitted function returns."
+        )
 
 
 class WriteOptions(NamedTuple):

@@ -122,6 +122,11 @@ def find(name: str | Chip) -> Chip:
     """
     if isinstance(name, Chip):
         return name
+    if not isinstance(name, str):
+        raise ChipError(
+            f'a chip is named by a text, not {name!r:.80}: write `chip="v5e"`, or the'
+            ' slice `"v5e-8"` for eight of them.'
+        )
     one_slice = _TIMES.sub("", name)
     if _CLOUD.fullmatch(one_slice) or _FORM.fullmatch(one_slice):
         return parse_slice(one_slice).chip

@@ -13,7 +13,7 @@ from .._ground.boxes import boxes_here
 from .._ground.errors import PlanMismatchError
 from .._ground.spec import entries_at
 from .._ground.tree import flatten
-from .._plan import LeafPlan, ShardPlan, canonical_dtype
+from .._plan import LeafPlan, ShardPlan, canonical_dtype, check_plan
 from ._outcome import SharedOutcome
 
 
@@ -76,6 +76,7 @@ def global_batch(
         assert batch["x"].shape == (8, 3) and int(mask.sum()) == 7
         ```
     """
+    check_plan("plan", plan, "global_batch(local, plan)")
     if plan.jax_mesh is None:
         raise PlanMismatchError(
             "the plan has no devices to put a batch on; use"

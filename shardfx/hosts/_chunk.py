@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from jax.sharding import PartitionSpec, Sharding
 
 from .._ground.boxes import Box, shard_boxes
-from .._ground.errors import MeshError, SpecError
+from .._ground.errors import MeshError, SpecError, check_type
 from .._ground.spec import (
     UNCONSTRAINED,
     entries_at,
@@ -303,6 +303,8 @@ def owned(
         ]
         ```
     """
+    fix = "write `owned(shape, sharding, process_index)`"
+    check_type("sharding", sharding, Sharding, SpecError, fix)
     owners: dict[Box, set[int]] = {}
     for device, part in shard_boxes(sharding, tuple(shape)).items():
         owners.setdefault(part, set()).add(device.process_index)

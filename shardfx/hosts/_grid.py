@@ -9,7 +9,7 @@ import equinox as eqx
 import numpy as np
 from jax.sharding import Mesh
 
-from .._ground.errors import MeshError
+from .._ground.errors import MeshError, check_type
 from ..topology import MeshSpec
 
 
@@ -143,6 +143,8 @@ def grid_of(mesh: Mesh) -> HostGrid:
         assert dict(grid.num_chunks) == {"data": 1, "tensor": 1}
         ```
     """
+    fix = "build one: `spec.build(jax.devices())`, or `regular_grid(spec, num_chunks)`"
+    check_type("mesh", mesh, Mesh, MeshError, fix)
     process_indices = [device.process_index for device in mesh.devices.flat]
     owner = np.array(process_indices, np.int64).reshape(mesh.devices.shape)
     count = int(owner.max()) + 1

@@ -9,7 +9,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from .._convert import TreeMap
-from .._ground.errors import MapError, PlanFormatError, PlanMismatchError
+from .._ground.errors import (
+    LeafTypeError,
+    MapError,
+    PlanFormatError,
+    PlanMismatchError,
+)
 from .._ground.processes import absent, coordination
 from .._plan import ShardPlan, differences
 
@@ -45,6 +50,11 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
         hosts.assert_same_plan(plan({"w": jnp.ones(8)}, mesh, paths=rules))
         ```
     """
+    if not isinstance(plan, ShardPlan | TreeMap):
+        raise LeafTypeError(
+            f"`assert_same_plan` compares a ShardPlan or a TreeMap, not"
+            f" {type(plan).__name__}; pass what `shardfx.plan(tree, mesh, ...)` returns."
+        )
     if jax.process_count() == 1:
         return
     _meet(wait_seconds)

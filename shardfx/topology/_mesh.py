@@ -5,7 +5,7 @@ import math
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import numpy as np
@@ -106,6 +106,11 @@ class MeshSpec(eqx.Module):
         self.axis_types = tuple(
             kinds.get(name, AxisType.Auto) for name in self.axis_names
         )
+        if dcn is not None and not isinstance(dcn, Mapping):
+            raise MeshError(
+                f"`dcn={dcn!r}` does not say which axis spans slices; write"
+                f" `dcn={{{self.axis_names[0]!r}: {dcn!r}}}`."
+            )
         self.dcn_sizes = tuple((dcn or {}).get(name, 1) for name in self.axis_names)
         for kind in kinds.values():
             check_type(
@@ -312,6 +317,10 @@ class MeshSpec(eqx.Module):
             assert MeshSpec({"data": -1, "tensor": 4}).fit(64).axis_sizes == (16, 4)
             ```
         """
+        if isinstance(device_count, Sequence):
+            raise MeshError(
+                "`fit` takes a number of devices; write `mesh.fit(len(devices))`."
+            )
         return self._fitted(device_count, "")
 
     def _fitted(self, device_count: int, hint: str) -> "MeshSpec":
@@ -438,6 +447,18 @@ class MeshSpec(eqx.Module):
             _EMULATE if device_list and device_list[0].platform == "cpu" else "",
         )
         return device_order(devices, fitted.axis_sizes, fitted.dcn_sizes)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            # JAX asks for `_internal_device_list` where it takes a Mesh.
+            if name in ("devices", "_internal_device_list", "device_ids"):
+                raise AttributeError(
+                    f"a MeshSpec is no mesh of devices and has no `{name}`: build one,"
+                    " `mesh = spec.build(jax.devices())`, and use it here; without devices,"
+                    " `spec.abstract()`."
+                )
+            raise AttributeError(f"'MeshSpec' object has no attribute {name!r}")
 
     def build(self, devices: Devices | Mesh) -> Mesh:
         """The `jax.sharding.Mesh` of these axes over `devices`, in an order that suits

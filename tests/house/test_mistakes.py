@@ -3,14 +3,23 @@
 import re
 
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
-from tests.house import mistakes_of_calls, mistakes_of_plans, mistakes_of_readers
+import shardfx as sfx
+from tests.house import (
+    mistakes_of_arguments,
+    mistakes_of_calls,
+    mistakes_of_plans,
+    mistakes_of_readers,
+)
+from tests.house.mistakes import ADAM, PLAN, SPEC
 
 
 MISTAKES = {
     **mistakes_of_plans.MISTAKES,
     **mistakes_of_calls.MISTAKES,
     **mistakes_of_readers.MISTAKES,
+    **mistakes_of_arguments.MISTAKES,
 }
 
 
@@ -25,3 +34,22 @@ def test_the_message_of_a_mistake_has_the_fix(name, tmp_path, monkeypatch):
     message = re.escape(mistake.fix)
     with pytest.raises((TypeError, ValueError, KeyError), match=message):
         mistake.make()
+
+
+def test_a_mesh_spec_says_what_jax_takes_in_its_place():
+    with pytest.raises(AttributeError, match=r"spec.build\(jax.devices\(\)\)"):
+        NamedSharding(SPEC, P("data"))  # pyright: ignore[reportArgumentType]
+    assert not hasattr(SPEC, "device")
+
+
+def test_the_error_of_an_init_says_what_follow_called():
+    with pytest.raises(TypeError) as raised:
+        sfx.follow(ADAM.update, PLAN)
+    assert "pass `optimizer.init`" in raised.value.__notes__[-1]
+
+
+def test_a_name_that_a_module_lacks_has_the_module_for_python_s_suggestion():
+    with pytest.raises(AttributeError) as raised:
+        getattr(sfx, "shardd")  # noqa: B009
+    assert raised.value.name == "shardd"
+    assert raised.value.obj is sfx

@@ -32,7 +32,7 @@ from ..._ground.boxes import Box, common
 from ..._ground.errors import MeshError, SyncError
 from ..._ground.spec import entries_at, entry_axes
 from ..._ground.text import together
-from ..._plan import ShardPlan
+from ..._plan import ShardPlan, check_plan
 from ..pieces.assembly import MovedLeaf, leaves_of_plan, numbered, shards_of
 from ..pieces.parts import shard_parts
 from ..pieces.senders import Holders
@@ -95,6 +95,8 @@ def plan_transfer(
     `receiver` does not fit the meshes; `SyncError` if the limit asks for more than
     4,194,304 sends to a process.
     """
+    check_plan("src", src, "plan_transfer(src, dst)")
+    check_plan("dst", dst, "plan_transfer(src, dst)")
     jobs = _jobs(src, dst, processes, receiver, memory_limit_bytes)
     sources = {leaf.path: leaf for leaf in leaves_of_plan(src)}
     targets = {leaf.path: leaf for leaf in leaves_of_plan(dst)}

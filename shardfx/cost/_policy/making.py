@@ -120,6 +120,11 @@ def policy(
             " `policy(loss, *args)`."
         )
     argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if not all(-len(args) <= number < len(args) for number in argnums):
+        raise LeafTypeError(
+            f"`argnums={argnums}`: the loss has {len(args)} arguments here, numbered from"
+            " 0."
+        )
     question = Question(loss, args, chip, argnums, has_aux, mesh)
     _require_loss(question.divided.out, has_aux)
     budget_bytes = chip.usable_hbm_bytes_per_device - leave_bytes
