@@ -1,7 +1,6 @@
 """Sharding plans as plain data, for JAX and Equinox."""
 
 import importlib as _importlib
-import sys as _sys
 import typing as _typing
 
 
@@ -94,12 +93,7 @@ __all__ = sorted(_LATE)  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> _typing.Any:
     if name not in _LATE:
-        # With the module, Python's traceback says which name was meant.
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}",
-            name=name,
-            obj=_sys.modules[__name__],
-        )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     room = _importlib.import_module(f"{__name__}.{_LATE[name]}")
     return room if name == _LATE[name] else getattr(room, name)
 

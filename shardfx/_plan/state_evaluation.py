@@ -61,17 +61,27 @@ def evaluated(
         if abstract is explicit:
             return results, ""
         return results, refused
-    try:
+    with _called_noted(len(args)):
         return _shapes(init, arguments, *last), refused
-    except Exception as error:
-        if not isinstance(error, LeafTypeError):
-            count = len(args)
-            error.add_note(
-                f"`follow` called `init` with the plan's tree of arrays{_and_others(count)}:"
-                " pass `optimizer.init`, and what else it takes after the plan,"
-                " `follow(init, plan, *args)`. No array has a value here."
-            )
-        raise
+
+
+def _called_noted(count: int) -> contextlib.ExitStack:
+    """A context manager that adds to an error of an `init` what `follow` called it with:
+    a plan and `count` arguments more.
+    """
+
+    def note(_kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is None or isinstance(error, LeafTypeError):
+            return
+        error.add_note(
+            f"`follow` called `init` with the plan's tree of arrays{_and_others(count)}:"
+            " pass `optimizer.init`, and what else it takes after the plan,"
+            " `follow(init, plan, *args)`. No array has a value here."
+        )
+
+    stack = contextlib.ExitStack()
+    stack.push(note)
+    return stack
 
 
 def _and_others(count: int) -> str:

@@ -15,7 +15,7 @@ from .._plan import Group, axes_used, misspelled_axes
 from .._rules import AxisRules, alias_chain, axes_in
 from .finding import Finding, Severity
 from .subject import Subject, mode_argument, rules_text
-from .turned_names import Names, Turned, turned_names
+from .transposed import Names, Turned, turned_names
 
 
 def dead_rules(subject: Subject) -> Iterator[Finding]:
@@ -144,15 +144,8 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
     """
     groups = [group for group in subject.content.groups if group.row.names is not None]
     names = [group.row.names or () for group in groups]
-    usual = _usual(_counts(groups, names))
     turned = turned_names(groups, names)
-    swapped = {number: found.names for number, found in turned.items()}
-    for number, group in enumerate(groups):
-        if number in swapped:
-            continue
-        other_order = _swapped(names[number], group.row.shape, usual)
-        if other_order:
-            swapped[number] = other_order
+    swapped = _orders(groups, names, turned)
 
     # Arrays whose names are in the wrong order are counted in the right order.
     right_names = [swapped.get(number, order) for number, order in enumerate(names)]
@@ -204,6 +197,21 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
                 message=message,
                 fix=fix,
             )
+
+
+def _orders(
+    groups: list[Group], names: list[Names], turned: Mapping[int, Turned]
+) -> dict[int, Names]:
+    """The right order of the names of each group whose names are in a wrong one."""
+    usual = _usual(_counts(groups, names))
+    orders = {number: found.names for number, found in turned.items()}
+    for number, group in enumerate(groups):
+        if number in orders:
+            continue
+        order = _swapped(names[number], group.row.shape, usual)
+        if order:
+            orders[number] = order
+    return orders
 
 
 def _turned_text(names: Names, group: Group, turned: Turned) -> str:

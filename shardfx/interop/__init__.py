@@ -6,7 +6,6 @@ before a function needs it.
 """
 
 import importlib as _importlib
-import sys as _sys
 import typing as _typing
 
 
@@ -32,12 +31,7 @@ _LATE = (
 
 def __getattr__(name: str) -> _typing.Any:
     if name not in _LATE:
-        # With the module, Python's traceback says which name was meant.
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}",
-            name=name,
-            obj=_sys.modules[__name__],
-        )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _importlib.import_module(f"{__name__}.{name}")
 
 

@@ -107,10 +107,8 @@ class MeshSpec(eqx.Module):
             kinds.get(name, AxisType.Auto) for name in self.axis_names
         )
         if dcn is not None and not isinstance(dcn, Mapping):
-            raise MeshError(
-                f"`dcn={dcn!r}` does not say which axis spans slices; write"
-                f" `dcn={{{self.axis_names[0]!r}: {dcn!r}}}`."
-            )
+            form = {self.axis_names[0]: dcn}
+            raise MeshError(f"`dcn={dcn!r}` names no axis; write `dcn={form!r}`.")
         self.dcn_sizes = tuple((dcn or {}).get(name, 1) for name in self.axis_names)
         for kind in kinds.values():
             check_type(
@@ -318,9 +316,7 @@ class MeshSpec(eqx.Module):
             ```
         """
         if isinstance(device_count, Sequence):
-            raise MeshError(
-                "`fit` takes a number of devices; write `mesh.fit(len(devices))`."
-            )
+            raise MeshError("`fit` takes a number: write `mesh.fit(len(devices))`.")
         return self._fitted(device_count, "")
 
     def _fitted(self, device_count: int, hint: str) -> "MeshSpec":
@@ -451,14 +447,9 @@ class MeshSpec(eqx.Module):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name):
-            # JAX asks for `_internal_device_list` where it takes a Mesh.
-            if name in ("devices", "_internal_device_list", "device_ids"):
-                raise AttributeError(
-                    f"a MeshSpec is no mesh of devices and has no `{name}`: build one,"
-                    " `mesh = spec.build(jax.devices())`, and use it here; without devices,"
-                    " `spec.abstract()`."
-                )
-            raise AttributeError(f"'MeshSpec' object has no attribute {name!r}")
+            fix = "; build a mesh: `spec.build(jax.devices())`"
+            fix = fix if name in ("devices", "_internal_device_list") else ""
+            raise AttributeError(f"'MeshSpec' object has no attribute {name!r}{fix}")
 
     def build(self, devices: Devices | Mesh) -> Mesh:
         """The `jax.sharding.Mesh` of these axes over `devices`, in an order that suits

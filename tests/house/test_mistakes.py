@@ -46,10 +46,3 @@ def test_the_error_of_an_init_says_what_follow_called():
     with pytest.raises(TypeError) as raised:
         sfx.follow(ADAM.update, PLAN)
     assert "pass `optimizer.init`" in raised.value.__notes__[-1]
-
-
-def test_a_name_that_a_module_lacks_has_the_module_for_python_s_suggestion():
-    with pytest.raises(AttributeError) as raised:
-        getattr(sfx, "shardd")  # noqa: B009
-    assert raised.value.name == "shardd"
-    assert raised.value.obj is sfx

@@ -216,7 +216,7 @@ def test_a_regex_that_finds_one_group_will_do():
         plan["k_proj"]
 
 
-def test_a_regex_for_repeated_layers_says_which_are_planned_in_another_way():
+def test_a_regex_says_which_layers_are_planned_in_another_way():
     layers = [{"w": leaf(16, 8)}, {"w": leaf(6, 8)}, {"w": leaf(16, 8)}]
     plan = sfx.plan(
         {"layers": layers},
