@@ -140,7 +140,7 @@ def turned(tree, names, axes):
     }
 
 
-def test_the_bias_of_a_module_tells_that_its_weight_is_stored_transposed():
+def test_a_bias_tells_that_a_weight_is_stored_transposed():
     model = eqx.nn.MLP(16, 16, 64, 2, key=jax.random.key(0))
     wrong = turned(model, {"weight": ("in", "out"), "bias": ("out",)}, IN_OUT)
     assert [*wrong] == ["layers/0/weight", "layers/2/weight"]
@@ -153,7 +153,7 @@ def test_the_bias_of_a_module_tells_that_its_weight_is_stored_transposed():
     assert not turned(model, {"weight": ("out", "in"), "bias": ("out",)}, IN_OUT)
 
 
-def test_a_norm_tells_that_all_weights_are_stored_transposed():
+def test_a_norm_tells_that_weights_are_stored_transposed():
     tree = {
         "up": struct(64, 16),
         "down": struct(16, 64),
@@ -168,7 +168,7 @@ def test_a_norm_tells_that_all_weights_are_stored_transposed():
     assert not turned(tree, names, axes)
 
 
-def test_names_whose_sizes_nothing_else_tells_are_left_alone():
+def test_names_without_other_sizes_are_left_alone():
     tree = {"up": struct(64, 16), "down": struct(16, 64)}
     axes = sfx.AxisRules([("embed", "data"), ("mlp", "tensor")])
     assert not turned(tree, {"up": ("embed", "mlp"), "down": ("mlp", "embed")}, axes)
