@@ -380,6 +380,10 @@ def test_the_gradient_of_a_strided_slice_is_refuted(count):
     weights = struct((count // 2, 8))
     step = jax.jit(jax.grad(strided), out_shardings=x.sharding)
     verdict = sfx.testing.verify(step, x, weights)
+    if count == 16 and jax.__version_info__ < (0, 10):
+        # The partitioner of JAX 0.9 leaves four rows of sixteen on each device.
+        assert verdict.outcome == "proved", verdict
+        return
     assert verdict.outcome == "refuted"
     refutation = verdict.refutations[0]
     assert refutation.source is not None
