@@ -16,7 +16,7 @@ from ..hlo_text import Instruction, arrays_in
 from .choices import gathered_choices
 from .cuts import HOLE, Cut
 from .forms import numbers, reducer_of
-from .held import Axis, Context, Held, require_finished
+from .held import Axis, Context, Held, require_finished, term_devices
 from .joining import with_axis
 from .verdict import Unjudged, Wrong
 from .views import absorbed
@@ -172,6 +172,8 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
         union = _united(context, operand, groups)
         if union is not None:
             return union
+    if how == "add":
+        operand = _where_terms_are(context, operand, groups)
     _require_equal(instruction, operand, groups, None)
     if operand.kind != how and not operand.is_finished:
         require_finished(operand, f"an all-reduce by {how}")
@@ -208,6 +210,33 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
             " `jax.lax.with_sharding_constraint`, so that no mesh axis is unused",
         )
     return _reduced(context, operand, finished, how, scale)
+
+
+def _where_terms_are(context: Context, operand: Held, groups: np.ndarray) -> Held:
+    """The same, where devices without a term of a sum hold what a device of their group
+    holds that has one: they add zeros, whatever the place. The partitioner takes a row
+    of a dimension that is cut from the device that has it, and zeros from others.
+    """
+    if operand.terms is None or operand.kind != "add":
+        return operand
+    holders = {device for term in operand.terms for device in term_devices(term)}
+    sources = np.arange(context.devices)
+    for group in groups.tolist():
+        holders_of_group = [device for device in group if device in holders]
+        if not holders_of_group:
+            continue
+        for device in group:
+            if device not in holders:
+                sources[device] = holders_of_group[0]
+
+    def taken(axis: Axis | None) -> Axis | None:
+        if axis is None:
+            return None
+        return Axis(axis.dim, context.cuts.taken(axis.cut, sources))
+
+    axes = tuple(taken(axis) for axis in operand.axes)
+    rest = [Axis(dim, context.cuts.taken(cut, sources)) for dim, cut in operand.rest]
+    return dataclasses.replace(operand, axes=axes, rest=tuple(rest))
 
 
 def masks_of(groups: np.ndarray) -> list[int]:
