@@ -242,8 +242,10 @@ def of_a_large_llama(
     """
     src, dst = _plans_of_a_large_llama(devices)
     taken = []
+    processor_taken = []
     for receiver in (3, None):
         begin = time.perf_counter()
+        processor_begin = time.process_time()
         tree_map = TreeMap({"{path*}": "{path*}"}, casts=True)
         transfer = sync.plan_transfer(
             src,
@@ -253,6 +255,7 @@ def of_a_large_llama(
             receiver=receiver,
         )
         taken.append(time.perf_counter() - begin)
+        processor_taken.append(time.process_time() - processor_begin)
     begin = time.perf_counter()
     text = transfer.to_json()
     written = time.perf_counter() - begin
@@ -262,7 +265,9 @@ def of_a_large_llama(
     pieces = sum(len(kind.rows) for kind in transfer.kinds)
     seconds = {
         "host_seconds": taken[0],
+        "host_processor_seconds": processor_taken[0],
         "plan_seconds": taken[1],
+        "plan_processor_seconds": processor_taken[1],
         "write_seconds": written,
         "read_seconds": read,
     }

@@ -37,6 +37,7 @@ def cases(options: Options) -> list[Entry]:
     plans = (
         Limit("plan_seconds", at_most=5.0),
         Limit("host_seconds", at_most=0.5),
+        Limit("host_processor_seconds", at_most=0.5),
         Limit("peak_gigabytes", at_most=4.0),
     )
     planning = Finding(
