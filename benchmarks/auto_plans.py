@@ -1,0 +1,227 @@
+"""Plans without rules of 40 models: `python -m benchmarks.auto_plans`.
+
+`shardfx.auto.plan` plans each model for 1, 8, 16 and 256 chips (v5e), and
+`shardfx.cost.fit` says whether its training step fits. Twelve are the steps of
+`_zoo.py`, twelve those of `_explicit_steps.py`, and sixteen are published models, of
+which the training state is counted. Where a plan does not fit, the step is searched:
+the plan is at fault only if a candidate of `search` fits. No search is needed where the
+least state that every device must hold does not fit.
+
+`--json FILE` keeps the results and goes on from them; `--only` takes parts of names,
+`--devices` numbers.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+import shardfx as sfx
+from shardfx.errors import OutOfMemoryError
+from shardfx.presets import models as published
+
+from ._explicit_steps import STEPS, Form
+from ._zoo import models
+
+
+CHIP = "v5e"
+DEVICES = (1, 8, 16, 256)
+PUBLISHED = (
+    "gpt2",
+    "gpt2-xl",
+    "bert-large",
+    "t5.1.1-xl",
+    "t5.1.1-xxl",
+    "vit-bigg-14",
+    "llama3-8b",
+    "llama3-70b",
+    "llama4-scout",
+    "mixtral-8x7b",
+    "qwen3-32b",
+    "qwen3-30b-a3b",
+    "gemma2-9b",
+    "gemma3-27b",
+    "deepseek-v2-lite",
+    "gpt-oss-20b",
+)
+Row = dict[str, Any]
+
+
+class Trained(NamedTuple):
+    """A training step, `step(params, moments, *data)`, that returns updated parameters
+    and moments first. `init` makes the moments. All trees are of structs. `step` is
+    `None` where only the state is known.
+    """
+
+    step: Callable[..., Any] | None
+    params: Any
+    init: Callable[[Any], Any]
+    data: tuple[Any, ...] = ()
+
+
+def adam_moments(params: Any) -> Any:
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return zeros, zeros
+
+
+def of_zoo(make: Callable[[], tuple[Any, ...]]) -> Trained:
+    step, params, _, _, *data = make()
+
+    def with_moments(params: Any, moments: Any, *data: Any) -> Any:
+        params, *moments = step(params, *moments, *data)
+        return params, tuple(moments)
+
+    return Trained(with_moments, params, adam_moments, tuple(data))
+
+
+def of_explicit(name: str) -> Trained:
+    """The plain form of a step: with AdamW, or by gradient descent."""
+    step, args = STEPS[name](Form(is_typed=False))
+    if name.startswith("adamw"):
+        params, _, *data = args
+        return Trained(step, params, optax.adamw(1e-3).init, tuple(data))
+    params, *data = args
+
+    def without_moments(params: Any, _moments: Any, *data: Any) -> Any:
+        results = step(params, *data)
+        if name == "accumulated":
+            return results, ()
+        return results[0], (), results[1]
+
+    return Trained(without_moments, params, lambda _params: (), tuple(data))
+
+
+def cases() -> dict[str, Callable[[], Trained]]:
+    found: dict[str, Callable[[], Trained]] = {}
+    for name, make in models(jnp.float32).items():
+        found[name] = lambda make=make: of_zoo(make)
+    for name in STEPS:
+        found[f"explicit: {name}"] = lambda name=name: of_explicit(name)
+    for name in PUBLISHED:
+        found[f"published: {name}"] = lambda name=name: Trained(
+            None, published.tree(name), adam_moments
+        )
+    return found
+
+
+class Planned(NamedTuple):
+    """The plans of a step's arguments, and the jitted step."""
+
+    params: sfx.auto.AutoPlan
+    moments: sfx.ShardPlan
+    data: tuple[sfx.ShardPlan, ...]
+    step: Any
+
+    @property
+    def structs(self) -> tuple[Any, ...]:
+        plans = (self.params, self.moments, *self.data)
+        return tuple(plan.structs for plan in plans)
+
+
+def planned(case: Trained, devices: int) -> Planned:
+    """The step as the documentation says: moments follow the parameters, and the first
+    dimension of a batch is sharded over all axes that divide it.
+    """
+    params = sfx.auto.plan(case.params, devices, chip=CHIP, optimizer=case.init)
+    moments = sfx.follow(case.init, params)
+    rows = sfx.PathRules([("", P(params.mesh.axis_names))])
+    data = tuple(sfx.plan(each, params.mesh, paths=rows) for each in case.data)
+    step = None
+    if case.step is not None:
+        results = jax.eval_shape(case.step, case.params, moments.structs, *case.data)
+        others = (None,) * (len(results) - 2)
+        step = sfx.filter_jit(
+            case.step, out_shardings=(params, moments, *others), donate="all"
+        )
+    return Planned(params, moments, data, step)
+
+
+def least_bytes(case: Trained, devices: int) -> int:
+    """The bytes of the parameters and moments on a device, if each array is sharded
+    over all devices; of the gradients too, if there is no step that may free them.
+    """
+    moments = jax.eval_shape(case.init, case.params)
+    gradients = case.params if case.step is None else ()
+    return sum(
+        math.ceil(math.prod(struct.shape) * struct.dtype.itemsize / devices)
+        for struct in jax.tree.leaves((case.params, moments, gradients))
+    )
+
+
+def judged(case: Trained, devices: int) -> Row:
+    begin = time.process_time()
+    usable = sfx.chips.find(CHIP).usable_hbm_bytes_per_device
+    row: Row = {}
+    try:
+        plan = planned(case, devices)
+    except OutOfMemoryError as error:
+        row |= {"mesh": "", "fits": False, "error": str(error)}
+    else:
+        row["mesh"] = str(plan.params.mesh)
+        row["planning seconds"] = time.process_time() - begin
+        if plan.step is None:
+            state = sfx.ShardPlan.join(params=plan.params, moments=plan.moments)
+            fit = sfx.cost.fit(state, chip=CHIP)
+        else:
+            fit = sfx.cost.fit(plan.step, *plan.structs, chip=CHIP)
+        row |= {"fits": fit.fits, "GiB": fit.peak_bytes / 2**30, "basis": fit.basis}
+    if not row["fits"]:
+        if least_bytes(case, devices) > usable:
+            row["search"] = "nothing can fit: the state alone is larger"
+        elif case.step is None:
+            row["search"] = "no step"
+        else:
+            row["search"] = of_search(case.step, case, devices)
+    row["is right"] = row["fits"] or row["search"] not in ("fits", "no step")
+    row["processor seconds"] = time.process_time() - begin
+    return row
+
+
+def of_search(step: Callable[..., Any], case: Trained, devices: int) -> str:
+    """Whether a candidate of a search fits, as text."""
+    moments = jax.eval_shape(case.init, case.params)
+    args = (case.params, moments, *case.data)
+    try:
+        found = sfx.auto.search(step, *args, devices=devices, chip=CHIP, effort="least")
+    except OutOfMemoryError:
+        return "nothing fits"
+    return "fits" if any(candidate.fits for candidate in found) else "nothing fits"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="parts of names, with commas")
+    parser.add_argument("--devices", default=",".join(map(str, DEVICES)))
+    parser.add_argument("--json", type=Path, help="results to go on from")
+    flags = parser.parse_args()
+    rows: dict[str, Row] = {}
+    if flags.json and flags.json.exists():
+        rows = json.loads(flags.json.read_text())
+    for name, make in cases().items():
+        if not any(part in name for part in flags.only.split(",")):
+            continue
+        case = make()
+        for devices in map(int, flags.devices.split(",")):
+            key = f"{name} on {devices}"
+            if key in rows:
+                continue
+            rows[key] = judged(case, devices)
+            print(key, rows[key], flush=True)
+            if flags.json:
+                flags.json.write_text(json.dumps(rows, indent=1) + "\n")
+    wrong = [key for key, row in rows.items() if not row["is right"]]
+    print(f"{len(rows) - len(wrong)} of {len(rows)} fit wherever a candidate fits")
+    for key in wrong:
+        print(" ", key)
+
+
+if __name__ == "__main__":
+    main()
