@@ -25,14 +25,15 @@ LARGER = 256
 
 class Original(NamedTuple):
     """A right program that is mutated: its text, the text before the partitioner, its
-    arguments on the devices, what it computes on each device, and other arguments.
+    arguments on the devices, what it computes on each device, and other lists of
+    arguments.
     """
 
     text: str
     whole: str
     arguments: list[jax.Array]
     results: list[list[np.ndarray]]
-    other_arguments: list[jax.Array]
+    other_arguments: list[list[jax.Array]]
     devices: int
 
 
@@ -52,19 +53,25 @@ def original(case: Case) -> tuple[Original | None, str]:
         whole=whole,
         arguments=arrays,
         results=results,
-        other_arguments=placed(case, [_other(array) for array in values]),
+        other_arguments=[
+            placed(case, [_larger(array) for array in values]),
+            placed(case, [_negative(array) for array in values]),
+        ],
         devices=devices,
     )
     return program, ""
 
 
-def _other(array: np.ndarray) -> np.ndarray:
-    """Numbers that show more of a program: larger ones, since a softmax is the same
-    whatever is taken off its elements until they overflow, and negative indices.
-    """
+def _larger(array: np.ndarray) -> np.ndarray:
+    """A softmax is the same whatever is taken off its elements, until they overflow."""
     if array.dtype.kind == "i":
-        return ~array
+        return array
     return (array * LARGER).astype(array.dtype)
+
+
+def _negative(array: np.ndarray) -> np.ndarray:
+    """Indices from the end on."""
+    return ~array if array.dtype.kind == "i" else array
 
 
 def mutated(case: Case, count: int, seed: int) -> list[dict[str, Any]]:
@@ -96,10 +103,13 @@ def mutated(case: Case, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def _changed_otherwise(program: Original, text: str) -> float:
-    """How far a mutation changes the results of other arguments."""
-    before = run(program.text, program.other_arguments, program.devices)
-    after = run(text, program.other_arguments, program.devices)
-    return float(f"{difference(after, before):.3g}")
+    """How far a mutation changes the results of other arguments, at most."""
+    worst = 0.0
+    for others in program.other_arguments:
+        before = run(program.text, others, program.devices)
+        after = run(text, others, program.devices)
+        worst = max(worst, difference(after, before))
+    return float(f"{worst:.3g}")
 
 
 def _judged(program: Original, text: str) -> Mapping[str, Any]:
