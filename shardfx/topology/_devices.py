@@ -88,7 +88,8 @@ def bounds(devices: Devices) -> tuple[int, ...]:
         ```
     """
     places = _places(listed(devices))
-    return tuple((places.max(axis=0) - places.min(axis=0) + 1).tolist())
+    extents = places.max(axis=0) - places.min(axis=0) + 1
+    return tuple(extents.tolist())
 
 
 def positions(devices: Devices) -> Int[np.ndarray, "..."]:
@@ -123,8 +124,9 @@ def positions(devices: Devices) -> Int[np.ndarray, "..."]:
     devices = listed(devices)
     places = _places(devices)
     origin = places.min(axis=0)
-    extents = tuple((places.max(axis=0) - origin + 1).tolist())
-    index = tuple((places - origin).T)
+    in_box = places - origin
+    extents = tuple((in_box.max(axis=0) + 1).tolist())
+    index = tuple(in_box.T)
     counts = np.zeros(extents, np.int64)
     np.add.at(counts, index, 1)
     most = counts.max()
@@ -169,9 +171,11 @@ def slices(devices: Devices) -> tuple[tuple[int, ...], ...]:
         assert topology.slices(devices) == ((1, 3), (0, 2))
         ```
     """
-    return _grouped(
-        [int(getattr(device, "slice_index", None) or 0) for device in listed(devices)]
-    )
+    return _grouped(list(map(_slice_index, listed(devices))))
+
+
+def _slice_index(device: Device) -> int:
+    return int(getattr(device, "slice_index", None) or 0)
 
 
 def processes(devices: Devices) -> tuple[tuple[int, ...], ...]:
@@ -193,8 +197,9 @@ def listed(devices: Devices) -> list[Device]:
 
 
 def _grouped(keys: list[int]) -> tuple[tuple[int, ...], ...]:
+    """The indices of equal keys, in ascending order of the keys."""
     groups = together(range(len(keys)), keys.__getitem__)
-    return tuple(tuple(groups[key]) for key in sorted(groups))
+    return tuple([tuple(groups[key]) for key in sorted(groups)])
 
 
 def _places(devices: list[Device]) -> Int[np.ndarray, "devices dims"]:
@@ -202,7 +207,7 @@ def _places(devices: list[Device]) -> Int[np.ndarray, "devices dims"]:
         raise MeshError(
             "there are no devices; pass `jax.devices()`, or those of one slice."
         )
-    torus = [_torus_coords(device) for device in devices]
+    torus = list(map(_torus_coords, devices))
     lengths = sorted({len(place or ()) for place in torus})
     if len(lengths) > 1:
         raise MeshError(
@@ -212,7 +217,7 @@ def _places(devices: list[Device]) -> Int[np.ndarray, "devices dims"]:
     if lengths != [0]:
         return np.array(torus, np.int64)
     groups = processes(devices)
-    counts = [len(group) for group in groups]
+    counts = list(map(len, groups))
     if len(set(counts)) > 1:
         raise MeshError(
             f"processes have different numbers of devices: {counts}; pass the same"
@@ -220,17 +225,17 @@ def _places(devices: list[Device]) -> Int[np.ndarray, "devices dims"]:
         )
     places = np.empty((len(devices), 2), np.int64)
     for row, group in enumerate(groups):
-        for column, index in enumerate(
-            sorted(group, key=lambda index: devices[index].id)
-        ):
-            places[index] = row, column
+        by_id = sorted(group, key=lambda index: devices[index].id)
+        for column, index in enumerate(by_id):
+            places[index] = (row, column)
     return places
 
 
 def _torus_coords(device: Device) -> tuple[int, ...] | None:
     # JAX's own devices lack these attributes if they have no meaning, so their absence
     # is the test.
-    place = getattr(device, "coords", None)
-    if place is None:
+    chip = getattr(device, "coords", None)
+    if chip is None:
         return None
-    return (*(int(c) for c in place), int(getattr(device, "core_on_chip", None) or 0))
+    core = getattr(device, "core_on_chip", None) or 0
+    return (*map(int, chip), int(core))

@@ -5,15 +5,16 @@ mesh: JAX's own order, or a documented fallback.
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from jax.experimental import mesh_utils
 
 from .._ground.errors import MeshError
 from ._devices import Device, Devices, bounds, listed, positions, processes, slices
-from ._torus import mean_hops, ring_path, torus_order, wraps
+from ._torus import mean_hops, ring_path, rings_of, torus_order, wraps
 
 
 # For each position on the torus, the index of its device in a list.
@@ -100,42 +101,56 @@ def device_order(
     if len({id(device) for device in devices}) < len(devices):
         raise MeshError("a device was given twice; pass each device once.")
     groups, dcn, reasons = _granules(devices, sizes, dcn)
-    counts = [len(group) for group in groups]
+    counts = list(map(len, groups))
     if len(set(counts)) > 1:
         raise MeshError(
             f"the {len(devices)} devices are {counts} per slice; pass the same number"
             " of each slice."
         )
-    within = tuple(size // span for size, span in zip(sizes, dcn, strict=True))
-    first, *others = orders = [
-        _one_slice([devices[index] for index in group], within) for group in groups
-    ]
+    sizes_in_slice = tuple(map(operator.floordiv, sizes, dcn))
+    orders: list[DeviceOrder] = []
+    for group in groups:
+        devices_of_slice = [devices[index] for index in group]
+        orders.append(_one_slice(devices_of_slice, sizes_in_slice))
+
     # Each axis goes over slices first, then over the devices within a slice.
-    axes = np.arange(2 * len(sizes)).reshape(2, len(sizes)).T.ravel()
-    array = (
-        np.stack([order.devices for order in orders])
-        .reshape((*dcn, *within))
-        .transpose(axes)
-        .reshape(sizes)
+    by_slice = np.stack([order.devices for order in orders])
+    by_slice = by_slice.reshape((*dcn, *sizes_in_slice))
+    axes = np.arange(by_slice.ndim).reshape(2, len(sizes)).T.ravel()
+    first = orders[0]
+    method = first.method
+    if len(orders) > 1:
+        method = f"hybrid: {method}"
+    return DeviceOrder(
+        devices=by_slice.transpose(axes).reshape(sizes),
+        method=method,
+        reasons=(*reasons, *first.reasons),
+        mean_hops=first.mean_hops,
     )
-    method = f"hybrid: {first.method}" if others else first.method
-    return DeviceOrder(array, method, (*reasons, *first.reasons), first.mean_hops)
+
+
+class _Granules(NamedTuple):
+    """Slices or nodes, within which devices share the fast network: the indices of the
+    devices of each, the number of slices along each mesh axis, and notes about the
+    choice.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    dcn: tuple[int, ...]
+    reasons: tuple[str, ...]
 
 
 def _granules(
     devices: list[Device], sizes: tuple[int, ...], dcn: tuple[int, ...]
-) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[str, ...]]:
-    """Divides devices into slices or nodes, within which they share the fast network.
-
-    Returns the indices of the devices of each slice, the number of slices along each
-    mesh axis, and notes about the choice. `dcn` has the number of slices that each axis
-    should span. If it is 1 for all axes but there are several slices, the slowest axes
-    span them.
+) -> _Granules:
+    """Divides devices into slices or nodes. `dcn` has the number of slices that each
+    axis should span. If it is 1 for all axes but there are several slices, the slowest
+    axes span them.
     """
     slice_count = math.prod(dcn)
     granules = slices(devices)
     if slice_count == 1 and len(granules) == 1:
-        return granules, dcn, ()
+        return _Granules(granules, dcn, reasons=())
     if slice_count == 1:
         spread = _spread(len(granules), sizes)
         if spread is None:
@@ -148,31 +163,25 @@ def _granules(
             f"the devices are of {len(granules)} slices and `dcn` is not given: axes span"
             f" {spread} of them"
         )
-        return granules, spread, (reason,)
+        return _Granules(granules, spread, reasons=(reason,))
     if len(granules) == 1 and len(nodes := processes(devices)) > 1:
         granules = nodes
     if len(granules) == 1 and devices[0].platform == "cpu":
         per_slice = len(devices) // slice_count
-        blocks = tuple(
-            tuple(range(start, start + per_slice))
-            for start in range(0, len(devices), per_slice)
+        blocks: list[tuple[int, ...]] = []
+        for start in range(0, len(devices), per_slice):
+            blocks.append(tuple(range(start, start + per_slice)))
+        reason = (
+            f"one process emulates {slice_count} slices of {per_slice} devices, in"
+            " the order given"
         )
-        return (
-            blocks,
-            dcn,
-            (
-                (
-                    f"one process emulates {slice_count} slices of {per_slice} devices, in"
-                    " the order given"
-                ),
-            ),
-        )
+        return _Granules(tuple(blocks), dcn, reasons=(reason,))
     if len(granules) != slice_count:
         raise MeshError(
             f"`dcn` spreads the mesh over {slice_count} slices, but the devices are of"
             f" {len(granules)}; use `dcn` sizes whose product is {len(granules)}."
         )
-    return granules, dcn, ()
+    return _Granules(granules, dcn, reasons=())
 
 
 def _spread(count: int, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -180,18 +189,21 @@ def _spread(count: int, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
     the slowest axes; `None` if the sizes do not allow it. For 8 slices and sizes (4,
     6): (4, 2).
     """
-    out = []
+    spans: list[int] = []
+    remaining = count
     for size in sizes:
-        out.append(math.gcd(count, size))
-        count //= out[-1]
-    return tuple(out) if count == 1 else None
+        span = math.gcd(remaining, size)
+        spans.append(span)
+        remaining //= span
+    if remaining > 1:
+        return None
+    return tuple(spans)
 
 
 def _one_slice(devices: list[Device], sizes: tuple[int, ...]) -> DeviceOrder:
     if devices[0].platform != "tpu":
-        return DeviceOrder(
-            mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", (), None
-        )
+        array = mesh_utils.create_device_mesh(sizes, devices)
+        return _order(array, "mesh_utils")
     # JAX's orders for small slices depend on the order of the list, which must not
     # depend on the caller.
     devices = sorted(devices, key=lambda device: device.id)
@@ -200,6 +212,16 @@ def _one_slice(devices: list[Device], sizes: tuple[int, ...]) -> DeviceOrder:
     except MeshError as failure:
         return _torus_mesh(devices, sizes, str(failure))
     return _walked(devices, grid, _torus_mesh(devices, sizes, grid))
+
+
+def _order(array: np.ndarray, method: str, *reasons: str) -> DeviceOrder:
+    """An order without the links between neighbours."""
+    return DeviceOrder(
+        devices=array,
+        method=method,
+        reasons=reasons,
+        mean_hops=None,
+    )
 
 
 def _torus_mesh(
@@ -214,11 +236,10 @@ def _torus_mesh(
     if not isinstance(grid, str):
         cores_first = _cores_first(devices, sizes, grid)
         if cores_first is not None:
-            return DeviceOrder(cores_first, "mesh_utils", (), None)
+            return _order(cores_first, "mesh_utils")
     try:
-        return DeviceOrder(
-            mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", (), None
-        )
+        array = mesh_utils.create_device_mesh(sizes, devices)
+        return _order(array, "mesh_utils")
     except NotImplementedError:
         reason = (
             f"axes of sizes {sizes} are no products of whole physical dimensions"
@@ -228,26 +249,26 @@ def _torus_mesh(
             array = mesh_utils.create_device_mesh(
                 sizes, devices, allow_split_physical_axes=True
             )
-            return DeviceOrder(
-                array, "mesh_utils, physical axes split", (reason,), None
-            )
+            return _order(array, "mesh_utils, physical axes split", reason)
         except TypeError:
             # If no split fits either (16x20x28 as 140 x 16 x 4), JAX 0.10 fails on its
             # own `None`.
             cause = "no split of their physical axes fits"
     except AssertionError as failure:
         cause = str(failure).split(":")[0]
-    flat = np.empty(len(devices), object)
-    flat[:] = devices
+    flat = _object_array(devices)
     if isinstance(grid, str):
-        return DeviceOrder(
-            flat.reshape(sizes), "as given", (f"ordered by id: {grid}",), None
-        )
-    places = torus_order(grid.shape, sizes, wraps(devices[0].device_kind, grid.shape))
+        return _order(flat.reshape(sizes), "as given", f"ordered by id: {grid}")
+    closed = wraps(devices[0].device_kind, grid.shape)
+    places = torus_order(grid.shape, sizes, closed)
     array = flat[grid[tuple(np.moveaxis(places, -1, 0))]]
-    return DeviceOrder(
-        array, "torus", (f"JAX has no order for these devices ({cause})",), None
-    )
+    return _order(array, "torus", f"JAX has no order for these devices ({cause})")
+
+
+def _object_array(devices: Sequence[Device]) -> np.ndarray:
+    array = np.empty(len(devices), object)
+    array[:] = devices
+    return array
 
 
 # The kinds of devices of which a chip has two, on a link faster than those between chips.
@@ -275,10 +296,9 @@ def _cores_first(
     assigned = _dims_of_axes(sizes, grid.shape, (rank - 1, *range(rank - 1)))
     if assigned is None:
         return None
-    flat = np.empty(len(devices), object)
-    flat[:] = devices
-    transpose = [dim for dims in assigned for dim in dims]
-    return flat[grid].transpose(transpose).reshape(sizes)
+    transpose = list(itertools.chain.from_iterable(assigned))
+    array = _object_array(devices)[grid]
+    return array.transpose(transpose).reshape(sizes)
 
 
 def _dims_of_axes(
@@ -292,14 +312,14 @@ def _dims_of_axes(
     """
     if not sizes:
         return None if free else ()
-    counts = range(len(free), -1, -1)
-    for dims in (dims for n in counts for dims in itertools.combinations(free, n)):
-        if math.prod(extents[dim] for dim in dims) != sizes[-1]:
-            continue
-        others = tuple(dim for dim in free if dim not in dims)
-        before = _dims_of_axes(sizes[:-1], extents, others)
-        if before is not None:
-            return (*before, tuple(sorted(dims)))
+    for count in range(len(free), -1, -1):
+        for dims in itertools.combinations(free, count):
+            if math.prod([extents[dim] for dim in dims]) != sizes[-1]:
+                continue
+            others = [dim for dim in free if dim not in dims]
+            before = _dims_of_axes(sizes[:-1], extents, tuple(others))
+            if before is not None:
+                return (*before, tuple(sorted(dims)))
     return None
 
 
@@ -311,38 +331,41 @@ def _walked(devices: list[Device], grid: Grid, order: DeviceOrder) -> DeviceOrde
     which neighbours are one hop apart.
     """
     array = order.devices
-    reasons = order.reasons
     extents = grid.shape
+    rank = len(extents)
     closed = wraps(devices[0].device_kind, extents)
-    where = {id(devices[index]): place for place, index in np.ndenumerate(grid)}
-    places = np.array([where[id(device)] for device in array.flat]).reshape(
-        *array.shape, len(extents)
-    )
-    changed = []
+    place_of = {id(devices[index]): place for place, index in np.ndenumerate(grid)}
+    places = np.array([place_of[id(device)] for device in array.flat])
+    places = places.reshape(*array.shape, rank)
+
+    def hops_of(places: np.ndarray, axis: int) -> float:
+        return mean_hops(places, axis, extents, closed)
+
+    changed: list[int] = []
     for axis in range(array.ndim):
-        line = np.moveaxis(places, axis, -2).reshape(
-            -1, array.shape[axis], len(extents)
-        )[0]
-        walk = _walk(line, extents, closed)
+        lines = np.moveaxis(places, axis, -2).reshape(-1, array.shape[axis], rank)
+        walk = _walk(lines[0], extents, closed)
         if walk is None:
             continue
-        nearer = np.take(places, walk, axis)
-        if mean_hops(nearer, axis, extents, closed) < mean_hops(
-            places, axis, extents, closed
-        ):
-            places = nearer
+        walked = np.take(places, walk, axis)
+        if hops_of(walked, axis) < hops_of(places, axis):
+            places = walked
             array = np.take(array, walk, axis)
             changed.append(axis)
+
+    reasons = order.reasons
     if changed:
-        reasons = (
-            *reasons,
-            (
-                f"axes {tuple(changed)} walk their boxes in single hops instead of row"
-                " by row"
-            ),
+        reason = (
+            f"axes {tuple(changed)} walk their boxes in single hops instead of row"
+            " by row"
         )
-    hops = tuple(mean_hops(places, axis, extents, closed) for axis in range(array.ndim))
-    return DeviceOrder(array, order.method, reasons, hops)
+        reasons = (*reasons, reason)
+    return DeviceOrder(
+        devices=array,
+        method=order.method,
+        reasons=reasons,
+        mean_hops=tuple([hops_of(places, axis) for axis in range(array.ndim)]),
+    )
 
 
 def _walk(
@@ -356,15 +379,16 @@ def _walk(
     dimension of the torus, `extents` has its size, and `closed` says whether links join
     its ends.
     """
-    columns = [
-        np.unique(line[:, dim], return_inverse=True) for dim in range(line.shape[1])
-    ]
-    box = tuple(len(values) for values, _ in columns)
+    box: list[int] = []
+    # For each dimension, the number of each position among those of the box.
+    positions_in_box: list[np.ndarray] = []
+    for column in line.T:
+        values, numbers = np.unique(column, return_inverse=True)
+        box.append(len(values))
+        positions_in_box.append(numbers.reshape(-1))
     if math.prod(box) != len(line) or len(line) < 2:
         return None
     index_of = np.empty(box, np.int64)
-    index_of[tuple(inverse.reshape(-1) for _, inverse in columns)] = np.arange(
-        len(line)
-    )
-    whole = [closed[dim] and box[dim] == extents[dim] for dim in range(len(box))]
-    return index_of[tuple(ring_path(box, whole).T)]
+    index_of[tuple(positions_in_box)] = np.arange(len(line))
+    path = ring_path(box, rings_of(box, extents, closed))
+    return index_of[tuple(path.T)]

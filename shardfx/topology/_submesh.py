@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from .._ground.errors import MeshError
-from ._torus import feasible_submeshes, preferred
+from ._torus import divisors, feasible_submeshes, preferred
 
 
 # T5X's boxes by the number of partitions: (x, y, z, cores). T5X takes the first box
@@ -137,12 +137,14 @@ def submesh_order(
     submesh = _sizes("submesh", submesh)
     host_bounds = _sizes("host_bounds", host_bounds)
     _check_divides(bounds, host_bounds, submesh)
-    dims = list(range(len(bounds)))
-    if (beside_z := _beside_z(bounds, submesh)) is not None:
+    rank = len(bounds)
+    dims = list(range(rank))
+    beside_z = _beside_z(bounds, submesh)
+    if beside_z is not None:
         dims[beside_z] = 2
         dims[2] = beside_z
     if not tile_by_host or beside_z is not None:
-        host_bounds = (1,) * len(bounds)
+        host_bounds = (1,) * rank
     if not _fits_hosts(submesh, host_bounds):
         boxes = feasible_submeshes(math.prod(submesh), bounds)
         fitting = [box for box in boxes if _fits_hosts(box, host_bounds)]
@@ -151,22 +153,19 @@ def submesh_order(
             f" {host_bounds} in every dimension; pass `tile_by_host=False`, or one of"
             f" the submeshes {fitting}."
         )
-    places = np.moveaxis(np.indices(tuple(bounds[dim] for dim in dims)), 0, -1)[
-        ..., np.argsort(dims)
-    ]
-    split = places.reshape(
-        *[
-            size
-            for dim in dims
-            for size in _tiles(bounds[dim], submesh[dim], host_bounds[dim])
-        ],
-        -1,
-    )
-    grouped = split.transpose(
-        *[4 * dim + part for part in range(4) for dim in range(len(dims))],
-        4 * len(dims),
-    )
-    return grouped.reshape(-1, math.prod(submesh), len(bounds))
+    extents = [bounds[dim] for dim in dims]
+    places = np.moveaxis(np.indices(tuple(extents)), 0, -1)
+    places = places[..., np.argsort(dims)]
+
+    # Each dimension is split into four. Then the first parts of all dimensions are the
+    # slowest, and the last parts the fastest.
+    tile_sizes: list[int] = []
+    for dim in dims:
+        tile_sizes += _tiles(bounds[dim], submesh[dim], host_bounds[dim])
+    split = places.reshape(*tile_sizes, rank)
+    order = np.arange(4 * rank).reshape(rank, 4).T.ravel()
+    grouped = split.transpose(*order, 4 * rank)
+    return grouped.reshape(-1, math.prod(submesh), rank)
 
 
 def hybrid_shape(
@@ -203,12 +202,14 @@ def hybrid_shape(
     for name, value in (("local_devices", local_devices), ("processes", processes)):
         if value < 1:
             raise MeshError(f"`{name}` is {value}; it must be at least 1.")
-    within = [n for n in range(1, local_devices + 1) if local_devices % n == 0]
-    across = [local_devices * n for n in range(2, processes + 1) if processes % n == 0]
-    if num_partitions not in within + across:
+    _, *several_nodes = divisors(processes)
+    within_node = divisors(local_devices)
+    across_nodes = [local_devices * nodes for nodes in several_nodes]
+    feasible = [*within_node, *across_nodes]
+    if num_partitions not in feasible:
         raise MeshError(
             f"{num_partitions} partitions do not tile {processes} processes of"
-            f" {local_devices} devices; use one of {within + across}."
+            f" {local_devices} devices; use one of {feasible}."
         )
     model = min(num_partitions, local_devices)
     nodes = num_partitions // model
@@ -225,10 +226,15 @@ def _listed(
     last, which may not fit.
     """
     table = _TABLES.get(kind, {})
-    if len(bounds) != 4 or partitions not in table or (table is _V4 and bounds[3] != 1):
+    if len(bounds) != 4 or partitions not in table:
         return None
-    *listed, other = table[partitions]
-    return next((box for box in listed if all(map(operator.le, box, bounds))), other)
+    if table is _V4 and bounds[3] != 1:
+        return None
+    *preferred_boxes, last_box = table[partitions]
+    for box in preferred_boxes:
+        if all(map(operator.le, box, bounds)):
+            return box
+    return last_box
 
 
 def _beside_z(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> int | None:
@@ -241,16 +247,22 @@ def _beside_z(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> int | None:
     """
     if len(bounds) != 4:
         return None
-    covered = [size == bound > 1 for size, bound in zip(submesh, bounds, strict=True)]
-    single = [size == 1 for size in submesh]
+
+    def covers(dim: int) -> bool:
+        return submesh[dim] == bounds[dim] > 1
+
+    def is_single(dim: int) -> bool:
+        return submesh[dim] == 1
+
     for dim, other in ((0, 1), (1, 0)):
-        line = covered[dim] and single[other] and single[2]
-        plane = single[dim] and covered[other] and covered[2]
-        if not (line or plane):
+        is_line = covers(dim) and is_single(other) and is_single(2)
+        is_plane = is_single(dim) and covers(other) and covers(2)
+        if not (is_line or is_plane):
             continue
         if submesh[3] != bounds[3]:
+            spanned = dim if is_line else other
             raise MeshError(
-                f"submesh {submesh} spans dim {dim if line else other} of {bounds} but"
+                f"submesh {submesh} spans dim {spanned} of {bounds} but"
                 f" {submesh[3]} of {bounds[3]} cores (dim 3); use"
                 f" {(*submesh[:3], bounds[3])}, or a box without a whole line."
             )
@@ -271,21 +283,24 @@ def _tiles(size: int, model: int, host: int) -> tuple[int, ...]:
 
 
 def _fits_hosts(submesh: tuple[int, ...], host_bounds: tuple[int, ...]) -> bool:
-    return all(
-        model % host == 0 or host % model == 0
-        for model, host in zip(submesh, host_bounds, strict=True)
-    )
+    """Whether in each dimension one of model's box and host's devices divides the
+    other.
+    """
+    for model, host in zip(submesh, host_bounds, strict=True):
+        if model % host and host % model:
+            return False
+    return True
 
 
 def _sizes(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
-    out = tuple(int(size) for size in sizes)
-    wrong = [dim for dim, size in enumerate(out) if size < 1]
-    if wrong:
-        raise MeshError(
-            f"`{name}` {out} has size {out[wrong[0]]} in dim {wrong[0]}; every size is"
-            " at least 1."
-        )
-    return out
+    whole_sizes = tuple(map(int, sizes))
+    for dim, size in enumerate(whole_sizes):
+        if size < 1:
+            raise MeshError(
+                f"`{name}` {whole_sizes} has size {size} in dim {dim}; every size is"
+                " at least 1."
+            )
+    return whole_sizes
 
 
 def _check_divides(
@@ -297,20 +312,20 @@ def _check_divides(
                 f"`{name}` {sizes} has {len(sizes)} dimensions, but `bounds` {bounds}"
                 f" has {len(bounds)}; give one size per dimension."
             )
-        wrong = [dim for dim, size in enumerate(sizes) if bounds[dim] % size]
-        if wrong:
+        for dim, (bound, size) in enumerate(zip(bounds, sizes, strict=True)):
+            if bound % size == 0:
+                continue
             raise MeshError(
                 f"`{name}` {sizes} does not divide the hardware bounds {bounds}: dim"
-                f" {wrong[0]} of size {bounds[wrong[0]]} is no multiple of"
-                f" {sizes[wrong[0]]}; {_feasible(math.prod(sizes), bounds)}."
+                f" {dim} of size {bound} is no multiple of {size};"
+                f" {_feasible(math.prod(sizes), bounds)}."
             )
 
 
 def _feasible(count: int, bounds: tuple[int, ...]) -> str:
-    if fitting := feasible_submeshes(count, bounds):
+    fitting = feasible_submeshes(count, bounds)
+    if fitting:
         return f"boxes of {count} devices that fit are {[*fitting]}"
-    counts = [n for n in range(1, math.prod(bounds) + 1) if math.prod(bounds) % n == 0]
-    return (
-        "use `num_partitions` out of"
-        f" {[n for n in counts if feasible_submeshes(n, bounds)]}"
-    )
+    counts = divisors(math.prod(bounds))
+    with_boxes = [number for number in counts if feasible_submeshes(number, bounds)]
+    return f"use `num_partitions` out of {with_boxes}"

@@ -5,6 +5,7 @@ dimension.
 
 import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -13,17 +14,22 @@ from jaxtyping import Int
 from .._ground.errors import MeshError
 
 
+_MULTIPLES_OF_4 = range(4, 2**31, 4)
 # The sizes of a slice's dimension that links close into a ring. Cloud TPU's
 # documentation: v4 and v5p (and 7x) close every multiple of 4; v5e and v6e only 16; v2
 # and v3 only the dimensions of a whole pod.
 _RING_SIZES: Mapping[str, Sequence[int]] = {
-    **dict.fromkeys(
-        ("TPU v4", "TPU v5p", "TPU v5", "TPU7x", "TPU7"), range(4, 2**31, 4)
-    ),
-    **dict.fromkeys(
-        ("TPU v2", "TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"), (16,)
-    ),
+    "TPU v2": (16,),
     "TPU v3": (32,),
+    "TPU v4": _MULTIPLES_OF_4,
+    "TPU v5": _MULTIPLES_OF_4,
+    "TPU v5p": _MULTIPLES_OF_4,
+    "TPU v5 lite": (16,),
+    "TPU v5e": (16,),
+    "TPU v6 lite": (16,),
+    "TPU v6e": (16,),
+    "TPU7": _MULTIPLES_OF_4,
+    "TPU7x": _MULTIPLES_OF_4,
 }
 
 
@@ -79,23 +85,48 @@ def ring_path(
         assert topology.ring_path((2, 2)).tolist() == [[0, 0], [0, 1], [1, 1], [1, 0]]
         ```
     """
-    closed = (False,) * len(box) if closed is None else tuple(closed)
-    used = [dim for dim, size in enumerate(box) if size > 1]
-    turning = [dim for dim in used if box[dim] % 2 == 0]
-    joined = [dim for dim in turning if closed[dim]]
-    slow = (joined or turning or used or [0])[0]
+    if not box:
+        return np.zeros((1, 0), np.int64)
+    closed = _closed(closed, len(box))
+    long_dims = [dim for dim, size in enumerate(box) if size > 1]
+    even_dims = [dim for dim in long_dims if box[dim] % 2 == 0]
+    even_rings = [dim for dim in even_dims if closed[dim]]
+    # The walk goes through the other dimensions row by row, each row at one position of
+    # the slow dimension.
+    slow_dim, *_ = [*even_rings, *even_dims, *long_dims, 0]
+    row_count = box[slow_dim]
     row_box = list(box)
-    if box:
-        row_box[slow] = 1
-    rest = _snake(row_box)
-    if joined or not turning or len(used) < 2:
-        return _back_and_forth(rest, slow, box[slow] if box else 1)
+    row_box[slow_dim] = 1
+    row = _snake(row_box)
+    if even_rings or not even_dims or len(long_dims) < 2:
+        return _back_and_forth(row, slow_dim, row_count)
+
     # No link joins the ends of the slow dimension, so one column is left for the way
     # back.
-    there = _back_and_forth(rest[1:], slow, box[slow])
-    back = np.repeat(rest[:1], box[slow], axis=0)
-    back[:, slow] = np.arange(box[slow])
-    return np.concatenate([back[:1], there, back[:0:-1]])
+    column = np.repeat(row[:1], row_count, axis=0)
+    column[:, slow_dim] = np.arange(row_count)
+    there = _back_and_forth(row[1:], slow_dim, row_count)
+    back = column[:0:-1]
+    return np.concatenate([column[:1], there, back])
+
+
+def _closed(closed: Sequence[bool] | None, rank: int) -> tuple[bool, ...]:
+    """Whether links join the ends of each dimension; none are joined by default."""
+    if closed is None:
+        return (False,) * rank
+    return tuple(closed)
+
+
+def rings_of(
+    box: Sequence[int], bounds: Sequence[int], closed: Sequence[bool]
+) -> list[bool]:
+    """For each dimension of a box in a torus of extents `bounds`, whether links join
+    the ends of the box: the box spans the dimension, whose ends links join.
+    """
+    rings: list[bool] = []
+    for size, bound, is_closed in zip(box, bounds, closed, strict=True):
+        rings.append(is_closed and size == bound)
+    return rings
 
 
 def torus_order(
@@ -140,20 +171,24 @@ def torus_order(
             f" bounds {tuple(bounds)} hold {math.prod(bounds)}; use sizes whose product"
             f" is {math.prod(bounds)}."
         )
-    closed = (False,) * len(bounds) if closed is None else tuple(closed)
-    remaining = list(bounds)
-    stride = [1] * len(bounds)
-    order = np.zeros((*[1] * len(sizes), len(bounds)), np.int64)
-    for axis in reversed(range(len(sizes))):
-        box = preferred(feasible_submeshes(sizes[axis], remaining), bounds, stride)
-        whole = [closed[dim] and box[dim] == bounds[dim] for dim in range(len(bounds))]
-        path = ring_path(box, whole) * np.array(stride)
-        shape = [1] * (len(sizes) + 1)
+    rank = len(bounds)
+    axis_count = len(sizes)
+    closed = _closed(closed, rank)
+    # The boxes of the axes so far are the positions of the next axis: how many there
+    # are in each dimension, and how far they are apart.
+    box_counts = list(bounds)
+    strides = [1] * rank
+    order = np.zeros((*[1] * axis_count, rank), np.int64)
+    for axis in reversed(range(axis_count)):
+        boxes = feasible_submeshes(sizes[axis], box_counts)
+        box = preferred(boxes, bounds, strides)
+        path = ring_path(box, rings_of(box, bounds, closed)) * np.array(strides)
+        # The path varies along this axis alone.
+        shape = [1] * axis_count
         shape[axis] = len(path)
-        shape[-1] = len(bounds)
-        order = order + path.reshape(shape)
-        remaining = [size // part for size, part in zip(remaining, box, strict=True)]
-        stride = [step * part for step, part in zip(stride, box, strict=True)]
+        order = order + path.reshape((*shape, rank))
+        box_counts = list(map(operator.floordiv, box_counts, box))
+        strides = list(map(operator.mul, strides, box))
     return order
 
 
@@ -193,10 +228,11 @@ def mean_hops(
     """
     if order.shape[axis] < 2:
         return 0.0
-    closed = (False,) * len(bounds) if closed is None else tuple(closed)
-    apart = np.abs(np.diff(order, axis=axis))
-    ring = np.where(closed, np.minimum(apart, np.array(bounds) - apart), apart)
-    return float(ring.sum(axis=-1).mean())
+    distances = np.abs(np.diff(order, axis=axis))
+    ways_around = np.array(bounds) - distances
+    ring_distances = np.minimum(distances, ways_around)
+    hops = np.where(_closed(closed, len(bounds)), ring_distances, distances)
+    return float(hops.sum(axis=-1).mean())
 
 
 def feasible_submeshes(
@@ -222,12 +258,16 @@ def feasible_submeshes(
         assert topology.feasible_submeshes(4, (2, 4)) == ((1, 4), (2, 2))
         ```
     """
-    sizes = [
-        [size for size in range(1, bound + 1) if bound % size == 0] for bound in bounds
-    ]
-    return tuple(
-        box for box in itertools.product(*sizes) if math.prod(box) == num_partitions
-    )
+    boxes: list[tuple[int, ...]] = []
+    for box in itertools.product(*map(divisors, bounds)):
+        if math.prod(box) == num_partitions:
+            boxes.append(box)
+    return tuple(boxes)
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of `number`, in ascending order."""
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def preferred(
@@ -242,13 +282,28 @@ def preferred(
     of sizes.
     """
 
-    def rank(box: tuple[int, ...]) -> tuple:
-        whole = [box[dim] for dim in range(len(box)) if box[dim] == bounds[dim] > 1]
-        touched = [dim for dim in range(len(box)) if box[dim] > 1]
-        strided = math.prod(box[dim] for dim in touched if stride[dim] > 1)
-        return (box[-1], -strided, math.prod(whole), len(whole), -sum(box), box)
+    def preference(box: tuple[int, ...]) -> tuple[object, ...]:
+        cores = box[-1]
+        strided_devices = 1
+        whole_dims = 0
+        devices_in_whole_dims = 1
+        for size, bound, hops in zip(box, bounds, stride, strict=True):
+            if hops > 1:
+                strided_devices *= size
+            if size == bound > 1:
+                whole_dims += 1
+                devices_in_whole_dims *= size
+        # Of boxes that are equally good, the one that is larger in earlier dimensions.
+        return (
+            cores,
+            -strided_devices,
+            devices_in_whole_dims,
+            whole_dims,
+            -sum(box),
+            box,
+        )
 
-    return max(candidates, key=rank)
+    return max(candidates, key=preference)
 
 
 def _snake(box: Sequence[int]) -> Int[np.ndarray, "places dims"]:
@@ -264,10 +319,8 @@ def _back_and_forth(
     """The path `row`, `count` times, every second time backwards; dimension `slow` has
     the number of the repetition.
     """
-    rows = []
-    for index in range(count):
-        rows.append(row if index % 2 == 0 else row[::-1])
-    out = np.stack(rows)
-    if out.size:
-        out[:, :, slow] = np.arange(count)[:, None]
-    return out.reshape(-1, row.shape[1])
+    path = np.stack([row] * count)
+    path[1::2] = row[::-1]
+    if path.size:
+        path[:, :, slow] = np.arange(count)[:, None]
+    return path.reshape(-1, row.shape[1])
