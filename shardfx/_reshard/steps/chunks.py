@@ -12,7 +12,9 @@ second, and so on. Temporaries are then an eighth as large.
 """
 
 import dataclasses
+import itertools as it
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -76,18 +78,21 @@ def chunks_on_tpus(
     count = _chunk_count(blocks.whole, blocks.sizes, steps)
     if count == 1 or elements * itemsize_bits // 8 < _SMALL_BYTES:
         return None
-    chunks = [-(-block // count) for block in blocks.sizes]
+
+    def chunk_size(dim: int) -> int:
+        return -(-blocks.sizes[dim] // count)
 
     def padding(dim: int) -> tuple[float, int]:
         """The elements that chunks along `dim` take, padding included, and the strips
         of which blocks consist.
         """
         block = blocks.sizes[dim]
+        chunk = chunk_size(dim)
         chunk_shape = [*blocks.sizes]
-        chunk_shape[dim] = chunks[dim]
-        padded = _best_order(chunk_shape).padded
+        chunk_shape[dim] = chunk
+        padded_elements = _best_order(chunk_shape).padded
         longest = max(shape[dim], blocks.target_shape[dim])
-        return padded / chunks[dim] * block, longest // block
+        return padded_elements / chunk * block, longest // block
 
     # The dimension whose chunks are padded least; of several, the one along which
     # blocks consist of the fewest strips.
@@ -95,7 +100,12 @@ def chunks_on_tpus(
     if not dims:
         return None
     dim = min(dims, key=padding)
-    return Chunks(dim, blocks.sizes[dim], chunks[dim], blocks.target_shape)
+    return Chunks(
+        dim=dim,
+        block=blocks.sizes[dim],
+        chunk=chunk_size(dim),
+        target_shape=blocks.target_shape,
+    )
 
 
 def split_into(
@@ -106,13 +116,20 @@ def split_into(
     blocks have one element.
     """
     blocks = _blocks(shape, steps)
-    long_enough = [dim for dim, block in enumerate(blocks.sizes) if block >= count]
-    longest = blocks.sizes.index(max(blocks.sizes))
-    dim = long_enough[0] if long_enough else longest
+    dim = blocks.sizes.index(max(blocks.sizes))
+    for long_enough, block in enumerate(blocks.sizes):
+        if block >= count:
+            dim = long_enough
+            break
     block = blocks.sizes[dim]
     if block < 2:
         return None
-    return Chunks(dim, block, max(1, block // count), blocks.target_shape)
+    return Chunks(
+        dim=dim,
+        block=block,
+        chunk=max(1, block // count),
+        target_shape=blocks.target_shape,
+    )
 
 
 class _Blocks(NamedTuple):
@@ -129,16 +146,17 @@ def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> _Blocks:
     """Returns the blocks of an array. `shape` is the shape of a shard before the
     move.
     """
-    whole = tuple(
-        size * count for size, count in zip(shape, steps[0].source.counts, strict=True)
+    first_counts = steps[0].source.counts
+    # Along each dimension, the least common multiple of the shard counts.
+    block_counts = first_counts
+    for step in steps:
+        block_counts = tuple(map(math.lcm, block_counts, step.target.counts))
+    whole = tuple(map(operator.mul, shape, first_counts))
+    return _Blocks(
+        whole=whole,
+        sizes=list(map(operator.floordiv, whole, block_counts)),
+        target_shape=steps[-1].target.shard_shape(whole),
     )
-    layouts = [steps[0].source, *(step.target for step in steps)]
-    counts_by_layout = [layout.counts for layout in layouts]
-    sizes = [
-        size // math.lcm(*[counts[dim] for counts in counts_by_layout])
-        for dim, size in enumerate(whole)
-    ]
-    return _Blocks(whole, sizes, target_shape=layouts[-1].shard_shape(whole))
 
 
 def _chunk_count(
@@ -154,13 +172,23 @@ def _chunk_count(
     shard, and in four chunks 1.6 times.
     """
     kinds = [step.kind for step in steps]
-    tile = _TILE[-len(blocks) :]
-    if any(size % full for size, full in zip(blocks[-len(tile) :], tile, strict=True)):
-        needs_chunks = "all_to_all" in kinds or "all_gather" in kinds
-        return _CHUNKS if needs_chunks else 1
+    if not _fill_tiles(blocks):
+        if "all_to_all" in kinds or "all_gather" in kinds:
+            return _CHUNKS
+        return 1
     if len(whole) > 2 and kinds[-1] == "all_to_all" and "permute" in kinds:
         return _CHUNKS_OF_STACKS
-    return _CHUNKS_OF_TILES if _doubles_after_copies(whole, steps, kinds) else 1
+    if _doubles_after_copies(whole, steps, kinds):
+        return _CHUNKS_OF_TILES
+    return 1
+
+
+def _fill_tiles(blocks: Sequence[int]) -> bool:
+    """Whether blocks of these sizes fill whole tiles."""
+    for size, tile_size in zip(reversed(blocks), reversed(_TILE), strict=False):
+        if size % tile_size:
+            return False
+    return True
 
 
 def _doubles_after_copies(
@@ -190,13 +218,15 @@ def _doubles_after_copies(
     later = kinds[position + 1 :]
     # The order of chunks is the same however devices are numbered.
     splits = all_to_all(step.source, step.target, step.source).splits
-    order = [sub_axis for sub_axes in splits for sub_axis in sub_axes]
+    order = list(it.chain.from_iterable(splits))
     if order == sorted(order):
         return False
-    one_tile_wide = step.target.shard_shape(whole)[-1] == _TILE[1]
+    if "permute" in later:
+        return True
+    splits_last_dim_only = not any(splits[:-1])
+    is_one_tile_wide = step.target.shard_shape(whole)[-1] == _TILE[1]
     follows_copies = bool(earlier) and "permute" not in earlier
-    cuts_rows = not any(splits[:-1]) and (one_tile_wide or follows_copies)
-    return "permute" in later or cuts_rows
+    return splits_last_dim_only and (is_one_tile_wide or follows_copies)
 
 
 def in_chunks(
@@ -211,16 +241,17 @@ def in_chunks(
 
     def moved_to(out: object, start: object, size: int) -> Any:
         chunk = _in_order_of_dims(source.chunk_of(stored, start, size))
-        moved = move(source.unturned(chunk))
-        moved = _in_order_of_dims(target.turned(moved))
-        return _in_order_of_dims(target.with_chunk(out, moved, start, size))
+        moved_chunk = move(source.unturned(chunk))
+        turned_chunk = _in_order_of_dims(target.turned(moved_chunk))
+        with_chunk = target.with_chunk(out, turned_chunk, start, size)
+        return _in_order_of_dims(with_chunk)
 
     def move_chunk(index: Any, out: Any) -> Any:
         return moved_to(out, index * chunks.chunk, chunks.chunk)
 
     stored = _in_order_of_dims(source.turned(shard))
-    out_shape = tuple(chunks.target_shape[dim] for dim in target.order)
-    out = _in_order_of_dims(lax.empty(out_shape, shard.dtype))
+    out_shape = [chunks.target_shape[dim] for dim in target.order]
+    out = _in_order_of_dims(lax.empty(tuple(out_shape), shard.dtype))
     full, rest = divmod(chunks.block, chunks.chunk)
     out = lax.fori_loop(0, full, move_chunk, out)
     if rest:
@@ -269,10 +300,12 @@ class _Stored:
             return lax.dynamic_slice_in_dim(stored, start, size, self.dim)
 
         def copy(index: Any, chunk: Any) -> Any:
-            strip = lax.dynamic_slice_in_dim(
-                stored, index * self.block + start, size, self.dim
+            start_in_shard = index * self.block + start
+            start_in_chunk = index * size
+            strip = lax.dynamic_slice_in_dim(stored, start_in_shard, size, self.dim)
+            return lax.dynamic_update_slice_in_dim(
+                chunk, strip, start_in_chunk, self.dim
             )
-            return lax.dynamic_update_slice_in_dim(chunk, strip, index * size, self.dim)
 
         shape = list(stored.shape)
         shape[self.dim] = self.strips * size
@@ -284,17 +317,18 @@ class _Stored:
         """
 
         def copy(index: Any, stored: Any) -> Any:
-            strip = lax.dynamic_slice_in_dim(chunk, index * size, size, self.dim)
+            start_in_chunk = index * size
+            start_in_shard = index * self.block + start
+            strip = lax.dynamic_slice_in_dim(chunk, start_in_chunk, size, self.dim)
             return lax.dynamic_update_slice_in_dim(
-                stored, strip, index * self.block + start, self.dim
+                stored, strip, start_in_shard, self.dim
             )
 
         return self._for_each_strip(copy, stored)
 
     def _for_each_strip(self, copy: Callable[[Any, Any], Any], out: object) -> Any:
-        return lax.fori_loop(
-            0, self.strips, copy, out, unroll=min(self.strips, _STRIPS_AT_ONCE)
-        )
+        unroll = min(self.strips, _STRIPS_AT_ONCE)
+        return lax.fori_loop(0, self.strips, copy, out, unroll=unroll)
 
 
 class _Order(NamedTuple):
@@ -311,11 +345,12 @@ def _best_order(shape: Sequence[int]) -> _Order:
     elements. Of equally good orders, the one nearest to the array's own is taken.
     """
     dims = range(len(shape))
-    orders = []
+    orders: list[_Order] = []
     for minor in reversed(dims):
-        order = (*(dim for dim in dims if dim != minor), minor)
+        outer = [dim for dim in dims if dim != minor]
+        order = (*outer, minor)
         padded = _padded([shape[dim] for dim in order])
-        orders.append(_Order(padded, order))
+        orders.append(_Order(padded=padded, order=order))
     return min(orders, key=lambda candidate: candidate.padded)
 
 
@@ -324,13 +359,16 @@ def _padded(shape: Sequence[int]) -> int:
     pads it to tiles. The last dimension is the minor-most one in memory. A shape of
     (129, 65) takes 136 x 128 elements.
     """
-    *outer, minor = shape
-    elements = math.prod(outer[:-1]) * -(-minor // _TILE[1]) * _TILE[1]
+    tile_rows, tile_columns = _TILE
+    *outer, columns = shape
+    padded_columns = -(-columns // tile_columns) * tile_columns
     if not outer:
-        return elements
+        return padded_columns
+    *stacked, rows = outer
     # Arrays of few rows use tiles of 1, 2 or 4 rows.
-    rows = min(_TILE[0], 1 << (outer[-1] - 1).bit_length())
-    return elements * -(-outer[-1] // rows) * rows
+    tile_rows = min(tile_rows, 1 << (rows - 1).bit_length())
+    padded_rows = -(-rows // tile_rows) * tile_rows
+    return math.prod(stacked) * padded_rows * padded_columns
 
 
 def _in_order_of_dims(x: Any) -> Any:

@@ -8,11 +8,19 @@ is a mesh axis or a part of one.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from .layout import StepLayout, SubAxes, coordinates, shard_index
+from .layout import (
+    ShardDims,
+    StepLayout,
+    SubAxes,
+    coordinates,
+    product_of,
+    shard_index,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,10 +52,7 @@ class Exchange:
     @property
     def counts(self) -> tuple[int, ...]:
         """For each dimension, the number of parts that a device joins along it."""
-        return tuple(
-            math.prod(self.sizes[sub_axis] for sub_axis in sub_axes)
-            for sub_axes in self.joins
-        )
+        return tuple([product_of(self.sizes, sub_axes) for sub_axes in self.joins])
 
 
 def groups_of(layout: StepLayout, sub_axes: SubAxes, like: StepLayout) -> np.ndarray:
@@ -55,12 +60,12 @@ def groups_of(layout: StepLayout, sub_axes: SubAxes, like: StepLayout) -> np.nda
     one row for each group. A row lists devices that differ only in their coordinates
     along these sub-axes, in the order of these coordinates.
     """
-    where = coordinates(layout, like)
-    others = tuple(axis for axis in range(len(layout.sizes)) if axis not in sub_axes)
-    member = shard_index(layout.sizes, where, sub_axes)
-    group = shard_index(layout.sizes, where, others)
-    members = math.prod(layout.sizes[sub_axis] for sub_axis in sub_axes)
-    return np.lexsort((member, group)).reshape(-1, members)
+    device_coordinates = coordinates(layout, like)
+    others = [axis for axis in range(len(layout.sizes)) if axis not in sub_axes]
+    member = shard_index(layout.sizes, device_coordinates, sub_axes)
+    group = shard_index(layout.sizes, device_coordinates, tuple(others))
+    member_count = product_of(layout.sizes, sub_axes)
+    return np.lexsort((member, group)).reshape(-1, member_count)
 
 
 def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> Exchange:
@@ -69,24 +74,25 @@ def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> Exch
     """
     before = dim_of_sub_axis(source)
     after = dim_of_sub_axis(target)
-    moving = tuple(
-        sub_axis for sub_axis in before if before[sub_axis] != after[sub_axis]
-    )
-    number = {sub_axis: index for index, sub_axis in enumerate(moving)}
-    splits = [
-        tuple(number[sub_axis] for sub_axis in axes if sub_axis in number)
-        for axes in target.dims
-    ]
-    joins = [
-        tuple(number[sub_axis] for sub_axis in axes if sub_axis in number)
-        for axes in source.dims
-    ]
+    moving: list[int] = []
+    for sub_axis in before:
+        if before[sub_axis] != after[sub_axis]:
+            moving.append(sub_axis)
     return Exchange(
-        groups=groups_of(source, moving, like),
-        sizes=tuple(source.sizes[sub_axis] for sub_axis in moving),
-        splits=tuple(splits),
-        joins=tuple(joins),
+        groups=groups_of(source, tuple(moving), like),
+        sizes=tuple([source.sizes[sub_axis] for sub_axis in moving]),
+        splits=_numbered(target.dims, moving),
+        joins=_numbered(source.dims, moving),
     )
+
+
+def _numbered(dims: ShardDims, moving: Sequence[int]) -> tuple[SubAxes, ...]:
+    """For each dimension, the moving sub-axes that shard it, as indices in `moving`."""
+    indices_by_dim: list[SubAxes] = []
+    for axes in dims:
+        moving_axes = filter(moving.__contains__, axes)
+        indices_by_dim.append(tuple(map(moving.index, moving_axes)))
+    return tuple(indices_by_dim)
 
 
 def dim_of_sub_axis(layout: StepLayout) -> dict[int, int]:
@@ -106,7 +112,7 @@ def split(shard: Any, exchange: Exchange) -> Any:
     front: list[int] = []
     for size, sub_axes in zip(shard.shape, exchange.splits, strict=True):
         if sub_axes:
-            count = math.prod(exchange.sizes[sub_axis] for sub_axis in sub_axes)
+            count = product_of(exchange.sizes, sub_axes)
             front.append(len(shape))
             shape += [count, size // count]
         else:
@@ -139,8 +145,7 @@ def join(parts: Any, exchange: Exchange) -> Any:
     shape: list[int] = []
     for dim, sub_axes in enumerate(exchange.joins):
         order += [*sub_axes, len(exchange.sizes) + dim]
-        count = math.prod(exchange.sizes[sub_axis] for sub_axis in sub_axes)
-        shape.append(chunk_shape[dim] * count)
+        shape.append(chunk_shape[dim] * product_of(exchange.sizes, sub_axes))
     return by_sub_axis.transpose(order).reshape(shape)
 
 
@@ -149,13 +154,13 @@ def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarr
     to `target`, which cuts shards into equal parts: an integer array of shape
     `(devices, rank)` with the index of the part along each dimension.
     """
-    where = coordinates(target, like)
-    parts = []
-    counts = zip(source.counts, target.counts, strict=True)
-    for axes, (old_count, count) in zip(target.dims, counts, strict=True):
-        index = shard_index(target.sizes, where, axes)
-        parts.append(index % (count // old_count))
-    return np.stack(parts, axis=1)
+    device_coordinates = coordinates(target, like)
+    part_numbers: list[np.ndarray] = []
+    columns = zip(target.dims, source.counts, target.counts, strict=True)
+    for axes, old_count, new_count in columns:
+        shard_number = shard_index(target.sizes, device_coordinates, axes)
+        part_numbers.append(shard_number % (new_count // old_count))
+    return np.stack(part_numbers, axis=1)
 
 
 def all_gather(source: StepLayout, target: StepLayout, like: StepLayout) -> Exchange:
@@ -171,7 +176,7 @@ def all_gather(source: StepLayout, target: StepLayout, like: StepLayout) -> Exch
         joins.append(tuple(range(start, len(moving))))
     return Exchange(
         groups=groups_of(source, tuple(moving), like),
-        sizes=tuple(source.sizes[sub_axis] for sub_axis in moving),
+        sizes=tuple([source.sizes[sub_axis] for sub_axis in moving]),
         splits=((),) * len(joins),
         joins=tuple(joins),
     )

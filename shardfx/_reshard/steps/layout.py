@@ -9,6 +9,8 @@ the row-major order of the devices in its mesh.
 
 import dataclasses
 import math
+import operator
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -50,9 +52,8 @@ class StepLayout:
 
     def __post_init__(self):
         # Hashing thousands of ids on each look-up would cost more than the look-up.
-        object.__setattr__(
-            self, "_hash", hash((self.sizes, self.dims, self.order, self.weights))
-        )
+        fields = (self.sizes, self.dims, self.order, self.weights)
+        object.__setattr__(self, "_hash", hash(fields))
 
     def __hash__(self) -> int:
         return object.__getattribute__(self, "_hash")
@@ -65,7 +66,7 @@ class StepLayout:
     @property
     def counts(self) -> Counts:
         """The number of shards along each dimension."""
-        return tuple(math.prod(self.sizes[axis] for axis in axes) for axes in self.dims)
+        return tuple([product_of(self.sizes, axes) for axes in self.dims])
 
     @property
     def shard_count(self) -> int:
@@ -74,9 +75,12 @@ class StepLayout:
 
     def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of one device's shard of an array of `shape`."""
-        return tuple(
-            size // count for size, count in zip(shape, self.counts, strict=True)
-        )
+        return tuple(map(operator.floordiv, shape, self.counts))
+
+
+def product_of(sizes: Sequence[int], axes: Iterable[int]) -> int:
+    """The product of the sizes of some axes. `sizes` are the sizes of all axes."""
+    return math.prod([sizes[axis] for axis in axes])
 
 
 def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
@@ -122,10 +126,9 @@ def mesh_coordinates(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray
 
 def slice_numbers(layout: StepLayout) -> np.ndarray:
     """Returns the number of each device's TPU slice (or node), in mesh order."""
-    slow = tuple(axis for axis, weight in enumerate(layout.weights) if weight > 1)
-    return shard_index(
-        layout.sizes, mesh_coordinates(layout.sizes, np.arange(layout.size)), slow
-    )
+    between_slices = [axis for axis, weight in enumerate(layout.weights) if weight > 1]
+    coordinates = mesh_coordinates(layout.sizes, np.arange(layout.size))
+    return shard_index(layout.sizes, coordinates, tuple(between_slices))
 
 
 def shard_index(
@@ -157,7 +160,12 @@ class FineLayout:
         Sub-axes of two meshes have equal keys if each device has the same coordinate
         along both.
         """
-        return tuple(row.astype(np.uint16).tobytes() for row in self.coordinates)
+        return tuple(map(coordinate_key, self.coordinates))
+
+
+def coordinate_key(coordinates: np.ndarray) -> bytes:
+    """The coordinates of all devices along one sub-axis as bytes."""
+    return coordinates.astype(np.uint16).tobytes()
 
 
 def coordinates(layout: StepLayout, like: StepLayout) -> np.ndarray:
@@ -199,7 +207,7 @@ class Shards:
     def count(self, axes: SubAxes) -> int:
         """The number of shards along a dimension that is sharded over `axes`."""
         if axes not in self._count:
-            self._count[axes] = math.prod([self.sizes[axis] for axis in axes])
+            self._count[axes] = product_of(self.sizes, axes)
         return self._count[axes]
 
     def counts(self, dims: ShardDims) -> Counts:
@@ -214,11 +222,9 @@ class Shards:
         `axes`.
         """
         if axes not in self._index:
-            *outer, last = axes
-            self._index[axes] = (
-                self.index(tuple(outer)) * np.int32(self.sizes[last])
-                + self.coordinates[last]
-            )
+            last = axes[-1]
+            first_of_outer = self.index(axes[:-1]) * np.int32(self.sizes[last])
+            self._index[axes] = first_of_outer + self.coordinates[last]
         return self._index[axes]
 
     def numbers(self, dims: ShardDims) -> np.ndarray:

@@ -36,10 +36,12 @@ class Prices:
         share = 1.0
         cost = 0.0
         for sub_axis in self._dearest_first(group):
+            size = self.sizes[sub_axis]
             # Only the bytes that must cross a slow axis do so, once. The rest moves
             # over faster axes.
-            cost += share * (1 - 1 / self.sizes[sub_axis]) * self.weights[sub_axis]
-            share /= self.sizes[sub_axis]
+            sent_share = share * (1 - 1 / size)
+            cost += sent_share * self.weights[sub_axis]
+            share /= size
         return cost / shard_count
 
     def all_gather(self, shard_count: int, group: SubAxes) -> float:
@@ -57,7 +59,8 @@ class Prices:
 
     def are_mixed(self, group: SubAxes) -> bool:
         """Whether the sub-axes in `group` have different weights."""
-        return len({self.weights[sub_axis] for sub_axis in group}) > 1
+        weights = {self.weights[sub_axis] for sub_axis in group}
+        return len(weights) > 1
 
     def _dearest_first(self, group: SubAxes) -> list[int]:
         return sorted(group, key=lambda sub_axis: -self.weights[sub_axis])
@@ -94,7 +97,8 @@ class PermutationPrices:
         want = want[is_moving]
         for cheaper, dearer in it.pairwise(self.link_groups):
             near = _served_inside(cheaper.numbers[is_moving], have, want)
-            total += (dearer.weight - cheaper.weight) * (moving - near) * share
+            extra_weight = dearer.weight - cheaper.weight
+            total += extra_weight * (moving - near) * share
         return total + STEP
 
 
@@ -107,9 +111,10 @@ def _served_inside(group: np.ndarray, have: np.ndarray, want: np.ndarray) -> int
     hold and what they need.
     """
     shard_count = int(want.max()) + 1
-    held_keys = 2 * (group * shard_count + have)
+    first_shard_of_group = group * shard_count
+    held_keys = 2 * (first_shard_of_group + have)
     # The last bit marks what is needed.
-    needed_keys = 2 * (group * shard_count + want) + 1
+    needed_keys = 2 * (first_shard_of_group + want) + 1
     keys = np.sort(np.concatenate([held_keys, needed_keys]))
     starts = np.flatnonzero(np.diff(keys >> 1, prepend=-1))
     needed = np.add.reduceat(keys & 1, starts)

@@ -26,7 +26,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .layout import FineLayout, StepLayout, mesh_coordinates, positions
+from .layout import (
+    FineLayout,
+    StepLayout,
+    coordinate_key,
+    mesh_coordinates,
+    positions,
+)
 
 
 # For each mesh axis, the sizes of its sub-axes, major-most first.
@@ -60,7 +66,7 @@ def order_primes(
     source's mesh axes, and those of the target's.
     """
     if all(len(_orders(size)) == 1 for size in (*src.sizes, *dst.sizes)):
-        return [[_orders(size)[0] for size in layout.sizes] for layout in (src, dst)]
+        return [list(map(primes, src.sizes)), list(map(primes, dst.sizes))]
 
     src_place, dst_place = places
     src_keys = _keys_by_axis(src, src_place)
@@ -68,11 +74,13 @@ def order_primes(
     # First choose the source's orders: the most primes in common with any order of the
     # target's primes. Then choose the target's orders: the most primes in common with
     # the source's chosen orders.
-    any_dst_keys = {key for keys in dst_keys for key in keys.values()}
+    any_dst_keys: set[bytes] = set()
+    for keys in dst_keys:
+        any_dst_keys.update(keys.values())
     src_orders = _best_orders(src, src_keys, any_dst_keys)
     chosen_src_keys = set[bytes]()
     for keys, order in zip(src_keys, src_orders, strict=True):
-        chosen_src_keys |= {keys[factor] for factor in _factors_in(order)}
+        chosen_src_keys.update(map(keys.__getitem__, _factors_in(order)))
     return [src_orders, _best_orders(dst, dst_keys, chosen_src_keys)]
 
 
@@ -80,10 +88,7 @@ def _keys_by_axis(
     layout: StepLayout, place: np.ndarray
 ) -> list[dict["_Factor", bytes]]:
     """The keys of the prime factors of each mesh axis."""
-    rows = mesh_coordinates(layout.sizes, place)
-    return [
-        _factor_keys(row, size) for row, size in zip(rows, layout.sizes, strict=True)
-    ]
+    return list(map(_factor_keys, mesh_coordinates(layout.sizes, place), layout.sizes))
 
 
 class _Factor(NamedTuple):
@@ -117,10 +122,12 @@ def _arrangements(numbers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _factors_in(order: Sequence[int]) -> list[_Factor]:
-    return [
-        _Factor(math.prod(order[index + 1 :]), prime)
-        for index, prime in enumerate(order)
-    ]
+    """The prime factors of a mesh axis in the order `order`."""
+    factors: list[_Factor] = []
+    for index, prime in enumerate(order):
+        stride = math.prod(order[index + 1 :])
+        factors.append(_Factor(stride, prime))
+    return factors
 
 
 def _factor_keys(row: np.ndarray, size: int) -> dict[_Factor, bytes]:
@@ -129,13 +136,12 @@ def _factor_keys(row: np.ndarray, size: int) -> dict[_Factor, bytes]:
     bytes. `row` has the position of each device along the axis. An axis of 12 has seven
     factors: 2 with the strides 1, 2, 3 and 6, and 3 with the strides 1, 2 and 4.
     """
-    factors: dict[_Factor, None] = {}
+    keys: dict[_Factor, bytes] = {}
     for order in _orders(size):
-        factors |= dict.fromkeys(_factors_in(order))
-    return {
-        factor: (row // factor.stride % factor.size).astype(np.uint16).tobytes()
-        for factor in factors
-    }
+        for factor in _factors_in(order):
+            if factor not in keys:
+                keys[factor] = coordinate_key(row // factor.stride % factor.size)
+    return keys
 
 
 def _best_orders(
@@ -148,14 +154,14 @@ def _best_orders(
     factor to its key, the coordinates of all devices along it as bytes. `other_keys`
     has the keys of the other mesh's factors. Common factors have equal keys.
     """
-    best_orders = []
+    best_orders: list[tuple[int, ...]] = []
     for size, keys in zip(layout.sizes, keys_by_axis, strict=True):
-        orders = _orders(size)
-        common = [
-            sum(keys[factor] in other_keys for factor in _factors_in(order))
-            for order in orders
-        ]
-        best_orders.append(orders[common.index(max(common))])
+        common_counts: list[int] = []
+        for order in _orders(size):
+            factor_keys = [keys[factor] for factor in _factors_in(order)]
+            common_counts.append(sum(map(other_keys.__contains__, factor_keys)))
+        best = common_counts.index(max(common_counts))
+        best_orders.append(_orders(size)[best])
     return best_orders
 
 
@@ -173,27 +179,21 @@ def join_primes(
     device has the same coordinate along both. A split in one mesh can require a split
     in the other, so both are checked until neither needs a further split.
     """
-    meshes = [
-        _Primes(layout, mesh_keys)
-        for layout, mesh_keys in zip(layouts, keys, strict=True)
-    ]
+    meshes = list(map(_Primes, layouts, keys))
     # The last prime of each sub-axis. These primes are not checked again.
     last_primes = [set(it.accumulate(map(len, split), initial=-1)) for split in splits]
     has_changed = True
     while has_changed:
         has_changed = False
         for number, other in ((0, 1), (1, 0)):
-            for factor in range(len(keys[number]) - 1):
+            mesh = meshes[number]
+            for factor in range(len(mesh.keys) - 1):
                 if factor in last_primes[number]:
                     continue
-                if meshes[number].must_split_after(
-                    factor, meshes[other], last_primes[other]
-                ):
+                if mesh.must_split_after(factor, meshes[other], last_primes[other]):
                     last_primes[number].add(factor)
                     has_changed = True
-    return [
-        _joined(split, last) for split, last in zip(splits, last_primes, strict=True)
-    ]
+    return list(map(_joined, splits, last_primes))
 
 
 class _Primes:
@@ -272,55 +272,57 @@ def refine(
     """
     places = (np.arange(src.size), positions(dst, src))
     splits = order_primes(src, dst, places)
-    if not prime and max(sum(map(len, split)) for split in splits) > _FEW:
-        layouts = _fine_layouts((src, dst), splits, places)
+    if not prime and max(map(_factor_count, splits)) > _FEW:
+        layouts = list(map(_fine_layout, (src, dst), splits, places))
         splits = join_primes(
-            [end.layout for end in layouts], [end.keys for end in layouts], splits
+            layouts=[end.layout for end in layouts],
+            keys=[end.keys for end in layouts],
+            splits=splits,
         )
-    source, target = _with_equal_weights(*_fine_layouts((src, dst), splits, places))
+    fine_layouts = map(_fine_layout, (src, dst), splits, places)
+    source, target = _with_equal_weights(*fine_layouts)
+
     factors = {key: factor for factor, key in enumerate(source.keys)}
-    if not all(key in factors for key in target.keys):
+    if not factors.keys() >= set(target.keys):
         return source, target
-    source_factor = [factors[key] for key in target.keys]
-    dims = tuple(
-        tuple(source_factor[factor] for factor in axes) for axes in target.layout.dims
-    )
-    layout = dataclasses.replace(source.layout, dims=dims)
+    dims: list[tuple[int, ...]] = []
+    for axes in target.layout.dims:
+        keys = [target.keys[factor] for factor in axes]
+        dims.append(tuple(map(factors.__getitem__, keys)))
+    layout = dataclasses.replace(source.layout, dims=tuple(dims))
     return source, FineLayout(layout, source.coordinates)
 
 
-def _fine_layouts(
-    layouts: Sequence[StepLayout],
-    splits: Sequence[Split],
-    places: Sequence[np.ndarray],
-) -> list[FineLayout]:
-    return [
-        _fine_layout(layout, split, place)
-        for layout, split, place in zip(layouts, splits, places, strict=True)
-    ]
+def _factor_count(split: Split) -> int:
+    return sum(map(len, split))
 
 
 def _fine_layout(layout: StepLayout, split: Split, place: np.ndarray) -> FineLayout:
     """Returns `layout` over the sub-axes in `split`. `place` has the position of each
     device in the mesh.
     """
-    sizes = tuple(size for factors in split for size in factors)
+    sizes = tuple(it.chain.from_iterable(split))
     factors_of_axis: list[range] = []
     start = 0
     for factors in split:
         factors_of_axis.append(range(start, start + len(factors)))
         start += len(factors)
-    dims = tuple(
-        tuple(factor for axis in axes for factor in factors_of_axis[axis])
-        for axes in layout.dims
-    )
+    dims: list[tuple[int, ...]] = []
+    for axes in layout.dims:
+        factors_of_dim: list[int] = []
+        for axis in axes:
+            factors_of_dim += factors_of_axis[axis]
+        dims.append(tuple(factors_of_dim))
     weights: list[float] = []
     for weight, factors in zip(layout.weights, split, strict=False):
         weights += [weight] * len(factors)
-    return FineLayout(
-        StepLayout(sizes, dims, layout.order, tuple(weights)),
-        mesh_coordinates(sizes, place),
+    fine = StepLayout(
+        sizes=sizes,
+        dims=tuple(dims),
+        order=layout.order,
+        weights=tuple(weights),
     )
+    return FineLayout(fine, mesh_coordinates(sizes, place))
 
 
 def _with_equal_weights(source: FineLayout, target: FineLayout) -> list[FineLayout]:
