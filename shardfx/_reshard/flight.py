@@ -70,34 +70,33 @@ def require_memory(job: Job, limit_bytes: int) -> None:
     """Raises `MoveError` if some array of a job needs more than `limit_bytes`, even in
     its smallest chunks.
     """
-    needed = [(move, places[0][0], len(places)) for move, places in job.moves.items()]
-    needed += [(assembly, number, 1) for number, _, assembly in job.assemblies]
-    short = [
-        (move_or_assembly.least_bytes, number, count, move_or_assembly)
-        for move_or_assembly, number, count in needed
-        if move_or_assembly.least_bytes > limit_bytes
-    ]
-    if not short:
+    # Each move or assembly, with the numbers of the target's arrays that it makes.
+    works: list[tuple[Move | Assembly, list[int]]] = []
+    for move, places in job.moves.items():
+        works.append((move, [number for number, _ in places]))
+    for number, _, assembly in job.assemblies:
+        works.append((assembly, [number]))
+
+    too_large = [work for work in works if work[0].least_bytes > limit_bytes]
+    if not too_large:
         return
-    need, number, _, move_or_assembly = max(
-        short, key=lambda move_or_assembly: move_or_assembly[0]
-    )
-    others = sum(count for _, _, count, _ in short) - 1
+    largest, numbers = max(too_large, key=lambda work: work[0].least_bytes)
+    others = sum(len(numbers) for _, numbers in too_large) - 1
+    and_others = f" and {others} more" if others else ""
     raise MoveError(
-        f"{leaf_name(job.path_of(number))}, {move_or_assembly.dtype}{list(move_or_assembly.shape)}, needs {need}"
-        " bytes beside its source and target, even in the smallest parts;"
-        f" `memory_limit_bytes={limit_bytes}` is too little for"
-        f" it{f' and {others} more' if others else ''}. Nothing was moved; pass"
-        f" `memory_limit_bytes={need}` or more."
+        f"{leaf_name(job.path_of(numbers[0]))}, {largest.dtype}{list(largest.shape)},"
+        f" needs {largest.least_bytes} bytes beside its source and target, even in the"
+        f" smallest parts; `memory_limit_bytes={limit_bytes}` is too little for"
+        f" it{and_others}. Nothing was moved; pass"
+        f" `memory_limit_bytes={largest.least_bytes}` or more."
     )
 
 
 def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Array]:
     """Runs a job, and returns the arrays that it made, by their numbers in the target."""
     order = list(job.moves.items())
-    if (
-        donate
-    ):  # moves that shrink arrays go first, so that those that grow find the room
+    if donate:
+        # Moves that shrink arrays go first, so that those that grow find the room.
         order.sort(key=lambda item: item[0].target_bytes - item[0].source_bytes)
     number = -1
     with ThreadPoolExecutor(os.cpu_count() or 1, "shardfx-move") as pool:
@@ -144,25 +143,24 @@ class _Flight:
             self._left.update(id(job.arrays[name]) for name in names)
         # An array that stays shares its buffers with the result, so no other leaf may
         # donate it.
-        idle = (
-            id(leaf)
-            for move, places in job.moves.items()
-            if move.idle
-            for _, leaf in places
-        )
-        self._kept = {*job.kept, *idle}
+        self._kept = set(job.kept)
+        for move, places in job.moves.items():
+            if move.idle:
+                self._kept.update([id(leaf) for _, leaf in places])
         # The array whose copies run in other threads.
         self._started: (
             tuple[int, tuple[str, ...], Assembly, Callable[[], jax.Array]] | None
         ) = None
-        most_bytes = max([0, *[assembly.most_bytes for *_, assembly in job.assemblies]])
+        most_bytes = 0
+        for _, _, assembly in job.assemblies:
+            most_bytes = max(most_bytes, assembly.most_bytes)
         self._context = Context(
-            job.arrays,
-            self._moved,
-            limit_bytes,
-            most_bytes,
-            pool,
-            LocalShards(job.arrays),
+            arrays=job.arrays,
+            move=self._moved,
+            limit_bytes=limit_bytes,
+            most_bytes=most_bytes,
+            pool=pool,
+            shards=LocalShards(job.arrays),
         )
 
     def _moved(self, x: object, sharding: Sharding) -> jax.Array:
@@ -177,11 +175,12 @@ class _Flight:
         """
         self.window.make_room(move.extra_bytes)
         self._left[id(leaf)] -= 1
-        give_up = (
-            self.donate and not self._left[id(leaf)] and id(leaf) not in self._kept
-        )
         moved = carry_out(
-            move, leaf, donate=give_up, limit_bytes=self._limit_bytes, pool=self._pool
+            move,
+            leaf,
+            donate=self.donate and self._is_done_with(leaf),
+            limit_bytes=self._limit_bytes,
+            pool=self._pool,
         )
         # A copy by the host is finished when it is returned, and so is no move at all.
         # A copy between memories needs no further memory, but too many at once would
@@ -201,14 +200,9 @@ class _Flight:
         most two arrays are copied at a time. More would take more memory, which the
         kernel provides slowly.
         """
-        started = (
-            number,
-            names,
-            assembly,
-            start_assembly(assembly, names, self._context),
-        )
+        wait = start_assembly(assembly, names, self._context)
         self.finish_copies()
-        self._started = started
+        self._started = (number, names, assembly, wait)
         if self.donate or assembly.method != "host" or not _is_on_cpu(assembly):
             self.finish_copies()
 
@@ -228,9 +222,9 @@ class _Flight:
         """
         if self._started is None:
             return
-        number, names, assembly, there = self._started
+        number, names, assembly, wait = self._started
         self._started = None
-        array = there()
+        array = wait()
         like = self._job.arrays[names[0]] if names else None
         if like is not None and jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
             array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
@@ -248,12 +242,12 @@ class _Flight:
                 self._context.forget(name)
                 self._give_up(leaf)
 
+    def _is_done_with(self, leaf: object) -> bool:
+        """Whether nothing reads an array any more, and no result shares its buffers."""
+        return not self._left[id(leaf)] and id(leaf) not in self._kept
+
     def _give_up(self, leaf: object) -> None:
-        if (
-            isinstance(leaf, jax.Array)
-            and not self._left[id(leaf)]
-            and id(leaf) not in self._kept
-        ):
+        if isinstance(leaf, jax.Array) and self._is_done_with(leaf):
             leaf.delete()
 
 
@@ -285,10 +279,10 @@ class Window:
         """Waits until a further array, which takes `nbytes` to compute, may be in
         flight.
         """
-        while self.pending and (
-            self.bytes + nbytes > self.limit_bytes
-            or len(self.pending) >= _IN_FLIGHT_COUNT
-        ):
+        while self.pending:
+            is_full = len(self.pending) >= _IN_FLIGHT_COUNT
+            if not is_full and self.bytes + nbytes <= self.limit_bytes:
+                break
             self._wait()
 
     def drain(self) -> None:
@@ -303,15 +297,16 @@ class Window:
 
 
 def _move_error(job: Job, number: int, flight: _Flight, error: Exception) -> MoveError:
-    with contextlib.suppress(*_FAILURES):  # moves in flight elsewhere may still arrive
+    # Moves in flight elsewhere may still arrive.
+    with contextlib.suppress(*_FAILURES):
         flight.finish_copies()
     moved = {}
     for done, array in flight.made.items():
-        with contextlib.suppress(RuntimeError):  # it was not computed
+        # An array that was not computed is left out.
+        with contextlib.suppress(RuntimeError):
             moved[job.path_of(done)] = jax.block_until_ready(array)
-    total = (
-        len(job.placements) + sum(map(len, job.moves.values())) + len(job.assemblies)
-    )
+    moves = sum(map(len, job.moves.values()))
+    total = len(job.placements) + moves + len(job.assemblies)
     names = []
     for path in list(moved)[:8]:
         names.append(f"`{path}`" if path else leaf_name(path))
@@ -342,7 +337,8 @@ def carry_out(
     `limit_bytes`, which must be at least `move.least_bytes`, it moves in chunks. The
     threads of `pool` copy; without it, the calling thread does.
     """
-    if x.dtype != move.dtype:  # typed PRNG keys: their data move
+    if x.dtype != move.dtype:
+        # Of typed PRNG keys the data move.
         data = carry_out(
             move, jax.random.key_data(x), donate=donate, limit_bytes=limit_bytes
         )
@@ -350,19 +346,18 @@ def carry_out(
     if move.idle:
         return labelled(x, move.dst)
     if move.how == "steps":
-        return labelled(
-            program_of(move, donate, move.chunks_within(limit_bytes))(x), move.dst
-        )
+        program = program_of(move, donate, move.chunks_within(limit_bytes))
+        return labelled(program(x), move.dst)
     if move.assembly is not None:
-        return labelled(
-            _assembled(move, move.assembly, x, donate, limit_bytes, pool), move.dst
-        )
-    if (
-        not move.dst.addressable_devices
-    ):  # JAX's own device_put asserts that it has something to put
+        array = _assembled(move, move.assembly, x, donate, limit_bytes, pool)
+        return labelled(array, move.dst)
+    if not move.dst.addressable_devices:
+        # JAX's own device_put asserts that it has something to put.
         return labelled(x, move.dst)
     result = jax.device_put(x, move.dst)
-    if donate:  # JAX itself cannot donate across memory kinds; the copy keeps what it reads until it is done
+    if donate:
+        # JAX itself cannot donate across memory kinds. The copy keeps what it reads
+        # until it is done.
         x.delete()
     return result
 
@@ -375,28 +370,29 @@ def _assembled(
     limit_bytes: int | None,
     pool: ThreadPoolExecutor | None,
 ) -> jax.Array:
-    if (
-        x.weak_type
-        and not move.lost
-        and all(end.is_fully_addressable for end in (move.src, move.dst))
-    ):
+    is_local = move.src.is_fully_addressable and move.dst.is_fully_addressable
+    if x.weak_type and not move.lost and is_local:
         # An array assembled from shards has no weak type.
         return jax.device_put(x, move.dst, donate=donate)
     is_copied = assembly.method == "host"
-    shards = LocalShards(
-        {"": x}, keeps_replicas=is_copied and (donate or bool(move.lost))
-    )
+    keeps_replicas = is_copied and (donate or bool(move.lost))
+    shards = LocalShards({"": x}, keeps_replicas)
     if donate and is_copied and not assembly.is_remote:
         return assemble_and_delete(
             assembly.struct, assembly.targets, assembly.host_copies, shards, pool
         )
     if not is_copied and limit_bytes is not None:
         limit_bytes -= move.copy_bytes
-    array = start_assembly(
-        assembly,
-        ("",),
-        Context({"": x}, None, limit_bytes, assembly.most_bytes, pool, shards),
-    )()
+    context = Context(
+        arrays={"": x},
+        move=None,
+        limit_bytes=limit_bytes,
+        most_bytes=assembly.most_bytes,
+        pool=pool,
+        shards=shards,
+    )
+    wait = start_assembly(assembly, ("",), context)
+    array = wait()
     if donate:
         jax.block_until_ready(array)
         x.delete()

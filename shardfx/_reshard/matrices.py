@@ -8,9 +8,10 @@ and sharding.
 """
 
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -25,7 +26,7 @@ from .._ground.tree import flatten
 from .._plan import ShardPlan, check_plan, plan as plan_of, rows_of
 from .._rules import PathRules
 from .shardings import placed
-from .stacks import ArrayFn, OwnerExchange, Stack, Where, exchanges_of
+from .stacks import ArrayFn, Matrices, OwnerExchange, Stack, Where, exchanges_of
 from .traced import move_traced
 
 
@@ -58,25 +59,33 @@ class MappedMatrices:
         leaves = [*flat.leaves]
         places = [number for number, is_array in enumerate(flat.is_array) if is_array]
         mesh = _mesh_of(self.plan, [leaves[number] for number in places])
-        new_states = {}
-        for number, other in self._others.items():
-            if other is not None:
+        for number, function in self._others.items():
+            if function is not None:
                 place = places[number]
-                leaves[place] = other(leaves[place])
+                leaves[place] = function(leaves[place])
+
+        has_states = self._state is not None
+        new_states: dict[str, Any] = {}
         for exchange in self.exchanges:
-            old_states = {}
+            old_states: dict[str, Any] = {}
             for stack in exchange.stacks:
-                is_stateless = self._state is None
-                old_states[stack.name] = None if is_stateless else states[stack.name]
-            arrays = [leaves[places[part.at]] for part in exchange.arrays]
+                old_states[stack.name] = states[stack.name] if has_states else None
+            places_of_exchange = [places[part.at] for part in exchange.arrays]
             results, states_of_exchange = _map_exchange(
-                self._fn, exchange, arrays, old_states, mesh
+                self._fn,
+                exchange,
+                arrays=[leaves[place] for place in places_of_exchange],
+                states=old_states,
+                mesh=mesh,
             )
             new_states |= states_of_exchange
-            for part, result in zip(exchange.arrays, results, strict=True):
-                leaves[places[part.at]] = result
+            for place, result in zip(places_of_exchange, results, strict=True):
+                leaves[place] = result
+
         result = jax.tree.unflatten(flat.treedef, leaves)
-        return result if self._state is None else (result, new_states)
+        if has_states:
+            return result, new_states
+        return result
 
     def init(self) -> dict[str, Any]:
         """Returns the initial states of all matrices, made by the function that
@@ -92,16 +101,11 @@ class MappedMatrices:
             raise LeafTypeError(
                 "these matrices have no states; pass `map_matrices(..., state=init)`."
             )
-        init = self._state
-        states = {}
+        states: dict[str, Any] = {}
         for exchange, number, stack in self._stacks():
             slots = exchange.starts(number).size * exchange.size(exchange.lead_axes)
-            first = stack.arrays[0]
-            states[stack.name] = jax.vmap(
-                lambda _, stack_of_first=first: init(
-                    jnp.zeros(stack_of_first.matrix, stack_of_first.dtype)
-                )
-            )(jnp.zeros(slots))
+            state_of = ft.partial(_state_of_zeros, self._state, stack.arrays[0])
+            states[stack.name] = jax.vmap(state_of)(jnp.zeros(slots))
         return states
 
     @property
@@ -111,10 +115,10 @@ class MappedMatrices:
         """
         shapes = jax.eval_shape(self.init)
         mesh = self.plan.mesh if self.plan.jax_mesh is None else self.plan.jax_mesh
-        rules = [
-            (f"^{stack.name}(/|$)", PartitionSpec((*by.lead_axes, *by.axes)))
-            for by, _, stack in self._stacks()
-        ]
+        rules: list[tuple[str, PartitionSpec]] = []
+        for exchange, _, stack in self._stacks():
+            owner_axes = (*exchange.lead_axes, *exchange.axes)
+            rules.append((f"^{stack.name}(/|$)", PartitionSpec(owner_axes)))
         return plan_of(shapes, mesh, paths=PathRules(rules), strict=True)
 
     def _stacks(self) -> list[tuple[OwnerExchange, int, Stack]]:
@@ -123,6 +127,13 @@ class MappedMatrices:
             for number, stack in enumerate(exchange.stacks):
                 stacks.append((exchange, number, stack))
         return stacks
+
+
+def _state_of_zeros(
+    init: Callable[[Any], Any], array: Matrices, _slot: jax.Array
+) -> Any:
+    """The state of a matrix of `array` that is zero."""
+    return init(jnp.zeros(array.matrix, array.dtype))
 
 
 def map_matrices(
@@ -212,16 +223,18 @@ def _mesh_of(plan: ShardPlan, arrays: Sequence[object]) -> Any:
     """
     for array in arrays:
         mesh = jax.typeof(array).sharding.mesh
-        if not mesh.empty and any(
-            kind == AxisType.Explicit for kind in mesh.axis_types
-        ):
+        if not mesh.empty and AxisType.Explicit in mesh.axis_types:
             return mesh
-    return plan.mesh.abstract() if plan.jax_mesh is None else plan.jax_mesh
+    if plan.jax_mesh is not None:
+        return plan.jax_mesh
+    return plan.mesh.abstract()
 
 
 def _moved(x: Any, src: NamedSharding, dst: NamedSharding) -> Any:
     x = placed(x, src)
-    return x if src.spec == dst.spec else move_traced(x, dst, src)
+    if src.spec == dst.spec:
+        return x
+    return move_traced(x, dst, src)
 
 
 def _map_exchange(
@@ -235,14 +248,17 @@ def _map_exchange(
     has the states of each stack by the stack's name, `None` for a stack without states.
     `mesh` is the mesh of the arrays. Returns the results and the new states.
     """
-    parts = exchange.arrays
-    shardings = [NamedSharding(mesh, part.spec(part.entries)) for part in parts]
-    specs = [part.spec(part.sent_entries) for part in parts]
-    sent_shardings = [NamedSharding(mesh, spec) for spec in specs]
-    whole = [
-        jnp.reshape(result, (*part.many, *part.rest))
-        for result, part in zip(arrays, parts, strict=True)
-    ]
+    shardings: list[NamedSharding] = []
+    sent_shardings: list[NamedSharding] = []
+    sent_arrays: list[Any] = []
+    for array, part in zip(arrays, exchange.arrays, strict=True):
+        sharding = NamedSharding(mesh, part.spec(part.entries))
+        sent_sharding = NamedSharding(mesh, part.spec(part.sent_entries))
+        matrices = jnp.reshape(array, (*part.many, *part.rest))
+        shardings.append(sharding)
+        sent_shardings.append(sent_sharding)
+        sent_arrays.append(_moved(matrices, sharding, sent_sharding))
+    specs = [sharding.spec for sharding in sent_shardings]
 
     def run(arrays: list[Any], states: dict[str, object]) -> Any:
         held = exchanged(exchange, packed(exchange, arrays))
@@ -261,12 +277,10 @@ def _map_exchange(
         out_specs=(specs, owners),
         check_vma=False,
     )
-    results, states = mapped([*map(_moved, whole, shardings, sent_shardings)], states)
-    back = map(_moved, results, sent_shardings, shardings)
-    return [
-        jnp.reshape(result, array.shape)
-        for result, array in zip(back, arrays, strict=True)
-    ], states
+    results, states = mapped(sent_arrays, states)
+    received = map(_moved, results, sent_shardings, shardings)
+    shapes = [array.shape for array in arrays]
+    return list(map(jnp.reshape, received, shapes)), states
 
 
 def _scan(
@@ -290,40 +304,46 @@ def _scan(
         def called() -> Any:
             shards = jax.lax.dynamic_slice_in_dim(owned, start, stack.width, axis=1)
             matrix = assembled(exchange, stack, shards)
-            arguments = (matrix,) if state is None else (matrix, state)
-            result = fn(*arguments)
-            expected, actual = (
-                jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
-                for tree in (matrix if state is None else arguments, result)
-            )
-            if not eqx.tree_equal(expected, actual):
-                raise LeafTypeError(
-                    f"`fn` makes {actual} of {expected}, each a shape and a dtype; return"
-                    " the same shapes, dtypes and structure, for example with"
-                    " `.astype(matrix.dtype)`."
-                )
-            result, new = (result, None) if state is None else result
-            return (
-                jax.lax.dynamic_update_slice_in_dim(
-                    owned, split(exchange, stack, result), start, axis=1
-                ),
-                new,
-            )
+            new_state = None
+            if state is None:
+                new_matrix = fn(matrix)
+                _require_alike(matrix, new_matrix)
+            else:
+                results = fn(matrix, state)
+                _require_alike((matrix, state), results)
+                new_matrix, new_state = results
+            new_shards = split(exchange, stack, new_matrix)
+            rows = jax.lax.dynamic_update_slice_in_dim(owned, new_shards, start, axis=1)
+            return rows, new_state
 
+        if starts.min() >= 0:
+            return called()
         # `fn` does not run for a slot without a matrix.
-        return (
-            called()
-            if starts.min() >= 0
-            else jax.lax.cond(start >= 0, called, lambda: (owned, state))
-        )
+        return jax.lax.cond(start >= 0, called, lambda: (owned, state))
 
-    is_same = (starts == starts[0]).all()
-    row = (
-        jnp.asarray(starts[0])
-        if is_same
-        else jnp.asarray(starts)[jax.lax.axis_index(exchange.axes)]
-    )
-    return jax.lax.scan(turn, owned, (row, states))
+    if (starts == starts[0]).all():
+        own_starts = jnp.asarray(starts[0])
+    else:
+        own_starts = jnp.asarray(starts)[jax.lax.axis_index(exchange.axes)]
+    return jax.lax.scan(turn, owned, (own_starts, states))
+
+
+def _require_alike(argument: PyTree, result: PyTree) -> None:
+    """Raises `LeafTypeError` unless the result of the mapped function has the shapes,
+    the dtypes and the structure of its argument.
+    """
+
+    def kind_of(leaf: Any) -> tuple[tuple[int, ...], Any]:
+        return leaf.shape, leaf.dtype
+
+    expected = jax.tree.map(kind_of, argument)
+    actual = jax.tree.map(kind_of, result)
+    if not eqx.tree_equal(expected, actual):
+        raise LeafTypeError(
+            f"`fn` makes {actual} of {expected}, each a shape and a dtype; return"
+            " the same shapes, dtypes and structure, for example with"
+            " `.astype(matrix.dtype)`."
+        )
 
 
 def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
@@ -331,85 +351,95 @@ def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
     `arrays` are the device's shards. A row holds the shards of all matrices of that
     owner, one after the other, and zeros up to the length of the longest row.
     """
-    column = iter(arrays)
     unit = exchange.unit
-    shards = [
-        jnp.concatenate(
-            [next(column).reshape(-1, *stack.shard_shape) for _ in stack.arrays]
-        )
-        for stack in exchange.stacks
-    ]
-    parts = []
-    order = []
-    for owners, held in _owner_groups(exchange):
-        blocks = [
-            _rows(shards[stack_number], owned.ravel()).reshape(len(owners), -1, *unit)
-            for stack_number, owned in held
-        ]
-        padding = exchange.width - sum(block.shape[1] for block in blocks)
-        blocks.append(jnp.zeros((len(owners), padding, *unit), shards[0].dtype))
-        parts.append(jnp.concatenate(blocks, axis=1))
+    shards_of_stacks: list[jax.Array] = []
+    start = 0
+    for stack in exchange.stacks:
+        stop = start + len(stack.arrays)
+        shards = [array.reshape(-1, *stack.shard_shape) for array in arrays[start:stop]]
+        shards_of_stacks.append(jnp.concatenate(shards))
+        start = stop
+
+    dtype = shards_of_stacks[0].dtype
+    rows_of_groups: list[jax.Array] = []
+    order: list[int] = []
+    for owners, stacks in _owner_groups(exchange):
+        blocks: list[jax.Array] = []
+        units = 0
+        for stack_number, matrices in stacks:
+            shards = _rows(shards_of_stacks[stack_number], matrices.ravel())
+            block = shards.reshape(len(owners), -1, *unit)
+            blocks.append(block)
+            units += block.shape[1]
+        padding = exchange.width - units
+        blocks.append(jnp.zeros((len(owners), padding, *unit), dtype))
+        rows_of_groups.append(jnp.concatenate(blocks, axis=1))
         order += [*owners]
-    return _rows(jnp.concatenate(parts), np.argsort(order))
+    return _rows(jnp.concatenate(rows_of_groups), np.argsort(order))
 
 
 def unpacked(exchange: OwnerExchange, rows: jax.Array) -> list[jax.Array]:
     """The shards of all arrays on a device, from the rows that the owner devices send
     back. The inverse of `packed`.
     """
-    shards: list[list[jax.Array]] = [[] for _ in exchange.stacks]
-    order: list[list[int]] = [[] for _ in exchange.stacks]
-    for owners, held in _owner_groups(exchange):
-        offsets = np.cumsum(
-            [
-                owned.shape[1] * exchange.stacks[stack_number].width
-                for stack_number, owned in held
-            ]
-        )
-        blocks = jnp.split(_rows(rows, owners), offsets.tolist(), axis=1)
-        for (stack_number, owned), block in zip(
-            held, blocks, strict=False
-        ):  # the last one is padding
-            shards[stack_number].append(
-                block.reshape(owned.size, *exchange.stacks[stack_number].shard_shape)
-            )
-            order[stack_number] += owned.ravel().tolist()
-    arrays = []
-    for stack, owned, numbers in zip(exchange.stacks, shards, order, strict=True):
-        shapes = [
-            (part.many[0] // exchange.size(part.lead_axes), *part.many[1:])
-            for part in stack.arrays
-        ]
-        offsets = np.cumsum([*map(math.prod, shapes)])[:-1].tolist()
-        parts = jnp.split(_rows(jnp.concatenate(owned), np.argsort(numbers)), offsets)
-        arrays += [
-            part_rows.reshape(*shape, *stack.shard_shape)
-            for part_rows, shape in zip(parts, shapes, strict=True)
-        ]
+    shards_of_stacks: list[list[jax.Array]] = [[] for _ in exchange.stacks]
+    order_of_stacks: list[list[int]] = [[] for _ in exchange.stacks]
+    for owners, stacks in _owner_groups(exchange):
+        offsets: list[int] = []
+        offset = 0
+        for stack_number, matrices in stacks:
+            offset += matrices.shape[1] * exchange.stacks[stack_number].width
+            offsets.append(offset)
+        # The last block is padding.
+        *blocks, _ = jnp.split(_rows(rows, owners), offsets, axis=1)
+        for (stack_number, matrices), block in zip(stacks, blocks, strict=True):
+            shard_shape = exchange.stacks[stack_number].shard_shape
+            shards = block.reshape(matrices.size, *shard_shape)
+            shards_of_stacks[stack_number].append(shards)
+            order_of_stacks[stack_number] += matrices.ravel().tolist()
+
+    arrays: list[jax.Array] = []
+    for stack, shards, order in zip(
+        exchange.stacks, shards_of_stacks, order_of_stacks, strict=True
+    ):
+        in_order = _rows(jnp.concatenate(shards), np.argsort(order))
+        start = 0
+        for part in stack.arrays:
+            first, *others = part.many
+            counts = (first // exchange.size(part.lead_axes), *others)
+            stop = start + math.prod(counts)
+            shards_of_part = in_order[start:stop]
+            arrays.append(shards_of_part.reshape(*counts, *stack.shard_shape))
+            start = stop
     return arrays
 
 
-def _owner_groups(
-    exchange: OwnerExchange,
-) -> Iterator[tuple[np.ndarray, list[tuple[int, np.ndarray]]]]:
-    """Groups the owner devices that own equally many matrices of each stack.
+class _OwnerGroup(NamedTuple):
+    """Owner devices that own equally many matrices of each stack.
 
-    For each group it yields the numbers of its owners and a list with an entry for each
-    stack: the number of the stack, and an array of shape `(owners, matrices)` with the
-    indices in the stack of the matrices that each owner has.
+    - `owners`: the numbers of the owners.
+    - `stacks`: the number of each stack, and an array of shape `(owners, matrices)`
+      with the indices in the stack of the matrices that each owner has.
     """
-    stacks_of = lambda owner: tuple(stack for stack, _ in exchange.owned[owner])
+
+    owners: np.ndarray
+    stacks: list[tuple[int, np.ndarray]]
+
+
+def _owner_groups(exchange: OwnerExchange) -> Iterator[_OwnerGroup]:
+    """Yields the owner devices in groups that own equally many matrices of each stack."""
+
+    def stacks_of(owner: int) -> tuple[int, ...]:
+        return tuple([stack for stack, _ in exchange.owned[owner]])
+
     for stacks, owners in together(range(len(exchange.owned)), stacks_of).items():
-        held = np.array([exchange.owned[owner] for owner in owners], int).reshape(
-            len(owners), -1, 2
-        )
-        yield (
-            np.array(owners),
-            [
-                (stack, held[:, held[0, :, 0] == stack, 1])
-                for stack in dict.fromkeys(stacks)
-            ],
-        )
+        owned = np.array([exchange.owned[owner] for owner in owners], int)
+        # For each owner and each of its matrices, the index in the stack.
+        indices = owned.reshape(len(owners), -1, 2)[:, :, 1]
+        matrices_of_stacks: list[tuple[int, np.ndarray]] = []
+        for stack in dict.fromkeys(stacks):
+            matrices_of_stacks.append((stack, indices[:, np.array(stacks) == stack]))
+        yield _OwnerGroup(owners=np.array(owners), stacks=matrices_of_stacks)
 
 
 def _rows(rows: jax.Array, numbers: np.ndarray) -> jax.Array:
@@ -420,69 +450,80 @@ def _rows(rows: jax.Array, numbers: np.ndarray) -> jax.Array:
     count = len(numbers)
     if not np.array_equal(numbers, np.arange(first, first + count)):
         return rows[numbers]
-    return rows if count == len(rows) else rows[first : first + count]
+    if count == len(rows):
+        return rows
+    return rows[first : first + count]
 
 
 def exchanged(exchange: OwnerExchange, rows: jax.Array) -> jax.Array:
     """The rows that a device has after an all-to-all of `rows`, in which row `i` goes
     to owner device `i`.
     """
-    return (
-        jax.lax.all_to_all(rows, exchange.axes, 0, 0, tiled=True)
-        if len(exchange.owned) > 1
-        else rows
-    )
+    if len(exchange.owned) == 1:
+        return rows
+    return jax.lax.all_to_all(rows, exchange.axes, 0, 0, tiled=True)
 
 
 def assembled(exchange: OwnerExchange, stack: Stack, shards: jax.Array) -> jax.Array:
     """A whole matrix of `stack`, from the shards that its owner received from all
     devices: the inverse of `split`.
     """
-    every, grid, order = _grid(exchange, stack)
+    grid = _grid(exchange, stack)
+    shards = shards.reshape(*grid.sizes, *stack.shard_shape)
     # Of the replicas of a shard, the first one is taken.
-    shards = shards.reshape(*every, *stack.shard_shape)[
-        tuple(slice(size) for size in grid)
-    ]
-    return shards.transpose(order).reshape(stack.arrays[0].matrix)
+    shards = shards[tuple(map(slice, grid.shard_counts))]
+    return shards.transpose(grid.order).reshape(stack.arrays[0].matrix)
 
 
 def split(exchange: OwnerExchange, stack: Stack, matrix: jax.Array) -> jax.Array:
     """The shards of a whole matrix of `stack`, as one row for each device: the inverse
     of `assembled`.
     """
-    every, grid, order = _grid(exchange, stack)
-    shards = matrix.reshape(
-        [(*grid, *stack.shard_shape)[axis] for axis in order]
-    ).transpose(np.argsort(order))
-    shards = jnp.broadcast_to(shards, (*every, *stack.shard_shape))
+    grid = _grid(exchange, stack)
+    shape = (*grid.shard_counts, *stack.shard_shape)
+    by_dim = matrix.reshape([shape[axis] for axis in grid.order])
+    shards = by_dim.transpose(np.argsort(grid.order))
+    shards = jnp.broadcast_to(shards, (*grid.sizes, *stack.shard_shape))
     return shards.reshape(len(exchange.owned), -1, *exchange.unit)
 
 
-def _grid(
-    exchange: OwnerExchange, stack: Stack
-) -> tuple[list[int], list[int], list[int]]:
-    """Says how the shards of a matrix of `stack`, one from each device, form the
-    matrix. Returns three lists:
+class _Grid(NamedTuple):
+    """How the shards of a matrix, one from each device, form the matrix.
 
-    1. The size of each mesh axis along which owner devices lie. The shards are first
-       reshaped to these sizes, followed
-        by the shape of a shard.
-    2. How many shards to keep along each of these axes: its size, or 1 if the axis does
-       not shard the matrix. All
-        devices along such an axis have the same shard.
-    3. The order of dimensions for `transpose`. It brings the mesh axes that shard a
-       dimension in front of this
-        dimension, so that a last reshape gives the matrix.
+    - `sizes`: the size of each mesh axis along which owner devices lie. The shards are
+      first reshaped to these sizes, followed by the shape of a shard.
+    - `shard_counts`: how many shards to keep along each of these axes: its size, or 1
+      if the axis does not shard the matrix. All devices along such an axis have the
+      same shard.
+    - `order`: the order of dimensions for `transpose`. It brings the mesh axes that
+      shard a dimension in front of this dimension, so that a last reshape gives the
+      matrix.
     """
+
+    sizes: list[int]
+    shard_counts: list[int]
+    order: list[int]
+
+
+def _grid(exchange: OwnerExchange, stack: Stack) -> _Grid:
     axes = exchange.axes
-    entries = stack.arrays[0].sent_entries
-    used = {axis for dim_axes in entries for axis in dim_axes}
-    sizes = [exchange.sizes[axis] for axis in axes]
-    grid = []
-    for axis, size in zip(axes, sizes, strict=True):
-        grid.append(size if axis in used else 1)
     order: list[int] = []
-    for dim, dim_axes in enumerate(entries):
+    for dim, dim_axes in enumerate(stack.arrays[0].sent_entries):
         order += [*map(axes.index, dim_axes), len(axes) + dim]
-    copies = [position for position in range(len(axes)) if position not in order]
-    return sizes, grid, [*copies, *order]
+
+    sizes: list[int] = []
+    shard_counts: list[int] = []
+    replica_positions: list[int] = []
+    for position, axis in enumerate(axes):
+        size = exchange.sizes[axis]
+        sizes.append(size)
+        if position in order:
+            shard_counts.append(size)
+        else:
+            shard_counts.append(1)
+            replica_positions.append(position)
+    return _Grid(
+        sizes=sizes,
+        shard_counts=shard_counts,
+        order=[*replica_positions, *order],
+    )

@@ -8,14 +8,13 @@ whether shards on CPU devices may be copied in host memory, which these devices 
 
 import dataclasses
 import functools as ft
-import itertools as it
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
 from jax.sharding import NamedSharding, Sharding
 
-from .._ground.boxes import shard_boxes
+from .._ground.boxes import Box, shard_boxes
 from .._ground.spec import DType, array_bytes, bits
 from ..topology import MeshSpec
 from .pieces.assembly import Assembly
@@ -90,9 +89,8 @@ class Move:
         """The bytes of device memory that programs use for copies of old and new shards
         that are in host memory.
         """
-        if self.plan is None and (
-            self.assembly is None or self.assembly.method != "programs"
-        ):
+        is_assembled = self.assembly is not None and self.assembly.method == "programs"
+        if self.plan is None and not is_assembled:
             return 0
         return device_copy_bytes(self.shape, self.dtype, self.src, self.dst)
 
@@ -100,14 +98,12 @@ class Move:
     def extra_bytes(self) -> int:
         """The most bytes that one memory needs besides the shards of source and target."""
         if self.plan is not None:
-            return (
-                _program_bytes(self.plan, self.shape, self.dtype)
-                * sharers(self.dst.device_set)
-                + self.copy_bytes
-            )
+            device_bytes = _program_bytes(self.plan, self.shape, self.dtype)
+            return device_bytes * sharers(self.dst.device_set) + self.copy_bytes
         if self.assembly is None:
             return 0
-        return self.assembly.extra_bytes(self.assembly.exchanges()) + self.copy_bytes
+        exchange_bytes = self.assembly.extra_bytes(self.assembly.exchanges())
+        return exchange_bytes + self.copy_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -115,27 +111,25 @@ class Move:
         source and target included.
         """
         source = self.source_bytes * sharers(self.src.device_set)
-        return (
-            source + self.target_bytes * sharers(self.dst.device_set) + self.extra_bytes
-        )
+        target = self.target_bytes * sharers(self.dst.device_set)
+        return source + target + self.extra_bytes
 
     @property
     def crosses_cpu(self) -> bool:
         """Whether CPU devices of several processes take part in the move."""
-        devices = self.dst.device_set
-        return not self.dst.is_fully_addressable and any(
-            device.platform == "cpu" for device in devices
-        )
+        if self.dst.is_fully_addressable:
+            return False
+        platforms = {device.platform for device in self.dst.device_set}
+        return "cpu" in platforms
 
     def chunks_of(self, count: int) -> Chunks | None:
         """The division of shards into `count` chunks or more, or as many as there can
         be. `None` if the move has no steps or the shards cannot be divided.
         """
-        return (
-            None
-            if self.plan is None
-            else split_into(count, self.src.shard_shape(self.shape), self.plan.steps)
-        )
+        if self.plan is None:
+            return None
+        shard_shape = self.src.shard_shape(self.shape)
+        return split_into(count, shard_shape, self.plan.steps)
 
     def chunks_within(self, limit_bytes: int | None) -> Chunks | None:
         """Chunks of shards that need at most `limit_bytes` in one memory besides source
@@ -144,24 +138,20 @@ class Move:
         """
         if limit_bytes is None or self.extra_bytes <= limit_bytes:
             return None
-        chunks = self.chunks_of(
-            -(-self.held_bytes // max(1, limit_bytes - self.copy_bytes))
-        )
-        return (
-            chunks
-            if chunks is None or self.bytes_in(chunks) <= limit_bytes
-            else self.chunks_of(max(self.shape))
-        )
+        chunk_bytes = max(1, limit_bytes - self.copy_bytes)
+        chunks = self.chunks_of(-(-self.held_bytes // chunk_bytes))
+        if chunks is None or self.bytes_in(chunks) <= limit_bytes:
+            return chunks
+        return self.chunks_of(max(self.shape))
 
     def bytes_in(self, chunks: Chunks) -> int:
         """The bytes that one memory needs besides the shards of source and target if
         shards move in `chunks`. They include one chunk's part of the shards, before and
         after its move.
         """
-        return (
-            -(-(self.held_bytes - self.copy_bytes) * chunks.chunk // chunks.block)
-            + self.copy_bytes
-        )
+        divided_bytes = self.held_bytes - self.copy_bytes
+        chunk_bytes = -(-divided_bytes * chunks.chunk // chunks.block)
+        return chunk_bytes + self.copy_bytes
 
     @property
     def least_bytes(self) -> int:
@@ -171,11 +161,9 @@ class Move:
         if self.assembly is not None:
             return min(self.extra_bytes, self.assembly.least_bytes + self.copy_bytes)
         finest = self.chunks_of(max(self.shape, default=1))
-        return (
-            self.extra_bytes
-            if finest is None
-            else min(self.extra_bytes, self.bytes_in(finest))
-        )
+        if finest is None:
+            return self.extra_bytes
+        return min(self.extra_bytes, self.bytes_in(finest))
 
 
 @ft.lru_cache(maxsize=4096)
@@ -231,31 +219,41 @@ def move_of(
     if stays:
         return make("in place")
     if not lost and _same_devices(src, dst):
-        pairs = [
-            (end, mesh)
-            for end, mesh in zip((src, dst), meshes, strict=True)
-            if isinstance(end, NamedSharding)
-        ]
-        step_layouts = [
-            layout(mesh or end.mesh, end.spec, len(shape)) for end, mesh in pairs
-        ]
         # Devices that share a memory do not need steps, so none are searched.
-        steps = (
-            redistribute(shape, bits(dtype), *step_layouts)
-            if len(step_layouts) == 2 and not (copies and _is_local_cpu(src))
-            else None
-        )
-        if _same_shards(shape, src, dst) if steps is None else not steps.steps:
-            if src.memory_kind != dst.memory_kind and (
-                in_host_memory(src) or in_host_memory(dst)
-            ):
+        steps = None
+        if not (copies and _is_local_cpu(src)):
+            steps = _steps(shape, dtype, src, dst, meshes)
+        if steps is None:
+            keeps_shards = _same_shards(shape, src, dst)
+        else:
+            keeps_shards = not steps.steps
+        if keeps_shards:
+            is_in_host_memory = in_host_memory(src) or in_host_memory(dst)
+            if src.memory_kind != dst.memory_kind and is_in_host_memory:
                 return make("memory kind")
             return make("relabel")
         if steps is not None and 0 not in shape:
             return make("steps", plan=steps)
-    return make(
-        "tiles", assembly=assembly_between(shape, dtype, src, dst, lost, copies)
-    )
+    assembly = assembly_between(shape, dtype, src, dst, lost, copies)
+    return make("tiles", assembly=assembly)
+
+
+def _steps(
+    shape: tuple[int, ...],
+    dtype: object,
+    src: Sharding,
+    dst: Sharding,
+    meshes: tuple[MeshSpec | None, MeshSpec | None],
+) -> Redistribution | None:
+    """The collectives from `src` to `dst`, on the same devices; `None` if one of the
+    two is no NamedSharding. `meshes` are those of the plans without devices.
+    """
+    if not isinstance(src, NamedSharding) or not isinstance(dst, NamedSharding):
+        return None
+    src_mesh, dst_mesh = meshes
+    src_layout = layout(src_mesh or src.mesh, src.spec, len(shape))
+    dst_layout = layout(dst_mesh or dst.mesh, dst.spec, len(shape))
+    return redistribute(shape, bits(dtype), src_layout, dst_layout)
 
 
 def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
@@ -267,22 +265,22 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
     arrays have the same senders, so that they share a program.
     """
     sent: dict[object, int] = {}
-    chosen = {}
+    chosen: dict[Move, Move] = {}
     for move, count in moves.items():
-        balanced_move = chosen[move] = move
+        chosen[move] = move
         if move.assembly is None:
             continue
-        places = {
-            place: sent.get(device, 0)
-            for place, device in enumerate(move.assembly.devices)
-        }
-        before = move.assembly.parts.sent_before(places)
+        sent_by_place: dict[int, int] = {}
+        for place, device in enumerate(move.assembly.devices):
+            sent_by_place[place] = sent.get(device, 0)
+        before = move.assembly.parts.sent_before(sent_by_place)
         if before:
-            balanced_move = chosen[move] = _with_senders(move, before)
-        assert balanced_move.assembly is not None
-        for place, size in balanced_move.assembly.parts.sent_bytes.items():
-            device = balanced_move.assembly.devices[place]
-            sent[device] = sent.get(device, 0) + count * size
+            chosen[move] = _with_senders(move, before)
+        assembly = chosen[move].assembly
+        assert assembly is not None
+        for place, nbytes in assembly.parts.sent_bytes.items():
+            device = assembly.devices[place]
+            sent[device] = sent.get(device, 0) + count * nbytes
     return chosen
 
 
@@ -292,8 +290,16 @@ def _with_senders(move: Move, sent_before: tuple[tuple[int, int], ...]) -> Move:
     position of a device in `assembly.devices`, and how many more bytes it has sent in
     earlier moves than the device with the same shard that has sent the fewest.
     """
-    fields = (move.shape, move.dtype, move.src, move.dst, move.lost, move.copies)
-    return dataclasses.replace(move, assembly=assembly_between(*fields, sent_before))
+    assembly = assembly_between(
+        move.shape,
+        move.dtype,
+        src=move.src,
+        dst=move.dst,
+        lost=move.lost,
+        copies=move.copies,
+        sent_before=sent_before,
+    )
+    return dataclasses.replace(move, assembly=assembly)
 
 
 def shares_memory(move: Move) -> bool:
@@ -306,7 +312,8 @@ def shares_memory(move: Move) -> bool:
 def _is_local_cpu(sharding: Sharding) -> bool:
     if not has_devices(sharding) or not sharding.is_fully_addressable:
         return False
-    return all(device.platform == "cpu" for device in sharding.device_set)
+    platforms = {device.platform for device in sharding.device_set}
+    return platforms == {"cpu"}
 
 
 def _same_devices(*shardings: Sharding) -> bool:
@@ -327,31 +334,35 @@ def _device_numbers(sharding: Sharding) -> set[int]:
 
 
 def _same_shards(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> bool:
-    ours = shard_boxes(src, shape)
-    theirs = shard_boxes(dst, shape)
-    if not (has_devices(src) and has_devices(dst)):
-        ours, theirs = (
-            {getattr(device, "id", device): box for device, box in held.items()}
-            for held in (ours, theirs)
-        )
-    return ours == theirs
+    """Whether each device holds the same shard under both shardings."""
+    old_boxes = shard_boxes(src, shape)
+    new_boxes = shard_boxes(dst, shape)
+    if has_devices(src) and has_devices(dst):
+        return old_boxes == new_boxes
+    return _by_number(old_boxes) == _by_number(new_boxes)
+
+
+def _by_number(boxes: Mapping[Any, Box]) -> dict[int, Box]:
+    """The boxes of devices by their ids; positions in a mesh without devices stay."""
+    return {getattr(device, "id", device): box for device, box in boxes.items()}
 
 
 def _program_bytes(plan: Redistribution, shape: tuple[int, ...], dtype: object) -> int:
     """The most bytes that the program of the steps allocates on a device besides the
     shards of source and target.
     """
-    layouts = [step.source for step in plan.steps] + [
-        step.target for step in plan.steps[-1:]
-    ]
-    held = [array_bytes(end.shard_shape(shape), dtype) for end in layouts]
-    # Besides its old and its new shard, a step holds a copy of the bytes that it sends
-    # and a copy of the bytes that it receives. The first step's old shard is the
-    # source, and the last step's new shard is the target.
-    inner = [0, *held[1:-1], 0]
-    return max(
-        sum(pair) + sum(layouts_of_step)
-        for pair, layouts_of_step in zip(
-            it.pairwise(held), it.pairwise(inner), strict=True
-        )
-    )
+    last = len(plan.steps) - 1
+    most_bytes = 0
+    for number, step in enumerate(plan.steps):
+        old_bytes = array_bytes(step.source.shard_shape(shape), dtype)
+        new_bytes = array_bytes(step.target.shard_shape(shape), dtype)
+        # A step holds a copy of the bytes that it sends and a copy of the bytes that it
+        # receives, and its old and its new shard. The first step's old shard is the
+        # source, and the last step's new shard is the target.
+        step_bytes = old_bytes + new_bytes
+        if number > 0:
+            step_bytes += old_bytes
+        if number < last:
+            step_bytes += new_bytes
+        most_bytes = max(most_bytes, step_bytes)
+    return most_bytes

@@ -35,7 +35,7 @@ from .._ground.tree import Flat, flatten, is_number
 from .._plan import ShardPlan, Target, shardings_of_leaves, target_of
 from .flight import Job, require_memory, run_job
 from .move import Move, balanced, move_of
-from .pieces.assembly import MovedLeaf
+from .pieces.assembly import Assembly, MovedLeaf
 from .pieces.planning import TargetArray, target_arrays
 from .shardings import (
     has_devices,
@@ -206,41 +206,46 @@ def resharded(
                 "`reshard` with a map takes neither `src` nor `lost`; move the tree as"
                 " it is first."
             )
-        arrays, target, plans, numbers = map_move(flat, dst, map, copies)
-        leaves = []
-        for array in plans:
-            leaves.append(arrays[array.sources[0]] if array.sources else None)
-        plain = [
-            (number, leaves[number], array.leaf.sharding)
-            for number, array in enumerate(plans)
-            if array.assembly is None
-        ]
-        others = [
-            (number, array.sources, array.assembly)
-            for number, array in enumerate(plans)
-            if array.assembly is not None
-        ]
-        job = job_of(plain, lambda number: plans[number].leaf.path, copies=copies)
-        job = dataclasses.replace(job, arrays=arrays, assemblies=others)
-        return target.filled(_moved(job, leaves, limit_bytes, donate), numbers)
+        move = map_move(flat, dst, map, copies)
+        return _moved_by_map(move, limit_bytes, donate, copies)
     new_shardings = targets(dst, flat, "dst")
     path_of = flat.paths.__getitem__
-    if any(isinstance(leaf, Tracer) for leaf in flat.leaves):
-        sources = (
-            [None] * len(new_shardings) if src is None else targets(src, flat, "src")
-        )
-        moved = move_traced_leaves(flat.leaves, sources, new_shardings, path_of)
+    if _has_tracer(flat.leaves):
+        old_shardings: list[Sharding | None] = [None] * len(new_shardings)
+        if src is not None:
+            old_shardings = targets(src, flat, "src")
+        moved = move_traced_leaves(flat.leaves, old_shardings, new_shardings, path_of)
     else:
-        job = job_of(
-            list(
-                zip(range(len(new_shardings)), flat.leaves, new_shardings, strict=True)
-            ),
-            path_of,
-            lost,
-            copies,
-        )
+        numbers = range(len(new_shardings))
+        rows = zip(numbers, flat.leaves, new_shardings, strict=True)
+        job = job_of(list(rows), path_of, lost, copies)
         moved = _moved(job, flat.leaves, limit_bytes, donate)
     return jax.tree.unflatten(flat.treedef, moved)
+
+
+def _has_tracer(leaves: Iterable[object]) -> bool:
+    return any(isinstance(leaf, Tracer) for leaf in leaves)
+
+
+def _moved_by_map(
+    move: "MapMove", limit_bytes: int | None, donate: bool, copies: bool
+) -> PyTree:
+    """Carries a move by a `TreeMap` out, and returns the tree that it makes."""
+    leaves: list[Any] = []
+    plain: list[tuple[int, Any, Sharding | None]] = []
+    assemblies: list[tuple[int, tuple[str, ...], Assembly]] = []
+    for number, array in enumerate(move.plans):
+        leaf = move.arrays[array.sources[0]] if array.sources else None
+        leaves.append(leaf)
+        if array.assembly is None:
+            plain.append((number, leaf, array.leaf.sharding))
+        else:
+            assemblies.append((number, array.sources, array.assembly))
+
+    job = job_of(plain, lambda number: move.plans[number].leaf.path, copies=copies)
+    job = dataclasses.replace(job, arrays=move.arrays, assemblies=assemblies)
+    arrays = _moved(job, leaves, limit_bytes, donate)
+    return move.target.filled(arrays, move.numbers)
 
 
 def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
@@ -269,11 +274,9 @@ def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
         if sharding is not None and not isinstance(sharding, Sharding):
             path = flat.paths[number]
             kind = type(sharding).__name__
-            where = (
-                f"`{what}` holds a {kind} at `{path}`"
-                if path
-                else f"`{what}` is a {kind}"
-            )
+            where = f"`{what}` is a {kind}"
+            if path:
+                where = f"`{what}` holds a {kind} at `{path}`"
             raise LeafTypeError(
                 f"{where}, {sharding!r:.80}, which is no sharding; use `NamedSharding(mesh,"
                 " spec)`, the `.sharding` of a `Format`, or a plan: `plan(tree, mesh,"
@@ -323,13 +326,10 @@ def _moved(
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.disable_jit(False))
         for direction in ("host_to_device", "device_to_device", "device_to_host"):
-            if getattr(jax.config, f"jax_transfer_guard_{direction}") in (
-                "disallow",
-                "log",
-            ):
-                stack.enter_context(
-                    getattr(jax, f"transfer_guard_{direction}")("allow")
-                )
+            level = getattr(jax.config, f"jax_transfer_guard_{direction}")
+            if level in ("disallow", "log"):
+                guard = getattr(jax, f"transfer_guard_{direction}")
+                stack.enter_context(guard("allow"))
         moved = run_job(job, limit_bytes, donate)
     return [moved.get(number, leaf) for number, leaf in enumerate(leaves)]
 
@@ -339,18 +339,17 @@ def _whole_bytes(memory_limit_bytes: SupportsIndex | None) -> int | None:
         "give a number of bytes, such as `memory_limit_bytes=1 << 30`, or `None` for no"
         " limit"
     )
+    if memory_limit_bytes is None:
+        return None
     try:
-        limit_bytes = (
-            None if memory_limit_bytes is None else operator.index(memory_limit_bytes)
-        )
+        limit_bytes = operator.index(memory_limit_bytes)
     except TypeError as error:
-        value = (
-            f"{memory_limit_bytes!r:.80} of type {type(memory_limit_bytes).__name__}"
-        )
+        kind = type(memory_limit_bytes).__name__
+        value = f"{memory_limit_bytes!r:.80} of type {kind}"
         raise LeafTypeError(
             f"`memory_limit_bytes` must be a whole number, not {value}; {fix}."
         ) from error
-    if limit_bytes is not None and limit_bytes < 0:
+    if limit_bytes < 0:
         raise MoveError(
             f"`memory_limit_bytes={limit_bytes}` is negative. Nothing was moved; {fix}."
         )
@@ -390,10 +389,10 @@ def job_of(
             job.kept.add(id(leaf))
         else:
             job.moves.setdefault(moves[key], []).append((number, leaf))
-    chosen = balanced({move: len(places) for move, places in job.moves.items()})
-    return dataclasses.replace(
-        job, moves={chosen[move]: places for move, places in job.moves.items()}
-    )
+    counts = {move: len(places) for move, places in job.moves.items()}
+    chosen = balanced(counts)
+    balanced_moves = {chosen[move]: places for move, places in job.moves.items()}
+    return dataclasses.replace(job, moves=balanced_moves)
 
 
 def _move(
@@ -438,7 +437,7 @@ def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
     with shardings, from the tree `flat`. No array has moved when it returns. Raises
     `MapError` if the map does not fit the two trees.
     """
-    if any(isinstance(leaf, Tracer) for leaf in flat.leaves):
+    if _has_tracer(flat.leaves):
         raise LeafTypeError(
             "`reshard(..., map=...)` moves live arrays, and this tree is traced; inside"
             " `jit` use `map.apply(tree, like)`, and constrain the result."
@@ -452,32 +451,39 @@ def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
                 " move."
             )
     target = target_of(dst, "reshard")
-    shardings = []
-    for leaf in arrays.values():
-        shardings.append(leaf.sharding if isinstance(leaf, jax.Array) else None)
-    shardings += [leaf.sharding for _, leaf in target.arrays]
-    every = [*arrays.items(), *target.arrays]
-    leaves = [
-        MovedLeaf(path, tuple(x.shape), x.dtype, end)
-        for (path, x), end in zip(every, shardings, strict=True)
-    ]
-    sources = tuple(leaves[: len(arrays)])
-    targets = tuple(leaves[len(arrays) :])
-    for path, leaf in target.arrays:
-        with naming(str, path):
+    sources = [_moved_leaf(path, leaf) for path, leaf in arrays.items()]
+    targets = [_moved_leaf(path, leaf) for path, leaf in target.arrays]
+    for leaf in targets:
+        assert leaf.sharding is not None
+        with naming(str, leaf.path):
             _require_devices(leaf.sharding)
     if jax.process_count() > 1:
-        processes: set[int] = set()
-        for sharding in {sharding for sharding in shardings if sharding is not None}:
-            processes |= {device.process_index for device in sharding.device_set}
-        require_same_map(map, tuple(sorted(processes)))
+        require_same_map(map, _processes([*sources, *targets]))
     pairs = zip(flat.paths, flat.leaves, strict=True)
     own_numbers = {path: leaf for path, leaf in pairs if is_number(leaf)}
     positions = {leaf.path: leaf.position for leaf in target.others if leaf.is_number}
     numbers = number_copies(map.steps, own_numbers, positions)
-    plans = target_arrays(map, sources, targets, copies, numbers)
+    plans = target_arrays(map, tuple(sources), tuple(targets), copies, numbers)
     values = {positions[path]: own_numbers[route] for path, route in numbers.routes}
-    return MapMove(arrays, target, plans, values)
+    return MapMove(arrays=arrays, target=target, plans=plans, numbers=values)
+
+
+def _moved_leaf(path: str, leaf: Any) -> MovedLeaf:
+    """An array or a struct as a `MovedLeaf`; NumPy arrays have no sharding."""
+    sharding = None
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        sharding = leaf.sharding
+    return MovedLeaf(path, tuple(leaf.shape), leaf.dtype, sharding)
+
+
+def _processes(leaves: Iterable[MovedLeaf]) -> tuple[int, ...]:
+    """The processes whose devices hold some of the arrays."""
+    shardings = {leaf.sharding for leaf in leaves}
+    processes: set[int] = set()
+    for sharding in shardings:
+        if sharding is not None:
+            processes |= {device.process_index for device in sharding.device_set}
+    return tuple(sorted(processes))
 
 
 @ft.lru_cache(maxsize=64)
@@ -498,12 +504,11 @@ def require_same_map(map: TreeMap, processes: tuple[int, ...]) -> None:
             f" it, and {late} did not come within {_WAIT_SECONDS} s; call `reshard`"
             " with this map on all of them. Nothing was moved."
         )
-    other = next(
-        (process for process, digest in digests.items() if digest != map.digest), None
-    )
-    if other is not None:
+    for process, digest in digests.items():
+        if digest == map.digest:
+            continue
         raise MapError(
-            f"process {me} and process {other} move by different maps; make the map"
+            f"process {me} and process {process} move by different maps; make the map"
             " from the same numbers on every process: `hosts.assert_same_plan(map)`"
             " says where they differ. Nothing was moved."
         )

@@ -5,8 +5,8 @@ is needed.
 import collections
 import dataclasses
 import functools as ft
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from jax.sharding import Sharding
 
@@ -25,6 +25,9 @@ from .packing import packed, unpacked
 from .pieces.shard_part import Links
 from .shardings import in_host_memory
 from .steps.redistribution import MoveStep
+
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +95,8 @@ class LeafMove:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # JAX's devices cannot be pickled.
-        fields = {**vars(self), "src": packed(self.src), "dst": packed(self.dst)}
+        shardings = {"src": packed(self.src), "dst": packed(self.dst)}
+        fields = {**vars(self), **shardings}
         return _unpickled, (fields,)
 
     @property
@@ -146,13 +150,11 @@ class ReshardPlan:
         """The number of distinct moves. Arrays of equal shape, dtype, `src` and `dst`
         share a move.
         """
-        return len(
-            {
-                (leaf.shape, str(leaf.dtype), leaf.src, leaf.dst)
-                for leaf in self.leaves
-                if not leaf.idle
-            }
-        )
+        kinds: set[object] = set()
+        for leaf in self.leaves:
+            if not leaf.idle:
+                kinds.add((leaf.shape, str(leaf.dtype), leaf.src, leaf.dst))
+        return len(kinds)
 
     @property
     def wire_bytes(self) -> int:
@@ -176,13 +178,16 @@ class ReshardPlan:
         """The most bytes in a device's memory if one array moves at a time, with all
         sources and targets included.
         """
-        held = [(leaf, sum(leaf.held_bytes)) for leaf in self.leaves if not leaf.idle]
-        idle = sum(leaf.held_bytes[0] for leaf in self.leaves if leaf.idle)
-        return (
-            idle
-            + sum(size for _, size in held)
-            + max([0, *[leaf.peak_bytes - size for leaf, size in held]])
-        )
+        held_bytes = 0
+        extra_bytes = 0
+        for leaf in self.leaves:
+            source_bytes, target_bytes = leaf.held_bytes
+            held_bytes += source_bytes
+            if not leaf.idle:
+                held_bytes += target_bytes
+                leaf_bytes = source_bytes + target_bytes
+                extra_bytes = max(extra_bytes, leaf.peak_bytes - leaf_bytes)
+        return held_bytes + extra_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -220,34 +225,12 @@ class ReshardPlan:
 
 
 def _lines(plan: ReshardPlan) -> Iterable[str]:
-    kind_of = lambda leaf: (
-        between_numbers(leaf.path),
-        leaf.shape,
-        str(leaf.dtype),
-        leaf.src,
-        leaf.dst,
-        leaf.rounds,
-    )
-    groups = together([leaf for leaf in plan.leaves if not leaf.idle], kind_of)
+    moving = [leaf for leaf in plan.leaves if not leaf.idle]
+    groups = together(moving, _kind_of)
     head = ("array", "count", "shape", "move", "wire", "bound", "peak")
     yield from table([head, *map(_row, groups.values())], right=set())
+    yield _summary(plan)
     idle = plan.in_place
-    count = len(plan.leaves) - len(plan.in_place)
-    moves = (
-        plural(plan.moves, "move")
-        if plan.moves == 1
-        else f"{plan.moves} different moves"
-    )
-    yield (
-        f"{plural(count, 'array')} {'moves' if count == 1 else 'move'} by {moves}; per"
-        f" device {_size(plan.wire_bytes)} enter (at least"
-        f" {_size(plan.lower_bound_bytes)} must), {_size(plan.peak_bytes)} at the peak"
-        + (
-            f"; {_size(plan.dcn_bytes)} of what enters come from other slices"
-            if plan.dcn_bytes
-            else ""
-        )
-    )
     copied = sum(leaf.copied for leaf in plan.leaves)
     if copied:
         subject = "1 array takes" if copied == 1 else f"{copied} arrays take"
@@ -256,41 +239,74 @@ def _lines(plan: ReshardPlan) -> Iterable[str]:
             " both sides"
         )
     if idle:
-        shown = ", ".join(idle[:5])
-        if len(idle) > 5:
-            shown += ", ..."
-        yield f"nothing to do for {plural(len(idle), 'array')}: {shown}"
+        yield f"nothing to do for {plural(len(idle), 'array')}: {_listed(idle, 5, str)}"
     if plan.links:
         links = sorted(plan.links.items(), key=lambda link: -link[1])
-        shown = ", ".join(
-            f"{sender} -> {receiver}: {_size(count)}"
-            for (sender, receiver), count in links[:8]
-        )
-        yield f"{len(links)} links: {shown}" + (", ..." if len(links) > 8 else "")
+        yield f"{len(links)} links: {_listed(links, 8, _link_text)}"
     for path, boxes in plan.missing.items():
-        text = ", ".join(
-            "[" + ", ".join(f"{a}:{b}" for a, b in box) + "]" for box in boxes[:3]
-        )
-        yield f"lost: `{path}` {text}" + (", ..." if len(boxes) > 3 else "")
+        yield f"lost: `{path}` {_listed(boxes, 3, _box_text)}"
+
+
+def _kind_of(leaf: LeafMove) -> tuple[object, ...]:
+    """What the arrays of one row of the table have in common."""
+    return (
+        between_numbers(leaf.path),
+        leaf.shape,
+        str(leaf.dtype),
+        leaf.src,
+        leaf.dst,
+        leaf.rounds,
+    )
+
+
+def _summary(plan: ReshardPlan) -> str:
+    count = len(plan.leaves) - len(plan.in_place)
+    verb = "moves" if count == 1 else "move"
+    moves = f"{plan.moves} different moves"
+    if plan.moves == 1:
+        moves = "1 move"
+    text = (
+        f"{plural(count, 'array')} {verb} by {moves}; per device"
+        f" {_size(plan.wire_bytes)} enter (at least {_size(plan.lower_bound_bytes)}"
+        f" must), {_size(plan.peak_bytes)} at the peak"
+    )
+    if plan.dcn_bytes:
+        text += f"; {_size(plan.dcn_bytes)} of what enters come from other slices"
+    return text
+
+
+def _listed(values: Sequence[T], most: int, text_of: Callable[[T], str]) -> str:
+    """The texts of the first `most` values, and an ellipsis for the others."""
+    shown = ", ".join(map(text_of, values[:most]))
+    if len(values) > most:
+        shown += ", ..."
+    return shown
+
+
+def _link_text(link: tuple[tuple[int, int], int]) -> str:
+    (sender, receiver), nbytes = link
+    return f"{sender} -> {receiver}: {_size(nbytes)}"
+
+
+def _box_text(box: Box) -> str:
+    intervals = [f"{start}:{stop}" for start, stop in box]
+    return f"[{', '.join(intervals)}]"
 
 
 def _row(leaves: list[LeafMove]) -> tuple[str, ...]:
     leaf = leaves[0]
-    name = joined([other.path for other in leaves])
-    how = " > ".join(step.kind for step in leaf.steps) or leaf.how
+    how = " > ".join([step.kind for step in leaf.steps]) or leaf.how
     if leaf.rounds:
         how = f"{plural(leaf.rounds, 'round')} of {how}"
-    sizes = (
-        sum(leaf_move.wire_bytes for leaf_move in leaves),
-        sum(leaf_move.lower_bound_bytes for leaf_move in leaves),
-        leaf.peak_bytes,
-    )
+    group = ReshardPlan(tuple(leaves))
     return (
-        name,
+        joined([other.path for other in leaves]),
         str(len(leaves)),
         f"{leaf.dtype}{list(leaf.shape)}",
         how,
-        *map(_size, sizes),
+        _size(group.wire_bytes),
+        _size(group.lower_bound_bytes),
+        _size(leaf.peak_bytes),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Sharding
 
 from .._convert import (
     NumberCopies,
@@ -17,7 +18,7 @@ from .._convert import (
     once,
     swapped,
 )
-from .._ground.boxes import common
+from .._ground.boxes import Box, common
 from .._ground.errors import LeafTypeError, PlanMismatchError
 from .._ground.spec import array_bytes
 from .._ground.text import (
@@ -98,40 +99,38 @@ def plan_reshard(
         numbers = number_copies(map.steps, own_numbers, _number_paths(dst))
         theirs = _leaves_of(dst, "dst")
         return ReshardPlan(tuple(_moves_by_map(map, ours, theirs, numbers)))
-    theirs = (
-        _leaves_of(dst, "dst")
-        if isinstance(dst, ShardPlan) or isinstance(src, ShardPlan)
-        else _targets(src, dst, ours)
-    )
-    if [leaf.path for leaf in ours] != [leaf.path for leaf in theirs]:
-        our_paths, their_paths = (
-            {leaf.path for leaf in leaves} for leaves in (ours, theirs)
-        )
-        odd = next(
-            (
-                leaf.path
-                for leaf in (*ours, *theirs)
-                if (leaf.path in our_paths) != (leaf.path in their_paths)
-            ),
-            None,
-        )
-        what = (
-            "their leaves are in another order"
-            if odd is None
-            else f"{leaf_name(odd)} is only in one of them"
-        )
-        raise PlanMismatchError(
-            f"`src` and `dst` are of different trees: {what}; plan one tree for both"
-            " meshes."
-        )
+    if isinstance(dst, ShardPlan) or isinstance(src, ShardPlan):
+        theirs = _leaves_of(dst, "dst")
+    else:
+        theirs = _targets(src, dst, ours)
+    _require_same_paths(ours, theirs)
+
     moves = [_move(*pair, lost) for pair in zip(ours, theirs, strict=True)]
     chosen = balanced(collections.Counter(moves))
-    rows = zip(ours, moves, strict=True)
-    return ReshardPlan(
-        tuple(
-            LeafMove(leaf.path, leaf.shape, leaf.dtype, **_move_fields(chosen[move]))
-            for leaf, move in rows
-        )
+    leaf_moves: list[LeafMove] = []
+    for leaf, move in zip(ours, moves, strict=True):
+        fields = _move_fields(chosen[move])
+        leaf_moves.append(LeafMove(leaf.path, leaf.shape, leaf.dtype, **fields))
+    return ReshardPlan(tuple(leaf_moves))
+
+
+def _require_same_paths(ours: Sequence[MovedLeaf], theirs: Sequence[MovedLeaf]) -> None:
+    """Raises `PlanMismatchError` unless source and target have the same paths, in one
+    order.
+    """
+    our_paths = [leaf.path for leaf in ours]
+    their_paths = [leaf.path for leaf in theirs]
+    if our_paths == their_paths:
+        return
+    what = "their leaves are in another order"
+    shared_paths = {*our_paths} & {*their_paths}
+    for path in (*our_paths, *their_paths):
+        if path not in shared_paths:
+            what = f"{leaf_name(path)} is only in one of them"
+            break
+    raise PlanMismatchError(
+        f"`src` and `dst` are of different trees: {what}; plan one tree for both"
+        " meshes."
     )
 
 
@@ -154,45 +153,53 @@ def _moves_by_map(
     source = {leaf.path: leaf for leaf in ours}
     # The costs are those of devices with separate memories. `live` says whether
     # `reshard` copies instead.
-    works, live = (
+    arrays, live_arrays = [
         target_arrays(map, tuple(ours), tuple(theirs), copies, numbers)
         for copies in (False, True)
-    )
-    most_bytes = max(
-        [0, *[work.assembly.most_bytes for work in works if work.assembly is not None]]
-    )
-    order = sorted(works, key=lambda work: work.assembly is not None)
-    last = {name: work.leaf.path for work in order for name in work.sources}
-    moves = {
-        work.leaf.path: _move(
-            source[work.sources[0]], work.leaf._replace(path=work.sources[0]), ()
+    ]
+    plain = [array for array in arrays if array.assembly is None]
+    assembled = [array for array in arrays if array.assembly is not None]
+    most_bytes = 0
+    for array in assembled:
+        assert array.assembly is not None
+        most_bytes = max(most_bytes, array.assembly.most_bytes)
+    # Arrays that move as they are go first. The last array that reads a source counts
+    # the source's bytes.
+    last_reader: dict[str, str] = {}
+    for array in (*plain, *assembled):
+        last_reader.update(dict.fromkeys(array.sources, array.leaf.path))
+
+    moves: dict[str, Move] = {}
+    for array in plain:
+        (name,) = array.sources
+        moves[array.leaf.path] = _move(
+            source[name], array.leaf._replace(path=name), lost=()
         )
-        for work in works
-        if work.assembly is None
-    }
     chosen = balanced(collections.Counter(moves.values()))
-    for work, other in zip(works, live, strict=True):
-        path = work.leaf.path
-        if work.assembly is None or other.assembly is None:
-            costs = _move_fields(chosen[moves[path]])
+    for array, live_array in zip(arrays, live_arrays, strict=True):
+        leaf = array.leaf
+        if array.assembly is None or live_array.assembly is None:
+            costs = _move_fields(chosen[moves[leaf.path]])
         else:
-            assembly = work.assembly
+            src = leaf.sharding
+            if array.sources:
+                src = source[array.sources[0]].sharding
+            source_bytes = 0
+            for name in array.sources:
+                if last_reader[name] == leaf.path:
+                    source_bytes += _shard_bytes(source[name])
             costs = {
-                "dst": assembly.sharding,
+                "src": src,
+                "dst": array.assembly.sharding,
                 "how": "pieces",
-                "copied": assembly.method != other.assembly.method,
+                "copied": array.assembly.method != live_array.assembly.method,
+                "source_bytes": source_bytes,
             }
-            costs |= _assembly_fields(assembly, most_bytes)
-            costs["src"] = (
-                source[work.sources[0]].sharding if work.sources else work.leaf.sharding
-            )
-            read = [source[name] for name in work.sources if last[name] == path]
-            costs["source_bytes"] = sum(_shard_bytes(leaf) for leaf in read)
-            costs["peak_bytes"] = (
-                costs["source_bytes"] + costs["target_bytes"] + costs.pop("extra_bytes")
-            )
+            costs |= _assembly_fields(array.assembly, most_bytes)
+            extra_bytes = costs.pop("extra_bytes")
+            costs["peak_bytes"] = source_bytes + costs["target_bytes"] + extra_bytes
         yield LeafMove(
-            path, work.leaf.shape, work.leaf.dtype, made_of=work.sources, **costs
+            leaf.path, leaf.shape, leaf.dtype, made_of=array.sources, **costs
         )
 
 
@@ -205,26 +212,25 @@ def _leaves_of(form: object, what: str) -> list[MovedLeaf]:
     if isinstance(form, ShardPlan):
         return leaves_of_plan(form)
     flat = flatten(form)
-    arrays = [
-        (path, leaf)
-        for path, leaf, shaped in zip(
-            flat.paths, flat.leaves, flat.is_array, strict=True
-        )
-        if shaped
-    ]
-    for path, leaf in arrays:
-        if (
-            not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-            or leaf.sharding is None
-        ):
+    leaves: list[MovedLeaf] = []
+    rows = zip(flat.paths, flat.leaves, flat.is_array, strict=True)
+    for path, leaf, has_shape in rows:
+        if not has_shape:
+            continue
+        sharding = None
+        if isinstance(leaf, _SHARDED):
+            sharding = leaf.sharding
+        if sharding is None:
             raise LeafTypeError(
                 f"{leaf_name(path)} of `{what}` has no sharding; give a plan, or"
                 " `jax.ShapeDtypeStruct(shape, dtype, sharding=...)`."
             )
-    return [
-        MovedLeaf(path, tuple(leaf.shape), leaf.dtype, leaf.sharding)
-        for path, leaf in arrays
-    ]
+        leaves.append(MovedLeaf(path, tuple(leaf.shape), leaf.dtype, sharding))
+    return leaves
+
+
+# The leaves that can have a sharding.
+_SHARDED = (jax.Array, jax.ShapeDtypeStruct)
 
 
 def _targets(src: object, dst: object, ours: Sequence[MovedLeaf]) -> list[MovedLeaf]:
@@ -233,20 +239,18 @@ def _targets(src: object, dst: object, ours: Sequence[MovedLeaf]) -> list[MovedL
     arrays of other shapes or dtypes.
     """
     flat = flatten(src)
-    kinds = jax.Array | jax.ShapeDtypeStruct
-    shardings = [
-        end
-        for leaf, end in zip(flat.leaves, targets(dst, flat, "dst"), strict=True)
-        if isinstance(leaf, kinds)
-    ]
-    arrays = [leaf for leaf in jax.tree.leaves(dst) if isinstance(leaf, kinds)]
+    shardings: list[Sharding | None] = []
+    for leaf, sharding in zip(flat.leaves, targets(dst, flat, "dst"), strict=True):
+        if isinstance(leaf, _SHARDED):
+            shardings.append(sharding)
+    arrays = [leaf for leaf in jax.tree.leaves(dst) if isinstance(leaf, _SHARDED)]
     if len(arrays) == len(ours):
-        for leaf, other in zip(ours, arrays, strict=True):
-            _require_same(leaf, other.shape, other.dtype)
-    return [
-        leaf._replace(sharding=end or leaf.sharding)
-        for leaf, end in zip(ours, shardings, strict=True)
-    ]
+        for leaf, array in zip(ours, arrays, strict=True):
+            _require_same(leaf, array.shape, array.dtype)
+    moved: list[MovedLeaf] = []
+    for leaf, sharding in zip(ours, shardings, strict=True):
+        moved.append(leaf._replace(sharding=sharding or leaf.sharding))
+    return moved
 
 
 def _require_same(leaf: MovedLeaf, shape: tuple[int, ...], dtype: object) -> None:
@@ -260,55 +264,65 @@ def _require_same(leaf: MovedLeaf, shape: tuple[int, ...], dtype: object) -> Non
 
 def _move(ours: MovedLeaf, theirs: MovedLeaf, lost: tuple[object, ...]) -> Move:
     _require_same(ours, theirs.shape, theirs.dtype)
-    shardings = (ours.sharding, theirs.sharding)
-    meshes = (ours.mesh, theirs.mesh)
+    assert ours.sharding is not None
+    assert theirs.sharding is not None
     with naming(str, ours.path):
-        return move_of(ours.shape, ours.dtype, *shardings, lost, False, meshes)
+        return move_of(
+            ours.shape,
+            ours.dtype,
+            src=ours.sharding,
+            dst=theirs.sharding,
+            lost=lost,
+            copies=False,
+            meshes=(ours.mesh, theirs.mesh),
+        )
 
 
 @ft.lru_cache(maxsize=4096)
 def _move_fields(move: Move) -> dict[str, Any]:
     """The fields of a `LeafMove` that are the same for all arrays of one move, by name."""
-    end_bytes = (move.source_bytes, move.target_bytes)
-    fields: dict[str, Any] = {"src": move.src, "dst": move.dst, "how": move.how}
-    fields |= {"source_bytes": end_bytes[0], "target_bytes": end_bytes[1]}
+    source_bytes = move.source_bytes
+    target_bytes = move.target_bytes
+    fields: dict[str, Any] = {
+        "src": move.src,
+        "dst": move.dst,
+        "how": move.how,
+        "source_bytes": source_bytes,
+        "target_bytes": target_bytes,
+    }
     if move.plan is not None:
         plan = move.plan
-        wire = {
+        return {
+            **fields,
             "wire_bytes": plan.wire_bytes,
             "dcn_bytes": plan.dcn_bytes,
             "lower_bound_bytes": plan.lower_bound_bytes,
-        }
-        # Programs compute on devices, so a shard in host memory has a copy in device
-        # memory.
-        peak = max(plan.peak_bytes, *end_bytes)
-        return {
-            **fields,
-            **wire,
             "steps": plan.steps,
             "copied": shares_memory(move),
-            "peak_bytes": peak,
+            # Programs compute on devices, so a shard in host memory has a copy in
+            # device memory.
+            "peak_bytes": max(plan.peak_bytes, source_bytes, target_bytes),
         }
     if move.assembly is not None:
         parts = move.assembly.parts
-        wire = -(-parts.wire_bytes // max(1, move.dst.num_devices))
-        # While parts of shards are sliced and received, a device holds two copies of
-        # them besides its shards.
-        fields |= {
-            "peak_bytes": sum(end_bytes) + 2 * max([0, *parts.links.values()]),
+        wire_bytes = -(-parts.wire_bytes // max(1, move.dst.num_devices))
+        largest_link_bytes = max(parts.links.values(), default=0)
+        return {
+            **fields,
+            # While parts of shards are sliced and received, a device holds two copies
+            # of them besides its shards.
+            "peak_bytes": source_bytes + target_bytes + 2 * largest_link_bytes,
             "missing": parts.missing,
-        }
-        return fields | {
-            "wire_bytes": wire,
-            "lower_bound_bytes": wire,
+            "wire_bytes": wire_bytes,
+            "lower_bound_bytes": wire_bytes,
             "links": _links_by_id(move.assembly),
         }
-    host_sizes = [
-        size
-        for end, size in zip((move.src, move.dst), end_bytes, strict=True)
-        if not in_host_memory(end)
-    ]
-    return {**fields, "peak_bytes": max([0, *host_sizes])}
+    peak_bytes = 0
+    if not in_host_memory(move.src):
+        peak_bytes = source_bytes
+    if not in_host_memory(move.dst):
+        peak_bytes = max(peak_bytes, target_bytes)
+    return {**fields, "peak_bytes": peak_bytes}
 
 
 @ft.lru_cache(maxsize=4096)
@@ -335,12 +349,13 @@ def _links_by_id(assembly: Assembly) -> Links:
     receiver). A device is given by its id. If two devices have equal ids, as on two
     platforms, all are given by their positions.
     """
-    ids = [getattr(device, "id", device) for device in assembly.devices]
-    names = ids if len({*ids}) == len(ids) else list(range(len(ids)))
-    return {
-        (names[sender], names[receiver]): size
-        for (sender, receiver), size in assembly.parts.links.items()
-    }
+    names = [getattr(device, "id", device) for device in assembly.devices]
+    if len({*names}) < len(names):
+        names = list(range(len(names)))
+    links: Links = {}
+    for (sender, receiver), nbytes in assembly.parts.links.items():
+        links[names[sender], names[receiver]] = nbytes
+    return links
 
 
 def _least_bytes(assembly: Assembly) -> int:
@@ -349,23 +364,30 @@ def _least_bytes(assembly: Assembly) -> int:
     not hold. If parts of a source array may have common elements, only the largest part
     of this source that a device receives counts.
     """
-    by_source = together(assembly.pieces, lambda piece: piece.value.path)
-    pairs = {
-        key: it.combinations(
-            [hull(swapped(once(part_piece))) for part_piece in parts], 2
-        )
-        for key, parts in by_source.items()
-    }
-    repeated = {
-        key
-        for key, boxes in pairs.items()
-        if any(common(*pair) is not None for pair in boxes)
-    }
-    sent = [part for part in assembly.parts.all if part.sender != part.receiver]
-    by_receiver = together(sent, lambda part: (part.receiver, part.piece.value.path))
-    sizes = {key: [part.bytes for part in parts] for key, parts in by_receiver.items()}
+    pieces_by_source = together(assembly.pieces, lambda piece: piece.value.path)
+    may_overlap: dict[str | None, bool] = {}
+    for source, pieces in pieces_by_source.items():
+        source_boxes = [hull(swapped(once(piece))) for piece in pieces]
+        may_overlap[source] = _have_common_elements(source_boxes)
+
+    # The bytes of each part, by receiver and source.
+    received: dict[tuple[int, str | None], list[int]] = {}
+    for part in assembly.parts.all:
+        if part.sender != part.receiver:
+            key = (part.receiver, part.piece.value.path)
+            received.setdefault(key, []).append(part.bytes)
     least_bytes = 0
-    for (_, key), part_sizes in sizes.items():
-        is_repeated = key in repeated
-        least_bytes += max(part_sizes) if is_repeated else sum(part_sizes)
+    for (_, source), part_bytes in received.items():
+        if may_overlap[source]:
+            least_bytes += max(part_bytes)
+        else:
+            least_bytes += sum(part_bytes)
     return least_bytes
+
+
+def _have_common_elements(boxes: Sequence[Box]) -> bool:
+    """Whether two of the boxes intersect."""
+    for box, other in it.combinations(boxes, 2):
+        if common(box, other) is not None:
+            return True
+    return False

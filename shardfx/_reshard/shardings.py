@@ -29,6 +29,7 @@ from .._ground.spec import (
     array_bytes,
     bits,
     canonical,
+    entries_at,
     entries_of,
     entry_axes,
     shard_counts,
@@ -79,24 +80,27 @@ def require_movable(shape: tuple[int, ...], dtype: DType, *shardings: Sharding) 
             f"arrays of dtype {dtype} cannot be moved: JAX's own jitted reshard"
             " corrupts memory with it; move `x.astype(jnp.int4)` and convert it back."
         )
-    for spec, mesh in (
-        (end.spec, end.mesh) for end in shardings if isinstance(end, NamedSharding)
-    ):
-        if len(entries_of(spec)) > len(shape):
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding):
+            _require_dividing(sharding, shape)
+
+
+def _require_dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> None:
+    spec = sharding.spec
+    axis_sizes = sharding.mesh.shape
+    if len(entries_of(spec)) > len(shape):
+        raise SpecError(
+            f"{spec} has more entries than the shape {shape}; drop those at the end."
+        )
+    counts = shard_counts(spec, len(shape), axis_sizes)
+    for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
+        if size % count:
             raise SpecError(
-                f"{spec} has more entries than the shape {shape}; drop those at the"
-                " end."
+                f"dim {dim} of shape {shape} does not divide into the {count}"
+                f" shards that {spec} wants on mesh {dict(axis_sizes)}; pad it to"
+                f" {-(-size // count) * count}, or take the spec from"
+                " `shardfx.correct(spec, shape, mesh)`."
             )
-        for dim, (size, count) in enumerate(
-            zip(shape, shard_counts(spec, len(shape), mesh.shape), strict=True)
-        ):
-            if size % count:
-                raise SpecError(
-                    f"dim {dim} of shape {shape} does not divide into the {count}"
-                    f" shards that {spec} wants on mesh {dict(mesh.shape)}; pad it to"
-                    f" {-(-size // count) * count}, or take the spec from"
-                    " `shardfx.correct(spec, shape, mesh)`."
-                )
 
 
 def require_reduced(*shardings: Sharding) -> None:
@@ -114,9 +118,9 @@ def require_reduced(*shardings: Sharding) -> None:
 
 def has_devices(sharding: Sharding) -> bool:
     """Whether a sharding names devices, unlike a sharding on an `AbstractMesh`."""
-    return not isinstance(sharding, NamedSharding) or not isinstance(
-        sharding.mesh, AbstractMesh
-    )
+    if not isinstance(sharding, NamedSharding):
+        return True
+    return not isinstance(sharding.mesh, AbstractMesh)
 
 
 @ft.lru_cache(maxsize=1024)
@@ -139,11 +143,9 @@ def in_device_memory(sharding: Sharding) -> Sharding:
     """Returns the same sharding in device memory, where programs compute."""
     platform = min(sharding.device_set, key=lambda device: device.id).platform
     default = jax.local_devices(backend=platform)[0].default_memory().kind
-    return (
-        sharding
-        if sharding.memory_kind == default
-        else sharding.with_memory_kind(default)
-    )
+    if sharding.memory_kind == default:
+        return sharding
+    return sharding.with_memory_kind(default)
 
 
 def device_copy_bytes(
@@ -153,11 +155,12 @@ def device_copy_bytes(
     copies of shards in host memory. `shardings` are the array's shardings before and after
     the program. Devices that share a memory count together.
     """
-    away = [end for end in shardings if in_host_memory(end)]
-    return sum(
-        array_bytes(end.shard_shape(shape), dtype) * sharers(end.device_set)
-        for end in away
-    )
+    copy_bytes = 0
+    for sharding in shardings:
+        if in_host_memory(sharding):
+            shard_bytes = array_bytes(sharding.shard_shape(shape), dtype)
+            copy_bytes += shard_bytes * sharers(sharding.device_set)
+    return copy_bytes
 
 
 def sharers(devices: Iterable[Any]) -> int:
@@ -165,10 +168,11 @@ def sharers(devices: Iterable[Any]) -> int:
     process, or just one device.
     """
     # Every process must get the same count, since the count decides which programs run.
-    counts = collections.Counter(
-        device.process_index for device in devices if device.platform == "cpu"
-    )
-    return max(counts.values(), default=1)
+    devices_of_process = collections.Counter[int]()
+    for device in devices:
+        if device.platform == "cpu":
+            devices_of_process[device.process_index] += 1
+    return max(devices_of_process.values(), default=1)
 
 
 # The cost of a byte between slices (or nodes), relative to a byte inside one. A TPU v5p
@@ -190,63 +194,71 @@ def layout(
     devices, and the slices of a MeshSpec are given by its `dcn`. An AbstractMesh counts
     as one slice. UNCONSTRAINED entries of `spec` count as not sharded.
     """
-    names = tuple(mesh.axis_names)
-    entries = [entry_axes(entry) for entry in entries_of(spec)][:rank]
-    if isinstance(mesh, MeshSpec):  # the number of slices that each mesh axis spans
-        every = mesh.dcn_sizes
-    else:
-        every = (
-            (1,) * len(names) if isinstance(mesh, AbstractMesh) else _device_spans(mesh)
-        )
-    sizes = []
-    weights = []
-    parts = {}
-    for name, spans in zip(names, every, strict=True):
-        size = mesh.shape[name]
-        cut = (
-            [(spans, _DCN_WEIGHT), (size // spans, 1.0)] if spans > 1 else [(size, 1.0)]
-        )
-        cut = cut[:1] if spans == size else cut
-        parts[name] = range(len(sizes), len(sizes) + len(cut))
-        sizes += [part for part, _ in cut]
-        weights += [weight for _, weight in cut]
-    dims = tuple(
-        tuple(part for axis in axes for part in parts[axis]) for axes in entries
-    )
+    sizes: list[int] = []
+    weights: list[float] = []
+    sub_axes_of: dict[str, range] = {}
+    for axis, slice_count in zip(mesh.axis_names, _slice_counts(mesh), strict=True):
+        size = mesh.shape[axis]
+        first = len(sizes)
+        if slice_count > 1:
+            sizes.append(slice_count)
+            weights.append(_DCN_WEIGHT)
+        if slice_count == 1 or slice_count < size:
+            sizes.append(size // slice_count)
+            weights.append(1.0)
+        sub_axes_of[axis] = range(first, len(sizes))
+
+    dims: list[tuple[int, ...]] = []
+    for entry in entries_at(spec, rank):
+        sub_axes: list[int] = []
+        for axis in entry_axes(entry):
+            sub_axes += sub_axes_of[axis]
+        dims.append(tuple(sub_axes))
     order = None
     if isinstance(mesh, Mesh):
-        order = tuple(device.id for device in mesh.devices.flat)
+        order = tuple([device.id for device in mesh.devices.flat])
     is_weighted = max(weights, default=1.0) > 1
     return StepLayout(
         sizes=tuple(sizes),
-        dims=dims + ((),) * (rank - len(dims)),
+        dims=tuple(dims),
         order=order,
         weights=tuple(weights) if is_weighted else (),
     )
 
 
-@ft.lru_cache(maxsize=256)
-def _device_spans(mesh: Mesh) -> tuple[int, ...]:
+def _slice_counts(mesh: MeshSpec | Mesh | AbstractMesh) -> tuple[int, ...]:
     """Returns the number of TPU slices (or nodes) that each mesh axis spans."""
-    number = np.zeros(mesh.devices.size, np.int64)
-    for index, members in enumerate(topology.slices(mesh.devices)):
-        number[list(members)] = index
-    number = number.reshape(mesh.devices.shape)
-    return tuple(_blocks(np.moveaxis(number, axis, 0)) for axis in range(number.ndim))
+    if isinstance(mesh, MeshSpec):
+        return mesh.dcn_sizes
+    if isinstance(mesh, AbstractMesh):
+        return (1,) * len(mesh.axis_names)
+    return _slice_counts_of_devices(mesh)
 
 
-def _blocks(number: np.ndarray) -> int:
+@ft.lru_cache(maxsize=256)
+def _slice_counts_of_devices(mesh: Mesh) -> tuple[int, ...]:
+    slice_numbers = np.zeros(mesh.devices.size, np.int64)
+    for number, members in enumerate(topology.slices(mesh.devices)):
+        slice_numbers[list(members)] = number
+    slice_numbers = slice_numbers.reshape(mesh.devices.shape)
+    counts: list[int] = []
+    for axis in range(slice_numbers.ndim):
+        counts.append(_blocks(np.moveaxis(slice_numbers, axis, 0)))
+    return tuple(counts)
+
+
+def _blocks(slice_numbers: np.ndarray) -> int:
     """Returns the smallest number of equal blocks of the first mesh axis such that no
-    block crosses a slice boundary. `number` has the slice number of each device, in the
-    shape of the mesh: for 0, 0, 1, 1 the result is 2.
+    block crosses a slice boundary. `slice_numbers` has the slice number of each device,
+    in the shape of the mesh: for 0, 0, 1, 1 the result is 2.
     """
-    size = len(number)
-    blocks = (
-        (count, number.reshape(count, size // count, -1))
-        for count in range(1, size + 1)
-        if size % count == 0
-    )
-    return next(count for count, block in blocks if (block == block[:, :1]).all())
+    size = len(slice_numbers)
+    for count in range(1, size):
+        if size % count == 0:
+            blocks = slice_numbers.reshape(count, size // count, -1)
+            if (blocks == blocks[:, :1]).all():
+                return count
+    return size
 
 
 NO_MESH = AbstractMesh((), ())
@@ -267,10 +279,9 @@ def same_order(src: NamedSharding, dst: NamedSharding) -> bool:
     second = dst.mesh
     if isinstance(first, AbstractMesh) or isinstance(second, AbstractMesh):
         return True
-    return (
-        first.devices is second.devices
-        or first.devices.ravel().tolist() == second.devices.ravel().tolist()
-    )
+    if first.devices is second.devices:
+        return True
+    return first.devices.ravel().tolist() == second.devices.ravel().tolist()
 
 
 def untyped(sharding: NamedSharding) -> NamedSharding:
@@ -278,9 +289,7 @@ def untyped(sharding: NamedSharding) -> NamedSharding:
     memory.
     """
     mesh = sharding.mesh
-    if isinstance(mesh, Mesh) and any(
-        kind != AxisType.Auto for kind in mesh.axis_types
-    ):
+    if isinstance(mesh, Mesh) and {*mesh.axis_types} - {AxisType.Auto}:
         mesh = Mesh(mesh.devices, mesh.axis_names)
     return NamedSharding(mesh, plain_spec(sharding.spec))
 
@@ -289,16 +298,15 @@ def plain_spec(spec: PartitionSpec) -> PartitionSpec:
     """Returns `spec` in its shortest form, without UNCONSTRAINED entries and without
     reduced or unreduced axes.
     """
-    return canonical(
-        PartitionSpec(*[entry_axes(entry) or None for entry in entries_of(spec)])
-    )
+    entries = [entry_axes(entry) or None for entry in entries_of(spec)]
+    return canonical(PartitionSpec(*entries))
 
 
 def is_explicit(sharding: NamedSharding) -> bool:
     """Whether any mesh axis of the sharding is of type `Explicit`. The types of arrays
     then have shardings.
     """
-    return any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
+    return AxisType.Explicit in sharding.mesh.axis_types
 
 
 def labelled(

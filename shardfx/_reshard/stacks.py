@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Int
 
 from .._ground.errors import LeafTypeError, MoveError, RuleError, SpecError
-from .._ground.spec import DType, entries_of, entry_axes
+from .._ground.spec import DType, entries_at, entry_axes
 from .._ground.text import together
 from .._plan import LeafPlan, ShardPlan
 
@@ -131,29 +131,32 @@ class OwnerExchange(NamedTuple):
     @property
     def width(self) -> int:
         """The number of units that each device sends to each owner, padding included."""
-        return max(
-            sum(self.stacks[stack].width for stack, _ in owned_stacks)
-            for owned_stacks in self.owned
-        )
+        widest = 0
+        for matrices in self.owned:
+            units = sum(self.stacks[stack].width for stack, _ in matrices)
+            widest = max(widest, units)
+        return widest
 
     def starts(self, number: int) -> Int[np.ndarray, "owners slots"]:
         """Where each matrix of the stack `number` begins, in units, in the row that a
         device sends to the matrix's owner. There is a row for each owner, with a
         position for each of its matrices of the stack, and -1 in the remaining places.
         """
-        rows: list[list[int]] = []
-        for owned_stacks in self.owned:
-            stacks = [stack for stack, _ in owned_stacks]
-            starts = np.cumsum([0, *[self.stacks[stack].width for stack in stacks]])
-            rows.append(
-                [
-                    int(starts[position])
-                    for position, stack in enumerate(stacks)
-                    if stack == number
-                ]
-            )
-        slots = max(map(len, rows))
-        return np.array([[*row, *[-1] * (slots - len(row))] for row in rows])
+        starts_of_owners: list[list[int]] = []
+        for matrices in self.owned:
+            starts: list[int] = []
+            start = 0
+            for stack, _ in matrices:
+                if stack == number:
+                    starts.append(start)
+                start += self.stacks[stack].width
+            starts_of_owners.append(starts)
+
+        slots = max(map(len, starts_of_owners))
+        rows = np.full((len(self.owned), slots), -1)
+        for owner, starts in enumerate(starts_of_owners):
+            rows[owner, : len(starts)] = starts
+        return rows
 
 
 def exchanges_of(
@@ -171,17 +174,7 @@ def exchanges_of(
     matrices, others = _matrices_of_plan(plan, where)
     sizes = dict(plan.mesh.shape)
     if over is None:
-        used = {
-            axis
-            for array in matrices
-            for axes in (array.lead_axes, *array.entries)
-            for axis in axes
-        }
-        rules = () if plan.axes is None else plan.axes.rules
-        batch = next(
-            (entry_axes(target) for name, target in rules if name == "batch"), ()
-        )
-        over = [axis for axis in sizes if axis in used or axis in batch]
+        over = _default_owner_axes(plan, matrices)
     elif unknown := [axis for axis in over if axis not in sizes]:
         raise SpecError(
             f"`over` has {unknown[0]!r}, and the mesh has the axes {', '.join(sizes)};"
@@ -191,16 +184,29 @@ def exchanges_of(
     # the load of the owners.
     order = sorted(matrices, key=lambda array: (-_cost(array), array.at))
     exchanges: list[OwnerExchange] = []
-    for (_, lead_axes), arrays in together(
-        order, lambda array: (array.dtype, array.lead_axes)
-    ).items():
-        owners = _Owners(
-            lead_axes, tuple(axis for axis in over if axis not in lead_axes), sizes
-        )
-        groups = owners.grouped([*map(owners.sharded, arrays)])
-        for group in groups:
+    kinds = together(order, lambda array: (array.dtype, array.lead_axes))
+    for (_, lead_axes), arrays in kinds.items():
+        owner_axes = [axis for axis in over if axis not in lead_axes]
+        owners = _Owners(lead_axes, tuple(owner_axes), sizes)
+        sharded_arrays = list(map(owners.sharded, arrays))
+        for group in owners.grouped(sharded_arrays):
             exchanges += map(owners.exchange, owners.limited(group, limit))
     return tuple(exchanges), others
+
+
+def _default_owner_axes(plan: ShardPlan, matrices: Iterable[Matrices]) -> list[str]:
+    """The mesh axes that shard some matrix, and those of the logical name "batch"."""
+    used: set[str] = set()
+    for array in matrices:
+        used.update(array.lead_axes)
+        for axes in array.entries:
+            used.update(axes)
+    rules = () if plan.axes is None else plan.axes.rules
+    for name, target in rules:
+        if name == "batch":
+            used.update(entry_axes(target))
+            break
+    return [axis for axis in plan.mesh.shape if axis in used]
 
 
 def _matrices_of_plan(
@@ -210,23 +216,28 @@ def _matrices_of_plan(
     matrices: list[Matrices] = []
     others: dict[int, ArrayFn] = {}
     for number, leaf in enumerate(plan.leaves):
-        regex = next(
-            (pattern for pattern in where if re.search(pattern, leaf.path)), None
-        )
+        regex = _first_match(where, leaf.path)
         if regex is None and len(leaf.shape) < 2:
             continue
         unused.pop(regex, None)
-        asked = _dims(leaf) if regex is None else where[regex]
-        if isinstance(asked, tuple):
-            matrices.append(_matrices(number, leaf, asked))
+        dims_or_function = _dims(leaf) if regex is None else where[regex]
+        if isinstance(dims_or_function, tuple):
+            matrices.append(_matrices(number, leaf, dims_or_function))
         else:
-            others[number] = asked
+            others[number] = dims_or_function
     if unused:
         raise RuleError(
             f"`where`: {next(iter(unused))!r} decides about no array of the plan;"
             " correct it, or take it out."
         )
     return matrices, others
+
+
+def _first_match(regexes: Iterable[str], path: str) -> str | None:
+    for regex in regexes:
+        if re.search(regex, path):
+            return regex
+    return None
 
 
 def _dims(leaf: LeafPlan) -> MatrixDims:
@@ -236,7 +247,8 @@ def _dims(leaf: LeafPlan) -> MatrixDims:
     """
     many = len(leaf.shape) - 2
     names = (leaf.names or ())[:many]
-    if many and (len(names) < many or any(name not in _COUNTED for name in names)):
+    are_counted = len(names) == many and all(name in _COUNTED for name in names)
+    if many and not are_counted:
         raise SpecError(
             f"`{leaf.path}` has the shape {leaf.shape}, and nothing says which of its"
             f" dimensions are a matrix; pass `where={{{leaf.path!r}: ({many}, 1)}}` for"
@@ -261,10 +273,7 @@ def _matrices(number: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
             " make matrices of: leading dimensions that count, then at least one for"
             " rows, and at least one for columns."
         )
-    entries = [
-        entry_axes(entry)
-        for entry, _ in it.zip_longest(entries_of(leaf.spec), leaf.shape)
-    ]
+    entries = list(map(entry_axes, entries_at(leaf.spec, len(leaf.shape))))
     lead = leaf.shape[:many]
     rest = leaf.shape[many:]
     if any(entries[1:many]):
@@ -272,17 +281,16 @@ def _matrices(number: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
             f"`{leaf.path}`: `{leaf.spec}` cuts a second dimension that counts"
             " matrices; cut the first alone."
         )
-    matrix = math.prod(rest[:rows]), math.prod(rest[rows:])
-    row_entries = tuple(entries[many:])
+    matrix_entries = tuple(entries[many:])
     return Matrices(
-        number,
-        lead or (1,),
-        rest,
-        entries[0] if many else (),
-        row_entries,
-        row_entries,
-        matrix,
-        leaf.dtype,
+        at=number,
+        many=lead or (1,),
+        rest=rest,
+        lead_axes=entries[0] if many else (),
+        entries=matrix_entries,
+        sent_entries=matrix_entries,
+        matrix=(math.prod(rest[:rows]), math.prod(rest[rows:])),
+        dtype=leaf.dtype,
     )
 
 
@@ -333,28 +341,27 @@ class _Owners:
         """Returns `array` with other `sent_entries`, which shard it over as many of the
         owners' axes as possible.
         """
-        entries = [
-            [axis for axis in dim_axes if axis in self.axes]
-            for dim_axes in array.entries
-        ]
+        entries: list[tuple[str, ...]] = []
+        used: set[str] = set()
+        for dim_axes in array.entries:
+            owner_axes = [axis for axis in dim_axes if axis in self.axes]
+            entries.append(tuple(owner_axes))
+            used.update(owner_axes)
         for axis in self.axes:
-            dims = (
-                dim
-                for dim, size in enumerate(array.rest)
-                if size % self.size((*entries[dim], axis)) == 0
-            )
-            if (
-                not any(axis in dim_axes for dim_axes in entries)
-                and (dim := next(dims, None)) is not None
-            ):
-                entries[dim].append(axis)
-        return array._replace(sent_entries=tuple(map(tuple, entries)))
+            if axis in used:
+                continue
+            for dim, size in enumerate(array.rest):
+                longer = (*entries[dim], axis)
+                if size % self.size(longer) == 0:
+                    entries[dim] = longer
+                    break
+        return array._replace(sent_entries=tuple(entries))
 
     def shard_shape(self, array: Matrices) -> tuple[int, ...]:
-        return tuple(
-            size // self.size(axes)
-            for size, axes in zip(array.rest, array.sent_entries, strict=True)
-        )
+        shape: list[int] = []
+        for size, axes in zip(array.rest, array.sent_entries, strict=True):
+            shape.append(size // self.size(axes))
+        return tuple(shape)
 
     def exchange(self, arrays: Sequence[Matrices]) -> OwnerExchange:
         """The all-to-all of `arrays`, with an owner for each of their matrices. The
@@ -362,26 +369,18 @@ class _Owners:
         to the owner that receives the fewest elements so far, and among such owners to
         the one with the least to compute.
         """
-        widest = sorted(
+        largest_first = sorted(
             arrays,
             key=lambda array: (-math.prod(self.shard_shape(array)), -_cost(array)),
         )
-        alike = [
-            (tuple(same), self.shard_shape(same[0]))
-            for same in _by_shape(widest).values()
-        ]
-        shapes = {shape for _, shape in alike}
-        # The largest unit that divides all shards, since compilers copy whole rows with
-        # less work than elements.
-        unit = (
-            shapes.pop()
-            if len(shapes) == 1
-            else (math.gcd(*(shape[-1] for shape in shapes)),)
-        )
-        stacks = tuple(
-            Stack(same, shape, math.prod(shape) // math.prod(unit))
-            for same, shape in alike
-        )
+        groups = list(_by_shape(largest_first).values())
+        shard_shapes = [self.shard_shape(group[0]) for group in groups]
+        unit = _unit(shard_shapes)
+        stacks: list[Stack] = []
+        for group, shape in zip(groups, shard_shapes, strict=True):
+            width = math.prod(shape) // math.prod(unit)
+            stacks.append(Stack(arrays=tuple(group), shard_shape=shape, width=width))
+
         owned: list[list[tuple[int, int]]] = [[] for _ in range(self.owners)]
         waiting = [(0, load, owner) for owner, load in enumerate(self.loads)]
         heapq.heapify(waiting)
@@ -390,16 +389,15 @@ class _Owners:
                 width, load, owner = waiting[0]
                 owned[owner].append((number, matrix))
                 self.loads[owner] = load + _cost(stack.arrays[0])
-                heapq.heapreplace(
-                    waiting, (width + stack.width, self.loads[owner], owner)
-                )
+                entry = (width + stack.width, self.loads[owner], owner)
+                heapq.heapreplace(waiting, entry)
         return OwnerExchange(
-            stacks,
-            self.lead_axes,
-            self.axes,
-            unit,
-            tuple(map(tuple, owned)),
-            self.sizes,
+            stacks=tuple(stacks),
+            lead_axes=self.lead_axes,
+            axes=self.axes,
+            unit=unit,
+            owned=tuple(map(tuple, owned)),
+            sizes=self.sizes,
         )
 
     def sent_elements(self, arrays: Sequence[Matrices]) -> int:
@@ -419,19 +417,18 @@ class _Owners:
         """
         remaining = _by_shape(arrays)
         least = self.sent_elements(arrays)
-        for kind, parts_of_kind in [*remaining.items()]:
-            others = []
-            for other, parts in remaining.items():
-                if other != kind:
-                    others += parts
-            if (rest := self.sent_elements(others)) + self.sent_elements(
-                parts_of_kind
-            ) <= least:
-                yield parts_of_kind
+        for kind, arrays_of_kind in [*remaining.items()]:
+            others: list[Matrices] = []
+            for other_kind, other_arrays in remaining.items():
+                if other_kind != kind:
+                    others += other_arrays
+            sent_by_others = self.sent_elements(others)
+            if sent_by_others + self.sent_elements(arrays_of_kind) <= least:
+                yield arrays_of_kind
                 del remaining[kind]
-                least = rest
+                least = sent_by_others
         if remaining:
-            yield [array for parts in remaining.values() for array in parts]
+            yield list(it.chain.from_iterable(remaining.values()))
 
     def limited(
         self, arrays: Sequence[Matrices], limit: int | None
@@ -457,7 +454,18 @@ class _Owners:
         yield some
 
     def needed_bytes(self, arrays: Sequence[Matrices]) -> int:
-        elements = 2 * self.owners * self.sent_elements(arrays) + max(
-            math.prod(array.matrix) for array in arrays
-        )
+        sent_elements = self.owners * self.sent_elements(arrays)
+        matrix_elements = max(math.prod(array.matrix) for array in arrays)
+        # As many elements are received as are sent.
+        elements = 2 * sent_elements + matrix_elements
         return elements * np.dtype(arrays[0].dtype).itemsize
+
+
+def _unit(shard_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The largest unit that divides all shards, since compilers copy whole rows with
+    less work than elements.
+    """
+    if len(set(shard_shapes)) == 1:
+        return shard_shapes[0]
+    last_sizes = [shape[-1] for shape in shard_shapes]
+    return (math.gcd(*last_sizes),)
