@@ -79,9 +79,17 @@ def joined(paths: Sequence[str]) -> str:
     """
     if len(paths) == 1:
         return paths[0]
-    columns = zip(*[map(int, _NUMBER.findall(path)) for path in paths], strict=True)
-    texts = iter([_ranges(sorted(set(column))) for column in columns])
-    return _NUMBER.sub(lambda _: next(texts), paths[0])
+    numbers_of_paths = [map(int, _NUMBER.findall(path)) for path in paths]
+    texts: list[str] = []
+    for column in zip(*numbers_of_paths, strict=True):
+        texts.append(_ranges(sorted(set(column))))
+    return _with_numbers(paths[0], texts)
+
+
+def _with_numbers(path: str, texts: Sequence[str]) -> str:
+    """A path with a text in the place of each of its numbers."""
+    remaining = iter(texts)
+    return _NUMBER.sub(lambda _: next(remaining), path)
 
 
 def joined_exactly(paths: Sequence[str]) -> list[tuple[str, int]]:
@@ -110,15 +118,14 @@ def joined_exactly(paths: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
-    columns = [list(dict.fromkeys(column)) for column in zip(*rows, strict=True)]
-    texts = []
-    for numbers in columns:
+    texts: list[str] = []
+    for column in zip(*rows, strict=True):
+        numbers = list(dict.fromkeys(column))
         text = numbers[0]
         if len(numbers) > 1:
             text = _ranges(sorted(map(int, numbers)), len(numbers))
         texts.append(text)
-    remaining = iter(texts)
-    return _NUMBER.sub(lambda _: next(remaining), path)
+    return _with_numbers(path, texts)
 
 
 def _products(
@@ -189,29 +196,31 @@ def table(
     if width is None:
         return _lines(rows, right)
     for name in spare:
-        if sum(_widths(rows)) + _GAP * (len(rows[0]) - 1) > width and name in rows[0]:
+        if _line_width(rows) > width and name in rows[0]:
             position = rows[0].index(name)
             rows = [row[:position] + row[position + 1 :] for row in rows]
-    room = width - sum(_widths(rows)[1:]) - _GAP * (len(rows[0]) - 1)
-    if _widths(rows)[0] <= room:
+    path_width = _widths(rows)[0]
+    room = width - (_line_width(rows) - path_width)
+    if path_width <= room:
         return _lines(rows, right)
-    parted = [_heading_and_rest(row[0]) for row in rows[1:]]
-    # If the rest of a path is still too long, it has a line of its own.
-    is_long = [len(tail) > room for _, tail in parted]
-    shown = []
-    for (_, tail), long, row in zip(parted, is_long, rows[1:], strict=True):
-        path = "" if long else tail
-        shown.append((path, *row[1:]))
-    header, *lines = _lines([rows[0], *shown], right)
-    printed = [header]
-    last = ""
-    for (heading, tail), long, line in zip(parted, is_long, lines, strict=True):
-        if heading and heading != last:
+
+    header, *others = rows
+    parts = [_heading_and_rest(path) for path, *_ in others]
+    shown: list[tuple[str, ...]] = [header]
+    for (_, rest), (_, *cells) in zip(parts, others, strict=True):
+        # If the rest of a path is still too long, it has a line of its own.
+        path = "" if len(rest) > room else rest
+        shown.append((path, *cells))
+    header_line, *lines = _lines(shown, right)
+    printed = [header_line]
+    last_heading = ""
+    for (heading, rest), line in zip(parts, lines, strict=True):
+        if heading and heading != last_heading:
             printed.append(heading)
-        if long:
-            printed.append(tail)
+        if len(rest) > room:
+            printed.append(rest)
         printed.append(line)
-        last = heading
+        last_heading = heading
     return printed
 
 
@@ -220,6 +229,12 @@ _GAP = 2
 
 def _widths(rows: Sequence[tuple[str, ...]]) -> list[int]:
     return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def _line_width(rows: Sequence[tuple[str, ...]]) -> int:
+    """The width of a table's lines."""
+    widths = _widths(rows)
+    return sum(widths) + _GAP * (len(widths) - 1)
 
 
 def _lines(rows: Sequence[tuple[str, ...]], right: Collection[str]) -> list[str]:
@@ -337,7 +352,10 @@ def array_text(dtype: Any, shape: Sequence[int]) -> str:
     name = dtype if isinstance(dtype, str) else dtype.name
     letters = re.match("[a-z]*", name)
     kind = letters.group() if letters else ""
-    return f"{_KINDS.get(kind, kind)}{name[len(kind) :]}[{','.join(map(str, shape))}]"
+    short_kind = _KINDS.get(kind, kind)
+    bits = name[len(kind) :]
+    sizes = ",".join(map(str, shape))
+    return f"{short_kind}{bits}[{sizes}]"
 
 
 def html_table(
@@ -355,13 +373,14 @@ def html_table(
     lines = [f"<p>{_escaped(text)}</p>" for text in below]
     if rows:
         header, *others = rows
-        sides = []
+        sides: list[str] = []
         for name in header:
             side = "right" if name in right else "left"
             sides.append(side)
-        body = [_html_row("th", header, sides)]
-        body += [_html_row("td", row, sides) for row in others]
-        lines = ["<table>", *body, "</table>", *lines]
+        table_lines = ["<table>", _html_row("th", header, sides)]
+        for row in others:
+            table_lines.append(_html_row("td", row, sides))
+        lines = [*table_lines, "</table>", *lines]
     return "\n".join(lines)
 
 
@@ -377,9 +396,7 @@ def _escaped(text: str) -> str:
 
 
 def _html_row(tag: str, cells: Sequence[str], sides: Sequence[str]) -> str:
-    pairs = zip(cells, sides, strict=True)
-    inner = "".join(
-        f'<{tag} style="text-align: {side}">{_escaped(cell)}</{tag}>'
-        for cell, side in pairs
-    )
-    return f"<tr>{inner}</tr>"
+    texts: list[str] = []
+    for cell, side in zip(cells, sides, strict=True):
+        texts.append(f'<{tag} style="text-align: {side}">{_escaped(cell)}</{tag}>')
+    return f"<tr>{''.join(texts)}</tr>"

@@ -136,9 +136,10 @@ def near_paths(path: str, paths: Collection[str]) -> str:
     near = difflib.get_close_matches(path, paths, n=3, cutoff=0.5)
     if not near:
         near = [candidate for candidate in paths if path in candidate][:3]
-    if near:
-        return f"; did you mean {' or '.join(f'`{candidate}`' for candidate in near)}?"
-    return "."
+    if not near:
+        return "."
+    suggestions = [f"`{candidate}`" for candidate in near]
+    return f"; did you mean {' or '.join(suggestions)}?"
 
 
 @ft.lru_cache(maxsize=1024)
@@ -228,14 +229,15 @@ def _append(
     # once, and its columns are copied under each prefix. Hashing a treedef is the slow
     # step: it is done once per child.
     kinds: dict[TreeDef, int] = {}
-    numbers = [kinds.setdefault(child, len(kinds)) for child in children]
+    numbers: list[int] = []
+    for child in children:
+        numbers.append(kinds.setdefault(child, len(kinds)))
     counts = collections.Counter(numbers)
-    empty = [not kind.num_leaves for kind in kinds]
     keys = _keys(treedef, data, len(children))
     below: dict[int, _Columns] = {}
     copies: dict[tuple[str, int], list[str]] = {}
     for key, child, number in zip(keys, children, numbers, strict=True):
-        if empty[number]:
+        if not child.num_leaves:
             continue
         path = prefix + slash + key
         zeros = template + slash + key.translate(_ZEROS)
@@ -255,15 +257,11 @@ def _append(
         declaration = declared.get(key)
         if declaration is None:
             out.names.extend(columns.names)
-        else:
-            out.names.extend(_declared_names(declaration, columns.names))
-        if declaration is None:
             out.stacked.extend(columns.stacked)
         else:
+            out.names.extend(_declared_names(declaration, columns.names))
             _, stacked_names = declaration
-            out.stacked.extend(
-                [len(stacked_names) + count for count in columns.stacked]
-            )
+            out.stacked.extend(map(len(stacked_names).__add__, columns.stacked))
 
 
 def _declared_names(
@@ -302,11 +300,11 @@ def _declared(cls: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 def _keys(treedef: TreeDef, data: tuple[type, Any], count: int) -> list[str]:
     kind, aux = data
     if kind is dict:
-        return [str(key) for key in aux]
+        return list(map(str, aux))
     if kind is list or kind is tuple:
-        return [str(index) for index in range(count)]
+        return list(map(str, range(count)))
     if kind is eqx.nn.State:
-        return [_state_key(marker, index) for index, marker in enumerate(aux)]
+        return list(map(_state_key, aux, range(count)))
     # Only an instance knows the keys of its children. JAX demands that unflattening
     # accepts any leaves.
     node = jax.tree.unflatten(treedef, range(treedef.num_leaves))
@@ -324,5 +322,5 @@ def _state_key(marker: object, index: int) -> str:
     """
     if not isinstance(marker, str):
         return str(index)
-    keys = ["".join(parts) for parts in _MARKER.findall(marker)]
+    keys = map("".join, _MARKER.findall(marker))
     return (".".join(keys) or marker).replace("/", ".")

@@ -9,11 +9,16 @@ are returned, and the caller says so.
 import functools as ft
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+
+from .._ground.text import together
 
 
 Shape = tuple[int, ...]
+# Whether a dimension of the planned array, of the first size, can correspond to one of
+# the second size.
+Fits = Callable[[int, int], bool]
 # For each dimension of an array, the corresponding dimension of the planned array that
 # it follows; `None` for none.
 Dims = tuple[int | None, ...]
@@ -68,7 +73,7 @@ def adapter_readings(
     such a partner come before all others.
     """
     ranked = _ranked(base, shape)
-    paired = []
+    paired: list[Reading] = []
     for reading in ranked:
         if any(_is_half_of(base, reading, shape, partner) for partner in partners):
             paired.append(reading)
@@ -76,13 +81,13 @@ def adapter_readings(
         return tuple(paired)
 
     whole = _split(base, shape, _equal) or _split(base, shape, _kept)
-    pairs = itertools.combinations(partners, 2)
-    if whole and any(_is_pair(base, partner, other) for partner, other in pairs):
+    if whole and _has_pair(base, partners):
         # Such as the magnitudes of DoRA, which have no rank.
         return whole
-    low = tuple(reading for reading in ranked if _is_low(base, shape, reading))
+    low = tuple([reading for reading in ranked if _is_low(base, shape, reading)])
+    at_the_ends = (*(low or ranked), *whole)
     return (
-        (*(low or ranked), *whole)
+        at_the_ends
         or _anywhere(base, shape, _kept)
         or _ranked_anywhere(base, shape)
         or _by_place(base, shape)
@@ -127,14 +132,13 @@ def _is_equal(
     base: Shape,
     dims: Sequence[int],
     shape: Shape,
-    fits: Callable[[int, int], bool] = _equal,
+    fits: Fits = _equal,
 ) -> bool:
-    return all(fits(base[dim], size) for dim, size in zip(dims, shape, strict=True))
+    """Whether each dimension of `shape` fits the dimension of the base in `dims`."""
+    return all([fits(base[dim], size) for dim, size in zip(dims, shape, strict=True)])
 
 
-def _split(
-    base: Shape, shape: Shape, fits: Callable[[int, int], bool]
-) -> tuple[Reading, ...]:
+def _split(base: Shape, shape: Shape, fits: Fits) -> tuple[Reading, ...]:
     """The readings under which the dimensions of `shape` are the first and the last of
     the base, in any number of each.
     """
@@ -142,7 +146,7 @@ def _split(
     skipped = len(base) - len(shape)
     if skipped < 0:
         return ()
-    readings = []
+    readings: list[Reading] = []
     for front in range(count + 1):
         dims = (*range(front), *range(front + skipped, len(base)))
         if _is_equal(base, dims, shape, fits):
@@ -150,9 +154,7 @@ def _split(
     return tuple(dict.fromkeys(readings))
 
 
-def _anywhere(
-    base: Shape, shape: Shape, fits: Callable[[int, int], bool]
-) -> tuple[Reading, ...]:
+def _anywhere(base: Shape, shape: Shape, fits: Fits) -> tuple[Reading, ...]:
     """The readings under which the dimensions of `shape` are any of the base, in their
     order.
     """
@@ -171,21 +173,29 @@ def _ranked(base: Shape, shape: Shape) -> tuple[Reading, ...]:
     adapters in one array; these correspond to none.
     """
     for extra, fits in itertools.product(range(len(shape) - 1), (_equal, _kept)):
-        inner = shape[extra:]
-        readings = []
-        for rank in range(len(inner)):
-            others = (*inner[:rank], *inner[rank + 1 :])
-            skipped = len(base) - len(others)
-            if skipped < 1:
-                continue
-            front = range(rank)
-            back = range(rank + skipped, len(base))
-            if _is_equal(base, (*front, *back), others, fits):
-                dims = (*[None] * extra, *front, None, *back)
-                readings.append(Reading(dims, extra + rank))
+        readings: list[Reading] = []
+        for reading in _ranked_at_ends(base, shape[extra:], fits):
+            assert reading.rank is not None
+            dims = (*[None] * extra, *reading.dims)
+            readings.append(Reading(dims=dims, rank=extra + reading.rank))
         if readings:
             return tuple(readings)
     return ()
+
+
+def _ranked_at_ends(base: Shape, shape: Shape, fits: Fits) -> Iterator[Reading]:
+    """Yields the readings under which one dimension of `shape` is the rank, those
+    before it are the first of the base, and those after it are its last.
+    """
+    for rank in range(len(shape)):
+        others = (*shape[:rank], *shape[rank + 1 :])
+        skipped = len(base) - len(others)
+        if skipped < 1:
+            continue
+        front = range(rank)
+        back = range(rank + skipped, len(base))
+        if _is_equal(base, (*front, *back), others, fits):
+            yield Reading(dims=(*front, None, *back), rank=rank)
 
 
 def _ranked_anywhere(base: Shape, shape: Shape) -> tuple[Reading, ...]:
@@ -199,7 +209,7 @@ def _ranked_anywhere(base: Shape, shape: Shape) -> tuple[Reading, ...]:
             continue
         for reading in _anywhere(base, others, _equal):
             dims = (*reading.dims[:rank], None, *reading.dims[rank:])
-            readings.append(Reading(dims, rank))
+            readings.append(Reading(dims=dims, rank=rank))
     return tuple(readings)
 
 
@@ -217,15 +227,21 @@ def _by_place(base: Shape, shape: Shape) -> tuple[Reading, ...]:
                 base_dim = place
                 break
         dims.append(base_dim)
-    if all(dim is None for dim in dims):
+    reading = Reading(tuple(dims))
+    if not reading.base_dims:
         return ()
-    return (Reading(tuple(dims)),)
+    return (reading,)
 
 
-def _is_pair(base: Shape, adapter: Shape, partner: Shape) -> bool:
-    """Whether two adapters are the halves of a product by some reading of the first."""
-    readings = _ranked(base, adapter)
-    return any(_is_half_of(base, reading, adapter, partner) for reading in readings)
+def _has_pair(base: Shape, adapters: Sequence[Shape]) -> bool:
+    """Whether two of the adapters are the halves of a product, by some reading of the
+    first.
+    """
+    for adapter, partner in itertools.combinations(adapters, 2):
+        for reading in _ranked(base, adapter):
+            if _is_half_of(base, reading, adapter, partner):
+                return True
+    return False
 
 
 def _is_half_of(base: Shape, reading: Reading, shape: Shape, partner: Shape) -> bool:
@@ -233,16 +249,16 @@ def _is_half_of(base: Shape, reading: Reading, shape: Shape, partner: Shape) -> 
     shape of the base: they share the rank, and of the base's dimensions only the first
     ones, those of a stack.
     """
+    dims = set(reading.base_dims)
     for other in _ranked(base, partner):
         if reading.rank is None or other.rank is None:
             continue
-        shared = set(reading.base_dims) & set(other.base_dims)
-        both = set(reading.base_dims) | set(other.base_dims)
-        if (
-            shape[reading.rank] == partner[other.rank]
-            and both == set(range(len(base)))
-            and shared == set(range(len(shared)))
-        ):
+        other_dims = set(other.base_dims)
+        shared_dims = dims & other_dims
+        have_one_rank = shape[reading.rank] == partner[other.rank]
+        have_all_dims = dims | other_dims == set(range(len(base)))
+        share_first_dims = shared_dims == set(range(len(shared_dims)))
+        if have_one_rank and have_all_dims and share_first_dims:
             return True
     return False
 
@@ -251,9 +267,10 @@ def _is_low(base: Shape, shape: Shape, reading: Reading) -> bool:
     """Whether the rank is at most that of a matrix with the dimensions of the base that
     the adapter has for rows, and the others for columns.
     """
-    rows = math.prod(base[dim] for dim in reading.base_dims)
+    rows = math.prod([base[dim] for dim in reading.base_dims])
+    columns = math.prod(base) // max(rows, 1)
     rank = 1 if reading.rank is None else shape[reading.rank]
-    return rank <= min(rows, math.prod(base) // max(rows, 1))
+    return rank <= min(rows, columns)
 
 
 def _with_extra(base: Shape, shape: Shape) -> tuple[Reading, ...]:
@@ -261,12 +278,13 @@ def _with_extra(base: Shape, shape: Shape) -> tuple[Reading, ...]:
     after those of the base.
     """
     extra = len(shape) - len(base)
-    inner = tuple(range(len(base)))
-    readings = []
-    if _is_equal(base, inner, shape[extra:], _in_blocks):
-        readings.append(Reading((*[None] * extra, *inner)))
-    if _is_equal(base, inner, shape[: len(base)], _in_blocks):
-        readings.append(Reading((*inner, *[None] * extra)))
+    base_dims = tuple(range(len(base)))
+    no_dims = (None,) * extra
+    readings: list[Reading] = []
+    if _is_equal(base, base_dims, shape[extra:], _in_blocks):
+        readings.append(Reading((*no_dims, *base_dims)))
+    if _is_equal(base, base_dims, shape[: len(base)], _in_blocks):
+        readings.append(Reading((*base_dims, *no_dims)))
     return _with_most_equal(base, shape, readings)
 
 
@@ -275,11 +293,14 @@ def _with_most_equal(
 ) -> tuple[Reading, ...]:
     """Those of `readings` under which most dimensions have the size of the base's."""
 
-    def count(reading: Reading) -> int:
-        pairs = zip(reading.dims, shape, strict=True)
-        return sum(dim is not None and base[dim] == size != 1 for dim, size in pairs)
+    def equal_dims(reading: Reading) -> int:
+        count = 0
+        for dim, size in zip(reading.dims, shape, strict=True):
+            if dim is not None and base[dim] == size != 1:
+                count += 1
+        return count
 
-    counts = [count(reading) for reading in readings]
-    pairs = zip(readings, counts, strict=True)
-    most = max(counts, default=0)
-    return tuple(reading for reading, equal in pairs if equal == most)
+    readings_by_count = together(readings, equal_dims)
+    if not readings_by_count:
+        return ()
+    return tuple(readings_by_count[max(readings_by_count)])

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -60,7 +60,7 @@ def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
     """
     # The reasons that the rule gave stay; the reasons from the correction to the old
     # mesh are dropped.
-    reasons = tuple(why for why in row.reasons if why.code.is_of_request)
+    reasons = tuple([why for why in row.reasons if why.code.is_of_request])
     if row.names is not None and content.axes is not None:
         reasons = resolve(row.names, content.axes, mode=content.mode).reasons
     request = Request(
@@ -82,37 +82,38 @@ def refined(content: Content, min_bytes: int) -> Content:
     A sub-axis helps if its size divides a dimension and the size of the whole axis does
     not. Arrays of fewer than `min_bytes` bytes stay replicated.
     """
-    counts = collections.Counter(content.index)
-    sub_axes: list[dict[str, int]] = []
-    for row in content.rows:
-        useful = {}
-        if not _is_small(row):
-            useful = _useful_sub_axes(row, content.mesh.shape)
-        sub_axes.append(useful)
+    array_counts = collections.Counter(content.index)
+    useful_sub_axes: list[dict[str, int]] = []
     # For each mesh axis and size of a sub-axis of it, the bytes that the sub-axis saves
     # on each device.
-    saved: dict[str, collections.Counter[int]] = collections.defaultdict(
-        collections.Counter
-    )
-    for number, part_by_axis in enumerate(sub_axes):
+    saved_bytes: dict[str, collections.Counter[int]] = {}
+    for number, row in enumerate(content.rows):
+        sub_axes = {}
+        if not _is_small(row):
+            sub_axes = _useful_sub_axes(row, content.mesh.shape)
+        useful_sub_axes.append(sub_axes)
         _, shard_bytes = content.byte_counts[number]
-        for axis, part in part_by_axis.items():
-            saved[axis][part] += shard_bytes * (part - 1) // part * counts[number]
-    mesh, parts = _refined_mesh(content.mesh, saved)
+        for axis, size in sub_axes.items():
+            saved_of_array = shard_bytes * (size - 1) // size
+            saved_of_axis = saved_bytes.setdefault(axis, collections.Counter())
+            saved_of_axis[size] += saved_of_array * array_counts[number]
+
+    mesh, parts = _refined_mesh(content.mesh, saved_bytes)
     if not parts:
         return content
-    sizes = axes_of(mesh, min_bytes)
-    rows = []
-    for row, useful in zip(content.rows, sub_axes, strict=True):
-        steps = tuple(_renamed_strategy(step, parts) for step in row.strategies)
+    mesh_axes = axes_of(mesh, min_bytes)
+    rows: list[Row] = []
+    for row, sub_axes in zip(content.rows, useful_sub_axes, strict=True):
+        strategies = tuple([_renamed_strategy(step, parts) for step in row.strategies])
         requested = _renamed(row.requested, parts)
-        same = _renamed(row.spec, parts)
-        again = row_on(row, content, sizes, spec=requested, strategies=steps)
+        spec = _renamed(row.spec, parts)
+        new_row = row_on(row, content, mesh_axes, spec=requested, strategies=strategies)
         # Only an array that can use a sub-axis may change its layout.
-        stays = not useful and again.spec != same
-        if stays:
-            again = row._replace(spec=same, requested=requested, strategies=steps)
-        rows.append(again)
+        if not sub_axes and new_row.spec != spec:
+            new_row = row._replace(
+                spec=spec, requested=requested, strategies=strategies
+            )
+        rows.append(new_row)
     jax_mesh = None if content.jax_mesh is None else mesh.build(content.jax_mesh)
     axes = None if content.axes is None else _renamed_rules(content.axes, parts)
     return content.replaced(mesh=mesh, jax_mesh=jax_mesh, axes=axes, rows=rows)
@@ -132,32 +133,40 @@ def _useful_sub_axes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
     over a sub-axis of size 8. Axes without such a sub-axis are left out. `sizes` has
     the sizes of the mesh axes.
     """
-    used = set(axes_of_entries(entries_of(row.spec)))
-    kept_entries = entries_at(row.spec, len(row.shape))
-    units = row.units or (1,) * len(row.shape)
+    used_axes = set(axes_of_entries(entries_of(row.spec)))
+    rank = len(row.shape)
+    units = row.units or (1,) * rank
     # For each dimension, the units in a shard.
-    counts = []
-    for size, unit, entry in zip(row.shape, units, kept_entries, strict=True):
+    unit_counts: list[int] = []
+    unit_counts_of_free_dims: list[int] = []
+    entries = entries_at(row.spec, rank)
+    for size, unit, entry in zip(row.shape, units, entries, strict=True):
         whole_units = 1 if size % unit else size // unit
-        shards = shards_over(entry_axes(entry), sizes)
-        counts.append(whole_units // shards)
-    parts: dict[str, int] = {}
-    requested = entries_at(row.requested, len(row.shape))
-    for count, entry in zip(counts, requested, strict=True):
+        unit_count = whole_units // shards_over(entry_axes(entry), sizes)
+        unit_counts.append(unit_count)
+        if entry is None:
+            unit_counts_of_free_dims.append(unit_count)
+
+    sub_axes: dict[str, int] = {}
+    requested_entries = entries_at(row.requested, rank)
+    for unit_count, entry in zip(unit_counts, requested_entries, strict=True):
+        remaining = unit_count
         for axis in entry_axes(entry):
-            part = math.gcd(count, sizes.get(axis, 1))
-            if axis not in used and axis not in parts and part > 1:
-                parts[axis] = part
-                count //= part
-    entries_of_counts = zip(counts, kept_entries, strict=True)
-    free = [count for count, entry in entries_of_counts if entry is None]
+            sub_axis_size = math.gcd(remaining, sizes.get(axis, 1))
+            is_taken = axis in used_axes or axis in sub_axes
+            if not is_taken and sub_axis_size > 1:
+                sub_axes[axis] = sub_axis_size
+                remaining //= sub_axis_size
     for step in row.strategies:
         for axis in step.axes:
-            size = sizes.get(axis, 1)
-            part = max((math.gcd(count, size) for count in free), default=1)
-            if axis not in used and axis not in parts and part > 1:
-                parts[axis] = part
-    return parts
+            axis_size = sizes.get(axis, 1)
+            sub_axis_size = 1
+            for unit_count in unit_counts_of_free_dims:
+                sub_axis_size = max(sub_axis_size, math.gcd(unit_count, axis_size))
+            is_taken = axis in used_axes or axis in sub_axes
+            if not is_taken and sub_axis_size > 1:
+                sub_axes[axis] = sub_axis_size
+    return sub_axes
 
 
 def _refined_mesh(
@@ -173,36 +182,54 @@ def _refined_mesh(
     used: the one that saves fewer bytes is reduced to a divisor that fits.
     """
     parts: dict[str, tuple[str, ...]] = {}
-    for axis, size, slices in zip(
-        mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, strict=True
-    ):
-        saved_by_part = saved.get(axis, {})
-        # Divisors of `size`, each dividing the next; the ratio of two neighbours is the
-        # size of a sub-axis.
-        chain = [1, size]
-        most_saved_first = sorted(
-            saved_by_part, key=lambda part: (-saved_by_part[part], part)
-        )
-        for part in most_saved_first:
-            # A size that is incompatible with the chain is reduced to its largest
-            # divisor that fits. A sub-axis must lie within one slice or consist of
-            # whole slices.
-            divisors = [n for n in range(1, part + 1) if part % n == 0]
-            best = max(n for n in divisors if _divide(n, [slices, *chain]))
-            chain = sorted({*chain, best})
-        if len(chain) > 2:
-            stem = axis
-            factors = [large // small for small, large in itertools.pairwise(chain)]
-            while any(f"{stem}_{i}" in mesh.axis_names for i in range(len(factors))):
-                stem += "_"
-            parts[axis] = tuple(f"{stem}_{i}" for i in range(len(factors)))
-            mesh = mesh.split(axis, dict(zip(parts[axis], factors, strict=True)))
+    columns = zip(mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, strict=True)
+    for axis, size, slices in columns:
+        sub_axis_sizes = _sub_axis_sizes(size, slices, saved.get(axis, {}))
+        if len(sub_axis_sizes) > 1:
+            names = _sub_axis_names(axis, len(sub_axis_sizes), mesh.axis_names)
+            parts[axis] = names
+            mesh = mesh.split(axis, dict(zip(names, sub_axis_sizes, strict=True)))
     return mesh, parts
+
+
+def _sub_axis_sizes(
+    size: int, slices: int, saved_by_size: Mapping[int, int]
+) -> list[int]:
+    """The sizes of the sub-axes into which an axis of `size` devices over `slices`
+    slices is split.
+    """
+    # Divisors of `size`, each dividing the next. The ratio of two neighbours is the
+    # size of a sub-axis.
+    chain = [1, size]
+    most_saved_first = sorted(
+        saved_by_size, key=lambda part: (-saved_by_size[part], part)
+    )
+    for part in most_saved_first:
+        # A size that is incompatible with the chain is reduced to its largest divisor
+        # that fits. A sub-axis must lie within one slice or consist of whole slices.
+        largest = part
+        while part % largest or not _divide(largest, [slices, *chain]):
+            largest -= 1
+        chain = sorted({*chain, largest})
+    return [large // small for small, large in itertools.pairwise(chain)]
+
+
+def _sub_axis_names(axis: str, count: int, used: Sequence[str]) -> tuple[str, ...]:
+    """Names for the sub-axes of `axis` that are not in `used`."""
+    stem = axis
+    while True:
+        names = [f"{stem}_{number}" for number in range(count)]
+        if set(names).isdisjoint(used):
+            return tuple(names)
+        stem += "_"
 
 
 def _divide(number: int, others: Iterable[int]) -> bool:
     """Whether of `number` and each of the others one divides the other."""
-    return all(number % other == 0 or other % number == 0 for other in others)
+    for other in others:
+        if number % other and other % number:
+            return False
+    return True
 
 
 def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRules:
@@ -226,10 +253,10 @@ def _renamed(
     """
     entries = [_renamed_entry(entry, parts) for entry in entries_of(spec)]
     reductions = with_reductions(
-        (),
-        _renamed_axes(sorted(spec.unreduced), parts),
-        _renamed_axes(sorted(spec.reduced), parts),
-        unreduced_kind(spec),
+        entries=(),
+        unreduced=_renamed_axes(sorted(spec.unreduced), parts),
+        reduced=_renamed_axes(sorted(spec.reduced), parts),
+        kind=unreduced_kind(spec),
     )
     return trimmed(entries, reductions)
 
