@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools as ft
+import itertools
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -90,20 +91,20 @@ def asked_for(
             f"`devices={devices!r}` has {times} slices, and `slices={slices}`; leave"
             " `slices` out."
         )
-    parts = _hardware(hardware, chip)
-    total = parts.total * times
+    one_slice = _hardware(hardware, chip)
+    total = one_slice.total * times
     many_slices = max(slices, times)
     if many_slices < 1 or total % many_slices:
         raise MeshError(
             f"`slices={slices}` does not divide {total} devices; each slice has equally"
             " many."
         )
-    if times == many_slices and parts.extents:
-        extents = parts.extents
-    else:
-        extents = ()
-    extents = extents or extents_of(parts.chip, total // many_slices)
-    return parts._replace(
+    extents = ()
+    if times == many_slices:
+        extents = one_slice.extents
+    if not extents:
+        extents = extents_of(one_slice.chip, total // many_slices)
+    return one_slice._replace(
         total=total, slices=many_slices, targets=times, extents=extents
     )
 
@@ -117,49 +118,49 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
     if isinstance(chip, str) and chip.lower() == "cpu":
         chip = EMULATED
     if isinstance(devices, str):
-        if emulated := re.fullmatch(r"cpu:([1-9]\d*)", devices):
-            return SearchOptions(
-                int(emulated[1]), EMULATED if chip is None else chips.find(chip)
-            )
-        hardware = chips.parse_slice(devices)
-        if chip is None:
-            kind = hardware.chip
-        else:
-            kind = chips.find(chip)
-        return SearchOptions(
-            hardware.chips * kind.devices_per_chip,
-            kind,
-            hardware.name,
-            extents=hardware.extents,
-        )
+        return _named_hardware(devices, chip)
     if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
         if chip is None:
             raise MeshError(
                 f"`devices={devices}` does not say which chip; add one, as"
                 ' `chip="v5e"`.'
             )
-        return SearchOptions(devices, chips.find(chip))
+        return SearchOptions(total=devices, chip=chips.find(chip))
     if not isinstance(devices, Sequence) or not devices:
         raise MeshError(
             f"`devices={devices!r:.80}` is neither a number, a slice nor devices; write"
             ' `devices=8, chip="v5e"`, `devices="tpu:v5e:2x4"`, or'
             " `devices=jax.devices()`."
         )
-    if devices[0].platform == "cpu":
+    if chip is not None:
+        kind = chip
+    elif devices[0].platform == "cpu":
         kind = EMULATED
     else:
         kind = devices[0].device_kind
-    return SearchOptions(len(devices), chips.find(kind if chip is None else chip))
+    return SearchOptions(total=len(devices), chip=chips.find(kind))
+
+
+def _named_hardware(devices: str, chip: str | chips.Chip | None) -> SearchOptions:
+    """As `_hardware`, for a text such as "cpu:8" or "tpu:v5e:2x4"."""
+    if emulated := re.fullmatch(r"cpu:([1-9]\d*)", devices):
+        kind = EMULATED if chip is None else chips.find(chip)
+        return SearchOptions(total=int(emulated[1]), chip=kind)
+    hardware = chips.parse_slice(devices)
+    kind = hardware.chip if chip is None else chips.find(chip)
+    return SearchOptions(
+        total=hardware.chips * kind.devices_per_chip,
+        chip=kind,
+        target=hardware.name,
+        extents=hardware.extents,
+    )
 
 
 def require_options(keep: object, closely: object, verify: object) -> None:
     """Raises `RuleError` unless `keep` and `closely` are positive and `verify` is
     "compile", "run" or `None`.
     """
-    are_counts = all(
-        isinstance(count, int) and not isinstance(count, bool) and count > 0
-        for count in (keep, closely)
-    )
+    are_counts = _is_count(keep) and _is_count(closely)
     if not are_counts or verify not in (None, "compile", "run"):
         raise RuleError(
             f"`keep={keep!r:.40}` and `closely={closely!r:.40}` must be numbers of"
@@ -170,13 +171,15 @@ def require_options(keep: object, closely: object, verify: object) -> None:
         )
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def require_arrays(args: Sequence[PyTree]) -> None:
     """Raises `LeafTypeError` if none of `args`, the arguments of a step, has an array."""
-    if any(
-        eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray)
-        for leaf in jax.tree.leaves(args)
-    ):
-        return
+    for leaf in jax.tree.leaves(args):
+        if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+            return
     kinds = ", ".join(type(arg).__name__ for arg in args) or "nothing"
     raise LeafTypeError(
         f"the arguments of the step hold no arrays ({kinds}); pass arrays, or structs"
@@ -195,15 +198,16 @@ def noted(args: Sequence[PyTree]) -> contextlib.ExitStack:
 
     def note(_kind: object, error: BaseException | None, _trace: object) -> None:
         # Errors about an argument's kind say what to pass in its place.
-        if error is not None and not isinstance(error, _SAID):
-            shapes = "; ".join(
-                eqx.tree_pformat(arg, width=10**6, struct_as_array=True)[:300]
-                for arg in args
-            )
-            error.add_note(
-                "`search` traced the step with arguments of these shapes, without"
-                f" running it: {shapes}"
-            )
+        if error is None or isinstance(error, _SAID):
+            return
+        shapes = []
+        for arg in args:
+            text = eqx.tree_pformat(arg, width=10**6, struct_as_array=True)
+            shapes.append(text[:300])
+        error.add_note(
+            "`search` traced the step with arguments of these shapes, without"
+            f" running it: {'; '.join(shapes)}"
+        )
 
     stack = contextlib.ExitStack()
     stack.push(note)
@@ -297,18 +301,15 @@ def _count(jaxpr: jex.Jaxpr | jex.ClosedJaxpr, name: str) -> int:
     its calls and loops.
     """
     inner, _ = opened(jaxpr)
-    count = sum(equation.primitive.name == name for equation in inner.eqns)
-    params = [param for equation in inner.eqns for param in equation.params.values()]
-    held = (
-        value
-        for param in params
-        for value in (param if isinstance(param, tuple) else (param,))
-    )
-    return count + sum(
-        _count(value, name)
-        for value in held
-        if isinstance(value, jex.ClosedJaxpr | jex.Jaxpr)
-    )
+    count = 0
+    for equation in inner.eqns:
+        count += equation.primitive.name == name
+        for param in equation.params.values():
+            values = param if isinstance(param, tuple) else (param,)
+            for value in values:
+                if isinstance(value, jex.ClosedJaxpr | jex.Jaxpr):
+                    count += _count(value, name)
+    return count
 
 
 def _module(step: Step) -> Any:
@@ -327,24 +328,22 @@ def structs_of(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
     without sharding.
     """
     flats = list(map(flatten, args))
-    arrays = [
-        leaf
-        for flat in flats
-        for leaf, shaped in zip(flat.leaves, flat.is_array, strict=True)
-        if shaped
-    ]
+    arrays = []
+    for flat in flats:
+        arrays += itertools.compress(flat.leaves, flat.is_array)
     arrays_in_order = iter(jax.eval_shape(lambda leaves: leaves, arrays))
 
-    def struct(leaf: object, shaped: bool) -> object:
-        if shaped:
+    def struct(leaf: object, is_array: bool) -> object:
+        if is_array:
             array = next(arrays_in_order)
             return jax.ShapeDtypeStruct(array.shape, array.dtype)
         return leaf
 
-    return tuple(
-        jax.tree.unflatten(flat.treedef, map(struct, flat.leaves, flat.is_array))
-        for flat in flats
-    )
+    trees = []
+    for flat in flats:
+        leaves = map(struct, flat.leaves, flat.is_array)
+        trees.append(jax.tree.unflatten(flat.treedef, leaves))
+    return tuple(trees)
 
 
 def results_of(
@@ -358,29 +357,40 @@ def results_of(
     these respects, each element is a result, else `results` is the only one. Returns for
     each the index of its argument or `None`, and its number of arrays.
     """
-
-    def kind_of(tree: PyTree) -> tuple[object, list[tuple[tuple[int, ...], str]]]:
-        leaves, treedef = jax.tree.flatten(
-            eqx.filter(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-        )
-        return treedef, [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
-
-    kinds = [kind_of(arg) for arg in args]
-    if kind_of(results) in kinds or not isinstance(results, tuple):
+    kinds = list(map(_kind_of, args))
+    if _kind_of(results) in kinds or not isinstance(results, tuple):
         results = (results,)
     pairs: list[tuple[int | None, int]] = []
-    for part in results:
-        kind = kind_of(part)
-        _, leaf_kinds = kind
-        paired = {which for which, _ in pairs}
-        same = [number for number, other in enumerate(kinds) if other == kind]
-        free = [number for number in same if number not in paired]
-        if free and leaf_kinds:
+    paired: set[int | None] = set()
+    for result in results:
+        kind = _kind_of(result)
+        free = [
+            which
+            for which, other in enumerate(kinds)
+            if other == kind and which not in paired
+        ]
+        which = None
+        if free and kind.arrays:
             which = free[0]
-        else:
-            which = None
-        pairs.append((which, len(leaf_kinds)))
+        paired.add(which)
+        pairs.append((which, len(kind.arrays)))
     return tuple(pairs)
+
+
+class _Kind(NamedTuple):
+    """What an argument and a result may have in common: the structure, and the shapes
+    and the dtypes of the arrays.
+    """
+
+    structure: object
+    arrays: list[tuple[tuple[int, ...], str]]
+
+
+def _kind_of(tree: PyTree) -> _Kind:
+    structs = eqx.filter(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    leaves, structure = jax.tree.flatten(structs)
+    arrays = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
+    return _Kind(structure=structure, arrays=arrays)
 
 
 def donated_numbers(
@@ -389,20 +399,17 @@ def donated_numbers(
     """The numbers of the arguments that the step donates."""
     if isinstance(step, types.FunctionType):
         return ()
-    donated = [
-        argument.path.split("/")[:2]
-        for argument in step_of(step, args).arguments
-        if argument.donated
-    ]
-    words = [
-        word.replace("[", "/").replace("]", "").split("/")
-        for word in argument_names(step, len(args))
-    ]
-    return tuple(
-        number
-        for number, word in enumerate(words)
-        if any(path[: len(word)] == word for path in donated)
-    )
+    donated_paths = []
+    for argument in step_of(step, args).arguments:
+        if argument.donated:
+            donated_paths.append(argument.path.split("/"))
+    numbers = []
+    for number, word in enumerate(argument_names(step, len(args))):
+        # `params`, or `args[0]`, whose path is `args/0`.
+        prefix = word.replace("[", "/").replace("]", "").split("/")
+        if any(path[: len(prefix)] == prefix for path in donated_paths):
+            numbers.append(number)
+    return tuple(numbers)
 
 
 class SearchedStep(NamedTuple):

@@ -101,12 +101,15 @@ class Candidate:
         `data=4 (batch), tensor=2 (heads, mlp)`.
         """
         assignments = dict(self.assignments)
-        axes = [
-            f"{axis}={size} ({', '.join(assignments[axis])})"
-            for axis, size in self.mesh.shape.items()
-        ]
-        zero = [f"ZeRO-1 over {' x '.join(self.state_over)}"] if self.state_over else []
-        return ", ".join([*axes, *zero, *(["constrained"] if self.constrained else [])])
+        parts = []
+        for axis, size in self.mesh.shape.items():
+            names = ", ".join(assignments[axis])
+            parts.append(f"{axis}={size} ({names})")
+        if self.state_over:
+            parts.append(f"ZeRO-1 over {' x '.join(self.state_over)}")
+        if self.constrained:
+            parts.append("constrained")
+        return ", ".join(parts)
 
     def code(self) -> str:
         """The text of a Python module with the mesh, the rules, and everything else
@@ -125,14 +128,14 @@ class Candidate:
         After `verify`, the text includes the differences between the compiled program
         and the estimate.
         """
-        if self.comparison is None:
-            compared = []
-        else:
-            compared = [str(self.comparison)]
-        return "\n".join([self._head(), str(self.traffic), *self._below(), *compared])
+        parts = [self._head(), str(self.traffic), *self._below()]
+        if self.comparison is not None:
+            parts.append(str(self.comparison))
+        return "\n".join(parts)
 
     def __str__(self) -> str:
-        return "\n".join([self._head(), *text_of(self.traffic, _SHOWN), *self._below()])
+        lines = [self._head(), *text_of(self.traffic, _SHOWN), *self._below()]
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"Candidate({self._head()})"
@@ -140,42 +143,39 @@ class Candidate:
     _repr_html_ = html_text
 
     def _head(self) -> str:
-        sending = (
-            f"{ms(self.exposed_seconds)} and {ms(self.hidden_seconds)} beside"
-            " computation"
-        )
+        parts = ""
         if self.by != "run":
-            parts = f" (computation {ms(self.compute_seconds)}, sending {sending})"
-        else:
-            parts = ""
+            computation = ms(self.compute_seconds)
+            exposed = ms(self.exposed_seconds)
+            hidden = ms(self.hidden_seconds)
+            parts = (
+                f" (computation {computation}, sending {exposed} and {hidden} beside"
+                " computation)"
+            )
+        memory = f"{bytes_text(self.memory_bytes)} of {bytes_text(self.limit_bytes)}"
         return (
-            f"{self.title}: {ms(self.seconds)} a step{parts},"
-            f" {bytes_text(self.memory_bytes)} of {bytes_text(self.limit_bytes)},"
-            f" {_HOW[self.by]}"
+            f"{self.title}: {ms(self.seconds)} a step{parts}, {memory}, {_HOW[self.by]}"
         )
 
     def _below(self) -> list[str]:
-        lines = [f"note: {note}" for note in self.notes]
-        if self.donated:
-            donated = (
-                "it fits where results take over the memory of arguments: `jitted` in"
-                " `code()` donates "
-            )
-            lines.insert(0, donated + ", ".join(map(str, self.donated)))
+        lines = []
         if self.state_over:
+            over = self.state_over
             if len(self.state_over) == 1:
                 over = self.state_over[0]
-            else:
-                over = self.state_over
-            cut = (
-                f"the optimizer's state is cut over {' x '.join(self.state_over)} too,"
-                " the parameters are not"
+            lines.append(
+                "ZeRO-1: the optimizer's state is cut over"
+                f" {' x '.join(self.state_over)} too, the parameters are not:"
+                " `shardfx.follow(optimizer.init, params_plan,"
+                f" over={over!r})`"
             )
-            lines.insert(
-                0,
-                f"ZeRO-1: {cut}: `shardfx.follow(optimizer.init, params_plan,"
-                f" over={over!r})`",
+        if self.donated:
+            donated = ", ".join(map(str, self.donated))
+            lines.append(
+                "it fits where results take over the memory of arguments: `jitted` in"
+                f" `code()` donates {donated}"
             )
+        lines += [f"note: {note}" for note in self.notes]
         return [*lines, *self.reasons]
 
 
@@ -209,11 +209,13 @@ def _shard_counts(candidate: Candidate) -> object:
     """The slices that each mesh axis spans, and the number of shards of each dimension
     of each argument of the step.
     """
-    leaves = (leaf for plan in candidate.plans for leaf in plan.leaves)
-    return candidate.mesh.dcn_sizes, tuple(
-        tuple(candidate.mesh.axis_size(entry_axes(e)) for e in leaf.spec)
-        for leaf in leaves
-    )
+    mesh = candidate.mesh
+    shard_counts = []
+    for plan in candidate.plans:
+        for leaf in plan.leaves:
+            axes_of_dims = map(entry_axes, leaf.spec)
+            shard_counts.append(tuple(map(mesh.axis_size, axes_of_dims)))
+    return mesh.dcn_sizes, tuple(shard_counts)
 
 
 def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
@@ -245,7 +247,8 @@ def _difference_text(seconds: float, of: float) -> str:
     """
     if abs(seconds) <= 1e-3 * of:
         return _AS_FAST
-    return f"{ms(abs(seconds))} {'more' if seconds > 0 else 'less'}"
+    comparison = "more" if seconds > 0 else "less"
+    return f"{ms(abs(seconds))} {comparison}"
 
 
 _HEADS = frozenset("heads kv_heads query_groups mlp hidden vocab".split())
@@ -257,14 +260,15 @@ def axis_name(order: Sequence[str]) -> str:
     """The usual name of a mesh axis, such as "fsdp". `order` are the logical names that
     it shards, by preference.
     """
-    if order[0] == "batch":
-        if len(order) == 1:
-            return "data"
-        return "fsdp"
-    if order[0] in ("experts", "sequence"):
-        return {"experts": "expert", "sequence": "context"}[order[0]]
+    first = order[0]
+    if first == "batch":
+        return "data" if len(order) == 1 else "fsdp"
+    if first == "experts":
+        return "expert"
+    if first == "sequence":
+        return "context"
     if _HEADS.isdisjoint(order):
-        return f"{order[0]}_axis"
+        return f"{first}_axis"
     return "tensor"
 
 
@@ -293,23 +297,32 @@ def mesh_and_rules(
             slices[axes[axis]] = estimate.slices[axis]
     mesh = MeshSpec(sizes, dcn=slices or None)
 
-    ranked = _in_order(orders)
-    if ranked is None:
+    names_in_order = _in_order(orders)
+    if names_in_order is None:
         return None
     entries: list[tuple[str, object]] = []
-    for name in ranked:
-        # The mesh axis that prefers the name least is innermost: rules try tuples
-        # without it next.
+    for name in names_in_order:
+        # The mesh axis that prefers the name least is innermost.
         sharding = [axis for axis in in_mesh if name in orders[axis]]
         sharding.sort(key=lambda axis: orders[axis].index(name))
         is_always_first = all(orders[axis][0] == name for axis in sharding)
-        least = len(sharding) if is_always_first else 1
         sharding_axes = [axes[axis] for axis in sharding]
-        for count in range(len(sharding), least - 1, -1):
-            for group in itertools.combinations(sharding_axes, count):
-                entries.append((name, group[0] if count == 1 else group))
-    entries += [(name, None) for name in sorted({*names}.difference(ranked))]
+        entries += _rules_of(name, sharding_axes, with_fewer=not is_always_first)
+    for name in sorted(set(names).difference(names_in_order)):
+        entries.append((name, None))
     return mesh, AxisRules(entries, mesh_axes=mesh.axis_names), axes
+
+
+def _rules_of(
+    name: str, axes: Sequence[str], *, with_fewer: bool
+) -> Iterator[tuple[str, object]]:
+    """Yields the rule that shards a name over the mesh axes `axes`; `with_fewer`, then
+    rules for fewer of these axes, in case that another name takes one.
+    """
+    least = 1 if with_fewer else len(axes)
+    for count in range(len(axes), least - 1, -1):
+        for group in itertools.combinations(axes, count):
+            yield name, group[0] if count == 1 else group
 
 
 def _numbered(names: Sequence[str]) -> tuple[str, ...]:
@@ -330,14 +343,16 @@ def _in_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
     remaining = [list(order) for order in orders]
     names_in_order: list[str] = []
     while any(remaining):
+        followers = {name for order in remaining for name in order[1:]}
         heads = [order[0] for order in remaining if order]
-        free = [
-            head for head in heads if not any(head in order[1:] for order in remaining)
-        ]
+        free = [head for head in heads if head not in followers]
         if not free:
             return None
-        names_in_order.append(free[0])
-        remaining = [[name for name in order if name != free[0]] for order in remaining]
+        first = free[0]
+        names_in_order.append(first)
+        for order in remaining:
+            if first in order:
+                order.remove(first)
     return names_in_order
 
 

@@ -6,6 +6,7 @@ one position of equal layers.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -71,31 +72,44 @@ class Classes:
         self.dims = [self.tied.roots[value][: array.rank] for value, array in arrays]
         self.axes: list[LogicalAxis] = []
         self.of_root: dict[int, int] = {}
-        placed = []
-        for argument, dims in enumerate(self.dims):
-            for dim, roots in enumerate(dims):
-                for index, root in enumerate(roots):
-                    place = ArgumentDim(argument, dim, index, len(roots))
-                    placed.append((place, root))
+        placed = self._places()
         for place, root in placed:
             if root not in self.of_root:
                 self.of_root[root] = len(self.axes)
-                self.axes.append(LogicalAxis([root], self.tied.sizes[root], []))
+                axis = LogicalAxis(roots=[root], size=self.tied.sizes[root], places=[])
+                self.axes.append(axis)
             self.of(root).places.append(place)
-        # Dimensions at the same position of layers that differ only in their number
-        # have one name.
-        keys: dict[object, int] = {}
-        alike = [between_numbers(array.path) for array in traced.arrays]
+        self._tie_layers(placed)
+        self.main, self.model = _model_arguments(traced)
+
+    def _places(self) -> list[tuple[ArgumentDim, Root]]:
+        """Each sub-dimension of each array that the step takes, and its class."""
+        places = []
+        for argument, dims in enumerate(self.dims):
+            for dim, roots in enumerate(dims):
+                for index, root in enumerate(roots):
+                    place = ArgumentDim(
+                        argument=argument, dim=dim, index=index, of=len(roots)
+                    )
+                    places.append((place, root))
+        return places
+
+    def _tie_layers(self, placed: Sequence[tuple[ArgumentDim, Root]]) -> None:
+        """Merges the logical axes of dimensions at the same position of layers that
+        differ only in their number.
+        """
+        paths = [between_numbers(array.path) for array in self.traced.arrays]
+        first_roots: dict[object, Root] = {}
         for place, root in placed:
             key = (
-                alike[place.argument],
+                paths[place.argument],
                 place.dim,
                 place.index,
                 place.of,
                 self.tied.sizes[root],
             )
-            self.tie(self.of_root[keys.setdefault(key, root)], self.of_root[root])
-        self.main, self.model = _model_arguments(traced)
+            first_root = first_roots.setdefault(key, root)
+            self.tie(self.of_root[first_root], self.of_root[root])
 
     def of(self, root: Root) -> LogicalAxis:
         """The logical axis that contains the class `root`."""
@@ -105,7 +119,8 @@ class Classes:
         """The logical axes of all sub-dimensions of the array with the number `array`,
         in order. A dimension that no reshape splits has one sub-dimension.
         """
-        return [self.of(root) for roots in self.dims[array] for root in roots]
+        roots = itertools.chain.from_iterable(self.dims[array])
+        return list(map(self.of, roots))
 
     def kept(self, roots: Sequence[Root]) -> int:
         """The number of a dimension's major-most sub-dimensions that may be sharded. No
@@ -115,19 +130,14 @@ class Classes:
         sharded, since it counts as the width of one head. A batch dimension of a matrix
         product is the exception.
         """
-        count = len(roots)
         # If slices separate queries, keys and values, each of the three is a unit.
-        taken = next(
-            (
-                index + 1
-                for index, root in enumerate(roots[:-1])
-                if root in self.marked["sliced"]
-            ),
-            count,
-        )
-        return min(
-            taken, count - (count > 1 and roots[-1] not in self.marked["batched"])
-        )
+        for index, root in enumerate(roots[:-1]):
+            if root in self.marked["sliced"]:
+                return index + 1
+        count = len(roots)
+        if count > 1 and roots[-1] not in self.marked["batched"]:
+            return count - 1
+        return count
 
     def names_of(self, array: int) -> tuple[object, ...]:
         """The logical names of the dimensions of the array with the number `array`, for
@@ -149,7 +159,7 @@ class Classes:
             if len(names) > 1:
                 entries.append(tuple(names))
             else:
-                entries.append(names[0] if names else None)
+                entries.extend(names or [None])
         return tuple(entries)
 
     def tie(self, first: int, second: int) -> bool:
@@ -193,9 +203,11 @@ class Classes:
     @property
     def own(self) -> set[Root]:
         """The classes of all dimensions of the model and its optimizer."""
-        return {
-            root for axis in self.axes if self.in_model(axis) for root in axis.roots
-        }
+        roots: set[Root] = set()
+        for axis in self.axes:
+            if self.in_model(axis):
+                roots.update(axis.roots)
+        return roots
 
     def in_model(self, axis: LogicalAxis) -> list[ArgumentDim]:
         """The dimensions of a logical axis that belong to arrays of the model or of its
@@ -217,29 +229,33 @@ def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
     Examples are an optimizer's moments, and the frozen base of adapters (as in LoRA). A
     batch of data has a dimension that is equivalent to none of the model.
     """
-    counts = [sum(flat.is_array) for flat in traced.flats]
+    array_counts = [sum(flat.is_array) for flat in traced.flats]
     # An optimizer may hold several arrays for each array of the model.
-    model = next(
-        (which for which, count in enumerate(counts) if _COPIES * count >= max(counts)),
-        0,
-    )
-    owned: set[int] = set()
-    of: dict[int, list[set[int]]] = {}
+    model = 0
+    for which, count in enumerate(array_counts):
+        if _COPIES * count >= max(array_counts):
+            model = which
+            break
+
+    roots_of_model: set[Root] = set()
+    roots_of_arrays: dict[int, list[set[Root]]] = {}
     for value, array in zip(traced.tied.program.arguments, traced.arrays, strict=True):
-        dims = traced.tied.roots_of(value)
-        of.setdefault(array.which, []).append(dims)
+        roots = traced.tied.roots_of(value)
+        roots_of_arrays.setdefault(array.which, []).append(roots)
         if array.which == model:
-            owned |= dims
-    members = {
-        which
-        for which, each in of.items()
-        if 2 * sum(dims <= owned for dims in each) > len(each)
-    }
-    return model, {
+            roots_of_model |= roots
+
+    members = set()
+    for which, arrays in roots_of_arrays.items():
+        covered = list(filter(roots_of_model.issuperset, arrays))
+        if 2 * len(covered) > len(arrays):
+            members.add(which)
+    arguments = {
         argument
         for argument, array in enumerate(traced.arrays)
         if array.which in members
     }
+    return model, arguments
 
 
 _FAR = 400
@@ -250,47 +266,43 @@ def residual(tied: Tied, parameter_roots: set[Root]) -> set[Root]:
     sum `x + f(x)`, where `f` has a matrix product. A sum whose dimensions are all in
     `parameter_roots`, the classes of the model's dimensions, updates parameters instead.
     """
-    operations = tied.program.operations
-    maker = {out: operation for operation in operations for out in operation.outs}
-    spread = {
-        out
-        for operation in operations
-        if operation.name == "broadcast_in_dim"
-        for out in operation.outs
-    }
-    residual_roots: set[int] = set()
-    for operation in operations:
-        if operation.name != "add" or not spread.isdisjoint(operation.ins):
+    makers: dict[int, Operation] = {}
+    broadcasts: set[int] = set()
+    for operation in tied.program.operations:
+        makers |= dict.fromkeys(operation.outs, operation)
+        if operation.name == "broadcast_in_dim":
+            broadcasts.update(operation.outs)
+
+    residual_roots: set[Root] = set()
+    for operation in tied.program.operations:
+        if operation.name != "add" or not broadcasts.isdisjoint(operation.ins):
             continue
         roots = tied.roots_of(operation.outs[0])
         if roots <= residual_roots or roots <= parameter_roots:
             continue
         first, second = operation.ins
-        if _is_made_of(second, first, maker) or _is_made_of(first, second, maker):
+        if _is_made_of(second, first, makers) or _is_made_of(first, second, makers):
             residual_roots |= roots
     return residual_roots
 
 
-def _is_made_of(value: int, source: int, maker: dict[int, Operation]) -> bool:
+def _is_made_of(value: int, source: int, makers: dict[int, Operation]) -> bool:
     """Whether `value` is computed from `source` through a matrix product. The search
-    goes back at most 400 operations. `maker` maps each value of the program to the
+    goes back at most 400 operations. `makers` maps each value of the program to the
     operation that makes it.
     """
     queue = [(value, False)]
     seen = {(value, False)}
     while queue and len(seen) < _FAR:
         current, by_product = queue.pop(0)
-        operation = maker.get(current)
+        operation = makers.get(current)
         if operation is None:
             continue
         by_product |= operation.flops > 0
         if by_product and source in operation.ins:
             return True
-        new = [
-            (before, by_product)
-            for before in operation.ins
-            if (before, by_product) not in seen
-        ]
-        queue += new
-        seen.update(new)
+        operands = [(operand, by_product) for operand in operation.ins]
+        unseen = [operand for operand in operands if operand not in seen]
+        queue += unseen
+        seen.update(unseen)
     return False

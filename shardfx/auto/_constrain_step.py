@@ -8,10 +8,9 @@ evaluation constrains the results of the equations.
 """
 
 import functools as ft
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import equinox as eqx
 import jax
@@ -53,9 +52,16 @@ from ._strategies import USUAL_NAMES, assignments_of_rules
 _NESTED = (*LOOPS, "checkpoint", "remat", "remat2")
 _TAG = "shardfx-equation-"
 _TAGS = re.compile(_TAG + r"(\d+)")
-# The index of a sharded sub-dimension, its place in the mesh axis's order of
-# preference, and the mesh axis.
-_Sharded = tuple[int, int, str]
+
+
+class _Sharded(NamedTuple):
+    """A sharded sub-dimension: its position within the dimension, its rank in the mesh
+    axis's order of preference, and the mesh axis.
+    """
+
+    position: int
+    rank: int
+    axis: str
 
 
 def constrain_step(
@@ -123,17 +129,7 @@ def constrain_step(
     check_type("rules", rules, AxisRules, RuleError, fix)
     spec = MeshSpec.of(mesh)
     _require_mesh_axes(rules, spec)
-    manual = [
-        name
-        for name, kind in zip(spec.axis_names, spec.axis_types, strict=True)
-        if kind == AxisType.Manual
-    ]
-    if manual:
-        raise MeshError(
-            "`constrain_step` constrains arrays along Auto and Explicit axes, and"
-            f" {', '.join(map(repr, manual))} are Manual; call it outside of"
-            " `jax.shard_map`, with the mesh of the whole step."
-        )
+    _require_no_manual_axes(spec)
     if isinstance(mesh, Mesh):
         abstract = mesh.abstract_mesh
     else:
@@ -230,12 +226,25 @@ def _constrainer(
     assignments = assignments_of_rules(rules, classes)
     _require_dimensions(rules, classes, spec)
     layouts = Layouts(classes, spec.size)
-    chosen = {
-        axis: layouts.under(assignments[axis])
-        for axis in spec.axis_names
-        if axis in assignments
-    }
+    chosen = {}
+    for axis in spec.axis_names:
+        if axis in assignments:
+            chosen[axis] = layouts.under(assignments[axis])
     return _Constrainer(layouts, chosen, mesh)
+
+
+def _require_no_manual_axes(mesh: MeshSpec) -> None:
+    """Raises `MeshError` for a mesh with Manual axes."""
+    manual_axes = []
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        if kind == AxisType.Manual:
+            manual_axes.append(repr(name))
+    if manual_axes:
+        raise MeshError(
+            "`constrain_step` constrains arrays along Auto and Explicit axes, and"
+            f" {', '.join(manual_axes)} are Manual; call it outside of"
+            " `jax.shard_map`, with the mesh of the whole step."
+        )
 
 
 def _require_mesh_axes(rules: AxisRules, mesh: MeshSpec) -> None:
@@ -258,20 +267,21 @@ def _require_dimensions(rules: AxisRules, classes: Classes, mesh: MeshSpec) -> N
     """
     names = [axis.name for axis in classes.axes if axis.roots and axis.name]
     used_axes: set[str] = set()
-    without_dimension: list[tuple[int, str, tuple[str, ...]]] = []
+    without_dimension: list[_RuleWithoutDimension] = []
     for number, (name, target) in enumerate(rules.rules):
         axes = tuple(axis for axis in entry_axes(target) if axis in mesh.axis_names)
         if name in names:
             used_axes.update(axes)
         else:
-            without_dimension.append((number, name, axes))
+            without_dimension.append(_RuleWithoutDimension(number, name, axes))
 
     free_names = [name for name in names if name not in rules.names]
     lines = []
     for number, name, axes in without_dimension:
-        idle_axes = [a for a in axes if a not in used_axes and mesh.axis_size(a) > 1]
+        idle_axes = [axis for axis in axes if axis not in used_axes]
+        is_idle = any(mesh.axis_size(axis) > 1 for axis in idle_axes)
         hint = "" if name in USUAL_NAMES else near(name, free_names)
-        if idle_axes or (axes and hint):
+        if is_idle or (axes and hint):
             lines.append(f"  axes.rules[{number}] {name!r} -> {'+'.join(axes)}{hint}")
     if lines:
         listed = "\n".join(lines)
@@ -280,8 +290,16 @@ def _require_dimensions(rules: AxisRules, classes: Classes, mesh: MeshSpec) -> N
             f" nothing would be sharded by them:\n{listed}\nThe dimensions of this step"
             f" are called {', '.join(dict.fromkeys(names))}, as"
             " `shardfx.auto.name_axes(step, *args)` shows. Rename the rules, or leave"
-            f" them out: `rules.without({without_dimension[0][1]!r})`."
+            f" them out: `rules.without({without_dimension[0].name!r})`."
         )
+
+
+class _RuleWithoutDimension(NamedTuple):
+    """A rule whose name the step lacks: its number, its name, and its mesh axes."""
+
+    number: int
+    name: str
+    axes: tuple[str, ...]
 
 
 def _result_specs(
@@ -299,17 +317,16 @@ def _result_specs(
     """
     specs: list[PartitionSpec] = []
     for which, count in results_of(structs_of(tuple(args)), out):
-        part = results[len(specs) : len(specs) + count]
         if which is None:
-            specs += map(constrainer.spec_of_result, part)
+            arrays = results[len(specs) : len(specs) + count]
+            specs += map(constrainer.spec_of_result, arrays)
         else:
-            specs += [
-                jax.typeof(array).sharding.spec for array in array_leaves(args[which])
-            ]
-    return [
-        correct(spec, result.shape, mesh).spec
-        for spec, result in zip(specs, results, strict=True)
-    ]
+            arrays = array_leaves(args[which])
+            specs += [jax.typeof(array).sharding.spec for array in arrays]
+    corrected = []
+    for spec, result in zip(specs, results, strict=True):
+        corrected.append(correct(spec, result.shape, mesh).spec)
+    return corrected
 
 
 class _Walker:
@@ -351,6 +368,17 @@ class _Walker:
         return self.change(number, name, results)
 
 
+def _equation_of(operation: Operation) -> int | None:
+    """The number of the equation that a lowered operation belongs to: the innermost one
+    of the first of its locations that has a number.
+    """
+    for name_stack in name_stacks(operation.location):
+        numbers = _TAGS.findall(name_stack)
+        if numbers:
+            return int(numbers[-1])
+    return None
+
+
 class _Constrainer:
     """Constrains the results of equations. An equation lowers to operations, and a
     search gives these shardings.
@@ -369,11 +397,9 @@ class _Constrainer:
         # By the identity of an array: the array, and the spec of its last constraint.
         self.constraints: dict[int, tuple[Any, PartitionSpec]] = {}
         for operation in layouts.program.operations:
-            tags = next(
-                filter(None, map(_TAGS.findall, name_stacks(operation.location))), None
-            )
-            if tags:
-                self.operations.setdefault(int(tags[-1]), []).append(operation)
+            equation = _equation_of(operation)
+            if equation is not None:
+                self.operations.setdefault(equation, []).append(operation)
 
     def __call__(self, number: int, name: str, outs: Sequence[Any]) -> Sequence[Any]:
         """Constrains `outs`, the results of equation `number`, whose primitive is
@@ -381,41 +407,46 @@ class _Constrainer:
         operation whose result has this shape.
         """
         values = self.layouts.program.values
-        result_values = [
-            value
-            for operation in self.operations.get(number, ())
-            for value in operation.outs
-        ]
+        result_values: list[int] = []
+        for operation in self.operations.get(number, ()):
+            result_values += operation.outs
         constrained = list(outs)
         for index in reversed(range(len(outs))):
-            value = next(
-                (
-                    value
-                    for value in reversed(result_values)
-                    if values[value].shape == jnp.shape(outs[index])
-                ),
-                None,
-            )
+            value = self.last_of_shape(result_values, jnp.shape(outs[index]))
             if value is None or values[value].free:
                 continue
             result_values.remove(value)
-            if name == "gather" and any(
-                value in operation.unreduced for operation in self.chosen.values()
-            ):
+            if name == "gather" and self.is_unreduced(value):
                 # XLA's partitioner fails if a lookup in a sharded dimension is to be
                 # sharded along the same axis too: "Slice dim size 128 greater than
                 # dynamic slice dimension: 64".
-                constrained[index] = self.constrained(
-                    constrained[index], self.spec(value, whole_if_unreduced=True)
-                )
+                spec = self.spec(value, whole_if_unreduced=True)
+                constrained[index] = self.constrained(constrained[index], spec)
             spec = self.spec(value)
-            constrained[index] = self.constrained(constrained[index], spec)
-            self.constraints[id(constrained[index])] = constrained[index], spec
+            array = self.constrained(constrained[index], spec)
+            constrained[index] = array
+            self.constraints[id(array)] = (array, spec)
         return constrained
+
+    def last_of_shape(
+        self, values: Sequence[int], shape: tuple[int, ...]
+    ) -> int | None:
+        """The last of some values of the program that has a shape."""
+        for value in reversed(values):
+            if self.layouts.program.values[value].shape == shape:
+                return value
+        return None
+
+    def is_unreduced(self, value: int) -> bool:
+        """Whether a mesh axis leaves a value unreduced."""
+        return any(value in layout.unreduced for layout in self.chosen.values())
 
     def spec_of_result(self, array: Any) -> PartitionSpec:
         """The spec to which an array is constrained; replicated if to none."""
-        return self.constraints.get(id(array), (array, PartitionSpec()))[1]
+        if id(array) not in self.constraints:
+            return PartitionSpec()
+        _, spec = self.constraints[id(array)]
+        return spec
 
     def spec(self, value: int, *, whole_if_unreduced: bool = False) -> PartitionSpec:
         """The PartitionSpec with the mesh axes over which the search shards each
@@ -424,46 +455,46 @@ class _Constrainer:
         parts are on several devices.
         """
         dims = self.layouts.roots[value]
-        flat = [
-            (dim, index)
-            for dim, roots in enumerate(dims)
-            for index in range(len(roots))
-        ]
+        places: list[tuple[int, int]] = []
+        for dim, roots in enumerate(dims):
+            places += [(dim, index) for index in range(len(roots))]
         sharded_dims: list[list[_Sharded]] = [[] for _ in dims]
         for axis, layout in self.chosen.items():
             position = layout.positions[value]
-            if position >= 0 and not (whole_if_unreduced and value in layout.unreduced):
-                dim, index = flat[position]
-                used = [number for number in layout.assignment if number in layout.used]
-                # The mesh axis that prefers the sub-dimension least is innermost, as in
-                # the rules of a candidate.
-                sharded_dims[dim].append(
-                    (index, used.index(self.layouts.flat[value][position][0]), axis)
-                )
+            is_whole = whole_if_unreduced and value in layout.unreduced
+            if position < 0 or is_whole:
+                continue
+            dim, index = places[position]
+            number, _ = self.layouts.flat[value][position]
+            # The mesh axis that prefers the sub-dimension least is innermost, as in
+            # the rules of a candidate.
+            used = [number for number in layout.assignment if number in layout.used]
+            sharded = _Sharded(position=index, rank=used.index(number), axis=axis)
+            sharded_dims[dim].append(sharded)
         return PartitionSpec(*map(self.entry, dims, sharded_dims))
 
     def entry(self, roots: Sequence[Root], shardings: Sequence[_Sharded]) -> object:
         """The entry of a spec for a dimension, whose sub-dimensions have the classes
-        `roots`.
+        `roots`, and the shardings `shardings`.
 
-        `shardings` has a triple for each mesh axis that shards a sub-dimension: the index
-        of the sub-dimension, a number that orders the axes of one sub-dimension, and
-        the axis. The entry is UNCONSTRAINED if no spec expresses this: in a spec, each
-        mesh axis shards the parts that earlier axes leave, so that a minor
-        sub-dimension is sharded only after the major ones are sharded completely.
+        The entry is UNCONSTRAINED if no spec expresses this: in a spec, each mesh axis
+        shards the parts that earlier axes leave, so that a minor sub-dimension is
+        sharded only after the major ones are sharded completely.
         """
-        cut = sorted(shardings, key=lambda sharding: sharding[:2])
+        if not shardings:
+            return None
+        in_order = sorted(
+            shardings, key=lambda sharded: (sharded.position, sharded.rank)
+        )
         sizes = [self.layouts.tied.sizes[root] for root in roots]
-        counts = [
-            math.prod(self.mesh.shape[axis] for index, _, axis in cut if index == part)
-            for part in range(len(roots))
-        ]
-        last = max((index for index, *_ in cut), default=0)
-        if any(counts[index] != sizes[index] for index in range(last)) or (
-            cut and sizes[last] % counts[last]
-        ):
+        shard_counts = [1] * len(roots)
+        for sharded in in_order:
+            shard_counts[sharded.position] *= self.mesh.shape[sharded.axis]
+        last = in_order[-1].position
+        is_even = sizes[last] % shard_counts[last] == 0
+        if shard_counts[:last] != sizes[:last] or not is_even:
             return PartitionSpec.UNCONSTRAINED
-        return tuple(axis for *_, axis in cut) or None
+        return tuple(sharded.axis for sharded in in_order)
 
     def constrained(self, array: Any, spec: PartitionSpec) -> Any:
         shaped = getattr(array, "shape", ())

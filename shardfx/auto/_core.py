@@ -111,11 +111,12 @@ def best_of_block(
     """
     seconds, memory = costs(arrays, machine, sets, sizes, slices)
     is_real = (jnp.arange(len(sets)) < real)[:, None]
-    seconds = jnp.where(is_real & (memory <= machine["limit"]), seconds, jnp.inf)
+    is_possible = is_real & (memory <= machine["limit"])
+    seconds = jnp.where(is_possible, seconds, jnp.inf)
     fastest = jnp.argmin(seconds, axis=1)[:, None]
-    best = jnp.concatenate(
-        [jnp.take_along_axis(part, fastest, axis=1) for part in (seconds, memory)], -1
-    )
+    best_seconds = jnp.take_along_axis(seconds, fastest, axis=1)
+    best_memory = jnp.take_along_axis(memory, fastest, axis=1)
+    best = jnp.concatenate([best_seconds, best_memory], -1)
     _, best_sets = jax.lax.top_k(-best[:, 0], min(keep, len(sets)))
     return best_sets, fastest[best_sets, 0], best[best_sets]
 
@@ -143,40 +144,57 @@ def costs(
     xp: Any = jnp if isinstance(sets, jax.Array) else np
     axes = sets.shape[-1]
     # For each mask, whether it has each assignment of a set.
-    has = (np.arange(2**axes)[:, None] // 2 ** np.arange(axes)) % 2 == 1
+    bits = 2 ** np.arange(axes)
+    has = (np.arange(2**axes)[:, None] // bits) % 2 == 1
+
     # For each set, the sums of the terms with equal masks.
-    masks = _masks(xp.moveaxis(arrays["divides"][:, sets], 0, 1), axes)
-    shared = xp.einsum("brk,rq->bkq", masks, arrays["shared"])
+    divides = xp.moveaxis(arrays["divides"][:, sets], 0, 1)
+    shared = xp.einsum("brk,rq->bkq", _masks(divides, axes), arrays["shared"])
     # The same for the terms of what each assignment sends.
-    bits = xp.take_along_axis(
+    divides_sent = xp.take_along_axis(
         arrays["divides_sent"][sets], sets[:, None, None, :], axis=3
     )
-    sent = xp.einsum("bjrk,bjrt->bkjt", _masks(bits, axes), arrays["sent"][sets])
-    power = xp.exp2(-(xp.log2(sizes.astype(np.float32)) @ has.T.astype(np.float32)))
-    flops, moved, memory = xp.einsum("sk,bkq->qbs", power, shared)
-    compute = xp.maximum(flops / machine["flops"], moved / machine["hbm"])
-    per_byte = _seconds_per_byte(xp, machine, sizes, slices)
-    exposed, hidden = (xp.einsum("sk,bkjt->tjbs", power, sent) * per_byte[:, None]).sum(
-        1
-    )
-    called = machine["call_seconds"] * (
-        arrays["calls"][sets] @ (sizes > 1).T.astype(np.float32)
-    )
+    sent_masks = _masks(divides_sent, axes)
+    sent = xp.einsum("bjrk,bjrt->bkjt", sent_masks, arrays["sent"][sets])
+
+    log2_sizes = xp.log2(sizes.astype(np.float32))
+    power = xp.exp2(-(log2_sizes @ has.T.astype(np.float32)))
+    flops, moved_bytes, memory_bytes = xp.einsum("sk,bkq->qbs", power, shared)
+    compute_seconds = xp.maximum(flops / machine["flops"], moved_bytes / machine["hbm"])
+    seconds_per_byte = _seconds_per_byte(xp, machine, sizes, slices)
+    sent_bytes = xp.einsum("sk,bkjt->tjbs", power, sent)
+    exposed_seconds, hidden_seconds = (sent_bytes * seconds_per_byte[:, None]).sum(1)
+    is_cut = (sizes > 1).T.astype(np.float32)
+    call_count = arrays["calls"][sets] @ is_cut
+    call_seconds = machine["call_seconds"] * call_count
+    covered_seconds = machine["overlap"] * compute_seconds
     seconds = (
-        compute
-        + exposed
-        + called
-        + xp.maximum(0.0, hidden - machine["overlap"] * compute)
+        compute_seconds
+        + exposed_seconds
+        + call_seconds
+        + xp.maximum(0.0, hidden_seconds - covered_seconds)
     )
-    # The number of shards must divide each dimension, and be no less than the limits
-    # ask for.
-    cuts = xp.prod(xp.where(has, sizes[:, None, :], 1), axis=-1)
-    broken = (arrays["sizes"][:, None, None] % cuts != 0) | (
-        cuts < arrays["least"][:, None, None]
-    )
-    limits = _masks(xp.moveaxis(arrays["limits"][:, sets], 0, 1), axes)
-    is_allowed = xp.einsum("bck,csk->bs", limits, broken.astype(np.float32)) == 0
-    return xp.where(is_allowed, seconds, np.inf), memory
+    is_allowed = _is_allowed(xp, arrays, sets, sizes, has)
+    return xp.where(is_allowed, seconds, np.inf), memory_bytes
+
+
+def _is_allowed(
+    xp: Any,
+    arrays: Numbers,
+    sets: Int[_Array, "block axes"],
+    sizes: Int[_Array, "sizes axes"],
+    has: Bool[np.ndarray, "masks axes"],
+) -> Bool[_Array, "block sizes"]:
+    """Whether the number of shards of each logical axis divides its size, and is no less
+    than the limits ask for. `has` says for each mask which assignments it has.
+    """
+    shard_counts = xp.prod(xp.where(has, sizes[:, None, :], 1), axis=-1)
+    is_uneven = arrays["sizes"][:, None, None] % shard_counts != 0
+    is_too_small = shard_counts < arrays["least"][:, None, None]
+    is_broken = (is_uneven | is_too_small).astype(np.float32)
+    divides = xp.moveaxis(arrays["limits"][:, sets], 0, 1)
+    limits = _masks(divides, sets.shape[-1])
+    return xp.einsum("bck,csk->bs", limits, is_broken) == 0
 
 
 def _masks(
@@ -189,8 +207,10 @@ def _masks(
     vector [0, 0, 1, 0]. The last dimension of `divides` has one bool for each
     assignment of a set.
     """
-    codes = (divides.astype(np.int32) * 2 ** np.arange(axes, dtype=np.int32)).sum(-1)
-    return (codes[..., None] == np.arange(2**axes)).astype(np.float32)
+    bits = 2 ** np.arange(axes, dtype=np.int32)
+    codes = (divides.astype(np.int32) * bits).sum(-1)
+    is_mask = codes[..., None] == np.arange(2**axes)
+    return is_mask.astype(np.float32)
 
 
 def _seconds_per_byte(
@@ -209,15 +229,17 @@ def _seconds_per_byte(
     of `sizes` and `slices` has the sizes of the mesh axes, and the slices that they
     span.
     """
-    inner = (sizes // slices).T.astype(np.float32)
-    whole = sizes.T.astype(np.float32)
-    total = xp.prod(inner, axis=0)
-    share = machine["dims"] * xp.log2(inner) / xp.maximum(xp.log2(total), 1.0)
-    bandwidth = xp.where(
-        machine["dims"] > 0, machine["link"] * xp.maximum(share, 0.5), machine["link"]
-    )
-    near = xp.minimum(machine["island"], inner)
-    return (1 - 1 / near) / bandwidth + (1 - near / whole) / near / machine["dcn"]
+    devices = sizes.T.astype(np.float32)
+    devices_in_slice = (sizes // slices).T.astype(np.float32)
+    slice_size = xp.prod(devices_in_slice, axis=0)
+    log2_slice_size = xp.maximum(xp.log2(slice_size), 1.0)
+    torus_dims = machine["dims"] * xp.log2(devices_in_slice) / log2_slice_size
+    torus_bandwidth = machine["link"] * xp.maximum(torus_dims, 0.5)
+    bandwidth = xp.where(machine["dims"] > 0, torus_bandwidth, machine["link"])
+    near = xp.minimum(machine["island"], devices_in_slice)
+    fast_seconds = (1 - 1 / near) / bandwidth
+    slow_seconds = (1 - near / devices) / near / machine["dcn"]
+    return fast_seconds + slow_seconds
 
 
 def rates_of(
@@ -232,17 +254,17 @@ def rates_of(
     of a slice; empty for the usual slice of `devices` devices.
     """
     link, dims, island = average_network(chip, extents or extents_of(chip, devices))
+    parts = chip.devices_per_chip
+    flops = float(chip.flops("bfloat16"))
+    hbm = float(chip.hbm_bytes_per_second)
+    dcn = max(float(chip.dcn_bytes_per_second), 1.0)
     numbers = {
-        "flops": float(chip.flops("bfloat16")) / chip.devices_per_chip * model.compute,
-        "hbm": float(chip.hbm_bytes_per_second) / chip.devices_per_chip * model.memory,
+        "flops": flops / parts * model.compute,
+        "hbm": hbm / parts * model.memory,
         "link": link * model.network,
         "dims": dims,
         "island": island,
-        "dcn": (
-            max(float(chip.dcn_bytes_per_second), 1.0)
-            / chip.devices_per_chip
-            * model.network
-        ),
+        "dcn": dcn / parts * model.network,
         "overlap": model.overlap,
         "call_seconds": model.call_seconds,
         "limit": limit_bytes,
@@ -281,7 +303,8 @@ def find(
     by_count = [sizes_and_slices(devices, axes, slices) for axes in range(1, AXES + 1)]
     assignments = assignment_count(terms, by_count)
     # Axes and sizes are padded, so that one program serves all searches.
-    row_count = -(-max(len(mesh.sizes) for mesh in by_count) // 8) * 8 or 8
+    most_rows = max(len(mesh.sizes) for mesh in by_count)
+    row_count = max(8, math.ceil(most_rows / 8) * 8)
     block_size = min(_SETS, max(1, _BLOCK // row_count))
     no_assignment = len(terms["calls"])
     arrays = padded(terms)
@@ -298,26 +321,26 @@ def find(
             set_numbers, size_numbers, costs_of_sets = best_of_block(
                 arrays, machine, numbers, sizes, spans, np.int32(len(block)), keep=keep
             )
+            limit = math.inf
             if len(best) == keep:
                 limit = best[-1].seconds
-            else:
-                limit = math.inf
-            for set_number, size_number, cost in zip(
+            rows = zip(
                 np.asarray(set_numbers).tolist(),
                 np.asarray(size_numbers).tolist(),
                 np.asarray(costs_of_sets).tolist(),
                 strict=True,
-            ):
-                seconds, memory_bytes = cost
-                if seconds < limit:
-                    estimate = Estimate(
-                        assignments=tuple(numbers[set_number][:axes].tolist()),
-                        sizes=tuple(sizes[size_number][:axes].tolist()),
-                        slices=tuple(spans[size_number][:axes].tolist()),
-                        seconds=seconds,
-                        memory_bytes=memory_bytes,
-                    )
-                    best.append(estimate)
+            )
+            for set_number, size_number, (seconds, memory_bytes) in rows:
+                if seconds >= limit:
+                    continue
+                estimate = Estimate(
+                    assignments=tuple(numbers[set_number][:axes].tolist()),
+                    sizes=tuple(sizes[size_number][:axes].tolist()),
+                    slices=tuple(spans[size_number][:axes].tolist()),
+                    seconds=seconds,
+                    memory_bytes=memory_bytes,
+                )
+                best.append(estimate)
             best = sorted(best, key=lambda estimate: estimate.seconds)[:keep]
     return best
 
@@ -328,7 +351,8 @@ def _padded_rows(
     """The rows with ones for further axes, and `count` of them: the first one again."""
     missing_axes = AXES - rows.shape[1]
     wide = np.pad(rows, ((0, 0), (0, missing_axes)), constant_values=1)
-    return np.concatenate([wide, np.repeat(wide[:1], count - len(wide), axis=0)])
+    missing_rows = np.repeat(wide[:1], count - len(wide), axis=0)
+    return np.concatenate([wide, missing_rows])
 
 
 def assignment_count(terms: CostTerms, by_count: Sequence[MeshSizes]) -> int:
@@ -338,10 +362,10 @@ def assignment_count(terms: CostTerms, by_count: Sequence[MeshSizes]) -> int:
     """
 
     def candidates(count: int) -> int:
-        return sum(
-            math.comb(count, axes) * len(mesh.sizes)
-            for axes, mesh in enumerate(by_count, start=1)
-        )
+        total = 0
+        for axes, mesh in enumerate(by_count, start=1):
+            total += math.comb(count, axes) * len(mesh.sizes)
+        return total
 
     count = len(terms["calls"])
     while candidates(count) > _ALL:

@@ -2,6 +2,7 @@
 assignments divide them. `_core.py` explains them, and estimates candidates by them.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -26,7 +27,7 @@ class _Amount(NamedTuple):
     the column of the sum to which it is added, and the amount.
     """
 
-    is_divided: np.ndarray
+    mask: np.ndarray
     column: int
     amount: float
 
@@ -60,34 +61,42 @@ def cost_terms(layouts: Layouts, assigned: list[AssignedLayout]) -> CostTerms:
     - `sizes`, `least` (axes): the size of the logical axis, and the smallest allowed
       number of its shards.
     """
-    count = len(assigned)
-    # For each value, whether each assignment shards it.
-    is_cut = np.array(
-        [[position >= 0 for position in layout.positions] for layout in assigned]
-    ).T
-    shared = _added(_shared_amounts(layouts, assigned, is_cut), count, 3)
-    sent = [
-        _added(amounts, count, 2)
-        for amounts in _sent_amounts(layouts, assigned, is_cut)
-    ]
-    calls = [sum(event.times for event in layout.events) for layout in assigned]
-    used = cut_by(assigned)
-    limits = [[number in layout.used for layout in assigned] for number in used]
-    sizes = [layouts.classes.axes[number].size for number in used]
+    assignment_count = len(assigned)
+    is_sharded = _is_sharded(assigned)
+    amounts = _shared_amounts(layouts, assigned, is_sharded)
+    shared = _added(amounts, assignment_count, columns=3)
+    sent = []
+    for amounts in _sent_amounts(layouts, assigned, is_sharded):
+        sent.append(_added(amounts, assignment_count, columns=2))
+    calls = []
+    for layout in assigned:
+        calls.append(sum(event.times for event in layout.events))
+
+    axes = cut_by(assigned)
+    limits = np.zeros((len(axes), assignment_count), bool)
+    for row, axis in enumerate(axes):
+        limits[row] = [axis in layout.used for layout in assigned]
+    sizes = [layouts.classes.axes[axis].size for axis in axes]
     return {
         "divides": shared.masks,
         "shared": shared.totals,
         "divides_sent": _stacked([sums.masks for sums in sent]),
         "sent": _stacked([sums.totals for sums in sent]),
         "calls": np.array(calls, float),
-        "limits": np.array(limits).reshape(-1, count),
+        "limits": limits,
         "sizes": np.array(sizes, dtype=np.int64),
-        "least": np.ones(len(used), np.int64),
+        "least": np.ones(len(axes), np.int64),
     }
 
 
+def _is_sharded(assigned: Sequence[AssignedLayout]) -> np.ndarray:
+    """For each value, and each axis assignment, whether the assignment shards it."""
+    positions = np.array([layout.positions for layout in assigned])
+    return positions.T >= 0
+
+
 def _shared_amounts(
-    layouts: Layouts, assigned: list[AssignedLayout], is_cut: np.ndarray
+    layouts: Layouts, assigned: list[AssignedLayout], is_sharded: np.ndarray
 ) -> list[_Amount]:
     """The work of each operation (column 0), the bytes of arguments and results (1),
     and the bytes of arguments and temporaries (2).
@@ -95,44 +104,40 @@ def _shared_amounts(
     program = layouts.program
     is_divided = np.array([layout.divided for layout in assigned]).T
     amounts = []
-    for number, operation in enumerate(program.operations):
+    for mask, operation in zip(is_divided, program.operations, strict=True):
         flops = operation.flops * operation.times
-        amounts.append(_Amount(is_divided[number], 0, flops))
+        amounts.append(_Amount(mask, 0, flops))
+
     moved = [*program.arguments, *program.results]
     stored = [*program.arguments, *_temporaries(program)]
     for column, values in ((1, moved), (2, stored)):
         for value in values:
             nbytes = program.values[value].bytes
-            amounts.append(_Amount(is_cut[value], column, nbytes))
+            amounts.append(_Amount(is_sharded[value], column, nbytes))
     return amounts
 
 
 def _sent_amounts(
-    layouts: Layouts, assigned: list[AssignedLayout], is_cut: np.ndarray
+    layouts: Layouts, assigned: list[AssignedLayout], is_sharded: np.ndarray
 ) -> Iterator[list[_Amount]]:
     """Yields for each assignment the bytes of its collectives: in column 0 those that
     computation waits for, in column 1 the others.
     """
-    # A value has data if it has a dimension that no parameter has. Computation waits
-    # for its collectives.
-    parameter_roots = layouts.classes.own
-    has_data = [
-        any(root not in parameter_roots for dim in dims for root in dim)
-        for dims in layouts.roots
-    ]
+    has_data = _has_data(layouts)
     # The assignments that send a value for an operation.
     senders: dict[tuple[int, int], list[int]] = {}
     for number, layout in enumerate(assigned):
         for event in layout.events:
             senders.setdefault((event.value, event.operation), []).append(number)
+
     for number, layout in enumerate(assigned):
         amounts = []
         for event in layout.events:
-            mask = is_cut[event.value].copy()
+            mask = is_sharded[event.value].copy()
             # If several axes gather or sum an array, the first one moves only shards of
             # the later ones.
-            for other in senders[event.value, event.operation]:
-                mask[other] = other > number
+            for sender in senders[event.value, event.operation]:
+                mask[sender] = sender > number
             # An all-to-all moves one shard; the other collectives move whole shards of
             # the other assignments.
             mask[number] = event.kind == "all-to-all"
@@ -143,14 +148,28 @@ def _sent_amounts(
         yield amounts
 
 
-def _added(amounts: Sequence[_Amount], count: int, columns: int) -> _Sums:
-    """Sums the amounts that the same of `count` axis assignments divide."""
+def _has_data(layouts: Layouts) -> list[bool]:
+    """For each value, whether it has a dimension that no parameter has. Computation
+    waits for the collectives of such a value.
+    """
+    parameter_roots = layouts.classes.own
+    has_data = []
+    for dims in layouts.roots:
+        roots = itertools.chain.from_iterable(dims)
+        has_data.append(not parameter_roots.issuperset(roots))
+    return has_data
+
+
+def _added(amounts: Sequence[_Amount], assignment_count: int, columns: int) -> _Sums:
+    """Sums the amounts that the same of `assignment_count` axis assignments divide."""
     sums: dict[bytes, np.ndarray] = {}
     for mask, column, amount in amounts:
         sums.setdefault(mask.tobytes(), np.zeros(columns))[column] += amount
+    masks = np.frombuffer(b"".join(sums), bool)
+    totals = np.array(list(sums.values()))
     return _Sums(
-        masks=np.frombuffer(b"".join(sums), bool).reshape(-1, count),
-        totals=np.array([*sums.values()]).reshape(-1, columns),
+        masks=masks.reshape(-1, assignment_count),
+        totals=totals.reshape(-1, columns),
     )
 
 
@@ -159,44 +178,53 @@ def _temporaries(program: Program) -> list[int]:
     step takes the most memory.
     """
     operations = program.operations
-    born: dict[int, int] = {}
-    dies = dict.fromkeys(program.results, len(operations))
+    births: dict[int, int] = {}
+    deaths = dict.fromkeys(program.results, len(operations))
     for number, operation in enumerate(operations):
         for value in operation.outs:
-            born.setdefault(value, number)
+            births.setdefault(value, number)
         for value in (*operation.outs, *operation.ins):
-            dies[value] = max(number, dies.get(value, 0))
+            deaths[value] = max(number, deaths.get(value, 0))
 
     def is_stored(value: int) -> bool:
-        maker = operations[born[value]]
+        birth = births[value]
+        maker = operations[birth]
         if maker.name in _IN_PLACE or program.values[value].free:
             return False
+        if maker.flops or maker.name == "return":
+            return True
         # The other operations are fused into their users.
-        lifetime = dies[value] - born[value]
-        return bool(maker.flops) or maker.name == "return" or lifetime >= _LONG
+        return deaths[value] - birth >= _LONG
 
-    stored = [value for value in born if is_stored(value)]
+    stored = list(filter(is_stored, births))
     changes = np.zeros(len(operations) + 2)
     for value in stored:
-        changes[born[value]] += program.values[value].bytes
-        changes[dies[value] + 1] -= program.values[value].bytes
-    peak = int(np.argmax(np.cumsum(changes)))
-    return [value for value in stored if born[value] <= peak <= dies[value]]
+        nbytes = program.values[value].bytes
+        changes[births[value]] += nbytes
+        changes[deaths[value] + 1] -= nbytes
+    live_bytes = np.cumsum(changes)
+    peak = int(np.argmax(live_bytes))
+    return [value for value in stored if births[value] <= peak <= deaths[value]]
 
 
 def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
     """Stacks matrices of different heights along a new first dimension. Rows of zeros
     make the heights equal.
     """
-    most = max(len(array) for array in arrays)
-    return np.stack(
-        [np.pad(array, ((0, most - len(array)), (0, 0))) for array in arrays]
-    )
+    height = max(map(len, arrays))
+    padded_arrays = []
+    for array in arrays:
+        missing_rows = height - len(array)
+        padded_arrays.append(np.pad(array, ((0, missing_rows), (0, 0))))
+    return np.stack(padded_arrays)
 
 
 def cut_by(layouts: list[AssignedLayout]) -> list[int]:
     """The numbers of the logical axes that at least one axis assignment shards."""
-    return sorted(frozenset().union(*(layout.used for layout in layouts)))
+    axes: set[int] = set()
+    for layout in layouts:
+        axes |= layout.used
+    return sorted(axes)
 
 
 def padded(terms: CostTerms) -> CostTerms:

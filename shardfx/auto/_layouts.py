@@ -13,6 +13,7 @@ Values, operations and logical axes are given by number.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .._step import Operation
@@ -123,6 +124,7 @@ class Layouts:
         self.classes = classes
         self.tied = classes.tied
         self.program = classes.program
+        self.roots = self.tied.roots
         scanned = classes.marked["scanned"]
         sizes = self.tied.sizes
         self.numbers: dict[int, int] = {}
@@ -135,7 +137,7 @@ class Layouts:
                 roots = classes.dims[place.argument][place.dim]
                 if 0 < place.index < classes.kept(roots):
                     self.minor.add(number)
-        self.roots = self.tied.roots
+
         self.flat: list[list[tuple[int, int]]] = []
         for dims in self.roots:
             numbered = []
@@ -143,12 +145,13 @@ class Layouts:
                 for index, root in enumerate(dim):
                     numbered.append((self.numbers.get(root, -1), index))
             self.flat.append(numbered)
-        kinds: dict[_Labelled, int] = {}
-        self.kind = [
-            kinds.setdefault(_labelled(self, operation), len(kinds))
-            for operation in self.program.operations
-        ]
-        self.labelled = list(kinds)
+        numbers_of_labelled: dict[_Labelled, int] = {}
+        self.kind: list[int] = []
+        for operation in self.program.operations:
+            labelled = _labelled(self, operation)
+            number = numbers_of_labelled.setdefault(labelled, len(numbers_of_labelled))
+            self.kind.append(number)
+        self.labelled = list(numbers_of_labelled)
 
     def under(self, assignment: Assignment) -> AssignedLayout:
         """The shardings and collectives of the step under an axis assignment."""
@@ -169,53 +172,88 @@ def _labelled(layouts: Layouts, operation: Operation) -> _Labelled:
             minor=frozenset(),
             bytes=(),
         )
-    sides = [
-        *zip(operation.ins, operation.factors.ins, strict=True),
-        *zip(operation.outs, operation.factors.outs, strict=True),
-    ]
-    roots: dict[int, list[int]] = {}
-    for value, dims in sides:
-        for classes_of_dim, dim in zip(layouts.roots[value], dims, strict=True):
-            if len(dim) == 1:
-                roots.setdefault(dim[0], classes_of_dim)
-    numbers: dict[tuple[int, int], int] = {}
-    shardable: dict[int, int] = {}
-    minor: set[int] = set()
-    labels_of_values: list[tuple[int, ...]] = []
-    for value, dims in sides:
-        labels: list[int] = []
-        for size, classes_of_dim, dim in zip(
-            layouts.program.values[value].shape, layouts.roots[value], dims, strict=True
-        ):
-            keys: list[tuple[int, int]] = []
-            classes_of_factors: list[int] = []
-            for factor in dim:
-                for index, root in enumerate(roots.get(factor, ())):
-                    keys.append((factor, index))
-                    classes_of_factors.append(root)
-            is_split = classes_of_factors == classes_of_dim
-            if not is_split or whole(operation, dim, size):
-                labels += [-1] * len(classes_of_dim)
-                continue
-            labels += [numbers.setdefault(key, len(numbers)) for key in keys]
-            minor.update(labels[len(labels) - len(classes_of_dim) + 1 :])
-            for key, root in zip(keys, classes_of_dim, strict=True):
-                if root in layouts.numbers:
-                    shardable[numbers[key]] = layouts.numbers[root]
-        labels_of_values.append(tuple(labels))
+    values = layouts.program.values
+    labels = _Labels(layouts, operation)
+    ins = []
+    for number, dims in zip(operation.ins, operation.factors.ins, strict=True):
+        ins.append(labels.of(number, dims))
+    outs = []
+    for number, dims in zip(operation.outs, operation.factors.outs, strict=True):
+        outs.append(labels.of(number, dims))
     operand_bytes = []
     for number in operation.ins:
-        value = layouts.program.values[number]
+        value = values[number]
         is_free = value.free or not value.shape
         operand_bytes.append(0.0 if is_free else value.bytes)
     return _Labelled(
         name=operation.name,
-        ins=tuple(labels_of_values[: len(operation.ins)]),
-        outs=tuple(labels_of_values[len(operation.ins) :]),
-        shardable=tuple(shardable.items()),
-        minor=frozenset(minor),
+        ins=tuple(ins),
+        outs=tuple(outs),
+        shardable=tuple(labels.shardable.items()),
+        minor=frozenset(labels.minor),
         bytes=tuple(operand_bytes),
     )
+
+
+class _Labels:
+    """The labels of an operation's sub-dimensions, in the order in which they are asked
+    for.
+
+    - `roots`: the classes of the sub-dimensions of each factor.
+    - `numbers`: the label of each sub-dimension of a factor: a pair of the factor and an
+      index.
+    - `shardable`, `minor`: as those of `_Labelled`, for the labels so far.
+    """
+
+    def __init__(self, layouts: Layouts, operation: Operation):
+        self.layouts = layouts
+        self.operation = operation
+        self.numbers: dict[tuple[int, int], int] = {}
+        self.shardable: dict[int, int] = {}
+        self.minor: set[int] = set()
+        self.roots: dict[int, list[int]] = {}
+        numbers = (*operation.ins, *operation.outs)
+        sides = (*operation.factors.ins, *operation.factors.outs)
+        for number, dims in zip(numbers, sides, strict=True):
+            for roots_of_dim, dim in zip(layouts.roots[number], dims, strict=True):
+                if len(dim) == 1:
+                    self.roots.setdefault(dim[0], roots_of_dim)
+
+    def of(self, number: int, dims: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The labels of the sub-dimensions of a value. `dims` are the factors of each of
+        its dimensions.
+        """
+        shape = self.layouts.program.values[number].shape
+        roots = self.layouts.roots[number]
+        labels: list[int] = []
+        for size, roots_of_dim, dim in zip(shape, roots, dims, strict=True):
+            labels += self.of_dim(size, roots_of_dim, dim)
+        return tuple(labels)
+
+    def of_dim(
+        self, size: int, roots_of_dim: Sequence[int], dim: tuple[int, ...]
+    ) -> list[int]:
+        """The labels of one dimension of `size` elements; -1 for sub-dimensions that
+        cannot be sharded.
+        """
+        keys: list[tuple[int, int]] = []
+        roots_of_factors: list[int] = []
+        for factor in dim:
+            for index, root in enumerate(self.roots.get(factor, ())):
+                keys.append((factor, index))
+                roots_of_factors.append(root)
+        is_split = roots_of_factors == roots_of_dim
+        if not is_split or whole(self.operation, dim, size):
+            return [-1] * len(roots_of_dim)
+
+        labels = []
+        for key, root in zip(keys, roots_of_dim, strict=True):
+            label = self.numbers.setdefault(key, len(self.numbers))
+            labels.append(label)
+            if root in self.layouts.numbers:
+                self.shardable[label] = self.layouts.numbers[root]
+        self.minor.update(labels[1:])
+        return labels
 
 
 class _Propagation:
@@ -241,17 +279,15 @@ class _Propagation:
         program = self.layouts.program
         for value in program.arguments:
             self.set(value, self.preferred(value))
-        divided = [
-            self.is_divided(number, operation)
-            for number, operation in enumerate(program.operations)
-        ]
+        divided = []
+        for number, operation in enumerate(program.operations):
+            divided.append(self.is_divided(number, operation))
         # A result has the sharding of the argument that it replaces, such as the weight
         # that it updates.
+        last = len(program.operations) - 1
         for value in program.results:
             if self.state[value] == UNREDUCED:
-                self.move(
-                    value, self.preferred(value), 1.0, len(program.operations) - 1
-                )
+                self.move(value, self.preferred(value), times=1.0, operation=last)
         return AssignedLayout(
             assignment=self.assignment,
             events=tuple(self.events),
@@ -323,17 +359,17 @@ class _Propagation:
         prefers. At the end of the body it gets back the sharding from the start of the
         body.
         """
+        carried = operation.ins[0]
         if operation.name == "return":
             new_state = self.state[operation.ins[1]]
         else:
             new_state = self.preferred(operation.outs[0])
         # A reshape in the body may split a dimension that is one outside of the loop.
         # Such a value is replicated.
-        if operation.name == "carry" and new_state >= len(
-            self.layouts.flat[operation.ins[0]]
-        ):
+        rank = len(self.layouts.flat[carried])
+        if operation.name == "carry" and new_state >= rank:
             new_state = WHOLE
-        self.move(operation.ins[0], new_state, operation.times, number)
+        self.move(carried, new_state, operation.times, number)
         self.set(operation.outs[0], new_state)
 
     def effect(self, operation: _Labelled, states: tuple[_State, ...]) -> _Effect:
@@ -363,64 +399,59 @@ class _Propagation:
         `states` are the shardings of the operands.
         """
 
-        def moved(label: int) -> float:
+        def moved_bytes(label: int) -> float:
             sides = zip(operation.ins, states, operation.bytes, strict=True)
             return math.fsum(
-                count
-                for labels, state, count in sides
+                nbytes
+                for labels, state, nbytes in sides
                 if state not in (WHOLE, _position(labels, label))
             )
 
-        def is_worth_it(label: int) -> bool:
-            """Whether to divide the operation along a label.
-
-            An operation whose result has the label is always divided, and so is a
-            matrix product or a convolution. Another operation reduces over the label.
-            It is divided only if an operand is sharded along it.
-            """
-            if (
-                any(label in labels for labels in operation.outs)
-                or operation.name in _PRODUCTS
-            ):
-                return True
-            return any(
-                label in labels and state != WHOLE
-                for labels, state in zip(operation.ins, states, strict=True)
-            )
-
-        places = {
-            label: self.rank[number]
-            for label, number in operation.shardable
-            if number in self.rank
-            and (self.minor or label not in operation.minor)
-            and is_worth_it(label)
-        }
+        ranks: dict[int, int] = {}
+        for label, number in operation.shardable:
+            if number not in self.rank:
+                continue
+            if label in operation.minor and not self.minor:
+                continue
+            if _is_worth_it(operation, states, label):
+                ranks[label] = self.rank[number]
         return min(
-            places, key=lambda label: (places[label], moved(label)), default=None
+            ranks, key=lambda label: (ranks[label], moved_bytes(label)), default=None
         )
 
     def move(self, value: int, new_state: _State, times: float, operation: int) -> None:
         state = self.state[value]
         if state in (new_state, WHOLE):
             return
+        is_gathered = new_state == WHOLE
         if state == UNREDUCED:
-            self.events.append(
-                Event(
-                    _REDUCE if new_state == WHOLE else _SCATTER, value, times, operation
-                )
-            )
+            kind = _REDUCE if is_gathered else _SCATTER
             self.set(value, new_state)
-            return
-        if (value, new_state) not in self.copies:
+        elif (value, new_state) not in self.copies:
+            kind = _GATHER if is_gathered else _EXCHANGE
             self.copies.add((value, new_state))
-            self.events.append(
-                Event(
-                    _GATHER if new_state == WHOLE else _EXCHANGE,
-                    value,
-                    times,
-                    operation,
-                )
-            )
+        else:
+            return
+        event = Event(kind=kind, value=value, times=times, operation=operation)
+        self.events.append(event)
+
+
+def _is_worth_it(operation: _Labelled, states: tuple[_State, ...], label: int) -> bool:
+    """Whether to divide an operation along a label. `states` are the shardings of the
+    operands.
+
+    An operation whose result has the label is always divided, and so is a matrix
+    product or a convolution. Another operation reduces over the label. It is divided
+    only if an operand is sharded along it.
+    """
+    if operation.name in _PRODUCTS:
+        return True
+    if any(label in labels for labels in operation.outs):
+        return True
+    for labels, state in zip(operation.ins, states, strict=True):
+        if label in labels and state != WHOLE:
+            return True
+    return False
 
 
 def _stays_unreduced(operation: _Labelled, states: tuple[_State, ...]) -> bool:
@@ -429,14 +460,13 @@ def _stays_unreduced(operation: _Labelled, states: tuple[_State, ...]) -> bool:
     """
     if operation.name in _LINEAR:
         return all(state == UNREDUCED for state in states)
+    if operation.name not in _SCALED:
+        return False
     others = [number for number, state in enumerate(states) if state != UNREDUCED]
-    first = operation.name == "multiply" or states[0] == UNREDUCED
-    return (
-        operation.name in _SCALED
-        and first
-        and len(others) == 1
-        and not operation.bytes[others[0]]
-    )
+    # A quotient is linear in its first operand alone.
+    if operation.name != "multiply" and states[0] != UNREDUCED:
+        return False
+    return len(others) == 1 and not operation.bytes[others[0]]
 
 
 def _position(labels: tuple[int, ...], label: int | None) -> int:

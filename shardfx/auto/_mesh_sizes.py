@@ -20,15 +20,11 @@ def axis_sizes(devices: int, axes: int) -> Int[np.ndarray, "sizes axes"]:
     devices.
     """
     divisors = [size for size in range(2, devices + 1) if devices % size == 0]
-    firsts = [
-        (first, math.prod(first))
-        for first in itertools.product(divisors, repeat=axes - 1)
-    ]
-    tuples = [
-        (*first, devices // size)
-        for first, size in firsts
-        if size < devices and devices % size == 0
-    ]
+    tuples = []
+    for first_sizes in itertools.product(divisors, repeat=axes - 1):
+        product = math.prod(first_sizes)
+        if product < devices and devices % product == 0:
+            tuples.append((*first_sizes, devices // product))
     return np.array(tuples, np.int32).reshape(-1, axes)
 
 

@@ -5,8 +5,9 @@ Dimensions that must be sharded alike are a logical axis, and get one name.
 """
 
 import dataclasses
+import itertools as it
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -48,28 +49,34 @@ class _Namer:
 
     def __init__(self, classes: Classes):
         self.classes = classes
-        self.traced, self.tied = classes.traced, classes.tied
+        self.traced = classes.traced
+        self.tied = classes.tied
 
     def name_all(self) -> None:
         self.declared()
         self.key_words()
-        for axis in self.unnamed("scanned"):
-            if self.classes.in_model(axis):
-                axis.name = "layers"
-            else:
-                axis.name = ""
+        self.scanned()
         self.data()
         self.heads()
         self.routers()
         self.looked_up()
-        # Convolutions slide along a window, and no axis should shard it.
+        self.windows()
+        self.width()
+        self.by_path()
+
+    def scanned(self) -> None:
+        """Names the dimensions over which loops iterate "layers", if the model has them."""
+        for axis in self.unnamed("scanned"):
+            if self.classes.in_model(axis):
+                axis.name = "layers"
+
+    def windows(self) -> None:
+        """Names the windows of convolutions. Convolutions slide along a window, and no
+        axis should shard it.
+        """
         for axis in self.unnamed("windows"):
             if len(self.classes.in_model(axis)) == len(axis.places):
                 axis.name = "window"
-            else:
-                axis.name = ""
-        self.width()
-        self.by_path()
 
     def unnamed(self, mark: str | None = None) -> list[LogicalAxis]:
         """The logical axes without a name. With `mark`, a key of `Tied.marked`, only
@@ -77,15 +84,17 @@ class _Namer:
         over.
         """
         axes = [axis for axis in self.classes.live() if not axis.name]
-        return [axis for axis in axes if mark is None or self.is_marked(axis, mark)]
+        if mark is None:
+            return axes
+        return [axis for axis in axes if self.is_marked(axis, mark)]
 
     def is_marked(self, axis: LogicalAxis, mark: str) -> bool:
         return not self.classes.marked[mark].isdisjoint(axis.roots)
 
     def paths(self, places: Iterable[ArgumentDim]) -> list[str]:
-        return list(
-            dict.fromkeys(self.traced.arrays[place.argument].path for place in places)
-        )
+        arrays = self.traced.arrays
+        paths = [arrays[place.argument].path for place in places]
+        return list(dict.fromkeys(paths))
 
     def rank(self, place: ArgumentDim) -> int:
         return len(self.classes.dims[place.argument])
@@ -96,17 +105,21 @@ class _Namer:
         """
         for axis in self.unnamed():
             for place in axis.places:
-                names = self.traced.arrays[place.argument].names
-                if (
-                    names is None
-                    or ... in names
-                    or len(names) != self.rank(place)
-                    or place.of > 1
-                ):
-                    continue
-                name = names[place.dim]
-                name = name.target if isinstance(name, Atomic) else name
-                axis.name = axis.name or (name if isinstance(name, str) else "")
+                axis.name = axis.name or self.declared_name(place)
+
+    def declared_name(self, place: ArgumentDim) -> str:
+        """The name that a field declares for a dimension; empty without one."""
+        names = self.traced.arrays[place.argument].names
+        if names is None or ... in names or place.of > 1:
+            return ""
+        if len(names) != self.rank(place):
+            return ""
+        name = names[place.dim]
+        if isinstance(name, Atomic):
+            name = name.target
+        if isinstance(name, str):
+            return name
+        return ""
 
     def key_words(self) -> None:
         """Names the last dimension of raw PRNG keys `key_words`. No mesh axis shards
@@ -114,13 +127,19 @@ class _Namer:
         """
         keys = raw_keys(self.traced.step.traced.jaxpr.jaxpr)
         for axis in self.unnamed():
-            if axis.size in _KEY_WORDS and all(
-                place.dim == self.rank(place) - 1
-                and place.argument not in self.classes.model
-                and self.is_raw_key(place, keys)
-                for place in axis.places
-            ):
+            if axis.size not in _KEY_WORDS:
+                continue
+            if all(self.are_key_words(place, keys) for place in axis.places):
                 axis.name = "key_words"
+
+    def are_key_words(self, place: ArgumentDim, keys: frozenset[int]) -> bool:
+        """Whether a dimension is the words of PRNG keys: the last one of an array that is
+        no part of the model.
+        """
+        is_last = place.dim == self.rank(place) - 1
+        if not is_last or place.argument in self.classes.model:
+            return False
+        return self.is_raw_key(place, keys)
 
     def is_raw_key(self, place: ArgumentDim, keys: frozenset[int]) -> bool:
         """Whether an array is the words of PRNG keys: the step makes `keys` of it, or it
@@ -139,41 +158,53 @@ class _Namer:
         """
         images = self.images()
         for axis in self.unnamed():
-            is_of_model = self.classes.in_model(axis)
+            of_model = self.classes.in_model(axis)
             places = [
                 place
                 for place in axis.places
                 if place.argument not in self.classes.model
             ]
-            positions = all(map(_POSITIONS.search, self.paths(is_of_model)))
-            if not places or not (positions or images.get(axis) == "channels"):
+            are_positions = all(map(_POSITIONS.search, self.paths(of_model)))
+            is_of_data = are_positions or images.get(axis) == "channels"
+            if not places or not is_of_data:
                 continue
-            first = max(
-                places, key=lambda place: (len(self.data_dims(place)), -place.dim)
-            )
-            dims = self.data_dims(first)
-            position = dims.index(first.dim)
-            if all(
-                self.data_dims(place)[:1] == [place.dim] and place.index == 0
-                for place in places
-            ):
+            if all(map(self.is_first, places)):
                 axis.name = "batch"
             elif axis in images:
                 axis.name = images[axis]
-            elif not position:
-                continue
-            elif (
-                is_of_model
-                and self.is_marked(axis, "batched")
-                and not self.are_tokens(places)
-            ):
-                continue  # the heads of a cache, which a table of positions has too
-            elif (
-                position < len(dims) - 1 or len(dims) == 2
-            ) and images.keys().isdisjoint(self.classes.flat(first.argument)):
-                axis.name = "sequence"
-            elif len(dims) == 3:
-                axis.name = "features"
+            else:
+                axis.name = self.data_name(axis, places, images)
+
+    def data_name(
+        self,
+        axis: LogicalAxis,
+        places: Sequence[ArgumentDim],
+        images: Mapping[LogicalAxis, str],
+    ) -> str:
+        """The name "sequence" or "features" for an axis of the data with the dimensions
+        `places`; empty if it is neither.
+        """
+        most_dims = max(
+            places, key=lambda place: (len(self.data_dims(place)), -place.dim)
+        )
+        dims = self.data_dims(most_dims)
+        position = dims.index(most_dims.dim)
+        if not position:
+            return ""
+        is_batched = self.classes.in_model(axis) and self.is_marked(axis, "batched")
+        if is_batched and not self.are_tokens(places):
+            return ""  # the heads of a cache, which a table of positions has too
+        is_inner = position < len(dims) - 1 or len(dims) == 2
+        axes_of_array = self.classes.flat(most_dims.argument)
+        if is_inner and images.keys().isdisjoint(axes_of_array):
+            return "sequence"
+        if len(dims) == 3:
+            return "features"
+        return ""
+
+    def is_first(self, place: ArgumentDim) -> bool:
+        """Whether a dimension is the first one of the data in its array."""
+        return self.data_dims(place)[:1] == [place.dim] and place.index == 0
 
     def are_tokens(self, places: Iterable[ArgumentDim]) -> bool:
         """Whether all arrays with these dimensions hold integers."""
@@ -186,22 +217,22 @@ class _Namer:
         """The numbers of all dimensions of the array to which `place` belongs, without
         those named "layers".
         """
-        named = [
-            {self.classes.of(root).name for root in roots}
-            for roots in self.classes.dims[place.argument]
-        ]
-        return [dim for dim, names in enumerate(named) if "layers" not in names]
+        dims = []
+        for dim, roots in enumerate(self.classes.dims[place.argument]):
+            names = {self.classes.of(root).name for root in roots}
+            if "layers" not in names:
+                dims.append(dim)
+        return dims
 
     def images(self) -> dict[LogicalAxis, str]:
         """The names of the dimensions along which convolutions run: "channels", and
         "height" or other spatial ones.
         """
         classes = self.classes
-        names = {
-            classes.of(root): "channels"
-            for root in classes.marked["channels"]
-            if root in classes.of_root
-        }
+        names: dict[LogicalAxis, str] = {}
+        for root in classes.marked["channels"]:
+            if root in classes.of_root:
+                names[classes.of(root)] = "channels"
         for root, (position, count) in self.tied.spatial.items():
             if root in classes.of_root and count in _SPATIAL:
                 names[classes.of(root)] = _SPATIAL[count][position]
@@ -212,20 +243,22 @@ class _Namer:
         `vocab` if tokens index them, `classes` if labels do, and `positions` for
         position embeddings.
         """
-        vocabularies, vocabs = list[LogicalAxis](), set[int]()
+        tables: list[LogicalAxis] = []
+        vocabulary_sizes: set[int] = set()
         for axis in self.unnamed("looked_up"):
             paths = self.paths(self.classes.in_model(axis))
             are_positions = any(map(_POSITIONS.search, paths))
             is_named = any(map(_VOCAB.search, paths)) and not are_positions
-            if is_named or (
-                paths and axis.size >= _SMALL_VOCAB and self.is_marked(axis, "tokens")
-            ):
-                vocabs.add(axis.size)
-            axis.name = "positions" if are_positions else ""
-            vocabularies += [axis] if paths and not are_positions else []
-        for axis in vocabularies:
+            is_large = axis.size >= _SMALL_VOCAB and self.is_marked(axis, "tokens")
+            if is_named or (paths and is_large):
+                vocabulary_sizes.add(axis.size)
+            if are_positions:
+                axis.name = "positions"
+            elif paths:
+                tables.append(axis)
+        for axis in tables:
             # Logits with the size of a vocabulary are over its tokens.
-            axis.name = "vocab" if axis.size in vocabs else "classes"
+            axis.name = "vocab" if axis.size in vocabulary_sizes else "classes"
 
     def heads(self) -> None:
         """Names the batch dimensions of matrix products, and `head_dim`, the dimension
@@ -235,56 +268,56 @@ class _Namer:
         a weight and nothing shows attention. Otherwise it is `heads`, or `kv_heads` and
         `query_groups` if query heads share keys.
         """
-        classes, of = self.classes, self.classes.of
+        classes = self.classes
         weight_axes = [
             axis for axis in self.unnamed("batched") if classes.in_model(axis)
         ]
-        kept_roots = [
-            roots[: classes.kept(roots)] for dims in classes.dims for roots in dims
-        ]
-        kept_roots = [
-            [*map(of, roots)]
-            for roots in kept_roots
-            if len(roots) > 1 and of(roots[0]) in weight_axes
-        ]
-        shared, behind = (
-            {axes[0] for axes in kept_roots},
-            {axis for axes in kept_roots for axis in axes[1:]},
-        )
-        of_weights, named = self.batches_of_weights(), set[LogicalAxis]()
-        for axis in [
-            *weight_axes,
-            *(
-                axis
-                for axis in self.unnamed()
-                if axis in behind and axis not in weight_axes
-            ),
-        ]:
-            paths = self.paths(classes.in_model(axis))
-            attends = any("att" in path.lower() for path in paths) or any(
-                place.of > 1 for place in axis.places
-            )
+        # The axes of dimensions that reshapes split, such as `heads * head_dim`: those
+        # with shared keys, and those behind them.
+        shared: set[LogicalAxis] = set()
+        behind: set[LogicalAxis] = set()
+        for roots in it.chain.from_iterable(classes.dims):
+            kept_roots = roots[: classes.kept(roots)]
+            axes = [classes.of(root) for root in kept_roots]
+            if len(axes) > 1 and axes[0] in weight_axes:
+                shared.add(axes[0])
+                behind.update(axes[1:])
+
+        of_weights = self.batches_of_weights()
+        head_axes: set[LogicalAxis] = set()
+        for axis in self.unnamed():
+            if axis in behind and axis not in weight_axes:
+                weight_axes.append(axis)
+        for axis in weight_axes:
             if axis in behind:
                 axis.name = "query_groups"
             elif axis in shared:
                 axis.name = "kv_heads"
-            elif any(map(_EXPERTS.search, paths)) or not (
-                attends or axis not in of_weights
-            ):
+            elif self.are_experts(axis, of_weights):
                 axis.name = "experts"
                 continue
             else:
                 axis.name = "heads"
-            named.add(axis)
-        # The sub-dimension that follows heads is the width of one head.
-        for argument in range(len(classes.dims)):
-            flat = classes.flat(argument)
-            for before, after in zip(flat, flat[1:], strict=False):
-                if (
-                    before in named
-                    and not after.name
-                    and self.is_marked(after, "contracted")
-                ):
+            head_axes.add(axis)
+        self.head_widths(head_axes)
+
+    def are_experts(self, axis: LogicalAxis, of_weights: set[LogicalAxis]) -> bool:
+        """Whether the batch dimension of a matrix product is that of experts."""
+        paths = self.paths(self.classes.in_model(axis))
+        if any(map(_EXPERTS.search, paths)):
+            return True
+        attends = any("att" in path.lower() for path in paths)
+        is_split = any(place.of > 1 for place in axis.places)
+        return axis in of_weights and not attends and not is_split
+
+    def head_widths(self, head_axes: set[LogicalAxis]) -> None:
+        """Names the sub-dimension that follows heads, which is the width of one head."""
+        for argument in range(len(self.classes.dims)):
+            axes = self.classes.flat(argument)
+            for before, after in it.pairwise(axes):
+                if before not in head_axes or after.name:
+                    continue
+                if self.is_marked(after, "contracted"):
                     after.name = "head_dim"
 
     def batches_of_weights(self) -> set[LogicalAxis]:
@@ -292,20 +325,21 @@ class _Namer:
         of a matrix product whose dimensions are all equivalent to dimensions of the
         model.
         """
-        tied, parameter_roots, axes = self.tied, self.classes.own, set[LogicalAxis]()
+        tied = self.tied
+        parameter_roots = self.classes.own
+        axes: set[LogicalAxis] = set()
         for operation in tied.program.operations:
-            over = batched(operation)
-            for value, dims in (
-                zip(operation.ins, operation.factors.ins, strict=True) if over else ()
-            ):
+            batches = batched(operation)
+            if not batches:
+                continue
+            sides = zip(operation.ins, operation.factors.ins, strict=True)
+            for value, dims in sides:
                 roots = tied.roots_of(value)
-                if len(roots) > 1 and roots <= parameter_roots:
-                    wide = (
-                        part
-                        for part, dim in zip(tied.roots[value], dims, strict=True)
-                        if dim[0] in over
-                    )
-                    axes.update(self.classes.of(root) for part in wide for root in part)
+                if len(roots) < 2 or not roots <= parameter_roots:
+                    continue
+                for roots_of_dim, dim in zip(tied.roots[value], dims, strict=True):
+                    if dim[0] in batches:
+                        axes.update(map(self.classes.of, roots_of_dim))
         return axes
 
     def routers(self) -> None:
@@ -316,20 +350,22 @@ class _Namer:
         sizes = {axis.size for axis in self.classes.live() if axis.name == "experts"}
         for axis in self.unnamed():
             places = self.classes.in_model(axis)
-            if (
-                axis.size in sizes
-                and places
-                and all(self.rank(place) <= 3 and place.of == 1 for place in places)
-            ):
-                paths = self.paths(places)
-                is_table = self.is_marked(axis, "tokens") or any(
-                    _VOCAB.search(path) or _POSITIONS.search(path) for path in paths
-                )
-                is_chosen = self.is_marked(axis, "chosen")
-                if self.is_marked(axis, "looked_up") and not is_table:
-                    is_chosen = True
-                if is_chosen or any(map(_ROUTERS.search, paths)):
+            if not places or axis.size not in sizes:
+                continue
+            if all(self.rank(place) <= 3 and place.of == 1 for place in places):
+                if self.is_router(axis, self.paths(places)):
                     axis.name = "experts"
+
+    def is_router(self, axis: LogicalAxis, paths: Sequence[str]) -> bool:
+        """Whether the step chooses along an axis of arrays with these paths, or the
+        paths say so.
+        """
+        if self.is_marked(axis, "chosen") or any(map(_ROUTERS.search, paths)):
+            return True
+        is_of_tokens = self.is_marked(axis, "tokens")
+        is_named = any(map(_VOCAB.search, paths)) or any(map(_POSITIONS.search, paths))
+        is_table = is_of_tokens or is_named
+        return self.is_marked(axis, "looked_up") and not is_table
 
     def width(self) -> None:
         """Names a dimension of a residual stream `embed` if matrix products contract it
@@ -338,20 +374,19 @@ class _Namer:
         one logical axis, this is named `embed` too.
         """
         sums = residual(self.tied, self.classes.own)
-        axes = [
-            axis
-            for axis in self.unnamed("contracted")
-            if not sums.isdisjoint(axis.roots)
-            and len({place.argument for place in self.classes.in_model(axis)}) > 1
-        ]
-        flats = map(self.classes.flat, range(len(self.classes.dims)))
-        tables = [
-            flat
-            for flat in flats
-            if len(flat) == 2 and "vocab" in [axis.name for axis in flat]
-        ]
-        beside = {axis for flat in tables for axis in flat if not axis.name}
-        for axis in [*axes, *(beside if len(beside) == 1 else ())]:
+        axes = []
+        for axis in self.unnamed("contracted"):
+            arguments = {place.argument for place in self.classes.in_model(axis)}
+            if len(arguments) > 1 and not sums.isdisjoint(axis.roots):
+                axes.append(axis)
+        beside_vocab: set[LogicalAxis] = set()
+        for argument in range(len(self.classes.dims)):
+            flat = self.classes.flat(argument)
+            if len(flat) == 2 and "vocab" in (flat[0].name, flat[1].name):
+                beside_vocab.update(axis for axis in flat if not axis.name)
+        if len(beside_vocab) == 1:
+            axes += beside_vocab
+        for axis in axes:
             axis.name = "embed"
 
     def by_path(self) -> None:
@@ -366,36 +401,33 @@ class _Namer:
             elif any(map(_VOCAB.search, paths)):
                 axis.name = "vocab"
             else:
-                axis.name = _short(paths[0], self.traced.words) + f"_{places[0].dim}"
+                short_path = _short(paths[0], self.traced.words)
+                axis.name = f"{short_path}_{places[0].dim}"
 
     def is_between_widths(self, axis: LogicalAxis) -> bool:
         """Whether a logical axis, such as `mlp`, is the inner dimension of a block:
         matrix products contract it, and it is at several positions in arrays that have
         `embed`.
         """
-        places = [
-            place
-            for place in self.classes.in_model(axis) or axis.places
-            if place.of == 1
-        ]
-        wide = {
-            p.dim
-            for p in places
-            if "embed" in [other.name for other in self.classes.flat(p.argument)]
-        }
-        return len(wide) > 1 and self.is_marked(axis, "contracted")
+        dims_beside_embed: set[int] = set()
+        for place in self.classes.in_model(axis) or axis.places:
+            names = [other.name for other in self.classes.flat(place.argument)]
+            if place.of == 1 and "embed" in names:
+                dims_beside_embed.add(place.dim)
+        return len(dims_beside_embed) > 1 and self.is_marked(axis, "contracted")
 
 
 def _short(path: str, words: tuple[str, ...]) -> str:
     """An identifier made of the last part of a path. Parts that are common, such as
     `weight`, or in `words`, the names of the step's arguments, are skipped.
     """
-    parts = [
-        part for part in path.split("/") if part not in _DULL and part not in words
-    ] or path.split("/")
-    name = re.sub(
-        r"\W+", "_", "_".join(parts[-2:] if parts[-1].isdecimal() else parts[-1:])
-    ).strip("_")
+    all_parts = path.split("/")
+    parts = [part for part in all_parts if part not in _DULL and part not in words]
+    if not parts:
+        parts = all_parts
+    count = 2 if parts[-1].isdecimal() else 1
+    last_parts = "_".join(parts[-count:])
+    name = re.sub(r"\W+", "_", last_parts).strip("_")
     if name and not name[0].isdigit():
         return name
     return f"a{name}"
@@ -447,18 +479,13 @@ class NamedAxes:
 
     def __str__(self) -> str:
         rows = [("axis", "size", "where", "tied by")]
-        rows += [
-            (
-                axis.name,
-                str(axis.size),
-                _some(axis.places),
-                _some([f"{what} {where}" for what, where in axis.joins]),
-            )
-            for axis in self.axes
-        ]
-        return "\n".join(
-            [*table(rows, right={"size"}), *(f"note: {note}" for note in self.notes)]
-        )
+        for axis in self.axes:
+            joins = [f"{operation} {line}" for operation, line in axis.joins]
+            row = (axis.name, str(axis.size), _some(axis.places), _some(joins))
+            rows.append(row)
+        lines = list(table(rows, right={"size"}))
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
 
     __repr__ = first_lines
     _repr_html_ = html_text
@@ -520,8 +547,10 @@ def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
             return name_axes(searched.step, *searched.args)
 
     classes = named_classes(trace(step, *args))
-    axes = tuple(_named_axis(axis, classes) for axis in classes.live() if axis.name)
-    return NamedAxes(names_trees(classes), axes, notes_of(classes))
+    axes = [_named_axis(axis, classes) for axis in classes.live() if axis.name]
+    return NamedAxes(
+        names=names_trees(classes), axes=tuple(axes), notes=notes_of(classes)
+    )
 
 
 def notes_of(classes: Classes) -> tuple[str, ...]:
@@ -550,37 +579,55 @@ def names_trees(classes: Classes) -> tuple[PyTree, ...]:
 
 
 def _named_axis(axis: LogicalAxis, classes: Classes) -> NamedAxis:
-    arrays, tied, roots = classes.traced.arrays, classes.tied, set(axis.roots)
-    alike: dict[tuple[object, str], list[str]] = {}
+    arrays = classes.traced.arrays
     # The moments of an optimizer have the axes of the parameters; they are listed only
     # if nothing else is.
     main_places = [
         place for place in axis.places if arrays[place.argument].which == classes.main
     ]
-    data = [place for place in axis.places if place.argument not in classes.model]
-    for place in main_places + data or axis.places:
+    data_places = [
+        place for place in axis.places if place.argument not in classes.model
+    ]
+    # Paths that differ only in numbers are joined.
+    alike: dict[tuple[object, str], list[str]] = {}
+    for place in main_places + data_places or axis.places:
         path = arrays[place.argument].path
         part = f".{place.index}" if place.of > 1 else ""
-        alike.setdefault((between_numbers(path), f"[{place.dim}{part}]"), []).append(
-            path
-        )
-    places = tuple(joined(sorted(paths)) + dim for (_, dim), paths in alike.items())
-    # The operations in which two operands with the axis meet, products and lookups
-    # first.
+        key = (between_numbers(path), f"[{place.dim}{part}]")
+        alike.setdefault(key, []).append(path)
+    texts = [joined(sorted(paths)) + dim for (_, dim), paths in alike.items()]
+    return NamedAxis(
+        name=axis.name,
+        size=axis.size,
+        places=tuple(texts),
+        joins=_joins(axis, classes),
+    )
+
+
+def _joins(axis: LogicalAxis, classes: Classes) -> tuple[tuple[str, str], ...]:
+    """The operations in which two operands with the axis meet, products and lookups
+    first: pairs of a primitive and a source line.
+    """
+    tied = classes.tied
     joins: dict[tuple[str, str], None] = {}
-    for operation in sorted(
+    operations = sorted(
         tied.program.operations, key=lambda operation: not operation.factors.reduction
-    ):
-        having = sum(
-            not roots.isdisjoint(tied.roots_of(value)) for value in {*operation.ins}
-        )
-        if having > 1 and operation.name not in ("carry", "return", "use"):
+    )
+    for operation in operations:
+        if operation.name in ("carry", "return", "use"):
+            continue
+        operand_count = 0
+        for value in set(operation.ins):
+            operand_count += not tied.roots_of(value).isdisjoint(axis.roots)
+        if operand_count > 1:
             frame = own_line(lines_of(operation.location))
-            joins[operation.name, "-" if frame is None else frame.place] = None
-    return NamedAxis(axis.name, axis.size, places, tuple(joins))
+            place = "-" if frame is None else frame.place
+            joins[operation.name, place] = None
+    return tuple(joins)
 
 
 def _some(texts: Sequence[str], most: int = 4) -> str:
-    return ", ".join(texts[:most]) + (
-        f", and {len(texts) - most} more" if len(texts) > most else ""
-    )
+    listed = ", ".join(texts[:most])
+    if len(texts) <= most:
+        return listed
+    return f"{listed}, and {len(texts) - most} more"

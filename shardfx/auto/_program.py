@@ -8,6 +8,7 @@ sharding rule of an operation is a number. Dimensions with one factor must be sh
 alike.
 """
 
+import itertools as it
 import math
 from collections.abc import Iterable, Sequence
 
@@ -50,9 +51,10 @@ class UnionFind:
         """
         node = self.find(node)
         if node in self._children:
-            return [
-                root for child in self._children[node] for root in self.roots(child)
-            ]
+            roots = []
+            for child in self._children[node]:
+                roots += self.roots(child)
+            return roots
         if self.sizes[node] > 1:
             return [node]
         return []
@@ -70,23 +72,30 @@ class UnionFind:
         while ours and theirs:
             a = self.find(ours[-1])
             b = self.find(theirs[-1])
-            if self.sizes[a] == 1 or a == b:
+            if a == b:
                 ours.pop()
-                if a == b:
-                    theirs.pop()
+                theirs.pop()
+            elif self.sizes[a] == 1:
+                ours.pop()
             elif self.sizes[b] == 1:
                 theirs.pop()
-            elif self.sizes[a] == self.sizes[b] and not (
-                a in self._children and b in self._children
-            ):
-                # The node that is split represents both, so that its children are
-                # found.
-                root, other = (b, a) if b in self._children else (a, b)
-                self._parent[other] = root
+            elif self._can_merge(a, b):
+                self._merge(a, b)
                 ours.pop()
                 theirs.pop()
             elif not self._opened(ours, a, b) and not self._opened(theirs, b, a):
                 return
+
+    def _can_merge(self, a: int, b: int) -> bool:
+        are_split = a in self._children and b in self._children
+        return self.sizes[a] == self.sizes[b] and not are_split
+
+    def _merge(self, a: int, b: int) -> None:
+        # The node that is split represents both, so that its children are found.
+        if b in self._children:
+            self._parent[a] = b
+        else:
+            self._parent[b] = a
 
     def _opened(self, stack: list[int], node: int, other: int) -> bool:
         """Replaces `node`, the last one of `stack`, by its children, the first child
@@ -100,7 +109,9 @@ class UnionFind:
         other_size = self.sizes[other]
         is_multiple = size > other_size and size % other_size == 0
         if node not in self._children and is_multiple:
-            self._children[node] = (self.new(other_size), self.new(size // other_size))
+            major = self.new(other_size)
+            minor = self.new(size // other_size)
+            self._children[node] = (major, minor)
         if size < other_size or node not in self._children:
             return False
         stack.pop()
@@ -143,6 +154,8 @@ class Tied:
         self.marks: dict[str, list[int]] = {kind: [] for kind in _MARKS}
         # From the node of a spatial dimension to its index and their number.
         self.spatial_nodes: dict[int, tuple[int, int]] = {}
+        # From a loop and the length of an array that it iterates over to the array's
+        # first dimension.
         loops: dict[tuple[int, int], int] = {}
         for operation in program.operations:
             if operation.name == "use":
@@ -152,25 +165,23 @@ class Tied:
                 node = self.dims[operation.ins[0]][dim]
                 # Arrays that one loop iterates over have one length, and share that
                 # dimension.
-                self.union.align(
-                    [loops.setdefault((loop, self.sizes[node]), node)], [node]
-                )
+                shared_node = loops.setdefault((loop, self.sizes[node]), node)
+                self.union.align([shared_node], [node])
                 self.marks["scanned"].append(node)
+
         roots = self.union.roots
-        self.roots = [[*map(roots, dims)] for dims in self.dims]
-        self.marked = {
-            kind: {root for node in nodes for root in roots(node)}
-            for kind, nodes in self.marks.items()
-        }
-        self.spatial = {
-            root: place
-            for node, place in self.spatial_nodes.items()
-            for root in roots(node)[:1]
-        }
+        self.roots = [list(map(roots, dims)) for dims in self.dims]
+        self.marked: dict[str, set[Root]] = {}
+        for kind, nodes in self.marks.items():
+            self.marked[kind] = set(it.chain.from_iterable(map(roots, nodes)))
+        self.spatial: dict[Root, tuple[int, int]] = {}
+        for node, place in self.spatial_nodes.items():
+            for root in roots(node)[:1]:
+                self.spatial[root] = place
 
     def roots_of(self, value: int) -> set[Root]:
         """The classes of all dimensions of a value."""
-        return {root for roots in self.roots[value] for root in roots}
+        return set(it.chain.from_iterable(self.roots[value]))
 
 
 def whole(operation: Operation, dim: tuple[int, ...], size: int) -> bool:
@@ -179,9 +190,12 @@ def whole(operation: Operation, dim: tuple[int, ...], size: int) -> bool:
     operation's Shardy sharding rule, and `size` is its size.
     """
     factors = operation.factors
-    short = math.prod(factors.sizes[factor] for factor in dim) != size
-    apart = len(dim) > 1 and operation.name in _WINDOWED
-    return short or apart or not factors.replicated.isdisjoint(dim)
+    if not factors.replicated.isdisjoint(dim):
+        return True
+    if len(dim) > 1 and operation.name in _WINDOWED:
+        return True
+    size_of_factors = math.prod(factors.sizes[factor] for factor in dim)
+    return size_of_factors != size
 
 
 def _tie(tied: Tied, operation: Operation) -> dict[object, int]:
@@ -189,34 +203,31 @@ def _tie(tied: Tied, operation: Operation) -> dict[object, int]:
     Returns a dict from each factor to its node. If a factor must be replicated, the key
     is a pair: the factor, and the index of the operand or result.
     """
-    sizes = operation.factors.sizes
+    factors = operation.factors
+    sizes = factors.sizes
     union = tied.union
     first: dict[object, int] = {}
     fused: list[tuple[int, tuple[int, ...]]] = []
-    for values, sides in (
-        (operation.ins, operation.factors.ins),
-        (operation.outs, operation.factors.outs),
-    ):
-        for index, (value, dims) in enumerate(zip(values, sides, strict=True)):
-            for node, dim in zip(tied.dims[value], dims, strict=True):
-                size = union.sizes[node]
-                if size == 1 or not dim:
-                    continue
-                if len(dim) == 1 and sizes[dim[0]] == size:
-                    # A sorted or updated dimension is the same in the operand and the
-                    # result at the same position.
-                    key: object = dim[0]
-                    if dim[0] in operation.factors.replicated:
-                        key = (dim[0], index)
-                    if first.setdefault(key, node) != node:
-                        union.align([first[key]], [node])
-                elif not whole(operation, dim, size):
-                    fused.append((node, dim))
+    operands = enumerate(zip(operation.ins, factors.ins, strict=True))
+    results = enumerate(zip(operation.outs, factors.outs, strict=True))
+    for index, (value, dims) in it.chain(operands, results):
+        for node, dim in zip(tied.dims[value], dims, strict=True):
+            size = union.sizes[node]
+            if size == 1 or not dim:
+                continue
+            if len(dim) == 1 and sizes[dim[0]] == size:
+                # A sorted or updated dimension is the same in the operand and the
+                # result at the same position.
+                key: object = dim[0]
+                if dim[0] in factors.replicated:
+                    key = (dim[0], index)
+                if first.setdefault(key, node) != node:
+                    union.align([first[key]], [node])
+            elif not whole(operation, dim, size):
+                fused.append((node, dim))
     for node, dim in fused:
-        union.align(
-            [node],
-            [first.setdefault(factor, union.new(sizes[factor])) for factor in dim],
-        )
+        parts = [first.setdefault(factor, union.new(sizes[factor])) for factor in dim]
+        union.align([node], parts)
     return first
 
 
@@ -224,15 +235,15 @@ def batched(operation: Operation) -> tuple[int, ...]:
     """The factors of the batch dimensions of a `dot_general`, or of the groups of a
     `ragged_dot`; else none.
     """
+    factors = operation.factors
     if operation.name == "ragged_dot":
-        return tuple(factor for dim in operation.factors.ins[2] for factor in dim)
+        return tuple(it.chain.from_iterable(factors.ins[2]))
     if operation.name != "dot_general":
         return ()
-    left_factors, right_factors, out_factors = (
-        {f for dim in dims for f in dim}
-        for dims in (*operation.factors.ins, *operation.factors.outs)
-    )
-    return tuple(sorted(left_factors & right_factors & out_factors))
+    left_factors, right_factors = map(it.chain.from_iterable, factors.ins)
+    (result_factors,) = map(it.chain.from_iterable, factors.outs)
+    shared = set(left_factors).intersection(right_factors, result_factors)
+    return tuple(sorted(shared))
 
 
 def _mark(tied: Tied, operation: Operation, first: dict[object, int]) -> None:
@@ -244,54 +255,72 @@ def _mark(tied: Tied, operation: Operation, first: dict[object, int]) -> None:
         groups = batched(operation)
         mark("batched", groups)
         mark("contracted", factors.reduction.difference(groups))
-    elif operation.name == "gather" or (
-        operation.name == "scatter" and len(operation.ins) == 3
-    ):
-        batch_factors = {
-            factor
-            for side in operation.factors.ins[2:]
-            for dim in side
-            for factor in dim
-        }
+    elif operation.name in ("gather", "scatter"):
         if operation.name == "gather":
             searched = factors.reduction
+        elif len(operation.ins) == 3:
+            searched = it.chain.from_iterable(factors.ins[0])
         else:
-            searched = [dim_factor for dim in factors.ins[0] for dim_factor in dim]
-        looked_up = [factor for factor in searched if factor not in batch_factors]
+            return
+        looked_up = _without_batch(operation, searched)
         mark("looked_up", looked_up)
-        # Indices with more dimensions than the batch are the tokens of sequences.
-        pairs = zip(tied.dims[operation.ins[1]], factors.ins[1], strict=True)
-        rows = [node for node, dim in pairs if factors.replicated.isdisjoint(dim)]
-        if sum(len(tied.union.roots(node)) for node in rows) > 1:
+        if _has_token_indices(tied, operation):
             mark("tokens", looked_up)
     elif operation.name == "top_k":
-        tied.marks["chosen"].append(tied.dims[operation.ins[0]][-1])
+        operand_dims = tied.dims[operation.ins[0]]
+        tied.marks["chosen"].append(operand_dims[-1])
     elif operation.name == "slice":
-        pairs = zip(
-            *(
-                tied.program.values[value].shape
-                for value in (*operation.ins, *operation.outs)
-            ),
-            strict=True,
-        )
-        cut = [dim for dim, (before, after) in enumerate(pairs) if before != after]
-        tied.marks["sliced"] += [tied.dims[operation.ins[0]][dim] for dim in cut]
+        _mark_slice(tied, operation)
     elif operation.windows is not None:
         _mark_convolution(tied, operation)
+
+
+def _without_batch(operation: Operation, searched: Iterable[int]) -> list[int]:
+    """The factors `searched` of a lookup that are none of the batches of its updates."""
+    batch_factors: set[int] = set()
+    for dims in operation.factors.ins[2:]:
+        batch_factors.update(it.chain.from_iterable(dims))
+    return [factor for factor in searched if factor not in batch_factors]
+
+
+def _has_token_indices(tied: Tied, operation: Operation) -> bool:
+    """Whether the indices of a lookup are the tokens of sequences: they have more
+    dimensions than the batch.
+    """
+    factors = operation.factors
+    index_nodes = tied.dims[operation.ins[1]]
+    dim_count = 0
+    for node, dim in zip(index_nodes, factors.ins[1], strict=True):
+        if factors.replicated.isdisjoint(dim):
+            dim_count += len(tied.union.roots(node))
+    return dim_count > 1
+
+
+def _mark_slice(tied: Tied, operation: Operation) -> None:
+    (operand,) = operation.ins
+    (result,) = operation.outs
+    values = tied.program.values
+    sizes = zip(values[operand].shape, values[result].shape, strict=True)
+    for dim, (size_before, size_after) in enumerate(sizes):
+        if size_before != size_after:
+            tied.marks["sliced"].append(tied.dims[operand][dim])
 
 
 def _mark_convolution(tied: Tied, operation: Operation) -> None:
     numbers = stablehlo.ConvDimensionNumbers(operation.windows)
     image, kernel = (tied.dims[value] for value in operation.ins)
-    earlier = {root for node in tied.spatial_nodes for root in tied.union.roots(node)}
+    earlier_roots: set[Root] = set()
+    for node in tied.spatial_nodes:
+        earlier_roots.update(tied.union.roots(node))
     channels = image[numbers.input_feature_dimension]
     # Only the first convolution over an array tells which dimension is its channels:
     # that of a gradient uses batches as channels.
-    if earlier.isdisjoint(tied.union.roots(channels)):
+    if earlier_roots.isdisjoint(tied.union.roots(channels)):
         tied.marks["channels"].append(channels)
     tied.marks["contracted"].append(kernel[numbers.kernel_input_feature_dimension])
-    tied.marks["windows"] += [kernel[dim] for dim in numbers.kernel_spatial_dimensions]
-    for position, dim in enumerate(numbers.input_spatial_dimensions):
-        tied.spatial_nodes.setdefault(
-            image[dim], (position, len(numbers.input_spatial_dimensions))
-        )
+    for dim in numbers.kernel_spatial_dimensions:
+        tied.marks["windows"].append(kernel[dim])
+    spatial_dims = numbers.input_spatial_dimensions
+    for position, dim in enumerate(spatial_dims):
+        place = (position, len(spatial_dims))
+        tied.spatial_nodes.setdefault(image[dim], place)

@@ -81,17 +81,18 @@ def timed(
     parameters and gradients overlap with a part of the computation; collectives of
     activations do not.
     """
-    per_device = model.compute / chip.devices_per_chip
-    compute = max(
-        work.flops / (float(chip.flops("bfloat16")) * per_device),
-        work.bytes
-        / (float(chip.hbm_bytes_per_second) / chip.devices_per_chip * model.memory),
-    )
+    peak_flops = float(chip.flops("bfloat16"))
+    hbm_bytes_per_second = float(chip.hbm_bytes_per_second) / chip.devices_per_chip
     if work.cycles and chip.name in _UNITS:
-        compute = work.cycles / (
-            float(chip.flops("bfloat16")) / (2 * _UNITS[chip.name])
+        clock_rate = peak_flops / (2 * _UNITS[chip.name])
+        compute_seconds = work.cycles / clock_rate
+    else:
+        flops_per_second = peak_flops * (model.compute / chip.devices_per_chip)
+        compute_seconds = max(
+            work.flops / flops_per_second,
+            work.bytes / (hbm_bytes_per_second * model.memory),
         )
-    candidate = dataclasses.replace(candidate, compute_seconds=compute)
+    candidate = dataclasses.replace(candidate, compute_seconds=compute_seconds)
     return with_traffic(candidate, sent, chip, model)
 
 
@@ -162,26 +163,22 @@ class LoweredStep:
         """The numbers of the arguments that the step donates, or for which it returns
         an updated value.
         """
-        return tuple(
-            sorted(
-                {
-                    *self.donated,
-                    *(which for which, _ in self.results if which is not None),
-                }
-            )
-        )
+        return tuple(sorted(self._updated.union(self.donated)))
+
+    @property
+    def _updated(self) -> set[int]:
+        """The numbers of the arguments for which the step returns an updated value."""
+        return {which for which, _ in self.results if which is not None}
 
     def states(self, classes: Classes) -> tuple[int, ...]:
         """The numbers of the arguments that are an optimizer's state. The arrays of
         such an argument have only dimensions of the model, and the step returns an
         updated value for it.
         """
-        members = {
-            classes.traced.arrays[argument].which for argument in classes.model
-        } - {classes.main}
-        return tuple(
-            sorted(members & {which for which, _ in self.results if which is not None})
-        )
+        arrays = classes.traced.arrays
+        members = {arrays[argument].which for argument in classes.model}
+        members.discard(classes.main)
+        return tuple(sorted(members & self._updated))
 
     def partitioned(
         self, candidate: Candidate, *, constrained: bool = False
@@ -230,10 +227,9 @@ class LoweredStep:
     ) -> tuple[list[Dims | None], list[Dims | None]]:
         """The shardings of the step's arguments and results under `candidate`."""
         arguments, results = step.parameters
-        dims = [
-            [tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves]
-            for plan in candidate.plans
-        ]
+        dims: list[list[Dims]] = []
+        for plan in candidate.plans:
+            dims.append([tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves])
         out: list[Sequence[Dims | None]] = []
         for which, count in self.results:
             out.append([None] * count if which is None else dims[which])
@@ -243,35 +239,29 @@ class LoweredStep:
         """The costs of `candidate` on a large mesh, from the programs that XLA
         makes for smaller meshes.
         """
-        read: dict[tuple[int, ...], _ProgramCosts] = {}
+        costs: dict[tuple[int, ...], _ProgramCosts] = {}
 
         def rows_on(mesh: MeshSpec) -> Sequence[TrafficRow]:
-            read[mesh.axis_sizes] = self._read(step, candidate, mesh)
-            return read[mesh.axis_sizes].sent.rows
+            costs[mesh.axis_sizes] = self._read(step, candidate, mesh)
+            return costs[mesh.axis_sizes].sent.rows
 
         def numbers_on(sizes: tuple[int, ...]) -> np.ndarray:
-            return np.array(
-                [read[sizes].work.flops, read[sizes].work.bytes, *read[sizes].held]
-            )
+            work = costs[sizes].work
+            return np.array([work.flops, work.bytes, *costs[sizes].held])
 
         sent = extrapolated(candidate.mesh, LARGEST, rows_on)
-        sizes, *others = read
-        numbers = first = numbers_on(sizes)
+        sizes, *other_sizes = costs
+        first = numbers_on(sizes)
+        numbers = first
         # Each doubling of an axis multiplies a number as the first doubling did.
-        for other in others:
-            axis = next(
-                axis_number
-                for axis_number, size in enumerate(other)
-                if size != sizes[axis_number]
-            )
-            times = math.log2(candidate.mesh.axis_sizes[axis] / sizes[axis])
-            numbers = numbers * (numbers_on(other) / np.where(first, first, 1)) ** times
-        flops, moved, *held = numbers.tolist()
-        return _ProgramCosts(
-            sent,
-            dataclasses.replace(read[sizes].work, flops=flops, bytes=moved),
-            (held[0], held[1]),
-        )
+        for doubled in other_sizes:
+            axis = _first_difference(sizes, doubled)
+            doublings = math.log2(candidate.mesh.axis_sizes[axis] / sizes[axis])
+            growth = numbers_on(doubled) / np.where(first, first, 1)
+            numbers = numbers * growth**doublings
+        flops, moved, held, held_least = numbers.tolist()
+        work = dataclasses.replace(costs[sizes].work, flops=flops, bytes=moved)
+        return _ProgramCosts(sent=sent, work=work, held=(held, held_least))
 
     def _read(self, step: Step, candidate: Candidate, mesh: MeshSpec) -> _ProgramCosts:
         """The costs of the program into which XLA partitions `step` for `mesh`, with
@@ -283,28 +273,35 @@ class LoweredStep:
         )
         partitioned = dataclasses.replace(parse_hlo(text), partitions=mesh.size)
         module = as_sent(partitioned, self.platform)
-        sent = read(module, mesh, self.leaves)
-        tpu = self.platform == "tpu"
 
-        def held(donated: Sequence[int]) -> int:
+        def peak_bytes(donated: Sequence[int]) -> int:
             """The peak bytes of one device if results reuse the memory of the `donated`
             arguments.
             """
-            flags = [
-                which in donated
-                for which, plan in enumerate(candidate.plans)
-                for _ in plan.leaves
-            ]
+            flags = []
+            for which, plan in enumerate(candidate.plans):
+                flags += [which in donated] * len(plan.leaves)
             memory = device_memory(module, donated=flags, tile=self.chip.tile)
             return memory.peak_bytes
 
-        least = held(self.donated)
-        is_enough = least <= candidate.limit_bytes and mesh == candidate.mesh
+        held = peak_bytes(self.donated)
+        held_least = held
+        fits = held <= candidate.limit_bytes
+        if not fits or mesh != candidate.mesh:
+            held_least = peak_bytes(self.donatable)
         return _ProgramCosts(
-            sent,
-            work_of(partitioned, tpu=tpu),
-            (least, least if is_enough else held(self.donatable)),
+            sent=read(module, mesh, self.leaves),
+            work=work_of(partitioned, tpu=self.platform == "tpu"),
+            held=(held, held_least),
         )
+
+
+def _first_difference(sizes: Sequence[int], other_sizes: Sequence[int]) -> int:
+    """The first mesh axis whose size differs."""
+    for axis, (size, other_size) in enumerate(zip(sizes, other_sizes, strict=True)):
+        if size != other_size:
+            return axis
+    raise ValueError(f"{sizes} equals {other_sizes}")
 
 
 def _filled(
@@ -320,7 +317,8 @@ def _filled(
     filled: list[Dims | None] = []
     for axes, parameter in zip(itertools.chain(*dims), parameters, strict=True):
         if axes is not None:
-            axes = (*axes, *[()] * (len(parameter.shape) - len(axes)))
+            missing_dims = len(parameter.shape) - len(axes)
+            axes = tuple(axes) + ((),) * missing_dims
         filled.append(axes)
     return filled
 
@@ -374,45 +372,44 @@ def measured(
     that fit also run on the devices, in turn, and get the median seconds of their
     steps; the others are left out, unless none fits.
     """
-    looked: list[tuple[Candidate, Any]] = []
+    compiled: list[tuple[Candidate, Any]] = []
     for number, candidate in enumerate(ones, start=1):
         tell(f"compiling candidate {number} of {len(ones)}: {candidate.title}")
         mesh = candidate.mesh.build(devices)
         try:
             if runs:
-                program = (
-                    jitted(
-                        lowered, candidate, [plan.on(mesh) for plan in candidate.plans]
-                    )
-                    .lower(*lowered.args)
-                    .compile()
-                )
+                plans = [plan.on(mesh) for plan in candidate.plans]
+                step = jitted(lowered, candidate, plans)
+                program = step.lower(*lowered.args).compile()
             else:
-                program = compile_for(
-                    jitted(lowered, candidate, candidate.plans),
-                    *lowered.args,
-                    target=mesh,
-                )
+                step = jitted(lowered, candidate, candidate.plans)
+                program = compile_for(step, *lowered.args, target=mesh)
         except OutOfMemoryError as error:
-            held = max(error.needed_bytes or 0, candidate.limit_bytes + 1)
-            looked.append(
-                (dataclasses.replace(candidate, by="compile", memory_bytes=held), None)
+            needed_bytes = max(error.needed_bytes or 0, candidate.limit_bytes + 1)
+            too_large = dataclasses.replace(
+                candidate, by="compile", memory_bytes=needed_bytes
             )
+            compiled.append((too_large, None))
             continue
-        sent = traffic(program, candidate.mesh)
-        work = work_of(parse_hlo(program.as_text()))
-        compiled = timed(candidate, sent, work, lowered.chip, lowered.model)
-        compiled = dataclasses.replace(
-            compiled,
-            by="compile",
-            memory_bytes=memory_of(program).needed_bytes,
-            comparison=compare(candidate.traffic, sent),
-        )
-        looked.append((compiled, program))
-    fitting = [(candidate, program) for candidate, program in looked if candidate.fits]
-    if not runs or not fitting:
-        return sorted((candidate for candidate, _ in looked), key=rank)
-    return _ran(lowered, fitting, devices, tell)
+        compiled.append((_of_compiled(lowered, candidate, program), program))
+    fitting = [pair for pair in compiled if pair[0].fits]
+    if runs and fitting:
+        return _ran(lowered, fitting, devices, tell)
+    candidates = [candidate for candidate, _ in compiled]
+    return sorted(candidates, key=rank)
+
+
+def _of_compiled(lowered: LoweredStep, candidate: Candidate, program: Any) -> Candidate:
+    """The candidate with the traffic, memory and time of its compiled program."""
+    sent = traffic(program, candidate.mesh)
+    work = work_of(parse_hlo(program.as_text()))
+    compiled = timed(candidate, sent, work, lowered.chip, lowered.model)
+    return dataclasses.replace(
+        compiled,
+        by="compile",
+        memory_bytes=memory_of(program).needed_bytes,
+        comparison=compare(candidate.traffic, sent),
+    )
 
 
 def _ran(
@@ -424,7 +421,11 @@ def _ran(
     """Runs the candidates of `compiled`, pairs of a candidate and its compiled program, in
     turn. Returns the candidates with the median seconds of a step, the fastest first.
     """
-    taken: list[list[float]] = [[] for _ in compiled]
+    taken_seconds: list[list[float]] = [[] for _ in compiled]
+
+    def median_seconds(number: int) -> float:
+        return statistics.median(taken_seconds[number])
+
     order = list(range(len(compiled)))
     for turn in range(_ROUNDS):
         for number in order if turn % 2 else reversed(order):
@@ -432,15 +433,18 @@ def _ran(
                 f"running candidate {number + 1} of {len(compiled)}, round {turn + 1} of"
                 f" {_ROUNDS}"
             )
-            taken[number] += _timed(lowered.args, devices, *compiled[number])
+            candidate, program = compiled[number]
+            taken_seconds[number] += _timed(lowered.args, devices, candidate, program)
         # Only the faster half can still contain the fastest.
-        order = sorted(order, key=lambda number: statistics.median(taken[number]))[
-            : max(2, (len(order) + 1) // 2)
-        ]
-    candidates = [
-        dataclasses.replace(candidate, by="run", seconds=statistics.median(times))
-        for (candidate, _), times in zip(compiled, taken, strict=True)
-    ]
+        remaining = max(2, (len(order) + 1) // 2)
+        order = sorted(order, key=median_seconds)[:remaining]
+
+    candidates = []
+    for number, (candidate, _) in enumerate(compiled):
+        seconds_of_step = median_seconds(number)
+        candidates.append(
+            dataclasses.replace(candidate, by="run", seconds=seconds_of_step)
+        )
     return sorted(candidates, key=rank)
 
 
@@ -476,17 +480,15 @@ def jitted(
     `plans`, one for each argument.
     """
     mesh = plans[0].jax_mesh or candidate.mesh
+    step = lowered.step
     if candidate.constrained:
-        step = constrain_step(lowered.step, mesh, candidate.rules)
-    else:
-        step = lowered.step
+        step = constrain_step(step, mesh, candidate.rules)
     results = []
     for which in candidate.results:
         results.append(None if which is None else plans[which])
+    out = tuple(results)
     if len(results) == 1:
         out = results[0]
-    else:
-        out = tuple(results)
     return filter_jit(
         step, in_shardings=tuple(plans), out_shardings=out, donate=candidate.donated
     )
@@ -501,16 +503,19 @@ def _timed(
     """The seconds of several runs of `program`, the compiled program of `candidate`. Each run
     gets new arrays for `args`.
     """
-    plans = [plan.on(candidate.mesh.build(devices)) for plan in candidate.plans]
-    taken = []
-    for turn in range(_STEPS + 1):
+    mesh = candidate.mesh.build(devices)
+    plans = [plan.on(mesh) for plan in candidate.plans]
+
+    def seconds_of_run() -> float:
         # A step may reuse the memory of its arguments.
-        values = [_arrays_for(arg, plan) for arg, plan in zip(args, plans, strict=True)]
+        values = list(map(_arrays_for, args, plans))
         _wait(values)
         begin = time.perf_counter()
         _wait(program(*values))
-        taken += [time.perf_counter() - begin] if turn else []
-    return taken
+        return time.perf_counter() - begin
+
+    seconds_of_run()
+    return [seconds_of_run() for _ in range(_STEPS)]
 
 
 def _arrays_for(arg: PyTree, plan: ShardPlan) -> PyTree:
@@ -526,13 +531,10 @@ def _arrays_for(arg: PyTree, plan: ShardPlan) -> PyTree:
 
 def _value(struct: Any) -> jax.Array:
     if jnp.issubdtype(struct.dtype, jax.dtypes.prng_key):
-        keys = (
-            jax.random.key(0, impl=kind)
-            for kind in ("threefry2x32", "rbg", "unsafe_rbg")
-        )
-        return jnp.broadcast_to(
-            next(key for key in keys if key.dtype == struct.dtype), struct.shape
-        )
+        for kind in ("threefry2x32", "rbg", "unsafe_rbg"):
+            key = jax.random.key(0, impl=kind)
+            if key.dtype == struct.dtype:
+                return jnp.broadcast_to(key, struct.shape)
     if jnp.issubdtype(struct.dtype, jnp.inexact):
         return jnp.full(struct.shape, 0.01, struct.dtype)
     return jnp.zeros(struct.shape, struct.dtype)

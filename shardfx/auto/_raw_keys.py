@@ -2,6 +2,7 @@
 them. Tokens may be uint32 as well, and have 2 or 4 numbers in a row.
 """
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,56 +18,85 @@ def raw_keys(jaxpr: Any) -> frozenset[int]:
     part, or in a function that the jaxpr calls.
     """
     words = _words(jaxpr, ())
-    return frozenset(n for n, var in enumerate(jaxpr.invars) if var in words)
+    numbers = [
+        number for number, variable in enumerate(jaxpr.invars) if variable in words
+    ]
+    return frozenset(numbers)
 
 
-def _words(jaxpr: Any, of_results: Iterable[int]) -> set[Any]:
+def _words(jaxpr: Any, word_results: Iterable[int]) -> set[Any]:
     """The variables of a jaxpr that hold raw words, if the results with the numbers
-    `of_results` do.
+    `word_results` do.
     """
-    words = {jaxpr.outvars[n] for n in of_results if _may_be(jaxpr.outvars[n])}
+    words: set[Any] = set()
+    for number in word_results:
+        result = jaxpr.outvars[number]
+        if _may_be(result):
+            words.add(result)
+
     for equation in reversed(jaxpr.eqns):
         if equation.primitive.name == _WRAP:
-            words |= set(filter(_may_be, equation.invars))
+            words.update(filter(_may_be, equation.invars))
             continue
-        results = [n for n, var in enumerate(equation.outvars) if var in words]
+        results = [
+            number
+            for number, variable in enumerate(equation.outvars)
+            if variable in words
+        ]
         bodies = list(_bodies(equation.params.values()))
         for body in bodies:
-            # The operands of a body are the last ones of its equation.
-            operands = equation.invars[-len(body.invars) :]
-            words_of_body = _words_of_body(equation, body, results)
-            for operand, var in zip(operands, body.invars, strict=False):
-                if var in words_of_body and _may_be(operand):
-                    words.add(operand)
+            words |= _operands_of_words(equation, body, results)
         if results and not bodies:
-            words |= set(filter(_may_be, equation.invars))
+            words.update(filter(_may_be, equation.invars))
     return words
+
+
+def _operands_of_words(equation: Any, body: Any, results: Sequence[int]) -> set[Any]:
+    """The operands of an equation that hold raw words in its body, if the results with
+    the numbers `results` do.
+    """
+    words_of_body = _words_of_body(equation, body, results)
+    operands = set()
+    for operand, variable in zip(_operands(equation, body), body.invars, strict=False):
+        if variable in words_of_body and _may_be(operand):
+            operands.add(operand)
+    return operands
+
+
+def _operands(equation: Any, body: Any) -> Sequence[Any]:
+    """The operands of an equation that a body takes: its last ones."""
+    return equation.invars[-len(body.invars) :]
 
 
 def _words_of_body(equation: Any, body: Any, results: Sequence[int]) -> set[Any]:
     """The variables of a body of an equation that hold raw words. What a loop carries
     holds them at its end if it does at its beginning.
     """
-    numbers = [n for n in results if n < len(body.outvars)]
+    word_results = {number for number in results if number < len(body.outvars)}
     if equation.primitive.name not in ("scan", "while"):
-        return _words(body, numbers)
+        return _words(body, sorted(word_results))
+
     # What a loop carries and what it closes over has the rank that it has in the body;
     # what a scan iterates over and stacks has one dimension more.
-    carried = _of_equal_rank(equation.outvars, body.outvars)
-    operands = equation.invars[-len(body.invars) :]
-    first = _of_equal_rank(operands, body.invars) - carried
+    carried_count = _of_equal_rank(equation.outvars, body.outvars)
+    operands = _operands(equation, body)
+    first = _of_equal_rank(operands, body.invars) - carried_count
+    carried = body.invars[first : first + carried_count]
     while True:
-        words = _words(body, numbers)
-        more = [n for n in range(carried) if body.invars[first + n] in words]
-        if set(more) <= set(numbers):
+        words = _words(body, sorted(word_results))
+        carried_words = {
+            number for number, variable in enumerate(carried) if variable in words
+        }
+        if carried_words <= word_results:
             return words
-        numbers = sorted({*numbers, *more})
+        word_results |= carried_words
 
 
 def _of_equal_rank(values: Sequence[Any], values_of_body: Sequence[Any]) -> int:
     """How many values of an equation have the rank that they have in its body."""
-    pairs = zip(values, values_of_body, strict=False)
-    return sum(_rank(value) == _rank(inner) for value, inner in pairs)
+    ranks = map(_rank, values)
+    ranks_in_body = map(_rank, values_of_body)
+    return sum(map(operator.eq, ranks, ranks_in_body))
 
 
 def _rank(value: Any) -> int:

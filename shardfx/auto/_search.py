@@ -352,31 +352,33 @@ def candidates_of(
     candidates are tried. The titles are those of the candidates that come from usual
     strategies or from the caller's rules.
     """
-    counts = _program_counts(
-        len(bytecode(lowered.plain.module(lowered.platform))), space.devices
-    )
+    module = lowered.plain.module(lowered.platform)
+    counts = _program_counts(len(bytecode(module)), space.devices)
     trials = _Trials(lowered, lowered.states(space.classes), tell)
     drawn = fastest(space, max(keep, min(_DRAWN, counts.plain)))
     usual = list(by_hand(space, space.usual))
-    others = itertools.chain(
-        drawn, by_hand(space, space.usual, 1), by_hand(space, space.known)
-    )
     first = list(without_twins(filter(trials.has_room, usual)))
-    reserved = min(_NEAR, counts.plain // 3)
+
+    second_best = by_hand(space, space.usual, 1)
+    known = by_hand(space, space.known)
+    others = itertools.chain(drawn, second_best, known)
     further = without_twins(filter(trials.has_room, others), first)
-    first += itertools.islice(further, max(0, counts.plain - reserved - len(first)))
-    trials.add(first or [*usual, *drawn][: counts.plain])
+    reserved = min(_NEAR, counts.plain // 3)
+    free = max(0, counts.plain - reserved - len(first))
+    first += itertools.islice(further, free)
+    if not first:
+        first = [*usual, *drawn][: counts.plain]
+    trials.add(first)
     _try_other_sizes(space, trials, counts.plain)
     if not trials.partitioned:
         raise next(iter(trials.refused.values()))
     _constrain_best(trials, counts.constrained)
 
     usual_titles = {candidate.title for candidate in usual}
-    titles = {
-        partitioned.title
-        for estimated, partitioned in trials.partitioned.items()
-        if estimated.title in usual_titles
-    }
+    titles = set()
+    for estimated, partitioned in trials.partitioned.items():
+        if estimated.title in usual_titles:
+            titles.add(partitioned.title)
     return sorted(trials.partitioned.values(), key=rank), titles
 
 
@@ -387,19 +389,20 @@ def _few_candidates(space: Space, lowered: LoweredStep, tell: Tell) -> list[Cand
     trials = _Trials(lowered, lowered.states(space.classes), tell)
     drawn = fastest(space, _DRAWN)
     with_room = list(filter(trials.has_room, drawn)) or drawn
+    most_seconds = _CLOSE * with_room[0].seconds
     for number, candidate in enumerate(with_room[:_FEW]):
-        partitioned = list(trials.partitioned.values())
-        is_sure = any(
-            program.memory_bytes <= _DOUBTFUL * program.limit_bytes
-            for program in partitioned
-        )
-        is_close = candidate.seconds < _CLOSE * with_room[0].seconds
-        if number and is_sure and not is_close:
+        is_close = candidate.seconds < most_seconds
+        partitioned = trials.partitioned.values()
+        if number and not is_close and any(map(_surely_fits, partitioned)):
             break
         trials.add([candidate])
     if not trials.partitioned:
         raise next(iter(trials.refused.values()))
     return sorted(trials.partitioned.values(), key=rank)
+
+
+def _surely_fits(candidate: Candidate) -> bool:
+    return candidate.memory_bytes <= _DOUBTFUL * candidate.limit_bytes
 
 
 @dataclasses.dataclass
@@ -470,15 +473,15 @@ def _try_other_sizes(space: Space, trials: _Trials, most: int) -> None:
     `most` programs are partitioned. The sizes are those of the estimate.
     """
     while len(trials.partitioned) < most:
-        nearby = itertools.chain.from_iterable(
-            near(space, candidate) for candidate in trials.ranked()[:_BEST]
-        )
+        best = trials.ranked()[:_BEST]
+        nearby = itertools.chain.from_iterable(near(space, other) for other in best)
         tried = [*trials.partitioned, *trials.refused]
         untried = without_twins(filter(trials.has_room, nearby), tried)
-        batch = list(itertools.islice(untried, most - len(trials.partitioned)))
-        if not batch:
+        remaining = most - len(trials.partitioned)
+        candidates = list(itertools.islice(untried, remaining))
+        if not candidates:
             return
-        trials.add(batch)
+        trials.add(candidates)
 
 
 def _constrain_best(trials: _Trials, most: int) -> None:
@@ -487,24 +490,23 @@ def _constrain_best(trials: _Trials, most: int) -> None:
     """
     ranked = trials.ranked()
     by_seconds = sorted(ranked, key=lambda candidate: candidate.seconds)
-    # Constraints reduce communication. Under plain data parallelism, XLA's own choice
-    # is good.
-    chosen = [
-        candidate
-        for candidate in dict.fromkeys([*ranked[:2], *by_seconds, *ranked])
-        if any(names != ("batch",) for _, names in candidate.assignments)
-    ][:most]
+    chosen = []
+    for candidate in dict.fromkeys([*ranked[:2], *by_seconds, *ranked]):
+        # Constraints reduce communication. Under plain data parallelism, XLA's own
+        # choice is good.
+        names = {names for _, names in candidate.assignments}
+        if names != {("batch",)}:
+            chosen.append(candidate)
+    chosen = chosen[:most]
+    partitioned = [trials.partitioned[candidate] for candidate in chosen]
+    better = ft.partial(_better, trials.lowered)
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        constrained = pool.map(
-            ft.partial(_better, trials.lowered),
-            [trials.partitioned[candidate] for candidate in chosen],
-        )
-        pairs = zip(chosen, constrained, strict=True)
-        for number, (candidate, better) in enumerate(pairs, start=1):
+        results = zip(chosen, pool.map(better, partitioned), strict=True)
+        for number, (candidate, constrained) in enumerate(results, start=1):
             trials.tell(
                 f"constrained candidate {number} of {len(chosen)}: {candidate.title}"
             )
-            trials.partitioned[candidate] = better
+            trials.partitioned[candidate] = constrained
 
 
 class _ProgramCounts(NamedTuple):
@@ -542,9 +544,7 @@ def _better(lowered: LoweredStep, candidate: Candidate) -> Candidate:
     except ProgramError:
         return candidate
     if candidate.fits != constrained.fits:
-        if candidate.fits:
-            return candidate
-        return constrained
+        return candidate if candidate.fits else constrained
     if constrained.seconds < _WORTH * candidate.seconds:
         return constrained
     return candidate

@@ -21,20 +21,24 @@ def shape_rules(
     if not axes:
         return PathRules([(".*", replicate)])
     dims_by_path = dict(zip(paths, dims, strict=True))
+    suffixes_by_dims = _suffixes(_templates(dims_by_path))
     rules = []
-    for skipped, suffixes in _suffixes(_templates(dims_by_path)).items():
-        strategy = _strategy(axes, min_bytes, skipped)
-        rules.append((f"(^|/){_either(suffixes)}$", strategy))
-    rules.append((".*", optional(_strategy(axes, min_bytes, ()))))
+    for skipped_dims, suffixes in suffixes_by_dims.items():
+        regex = f"(^|/){_either(suffixes)}$"
+        rules.append((regex, _strategy(axes, min_bytes, skipped_dims)))
+    usual_strategy = _strategy(axes, min_bytes, skipped_dims=())
+    rules.append((".*", optional(usual_strategy)))
     return PathRules(rules)
 
 
 def _strategy(
-    axes: Sequence[tuple[str, ...]], min_bytes: int, skipped: tuple[int, ...]
+    axes: Sequence[tuple[str, ...]],
+    min_bytes: int,
+    skipped_dims: tuple[int, ...],
 ) -> object:
-    strategy = fsdp(axes[0], min_bytes, skip_dims=skipped)
-    for others in axes[1:]:
-        strategy = strategy | fsdp(others, min_bytes, skip_dims=skipped)
+    strategy = fsdp(axes[0], min_bytes, skip_dims=skipped_dims)
+    for other_axes in axes[1:]:
+        strategy = strategy | fsdp(other_axes, min_bytes, skip_dims=skipped_dims)
     return strategy
 
 
@@ -42,16 +46,18 @@ def _either(suffixes: Sequence[str]) -> str:
     """The regex of several ends of paths: `(q_proj|k_proj)/weight`."""
     if len(suffixes) == 1:
         return suffixes[0]
-    if all("/" in suffix for suffix in suffixes):
-        heads = [suffix.partition("/") for suffix in suffixes]
-        tails = [suffix.rpartition("/") for suffix in suffixes]
-        if len({last for _, _, last in tails}) == 1:
-            _, _, last = tails[0]
-            return f"{_either([before for before, _, _ in tails])}/{last}"
-        if len({first for first, _, _ in heads}) == 1:
-            first, _, _ = heads[0]
-            return f"{first}/{_either([after for _, _, after in heads])}"
-    return f"({'|'.join(suffixes)})"
+    paths = [suffix.split("/") for suffix in suffixes]
+    shortest = min(map(len, paths))
+    first_parts = {path[0] for path in paths}
+    last_parts = {path[-1] for path in paths}
+    if shortest > 1 and len(last_parts) == 1:
+        heads = ["/".join(path[:-1]) for path in paths]
+        return f"{_either(heads)}/{last_parts.pop()}"
+    if shortest > 1 and len(first_parts) == 1:
+        tails = ["/".join(path[1:]) for path in paths]
+        return f"{first_parts.pop()}/{_either(tails)}"
+    alternatives = "|".join(suffixes)
+    return f"({alternatives})"
 
 
 class _Template(NamedTuple):
@@ -68,15 +74,19 @@ def _templates(dims_by_path: Mapping[str, tuple[int, ...]]) -> list[_Template]:
     """A template for each path. Paths that differ only in numbers share one, unless
     their dimensions differ.
     """
-    by_general: dict[str, set[tuple[int, ...]]] = {}
+    dims_by_general: dict[str, set[tuple[int, ...]]] = {}
     for path, dims in dims_by_path.items():
-        by_general.setdefault(_general(path), set()).add(dims)
+        dims_by_general.setdefault(_general(path), set()).add(dims)
+
+    # A dict keeps the order of the paths.
     templates: dict[_Template, None] = {}
     for path, dims in dims_by_path.items():
-        general = _general(path)
-        is_exact = len(by_general[general]) > 1
-        regex = re.escape(path) if is_exact else general
-        templates[_Template(regex, dims, is_exact)] = None
+        regex = _general(path)
+        is_exact = len(dims_by_general[regex]) > 1
+        if is_exact:
+            regex = re.escape(path)
+        template = _Template(regex=regex, dims=dims, is_exact=is_exact)
+        templates[template] = None
     return list(templates)
 
 
@@ -90,21 +100,31 @@ def _suffixes(templates: Sequence[_Template]) -> dict[tuple[int, ...], list[str]
     """
     dims_by_end: dict[str, set[tuple[int, ...]]] = {}
     for template in templates:
+        general = template.regex
         if template.is_exact:
-            general = _general(template.regex)
-        else:
-            general = template.regex
+            general = _general(general)
         for end in _all_ends(general):
             dims_by_end.setdefault(end, set()).add(template.dims)
+
     suffixes: dict[tuple[int, ...], dict[str, None]] = {}
     for template in templates:
         if template.dims:
-            whole = f"^{template.regex}"
-            choices = [] if template.is_exact else _all_ends(template.regex)
-            unanimous = (end for end in choices if len(dims_by_end[end]) == 1)
-            suffix = next(unanimous, whole)
+            suffix = _shortest_suffix(template, dims_by_end)
             suffixes.setdefault(template.dims, {})[suffix] = None
     return {dims: list(texts) for dims, texts in suffixes.items()}
+
+
+def _shortest_suffix(
+    template: _Template, dims_by_end: Mapping[str, set[tuple[int, ...]]]
+) -> str:
+    """The shortest end of a template that has the dimensions of this one alone; else
+    the whole template.
+    """
+    if not template.is_exact:
+        for end in _all_ends(template.regex):
+            if len(dims_by_end[end]) == 1:
+                return end
+    return f"^{template.regex}"
 
 
 def _all_ends(template: str) -> list[str]:
@@ -112,5 +132,7 @@ def _all_ends(template: str) -> list[str]:
     such as `weight`, says too little.
     """
     parts = template.split("/")
-    shortest = max(len(parts) - 2, 0)
-    return ["/".join(parts[start:]) for start in range(shortest, -1, -1)]
+    ends = []
+    for start in range(max(len(parts) - 2, 0), -1, -1):
+        ends.append("/".join(parts[start:]))
+    return ends

@@ -7,7 +7,6 @@ term is a sum of work, bytes or traffic that the same assignments divide.
 """
 
 import dataclasses
-import functools as ft
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -69,7 +68,8 @@ class Limits:
     rules: AxisRules | None = None
 
     def __post_init__(self):
-        both = sorted({*self.never} & {*self.always, *(name for name, _ in self.least)})
+        wanted = {*self.always, *(name for name, _ in self.least)}
+        both = sorted(wanted.intersection(self.never))
         if both:
             raise RuleError(
                 f"`limits` wants {both[0]!r} sharded, and `never` forbids it; take it"
@@ -126,70 +126,74 @@ class Space:
         self.limits = limits
         self.devices = asked.total
         self.slices = asked.slices
-        self.limit_bytes = (
-            asked.chip.usable_hbm_bytes // asked.chip.devices_per_chip
-            - limits.free_bytes
-        )
+        usable_bytes = asked.chip.usable_hbm_bytes // asked.chip.devices_per_chip
+        self.limit_bytes = usable_bytes - limits.free_bytes
         self.args = classes.traced.structs
         self.names = names_trees(classes)
         self.layouts = Layouts(classes, self.devices)
         self.made: list[AssignedLayout] = []
-        keys: dict[object, int] = {}
-
-        @ft.lru_cache(maxsize=2 * _ASSIGNMENTS)
-        def number(assignment: Assignment) -> int | None:
-            """The number of an axis assignment, which it gets on first use; `None` for
-            one that shards nothing.
-            """
-            layout = self.layouts.under(assignment)
-            if not layout.used:
-                return None
-            numbers = keys.setdefault(
-                (layout.events, layout.positions, layout.divided), len(self.made)
-            )
-            self.made += [layout] if numbers == len(self.made) else []
-            return numbers
+        # The numbers of layouts, and of assignments, once they have one.
+        self._number_of_layout: dict[object, int] = {}
+        self._number_of_assignment: dict[Assignment, int | None] = {}
 
         never = frozenset(numbers_of(limits.never, classes).values())
         whole = never | _never_sharded(classes)
-        usual: Iterable[Iterable[Assignment]] = []
-        further: Iterable[Iterable[Assignment]] = []
+        usual: list[Iterable[Assignment]] = []
+        for rules in also:
+            usual.append(assignments_of_rules(rules, classes, never).values())
+        others: list[tuple[Assignment, ...]] = []
         if limits.rules is None:
-            usual, further = seeds(self.layouts, whole)
-        by_rules = [
-            assignments_of_rules(rules, classes, never).values() for rules in also
-        ]
-        self.usual = _numbered([*by_rules, *usual], number)
+            well_known = seeds(self.layouts, whole)
+            usual += well_known.usual
+            others = well_known.others
+        self.usual = _numbered(usual, self.number)
+        numbered_others = _numbered(others, self.number)
         self.known = [
-            strategy
-            for strategy in _numbered(further, number)
-            if strategy not in self.usual
+            strategy for strategy in numbered_others if strategy not in self.usual
         ]
+
         assignments = assignments_of(self.layouts, whole)
         if limits.rules is not None:
             assignments = assignments_of_rules(limits.rules, classes, never).values()
         for assignment in assignments:
             if len(self.made) < _ASSIGNMENTS:
-                number(assignment)
+                self.number(assignment)
         self.terms = _limited(self) if self.made else {}
 
-    def machine(self, limit: int | float = math.inf) -> Numbers:
-        """The rates of one device of the search, which has at most `limit` bytes of
+    def number(self, assignment: Assignment) -> int | None:
+        """The number of an axis assignment, which it gets on first use; `None` for one
+        that shards nothing.
+        """
+        if assignment in self._number_of_assignment:
+            return self._number_of_assignment[assignment]
+        layout = self.layouts.under(assignment)
+        number = None
+        if layout.used:
+            key = (layout.events, layout.positions, layout.divided)
+            number = self._number_of_layout.setdefault(key, len(self.made))
+            if number == len(self.made):
+                self.made.append(layout)
+        self._number_of_assignment[assignment] = number
+        return number
+
+    def machine(self, limit_bytes: int | float = math.inf) -> Numbers:
+        """The rates of one device of the search, which has at most `limit_bytes` of
         memory.
         """
         return rates_of(
-            self.hardware.chip, self.devices, MODEL, float(limit), self.hardware.extents
+            self.hardware.chip,
+            self.devices,
+            MODEL,
+            limit_bytes=float(limit_bytes),
+            extents=self.hardware.extents,
         )
 
     def names_of(self, layout: AssignedLayout) -> tuple[str, ...]:
         """The logical names that one mesh axis shards under `layout`, in its order of
         preference.
         """
-        return tuple(
-            self.classes.axes[number].name
-            for number in layout.assignment
-            if number in layout.used
-        )
+        used = [number for number in layout.assignment if number in layout.used]
+        return tuple(self.classes.axes[number].name for number in used)
 
 
 def _numbered(
@@ -202,11 +206,14 @@ def _numbered(
     """
     distinct: dict[tuple[int, ...], None] = {}
     for strategy in strategies:
-        numbers = [number(assignment) for assignment in strategy]
-        sharding = sorted(n for n in numbers if n is not None)
-        is_repeated = len(set(sharding)) < len(sharding)
-        if 0 < len(sharding) <= AXES and not is_repeated:
-            distinct[tuple(sharding)] = None
+        numbers = []
+        for assignment in strategy:
+            assignment_number = number(assignment)
+            if assignment_number is not None:
+                numbers.append(assignment_number)
+        is_repeated = len(set(numbers)) < len(numbers)
+        if 0 < len(numbers) <= AXES and not is_repeated:
+            distinct[tuple(sorted(numbers))] = None
     return list(distinct)
 
 
@@ -214,12 +221,12 @@ def _never_sharded(classes: Classes) -> set[int]:
     """The numbers of the logical axes that are words of a raw key, or windows of
     convolutions.
     """
-    names = [logical.name for logical in classes.axes]
-    return {
-        number
-        for number, name in enumerate(names)
-        if name == "key_words" or name.partition("_")[0] == "window"
-    }
+    numbers = set()
+    for number, logical in enumerate(classes.axes):
+        first_word, _, _ = logical.name.partition("_")
+        if logical.name == "key_words" or first_word == "window":
+            numbers.add(number)
+    return numbers
 
 
 def fastest(space: Space, keep: int) -> list[Candidate]:
@@ -227,30 +234,26 @@ def fastest(space: Space, keep: int) -> list[Candidate]:
     with the least memory. Raises `SpecError` if no mesh within the limits divides the
     step's dimensions.
     """
-    candidates = list(various(space, _found(space, space.limit_bytes), keep))
+    estimates = _found(space, space.limit_bytes)
+    candidates = list(various(space, estimates, keep))
     if not candidates:
-        candidates = list(
-            various(
-                space,
-                sorted(_found(space), key=lambda estimate: estimate.memory_bytes),
-                min(keep, 8),
-            )
-        )
+        estimates = _found(space)
+        estimates.sort(key=lambda estimate: estimate.memory_bytes)
+        candidates = list(various(space, estimates, min(keep, 8)))
     if not candidates:
-        sizes = ", ".join(
-            f"{logical.name}={logical.size}" for logical in space.classes.live()
-        )
+        sizes = [f"{logical.name}={logical.size}" for logical in space.classes.live()]
         raise SpecError(
             f"no mesh of {space.devices} devices divides the step's dimensions within"
-            f" the limits ({sizes}); {_culprits(space)}."
+            f" the limits ({', '.join(sizes)}); {_culprits(space)}."
         )
     return candidates
 
 
-def _found(space: Space, limit: int | float = math.inf) -> list[Estimate]:
-    if space.made:
-        return find(space.terms, space.machine(limit), space.devices, space.slices)
-    return []
+def _found(space: Space, limit_bytes: int | float = math.inf) -> list[Estimate]:
+    if not space.made:
+        return []
+    machine = space.machine(limit_bytes)
+    return find(space.terms, machine, space.devices, space.slices)
 
 
 def by_hand(
@@ -260,15 +263,16 @@ def by_hand(
     least estimated time. Sizes that fit in memory come first. `place` is 0 for the best
     sizes of each strategy, 1 for the second best.
     """
+
+    def order(estimate: Estimate) -> tuple[bool, float]:
+        is_too_large = estimate.memory_bytes > space.limit_bytes
+        return is_too_large, estimate.seconds
+
     for strategy in strategies:
-        ranked = sorted(
-            _estimates(space, strategy, axis_sizes(space.devices, len(strategy))),
-            key=lambda estimate: (
-                estimate.memory_bytes > space.limit_bytes,
-                estimate.seconds,
-            ),
-        )
-        yield from [*various(space, ranked, place + 1)][place:]
+        sizes = axis_sizes(space.devices, len(strategy))
+        ranked = sorted(_estimates(space, strategy, sizes), key=order)
+        candidates = list(various(space, ranked, place + 1))
+        yield from candidates[place:]
 
 
 def near(space: Space, candidate: Candidate) -> Iterator[Candidate]:
@@ -276,16 +280,15 @@ def near(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     of another is doubled. The other axis may be new, with size 2. Its axis assignment
     then comes from a well-known strategy of one mesh axis.
     """
-    numbers = {
-        space.names_of(layout): number
-        for number, layout in reversed([*enumerate(space.made)])
-    }
-    sizes_of_axes = {
-        numbers[names]: candidate.mesh.shape[axis]
-        for axis, names in candidate.assignments
-    }
+    numbers: dict[tuple[str, ...], int] = {}
+    for number, layout in enumerate(space.made):
+        numbers.setdefault(space.names_of(layout), number)
+    sizes_of_axes: dict[int, int] = {}
+    for axis, names in candidate.assignments:
+        sizes_of_axes[numbers[names]] = candidate.mesh.shape[axis]
     if len(sizes_of_axes) < len(candidate.assignments):
         return  # two axes shard the same names in the same order
+
     sizes = dict(sizes_of_axes)
     for strategy in (*space.usual, *space.known):
         if len(strategy) == 1:
@@ -294,7 +297,9 @@ def near(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     for source, target in itertools.product(sizes_of_axes, sizes):
         if sizes[source] % 2 != 0 or source == target:
             continue
-        changed = {**sizes, source: sizes[source] // 2, target: sizes[target] * 2}
+        changed = dict(sizes)
+        changed[source] //= 2
+        changed[target] *= 2
         used = tuple(assignment for assignment, size in changed.items() if size > 1)
         if len(used) <= AXES:
             row = [changed[assignment] for assignment in used]
@@ -310,7 +315,7 @@ def _limited(space: Space) -> CostTerms:
     """
     limits = space.limits
     terms = cost_terms(space.layouts, space.made)
-    least_counts = {**dict.fromkeys(limits.always, 2), **dict(limits.least)}
+    least_counts = dict.fromkeys(limits.always, 2) | dict(limits.least)
     used = cut_by(space.made)
     for name, number in numbers_of(tuple(least_counts), space.classes).items():
         if number not in used:
@@ -321,6 +326,7 @@ def _limited(space: Space) -> CostTerms:
                 " take it out of `never`, or do not want it."
             )
         terms["least"][used.index(number)] = least_counts[name]
+
     # A required mesh axis is one more row, with the assignments of its name. An axis of
     # any size has size 0 in the row, since every number divides 0.
     axis_names = [axis_name(space.names_of(layout)) for layout in space.made]
@@ -337,9 +343,8 @@ def _limited(space: Space) -> CostTerms:
             "sizes": size or 0,
             "least": size or 2,
         }
-        terms |= {
-            key: np.concatenate([terms[key], [value]]) for key, value in row.items()
-        }
+        for key, value in row.items():
+            terms[key] = np.concatenate([terms[key], [value]])
     return terms
 
 
@@ -347,11 +352,10 @@ def numbers_of(names: tuple[str, ...], classes: Classes) -> dict[str, int]:
     """The number of the logical axis with each of these names. Raises `RuleError` for a
     name that the step lacks.
     """
-    numbers = {
-        logical.name: number
-        for number, logical in enumerate(classes.axes)
-        if logical.roots
-    }
+    numbers: dict[str, int] = {}
+    for number, logical in enumerate(classes.axes):
+        if logical.roots:
+            numbers[logical.name] = number
     for name in names:
         if name not in numbers:
             raise RuleError(
@@ -391,14 +395,16 @@ def _loosened(limits: Limits) -> Iterator[tuple[str, Limits]]:
         value = getattr(limits, field.name)
         if isinstance(value, tuple):
             for entry in value:
-                others = tuple(other for other in value if other != entry)
+                others = [other for other in value if other != entry]
                 text = f"{field.name}={entry!r}"
-                yield text, dataclasses.replace(limits, **{field.name: others})
+                changed = {field.name: tuple(others)}
+                yield text, dataclasses.replace(limits, **changed)
         elif value != field.default:
             text = field.name
             if not isinstance(value, AxisRules):
                 text = f"{field.name}={value!r}"
-            yield text, dataclasses.replace(limits, **{field.name: field.default})
+            changed = {field.name: field.default}
+            yield text, dataclasses.replace(limits, **changed)
 
 
 def _estimates(
@@ -448,23 +454,31 @@ def _agrees(
     """Whether `plans`, one for each argument of the step, shard the arguments as
     `estimate` assumes. `axes` are the names of the estimate's mesh axes.
     """
-    specs = [leaf.spec for plan in plans for leaf in plan.leaves]
-    for value, spec in zip(space.layouts.program.arguments, specs, strict=True):
-        dims = [
-            dim for dim, roots in enumerate(space.layouts.roots[value]) for _ in roots
-        ]
-        axes_of_dim: dict[int, set[str]] = {}
+    leaves = itertools.chain.from_iterable(plan.leaves for plan in plans)
+    for value, leaf in zip(space.layouts.program.arguments, leaves, strict=True):
+        expected: dict[int, set[str]] = {}
         for assignment, axis in zip(estimate.assignments, axes, strict=True):
             position = space.made[assignment].positions[value]
             if position >= 0:
-                axes_of_dim.setdefault(dims[position], set()).add(axis)
-        if axes_of_dim != {
-            dim: set(entry_axes(entry))
-            for dim, entry in enumerate(spec)
-            if entry is not None
-        }:
+                dim = _dim_at(space.layouts.roots[value], position)
+                expected.setdefault(dim, set()).add(axis)
+        planned: dict[int, set[str]] = {}
+        for dim, entry in enumerate(leaf.spec):
+            if entry is not None:
+                planned[dim] = set(entry_axes(entry))
+        if expected != planned:
             return False
     return True
+
+
+def _dim_at(roots: Sequence[Sequence[int]], position: int) -> int:
+    """The dimension of the sub-dimension at `position`. `roots` are the classes of the
+    sub-dimensions of each dimension.
+    """
+    dims = []
+    for dim, roots_of_dim in enumerate(roots):
+        dims += [dim] * len(roots_of_dim)
+    return dims[position]
 
 
 def _candidate(space: Space, estimate: Estimate) -> Candidate | None:
@@ -472,9 +486,8 @@ def _candidate(space: Space, estimate: Estimate) -> Candidate | None:
     arguments as assumed.
     """
     orders = [space.names_of(space.made[number]) for number in estimate.assignments]
-    built = mesh_and_rules(
-        orders, estimate, (logical.name for logical in space.classes.live())
-    )
+    names_of_step = [logical.name for logical in space.classes.live()]
+    built = mesh_and_rules(orders, estimate, names_of_step)
     if built is None:
         return None
     mesh, rules, axes = built
@@ -482,17 +495,16 @@ def _candidate(space: Space, estimate: Estimate) -> Candidate | None:
         possible_sizes = (size,) if size else mesh.axis_sizes
         if mesh.shape.get(name) not in possible_sizes:
             return None
-    pairs = zip(space.args, space.names, strict=True)
-    plans = tuple(
-        plan(arg, mesh, names=names, axes=rules, unused="allow") for arg, names in pairs
-    )
+    plans = []
+    for arg, names in zip(space.args, space.names, strict=True):
+        plans.append(plan(arg, mesh, names=names, axes=rules, unused="allow"))
     if not _agrees(space, estimate, plans, axes):
         return None
     return Candidate(
         mesh=mesh,
         rules=rules,
         assignments=tuple(zip(axes, orders, strict=True)),
-        plans=plans,
+        plans=tuple(plans),
         seconds=estimate.seconds,
         memory_bytes=math.ceil(estimate.memory_bytes),
         limit_bytes=space.limit_bytes,

@@ -33,14 +33,17 @@ def assignments_of_rules(
     """The axis assignment of each mesh axis under given rules, in the order of the
     rules. The logical axes `never` are not sharded, whatever the rules say.
     """
-    numbers = {
-        logical.name: number
-        for number, logical in enumerate(classes.axes)
-        if logical.roots and number not in never
-    }
+    numbers: dict[str, int] = {}
+    for number, logical in enumerate(classes.axes):
+        if logical.roots and number not in never:
+            numbers[logical.name] = number
+
+    # Dicts keep the order of the rules.
     orders: dict[str, dict[int, None]] = {}
     for name, target in rules.rules:
-        for axis in entry_axes(target) if name in numbers else ():
+        if name not in numbers:
+            continue
+        for axis in entry_axes(target):
             orders.setdefault(axis, {})[numbers[name]] = None
     return {axis: tuple(order) for axis, order in orders.items()}
 
@@ -63,44 +66,42 @@ def seeds(layouts: Layouts, never: frozenset[int] = frozenset()) -> Strategies:
     Together they include the rules of T5X, MaxText and Megatron.
     """
     classes = layouts.classes
-    free = sorted({*layouts.numbers.values()} - never, reverse=True)
-    numbers = {classes.axes[number].name: number for number in free}
-    other_names = [
-        name
-        for name, number in numbers.items()
-        if classes.in_model(classes.axes[number]) and name not in (*_TENSOR, *_NEVER)
-    ]
+    free_axes = set(layouts.numbers.values()) - never
+    numbers: dict[str, int] = {}
+    other_names: list[str] = []
+    for number in sorted(free_axes, reverse=True):
+        numbers[classes.axes[number].name] = number
+    for name, number in numbers.items():
+        is_of_model = classes.in_model(classes.axes[number])
+        if is_of_model and name not in _TENSOR and name not in _NEVER:
+            other_names.append(name)
+
     batch = ("batch",)
     stored = ("batch", "embed")
     sequence = ("sequence",)
     experts = ("experts",)
     cut = (*_TENSOR[1:], *sorted(other_names))
-    usual = _numbered(
-        [
-            (batch,),
-            (stored,),
-            (cut,),
-            (experts,),
-            *itertools.product((stored, batch), (cut, experts)),
-        ],
-        numbers,
-    )
+    cut_too = cut + sequence
     whole = (*stored, *_TENSOR, *other_names)
-    cut_too = (*cut, *sequence)
-    others = _numbered(
-        [
-            (whole,),
-            (cut_too,),
-            (sequence,),
-            *itertools.product((stored, batch), (cut_too, sequence)),
-            (stored, experts, cut),
-            (batch, sequence, cut),
-        ],
-        numbers,
-    )
-    return Strategies(
-        usual, others=[strategy for strategy in others if strategy not in usual]
-    )
+    usual_names = [
+        (batch,),
+        (stored,),
+        (cut,),
+        (experts,),
+        *itertools.product((stored, batch), (cut, experts)),
+    ]
+    other_strategies = [
+        (whole,),
+        (cut_too,),
+        (sequence,),
+        *itertools.product((stored, batch), (cut_too, sequence)),
+        (stored, experts, cut),
+        (batch, sequence, cut),
+    ]
+    usual = _numbered(usual_names, numbers)
+    others = _numbered(other_strategies, numbers)
+    others = [strategy for strategy in others if strategy not in usual]
+    return Strategies(usual=usual, others=others)
 
 
 def _numbered(
@@ -128,31 +129,46 @@ def assignments_of(
     `never`. Each assignment concatenates one to three sets of logical axes that one
     mesh axis can shard together.
     """
-    weights = Counter[int]()
-    for value, flat in zip(layouts.program.values, layouts.flat, strict=True):
-        weights.update(
-            dict.fromkeys({number for number, _ in flat if number >= 0}, value.bytes)
-        )
-    sets = _sets(
-        layouts, [number for number, _ in weights.most_common() if number not in never]
-    )[:_SETS]
-    # Triples are two sets of the data and one of the parameters, or one of the data and
-    # two of the parameters.
-    classes = layouts.classes
-    data = [
-        group
-        for group in sets
-        if not any(classes.in_model(classes.axes[number]) for number in group)
-    ]
-    model = [group for group in sets if group not in data]
-    triples = [(a, b, c) for a in model for b in data for c in model if a != c]
-    triples += [(a, b, c) for a in data for b in data for c in model if a != b]
-    for order in itertools.chain(
-        ((group,) for group in sets), itertools.permutations(sets, 2), triples
-    ):
-        flat = tuple(itertools.chain(*order))
+    numbers = [number for number in _by_bytes(layouts) if number not in never]
+    sets = _sets(layouts, numbers)[:_SETS]
+    for order in _orders(layouts, sets):
+        flat = tuple(itertools.chain.from_iterable(order))
         if len(set(flat)) == len(flat):
             yield flat
+
+
+def _by_bytes(layouts: Layouts) -> list[int]:
+    """The numbers of the logical axes, those of the values with the most bytes first."""
+    weights = Counter[int]()
+    for value, flat in zip(layouts.program.values, layouts.flat, strict=True):
+        axes = {number for number, _ in flat if number >= 0}
+        weights.update(dict.fromkeys(axes, value.bytes))
+    return [number for number, _ in weights.most_common()]
+
+
+def _orders(
+    layouts: Layouts, sets: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Yields each set alone, each pair of sets, and triples: two sets of the data and one
+    of the parameters, or one of the data and two of the parameters.
+    """
+    classes = layouts.classes
+    data = []
+    model = []
+    for group in sets:
+        axes = [classes.axes[number] for number in group]
+        kind = model if any(map(classes.in_model, axes)) else data
+        kind.append(group)
+
+    for group in sets:
+        yield (group,)
+    yield from itertools.permutations(sets, 2)
+    for first, second, third in itertools.product(model, data, model):
+        if first != third:
+            yield first, second, third
+    for first, second, third in itertools.product(data, data, model):
+        if first != second:
+            yield first, second, third
 
 
 def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
@@ -174,9 +190,14 @@ def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
         for number in numbers:
             if beside[number].isdisjoint(group):
                 group.append(number)
-        sets[tuple(sorted(group, key=numbers.index))] = None
-    sizes = [logical.size & -logical.size for logical in layouts.classes.axes]
+        group.sort(key=numbers.index)
+        sets[tuple(group)] = None
+
+    # The largest power of 2 that divides the size of each logical axis.
+    powers = [logical.size & -logical.size for logical in layouts.classes.axes]
     for group in list(sets):
-        for least in sorted({sizes[number] for number in group})[1:]:
-            sets[tuple(number for number in group if sizes[number] >= least)] = None
+        powers_of_group = {powers[number] for number in group}
+        for least in sorted(powers_of_group)[1:]:
+            smaller = [number for number in group if powers[number] >= least]
+            sets[tuple(smaller)] = None
     return list(sets)

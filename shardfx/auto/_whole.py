@@ -7,7 +7,7 @@ the usual names in their paths, as [`shardfx.lint`][] does.
 
 import itertools as it
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._plan import FUSED, ROLES, fused_dimension, head_dimension
@@ -58,15 +58,27 @@ def _named_dims(names: tuple[Any, ...], rank: int) -> Iterable[int]:
     """The dimensions whose logical name says that they are whole. `...` stands for
     dimensions without a name.
     """
-    if ... in names:
-        start = names.index(...)
-        after = len(names) - start - 1
-        names = (*names[:start], *[None] * (rank - start - after), *names[start + 1 :])
-    for dim, name in enumerate(names[:rank]):
+    names_of_dims = _one_per_dim(names, rank)
+    for dim, name in enumerate(names_of_dims[:rank]):
         parts = name if isinstance(name, tuple) else (name,)
-        # An atomic name has units, such as the heads in `heads * head_dim`.
-        if any(isinstance(part, Atomic) or part in _NAMES for part in parts):
+        if any(map(_says_whole, parts)):
             yield dim
+
+
+def _one_per_dim(names: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
+    """The names with `None` for each dimension for which `...` stands."""
+    if ... not in names:
+        return names
+    start = names.index(...)
+    before = names[:start]
+    after = names[start + 1 :]
+    open_count = rank - len(before) - len(after)
+    return before + (None,) * open_count + after
+
+
+def _says_whole(name: object) -> bool:
+    # An atomic name has units, such as the heads in `heads * head_dim`.
+    return isinstance(name, Atomic) or name in _NAMES
 
 
 def _stacked_dims(arrays: Sequence[NamedShape]) -> Iterable[tuple[int, int]]:
@@ -74,17 +86,22 @@ def _stacked_dims(arrays: Sequence[NamedShape]) -> Iterable[tuple[int, int]]:
     of all arrays below a part such as `layers`, if no number follows and their sizes
     are equal.
     """
-    below: dict[str, list[int]] = {}
+    positions_below: dict[str, list[int]] = {}
     for position, array in enumerate(arrays):
         parts = array.path.split("/")
-        for depth, (part, after) in enumerate(it.pairwise(parts), 1):
-            if _STACK.fullmatch(part) and not after.isdigit():
-                below.setdefault("/".join(parts[:depth]), []).append(position)
-    for positions in below.values():
-        sizes = {arrays[position].shape[:1] for position in positions}
-        ranks = {len(arrays[position].shape) for position in positions}
-        if len(sizes) == 1 and () not in sizes and len(ranks) > 1:
-            yield from ((position, 0) for position in positions)
+        for depth, (part, following) in enumerate(it.pairwise(parts), 1):
+            if _STACK.fullmatch(part) and not following.isdigit():
+                prefix = "/".join(parts[:depth])
+                positions_below.setdefault(prefix, []).append(position)
+
+    for positions in positions_below.values():
+        shapes = [arrays[position].shape for position in positions]
+        first_sizes = {shape[:1] for shape in shapes}
+        ranks = set(map(len, shapes))
+        is_equal = len(first_sizes) == 1 and () not in first_sizes
+        if is_equal and len(ranks) > 1:
+            for position in positions:
+                yield position, 0
 
 
 def _expert_dims(arrays: Sequence[NamedShape]) -> Iterable[tuple[int, int]]:
@@ -92,70 +109,87 @@ def _expert_dims(arrays: Sequence[NamedShape]) -> Iterable[tuple[int, int]]:
     or more dimensions below `experts`, the one before the last two.
     """
     for position, array in enumerate(arrays):
+        rank = len(array.shape)
         parts = array.path.split("/")
-        has_part = not _EXPERTS.isdisjoint(parts)
-        has_number = any(
-            part in _EXPERTS and following.isdigit()
-            for part, following in zip(parts, parts[1:], strict=False)
-        )
-        if has_part and not has_number and len(array.shape) >= 3:
-            yield position, len(array.shape) - 3
+        if rank < 3 or _EXPERTS.isdisjoint(parts):
+            continue
+        # A number after `experts` is that of one expert.
+        followers = {
+            following for part, following in it.pairwise(parts) if part in _EXPERTS
+        }
+        if not any(map(str.isdigit, followers)):
+            yield position, rank - 3
+
+
+class _Projection(NamedTuple):
+    """An array of an attention layer: its role, such as "q", and its position."""
+
+    role: str
+    position: int
 
 
 def _head_dims(arrays: Sequence[NamedShape]) -> Iterable[tuple[int, int]]:
     """Pairs of an array's position and a dimension with attention heads, or with the
     elements of a head.
     """
-    layers: dict[tuple[tuple[str, ...], str], list[tuple[str, int]]] = {}
+    # By the path of the layer, and by the path within a projection.
+    layers: dict[tuple[tuple[str, ...], str], list[_Projection]] = {}
     for position, array in enumerate(arrays):
         parts = tuple(re.split("[/.]", array.path))
-        rank = len(array.shape)
-        last_role = None
+        layer = None
+        role = ""
         for depth, part in enumerate(parts):
             suffix = "/".join(parts[depth + 1 :])
-            if part in FUSED and rank:
+            if part in FUSED and array.shape:
                 dim = fused_dimension(part, suffix, array.shape)
                 if dim is not None:
                     yield position, dim
             if part in ROLES:
-                last_role = (parts[:depth], suffix, ROLES[part])
-        if last_role is not None:
-            prefix, suffix, role = last_role
-            layers.setdefault((prefix, suffix), []).append((role, position))
+                layer = (parts[:depth], suffix)
+                role = ROLES[part]
+        if layer is not None:
+            layers.setdefault(layer, []).append(_Projection(role, position))
 
-    for (_, suffix), members in layers.items():
-        roles = dict(members)
-        inputs = [arrays[roles[role]].shape for role in "qkv" if role in roles]
-        if len(inputs) < 2:
-            continue
-        dim = head_dimension(suffix, inputs)
-        for role, position in members:
-            shape = arrays[position].shape
-            separate = _separate_dims(role, shape, roles, arrays)
-            if separate:
-                yield from ((position, each) for each in separate)
-            elif dim is not None and len(shape) == len(inputs[0]):
+    for (_, suffix), projections in layers.items():
+        yield from _head_dims_of_layer(suffix, projections, arrays)
+
+
+def _head_dims_of_layer(
+    suffix: str, projections: Sequence[_Projection], arrays: Sequence[NamedShape]
+) -> Iterable[tuple[int, int]]:
+    """As `_head_dims`, for the projections of one layer. Their paths end in `suffix`."""
+    shapes = {
+        projection.role: arrays[projection.position].shape for projection in projections
+    }
+    inputs = [shapes[role] for role in "qkv" if role in shapes]
+    if len(inputs) < 2:
+        return
+    joined_dim = head_dimension(suffix, inputs)
+    for role, position in projections:
+        shape = arrays[position].shape
+        separate_dims = _separate_dims(role, shape, shapes)
+        if separate_dims:
+            for dim in separate_dims:
+                yield position, dim
+        elif joined_dim is not None and len(shape) == len(inputs[0]):
+            dim = joined_dim
+            if role == "o":
                 # The weights of the output have the opposite order.
-                opposite = 2 * len(shape) - 3 - dim
-                head_dim = opposite if role == "o" else dim
-                if 0 <= head_dim < len(shape):
-                    yield position, head_dim
+                dim = 2 * len(shape) - 3 - joined_dim
+            if 0 <= dim < len(shape):
+                yield position, dim
 
 
 def _separate_dims(
-    role: str,
-    shape: tuple[int, ...],
-    roles: dict[str, int],
-    arrays: Sequence[NamedShape],
+    role: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[int, ...]:
     """The dimensions of the heads and of their elements, if each has one of its own, as
-    in `[embed, heads, head_dim]`; else none.
+    in `[embed, heads, head_dim]`; else none. `shapes` has the shape of each role.
     """
-    if "q" not in roles or "o" not in roles:
+    if "q" not in shapes or "o" not in shapes:
         return ()
-    query = arrays[roles["q"]].shape
-    output = arrays[roles["o"]].shape
-    if len(output) < _MOST_HEAD_DIMS or query[-2:] != output[-3:-1]:
+    output = shapes["o"]
+    if len(output) < _MOST_HEAD_DIMS or shapes["q"][-2:] != output[-3:-1]:
         return ()
     rank = len(shape)
     if role == "o":
