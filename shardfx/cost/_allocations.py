@@ -20,7 +20,8 @@ from ._memory import LiveArray, Memory
 
 
 # libtpu's numbers of memory spaces: "color" in its texts.
-_HBM, _ON_CHIP = 0, 1
+_HBM = 0
+_ON_CHIP = 1
 _ALLOCATION = re.compile(r"allocation \d+: size (\d+)(.*):$")
 _COLOR = re.compile(r", color (\d+)")
 _PARAMETER = re.compile(r", parameter (\d+),")
@@ -95,6 +96,35 @@ def assigned_memory(
     """
     allocations = _read_allocations(texts.assignment, is_tupled)
     spaces = {int(color): int(size) for color, size in _SPACE.findall(texts.report)}
+    _check_sums(allocations, spaces)
+    in_hbm = [allocation for allocation in allocations if allocation.color == _HBM]
+    arguments = _argument_bytes(allocations, argument_count)
+    results = [allocation.bytes for allocation in in_hbm if allocation.is_result]
+    temporaries = [allocation.bytes for allocation in in_hbm if allocation.is_temporary]
+    places = _values_by_place(in_hbm)
+    moment = _worst_moment(places, _ranges(texts.ranges))
+    finder = _Arrays(module)
+    arrays = [
+        finder.live_array(value, places[place])
+        for place, value in moment.values.items()
+    ]
+    arrays.sort(key=lambda array: -array.bytes)
+    return Memory(
+        arguments=arguments,
+        results=tuple(results),
+        temporary_bytes=spaces[_HBM] - sum(arguments) - sum(results),
+        arrays=tuple(arrays),
+        gap_bytes=sum(temporaries) - moment.bytes,
+        on_chip_bytes=spaces.get(_ON_CHIP, 0),
+        out_of_memory=texts.out_of_memory,
+        is_counted=True,
+    )
+
+
+def _check_sums(allocations: Sequence[_Allocation], spaces: Mapping[int, int]) -> None:
+    """Raises `ProgramError` if the allocations of each memory space do not add up to the
+    bytes that libtpu reports for it.
+    """
     sums: dict[int, int] = dict.fromkeys(spaces, 0)
     for allocation in allocations:
         sums[allocation.color] = sums.get(allocation.color, 0) + allocation.bytes
@@ -104,30 +134,6 @@ def assigned_memory(
             f" {sums} bytes by memory space, its report says {spaces}; look whether the"
             " disk of temporary files is full."
         )
-    in_hbm = [allocation for allocation in allocations if allocation.color == _HBM]
-    arguments = _argument_bytes(allocations, argument_count)
-    results = tuple(allocation.bytes for allocation in in_hbm if allocation.is_result)
-    places = _values_by_place(in_hbm)
-    moment = _worst_moment(places, _ranges(texts.ranges))
-    finder = _Arrays(module)
-    arrays = [
-        finder.live_array(value, places[place])
-        for place, value in moment.values.items()
-    ]
-    temporary = spaces[_HBM] - sum(arguments) - sum(results)
-    return Memory(
-        arguments=arguments,
-        results=results,
-        temporary_bytes=temporary,
-        arrays=tuple(sorted(arrays, key=lambda array: -array.bytes)),
-        gap_bytes=sum(
-            allocation.bytes for allocation in in_hbm if allocation.is_temporary
-        )
-        - moment.bytes,
-        on_chip_bytes=spaces.get(_ON_CHIP, 0),
-        out_of_memory=texts.out_of_memory,
-        is_counted=True,
-    )
 
 
 def _read_allocations(text: str, is_tupled: bool) -> list[_Allocation]:
@@ -135,14 +141,14 @@ def _read_allocations(text: str, is_tupled: bool) -> list[_Allocation]:
     for line in text.splitlines():
         if (header := _ALLOCATION.match(line)) is not None:
             allocations.append(_allocation(int(header[1]), header[2], is_tupled))
-        elif allocations and (value := _VALUE.match(line)) is not None:
-            if value[1].endswith("}"):
-                name = value[1]
-            else:
-                name = f"{value[1]}{{}}"
-            allocations[-1].values.append(
-                _Value(name, bytes=int(value[2]), offset=int(value[3]), type=value[4])
+        elif allocations and (match := _VALUE.match(line)) is not None:
+            name = match[1]
+            if not name.endswith("}"):
+                name += "{}"
+            value = _Value(
+                name=name, bytes=int(match[2]), offset=int(match[3]), type=match[4]
             )
+            allocations[-1].values.append(value)
     return allocations
 
 
@@ -229,26 +235,30 @@ def _worst_moment(
                 stops.setdefault(life.last + 1, []).append((place, value))
 
     live: dict[_Place, list[_Value]] = {}
-    size = most = 0
-    values_at_most: dict[_Place, _Value] = {}
+    live_bytes = 0
+    worst = _Moment(bytes=0, values={})
     for moment in sorted({*starts, *stops}):
         for place, value in stops.get(moment, ()):
-            size -= _bytes_of(live[place])
+            live_bytes -= _bytes_of(live[place])
             live[place].remove(value)
-            size += _bytes_of(live[place])
+            live_bytes += _bytes_of(live[place])
         for place, value in starts.get(moment, ()):
-            own_values = live.setdefault(place, [])
-            size -= _bytes_of(own_values)
-            own_values.append(value)
-            size += _bytes_of(own_values)
-        if size > most:
-            most = size
-            values_at_most = {
-                place: max(values, key=lambda value: value.bytes)
-                for place, values in live.items()
-                if values
-            }
-    return _Moment(most, values_at_most)
+            sharing_values = live.setdefault(place, [])
+            live_bytes -= _bytes_of(sharing_values)
+            sharing_values.append(value)
+            live_bytes += _bytes_of(sharing_values)
+        if live_bytes > worst.bytes:
+            worst = _Moment(bytes=live_bytes, values=_largest_values(live))
+    return worst
+
+
+def _largest_values(live: Mapping[_Place, Sequence[_Value]]) -> dict[_Place, _Value]:
+    """The largest value of each place that has one."""
+    largest = {}
+    for place, values in live.items():
+        if values:
+            largest[place] = max(values, key=lambda value: value.bytes)
+    return largest
 
 
 def _bytes_of(values: Sequence[_Value]) -> int:
@@ -260,30 +270,45 @@ class _Arrays:
 
     def __init__(self, module: HloModule):
         self.module = module
-        self.instructions = {
-            instruction.name: instruction
-            for computation in module.computations.values()
-            for instruction in computation.values()
-        }
+        self.instructions: dict[str, Instruction] = {}
+        for computation in module.computations.values():
+            for instruction in computation.values():
+                self.instructions[instruction.name] = instruction
 
     def live_array(self, value: _Value, alike: Sequence[_Value]) -> LiveArray:
         """The array of a value. `alike` are the values that share its place: the state
         of an array before a loop is a value of its own, and may have no source line.
         """
-        makers = [self.maker(value)]
-        makers += [
-            self.maker(value_number)
-            for value_number in alike
-            if value_number.bytes == value.bytes
-        ]
-        maker = next(
-            (candidate for candidate in makers if _says_its_line(candidate)), makers[0]
-        )
+        maker = self.maker_with_line(value, alike)
         array = next(iter(arrays_in(value.type)), Array("u8", (value.bytes,)))
         if maker is None:
-            return LiveArray(array, value.bytes, "", "", None)
-        line = own_line(self.module.frames(maker))
-        return LiveArray(array, value.bytes, maker.opcode, maker.op_name, line)
+            return LiveArray(
+                buffer=array, bytes=value.bytes, opcode="", op_name="", source=None
+            )
+        return LiveArray(
+            buffer=array,
+            bytes=value.bytes,
+            opcode=maker.opcode,
+            op_name=maker.op_name,
+            source=own_line(self.module.frames(maker)),
+        )
+
+    def maker_with_line(
+        self, value: _Value, alike: Sequence[_Value]
+    ) -> Instruction | None:
+        """The operation that makes a value, or else one of the same bytes in `alike`, if
+        it says its source line; else the one that makes the value.
+        """
+        own_maker = self.maker(value)
+        if _says_its_line(own_maker):
+            return own_maker
+        for other in alike:
+            if other.bytes != value.bytes:
+                continue
+            maker = self.maker(other)
+            if _says_its_line(maker):
+                return maker
+        return own_maker
 
     def maker(self, value: _Value) -> Instruction | None:
         """The operation that makes a value: within a fusion, the one that makes this

@@ -162,26 +162,23 @@ def _sharded_state(
 
 def _donation(chip_step: StepOnChip) -> Iterator[_Trial]:
     """Yields the step that donates each argument whose new value it returns."""
-    arguments = chip_step.step.arguments
-    renewed = {
-        number
-        for number, purpose in enumerate(chip_step.purposes)
-        if purpose.result is not None
-    }
-    if all(arguments[number].donated for number in renewed):
-        return
-    donated = [
-        argument.donated or number in renewed
-        for number, argument in enumerate(arguments)
-    ]
+    donated: list[bool] = []
     names: dict[str, None] = {}
-    for number in sorted(renewed):
-        name, _, _ = arguments[number].path.partition("/")
-        names[name] = None
+    saves_nothing = True
+    rows = zip(chip_step.step.arguments, chip_step.purposes, strict=True)
+    for argument, purpose in rows:
+        is_renewed = purpose.result is not None
+        donated.append(argument.donated or is_renewed)
+        if is_renewed:
+            name, _, _ = argument.path.partition("/")
+            names[name] = None
+            saves_nothing &= argument.donated
+    if saves_nothing:
+        return
+    saved_bytes = _foreseen_saving(chip_step, donated=donated)
     yield _Trial(
         what="donate what the step returns anew",
-        peak_bytes=chip_step.memory.peak_bytes
-        - _foreseen_saving(chip_step, donated=donated),
+        peak_bytes=chip_step.memory.peak_bytes - saved_bytes,
         how=f"filter_jit(step, donate={_quoted(names)})",
     )
 
@@ -193,18 +190,16 @@ def _constrained_activations(
     saving = saving_constraints(chip_step)
     if saving is None:
         return
-    constraints = saving.constraints
     lines: dict[Frame, None] = {}
-    for constraint in constraints:
+    texts = []
+    for constraint in saving.constraints:
+        texts.append(f"{constraint.change} for the {constraint.where}")
         if constraint.line:
             lines[constraint.line] = None
     yield _Trial(
         what=f"constrain the activations along {' and '.join(axes)}, as the batch",
         peak_bytes=saving.peak_bytes,
-        how="; ".join(
-            f"{constraint.change} for the {constraint.where}"
-            for constraint in constraints
-        ),
+        how="; ".join(texts),
         sources=tuple(lines),
     )
 
@@ -238,16 +233,16 @@ def _sharded_over(
     are also sharded over the mesh axes `axes`, along their largest dimension; `None`
     where the compiler chooses it.
     """
-    all_dims = [argument.dims for argument in chip_step.step.arguments]
+    arguments = chip_step.step.arguments
+    all_dims = [argument.dims for argument in arguments]
     for number in numbers:
-        shape = chip_step.step.arguments[number].shape
+        shape = arguments[number].shape
         unsharded = ((),) * len(shape)
         spec = jax.P(*(all_dims[number] or unsharded))
         if shape:
             request = Request(None, spec, None, None, (), ())
-            spec = shard_over(
-                request, shape, np.float32, chip_step.step.mesh, Fsdp(axes)
-            ).spec
+            mesh = chip_step.step.mesh
+            spec = shard_over(request, shape, np.float32, mesh, Fsdp(axes)).spec
         dims = [entry_axes(entry) for entry in entries_of(spec)]
         all_dims[number] = (*dims, *unsharded[len(dims) :])
     return all_dims
@@ -257,26 +252,27 @@ def _moment_changes(chip_step: StepOnChip) -> Iterator[_Trial]:
     """Yields two changes: the optimizer's state in bfloat16, and in host memory."""
     memory = chip_step.memory
     purposes = chip_step.purposes
-    moments = [
-        number
-        for number in chip_step.in_group("optimizer")
-        if purposes[number].argument.shape and not purposes[number].argument.on_host
-    ]
+    moments = []
+    for number in chip_step.in_group("optimizer"):
+        argument = purposes[number].argument
+        if argument.shape and not argument.on_host:
+            moments.append(number)
     if not moments:
         return
 
     def bytes_with_result(number: int) -> int:
+        nbytes = memory.arguments[number]
         result = purposes[number].result
-        if result is None:
-            return memory.arguments[number]
-        return memory.arguments[number] + chip_step.foreseen.results[result]
+        if result is not None:
+            nbytes += chip_step.foreseen.results[result]
+        return nbytes
 
     saved_as_bfloat16 = 0
     for number in moments:
         width = _WIDE.get(purposes[number].dtype)
         if width is not None:
-            size = bytes_with_result(number)
-            saved_as_bfloat16 += size - size * 2 // width
+            nbytes = bytes_with_result(number)
+            saved_as_bfloat16 += nbytes - nbytes * 2 // width
     if saved_as_bfloat16:
         yield _Trial(
             what="moments in bfloat16",
@@ -302,10 +298,8 @@ def batch_of(chip_step: StepOnChip) -> int | None:
     """The number of examples in the batch: the size of its arrays' first dimension.
     `None` if this size differs between the arrays, or if there are none.
     """
-    sizes = {
-        chip_step.step.arguments[number].shape[0]
-        for number in chip_step.in_group("batch")
-    }
+    arguments = chip_step.step.arguments
+    sizes = {arguments[number].shape[0] for number in chip_step.in_group("batch")}
     if len(sizes) != 1:
         return None
     return sizes.pop()
@@ -315,20 +309,20 @@ def with_batch(chip_step: StepOnChip, batch: int) -> StepOnChip | None:
     """The step traced with the batch size `batch`; `None` if its function is not known,
     or raises an error for it.
     """
-    if chip_step.function is None:
+    function = chip_step.function
+    if function is None:
         return None
     traced = chip_step.step
     paths = {traced.arguments[number].path for number in chip_step.in_group("batch")}
-    names = argument_names(chip_step.function, len(traced.args))
-    args = [
-        _resized(arg, name, paths, batch)
-        for arg, name in zip(traced.args, names, strict=True)
-    ]
+    names = argument_names(function, len(traced.args))
+    args = []
+    for arg, name in zip(traced.args, names, strict=True):
+        args.append(_resized(arg, name, paths, batch))
     try:
         resized = StepOnChip(
-            step_of(chip_step.function, args, traced.given_mesh),
-            chip_step.chip,
-            chip_step.function,
+            step=step_of(function, args, traced.given_mesh),
+            chip=chip_step.chip,
+            function=function,
         )
         # Asking for its memory partitions the step.
         if resized.memory:

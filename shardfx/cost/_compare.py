@@ -78,30 +78,26 @@ class Comparison:
         return self.compiled.wire_bytes - self.estimated.wire_bytes
 
     def __str__(self) -> str:
-        ours, theirs = self.estimated.wire_bytes, self.compiled.wire_bytes
-        times = f", {theirs / ours:.2f} times as much" if ours else ""
+        estimated_bytes = self.estimated.wire_bytes
+        compiled_bytes = self.compiled.wire_bytes
+        times = ""
+        if estimated_bytes:
+            times = f", {compiled_bytes / estimated_bytes:.2f} times as much"
         total = (
-            f"{bytes_text(theirs)} are sent to each device in a step;"
-            f" {bytes_text(ours)} were estimated{times}."
+            f"{bytes_text(compiled_bytes)} are sent to each device in a step;"
+            f" {bytes_text(estimated_bytes)} were estimated{times}."
         )
         if not self.rows:
             return total
         cells = [("extra", "expected", "found", "axes", "leaf", "source")]
+        sentences: dict[str, None] = {}
         for row in self.rows:
+            extra = f"+{bytes_text(row.extra_bytes)}"
+            kinds = (_kinds(row.expected), _kinds(row.found))
             place = place_cells(row.axes, row.leaf, row.source)
-            cells.append(
-                (
-                    f"+{bytes_text(row.extra_bytes)}",
-                    _kinds(row.expected),
-                    _kinds(row.found),
-                    *place,
-                )
-            )
-        texts = [
-            f"{place_text(row.source)}: +{bytes_text(row.extra_bytes)}: {row.why}."
-            for row in self.rows
-        ]
-        return "\n".join([*table(cells, right={"extra"}), total, *dict.fromkeys(texts)])
+            cells.append((extra, *kinds, *place))
+            sentences[f"{place_text(row.source)}: {extra}: {row.why}."] = None
+        return "\n".join([*table(cells, right={"extra"}), total, *sentences])
 
     __repr__ = first_lines
     _repr_html_ = html_text
@@ -143,53 +139,78 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
         assert row.why == "it is sent by all-reduce, not by reduce-scatter"
         ```
     """
-    compiled_traffic = compiled if isinstance(compiled, Traffic) else traffic(compiled)
+    compiled_traffic = compiled
+    if not isinstance(compiled_traffic, Traffic):
+        compiled_traffic = traffic(compiled)
+    places = _places(estimated, compiled_traffic)
+    _offset(places)
+    most_bytes = max(estimated.wire_bytes, compiled_traffic.wire_bytes)
+    least = max(1, most_bytes // 1000)
+    more_places = [place for place in places if place.extra > 0]
+    less_places = [place for place in places if place.extra < 0]
+    return Comparison(
+        rows=_excesses(more_places, least),
+        estimated=estimated,
+        compiled=compiled_traffic,
+        less=_excesses(less_places, least),
+    )
+
+
+def _places(estimated: Traffic, compiled: Traffic) -> list["_LineTraffic"]:
+    """The estimated and the compiled rows of each source line and tuple of axes."""
     # The source line of the reduction of each leaf's gradient. A reduction of several
     # gradients is divided among them.
-    lines = {
-        row.leaf: row.source
-        for row in estimated.rows
-        if row.leaf is not None and row.kind in _SUMS
-    }
-    places: dict[tuple[object, ...], _LineTraffic] = {}
-    for side, sent in enumerate(
-        (_rows_by_line(estimated, {}), _rows_by_line(compiled_traffic, lines))
-    ):
-        for source, row in sent:
-            key = None if source is None else (source.file, source.line), row.axes
-            place = places.setdefault(key, _LineTraffic(source, row.axes, ([], [])))
-            place.rows[side].append(row)
-            place.extra += row.wire_bytes if side else -row.wire_bytes
-    # Bytes that a line sends less offset bytes that other lines send more along the
-    # same mesh axes, the largest first.
-    for place in sorted(places.values(), key=lambda place: -place.extra):
-        for other in places.values():
-            if other.axes == place.axes:
-                moved = min(place.extra, -other.extra)
-            else:
-                moved = 0
+    lines: dict[str, Frame | None] = {}
+    for row in estimated.rows:
+        if row.leaf is not None and row.kind in _SUMS:
+            lines[row.leaf] = row.source
+
+    places: dict[object, _LineTraffic] = {}
+
+    def place_of(source: Frame | None, axes: tuple[str, ...]) -> _LineTraffic:
+        line = None if source is None else (source.file, source.line)
+        place = _LineTraffic(source=source, axes=axes)
+        return places.setdefault((line, axes), place)
+
+    for source, row in _rows_by_line(estimated, {}):
+        place = place_of(source, row.axes)
+        place.estimated.append(row)
+        place.extra -= row.wire_bytes
+    for source, row in _rows_by_line(compiled, lines):
+        place = place_of(source, row.axes)
+        place.compiled.append(row)
+        place.extra += row.wire_bytes
+    return list(places.values())
+
+
+def _offset(places: Sequence["_LineTraffic"]) -> None:
+    """Offsets bytes that a line sends less with bytes that other lines send more along
+    the same mesh axes, the largest first.
+    """
+    for place in sorted(places, key=lambda place: -place.extra):
+        for other in places:
+            if other.axes != place.axes:
+                continue
+            moved = min(place.extra, -other.extra)
             if moved > 0:
                 place.extra -= moved
                 other.extra += moved
-    least = max(1, max(estimated.wire_bytes, compiled_traffic.wire_bytes) // 1000)
-    sides: list[tuple[Excess, ...]] = []
-    for sign in (1, -1):
-        places_of_sign = sorted(
-            (place for place in places.values() if place.extra * sign > 0),
-            key=lambda place: -abs(place.extra),
-        )
-        rest = [
-            place
-            for place in places_of_sign
-            if place.source is None or abs(place.extra) < least
-        ]
-        named = (
-            _excess([place], place.source, place.axes)
-            for place in places_of_sign
-            if place not in rest
-        )
-        sides.append((*named, *([_excess(rest)] if rest else ())))
-    return Comparison(sides[0], estimated, compiled_traffic, sides[1])
+
+
+def _excesses(places: Sequence["_LineTraffic"], least: int) -> tuple[Excess, ...]:
+    """A row for each place, the largest first, and one for all places without a line or
+    with less than `least` bytes.
+    """
+    rows = []
+    rest = []
+    for place in sorted(places, key=lambda place: -abs(place.extra)):
+        if place.source is None or abs(place.extra) < least:
+            rest.append(place)
+        else:
+            rows.append(_excess([place], place.source, place.axes))
+    if rest:
+        rows.append(_excess(rest))
+    return tuple(rows)
 
 
 @dataclasses.dataclass(eq=False)
@@ -200,14 +221,15 @@ class _LineTraffic:
 
     source: Frame | None
     axes: tuple[str, ...]
-    rows: tuple[list[TrafficRow], list[TrafficRow]]
+    estimated: list[TrafficRow] = dataclasses.field(default_factory=list[TrafficRow])
+    compiled: list[TrafficRow] = dataclasses.field(default_factory=list[TrafficRow])
     extra: int = 0
 
 
 def _rows_by_line(
     of_traffic: Traffic, lines: dict[str, Frame | None]
 ) -> Iterator[tuple[Frame | None, TrafficRow]]:
-    """Yields each row of `made`, divided into one row for each parameter of the
+    """Yields each row of the traffic, divided into one row for each parameter of the
     collective, with a source line. This is the row's own line, with one exception:
     `lines` has the lines at which the gradients of parameters are reduced, by the
     parameter's path. A row that reduces the gradient of one of these parameters has its
@@ -215,18 +237,16 @@ def _rows_by_line(
     """
     for row in of_traffic.rows:
         shares = row.shares or ((row.leaf, row.wire_bytes),)
-        # The rounding error of the shares.
-        missing = row.wire_bytes - sum(count for _, count in shares)
-        for leaf, count in shares:
+        shared_bytes = sum(nbytes for _, nbytes in shares)
+        rounding_error = row.wire_bytes - shared_bytes
+        for leaf, nbytes in shares:
+            source = row.source
             if leaf in lines and row.kind in _SUMS:
                 source = lines[leaf]
-            else:
-                source = row.source
-            yield (
-                source,
-                dataclasses.replace(row, leaf=leaf, wire_bytes=count + missing),
-            )
-            missing = 0
+            wire_bytes = nbytes + rounding_error
+            yield source, dataclasses.replace(row, leaf=leaf, wire_bytes=wire_bytes)
+            # The first part has it.
+            rounding_error = 0
 
 
 def _excess(
@@ -234,11 +254,14 @@ def _excess(
     source: Frame | None = None,
     axes: tuple[str, ...] = (),
 ) -> Excess:
-    """The sum of `places` as a `Excess`. `source` and `axes` are the line and the axes
+    """The sum of `places` as an `Excess`. `source` and `axes` are the line and the axes
     of a single place. The sum of several places has neither.
     """
-    expected_rows = [row for place in places for row in place.rows[0] if row.wire_bytes]
-    found_rows = [row for place in places for row in place.rows[1] if row.wire_bytes]
+    expected_rows: list[TrafficRow] = []
+    found_rows: list[TrafficRow] = []
+    for place in places:
+        expected_rows += [row for row in place.estimated if row.wire_bytes]
+        found_rows += [row for row in place.compiled if row.wire_bytes]
     leaves = dict.fromkeys(row.leaf for row in found_rows if row.leaf)
     return Excess(
         extra_bytes=sum(place.extra for place in places),

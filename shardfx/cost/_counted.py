@@ -116,38 +116,39 @@ class StepOnChip:
     @ft.cached_property
     def shards(self) -> tuple[tuple[int, ...], ...]:
         """The shape of one shard of each array of the arguments."""
-        return tuple(
-            self._program.buffers[value].shape for value in self._program.entry.carried
-        )
+        buffers = self._program.buffers
+        return tuple(buffers[value].shape for value in self._program.entry.carried)
 
     def host_bytes(self, number: int) -> int:
-        """The bytes that one shard of array number `at` of the arguments takes if the
-        array is in host memory.
+        """The bytes that one shard of array number `number` of the arguments takes if
+        the array is in host memory.
         """
-        return bytes_of(
-            Array(self.purposes[number].dtype, self.shards[number]), self.chip.tile
-        )
+        return bytes_of(self._shard(number), self.chip.tile)
+
+    def _shard(self, number: int) -> Array:
+        return Array(self.purposes[number].dtype, self.shards[number])
 
     @property
     def parameter_bytes(self) -> int:
         """The bytes of one shard of each parameter in device memory, without tiles, as a
         plan counts them.
         """
-        return sum(
-            bytes_of(Array(self.purposes[number].dtype, self.shards[number]), None)
-            for number in self.in_group("parameters")
-            if not self.purposes[number].argument.on_host
-        )
+        parameter_bytes = 0
+        for number in self.in_group("parameters"):
+            if not self.purposes[number].argument.on_host:
+                parameter_bytes += bytes_of(self._shard(number), None)
+        return parameter_bytes
 
     def in_group(self, kind: str) -> tuple[int, ...]:
         """The numbers of those arrays of the arguments whose purpose is `kind`, such as
         "parameters" or "batch". "optimizer" stands for all moments.
         """
-        return tuple(
-            number
-            for number, purpose in enumerate(self.purposes)
-            if purpose.group.partition(":")[0] == kind
-        )
+        numbers = []
+        for number, purpose in enumerate(self.purposes):
+            kind_of_purpose, _, _ = purpose.group.partition(":")
+            if kind_of_purpose == kind:
+                numbers.append(number)
+        return tuple(numbers)
 
     def memory_of(
         self,
@@ -160,14 +161,14 @@ class StepOnChip:
         which arrays of the arguments are donated, by default as in the step. `remat`
         counts each layer as rematerialized in the backward pass.
         """
-        taken, returned = self.step.parameters
+        arguments, results = self.step.parameters
+        if donated is None:
+            donated = [argument.donated for argument in arguments]
         return device_memory(
             module,
-            donated=[parameter.donated for parameter in taken]
-            if donated is None
-            else donated,
-            on_host=[parameter.on_host for parameter in taken],
-            results_on_host=[parameter.on_host for parameter in returned],
+            donated=donated,
+            on_host=[argument.on_host for argument in arguments],
+            results_on_host=[result.on_host for result in results],
             tile=self.chip.tile,
             remat=remat,
         )
@@ -185,15 +186,15 @@ class StepOnChip:
         array gets the array's sharding, unless the compiler may choose the sharding of
         one of the two.
         """
-        results = [parameter.dims for parameter in self.step.parameters[1]]
+        _, results = self.step.parameters
+        dims_of_results = [result.dims for result in results]
         for purpose, dims in zip(self.purposes, arguments, strict=True):
-            if (
-                purpose.result is not None
-                and results[purpose.result] is not None
-                and dims is not None
-            ):
-                results[purpose.result] = dims
-        return self._memory_under(arguments=arguments, results=results)
+            number = purpose.result
+            if number is None or dims is None:
+                continue
+            if dims_of_results[number] is not None:
+                dims_of_results[number] = dims
+        return self._memory_under(arguments=arguments, results=dims_of_results)
 
     def _memory_under(self, **changed: Any) -> Memory:
         """The memory of one device for a changed step, by the same count as `memory`."""
@@ -207,7 +208,8 @@ class StepOnChip:
 
 # The number of the largest arrays for which constraints are searched, and the number of
 # searches: a constraint can make other arrays the largest.
-_LARGEST, _ROUNDS = 8, 3
+_LARGEST = 8
+_ROUNDS = 3
 # A constraint is left out if the others save at least this fraction of the bytes.
 _NEARLY = 0.98
 # Operations whose results need no constraint, or have one.
@@ -233,27 +235,31 @@ def saving_constraints(chip_step: StepOnChip) -> Constrained | None:
     """
     before = chip_step.memory.peak_bytes
     constraints: tuple[MissedAxis, ...] = ()
-    peak = before
+    peak_bytes = before
     for _ in range(_ROUNDS):
-        extended = dict.fromkeys((*constraints, *_candidates(chip_step, constraints)))
-        if len(extended) > len(constraints):
-            memory = _memory_with(chip_step, tuple(extended))
-        else:
-            memory = None
-        if memory is None or memory.peak_bytes >= peak:
+        candidates = _candidates(chip_step, constraints)
+        extended = tuple(dict.fromkeys([*constraints, *candidates]))
+        if len(extended) == len(constraints):
             break
-        constraints, peak = tuple(extended), memory.peak_bytes
-    for constraint in reversed(constraints) if len(constraints) > 1 else ():
+        memory = _memory_with(chip_step, extended)
+        if memory is None or memory.peak_bytes >= peak_bytes:
+            break
+        constraints = extended
+        peak_bytes = memory.peak_bytes
+
+    enough_bytes = _NEARLY * (before - peak_bytes)
+    removable = reversed(constraints) if len(constraints) > 1 else ()
+    for constraint in removable:
         fewer = tuple(other for other in constraints if other is not constraint)
         memory = _memory_with(chip_step, fewer)
-        if memory is not None and before - memory.peak_bytes >= _NEARLY * (
-            before - peak
-        ):
+        if memory is not None and before - memory.peak_bytes >= enough_bytes:
             constraints = fewer
-    memory = _memory_with(chip_step, constraints) if constraints else None
+    if not constraints:
+        return None
+    memory = _memory_with(chip_step, constraints)
     if memory is None:
         return None
-    return Constrained(memory.peak_bytes, constraints)
+    return Constrained(peak_bytes=memory.peak_bytes, constraints=constraints)
 
 
 def _memory_with(
@@ -274,27 +280,34 @@ def _candidates(
     mesh axes of the batch. The peak is that of the step with the constraints
     `constraints`, which are already chosen.
     """
-    batch = {
-        chip_step.step.arguments[number].path or chip_step.step.arguments[number].name
-        for number in chip_step.in_group("batch")
-    }
-    memory, step_shardings = chip_step.memory, chip_step.shardings
+    arguments = chip_step.step.arguments
+    batch = set()
+    for number in chip_step.in_group("batch"):
+        batch.add(arguments[number].path or arguments[number].name)
     if constraints:
         module = with_constraints(chip_step.step, constraints, chip_step.platform)
-        memory, step_shardings = (
-            chip_step.memory_with(module),
-            shardings_of(chip_step.step, chip_step.platform, module),
-        )
+        memory = chip_step.memory_with(module)
+        step_shardings = shardings_of(chip_step.step, chip_step.platform, module)
+    else:
+        memory = chip_step.memory
+        step_shardings = chip_step.shardings
     rows_of: dict[Frame | None, list[ArrayRow]] = {}
     for row in step_shardings.rows:
         rows_of.setdefault(row.source, []).append(row)
-    for line in dict.fromkeys(array.source for array in memory.arrays[:_LARGEST]):
+    largest = memory.arrays[:_LARGEST]
+    for line in dict.fromkeys(array.source for array in largest):
         for row in rows_of.get(line, ()):
-            yield from (
-                missed
-                for missed in step_shardings.missed_axes(row)
-                if missed.by in batch
-            )
+            for missed in step_shardings.missed_axes(row):
+                if missed.by in batch:
+                    yield missed
+
+
+class _ConstrainedValue(NamedTuple):
+    """A value of a StableHLO module, the operation that makes it, and its constraint."""
+
+    op: Op
+    value: ir.Value
+    missed: MissedAxis
 
 
 def with_constraints(
@@ -304,34 +317,40 @@ def with_constraints(
     is added to all values that have its source line and its shape.
     """
     module = step.module(platform)
-    sizes = dict(step.mesh.shape)
-    mesh = next(
-        name for name, mesh_sizes in meshes(module).items() if dict(mesh_sizes) == sizes
-    )
+    mesh = _mesh_name(module, dict(step.mesh.shape))
     clone = module.operation.clone()
-    places: list[tuple[Op, ir.Value, MissedAxis]] = []
     with clone.context, ir.Location.unknown(clone.context):
-        for op in operations(clone):
-            line = own_line(lines_of((op.location,)))
-            for result in op.results if op.name not in _NO_ARRAY else ():
-                if isinstance(result.type, ir.RankedTensorType):
-                    shape = tuple(result.type.shape)
-                else:
-                    shape = None
-                places.extend(
-                    (op, result, missed)
-                    for missed in constraints
-                    if (line, shape) == (missed.line, missed.shape)
-                )
-        for op, result, missed in places:
-            cut = [
-                [sdy.AxisRefAttr.get(axis) for axis in entry_axes(entry)]
-                for entry in missed.spec
-            ]
-            dims = [sdy.DimensionShardingAttr.get(axes, True) for axes in cut]
+        for op, value, missed in list(_constrained_values(clone, constraints)):
+            dims: list[ir.Attribute] = []
+            for entry in missed.spec:
+                axes = [sdy.AxisRefAttr.get(axis) for axis in entry_axes(entry)]
+                dims.append(sdy.DimensionShardingAttr.get(axes, True))
+            sharding = sdy.TensorShardingAttr.get(mesh, dims)
             with ir.InsertionPoint.after(op):
-                constraint = sdy.ShardingConstraintOp(
-                    result, sdy.TensorShardingAttr.get(mesh, dims)
-                )
-            result.replace_all_uses_except(constraint.result, constraint.operation)
+                constraint = sdy.ShardingConstraintOp(value, sharding)
+            value.replace_all_uses_except(constraint.result, constraint.operation)
     return clone
+
+
+def _mesh_name(module: Module, sizes: dict[str, int]) -> str:
+    """The name that a module gives the mesh of these axis sizes."""
+    for name, mesh_sizes in meshes(module).items():
+        if dict(mesh_sizes) == sizes:
+            return name
+    raise ValueError(f"the module has no mesh of {sizes}")
+
+
+def _constrained_values(
+    module: Any, constraints: Sequence[MissedAxis]
+) -> Iterator[_ConstrainedValue]:
+    for op in operations(module):
+        if op.name in _NO_ARRAY:
+            continue
+        line = own_line(lines_of((op.location,)))
+        for value in op.results:
+            if not isinstance(value.type, ir.RankedTensorType):
+                continue
+            shape = tuple(value.type.shape)
+            for missed in constraints:
+                if line == missed.line and shape == missed.shape:
+                    yield _ConstrainedValue(op=op, value=value, missed=missed)

@@ -117,32 +117,35 @@ def _larger_row(
     row after one doubling of this axis alone, and the number of doublings from the
     small mesh to the large mesh.
     """
-    group, bytes_each, calls = row.group_size, _payload_bytes(row), row.calls
+    group_size = row.group_size
+    bytes_each = _payload_bytes(row)
+    calls = row.calls
     for other, times in doubled:
-        group *= _growth(other.group_size, row.group_size, times)
+        group_size *= _growth(other.group_size, row.group_size, times)
         bytes_each *= _growth(_payload_bytes(other), _payload_bytes(row), times)
         if calls and other.calls and row.calls:
             calls *= _growth(other.calls, row.calls, times)
-    wire = round(
-        (1 if calls is None else calls)
-        * bytes_each
-        * _group_factor(row.kind, int(group))
-    )
+    counted_calls = 1 if calls is None else calls
+    received = _group_factor(row.kind, int(group_size))
+    wire_bytes = round(counted_calls * bytes_each * received)
+
+    dcn_bytes = 0
+    shares: list[tuple[str | None, int]] = []
+    for leaf, part in row.shares:
+        share = 0
+        if row.wire_bytes:
+            share = round(wire_bytes * part / row.wire_bytes)
+        shares.append((leaf, share))
     if row.wire_bytes:
-        dcn = round(wire * row.dcn_bytes / row.wire_bytes)
-    else:
-        dcn = 0
+        dcn_bytes = round(wire_bytes * row.dcn_bytes / row.wire_bytes)
     return dataclasses.replace(
         row,
-        wire_bytes=wire,
-        dcn_bytes=dcn,
+        wire_bytes=wire_bytes,
+        dcn_bytes=dcn_bytes,
         calls=None if calls is None else round(calls),
-        group_size=round(group),
-        shares=tuple(
-            (leaf, round(wire * part / row.wire_bytes) if row.wire_bytes else 0)
-            for leaf, part in row.shares
-        ),
-        note=" ".join(text for text in (row.note, note) if text),
+        group_size=round(group_size),
+        shares=tuple(shares),
+        note=" ".join(filter(None, (row.note, note))),
     )
 
 

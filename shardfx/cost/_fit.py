@@ -326,13 +326,12 @@ def fit(
     chip_step = StepOnChip(traced, chip, step if args else None, assigned)
     if chip_step.programs is not None:
         warn_if_refuted(chip_step.programs)
-    rows, largest = _arguments(chip_step)
+    rows, arguments = _arguments(chip_step)
     notes = (*notes, *_tiles_note(chip_step.parameter_bytes, rows, chip))
     shapes = gradient_shapes(chip_step)
     temporaries = [large_array(array, shapes) for array in chip_step.memory.arrays]
-    largest = tuple(
-        sorted((*largest, *temporaries), key=lambda array: -array.bytes)[:_LARGEST]
-    )
+    arrays = sorted([*arguments, *temporaries], key=lambda array: -array.bytes)
+    largest = tuple(arrays[:_LARGEST])
     if compiled is not None and assigned is None:
         rows, differences = _compiled_rows(rows, memory_of(compiled))
         return Fit(
@@ -378,51 +377,73 @@ def _of_assigned(memory: Memory, chip: chips.Chip) -> Fit:
     )
 
 
+class _GroupBytes:
+    """The bytes of the arrays of each group, on the device and in host memory."""
+
+    def __init__(self):
+        self.on_device: dict[str, int] = {}
+        self.on_host: dict[str, int] = {}
+
+    def add(self, group: str, nbytes: int, *, on_host: bool) -> None:
+        sums = self.on_host if on_host else self.on_device
+        others = self.on_device if on_host else self.on_host
+        sums[group] = sums.get(group, 0) + nbytes
+        others.setdefault(group, 0)
+
+    @property
+    def rows(self) -> list[FitRow]:
+        rows = []
+        for group, nbytes in self.on_device.items():
+            row = FitRow(
+                group=group,
+                bytes=nbytes,
+                host_bytes=self.on_host[group],
+                exact=True,
+            )
+            rows.append(row)
+        return rows
+
+
 def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
     """The memory of the arrays of a plan, with a row for each first name of the arrays'
     paths.
     """
-    rows: dict[str, list[int]] = {}
+    sums = _GroupBytes()
     largest: list[LargeArray] = []
+    sizes = dict(plan.mesh.shape)
     for leaf in plan.leaves:
-        counts = shard_counts(leaf.spec, len(leaf.shape), dict(plan.mesh.shape))
-        shard = tuple(
-            -(-size // count) for size, count in zip(leaf.shape, counts, strict=True)
-        )
-        taken = array_bytes(padded(shard, chip.tile), leaf.dtype)
-        group = leaf.path.partition("/")[0]
+        counts = shard_counts(leaf.spec, len(leaf.shape), sizes)
+        shard = []
+        for size, count in zip(leaf.shape, counts, strict=True):
+            shard.append(-(-size // count))
+        nbytes = array_bytes(padded(tuple(shard), chip.tile), leaf.dtype)
+        group, _, _ = leaf.path.partition("/")
         on_host = leaf.memory_kind not in (None, "device")
-        rows.setdefault(group, [0, 0])[on_host] += taken
+        sums.add(group, nbytes, on_host=on_host)
         if not on_host:
-            largest.append(LargeArray(leaf.path, taken, group))
-    fit_rows = [
-        FitRow(group, on_device, host, exact=True)
-        for group, (on_device, host) in rows.items()
-    ]
+            largest.append(LargeArray(leaf.path, nbytes, group))
     return Fit(
-        _sorted(fit_rows), chip, "arguments", tuple(merged_arrays(largest)[:_LARGEST])
+        rows=_sorted(sums.rows),
+        chip=chip,
+        basis="arguments",
+        largest=tuple(merged_arrays(largest)[:_LARGEST]),
     )
 
 
-def _arguments(chip_step: StepOnChip) -> tuple[list[FitRow], tuple[LargeArray, ...]]:
-    """A row for each group of arguments, and an `LargeArray` for each argument in device
+def _arguments(chip_step: StepOnChip) -> tuple[list[FitRow], list[LargeArray]]:
+    """A row for each group of arguments, and a `LargeArray` for each argument in device
     memory, the largest first.
     """
-    sizes: dict[str, list[int]] = {}
+    sums = _GroupBytes()
     largest: list[LargeArray] = []
-    for number, (purpose, nbytes) in enumerate(
-        zip(chip_step.purposes, chip_step.memory.arguments, strict=True)
-    ):
-        row = sizes.setdefault(purpose.group, [0, 0])
+    sizes = zip(chip_step.purposes, chip_step.memory.arguments, strict=True)
+    for number, (purpose, nbytes) in enumerate(sizes):
         if purpose.argument.on_host:
-            row[1] += chip_step.host_bytes(number)
+            sums.add(purpose.group, chip_step.host_bytes(number), on_host=True)
         else:
-            row[0] += nbytes
+            sums.add(purpose.group, nbytes, on_host=False)
             largest.append(LargeArray(purpose.argument.path, nbytes, purpose.group))
-    return [
-        FitRow(group, on_device, host, exact=True)
-        for group, (on_device, host) in sizes.items()
-    ], tuple(merged_arrays(largest))
+    return sums.rows, merged_arrays(largest)
 
 
 def _tiles_note(
@@ -450,16 +471,18 @@ def _temporaries(arrays: Sequence[LargeArray], memory: Memory) -> list[FitRow]:
         sums[array.group] = sums.get(array.group, 0) + array.bytes
     if memory.gap_bytes:
         sums["gaps between arrays"] = memory.gap_bytes
-    reused = sum(sums.values()) - memory.temporary_bytes
-    for group in sorted(sums, key=lambda group: -sums[group]):
-        shared = min(max(reused, 0), sums[group])
-        sums[group] -= shared
-        reused -= shared
-    if reused < 0:
-        sums["constants and scalars"] = -reused
-    return [
-        FitRow(group, count, exact=memory.is_counted) for group, count in sums.items()
-    ]
+    reused_bytes = sum(sums.values()) - memory.temporary_bytes
+    largest_first = sorted(sums, key=lambda group: -sums[group])
+    for group in largest_first:
+        shared_bytes = min(max(reused_bytes, 0), sums[group])
+        sums[group] -= shared_bytes
+        reused_bytes -= shared_bytes
+    if reused_bytes < 0:
+        sums["constants and scalars"] = -reused_bytes
+    rows = []
+    for group, nbytes in sums.items():
+        rows.append(FitRow(group, nbytes, exact=memory.is_counted))
+    return rows
 
 
 def _compiled_rows(
@@ -506,52 +529,35 @@ def _tables(fitted: Fit) -> list[tuple[_Rows, list[str]]]:
     groups: _Rows = [("group", "bytes/device", "share", "how")]
     for row in fitted.rows:
         share = f"{row.bytes / max(1, fitted.peak_bytes):.0%}"
+        basis = "exact" if row.exact else "foreseen"
         if row.host_bytes:
-            host = f", {bytes_text(row.host_bytes)} in host memory"
-        else:
-            host = ""
-        groups.append(
-            (
-                row.group,
-                bytes_text(max(row.bytes, 0)),
-                share,
-                ("exact" if row.exact else "foreseen") + host,
-            )
-        )
+            basis += f", {bytes_text(row.host_bytes)} in host memory"
+        groups.append((row.group, bytes_text(max(row.bytes, 0)), share, basis))
     tables = [(groups, _verdict(fitted))]
     if fitted.largest:
-        cells: _Rows = [
-            (
-                bytes_text(array.bytes),
-                array.group,
-                array.phase or "-",
-                array.what,
-                "-" if array.source is None else array.source.place,
-            )
-            for array in fitted.largest
-        ]
-        tables.append(
-            ([("largest", "group", "pass", "array on one device", "line"), *cells], [])
-        )
+        arrays: _Rows = [("largest", "group", "pass", "array on one device", "line")]
+        for array in fitted.largest:
+            line = "-" if array.source is None else array.source.place
+            size = bytes_text(array.bytes)
+            phase = array.phase or "-"
+            arrays.append((size, array.group, phase, array.what, line))
+        tables.append((arrays, []))
     return tables
 
 
 def _changes_table(changes: Sequence[Change]) -> _Rows:
-    cells = [
-        (
-            bytes_text(change.saves_bytes),
-            bytes_text(change.peak_bytes),
-            "yes" if change.fits else "no",
-            change.what,
-            change.how,
-        )
-        for change in changes
-    ]
-    return [("saves", "then", "fits", "one change", "as code"), *cells]
+    rows: _Rows = [("saves", "then", "fits", "one change", "as code")]
+    for change in changes:
+        saves = bytes_text(change.saves_bytes)
+        peak = bytes_text(change.peak_bytes)
+        fits = "yes" if change.fits else "no"
+        rows.append((saves, peak, fits, change.what, change.how))
+    return rows
 
 
 def _verdict(fitted: Fit) -> list[str]:
-    usable, peak = bytes_text(fitted.usable_bytes), bytes_text(fitted.peak_bytes)
+    usable = bytes_text(fitted.usable_bytes)
+    peak = bytes_text(fitted.peak_bytes)
     if fitted.basis == "arguments":
         return [
             f"The arrays alone take {peak} of {usable} on {fitted.chip.name};"
@@ -560,10 +566,8 @@ def _verdict(fitted: Fit) -> list[str]:
     verdict = "fits" if fitted.fits else "does not fit"
     if fitted.is_close:
         verdict = f"MAY OR MAY NOT fit: as foreseen, it {verdict}"
-    margin = (
-        f"{bytes_text(abs(fitted.headroom_bytes))}"
-        f" {'left' if fitted.fits else 'too much'}"
-    )
+    side = "left" if fitted.fits else "too much"
+    margin = f"{bytes_text(abs(fitted.headroom_bytes))} {side}"
     lines = [
         f"{peak} at the worst moment: it {verdict} {fitted.chip.name}, where a program"
         f" may fill {usable} ({margin})."

@@ -10,7 +10,7 @@ k (see `Factors`). A stack is an array with one slice for each iteration of a lo
 import functools as ft
 import itertools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from .._step import ArraySharding, Program
@@ -116,12 +116,10 @@ class Graph:
         """
         factors_of_operations = []
         for operation in self.operations:
-            arrays = [
-                *zip(operation.ins, operation.factors.ins, strict=False),
-                *zip(operation.outs, operation.factors.outs, strict=False),
-            ]
-            factors = []
-            for value, factors_of_dims in arrays:
+            factors: list[tuple[DimKey, int]] = []
+            values = (*operation.ins, *operation.outs)
+            dims_of_values = (*operation.factors.ins, *operation.factors.outs)
+            for value, factors_of_dims in zip(values, dims_of_values, strict=False):
                 for dim, factors_of_dim in enumerate(factors_of_dims):
                     if factors_of_dim:
                         factors.append((DimKey(value, dim), factors_of_dim[0]))
@@ -152,11 +150,6 @@ class Graph:
         argument, a result or a constraint. `origin` is Shardy's text for it, such as
         "input: 0". The items of the paths are numbers of arrays.
         """
-        kind, _, number = origin.partition(": ")
-        sources = self.constraints.get(origin, ())
-        if kind in ("input", "output"):
-            arrays = self.program.arguments if kind == "input" else self.program.results
-            sources = arrays[int(number) : int(number) + 1]
 
         def neighbours(value: int) -> Iterator[tuple[int, int]]:
             for number in self.operations_of[value]:
@@ -165,9 +158,22 @@ class Graph:
                     if self.shardings[other].origins.get(axis) == origin:
                         yield number, other
 
+        sources = self._sources(origin)
         steps: dict[int, tuple[int, int] | None] = dict.fromkeys(sources)
         deque(_search(steps, neighbours), maxlen=0)
         return steps
+
+    def _sources(self, origin: str) -> Sequence[int]:
+        """The arrays that Shardy's text for an origin names."""
+        kind, _, number = origin.partition(": ")
+        if kind == "input":
+            arrays = self.program.arguments
+        elif kind == "output":
+            arrays = self.program.results
+        else:
+            return self.constraints.get(origin, ())
+        position = int(number)
+        return arrays[position : position + 1]
 
     @ft.cached_property
     def constraints(self) -> dict[str, list[int]]:
@@ -178,7 +184,8 @@ class Graph:
         for operation in self.operations:
             if operation.name == "sharding_constraint":
                 constrained = operation.outs[0]
-                for origin in {*self.shardings[constrained].origins.values()}:
+                origins = self.shardings[constrained].origins
+                for origin in set(origins.values()):
                     arrays.setdefault(origin, []).append(constrained)
         return arrays
 
@@ -191,8 +198,7 @@ class Graph:
         dims = [DimKey(value, dim) for dim in range(rank)]
         starts = [key for key in dims if axis not in self.axes_of(key)]
         steps: dict[DimKey, tuple[int, DimKey] | None] = dict.fromkeys(starts)
-        nearest = itertools.islice(_search(steps, self._neighbours), _FAR)
-        with_axis = next((key for key in nearest if axis in self.axes_of(key)), None)
+        with_axis = self._nearest_with(axis, steps)
         if with_axis is None:
             return None
         step = steps[with_axis]
@@ -216,6 +222,18 @@ class Graph:
             operation=operation,
             near=near,
         )
+
+    def _nearest_with(
+        self, axis: str, steps: dict[DimKey, tuple[int, DimKey] | None]
+    ) -> DimKey | None:
+        """The nearest dimension that a mesh axis shards, in a search from the keys of
+        `steps`, which `_search` fills.
+        """
+        nearest = itertools.islice(_search(steps, self._neighbours), _FAR)
+        for key in nearest:
+            if axis in self.axes_of(key):
+                return key
+        return None
 
     def _as_carried(self, key: DimKey) -> DimKey:
         """The dimension `key`; for a loop-carried array, the same dimension of the
@@ -249,15 +267,20 @@ class Graph:
             # A slice is written into the operand before it.
             is_written = maker.name == "dynamic_update_slice"
             source = maker.ins[1] if is_written else maker.ins[0]
-            sources = (
-                neighbour
-                for operation, neighbour in self._neighbours(key)
-                if operation == number and neighbour.value == source
-            )
-            key = next(sources, None)
-            if key is None:
+            source_key = self._neighbour_in(key, number, source)
+            if source_key is None:
                 break
+            key = source_key
         return self._as_carried(stack)
+
+    def _neighbour_in(self, key: DimKey, number: int, value: int) -> DimKey | None:
+        """The dimension of array number `value` that shares a factor with `key` in
+        operation `number`.
+        """
+        for operation, neighbour in self._neighbours(key):
+            if operation == number and neighbour.value == value:
+                return neighbour
+        return None
 
     def _neighbours(self, key: DimKey) -> Iterator[tuple[int, DimKey]]:
         """Yields the dimensions that share a factor with `key` in an operation, each
@@ -278,13 +301,13 @@ class Graph:
         for number, operation in enumerate(self.operations):
             if operation.name in _IDENTITIES or operation.name == "opaque":
                 continue
-            dims_of: dict[str, list[tuple[DimKey, int]]] = {}
+            dims_of_axes: dict[str, list[tuple[DimKey, int]]] = {}
             for key, factor in self.factors[number]:
                 for axis in self.axes_of(key):
-                    dims_of.setdefault(axis, []).append((key, factor))
-            for axis, dims in dims_of.items():
-                outputs = (dim for dim in dims if dim[0].value in operation.outs)
-                kept, kept_factor = next(outputs, dims[0])
+                    dims_of_axes.setdefault(axis, []).append((key, factor))
+            for axis, dims in dims_of_axes.items():
+                of_results = [dim for dim in dims if dim[0].value in operation.outs]
+                kept, kept_factor = (of_results or dims)[0]
                 for moved, factor in dims:
                     if factor != kept_factor and moved.value in operation.ins:
                         conflict = Conflict(

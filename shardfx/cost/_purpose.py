@@ -63,10 +63,12 @@ def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]
     for number, value in enumerate(entry.carried):
         if number not in new_values:
             group = ""
-        elif has_gradients:
-            group = "parameters" if _is_read_forward(value, uses) else "optimizer"
-        else:
+        elif not has_gradients:
             group = "KV cache" if arguments[number].shape else "other"
+        elif _is_read_forward(value, uses):
+            group = "parameters"
+        else:
+            group = "optimizer"
         groups.append(group)
 
     batch_size = _batch_size(arguments, dtypes, groups)
@@ -74,12 +76,10 @@ def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]
     purposes = []
     rows = zip(arguments, dtypes, groups, strict=True)
     for number, (argument, dtype, group) in enumerate(rows):
-        if not group:
-            group = _group_by_shape(argument, dtype, batch_size)
         purpose = ArgumentPurpose(
             argument=argument,
             dtype=dtype,
-            group=group,
+            group=group or _group_by_shape(argument, dtype, batch_size),
             result=new_values.get(number),
         )
         purposes.append(purpose)
@@ -97,6 +97,13 @@ def _group_by_shape(argument: Parameter, dtype: str, batch_size: int | None) -> 
     return "parameters"
 
 
+class _TypedLeaf(NamedTuple):
+    """An array of a tree: its path, and its shape and dtype."""
+
+    path: str
+    type: object
+
+
 def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
     """For each array of the arguments, by its number, the number of the result that can
     be its new value. Both are at the same position in two subtrees of equal structure,
@@ -104,50 +111,50 @@ def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
     """
     dtypes = [buffer.dtype for buffer in program.buffers]
     leaves = jax.tree.leaves(step.traced.out_info)
+    results = []
     outputs = zip(step.result_paths, leaves, program.entry.results, strict=True)
-    results = [(path, (leaf.shape, dtypes[value])) for path, leaf, value in outputs]
-    arguments = [
-        (argument.path, (argument.shape, dtypes[value]))
-        for argument, value in zip(step.arguments, program.entry.carried, strict=True)
-    ]
+    for path, leaf, value in outputs:
+        results.append(_TypedLeaf(path=path, type=(leaf.shape, dtypes[value])))
+    arguments = []
+    for argument, value in zip(step.arguments, program.entry.carried, strict=True):
+        type_of_argument = (argument.shape, dtypes[value])
+        arguments.append(_TypedLeaf(path=argument.path, type=type_of_argument))
+
     subtrees_of: dict[object, list[list[int]]] = collections.defaultdict(list)
     for structure, numbers in _subtrees(results):
         subtrees_of[structure].append(numbers)
-
     replacing: dict[int, int] = {}
     taken: set[int] = set()
     for structure, numbers in _subtrees(arguments):
         if not replacing.keys().isdisjoint(numbers):
             continue
-        free = (
-            subtree for subtree in subtrees_of[structure] if taken.isdisjoint(subtree)
-        )
-        subtree = next(free, None)
-        if subtree is not None:
-            replacing.update(zip(numbers, subtree, strict=True))
-            taken.update(subtree)
+        for subtree in subtrees_of[structure]:
+            if taken.isdisjoint(subtree):
+                replacing.update(zip(numbers, subtree, strict=True))
+                taken.update(subtree)
+                break
     return replacing
 
 
-def _subtrees(
-    arrays: Sequence[tuple[str, object]],
-) -> Iterator[tuple[object, list[int]]]:
+def _subtrees(arrays: Sequence[_TypedLeaf]) -> Iterator[tuple[object, list[int]]]:
     """Yields the structure of each subtree of a tree, and the numbers of its arrays,
-    the larger subtrees first. `arrays` has the path of each array of the tree, and its
-    shape and dtype.
+    the larger subtrees first.
     """
-    paths = [path.split("/") for path, _ in arrays]
+    paths = [array.path.split("/") for array in arrays]
     for depth in range(max(map(len, paths), default=0) + 1):
         subtrees: dict[tuple[str, ...], list[tuple[list[str], int]]] = {}
         for number, parts in enumerate(paths):
             if len(parts) >= depth:
-                subtree = subtrees.setdefault(tuple(parts[:depth]), [])
-                subtree.append((parts[depth:], number))
+                prefix = tuple(parts[:depth])
+                subtrees.setdefault(prefix, []).append((parts[depth:], number))
         for subtree in subtrees.values():
             subtree.sort()
-            numbers = [number for _, number in subtree]
-            structure = tuple((*parts, arrays[number][1]) for parts, number in subtree)
-            yield structure, numbers
+            structure = []
+            numbers = []
+            for parts, number in subtree:
+                structure.append((*parts, arrays[number].type))
+                numbers.append(number)
+            yield tuple(structure), numbers
 
 
 def _comes_from(result: int, argument: int, uses: Uses) -> bool:
@@ -230,43 +237,66 @@ def moment_groups(paths: Sequence[str], groups: Sequence[str]) -> list[str]:
     the step does not read. Such a parameter is an array of an argument that has
     parameters, if the moments are in another argument.
     """
-    pairs = [*zip(paths, groups, strict=True)]
-    of_parameters = {_argument(path) for path, group in pairs if group == "parameters"}
-    states = [path for path, group in pairs if group == "optimizer"]
-    # The parameters' paths within their arguments, and all ends of these.
-    whole: set[str] = set()
-    suffixes: set[str] = set()
-    for path, group in pairs:
-        if group != "parameters" or "/" not in path:
-            continue
-        parts = path.split("/")[1:]
-        whole.add("/".join(parts))
-        suffixes.update("/".join(parts[start:]) for start in range(len(parts)))
-    of_moments = {_argument(path) for path in states if _moment_of(path, whole)}
-    unread = of_parameters - of_moments if of_moments else set()
-    moments = {
-        path: _moment_of(path, whole) or _moment_of(path, suffixes)
-        for path in states
-        if _argument(path) not in unread
-    }
-    outer_moments = sorted({moment for moment in moments.values() if moment}, key=len)
-
+    moments = _moments(paths, groups)
+    outer_moments = sorted(set(filter(None, moments.values())), key=len)
+    has_nested_parameters = any(
+        group == "parameters" and "/" in path
+        for path, group in zip(paths, groups, strict=True)
+    )
     named = []
-    for path, group in pairs:
+    for path, group in zip(paths, groups, strict=True):
         if group != "optimizer":
             named.append(group)
-        elif path not in moments:
+            continue
+        if path not in moments:
             named.append("parameters")
-        else:
-            inner = path.partition("/")[2]
-            above = (text for text in outer_moments if inner.startswith(f"{text}/"))
-            moment = next(above, moments[path])
-            if whole and "/" not in path:
-                alone = path
-            else:
-                alone = "the rest"
-            named.append(f"optimizer: {moment or alone}")
+            continue
+        _, _, inner = path.partition("/")
+        moment = moments[path]
+        for outer_moment in outer_moments:
+            if inner.startswith(f"{outer_moment}/"):
+                moment = outer_moment
+                break
+        if not moment:
+            is_alone = has_nested_parameters and "/" not in path
+            moment = path if is_alone else "the rest"
+        named.append(f"optimizer: {moment}")
     return named
+
+
+def _moments(paths: Sequence[str], groups: Sequence[str]) -> dict[str, str]:
+    """The moment of each array of the optimizer, by its path; "" for an array of no
+    parameter. Parameters that the step does not read are left out.
+    """
+    # The parameters' paths within their arguments, and all ends of these.
+    inner_paths: set[str] = set()
+    suffixes: set[str] = set()
+    arguments_of_parameters: set[str] = set()
+    states: list[str] = []
+    for path, group in zip(paths, groups, strict=True):
+        if group == "optimizer":
+            states.append(path)
+        if group != "parameters":
+            continue
+        argument, *parts = path.split("/")
+        arguments_of_parameters.add(argument)
+        if parts:
+            inner_paths.add("/".join(parts))
+        for start in range(len(parts)):
+            suffixes.add("/".join(parts[start:]))
+
+    arguments_of_moments: set[str] = set()
+    for path in states:
+        if _moment_of(path, inner_paths):
+            arguments_of_moments.add(_argument(path))
+    unread: set[str] = set()
+    if arguments_of_moments:
+        unread = arguments_of_parameters - arguments_of_moments
+    moments = {}
+    for path in states:
+        if _argument(path) not in unread:
+            moments[path] = _moment_of(path, inner_paths) or _moment_of(path, suffixes)
+    return moments
 
 
 def _argument(path: str) -> str:

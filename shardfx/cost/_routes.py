@@ -29,22 +29,28 @@ class Torus(NamedTuple):
 
 def torus_of(spec: MeshSpec, axes: Mapping[str, Sequence[Ring]]) -> Torus:
     """The place of each device of the mesh `spec`, whose axes span the rings `axes`."""
-    places = np.indices(spec.axis_sizes).reshape(len(spec.axis_sizes), -1)
+    axis_count = len(spec.axis_sizes)
+    # For each mesh axis, the index of each device along it.
+    places = np.indices(spec.axis_sizes).reshape(axis_count, -1)
     slices = np.zeros(spec.size, np.int64)
     rings: list[Ring] = []
     columns: list[np.ndarray] = []
     for number, name in enumerate(spec.axis_names):
         slice_count = spec.dcn_sizes[number]
-        inner_size = spec.axis_sizes[number] // slice_count
-        slices = slices * slice_count + places[number] // inner_size
+        size_in_slice = spec.axis_sizes[number] // slice_count
+        slice_of_axis, place_in_slice = np.divmod(places[number], size_in_slice)
+        slices = slices * slice_count + slice_of_axis
 
         rings_of_axis = axes.get(name, ())
         sizes = [ring.size for ring in rings_of_axis]
-        # The cores of one chip have one place.
-        devices_of_chip = inner_size // math.prod(sizes)
-        chips = places[number] % inner_size // devices_of_chip
+        if not sizes:
+            continue
         rings += rings_of_axis
-        columns += np.unravel_index(chips, sizes) if sizes else ()
+        # The cores of one chip have one place.
+        devices_of_chip = size_in_slice // math.prod(sizes)
+        chips = place_in_slice // devices_of_chip
+        columns += np.unravel_index(chips, sizes)
+
     coordinates = np.zeros((spec.size, 0), np.int64)
     if columns:
         coordinates = np.stack(columns, axis=1)
@@ -60,39 +66,64 @@ class Route(NamedTuple):
     hops: int
 
 
+class _Hops(NamedTuple):
+    """The ways of messages around one ring: for each message the hops forward and
+    backward, and the part of it that goes forward.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    forward_share: np.ndarray
+
+
 def route_of(pairs: Sequence[tuple[int, int]], torus: Torus) -> Route:
     """The route of messages of equal size between `pairs` of a sender and a receiver,
     which are positions in the mesh.
     """
-    ends = np.array(pairs, np.int64).reshape(-1, 2)
-    is_inside = torus.slices[ends[:, 0]] == torus.slices[ends[:, 1]]
-    ends = ends[is_inside]
-    slices = torus.slices[ends[:, 0]]
-    places = torus.coordinates[ends[:, 0]]
-    targets = torus.coordinates[ends[:, 1]]
-    shape = (int(torus.slices.max()) + 1, *[ring.size for ring in torus.rings])
+    positions = np.array(pairs, np.int64).reshape(-1, 2)
+    senders = positions[:, 0]
+    receivers = positions[:, 1]
+    is_inside = torus.slices[senders] == torus.slices[receivers]
+    senders = senders[is_inside]
+    receivers = receivers[is_inside]
+    slices = torus.slices[senders]
+    places = torus.coordinates[senders]
+    targets = torus.coordinates[receivers]
+    ring_sizes = [ring.size for ring in torus.rings]
+    slice_count = int(torus.slices.max()) + 1
+    loads_shape = (slice_count, *ring_sizes)
 
     busiest = 0.0
-    hops = np.zeros(len(ends), np.int64)
+    hops = np.zeros(len(senders), np.int64)
     for dim, ring in enumerate(torus.rings):
-        distances = targets[:, dim] - places[:, dim]
-        forward = distances % ring.size
-        backward = -distances % ring.size
-        if ring.closed:
-            share = np.select([forward < backward, forward == backward], [1.0, 0.5], 0)
-        else:
-            share = np.where(distances > 0, 1.0, 0.0)
-        for direction, lengths, shares in (
-            (1, forward, share),
-            (-1, backward, 1 - share),
-        ):
-            loads = np.zeros(shape)
-            for step in range(int(lengths[shares > 0].max(initial=0))):
+        ways = _hops(ring, targets[:, dim] - places[:, dim])
+        directions = (
+            (1, ways.forward, ways.forward_share),
+            (-1, ways.backward, 1 - ways.forward_share),
+        )
+        for direction, lengths, shares in directions:
+            # The messages that pass each link that leaves a node in this direction.
+            loads = np.zeros(loads_shape)
+            longest = int(lengths[shares > 0].max(initial=0))
+            for step in range(longest):
                 passes = (shares > 0) & (lengths > step)
                 nodes = places[passes]
                 nodes[:, dim] = (nodes[:, dim] + direction * step) % ring.size
                 np.add.at(loads, (slices[passes], *nodes.T), shares[passes])
             busiest = max(busiest, float(loads.max()))
-        hops += np.where(share > 0, forward, backward)
+        hops += np.where(ways.forward_share > 0, ways.forward, ways.backward)
         places[:, dim] = targets[:, dim]
     return Route(messages=busiest, hops=int(hops.max(initial=0)))
+
+
+def _hops(ring: Ring, distances: np.ndarray) -> _Hops:
+    """The ways of messages to nodes of a ring that are `distances` further."""
+    forward = distances % ring.size
+    backward = -distances % ring.size
+    if ring.closed:
+        is_shorter = forward < backward
+        is_equal = forward == backward
+        forward_share = np.select([is_shorter, is_equal], [1.0, 0.5], 0)
+    else:
+        forward_share = np.where(distances > 0, 1.0, 0.0)
+    return _Hops(forward=forward, backward=backward, forward_share=forward_share)

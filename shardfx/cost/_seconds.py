@@ -4,7 +4,7 @@ links.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -72,38 +72,30 @@ class Seconds:
         """The seconds of all collectives along each tuple of mesh axes, the longest
         time first.
         """
-        axes = together(self.rows, lambda row: row.traffic.axes)
-        sums = {
-            names: math.fsum(row.seconds for row in rows)
-            for names, rows in axes.items()
-        }
-        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+        rows_by_axes = together(self.rows, lambda row: row.traffic.axes)
+        sums = {}
+        for axes, rows in rows_by_axes.items():
+            sums[axes] = math.fsum(row.seconds for row in rows)
+        longest_first = sorted(sums, key=lambda axes: -sums[axes])
+        return {axes: sums[axes] for axes in longest_first}
 
     def __str__(self) -> str:
         header = ("ms/step", "bytes/step", "kind", "axes", "GB/s", "over")
         cells: list[tuple[str, ...]] = [header]
         for row in self.rows:
-            sent = (
-                bytes_text(row.traffic.wire_bytes),
-                row.traffic.kind,
-                axes_text(row.traffic.axes),
-            )
-            cells.append(
-                (
-                    f"{1e3 * row.seconds:.3f}",
-                    *sent,
-                    f"{row.bytes_per_second / 1e9:.1f}",
-                    row.why,
-                )
-            )
+            milliseconds = f"{1e3 * row.seconds:.3f}"
+            sent = bytes_text(row.traffic.wire_bytes)
+            axes = axes_text(row.traffic.axes)
+            rate = f"{row.bytes_per_second / 1e9:.1f}"
+            cells.append((milliseconds, sent, row.traffic.kind, axes, rate, row.why))
         lines = table(cells, right={"ms/step", "bytes/step", "GB/s"})
-        sums = ", ".join(
-            f"{axes_text(axes)} {1e3 * row_seconds:.3f} ms"
-            for axes, row_seconds in self.by_axes().items()
-        )
+        sums = []
+        for axes, seconds_of_axes in self.by_axes().items():
+            sums.append(f"{axes_text(axes)} {1e3 * seconds_of_axes:.3f} ms")
+        listed = ", ".join(sums) or "no traffic"
         lines.append(
             f"About {1e3 * self.seconds:.3f} ms of a step on {self.chip.name}"
-            f" ({sums or 'no traffic'})."
+            f" ({listed})."
         )
         lines.append(
             "An estimate: bytes over bandwidth and the latency of hops, as if nothing"
@@ -172,20 +164,21 @@ def seconds(
         ```
     """
     chip = chips.find(chip)
-    spec = None if mesh is None else MeshSpec.of(mesh)
     axes: Mapping[str, tuple[Ring, ...]] = {}
-    if spec is not None and chip.torus_dims:
+    torus = None
+    if mesh is not None and chip.torus_dims:
+        spec = MeshSpec.of(mesh)
         sizes = zip(spec.axis_names, spec.axis_sizes, spec.dcn_sizes, strict=True)
         inside = {name: size // dcn for name, size, dcn in sizes}
         extents = extents_of(chip, math.prod(inside.values()))
         if slice:
             extents = _extents(slice, extents, chip)
         axes = axes_on(chip, extents, inside)
-    torus = None
-    if spec is not None and axes and spec.size == traffic.devices:
-        torus = torus_of(spec, axes)
+        if axes and spec.size == traffic.devices:
+            torus = torus_of(spec, axes)
     rows = [_row(row, axes, torus, chip) for row in traffic.rows]
-    return Seconds(tuple(sorted(rows, key=lambda row: -row.seconds)), chip)
+    rows.sort(key=lambda row: -row.seconds)
+    return Seconds(rows=tuple(rows), chip=chip)
 
 
 def _extents(
@@ -196,9 +189,9 @@ def _extents(
     """
     parts = slice_text.lower().split("x")
     extents = tuple(int(part) for part in parts if part.isdigit())
-    if math.prod(extents) != math.prod(usual) or {len(extents), len(parts)} != {
-        len(usual)
-    }:
+    are_numbers = len(extents) == len(parts)
+    has_rank = len(extents) == len(usual)
+    if not are_numbers or not has_rank or math.prod(extents) != math.prod(usual):
         raise MeshError(
             f"`slice={slice_text!r}` must have {len(usual)} extents that hold"
             f" {math.prod(usual)} chips of {chip.name}, as in"
@@ -215,46 +208,54 @@ def _row(
 ) -> SecondsRow:
     near_bytes = row.wire_bytes - row.dcn_bytes
     rate, why = _rate(row, axes, chip)
-    hops = _hops(row, axes)
-    near = near_bytes / rate
+    hops = _hops(_rings_of(row, axes), row.kind)
+    near_seconds = near_bytes / rate
     if row.pairs and row.axes and torus is not None and near_bytes:
         route = route_of(row.pairs, torus)
         # `wire_bytes` is the mean over all devices, also of those that receive nothing.
         message_bytes = row.wire_bytes * len(torus.slices) / len(row.pairs)
-        near = route.messages * message_bytes / chip.link_bytes_per_second
+        near_seconds = route.messages * message_bytes / chip.link_bytes_per_second
         hops = route.hops
-        rate = near_bytes / near if near else rate
+        if near_seconds:
+            rate = near_bytes / near_seconds
         why = f"{route.messages:g} messages on a link, up to {hops} hops"
 
-    far = row.dcn_bytes / chip.dcn_bytes_per_second * chip.devices_per_chip
+    far_seconds = row.dcn_bytes / chip.dcn_bytes_per_second * chip.devices_per_chip
     if not chip.torus_dims and row.group_size > chip.island_chips:
         # A replica group with more chips than one switch connects also uses the network
         # between switches.
-        far += row.wire_bytes / chip.island_chips / chip.dcn_bytes_per_second
+        far_seconds += row.wire_bytes / chip.island_chips / chip.dcn_bytes_per_second
         why += f", and the network between islands of {chip.island_chips}"
 
     calls = 1 if row.calls is None else row.calls
-    latency = calls * hops * chip.hop_seconds
+    latency_seconds = calls * hops * chip.hop_seconds
     return SecondsRow(
         traffic=row,
-        seconds=near + far + latency,
-        dcn_seconds=far,
+        seconds=near_seconds + far_seconds + latency_seconds,
+        dcn_seconds=far_seconds,
         bytes_per_second=rate,
         why=why,
-        latency_seconds=latency,
+        latency_seconds=latency_seconds,
     )
 
 
-def _hops(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]]) -> int:
+def _rings_of(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]]) -> list[Ring]:
+    """The dimensions of the slice that the mesh axes of a row span."""
+    rings: list[Ring] = []
+    for axis in row.axes:
+        rings += axes.get(axis, ())
+    return rings
+
+
+def _hops(rings: Sequence[Ring], kind: str) -> int:
     """The hops from one end of a replica group to the other, dimension by dimension; 1
     through a switch, and where the dimensions are not known. An all-reduce goes there
     and back.
     """
-    rings = [ring for axis in row.axes for ring in axes.get(axis, ())]
     hops = 0
     for ring in rings:
         hops += ring.size // 2 if ring.closed else ring.size - 1
-    rounds = 2 if row.kind == "all-reduce" else 1
+    rounds = 2 if kind == "all-reduce" else 1
     return rounds * max(1, hops)
 
 
@@ -268,12 +269,9 @@ def _rate(
     link = chip.link_bytes_per_second
     if not chip.torus_dims:
         return link, "a switch"
-    rings = [ring for axis in row.axes for ring in axes.get(axis, ())]
+    rings = _rings_of(row, axes)
     if not rings:
         return float(link), "one link one way"
-    names = {
-        ring: f"{'ring' if ring.closed else 'line'} of {ring.size}" for ring in rings
-    }
     links = KINDS[row.kind].links
     if links == "middle":
         # An all-to-all: each of n devices receives B bytes, half of them from the other
@@ -282,11 +280,14 @@ def _rate(
         # links) seconds at the speed of a link. Other dimensions multiply both the
         # devices and the links.
         longest = max(rings, key=lambda ring: ring.size / ring.links)
-        return (
-            4 * longest.links * link / longest.size,
-            f"the middle of a {names[longest]}",
-        )
-    shape = " + ".join(names[ring] for ring in rings)
+        rate = 4 * longest.links * link / longest.size
+        return rate, f"the middle of a {_ring_text(longest)}"
+    shape = " + ".join(map(_ring_text, rings))
     if links == "one":
         return float(link), f"one link one way ({shape})"
     return float(link * sum(ring.links for ring in rings)), shape
+
+
+def _ring_text(ring: Ring) -> str:
+    form = "ring" if ring.closed else "line"
+    return f"{form} of {ring.size}"

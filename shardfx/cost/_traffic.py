@@ -4,9 +4,10 @@ that causes it.
 
 import dataclasses
 import functools as ft
+import itertools
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -135,23 +136,22 @@ def traffic(
             "the compiler of this platform does not give the text of its programs."
         )
     if mesh is None:
-        shardings = jax.tree.leaves(compiled.input_shardings)
-        mesh = next(
-            (
-                sharding.mesh
-                for sharding in shardings
-                if isinstance(sharding, NamedSharding) and not sharding.mesh.empty
-            ),
-            None,
-        )
-    if isinstance(compiled, jax.stages.Compiled):
-        named = {}
-    else:
-        named = compiled.argument_paths
-    # Paths without the argument's name.
-    paths = {name: path.partition("/")[2] or path for name, path in named.items()}
+        mesh = _mesh_of(jax.tree.leaves(compiled.input_shardings))
+    paths: dict[str, str] = {}
+    if not isinstance(compiled, jax.stages.Compiled):
+        for name, path in compiled.argument_paths.items():
+            _, _, path_in_argument = path.partition("/")
+            paths[name] = path_in_argument or path
     ids = compiled.device_ids if isinstance(compiled, CompiledFor) else ()
     return largest_first(read(parse_hlo(text), mesh, paths, ids))
+
+
+def _mesh_of(shardings: Sequence[object]) -> Mesh | AbstractMesh | None:
+    """The first mesh of some shardings."""
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
+            return sharding.mesh
+    return None
 
 
 def read(
@@ -173,19 +173,17 @@ def read(
       known.
     """
     runs = runs_of(module)
-    numbers = [
-        run.slice + 1 for ways in runs.values() for run in ways if run.slice is not None
-    ]
-    positions = DevicePositions(
-        mesh, module.partitions, max([slices_of(module), *numbers]), ids
-    )
-    collectives = _costliest_branches(
-        _ModuleReader(module, positions, paths).collectives(runs)
-    )
+    slice_count = slices_of(module)
+    for run in itertools.chain.from_iterable(runs.values()):
+        if run.slice is not None:
+            slice_count = max(slice_count, run.slice + 1)
+    positions = DevicePositions(mesh, module.partitions, slice_count, ids)
+    reader = _ModuleReader(module, positions, paths)
+    collectives = _costliest_branches(reader.collectives(runs))
     return Traffic(
-        tuple(collective.row for collective in collectives),
-        positions.devices,
-        positions.names,
+        rows=tuple(collective.row for collective in collectives),
+        devices=positions.devices,
+        axes=positions.names,
     )
 
 
@@ -224,42 +222,26 @@ class _ModuleReader:
         loops has a row for each. `runs` has how often each computation runs, by its
         name, from `runs_of`.
         """
-        instructions = [
-            (name, instruction)
-            for name in runs
-            for instruction in self.module.computations[name].values()
-        ]
-        fusions = {
-            target: instruction.name
-            for _, instruction in instructions
-            if instruction.opcode == "fusion"
-            for _, target in instruction.called
-        }
+        # The name of the fusion that runs each computation.
+        fusions: dict[str, str] = {}
+        for name in runs:
+            for instruction in self.module.computations[name].values():
+                if instruction.opcode == "fusion":
+                    for _, target in instruction.called:
+                        fusions[target] = instruction.name
+
         candidates: list[_Found] = []
-        for name, instruction in instructions:
-            fusion, channel = fusions.get(name), channel_of(instruction)
-            for run in runs[name]:
-                try:
-                    row = self.row(name, instruction, run)
-                except ProgramError as error:
-                    raise ProgramError(f"{error}: {instruction.text:.300}") from None
-                if row is not None:
-                    # A TPU's program repeats a collective in each fusion that runs at
-                    # the same time. On other platforms each instruction is one
-                    # collective, and all collectives of a `shard_map` may have one
-                    # channel.
-                    if fusion is None or channel is None:
-                        key = (id(instruction), run)
-                    else:
-                        key = (row.kind, channel)
-                    candidates.append(
-                        _Found(
-                            row,
-                            run,
-                            key,
-                            fusion is not None and fusion.startswith(_STARTS),
-                        )
-                    )
+        for name, runs_of_computation in runs.items():
+            fusion = fusions.get(name)
+            for instruction in self.module.computations[name].values():
+                for run in runs_of_computation:
+                    try:
+                        row = self.row(name, instruction, run)
+                    except ProgramError as error:
+                        text = f"{instruction.text:.300}"
+                        raise ProgramError(f"{error}: {text}") from None
+                    if row is not None:
+                        candidates.append(_found(row, run, instruction, fusion))
         chosen: list[_Found] = []
         for alike in together(candidates, lambda candidate: candidate.key).values():
             # If no fusion starts the collective, it belongs to the fusion that runs
@@ -272,26 +254,17 @@ class _ModuleReader:
         """The traffic row of an instruction; `None` if it is no collective. `name` is
         the computation that contains it, and `runs` is how often that computation runs.
         """
-        if is_transfer(instruction):
-            collective = transfer_of(instruction, self.positions)
-        elif (collective := collective_of(instruction, self.positions.own)) is None:
+        collective = self.collective(name, instruction, runs)
+        if collective is None:
             return None
-        else:
-            collective = collective._replace(
-                groups=self.positions.in_mesh(collective.groups, runs.slice)
-            )
-            if name.startswith(_SCATTERS):
-                parts = tuple(part / collective.group_size for part in collective.parts)
-                collective = collective._replace(kind="reduce-scatter", parts=parts)
         kind = self.kind_of(instruction, collective)
         note = RAGGED if kind == "ragged-all-to-all" else ""
         if runs.unknown:
-            note = (
-                "the trips of a loop are not known and count once:"
-                f" {runs.unknown[0]:.160}"
-            )
-        wire = runs.count * collective.wire_bytes(self.positions.numbers)
-        shares = self.shares(instruction, collective, round(wire))
+            loop = f"{runs.unknown[0]:.160}"
+            note = f"the trips of a loop are not known and count once: {loop}"
+        wire_bytes = round(runs.count * collective.wire_bytes(self.positions.numbers))
+        dcn_bytes = round(runs.count * collective.wire_bytes(self.positions.slices))
+        shares = self.shares(instruction, collective, wire_bytes)
         stack = self.origins.frames(instruction)
         pairs: list[tuple[int, int]] = []
         if kind == "collective-permute":
@@ -299,8 +272,8 @@ class _ModuleReader:
                 pairs += [(int(ends[0]), int(ends[-1])) for ends in group]
         return TrafficRow(
             kind=kind,
-            wire_bytes=round(wire),
-            dcn_bytes=round(runs.count * collective.wire_bytes(self.positions.slices)),
+            wire_bytes=wire_bytes,
+            dcn_bytes=dcn_bytes,
             calls=None if runs.unknown else runs.count,
             dtype=collective.dtype,
             group_size=collective.group_size,
@@ -316,6 +289,24 @@ class _ModuleReader:
             callback=self.origins.callback(instruction),
             pairs=tuple(pairs),
         )
+
+    def collective(
+        self, name: str, instruction: Instruction, runs: Runs
+    ) -> Collective | None:
+        """The collective of an instruction of the computation `name`, with the groups as
+        positions in the mesh.
+        """
+        if is_transfer(instruction):
+            return transfer_of(instruction, self.positions)
+        collective = collective_of(instruction, self.positions.own)
+        if collective is None:
+            return None
+        groups = self.positions.in_mesh(collective.groups, runs.slice)
+        collective = collective._replace(groups=groups)
+        if name.startswith(_SCATTERS):
+            parts = [part / collective.group_size for part in collective.parts]
+            collective = collective._replace(kind="reduce-scatter", parts=tuple(parts))
+        return collective
 
     def kind_of(self, instruction: Instruction, collective: Collective) -> str:
         """The kind of a collective. A permute of a windowed einsum has the kind of the
@@ -341,48 +332,59 @@ class _ModuleReader:
         gathers, or whose gradients it reduces, by the parameter's path. The key `None`
         has the bytes of other arrays.
         """
+        find = self.origins.gathered
         if collective.kind in ("all-reduce", "reduce-scatter"):
             find = self.origins.updated
-        else:
-            find = self.origins.gathered
         shares: dict[str | None, int] = {}
         for number, part in enumerate(collective.parts):
-            argument = find(instruction, number)
-            path = argument and (self.paths.get(argument) or path_of(argument))
-            bytes_ = round(wire_bytes * part / collective.bytes) if part else 0
-            shares[path] = shares.get(path, 0) + bytes_
+            path = argument = find(instruction, number)
+            if argument:
+                path = self.paths.get(argument) or path_of(argument)
+            nbytes = 0
+            if part:
+                nbytes = round(wire_bytes * part / collective.bytes)
+            shares[path] = shares.get(path, 0) + nbytes
         return shares
 
 
+def _found(
+    row: TrafficRow, runs: Runs, instruction: Instruction, fusion: str | None
+) -> _Found:
+    """The row of an instruction. `fusion` is the name of the fusion that contains it."""
+    # A TPU's program repeats a collective in each fusion that runs at the same time. On
+    # other platforms each instruction is one collective, and all collectives of a
+    # `shard_map` may have one channel.
+    key: object = (id(instruction), runs)
+    channel = channel_of(instruction)
+    if fusion is not None and channel is not None:
+        key = (row.kind, channel)
+    starts = fusion is not None and fusion.startswith(_STARTS)
+    return _Found(row=row, runs=runs, key=key, starts=starts)
+
+
 def _costliest_branches(collectives: list[_Found]) -> list[_Found]:
-    """The rows `found`, with zero bytes in each branch of a conditional that sends less
-    than another branch of it. Only one branch runs, and the program does not say which.
+    """The rows, with zero bytes in each branch of a conditional that sends less than
+    another branch of it. Only one branch runs, and the program does not say which.
     """
+    depths = [len(collective.runs.branch) for collective in collectives]
     # Inner conditionals come first, since the bytes of an outer branch depend on them.
-    for depth in reversed(
-        range(
-            max((len(collective.runs.branch) for collective in collectives), default=0)
-        )
-    ):
+    for depth in reversed(range(max(depths, default=0))):
+        # For each conditional, the bytes of each of its branches.
         sums: dict[str, Counter[int]] = {}
         for collective in collectives:
             for label, number in collective.runs.branch[depth : depth + 1]:
                 sums.setdefault(label, Counter())[number] += collective.row.wire_bytes
-        costly = {
-            (
-                label,
-                max(bytes_of_branches, key=lambda number: bytes_of_branches[number]),
-            )
-            for label, bytes_of_branches in sums.items()
-        }  # noqa: B023
-        collectives = [
-            (
-                collective
-                if costly.issuperset(collective.runs.branch[depth : depth + 1])
-                else collective._replace(row=_without_bytes(collective.row))
-            )
-            for collective in collectives
-        ]
+        costliest: dict[str, int] = {}
+        for label, bytes_of_branches in sums.items():
+            costliest[label] = max(bytes_of_branches, key=bytes_of_branches.__getitem__)
+        counted: list[_Found] = []
+        for collective in collectives:
+            for label, number in collective.runs.branch[depth : depth + 1]:
+                if number != costliest[label]:
+                    row = _without_bytes(collective.row)
+                    collective = collective._replace(row=row)
+            counted.append(collective)
+        collectives = counted
     return collectives
 
 

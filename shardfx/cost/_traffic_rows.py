@@ -131,23 +131,23 @@ class Traffic:
         """
         sums: Counter[object] = Counter()
         for row in self.rows:
-            for value, count in (
-                row.shares if key == "leaf" else ((vars(row)[key], row.wire_bytes),)
-            ):
-                sums[value] += count
+            if key == "leaf":
+                shares = row.shares
+            else:
+                shares = ((vars(row)[key], row.wire_bytes),)
+            for value, nbytes in shares:
+                sums[value] += nbytes
         return dict(sums.most_common())
 
     def __sub__(self, other: "Traffic") -> "TrafficDifference":
         sums: dict[_Kind, list[int]] = {}
         for side, side_traffic in enumerate((self, other)):
             for row in side_traffic.rows:
-                sums.setdefault((row.kind, row.axes, row.source, row.leaf), [0, 0])[
-                    side
-                ] += row.wire_bytes
-        pairs = [(key, ours, theirs) for key, (ours, theirs) in sums.items()]
-        return TrafficDifference(
-            tuple(sorted(pairs, key=lambda row: -abs(row[1] - row[2])))
-        )
+                kind = (row.kind, row.axes, row.source, row.leaf)
+                sums.setdefault(kind, [0, 0])[side] += row.wire_bytes
+        rows = [(kind, ours, theirs) for kind, (ours, theirs) in sums.items()]
+        rows.sort(key=lambda row: -abs(row[1] - row[2]))
+        return TrafficDifference(tuple(rows))
 
     def __str__(self) -> str:
         return self.text()
@@ -169,25 +169,23 @@ def text_of(
     source line that sends most comes first. If the table is wider than `width`, the
     least informative columns are left out.
     """
+    devices = of_traffic.devices
     if not of_traffic.rows:
-        return [
-            f"no traffic: a step on {plural(of_traffic.devices, 'device')} sends nothing."
-        ]
-    lines = together(of_traffic.rows[:most], lambda row: row.source).values()
-    lines = sorted(
-        lines, key=lambda line_rows: -sum(row.wire_bytes for row in line_rows)
-    )
-    cells = [
-        _cells(row, number == 0)
-        for line_rows in lines
-        for number, row in enumerate(line_rows)
-    ]
+        return [f"no traffic: a step on {plural(devices, 'device')} sends nothing."]
+
+    def minus_bytes(rows: list[TrafficRow]) -> int:
+        return -sum(row.wire_bytes for row in rows)
+
+    cells = []
+    lines = together(of_traffic.rows[:most], lambda row: row.source)
+    for rows_of_line in sorted(lines.values(), key=minus_bytes):
+        for number, row in enumerate(rows_of_line):
+            cells.append(_cells(row, number == 0))
+    dcn = ""
     if of_traffic.dcn_bytes:
         dcn = f", {bytes_text(of_traffic.dcn_bytes)} of them between slices"
-    else:
-        dcn = ""
     total = (
-        f"{bytes_text(of_traffic.wire_bytes)} enter each of {of_traffic.devices} devices in a"
+        f"{bytes_text(of_traffic.wire_bytes)} enter each of {devices} devices in a"
         f" step{dcn}."
     )
     if len(cells) < len(of_traffic.rows):
@@ -203,9 +201,8 @@ def text_of(
 
 def largest_first(of_traffic: Traffic) -> Traffic:
     """The traffic with its rows sorted by `wire_bytes`, the largest first."""
-    return dataclasses.replace(
-        of_traffic, rows=tuple(sorted(of_traffic.rows, key=lambda row: -row.wire_bytes))
-    )
+    rows = sorted(of_traffic.rows, key=lambda row: -row.wire_bytes)
+    return dataclasses.replace(of_traffic, rows=tuple(rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,22 +225,18 @@ class TrafficDifference:
         return sum(ours - theirs for _, ours, theirs in self.rows)
 
     def __str__(self) -> str:
-        cells = [
-            (
-                _signed(ours - theirs),
-                bytes_text(ours),
-                bytes_text(theirs),
-                kind,
-                *place_cells(axes, leaf, source),
+        cells: list[tuple[str, ...]] = [(*_COMPARED, "kind", "axes", "leaf", "source")]
+        for (kind, axes, source, leaf), ours, theirs in self.rows:
+            if ours == theirs:
+                continue
+            difference = _signed(ours - theirs)
+            place = place_cells(axes, leaf, source)
+            cells.append(
+                (difference, bytes_text(ours), bytes_text(theirs), kind, *place)
             )
-            for (kind, axes, source, leaf), ours, theirs in self.rows
-            if ours != theirs
-        ]
-        if not cells:
+        if len(cells) == 1:
             return "the same traffic"
-        lines = table(
-            [(*_COMPARED, "kind", "axes", "leaf", "source"), *cells], right=_COMPARED
-        )
+        lines = table(cells, right=_COMPARED)
         return "\n".join([*lines, f"{_signed(self.wire_bytes)} in all."])
 
     __repr__ = first_lines
@@ -277,26 +270,36 @@ def place_cells(
 
 
 def _cells(row: TrafficRow, is_first: bool) -> tuple[str, ...]:
-    first, _, others = (row.leaf or "").partition(", ")
-    leaf = printable(first + (f" +{others.count(', ') + 1}" if others else "") or "-")
-    if row.callback:
-        words = ("for", row.callback)
-        leaf = " ".join((leaf, *words) if row.leaf else words)
     kind = f"{row.kind} (windowed)" if row.windowed else row.kind
-    calls = "?" if row.calls is None else str(row.calls)
-    array = (row.arrays[0] if row.arrays else row.dtype or "-") + (
-        f" +{len(row.arrays) - 1}" if row.arrays[1:] else ""
-    )
-    sent = (
+    array = row.dtype or "-"
+    if row.arrays:
+        array = row.arrays[0]
+    if len(row.arrays) > 1:
+        array += f" +{len(row.arrays) - 1}"
+    return (
         bytes_text(row.wire_bytes),
         kind,
         axes_text(row.axes),
         str(row.group_size),
-        calls,
+        "?" if row.calls is None else str(row.calls),
         array,
+        row.phase or "-",
+        _leaf_cell(row),
+        place_text(row.source) if is_first else "",
     )
-    return *sent, row.phase or "-", leaf, place_text(row.source) if is_first else ""
+
+
+def _leaf_cell(row: TrafficRow) -> str:
+    """The first of a row's leaves with the number of others, and its callback."""
+    first, *others = (row.leaf or "").split(", ")
+    leaf = printable(f"{first} +{len(others)}" if others else first or "-")
+    if not row.callback:
+        return leaf
+    if row.leaf:
+        return f"{leaf} for {row.callback}"
+    return f"for {row.callback}"
 
 
 def _signed(count: int) -> str:
-    return f"{'-' if count < 0 else '+'}{bytes_text(abs(count))}"
+    sign = "-" if count < 0 else "+"
+    return f"{sign}{bytes_text(abs(count))}"

@@ -1,6 +1,7 @@
 """What to write in a step so that JAX can type it on Explicit axes."""
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -187,12 +188,14 @@ def _spec_of(leaf: Any) -> PartitionSpec:
 def _structs(
     structs: Sequence[Any], specs: Sequence[PartitionSpec], mesh: AbstractMesh
 ) -> list[Any]:
-    return [
-        jax.ShapeDtypeStruct(
-            struct.shape, struct.dtype, sharding=NamedSharding(mesh, spec)
+    typed_structs = []
+    for struct, spec in zip(structs, specs, strict=True):
+        sharding = NamedSharding(mesh, spec)
+        typed_struct = jax.ShapeDtypeStruct(
+            struct.shape, struct.dtype, sharding=sharding
         )
-        for struct, spec in zip(structs, specs, strict=True)
-    ]
+        typed_structs.append(typed_struct)
+    return typed_structs
 
 
 class _Typer:
@@ -245,10 +248,9 @@ class _Typer:
         if name == "scan":
             return self.scan(equation, operands)
         if name == "cond":
-            branches = [
-                self.run(*opened(branch), operands[1:]) for branch in params["branches"]
-            ]
-            return branches[0]
+            branches = list(map(opened, params["branches"]))
+            results = [self.run(*branch, operands[1:]) for branch in branches]
+            return results[0]
         if name == "while":
             start = params["cond_nconsts"]
             return self.run(*opened(params["body_jaxpr"]), operands[start:])
@@ -258,39 +260,44 @@ class _Typer:
             # still to be typed.
             return operands[:1]
         located = equation.replace(ctx=self.context)
+
+        def run(*arrays: Any) -> list[Any]:
+            return applied(jaxpr, located, arrays)
+
         try:
             with over(self.mesh):
-                return jax.eval_shape(
-                    lambda *arrays: applied(jaxpr, located, arrays), *operands
-                )
+                return jax.eval_shape(run, *operands)
         # JAX's errors for a sharding that it cannot type are not public.
         except Exception as error:
             if not is_about_types(error):
                 raise
-            return [
-                self.written(equation, operands, var, error) for var in equation.outvars
-            ]
+            written = ft.partial(self.written, equation, operands, error=error)
+            return list(map(written, equation.outvars))
 
     def scan(self, equation: jex.JaxprEqn, operands: list[Any]) -> list[Any]:
         first, carried = carry_of(equation)
-        stacked = operands[first + carried :]
-        specs = [PartitionSpec(*list(_spec_of(struct))[1:]) for struct in stacked]
-        slices = [
-            jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype) for struct in stacked
-        ]
-        body = opened(equation.params["jaxpr"])
-        args = [*operands[: first + carried], *_structs(slices, specs, self.mesh)]
-        results = self.run(*body, args)
+        unscanned = operands[: first + carried]
+        slices = []
+        specs = []
+        for struct in operands[first + carried :]:
+            entries = list(_spec_of(struct))
+            specs.append(PartitionSpec(*entries[1:]))
+            slices.append(jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype))
+        args = [*unscanned, *_structs(slices, specs, self.mesh)]
+        results = self.run(*opened(equation.params["jaxpr"]), args)
         for before, after in zip(operands[first:], results[:carried], strict=False):
             if _trimmed(before) != _trimmed(after):
                 text = _CARRY.format(spec=_written_spec(_trimmed(after)))
                 self.add(equation, after.shape, _trimmed(after), text, "")
 
-        ys = results[carried:]
         length = equation.params["length"]
-        whole = [jax.ShapeDtypeStruct((length, *y.shape), y.dtype) for y in ys]
-        specs = [PartitionSpec(None, *_spec_of(y)) for y in ys]
-        return [*results[:carried], *_structs(whole, specs, self.mesh)]
+        stacks = []
+        specs = []
+        for struct in results[carried:]:
+            shape = (length, *struct.shape)
+            stacks.append(jax.ShapeDtypeStruct(shape, struct.dtype))
+            specs.append(PartitionSpec(None, *_spec_of(struct)))
+        return [*results[:carried], *_structs(stacks, specs, self.mesh)]
 
     def written(
         self,

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from .._step import HloModule, Instruction, array_of, arrays_in, root_of
+from .._step import PRODUCTS, HloModule, Instruction, array_of, arrays_in, root_of
 from ._runs import runs_of
 
 
@@ -21,7 +21,7 @@ _HEAVY = frozenset(
 # 128 MiB.
 _ON_CHIP_BYTES = 2**25
 _PASSED = ("convert", "copy", "bitcast", "transpose", "reshape")
-_PRODUCTS = ("dot", "convolution", "ragged-dot")
+
 # These operations read or write only a part of an operand: a part of the size of the
 # result (`None`), or of the size of the operand with this number.
 _IN_PLACE = {"gather": None, "scatter": 2, "dynamic-update-slice": 1}
@@ -65,33 +65,42 @@ def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
     arrays, such as the weights of a recurrent cell, stay in on-chip memory.
     """
     runs = runs_of(module)
-    flops, moved, cycles = 0.0, _written(module), 0
-    notes: dict[str, None] = {}
-    loops = [
-        instruction.called
-        for computation in module.computations.values()
-        for instruction in computation.values()
-        if instruction.opcode == "while"
-    ]
+    loop_bodies: set[str] = set()
     if tpu:
-        bodies = {dict(called)["body"] for called in loops}
-    else:
-        bodies = set()
+        loop_bodies = _loop_bodies(module)
+    flops = 0.0
+    moved_bytes = _written_bytes(module)
+    cycles = 0
+    notes: dict[str, None] = {}
     for name, computation in module.computations.items():
-        ways = runs.get(name, ())
-        count = sum(run.count for run in ways)
-        notes |= dict.fromkeys(_TRIPS for run in ways if run.unknown)
-        for instruction in computation.values() if count else ():
-            flops += count * _flops(module, name, instruction)
-            moved += count * _moved(computation, instruction, tpu, name in bodies)
+        runs_of_computation = runs.get(name, ())
+        count = sum(run.count for run in runs_of_computation)
+        if any(run.unknown for run in runs_of_computation):
+            notes[_TRIPS] = None
+        if not count:
+            continue
+        in_loop = name in loop_bodies
+        for instruction in computation.values():
+            flops += count * _flops(computation, instruction)
+            moved_bytes += count * _moved_bytes(computation, instruction, tpu, in_loop)
             if match := _KERNEL.search(instruction.attributes):
                 notes[f"the products of the kernel `{match[1]}` are not counted"] = None
             if match := _CYCLES.search(instruction.attributes):
                 cycles += count * int(match[1])
-    return DeviceWork(flops, moved, cycles, tuple(notes))
+    return DeviceWork(flops=flops, bytes=moved_bytes, cycles=cycles, notes=tuple(notes))
 
 
-def _moved(
+def _loop_bodies(module: HloModule) -> set[str]:
+    """The names of the computations that are bodies of loops."""
+    bodies = set()
+    for computation in module.computations.values():
+        for instruction in computation.values():
+            if instruction.opcode == "while":
+                bodies.add(dict(instruction.called)["body"])
+    return bodies
+
+
+def _moved_bytes(
     computation: Mapping[str, Instruction],
     instruction: Instruction,
     tpu: bool,
@@ -103,84 +112,80 @@ def _moved(
     """
     if instruction.opcode in _IN_PLACE:
         part = _IN_PLACE[instruction.opcode]
-        return 2.0 * _bytes(
-            instruction if part is None else computation[instruction.operands[part]]
-        )
+        moved = instruction
+        if part is not None:
+            moved = computation[instruction.operands[part]]
+        return 2.0 * _bytes(moved)
     if instruction.opcode not in _HEAVY:
         return 0.0
-    is_narrow = tpu and instruction.opcode in _PRODUCTS
-    read = [
-        _bytes(computation[name])
-        / (2 if is_narrow and computation[name].result.startswith("f32") else 1)
-        for name in instruction.operands
-        if not in_loop or not _is_on_chip(computation, computation[name])
-    ]
-    return sum(read, _bytes(instruction))
+    is_narrow = tpu and instruction.opcode in PRODUCTS
+    moved_bytes = _bytes(instruction)
+    for name in instruction.operands:
+        operand = computation[name]
+        if in_loop and _is_on_chip(computation, operand):
+            continue
+        if is_narrow and operand.result.startswith("f32"):
+            moved_bytes += _bytes(operand) / 2
+        else:
+            moved_bytes += _bytes(operand)
+    return moved_bytes
 
 
-def _is_on_chip(
-    computation: Mapping[str, Instruction], instruction: Instruction
-) -> bool:
-    """Whether the result of `one` is a loop-carried array small enough to stay in
-    on-chip memory. `one` is an operand of an instruction of `computation`, the body of
-    a loop.
+def _is_on_chip(computation: Mapping[str, Instruction], operand: Instruction) -> bool:
+    """Whether the result of `operand` is a loop-carried array small enough to stay in
+    on-chip memory. An instruction of `computation`, the body of a loop, reads it.
     """
-    size = _bytes(instruction)
-    while instruction.opcode in _PASSED:
-        instruction = computation[instruction.operands[0]]
-    is_carried = (
-        instruction.opcode == "get-tuple-element"
-        and computation[instruction.operands[0]].opcode == "parameter"
-    )
-    return is_carried and size <= _ON_CHIP_BYTES
+    if _bytes(operand) > _ON_CHIP_BYTES:
+        return False
+    while operand.opcode in _PASSED:
+        operand = computation[operand.operands[0]]
+    if operand.opcode != "get-tuple-element":
+        return False
+    return computation[operand.operands[0]].opcode == "parameter"
 
 
-def _written(module: HloModule) -> float:
+def _written_bytes(module: HloModule) -> float:
     """The bytes to and from memory for those results of the program that elementwise
     operations compute. Each counts twice, for the write of the result and the read of
     an operand of equal size.
     """
     entry = module.computations[module.entry]
     root = root_of(entry)
+    outputs = [root]
     if root.opcode == "tuple":
         outputs = [entry[name] for name in root.operands]
-    else:
-        outputs = [root]
-    return math.fsum(
-        2.0 * _bytes(output)
-        for output in outputs
-        if output.opcode not in _NOT_MADE | _HEAVY
-    )
+    sizes = []
+    for output in outputs:
+        if output.opcode not in _NOT_MADE and output.opcode not in _HEAVY:
+            sizes.append(2.0 * _bytes(output))
+    return math.fsum(sizes)
 
 
-def _flops(module: HloModule, name: str, instruction: Instruction) -> float:
+def _flops(computation: Mapping[str, Instruction], instruction: Instruction) -> float:
     if instruction.opcode == "dot":
-        # An operand can be a tuple of slices along the contracted dimension. The other
-        # operand has the whole dimension.
-        contracted = zip(
-            instruction.operands,
-            _CONTRACTED.findall(instruction.attributes),
-            strict=False,
-        )
-        sides = (
-            (array_of(module.computations[name][operand]).shape, dims.split(","))
-            for operand, dims in contracted
-        )
-        over = max(
-            (
-                math.prod(shape[int(dim)] for dim in dims if dim)
-                for shape, dims in sides
-            ),
-            default=1,
-        )
-        return 2.0 * math.prod(array_of(instruction).shape) * over
-    if instruction.opcode == "convolution" and (
-        contracted := _LABELS.search(instruction.attributes)
-    ):
-        kernel = array_of(module.computations[name][instruction.operands[1]]).shape
-        each = math.prod(kernel) / kernel[contracted[1].index("o")]
-        return 2.0 * math.prod(array_of(instruction).shape) * each
+        summed = _contracted_elements(computation, instruction)
+        return 2.0 * math.prod(array_of(instruction).shape) * summed
+    labels = _LABELS.search(instruction.attributes)
+    if instruction.opcode == "convolution" and labels is not None:
+        kernel = array_of(computation[instruction.operands[1]]).shape
+        summed = math.prod(kernel) / kernel[labels[1].index("o")]
+        return 2.0 * math.prod(array_of(instruction).shape) * summed
     return 0.0
+
+
+def _contracted_elements(
+    computation: Mapping[str, Instruction], product: Instruction
+) -> int:
+    """The number of elements that a matrix product sums for each element of its result."""
+    # An operand can be a tuple of slices along the contracted dimension. The other
+    # operand has the whole dimension.
+    counts = []
+    texts = _CONTRACTED.findall(product.attributes)
+    for name, text in zip(product.operands, texts, strict=False):
+        shape = array_of(computation[name]).shape
+        dims = [int(dim) for dim in text.split(",") if dim]
+        counts.append(math.prod(shape[dim] for dim in dims))
+    return max(counts, default=1)
 
 
 def _bytes(instruction: Instruction) -> float:

@@ -105,30 +105,33 @@ class _Scheduler:
         self.unread = {value: len(users) for value, users in self.users.items()}
         self.done: set[int] = set()
 
-        self.readers = [self._count_readers(values) for values in makes]
         self.makers = [self._makers(values) for values in reads]
-        # Operations that run right before their first reader.
-        self.is_late = [
-            count > 0 and not makers
-            for makers, count in zip(self.makers, self.readers, strict=True)
-        ]
-        self.awaited = [
-            {maker for maker in makers if not self.is_late[maker]}
-            for makers in self.makers
-        ]
+        self.reader_counts = [len(self._readers(values)) for values in makes]
+        self.is_late = [self._is_late(operation) for operation in range(len(makes))]
+        self.awaited = [self._awaited(makers) for makers in self.makers]
 
-    def _count_readers(self, values: Collection[int]) -> int:
-        return sum(len(self.users.get(value, ())) for value in values)
+    def _readers(self, values: Collection[int]) -> list[int]:
+        """The operations that read some values, once for each read."""
+        readers: list[int] = []
+        for value in values:
+            readers += self.users.get(value, ())
+        return readers
 
     def _makers(self, values: Collection[int]) -> set[int]:
         return {self.maker[value] for value in values if value in self.maker}
 
+    def _is_late(self, operation: int) -> bool:
+        """Whether an operation runs right before its first reader."""
+        return self.reader_counts[operation] > 0 and not self.makers[operation]
+
+    def _awaited(self, makers: set[int]) -> set[int]:
+        return {maker for maker in makers if not self.is_late[maker]}
+
     def order(self) -> list[int]:
-        ready = [
-            self._priority(operation)
-            for operation, makers in enumerate(self.awaited)
-            if not makers and not self.is_late[operation]
-        ]
+        ready: list[_Priority] = []
+        for operation in range(len(self.makes)):
+            if self._can_run(operation):
+                ready.append(self._priority(operation))
         heapq.heapify(ready)
         order: list[int] = []
         while ready:
@@ -137,12 +140,16 @@ class _Scheduler:
             if operation in self.done:
                 continue
             # All other makers are done.
-            next_operations = [*sorted(self.makers[operation] - self.done), operation]
+            late_makers = sorted(self.makers[operation] - self.done)
+            next_operations = [*late_makers, operation]
             order += next_operations
             self.done.update(next_operations)
             for user in self._ready_after(operation):
                 heapq.heappush(ready, self._priority(user))
         return order
+
+    def _can_run(self, operation: int) -> bool:
+        return not self.awaited[operation] and not self.is_late[operation]
 
     def _priority(self, operation: int) -> _Priority:
         freed_bytes = 0
@@ -152,7 +159,7 @@ class _Scheduler:
         made_bytes = sum(map(self.bytes_of, self.makes[operation]))
         return _Priority(
             growth_bytes=made_bytes - freed_bytes,
-            minus_readers=-self.readers[operation],
+            minus_readers=-self.reader_counts[operation],
             operation=operation,
         )
 
@@ -162,18 +169,14 @@ class _Scheduler:
         """
         for value in self.reads[operation]:
             self.unread[value] -= 1
-        users: list[int] = []
-        for value in self.makes[operation]:
-            users += self.users.get(value, ())
+        users = self._readers(self.makes[operation])
         for user in users:
             self.awaited[user].discard(operation)
         for value in self.reads[operation]:
             if self.unread[value] == 1:
                 users += self.users[value]
-        return [
-            user
-            for user in users
-            if user not in self.done
-            and not self.awaited[user]
-            and not self.is_late[user]
-        ]
+        ready = []
+        for user in users:
+            if user not in self.done and self._can_run(user):
+                ready.append(user)
+        return ready

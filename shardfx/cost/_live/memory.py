@@ -42,47 +42,48 @@ def rematerialized(
     Instead, the values that the forward loop carries from layer to layer are stored for
     every layer. `bytes_of` returns the bytes of an array.
     """
-    loop_bodies = {
-        id(body) for op in uses.ops if op.opcode == "while" for body in op.bodies
-    }
+    loop_bodies: set[int] = set()
+    for op in uses.ops:
+        if op.opcode == "while":
+            loop_bodies.update(map(id, op.bodies))
     dropped: set[int] = set()
-    stacked_bytes = kept_bytes = 0
+    stacked_bytes = 0
+    kept_bytes = 0
     for loop in program.entry.ops:
         if loop.opcode != "while":
             continue
         stacks = [
             index for index in range(len(loop.makes)) if _is_stack(loop, index, uses)
         ]
-        read_by_loops = [
-            index
-            for index in stacks
-            if {id(use.body) for use in uses.reads_of(loop.makes[index])} <= loop_bodies
-        ]
+        read_by_loops: list[int] = []
+        for index in stacks:
+            readers = {id(use.body) for use in uses.reads_of(loop.makes[index])}
+            if readers <= loop_bodies:
+                read_by_loops.append(index)
         if not read_by_loops:
             continue
         body = loop.bodies[0]
         # A loop may stack its carried values already. Then these are stored in the
         # dtype of the stack.
-        sizes: dict[tuple[int, ...], int] = {}
+        bytes_of_stacks: dict[tuple[int, ...], int] = {}
         for index in read_by_loops:
             stack = loop.makes[index]
             stacked_bytes += bytes_of(stack)
-            sizes[program.buffers[stack].shape] = bytes_of(stack)
-            dropped |= {
-                stack,
-                loop.reads[index],
-                body.carried[index],
-                body.results[index],
-            }
-        length = program.buffers[loop.makes[read_by_loops[0]]].shape[0]
+            bytes_of_stacks[program.buffers[stack].shape] = bytes_of(stack)
+            dropped.add(stack)
+            dropped.add(loop.reads[index])
+            dropped.add(body.carried[index])
+            dropped.add(body.results[index])
+        first_stack = loop.makes[read_by_loops[0]]
+        length = program.buffers[first_stack].shape[0]
         for index, value in enumerate(loop.makes):
             shape = program.buffers[value].shape
             if index not in stacks and shape:
-                size = length * bytes_of(value)
-                kept_bytes += sizes.get((length, *shape), size)
+                nbytes = length * bytes_of(value)
+                kept_bytes += bytes_of_stacks.get((length, *shape), nbytes)
     if stacked_bytes <= 1.1 * kept_bytes:
         return Rematerialized()
-    return Rematerialized(frozenset(dropped), kept_bytes)
+    return Rematerialized(values=frozenset(dropped), kept_bytes=kept_bytes)
 
 
 def _is_stack(loop: FlatOp, index: int, uses: Uses) -> bool:
@@ -121,36 +122,25 @@ def device_memory(
     if remat:
         counter.remat = rematerialized(program, counter.uses, counter.bytes_of)
     entry = program.entry
-    spare = [
-        program.buffers[value]
-        for value, is_donated in zip(entry.carried, donated, strict=False)
-        if is_donated
-    ]
-    results: list[int] = []
-    for value, is_on_host in itertools.zip_longest(
-        entry.results, results_on_host, fillvalue=False
-    ):
+    arguments = counter.device_bytes(entry.carried, on_host)
+    results = counter.device_bytes(entry.results, results_on_host)
+    donated_values = itertools.compress(entry.carried, donated)
+    spare = [program.buffers[value] for value in donated_values]
+    for number, value in enumerate(entry.results):
         buffer = program.buffers[value]
-        size = counter.bytes_of(value)
-        if is_on_host:
-            size = 0
-        elif buffer in spare:
+        is_on_host = number < len(results_on_host) and results_on_host[number]
+        if not is_on_host and buffer in spare:
             spare.remove(buffer)
-            size = 0
-        results.append(size)
-    arguments: list[int] = []
-    for value, is_on_host in itertools.zip_longest(
-        entry.carried, on_host, fillvalue=False
-    ):
-        arguments.append(0 if is_on_host else counter.bytes_of(value))
+            results[number] = 0
 
     peak = counter.peak(entry, dict(zip(entry.results, results, strict=True)))
     arrays = [counter.live_array(value) for value in peak.values]
+    arrays.sort(key=lambda array: -array.bytes)
     return Memory(
         arguments=tuple(arguments),
         results=tuple(results),
         temporary_bytes=peak.bytes + counter.remat.kept_bytes,
-        arrays=tuple(sorted(arrays, key=lambda array: -array.bytes)),
+        arrays=tuple(arrays),
     )
 
 
@@ -192,6 +182,13 @@ class _Counter:
             return 0
         return bytes_of(self.program.buffers[value], self.tile)
 
+    def device_bytes(self, values: Sequence[int], on_host: Sequence[bool]) -> list[int]:
+        """The bytes of each value; 0 for those that are in host memory."""
+        sizes = list(map(self.bytes_of, values))
+        for number in itertools.compress(range(len(sizes)), on_host):
+            sizes[number] = 0
+        return sizes
+
     def live_array(self, value: int) -> LiveArray:
         """The temporary `value`, with the operation that made it. A loop's result is
         made in the loop's body.
@@ -219,42 +216,42 @@ class _Counter:
         """
         ops = self.scheduled(body)
         # The positions at which each array is made and last read.
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
+        makers: dict[int, int] = {}
+        last_uses: dict[int, int] = {}
         for position, op in enumerate(ops):
-            for value in op.makes:
-                first[value] = last[value] = position
-            for value in op.reads:
-                last[value] = position
+            makers.update(dict.fromkeys(op.makes, position))
+            last_uses.update(dict.fromkeys((*op.makes, *op.reads), position))
 
         # The body writes its results to the buffers of its carried values, or to
         # buffers of its caller.
-        of_caller = {*body.results}
+        of_caller = frozenset(body.results)
         live: dict[int, int] = {}
         worst = _Peak()
         for position, op in enumerate(ops):
             # An operation in place takes over the memory of what it reads last.
-            oldest = position + (op.op.opcode in IN_PLACE)
-            live = {
-                value: size for value, size in live.items() if last[value] >= oldest
-            }
+            is_in_place = op.op.opcode in IN_PLACE
+            oldest = position + 1 if is_in_place else position
+            for value in list(live):
+                if last_uses[value] < oldest:
+                    del live[value]
             for value in op.makes:
                 if value not in of_caller:
                     live[value] = self.bytes_of(value)
-            inner = _Peak()
-            for inner_body in op.op.bodies:
-                inner_peak = self.peak(inner_body, {})
-                if inner_peak.bytes > inner.bytes:
-                    inner = inner_peak
-            free = [
-                size
-                for value, size in result_bytes.items()
-                if first.get(value, -1) > position
-            ]
-            needed = sum(live.values()) + inner.bytes - _reused_bytes(live, free)
-            if needed > worst.bytes:
-                worst = _Peak(needed, (*live, *inner.values))
+            inner = self.largest_peak(op.op.bodies)
+            later_results: list[int] = []
+            for value, nbytes in result_bytes.items():
+                if makers.get(value, -1) > position:
+                    later_results.append(nbytes)
+            reused_bytes = _reused_bytes(live, later_results)
+            needed_bytes = sum(live.values()) + inner.bytes - reused_bytes
+            if needed_bytes > worst.bytes:
+                worst = _Peak(bytes=needed_bytes, values=(*live, *inner.values))
         return worst
+
+    def largest_peak(self, bodies: Sequence[Body]) -> _Peak:
+        """The largest of the peaks of nested bodies; zero without any."""
+        peaks = [self.peak(body, {}) for body in bodies]
+        return max(peaks, key=lambda peak: peak.bytes, default=_Peak())
 
     def scheduled(self, body: Body) -> list[_ArrayOp]:
         """The operations of a body that make arrays or run other bodies, in the order in
@@ -264,9 +261,11 @@ class _Counter:
         for op in body.ops:
             makes = tuple(filter(self.is_array, op.makes))
             if makes or op.bodies:
-                ops.append(_ArrayOp(op, self.reads(op), makes))
+                ops.append(_ArrayOp(op=op, reads=self.reads(op), makes=makes))
         order = list_schedule(
-            [op.reads for op in ops], [op.makes for op in ops], self.bytes_of
+            reads=[op.reads for op in ops],
+            makes=[op.makes for op in ops],
+            bytes_of=self.bytes_of,
         )
         return [ops[number] for number in order]
 

@@ -19,13 +19,15 @@ Keys = frozenset[ValueKey]
 # The shares of the values within loops, and of those outside, that a compiler stores at
 # least if nothing is checkpointed. libtpu stored 37 % of those of 48 unrolled layers,
 # and 25 % of those of 4.
-_LEAST_STACKED, _LEAST_OUTSIDE = 0.4, 0.2
+_LEAST_STACKED = 0.4
+_LEAST_OUTSIDE = 0.2
 
 # Points that are carried on while values are taken away one by one.
 _WIDTH = 8
 
 # Guesses of the border before it is bisected, and exchanges around it.
-_MOST_TRIALS, _MOST_EXCHANGES = 4, 3
+_MOST_TRIALS = 4
+_MOST_EXCHANGES = 3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,39 +47,48 @@ class Costs:
     @ft.cached_property
     def keys(self) -> Keys:
         """The keys of all values that can be kept."""
-        return frozenset().union(*(one.keys for one in self.recomputations))
+        keys: set[ValueKey] = set()
+        for region in self.recomputations:
+            keys |= region.keys
+        return frozenset(keys)
 
     def bytes_of(self, key: ValueKey) -> int:
         """The bytes of a value in one run of its region, on one device."""
-        return max(one.bytes_of.get(key, 0) for one in self.recomputations)
+        return max(region.bytes_of.get(key, 0) for region in self.recomputations)
 
     @property
     def stacked_bytes(self) -> int:
         """The bytes that loops keep if nothing is checkpointed. Each iteration writes
         its values into arrays, so compilers cannot compute them again by themselves.
         """
-        bodies = [one for one in self.recomputations if one.is_body]
-        return sum(one.keeping(one.keys).bytes for one in bodies)
+        stacked_bytes = 0
+        for region in self.recomputations:
+            if region.is_body:
+                stacked_bytes += region.keeping(region.keys).bytes
+        return stacked_bytes
 
     @property
     def forward(self) -> Work:
         """The work of all regions in the forward pass."""
-        return total(one.forward.times(one.count) for one in self.recomputations)
+        return total(
+            region.forward.times(region.count) for region in self.recomputations
+        )
 
     def keeping(self, keys: Keys) -> Kept:
         """The consequences of keeping the values with these keys in all regions."""
-        size = 0
+        kept_bytes = 0
         works: list[Work] = []
         used: set[ValueKey] = set()
         for number, region in enumerate(self.recomputations):
-            question = number, keys & region.keys
-            if question not in self._known:
-                self._known[question] = region.keeping(question[1])
-            kept = self._known[question]
-            size += kept.bytes
+            kept_keys = keys & region.keys
+            kept = self._known.get((number, kept_keys))
+            if kept is None:
+                kept = region.keeping(kept_keys)
+                self._known[number, kept_keys] = kept
+            kept_bytes += kept.bytes
             works.append(kept.work)
             used |= kept.used
-        return Kept(size, total(works), frozenset(used))
+        return Kept(bytes=kept_bytes, work=total(works), used=frozenset(used))
 
     def seconds(self, work: Work) -> float:
         """The time of some work on all devices together."""
@@ -100,7 +111,7 @@ class Point(NamedTuple):
 
 def point_of(costs: Costs, allowed: Keys) -> Point:
     kept = costs.keeping(allowed)
-    return Point(allowed, kept, costs.seconds(kept.work))
+    return Point(allowed=allowed, kept=kept, seconds=costs.seconds(kept.work))
 
 
 def frontier(costs: Costs) -> list[Point]:
@@ -111,15 +122,19 @@ def frontier(costs: Costs) -> list[Point]:
     points are carried on that save most bytes for their time.
     """
     start = point_of(costs, costs.keys)
-    points = [start]
+    points: list[Point] = []
     layer = [start]
     while layer:
-        smaller = {allowed for point in layer for allowed in _smaller(costs, point)}
-        ordered = sorted(smaller, key=sorted)
-        layer = _best([point_of(costs, allowed) for allowed in ordered])
+        smaller: set[Keys] = set()
+        for point in layer:
+            smaller.update(_smaller(costs, point))
+        layer_points = [
+            point_of(costs, allowed) for allowed in sorted(smaller, key=sorted)
+        ]
+        layer = _best(layer_points)
         points += layer
         layer = _spread(layer)
-    return [start, *_best(points[1:])]
+    return [start, *_best(points)]
 
 
 def _smaller(costs: Costs, point: Point) -> Iterator[Keys]:
@@ -138,8 +153,9 @@ def _best(points: Sequence[Point]) -> list[Point]:
     """The points for which no other has fewer bytes and as little time, the one with
     most bytes first.
     """
+    by_bytes = sorted(points, key=lambda point: (point.kept.bytes, point.seconds))
     best: list[Point] = []
-    for point in sorted(points, key=lambda point: (point.kept.bytes, point.seconds)):
+    for point in by_bytes:
         if not best or point.seconds < best[-1].seconds:
             best.append(point)
     best.reverse()
@@ -199,26 +215,27 @@ def chosen(
     `try_point` asks for the memory of a point. `other_bytes` is a first guess of the
     memory that is not for kept values.
     """
-    points = frontier(costs)
-    stacked = costs.stacked_bytes
-    least_bytes = _LEAST_STACKED * stacked
-    least_bytes += _LEAST_OUTSIDE * (points[0].kept.bytes - stacked)
+    keeping_all, *points = frontier(costs)
+    stacked_bytes = costs.stacked_bytes
+    outside_bytes = keeping_all.kept.bytes - stacked_bytes
+    least_bytes = _LEAST_STACKED * stacked_bytes + _LEAST_OUTSIDE * outside_bytes
     if other_bytes + least_bytes <= budget_bytes:
-        plain = try_point(points[0])
+        plain = try_point(keeping_all)
         if plain.fits:
             return plain
-    best = _border(points[1:], budget_bytes, other_bytes, try_point)
+    best = _border(points, budget_bytes, other_bytes, try_point)
     if not best.fits:
         return best
-    limit = best.point.kept.bytes + budget_bytes - best.peak_bytes
+    limit_bytes = best.point.kept.bytes + budget_bytes - best.peak_bytes
     for _ in range(_MOST_EXCHANGES):
-        point = improved(costs, best.point, limit)
+        point = improved(costs, best.point, limit_bytes)
         if point is best.point:
             break
         trial = try_point(point)
         if trial.fits:
             return trial
-        limit = point.kept.bytes - max(trial.peak_bytes - budget_bytes, 1)
+        excess_bytes = max(trial.peak_bytes - budget_bytes, 1)
+        limit_bytes = point.kept.bytes - excess_bytes
     return best
 
 
@@ -234,35 +251,41 @@ def _border(
     that of the point tried before.
     """
     trials: list[Trial] = []
-    first, last = 0, len(points) - 1
+    first = 0
+    last = len(points) - 1
     while first <= last:
-        room = budget_bytes - other_bytes
-        foreseen = [
-            number
-            for number in range(first, last + 1)
-            if points[number].kept.bytes <= room
-        ]
-        number = min(foreseen, default=last)
-        if len(trials) >= _MOST_TRIALS:
-            number = (first + last) // 2
-        trial = try_point(points[number])
-        trials.append(trial)
-        other_bytes = trial.peak_bytes - points[number].kept.bytes
-        if trial.fits:
-            last = number - 1
-            is_next_too_large = (
-                number == 0
-                or points[number - 1].kept.bytes + other_bytes > budget_bytes
-            )
-            if is_next_too_large:
-                break
+        if len(trials) < _MOST_TRIALS:
+            limit_bytes = budget_bytes - other_bytes
+            number = _first_within(points, first, last, limit_bytes)
         else:
+            number = (first + last) // 2
+        point = points[number]
+        trial = try_point(point)
+        trials.append(trial)
+        other_bytes = trial.peak_bytes - point.kept.bytes
+        if not trial.fits:
             first = number + 1
+            continue
+        last = number - 1
+        if number == 0 or points[last].kept.bytes + other_bytes > budget_bytes:
+            break
 
     fitting = [trial for trial in trials if trial.fits]
     if fitting:
         return min(fitting, key=lambda trial: trial.point.seconds)
     return min(trials, key=lambda trial: trial.peak_bytes)
+
+
+def _first_within(
+    points: Sequence[Point], first: int, last: int, limit_bytes: float
+) -> int:
+    """The number of the first point from `first` on that keeps at most `limit_bytes`;
+    `last` if none does.
+    """
+    for number in range(first, last):
+        if points[number].kept.bytes <= limit_bytes:
+            return number
+    return last
 
 
 def with_offloads(costs: Costs, point: Point) -> Point:
@@ -277,11 +300,12 @@ def with_offloads(costs: Costs, point: Point) -> Point:
         best = point
         best_rate = 0.0
         for key in sorted(costs.keys - kept - offloaded):
-            more = offloaded | {key}
-            other = point_of(costs, kept | more)
-            rate = (point.seconds - other.seconds) / max(costs.bytes_of(key), 1)
-            if rate > best_rate and _is_hidden(costs, more):
-                best = other._replace(offloaded=more & other.kept.used)
+            larger = offloaded | {key}
+            other = point_of(costs, kept | larger)
+            saved_seconds = point.seconds - other.seconds
+            rate = saved_seconds / max(costs.bytes_of(key), 1)
+            if rate > best_rate and _is_hidden(costs, larger):
+                best = other._replace(offloaded=larger & other.kept.used)
                 best_rate = rate
         if best is point:
             return point
@@ -294,7 +318,8 @@ def _is_hidden(costs: Costs, offloaded: Keys) -> bool:
     the layer is computed.
     """
     for region in costs.recomputations:
-        size = sum(region.bytes_of.get(key, 0) for key in offloaded)
-        if size / costs.chip.host_bytes_per_second > costs.seconds(region.forward):
+        sent_bytes = sum(region.bytes_of.get(key, 0) for key in offloaded)
+        link_seconds = sent_bytes / costs.chip.host_bytes_per_second
+        if link_seconds > costs.seconds(region.forward):
             return False
     return True

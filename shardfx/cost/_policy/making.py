@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools as ft
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -119,13 +118,22 @@ def policy(
             f"`policy` takes the loss, a function, not {type(loss).__name__}; pass"
             " `policy(loss, *args)`."
         )
-    argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if isinstance(argnums, int):
+        argnums = (argnums,)
+    argnums = tuple(argnums)
     if not all(-len(args) <= number < len(args) for number in argnums):
         raise LeafTypeError(
             f"`argnums={argnums}`: the loss has {len(args)} arguments here, numbered from"
             " 0."
         )
-    question = Question(loss, args, chip, argnums, has_aux, mesh)
+    question = Question(
+        loss=loss,
+        args=args,
+        chip=chip,
+        argnums=tuple(number % len(args) for number in argnums),
+        has_aux=has_aux,
+        mesh=mesh,
+    )
     _require_loss(question.divided.out, has_aux)
     budget_bytes = chip.usable_hbm_bytes_per_device - leave_bytes
     trial = chosen(
@@ -147,8 +155,9 @@ def policy(
         )
     if offload:
         point = with_offloads(question.costs, trial.point)
-        other = question.tried(budget_bytes, point) if point.offloaded else trial
-        trial = other if other.fits else trial
+        if point.offloaded:
+            other = question.tried(budget_bytes, point)
+            trial = other if other.fits else trial
     return question.policy_of(trial, budget_bytes)
 
 
@@ -198,11 +207,11 @@ class Question:
     @property
     def active(self) -> list[bool]:
         """Whether each array of the arguments is differentiated."""
-        return [
-            number in self.argnums and _is_float(leaf)
-            for number, arg in enumerate(self.args)
-            for leaf in array_leaves(arg)
-        ]
+        active: list[bool] = []
+        for number, arg in enumerate(self.args):
+            is_varied = number in self.argnums
+            active += [is_varied and _is_float(leaf) for leaf in array_leaves(arg)]
+        return active
 
     @ft.cached_property
     def placed(self) -> tuple[Placed, ...]:
@@ -211,9 +220,10 @@ class Question:
         for placed in self.divided.program.placed(self.active):
             types = tuple(str(var.aval) for var in placed.region.invars)
             kind = (*placed.region.all_keys, types, placed.active)
-            before = regions.get(kind)
-            runs = placed.runs + (0 if before is None else before.runs)
-            regions[kind] = placed._replace(runs=runs)
+            if kind in regions:
+                runs = regions[kind].runs + placed.runs
+                placed = placed._replace(runs=runs)
+            regions[kind] = placed
         return tuple(regions.values())
 
     @ft.cached_property
@@ -230,9 +240,11 @@ class Question:
     @property
     def devices(self) -> int:
         """The number of devices of the mesh; 1 if there is none."""
-        shardings = filter(None, map(_sharding_of, array_leaves(self.args)))
-        is_without_mesh = self.mesh is None and next(shardings, None) is None
-        return 1 if is_without_mesh else self.plain_step.mesh.size
+        if self.mesh is None:
+            shardings = map(_sharding_of, array_leaves(self.args))
+            if all(sharding is None for sharding in shardings):
+                return 1
+        return self.plain_step.mesh.size
 
     @ft.cached_property
     def plain_step(self) -> Step:
@@ -247,12 +259,13 @@ class Question:
         platform = "tpu" if self.chip.torus_dims else "gpu"
         rows = shardings_of(self.plain_step, platform).rows
         # The forward pass computes the values that are kept.
-        ordered = sorted(rows, key=lambda row: row.phase == "forward")
-        return {
-            (row.source.place, row.shape, str(row.dtype)): row.bytes_per_device
-            for row in ordered
-            if row.source is not None
-        }
+        forward_last = sorted(rows, key=lambda row: row.phase == "forward")
+        shard_bytes = {}
+        for row in forward_last:
+            if row.source is not None:
+                value = (row.source.place, row.shape, str(row.dtype))
+                shard_bytes[value] = row.bytes_per_device
+        return shard_bytes
 
     @property
     def argument_bytes(self) -> int:
@@ -263,16 +276,17 @@ class Question:
     def step(self, region_function: Callable[[Region], Any]) -> Step:
         """The gradient of the loss whose regions are evaluated by `region_function`."""
 
-        def loss(args: tuple[PyTree, ...]) -> Any:
-            return self.divided.result(array_leaves(args), region_function)
-
         def gradient(*args: PyTree) -> Any:
             varied, rest = self._parts(args)
-            return jax.value_and_grad(
-                lambda varied: loss(eqx.combine(varied, rest)), has_aux=self.has_aux
-            )(varied)
 
-        shardings = jax.tree.map(_sharding_of, self._parts(self.args)[0])
+            def loss(varied: PyTree) -> Any:
+                arrays = array_leaves(eqx.combine(varied, rest))
+                return self.divided.result(arrays, region_function)
+
+            return jax.value_and_grad(loss, has_aux=self.has_aux)(varied)
+
+        varied, _ = self._parts(self.args)
+        shardings = jax.tree.map(_sharding_of, varied)
         step = gradient
         if jax.tree.leaves(shardings):
             # Gradients lie as their parameters do.
@@ -284,12 +298,11 @@ class Question:
 
     def _parts(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         """The arrays that are differentiated, and the rest of the arguments."""
-
-        def flags(number: int, arg: PyTree) -> PyTree:
-            is_varied = number in self.argnums
-            return jax.tree.map(lambda leaf: is_varied and _is_float(leaf), arg)
-
-        return eqx.partition(args, tuple(itertools.starmap(flags, enumerate(args))))
+        is_varied = []
+        for number, arg in enumerate(args):
+            flag = _is_float if number in self.argnums else _is_never
+            is_varied.append(jax.tree.map(flag, arg))
+        return eqx.partition(args, tuple(is_varied))
 
     def tried(self, budget_bytes: float, point: Point) -> Trial:
         """The memory of the gradient under a point's choices."""
@@ -327,21 +340,23 @@ class Question:
         choices = self.choices_of(point)
         rows = []
         for key, choice in choices.items():
-            placed = [one for one in self.placed if key in one.region.all_keys]
+            layers = 0
+            for placed in self.placed:
+                if key in placed.region.all_keys:
+                    layers += placed.runs
             other = point_of(self.costs, point.kept.used ^ {key})
-            layers = sum(one.runs for one in placed)
-            rows.append(
-                PolicyRow(
-                    **key._asdict(),
-                    choice=choice,
-                    bytes=self.costs.bytes_of(key),
-                    layers=layers,
-                    flops=abs(other.kept.work.flops - point.kept.work.flops) / layers,
-                )
+            flops = abs(other.kept.work.flops - point.kept.work.flops)
+            row = PolicyRow(
+                **key._asdict(),
+                choice=choice,
+                bytes=self.costs.bytes_of(key),
+                layers=layers,
+                flops=flops / layers,
             )
-        recomputed = point.kept.work.flops
+            rows.append(row)
+        recomputed_flops = point.kept.work.flops
         if "recompute" not in choices.values():
-            recomputed = 0.0
+            recomputed_flops = 0.0
         return Policy(
             rows=tuple(rows),
             chip=self.chip.name,
@@ -349,7 +364,7 @@ class Question:
             peak_bytes=trial.peak_bytes,
             is_counted=trial.is_counted,
             flops=self.costs.forward.flops,
-            recomputed_flops=recomputed,
+            recomputed_flops=recomputed_flops,
             notes=tuple(self.notes()),
         )
 
@@ -365,6 +380,10 @@ class Question:
 
 def _is_float(leaf: Any) -> bool:
     return is_array_type(type(leaf)) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _is_never(_leaf: Any) -> bool:
+    return False
 
 
 def _sharding_of(leaf: Any) -> NamedSharding | None:

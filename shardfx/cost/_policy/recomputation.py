@@ -4,6 +4,7 @@ region's values: by the region's derivative, as JAX differentiates it.
 
 import dataclasses
 import functools as ft
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -64,8 +65,11 @@ class Recomputation:
     @ft.cached_property
     def bytes_of(self) -> dict[ValueKey, int]:
         """The bytes of each value that can be kept, on one device."""
-        named = (value for value in self.values if value.key is not None)
-        return {value.key: value.bytes for value in named if value.key is not None}
+        bytes_of_keys = {}
+        for value in self.values:
+            if value.key is not None:
+                bytes_of_keys[value.key] = value.bytes
+        return bytes_of_keys
 
     @property
     def keys(self) -> frozenset[ValueKey]:
@@ -77,7 +81,7 @@ class Recomputation:
         computed: set[int] = set()
         used: set[ValueKey] = set()
         visited: set[int] = set()
-        size = 0
+        kept_bytes = 0
         flops = 0.0
         passed_bytes = 0.0
         waiting = list(self.needed)
@@ -89,14 +93,18 @@ class Recomputation:
             key, value_bytes, producer = self.values[number]
             if key is not None and key in keys:
                 used.add(key)
-                size += value_bytes
+                kept_bytes += value_bytes
             elif producer not in computed:
                 computed.add(producer)
                 flops += self.works[producer].flops
                 passed_bytes += self.works[producer].bytes
                 waiting += self.operands[producer]
-        work = Work(flops, passed_bytes).times(self.count)
-        return Kept(size * self.count, work, frozenset(used))
+        work = Work(flops=flops, bytes=passed_bytes)
+        return Kept(
+            bytes=kept_bytes * self.count,
+            work=work.times(self.count),
+            used=frozenset(used),
+        )
 
 
 def recomputation_of(
@@ -106,10 +114,11 @@ def recomputation_of(
     one device, from its key and its type.
     """
     region = placed.region
-    keys = {key.name: key for results in region.keys.values() for key in results}
+    keys = {key.name: key for key in region.all_keys}
     derivative = _derivative(placed)
-    is_tangent = [False] * len(region.invars)
-    is_tangent += [True] * (len(derivative.invars) - len(is_tangent))
+    value_count = len(region.invars)
+    tangent_count = len(derivative.invars) - value_count
+    is_tangent = [False] * value_count + [True] * tangent_count
     tangents = dependent(derivative, is_tangent)
 
     values: list[_Value] = []
@@ -118,11 +127,10 @@ def recomputation_of(
     works: list[Work] = []
     needed: dict[int, None] = {}
     for equation in derivative.eqns:
-        read = tuple(
-            numbers[atom]
-            for atom in equation.invars
-            if not isinstance(atom, jex.Literal) and atom in numbers
-        )
+        read = []
+        for atom in equation.invars:
+            if not isinstance(atom, jex.Literal) and atom in numbers:
+                read.append(numbers[atom])
         results = [var for var in equation.outvars if var not in tangents]
         is_differentiated = len(results) < len(equation.outvars)
         if is_differentiated:
@@ -134,13 +142,13 @@ def recomputation_of(
         if equation.primitive.name == "name":
             key = keys.get(equation.params["name"])
         for var in results:
-            size = 0 if key is None else bytes_of(key, var.aval)
+            nbytes = 0 if key is None else bytes_of(key, var.aval)
             numbers[var] = len(values)
-            values.append(_Value(key, size, producer=len(operands)))
+            values.append(_Value(key=key, bytes=nbytes, producer=len(operands)))
         # A loop that computes values and tangents together does so in thirds: a product
         # has one value, and a tangent for each operand.
         share = 1 / 3 if is_differentiated else 1.0
-        operands.append(read)
+        operands.append(tuple(read))
         works.append(work_of(equation).times(share))
     return Recomputation(
         count=placed.runs,
@@ -163,32 +171,25 @@ def _derivative(placed: Placed) -> jex.Jaxpr:
     def derivative(*arrays: Any) -> Any:
         inputs = arrays[: len(structs)]
         tangents = arrays[len(structs) :]
-        varied = [
-            array
-            for array, is_active in zip(inputs, placed.active, strict=True)
-            if is_active
-        ]
 
         def run(*varied: Any) -> list[Any]:
             remaining = iter(varied)
-            args = [
-                next(remaining) if is_active else array
-                for array, is_active in zip(inputs, placed.active, strict=True)
-            ]
+            args = list(inputs)
+            for number, is_active in enumerate(placed.active):
+                if is_active:
+                    args[number] = next(remaining)
             return region.named(args, can_be_kept)
 
-        return jax.jvp(run, tuple(varied), tuple(tangents))
+        varied = tuple(itertools.compress(inputs, placed.active))
+        return jax.jvp(run, varied, tuple(tangents))
 
-    tangents = [
-        struct
-        for struct, is_active in zip(structs, placed.active, strict=True)
-        if is_active
-    ]
-    closed = jax.make_jaxpr(derivative)(*structs, *tangents)
-    flat = jax.make_jaxpr(
-        lambda *arrays: evaluated(closed.jaxpr, closed.consts, arrays, _inlined)
-    )(*structs, *tangents)
-    return flat.jaxpr
+    arguments = [*structs, *itertools.compress(structs, placed.active)]
+    closed = jax.make_jaxpr(derivative)(*arguments)
+
+    def inlined(*arrays: Any) -> list[Any]:
+        return evaluated(closed.jaxpr, closed.consts, arrays, _inlined)
+
+    return jax.make_jaxpr(inlined)(*arguments).jaxpr
 
 
 def _inlined(jaxpr: Any, equation: Any, arrays: list[Any]) -> Sequence[Any]:

@@ -102,10 +102,12 @@ class Region:
 
         def rule(jaxpr: Any, equation: Any, operands: list[Any]) -> list[Any]:
             results = applied(jaxpr, equation, operands)
-            return [
-                checkpoint_name(result, key.name) if names(key) else result
-                for result, key in zip(results, self.keys[id(equation)], strict=True)
-            ]
+            named = []
+            for result, key in zip(results, self.keys[id(equation)], strict=True):
+                if names(key):
+                    result = checkpoint_name(result, key.name)
+                named.append(result)
+            return named
 
         return evaluated(self.jaxpr, (), args, rule)
 
@@ -156,9 +158,9 @@ class Program:
         """
         reached = dependent(self.jaxpr, active)
         for part in self.eqns:
-            inputs = tuple(atom in reached for atom in part.invars if _is_var(atom))
             if isinstance(part, Region):
-                yield Placed(part, count, inputs)
+                inputs = [var in reached for var in part.invars]
+                yield Placed(region=part, runs=count, active=tuple(inputs))
             elif isinstance(part, Loop):
                 flags = [_is_var(atom) and atom in reached for atom in part.invars]
                 first, carried = carry_of(part.equation)
@@ -214,8 +216,10 @@ def divided(loss: Callable[..., PyTree], args: PyTree) -> DividedLoss:
     """
     positional, named = structs_like(args, typed=True)
     closed, out, rest = eqx.filter_make_jaxpr(unwrapped(loss))(*positional, **named)
-    flat = _flat(closed.jaxpr, closed.consts, array_leaves((positional, named)))
-    return DividedLoss(_program(flat.jaxpr, is_body=False), flat.consts, out, rest)
+    arrays = array_leaves((positional, named))
+    flat = _flat(closed.jaxpr, closed.consts, arrays)
+    program = _program(flat.jaxpr, is_body=False)
+    return DividedLoss(program=program, consts=flat.consts, out=out, rest=rest)
 
 
 def _run(
@@ -287,101 +291,118 @@ def _is_of_user(equation: jex.JaxprEqn) -> bool:
 
 
 def _has_shardings(call: jex.JaxprEqn) -> bool:
-    shardings = [
-        sharding
-        for name in ("in_shardings", "out_shardings")
-        for sharding in call.params.get(name, ())
-    ]
-    return any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
+    for name in ("in_shardings", "out_shardings"):
+        for sharding in call.params.get(name, ()):
+            if isinstance(sharding, jax.sharding.Sharding):
+                return True
+    return False
 
 
 def _program(jaxpr: jex.Jaxpr, *, is_body: bool) -> Program:
     """Divides a flat jaxpr: a loss, or the body of a scan."""
     works = [work_of(equation).flops for equation in jaxpr.eqns]
-    total = sum(works)
+    total_work = sum(works)
     parts: list[Any] = []
     stretch: list[jex.JaxprEqn] = []
-    whole = is_body
+
+    def end_stretch() -> None:
+        blocks = [stretch.copy()] if is_body else _blocks(stretch.copy())
+        parts.extend(filter(None, blocks))
+        stretch.clear()
+
+    is_whole = is_body
     for equation, work in zip(jaxpr.eqns, works, strict=True):
         is_loop = equation.primitive.name in SCANS and has_products(equation)
         if is_loop and is_body:
-            is_loop = work > _MOST_WORK * total
+            is_loop = work > _MOST_WORK * total_work
         is_boundary = is_loop or equation.primitive.name in USERS_CHECKPOINTS
         if not is_boundary and not equation.effects:
             stretch.append(equation)
             continue
-        whole = False
-        parts += [stretch] if is_body else _blocks(stretch)
-        stretch = []
-        parts.append(equation)
+        is_whole = False
+        end_stretch()
         if is_loop:
             body, _ = opened(equation.params["jaxpr"])
-            parts[-1] = Loop(equation, _program(body, is_body=True))
-    parts += [stretch] if is_body else _blocks(stretch)
-
-    parts = [part for part in parts if part != []]
+            parts.append(Loop(equation, _program(body, is_body=True)))
+        else:
+            parts.append(equation)
+    end_stretch()
     return Program(
         constvars=jaxpr.constvars,
         invars=jaxpr.invars,
         outvars=jaxpr.outvars,
-        eqns=tuple(_with_regions(jaxpr, parts, whole)),
+        eqns=tuple(_with_regions(jaxpr, parts, is_whole)),
         jaxpr=jaxpr,
     )
 
 
 def _with_regions(
-    jaxpr: jex.Jaxpr, parts: Sequence[Any], whole: bool
+    jaxpr: jex.Jaxpr, parts: Sequence[Any], is_whole: bool
 ) -> Iterator[Region | Loop | jex.JaxprEqn]:
-    """The parts of a program, in which a list of equations becomes a region."""
-    later: list[set[Any]] = [set(filter(_is_var, jaxpr.outvars))]
+    """The parts of a program, in which a list of equations becomes a region. With
+    `is_whole`, it takes all that the program takes.
+    """
+    # For each part, the values that the parts after it, or the program's end, read.
+    read_later: list[set[Any]] = []
+    read = set(filter(_is_var, jaxpr.outvars))
     for part in reversed(parts):
+        read_later.append(read)
         equations = part if isinstance(part, list) else [part]
-        read = {atom for one in equations for atom in one.invars if _is_var(atom)}
-        later.append(later[-1] | read)
-    later.reverse()
+        read = read.union(_operands(equations))
+    read_later.reverse()
 
-    for part, read_later in zip(parts, later[1:], strict=True):
+    for part, read_after in zip(parts, read_later, strict=True):
         if not isinstance(part, list):
             yield part
             continue
-        results = [var for equation in part for var in equation.outvars]
-        operands = [atom for equation in part for atom in equation.invars]
-        inner = set(results)
-        inputs = dict.fromkeys(
-            atom for atom in operands if _is_var(atom) and atom not in inner
-        )
-        if whole:
-            inputs = dict.fromkeys((*jaxpr.constvars, *jaxpr.invars))
+        results: list[Any] = []
+        for equation in part:
+            results += equation.outvars
+        if is_whole:
+            inputs = [*jaxpr.constvars, *jaxpr.invars]
+        else:
+            inner = set(results)
+            inputs = [atom for atom in _operands(part) if atom not in inner]
         region = jaxpr.replace(
             constvars=[],
-            invars=[*inputs],
-            outvars=[var for var in results if var in read_later],
+            invars=list(dict.fromkeys(inputs)),
+            outvars=[var for var in results if var in read_after],
             eqns=part,
             debug_info=jaxpr.debug_info.with_unknown_names(),
         )
-        yield Region(region, whole, _keys(part))
+        yield Region(jaxpr=region, is_body=is_whole, keys=_keys(part))
+
+
+def _operands(equations: Sequence[Any]) -> list[Any]:
+    """The variables that equations read."""
+    operands: list[Any] = []
+    for equation in equations:
+        operands += filter(_is_var, equation.invars)
+    return operands
 
 
 def _keys(equations: Sequence[jex.JaxprEqn]) -> dict[int, tuple[ValueKey, ...]]:
-    counts: collections.Counter[tuple[Any, ...]] = collections.Counter()
+    counts: collections.Counter[ValueKey] = collections.Counter()
     keys = {}
     for equation in equations:
+        line = "-"
+        function = ""
         frame = own_line(frames_of(equation))
+        if frame is not None:
+            line = frame.place
+            function = frame.function
         results = []
         for var in equation.outvars:
-            line = "-" if frame is None else frame.place
-            shape = tuple(getattr(var.aval, "shape", ()))
-            dtype = str(getattr(var.aval, "dtype", ""))
-            alike = (line, equation.primitive.name, shape, dtype)
-            key = ValueKey(
+            first = ValueKey(
                 line=line,
-                function="" if frame is None else frame.function,
+                function=function,
                 operation=equation.primitive.name,
-                shape=shape,
-                dtype=dtype,
-                number=counts[alike],
+                shape=tuple(getattr(var.aval, "shape", ())),
+                dtype=str(getattr(var.aval, "dtype", "")),
+                number=0,
             )
-            results.append(key)
+            alike = first._replace(function="")
+            results.append(first._replace(number=counts[alike]))
             counts[alike] += 1
         keys[id(equation)] = tuple(results)
     return keys
@@ -394,39 +415,59 @@ def _blocks(equations: list[jex.JaxprEqn]) -> list[list[jex.JaxprEqn]]:
     period, start, stop = _repeated(equations)
     if not period:
         return [equations]
-    crossing = _crossing_bytes(equations)
-    phases = range(min(period, stop - start - 2 * period + 1))
-    phase = min(phases, key=lambda phase: crossing[start + phase + period])
-    first = start + phase
+    crossing_bytes = _crossing_bytes(equations)
+    # The blocks begin where the fewest bytes cross.
+    phase_count = min(period, stop - start - 2 * period + 1)
+    first = min(
+        range(start, start + phase_count),
+        key=lambda first: crossing_bytes[first + period],
+    )
     last = first + (stop - first) // period * period
-    blocks = [equations[at : at + period] for at in range(first, last, period)]
-    return [*_blocks(equations[:first]), *blocks, *_blocks(equations[last:])]
+    blocks = _blocks(equations[:first])
+    for position in range(first, last, period):
+        blocks.append(equations[position : position + period])
+    return blocks + _blocks(equations[last:])
 
 
-def _repeated(equations: Sequence[jex.JaxprEqn]) -> tuple[int, int, int]:
-    """The period of the longest stretch of repeated equations with products, and its
-    start and end; zeros if nothing is repeated.
+class _Stretch(NamedTuple):
+    """A stretch of repeated equations: its period, and its start and end."""
+
+    period: int
+    start: int
+    stop: int
+
+
+def _repeated(equations: Sequence[jex.JaxprEqn]) -> _Stretch:
+    """The longest stretch of repeated equations with products; zeros if nothing is
+    repeated.
     """
     kinds = [_kind(equation) for equation in equations]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     codes = np.array([numbers[kind] for kind in kinds], dtype=np.int64)
-    products = [at for at, one in enumerate(equations) if has_products(one)]
-    periods: dict[int, None] = {}
-    places: dict[int, int] = {}
+    products = [
+        position
+        for position, equation in enumerate(equations)
+        if has_products(equation)
+    ]
+    periods: set[int] = set()
+    first_positions: dict[int, int] = {}
     for position in products:
-        first = places.setdefault(int(codes[position]), position)
-        periods[position - first] = None
+        code = int(codes[position])
+        first_position = first_positions.setdefault(code, position)
+        periods.add(position - first_position)
+    periods.discard(0)
 
-    best = (0, 0, 0)
-    for period in itertools.islice(sorted(filter(None, periods)), _MOST_PERIODS):
+    longest = _Stretch(period=0, start=0, stop=0)
+    for period in sorted(periods)[:_MOST_PERIODS]:
         start, length = _longest_run(codes[:-period] == codes[period:])
         stop = start + length + period
-        if length < period or not any(start <= at < stop for at in products):
+        has_product = any(start <= position < stop for position in products)
+        if length < period or not has_product:
             continue
         # A multiple of a period repeats as much as the period does.
-        if stop - start > 1.1 * (best[2] - best[1]):
-            best = (period, start, stop)
-    return best
+        if stop - start > 1.1 * (longest.stop - longest.start):
+            longest = _Stretch(period=period, start=start, stop=stop)
+    return longest
 
 
 def _kind(equation: jex.JaxprEqn) -> tuple[Any, ...]:
@@ -437,7 +478,8 @@ def _kind(equation: jex.JaxprEqn) -> tuple[Any, ...]:
 
 def _longest_run(is_equal: np.ndarray) -> tuple[int, int]:
     """The start and the length of the longest run of true entries."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], is_equal, [0]])))
+    with_ends = np.concatenate([[0], is_equal, [0]])
+    edges = np.flatnonzero(np.diff(with_ends))
     starts = edges[::2]
     lengths = edges[1::2] - starts
     if not len(lengths):
@@ -450,16 +492,17 @@ def _crossing_bytes(equations: Sequence[jex.JaxprEqn]) -> list[int]:
     """For each position, the bytes of values that equations before it compute and
     equations behind it read.
     """
-    made: dict[Any, int] = {}
-    last: dict[Any, int] = {}
+    makers: dict[Any, int] = {}
+    last_readers: dict[Any, int] = {}
     for position, equation in enumerate(equations):
-        made.update(dict.fromkeys(equation.outvars, position))
-        last.update((atom, position) for atom in equation.invars if _is_var(atom))
+        makers.update(dict.fromkeys(equation.outvars, position))
+        operands = filter(_is_var, equation.invars)
+        last_readers.update(dict.fromkeys(operands, position))
     changes = [0] * (len(equations) + 2)
-    for var, position in made.items():
-        size = bytes_of_var(var)
-        changes[position + 1] += size
-        changes[last.get(var, position) + 1] -= size
+    for var, position in makers.items():
+        nbytes = bytes_of_var(var)
+        changes[position + 1] += nbytes
+        changes[last_readers.get(var, position) + 1] -= nbytes
     return list(itertools.accumulate(changes))
 
 

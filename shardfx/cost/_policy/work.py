@@ -2,7 +2,9 @@
 inputs.
 """
 
+import itertools
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -60,8 +62,10 @@ def work_of(equation: jex.JaxprEqn) -> Work:
     name = equation.primitive.name
     params = equation.params
     if name in _PROGRAMS:
-        count = params["length"] if name == "scan" else 1
-        return _work_of_program(params[_PROGRAMS[name]]).times(count)
+        work = _work_of_program(params[_PROGRAMS[name]])
+        if name == "scan":
+            return work.times(params["length"])
+        return work
     if name == "cond":
         return max(map(_work_of_program, params["branches"]))
     if name == "while":
@@ -74,7 +78,8 @@ def work_of(equation: jex.JaxprEqn) -> Work:
     if name.startswith(_PASSES):
         avals: list[Any] = [atom.aval for atom in equation.invars]
         largest = max(avals, key=_size)
-        return Work(_size(largest), _size(largest) * largest.dtype.itemsize)
+        elements = _size(largest)
+        return Work(flops=elements, bytes=elements * largest.dtype.itemsize)
     return Work(sum(_size(var.aval) for var in equation.outvars))
 
 
@@ -84,7 +89,7 @@ def total(works: Iterable[Work]) -> Work:
     for work in works:
         flops += work.flops
         passed_bytes += work.bytes
-    return Work(flops, passed_bytes)
+    return Work(flops=flops, bytes=passed_bytes)
 
 
 def _work_of_program(program: object) -> Work:
@@ -101,9 +106,11 @@ def has_products(equation: jex.JaxprEqn) -> bool:
     programs = params.get("branches", ())
     if name in _PROGRAMS:
         programs = (params[_PROGRAMS[name]],)
-    return any(
-        has_products(inner) for program in programs for inner in opened(program)[0].eqns
-    )
+    for program in programs:
+        jaxpr, _ = opened(program)
+        if any(map(has_products, jaxpr.eqns)):
+            return True
+    return False
 
 
 def _product_flops(equation: jex.JaxprEqn) -> float:
@@ -135,37 +142,42 @@ def dependent(jaxpr: jex.Jaxpr, inputs: Sequence[bool]) -> set[Any]:
     """The variables of a jaxpr that are floating-point and depend on the inputs that
     are true in `inputs`, with these inputs.
     """
-    variables = {var for var, is_in in zip(jaxpr.invars, inputs, strict=True) if is_in}
+    variables = set(itertools.compress(jaxpr.invars, inputs))
     for equation in jaxpr.eqns:
-        flags = [
-            not isinstance(atom, jex.Literal) and atom in variables
-            for atom in equation.invars
-        ]
+        flags = _are_in(equation.invars, variables)
         if not any(flags) or equation.primitive.name == "stop_gradient":
             continue
-        results = zip(
-            equation.outvars, _dependent_results(equation, flags), strict=True
-        )
-        variables.update(
-            var for var, depends in results if depends and _is_inexact(var.aval)
-        )
+        depend = _dependent_results(equation, flags)
+        for var in itertools.compress(equation.outvars, depend):
+            if _is_inexact(var.aval):
+                variables.add(var)
     return variables
+
+
+def _are_in(atoms: Sequence[Any], variables: set[Any]) -> list[bool]:
+    """For each atom, whether it is one of some variables, and no literal."""
+    return [not isinstance(atom, jex.Literal) and atom in variables for atom in atoms]
 
 
 def _dependent_results(equation: jex.JaxprEqn, flags: list[bool]) -> list[bool]:
     """Which results of an equation depend on the operands that are true in `flags`."""
     name = equation.primitive.name
+    all_depend = [True] * len(equation.outvars)
     if name == "cond":
-        branches = [
-            _results_of_program(branch, flags[1:])
-            for branch in equation.params["branches"]
-        ]
-        return [flags[0] or any(column) for column in zip(*branches, strict=True)]
+        depends_on_index, *operand_flags = flags
+        if depends_on_index:
+            return all_depend
+        depend = [False] * len(equation.outvars)
+        for branch in equation.params["branches"]:
+            results = _results_of_program(branch, operand_flags)
+            depend = list(map(operator.or_, depend, results))
+        return depend
     if name not in _PROGRAMS:
-        return [True] * len(equation.outvars)
+        return all_depend
     program = equation.params[_PROGRAMS[name]]
-    if len(opened(program)[0].invars) != len(flags):
-        return [True] * len(equation.outvars)
+    jaxpr, _ = opened(program)
+    if len(jaxpr.invars) != len(flags):
+        return all_depend
     if name != "scan":
         return _results_of_program(program, flags)
 
@@ -182,11 +194,7 @@ def _dependent_results(equation: jex.JaxprEqn, flags: list[bool]) -> list[bool]:
 
 def _results_of_program(program: object, flags: Sequence[bool]) -> list[bool]:
     jaxpr, _ = opened(program)
-    variables = dependent(jaxpr, flags)
-    return [
-        not isinstance(atom, jex.Literal) and atom in variables
-        for atom in jaxpr.outvars
-    ]
+    return _are_in(jaxpr.outvars, dependent(jaxpr, flags))
 
 
 def _is_inexact(aval: Any) -> bool:
