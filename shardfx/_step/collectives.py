@@ -27,15 +27,28 @@ from .hlo_text import Array, HloModule, Instruction, array_of, arrays_in, parts_
 def _gathered(size: Fraction, members: np.ndarray) -> Fraction:
     # Bytes from another slice enter a slice once for all of its devices: compilers for
     # TPUs gather hierarchically.
-    return size * sum(len(set(row)) - 1 for row in members.tolist())
+    others = 0
+    for row in members.tolist():
+        others += len(set(row)) - 1
+    return size * others
 
 
 def _exchanged(size: Fraction, members: np.ndarray) -> Fraction:
-    return (
-        size
-        * int((members[:, :, None] != members[:, None, :]).sum())
-        / members.shape[1]
-    )
+    are_apart = members[:, :, None] != members[:, None, :]
+    return size * int(are_apart.sum()) / members.shape[1]
+
+
+def _permuted(size: Fraction, members: np.ndarray) -> Fraction:
+    are_apart = members[:, 0] != members[:, -1]
+    return size * int(are_apart.sum())
+
+
+def _reduced(size: Fraction, members: np.ndarray) -> Fraction:
+    return 2 * _gathered(size, members)
+
+
+def _scattered(size: Fraction, members: np.ndarray) -> Fraction:
+    return members.shape[1] * _gathered(size, members)
 
 
 class CollectiveKind(NamedTuple):
@@ -59,17 +72,11 @@ class CollectiveKind(NamedTuple):
 
 KINDS: Final[Mapping[str, CollectiveKind]] = {
     "all-gather": CollectiveKind(_gathered, moves=True),
-    "all-reduce": CollectiveKind(lambda size, members: 2 * _gathered(size, members)),
-    "reduce-scatter": CollectiveKind(
-        lambda size, members: members.shape[1] * _gathered(size, members)
-    ),
+    "all-reduce": CollectiveKind(_reduced),
+    "reduce-scatter": CollectiveKind(_scattered),
     "all-to-all": CollectiveKind(_exchanged, "middle", moves=True),
     "ragged-all-to-all": CollectiveKind(_exchanged, "middle"),
-    "collective-permute": CollectiveKind(
-        lambda size, members: size * int((members[:, 0] != members[:, -1]).sum()),
-        "one",
-        moves=True,
-    ),
+    "collective-permute": CollectiveKind(_permuted, "one", moves=True),
     "collective-broadcast": CollectiveKind(_gathered, moves=True),
 }
 MOVING: Final = frozenset(name for name, kind in KINDS.items() if kind.moves)
@@ -155,10 +162,10 @@ class Collective(NamedTuple):
         with slice numbers as labels, these are the bytes between slices.
         """
         received = KINDS[self.kind].received
-        return sum(
-            (received(self.bytes, labels[members]) for members in self.groups),
-            Fraction(0),
-        ) / len(labels)
+        total_bytes = Fraction(0)
+        for members in self.groups:
+            total_bytes += received(self.bytes, labels[members])
+        return total_bytes / len(labels)
 
 
 def collective_of(instruction: Instruction, devices: int) -> Collective | None:
@@ -173,10 +180,10 @@ def collective_of(instruction: Instruction, devices: int) -> Collective | None:
         return None
     arrays = _arrays(instruction)
     return Collective(
-        kind,
-        arrays,
-        tuple(array.bytes for array in arrays),
-        groups_of(instruction, kind, devices),
+        kind=kind,
+        arrays=arrays,
+        parts=tuple(array.bytes for array in arrays),
+        groups=groups_of(instruction, kind, devices),
     )
 
 
@@ -185,19 +192,22 @@ def channel_of(instruction: Instruction) -> int | None:
     has no channel.
     """
     match = re.search(r"\bchannel_id=(\d+)", instruction.structure)
-    return int(match[1]) if match else None
+    if match is None:
+        return None
+    return int(match[1])
 
 
 def _arrays(instruction: Instruction) -> tuple[Array, ...]:
+    opcode = instruction.opcode
     result = instruction.result
-    if instruction.opcode == "recv":
+    if opcode == "recv":
         result = parts_of(result)[0]
-    elif instruction.opcode.endswith("-start") and (
-        result.startswith("((") or "all-reduce" not in instruction.opcode
-    ):
+    elif opcode.endswith("-start"):
         # The start of an asynchronous collective returns its operands, its results and
-        # scratch values.
-        result = [*parts_of(result), result][1]
+        # scratch values. That of an all-reduce may return its results alone.
+        if result.startswith("((") or "all-reduce" not in opcode:
+            parts = parts_of(result)
+            result = parts[1] if len(parts) > 1 else result
     arrays = arrays_in(result)
     if not arrays:
         raise ProgramError("a collective does not say what it sends")
@@ -205,21 +215,24 @@ def _arrays(instruction: Instruction) -> tuple[Array, ...]:
     if sliced is None:
         return arrays
     # A permute with slice sizes sends only slices of its arrays.
-    shapes = [
-        tuple(int(size) for size in sizes.split(",") if size)
-        for sizes in sliced[1].strip("{}").split("},{")
-    ]
-    return tuple(
-        Array(arrays[min(number, len(arrays) - 1)].dtype, shape)
-        for number, shape in enumerate(shapes)
-    )
+    slices = []
+    for number, sizes in enumerate(sliced[1].strip("{}").split("},{")):
+        array = arrays[min(number, len(arrays) - 1)]
+        slices.append(Array(array.dtype, _numbers(sizes)))
+    return tuple(slices)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The numbers in a text such as "4,2"; none in an empty one."""
+    return tuple(int(number) for number in text.split(",") if number)
 
 
 def _require_local(instruction: Instruction) -> None:
-    opcode, text = instruction.opcode, instruction.attributes
-    if opcode.endswith(_ENDS) or (
-        opcode in ("send", "recv") and "is_host_transfer=true" in text
-    ):
+    opcode = instruction.opcode
+    text = instruction.attributes
+    if opcode.endswith(_ENDS):
+        return
+    if opcode in ("send", "recv") and "is_host_transfer=true" in text:
         return
     if opcode == "send" and _HAS_PAIRS in text:
         return  # its bytes count at the receive
@@ -241,31 +254,31 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
     """
     has_pairs = kind == "collective-permute" or _HAS_PAIRS in instruction.structure
     rows = (_pairs(instruction),) if has_pairs else _rows(instruction)
-    members = (
-        [] if rows is None else np.concatenate([row.ravel() for row in rows]).tolist()
-    )
+    members: list[int] = []
+    for row in rows or ():
+        members += row.ravel().tolist()
     if not has_pairs and len(set(members)) < len(members):
         raise ProgramError("a collective names a device twice")
     has_channel = "channel_id=" in instruction.structure
-    is_of_devices = "use_global_device_ids=true" in instruction.structure or (
-        has_channel and kind not in _HAS_ID_FLAG
-    )
+    is_of_devices = "use_global_device_ids=true" in instruction.structure
+    if kind not in _HAS_ID_FLAG:
+        is_of_devices = is_of_devices or has_channel
     # Otherwise the numbers are replica numbers, and a program has one replica, number
     # 0.
     count = devices if is_of_devices else 1
-    if max(members, default=0) >= count:
+    largest = max(members, default=0)
+    if largest >= count:
         raise ProgramError(
-            f"a collective names number {max(members)}, and the program has {count} of"
+            f"a collective names number {largest}, and the program has {count} of"
             " what it names; pass `mesh=` if the text's first line does not count its"
             " devices"
         )
     if is_of_devices and rows is not None:
         return rows
-    return (
-        np.arange(devices).reshape(
-            (1, -1) if is_of_devices or has_channel else (-1, 1)
-        ),
-    )
+    everyone = np.arange(devices)
+    if is_of_devices or has_channel:
+        return (everyone.reshape(1, -1),)
+    return (everyone.reshape(-1, 1),)
 
 
 def groups_by_size(rows: Sequence[Sequence[int]]) -> Groups:
@@ -273,30 +286,27 @@ def groups_by_size(rows: Sequence[Sequence[int]]) -> Groups:
 
 
 def _pairs(instruction: Instruction) -> np.ndarray:
-    # The pairs of a `send` or `recv` can be in quotes.
-    match = _PAIRS.search(instruction.structure) or _PAIRS.search(
-        instruction.attributes.replace('"', "")
-    )
+    match = _PAIRS.search(instruction.structure)
+    if match is None:
+        # The pairs of a `send` or `recv` can be in quotes.
+        match = _PAIRS.search(instruction.attributes.replace('"', ""))
     if match is None:
         raise ProgramError("a permute does not say who sends to whom")
-    pairs = [(int(source), int(target)) for source, target in _PAIR.findall(match[1])]
-    return np.array([pair for pair in pairs if pair[0] != pair[1]], dtype=int).reshape(
-        -1, 2
-    )
+    pairs = []
+    for source, target in _PAIR.findall(match[1]):
+        if int(source) != int(target):
+            pairs.append((int(source), int(target)))
+    return np.array(pairs, dtype=int).reshape(-1, 2)
 
 
 def _rows(instruction: Instruction) -> Groups | None:
     text = instruction.structure
     if listed := _LISTED.search(text):
-        return groups_by_size(
-            [
-                [*map(int, group.split(","))]
-                for group in listed[1][1:-1].split("},{")
-                if group
-            ]
-        )
+        groups = listed[1][1:-1].split("},{")
+        return groups_by_size([_numbers(group) for group in groups if group])
     if iota := _IOTA.search(text):
-        return (_iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2])),)
+        grid = _iota(iota[3], iota[4])
+        return (grid.reshape(int(iota[1]), int(iota[2])),)
     if mesh := _MESH.search(text):
         return (_mesh_groups(mesh[1], mesh[2], mesh[3]),)
     if "replica_groups={}" in text or "replica_groups=" not in text:
@@ -305,33 +315,44 @@ def _rows(instruction: Instruction) -> Groups | None:
 
 
 def _iota(shape: str, order: str | None) -> np.ndarray:
-    sizes = [int(size) for size in shape.split(",")]
-    axes = None if order is None else [int(axis) for axis in order.split(",")]
-    return np.arange(math.prod(sizes)).reshape(sizes).transpose(axes)
+    sizes = _numbers(shape)
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    if order is None:
+        return numbers.transpose()
+    return numbers.transpose(_numbers(order))
 
 
 def _mesh_groups(mesh: str, order: str | None, used: str) -> np.ndarray:
-    parts = {
-        name: (int(before or 1), int(part) if part else None)
-        for name, before, part in _USED.findall(used)
-    }
-    shape, inside = [], []
-    for name, size in _AXIS.findall(mesh):
-        before, part = parts.get(name, (int(size), 1))
-        part = int(size) if part is None else part
+    """The groups along mesh axes: `mesh`, `order` and `used` are the three parts of
+    `_MESH`.
+    """
+    sub_axes: dict[str, tuple[str, str]] = {}
+    for name, before, part in _USED.findall(used):
+        sub_axes[name] = (before, part)
+    # Each axis as three dimensions: before, within and behind its sub-axis.
+    shape: list[int] = []
+    inside: list[int] = []
+    for name, size_text in _AXIS.findall(mesh):
+        size = int(size_text)
+        major = size
+        minor = 1
+        if name in sub_axes:
+            before, part = sub_axes[name]
+            major = int(before or 1)
+            minor = int(part or size)
         inside.append(len(shape) + 1)
-        shape += [before, part, int(size) // before // part]
+        shape += [major, minor, size // major // minor]
     ids = np.arange(math.prod(shape))
     if order is not None:
         listed = _ORDER.match(order)
-        ids = (
-            _iota(listed[1], listed[2])
-            if listed
-            else np.array([*map(int, order.split(","))])
-        )
+        if listed is None:
+            ids = np.array(_numbers(order))
+        else:
+            ids = _iota(listed[1], listed[2])
     outside = [axis for axis in range(len(shape)) if axis not in inside]
     grid = ids.reshape(shape).transpose(*outside, *inside)
-    return grid.reshape(-1, math.prod(shape[axis] for axis in inside))
+    members = math.prod(shape[axis] for axis in inside)
+    return grid.reshape(-1, members)
 
 
 # Transfers between slices number devices as slice * SLICE + device.
@@ -375,36 +396,35 @@ class DevicePositions:
         ids: Sequence[int] = (),
     ):
         spec = MeshSpec({}) if mesh is None else MeshSpec.of(mesh)
-        self.own = slice_devices = (
-            spec.size if mesh is not None and slice_devices == 1 else slice_devices
-        )
-        self.devices = slice_devices * slices if mesh is None else spec.size
-        self.names, self.numbers = spec.axis_names, np.arange(self.devices)
+        if mesh is not None and slice_devices == 1:
+            slice_devices = spec.size
+        program_devices = slice_devices * slices
+        self.own = slice_devices
+        self.devices = program_devices if mesh is None else spec.size
+        self.names = spec.axis_names
+        self.numbers = np.arange(self.devices)
         self.slices: np.ndarray = np.zeros(self.devices, int)
         self.coordinates = np.zeros((0, self.devices))
         if self.names:
             self.coordinates = np.stack(np.unravel_index(self.numbers, spec.axis_sizes))
-            parts = np.array(spec.axis_sizes) // np.array(spec.dcn_sizes)
-            self.slices = np.asarray(
-                np.ravel_multi_index(
-                    tuple(self.coordinates // parts[:, None]), spec.dcn_sizes
-                )
-            )
+            size_in_slice = np.array(spec.axis_sizes) // np.array(spec.dcn_sizes)
+            slice_of_axes = tuple(self.coordinates // size_in_slice[:, None])
+            slice_numbers = np.ravel_multi_index(slice_of_axes, spec.dcn_sizes)
+            self.slices = np.asarray(slice_numbers)
         if isinstance(mesh, Mesh):
             ids = [device.id for device in mesh.devices.ravel()]
             for number, members in enumerate(topology.slices(mesh.devices)):
-                self.slices[[*members]] = number
-        if not self.slices.any() and self.devices == slice_devices * slices:
+                self.slices[list(members)] = number
+        if not self.slices.any() and self.devices == program_devices:
             self.slices = self.numbers // slice_devices
-        programs = [
-            np.flatnonzero(self.slices == number)
-            for number in range(self.slices.max() + 1)
-        ]
-        if self.devices == slice_devices:
-            programs = [self.numbers]
-        if {len(program) for program in programs} != {slice_devices}:
+        programs = [self.numbers]
+        if self.devices != slice_devices:
+            programs = []
+            for number in range(self.slices.max() + 1):
+                programs.append(np.flatnonzero(self.slices == number))
+        if set(map(len, programs)) != {slice_devices}:
             raise MeshError(
-                f"the program runs on {slice_devices * slices} devices, and the mesh"
+                f"the program runs on {program_devices} devices, and the mesh"
                 f" {spec} has {self.devices}."
             )
         self.programs = np.stack(programs)
@@ -416,13 +436,14 @@ class DevicePositions:
         `number` is `None`. If two slices have the positions 0 to 3 and 4 to 7 in the
         mesh, {0,1} is {4,5} for slice 1, and {0,1},{4,5} for `None`.
         """
-        programs = (
-            self.programs if number is None else self.programs[number : number + 1]
-        )
-        return tuple(
-            np.concatenate([program[members] for program in programs])
-            for members in groups
-        )
+        programs = self.programs
+        if number is not None:
+            programs = programs[number : number + 1]
+        in_mesh = []
+        for members in groups:
+            positions = [program[members] for program in programs]
+            in_mesh.append(np.concatenate(positions))
+        return tuple(in_mesh)
 
     def numbers_of(self, ids: Sequence[int]) -> dict[int, int]:
         """For each device id in `ids`, the device's position in the mesh. `ids` are
@@ -430,22 +451,20 @@ class DevicePositions:
         """
         if all(id_ in self.ids for id_ in ids):
             return {id_: self.ids[id_] for id_ in ids}
-        first = min(id_ // SLICE for id_ in ids)
-        return {
-            id_: int(self.programs[id_ // SLICE - first, id_ % SLICE]) for id_ in ids
-        }
+        first_slice = min(ids) // SLICE
+        numbers = {}
+        for id_ in ids:
+            slice_number, device = divmod(id_, SLICE)
+            numbers[id_] = int(self.programs[slice_number - first_slice, device])
+        return numbers
 
     def axes(self, collective: Collective) -> tuple[str, ...]:
         """The mesh axes along which the devices of a collective's replica group differ."""
-        varying = np.zeros(len(self.names), dtype=bool)
+        differs = np.zeros(len(self.names), dtype=bool)
         for group in collective.groups:
             members = self.coordinates[:, group]
-            varying |= (members != members[:, :, :1]).any(axis=(1, 2))
-        return tuple(
-            name
-            for name, differs in zip(self.names, varying.tolist(), strict=True)
-            if differs
-        )
+            differs |= (members != members[:, :, :1]).any(axis=(1, 2))
+        return tuple(itertools.compress(self.names, differs.tolist()))
 
 
 def is_transfer(instruction: Instruction) -> bool:
@@ -460,32 +479,43 @@ def is_transfer(instruction: Instruction) -> bool:
 
 def slices_of(module: HloModule) -> int:
     """The number of TPU slices between which a program has transfers; 1 if it has none."""
-    instructions = (
-        instruction
-        for computation in module.computations.values()
-        for instruction in computation.values()
-    )
-    slices = {
-        id_ // SLICE
-        for instruction in filter(is_transfer, instructions)
-        for row in _target(instruction)[0]
-        for id_ in row
-    }
-    return max(1, max(slices, default=1) - min(slices, default=1) + 1)
+    slices: set[int] = set()
+    for computation in module.computations.values():
+        for instruction in filter(is_transfer, computation.values()):
+            for group in _target(instruction).groups:
+                slices.update(id_ // SLICE for id_ in group)
+    if not slices:
+        return 1
+    return max(slices) - min(slices) + 1
 
 
 def transfer_of(instruction: Instruction, positions: DevicePositions) -> Collective:
     """The collective that a transfer performs. `instruction` is its `recv`."""
-    target, kind = _target(instruction)
-    sent = array_of(instruction)
-    numbers = positions.numbers_of(sorted({id_ for row in target for id_ in row}))
-    groups = groups_by_size([[numbers[id_] for id_ in row] for row in target])
-    return Collective(kind, (sent,), (sent.bytes,), groups)
+    target = _target(instruction)
+    array = array_of(instruction)
+    ids = set(itertools.chain.from_iterable(target.groups))
+    numbers = positions.numbers_of(sorted(ids))
+    groups = [[numbers[id_] for id_ in group] for group in target.groups]
+    return Collective(
+        kind=target.kind,
+        arrays=(array,),
+        parts=(array.bytes,),
+        groups=groups_by_size(groups),
+    )
 
 
-def _target(instruction: Instruction) -> tuple[list[list[int]], str]:
+class _Target(NamedTuple):
     """The groups of device ids that a transfer connects, and the kind of its
-    collective, from its `recv`. Raises `ProgramError` if the `recv` does not name them.
+    collective.
+    """
+
+    groups: list[list[int]]
+    kind: str
+
+
+def _target(instruction: Instruction) -> _Target:
+    """What a transfer connects, from its `recv`. Raises `ProgramError` if the `recv`
+    does not name it.
     """
     match = _TARGET.search(instruction.attributes)
     if match is None or match[2] not in _KINDS:
@@ -493,25 +523,23 @@ def _target(instruction: Instruction) -> tuple[list[list[int]], str]:
             "a transfer between slices does not say what goes whither:"
             f" {instruction.text:.300}"
         )
+    groups: list[list[int]] = []
     if product := _PRODUCT.match(match[1]):
-        slices, devices = (_numbers_in(part) for part in product.groups())
-        return [
-            [slice_ * SLICE + device for slice_ in slices] for device in devices
-        ], _KINDS[match[2]]
-    rows = [
-        [int(id_) for id_ in re.findall(r"\d+", row)]
-        for row in match[1][1:-1].split("},{")
-    ]
-    return rows, _KINDS[match[2]]
+        slices, devices = map(_numbers_in, product.groups())
+        for device in devices:
+            groups.append([number * SLICE + device for number in slices])
+    else:
+        for row in match[1][1:-1].split("},{"):
+            groups.append(list(map(int, re.findall(r"\d+", row))))
+    return _Target(groups=groups, kind=_KINDS[match[2]])
 
 
 def _numbers_in(text: str) -> list[int]:
     """The numbers in a text that lists numbers and ranges: 0, 1, 2, 3 and 8 for the
     text `0:3,8`.
     """
-    ranges = [[int(number) for number in part.split(":")] for part in text.split(",")]
-    return list(
-        itertools.chain.from_iterable(
-            range(bounds[0], bounds[-1] + 1) for bounds in ranges
-        )
-    )
+    numbers: list[int] = []
+    for part in text.split(","):
+        bounds = list(map(int, part.split(":")))
+        numbers += range(bounds[0], bounds[-1] + 1)
+    return numbers

@@ -79,16 +79,16 @@ def evaluated(
     values.update(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
 
-    def read(atoms: Sequence[Any]) -> list[Any]:
-        return [
-            literal(atom) if isinstance(atom, jex.Literal) else values[atom]
-            for atom in atoms
-        ]
+    def value_of(atom: Any) -> Any:
+        if isinstance(atom, jex.Literal):
+            return literal(atom)
+        return values[atom]
 
     for equation in jaxpr.eqns:
-        results = rule(jaxpr, equation, read(equation.invars))
+        operands = list(map(value_of, equation.invars))
+        results = rule(jaxpr, equation, operands)
         values.update(zip(equation.outvars, results, strict=True))
-    return read(jaxpr.outvars)
+    return list(map(value_of, jaxpr.outvars))
 
 
 def struct_of(var: Any) -> jax.ShapeDtypeStruct:
@@ -102,7 +102,9 @@ def typed_struct_of(var: Any) -> jax.ShapeDtypeStruct:
     variable's type says.
     """
     aval = var.aval
-    sharding = aval.sharding if aval.sharding.mesh.explicit_axes else None
+    sharding = None
+    if aval.sharding.mesh.explicit_axes:
+        sharding = aval.sharding
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
     )
@@ -121,20 +123,26 @@ def retraced(
     """
     if isinstance(parameter, tuple):
         parts = [retraced(part, run, struct_of) for part in parameter]
-        is_named = type(parameter) is not tuple
-        return type(parameter)(*parts) if is_named else tuple(parts)
+        kind = type(parameter)
+        if kind is tuple:
+            return tuple(parts)
+        return kind(*parts)
     if not isinstance(parameter, jex.ClosedJaxpr | jex.Jaxpr):
         return parameter
 
     jaxpr, consts = opened(parameter)
     structs = map(struct_of, jaxpr.invars)
     closed = jax.make_jaxpr(lambda *args: run(jaxpr, consts, args))(*structs)
-    return closed if isinstance(parameter, jex.ClosedJaxpr) else closed.jaxpr
+    if isinstance(parameter, jex.ClosedJaxpr):
+        return closed
+    return closed.jaxpr
 
 
 def manual_axes_of(shard_map: jex.JaxprEqn) -> tuple[str, ...]:
     """The mesh axes that a `shard_map` makes Manual, in the order of its mesh."""
     params = shard_map.params
     # The name of the parameter differs between versions of JAX.
-    key = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
+    key = "manual_axes"
+    if "newly_manual_axes" in params:
+        key = "newly_manual_axes"
     return tuple(name for name in params["mesh"].axis_names if name in params[key])

@@ -120,6 +120,7 @@ class Program:
 
 
 _COMPLEX = {"complex<f32>": "complex64", "complex<f64>": "complex128"}
+_FLOATS = {"bf": "bfloat", "f": "float"}
 
 
 @ft.lru_cache(maxsize=128)
@@ -135,9 +136,9 @@ def dtype_of(name: str) -> DType:
         return jnp.dtype(f"{match[1]}int{match[2]}")
     if match := re.fullmatch(r"f(\d+)(E.*)", name):
         return jnp.dtype(f"float{match[1]}_{match[2].lower()}")
-    return jnp.dtype(
-        {"bf": "bfloat", "f": "float"}[name.rstrip("0123456789")] + name.lstrip("bf")
-    )
+    kind = _FLOATS[name.rstrip("0123456789")]
+    width = name.lstrip("bf")
+    return jnp.dtype(kind + width)
 
 
 Shape = tuple[int, ...]
@@ -151,24 +152,31 @@ def of_rule(rule: ir.Attribute) -> Factors:
     """The sharding rule of an operation, from the MLIR attribute in which Shardy writes
     it.
     """
-    read = sdy.OpShardingRuleAttr(rule)
+    attribute = sdy.OpShardingRuleAttr(rule)
+    replicated = {
+        *attribute.need_replication_factors,
+        *attribute.permutation_factors,
+    }
     return Factors(
-        tuple(read.factor_sizes),
-        _mapped(read.operand_mappings),
-        _mapped(read.result_mappings),
-        frozenset(read.reduction_factors),
-        frozenset((*read.need_replication_factors, *read.permutation_factors)),
+        sizes=tuple(attribute.factor_sizes),
+        ins=_mapped(attribute.operand_mappings),
+        outs=_mapped(attribute.result_mappings),
+        reduction=frozenset(attribute.reduction_factors),
+        replicated=frozenset(replicated),
     )
 
 
 def _mapped(mappings: Iterable[ir.Attribute]) -> FactorDims:
-    read = map(sdy.TensorMappingAttr, mappings)
-    return tuple(
-        tuple(
-            tuple(sdy.DimMappingAttr(dim).factor_indices) for dim in tensor.dim_mappings
-        )
-        for tensor in read
-    )
+    arrays = []
+    for mapping in map(sdy.TensorMappingAttr, mappings):
+        dims = map(sdy.DimMappingAttr, mapping.dim_mappings)
+        arrays.append(tuple(tuple(dim.factor_indices) for dim in dims))
+    return tuple(arrays)
+
+
+def _one_each(start: int, rank: int) -> tuple[tuple[int, ...], ...]:
+    """The factors of an array's dimensions, each with one: from `start` on."""
+    return tuple((factor,) for factor in range(start, start + rank))
 
 
 def elementwise(ins: Shapes, outs: Shapes) -> Factors:
@@ -177,22 +185,19 @@ def elementwise(ins: Shapes, outs: Shapes) -> Factors:
     other operands must be replicated.
     """
     shape = outs[0]
-    same = tuple((dim,) for dim in range(len(shape)))
-    others = len(shape)
-    sizes, dims = list(shape), []
-    for sizes_of_array in (*ins, *outs):
-        if sizes_of_array == shape:
-            dims.append(same)
+    sizes = list(shape)
+    dims = []
+    for other_shape in (*ins, *outs):
+        if other_shape == shape:
+            dims.append(_one_each(0, len(shape)))
         else:
-            dims.append(tuple((others + dim,) for dim in range(len(sizes_of_array))))
-            others += len(sizes_of_array)
-            sizes += sizes_of_array
-    replicated = frozenset(range(len(shape), others))
+            dims.append(_one_each(len(sizes), len(other_shape)))
+            sizes += other_shape
     return Factors(
-        tuple(sizes),
-        tuple(dims[: len(ins)]),
-        tuple(dims[len(ins) :]),
-        replicated=replicated,
+        sizes=tuple(sizes),
+        ins=tuple(dims[: len(ins)]),
+        outs=tuple(dims[len(ins) :]),
+        replicated=frozenset(range(len(shape), len(sizes))),
     )
 
 
@@ -200,8 +205,8 @@ def identity(shape: Shape, arrays: int = 2) -> Factors:
     """The sharding rule of an operation that passes an array on unchanged. Its operands
     and its result, `arrays` arrays in total, have one shape and the same factors.
     """
-    dims = tuple((dim,) for dim in range(len(shape)))
-    return Factors(shape, (dims,) * (arrays - 1), (dims,))
+    dims = _one_each(0, len(shape))
+    return Factors(sizes=shape, ins=(dims,) * (arrays - 1), outs=(dims,))
 
 
 def opaque(ins: Shapes, outs: Shapes) -> Factors:
@@ -211,11 +216,13 @@ def opaque(ins: Shapes, outs: Shapes) -> Factors:
     sizes: list[int] = []
     dims = []
     for shape in (*ins, *outs):
-        dims.append(tuple((len(sizes) + dim,) for dim in range(len(shape))))
+        dims.append(_one_each(len(sizes), len(shape)))
         sizes += shape
-    whole = frozenset(range(len(sizes)))
     return Factors(
-        tuple(sizes), tuple(dims[: len(ins)]), tuple(dims[len(ins) :]), replicated=whole
+        sizes=tuple(sizes),
+        ins=tuple(dims[: len(ins)]),
+        outs=tuple(dims[len(ins) :]),
+        replicated=frozenset(range(len(sizes))),
     )
 
 
@@ -223,9 +230,13 @@ def _top_k(ins: Shapes, outs: Shapes) -> Factors:
     """The sharding rule of a top-k. The last dimension must be replicated, and is
     shorter in the results.
     """
-    dims = tuple((dim,) for dim in range(len(ins[0])))
+    shape = ins[0]
+    dims = _one_each(0, len(shape))
     return Factors(
-        ins[0], (dims,), (dims,) * len(outs), replicated=frozenset({len(dims) - 1})
+        sizes=shape,
+        ins=(dims,),
+        outs=(dims,) * len(outs),
+        replicated=frozenset([len(shape) - 1]),
     )
 
 
@@ -234,42 +245,69 @@ def _ragged_dot(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
     matrix of the group. If the groups are sharded, the result is unreduced: a device
     computes the rows of its own groups, and zeros for all others.
     """
-    text = str(operation.attributes["ragged_dot_dimension_numbers"])
-    asked = {
-        name: [int(dim) for dim in dims.split(",") if dim]
-        for name, dims in re.findall(r"(\w+) = \[([\d, ]*)\]", text)
-    }
-    both = [
-        asked.get(f"{side}_{kind}_dimensions", [])
-        for side in ("lhs", "rhs")
-        for kind in ("batching", "contracting")
-    ]
-    grouped = asked.get("rhs_group_dimensions", [])
-    left_dims = list(range(len(ins[0])))
-    right = [-1] * len(ins[1])
-    for mine, its in (
-        *zip(both[0], both[2], strict=True),
-        *zip(both[1], both[3], strict=True),
-    ):
-        right[its] = mine
-    group, sizes = len(left_dims), [*ins[0], ins[2][-1]]
-    for dim in grouped:
-        right[dim] = group
-    for dim in range(len(right)):
-        if right[dim] < 0:
-            right[dim] = len(sizes)
-            sizes.append(ins[1][dim])
-    free = [dim for dim in left_dims if dim not in both[0] + both[1]]
-    own_of_right = [factor for factor in right if factor > group]
-    out = [*([] if grouped else [group]), *both[0], *free, *own_of_right]
-    if [sizes[factor] for factor in out] != list(outs[0]) or len(ins[2]) != 1:
+    left, right, groups = ins
+    numbers = _RaggedNumbers(operation)
+    left_factors = list(range(len(left)))
+    # The factor of the groups comes after those of the left operand.
+    group = len(left)
+    sizes = [*left, groups[-1]]
+    factor_of_dim: dict[int, int] = {}
+    for left_dim, right_dim in numbers.pairs:
+        factor_of_dim[right_dim] = left_dim
+    for dim in numbers.grouped:
+        factor_of_dim[dim] = group
+    columns = []
+    for dim, size in enumerate(right):
+        if dim not in factor_of_dim:
+            factor_of_dim[dim] = len(sizes)
+            columns.append(len(sizes))
+            sizes.append(size)
+    right_factors = [factor_of_dim[dim] for dim in range(len(right))]
+
+    paired = {left_dim for left_dim, _ in numbers.pairs}
+    rows = [factor for factor in left_factors if factor not in paired]
+    out = [*numbers.batch, *rows, *columns]
+    if not numbers.grouped:
+        out = [group, *out]
+    if [sizes[factor] for factor in out] != list(outs[0]) or len(groups) != 1:
         return opaque(ins, outs)
-    dims = [
-        tuple((factor,) for factor in array_dims)
-        for array_dims in (left_dims, right, [group], out)
-    ]
-    summed = frozenset([*both[1], group] if grouped else both[1])
-    return Factors(tuple(sizes), tuple(dims[:3]), (dims[3],), summed)
+    reduction = set(numbers.contracted)
+    if numbers.grouped:
+        reduction.add(group)
+    dims = []
+    for factors in (left_factors, right_factors, [group], out):
+        dims.append(tuple((factor,) for factor in factors))
+    return Factors(
+        sizes=tuple(sizes),
+        ins=tuple(dims[:3]),
+        outs=(dims[3],),
+        reduction=frozenset(reduction),
+    )
+
+
+class _RaggedNumbers:
+    """The dimension numbers of a `ragged_dot`.
+
+    - `batch`, `contracted`: the batch and the contracted dimensions of the left operand.
+    - `pairs`: each of these, with the dimension of the right operand to which it
+      corresponds.
+    - `grouped`: the dimensions of the right operand over groups.
+    """
+
+    def __init__(self, operation: Op):
+        text = str(operation.attributes["ragged_dot_dimension_numbers"])
+        numbers: dict[str, list[int]] = {}
+        for name, dims in re.findall(r"(\w+) = \[([\d, ]*)\]", text):
+            numbers[name] = [int(dim) for dim in dims.split(",") if dim]
+        self.batch = numbers.get("lhs_batching_dimensions", [])
+        self.contracted = numbers.get("lhs_contracting_dimensions", [])
+        right_batch = numbers.get("rhs_batching_dimensions", [])
+        right_contracted = numbers.get("rhs_contracting_dimensions", [])
+        self.pairs = [
+            *zip(self.batch, right_batch, strict=True),
+            *zip(self.contracted, right_contracted, strict=True),
+        ]
+        self.grouped = numbers.get("rhs_group_dimensions", [])
 
 
 def without_rule(operation: Op, name: str, ins: Shapes, outs: Shapes) -> Factors | None:
@@ -280,8 +318,10 @@ def without_rule(operation: Op, name: str, ins: Shapes, outs: Shapes) -> Factors
         return _top_k(ins, outs)
     if name == "chlo.ragged_dot":
         return _ragged_dot(operation, ins, outs)
-    # The other operations of `chlo`, StableHLO's client dialect, are elementwise.
-    return elementwise(ins, outs) if name.startswith("chlo.") and ins else None
+    if name.startswith("chlo.") and ins:
+        # The other operations of `chlo`, StableHLO's client dialect, are elementwise.
+        return elementwise(ins, outs)
+    return None
 
 
 def flops_of(
@@ -291,16 +331,14 @@ def flops_of(
     0 for other operations.
     """
     if name == "convolution":
-        numbers = stablehlo.ConvDimensionNumbers(
-            operation.attributes["dimension_numbers"]
-        )
-        return (
-            2.0
-            * math.prod(outs[0])
-            * math.prod(ins[1])
-            / max(1, ins[1][numbers.kernel_output_feature_dimension])
-        )
+        dims = stablehlo.ConvDimensionNumbers(operation.attributes["dimension_numbers"])
+        kernel = ins[1]
+        channels = max(1, kernel[dims.kernel_output_feature_dimension])
+        return 2.0 * math.prod(outs[0]) * math.prod(kernel) / channels
     if name == "ragged_dot":
         # Each row belongs to one group.
-        return 2.0 * math.prod(factors.sizes) / max(1, ins[2][-1])
-    return 2.0 * math.prod(factors.sizes) if name in ("dot_general", "dot") else 0.0
+        groups = max(1, ins[2][-1])
+        return 2.0 * math.prod(factors.sizes) / groups
+    if name in ("dot_general", "dot"):
+        return 2.0 * math.prod(factors.sizes)
+    return 0.0

@@ -9,7 +9,8 @@ import dataclasses
 import functools as ft
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 
 from jax.extend.mlir import ir, passmanager
 
@@ -35,6 +36,7 @@ from .lowered import (
     is_callback,
     maker,
     result_shardings,
+    text_attribute,
 )
 
 
@@ -51,11 +53,10 @@ def program_of(module: Module) -> Program:
     with module.context:
         whole = module.operation.clone()
         passmanager.PassManager.parse(PASS).run(whole)
-        functions = {
-            ir.StringAttr(function.attributes["sym_name"]).value: function.operation
-            for function in whole.regions[0].blocks[0].operations
-            if function.operation.name == "func.func"
-        }
+        functions: dict[str, Op] = {}
+        for op in whole.regions[0].blocks[0].operations:
+            if op.operation.name == "func.func":
+                functions[text_attribute(op, "sym_name")] = op.operation
         return _Walk(functions).program()
 
 
@@ -77,11 +78,8 @@ def _integer(constant: Op) -> int | None:
     value = _value(constant.results[0].type)
     if value.shape or value.dtype.kind not in "iu":
         return None
-    return int(
-        ir.IntegerAttr(
-            ir.DenseElementsAttr(constant.attributes["value"]).get_splat_value()
-        ).value
-    )
+    elements = ir.DenseElementsAttr(constant.attributes["value"])
+    return int(ir.IntegerAttr(elements.get_splat_value()).value)
 
 
 class _Walk:
@@ -114,7 +112,11 @@ class _Walk:
         results = self.inline(block, arguments, {}, 1.0)
         operations = _used(self.operations, results, self.free_operands)
         return Program(
-            self.values, operations, tuple(arguments), tuple(results), self.notes
+            values=self.values,
+            operations=operations,
+            arguments=tuple(arguments),
+            results=tuple(results),
+            notes=self.notes,
         )
 
     def new(
@@ -123,11 +125,12 @@ class _Walk:
         """Adds MLIR values to the program, with their shardings if they are known, and
         returns their numbers.
         """
-        pairs = itertools.zip_longest(values, sharding)
-        return [
-            self.add(dataclasses.replace(_value(value.type), sharding=sharding))
-            for value, sharding in pairs
-        ]
+        numbers = []
+        for value, value_sharding in itertools.zip_longest(values, sharding):
+            unsharded = _value(value.type)
+            step_value = dataclasses.replace(unsharded, sharding=value_sharding)
+            numbers.append(self.add(step_value))
+        return numbers
 
     def add(self, value: StepValue) -> int:
         self.values.append(value)
@@ -150,27 +153,21 @@ class _Walk:
         numbers of the values around the block.
         """
         numbers_of = outer | dict(zip(block.arguments, arguments, strict=True))
-        *body, last = (inner.operation for inner in block.operations)
-        for op in body:
-            numbers_of.update(
-                zip(op.results, self.step(op, numbers_of, times), strict=True)
-            )
-        return [numbers_of[value] for value in last.operands]
+        *body, last = block.operations
+        for inner in body:
+            op = inner.operation
+            results = self.step(op, numbers_of, times)
+            numbers_of.update(zip(op.results, results, strict=True))
+        return [numbers_of[value] for value in last.operation.operands]
 
     def step(self, op: Op, value_numbers: _Known, times: float) -> Sequence[int]:
         """Adds an operation, or the operations that it calls, and returns the numbers
         of its results.
         """
-        name = op.name.rpartition(".")[2]
+        _, _, name = op.name.rpartition(".")
         ins = [value_numbers[value] for value in op.operands]
         if name in _CALLS:
-            called = self.functions[
-                ir.FlatSymbolRefAttr(op.attributes[_CALLS[name]]).value
-            ]
-            self.calls.append(op.location)
-            results = self.inline(called.regions[0].blocks[0], ins, {}, times)
-            self.calls.pop()
-            return results
+            return self.call(op, _CALLS[name], ins, times)
         if name == "while":
             return self.loop(op, ins, value_numbers, times)
         if name == "optimization_barrier":
@@ -178,25 +175,42 @@ class _Walk:
             return [self.identity(name, (value,), times, op) for value in ins]
         outs = self.new(op.results, result_shardings(op))
         if name in ("case", "if"):
-            for region in op.regions:
-                # The program does not show which branch runs, so all branches count
-                # equally.
-                part = times / len(op.regions)
-                for value, out in zip(
-                    self.inline(region.blocks[0], (), value_numbers, part),
-                    outs,
-                    strict=True,
-                ):
-                    self.identity("carry", (value,), part, op, out)
+            self.branches(op, outs, value_numbers, times)
         elif name == "manual_computation":
             self.shard_map(op, ins, outs, value_numbers, times)
         elif name == "constant":
-            self.values[outs[0]] = dataclasses.replace(self.values[outs[0]], free=True)
-            if (number := _integer(op)) is not None:
+            self.set_free(outs[0])
+            number = _integer(op)
+            if number is not None:
                 self.literals[outs[0]] = number
         elif outs:
             self.plain(op, name, ins, outs, times)
         return outs
+
+    def call(
+        self, op: Op, attribute: str, ins: Sequence[int], times: float
+    ) -> list[int]:
+        """Adds the operations of the function that the attribute of a call names."""
+        symbol = ir.FlatSymbolRefAttr(op.attributes[attribute]).value
+        block = self.functions[symbol].regions[0].blocks[0]
+        self.calls.append(op.location)
+        results = self.inline(block, ins, {}, times)
+        self.calls.pop()
+        return results
+
+    def branches(
+        self, op: Op, outs: Sequence[int], value_numbers: _Known, times: float
+    ) -> None:
+        """Adds the operations of all branches of a conditional."""
+        # The program does not show which branch runs, so all branches count equally.
+        part = times / len(op.regions)
+        for region in op.regions:
+            results = self.inline(region.blocks[0], (), value_numbers, part)
+            for value, out in zip(results, outs, strict=True):
+                self.identity("carry", (value,), part, op, out)
+
+    def set_free(self, number: int) -> None:
+        self.values[number] = dataclasses.replace(self.values[number], free=True)
 
     def plain(
         self, op: Op, name: str, ins: Sequence[int], outs: Sequence[int], times: float
@@ -204,79 +218,106 @@ class _Walk:
         """Adds an operation with nothing to inline. If it has regions, they only
         combine two elements, as in a sum.
         """
-        taken, outputs = (
-            [self.values[number] for number in numbers] for numbers in (ins, outs)
-        )
-        shapes = [value.shape for value in taken], [value.shape for value in outputs]
-        factors = (
-            of_rule(op.attributes[RULE])
-            if RULE in op.attributes
-            else without_rule(op, op.name, *shapes)
-        )
-        flops = flops_of(name, op, factors, *shapes) if factors else 0.0
-        if name == "iota" or _is_free(name, taken, None if flops else factors):
-            for out, value in zip(outs, outputs, strict=True):
-                self.values[out] = dataclasses.replace(value, free=True)
-            if all(value.free for value in taken):
+        operands = [self.values[number] for number in ins]
+        results = [self.values[number] for number in outs]
+        shapes_in = [value.shape for value in operands]
+        shapes_out = [value.shape for value in results]
+        if RULE in op.attributes:
+            factors = of_rule(op.attributes[RULE])
+        else:
+            factors = without_rule(op, op.name, shapes_in, shapes_out)
+        flops = 0.0
+        if factors is not None:
+            flops = flops_of(name, op, factors, shapes_in, shapes_out)
+
+        is_free = name == "iota" or _is_free(name, operands, None if flops else factors)
+        if is_free:
+            for out in outs:
+                self.set_free(out)
+            if all(value.free for value in operands):
                 self.free_operands.update(dict.fromkeys(outs, ins))
                 return
+        self.note_unknown(op, name, is_known=factors is not None)
+        self.count(ins, outs)
+        counted = self.counted_dims(name, ins)
+        windows = None
+        if name == "convolution":
+            windows = op.attributes["dimension_numbers"]
+        if factors is None:
+            name = "opaque"
+            factors = opaque(shapes_in, shapes_out)
+        self.operations.append(
+            Operation(
+                name=name,
+                ins=tuple(ins),
+                outs=tuple(outs),
+                factors=factors,
+                times=times,
+                flops=flops,
+                location=self.locations(op),
+                counted=counted,
+                windows=windows,
+            )
+        )
+
+    def note_unknown(self, op: Op, name: str, *, is_known: bool) -> None:
+        """Notes what is not modelled exactly of an operation. `is_known` says whether it
+        has a sharding rule.
+        """
         if name == "sharding_constraint":
             self.note(
                 "the step constrains arrays over a mesh of its own: that is not priced"
             )
         if is_callback(op):
             self.note("a callback to Python takes and returns whole arrays")
-        elif factors is None:
-            what = (
-                ir.StringAttr(op.attributes["call_target_name"]).value
-                if name == "custom_call"
-                else name
-            )
+        elif not is_known:
+            what = name
+            if name == "custom_call":
+                what = text_attribute(op, "call_target_name")
             self.note(
                 f"`{what}` is not known: its operands and results have no factor in"
                 " common"
             )
-        self.count(ins, outs)
-        first = {"dynamic_slice": 1, "dynamic_update_slice": 2}.get(name, len(ins))
-        counted = tuple(
-            (dim, self.counters[number])
-            for dim, number in enumerate(ins[first:])
-            if number in self.counters
-        )
-        windows = op.attributes["dimension_numbers"] if name == "convolution" else None
-        name, factors = (
-            ("opaque", opaque(*shapes)) if factors is None else (name, factors)
-        )
-        self.operations.append(
-            Operation(
-                name,
-                tuple(ins),
-                tuple(outs),
-                factors,
-                times,
-                flops,
-                self.locations(op),
-                counted,
-                windows,
-            )
-        )
+
+    def counted_dims(
+        self, name: str, ins: Sequence[int]
+    ) -> tuple[tuple[int, int], ...]:
+        """The dimensions of an operation's first operand that a loop counter indexes,
+        each with the counter.
+        """
+        # The position of the first index among the operands.
+        if name == "dynamic_slice":
+            first = 1
+        elif name == "dynamic_update_slice":
+            first = 2
+        else:
+            return ()
+        counted = []
+        for dim, number in enumerate(ins[first:]):
+            if number in self.counters:
+                counted.append((dim, self.counters[number]))
+        return tuple(counted)
 
     def count(self, ins: Sequence[int], outs: Sequence[int]) -> None:
         """Records an operation's result as a loop counter if it is an integer that is
         computed from a loop counter and known integers only.
         """
-        scalar = (
-            len(outs) == 1
-            and not self.values[outs[0]].shape
-            and self.values[outs[0]].dtype.kind in "iu"
-        )
-        numbers = [value for value in ins if self.values[value].dtype.kind in "iu"]
-        are_known = all(
-            value in self.literals or value in self.counters for value in numbers
-        )
-        loops = [self.counters[value] for value in numbers if value in self.counters]
-        if scalar and are_known and loops:
-            self.counters[outs[0]] = loops[0]
+        if len(outs) != 1:
+            return
+        (out,) = outs
+        if self.values[out].shape or not self.is_integer(out):
+            return
+        loops = []
+        for value in filter(self.is_integer, ins):
+            if value in self.counters:
+                loops.append(self.counters[value])
+            elif value not in self.literals:
+                return
+        if loops:
+            self.counters[out] = loops[0]
+
+    def is_integer(self, value: int) -> bool:
+        return self.values[value].dtype.kind in "iu"
 
     def identity(
         self,
@@ -290,11 +331,19 @@ class _Walk:
         with the source lines of `op`. Returns the number of its result, which is `out`
         if that is given.
         """
+        operand = self.values[ins[0]]
         if out is None:
-            out = self.add(dataclasses.replace(self.values[ins[0]], free=False))
-        factors = identity(self.values[ins[0]].shape, len(ins) + 1)
+            out = self.add(dataclasses.replace(operand, free=False))
         self.operations.append(
-            Operation(name, ins, (out,), factors, times, 0.0, self.locations(op))
+            Operation(
+                name=name,
+                ins=ins,
+                outs=(out,),
+                factors=identity(operand.shape, len(ins) + 1),
+                times=times,
+                flops=0.0,
+                location=self.locations(op),
+            )
         )
         return out
 
@@ -302,43 +351,51 @@ class _Walk:
         self, op: Op, ins: Sequence[int], value_numbers: _Known, times: float
     ) -> list[int]:
         test, body = (region.blocks[0] for region in op.regions)
-        changed = [
-            value != given
-            for value, given in zip(_returned(body), body.arguments, strict=True)
-        ]
-        pairs = zip(changed, ins, strict=True)
-        begun = [
-            self.identity("carry", (value,), times, op) if new else value
-            for new, value in pairs
-        ]
-        for value, sharding in zip(begun, result_shardings(op), strict=False):
+        changes: list[bool] = []
+        for value, argument in zip(_returned(body), body.arguments, strict=True):
+            changes.append(value != argument)
+        starts: list[int] = []
+        for value, is_changed in zip(ins, changes, strict=True):
+            if is_changed:
+                value = self.identity("carry", (value,), times, op)
+            starts.append(value)
+        for value, sharding in zip(starts, result_shardings(op), strict=False):
             if sharding is not None:
                 self.values[value] = dataclasses.replace(
                     self.values[value], sharding=sharding
                 )
+
         trips, counter = self.trips(test, body, ins, value_numbers)
         if trips is None:
             self.note("the trips of a loop are not in the program: it counts once")
         if counter is not None:
-            self.counters[begun[counter]] = begun[counter]
-        many = times * (1 if trips is None else trips)
-        ended = self.inline(body, begun, value_numbers, many)
-        self.inline(test, begun, value_numbers, many)
-        results = [
-            self.identity("return", (last, first), many, op) if new else first
-            for new, last, first in zip(changed, ended, begun, strict=True)
-        ]
-        read = tuple(
-            value
-            for new, value in zip(changed, ins, strict=True)
-            if not new and self.values[value].shape
-        )
+            self.counters[starts[counter]] = starts[counter]
+        times_in_loop = times if trips is None else times * trips
+        ends = self.inline(body, starts, value_numbers, times_in_loop)
+        self.inline(test, starts, value_numbers, times_in_loop)
+        results: list[int] = []
+        for start, end, is_changed in zip(starts, ends, changes, strict=True):
+            result = start
+            if is_changed:
+                result = self.identity("return", (end, start), times_in_loop, op)
+            results.append(result)
+        self.use(op, itertools.compress(ins, map(operator.not_, changes)), times)
+        return results
+
+    def use(self, op: Op, values: Iterable[int], times: float) -> None:
+        """Adds the use of the arrays that a loop reads until it ends."""
+        arrays = [value for value in values if self.values[value].shape]
         self.operations.append(
             Operation(
-                "use", read, (), Factors((), (), ()), times, 0.0, self.locations(op)
+                name="use",
+                ins=tuple(arrays),
+                outs=(),
+                factors=Factors(sizes=(), ins=(), outs=()),
+                times=times,
+                flops=0.0,
+                location=self.locations(op),
             )
         )
-        return results
 
     def trips(
         self, test: ir.Block, body: ir.Block, ins: Sequence[int], value_numbers: _Known
@@ -348,38 +405,41 @@ class _Walk:
         if it is unknown. `test` and `body` are the blocks of the loop's condition and
         body, and `ins` are the initial values.
         """
-        carried, ended = dict(zip(test.arguments, ins, strict=True)), _returned(body)
+        numbers = value_numbers | dict(zip(test.arguments, ins, strict=True))
 
         def literal(value: ir.Value) -> int | None:
-            if value in carried or value in value_numbers:
-                return self.literals.get((value_numbers | carried)[value])
+            if value in numbers:
+                return self.literals.get(numbers[value])
             constant = maker(value, "constant")
-            return None if constant is None else _integer(constant)
+            if constant is None:
+                return None
+            return _integer(constant)
 
-        asked = maker(_returned(test)[0], "compare")
-        if (
-            asked is None
-            or "LT" not in str(asked.attributes["comparison_direction"])
-            or asked.operands[0] not in carried
-        ):
+        order: list[ir.Value] = list(test.arguments)
+        next_values = _returned(body)
+        comparison = maker(_returned(test)[0], "compare")
+        if comparison is None or comparison.operands[0] not in order:
             return None, None
-        first, bound = asked.operands
-        order: list[ir.Value] = [*carried]
+        if "LT" not in str(comparison.attributes["comparison_direction"]):
+            return None, None
+        first, bound = comparison.operands
         place = order.index(first)
-        if (
-            bound in carried
-            and ended[order.index(bound)] != body.arguments[order.index(bound)]
-        ):
-            return None, place
+        if bound in order:
+            bound_place = order.index(bound)
+            if next_values[bound_place] != body.arguments[bound_place]:
+                return None, place
         counter = body.arguments[place]
-        added = maker(ended[place], "add")
-        if added is None or counter not in [*added.operands]:
+        addition = maker(next_values[place], "add")
+        if addition is None or counter not in list(addition.operands):
             return None, None
-        by = next((value for value in added.operands if value != counter), counter)
-        start, stop, step = literal(first), literal(bound), literal(by)
+        others = [value for value in addition.operands if value != counter]
+        start = literal(first)
+        stop = literal(bound)
+        step = literal(others[0] if others else counter)
         if start is None or stop is None or not step:
             return None, place
-        return float(max(0, math.ceil((stop - start) / step))), place
+        trips = max(0, math.ceil((stop - start) / step))
+        return float(trips), place
 
     def shard_map(
         self,
@@ -397,17 +457,14 @@ class _Walk:
         )
         block = op.regions[0].blocks[0]
         inner = self.new(block.arguments)
-        pairs = [
-            (self.values[a].shape, self.values[b].shape)
-            for a, b in zip(ins, inner, strict=True)
-        ]
-        shards = max(
-            (math.prod(a) / max(1, math.prod(b)) for a, b in pairs), default=1.0
-        )
+        shard_counts: list[float] = []
+        for whole, shard in zip(ins, inner, strict=True):
+            shard_elements = max(1, math.prod(self.values[shard].shape))
+            shard_counts.append(math.prod(self.values[whole].shape) / shard_elements)
+        shards = max(shard_counts, default=1.0)
         self.shard_boundary(ins, inner, times, op)
-        self.shard_boundary(
-            self.inline(block, inner, value_numbers, times * shards), outs, times, op
-        )
+        results = self.inline(block, inner, value_numbers, times * shards)
+        self.shard_boundary(results, outs, times, op)
 
     def shard_boundary(
         self, ins: Sequence[int], outs: Sequence[int], times: float, op: Op
@@ -417,13 +474,18 @@ class _Walk:
         different shapes, they have no factor in common. `op` is the `shard_map`.
         """
         for value, out in zip(ins, outs, strict=True):
-            shapes = [self.values[value].shape], [self.values[out].shape]
-            factors = (
-                elementwise(*shapes) if shapes[0] == shapes[1] else opaque(*shapes)
-            )
+            shape = self.values[value].shape
+            other_shape = self.values[out].shape
+            rule = elementwise if shape == other_shape else opaque
             self.operations.append(
                 Operation(
-                    "opaque", (value,), (out,), factors, times, 0.0, self.locations(op)
+                    name="opaque",
+                    ins=(value,),
+                    outs=(out,),
+                    factors=rule([shape], [other_shape]),
+                    times=times,
+                    flops=0.0,
+                    location=self.locations(op),
                 )
             )
 
@@ -435,12 +497,10 @@ def _is_free(name: str, ins: Sequence[StepValue], factors: Factors | None) -> bo
     """
     if name == "broadcast_in_dim" and not ins[0].shape:
         return True
-    is_plain = factors is not None and not factors.reduction and not factors.replicated
-    return (
-        is_plain
-        and any(value.free for value in ins)
-        and all(value.free or not value.shape for value in ins)
-    )
+    if factors is None or factors.reduction or factors.replicated:
+        return False
+    has_free = any(value.free for value in ins)
+    return has_free and all(value.free or not value.shape for value in ins)
 
 
 def _used(
@@ -453,10 +513,10 @@ def _used(
     that no operation of `operations` computes.
     """
     live: set[int] = set()
-    are_kept = [False] * len(operations)
+    are_used = [False] * len(operations)
 
     def add(values: Sequence[int]) -> None:
-        stack = [*values]
+        stack = list(values)
         while stack:
             value = stack.pop()
             if value not in live:
@@ -469,24 +529,17 @@ def _used(
         before = len(live)
         for number in range(len(operations) - 1, -1, -1):
             operation = operations[number]
-            # The next iteration of a loop reads this iteration's results instead of the
-            # initial values.
-            read = (
-                (*operation.outs, operation.ins[1])
-                if operation.name == "return"
-                else operation.outs
-            )
-            if not are_kept[number] and not live.isdisjoint(read):
-                are_kept[number] = True
+            outs = operation.outs
+            if operation.name == "return":
+                # The next iteration of a loop reads this iteration's results instead of
+                # the initial values.
+                outs = (*outs, operation.ins[1])
+            if not are_used[number] and not live.isdisjoint(outs):
+                are_used[number] = True
                 add(operation.ins)
-    ended = (
-        dataclasses.replace(
-            operation, ins=tuple(filter(live.__contains__, operation.ins))
-        )
-        for operation in operations
-    )
-    return [
-        operation
-        for operation, keep in zip(ended, are_kept, strict=True)
-        if keep or (operation.name == "use" and operation.ins)
-    ]
+    used: list[Operation] = []
+    for operation, is_used in zip(operations, are_used, strict=True):
+        live_ins = tuple(filter(live.__contains__, operation.ins))
+        if is_used or (operation.name == "use" and live_ins):
+            used.append(dataclasses.replace(operation, ins=live_ins))
+    return used

@@ -86,7 +86,8 @@ def main() -> None:
     os.putenv("TPU_SKIP_MDS_QUERY", "1")
     _write_chatter_to(folder, (2,))
     error = _loaded(library)
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    source = sys.stdin.buffer
+    sink = sys.stdout.buffer
     while line := source.readline():
         request = json.loads(line)
         module = source.read(request["size"])
@@ -349,7 +350,8 @@ def _write_devices(devices: list[Any], folder: str) -> None:
 
 def _parsed(module: bytes) -> Any:
     """The StableHLO module in an MLIR context with the dialects of JAX's own."""
-    context, registry = ir.Context(), ir.DialectRegistry()
+    context = ir.Context()
+    registry = ir.DialectRegistry()
     _jax_mlir_ext.register_dialects(registry)
     context.append_dialect_registry(registry)
     context.load_all_available_dialects()

@@ -84,17 +84,24 @@ def maker(value: ir.Value, name: str) -> Op | None:
     """The operation that makes the value, if its name without the dialect is `name`,
     such as "add"; else `None`.
     """
-    owner = None if isinstance(value.owner, ir.Block) else value.owner
-    return (
-        owner if owner is not None and owner.name.rpartition(".")[2] == name else None
-    )
+    if isinstance(value.owner, ir.Block):
+        return None
+    _, _, own_name = value.owner.name.rpartition(".")
+    if own_name == name:
+        return value.owner
+    return None
+
+
+def text_attribute(op: Op, name: str) -> str:
+    """The text of a string attribute of an operation."""
+    return ir.StringAttr(op.attributes[name]).value
 
 
 def is_callback(op: Op) -> bool:
     """Whether an operation calls back to Python."""
     if op.name != "stablehlo.custom_call":
         return False
-    target = ir.StringAttr(op.attributes["call_target_name"]).value
+    target = text_attribute(op, "call_target_name")
     return target in (CALLS_BACK, CALLS_BACK_BY_SHARD)
 
 
@@ -103,18 +110,19 @@ def parameters(module: Module) -> tuple[tuple[Parameter, ...], tuple[Parameter, 
     arguments that nothing reads.
     """
     main = _main(module)
-    arguments = main.regions[0].blocks[0].arguments
-    attributes = _attrs(main, "arg_attrs")
-    taken = [
-        _parameter(_name(argument.location), argument.type, attrs)
-        for argument, attrs in zip(arguments, attributes, strict=True)
-    ]
-    types = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).results
-    results = [
-        _parameter("", kind, attrs)
-        for kind, attrs in zip(types, _attrs(main, "res_attrs"), strict=True)
-    ]
-    return tuple(taken), tuple(results)
+    arguments = []
+    values = main.regions[0].blocks[0].arguments
+    for value, attrs in zip(values, _attrs(main, "arg_attrs"), strict=True):
+        arguments.append(_parameter(_name(value.location), value.type, attrs))
+    results = []
+    types = _type_of(main).results
+    for kind, attrs in zip(types, _attrs(main, "res_attrs"), strict=True):
+        results.append(_parameter("", kind, attrs))
+    return tuple(arguments), tuple(results)
+
+
+def _type_of(function: Op) -> ir.FunctionType:
+    return ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value)
 
 
 def meshes(module: Module) -> dict[str, dict[str, int]]:
@@ -122,7 +130,7 @@ def meshes(module: Module) -> dict[str, dict[str, int]]:
     sizes_of = {}
     for op in module.operation.regions[0].blocks[0]:
         if op.operation.name == "sdy.mesh":
-            name = ir.StringAttr(op.attributes["sym_name"]).value
+            name = text_attribute(op, "sym_name")
             axes = map(sdy.MeshAxisAttr, sdy.MeshAttr(op.attributes["mesh"]).axes)
             sizes_of[name] = {axis.name: axis.size for axis in axes}
     return sizes_of
@@ -135,10 +143,9 @@ def mesh_of_arguments(module: Module) -> str | None:
     main = _main(module)
     for attrs in (*_attrs(main, "arg_attrs"), *_attrs(main, "res_attrs")):
         if "sdy.sharding" in attrs:
-            match = _REFERENCE.match(
-                str(sdy.TensorShardingAttr(attrs["sdy.sharding"]).mesh_or_ref)
-            )
-            return match[1] if match else None
+            sharding = sdy.TensorShardingAttr(attrs["sdy.sharding"])
+            match = _REFERENCE.match(str(sharding.mesh_or_ref))
+            return None if match is None else match[1]
     return None
 
 
@@ -162,62 +169,81 @@ def resharded(
     """
     # Typed keys have an empty mesh, which counts as none.
     declared = {name: sizes for name, sizes in meshes(module).items() if sizes}
-    # Constraints name axes, so another mesh with the same axes may have other sizes.
-    # The body of a `shard_map` has local shapes.
-    same = next((name for name, sizes in declared.items() if [*sizes] == [*mesh]), None)
-    inside = _sharded_inside(module)
-    if (
-        inside
-        and declared
-        and (
-            same is None
-            or len(declared) > 1
-            or (declared[same] != dict(mesh) and _MANUAL in inside)
-        )
-    ):
-        raise ProgramError(
-            f"the step constrains its arrays over a mesh of its own, {declared}, so it"
-            f" cannot be laid out on {dict(mesh)}; take the constraints out, or let"
-            " them follow the mesh."
-        )
+    same = _mesh_with_axes(declared, tuple(mesh))
+    _require_no_other_mesh(module, declared, same, mesh)
     clone = module.operation.clone()
     with clone.context, ir.Location.unknown(clone.context):
-        block = clone.regions[0].blocks[0]
         integer = ir.IntegerType.get_signless(32)
-        clone.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(
-            integer, math.prod(mesh.values())
-        )
+        partitions = ir.IntegerAttr.get(integer, math.prod(mesh.values()))
+        clone.attributes["mhlo.num_partitions"] = partitions
         name = same or "_".join(["mesh", *declared])
-        mesh_attribute = sdy.MeshAttr.get(
-            [sdy.MeshAxisAttr.get(axis, size) for axis, size in mesh.items()]
-        )
-        for op in block:
-            if (
-                op.operation.name == "sdy.mesh"
-                and ir.StringAttr(op.attributes["sym_name"]).value == name
-            ):
-                op.attributes["mesh"] = mesh_attribute
-        if same is None:
-            with ir.InsertionPoint.at_block_begin(block):
-                sdy.MeshOp(name, mesh_attribute)
+        _declare_mesh(clone, name, mesh, is_new=same is None)
         main = _main(clone)
         for attribute, dims in (("arg_attrs", arguments), ("res_attrs", results)):
-            attributes = [
-                _with_sharding(attrs, name, array_dims)
-                for attrs, array_dims in zip(_attrs(main, attribute), dims, strict=True)
-            ]
-            main.attributes[attribute] = ir.ArrayAttr.get(
-                [ir.DictAttr.get(row) for row in attributes]
-            )
+            rows: list[ir.Attribute] = []
+            for attrs, array_dims in zip(_attrs(main, attribute), dims, strict=True):
+                row = _with_sharding(attrs, name, array_dims)
+                rows.append(ir.DictAttr.get(row))
+            main.attributes[attribute] = ir.ArrayAttr.get(rows)
         return bytecode(clone)
+
+
+def _mesh_with_axes(
+    declared: Mapping[str, Mapping[str, int]], axes: tuple[str, ...]
+) -> str | None:
+    """The name of a declared mesh with these axes; `None` if there is none."""
+    for name, sizes in declared.items():
+        if tuple(sizes) == axes:
+            return name
+    return None
+
+
+def _require_no_other_mesh(
+    module: Module,
+    declared: Mapping[str, Mapping[str, int]],
+    same: str | None,
+    mesh: Mapping[str, int],
+) -> None:
+    """Raises `ProgramError` if operations inside the step name another mesh than
+    `mesh`. `same` is the name of the declared mesh with the axes of `mesh`.
+    """
+    inside = _sharded_inside(module)
+    if not inside or not declared:
+        return
+    if same is not None and len(declared) == 1:
+        # Constraints name axes, so another mesh with the same axes may have other
+        # sizes. The body of a `shard_map` has local shapes.
+        if declared[same] == dict(mesh) or _MANUAL not in inside:
+            return
+    raise ProgramError(
+        f"the step constrains its arrays over a mesh of its own, {declared}, so it"
+        f" cannot be laid out on {dict(mesh)}; take the constraints out, or let"
+        " them follow the mesh."
+    )
+
+
+def _declare_mesh(
+    module: Op, name: str, mesh: Mapping[str, int], *, is_new: bool
+) -> None:
+    """Gives the module's mesh of this name the axes and sizes of `mesh`; with `is_new`,
+    adds it.
+    """
+    axes = [sdy.MeshAxisAttr.get(axis, size) for axis, size in mesh.items()]
+    attribute = sdy.MeshAttr.get(axes)
+    block = module.regions[0].blocks[0]
+    for op in block:
+        is_mesh = op.operation.name == "sdy.mesh"
+        if is_mesh and text_attribute(op, "sym_name") == name:
+            op.attributes["mesh"] = attribute
+    if is_new:
+        with ir.InsertionPoint.at_block_begin(block):
+            sdy.MeshOp(name, attribute)
 
 
 def _main(module: Module) -> Op:
     for op in module.operation.regions[0].blocks[0]:
-        if (
-            op.operation.name == "func.func"
-            and ir.StringAttr(op.attributes["sym_name"]).value == "main"
-        ):
+        is_function = op.operation.name == "func.func"
+        if is_function and text_attribute(op, "sym_name") == "main":
             return op.operation
     raise ProgramError("the lowered module has no function `main`.")
 
@@ -227,38 +253,44 @@ def _attrs(main: Op, attribute: str) -> list[dict[str, ir.Attribute]]:
     function `main`, as dicts.
     """
     if attribute not in main.attributes:
-        kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
-        return [{} for _ in (kind.inputs if attribute == "arg_attrs" else kind.results)]
-    return [
-        {entry.name: entry.attr for entry in ir.DictAttr(attrs)}
-        for attrs in ir.ArrayAttr(main.attributes[attribute])
-    ]
+        kind = _type_of(main)
+        arrays = kind.inputs if attribute == "arg_attrs" else kind.results
+        return [{} for _ in arrays]
+    rows = []
+    for attrs in ir.ArrayAttr(main.attributes[attribute]):
+        rows.append({entry.name: entry.attr for entry in ir.DictAttr(attrs)})
+    return rows
 
 
 def _parameter(
     name: str, kind: ir.Type, attrs: Mapping[str, ir.Attribute]
 ) -> Parameter:
-    sharding = attrs.get("sdy.sharding")
-    dims = None if sharding is None else _dims(sharding)
-    donated = bool({"tf.aliasing_output", "jax.buffer_donor"} & {*attrs})
-    memory = (
-        ir.StringAttr(attrs["mhlo.memory_kind"]).value
-        if "mhlo.memory_kind" in attrs
-        else "device"
-    )
+    dims = None
+    if "sdy.sharding" in attrs:
+        dims = _dims(attrs["sdy.sharding"])
+    memory_kind = "device"
+    if "mhlo.memory_kind" in attrs:
+        memory_kind = ir.StringAttr(attrs["mhlo.memory_kind"]).value
     return Parameter(
-        name, tuple(ir.RankedTensorType(kind).shape), dims, donated, memory != "device"
+        name=name,
+        shape=tuple(ir.RankedTensorType(kind).shape),
+        dims=dims,
+        donated="tf.aliasing_output" in attrs or "jax.buffer_donor" in attrs,
+        on_host=memory_kind != "device",
     )
 
 
 def _dims(sharding: ir.Attribute) -> Dims:
-    cut = sdy.TensorShardingAttr(sharding).dimension_shardings
-    return tuple(
-        tuple(
-            sdy.AxisRefAttr(axis).name for axis in sdy.DimensionShardingAttr(dim).axes
-        )
-        for dim in cut
-    )
+    dims = []
+    for axes in _axes_of_dims(sharding):
+        dims.append(tuple(sdy.AxisRefAttr(axis).name for axis in axes))
+    return tuple(dims)
+
+
+def _axes_of_dims(sharding: ir.Attribute) -> Iterator[Sequence[ir.Attribute]]:
+    """Yields the axes that shard each dimension, as Shardy's attributes."""
+    for dim in sdy.TensorShardingAttr(sharding).dimension_shardings:
+        yield sdy.DimensionShardingAttr(dim).axes
 
 
 def argument_shardings(function: Op) -> list[ArraySharding | None]:
@@ -277,42 +309,41 @@ def result_shardings(operation: Op) -> list[ArraySharding | None]:
     attributes = operation.attributes
     if is_callback(operation):
         return []
-    origins = (
-        attributes["sdy.sharding_origins"]
-        if "sdy.sharding_origins" in attributes
-        else None
-    )
+    origins = None
+    if "sdy.sharding_origins" in attributes:
+        origins = attributes["sdy.sharding_origins"]
     if operation.name == "sdy.sharding_constraint":
-        name = (
-            ir.StringAttr(attributes["sdy.sharding_origin_name"]).value
-            if origins is not None
-            else ""
-        )
+        name = ""
+        if origins is not None:
+            name = text_attribute(operation, "sdy.sharding_origin_name")
         return [_sharding(attributes["sharding"], origins, name)]
     if "sdy.sharding" not in attributes:
         return []
-    shardings = list(
-        sdy.TensorShardingPerValueAttr(attributes["sdy.sharding"]).shardings
-    )
+    per_value = sdy.TensorShardingPerValueAttr(attributes["sdy.sharding"])
+    shardings = list(per_value.shardings)
+    origins_of_results: list[ir.Attribute | None] = [None] * len(shardings)
     if _OF_LOOPS in attributes:
-        origin_names = list(ir.ArrayAttr(attributes[_OF_LOOPS]))
-        if len(origin_names) != len(
-            shardings
-        ):  # before JAX 0.12, only sharded values have origins
-            rest = iter(origin_names)
-            origin_names = [
-                next(rest, None) if any(_dims(sharding)) else None
-                for sharding in shardings
-            ]
-        return [
-            _sharding(sharding, origin)
-            for sharding, origin in zip(shardings, origin_names, strict=True)
-        ]
-    each = [None] * len(shardings) if origins is None else ir.ArrayAttr(origins)
-    return [
-        _sharding(sharding, origin)
-        for sharding, origin in zip(shardings, each, strict=True)
-    ]
+        origins_of_results = _origins_of_loop(attributes[_OF_LOOPS], shardings)
+    elif origins is not None:
+        origins_of_results = list(ir.ArrayAttr(origins))
+    pairs = zip(shardings, origins_of_results, strict=True)
+    return [_sharding(sharding, origin) for sharding, origin in pairs]
+
+
+def _origins_of_loop(
+    attribute: ir.Attribute, shardings: Sequence[ir.Attribute]
+) -> list[ir.Attribute | None]:
+    """The origins of each of a loop's results."""
+    origins = list(ir.ArrayAttr(attribute))
+    if len(origins) == len(shardings):
+        return [*origins]
+    # Before JAX 0.12, only sharded values have origins.
+    remaining = iter(origins)
+    filled: list[ir.Attribute | None] = []
+    for sharding in shardings:
+        is_sharded = any(_dims(sharding))
+        filled.append(next(remaining, None) if is_sharded else None)
+    return filled
 
 
 def _sharding(
@@ -320,40 +351,32 @@ def _sharding(
 ) -> ArraySharding | None:
     if sharding is None:
         return None
-    names = (
-        {}
-        if origins is None
-        else {
-            entry.name: ir.StringAttr(entry.attr).value
-            for entry in ir.DictAttr(origins)
-        }
-    )
-    cut = sdy.TensorShardingAttr(sharding).dimension_shardings
-    dims = tuple(
-        tuple(map(_axis_text, sdy.DimensionShardingAttr(dim).axes)) for dim in cut
-    )
-    return ArraySharding(
-        dims,
-        {
-            axis: name if origin == "self" and name else origin
-            for axis, origin in names.items()
-        },
-    )
+    dims = [tuple(map(_axis_text, axes)) for axes in _axes_of_dims(sharding)]
+    origins_of_axes: dict[str, str] = {}
+    if origins is not None:
+        for entry in ir.DictAttr(origins):
+            origin = ir.StringAttr(entry.attr).value
+            if origin == "self" and name:
+                origin = name
+            origins_of_axes[entry.name] = origin
+    return ArraySharding(dims=tuple(dims), origins=origins_of_axes)
 
 
 def _axis_text(axis: ir.Attribute) -> str:
     """A mesh axis as text: its name, or Shardy's notation "fsdp:(1)2" for a sub-axis."""
-    read = sdy.AxisRefAttr(axis)
-    part = read.sub_axis_info
-    if part is None:
-        return read.name
-    part = sdy.SubAxisInfoAttr(part)
-    return f"{read.name}:({part.pre_size}){part.size}"
+    reference = sdy.AxisRefAttr(axis)
+    info = reference.sub_axis_info
+    if info is None:
+        return reference.name
+    sub_axis = sdy.SubAxisInfoAttr(info)
+    return f"{reference.name}:({sub_axis.pre_size}){sub_axis.size}"
 
 
 def _name(location: ir.Location) -> str:
     match = _LOCATION.match(str(location))
-    return re.sub(r"\\(.)", r"\1", match[1]) if match else ""
+    if match is None:
+        return ""
+    return re.sub(r"\\(.)", r"\1", match[1])
 
 
 def _with_sharding(
@@ -363,37 +386,32 @@ def _with_sharding(
     `mesh`. Input-output aliasing becomes plain donation, since aliasing depends on the
     old sharding.
     """
-    attributes = {
-        name: entry
-        for name, entry in attrs.items()
-        if name not in ("sdy.sharding", "tf.aliasing_output")
-    }
-    if "tf.aliasing_output" in attrs:
+    attributes = dict(attrs)
+    attributes.pop("sdy.sharding", None)
+    if attributes.pop("tf.aliasing_output", None) is not None:
         attributes["jax.buffer_donor"] = ir.BoolAttr.get(True)
     if dims is not None:
-        cut = [
-            sdy.DimensionShardingAttr.get(
-                [sdy.AxisRefAttr.get(axis) for axis in axes], True
-            )
-            for axes in dims
-        ]
-        attributes["sdy.sharding"] = sdy.TensorShardingAttr.get(mesh, cut)
+        dim_shardings: list[ir.Attribute] = []
+        for axes in dims:
+            references = [sdy.AxisRefAttr.get(axis) for axis in axes]
+            dim_shardings.append(sdy.DimensionShardingAttr.get(references, True))
+        sharding = sdy.TensorShardingAttr.get(mesh, dim_shardings)
+        attributes["sdy.sharding"] = sharding
     return attributes
 
 
 def _sharded_inside(module: Module) -> set[str]:
     """The names of the operations inside the step that have a sharding attribute."""
-    operation_names: set[str] = set()
+    names_of_sharded: set[str] = set()
     for op in operations(module):
         # A callback's sharding is one device, on any mesh.
-        if is_callback(op):
+        if is_callback(op) or op.name in ("func.func", "sdy.mesh"):
             continue
-        names = [name if isinstance(name, str) else name.name for name in op.attributes]
-        if op.name not in ("func.func", "sdy.mesh") and any(
-            "shard" in name for name in names
-        ):
-            operation_names.add(op.name)
-    return operation_names
+        for name in op.attributes:
+            text = name if isinstance(name, str) else name.name
+            if "shard" in text:
+                names_of_sharded.add(op.name)
+    return names_of_sharded
 
 
 class Frame(NamedTuple):
@@ -408,9 +426,8 @@ class Frame(NamedTuple):
     @property
     def place(self) -> str:
         """The file's name without its folder, and the line number: "train.py:41"."""
-        return printable(
-            f"{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line}"
-        )
+        _, _, name = self.file.replace("\\", "/").rpartition("/")
+        return printable(f"{name}:{self.line}")
 
 
 # Frames of these packages are not the user's own program; the demo counts as a user's
@@ -427,20 +444,23 @@ _STACK = re.compile(r'loc\("([^"]*)"')
 @ft.lru_cache(maxsize=2**14)
 def lines_of(locations: tuple[ir.Location, ...]) -> tuple[Frame, ...]:
     """The source lines of an operation and of the calls around it, the innermost first."""
-    matches = (_FRAME.findall(str(location)) for location in locations)
-    return tuple(
-        Frame(file, int(line), function)
-        for frames in matches
-        for function, file, line in frames
-    )
+    frames = []
+    for location in locations:
+        for function, file, line in _FRAME.findall(str(location)):
+            frames.append(Frame(file=file, line=int(line), function=function))
+    return tuple(frames)
 
 
 def name_stacks(locations: tuple[ir.Location, ...]) -> tuple[str, ...]:
     """JAX's name stacks of an operation and of the calls around it, such as
     `jit(step)/while/body/dot_general`.
     """
-    matches = (_STACK.match(str(location)) for location in locations)
-    return tuple(match[1] for match in matches if match)
+    stacks = []
+    for location in locations:
+        match = _STACK.match(str(location))
+        if match is not None:
+            stacks.append(match[1])
+    return tuple(stacks)
 
 
 def is_library(frame: Frame) -> bool:
@@ -454,46 +474,44 @@ def own_line(stack: Sequence[Frame]) -> Frame | None:
     """The innermost source line of the user's own program; the innermost line of all if
     there is no such line.
     """
-    return next(
-        (frame for frame in stack if not is_library(frame)), next(iter(stack), None)
-    )
+    for frame in stack:
+        if not is_library(frame):
+            return frame
+    if stack:
+        return stack[0]
+    return None
 
 
 def place_text(source: Frame | None) -> str:
     """A source line and its function as text for a table; "-" for `None`."""
     if source is None:
         return "-"
-    return (
-        f"{source.place} {printable(source.function)}"
-        if source.function
-        else source.place
-    )
+    if not source.function:
+        return source.place
+    return f"{source.place} {printable(source.function)}"
 
 
-def opened(given: object) -> tuple[Any, Sequence[Any]]:
+def opened(program: object) -> tuple[Any, Sequence[Any]]:
     """The jaxpr and the constants of a `ClosedJaxpr`. A `Jaxpr` is returned unchanged,
     without constants.
     """
-    return (
-        (given.jaxpr, given.consts)
-        if isinstance(given, jex.ClosedJaxpr)
-        else (given, ())
-    )
+    if isinstance(program, jex.ClosedJaxpr):
+        return program.jaxpr, program.consts
+    return program, ()
 
 
 def applied(jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Sequence[Any]) -> list[Any]:
     """Evaluates one equation of a jaxpr for the operands `ins`, and returns its
     results. The operations get the equation's own name stack and source line.
     """
-    arrays = {
-        atom: array
-        for atom, array in zip(equation.invars, ins, strict=True)
-        if not isinstance(atom, jex.Literal)
-    }
+    arrays: dict[Any, Any] = {}
+    for atom, array in zip(equation.invars, ins, strict=True):
+        if not isinstance(atom, jex.Literal):
+            arrays[atom] = array
     alone = jaxpr.replace(
         constvars=[],
-        invars=[*arrays],
-        outvars=[*equation.outvars],
+        invars=list(arrays),
+        outvars=list(equation.outvars),
         eqns=[equation],
         effects=equation.effects,
         debug_info=jaxpr.debug_info.with_unknown_names(),
@@ -507,22 +525,32 @@ def carry_of(scan: Any) -> tuple[int, int]:
     """
     # The names of a scan's parameters differ between versions of JAX. Arrays that are
     # scanned over have one more dimension outside of the body.
-    inner = opened(scan.params["jaxpr"])[0]
-    taken = sum(
-        a.aval.shape == b.aval.shape
-        for a, b in zip(scan.invars, inner.invars, strict=True)
-    )
-    carried = sum(
-        a.aval.shape == b.aval.shape
-        for a, b in zip(scan.outvars, inner.outvars, strict=True)
-    )
-    return taken - carried, carried
+    body, _ = opened(scan.params["jaxpr"])
+    unscanned = _of_equal_shape(scan.invars, body.invars)
+    carried = _of_equal_shape(scan.outvars, body.outvars)
+    return unscanned - carried, carried
+
+
+def _of_equal_shape(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    """How many arrays have the same shape outside and inside of a loop."""
+    count = 0
+    for array, array_inside in zip(outer, inner, strict=True):
+        count += array.aval.shape == array_inside.aval.shape
+    return count
 
 
 def frames_of(equation: jex.JaxprEqn) -> tuple[Frame, ...]:
     """The source lines of an equation and of the calls around it, the innermost first."""
     traceback = equation.source_info.traceback
-    frames = () if traceback is None else traceback.frames
-    return tuple(
-        Frame(frame.file_name, frame.line_num, frame.function_name) for frame in frames
-    )
+    if traceback is None:
+        return ()
+    frames = []
+    for frame in traceback.frames:
+        frames.append(
+            Frame(
+                file=frame.file_name,
+                line=frame.line_num,
+                function=frame.function_name,
+            )
+        )
+    return tuple(frames)

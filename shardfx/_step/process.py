@@ -45,7 +45,8 @@ class Worker:
         """The texts that answer a request about `module`, and an error text. `request`
         has the entries that the process reads, such as "devices" and "options".
         """
-        source, sink = self._process.stdout, self._process.stdin
+        source = self._process.stdout
+        sink = self._process.stdin
         assert source is not None and sink is not None
         with self._lock:
             is_answered = False

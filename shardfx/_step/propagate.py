@@ -88,7 +88,8 @@ def _run(hlo: bytes, request: dict[str, object], origins: str, file: Any) -> Non
 
 def _context() -> Any:
     """An MLIR context with the dialects of JAX's own context."""
-    context, registry = ir.Context(), ir.DialectRegistry()
+    context = ir.Context()
+    registry = ir.DialectRegistry()
     _jax_mlir_ext.register_dialects(registry)
     context.append_dialect_registry(registry)
     context.load_all_available_dialects()
@@ -102,32 +103,32 @@ def _module(hlo: bytes, request: dict[str, Any], origins: str) -> Any:
     proto = _READER.hlo_module_from_text(hlo.decode()).as_serialized_hlo_module_proto()
     module = ir.Module.parse(_jax.mlir.hlo_to_stablehlo(proto))
     block = module.operation.regions[0].blocks[0]
-    for op in [op for op in block if op.operation.name == "sdy.mesh"]:
-        op.operation.erase()
+    for op in list(block):
+        if op.operation.name == "sdy.mesh":
+            op.operation.erase()
     with ir.InsertionPoint.at_block_begin(block):
-        axes = [
-            sdy.MeshAxisAttr.get(axis, size) for axis, size in request["mesh"].items()
-        ]
+        sizes = request["mesh"].items()
+        axes = [sdy.MeshAxisAttr.get(axis, size) for axis, size in sizes]
         sdy.MeshOp(_MESH, sdy.MeshAttr.get(axes))
-    main = next(
-        op.operation
-        for op in block
-        if op.operation.name == "func.func" and str(op.name) == '"main"'
-    )
-    for name, arrays in (
-        ("arg_attrs", request["arguments"]),
-        ("res_attrs", request["results"]),
-    ):
-        main.attributes[name] = ir.ArrayAttr.get(
-            [ir.DictAttr.get(_sharded(dims)) for dims in arrays]
-        )
+    main = _main(block)
+    arrays_of = {"arg_attrs": request["arguments"], "res_attrs": request["results"]}
+    for name, arrays in arrays_of.items():
+        attributes = [ir.DictAttr.get(_sharded(dims)) for dims in arrays]
+        main.attributes[name] = ir.ArrayAttr.get(attributes)
     for call in _custom_calls(module):
         _with_constraints(_without_tuple(call))
     for pass_text in _PASSES:
-        passmanager.PassManager.parse(
-            f"builtin.module({pass_text.replace('%s', origins)})"
-        ).run(module.operation)
+        passes = pass_text.replace("%s", origins)
+        passmanager.PassManager.parse(f"builtin.module({passes})").run(module.operation)
     return module
+
+
+def _main(block: Any) -> Any:
+    """The function `main` of a module's block."""
+    for op in block:
+        if op.operation.name == "func.func" and str(op.name) == '"main"':
+            return op.operation
+    raise ValueError("the module has no function `main`")
 
 
 def _sharded(dims: Any) -> dict[str, Any]:
@@ -136,13 +137,11 @@ def _sharded(dims: Any) -> dict[str, Any]:
     """
     if dims is None:
         return {}
-    cut = [
-        sdy.DimensionShardingAttr.get(
-            [sdy.AxisRefAttr.get(axis) for axis in axes], True
-        )
-        for axes in dims
-    ]
-    return {"sdy.sharding": sdy.TensorShardingAttr.get(_MESH, cut)}
+    dim_shardings = []
+    for axes in dims:
+        references = [sdy.AxisRefAttr.get(axis) for axis in axes]
+        dim_shardings.append(sdy.DimensionShardingAttr.get(references, True))
+    return {"sdy.sharding": sdy.TensorShardingAttr.get(_MESH, dim_shardings)}
 
 
 def _custom_calls(module: Any) -> list[Any]:
@@ -166,11 +165,11 @@ def _without_tuple(call: Any) -> Any:
         return call
     whole = ir.TupleType(kinds[0])
     types = [whole.get_type(number) for number in range(whole.num_types)]
-    names = [
-        attribute if isinstance(attribute, str) else attribute.name
-        for attribute in call.attributes
-    ]
-    attributes = {name: call.attributes[name] for name in names if name != "xla_shape"}
+    attributes = {}
+    for attribute in call.attributes:
+        name = attribute if isinstance(attribute, str) else attribute.name
+        if name != "xla_shape":
+            attributes[name] = call.attributes[name]
     tuple_less = ir.Operation.create(
         call.name,
         types,
@@ -193,18 +192,18 @@ def _with_constraints(call: Any) -> None:
     target = ir.StringAttr(call.attributes["call_target_name"]).value
     if target not in (_CONSTRAINT, _INTO, _OUT):
         return
-    said, before = _shardings_in(call), ir.InsertionPoint(call)
+    dims_of_arrays = _shardings_in(call)
     if target == _OUT:
         after = ir.InsertionPoint.after(call)
-        for result, dims in zip(call.results, said, strict=False):
+        for result, dims in zip(call.results, dims_of_arrays, strict=False):
             op = _constraint(result, dims, after, call.location)
             result.replace_all_uses_except(op.results[0], op)
         return
     # From JAX 0.12 on, the arguments of a `shard_map` have their own constraints.
-    for number, dims in enumerate(said):
-        call.operands[number] = _constraint(
-            call.operands[number], dims, before, call.location
-        ).results[0]
+    before = ir.InsertionPoint(call)
+    for number, dims in enumerate(dims_of_arrays):
+        op = _constraint(call.operands[number], dims, before, call.location)
+        call.operands[number] = op.results[0]
     if target == _CONSTRAINT:
         call.results[0].replace_all_uses_with(call.operands[0])
         call.erase()
@@ -230,11 +229,12 @@ def _shardings_in(call: Any) -> list[str]:
     texts = []
     if "mhlo.frontend_attributes" in call.attributes:
         attributes = ir.DictAttr(call.attributes["mhlo.frontend_attributes"])
-        texts = [
-            ir.StringAttr(attributes[name]).value
-            for name in _SAID
-            if name in attributes
-        ]
+        for name in _SAID:
+            if name in attributes:
+                texts.append(ir.StringAttr(attributes[name]).value)
     if not texts and "mhlo.sharding" in call.attributes:
-        texts = [ir.StringAttr(call.attributes["mhlo.sharding"]).value]
-    return [dims.replace("'", '"') for text in texts for dims in _DIMS.findall(text)]
+        texts.append(ir.StringAttr(call.attributes["mhlo.sharding"]).value)
+    dims: list[str] = []
+    for text in texts:
+        dims += [dims_text.replace("'", '"') for dims_text in _DIMS.findall(text)]
+    return dims

@@ -62,14 +62,16 @@ def main() -> None:
     """Answers requests until standard input ends."""
     # Ctrl-C in a terminal is for the parent process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    source = sys.stdin.buffer
+    sink = sys.stdout.buffer
     while line := source.readline():
         request = json.loads(line)
         module = source.read(request["size"])
         try:
             texts, error = _answer(module, request)
         except OSError as full_disk:
-            texts, error = [], str(full_disk)
+            texts = []
+            error = str(full_disk)
         answer = {"sizes": [len(text) for text in texts], "error": error}
         try:
             sink.write(json.dumps(answer).encode() + b"\n" + b"".join(texts))
@@ -281,7 +283,9 @@ def complete_text(message: bytes) -> bytes:
 
 def module_in(message: bytes) -> Any:
     """The module in the first field of a message; `None` while it is written."""
-    size, shift, start = 0, 0, 1
+    size = 0
+    shift = 0
+    start = 1
     while start < len(message):
         size |= (message[start] & 127) << shift
         shift += 7

@@ -2,6 +2,7 @@
 step.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -44,33 +45,47 @@ def matches_array(
 
     `sizes` has the sizes of the mesh axes.
     """
-    dims = _square(shape) if predicate.kind == "square" else _channels(shape)
+    if predicate.kind == "square":
+        dims = _square(shape)
+    else:
+        dims = _channels(shape)
     if dims is None:
         return None
-    used = {axis for cut in cuts for axis in cut}
-    unused = [axis for axis, size in sizes.items() if size > 1 and axis not in used]
-    first, second = (
-        frozenset(axis for axis in cuts[dim] if sizes[axis] > 1) for dim in dims
-    )
-    if not first or not second or len(unused) < predicate.unused_axes:
+    first, second = (_real_axes(cuts[dim], sizes) for dim in dims)
+    if not first or not second:
         return None
-    return ArrayCut(first, second)
+    if len(_unused_axes(cuts, sizes)) < predicate.unused_axes:
+        return None
+    return ArrayCut(first=first, second=second)
+
+
+def _real_axes(cut: Sequence[str], sizes: Mapping[str, int]) -> frozenset[str]:
+    """The mesh axes of two or more devices that shard a dimension."""
+    return frozenset(axis for axis in cut if sizes[axis] > 1)
+
+
+def _unused_axes(cuts: Cuts, sizes: Mapping[str, int]) -> list[str]:
+    """The mesh axes of two or more devices that shard no dimension of an array."""
+    used = set(itertools.chain.from_iterable(cuts))
+    return [axis for axis, size in sizes.items() if size > 1 and axis not in used]
 
 
 def _square(shape: tuple[int, ...]) -> tuple[int, int] | None:
     rank = len(shape)
-    is_square = rank in (2, 3) and shape[-1] == shape[-2]
-    return (rank - 2, rank - 1) if is_square else None
+    if rank in (2, 3) and shape[-1] == shape[-2]:
+        return rank - 2, rank - 1
+    return None
 
 
 def _channels(shape: tuple[int, ...]) -> tuple[int, int] | None:
     """The channel dimensions of a kernel: the first two or the last two, where all
     others are one size, and that a window's.
     """
-    for dims in ((0, 1), (len(shape) - 2, len(shape) - 1)):
+    rank = len(shape)
+    for dims in ((0, 1), (rank - 2, rank - 1)):
         windows = [size for dim, size in enumerate(shape) if dim not in dims]
-        is_window = len({*windows}) == 1 and 1 < windows[0] <= _WINDOW
-        if len(windows) > 1 and is_window:
+        is_equal = len(set(windows)) == 1
+        if len(windows) > 1 and is_equal and 1 < windows[0] <= _WINDOW:
             return dims
     return None
 
@@ -87,36 +102,35 @@ def matches_operation(
     `values` are the arrays of the step. `cuts` has the mesh axes of each dimension of
     an array, by the array's number, and `sizes` the sizes of the mesh axes.
     """
-    numbers = (*operation.ins, *operation.outs)
-    arrays = [
-        OperationCut(
-            values[number].shape, cuts[number] or [()] * len(values[number].shape)
-        )
-        for number in numbers
-    ]
-    used = {axis for cut in arrays[0].cuts for axis in cut} if arrays else set()
-    unused = [axis for axis, size in sizes.items() if size > 1 and axis not in used]
-    if len(unused) < predicate.unused_axes:
+    arrays: list[OperationCut] = []
+    for number in (*operation.ins, *operation.outs):
+        shape = values[number].shape
+        unsharded = [()] * len(shape)
+        arrays.append(OperationCut(shape=shape, cuts=cuts[number] or unsharded))
+    cuts_of_first = arrays[0].cuts if arrays else ()
+    if len(_unused_axes(cuts_of_first, sizes)) < predicate.unused_axes:
         return False
     if predicate.sharded == "unevenly":
         return any(_is_uneven(array, sizes) for array in arrays)
     if operation.windows is None:
         return False
-    found = stablehlo.ConvDimensionNumbers(operation.windows)
-    image, kernel = arrays[0], arrays[1]
+
+    dims = stablehlo.ConvDimensionNumbers(operation.windows)
+    image = arrays[0]
+    kernel = arrays[1]
     if predicate.sharded == "channels":
-        channels = (
-            found.kernel_input_feature_dimension,
-            found.kernel_output_feature_dimension,
-        )
-        return all(_count(kernel.cuts[dim], sizes) > 1 for dim in channels)
-    windows = found.input_spatial_dimensions
+        shards_in = _count(kernel.cuts[dims.kernel_input_feature_dimension], sizes)
+        shards_out = _count(kernel.cuts[dims.kernel_output_feature_dimension], sizes)
+        return shards_in > 1 and shards_out > 1
+    windows = dims.input_spatial_dimensions
     return any(_count(image.cuts[dim], sizes) > 1 for dim in windows)
 
 
 def _is_uneven(array: OperationCut, sizes: Mapping[str, int]) -> bool:
-    pairs = zip(array.shape, array.cuts, strict=True)
-    return any(size % _count(cut, sizes) for size, cut in pairs)
+    for size, cut in zip(array.shape, array.cuts, strict=True):
+        if size % _count(cut, sizes):
+            return True
+    return False
 
 
 def _count(cut: Sequence[str], sizes: Mapping[str, int]) -> int:
@@ -125,4 +139,7 @@ def _count(cut: Sequence[str], sizes: Mapping[str, int]) -> int:
 
 def _size(axis: str, sizes: Mapping[str, int]) -> int:
     """The size of a mesh axis, or of a sub-axis in Shardy's notation, "fsdp:(1)2"."""
-    return int(axis.rpartition(")")[2]) if ":" in axis else sizes[axis]
+    if ":" not in axis:
+        return sizes[axis]
+    _, _, size = axis.rpartition(")")
+    return int(size)

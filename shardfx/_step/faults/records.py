@@ -97,8 +97,11 @@ class Fault:
     def versions_text(self) -> str:
         """The versions of JAX that were run, and the installed one if it was not."""
         runs = self.runs.get("shardy", Runs())
-        parts = [f"wrong with JAX {', '.join(runs.wrong)}"] if runs.wrong else []
-        parts += [f"right with JAX {', '.join(runs.right)}"] if runs.right else []
+        parts = []
+        if runs.wrong:
+            parts.append(f"wrong with JAX {', '.join(runs.wrong)}")
+        if runs.right:
+            parts.append(f"right with JAX {', '.join(runs.right)}")
         if jax.__version__ not in (*runs.wrong, *runs.right):
             parts.append(f"not run with JAX {jax.__version__}")
         return ", ".join(parts)
@@ -121,18 +124,18 @@ def fault_of(record: Mapping[str, Any]) -> Fault:
     """The fault of a record as TOML has it. Raises `TypeError` for a field that the
     language of records does not have.
     """
-    rest = dict(record)
-    arrays, operation = rest.pop("arrays", None), rest.pop("operation", None)
-    runs = {
-        name: Runs(**{key: tuple(versions) for key, versions in run.items()})
-        for name, run in rest.pop("runs", {}).items()
-    }
-    precision = rest.pop("precision", {})
+    fields = dict(record)
+    fields.update(fields.pop("precision", {}))
+    arrays = fields.pop("arrays", None)
+    if arrays is not None:
+        arrays = ArrayPredicate(**arrays)
+    operation = fields.pop("operation", None)
+    if operation is not None:
+        operation = OperationPredicate(**operation)
+    runs = {}
+    for partitioner, versions in fields.pop("runs", {}).items():
+        runs[partitioner] = Runs(**{key: tuple(versions[key]) for key in versions})
+    operations = tuple(fields.pop("operations"))
     return Fault(
-        arrays=None if arrays is None else ArrayPredicate(**arrays),
-        operation=None if operation is None else OperationPredicate(**operation),
-        runs=runs,
-        operations=tuple(rest.pop("operations")),
-        **rest,
-        **precision,
+        arrays=arrays, operation=operation, runs=runs, operations=operations, **fields
     )
