@@ -16,6 +16,7 @@ from .pieces import (
     NOWHERE,
     Arithmetic,
     Factor,
+    Operation,
     Piece,
     Scale,
     along,
@@ -231,16 +232,19 @@ def write(target: np.ndarray, values: np.ndarray, piece: Piece) -> None:
     # without an error.
     with np.errstate(over="ignore", invalid="ignore"):
         for number, operation in enumerate(casts, 1):
-            # The last cast happens during the copy, unless NumPy casts in another way
-            # than JAX.
-            is_in_copy = (
-                number == len(casts)
-                and not isinstance(operation, Arithmetic)
-                and not is_rounded(values.dtype, operation)
-            )
-            if not is_in_copy:
+            is_last = number == len(casts)
+            if not is_last or not _casts_in_copy(values, operation):
                 values = changed(values, operation)
         copy(target, values)
+
+
+def _casts_in_copy(values: np.ndarray, operation: Operation) -> bool:
+    """Whether a copy casts as an operation does: NumPy makes integers of floats in
+    another way than JAX.
+    """
+    if isinstance(operation, Arithmetic):
+        return False
+    return not is_rounded(values.dtype, operation)
 
 
 def constant(piece: Piece) -> Any:
