@@ -18,7 +18,7 @@ from shardfx.auto import Limits
 from shardfx.auto._asked import EMULATED, asked_for, trace
 from shardfx.auto._core import assignment_count, find
 from shardfx.auto._mesh_sizes import sizes_and_slices
-from shardfx.auto._name_axes import named_classes
+from shardfx.auto._namer import named_classes
 from shardfx.auto._space import Space
 
 from . import search_answers, search_hands, search_order

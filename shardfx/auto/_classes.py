@@ -52,7 +52,7 @@ class LogicalAxis:
 
 
 class Classes:
-    """The logical axes of a step's arguments. `_name_axes.py` names them.
+    """The logical axes of a step's arguments. `_namer.py` names them.
 
     - `dims`: for each array and each of its dimensions, the equivalence classes of the
       sub-dimensions.

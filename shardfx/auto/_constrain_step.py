@@ -43,7 +43,7 @@ from ..topology import MeshSpec
 from ._asked import results_of, structs_of, trace
 from ._classes import Classes
 from ._layouts import AssignedLayout, Layouts
-from ._name_axes import named_classes
+from ._namer import named_classes
 from ._program import Root
 from ._strategies import USUAL_NAMES, assignments_of_rules
 

@@ -26,7 +26,7 @@ from ._asked import (
     without_shardings,
 )
 from ._candidate import Candidate, against, rank, without_twins
-from ._name_axes import named_classes
+from ._namer import named_classes
 from ._programs import LoweredStep, Tell, devices_for, measured, zero_1
 from ._scheduled import settled, target_for
 from ._space import MODEL, Limits, Space, by_hand, fastest, near

@@ -12,7 +12,7 @@ import optax
 
 from shardfx.auto import Candidate, Limits
 from shardfx.auto._asked import asked_for, trace
-from shardfx.auto._name_axes import named_classes
+from shardfx.auto._namer import named_classes
 from shardfx.auto._space import Space
 
 

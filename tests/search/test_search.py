@@ -8,7 +8,7 @@ from shardfx import MeshSpec
 from shardfx.auto import Limits, search
 from shardfx.auto._asked import trace
 from shardfx.auto._layouts import Layouts
-from shardfx.auto._name_axes import named_classes
+from shardfx.auto._namer import named_classes
 from shardfx.auto._space import by_hand, fastest
 from shardfx.errors import ProgramError, RuleError
 

@@ -1,0 +1,426 @@
+"""Names for the logical axes of a step, from the operations on them and from the paths
+of their arrays.
+"""
+
+import itertools as it
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from .._rules import Atomic
+from ._asked import TracedStep
+from ._classes import ArgumentDim, Classes, LogicalAxis, residual
+from ._program import batched
+from ._raw_keys import raw_keys
+
+
+def named_classes(traced: TracedStep) -> Classes:
+    """The logical axes of a step's arguments, each with a name."""
+    classes = Classes(traced)
+    _Namer(classes).name_all()
+    classes.tie_names()
+    return classes
+
+
+_VOCAB = re.compile(r"vocab|emb|wte|lm_head|logits|unembed|tok|shared", re.IGNORECASE)
+_POSITIONS = re.compile(r"pos|wpe", re.IGNORECASE)
+_MLP = re.compile(
+    r"mlp|ffn|ff|feed|gate|up_|down|\bw[io]\b|hidden|swiglu", re.IGNORECASE
+)
+_EXPERTS = re.compile(r"moe|expert|router", re.IGNORECASE)
+_ROUTERS = re.compile(r"gate|rout|switch", re.IGNORECASE)
+_DULL = frozenset("weight kernel w params bias scale value".split())
+_SMALL_VOCAB = 1000
+_KEY_WORDS = (2, 4)
+_KEY_NAMES = re.compile(r"(^|[/._])(prng|rng|key)s?$", re.IGNORECASE)
+_SPATIAL = {1: ("sequence",), 2: ("height", "width"), 3: ("depth", "height", "width")}
+
+
+class _Namer:
+    """Names each logical axis by the operations on it, then by the paths of its arrays."""
+
+    def __init__(self, classes: Classes):
+        self.classes = classes
+        self.traced = classes.traced
+        self.tied = classes.tied
+
+    def name_all(self) -> None:
+        self.declared()
+        self.key_words()
+        self.scanned()
+        self.data()
+        self.heads()
+        self.routers()
+        self.looked_up()
+        self.windows()
+        self.width()
+        self.by_path()
+
+    def scanned(self) -> None:
+        """Names the dimensions over which loops iterate "layers", if the model has them."""
+        for axis in self.unnamed("scanned"):
+            if self.classes.in_model(axis):
+                axis.name = "layers"
+
+    def windows(self) -> None:
+        """Names the windows of convolutions. Convolutions slide along a window, and no
+        axis should shard it.
+        """
+        for axis in self.unnamed("windows"):
+            if len(self.classes.in_model(axis)) == len(axis.places):
+                axis.name = "window"
+
+    def unnamed(self, mark: str | None = None) -> list[LogicalAxis]:
+        """The logical axes without a name. With `mark`, a key of `Tied.marked`, only
+        those with a class of this mark: for "scanned", the axes that loops iterate
+        over.
+        """
+        axes = [axis for axis in self.classes.live() if not axis.name]
+        if mark is None:
+            return axes
+        return [axis for axis in axes if self.is_marked(axis, mark)]
+
+    def is_marked(self, axis: LogicalAxis, mark: str) -> bool:
+        return not self.classes.marked[mark].isdisjoint(axis.roots)
+
+    def paths(self, places: Iterable[ArgumentDim]) -> list[str]:
+        arrays = self.traced.arrays
+        paths = [arrays[place.argument].path for place in places]
+        return list(dict.fromkeys(paths))
+
+    def rank(self, place: ArgumentDim) -> int:
+        return len(self.classes.dims[place.argument])
+
+    def declared(self) -> None:
+        """Names logical axes by the names that fields of Equinox modules declare for
+        the dimensions of their arrays.
+        """
+        for axis in self.unnamed():
+            for place in axis.places:
+                axis.name = axis.name or self.declared_name(place)
+
+    def declared_name(self, place: ArgumentDim) -> str:
+        """The name that a field declares for a dimension; empty without one."""
+        names = self.traced.arrays[place.argument].names
+        if names is None or ... in names or place.of > 1:
+            return ""
+        if len(names) != self.rank(place):
+            return ""
+        name = names[place.dim]
+        if isinstance(name, Atomic):
+            name = name.target
+        if isinstance(name, str):
+            return name
+        return ""
+
+    def key_words(self) -> None:
+        """Names the last dimension of raw PRNG keys `key_words`. No mesh axis shards
+        it.
+        """
+        keys = raw_keys(self.traced.step.traced.jaxpr.jaxpr)
+        for axis in self.unnamed():
+            if axis.size not in _KEY_WORDS:
+                continue
+            if all(self.are_key_words(place, keys) for place in axis.places):
+                axis.name = "key_words"
+
+    def are_key_words(self, place: ArgumentDim, keys: frozenset[int]) -> bool:
+        """Whether a dimension is the words of PRNG keys: the last one of an array that is
+        no part of the model.
+        """
+        is_last = place.dim == self.rank(place) - 1
+        if not is_last or place.argument in self.classes.model:
+            return False
+        return self.is_raw_key(place, keys)
+
+    def is_raw_key(self, place: ArgumentDim, keys: frozenset[int]) -> bool:
+        """Whether an array is the words of PRNG keys: the step makes `keys` of it, or it
+        has words of this dtype and the name of a key.
+        """
+        number = self.tied.program.arguments[place.argument]
+        if self.tied.program.values[number].dtype != np.uint32:
+            return False
+        (path,) = self.paths([place])
+        return place.argument in keys or bool(_KEY_NAMES.search(path))
+
+    def data(self) -> None:
+        """Names the dimensions of the data: `batch` first, then the dimensions of
+        images, or a sequence and features. A dimension that a loop iterates over does
+        not count, such as the layers of a key-value cache.
+        """
+        images = self.images()
+        for axis in self.unnamed():
+            of_model = self.classes.in_model(axis)
+            places = [
+                place
+                for place in axis.places
+                if place.argument not in self.classes.model
+            ]
+            are_positions = all(map(_POSITIONS.search, self.paths(of_model)))
+            is_of_data = are_positions or images.get(axis) == "channels"
+            if not places or not is_of_data:
+                continue
+            if all(map(self.is_first, places)):
+                axis.name = "batch"
+            elif axis in images:
+                axis.name = images[axis]
+            else:
+                axis.name = self.data_name(axis, places, images)
+
+    def data_name(
+        self,
+        axis: LogicalAxis,
+        places: Sequence[ArgumentDim],
+        images: Mapping[LogicalAxis, str],
+    ) -> str:
+        """The name "sequence" or "features" for an axis of the data with the dimensions
+        `places`; empty if it is neither.
+        """
+        most_dims = max(
+            places, key=lambda place: (len(self.data_dims(place)), -place.dim)
+        )
+        dims = self.data_dims(most_dims)
+        position = dims.index(most_dims.dim)
+        if not position:
+            return ""
+        is_batched = self.classes.in_model(axis) and self.is_marked(axis, "batched")
+        if is_batched and not self.are_tokens(places):
+            return ""  # the heads of a cache, which a table of positions has too
+        is_inner = position < len(dims) - 1 or len(dims) == 2
+        axes_of_array = self.classes.flat(most_dims.argument)
+        if is_inner and images.keys().isdisjoint(axes_of_array):
+            return "sequence"
+        if len(dims) == 3:
+            return "features"
+        return ""
+
+    def is_first(self, place: ArgumentDim) -> bool:
+        """Whether a dimension is the first one of the data in its array."""
+        return self.data_dims(place)[:1] == [place.dim] and place.index == 0
+
+    def are_tokens(self, places: Iterable[ArgumentDim]) -> bool:
+        """Whether all arrays with these dimensions hold integers."""
+        values = self.tied.program.values
+        arguments = self.tied.program.arguments
+        dtypes = {values[arguments[place.argument]].dtype for place in places}
+        return all(np.issubdtype(dtype, np.integer) for dtype in dtypes)
+
+    def data_dims(self, place: ArgumentDim) -> list[int]:
+        """The numbers of all dimensions of the array to which `place` belongs, without
+        those named "layers".
+        """
+        dims = []
+        for dim, roots in enumerate(self.classes.dims[place.argument]):
+            names = {self.classes.of(root).name for root in roots}
+            if "layers" not in names:
+                dims.append(dim)
+        return dims
+
+    def images(self) -> dict[LogicalAxis, str]:
+        """The names of the dimensions along which convolutions run: "channels", and
+        "height" or other spatial ones.
+        """
+        classes = self.classes
+        names: dict[LogicalAxis, str] = {}
+        for root in classes.marked["channels"]:
+            if root in classes.of_root:
+                names[classes.of(root)] = "channels"
+        for root, (position, count) in self.tied.spatial.items():
+            if root in classes.of_root and count in _SPATIAL:
+                names[classes.of(root)] = _SPATIAL[count][position]
+        return names
+
+    def looked_up(self) -> None:
+        """Names the dimensions of tables from which entries are looked up. The name is
+        `vocab` if tokens index them, `classes` if labels do, and `positions` for
+        position embeddings.
+        """
+        tables: list[LogicalAxis] = []
+        vocabulary_sizes: set[int] = set()
+        for axis in self.unnamed("looked_up"):
+            paths = self.paths(self.classes.in_model(axis))
+            are_positions = any(map(_POSITIONS.search, paths))
+            is_named = any(map(_VOCAB.search, paths)) and not are_positions
+            is_large = axis.size >= _SMALL_VOCAB and self.is_marked(axis, "tokens")
+            if is_named or (paths and is_large):
+                vocabulary_sizes.add(axis.size)
+            if are_positions:
+                axis.name = "positions"
+            elif paths:
+                tables.append(axis)
+        for axis in tables:
+            # Logits with the size of a vocabulary are over its tokens.
+            axis.name = "vocab" if axis.size in vocabulary_sizes else "classes"
+
+    def heads(self) -> None:
+        """Names the batch dimensions of matrix products, and `head_dim`, the dimension
+        after heads.
+
+        A batch dimension is `experts` if its arrays' paths say so, or if one operand is
+        a weight and nothing shows attention. Otherwise it is `heads`, or `kv_heads` and
+        `query_groups` if query heads share keys.
+        """
+        classes = self.classes
+        weight_axes = [
+            axis for axis in self.unnamed("batched") if classes.in_model(axis)
+        ]
+        # The axes of dimensions that reshapes split, such as `heads * head_dim`: those
+        # with shared keys, and those behind them.
+        shared: set[LogicalAxis] = set()
+        behind: set[LogicalAxis] = set()
+        for roots in it.chain.from_iterable(classes.dims):
+            kept_roots = roots[: classes.kept(roots)]
+            axes = [classes.of(root) for root in kept_roots]
+            if len(axes) > 1 and axes[0] in weight_axes:
+                shared.add(axes[0])
+                behind.update(axes[1:])
+
+        of_weights = self.batches_of_weights()
+        head_axes: set[LogicalAxis] = set()
+        for axis in self.unnamed():
+            if axis in behind and axis not in weight_axes:
+                weight_axes.append(axis)
+        for axis in weight_axes:
+            if axis in behind:
+                axis.name = "query_groups"
+            elif axis in shared:
+                axis.name = "kv_heads"
+            elif self.are_experts(axis, of_weights):
+                axis.name = "experts"
+                continue
+            else:
+                axis.name = "heads"
+            head_axes.add(axis)
+        self.head_widths(head_axes)
+
+    def are_experts(self, axis: LogicalAxis, of_weights: set[LogicalAxis]) -> bool:
+        """Whether the batch dimension of a matrix product is that of experts."""
+        paths = self.paths(self.classes.in_model(axis))
+        if any(map(_EXPERTS.search, paths)):
+            return True
+        attends = any("att" in path.lower() for path in paths)
+        is_split = any(place.of > 1 for place in axis.places)
+        return axis in of_weights and not attends and not is_split
+
+    def head_widths(self, head_axes: set[LogicalAxis]) -> None:
+        """Names the sub-dimension that follows heads, which is the width of one head."""
+        for argument in range(len(self.classes.dims)):
+            axes = self.classes.flat(argument)
+            for before, after in it.pairwise(axes):
+                if before not in head_axes or after.name:
+                    continue
+                if self.is_marked(after, "contracted"):
+                    after.name = "head_dim"
+
+    def batches_of_weights(self) -> set[LogicalAxis]:
+        """The logical axes of the batch dimensions of weights. A weight is an operand
+        of a matrix product whose dimensions are all equivalent to dimensions of the
+        model.
+        """
+        tied = self.tied
+        parameter_roots = self.classes.own
+        axes: set[LogicalAxis] = set()
+        for operation in tied.program.operations:
+            batches = batched(operation)
+            if not batches:
+                continue
+            sides = zip(operation.ins, operation.factors.ins, strict=True)
+            for value, dims in sides:
+                roots = tied.roots_of(value)
+                if len(roots) < 2 or not roots <= parameter_roots:
+                    continue
+                for roots_of_dim, dim in zip(tied.roots[value], dims, strict=True):
+                    if dim[0] in batches:
+                        axes.update(map(self.classes.of, roots_of_dim))
+        return axes
+
+    def routers(self) -> None:
+        """Names the dimension of router scores `experts` if its size is the number of
+        experts. The size decides, since no operation shows that the two dimensions
+        correspond.
+        """
+        sizes = {axis.size for axis in self.classes.live() if axis.name == "experts"}
+        for axis in self.unnamed():
+            places = self.classes.in_model(axis)
+            if not places or axis.size not in sizes:
+                continue
+            if all(self.rank(place) <= 3 and place.of == 1 for place in places):
+                if self.is_router(axis, self.paths(places)):
+                    axis.name = "experts"
+
+    def is_router(self, axis: LogicalAxis, paths: Sequence[str]) -> bool:
+        """Whether the step chooses along an axis of arrays with these paths, or the
+        paths say so.
+        """
+        if self.is_marked(axis, "chosen") or any(map(_ROUTERS.search, paths)):
+            return True
+        is_of_tokens = self.is_marked(axis, "tokens")
+        is_named = any(map(_VOCAB.search, paths)) or any(map(_POSITIONS.search, paths))
+        is_table = is_of_tokens or is_named
+        return self.is_marked(axis, "looked_up") and not is_table
+
+    def width(self) -> None:
+        """Names a dimension of a residual stream `embed` if matrix products contract it
+        and several arrays of the model have it. A model with several towers has several
+        such streams. If tables have a `vocab` dimension, and their other dimensions are
+        one logical axis, this is named `embed` too.
+        """
+        sums = residual(self.tied, self.classes.own)
+        axes = []
+        for axis in self.unnamed("contracted"):
+            arguments = {place.argument for place in self.classes.in_model(axis)}
+            if len(arguments) > 1 and not sums.isdisjoint(axis.roots):
+                axes.append(axis)
+        beside_vocab: set[LogicalAxis] = set()
+        for argument in range(len(self.classes.dims)):
+            flat = self.classes.flat(argument)
+            if len(flat) == 2 and "vocab" in (flat[0].name, flat[1].name):
+                beside_vocab.update(axis for axis in flat if not axis.name)
+        if len(beside_vocab) == 1:
+            axes += beside_vocab
+        for axis in axes:
+            axis.name = "embed"
+
+    def by_path(self) -> None:
+        for axis in self.unnamed():
+            places = self.classes.in_model(axis) or axis.places
+            places = [place for place in places if self.rank(place) > 1] or places
+            paths = self.paths(places)
+            if all(map(_POSITIONS.search, paths)):
+                axis.name = "positions"
+            elif any(map(_MLP.search, paths)) or self.is_between_widths(axis):
+                axis.name = "mlp"
+            elif any(map(_VOCAB.search, paths)):
+                axis.name = "vocab"
+            else:
+                short_path = _short(paths[0], self.traced.words)
+                axis.name = f"{short_path}_{places[0].dim}"
+
+    def is_between_widths(self, axis: LogicalAxis) -> bool:
+        """Whether a logical axis, such as `mlp`, is the inner dimension of a block:
+        matrix products contract it, and it is at several positions in arrays that have
+        `embed`.
+        """
+        dims_beside_embed: set[int] = set()
+        for place in self.classes.in_model(axis) or axis.places:
+            names = [other.name for other in self.classes.flat(place.argument)]
+            if place.of == 1 and "embed" in names:
+                dims_beside_embed.add(place.dim)
+        return len(dims_beside_embed) > 1 and self.is_marked(axis, "contracted")
+
+
+def _short(path: str, words: tuple[str, ...]) -> str:
+    """An identifier made of the last part of a path. Parts that are common, such as
+    `weight`, or in `words`, the names of the step's arguments, are skipped.
+    """
+    all_parts = path.split("/")
+    parts = [part for part in all_parts if part not in _DULL and part not in words]
+    if not parts:
+        parts = all_parts
+    count = 2 if parts[-1].isdecimal() else 1
+    last_parts = "_".join(parts[-count:])
+    name = re.sub(r"\W+", "_", last_parts).strip("_")
+    if name and not name[0].isdigit():
+        return name
+    return f"a{name}"
