@@ -66,6 +66,8 @@ def pages() -> dict[Path, str]:
             files, [_read(file) for file in sorted(RESULTS.glob("hands/*.json"))]
         )
     }
+    if "policy" in read:
+        pages_by_name["benchmarks.md"] += "\n" + _report.policies(read["policy"])
     hunts = {name: data for name, data in read.items() if name.startswith("faults")}
     if hunts:
         pages_by_name["benchmarks.md"] += "\n" + fault_report.section(hunts)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,11 @@ HANDS = """\
 Twelve training steps, each under the plan that `search` chooses among its compiled candidates. The ratio is the time of
 this choice over that of the best of the plans that people write by hand. *By the clock* is small models, run on 8
 emulated devices; the other times are the compiler's cycles plus the bytes over the links."""
+POLICIES = """\
+`python -m benchmarks.policy models`: twelve losses, each under four budgets between what it needs with
+everything computed again and with everything kept. Memory is libtpu's count; the ratio is the
+floating-point operations of the gradient over those of the best of JAX's stock policies that fits."""
+POLICIES_HEADER = ("chip", "policies", "under the budget", "least", "median", "most")
 SHOWN_APART = (
     "seconds.",
     "cold_seconds.",
@@ -194,6 +200,32 @@ def page(
             _aligned([HANDS_HEADER, *_by_hand(hands)]),
         ]
     parts += ["## A design that is not used: one exchange, then all-gathers", EXCHANGE]
+    return "\n\n".join(parts) + "\n"
+
+
+def policies(document: Mapping[str, Any]) -> str:
+    """The section about memory policies, from the results of `benchmarks.policy`."""
+    rows: list[tuple[str, ...]] = [POLICIES_HEADER]
+    for chip, models in document["models"].items():
+        records = [record for records in models.values() for record in records]
+        ratios = [
+            record["flops"] / record["flops_of_best_stock_policy"]
+            for record in records
+            if record["flops_of_best_stock_policy"] is not None
+        ]
+        under = sum(
+            record["peak_bytes"] <= record["budget_bytes"] for record in records
+        )
+        numbers = (min(ratios), statistics.median(ratios), max(ratios))
+        cells = (f"{number:.3f}" for number in numbers)
+        rows.append((chip, str(len(records)), str(under), *cells))
+    parts = ["## Memory policies", POLICIES, _aligned(rows)]
+    deep = [
+        f"{name} for {chip}: {record['seconds']:.1f} s"
+        for chip, models in document["times"].items()
+        for name, record in models.items()
+    ]
+    parts += _lines("The time of a policy", deep)
     return "\n\n".join(parts) + "\n"
 
 

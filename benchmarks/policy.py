@@ -6,11 +6,13 @@ one for each of four budgets between what a model needs with everything computed
 and with everything kept; beside it are JAX's stock policies, put around the same
 layers. `subsets` looks for a subset of a layer's values that needs less work and fits.
 Floating-point operations are those of the gradient's jaxpr, and memory is libtpu's
-count where it is installed.
+count where it is installed. What `models` and `times` find is kept in
+`benchmarks/results/policy.json`.
 """
 
 import argparse
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -26,7 +28,10 @@ from shardfx.cost._policy.policy import Choice, checkpointed
 from shardfx.cost._policy.regions import ValueKey
 from shardfx.cost._policy.work import total, work_of
 
+from .unseen.measure import RESULTS, versions
 
+
+_FILE = RESULTS / "policy.json"
 BUDGETS = (0.1, 0.35, 0.6, 0.85)
 STOCK = {
     name: getattr(jax.checkpoint_policies, name)
@@ -213,6 +218,9 @@ def models() -> dict[str, Callable[[], Model]]:
     }
 
 
+Record = dict[str, float | None]
+
+
 class Counted(NamedTuple):
     """The floating-point operations and the memory of a gradient."""
 
@@ -251,7 +259,8 @@ def stock(question: Question) -> Iterator[tuple[str, Counted]]:
         yield name, counted(question, question.step(function))
 
 
-def judged(name: str, make: Callable[[], Model], chip_name: str) -> None:
+def judged(make: Callable[[], Model], name: str, chip_name: str) -> list[Record]:
+    """A record for each budget of a model."""
     model = make()
     chip = sfx.chips.find(chip_name)
     question = Question(model.loss, model.args, chip)
@@ -262,6 +271,7 @@ def judged(name: str, make: Callable[[], Model], chip_name: str) -> None:
     print(f"{name} on {chip_name}: {_mib(least)} to {_mib(most)}", flush=True)
     for other, numbers in others.items():
         print(f"    {other:34} {_mib(numbers):>12} {numbers.flops:.4g}", flush=True)
+    records: list[Record] = []
     for share in BUDGETS:
         budget = int(least.peak_bytes + share * (most.peak_bytes - least.peak_bytes))
         start = time.perf_counter()
@@ -277,17 +287,16 @@ def judged(name: str, make: Callable[[], Model], chip_name: str) -> None:
         fitting = [
             numbers.flops for numbers in others.values() if numbers.peak_bytes <= budget
         ]
-        if fitting:
-            ratio = ours.flops / min(fitting)
-        else:
-            ratio = float("nan")
-        verdict = "under" if ours.peak_bytes <= budget else "OVER"
-        print(
-            f"  budget {budget / 2**20:9.1f} MiB: {_mib(ours):>12} {verdict},"
-            f" {ours.flops:.4g} FLOPs, {ratio:.3f} of the best stock policy,"
-            f" {seconds:.1f} s",
-            flush=True,
-        )
+        record: Record = {
+            "budget_bytes": budget,
+            "peak_bytes": ours.peak_bytes,
+            "flops": ours.flops,
+            "flops_of_best_stock_policy": min(fitting, default=None),
+            "seconds": round(seconds, 1),
+        }
+        print(f"  {record}", flush=True)
+        records.append(record)
+    return records
 
 
 def _step_under(question: Question, policy: sfx.cost.Policy) -> Any:
@@ -353,7 +362,8 @@ def subsets(chip_name: str) -> None:
         )
 
 
-def times(chip_name: str, part: str) -> None:
+def times(chip_name: str, part: str) -> Iterator[tuple[str, Record]]:
+    """Yields the seconds of policies for deep models."""
     for name, model in (
         (
             "126 scanned layers",
@@ -370,12 +380,13 @@ def times(chip_name: str, part: str) -> None:
             continue
         start = time.perf_counter()
         cpu = time.process_time()
-        policy = sfx.cost.policy(model.loss, *model.args, chip=chip_name)
-        print(
-            f"{name}: {time.perf_counter() - start:.1f} s, of which this process"
-            f" computes {time.process_time() - cpu:.1f} s\n{policy}",
-            flush=True,
-        )
+        sfx.cost.policy(model.loss, *model.args, chip=chip_name)
+        record: Record = {
+            "seconds": round(time.perf_counter() - start, 1),
+            "own processor seconds": round(time.process_time() - cpu, 1),
+        }
+        print(name, record, flush=True)
+        yield name, record
 
 
 def main() -> None:
@@ -385,14 +396,23 @@ def main() -> None:
     parser.add_argument("--chip", default="v5e")
     parser.add_argument("--models", default="", help="parts of their names")
     flags = parser.parse_args()
-    if flags.what == "times":
-        times(flags.chip, flags.models)
-    elif flags.what == "subsets":
+    if flags.what == "subsets":
         subsets(flags.chip)
+        return
+    if _FILE.exists():
+        document = json.loads(_FILE.read_text())
     else:
-        for name, make in models().items():
-            if flags.models in name:
-                judged(name, make, flags.chip)
+        document = {}
+    document["versions"] = versions()
+    kept = document.setdefault(flags.what, {}).setdefault(flags.chip, {})
+    if flags.what == "times":
+        measured = times(flags.chip, flags.models)
+    else:
+        chosen = {k: make for k, make in models().items() if flags.models in k}
+        measured = ((k, judged(make, k, flags.chip)) for k, make in chosen.items())
+    for name, record in measured:
+        kept[name] = record
+        _FILE.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
