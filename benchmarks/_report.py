@@ -42,13 +42,11 @@ BETTER = 0.995
 COUNTS_HEADER = ("results", "suite", "findings", "limits that hold")
 SHORT_HEADER = ("race", "shardfx", "fastest rival", "shardfx is faster by")
 HANDS = """\
-Twelve training steps, each under the plan that `search` chooses among its compiled candidates. The ratio is the time of
-this choice over that of the best of the plans that people write by hand. *By the clock* is small models, run on 8
-emulated devices; the other times are the compiler's cycles plus the bytes over the links."""
+Training steps under the plan that `search` chooses; the ratio is its time over that of the best plan by hand. *By the
+clock* is small models on 8 emulated devices; other times are the compiler's cycles plus the bytes over the links."""
 POLICIES = """\
-`python -m benchmarks.policy models`: twelve losses, each under four budgets between what it needs with
-everything computed again and with everything kept. Memory is libtpu's count; the ratio is the
-floating-point operations of the gradient over those of the best of JAX's stock policies that fits."""
+`python -m benchmarks.policy models`: twelve losses, each under four budgets. Memory is libtpu's count. The ratio is
+the gradient's operations over those of the best of JAX's stock policies that fits."""
 POLICIES_HEADER = ("chip", "policies", "under the budget", "least", "median", "most")
 SHOWN_APART = (
     "seconds.",
@@ -145,10 +143,9 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
 
 # A trial that was measured once and then dropped; its program is not kept.
 EXCHANGE = """\
-87 random moves of 64 MiB on meshes of 4x4, 2x4x2, 4x3x2, 6x4, 8x8 and 3x5, half of them of
-shapes that only some axes divide. Both sides are priced by one model: messages go along one
-dimension of the torus after another, 90 GB/s a link, and each collective takes 3 or 10
-microseconds more. Times are over those of the steps that `reshard` takes; within 1 % is equal.
+87 random moves of 64 MiB on six meshes, half of them of shapes that only some axes divide. One model prices both
+sides: 90 GB/s a link, dimension by dimension, and 3 or 10 microseconds a collective. Times are over those of the steps
+that `reshard` takes; within 1 % is equal.
 
 | network | a collective | faster | equal | slower | worst | sum |
 |---|---|---|---|---|---|---|

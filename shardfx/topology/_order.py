@@ -203,7 +203,7 @@ def _spread(count: int, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
 def _one_slice(devices: list[Device], sizes: tuple[int, ...]) -> DeviceOrder:
     if devices[0].platform != "tpu":
         array = mesh_utils.create_device_mesh(sizes, devices)
-        return _order(array, "mesh_utils")
+        return _plain_order(array, "mesh_utils")
     # JAX's orders for small slices depend on the order of the list, which must not
     # depend on the caller.
     devices = sorted(devices, key=lambda device: device.id)
@@ -214,7 +214,7 @@ def _one_slice(devices: list[Device], sizes: tuple[int, ...]) -> DeviceOrder:
     return _walked(devices, grid, _torus_mesh(devices, sizes, grid))
 
 
-def _order(array: np.ndarray, method: str, *reasons: str) -> DeviceOrder:
+def _plain_order(array: np.ndarray, method: str, *reasons: str) -> DeviceOrder:
     """An order without the links between neighbours."""
     return DeviceOrder(
         devices=array,
@@ -236,10 +236,10 @@ def _torus_mesh(
     if not isinstance(grid, str):
         cores_first = _cores_first(devices, sizes, grid)
         if cores_first is not None:
-            return _order(cores_first, "mesh_utils")
+            return _plain_order(cores_first, "mesh_utils")
     try:
         array = mesh_utils.create_device_mesh(sizes, devices)
-        return _order(array, "mesh_utils")
+        return _plain_order(array, "mesh_utils")
     except NotImplementedError:
         reason = (
             f"axes of sizes {sizes} are no products of whole physical dimensions"
@@ -249,7 +249,7 @@ def _torus_mesh(
             array = mesh_utils.create_device_mesh(
                 sizes, devices, allow_split_physical_axes=True
             )
-            return _order(array, "mesh_utils, physical axes split", reason)
+            return _plain_order(array, "mesh_utils, physical axes split", reason)
         except TypeError:
             # If no split fits either (16x20x28 as 140 x 16 x 4), JAX 0.10 fails on its
             # own `None`.
@@ -258,11 +258,11 @@ def _torus_mesh(
         cause = str(failure).split(":")[0]
     flat = _object_array(devices)
     if isinstance(grid, str):
-        return _order(flat.reshape(sizes), "as given", f"ordered by id: {grid}")
+        return _plain_order(flat.reshape(sizes), "as given", f"ordered by id: {grid}")
     closed = wraps(devices[0].device_kind, grid.shape)
     places = torus_order(grid.shape, sizes, closed)
     array = flat[grid[tuple(np.moveaxis(places, -1, 0))]]
-    return _order(array, "torus", f"JAX has no order for these devices ({cause})")
+    return _plain_order(array, "torus", f"JAX has no order for these devices ({cause})")
 
 
 def _object_array(devices: Sequence[Device]) -> np.ndarray:
