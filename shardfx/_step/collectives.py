@@ -315,10 +315,11 @@ def _rows(instruction: Instruction) -> Groups | None:
 
 
 def _iota(shape: str, order: str | None) -> np.ndarray:
+    """The numbers of an array of this shape, with its dimensions in this order."""
     sizes = _numbers(shape)
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
     if order is None:
-        return numbers.transpose()
+        return numbers
     return numbers.transpose(_numbers(order))
 
 

@@ -101,6 +101,22 @@ def test_groups_of_devices_against_a_count_device_by_device(case):
     assert row.wire_bytes == round(right), line
 
 
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("[2,4]<=[2,4]", ("tensor",)),
+        ("[2,4]<=[8]", ("tensor",)),
+        ("[4,2]<=[2,4]T(1,0)", ("data",)),
+    ],
+)
+def test_groups_from_a_count_in_several_dimensions(groups, axes):
+    mesh = MeshSpec({"data": 2, "tensor": 4})
+    line = f"%g = f32[16] all-gather(%p), channel_id=7, replica_groups={groups}"
+    line += ", use_global_device_ids=true"
+    (row,) = traffic(program(line, 8), mesh).rows
+    assert row.axes == axes
+
+
 @given(st.integers(2, 5), st.booleans(), st.data())
 @settings(max_examples=60, deadline=None)
 def test_permutes(devices, channel, data):

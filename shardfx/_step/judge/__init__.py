@@ -35,7 +35,8 @@ Each operation has a rule, from the types of its operands to that of its result:
 | `manual.py`, `manual_calls.py` | the bodies of `shard_map`s |
 
 `rules.py` finds the rule of an opcode; `judge.py` goes through the program and compares
-the results.
+the results. `record.py` keeps what is judged, so that a reading that fails can be
+forgotten; `origins.py` names the user's lines.
 
 A rule that cannot follow an operation raises `Unjudged`, and nothing is said of what
 reads its result. A rule whose operands cannot belong together raises `Wrong`; that is a
