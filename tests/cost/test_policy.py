@@ -225,6 +225,18 @@ def test_lines_are_those_of_the_user():
     assert actual == {"test_policy.py"}
 
 
+def test_arguments_are_numbered_from_the_end_too():
+    params, x = arrays()
+
+    def swapped(x, params):
+        return scanned(params, x)
+
+    from_end = policy(swapped, x, params, chip="h100", argnums=-1)
+    from_start = policy(swapped, x, params, chip="h100", argnums=1)
+    assert from_end == from_start
+    assert any(row.choice == "keep" for row in from_end.rows)
+
+
 def test_the_arguments_of_grad():
     params, x = arrays()
 
