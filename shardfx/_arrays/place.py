@@ -243,9 +243,14 @@ def specs_of(tree: object) -> Any:
     **Raises:**
 
     `LeafTypeError` for a JAX array on one device, or one that is sharded without a
-    mesh, since it has no PartitionSpec; and for a traced array on Auto axes, whose
-    sharding the compiler chooses.
+    mesh, since it has no PartitionSpec; for a traced array on Auto axes, whose sharding
+    the compiler chooses; and for a plan.
     """
+
+    if isinstance(tree, ShardPlan):
+        raise LeafTypeError(
+            "`specs_of` takes arrays, and a plan has none; write `plan.specs`."
+        )
 
     def spec(path: object, leaf: object) -> PartitionSpec | None:
         sharding = known_sharding(path, leaf)

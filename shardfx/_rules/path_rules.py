@@ -33,6 +33,7 @@ from .strategies import (
     Replicate,
     Strategy,
     bare,
+    fsdp,
     replicate,
     steps_of,
 )
@@ -415,6 +416,11 @@ def _checked_target(index: int, pattern: str, target: object) -> Any:
         target = tuple(target)
     first, *_ = steps_of(target)
     inner = first.target if isinstance(first, Atomic) else first
+    if inner is fsdp:
+        raise RuleError(
+            f"rule {index} ({pattern!r}) has the function `fsdp` as its target; call it"
+            ' with the mesh axis: `fsdp("data")`.'
+        )
     if isinstance(inner, tuple):
         _check_names(index, pattern, inner)
     elif isinstance(inner, PartitionSpec):

@@ -293,3 +293,13 @@ def owned_the_sharding_first():
 @mended_by("compares a ShardPlan or a TreeMap, not dict")
 def compare_trees_of_hosts():
     hosts.assert_same_plan(MODEL)
+
+
+@mended_by("write `plan.specs`")
+def specs_of_a_plan():
+    sfx.specs_of(PLAN)
+
+
+@mended_by('call it with the mesh axis: `fsdp("data")`')
+def a_strategy_that_is_not_called():
+    sfx.PathRules([("w", sfx.fsdp)])
