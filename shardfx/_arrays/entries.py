@@ -31,7 +31,8 @@ Donate = (
     | str
     | Sequence[int | str]
 )
-# A value for each argument, by its key.
+# A value for each argument, by its key: its position or its name; `int` for all of
+# `*args`, `str` for all of `**kwargs`.
 Table: TypeAlias = dict[Any, Any]
 # The key of each parameter's argument, by the parameter's name.
 Keys: TypeAlias = dict[Any, Any]

@@ -286,7 +286,7 @@ def _step_of(data: Any) -> Rules:
     if len(rules) != len(data["rules"]):
         raise ValueError("two rules make the same leaf")
     options = {name: data[name] for name in ("drop", "rest", "casts") if name in data}
-    sizes = {name: _sizes_of(data.get(name, [])) for name in _SIZES}
+    sizes = {name: _named_sizes_from_json(data.get(name, [])) for name in _SIZES}
     (step,) = TreeMap(rules, **options).steps
     return dataclasses.replace(step, inverted=data["inverted"], **sizes)
 
@@ -300,8 +300,11 @@ def _sizes_data(step: Rules) -> dict[str, Any]:
     return {name: list(map(list, rows)) for name, rows in pairs.items() if rows}
 
 
-def _sizes_of(rows: Any) -> tuple[NamedSizes, ...]:
-    layout = []
+def _named_sizes_from_json(rows: Any) -> tuple[NamedSizes, ...]:
+    """The sizes that `_sizes_data` wrote: rows of a path, its sizes, its axes, and pairs
+    of a placeholder and its count.
+    """
+    every_size = []
     for path, sizes, axes, counts in rows:
         pattern(path)
         named = NamedSizes(
@@ -316,9 +319,11 @@ def _sizes_of(rows: Any) -> tuple[NamedSizes, ...]:
         if not all(isinstance(axis, str) for axis in named.axes):
             raise ValueError(f"the axes of `{path}` are {named.axes}")
         if len(named.sizes) != len(named.axes):
-            raise ValueError(f"`{path}` has as many sizes as axes")
-        layout.append(named)
-    return tuple(layout)
+            raise ValueError(
+                f"`{path}` has {len(named.sizes)} sizes and {len(named.axes)} axes"
+            )
+        every_size.append(named)
+    return tuple(every_size)
 
 
 def with_sizes(

@@ -268,7 +268,9 @@ def drafted(
     `min_bytes` bytes are replicated. The targets of the path rules `kinds` are memory
     kinds.
     """
-    mesh_spec = mesh.filled() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
+    mesh_spec = (
+        mesh.require_sizes() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
+    )
     by_path = Matcher(paths)
     planner = _Planner(axes_of(mesh_spec, min_bytes), axes, mode, by_path, kinds)
     numbers: dict[object, int] = {None: NO_ARRAY}

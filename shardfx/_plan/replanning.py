@@ -36,7 +36,7 @@ def replanned(content: Content, mesh: MeshSpec | Mesh | AbstractMesh) -> Content
     """Returns the plan of the same arrays by the same rules for another mesh. Axes that
     did not fit on the old mesh are tried again.
     """
-    spec = MeshSpec.of(mesh).filled()
+    spec = MeshSpec.of(mesh).require_sizes()
     axes = axes_of(spec)
     rows = []
     for row in content.rows:

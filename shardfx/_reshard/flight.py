@@ -316,9 +316,12 @@ def _move_error(job: Job, number: int, flight: _Flight, error: Exception) -> Mov
     what_stays = "the tree itself is untouched"
     if flight.donate:
         what_stays = "the sources of these were donated"
+    cause = type(error).__name__
+    # The text of a `MemoryError` is usually empty.
+    for first_line in str(error).splitlines()[:1]:
+        cause += f": {first_line[:300]}"
     return MoveError(
-        f"stopped at {leaf_name(job.path_of(number))} ({type(error).__name__}:"
-        f" {str(error).splitlines()[0][:300]}) after {len(moved)} of {total} leaves:"
+        f"stopped at {leaf_name(job.path_of(number))} ({cause}) after {len(moved)} of {total} leaves:"
         f" {listed or 'none'}; {what_stays}, and they are in the error's `moved`.",
         moved,
     )

@@ -310,7 +310,9 @@ class _RaggedNumbers:
         self.grouped = numbers.get("rhs_group_dimensions", [])
 
 
-def without_rule(operation: Op, name: str, ins: Shapes, outs: Shapes) -> Factors | None:
+def factors_without_rule(
+    operation: Op, name: str, ins: Shapes, outs: Shapes
+) -> Factors | None:
     """The sharding rule of an operation for which Shardy has none, such as a top-k;
     `None` if it is not known.
     """

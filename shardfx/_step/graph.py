@@ -22,11 +22,11 @@ from .factors import (
     StepValue,
     dtype_of,
     elementwise,
+    factors_without_rule,
     flops_of,
     identity,
     of_rule,
     opaque,
-    without_rule,
 )
 from .lowered import (
     ArraySharding,
@@ -225,7 +225,7 @@ class _Walk:
         if RULE in op.attributes:
             factors = of_rule(op.attributes[RULE])
         else:
-            factors = without_rule(op, op.name, shapes_in, shapes_out)
+            factors = factors_without_rule(op, op.name, shapes_in, shapes_out)
         flops = 0.0
         if factors is not None:
             flops = flops_of(name, op, factors, shapes_in, shapes_out)

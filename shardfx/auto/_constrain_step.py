@@ -265,7 +265,8 @@ def _require_dimensions(rules: AxisRules, classes: Classes, mesh: MeshSpec) -> N
     """Raises `RuleError` for rules whose names the step does not have, if a name looks
     like one that no rule is about, or if a mesh axis shards nothing without the rules.
     """
-    names = [axis.name for axis in classes.axes if axis.roots and axis.name]
+    # A logical axis without roots was merged into another one.
+    names = [logical.name for logical in classes.axes if logical.roots and logical.name]
     used_axes: set[str] = set()
     without_dimension: list[_RuleWithoutDimension] = []
     for number, (name, target) in enumerate(rules.rules):
@@ -277,12 +278,14 @@ def _require_dimensions(rules: AxisRules, classes: Classes, mesh: MeshSpec) -> N
 
     free_names = [name for name in names if name not in rules.names]
     lines = []
+    refused_names: list[str] = []
     for number, name, axes in without_dimension:
         idle_axes = [axis for axis in axes if axis not in used_axes]
         is_idle = any(mesh.axis_size(axis) > 1 for axis in idle_axes)
         hint = "" if name in USUAL_NAMES else near(name, free_names)
         if is_idle or (axes and hint):
             lines.append(f"  axes.rules[{number}] {name!r} -> {'+'.join(axes)}{hint}")
+            refused_names.append(name)
     if lines:
         listed = "\n".join(lines)
         raise RuleError(
@@ -290,7 +293,7 @@ def _require_dimensions(rules: AxisRules, classes: Classes, mesh: MeshSpec) -> N
             f" nothing would be sharded by them:\n{listed}\nThe dimensions of this step"
             f" are called {', '.join(dict.fromkeys(names))}, as"
             " `shardfx.auto.name_axes(step, *args)` shows. Rename the rules, or leave"
-            f" them out: `rules.without({without_dimension[0].name!r})`."
+            f" them out: `rules.without({', '.join(map(repr, refused_names))})`."
         )
 
 

@@ -456,17 +456,21 @@ def _is_worth_it(operation: _Labelled, states: tuple[_State, ...], label: int) -
 
 def _stays_unreduced(operation: _Labelled, states: tuple[_State, ...]) -> bool:
     """Whether an operation may read unreduced operands and return an unreduced result,
-    because it is linear in them. `states` are the shardings of the operands.
+    because it is linear in them, or multiplies or divides them by a scalar. `states`
+    are the shardings of the operands.
     """
     if operation.name in _LINEAR:
         return all(state == UNREDUCED for state in states)
     if operation.name not in _SCALED:
         return False
-    others = [number for number, state in enumerate(states) if state != UNREDUCED]
+    reduced = [number for number, state in enumerate(states) if state != UNREDUCED]
     # A quotient is linear in its first operand alone.
     if operation.name != "multiply" and states[0] != UNREDUCED:
         return False
-    return len(others) == 1 and not operation.bytes[others[0]]
+    if len(reduced) != 1:
+        return False
+    # Scalars, and values made of constants, count no bytes.
+    return operation.bytes[reduced[0]] == 0
 
 
 def _position(labels: tuple[int, ...], label: int | None) -> int:

@@ -189,9 +189,9 @@ def _hardware(devices: Any, chip: str | chips.Chip | None) -> _Hardware:
     """Reads the arguments `devices` and `chip`."""
     if isinstance(devices, Mesh) and chip is None:
         options = asked_for(list(devices.devices.flat), None)
-        return _Hardware(options, _known(devices), devices, False)
+        return _Hardware(options, _data_or_fsdp_mesh(devices), devices, False)
     if isinstance(devices, MeshSpec | Mesh | AbstractMesh):
-        mesh = _known(devices)
+        mesh = _data_or_fsdp_mesh(devices)
         options = asked_for(mesh.size, chip or _ASSUMED)
         jax_devices = devices if isinstance(devices, Mesh) else None
         return _Hardware(options, mesh, jax_devices, chip is None)
@@ -202,11 +202,11 @@ def _hardware(devices: Any, chip: str | chips.Chip | None) -> _Hardware:
     return _Hardware(options, None, jax_devices, False)
 
 
-def _known(mesh: MeshSpec | Mesh | AbstractMesh) -> MeshSpec:
-    """The mesh without its devices. Raises `MeshError` for an axis whose use is not
-    known.
+def _data_or_fsdp_mesh(mesh: MeshSpec | Mesh | AbstractMesh) -> MeshSpec:
+    """The mesh without its devices. Raises `MeshError` for a size of -1, and for an
+    axis that is neither for data parallelism nor for FSDP.
     """
-    spec = MeshSpec.of(mesh).filled()
+    spec = MeshSpec.of(mesh).require_sizes()
     for axis, size in spec.shape.items():
         if size > 1 and axis not in (*_DATA_AXES, *_FSDP_AXES):
             raise MeshError(

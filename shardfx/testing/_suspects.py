@@ -124,7 +124,7 @@ def _varying(tape: Tape, body: ShardMapBody, axes_by_operand: Varying) -> Varyin
             if record.primitive in _ALIKE:
                 varying[number] = axes - record.axes
                 continue
-            before = tape.carried.get(number, number)
+            before = tape.carry_results.get(number, number)
             varying[number] = axes | varying.get(before, Axes())
             if record.primitive in _APART:
                 varying[number] |= record.axes

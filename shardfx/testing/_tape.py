@@ -142,7 +142,8 @@ class Tape:
         self.values: dict[int, Any] = {}
         self.frames: tuple[Frame, ...] = ()
         self.bodies: list[ShardMapBody] = []
-        self.carried: dict[int, int] = {}
+        # For each carried value of a loop's iteration, what the iteration makes of it.
+        self.carry_results: dict[int, int] = {}
         self.count = it.count(-2, -1)
 
     def run(
@@ -406,30 +407,38 @@ class Tape:
         out_numbers: list[int] = []
         # The operands are constants, the carry, and arrays with a part for each
         # iteration.
-        first, carried = carry_of(equation)
-        carry_part = slice(first, first + carried)
-        consts_in = ins[:first]
+        carry_start, carry_count = carry_of(equation)
+        carry_part = slice(carry_start, carry_start + carry_count)
+        consts_in = ins[:carry_start]
         carry_in = ins[carry_part]
-        arrays_in = ins[first + carried :]
+        arrays_in = ins[carry_part.stop :]
         jaxpr, consts = opened(params["jaxpr"])
         carry_vars = jaxpr.invars[carry_part]
         carry_reads = reads[carry_part]
 
-        def turn(carry: Arrays, arrays: Arrays) -> tuple[Arrays, Any]:
+        def iteration(carry: Arrays, arrays: Arrays) -> tuple[Arrays, Any]:
+            # JAX may trace this more than once; `within` forgets earlier records.
             with self.within(start) as values:
                 carry_numbers = []
                 columns = zip(carry_vars, carry, carry_reads, strict=True)
                 for var, array, read in columns:
                     carry_numbers.append(self.recorded(CARRY, var, array, [read]))
-                numbers = [*reads[:first], *carry_numbers, *reads[first + carried :]]
+                numbers = [
+                    *reads[:carry_start],
+                    *carry_numbers,
+                    *reads[carry_part.stop :],
+                ]
                 args = [*consts_in, *carry, *arrays]
                 outs, out_numbers[:] = self.run(jaxpr, consts, args, numbers)
-                self.carried.update(zip(carry_numbers, out_numbers, strict=False))
-            return _with_dtypes_of(outs[:carried], carry), (outs[carried:], values)
+                self.carry_results.update(zip(carry_numbers, out_numbers, strict=False))
+            return _with_dtypes_of(outs[:carry_count], carry), (
+                outs[carry_count:],
+                values,
+            )
 
         with self.mesh_of(equation):
             carry, (stacked, values) = jax.lax.scan(
-                turn,
+                iteration,
                 list(carry_in),
                 list(arrays_in),
                 length=params["length"],

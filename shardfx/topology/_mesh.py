@@ -289,7 +289,7 @@ class MeshSpec(eqx.Module):
     @property
     def size(self) -> int:
         """The number of devices of the mesh."""
-        return math.prod(self.filled().axis_sizes)
+        return math.prod(self.require_sizes().axis_sizes)
 
     def fit(self, device_count: int) -> "MeshSpec":
         """The mesh with the size -1 replaced, so that it has `device_count` devices.
@@ -372,7 +372,7 @@ class MeshSpec(eqx.Module):
                 f"an axis occurs twice in {names}; a dimension can use each mesh axis"
                 " once."
             )
-        return math.prod(self.filled().shape[name] for name in names)
+        return math.prod(self.require_sizes().shape[name] for name in names)
 
     def abstract(self) -> AbstractMesh:
         """The `jax.sharding.AbstractMesh` of the same axes, which suffices for tracing
@@ -396,7 +396,7 @@ class MeshSpec(eqx.Module):
             ```
         """
         return AbstractMesh(
-            self.filled().axis_sizes, self.axis_names, axis_types=self.axis_types
+            self.require_sizes().axis_sizes, self.axis_names, axis_types=self.axis_types
         )
 
     def order(self, devices: Devices) -> DeviceOrder:
@@ -520,7 +520,7 @@ class MeshSpec(eqx.Module):
             ```
         """
         _require_known((axis,), self.axis_names, "split")
-        position = self.filled().axis_names.index(axis)
+        position = self.require_sizes().axis_names.index(axis)
         size_of_axis = self.axis_sizes[position]
         spec_of_parts = MeshSpec(parts)
         product = math.prod(spec_of_parts.axis_sizes)
@@ -559,7 +559,7 @@ class MeshSpec(eqx.Module):
         )
         return _made(*zip(*axes, strict=True))
 
-    def filled(self) -> "MeshSpec":
+    def require_sizes(self) -> "MeshSpec":
         """The mesh itself if no size is -1. Raises `MeshError` otherwise."""
         if -1 in self.axis_sizes:
             raise MeshError(

@@ -5,6 +5,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, plan, plan_reshard, reshard
+from shardfx._reshard import flight
 from shardfx.errors import (
     LeafTypeError,
     MeshError,
@@ -37,6 +38,16 @@ def test_a_failure_in_the_middle_says_what_moved(donate):
     assert_equal(caught.value.moved, expected)
     np.testing.assert_array_equal(source["d"], host((8,)))
     assert source["a"].is_deleted() == donate
+
+
+def test_a_failure_without_a_text_says_its_kind(monkeypatch):
+    def full(*args, **kwargs):
+        raise MemoryError
+
+    source = put({name: host((8,)) for name in "ab"}, sharding((8,), "a"))
+    monkeypatch.setattr(flight, "carry_out", full)
+    with pytest.raises(MoveError, match=r"stopped at leaf `a` \(MemoryError\) after 0"):
+        reshard(source, sharding((4,), "a"))
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,8 @@ def refine(
     If the source's mesh has all sub-axes of the target's mesh, both layouts are over
     the source's sub-axes. With `prime`, all sub-axes have prime sizes. By default
     `join_primes` multiplies some of them if a mesh has more than six. Prime sub-axes
-    can shard dimensions for which their product is too large.
+    can shard dimensions for which their product is too large. Along links that both use,
+    both layouts get equal weights.
     """
     places = (np.arange(src.size), positions(dst, src))
     splits = order_primes(src, dst, places)
@@ -282,13 +283,13 @@ def refine(
     fine_layouts = map(_fine_layout, (src, dst), splits, places)
     source, target = _with_equal_weights(*fine_layouts)
 
-    factors = {key: factor for factor, key in enumerate(source.keys)}
-    if not factors.keys() >= set(target.keys):
+    source_axis_of_key = {key: number for number, key in enumerate(source.keys)}
+    if not source_axis_of_key.keys() >= set(target.keys):
         return source, target
     dims: list[tuple[int, ...]] = []
-    for axes in target.layout.dims:
-        keys = [target.keys[factor] for factor in axes]
-        dims.append(tuple(map(factors.__getitem__, keys)))
+    for sub_axes in target.layout.dims:
+        keys = [target.keys[sub_axis] for sub_axis in sub_axes]
+        dims.append(tuple(source_axis_of_key[key] for key in keys))
     layout = dataclasses.replace(source.layout, dims=tuple(dims))
     return source, FineLayout(layout, source.coordinates)
 
@@ -304,9 +305,9 @@ def _fine_layout(layout: StepLayout, split: Split, place: np.ndarray) -> FineLay
     sizes = tuple(it.chain.from_iterable(split))
     factors_of_axis: list[range] = []
     start = 0
-    for factors in split:
-        factors_of_axis.append(range(start, start + len(factors)))
-        start += len(factors)
+    for factor_sizes in split:
+        factors_of_axis.append(range(start, start + len(factor_sizes)))
+        start += len(factor_sizes)
     dims: list[tuple[int, ...]] = []
     for axes in layout.dims:
         factors_of_dim: list[int] = []
@@ -314,8 +315,8 @@ def _fine_layout(layout: StepLayout, split: Split, place: np.ndarray) -> FineLay
             factors_of_dim += factors_of_axis[axis]
         dims.append(tuple(factors_of_dim))
     weights: list[float] = []
-    for weight, factors in zip(layout.weights, split, strict=False):
-        weights += [weight] * len(factors)
+    for weight, factor_sizes in zip(layout.weights, split, strict=False):
+        weights += [weight] * len(factor_sizes)
     fine = StepLayout(
         sizes=sizes,
         dims=tuple(dims),

@@ -72,7 +72,7 @@ def elementwise(
     context: Context, instruction: Instruction, operands: Sequence[Held]
 ) -> Held:
     shape = arrays_in(instruction.result)[0].shape
-    operands = [spread(operand, shape) for operand in operands]
+    operands = [broadcast_scalar(operand, shape) for operand in operands]
     table = _known(instruction, operands)
     if any(operand.idiom is not None for operand in operands):
         held = indexed(context, instruction, operands)
@@ -106,8 +106,10 @@ def elementwise(
     return held
 
 
-def spread(operand: Held, shape: tuple[int, ...]) -> Held:
-    """A scalar operand, such as a predicate, as an array."""
+def broadcast_scalar(operand: Held, shape: tuple[int, ...]) -> Held:
+    """A scalar operand, such as a predicate, as an array with the same number at each
+    position, so nothing changes along its axes. An operand of that shape stays.
+    """
     if operand.shape == shape:
         return operand
     table = operand.known

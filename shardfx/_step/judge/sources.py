@@ -16,6 +16,9 @@ _INTEGER = re.compile(r"-?\d+|true|false")
 
 
 def source(context: Context, instruction: Instruction) -> Held:
+    """What each device holds of the result of an instruction without operands. Its
+    numbers are `known`, where there are few, with the devices in the first dimension.
+    """
     array = arrays_in(instruction.result)[0]
     shape, devices = array.shape, context.devices
     if instruction.opcode == "partition-id":

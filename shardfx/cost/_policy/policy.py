@@ -213,21 +213,26 @@ class Policy:
         try:
             fields = json.loads(text)
             version = fields.pop("version")
+            if version != _VERSION:
+                raise _wrong_version(version)
             rows = [
                 PolicyRow(**{**row, "shape": tuple(row["shape"])})
                 for row in fields.pop("rows")
             ]
             notes = tuple(fields.pop("notes"))
             policy = cls(rows=tuple(rows), notes=notes, **fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except PlanFormatError:
+            raise
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise PlanFormatError(
                 f"this text is no policy ({error}); write one with `policy.to_json()`."
             ) from error
-        if version != _VERSION:
-            raise PlanFormatError(
-                f"the policy has version {version}, and this shardfx reads version"
-                f" {_VERSION}; make it again with `sfx.cost.policy(...)`."
-            )
         return policy
 
     def __str__(self) -> str:
@@ -252,6 +257,13 @@ class Policy:
     __repr__ = first_lines
 
     _repr_html_ = html_text
+
+
+def _wrong_version(version: object) -> PlanFormatError:
+    return PlanFormatError(
+        f"the policy has version {version!r}, and this shardfx reads version"
+        f" {_VERSION}; make it again with `sfx.cost.policy(...)`."
+    )
 
 
 def _cells(row: PolicyRow) -> tuple[str, ...]:
