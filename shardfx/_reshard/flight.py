@@ -98,15 +98,16 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
     if donate:
         # Moves that shrink arrays go first, so that those that grow find the room.
         order.sort(key=lambda item: item[0].target_bytes - item[0].source_bytes)
-    number = -1
     with ThreadPoolExecutor(os.cpu_count() or 1, "shardfx-move") as pool:
         flight = _Flight(job, limit_bytes, donate, pool)
         try:
             for number, leaf, target in job.placements:
+                flight.current = number
                 flight.made[number] = jax.device_put(leaf, target)
             for move, places in order:
                 alike: dict[int, jax.Array] = {}
                 for number, leaf in places:
+                    flight.current = number
                     if id(leaf) not in alike:
                         alike[id(leaf)] = flight.move(move, leaf)
                     flight.made[number] = alike[id(leaf)]
@@ -116,7 +117,7 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
                 flight.assemble(number, names, assembly)
             flight.finish()
         except _FAILURES as error:
-            raise _move_error(job, number, flight, error) from error
+            raise _move_error(job, flight, error) from error
     return flight.made
 
 
@@ -147,6 +148,8 @@ class _Flight:
         for move, places in job.moves.items():
             if move.idle:
                 self._kept.update([id(leaf) for _, leaf in places])
+        # The number of the target's array that is being made, for an error's text.
+        self.current = -1
         # The array whose copies run in other threads.
         self._started: (
             tuple[int, tuple[str, ...], Assembly, Callable[[], jax.Array]] | None
@@ -200,6 +203,7 @@ class _Flight:
         most two arrays are copied at a time. More would take more memory, which the
         kernel provides slowly.
         """
+        self.current = number
         wait = start_assembly(assembly, names, self._context)
         self.finish_copies()
         self._started = (number, names, assembly, wait)
@@ -224,6 +228,7 @@ class _Flight:
             return
         number, names, assembly, wait = self._started
         self._started = None
+        self.current = number
         array = wait()
         like = self._job.arrays[names[0]] if names else None
         if like is not None and jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
@@ -296,7 +301,8 @@ class Window:
         jax.block_until_ready(array)
 
 
-def _move_error(job: Job, number: int, flight: _Flight, error: Exception) -> MoveError:
+def _move_error(job: Job, flight: _Flight, error: Exception) -> MoveError:
+    stopped_at = leaf_name(job.path_of(flight.current))
     # Moves in flight elsewhere may still arrive.
     with contextlib.suppress(*_FAILURES):
         flight.finish_copies()
@@ -321,7 +327,7 @@ def _move_error(job: Job, number: int, flight: _Flight, error: Exception) -> Mov
     for first_line in str(error).splitlines()[:1]:
         cause += f": {first_line[:300]}"
     return MoveError(
-        f"stopped at {leaf_name(job.path_of(number))} ({cause}) after {len(moved)} of {total} leaves:"
+        f"stopped at {stopped_at} ({cause}) after {len(moved)} of {total} leaves:"
         f" {listed or 'none'}; {what_stays}, and they are in the error's `moved`.",
         moved,
     )

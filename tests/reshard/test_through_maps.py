@@ -563,7 +563,8 @@ def test_what_is_wrong_is_said_before_anything_moves():
 
 @both_ways
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_failure_midway_says_what_was_moved(move, donate, monkeypatch):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_failure_midway_says_what_was_moved(move, donate, late, monkeypatch):
     from shardfx._reshard import flight
 
     arrays = trainer()
@@ -573,10 +574,14 @@ def test_a_failure_midway_says_what_was_moved(move, donate, monkeypatch):
     start = flight.start_assembly
     count = it.count()
 
+    def fail():
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
     def fails(work, names, means):
-        if names == ("layers/gate", "layers/up") and next(count) == 1:
-            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return start(work, names, means)
+        if names != ("layers/gate", "layers/up") or next(count) != 1:
+            return start(work, names, means)
+        # A late failure comes while the next array is started.
+        return fail if late else fail()
 
     monkeypatch.setattr(flight, "start_assembly", fails)
     with pytest.raises(
