@@ -14,13 +14,15 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from .._ground.errors import MeshError
+from .._ground.errors import LeafTypeError, MeshError
 from .._ground.spec import shard_counts
 from ..topology import MeshSpec
 
 
 # The errors of a step that does not accept arrays of other sizes.
 _REFUSED = (TypeError, ValueError, AssertionError, IndexError, ZeroDivisionError)
+# The kinds of PRNG keys that JAX has.
+_KINDS_OF_KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 def with_arrays(args: object, *, mild: bool) -> PyTree:
@@ -54,7 +56,7 @@ def _random(leaf: jax.ShapeDtypeStruct, seed: int, high: int, mild: bool) -> Arr
     dtype = leaf.dtype
     generator = np.random.default_rng(seed)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(seed), math.prod(shape)).reshape(shape)
+        return jax.random.split(_key(dtype, seed), math.prod(shape)).reshape(shape)
     if dtype == np.uint32 and shape[-1:] == (2,):
         return generator.integers(0, 2**32, shape, np.uint32)  # a raw PRNG key
     if np.dtype(dtype).kind == "b":
@@ -66,6 +68,18 @@ def _random(leaf: jax.ShapeDtypeStruct, seed: int, high: int, mild: bool) -> Arr
     if mild:
         numbers = np.abs(numbers)
     return np.asarray(numbers).astype(dtype)
+
+
+def _key(dtype: Any, seed: int) -> jax.Array:
+    """A PRNG key of this dtype, which says JAX's kind of keys."""
+    for kind in _KINDS_OF_KEYS:
+        key = jax.random.key(seed, impl=kind)
+        if key.dtype == dtype:
+            return key
+    raise LeafTypeError(
+        f"a struct of {dtype} has no values, and JAX has no such kind of keys; pass keys:"
+        " `jax.random.split(key, count)`."
+    )
 
 
 def _on_devices(sharding: object) -> Any:

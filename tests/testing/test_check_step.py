@@ -522,3 +522,19 @@ def test_what_verify_refutes_is_said_before_the_numbers():
     right = check_step(step, x, cut(some(32, 32), None, "fsdp", mesh=devices))
     assert right
     assert not right.refutations
+
+
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_structs_of_keys_are_keys_of_their_kind(kind):
+    keys = jax.random.split(jax.random.key(0, impl=kind), 8)
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, P("d"))
+    structs = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=rows)
+    seen = []
+
+    def step(keys):
+        seen.append(keys.dtype)
+        return jax.random.key_data(keys) + 1
+
+    assert check_step(sfx.filter_jit(step), structs)
+    assert set(seen) == {keys.dtype}
