@@ -77,8 +77,9 @@ def device_order(
 
     **Raises:**
 
-    `MeshError` if the product of the sizes is not the number of devices, or if the
-    product of `dcn_sizes` is not the number of slices.
+    `MeshError` if the product of the sizes is not the number of devices, if the product
+    of `dcn_sizes` is not the number of slices, or if `dcn_sizes` do not divide the
+    sizes.
 
     !!! Example
 
@@ -93,6 +94,7 @@ def device_order(
     sizes = tuple(sizes)
     dcn = (1,) * len(sizes) if dcn_sizes is None else tuple(dcn_sizes)
     devices = listed(devices)
+    _require_dividing(sizes, dcn)
     if math.prod(sizes) != len(devices):
         raise MeshError(
             f"mesh axes of sizes {sizes} have {math.prod(sizes)} devices, but"
@@ -138,6 +140,20 @@ class _Granules(NamedTuple):
     groups: tuple[tuple[int, ...], ...]
     dcn: tuple[int, ...]
     reasons: tuple[str, ...]
+
+
+def _require_dividing(sizes: tuple[int, ...], dcn_sizes: tuple[int, ...]) -> None:
+    """Raises `MeshError` if the slices that an axis spans do not divide its size."""
+    if len(dcn_sizes) != len(sizes):
+        raise MeshError(
+            f"`dcn_sizes={dcn_sizes}` must have one number for each of the sizes {sizes}."
+        )
+    for size, slice_count in zip(sizes, dcn_sizes, strict=True):
+        if slice_count < 1 or size % slice_count:
+            raise MeshError(
+                f"`dcn_sizes={dcn_sizes}` must divide the sizes {sizes}: {slice_count} is no"
+                f" divisor of {size}."
+            )
 
 
 def _granules(

@@ -422,3 +422,17 @@ def test_orders_of_two_cores_are_those_of_every_jax():
     assert digest.hexdigest() == (
         "6ed883f736bb3a9255bfa82d92ccca08b33db5e7466b2970e3089178665f41c4"
     )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "slices", "message"),
+    [
+        ((8,), (3,), "3 is no divisor of 8"),
+        ((4, 2), (2,), "one number for each of the sizes"),
+        ((8,), (0,), "0 is no divisor of 8"),
+        ((4, 2), (1, -1), "-1 is no divisor of 2"),
+    ],
+)
+def test_slices_that_do_not_divide_the_sizes(sizes, slices, message):
+    with pytest.raises(MeshError, match=message):
+        topology.device_order(jax.devices(), sizes, slices)
