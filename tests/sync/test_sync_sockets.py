@@ -3,6 +3,7 @@ what a bad moment does to a sender.
 """
 
 import contextlib
+import itertools
 import pickle
 import resource
 import socket
@@ -403,16 +404,27 @@ def test_publish_waits_for_the_revision_that_is_read():
 
 def test_a_withdrawn_revision_says_why():
     _, dst, plan, tree = large()
-    with sending(plan, timeout_seconds=1) as sender:
+    rounds = iter(range(24))
+
+    def read(channel, count):
+        for number in itertools.islice(rounds, count):
+            channel.get(number, [np.empty(1 << 20, np.uint8)])
+
+    with sending(plan, timeout_seconds=2) as sender:
         sender.publish(tree, 1)
         connection, channel = stalled(sender, plan)
         with connection:
             begin = time.monotonic()
-            sender.publish(tree, 2)
-            assert 0.5 < time.monotonic() - begin < 3
+            publishing = threading.Thread(target=sender.publish, args=(tree, 2))
+            publishing.start()
+            # Reading lets the sender begin another round, whose time-out ends after the
+            # wait of `publish`.
+            time.sleep(0.5)
+            read(channel, 2)
+            publishing.join()
+            assert 1 < time.monotonic() - begin < 4
             with pytest.raises(SyncError, match="revision 1 is withdrawn: the trainer"):
-                for number in range(24):
-                    channel.get(number, [np.empty(1 << 20, np.uint8)])
+                read(channel, 24)
         receiver = receiver_of(plan, dst, sender)
         assert receiver.pull()
         assert receiver.revision == 2
