@@ -174,7 +174,7 @@ class Jitted(Generic[P, R]):
             out = run(static, *arrays)
         except (TypeError, ValueError, AttributeError) as error:
             if not isinstance(error, PlanMismatchError):
-                self._explain(error, static, arrays)
+                self._raise_for_arguments(error, static, arrays)
             raise
         if type(out) is Parted:
             return out.rest.tree(*out.lists)
@@ -484,7 +484,9 @@ class Jitted(Generic[P, R]):
                 " which `functools.wraps` keeps for decorators."
             )
 
-    def _explain(self, error: Exception, static: Static, arrays: Sequence[Any]) -> None:
+    def _raise_for_arguments(
+        self, error: Exception, static: Static, arrays: Sequence[Any]
+    ) -> None:
         """Raises `PlanMismatchError` if the arguments of a call caused `error`, which
         the program raised.
 

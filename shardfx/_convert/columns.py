@@ -205,8 +205,8 @@ def in_parts(leaves: Mapping[str, Made]) -> MadeTable:
         if value.path is None or value.scale is not None:
             others[path] = leaf
             continue
-        is_alike = (value, piece.target, id(piece.factors), leaf.shape, leaf.dtype)
-        groups.setdefault(is_alike, []).append(path)
+        kind = (value, piece.target, id(piece.factors), leaf.shape, leaf.dtype)
+        groups.setdefault(kind, []).append(path)
     parts = []
     for paths in groups.values():
         first = leaves[paths[0]]

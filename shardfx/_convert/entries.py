@@ -58,7 +58,7 @@ class EntryRule:
         """The target array for the values `binding` of the rule's placeholders, with
         simplified pieces. Raises `MapError` if the rule does not fit the leaves.
         """
-        numbers = self._numbers(binding)
+        numbers = self._selected_numbers(binding)
         if numbers is not None and self._template is not None:
             assert self._selections is not None
             return _moved(self._template, numbers, self._selections)
@@ -74,9 +74,12 @@ class EntryRule:
             self._template = _Template(made=evaluated_leaf, numbers=numbers)
         return evaluated_leaf
 
-    def _numbers(self, binding: Binding) -> Mapping[str, tuple[int, ...]] | None:
-        """The number of each selection; `None` if the target arrays differ in
-        more, or if a number is none of its dimension, so that an evaluation says why.
+    def _selected_numbers(
+        self, binding: Binding
+    ) -> Mapping[str, tuple[int, ...]] | None:
+        """The number of each selection, by the leaf's path. `None` if the rule has to be
+        evaluated anew: its target arrays differ in more than the selected entries, or a
+        number is out of its dimension's range.
         """
         if self._selections is None:
             return None

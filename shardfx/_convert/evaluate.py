@@ -26,7 +26,7 @@ def evaluated(
     leaf: Callable[[str], Any],
     run: Callable[..., Any],
 ) -> Any:
-    """Evaluates the expression `made` with the values `binding` of its placeholders.
+    """Evaluates an expression with the values `binding` of its placeholders.
 
     `leaves` are the leaves of the source by path, and `leaf` returns the value of a
     leaf, given its path. `run` returns the value of an operation, given its name, the

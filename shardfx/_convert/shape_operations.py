@@ -57,10 +57,10 @@ def sizes_of(sizes: Sequence[int], count: int, what: str) -> tuple[int, ...]:
     if len(free_dims) == 1 and fixed and count % fixed == 0:
         filled[free_dims[0]] = count // fixed
     if any(size < 0 for size in filled) or math.prod(filled) != count:
-        raise MapError(
-            f"{what} of {count} elements into sizes {tuple(sizes)}, whose product is"
-            " another number."
-        )
+        why = "whose product is another number"
+        if free_dims:
+            why = "which no value of -1 fits"
+        raise MapError(f"{what} of {count} elements into sizes {tuple(sizes)}, {why}.")
     return tuple(filled)
 
 

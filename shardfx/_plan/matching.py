@@ -64,6 +64,7 @@ def aligned(content: Content, flat: Flat) -> RowIndices:
     number_by_path = dict(content.numbered)
     are_planned = []
     for path, is_array in zip(flat.paths, flat.is_array, strict=True):
+        # An array that the plan lacks makes the paths differ below.
         default = 0 if is_array else NO_ARRAY
         are_planned.append(number_by_path.get(path, default) >= 0)
     planned = [(path, i) for path, i in content.numbered if i >= 0]
@@ -76,7 +77,7 @@ def aligned(content: Content, flat: Flat) -> RowIndices:
         if is_planned:
             index.append(next(numbers))
         else:
-            index.append(min(number_by_path.get(path, NO_ARRAY), NO_ARRAY))
+            index.append(number_by_path.get(path, NO_ARRAY))
     return with_numbers(index, flat)
 
 

@@ -264,7 +264,7 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
     moves is taken. Returns for each move the move with the chosen senders. All its
     arrays have the same senders, so that they share a program.
     """
-    sent: dict[object, int] = {}
+    sent_by_device: dict[object, int] = {}
     chosen: dict[Move, Move] = {}
     for move, count in moves.items():
         chosen[move] = move
@@ -272,15 +272,16 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
             continue
         sent_by_place: dict[int, int] = {}
         for place, device in enumerate(move.assembly.devices):
-            sent_by_place[place] = sent.get(device, 0)
-        before = move.assembly.parts.sent_before(sent_by_place)
-        if before:
-            chosen[move] = _with_senders(move, before)
+            sent_by_place[place] = sent_by_device.get(device, 0)
+        sent_before = move.assembly.parts.sent_before(sent_by_place)
+        if sent_before:
+            chosen[move] = _with_senders(move, sent_before)
         assembly = chosen[move].assembly
         assert assembly is not None
         for place, nbytes in assembly.parts.sent_bytes.items():
             device = assembly.devices[place]
-            sent[device] = sent.get(device, 0) + count * nbytes
+            sent_so_far = sent_by_device.get(device, 0)
+            sent_by_device[device] = sent_so_far + count * nbytes
     return chosen
 
 

@@ -470,12 +470,13 @@ def _active(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
 
 
 def _raise_unmatched(orphans: "list[_Slot]", rules: AxisRules) -> None:
-    lines = []
+    orphan_texts = []
     for slot in orphans:
-        lines.append(f"`{slot.name}` (dim {slot.dim}){near(slot.name, rules.names)}")
-    if lines:
+        near_name = near(slot.name, rules.names)
+        orphan_texts.append(f"`{slot.name}` (dim {slot.dim}){near_name}")
+    if orphan_texts:
         raise UnmatchedError(
-            f"no rule for the logical names {', '.join(lines)}. The rules have"
+            f"no rule for the logical names {', '.join(orphan_texts)}. The rules have"
             f" {rules.names}; "
             f"add one with `rules.extend([({orphans[0].name!r}, None)])`, or pass"
             ' `unmatched="replicate"`. For mesh '

@@ -205,7 +205,9 @@ class Subject:
 
         If one rule shards all these leaves and no others, the code replaces its target,
         because a new rule would leave the old one unused. Otherwise the code adds a
-        rule before all other rules, or after them if `last`.
+        rule before all other rules, or after them if `last`. Of a plan the code replaces
+        the specs; without path rules it makes one rule for all arrays, and `target` is
+        not used.
         """
         deciders = self.rules_for(paths)
         number, shards_others = next(iter(deciders.items()))
@@ -215,15 +217,15 @@ class Subject:
             if isinstance(old_target, Optional):
                 target = optional(target)
             return f"paths = paths.replace({number}, {code_of(target)})"
-        rule = f"{self.regex(paths)!r}, {code_of(target)}"
+        rule_code = f"{self.regex(paths)!r}, {code_of(target)}"
         if self.is_plan:
-            return f"tree = tree.replace({rule})"
+            return f"tree = tree.replace({rule_code})"
         if self.paths is None:
             # One rule for all arrays: the fixes of several findings would overwrite
             # each other.
             return f"paths = PathRules([('.*', {code_of(self._for_all)})])"
         method = "extend" if last else "prepend"
-        return f"paths = paths.{method}([({rule})])"
+        return f"paths = paths.{method}([({rule_code})])"
 
     def rules_for(self, paths: Sequence[str]) -> dict[int | None, bool]:
         """The path rules that shard the leaves at `paths`, each with whether it shards

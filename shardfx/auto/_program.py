@@ -247,18 +247,22 @@ def batched(operation: Operation) -> tuple[int, ...]:
 
 
 def _mark(tied: Tied, operation: Operation, first: dict[object, int]) -> None:
+    """Marks the dimensions that an operation contracts, looks up or chooses among, and
+    those of its batches. `first` has a dimension of each factor.
+    """
+
     def mark(kind: str, factors: Iterable[int]) -> None:
         tied.marks[kind] += [first[factor] for factor in factors if factor in first]
 
     factors = operation.factors
     if operation.name in ("dot_general", "ragged_dot"):
-        groups = batched(operation)
-        mark("batched", groups)
-        mark("contracted", factors.reduction.difference(groups))
+        batch_factors = batched(operation)
+        mark("batched", batch_factors)
+        mark("contracted", factors.reduction.difference(batch_factors))
     elif operation.name in ("gather", "scatter"):
         if operation.name == "gather":
             searched = factors.reduction
-        elif len(operation.ins) == 3:
+        elif len(operation.ins) == 3:  # an operand, its indices and its updates
             searched = it.chain.from_iterable(factors.ins[0])
         else:
             return

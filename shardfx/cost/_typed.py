@@ -205,6 +205,7 @@ class _Typer:
 
     def __init__(self, mesh: AbstractMesh, propagated: StepShardings):
         self.mesh = mesh
+        # The lines that JAX cannot type, with what to write.
         self.rows: list[TypedLine] = []
         self.line: Frame | None = None
         # Whether the equation, or a loop around it, is of the backward pass.
@@ -215,6 +216,7 @@ class _Typer:
                 self.specs.setdefault(
                     (row.source, row.shape), trimmed(entries_of(row.spec), row.spec)
                 )
+        # The context of an equation that is traced on `mesh`.
         with over(mesh):
             self.context = jax.make_jaxpr(jnp.sin)(0.0).jaxpr.eqns[0].ctx
 

@@ -143,7 +143,7 @@ def ranks():
     return From.concat([leaf(), leaf("v")], dim=1)
 
 
-@wrong(r"3 elements into sizes \(-1, 2\), whose product is")
+@wrong(r"3 elements into sizes \(-1, 2\), which no value of -1 fits")
 def an_odd_count():
     return leaf().split(0, -1, 2)
 

@@ -91,6 +91,9 @@ def _checksum(text: str) -> str:
 
 
 def _body_text(plan: PlanFields) -> str:
+    """The fields as JSON text, without the checksum. Sources may be PRNG keys; leaves are
+    raw data.
+    """
     sources = [
         [path, leaf.shape, encode_dtype(leaf.dtype), leaf.axes]
         for path, leaf in plan.sources.items()

@@ -211,7 +211,7 @@ def _structs(leaves: Mapping[str, MovedLeaf]) -> dict[str, Struct]:
 
 
 def _of_raw_data(made_leaf: Made, target: MovedLeaf) -> Made:
-    """`made` for the raw data of the leaf `target`: for PRNG keys their key data, which
+    """`made_leaf` for the raw data of the leaf `target`: for PRNG keys their key data, which
     has one more dimension.
     """
     shape, dtype = data_of(target.shape, target.dtype)
@@ -223,7 +223,7 @@ def _of_raw_data(made_leaf: Made, target: MovedLeaf) -> Made:
 def _sources_of(
     made_leaf: Made, sources: Mapping[str, MovedLeaf]
 ) -> dict[str, MovedLeaf]:
-    """The leaves that the pieces of `made` read, by path, in the order of first use."""
+    """The leaves that the pieces of `made_leaf` read, by path, in the order of first use."""
     names = dict.fromkeys(
         name for piece in made_leaf.pieces for name in names_of(piece)
     )
@@ -342,7 +342,7 @@ def _buffers_of(target: MovedLeaf, jobs: _Jobs) -> tuple[Buffer, ...]:
 
 
 def _encodings(made_leaf: Made, structs: Mapping[str, Struct]) -> dict[str, Encoding]:
-    """How the source of each piece of `made` is sent, by the piece's number as text.
+    """How the source of each piece of `made_leaf` is sent, by the piece's number as text.
     Constants are left out.
     """
     dtypes = {name: struct.dtype for name, struct in structs.items()}
@@ -354,7 +354,7 @@ def _encodings(made_leaf: Made, structs: Mapping[str, Struct]) -> dict[str, Enco
 
 
 def _wire_made(made_leaf: Made, encodings: Mapping[str, Encoding]) -> Made:
-    """`made` with each piece treated as an array of its own, named by its number, so
+    """`made_leaf` with each piece treated as an array of its own, named by its number, so
     that its parts have the dtype on the wire.
     """
     pieces = []

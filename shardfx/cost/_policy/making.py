@@ -336,6 +336,9 @@ class Question:
         return choices
 
     def policy_of(self, trial: Trial, budget_bytes: int) -> Policy:
+        """The policy of a trial's choices, with what the other choice for each value
+        would cost.
+        """
         point = trial.point
         choices = self.choices_of(point)
         rows = []
@@ -344,8 +347,8 @@ class Question:
             for placed in self.placed:
                 if key in placed.region.all_keys:
                     layers += placed.runs
-            other = point_of(self.costs, point.kept.used ^ {key})
-            flops = abs(other.kept.work.flops - point.kept.work.flops)
+            with_other_choice = point_of(self.costs, point.kept.used ^ {key})
+            flops = abs(with_other_choice.kept.work.flops - point.kept.work.flops)
             row = PolicyRow(
                 **key._asdict(),
                 choice=choice,
