@@ -96,7 +96,7 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
     """Runs a job, and returns the arrays that it made, by their numbers in the target."""
     order = list(job.moves.items())
     if donate:
-        # Moves that shrink arrays go first, so that those that grow find the room.
+        # Moves that shrink arrays go first. They free the memory that others need.
         order.sort(key=lambda item: item[0].target_bytes - item[0].source_bytes)
     with ThreadPoolExecutor(os.cpu_count() or 1, "shardfx-move") as pool:
         flight = _Flight(job, limit_bytes, donate, pool)

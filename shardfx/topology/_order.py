@@ -33,9 +33,9 @@ class DeviceOrder:
       ([`shardfx.topology.torus_order`][]), or `"as given"` (by id, for TPUs without
       known positions). It begins with `"hybrid: "` if the mesh spans several slices.
     - `reasons`: why the order is not JAX's own, or how it was changed; empty for JAX's
-      own order.
+      own order. Those within a slice are of the first slice.
     - `mean_hops`: for each mesh axis, the mean number of links between neighbours
-      within a slice; `None` for devices without coordinates.
+      within the first slice; `None` for devices without coordinates.
 
     !!! Example
 
