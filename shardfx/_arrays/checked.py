@@ -44,7 +44,10 @@ class CheckedPrograms:
         self._last: tuple[Any, ...] = ()
 
     def before_run(
-        self, static: Any, arrays: Sequence[Any], trace: Callable[[], Traced[..., Any]]
+        self,
+        static: Any,
+        arrays: Sequence[Any],
+        trace: Callable[[], Traced[..., Any]],
     ) -> None:
         """Calls `check` with what `trace` returns if the program of these arguments did
         not pass before.

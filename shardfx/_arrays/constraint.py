@@ -268,7 +268,9 @@ def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
 
 
 def _spec_over(
-    spec: PartitionSpec, axes: Sequence[str], kind: AxisType
+    spec: PartitionSpec,
+    axes: Sequence[str],
+    kind: AxisType,
 ) -> PartitionSpec:
     """The spec without the mesh axes that are not in `axes`. All `axes` have the type
     `kind`. Unless it is Auto, UNCONSTRAINED entries become `None`.

@@ -181,7 +181,9 @@ def _positional(keys: Keys) -> list[str]:
 
 
 def arguments(
-    keys: Keys, args: Sequence[object], kwargs: dict[str, object]
+    keys: Keys,
+    args: Sequence[object],
+    kwargs: dict[str, object],
 ) -> list[tuple[Any, str, Any]]:
     """The key, the name and the value of each argument of a call. Keyword arguments are
     in sorted order.

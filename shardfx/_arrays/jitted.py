@@ -149,7 +149,9 @@ class Jitted(Generic[P, R]):
 
     @overload
     def __get__(
-        self: "Jitted[Concatenate[Any, Q], R]", instance: object, owner: Any = None
+        self: "Jitted[Concatenate[Any, Q], R]",
+        instance: object,
+        owner: Any = None,
     ) -> Callable[Q, R]: ...
 
     def __get__(self, instance: Any, owner: object = None) -> Any:
@@ -404,7 +406,12 @@ class Jitted(Generic[P, R]):
         return Parted(lists, Static(treedef, order, statics))
 
     def _given(
-        self, fn: Any, args: Any, kwargs: Any, *, shapes: bool = True
+        self,
+        fn: Any,
+        args: Any,
+        kwargs: Any,
+        *,
+        shapes: bool = True,
     ) -> list[Given]:
         """A description of each array that the function or its arguments hold.
 
@@ -485,7 +492,10 @@ class Jitted(Generic[P, R]):
             )
 
     def _raise_for_arguments(
-        self, error: Exception, static: Static, arrays: Sequence[Any]
+        self,
+        error: Exception,
+        static: Static,
+        arrays: Sequence[Any],
     ) -> None:
         """Raises `PlanMismatchError` if the arguments of a call caused `error`, which
         the program raised.

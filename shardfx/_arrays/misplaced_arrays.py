@@ -199,7 +199,9 @@ _Described = tuple[Sharding | None, tuple[int, ...], Any]
 
 @ft.lru_cache(maxsize=4096)
 def _misplaced_array(
-    path: str, live: _Described | None, asked: _Described | None
+    path: str,
+    live: _Described | None,
+    asked: _Described | None,
 ) -> MisplacedArray | None:
     """The array `path` beside its plan; `None` if the array is as planned.
 

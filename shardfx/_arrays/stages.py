@@ -78,7 +78,9 @@ class Traced(Generic[P, R]):
         return {array.name: array.path for array in self.arrays}
 
     def lower(
-        self, *, lowering_platforms: Sequence[str] | None = None
+        self,
+        *,
+        lowering_platforms: Sequence[str] | None = None,
     ) -> "Lowered[P, R]":
         """Lowers the function for the given platforms, or for the platform of its
         devices.
@@ -103,7 +105,8 @@ class Lowered(Generic[P, R]):
         return getattr(self.lowered, name)
 
     def compile(
-        self, compiler_options: dict[str, Any] | None = None
+        self,
+        compiler_options: dict[str, Any] | None = None,
     ) -> "Compiled[P, R]":
         """Compiles the function for its devices. `compiler_options` has options of XLA,
         by name.

@@ -62,7 +62,8 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
 
 
 def load_bare_step(
-    name: str, kwargs: str | None
+    name: str,
+    kwargs: str | None,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Calls the user's function `name`, `MODULE:FUNCTION`, without a mesh, and returns
     the step and the arguments that it makes. Their ShapeDtypeStructs have no shardings.
@@ -79,7 +80,9 @@ def _without_sharding(leaf: object) -> object:
 
 
 def _made(
-    name: str, kwargs: str | None, mesh: MeshSpec | None
+    name: str,
+    kwargs: str | None,
+    mesh: MeshSpec | None,
 ) -> tuple[Any, tuple[Any, ...]]:
     """Calls the user's function `name`, and returns the step and the arguments that it
     makes. `kwargs` are its keyword arguments as text, and `mesh` is the value of its
@@ -315,7 +318,8 @@ MODEL_HELP = """MODEL is a published one by name (see `shardfx models`), as llam
 
 
 def takes_plan_options(
-    *, model_is_needed: bool = True
+    *,
+    model_is_needed: bool = True,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns a decorator that adds the command-line arguments of `PlanOptions` to a
     verb (a command), which gets them as one value. With `model_is_needed`, the argument

@@ -74,7 +74,9 @@ def coloured(text: str) -> Text:
 
 
 def answer(
-    json_file: str | None, text: Callable[[], str], data: Callable[[], Any]
+    json_file: str | None,
+    text: Callable[[], str],
+    data: Callable[[], Any],
 ) -> None:
     """Prints a result as text, or writes it as JSON, or both. `text` and `data` make
     the two forms of the result.
@@ -201,7 +203,9 @@ class Verb(click.Command):
 
 
 def verb(
-    *, examples: Sequence[str], exits: str = "0"
+    *,
+    examples: Sequence[str],
+    exits: str = "0",
 ) -> Callable[[Callable[..., Any]], click.Command]:
     """Returns a decorator that makes a function a verb (a command) of the same name.
 

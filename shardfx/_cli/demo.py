@@ -98,7 +98,9 @@ class Layer(eqx.Module):
         self.down = weights(HIDDEN, WIDTH)
 
     def __call__(
-        self, x: Float[Array, "b s embed"], plan: ShardPlan | None
+        self,
+        x: Float[Array, "b s embed"],
+        plan: ShardPlan | None,
     ) -> Float[Array, "b s embed"]:
         x = x + self.attention(_normed(x, self.attention_norm), plan)
         normed = _normed(x, self.mlp_norm)
@@ -108,7 +110,9 @@ class Layer(eqx.Module):
         return x + _project(gated, self.down, None, plan, over="hidden")
 
     def attention(
-        self, x: Float[Array, "b s embed"], plan: ShardPlan | None
+        self,
+        x: Float[Array, "b s embed"],
+        plan: ShardPlan | None,
     ) -> Float[Array, "b s embed"]:
         query = _rotate(_heads(_project(x, self.query, "heads", plan), HEADS))
         key = _heads(_project(x, self.key, "kv_heads", plan), KV_HEADS)
@@ -140,7 +144,9 @@ class Transformer(eqx.Module):
         self.unembedding = jax.random.normal(last, (WIDTH, VOCAB)) / math.sqrt(WIDTH)
 
     def __call__(
-        self, tokens: Int[Array, "batch sequence"], plan: ShardPlan | None = None
+        self,
+        tokens: Int[Array, "batch sequence"],
+        plan: ShardPlan | None = None,
     ) -> Float[Array, "batch sequence vocab"]:
         """Returns, for every position, the logits of the byte that follows it.
 
@@ -157,7 +163,9 @@ class Transformer(eqx.Module):
 
 
 def loss(
-    model: Transformer, text: Int[Array, "batch length"], plan: ShardPlan | None = None
+    model: Transformer,
+    text: Int[Array, "batch length"],
+    plan: ShardPlan | None = None,
 ) -> Float[Array, ""]:
     """Returns the mean cross-entropy, in nats per byte, of all bytes of `text` but the
     first. Each byte is predicted from the bytes before it. `plan` shards the
@@ -200,7 +208,8 @@ def _heads(x: Float[Array, "b s rows"], heads: int) -> Float[Array, "b s heads d
 
 
 def _per_query_head(
-    x: Float[Array, "b s kv_heads d"], plan: ShardPlan | None
+    x: Float[Array, "b s kv_heads d"],
+    plan: ShardPlan | None,
 ) -> Float[Array, "b s heads d"]:
     """Returns key or value heads with one head for each query head, sharded like the
     query heads. A head that several query heads share is repeated.
@@ -213,7 +222,9 @@ def _per_query_head(
 
 
 def _constrain(
-    x: Array, names: tuple[str | None, ...], plan: ShardPlan | None
+    x: Array,
+    names: tuple[str | None, ...],
+    plan: ShardPlan | None,
 ) -> Array:
     if plan is None:
         return x
@@ -229,7 +240,8 @@ def _einsum(equation: str, *operands: Array, **kwargs: Any) -> Array:
 
 
 def _normed(
-    x: Float[Array, "b s embed"], scale: Float[Array, " embed"]
+    x: Float[Array, "b s embed"],
+    scale: Float[Array, " embed"],
 ) -> Float[Array, "b s embed"]:
     """Returns `x` divided by its root mean square over the last dimension, times
     `scale`.
@@ -266,7 +278,12 @@ def stdlib_text(max_bytes: int = 8 << 20) -> UInt8[np.ndarray, " bytes"]:
 
 
 def batch(
-    text: UInt8[np.ndarray, " bytes"], step: int, *, size: int, length: int, seed: int
+    text: UInt8[np.ndarray, " bytes"],
+    step: int,
+    *,
+    size: int,
+    length: int,
+    seed: int,
 ) -> Int[np.ndarray, "size length"]:
     """Returns `size` random windows of `length` bytes of `text`. They depend only on
     `seed` and `step`.
@@ -338,14 +355,17 @@ def make_plans(mesh: Any, run: Run) -> DemoPlans:
 
 
 def make_step(
-    optimizer: optax.GradientTransformation, model_plan: ShardPlan | None
+    optimizer: optax.GradientTransformation,
+    model_plan: ShardPlan | None,
 ) -> Callable:
     """Returns the function of one training step. `model_plan` constrains the
     activations; `None` leaves them free.
     """
 
     def train_step(
-        model: Transformer, state: optax.OptState, text: Int[Array, "batch length"]
+        model: Transformer,
+        state: optax.OptState,
+        text: Int[Array, "batch length"],
     ) -> tuple:
         value, gradients = eqx.filter_value_and_grad(loss)(model, text, model_plan)
         arrays = eqx.filter(model, eqx.is_array)
@@ -356,7 +376,8 @@ def make_step(
 
 
 def start_sharded(
-    plans: DemoPlans, run: Run
+    plans: DemoPlans,
+    run: Run,
 ) -> tuple[Any, Transformer, optax.OptState]:
     """Returns the jitted step, the model and the optimizer state. Each array is made
     directly in the shards of its plan.
@@ -464,7 +485,11 @@ def _print_curves(sharded: Sequence[float], unsharded: Sequence[float]) -> bool:
 
 
 def show(
-    mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None = None
+    mesh: MeshSpec,
+    devices: Sequence[Any],
+    run: Run,
+    *,
+    width: int | None = None,
 ) -> bool:
     """Trains twice, with and without a plan, and prints the plan, the progress and both
     loss curves.

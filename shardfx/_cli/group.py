@@ -79,13 +79,17 @@ class _Verbs(click.Group):
         return getattr(module, cmd_name)
 
     def format_commands(
-        self, ctx: click.Context, formatter: click.HelpFormatter
+        self,
+        ctx: click.Context,
+        formatter: click.HelpFormatter,
     ) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _VERBS.items()])
 
     def shell_complete(
-        self, ctx: click.Context, incomplete: str
+        self,
+        ctx: click.Context,
+        incomplete: str,
     ) -> list[CompletionItem]:
         items = []
         for name, (_, text) in _VERBS.items():

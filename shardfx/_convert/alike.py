@@ -27,7 +27,10 @@ class RowsInBox(NamedTuple):
 
 
 def rows_of_alike(
-    first: Piece, positions: np.ndarray, shape: tuple[int, ...], boxes: Sequence[Box]
+    first: Piece,
+    positions: np.ndarray,
+    shape: tuple[int, ...],
+    boxes: Sequence[Box],
 ) -> Iterator[RowsInBox]:
     """Yields the small arrays that lie in each box of a larger array. A small array is
     left out if it is not whole in one box, or if its elements are in another order

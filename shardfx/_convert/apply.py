@@ -397,7 +397,10 @@ def transposed(piece: jax.Array, copy: StridedCopy) -> jax.Array:
 
 
 def scattered(
-    box: jax.Array, factors: BoxFactors, piece: jax.Array, axis: int
+    box: jax.Array,
+    factors: BoxFactors,
+    piece: jax.Array,
+    axis: int,
 ) -> jax.Array:
     """A strided scatter: a copy of `box` in which the elements of `piece` replace those
     that the factors reach.

@@ -45,7 +45,8 @@ def bound_steps(
 
 
 def _targets(
-    steps: Sequence[Rules], target: Mapping[str, Struct] | None
+    steps: Sequence[Rules],
+    target: Mapping[str, Struct] | None,
 ) -> Sequence[Mapping[str, Struct] | None]:
     """The leaves that each step of a map makes; `None` where they are unknown. The last
     step makes `target`.
@@ -123,7 +124,9 @@ def _forward(
 
 
 def _odd_sizes(
-    layout: Sequence[NamedSizes], leaves: TreeLeaves, left_out: Sequence[Pattern]
+    layout: Sequence[NamedSizes],
+    leaves: TreeLeaves,
+    left_out: Sequence[Pattern],
 ) -> Iterator[Problem]:
     """Yields a problem for each leaf whose shape is not that of its layout, unless its
     path matches one of `left_out`.
@@ -229,7 +232,9 @@ def _missing_drops(step: Rules, source: TreeLeaves) -> Iterator[Problem]:
 
 
 def _unused(
-    source: TreeLeaves, used: Mapping[str, None], left_out: Sequence[Pattern]
+    source: TreeLeaves,
+    used: Mapping[str, None],
+    left_out: Sequence[Pattern],
 ) -> Iterator[Problem]:
     """Yields a problem for each kind of leaf that no rule uses, unless its path matches
     one of `left_out`.
@@ -246,7 +251,9 @@ def _unused(
 
 
 def _behind_gaps(
-    step: Rules, source: TreeLeaves, used: Mapping[str, None]
+    step: Rules,
+    source: TreeLeaves,
+    used: Mapping[str, None],
 ) -> Iterator[Problem]:
     """Yields a problem for each `stack` operation that leaves out leaves of the source.
 

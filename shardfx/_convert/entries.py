@@ -75,7 +75,8 @@ class EntryRule:
         return evaluated_leaf
 
     def _selected_numbers(
-        self, binding: Binding
+        self,
+        binding: Binding,
     ) -> Mapping[str, tuple[int, ...]] | None:
         """The number of each selection, by the leaf's path. `None` if the rule has to be
         evaluated anew: its target arrays differ in more than the selected entries, or a
@@ -96,7 +97,8 @@ class EntryRule:
 
 
 def selections_of(
-    rule: From, leaves: Mapping[str, Struct | Made]
+    rule: From,
+    leaves: Mapping[str, Struct | Made],
 ) -> dict[str, tuple[Selection, ...]] | None:
     """The selections by placeholders of each leaf of a rule; `None` if target arrays of
     the rule may differ in more than these.
@@ -140,7 +142,8 @@ def _at_operations(expression: From) -> list[From]:
 
 
 def _selections(
-    operations: Sequence[From], shape: tuple[int, ...]
+    operations: Sequence[From],
+    shape: tuple[int, ...],
 ) -> tuple[Selection, ...] | None:
     """The selections by placeholders that `at` operations make of a leaf of shape
     `shape`; `None` if a dimension does not exist. The last operation comes first.

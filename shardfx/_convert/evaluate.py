@@ -76,7 +76,10 @@ class LeavesMade:
 
 
 def _stack_of_alike(
-    stack: From, binding: Binding, numbers: range, leaf: LeavesMade
+    stack: From,
+    binding: Binding,
+    numbers: range,
+    leaf: LeavesMade,
 ) -> Made | None:
     """The target array that a `stack` expression makes of parts that differ in nothing
     but the paths of their leaves; `None` if they may differ in more.
@@ -113,7 +116,9 @@ def _stack_of_alike(
 
 
 def _are_alike(
-    paths: Sequence[str], width: int, leaves: Mapping[str, Struct | Made]
+    paths: Sequence[str],
+    width: int,
+    leaves: Mapping[str, Struct | Made],
 ) -> bool:
     """Whether the leaves of each part of a stack have the shapes and dtypes of those of
     the first part. `paths` are the paths of all parts, `width` for each.
@@ -145,7 +150,9 @@ def _selects_by(expression: From, placeholder: str) -> bool:
 
 
 def leaf_paths(
-    expression: From, binding: Binding, leaves: Mapping[str, object]
+    expression: From,
+    binding: Binding,
+    leaves: Mapping[str, object],
 ) -> list[str] | None:
     """The paths of the leaves of an expression, in the order in which `evaluated` asks
     for them; `None` if a path has no value or no leaf.
@@ -169,7 +176,10 @@ def leaf_paths(
 
 
 def paths_in_stack(
-    stack: From, binding: Binding, numbers: range, leaves: Mapping[str, object]
+    stack: From,
+    binding: Binding,
+    numbers: range,
+    leaves: Mapping[str, object],
 ) -> list[str] | None:
     """The paths of the leaves of a `stack` expression for these numbers of its
     placeholder, part after part; `None` if a path has no value or no leaf.
@@ -194,7 +204,10 @@ def paths_in_stack(
 
 
 def _stacked_pieces(
-    pieces: Sequence[Piece], paths: Sequence[str], width: int, dim: int
+    pieces: Sequence[Piece],
+    paths: Sequence[str],
+    width: int,
+    dim: int,
 ) -> Sequence[Piece]:
     """The pieces of a stack along dimension `dim`, from those of its first part.
 
@@ -224,7 +237,10 @@ def _stacked_pieces(
 
 
 def _like_first(
-    pieces: Sequence[Piece], paths: Mapping[str, str], dim: int, position: int
+    pieces: Sequence[Piece],
+    paths: Mapping[str, str],
+    dim: int,
+    position: int,
 ) -> Iterator[Piece]:
     """Yields the pieces of a part of a stack from those of its first part.
 

@@ -266,7 +266,9 @@ class From:
 
     @staticmethod
     def constant(
-        value: float | int | bool, shape: Sequence[int], dtype: object
+        value: float | int | bool,
+        shape: Sequence[int],
+        dtype: object,
     ) -> "From":
         """An array filled with one number, without any leaf of the source."""
         return _new("constant", (), (value, tuple(shape), dtype))
@@ -417,7 +419,10 @@ class From:
 
 
 def _set(
-    expression: From, op: str, of: tuple[From, ...], args: tuple[object, ...]
+    expression: From,
+    op: str,
+    of: tuple[From, ...],
+    args: tuple[object, ...],
 ) -> None:
     for name, value in (("op", op), ("of", of), ("args", args)):
         object.__setattr__(expression, name, value)

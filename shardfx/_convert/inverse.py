@@ -30,7 +30,8 @@ from .problems import Problem, TreeLeaves, raise_problems
 
 
 def through(
-    second: Mapping[str, Made], first: Mapping[str, Made]
+    second: Mapping[str, Made],
+    first: Mapping[str, Made],
 ) -> Mapping[str, Made]:
     """Composes two steps of a map: replaces intermediate leaves by the leaves of the
     source that they are made of.
@@ -75,7 +76,8 @@ def backward(forward: Mapping[str, Made], source: TreeLeaves) -> Mapping[str, Ma
 
 
 def _parts_of_stacks(
-    forward: Mapping[str, Made], source: TreeLeaves
+    forward: Mapping[str, Made],
+    source: TreeLeaves,
 ) -> Iterator[AlikeParts]:
     """Yields the leaves of `source` of which a stack is made, if nothing else is made of
     them, and if they are alike: the parts of that stack.
@@ -118,7 +120,8 @@ def _parts_of_stacks(
 
 
 def _backward_one_by_one(
-    forward: Mapping[str, Made], source: TreeLeaves
+    forward: Mapping[str, Made],
+    source: TreeLeaves,
 ) -> dict[str, Made]:
     """The result of `backward`, leaf by leaf."""
     pieces_by_path: dict[str, list[Piece]] = {path: [] for path in source}
@@ -210,7 +213,8 @@ def _undone(casts: Sequence[Operation], dtype: object) -> tuple[Operation, ...]:
 
 
 def disjoint(
-    pieces: Sequence[Piece], shape: tuple[int, ...]
+    pieces: Sequence[Piece],
+    shape: tuple[int, ...],
 ) -> tuple[list[Piece], bool]:
     """The pieces of one target of shape `shape` without their overlaps, and whether
     they cover the whole target.

@@ -382,7 +382,8 @@ def renumbered(piece: Piece, order: Sequence[int | None]) -> Piece:
 
 @ft.lru_cache(maxsize=4096)
 def _renumbered(
-    factors: tuple[Factor, ...], order: tuple[int | None, ...]
+    factors: tuple[Factor, ...],
+    order: tuple[int | None, ...],
 ) -> tuple[Factor, ...]:
     new_dims = {dim: number for number, dim in enumerate(order) if dim is not None}
     new_dims[NOWHERE] = NOWHERE

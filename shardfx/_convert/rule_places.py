@@ -55,7 +55,9 @@ def places(
 
 
 def _inferred(
-    step: Rules, source: TreeLeaves, problems: list[Problem]
+    step: Rules,
+    source: TreeLeaves,
+    problems: list[Problem],
 ) -> Iterator[tuple[str, From, Binding]]:
     text_by_path: dict[str, str] = {}
     for text, rule in step.rules:
@@ -101,7 +103,9 @@ def _bindings(text: str, rule: From, source: TreeLeaves) -> Iterator[dict[str, A
 
 
 def _values_in(
-    source: TreeLeaves, leaf: str, names: Sequence[str]
+    source: TreeLeaves,
+    leaf: str,
+    names: Sequence[str],
 ) -> list[dict[str, Any]]:
     """The different values of the placeholders `names` for which the source has the
     path pattern `leaf`.
@@ -116,7 +120,8 @@ def _values_in(
 
 
 def _joined(
-    bindings: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]
+    bindings: Sequence[dict[str, Any]],
+    others: Sequence[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """Each pair of a binding and another one as one, if both give the same values."""
     pairs = []

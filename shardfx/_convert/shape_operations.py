@@ -95,7 +95,10 @@ def filled_with(number: Any, shape: tuple[int, ...], dtype: DType) -> Made:
 
 
 def _constant(
-    parts: Sequence[Made], number: Any, shape: Sequence[int], dtype: str
+    parts: Sequence[Made],
+    number: Any,
+    shape: Sequence[int],
+    dtype: str,
 ) -> Made:
     assert not parts
     return filled_with(number, tuple(shape), jnp.dtype(dtype))

@@ -327,7 +327,9 @@ def _named_sizes_from_json(rows: Any) -> tuple[NamedSizes, ...]:
 
 
 def with_sizes(
-    map: TreeMap, source: Iterable[NamedSizes], target: Iterable[NamedSizes]
+    map: TreeMap,
+    source: Iterable[NamedSizes],
+    target: Iterable[NamedSizes],
 ) -> TreeMap:
     """A map of one step that also demands these shapes of both trees."""
     (step,) = map.steps

@@ -45,7 +45,9 @@ def strides_of(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
 
 
 def target_view(
-    memory: np.ndarray, piece: Piece, start: Sequence[int] | None = None
+    memory: np.ndarray,
+    piece: Piece,
+    start: Sequence[int] | None = None,
 ) -> np.ndarray:
     """A view of the elements that a piece writes, with one dimension per factor.
 
@@ -56,7 +58,9 @@ def target_view(
 
 
 def source_view(
-    memory: np.ndarray, piece: Piece, start: Sequence[int] | None = None
+    memory: np.ndarray,
+    piece: Piece,
+    start: Sequence[int] | None = None,
 ) -> np.ndarray:
     """A view of the elements that a piece reads, with one dimension per factor.
 
@@ -87,7 +91,9 @@ def _view(
 
 
 def strided(
-    memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...]
+    memory: np.ndarray,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
 ) -> np.ndarray:
     """A view of `memory` with another shape and other strides in bytes, as NumPy's
     `as_strided` makes it.

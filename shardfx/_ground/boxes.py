@@ -96,7 +96,9 @@ def first_with(box: Box, shards: Sequence[Box]) -> int | None:
 
 
 def read_box(
-    box: Box, shards: Sequence[Box], data: Callable[[int], np.ndarray]
+    box: Box,
+    shards: Sequence[Box],
+    data: Callable[[int], np.ndarray],
 ) -> np.ndarray | None:
     """The elements of a box: a view of one shard if a shard contains the box, else a
     copy from several shards.

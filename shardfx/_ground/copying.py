@@ -47,7 +47,9 @@ def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
 
 
 def block_dim(
-    shape: Sequence[int], target_strides: Sequence[int], source_strides: Sequence[int]
+    shape: Sequence[int],
+    target_strides: Sequence[int],
+    source_strides: Sequence[int],
 ) -> int | None:
     """The dimension along which a copy in blocks is faster than one step, or `None`.
     Strides are in bytes.

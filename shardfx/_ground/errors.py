@@ -135,7 +135,11 @@ for _value in tuple(globals().values()):
 
 
 def check_type(
-    what: str, value: object, expected: type, error: type[Exception], fix: str
+    what: str,
+    value: object,
+    expected: type,
+    error: type[Exception],
+    fix: str,
 ) -> None:
     """Raises `error` unless `value`, the argument named `what`, is an instance of
     `expected`.

@@ -69,7 +69,12 @@ def absent(
 
 
 def exchanged(
-    client: Any, name: str, text: str, seconds: float, me: int, processes: Sequence[int]
+    client: Any,
+    name: str,
+    text: str,
+    seconds: float,
+    me: int,
+    processes: Sequence[int],
 ) -> tuple[dict[int, str], str]:
     """Sends `text` to the other processes. Returns the texts of all processes by their
     numbers, and the late processes.
@@ -97,7 +102,12 @@ def exchanged(
 
 
 def exchanged_at_call(
-    client: Any, name: str, text: str, seconds: float, me: int, processes: Sequence[int]
+    client: Any,
+    name: str,
+    text: str,
+    seconds: float,
+    me: int,
+    processes: Sequence[int],
 ) -> tuple[dict[int, str], str]:
     """Like `exchanged`, for exchanges that go on after one that a process missed.
 

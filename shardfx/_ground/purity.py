@@ -77,7 +77,10 @@ def _new_values(container: Any, before: Any) -> Iterator[object]:
 
 
 def raise_if_updated(
-    name: str, words: Sequence[str], watched: WatchedArguments, result: PyTree
+    name: str,
+    words: Sequence[str],
+    watched: WatchedArguments,
+    result: PyTree,
 ) -> None:
     """Raises `ProgramError` if the function called `name` has updated objects among its
     arguments, and hides the new arrays from its `result`. `words` are the names of the

@@ -143,7 +143,10 @@ class Decision:
 
 
 def reason_for(
-    code: Code, dim: int | None, axes: tuple[str, ...] = (), **values: object
+    code: Code,
+    dim: int | None,
+    axes: tuple[str, ...] = (),
+    **values: object,
 ) -> Reason:
     """The reason whose message is the template of `code` with `values` in place of its
     `{...}`.

@@ -101,7 +101,8 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
 
 
 def trimmed(
-    entries: Iterable[object], like: PartitionSpec | None = None
+    entries: Iterable[object],
+    like: PartitionSpec | None = None,
 ) -> PartitionSpec:
     """The PartitionSpec of `entries` without trailing `None`s.
 
@@ -171,7 +172,9 @@ def shards_over(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
 
 
 def shard_counts(
-    spec: PartitionSpec, rank: int, sizes: Mapping[str, int]
+    spec: PartitionSpec,
+    rank: int,
+    sizes: Mapping[str, int],
 ) -> tuple[int, ...]:
     """The number of shards along each of `rank` dimensions under `spec`, on a mesh with
     the axis sizes `sizes`.
@@ -181,7 +184,9 @@ def shard_counts(
 
 
 def shard_shape(
-    shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
+    shape: tuple[int, ...],
+    spec: PartitionSpec,
+    sizes: Mapping[str, int],
 ) -> tuple[int, ...]:
     """The shape of one device's shard of an array of `shape` under `spec`, on a mesh
     with the axis sizes `sizes`.

@@ -62,7 +62,8 @@ def between_numbers(path: str) -> tuple[str, ...]:
 
 
 def together(
-    items: Iterable[_Item], key: Callable[[_Item], _Key]
+    items: Iterable[_Item],
+    key: Callable[[_Item], _Key],
 ) -> dict[_Key, list[_Item]]:
     """Groups items by the result of `key`. The groups are in the order of their first
     items.
@@ -129,7 +130,8 @@ def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _products(
-    rows: Sequence[tuple[str, ...]], position: int
+    rows: Sequence[tuple[str, ...]],
+    position: int,
 ) -> Iterator[Sequence[tuple[str, ...]]]:
     """Divides rows of numbers into groups. Each group has every combination of its
     numbers in the columns from `position` on.

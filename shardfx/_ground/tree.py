@@ -101,7 +101,10 @@ def tree_paths(treedef: TreeDef) -> tuple[str, ...]:
 
 
 def leaves_at(
-    where: str, paths: Sequence[str], is_array: Sequence[bool], head: str
+    where: str,
+    paths: Sequence[str],
+    is_array: Sequence[bool],
+    head: str,
 ) -> list[int]:
     """The index of the array with the path `where`, or the indices of all arrays whose
     paths match `where` as a regex.
@@ -265,7 +268,8 @@ def _append(
 
 
 def _declared_names(
-    declared: tuple[Any, tuple[Any, ...]], below: list[Any]
+    declared: tuple[Any, tuple[Any, ...]],
+    below: list[Any],
 ) -> list[Any]:
     outer, stacked = declared
     leaf_names = []

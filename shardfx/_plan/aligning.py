@@ -62,7 +62,9 @@ def correspondences(planned: Shape, shape: Shape) -> list[Dims]:
 
 @ft.lru_cache(maxsize=4096)
 def adapter_readings(
-    base: Shape, shape: Shape, partners: tuple[Shape, ...]
+    base: Shape,
+    shape: Shape,
+    partners: tuple[Shape, ...],
 ) -> tuple[Reading, ...]:
     """The ways to read the dimensions of an adapter.
 
@@ -289,7 +291,9 @@ def _with_extra(base: Shape, shape: Shape) -> tuple[Reading, ...]:
 
 
 def _with_most_equal(
-    base: Shape, shape: Shape, readings: Sequence[Reading]
+    base: Shape,
+    shape: Shape,
+    readings: Sequence[Reading],
 ) -> tuple[Reading, ...]:
     """Those of `readings` under which most dimensions have the size of the base's."""
 

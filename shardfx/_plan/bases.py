@@ -60,7 +60,10 @@ def adapters_by_base(matcher: Matcher, flat: Flat) -> dict[str, list[tuple[int, 
 
 
 def request_from_base(
-    entry: str, base: LeafPlan, shape: tuple[int, ...], partners: tuple[Any, ...] | None
+    entry: str,
+    base: LeafPlan,
+    shape: tuple[int, ...],
+    partners: tuple[Any, ...] | None,
 ) -> Request:
     """Returns the request of an adapter or a scale of the planned array `base`.
 
@@ -86,7 +89,9 @@ def request_from_base(
 
 
 def _aligned(
-    base: LeafPlan, shape: tuple[int, ...], dims: Dims
+    base: LeafPlan,
+    shape: tuple[int, ...],
+    dims: Dims,
 ) -> tuple[Dims, list[Reason]]:
     """Returns `dims` with `None` for the dimensions that are not sharded as the base's
     dimension: those that were reduced to size 1, and those of a scale whose blocks are
@@ -124,7 +129,10 @@ def agreed(specs: Sequence[PartitionSpec], rank: int) -> PartitionSpec:
 
 
 def unaligned(
-    base: LeafPlan, shape: tuple[int, ...], readings: Iterable[Dims], spec: Any
+    base: LeafPlan,
+    shape: tuple[int, ...],
+    readings: Iterable[Dims],
+    spec: Any,
 ) -> Reason:
     """Returns the reason why an array of the shape `shape` has only the spec `spec`:
     its dimensions may be several ones of `base`, by one of `readings`, or are none.

@@ -328,7 +328,9 @@ def raise_absent(draft: Draft) -> None:
 
 
 def axes_used(
-    rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None
+    rows: Sequence[Row],
+    rules: Sequence[Any],
+    axes: AxisRules | None,
 ) -> dict[str, None]:
     """Returns the mesh axes that path rules, axis rules, or the specs requested in
     `rows` name, as keys.
@@ -347,7 +349,9 @@ def axes_used(
 
 
 def misspelled_axes(
-    mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]
+    mesh: MeshSpec,
+    declared: Iterable[str],
+    used: Iterable[str],
 ) -> dict[str, str]:
     """Returns the mesh axes that are probably misspelled, each with the similar name
     that is probably meant.

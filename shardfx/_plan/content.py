@@ -215,7 +215,10 @@ class Content:
         return self.tree([row.spec for row in self.rows])
 
     def tree(
-        self, values: Sequence[object], other: object = None, number: object = None
+        self,
+        values: Sequence[object],
+        other: object = None,
+        number: object = None,
     ) -> PyTree:
         """Returns the planned tree with `values[i]` at arrays with the plan `rows[i]`,
         `number` at Python numbers, and `other` at other leaves.
@@ -238,7 +241,8 @@ def at_leaves(values: Sequence[object], index: RowIndices) -> list[Any]:
 
 
 def _in_order_of_use(
-    rows: Sequence[Row], index: RowIndices
+    rows: Sequence[Row],
+    index: RowIndices,
 ) -> tuple[tuple[Row, ...], RowIndices]:
     """Returns `rows` without duplicates, in the order in which leaves first use them,
     and each leaf's index in them.

@@ -35,7 +35,10 @@ from .requests import Request
 
 
 def apply_strategy(
-    spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy
+    spec: PartitionSpec,
+    leaf: Leaf,
+    mesh: Axes,
+    strategy: Strategy,
 ) -> Decision:
     """Returns `spec` with axes of `strategy` added to the unsharded dimension that they
     divide into the most shards.
@@ -79,7 +82,10 @@ def apply_strategy(
 
 
 def _until_small(
-    spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy
+    spec: PartitionSpec,
+    leaf: Leaf,
+    mesh: Axes,
+    strategy: Strategy,
 ) -> Decision:
     """Returns `spec` with the first axes of `strategy` added, as many as are needed for
     a device to hold at most `strategy.max_bytes` bytes of the array.
@@ -171,7 +177,10 @@ def shard_over(
 
 
 def _over_until_small(
-    request: Request, leaf: Leaf, mesh: MeshSpec, over: Strategy
+    request: Request,
+    leaf: Leaf,
+    mesh: MeshSpec,
+    over: Strategy,
 ) -> Request:
     """Returns `request` with the first axes of `over` added, as many as are needed for
     a device to hold at most `over.max_bytes` bytes of the array.

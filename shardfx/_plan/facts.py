@@ -73,7 +73,9 @@ def html_of(content: Content) -> str:
 
 
 def _cells(
-    group: Group, notes: dict[str, int], dims: Mapping[str, set[int | None]]
+    group: Group,
+    notes: dict[str, int],
+    dims: Mapping[str, set[int | None]],
 ) -> tuple[str, ...]:
     row = group.row
     # A reason that is expected explains nothing, and a table of optimizer states would show

@@ -163,7 +163,10 @@ def free_axes(
 
 
 def dividing_axes(
-    axes: tuple[str, ...], size: int, unit: int, sizes: Mapping[str, int]
+    axes: tuple[str, ...],
+    size: int,
+    unit: int,
+    sizes: Mapping[str, int],
 ) -> tuple[str, ...]:
     """Returns the subset of `axes` with the largest product that divides `size / unit`.
     Axes of size 1 stay. For size 12, unit 1 and axes of sizes 8, 2 and 3 it is the axes

@@ -200,7 +200,9 @@ def follow(
 
 
 def _planned(
-    follower: "_Follower", flat: Flat, kinds: Matcher
+    follower: "_Follower",
+    flat: Flat,
+    kinds: Matcher,
 ) -> tuple[list[Row], list[int]]:
     """Returns the plans of the arrays in `flat`, the result of `init`, and for each
     leaf the index of its plan, `NUMBER` or `NO_ARRAY`.
@@ -408,7 +410,9 @@ def _request_from_source(path: str, leaf: Any, plan: ShardPlan) -> Request | Non
 
 
 def _source(
-    path: str, shape: tuple[int, ...], plan: ShardPlan
+    path: str,
+    shape: tuple[int, ...],
+    plan: ShardPlan,
 ) -> tuple[LeafPlan | None, list[Dims]]:
     """Returns the planned array that an array with this path and shape follows, and
     the ways in which its dimensions may correspond to those of `shape`. If there is

@@ -139,7 +139,9 @@ def memory_kind_at(kinds: Matcher, number: int | None) -> str | None:
 
 @ft.lru_cache(maxsize=4096)
 def named_sharding(
-    mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: str | None
+    mesh: Mesh | AbstractMesh,
+    spec: PartitionSpec,
+    memory_kind: str | None,
 ) -> NamedSharding:
     """Returns the NamedSharding of a planned array. It is cached: building it takes
     longer than planning the array.

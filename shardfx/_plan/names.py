@@ -43,7 +43,10 @@ def _is_name(entry: object) -> bool:
 
 
 def names_of_leaves(
-    names: object, tree: object, flat: Flat, axes: AxisRules | None
+    names: object,
+    tree: object,
+    flat: Flat,
+    axes: AxisRules | None,
 ) -> Sequence[Any]:
     """Returns the logical names of each leaf of `tree`: from the argument `names`; or,
     where that is `None` and there are `axes`, from the fields of modules.
@@ -71,7 +74,10 @@ def names_of_leaves(
 
 
 def renamed(
-    tree: object, changes: Mapping[str, object], *, names: object = None
+    tree: object,
+    changes: Mapping[str, object],
+    *,
+    names: object = None,
 ) -> PyTree:
     """Replaces some logical names of a tree's arrays, such as the names that another
     library's modules declare.

@@ -345,7 +345,10 @@ class _SharedRequest:
         return _Even(decision, tuple(map(operator.mul, counts, leaf.units)))
 
     def row(
-        self, shape: tuple[int, ...], dtype: object, memory_kind: str | None
+        self,
+        shape: tuple[int, ...],
+        dtype: object,
+        memory_kind: str | None,
     ) -> Row:
         request = self.request
         if not self.by_size_alone or any(map(operator.mod, shape, self.even.divisors)):
@@ -414,7 +417,12 @@ class _Planner:
         return number
 
     def request(
-        self, path: str, leaf: Any, names: Any, number: int | None, stacked: int
+        self,
+        path: str,
+        leaf: Any,
+        names: Any,
+        number: int | None,
+        stacked: int,
     ) -> Request:
         if names is not None:
             return request_of_names(
@@ -433,7 +441,9 @@ class _Planner:
 
 
 def _keys(
-    paths: Sequence[str], flat: Flat, leaf_names: Sequence[object]
+    paths: Sequence[str],
+    flat: Flat,
+    leaf_names: Sequence[object],
 ) -> Iterable[Any]:
     """Returns for each leaf a key with everything that its plan depends on; `None` for
     a leaf that is no array.

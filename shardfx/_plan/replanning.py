@@ -120,7 +120,8 @@ def refined(content: Content, min_bytes: int) -> Content:
 
 
 def _renamed_strategy(
-    strategy: Strategy, parts: Mapping[str, tuple[str, ...]]
+    strategy: Strategy,
+    parts: Mapping[str, tuple[str, ...]],
 ) -> Strategy:
     return dataclasses.replace(strategy, axes=_renamed_axes(strategy.axes, parts))
 
@@ -170,7 +171,8 @@ def _useful_sub_axes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _refined_mesh(
-    mesh: MeshSpec, saved: Mapping[str, Mapping[int, int]]
+    mesh: MeshSpec,
+    saved: Mapping[str, Mapping[int, int]],
 ) -> tuple[MeshSpec, dict[str, tuple[str, ...]]]:
     """Returns the mesh with some axes split into sub-axes, and the names of the
     sub-axes of each split axis.
@@ -193,7 +195,9 @@ def _refined_mesh(
 
 
 def _sub_axis_sizes(
-    size: int, slices: int, saved_by_size: Mapping[int, int]
+    size: int,
+    slices: int,
+    saved_by_size: Mapping[int, int],
 ) -> list[int]:
     """The sizes of the sub-axes into which an axis of `size` devices over `slices`
     slices is split.
@@ -246,7 +250,8 @@ def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRu
 
 
 def _renamed(
-    spec: PartitionSpec, parts: Mapping[str, tuple[str, ...]]
+    spec: PartitionSpec,
+    parts: Mapping[str, tuple[str, ...]],
 ) -> PartitionSpec:
     """Returns `spec` on the mesh with split axes, in the same layout. `parts` maps a
     split axis to its sub-axes.
@@ -268,7 +273,8 @@ def _renamed_entry(entry: object, parts: Mapping[str, tuple[str, ...]]) -> Any:
 
 
 def _renamed_axes(
-    entry: object, parts: Mapping[str, tuple[str, ...]]
+    entry: object,
+    parts: Mapping[str, tuple[str, ...]],
 ) -> tuple[str, ...]:
     """Returns the mesh axes of an entry of a spec, with each split axis replaced by its
     sub-axes.

@@ -162,7 +162,8 @@ def request_of_names(
 
 
 def skipping(
-    strategies: Iterable[Strategy], dims: Iterable[int]
+    strategies: Iterable[Strategy],
+    dims: Iterable[int],
 ) -> tuple[Strategy, ...]:
     """Returns the strategies with `dims` added to the dimensions that each strategy
     never shards.

@@ -203,7 +203,9 @@ def require_constrained(requested: object, spec: PartitionSpec) -> None:
 
 
 def check_absent(
-    reasons: Iterable[Reason], mesh: MeshSpec, axes: AxisRules | None
+    reasons: Iterable[Reason],
+    mesh: MeshSpec,
+    axes: AxisRules | None,
 ) -> None:
     """Raises `SpecError` if `reasons` say that a spec lost an axis that `mesh` lacks
     and that `axes` do not declare.
@@ -224,7 +226,10 @@ def check_absent(
 
 
 def _resolved(
-    names: Any, shape: tuple[int, ...] | None, plan: Content, unmatched: Policy
+    names: Any,
+    shape: tuple[int, ...] | None,
+    plan: Content,
+    unmatched: Policy,
 ) -> tuple[tuple[Any, ...], Decision, Units | None]:
     """Returns an array's logical names with one entry per dimension, the spec that they
     resolve to, and their units. `shape` is `None` if it is not known.

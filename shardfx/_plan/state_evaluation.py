@@ -21,7 +21,9 @@ from .shard_plan import ShardPlan
 
 
 def evaluated(
-    init: Callable[..., object], plan: ShardPlan, args: tuple[object, ...]
+    init: Callable[..., object],
+    plan: ShardPlan,
+    args: tuple[object, ...],
 ) -> tuple[Any, str]:
     """Returns the result of `init(plan, *args)` as ShapeDtypeStructs, and an error of
     JAX as text.
@@ -115,7 +117,9 @@ _ABSENT = _Others(None, None)
 
 
 def _structs(
-    args: tuple[object, ...], mesh: AbstractMesh | None, others: _Others
+    args: tuple[object, ...],
+    mesh: AbstractMesh | None,
+    others: _Others,
 ) -> list[Any]:
     """Returns `args`, with the tree that a plan describes in the place of each plan:
     structs, with shardings on `mesh` unless it is `None`, and `others` at leaves that

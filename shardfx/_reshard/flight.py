@@ -127,7 +127,11 @@ class _Flight:
     """
 
     def __init__(
-        self, job: Job, limit_bytes: int | None, donate: bool, pool: ThreadPoolExecutor
+        self,
+        job: Job,
+        limit_bytes: int | None,
+        donate: bool,
+        pool: ThreadPoolExecutor,
     ):
         self.made: dict[int, jax.Array] = {}
         self.donate = donate

@@ -130,7 +130,9 @@ class MappedMatrices:
 
 
 def _state_of_zeros(
-    init: Callable[[Any], Any], array: Matrices, _slot: jax.Array
+    init: Callable[[Any], Any],
+    array: Matrices,
+    _slot: jax.Array,
 ) -> Any:
     """The state of a matrix of `array` that is zero."""
     return init(jnp.zeros(array.matrix, array.dtype))

@@ -168,7 +168,9 @@ class Move:
 
 @ft.lru_cache(maxsize=4096)
 def program_of(
-    move: Move, donate: bool, chunks: Chunks | None
+    move: Move,
+    donate: bool,
+    chunks: Chunks | None,
 ) -> Callable[[jax.Array], jax.Array]:
     """Returns a function that moves a live array by the steps of `move`, compiled on
     its first call. With `donate`, it deletes the array. `chunks` are those in which

@@ -65,19 +65,31 @@ class MoveOptions(TypedDict, total=False):
 
 @overload
 def reshard(
-    tree: Any, dst: Any, *, map: TreeMap, **options: Unpack[MoveOptions]
+    tree: Any,
+    dst: Any,
+    *,
+    map: TreeMap,
+    **options: Unpack[MoveOptions],
 ) -> Any: ...
 
 
 @overload
 def reshard(
-    tree: np.ndarray, dst: Any, *, map: None = None, **options: Unpack[MoveOptions]
+    tree: np.ndarray,
+    dst: Any,
+    *,
+    map: None = None,
+    **options: Unpack[MoveOptions],
 ) -> jax.Array: ...
 
 
 @overload
 def reshard(
-    tree: T, dst: Any, *, map: None = None, **options: Unpack[MoveOptions]
+    tree: T,
+    dst: Any,
+    *,
+    map: None = None,
+    **options: Unpack[MoveOptions],
 ) -> T: ...
 
 
@@ -228,7 +240,10 @@ def _has_tracer(leaves: Iterable[object]) -> bool:
 
 
 def _moved_by_map(
-    move: "MapMove", limit_bytes: int | None, donate: bool, copies: bool
+    move: "MapMove",
+    limit_bytes: int | None,
+    donate: bool,
+    copies: bool,
 ) -> PyTree:
     """Carries a move by a `TreeMap` out, and returns the tree that it makes."""
     leaves: list[Any] = []
@@ -314,7 +329,10 @@ def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:
 
 
 def _moved(
-    job: Job, leaves: Sequence[object], limit_bytes: int | None, donate: bool
+    job: Job,
+    leaves: Sequence[object],
+    limit_bytes: int | None,
+    donate: bool,
 ) -> list[Any]:
     """Runs the moves of a job, and returns the leaves with the moved arrays in place of
     the old ones. Its transfers are explicit, like those of `jax.device_put`, so
@@ -396,7 +414,10 @@ def job_of(
 
 
 def _move(
-    leaf: jax.Array, target: Sharding, lost: tuple[object, ...], copies: bool
+    leaf: jax.Array,
+    target: Sharding,
+    lost: tuple[object, ...],
+    copies: bool,
 ) -> Move:
     move = move_of(leaf.shape, leaf.dtype, leaf.sharding, target, lost, copies)
     if move.assembly is not None and move.assembly.parts.missing:

@@ -36,7 +36,11 @@ from .shardings import in_host_memory, leaf_name, naming
 
 
 def plan_reshard(
-    src: object, dst: object, *, map: TreeMap | None = None, lost: Iterable[object] = ()
+    src: object,
+    dst: object,
+    *,
+    map: TreeMap | None = None,
+    lost: Iterable[object] = (),
 ) -> ReshardPlan:
     """Plans a move of a tree without moving an array: the steps, bytes and memory of
     each array and in total.

@@ -149,7 +149,9 @@ def in_device_memory(sharding: Sharding) -> Sharding:
 
 
 def device_copy_bytes(
-    shape: tuple[int, ...], dtype: object, *shardings: Sharding
+    shape: tuple[int, ...],
+    dtype: object,
+    *shardings: Sharding,
 ) -> int:
     """Returns the bytes of device memory that a program, which computes there, uses for
     copies of shards in host memory. `shardings` are the array's shardings before and after
@@ -184,7 +186,9 @@ _DCN_WEIGHT = 10.0
 
 @ft.lru_cache(maxsize=4096)
 def layout(
-    mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int
+    mesh: MeshSpec | Mesh | AbstractMesh,
+    spec: PartitionSpec,
+    rank: int,
 ) -> StepLayout:
     """Returns an array's sharding as a `StepLayout`. Equal arguments give the same
     object, from a cache.
@@ -265,7 +269,9 @@ NO_MESH = AbstractMesh((), ())
 
 
 def layouts(
-    rank: int, src: NamedSharding, dst: NamedSharding
+    rank: int,
+    src: NamedSharding,
+    dst: NamedSharding,
 ) -> tuple[StepLayout, StepLayout]:
     """Returns both shardings as `StepLayout`s, for arrays of `rank` dimensions."""
     return layout(src.mesh, src.spec, rank), layout(dst.mesh, dst.spec, rank)
@@ -310,7 +316,9 @@ def is_explicit(sharding: NamedSharding) -> bool:
 
 
 def labelled(
-    x: jax.Array, dst: jax.sharding.Sharding, shape: tuple[int, ...] | None = None
+    x: jax.Array,
+    dst: jax.sharding.Sharding,
+    shape: tuple[int, ...] | None = None,
 ) -> jax.Array:
     """Returns `x` with the sharding `dst`, and with `shape` if that is given. The
     devices must already hold the shards of `dst`. No bytes move, except for weakly

@@ -160,7 +160,10 @@ class OwnerExchange(NamedTuple):
 
 
 def exchanges_of(
-    plan: ShardPlan, over: Sequence[str] | None, where: Where, limit: int | None
+    plan: ShardPlan,
+    over: Sequence[str] | None,
+    where: Where,
+    limit: int | None,
 ) -> tuple[tuple[OwnerExchange, ...], dict[int, ArrayFn]]:
     """Returns the all-to-alls that send the matrices of a plan to their owner devices,
     and a dict for the arrays that `where` does not divide into matrices: from the
@@ -210,7 +213,8 @@ def _default_owner_axes(plan: ShardPlan, matrices: Iterable[Matrices]) -> list[s
 
 
 def _matrices_of_plan(
-    plan: ShardPlan, where: Where
+    plan: ShardPlan,
+    where: Where,
 ) -> tuple[list[Matrices], dict[int, ArrayFn]]:
     unused: dict[str | None, None] = dict.fromkeys(where)
     matrices: list[Matrices] = []
@@ -431,7 +435,9 @@ class _Owners:
             yield list(it.chain.from_iterable(remaining.values()))
 
     def limited(
-        self, arrays: Sequence[Matrices], limit: int | None
+        self,
+        arrays: Sequence[Matrices],
+        limit: int | None,
     ) -> Iterator[Sequence[Matrices]]:
         """Yields groups of `arrays`, each with its own all-to-all, that take at most
         `limit` bytes on a device: the elements that it sends, those that it receives,

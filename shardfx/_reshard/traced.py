@@ -243,13 +243,22 @@ def _abstract_eval(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
 
 
 def _transpose(
-    cotangent: object, _: object, *, src: NamedSharding, dst: NamedSharding
+    cotangent: object,
+    _: object,
+    *,
+    src: NamedSharding,
+    dst: NamedSharding,
 ) -> list[Any]:
     return [_move.bind(cotangent, src=dst, dst=src)]
 
 
 def _batch(
-    axis: Any, args: Any, dims: Any, *, src: NamedSharding, dst: NamedSharding
+    axis: Any,
+    args: Any,
+    dims: Any,
+    *,
+    src: NamedSharding,
+    dst: NamedSharding,
 ) -> tuple[Any, int | None]:
     (x,) = args
     (dim,) = dims
@@ -267,7 +276,10 @@ def _batch(
 
 
 def _batched(
-    end: NamedSharding, rank: int, dim: int, names: tuple[str, ...]
+    end: NamedSharding,
+    rank: int,
+    dim: int,
+    names: tuple[str, ...],
 ) -> NamedSharding:
     """Returns the sharding `end` with an entry for the dimension `dim`, which `vmap`
     has added to an array of now `rank` dimensions. The mesh axes `names`, which `vmap`

@@ -134,7 +134,11 @@ class AxisRules(eqx.Module):
         )
 
     def extend(
-        self, rules: RulesLike = (), *, modes: Any = None, mesh_axes: Iterable[Any] = ()
+        self,
+        rules: RulesLike = (),
+        *,
+        modes: Any = None,
+        mesh_axes: Iterable[Any] = (),
     ) -> "AxisRules":
         """New AxisRules with `rules` after these, as fallbacks with less priority.
 
@@ -162,7 +166,11 @@ class AxisRules(eqx.Module):
         return _stacked(self, AxisRules(rules, modes=modes, mesh_axes=mesh_axes))
 
     def prepend(
-        self, rules: RulesLike = (), *, modes: Any = None, mesh_axes: Iterable[Any] = ()
+        self,
+        rules: RulesLike = (),
+        *,
+        modes: Any = None,
+        mesh_axes: Iterable[Any] = (),
     ) -> "AxisRules":
         """New AxisRules with `rules` before these, so that `rules` override them.
 
@@ -262,7 +270,11 @@ class AxisRules(eqx.Module):
         return self._with_rules(mode, without_positions(mode_rules, numbers))
 
     def replace(
-        self, number: int, target: Target, *, mode: str | None = None
+        self,
+        number: int,
+        target: Target,
+        *,
+        mode: str | None = None,
     ) -> "AxisRules":
         """New AxisRules with another target for the rule at one position.
 
@@ -498,7 +510,9 @@ def _stacked(first: AxisRules, second: AxisRules) -> AxisRules:
 
 
 def _merged(
-    first: tuple[Rule, ...], second: tuple[Rule, ...], what: str
+    first: tuple[Rule, ...],
+    second: tuple[Rule, ...],
+    what: str,
 ) -> tuple[Rule, ...]:
     targets_by_name: dict[str, list[Target]] = {}
     for name, target in first:
@@ -524,7 +538,9 @@ def _targets_of(name: str, rules: Sequence[Rule]) -> list[Target]:
 
 
 def _agreed(
-    first: tuple[Any, ...], second: tuple[Any, ...], what: str
+    first: tuple[Any, ...],
+    second: tuple[Any, ...],
+    what: str,
 ) -> dict[str, Any]:
     merged = dict(first)
     for name, value in second:

@@ -113,7 +113,10 @@ class PathRules(eqx.Module):
         return PathRules([*rules, *self.rules], mesh_axes=self.mesh_axes)
 
     def extend(
-        self, rules: Iterable[object] = (), *, mesh_axes: Iterable[object] = ()
+        self,
+        rules: Iterable[object] = (),
+        *,
+        mesh_axes: Iterable[object] = (),
     ) -> "PathRules":
         """New PathRules with `rules` after these, for paths that none of these matches.
 

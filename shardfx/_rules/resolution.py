@@ -150,7 +150,8 @@ def names_text(names: object) -> str:
 
 
 def unknown_names(
-    names: Sequence[object] | PartitionSpec, rules: AxisRules
+    names: Sequence[object] | PartitionSpec,
+    rules: AxisRules,
 ) -> tuple[str, ...]:
     """The logical names in `names` that have no rule in any mode."""
     return tuple(slot.name for slot in _unruled(names, rules))
@@ -164,7 +165,8 @@ def check_known(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> No
 
 
 def _unruled(
-    names: Sequence[object] | PartitionSpec, rules: AxisRules
+    names: Sequence[object] | PartitionSpec,
+    rules: AxisRules,
 ) -> "list[_Slot]":
     return _without_rule(_slots(_entries(names), rules), all_rules(rules))
 
@@ -189,7 +191,10 @@ class _Slot:
 # A model has only a few dozen different tuples of names, each of them many times.
 @ft.lru_cache(maxsize=4096)
 def _resolve(
-    entries: tuple[object, ...], rules: AxisRules, mode: str | None, unmatched: str
+    entries: tuple[object, ...],
+    rules: AxisRules,
+    mode: str | None,
+    unmatched: str,
 ) -> Decision:
     if unmatched not in ("replicate", "keep", "unconstrained", "raise"):
         raise RuleError(
@@ -249,7 +254,9 @@ class Attempt:
 
 
 def attempts(
-    names: Sequence[object] | PartitionSpec, rules: AxisRules, mode: str | None
+    names: Sequence[object] | PartitionSpec,
+    rules: AxisRules,
+    mode: str | None,
 ) -> tuple[Attempt, ...]:
     """The rules that [`shardfx.resolve`][] tries for the names of an array, each with
     its outcome, in order.
@@ -307,7 +314,8 @@ def _assign(
 
 
 def _taken(
-    axes: Iterable[str], users: Mapping[str, _Slot]
+    axes: Iterable[str],
+    users: Mapping[str, _Slot],
 ) -> tuple[tuple[str, str, int], ...]:
     """The mesh axes that are in use, each with the name and the dimension that use it."""
     taken = []
@@ -319,7 +327,9 @@ def _taken(
 
 
 def _reasons(
-    slot: _Slot, active: tuple[Rule, ...], users: dict[str, _Slot]
+    slot: _Slot,
+    active: tuple[Rule, ...],
+    users: dict[str, _Slot],
 ) -> list[Reason]:
     """The reason why the logical name of `slot` got no mesh axis; empty if rules for
     the name request none.

@@ -93,7 +93,9 @@ def _fitting(names: tuple[object, ...], rank: int) -> tuple[object, ...]:
 
 
 def uncovered_leaves(
-    subject: Subject, draft: Draft, severity: Severity
+    subject: Subject,
+    draft: Draft,
+    severity: Severity,
 ) -> Iterator[Finding]:
     """Findings, of this severity, for leaves that no path rule covers."""
     groups: dict[object, list[tuple[str, Row]]] = {}
@@ -124,7 +126,9 @@ def uncovered_leaves(
 
 
 def unknown_names(
-    subject: Subject, draft: Draft, severity: Severity
+    subject: Subject,
+    draft: Draft,
+    severity: Severity,
 ) -> Iterator[Finding]:
     """Findings, of this severity, for logical names that have no rule. The names are
     those of arrays, and those in `AxisRules(units=...)`.
@@ -251,7 +255,10 @@ def _without(target: object, axis: str) -> object:
 
 
 def unused_findings(
-    subject: Subject, draft: Draft, kinds: Sequence[tuple[str, str]], severity: Severity
+    subject: Subject,
+    draft: Draft,
+    kinds: Sequence[tuple[str, str]],
+    severity: Severity,
 ) -> Iterator[Finding]:
     """Findings for path rules that shard no leaf, and for entries of `kinds` that apply
     to no leaf.
@@ -294,14 +301,21 @@ def unused_findings(
 
 
 def _unused_rule(
-    subject: Subject, unused: Unused, regex: str, severity: Severity
+    subject: Subject,
+    unused: Unused,
+    regex: str,
+    severity: Severity,
 ) -> Finding:
     where = f"paths[{unused.number}] {regex!r}"
     return _unused(where, "rule", severity, unused, _fix(subject, unused))
 
 
 def _unused(
-    where: str, what: str, severity: Severity, unused: Unused, fix: str
+    where: str,
+    what: str,
+    severity: Severity,
+    unused: Unused,
+    fix: str,
 ) -> Finding:
     code = "unused-rule" if unused.nearest is not None else "shadowed-rule"
     return Finding(

@@ -196,7 +196,10 @@ def _is_alike(leaf: LeafPlan, other: LeafPlan) -> bool:
 
 
 def _explained_dim(
-    plan: ShardPlan, leaf: LeafPlan, dim: int, tried: tuple[Attempt, ...]
+    plan: ShardPlan,
+    leaf: LeafPlan,
+    dim: int,
+    tried: tuple[Attempt, ...],
 ) -> DimExplanation:
     """The reasons for the sharding of one dimension of an array of `plan`. `tried` has
     the outcomes of the axis rules for the array's names.
@@ -259,7 +262,10 @@ def _free_axes(plan: ShardPlan, leaf: LeafPlan, units: int) -> tuple[str, ...]:
 
 
 def _nearest_sizes(
-    plan: ShardPlan, size: int, unit: int, axes: tuple[str, ...]
+    plan: ShardPlan,
+    size: int,
+    unit: int,
+    axes: tuple[str, ...],
 ) -> tuple[int, ...]:
     """The nearest sizes below and above `size` that all mesh axes in `axes` divide,
     without a cut inside `unit` elements.
@@ -350,7 +356,10 @@ def _changes(
 
 
 def _changes_of_size(
-    reason: Reason, mesh: MeshSpec, units: int, sizes: tuple[int, ...]
+    reason: Reason,
+    mesh: MeshSpec,
+    units: int,
+    sizes: tuple[int, ...],
 ) -> list[str]:
     """The sizes that would divide, and the parts of mesh axes that do."""
     changes = [f"the nearest sizes that divide: {' and '.join(map(str, sizes))}"]

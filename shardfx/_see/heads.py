@@ -162,7 +162,10 @@ def _cut_layer(
 
 
 def _cut_fused(
-    subject: Subject, fused: _Fused, norm: Group | None, head_dim: int | None
+    subject: Subject,
+    fused: _Fused,
+    norm: Group | None,
+    head_dim: int | None,
 ) -> Iterator[Finding]:
     """A finding for arrays that hold several projections in one, such as `qkv`, and are
     sharded within a head. If the width of a head is not known, the finding says that it

@@ -177,7 +177,10 @@ def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
 
 
 def _finding(
-    subject: Subject, where: str, message: str, shorts: list[_Short]
+    subject: Subject,
+    where: str,
+    message: str,
+    shorts: list[_Short],
 ) -> Finding:
     """The finding about the arrays in `shorts`. Its bytes are those that the requested
     sharding would save on each device. `where` and `message` become its fields.

@@ -214,7 +214,9 @@ def _unknown_mode(axes: AxisRules, mode: str) -> Finding:
 
 
 def _of_leaves(
-    subject: Subject, replicated_bytes: int, head_dim: int | None
+    subject: Subject,
+    replicated_bytes: int,
+    head_dim: int | None,
 ) -> Iterator[Finding]:
     """The findings of all checks that need only a plan, and not the path rules that
     made it.
@@ -261,7 +263,8 @@ def _names(
 
 
 def _kinds(
-    memory_kinds: Iterable[tuple[str, str]] | None, findings: list[Finding]
+    memory_kinds: Iterable[tuple[str, str]] | None,
+    findings: list[Finding],
 ) -> list[tuple[str, str]]:
     """The valid pairs of a regex and a memory kind. A finding about each invalid pair
     is added to `findings`.

@@ -370,7 +370,8 @@ def _source(rows: Sequence[ArrayRow]) -> list[dict[str, object]]:
 
 
 def _lines(
-    file: str, texts_by_line: dict[int, dict[str, None]]
+    file: str,
+    texts_by_line: dict[int, dict[str, None]],
 ) -> list[dict[str, object]]:
     text = linecache.getlines(file)
     near: set[int] = set()

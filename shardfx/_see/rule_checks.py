@@ -43,7 +43,10 @@ def dead_rules(subject: Subject) -> Iterator[Finding]:
 
 
 def _dead_rule(
-    mode: str | None, rules: Sequence[tuple[str, Any]], number: int, decider: int
+    mode: str | None,
+    rules: Sequence[tuple[str, Any]],
+    number: int,
+    decider: int,
 ) -> Finding:
     """The finding for a rule of `mode` that never applies, because of the earlier rule
     `decider`.
@@ -200,7 +203,9 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
 
 
 def _orders(
-    groups: list[Group], names: list[Names], turned: Mapping[int, Turned]
+    groups: list[Group],
+    names: list[Names],
+    turned: Mapping[int, Turned],
 ) -> dict[int, Names]:
     """The right order of the names of each group whose names are in a wrong one."""
     usual = _usual(_counts(groups, names))
@@ -252,7 +257,9 @@ def _usual(counts: Counts) -> dict[str, int]:
 
 
 def _swapped(
-    names: Names, shape: tuple[int, ...], usual: Mapping[str, int]
+    names: Names,
+    shape: tuple[int, ...],
+    usual: Mapping[str, int],
 ) -> Names | None:
     """The names of an array in another order, in which each name stands at a dimension
     of its `usual` size.

@@ -221,7 +221,9 @@ def _covers(spec: PartitionSpec, base: PartitionSpec) -> bool:
 
 
 def _shardable_over(
-    subject: Subject, states: list[_State], axis: str
+    subject: Subject,
+    states: list[_State],
+    axis: str,
 ) -> Iterator[tuple[Group, PartitionSpec]]:
     """Yields the leaves in `states` that can also be sharded over the mesh axis `axis`,
     each with its new spec.
@@ -236,7 +238,10 @@ def _shardable_over(
 
 
 def _of_states(
-    subject: Subject, where: str, message: str, specs: list[tuple[Group, PartitionSpec]]
+    subject: Subject,
+    where: str,
+    message: str,
+    specs: list[tuple[Group, PartitionSpec]],
 ) -> Finding:
     """One finding for leaves of an optimizer's state. `specs` has these leaves, each
     with the spec it should get.

@@ -101,7 +101,9 @@ class Subject:
         return whole - -(-whole // self.content.mesh.size)
 
     def divisible(
-        self, shape: tuple[int, ...], units: tuple[int, ...] | None = None
+        self,
+        shape: tuple[int, ...],
+        units: tuple[int, ...] | None = None,
     ) -> list[tuple[int, str]]:
         """Pairs of the index of a dimension of an array and a mesh axis that divides
         it, the largest axes first.
@@ -127,7 +129,9 @@ class Subject:
         return pairs
 
     def target_for(
-        self, shape: tuple[int, ...], units: tuple[int, ...] | None = None
+        self,
+        shape: tuple[int, ...],
+        units: tuple[int, ...] | None = None,
     ) -> Any:
         """The target `fsdp(axis)` of a path rule, with the largest mesh axis that
         divides a dimension of `shape`; if there is none, `replicate`. `units` has for
@@ -198,7 +202,11 @@ class Subject:
         )
 
     def rule_fix(
-        self, paths: Sequence[str], target: object, *, last: bool = False
+        self,
+        paths: Sequence[str],
+        target: object,
+        *,
+        last: bool = False,
     ) -> str:
         """Code that makes `target` the target of the path rule for the leaves at
         `paths`.

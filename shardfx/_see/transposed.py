@@ -56,7 +56,9 @@ def _modules(groups: Sequence[Group]) -> Iterator[tuple[int, ...]]:
 
 
 def _turned_in(
-    scope: Sequence[int], groups: Sequence[Group], names: Sequence[Names]
+    scope: Sequence[int],
+    groups: Sequence[Group],
+    names: Sequence[Names],
 ) -> Iterator[tuple[int, Turned]]:
     """Yields the index of each group of a scope whose names are turned."""
     sizes = {number: _sizes(names[number], groups[number]) for number in scope}

@@ -303,7 +303,10 @@ def _row_major(types: Iterable[ir.Type]) -> ir.ArrayAttr:
 
 
 def _on_first(
-    ctx: Any, axes: list[str], operands: Any, params: Mapping[str, object]
+    ctx: Any,
+    axes: list[str],
+    operands: Any,
+    params: Mapping[str, object],
 ) -> Any:
     """Lowers a stand-in within a `shard_map` that leaves the mesh axes `axes` to the
     compiler: their first devices call back, as `_debug_callback_partial_auto` in

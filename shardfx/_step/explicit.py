@@ -192,7 +192,11 @@ class PlainStep(NamedTuple):
 
 
 def plain_step(
-    step: Callable[..., PyTree], args: PyTree, mesh: AbstractMesh, *, alone: bool
+    step: Callable[..., PyTree],
+    args: PyTree,
+    mesh: AbstractMesh,
+    *,
+    alone: bool,
 ) -> PlainStep:
     """Traces a step that is written for the Explicit axes of `mesh`, or knows nothing
     of shardings. `args` is a pair of its arguments and its keyword arguments.
@@ -274,12 +278,18 @@ class _Unsharder:
         self.functions: dict[int, Callable[..., Sequence[Any]]] = {}
 
     def run(
-        self, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any]
+        self,
+        jaxpr: jex.Jaxpr,
+        consts: Sequence[Any],
+        args: Sequence[Any],
     ) -> list[Any]:
         return evaluated(jaxpr, consts, args, self.rule)
 
     def rule(
-        self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, operands: list[Any]
+        self,
+        jaxpr: jex.Jaxpr,
+        equation: jex.JaxprEqn,
+        operands: list[Any],
     ) -> Sequence[Any]:
         name = equation.primitive.name
         if name in _LAYOUTS:
@@ -329,7 +339,10 @@ class _Unsharder:
         return self.functions[id(program)]
 
     def shard_map(
-        self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, operands: list[Any]
+        self,
+        jaxpr: jex.Jaxpr,
+        equation: jex.JaxprEqn,
+        operands: list[Any],
     ) -> Sequence[Any]:
         """Evaluates a `shard_map`, whose body stays as it is. Its mesh gets Auto axes."""
         mesh = equation.params["mesh"].abstract_mesh
@@ -457,7 +470,8 @@ def unsharded(step: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def one_device_form(
-    step: Callable[..., PyTree], mesh: AbstractMesh
+    step: Callable[..., PyTree],
+    mesh: AbstractMesh,
 ) -> Callable[..., PyTree]:
     """The step without its shardings, which are over the Explicit axes of `mesh`."""
 

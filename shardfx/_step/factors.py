@@ -311,7 +311,10 @@ class _RaggedNumbers:
 
 
 def factors_without_rule(
-    operation: Op, name: str, ins: Shapes, outs: Shapes
+    operation: Op,
+    name: str,
+    ins: Shapes,
+    outs: Shapes,
 ) -> Factors | None:
     """The sharding rule of an operation for which Shardy has none, such as a top-k;
     `None` if it is not known.
@@ -327,7 +330,11 @@ def factors_without_rule(
 
 
 def flops_of(
-    name: str, operation: Op, factors: Factors, ins: Shapes, outs: Shapes
+    name: str,
+    operation: Op,
+    factors: Factors,
+    ins: Shapes,
+    outs: Shapes,
 ) -> float:
     """The floating-point operations of a matrix product ("dot_general") or convolution;
     0 for other operations.

@@ -120,7 +120,9 @@ class _Walk:
         )
 
     def new(
-        self, values: Sequence[ir.Value], sharding: Sequence[ArraySharding | None] = ()
+        self,
+        values: Sequence[ir.Value],
+        sharding: Sequence[ArraySharding | None] = (),
     ) -> list[int]:
         """Adds MLIR values to the program, with their shardings if they are known, and
         returns their numbers.
@@ -146,7 +148,11 @@ class _Walk:
         self.notes[words] = self.notes.get(words, 0) + 1
 
     def inline(
-        self, block: ir.Block, arguments: Sequence[int], outer: _Known, times: float
+        self,
+        block: ir.Block,
+        arguments: Sequence[int],
+        outer: _Known,
+        times: float,
     ) -> list[int]:
         """Adds the operations of an MLIR block, and returns the numbers of the block's
         results. `arguments` are the numbers of the block's arguments. `outer` has the
@@ -188,7 +194,11 @@ class _Walk:
         return outs
 
     def call(
-        self, op: Op, attribute: str, ins: Sequence[int], times: float
+        self,
+        op: Op,
+        attribute: str,
+        ins: Sequence[int],
+        times: float,
     ) -> list[int]:
         """Adds the operations of the function that the attribute of a call names."""
         symbol = ir.FlatSymbolRefAttr(op.attributes[attribute]).value
@@ -199,7 +209,11 @@ class _Walk:
         return results
 
     def branches(
-        self, op: Op, outs: Sequence[int], value_numbers: _Known, times: float
+        self,
+        op: Op,
+        outs: Sequence[int],
+        value_numbers: _Known,
+        times: float,
     ) -> None:
         """Adds the operations of all branches of a conditional."""
         # The program does not show which branch runs, so all branches count equally.
@@ -213,7 +227,12 @@ class _Walk:
         self.values[number] = dataclasses.replace(self.values[number], free=True)
 
     def plain(
-        self, op: Op, name: str, ins: Sequence[int], outs: Sequence[int], times: float
+        self,
+        op: Op,
+        name: str,
+        ins: Sequence[int],
+        outs: Sequence[int],
+        times: float,
     ) -> None:
         """Adds an operation with nothing to inline. If it has regions, they only
         combine two elements, as in a sum.
@@ -280,7 +299,9 @@ class _Walk:
             )
 
     def counted_dims(
-        self, name: str, ins: Sequence[int]
+        self,
+        name: str,
+        ins: Sequence[int],
     ) -> tuple[tuple[int, int], ...]:
         """The dimensions of an operation's first operand that a loop counter indexes,
         each with the counter.
@@ -348,7 +369,11 @@ class _Walk:
         return out
 
     def loop(
-        self, op: Op, ins: Sequence[int], value_numbers: _Known, times: float
+        self,
+        op: Op,
+        ins: Sequence[int],
+        value_numbers: _Known,
+        times: float,
     ) -> list[int]:
         test, body = (region.blocks[0] for region in op.regions)
         changes: list[bool] = []
@@ -398,7 +423,11 @@ class _Walk:
         )
 
     def trips(
-        self, test: ir.Block, body: ir.Block, ins: Sequence[int], value_numbers: _Known
+        self,
+        test: ir.Block,
+        body: ir.Block,
+        ins: Sequence[int],
+        value_numbers: _Known,
     ) -> tuple[float | None, int | None]:
         """The number of iterations of a loop that counts up to a known number, and the
         position of its counter among the values that the loop carries. Each is `None`
@@ -467,7 +496,11 @@ class _Walk:
         self.shard_boundary(results, outs, times, op)
 
     def shard_boundary(
-        self, ins: Sequence[int], outs: Sequence[int], times: float, op: Op
+        self,
+        ins: Sequence[int],
+        outs: Sequence[int],
+        times: float,
+        op: Op,
     ) -> None:
         """Adds an operation for each array that enters or leaves the body of a
         `shard_map`, from the whole array to its shard or back. If the two have

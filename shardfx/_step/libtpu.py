@@ -157,7 +157,9 @@ def tpu_texts(
 
 @ft.lru_cache(maxsize=2)
 def recent_tpu_texts(
-    program: TpuProgram, slices: TpuSlice, order: tuple[int, ...]
+    program: TpuProgram,
+    slices: TpuSlice,
+    order: tuple[int, ...],
 ) -> TpuTexts:
     """`tpu_texts`, whose last two answers are kept: `estimate` and `fit` of one step
     ask the same, and the answer for 48 unrolled layers takes 85 processor seconds.
@@ -196,7 +198,9 @@ class TpuCompiled(NamedTuple):
 
 
 def tpu_compiled(
-    program: TpuProgram, slices: TpuSlice, order: Sequence[int]
+    program: TpuProgram,
+    slices: TpuSlice,
+    order: Sequence[int],
 ) -> TpuCompiled | TpuTexts:
     """A program that libtpu compiles to the end; what it dumped, of a program that does
     not fit. The arguments and errors are those of `tpu_texts`.
@@ -240,7 +244,9 @@ def tpu_partitioned(
 
 
 def _compilation(
-    program: TpuProgram, order: Sequence[int], seconds: float
+    program: TpuProgram,
+    order: Sequence[int],
+    seconds: float,
 ) -> dict[str, Any]:
     """The part of a request that says how a program is compiled, as JAX does it."""
     return {
@@ -270,7 +276,9 @@ def _missing(names: Sequence[str], texts: Sequence[bytes]) -> str:
 
 
 def _asked(
-    module: bytes, slices: TpuSlice, request: dict[str, Any]
+    module: bytes,
+    slices: TpuSlice,
+    request: dict[str, Any],
 ) -> tuple[list[bytes], str]:
     """The texts of the files that a request names, and an error text."""
     path = libtpu_path()

@@ -141,7 +141,9 @@ def _loaded(library: str) -> str:
 
 
 def _answer(
-    module: bytes, request: dict[str, Any], folder: str
+    module: bytes,
+    request: dict[str, Any],
+    folder: str,
 ) -> tuple[list[bytes], str]:
     """The texts of the files that a request names, and an error text. A file that
     libtpu did not write is empty.
@@ -242,7 +244,11 @@ def _text(folder: str, name: str) -> bytes:
 
 
 def _compile(
-    module: bytes, request: dict[str, Any], folder: str, writing: int, parent: int
+    module: bytes,
+    request: dict[str, Any],
+    folder: str,
+    writing: int,
+    parent: int,
 ) -> NoReturn:
     """Compiles the module in the child process, and ends the process. Writes a null
     byte to the pipe `writing`, or an error text.

@@ -189,7 +189,8 @@ def resharded(
 
 
 def _mesh_with_axes(
-    declared: Mapping[str, Mapping[str, int]], axes: tuple[str, ...]
+    declared: Mapping[str, Mapping[str, int]],
+    axes: tuple[str, ...],
 ) -> str | None:
     """The name of a declared mesh with these axes; `None` if there is none."""
     for name, sizes in declared.items():
@@ -223,7 +224,11 @@ def _require_no_other_mesh(
 
 
 def _declare_mesh(
-    module: Op, name: str, mesh: Mapping[str, int], *, is_new: bool
+    module: Op,
+    name: str,
+    mesh: Mapping[str, int],
+    *,
+    is_new: bool,
 ) -> None:
     """Gives the module's mesh of this name the axes and sizes of `mesh`; with `is_new`,
     adds it.
@@ -263,7 +268,9 @@ def _attrs(main: Op, attribute: str) -> list[dict[str, ir.Attribute]]:
 
 
 def _parameter(
-    name: str, kind: ir.Type, attrs: Mapping[str, ir.Attribute]
+    name: str,
+    kind: ir.Type,
+    attrs: Mapping[str, ir.Attribute],
 ) -> Parameter:
     dims = None
     if "sdy.sharding" in attrs:
@@ -331,7 +338,8 @@ def result_shardings(operation: Op) -> list[ArraySharding | None]:
 
 
 def _origins_of_loop(
-    attribute: ir.Attribute, shardings: Sequence[ir.Attribute]
+    attribute: ir.Attribute,
+    shardings: Sequence[ir.Attribute],
 ) -> list[ir.Attribute | None]:
     """The origins of each of a loop's results."""
     origins = list(ir.ArrayAttr(attribute))
@@ -347,7 +355,9 @@ def _origins_of_loop(
 
 
 def _sharding(
-    sharding: ir.Attribute | None, origins: ir.Attribute | None, name: str = ""
+    sharding: ir.Attribute | None,
+    origins: ir.Attribute | None,
+    name: str = "",
 ) -> ArraySharding | None:
     if sharding is None:
         return None
@@ -380,7 +390,9 @@ def _name(location: ir.Location) -> str:
 
 
 def _with_sharding(
-    attrs: Mapping[str, ir.Attribute], mesh: str, dims: Dims | None
+    attrs: Mapping[str, ir.Attribute],
+    mesh: str,
+    dims: Dims | None,
 ) -> dict[str, ir.Attribute]:
     """The attributes of an argument, with the sharding `dims` over the mesh named
     `mesh`. Input-output aliasing becomes plain donation, since aliasing depends on the

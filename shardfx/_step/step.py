@@ -263,7 +263,9 @@ class Step:
         return recent_tpu_texts(program, slices, tuple(order))
 
     def tpu_compiled(
-        self, slices: TpuSlice, order: Sequence[int]
+        self,
+        slices: TpuSlice,
+        order: Sequence[int],
     ) -> TpuCompiled | TpuTexts:
         """The step's program compiled by libtpu; what libtpu dumped, of a step that
         does not fit. The arguments and errors are those of `Step.tpu_texts`.

@@ -214,7 +214,10 @@ def _compile(
 
 
 def _text_from(
-    folder: str, dumped: str, reading: int, deadline: float
+    folder: str,
+    dumped: str,
+    reading: int,
+    deadline: float,
 ) -> tuple[bytes, str]:
     """The text that XLA dumps to a file in `folder`, and an error text from the pipe
     `reading`. `dumped` is the pattern of the file's name. Returns when the dump is

@@ -71,7 +71,9 @@ class SearchOptions(NamedTuple):
 
 
 def asked_for(
-    devices: object, chip: str | chips.Chip | None, slices: int = 1
+    devices: object,
+    chip: str | chips.Chip | None,
+    slices: int = 1,
 ) -> SearchOptions:
     """The devices of a search. `devices` is their number, a slice such as
     "tpu:v5e:2x4", emulated CPU devices such as "cpu:8", or JAX's devices. `chip` is
@@ -347,7 +349,8 @@ def structs_of(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
 
 
 def results_of(
-    args: Sequence[PyTree], results: PyTree
+    args: Sequence[PyTree],
+    results: PyTree,
 ) -> tuple[tuple[int | None, int], ...]:
     """Pairs each result of a step with an argument that has the same structure, shapes
     and dtypes, if there is one. The result gets the shardings of this argument. No two
@@ -394,7 +397,8 @@ def _kind_of(tree: PyTree) -> _Kind:
 
 
 def donated_numbers(
-    step: Callable[..., object], args: Sequence[PyTree]
+    step: Callable[..., object],
+    args: Sequence[PyTree],
 ) -> tuple[int, ...]:
     """The numbers of the arguments that the step donates."""
     if isinstance(step, types.FunctionType):
@@ -420,7 +424,9 @@ class SearchedStep(NamedTuple):
 
 
 def without_shardings(
-    step: Callable[..., object], args: Sequence[PyTree], mesh: AbstractMesh
+    step: Callable[..., object],
+    args: Sequence[PyTree],
+    mesh: AbstractMesh,
 ) -> SearchedStep:
     """A step that is written for the Explicit axes of `mesh`, without its shardings,
     and structs of its arguments. It donates what `step` donates.

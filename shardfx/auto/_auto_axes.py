@@ -21,7 +21,10 @@ from .._step import (
 
 
 def auto_axes(
-    function: Callable[..., PyTree], plan: ShardPlan, *, out: PyTree
+    function: Callable[..., PyTree],
+    plan: ShardPlan,
+    *,
+    out: PyTree,
 ) -> Callable[..., PyTree]:
     """The function, to call on arrays with Explicit axes in their types: inside of it
     the axes are Auto, and its results are typed.

@@ -192,7 +192,8 @@ def ms(seconds: float) -> str:
 
 
 def without_twins(
-    candidates: Iterable[Candidate], earlier: Iterable[Candidate] = ()
+    candidates: Iterable[Candidate],
+    earlier: Iterable[Candidate] = (),
 ) -> Iterator[Candidate]:
     """Yields the candidates of `candidates` that are no duplicates of earlier ones or of
     `earlier`. Two candidates are duplicates if they divide all arguments into the same
@@ -273,7 +274,9 @@ def axis_name(order: Sequence[str]) -> str:
 
 
 def mesh_and_rules(
-    orders: Sequence[Sequence[str]], estimate: Estimate, names: Iterable[str]
+    orders: Sequence[Sequence[str]],
+    estimate: Estimate,
+    names: Iterable[str],
 ) -> tuple[MeshSpec, AxisRules, tuple[str, ...]] | None:
     """The mesh, the rules, and the names of the mesh axes of the estimate `estimate`.
 
@@ -314,7 +317,10 @@ def mesh_and_rules(
 
 
 def _rules_of(
-    name: str, axes: Sequence[str], *, with_fewer: bool
+    name: str,
+    axes: Sequence[str],
+    *,
+    with_fewer: bool,
 ) -> Iterator[tuple[str, object]]:
     """Yields the rule that shards a name over the mesh axes `axes`; `with_fewer`, then
     rules for fewer of these axes, in case that another name takes one.

@@ -65,7 +65,9 @@ class _Sharded(NamedTuple):
 
 
 def constrain_step(
-    step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: AxisRules
+    step: Callable[..., PyTree],
+    mesh: MeshSpec | Mesh,
+    rules: AxisRules,
 ) -> Callable[..., PyTree]:
     """The step, with its intermediate values constrained to the shardings that follow
     from rules for its arguments.
@@ -343,7 +345,10 @@ class _Walker:
         self.count = 0
 
     def run(
-        self, jaxpr: jex.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]
+        self,
+        jaxpr: jex.Jaxpr,
+        consts: Sequence[Any],
+        arguments: Sequence[Any],
     ) -> list[Any]:
         """Evaluates a jaxpr, with `change` applied to the results of each equation.
         Returns the jaxpr's results.
@@ -351,7 +356,10 @@ class _Walker:
         return evaluated(jaxpr, consts, arguments, self.changed)
 
     def changed(
-        self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, operands: list[Any]
+        self,
+        jaxpr: jex.Jaxpr,
+        equation: jex.JaxprEqn,
+        operands: list[Any],
     ) -> Sequence[Any]:
         name = equation.primitive.name
         number = self.count
@@ -432,7 +440,9 @@ class _Constrainer:
         return constrained
 
     def last_of_shape(
-        self, values: Sequence[int], shape: tuple[int, ...]
+        self,
+        values: Sequence[int],
+        shape: tuple[int, ...],
     ) -> int | None:
         """The last of some values of the program that has a shape."""
         for value in reversed(values):

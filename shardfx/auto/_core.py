@@ -198,7 +198,8 @@ def _is_allowed(
 
 
 def _masks(
-    divides: Bool[_Array, "*any axes"], axes: int
+    divides: Bool[_Array, "*any axes"],
+    axes: int,
 ) -> Float[_Array, "*any masks"]:
     """The mask of each term as a one-hot vector of length `2**axes`: bit `i` is 1 if
     assignment `i` divides the term.
@@ -346,7 +347,8 @@ def find(
 
 
 def _padded_rows(
-    rows: Int[np.ndarray, "tuples mesh_axes"], count: int
+    rows: Int[np.ndarray, "tuples mesh_axes"],
+    count: int,
 ) -> Int[np.ndarray, "rows axes"]:
     """The rows with ones for further axes, and `count` of them: the first one again."""
     missing_axes = AXES - rows.shape[1]

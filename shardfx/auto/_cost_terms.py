@@ -96,7 +96,9 @@ def _is_sharded(assigned: Sequence[AssignedLayout]) -> np.ndarray:
 
 
 def _shared_amounts(
-    layouts: Layouts, assigned: list[AssignedLayout], is_sharded: np.ndarray
+    layouts: Layouts,
+    assigned: list[AssignedLayout],
+    is_sharded: np.ndarray,
 ) -> list[_Amount]:
     """The work of each operation (column 0), the bytes of arguments and results (1),
     and the bytes of arguments and temporaries (2).
@@ -118,7 +120,9 @@ def _shared_amounts(
 
 
 def _sent_amounts(
-    layouts: Layouts, assigned: list[AssignedLayout], is_sharded: np.ndarray
+    layouts: Layouts,
+    assigned: list[AssignedLayout],
+    is_sharded: np.ndarray,
 ) -> Iterator[list[_Amount]]:
     """Yields for each assignment the bytes of its collectives: in column 0 those that
     computation waits for, in column 1 the others.

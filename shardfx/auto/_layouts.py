@@ -231,7 +231,10 @@ class _Labels:
         return tuple(labels)
 
     def of_dim(
-        self, size: int, roots_of_dim: Sequence[int], dim: tuple[int, ...]
+        self,
+        size: int,
+        roots_of_dim: Sequence[int],
+        dim: tuple[int, ...],
     ) -> list[int]:
         """The labels of one dimension of `size` elements; -1 for sub-dimensions that
         cannot be sharded.

@@ -270,7 +270,11 @@ class _Pricing:
     """Plans a tree for one choice after another, and counts the bytes of the state."""
 
     def __init__(
-        self, tree: PyTree, flat: Flat, names: PyTree, init: Callable[..., Any] | None
+        self,
+        tree: PyTree,
+        flat: Flat,
+        names: PyTree,
+        init: Callable[..., Any] | None,
     ):
         self.tree = tree
         self.init = init
@@ -327,7 +331,8 @@ class _Pricing:
 
 
 def _alike(
-    leaves: Sequence[Any], dims: Sequence[tuple[int, ...]]
+    leaves: Sequence[Any],
+    dims: Sequence[tuple[int, ...]],
 ) -> list[tuple[int, ...]]:
     """The dimensions that are not sharded, for each leaf. Leaves that are one array have
     the same.
@@ -389,7 +394,9 @@ def _why(hardware: _Hardware, pricing: _Pricing, priced: _Priced) -> str:
 
 
 def _too_small(
-    hardware: _Hardware, pricing: _Pricing, priced: _Priced
+    hardware: _Hardware,
+    pricing: _Pricing,
+    priced: _Priced,
 ) -> OutOfMemoryError:
     """The error for a state that does not fit, with the least number of chips."""
     options = hardware.options

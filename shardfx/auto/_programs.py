@@ -97,7 +97,10 @@ def timed(
 
 
 def with_traffic(
-    candidate: Candidate, sent: Traffic, chip: chips.Chip, model: CostModel
+    candidate: Candidate,
+    sent: Traffic,
+    chip: chips.Chip,
+    model: CostModel,
 ) -> Candidate:
     """The candidate with the traffic of its program, and the seconds of one step that
     follow from it and from the seconds of computation.
@@ -181,7 +184,10 @@ class LoweredStep:
         return tuple(sorted(members & self._updated))
 
     def partitioned(
-        self, candidate: Candidate, *, constrained: bool = False
+        self,
+        candidate: Candidate,
+        *,
+        constrained: bool = False,
     ) -> Candidate:
         """`candidate` with the estimated time, the traffic and the memory of
         its partitioned program. With `constrained`, `constrain_step` constrains the
@@ -223,7 +229,9 @@ class LoweredStep:
         return refutations_of(programs)
 
     def _shardings(
-        self, step: Step, candidate: Candidate
+        self,
+        step: Step,
+        candidate: Candidate,
     ) -> tuple[list[Dims | None], list[Dims | None]]:
         """The shardings of the step's arguments and results under `candidate`."""
         arguments, results = step.parameters
@@ -305,7 +313,8 @@ def _first_difference(sizes: Sequence[int], other_sizes: Sequence[int]) -> int:
 
 
 def _filled(
-    dims: Sequence[Sequence[Dims | None]], parameters: Sequence[Parameter]
+    dims: Sequence[Sequence[Dims | None]],
+    parameters: Sequence[Parameter],
 ) -> list[Dims | None]:
     """The mesh axes of each dimension of each array, with `()` for trailing dimensions
     that a spec leaves out.
@@ -449,7 +458,9 @@ def _ran(
 
 
 def devices_for(
-    verify: str, asked: SearchOptions, devices: Sequence[object] | None
+    verify: str,
+    asked: SearchOptions,
+    devices: Sequence[object] | None,
 ) -> tuple[Any, ...]:
     """The devices to compile for: `devices`, or JAX's own devices if it is `None`. Under
     `verify="compile"`, if the caller named a slice and libtpu is installed, the devices
@@ -474,7 +485,9 @@ def devices_for(
 
 
 def jitted(
-    lowered: LoweredStep, candidate: Candidate, plans: Sequence[ShardPlan]
+    lowered: LoweredStep,
+    candidate: Candidate,
+    plans: Sequence[ShardPlan],
 ) -> Any:
     """The step, jitted as in the code of `candidate`, with the shardings of
     `plans`, one for each argument.

@@ -31,7 +31,9 @@ class Settled(NamedTuple):
 
 
 def target_for(
-    lowered: LoweredStep, options: SearchOptions, candidate: Candidate
+    lowered: LoweredStep,
+    options: SearchOptions,
+    candidate: Candidate,
 ) -> Target | None:
     """The slices for which libtpu schedules a candidate's program; `None` if it has
     none, is not installed, or the step calls back to Python.

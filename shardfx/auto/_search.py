@@ -285,7 +285,10 @@ def _asked_of_libtpu(
 
 
 def _without_refuted(
-    lowered: LoweredStep, fitting: Sequence[Candidate], keep: int, tell: Tell
+    lowered: LoweredStep,
+    fitting: Sequence[Candidate],
+    keep: int,
+    tell: Tell,
 ) -> list[Candidate]:
     """The candidates, without those of the first `keep` that XLA's partitioner computes
     wrongly. Raises `ProgramError` if none is left.
@@ -343,7 +346,10 @@ def opened(
 
 
 def candidates_of(
-    space: Space, lowered: LoweredStep, keep: int, tell: Tell
+    space: Space,
+    lowered: LoweredStep,
+    keep: int,
+    tell: Tell,
 ) -> tuple[list[Candidate], set[str]]:
     """The candidates of a search, with the numbers of their partitioned programs, and a
     set of titles.

@@ -115,7 +115,8 @@ def _suffixes(templates: Sequence[_Template]) -> dict[tuple[int, ...], list[str]
 
 
 def _shortest_suffix(
-    template: _Template, dims_by_end: Mapping[str, set[tuple[int, ...]]]
+    template: _Template,
+    dims_by_end: Mapping[str, set[tuple[int, ...]]],
 ) -> str:
     """The shortest end of a template that has the dimensions of this one alone; else
     the whole template.

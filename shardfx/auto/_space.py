@@ -257,7 +257,9 @@ def _found(space: Space, limit_bytes: int | float = math.inf) -> list[Estimate]:
 
 
 def by_hand(
-    space: Space, strategies: Sequence[tuple[int, ...]], place: int = 0
+    space: Space,
+    strategies: Sequence[tuple[int, ...]],
+    place: int = 0,
 ) -> Iterator[Candidate]:
     """Yields one candidate for each strategy, with the mesh axis sizes that have the
     least estimated time. Sizes that fit in memory come first. `place` is 0 for the best
@@ -408,7 +410,9 @@ def _loosened(limits: Limits) -> Iterator[tuple[str, Limits]]:
 
 
 def _estimates(
-    space: Space, strategy: tuple[int, ...], sizes: np.ndarray
+    space: Space,
+    strategy: tuple[int, ...],
+    sizes: np.ndarray,
 ) -> list[Estimate]:
     """The estimates of a strategy for each tuple of mesh axis sizes in `sizes` that
     divides its dimensions. The mesh axis that spans the slices is the first one whose
@@ -438,7 +442,9 @@ def _estimates(
 
 
 def various(
-    space: Space, estimates: Iterable[Estimate], keep: int
+    space: Space,
+    estimates: Iterable[Estimate],
+    keep: int,
 ) -> Iterator[Candidate]:
     """Yields up to `keep` candidates, made of the estimates in `estimates` in their
     order. Skips an estimate that no rules express, and one that shards the arguments as
@@ -449,7 +455,10 @@ def various(
 
 
 def _agrees(
-    space: Space, estimate: Estimate, plans: Sequence[ShardPlan], axes: tuple[str, ...]
+    space: Space,
+    estimate: Estimate,
+    plans: Sequence[ShardPlan],
+    axes: tuple[str, ...],
 ) -> bool:
     """Whether `plans`, one for each argument of the step, shard the arguments as
     `estimate` assumes. `axes` are the names of the estimate's mesh axes.

@@ -28,7 +28,9 @@ _SETS = 9
 
 
 def assignments_of_rules(
-    rules: AxisRules, classes: Classes, never: frozenset[int] = frozenset()
+    rules: AxisRules,
+    classes: Classes,
+    never: frozenset[int] = frozenset(),
 ) -> dict[str, Assignment]:
     """The axis assignment of each mesh axis under given rules, in the order of the
     rules. The logical axes `never` are not sharded, whatever the rules say.
@@ -105,7 +107,8 @@ def seeds(layouts: Layouts, never: frozenset[int] = frozenset()) -> Strategies:
 
 
 def _numbered(
-    strategies: Sequence[tuple[tuple[str, ...], ...]], numbers: Mapping[str, int]
+    strategies: Sequence[tuple[tuple[str, ...], ...]],
+    numbers: Mapping[str, int],
 ) -> list[tuple[Assignment, ...]]:
     """The strategies with each name replaced by the number of its logical axis, without
     duplicates. Names that the step lacks are left out. A strategy is left out if the
@@ -123,7 +126,8 @@ def _numbered(
 
 
 def assignments_of(
-    layouts: Layouts, never: frozenset[int] = frozenset()
+    layouts: Layouts,
+    never: frozenset[int] = frozenset(),
 ) -> Iterator[Assignment]:
     """Yields the axis assignments to try, simple ones first, without the logical axes
     `never`. Each assignment concatenates one to three sets of logical axes that one
@@ -147,7 +151,8 @@ def _by_bytes(layouts: Layouts) -> list[int]:
 
 
 def _orders(
-    layouts: Layouts, sets: Sequence[tuple[int, ...]]
+    layouts: Layouts,
+    sets: Sequence[tuple[int, ...]],
 ) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Yields each set alone, each pair of sets, and triples: two sets of the data and one
     of the parameters, or one of the data and two of the parameters.

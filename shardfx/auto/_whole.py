@@ -155,7 +155,9 @@ def _head_dims(arrays: Sequence[NamedShape]) -> Iterable[tuple[int, int]]:
 
 
 def _head_dims_of_layer(
-    suffix: str, projections: Sequence[_Projection], arrays: Sequence[NamedShape]
+    suffix: str,
+    projections: Sequence[_Projection],
+    arrays: Sequence[NamedShape],
 ) -> Iterable[tuple[int, int]]:
     """As `_head_dims`, for the projections of one layer. Their paths end in `suffix`."""
     shapes = {
@@ -181,7 +183,9 @@ def _head_dims_of_layer(
 
 
 def _separate_dims(
-    role: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
+    role: str,
+    shape: tuple[int, ...],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[int, ...]:
     """The dimensions of the heads and of their elements, if each has one of its own, as
     in `[embed, heads, head_dim]`; else none. `shapes` has the shape of each role.

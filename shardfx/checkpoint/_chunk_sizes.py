@@ -74,7 +74,10 @@ class _Bounds(NamedTuple):
 
 
 def require_bounded(
-    where: Place, array: Any, entry: StoreArray, boxes: Sequence[Box]
+    where: Place,
+    array: Any,
+    entry: StoreArray,
+    boxes: Sequence[Box],
 ) -> None:
     """Raises `CheckpointError` if a chunk that `boxes` need takes more memory, when
     unpacked, than its shape allows.
@@ -141,7 +144,9 @@ def _forged(what: str, claim: str, chunk_bytes: int) -> CheckpointError:
 
 
 def _names(
-    metadata: Mapping[str, Any], chunk: Sequence[int], boxes: Sequence[Box]
+    metadata: Mapping[str, Any],
+    chunk: Sequence[int],
+    boxes: Sequence[Box],
 ) -> Iterator[str]:
     """The names of the files of the chunks that `boxes` overlap: `c/1/2`, or `1.2` in
     zarr 2.
@@ -174,7 +179,10 @@ def _codecs(listed: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
 
 
 def _begins(
-    what: str, file: OpenFile, shards: Mapping[str, Any], chunk: Sequence[int]
+    what: str,
+    file: OpenFile,
+    shards: Mapping[str, Any],
+    chunk: Sequence[int],
 ) -> list[int]:
     """The offsets of blosc's buffers in a zarr3 shard, a file of many chunks with a
     table of their offsets.

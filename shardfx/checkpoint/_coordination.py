@@ -120,7 +120,10 @@ class SaveProcesses:
         return self
 
     def __exit__(
-        self, kind: object, error: BaseException | None, trace: object
+        self,
+        kind: object,
+        error: BaseException | None,
+        trace: object,
     ) -> None:
         if error is not None and not self._is_over:
             sent = self._thread.submit(self._round, {"error": _text(error)})
@@ -162,7 +165,10 @@ class SaveProcesses:
         return notes[self._first]["token"]
 
     def _differing(
-        self, name: str, groups: Mapping[str, Sequence[int]], lines: Sequence[str]
+        self,
+        name: str,
+        groups: Mapping[str, Sequence[int]],
+        lines: Sequence[str],
     ) -> CheckpointError:
         values = tuple(groups)
         fix = "give all of them the same"

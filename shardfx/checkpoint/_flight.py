@@ -30,7 +30,9 @@ def is_on_cpu(sharding: Sharding) -> bool:
 
 
 def moved(
-    filled: np.ndarray, devices: Sequence[object], sharding: Sharding
+    filled: np.ndarray,
+    devices: Sequence[object],
+    sharding: Sharding,
 ) -> list[Any]:
     """Copies one shard from host memory to each of `devices`, and returns the
     single-device arrays.
@@ -91,7 +93,8 @@ class Unit(NamedTuple):
 
 
 def units_of(
-    leaves: Sequence[LeafToLoad], asked_limit: int | None
+    leaves: Sequence[LeafToLoad],
+    asked_limit: int | None,
 ) -> tuple[list[Unit], int]:
     """The units of all leaves, in the order of their positions in the files, and the
     memory limit in bytes.
@@ -204,7 +207,9 @@ class Flight:
         self.placed: dict[int, list[jax.Array]] = {}
 
     def admit(
-        self, units: Sequence[Unit], tasks_of: Callable[[Group], Sequence[Task]]
+        self,
+        units: Sequence[Unit],
+        tasks_of: Callable[[Group], Sequence[Task]],
     ) -> None:
         """Waits until `units` fit into the memory limit, and starts the reads that
         `tasks_of` makes for them.

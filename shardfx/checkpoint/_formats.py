@@ -283,7 +283,8 @@ def _set_of(where: Place, content: object, real: str) -> Index:
 
 
 def _table_of_set(
-    weight_map: Mapping[str, str], tables: Mapping[str, Sequence[FileArray]]
+    weight_map: Mapping[str, str],
+    tables: Mapping[str, Sequence[FileArray]],
 ) -> FileTable | None:
     """The arrays of a set as a table, in the order of `weight_map`; `None` if a header
     is no table, or if the map does not name exactly the arrays of the files.

@@ -48,7 +48,10 @@ class HeaderTable(NamedTuple):
 
 
 def header_table(
-    data: bytes, buffer_bytes: int | None, file: str, kind_of: KindOf
+    data: bytes,
+    buffer_bytes: int | None,
+    file: str,
+    kind_of: KindOf,
 ) -> HeaderTable | None:
     """The table of `data`, the header of `file`; `None` for a header that is written in
     another way or that the format forbids.
@@ -128,7 +131,9 @@ class _Kinds(NamedTuple):
 
 
 def _kinds(
-    dtypes: Sequence[str], shapes: Sequence[str], kind_of: KindOf
+    dtypes: Sequence[str],
+    shapes: Sequence[str],
+    kind_of: KindOf,
 ) -> _Kinds | None:
     texts = list(map(operator.add, dtypes, shapes))
     number_of: dict[str, int] = {}

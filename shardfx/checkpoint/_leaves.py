@@ -150,7 +150,8 @@ def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
 
 
 def _raise_for_equal_paths(
-    leaves: Sequence[tuple[str, object]], numbers: Mapping[str, object]
+    leaves: Sequence[tuple[str, object]],
+    numbers: Mapping[str, object],
 ) -> None:
     if not numbers:
         return

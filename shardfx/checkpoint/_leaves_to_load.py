@@ -168,7 +168,9 @@ def leaves_to_load(
 
 
 def _raise_unreadable(
-    index: Index, target: Target, problems: Sequence[tuple[str, str | None]]
+    index: Index,
+    target: Target,
+    problems: Sequence[tuple[str, str | None]],
 ) -> None:
     """Raises `CheckpointError` if there are problems: a path, and the text of what is
     wrong with its leaf; `None` if the checkpoint has no array there.
@@ -223,7 +225,9 @@ def _causes(index: Index, problems: Sequence[tuple[str, str | None]]) -> list[_C
 
 
 def _hint_for_unreadable(
-    index: Index, target: Target, problems: Sequence[tuple[str, str | None]]
+    index: Index,
+    target: Target,
+    problems: Sequence[tuple[str, str | None]],
 ) -> str:
     """What to do about leaves that cannot be read, as a line of the error; empty if
     nothing is known.
@@ -273,7 +277,11 @@ def _require_all_read(index: Index, target: Target) -> None:
 
 
 def _by_map(
-    index: Index, target: Target, map: TreeMap, dtype: object, unread: Unread
+    index: Index,
+    target: Target,
+    map: TreeMap,
+    dtype: object,
+    unread: Unread,
 ) -> ToLoad:
     """The leaves of `target`, each with the stored arrays from which the map makes it."""
     saved = saved_numbers(index) or {}
@@ -333,7 +341,9 @@ def _structs(index: Index) -> dict[str, Struct]:
 
 
 def _require_arrays(
-    path: str, names: Iterable[str], saved: Mapping[str, object]
+    path: str,
+    names: Iterable[str],
+    saved: Mapping[str, object],
 ) -> None:
     for name in names:
         if name in saved:
@@ -467,7 +477,8 @@ def _key_leaf(
 
 
 def _all_loadable(
-    index: Index, names: Sequence[str]
+    index: Index,
+    names: Sequence[str],
 ) -> Sequence[FileArray | StoreArray]:
     if isinstance(index.entries, FileTable):
         table = index.entries.of(names)

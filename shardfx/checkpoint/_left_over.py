@@ -119,7 +119,10 @@ def left_over(
 
 
 def _left_in_store(
-    address: Address, now: float, older_than_seconds: float, remove: bool
+    address: Address,
+    now: float,
+    older_than_seconds: float,
+    remove: bool,
 ) -> tuple[LeftOver, ...]:
     """The data below an address that no index names."""
     place = ObjectPlace(address)

@@ -117,7 +117,10 @@ def load(
 
 @overload
 def load(
-    path: Source, plan: T, map: TreeMap | None = None, **options: Unpack[LoadOptions]
+    path: Source,
+    plan: T,
+    map: TreeMap | None = None,
+    **options: Unpack[LoadOptions],
 ) -> T: ...
 
 
@@ -267,7 +270,9 @@ class Limits(NamedTuple):
 
 
 def _index_of(
-    path: Source, root: str | os.PathLike[str] | None, timeout_seconds: float
+    path: Source,
+    root: str | os.PathLike[str] | None,
+    timeout_seconds: float,
 ) -> Index:
     if not isinstance(path, Index | str | os.PathLike | Mapping):
         raise LeafTypeError(
@@ -367,7 +372,10 @@ def _group_bytes(unit: Unit) -> int:
 
 
 def _tasks(
-    files: Reader, gap_bytes: int, missing_chunks: MissingChunks, group: Group
+    files: Reader,
+    gap_bytes: int,
+    missing_chunks: MissingChunks,
+    group: Group,
 ) -> list[Task]:
     """The functions that read the units of a group, for a pool of threads.
 

@@ -98,7 +98,10 @@ class Manager:
         return self
 
     def __exit__(
-        self, kind: object, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: object,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -121,7 +124,10 @@ class Manager:
         return max(self.steps(), default=None)
 
     def save(
-        self, step: SupportsIndex, tree: object, plan: ShardPlan | None = None
+        self,
+        step: SupportsIndex,
+        tree: object,
+        plan: ShardPlan | None = None,
     ) -> None:
         """Waits for the previous save, copies a tree to this process's memory, and
         starts to write it in a thread.
@@ -165,7 +171,10 @@ class Manager:
         self._under_way = self._pool.submit(self._write, step, holders, content)
 
     def load(
-        self, plan: PyTree, step: SupportsIndex | None = None, **options: Any
+        self,
+        plan: PyTree,
+        step: SupportsIndex | None = None,
+        **options: Any,
     ) -> PyTree:
         """Waits for the previous save, and loads a step.
 
@@ -215,7 +224,10 @@ class Manager:
             self._pool.shutdown()
 
     def _write(
-        self, step: int, holders: tuple[int, ...], content: SavedContent
+        self,
+        step: int,
+        holders: tuple[int, ...],
+        content: SavedContent,
     ) -> None:
         is_first = write(self.path(step), holders, lambda: content, self._options)
         self._steps.note(step)

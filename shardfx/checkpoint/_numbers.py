@@ -154,7 +154,9 @@ def _here(leaf: OtherLeaf) -> str:
 
 
 def _saved_text(
-    path: str, saved: Mapping[str, Any], entry: ArrayEntry | None
+    path: str,
+    saved: Mapping[str, Any],
+    entry: ArrayEntry | None,
 ) -> str | None:
     if path in saved:
         return f"the number {saved[path]!r:.60}"
@@ -197,7 +199,9 @@ def _no_number(leaf: OtherLeaf, entry: FileArray | StoreArray) -> str:
 
 
 def read_scalars(
-    index: Index, scalars: Sequence[Scalar], missing_chunks: stores.MissingChunks
+    index: Index,
+    scalars: Sequence[Scalar],
+    missing_chunks: stores.MissingChunks,
 ) -> dict[int, Any]:
     """Reads the numbers of a tree that are arrays of rank 0 in the checkpoint. A key is
     the position of the leaf.

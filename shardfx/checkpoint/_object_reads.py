@@ -251,7 +251,9 @@ def _copy_out(rest: Rest) -> None:
 
 @contextlib.contextmanager
 def open_objects(
-    where: ObjectPlace, read_limit_bytes: int, gap_bytes: int
+    where: ObjectPlace,
+    read_limit_bytes: int,
+    gap_bytes: int,
 ) -> Iterator[ObjectFiles]:
     """A context with the objects of one load."""
     if read_limit_bytes < LEAST_LIMIT_BYTES:

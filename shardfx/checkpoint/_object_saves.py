@@ -93,7 +93,9 @@ def _require_object_bytes(file_bytes: int) -> None:
 
 
 def saved_pieces(
-    leaves: Leaves, is_first: bool, most_bytes: int
+    leaves: Leaves,
+    is_first: bool,
+    most_bytes: int,
 ) -> Iterator[SavedPiece]:
     """Yields the pieces of all arrays that this process writes, each of at most
     `most_bytes`.
@@ -135,7 +137,9 @@ def _divided(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
 
 
 def body_of(
-    pieces: Sequence[SavedPiece], leaves: Leaves, metadata: Mapping[str, str]
+    pieces: Sequence[SavedPiece],
+    leaves: Leaves,
+    metadata: Mapping[str, str],
 ) -> bytes:
     """The content of a safetensors file with the pieces."""
     extra = dict(metadata)
@@ -277,7 +281,9 @@ class Writer:
 
 
 def _groups(
-    leaves: Leaves, is_first: bool, most_bytes: int
+    leaves: Leaves,
+    is_first: bool,
+    most_bytes: int,
 ) -> Iterator[list[SavedPiece]]:
     """Yields the pieces of each file. The first process has at least one file, which
     has the metadata.

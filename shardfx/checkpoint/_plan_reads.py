@@ -189,7 +189,9 @@ def _kind_of(leaf: LeafToLoad) -> tuple[object, ...]:
 
 
 def _reads_of(
-    leaf: LeafToLoad, processes: int | None, gap_bytes: int
+    leaf: LeafToLoad,
+    processes: int | None,
+    gap_bytes: int,
 ) -> Mapping[int, tuple[int, int, int]]:
     """By the number of each process: the bytes of a leaf that it needs, the bytes that
     it reads, and how many reads.
@@ -220,7 +222,9 @@ def _reads_of(
 
 
 def _boxes_of(
-    shape: tuple[int, ...], sharding: Sharding, processes: int | None
+    shape: tuple[int, ...],
+    sharding: Sharding,
+    processes: int | None,
 ) -> dict[int, tuple[Box, ...]]:
     """By the number of each process, the different boxes of an array that the process's
     devices hold.

@@ -241,7 +241,10 @@ def spans_of(
 
 
 def part_in(
-    memory: np.ndarray, dtype: DType, part: Part, strides: tuple[int, ...]
+    memory: np.ndarray,
+    dtype: DType,
+    part: Part,
+    strides: tuple[int, ...],
 ) -> np.ndarray:
     """The elements of one part of a span, as a view of `memory`, which holds the span's
     bytes.
@@ -348,7 +351,11 @@ def copy_rows(
 
 
 def _read_runs(
-    descriptor: int, offset: int, memory: np.ndarray, span: Span, entry: FileArray
+    descriptor: int,
+    offset: int,
+    memory: np.ndarray,
+    span: Span,
+    entry: FileArray,
 ) -> None:
     """Reads the runs of `span` into `memory`, with one system call for each. The first
     run begins at `offset`.

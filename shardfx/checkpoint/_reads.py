@@ -81,7 +81,10 @@ class Fetch(NamedTuple):
 
 
 def spans_into(
-    entry: FileArray, fetch: Fetch, dtype: object, gap_bytes: int
+    entry: FileArray,
+    fetch: Fetch,
+    dtype: object,
+    gap_bytes: int,
 ) -> tuple[Span, ...]:
     """The spans of the stored array `entry` to read for `fetch`. Their values go to
     memory of dtype `dtype`.
@@ -109,7 +112,8 @@ def _is_in_place(place: Destination) -> bool:
 
 
 def fetches(
-    leaf: LeafToLoad, boxes: Sequence[Box]
+    leaf: LeafToLoad,
+    boxes: Sequence[Box],
 ) -> tuple[list[Fetch], list[NumberedPiece]]:
     """The reads that fill `boxes` of a leaf, and the pieces that `read_piece` must read
     instead.
@@ -218,7 +222,9 @@ def parts_of(fetch: Fetch) -> Iterator[Fetch]:
 
 
 def _parts_in(
-    piece: Piece, box: Box, is_plain: bool
+    piece: Piece,
+    box: Box,
+    is_plain: bool,
 ) -> Iterator[tuple[StridedBox, ...] | Piece]:
     """Yields the parts of a piece that are inside a box of the leaf.
 
@@ -235,7 +241,9 @@ def _parts_in(
 
 
 def _is_plain(
-    piece: Piece, leaf: LeafToLoad, entries: Mapping[str, FileArray | StoreArray]
+    piece: Piece,
+    leaf: LeafToLoad,
+    entries: Mapping[str, FileArray | StoreArray],
 ) -> bool:
     """Whether a piece writes values of the file unchanged, or cast once to the leaf's
     dtype.
@@ -329,7 +337,8 @@ def read_piece(
 
 
 def _chunks(
-    piece: Piece, entries: Mapping[str, FileArray | StoreArray]
+    piece: Piece,
+    entries: Mapping[str, FileArray | StoreArray],
 ) -> Sequence[Piece]:
     if piece.value.path is None:
         return [piece]
@@ -338,7 +347,8 @@ def _chunks(
 
 
 def gathered_fetches(
-    leaf: LeafToLoad, gathered: Sequence[NumberedPiece]
+    leaf: LeafToLoad,
+    gathered: Sequence[NumberedPiece],
 ) -> Iterator[Fetch]:
     """Yields the reads that `read_piece` makes for the pieces in `gathered`, to count
     their bytes.
@@ -352,7 +362,8 @@ def gathered_fetches(
 
 
 def _piece_fetches(
-    piece: Piece, entries: Mapping[str, FileArray | StoreArray]
+    piece: Piece,
+    entries: Mapping[str, FileArray | StoreArray],
 ) -> Iterator[Fetch]:
     """Yields the reads of a piece with a source, and of its scales."""
     box = hull(swapped(piece))

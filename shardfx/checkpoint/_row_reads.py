@@ -67,7 +67,9 @@ class LeafRows(NamedTuple):
 
 
 def rows_of_leaf(
-    leaf: LeafToLoad, boxes: Sequence[Box], memory: Sequence[np.ndarray]
+    leaf: LeafToLoad,
+    boxes: Sequence[Box],
+    memory: Sequence[np.ndarray],
 ) -> LeafRows:
     """The reads of all arrays whose bytes go to one box of the leaf as they are in the
     file. `memory` has an array for each box.
@@ -105,7 +107,10 @@ def rows_of_leaf(
 
 
 def _are_copied(
-    pieces: AlikePieces, numbers: np.ndarray, leaf: LeafToLoad, first: FileArray
+    pieces: AlikePieces,
+    numbers: np.ndarray,
+    leaf: LeafToLoad,
+    first: FileArray,
 ) -> bool:
     """Whether the pieces with these numbers write all bytes of their arrays to the
     leaf, unchanged. `first` is the first of the arrays, which are of one kind.
@@ -131,7 +136,9 @@ def row_blocks(reads: Sequence[RowReads], gap_bytes: int) -> list[RowBlock]:
 
 
 def _blocks_of_file(
-    file: str, reads: Sequence[RowReads], gap_bytes: int
+    file: str,
+    reads: Sequence[RowReads],
+    gap_bytes: int,
 ) -> Iterator[RowBlock]:
     # For each row: the index of its reads, its index in them, and where its bytes start
     # and stop in the file.

@@ -119,7 +119,10 @@ def read_header(where: Place, real: str) -> Header:
 
 
 def _no_header(
-    real: str, head: bytes, length: int, size: int | None
+    real: str,
+    head: bytes,
+    length: int,
+    size: int | None,
 ) -> CheckpointError:
     kind = kind_of(head)
     if kind is not None:
@@ -274,7 +277,8 @@ def _count(shape: list[int]) -> int:
 
 
 def renamed(
-    arrays: Sequence[FileArray], metadata: dict[str, str]
+    arrays: Sequence[FileArray],
+    metadata: dict[str, str],
 ) -> Sequence[FileArray]:
     """The arrays. Some get a dtype of one byte or of PRNG keys, which
     `metadata[DTYPES_KEY]` names by their path.
@@ -305,7 +309,8 @@ def _short(value: object) -> str:
 
 
 def write_header(
-    tensors: Sequence[tuple[str, Any]], metadata: dict[str, str]
+    tensors: Sequence[tuple[str, Any]],
+    metadata: dict[str, str],
 ) -> tuple[bytes, list[int]]:
     """The bytes before a file's buffer, and each array's offset in the file. `tensors`
     are pairs of name and array.

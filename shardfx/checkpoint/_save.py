@@ -192,7 +192,10 @@ class SavedContent:
 
 
 def content_of(
-    tree: object, plan: ShardPlan | None, map: TreeMap | None, like: object
+    tree: object,
+    plan: ShardPlan | None,
+    map: TreeMap | None,
+    like: object,
 ) -> SavedContent:
     """The content of a save of `tree`: its arrays, or with `map`, the arrays that the
     map makes of them.
@@ -401,7 +404,10 @@ def _naming(shown: str) -> Iterator[None]:
 
 
 def _layout(
-    leaves: Leaves, staging: str, extra: dict[str, str], file_bytes: int | None
+    leaves: Leaves,
+    staging: str,
+    extra: dict[str, str],
+    file_bytes: int | None,
 ) -> tuple[Headers, list[Tensors]]:
     """The header, size and tensor names of each file, and the tensors to write to each.
     All processes compute the same result.

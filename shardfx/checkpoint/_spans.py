@@ -113,7 +113,10 @@ def _last_cut(boxes: Sequence[Box], shape: tuple[int, ...]) -> int:
 
 
 def _groups(
-    boxes: list[NumberedBox], cut: int, strides: tuple[int, ...], gap_bytes: int
+    boxes: list[NumberedBox],
+    cut: int,
+    strides: tuple[int, ...],
+    gap_bytes: int,
 ) -> Iterator[tuple[Box, list[NumberedBox]]]:
     """Yields groups of boxes that are read together. Each group comes after its
     bounding box.
@@ -272,7 +275,9 @@ def ranges_of(sizes: Sequence[int], most: int | float) -> Iterator[tuple[int, in
 
 
 def grouped(
-    items: Iterable[T], size_of: Callable[[T], int], most: int | float
+    items: Iterable[T],
+    size_of: Callable[[T], int],
+    most: int | float,
 ) -> Iterator[list[T]]:
     """Yields groups of consecutive items whose sizes sum to at most `most`. A larger
     item is a group of its own.

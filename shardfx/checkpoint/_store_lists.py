@@ -47,7 +47,10 @@ def eformer_entries(where: Place) -> tuple[StoreArray | ListedArray, ...]:
 
 
 def _listed(
-    where: Place, real: str, group: str | None, row: object
+    where: Place,
+    real: str,
+    group: str | None,
+    row: object,
 ) -> StoreArray | ListedArray:
     if not isinstance(row, dict) or not isinstance(row.get("path"), str):
         raise CheckpointError(

@@ -118,7 +118,12 @@ def entry_in(where: Place, path: str, directory: str) -> StoreArray | None:
 
 
 def _described(
-    path: str, file: str, key: str | None, content: Any, driver: str, where: str
+    path: str,
+    file: str,
+    key: str | None,
+    content: Any,
+    driver: str,
+    where: str,
 ) -> StoreArray | None:
     """The zarr array that the JSON metadata `content` describes; `None` for the
     metadata of a group.
@@ -308,7 +313,10 @@ def _spec_of(where: Place, entry: StoreArray) -> dict[str, Any]:
 
 
 def _begin_read(
-    ts: Any, array: Any, box: Box, target: np.ndarray
+    ts: Any,
+    array: Any,
+    box: Box,
+    target: np.ndarray,
 ) -> tuple[Any, np.ndarray | None]:
     """Starts to read a box of `array` into `target`. Returns the future, and `None` or
     another buffer.

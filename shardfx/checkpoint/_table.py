@@ -200,7 +200,9 @@ def together(tables: Sequence[FileTable]) -> FileTable:
 
 
 def _renumbered(
-    numbers: np.ndarray, values: Iterable[T], numbers_of_values: dict[T, int]
+    numbers: np.ndarray,
+    values: Iterable[T],
+    numbers_of_values: dict[T, int],
 ) -> np.ndarray:
     """The positions of the same values in `numbers_of_values`, to which new values are
     added.

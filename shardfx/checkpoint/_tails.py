@@ -25,7 +25,9 @@ class Tail(NamedTuple):
 
 
 def begin_tails(
-    where: ObjectPlace, entries: Iterable[FileArray], files: Collection[str]
+    where: ObjectPlace,
+    entries: Iterable[FileArray],
+    files: Collection[str],
 ) -> list[Tail]:
     """Starts to read the byte behind the last tensor of each of `files`.
 

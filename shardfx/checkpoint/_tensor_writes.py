@@ -60,7 +60,9 @@ class Tensors(NamedTuple):
 
 
 def begin_writes(
-    tensors: Sequence[Tensors], is_first: bool, afterwards: contextlib.ExitStack
+    tensors: Sequence[Tensors],
+    is_first: bool,
+    afterwards: contextlib.ExitStack,
 ) -> list[concurrent.futures.Future[int]]:
     """Starts to write this process's shards in threads, and returns futures with the
     number of bytes written.
@@ -99,7 +101,10 @@ def _flush(descriptor: int, writes: Sequence[concurrent.futures.Future[int]]) ->
 
 
 def _write(
-    descriptor: int, tensors: Tensors, is_first: bool, stop: threading.Event
+    descriptor: int,
+    tensors: Tensors,
+    is_first: bool,
+    stop: threading.Event,
 ) -> int:
     """Writes this process's shards of tensors to the file `descriptor`, and returns the
     number of bytes.
@@ -152,7 +157,9 @@ def _ranges(descriptor: int, tensors: Tensors, is_first: bool) -> Iterator[Bytes
 
 
 def _kinds_of_writes(
-    tensors: Tensors, small_rows: Sequence[PartRows], is_first: bool
+    tensors: Tensors,
+    small_rows: Sequence[PartRows],
+    is_first: bool,
 ) -> list[str | None]:
     """For each tensor, the kind of its write: `_ROWS`, or the name of the dtype of a
     small NumPy array; `None` for a tensor that is written for itself. Tensors of one
@@ -190,7 +197,10 @@ def _rows_together(rows: Sequence[PartRows], tensors: Tensors) -> np.ndarray:
 
 
 def _pieces(
-    descriptor: int, tensors: Tensors, number: int, is_first: bool
+    descriptor: int,
+    tensors: Tensors,
+    number: int,
+    is_first: bool,
 ) -> Iterator[Bytes]:
     """Yields this process's shards of the tensor `number`, as byte ranges of the file
     `descriptor` with the bytes to write.

@@ -228,7 +228,9 @@ def average_network(chip: Chip, extents: Sequence[int]) -> AverageNetwork:
 
 
 def axes_on(
-    chip: Chip, extents: Sequence[int], sizes: Mapping[str, int]
+    chip: Chip,
+    extents: Sequence[int],
+    sizes: Mapping[str, int],
 ) -> dict[str, tuple[Ring, ...]]:
     """The dimensions of a slice that each mesh axis spans, one `Ring` per dimension.
     `sizes` has the size of each axis. Dimensions are assigned to the last mesh axis

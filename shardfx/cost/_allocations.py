@@ -80,7 +80,11 @@ class _Range(NamedTuple):
 
 
 def assigned_memory(
-    texts: TpuTexts, module: HloModule, argument_count: int, *, is_tupled: bool
+    texts: TpuTexts,
+    module: HloModule,
+    argument_count: int,
+    *,
+    is_tupled: bool,
 ) -> Memory:
     """The memory of one device in HBM as libtpu assigns it.
 
@@ -220,7 +224,8 @@ def _values_by_place(
 
 
 def _worst_moment(
-    places: Mapping[_Place, Sequence[_Value]], ranges: Mapping[str, _Range]
+    places: Mapping[_Place, Sequence[_Value]],
+    ranges: Mapping[str, _Range],
 ) -> _Moment:
     """The moment at which the values of temporary allocations take the most memory.
     Values that share a place, such as the states of an array that a loop updates, take
@@ -294,7 +299,9 @@ class _Arrays:
         )
 
     def maker_with_line(
-        self, value: _Value, alike: Sequence[_Value]
+        self,
+        value: _Value,
+        alike: Sequence[_Value],
     ) -> Instruction | None:
         """The operation that makes a value, or else one of the same bytes in `alike`, if
         it says its source line; else the one that makes the value.

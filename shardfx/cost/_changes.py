@@ -184,7 +184,8 @@ def _donation(chip_step: StepOnChip) -> Iterator[_Trial]:
 
 
 def _constrained_activations(
-    chip_step: StepOnChip, axes: tuple[str, ...]
+    chip_step: StepOnChip,
+    axes: tuple[str, ...],
 ) -> Iterator[_Trial]:
     """Yields the step with sharding constraints on its activations."""
     saving = saving_constraints(chip_step)
@@ -227,7 +228,9 @@ def _foreseen_saving(chip_step: StepOnChip, **changed: Any) -> int:
 
 
 def _sharded_over(
-    chip_step: StepOnChip, numbers: Sequence[int], axes: tuple[str, ...]
+    chip_step: StepOnChip,
+    numbers: Sequence[int],
+    axes: tuple[str, ...],
 ) -> list[Dims | None]:
     """The sharding of each array of the arguments, after the arrays with these numbers
     are also sharded over the mesh axes `axes`, along their largest dimension; `None`

@@ -227,7 +227,8 @@ class _LineTraffic:
 
 
 def _rows_by_line(
-    of_traffic: Traffic, lines: dict[str, Frame | None]
+    of_traffic: Traffic,
+    lines: dict[str, Frame | None],
 ) -> Iterator[tuple[Frame | None, TrafficRow]]:
     """Yields each row of the traffic, divided into one row for each parameter of the
     collective, with a source line. This is the row's own line, with one exception:

@@ -263,7 +263,8 @@ def saving_constraints(chip_step: StepOnChip) -> Constrained | None:
 
 
 def _memory_with(
-    chip_step: StepOnChip, constraints: Sequence[MissedAxis]
+    chip_step: StepOnChip,
+    constraints: Sequence[MissedAxis],
 ) -> Memory | None:
     try:
         return chip_step.memory_with(
@@ -274,7 +275,8 @@ def _memory_with(
 
 
 def _candidates(
-    chip_step: StepOnChip, constraints: Sequence[MissedAxis]
+    chip_step: StepOnChip,
+    constraints: Sequence[MissedAxis],
 ) -> Iterator[MissedAxis]:
     """Yields sharding constraints for the largest arrays in memory at the peak, over
     mesh axes of the batch. The peak is that of the step with the constraints
@@ -311,7 +313,9 @@ class _ConstrainedValue(NamedTuple):
 
 
 def with_constraints(
-    step: Step, constraints: Sequence[MissedAxis], platform: Platform
+    step: Step,
+    constraints: Sequence[MissedAxis],
+    platform: Platform,
 ) -> Module:
     """A copy of the step's StableHLO module with sharding constraints. Each constraint
     is added to all values that have its source line and its shape.
@@ -341,7 +345,8 @@ def _mesh_name(module: Module, sizes: dict[str, int]) -> str:
 
 
 def _constrained_values(
-    module: Any, constraints: Sequence[MissedAxis]
+    module: Any,
+    constraints: Sequence[MissedAxis],
 ) -> Iterator[_ConstrainedValue]:
     for op in operations(module):
         if op.name in _NO_ARRAY:

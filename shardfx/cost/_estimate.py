@@ -52,7 +52,9 @@ def shrunk(mesh: MeshSpec, most: int) -> MeshSpec:
 
 
 def extrapolated(
-    mesh: MeshSpec, most: int, rows_on: Callable[[MeshSpec], Sequence[TrafficRow]]
+    mesh: MeshSpec,
+    most: int,
+    rows_on: Callable[[MeshSpec], Sequence[TrafficRow]],
 ) -> Traffic:
     """The traffic of a step on a large mesh, extrapolated from its traffic on smaller
     meshes.
@@ -110,7 +112,9 @@ def _size_free_fields(row: TrafficRow) -> object:
 
 
 def _larger_row(
-    row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note: str
+    row: TrafficRow,
+    doubled: Sequence[tuple[TrafficRow, int]],
+    note: str,
 ) -> TrafficRow:
     """The traffic row `row` of a small mesh, extrapolated to a large mesh, with the
     text `note` added. For each axis that is longer in the large mesh, `doubled` has the
@@ -303,7 +307,9 @@ def estimated(step: Step, compiler: Platform) -> Traffic:
 
 
 def _read(
-    step: Step, compiler: Platform, mesh: MeshSpec | Mesh | AbstractMesh
+    step: Step,
+    compiler: Platform,
+    mesh: MeshSpec | Mesh | AbstractMesh,
 ) -> Traffic:
     """The estimated traffic of a step on `mesh`, in the order of the program."""
     spec = MeshSpec.of(mesh)

@@ -447,7 +447,9 @@ def _arguments(chip_step: StepOnChip) -> tuple[list[FitRow], list[LargeArray]]:
 
 
 def _tiles_note(
-    plain_bytes: int, rows: Sequence[FitRow], chip: chips.Chip
+    plain_bytes: int,
+    rows: Sequence[FitRow],
+    chip: chips.Chip,
 ) -> tuple[str, ...]:
     """A note if the parameters take more memory in the chip's tiles than a plan reports,
     `plain_bytes`.
@@ -486,7 +488,8 @@ def _temporaries(arrays: Sequence[LargeArray], memory: Memory) -> list[FitRow]:
 
 
 def _compiled_rows(
-    rows: Sequence[FitRow], memory: MemoryAnalysis
+    rows: Sequence[FitRow],
+    memory: MemoryAnalysis,
 ) -> tuple[tuple[FitRow, ...], tuple[str, ...]]:
     fit_rows = list(rows)
     notes = []

@@ -224,7 +224,9 @@ class Graph:
         )
 
     def _nearest_with(
-        self, axis: str, steps: dict[DimKey, tuple[int, DimKey] | None]
+        self,
+        axis: str,
+        steps: dict[DimKey, tuple[int, DimKey] | None],
     ) -> DimKey | None:
         """The nearest dimension that a mesh axis shards, in a search from the keys of
         `steps`, which `_search` fills.

@@ -199,7 +199,9 @@ def _is_read_forward(value: int, uses: Uses) -> bool:
 
 
 def _batch_size(
-    arguments: Sequence[Parameter], dtypes: Sequence[str], groups: Sequence[str]
+    arguments: Sequence[Parameter],
+    dtypes: Sequence[str],
+    groups: Sequence[str],
 ) -> int | None:
     """The batch's size: the first dimension of the largest integer array that has no
     group yet. If there is no such array, it is the first dimension of the last array

@@ -97,7 +97,10 @@ class _Call(NamedTuple):
 
 
 def _calls(
-    module: HloModule, name: str, instruction: Instruction, caller_runs: Runs
+    module: HloModule,
+    name: str,
+    instruction: Instruction,
+    caller_runs: Runs,
 ) -> Iterator[_Call]:
     """Yields the calls of an instruction in the computation `name`. `caller_runs` has
     the loops and branches around that computation.
@@ -136,7 +139,9 @@ def _calls(
 
 
 def trip_count(
-    module: HloModule, around: Mapping[str, Instruction], loop: Instruction
+    module: HloModule,
+    around: Mapping[str, Instruction],
+    loop: Instruction,
 ) -> int | None:
     """The trip count of a loop; `None` if it is not a constant. It is read from the
     loop's `backend_config`. If that has none, it is found from the loop's condition and
@@ -203,7 +208,9 @@ class _Scoped(NamedTuple):
 
 
 def _fusion_root(
-    module: HloModule, scope: Mapping[str, Instruction], instruction: Instruction
+    module: HloModule,
+    scope: Mapping[str, Instruction],
+    instruction: Instruction,
 ) -> _Scoped:
     """The instruction that computes the result of `instruction`: of a fusion, the root
     of its computation. `scope` has the instructions of the computation that contains
@@ -232,7 +239,9 @@ class _Scalar(NamedTuple):
 
 
 def _scalar(
-    module: HloModule, scope: Mapping[str, Instruction], name: str
+    module: HloModule,
+    scope: Mapping[str, Instruction],
+    name: str,
 ) -> _Scalar | None:
     """The integer that the instruction `name` returns; `None` if it is not known.
     `scope` has the instructions by name.

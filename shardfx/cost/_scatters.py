@@ -23,7 +23,8 @@ def with_reduce_scatters(module: HloModule) -> HloModule:
 
 
 def _with_reduce_scatters(
-    computation: dict[str, Instruction], partitions: int
+    computation: dict[str, Instruction],
+    partitions: int,
 ) -> dict[str, Instruction]:
     readers: dict[str, list[Instruction]] = {name: [] for name in computation}
     for instruction in computation.values():

@@ -182,7 +182,9 @@ def seconds(
 
 
 def _extents(
-    slice_text: str, usual: tuple[int, ...], chip: chips.Chip
+    slice_text: str,
+    usual: tuple[int, ...],
+    chip: chips.Chip,
 ) -> tuple[int, ...]:
     """The extents of a slice from their text: (4, 8) for "4x8". Raises `MeshError` if
     their number or their product is not that of the default extents `usual`.
@@ -260,7 +262,9 @@ def _hops(rings: Sequence[Ring], kind: str) -> int:
 
 
 def _rate(
-    row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chip
+    row: TrafficRow,
+    axes: Mapping[str, tuple[Ring, ...]],
+    chip: chips.Chip,
 ) -> tuple[float, str]:
     """The bytes per second that enter a device during a collective, and a description
     of the links that limit them. `axes` has the dimensions of the slice that each mesh

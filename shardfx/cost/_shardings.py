@@ -246,7 +246,9 @@ def shardings(
 
 
 def shardings_of(
-    step: Step, platform: Platform, module: object = None
+    step: Step,
+    platform: Platform,
+    module: object = None,
 ) -> StepShardings:
     """The shardings of a traced step. If `module` is given, it replaces the step's own
     StableHLO module.

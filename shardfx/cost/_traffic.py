@@ -73,7 +73,8 @@ class _FlaxCompiled(Protocol):
 
 
 def traffic(
-    compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None
+    compiled: object,
+    mesh: MeshSpec | Mesh | AbstractMesh | None = None,
 ) -> Traffic:
     """The bytes that a compiled step sends: a row for each collective, with the line of
     your program that causes it.
@@ -291,7 +292,10 @@ class _ModuleReader:
         )
 
     def collective(
-        self, name: str, instruction: Instruction, runs: Runs
+        self,
+        name: str,
+        instruction: Instruction,
+        runs: Runs,
     ) -> Collective | None:
         """The collective of an instruction of the computation `name`, with the groups as
         positions in the mesh.
@@ -326,7 +330,10 @@ class _ModuleReader:
         return "all-gather"
 
     def shares(
-        self, instruction: Instruction, collective: Collective, wire_bytes: int
+        self,
+        instruction: Instruction,
+        collective: Collective,
+        wire_bytes: int,
     ) -> dict[str | None, int]:
         """The `wire_bytes` of a collective, divided among the parameters that it
         gathers, or whose gradients it reduces, by the parameter's path. The key `None`
@@ -348,7 +355,10 @@ class _ModuleReader:
 
 
 def _found(
-    row: TrafficRow, runs: Runs, instruction: Instruction, fusion: str | None
+    row: TrafficRow,
+    runs: Runs,
+    instruction: Instruction,
+    fusion: str | None,
 ) -> _Found:
     """The row of an instruction. `fusion` is the name of the fusion that contains it."""
     # A TPU's program repeats a collective in each fusion that runs at the same time. On

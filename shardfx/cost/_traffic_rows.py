@@ -163,7 +163,9 @@ class Traffic:
 
 
 def text_of(
-    of_traffic: Traffic, most: int | None = None, width: int | None = None
+    of_traffic: Traffic,
+    most: int | None = None,
+    width: int | None = None,
 ) -> list[str]:
     """The lines of a text table of the first `most` rows, the total and the notes. The
     source line that sends most comes first. If the table is wider than `width`, the
@@ -264,7 +266,9 @@ def axes_text(axes: tuple[str, ...]) -> str:
 
 
 def place_cells(
-    axes: tuple[str, ...], leaf: str | None, source: Frame | None
+    axes: tuple[str, ...],
+    leaf: str | None,
+    source: Frame | None,
 ) -> tuple[str, str, str]:
     return axes_text(axes), leaf or "-", place_text(source)
 

@@ -186,7 +186,9 @@ def _spec_of(leaf: Any) -> PartitionSpec:
 
 
 def _structs(
-    structs: Sequence[Any], specs: Sequence[PartitionSpec], mesh: AbstractMesh
+    structs: Sequence[Any],
+    specs: Sequence[PartitionSpec],
+    mesh: AbstractMesh,
 ) -> list[Any]:
     typed_structs = []
     for struct, spec in zip(structs, specs, strict=True):
@@ -221,12 +223,18 @@ class _Typer:
             self.context = jax.make_jaxpr(jnp.sin)(0.0).jaxpr.eqns[0].ctx
 
     def run(
-        self, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any]
+        self,
+        jaxpr: jex.Jaxpr,
+        consts: Sequence[Any],
+        args: Sequence[Any],
     ) -> list[Any]:
         return evaluated(jaxpr, consts, args, self.rule)
 
     def rule(
-        self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, operands: list[Any]
+        self,
+        jaxpr: jex.Jaxpr,
+        equation: jex.JaxprEqn,
+        operands: list[Any],
     ) -> Sequence[Any]:
         outer_line = self.line
         is_outer_backward = self.is_backward
@@ -239,7 +247,10 @@ class _Typer:
         return results
 
     def results(
-        self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, operands: list[Any]
+        self,
+        jaxpr: jex.Jaxpr,
+        equation: jex.JaxprEqn,
+        operands: list[Any],
     ) -> Sequence[Any]:
         """The types of an equation's results."""
         name = equation.primitive.name

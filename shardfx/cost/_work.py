@@ -174,7 +174,8 @@ def _flops(computation: Mapping[str, Instruction], instruction: Instruction) -> 
 
 
 def _contracted_elements(
-    computation: Mapping[str, Instruction], product: Instruction
+    computation: Mapping[str, Instruction],
+    product: Instruction,
 ) -> int:
     """The number of elements that a matrix product sums for each element of its result."""
     # An operand can be a tuple of slices along the contracted dimension. The other

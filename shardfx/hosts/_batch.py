@@ -146,7 +146,10 @@ def _local_shape(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, 
 
 
 def _checked(
-    leaf: LeafPlan, array: np.ndarray, part: tuple[int, ...], pad: int | float | None
+    leaf: LeafPlan,
+    array: np.ndarray,
+    part: tuple[int, ...],
+    pad: int | float | None,
 ) -> np.ndarray:
     """`array`, which this process loaded, cast to the dtype of its plan `leaf`.
 

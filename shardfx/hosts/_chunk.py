@@ -81,7 +81,10 @@ class DataLayout:
 
 
 def local_chunk(
-    shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, process_index: int
+    shape: Sequence[int],
+    spec: PartitionSpec,
+    grid: HostGrid,
+    process_index: int,
 ) -> LocalChunk:
     """The part of an array that a process's devices hold.
 
@@ -271,7 +274,9 @@ def data_layout(
 
 
 def owned(
-    shape: Sequence[int], sharding: Sharding, process_index: int
+    shape: Sequence[int],
+    sharding: Sharding,
+    process_index: int,
 ) -> tuple[LocalChunk, ...]:
     """The parts of an array that a process's devices hold, for devices in any order.
 
@@ -318,7 +323,11 @@ def owned(
 
 
 def _local_range(
-    dim: int, size: int, axes: tuple[str, ...], grid: HostGrid, process_index: int
+    dim: int,
+    size: int,
+    axes: tuple[str, ...],
+    grid: HostGrid,
+    process_index: int,
 ) -> slice:
     """The range of the dimension `dim`, with `size` elements sharded over `axes`, that
     a process's devices hold.

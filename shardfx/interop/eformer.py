@@ -30,7 +30,11 @@ AnyMesh = MeshSpec | Mesh | AbstractMesh | None
 
 
 def shardings(
-    index: Any, mesh: AnyMesh, *, default: object = None, prefix: str | None = None
+    index: Any,
+    mesh: AnyMesh,
+    *,
+    default: object = None,
+    prefix: str | None = None,
 ) -> dict[str, PyTree]:
     """A sharding for every array of a checkpoint. Only the headers of its files are
     read.
@@ -85,7 +89,11 @@ def shardings(
 
 
 def _resolved(
-    asked: Any, array: Any, path: str, mesh: AnyMesh, is_corrected: bool
+    asked: Any,
+    array: Any,
+    path: str,
+    mesh: AnyMesh,
+    is_corrected: bool,
 ) -> Sharding | None:
     """The sharding of an array for `asked`: a Sharding, a PartitionSpec, a function
     that returns one, or `None`, which replicates.

@@ -253,7 +253,9 @@ def add_axis(names: tuple[object, ...], index: int, name: object) -> tuple[objec
 
 
 def remove_axis(
-    names: tuple[object, ...], index: int, name: object
+    names: tuple[object, ...],
+    index: int,
+    name: object,
 ) -> tuple[object, ...]:
     """The names of an array after a dimension is removed: the inverse of `add_axis`.
 

@@ -202,7 +202,11 @@ def _value_text(text: str) -> str:
 
 
 def _literal(
-    bound: Bindings, name: str, default: object, *, open_is_none: bool = False
+    bound: Bindings,
+    name: str,
+    default: object,
+    *,
+    open_is_none: bool = False,
 ) -> Any:
     """The constant that the gin file binds a name to, directly or through a macro
     (`%NAME`); `default` for a name without a value.

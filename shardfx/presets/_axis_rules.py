@@ -134,7 +134,8 @@ def eformer(
 
 
 def _generation_rules(
-    rules: dict[str, Axes], generation: dict[str, Axes]
+    rules: dict[str, Axes],
+    generation: dict[str, Axes],
 ) -> list[tuple[str, Axes]]:
     """Returns the rules that a generation mode, such as "decode", needs before the
     rules without a mode.

@@ -122,7 +122,10 @@ def rules_of(
 
 
 def _target(
-    place: Weight, over: Mapping[str, Axes | None], sizes: Sizes, fsdp: Axes
+    place: Weight,
+    over: Mapping[str, Axes | None],
+    sizes: Sizes,
+    fsdp: Axes,
 ) -> Target:
     first = [group[0] for group in place.dims]
     # Latent axes are sharded over `fsdp` only if no other dimension is.

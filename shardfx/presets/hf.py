@@ -15,7 +15,10 @@ from ._row_rules import Axes, rows_for_rules, rules_of
 
 
 def llama(
-    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+    *,
+    head_dim: int = 128,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
 ) -> PathRules:
     """Returns rules for Llama 2 and 3, and for other models whose parameters have the
     same names.
@@ -47,7 +50,10 @@ def llama(
 
 
 def mistral(
-    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+    *,
+    head_dim: int = 128,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
 ) -> PathRules:
     """Returns rules for Mistral's dense models. `head_dim` is the size of one head;
     `fsdp` and `tensor` are mesh axes.
@@ -69,7 +75,10 @@ def mistral(
 
 
 def mixtral(
-    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+    *,
+    head_dim: int = 128,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
 ) -> PathRules:
     """Returns rules for Mixtral 8x7B and 8x22B. `head_dim` is the size of one head;
     `fsdp` and `tensor` are mesh axes.
@@ -91,7 +100,10 @@ def mixtral(
 
 
 def qwen2(
-    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+    *,
+    head_dim: int = 128,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
 ) -> PathRules:
     """Returns rules for Qwen2 and Qwen2.5, whose query, key and value have biases.
 
@@ -114,7 +126,10 @@ def qwen2(
 
 
 def qwen3(
-    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+    *,
+    head_dim: int = 128,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
 ) -> PathRules:
     """Returns rules for the dense Qwen3 models. `head_dim` is the size of one head;
     `fsdp` and `tensor` are mesh axes.
@@ -136,7 +151,10 @@ def qwen3(
 
 
 def qwen3_moe(
-    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+    *,
+    head_dim: int = 128,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
 ) -> PathRules:
     """Returns rules for the Qwen3 models with a mixture of experts.
 
@@ -159,7 +177,10 @@ def qwen3_moe(
 
 
 def gemma(
-    *, head_dim: int = 256, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+    *,
+    head_dim: int = 256,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
 ) -> PathRules:
     """Returns rules for the text models of Gemma, Gemma 2 and Gemma 3.
 
@@ -184,7 +205,10 @@ def gemma(
 
 
 def starcoder2(
-    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+    *,
+    head_dim: int = 128,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
 ) -> PathRules:
     """Returns rules for StarCoder2. `head_dim` is the size of one head; `fsdp` and
     `tensor` are mesh axes.
@@ -206,7 +230,10 @@ def starcoder2(
 
 
 def olmo2(
-    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+    *,
+    head_dim: int = 128,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
 ) -> PathRules:
     """Returns rules for OLMo 2. `head_dim` is the size of one head; `fsdp` and
     `tensor` are mesh axes.
@@ -230,7 +257,10 @@ def olmo2(
 
 
 def phi3(
-    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+    *,
+    head_dim: int = 128,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
 ) -> PathRules:
     """Returns rules for Phi-3 and Phi-4. `head_dim` is the size of one head; `fsdp` and
     `tensor` are mesh axes.
@@ -256,7 +286,10 @@ def phi3(
 
 
 def glm4_moe(
-    *, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+    *,
+    head_dim: int = 128,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
 ) -> PathRules:
     """Returns rules for GLM-4.5, 4.6 and 4.7, and their Air models. `head_dim` is the size of one head; `fsdp` and
     `tensor` are mesh axes.
@@ -280,7 +313,10 @@ def glm4_moe(
 
 
 def gemma3n(
-    *, head_dim: int = 256, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+    *,
+    head_dim: int = 256,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
 ) -> PathRules:
     """Returns rules for the text model of Gemma 3n. `head_dim` is the size of one head; `fsdp` and
     `tensor` are mesh axes.
@@ -349,7 +385,10 @@ def deepseek_v3(
 
 
 def gpt2(
-    *, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+    *,
+    head_dim: int = 64,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
 ) -> PathRules:
     """Returns rules for GPT-2, whose Conv1D weights are `[in, out]`.
 
@@ -376,7 +415,10 @@ def gpt2(
 
 
 def bert(
-    *, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+    *,
+    head_dim: int = 64,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
 ) -> PathRules:
     """Returns rules for BERT and for sentence encoders with the same names, such as
     MiniLM (heads of 32).
@@ -400,7 +442,10 @@ def bert(
 
 
 def t5(
-    *, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
+    *,
+    head_dim: int = 64,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
 ) -> PathRules:
     """Returns rules for T5 and T5 v1.1. `head_dim` is the size of one head; `fsdp` and
     `tensor` are mesh axes.
@@ -422,7 +467,10 @@ def t5(
 
 
 def _preset(
-    family: str, sizes: Mapping[str, int], fsdp: Axes, tensor: Axes
+    family: str,
+    sizes: Mapping[str, int],
+    fsdp: Axes,
+    tensor: Axes,
 ) -> PathRules:
     """Returns path rules for a family of models. Each rule is optional, since a model
     need not have the rule's arrays.

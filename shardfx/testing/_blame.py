@@ -112,7 +112,11 @@ def allowed(exact: np.ndarray, others: Sequence[object], dtype: DType) -> float:
 
 
 def compared(
-    record: Record, value: object, whole_record: Record, whole: Any, most: float
+    record: Record,
+    value: object,
+    whole_record: Record,
+    whole: Any,
+    most: float,
 ) -> Compared:
     """The comparison of an equation's result `value` under the plan with its result
     `whole` on one device.
@@ -173,7 +177,8 @@ def _scale_of(array: np.ndarray) -> float:
 
 
 def _roles_by_axis(
-    axes: Sequence[tuple[str, int]], roles: Sequence[Role]
+    axes: Sequence[tuple[str, int]],
+    roles: Sequence[Role],
 ) -> dict[str, Role]:
     """The role of each mesh axis, without those of size 1."""
     roles_by_axis: dict[str, Role] = {}
@@ -184,7 +189,8 @@ def _roles_by_axis(
 
 
 def _by_device(
-    record: Record, value: np.ndarray
+    record: Record,
+    value: np.ndarray,
 ) -> tuple[list[tuple[str, int]], np.ndarray]:
     """The mesh axes of the `shard_map`s around an equation with their sizes, and its
     result `value` with the dimensions in another order.
@@ -209,7 +215,9 @@ def _by_device(
 
 
 def _assembled(
-    axes: Sequence[tuple[str, int]], shards: np.ndarray, shape: tuple[int, ...]
+    axes: Sequence[tuple[str, int]],
+    shards: np.ndarray,
+    shape: tuple[int, ...],
 ) -> Iterator[tuple[tuple[Role, ...], np.ndarray]]:
     """Yields every array of `shape` that the devices' values may form, each with the
     role of every mesh axis.

@@ -219,7 +219,10 @@ def _refutations(step: Any, args: Sequence[object]) -> tuple[Refutation, ...]:
 
 
 def _compared(
-    step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None
+    step: Any,
+    args: Sequence[Any],
+    reference: Any,
+    mesh: Mesh | None,
 ) -> CheckedStep:
     """The comparison that `check_step` returns, for `args` without ShapeDtypeStructs.
 
@@ -343,7 +346,10 @@ def _are_right(outputs: Sequence[CheckedOutput]) -> bool:
 
 
 def _blamed(
-    ours: Traced, theirs: Traced, checked: CheckedStep, wide: object
+    ours: Traced,
+    theirs: Traced,
+    checked: CheckedStep,
+    wide: object,
 ) -> CheckedStep:
     """The comparison `checked` of the step `ours` with the reference `theirs`, with the
     first wrong equation added.

@@ -128,7 +128,9 @@ class Played:
             self.compiled = lowered.compile(_QUICKLY)
 
     def __call__(
-        self, kind: int = 0, seed: int = 0
+        self,
+        kind: int = 0,
+        seed: int = 0,
     ) -> tuple[list[np.ndarray], dict[int, Any]]:
         """The results of the step, and the results of its equations by their numbers in
         `Tape.records`.

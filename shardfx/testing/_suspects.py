@@ -72,7 +72,9 @@ def _suspicious(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
 
 
 def _suspicious_sums(
-    record: Record, axes: Sequence[str], varying: Varying
+    record: Record,
+    axes: Sequence[str],
+    varying: Varying,
 ) -> Iterator[tuple[Record, str]]:
     """Yields an equation that reduces over devices with the same values, or in a narrow
     dtype, with a text that says so.

@@ -147,7 +147,11 @@ class Tape:
         self.count = it.count(-2, -1)
 
     def run(
-        self, jaxpr: jex.Jaxpr, consts: Arrays, args: Arrays, numbers: Numbers
+        self,
+        jaxpr: jex.Jaxpr,
+        consts: Arrays,
+        args: Arrays,
+        numbers: Numbers,
     ) -> Results:
         """Evaluates a jaxpr and returns its results with their numbers.
 
@@ -164,7 +168,9 @@ class Tape:
         }
 
         def rule(
-            jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, operands: list[_Numbered]
+            jaxpr: jex.Jaxpr,
+            equation: jex.JaxprEqn,
+            operands: list[_Numbered],
         ) -> list[_Numbered]:
             frames = frames_of(equation)
             user_frames = [frame for frame in frames if not is_library(frame)]
@@ -244,7 +250,10 @@ class Tape:
         return number
 
     def recorded_results(
-        self, equation: jex.JaxprEqn, outs: Arrays, reads: Numbers
+        self,
+        equation: jex.JaxprEqn,
+        outs: Arrays,
+        reads: Numbers,
     ) -> list[int]:
         """Adds a record for each result of an equation, and returns their numbers."""
         name = equation.primitive.name

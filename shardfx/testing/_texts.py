@@ -104,7 +104,10 @@ def _mesh_text(mesh: MeshSpec) -> str:
 
 
 def assert_same_plan_text(
-    plan: ShardPlan, expected: str | os.PathLike[str], *, update: bool = False
+    plan: ShardPlan,
+    expected: str | os.PathLike[str],
+    *,
+    update: bool = False,
 ) -> None:
     """Raises unless the text of a plan is the expected one, for tests with a golden
     file.
@@ -144,7 +147,11 @@ def assert_same_plan_text(
 
 
 def assert_same_text(
-    kind: str, text: str, expected: str | os.PathLike[str], *, update: bool
+    kind: str,
+    text: str,
+    expected: str | os.PathLike[str],
+    *,
+    update: bool,
 ) -> None:
     """Raises unless `text` is the expected one, or writes it into the file `expected`
     if `update`.
@@ -524,7 +531,10 @@ def shardings_text(shardings: StepShardings) -> str:
 
 
 def assert_same_shardings_text(
-    shardings: StepShardings, expected: str | os.PathLike[str], *, update: bool = False
+    shardings: StepShardings,
+    expected: str | os.PathLike[str],
+    *,
+    update: bool = False,
 ) -> None:
     """Raises unless the text of a step's shardings is the expected one, for tests with
     a golden file.

@@ -58,7 +58,9 @@ class DeviceOrder:
 
 
 def device_order(
-    devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int] | None = None
+    devices: Devices,
+    sizes: Sequence[int],
+    dcn_sizes: Sequence[int] | None = None,
 ) -> DeviceOrder:
     """The order of devices in a mesh of these sizes, as [`shardfx.MeshSpec.order`][]
     finds it for a MeshSpec.
@@ -157,7 +159,9 @@ def _require_dividing(sizes: tuple[int, ...], dcn_sizes: tuple[int, ...]) -> Non
 
 
 def _granules(
-    devices: list[Device], sizes: tuple[int, ...], dcn: tuple[int, ...]
+    devices: list[Device],
+    sizes: tuple[int, ...],
+    dcn: tuple[int, ...],
 ) -> _Granules:
     """Divides devices into slices or nodes. `dcn` has the number of slices that each
     axis should span. If it is 1 for all axes but there are several slices, the slowest
@@ -241,7 +245,9 @@ def _plain_order(array: np.ndarray, method: str, *reasons: str) -> DeviceOrder:
 
 
 def _torus_mesh(
-    devices: list[Device], sizes: tuple[int, ...], grid: Grid | str
+    devices: list[Device],
+    sizes: tuple[int, ...],
+    grid: Grid | str,
 ) -> DeviceOrder:
     """The order of the TPUs of one slice in a mesh of `sizes`, from JAX or else from
     `torus_order`.
@@ -292,7 +298,9 @@ _TWO_CORES = ("TPU7x", "TPU7")
 
 
 def _cores_first(
-    devices: list[Device], sizes: tuple[int, ...], grid: Grid
+    devices: list[Device],
+    sizes: tuple[int, ...],
+    grid: Grid,
 ) -> np.ndarray | None:
     """The order of devices in a mesh of `sizes` that JAX has since 0.11.1 for chips
     whose cores are separate devices; `None` for other chips, and if `sizes` are no
@@ -318,7 +326,9 @@ def _cores_first(
 
 
 def _dims_of_axes(
-    sizes: tuple[int, ...], extents: tuple[int, ...], free: tuple[int, ...]
+    sizes: tuple[int, ...],
+    extents: tuple[int, ...],
+    free: tuple[int, ...],
 ) -> tuple[tuple[int, ...], ...] | None:
     """The dimensions of the torus that each mesh axis takes whole, the last axis first
     to choose; `None` if there is no such choice.
@@ -385,7 +395,9 @@ def _walked(devices: list[Device], grid: Grid, order: DeviceOrder) -> DeviceOrde
 
 
 def _walk(
-    line: np.ndarray, extents: tuple[int, ...], closed: tuple[bool, ...]
+    line: np.ndarray,
+    extents: tuple[int, ...],
+    closed: tuple[bool, ...],
 ) -> np.ndarray | None:
     """The indices of the positions in `line`, in an order in which each is one hop from
     the one before; `None` if the positions do not fill a box of the torus.

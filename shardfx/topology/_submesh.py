@@ -31,7 +31,9 @@ _TABLES = {"TPU v2": _V2_V3, "TPU v3": _V2_V3, "TPU v4": _V4, "TPU v4 lite": _V4
 
 
 def default_submesh(
-    device_kind: str, num_partitions: int, bounds: Sequence[int]
+    device_kind: str,
+    num_partitions: int,
+    bounds: Sequence[int],
 ) -> tuple[int, ...]:
     """The box of devices that holds the `num_partitions` shards of a model.
 
@@ -169,7 +171,9 @@ def submesh_order(
 
 
 def hybrid_shape(
-    num_partitions: int, local_devices: int, processes: int
+    num_partitions: int,
+    local_devices: int,
+    processes: int,
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """The (data, model) mesh of GPUs within a node and across nodes. The model stays
     within a node if it fits.
@@ -217,7 +221,9 @@ def hybrid_shape(
 
 
 def _listed(
-    kind: str, partitions: int, bounds: tuple[int, ...]
+    kind: str,
+    partitions: int,
+    bounds: tuple[int, ...],
 ) -> tuple[int, ...] | None:
     """The box in T5X's table for `partitions` devices of this kind; `None` if there is
     none.
@@ -304,7 +310,9 @@ def _sizes(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_divides(
-    bounds: tuple[int, ...], host_bounds: tuple[int, ...], submesh: tuple[int, ...]
+    bounds: tuple[int, ...],
+    host_bounds: tuple[int, ...],
+    submesh: tuple[int, ...],
 ) -> None:
     for name, sizes in (("submesh", submesh), ("host_bounds", host_bounds)):
         if len(sizes) != len(bounds):

@@ -60,7 +60,8 @@ def wraps(device_kind: str, bounds: Sequence[int]) -> tuple[bool, ...]:
 
 
 def ring_path(
-    box: Sequence[int], closed: Sequence[bool] | None = None
+    box: Sequence[int],
+    closed: Sequence[bool] | None = None,
 ) -> Int[np.ndarray, "places dims"]:
     """A walk through every position of a box in single hops, which ends next to its
     start if possible.
@@ -118,7 +119,9 @@ def _closed(closed: Sequence[bool] | None, rank: int) -> tuple[bool, ...]:
 
 
 def rings_of(
-    box: Sequence[int], bounds: Sequence[int], closed: Sequence[bool]
+    box: Sequence[int],
+    bounds: Sequence[int],
+    closed: Sequence[bool],
 ) -> list[bool]:
     """For each dimension of a box in a torus of extents `bounds`, whether links join
     the ends of the box: the box spans the dimension, whose ends links join.
@@ -130,7 +133,9 @@ def rings_of(
 
 
 def torus_order(
-    bounds: Sequence[int], sizes: Sequence[int], closed: Sequence[bool] | None = None
+    bounds: Sequence[int],
+    sizes: Sequence[int],
+    closed: Sequence[bool] | None = None,
 ) -> Int[np.ndarray, "..."]:
     """The positions of a torus in the order of a mesh. If possible, neighbours on every
     mesh axis are one hop apart.
@@ -236,7 +241,8 @@ def mean_hops(
 
 
 def feasible_submeshes(
-    num_partitions: int, bounds: Sequence[int]
+    num_partitions: int,
+    bounds: Sequence[int],
 ) -> tuple[tuple[int, ...], ...]:
     """Every box of `num_partitions` devices whose sizes divide `bounds`, in
     lexicographic order.
@@ -271,7 +277,9 @@ def divisors(number: int) -> list[int]:
 
 
 def preferred(
-    candidates: Sequence[tuple[int, ...]], bounds: Sequence[int], stride: Sequence[int]
+    candidates: Sequence[tuple[int, ...]],
+    bounds: Sequence[int],
+    stride: Sequence[int],
 ) -> tuple[int, ...]:
     """The box in `candidates` with the best links on hardware of extents `bounds`.
 
@@ -314,7 +322,9 @@ def _snake(box: Sequence[int]) -> Int[np.ndarray, "places dims"]:
 
 
 def _back_and_forth(
-    row: Int[np.ndarray, "places dims"], slow: int, count: int
+    row: Int[np.ndarray, "places dims"],
+    slow: int,
+    count: int,
 ) -> Int[np.ndarray, "more dims"]:
     """The path `row`, `count` times, every second time backwards; dimension `slow` has
     the number of the repetition.

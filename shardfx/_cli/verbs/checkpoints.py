@@ -150,7 +150,10 @@ def _cast(struct: jax.ShapeDtypeStruct, dtype: str) -> jax.ShapeDtypeStruct:
 )
 @JSON
 def clean(
-    directory: str, remove: bool, older_than_seconds: float, json_file: str | None
+    directory: str,
+    remove: bool,
+    older_than_seconds: float,
+    json_file: str | None,
 ) -> None:
     """List or remove the incomplete checkpoints of killed saves.
 

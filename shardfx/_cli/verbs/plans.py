@@ -66,7 +66,10 @@ _SEVERITIES = click.Choice(["error", "warning", "info"])
 )
 @JSON
 def plan(
-    options: PlanOptions, only: str | None, width: int | None, json_file: str | None
+    options: PlanOptions,
+    only: str | None,
+    width: int | None,
+    json_file: str | None,
 ) -> None:
     """Print how every array of a model is sharded on a mesh, and why.
 
@@ -147,7 +150,10 @@ def explain(options: PlanOptions, path: str, json_file: str | None) -> None:
 )
 @JSON
 def lint(
-    options: PlanOptions, fail_on: str, ignore: tuple[str, ...], json_file: str | None
+    options: PlanOptions,
+    fail_on: str,
+    ignore: tuple[str, ...],
+    json_file: str | None,
 ) -> int:
     """List the mistakes in a model's rules, with a fix for each.
 

@@ -57,7 +57,11 @@ _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
     help="Texts in a batch.",
 )
 def demo(
-    cpu_devices: int | None, mesh: str | None, axis_types: str, steps: int, batch: int
+    cpu_devices: int | None,
+    mesh: str | None,
+    axis_types: str,
+    steps: int,
+    batch: int,
 ) -> int:
     """Train a small transformer under a plan, and again without one.
 

@@ -222,7 +222,9 @@ class Assembly:
         return max(_LEAST_BYTES, array_bytes(self.shard_shape, self.dtype))
 
     def exchanges(
-        self, limit_bytes: int | None = None, most_bytes: int | None = None
+        self,
+        limit_bytes: int | None = None,
+        most_bytes: int | None = None,
     ) -> list[Exchange]:
         """The programs that assemble the array, in order. Parts of shards are divided
         to keep within the limits.

@@ -170,7 +170,10 @@ class RoundParts(NamedTuple):
 
 
 def _exchange(
-    round_parts: Sequence[RoundParts], count: int, receivers: int, flight_bytes: int
+    round_parts: Sequence[RoundParts],
+    count: int,
+    receivers: int,
+    flight_bytes: int,
 ) -> Exchange:
     """The program of some rounds. There are `count` devices, and `receivers` of them
     are the target's. Parts in flight take at most `flight_bytes`.
@@ -221,7 +224,10 @@ def _exchange(
 
 
 def per_device(
-    devices: tuple[object, ...], body: Any, count: int, *donated: int
+    devices: tuple[object, ...],
+    body: Any,
+    count: int,
+    *donated: int,
 ) -> Any:
     """A jitted function of `count` arrays, each sharded along dimension 0 over
     `devices`. Each device calls `body` with its own shards. `donated` are the positions
@@ -286,7 +292,9 @@ def program(
 
 
 def first_shard(
-    shape: tuple[int, ...], dtype: Any, earlier: jax.Array | None
+    shape: tuple[int, ...],
+    dtype: Any,
+    earlier: jax.Array | None,
 ) -> jax.Array:
     """The shard into which a program writes: the one that earlier programs made, or
     zeros.

@@ -138,7 +138,9 @@ def host_copies(
 
 
 def joint_copies(
-    targets: Sequence[Box], copies: Sequence[HostCopies], dtype: Any
+    targets: Sequence[Box],
+    copies: Sequence[HostCopies],
+    dtype: Any,
 ) -> tuple[Copy, ...]:
     """The copies that assemble all new shards in one memory, where they lie as
     `_shard_starts` says. Copies from one old shard that are evenly spaced in both
@@ -394,7 +396,8 @@ def start_on_host(
 
 
 def _empty_shards(
-    boxes: Sequence[Box], struct: jax.ShapeDtypeStruct
+    boxes: Sequence[Box],
+    struct: jax.ShapeDtypeStruct,
 ) -> list[np.ndarray]:
     """A buffer for each box of the array `struct`, each in a memory of its own."""
     return [buffers([(box_shape(box), struct.dtype)])[0] for box in boxes]
@@ -512,7 +515,9 @@ class Views(NamedTuple):
 
 
 def _views(
-    copies_into: Sequence[CopiesInto], names: Sequence[str], shards: LocalShards
+    copies_into: Sequence[CopiesInto],
+    names: Sequence[str],
+    shards: LocalShards,
 ) -> Iterator[Views]:
     old_shards: dict[tuple[int, int], np.ndarray] = {}
     for buffer, copies in copies_into:
@@ -541,7 +546,9 @@ def as_bytes(buffer: np.ndarray) -> np.ndarray:
 
 
 def _run_copies(
-    views: Iterable[Views], nbytes: int, pool: ThreadPoolExecutor | None
+    views: Iterable[Views],
+    nbytes: int,
+    pool: ThreadPoolExecutor | None,
 ) -> list[Future[None]]:
     """Copies the elements of `views`, which have `nbytes` bytes in total. If these are
     few, or without `pool`, the calling thread copies. Otherwise threads of `pool` do,

@@ -158,7 +158,10 @@ class PartTable:
         ]
 
     def _group(
-        self, form: StridedCopy, is_local: bool, sections: Sequence["_Section"]
+        self,
+        form: StridedCopy,
+        is_local: bool,
+        sections: Sequence["_Section"],
     ) -> PartGroup:
         sources: list[np.ndarray] = []
         targets: list[np.ndarray] = []
@@ -350,7 +353,9 @@ class _Rows(NamedTuple):
 
 
 def _rows(
-    columns: Sequence[_Column], overlaps: Sequence[_Overlaps], count: int
+    columns: Sequence[_Column],
+    overlaps: Sequence[_Overlaps],
+    count: int,
 ) -> _Rows:
     """The parts of `count` shards, shard by shard. Those of one shard are all
     combinations of its overlaps along each dimension, the last one fastest.

@@ -98,7 +98,10 @@ class PartList:
 
 
 def _group(
-    key: str, form: StridedCopy, is_local: bool, parts: Sequence[ShardPart]
+    key: str,
+    form: StridedCopy,
+    is_local: bool,
+    parts: Sequence[ShardPart],
 ) -> PartGroup:
     """The group of `parts`, which are of one array and have one form."""
     memory_bytes = 0
@@ -484,7 +487,8 @@ def _split_box(
 
 
 def _overlaps(
-    column: Iterable[tuple[int, int]], interval: tuple[int, int]
+    column: Iterable[tuple[int, int]],
+    interval: tuple[int, int],
 ) -> list[_Overlap]:
     """What the intervals of a column of cells have in common with `interval`."""
     low, high = interval
@@ -509,7 +513,8 @@ def _interval_of(overlap: _Overlap) -> tuple[int, int]:
 
 
 def _with_sizes(
-    factors: Iterable[Factor], size_of_dim: Sequence[int]
+    factors: Iterable[Factor],
+    size_of_dim: Sequence[int],
 ) -> tuple[Factor, ...]:
     """The factors with the sizes of their dimensions of the source, without those of
     one iteration.

@@ -121,7 +121,9 @@ class _AssemblyKey(NamedTuple):
 
 
 def _assembly_key(
-    leaf: MovedLeaf, pieces: tuple[Piece, ...], sources: Sequence[MovedLeaf]
+    leaf: MovedLeaf,
+    pieces: tuple[Piece, ...],
+    sources: Sequence[MovedLeaf],
 ) -> _AssemblyKey:
     """The key of an array whose `pieces` name their sources by number. Paths do not
     count.
@@ -284,7 +286,9 @@ class _Devices:
 
 
 def _devices_of(
-    leaf: MovedLeaf, sources: Sequence[MovedLeaf], lost: Sequence[object]
+    leaf: MovedLeaf,
+    sources: Sequence[MovedLeaf],
+    lost: Sequence[object],
 ) -> _Devices:
     are_named = all(map(has_devices, _shardings([*sources, leaf])))
 
@@ -410,7 +414,9 @@ def _parts(
 
 
 def _with_host_copies(
-    plan: Assembly, sources: Sequence[MovedLeaf], devices: _Devices
+    plan: Assembly,
+    sources: Sequence[MovedLeaf],
+    devices: _Devices,
 ) -> Assembly:
     """Returns `plan` with the NumPy copies that this process makes. Replicas share
     memory and are copied once.
@@ -483,7 +489,9 @@ def _scaled_first(target: Made) -> tuple[Made, dict[str, ScaledArray]]:
 
 
 def _scaled_sources(
-    target: Made, sources: Sequence[MovedLeaf], scaled: Mapping[str, ScaledArray]
+    target: Made,
+    sources: Sequence[MovedLeaf],
+    scaled: Mapping[str, ScaledArray],
 ) -> list[MovedLeaf]:
     """The sources of `target`, the products among them. A product lies as the array that
     is multiplied does.

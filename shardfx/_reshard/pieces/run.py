@@ -238,7 +238,11 @@ class Context:
             del self.blocks[key]
 
     def block(
-        self, plan: Assembly, names: Sequence[str], devices: tuple[Any, ...], key: str
+        self,
+        plan: Assembly,
+        names: Sequence[str],
+        devices: tuple[Any, ...],
+        key: str,
     ) -> jax.Array:
         """One array that concatenates the shards of one source of `plan`, as an
         argument of a program on `devices`. `names` are the paths of the sources, and
@@ -269,7 +273,10 @@ class Context:
         return self.blocks[block_key]
 
     def _scaled(
-        self, product: ScaledArray, x: jax.Array, scales: jax.Array
+        self,
+        product: ScaledArray,
+        x: jax.Array,
+        scales: jax.Array,
     ) -> jax.Array:
         """The array `x` multiplied by `scales` and cast as `product` says, with the
         sharding of `x`.
@@ -296,7 +303,9 @@ def _times(scale: Scale, dtype: Any, sharding: object) -> Any:
 
 
 def start_assembly(
-    plan: Assembly, names: Sequence[str], context: Context
+    plan: Assembly,
+    names: Sequence[str],
+    context: Context,
 ) -> Callable[[], jax.Array]:
     """Starts to assemble one array from shards of its sources, whose paths are `names`.
     Returns a function that waits for copies in other threads and returns the array, or
@@ -500,7 +509,9 @@ def _crosses(devices: Sequence[Any]) -> bool:
 
 @ft.lru_cache(maxsize=4096)
 def _programs(
-    plan: Assembly, limit_bytes: int | None, most_bytes: int
+    plan: Assembly,
+    limit_bytes: int | None,
+    most_bytes: int,
 ) -> tuple[tuple[Exchange, tuple[jax.Array | None, ...]], ...]:
     """The programs of an assembly, each with the positions of its parts
     (`Exchange.places`) as an array on all devices. If source and target are on

@@ -68,7 +68,9 @@ class Chunks:
 
 
 def chunks_on_tpus(
-    shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[MoveStep]
+    shape: tuple[int, ...],
+    itemsize_bits: int,
+    steps: Sequence[MoveStep],
 ) -> Chunks | None:
     """Returns the chunks in which shards of `shape` move by `steps` on TPUs; `None` if
     whole shards move at once. `itemsize_bits` are the bits of an element.
@@ -109,7 +111,9 @@ def chunks_on_tpus(
 
 
 def split_into(
-    count: int, shape: tuple[int, ...], steps: Sequence[MoveStep]
+    count: int,
+    shape: tuple[int, ...],
+    steps: Sequence[MoveStep],
 ) -> Chunks | None:
     """Divides shards of `shape` into at least `count` chunks, which move by `steps` one
     after another. There are fewer chunks if no block is long enough. `None` if all
@@ -160,7 +164,9 @@ def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> _Blocks:
 
 
 def _chunk_count(
-    whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[MoveStep]
+    whole: tuple[int, ...],
+    blocks: Sequence[int],
+    steps: Sequence[MoveStep],
 ) -> int:
     """The number of chunks in which shards move; 1 for whole shards. `whole` is the
     shape of the whole array, and `blocks` the size of a block along each dimension.
@@ -192,7 +198,9 @@ def _fill_tiles(blocks: Sequence[int]) -> bool:
 
 
 def _doubles_after_copies(
-    whole: tuple[int, ...], steps: Sequence[MoveStep], kinds: Sequence[str]
+    whole: tuple[int, ...],
+    steps: Sequence[MoveStep],
+    kinds: Sequence[str],
 ) -> bool:
     """Whether a move that ends in an all-gather, which doubles the shard, takes much
     memory on TPUs. The compiler then cannot reuse the memory of the copies that it
@@ -230,7 +238,11 @@ def _doubles_after_copies(
 
 
 def in_chunks(
-    shard: Any, move: Callable[[Any], Any], chunks: Chunks, *, as_on_tpus: bool = True
+    shard: Any,
+    move: Callable[[Any], Any],
+    chunks: Chunks,
+    *,
+    as_on_tpus: bool = True,
 ) -> Any:
     """Returns `move(shard)`, computed by calling `move` with one chunk of the shard
     after another. With `as_on_tpus`, shards are stored in the order of dimensions that

@@ -132,7 +132,9 @@ def slice_numbers(layout: StepLayout) -> np.ndarray:
 
 
 def shard_index(
-    sizes: tuple[int, ...], coordinates: np.ndarray, axes: SubAxes
+    sizes: tuple[int, ...],
+    coordinates: np.ndarray,
+    axes: SubAxes,
 ) -> np.ndarray:
     """Returns the index of each device's shard along a dimension that `axes` shard.
     `coordinates` has a row of device coordinates for each mesh axis, and `sizes` the
@@ -270,7 +272,10 @@ def missing_share(source: FineLayout, target: FineLayout) -> Fraction:
 
 
 def overlap(
-    index: np.ndarray, count: int, other_index: np.ndarray, other_count: int
+    index: np.ndarray,
+    count: int,
+    other_index: np.ndarray,
+    other_count: int,
 ) -> tuple[np.ndarray, int]:
     """Compares each device's shards in two shardings of one dimension. `index` and
     `other_index` have the index of each device's shard among `count` and `other_count`

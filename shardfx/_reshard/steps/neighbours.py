@@ -93,7 +93,9 @@ class Neighbours:
             yield before, self.prices.all_gather(count_before, run) + STEP
 
     def _finer(
-        self, dims: ShardDims, runs: list[SubAxes]
+        self,
+        dims: ShardDims,
+        runs: list[SubAxes],
     ) -> Iterator[tuple[SubAxes, ShardDims]]:
         """Yields pairs: a group of sub-axes from `runs`, and the layout `dims` with the
         group added to a dimension.
@@ -175,7 +177,9 @@ class Neighbours:
         return runs
 
     def _assignments(
-        self, moving: SubAxes, to_dims: tuple[int, ...]
+        self,
+        moving: SubAxes,
+        to_dims: tuple[int, ...],
     ) -> dict[Counts, list[ShardDims]]:
         """The ways to add the sub-axes `moving` to the dimensions `to_dims`. A way
         lists the sub-axes that each of the dimensions gets. The key of a way has the
@@ -194,7 +198,9 @@ class Neighbours:
         return assignments
 
     def _far_assignment(
-        self, moving: SubAxes, to_dims: tuple[int, ...]
+        self,
+        moving: SubAxes,
+        to_dims: tuple[int, ...],
     ) -> list[ShardDims]:
         """Returns a list with one way to add the sub-axes `moving` to the dimensions
         `to_dims`. Each sub-axis goes to the dimension that it shards in the layout

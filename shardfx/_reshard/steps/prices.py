@@ -77,7 +77,11 @@ class PermutationPrices:
         self.computed = 0
 
     def cost(
-        self, have: np.ndarray, want: np.ndarray, share: float, limit: float
+        self,
+        have: np.ndarray,
+        want: np.ndarray,
+        share: float,
+        limit: float,
     ) -> float:
         """Returns the cost of a permutation. `have` and `want` are the numbers of the
         shards that devices hold before and after it. `share` is the size of one shard

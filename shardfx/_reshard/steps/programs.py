@@ -110,7 +110,10 @@ def live_program(
 
 
 def _mapped(
-    body, mesh: Mesh | AbstractMesh, source: PartitionSpec, target: PartitionSpec
+    body,
+    mesh: Mesh | AbstractMesh,
+    source: PartitionSpec,
+    target: PartitionSpec,
 ):
     def run_on(x):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -159,7 +162,10 @@ def run(
 
 
 def _slice(
-    shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]
+    shard: Array,
+    step: MoveStep,
+    like: StepLayout,
+    axes: tuple[str, ...],
 ) -> Array:
     part_of_device = jnp.asarray(starts(step.source, step.target, like), jnp.int32)
     part = part_of_device[lax.axis_index(axes)]
@@ -175,7 +181,10 @@ def _slice(
 
 
 def _permute(
-    shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]
+    shard: Array,
+    step: MoveStep,
+    like: StepLayout,
+    axes: tuple[str, ...],
 ) -> Array:
     senders = permutation(step.source, step.target, like).tolist()
     pairs = [(sender, device) for device, sender in enumerate(senders)]
@@ -183,7 +192,10 @@ def _permute(
 
 
 def _all_gather(
-    shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]
+    shard: Array,
+    step: MoveStep,
+    like: StepLayout,
+    axes: tuple[str, ...],
 ) -> Array:
     exchange = all_gather(step.source, step.target, like)
     gather = ft.partial(
@@ -218,7 +230,9 @@ def _concatenate(shards: Array, counts: tuple[int, ...]) -> Array:
 
 
 def _either(
-    shard: Array, at_once: Callable[[Array], Array], stacked: Callable[[Array], Array]
+    shard: Array,
+    at_once: Callable[[Array], Array],
+    stacked: Callable[[Array], Array],
 ) -> Array:
     """Runs a collective on one device's shard by one of two functions that return the
     same. XLA's CPU compiler would run `at_once` in a transposed buffer, which it copies
@@ -229,7 +243,10 @@ def _either(
 
 
 def _all_to_all(
-    shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]
+    shard: Array,
+    step: MoveStep,
+    like: StepLayout,
+    axes: tuple[str, ...],
 ) -> Array:
     exchange = all_to_all(step.source, step.target, like)
     swap = ft.partial(

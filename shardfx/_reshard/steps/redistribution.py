@@ -103,7 +103,10 @@ class Redistribution:
 
 @ft.lru_cache(maxsize=4096)
 def redistribute(
-    shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, dst: StepLayout
+    shape: tuple[int, ...],
+    itemsize_bits: int,
+    src: StepLayout,
+    dst: StepLayout,
 ) -> Redistribution:
     """Plans the steps that move one array, with elements of `itemsize_bits`, between
     two layouts over the same devices. In a step a device holds the shard that it reads
@@ -125,7 +128,9 @@ def redistribute(
 
 @ft.lru_cache(maxsize=4096)
 def _planned(
-    max_counts: Counts, src: StepLayout, dst: StepLayout
+    max_counts: Counts,
+    src: StepLayout,
+    dst: StepLayout,
 ) -> tuple[Path, Fraction]:
     """Returns a cheap path from layout `src` to layout `dst`, and a lower bound on the
     fraction of the array that a device receives. `max_counts` has a number for each
@@ -148,7 +153,10 @@ def _planned(
 
 
 def _measured(
-    array_bits: int, path: Path, bound: Fraction, larger_shard: Fraction
+    array_bits: int,
+    path: Path,
+    bound: Fraction,
+    larger_shard: Fraction,
 ) -> Redistribution:
     """The steps of `path` with their bytes. `bound` and `larger_shard` are fractions of
     the array: what a device must receive, and the larger shard of source and target.
@@ -227,7 +235,10 @@ class _Shares(NamedTuple):
 
 
 def _shares(
-    kind: StepKind, source: StepLayout, target: StepLayout, like: StepLayout
+    kind: StepKind,
+    source: StepLayout,
+    target: StepLayout,
+    like: StepLayout,
 ) -> _Shares:
     """Returns what a device receives in a step. Devices are numbered in the mesh order
     of `like`.
@@ -259,7 +270,9 @@ def _shares(
 
 
 def _permutation_shares(
-    source: StepLayout, target: StepLayout, like: StepLayout
+    source: StepLayout,
+    target: StepLayout,
+    like: StepLayout,
 ) -> _Shares:
     senders = permutation(source, target, like)
     devices = np.arange(len(senders))

@@ -186,7 +186,8 @@ def _half(
         step_cost = STEP
 
     def next_layouts(
-        dims: ShardDims, limit: float
+        dims: ShardDims,
+        limit: float,
     ) -> Iterator[tuple[ShardDims, float]]:
         yield from usual(dims)
         if problem.takes_detours:
@@ -364,7 +365,10 @@ def _settle(dims: ShardDims, half: _Half, state: _State) -> None:
 
 
 def _expand(
-    dims: ShardDims, half: _Half, state: _State, has_same_sub_axes: bool
+    dims: ShardDims,
+    half: _Half,
+    state: _State,
+    has_same_sub_axes: bool,
 ) -> None:
     """Adds the layouts one step away from `dims`, a layout of `half`, to the heap, and
     completes paths through them. With `has_same_sub_axes`, both halves have the same

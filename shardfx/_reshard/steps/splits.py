@@ -58,7 +58,9 @@ def primes(number: int) -> tuple[int, ...]:
 
 
 def order_primes(
-    src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray]
+    src: StepLayout,
+    dst: StepLayout,
+    places: Sequence[np.ndarray],
 ) -> list[Split]:
     """Orders the prime factors of each mesh axis, so that the meshes before and after a
     move have many sub-axes in common. `places` has two arrays: the position of every
@@ -85,7 +87,8 @@ def order_primes(
 
 
 def _keys_by_axis(
-    layout: StepLayout, place: np.ndarray
+    layout: StepLayout,
+    place: np.ndarray,
 ) -> list[dict["_Factor", bytes]]:
     """The keys of the prime factors of each mesh axis."""
     return list(map(_factor_keys, mesh_coordinates(layout.sizes, place), layout.sizes))
@@ -217,7 +220,10 @@ class _Primes:
                 self.shard_counts[factor] = (dim, count)
 
     def must_split_after(
-        self, factor: int, other: "_Primes", last_primes: set[int]
+        self,
+        factor: int,
+        other: "_Primes",
+        last_primes: set[int],
     ) -> bool:
         """Whether the sub-axis number `factor` must stay separate from the next one.
         `last_primes` has the sub-axes of the other mesh that are already separate from
@@ -260,7 +266,10 @@ _FEW = 6
 
 
 def refine(
-    src: StepLayout, dst: StepLayout, *, prime: bool = False
+    src: StepLayout,
+    dst: StepLayout,
+    *,
+    prime: bool = False,
 ) -> tuple[FineLayout, FineLayout]:
     """Returns the layouts before and after a move, over the sub-axes into which the
     axes of both meshes are split.

@@ -221,7 +221,11 @@ def _kind_of(data: Any, leaf: SentLeaf, dtypes: Mapping[str, np.dtype]) -> Trans
 
 
 def _rows_of(
-    columns: Any, *, column_count: int, buffer_count: int, form_count: int
+    columns: Any,
+    *,
+    column_count: int,
+    buffer_count: int,
+    form_count: int,
 ) -> np.ndarray:
     require(len(columns) == column_count, f"{len(columns)} columns of pieces")
     rows = np.array(columns).T
@@ -243,7 +247,9 @@ def _rows_of(
 
 
 def _form_of(
-    data: Any, dtypes: Mapping[str, np.dtype], target_dtype: np.dtype
+    data: Any,
+    dtypes: Mapping[str, np.dtype],
+    target_dtype: np.dtype,
 ) -> WireForm:
     """Reads the `WireForm` that `_form_data` wrote, for sources of the dtypes `dtypes`
     and a target of `target_dtype`.

@@ -91,7 +91,8 @@ def _counted_boxes(plan: TransferPlan, path: str, sender: int) -> tuple[Box, ...
 
 
 def _source_boxes(
-    mesh: tuple[tuple[str, int], ...], source: SourceLeaf
+    mesh: tuple[tuple[str, int], ...],
+    source: SourceLeaf,
 ) -> Sequence[Box]:
     names = tuple([axis for axis, _ in mesh])
     sizes = tuple([size for _, size in mesh])
@@ -113,7 +114,11 @@ def _inside_source(part: Piece, boxes: Sequence[Box]) -> list[Piece]:
 
 
 def _add(
-    sums: np.ndarray, part: Piece, leaf: SentLeaf, weights: "_Weights", read: Read
+    sums: np.ndarray,
+    part: Piece,
+    leaf: SentLeaf,
+    weights: "_Weights",
+    read: Read,
 ) -> None:
     """Adds the number of elements of a part, and their checksum, to `sums`."""
     for piece in chunks(part, _CHUNK_ELEMENTS):
@@ -214,7 +219,8 @@ def _mixed(positions: np.ndarray, seed: int) -> np.ndarray:
 
 @np.errstate(over="ignore")
 def received_sums(
-    leaves: Sequence[SentLeaf], arrays: Mapping[str, jax.Array]
+    leaves: Sequence[SentLeaf],
+    arrays: Mapping[str, jax.Array],
 ) -> np.ndarray:
     """For each leaf, the number of this process's elements, and their checksum."""
     sums = np.zeros((len(leaves), _COLUMNS), np.uint64)
@@ -259,7 +265,9 @@ def _along(positions: np.ndarray, dim: int, rank: int) -> np.ndarray:
 
 
 def require_equal(
-    leaves: Sequence[SentLeaf], sent: np.ndarray, received: np.ndarray
+    leaves: Sequence[SentLeaf],
+    sent: np.ndarray,
+    received: np.ndarray,
 ) -> None:
     """Raises `SyncError` with the first leaf whose sums differ."""
     differs = np.flatnonzero((sent != received).any(axis=1))

@@ -145,7 +145,10 @@ def _sources_of(plan: PlanFields, leaf: SentLeaf) -> list[SourceLeaf]:
 
 
 def _check_kind(
-    plan: PlanFields, leaf: SentLeaf, kind: TransferKind, room: _Room
+    plan: PlanFields,
+    leaf: SentLeaf,
+    kind: TransferKind,
+    room: _Room,
 ) -> None:
     where = f"leaf `{leaf.path}`"
     rank = len(leaf.shape)
@@ -268,7 +271,9 @@ def _check_source(
 
 
 def _is_scaled(
-    shape: Sequence[int], scale_shape: Sequence[int], block: Sequence[int]
+    shape: Sequence[int],
+    scale_shape: Sequence[int],
+    block: Sequence[int],
 ) -> bool:
     """Whether scales have one element for each block of an array."""
     if min(block, default=1) < 1:
@@ -337,7 +342,10 @@ def _is_covered(kind: TransferKind, rank: int, room: _Room) -> bool:
 
 
 def _written_boxes(
-    kind: TransferKind, form_number: int, rank: int, room: _Room
+    kind: TransferKind,
+    form_number: int,
+    rank: int,
+    room: _Room,
 ) -> _Boxes:
     """The boxes without gaps that the parts of one form write.
 

@@ -57,7 +57,10 @@ def encoding_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Encoding:
 
 
 def form_of(
-    encoding: Encoding | None, piece: Piece, rank: int, dtype: np.dtype
+    encoding: Encoding | None,
+    piece: Piece,
+    rank: int,
+    dtype: np.dtype,
 ) -> WireForm:
     """The form in which a part of an array, `piece`, is sent. `encoding` says how the
     source's elements are sent; a constant has none, and is not sent. `rank` is the

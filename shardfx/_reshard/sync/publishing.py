@@ -74,7 +74,9 @@ class Published:
 
 
 def publishable(
-    tree: object, sources: Mapping[str, SourceLeaf], cache: dict[object, object]
+    tree: object,
+    sources: Mapping[str, SourceLeaf],
+    cache: dict[object, object],
 ) -> Published:
     """The arrays of `tree`, which must be as the plan of the sending job says.
 
@@ -152,7 +154,8 @@ def _leaf(leaf: Any, cache: dict[object, object]) -> PublishedLeaf:
 
 
 def _distinct_boxes(
-    leaf: jax.Array, cache: dict[object, object]
+    leaf: jax.Array,
+    cache: dict[object, object],
 ) -> tuple[tuple[int, ...], tuple[Box, ...]]:
     """The number of the first shard of each box that this process holds, and the boxes."""
     key = ("shards", leaf.sharding, leaf.shape)

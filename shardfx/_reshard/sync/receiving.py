@@ -183,7 +183,9 @@ class _Incoming:
         self.rows_by_leaf = [len(self._rows_of_kind[leaf.kind]) for leaf in plan.leaves]
 
     def run(
-        self, has_failed: threading.Event, check_content: bool
+        self,
+        has_failed: threading.Event,
+        check_content: bool,
     ) -> tuple[int, np.ndarray]:
         """Receives all rounds. Returns the revision and, with `check_content`, the sums
         of the sender's content.
@@ -262,7 +264,9 @@ def _write_constants(plan: TransferPlan, receiver: int, spare: SpareMemory) -> N
 
 
 def _rows_of_kinds(
-    plan: TransferPlan, sender: int, receiver: int
+    plan: TransferPlan,
+    sender: int,
+    receiver: int,
 ) -> list[tuple[IncomingRow, ...]]:
     key = ("incoming", sender, receiver)
     if key not in plan.known:

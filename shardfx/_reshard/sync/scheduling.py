@@ -241,7 +241,10 @@ class _Room:
 
 
 def _by_range(
-    transfers: Sequence[Transfer], outer_box: Box, step: int, room: _Room
+    transfers: Sequence[Transfer],
+    outer_box: Box,
+    step: int,
+    room: _Room,
 ) -> list[list[Transfer]]:
     """The transfers that have elements in each range. The ranges have `step` positions
     each along the last dimension of `outer_box`.
@@ -272,7 +275,10 @@ def _within(transfers: Iterable[Transfer], box: Box) -> Iterator[Transfer]:
 
 
 def _rows_in_order(
-    transfers: Iterable[Transfer], number: int, strides: Sequence[int], itemsize: int
+    transfers: Iterable[Transfer],
+    number: int,
+    strides: Sequence[int],
+    itemsize: int,
 ) -> list[Row] | None:
     """A range for each transfer, if each is contiguous in the buffer; else `None`. The
     sender may have them without a copy.

@@ -220,7 +220,11 @@ class Sender:
                     self._changed.notify_all()
 
     def _send(
-        self, held: _Held, frames: FrameLine, receiver: int, check_content: bool
+        self,
+        held: _Held,
+        frames: FrameLine,
+        receiver: int,
+        check_content: bool,
     ) -> None:
         def require_present() -> None:
             if held.is_withdrawn:

@@ -163,7 +163,11 @@ class _Outgoing:
     """The rounds that one process sends another, made from the shards in `arrays`."""
 
     def __init__(
-        self, plan: TransferPlan, arrays: Published, sender: int, receiver: int
+        self,
+        plan: TransferPlan,
+        arrays: Published,
+        sender: int,
+        receiver: int,
     ):
         order = schedule(plan, sender, receiver)
         self.rounds = order.rounds
@@ -326,7 +330,10 @@ class _Compiler:
         return self._without_copy(row.bytes, [self._copy(transfer, 0, strides)])
 
     def _copy(
-        self, transfer: Transfer, start: int, strides: tuple[int, ...]
+        self,
+        transfer: Transfer,
+        start: int,
+        strides: tuple[int, ...],
     ) -> ShardCopy | Encoded:
         """The copy of a transfer into a view of the row with these strides."""
         form = transfer.form
@@ -375,7 +382,9 @@ class _Compiler:
         )
 
     def _without_copy(
-        self, nbytes: int, copies: Sequence[ShardCopy | Encoded]
+        self,
+        nbytes: int,
+        copies: Sequence[ShardCopy | Encoded],
     ) -> OutgoingRow:
         """The row as bytes of one shard, if it is a contiguous range of its bytes."""
         copy = copies[0]

@@ -216,7 +216,9 @@ def layout_of(plan: TransferPlan, dst: ShardPlan, receiver: int) -> MemoryLayout
 
 
 def _require_same(
-    plan: TransferPlan, targets: Mapping[str, MovedLeaf], receiver: int
+    plan: TransferPlan,
+    targets: Mapping[str, MovedLeaf],
+    receiver: int,
 ) -> None:
     """Raises `PlanMismatchError` unless the arrays lie as the transfer's plan says."""
     paths = [leaf.path for leaf in plan.leaves]

@@ -28,7 +28,9 @@ class Choices(NamedTuple):
 
 
 def reduce_several(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> tuple[Held, ...]:
     """The reduction of several arrays together."""
     arrays = operands[: len(operands) // 2]
@@ -124,7 +126,10 @@ def _is_choice(module: HloModule, instruction: Instruction) -> bool:
 
 
 def gathered_choices(
-    operand: Held, along: int, masks: Sequence[int], shape: tuple[int, ...]
+    operand: Held,
+    along: int,
+    masks: Sequence[int],
+    shape: tuple[int, ...],
 ) -> Held | None:
     """The choices of each group of devices, `masks`, side by side along a dimension of
     size 1; `None` if a group has a choice twice, or not at all.
@@ -142,7 +147,9 @@ def gathered_choices(
 
 
 def _chosen_again(
-    context: Context, instruction: Instruction, arrays: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    arrays: Sequence[Held],
 ) -> tuple[Held, ...]:
     """The choice from the choices of a group."""
     (along,) = numbers(instruction, "dimensions")

@@ -20,7 +20,9 @@ from .windows import Window, window_of, windowed_cut
 
 
 def convolution(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Held:
     for operand in operands:
         if operand.terms is not None and operand.kind != "add":
@@ -64,7 +66,10 @@ def _groups(instruction: Instruction) -> _Groups:
 
 
 def _convolved(
-    context: Context, instruction: Instruction, operands: Sequence[Held], number: int
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+    number: int,
 ) -> Held:
     image, kernel = operands
     shape = arrays_in(instruction.result)[0].shape
@@ -115,7 +120,10 @@ def _convolved(
 
 
 def _features(
-    context: Context, image: Held, kernel: Held, labels: _Labels
+    context: Context,
+    image: Held,
+    kernel: Held,
+    labels: _Labels,
 ) -> Axis | None:
     """The features of an image. A device that slides over zeros alone, since no
     neighbour sends it a row, has any features: each term of its sums is zero.
@@ -259,7 +267,9 @@ def _spatial(
 
 
 def reduce_window(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Held:
     operand, start = operands
     require_finished(start, "reduce-window")

@@ -306,7 +306,9 @@ def _length(offset: int, step: int, size: int) -> int:
 
 
 def _merged(
-    lengths: Sequence[int], starts: np.ndarray, step: int
+    lengths: Sequence[int],
+    starts: np.ndarray,
+    step: int,
 ) -> tuple[list[int], np.ndarray]:
     merged: list[int] = []
     columns: list[int] = []

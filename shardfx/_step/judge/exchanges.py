@@ -375,7 +375,10 @@ def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Hel
 
 
 def _all_to_all_in_place(
-    context: Context, operand: Held, split: int, members: Members
+    context: Context,
+    operand: Held,
+    split: int,
+    members: Members,
 ) -> Held:
     """An exchange of several rows a member, within one dimension."""
     count = members.others.shape[1]

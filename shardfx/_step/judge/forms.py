@@ -99,7 +99,8 @@ def _numbers_in(text: str) -> tuple[int, ...]:
 
 
 def meaning_of(
-    instruction: Instruction, sizes: frozenset[str] = frozenset()
+    instruction: Instruction,
+    sizes: frozenset[str] = frozenset(),
 ) -> tuple[tuple[str, str], ...]:
     """The attributes that say what an operation computes, without those in `sizes`,
     which depend on the size of a shard.

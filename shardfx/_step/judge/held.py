@@ -142,7 +142,10 @@ class Memory:
         return self._results.get(key)
 
     def add(
-        self, key: tuple[object, ...], operands: Sequence[Held], result: Held
+        self,
+        key: tuple[object, ...],
+        operands: Sequence[Held],
+        result: Held,
     ) -> None:
         self._results[key] = result
         self._operands.append(operands)
@@ -251,7 +254,8 @@ def term_devices(mask: int) -> list[int]:
 
 
 def product_of_terms(
-    everywhere: int, *each: tuple[int, ...] | None
+    everywhere: int,
+    *each: tuple[int, ...] | None,
 ) -> tuple[int, ...] | None:
     """The terms of a product of sums: each pair of terms is a term, and is on the
     devices that have both. Raises `Wrong` if no device has them.

@@ -77,7 +77,9 @@ def _plain(index: Held) -> Held:
 
 
 def gather(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Held:
     require_finished(operands[1], "an index")
     index = operands[1]
@@ -165,7 +167,10 @@ def _gathered(
 
 
 def _require_whole_columns(
-    context: Context, index: Held, lookup: _Lookup, node: Node
+    context: Context,
+    index: Held,
+    lookup: _Lookup,
+    node: Node,
 ) -> None:
     """Raises `Unjudged` if the dimension with the columns of the indices is cut."""
     if lookup.vector == len(index.shape):
@@ -225,7 +230,9 @@ def _bounds(
 
 
 def scatter(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Held:
     if len(operands) != 3:
         raise Unjudged("a scatter of several arrays")

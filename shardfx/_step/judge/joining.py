@@ -63,7 +63,10 @@ def remembered(
 
 
 def joined_cut(
-    context: Context, what: str, place: int, axes: Sequence[Axis | None]
+    context: Context,
+    what: str,
+    place: int,
+    axes: Sequence[Axis | None],
 ) -> Cut | None:
     """The cut of a dimension in which an operation joins its operands."""
     joined: Cut | None = None
@@ -157,7 +160,10 @@ def is_empty(held: Held, devices: int) -> np.ndarray:
 
 
 def beside(
-    context: Context, pieces: Sequence[Held], place: int, used: Sequence[np.ndarray]
+    context: Context,
+    pieces: Sequence[Held],
+    place: int,
+    used: Sequence[np.ndarray],
 ) -> Axis | None:
     """The axis that pieces of one value have in common in a dimension beside that in
     which they are joined. `used` says which devices use which piece. Raises `Unjudged`

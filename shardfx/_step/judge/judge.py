@@ -144,7 +144,8 @@ class Judge:
         )
 
     def _unjudged(
-        self, sizes: Mapping[OperationName, int]
+        self,
+        sizes: Mapping[OperationName, int],
     ) -> tuple[UnjudgedOperation, ...]:
         """The operations that no rule follows, those with most bytes first."""
         hanging: dict[int, int] = {}
@@ -356,7 +357,10 @@ class Judge:
         raise AssertionError(f"computation {name} has no root")
 
     def result(
-        self, computation: str, instruction: Instruction, operands: Sequence[Result]
+        self,
+        computation: str,
+        instruction: Instruction,
+        operands: Sequence[Result],
     ) -> Result:
         opcode = instruction.opcode
         key = (computation, instruction.name)

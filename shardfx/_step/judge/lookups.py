@@ -90,7 +90,9 @@ def columns_of(table: np.ndarray | None, held: Held) -> np.ndarray | None:
 
 
 def indexed(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Held | None:
     """A step of a lookup in an array that is cut; `None` if it is none."""
     opcode = instruction.opcode

@@ -68,7 +68,10 @@ class Loops:
         return self._tried(best, starts, names)
 
     def _trials(
-        self, instruction: Instruction, starts: Sequence[Result], body: str
+        self,
+        instruction: Instruction,
+        starts: Sequence[Result],
+        body: str,
     ) -> list[_Trial]:
         """The loops of the whole program that may be this one: those that have its name
         and start with its arrays. Several calls of a function have one name, and an
@@ -120,7 +123,10 @@ class Loops:
         return best
 
     def _tried(
-        self, trial: _Trial, starts: Sequence[Result], names: Mapping[str, str]
+        self,
+        trial: _Trial,
+        starts: Sequence[Result],
+        names: Mapping[str, str],
     ) -> tuple[Result, ...]:
         """The results of a loop, as one of the whole program."""
         if isinstance(trial.state, Unjudged):
@@ -236,7 +242,10 @@ class Loops:
         return None
 
     def _after_turn(
-        self, now: Result, turned: Result, array: Global
+        self,
+        now: Result,
+        turned: Result,
+        array: Global,
     ) -> "Result | None":
         """What a loop carries after a turn; `None` if a turn changes it."""
         if not isinstance(now, Held):

@@ -13,7 +13,10 @@ from .verdict import Unjudged
 
 
 def called_manually(
-    context: Context, instruction: Instruction, operands: Sequence[Result], name: str
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Result],
+    name: str,
 ) -> "Result | None":
     """The results of the call of a `shard_map`'s body; `None` for other calls. Raises
     `Unjudged` if the whole program has no call of an equal body with the same shards:

@@ -169,7 +169,9 @@ def _beneath(context: Context, array: Global, operand: Global) -> Global:
 
 
 def seen_as_named(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> list[tuple[int, list[Held]]]:
     """The values that operations of an instruction's kind and name make in the whole
     program, each with the operands seen as its operands. Those come first whose
@@ -201,7 +203,9 @@ def seen_as_named(
 
 
 def matched_operands(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> list[tuple[int, list[Held]]]:
     """The values of the whole program that an operation may compute, with its operands
     seen as the operands of each.
@@ -291,7 +295,11 @@ def _fits(context: Context, held: Held, array: Global) -> bool:
 
 
 def _remembered_move(
-    context: Context, below: Held, array: Global, node: Node, number: int
+    context: Context,
+    below: Held,
+    array: Global,
+    node: Node,
+    number: int,
 ) -> Held | None:
     """As `_moved`, asked once for nodes of equal operations and sizes whose operands lie
     alike.
@@ -317,7 +325,11 @@ def _remembered_move(
 
 
 def _moved(
-    context: Context, below: Held, array: Global, node: Node, number: int
+    context: Context,
+    below: Held,
+    array: Global,
+    node: Node,
+    number: int,
 ) -> Held | None:
     """The elements of operand `number` of a node that moves elements, as elements of
     its result.
@@ -412,7 +424,11 @@ class _Move:
         return not is_moved and self.stride == 1 and self.spread == 1
 
     def applied(
-        self, context: Context, cut: Cut, size: int, fill: Number | None
+        self,
+        context: Context,
+        cut: Cut,
+        size: int,
+        fill: Number | None,
     ) -> Cut:
         cuts = context.cuts
         if self.is_same and _is_within(cut, size):
@@ -442,7 +458,10 @@ def _is_within(cut: Cut, size: int) -> bool:
 
 
 def _continued(
-    moved: np.ndarray, are_holes: np.ndarray, size: int, move: _Move
+    moved: np.ndarray,
+    are_holes: np.ndarray,
+    size: int,
+    move: _Move,
 ) -> np.ndarray:
     """Holes that hold the padding's number, beside elements of the operand, are
     elements of the padded array.
@@ -506,7 +525,10 @@ def _instruction(node: Node) -> Instruction:
 
 
 def _concatenate_move(
-    context: Context, node: Node, number: int, dim: int
+    context: Context,
+    node: Node,
+    number: int,
+    dim: int,
 ) -> _Move | None:
     (along,) = numbers(_instruction(node), "dimensions")
     if dim != along:

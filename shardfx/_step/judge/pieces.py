@@ -91,7 +91,9 @@ def _known_window(
 
 
 def dynamic_slice(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Held:
     operand, *places = operands
     shape = arrays_in(instruction.result)[0].shape
@@ -128,7 +130,9 @@ class _Start(NamedTuple):
 
 
 def _require_start_in_bounds(
-    context: Context, operand: Held, shape: tuple[int, ...]
+    context: Context,
+    operand: Held,
+    shape: tuple[int, ...],
 ) -> None:
     """Raises `Unjudged` for a part of a slice of the whole program that may start beyond
     its bounds. XLA's simplifier makes one slice of the two, which starts at the sum of
@@ -248,7 +252,11 @@ def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
 
 
 def _padded_row(
-    context: Context, axis: Axis, low: int, high: int, interior: int
+    context: Context,
+    axis: Axis,
+    low: int,
+    high: int,
+    interior: int,
 ) -> np.ndarray:
     indices = context.cuts.indices(axis.cut)
     if interior and indices.shape[1]:
@@ -317,7 +325,9 @@ def _padded_cuts(
 
 
 def concatenate(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Held:
     shape = arrays_in(instruction.result)[0].shape
     (along,) = numbers(instruction, "dimensions")

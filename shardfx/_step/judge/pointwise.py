@@ -69,7 +69,9 @@ _COMPARED = {
 
 
 def elementwise(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Held:
     shape = arrays_in(instruction.result)[0].shape
     operands = [broadcast_scalar(operand, shape) for operand in operands]
@@ -157,7 +159,9 @@ def _matched(
 
 
 def _scaled(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Held | None:
     """A product by a constant that the whole program writes as several products and
     quotients by constants: compilers multiply the constants.
@@ -222,7 +226,9 @@ def joined(
 
 
 def _sums(
-    context: Context, opcode: str, operands: Sequence[Held]
+    context: Context,
+    opcode: str,
+    operands: Sequence[Held],
 ) -> tuple[tuple[int, ...] | None, str, Any]:
     """The terms, the kind and the scale of the result."""
     if all(operand.is_finished for operand in operands):

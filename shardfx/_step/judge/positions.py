@@ -127,7 +127,9 @@ def _ended(mask: Held, updated: Held, other: Held) -> Held | None:
 
 
 def update_row(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Held:
     """A shard with another row, before a mask says which devices have the row."""
     shard, update, *places = operands
@@ -171,7 +173,10 @@ def _has_rows(cut: Cut, row: Row) -> bool:
 
 
 def _cuts(
-    context: Context, node: Node, operands: Sequence[Held], along: int
+    context: Context,
+    node: Node,
+    operands: Sequence[Held],
+    along: int,
 ) -> list[Cut | None] | None:
     """The cuts of an updated shard; `None` if the update does not fill all dimensions
     beside that of the row.

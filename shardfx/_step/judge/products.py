@@ -68,7 +68,9 @@ def dot(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
 
 
 def _swapped(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Held | None:
     """The result where the whole program transposes the product of the operands in the
     other order; `None` if it has no such product.
@@ -142,7 +144,10 @@ def _dot(
 
 
 def contracted_cut(
-    context: Context, operands: Sequence[Held], axes: Sequence[Axis | None], place: int
+    context: Context,
+    operands: Sequence[Held],
+    axes: Sequence[Axis | None],
+    place: int,
 ) -> Cut:
     """The cut of a contracted dimension. Where one operand has zeros in holes, the other
     may have anything finite.
@@ -213,7 +218,9 @@ def with_sums(
 
 
 def reduce(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Held:
     """The reduction of one array."""
     operand, start = operands

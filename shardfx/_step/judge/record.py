@@ -47,7 +47,10 @@ class Record:
         self.states[name] = None
 
     def fault(
-        self, name: OperationName, instruction: Instruction, error: Wrong
+        self,
+        name: OperationName,
+        instruction: Instruction,
+        error: Wrong,
     ) -> Faulty:
         """Notes that an operation is wrong."""
         if name not in self._fault_numbers:
@@ -66,7 +69,10 @@ class Record:
         return Faulty(self._fault_numbers[name])
 
     def unknown(
-        self, name: OperationName, instruction: Instruction, reason: str
+        self,
+        name: OperationName,
+        instruction: Instruction,
+        reason: str,
     ) -> Unknown:
         """Notes that no rule follows an operation."""
         if name not in self._cause_numbers:

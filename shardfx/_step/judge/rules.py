@@ -34,7 +34,9 @@ _LOCAL = frozenset(
 
 
 def applied(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Result:
     """The result of an operation by its rule."""
     opcode = instruction.opcode
@@ -77,7 +79,10 @@ def applied(
 
 
 def _remembered(
-    context: Context, instruction: Instruction, operand: Held, rule: _Unary
+    context: Context,
+    instruction: Instruction,
+    operand: Held,
+    rule: _Unary,
 ) -> Held:
     """The result of a rule that changes where the elements of a value lie, whatever the
     value is. The rule is asked once for operands that lie alike.
@@ -95,7 +100,9 @@ def _remembered(
 
 
 def _several(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Result:
     """A collective of several arrays."""
     parts = parts_of(instruction.result)

@@ -50,7 +50,10 @@ def shardings_in(attributes: str) -> list[str]:
 
 
 def axes_of(
-    cuts: Cuts, sharding: str, shape: Sequence[int], local: Sequence[int]
+    cuts: Cuts,
+    sharding: str,
+    shape: Sequence[int],
+    local: Sequence[int],
 ) -> list[Cut]:
     """The cuts that a sharding makes of an array of `shape`, whose shards have the shape
     `local`. Shards of a dimension that the devices do not divide have holes at its end.
@@ -66,7 +69,10 @@ def axes_of(
 
 
 def _axes_of(
-    cuts: Cuts, sharding: str, shape: Sequence[int], local: Sequence[int]
+    cuts: Cuts,
+    sharding: str,
+    shape: Sequence[int],
+    local: Sequence[int],
 ) -> list[Cut]:
     if not sharding or sharding.startswith(_REPLICATED):
         if tuple(shape) != tuple(local):

@@ -43,7 +43,10 @@ def source(context: Context, instruction: Instruction) -> Held:
 
 
 def _constant(
-    context: Context, instruction: Instruction, shape: tuple[int, ...], dtype: str
+    context: Context,
+    instruction: Instruction,
+    shape: tuple[int, ...],
+    dtype: str,
 ) -> Held:
     form = form_in(context, instruction, [], shape)
     cuts = [context.cuts.whole(size) for size in shape]
@@ -63,7 +66,9 @@ def _constant(
 
 
 def known_constant(
-    instruction: Instruction, shape: tuple[int, ...], dtype: str
+    instruction: Instruction,
+    shape: tuple[int, ...],
+    dtype: str,
 ) -> np.ndarray | None:
     """The numbers of a constant: a scalar, or a table of integers."""
     text = instruction.inside.strip()

@@ -15,7 +15,9 @@ from .verdict import Unjudged
 
 
 def dynamic_update_slice(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Held:
     operand, update, *places = operands
     shape = operand.shape
@@ -42,7 +44,9 @@ def dynamic_update_slice(
 
 
 def _updated_globally(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Held | None:
     operand, update, *places = operands
     for index in places:
@@ -135,7 +139,10 @@ def _updated(
 
 
 def _same_array(
-    context: Context, instruction: Instruction, operand: Held, update: Held
+    context: Context,
+    instruction: Instruction,
+    operand: Held,
+    update: Held,
 ) -> tuple[Held, Held]:
     """Pieces of two arrays as pieces of a concatenation of the whole program."""
     for opcode in ("concatenate", "pad"):

@@ -338,7 +338,8 @@ def without_none(dims: Sequence[int | None]) -> tuple[int, ...]:
 
 
 def groups_of_reshape(
-    before: Sequence[int], after: Sequence[int]
+    before: Sequence[int],
+    after: Sequence[int],
 ) -> list[tuple[list[int], list[int]]]:
     """The smallest groups of dimensions with equal products. A dimension of size 1 is a
     group of its own.

@@ -62,7 +62,10 @@ def reshape(context: Context, instruction: Instruction, operand: Held) -> Held:
 
 
 def bitcast(
-    context: Context, instruction: Instruction, operand: Held, source: Instruction
+    context: Context,
+    instruction: Instruction,
+    operand: Held,
+    source: Instruction,
 ) -> Held:
     """A bitcast, which leaves the bytes of its operand `source` as they are. In the
     order of memory it is a reshape; layouts say which transposes that order is.
@@ -155,7 +158,10 @@ def _reshaped_piece(
 
 
 def _viewed(
-    context: Context, operand: Held, shape: tuple[int, ...], seen: ViewReshape
+    context: Context,
+    operand: Held,
+    shape: tuple[int, ...],
+    seen: ViewReshape,
 ) -> Held | None:
     """What devices hold after a reshape that adds or drops dimensions along which
     nothing changes; `None` if it is not `seen`.
@@ -227,7 +233,10 @@ def _fitted(
 
 
 def _cut_of(
-    context: Context, axis: Axis | None, size: int, local_size: int
+    context: Context,
+    axis: Axis | None,
+    size: int,
+    local_size: int,
 ) -> Cut | None:
     if axis is not None:
         return axis.cut

@@ -18,7 +18,9 @@ from .windows import Window, window_of
 
 
 def whole_operation(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Held | tuple[Held, ...]:
     """Any other operation is right where each device computes the whole of it; a sort,
     also where its other dimensions are cut.
@@ -49,7 +51,10 @@ def whole_operation(
 
 
 def _whole_cuts(
-    context: Context, instruction: Instruction, operands: Sequence[Held], node: Node
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+    node: Node,
 ) -> list[Cut | None] | None:
     """The cuts of the results, if each device computes the whole along each dimension
     that the operation does not treat element by element, or window by window.

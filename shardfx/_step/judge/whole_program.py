@@ -151,7 +151,9 @@ class _Reader:
         return Global(View(-1, ()), ())
 
     def made(
-        self, instruction: Instruction, operands: Sequence[GlobalTree]
+        self,
+        instruction: Instruction,
+        operands: Sequence[GlobalTree],
     ) -> GlobalTree:
         opcode = instruction.opcode
         if opcode == "tuple":
@@ -187,7 +189,9 @@ class _Reader:
         return result
 
     def operation(
-        self, instruction: Instruction, operands: Sequence[Global]
+        self,
+        instruction: Instruction,
+        operands: Sequence[Global],
     ) -> GlobalTree:
         shapes = [array.shape for array in arrays_in(instruction.result)]
         views = [operand.view for operand in operands]
@@ -213,7 +217,10 @@ class _Reader:
         return tuple(results)
 
     def reshape(
-        self, instruction: Instruction, operand: Global, shape: tuple[int, ...]
+        self,
+        instruction: Instruction,
+        operand: Global,
+        shape: tuple[int, ...],
     ) -> Global:
         dims = reshaped_dims(operand.view.dims, operand.shape, shape)
         if dims is not None:
@@ -267,7 +274,10 @@ class _Reader:
     # The bodies of `shard_map`s.
 
     def into_shards(
-        self, instruction: Instruction, array: GlobalTree, source: Instruction
+        self,
+        instruction: Instruction,
+        array: GlobalTree,
+        source: Instruction,
     ) -> Global:
         """The shards of an array, as a body takes them. `source` says its sharding."""
         assert isinstance(array, Global)
@@ -278,7 +288,10 @@ class _Reader:
         return shard
 
     def manual_call(
-        self, instruction: Instruction, operands: Sequence[GlobalTree], name: str
+        self,
+        instruction: Instruction,
+        operands: Sequence[GlobalTree],
+        name: str,
     ) -> "GlobalTree | None":
         """The results of the call of a body; `None` for other calls."""
         if any(operand in self.partial_shards for operand in operands):
@@ -307,7 +320,9 @@ class _Reader:
         return tuple(results) if is_tuple else results[0]
 
     def out_of_shards(
-        self, instruction: Instruction, shard: GlobalTree
+        self,
+        instruction: Instruction,
+        shard: GlobalTree,
     ) -> Global | None:
         """The array of the shards that a body returns; `None` if they are no result of
         one.
@@ -323,7 +338,9 @@ class _Reader:
         return array
 
     def conditional(
-        self, instruction: Instruction, operands: Sequence[GlobalTree]
+        self,
+        instruction: Instruction,
+        operands: Sequence[GlobalTree],
     ) -> GlobalTree:
         chosen = operands[0]
         assert isinstance(chosen, Global)
@@ -368,7 +385,9 @@ def _exact(instruction: Instruction, operands: Sequence[Global]) -> tuple[object
 
 
 def reshaped_dims(
-    dims: Sequence[int | None], before: Sequence[int], after: Sequence[int]
+    dims: Sequence[int | None],
+    before: Sequence[int],
+    after: Sequence[int],
 ) -> tuple[int | None, ...] | None:
     """The dimensions that a reshape's result follows, if it only adds and drops
     dimensions of size 1, or merges and splits dimensions along which nothing changes;

@@ -116,7 +116,10 @@ def _read(image: np.ndarray, window: Window, count: int) -> np.ndarray:
 
 
 def _expected(
-    positions: np.ndarray, taps: np.ndarray, window: Window, size: int
+    positions: np.ndarray,
+    taps: np.ndarray,
+    window: Window,
+    size: int,
 ) -> np.ndarray:
     """The element of the whole image that positions of the whole result read."""
     places = (

@@ -32,7 +32,9 @@ class Rematerialized(NamedTuple):
 
 
 def rematerialized(
-    program: FlatProgram, uses: Uses, bytes_of: Callable[[int], int]
+    program: FlatProgram,
+    uses: Uses,
+    bytes_of: Callable[[int], int],
 ) -> Rematerialized:
     """The change of memory if each layer were rematerialized; empty if that would save
     almost nothing.

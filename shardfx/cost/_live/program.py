@@ -155,7 +155,8 @@ _T = TypeVar("_T", bound=Hashable)
 
 
 def reached(
-    starts: Iterable[_T], next_of: Callable[[_T], Iterable[_T]]
+    starts: Iterable[_T],
+    next_of: Callable[[_T], Iterable[_T]],
 ) -> Iterator[_T]:
     """Yields the items that a breadth-first search from `starts` reaches, with
     `starts`, each once, the nearest first. `next_of` returns the items to which the
@@ -298,7 +299,11 @@ class _Flattener:
         return Body(carried=(), results=_numbers_in(result), ops=ops)
 
     def inlined(
-        self, call: Instruction, name: str, bound: Sequence[Values], ops: list[FlatOp]
+        self,
+        call: Instruction,
+        name: str,
+        bound: Sequence[Values],
+        ops: list[FlatOp],
     ) -> Values:
         """Adds the operations of the computation `name`, which `call` calls, and
         returns the values of its root.
@@ -310,7 +315,10 @@ class _Flattener:
         return root_values
 
     def loop(
-        self, instruction: Instruction, initial: Values, ops: list[FlatOp]
+        self,
+        instruction: Instruction,
+        initial: Values,
+        ops: list[FlatOp],
     ) -> Values:
         """Adds a loop with these initial values, and returns the values of its result.
         A value that the loop never changes has one number before, in and after the
@@ -361,7 +369,10 @@ class _Flattener:
         )
 
     def returns_unchanged(
-        self, body: dict[str, Instruction], name: str, index: int
+        self,
+        body: dict[str, Instruction],
+        name: str,
+        index: int,
     ) -> bool:
         """Whether the instruction `name` of a loop's `body` is element `index` of the
         body's parameter, unchanged. It can be a copy of the element, or come unchanged

@@ -277,7 +277,10 @@ def _border(
 
 
 def _first_within(
-    points: Sequence[Point], first: int, last: int, limit_bytes: float
+    points: Sequence[Point],
+    first: int,
+    last: int,
+    limit_bytes: float,
 ) -> int:
     """The number of the first point from `first` on that keeps at most `limit_bytes`;
     `last` if none does.

@@ -279,7 +279,8 @@ def _cells(row: PolicyRow) -> tuple[str, ...]:
 
 
 def checkpointed(
-    choices: Mapping[ValueKey, Choice], region: Region
+    choices: Mapping[ValueKey, Choice],
+    region: Region,
 ) -> Callable[..., list[Any]]:
     """The function of a region's inputs that keeps what `choices` say.
 

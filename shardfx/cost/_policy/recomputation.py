@@ -108,7 +108,8 @@ class Recomputation:
 
 
 def recomputation_of(
-    placed: Placed, bytes_of: Callable[[ValueKey, Any], int]
+    placed: Placed,
+    bytes_of: Callable[[ValueKey, Any], int],
 ) -> Recomputation:
     """The needs of a region's backward pass. `bytes_of` gives the bytes of a value on
     one device, from its key and its type.

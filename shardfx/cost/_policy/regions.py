@@ -96,7 +96,9 @@ class Region:
         return itertools.chain.from_iterable(self.keys.values())
 
     def named(
-        self, args: Sequence[Any], names: Callable[[ValueKey], bool]
+        self,
+        args: Sequence[Any],
+        names: Callable[[ValueKey], bool],
     ) -> list[Any]:
         """The results of the region, whose values with a key in `names` are named."""
 
@@ -200,7 +202,9 @@ class DividedLoss(NamedTuple):
     rest: PyTree
 
     def result(
-        self, arrays: Sequence[Any], checkpointed: Callable[[Region], Any]
+        self,
+        arrays: Sequence[Any],
+        checkpointed: Callable[[Region], Any],
     ) -> PyTree:
         """The result of the loss for the arrays of its arguments. `checkpointed` makes
         a function of a region's inputs, which returns its outputs.
@@ -250,7 +254,9 @@ def _is_var(atom: Any) -> bool:
 
 
 def _flat(
-    jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any]
+    jaxpr: jex.Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
 ) -> jex.ClosedJaxpr:
     """The jaxpr with the programs of its calls, and of calls in its scans, in place of
     the calls.
@@ -337,7 +343,9 @@ def _program(jaxpr: jex.Jaxpr, *, is_body: bool) -> Program:
 
 
 def _with_regions(
-    jaxpr: jex.Jaxpr, parts: Sequence[Any], is_whole: bool
+    jaxpr: jex.Jaxpr,
+    parts: Sequence[Any],
+    is_whole: bool,
 ) -> Iterator[Region | Loop | jex.JaxprEqn]:
     """The parts of a program, in which a list of equations becomes a region. With
     `is_whole`, it takes all that the program takes.

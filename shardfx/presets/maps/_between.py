@@ -61,7 +61,9 @@ def between(
 
 
 def _check_kinds(
-    kinds: Mapping[str, list[Weight]], target_kinds: Sequence[str], drop: Sequence[str]
+    kinds: Mapping[str, list[Weight]],
+    target_kinds: Sequence[str],
+    drop: Sequence[str],
 ) -> None:
     lines = []
     for kind in dict.fromkeys(target_kinds):

@@ -232,7 +232,10 @@ def _join_dims(draft: _Draft, conversion: _Conversion) -> None:
 
 
 def _unshared_axes(
-    source: Weight, want: Weight, source_axes: Axes, entry: Range | None
+    source: Weight,
+    want: Weight,
+    source_axes: Axes,
+    entry: Range | None,
 ) -> tuple[list[str], list[str]]:
     """Returns two lists: the axes that only the array `want` has, along which entries
     are repeated; and the axes that only the array `source` has.
@@ -264,7 +267,10 @@ def _unshared_axes(
 
 
 def _repeated(
-    expression: From, want: Weight, repeated: Sequence[str], sizes: Sizes
+    expression: From,
+    want: Weight,
+    repeated: Sequence[str],
+    sizes: Sizes,
 ) -> From:
     """Returns the expression with entries repeated along the axes `repeated`, which
     only the array `want` has.

@@ -129,7 +129,11 @@ def _router_and_experts(prefix: str) -> Rows:
 
 
 def _causal(
-    prefix: str, head: str, form: Form, layer: Rows, norms_part: str = "norms"
+    prefix: str,
+    head: str,
+    form: Form,
+    layer: Rows,
+    norms_part: str = "norms",
 ) -> Rows:
     """Returns the rows of a decoder: embedding, norms, the rows `layer` of its layers,
     and the output weights unless they are tied to the embedding.

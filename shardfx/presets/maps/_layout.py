@@ -148,7 +148,11 @@ class TreeLayout:
         return dataclasses.replace(self, sizes={**dict(self.sizes), **sizes})
 
     def to(
-        self, other: "TreeLayout", *, drop: Iterable[str] = (), casts: bool = False
+        self,
+        other: "TreeLayout",
+        *,
+        drop: Iterable[str] = (),
+        casts: bool = False,
     ) -> TreeMap:
         """Returns the map that makes a tree of the other layout from a tree of this
         layout.

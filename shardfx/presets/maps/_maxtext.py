@@ -47,7 +47,10 @@ _TYPES = (
 
 
 def maxtext(
-    config: Config, *, prefix: str = "params/", interleaved_rope: bool | None = None
+    config: Config,
+    *,
+    prefix: str = "params/",
+    interleaved_rope: bool | None = None,
 ) -> TreeLayout:
     """Returns the layout of MaxText's parameters with scanned layers: heads and
     head_dim are separate, and layers are the second axis.

@@ -175,7 +175,11 @@ _OF_CONV1D = ("out: (", "up: embed", "down: hidden")
 
 
 def _fused(
-    path: str, entry: Entry, shards: int, copies: int, kinds: Sequence[str]
+    path: str,
+    entry: Entry,
+    shards: int,
+    copies: int,
+    kinds: Sequence[str],
 ) -> dict[str, Entry]:
     place, *others = weights_of(path, entry)
     text = ""
