@@ -239,7 +239,10 @@ def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
             sharding = getattr(leaf, "sharding", None)
     weak = getattr(leaf, "weak_type", False)
     return jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak
+        leaf.shape,
+        leaf.dtype,
+        sharding=sharding,
+        weak_type=weak,
     )
 
 

@@ -430,7 +430,10 @@ def order_text(target: chips.Slice, mesh: MeshSpec) -> str:
     for number, (*place, core) in enumerate(places):
         coords = (*reversed(place), 0)[:3]
         device = types.SimpleNamespace(
-            id=number, coords=coords, core_on_chip=core, **same
+            id=number,
+            coords=coords,
+            core_on_chip=core,
+            **same,
         )
         devices.append(device)
     order = mesh.order(devices)

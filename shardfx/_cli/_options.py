@@ -263,7 +263,9 @@ _OPTIONS = (
         help="For the model, as in 'layers=4, hidden=1024'.",
     ),
     click.option(
-        "--dtype", metavar="DTYPE", help="Of a published model's arrays, as float32."
+        "--dtype",
+        metavar="DTYPE",
+        help="Of a published model's arrays, as float32.",
     ),
     click.option(
         "--optimizer",
@@ -271,7 +273,9 @@ _OPTIONS = (
         help="Plan its state too, as in optax:adamw.",
     ),
     click.option(
-        "--mode", metavar="MODE", help="In which AxisRules are read, as in decode."
+        "--mode",
+        metavar="MODE",
+        help="In which AxisRules are read, as in decode.",
     ),
     click.option(
         "--target",
@@ -279,7 +283,9 @@ _OPTIONS = (
         help="A TPU slice, as in tpu:v5p:8x8x8; fills a size of -1.",
     ),
     click.option(
-        "--devices", type=click.IntRange(1), help="How many devices fill a size of -1."
+        "--devices",
+        type=click.IntRange(1),
+        help="How many devices fill a size of -1.",
     ),
     click.option(
         "--min-bytes",
@@ -328,7 +334,10 @@ def takes_plan_options(
     names = [field.name for field in dataclasses.fields(PlanOptions)][:-1]
     shown = "MODEL" if model_is_needed else "[MODEL]"
     model = click.argument(
-        "model", type=click.Path(), required=model_is_needed, metavar=shown
+        "model",
+        type=click.Path(),
+        required=model_is_needed,
+        metavar=shown,
     )
 
     def decorated(function: Callable[..., object]) -> Callable[..., Any]:

@@ -235,7 +235,10 @@ def _einsum(equation: str, *operands: Array, **kwargs: Any) -> Array:
     # At default precision, accelerators round the factors, and the rounding depends on
     # the shard.
     return jnp.einsum(
-        equation, *operands, precision=jax.lax.Precision.HIGHEST, **kwargs
+        equation,
+        *operands,
+        precision=jax.lax.Precision.HIGHEST,
+        **kwargs,
     )
 
 
@@ -393,7 +396,9 @@ def start_sharded(
     make = filter_jit(lambda key: Transformer(key=key), out_shardings=model)
     sharded_model = make(jax.random.key(run.seed))
     init = filter_jit(
-        lambda model: optimizer.init(model), in_shardings=(model,), out_shardings=state
+        lambda model: optimizer.init(model),
+        in_shardings=(model,),
+        out_shardings=state,
     )
     return step, sharded_model, init(sharded_model)
 
@@ -429,7 +434,11 @@ def train(
     begin = time.perf_counter()
     for number in range(1, run.steps + 1):
         tokens = batch(
-            text, number - 1, size=run.batch_size, length=run.length + 1, seed=run.seed
+            text,
+            number - 1,
+            size=run.batch_size,
+            length=run.length + 1,
+            seed=run.seed,
         )
         model, state, value = step(model, state, place(tokens))
         # Waiting for each step keeps emulated devices from queueing more collectives
@@ -527,7 +536,11 @@ def show(
     tokens = batch(text, 0, size=run.batch_size, length=run.length + 1, seed=run.seed)
     checked = testing.check_step(*started, shard(tokens, texts))
     sharded = train(
-        started, text, run, place=lambda tokens: shard(tokens, texts), show="sharded"
+        started,
+        text,
+        run,
+        place=lambda tokens: shard(tokens, texts),
+        show="sharded",
     )
     del started
     print("\nThe same on one of the devices, without a plan, with Equinox alone:\n")

@@ -68,7 +68,9 @@ class EntryRule:
         )
         pieces = all_simplified(evaluated_leaf.pieces)
         evaluated_leaf = Made(
-            shape=evaluated_leaf.shape, dtype=evaluated_leaf.dtype, pieces=pieces
+            shape=evaluated_leaf.shape,
+            dtype=evaluated_leaf.dtype,
+            pieces=pieces,
         )
         if numbers is not None:
             self._template = _Template(made=evaluated_leaf, numbers=numbers)
@@ -179,5 +181,7 @@ def _moved(
             source = tuple(position)
         pieces.append(Piece(value, source, target, factors))
     return Made(
-        shape=template.made.shape, dtype=template.made.dtype, pieces=tuple(pieces)
+        shape=template.made.shape,
+        dtype=template.made.dtype,
+        pieces=tuple(pieces),
     )

@@ -226,7 +226,10 @@ def _stacked_pieces(
             starts = range(0, len(paths), width)
             paths = [paths[start + number] for start in starts for number in numbers]
         return AlikePieces(
-            first=first_part.first, paths=paths, sources=sources, targets=targets
+            first=first_part.first,
+            paths=paths,
+            sources=sources,
+            targets=targets,
         )
     stacked: list[Piece] = []
     for position in range(count):

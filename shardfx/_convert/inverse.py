@@ -138,7 +138,9 @@ def _backward_one_by_one(
             text = "the map keeps only a part of it, so it has no inverse"
             problems.append((path, text))
         leaves[path] = Made(
-            shape=shape, dtype=leaf.dtype, pieces=tuple(map(simplified, distinct))
+            shape=shape,
+            dtype=leaf.dtype,
+            pieces=tuple(map(simplified, distinct)),
         )
     if problems:
         raise_problems(problems)

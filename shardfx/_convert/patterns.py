@@ -244,5 +244,8 @@ def near_names(path: str, names: Iterable[str], most: int, cutoff: float) -> lis
             if name[-4:] == path[-4:] or "".join(between_numbers(name)) == template
         ]
     return difflib.get_close_matches(
-        path, compared[:_COMPARED_NAMES], n=most, cutoff=cutoff
+        path,
+        compared[:_COMPARED_NAMES],
+        n=most,
+        cutoff=cutoff,
     )

@@ -82,7 +82,11 @@ def filled_with(number: Any, shape: tuple[int, ...], dtype: DType) -> Made:
     factors = []
     for dim, size in enumerate(shape):
         factor = Factor(
-            size=size, source_dim=NOWHERE, source_step=0, target_dim=dim, target_step=1
+            size=size,
+            source_dim=NOWHERE,
+            source_step=0,
+            target_dim=dim,
+            target_step=1,
         )
         factors.append(factor)
     pieces = made_of(
@@ -320,7 +324,11 @@ def _repeat(parts: Sequence[Made], count: int, dim: int, unit: int) -> Made:
         units = _split(parts, dim, -1, unit)
         return _merge([_repeat([units], count, dim, 1)], dim, 2)
     repetition = Factor(
-        size=count, source_dim=NOWHERE, source_step=0, target_dim=dim, target_step=1
+        size=count,
+        source_dim=NOWHERE,
+        source_step=0,
+        target_dim=dim,
+        target_step=1,
     )
     pieces: list[Piece] = []
     for piece in array.pieces:

@@ -295,7 +295,9 @@ def _unpickled(
     content = read_json(text)
     jax_mesh = None if devices is None else _mesh_of_ids(content.mesh, devices)
     path_tree = dataclasses.replace(
-        content.path_tree, treedef=jax.tree.structure(tree), order=order
+        content.path_tree,
+        treedef=jax.tree.structure(tree),
+        order=order,
     )
     return content.replaced(jax_mesh=jax_mesh, path_tree=path_tree)
 

@@ -232,7 +232,13 @@ def indivisible(
     pad = advice_to_pad(size, shards_over(axes, sizes) * unit)
     text = f"{size} ({units_text} of {unit})" if unit > 1 else size
     return reason_for(
-        Code.indivisible, dim, dropped, size=text, what=what, pad=pad, whole=count
+        Code.indivisible,
+        dim,
+        dropped,
+        size=text,
+        what=what,
+        pad=pad,
+        whole=count,
     )
 
 

@@ -18,7 +18,9 @@ def shaped_like(content: Content, like: object) -> Content:
     if flat.paths == content.path_tree.paths:
         # The structure that was read from JSON stays, so that the digest stays.
         path_tree = dataclasses.replace(
-            content.path_tree, treedef=flat.treedef, order=None
+            content.path_tree,
+            treedef=flat.treedef,
+            order=None,
         )
         return content.replaced(path_tree=path_tree)
     return content.replaced(path_tree=PathTree(flat.paths, flat.treedef), index=index)

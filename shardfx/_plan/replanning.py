@@ -111,7 +111,9 @@ def refined(content: Content, min_bytes: int) -> Content:
         # Only an array that can use a sub-axis may change its layout.
         if not sub_axes and new_row.spec != spec:
             new_row = row._replace(
-                spec=spec, requested=requested, strategies=strategies
+                spec=spec,
+                requested=requested,
+                strategies=strategies,
             )
         rows.append(new_row)
     jax_mesh = None if content.jax_mesh is None else mesh.build(content.jax_mesh)

@@ -353,7 +353,10 @@ def carry_out(
     if x.dtype != move.dtype:
         # Of typed PRNG keys the data move.
         data = carry_out(
-            move, jax.random.key_data(x), donate=donate, limit_bytes=limit_bytes
+            move,
+            jax.random.key_data(x),
+            donate=donate,
+            limit_bytes=limit_bytes,
         )
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if move.idle:

@@ -216,7 +216,13 @@ def move_of(
         require_reduced(src, dst)
     shape, dtype = data_of(shape, dtype)
     make = ft.partial(
-        Move, shape=shape, dtype=dtype, src=src, dst=dst, lost=lost, copies=copies
+        Move,
+        shape=shape,
+        dtype=dtype,
+        src=src,
+        dst=dst,
+        lost=lost,
+        copies=copies,
     )
     if stays:
         return make("in place")

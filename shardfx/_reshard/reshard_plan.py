@@ -83,7 +83,8 @@ class LeafMove:
     peak_bytes: int
     steps: tuple[MoveStep, ...] = ()
     links: Mapping[tuple[int, int], int] = dataclasses.field(
-        hash=False, default_factory=dict
+        hash=False,
+        default_factory=dict,
     )
     missing: tuple[Box, ...] = ()
     copied: bool = False

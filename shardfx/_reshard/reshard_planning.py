@@ -203,7 +203,11 @@ def _moves_by_map(
             extra_bytes = costs.pop("extra_bytes")
             costs["peak_bytes"] = source_bytes + costs["target_bytes"] + extra_bytes
         yield LeafMove(
-            leaf.path, leaf.shape, leaf.dtype, made_of=array.sources, **costs
+            leaf.path,
+            leaf.shape,
+            leaf.dtype,
+            made_of=array.sources,
+            **costs,
         )
 
 

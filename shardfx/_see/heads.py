@@ -192,7 +192,10 @@ def _cut_fused(
         else:
             why = "nothing says how wide a head is; pass `head_dim=`"
             width = _Width(
-                unit=projection_size, severity="info", why=why, noun="projections"
+                unit=projection_size,
+                severity="info",
+                why=why,
+                noun="projections",
             )
     if width is not None:
         yield from _cut(subject, group, dim, width)

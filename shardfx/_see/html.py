@@ -87,7 +87,12 @@ def html_report(
         ```
     """
     data = report_data(
-        plan, title=title, findings=findings, traffic=traffic, fit=fit, chip=chip
+        plan,
+        title=title,
+        findings=findings,
+        traffic=traffic,
+        fit=fit,
+        chip=chip,
     )
     return page_of(data)
 

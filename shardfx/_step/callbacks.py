@@ -78,7 +78,8 @@ def lower(traced: Any, platform: str) -> Any:
     rules: Any = _rules()
     parameters = LoweringParameters(override_lowering_rules=rules)
     return without_callbacks(traced).lower(
-        lowering_platforms=(platform,), _private_parameters=parameters
+        lowering_platforms=(platform,),
+        _private_parameters=parameters,
     )
 
 
@@ -181,7 +182,9 @@ class _Replacer:
                 "place": _place(equation),
             }
             return equation.replace(
-                primitive=_STAND_INS[name], params=params, effects=effects
+                primitive=_STAND_INS[name],
+                params=params,
+                effects=effects,
             )
         params = {key: self.param(param) for key, param in equation.params.items()}
         if _are_same([*params.values()], [*equation.params.values()]):

@@ -106,7 +106,10 @@ def typed_struct_of(var: Any) -> jax.ShapeDtypeStruct:
     if aval.sharding.mesh.explicit_axes:
         sharding = aval.sharding
     return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
+        aval.shape,
+        aval.dtype,
+        weak_type=aval.weak_type,
+        sharding=sharding,
     )
 
 

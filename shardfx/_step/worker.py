@@ -186,7 +186,8 @@ def _compile(
         make_collectives = xla_client._xla.make_mpi_collectives  # pyright: ignore[reportPrivateImportUsage]
         collectives = make_collectives() if devices > _ALONE else None
         client = xla_client.make_cpu_client(
-            num_devices=devices, collectives=collectives
+            num_devices=devices,
+            collectives=collectives,
         )
         options = xla_client.CompileOptions()
         build = options.executable_build_options

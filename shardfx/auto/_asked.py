@@ -107,7 +107,10 @@ def asked_for(
     if not extents:
         extents = extents_of(one_slice.chip, total // many_slices)
     return one_slice._replace(
-        total=total, slices=many_slices, targets=times, extents=extents
+        total=total,
+        slices=many_slices,
+        targets=times,
+        extents=extents,
     )
 
 

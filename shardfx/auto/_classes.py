@@ -89,7 +89,10 @@ class Classes:
             for dim, roots in enumerate(dims):
                 for index, root in enumerate(roots):
                     place = ArgumentDim(
-                        argument=argument, dim=dim, index=index, of=len(roots)
+                        argument=argument,
+                        dim=dim,
+                        index=index,
+                        of=len(roots),
                     )
                     places.append((place, root))
         return places

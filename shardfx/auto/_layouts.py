@@ -419,7 +419,9 @@ class _Propagation:
             if _is_worth_it(operation, states, label):
                 ranks[label] = self.rank[number]
         return min(
-            ranks, key=lambda label: (ranks[label], moved_bytes(label)), default=None
+            ranks,
+            key=lambda label: (ranks[label], moved_bytes(label)),
+            default=None,
         )
 
     def move(self, value: int, new_state: _State, times: float, operation: int) -> None:

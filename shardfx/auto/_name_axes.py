@@ -133,7 +133,9 @@ def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
     classes = named_classes(trace(step, *args))
     axes = [_named_axis(axis, classes) for axis in classes.live() if axis.name]
     return NamedAxes(
-        names=names_trees(classes), axes=tuple(axes), notes=notes_of(classes)
+        names=names_trees(classes),
+        axes=tuple(axes),
+        notes=notes_of(classes),
     )
 
 

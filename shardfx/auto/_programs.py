@@ -224,7 +224,10 @@ class LoweredStep:
         step = self._step_for(candidate, candidate.constrained)
         arguments, results = self._shardings(step, candidate)
         programs = step.programs(
-            self.platform, mesh=candidate.mesh, arguments=arguments, results=results
+            self.platform,
+            mesh=candidate.mesh,
+            arguments=arguments,
+            results=results,
         )
         return refutations_of(programs)
 
@@ -277,7 +280,10 @@ class LoweredStep:
         """
         arguments, results = self._shardings(step, candidate)
         text = step.partitioned(
-            self.platform, mesh=mesh, arguments=arguments, results=results
+            self.platform,
+            mesh=mesh,
+            arguments=arguments,
+            results=results,
         )
         partitioned = dataclasses.replace(parse_hlo(text), partitions=mesh.size)
         module = as_sent(partitioned, self.platform)
@@ -396,7 +402,9 @@ def measured(
         except OutOfMemoryError as error:
             needed_bytes = max(error.needed_bytes or 0, candidate.limit_bytes + 1)
             too_large = dataclasses.replace(
-                candidate, by="compile", memory_bytes=needed_bytes
+                candidate,
+                by="compile",
+                memory_bytes=needed_bytes,
             )
             compiled.append((too_large, None))
             continue
@@ -503,7 +511,10 @@ def jitted(
     if len(results) == 1:
         out = results[0]
     return filter_jit(
-        step, in_shardings=tuple(plans), out_shardings=out, donate=candidate.donated
+        step,
+        in_shardings=tuple(plans),
+        out_shardings=out,
+        donate=candidate.donated,
     )
 
 

@@ -60,7 +60,9 @@ class FilePlace:
     directory: str
     roots: tuple[str, ...]
     seen: dict[str, tuple[int, ...]] = dataclasses.field(
-        default_factory=dict, compare=False, repr=False
+        default_factory=dict,
+        compare=False,
+        repr=False,
     )
 
     @property

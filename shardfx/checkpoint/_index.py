@@ -60,7 +60,9 @@ class Index:
     entries: Sequence[ArrayEntry]
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     place: Place = dataclasses.field(
-        default_factory=lambda: FilePlace("", ()), repr=False, compare=False
+        default_factory=lambda: FilePlace("", ()),
+        repr=False,
+        compare=False,
     )
 
     def __iter__(self) -> Iterator[str]:

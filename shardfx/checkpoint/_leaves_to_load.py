@@ -163,7 +163,10 @@ def leaves_to_load(
     if unread != "allow":
         _require_all_read(index, target)
     return ToLoad(
-        leaves=leaves, scalars=numbers.scalars, numbers=numbers.values, target=target
+        leaves=leaves,
+        scalars=numbers.scalars,
+        numbers=numbers.values,
+        target=target,
     )
 
 
@@ -326,7 +329,10 @@ def _by_map(
         )
         leaves.append(leaf)
     return ToLoad(
-        leaves=leaves, scalars=numbers.scalars, numbers=numbers.values, target=target
+        leaves=leaves,
+        scalars=numbers.scalars,
+        numbers=numbers.values,
+        target=target,
     )
 
 

@@ -76,7 +76,9 @@ def as_bits(entry: object) -> Any:
         return entry
     bits = bits_of(entry.dtype)
     return dataclasses.replace(
-        entry, shape=(*entry.shape, *bits.shape), dtype=np.dtype(bits.dtype)
+        entry,
+        shape=(*entry.shape, *bits.shape),
+        dtype=np.dtype(bits.dtype),
     )
 
 

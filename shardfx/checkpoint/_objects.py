@@ -73,7 +73,9 @@ class ObjectPlace:
     address: Address
     timeout_seconds: float = TIMEOUT_SECONDS
     seen: dict[str, bytes] = dataclasses.field(
-        default_factory=dict, compare=False, repr=False
+        default_factory=dict,
+        compare=False,
+        repr=False,
     )
 
     @property

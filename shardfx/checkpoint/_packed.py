@@ -26,7 +26,10 @@ def raw_entry(entry: FileArray) -> FileArray:
     If rows are whole bytes, their last dimension is shorter, else there is one row.
     """
     return dataclasses.replace(
-        entry, shape=_raw_shape(entry), dtype=np.dtype(np.uint8), stored="U8"
+        entry,
+        shape=_raw_shape(entry),
+        dtype=np.dtype(np.uint8),
+        stored="U8",
     )
 
 

@@ -97,7 +97,10 @@ def _saved_part(row: object, size: tuple[int, ...]) -> SavedPart | None:
             if not is_shape(shape) or not is_sizes(start):
                 return None
             part = SavedPart(
-                path=path, shape=tuple(shape), start=tuple(start), size=size
+                path=path,
+                shape=tuple(shape),
+                start=tuple(start),
+                size=size,
             )
             if _is_inside(part):
                 return part

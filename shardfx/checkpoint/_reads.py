@@ -207,7 +207,9 @@ def parts_of(fetch: Fetch) -> Iterator[Fetch]:
             source = tuple(box_in_part)
             boxes.append(source)
             destination = StridedBox(
-                source=source, offset=offset, strides=place.strides
+                source=source,
+                offset=offset,
+                strides=place.strides,
             )
             destinations.append((number, destination))
         if boxes:

@@ -150,7 +150,10 @@ def _read_allocations(text: str, is_tupled: bool) -> list[_Allocation]:
             if not name.endswith("}"):
                 name += "{}"
             value = _Value(
-                name=name, bytes=int(match[2]), offset=int(match[3]), type=match[4]
+                name=name,
+                bytes=int(match[2]),
+                offset=int(match[3]),
+                type=match[4],
             )
             allocations[-1].values.append(value)
     return allocations
@@ -288,7 +291,11 @@ class _Arrays:
         array = next(iter(arrays_in(value.type)), Array("u8", (value.bytes,)))
         if maker is None:
             return LiveArray(
-                buffer=array, bytes=value.bytes, opcode="", op_name="", source=None
+                buffer=array,
+                bytes=value.bytes,
+                opcode="",
+                op_name="",
+                source=None,
             )
         return LiveArray(
             buffer=array,

@@ -207,7 +207,9 @@ class Explainer:
         """A sentence for each line with a conflict, the largest gathered arrays first."""
         sentences: dict[str, None] = {}
         largest_first = sorted(
-            self.graph.conflicts, key=self._gathered_bytes, reverse=True
+            self.graph.conflicts,
+            key=self._gathered_bytes,
+            reverse=True,
         )
         for conflict in largest_first:
             place = place_text(self.lines[conflict.operation])

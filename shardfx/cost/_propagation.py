@@ -313,7 +313,10 @@ class Graph:
                 for moved, factor in dims:
                     if factor != kept_factor and moved.value in operation.ins:
                         conflict = Conflict(
-                            operation=number, axis=axis, kept=kept, moved=moved
+                            operation=number,
+                            axis=axis,
+                            kept=kept,
+                            moved=moved,
                         )
                         conflicts.append(conflict)
         return conflicts

@@ -199,7 +199,9 @@ def check_step(
     sources = [refutation.source for refutation in refutations]
     refuted_lines = [source for source in sources if source is not None]
     return dataclasses.replace(
-        checked, refutations=refutations, lines=(*refuted_lines, *checked.lines)
+        checked,
+        refutations=refutations,
+        lines=(*refuted_lines, *checked.lines),
     )
 
 
@@ -397,5 +399,7 @@ def _blamed(
     if fault is not None:
         lines, story = story_of(records, comparisons, fault, played, values)
     return dataclasses.replace(
-        checked, lines=lines, story=(*story, *suspects(played.tape))
+        checked,
+        lines=lines,
+        story=(*story, *suspects(played.tape)),
     )

@@ -407,7 +407,8 @@ class Tape:
             record = self.records[number]
             loop = start if isinstance(leading, int) else record.loop
             self.records[number] = record._replace(
-                leading=(leading, *record.leading), loop=loop
+                leading=(leading, *record.leading),
+                loop=loop,
             )
 
     def scan(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Results:

@@ -163,7 +163,9 @@ def clean(
     left_over = calling(
         f"looking at {directory!r}",
         lambda: checkpoint.left_over(
-            directory, older_than_seconds=older_than_seconds, remove=remove
+            directory,
+            older_than_seconds=older_than_seconds,
+            remove=remove,
         ),
     )
     state = "removed" if remove else "left over"

@@ -69,7 +69,11 @@ def models(text: str, json_file: str | None) -> None:
     if not rows:
         raise UsageError(f"no published model has {text!r} in its name")
     lines = ft.partial(
-        table, cells, right=set(_NUMBERS), width=terminal_width(), spare=_SPARE
+        table,
+        cells,
+        right=set(_NUMBERS),
+        width=terminal_width(),
+        spare=_SPARE,
     )
     answer(json_file, lambda: "\n".join(lines()), lambda: rows)
 

@@ -185,10 +185,14 @@ def lint(
 @takes_plan_options()
 @click.argument("to", type=click.Path(), required=False, metavar="[OTHER]")
 @click.option(
-    "--to-mesh", metavar="MESH", help="The second plan's; the first's by default."
+    "--to-mesh",
+    metavar="MESH",
+    help="The second plan's; the first's by default.",
 )
 @click.option(
-    "--to-rules", metavar="RULES", help="The second plan's; the first's by default."
+    "--to-rules",
+    metavar="RULES",
+    help="The second plan's; the first's by default.",
 )
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the plans differ.")
 @JSON
@@ -219,7 +223,10 @@ def diff(
     mesh = to_mesh or usual[0]
     rules = to_rules or usual[1]
     other = dataclasses.replace(
-        options, model=to or options.model, mesh=mesh, rules=rules
+        options,
+        model=to or options.model,
+        mesh=mesh,
+        rules=rules,
     )
     first = plan_of(options)
     second = plan_of(other)

@@ -65,7 +65,9 @@ _STEP_HELP = """MODULE:STEP is a function that returns a step and a tuple of its
     help="The function's argument `mesh`, as in data=2,fsdp=4.",
 )
 @click.option(
-    "--kwargs", metavar="NAME=VALUE,...", help="For the function, as in 'layers=4'."
+    "--kwargs",
+    metavar="NAME=VALUE,...",
+    help="For the function, as in 'layers=4'.",
 )
 @click.option(
     "--how",
@@ -141,7 +143,9 @@ def traffic(
     help="The function's argument `mesh`, as in data=2,fsdp=4.",
 )
 @click.option(
-    "--kwargs", metavar="NAME=VALUE,...", help="For the function, as in 'layers=4'."
+    "--kwargs",
+    metavar="NAME=VALUE,...",
+    help="For the function, as in 'layers=4'.",
 )
 @JSON
 def why(
@@ -320,7 +324,9 @@ _FIELDS = tuple(
     help="How many devices of --chip, where they are no slice.",
 )
 @click.option(
-    "--chip", metavar="CHIP", help="What N devices are, as h100; see `shardfx chips`."
+    "--chip",
+    metavar="CHIP",
+    help="What N devices are, as h100; see `shardfx chips`.",
 )
 @click.option(
     "--keep",
@@ -355,7 +361,9 @@ _FIELDS = tuple(
     help="How many to compile, at most.",
 )
 @click.option(
-    "--kwargs", metavar="NAME=VALUE,...", help="For the function, as in 'layers=4'."
+    "--kwargs",
+    metavar="NAME=VALUE,...",
+    help="For the function, as in 'layers=4'.",
 )
 @click.option(
     "--write",

@@ -236,7 +236,11 @@ def per_device(
     mesh = sharding_of(devices).mesh
     spec = PartitionSpec(AXIS)
     run = jax.shard_map(
-        body, mesh=mesh, in_specs=(spec,) * count, out_specs=spec, check_vma=False
+        body,
+        mesh=mesh,
+        in_specs=(spec,) * count,
+        out_specs=spec,
+        check_vma=False,
     )
     return jax.jit(run, donate_argnums=donated)
 

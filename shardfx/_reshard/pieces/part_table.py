@@ -115,7 +115,9 @@ class PartTable:
 
         span = int(receivers.max()) + 1
         links, first_rows, link_of_part = np.unique(
-            senders * span + receivers, return_index=True, return_inverse=True
+            senders * span + receivers,
+            return_index=True,
+            return_inverse=True,
         )
         link_bytes = np.zeros(len(links), np.int64)
         np.add.at(link_bytes, link_of_part, part_bytes)

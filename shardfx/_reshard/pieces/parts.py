@@ -259,7 +259,9 @@ def shard_parts(
         if has_many_shards and _are_disjoint(holders.values()):
             tabled = tabled_parts(piece, targets, dtype, holders, process_of, sent)
             return ShardParts(
-                rows=tabled.table, missing=tabled.missing, replicas=tabled.replicas
+                rows=tabled.table,
+                missing=tabled.missing,
+                replicas=tabled.replicas,
             )
 
     # Several paths may have one value, and then share one grid.

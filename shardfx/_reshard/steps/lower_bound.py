@@ -165,7 +165,8 @@ class _GroupBound:
                 count=self.shards.count(axes),
             )
             self._shares[key] = _GroupShares(
-                held=held.share, common=held.common_share(self.far[dim])
+                held=held.share,
+                common=held.common_share(self.far[dim]),
             )
         return self._shares[key]
 

@@ -56,7 +56,11 @@ def _moving(
     spec: PartitionSpec,
 ) -> Shaped[Array, "..."]:
     body = ft.partial(
-        run, steps=steps, like=like, axes=tuple(src.mesh.axis_names), chunks=chunks
+        run,
+        steps=steps,
+        like=like,
+        axes=tuple(src.mesh.axis_names),
+        chunks=chunks,
     )
     return _mapped(body, src.mesh, src.spec, spec)(x)
 
@@ -119,7 +123,11 @@ def _mapped(
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             # JAX cannot infer the replication that the steps establish.
             return jax.shard_map(
-                body, mesh=mesh, in_specs=source, out_specs=target, check_vma=False
+                body,
+                mesh=mesh,
+                in_specs=source,
+                out_specs=target,
+                check_vma=False,
             )(x)
 
     return run_on
@@ -157,7 +165,10 @@ def run(
         return lax.platform_dependent(shard, tpu=on_tpu, cpu=at_once, default=at_once)
     elsewhere = ft.partial(in_chunks, move=at_once, chunks=chunks, as_on_tpus=False)
     return lax.platform_dependent(
-        shard, tpu=on_tpu, cpu=on_bits(elsewhere), default=elsewhere
+        shard,
+        tpu=on_tpu,
+        cpu=on_bits(elsewhere),
+        default=elsewhere,
     )
 
 
@@ -199,7 +210,9 @@ def _all_gather(
 ) -> Array:
     exchange = all_gather(step.source, step.target, like)
     gather = ft.partial(
-        lax.all_gather, axis_name=axes, axis_index_groups=exchange.groups.tolist()
+        lax.all_gather,
+        axis_name=axes,
+        axis_index_groups=exchange.groups.tolist(),
     )
     gathered_dims = [dim for dim, count in enumerate(exchange.counts) if count > 1]
 

@@ -52,7 +52,11 @@ def encoding_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Encoding:
         else:
             dtype = _FLOAT32
     return Encoding(
-        value=value, path=value.path, dtype=dtype, casts=casts, scales=scales
+        value=value,
+        path=value.path,
+        dtype=dtype,
+        casts=casts,
+        scales=scales,
     )
 
 

@@ -137,5 +137,9 @@ def fault_of(record: Mapping[str, Any]) -> Fault:
         runs[partitioner] = Runs(**{key: tuple(versions[key]) for key in versions})
     operations = tuple(fields.pop("operations"))
     return Fault(
-        arrays=arrays, operation=operation, runs=runs, operations=operations, **fields
+        arrays=arrays,
+        operation=operation,
+        runs=runs,
+        operations=operations,
+        **fields,
     )

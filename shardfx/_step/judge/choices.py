@@ -142,7 +142,12 @@ def gathered_choices(
                 return None
     idiom = Choices(along, operand.kind)
     return dataclasses.replace(
-        operand, shape=shape, terms=None, kind="add", known=None, idiom=idiom
+        operand,
+        shape=shape,
+        terms=None,
+        kind="add",
+        known=None,
+        idiom=idiom,
     )
 
 

@@ -327,5 +327,8 @@ def _reduced_window(
     form = form_in(context, instruction, operands, shape)
     held = placed(context, form, instruction, shape, cuts, number)
     return dataclasses.replace(
-        held, terms=operand.terms, kind=operand.kind, scale=operand.scale
+        held,
+        terms=operand.terms,
+        kind=operand.kind,
+        scale=operand.scale,
     )

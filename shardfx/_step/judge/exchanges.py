@@ -88,7 +88,12 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
         else:
             fill = 0
     return dataclasses.replace(
-        operand, axes=axes, rest=rest, terms=terms, fill=fill, known=None
+        operand,
+        axes=axes,
+        rest=rest,
+        terms=terms,
+        fill=fill,
+        known=None,
     )
 
 

@@ -148,7 +148,10 @@ def _gathered(
     keyed = form_in(context, instruction, [table, index], shape)
     held = placed(context, keyed, instruction, shape, cuts, number)
     held = dataclasses.replace(
-        held, terms=table.terms, kind=table.kind, scale=table.scale
+        held,
+        terms=table.terms,
+        kind=table.kind,
+        scale=table.scale,
     )
     if not is_cut:
         return held

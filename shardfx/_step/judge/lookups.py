@@ -208,7 +208,9 @@ def any_of_columns(instruction: Instruction, operand: Held) -> Held:
     if not isinstance(operand.idiom, Outside) or over != (len(operand.shape) - 1,):
         raise Unjudged("a lookup that is not finished")
     return dataclasses.replace(
-        operand, shape=operand.shape[:-1], axes=operand.axes[:-1]
+        operand,
+        shape=operand.shape[:-1],
+        axes=operand.axes[:-1],
     )
 
 

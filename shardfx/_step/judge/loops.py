@@ -185,7 +185,10 @@ class Loops:
             matches += 1
             state.append(held)
         return _Trial(
-            loop=loop, state=reason or state, matches=matches, mismatches=mismatches
+            loop=loop,
+            state=reason or state,
+            matches=matches,
+            mismatches=mismatches,
         )
 
     def _carried(

@@ -139,7 +139,9 @@ def _merged(
             is_left = bool(((before == HOLE) & mask).any())
             is_same = first.fill == number or not (has_others or is_left)
             return dataclasses.replace(
-                held, fill=number if is_same else None, known=None
+                held,
+                fill=number if is_same else None,
+                known=None,
             )
     axis, other_axis = chosen_value.axes[place], other.axes[place]
     if chosen_value.root != other.root or axis is None or other_axis is None:

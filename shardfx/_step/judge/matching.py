@@ -369,7 +369,11 @@ def _moved(
     if kept is None:
         return None
     return dataclasses.replace(
-        below, root=array.view.root, axes=tuple(axes), rest=kept, known=None
+        below,
+        root=array.view.root,
+        axes=tuple(axes),
+        rest=kept,
+        known=None,
     )
 
 

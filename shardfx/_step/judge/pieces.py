@@ -212,7 +212,10 @@ def _indexed_slice(
             # Broadcasts stay broadcasts in the whole program's shape.
             held = placed(context, form, instruction, shape, cuts, number)
             return dataclasses.replace(
-                held, terms=operand.terms, kind=operand.kind, scale=operand.scale
+                held,
+                terms=operand.terms,
+                kind=operand.kind,
+                scale=operand.scale,
             )
     raise Unjudged("a slice, at an index that is computed, of a dimension that is cut")
 
@@ -247,7 +250,11 @@ def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
     if operand.root == NOWHERE:
         raise Unjudged("padding of numbers of one device's program")
     return dataclasses.replace(
-        operand, shape=shape, axes=tuple(axes), fill=fill, known=None
+        operand,
+        shape=shape,
+        axes=tuple(axes),
+        fill=fill,
+        known=None,
     )
 
 
@@ -296,7 +303,10 @@ def _padded_globally(
         form = form_in(context, instruction, (operand, value), shape)
         held = placed(context, form, instruction, shape, cuts, number)
         return dataclasses.replace(
-            held, terms=operand.terms, kind=operand.kind, scale=operand.scale
+            held,
+            terms=operand.terms,
+            kind=operand.kind,
+            scale=operand.scale,
         )
     return None
 

@@ -118,7 +118,10 @@ def broadcast_scalar(operand: Held, shape: tuple[int, ...]) -> Held:
     if table is not None:
         table = table.reshape(table.shape[:1] + (1,) * len(shape))
     return dataclasses.replace(
-        operand, shape=shape, axes=(None,) * len(shape), known=table
+        operand,
+        shape=shape,
+        axes=(None,) * len(shape),
+        known=table,
     )
 
 

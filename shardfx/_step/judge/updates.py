@@ -87,7 +87,10 @@ def _update_sums(held: Held, operand: Held, update: Held) -> Held:
         require_finished(operand, "dynamic-update-slice")
         require_finished(update, "dynamic-update-slice")
     return dataclasses.replace(
-        held, terms=update.terms, kind=update.kind, scale=update.scale
+        held,
+        terms=update.terms,
+        kind=update.kind,
+        scale=update.scale,
     )
 
 
@@ -134,7 +137,11 @@ def _updated(
     if update.has_holes and update.fill != fill:
         fill = None
     return dataclasses.replace(
-        update, shape=operand.shape, axes=tuple(axes), fill=fill, known=None
+        update,
+        shape=operand.shape,
+        axes=tuple(axes),
+        fill=fill,
+        known=None,
     )
 
 

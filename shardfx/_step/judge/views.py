@@ -228,7 +228,11 @@ def _fitted(
         for target, cut in zip(targets, regrouped, strict=True):
             axes[target] = Axis(target, cut)
     return dataclasses.replace(
-        operand, root=number, shape=shape, axes=tuple(axes), rest=()
+        operand,
+        root=number,
+        shape=shape,
+        axes=tuple(axes),
+        rest=(),
     )
 
 

@@ -207,7 +207,9 @@ class _Reader:
         for number, part in enumerate(shapes):
             rank = len(part)
             keyed = form._replace(
-                key=(*form.key, number), dims=form.dims[:rank], kept=form.kept[:rank]
+                key=(*form.key, number),
+                dims=form.dims[:rank],
+                kept=form.kept[:rank],
             )
             if rank > len(form.dims):
                 # As random bits beside the state of their generator.

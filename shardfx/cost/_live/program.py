@@ -206,7 +206,9 @@ class _Flattener:
         for parameter, values in zip(parameters, bound, strict=True):
             parameter_of.update(dict.fromkeys(_numbers_in(values), parameter))
         body = Body(
-            carried=tuple(parameter_of), results=_numbers_in(root_values), ops=ops
+            carried=tuple(parameter_of),
+            results=_numbers_in(root_values),
+            ops=ops,
         )
         return FlatProgram(self.buffers, body, tuple(parameter_of.values()))
 

@@ -219,7 +219,10 @@ def named_sizes(layout: TreeLayout) -> list[NamedSizes]:
         for group in first.dims:
             axes.append(" ".join(_sized_as(axis, first, sizes) for axis in group))
         named = NamedSizes(
-            path=path, sizes=tuple(shape), axes=tuple(axes), counts=tuple(counts)
+            path=path,
+            sizes=tuple(shape),
+            axes=tuple(axes),
+            counts=tuple(counts),
         )
         pairs.append(named)
     return pairs

@@ -142,7 +142,9 @@ def engine(config: Config, *, shards: int) -> TreeLayout:
         ```
     """
     theirs = hugging_face(
-        config, prefix=_PREFIXES.get(str(config.get("model_type"))), ahead="drop"
+        config,
+        prefix=_PREFIXES.get(str(config.get("model_type"))),
+        ahead="drop",
     )
     sizes = dict(theirs.sizes)
     heads = sizes.get("kv_heads", 1)

@@ -490,7 +490,12 @@ def rules_for(
 
     rules: list[tuple[str, Any]] = []
     for regex, target in rules_of(
-        stacked, sizes, along, across, expert=routed, others=[*rest]
+        stacked,
+        sizes,
+        along,
+        across,
+        expert=routed,
+        others=[*rest],
     ):
         # The rules for experts must match: otherwise a tree with one array per expert
         # would not be sharded over `expert`.
