@@ -30,15 +30,16 @@ class Server:
 
     kind: str
     endpoint: str
+    bucket: str = BUCKET
 
     def place(self, path: str) -> str:
         """The address of a path in the bucket."""
         if self.kind == "gcs":
-            return f"gs://{BUCKET}/{path}"
-        return f"s3://{BUCKET}/{path}?endpoint={self.endpoint}&region=us-east-1"
+            return f"gs://{self.bucket}/{path}"
+        return f"s3://{self.bucket}/{path}?endpoint={self.endpoint}&region=us-east-1"
 
     def spec(self, path: str = "") -> dict[str, Any]:
-        spec = {"driver": self.kind, "bucket": BUCKET, "path": path}
+        spec = {"driver": self.kind, "bucket": self.bucket, "path": path}
         if self.kind == "s3":
             spec |= {"endpoint": self.endpoint, "aws_region": "us-east-1"}
         return spec
@@ -98,21 +99,26 @@ def gcs_server() -> Iterator[Server]:
     command = [str(binary), *options, "-backend", "memory", "-log-level", "error"]
     process = subprocess.Popen(command)
     try:
-        endpoint = f"http://127.0.0.1:{port}"
-        url = f"{endpoint}/storage/v1/b?project=tests"
-        headers = {"Content-Type": "application/json"}
-        content = json.dumps({"name": BUCKET}).encode()
-        request = urllib.request.Request(url, content, headers)
+        server = Server("gcs", f"http://127.0.0.1:{port}")
         for _ in range(500):
             try:
-                urllib.request.urlopen(request).close()
+                make_gcs_bucket(server)
                 break
             except OSError:
                 time.sleep(0.02)
-        yield Server("gcs", endpoint)
+        yield server
     finally:
         process.terminate()
         process.wait()
+
+
+def make_gcs_bucket(server: Server) -> None:
+    """Makes the bucket of a server of Google's kind."""
+    url = f"{server.endpoint}/storage/v1/b?project=tests"
+    headers = {"Content-Type": "application/json"}
+    content = json.dumps({"name": server.bucket}).encode()
+    request = urllib.request.Request(url, content, headers)
+    urllib.request.urlopen(request).close()
 
 
 @dataclasses.dataclass

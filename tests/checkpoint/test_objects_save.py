@@ -2,6 +2,7 @@
 another leaves whole steps.
 """
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _servers import SECRET_KEY, proxied
+from _servers import SECRET_KEY, make_gcs_bucket, proxied
 from jax.sharding import Mesh, PartitionSpec as P
 from safetensors.numpy import load
 
@@ -171,7 +172,11 @@ def strict_gcs(gcs, monkeypatch):
     there is none, as Google does; the server alone ignores it.
     """
     there = set()
-    with proxied(gcs) as (server, proxy):
+    # TensorStore asks for the address of Google's API once for each bucket that is open
+    # in the process.
+    own = dataclasses.replace(gcs, bucket="strict")
+    make_gcs_bucket(own)
+    with proxied(own) as (server, proxy):
 
         def fault(method, path, number):
             if method != "POST":
