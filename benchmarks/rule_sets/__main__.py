@@ -32,13 +32,18 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m benchmarks.rule_sets", description=__doc__
     )
     parser.add_argument("--only", default="", help="a regex of names of cases")
+    parser.add_argument(
+        "--records",
+        type=Path,
+        help="add each result to this file as it comes, and run only what it lacks",
+    )
     parser.add_argument("--json", type=Path, help="where the results go")
-    parser.add_argument("--behind", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     flags = parser.parse_args(arguments)
-    if flags.behind is not None:
-        _work(flags.only, flags.behind)
+    if flags.work:
+        _work(flags.only, set(json.load(sys.stdin)))
         return 0
-    results = _all(flags.only)
+    results = _all(flags.only, flags.records)
     outcomes = [result["outcome"] for result in results.values()]
     counts = {outcome: outcomes.count(outcome) for outcome in sorted({*outcomes})}
     print(f"JAX {jax.__version__}: {counts}")
@@ -50,40 +55,58 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _all(only: str) -> dict[str, Any]:
+def _all(only: str, records: Path | None) -> dict[str, Any]:
     """The result of each case, by its name."""
     results: dict[str, Any] = {}
-    count = 0
+    if records is not None and records.exists():
+        for text in records.read_text().splitlines():
+            row = json.loads(text)
+            results[row.pop("case")] = row
     while True:
-        command = [sys.executable, "-m", "benchmarks.rule_sets"]
-        command += ["--only", only, "--behind", str(count)]
         pending = ""
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                print(line, end="", flush=True)
-                row = json.loads(line)
+        command = [sys.executable, "-m", "benchmarks.rule_sets"]
+        command += ["--only", only, "--work"]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdin is not None and process.stdout is not None
+            json.dump([*results], process.stdin)
+            process.stdin.close()
+            for text in process.stdout:
+                print(text, end="", flush=True)
+                row = json.loads(text)
                 if "begins" in row:
                     pending = row["begins"]
-                    count = count + 1
-                else:
-                    results[row.pop("case")] = row
-                    pending = ""
+                    continue
+                pending = ""
+                _record(records, row)
+                results[row.pop("case")] = row
         if not pending:
             if process.returncode:
                 raise RuntimeError(f"the process of cases ended: {process.returncode}")
             return results
-        results[pending] = {"outcome": "ended", "code": process.returncode}
+        row = {"outcome": "ended", "code": process.returncode}
+        _record(records, {"case": pending, **row})
+        results[pending] = row
 
 
-def _work(only: str, behind: int) -> None:
+def _record(records: Path | None, row: dict[str, Any]) -> None:
+    if records is not None:
+        with records.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _work(only: str, done: set[str]) -> None:
+    """Runs the cases whose names are not in `done`."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     from . import _pages, _presets
 
     every = [*_pages.cases(), *_presets.cases()]
     chosen = [case for case in every if re.search(only, case.name)]
-    for case in chosen[behind:]:
+    for case in chosen:
+        if case.name in done:
+            continue
         print(json.dumps({"begins": case.name}), flush=True)
         began = time.perf_counter()
         try:

@@ -27,19 +27,29 @@ class Model(NamedTuple):
     """The loss of a model, and structs of its parameters and of its batch.
 
     If `is_held`, the loss takes a third argument: a function that constrains the result
-    of a block to rows, as the page on choosing rules advises.
+    of a block to rows, as the page on choosing rules advises. If `is_planned`, that is
+    the plan by which it constrains its arrays itself; `None` on one device.
     """
 
     loss: Loss
     params: Any
     batch: jax.ShapeDtypeStruct
     is_held: bool = False
+    is_planned: bool = False
 
-    def held_by(self, hold: Callable[[jax.Array], jax.Array]) -> Loss:
-        """The loss, with its blocks constrained by `hold` if it holds them."""
-        if not self.is_held:
-            return self.loss
-        return lambda params, batch: self.loss(params, batch, hold)
+    def held_by(
+        self,
+        hold: Callable[[jax.Array], jax.Array],
+        plan: sfx.ShardPlan | None = None,
+    ) -> Loss:
+        """The loss, with its blocks constrained by `hold` or by `plan`, if it constrains
+        them.
+        """
+        if self.is_held:
+            return lambda params, batch: self.loss(params, batch, hold)
+        if self.is_planned:
+            return lambda params, batch: self.loss(params, batch, plan)
+        return self.loss
 
 
 class Case(NamedTuple):
@@ -78,7 +88,7 @@ class Case(NamedTuple):
         whole = jax.NamedSharding(mesh, jax.P())
         hold = lambda x: jax.lax.with_sharding_constraint(x, rows)
         step = jax.jit(
-            jax.value_and_grad(model.held_by(hold)),
+            jax.value_and_grad(model.held_by(hold, plan)),
             out_shardings=(whole, plan.shardings),
         )
         return step, (plan.structs, batch)

@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 import shardfx as sfx
 
-from ._case import MESHES, ROWS, Case, Model, by_paths, struct
+from ._case import MESHES, ROWS, Case, Model, by_paths, struct, tokens
 
 
-_DOCS = Path(__file__).parents[2] / "docs"
+_ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _WIDTH = 48
 _HIDDEN = 96
@@ -29,7 +30,7 @@ _LENGTH = 4
 
 
 def cases() -> Iterator[Case]:
-    page = _namespace("choosing.md")
+    page = _namespace("docs/choosing.md")
     rules: dict[str, Callable[..., sfx.ShardPlan]] = {
         "choosing: specs by path": by_paths(page["by_spec"]),
         "choosing: names, train": by_paths(page["paths"], axes=page["train"]),
@@ -49,16 +50,72 @@ def cases() -> Iterator[Case]:
         yield Case("choosing: names in the module", "scanned", mesh, make, planned)
     if importlib.util.find_spec("flax") is None:
         return  # which the page of recipes needs
-    recipes = _namespace("recipes.md", "## Mixed precision")
+    yield from _readme()
+    yield from _tour()
+    recipes = _namespace("docs/recipes.md", "## Mixed precision")
     for mesh in MESHES:
         planned = ft.partial(sfx.plan, names=recipes["NAMES"], axes=recipes["axes"])
         make = ft.partial(_recipe, recipes)
         yield Case("recipes", "the page's model", mesh, make, planned)
 
 
+def _readme() -> Iterator[Case]:
+    """The rules, the model and the loss of the README's training block."""
+    page = _namespace("README.md", "## Reasons")
+    planned = by_paths(page["rules"], axes=page["axes"])
+    for mesh in MESHES:
+        make = ft.partial(_of_readme, page["shapes"])
+        yield Case("README", "the page's model", mesh, make, planned)
+
+
+def _of_readme(shapes: Any) -> Model:
+    params, static = eqx.partition(shapes, _is_struct)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        model = eqx.combine(params, static)
+        return jnp.mean((jax.vmap(model)(x) - x) ** 2)
+
+    return Model(loss, params, struct(ROWS, 64))
+
+
+def _is_struct(leaf: object) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _tour() -> Iterator[Case]:
+    """The rules and the model of the tour, with its loss."""
+    page = dict(_namespace("docs/tour.md", "## Plan"))
+    text = (_ROOT / "docs/tour.md").read_text()
+    _, _, behind = text.partition("def attend(")
+    loss_text, _, _ = behind.partition("def step(")
+    exec("def attend(" + loss_text, page)
+    planned = by_paths(page["paths"], axes=page["axes"])
+    for mesh in MESHES:
+        make = ft.partial(_of_tour, page)
+        yield Case("tour", "the page's model", mesh, make, planned)
+
+
+def _of_tour(page: dict[str, Any]) -> Model:
+    def loss(params: Any, tokens: jax.Array, plan: sfx.ShardPlan | None) -> jax.Array:
+        # The names that the page's loss reads.
+        page["plan"] = plan
+        page["sfx"] = sfx if plan is not None else _Unconstrained
+        return page["loss_of"](params, tokens)
+
+    return Model(loss, page["shapes"], tokens(ROWS, 33), is_planned=True)
+
+
+class _Unconstrained:
+    """In place of shardfx, for a loss on one device."""
+
+    @staticmethod
+    def constrain(x: jax.Array, *_: Any) -> jax.Array:
+        return x
+
+
 def _namespace(name: str, before: str = "") -> Mapping[str, Any]:
     """The names that the blocks of a page define, up to a heading."""
-    text = (_DOCS / name).read_text()
+    text = (_ROOT / name).read_text()
     if before:
         text = text.partition(before)[0]
     names: dict[str, Any] = {"__name__": name}
