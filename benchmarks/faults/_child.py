@@ -67,10 +67,18 @@ def _flags() -> argparse.Namespace:
     return parser.parse_args()
 
 
+# The verdicts on cases that do not run, by what the request asks for.
+_NOT_RUN = {
+    "first": ("proved", "not judged"),
+    "judged": ("not judged",),
+    "only": ("proved", "refuted", "not judged", "failed"),
+}
+
+
 def _answered(request: dict[str, Any], answer: Any) -> None:
     from ._data import from_json, to_json
     from ._draws import draw
-    from ._numbers import Prepared
+    from ._numbers import Prepared, outcome, sharded
 
     if "draw" in request:
         cases = draw(*request["draw"])
@@ -79,11 +87,13 @@ def _answered(request: dict[str, Any], answer: Any) -> None:
     ready: dict[str, Any] = {}
     for case in cases:
         answer({"case": to_json(case)})
-        if request.get("verify") == "first":
+        step = sharded(case)
+        said: dict[str, Any] | None = None
+        if request.get("verify") in _NOT_RUN:
             from ._verdicts import verdict
 
-            said = verdict(case)
-            if said["outcome"] in ("proved", "not judged"):
+            said = verdict(case, step)
+            if said["outcome"] in _NOT_RUN[request["verify"]]:
                 answer({"outcome": "not run", "verdict": said})
                 continue
         key = json.dumps(to_json(case)["program"])
@@ -95,19 +105,25 @@ def _answered(request: dict[str, Any], answer: Any) -> None:
         if isinstance(ready[key], str):
             answer({"outcome": "refused", "message": ready[key]})
             continue
-        answer(_compared(request, case, ready[key]))
+        line = outcome(case, ready[key], step)
+        answer(_compared(request, case, step, line, said))
 
 
-def _compared(request: dict[str, Any], case: Any, ready: Any) -> dict[str, Any]:
-    """The outcome of a case, with what the request asks for beside the numbers."""
-    from ._numbers import outcome
-
-    line = outcome(case, ready)
+def _compared(
+    request: dict[str, Any],
+    case: Any,
+    step: Any,
+    line: dict[str, Any],
+    said: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """The outcome of a case, `line`, with what the request asks for beside the numbers.
+    `said` is the verdict on it, if that is known already.
+    """
     is_run = line["outcome"] in ("right", "wrong", "unstable")
     if request.get("verify") and is_run:
         from ._verdicts import verdict
 
-        line["verdict"] = verdict(case)
+        line["verdict"] = verdict(case, step) if said is None else said
     if request.get("explain") and line["outcome"] == "wrong":
         from ._verdicts import explanation
 
@@ -115,7 +131,7 @@ def _compared(request: dict[str, Any], case: Any, ready: Any) -> dict[str, Any]:
     if request.get("mutations") and line["outcome"] == "right":
         from ._mutations import mutated
 
-        line["mutated"] = mutated(case, request["mutations"], case.number)
+        line["mutated"] = mutated(case, step, request["mutations"], case.number)
     return line
 
 

@@ -42,6 +42,11 @@ class Tally:
     judged: dict[str, Counter[str]] = dataclasses.field(default_factory=dict)
     accused: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
+    @property
+    def count(self) -> int:
+        """The number of cases."""
+        return sum(self.counts.get("all", Counter()).values())
+
     def add(self, result: Result) -> None:
         """Counts one result."""
         outcome = result.outcome["outcome"]
@@ -84,24 +89,56 @@ def hunt(
     family: str | None = None,
     verify: str | None = None,
     records: Path | None = None,
+    cases: int | None = None,
 ) -> Tally:
-    """Runs cases from number `first` on until the time is over.
+    """Runs cases from number `first` on until the time is over, or until `cases` ran.
 
     With `verify="beside"`, `shardfx.testing.verify` judges each case that ran; with
-    "first", only what it refutes is run, so many more cases are judged for accusations.
-    `records` gets each result as a line of JSON.
+    "first", only what it refutes is run, so many more cases are judged for accusations;
+    with "judged", what it refutes or proves. `records` gets each result as a line of
+    JSON; the hunt goes on behind those that it has.
     """
     tally = Tally(seed=seed, first=first, last=first)
+    if records is not None and records.exists():
+        add_records(tally, records)
+    before = tally.seconds
     started = time.monotonic()
     with Child(configuration) as child:
         tally.versions = child.versions
         while time.monotonic() - started < 60 * minutes:
+            if cases is not None and tally.count >= cases:
+                break
             request = {"draw": [seed, tally.last, layouts, family], "verify": verify}
             for result in _recorded(child.results(request), records):
                 tally.add(result)
             tally.last += 1
-    tally.seconds = round(time.monotonic() - started, 1)
+    tally.seconds = round(before + time.monotonic() - started, 1)
     return tally
+
+
+def add_records(tally: Tally, records: Path) -> None:
+    """Counts the results in a file of records."""
+    for line in records.read_text().splitlines():
+        record = json.loads(line)
+        tally.add(Result(record["case"], record["outcome"]))
+        tally.seconds = round(tally.seconds + record["seconds"], 2)
+        tally.last = max(tally.last, record["case"]["number"] + 1)
+
+
+def judge_again(configuration: Configuration, records: Path, most: int = 24) -> None:
+    """Asks `verify` again about the cases in a file of records that it judged, at most
+    `most` in one request. What their numbers said stays.
+    """
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    judged = [line for line in lines if "verdict" in line["outcome"]]
+    with Child(configuration) as child:
+        for start in range(0, len(judged), most):
+            batch = judged[start : start + most]
+            request = {"cases": [line["case"] for line in batch], "verify": "only"}
+            for line, result in zip(batch, child.results(request), strict=True):
+                line["outcome"]["verdict"] = result.outcome["verdict"]
+    texts = [json.dumps(line) + "\n" for line in lines]
+    records.write_text("".join(texts))
 
 
 def _recorded(results: Iterator[Result], records: Path | None) -> Iterator[Result]:

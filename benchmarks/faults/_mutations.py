@@ -14,7 +14,7 @@ import numpy as np
 from ._data import Case
 from ._draws import shapes_between
 from ._mutate import UNCHANGED, mutations
-from ._numbers import mesh_of, sharded
+from ._numbers import mesh_of
 from ._texts import difference, is_whole, placed, run, shards, texts
 from ._values import arguments
 from ._verdicts import verdict_of_text
@@ -37,16 +37,18 @@ class Original(NamedTuple):
     devices: int
 
 
-def original(case: Case) -> tuple[Original | None, str]:
-    """The partitioned program of a case, or `None` and why it does not count."""
+def original(case: Case, step: Any) -> tuple[Original | None, str]:
+    """The partitioned program of a case, whose jitted function is `step`; or `None` and
+    why it does not count.
+    """
     values = arguments(case.program, shapes_between(case.program)[-1])
     devices = mesh_of(case.layout.mesh).size
-    text, whole = texts(case, values)
+    text, whole = texts(case, step, values)
     if not is_whole(text):
         return None, "constants are not written out"
     arrays = placed(case, values)
     results = run(text, arrays, devices)
-    if difference(results, shards(sharded(case)(*arrays))) > UNCHANGED:
+    if difference(results, shards(step(*arrays))) > UNCHANGED:
         return None, "its text gives other numbers than jit"
     program = Original(
         text=text,
@@ -74,9 +76,11 @@ def _negative(array: np.ndarray) -> np.ndarray:
     return ~array if array.dtype.kind == "i" else array
 
 
-def mutated(case: Case, count: int, seed: int) -> list[dict[str, Any]]:
-    """Mutations of the case's program, each with what its numbers and the judge say."""
-    program, reason = original(case)
+def mutated(case: Case, step: Any, count: int, seed: int) -> list[dict[str, Any]]:
+    """Mutations of the case's program, each with what its numbers and the judge say.
+    What the judge does not judge needs no numbers, and does not run.
+    """
+    program, reason = original(case, step)
     if program is None:
         return [{"skipped": reason}]
     before = _judged(program, program.text)
@@ -88,6 +92,10 @@ def mutated(case: Case, count: int, seed: int) -> list[dict[str, Any]]:
             "name": case.program.name,
             "before": before.get("outcome"),
         }
+        verdict = _judged(program, mutation.text)
+        if verdict["outcome"] == "not judged":
+            lines.append(line | {"verdict": verdict})
+            continue
         try:
             results = run(mutation.text, program.arguments, program.devices)
         except Exception as error:  # XLA refuses the text
@@ -95,7 +103,6 @@ def mutated(case: Case, count: int, seed: int) -> list[dict[str, Any]]:
             continue
         changed = difference(results, program.results)
         line["changed"] = float(f"{changed:.3g}")
-        verdict = _judged(program, mutation.text)
         if verdict["outcome"] == "refuted" and changed <= UNCHANGED:
             line["changed_otherwise"] = _changed_otherwise(program, mutation.text)
         lines.append(line | {"verdict": verdict})

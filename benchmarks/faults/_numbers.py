@@ -137,10 +137,13 @@ def compare(results: list[np.ndarray], expected: list[Expected]) -> dict[str, An
     return worst
 
 
-def outcome(case: Case, ready: Prepared) -> dict[str, Any]:
-    """Runs the case on its mesh. An error of JAX or XLA is an outcome of its own."""
+def outcome(case: Case, ready: Prepared, step: Any = None) -> dict[str, Any]:
+    """Runs the case on its mesh. An error of JAX or XLA is an outcome of its own. `step`
+    is its jitted function, if that is traced already.
+    """
     try:
-        results = _arrays(sharded(case)(*ready.arguments))
+        function = sharded(case) if step is None else step
+        results = _arrays(function(*ready.arguments))
     except Exception as error:  # XLA's errors have many types
         return {"outcome": "error", "message": f"{type(error).__name__}: {error}"[:800]}
     if ready.is_close(results):

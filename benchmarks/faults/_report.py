@@ -59,7 +59,9 @@ def is_mistake(line: Mapping[str, Any]) -> bool:
     if "verdict" not in line:
         return False
     said = line["verdict"]["outcome"]
-    return said == "failed" or (said == "proved" and line["changed"] > UNCHANGED)
+    if said == "failed":
+        return True
+    return said == "proved" and line["changed"] > UNCHANGED
 
 
 def is_harmless(line: Mapping[str, Any]) -> bool:
@@ -135,14 +137,15 @@ def mutation_table(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, in
     """Counts by kind of mutation: changed or not, and what the judge says."""
     counts: dict[str, Counter[str]] = {}
     for line in lines:
-        if "changed" not in line:
+        if "verdict" not in line:
             reason = "refused by XLA" if "refused" in line else "skipped"
             counts.setdefault(line.get("kind", "all"), Counter())[reason] += 1
             continue
-        part = _change(line)
-        said = line["verdict"]["outcome"]
+        words = line["verdict"]["outcome"]
+        if "changed" in line:
+            words = f"{_change(line)}, {words}"
         for kind in ("all", line["kind"]):
-            counts.setdefault(kind, Counter())[f"{part}, {said}"] += 1
+            counts.setdefault(kind, Counter())[words] += 1
     return {kind: dict(counts[kind]) for kind in sorted(counts)}
 
 

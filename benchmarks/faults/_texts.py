@@ -19,7 +19,7 @@ from shardfx._step.collectives import groups_of
 from shardfx._step.hlo_text import parse_hlo
 
 from ._data import Case
-from ._numbers import mesh_of, sharded, sharding
+from ._numbers import mesh_of, sharding
 
 
 _jax: Any = importlib.import_module("jaxlib._jax")
@@ -33,12 +33,12 @@ _GROUPED = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all)\(")
 _NAME = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = ")
 
 
-def texts(case: Case, arguments: list[np.ndarray]) -> tuple[str, str]:
+def texts(case: Case, step: Any, arguments: list[np.ndarray]) -> tuple[str, str]:
     """The program of one device, groups written out, and the whole program before the
-    partitioner.
+    partitioner, of a case whose jitted function is `step`.
     """
     count = mesh_of(case.layout.mesh).size
-    module = sharded(case).lower(*arguments).compiler_ir("stablehlo")
+    module = step.lower(*arguments).compiler_ir("stablehlo")
     both = partitioner.programs(lowered.bytecode(module), count)
     return explicit(both.partitioned, count), both.whole
 

@@ -20,12 +20,13 @@ _BROKEN = re.compile(r"^the rule of .* failed|^.* failed: \w+Error")
 _EQUATION = re.compile(r"first equation that differs: `([\w-]+)`")
 
 
-def verdict(case: Case) -> dict[str, Any]:
+def verdict(case: Case, step: Any = None) -> dict[str, Any]:
     """The verdict on a case, as JSON holds it. An error of `verify` is a verdict of its
-    own, "failed".
+    own, "failed". `step` is its jitted function, if there is one already.
     """
     try:
-        said = testing.verify(sharded(case), *structs(case), compiler="cpu")
+        function = sharded(case) if step is None else step
+        said = testing.verify(function, *structs(case), compiler="cpu")
     except Exception as error:  # whatever it is, it is a fault of `verify`
         return {
             "outcome": "failed",

@@ -10,8 +10,8 @@ from typing import Any
 
 from . import _report
 from ._data import Case, from_json
-from ._driver import Child, Configuration, Result
-from ._hunt import Tally, hunt
+from ._driver import Child, Configuration
+from ._hunt import Tally, add_records, hunt, judge_again
 
 
 SUMMARY = "what XLA's partitioner computes wrongly, found by random layouts"
@@ -32,8 +32,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--verify",
         nargs="?",
         const="beside",
-        choices=("beside", "first"),
-        help="ask shardfx.testing.verify, too; first: and run only what it refutes",
+        choices=("beside", "first", "judged"),
+        help="ask shardfx.testing.verify, too; first: and run only what it refutes;"
+        " judged: and run what it refutes or proves",
     )
     add("--minimise", type=float, default=60, help="seconds to shrink each failure")
     add("--mutations", type=int, help="mutate this many right programs instead")
@@ -43,7 +44,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="no draws: how much of training steps of each family verify judges",
     )
     add("--replay", type=Path, help="run the cases of a results file again")
-    add("--records", type=Path, help="add each result to this file as it comes")
+    add("--cases", type=int, help="how many cases run at most")
+    add(
+        "--records",
+        type=Path,
+        help="add each result to this file as it comes, and go on behind those it has",
+    )
+    add(
+        "--judge-again",
+        action="store_true",
+        help="ask verify again about the cases in --records, before others are drawn",
+    )
     add("--summarise", type=Path, help="no draws: the results in this file of records")
     add("--json", type=Path, help="write the results here")
 
@@ -68,6 +79,8 @@ def main(flags: argparse.Namespace) -> int:
 
 
 def _tally(flags: argparse.Namespace, configuration: Configuration) -> Tally:
+    if flags.judge_again:
+        judge_again(configuration, flags.records)
     if flags.summarise is None:
         return hunt(
             configuration,
@@ -78,13 +91,10 @@ def _tally(flags: argparse.Namespace, configuration: Configuration) -> Tally:
             family=flags.family,
             verify=flags.verify,
             records=flags.records,
+            cases=flags.cases,
         )
     tally = Tally(seed=flags.seed, first=flags.first)
-    for line in flags.summarise.read_text().splitlines():
-        record = json.loads(line)
-        tally.add(Result(record["case"], record["outcome"]))
-        tally.seconds = round(tally.seconds + record["seconds"], 2)
-        tally.last = max(tally.last, record["case"]["number"] + 1)
+    add_records(tally, flags.summarise)
     with Child(configuration) as child:
         tally.versions = child.versions
     return tally
