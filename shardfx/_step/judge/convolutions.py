@@ -11,7 +11,7 @@ from ..hlo_text import Instruction, arrays_in
 from .cuts import HOLE, Cut
 from .forms import attribute, reducer_of
 from .held import Axis, Context, Held, product_of_terms, require_finished
-from .joining import different, form_in, is_identity
+from .joining import constant_number, different, form_in, is_identity
 from .matching import are_same, matched_operands, placed
 from .products import contracted_cut, cut_of, with_sums
 from .values import Node
@@ -294,7 +294,7 @@ def _reduced_window(
     how: str,
     shape: tuple[int, ...],
 ) -> Held:
-    operand = operands[0]
+    operand, start = operands
     node = context.values.nodes[number]
     assert node.instruction is not None
     rank = len(shape)
@@ -313,6 +313,9 @@ def _reduced_window(
             continue
         if axis.cut.has_holes and not is_identity(operand.fill, how, dtype):
             raise Unjudged("a window over padding")
+        # The window's own padding has this number.
+        if not is_identity(constant_number(start), how, dtype):
+            raise Unjudged("a window that starts with another number")
         taps = context.cuts.whole(whole[dim].size)
         cut, part = windowed_cut(
             context.cuts,

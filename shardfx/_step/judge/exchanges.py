@@ -22,6 +22,10 @@ from .verdict import Unjudged, Wrong
 from .views import absorbed
 
 
+# Reductions that may take a part once or more.
+_IDEMPOTENT = ("maximum", "minimum", "and", "or")
+
+
 def groups_in(context: Context, instruction: Instruction) -> np.ndarray:
     """The replica groups, an array (groups, members) in the order of the members."""
     kind = instruction.opcode.removesuffix("-start")
@@ -184,7 +188,7 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
         require_finished(operand, f"an all-reduce by {how}")
     terms = (context.everywhere,) if operand.terms is None else operand.terms
     group_masks = masks_of(groups)
-    if how != "add":
+    if how in _IDEMPOTENT:
         finished = {_spread(term, group_masks) for term in terms}
         return _reduced(context, operand, finished, how, operand.scale)
     finished = set()
@@ -197,6 +201,13 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
                 counts.add(holders)
                 mask |= group_mask
         finished.add(mask)
+    if how != "add" and counts != {1}:
+        raise Wrong(
+            f"an all-reduce by {how} over devices {groups[0].tolist()} takes what these"
+            " devices hold already",
+            "a reduction over the devices that hold different parts, and no others",
+            "constrain the sharding of this line's operands",
+        )
     if len(counts) > 1:
         raise Wrong(
             f"an all-reduce over {groups.tolist()} adds some terms of a sum once and"

@@ -148,7 +148,24 @@ def _elements(context: Context, held: Held, array: Global) -> Held | None:
             value = moved
         elif value.rest == moved.rest:
             value = _both(context, value, moved)
-    return value
+    return None if value is None else _filled(context, held, value)
+
+
+def _filled(context: Context, held: Held, seen: Held) -> Held:
+    """What devices hold, seen as another array. The number in the holes is not known
+    where an element of `held` is none of that array.
+    """
+    if seen.fill is None:
+        return seen
+    for before, after in zip(held.axes, seen.axes, strict=True):
+        if after is None or not after.cut.has_holes:
+            continue
+        are_holes = context.cuts.indices(after.cut) == HOLE
+        if before is not None:
+            are_holes &= context.cuts.indices(before.cut) != HOLE
+        if are_holes.any():
+            return dataclasses.replace(seen, fill=None)
+    return seen
 
 
 def _beneath(context: Context, array: Global, operand: Global) -> Global:

@@ -220,17 +220,20 @@ def joined(
         )
         for place in range(len(shape))
     ]
-    terms, kind, scale = _sums(context, opcode, operands)
+    dtype = arrays_in(instruction.result)[0].dtype
+    terms, kind, scale = _sums(opcode, dtype, operands)
     held = placed(context, form, instruction, shape, cuts, number)
-    fill = _fill(instruction, operands) if held.has_holes else None
+    fill = None
+    if held.has_holes and _have_holes_of(held, operands):
+        fill = _fill(instruction, operands)
     if terms is None and scale == 1 and fill is None:
         return held
     return dataclasses.replace(held, terms=terms, kind=kind, scale=scale, fill=fill)
 
 
 def _sums(
-    context: Context,
     opcode: str,
+    dtype: str,
     operands: Sequence[Held],
 ) -> tuple[tuple[int, ...] | None, str, Any]:
     """The terms, the kind and the scale of the result."""
@@ -242,6 +245,10 @@ def _sums(
     if not parts:
         return None, "add", 1
     part = parts[0]
+    is_float = dtype.startswith(("f", "bf", "c"))
+    if opcode == "convert" and not is_float:
+        # Parts that are rounded to integers are no parts of a rounded sum.
+        raise Unjudged("a conversion of an unfinished reduction to integers")
     if len(states) == 1 and (
         len(operands) == 1
         and opcode in ("convert", "copy")
@@ -250,22 +257,42 @@ def _sums(
         or part.kind == opcode
     ):
         return part.terms, part.kind, part.scale
-    if part.kind == "add" and len(parts) == 1 and _is_linear_in(opcode, operands, part):
+    is_linear = _is_linear_in(opcode, is_float, operands, part)
+    if part.kind == "add" and len(parts) == 1 and is_linear:
         return part.terms, part.kind, part.scale
     for operand in parts:
         require_finished(operand, opcode)
     raise AssertionError("an unfinished operand is refused")
 
 
-def _is_linear_in(opcode: str, operands: Sequence[Held], part: Held) -> bool:
+def _is_linear_in(
+    opcode: str, is_float: bool, operands: Sequence[Held], part: Held
+) -> bool:
     if opcode == "multiply":
         return True
     if opcode == "divide":
-        return operands[0] is part
+        return is_float and operands[0] is part
     if opcode == "select":
         others = [operand for operand in operands[1:] if operand is not part]
         return operands[0] is not part and all(map(is_zero, others))
     return False
+
+
+def _have_holes_of(held: Held, operands: Sequence[Held]) -> bool:
+    """Whether the operands with holes have those of the result: an operand may have
+    elements in the holes of another.
+    """
+    for operand in operands:
+        if not operand.has_holes:
+            continue
+        for axis, joined_axis in zip(operand.axes, held.axes, strict=True):
+            if axis is joined_axis:
+                continue
+            cuts = [part.cut for part in (axis, joined_axis) if part is not None]
+            is_equal = len(cuts) == 2 and cuts[0] is cuts[1]
+            if not is_equal and any(cut.has_holes for cut in cuts):
+                return False
+    return True
 
 
 def _fill(instruction: Instruction, operands: Sequence[Held]) -> Number | None:
@@ -314,6 +341,8 @@ def _known(instruction: Instruction, operands: Sequence[Held]) -> np.ndarray | N
     if compute is None or (is_float and opcode not in ("select", "compare", "add")):
         return None
     if opcode == "not" and dtype != "pred":
+        return None
+    if opcode == "shift-right-logical" and (numbers[0] < 0).any():
         return None
     computed = compute(*numbers)
     # Numbers that wrap are followed by no rule.

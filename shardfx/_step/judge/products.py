@@ -271,20 +271,24 @@ def _reduced(
         if part is not None and not how:
             raise Unjudged("a reduction, by another function, over a cut dimension")
         terms = product_of_terms(context.everywhere, terms, part)
-    if terms is not None and not is_identity(constant_number(start), how, dtype):
+    is_in_parts = terms is not None or scale != 1
+    if is_in_parts and not is_identity(constant_number(start), how, dtype):
         raise Unjudged("a reduction that starts with a number on each device")
     rest = [axis for dim, axis in enumerate(operand.axes) if dim not in over]
     form = form_in(context, instruction, operands, shape)
     held = placed(
         context, form, instruction, shape, [cut_of(axis) for axis in rest], number
     )
-    fill = operand.fill if held.has_holes and operand.fill in (0,) else None
+    fill = None
+    if held.has_holes and how == "add":
+        are_zeros = operand.fill == 0 and constant_number(start) == 0
+        fill = 0 if are_zeros else None
     return dataclasses.replace(
         held,
         terms=terms,
         kind=how,
         scale=1 if scale == 1 else scale,
-        fill=fill if how == "add" else None,
+        fill=fill,
     )
 
 
