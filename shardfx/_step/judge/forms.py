@@ -251,11 +251,19 @@ def _elementwise(instruction: Instruction, views: Sequence[View], rank: int) -> 
     dtype = ""
     if opcode in ("convert", "bitcast-convert"):
         dtype = arrays_in(instruction.result)[0].dtype
-    if opcode in _COMMUTATIVE:
-        # The partitioner's clean-up takes both orders for one.
-        operands.sort(key=_order)
-    key = (opcode, meaning_of(instruction), dtype, *operands)
+    key = elementwise_key([opcode, meaning_of(instruction), dtype, *operands])
     return Form(key, pattern.dims, pattern.kept)
+
+
+def elementwise_key(parts: Sequence[object]) -> tuple[object, ...]:
+    """The key of an elementwise operation, from its opcode and its other parts. Of
+    operands that may be exchanged, the partitioner's clean-up takes both orders for one.
+    """
+    if parts[0] not in _COMMUTATIVE:
+        return tuple(parts)
+    views = sorted((part for part in parts if isinstance(part, View)), key=_order)
+    others = [part for part in parts if not isinstance(part, View)]
+    return (*others, *views)
 
 
 class _Pattern(NamedTuple):

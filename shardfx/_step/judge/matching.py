@@ -127,9 +127,9 @@ def _elements(context: Context, held: Held, array: Global) -> Held | None:
     if held.root == array.view.root:
         return held if _fits(context, held, array) else None
     node = context.values.nodes[array.view.root]
-    if node.opcode not in MOVES or node.result is None:
-        return None
-    if len(array.shape) != len(held.axes):
+    if node.opcode not in MOVES:
+        return _elements_of_twin(context, held, array)
+    if node.result is None or len(array.shape) != len(held.axes):
         return None
     value: Held | None = None
     for number, operand in enumerate(node.operands):
@@ -149,6 +149,28 @@ def _elements(context: Context, held: Held, array: Global) -> Held | None:
         elif value.rest == moved.rest:
             value = _both(context, value, moved)
     return None if value is None else _filled(context, held, value)
+
+
+def _elements_of_twin(context: Context, held: Held, array: Global) -> Held | None:
+    """As `_elements`, where devices hold elements of a twin of the array's value."""
+    source = context.values.twins_of(array.view.root).get(held.root)
+    if source is None:
+        return None
+    node = context.values.nodes[array.view.root]
+    (root,) = [
+        part.root
+        for part in node.key
+        if isinstance(part, View) and any(dim is not None for dim in part.dims)
+    ]
+    # The twin has an element where its operand has one.
+    operand = dataclasses.replace(held.of(source), fill=None, known=None)
+    below = _elements(
+        context, operand, Global(View(root, array.view.dims), array.shape)
+    )
+    if below is None:
+        return None
+    seen = dataclasses.replace(below, root=array.view.root, fill=held.fill)
+    return _filled(context, held, seen)
 
 
 def _filled(context: Context, held: Held, seen: Held) -> Held:

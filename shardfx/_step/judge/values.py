@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from ..hlo_text import (
+    ELEMENTWISE,
     HloModule,
     Instruction,
     arrays_in,
     index_of,
     root_of,
 )
-from .forms import View, nameless_text
+from .forms import View, elementwise_key, nameless_text
 
 
 class Global(NamedTuple):
@@ -144,6 +145,7 @@ class Values:
         # The same, by the values of which the first operand has elements.
         self._by_source: dict[tuple[str, str], dict[int, list[int]]] = {}
         self._sources: dict[int, tuple[int, ...]] = {}
+        self._twins: dict[int, Mapping[int, int]] = {}
         self._likenesses: dict[tuple[object, ...], int] = {}
         # The numbers of scalars that follow from constants, by value.
         self._scalars: dict[int, float] = {}
@@ -261,8 +263,8 @@ class Values:
         return self._by_source[key].get(source, [])
 
     def sources_of(self, number: int) -> tuple[int, ...]:
-        """The values of which a value has elements, by operations that only move them;
-        the value itself is the first.
+        """The values of which a value has elements, by operations that only move them,
+        or as a twin; the value itself is the first.
         """
         sources = self._sources.get(number)
         if sources is None:
@@ -271,9 +273,48 @@ class Values:
             if node.opcode in MOVES:
                 for operand in node.operands:
                     roots |= dict.fromkeys(self.sources_of(operand.view.root))
+            else:
+                roots |= dict.fromkeys(self.twins_of(number))
             sources = tuple(roots)
             self._sources[number] = sources
         return sources
+
+    def twins_of(self, number: int) -> Mapping[int, int]:
+        """The values that the operation of a value makes of an array of which its
+        operand has elements, such as `-x` for `-x[1:]`, each with the number of that
+        array. The value has the elements of each twin. Operations on each element have
+        twins, if their other operands are scalars.
+        """
+        twins = self._twins.get(number)
+        if twins is None:
+            twins = self._made_twins(self.nodes[number])
+            self._twins[number] = twins
+        return twins
+
+    def _made_twins(self, node: Node) -> dict[int, int]:
+        twins: dict[int, int] = {}
+        if node.opcode not in ELEMENTWISE or not node.shape:
+            return twins
+        dims = tuple(range(len(node.shape)))
+        places = [
+            place
+            for place, part in enumerate(node.key)
+            if isinstance(part, View) and any(dim is not None for dim in part.dims)
+        ]
+        if len(places) != 1:
+            return twins
+        (place,) = places
+        view = node.key[place]
+        assert isinstance(view, View)
+        if view.dims != dims:
+            return twins
+        for source in self.sources_of(view.root)[1:]:
+            key = list(node.key)
+            key[place] = View(source, dims)
+            for twin in self.with_key(elementwise_key(key)):
+                if len(self.nodes[twin].shape) == len(dims):
+                    twins[twin] = source
+        return twins
 
     def is_named(self, number: int, op_name: str) -> bool:
         node = self.nodes[number]
