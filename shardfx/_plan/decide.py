@@ -130,7 +130,7 @@ def correct(
         ```
     """
     if not isinstance(spec, PartitionSpec):
-        fix = f"write `PartitionSpec({spec!r})`, or use `resolve`"
+        fix = f"write `P({spec!r})`, or use `resolve`"
         if isinstance(spec, Sharding):
             fix = "write `sharding.spec`"
         elif isinstance(shape, PartitionSpec):

@@ -243,7 +243,7 @@ def _resolved(
     if isinstance(names, str) and plan.axes is None:
         raise RuleError(
             f"{names!r} is one text, and an array has one entry per dimension: write"
-            f" `PartitionSpec({names!r})` for a mesh axis; the sharding of a planned leaf"
+            f" `P({names!r})` for a mesh axis; the sharding of a planned leaf"
             f" is `plan[path].spec`, or in the tree `plan.shardings`."
         )
     if plan.axes is None:

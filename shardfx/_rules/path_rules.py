@@ -429,7 +429,7 @@ def _checked_target(index: int, pattern: str, target: object) -> Any:
     elif isinstance(inner, PartitionSpec):
         check_once(inner, f"rule {index} ({pattern!r})")
     elif not isinstance(inner, Strategy | Replicate | Pipeline) and not callable(inner):
-        fix = f"For one mesh axis write `PartitionSpec({target!r})`"
+        fix = f"For one mesh axis write `P({target!r})`"
         if isinstance(inner, Sharding):
             fix = "Of a sharding write the spec, `sharding.spec`"
         raise RuleError(

@@ -38,7 +38,7 @@ def code_of(value: object) -> str:
     """
     match value:
         case PartitionSpec():
-            return f"PartitionSpec({', '.join(map(code_of, entries_of(value)))})"
+            return f"P({', '.join(map(code_of, entries_of(value)))})"
         case Strategy():
             return value.code
         case Atomic():
@@ -53,7 +53,7 @@ def code_of(value: object) -> str:
                 return f"({inner},)"
             return f"({inner})"
     if value is UNCONSTRAINED:
-        return "PartitionSpec.UNCONSTRAINED"
+        return "P.UNCONSTRAINED"
     if value is ...:
         return "..."
     return repr(value)

@@ -182,7 +182,7 @@ def constrain_a_number():
     sfx.constrain(3.0, P("data"), PLAN)
 
 
-@mended_by("`PartitionSpec('data')`")
+@mended_by("`P('data')`")
 def constrain_by_a_text():
     sfx.constrain(X, "data", PLAN)
 

@@ -214,7 +214,7 @@ def a_rule_of_three():
     PathRules([("w", "data", "tensor")])
 
 
-@mended_by("write `PartitionSpec('data')`")
+@mended_by("write `P('data')`")
 def a_text_as_target():
     PathRules([("w", "data")])
 
@@ -319,7 +319,7 @@ def a_name_without_a_rule():
     sfx.resolve(("emb",), AXES, unmatched="raise")
 
 
-@mended_by("write `PartitionSpec('data')`")
+@mended_by("write `P('data')`")
 def a_text_as_spec():
     sfx.correct("data", (8,), SPEC)
 

@@ -19,7 +19,7 @@ def applied(fix: str, arguments: dict[str, Any]) -> dict[str, Any]:
     }
     space = {
         **{name: getattr(sfx, name) for name in sfx.__all__},
-        "PartitionSpec": jax.sharding.PartitionSpec,
+        "P": jax.sharding.PartitionSpec,
     }
     space |= {"eqx": eqx, **recorded, **arguments}
     before = dict(space)

@@ -334,7 +334,7 @@ def test_one_cause_is_one_finding_whose_fix_mends_it():
     assert reason.code == "corrected"
     assert reason.where == "mesh axis 'fsdp'"
     assert "9 arrays are not divisible by `fsdp` (3)" in reason.message
-    assert reason.fix == "paths = paths.replace(0, PartitionSpec(None, 'tensor'))"
+    assert reason.fix == "paths = paths.replace(0, P(None, 'tensor'))"
     findings = lint(applied(reason.fix, arguments))
     codes = [finding.code for finding in findings]
     assert codes == ["unused-axis"]
