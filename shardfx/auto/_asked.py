@@ -24,6 +24,7 @@ from .._step import (
     Platform,
     Step,
     argument_names,
+    may_be_of_mesh,
     one_device_form,
     opened,
     over_ones,
@@ -436,8 +437,24 @@ def without_shardings(
     """
     structs = structs_of(tuple(args))
     plain = one_device_form(step, mesh)
-    with without_mesh(), over_ones(mesh):
-        donated = donated_numbers(step, structs)
+    donated = _donated_on(step, structs, mesh)
     if donated:
         plain = filter_jit(plain, donate=donated)
     return SearchedStep(plain, structs)
+
+
+def _donated_on(
+    step: Callable[..., object], args: Sequence[PyTree], mesh: AbstractMesh
+) -> tuple[int, ...]:
+    """As `donated_numbers`, for a step that is written for the Explicit axes of `mesh`,
+    or was jitted with shardings over its devices.
+    """
+    with without_mesh():
+        try:
+            return donated_numbers(step, args)
+        # The step names axes, and needs a mesh of the context.
+        except (AssertionError, TypeError, ValueError) as error:
+            if not may_be_of_mesh(error):
+                raise
+        with over_ones(mesh):
+            return donated_numbers(step, args)
