@@ -65,6 +65,7 @@ _STANDARD_PROMOTION = {
     "test_minilm",
     "test_name_axes",
     "test_presets",
+    "test_pages_on_explicit_axes",
     "test_recipes",
     "test_replan",
     "test_search",

@@ -275,6 +275,11 @@ def test_readme_commands_name_what_exists():
         assert re.search(rf"^{extra} = \[", declared, re.MULTILINE), extra
 
 
+def test_the_readme_is_short():
+    words = (ROOT / "README.md").read_text().split()
+    assert len(words) <= 900
+
+
 def test_pages_spell_partition_specs_one_way():
     """As `P`, which `from jax.sharding import PartitionSpec as P` defines."""
     other = re.compile(

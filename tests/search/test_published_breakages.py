@@ -177,3 +177,27 @@ def test_the_cookbooks_gradients_are_those_of_one_device(mesh):
     expected_leaves = jax.tree.leaves(expected)
     for leaf, other in zip(leaves, expected_leaves, strict=True):
         np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6)
+
+
+def with_empty_tail(x, y):
+    """A reshape that JAX 0.11 types without the axis of size 1, and what it is joined
+    with (jax#39309).
+    """
+    heads = x.reshape(-1, 4, 16)
+    return jnp.concatenate([y, heads[..., :0]], axis=-1)
+
+
+def test_a_reshape_may_drop_an_axis_of_size_one():
+    mesh = jax.make_mesh((1, 4), AXES)
+    x = some(1, 64)
+    y = some(1, 4, 16)
+    placed = on(mesh, x, "data", "tensor"), on(mesh, y, "data", "tensor")
+    if jax.__version_info__ >= (0, 11):
+        with pytest.raises(Exception, match="should have the same sharding") as raised:
+            sfx.filter_jit(with_empty_tail).trace(*placed)
+        assert any("auto_axes" in note for note in raised.value.__notes__)
+    spec = P("data", "tensor")
+    typed = auto_axes(with_empty_tail, empty_plan(mesh), out=spec)
+    result = jax.jit(typed)(*placed)
+    assert sfx.specs_of(result) == spec
+    np.testing.assert_array_equal(result, y)
