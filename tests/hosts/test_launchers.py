@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +20,10 @@ from _processes import free_port
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
-# The processes of a job.
-PROCESSES = 2
+# The numbers of processes of a job. The page's scripts are for two.
+COUNTS = (2, 4)
+# The devices of a job, shared by its processes.
+DEVICES = 4
 SCRIPTS = dict(
     re.findall(
         r'^```py title="([\w.]+)"\n(.*?)^```$',
@@ -129,7 +132,27 @@ def ray_job(_index: int, _count: int, _port: int) -> dict[str, str]:
     return {}
 
 
-LAUNCHERS = {by_hand: 2, slurm: 2, indexed_job: 2, tpu_vm: 2, ray_job: 1}
+LAUNCHERS = (by_hand, slurm, indexed_job, tpu_vm, ray_job)
+
+
+def started_by(launcher: Callable[..., dict[str, str]], count: int) -> int:
+    """The processes that a launcher starts itself. Ray's driver starts the others."""
+    if launcher is ray_job:
+        return 1
+    return count
+
+
+def script_for(launcher: Callable[..., dict[str, str]], count: int, port: int) -> str:
+    """The script of the page for `count` processes."""
+    script = SCRIPTS[f"{launcher.__name__}.py"].replace(":1234", f":{port}")
+    replaced = {
+        f'localhost:{port}", 2,': f'localhost:{port}", {count},',
+        "range(2)": f"range({count})",
+        "remote(address, 2,": f"remote(address, {count},",
+    }
+    for text, other in replaced.items():
+        script = script.replace(text, other)
+    return script
 
 
 class Ended(NamedTuple):
@@ -139,28 +162,36 @@ class Ended(NamedTuple):
     text: str
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
+class Job(NamedTuple):
+    """What came of the processes of each launcher, and the number of processes."""
+
+    count: int
+    ended: dict[Callable[..., dict[str, str]], Ended]
+
+
+@pytest.fixture(scope="module", params=COUNTS)
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """What came of each launcher's processes, all of which run at once."""
+    count = request.param
     folder = tmp_path_factory.mktemp("launchers")
     for name, text in SCRIPTS.items():
         (folder / name).write_text(text)
     (folder / "ray.py").write_text(RAY)
     (folder / "runner.py").write_text(RUNNER)
     launches = []
-    for launcher, started in LAUNCHERS.items():
+    for launcher in LAUNCHERS:
         port = free_port()
-        script = SCRIPTS[f"{launcher.__name__}.py"].replace(":1234", f":{port}")
+        script = script_for(launcher, count, port)
         (folder / f"{launcher.__name__}.py").write_text(script)
         launches += [
             {
                 "script": f"{launcher.__name__}.py",
                 "log": f"{launcher.__name__}.txt",
                 "bind": f"127.0.0.1:{port}",
-                "variables": launcher(index, PROCESSES, port),
+                "variables": launcher(index, count, port),
                 "arguments": [str(index)],
             }
-            for index in range(started)
+            for index in range(started_by(launcher, count))
         ]
 
     others = {
@@ -171,7 +202,7 @@ def ended(tmp_path_factory):
     environment = {
         **others,
         "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "2",
+        "JAX_NUM_CPU_DEVICES": str(DEVICES // count),
         "PYTHONPATH": str(ROOT),
     }
     runner = subprocess.Popen(
@@ -184,35 +215,35 @@ def ended(tmp_path_factory):
         start_new_session=True,
     )
     try:
-        printed, _ = runner.communicate(json.dumps(launches), timeout=110)
+        printed, _ = runner.communicate(json.dumps(launches), timeout=300)
     finally:
         # Its forks are of its group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(runner.pid, signal.SIGKILL)
 
     statuses = iter(json.loads(printed))
-    return {
-        launcher: Ended(
-            statuses=list(itertools.islice(statuses, started)),
+    ended = {}
+    for launcher in LAUNCHERS:
+        ended[launcher] = Ended(
+            statuses=list(itertools.islice(statuses, started_by(launcher, count))),
             text=(folder / f"{launcher.__name__}.txt").read_text(),
         )
-        for launcher, started in LAUNCHERS.items()
-    }
+    return Job(count, ended)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_script_of_the_page_starts_and_trains(launcher, ended):
-    statuses, text = ended[launcher]
-    assert statuses == [0] * LAUNCHERS[launcher], text
+def test_a_script_of_the_page_starts_and_trains(launcher, job: Job):
+    statuses, text = job.ended[launcher]
+    assert statuses == [0] * started_by(launcher, job.count), text
     # Rows hold the number of their process, and each is summed over 64 ones.
-    mean = 64 * sum(range(PROCESSES)) / PROCESSES
-    assert text.count(f"processes {PROCESSES} devices {2 * PROCESSES}\n") == 1
+    mean = 64 * sum(range(job.count)) / job.count
+    assert text.count(f"processes {job.count} devices {DEVICES}\n") == 1
     assert f"mean {mean}\n" in text
 
 
-def test_processes_started_by_hand_load_what_they_saved(ended):
-    _, text = ended[by_hand]
-    for index in range(PROCESSES):
+def test_processes_started_by_hand_load_what_they_saved(job: Job):
+    _, text = job.ended[by_hand]
+    for index in range(job.count):
         assert f"process {index} loaded {64 * 8}.0\n" in text
 
 
