@@ -36,6 +36,8 @@ RULES = sfx.AxisRules(
         ("experts", "tensor"),
         ("mlp", "tensor"),
         ("vocab", "tensor"),
+        # Of convolutions.
+        ("channels", "tensor"),
     ]
 )
 Row = dict[str, Any]
@@ -48,17 +50,19 @@ class Planned(NamedTuple):
     plans: tuple[sfx.ShardPlan, ...]
 
 
-def planned(step: Any, args: Any, names: Any, mesh: Any) -> Planned:
+def planned(step: Any, args: Any, named: sfx.auto.NamedAxes, mesh: Any) -> Planned:
     """The constrained step of a mesh. Results with the structure of an argument, the
     state, lie as it does.
     """
+    of_step = [axis.name for axis in named.axes]
+    rules = RULES.without(*(name for name in RULES.names if name not in of_step))
     plans = tuple(
         sfx.plan(
-            arg, mesh, names=tree, axes=RULES, unmatched="replicate", unused="allow"
+            arg, mesh, names=tree, axes=rules, unmatched="replicate", unused="allow"
         )
-        for arg, tree in zip(args, names, strict=True)
+        for arg, tree in zip(args, named.names, strict=True)
     )
-    constrained = sfx.auto.constrain_step(step, mesh, RULES)
+    constrained = sfx.auto.constrain_step(step, mesh, rules)
     results = len(jax.eval_shape(step, *args))
     shardings = tuple(plan.shardings for plan in plans[:results])
     return Planned(jax.jit(constrained, out_shardings=shardings), plans)
@@ -88,7 +92,7 @@ def kinds_of_mesh(size: tuple[int, ...]) -> dict[str, Any]:
 
 
 def compared(step: Any, *args: Any) -> Row:
-    names = sfx.auto.name_axes(step, *args).names
+    names = sfx.auto.name_axes(step, *args)
     values = values_of(args)
     results = {}
     row: Row = {}
@@ -123,14 +127,14 @@ def types_are_planned(state: Any, plans: tuple[sfx.ShardPlan, ...]) -> bool:
 
 def of_libtpu(target: str, step: Any, *args: Any) -> Row:
     """The bytes of the compiled steps for a slice of 16 chips, without a TPU."""
-    names = sfx.auto.name_axes(step, *args).names
+    names = sfx.auto.name_axes(step, *args)
     row: Row = {}
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = sfx.MeshSpec({"data": 4, "fsdp": 2, "tensor": 2}, axis_types=kind)
         jitted, plans = planned(step, args, names, mesh)
         structs = tuple(plan.structs for plan in plans)
         compiled = sfx.cost.compile_for(jitted, *structs, target=target)
-        row[f"bytes, {kind}"] = sfx.cost.traffic(compiled, mesh).wire_bytes
+        row[f"bytes, {kind.name}"] = sfx.cost.traffic(compiled, mesh).wire_bytes
     row["bytes"] = row["bytes, Explicit"] / row["bytes, Auto"]
     return row
 
