@@ -159,7 +159,7 @@ def times(records: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         sizes = dataclasses.replace(STUDY, layers=layers)
         made = planned(sizes, strategy, LAYOUTS["fsdp x tp"])
         for question in ("estimate", "fit"):
-            libtpu.recent_tpu_texts.cache_clear()
+            libtpu.recent_tpu_dumps.cache_clear()
             record_name = f"{question} of {name}"
             if record_name not in records:
                 yield record_name, _seconds(question, made)

@@ -92,6 +92,7 @@ from .judge import (
 from .libtpu import (
     TpuCompiled,
     TpuDevice,
+    TpuDumps,
     TpuSlice,
     TpuTexts,
     devices_of_slices,

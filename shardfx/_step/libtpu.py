@@ -155,25 +155,54 @@ def tpu_texts(
     return _tpu_texts(texts, error, slices)
 
 
-@ft.lru_cache(maxsize=2)
-def recent_tpu_texts(
-    program: TpuProgram,
-    slices: TpuSlice,
-    order: tuple[int, ...],
-) -> TpuTexts:
-    """`tpu_texts`, whose last two answers are kept: `estimate` and `fit` of one step
-    ask the same, and the answer for 48 unrolled layers takes 85 processor seconds.
+@dataclasses.dataclass(frozen=True, eq=False)
+class TpuDumps:
+    """What libtpu dumps of a program, which it is asked for when it is read. The fields
+    and errors are those of `tpu_texts`.
     """
-    return tpu_texts(program, slices, order)
+
+    program: TpuProgram
+    slices: TpuSlice
+    order: tuple[int, ...]
+
+    @ft.cached_property
+    def texts(self) -> TpuTexts:
+        """All texts."""
+        return tpu_texts(self.program, self.slices, self.order)
+
+    @ft.cached_property
+    def scheduled(self) -> str:
+        """The scheduled module alone. It is there before libtpu assigns memory, so it
+        takes two thirds of the time. If all texts are read then, libtpu goes on.
+        """
+        if "texts" in vars(self):
+            return self.texts.scheduled
+        request = _compilation(self.program, self.order, _SECONDS) | {
+            "last": _SCHEDULED,
+            "files": [_SCHEDULED],
+            "may_go_on": True,
+        }
+        (text,), error = _asked(self.program.module, self.slices, request)
+        if not text or (error and not error.startswith(_FULL)):
+            raise _cannot("compile", self.slices, error, request["files"], [text])
+        return text.decode()
+
+
+@ft.lru_cache(maxsize=2)
+def recent_tpu_dumps(
+    program: TpuProgram, slices: TpuSlice, order: tuple[int, ...]
+) -> TpuDumps:
+    """The dumps of a program. Those of the last two are kept: `estimate` and `fit` of
+    one step ask about the same program, and libtpu takes 85 processor seconds for 48
+    unrolled layers.
+    """
+    return TpuDumps(program, slices, order)
 
 
 def _tpu_texts(texts: Sequence[bytes], error: str, slices: TpuSlice) -> TpuTexts:
     is_full = error.startswith(_FULL)
     if (error and not is_full) or not all(texts):
-        raise ProgramError(
-            f"libtpu cannot compile this step for {slices.name}:"
-            f" {error or _missing(_DUMPS, texts)}"
-        )
+        raise _cannot("compile", slices, error, _DUMPS, texts)
     scheduled, assignment, ranges, report = (text.decode() for text in texts)
     return TpuTexts(
         scheduled=scheduled,
@@ -236,10 +265,7 @@ def tpu_partitioned(
     }
     texts, error = _asked(program.module, slices, request)
     if not all(texts):
-        raise ProgramError(
-            f"libtpu cannot partition this step for {slices.name}:"
-            f" {error or _missing(request['files'], texts)}"
-        )
+        raise _cannot("partition", slices, error, request["files"], texts)
     return texts[0].decode()
 
 
@@ -264,15 +290,24 @@ def is_tupled(arguments: int) -> bool:
     return arguments > _MOST_ARGUMENTS
 
 
-def _missing(names: Sequence[str], texts: Sequence[bytes]) -> str:
-    missing = [name for name, text in zip(names, texts, strict=True) if not text]
-    version = importlib.metadata.version("libtpu")
-    folder = tempfile.gettempdir()
-    free = bytes_text(shutil.disk_usage(folder).free)
-    return (
-        f"libtpu {version} writes no {', '.join(missing)}; {folder} has {free} left,"
-        " where it writes them: free some, or set TMPDIR to another folder."
-    )
+def _cannot(
+    verb: str,
+    slices: TpuSlice,
+    error: str,
+    names: Sequence[str],
+    texts: Sequence[bytes],
+) -> ProgramError:
+    """The error if libtpu says `error`, or does not write the texts with these names."""
+    if not error:
+        missing = [name for name, text in zip(names, texts, strict=True) if not text]
+        version = importlib.metadata.version("libtpu")
+        folder = tempfile.gettempdir()
+        free = bytes_text(shutil.disk_usage(folder).free)
+        error = (
+            f"libtpu {version} writes no {', '.join(missing)}; {folder} has {free} left,"
+            " where it writes them: free some, or set TMPDIR to another folder."
+        )
+    return ProgramError(f"libtpu cannot {verb} this step for {slices.name}: {error}")
 
 
 def _asked(
@@ -291,7 +326,7 @@ def _asked(
         worker.end()
         _worker.cache_clear()
         worker = _worker(path, os.getpid())
-    defaults = {"seconds": _SECONDS, "passes": _NO_PASS}
+    defaults = {"seconds": _SECONDS, "passes": _NO_PASS, "may_go_on": False}
     question = {"target": slices.name, "slices": slices.slices}
     texts, error = worker.ask(module, defaults | question | request)
     return texts or [b""] * len(request["files"]), error.strip()

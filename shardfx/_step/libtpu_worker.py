@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import types
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 from jaxlib import xla_client
@@ -39,10 +39,26 @@ from jaxlib.mlir.dialects import chlo, mhlo, sdy, stablehlo
 
 _LOOK_EVERY_SECONDS = 0.005
 _STARTING_SECONDS = 60.0
+# How long a stopped child waits for a request that goes on with it.
+_KEPT_SECONDS = 60.0
+# The entries of a request that say what is compiled, and how.
+_COMPILATION = (
+    "target",
+    "slices",
+    "order",
+    "free_arguments",
+    "free_results",
+    "options",
+    "is_tupled",
+    "passes",
+)
 # The files that the child writes itself: the devices of a slice, the text and the
 # memory of a compiled program, and libtpu's chatter.
 _DEVICES, _COMPILED, _MEMORY = "devices.json", "compiled.txt", "memory.json"
 _CHATTER = "stderr"
+# The end of the name of the one module in text form that is read as soon as it is
+# there.
+_SCHEDULED = "after_optimizations_before_buffer_assignment.txt"
 # The sizes of JAX's memory analysis. JAX 0.9 has no peak.
 _SIZES = tuple(
     f"{name}_in_bytes"
@@ -88,12 +104,13 @@ def main() -> None:
     error = _loaded(library)
     source = sys.stdin.buffer
     sink = sys.stdout.buffer
-    while line := source.readline():
+    stopped: list[_Child] = []
+    while line := _next_line(source, stopped):
         request = json.loads(line)
         module = source.read(request["size"])
         texts: list[bytes] = []
         if not error:
-            texts, said = _answer(module, request, folder)
+            texts, said = _answer(module, request, folder, stopped)
         else:
             said = error
         answer = {"sizes": [len(text) for text in texts], "error": said}
@@ -102,6 +119,7 @@ def main() -> None:
             sink.flush()
         except BrokenPipeError:
             break
+    _end_all(stopped)
     # The parent removes the folder, too, unless it was killed.
     shutil.rmtree(folder, ignore_errors=True)
     os.close(lock)
@@ -140,39 +158,85 @@ def _loaded(library: str) -> str:
     return ""
 
 
+def _next_line(source: BinaryIO, stopped: list["_Child"]) -> bytes:
+    """The first line of the next request. Children that are stopped end if there is
+    none for some time.
+    """
+    if stopped and not select.select([source], [], [], _KEPT_SECONDS)[0]:
+        _end_all(stopped)
+    return source.readline()
+
+
 def _answer(
-    module: bytes,
-    request: dict[str, Any],
-    folder: str,
+    module: bytes, request: dict[str, Any], folder: str, stopped: list["_Child"]
 ) -> tuple[list[bytes], str]:
     """The texts of the files that a request names, and an error text. A file that
     libtpu did not write is empty.
+
+    After a request that "may go on", the child is stopped and kept in `stopped`. It
+    goes on if the next request asks for later files of the same compilation.
     """
+    question = (module, *(request.get(name) for name in _COMPILATION))
+    if stopped and stopped[0].question == question:
+        child = stopped.pop()
+        os.kill(child.id, signal.SIGCONT)
+    else:
+        _end_all(stopped)
+        child = None
     try:
-        with tempfile.TemporaryDirectory(dir=folder) as own_folder:
-            error = _run_child(module, request, own_folder)
-            return [_text(own_folder, name) for name in request["files"]], error
-    except OSError as error:  # a full disk
-        return [], str(error)
+        if child is None:
+            own_folder = tempfile.mkdtemp(dir=folder)
+            child = _started(module, request, own_folder, question)
+        error = _wait(child.folder, request, child.reading)
+        texts = [_text(child.folder, name) for name in request["files"]]
+    except OSError as full_disk:
+        texts = []
+        error = str(full_disk)
+    if child is not None:
+        stopped.append(child)
+        if request["may_go_on"] and not error:
+            os.kill(child.id, signal.SIGSTOP)
+        else:
+            _end_all(stopped)
+    return texts, error
 
 
-def _run_child(module: bytes, request: dict[str, Any], folder: str) -> str:
-    """Compiles in a child process until the texts are whole, and returns an error text,
-    or "".
+class _Child(NamedTuple):
+    """A child process that compiles.
+
+    - `question`: what it compiles, and how.
+    - `folder`: the folder to which libtpu dumps.
+    - `reading`: the pipe with its last words.
     """
+
+    question: tuple[Any, ...]
+    folder: str
+    id: int
+    reading: int
+
+
+def _started(
+    module: bytes, request: dict[str, Any], folder: str, question: tuple[Any, ...] = ()
+) -> _Child:
+    """Starts a child process that compiles."""
     reading, writing = os.pipe()
     parent = os.getpid()
-    child = os.fork()
-    if not child:
+    child_id = os.fork()
+    if not child_id:
         os.close(reading)
         _compile(module, request, folder, writing, parent)
     os.close(writing)
-    try:
-        return _wait(folder, request, reading)
-    finally:
-        os.close(reading)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    return _Child(question=question, folder=folder, id=child_id, reading=reading)
+
+
+def _end_all(children: list[_Child]) -> None:
+    """Ends children, and removes their folders."""
+    while children:
+        child = children.pop()
+        os.close(child.reading)
+        os.kill(child.id, signal.SIGKILL)
+        os.waitpid(child.id, 0)
+        shutil.rmtree(child.folder, ignore_errors=True)
 
 
 def _wait(folder: str, request: dict[str, Any], reading: int) -> str:
@@ -195,14 +259,22 @@ def _wait(folder: str, request: dict[str, Any], reading: int) -> str:
 
 
 def _is_whole(name: str) -> bool:
-    """Whether the file whose path matches `name` is there; for a module in binary form,
-    whether all of it is.
+    """Whether the file whose path matches `name` is there; for a module, whether all of
+    it is.
     """
     paths = glob.glob(name)
-    if not paths or not name.endswith(".pb"):
-        return bool(paths)
-    with open(paths[0], "rb") as file:
-        return _reader().module_in(file.read()) is not None
+    if not paths:
+        return False
+    if name.endswith(".pb"):
+        with open(paths[0], "rb") as file:
+            return _reader().module_in(file.read()) is not None
+    if name.endswith(_SCHEDULED):
+        # Only the end of a computation stands at the start of a line, and the entry is
+        # the last one.
+        with open(paths[0], "rb") as file:
+            text = file.read()
+        return text.rstrip().endswith(b"\n}") and b"\nENTRY " in text
+    return True
 
 
 @ft.lru_cache(maxsize=1)

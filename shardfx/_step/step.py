@@ -21,10 +21,11 @@ from ..topology import MeshSpec
 from .callbacks import callbacks_in, lower
 from .libtpu import (
     TpuCompiled,
+    TpuDumps,
     TpuProgram,
     TpuSlice,
     TpuTexts,
-    recent_tpu_texts,
+    recent_tpu_dumps,
     tpu_compiled,
     tpu_partitioned,
 )
@@ -244,7 +245,7 @@ class Step:
         text = self._bytecode(platform, mesh, arguments, results, module)
         return programs(text, mesh.size)
 
-    def tpu_texts(
+    def tpu_dumps(
         self,
         slices: TpuSlice,
         order: Sequence[int],
@@ -252,15 +253,15 @@ class Step:
         arguments: Sequence[Dims | None] | None = None,
         results: Sequence[Dims | None] | None = None,
         module: Module | None = None,
-    ) -> TpuTexts:
+    ) -> TpuDumps:
         """What libtpu dumps of the step's program for slices that are not there, with
         the ids of their devices in the order of the mesh. The other arguments are those
-        of `Step.partitioned`. Raises `ProgramError` with libtpu's own message if it
-        cannot compile the step.
+        of `Step.partitioned`. The first access to a text raises `ProgramError` with
+        libtpu's own message if it cannot compile the step.
         """
         text = self._bytecode("tpu", self.mesh, arguments, results, module)
         program = self._tpu_program(text, arguments, results)
-        return recent_tpu_texts(program, slices, tuple(order))
+        return recent_tpu_dumps(program, slices, tuple(order))
 
     def tpu_compiled(
         self,
@@ -268,7 +269,7 @@ class Step:
         order: Sequence[int],
     ) -> TpuCompiled | TpuTexts:
         """The step's program compiled by libtpu; what libtpu dumped, of a step that
-        does not fit. The arguments and errors are those of `Step.tpu_texts`.
+        does not fit. The arguments and errors are those of `Step.tpu_dumps`.
         """
         text = self._bytecode("tpu", self.mesh, None, None, None)
         return tpu_compiled(self._tpu_program(text, None, None), slices, order)
@@ -276,7 +277,7 @@ class Step:
     def tpu_partitioned(self, slices: TpuSlice, order: Sequence[int]) -> str:
         """The HLO text of one device's program as libtpu's own partitioner leaves it,
         with all numbers of its constants. The arguments and errors are those of
-        `Step.tpu_texts`.
+        `Step.tpu_dumps`.
         """
         text = self._bytecode("tpu", self.mesh, None, None, None)
         return tpu_partitioned(self._tpu_program(text, None, None), slices, order)

@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from .. import chips
 from .._ground.errors import ChipError, MeshError, OutOfMemoryError, ProgramError
-from .._step import Platform, Step, TpuTexts, step_of, target_named
+from .._step import Platform, Step, TpuTexts, parse_hlo, step_of, target_named
 from ..topology import MeshSpec
-from ._libtpu import TpuAnswer
+from ._libtpu import memory_in
 from ._memory import Memory
 
 
@@ -256,8 +256,8 @@ def _compiled_by_libtpu(step: Step, name: str) -> CompiledFor:
     seconds = time.perf_counter() - start
     arguments, _ = step.parameters
     if isinstance(answer, TpuTexts):
-        program = TpuAnswer(answer, target, len(arguments))
-        raise _out_of_memory(answer.out_of_memory, program.memory.peak_bytes)
+        memory = _assigned(answer, len(arguments))
+        raise _out_of_memory(answer.out_of_memory, memory.peak_bytes)
     return CompiledFor(
         text=answer.text,
         memory=_tpu_sizes(answer.sizes),
@@ -269,8 +269,12 @@ def _compiled_by_libtpu(step: Step, name: str) -> CompiledFor:
         chip=chip,
         seconds=seconds,
         device_ids=target.order,
-        assigned=TpuAnswer(answer.texts, target, len(arguments)).memory,
+        assigned=_assigned(answer.texts, len(arguments)),
     )
+
+
+def _assigned(texts: TpuTexts, argument_count: int) -> Memory:
+    return memory_in(texts, parse_hlo(texts.scheduled), argument_count)
 
 
 def _raise_at_callbacks(step: Step) -> None:

@@ -15,6 +15,7 @@ from .._step import (
     HloModule,
     Step,
     Target,
+    TpuDumps,
     TpuSlice,
     TpuTexts,
     devices_of_slices,
@@ -41,30 +42,35 @@ _MOST_DEVICES = 9216
 class TpuAnswer:
     """libtpu's answer about a step.
 
-    - `texts`: what libtpu dumped.
+    - `dumps`: what libtpu dumps.
     - `target`: the slices that it compiled for.
     - `argument_count`: the number of the step's arrays.
     """
 
-    texts: TpuTexts
+    dumps: TpuDumps
     target: Target
     argument_count: int
 
     @ft.cached_property
     def module(self) -> HloModule:
         """The scheduled program of one device."""
-        module = parse_hlo(self.texts.scheduled)
+        module = parse_hlo(self.dumps.scheduled)
         return dataclasses.replace(module, partitions=len(self.target.order))
 
     @ft.cached_property
     def memory(self) -> Memory:
         """The memory of one device in HBM."""
-        return assigned_memory(
-            self.texts,
-            self.module,
-            self.argument_count,
-            is_tupled=is_tupled(self.argument_count),
-        )
+        # All texts at once: the module is among them.
+        texts = self.dumps.texts
+        return memory_in(texts, self.module, self.argument_count)
+
+
+def memory_in(texts: TpuTexts, module: HloModule, argument_count: int) -> Memory:
+    """The memory of one device in HBM as libtpu assigns it, from its texts and its
+    scheduled module.
+    """
+    tupled = is_tupled(argument_count)
+    return assigned_memory(texts, module, argument_count, is_tupled=tupled)
 
 
 def chip_of(compiler: str, mesh: MeshSpec) -> chips.Chip:
@@ -126,7 +132,7 @@ def _name(chip: chips.Chip, extents: Sequence[int]) -> str:
 def tpu_program(step: Step, chip: chips.Chip, **changed: Any) -> TpuAnswer | None:
     """libtpu's program of a step on a chip; `None` if it cannot be asked: it is not
     installed, has no such slices, or the step calls back to Python. `changed` has
-    keyword arguments of `Step.tpu_texts`, such as other shardings. Raises
+    keyword arguments of `Step.tpu_dumps`, such as other shardings. Raises
     `ProgramError` with libtpu's own message if it cannot compile the step.
     """
     target = target_of(chip, step.mesh)
@@ -139,9 +145,9 @@ def tpu_answer(step: Step, target: Target, **changed: Any) -> TpuAnswer:
     """libtpu's program of a step for slices. `changed` and errors are those of
     `tpu_program`.
     """
-    texts = step.tpu_texts(target.slices, target.order, **changed)
+    dumps = step.tpu_dumps(target.slices, target.order, **changed)
     arguments, _ = step.parameters
-    return TpuAnswer(texts, target, len(arguments))
+    return TpuAnswer(dumps, target, len(arguments))
 
 
 def why_foreseen(step: Step, chip: chips.Chip) -> str:

@@ -219,9 +219,10 @@ def test_a_child_without_a_folder_ends_with_an_error(tmp_path):
         "import sys\n"
         f"sys.path.insert(0, {os.path.dirname(libtpu_worker.__file__)!r})\n"
         "import libtpu_worker\n"
-        "request = {'last': 'none', 'seconds': 30.0}\n"
+        "request = {'last': 'none', 'files': [], 'seconds': 30.0}\n"
         f"folder = {str(tmp_path / 'gone')!r}\n"
-        "print(libtpu_worker._run_child(b'', request, folder))\n"
+        "child = libtpu_worker._started(b'', request, folder)\n"
+        "print(libtpu_worker._wait(folder, request, child.reading))\n"
     )
     # Standard input stays open: a parent still waits.
     reading, writing = os.pipe()

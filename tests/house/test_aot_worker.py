@@ -51,7 +51,7 @@ def test_libtpu_leaves_nothing_behind():
     step = step_of(*small_step())
     target = target_of(chip, step.mesh)
     assert target is not None
-    texts = step.tpu_texts(target.slices, target.order)
+    texts = step.tpu_dumps(target.slices, target.order).texts
     assert "all-reduce" in step.tpu_partitioned(target.slices, target.order)
 
     program = step._tpu_program(b"no module", None, None)
@@ -87,10 +87,44 @@ def test_fit_does_not_ask_again_what_estimate_asked(monkeypatch):
         return ask(worker, module, request)
 
     monkeypatch.setattr(Worker, "ask", counted_ask)
-    libtpu.recent_tpu_texts.cache_clear()
+    libtpu.recent_tpu_dumps.cache_clear()
     step, args = small_step()
     estimate(step, *args, compiler="tpu:v5e")
     answered = fit(step, *args, chip="v5e")
-    dumps = [name for name in questions if "after_buffer_assignment" in name]
+    estimate(step, *args, compiler="tpu:v5e")
+    dumps = [name.rpartition(".after_optimizations_")[2] for name in questions]
     assert answered.basis == "compiled"
-    assert len(dumps) == 1
+    # The first of them stops at the scheduled module, and the second one goes on.
+    scheduled = "before_buffer_assignment.txt"
+    assert [name for name in dumps if name.endswith("buffer_assignment.txt")] == [
+        scheduled,
+        "after_buffer_assignment.txt",
+    ]
+
+
+def children_of(process_id):
+    """The states of a process's children: "T" for one that is stopped."""
+    task = Path(f"/proc/{process_id}/task/{process_id}/children")
+    states = []
+    for child in task.read_text().split():
+        fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+        states.append(fields[0])
+    return states
+
+
+def test_fit_goes_on_where_estimate_stopped():
+    step = step_of(*small_step())
+    target = target_of(chips.find("v5e"), step.mesh)
+    assert target is not None
+    program = step._tpu_program(bytecode(step.module("tpu")), None, None)
+    dumps = libtpu.TpuDumps(program, target.slices, target.order)
+    scheduled = dumps.scheduled
+    process_id = libtpu._worker(libtpu.libtpu_path(), os.getpid())._process.pid
+    assert children_of(process_id) == ["T"]
+    assert dumps.texts.scheduled == scheduled
+    assert children_of(process_id) == []
+    # Another question ends a child that is stopped.
+    again = libtpu.TpuDumps(program, target.slices, target.order)
+    assert again.scheduled == scheduled
+    assert step.tpu_partitioned(target.slices, target.order)
+    assert children_of(process_id) == []
