@@ -1,17 +1,15 @@
-"""Memory policies beside JAX's own and beside all others:
-`python -m benchmarks.policy times|models|subsets [--chip v5e] [--models N]`.
+"""Memory policies beside JAX's own:
+`python -m benchmarks.policy times|models [--chip v5e] [--models N]`.
 
 `times` makes policies for 126 scanned layers and for 48 unrolled ones. `models` makes
 one for each of four budgets between what a model needs with everything computed again
 and with everything kept; beside it are JAX's stock policies, put around the same
-layers. `subsets` looks for a subset of a layer's values that needs less work and fits.
-Floating-point operations are those of the gradient's jaxpr, and memory is libtpu's
-count where it is installed. What `models` and `times` find is kept in
+layers. Floating-point operations are those of the gradient's jaxpr, and memory is
+libtpu's count where it is installed. The records are kept in
 `benchmarks/results/policy.json`.
 """
 
 import argparse
-import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +20,9 @@ import jax.numpy as jnp
 
 import shardfx as sfx
 from shardfx.cost._counted import StepOnChip
-from shardfx.cost._policy.choice import Point, frontier, point_of
+from shardfx.cost._policy.choice import Point, frontier
 from shardfx.cost._policy.making import Question
-from shardfx.cost._policy.policy import Choice, checkpointed
+from shardfx.cost._policy.policy import Choice
 from shardfx.cost._policy.regions import ValueKey
 from shardfx.cost._policy.work import total, work_of
 
@@ -42,8 +40,6 @@ STOCK = {
         "everything_saveable",
     )
 }
-# Subsets that the compiler is asked about for one budget.
-_MOST_SUBSETS = 12
 Struct = jax.ShapeDtypeStruct
 
 
@@ -237,8 +233,7 @@ def counted(question: Question, step: Any) -> Counted:
 
 
 def of_point(question: Question, point: Point) -> Counted:
-    choices = question.choices_of(point)
-    return counted(question, question.step(lambda one: checkpointed(choices, one)))
+    return counted(question, question.step(question.choices_of(point)))
 
 
 def stock(question: Question) -> Iterator[tuple[str, Counted]]:
@@ -256,7 +251,7 @@ def stock(question: Question) -> Iterator[tuple[str, Counted]]:
                 return plain
             return jax.checkpoint(plain, policy=policy, prevent_cse=not region.is_body)
 
-        yield name, counted(question, question.step(function))
+        yield name, counted(question, question.step_with(function))
 
 
 def judged(make: Callable[[], Model], name: str, chip_name: str) -> list[Record]:
@@ -283,7 +278,8 @@ def judged(make: Callable[[], Model], name: str, chip_name: str) -> list[Record]
             leave_bytes=leave_bytes,
         )
         seconds = time.perf_counter() - start
-        ours = counted(question, _step_under(question, policy))
+        choices: dict[ValueKey, Choice] = {row.key: row.choice for row in policy.rows}
+        ours = counted(question, question.step(choices))
         fitting = [
             numbers.flops for numbers in others.values() if numbers.peak_bytes <= budget
         ]
@@ -299,67 +295,8 @@ def judged(make: Callable[[], Model], name: str, chip_name: str) -> list[Record]
     return records
 
 
-def _step_under(question: Question, policy: sfx.cost.Policy) -> Any:
-    choices: dict[ValueKey, Choice] = {row.key: row.choice for row in policy.rows}
-    return question.step(lambda region: checkpointed(choices, region))
-
-
 def _mib(numbers: Counted) -> str:
     return f"{numbers.peak_bytes / 2**20:.1f} MiB"
-
-
-def subsets(chip_name: str) -> None:
-    """Looks for subsets of the values of a layer that need less work than the choice
-    and fit too.
-    """
-    chip = sfx.chips.find(chip_name)
-    model = transformer(gelu_mlp, layers=12)
-    question = Question(model.loss, model.args, chip)
-    costs = question.costs
-    points = frontier(costs)
-    values = sorted(set().union(*(point.kept.used for point in points)))
-    everything = {
-        point.kept.used: point
-        for count in range(len(values) + 1)
-        for subset in itertools.combinations(values, count)
-        for point in [point_of(costs, frozenset(subset))]
-    }
-    print(f"{len(values)} values, {len(everything):,} different subsets", flush=True)
-    least, most = (of_point(question, point) for point in (points[-1], points[0]))
-    for share in BUDGETS:
-        budget = int(least.peak_bytes + share * (most.peak_bytes - least.peak_bytes))
-        leave_bytes = chip.usable_hbm_bytes_per_device - budget
-        policy = sfx.cost.policy(
-            model.loss,
-            *model.args,
-            chip=chip,
-            leave_bytes=leave_bytes,
-        )
-        allowed = frozenset(row.key for row in policy.rows if row.choice == "keep")
-        choice = point_of(costs, allowed)
-        # Memory beside kept values differs little between subsets.
-        limit = choice.kept.bytes + 1.05 * (budget - policy.peak_bytes)
-        better = sorted(
-            (
-                point
-                for point in everything.values()
-                if point.kept.work.flops < choice.kept.work.flops
-                and point.kept.bytes <= limit
-            ),
-            key=lambda point: point.kept.work.flops,
-        )
-        best = choice.kept.work.flops
-        for point in better[:_MOST_SUBSETS]:
-            if of_point(question, point).peak_bytes <= budget:
-                best = point.kept.work.flops
-                break
-        forward = costs.forward.flops
-        ratio = (3 * forward + choice.kept.work.flops) / (3 * forward + best)
-        print(
-            f"budget {budget / 2**20:.1f} MiB: {len(better)} subsets may be better,"
-            f" FLOPs of the choice over the best: {ratio:.4f}",
-            flush=True,
-        )
 
 
 def times(chip_name: str, part: str) -> Iterator[tuple[str, Record]]:
@@ -392,13 +329,10 @@ def times(chip_name: str, part: str) -> Iterator[tuple[str, Record]]:
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     parser = argparse.ArgumentParser(prog="benchmarks.policy", description=__doc__)
-    parser.add_argument("what", choices=("times", "models", "subsets"))
+    parser.add_argument("what", choices=("times", "models"))
     parser.add_argument("--chip", default="v5e")
     parser.add_argument("--models", default="", help="parts of their names")
     flags = parser.parse_args()
-    if flags.what == "subsets":
-        subsets(flags.chip)
-        return
     if _FILE.exists():
         document = json.loads(_FILE.read_text())
     else:

@@ -12,9 +12,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import shardfx as sfx
 from shardfx import chips
 from shardfx.cost import Policy, policy
-from shardfx.cost._policy.choice import Trial, frontier, improved, point_of
+from shardfx.cost._policy.choice import Trial, frontier, improved
 from shardfx.cost._policy.making import Question
-from shardfx.errors import OutOfMemoryError, PlanFormatError, PlanMismatchError
+from shardfx.errors import (
+    LeafTypeError,
+    OutOfMemoryError,
+    PlanFormatError,
+    PlanMismatchError,
+)
 
 
 WIDTH = 16
@@ -71,7 +76,7 @@ def policies(loss):
     points = frontier(question.costs)
     cases = (points[0], points[len(points) // 2], points[-1])
     trials = [
-        Trial(point, peak_bytes=point.kept.bytes, fits=True, is_counted=False)
+        Trial(point, peak_bytes=point.bytes, fits=True, is_counted=False)
         for point in cases
     ]
     return tuple(question.policy_of(trial, 10**9) for trial in trials)
@@ -203,15 +208,15 @@ def test_the_choice_is_nearly_the_best_of_all_subsets():
     first = jax.tree.map(lambda leaf: leaf[0], params)
     costs = Question(block, (first, x), chip_of(10**9)).costs
     points = frontier(costs)
-    relevant = sorted(set().union(*(point.kept.used for point in points)))
+    relevant = sorted(set().union(*(point.used for point in points)))
     subsets = [
-        point_of(costs, frozenset(subset))
+        costs.point(frozenset(subset))
         for count in range(len(relevant) + 1)
         for subset in itertools.combinations(relevant, count)
     ]
-    for limit in np.linspace(0, points[0].kept.bytes, 9):
-        best = min(point.seconds for point in subsets if point.kept.bytes <= limit)
-        start = next(point for point in points if point.kept.bytes <= limit)
+    for limit in np.linspace(0, points[0].bytes, 9):
+        best = min(point.seconds for point in subsets if point.bytes <= limit)
+        start = next(point for point in points if point.bytes <= limit)
         assert improved(costs, start, limit).seconds <= 1.03 * best
 
 
@@ -335,3 +340,36 @@ def test_explicit_axes_stay_in_the_types():
     assert is_equal(plain, grads)
     actual = jax.tree.map(jax.typeof, plain)
     assert actual == jax.tree.map(jax.typeof, grads)
+
+
+def test_a_loss_without_values_to_keep():
+    def loss(w):
+        return jnp.sum(w)
+
+    w = jnp.ones((64, 64))
+    assert policy(loss, w, chip="h100").rows == ()
+    with pytest.raises(OutOfMemoryError, match="a smaller batch"):
+        policy(loss, w, chip=chip_of(100))
+
+
+def test_what_nobody_differentiates_is_no_work():
+    """The maximum of a softmax is computed again, but no derivative of it."""
+
+    def loss(w, x):
+        return jnp.sum(jax.nn.softmax(x @ w) ** 2)
+
+    args = (jnp.ones((64, 64)), jnp.ones((32, 64)))
+    question = Question(loss, args, chip_of(10**9))
+    work = question.costs.point(frozenset()).work
+    # The maximum and the sum pass over 32 x 64 numbers.
+    assert work.bytes == 2 * 32 * 64 * 4
+
+
+def test_numbers_of_arguments_that_are_not_differentiated():
+    def loss(number, x):
+        return jnp.sum(x[number])
+
+    args = (jnp.arange(3), jnp.ones((4,)))
+    with pytest.raises(LeafTypeError, match="no floating-point array"):
+        policy(loss, *args, chip="h100")
+    assert policy(loss, *args, chip="h100", argnums=1)

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
@@ -16,7 +18,6 @@ from ..._arrays import filter_jit
 from ..._ground.errors import ChipError, LeafTypeError, OutOfMemoryError
 from ..._ground.spec import array_bytes
 from ..._ground.text import bytes_text
-from ..._ground.tree import is_array_type
 from ..._step import (
     Step,
     array_leaves,
@@ -28,10 +29,11 @@ from ..._step import (
 from ...topology import MeshSpec
 from .._counted import StepOnChip
 from .._shardings import shardings_of
-from .choice import Costs, Point, Trial, chosen, point_of, with_offloads
+from .choice import Costs, Point, Trial, chosen, with_offloads
 from .policy import Choice, Policy, PolicyRow, checkpointed
 from .recomputation import recomputation_of
 from .regions import DividedLoss, Placed, Region, ValueKey, divided
+from .work import total, work_of
 
 
 # libtpu takes at most so much more than the foreseen bytes for 18 of the 19 steps above
@@ -118,29 +120,30 @@ def policy(
             f"`policy` takes the loss, a function, not {type(loss).__name__}; pass"
             " `policy(loss, *args)`."
         )
-    if isinstance(argnums, int):
-        argnums = (argnums,)
-    argnums = tuple(argnums)
-    if not all(-len(args) <= number < len(args) for number in argnums):
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if not all(-len(args) <= number < len(args) for number in numbers):
         raise LeafTypeError(
-            f"`argnums={argnums}`: the loss has {len(args)} arguments here, numbered from"
+            f"`argnums={numbers}`: the loss has {len(args)} arguments here, numbered from"
             " 0."
         )
     question = Question(
         loss=loss,
         args=args,
         chip=chip,
-        argnums=tuple(number % len(args) for number in argnums),
+        argnums=tuple(number % len(args) for number in numbers),
         has_aux=has_aux,
         mesh=mesh,
     )
+    if not any(question.active):
+        raise LeafTypeError(
+            f"`argnums={numbers}`: there is no floating-point array in these arguments;"
+            " pass the numbers of those that `jax.grad` differentiates."
+        )
     _require_loss(question.divided.out, has_aux)
     budget_bytes = chip.usable_hbm_bytes_per_device - leave_bytes
+    try_point = ft.partial(question.tried, budget_bytes)
     trial = chosen(
-        question.costs,
-        budget_bytes,
-        other_bytes=question.argument_bytes,
-        try_point=ft.partial(question.tried, budget_bytes),
+        question.costs, budget_bytes, 2 * _shard_bytes(args), try_point=try_point
     )
     if not trial.fits:
         raise OutOfMemoryError(
@@ -155,9 +158,8 @@ def policy(
         )
     if offload:
         point = with_offloads(question.costs, trial.point)
-        if point.offloaded:
-            other = question.tried(budget_bytes, point)
-            trial = other if other.fits else trial
+        if point.offloaded and (offloading := try_point(point)).fits:
+            trial = offloading
     return question.policy_of(trial, budget_bytes)
 
 
@@ -165,27 +167,19 @@ def _require_loss(result: Any, has_aux: bool) -> None:
     """Raises `LeafTypeError` unless `result`, the structs of what a function returns, is
     that of a loss: one number, or a pair of one and anything else with `has_aux`.
     """
-    is_pair = isinstance(result, tuple) and len(result) == 2
     value = result
-    if has_aux and is_pair:
+    if has_aux and isinstance(result, tuple) and len(result) == 2:
         value = result[0]
     if isinstance(value, jax.ShapeDtypeStruct) and value.shape == ():
         return
     # Keyword names of the struct would be noise in a message.
     text = eqx.tree_pformat(result, width=10**6, struct_as_array=True)
-    fix = (
-        "pass the function that `jax.grad` differentiates in the step:"
-        " `policy(loss, params, batch)`, and `jax.grad(policy.apply(loss))` in the step"
-    )
-    if not has_aux and is_pair and getattr(result[0], "shape", None) == ():
-        fix = (
-            "pass `has_aux=True` if the second is what `jax.grad(has_aux=True)` returns"
-        )
-    elif isinstance(result, jax.ShapeDtypeStruct):
-        fix = "reduce it: `jnp.mean(loss(...))`"
     raise LeafTypeError(
         "`policy` takes the loss, which returns one number, and this function returns"
-        f" {text:.200}; {fix}."
+        f" {text:.200}; pass the function that `jax.grad` differentiates in the step:"
+        " `policy(loss, params, batch)`, and `jax.grad(policy.apply(loss))` in the step."
+        " If it returns an array, reduce it: `jnp.mean(loss(...))`; if a number and"
+        " something else, pass `has_aux=True`."
     )
 
 
@@ -235,26 +229,17 @@ class Question:
             return self.shard_bytes.get((key.line, key.shape, key.dtype), typed)
 
         regions = [recomputation_of(placed, bytes_of) for placed in self.placed]
-        return Costs(tuple(regions), self.chip, self.devices)
-
-    @property
-    def devices(self) -> int:
-        """The number of devices of the mesh; 1 if there is none."""
-        if self.mesh is None:
-            shardings = map(_sharding_of, array_leaves(self.args))
-            if all(sharding is None for sharding in shardings):
-                return 1
-        return self.plain_step.mesh.size
+        return Costs(tuple(regions), self.chip, self.plain_step.mesh.size)
 
     @ft.cached_property
     def plain_step(self) -> Step:
         """The gradient as it is without a policy."""
-        return self.step(lambda region: checkpointed({}, region))
+        return self.step({})
 
     @ft.cached_property
     def shard_bytes(self) -> dict[tuple[str, tuple[int, ...], str], int]:
         """The bytes of one device's shard of each value, by its line, shape and dtype."""
-        if self.devices == 1:
+        if self.plain_step.mesh.size == 1:
             return {}
         platform = "tpu" if self.chip.torus_dims else "gpu"
         rows = shardings_of(self.plain_step, platform).rows
@@ -267,28 +252,25 @@ class Question:
                 shard_bytes[value] = row.bytes_per_device
         return shard_bytes
 
-    @property
-    def argument_bytes(self) -> int:
-        """The bytes of arguments and gradients on one device, without tiles."""
-        varied, rest = self._parts(self.args)
-        return 2 * _shard_bytes(varied) + _shard_bytes(rest)
+    def step(self, choices: Mapping[ValueKey, Choice]) -> Step:
+        """The gradient of the loss under the choices."""
+        return self.step_with(ft.partial(checkpointed, choices))
 
-    def step(self, region_function: Callable[[Region], Any]) -> Step:
+    def step_with(self, region_function: Callable[[Region], Any]) -> Step:
         """The gradient of the loss whose regions are evaluated by `region_function`."""
+        argnums = tuple(itertools.compress(itertools.count(), self.active))
+
+        def loss(*arrays: Any) -> Any:
+            return self.divided.result(arrays, region_function)
 
         def gradient(*args: PyTree) -> Any:
-            varied, rest = self._parts(args)
+            differentiated = jax.value_and_grad(loss, argnums, self.has_aux)
+            return differentiated(*array_leaves(args))
 
-            def loss(varied: PyTree) -> Any:
-                arrays = array_leaves(eqx.combine(varied, rest))
-                return self.divided.result(arrays, region_function)
-
-            return jax.value_and_grad(loss, has_aux=self.has_aux)(varied)
-
-        varied, _ = self._parts(self.args)
-        shardings = jax.tree.map(_sharding_of, varied)
+        leaves = itertools.compress(array_leaves(self.args), self.active)
+        shardings = tuple(map(_sharding_of, leaves))
         step = gradient
-        if jax.tree.leaves(shardings):
+        if any(shardings):
             # Gradients lie as their parameters do.
             step = filter_jit(gradient, out_shardings=(None, shardings))
         step = step_of(step, self.args, self.mesh)
@@ -296,19 +278,9 @@ class Question:
             step = dataclasses.replace(step, given_mesh=MeshSpec({"device": 1}))
         return step
 
-    def _parts(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-        """The arrays that are differentiated, and the rest of the arguments."""
-        is_varied = []
-        for number, arg in enumerate(args):
-            flag = _is_float if number in self.argnums else _is_never
-            is_varied.append(jax.tree.map(flag, arg))
-        return eqx.partition(args, tuple(is_varied))
-
     def tried(self, budget_bytes: float, point: Point) -> Trial:
         """The memory of the gradient under a point's choices."""
-        choices = self.choices_of(point)
-        step = self.step(lambda region: checkpointed(choices, region))
-        memory = StepOnChip(step, self.chip).memory
+        memory = StepOnChip(self.step(self.choices_of(point)), self.chip).memory
         needed_bytes = memory.peak_bytes
         if not memory.is_counted:
             needed_bytes *= 1 + _MARGIN
@@ -323,13 +295,13 @@ class Question:
         """The choices of a point: for the values that it keeps, and for those that are
         kept without a policy.
         """
-        kept_before = self.costs.keeping(self.costs.keys).used
+        kept_before = self.costs.point(self.costs.keys).used
         choices: dict[ValueKey, Choice] = {}
         for placed in self.placed:
             for key in placed.region.all_keys:
                 if key in point.offloaded:
                     choices[key] = "offload"
-                elif key in point.kept.used:
+                elif key in point.used:
                     choices[key] = "keep"
                 elif key in kept_before:
                     choices[key] = "recompute"
@@ -340,15 +312,15 @@ class Question:
         would cost.
         """
         point = trial.point
-        choices = self.choices_of(point)
         rows = []
+        choices = self.choices_of(point)
         for key, choice in choices.items():
             layers = 0
             for placed in self.placed:
                 if key in placed.region.all_keys:
                     layers += placed.runs
-            with_other_choice = point_of(self.costs, point.kept.used ^ {key})
-            flops = abs(with_other_choice.kept.work.flops - point.kept.work.flops)
+            other_point = self.costs.point(point.used ^ {key})
+            flops = abs(other_point.work.flops - point.work.flops)
             row = PolicyRow(
                 **key._asdict(),
                 choice=choice,
@@ -357,36 +329,34 @@ class Question:
                 flops=flops / layers,
             )
             rows.append(row)
-        recomputed_flops = point.kept.work.flops
+        recomputed_flops = point.work.flops
         if "recompute" not in choices.values():
             recomputed_flops = 0.0
+        program = self.divided.program
+        forward = total(map(work_of, program.jaxpr.eqns))
         return Policy(
             rows=tuple(rows),
             chip=self.chip.name,
             budget_bytes=budget_bytes,
             peak_bytes=trial.peak_bytes,
             is_counted=trial.is_counted,
-            flops=self.costs.forward.flops,
+            flops=forward.flops,
             recomputed_flops=recomputed_flops,
-            notes=tuple(self.notes()),
+            notes=tuple(map(_note, program.left_alone())),
         )
 
-    def notes(self) -> Iterator[str]:
-        """Yields a sentence for each part of the loss that no region contains."""
-        for equation in self.divided.program.left_alone():
-            place = place_text(own_line(frames_of(equation)))
-            yield (
-                f"the {equation.primitive.name} at {place} stays as it is: the policy"
-                " names no values in it."
-            )
+
+def _note(equation: jex.JaxprEqn) -> str:
+    """A sentence about a part of the loss that no region contains."""
+    place = place_text(own_line(frames_of(equation)))
+    return (
+        f"the {equation.primitive.name} at {place} stays as it is: the policy names no"
+        " values in it."
+    )
 
 
 def _is_float(leaf: Any) -> bool:
-    return is_array_type(type(leaf)) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def _is_never(_leaf: Any) -> bool:
-    return False
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _sharding_of(leaf: Any) -> NamedSharding | None:

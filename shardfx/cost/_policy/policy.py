@@ -1,9 +1,10 @@
 """A memory policy: what a loss keeps for its backward pass, as data, and its use."""
 
+import collections
 import dataclasses
 import functools as ft
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -20,7 +21,7 @@ from ..._ground.text import (
     table,
 )
 from ..._step import array_leaves
-from .regions import Region, ValueKey, divided
+from .regions import Placed, Region, ValueKey, divided
 
 
 Choice = Literal["keep", "recompute", "offload"]
@@ -88,12 +89,15 @@ class PolicyChange(NamedTuple):
     before: PolicyRow | None
     after: PolicyRow | None
 
+    @property
+    def choices(self) -> tuple[str, str]:
+        """The choice in each policy; "-" for one that lacks the value."""
+        before, after = (getattr(row, "choice", "-") for row in self)
+        return before, after
+
     def __str__(self) -> str:
-        row = self.after or self.before
-        choices = [
-            "-" if side is None else side.choice for side in (self.before, self.after)
-        ]
-        return f"{row}: {choices[0]} -> {choices[1]}"
+        before, after = self.choices
+        return f"{self.after or self.before}: {before} -> {after}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,15 +154,15 @@ class Policy:
         @ft.wraps(loss)
         def under_policy(*args: PyTree, **kwargs: PyTree) -> _Result:
             traced = divided(loss, (args, kwargs))
-            self._check(list(traced.program.regions()))
+            self._check(traced.program.placed())
             arrays = array_leaves((args, kwargs))
             return traced.result(arrays, ft.partial(checkpointed, self._choices))
 
         return under_policy
 
-    def _check(self, regions: Sequence[Region]) -> None:
+    def _check(self, regions: Iterable[Placed]) -> None:
         """Raises an error if the regions lack a value of the policy."""
-        keys = {key for region in regions for key in region.all_keys}
+        keys = {key for placed in regions for key in placed.region.all_keys}
         missing = [row for row in self.rows if row.key not in keys]
         if not missing:
             return
@@ -186,13 +190,7 @@ class Policy:
         changes = (
             PolicyChange(before.get(key), after.get(key)) for key in {**before, **after}
         )
-        return tuple(
-            change
-            for change in changes
-            if change.before is None
-            or change.after is None
-            or change.before.choice != change.after.choice
-        )
+        return tuple(change for change in changes if len(set(change.choices)) == 2)
 
     def to_json(self) -> str:
         """The policy as JSON text."""
@@ -214,15 +212,13 @@ class Policy:
             fields = json.loads(text)
             version = fields.pop("version")
             if version != _VERSION:
-                raise _wrong_version(version)
+                raise ValueError(f"version {version!r}, not {_VERSION}")
             rows = [
                 PolicyRow(**{**row, "shape": tuple(row["shape"])})
                 for row in fields.pop("rows")
             ]
             notes = tuple(fields.pop("notes"))
             policy = cls(rows=tuple(rows), notes=notes, **fields)
-        except PlanFormatError:
-            raise
         except (
             ValueError,
             TypeError,
@@ -231,7 +227,8 @@ class Policy:
             RecursionError,
         ) as error:
             raise PlanFormatError(
-                f"this text is no policy ({error}); write one with `policy.to_json()`."
+                f"this text is no policy ({error}); make it again with"
+                " `sfx.cost.policy(...)`, and write it with `policy.to_json()`."
             ) from error
         return policy
 
@@ -259,13 +256,6 @@ class Policy:
     _repr_html_ = html_text
 
 
-def _wrong_version(version: object) -> PlanFormatError:
-    return PlanFormatError(
-        f"the policy has version {version!r}, and this shardfx reads version"
-        f" {_VERSION}; make it again with `sfx.cost.policy(...)`."
-    )
-
-
 def _cells(row: PolicyRow) -> tuple[str, ...]:
     return (
         row.choice,
@@ -286,23 +276,19 @@ def checkpointed(
 
     A region without a value that is computed again or offloaded is as it was.
     """
-    names: dict[Choice, list[str]] = {"keep": [], "recompute": [], "offload": []}
+    names: dict[Choice | None, list[str]] = collections.defaultdict(list)
     for key in region.all_keys:
-        if key in choices:
-            names[choices[key]].append(key.name)
+        names[choices.get(key)].append(key.name)
     saved = {*names["keep"], *names["offload"]}
     if not names["recompute"] and not names["offload"]:
         return lambda *arrays: region.named(arrays, lambda _key: False)
 
-    policies = jax.checkpoint_policies
-    policy = policies.save_only_these_names(*names["keep"])
-    if names["offload"]:
-        policy = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=names["keep"],
-            names_which_can_be_offloaded=names["offload"],
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=names["keep"],
+        names_which_can_be_offloaded=names["offload"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
 
     def run(*arrays: Any) -> list[Any]:
         return region.named(arrays, lambda key: key.name in saved)

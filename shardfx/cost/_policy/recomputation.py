@@ -1,19 +1,18 @@
 """What the backward pass of a region needs, and what it costs to keep only some of the
-region's values: by the region's derivative, as JAX differentiates it.
+region's values: by the residuals of `jax.vjp`.
 """
 
 import dataclasses
-import functools as ft
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
 
-from ..._step import CALLS, applied, evaluated, opened, typed_struct_of
-from .regions import Placed, ValueKey
-from .work import Work, dependent, total, work_of
+from ..._step import array_leaves, typed_struct_of
+from .regions import Placed, ValueKey, flat
+from .work import Work, is_var, total, work_of
 
 
 class Kept(NamedTuple):
@@ -29,80 +28,60 @@ class Kept(NamedTuple):
     used: frozenset[ValueKey]
 
 
-class _Value(NamedTuple):
-    """A value of a region's derivative.
+class _Source(NamedTuple):
+    """The equation that computes a value.
 
-    - `key`: its key, if it has a name.
-    - `bytes`: its bytes on one device.
-    - `producer`: the number of the equation that computes it.
+    - `number`: its position.
+    - `key`: the key of its result, if it names one.
+    - `operands`: the variables that it reads.
     """
 
+    number: int
     key: ValueKey | None
-    bytes: int
-    producer: int
+    work: Work
+    operands: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recomputation:
     """The values of a region that its backward pass needs, and how they are computed.
 
-    - `count`: the number of times that the region runs.
-    - `is_body`: whether the region is the body of a loop.
-    - `forward`: the work of one run of the region.
-    - `values`, `operands`, `works`: the values, and the operands and the work of the
-      equations that compute them.
-    - `needed`: the numbers of the values that the backward pass reads.
+    - `placed`: the region.
+    - `needed`: the variables that the backward pass reads.
+    - `sources`: the equation that computes each variable.
+    - `bytes_of`: the bytes of each value that can be kept, on one device.
     """
 
-    count: int
-    is_body: bool
-    forward: Work
-    values: tuple[_Value, ...]
-    operands: tuple[tuple[int, ...], ...]
-    works: tuple[Work, ...]
-    needed: tuple[int, ...]
-
-    @ft.cached_property
-    def bytes_of(self) -> dict[ValueKey, int]:
-        """The bytes of each value that can be kept, on one device."""
-        bytes_of_keys = {}
-        for value in self.values:
-            if value.key is not None:
-                bytes_of_keys[value.key] = value.bytes
-        return bytes_of_keys
+    placed: Placed
+    needed: tuple[Any, ...]
+    sources: dict[Any, _Source]
+    bytes_of: dict[ValueKey, int]
 
     @property
-    def keys(self) -> frozenset[ValueKey]:
-        """The keys of the values that can be kept."""
-        return frozenset(self.bytes_of)
+    def forward(self) -> Work:
+        """The work of one run of the region."""
+        return total(map(work_of, self.placed.region.jaxpr.eqns))
 
     def keeping(self, keys: Collection[ValueKey]) -> Kept:
         """The consequences of keeping the values with these keys, in all runs."""
-        computed: set[int] = set()
         used: set[ValueKey] = set()
+        works: list[Work] = []
         visited: set[int] = set()
-        kept_bytes = 0
-        flops = 0.0
-        passed_bytes = 0.0
         waiting = list(self.needed)
         while waiting:
-            number = waiting.pop()
-            if number in visited:
+            source = self.sources.get(waiting.pop())
+            if source is None or source.number in visited:
                 continue
-            visited.add(number)
-            key, value_bytes, producer = self.values[number]
-            if key is not None and key in keys:
-                used.add(key)
-                kept_bytes += value_bytes
-            elif producer not in computed:
-                computed.add(producer)
-                flops += self.works[producer].flops
-                passed_bytes += self.works[producer].bytes
-                waiting += self.operands[producer]
-        work = Work(flops=flops, bytes=passed_bytes)
+            visited.add(source.number)
+            if source.key is not None and source.key in keys:
+                used.add(source.key)
+            else:
+                works.append(source.work)
+                waiting += source.operands
+        runs = self.placed.runs
         return Kept(
-            bytes=kept_bytes * self.count,
-            work=work.times(self.count),
+            bytes=runs * sum(self.bytes_of[key] for key in used),
+            work=total(works).times(runs),
             used=frozenset(used),
         )
 
@@ -114,90 +93,44 @@ def recomputation_of(
     """The needs of a region's backward pass. `bytes_of` gives the bytes of a value on
     one device, from its key and its type.
     """
-    region = placed.region
-    keys = {key.name: key for key in region.all_keys}
-    derivative = _derivative(placed)
-    value_count = len(region.invars)
-    tangent_count = len(derivative.invars) - value_count
-    is_tangent = [False] * value_count + [True] * tangent_count
-    tangents = dependent(derivative, is_tangent)
-
-    values: list[_Value] = []
-    numbers: dict[Any, int] = {}
-    operands: list[tuple[int, ...]] = []
-    works: list[Work] = []
-    needed: dict[int, None] = {}
-    for equation in derivative.eqns:
-        read = []
-        for atom in equation.invars:
-            if not isinstance(atom, jex.Literal) and atom in numbers:
-                read.append(numbers[atom])
-        results = [var for var in equation.outvars if var not in tangents]
-        is_differentiated = len(results) < len(equation.outvars)
-        if is_differentiated:
-            needed.update(dict.fromkeys(read))
-        if not results:
-            continue
-
+    names = {key.name: key for key in placed.region.all_keys}
+    program = _residuals(placed)
+    sources: dict[Any, _Source] = {}
+    sizes: dict[ValueKey, int] = {}
+    for number, equation in enumerate(program.eqns):
         key = None
         if equation.primitive.name == "name":
-            key = keys.get(equation.params["name"])
-        for var in results:
-            nbytes = 0 if key is None else bytes_of(key, var.aval)
-            numbers[var] = len(values)
-            values.append(_Value(key=key, bytes=nbytes, producer=len(operands)))
-        # A loop that computes values and tangents together does so in thirds: a product
-        # has one value, and a tangent for each operand.
-        share = 1 / 3 if is_differentiated else 1.0
-        operands.append(tuple(read))
-        works.append(work_of(equation).times(share))
-    return Recomputation(
-        count=placed.runs,
-        is_body=region.is_body,
-        forward=total(map(work_of, region.jaxpr.eqns)),
-        values=tuple(values),
-        operands=tuple(operands),
-        works=tuple(works),
-        needed=tuple(needed),
-    )
+            key = names.get(equation.params["name"])
+        if key is not None:
+            sizes[key] = bytes_of(key, equation.outvars[0].aval)
+        operands = tuple(filter(is_var, equation.invars))
+        source = _Source(number, key, work_of(equation), operands)
+        sources.update(dict.fromkeys(equation.outvars, source))
+    needed = tuple(filter(is_var, program.outvars))
+    return Recomputation(placed, needed, sources, sizes)
 
 
-def _derivative(placed: Placed) -> jex.Jaxpr:
-    """The jaxpr of a region's values and tangents, with a name for each value. Its
-    arguments are those of the region, and a tangent for each that is differentiated.
+def _residuals(placed: Placed) -> jex.Jaxpr:
+    """The jaxpr of what the backward pass of a region reads, with a name for each value
+    that can be kept.
     """
     region = placed.region
     structs = list(map(typed_struct_of, region.invars))
 
-    def derivative(*arrays: Any) -> Any:
-        inputs = arrays[: len(structs)]
-        tangents = arrays[len(structs) :]
-
+    def residuals(*arrays: Any) -> list[Any]:
         def run(*varied: Any) -> list[Any]:
             remaining = iter(varied)
-            args = list(inputs)
+            args = list(arrays)
             for number, is_active in enumerate(placed.active):
                 if is_active:
                     args[number] = next(remaining)
             return region.named(args, can_be_kept)
 
-        varied = tuple(itertools.compress(inputs, placed.active))
-        return jax.jvp(run, varied, tuple(tangents))
+        _, backward = jax.vjp(run, *itertools.compress(arrays, placed.active))
+        return array_leaves(backward)
 
-    arguments = [*structs, *itertools.compress(structs, placed.active)]
-    closed = jax.make_jaxpr(derivative)(*arguments)
-
-    def inlined(*arrays: Any) -> list[Any]:
-        return evaluated(closed.jaxpr, closed.consts, arrays, _inlined)
-
-    return jax.make_jaxpr(inlined)(*arguments).jaxpr
-
-
-def _inlined(jaxpr: Any, equation: Any, arrays: list[Any]) -> Sequence[Any]:
-    name = equation.primitive.name
-    if name in CALLS:
-        return evaluated(*opened(equation.params[CALLS[name]]), arrays, _inlined)
-    return applied(jaxpr, equation, arrays)
+    closed = jax.make_jaxpr(residuals)(*structs)
+    return flat(closed.jaxpr, closed.consts, structs).jaxpr
 
 
 def can_be_kept(key: ValueKey) -> bool:
@@ -205,5 +138,5 @@ def can_be_kept(key: ValueKey) -> bool:
     return (
         any(size > 1 for size in key.shape)
         and 0 not in key.shape
-        and not (key.dtype.startswith("key<"))
+        and not key.dtype.startswith("key<")
     )

@@ -1,22 +1,20 @@
 """The regions of a loss: the bodies of its scans, its unrolled blocks, and the stretches
 of equations before, between and behind them.
 
-Each region is checkpointed alone, so its inputs are always kept. A program here is a
-jaxpr in which a region stands in place of its equations.
+Each region is checkpointed alone, so its inputs are always kept.
 """
 
 import collections
-import dataclasses
 import functools as ft
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.extend.core as jex
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import PyTree
 
@@ -31,15 +29,15 @@ from ..._step import (
     is_library,
     opened,
     own_line,
-    place_text,
     retraced,
     structs_like,
     typed_struct_of,
     unwrapped,
 )
-from .work import SCANS, USERS_CHECKPOINTS, dependent, has_products, work_of
+from .work import SCANS, dependent, has_products, is_var, work_of
 
 
+_USERS_CHECKPOINTS = ("checkpoint", "remat", "remat2")
 # An inner scan with more of a body's work than this is divided in place of the body.
 _MOST_WORK = 0.5
 # Periods of repeated blocks that are tried, by the places of one product.
@@ -60,7 +58,7 @@ class ValueKey(NamedTuple):
     operation: str
     shape: tuple[int, ...]
     dtype: str
-    number: int
+    number: int = 0
 
     @property
     def name(self) -> str:
@@ -69,26 +67,21 @@ class ValueKey(NamedTuple):
         return f"{self.line} {self.operation} {array} #{self.number}"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Region:
+class Region(NamedTuple):
     """Equations that are checkpointed together.
 
-    - `jaxpr`: the equations, with the values that they read and return.
+    - `invars`, `outvars`: the values that they read, and those that others read of
+      them.
+    - `jaxpr`: the equations.
     - `is_body`: whether they are the whole body of a scan.
     - `keys`: the keys of each equation's results, by the equation's id.
     """
 
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
     jaxpr: jex.Jaxpr
     is_body: bool
     keys: Mapping[int, tuple[ValueKey, ...]]
-
-    @property
-    def invars(self) -> Sequence[Any]:
-        return self.jaxpr.invars
-
-    @property
-    def outvars(self) -> Sequence[Any]:
-        return self.jaxpr.outvars
 
     @property
     def all_keys(self) -> Iterator[ValueKey]:
@@ -104,79 +97,21 @@ class Region:
 
         def rule(jaxpr: Any, equation: Any, operands: list[Any]) -> list[Any]:
             results = applied(jaxpr, equation, operands)
-            named = []
-            for result, key in zip(results, self.keys[id(equation)], strict=True):
+            for number, key in enumerate(self.keys[id(equation)]):
                 if names(key):
-                    result = checkpoint_name(result, key.name)
-                named.append(result)
-            return named
+                    results[number] = checkpoint_name(results[number], key.name)
+            return results
 
         return evaluated(self.jaxpr, (), args, rule)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Loop:
-    """A scan, and the program of its body."""
+class Loop(NamedTuple):
+    """A scan, with the values that it reads and returns, and its divided body."""
 
-    equation: jex.JaxprEqn
-    body: "Program"
-
-    @property
-    def invars(self) -> Sequence[Any]:
-        return self.equation.invars
-
-    @property
-    def outvars(self) -> Sequence[Any]:
-        return self.equation.outvars
-
-    @property
-    def length(self) -> int:
-        return self.equation.params["length"]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Program:
-    """A jaxpr, divided: it has the fields of a jaxpr, with regions and loops among its
-    equations.
-    """
-
-    constvars: Sequence[Any]
     invars: Sequence[Any]
     outvars: Sequence[Any]
-    eqns: tuple[Any, ...]
-    jaxpr: jex.Jaxpr
-
-    def regions(self) -> Iterator[Region]:
-        """Yields each region, with those in the bodies of loops."""
-        for part in self.eqns:
-            if isinstance(part, Region):
-                yield part
-            elif isinstance(part, Loop):
-                yield from part.body.regions()
-
-    def placed(self, active: Sequence[bool], count: int = 1) -> Iterator["Placed"]:
-        """Yields each region with the number of times that it runs, and with the inputs
-        that are differentiated. `active` says so of the program's inputs.
-        """
-        reached = dependent(self.jaxpr, active)
-        for part in self.eqns:
-            if isinstance(part, Region):
-                inputs = [var in reached for var in part.invars]
-                yield Placed(region=part, runs=count, active=tuple(inputs))
-            elif isinstance(part, Loop):
-                flags = [_is_var(atom) and atom in reached for atom in part.invars]
-                first, carried = carry_of(part.equation)
-                for position in range(carried):
-                    flags[first + position] |= part.outvars[position] in reached
-                yield from part.body.placed(flags, count * part.length)
-
-    def left_alone(self) -> Iterator[jex.JaxprEqn]:
-        """Yields the equations with products that no region contains."""
-        for part in self.eqns:
-            if isinstance(part, Loop):
-                yield from part.body.left_alone()
-            elif not isinstance(part, Region) and has_products(part):
-                yield part
+    scan: jex.JaxprEqn
+    body: "Program"
 
 
 class Placed(NamedTuple):
@@ -187,6 +122,66 @@ class Placed(NamedTuple):
     region: Region
     runs: int
     active: tuple[bool, ...]
+
+
+class Program(NamedTuple):
+    """A jaxpr, and the regions, loops and equations into which it is divided."""
+
+    jaxpr: jex.Jaxpr
+    parts: tuple[Any, ...]
+
+    def placed(self, active: Sequence[bool] = (), runs: int = 1) -> Iterator[Placed]:
+        """Yields each region, also in the bodies of loops. `active` says which of the
+        program's inputs are differentiated.
+        """
+        reached = dependent(self.jaxpr, active)
+        for part in self.parts:
+            flags = [is_var(atom) and atom in reached for atom in part.invars]
+            if isinstance(part, Region):
+                yield Placed(part, runs, tuple(flags))
+            elif isinstance(part, Loop):
+                first, carried = carry_of(part.scan)
+                for position in range(carried):
+                    flags[first + position] |= part.outvars[position] in reached
+                yield from part.body.placed(flags, runs * part.scan.params["length"])
+
+    def left_alone(self) -> Iterator[jex.JaxprEqn]:
+        """Yields the equations with products that no region contains."""
+        for part in self.parts:
+            if isinstance(part, Loop):
+                yield from part.body.left_alone()
+            elif not isinstance(part, Region) and has_products(part):
+                yield part
+
+    def results(
+        self,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        checkpointed: Callable[[Region], Any],
+    ) -> list[Any]:
+        """The results of the program. `checkpointed` makes a function of a region's
+        inputs, which returns its outputs.
+        """
+
+        def body(_: Any, consts: Sequence[Any], args: Sequence[Any], part: Any):
+            return part.body.results(consts, args, checkpointed)
+
+        def rule(_: Any, part: Any, operands: list[Any]) -> Sequence[Any]:
+            if isinstance(part, Region):
+                return checkpointed(part)(*operands)
+            if isinstance(part, Loop):
+                run = ft.partial(body, part=part)
+                part = _with_body(part.scan, run)
+            return applied(self.jaxpr, part, operands)
+
+        mixed = self.jaxpr.replace(eqns=self.parts)
+        return evaluated(mixed, consts, args, rule)
+
+
+def _with_body(scan: jex.JaxprEqn, run: Callable[..., Any]) -> jex.JaxprEqn:
+    """A scan whose body is traced again as `run` evaluates it."""
+    body = retraced(scan.params["jaxpr"], run, typed_struct_of)
+    return scan.replace(params={**scan.params, "jaxpr": body})
 
 
 class DividedLoss(NamedTuple):
@@ -206,10 +201,10 @@ class DividedLoss(NamedTuple):
         arrays: Sequence[Any],
         checkpointed: Callable[[Region], Any],
     ) -> PyTree:
-        """The result of the loss for the arrays of its arguments. `checkpointed` makes
-        a function of a region's inputs, which returns its outputs.
+        """The result of the loss for the arrays of its arguments, with its regions as
+        in `Program.results`.
         """
-        outputs = _run(self.program, self.consts, arrays, checkpointed)
+        outputs = self.program.results(self.consts, arrays, checkpointed)
         filled = jax.tree.unflatten(jax.tree.structure(self.out), outputs)
         return eqx.combine(filled, self.rest)
 
@@ -221,42 +216,13 @@ def divided(loss: Callable[..., PyTree], args: PyTree) -> DividedLoss:
     positional, named = structs_like(args, typed=True)
     closed, out, rest = eqx.filter_make_jaxpr(unwrapped(loss))(*positional, **named)
     arrays = array_leaves((positional, named))
-    flat = _flat(closed.jaxpr, closed.consts, arrays)
-    program = _program(flat.jaxpr, is_body=False)
-    return DividedLoss(program=program, consts=flat.consts, out=out, rest=rest)
+    whole = flat(closed.jaxpr, closed.consts, arrays)
+    program = _program(whole.jaxpr, is_body=False)
+    return DividedLoss(program=program, consts=whole.consts, out=out, rest=rest)
 
 
-def _run(
-    program: Program,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    checkpointed: Callable[[Region], Any],
-) -> list[Any]:
-    def rule(_: Any, part: Any, operands: list[Any]) -> Sequence[Any]:
-        if isinstance(part, Region):
-            return checkpointed(part)(*operands)
-        if not isinstance(part, Loop):
-            return applied(program.jaxpr, part, operands)
-
-        def body(_: Any, inner_consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-            return _run(part.body, inner_consts, args, checkpointed)
-
-        scan = part.equation
-        jaxpr = retraced(scan.params["jaxpr"], body, typed_struct_of)
-        params = {**scan.params, "jaxpr": jaxpr}
-        return applied(program.jaxpr, scan.replace(params=params), operands)
-
-    return evaluated(program, consts, args, rule)
-
-
-def _is_var(atom: Any) -> bool:
-    return not isinstance(atom, jex.Literal)
-
-
-def _flat(
-    jaxpr: jex.Jaxpr,
-    consts: Sequence[Any],
-    args: Sequence[Any],
+def flat(
+    jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any]
 ) -> jex.ClosedJaxpr:
     """The jaxpr with the programs of its calls, and of calls in its scans, in place of
     the calls.
@@ -276,24 +242,18 @@ def _flat(
         equation: jex.JaxprEqn,
         operands: list[Any],
     ) -> Sequence[Any]:
-        if call is not None and not _is_of_user(equation):
+        frame = own_line(frames_of(equation))
+        if call is not None and (frame is None or is_library(frame)):
             # JAX traces its own functions once, without the lines that call them.
             equation = equation.replace(source_info=call.source_info)
         name = equation.primitive.name
         if name in CALLS and not _has_shardings(equation):
             return run(*opened(equation.params[CALLS[name]]), operands, equation)
         if name in SCANS:
-            body = retraced(equation.params["jaxpr"], run, typed_struct_of)
-            equation = equation.replace(params={**equation.params, "jaxpr": body})
+            equation = _with_body(equation, run)
         return applied(jaxpr, equation, operands)
 
     return jax.make_jaxpr(lambda *args: run(jaxpr, consts, args))(*args)
-
-
-def _is_of_user(equation: jex.JaxprEqn) -> bool:
-    """Whether a source line of the user's own program is known for an equation."""
-    frame = own_line(frames_of(equation))
-    return frame is not None and not is_library(frame)
 
 
 def _has_shardings(call: jex.JaxprEqn) -> bool:
@@ -307,7 +267,6 @@ def _has_shardings(call: jex.JaxprEqn) -> bool:
 def _program(jaxpr: jex.Jaxpr, *, is_body: bool) -> Program:
     """Divides a flat jaxpr: a loss, or the body of a scan."""
     works = [work_of(equation).flops for equation in jaxpr.eqns]
-    total_work = sum(works)
     parts: list[Any] = []
     stretch: list[jex.JaxprEqn] = []
 
@@ -318,28 +277,23 @@ def _program(jaxpr: jex.Jaxpr, *, is_body: bool) -> Program:
 
     is_whole = is_body
     for equation, work in zip(jaxpr.eqns, works, strict=True):
-        is_loop = equation.primitive.name in SCANS and has_products(equation)
-        if is_loop and is_body:
-            is_loop = work > _MOST_WORK * total_work
-        is_boundary = is_loop or equation.primitive.name in USERS_CHECKPOINTS
-        if not is_boundary and not equation.effects:
+        name = equation.primitive.name
+        is_loop = name in SCANS and has_products(equation)
+        if is_body:
+            is_loop &= work > _MOST_WORK * sum(works)
+        if not is_loop and name not in _USERS_CHECKPOINTS and not equation.effects:
             stretch.append(equation)
             continue
         is_whole = False
         end_stretch()
         if is_loop:
-            body, _ = opened(equation.params["jaxpr"])
-            parts.append(Loop(equation, _program(body, is_body=True)))
+            inner, _ = opened(equation.params["jaxpr"])
+            body = _program(inner, is_body=True)
+            parts.append(Loop(equation.invars, equation.outvars, equation, body))
         else:
             parts.append(equation)
     end_stretch()
-    return Program(
-        constvars=jaxpr.constvars,
-        invars=jaxpr.invars,
-        outvars=jaxpr.outvars,
-        eqns=tuple(_with_regions(jaxpr, parts, is_whole)),
-        jaxpr=jaxpr,
-    )
+    return Program(jaxpr, tuple(_with_regions(jaxpr, parts, is_whole)))
 
 
 def _with_regions(
@@ -350,70 +304,67 @@ def _with_regions(
     """The parts of a program, in which a list of equations becomes a region. With
     `is_whole`, it takes all that the program takes.
     """
-    # For each part, the values that the parts after it, or the program's end, read.
-    read_later: list[set[Any]] = []
-    read = set(filter(_is_var, jaxpr.outvars))
-    for part in reversed(parts):
-        read_later.append(read)
-        equations = part if isinstance(part, list) else [part]
-        read = read.union(_operands(equations))
-    read_later.reverse()
-
-    for part, read_after in zip(parts, read_later, strict=True):
+    reads = [_operands(part) for part in parts]
+    # How many of the parts that follow, with the program's end, read each value.
+    readers = collections.Counter(filter(is_var, jaxpr.outvars))
+    readers.update(itertools.chain.from_iterable(reads))
+    for part, operands in zip(parts, reads, strict=True):
+        readers.subtract(operands.keys())
         if not isinstance(part, list):
             yield part
             continue
-        results: list[Any] = []
-        for equation in part:
-            results += equation.outvars
-        if is_whole:
-            inputs = [*jaxpr.constvars, *jaxpr.invars]
-        else:
-            inner = set(results)
-            inputs = [atom for atom in _operands(part) if atom not in inner]
+        results = _results(part)
+        inputs = [*jaxpr.constvars, *jaxpr.invars]
+        if not is_whole:
+            inputs = list(itertools.filterfalse(set(results).__contains__, operands))
+        outputs = [var for var in results if readers[var]]
         region = jaxpr.replace(
             constvars=[],
-            invars=list(dict.fromkeys(inputs)),
-            outvars=[var for var in results if var in read_after],
+            invars=inputs,
+            outvars=outputs,
             eqns=part,
             debug_info=jaxpr.debug_info.with_unknown_names(),
         )
-        yield Region(jaxpr=region, is_body=is_whole, keys=_keys(part))
+        yield Region(inputs, outputs, region, is_whole, _keys(part))
 
 
-def _operands(equations: Sequence[Any]) -> list[Any]:
-    """The variables that equations read."""
-    operands: list[Any] = []
-    for equation in equations:
-        operands += filter(_is_var, equation.invars)
-    return operands
+def _operands(part: Any) -> dict[Any, None]:
+    """The variables that an equation, or a list of them, reads."""
+    equations = part if isinstance(part, list) else [part]
+    read = itertools.chain.from_iterable(equation.invars for equation in equations)
+    return dict.fromkeys(filter(is_var, read))
+
+
+def _results(equations: Sequence[jex.JaxprEqn]) -> list[Any]:
+    return [var for equation in equations for var in equation.outvars]
 
 
 def _keys(equations: Sequence[jex.JaxprEqn]) -> dict[int, tuple[ValueKey, ...]]:
-    counts: collections.Counter[ValueKey] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
     keys = {}
     for equation in equations:
-        line = "-"
-        function = ""
-        frame = own_line(frames_of(equation))
-        if frame is not None:
-            line = frame.place
-            function = frame.function
-        results = []
-        for var in equation.outvars:
-            first = ValueKey(
-                line=line,
-                function=function,
-                operation=equation.primitive.name,
-                shape=tuple(getattr(var.aval, "shape", ())),
-                dtype=str(getattr(var.aval, "dtype", "")),
-                number=0,
-            )
-            alike = first._replace(function="")
-            results.append(first._replace(number=counts[alike]))
-            counts[alike] += 1
-        keys[id(equation)] = tuple(results)
+        numbered = []
+        for key in _unnumbered(equation):
+            numbered.append(key._replace(number=counts[key.name]))
+            counts[key.name] += 1
+        keys[id(equation)] = tuple(numbered)
     return keys
+
+
+def _unnumbered(equation: jex.JaxprEqn) -> tuple[ValueKey, ...]:
+    """The keys of an equation's results, with 0 as their numbers."""
+    line = "-"
+    function = ""
+    frame = own_line(frames_of(equation))
+    if frame is not None:
+        line = frame.place
+        function = frame.function
+    keys = []
+    for var in equation.outvars:
+        shape = tuple(getattr(var.aval, "shape", ()))
+        dtype = str(getattr(var.aval, "dtype", ""))
+        keys.append(ValueKey(line, function, equation.primitive.name, shape, dtype))
+    return tuple(keys)
 
 
 def _blocks(equations: list[jex.JaxprEqn]) -> list[list[jex.JaxprEqn]]:
@@ -423,12 +374,11 @@ def _blocks(equations: list[jex.JaxprEqn]) -> list[list[jex.JaxprEqn]]:
     period, start, stop = _repeated(equations)
     if not period:
         return [equations]
-    crossing_bytes = _crossing_bytes(equations)
     # The blocks begin where the fewest bytes cross.
     phase_count = min(period, stop - start - 2 * period + 1)
     first = min(
         range(start, start + phase_count),
-        key=lambda first: crossing_bytes[first + period],
+        key=lambda first: _crossing_bytes(equations, first + period),
     )
     last = first + (stop - first) // period * period
     blocks = _blocks(equations[:first])
@@ -449,72 +399,45 @@ def _repeated(equations: Sequence[jex.JaxprEqn]) -> _Stretch:
     """The longest stretch of repeated equations with products; zeros if nothing is
     repeated.
     """
-    kinds = [_kind(equation) for equation in equations]
+    kinds = list(map(_unnumbered, equations))
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-    codes = np.array([numbers[kind] for kind in kinds], dtype=np.int64)
+    codes = [numbers[kind] for kind in kinds]
     products = [
         position
         for position, equation in enumerate(equations)
         if has_products(equation)
     ]
-    periods: set[int] = set()
     first_positions: dict[int, int] = {}
+    periods: set[int] = set()
     for position in products:
-        code = int(codes[position])
-        first_position = first_positions.setdefault(code, position)
+        first_position = first_positions.setdefault(codes[position], position)
         periods.add(position - first_position)
     periods.discard(0)
 
     longest = _Stretch(period=0, start=0, stop=0)
     for period in sorted(periods)[:_MOST_PERIODS]:
-        start, length = _longest_run(codes[:-period] == codes[period:])
-        stop = start + length + period
-        has_product = any(start <= position < stop for position in products)
-        if length < period or not has_product:
-            continue
-        # A multiple of a period repeats as much as the period does.
-        if stop - start > 1.1 * (longest.stop - longest.start):
-            longest = _Stretch(period=period, start=start, stop=stop)
+        start = 0
+        is_repeated = map(operator.eq, codes, codes[period:])
+        for is_equal, run in itertools.groupby(is_repeated):
+            length = len(list(run))
+            stop = start + length + period
+            has_product = any(start <= position < stop for position in products)
+            # A multiple of a period repeats as much as the period does.
+            is_longer = stop - start > 1.1 * (longest.stop - longest.start)
+            if is_equal and length >= period and has_product and is_longer:
+                longest = _Stretch(period=period, start=start, stop=stop)
+            start += length
     return longest
 
 
-def _kind(equation: jex.JaxprEqn) -> tuple[Any, ...]:
-    frame = own_line(frames_of(equation))
-    shapes = tuple(str(var.aval) for var in equation.outvars)
-    return equation.primitive.name, place_text(frame), shapes
-
-
-def _longest_run(is_equal: np.ndarray) -> tuple[int, int]:
-    """The start and the length of the longest run of true entries."""
-    with_ends = np.concatenate([[0], is_equal, [0]])
-    edges = np.flatnonzero(np.diff(with_ends))
-    starts = edges[::2]
-    lengths = edges[1::2] - starts
-    if not len(lengths):
-        return 0, 0
-    longest = int(np.argmax(lengths))
-    return int(starts[longest]), int(lengths[longest])
-
-
-def _crossing_bytes(equations: Sequence[jex.JaxprEqn]) -> list[int]:
-    """For each position, the bytes of values that equations before it compute and
-    equations behind it read.
+def _crossing_bytes(equations: list[jex.JaxprEqn], position: int) -> int:
+    """The bytes of values that equations before a position compute and later ones
+    read.
     """
-    makers: dict[Any, int] = {}
-    last_readers: dict[Any, int] = {}
-    for position, equation in enumerate(equations):
-        makers.update(dict.fromkeys(equation.outvars, position))
-        operands = filter(_is_var, equation.invars)
-        last_readers.update(dict.fromkeys(operands, position))
-    changes = [0] * (len(equations) + 2)
-    for var, position in makers.items():
-        nbytes = bytes_of_var(var)
-        changes[position + 1] += nbytes
-        changes[last_readers.get(var, position) + 1] -= nbytes
-    return list(itertools.accumulate(changes))
-
-
-def bytes_of_var(var: Any) -> int:
-    shape = getattr(var.aval, "shape", ())
-    dtype = getattr(var.aval, "dtype", None)
-    return math.prod(shape) * getattr(dtype, "itemsize", 0)
+    read = _operands(equations[position:])
+    crossing_bytes = 0
+    for var in _results(equations[:position]):
+        if var in read:
+            aval: Any = var.aval
+            crossing_bytes += math.prod(aval.shape) * aval.dtype.itemsize
+    return crossing_bytes
