@@ -366,8 +366,11 @@ def test_the_gradient_of_a_pool_in_whole_windows_is_proved():
         )
         return jnp.sum(jnp.sin(pooled))
 
-    verdict = sfx.testing.verify(jax.grad(overlapping), whole_windows)
-    assert verdict.outcome == "not judged"
+    # A fault of XLA: the gradient lies a row off.
+    step = jax.jit(jax.grad(overlapping), out_shardings=whole_windows.sharding)
+    verdict = sfx.testing.verify(step, whole_windows)
+    assert verdict.outcome == "refuted"
+    assert "its sharding says" in verdict.refutations[0].fault
 
 
 @pytest.mark.parametrize("count", [12, 16])

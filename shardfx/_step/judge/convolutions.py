@@ -1,22 +1,29 @@
 """Convolutions and pooling: sums and reductions over windows."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
 
-from ..hlo_text import Instruction, arrays_in
+from ..hlo_text import Instruction, arrays_in, root_of
 from .cuts import HOLE, Cut
 from .forms import attribute, reducer_of
 from .held import Axis, Context, Held, product_of_terms, require_finished
-from .joining import constant_number, different, form_in, is_identity
+from .joining import (
+    constant_number,
+    different,
+    form_in,
+    is_identity,
+    joined_cut,
+)
 from .matching import are_same, matched_operands, placed
 from .products import contracted_cut, cut_of, with_sums
 from .values import Node
 from .verdict import Unjudged, Wrong
-from .windows import Window, window_of, windowed_cut
+from .windows import Window, scattered_cut, window_of, windowed_cut
 
 
 def convolution(
@@ -335,3 +342,93 @@ def _reduced_window(
         kind=operand.kind,
         scale=operand.scale,
     )
+
+
+def select_and_scatter(
+    context: Context, instruction: Instruction, operands: Sequence[Held]
+) -> Held:
+    """The gradient of a pool: each window adds an element to that which it selects."""
+    for operand in operands:
+        require_finished(operand, "select-and-scatter")
+    reason = Unjudged("no select-and-scatter of the whole program has these operands")
+    for number, seen in matched_operands(context, instruction, operands):
+        try:
+            return _scattered(context, instruction, seen, number)
+        except Unjudged as error:
+            reason = error
+    raise reason
+
+
+def _scattered(
+    context: Context, instruction: Instruction, operands: Sequence[Held], number: int
+) -> Held:
+    image, source, _ = operands
+    shape = arrays_in(instruction.result)[0].shape
+    node = context.values.nodes[number]
+    assert node.instruction is not None
+    local = window_of(instruction, len(shape))
+    whole = window_of(node.instruction, len(shape))
+    cuts: list[Cut | None] = []
+    for dim in range(len(shape)):
+        axes = (image.axes[dim], source.axes[dim])
+        if local[dim].is_trivial and whole[dim].is_trivial:
+            cut = joined_cut(context, "select-and-scatter", dim, axes)
+            if cut is None and shape[dim] == node.shape[dim]:
+                cut = context.cuts.whole(shape[dim])
+            cuts.append(cut)
+            continue
+        arrays = node.operands
+        sizes = (arrays[0].shape[dim], arrays[1].shape[dim])
+        pair = [
+            _whole_or_cut(context, axis, size, held.shape[dim])
+            for axis, size, held in zip(axes, sizes, operands, strict=False)
+        ]
+        is_whole = all(map(context.cuts.is_whole, pair, sizes))
+        if is_whole and local[dim] == whole[dim]:
+            cuts.append(context.cuts.whole(sizes[0]))
+            continue
+        _require_no_effect_of_holes(context, instruction, operands)
+        indices = (context.cuts.indices(pair[0]), context.cuts.indices(pair[1]))
+        windows = (local[dim], whole[dim])
+        cuts.append(scattered_cut(context.cuts, indices, windows, sizes))
+    form = form_in(context, instruction, operands, shape)
+    return placed(context, form, instruction, shape, cuts, number)
+
+
+def _whole_or_cut(
+    context: Context, axis: Axis | None, size: int, local_size: int
+) -> Cut:
+    if axis is not None:
+        return axis.cut
+    if size != local_size:
+        raise Unjudged("a window over a broadcast")
+    return context.cuts.whole(size)
+
+
+# The number that a window never selects, by the direction of the comparison.
+_NEVER_SELECTED = {"GE": -math.inf, "GT": -math.inf, "LE": math.inf, "LT": math.inf}
+
+
+def _require_no_effect_of_holes(
+    context: Context, instruction: Instruction, operands: Sequence[Held]
+) -> None:
+    """Raises `Unjudged` if a window may select a hole, or if one that the whole program
+    has not adds something.
+    """
+    image, source, start = operands
+    roots = {
+        name: root_of(context.module.computations[_called(instruction, name)])
+        for name in ("select", "scatter")
+    }
+    lowest = _NEVER_SELECTED.get(attribute(roots["select"], "direction"))
+    is_compared = roots["select"].opcode == "compare"
+    if image.has_holes and not (is_compared and image.fill == lowest):
+        raise Unjudged("a window over padding")
+    if roots["scatter"].opcode != "add" or constant_number(start) != 0:
+        raise Unjudged("windows that do not add what they select")
+    if source.has_holes and source.fill != 0:
+        raise Unjudged("windows that the whole program has not")
+
+
+def _called(instruction: Instruction, name: str) -> str:
+    return attribute(instruction, name).lstrip("%")

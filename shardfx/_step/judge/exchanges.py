@@ -87,7 +87,7 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
         if all(axis is None for axis in axes):
             if terms is None:
                 terms = (_permuted_mask(context.everywhere, sources),)
-        elif operand.has_holes and fill != 0:
+        elif fill != 0 and _are_sent(operand, sources):
             fill = None
         else:
             fill = 0
@@ -98,6 +98,16 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
         terms=terms,
         fill=fill,
         known=None,
+    )
+
+
+def _are_sent(operand: Held, sources: np.ndarray) -> bool:
+    """Whether a permute sends holes."""
+    senders = sources[sources >= 0]
+    return any(
+        bool((axis.cut.starts[senders] == HOLE).any())
+        for axis in operand.axes
+        if axis is not None
     )
 
 

@@ -474,7 +474,9 @@ class _Move:
         fill: Number | None,
     ) -> Cut:
         cuts = context.cuts
-        if self.is_same and _is_within(cut, size):
+        is_continued = self.padding is not None and fill == self.padding
+        are_holes_kept = not (is_continued and cut.has_holes)
+        if self.is_same and are_holes_kept and _is_within(cut, size):
             return cut
         indices = cuts.indices(cut)
         is_real = indices != HOLE
@@ -486,7 +488,7 @@ class _Move:
             moved = behind // self.stride * self.spread + self.offset
         is_real &= (moved >= 0) & (moved < size)
         moved = np.where(is_real, moved, HOLE)
-        if self.padding is not None and fill is not None and fill == self.padding:
+        if is_continued:
             moved = _continued(moved, indices == HOLE, size, self)
         return cuts.from_indices(moved)
 

@@ -249,13 +249,28 @@ def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
         fill = None
     if operand.root == NOWHERE:
         raise Unjudged("padding of numbers of one device's program")
-    return dataclasses.replace(
+    padded = dataclasses.replace(
         operand,
         shape=shape,
         axes=tuple(axes),
         fill=fill,
         known=None,
     )
+    return _seen_as_padded(context, instruction, padded)
+
+
+def _seen_as_padded(context: Context, instruction: Instruction, held: Held) -> Held:
+    """The same as pieces of a padded array of the whole program, if there is one: its
+    padding is no hole then.
+    """
+    if held.fill is None:
+        return held
+    for number in context.values.with_name_of("pad", instruction.op_name, held.root):
+        array = context.values.nodes[number].result
+        seen = None if array is None else expressed(context, held, array)
+        if seen is not None and seen.fill == held.fill:
+            return seen
+    return held
 
 
 def _padded_row(

@@ -117,6 +117,7 @@ _RULES: Mapping[str, _Rule] = {
     "dot": products.dot,
     "convolution": convolutions.convolution,
     "reduce-window": convolutions.reduce_window,
+    "select-and-scatter": convolutions.select_and_scatter,
     "concatenate": pieces.concatenate,
     "dynamic-slice": pieces.dynamic_slice,
     "dynamic-update-slice": updates.dynamic_update_slice,

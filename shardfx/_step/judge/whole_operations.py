@@ -9,12 +9,11 @@ from ..hlo_text import Instruction, arrays_in
 from .choices import part_of
 from .cuts import Cut
 from .forms import numbers
-from .held import Axis, Context, Held, require_finished
+from .held import Context, Held, require_finished
 from .joining import form_in, joined_cut
 from .matching import matched_operands, placed
 from .values import Node
 from .verdict import Unjudged
-from .windows import Window, window_of
 
 
 def whole_operation(
@@ -57,23 +56,14 @@ def _whole_cuts(
     node: Node,
 ) -> list[Cut | None] | None:
     """The cuts of the results, if each device computes the whole along each dimension
-    that the operation does not treat element by element, or window by window.
+    that the operation does not treat element by element.
     """
     shape = arrays_in(instruction.result)[0].shape
     free: set[int] = set()
-    tiled: dict[int, int] = {}
     if instruction.opcode == "sort":
         free = set(range(len(shape))) - set(numbers(instruction, "dimensions"))
     if instruction.opcode == "custom-call" and "TopK" in instruction.attributes:
         free = set(range(len(shape) - 1))
-    if instruction.opcode == "select-and-scatter":
-        assert node.instruction is not None
-        windows = window_of(instruction, len(shape))
-        if windows != window_of(node.instruction, len(shape)):
-            return None
-        # A dimension along which windows have one element is treated by element.
-        free = {at for at, window in enumerate(windows) if window.is_trivial}
-        tiled = _tiled(windows, node)
     cuts: list[Cut | None] = []
     for at, size in enumerate(shape):
         axes = [operand.axes[at] for operand in operands if operand.shape]
@@ -84,11 +74,9 @@ def _whole_cuts(
             cuts.append(cut)
         elif _are_whole(context, operands, node, at):
             cuts.append(context.cuts.whole(size))
-        elif at in tiled and (cut := _cut_in_tiles(axes, tiled[at])) is not None:
-            cuts.append(cut)
         else:
             return None
-    if not free and not tiled and shape != node.shape:
+    if not free and shape != node.shape:
         return None
     return cuts
 
@@ -103,31 +91,3 @@ def _are_whole(context: Context, operands: Sequence[Held], node: Node, at: int) 
         if axis is not None and not context.cuts.is_whole(axis.cut, size):
             return False
     return True
-
-
-def _tiled(windows: Sequence[Window], node: Node) -> dict[int, int]:
-    """The dimensions that the windows of a `select-and-scatter` divide into tiles, with
-    the size of a tile.
-    """
-    image, source = node.operands[0].shape, node.operands[1].shape
-    tiled = {}
-    for at, window in enumerate(windows):
-        tile = Window(window.size, window.size, 0, 0, 1, 1, False)
-        if window == tile and image[at] == source[at] * window.size:
-            tiled[at] = window.size
-    return tiled
-
-
-def _cut_in_tiles(axes: Sequence[Axis | None], tile: int) -> Cut | None:
-    """The cut of an image that is cut into whole tiles, as the tiles' array is; `None`
-    for other cuts.
-    """
-    image, source = axes
-    if image is None or source is None:
-        return None
-    cuts = (image.cut, source.cut)
-    if any(len(cut.lengths) != 1 or cut.has_holes or cut.step != 1 for cut in cuts):
-        return None
-    if (image.cut.starts != source.cut.starts * tile).any():
-        return None
-    return image.cut if image.cut.size == source.cut.size * tile else None

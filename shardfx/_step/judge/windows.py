@@ -208,3 +208,61 @@ def _cut_kernel(
     if terms is None:
         raise Unjudged("a window that is not cut")
     return cuts.whole(results[1]), terms
+
+
+def scattered_cut(
+    cuts: Cuts,
+    held: tuple[np.ndarray, np.ndarray],
+    windows: tuple[Window, Window],
+    sizes: tuple[int, int],
+) -> Cut:
+    """The cut of the result of a `select-and-scatter`, which adds an element of its
+    source to the element of the image that each window selects. An element of the
+    result is right if each window over it is there, and reads all that it reads in the
+    whole program.
+
+    **Arguments:**
+
+    - `held`: the indices that each device holds of the image and of the source.
+    - `windows`: the windows of the device's operation and of the whole one.
+    - `sizes`: the sizes of the whole image and source.
+
+    **Raises:**
+
+    `Unjudged` if a device has a window twice.
+    """
+    image, source = held
+    local, whole = windows
+    if local.is_reversed or whole.is_reversed or local.size != whole.size:
+        raise Unjudged("a window of another size, or in another order")
+    taps = np.arange(whole.size)
+    elements = _read(image, local, source.shape[1])
+    expected = _expected(source, taps[None, None, :], whole, sizes[0])
+    is_real = source != HOLE
+    is_right = is_real & (elements == expected).all(axis=2)
+    for row, are_real in zip(source, is_real, strict=True):
+        real = row[are_real]
+        if len(np.unique(real)) != len(real):
+            raise Unjudged("a window that a device has twice")
+
+    every = np.arange(sizes[1])
+    needed = _covered(every[None, :] >= 0, whole, sizes[0])[0]
+    present = _covered(is_right, local, image.shape[1])
+    wrong = _covered(is_real & ~is_right, local, image.shape[1])
+    is_element = (image >= 0) & (image < sizes[0])
+    needed_here = needed[np.where(is_element, image, 0)]
+    is_whole = is_element & (wrong == 0) & (present == needed_here)
+    return cuts.from_indices(np.where(is_whole, image, HOLE))
+
+
+def _covered(chosen: np.ndarray, window: Window, size: int) -> np.ndarray:
+    """How many of the chosen windows, an array (devices, windows), are over each element
+    of an image of `size`: an array (devices, elements).
+    """
+    counts = np.zeros((len(chosen), size), np.int64)
+    for number in range(chosen.shape[1]):
+        for tap in range(window.size):
+            place = number * window.stride + tap * window.kernel_dilation - window.low
+            if 0 <= place < size:
+                counts[:, place] += chosen[:, number]
+    return counts
