@@ -19,7 +19,7 @@ from shardfx._reshard.pieces.rounds import matchings
 DTYPES = {4: "int4", 8: "int8", 16: "int16", 32: "float32"}
 
 
-def cuts(bits, sources, targets, process_of=None, sent_before=(), lost=()):
+def cuts(bits, sources, targets, group_of=None, sent_before=(), lost=()):
     """The parts of an array as it is, between devices and boxes."""
     shape = tuple(
         max(stop for _, stop in column)
@@ -34,7 +34,7 @@ def cuts(bits, sources, targets, process_of=None, sent_before=(), lost=()):
         leaf,
         targets=targets,
         sources={"x": (dtype, holders)},
-        process_of=process_of or {},
+        group_of=group_of or {},
         sent_before=sent_before,
     )
 
@@ -147,8 +147,8 @@ def test_senders_of_the_receivers_process_come_first():
     sources = [(device, whole) for device in cases]
     cases = (10, 11, 12, 13, 20)
     targets = [(device, whole) for device in cases]
-    process_of = {0: 0, 1: 0, 2: 1, 3: 1, 10: 1, 11: 1, 12: 1, 13: 1, 20: 2}
-    parts = cuts(8, sources, targets, process_of)
+    group_of = {0: 0, 1: 0, 2: 1, 3: 1, 10: 1, 11: 1, 12: 1, 13: 1, 20: 2}
+    parts = cuts(8, sources, targets, group_of)
     senders = lambda sent: [
         part.sender for part in cuts(8, sources[:3], targets[:2], sent_before=sent).all
     ]
@@ -204,7 +204,7 @@ def test_a_table_has_the_parts_of_a_list(move, data):
     chosen = st.sets(st.sampled_from(devices))
     given_arguments = {
         "lost": data.draw(chosen),
-        "process_of": data.draw(
+        "group_of": data.draw(
             st.just({}) | st.fixed_dictionaries({d: st.integers(0, 1) for d in devices})
         ),
         "sent_before": [(device, 3) for device in data.draw(chosen)],

@@ -215,15 +215,15 @@ def tabled_parts(
     targets: Sequence[tuple[int, Box]],
     dtype: object,
     holders: Holders,
-    process_of: Mapping[int, int],
+    group_of: Mapping[int, int],
     sent: dict[int, int],
 ) -> TabledParts:
     """Decides which device sends which box of its shard to which device, as
     `shard_parts` does, for a `piece` that copies a whole array.
 
     `targets` has the device and the box of each shard to assemble, `holders` the
-    devices that hold each box of the source, of dtype `dtype`. `process_of` has the
-    process of each device, and `sent` the bytes that it has sent.
+    devices that hold each box of the source, of dtype `dtype`. `group_of` has the
+    group of each device, and `sent` the bytes that it has sent.
     """
     devices = np.array([device for device, _ in targets], np.int64)
     target_boxes = [box for _, box in targets]
@@ -250,7 +250,7 @@ def tabled_parts(
         receivers=receivers,
         part_bytes=_bytes_of(forms.parts)[forms.numbers],
         holders=list(holders.values()),
-        process_of=process_of,
+        group_of=group_of,
         sent=sent,
     )
     table = PartTable(
@@ -473,7 +473,7 @@ def _senders(
     receivers: np.ndarray,
     part_bytes: np.ndarray,
     holders: Sequence[Sequence[int]],
-    process_of: Mapping[int, int],
+    group_of: Mapping[int, int],
     sent: dict[int, int],
 ) -> _Chosen:
     """Chooses the sender of each part as `Senders.choose` does, those of the largest
@@ -504,12 +504,12 @@ def _senders(
     # The shards that several devices could send, numbered.
     cells_to_send, cell_numbers = numbered(cells[rows])
     replicas = [tuple(holders[cell]) for cell in cells_to_send.tolist()]
-    if _take_turns(cell_numbers, part_bytes[rows], replicas, process_of, sent):
+    if _take_turns(cell_numbers, part_bytes[rows], replicas, group_of, sent):
         row_cells = cells[rows]
         turns = occurrences(cell_numbers) % counts[row_cells]
         senders[rows] = holder_numbers[first_holders[row_cells] + turns]
     else:
-        choices = [Senders(devices, process_of, sent) for devices in replicas]
+        choices = [Senders(devices, group_of, sent) for devices in replicas]
         for row, number in zip(rows.tolist(), cell_numbers.tolist(), strict=True):
             nbytes = int(part_bytes[row])
             senders[row] = choices[number].choose(int(receivers[row]), nbytes)
@@ -523,13 +523,13 @@ def _take_turns(
     cells: np.ndarray,
     part_bytes: np.ndarray,
     holders: Sequence[Sequence[int]],
-    process_of: Mapping[int, int],
+    group_of: Mapping[int, int],
     sent: Mapping[int, int],
 ) -> bool:
     """Whether the devices that have sent the fewest bytes take turns: they are in one
-    process, have sent equally much before, and send parts of one size.
+    group, have sent equally much before, and send parts of one size.
     """
-    if len(set(process_of.values())) > 1:
+    if len(set(group_of.values())) > 1:
         return False
     for devices in holders:
         sent_bytes = {sent.get(device, 0) for device in devices}

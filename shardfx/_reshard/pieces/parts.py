@@ -183,21 +183,21 @@ class ShardParts:
 
 class ShardGrid:
     """The devices that hold each box of an array of `dtype`. The boxes form a grid, as
-    under every JAX sharding. `process_of` has the process of each device, and `sent`
-    the bytes that it has sent.
+    under every JAX sharding. `group_of` has the group of each device, as
+    `Senders` says, and `sent` the bytes that it has sent.
     """
 
     def __init__(
         self,
         dtype: object,
         holders: Holders,
-        process_of: Mapping[int, int],
+        group_of: Mapping[int, int],
         sent: dict[int, int],
     ):
         self.dtype = dtype
         self.senders: dict[Box, Senders] = {}
         for box, devices in holders.items():
-            self.senders[box] = Senders(devices, process_of, sent)
+            self.senders[box] = Senders(devices, group_of, sent)
         # The boxes of a grid are all combinations of its intervals.
         columns = zip(*holders, strict=True)
         self._intervals = [sorted(set(column)) for column in columns]
@@ -237,7 +237,7 @@ def shard_parts(
     target: Made,
     targets: Sequence[tuple[int, Box]],
     sources: Mapping[str, Source],
-    process_of: Mapping[int, int],
+    group_of: Mapping[int, int],
     sent_before: Iterable[tuple[int, int]] = (),
 ) -> ShardParts:
     """Decides which device sends which part of its shard to which device, to assemble
@@ -248,7 +248,7 @@ def shard_parts(
     parts are chosen first.
 
     `targets` has the device and the box of each shard to assemble, and `sources` the
-    arrays that are read, by path. `process_of` has the process of each device.
+    arrays that are read, by path. `group_of` has the group of each device.
     `sent_before` has pairs of a device and the bytes that it has sent for other arrays.
     """
     sent = dict(sent_before)
@@ -257,7 +257,7 @@ def shard_parts(
         dtype, holders = sources[str(piece.value.path)]
         has_many_shards = len(targets) + len(holders) >= _MANY_SHARDS
         if has_many_shards and _are_disjoint(holders.values()):
-            tabled = tabled_parts(piece, targets, dtype, holders, process_of, sent)
+            tabled = tabled_parts(piece, targets, dtype, holders, group_of, sent)
             return ShardParts(
                 rows=tabled.table,
                 missing=tabled.missing,
@@ -268,7 +268,7 @@ def shard_parts(
     grids: dict[int, ShardGrid] = {}
     for source in sources.values():
         dtype, holders = source
-        grids[id(source)] = ShardGrid(dtype, holders, process_of, sent)
+        grids[id(source)] = ShardGrid(dtype, holders, group_of, sent)
 
     parts: list[PossiblePart] = []
     missing: dict[Box, None] = {}

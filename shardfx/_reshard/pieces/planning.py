@@ -397,10 +397,10 @@ def _parts(
         if key not in source_values:
             source_values[key] = (dtype, devices.holders(source.path))
         values_by_path[source.path] = source_values[key]
-    process_of: dict[int, int] = {}
+    group_of: dict[int, int] = {}
     if devices.are_named:
         for number, device in enumerate(devices.all):
-            process_of[number] = device.process_index
+            group_of[number] = device.process_index
     targets: list[tuple[int, Box]] = []
     for device, box in devices.target.items():
         targets.append((devices.numbers[device], box))
@@ -408,7 +408,7 @@ def _parts(
         target,
         targets=targets,
         sources=values_by_path,
-        process_of=process_of,
+        group_of=group_of,
         sent_before=sent_before,
     )
 

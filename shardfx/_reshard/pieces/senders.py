@@ -26,19 +26,20 @@ class HeapEntry(NamedTuple):
 
 class Senders:
     """The devices that hold a replica of one shard, each of which can send it. There
-    are none if all are lost. `process_of` has the process of each device. `sent` has
+    are none if all are lost. `group_of` has the group of each device: devices of one
+    group reach each other faster than others. `sent` has
     the bytes that each device has sent, and `choose` updates it.
     """
 
     def __init__(
         self,
         holders: Sequence[int],
-        process_of: Mapping[int, int],
+        group_of: Mapping[int, int],
         sent: dict[int, int],
     ):
         self.holders = dict.fromkeys(holders)
         self.sent = sent
-        self._process_of = process_of
+        self._group_of = group_of
         for device in holders:
             sent.setdefault(device, 0)
 
@@ -52,20 +53,20 @@ class Senders:
     @ft.cached_property
     def _nearby(self) -> dict[int | None, list[HeapEntry]]:
         return together(
-            self._everywhere, lambda entry: self._process_of.get(entry.device)
+            self._everywhere, lambda entry: self._group_of.get(entry.device)
         )
 
     def choose(self, receiver: int, nbytes: int) -> int:
         """Chooses the device that sends `nbytes` to `receiver`: the one that has sent
-        the fewest bytes. If some of the devices are in the receiver's process, it is
+        the fewest bytes. If some of the devices are in the receiver's group, it is
         one of these.
         """
         if len(self.holders) == 1:
             (device,) = self.holders
             self.sent[device] += nbytes
             return device
-        process = self._process_of.get(receiver)
-        heap = self._nearby.get(process, self._everywhere)
+        group = self._group_of.get(receiver)
+        heap = self._nearby.get(group, self._everywhere)
         # An entry is too old if its device has sent other bytes since it was made.
         while (first := heap[0]).sent_bytes != self.sent[first.device]:
             self._renew_first(heap)
