@@ -11,14 +11,14 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from .._ground.errors import MoveError
-from .move import Move, move_of, program_of
+from .move import Move, least_bytes_of, move_of, program_of, spread_of
 from .pieces.assembly import Assembly
 from .pieces.host import LocalShards, assemble_and_delete
 from .pieces.run import Context, start_assembly
@@ -66,25 +66,36 @@ class Job:
     copies: bool
 
 
+class _Work(NamedTuple):
+    """A move or an assembly, the numbers of the target's arrays that it makes, and the
+    least `limit_bytes` under which it can.
+    """
+
+    plan: Move | Assembly
+    numbers: list[int]
+    least_bytes: int
+
+
 def require_memory(job: Job, limit_bytes: int) -> None:
     """Raises `MoveError` if some array of a job needs more than `limit_bytes`, even in
     its smallest chunks.
     """
-    # Each move or assembly, with the numbers of the target's arrays that it makes.
-    works: list[tuple[Move | Assembly, list[int]]] = []
+    works: list[_Work] = []
     for move, places in job.moves.items():
-        works.append((move, [number for number, _ in places]))
+        numbers = [number for number, _ in places]
+        works.append(_Work(move, numbers, move.least_bytes))
     for number, _, assembly in job.assemblies:
-        works.append((assembly, [number]))
+        works.append(_Work(assembly, [number], least_bytes_of(assembly)))
 
-    too_large = [work for work in works if work[0].least_bytes > limit_bytes]
+    too_large = [work for work in works if work.least_bytes > limit_bytes]
     if not too_large:
         return
-    largest, numbers = max(too_large, key=lambda work: work[0].least_bytes)
-    others = sum(len(numbers) for _, numbers in too_large) - 1
+    largest = max(too_large, key=lambda work: work.least_bytes)
+    array = largest.plan
+    others = sum(len(work.numbers) for work in too_large) - 1
     and_others = f" and {others} more" if others else ""
     raise MoveError(
-        f"{leaf_name(job.path_of(numbers[0]))}, {largest.dtype}{list(largest.shape)},"
+        f"{leaf_name(job.path_of(largest.numbers[0]))}, {array.dtype}{list(array.shape)},"
         f" needs {largest.least_bytes} bytes beside its source and target, even in the"
         f" smallest parts; `memory_limit_bytes={limit_bytes}` is too little for"
         f" it{and_others}. Nothing was moved; pass"
@@ -233,7 +244,7 @@ class _Flight:
         number, names, assembly, wait = self._started
         self._started = None
         self.current = number
-        array = wait()
+        array = _spread(assembly, wait(), self._limit_bytes)
         like = self._job.arrays[names[0]] if names else None
         if like is not None and jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
             array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
@@ -409,7 +420,23 @@ def _assembled(
     )
     wait = start_assembly(assembly, ("",), context)
     array = wait()
+    array = _spread(assembly, array, limit_bytes)
     if donate:
         jax.block_until_ready(array)
         x.delete()
     return array
+
+
+def _spread(assembly: Assembly, array: jax.Array, limit_bytes: int | None) -> jax.Array:
+    """Returns the assembled `array` in the sharding of the target. If each element
+    entered a TPU slice once, the shards are gathered inside the slices, and `array` is
+    deleted.
+    """
+    spread = spread_of(assembly)
+    if spread is None:
+        return array
+    if not spread.dst.addressable_devices:
+        return labelled(array, spread.dst)
+    if limit_bytes is not None:
+        limit_bytes -= spread.held_by_source
+    return carry_out(spread, array, donate=True, limit_bytes=limit_bytes)

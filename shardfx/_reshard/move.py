@@ -103,6 +103,10 @@ class Move:
         if self.assembly is None:
             return 0
         exchange_bytes = self.assembly.extra_bytes(self.assembly.exchanges())
+        spread = spread_of(self.assembly)
+        if spread is not None:
+            spread_bytes = spread.held_by_source + spread.extra_bytes
+            exchange_bytes = max(exchange_bytes, spread_bytes)
         return exchange_bytes + self.copy_bytes
 
     @property
@@ -110,9 +114,13 @@ class Move:
         """The most bytes of this array that one memory holds during the move, shards of
         source and target included.
         """
-        source = self.source_bytes * sharers(self.src.device_set)
-        target = self.target_bytes * sharers(self.dst.device_set)
-        return source + target + self.extra_bytes
+        target_bytes = self.target_bytes * sharers(self.dst.device_set)
+        return self.held_by_source + target_bytes + self.extra_bytes
+
+    @property
+    def held_by_source(self) -> int:
+        """The most bytes of the source's shards in one memory."""
+        return self.source_bytes * sharers(self.src.device_set)
 
     @property
     def crosses_cpu(self) -> bool:
@@ -159,11 +167,38 @@ class Move:
         the array can move.
         """
         if self.assembly is not None:
-            return min(self.extra_bytes, self.assembly.least_bytes + self.copy_bytes)
+            exchange_bytes = least_bytes_of(self.assembly)
+            return min(self.extra_bytes, exchange_bytes + self.copy_bytes)
         finest = self.chunks_of(max(self.shape, default=1))
         if finest is None:
             return self.extra_bytes
         return min(self.extra_bytes, self.bytes_in(finest))
+
+
+def spread_of(assembly: Assembly) -> Move | None:
+    """Returns the move inside TPU slices (or nodes) that follows an assembly in which
+    each element enters a slice once. `None` if the assembly makes the target's shards
+    themselves.
+    """
+    if assembly.sharding == assembly.target:
+        return None
+    return move_of(
+        assembly.shape,
+        assembly.dtype,
+        src=assembly.sharding,
+        dst=assembly.target,
+        copies=False,
+    )
+
+
+def least_bytes_of(assembly: Assembly) -> int:
+    """Returns the least `limit_bytes`, besides the shards of source and target, under
+    which an array can be assembled and its shards gathered inside slices.
+    """
+    spread = spread_of(assembly)
+    if spread is None:
+        return assembly.least_bytes
+    return max(assembly.least_bytes, spread.held_by_source + spread.least_bytes)
 
 
 @ft.lru_cache(maxsize=4096)

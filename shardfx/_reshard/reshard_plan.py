@@ -51,7 +51,8 @@ class LeafMove:
     - `peak_bytes`: the most bytes of this array in a device's memory during the move,
       source and target included. A shard in host memory does not count, but its copy in
       device memory does.
-    - `steps`: for "steps", the collectives in order.
+    - `steps`: for "steps", the collectives in order. For "tiles" and "pieces" between
+      TPU slices, the all-gathers inside each slice that follow.
     - `links`: for "tiles" and "pieces", the bytes that each sender sends to each
       receiver, by (sender, receiver). A device is given by its id, or in a mesh without
       devices by its position.
@@ -62,8 +63,8 @@ class LeafMove:
       this plan are those of devices with separate memories.
     - `wire_bytes`: the bytes that a device receives, as the mean over the target's
       devices.
-    - `dcn_bytes`: for "steps", the part of `wire_bytes` that comes from another slice
-      (or node). If slices do not line up with mesh axes, it is an upper bound.
+    - `dcn_bytes`: the part of `wire_bytes` that comes from another slice (or node). For
+      "steps" it is an upper bound if slices do not line up with mesh axes.
     - `lower_bound_bytes`: a lower bound on `wire_bytes` for any algorithm.
     - `made_of`: with a map, the paths of the source arrays of which this array is made.
     - `rounds`: for "pieces", the number of rounds in which shards are exchanged. In a
@@ -141,9 +142,7 @@ class ReshardPlan:
 
     @property
     def steps(self) -> dict[str, tuple[MoveStep, ...]]:
-        """For each array that moves by "steps", its collectives in order, by the
-        array's path.
-        """
+        """For each array that moves by collectives, these in order, by the array's path."""
         return {leaf.path: leaf.steps for leaf in self.leaves if leaf.steps}
 
     @property
@@ -165,7 +164,7 @@ class ReshardPlan:
     @property
     def dcn_bytes(self) -> int:
         """The bytes that a device receives from other TPU slices (or nodes), of all
-        arrays that move by "steps".
+        arrays.
         """
         return sum(leaf.dcn_bytes for leaf in self.leaves)
 
@@ -296,7 +295,10 @@ def _box_text(box: Box) -> str:
 
 def _row(leaves: list[LeafMove]) -> tuple[str, ...]:
     leaf = leaves[0]
-    how = " > ".join([step.kind for step in leaf.steps]) or leaf.how
+    kinds = [step.kind for step in leaf.steps]
+    if leaf.how != "steps":
+        kinds.insert(0, leaf.how)
+    how = " > ".join(kinds)
     if leaf.rounds:
         how = f"{plural(leaf.rounds, 'round')} of {how}"
     group = ReshardPlan(tuple(leaves))

@@ -26,13 +26,14 @@ from .._ground.text import (
 )
 from .._ground.tree import flatten
 from .._plan import NUMBER, ShardPlan
-from .move import Move, balanced, move_of, shares_memory
+from .move import Move, balanced, move_of, shares_memory, spread_of
 from .mover import lost_devices, targets
 from .pieces.assembly import Assembly, MovedLeaf, leaves_of_plan
 from .pieces.planning import target_arrays
 from .pieces.shard_part import Links
 from .reshard_plan import LeafMove, ReshardPlan
 from .shardings import in_host_memory, leaf_name, naming
+from .steps.redistribution import MoveStep
 
 
 def plan_reshard(
@@ -194,7 +195,7 @@ def _moves_by_map(
                     source_bytes += _shard_bytes(source[name])
             costs = {
                 "src": src,
-                "dst": array.assembly.sharding,
+                "dst": array.assembly.target,
                 "how": "pieces",
                 "copied": array.assembly.method != live_array.assembly.method,
                 "source_bytes": source_bytes,
@@ -313,13 +314,22 @@ def _move_fields(move: Move) -> dict[str, Any]:
         }
     if move.assembly is not None:
         parts = move.assembly.parts
-        wire_bytes = -(-parts.wire_bytes // max(1, move.dst.num_devices))
+        receivers = max(1, move.dst.num_devices)
+        wire_bytes = -(-parts.wire_bytes // receivers)
         largest_link_bytes = max(parts.links.values(), default=0)
+        # While parts of shards are sliced and received, a device holds two copies of
+        # them besides its shards.
+        extra_bytes = 2 * largest_link_bytes
+        spread = spread_of(move.assembly)
+        if spread is not None:
+            assert spread.plan is not None
+            fields["steps"] = spread.plan.steps
+            wire_bytes += spread.plan.wire_bytes
+            extra_bytes = max(extra_bytes, spread.source_bytes)
         return {
             **fields,
-            # While parts of shards are sliced and received, a device holds two copies
-            # of them besides its shards.
-            "peak_bytes": source_bytes + target_bytes + 2 * largest_link_bytes,
+            "peak_bytes": source_bytes + target_bytes + extra_bytes,
+            "dcn_bytes": -(-move.assembly.dcn_bytes // receivers),
             "missing": parts.missing,
             "wire_bytes": wire_bytes,
             "lower_bound_bytes": wire_bytes,
@@ -340,15 +350,29 @@ def _assembly_fields(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
     besides the shards of source and target. `most_bytes` is the most bytes that
     programs may use on a device if source and target are on different devices.
     """
-    steps = assembly.exchanges(None, most_bytes)
-    count = max(1, assembly.sharding.num_devices)
+    exchanges = assembly.exchanges(None, most_bytes)
+    count = max(1, assembly.target.num_devices)
+    wire_bytes = -(-assembly.parts.wire_bytes // count)
+    lower_bound_bytes = -(-_least_bytes(assembly) // count)
+    extra_bytes = assembly.extra_bytes(exchanges)
+    steps: tuple[MoveStep, ...] = ()
+    spread = spread_of(assembly)
+    if spread is not None:
+        assert spread.plan is not None
+        steps = spread.plan.steps
+        wire_bytes += spread.plan.wire_bytes
+        lower_bound_bytes += spread.plan.wire_bytes
+        extra_bytes = max(extra_bytes, spread.held_by_source + spread.extra_bytes)
+    target_shape = assembly.target.shard_shape(assembly.shape)
     return {
-        "wire_bytes": -(-assembly.parts.wire_bytes // count),
-        "lower_bound_bytes": -(-_least_bytes(assembly) // count),
-        "target_bytes": array_bytes(assembly.shard_shape, assembly.dtype),
+        "wire_bytes": wire_bytes,
+        "dcn_bytes": -(-assembly.dcn_bytes // count),
+        "lower_bound_bytes": lower_bound_bytes,
+        "target_bytes": array_bytes(target_shape, assembly.dtype),
         "links": _links_by_id(assembly),
-        "rounds": sum(len(step.rounds) for step in steps),
-        "extra_bytes": assembly.extra_bytes(steps),
+        "rounds": sum(len(exchange.rounds) for exchange in exchanges),
+        "steps": steps,
+        "extra_bytes": extra_bytes,
     }
 
 

@@ -5,7 +5,7 @@ move between them.
 import collections
 import contextlib
 import functools as ft
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -239,12 +239,19 @@ def _slice_counts(mesh: MeshSpec | Mesh | AbstractMesh) -> tuple[int, ...]:
     return _slice_counts_of_devices(mesh)
 
 
+def slices_of(devices: Sequence[Any]) -> list[int]:
+    """Returns the number of each device's TPU slice (or node)."""
+    slice_numbers = [0] * len(devices)
+    for number, members in enumerate(topology.slices(devices)):
+        for member in members:
+            slice_numbers[member] = number
+    return slice_numbers
+
+
 @ft.lru_cache(maxsize=256)
 def _slice_counts_of_devices(mesh: Mesh) -> tuple[int, ...]:
-    slice_numbers = np.zeros(mesh.devices.size, np.int64)
-    for number, members in enumerate(topology.slices(mesh.devices)):
-        slice_numbers[list(members)] = number
-    slice_numbers = slice_numbers.reshape(mesh.devices.shape)
+    numbers = slices_of(list(mesh.devices.flat))
+    slice_numbers = np.array(numbers).reshape(mesh.devices.shape)
     counts: list[int] = []
     for axis in range(slice_numbers.ndim):
         counts.append(_blocks(np.moveaxis(slice_numbers, axis, 0)))
@@ -263,6 +270,39 @@ def _blocks(slice_numbers: np.ndarray) -> int:
             if (blocks == blocks[:, :1]).all():
                 return count
     return size
+
+
+def divided_in_slices(
+    shape: tuple[int, ...], sharding: Sharding
+) -> NamedSharding | None:
+    """Returns a sharding that divides the shards of `sharding` further, over the mesh
+    axes that replicate them inside a TPU slice (or node). `None` if there are no such
+    axes, or if their sizes divide no dimension.
+    """
+    if not isinstance(sharding, NamedSharding) or not has_devices(sharding):
+        return None
+    whole = layout(sharding.mesh, sharding.spec, len(shape))
+    weights = whole.weights or (1.0,) * len(whole.sizes)
+    dims = [list(sub_axes) for sub_axes in whole.dims]
+    counts = list(whole.counts)
+    used = {sub_axis for sub_axes in whole.dims for sub_axis in sub_axes}
+    is_divided = False
+    for sub_axis, (size, weight) in enumerate(zip(whole.sizes, weights, strict=True)):
+        if sub_axis in used or weight > 1 or size == 1:
+            continue
+        for dim, elements in enumerate(shape):
+            if elements % (counts[dim] * size) == 0:
+                dims[dim].append(sub_axis)
+                counts[dim] *= size
+                is_divided = True
+                break
+    if not is_divided:
+        return None
+    assert isinstance(sharding.mesh, Mesh)
+    names = tuple([f"axis{number}" for number in range(len(whole.sizes))])
+    mesh = Mesh(sharding.mesh.devices.reshape(whole.sizes), names)
+    entries = [tuple([names[sub_axis] for sub_axis in sub_axes]) for sub_axes in dims]
+    return NamedSharding(mesh, PartitionSpec(*entries))
 
 
 NO_MESH = AbstractMesh((), ())

@@ -18,10 +18,7 @@ from ..._ground.boxes import Box, shard_boxes, whole_box
 from ..._ground.spec import array_bytes
 from ..._plan import ShardPlan
 from ...topology import MeshSpec
-from ..shardings import (
-    data_of,
-    sharers,
-)
+from ..shardings import data_of, sharers, slices_of
 from .exchange import Exchange, exchanges
 from .host import Copy, HostCopies
 from .parts import ShardParts
@@ -144,7 +141,10 @@ class Assembly:
 
     **Arguments:**
 
-    - `sharding`: the sharding of the array.
+    - `target`: the sharding of the array.
+    - `sharding`: the sharding in which it is assembled: `target`, or one that divides its
+      shards inside TPU slices (or nodes), so that each element enters a slice once. An
+      all-gather inside the slices then follows.
     - `shape`, `dtype`: the shape and dtype of the array, or of the key data of PRNG
       keys.
     - `shard_shape`: the shape of one shard of the array.
@@ -168,6 +168,7 @@ class Assembly:
       in one memory.
     """
 
+    target: Sharding
     sharding: Sharding
     shape: tuple[int, ...]
     dtype: Any
@@ -183,6 +184,23 @@ class Assembly:
     targets: tuple[Box, ...] = ()
     host_copies: tuple[HostCopies, ...] = ()
     joint_copies: tuple[Copy, ...] = ()
+
+    @ft.cached_property
+    def dcn_bytes(self) -> int:
+        """The bytes that all devices together receive from other TPU slices (or nodes);
+        0 if a mesh has no devices, and without programs.
+        """
+        has_devices = not any(isinstance(device, int) for device in self.devices)
+        if self.method != "programs" or not has_devices:
+            return 0
+        slices = slices_of(self.devices)
+        if len(set(slices)) == 1:
+            return 0
+        total = 0
+        for (sender, receiver), nbytes in self.parts.links.items():
+            if slices[sender] != slices[receiver]:
+                total += nbytes
+        return total
 
     @ft.cached_property
     def sharers(self) -> int:

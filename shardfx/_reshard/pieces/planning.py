@@ -31,7 +31,15 @@ from ..._convert import (
 )
 from ..._ground.boxes import Box
 from ..._ground.errors import MeshError
-from ..shardings import data_of, has_devices, naming, require_movable, require_reduced
+from ..shardings import (
+    data_of,
+    divided_in_slices,
+    has_devices,
+    naming,
+    require_movable,
+    require_reduced,
+    slices_of,
+)
 from .assembly import Assembly, MovedLeaf, ScaledArray, numbered, shards_of
 from .host import HostCopies, host_copies, joint_copies
 from .parts import ShardParts, Source, shard_parts
@@ -202,6 +210,32 @@ def _assembly(
     lost: tuple[object, ...] = (),
     sent_before: tuple[tuple[int, int], ...] = (),
 ) -> Assembly:
+    """The plan for assembling `leaf` in its sharding, or divided further inside TPU
+    slices if fewer bytes then cross between slices.
+    """
+    arguments = (target, sources, copies, lost, sent_before)
+    assembly = _assembly_in(leaf, *arguments)
+    if assembly.method != "programs" or not assembly.dcn_bytes:
+        return assembly
+    assert leaf.sharding is not None
+    inside = divided_in_slices(leaf.shape, leaf.sharding)
+    if inside is None:
+        return assembly
+    divided = _assembly_in(leaf._replace(sharding=inside), *arguments)
+    if divided.dcn_bytes < assembly.dcn_bytes:
+        return dataclasses.replace(divided, target=leaf.sharding)
+    return assembly
+
+
+def _assembly_in(
+    leaf: MovedLeaf,
+    target: Made,
+    sources: Sequence[MovedLeaf],
+    copies: bool,
+    lost: tuple[object, ...],
+    sent_before: tuple[tuple[int, int], ...],
+) -> Assembly:
+    """The plan for assembling `leaf` in its sharding."""
     devices = _devices_of(leaf, sources, lost)
     parts = _parts(target, sources, devices, sent_before)
     method = _method(leaf, target, sources, copies, parts, devices)
@@ -217,6 +251,7 @@ def _assembly(
         source_devices[path] = devices.remaining(shards)
     assert leaf.sharding is not None
     assembly = Assembly(
+        target=leaf.sharding,
         sharding=leaf.sharding,
         shape=target.shape,
         dtype=target.dtype,
@@ -399,8 +434,7 @@ def _parts(
         values_by_path[source.path] = source_values[key]
     group_of: dict[int, int] = {}
     if devices.are_named:
-        for number, device in enumerate(devices.all):
-            group_of[number] = device.process_index
+        group_of = dict(enumerate(_groups(devices.all)))
     targets: list[tuple[int, Box]] = []
     for device, box in devices.target.items():
         targets.append((devices.numbers[device], box))
@@ -411,6 +445,16 @@ def _parts(
         group_of=group_of,
         sent_before=sent_before,
     )
+
+
+def _groups(devices: Sequence[Any]) -> list[int]:
+    """A number for each device: that of its TPU slice (or node). If all are in one, it
+    is that of its process.
+    """
+    slices = slices_of(devices)
+    if len(set(slices)) > 1:
+        return slices
+    return [device.process_index for device in devices]
 
 
 def _with_host_copies(

@@ -1,0 +1,173 @@
+"""Moves to other devices, of which some are in another TPU slice."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from shardfx import From, TreeMap, clear_caches, plan_reshard, topology
+from shardfx._reshard.move import move_of, spread_of
+from shardfx._reshard.mover import resharded
+
+
+SHAPE = (24, 16)
+
+
+@pytest.fixture
+def two_slices(monkeypatch):
+    """Devices 0 to 3 are in one slice, and devices 4 to 7 in another."""
+
+    def slices(devices):
+        members = {}
+        for position, device in enumerate(np.ravel(devices)):
+            members.setdefault(device.id // 4, []).append(position)
+        return tuple(tuple(members[number]) for number in sorted(members))
+
+    clear_caches()
+    monkeypatch.setattr(topology, "slices", slices)
+    yield
+    clear_caches()
+
+
+def sharding(numbers, sizes, spec):
+    devices = np.array(jax.devices())[list(numbers)].reshape(sizes)
+    return NamedSharding(Mesh(devices, ("a", "b", "c")[: len(sizes)]), spec)
+
+
+def array(source, shape=SHAPE, dtype=jnp.float32):
+    values = jnp.arange(np.prod(shape)).reshape(shape).astype(dtype)
+    return jax.device_put(values, source)
+
+
+def leaf_of(x, target):
+    [leaf] = plan_reshard(x, target).leaves
+    return leaf
+
+
+def test_an_element_enters_a_slice_once(two_slices):
+    x = array(sharding(range(4), (4,), P("a")))
+    target = sharding(range(4, 8), (2, 2), P("a"))
+    leaf = leaf_of(x, target)
+    # Each of four devices needs half of the array. A quarter comes from the other
+    # slice, and a quarter from the device that holds the same half.
+    assert leaf.dcn_bytes == x.nbytes // 4
+    assert leaf.wire_bytes == x.nbytes // 2
+    assert [step.kind for step in leaf.steps] == ["all_gather"]
+    assert "tiles > all_gather" in str(plan_reshard(x, target))
+    moved = resharded(x, target, copies=False)
+    assert moved.sharding == target
+    np.testing.assert_array_equal(moved, x)
+
+
+TARGETS = [
+    (range(4, 8), (2, 2), P()),
+    (range(4, 8), (4,), P()),
+    ((7, 5, 6, 4), (2, 2), P(None, "b")),
+    (range(2, 8), (3, 2), P("a")),
+    (range(2, 8), (2, 3), P("b")),
+    (range(1, 8), (7,), P()),
+    ((4, 5, 6), (3,), P()),
+]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("target", TARGETS)
+def test_values_arrive_and_no_more_bytes_cross(two_slices, target, dtype):
+    target = sharding(*target)
+    for source in (
+        sharding(range(4), (4,), P("a")),
+        sharding(range(4), (2, 2), P(None, "b")),
+        sharding((0, 1, 4), (3,), P("a")),
+    ):
+        x = array(source, dtype=dtype)
+        moved = resharded(x, target, copies=False)
+        assert moved.sharding == target
+        np.testing.assert_array_equal(moved, x)
+        leaf = leaf_of(x, target)
+        assert leaf.dcn_bytes <= leaf.wire_bytes
+        assembly = move_of(SHAPE, x.dtype, source, target, (), False).assembly
+        assert assembly is not None
+        most_bytes = crossing(source, target) * x.nbytes
+        if spread_of(assembly) is None:
+            assert assembly.dcn_bytes == most_bytes
+        else:
+            assert assembly.dcn_bytes < most_bytes
+
+
+def crossing(source, target):
+    """How many times the array crosses if each device receives what it lacks from the
+    other slice by itself.
+    """
+    shards = target.addressable_devices_indices_map(SHAPE)
+    elements = 0
+    for device, index in shards.items():
+        box = np.zeros(SHAPE, bool)
+        box[index] = True
+        for other, held in source.addressable_devices_indices_map(SHAPE).items():
+            if other.id // 4 == device.id // 4:
+                box[held] = False
+        elements += box.sum()
+    return elements / np.prod(SHAPE)
+
+
+def test_a_replica_in_the_same_slice_sends(two_slices):
+    x = array(sharding((0, 4), (2,), P()))
+    leaf = leaf_of(x, sharding((5, 6, 7), (3,), P()))
+    assert leaf.dcn_bytes == 0
+    assert {sender for sender, _ in leaf.links} == {4}
+
+
+def test_shards_that_nothing_divides_move_at_once(two_slices):
+    x = array(sharding(range(4), (4,), P()), shape=(3, 5))
+    target = sharding(range(4, 8), (4,), P())
+    leaf = leaf_of(x, target)
+    assert leaf.steps == ()
+    assert leaf.dcn_bytes == x.nbytes
+    np.testing.assert_array_equal(resharded(x, target, copies=False), x)
+
+
+def test_a_limit_and_donation_hold(two_slices):
+    x = array(sharding(range(4), (4,), P("a")), shape=(64, 64))
+    expected = np.asarray(x)
+    target = sharding(range(4, 8), (2, 2), P())
+    move = move_of(x.shape, x.dtype, x.sharding, target, (), False)
+    assert move.assembly is not None
+    assert spread_of(move.assembly) is not None
+    assert move.least_bytes < move.extra_bytes
+    moved = resharded(
+        x, target, copies=False, donate=True, memory_limit_bytes=move.least_bytes
+    )
+    assert x.is_deleted()
+    np.testing.assert_array_equal(moved, expected)
+
+
+def test_keys_enter_once(two_slices):
+    keys = jax.random.split(jax.random.key(0), 8)
+    x = jax.device_put(keys, sharding(range(4), (4,), P("a")))
+    target = sharding(range(4, 8), (4,), P())
+    moved = resharded(x, target, copies=False)
+    assert moved.sharding.is_equivalent_to(target, 1)
+    np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(x))
+
+
+def test_through_a_map_an_element_enters_once(two_slices):
+    x = array(sharding(range(4), (4,), P("a")))
+    target = sharding(range(4, 8), (4,), P())
+    structs = {"t": jax.ShapeDtypeStruct(SHAPE[::-1], x.dtype, sharding=target)}
+    turn = TreeMap({"t": From("w").T})
+    [leaf] = plan_reshard({"w": x}, structs, map=turn).leaves
+    assert leaf.dcn_bytes == x.nbytes // 4
+    assert leaf.wire_bytes == leaf.lower_bound_bytes == x.nbytes
+    assert [step.kind for step in leaf.steps] == ["all_gather"]
+    assert leaf.peak_bytes >= leaf.source_bytes + leaf.target_bytes
+    for limit_bytes in (None, 100_000):
+        moved = resharded(
+            {"w": x},
+            structs,
+            map=turn,
+            copies=False,
+            memory_limit_bytes=limit_bytes,
+        )
+        assert moved["t"].sharding == target
+        np.testing.assert_array_equal(moved["t"], x.T)
