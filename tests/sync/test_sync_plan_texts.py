@@ -10,8 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from sync_jobs import planned
 
-from shardfx._reshard.sync import codec
-from shardfx.errors import PlanFormatError
+from shardfx import From, TreeMap
+from shardfx._reshard.sync import codec, kinds
+from shardfx._reshard.sync.scheduling import schedule
+from shardfx.errors import PlanFormatError, SyncError
 from shardfx.sync import TransferPlan, plan_transfer
 
 
@@ -83,3 +85,85 @@ def test_a_short_text_of_a_plan_takes_a_short_time(change, text):
         with pytest.raises(PlanFormatError, match=text):
             TransferPlan.from_json(hostile)
     assert time.process_time() - begin < 3
+
+
+def in_tiny_ranges(body):
+    """An array of 32 MiB whose halves of columns are sent in ranges of 64 bytes."""
+    (kind,) = body["kinds"]
+    rows = 1 << 20
+    half = rows // 2
+    for leaf in (*body["sources"], *body["leaves"]):
+        leaf[1] = [rows, 8]
+    for buffer, low in zip(kind["buffers"], (0, half), strict=True):
+        buffer[2] = [[low, low + half], [0, 8]]
+    for form in kind["forms"]:
+        form[1][0][0] = half
+    kind["columns"][4] = [half * (low > 0) for low in kind["columns"][4]]
+    kind["pieces"][0][3][0][0] = rows
+    body["memory_limit_bytes"] = 64
+
+
+def test_a_short_text_of_a_plan_makes_no_long_schedule():
+    """It took 26 s and 1 GB."""
+    tree = {"w": np.zeros((8, 8), np.float32)}
+    specs = {"w": P(None, "a")}
+    plan = plan_transfer(planned(tree, specs), planned(tree, {"w": P("a")}))
+    hostile = TransferPlan.from_json(with_body(plan, in_tiny_ranges))
+    assert hostile.leaves[0].shape == (1 << 20, 8)
+    begin = time.process_time()
+    with pytest.raises(SyncError, match="in more than 262,144 parts of ranges of byt"):
+        schedule(hostile, 0, 0)
+    assert time.process_time() - begin < 1
+
+
+def scaled_plan():
+    """A plan whose receiver multiplies elements by scales."""
+    values = np.arange(32).reshape(4, 8).astype(np.int8)
+    scales = np.ones((2, 2), np.float32)
+    tree = {"q": values, "s": scales, "t": scales}
+    rules = {
+        "v": From("t"),
+        "w": From("q").scale("s", block=(2, 4)).cast("float32"),
+    }
+    tree_map = TreeMap(rules)
+    src = planned(tree, {"q": P("a"), "s": P(), "t": P()})
+    dst = planned(tree_map.apply(tree), {"v": P(), "w": P("b")})
+    return plan_transfer(src, dst, tree_map)
+
+
+def with_leaf_digest(body):
+    body["leaves"][0][3] = "not hexadecimal"
+
+
+def with_number_beside_a_path(body):
+    body["kinds"][1]["forms"][0][0][1] = {}
+
+
+def with_scales_of_fewer_dimensions(body):
+    body["kinds"][1]["pieces"][0][0][2] = ["s", [2]]
+
+
+def with_source_of_another_leaf(body):
+    body["kinds"][0]["forms"][0][0][0] = "s"
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (with_leaf_digest, "the digest 'not hexadecimal'"),
+        (with_number_beside_a_path, r"the value \['q', {}"),
+        (with_scales_of_fewer_dimensions, "`w` has a piece that does not fit its sh"),
+        (with_source_of_another_leaf, "`v` has a piece of no source"),
+    ],
+)
+def test_a_text_that_no_plan_writes_is_refused_when_it_is_read(change, text):
+    """Each was a raw error of the sender or the receiver."""
+    plan = scaled_plan()
+    body = json.loads(json.loads(plan.to_json())["plan"])
+    change(body)
+    leaf_digests = [leaf[3] for leaf in body["leaves"]]
+    digest = kinds.hash_of([body["settings"], *leaf_digests])
+    encoded = json.loads(with_body(plan, change))
+    TransferPlan.from_json(plan.to_json())
+    with pytest.raises(PlanFormatError, match=text):
+        TransferPlan.from_json(json.dumps({**encoded, "digest": digest}))

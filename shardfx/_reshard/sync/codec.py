@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ from .kinds import (
 
 
 _VERSION = 2
+# As `hash_of` writes it. Both sides compare the first bytes of digests.
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def digest_of(settings: str, leaves: Sequence[SentLeaf]) -> str:
@@ -176,6 +179,7 @@ def _read(data: Any) -> PlanFields:
             names=_texts(names),
         )
         leaves.append(leaf)
+        require(_DIGEST.fullmatch(leaf.digest), f"the digest {leaf.digest!r:.80}")
         first_of_kind.setdefault(leaf.kind, leaf)
 
     dtypes = {path: leaf.data.dtype for path, leaf in sources.items()}
@@ -292,7 +296,10 @@ def _is_factor(factor: Factor) -> bool:
 
 def _value_of(data: Any) -> Value:
     path, number, scale, casts = data
-    is_value = (path is None) == isinstance(number, int | float)
+    if path is None:
+        is_value = isinstance(number, int | float)
+    else:
+        is_value = number is None
     require(is_value, f"the value {data!r:.80}")
     return Value(
         path=None if path is None else str(path),

@@ -168,9 +168,12 @@ def _check_kind(
             f"{where} has the box {buffer.box} in shape {leaf.shape}",
         )
 
+    values = [piece.value for piece in kind.pieces]
+    values += [form.value for form in kind.forms]
+    for value in values:
+        names = names_of(Piece(value, (), (), ()))
+        require(set(names) <= set(kind.names), f"{where} has a piece of no source")
     for piece in kind.pieces:
-        is_known = set(names_of(piece)) <= set(kind.names)
-        require(is_known, f"{where} has a piece of no source")
         require(
             _is_piece(piece, leaf, plan.sources),
             f"{where} has a piece that does not fit its shape {leaf.shape}",
@@ -197,10 +200,20 @@ def _check_kind(
 
 
 def _is_piece(piece: Piece, leaf: SentLeaf, sources: Mapping[str, SourceLeaf]) -> bool:
-    """Whether a piece is inside of the array `leaf`, and of its source."""
+    """Whether a piece is inside of the array `leaf` and of its source, and has a scale
+    for each block of it.
+    """
     moved_pieces = [(piece, leaf.shape)]
+    scale = piece.value.scale
     if piece.value.path is not None:
-        moved_pieces.append((swapped(piece), sources[piece.value.path].data.shape))
+        source_shape = sources[piece.value.path].data.shape
+        moved_pieces.append((swapped(piece), source_shape))
+        if scale is not None:
+            scale_shape = sources[scale.path].data.shape
+            if not _is_scaled(source_shape, scale_shape, scale.block):
+                return False
+    elif scale is not None:
+        return False
     return all(
         len(end.target) == len(shape)
         and all(factor.target_dim < len(shape) for factor in end.factors)
@@ -276,7 +289,7 @@ def _is_scaled(
     block: Sequence[int],
 ) -> bool:
     """Whether scales have one element for each block of an array."""
-    if min(block, default=1) < 1:
+    if len(block) != len(shape) or min(block, default=1) < 1:
         return False
     block_counts = [-(-size // step) for size, step in zip(shape, block, strict=True)]
     return list(scale_shape) == block_counts

@@ -26,8 +26,9 @@ from .transfer import TransferPlan
 # take 8 (plain) and 15 % (strided) more processor time on a busy machine with 2 cores;
 # of 16 MiB, as much for plain pieces, and more at the sender for strided ones.
 ROUND_BYTES = 8 << 20
-# The parts of arrays from which the ranges of a schedule are made, about 1 kB each.
-_MOST_PARTS = 1 << 20
+# The parts of arrays from which the ranges of a schedule are made. Each takes about 50
+# us and 1 kB: a short text of a plan may ask for any number of them.
+_MOST_PARTS = 1 << 18
 
 
 class SentRange(NamedTuple):
@@ -251,14 +252,17 @@ def _by_range(
     """
     dim = len(outer_box) - 1
     first, last = outer_box[dim]
-    range_count = -(-(last - first) // step)
-    by_range: list[list[Transfer]] = [[] for _ in range(range_count)]
+    ranges_of_transfer = []
     for transfer in transfers:
         low, high = hull(transfer.piece)[dim]
-        first_range = (low - first) // step
-        stop_range = -(-(high - first) // step)
-        room.take(stop_range - first_range)
-        for number in range(first_range, stop_range):
+        ranges = range((low - first) // step, -(-(high - first) // step))
+        room.take(len(ranges))
+        ranges_of_transfer.append(ranges)
+
+    range_count = -(-(last - first) // step)
+    by_range: list[list[Transfer]] = [[] for _ in range(range_count)]
+    for transfer, ranges in zip(transfers, ranges_of_transfer, strict=True):
+        for number in ranges:
             by_range[number].append(transfer)
     return by_range
 
