@@ -68,12 +68,14 @@ def planned(
     - `axes`: how many devices "fsdp", "tensor" and "transpose" have.
     - `sequences`: of the batch, on each device.
     """
-    mesh = MeshSpec(
-        {name: axes.get(name, 1) for name in ("fsdp", "tensor", "transpose")}
-    )
+    sizes = {}
+    for name in ("fsdp", "tensor", "transpose"):
+        sizes[name] = axes.get(name, 1)
+    mesh = MeshSpec(sizes)
     ours = plan(_structs(config), mesh, names=_names(), axes=RULES, unused="allow")
     count = sequences * mesh.size
-    tokens = jax.ShapeDtypeStruct((count, config["length"]), jnp.int32)
+    tokens_shape = (count, config["length"])
+    tokens = jax.ShapeDtypeStruct(tokens_shape, jnp.int32)
     batch = plan(
         {"inputs": tokens, "targets": tokens},
         mesh,
@@ -81,24 +83,33 @@ def planned(
         axes=RULES,
         unused="allow",
     )
-    plans = {"params": ours, "state": follow(_moments, ours), "batch": batch}
+    state = follow(_moments, ours)
+    plans = {"params": ours, "state": state, "batch": batch}
     return mesh, plans, _step(config, ours)
 
 
 def _names() -> dict[str, Any]:
     def stacked(tree: Any) -> Any:
+        def with_layers(dims):
+            return "layers", *dims
+
+        def is_dims(node):
+            return isinstance(node, tuple)
+
         return jax.tree.map(
-            lambda dims: ("layers", *dims),
+            with_layers,
             tree,
-            is_leaf=lambda node: isinstance(node, tuple),
+            is_leaf=is_dims,
         )
 
     norms = {"attention_norm": ("norm",), "mlp_norm": ("norm",)}
     mixture = {"router": ("embed", None), "experts": _EXPERTS, "shared": _DENSE}
+    dense = {**norms, "attention": _ATTENTION, "mlp": _DENSE}
+    mixed = {**norms, "attention": _ATTENTION, "mlp": mixture}
     return {
         "embedding": ("vocab", "embed"),
-        "dense": stacked({**norms, "attention": _ATTENTION, "mlp": _DENSE}),
-        "mixed": stacked({**norms, "attention": _ATTENTION, "mlp": mixture}),
+        "dense": stacked(dense),
+        "mixed": stacked(mixed),
         "norm": ("norm",),
         "unembedding": ("embed", "vocab"),
     }
@@ -122,14 +133,14 @@ def _structs(config: Mapping[str, Any]) -> dict[str, Any]:
     def block(hidden: int) -> dict[str, tuple[int, ...]]:
         return {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
 
-    many = {
-        name: (experts, *shape)
-        for name, shape in block(config["expert_hidden"]).items()
-    }
+    many = {}
+    for name, shape in block(config["expert_hidden"]).items():
+        many[name] = (experts, *shape)
+    expert_shapes = block(config["expert_hidden"])
     mixture = {
         "router": (width, experts),
         "experts": many,
-        "shared": block(config["expert_hidden"]),
+        "shared": expert_shapes,
     }
     norms = {"attention_norm": (width,), "mlp_norm": (width,)}
 
@@ -137,21 +148,31 @@ def _structs(config: Mapping[str, Any]) -> dict[str, Any]:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     def stacked(count: int, tree: Any) -> Any:
+        def with_count(shape):
+            return struct((count, *shape))
+
+        def is_shape(node):
+            return isinstance(node, tuple)
+
         return jax.tree.map(
-            lambda shape: struct((count, *shape)),
+            with_count,
             tree,
-            is_leaf=lambda node: isinstance(node, tuple),
+            is_leaf=is_shape,
         )
 
+    dense_mlp = block(config["hidden"])
+    dense = {**norms, "attention": attention, "mlp": dense_mlp}
+    mixed_layers = config["layers"] - config["dense_layers"]
+    mixed = {**norms, "attention": attention, "mlp": mixture}
     return {
         "embedding": struct((config["vocab"], width)),
         "dense": stacked(
             config["dense_layers"],
-            {**norms, "attention": attention, "mlp": block(config["hidden"])},
+            dense,
         ),
         "mixed": stacked(
-            config["layers"] - config["dense_layers"],
-            {**norms, "attention": attention, "mlp": mixture},
+            mixed_layers,
+            mixed,
         ),
         "norm": struct((width,)),
         "unembedding": struct((width, config["vocab"])),
@@ -159,7 +180,10 @@ def _structs(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moments(params: Any) -> dict[str, Any]:
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
+    def zeros_like(leaf):
+        return jnp.zeros(leaf.shape, leaf.dtype)
+
+    zeros = jax.tree.map(zeros_like, params)
     return {"mean": zeros, "square": zeros}
 
 
@@ -169,58 +193,81 @@ def _step(config: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
 
     def attended(x: jax.Array, w: Any) -> jax.Array:
         x = laid(x, *STREAM)
-        query = jnp.einsum("bsr,rhk->bshk", x @ w["query_down"], w["query_up"])
+        low_query = x @ w["query_down"]
+        query = jnp.einsum("bsr,rhk->bshk", low_query, w["query_up"])
         low = x @ w["keys_down"]
         rank = config["key_rank"]
-        keys_and_values = jnp.einsum("bsr,rhk->bshk", low[..., :rank], w["keys_up"])
+        low_keys = low[..., :rank]
+        keys_and_values = jnp.einsum("bsr,rhk->bshk", low_keys, w["keys_up"])
         keys_and_values = laid(keys_and_values, *HEADS)
         key, value = jnp.split(keys_and_values, [config["head_dim"]], axis=-1)
         rope_shape = (*key.shape[:3], config["rope_dim"])
         turned = jnp.broadcast_to(low[..., None, rank:], rope_shape)
-        key = laid(jnp.concatenate([key, turned], axis=-1), *HEADS)
-        mixed = _flash(laid(query, *HEADS), key, value)
+        keys = jnp.concatenate([key, turned], axis=-1)
+        key = laid(keys, *HEADS)
+        laid_query = laid(query, *HEADS)
+        mixed = _flash(laid_query, key, value)
         out = jnp.einsum("bshk,hkd->bsd", mixed, w["out"])
         return laid(out, *STREAM)
 
     def fed(x: jax.Array, w: Any) -> jax.Array:
-        gate = laid(x @ w["gate"], *HIDDEN)
-        hidden = jax.nn.silu(gate) * laid(x @ w["up"], *HIDDEN)
-        return laid(hidden @ w["down"], *STREAM)
+        gate_input = x @ w["gate"]
+        gate = laid(gate_input, *HIDDEN)
+        up_input = x @ w["up"]
+        raised = laid(up_input, *HIDDEN)
+        hidden = jax.nn.silu(gate) * raised
+        out = hidden @ w["down"]
+        return laid(out, *STREAM)
 
     routed = ft.partial(_routed, config=config, mesh=plan.mesh)
 
     def layer(
         mlp: Callable[..., jax.Array], x: jax.Array, w: Any
     ) -> tuple[jax.Array, None]:
-        w = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
-        attention_input = laid(normed(x, w["attention_norm"]), *STREAM)
-        x = x + attended(attention_input, w["attention"])
-        mlp_input = laid(normed(x, w["mlp_norm"]), *STREAM)
-        x = x + mlp(mlp_input, w["mlp"])
+        def of_type(leaf):
+            return leaf.astype(x.dtype)
+
+        w = jax.tree.map(of_type, w)
+        attention_norm = normed(x, w["attention_norm"])
+        attention_input = laid(attention_norm, *STREAM)
+        attention_out = attended(attention_input, w["attention"])
+        x = x + attention_out
+        mlp_norm = normed(x, w["mlp_norm"])
+        mlp_input = laid(mlp_norm, *STREAM)
+        mlp_out = mlp(mlp_input, w["mlp"])
+        x = x + mlp_out
         return laid(x, *STREAM), None
 
     def mixture(x: jax.Array, w: Any) -> jax.Array:
-        scores = (x @ w["router"]).astype(jnp.float32)
+        router_logits = x @ w["router"]
+        scores = router_logits.astype(jnp.float32)
         shares = laid(jax.nn.sigmoid(scores), "batch", None, None)
         best, chosen = jax.lax.top_k(shares, config["experts_per_token"])
-        mixed = routed(x, best.astype(x.dtype), chosen, w["experts"])
-        return laid(mixed, *STREAM) + fed(x, w["shared"])
+        weights = best.astype(x.dtype)
+        mixed = routed(x, weights, chosen, w["experts"])
+        shared = fed(x, w["shared"])
+        return laid(mixed, *STREAM) + shared
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        embedding = params["embedding"].astype(jnp.bfloat16)[batch["inputs"]]
+        table = params["embedding"].astype(jnp.bfloat16)
+        embedding = table[batch["inputs"]]
         x = laid(embedding, *STREAM)
         dense_layer = jax.checkpoint(ft.partial(layer, fed))
         x, _ = jax.lax.scan(dense_layer, x, params["dense"])
         mixed_layer = jax.checkpoint(ft.partial(layer, mixture))
         x, _ = jax.lax.scan(mixed_layer, x, params["mixed"])
         norm = params["norm"].astype(x.dtype)
-        x = laid(normed(x, norm), *STREAM)
+        normed_x = normed(x, norm)
+        x = laid(normed_x, *STREAM)
         unembedding = params["unembedding"].astype(x.dtype)
-        logits = laid(x @ unembedding, *VOCAB).astype(jnp.float32)
+        raw_logits = x @ unembedding
+        laid_logits = laid(raw_logits, *VOCAB)
+        logits = laid_logits.astype(jnp.float32)
         targets = jax.nn.one_hot(batch["targets"], logits.shape[-1])
         targets = laid(targets, *VOCAB)
         normalizer = jax.nn.logsumexp(logits, axis=-1)
-        elements = normalizer - jnp.sum(logits * targets, axis=-1)
+        picked = jnp.sum(logits * targets, axis=-1)
+        elements = normalizer - picked
         return jnp.sum(elements)
 
     return _trained(loss)
@@ -229,13 +276,20 @@ def _step(config: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
 def _trained(loss: Callable[..., Any]) -> Callable[..., Any]:
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
         value, grads = jax.value_and_grad(loss)(params, batch)
-        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mean"], grads)
-        square = jax.tree.map(
-            lambda v, g: 0.95 * v + 0.05 * g * g, state["square"], grads
-        )
+
+        def next_mean(m, g):
+            return 0.9 * m + 0.1 * g
+
+        mean = jax.tree.map(next_mean, state["mean"], grads)
+
+        def next_square(v, g):
+            return 0.95 * v + 0.05 * g * g
+
+        square = jax.tree.map(next_square, state["square"], grads)
 
         def moved(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-            return p - 1e-3 * m / (jnp.sqrt(v) + 1e-8)
+            deviation = jnp.sqrt(v) + 1e-8
+            return p - 1e-3 * m / deviation
 
         new = jax.tree.map(moved, params, mean, square)
         return new, {"mean": mean, "square": square}, value
@@ -262,14 +316,21 @@ def _routed(
     ) -> jax.Array:
         rows = x.shape[0] * x.shape[1]
         width = x.shape[2]
-        order = jnp.argsort(chosen.reshape(-1))
-        many = jnp.repeat(x.reshape(rows, width), count, axis=0)[order]
+        choices = chosen.reshape(-1)
+        order = jnp.argsort(choices)
+        flat = x.reshape(rows, width)
+        repeated = jnp.repeat(flat, count, axis=0)
+        many = repeated[order]
         sizes = jnp.bincount(chosen.reshape(-1), length=config["experts"])
-        gated = jax.lax.psum(jax.lax.ragged_dot(many, gate, sizes), "transpose")
-        raised = jax.lax.psum(jax.lax.ragged_dot(many, up, sizes), "transpose")
-        out = jax.lax.ragged_dot(jax.nn.silu(gated) * raised, down, sizes)
+        gate_products = jax.lax.ragged_dot(many, gate, sizes)
+        gated = jax.lax.psum(gate_products, "transpose")
+        up_products = jax.lax.ragged_dot(many, up, sizes)
+        raised = jax.lax.psum(up_products, "transpose")
+        hidden = jax.nn.silu(gated) * raised
+        out = jax.lax.ragged_dot(hidden, down, sizes)
         out = jax.lax.psum_scatter(out, "tensor", scatter_dimension=1, tiled=True)
-        back = out[jnp.argsort(order)].reshape(rows, count, -1)
+        inverse = jnp.argsort(order)
+        back = out[inverse].reshape(rows, count, -1)
         shares = best.reshape(rows, count)
         mixed = jnp.einsum("nkd,nk->nd", back, shares)
         return mixed.reshape(*x.shape[:2], -1)
@@ -289,10 +350,19 @@ def _routed(
         out_specs=P("fsdp", None, ("transpose", "tensor")),
         check_vma=False,
     )
-    return inner(x, best, chosen, w["gate"], w["up"], w["down"])
+    return inner(
+        x=x,
+        best=best,
+        chosen=chosen,
+        gate=w["gate"],
+        up=w["up"],
+        down=w["down"],
+    )
 
 
 def _flash(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    scores = jnp.einsum("bqhd,bthd->bhqt", query, key).astype(jnp.float32)
-    weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
+    products = jnp.einsum("bqhd,bthd->bhqt", query, key)
+    scores = products.astype(jnp.float32)
+    shares = jax.nn.softmax(scores, axis=-1)
+    weights = shares.astype(query.dtype)
     return jnp.einsum("bhqt,bthd->bqhd", weights, value)

@@ -17,12 +17,23 @@ def trained(loss: Callable[..., Any], params: Any, *data: Any) -> Model:
 
     def step(p: Any, mu: Any, nu: Any, *data: Any) -> tuple[Any, Any, Any]:
         grads = jax.grad(loss)(p, *data)
-        mu = jax.tree.map(lambda m, g: m * 0.9 + g * 0.1, mu, grads)
-        nu = jax.tree.map(lambda n, g: n * 0.99 + g * g * 0.01, nu, grads)
+
+        def first_moment(m, g):
+            return m * 0.9 + g * 0.1
+
+        mu = jax.tree.map(first_moment, mu, grads)
+
+        def second_moment(n, g):
+            return n * 0.99 + g * g * 0.01
+
+        nu = jax.tree.map(second_moment, nu, grads)
+
+        def updated(w, m, n):
+            return w - 0.001 * m * jax.lax.rsqrt(n + 1e-6)
+
+        params = jax.tree.map(updated, p, mu, nu)
         return (
-            jax.tree.map(
-                lambda w, m, n: w - 0.001 * m * jax.lax.rsqrt(n + 1e-6), p, mu, nu
-            ),
+            params,
             mu,
             nu,
         )
@@ -50,33 +61,47 @@ def llama(
     def layer(x: Any, p: Any) -> tuple[Any, None]:
         b, s, _ = x.shape
         y = normed(x)
-        query = (y @ p["q"]).reshape(b, s, kv, group, head)
+        projected = y @ p["q"]
+        query = projected.reshape(b, s, kv, group, head)
         key, value = ((y @ p[name]).reshape(b, s, kv, head) for name in "kv")
-        scores = jnp.einsum("bskgd,btkd->bkgst", query, key) / math.sqrt(head)
+        products = jnp.einsum("bskgd,btkd->bkgst", query, key)
+        scores = products / math.sqrt(head)
         weights = jax.nn.softmax(scores, axis=-1)
         mixed = jnp.einsum("bkgst,btkd->bskgd", weights, value)
-        x = x + mixed.reshape(b, s, kv * group * head) @ p["o"]
+        flat = mixed.reshape(b, s, kv * group * head)
+        x = x + flat @ p["o"]
         y = normed(x)
-        return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"], None
+        activated = jax.nn.silu(y @ p["gate"])
+        raised = y @ p["up"]
+        gated = activated * raised
+        return x + gated @ p["down"], None
 
     def loss(p: Any, tokens: Any) -> Any:
         rematerialized = jax.checkpoint(layer)
-        x, _ = jax.lax.scan(rematerialized, p["embedding"][tokens], p["layers"])
-        logits = (normed(x) @ p["unembedding"]).astype(jnp.float32)
-        picked = jnp.take_along_axis(logits, tokens[..., None], axis=-1)
+        embedded = p["embedding"][tokens]
+        x, _ = jax.lax.scan(rematerialized, embedded, p["layers"])
+        low_logits = normed(x) @ p["unembedding"]
+        logits = low_logits.astype(jnp.float32)
+        columns = tokens[..., None]
+        picked = jnp.take_along_axis(logits, columns, axis=-1)
         right = picked[..., 0]
-        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - right)
+        normalizer = jax.nn.logsumexp(logits, axis=-1)
+        return jnp.mean(normalizer - right)
 
+    query_width = kv * group * head
+    key_width = kv * head
     shapes = {
-        "q": (width, kv * group * head),
-        "k": (width, kv * head),
-        "v": (width, kv * head),
-        "o": (kv * group * head, width),
+        "q": (width, query_width),
+        "k": (width, key_width),
+        "v": (width, key_width),
+        "o": (query_width, width),
         "gate": (width, hidden),
         "up": (width, hidden),
         "down": (hidden, width),
     }
-    structs_by_name = {name: struct((layers, *shape)) for name, shape in shapes.items()}
+    structs_by_name = {}
+    for name, shape in shapes.items():
+        structs_by_name[name] = struct((layers, *shape))
     params = {
         "embedding": struct((vocab, width)),
         "layers": structs_by_name,

@@ -22,23 +22,113 @@ def models(dtype: Any) -> dict[str, Callable[[], Model]]:
     struct = ft.partial(jax.ShapeDtypeStruct, dtype=dtype)
     dense = ft.partial(llama, _LAYERS, dtype=dtype)
     return {
-        "dense 0.1B": ft.partial(dense, 768, 2048, 12, 1, 64, 32000, 64, 512),
-        "dense 1B": ft.partial(dense, 2048, 5632, 16, 1, 128, 32000, 32, 1024),
+        "dense 0.1B": ft.partial(
+            dense,
+            width=768,
+            hidden=2048,
+            kv=12,
+            group=1,
+            head=64,
+            vocab=32000,
+            batch=64,
+            length=512,
+        ),
+        "dense 1B": ft.partial(
+            dense,
+            width=2048,
+            hidden=5632,
+            kv=16,
+            group=1,
+            head=128,
+            vocab=32000,
+            batch=32,
+            length=1024,
+        ),
         "dense 8B, 8 of 32 heads for keys": ft.partial(
-            dense, 4096, 14336, 8, 4, 128, 128256, 16, 2048
+            dense,
+            width=4096,
+            hidden=14336,
+            kv=8,
+            group=4,
+            head=128,
+            vocab=128256,
+            batch=16,
+            length=2048,
         ),
         "dense 70B, 8 of 64 heads for keys": ft.partial(
-            dense, 8192, 28672, 8, 8, 128, 128256, 16, 2048
+            dense,
+            width=8192,
+            hidden=28672,
+            kv=8,
+            group=8,
+            head=128,
+            vocab=128256,
+            batch=16,
+            length=2048,
         ),
         "dense, 4 long sequences": ft.partial(
-            dense, 1024, 4096, 2, 8, 64, 50304, 4, 8192
+            dense,
+            width=1024,
+            hidden=4096,
+            kv=2,
+            group=8,
+            head=64,
+            vocab=50304,
+            batch=4,
+            length=8192,
         ),
-        "experts": ft.partial(_experts, struct, 1024, 4096, 8, 16, 512),
-        "T5": ft.partial(_t5, struct, 768, 2048, 12, 64, 32128, 64, 512, 128),
-        "ViT": ft.partial(_vit, struct, 768, 3072, 12, 64, 128, 196, 1000),
+        "experts": ft.partial(
+            _experts,
+            struct,
+            width=1024,
+            hidden=4096,
+            experts=8,
+            batch=16,
+            length=512,
+        ),
+        "T5": ft.partial(
+            _t5,
+            struct,
+            width=768,
+            hidden=2048,
+            heads=12,
+            head=64,
+            vocab=32128,
+            batch=64,
+            source=512,
+            target=128,
+        ),
+        "ViT": ft.partial(
+            _vit,
+            struct,
+            width=768,
+            hidden=3072,
+            heads=12,
+            head=64,
+            batch=128,
+            patches=196,
+            classes=1000,
+        ),
         "convolutions": ft.partial(_convolutions, struct, 64),
-        "MLP-mixer": ft.partial(_mixer, struct, 768, 3072, 384, 196, 64),
-        "DiT": ft.partial(_dit, struct, 1152, 4608, 16, 72, 64, 256),
+        "MLP-mixer": ft.partial(
+            _mixer,
+            struct,
+            width=768,
+            hidden=3072,
+            mixed=384,
+            patches=196,
+            batch=64,
+        ),
+        "DiT": ft.partial(
+            _dit,
+            struct,
+            width=1152,
+            hidden=4608,
+            heads=16,
+            head=72,
+            batch=64,
+            patches=256,
+        ),
         "U-Net": ft.partial(_unet, struct, 64),
     }
 
@@ -48,33 +138,128 @@ def small_models() -> dict[str, Callable[[], Model]]:
     struct = ft.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     dense = ft.partial(llama, _LAYERS, dtype=jnp.float32)
     return {
-        "dense 0.1B": ft.partial(dense, 192, 512, 4, 1, 48, 4096, 16, 128),
-        "dense 1B": ft.partial(dense, 256, 704, 8, 1, 32, 4096, 16, 128),
+        "dense 0.1B": ft.partial(
+            dense,
+            width=192,
+            hidden=512,
+            kv=4,
+            group=1,
+            head=48,
+            vocab=4096,
+            batch=16,
+            length=128,
+        ),
+        "dense 1B": ft.partial(
+            dense,
+            width=256,
+            hidden=704,
+            kv=8,
+            group=1,
+            head=32,
+            vocab=4096,
+            batch=16,
+            length=128,
+        ),
         "dense 8B, 8 of 32 heads for keys": ft.partial(
-            dense, 256, 896, 8, 4, 8, 8192, 16, 64
+            dense,
+            width=256,
+            hidden=896,
+            kv=8,
+            group=4,
+            head=8,
+            vocab=8192,
+            batch=16,
+            length=64,
         ),
         "dense 70B, 8 of 64 heads for keys": ft.partial(
-            dense, 512, 1792, 8, 8, 8, 8192, 16, 32
+            dense,
+            width=512,
+            hidden=1792,
+            kv=8,
+            group=8,
+            head=8,
+            vocab=8192,
+            batch=16,
+            length=32,
         ),
-        "dense, 4 long sequences": ft.partial(dense, 128, 512, 2, 4, 16, 2048, 4, 512),
-        "experts": ft.partial(_experts, struct, 128, 256, 8, 16, 64),
-        "T5": ft.partial(_t5, struct, 192, 512, 4, 48, 4096, 16, 64, 32),
-        "ViT": ft.partial(_vit, struct, 192, 768, 4, 48, 16, 64, 1000),
+        "dense, 4 long sequences": ft.partial(
+            dense,
+            width=128,
+            hidden=512,
+            kv=2,
+            group=4,
+            head=16,
+            vocab=2048,
+            batch=4,
+            length=512,
+        ),
+        "experts": ft.partial(
+            _experts,
+            struct,
+            width=128,
+            hidden=256,
+            experts=8,
+            batch=16,
+            length=64,
+        ),
+        "T5": ft.partial(
+            _t5,
+            struct,
+            width=192,
+            hidden=512,
+            heads=4,
+            head=48,
+            vocab=4096,
+            batch=16,
+            source=64,
+            target=32,
+        ),
+        "ViT": ft.partial(
+            _vit,
+            struct,
+            width=192,
+            hidden=768,
+            heads=4,
+            head=48,
+            batch=16,
+            patches=64,
+            classes=1000,
+        ),
         "convolutions": ft.partial(_convolutions, struct, 8),
-        "MLP-mixer": ft.partial(_mixer, struct, 192, 768, 96, 64, 16),
-        "DiT": ft.partial(_dit, struct, 256, 1024, 8, 32, 16, 64),
+        "MLP-mixer": ft.partial(
+            _mixer,
+            struct,
+            width=192,
+            hidden=768,
+            mixed=96,
+            patches=64,
+            batch=16,
+        ),
+        "DiT": ft.partial(
+            _dit,
+            struct,
+            width=256,
+            hidden=1024,
+            heads=8,
+            head=32,
+            batch=16,
+            patches=64,
+        ),
         "U-Net": ft.partial(_unet, struct, 8),
     }
 
 
 def _attended(x: Any, y: Any, p: Any, heads: int, head: int) -> Any:
     (b, s, _), t = x.shape, y.shape[1]
-    query = (x @ p["q"]).reshape(b, s, heads, head)
+    query_input = x @ p["q"]
+    query = query_input.reshape(b, s, heads, head)
     key, value = ((y @ p[name]).reshape(b, t, heads, head) for name in "kv")
-    scores = jnp.einsum("bshd,bthd->bhst", query, key) / math.sqrt(head)
+    products = jnp.einsum("bshd,bthd->bhst", query, key)
+    scores = products / math.sqrt(head)
     weights = jax.nn.softmax(scores, axis=-1)
     mixed = jnp.einsum("bhst,bthd->bshd", weights, value)
-    return mixed.reshape(b, s, heads * head) @ p["o"]
+    flat = mixed.reshape(b, s, heads * head)
+    return flat @ p["o"]
 
 
 def _block(x: Any, p: Any, heads: int, head: int) -> Any:
@@ -99,9 +284,9 @@ def _mlp(struct: Any, width: int, hidden: int, layers: int = _LAYERS) -> dict[st
 
 
 def _token_loss(logits: Any, tokens: Any) -> Any:
-    return optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), tokens
-    ).mean()
+    loss_logits = logits.astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(loss_logits, tokens)
+    return losses.mean()
 
 
 def _tokens(*shape: int) -> Any:
@@ -117,20 +302,27 @@ def _experts(
 
     def layer(x: Any, p: Any) -> tuple[Any, None]:
         y = normed(x)
-        x = x + _attended(y, y=y, p=p["attention"], heads=heads, head=head)
+        attended = _attended(y, y=y, p=p["attention"], heads=heads, head=head)
+        x = x + attended
         y = normed(x)
-        gates = jax.nn.softmax(y @ p["router"])
+        router_logits = y @ p["router"]
+        gates = jax.nn.softmax(router_logits)
         _, chosen = jax.lax.top_k(gates, 2)
-        total = jax.nn.one_hot(chosen, experts, dtype=y.dtype).sum(-2)
+        choices = jax.nn.one_hot(chosen, experts, dtype=y.dtype)
+        total = choices.sum(-2)
         shares = total * gates
         rows = jnp.einsum("bse,bsx->xbse", y, shares)
-        mixed = jax.nn.silu(jnp.einsum("xbse,xem->xbsm", rows, p["wi"]))
-        return x + jnp.einsum("xbsm,xme->bse", mixed, p["wo"]), None
+        raised = jnp.einsum("xbse,xem->xbsm", rows, p["wi"])
+        mixed = jax.nn.silu(raised)
+        out = jnp.einsum("xbsm,xme->bse", mixed, p["wo"])
+        return x + out, None
 
     def loss(p: Any, tokens: Any) -> Any:
         rematerialized = jax.checkpoint(layer)
-        x, _ = jax.lax.scan(rematerialized, p["embedding"][tokens], p["layers"])
-        return _token_loss(x @ p["unembedding"], tokens)
+        embedded = p["embedding"][tokens]
+        x, _ = jax.lax.scan(rematerialized, embedded, p["layers"])
+        logits = x @ p["unembedding"]
+        return _token_loss(logits, tokens)
 
     layers = {
         "attention": _attention(struct, width, width),
@@ -159,28 +351,42 @@ def _t5(
 ) -> Model:
     def decoder(memory: Any, x: Any, p: Any) -> Any:
         y = normed(x)
-        x = x + _attended(y, y=y, p=p["attention"], heads=heads, head=head)
+        attended = _attended(y, y=y, p=p["attention"], heads=heads, head=head)
+        x = x + attended
         cross_input = normed(x)
-        x = x + _attended(cross_input, y=memory, p=p["cross"], heads=heads, head=head)
-        hidden = jax.nn.relu(normed(x) @ p["mlp"]["up"])
+        crossed = _attended(cross_input, y=memory, p=p["cross"], heads=heads, head=head)
+        x = x + crossed
+        mlp_input = normed(x) @ p["mlp"]["up"]
+        hidden = jax.nn.relu(mlp_input)
         return x + hidden @ p["mlp"]["down"]
 
     def loss(p: Any, inputs: Any, targets: Any) -> Any:
-        encode = jax.checkpoint(lambda x, layer: (_block(x, layer, heads, head), None))
-        memory, _ = jax.lax.scan(encode, p["embedding"][inputs], p["encoder"])
-        decode = jax.checkpoint(lambda x, layer: (decoder(memory, x, layer), None))
-        x, _ = jax.lax.scan(decode, p["embedding"][targets], p["decoder"])
-        return _token_loss(normed(x) @ p["embedding"].T, targets)
+        def encode_layer(x, layer):
+            return _block(x, layer, heads, head), None
+
+        encode = jax.checkpoint(encode_layer)
+        source = p["embedding"][inputs]
+        memory, _ = jax.lax.scan(encode, source, p["encoder"])
+
+        def decode_layer(x, layer):
+            return decoder(memory, x, layer), None
+
+        decode = jax.checkpoint(decode_layer)
+        embedded = p["embedding"][targets]
+        x, _ = jax.lax.scan(decode, embedded, p["decoder"])
+        logits = normed(x) @ p["embedding"].T
+        return _token_loss(logits, targets)
 
     inner = heads * head
     encoder = {
         "attention": _attention(struct, width, inner),
         "mlp": _mlp(struct, width, hidden),
     }
+    crossed = _attention(struct, width, inner)
     params = {
         "embedding": struct((vocab, width)),
         "encoder": encoder,
-        "decoder": {**encoder, "cross": _attention(struct, width, inner)},
+        "decoder": {**encoder, "cross": crossed},
     }
     return trained(loss, params, _tokens(batch, source), _tokens(batch, target))
 
@@ -196,14 +402,16 @@ def _vit(
     classes: int,
 ) -> Model:
     def loss(p: Any, images: Any, labels: Any) -> Any:
-        x = images @ p["patch_embed"] + p["pos_embed"]
+        embedded = images @ p["patch_embed"]
+        x = embedded + p["pos_embed"]
         block = jax.checkpoint(lambda x, layer: (_block(x, layer, heads, head), None))
         x, _ = jax.lax.scan(
             block,
             x,
             p["layers"],
         )
-        logits = normed(x).mean(1) @ p["head"]
+        means = normed(x).mean(1)
+        logits = means @ p["head"]
         return _token_loss(logits, labels)
 
     layers = {
@@ -232,9 +440,13 @@ def _convolutions(struct: Any, batch: int) -> Model:
     def loss(p: Any, images: Any, labels: Any) -> Any:
         x = images
         for stage in p["stages"]:
-            x = jax.nn.relu(_convolved(x, stage["first"], 2))
-            x = x + _convolved(jax.nn.relu(x), stage["second"])
-        logits = x.mean((1, 2)) @ p["head"]
+            convolved = _convolved(x, stage["first"], 2)
+            x = jax.nn.relu(convolved)
+            activated = jax.nn.relu(x)
+            residual = _convolved(activated, stage["second"])
+            x = x + residual
+        means = x.mean((1, 2))
+        logits = means @ p["head"]
         return _token_loss(logits, labels)
 
     stages = [
@@ -255,16 +467,22 @@ def _mixer(
     struct: Any, width: int, hidden: int, mixed: int, patches: int, batch: int
 ) -> Model:
     def layer(x: Any, p: Any) -> tuple[Any, None]:
-        y = jnp.swapaxes(normed(x), 1, 2)
-        mixed = jax.nn.gelu(y @ p["tokens"]["up"]) @ p["tokens"]["down"]
+        transposed_input = normed(x)
+        y = jnp.swapaxes(transposed_input, 1, 2)
+        token_weights = p["tokens"]
+        raised = jax.nn.gelu(y @ token_weights["up"])
+        mixed = raised @ token_weights["down"]
         x = x + jnp.swapaxes(mixed, 1, 2)
-        hidden = jax.nn.gelu(normed(x) @ p["mlp"]["up"])
+        mlp_input = normed(x) @ p["mlp"]["up"]
+        hidden = jax.nn.gelu(mlp_input)
         return x + hidden @ p["mlp"]["down"], None
 
     def loss(p: Any, images: Any, labels: Any) -> Any:
         patch_embeddings = images @ p["patch_embed"]
-        x, _ = jax.lax.scan(jax.checkpoint(layer), patch_embeddings, p["layers"])
-        logits = normed(x).mean(1) @ p["head"]
+        rematerialized = jax.checkpoint(layer)
+        x, _ = jax.lax.scan(rematerialized, patch_embeddings, p["layers"])
+        means = normed(x).mean(1)
+        logits = means @ p["head"]
         return _token_loss(logits, labels)
 
     layers = {
@@ -289,15 +507,19 @@ def _dit(
     patches: int,
 ) -> Model:
     def layer(condition: Any, x: Any, p: Any) -> tuple[Any, None]:
-        scale, shift = jnp.split(condition @ p["modulation"], 2, axis=-1)
+        modulation = condition @ p["modulation"]
+        scale, shift = jnp.split(modulation, 2, axis=-1)
         scaled = normed(x) * (1 + scale[:, None])
         y = scaled + shift[:, None]
-        x = x + _attended(y, y=y, p=p["attention"], heads=heads, head=head)
-        hidden = jax.nn.gelu(normed(x) @ p["mlp"]["up"])
+        attended = _attended(y, y=y, p=p["attention"], heads=heads, head=head)
+        x = x + attended
+        mlp_input = normed(x) @ p["mlp"]["up"]
+        hidden = jax.nn.gelu(mlp_input)
         return x + hidden @ p["mlp"]["down"], None
 
     def loss(p: Any, latents: Any, times: Any, noise: Any) -> Any:
-        condition = jax.nn.silu(times @ p["time_embed"])
+        embedded = times @ p["time_embed"]
+        condition = jax.nn.silu(embedded)
         conditioned = jax.checkpoint(ft.partial(layer, condition))
         patch_embeddings = latents @ p["patch_embed"]
         x, _ = jax.lax.scan(
@@ -305,7 +527,9 @@ def _dit(
             patch_embeddings,
             p["layers"],
         )
-        return jnp.mean((normed(x) @ p["head"] - noise) ** 2)
+        predicted = normed(x) @ p["head"]
+        squares = (predicted - noise) ** 2
+        return jnp.mean(squares)
 
     layers = {
         "attention": _attention(struct, width, heads * head),
@@ -337,13 +561,18 @@ def _unet(struct: Any, batch: int) -> Model:
         skips = []
         for stage in p["down"]:
             skips.append(x)
-            x = jax.nn.silu(_convolved(x, stage, 2))
-        x = x + _convolved(jax.nn.silu(x), p["middle"])
+            convolved = _convolved(x, stage, 2)
+            x = jax.nn.silu(convolved)
+        activated = jax.nn.silu(x)
+        x = x + _convolved(activated, p["middle"])
         for stage, other in zip(p["up"], reversed(skips), strict=True):
             count = jnp.repeat(x, 2, 1)
             x = jnp.repeat(count, 2, 2)
-            x = jax.nn.silu(_convolved(x, stage)) + other
-        return jnp.mean((_convolved(x, p["last"]) - noise) ** 2)
+            upsampled = _convolved(x, stage)
+            x = jax.nn.silu(upsampled) + other
+        predicted = _convolved(x, p["last"])
+        squares = (predicted - noise) ** 2
+        return jnp.mean(squares)
 
     pairs = list(zip(widths, widths[1:], strict=False))
     up = [struct((3, 3, b, a)) for a, b in reversed(pairs)]

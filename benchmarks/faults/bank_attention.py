@@ -22,7 +22,8 @@ def attend(q, k, v, mask=None):
 def causal(queries: int, keys: int):
     """The mask of earlier keys."""
     query_positions = jnp.arange(queries)[:, None]
-    return query_positions >= jnp.arange(keys)[None, :]
+    key_positions = jnp.arange(keys)[None, :]
+    return query_positions >= key_positions
 
 
 @layer("attention", q="b t h k", key="b t h k", v="b t h k")
@@ -36,8 +37,10 @@ def grouped_query(q, key, v):
     batch, time, heads, width = q.shape
     groups = heads // key.shape[2]
     split = q.reshape(batch, time, key.shape[2], groups, width)
-    scores = jnp.einsum("btngk,bsnk->bngts", split, key) / 2
-    scores = jnp.where(causal(time, time), scores, -1e9)
+    products = jnp.einsum("btngk,bsnk->bngts", split, key)
+    scores = products / 2
+    mask = causal(time, time)
+    scores = jnp.where(mask, scores, -1e9)
     weights = jax.nn.softmax(scores, axis=-1)
     mixed = jnp.einsum("bngts,bsnk->btngk", weights, v)
     return mixed.reshape(q.shape)
@@ -64,7 +67,9 @@ def multi_query(q, key, v):
 def local_window(q, key, v):
     positions = jnp.arange(q.shape[1])
     distance = positions[:, None] - positions[None, :]
-    return attend(q, key, v, (distance >= 0) & (distance < 3))
+    is_near = distance < 3
+    mask = (distance >= 0) & is_near
+    return attend(q, key, v, mask)
 
 
 @layer("attention", q="b 2*t h k", key="b 2*t h k", v="b 2*t h k")
@@ -72,7 +77,8 @@ def local_blocks(q, key, v):
     batch, time, heads, width = q.shape
     blocks = (batch * time // 4, 4, heads, width)
     split = [array.reshape(blocks) for array in (q, key, v)]
-    return attend(*split).reshape(q.shape)
+    mixed = attend(*split)
+    return mixed.reshape(q.shape)
 
 
 @layer("attention", x="b t d", memory="b s d", wq="d h*k", wkv="d 2*h*k", wo="h*k d")
@@ -82,7 +88,8 @@ def cross(x, memory, wq, wkv, wo):
     k, v = jnp.split(memory @ wkv, 2, axis=-1)
     heads = [array.reshape(*array.shape[:2], 2, width // 2) for array in (q, k, v)]
     mixed = attend(*heads)
-    return mixed.reshape(*x.shape[:2], width) @ wo
+    flat = mixed.reshape(*x.shape[:2], width)
+    return flat @ wo
 
 
 @layer("attention", x="b t 4*k", w="4*k 12*k", wo="4*k 4*k")
@@ -90,8 +97,10 @@ def fused_qkv(x, w, wo):
     batch, time, width = x.shape
     parts = jnp.split(x @ w, 3, axis=-1)
     q, k, v = (part.reshape(batch, time, 4, width // 4) for part in parts)
-    mixed = attend(q, k, v, causal(time, time))
-    return mixed.reshape(x.shape) @ wo
+    mask = causal(time, time)
+    mixed = attend(q, k, v, mask)
+    flat = mixed.reshape(x.shape)
+    return flat @ wo
 
 
 @layer("attention", x="b t 4*k", w="4*k 3 4 k", wo="4 k 4*k")
@@ -108,15 +117,18 @@ def attention_block(x, wq, wk, wv, wo):
     v = jnp.einsum("btd,dhk->bthk", x, wv)
     mask = causal(x.shape[1], x.shape[1])
     mixed = attend(q, k, v, mask)
-    return x + jnp.einsum("bthk,hkd->btd", mixed, wo)
+    projected = jnp.einsum("bthk,hkd->btd", mixed, wo)
+    return x + projected
 
 
 @layer("attention", x="b t d", down="d r*4", up="r*4 h 2*k", wq="d h k", wo="h k d")
 def latent(x, down, up, wq, wo):
     q = jnp.einsum("btd,dhk->bthk", x, wq)
-    keys_and_values = jnp.einsum("btr,rhk->bthk", x @ down, up)
+    compressed = x @ down
+    keys_and_values = jnp.einsum("btr,rhk->bthk", compressed, up)
     k, v = jnp.split(keys_and_values, 2, axis=-1)
-    return jnp.einsum("bthk,hkd->btd", attend(q, k, v), wo)
+    mixed = attend(q, k, v)
+    return jnp.einsum("bthk,hkd->btd", mixed, wo)
 
 
 cached_step = layer(
@@ -133,15 +145,18 @@ cached_step = layer(
 
 @cached_step
 def decode(q, keys, values, key, value, index):
-    keys = lax.dynamic_update_slice_in_dim(keys, key, index[0], axis=1)
+    start = index[0]
+    keys = lax.dynamic_update_slice_in_dim(keys, key, start, axis=1)
     values = lax.dynamic_update_slice_in_dim(values, value, index[0], axis=1)
-    mask = jnp.arange(keys.shape[1]) <= index[0]
+    positions = jnp.arange(keys.shape[1])
+    mask = positions <= index[0]
     return attend(q, keys, values, mask)
 
 
 @cached_step
 def decode_clipped(q, keys, values, key, value, index):
-    index = jnp.clip(index, 0, keys.shape[1] - 1)
+    last = keys.shape[1] - 1
+    index = jnp.clip(index, 0, last)
     return decode(q, keys, values, key, value, index)
 
 
@@ -168,7 +183,8 @@ def cache_window(cache, index):
 def paged_cache(pages, table):
     batch, count = table.shape
     fetched = pages[table]
-    return fetched.reshape(batch, count * pages.shape[1], *pages.shape[2:])
+    length = count * pages.shape[1]
+    return fetched.reshape(batch, length, *pages.shape[2:])
 
 
 @layer("rotary", x="b t h 2*k", angles="t k")
@@ -196,10 +212,12 @@ def rotary_pairs(x, angles):
 def relative_bias(q, key, v, table):
     time = q.shape[1]
     positions = jnp.arange(time)
-    distance = positions[:, None] - positions[None, :] + 15
+    offsets = positions[:, None] - positions[None, :]
+    distance = offsets + 15
     rows = jnp.take(table, distance, axis=0, mode="clip")
     bias = rows.transpose(2, 0, 1)
-    scores = jnp.einsum("bthk,bshk->bhts", q, key) / 2 + bias
+    products = jnp.einsum("bthk,bshk->bhts", q, key)
+    scores = products / 2 + bias
     weights = jax.nn.softmax(scores, axis=-1)
     return jnp.einsum("bhts,bshk->bthk", weights, v)
 
@@ -207,30 +225,39 @@ def relative_bias(q, key, v, table):
 @layer("attention", q="b t h k", key="b t h k", v="b t h k")
 def linear_attention(q, key, v):
     q, key = jax.nn.softplus(q), jax.nn.softplus(key)
-    state = jnp.cumsum(jnp.einsum("bshk,bshv->bshkv", key, v), axis=1)
+    outer = jnp.einsum("bshk,bshv->bshkv", key, v)
+    state = jnp.cumsum(outer, axis=1)
     total = jnp.cumsum(key, axis=1)
     top = jnp.einsum("bthk,bthkv->bthv", q, state)
-    return top / jnp.einsum("bthk,bthk->bth", q, total)[..., None]
+    normalizer = jnp.einsum("bthk,bthk->bth", q, total)
+    return top / normalizer[..., None]
 
 
 @layer("attention", q="b t h k", key="b 2*s h k", v="b 2*s h k")
 def blockwise(q, key, v):
     batch, time, heads, width = key.shape
     blocks = (batch, 2, time // 2, heads, width)
-    keys = jnp.moveaxis(key.reshape(blocks), 1, 0)
-    values = jnp.moveaxis(v.reshape(blocks), 1, 0)
+    key_blocks = key.reshape(blocks)
+    keys = jnp.moveaxis(key_blocks, 1, 0)
+    value_blocks = v.reshape(blocks)
+    values = jnp.moveaxis(value_blocks, 1, 0)
 
     def step(carry, block):
         top, total, largest = carry
-        scores = jnp.einsum("bthk,bshk->bths", q, block[0]) / 2
-        new_largest = jnp.maximum(largest, scores.max(-1))
+        products = jnp.einsum("bthk,bshk->bths", q, block[0])
+        scores = products / 2
+        block_largest = scores.max(-1)
+        new_largest = jnp.maximum(largest, block_largest)
         weights = jnp.exp(scores - new_largest[..., None])
         scale = jnp.exp(largest - new_largest)
         added = jnp.einsum("bths,bshk->bthk", weights, block[1])
-        top = top * scale[..., None] + added
-        return (top, total * scale + weights.sum(-1), new_largest), None
+        scaled = top * scale[..., None]
+        top = scaled + added
+        new_total = total * scale + weights.sum(-1)
+        return (top, new_total, new_largest), None
 
-    start = jnp.zeros_like(q), q[..., 0] * 0, q[..., 0] * 0 - 1e9
+    zeros = q[..., 0] * 0
+    start = jnp.zeros_like(q), zeros, zeros - 1e9
     (top, total, _), _ = lax.scan(step, start, (keys, values))
     return top / total[..., None]
 
@@ -245,8 +272,10 @@ def ring_attention(q, key, v, mesh=None):
     def one_device(q, key, v):
         top, total = jnp.zeros_like(q), q[..., 0] * 0
         for _ in range(count):
-            weights = jnp.exp(jnp.einsum("bthk,bshk->bths", q, key) / 2)
-            top = top + jnp.einsum("bths,bshk->bthk", weights, v)
+            products = jnp.einsum("bthk,bshk->bths", q, key)
+            weights = jnp.exp(products / 2)
+            added = jnp.einsum("bths,bshk->bthk", weights, v)
+            top = top + added
             total = total + weights.sum(-1)
             key = lax.ppermute(key, "a", pairs)
             v = lax.ppermute(v, "a", pairs)
@@ -264,7 +293,8 @@ def scanned_attention(x, w, wo):
     @ft.partial(jax.checkpoint)
     def step(x, weights):
         q, k, v = jnp.split(x @ weights[0], 3, axis=-1)
-        mixed = attend(*(part[:, :, None] for part in (q, k, v)))[:, :, 0]
+        heads = attend(*(part[:, :, None] for part in (q, k, v)))
+        mixed = heads[:, :, 0]
         return x + mixed @ weights[1], None
 
     return lax.scan(step, x, (w, wo))[0]

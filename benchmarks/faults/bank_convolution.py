@@ -78,7 +78,8 @@ def conv_separable(x, depth, point):
 
 @layer("convolution", x="b y x c", w="3 3 c o")
 def conv_transposed(x, w):
-    return lax.conv_transpose(x, w, (2, 2), "SAME", dimension_numbers=NHWC)
+    strides = (2, 2)
+    return lax.conv_transpose(x, w, strides, "SAME", dimension_numbers=NHWC)
 
 
 @layer("convolution", x="b t c", w="3 c o")
@@ -109,16 +110,16 @@ def conv_1d_strided(x, w):
 @layer("convolution", x="b 4 y x c", w="3 3 3 c o")
 def conv_3d(x, w):
     dimensions = ("NDHWC", "DHWIO", "NDHWC")
-    return lax.conv_general_dilated(
-        x, w, (1, 1, 1), "SAME", dimension_numbers=dimensions
-    )
+    strides = (1, 1, 1)
+    return lax.conv_general_dilated(x, w, strides, "SAME", dimension_numbers=dimensions)
 
 
 @layer("convolution", x="b 4 y x c", w="2 2 2 c o")
 def conv_3d_strided(x, w):
     dimensions = ("NDHWC", "DHWIO", "NDHWC")
+    strides = (2, 2, 2)
     return lax.conv_general_dilated(
-        x, w, (2, 2, 2), "VALID", dimension_numbers=dimensions
+        x, w, strides, "VALID", dimension_numbers=dimensions
     )
 
 
@@ -139,30 +140,40 @@ def vit_patches_reshaped(x, w):
 
 @layer("vit", x="b t d", token="1 1 d", position="t+1 d")
 def class_token(x, token, position):
-    tokens = jnp.broadcast_to(token, (x.shape[0], 1, x.shape[2]))
-    return jnp.concatenate([tokens, x], axis=1) + position
+    token_shape = (x.shape[0], 1, x.shape[2])
+    tokens = jnp.broadcast_to(token, token_shape)
+    extended = jnp.concatenate([tokens, x], axis=1)
+    return extended + position
 
 
 @layer("resnet", x="b c y x", w="c c 3 3", v="2*c c 3 3")
 def conv_pair(x, w, v):
-    return conv(jnp.sin(conv(x, w)), v, stride=2)
+    hidden = conv(x, w)
+    activated = jnp.sin(hidden)
+    return conv(activated, v, stride=2)
 
 
 @layer("resnet", x="b c y x", w="c c 3 3", v="c c 3 3", scale="c")
 def resnet_block(x, w, v, scale):
-    hidden = jax.nn.relu(conv(x, w) * scale[:, None, None])
-    return jax.nn.relu(x + conv(hidden, v))
+    convolved = conv(x, w)
+    hidden = jax.nn.relu(convolved * scale[:, None, None])
+    residual = conv(hidden, v)
+    return jax.nn.relu(x + residual)
 
 
 @layer("resnet", x="b c y x", w="2*c c 3 3", v="2*c 2*c 3 3", skip="2*c c 1 1")
 def resnet_strided(x, w, v, skip):
-    hidden = jax.nn.relu(conv(x, w, stride=2))
-    return conv(x, skip, stride=2) + conv(hidden, v)
+    convolved = conv(x, w, stride=2)
+    hidden = jax.nn.relu(convolved)
+    skipped = conv(x, skip, stride=2)
+    residual = conv(hidden, v)
+    return skipped + residual
 
 
 @layer("resnet", x="b c y x", down="c r", up="r c")
 def squeeze_excite(x, down, up):
-    squeezed = jax.nn.relu(x.mean((2, 3)) @ down)
+    means = x.mean((2, 3))
+    squeezed = jax.nn.relu(means @ down)
     gate = jax.nn.sigmoid(squeezed @ up)
     return x * gate[:, :, None, None]
 
@@ -172,40 +183,49 @@ def unet(x, w, v):
     small = conv(x, w, stride=2)
     rows = jnp.repeat(small, 2, axis=2)
     large = jnp.repeat(rows, 2, axis=3)
-    return conv(jnp.concatenate([large, x], axis=1), v)
+    joined = jnp.concatenate([large, x], axis=1)
+    return conv(joined, v)
 
 
 @layer("u-net", x="b 8 8 c", w="3 3 c c", v="3 3 c c")
 def unet_transposed(x, w, v):
     convolved = conv(x, w, stride=2, numbers=NHWC)
     small = jax.nn.silu(convolved)
-    upsampled = lax.conv_transpose(small, v, (2, 2), "SAME", dimension_numbers=NHWC)
+    strides = (2, 2)
+    upsampled = lax.conv_transpose(small, v, strides, "SAME", dimension_numbers=NHWC)
     return x + upsampled
 
 
 @layer("pool", x="b c y x")
 def max_pool(x):
     low = np.array(-np.inf, x.dtype)
-    return lax.reduce_window(x, low, lax.max, (1, 1, 3, 3), (1, 1, 2, 2), "SAME")
+    window = (1, 1, 3, 3)
+    strides = (1, 1, 2, 2)
+    return lax.reduce_window(x, low, lax.max, window, strides, "SAME")
 
 
 @layer("pool", x="b c y x")
 def max_pool_even(x):
     low = np.array(-np.inf, x.dtype)
-    return lax.reduce_window(x, low, lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
+    window = (1, 1, 2, 2)
+    return lax.reduce_window(x, low, lax.max, window, window, "VALID")
 
 
 @layer("pool", x="b c 8 8", w="c o")
 def average_pool(x, w):
     zero = np.array(0, x.dtype)
-    sums = lax.reduce_window(x, zero, lax.add, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
-    return (sums / 4).mean((2, 3)) @ w
+    window = (1, 1, 2, 2)
+    sums = lax.reduce_window(x, zero, lax.add, window, window, "VALID")
+    means = sums / 4
+    pooled = means.mean((2, 3))
+    return pooled @ w
 
 
 @layer("pool", x="b t d")
 def moving_average(x):
     zero = np.array(0, x.dtype)
-    return lax.reduce_window(x, zero, lax.add, (1, 3, 1), (1, 1, 1), "SAME") / 3
+    sums = lax.reduce_window(x, zero, lax.add, (1, 3, 1), (1, 1, 1), "SAME")
+    return sums / 3
 
 
 @layer("image", x="b y x c")
@@ -225,7 +245,8 @@ def upsample_linear(x):
 @layer("image", x="b 4*g y x")
 def pixel_shuffle(x):
     batch, channels, height, width = x.shape
-    split = x.reshape(batch, channels // 4, 2, 2, height, width)
+    groups = channels // 4
+    split = x.reshape(batch, groups, 2, 2, height, width)
     moved = split.transpose(0, 1, 4, 2, 5, 3)
     return moved.reshape(batch, channels // 4, 2 * height, 2 * width)
 
@@ -242,13 +263,15 @@ def swin_windows(x):
 @layer("image", x="b 16 d", w="d 4*c")
 def unpatch(x, w):
     batch = x.shape[0]
-    pixels = (x @ w).reshape(batch, 4, 4, 2, 2, w.shape[1] // 4)
+    projected = x @ w
+    pixels = projected.reshape(batch, 4, 4, 2, 2, w.shape[1] // 4)
     ordered = pixels.transpose(0, 1, 3, 2, 4, 5)
     return ordered.reshape(batch, 8, 8, w.shape[1] // 4)
 
 
 @layer("image", x="b y x c", offset="2 : below 4")
 def random_crop(x, offset):
-    padded = jnp.pad(x, ((0, 0), (2, 2), (2, 2), (0, 0)))
+    padding = ((0, 0), (2, 2), (2, 2), (0, 0))
+    padded = jnp.pad(x, padding)
     corner = (0, offset[0], offset[1], 0)
     return lax.dynamic_slice(padded, corner, x.shape)

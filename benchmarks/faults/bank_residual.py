@@ -12,7 +12,8 @@ from ._layers import layer
 def normed(x):
     """A norm without a scale over the last dimension."""
     mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
-    return x * lax.rsqrt(mean_square + 1e-2)
+    scale = lax.rsqrt(mean_square + 1e-2)
+    return x * scale
 
 
 @layer("residual", x="2*b d", w0="d d", w1="d d")
@@ -38,35 +39,47 @@ def residual_normed(x, w0, w1):
 
 @layer("residual", x="2*b d", w="4 d d")
 def residual_scan(x, w):
-    return lax.scan(lambda x, weight: (x + jnp.tanh(x @ weight), None), x, w)[0]
+    def add_product(x, weight):
+        return x + jnp.tanh(x @ weight), None
+
+    return lax.scan(add_product, x, w)[0]
 
 
 @layer("residual", x="2*b d", w="4 d d")
 def residual_scan_checkpoint(x, w):
-    step = jax.checkpoint(lambda x, weight: (x + jnp.tanh(x @ weight), None))
+    def add_product(x, weight):
+        return x + jnp.tanh(x @ weight), None
+
+    step = jax.checkpoint(add_product)
     return lax.scan(step, x, w)[0]
 
 
 @layer("residual", x="e b d", w="e d d", v="e d d")
 def residual_mapped(x, w, v):
     def one(x, w, v):
-        x = x + jnp.tanh(x @ w)
-        return x + jnp.tanh(x @ v)
+        first = jnp.tanh(x @ w)
+        x = x + first
+        second = jnp.tanh(x @ v)
+        return x + second
 
     return jax.vmap(one)(x, w, v)
 
 
 @layer("residual", x="2*b d", up0="d f", down0="f d", up1="d f", down1="f d")
 def residual_mlp(x, up0, down0, up1, down1):
-    x = x + jax.nn.gelu(x @ up0) @ down0
-    return x + jax.nn.gelu(x @ up1) @ down1
+    first_hidden = jax.nn.gelu(x @ up0)
+    x = x + first_hidden @ down0
+    second_hidden = jax.nn.gelu(x @ up1)
+    return x + second_hidden @ down1
 
 
 @layer("residual", x="b t d", up="4 d f", down="4 f d")
 def residual_mlp_scan(x, up, down):
     def step(x, weights):
-        hidden = jax.nn.gelu(normed(x) @ weights[0])
-        return x + hidden @ weights[1], None
+        up = weights[0]
+        hidden = jax.nn.gelu(normed(x) @ up)
+        down = weights[1]
+        return x + hidden @ down, None
 
     return lax.scan(step, x, (up, down))[0]
 
@@ -75,44 +88,58 @@ def residual_mlp_scan(x, up, down):
 def dense_concat(x, w0, w1):
     hidden = jnp.tanh(x @ w0)
     both = jnp.concatenate([x, hidden], axis=-1)
-    return both[:, : x.shape[1]] * both[:, x.shape[1] :] + hidden @ w1
+    width = x.shape[1]
+    product = both[:, :width] * both[:, width:]
+    return product + hidden @ w1
 
 
 @layer("residual", x="2*b d", w="d 2*d", v="d d")
 def highway(x, w, v):
     gate, value = jnp.split(x @ w, 2, axis=-1)
     gate = jax.nn.sigmoid(gate)
-    x = gate * jnp.tanh(value) + (1 - gate) * x
+    new_part = gate * jnp.tanh(value)
+    kept_part = (1 - gate) * x
+    x = new_part + kept_part
     return x + jnp.tanh(x @ v)
 
 
 @layer("feed-forward", x="b t d", gate="d f", up="d f", down="f d")
 def gated(x, gate, up, down):
-    gated = jax.nn.silu(normed(x) @ gate) * (normed(x) @ up)
+    gate_input = normed(x) @ gate
+    activated = jax.nn.silu(gate_input)
+    raised = normed(x) @ up
+    gated = activated * raised
     return x + gated @ down
 
 
 @layer("feed-forward", x="b t d", w="d 2*f", down="f d")
 def gated_fused(x, w, down):
     gate, up = jnp.split(x @ w, 2, axis=-1)
-    return (jax.nn.silu(gate) * up) @ down
+    activated = jax.nn.silu(gate)
+    return (activated * up) @ down
 
 
 @layer("feed-forward", x="b t d", tokens="t t", channels="d d")
 def mixer(x, tokens, channels):
-    x = x + jnp.einsum("btd,ts->bsd", jnp.tanh(x), tokens)
-    return x + jnp.tanh(x) @ channels
+    mixed = jnp.einsum("btd,ts->bsd", jnp.tanh(x), tokens)
+    x = x + mixed
+    channel_input = jnp.tanh(x)
+    return x + channel_input @ channels
 
 
 @layer("lora", x="b t d", w="d f", a="d r", b="r f")
 def lora(x, w, a, b):
-    return x @ w + (x @ a) @ b * 2
+    adapted = (x @ a) @ b
+    return x @ w + adapted * 2
 
 
 @layer("lora", x="b t d", w="d d", a="e d r", b="e r d", choice="b : below e")
 def lora_many(x, w, a, b, choice):
-    small = jnp.einsum("btd,bdr->btr", x, a[choice])
-    return x + x @ w + jnp.einsum("btr,brd->btd", small, b[choice])
+    first_factor = a[choice]
+    small = jnp.einsum("btd,bdr->btr", x, first_factor)
+    second_factor = b[choice]
+    adapted = jnp.einsum("btr,brd->btd", small, second_factor)
+    return x + x @ w + adapted
 
 
 @layer(
@@ -120,24 +147,30 @@ def lora_many(x, w, a, b, choice):
 )
 def dit_block(x, condition, modulate, w, up, down):
     modulation = jax.nn.silu(condition) @ modulate
-    parts = jnp.split((modulation)[:, None], 6, axis=-1)
-    scaled = normed(x) * (1 + parts[1]) + parts[0]
+    expanded = modulation[:, None]
+    parts = jnp.split(expanded, 6, axis=-1)
+    scaled_input = normed(x) * (1 + parts[1])
+    scaled = scaled_input + parts[0]
     x = x + parts[2] * (scaled @ w)
-    hidden = normed(x) * (1 + parts[4]) + parts[3]
-    return x + parts[5] * (jax.nn.gelu(hidden @ up) @ down)
+    scaled_hidden = normed(x) * (1 + parts[4])
+    hidden = scaled_hidden + parts[3]
+    activated = jax.nn.gelu(hidden @ up)
+    return x + parts[5] * (activated @ down)
 
 
 @layer("dit", x="b y x c", condition="b d", w="d 2*c")
 def film(x, condition, w):
     scale, shift = jnp.split(condition @ w, 2, axis=-1)
-    return x * (1 + scale[:, None, None]) + shift[:, None, None]
+    scaled = x * (1 + scale[:, None, None])
+    return scaled + shift[:, None, None]
 
 
 @layer("norm", x="b t d", scale="d", shift="d")
 def layer_norm(x, scale, shift):
     centred = x - x.mean(-1, keepdims=True)
     variance = x.var(-1, keepdims=True)
-    return centred * lax.rsqrt(variance + 1e-3) * scale + shift
+    scaled = centred * lax.rsqrt(variance + 1e-3)
+    return scaled * scale + shift
 
 
 @layer("norm", x="b t d", scale="d")
@@ -156,7 +189,8 @@ def group_norm(x, scale):
     groups = x.reshape(batch, height, width, 4, channels // 4)
     mean = groups.mean((1, 2, 4), keepdims=True)
     variance = groups.var((1, 2, 4), keepdims=True)
-    scaled = (groups - mean) * lax.rsqrt(variance + 1e-3)
+    deviation = lax.rsqrt(variance + 1e-3)
+    scaled = (groups - mean) * deviation
     return scaled.reshape(x.shape) * scale
 
 
@@ -164,7 +198,8 @@ def group_norm(x, scale):
 def batch_norm(x, scale):
     mean = x.mean((0, 2, 3), keepdims=True)
     variance = x.var((0, 2, 3), keepdims=True)
-    scaled = (x - mean) * lax.rsqrt(variance + 1e-3)
+    deviation = lax.rsqrt(variance + 1e-3)
+    scaled = (x - mean) * deviation
     return scaled * scale[:, None, None]
 
 
@@ -177,16 +212,19 @@ def instance_norm(x):
 
 @layer("norm", x="2*b d", w="d f", scale="f")
 def weight_norm(x, w, scale):
-    norms = lax.rsqrt(jnp.sum(w * w, axis=0) + 1e-3)
+    column_squares = jnp.sum(w * w, axis=0)
+    norms = lax.rsqrt(column_squares + 1e-3)
     return x @ (w * scale * norms)
 
 
 @layer("optimizer", w="d f")
 def muon(w):
-    x = w * lax.rsqrt(jnp.sum(w * w) + 1e-3)
+    square_sum = jnp.sum(w * w)
+    x = w * lax.rsqrt(square_sum + 1e-3)
     for _ in range(2):
         gram = x @ x.T
-        x = 3 * x - 3 * gram @ x + gram @ (gram @ x)
+        cubic = gram @ x
+        x = 3 * x - 3 * gram @ x + gram @ cubic
     return x
 
 
@@ -208,8 +246,10 @@ def shampoo_statistics(w, left, right):
 def adamw(w, gradient_, mean, square):
     mean = 0.9 * mean + 0.1 * gradient_
     square = 0.99 * square + 0.01 * gradient_**2
-    clip = jnp.minimum(1.0, lax.rsqrt(jnp.sum(gradient_**2) + 1e-3))
-    change = clip * mean * lax.rsqrt(square + 1e-3)
+    square_sum = jnp.sum(gradient_**2)
+    clip = jnp.minimum(1.0, lax.rsqrt(square_sum + 1e-3))
+    scale = lax.rsqrt(square + 1e-3)
+    change = clip * mean * scale
     return w - 0.1 * (change + 0.01 * w)
 
 
@@ -222,28 +262,38 @@ def adamw(w, gradient_, mean, square):
     columns="f : positive",
 )
 def adafactor(w, gradient_, rows, columns):
-    rows = 0.9 * rows + 0.1 * jnp.mean(gradient_**2, axis=1)
-    columns = 0.9 * columns + 0.1 * jnp.mean(gradient_**2, axis=0)
-    square = rows[:, None] * columns[None, :] / jnp.mean(rows)
-    return w - 0.1 * gradient_ * lax.rsqrt(square + 1e-3)
+    row_squares = jnp.mean(gradient_**2, axis=1)
+    rows = 0.9 * rows + 0.1 * row_squares
+    column_squares = jnp.mean(gradient_**2, axis=0)
+    columns = 0.9 * columns + 0.1 * column_squares
+    products = rows[:, None] * columns[None, :]
+    square = products / jnp.mean(rows)
+    scale = lax.rsqrt(square + 1e-3)
+    return w - 0.1 * gradient_ * scale
 
 
 @layer("training", gradient=False, w0="d f", w1="f d", x="2*b d", target="2*b d")
 def training_step(w0, w1, x, target):
     def loss(w0, w1):
         hidden = jax.nn.gelu(x @ w0)
-        return jnp.mean((x + hidden @ w1 - target) ** 2)
+        residual = x + hidden @ w1 - target
+        return jnp.mean(residual**2)
 
     first, second = jax.grad(loss, (0, 1))(w0, w1)
-    return (w0 - 0.1 * first) @ (w1 - 0.1 * second)
+    new_w0 = w0 - 0.1 * first
+    new_w1 = w1 - 0.1 * second
+    return new_w0 @ new_w1
 
 
 @layer("training", gradient=False, w="d f", x="4 b d", target="4 b f")
 def accumulated_gradients(w, x, target):
     def loss(w, x, target):
-        return jnp.mean((jnp.tanh(x @ w) - target) ** 2)
+        out = jnp.tanh(x @ w)
+        return jnp.mean((out - target) ** 2)
 
     def step(total, batch):
-        return total + jax.grad(loss)(w, *batch), None
+        gradient = jax.grad(loss)(w, *batch)
+        return total + gradient, None
 
-    return lax.scan(step, jnp.zeros_like(w), (x, target))[0]
+    zeros = jnp.zeros_like(w)
+    return lax.scan(step, zeros, (x, target))[0]

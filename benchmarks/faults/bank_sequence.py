@@ -11,9 +11,12 @@ def affine_scan(decay, x):
     """`y[t] = decay[t] * y[t - 1] + x[t]` along dimension 1."""
 
     def combine(left, right):
-        return left[0] * right[0], left[1] * right[0] + right[1]
+        decay_of_both = left[0] * right[0]
+        kept_state = left[1] * right[0]
+        return decay_of_both, kept_state + right[1]
 
-    return lax.associative_scan(combine, (decay, x), axis=1)[1]
+    scanned = lax.associative_scan(combine, (decay, x), axis=1)
+    return scanned[1]
 
 
 @layer("ssm", decay="b t d", x="b t d")
@@ -34,8 +37,10 @@ def mamba(x, w, kernel, gate, out):
         feature_group_count=hidden.shape[2],
     )
     hidden = jax.nn.silu(hidden)
-    states = affine_scan(jax.nn.sigmoid(hidden @ gate), hidden)
-    return x + (states * jax.nn.silu(skip)) @ out
+    forget = jax.nn.sigmoid(hidden @ gate)
+    states = affine_scan(forget, hidden)
+    gated = states * jax.nn.silu(skip)
+    return x + gated @ out
 
 
 @layer("ssm", x="t b d", a="d n", b="d n", c="d n")
@@ -43,8 +48,11 @@ def selective_scan(x, a, b, c):
     decay = jnp.exp(-jax.nn.softplus(a))
 
     def step(state, x):
-        state = decay * state + b * x[..., None]
-        return state, jnp.sum(state * c, axis=-1)
+        kept_state = decay * state
+        update = b * x[..., None]
+        state = kept_state + update
+        out = jnp.sum(state * c, axis=-1)
+        return state, out
 
     start_shape = (*x.shape[1:], a.shape[1])
     start = jnp.zeros(start_shape, x.dtype)
@@ -56,9 +64,11 @@ def retention_chunks(x, q, decay):
     batch, time, width = x.shape
     count = time // 4 if time % 4 == 0 else 1
     chunks = x.reshape(batch, count, -1, width)
-    sums = jnp.cumsum(chunks.sum(2), axis=1) * jax.nn.sigmoid(decay)
+    running = jnp.cumsum(chunks.sum(2), axis=1)
+    sums = running * jax.nn.sigmoid(decay)
     within = jnp.cumsum(chunks, axis=2)
-    padded = jnp.pad(sums, ((0, 0), (1, 0), (0, 0)))
+    padding = ((0, 0), (1, 0), (0, 0))
+    padded = jnp.pad(sums, padding)
     before = padded[:, :-1]
     summed = within + before[:, :, None]
     return q * summed.reshape(x.shape)
@@ -66,7 +76,8 @@ def retention_chunks(x, q, decay):
 
 @layer("ssm", x="b t d")
 def token_shift(x):
-    padded = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))
+    padding = ((0, 0), (1, 0), (0, 0))
+    padded = jnp.pad(x, padding)
     return padded[:, :-1] - x
 
 
@@ -78,7 +89,9 @@ def gru(x, state, w, u):
         reset = jax.nn.sigmoid(reset_x + reset_s)
         update = jax.nn.sigmoid(update_x + update_s)
         new = jnp.tanh(new_x + reset * new_s)
-        state = (1 - update) * new + update * state
+        kept_state = update * state
+        new_state = (1 - update) * new
+        state = new_state + kept_state
         return state, state
 
     return lax.scan(step, state, x)[1]
@@ -87,7 +100,8 @@ def gru(x, state, w, u):
 @layer("rnn", x="t b d", state="b d", w="d d")
 def elman(x, state, w):
     def step(state, x):
-        state = jnp.tanh(state @ w + x)
+        next_input = state @ w
+        state = jnp.tanh(next_input + x)
         return state, 2 * state
 
     last, states = lax.scan(step, state, x)
@@ -101,11 +115,13 @@ def lstm(x, w, u):
         gates = x @ w + hidden @ u
         i, f, g, o = jnp.split(gates, 4, axis=-1)
         kept_cell = jax.nn.sigmoid(f) * cell
-        cell = kept_cell + jax.nn.sigmoid(i) * jnp.tanh(g)
+        input_gate = jax.nn.sigmoid(i)
+        cell = kept_cell + input_gate * jnp.tanh(g)
         hidden = jax.nn.sigmoid(o) * jnp.tanh(cell)
         return (hidden, cell), hidden
 
-    start = jnp.zeros_like(x[0]), jnp.zeros_like(x[0])
+    zeros = jnp.zeros_like(x[0])
+    start = zeros, zeros
     return lax.scan(step, start, x, reverse=True)[1]
 
 
@@ -159,13 +175,15 @@ def moe_masks(x, router, w):
     scores = jax.nn.softmax(x @ router, axis=-1)
     choice = jnp.argmax(scores, -1)
     mask = jax.nn.one_hot(choice, w.shape[0], dtype=x.dtype)
-    position = jnp.cumsum(mask, axis=0) * mask - mask
+    running = jnp.cumsum(mask, axis=0)
+    position = running * mask - mask
     slot = position.sum(-1).astype(jnp.int32)
     place = jax.nn.one_hot(slot, 8, dtype=x.dtype)
     dispatch = mask[:, :, None] * place[:, None, :]
     slots = jnp.einsum("tec,td->ecd", dispatch, x)
     out = jnp.einsum("ecd,edf->ecf", slots, w)
-    return jnp.einsum("tec,ecf->tf", dispatch * scores[:, :, None], out)
+    combine = dispatch * scores[:, :, None]
+    return jnp.einsum("tec,ecf->tf", combine, out)
 
 
 @layer("moe", x="4*b d", expert="4*b : below e", w="e d f")
@@ -173,12 +191,16 @@ def moe_sorted(x, expert, w):
     order = jnp.argsort(expert)
     counts = jnp.bincount(expert, length=w.shape[0])
     rows = lax.ragged_dot(x[order], w, counts)
-    return jnp.zeros_like(rows).at[order].set(rows)
+    zeros = jnp.zeros_like(rows)
+    return zeros.at[order].set(rows)
 
 
 @layer("moe", x="4*b d", expert="4*b : below e", w="e d d")
 def moe_gathered(x, expert, w):
-    return x + jnp.tanh(jnp.einsum("td,tdf->tf", x, w[expert]))
+    weights = w[expert]
+    product = jnp.einsum("td,tdf->tf", x, weights)
+    activated = jnp.tanh(product)
+    return x + activated
 
 
 @layer("embedding", table="v d", tokens="b t : below v", w="d f")
@@ -189,13 +211,15 @@ def embedding(table, tokens, w):
 @layer("embedding", table="v d", tokens="b t : below v")
 def tied_embedding(table, tokens):
     hidden = jnp.tanh(table[tokens])
-    return jax.nn.log_softmax(hidden @ table.T, axis=-1)
+    logits = hidden @ table.T
+    return jax.nn.log_softmax(logits, axis=-1)
 
 
 @layer("embedding", table="v d", tokens="b t : below v", positions="t d")
 def one_hot_embedding(table, tokens, positions):
     hot = jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype)
-    return hot @ table + positions
+    embedded = hot @ table
+    return embedded + positions
 
 
 @layer("embedding", table="v d", tokens="b t : loose v")
@@ -206,7 +230,8 @@ def filled_embedding(table, tokens):
 @layer("loss", logits="b t v", labels="b t : below v")
 def cross_entropy(logits, labels):
     log_probabilities = jax.nn.log_softmax(logits, axis=-1)
-    picked = jnp.take_along_axis(log_probabilities, labels[..., None], -1)
+    columns = labels[..., None]
+    picked = jnp.take_along_axis(log_probabilities, columns, -1)
     return -picked[..., 0]
 
 
@@ -215,16 +240,21 @@ def cut_vocabulary_loss(x, w, labels):
     logits = x @ w
     hot = jax.nn.one_hot(labels, w.shape[1], dtype=x.dtype)
     normalizer = jax.nn.logsumexp(logits, axis=-1)
-    return normalizer - jnp.sum(logits * hot, axis=-1)
+    label_logits = jnp.sum(logits * hot, axis=-1)
+    return normalizer - label_logits
 
 
 @layer("loss", x="b t d", w="d v", labels="b t : below v", mask="b t : mask")
 def masked_loss(x, w, labels, mask):
     logits = x @ w
-    picked = jnp.take_along_axis(logits, labels[..., None], -1)
+    columns = labels[..., None]
+    picked = jnp.take_along_axis(logits, columns, -1)
     label_logits = picked[..., 0]
-    losses = jax.nn.logsumexp(logits, axis=-1) - label_logits
-    return (losses * mask).sum(-1) / (mask.sum(-1) + 1)
+    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    losses = normalizer - label_logits
+    total = (losses * mask).sum(-1)
+    count = mask.sum(-1) + 1
+    return total / count
 
 
 @layer("loss", x="b 2*t d", w="d v", labels="b 2*t : below v")
@@ -237,10 +267,13 @@ def chunked_loss(x, w, labels):
 
     def step(total, chunk):
         logits = chunk[0] @ w
-        picked = jnp.take_along_axis(logits, chunk[1][..., None], -1)
+        columns = chunk[1][..., None]
+        picked = jnp.take_along_axis(logits, columns, -1)
         label_logits = picked[..., 0]
-        losses = jax.nn.logsumexp(logits, axis=-1) - label_logits
-        return total + losses.sum(-1), None
+        normalizer = jax.nn.logsumexp(logits, axis=-1)
+        losses = normalizer - label_logits
+        summed = losses.sum(-1)
+        return total + summed, None
 
     start = jnp.zeros((batch,), x.dtype)
     rematerialized = jax.checkpoint(step)
@@ -250,34 +283,44 @@ def chunked_loss(x, w, labels):
 @layer("loss", images="2*b d", texts="2*b d")
 def contrastive(images, texts):
     image_squares = jnp.sum(images**2, -1, keepdims=True)
-    images = images * lax.rsqrt(image_squares + 1e-3)
+    image_scale = lax.rsqrt(image_squares + 1e-3)
+    images = images * image_scale
     text_squares = jnp.sum(texts**2, -1, keepdims=True)
-    texts = texts * lax.rsqrt(text_squares + 1e-3)
+    text_scale = lax.rsqrt(text_squares + 1e-3)
+    texts = texts * text_scale
     logits = 5 * images @ texts.T
-    rows = jnp.diagonal(jax.nn.log_softmax(logits, axis=1))
-    return rows + jnp.diagonal(jax.nn.log_softmax(logits, axis=0))
+    log_rows = jax.nn.log_softmax(logits, axis=1)
+    rows = jnp.diagonal(log_rows)
+    log_columns = jax.nn.log_softmax(logits, axis=0)
+    columns = jnp.diagonal(log_columns)
+    return rows + columns
 
 
 @layer("gnn", x="2*t d", sources="4*t : below 2*t", targets="4*t : below 2*t", w="d f")
 def graph_convolution(x, sources, targets, w):
     messages = (x @ w)[sources]
-    return jax.ops.segment_sum(messages, targets, num_segments=x.shape[0])
+    node_count = x.shape[0]
+    return jax.ops.segment_sum(messages, targets, num_segments=node_count)
 
 
 @layer("gnn", x="t d", sources="2*t : below t", targets="2*t : below t", w="2*d 1")
 def graph_attention(x, sources, targets, w):
     pairs = jnp.concatenate([x[sources], x[targets]], axis=-1)
-    scores = jnp.exp(jnp.tanh(pairs @ w))
+    activated = jnp.tanh(pairs @ w)
+    scores = jnp.exp(activated)
     count = x.shape[0]
     total = jax.ops.segment_sum(scores, targets, num_segments=count)
-    messages = scores / (total[targets] + 1e-2) * x[sources]
+    weights = scores / (total[targets] + 1e-2)
+    messages = weights * x[sources]
     return jax.ops.segment_sum(messages, targets, num_segments=count)
 
 
 @layer("gnn", x="t d", adjacency="t t : mask", w="d f")
 def dense_graph(x, adjacency, w):
     degree = adjacency.sum(-1, keepdims=True) + 1
-    return jnp.tanh((adjacency @ x + x) / degree @ w)
+    neighbours = adjacency @ x + x
+    mean = neighbours / degree
+    return jnp.tanh(mean @ w)
 
 
 @layer("index", x="2*t d")
@@ -298,13 +341,15 @@ def scatter_add(x, index, update):
 
 @layer("index", x="b t d", index="b t : below d")
 def gather_last(x, index):
-    picked = jnp.take_along_axis(x, index[..., None], axis=-1)
+    positions = index[..., None]
+    picked = jnp.take_along_axis(x, positions, axis=-1)
     return picked[..., 0]
 
 
 @layer("index", x="b t")
 def top_k_mask(x):
-    smallest = lax.top_k(x, 3)[0][..., -1:]
+    largest = lax.top_k(x, 3)[0]
+    smallest = largest[..., -1:]
     return jnp.where(x >= smallest, x, -10.0)
 
 
@@ -316,32 +361,39 @@ def sort_rows(x):
 @layer("index", x="b t d", key="b t")
 def sort_by_key(x, key):
     order = jnp.argsort(key, axis=1)
-    return jnp.take_along_axis(x, order[..., None], axis=1)
+    positions = order[..., None]
+    return jnp.take_along_axis(x, positions, axis=1)
 
 
 @layer("index", x="b t d")
 def cumulative_mean(x):
-    counts = jnp.arange(1, x.shape[1] + 1)[:, None]
+    steps = jnp.arange(1, x.shape[1] + 1)
+    counts = steps[:, None]
     return jnp.cumsum(x, axis=1) / counts
 
 
 @layer("index", x="b t d")
 def log_cumulative(x):
-    backwards = jnp.flip(jnp.cumsum(x, axis=2), axis=2)
-    return lax.cumlogsumexp(x, axis=1) + backwards
+    running = jnp.cumsum(x, axis=2)
+    backwards = jnp.flip(running, axis=2)
+    forwards = lax.cumlogsumexp(x, axis=1)
+    return forwards + backwards
 
 
 @layer("random", x="b t d", key="1 : below 9")
 def dropout(x, key):
-    folded = jax.random.fold_in(jax.random.key(0), key[0])
+    seed_key = jax.random.key(0)
+    folded = jax.random.fold_in(seed_key, key[0])
     keep = jax.random.bernoulli(folded, 0.8, x.shape)
     return jnp.where(keep, x / 0.8, 0)
 
 
 @layer("random", gradient=False, logits="b v", key="1 : below 9")
 def sample(logits, key):
-    folded = jax.random.fold_in(jax.random.key(0), key[0])
+    seed_key = jax.random.key(0)
+    folded = jax.random.fold_in(seed_key, key[0])
     noise = jax.random.uniform(folded, logits.shape, jnp.float32)
-    gumbel = jnp.log(-jnp.log(noise + 1e-3))
+    exponential = -jnp.log(noise + 1e-3)
+    gumbel = jnp.log(exponential)
     choice = jnp.argmax(logits - gumbel, axis=-1)
     return jax.nn.one_hot(choice, logits.shape[1], dtype=logits.dtype)

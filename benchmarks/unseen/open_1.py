@@ -31,19 +31,28 @@ def mlp_column_row(mesh: AnyMesh) -> Made:
     def loss(params, x, y):
         for p in params["blocks"]:
             mean_square = jnp.mean(jnp.square(x), -1, keepdims=True)
-            h = x * lax.rsqrt(mean_square + 1e-6) * p["norm"]
-            hidden = jax.nn.gelu(h @ p["up"] + p["up_bias"])
+            scale = lax.rsqrt(mean_square + 1e-6)
+            h = x * scale * p["norm"]
+            raised = h @ p["up"] + p["up_bias"]
+            hidden = jax.nn.gelu(raised)
             h = constrain(mesh, hidden, "dp", "tp")
             x = x + h @ p["down"]
-        predicted = (x @ params["head"]).astype(jnp.float32)
-        return jnp.mean(jnp.square(predicted - y))
+        out = x @ params["head"]
+        predicted = out.astype(jnp.float32)
+        squares = jnp.square(predicted - y)
+        return jnp.mean(squares)
 
     def step(params, x, y):
         value, grads = jax.value_and_grad(loss)(params, x, y)
-        updated = jax.tree.map(lambda p, g: p - jnp.bfloat16(1e-2) * g, params, grads)
+
+        def descended(p, g):
+            return p - jnp.bfloat16(1e-2) * g
+
+        updated = jax.tree.map(descended, params, grads)
         return value, updated
 
-    out = (NamedSharding(mesh, P()), shardings(params))
+    whole = NamedSharding(mesh, P())
+    out = (whole, shardings(params))
     jitted = jax.jit(
         step,
         donate_argnums=0,
@@ -86,49 +95,69 @@ def distillation(mesh: AnyMesh) -> Made:
         x = p["embed"][tokens]
         for q in p["mix"]:
             averaged = jnp.cumsum(x, 1) * 0.01
-            x = x + jax.nn.silu(averaged @ q["up"]) @ q["down"]
-        return x, x @ p["head"]
+            hidden = jax.nn.silu(averaged @ q["up"])
+            x = x + hidden @ q["down"]
+        answers = x @ p["head"]
+        return x, answers
 
     def learn(p, tokens):
         x = p["embed"][tokens]
         for w in p["mix"]:
             shifted = x + jnp.roll(x, 1, axis=1)
-            x = x + jax.nn.silu(shifted @ w)
-        return x, x @ p["head"]
+            hidden = jax.nn.silu(shifted @ w)
+            x = x + hidden
+        answers = x @ p["head"]
+        return x, answers
 
     def loss(student, teacher, tokens, heat):
-        hidden, answers = lax.stop_gradient(teach(teacher, tokens))
+        taught_values = teach(teacher, tokens)
+        hidden, answers = lax.stop_gradient(taught_values)
         features, logits = learn(student, tokens)
-        soft = jax.nn.log_softmax(answers.astype(jnp.float32) / heat)
+        heated = answers.astype(jnp.float32) / heat
+        soft = jax.nn.log_softmax(heated)
         log_probabilities = jax.nn.log_softmax(logits / heat)
-        divergence = jnp.sum(jnp.exp(soft) * (soft - log_probabilities), -1).mean()
+        differences = jnp.exp(soft) * (soft - log_probabilities)
+        sums = jnp.sum(differences, -1)
+        divergence = sums.mean()
+        next_logits = logits[:, :-1]
+        next_tokens = tokens[:, 1:]
         losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits[:, :-1], tokens[:, 1:]
+            next_logits, next_tokens
         )
         hard = losses.mean()
-        unit = lambda v: v / (jnp.linalg.norm(v, axis=-1, keepdims=True) + 1e-6)
-        matched = unit(features @ student["match"])
-        taught = unit(hidden.astype(jnp.float32))
-        match = jnp.mean((matched - taught) ** 2)
-        return heat**2 * divergence + hard + match
+
+        def unit(v):
+            return v / (jnp.linalg.norm(v, axis=-1, keepdims=True) + 1e-6)
+
+        projected = features @ student["match"]
+        matched = unit(projected)
+        taught_rows = hidden.astype(jnp.float32)
+        taught = unit(taught_rows)
+        squares = (matched - taught) ** 2
+        match = jnp.mean(squares)
+        softened = heat**2 * divergence
+        return softened + hard + match
 
     optimizer = optax.adamw(1e-3)
 
     def step(student, state, teacher, tokens, heat):
         value, grads = jax.value_and_grad(loss)(student, teacher, tokens, heat)
         updates, state = optimizer.update(grads, state, student)
-        return optax.apply_updates(student, updates), state, value
+        updated = optax.apply_updates(student, updates)
+        return updated, state, value
 
     state = optimizer_state(mesh, optimizer, student)
     tokens = struct((16, 64), "data", dtype=jnp.int32)
+    heat = struct(())
     args = (
         student,
         state,
         teacher,
         tokens,
-        struct(()),
+        heat,
     )
-    return jax.jit(step, donate_argnums=(0, 1)), args
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted, args
 
 
 @case(
@@ -156,27 +185,38 @@ def accumulation(mesh: AnyMesh) -> Made:
     def loss(params, x, labels):
         x = x @ params["in"]
         for p in params["layers"]:
-            hidden = jax.nn.gelu(jax.nn.standardize(x) * p["scale"] @ p["up"])
+            scaled = jax.nn.standardize(x) * p["scale"]
+            hidden = jax.nn.gelu(scaled @ p["up"])
             x = x + hidden @ p["down"]
-        return optax.softmax_cross_entropy_with_integer_labels(
+        losses = optax.softmax_cross_entropy_with_integer_labels(
             x @ params["out"], labels
-        ).mean()
+        )
+        return losses.mean()
 
     optimizer = optax.adamw(1e-3)
 
     def step(params, state, x, labels):
         def micro(total, batch):
             value, grads = jax.value_and_grad(loss)(params, *batch)
-            grads = jax.tree.map(
-                lambda g, p: constrain(mesh, g, *p.sharding.spec), grads, structs
-            )
-            return jax.tree.map(jnp.add, total, grads), value
+
+            def placed(g, p):
+                return constrain(mesh, g, *p.sharding.spec)
+
+            grads = jax.tree.map(placed, grads, structs)
+            updated = jax.tree.map(jnp.add, total, grads)
+            return updated, value
 
         zeros = jax.tree.map(jnp.zeros_like, params)
         grads, values = lax.scan(micro, zeros, (x, labels))
-        mean_grads = jax.tree.map(lambda g: g / 4, grads)
+
+        def of_one_batch(g):
+            return g / 4
+
+        mean_grads = jax.tree.map(of_one_batch, grads)
         updates, state = optimizer.update(mean_grads, state, params)
-        return optax.apply_updates(params, updates), state, values.mean()
+        updated = optax.apply_updates(params, updates)
+        mean_value = values.mean()
+        return updated, state, mean_value
 
     structs = params
     data = (None, ("replica", "fsdp"))
@@ -188,7 +228,8 @@ def accumulation(mesh: AnyMesh) -> Made:
         inputs,
     )
     labels = struct((4, 64), *data, dtype=jnp.int32)
-    return jax.jit(step, donate_argnums=(0, 1)), (
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted, (
         *args,
         labels,
     )
@@ -220,30 +261,37 @@ def decoder_window(mesh: AnyMesh) -> Made:
         x = p["embed"][tokens]
         for _ in range(2):
             flat = x.reshape(batch * length, width)
-            q, k, v = jnp.unstack(jnp.einsum("nd,dchk->cnhk", flat, p["qkv"]))
+            fused = jnp.einsum("nd,dchk->cnhk", flat, p["qkv"])
+            q, k, v = jnp.unstack(fused)
             q, k, v = (t.reshape(batch, length, heads, -1) for t in (q, k, v))
             k, v = (constrain(mesh, t, "data", None) for t in (k, v))
             scores = jnp.einsum(
                 "bqhk,bshk->bhqs", q, k, preferred_element_type=jnp.float32
             )
-            distance = jnp.arange(length)[:, None] - jnp.arange(length)
-            scores = jnp.where((distance >= 0) & (distance < 64), scores, -1e9)
-            mixed = jnp.einsum(
-                "bhqs,bshk->bqhk", jax.nn.softmax(scores).astype(bf16), v
-            )
-            flat = flat + mixed.reshape(batch * length, width) @ p["o"]
-            flat = flat + jax.nn.relu(flat @ p["up"]) ** 2 @ p["down"]
+            positions = jnp.arange(length)[:, None]
+            distance = positions - jnp.arange(length)
+            is_near = (distance >= 0) & (distance < 64)
+            scores = jnp.where(is_near, scores, -1e9)
+            attention_weights = jax.nn.softmax(scores).astype(bf16)
+            mixed = jnp.einsum("bhqs,bshk->bqhk", attention_weights, v)
+            rows = mixed.reshape(batch * length, width)
+            flat = flat + rows @ p["o"]
+            squared = jax.nn.relu(flat @ p["up"]) ** 2
+            flat = flat + squared @ p["down"]
             x = flat.reshape(batch, length, width)
         return x @ p["embed"].T
 
     def loss(p, tokens, targets, weights):
-        logits = forward(p, tokens).astype(jnp.float32)
+        answers = forward(p, tokens)
+        logits = answers.astype(jnp.float32)
         each = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        return jnp.sum(each * weights) / jnp.sum(weights)
+        weighted = jnp.sum(each * weights)
+        return weighted / jnp.sum(weights)
 
     tokens = struct((4, 256), "data", "seq", dtype=jnp.int32)
     weights = struct((4, 256), "data", "seq")
-    return jax.jit(jax.value_and_grad(loss)), (
+    jitted = jax.jit(jax.value_and_grad(loss))
+    return jitted, (
         p,
         tokens,
         tokens,
@@ -274,45 +322,63 @@ def generate(mesh: AnyMesh) -> Made:
     }
 
     def attend(params, x, keys, values, seen):
+        query = x @ params["q"]
         q, keys, values = (
-            t.reshape(*t.shape[:-1], 4, -1) for t in (x @ params["q"], keys, values)
+            t.reshape(*t.shape[:-1], 4, -1) for t in (query, keys, values)
         )
-        scores = jnp.where(seen, jnp.einsum("bqhk,bshk->bhqs", q, keys), -1e9)
-        mixed = jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), values)
-        return x + mixed.reshape(x.shape) @ params["o"]
+        products = jnp.einsum("bqhk,bshk->bhqs", q, keys)
+        scores = jnp.where(seen, products, -1e9)
+        attention_weights = jax.nn.softmax(scores)
+        mixed = jnp.einsum("bhqs,bshk->bqhk", attention_weights, values)
+        flat = mixed.reshape(x.shape)
+        return x + flat @ params["o"]
 
     def generate(params, prompt):
         batch, read = prompt.shape
         x = params["embed"][prompt]
         empty = jnp.zeros((batch, length, width))
-        keys = empty.at[:, :read].set(x @ params["k"])
+        prompt_keys = x @ params["k"]
+        keys = empty.at[:, :read].set(prompt_keys)
         empty_values = jnp.zeros((batch, length, width))
-        values = empty_values.at[:, :read].set(x @ params["v"])
-        x = attend(params, x, keys, values, jnp.tri(read, length, dtype=bool))
+        prompt_values = x @ params["v"]
+        values = empty_values.at[:, :read].set(prompt_values)
+        causal = jnp.tri(read, length, dtype=bool)
+        x = attend(params, x, keys, values, causal)
         no_tokens = jnp.zeros((batch, length), jnp.int32)
         tokens = no_tokens.at[:, :read].set(prompt)
         no_counts = jnp.zeros((batch, vocabulary))
-        counts = no_counts.at[jnp.arange(batch)[:, None], prompt].add(1.0)
+        rows = jnp.arange(batch)[:, None]
+        counts = no_counts.at[rows, prompt].add(1.0)
 
         def body(i, carry):
             tokens, keys, values, counts, last = carry
-            token = jnp.argmax(last @ params["embed"].T - 0.5 * counts, -1)
-            tokens = tokens.at[:, i].set(token.astype(jnp.int32))
-            counts = counts.at[jnp.arange(batch), token].add(1.0)
-            x = params["embed"][token][:, None]
+            scores = last @ params["embed"].T - 0.5 * counts
+            token = jnp.argmax(scores, -1)
+            words = token.astype(jnp.int32)
+            tokens = tokens.at[:, i].set(words)
+            rows = jnp.arange(batch)
+            counts = counts.at[rows, token].add(1.0)
+            embedded = params["embed"][token]
+            x = embedded[:, None]
             key = x @ params["k"]
-            keys = keys.at[:, i].set((key)[:, 0])
+            new_key = key[:, 0]
+            keys = keys.at[:, i].set(new_key)
             value = x @ params["v"]
-            values = values.at[:, i].set((value)[:, 0])
+            new_value = value[:, 0]
+            values = values.at[:, i].set(new_value)
             is_before = jnp.arange(length) <= i
-            last = attend(params, x, keys, values, is_before)[:, 0]
+            mixed = attend(params, x, keys, values, is_before)
+            last = mixed[:, 0]
             return tokens, keys, values, counts, last
 
-        carry = (tokens, keys, values, counts, x[:, -1])
-        return lax.fori_loop(read, read + 12, body, carry)[0]
+        last_row = x[:, -1]
+        carry = (tokens, keys, values, counts, last_row)
+        carry_at_end = lax.fori_loop(read, read + 12, body, carry)
+        return carry_at_end[0]
 
     prompts = struct((16, 24), "data", dtype=jnp.int32)
-    return jax.jit(generate), (params, prompts)
+    jitted = jax.jit(generate)
+    return jitted, (params, prompts)
 
 
 @case("gan-two-optimizers", cpu={"data": 8}, v5e={"data": 16})
@@ -342,7 +408,8 @@ def gan(mesh: AnyMesh) -> Made:
             x = jax.nn.relu(upsampled)
         images = x.transpose(0, 3, 1, 2)
         kernel = p["last"].transpose(3, 2, 0, 1)
-        return jnp.tanh(lax.conv(images, kernel, (1, 1), "SAME"))
+        convolved = lax.conv(images, kernel, (1, 1), "SAME")
+        return jnp.tanh(convolved)
 
     def judge(p, x):
         x = x.transpose(0, 2, 3, 1)
@@ -355,32 +422,48 @@ def gan(mesh: AnyMesh) -> Made:
                 0.2,
             )
         flat = x.reshape(x.shape[0], -1)
-        return (flat @ p["dense"])[:, 0]
+        scores = flat @ p["dense"]
+        return scores[:, 0]
 
     def critic_loss(critic, generator, real, z, mix):
         fake = make(generator, z)
         share = mix[:, None, None, None]
-        between = share * real + (1 - share) * fake
-        slope = jax.grad(lambda x: judge(critic, x[None])[0])
+        real_part = share * real
+        between = real_part + (1 - share) * fake
+
+        def score_of(x):
+            return judge(critic, x[None])[0]
+
+        slope = jax.grad(score_of)
         slopes = jax.vmap(slope)(between)
-        norms = jnp.sqrt(jnp.sum(slopes**2, (1, 2, 3)) + 1e-12)
-        penalty = jnp.mean((norms - 1) ** 2)
-        return judge(critic, fake).mean() - judge(critic, real).mean() + 10 * penalty
+        squares = jnp.sum(slopes**2, (1, 2, 3))
+        norms = jnp.sqrt(squares + 1e-12)
+        deviations = (norms - 1) ** 2
+        penalty = jnp.mean(deviations)
+        fake_score = judge(critic, fake).mean()
+        real_score = judge(critic, real).mean()
+        return fake_score - real_score + 10 * penalty
 
     ours = optax.adam(1e-4, b1=0.0)
     theirs = optax.adam(4e-4, b1=0.0)
 
     def step(generator, critic, state, real, key):
         a, b, c = jax.random.split(key, 3)
-        z = jax.random.normal(a, (real.shape[0], 64))
+        noise_shape = (real.shape[0], 64)
+        z = jax.random.normal(a, noise_shape)
         again = jax.random.normal(b, (real.shape[0], 64))
         mix = jax.random.uniform(c, real.shape[:1])
         grads = jax.grad(critic_loss)(critic, generator, real, z, mix)
         updates, second = theirs.update(grads, state[1])
         critic = optax.apply_updates(critic, updates)
-        grads = jax.grad(lambda g: -judge(critic, make(g, again)).mean())(generator)
+
+        def lost(g):
+            return -judge(critic, make(g, again)).mean()
+
+        grads = jax.grad(lost)(generator)
         updates, first = ours.update(grads, state[0])
-        return optax.apply_updates(generator, updates), critic, (first, second)
+        updated = optax.apply_updates(generator, updates)
+        return updated, critic, (first, second)
 
     state = (
         optimizer_state(mesh, ours, generator),
@@ -395,7 +478,8 @@ def gan(mesh: AnyMesh) -> Made:
         images,
         key,
     )
-    return jax.jit(step, donate_argnums=(0, 1, 2)), args
+    jitted = jax.jit(step, donate_argnums=(0, 1, 2))
+    return jitted, args
 
 
 CASES = (

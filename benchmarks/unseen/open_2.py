@@ -38,51 +38,66 @@ def many_tasks(mesh: AnyMesh) -> Made:
         near = z @ z.T
         attraction = jax.nn.log_sigmoid(near)
         repulsion = jax.nn.log_sigmoid(-near)
-        return -jnp.mean(jnp.where(same, attraction, repulsion))
+        signed = jnp.where(same, attraction, repulsion)
+        return -jnp.mean(signed)
 
     def spread(z, labels):
-        covariance = (z - z.mean(0)).T @ (z - z.mean(0)) / z.shape[0]
-        return jnp.sum(covariance**2) - jnp.sum(jnp.diagonal(covariance) ** 2)
+        centred = z - z.mean(0)
+        covariance = centred.T @ (z - z.mean(0)) / z.shape[0]
+        diagonal = jnp.diagonal(covariance)
+        total = jnp.sum(covariance**2)
+        return total - jnp.sum(diagonal**2)
 
     def entropy(z, labels):
         log_probabilities = jax.nn.log_softmax(z)
-        return jnp.sum(jax.nn.softmax(z) * log_probabilities, -1).mean()
+        information = jax.nn.softmax(z) * log_probabilities
+        entropies = jnp.sum(information, -1)
+        return entropies.mean()
 
     def loss(params, x, labels, boxes, which):
         for w in params["trunk"]:
             x = jax.nn.swish(x @ w)
-        classes = optax.softmax_cross_entropy_with_integer_labels(
-            x @ params["classes"], labels
-        ).mean()
-        box = optax.huber_loss(x @ params["box"], boxes).mean()
-        third = lax.switch(
-            which, (metric, spread, entropy), x @ params["embed"], labels
+        class_logits = x @ params["classes"]
+        class_losses = optax.softmax_cross_entropy_with_integer_labels(
+            class_logits, labels
         )
+        classes = class_losses.mean()
+        box_losses = optax.huber_loss(x @ params["box"], boxes)
+        box = box_losses.mean()
+        embedded = x @ params["embed"]
+        third = lax.switch(which, (metric, spread, entropy), embedded, labels)
         losses = jnp.stack([classes, box, third])
-        weighted = losses * jnp.exp(-params["uncertainty"])
+        precision = jnp.exp(-params["uncertainty"])
+        weighted = losses * precision
+        total = jnp.sum(weighted + params["uncertainty"])
         return (
-            jnp.sum(weighted + params["uncertainty"]),
+            total,
             losses,
         )
 
-    optimizer = optax.chain(optax.adaptive_grad_clip(0.1), optax.adam(1e-3))
+    clipped = optax.adaptive_grad_clip(0.1)
+    optimizer = optax.chain(clipped, optax.adam(1e-3))
 
     def step(params, state, *batch):
-        (_, losses), grads = jax.value_and_grad(loss, has_aux=True)(params, *batch)
+        differentiated = jax.value_and_grad(loss, has_aux=True)
+        (_, losses), grads = differentiated(params, *batch)
         updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, losses
+        updated = optax.apply_updates(params, updates)
+        return updated, state, losses
 
     x = struct((512, 128), batch)
     labels = struct((512,), batch, dtype=jnp.int32)
     boxes = struct((512, 4), batch)
+    task = struct((), dtype=jnp.int32)
     inputs = (
         x,
         labels,
         boxes,
-        struct((), dtype=jnp.int32),
+        task,
     )
     state = optimizer_state(mesh, optimizer, params)
-    return jax.jit(step, donate_argnums=(0, 1)), (
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted, (
         params,
         state,
         *inputs,
@@ -110,7 +125,8 @@ def wavenet(mesh: AnyMesh) -> Made:
     }
 
     def causal(x, w, dilation=1):
-        reach = (w.shape[0] - 1) * dilation
+        kernel_reach = w.shape[0] - 1
+        reach = kernel_reach * dilation
         dimensions = ("NWC", "WIO", "NWC")
         return lax.conv_general_dilated(
             x,
@@ -122,27 +138,39 @@ def wavenet(mesh: AnyMesh) -> Made:
         )
 
     def loss(params, samples):
-        padded = jnp.pad(samples, ((0, 0), (1, 0)))
+        padding = ((0, 0), (1, 0))
+        padded = jnp.pad(samples, padding)
         shifted = padded[:, :-1]
         x = params["embed"][shifted]
         skips = 0.0
         for position, p in enumerate(params["layers"]):
             convolved = causal(x, p["gate"], 2**position)
             filtered, gate = jnp.split(convolved, 2, -1)
-            h = jnp.tanh(filtered) * jax.nn.sigmoid(gate)
-            skips = skips + causal(h, p["skip"])
-            x = x + causal(h, p["out"])
-        logits = jax.nn.relu(skips) @ params["final"]
+            opened = jax.nn.sigmoid(gate)
+            h = jnp.tanh(filtered) * opened
+            skipped = causal(h, p["skip"])
+            skips = skips + skipped
+            residual = causal(h, p["out"])
+            x = x + residual
+        activated = jax.nn.relu(skips)
+        logits = activated @ params["final"]
         log_probabilities = jax.nn.log_softmax(logits)
-        return -jnp.mean(jnp.take_along_axis(log_probabilities, samples[..., None], -1))
+        positions = samples[..., None]
+        picked = jnp.take_along_axis(log_probabilities, positions, -1)
+        return -jnp.mean(picked)
 
     def step(params, samples):
         value, grads = jax.value_and_grad(loss)(params, samples)
-        updated = jax.tree.map(lambda p, g: p - 1e-3 * jnp.sign(g), params, grads)
+
+        def descended(p, g):
+            return p - 1e-3 * jnp.sign(g)
+
+        updated = jax.tree.map(descended, params, grads)
         return value, updated
 
     samples = struct((4, 1024), "data", "time", dtype=jnp.int32)
-    return jax.jit(step), (params, samples)
+    jitted = jax.jit(step)
+    return jitted, (params, samples)
 
 
 @case("soft-experts-slots", cpu={"data": 4, "expert": 2}, v5e={"data": 4, "expert": 4})
@@ -163,37 +191,44 @@ def soft_moe(mesh: AnyMesh) -> Made:
     }
 
     def expert(up, down, x):
-        return jax.nn.gelu(x @ up) @ down
+        hidden = jax.nn.gelu(x @ up)
+        return hidden @ down
 
     def layer(params, x):
         norms = jnp.linalg.norm(params["phi"], axis=0, keepdims=True)
         unit = params["phi"] / norms
-        logits = params["scale"] * jnp.einsum("btd,des->btes", x, unit)
+        products = jnp.einsum("btd,des->btes", x, unit)
+        logits = params["scale"] * products
         dispatch = jax.nn.softmax(logits, axis=1)
-        flat = logits.reshape(*logits.shape[:2], -1)
-        combine = jax.nn.softmax(flat, -1).reshape(logits.shape)
+        leading = logits.shape[:2]
+        flat = logits.reshape(*leading, -1)
+        flat_shares = jax.nn.softmax(flat, -1)
+        combine = flat_shares.reshape(logits.shape)
         inputs = jnp.einsum("btes,btd->ebsd", dispatch, x)
-        outputs = jax.vmap(expert)(params["up"], params["down"], inputs)
+        mapped = jax.vmap(expert)
+        outputs = mapped(params["up"], params["down"], inputs)
         return jnp.einsum("btes,ebsd->btd", combine, outputs)
 
     def loss(params, x, labels):
         for _ in range(2):
-            x = x + layer(params, x)
-        return optax.sigmoid_binary_cross_entropy(
-            x.mean(1) @ params["head"], labels
-        ).mean()
+            mixed = layer(params, x)
+            x = x + mixed
+        losses = optax.sigmoid_binary_cross_entropy(x.mean(1) @ params["head"], labels)
+        return losses.mean()
 
     optimizer = optax.nadam(1e-3)
 
     def step(params, state, x, labels):
         grads = jax.grad(loss)(params, x, labels)
         updates, state = optimizer.update(grads, state)
-        return optax.apply_updates(params, updates), state
+        updated = optax.apply_updates(params, updates)
+        return updated, state
 
     state = optimizer_state(mesh, optimizer, params)
     x = struct((16, 64, width), "data")
     y = struct((16, 40), "data")
-    return jax.jit(step, donate_argnums=(0, 1)), (
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted, (
         params,
         state,
         x,
@@ -220,19 +255,32 @@ def megatron(mesh: AnyMesh) -> Made:
 
     def local_loss(params, x, y):
         for i in range(2):
-            h = jax.nn.standardize(x) * params["scale"][i]
+            normed = jax.nn.standardize(x)
+            h = normed * params["scale"][i]
             h = lax.all_gather(h, "tp", axis=1, tiled=True)
-            hidden_rows = jax.nn.gelu(h @ params["up"][i])
+            raised = h @ params["up"][i]
+            hidden_rows = jax.nn.gelu(raised)
             h = hidden_rows @ params["down"][i]
-            x = x + lax.psum_scatter(h, "tp", scatter_dimension=1, tiled=True)
-        return jnp.mean((x - y) ** 2)
+            summed = lax.psum_scatter(h, "tp", scatter_dimension=1, tiled=True)
+            x = x + summed
+        squared_errors = (x - y) ** 2
+        return jnp.mean(squared_errors)
 
     def local_step(params, x, y):
         value, grads = jax.value_and_grad(local_loss)(params, x, y)
-        grads = jax.tree.map(lambda g: lax.pmean(g, "dp"), grads)
+
+        def averaged(g):
+            return lax.pmean(g, "dp")
+
+        grads = jax.tree.map(averaged, grads)
         grads["scale"] = lax.psum(grads["scale"], "tp")
-        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-        return new, lax.pmean(value, ("dp", "tp"))
+
+        def descended(p, g):
+            return p - 0.1 * g
+
+        new = jax.tree.map(descended, params, grads)
+        mean_value = lax.pmean(value, ("dp", "tp"))
+        return new, mean_value
 
     rows = P("dp", "tp")
     step = jax.shard_map(
@@ -243,7 +291,8 @@ def megatron(mesh: AnyMesh) -> Made:
         check_vma=False,
     )
     x = struct((8, 128, width), *rows)
-    return jax.jit(step, donate_argnums=0), (params, x, x)
+    jitted = jax.jit(step, donate_argnums=0)
+    return jitted, (params, x, x)
 
 
 @case(
@@ -273,10 +322,15 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
             self.channels = nnx.List(channel_layers)
 
         def __call__(self, x):
-            h = self.norms[0](x).swapaxes(1, 2)
-            token_hidden = nnx.gelu(self.tokens[0](h))
-            x = x + self.tokens[1](token_hidden).swapaxes(1, 2)
-            channel_hidden = nnx.gelu(self.channels[0](self.norms[1](x)))
+            normed = self.norms[0](x)
+            h = normed.swapaxes(1, 2)
+            raised = self.tokens[0](h)
+            token_hidden = nnx.gelu(raised)
+            lowered = self.tokens[1](token_hidden)
+            x = x + lowered.swapaxes(1, 2)
+            normed_tokens = self.norms[1](x)
+            channels = self.channels[0](normed_tokens)
+            channel_hidden = nnx.gelu(channels)
             return x + self.channels[1](channel_hidden)
 
     class Mixer(nnx.Module):
@@ -284,7 +338,9 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
             self.patch = nnx.Conv(
                 3, 128, (8, 8), strides=(8, 8), padding="VALID", rngs=rngs
             )
-            blocks = [Block(36, 128, rngs) for _ in range(3)]
+            blocks = []
+            for _ in range(3):
+                blocks.append(Block(36, 128, rngs))
             self.blocks = nnx.List(blocks)
             self.head = nnx.Linear(128, 20, rngs=rngs)
 
@@ -293,18 +349,21 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
             x = x.reshape(x.shape[0], -1, x.shape[-1])
             for block in self.blocks:
                 x = block(x)
-            return self.head(x.mean(1))
+            means = x.mean(1)
+            return self.head(means)
 
     def create():
         model = Mixer(nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+        adamw = optax.adamw(1e-3)
+        optimizer = nnx.Optimizer(model, adamw, wrt=nnx.Param)
         return nnx.split((model, optimizer))
 
     graph, state = nnx.eval_shape(create)
 
     def place(path, leaf):
         name = jax.tree_util.keystr(path)
-        columns = leaf.ndim == 2 and "channels'][0]" in name
+        is_matrix = leaf.ndim == 2
+        columns = is_matrix and "channels'][0]" in name
         rows = leaf.ndim == 2 and "channels'][1]" in name
         spec = (None, "model") if columns else ("model",) if rows else ()
         sharding = NamedSharding(mesh, P(*spec))
@@ -318,13 +377,16 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
         model, optimizer = nnx.merge(graph, full)
 
         def loss(model):
-            return optax.softmax_cross_entropy_with_integer_labels(
+            losses = optax.softmax_cross_entropy_with_integer_labels(
                 model(images), labels
-            ).mean()
+            )
+            return losses.mean()
 
         value, grads = nnx.value_and_grad(loss)(model)
         optimizer.update(model, grads)
-        return nnx.to_pure_dict(nnx.state((model, optimizer))), value
+        state_after = nnx.state((model, optimizer))
+        pure_after = nnx.to_pure_dict(state_after)
+        return pure_after, value
 
     images = struct((32, 48, 48, 3), "data")
     labels = struct((32,), "data", dtype=jnp.int32)
@@ -333,7 +395,8 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
         images,
         labels,
     )
-    return jax.jit(step, donate_argnums=0), args
+    jitted = jax.jit(step, donate_argnums=0)
+    return jitted, args
 
 
 @case(
@@ -370,13 +433,18 @@ def llama_scan(mesh: AnyMesh) -> Made:
     def norm(x, scale):
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(wide**2, -1, keepdims=True)
-        return (wide * lax.rsqrt(mean_square + 1e-5)).astype(x.dtype) * scale
+        scale_of_rows = lax.rsqrt(mean_square + 1e-5)
+        return (wide * scale_of_rows).astype(x.dtype) * scale
 
     def rotate(x):
-        frequencies = 10000.0 ** (-jnp.arange(0, size, 2) / size)
-        angles = jnp.arange(x.shape[1])[:, None] * frequencies
-        sin = jnp.sin(angles)[:, None].astype(x.dtype)
-        cos = jnp.cos(angles)[:, None].astype(x.dtype)
+        exponents = -jnp.arange(0, size, 2) / size
+        frequencies = 10000.0**exponents
+        positions = jnp.arange(x.shape[1])[:, None]
+        angles = positions * frequencies
+        columns = jnp.sin(angles)[:, None]
+        sin = columns.astype(x.dtype)
+        cosines = jnp.cos(angles)[:, None]
+        cos = cosines.astype(x.dtype)
         first, second = jnp.split(x, 2, axis=-1)
         turned_first = first * cos - second * sin
         turned_second = second * cos + first * sin
@@ -386,38 +454,49 @@ def llama_scan(mesh: AnyMesh) -> Made:
     def layer(x, p):
         h = norm(x, p["norms"][0])
         q, k, v = (jnp.einsum("bsd,dhk->bshk", h, p[name]) for name in "qkv")
-        q = rotate(q).reshape(*q.shape[:2], kv, heads // kv, size)
-        products = jnp.einsum("bqgrk,bsgk->bgrqs", q, rotate(k))
+        turned = rotate(q)
+        q = turned.reshape(*q.shape[:2], kv, heads // kv, size)
+        turned_keys = rotate(k)
+        products = jnp.einsum("bqgrk,bsgk->bgrqs", q, turned_keys)
         scores = products.astype(jnp.float32) * size**-0.5
-        causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        square = jnp.ones(scores.shape[-2:], bool)
+        causal = jnp.tril(square)
         masked = jnp.where(causal, scores, -1e30)
-        weights = jax.nn.softmax(masked, -1).astype(x.dtype)
+        weights_of_scores = jax.nn.softmax(masked, -1)
+        weights = weights_of_scores.astype(x.dtype)
         mixed_groups = jnp.einsum("bgrqs,bsgk->bqgrk", weights, v)
         mixed = mixed_groups.reshape(*x.shape[:2], heads, size)
-        x = x + jnp.einsum("bshk,hkd->bsd", mixed, p["o"])
+        attended = jnp.einsum("bshk,hkd->bsd", mixed, p["o"])
+        x = x + attended
         h = norm(x, p["norms"][1])
-        gated = jax.nn.silu(h @ p["gate"]) * (h @ p["up"])
+        activated = jax.nn.silu(h @ p["gate"])
+        raised = h @ p["up"]
+        gated = activated * raised
         return x + gated @ p["down"], None
 
     def loss(params, tokens):
-        x = params["embed"][tokens[:, :-1]]
+        inputs = tokens[:, :-1]
+        x = params["embed"][inputs]
         x, _ = lax.scan(layer, x, params["layers"])
-        logits = (norm(x, params["norm"]) @ params["head"]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits, tokens[:, 1:]
-        ).mean()
+        normed = norm(x, params["norm"])
+        answers = normed @ params["head"]
+        logits = answers.astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return losses.mean()
 
     optimizer = optax.adamw(3e-4, weight_decay=0.1)
 
     def train_step(params, state, tokens):
         value, grads = jax.value_and_grad(loss)(params, tokens)
         updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+        updated = optax.apply_updates(params, updates)
+        return updated, state, value
 
     state = optimizer_state(mesh, optimizer, params)
     tokens = on(mesh)((16, 129), "fsdp", dtype=jnp.int32)
     out = (shardings(params), shardings(state), NamedSharding(mesh, P()))
-    return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=out), (
+    jitted = jax.jit(train_step, donate_argnums=(0, 1), out_shardings=out)
+    return jitted, (
         params,
         state,
         tokens,

@@ -35,29 +35,36 @@ def gru(mesh: AnyMesh) -> Made:
         r_x, z_x, n_x = jnp.moveaxis(gates, 1, 0)
         reset = jax.nn.sigmoid(r_x + r_h)
         update = jax.nn.sigmoid(z_x + z_h)
-        h = (1 - update) * jnp.tanh(n_x + reset * n_h) + update * h
+        candidate = jnp.tanh(n_x + reset * n_h)
+        new_part = (1 - update) * candidate
+        h = new_part + update * h
         return h, h
 
     def loss(params, tokens):
-        x = params["embed"][tokens[:, :-1]]
-        gates = jnp.einsum("btd,dgh->tbgh", x, params["input"]) + params["bias"]
+        inputs = tokens[:, :-1]
+        x = params["embed"][inputs]
+        projected = jnp.einsum("btd,dgh->tbgh", x, params["input"])
+        gates = projected + params["bias"]
         start = jnp.zeros((tokens.shape[0], width))
-        _, hidden = lax.scan(functools.partial(cell, params), start, gates)
+        step_cell = functools.partial(cell, params)
+        _, hidden = lax.scan(step_cell, start, gates)
         logits = jnp.einsum("tbh,hv->btv", hidden, params["out"])
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits, tokens[:, 1:]
-        ).mean()
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return losses.mean()
 
-    optimizer = optax.chain(optax.clip(0.25), optax.rmsprop(1e-3))
+    clipped = optax.clip(0.25)
+    optimizer = optax.chain(clipped, optax.rmsprop(1e-3))
 
     def step(params, state, tokens):
         value, grads = jax.value_and_grad(loss)(params, tokens)
         updates, state = optimizer.update(grads, state)
-        return optax.apply_updates(params, updates), state, value
+        updated = optax.apply_updates(params, updates)
+        return updated, state, value
 
     tokens = struct((16, 33), "data", dtype=jnp.int32)
     state = optimizer_state(mesh, optimizer, params)
-    return jax.jit(step, donate_argnums=(0, 1)), (
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted, (
         params,
         state,
         tokens,
@@ -90,33 +97,44 @@ def video_axial(mesh: AnyMesh) -> Made:
 
     def along(p, x, axis):
         moved = jnp.moveaxis(x, axis, -2)
-        flat = moved.reshape(-1, moved.shape[-2], width)
+        length = moved.shape[-2]
+        flat = moved.reshape(-1, length, width)
         qkv = jnp.einsum("ntd,dchk->nthck", flat, p["qkv"])
         q, k, v = jnp.split(qkv, 3, axis=3)
-        mixed = jax.vmap(one_head, (2, 2, 2), 2)(
-            q[..., 0, :], k[..., 0, :], v[..., 0, :]
-        )
-        out = jnp.einsum("nthk,hkd->ntd", mixed, p["out"]).reshape(moved.shape)
+        queries = q[..., 0, :]
+        keys = k[..., 0, :]
+        values = v[..., 0, :]
+        attend = jax.vmap(one_head, (2, 2, 2), 2)
+        mixed = attend(queries, keys, values)
+        rows = jnp.einsum("nthk,hkd->ntd", mixed, p["out"])
+        out = rows.reshape(moved.shape)
         return jnp.moveaxis(out, -2, axis)
 
     def one_head(q, k, v):
-        return jax.nn.softmax(q @ k.mT / math.sqrt(32)) @ v
+        scores = q @ k.mT / math.sqrt(32)
+        return jax.nn.softmax(scores) @ v
 
     def loss(params, video, masked):
         x = jnp.where(masked[..., None], 0.0, video)
-        for axis, direction in ((2, "rows"), (3, "columns"), (1, "time")):
-            x = x + along(params[direction], jax.nn.standardize(x), axis)
+        directions = ((2, "rows"), (3, "columns"), (1, "time"))
+        for axis, direction in directions:
+            normed = jax.nn.standardize(x)
+            attended = along(params[direction], normed, axis)
+            x = x + attended
         hidden = jax.nn.gelu(x @ params["mlp"]["up"])
         x = x + hidden @ params["mlp"]["down"]
-        errors = (x - video) ** 2 * masked[..., None]
-        return jnp.sum(errors) / (jnp.sum(masked) * width)
+        differences = (x - video) ** 2
+        errors = differences * masked[..., None]
+        count = jnp.sum(masked)
+        return jnp.sum(errors) / (count * width)
 
     optimizer = optax.adam(1e-3)
 
     def step(params, state, video, masked):
         value, grads = jax.value_and_grad(loss)(params, video, masked)
         updates, state = optimizer.update(grads, state)
-        return optax.apply_updates(params, updates), state, value
+        updated = optax.apply_updates(params, updates)
+        return updated, state, value
 
     spec = (None, "frames")
     state = optimizer_state(mesh, optimizer, params)
@@ -127,7 +145,8 @@ def video_axial(mesh: AnyMesh) -> Made:
         video,
     )
     masked = struct((2, 16, 12, 12), *spec, dtype=jnp.bool_)
-    return jax.jit(step, donate_argnums=(0, 1)), (
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted, (
         *args,
         masked,
     )
@@ -152,24 +171,34 @@ def ppo(mesh: AnyMesh) -> Made:
     def forward(params, x):
         for w in params["body"]:
             x = jnp.tanh(x @ w)
-        return x @ params["policy"], (x @ params["value"])[..., 0]
+        logits = x @ params["policy"]
+        values = x @ params["value"]
+        return logits, values[..., 0]
 
     def loss(params, batch):
         logits, values = forward(params, batch["seen"])
         log_probabilities = jax.nn.log_softmax(logits)
-        logs = jnp.take_along_axis(log_probabilities, batch["actions"][:, None], -1)[
-            :, 0
-        ]
+        columns = batch["actions"][:, None]
+        picked = jnp.take_along_axis(log_probabilities, columns, -1)
+        logs = picked[:, 0]
         ratio = jnp.exp(logs - batch["logs"])
         deviation = batch["gains"].std() + 1e-8
-        gain = (batch["gains"] - batch["gains"].mean()) / deviation
+        centred = batch["gains"] - batch["gains"].mean()
+        gain = centred / deviation
         clipped = jnp.clip(ratio, 0.8, 1.2)
-        surrogate = jnp.minimum(ratio * gain, clipped * gain).mean()
-        information = jax.nn.softmax(logits) * jax.nn.log_softmax(logits)
-        entropy = -jnp.sum(information, -1).mean()
-        return jnp.mean((values - batch["returns"]) ** 2) - surrogate - 0.01 * entropy
+        raw = ratio * gain
+        bounded = jnp.minimum(raw, clipped * gain)
+        surrogate = bounded.mean()
+        log_shares = jax.nn.log_softmax(logits)
+        information = jax.nn.softmax(logits) * log_shares
+        summed = jnp.sum(information, -1)
+        entropy = -summed.mean()
+        differences = values - batch["returns"]
+        squares = jnp.mean(differences**2)
+        return squares - surrogate - 0.01 * entropy
 
-    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(3e-4))
+    clipped = optax.clip_by_global_norm(0.5)
+    optimizer = optax.chain(clipped, optax.adam(3e-4))
 
     def step(params, state, rollout, key):
         _, values = forward(params, rollout["seen"])
@@ -177,24 +206,37 @@ def ppo(mesh: AnyMesh) -> Made:
         def back(gain, at_time):
             reward, done, value, after = at_time
             bootstrapped = reward + 0.99 * after * (1 - done)
-            gain = bootstrapped - value + 0.95 * 0.99 * (1 - done) * gain
+            discount = 0.95 * 0.99 * (1 - done)
+            gain = bootstrapped - value + discount * gain
             return gain, gain
 
-        after = jnp.concatenate([values[1:], values[-1:]])
+        last = values[-1:]
+        after = jnp.concatenate([values[1:], last])
         along = (rollout["rewards"], rollout["done"], values, after)
-        _, gains = lax.scan(back, jnp.zeros(count), along, reverse=True)
+        zeros = jnp.zeros(count)
+        _, gains = lax.scan(back, zeros, along, reverse=True)
         data = {name: rollout[name] for name in ("seen", "actions", "logs")}
         data |= {"gains": gains, "returns": gains + values}
-        flat = jax.tree.map(lambda x: x.reshape(time * count, *x.shape[2:]), data)
+
+        def in_one_row(x):
+            return x.reshape(time * count, *x.shape[2:])
+
+        flat = jax.tree.map(in_one_row, data)
 
         def epoch(carry, key):
             order = jax.random.permutation(key, time * count)
-            mixed = jax.tree.map(lambda x: x[order].reshape(4, -1, *x.shape[1:]), flat)
+
+            def shuffled(x):
+                return x[order].reshape(4, -1, *x.shape[1:])
+
+            mixed = jax.tree.map(shuffled, flat)
 
             def update(carry, batch):
                 params, state = carry
-                updates, state = optimizer.update(jax.grad(loss)(params, batch), state)
-                return (optax.apply_updates(params, updates), state), None
+                grads = jax.grad(loss)(params, batch)
+                updates, state = optimizer.update(grads, state)
+                new_params = optax.apply_updates(params, updates)
+                return (new_params, state), None
 
             return lax.scan(update, carry, mixed)
 
@@ -212,7 +254,8 @@ def ppo(mesh: AnyMesh) -> Made:
     }
     key = struct((2,), dtype=jnp.uint32)
     state = optimizer_state(mesh, optimizer, params)
-    return jax.jit(step, donate_argnums=(0, 1)), (
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted, (
         params,
         state,
         rollout,
@@ -246,39 +289,51 @@ def lora(mesh: AnyMesh) -> Made:
     table = low((2048, width), "tensor", "fsdp")
 
     def dense(x, w, adapter):
-        lowered = x @ adapter["a"].astype(x.dtype)
-        update = lowered @ adapter["b"].astype(x.dtype)
-        return x @ w + 2.0 * update
+        first = adapter["a"].astype(x.dtype)
+        lowered = x @ first
+        second = adapter["b"].astype(x.dtype)
+        update = lowered @ second
+        product = x @ w
+        return product + 2.0 * update
 
     def layer(x, p):
         base, adapters = p
-        qkv = dense(jax.nn.standardize(x), base["qkv"], adapters["qkv"])
+        normed = jax.nn.standardize(x)
+        qkv = dense(normed, base["qkv"], adapters["qkv"])
         q, k, v = jnp.split(qkv, 3, -1)
         q, k, v = (t.reshape(*t.shape[:2], 8, -1) for t in (q, k, v))
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
-        x = x + dense(mixed, base["out"], adapters["out"])
-        up = dense(jax.nn.standardize(x), base["up"], adapters["up"])
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        mixed = attended.reshape(x.shape)
+        projected = dense(mixed, base["out"], adapters["out"])
+        x = x + projected
+        normed_rows = jax.nn.standardize(x)
+        up = dense(normed_rows, base["up"], adapters["up"])
         h = jax.nn.gelu(up)
-        return x + dense(h, base["down"], adapters["down"]), None
+        lowered = dense(h, base["down"], adapters["down"])
+        return x + lowered, None
 
     def loss(adapters, base, table, tokens):
-        embedded = table[tokens[:, :-1]]
+        inputs = tokens[:, :-1]
+        embedded = table[inputs]
         x, _ = lax.scan(layer, embedded, (base, adapters))
-        logits = (x @ table.T).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits, tokens[:, 1:]
-        ).mean()
+        answers = x @ table.T
+        logits = answers.astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return losses.mean()
 
     optimizer = optax.adam(1e-3)
 
     def step(adapters, state, base, table, tokens):
         value, grads = jax.value_and_grad(loss)(adapters, base, table, tokens)
         updates, state = optimizer.update(grads, state)
-        return optax.apply_updates(adapters, updates), state, value
+        updated = optax.apply_updates(adapters, updates)
+        return updated, state, value
 
-    args = (adapters, optimizer_state(mesh, optimizer, adapters), base, table)
+    state = optimizer_state(mesh, optimizer, adapters)
+    args = (adapters, state, base, table)
     tokens = struct((16, 65), "fsdp", dtype=jnp.int32)
-    return jax.jit(step, donate_argnums=(0, 1)), (
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted, (
         *args,
         tokens,
     )
@@ -304,19 +359,24 @@ def vit_equinox(mesh: AnyMesh) -> Made:
             self.qkv = eqx.nn.Linear(width, 3 * width, key=a)
             self.out = eqx.nn.Linear(width, width, key=b)
             self.mlp = eqx.nn.MLP(width, width, 4 * width, 1, jax.nn.gelu, key=c)
-            self.norms = (eqx.nn.LayerNorm(width), eqx.nn.LayerNorm(width))
+            first_norm = eqx.nn.LayerNorm(width)
+            self.norms = (first_norm, eqx.nn.LayerNorm(width))
 
         def __call__(self, x):
             normed = jax.vmap(self.norms[0])(x)
             fused = jax.vmap(self.qkv)(normed)
             qkv = fused.reshape(x.shape[0], 3, heads, -1)
             q, k, v = qkv.transpose(1, 2, 0, 3)
-            scores = q @ k.swapaxes(1, 2) * q.shape[-1] ** -0.5
+            scale = q.shape[-1] ** -0.5
+            scores = q @ k.swapaxes(1, 2) * scale
             mixed = jax.nn.softmax(scores) @ v
-            rows = mixed.swapaxes(0, 1).reshape(x.shape)
-            x = x + jax.vmap(self.out)(rows)
+            moved = mixed.swapaxes(0, 1)
+            rows = moved.reshape(x.shape)
+            projected = jax.vmap(self.out)
+            x = x + projected(rows)
             normed = jax.vmap(self.norms[1])(x)
-            return x + jax.vmap(self.mlp)(normed)
+            hidden = jax.vmap(self.mlp)(normed)
+            return x + hidden
 
     class Vit(eqx.Module):
         patch: eqx.nn.Conv2d
@@ -328,20 +388,28 @@ def vit_equinox(mesh: AnyMesh) -> Made:
             keys = jax.random.split(key, 5)
             self.patch = eqx.nn.Conv2d(3, width, 8, 8, key=keys[0])
             self.position = jax.random.normal(keys[1], (65, width))
-            self.blocks = [Block(k) for k in keys[2:4]]
+            blocks = []
+            for k in keys[2:4]:
+                blocks.append(Block(k))
+            self.blocks = blocks
             self.head = eqx.nn.Linear(width, 128, key=keys[4])
 
         def __call__(self, image):
-            x = self.patch(image).reshape(width, -1).T
-            x = jnp.concatenate([jnp.zeros((1, width)), x]) + self.position
+            patches = self.patch(image)
+            x = patches.reshape(width, -1).T
+            first = jnp.zeros((1, width))
+            tokens = jnp.concatenate([first, x])
+            x = tokens + self.position
             for block in self.blocks:
                 x = block(x)
             return self.head(x[0])
 
     model = eqx.filter_eval_shape(Vit, jax.random.key(0))
-    arrays, static = eqx.partition(
-        model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
-    )
+
+    def is_struct(leaf):
+        return isinstance(leaf, jax.ShapeDtypeStruct)
+
+    arrays, static = eqx.partition(model, is_struct)
 
     def place(path, leaf):
         name = jax.tree_util.keystr(path)
@@ -352,21 +420,30 @@ def vit_equinox(mesh: AnyMesh) -> Made:
         )
 
     def loss(arrays, images, labels):
-        logits = jax.vmap(eqx.combine(arrays, static))(images)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        model = eqx.combine(arrays, static)
+        logits = jax.vmap(model)(images)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean()
 
     def step(arrays, images, labels):
-        value, grads = eqx.filter_value_and_grad(loss)(arrays, images, labels)
-        changes = jax.tree.map(lambda g: -1e-3 * g, grads)
+        differentiated = eqx.filter_value_and_grad(loss)
+        value, grads = differentiated(arrays, images, labels)
+
+        def change(g):
+            return -1e-3 * g
+
+        changes = jax.tree.map(change, grads)
+        updated = eqx.apply_updates(arrays, changes)
         return (
-            eqx.apply_updates(arrays, changes),
+            updated,
             value,
         )
 
     placed = jax.tree_util.tree_map_with_path(place, arrays)
     images = struct((16, 3, 64, 64), "data")
     labels = struct((16,), "data", dtype=jnp.int32)
-    return jax.jit(step), (
+    jitted = jax.jit(step)
+    return jitted, (
         placed,
         images,
         labels,

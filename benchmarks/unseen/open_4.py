@@ -27,28 +27,32 @@ def lattice_boltzmann(mesh: AnyMesh) -> Made:
 
     def advance(_, carry):
         density, wall = carry
-        moved = jnp.stack(
-            [
-                jnp.roll(density[i], tuple(direction), (0, 1))
-                for i, direction in enumerate(ways)
-            ]
-        )
+        rolled = []
+        for i, direction in enumerate(ways):
+            rolled.append(jnp.roll(density[i], tuple(direction), (0, 1)))
+        moved = jnp.stack(rolled)
         moved = jnp.where(wall, moved[opposite], moved)
         mass = moved.sum(0)
-        speed = jnp.tensordot(ways.T.astype(np.float32), moved, 1) / mass
-        along = jnp.tensordot(ways.astype(np.float32), speed, 1)
+        columns = ways.T.astype(np.float32)
+        speed = jnp.tensordot(columns, moved, 1) / mass
+        rows = ways.astype(np.float32)
+        along = jnp.tensordot(rows, speed, 1)
         square = jnp.sum(speed**2, 0)
         equilibrium = 1 + 3 * along + 4.5 * along**2 - 1.5 * square
         rest = mass * weights[:, None, None] * equilibrium
-        return moved - (moved - rest) / 0.6, wall
+        excess = (moved - rest) / 0.6
+        return moved - excess, wall
 
     def simulate(density, wall):
         density, _ = lax.fori_loop(0, 20, advance, (density, wall))
-        return density, jnp.max(jnp.abs(density.sum(0) - 1))
+        excess = density.sum(0) - 1
+        largest = jnp.max(jnp.abs(excess))
+        return density, largest
 
     grid = struct((9, 128, 256), None, "x", "y")
     walls = struct((128, 256), "x", "y", dtype=jnp.bool_)
-    return jax.jit(simulate, donate_argnums=0), (
+    jitted = jax.jit(simulate, donate_argnums=0)
+    return jitted, (
         grid,
         walls,
     )
@@ -70,12 +74,17 @@ def equilibrium(mesh: AnyMesh) -> Made:
     }
 
     def cell(mix, z, x):
-        return jnp.tanh(0.5 * z @ mix + x)
+        mixed = 0.5 * z @ mix
+        return jnp.tanh(mixed + x)
 
     @jax.custom_vjp
     def solve(mix, x):
         start = jnp.zeros_like(x)
-        return lax.fori_loop(0, 12, lambda _, z: cell(mix, z, x), start)
+
+        def turn(_, z):
+            return cell(mix, z, x)
+
+        return lax.fori_loop(0, 12, turn, start)
 
     def forward(mix, x):
         z = solve(mix, x)
@@ -83,25 +92,42 @@ def equilibrium(mesh: AnyMesh) -> Made:
 
     def backward(saved, cotangent):
         mix, x, z = saved
-        _, pull_z = jax.vjp(lambda z: cell(mix, z, x), z)
-        adjoint = lax.fori_loop(0, 12, lambda _, u: cotangent + pull_z(u)[0], cotangent)
-        _, pull = jax.vjp(lambda mix, x: cell(mix, z, x), mix, x)
+
+        def cell_of_z(z):
+            return cell(mix, z, x)
+
+        _, pull_z = jax.vjp(cell_of_z, z)
+
+        def back(_, u):
+            return cotangent + pull_z(u)[0]
+
+        adjoint = lax.fori_loop(0, 12, back, cotangent)
+
+        def cell_of_weights(mix, x):
+            return cell(mix, z, x)
+
+        _, pull = jax.vjp(cell_of_weights, mix, x)
         return pull(adjoint)
 
     solve.defvjp(forward, backward)
 
     def loss(params, x, labels):
-        solved = solve(params["mix"], x @ params["in"])
-        logits = (solved @ params["out"]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        inputs = x @ params["in"]
+        solved = solve(params["mix"], inputs)
+        answers = solved @ params["out"]
+        logits = answers.astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean()
 
     def step(params, x, labels):
         value, grads = jax.value_and_grad(loss)(params, x, labels)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+        updated = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return updated, value
 
     x = struct((256, 64), "data", dtype=jnp.bfloat16)
     labels = struct((256,), "data", dtype=jnp.int32)
-    return jax.jit(step), (
+    jitted = jax.jit(step)
+    return jitted, (
         params,
         x,
         labels,
@@ -132,7 +158,8 @@ def mamba(mesh: AnyMesh) -> Made:
     }
 
     def mix(p, x):
-        h, gate = jnp.unstack(jnp.einsum("btd,dci->cbti", x, p["in"]))
+        projected = jnp.einsum("btd,dci->cbti", x, p["in"])
+        h, gate = jnp.unstack(projected)
         dimensions = ("NWC", "WIO", "NWC")
         h = lax.conv_general_dilated(
             h,
@@ -146,23 +173,34 @@ def mamba(mesh: AnyMesh) -> Made:
         selected = h @ p["select"]
         b, c, low = jnp.split(selected, [states, 2 * states], axis=-1)
         delta = jax.nn.softplus(low @ p["step"])
-        decay = jnp.exp(-delta[..., None] * jnp.exp(p["log_decay"]))
-        driven = (delta * h)[..., None] * b[:, :, None, :]
+        rate = jnp.exp(p["log_decay"])
+        decay = jnp.exp(-delta[..., None] * rate)
+        raised = (delta * h)[..., None]
+        driven = raised * b[:, :, None, :]
 
         def compose(first, second):
-            return first[0] * second[0], first[1] * second[0] + second[1]
+            decay_of_both = first[0] * second[0]
+            kept_state = first[1] * second[0]
+            return decay_of_both, kept_state + second[1]
 
         _, state = lax.associative_scan(compose, (decay, driven), axis=1)
-        y = jnp.einsum("btin,btn->bti", state, c) + p["direct"] * h
-        return (y * jax.nn.silu(gate)) @ p["out"]
+        mixed = jnp.einsum("btin,btn->bti", state, c)
+        y = mixed + p["direct"] * h
+        opened = jax.nn.silu(gate)
+        gated = y * opened
+        return gated @ p["out"]
 
     def loss(params, x, y):
         for p in params:
-            x = x + mix(p, jax.nn.standardize(x))
-        return jnp.mean((x - y) ** 2)
+            normed = jax.nn.standardize(x)
+            mixed = mix(p, normed)
+            x = x + mixed
+        squared_errors = (x - y) ** 2
+        return jnp.mean(squared_errors)
 
     x = struct((8, 64, width), "data")
-    return jax.jit(jax.value_and_grad(loss)), ((p, p), x, x)
+    jitted = jax.jit(jax.value_and_grad(loss))
+    return jitted, ((p, p), x, x)
 
 
 @case("clip-two-towers", cpu={"data": 8}, v5e={"data": 16})
@@ -188,38 +226,54 @@ def clip(mesh: AnyMesh) -> Made:
     }
 
     def image_tower(p, pixels):
-        x = pixels.astype(jnp.bfloat16) @ p["patch"].astype(jnp.bfloat16)
+        low_pixels = pixels.astype(jnp.bfloat16)
+        patch = p["patch"].astype(jnp.bfloat16)
+        x = low_pixels @ patch
         mix = p["mix"].astype(x.dtype)
         unmix = p["unmix"].astype(x.dtype)
-        x = x + jnp.einsum("btd,tm,mu->bud", x, mix, unmix)
-        return x.mean(1) @ p["out"].astype(x.dtype)
+        mixed = jnp.einsum("btd,tm,mu->bud", x, mix, unmix)
+        x = x + mixed
+        out = p["out"].astype(x.dtype)
+        return x.mean(1) @ out
 
     def text_tower(p, tokens):
-        x = p["embed"].astype(jnp.bfloat16)[tokens]
-        hidden = jax.nn.gelu(x @ p["wide"].astype(x.dtype))
-        x = x + hidden @ p["narrow"].astype(x.dtype)
+        table = p["embed"].astype(jnp.bfloat16)
+        x = table[tokens]
+        wide = p["wide"].astype(x.dtype)
+        hidden = jax.nn.gelu(x @ wide)
+        narrow = p["narrow"].astype(x.dtype)
+        x = x + hidden @ narrow
         last = jnp.argmax(tokens, -1)
-        last_rows = x[jnp.arange(x.shape[0]), last]
-        return last_rows @ p["out"].astype(x.dtype)
+        rows = jnp.arange(x.shape[0])
+        last_rows = x[rows, last]
+        out = p["out"].astype(x.dtype)
+        return last_rows @ out
 
     def loss(params, pixels, tokens):
-        unit = lambda v: (
-            v / jnp.linalg.norm(v.astype(jnp.float32), axis=-1, keepdims=True)
-        )
-        images = unit(image_tower(params["image"], pixels))
-        texts = unit(text_tower(params["text"], tokens))
-        logits = jnp.exp(params["temperature"]) * images @ texts.T
+        def unit(v):
+            return v / jnp.linalg.norm(v.astype(jnp.float32), axis=-1, keepdims=True)
+
+        image_rows = image_tower(params["image"], pixels)
+        images = unit(image_rows)
+        text_rows = text_tower(params["text"], tokens)
+        texts = unit(text_rows)
+        scale = jnp.exp(params["temperature"])
+        logits = scale * images @ texts.T
         labels = jnp.arange(logits.shape[0])
-        across = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-        down = optax.softmax_cross_entropy_with_integer_labels(logits.T, labels).mean()
+        across_losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        across = across_losses.mean()
+        down_losses = optax.softmax_cross_entropy_with_integer_labels(logits.T, labels)
+        down = down_losses.mean()
         return (across + down) / 2
 
-    optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0, 1e-3, 100, 1000))
+    schedule = optax.warmup_cosine_decay_schedule(0, 1e-3, 100, 1000)
+    optimizer = optax.adamw(schedule)
 
     def step(params, state, pixels, tokens):
         value, grads = jax.value_and_grad(loss)(params, pixels, tokens)
         updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+        updated = optax.apply_updates(params, updates)
+        return updated, state, value
 
     state = optimizer_state(mesh, optimizer, params)
     patches = struct((256, 16, 768), "data")
@@ -229,7 +283,8 @@ def clip(mesh: AnyMesh) -> Made:
         patches,
     )
     tokens = struct((256, 24), "data", dtype=jnp.int32)
-    return jax.jit(step, donate_argnums=(0, 1)), (
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted, (
         *args,
         tokens,
     )
@@ -257,39 +312,51 @@ def switch_moe(mesh: AnyMesh) -> Made:
     def layer(params, x):
         groups, tokens, _ = x.shape
         capacity = 2 * tokens // experts
-        probabilities = jax.nn.softmax(x.astype(jnp.float32) @ params["router"])
+        wide = x.astype(jnp.float32)
+        probabilities = jax.nn.softmax(wide @ params["router"])
         gate = probabilities.max(-1)
         index = probabilities.argmax(-1)
         chosen = jax.nn.one_hot(index, experts)
-        place = jnp.cumsum(chosen, axis=1) * chosen - 1
-        slots = jax.nn.one_hot(place.astype(jnp.int32), capacity, dtype=jnp.bfloat16)
-        combine = gate[..., None, None].astype(jnp.bfloat16) * slots
+        running = jnp.cumsum(chosen, axis=1)
+        place = running * chosen - 1
+        slot_index = place.astype(jnp.int32)
+        slots = jax.nn.one_hot(slot_index, capacity, dtype=jnp.bfloat16)
+        gates = gate[..., None, None].astype(jnp.bfloat16)
+        combine = gates * slots
         sent = jnp.einsum("gtec,gtd->egcd", slots, x)
         sent = constrain(mesh, sent, "expert", "data")
-        h = jax.nn.relu(jnp.einsum("egcd,edf->egcf", sent, params["up"]))
+        raised = jnp.einsum("egcd,edf->egcf", sent, params["up"])
+        h = jax.nn.relu(raised)
         back = jnp.einsum("egcf,efd->egcd", h, params["down"])
         y = jnp.einsum("gtec,egcd->gtd", combine, back)
-        loads = probabilities.mean((0, 1)) * chosen.mean((0, 1))
+        mean_probabilities = probabilities.mean((0, 1))
+        loads = mean_probabilities * chosen.mean((0, 1))
         balance = experts * jnp.sum(loads)
-        return constrain(mesh, y, ("data", "expert")), balance
+        placed = constrain(mesh, y, ("data", "expert"))
+        return placed, balance
 
     def loss(params, x, y):
         out, balance = layer(params, x)
-        differences = (x + out - y).astype(jnp.float32)
-        return jnp.mean(jnp.square(differences)) + 0.01 * balance
+        residual = x + out - y
+        differences = residual.astype(jnp.float32)
+        squares = jnp.square(differences)
+        return jnp.mean(squares) + 0.01 * balance
 
     def step(params, x, y):
         value, grads = jax.value_and_grad(loss)(params, x, y)
-        updated = jax.tree.map(
-            lambda p, g: p - (0.01 * g).astype(p.dtype), params, grads
-        )
+
+        def descended(p, g):
+            return p - (0.01 * g).astype(p.dtype)
+
+        updated = jax.tree.map(descended, params, grads)
         return (
             updated,
             value,
         )
 
     x = struct((16, 64, width), ("data", "expert"), dtype=jnp.bfloat16)
-    return jax.jit(step, donate_argnums=0), (params, x, x)
+    jitted = jax.jit(step, donate_argnums=0)
+    return jitted, (params, x, x)
 
 
 @case(
@@ -326,16 +393,25 @@ def ring_attention(mesh: AnyMesh) -> Made:
         def turn(i, carry):
             k, v, total, norm, largest = carry
             there = (position - i) % count
-            rows = position * length + jnp.arange(length)[:, None]
-            columns = there * length + jnp.arange(length)
-            scores = jnp.einsum("bqhk,bshk->bhqs", q, k) / math.sqrt(q.shape[-1])
+            first_row = position * length
+            rows = first_row + jnp.arange(length)[:, None]
+            first_column = there * length
+            columns = first_column + jnp.arange(length)
+            products = jnp.einsum("bqhk,bshk->bhqs", q, k)
+            scores = products / math.sqrt(q.shape[-1])
             scores = jnp.where(rows >= columns, scores, -1e9)
-            new = jnp.maximum(largest, scores.max(-1))
+            block_largest = scores.max(-1)
+            new = jnp.maximum(largest, block_largest)
             weights = jnp.exp(scores - new[..., None])
             old = jnp.exp(largest - new)
-            total = total * old[..., None] + jnp.einsum("bhqs,bshk->bhqk", weights, v)
-            norm = norm * old + weights.sum(-1)
-            step = [(j, (j + 1) % count) for j in range(count)]
+            added = jnp.einsum("bhqs,bshk->bhqk", weights, v)
+            scaled = total * old[..., None]
+            total = scaled + added
+            summed = weights.sum(-1)
+            norm = norm * old + summed
+            step = []
+            for j in range(count):
+                step.append((j, (j + 1) % count))
             next_k = lax.ppermute(k, "context", step)
             next_v = lax.ppermute(v, "context", step)
             return (
@@ -358,17 +434,23 @@ def ring_attention(mesh: AnyMesh) -> Made:
             no_top,
         )
         _, _, total, norm, _ = lax.fori_loop(0, count, turn, start)
-        return (total / norm[..., None]).swapaxes(1, 2)
+        mixed = total / norm[..., None]
+        return mixed.swapaxes(1, 2)
 
     def loss(params, x, y):
-        q, k, v = jnp.unstack(jnp.einsum("btd,dchk->cbthk", x, params["qkv"]))
-        x = x + jnp.einsum("bthk,hkd->btd", ring(q, k, v), params["out"])
+        projected = jnp.einsum("btd,dchk->cbthk", x, params["qkv"])
+        q, k, v = jnp.unstack(projected)
+        mixed = ring(q, k, v)
+        attended = jnp.einsum("bthk,hkd->btd", mixed, params["out"])
+        x = x + attended
         hidden = jax.nn.relu(x @ params["mlp"][0])
         x = x + hidden @ params["mlp"][1]
-        return jnp.mean((x - y) ** 2)
+        squared_errors = (x - y) ** 2
+        return jnp.mean(squared_errors)
 
     x = struct((4, 512, width), *spec)
-    return jax.jit(jax.value_and_grad(loss)), (params, x, x)
+    jitted = jax.jit(jax.value_and_grad(loss))
+    return jitted, (params, x, x)
 
 
 @case(
@@ -394,38 +476,48 @@ def decoder_six(mesh: AnyMesh) -> Made:
     params = {"embed": struct((3000, width), "model"), "layers": (layer, layer)}
 
     def loss(params, tokens):
-        x = params["embed"][tokens[:, :-1]]
+        inputs = tokens[:, :-1]
+        x = params["embed"][inputs]
         mask = jnp.tri(x.shape[1], dtype=bool)
         for p in params["layers"]:
             h = jax.nn.standardize(x)
             small = h @ p["squeeze"]
+            queries = jnp.einsum("btd,dhk->bthk", h, p["q"])
+            keys_and_values = jnp.einsum("btl,clhk->cbthk", small, p["expand"])
             q, (k, v) = (
-                jnp.einsum("btd,dhk->bthk", h, p["q"]),
-                jnp.einsum("btl,clhk->cbthk", small, p["expand"]),
+                queries,
+                keys_and_values,
             )
             scores = jnp.einsum(
                 "bqhk,bshk->bhqs", q, k, preferred_element_type=jnp.float32
             )
-            masked = jnp.where(mask, scores * 0.25, -1e9)
-            weights = jax.nn.softmax(masked).astype(x.dtype)
-            x = x + jnp.einsum("bhqs,bshk,hkd->bqd", weights, v, p["out"])
+            scaled = scores * 0.25
+            masked = jnp.where(mask, scaled, -1e9)
+            shares = jax.nn.softmax(masked)
+            weights = shares.astype(x.dtype)
+            attended = jnp.einsum("bhqs,bshk,hkd->bqd", weights, v, p["out"])
+            x = x + attended
             h = jax.nn.standardize(x)
-            gated = jax.nn.gelu(h @ p["gate"]) * (h @ p["value"])
+            activated = jax.nn.gelu(h @ p["gate"])
+            raised = h @ p["value"]
+            gated = activated * raised
             x = x + gated @ p["down"]
         logits = jnp.einsum(
             "btd,vd->btv", x, params["embed"], preferred_element_type=jnp.float32
         )
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits, tokens[:, 1:]
-        ).mean()
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return losses.mean()
 
     def step(params, tokens):
         value, grads = jax.value_and_grad(loss)(params, tokens)
-        return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
+        updated = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+        return updated, value
 
-    out = (shardings(params), NamedSharding(mesh, P()))
+    whole = NamedSharding(mesh, P())
+    out = (shardings(params), whole)
     tokens = on(mesh)((12, 61), "data", dtype=jnp.int32)
-    return jax.jit(step, donate_argnums=0, out_shardings=out), (
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
+    return jitted, (
         params,
         tokens,
     )

@@ -57,13 +57,15 @@ def resnet_nchw(mesh: AnyMesh) -> Made:
             residual = norm(convolve(h, p["b"]))
             skipped = convolve(x, p["skip"], stride)
             x = jax.nn.relu(residual + skipped)
+        zero = np.zeros((), x.dtype)
         window_sums = lax.reduce_window(
-            x, np.zeros((), x.dtype), lax.add, (1, 1, 2, 2), (1, 1, 2, 2), "VALID"
+            x, zero, lax.add, (1, 1, 2, 2), (1, 1, 2, 2), "VALID"
         )
         x = window_sums / 4
         pooled = x.mean((2, 3))
         logits = (pooled @ params["head"]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean()
 
     def step(params, images, labels):
         value, grads = jax.value_and_grad(loss)(params, images, labels)
@@ -77,7 +79,8 @@ def resnet_nchw(mesh: AnyMesh) -> Made:
 
     images = struct((8, 3, 64, 64), "data", None, "rows")
     labels = on(mesh)((8,), "data", dtype=jnp.int32)
-    return jax.jit(step, donate_argnums=0), (params, images, labels)
+    jitted = jax.jit(step, donate_argnums=0)
+    return jitted, (params, images, labels)
 
 
 @case(
@@ -103,39 +106,59 @@ def loss_scaling(mesh: AnyMesh) -> Made:
     optimizer = optax.adamw(1e-3, b2=0.95)
 
     def loss(masters, x, y, scale):
-        low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), masters)
-        x = x.astype(jnp.bfloat16) @ low["in"]
+        def lowered(p):
+            return p.astype(jnp.bfloat16)
+
+        low = jax.tree.map(lowered, masters)
+        low_x = x.astype(jnp.bfloat16)
+        x = low_x @ low["in"]
         for p in low["hidden"]:
-            x = x + jax.nn.relu(x @ p["w"] + p["b"])
+            raised = x @ p["w"] + p["b"]
+            x = x + jax.nn.relu(raised)
         out = x @ low["out"]
-        return jnp.mean((out.astype(jnp.float32) - y) ** 2) * scale
+        wide = out.astype(jnp.float32)
+        squared_errors = (wide - y) ** 2
+        return jnp.mean(squared_errors) * scale
 
     def step(masters, state, scale, x, y):
         value, grads = jax.value_and_grad(loss)(masters, x, y, scale)
-        grads = jax.tree.map(lambda g: g / scale, grads)
-        is_finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
+
+        def unscaled(g):
+            return g / scale
+
+        grads = jax.tree.map(unscaled, grads)
+        is_finite = []
+        for g in jax.tree.leaves(grads):
+            is_finite.append(jnp.all(jnp.isfinite(g)))
         finite = jnp.all(jnp.stack(is_finite))
 
         def update():
             updates, new = optimizer.update(grads, state, masters)
-            return optax.apply_updates(masters, updates), new, scale * 1.001
+            updated = optax.apply_updates(masters, updates)
+            return updated, new, scale * 1.001
 
-        after = lax.cond(finite, update, lambda: (masters, state, scale / 2))
+        def skip():
+            return masters, state, scale / 2
+
+        after = lax.cond(finite, update, skip)
+        unscaled_value = value / scale
         return (
             *after,
-            value / scale,
+            unscaled_value,
         )
 
     state = optimizer_state(mesh, optimizer, masters)
     inputs = struct((256, 96), both)
+    scale = struct(())
     args = (
         masters,
         state,
-        struct(()),
+        scale,
         inputs,
         inputs,
     )
-    return jax.jit(step, donate_argnums=(0, 1, 2)), args
+    jitted = jax.jit(step, donate_argnums=(0, 1, 2))
+    return jitted, args
 
 
 @case("graph-network-edges-cut", cpu={"graph": 8}, v5e={"graph": 16})
@@ -163,21 +186,28 @@ def graph_network(mesh: AnyMesh) -> Made:
         e = graph["edges"] @ params["edge"]
         senders = graph["senders"]
         receivers = graph["receivers"]
-        neighbours = jax.ops.segment_sum(jnp.ones(edges), receivers, nodes)
+        ones = jnp.ones(edges)
+        neighbours = jax.ops.segment_sum(ones, receivers, nodes)
         degree = neighbours[:, None] + 1
         for p in params["layers"]:
             edge_rows = jnp.concatenate([h[senders], h[receivers], e], -1)
             message = jax.nn.relu(edge_rows @ p["message"])
-            total = jax.ops.segment_sum(message, receivers, num_segments=nodes) / degree
+            sums = jax.ops.segment_sum(message, receivers, num_segments=nodes)
+            total = sums / degree
             joined = jnp.concatenate([h, total], -1)
-            h = h + jnp.tanh(joined @ p["update"])
+            change = jnp.tanh(joined @ p["update"])
+            h = h + change
             e = e + message
-        return jnp.sum(h @ params["decode"])
+        energies = h @ params["decode"]
+        return jnp.sum(energies)
 
     def loss(params, graph):
-        energy_of = lambda x: forward(params, {**graph, "nodes": x})
+        def energy_of(x):
+            return forward(params, {**graph, "nodes": x})
+
         energy, slope = jax.value_and_grad(energy_of)(graph["nodes"])
-        return (energy - graph["energy"]) ** 2 + jnp.mean(slope**2)
+        squared_errors = (energy - graph["energy"]) ** 2
+        return squared_errors + jnp.mean(slope**2)
 
     ids = functools.partial(struct, dtype=jnp.int32)
     graph = {
@@ -186,7 +216,8 @@ def graph_network(mesh: AnyMesh) -> Made:
         "energy": struct(()),
     }
     graph |= {"senders": ids((edges,), "graph"), "receivers": ids((edges,), "graph")}
-    return jax.jit(jax.value_and_grad(loss)), (params, graph)
+    jitted = jax.jit(jax.value_and_grad(loss))
+    return jitted, (params, graph)
 
 
 @case(
@@ -204,32 +235,47 @@ def retrieval(mesh: AnyMesh) -> Made:
     tower = {"history": struct((2 * width, 256)), "out": struct((256, width))}
 
     def embed(tower, rows, weights):
-        mean = jnp.einsum("bhd,bh->bd", rows, weights) / weights.sum(-1, keepdims=True)
-        history_rows = jnp.concatenate([mean, rows.max(1)], -1)
-        return jax.nn.relu(history_rows @ tower["history"]) @ tower["out"]
+        sums = jnp.einsum("bhd,bh->bd", rows, weights)
+        total = weights.sum(-1, keepdims=True)
+        mean = sums / total
+        largest = rows.max(1)
+        history_rows = jnp.concatenate([mean, largest], -1)
+        hidden = jax.nn.relu(history_rows @ tower["history"])
+        return hidden @ tower["out"]
 
     def step(tower, table, history, weights, bought):
         def loss(tower, rows, positives):
             users = embed(tower, rows, weights)
             logits = users @ positives.T
-            return optax.softmax_cross_entropy_with_integer_labels(
+            losses = optax.softmax_cross_entropy_with_integer_labels(
                 logits, jnp.arange(users.shape[0])
-            ).mean()
+            )
+            return losses.mean()
 
         gathered = table[history], table[bought]
-        grads = jax.grad(loss, argnums=(0, 1, 2))(tower, *gathered)
-        tower = jax.tree.map(lambda p, g: p - 0.1 * g, tower, grads[0])
-        with_history = table.at[history].add(-0.1 * grads[1])
-        table = with_history.at[bought].add(-0.1 * grads[2])
-        scores = embed(tower, table[history], weights) @ table.T
+        differentiated = jax.grad(loss, argnums=(0, 1, 2))
+        grads = differentiated(tower, *gathered)
+
+        def descended(p, g):
+            return p - 0.1 * g
+
+        tower = jax.tree.map(descended, tower, grads[0])
+        history_change = -0.1 * grads[1]
+        with_history = table.at[history].add(history_change)
+        bought_change = -0.1 * grads[2]
+        table = with_history.at[bought].add(bought_change)
+        users = embed(tower, table[history], weights)
+        scores = users @ table.T
         best, indices = lax.top_k(scores, 100)
-        is_hit = jnp.any(indices == bought[:, None], -1)
+        is_same = indices == bought[:, None]
+        is_hit = jnp.any(is_same, -1)
+        hit_rate = jnp.mean(is_hit)
         return (
             tower,
             table,
             best,
             indices,
-            jnp.mean(is_hit),
+            hit_rate,
         )
 
     ids = functools.partial(struct, dtype=jnp.int32)
@@ -244,7 +290,8 @@ def retrieval(mesh: AnyMesh) -> Made:
         seen,
         bought,
     )
-    return jax.jit(step, donate_argnums=(0, 1)), args
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted, args
 
 
 @case(
@@ -281,31 +328,42 @@ def decode_slice(mesh: AnyMesh) -> Made:
             p, keys, values = p
             normed = jax.nn.standardize(x)
             q, k, v = jnp.einsum("bd,dchk->cbhk", normed, p["qkv"])
-            keys = lax.dynamic_update_slice(keys, k[:, None], (0, position, 0, 0))
-            values = lax.dynamic_update_slice(values, v[:, None], (0, position, 0, 0))
+            key = k[:, None]
+            keys = lax.dynamic_update_slice(keys, key, (0, position, 0, 0))
+            value = v[:, None]
+            corner = (0, position, 0, 0)
+            values = lax.dynamic_update_slice(values, value, corner)
             products = jnp.einsum("bhk,bshk->bhs", q, keys)
             scores = products.astype(jnp.float32) / math.sqrt(size)
-            scores = jnp.where(jnp.arange(length) <= position, scores, -jnp.inf)
-            weights = jax.nn.softmax(scores).astype(x.dtype)
+            seen = jnp.arange(length) <= position
+            scores = jnp.where(seen, scores, -jnp.inf)
+            shares = jax.nn.softmax(scores)
+            weights = shares.astype(x.dtype)
             mixed = jnp.einsum("bhs,bshk->bhk", weights, values)
-            x = x + jnp.einsum("bhk,hkd->bd", mixed, p["out"])
+            attended = jnp.einsum("bhk,hkd->bd", mixed, p["out"])
+            x = x + attended
             hidden = jax.nn.silu(x @ p["wide"])
-            return x + hidden @ p["narrow"], (keys, values)
+            lowered = hidden @ p["narrow"]
+            return x + lowered, (keys, values)
 
         rows = (params["layers"], cache["k"], cache["v"])
-        x, (keys, values) = lax.scan(layer, params["embed"][token], rows)
+        embedded = params["embed"][token]
+        x, (keys, values) = lax.scan(layer, embedded, rows)
         logits = x @ params["embed"].T
-        following = jnp.argmax(logits, -1).astype(jnp.int32)
+        words = jnp.argmax(logits, -1)
+        following = words.astype(jnp.int32)
+        next_position = position + 1
         return (
             {"k": keys, "v": values},
             following,
-            position + 1,
+            next_position,
         )
 
     ids = functools.partial(on(mesh), dtype=jnp.int32)
     tokens = ids((16,), "data")
     position = ids(())
-    return jax.jit(decode, donate_argnums=1), (
+    jitted = jax.jit(decode, donate_argnums=1)
+    return jitted, (
         params,
         cache,
         tokens,
@@ -347,55 +405,63 @@ def bert(mesh: AnyMesh) -> Made:
     def norm(x, p):
         mean = jnp.mean(x, -1, keepdims=True)
         variance = jnp.var(x, -1, keepdims=True)
-        return (x - mean) * lax.rsqrt(variance + 1e-12) * p[0] + p[1]
+        deviation = lax.rsqrt(variance + 1e-12)
+        scaled = (x - mean) * deviation
+        return scaled * p[0] + p[1]
 
     def encode(params, batch):
-        x = (
-            params["word"][batch["tokens"]]
-            + params["position"]
-            + params["segment"][batch["segments"]]
-        )
+        words = params["word"][batch["tokens"]]
+        segments = params["segment"][batch["segments"]]
+        x = words + params["position"] + segments
         bias = jnp.where(batch["mask"], 0, -1e9)
-        hidden = bias[:, None, None].astype(x.dtype)
+        bias_rows = bias[:, None, None]
+        hidden = bias_rows.astype(x.dtype)
         for p in params["layers"]:
             q, k, v = (
                 jnp.tensordot(x, p[name], 1) for name in ("query", "key", "value")
             )
-            scores = jnp.einsum("bqhk,bshk->bhqs", q, k) / math.sqrt(32)
+            products = jnp.einsum("bqhk,bshk->bhqs", q, k)
+            scores = products / math.sqrt(32)
             weights = jax.nn.softmax(scores + hidden)
             mixed = jnp.einsum("bhqs,bshk->bqhk", weights, v)
             attended = jnp.einsum("bqhk,hkd->bqd", mixed, p["out"])
             x = norm(x + attended, p["norm"][0])
-            wide = jax.nn.gelu(x @ p["wide"] + p["wide_bias"])
+            raised = x @ p["wide"] + p["wide_bias"]
+            wide = jax.nn.gelu(raised)
+            lowered = wide @ p["narrow"]
             x = norm(
-                x + wide @ p["narrow"],
+                x + lowered,
                 p["norm"][1],
             )
         return x
 
     def loss(params, batch):
         x = encode(params, batch)
-        masked = jnp.take_along_axis(x, batch["positions"][..., None], axis=1)
-        logits = jnp.tanh(masked @ params["transform"]) @ params["word"].T
+        positions = batch["positions"][..., None]
+        masked = jnp.take_along_axis(x, positions, axis=1)
+        transformed = jnp.tanh(masked @ params["transform"])
+        logits = transformed @ params["word"].T
+        word_logits = logits.astype(jnp.float32)
         words = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.float32), batch["labels"]
+            word_logits, batch["labels"]
         )
-        pooled = (x[:, 0] @ params["next"]).astype(jnp.float32)
-        return (
-            words.mean()
-            + optax.softmax_cross_entropy_with_integer_labels(
-                pooled, batch["is_next"]
-            ).mean()
+        first_rows = x[:, 0] @ params["next"]
+        pooled = first_rows.astype(jnp.float32)
+        next_losses = optax.softmax_cross_entropy_with_integer_labels(
+            pooled, batch["is_next"]
         )
+        return words.mean() + next_losses.mean()
 
     optimizer = optax.lamb(1e-3)
 
     def step(params, state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, state = optimizer.update(grads, state, params)
-        facts = {"loss": value, "norm": optax.global_norm(grads)}
+        norm = optax.global_norm(grads)
+        facts = {"loss": value, "norm": norm}
+        updated = optax.apply_updates(params, updates)
         return (
-            optax.apply_updates(params, updates),
+            updated,
             state,
             facts,
         )
@@ -406,7 +472,8 @@ def bert(mesh: AnyMesh) -> Made:
         "is_next": whole((16,), "data")
     }
     state = optimizer_state(mesh, optimizer, params)
-    return jax.jit(step, donate_argnums=(0, 1)), (
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted, (
         params,
         state,
         batch,

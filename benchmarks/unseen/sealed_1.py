@@ -41,33 +41,55 @@ def zero_one(mesh: AnyMesh) -> Made:
         def layer(x, p):
             up, down, scale = p
             counts = jnp.arange(x.shape[1]) + 1
-            mixed = jnp.cumsum(x, axis=1) / (counts)[:, None]
-            return x + jax.nn.gelu(jax.nn.standardize(mixed) * scale @ up) @ down, None
+            counts_column = counts[:, None]
+            sums = jnp.cumsum(x, axis=1)
+            mixed = sums / counts_column
+            normed = jax.nn.standardize(mixed)
+            hidden = jax.nn.gelu(normed * scale @ up)
+            return x + hidden @ down, None
 
         stacked = (params["layers"]["up"], params["layers"]["down"], params["norm"])
-        embedded = params["embed"][tokens[:, :-1]]
+        inputs = tokens[:, :-1]
+        embedded = params["embed"][inputs]
         x, _ = lax.scan(layer, embedded, stacked)
-        return optax.softmax_cross_entropy_with_integer_labels(
+        losses = optax.softmax_cross_entropy_with_integer_labels(
             x @ params["embed"].T, tokens[:, 1:]
-        ).mean()
+        )
+        return losses.mean()
 
     def step(params, first, second, count, tokens):
         value, grads = jax.value_and_grad(loss)(params, tokens)
-        grads = jax.tree.map(
-            lambda g, m: lax.with_sharding_constraint(g, m.sharding), grads, moments
-        )
-        first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, grads)
-        second = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, second, grads)
+
+        def placed(g, m):
+            return lax.with_sharding_constraint(g, m.sharding)
+
+        grads = jax.tree.map(placed, grads, moments)
+
+        def first_moment(m, g):
+            return 0.9 * m + 0.1 * g
+
+        first = jax.tree.map(first_moment, first, grads)
+
+        def second_moment(v, g):
+            return 0.95 * v + 0.05 * g * g
+
+        second = jax.tree.map(second_moment, second, grads)
         bias = 1 - 0.9 ** (count + 1)
+
+        def updated(p, m, v):
+            return p - 1e-3 * (m / bias) / (jnp.sqrt(v) + 1e-8)
+
         params = jax.tree.map(
-            lambda p, m, v: p - 1e-3 * (m / bias) / (jnp.sqrt(v) + 1e-8),
+            updated,
             params,
             first,
             second,
         )
         return params, first, second, count + 1, value
 
-    out = (shardings(params), shardings(moments), shardings(moments), None, None)
+    of_moments = shardings(moments)
+    of_params = shardings(params)
+    out = (of_params, of_moments, of_moments, None, None)
     count = struct(())
     tokens = struct((32, 49), "data", dtype=jnp.int32)
     args = (
@@ -77,7 +99,8 @@ def zero_one(mesh: AnyMesh) -> Made:
         count,
         tokens,
     )
-    return jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=out), args
+    jitted = jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=out)
+    return jitted, args
 
 
 @case(
@@ -100,39 +123,48 @@ def beam_search(mesh: AnyMesh) -> Made:
 
     def search(params, state):
         batch = state.shape[0]
-        states = jnp.broadcast_to(state[:, None], (batch, beams, width))
-        first_scores = jnp.where(jnp.arange(beams) == 0, 0.0, -1e9)
+        columns = state[:, None]
+        states = jnp.broadcast_to(columns, (batch, beams, width))
+        is_first = jnp.arange(beams) == 0
+        first_scores = jnp.where(is_first, 0.0, -1e9)
         scores = jnp.tile(first_scores, (batch, 1))
         words_so_far = jnp.zeros((batch, beams, steps), jnp.int32)
 
         def body(carry):
             i, states, scores, tokens = carry
-            previous = lax.dynamic_index_in_dim(
-                tokens, jnp.maximum(i - 1, 0), 2, keepdims=False
-            )
+            last_step = jnp.maximum(i - 1, 0)
+            previous = lax.dynamic_index_in_dim(tokens, last_step, 2, keepdims=False)
             last = params["embed"][previous]
-            states = jnp.tanh(jnp.concatenate([states, last], -1) @ params["cell"])
+            joined = jnp.concatenate([states, last], -1)
+            states = jnp.tanh(joined @ params["cell"])
             logs = jax.nn.log_softmax((states @ params["head"]).astype(jnp.float32))
             extended = scores[..., None] + logs
-            scores, flat = lax.top_k(extended.reshape(batch, -1), beams)
+            flat_scores = extended.reshape(batch, -1)
+            scores, flat = lax.top_k(flat_scores, beams)
             parent = flat // words
             word = flat % words
             states = jnp.take_along_axis(states, parent[..., None], 1)
-            tokens = jnp.take_along_axis(tokens, parent[..., None], 1)
+            parents = parent[..., None]
+            tokens = jnp.take_along_axis(tokens, parents, 1)
+            new_tokens = lax.dynamic_update_index_in_dim(tokens, word, i, 2)
             return (
                 i + 1,
                 states,
                 scores,
-                lax.dynamic_update_index_in_dim(tokens, word, i, 2),
+                new_tokens,
             )
 
         carry = (jnp.int32(0), states, scores, words_so_far)
-        _, _, scores, words_found = lax.while_loop(
-            lambda carry: carry[0] < steps, body, carry
-        )
+
+        def goes_on(carry):
+            return carry[0] < steps
+
+        _, _, scores, words_found = lax.while_loop(goes_on, body, carry)
         return words_found[:, 0], scores[:, 0]
 
-    return jax.jit(search), (params, struct((16, width), "data"))
+    jitted = jax.jit(search)
+    states = struct((16, width), "data")
+    return jitted, (params, states)
 
 
 @case(
@@ -159,26 +191,34 @@ def graph_attention(mesh: AnyMesh) -> Made:
         h = jnp.einsum("nd,dhk->nhk", x, p["w"])
         from_source = jnp.sum(h * p["source"], -1)
         from_target = jnp.sum(h * p["target"], -1)
-        score = from_source[source] + from_target[target]
+        source_scores = from_source[source]
+        score = source_scores + from_target[target]
         score = jax.nn.leaky_relu(score, 0.2)
         largest = jax.ops.segment_max(score, target, nodes, indices_are_sorted=True)
-        weight = jnp.exp(score - lax.stop_gradient(largest)[target])
-        total = jnp.zeros((nodes, heads)).at[target].add(weight)
+        largest_of_edge = lax.stop_gradient(largest)[target]
+        weight = jnp.exp(score - largest_of_edge)
+        zeros_of_edges = jnp.zeros((nodes, heads))
+        total = zeros_of_edges.at[target].add(weight)
         zeros = jnp.zeros((nodes, heads, size))
-        mixed = zeros.at[target].add(weight[..., None] * h[source])
-        averaged = mixed / (total[..., None] + 1e-9)
-        return jax.nn.elu(averaged).reshape(nodes, -1)
+        messages = weight[..., None] * h[source]
+        mixed = zeros.at[target].add(messages)
+        count = total[..., None] + 1e-9
+        averaged = mixed / count
+        activated = jax.nn.elu(averaged)
+        return activated.reshape(nodes, -1)
 
     def loss(params, x, source, target, labels, mask):
         for p in params:
             x = layer(p, x, source, target)
         each = optax.softmax_cross_entropy_with_integer_labels(x, labels)
         masked = jnp.where(mask, each, 0)
-        return jnp.sum(masked) / jnp.maximum(mask.sum(), 1)
+        count = jnp.maximum(mask.sum(), 1)
+        return jnp.sum(masked) / count
 
     def step(params, *batch):
         value, grads = jax.value_and_grad(loss)(params, *batch)
-        return jax.tree.map(lambda p, g: p - 5e-3 * g, params, grads), value
+        updated = jax.tree.map(lambda p, g: p - 5e-3 * g, params, grads)
+        return updated, value
 
     ids = functools.partial(struct, dtype=jnp.int32)
     features = struct((nodes, 96), "nodes")
@@ -191,7 +231,8 @@ def graph_attention(mesh: AnyMesh) -> Made:
         labels,
     )
     mask = struct((nodes,), "nodes", dtype=jnp.bool_)
-    return jax.jit(step), (params, *args, mask)
+    jitted = jax.jit(step)
+    return jitted, (params, *args, mask)
 
 
 @case("experts-all-to-all-by-shard-map", cpu={"ep": 8}, v5e={"ep": 16})
@@ -211,40 +252,51 @@ def all_to_all_moe(mesh: AnyMesh) -> Made:
 
     def local(router, up, down, x):
         capacity = 2 * x.shape[0] // count
-        probabilities = jax.nn.softmax(x.astype(jnp.float32) @ router)
+        wide = x.astype(jnp.float32)
+        probabilities = jax.nn.softmax(wide @ router)
         index = jnp.argmax(probabilities, -1)
         chosen = jax.nn.one_hot(index, count, dtype=jnp.int32)
-        place = jnp.sum((jnp.cumsum(chosen, 0) - 1) * chosen, -1)
+        earlier = jnp.cumsum(chosen, 0) - 1
+        place = jnp.sum(earlier * chosen, -1)
         empty = jnp.zeros((count, capacity, width), x.dtype)
         slots = empty.at[index, place].set(x, mode="drop")
         arrived = lax.all_to_all(slots, "ep", 0, 0, tiled=True)
-        h = jax.nn.gelu(arrived @ up[0]) @ down[0]
+        hidden = jax.nn.gelu(arrived @ up[0])
+        h = hidden @ down[0]
         back = lax.all_to_all(h, "ep", 0, 0, tiled=True)
         y = back.at[index, place].get(mode="fill", fill_value=0)
-        load = lax.pmean(probabilities.mean(0), "ep")
-        share = probabilities.max(-1)[:, None].astype(x.dtype)
-        return y * share, jnp.sum(load**2)
+        mean_loads = probabilities.mean(0)
+        load = lax.pmean(mean_loads, "ep")
+        largest = probabilities.max(-1)
+        share = largest[:, None].astype(x.dtype)
+        balance = jnp.sum(load**2)
+        return y * share, balance
 
     specs = (P(), P("ep"), P("ep"), P("ep"))
     layer = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P("ep"), P()))
 
     def loss(params, x, y):
         out, balance = layer(params["router"], params["up"], params["down"], x)
-        differences = (x + out - y).astype(jnp.float32)
-        return jnp.mean(jnp.square(differences)) + 0.01 * balance
+        residual = x + out - y
+        differences = residual.astype(jnp.float32)
+        squares = jnp.square(differences)
+        return jnp.mean(squares) + 0.01 * balance
 
     def step(params, x, y):
         value, grads = jax.value_and_grad(loss)(params, x, y)
-        updated = jax.tree.map(
-            lambda p, g: p - (0.01 * g).astype(p.dtype), params, grads
-        )
+
+        def descended(p, g):
+            return p - (0.01 * g).astype(p.dtype)
+
+        updated = jax.tree.map(descended, params, grads)
         return (
             updated,
             value,
         )
 
     x = struct((2048, width), "ep", dtype=jnp.bfloat16)
-    return jax.jit(step, donate_argnums=0), (params, x, x)
+    jitted = jax.jit(step, donate_argnums=0)
+    return jitted, (params, x, x)
 
 
 @case("byol-two-views-target-average", cpu={"data": 8}, v5e={"data": 16})
@@ -261,14 +313,21 @@ def byol(mesh: AnyMesh) -> Made:
     params = {"online": net, "predict": [struct((128, 512)), struct((512, 128))]}
 
     def batch_norm(x):
-        axes = tuple(range(x.ndim - 1))
-        return (x - x.mean(axes)) * lax.rsqrt(x.var(axes) + 1e-5)
+        dimension_count = x.ndim - 1
+        axes = tuple(range(dimension_count))
+        mean = x.mean(axes)
+        variance = x.var(axes)
+        deviation = lax.rsqrt(variance + 1e-5)
+        return (x - mean) * deviation
 
     def mlp(ws, x):
-        return jax.nn.relu(batch_norm(x @ ws[0])) @ ws[1]
+        normed = batch_norm(x @ ws[0])
+        hidden = jax.nn.relu(normed)
+        return hidden @ ws[1]
 
     def embed(p, x):
-        for w, stride in ((p["stem"], 2), (p["next"], 2)):
+        strides = ((p["stem"], 2), (p["next"], 2))
+        for w, stride in strides:
             dimensions = ("NHWC", "HWIO", "NHWC")
             x = lax.conv_general_dilated(
                 x,
@@ -277,25 +336,35 @@ def byol(mesh: AnyMesh) -> Made:
                 "SAME",
                 dimension_numbers=dimensions,
             )
-            x = jax.nn.relu(batch_norm(x))
-        return mlp(p["project"], x.mean((1, 2)))
+            normed = batch_norm(x)
+            x = jax.nn.relu(normed)
+        means = x.mean((1, 2))
+        return mlp(p["project"], means)
 
     def augment(key, images):
         flip, jitter = jax.random.split(key)
-        flipped = jax.random.bernoulli(flip, 0.5, (images.shape[0], 1, 1, 1))
-        images = jnp.where(flipped, images[:, :, ::-1], images)
-        brightness = jax.random.uniform(
-            jitter, (images.shape[0], 1, 1, 3), minval=0.6, maxval=1.4
-        )
+        flag_shape = (images.shape[0], 1, 1, 1)
+        flipped = jax.random.bernoulli(flip, 0.5, flag_shape)
+        mirrored = images[:, :, ::-1]
+        images = jnp.where(flipped, mirrored, images)
+        color_shape = (images.shape[0], 1, 1, 3)
+        brightness = jax.random.uniform(jitter, color_shape, minval=0.6, maxval=1.4)
         return images * brightness
 
     def loss(params, target, first, second):
-        unit = lambda v: v / jnp.linalg.norm(v, axis=-1, keepdims=True)
+        def unit(v):
+            return v / jnp.linalg.norm(v, axis=-1, keepdims=True)
+
         total = 0.0
-        for view, two in ((first, second), (second, first)):
-            guess = unit(mlp(params["predict"], embed(params["online"], view)))
-            goal = lax.stop_gradient(unit(embed(target, two)))
-            total += jnp.mean(2 - 2 * jnp.sum(guess * goal, -1))
+        pairs = ((first, second), (second, first))
+        for view, two in pairs:
+            embedded = embed(params["online"], view)
+            predicted = mlp(params["predict"], embedded)
+            guess = unit(predicted)
+            target_rows = embed(target, two)
+            goal = lax.stop_gradient(unit(target_rows))
+            cosine = jnp.sum(guess * goal, -1)
+            total += jnp.mean(2 - 2 * cosine)
         return total
 
     optimizer = optax.lars(0.2, weight_decay=1e-6)
@@ -307,9 +376,11 @@ def byol(mesh: AnyMesh) -> Made:
         value, grads = jax.value_and_grad(loss)(params, target, first_view, second_view)
         updates, state = optimizer.update(grads, state, params)
         params = jax.tree.map(jnp.add, params, updates)
-        target = jax.tree.map(
-            lambda t, p: 0.996 * t + 0.004 * p, target, params["online"]
-        )
+
+        def averaged(t, p):
+            return 0.996 * t + 0.004 * p
+
+        target = jax.tree.map(averaged, target, params["online"])
         return params, target, state, value
 
     state = optimizer_state(mesh, optimizer, params)
@@ -321,7 +392,8 @@ def byol(mesh: AnyMesh) -> Made:
         images,
     )
     key = struct((), dtype=jax.random.key(0).dtype)
-    return jax.jit(step, donate_argnums=(0, 1, 2)), (
+    jitted = jax.jit(step, donate_argnums=(0, 1, 2))
+    return jitted, (
         *args,
         key,
     )
@@ -345,28 +417,31 @@ def recommender(mesh: AnyMesh) -> Made:
         hidden = jax.nn.relu(dense @ params["bottom"][0])
         x = jax.nn.relu(hidden @ params["bottom"][1])
         held = jnp.arange(ids.shape[-1]) < counts[..., None]
-        bags = [
-            jnp.sum(table[ids[:, i]] * held[:, i, :, None], axis=1)
-            for i, table in enumerate(params["tables"])
-        ]
+        bags = []
+        for i, table in enumerate(params["tables"]):
+            bags.append(jnp.sum(table[ids[:, i]] * held[:, i, :, None], axis=1))
         features = jnp.stack([x, *bags], axis=1)
         products = jnp.einsum("bid,bjd->bij", features, features)
         rows, columns = np.tril_indices(features.shape[1], -1)
-        h = jnp.concatenate([x, products[:, rows, columns]], -1)
+        pairs = products[:, rows, columns]
+        h = jnp.concatenate([x, pairs], -1)
         hidden = jax.nn.relu(h @ params["top"][0])
-        return (hidden @ params["top"][1])[:, 0]
+        clicks = hidden @ params["top"][1]
+        return clicks[:, 0]
 
     def loss(params, dense, ids, counts, clicked):
-        return optax.sigmoid_binary_cross_entropy(
+        losses = optax.sigmoid_binary_cross_entropy(
             forward(params, dense, ids, counts), clicked
-        ).mean()
+        )
+        return losses.mean()
 
     optimizer = optax.adagrad(0.01)
 
     def step(params, state, *batch):
         value, grads = jax.value_and_grad(loss)(params, *batch)
         updates, state = optimizer.update(grads, state)
-        return optax.apply_updates(params, updates), state, value
+        updated = optax.apply_updates(params, updates)
+        return updated, state, value
 
     dense = struct((512, 13), "chips")
     table_ids = struct((512, 4, 5), "chips", dtype=jnp.int32)
@@ -384,7 +459,8 @@ def recommender(mesh: AnyMesh) -> Made:
         *batch,
         clicks,
     )
-    return jax.jit(step, donate_argnums=(0, 1)), args
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted, args
 
 
 @case("gpt2-vocabulary-50257", cpu={"data": 4, "model": 2}, v5e={"data": 4, "model": 4})
@@ -419,13 +495,16 @@ def gpt2(mesh: AnyMesh) -> Made:
         q, k, v = (
             t.reshape(batch, length, heads, -1).swapaxes(1, 2) for t in (q, k, v)
         )
-        products = q @ k.swapaxes(-1, -2)
+        transposed = k.swapaxes(-1, -2)
+        products = q @ transposed
         scores = products / math.sqrt(q.shape[-1])
         causal = jnp.tri(length, dtype=bool)
-        scores = jnp.where(causal, scores, jnp.finfo(scores.dtype).min)
-        return (jax.nn.softmax(scores) @ v).swapaxes(1, 2).reshape(
-            batch, length, -1
-        ) @ p["out"]
+        least = jnp.finfo(scores.dtype).min
+        scores = jnp.where(causal, scores, least)
+        shares = jax.nn.softmax(scores)
+        mixed = (shares @ v).swapaxes(1, 2)
+        flat = mixed.reshape(batch, length, -1)
+        return flat @ p["out"]
 
     def loss(params, tokens):
         inputs = tokens[:, :-1]
@@ -434,20 +513,30 @@ def gpt2(mesh: AnyMesh) -> Made:
         x = embedded + params["wpe"][: inputs.shape[1]]
         for p in params["blocks"]:
             n = p["norms"]
-            x = x + attention(p, norm(x, n[0], n[1]))
-            hidden = jax.nn.gelu(norm(x, n[2], n[3]) @ p["up"])
+            normed = norm(x, n[0], n[1])
+            attended = attention(p, normed)
+            x = x + attended
+            normed_rows = norm(x, n[2], n[3])
+            raised = normed_rows @ p["up"]
+            hidden = jax.nn.gelu(raised)
             x = x + hidden @ p["down"]
-        products = constrain(mesh, x @ params["wte"].T, "data", None, "model")
+        logits_of_rows = x @ params["wte"].T
+        products = constrain(mesh, logits_of_rows, "data", None, "model")
         logits = products.astype(jnp.float32)
-        picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
-        return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+        columns = targets[..., None]
+        picked_columns = jnp.take_along_axis(logits, columns, -1)
+        picked = picked_columns[..., 0]
+        normalizer = jax.nn.logsumexp(logits, -1)
+        return jnp.mean(normalizer - picked)
 
     def step(params, tokens):
         value, grads = jax.value_and_grad(loss)(params, tokens)
-        return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
+        updated = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+        return updated, value
 
     tokens = struct((8, 65), "data", dtype=jnp.int32)
-    return jax.jit(step, donate_argnums=0), (
+    jitted = jax.jit(step, donate_argnums=0)
+    return jitted, (
         params,
         tokens,
     )

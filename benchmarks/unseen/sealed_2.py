@@ -32,7 +32,8 @@ def other_mesh_sums(mesh: AnyMesh) -> Made:
     """
     struct = on(mesh)
     width = 256
-    half = math.prod(mesh.shape.values()) // 2
+    device_count = math.prod(mesh.shape.values())
+    half = device_count // 2
     params = {
         "up": struct((width, 1024), None, "model"),
         "down": struct((1024, width), "model"),
@@ -47,20 +48,27 @@ def other_mesh_sums(mesh: AnyMesh) -> Made:
         out_specs=P("y", "x"),
     )
     def norm(x, scale):
-        total = lax.psum(jnp.sum(x * x, -1, keepdims=True), "x")
-        return x * lax.rsqrt(total / width + 1e-6) * scale
+        squares = jnp.sum(x * x, -1, keepdims=True)
+        total = lax.psum(squares, "x")
+        mean_square = total / width
+        scale_of_rows = lax.rsqrt(mean_square + 1e-6)
+        return x * scale_of_rows * scale
 
     def loss(params, x, y):
         h = norm(x, params["scale"])
-        predicted = x + jax.nn.relu(h @ params["up"]) @ params["down"]
-        return jnp.mean((predicted - y) ** 2)
+        hidden = jax.nn.relu(h @ params["up"])
+        predicted = x + hidden @ params["down"]
+        squared_errors = (predicted - y) ** 2
+        return jnp.mean(squared_errors)
 
     def step(params, x, y):
         value, grads = jax.value_and_grad(loss)(params, x, y)
-        return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
+        updated = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+        return updated, value
 
     x = struct((512, width), "data")
-    return jax.jit(step), (
+    jitted = jax.jit(step)
+    return jitted, (
         params,
         x,
         x,
@@ -91,7 +99,9 @@ def dropout(mesh: AnyMesh) -> Made:
 
     def drop(key, x, rate):
         is_kept = jax.random.bernoulli(key, 1 - rate, x.shape)
-        return jnp.where(is_kept, x / (1 - rate), 0).astype(x.dtype)
+        scaled = x / (1 - rate)
+        kept_values = jnp.where(is_kept, scaled, 0)
+        return kept_values.astype(x.dtype)
 
     def layer(x, inputs):
         p, key = inputs
@@ -101,27 +111,37 @@ def dropout(mesh: AnyMesh) -> Made:
             jnp.dot(x, p[name]).reshape(batch, length, heads, -1).transpose(0, 2, 1, 3)
             for name in "qkv"
         )
-        scores = (q @ k.mT).astype(jnp.float32) / math.sqrt(width // heads)
-        weights = jax.nn.softmax(scores).astype(x.dtype)
-        mixed_heads = (drop(a, weights, 0.1) @ v).transpose(0, 2, 1, 3)
-        mixed = mixed_heads.reshape(x.shape) @ p["o"]
-        h = x + drop(b, mixed, 0.1)
+        products = (q @ k.mT).astype(jnp.float32)
+        scores = products / math.sqrt(width // heads)
+        shares = jax.nn.softmax(scores)
+        weights = shares.astype(x.dtype)
+        attended = drop(a, weights, 0.1) @ v
+        mixed_heads = attended.transpose(0, 2, 1, 3)
+        flat = mixed_heads.reshape(x.shape)
+        mixed = flat @ p["o"]
+        dropped = drop(b, mixed, 0.1)
+        h = x + dropped
         hidden = jax.nn.relu(h @ p["up"])
-        h = h + drop(c, hidden @ p["down"], 0.1)
+        lowered = hidden @ p["down"]
+        dropped_rows = drop(c, lowered, 0.1)
+        h = h + dropped_rows
         keep = jax.random.bernoulli(d, 0.9, (batch, 1, 1))
         return jnp.where(keep, h, x), None
 
     def loss(params, x, y, key):
         keys = jax.random.split(key, layers)
         x, _ = lax.scan(layer, x, (params, keys))
-        return jnp.mean(optax.cosine_distance(x.astype(jnp.float32), y))
+        wide = x.astype(jnp.float32)
+        distances = optax.cosine_distance(wide, y)
+        return jnp.mean(distances)
 
     optimizer = optax.sgd(1e-2, momentum=0.9)
 
     def step(params, state, x, y, key):
         value, grads = jax.value_and_grad(loss)(params, x, y, key)
         updates, state = optimizer.update(grads, state)
-        return optax.apply_updates(params, updates), state, value
+        updated = optax.apply_updates(params, updates)
+        return updated, state, value
 
     x = struct((16, 48, width), "data")
     y = on(mesh)((16, 48, width), "data")
@@ -132,7 +152,8 @@ def dropout(mesh: AnyMesh) -> Made:
         key,
     )
     state = optimizer_state(mesh, optimizer, params)
-    return jax.jit(step, donate_argnums=(0, 1)), (
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted, (
         params,
         state,
         *inputs,
@@ -160,40 +181,63 @@ def palm(mesh: AnyMesh) -> Made:
 
     def block(x, p):
         norm = jnp.linalg.norm(x, axis=-1, keepdims=True)
-        h = x / (norm / math.sqrt(width) + 1e-6) * p["scales"]
+        size_of_rows = norm / math.sqrt(width) + 1e-6
+        scaled = x / size_of_rows
+        h = scaled * p["scales"]
         query = h @ p["q"]
         q = query.reshape(*h.shape[:-1], heads, size)
-        k, v = jnp.split(h @ p["kv"], 2, -1)
-        scores = jnp.einsum("bthd,bsd->bhts", q, k) / math.sqrt(size)
-        scores = 30.0 * jnp.tanh(scores / 30.0)
+        keys_and_values = h @ p["kv"]
+        k, v = jnp.split(keys_and_values, 2, -1)
+        products = jnp.einsum("bthd,bsd->bhts", q, k)
+        scores = products / math.sqrt(size)
+        bounded = jnp.tanh(scores / 30.0)
+        scores = 30.0 * bounded
         positions = jnp.arange(x.shape[1])
         mask = positions[:, None] >= positions
-        weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+        masked = jnp.where(mask, scores, -1e9)
+        weights = jax.nn.softmax(masked)
         attended = jnp.einsum("bhts,bsd->bthd", weights, v)
-        gate, up = jnp.moveaxis(jnp.einsum("btd,dgf->btgf", h, p["wide"]), 2, 0)
-        mixed = attended.reshape(*x.shape[:2], -1) @ p["out"]
+        raised = jnp.einsum("btd,dgf->btgf", h, p["wide"])
+        gate, up = jnp.moveaxis(raised, 2, 0)
+        flat = attended.reshape(*x.shape[:2], -1)
+        mixed = flat @ p["out"]
         gated = jax.nn.swish(gate) * up
-        return x + mixed + gated @ p["narrow"]
+        lowered = gated @ p["narrow"]
+        return x + mixed + lowered
 
     def loss(params, tokens):
-        x = params["embed"][tokens] * math.sqrt(width)
+        embedded = params["embed"][tokens]
+        x = embedded * math.sqrt(width)
         for layer in range(2):
-            x = block(x, {k: v[layer] for k, v in params.items() if k != "embed"})
+            layer_params = {}
+            for k, v in params.items():
+                if k != "embed":
+                    layer_params[k] = v[layer]
+            x = block(x, layer_params)
         products = jnp.einsum("btd,vd->btv", x, params["embed"])
-        logits = products[:, :-1].astype(jnp.float32)
-        labels = jax.nn.one_hot(tokens[:, 1:], 2048)
+        earlier = products[:, :-1]
+        logits = earlier.astype(jnp.float32)
+        following = tokens[:, 1:]
+        labels = jax.nn.one_hot(following, 2048)
         z = jax.nn.logsumexp(logits, -1)
-        losses = z - jnp.sum(logits * labels, -1)
-        return jnp.mean(losses) + 1e-4 * jnp.mean(z**2)
+        label_logits = jnp.sum(logits * labels, -1)
+        losses = z - label_logits
+        spread = jnp.mean(z**2)
+        return jnp.mean(losses) + 1e-4 * spread
 
     def step(params, tokens):
         grads = jax.grad(loss)(params, tokens)
-        scale = jnp.minimum(1.0, 1.0 / optax.global_norm(grads))
-        return jax.tree.map(
-            lambda p, g: p - (1e-2 * scale * g).astype(p.dtype), params, grads
-        )
+        norm = optax.global_norm(grads)
+        scale = jnp.minimum(1.0, 1.0 / norm)
 
-    return jax.jit(step), (params, struct((8, 64), dtype=jnp.int32))
+        def descended(p, g):
+            return p - (1e-2 * scale * g).astype(p.dtype)
+
+        return jax.tree.map(descended, params, grads)
+
+    jitted = jax.jit(step)
+    tokens = struct((8, 64), dtype=jnp.int32)
+    return jitted, (params, tokens)
 
 
 @case(
@@ -216,33 +260,43 @@ def pipeline(mesh: AnyMesh) -> Made:
 
     def stage(p, x):
         def layer(x, p):
-            return x + jax.nn.silu(x @ p["up"]) @ p["down"], None
+            hidden = jax.nn.silu(x @ p["up"])
+            return x + hidden @ p["down"], None
 
         return lax.scan(layer, x, p)[0]
 
     def forward(params, batches):
-        state = jnp.zeros((stages, *batches.shape[1:]), batches.dtype)
+        batch_shape = batches.shape[1:]
+        state = jnp.zeros((stages, *batch_shape), batches.dtype)
         zeros = jnp.zeros((stages - 1, *batches.shape[1:]), batches.dtype)
         padded = jnp.concatenate([batches, zeros])
 
         def tick(state, fresh):
-            state = jnp.concatenate([fresh[None], state[:-1]])
+            fresh_row = fresh[None]
+            state = jnp.concatenate([fresh_row, state[:-1]])
             state = constrain(mesh, state, "stage", "data")
-            state = jax.vmap(jax.checkpoint(stage))(params, state)
-            return constrain(mesh, state, "stage", "data"), state[-1]
+            rematerialized = jax.checkpoint(stage)
+            state = jax.vmap(rematerialized)(params, state)
+            placed = constrain(mesh, state, "stage", "data")
+            return placed, state[-1]
 
-        return lax.scan(tick, state, padded)[1][stages - 1 :]
+        outputs = lax.scan(tick, state, padded)[1]
+        return outputs[stages - 1 :]
 
     def loss(params, batches, targets):
-        differences = (forward(params, batches) - targets).astype(jnp.float32)
-        return jnp.mean(jnp.square(differences))
+        outputs = forward(params, batches)
+        differences = (outputs - targets).astype(jnp.float32)
+        squares = jnp.square(differences)
+        return jnp.mean(squares)
 
     def step(params, batches, targets):
         value, grads = jax.value_and_grad(loss)(params, batches, targets)
-        return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
+        updated = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+        return updated, value
 
     batches = struct((micro, 32, width), None, "data")
-    return jax.jit(step, donate_argnums=0), (params, batches, batches)
+    jitted = jax.jit(step, donate_argnums=0)
+    return jitted, (params, batches, batches)
 
 
 @case(
@@ -274,20 +328,29 @@ def decode_nucleus(mesh: AnyMesh) -> Made:
         fresh = jnp.einsum("bd,cdgk->cbgk", x, params["kv"])
         cache = cache.at[:, rows, positions].set(fresh)
         q = jnp.einsum("bd,dghk->bghk", x, params["q"])
-        scores = jnp.einsum("bghk,bsgk->bghs", q, cache[0]) * size**-0.5
+        products = jnp.einsum("bghk,bsgk->bghs", q, cache[0])
+        scores = products * size**-0.5
         seen = jnp.arange(length) <= positions[:, None]
-        masked = jnp.where(seen[:, None, None], scores, -1e9)
+        seen_columns = seen[:, None, None]
+        masked = jnp.where(seen_columns, scores, -1e9)
         weights = jax.nn.softmax(masked)
-        x = x + jnp.einsum("bghs,bsgk,gkd->bd", weights, cache[1], params["o"].sum(1))
-        best, ids = lax.top_k(x @ params["head"], 64)
+        out = params["o"].sum(1)
+        attended = jnp.einsum("bghs,bsgk,gkd->bd", weights, cache[1], out)
+        x = x + attended
+        logits = x @ params["head"]
+        best, ids = lax.top_k(logits, 64)
         order = jnp.argsort(-best, axis=-1)
         best = jnp.take_along_axis(best, order, -1)
         ids = jnp.take_along_axis(ids, order, -1)
         probabilities = jax.nn.softmax(best)
-        before = jnp.cumsum(probabilities, -1) - probabilities
-        drawn = jax.random.categorical(key, jnp.where(before < 0.9, best, -jnp.inf))
-        chosen = jnp.take_along_axis(ids, drawn[:, None], -1)
-        return cache, chosen[:, 0], positions + 1
+        running = jnp.cumsum(probabilities, -1)
+        before = running - probabilities
+        nucleus = jnp.where(before < 0.9, best, -jnp.inf)
+        drawn = jax.random.categorical(key, nucleus)
+        columns = drawn[:, None]
+        chosen = jnp.take_along_axis(ids, columns, -1)
+        next_positions = positions + 1
+        return cache, chosen[:, 0], next_positions
 
     ids = functools.partial(struct, dtype=jnp.int32)
     tokens = ids((32,), "batch")
@@ -305,7 +368,8 @@ def decode_nucleus(mesh: AnyMesh) -> Made:
         by_batch,
         by_batch,
     )
-    return jax.jit(decode, donate_argnums=1, out_shardings=out), args
+    jitted = jax.jit(decode, donate_argnums=1, out_shardings=out)
+    return jitted, args
 
 
 @case("sequence-to-heads-by-constraints", cpu={"seq": 8}, v5e={"data": 2, "seq": 8})
@@ -326,40 +390,54 @@ def ulysses(mesh: AnyMesh) -> Made:
 
     def attention(p, x):
         batch, length, _ = x.shape
-        qkv = (x @ p["qkv"]).reshape(batch, length, 3, heads, -1)
+        fused = x @ p["qkv"]
+        qkv = fused.reshape(batch, length, 3, heads, -1)
         placed = constrain(mesh, qkv, data, None, None, "seq")
         q, k, v = jnp.moveaxis(placed, 2, 0)
-        scores = jnp.einsum("bqhk,bshk->bhqs", q, k).astype(jnp.float32)
-        slopes = 2.0 ** -(jnp.arange(heads) + 1.0)
-        distance = jnp.arange(length) - jnp.arange(length)[:, None]
-        penalties = slopes[:, None, None] * jnp.minimum(distance, 0)
+        products = jnp.einsum("bqhk,bshk->bhqs", q, k)
+        scores = products.astype(jnp.float32)
+        exponents = jnp.arange(heads) + 1.0
+        slopes = 2.0**-exponents
+        positions = jnp.arange(length)
+        distance = positions - positions[:, None]
+        bounded = jnp.minimum(distance, 0)
+        penalties = slopes[:, None, None] * bounded
         weights = jax.nn.softmax(
             scores + penalties,
             where=distance <= 0,
         )
-        mixed = jnp.einsum("bhqs,bshk->bqhk", weights.astype(x.dtype), v)
-        placed_mixed = constrain(mesh, mixed.reshape(batch, length, width), data, "seq")
+        shares = weights.astype(x.dtype)
+        mixed = jnp.einsum("bhqs,bshk->bqhk", shares, v)
+        flat = mixed.reshape(batch, length, width)
+        placed_mixed = constrain(mesh, flat, data, "seq")
         return placed_mixed @ p["out"]
 
     @jax.checkpoint
     def block(p, x):
-        x = x + attention(p, x)
+        attended = attention(p, x)
+        x = x + attended
         hidden = jax.nn.gelu(x @ p["up"])
-        return constrain(mesh, x + hidden @ p["down"], data, "seq")
+        lowered = hidden @ p["down"]
+        return constrain(mesh, x + lowered, data, "seq")
 
     def step(params, x, y):
         def loss(params):
             h = x
             for p in params:
                 h = block(p, h)
-            return jnp.mean(jnp.abs((h - y).astype(jnp.float32)))
+            differences = (h - y).astype(jnp.float32)
+            distances = jnp.abs(differences)
+            return jnp.mean(distances)
 
         value, grads = jax.value_and_grad(loss)(params)
-        return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
+        updated = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+        return updated, value
 
     x = struct((2, 512, width), data, "seq")
-    out = (shardings((layer, layer)), None)
-    return jax.jit(step, donate_argnums=0, out_shardings=out), ((layer, layer), x, x)
+    layers = (layer, layer)
+    out = (shardings(layers), None)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
+    return jitted, ((layer, layer), x, x)
 
 
 @case(
@@ -390,8 +468,10 @@ def fourier_operator(mesh: AnyMesh) -> Made:
 
     def spectral(p, x):
         waves = jnp.fft.rfft2(x, axes=(2, 3))
-        low = jnp.einsum("bixy,ioxy->boxy", waves[:, :, :modes, :modes], p["low"])
-        high = jnp.einsum("bixy,ioxy->boxy", waves[:, :, -modes:, :modes], p["high"])
+        low_waves = waves[:, :, :modes, :modes]
+        low = jnp.einsum("bixy,ioxy->boxy", low_waves, p["low"])
+        high_waves = waves[:, :, -modes:, :modes]
+        high = jnp.einsum("bixy,ioxy->boxy", high_waves, p["high"])
         mixed = (
             jnp.zeros_like(waves)
             .at[:, :, :modes, :modes]
@@ -405,16 +485,22 @@ def fourier_operator(mesh: AnyMesh) -> Made:
         x = jnp.einsum("bxyc,cw->bwxy", fields, params["lift"])
         for p in params["layers"]:
             local = jnp.einsum("bixy,io->boxy", x, p["local"])
-            x = jax.nn.gelu(spectral(p, x) + local)
+            waves = spectral(p, x)
+            x = jax.nn.gelu(waves + local)
         out = jnp.einsum("bwxy,wc->bxyc", x, params["project"])
         differences = (out - targets).reshape(out.shape[0], -1)
         error = jnp.linalg.norm(differences, axis=-1)
-        norms = jnp.linalg.norm(targets.reshape(out.shape[0], -1), axis=-1)
+        flat_targets = targets.reshape(out.shape[0], -1)
+        norms = jnp.linalg.norm(flat_targets, axis=-1)
         return jnp.mean(error / norms)
 
     def step(params, fields, targets):
         value, grads = jax.value_and_grad(loss)(params, fields, targets)
-        updated = jax.tree.map(lambda p, g: p - 1e-3 * jnp.conj(g), params, grads)
+
+        def descended(p, g):
+            return p - 1e-3 * jnp.conj(g)
+
+        updated = jax.tree.map(descended, params, grads)
         return updated, value
 
     inputs = struct((16, side, side, 3), "data")
@@ -424,7 +510,8 @@ def fourier_operator(mesh: AnyMesh) -> Made:
         inputs,
         targets,
     )
-    return jax.jit(step, donate_argnums=0), args
+    jitted = jax.jit(step, donate_argnums=0)
+    return jitted, args
 
 
 CASES = (

@@ -35,39 +35,49 @@ def lstm(mesh: AnyMesh) -> Made:
             (h, c), (x, keep) = carry, step
             gates = x + h @ p["h"] + p["b"]
             i, f, g, o = jnp.split(gates, 4, axis=-1)
-            remembered = jax.nn.sigmoid(f + 1) * c
-            new_c = remembered + jax.nn.sigmoid(i) * jnp.tanh(g)
-            new_h = jax.nn.sigmoid(o) * jnp.tanh(new_c)
+            forgetting = jax.nn.sigmoid(f + 1)
+            remembered = forgetting * c
+            opened = jax.nn.sigmoid(i)
+            new_c = remembered + opened * jnp.tanh(g)
+            shown = jax.nn.sigmoid(o)
+            new_h = shown * jnp.tanh(new_c)
             keep = keep[:, None]
             h = jnp.where(keep, new_h, h)
             c = jnp.where(keep, new_c, c)
             return (h, c), h
 
         zero = jnp.zeros((xs.shape[1], width), xs.dtype)
-        carries_and_outputs = lax.scan(
-            cell, (zero, zero), (xs @ p["x"], mask), unroll=2
-        )
+        projected = xs @ p["x"]
+        carries_and_outputs = lax.scan(cell, (zero, zero), (projected, mask), unroll=2)
         return carries_and_outputs[1]
 
     def loss(params, tokens, tags, lengths):
-        mask = jnp.arange(tokens.shape[1])[:, None] < lengths
-        x = params["embed"][tokens].swapaxes(0, 1)
+        positions = jnp.arange(tokens.shape[1])[:, None]
+        mask = positions < lengths
+        embedded = params["embed"][tokens]
+        x = embedded.swapaxes(0, 1)
         forward = run(params["forward"], x, mask)
-        flipped = run(params["backward"], jnp.flip(x, 0), jnp.flip(mask, 0))
+        flipped_rows = jnp.flip(x, 0)
+        flipped_mask = jnp.flip(mask, 0)
+        flipped = run(params["backward"], flipped_rows, flipped_mask)
         backward = jnp.flip(flipped, 0)
         both = jnp.concatenate([forward, backward], -1)
-        logits = (both @ params["tags"]).astype(jnp.float32)
+        answers = both @ params["tags"]
+        logits = answers.astype(jnp.float32)
         each = optax.softmax_cross_entropy_with_integer_labels(logits, tags.T)
-        return jnp.sum(each * mask) / jnp.sum(mask)
+        total = jnp.sum(each * mask)
+        return total / jnp.sum(mask)
 
     def step(params, tokens, tags, lengths):
         value, grads = jax.value_and_grad(loss)(params, tokens, tags, lengths)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+        updated = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return updated, value
 
     ids = functools.partial(struct, dtype=jnp.int32)
     tokens = ids((32, 40), "data")
     lengths = ids((32,), "data")
-    return jax.jit(step, donate_argnums=0), (
+    jitted = jax.jit(step, donate_argnums=0)
+    return jitted, (
         params,
         tokens,
         tokens,
@@ -88,7 +98,8 @@ def radiance_field(mesh: AnyMesh) -> Made:
     net |= {"density": struct((width, 1)), "color": struct((width, 3))}
 
     def field(p, points):
-        bands = points[..., None] * 2.0 ** jnp.arange(10)
+        frequencies = 2.0 ** jnp.arange(10)
+        bands = points[..., None] * frequencies
         x = jnp.concatenate(
             [
                 points,
@@ -98,24 +109,38 @@ def radiance_field(mesh: AnyMesh) -> Made:
         )
         for w in p["hidden"]:
             x = jax.nn.relu(x @ w)
-        density = jax.nn.softplus(x @ p["density"])[..., 0]
-        return density, jax.nn.sigmoid(x @ p["color"])
+        densities = jax.nn.softplus(x @ p["density"])
+        density = densities[..., 0]
+        color = jax.nn.sigmoid(x @ p["color"])
+        return density, color
 
     def render(p, origin, direction, depths):
-        density, color = field(p, origin + depths[:, None] * direction)
-        steps = jnp.diff(depths, append=depths[-1:] + 0.1)
-        opaque = 1 - jnp.exp(-density * steps)
-        transparency = jnp.concatenate([jnp.ones(1), 1 - opaque[:-1] + 1e-10])
+        offsets = depths[:, None] * direction
+        points = origin + offsets
+        density, color = field(p, points)
+        last = depths[-1:] + 0.1
+        steps = jnp.diff(depths, append=last)
+        passed = jnp.exp(-density * steps)
+        opaque = 1 - passed
+        clear_steps = 1 - opaque[:-1] + 1e-10
+        transparency = jnp.concatenate([jnp.ones(1), clear_steps])
         clear = jnp.cumprod(transparency)
-        return (opaque * clear)[:, None].T @ color, opaque * clear
+        columns = (opaque * clear)[:, None]
+        return columns.T @ color, opaque * clear
 
     def ray(params, origin, direction, key):
-        jitter = jax.random.uniform(key, (32,)) * 0.125
-        even = jnp.linspace(2.0, 6.0, 32) + jitter
+        noise = jax.random.uniform(key, (32,))
+        jitter = noise * 0.125
+        grid = jnp.linspace(2.0, 6.0, 32)
+        even = grid + jitter
         coarse, weights = render(params["coarse"], origin, direction, even)
-        share = jnp.cumsum(lax.stop_gradient(weights) + 1e-5)
-        index = jnp.searchsorted(share / share[-1], jnp.linspace(0, 0.99, 32))
-        depths = jnp.sort(jnp.concatenate([even, even[index] + 0.05]))
+        smoothed = lax.stop_gradient(weights) + 1e-5
+        share = jnp.cumsum(smoothed)
+        levels = jnp.linspace(0, 0.99, 32)
+        index = jnp.searchsorted(share / share[-1], levels)
+        near = even[index] + 0.05
+        all_depths = jnp.concatenate([even, near])
+        depths = jnp.sort(all_depths)
         fine, _ = render(
             params["fine"],
             origin,
@@ -126,8 +151,11 @@ def radiance_field(mesh: AnyMesh) -> Made:
 
     def loss(params, origins, directions, colors, key):
         keys = jax.random.split(key, origins.shape[0])
-        coarse, fine = jax.vmap(ray, (None, 0, 0, 0))(params, origins, directions, keys)
-        return jnp.mean((coarse - colors) ** 2) + jnp.mean((fine - colors) ** 2)
+        mapped = jax.vmap(ray, (None, 0, 0, 0))
+        coarse, fine = mapped(params, origins, directions, keys)
+        coarse_errors = (coarse - colors) ** 2
+        coarse_loss = jnp.mean(coarse_errors)
+        return coarse_loss + jnp.mean((fine - colors) ** 2)
 
     optimizer = optax.adam(5e-4)
     params = {"coarse": net, "fine": net}
@@ -135,12 +163,15 @@ def radiance_field(mesh: AnyMesh) -> Made:
     def step(params, state, *batch):
         value, grads = jax.value_and_grad(loss)(params, *batch)
         updates, state = optimizer.update(grads, state)
-        return optax.apply_updates(params, updates), state, -10 * jnp.log10(value)
+        updated = optax.apply_updates(params, updates)
+        decibels = -10 * jnp.log10(value)
+        return updated, state, decibels
 
     rays = [struct((512, 3), "rays")] * 3
     key = struct((), dtype=jax.random.key(0).dtype)
     state = optimizer_state(mesh, optimizer, params)
-    return jax.jit(step, donate_argnums=(0, 1)), (
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted, (
         params,
         state,
         *rays,
@@ -176,7 +207,8 @@ def conformer(mesh: AnyMesh) -> Made:
     }
 
     def feedforward(ws, x):
-        hidden = jax.nn.swish(jax.nn.standardize(x) @ ws[0])
+        normed = jax.nn.standardize(x)
+        hidden = jax.nn.swish(normed @ ws[0])
         return 0.5 * hidden @ ws[1]
 
     def convolve(x, w, stride=1, groups=1):
@@ -193,29 +225,42 @@ def conformer(mesh: AnyMesh) -> Made:
     def loss(params, frames, frame_lengths, labels, label_lengths):
         x = frames
         for w in params["front"]:
-            x = jax.nn.relu(convolve(x, w, 2))
+            strided = convolve(x, w, 2)
+            x = jax.nn.relu(strided)
         for p in params["layers"]:
-            x = x + feedforward(p["first"], x)
-            qkv = jnp.einsum("btd,dchk->btchk", jax.nn.standardize(x), p["qkv"])
+            fed = feedforward(p["first"], x)
+            x = x + fed
+            normed = jax.nn.standardize(x)
+            qkv = jnp.einsum("btd,dchk->btchk", normed, p["qkv"])
             q, k, v = jnp.unstack(qkv, axis=2)
-            weights = jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k) / 6)
-            x = x + jnp.einsum("bhqs,bshk,hkd->bqd", weights, v, p["out"])
-            value, gate = jnp.split(x @ p["pointwise"], 2, -1)
-            convolved = convolve(
-                value * jax.nn.sigmoid(gate), p["depthwise"], groups=width
-            )
-            x = x + jax.nn.swish(convolved)
-            x = x + feedforward(p["second"], x)
+            products = jnp.einsum("bqhk,bshk->bhqs", q, k)
+            weights = jax.nn.softmax(products / 6)
+            attended = jnp.einsum("bhqs,bshk,hkd->bqd", weights, v, p["out"])
+            x = x + attended
+            gated_input = x @ p["pointwise"]
+            value, gate = jnp.split(gated_input, 2, -1)
+            gated = value * jax.nn.sigmoid(gate)
+            convolved = convolve(gated, p["depthwise"], groups=width)
+            activated = jax.nn.swish(convolved)
+            x = x + activated
+            second = feedforward(p["second"], x)
+            x = x + second
         logits = x @ params["words"]
-        is_late = jnp.arange(x.shape[1]) >= frame_lengths[:, None]
+        positions = jnp.arange(x.shape[1])
+        frame_ends = frame_lengths[:, None]
+        is_late = positions >= frame_ends
         late = is_late.astype(jnp.float32)
-        is_gone = jnp.arange(labels.shape[1]) >= label_lengths[:, None]
+        label_positions = jnp.arange(labels.shape[1])
+        label_ends = label_lengths[:, None]
+        is_gone = label_positions >= label_ends
         gone = is_gone.astype(jnp.float32)
-        return optax.ctc_loss(logits, late, labels, gone).mean()
+        losses = optax.ctc_loss(logits, late, labels, gone)
+        return losses.mean()
 
     def step(params, *batch):
         value, grads = jax.value_and_grad(loss)(params, *batch)
-        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads), value
+        updated = jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
+        return updated, value
 
     ids = functools.partial(struct, dtype=jnp.int32)
     frames = struct((24, 160, 80), "data")
@@ -227,7 +272,8 @@ def conformer(mesh: AnyMesh) -> Made:
         labels,
         lengths,
     )
-    return jax.jit(step), (params, *batch)
+    jitted = jax.jit(step)
+    return jitted, (params, *batch)
 
 
 @case(
@@ -251,28 +297,45 @@ def vq_vae(mesh: AnyMesh) -> Made:
     }
 
     def loss(params, codes, x):
-        z = jax.nn.relu(x @ params["encode"][0]) @ params["encode"][1]
+        hidden = jax.nn.relu(x @ params["encode"][0])
+        z = hidden @ params["encode"][1]
         squares = jnp.sum(z**2, -1, keepdims=True)
-        distances = squares - 2 * z @ codes.T + jnp.sum(codes**2, -1)
+        products = 2 * z @ codes.T
+        code_squares = jnp.sum(codes**2, -1)
+        distances = squares - products + code_squares
         index = jnp.argmin(distances, -1)
         chosen = codes[index]
-        through = z + lax.stop_gradient(chosen - z)
-        back = jax.nn.relu(through @ params["decode"][0]) @ params["decode"][1]
-        commitment = jnp.mean((z - lax.stop_gradient(chosen)) ** 2)
-        return jnp.mean((back - x) ** 2) + 0.25 * commitment, (z, index)
+        straight = lax.stop_gradient(chosen - z)
+        through = z + straight
+        decoded = jax.nn.relu(through @ params["decode"][0])
+        back = decoded @ params["decode"][1]
+        target = lax.stop_gradient(chosen)
+        gaps = (z - target) ** 2
+        commitment = jnp.mean(gaps)
+        squared_errors = (back - x) ** 2
+        return jnp.mean(squared_errors) + 0.25 * commitment, (z, index)
 
     optimizer = optax.adam(3e-4)
 
     def step(params, state, book, x):
         value_and_grad = jax.value_and_grad(loss, has_aux=True)
         (value, (z, index)), grads = value_and_grad(params, book["codes"], x)
-        hot = jax.nn.one_hot(index, codes).reshape(-1, codes)
-        counts = 0.99 * book["counts"] + 0.01 * hot.sum(0)
-        sums = 0.99 * book["sums"] + 0.01 * hot.T @ z.reshape(-1, width)
-        smooth = (counts + 1e-5) / (counts.sum() + codes * 1e-5) * counts.sum()
+        choices = jax.nn.one_hot(index, codes)
+        hot = choices.reshape(-1, codes)
+        chosen_counts = hot.sum(0)
+        old_counts = 0.99 * book["counts"]
+        counts = old_counts + 0.01 * chosen_counts
+        rows = z.reshape(-1, width)
+        old_sums = 0.99 * book["sums"]
+        sums = old_sums + 0.01 * hot.T @ rows
+        total = counts.sum() + codes * 1e-5
+        shares = (counts + 1e-5) / total
+        smooth = shares * counts.sum()
         updates, state = optimizer.update(grads, state)
-        book = {"codes": sums / smooth[:, None], "counts": counts, "sums": sums}
-        return optax.apply_updates(params, updates), state, book, value
+        new_codes = sums / smooth[:, None]
+        book = {"codes": new_codes, "counts": counts, "sums": sums}
+        updated = optax.apply_updates(params, updates)
+        return updated, state, book, value
 
     state = optimizer_state(mesh, optimizer, params)
     x = struct((32, 49, 256), "data")
@@ -282,7 +345,8 @@ def vq_vae(mesh: AnyMesh) -> Made:
         book,
         x,
     )
-    return jax.jit(step, donate_argnums=(0, 1, 2)), args
+    jitted = jax.jit(step, donate_argnums=(0, 1, 2))
+    return jitted, args
 
 
 @case("experts-sorted-ragged-dot", cpu={"fsdp": 8}, v5e={"fsdp": 16})
@@ -302,18 +366,29 @@ def ragged_moe(mesh: AnyMesh) -> Made:
     }
 
     def layer(params, x):
-        weights, chosen = lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
-        order = jnp.argsort(chosen.reshape(-1))
-        counts = jnp.bincount(chosen.reshape(-1), length=experts)
+        shares = jax.nn.softmax(x @ params["router"])
+        weights, chosen = lax.top_k(shares, 2)
+        sorted_choices = chosen.reshape(-1)
+        order = jnp.argsort(sorted_choices)
+        counted_choices = chosen.reshape(-1)
+        counts = jnp.bincount(counted_choices, length=experts)
         rows = x[order // 2]
-        gate = jax.nn.silu(lax.ragged_dot(rows, params["gate"], counts))
-        h = gate * lax.ragged_dot(rows, params["up"], counts)
-        y = lax.ragged_dot(h, params["down"], counts)[jnp.argsort(order)]
-        return jnp.einsum("tkd,tk->td", y.reshape(-1, 2, width), weights)
+        gate_products = lax.ragged_dot(rows, params["gate"], counts)
+        gate = jax.nn.silu(gate_products)
+        raised = lax.ragged_dot(rows, params["up"], counts)
+        h = gate * raised
+        sorted_rows = lax.ragged_dot(h, params["down"], counts)
+        inverse = jnp.argsort(order)
+        y = sorted_rows[inverse]
+        pairs = y.reshape(-1, 2, width)
+        return jnp.einsum("tkd,tk->td", pairs, weights)
 
     def loss(params, x, y):
-        out = layer(params, x.reshape(-1, width)).reshape(x.shape)
-        return jnp.mean((out + x - y) ** 2)
+        rows = x.reshape(-1, width)
+        mixed = layer(params, rows)
+        out = mixed.reshape(x.shape)
+        squared_errors = (out + x - y) ** 2
+        return jnp.mean(squared_errors)
 
     x = struct((16, 32, width), "fsdp")
     gradient = jax.jit(jax.grad(loss), out_shardings=shardings(params))
@@ -350,47 +425,68 @@ def t5_adafactor(mesh: AnyMesh) -> Made:
 
     def norm(x, scale):
         mean_square = jnp.mean(x * x, -1, keepdims=True)
-        return x * lax.rsqrt(mean_square + 1e-6) * scale
+        scale_of_rows = lax.rsqrt(mean_square + 1e-6)
+        return x * scale_of_rows * scale
 
     def attention(p, x, memory, bias):
-        split = lambda t: t.reshape(*t.shape[:2], heads, width // heads)
+        def split(t):
+            return t.reshape(*t.shape[:2], heads, width // heads)
+
         q = split(x @ p["q"])
         k = split(memory @ p["k"])
         v = split(memory @ p["v"])
-        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias)
-        return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ p["o"]
+        products = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        weights = jax.nn.softmax(products + bias)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+        flat = mixed.reshape(x.shape)
+        return flat @ p["o"]
 
     def position_bias(table, length, causal):
-        offset = jnp.arange(length)[None] - jnp.arange(length)[:, None]
-        logarithm = jnp.log2(jnp.abs(offset) + 1).astype(jnp.int32)
+        positions = jnp.arange(length)
+        offset = positions[None] - positions[:, None]
+        distance = jnp.abs(offset) + 1
+        logs = jnp.log2(distance)
+        logarithm = logs.astype(jnp.int32)
+        signed = jnp.sign(offset) * logarithm + 16
         buckets = jnp.clip(
-            jnp.sign(offset) * logarithm + 16,
+            signed,
             0,
             31,
         )
-        bias = jnp.moveaxis(table[buckets], -1, 0)
+        rows = table[buckets]
+        bias = jnp.moveaxis(rows, -1, 0)
         return jnp.where(offset > 0, -1e9, bias) if causal else bias
 
     def loss(params, inputs, targets):
         x = params["embed"][inputs]
-        shifted = jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1]
+        padded = jnp.pad(targets, ((0, 0), (1, 0)))
+        shifted = padded[:, :-1]
         y = params["embed"][shifted]
         bias = position_bias(params["bias"][0], inputs.shape[1], False)
         for p in params["encoder"]:
             h = norm(x, p["norm"][0])
-            x = x + attention(p["self"], h, h, bias)
-            hidden = jax.nn.relu(norm(x, p["norm"][1]) @ p["mlp"]["wi"])
+            attended = attention(p["self"], h, h, bias)
+            x = x + attended
+            mlp_input = norm(x, p["norm"][1])
+            raised = mlp_input @ p["mlp"]["wi"]
+            hidden = jax.nn.relu(raised)
             x = x + hidden @ p["mlp"]["wo"]
         bias = position_bias(params["bias"][1], targets.shape[1], True)
         for p in params["decoder"]:
             h = norm(y, p["norm"][0])
-            y = y + attention(p["self"], h, h, bias)
+            decoded = attention(p["self"], h, h, bias)
+            y = y + decoded
             cross_input = norm(y, p["norm"][1])
-            y = y + attention(p["cross"], cross_input, x, 0.0)
-            hidden = jax.nn.relu(norm(y, p["norm"][2]) @ p["mlp"]["wi"])
+            crossed = attention(p["cross"], cross_input, x, 0.0)
+            y = y + crossed
+            decoder_input = norm(y, p["norm"][2])
+            decoder_hidden = decoder_input @ p["mlp"]["wi"]
+            hidden = jax.nn.relu(decoder_hidden)
             y = y + hidden @ p["mlp"]["wo"]
-        logits = y / math.sqrt(width) @ params["embed"].T
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+        scaled = y / math.sqrt(width)
+        logits = scaled @ params["embed"].T
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return losses.mean()
 
     optimizer = optax.adafactor(1e-3, min_dim_size_to_factor=64)
 
@@ -398,7 +494,8 @@ def t5_adafactor(mesh: AnyMesh) -> Made:
     def step(params, state, inputs, targets):
         grads = jax.grad(loss)(params, inputs, targets)
         updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        updated = optax.apply_updates(params, updates)
+        return updated, state
 
     struct = functools.partial(on(mesh), dtype=jnp.int32)
     state = optimizer_state(mesh, optimizer, params)

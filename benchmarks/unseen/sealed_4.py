@@ -33,38 +33,53 @@ def equinox_tabular(mesh: AnyMesh) -> Made:
             keys = jax.random.split(key, 8)
             self.numbers = jax.random.normal(keys[0], (24, 96))
             word_keys = jax.random.split(keys[1], 8)
-            self.words = [eqx.nn.Embedding(640, 96, key=k) for k in word_keys]
+            words = []
+            for k in word_keys:
+                words.append(eqx.nn.Embedding(640, 96, key=k))
+            self.words = words
             self.attention = [
                 eqx.nn.MultiheadAttention(4, 96, dropout_p=0.1, key=k)
                 for k in keys[2:4]
             ]
-            self.feedforward = [eqx.nn.MLP(96, 96, 256, 1, key=k) for k in keys[4:6]]
+            feed_keys = keys[4:6]
+            self.feedforward = [eqx.nn.MLP(96, 96, 256, 1, key=k) for k in feed_keys]
             self.norm, self.head = eqx.nn.RMSNorm(96), eqx.nn.Linear(96, 1, key=keys[6])
             self.dropout = eqx.nn.Dropout(0.2)
 
         def __call__(self, numbers, words, *, key):
-            wave = numbers[:, None] * lax.stop_gradient(self.numbers)
-            rows = [e(i) for e, i in zip(self.words, words, strict=True)]
+            frozen = lax.stop_gradient(self.numbers)
+            wave = numbers[:, None] * frozen
+            rows = []
+            for e, i in zip(self.words, words, strict=True):
+                rows.append(e(i))
+            word_rows = jnp.stack(rows)
             x = jnp.concatenate(
                 [
                     wave,
-                    jnp.stack(rows),
+                    word_rows,
                 ]
             )
+            block_keys = jax.random.split(key)
             for attend, feed, k in zip(
-                self.attention, self.feedforward, jax.random.split(key), strict=True
+                self.attention, self.feedforward, block_keys, strict=True
             ):
                 h = jax.vmap(self.norm)(x)
                 drop_key = jax.random.fold_in(k, 1)
                 attended = attend(h, h, h, key=k)
-                x = x + self.dropout(attended, key=drop_key)
-                x = x + jax.vmap(feed)(jax.vmap(self.norm)(x))
-            return self.head(x.mean(0))[0]
+                dropped = self.dropout(attended, key=drop_key)
+                x = x + dropped
+                normed = jax.vmap(self.norm)(x)
+                fed = jax.vmap(feed)(normed)
+                x = x + fed
+            means = x.mean(0)
+            return self.head(means)[0]
 
     model = eqx.filter_eval_shape(Tabular, jax.random.key(0))
-    arrays, static = eqx.partition(
-        model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
-    )
+
+    def is_struct(leaf):
+        return isinstance(leaf, jax.ShapeDtypeStruct)
+
+    arrays, static = eqx.partition(model, is_struct)
     arrays = fully_sharded(mesh, arrays, "fsdp")
     struct = on(mesh)
     optimizer = optax.adam(1e-3)
@@ -72,15 +87,20 @@ def equinox_tabular(mesh: AnyMesh) -> Made:
     def loss(arrays, numbers, words, goal, key):
         model = eqx.combine(arrays, static)
         row_keys = jax.random.split(key, numbers.shape[0])
-        guess = jax.vmap(lambda n, w, k: model(n, w, key=k))(numbers, words, row_keys)
-        return jnp.mean(optax.losses.log_cosh(guess, goal))
+
+        def guess_row(n, w, k):
+            return model(n, w, key=k)
+
+        guess = jax.vmap(guess_row)(numbers, words, row_keys)
+        distances = optax.losses.log_cosh(guess, goal)
+        return jnp.mean(distances)
 
     def step(arrays, state, numbers, words, goal, key):
-        value, grads = eqx.filter_value_and_grad(loss)(
-            arrays, numbers, words, goal, key
-        )
+        differentiated = eqx.filter_value_and_grad(loss)
+        value, grads = differentiated(arrays, numbers, words, goal, key)
         updates, state = optimizer.update(grads, state)
-        return eqx.apply_updates(arrays, updates), state, value
+        updated = eqx.apply_updates(arrays, updates)
+        return updated, state, value
 
     numbers = struct((64, 24), "fsdp")
     words = struct((64, 8), "fsdp", dtype=jnp.int32)
@@ -98,7 +118,8 @@ def equinox_tabular(mesh: AnyMesh) -> Made:
         *inputs,
         key,
     )
-    return jax.jit(step, donate_argnums=(0, 1)), args
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted, args
 
 
 @case(
@@ -123,58 +144,68 @@ def retention(mesh: AnyMesh) -> Made:
 
     def retain(p, x):
         q, k, v = jnp.einsum("btd,cdhk->cbhtk", x, p["qkv"])
-        chunks = [
-            jnp.moveaxis(t.reshape(*t.shape[:2], -1, chunk, size), 2, 0)
-            for t in (q, k, v)
-        ]
-        offset = np.arange(chunk)[:, None] - np.arange(chunk)
-        powers = np.where(offset >= 0, decay[:, None, None] ** offset, 0)
+        chunks = []
+        for t in (q, k, v):
+            chunks.append(jnp.moveaxis(t.reshape(*t.shape[:2], -1, chunk, size), 2, 0))
+        positions = np.arange(chunk)
+        offset = positions[:, None] - positions
+        decays = decay[:, None, None] ** offset
+        powers = np.where(offset >= 0, decays, 0)
         inside = powers.astype(np.float32)
-        later = decay[:, None] ** (np.arange(chunk) + 1)
+        steps = np.arange(chunk) + 1
+        later = decay[:, None] ** steps
         arrived = later.astype(np.float32)
-        earlier = decay[:, None] ** (chunk - 1 - np.arange(chunk))
+        remaining = chunk - 1 - np.arange(chunk)
+        earlier = decay[:, None] ** remaining
         weights = earlier.astype(np.float32)
 
         def one(state, qkv):
             q, k, v = (t.astype(jnp.float32) for t in qkv)
-            near = jnp.einsum(
-                "bhqs,bhsv->bhqv", jnp.einsum("bhqk,bhsk->bhqs", q, k) * inside, v
-            )
-            far = jnp.einsum("bhqk,bhkv->bhqv", q * arrived[..., None], state)
+            products = jnp.einsum("bhqk,bhsk->bhqs", q, k)
+            near = jnp.einsum("bhqs,bhsv->bhqv", products * inside, v)
+            decayed = q * arrived[..., None]
+            far = jnp.einsum("bhqk,bhkv->bhqv", decayed, state)
             weighted = k * weights[..., None]
-            state = state * (decay**chunk)[:, None, None] + jnp.einsum(
-                "bhsk,bhsv->bhkv", weighted, v
-            )
-            return state, (near + far).astype(x.dtype)
+            kept_state = state * (decay**chunk)[:, None, None]
+            added = jnp.einsum("bhsk,bhsv->bhkv", weighted, v)
+            state = kept_state + added
+            mixed = (near + far).astype(x.dtype)
+            return state, mixed
 
         start = jnp.zeros((x.shape[0], heads, size, size))
         _, mixed = lax.scan(one, start, tuple(chunks))
         chunks_of_heads = jnp.moveaxis(mixed, 0, 2)
-        mixed = chunks_of_heads.reshape(x.shape[0], heads, x.shape[1], size).swapaxes(
-            1, 2
-        )
+        rows = chunks_of_heads.reshape(x.shape[0], heads, x.shape[1], size)
+        mixed = rows.swapaxes(1, 2)
         gate = jnp.einsum("btd,dhk->bthk", x, p["gate"])
-        mixed = jax.nn.standardize(mixed) * jax.nn.silu(gate)
+        opened = jax.nn.silu(gate)
+        normed = jax.nn.standardize(mixed)
+        mixed = normed * opened
         return jnp.einsum("bthk,hkd->btd", mixed, p["out"])
 
     def loss(params, tokens):
         x = params["embed"][tokens]
         for p in params["layers"]:
-            x = x + retain(p, x)
-        logits = (x @ params["embed"].T)[:, :-1].astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits, tokens[:, 1:]
-        ).mean()
+            retained = retain(p, x)
+            x = x + retained
+        answers = x @ params["embed"].T
+        earlier = answers[:, :-1]
+        logits = earlier.astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return losses.mean()
 
     optimizer = optax.lion(1e-4)
 
     def step(params, state, tokens):
         value, grads = jax.value_and_grad(loss)(params, tokens)
         updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+        updated = optax.apply_updates(params, updates)
+        return updated, state, value
 
     tokens = on(mesh)((8, 128), "data", dtype=jnp.int32)
-    return jax.jit(step), (params, optimizer_state(mesh, optimizer, params), tokens)
+    jitted = jax.jit(step)
+    state = optimizer_state(mesh, optimizer, params)
+    return jitted, (params, state, tokens)
 
 
 @case("dit-adaptive-norm-noise-ema", cpu={"data": 8}, v5e={"data": 8, "fsdp": 2})
@@ -192,57 +223,82 @@ def dit(mesh: AnyMesh) -> Made:
         "wide": jnp.zeros((width, 4 * width)),
         "narrow": jnp.zeros((4 * width, width)),
     }
+
+    def stacked(leaf):
+        return jnp.zeros((3, *leaf.shape))
+
     shapes = {
         "patch": jnp.zeros((2 * 2 * 4, width)),
         "class": jnp.zeros((101, width)),
         "time": [jnp.zeros((256, width)), jnp.zeros((width, width))],
-        "blocks": jax.tree.map(lambda leaf: jnp.zeros((3, *leaf.shape)), block),
+        "blocks": jax.tree.map(stacked, block),
         "final": jnp.zeros((width, 16)),
     }
     params = fully_sharded(mesh, shapes, both)
 
     def modulate(x, shift, scale):
-        scaled = jax.nn.standardize(x) * (1 + scale[:, None])
+        normed = jax.nn.standardize(x)
+        scaled = normed * (1 + scale[:, None])
         return scaled + shift[:, None]
 
     def denoise(params, latents, time, label):
         batch, side, _, channels = latents.shape
         patches = latents.reshape(batch, side // 2, 2, side // 2, 2, channels)
         x = patches.transpose(0, 1, 3, 2, 4, 5)
-        x = x.reshape(batch, (side // 2) ** 2, -1) @ params["patch"]
-        frequencies = jnp.exp(-jnp.arange(128) * (math.log(10000) / 128))
-        angles = time[:, None] * frequencies
-        waves = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1)
+        count = (side // 2) ** 2
+        rows = x.reshape(batch, count, -1)
+        x = rows @ params["patch"]
+        rate = math.log(10000) / 128
+        frequencies = jnp.exp(-jnp.arange(128) * rate)
+        moments = time[:, None]
+        angles = moments * frequencies
+        cosines = jnp.cos(angles)
+        waves = jnp.concatenate([cosines, jnp.sin(angles)], -1)
         hidden = jax.nn.silu(waves @ params["time"][0])
-        condition = hidden @ params["time"][1] + params["class"][label]
+        timed = hidden @ params["time"][1]
+        condition = timed + params["class"][label]
 
         def layer(x, p):
             modulation = jax.nn.silu(condition) @ p["adaptive"]
             s1, c1, g1, s2, c2, g2 = jnp.split(modulation, 6, axis=-1)
-            q, k, v = jnp.einsum("btd,dchk->cbthk", modulate(x, s1, c1), p["qkv"])
+            modulated = modulate(x, s1, c1)
+            q, k, v = jnp.einsum("btd,dchk->cbthk", modulated, p["qkv"])
             mixed = jax.nn.dot_product_attention(q, k, v)
-            x = x + g1[:, None] * jnp.einsum("bthk,hkd->btd", mixed, p["out"])
-            wide = jax.nn.gelu(modulate(x, s2, c2) @ p["wide"])
+            projected = jnp.einsum("bthk,hkd->btd", mixed, p["out"])
+            x = x + g1[:, None] * projected
+            modulated_rows = modulate(x, s2, c2)
+            raised = modulated_rows @ p["wide"]
+            wide = jax.nn.gelu(raised)
+            lowered = wide @ p["narrow"]
             return (
-                x + g2[:, None] * (wide @ p["narrow"]),
+                x + g2[:, None] * lowered,
                 None,
             )
 
         x, _ = lax.scan(layer, x, params["blocks"])
-        final = jax.nn.standardize(x) @ params["final"]
+        normed = jax.nn.standardize(x)
+        final = normed @ params["final"]
         x = final.reshape(batch, side // 2, side // 2, 2, 2, channels)
-        return x.transpose(0, 1, 3, 2, 4, 5).reshape(latents.shape)
+        turned = x.transpose(0, 1, 3, 2, 4, 5)
+        return turned.reshape(latents.shape)
 
     def loss(params, latents, labels, key):
         a, b, c = jax.random.split(key, 3)
         time = jax.random.randint(a, labels.shape, 0, 1000)
-        signals = jnp.cumprod(1 - jnp.linspace(1e-4, 2e-2, 1000))
-        signal = signals[time][:, None, None, None]
+        betas = jnp.linspace(1e-4, 2e-2, 1000)
+        signals = jnp.cumprod(1 - betas)
+        columns = signals[time]
+        signal = columns[:, None, None, None]
         noise = jax.random.normal(b, latents.shape)
-        labels = jnp.where(jax.random.bernoulli(c, 0.1, labels.shape), 100, labels)
-        noised = jnp.sqrt(signal) * latents + jnp.sqrt(1 - signal) * noise
-        predicted = denoise(params, noised, time.astype(jnp.float32), labels)
-        return jnp.mean((predicted - noise) ** 2)
+        is_dropped = jax.random.bernoulli(c, 0.1, labels.shape)
+        labels = jnp.where(is_dropped, 100, labels)
+        noise_scale = jnp.sqrt(1 - signal)
+        signal_scale = jnp.sqrt(signal)
+        noised = signal_scale * latents + noise_scale * noise
+        times = time.astype(jnp.float32)
+        predicted = denoise(params, noised, times, labels)
+        squared_errors = (predicted - noise) ** 2
+        return jnp.mean(squared_errors)
 
     optimizer = optax.adam(1e-4)
 
@@ -250,7 +306,8 @@ def dit(mesh: AnyMesh) -> Made:
         value, grads = jax.value_and_grad(loss)(params, latents, labels, key)
         updates, state = optimizer.update(grads, state)
         params = optax.apply_updates(params, updates)
-        return params, optax.incremental_update(params, average, 1e-3), state, value
+        new_average = optax.incremental_update(params, average, 1e-3)
+        return params, new_average, state, value
 
     struct = on(mesh)
     state = optimizer_state(mesh, optimizer, params)
@@ -269,7 +326,8 @@ def dit(mesh: AnyMesh) -> Made:
         labels,
         key,
     )
-    return jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=out), (
+    jitted = jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=out)
+    return jitted, (
         params,
         params,
         state,
@@ -292,8 +350,9 @@ def resnet_nhwc(mesh: AnyMesh) -> Made:
         }
 
     blocks = [(64, 64, 1), (64, 128, 2), (128, 128, 1)]
+    stem = unit(7, 3, 64)
     params = {
-        "stem": unit(7, 3, 64),
+        "stem": stem,
         "blocks": [
             {
                 "a": unit(1, i, o // 2),
@@ -305,11 +364,15 @@ def resnet_nhwc(mesh: AnyMesh) -> Made:
         ],
         "head": struct((128, 100)),
     }
-    is_unit = lambda node: isinstance(node, dict) and "scale" in node
+
+    def is_unit(node):
+        return isinstance(node, dict) and "scale" in node
+
+    def averages(node):
+        return {"mean": node["scale"], "var": node["scale"]} if is_unit(node) else ()
+
     running = jax.tree.map(
-        lambda node: (
-            {"mean": node["scale"], "var": node["scale"]} if is_unit(node) else ()
-        ),
+        averages,
         params,
         is_leaf=is_unit,
     )
@@ -329,7 +392,8 @@ def resnet_nhwc(mesh: AnyMesh) -> Made:
             "mean": 0.9 * stats["mean"] + 0.1 * mean,
             "var": 0.9 * stats["var"] + 0.1 * var,
         }
-        normed = (x - mean) * lax.rsqrt(var + 1e-5)
+        deviation = lax.rsqrt(var + 1e-5)
+        normed = (x - mean) * deviation
         return normed * p["scale"] + p["bias"], new
 
     def forward(params, stats, images):
@@ -345,11 +409,15 @@ def resnet_nhwc(mesh: AnyMesh) -> Made:
             h, a = convolve(p["a"], s["a"], x)
             activated = jax.nn.relu(h)
             h, b = convolve(p["b"], s["b"], activated, stride)
-            h, c = convolve(p["c"], s["c"], jax.nn.relu(h))
+            activated_rows = jax.nn.relu(h)
+            h, c = convolve(p["c"], s["c"], activated_rows)
             x, skip = convolve(p["skip"], s["skip"], x, stride)
-            x = jax.nn.relu(x + h)
-            new_blocks.append({"a": a, "b": b, "c": c, "skip": skip})
-        logits = x.mean((1, 2)) @ params["head"]
+            residual = x + h
+            x = jax.nn.relu(residual)
+            statistics = {"a": a, "b": b, "c": c, "skip": skip}
+            new_blocks.append(statistics)
+        means = x.mean((1, 2))
+        logits = means @ params["head"]
         return logits, {
             "stem": stem,
             "blocks": new_blocks,
@@ -358,9 +426,15 @@ def resnet_nhwc(mesh: AnyMesh) -> Made:
 
     def loss(params, stats, images, labels):
         logits, stats = forward(params, stats, images)
-        smooth = optax.smooth_labels(jax.nn.one_hot(labels, 100), 0.1)
-        decay = sum(jnp.sum(p**2) for p in jax.tree.leaves(params) if p.ndim > 1)
-        return optax.softmax_cross_entropy(logits, smooth).mean() + 1e-4 * decay, (
+        hot = jax.nn.one_hot(labels, 100)
+        smooth = optax.smooth_labels(hot, 0.1)
+        matrix_squares = []
+        for p in jax.tree.leaves(params):
+            if p.ndim > 1:
+                matrix_squares.append(jnp.sum(p**2))
+        decay = sum(matrix_squares)
+        losses = optax.softmax_cross_entropy(logits, smooth)
+        return losses.mean() + 1e-4 * decay, (
             stats,
             logits,
         )
@@ -368,17 +442,20 @@ def resnet_nhwc(mesh: AnyMesh) -> Made:
     optimizer = optax.sgd(0.1, momentum=0.9, nesterov=True)
 
     def step(params, stats, state, images, labels):
-        grads, (stats, logits) = jax.grad(loss, has_aux=True)(
-            params, stats, images, labels
-        )
+        differentiated = jax.grad(loss, has_aux=True)
+        grads, (stats, logits) = differentiated(params, stats, images, labels)
         updates, state = optimizer.update(grads, state)
-        accuracy = jnp.mean(jnp.argmax(logits, -1) == labels)
-        return optax.apply_updates(params, updates), stats, state, accuracy
+        is_right = jnp.argmax(logits, -1)
+        accuracy = jnp.mean(is_right == labels)
+        updated = optax.apply_updates(params, updates)
+        return updated, stats, state, accuracy
 
     images = struct((32, 64, 64, 3), "data")
     labels = struct((32,), "data", dtype=jnp.int32)
-    args = (params, running, optimizer_state(mesh, optimizer, params), images, labels)
-    return jax.jit(step, donate_argnums=(0, 1, 2)), args
+    state = optimizer_state(mesh, optimizer, params)
+    args = (params, running, state, images, labels)
+    jitted = jax.jit(step, donate_argnums=(0, 1, 2))
+    return jitted, args
 
 
 @case("dueling-dqn-replay", cpu={"data": 4, "model": 2}, v5e={"data": 8, "model": 2})
@@ -403,34 +480,53 @@ def dqn(mesh: AnyMesh) -> Made:
 
     def values(p, x):
         pixels = x.astype(jnp.float32) / 255
-        h = jax.nn.relu(jax.nn.relu(pixels @ p["frames"]) @ p["hidden"])
+        first = jax.nn.relu(pixels @ p["frames"])
+        h = jax.nn.relu(first @ p["hidden"])
         gain = h @ p["gain"]
-        return h @ p["value"] + gain - gain.mean(-1, keepdims=True)
+        mean_gain = gain.mean(-1, keepdims=True)
+        return h @ p["value"] + gain - mean_gain
 
     def loss(params, target, buffer, index):
         now = buffer["frames"][index]
-        later = buffer["frames"][(index + 1) % size]
-        best = jnp.argmax(values(params, later), -1)
+        following_index = (index + 1) % size
+        later = buffer["frames"][following_index]
+        next_values = values(params, later)
+        best = jnp.argmax(next_values, -1)
         following = values(target, later)
-        after = jnp.take_along_axis(following, best[:, None], -1)[:, 0]
-        estimates = values(params, now)[jnp.arange(batch), buffer["actions"][index]]
-        goal = buffer["rewards"][index] + 0.99 * after
-        return optax.huber_loss(estimates, lax.stop_gradient(goal)).mean()
+        best_columns = best[:, None]
+        picked = jnp.take_along_axis(following, best_columns, -1)
+        after = picked[:, 0]
+        actions = buffer["actions"][index]
+        rows = jnp.arange(batch)
+        estimates = values(params, now)[rows, actions]
+        rewards = buffer["rewards"][index]
+        goal = rewards + 0.99 * after
+        losses = optax.huber_loss(estimates, lax.stop_gradient(goal))
+        return losses.mean()
 
     def step(params, target, buffer, fresh, count, key):
         start = (count * 32) % size
-        buffer = jax.tree.map(
-            lambda b, f: lax.dynamic_update_slice_in_dim(b, f, start, 0), buffer, fresh
-        )
+
+        def written(b, f):
+            return lax.dynamic_update_slice_in_dim(b, f, start, 0)
+
+        buffer = jax.tree.map(written, buffer, fresh)
         index = jax.random.randint(key, (batch,), 0, size)
         grads = jax.grad(loss)(params, target, buffer, index)
-        params = jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
-        target = lax.cond(count % 100 == 0, lambda: params, lambda: target)
-        return params, target, buffer, count + 1
 
-    fresh = jax.tree.map(
-        lambda leaf: struct((32, *leaf.shape[1:]), dtype=leaf.dtype), buffer
-    )
+        def descended(p, g):
+            return p - 1e-3 * g
+
+        params = jax.tree.map(descended, params, grads)
+        is_due = count % 100 == 0
+        target = lax.cond(is_due, lambda: params, lambda: target)
+        next_count = count + 1
+        return params, target, buffer, next_count
+
+    def of_fresh(leaf):
+        return struct((32, *leaf.shape[1:]), dtype=leaf.dtype)
+
+    fresh = jax.tree.map(of_fresh, buffer)
     start = struct((), dtype=jnp.int32)
     key = struct((2,), dtype=jnp.uint32)
     args = (
@@ -441,7 +537,8 @@ def dqn(mesh: AnyMesh) -> Made:
         start,
         key,
     )
-    return jax.jit(step, donate_argnums=(0, 1, 2)), args
+    jitted = jax.jit(step, donate_argnums=(0, 1, 2))
+    return jitted, args
 
 
 CASES = (

@@ -42,31 +42,45 @@ def swin(mesh: AnyMesh) -> Made:
         turned = tiles.transpose(0, 1, 3, 2, 4, 5)
         tiles = turned.reshape(-1, window * window, width)
         q, k, v = jnp.einsum("ntd,dchk->cnhtk", tiles, p["qkv"])
-        scores = (q @ k.mT).astype(jnp.float32) / math.sqrt(32)
-        weights = jax.nn.softmax(scores + p["bias"])
-        tiles = jnp.einsum("nhts,nhsk,hkd->ntd", weights.astype(x.dtype), v, p["out"])
+        products = (q @ k.mT).astype(jnp.float32)
+        scores = products / math.sqrt(32)
+        biased = scores + p["bias"]
+        weights = jax.nn.softmax(biased)
+        shares = weights.astype(x.dtype)
+        tiles = jnp.einsum("nhts,nhsk,hkd->ntd", shares, v, p["out"])
         tiles = tiles.reshape(
             batch, height // window, wide // window, window, window, width
         )
-        return tiles.transpose(0, 1, 3, 2, 4, 5).reshape(x.shape)
+        turned_back = tiles.transpose(0, 1, 3, 2, 4, 5)
+        return turned_back.reshape(x.shape)
 
     def loss(params, patches, labels):
         x = patches @ params["patch"]
         for position, p in enumerate(params["blocks"]):
-            shift = window // 2 * (position % 2)
+            is_odd = position % 2
+            shift = window // 2 * is_odd
             normed = jax.nn.standardize(x)
             h = jnp.roll(normed, (-shift, -shift), (1, 2))
             attended = attend(p, h)
             x = x + jnp.roll(attended, (shift, shift), (1, 2))
-            x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
-        quarters = [x[:, i::2, j::2] for i in (0, 1) for j in (0, 1)]
-        x = jnp.concatenate(quarters, -1) @ params["merge"]
-        logits = (x.mean((1, 2)) @ params["head"]).astype(jnp.float32)
-        return optax.sigmoid_focal_loss(logits, jax.nn.one_hot(labels, 30)).mean()
+            hidden = jax.nn.gelu(x @ p["up"])
+            x = x + hidden @ p["down"]
+        quarters = []
+        for i in (0, 1):
+            for j in (0, 1):
+                quarters.append(x[:, i::2, j::2])
+        joined = jnp.concatenate(quarters, -1)
+        x = joined @ params["merge"]
+        means = x.mean((1, 2))
+        answers = means @ params["head"]
+        logits = answers.astype(jnp.float32)
+        losses = optax.sigmoid_focal_loss(logits, jax.nn.one_hot(labels, 30))
+        return losses.mean()
 
     def step(params, patches, labels):
         value, grads = jax.value_and_grad(loss)(params, patches, labels)
-        return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
+        updated = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+        return updated, value
 
     patches = struct((8, 64, 32, 48), "data", "rows")
     labels = on(mesh)((8,), "data", dtype=jnp.int32)
@@ -75,7 +89,8 @@ def swin(mesh: AnyMesh) -> Made:
         patches,
         labels,
     )
-    return jax.jit(step, donate_argnums=0), args
+    jitted = jax.jit(step, donate_argnums=0)
+    return jitted, args
 
 
 @case(
@@ -112,16 +127,20 @@ def unet(mesh: AnyMesh) -> Made:
         )
 
     def forward(params, x, sigma):
-        noise_level = sigma[:, None, None, None].astype(jnp.bfloat16)
-        x = convolve(x.astype(jnp.bfloat16), params["first"]) + noise_level
+        level_columns = sigma[:, None, None, None]
+        noise_level = level_columns.astype(jnp.bfloat16)
+        low_x = x.astype(jnp.bfloat16)
+        convolved = convolve(low_x, params["first"])
+        x = convolved + noise_level
         skips = []
         for w in params["down"]:
             skips.append(x)
-            x = jax.nn.silu(convolve(x, w, 2))
-        x = jax.nn.silu(convolve(x, params["middle"]))
-        for up, merge, skip in zip(
-            params["up"], params["merge"], reversed(skips), strict=True
-        ):
+            downsampled = convolve(x, w, 2)
+            x = jax.nn.silu(downsampled)
+        middle = convolve(x, params["middle"])
+        x = jax.nn.silu(middle)
+        pairs = zip(params["up"], params["merge"], reversed(skips), strict=True)
+        for up, merge, skip in pairs:
             dimensions = ("NHWC", "HWIO", "NHWC")
             x = lax.conv_transpose(
                 x,
@@ -134,21 +153,30 @@ def unet(mesh: AnyMesh) -> Made:
                 repeats = x.shape[-1] // skip.shape[-1]
                 skip = jnp.tile(skip, (1, 1, 1, repeats))
             joined = jnp.concatenate([x, skip], -1)
-            x = jax.nn.silu(convolve(joined, merge))
-        return convolve(x, params["last"]).astype(jnp.float32)
+            merged = convolve(joined, merge)
+            x = jax.nn.silu(merged)
+        last = convolve(x, params["last"])
+        return last.astype(jnp.float32)
 
     def loss(params, clean, sigma, key):
-        noise = jax.random.normal(key, clean.shape) * sigma[:, None, None, None]
+        columns = sigma[:, None, None, None]
+        drawn = jax.random.normal(key, clean.shape)
+        noise = drawn * columns
         weight = 1 / jnp.square(sigma)
-        squares = jnp.square(forward(params, clean + noise, sigma) - clean)
-        return jnp.mean(weight * squares.mean((1, 2, 3)))
+        noised = clean + noise
+        denoised = forward(params, noised, sigma)
+        squares = jnp.square(denoised - clean)
+        mean_squares = squares.mean((1, 2, 3))
+        return jnp.mean(weight * mean_squares)
 
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+    clipped = optax.clip_by_global_norm(1.0)
+    optimizer = optax.chain(clipped, optax.adamw(1e-4))
 
     def step(params, state, clean, sigma, key):
         value, grads = jax.value_and_grad(loss)(params, clean, sigma, key)
         updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+        updated = optax.apply_updates(params, updates)
+        return updated, state, value
 
     images = struct((16, 32, 32, 3), "data")
     levels = struct((16,), "data")
@@ -159,7 +187,8 @@ def unet(mesh: AnyMesh) -> Made:
         key,
     )
     state = optimizer_state(mesh, optimizer, params)
-    return jax.jit(step, donate_argnums=(0, 1)), (
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted, (
         params,
         state,
         *inputs,
@@ -181,36 +210,51 @@ def siglip(mesh: AnyMesh) -> Made:
     }
 
     def local(params, images, texts):
-        unit = lambda v: v * lax.rsqrt(jnp.sum(v * v, -1, keepdims=True) + 1e-8)
-        x = unit(images @ params["image"])
-        y = unit(texts @ params["text"])
+        def unit(v):
+            return v * lax.rsqrt(jnp.sum(v * v, -1, keepdims=True) + 1e-8)
+
+        image_rows = images @ params["image"]
+        x = unit(image_rows)
+        text_rows = texts @ params["text"]
+        y = unit(text_rows)
 
         def turn(carry, step):
             total, y = carry
-            logits = jnp.exp(params["scale"]) * x @ y.T + params["shift"]
-            diagonal = 2 * jnp.eye(x.shape[0]) - 1
+            scale = jnp.exp(params["scale"])
+            logits = scale * x @ y.T + params["shift"]
+            identity = jnp.eye(x.shape[0])
+            diagonal = 2 * identity - 1
             sign = jnp.where(step == 0, diagonal, -1.0)
-            total = total - jnp.sum(jax.nn.log_sigmoid(sign * logits))
-            ring = [(i, (i + 1) % count) for i in range(count)]
+            signs = jax.nn.log_sigmoid(sign * logits)
+            total = total - jnp.sum(signs)
+            ring = []
+            for i in range(count):
+                ring.append((i, (i + 1) % count))
+            next_texts = lax.ppermute(y, "ring", ring)
             return (
                 total,
-                lax.ppermute(y, "ring", ring),
+                next_texts,
             ), None
 
-        start = lax.pcast(jnp.zeros(()), "ring", to="varying")
-        (total, _), _ = lax.scan(turn, (start, y), jnp.arange(count))
-        return lax.psum(total, "ring") / (count * x.shape[0])
+        zero = jnp.zeros(())
+        start = lax.pcast(zero, "ring", to="varying")
+        steps = jnp.arange(count)
+        (total, _), _ = lax.scan(turn, (start, y), steps)
+        total_of_ring = lax.psum(total, "ring")
+        return total_of_ring / (count * x.shape[0])
 
     in_specs = (P(), P("ring"), P("ring"))
     loss = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P())
 
     def step(params, images, texts):
         value, grads = jax.value_and_grad(loss)(params, images, texts)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+        updated = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return updated, value
 
     images = struct((512, 512), "ring")
     texts = struct((512, 384), "ring")
-    return jax.jit(step), (
+    jitted = jax.jit(step)
+    return jitted, (
         params,
         images,
         texts,
@@ -228,24 +272,32 @@ def mlp_momentum(mesh: AnyMesh) -> Made:
 
     def predict(params, x):
         for w, b in params[:-1]:
-            x = jax.nn.relu(x @ w + b)
+            hidden = x @ w + b
+            x = jax.nn.relu(hidden)
         w, b = params[-1]
-        return jax.nn.log_softmax(x @ w + b)
+        logits = x @ w + b
+        return jax.nn.log_softmax(logits)
 
     def loss(params, images, labels):
         log_probabilities = predict(params, images)
-        return -jnp.mean(
-            jnp.take_along_axis(log_probabilities, labels[:, None], axis=1)
-        )
+        columns = labels[:, None]
+        picked = jnp.take_along_axis(log_probabilities, columns, axis=1)
+        return -jnp.mean(picked)
 
     def update(params, velocity, images, labels):
         value, grads = jax.value_and_grad(loss)(params, images, labels)
-        velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, grads)
-        return jax.tree.map(lambda p, v: p - 0.1 * v, params, velocity), velocity, value
+
+        def accelerated(v, g):
+            return 0.9 * v + g
+
+        velocity = jax.tree.map(accelerated, velocity, grads)
+        updated = jax.tree.map(lambda p, v: p - 0.1 * v, params, velocity)
+        return updated, velocity, value
 
     images = struct((256, 784), "batch")
     labels = struct((256,), "batch", dtype=jnp.int32)
-    return jax.jit(update, donate_argnums=(0, 1)), (params, params, images, labels)
+    jitted = jax.jit(update, donate_argnums=(0, 1))
+    return jitted, (params, params, images, labels)
 
 
 @case("int8-weights-scores", cpu={"data": 2, "model": 4}, v5e={"data": 2, "model": 8})
@@ -264,11 +316,14 @@ def int8_scores(mesh: AnyMesh) -> Made:
         }
     ] * 3
     table = struct((4096, width), "model", dtype=jnp.int8)
-    params = {"layers": layers, "table": table, "table_scale": struct((4096,), "model")}
+    scale_struct = struct((4096,), "model")
+    params = {"layers": layers, "table": table, "table_scale": scale_struct}
 
     def dense(x, w, scale):
-        step = jnp.max(jnp.abs(x), -1, keepdims=True) / 127 + 1e-8
-        whole = jnp.round(x / step).astype(jnp.int8)
+        largest = jnp.max(jnp.abs(x), -1, keepdims=True)
+        step = largest / 127 + 1e-8
+        scaled = x / step
+        whole = jnp.round(scaled).astype(jnp.int8)
         dimensions = (((x.ndim - 1,), (0,)), ((), ()))
         product = lax.dot_general(
             whole,
@@ -276,21 +331,29 @@ def int8_scores(mesh: AnyMesh) -> Made:
             dimensions,
             preferred_element_type=jnp.int32,
         )
-        return product.astype(jnp.float32) * step * scale
+        wide = product.astype(jnp.float32)
+        return wide * step * scale
 
     def scores(params, tokens):
-        rows = params["table"][tokens].astype(jnp.float32)
-        x = rows * params["table_scale"][tokens][..., None]
+        table_rows = params["table"][tokens]
+        rows = table_rows.astype(jnp.float32)
+        scales = params["table_scale"][tokens]
+        x = rows * scales[..., None]
         for p in params["layers"]:
-            h = jax.nn.relu(dense(x, p["up"], p["up_scale"]))
-            x = x + dense(h, p["down"], p["down_scale"])
-        logits = dense(x, params["table"].T, params["table_scale"])[:, :-1]
+            raised = dense(x, p["up"], p["up_scale"])
+            h = jax.nn.relu(raised)
+            lowered = dense(h, p["down"], p["down_scale"])
+            x = x + lowered
+        answers = dense(x, params["table"].T, params["table_scale"])
+        logits = answers[:, :-1]
         log_probabilities = jax.nn.log_softmax(logits)
-        picked = jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], -1)
+        following = tokens[:, 1:, None]
+        picked = jnp.take_along_axis(log_probabilities, following, -1)
         return picked.sum((1, 2))
 
     tokens = struct((16, 64), "data", dtype=jnp.int32)
-    return jax.jit(scores), (params, tokens)
+    jitted = jax.jit(scores)
+    return jitted, (params, tokens)
 
 
 CASES = (
