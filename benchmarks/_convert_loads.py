@@ -80,7 +80,7 @@ def load_race(mebibytes: int, options: Options) -> Race:
     trainer = trainer_plan(layer_count(mebibytes), options.devices)
     plain_plan = _as_it_is(file, options.devices)
 
-    def check(_: Any, result: Any) -> None:
+    def check(_, result) -> None:
         for path, array in _by_hand(file, trainer.shardings).items():
             assert result[path].sharding == trainer.shardings[path], path
             actual = np.asarray(result[path]).tobytes()

@@ -37,7 +37,7 @@ def sync_race(mebibytes: int, options: Options, elsewhere: bool) -> Race:
     # All trees hold the same numbers, so that one answer is right for all rivals.
     expected: dict[str, np.ndarray] = {}
 
-    def check(tree: Any, result: Any) -> None:
+    def check(tree, result) -> None:
         if not expected:
             leaves_by_path = {path: np.asarray(leaf) for path, leaf in tree.items()}
             applied = ENGINE.apply(leaves_by_path)

@@ -89,7 +89,7 @@ def planned(
 
 
 def _names() -> dict[str, Any]:
-    def stacked(tree: Any) -> Any:
+    def stacked(tree):
         def with_layers(dims):
             return "layers", *dims
 
@@ -147,7 +147,7 @@ def _structs(config: Mapping[str, Any]) -> dict[str, Any]:
     def struct(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    def stacked(count: int, tree: Any) -> Any:
+    def stacked(count: int, tree):
         def with_count(shape):
             return struct((count, *shape))
 
@@ -191,7 +191,7 @@ def _step(config: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
     def laid(x: jax.Array, *names: str | None) -> jax.Array:
         return constrain(x, names, plan)
 
-    def attended(x: jax.Array, w: Any) -> jax.Array:
+    def attended(x: jax.Array, w) -> jax.Array:
         x = laid(x, *STREAM)
         low_query = x @ w["query_down"]
         query = jnp.einsum("bsr,rhk->bshk", low_query, w["query_up"])
@@ -210,7 +210,7 @@ def _step(config: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
         out = jnp.einsum("bshk,hkd->bsd", mixed, w["out"])
         return laid(out, *STREAM)
 
-    def fed(x: jax.Array, w: Any) -> jax.Array:
+    def fed(x: jax.Array, w) -> jax.Array:
         gate_input = x @ w["gate"]
         gate = laid(gate_input, *HIDDEN)
         up_input = x @ w["up"]
@@ -221,9 +221,7 @@ def _step(config: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
 
     routed = ft.partial(_routed, config=config, mesh=plan.mesh)
 
-    def layer(
-        mlp: Callable[..., jax.Array], x: jax.Array, w: Any
-    ) -> tuple[jax.Array, None]:
+    def layer(mlp: Callable[..., jax.Array], x: jax.Array, w) -> tuple[jax.Array, None]:
         def of_type(leaf):
             return leaf.astype(x.dtype)
 
@@ -238,7 +236,7 @@ def _step(config: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
         x = x + mlp_out
         return laid(x, *STREAM), None
 
-    def mixture(x: jax.Array, w: Any) -> jax.Array:
+    def mixture(x: jax.Array, w) -> jax.Array:
         router_logits = x @ w["router"]
         scores = router_logits.astype(jnp.float32)
         shares = laid(jax.nn.sigmoid(scores), "batch", None, None)
@@ -248,7 +246,7 @@ def _step(config: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
         shared = fed(x, w["shared"])
         return laid(mixed, *STREAM) + shared
 
-    def loss(params: Any, batch: Any) -> jax.Array:
+    def loss(params, batch) -> jax.Array:
         table = params["embedding"].astype(jnp.bfloat16)
         embedding = table[batch["inputs"]]
         x = laid(embedding, *STREAM)
@@ -274,7 +272,7 @@ def _step(config: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
 
 
 def _trained(loss: Callable[..., Any]) -> Callable[..., Any]:
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
+    def step(params, state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
 
         def next_mean(m, g):
@@ -312,7 +310,7 @@ def _routed(
     count = config["experts_per_token"]
 
     def local(
-        x: jax.Array, best: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any
+        x: jax.Array, best: jax.Array, chosen: jax.Array, gate, up, down
     ) -> jax.Array:
         rows = x.shape[0] * x.shape[1]
         width = x.shape[2]

@@ -104,7 +104,7 @@ def _step(
 ) -> Callable[..., Any]:
     laid = ft.partial(constrain, names_or_spec=P(("data", "fsdp")), plan=plan)
 
-    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+    def layer(x: jax.Array, w) -> tuple[jax.Array, None]:
         w = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
         attention_input = laid(normed(x, w["attention_norm"], _EPSILON))
         query = jnp.einsum("bsd,dhk->bshk", attention_input, w["query"])
@@ -119,7 +119,7 @@ def _step(
         down = laid((gate * up) @ w["down"])
         return laid(x + down), None
 
-    def loss(params: Any, batch: Any) -> jax.Array:
+    def loss(params, batch) -> jax.Array:
         embedding = params["embedding"].astype(jnp.bfloat16)[batch["inputs"]]
         x = laid(embedding)
         stacked = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 1, 0), params["layers"])
@@ -138,7 +138,7 @@ def _step(
 
         tile_loss = jax.checkpoint(ft.partial(_cross_entropy, head=head))
 
-        def add(total: jax.Array, tile: Any) -> tuple[jax.Array, None]:
+        def add(total: jax.Array, tile) -> tuple[jax.Array, None]:
             x, targets, mask = tile
             return total + tile_loss(x, targets=targets, mask=mask), None
 
@@ -146,7 +146,7 @@ def _step(
         total, _ = jax.lax.scan(add, jnp.float32(0), tiles)
         return total
 
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+    def step(params, state, batch) -> tuple[Any, Any, jax.Array]:
         value, grads = jax.value_and_grad(loss)(params, batch)
         squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)]
         norm = jnp.sqrt(sum(squares))

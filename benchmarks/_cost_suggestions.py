@@ -153,7 +153,7 @@ def _offloaded() -> tuple[Any, ...]:
     jitted, params, opt, batch = changed(sizes=LARGE)
     step = inspect.unwrap(jitted)
 
-    def moved(params: Any, opt: Any, batch: jax.Array) -> tuple[Any, Any]:
+    def moved(params, opt, batch: jax.Array):
         placed = jax.device_put(opt, jax.memory.Space.Device)
         new, opt = step(params, placed, batch)
         return new, jax.device_put(opt, jax.memory.Space.Host)
@@ -221,16 +221,16 @@ def changed(
     x = plan(rows, sizes.mesh, names=("batch", None), axes=_AXES)
     opt = follow(optimizer.init, params, over=over)
 
-    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+    def layer(x: jax.Array, w) -> tuple[jax.Array, None]:
         return x + jnp.tanh(x @ w["up"]) @ w["down"], None
 
-    def loss(params: Any, batch: jax.Array) -> jax.Array:
+    def loss(params, batch: jax.Array) -> jax.Array:
         return jnp.mean(
             jax.lax.scan(jax.checkpoint(layer) if remat else layer, batch, params)[0]
             ** 2
         )
 
-    def step(params: Any, opt: Any, batch: jax.Array) -> tuple[Any, Any]:
+    def step(params, opt, batch: jax.Array):
         updates, opt = optimizer.update(jax.grad(loss)(params, batch), opt)
         return optax.apply_updates(params, updates), opt
 
@@ -241,12 +241,12 @@ def changed(
 def _narrowed(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Its moments in bfloat16 between steps."""
 
-    def cast(state: Any, dtype: Any) -> Any:
+    def cast(state, dtype):
         return jax.tree.map(
             lambda moment: moment.astype(dtype) if moment.ndim else moment, state
         )
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates, state, params=None):
         updates, state = optimizer.update(updates, cast(state, jnp.float32), params)
         return updates, cast(state, jnp.bfloat16)
 

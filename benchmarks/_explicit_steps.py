@@ -49,7 +49,7 @@ def i32(*shape: int) -> Struct:
 def trained(loss: Callable[..., Any], params: Any, *data: Any) -> Step:
     """A step of gradient descent."""
 
-    def step(params: Any, *data: Any) -> Any:
+    def step(params, *data):
         value, grads = jax.value_and_grad(loss)(params, *data)
         updated = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         return updated, value
@@ -73,7 +73,7 @@ def feed_forward(form: Form, weights: Any, x: jax.Array) -> jax.Array:
 def perceptron(form: Form) -> Step:
     params = {"up": f32(256, 1024), "down": f32(1024, 256)}
 
-    def loss(params: Any, x: jax.Array) -> jax.Array:
+    def loss(params, x: jax.Array) -> jax.Array:
         out = feed_forward(form, params, x)
         return jnp.mean((x + out) ** 2)
 
@@ -85,13 +85,13 @@ def adamw(form: Form) -> Step:
     params = {"up": f32(4, 256, 1024), "down": f32(4, 1024, 256)}
     optimizer = optax.adamw(1e-3)
 
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        def layer(x: jax.Array, w: Any) -> Any:
+    def loss(params, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w):
             return x + feed_forward(form, w, norm(x)), None
 
         return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
-    def step(params: Any, state: Any, x: jax.Array) -> Any:
+    def step(params, state, x: jax.Array):
         value, grads = jax.value_and_grad(loss)(params, x)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
@@ -128,14 +128,14 @@ def cookbook(form: Form, specs: Cookbook, *, embed: int = 128) -> Step:
     batch = specs.batch
     act = form.out(batch)
 
-    def forward(params: Any, tokens: jax.Array) -> jax.Array:
+    def forward(params, tokens: jax.Array) -> jax.Array:
         table = form.put(params["embed"])
         x = table.at[tokens].get(out_sharding=act) if act else table[tokens]
         x = x + form.put(params["positions"])
         is_before = jnp.ones((tokens.shape[1], tokens.shape[1]), bool)
         mask = jnp.tril(is_before)
 
-        def layer(x: jax.Array, w: Any) -> Any:
+        def layer(x: jax.Array, w):
             qkv = form.put(w["qkv"], None, None, specs.heads)
             by_heads = form.out(None, batch, None, specs.heads)
             q, k, v = jnp.einsum(
@@ -165,7 +165,7 @@ def cookbook(form: Form, specs: Cookbook, *, embed: int = 128) -> Step:
         x, _ = jax.lax.scan(layer, x, params["layers"])
         return jnp.einsum("bse,ve->bsv", norm(x), table, out_sharding=act)
 
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+    def loss(params, tokens: jax.Array) -> jax.Array:
         logits = jax.nn.log_softmax(forward(params, tokens))
         chosen = jax.nn.one_hot(tokens, vocab) * logits
         return -jnp.mean(jnp.sum(chosen, axis=-1))
@@ -181,9 +181,9 @@ FULLY_SHARDED = Cookbook(heads=None, mlp=None, batch="data")
 def remat(form: Form) -> Step:
     params = {"up": f32(4, 256, 1024), "down": f32(4, 1024, 256)}
 
-    def loss(params: Any, x: jax.Array) -> jax.Array:
+    def loss(params, x: jax.Array) -> jax.Array:
         @jax.checkpoint
-        def layer(x: jax.Array, w: Any) -> jax.Array:
+        def layer(x: jax.Array, w) -> jax.Array:
             up = form.put(w["up"], None, "tensor")
             hidden = jax.nn.gelu(jnp.matmul(x, up))
             down = form.put(w["down"], "tensor")
@@ -203,7 +203,7 @@ def experts(form: Form) -> Step:
         "down": f32(8, 512, 256),
     }
 
-    def loss(params: Any, x: jax.Array) -> jax.Array:
+    def loss(params, x: jax.Array) -> jax.Array:
         shares = jax.nn.softmax(x @ form.put(params["router"]))
         up = form.put(params["up"], "tensor")
         down = form.put(params["down"], "tensor")
@@ -224,11 +224,11 @@ def experts(form: Form) -> Step:
 def recurrent(form: Form) -> Step:
     params = {"inner": f32(256, 256), "outer": f32(128, 256)}
 
-    def loss(params: Any, x: jax.Array) -> jax.Array:
+    def loss(params, x: jax.Array) -> jax.Array:
         inner = form.put(params["inner"])
         outer = form.put(params["outer"])
 
-        def cell(state: jax.Array, x: jax.Array) -> Any:
+        def cell(state: jax.Array, x: jax.Array):
             state = jnp.tanh(state @ inner + x @ outer)
             return state, state
 
@@ -237,7 +237,7 @@ def recurrent(form: Form) -> Step:
         _, states = jax.lax.scan(cell, start, x)
         return jnp.mean(states**2)
 
-    def over_time(params: Any, x: jax.Array) -> jax.Array:
+    def over_time(params, x: jax.Array) -> jax.Array:
         return loss(params, form.put(x, None, "data"))
 
     return trained(over_time, params, f32(16, 128, 128))
@@ -251,15 +251,15 @@ def own_derivative(form: Form) -> Step:
     def squared(x: jax.Array) -> jax.Array:
         return jnp.maximum(x, 0) ** 2
 
-    def forward(x: jax.Array) -> Any:
+    def forward(x: jax.Array):
         return squared(x), x
 
-    def backward(x: jax.Array, cotangent: jax.Array) -> Any:
+    def backward(x: jax.Array, cotangent: jax.Array):
         return (2 * jnp.maximum(x, 0) * cotangent,)
 
     squared.defvjp(forward, backward)
 
-    def loss(params: Any, x: jax.Array) -> jax.Array:
+    def loss(params, x: jax.Array) -> jax.Array:
         hidden = squared(x @ form.put(params["up"], None, "tensor"))
         down = form.put(params["down"], "tensor")
         out = jnp.matmul(hidden, down, out_sharding=form.out("data"))
@@ -272,7 +272,7 @@ def towers(form: Form) -> Step:
     """A contrastive loss of two towers."""
     params = {"left": f32(256, 128), "right": f32(192, 128)}
 
-    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    def loss(params, x: jax.Array, y: jax.Array) -> jax.Array:
         left = norm(x @ form.put(params["left"]))
         right = norm(y @ form.put(params["right"]))
         logits = jnp.matmul(left, right.T, out_sharding=form.out("data"))
@@ -286,7 +286,7 @@ def towers(form: Form) -> Step:
 def branches(form: Form) -> Step:
     params = {"wide": f32(256, 256), "shift": f32(256)}
 
-    def loss(params: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
+    def loss(params, x: jax.Array, scale: jax.Array) -> jax.Array:
         wide = form.put(params["wide"])
         shift = form.put(params["shift"])
         y = jax.lax.cond(
@@ -301,14 +301,14 @@ def accumulated(form: Form) -> Step:
     """Gradients summed over microbatches in a scan."""
     params = {"up": f32(128, 512), "down": f32(512, 128)}
 
-    def loss(params: Any, x: jax.Array) -> jax.Array:
+    def loss(params, x: jax.Array) -> jax.Array:
         out = feed_forward(form, params, x)
         return jnp.mean((x - out) ** 2)
 
-    def step(params: Any, micros: jax.Array) -> Any:
+    def step(params, micros: jax.Array):
         micros = form.put(micros, None, "data")
 
-        def add(total: Any, micro: jax.Array) -> Any:
+        def add(total, micro: jax.Array):
             grads = jax.grad(loss)(params, micro)
             return jax.tree.map(jnp.add, total, grads), None
 

@@ -34,7 +34,7 @@ from ._foreign_solvers import (
 def _images_model(make: Callable[..., Any], **sizes: Any) -> Model:
     """A classifier of ten kinds of images."""
 
-    def loss(model: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+    def loss(model, images: jax.Array, labels: jax.Array) -> jax.Array:
         key = jax.random.key(KEY)
         logits = jax.vmap(lambda image: model(image, key=key))(images)
         return labels_loss(logits, labels)
@@ -106,7 +106,7 @@ def haliax_mlp() -> Model:
     key = jax.random.key(KEY)
     mlp = hax.nn.MLP.init(inputs, outputs, 64, 3, key=key)
 
-    def loss(mlp: Any, x: Any, y: Any) -> jax.Array:
+    def loss(mlp, x, y) -> jax.Array:
         return hax.mean((mlp(x) - y) ** 2).scalar()
 
     x = hax.named(random_normal(BATCH, 16), (rows, inputs))
@@ -166,7 +166,7 @@ def haliax_transformer() -> Model:
         hax.nn.Stacked.init(layers, Block)(key=keys[1:]),
     )
 
-    def loss(model: Any, tokens: Any) -> jax.Array:
+    def loss(model, tokens) -> jax.Array:
         targets = hax.nn.one_hot(hax.roll(tokens, -1, positions), vocab)
         losses = hax.nn.cross_entropy_loss(model(tokens), vocab, targets)
         return losses.mean().scalar()
@@ -185,7 +185,7 @@ def haliax_convolutions() -> Model:
         ("H", "W"), channels, hidden, kernel_size=3, padding=1, key=key
     )
 
-    def loss(conv: Any, x: Any) -> jax.Array:
+    def loss(conv, x) -> jax.Array:
         y = hax.nn.relu(conv(x))
         window = (hax.Axis("H", 2), hax.Axis("W", 2))
         y = hax.nn.max_pool(window, y, stride=2)
@@ -221,7 +221,7 @@ def linen_transformer() -> Model:
 def _linen(module: Any, x: jax.Array, labels: jax.Array) -> Model:
     params = module.init(jax.random.key(KEY), x)
 
-    def loss(params: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
+    def loss(params, x: jax.Array, labels: jax.Array) -> jax.Array:
         return labels_loss(module.apply(params, x), labels)
 
     return Model(params, loss, (x, labels))
@@ -264,7 +264,7 @@ def _nnx(module: Any, loss_of: Callable[..., jax.Array], *batch: Any) -> Model:
 
     definition, params, rest = nnx.split(module, nnx.Param, ...)
 
-    def loss(params: Any, rest: Any, *batch: Any) -> jax.Array:
+    def loss(params, rest, *batch) -> jax.Array:
         # Statistics are computed, and stay as they are.
         module = nnx.merge(definition, params, rest, copy=True)
         return loss_of(module, *batch)
@@ -301,7 +301,7 @@ def nnx_transformer() -> Model:
                 x = block(x, mask)
             return self.head(x)
 
-    def loss(model: Any, tokens: jax.Array) -> jax.Array:
+    def loss(model, tokens: jax.Array) -> jax.Array:
         return labels_loss(model(tokens)[:, :-1], tokens[:, 1:])
 
     return _nnx(Transformer(nnx.Rngs(KEY)), loss, random_tokens(BATCH, 16))
@@ -323,7 +323,7 @@ def nnx_batch_norm() -> Model:
             flat = x.reshape(x.shape[0], -1)
             return self.head(self.dropout(flat))
 
-    def loss(model: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
+    def loss(model, x: jax.Array, labels: jax.Array) -> jax.Array:
         return labels_loss(model(x), labels)
 
     net = Net(nnx.Rngs(KEY))
@@ -343,7 +343,7 @@ def nnx_gru() -> Model:
         def __call__(self, x: jax.Array) -> jax.Array:
             return self.head(self.rnn(x))
 
-    def loss(model: Any, x: jax.Array) -> jax.Array:
+    def loss(model, x: jax.Array) -> jax.Array:
         predicted = model(x)[:, :-1]
         return jnp.mean((predicted - x[:, 1:]) ** 2)
 
@@ -368,7 +368,7 @@ def haiku_resnet() -> Model:
     images = random_normal(BATCH, 16, 16, 3)
     params = network.init(jax.random.key(KEY), images)
 
-    def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+    def loss(params, images: jax.Array, labels: jax.Array) -> jax.Array:
         return labels_loss(network.apply(params, images), labels)
 
     return Model(params, loss, (images, random_tokens(BATCH, most=10)))
@@ -389,7 +389,7 @@ def haiku_attention() -> Model:
     tokens = random_tokens(BATCH, 16)
     params = network.init(jax.random.key(KEY), tokens)
 
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+    def loss(params, tokens: jax.Array) -> jax.Array:
         return labels_loss(network.apply(params, tokens), tokens)
 
     return Model(params, loss, (tokens,))
@@ -403,12 +403,12 @@ def jraph_network() -> Model:
         for seed, (name, width) in enumerate({"edges": 48, "nodes": 48}.items())
     }
 
-    def loss(mlps: Any, nodes: jax.Array, senders: jax.Array, receivers: Any) -> Any:
-        def update_edges(edges: Any, sent: Any, received: Any, _: Any) -> Any:
+    def loss(mlps, nodes: jax.Array, senders: jax.Array, receivers):
+        def update_edges(edges, sent, received, _):
             joined = jnp.concatenate([edges, sent, received], axis=-1)
             return jax.vmap(mlps["edges"])(joined)
 
-        def update_nodes(nodes: Any, sent: Any, received: Any, _: Any) -> Any:
+        def update_nodes(nodes, sent, received, _):
             joined = jnp.concatenate([nodes, sent, received], axis=-1)
             return jax.vmap(mlps["nodes"])(joined)
 
@@ -458,7 +458,7 @@ def equinox_mixer() -> Model:
         eqx.nn.Linear(32, 10, key=keys[3]),
     )
 
-    def loss(mixer: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+    def loss(mixer, images: jax.Array, labels: jax.Array) -> jax.Array:
         return labels_loss(jax.vmap(mixer)(images), labels)
 
     images = random_normal(BATCH, 3, 32, 32)
@@ -473,8 +473,8 @@ def quax_lora() -> Model:
     mlp = eqx.nn.MLP(16, 16, 32, 2, key=jax.random.key(KEY))
     adapted = loraify(mlp, rank=4, key=jax.random.key(KEY))
 
-    def loss(adapted: Any, x: jax.Array) -> jax.Array:
-        def applied(model: Any, x: jax.Array) -> jax.Array:
+    def loss(adapted, x: jax.Array) -> jax.Array:
+        def applied(model, x: jax.Array) -> jax.Array:
             return jax.vmap(model)(x)
 
         return jnp.mean((quax.quaxify(applied)(adapted, x) - x) ** 2)

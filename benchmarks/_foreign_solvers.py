@@ -6,8 +6,6 @@ its users write it.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # pyright: reportReturnType=false, reportArgumentType=false
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -21,7 +19,7 @@ def diffrax_neural_ode() -> Model:
     key = jax.random.key(KEY)
     field = eqx.nn.MLP(16, 16, 32, 2, activation=jnp.tanh, key=key)
 
-    def loss(field: Any, start: jax.Array, times: jax.Array) -> jax.Array:
+    def loss(field, start: jax.Array, times: jax.Array) -> jax.Array:
         def solved(y: jax.Array) -> jax.Array:
             terms = diffrax.ODETerm(lambda t, y, args: field(y))
             controller = diffrax.PIDController(rtol=1e-3, atol=1e-4)
@@ -51,7 +49,7 @@ def diffrax_neural_sde() -> Model:
     key = jax.random.key(KEY)
     field = eqx.nn.MLP(8, 8, 32, 1, key=key)
 
-    def loss(field: Any, start: jax.Array, keys: jax.Array) -> jax.Array:
+    def loss(field, start: jax.Array, keys: jax.Array) -> jax.Array:
         def solved(y: jax.Array, key: jax.Array) -> jax.Array:
             noise = diffrax.VirtualBrownianTree(0.0, 1.0, 1e-2, (8,), key)
             drift = diffrax.ODETerm(lambda t, y, args: field(y))
@@ -80,7 +78,7 @@ def lineax_ridge() -> Model:
     key = jax.random.key(KEY)
     features = eqx.nn.MLP(16, 8, 32, 1, key=key)
 
-    def loss(features: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    def loss(features, x: jax.Array, y: jax.Array) -> jax.Array:
         z = jax.vmap(features)(x)
         gram = z.T @ z + 0.1 * jnp.eye(8)
         operator = lineax.MatrixLinearOperator(gram, lineax.positive_semidefinite_tag)
@@ -99,7 +97,7 @@ def lineax_cg() -> Model:
     key = jax.random.key(KEY)
     layer = eqx.nn.Linear(16, 16, key=key)
 
-    def loss(layer: Any, x: jax.Array) -> jax.Array:
+    def loss(layer, x: jax.Array) -> jax.Array:
         def solved(x: jax.Array) -> jax.Array:
             def multiplied(y: jax.Array) -> jax.Array:
                 return 2 * y + layer.weight.T @ (layer.weight @ y)
@@ -134,7 +132,7 @@ def optimistix_equilibrium() -> Model:
     inputs = eqx.nn.Linear(16, 32, key=keys[1])
     layer = Layer(hidden, inputs)
 
-    def loss(layer: Any, x: jax.Array) -> jax.Array:
+    def loss(layer, x: jax.Array) -> jax.Array:
         def point(x: jax.Array) -> jax.Array:
             solver = optimistix.FixedPointIteration(rtol=1e-5, atol=1e-5)
             return optimistix.fixed_point(layer, solver, jnp.zeros(32), x).value
@@ -155,7 +153,7 @@ def flowjax_coupling() -> Model:
     base = Normal(jnp.zeros(8))
     flow = coupling_flow(key, base_dist=base, flow_layers=3, nn_width=32)
 
-    def loss(flow: Any, x: jax.Array) -> jax.Array:
+    def loss(flow, x: jax.Array) -> jax.Array:
         import paramax
 
         return -jnp.mean(paramax.unwrap(flow).log_prob(x))
@@ -178,7 +176,7 @@ def flowjax_spline() -> Model:
         nn_width=32,
     )
 
-    def loss(flow: Any, x: jax.Array) -> jax.Array:
+    def loss(flow, x: jax.Array) -> jax.Array:
         import paramax
 
         return -jnp.mean(paramax.unwrap(flow).log_prob(x))
@@ -195,7 +193,7 @@ def distreqx_vae() -> Model:
         "decoder": eqx.nn.MLP(4, 16, 32, 1, key=keys[1]),
     }
 
-    def loss(networks: Any, x: jax.Array, keys: jax.Array) -> jax.Array:
+    def loss(networks, x: jax.Array, keys: jax.Array) -> jax.Array:
         def of_row(x: jax.Array, key: jax.Array) -> jax.Array:
             mean, scale = jnp.split(networks["encoder"](x), 2)
             posterior = MultivariateNormalDiag(mean, jax.nn.softplus(scale))
@@ -233,7 +231,7 @@ def numpyro_svi() -> Model:
         name: site["value"] for name, site in trace.items() if site["type"] == "param"
     }
 
-    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    def loss(params, x: jax.Array, y: jax.Array) -> jax.Array:
         key = jax.random.key(KEY)
         return Trace_ELBO(4).loss(key, params, model, guide, x, y) / BATCH
 

@@ -15,7 +15,7 @@ Model = tuple[Any, ...]
 def trained(loss: Callable[..., Any], params: Any, *data: Any) -> Model:
     """The step of a loss, and its arguments: parameters, two moments, data."""
 
-    def step(p: Any, mu: Any, nu: Any, *data: Any) -> tuple[Any, Any, Any]:
+    def step(p, mu, nu, *data):
         grads = jax.grad(loss)(p, *data)
 
         def first_moment(m, g):
@@ -58,7 +58,7 @@ def llama(
     """
     struct = ft.partial(jax.ShapeDtypeStruct, dtype=dtype)
 
-    def layer(x: Any, p: Any) -> tuple[Any, None]:
+    def layer(x, p):
         b, s, _ = x.shape
         y = normed(x)
         projected = y @ p["q"]
@@ -76,7 +76,7 @@ def llama(
         gated = activated * raised
         return x + gated @ p["down"], None
 
-    def loss(p: Any, tokens: Any) -> Any:
+    def loss(p, tokens):
         rematerialized = jax.checkpoint(layer)
         embedded = p["embedding"][tokens]
         x, _ = jax.lax.scan(rematerialized, embedded, p["layers"])

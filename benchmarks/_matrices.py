@@ -56,7 +56,7 @@ def orthogonal(matrix: jax.Array) -> jax.Array:
     x = matrix.T if is_tall else matrix
     x = x / (jnp.linalg.norm(x) + 1e-8)
 
-    def turned(_: Any, x: jax.Array) -> jax.Array:
+    def turned(_, x: jax.Array) -> jax.Array:
         product = x @ x.T
         return 3.4445 * x + (-4.775 * product + 2.0315 * product @ product) @ x
 
@@ -95,7 +95,7 @@ def _race(tree: Any, planned: ShardPlan) -> Race:
     placed = shard(tree, planned)
     expected = jax.tree.map(orthogonal, tree)
 
-    def check(_: Any, result: Any) -> None:
+    def check(_, result) -> None:
         jax.tree.map(
             ft.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
             result,

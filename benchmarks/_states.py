@@ -117,7 +117,7 @@ def equals(values: Any, dst: Any) -> Callable[[Any, Any], None]:
     cuts out.
     """
 
-    def check(_: Any, result: Any) -> None:
+    def check(_, result) -> None:
         for x, y, target in _zip(values, result, dst):
             assert y.sharding.is_equivalent_to(target, y.ndim), (
                 f"{y.sharding} instead of {target}"

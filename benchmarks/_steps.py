@@ -193,7 +193,7 @@ def train_step(
     """
     model = _Model(sizes, strategy, plan)
 
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+    def step(params, state, batch) -> tuple[Any, Any, jax.Array]:
         value, gradients = jax.value_and_grad(model.loss)(params, batch)
         params, state = _updated(params, state, gradients)
         return params, state, value

@@ -300,7 +300,7 @@ def _experts(
     head = width // 16
     vocab = 32000
 
-    def layer(x: Any, p: Any) -> tuple[Any, None]:
+    def layer(x, p):
         y = normed(x)
         attended = _attended(y, y=y, p=p["attention"], heads=heads, head=head)
         x = x + attended
@@ -317,7 +317,7 @@ def _experts(
         out = jnp.einsum("xbsm,xme->bse", mixed, p["wo"])
         return x + out, None
 
-    def loss(p: Any, tokens: Any) -> Any:
+    def loss(p, tokens):
         rematerialized = jax.checkpoint(layer)
         embedded = p["embedding"][tokens]
         x, _ = jax.lax.scan(rematerialized, embedded, p["layers"])
@@ -349,7 +349,7 @@ def _t5(
     source: int,
     target: int,
 ) -> Model:
-    def decoder(memory: Any, x: Any, p: Any) -> Any:
+    def decoder(memory, x, p):
         y = normed(x)
         attended = _attended(y, y=y, p=p["attention"], heads=heads, head=head)
         x = x + attended
@@ -360,7 +360,7 @@ def _t5(
         hidden = jax.nn.relu(mlp_input)
         return x + hidden @ p["mlp"]["down"]
 
-    def loss(p: Any, inputs: Any, targets: Any) -> Any:
+    def loss(p, inputs, targets):
         def encode_layer(x, layer):
             return _block(x, layer, heads, head), None
 
@@ -401,7 +401,7 @@ def _vit(
     patches: int,
     classes: int,
 ) -> Model:
-    def loss(p: Any, images: Any, labels: Any) -> Any:
+    def loss(p, images, labels):
         embedded = images @ p["patch_embed"]
         x = embedded + p["pos_embed"]
         block = jax.checkpoint(lambda x, layer: (_block(x, layer, heads, head), None))
@@ -437,7 +437,7 @@ def _convolved(x: Any, kernel: Any, stride: int = 1) -> Any:
 def _convolutions(struct: Any, batch: int) -> Model:
     sizes = ((3, 64), (64, 128), (128, 256))
 
-    def loss(p: Any, images: Any, labels: Any) -> Any:
+    def loss(p, images, labels):
         x = images
         for stage in p["stages"]:
             convolved = _convolved(x, stage["first"], 2)
@@ -466,7 +466,7 @@ def _convolutions(struct: Any, batch: int) -> Model:
 def _mixer(
     struct: Any, width: int, hidden: int, mixed: int, patches: int, batch: int
 ) -> Model:
-    def layer(x: Any, p: Any) -> tuple[Any, None]:
+    def layer(x, p):
         transposed_input = normed(x)
         y = jnp.swapaxes(transposed_input, 1, 2)
         token_weights = p["tokens"]
@@ -477,7 +477,7 @@ def _mixer(
         hidden = jax.nn.gelu(mlp_input)
         return x + hidden @ p["mlp"]["down"], None
 
-    def loss(p: Any, images: Any, labels: Any) -> Any:
+    def loss(p, images, labels):
         patch_embeddings = images @ p["patch_embed"]
         rematerialized = jax.checkpoint(layer)
         x, _ = jax.lax.scan(rematerialized, patch_embeddings, p["layers"])
@@ -506,7 +506,7 @@ def _dit(
     batch: int,
     patches: int,
 ) -> Model:
-    def layer(condition: Any, x: Any, p: Any) -> tuple[Any, None]:
+    def layer(condition, x, p):
         modulation = condition @ p["modulation"]
         scale, shift = jnp.split(modulation, 2, axis=-1)
         scaled = normed(x) * (1 + scale[:, None])
@@ -517,7 +517,7 @@ def _dit(
         hidden = jax.nn.gelu(mlp_input)
         return x + hidden @ p["mlp"]["down"], None
 
-    def loss(p: Any, latents: Any, times: Any, noise: Any) -> Any:
+    def loss(p, latents, times, noise):
         embedded = times @ p["time_embed"]
         condition = jax.nn.silu(embedded)
         conditioned = jax.checkpoint(ft.partial(layer, condition))
@@ -556,7 +556,7 @@ def _dit(
 def _unet(struct: Any, batch: int) -> Model:
     widths = (64, 128, 256)
 
-    def loss(p: Any, images: Any, noise: Any) -> Any:
+    def loss(p, images, noise):
         x = _convolved(images, p["first"])
         skips = []
         for stage in p["down"]:

@@ -75,7 +75,7 @@ def adam_moments(params: Any) -> Any:
 def of_zoo(make: Callable[[], tuple[Any, ...]]) -> Trained:
     step, params, _, _, *data = make()
 
-    def with_moments(params: Any, moments: Any, *data: Any) -> Any:
+    def with_moments(params, moments, *data):
         params, *moments = step(params, *moments, *data)
         return params, tuple(moments)
 
@@ -90,7 +90,7 @@ def of_explicit(name: str) -> Trained:
         return Trained(step, params, optax.adamw(1e-3).init, tuple(data))
     params, *data = args
 
-    def without_moments(params: Any, _moments: Any, *data: Any) -> Any:
+    def without_moments(params, _moments, *data):
         results = step(params, *data)
         if name == "accumulated":
             return results, ()

@@ -74,7 +74,7 @@ def values_of(args: Any) -> Any:
     """
     rng = np.random.default_rng(0)
 
-    def value(struct: Any) -> Any:
+    def value(struct):
         if jnp.issubdtype(struct.dtype, jnp.integer):
             return jnp.asarray(rng.integers(0, 8, struct.shape), struct.dtype)
         return jnp.asarray(rng.normal(size=struct.shape) * 0.1, struct.dtype)

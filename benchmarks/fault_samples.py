@@ -37,14 +37,14 @@ def residual(rng: random.Random) -> Case:
     is_normed = rng.random() < 0.5
     is_scanned = rng.random() < 0.3
 
-    def block(x: Any, w: Any) -> Any:
+    def block(x, w):
         if is_normed:
             y = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
         else:
             y = x
         return x + activation(y @ w)
 
-    def loss(x: Any, stack: Any) -> Any:
+    def loss(x, stack):
         if is_scanned:
             x = jax.lax.scan(lambda x, w: (block(x, w), None), x, stack)[0]
         else:
@@ -66,7 +66,7 @@ def convolutions(rng: random.Random) -> Case:
     window = rng.choice([3, 3, 5])
     is_residual = rng.random() < 0.5
 
-    def loss(x: Any, kernels: Any) -> Any:
+    def loss(x, kernels):
         for kernel, stride in zip(kernels, strides, strict=True):
             y = jax.lax.conv_general_dilated(
                 x,

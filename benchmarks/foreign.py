@@ -52,7 +52,7 @@ def step_of(model: Model) -> Callable[..., Any]:
     """A training step as equinox's users write it."""
     optimizer = optax.adamw(1e-3)
 
-    def step(state: State, batch: tuple[Any, ...]) -> Any:
+    def step(state: State, batch: tuple[Any, ...]):
         value, grads = eqx.filter_value_and_grad(model.loss)(state.model, *batch)
         params = eqx.filter(state.model, eqx.is_inexact_array)
         updates, moments = optimizer.update(grads, state.moments, params)
@@ -92,7 +92,7 @@ def run_on_mesh(model: Model, way: str) -> Run:
     step = step_of(model)
     state = state_of(model)
 
-    def plan_of(tree: Any, names: Any, axes: sfx.AxisRules) -> sfx.ShardPlan:
+    def plan_of(tree, names, axes: sfx.AxisRules) -> sfx.ShardPlan:
         return sfx.plan(
             tree, mesh, names=names, axes=axes, unmatched="replicate", unused="allow"
         )

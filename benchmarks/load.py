@@ -164,7 +164,7 @@ def _flax_loader(file: Path, shardings: Any) -> Callable[[Any], Any]:
 
 
 def _same_as(shardings: Any) -> Callable[[Any, Any], None]:
-    def check(file: Any, result: Any) -> None:
+    def check(file, result) -> None:
         from safetensors import safe_open
 
         with safe_open(file, "numpy") as opened:
@@ -235,7 +235,7 @@ def _cast(mebibytes: int, options: Options) -> Race:
     file = checkpoint_folder(mebibytes) / "model.safetensors"
     sharding_plan = plan_of_cut(mebibytes, "rows", options.devices, jnp.bfloat16)
 
-    def rival(_: Any) -> Any:
+    def rival(_):
         from safetensors.numpy import load_file
 
         arrays = {
@@ -243,7 +243,7 @@ def _cast(mebibytes: int, options: Options) -> Race:
         }
         return jax.device_put(arrays, sharding_plan.shardings)
 
-    def check(_: Any, result: Any) -> None:
+    def check(_, result) -> None:
         expected = rival(None)
         for name in list(expected)[::16]:
             expected_array = np.asarray(expected[name])

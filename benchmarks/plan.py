@@ -157,7 +157,7 @@ def planner(rules: Any, mesh: Any) -> Callable[[Any], sfx.ShardPlan]:
     paths = sfx.PathRules(rules)
     axes = sfx.AxisRules(shapes.AXES)
 
-    def run(tree: Any) -> sfx.ShardPlan:
+    def run(tree) -> sfx.ShardPlan:
         plan = sfx.plan(tree, mesh, paths=paths, axes=axes)
         assert plan.shardings is not None
         return plan
@@ -183,7 +183,7 @@ def _race(make: Callable[[], Any], rules: tuple, devices: list[Any]) -> Race:
     logical = _by_first_match(make(), logical_rules)
     expected = jax.tree.leaves(_by_first_match(make(), specs))
 
-    def right(_: Any, result: Any) -> None:
+    def right(_, result) -> None:
         if isinstance(result, sfx.ShardPlan):
             tree = result.shardings
         else:
@@ -242,7 +242,7 @@ def _big_vision(rules: tuple, mesh: Mesh) -> Callable[[Any], Any]:
 def _by_first_match(tree: Any, rules: list[tuple[str, PartitionSpec]]) -> Any:
     """The plainest possible matcher: every path against every pattern."""
 
-    def match(path: tuple, _: Any) -> PartitionSpec:
+    def match(path: tuple, _) -> PartitionSpec:
         name = "/".join(str(key.key) for key in path)
         return next(spec for pattern, spec in rules if re.search(pattern, name))
 
@@ -428,7 +428,7 @@ def _calls(devices: list[Any], number: int) -> dict[str, Value]:
         for tree, plan in zip((flat, named, model), plans, strict=True)
     )
 
-    def first(tree: Any) -> jax.Array:
+    def first(tree) -> jax.Array:
         return jax.tree.leaves(tree)[0] + 1
 
     in_shardings = (plans[0].shardings,)

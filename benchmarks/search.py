@@ -190,11 +190,11 @@ def _known() -> dict[str, Value]:
 
 
 def _mlp(width: int, hidden: int, rows: int) -> tuple[Any, ...]:
-    def loss(p: Any, x: Any) -> Any:
+    def loss(p, x):
         hidden = jax.nn.relu(x @ p["up"])
         return jnp.mean((x + hidden @ p["down"]) ** 2)
 
-    def step(p: Any, x: Any) -> Any:
+    def step(p, x):
         grads = jax.grad(loss)(p, x)
         return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads)
 

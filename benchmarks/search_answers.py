@@ -113,12 +113,12 @@ def _between(tokens: int, features: int, axes: tuple[str, ...]) -> float:
 
 
 def _layers(depth: int, features: int, tokens: int) -> tuple[Any, ...]:
-    def loss(p: Any, x: Any) -> Any:
+    def loss(p, x):
         for layer in p:
             x = x + jax.nn.relu(x @ layer["up"]) @ layer["down"]
         return jnp.mean(x**2)
 
-    def step(p: Any, x: Any) -> Any:
+    def step(p, x):
         return jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(loss)(p, x))
 
     struct = ft.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)

@@ -195,7 +195,7 @@ def faults(server: Any, proxy: Any, count: int, draws: random.Random) -> Counts:
     counts = Counts()
     lock = threading.Lock()
 
-    def fault(method: str, path: str, number: int) -> Any:
+    def fault(method: str, path: str, number: int):
         with lock:
             if draws.random() > _FAULT_RATE:
                 return None
@@ -215,7 +215,7 @@ def faults(server: Any, proxy: Any, count: int, draws: random.Random) -> Counts:
         place = server.place(f"faults/step-{step}")
         proxy.fault = fault
 
-        def save(place: str = place, tree: Any = tree) -> Any:
+        def save(place: str = place, tree=tree):
             checkpoint.save(
                 place, tree, file_bytes=FILE_BYTES, timeout_seconds=TIMEOUT_SECONDS
             )

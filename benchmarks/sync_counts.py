@@ -84,7 +84,7 @@ def random_maps(count: int, seed: int, sockets: bool) -> Mapping[str, int]:
         ],
     )
     @hypothesis.given(case=maps(), data=strategies.data())
-    def run(case: Any, data: Any) -> None:
+    def run(case, data) -> None:
         tree_map, arrays = written(case)
         transfer = _Transfer.drawn(tree_map, arrays, data.draw)
         carry = transfer.over_sockets if sockets else transfer.in_memory
@@ -335,7 +335,7 @@ def _train(pipe: Connection, port: int, donate: bool = False) -> None:
     first = {path: np.zeros(SHAPE, np.float32) for path in src.structs}
     state = jax.device_put(first, src.shardings)
 
-    def step(state: Any) -> Any:
+    def step(state):
         return jax.tree.map(lambda leaf: leaf + 1, state)
 
     donate_argnums = (0,) if donate else ()

@@ -102,7 +102,7 @@ def _call(plans: DemoPlans, run: Run) -> Race:
     """
     _, model, state = start_sharded(plans, run)
 
-    def read(model: Any, state: Any) -> jax.Array:
+    def read(model, state) -> jax.Array:
         return model.norm[0] + 1
 
     shardings = (plans.model.shardings, plans.optimizer.shardings)
@@ -120,7 +120,7 @@ def _call(plans: DemoPlans, run: Run) -> Race:
         jitted = filter_jit(read, in_shardings=(plans.model, plans.optimizer))
         return lambda inputs: jitted(*inputs)
 
-    def check(inputs: Any, result: Any) -> None:
+    def check(inputs, result) -> None:
         assert float(result) == 2.0
 
     rivals = (
@@ -157,7 +157,7 @@ def _step(plans: DemoPlans, run: Run) -> Race:
         jitted = jax.jit(step, in_shardings=shardings, out_shardings=out_shardings)
         return lambda inputs: jitted(*inputs)
 
-    def check(inputs: Any, result: Any) -> None:
+    def check(inputs, result) -> None:
         np.testing.assert_allclose(float(result[2]), expected, atol=TOLERANCE)
 
     rivals = (

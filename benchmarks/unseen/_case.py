@@ -43,9 +43,7 @@ def case(
 def on(mesh: AnyMesh) -> Callable[..., jax.ShapeDtypeStruct]:
     """`at(shape, *spec, dtype=...)`: a struct on `mesh`."""
 
-    def at(
-        shape: tuple[int, ...], *spec: Any, dtype: Any = jnp.float32
-    ) -> jax.ShapeDtypeStruct:
+    def at(shape: tuple[int, ...], *spec, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(
             shape, dtype, sharding=NamedSharding(mesh, P(*spec))
         )
@@ -65,7 +63,7 @@ def fully_sharded(mesh: AnyMesh, tree: Any, axes: Any, least: int = 1024) -> Any
     names = (axes,) if isinstance(axes, str) else axes
     count = int(np.prod([mesh.shape[name] for name in names]))
 
-    def place(leaf: Any) -> jax.ShapeDtypeStruct:
+    def place(leaf) -> jax.ShapeDtypeStruct:
         spec: list[Any] = [None] * len(leaf.shape)
         fitting = [dim for dim, size in enumerate(leaf.shape) if size % count == 0]
         if fitting and int(np.prod(leaf.shape)) >= least:
@@ -85,11 +83,11 @@ def optimizer_state(
     """
     whole = NamedSharding(mesh, P())
 
-    def like(leaf: Any, param: Any) -> jax.ShapeDtypeStruct:
+    def like(leaf, param) -> jax.ShapeDtypeStruct:
         sharding = param.sharding if leaf.shape == param.shape else whole
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    def alone(leaf: Any) -> jax.ShapeDtypeStruct:
+    def alone(leaf) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
 
     state = jax.eval_shape(optimizer.init, params)

@@ -4,7 +4,6 @@ shardings that nobody chose. A seed gives the mesh and the spec of each array.
 
 import random
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +65,7 @@ def _made(
     of_data = sizes if draw.random() < 0.5 else dict(list(sizes.items())[:1])
     specs = jax.tree.map(lambda leaf: _spec(draw, leaf.shape, sizes), args[0])
 
-    def on_mesh(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
+    def on_mesh(leaf, spec: P) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 

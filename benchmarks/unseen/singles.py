@@ -78,7 +78,7 @@ def single(
 def grad(function: Callable[..., Any], *argnums: int) -> Callable[..., Any]:
     """The gradient of a sum of sines of the result."""
 
-    def loss(*operands: Any) -> Any:
+    def loss(*operands):
         return jnp.sum(jnp.sin(function(*operands).astype(jnp.float32)))
 
     return jax.grad(loss, argnums=argnums[0] if len(argnums) == 1 else argnums or 0)

@@ -262,7 +262,7 @@ def test_statistics_of_adafactor_have_the_dimensions_of_optax():
     by_jax = follow(init, base_plan)
     dims = {shape: _factored_dims(shape, True, 2) or (0, 1) for shape in bases}
 
-    def without_jax(_: Any) -> Any:
+    def without_jax(_):
         """The same shapes, of which nothing says where they come from."""
         return {
             str(shape): {

@@ -259,7 +259,7 @@ def constrained(
     """The type of the constrained array in a traced program, and the decision."""
     decisions = []
 
-    def step(x: Any) -> Any:
+    def step(x):
         x, decision = constrain(
             x, target, sharding_plan, strict=strict, unmatched="raise", explain=True
         )

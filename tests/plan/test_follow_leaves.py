@@ -35,7 +35,7 @@ def t5x_adafactor(params: Any) -> Any:
     of the parameter.
     """
 
-    def leaf(x: Any) -> Any:
+    def leaf(x):
         return {
             "m": jnp.zeros(x.shape),
             "v": jnp.zeros((1,)),

@@ -57,7 +57,7 @@ PLANTED: dict[str, Planted] = {}
 
 
 def planted(*args: Any, out: Any) -> Callable[[Any], Any]:
-    def kept(body: Any) -> Any:
+    def kept(body):
         PLANTED[body.__name__] = Planted(body=body, args=args, out=out)
         return body
 

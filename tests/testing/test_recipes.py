@@ -27,11 +27,11 @@ def test_no_recipe_is_accused(monkeypatch: pytest.MonkeyPatch):
     filter_jit = sfx.filter_jit
     checked = []
 
-    def checking(fn: Any, **how: Any) -> Callable[..., Any]:
+    def checking(fn, **how) -> Callable[..., Any]:
         jitted = filter_jit(fn, **how)
         is_new = [fn.__name__ in STEPS]
 
-        def called(*args: Any) -> Any:
+        def called(*args):
             if is_new.pop() if is_new else False:
                 check = sfx.testing.check_step(jitted, *args)
                 assert check, f"{fn}: {check}"
