@@ -151,7 +151,11 @@ def serving(data: Mapping[str, Any], model: Mapping[str, int]) -> Mapping[str, V
             if usable is not None:
                 chip = dataclasses.replace(chip, usable_hbm_bytes=int(usable))
             values[f"{name}.caches in memory {which}"] = _most_caches(
-                model, mine=mine, dtype=dtype, weights=weights, chip=chip
+                model,
+                mine=mine,
+                dtype=dtype,
+                weights=weights,
+                chip=chip,
             )
         values[f"{name}.least_chips"] = round(weights.bytes_total / _BOOKS["v5e"], 2)
         values[f"{name}.book_least_chips"] = mine["least_chips"][name]

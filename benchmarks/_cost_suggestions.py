@@ -29,7 +29,13 @@ class Sizes:
 
 
 MESH = MeshSpec({"data": 4, "tensor": 2})
-SMALL = Sizes(layers=8, width=64, hidden=256, batch=512, mesh=MESH)
+SMALL = Sizes(
+    layers=8,
+    width=64,
+    hidden=256,
+    batch=512,
+    mesh=MESH,
+)
 # Large enough that a TPU's on-chip memory holds little of it.
 LARGE = Sizes(
     layers=8,

@@ -178,7 +178,12 @@ def haliax_transformer() -> Model:
 def haliax_convolutions() -> Model:
     import haliax as hax
 
-    rows, height, width, channels = hax.make_axes(B=BATCH, H=8, W=8, C=8)
+    rows, height, width, channels = hax.make_axes(
+        B=BATCH,
+        H=8,
+        W=8,
+        C=8,
+    )
     hidden = hax.Axis("hidden", 16)
     key = jax.random.key(KEY)
     conv = hax.nn.Conv.init(
@@ -278,7 +283,10 @@ def nnx_transformer() -> Model:
     class Block(nnx.Module):
         def __init__(self, rngs: Any):
             self.attention = nnx.MultiHeadAttention(
-                num_heads=4, in_features=32, decode=False, rngs=rngs
+                num_heads=4,
+                in_features=32,
+                decode=False,
+                rngs=rngs,
             )
             self.norm = nnx.LayerNorm(32, rngs=rngs)
             self.up = nnx.Linear(32, 64, rngs=rngs)

@@ -61,7 +61,12 @@ def diffrax_neural_sde() -> Model:
                 diffusion,
             )
             solution = diffrax.diffeqsolve(
-                terms, diffrax.Heun(), t0=0.0, t1=1.0, dt0=0.1, y0=y
+                terms,
+                diffrax.Heun(),
+                t0=0.0,
+                t1=1.0,
+                dt0=0.1,
+                y0=y,
             )
             return solution.ys
 

@@ -87,7 +87,11 @@ def fresh_process(
     command = [sys.executable, "-c", code, target, encoded]
     root = Path(__file__).parent.parent
     done = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, timeout=timeout_seconds
+        command,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
     )
     if done.returncode != 0:
         raise RuntimeError(f"`{target}` failed in its process:\n{done.stderr[-4000:]}")

@@ -134,7 +134,11 @@ def _products(
     placed = jax.device_put(stacks, NamedSharding(mesh, dealt))
     each = ft.partial(jax.tree.map, ft.partial(jax.lax.map, orthogonal))
     dealt_out = jax.shard_map(
-        each, mesh=mesh, in_specs=(dealt,), out_specs=dealt, check_vma=False
+        each,
+        mesh=mesh,
+        in_specs=(dealt,),
+        out_specs=dealt,
+        check_vma=False,
     )
     run = jax.jit(dealt_out)
     return lambda _: run(placed)

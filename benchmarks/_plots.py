@@ -113,7 +113,16 @@ def speed(files: Mapping[str, Mapping[str, Any]]) -> str | None:
         y += 10
     cases = (0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 100, 1000)
     ticks = [tick for tick in cases if scale.holds(tick)]
-    parts = [*_ticks(scale, ticks=ticks, top=40, bottom=y, unit="x"), *marks]
+    parts = [
+        *_ticks(
+            scale,
+            ticks=ticks,
+            top=40,
+            bottom=y,
+            unit="x",
+        ),
+        *marks,
+    ]
     return _picture(910, y + 24, "shardfx is faster by", parts)
 
 
@@ -245,7 +254,13 @@ def planning(files: Mapping[str, Mapping[str, Any]]) -> str | None:
     looks = {
         name: _LOOKS[position % len(_LOOKS)] for position, name in enumerate(names)
     }
-    parts = _ticks(across, ticks=[1000, 10_000, 100_000], top=60, bottom=330, unit="")
+    parts = _ticks(
+        across,
+        ticks=[1000, 10_000, 100_000],
+        top=60,
+        bottom=330,
+        unit="",
+    )
     parts += _rows_of_seconds(down)
     for line in lines:
         path = " ".join(

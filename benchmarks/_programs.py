@@ -40,7 +40,13 @@ def program_of(
     src = untyped(src)
     dst = untyped(dst)
     like, _ = layouts(rank, src, dst)
-    return ft.partial(program, src=src, dst=dst, steps=plan.steps, like=like)
+    return ft.partial(
+        program,
+        src=src,
+        dst=dst,
+        steps=plan.steps,
+        like=like,
+    )
 
 
 def lowered(

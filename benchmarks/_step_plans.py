@@ -70,7 +70,12 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "fsdp x tp + sp": Layout(
         {"fsdp": 4, "tensor": 4},
-        {"batch": "fsdp", "embed": "fsdp", "sequence": "tensor", **_TENSOR},
+        {
+            "batch": "fsdp",
+            "embed": "fsdp",
+            "sequence": "tensor",
+            **_TENSOR,
+        },
     ),
     # Weights are cut over both axes: the devices of one sequence hold no copies either.
     "fsdp x context": Layout(

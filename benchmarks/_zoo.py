@@ -264,7 +264,13 @@ def _attended(x: Any, y: Any, p: Any, heads: int, head: int) -> Any:
 
 def _block(x: Any, p: Any, heads: int, head: int) -> Any:
     y = normed(x)
-    x = x + _attended(y, y=y, p=p["attention"], heads=heads, head=head)
+    x = x + _attended(
+        y,
+        y=y,
+        p=p["attention"],
+        heads=heads,
+        head=head,
+    )
     hidden = jax.nn.gelu(normed(x) @ p["mlp"]["up"])
     return x + hidden @ p["mlp"]["down"]
 
@@ -302,7 +308,13 @@ def _experts(
 
     def layer(x, p):
         y = normed(x)
-        attended = _attended(y, y=y, p=p["attention"], heads=heads, head=head)
+        attended = _attended(
+            y,
+            y=y,
+            p=p["attention"],
+            heads=heads,
+            head=head,
+        )
         x = x + attended
         y = normed(x)
         router_logits = y @ p["router"]
@@ -351,10 +363,22 @@ def _t5(
 ) -> Model:
     def decoder(memory, x, p):
         y = normed(x)
-        attended = _attended(y, y=y, p=p["attention"], heads=heads, head=head)
+        attended = _attended(
+            y,
+            y=y,
+            p=p["attention"],
+            heads=heads,
+            head=head,
+        )
         x = x + attended
         cross_input = normed(x)
-        crossed = _attended(cross_input, y=memory, p=p["cross"], heads=heads, head=head)
+        crossed = _attended(
+            cross_input,
+            y=memory,
+            p=p["cross"],
+            heads=heads,
+            head=head,
+        )
         x = x + crossed
         mlp_input = normed(x) @ p["mlp"]["up"]
         hidden = jax.nn.relu(mlp_input)
@@ -511,7 +535,13 @@ def _dit(
         scale, shift = jnp.split(modulation, 2, axis=-1)
         scaled = normed(x) * (1 + scale[:, None])
         y = scaled + shift[:, None]
-        attended = _attended(y, y=y, p=p["attention"], heads=heads, head=head)
+        attended = _attended(
+            y,
+            y=y,
+            p=p["attention"],
+            heads=heads,
+            head=head,
+        )
         x = x + attended
         mlp_input = normed(x) @ p["mlp"]["up"]
         hidden = jax.nn.gelu(mlp_input)

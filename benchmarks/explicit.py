@@ -58,7 +58,12 @@ def planned(step: Any, args: Any, named: sfx.auto.NamedAxes, mesh: Any) -> Plann
     rules = RULES.without(*(name for name in RULES.names if name not in of_step))
     plans = tuple(
         sfx.plan(
-            arg, mesh, names=tree, axes=rules, unmatched="replicate", unused="allow"
+            arg,
+            mesh,
+            names=tree,
+            axes=rules,
+            unmatched="replicate",
+            unused="allow",
         )
         for arg, tree in zip(args, named.names, strict=True)
     )
@@ -150,7 +155,12 @@ def searched(name: str, effort: Any) -> Row:
         form = "typed" if is_typed else "plain"
         step, args = make(Form(is_typed))
         begin = time.process_time()
-        options: Any = {"devices": 8, "chip": "v5e", "keep": 3, "effort": effort}
+        options: Any = {
+            "devices": 8,
+            "chip": "v5e",
+            "keep": 3,
+            "effort": effort,
+        }
         if is_typed:
             with jax.set_mesh(jax.make_mesh((4, 2), AXES)):
                 found = sfx.auto.search(step, *args, **options)

@@ -104,7 +104,11 @@ def _told(python: str, module: str, *options: str) -> list[dict[str, Any]]:
     command = [python, "-m", module, *options]
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
     ran = subprocess.run(
-        command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=_ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     if ran.returncode:
         print(f"{' '.join(command)} ended with {ran.returncode}", file=sys.stderr)

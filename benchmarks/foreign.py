@@ -94,7 +94,12 @@ def run_on_mesh(model: Model, way: str) -> Run:
 
     def plan_of(tree, names, axes: sfx.AxisRules) -> sfx.ShardPlan:
         return sfx.plan(
-            tree, mesh, names=names, axes=axes, unmatched="replicate", unused="allow"
+            tree,
+            mesh,
+            names=names,
+            axes=axes,
+            unmatched="replicate",
+            unused="allow",
         )
 
     names = sfx.auto.name_axes(step, state, model.batch)

@@ -243,7 +243,11 @@ def _against_hands(options: Options) -> dict[str, Value]:
     for name, rules in _BY_HAND.items():
         limits = Limits(rules=sfx.AxisRules(rules))
         search_result = sfx.auto.search(
-            *model, devices=8, chip=EMULATED, limits=limits, keep=1
+            *model,
+            devices=8,
+            chip=EMULATED,
+            limits=limits,
+            keep=1,
         )
         by_hand[name] = search_result[0]
     ways = {

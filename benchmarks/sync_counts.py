@@ -127,7 +127,12 @@ class _Transfer(NamedTuple):
             src, dst, tree_map, processes=processes, memory_limit_bytes=limit
         )
         placed = jax.device_put(dict(arrays), src.shardings)
-        return _Transfer(arrays=placed, expected=expected, dst=dst, plan=plan)
+        return _Transfer(
+            arrays=placed,
+            expected=expected,
+            dst=dst,
+            plan=plan,
+        )
 
     def in_memory(self) -> Mapping[str, jax.Array]:
         channels = {sender: _Memory() for sender in self.plan.senders_to(0)}
@@ -292,7 +297,10 @@ class _Job(NamedTuple):
     def started(target: Any, *arguments: Any, **options: Any) -> "_Job":
         pipe, theirs = _SPAWN.Pipe(duplex=False)
         process = _SPAWN.Process(
-            target=target, args=(theirs, *arguments), kwargs=options, daemon=True
+            target=target,
+            args=(theirs, *arguments),
+            kwargs=options,
+            daemon=True,
         )
         process.start()
         theirs.close()

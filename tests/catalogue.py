@@ -133,10 +133,23 @@ MODELS: dict[str, Model] = {
         _decoder("gemma3n-e2b", "gemma3n", 256),
         *(_decoder(name, "mixtral") for name in ("mixtral-8x7b", "mixtral-8x22b")),
         Model(
-            name="deepseek-v3", preset="deepseek_v3", arguments=(), fused=_LATENT_HEADS
+            name="deepseek-v3",
+            preset="deepseek_v3",
+            arguments=(),
+            fused=_LATENT_HEADS,
         ),
-        Model(name="gpt2", preset="gpt2", arguments=(), fused=_GPT2_HEADS),
-        Model(name="gpt2-xl", preset="gpt2", arguments=(), fused=_GPT2_HEADS),
+        Model(
+            name="gpt2",
+            preset="gpt2",
+            arguments=(),
+            fused=_GPT2_HEADS,
+        ),
+        Model(
+            name="gpt2-xl",
+            preset="gpt2",
+            arguments=(),
+            fused=_GPT2_HEADS,
+        ),
         Model(
             name="bert-base",
             preset="bert",
@@ -149,7 +162,12 @@ MODELS: dict[str, Model] = {
             arguments=(("head_dim", 32),),
             fused=((_BERT_HEADS[0], 0, 32), (_BERT_HEADS[1], 1, 32)),
         ),
-        Model(name="t5.1.1-xxl", preset="t5", arguments=(), fused=_T5_HEADS),
+        Model(
+            name="t5.1.1-xxl",
+            preset="t5",
+            arguments=(),
+            fused=_T5_HEADS,
+        ),
         Model("vit-bigg-14"),
     )
 }

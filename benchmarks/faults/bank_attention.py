@@ -81,7 +81,14 @@ def local_blocks(q, key, v):
     return mixed.reshape(q.shape)
 
 
-@layer("attention", x="b t d", memory="b s d", wq="d h*k", wkv="d 2*h*k", wo="h*k d")
+@layer(
+    "attention",
+    x="b t d",
+    memory="b s d",
+    wq="d h*k",
+    wkv="d 2*h*k",
+    wo="h*k d",
+)
 def cross(x, memory, wq, wkv, wo):
     width = wo.shape[0]
     q = x @ wq
@@ -110,7 +117,14 @@ def fused_qkv_heads(x, w, wo):
     return jnp.einsum("bthk,hkd->btd", mixed, wo)
 
 
-@layer("attention", x="b t d", wq="d h k", wk="d h k", wv="d h k", wo="h k d")
+@layer(
+    "attention",
+    x="b t d",
+    wq="d h k",
+    wk="d h k",
+    wv="d h k",
+    wo="h k d",
+)
 def attention_block(x, wq, wk, wv, wo):
     q = jnp.einsum("btd,dhk->bthk", x, wq)
     k = jnp.einsum("btd,dhk->bthk", x, wk)
@@ -121,7 +135,14 @@ def attention_block(x, wq, wk, wv, wo):
     return x + projected
 
 
-@layer("attention", x="b t d", down="d r*4", up="r*4 h 2*k", wq="d h k", wo="h k d")
+@layer(
+    "attention",
+    x="b t d",
+    down="d r*4",
+    up="r*4 h 2*k",
+    wq="d h k",
+    wo="h k d",
+)
 def latent(x, down, up, wq, wo):
     q = jnp.einsum("btd,dhk->bthk", x, wq)
     compressed = x @ down
@@ -160,13 +181,25 @@ def decode_clipped(q, keys, values, key, value, index):
     return decode(q, keys, values, key, value, index)
 
 
-@layer("kv cache", gradient=False, cache="b s h k", new="b h k", index="b : below s")
+@layer(
+    "kv cache",
+    gradient=False,
+    cache="b s h k",
+    new="b h k",
+    index="b : below s",
+)
 def cache_rows(cache, new, index):
     rows = jnp.arange(cache.shape[0])
     return cache.at[rows, index].set(new)
 
 
-@layer("kv cache", gradient=False, cache="b s h k", new="b 1 h k", index="b : below s")
+@layer(
+    "kv cache",
+    gradient=False,
+    cache="b s h k",
+    new="b 1 h k",
+    index="b : below s",
+)
 def cache_mapped(cache, new, index):
     def one_row(row, update, start):
         return lax.dynamic_update_slice_in_dim(row, update, start, axis=0)
@@ -208,7 +241,13 @@ def rotary_pairs(x, angles):
     return pairs.reshape(x.shape)
 
 
-@layer("attention", q="b t h k", key="b t h k", v="b t h k", table="31 h")
+@layer(
+    "attention",
+    q="b t h k",
+    key="b t h k",
+    v="b t h k",
+    table="31 h",
+)
 def relative_bias(q, key, v, table):
     time = q.shape[1]
     positions = jnp.arange(time)
@@ -262,7 +301,13 @@ def blockwise(q, key, v):
     return top / total[..., None]
 
 
-@layer("ring attention", takes_mesh=True, q="b t h k", key="b t h k", v="b t h k")
+@layer(
+    "ring attention",
+    takes_mesh=True,
+    q="b t h k",
+    key="b t h k",
+    v="b t h k",
+)
 def ring_attention(q, key, v, mesh=None):
     if mesh is None or q.shape[1] % mesh.shape["a"]:
         return attend(q, key, v)

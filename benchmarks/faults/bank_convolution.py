@@ -153,7 +153,13 @@ def conv_pair(x, w, v):
     return conv(activated, v, stride=2)
 
 
-@layer("resnet", x="b c y x", w="c c 3 3", v="c c 3 3", scale="c")
+@layer(
+    "resnet",
+    x="b c y x",
+    w="c c 3 3",
+    v="c c 3 3",
+    scale="c",
+)
 def resnet_block(x, w, v, scale):
     convolved = conv(x, w)
     hidden = jax.nn.relu(convolved * scale[:, None, None])
@@ -161,7 +167,13 @@ def resnet_block(x, w, v, scale):
     return jax.nn.relu(x + residual)
 
 
-@layer("resnet", x="b c y x", w="2*c c 3 3", v="2*c 2*c 3 3", skip="2*c c 1 1")
+@layer(
+    "resnet",
+    x="b c y x",
+    w="2*c c 3 3",
+    v="2*c 2*c 3 3",
+    skip="2*c c 1 1",
+)
 def resnet_strided(x, w, v, skip):
     convolved = conv(x, w, stride=2)
     hidden = jax.nn.relu(convolved)

@@ -23,7 +23,13 @@ def residual_pair(x, w0, w1):
     return x
 
 
-@layer("residual", x="2*b d", w0="d d", w1="d d", w2="d d")
+@layer(
+    "residual",
+    x="2*b d",
+    w0="d d",
+    w1="d d",
+    w2="d d",
+)
 def residual_three(x, w0, w1, w2):
     for weight in (w0, w1, w2):
         x = x + jnp.sin(x @ weight)
@@ -65,7 +71,14 @@ def residual_mapped(x, w, v):
     return jax.vmap(one)(x, w, v)
 
 
-@layer("residual", x="2*b d", up0="d f", down0="f d", up1="d f", down1="f d")
+@layer(
+    "residual",
+    x="2*b d",
+    up0="d f",
+    down0="f d",
+    up1="d f",
+    down1="f d",
+)
 def residual_mlp(x, up0, down0, up1, down1):
     first_hidden = jax.nn.gelu(x @ up0)
     x = x + first_hidden @ down0
@@ -103,7 +116,13 @@ def highway(x, w, v):
     return x + jnp.tanh(x @ v)
 
 
-@layer("feed-forward", x="b t d", gate="d f", up="d f", down="f d")
+@layer(
+    "feed-forward",
+    x="b t d",
+    gate="d f",
+    up="d f",
+    down="f d",
+)
 def gated(x, gate, up, down):
     gate_input = normed(x) @ gate
     activated = jax.nn.silu(gate_input)
@@ -127,13 +146,26 @@ def mixer(x, tokens, channels):
     return x + channel_input @ channels
 
 
-@layer("lora", x="b t d", w="d f", a="d r", b="r f")
+@layer(
+    "lora",
+    x="b t d",
+    w="d f",
+    a="d r",
+    b="r f",
+)
 def lora(x, w, a, b):
     adapted = (x @ a) @ b
     return x @ w + adapted * 2
 
 
-@layer("lora", x="b t d", w="d d", a="e d r", b="e r d", choice="b : below e")
+@layer(
+    "lora",
+    x="b t d",
+    w="d d",
+    a="e d r",
+    b="e r d",
+    choice="b : below e",
+)
 def lora_many(x, w, a, b, choice):
     first_factor = a[choice]
     small = jnp.einsum("btd,bdr->btr", x, first_factor)
@@ -143,7 +175,13 @@ def lora_many(x, w, a, b, choice):
 
 
 @layer(
-    "dit", x="b t d", condition="b c", modulate="c 6*d", w="d d", up="d f", down="f d"
+    "dit",
+    x="b t d",
+    condition="b c",
+    modulate="c 6*d",
+    w="d d",
+    up="d f",
+    down="f d",
 )
 def dit_block(x, condition, modulate, w, up, down):
     modulation = jax.nn.silu(condition) @ modulate
@@ -228,7 +266,13 @@ def muon(w):
     return x
 
 
-@layer("optimizer", gradient=False, w="d d", left="d d", right="d d")
+@layer(
+    "optimizer",
+    gradient=False,
+    w="d d",
+    left="d d",
+    right="d d",
+)
 def shampoo_statistics(w, left, right):
     left = 0.9 * left + w @ w.T
     right = 0.9 * right + w.T @ w
@@ -272,7 +316,14 @@ def adafactor(w, gradient_, rows, columns):
     return w - 0.1 * gradient_ * scale
 
 
-@layer("training", gradient=False, w0="d f", w1="f d", x="2*b d", target="2*b d")
+@layer(
+    "training",
+    gradient=False,
+    w0="d f",
+    w1="f d",
+    x="2*b d",
+    target="2*b d",
+)
 def training_step(w0, w1, x, target):
     def loss(w0, w1):
         hidden = jax.nn.gelu(x @ w0)
@@ -285,7 +336,13 @@ def training_step(w0, w1, x, target):
     return new_w0 @ new_w1
 
 
-@layer("training", gradient=False, w="d f", x="4 b d", target="4 b f")
+@layer(
+    "training",
+    gradient=False,
+    w="d f",
+    x="4 b d",
+    target="4 b f",
+)
 def accumulated_gradients(w, x, target):
     def loss(w, x, target):
         out = jnp.tanh(x @ w)

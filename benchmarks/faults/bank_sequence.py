@@ -24,7 +24,14 @@ def ssm_scan(decay, x):
     return affine_scan(jnp.tanh(decay), x)
 
 
-@layer("ssm", x="b t d", w="d 2*d", kernel="4 1 d", gate="d d", out="d d")
+@layer(
+    "ssm",
+    x="b t d",
+    w="d 2*d",
+    kernel="4 1 d",
+    gate="d d",
+    out="d d",
+)
 def mamba(x, w, kernel, gate, out):
     hidden, skip = jnp.split(x @ w, 2, axis=-1)
     dimensions = ("NHC", "HIO", "NHC")
@@ -43,7 +50,13 @@ def mamba(x, w, kernel, gate, out):
     return x + gated @ out
 
 
-@layer("ssm", x="t b d", a="d n", b="d n", c="d n")
+@layer(
+    "ssm",
+    x="t b d",
+    a="d n",
+    b="d n",
+    c="d n",
+)
 def selective_scan(x, a, b, c):
     decay = jnp.exp(-jax.nn.softplus(a))
 
@@ -81,7 +94,13 @@ def token_shift(x):
     return padded[:, :-1] - x
 
 
-@layer("rnn", x="t b d", state="b d", w="d 3*d", u="d 3*d")
+@layer(
+    "rnn",
+    x="t b d",
+    state="b d",
+    w="d 3*d",
+    u="d 3*d",
+)
 def gru(x, state, w, u):
     def step(state, x):
         reset_x, update_x, new_x = jnp.split(x @ w, 3, axis=-1)
@@ -154,7 +173,13 @@ def moe_dense(x, router, w):
     return jnp.einsum("tke,td,edf->tf", dispatch, x, w)
 
 
-@layer("moe", x="4*b d", router="d e", up="e d f", down="e f d")
+@layer(
+    "moe",
+    x="4*b d",
+    router="d e",
+    up="e d f",
+    down="e f d",
+)
 def moe_capacity(x, router, up, down):
     experts, capacity = up.shape[0], 8
     scores = jax.nn.softmax(x @ router, axis=-1)
@@ -244,7 +269,13 @@ def cut_vocabulary_loss(x, w, labels):
     return normalizer - label_logits
 
 
-@layer("loss", x="b t d", w="d v", labels="b t : below v", mask="b t : mask")
+@layer(
+    "loss",
+    x="b t d",
+    w="d v",
+    labels="b t : below v",
+    mask="b t : mask",
+)
 def masked_loss(x, w, labels, mask):
     logits = x @ w
     columns = labels[..., None]
@@ -296,14 +327,26 @@ def contrastive(images, texts):
     return rows + columns
 
 
-@layer("gnn", x="2*t d", sources="4*t : below 2*t", targets="4*t : below 2*t", w="d f")
+@layer(
+    "gnn",
+    x="2*t d",
+    sources="4*t : below 2*t",
+    targets="4*t : below 2*t",
+    w="d f",
+)
 def graph_convolution(x, sources, targets, w):
     messages = (x @ w)[sources]
     node_count = x.shape[0]
     return jax.ops.segment_sum(messages, targets, num_segments=node_count)
 
 
-@layer("gnn", x="t d", sources="2*t : below t", targets="2*t : below t", w="2*d 1")
+@layer(
+    "gnn",
+    x="t d",
+    sources="2*t : below t",
+    targets="2*t : below t",
+    w="2*d 1",
+)
 def graph_attention(x, sources, targets, w):
     pairs = jnp.concatenate([x[sources], x[targets]], axis=-1)
     activated = jnp.tanh(pairs @ w)

@@ -414,7 +414,12 @@ def resnet_nhwc(mesh: AnyMesh) -> Made:
             x, skip = convolve(p["skip"], s["skip"], x, stride)
             residual = x + h
             x = jax.nn.relu(residual)
-            statistics = {"a": a, "b": b, "c": c, "skip": skip}
+            statistics = {
+                "a": a,
+                "b": b,
+                "c": c,
+                "skip": skip,
+            }
             new_blocks.append(statistics)
         means = x.mean((1, 2))
         logits = means @ params["head"]

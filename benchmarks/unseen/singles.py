@@ -86,7 +86,12 @@ def grad(function: Callable[..., Any], *argnums: int) -> Callable[..., Any]:
 
 def conv(x: Any, w: Any, numbers: str = "NHWC", **options: Any) -> Any:
     """A convolution, whose kernel's dimensions are ordered as its images' are."""
-    order = {"NHWC": "HWIO", "NCHW": "OIHW", "NWC": "WIO", "NDHWC": "DHWIO"}[numbers]
+    order = {
+        "NHWC": "HWIO",
+        "NCHW": "OIHW",
+        "NWC": "WIO",
+        "NDHWC": "DHWIO",
+    }[numbers]
     options = {"window_strides": (1,) * (x.ndim - 2), "padding": "SAME", **options}
     return lax.conv_general_dilated(
         x, w, dimension_numbers=(numbers, order, numbers), **options

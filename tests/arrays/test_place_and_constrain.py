@@ -141,7 +141,12 @@ def test_constrain_leaves_out_manual_axes_in_silence(mesh, manual, rest):
     x = jax.device_put(X, NamedSharding(mesh, specs))
 
     @jax.jit
-    @jax.shard_map(mesh=mesh, in_specs=specs, out_specs=specs, axis_names=set(manual))
+    @jax.shard_map(
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=specs,
+        axis_names=set(manual),
+    )
     def double(x):
         x, decision = constrain(
             x * 2, ("batch", "mlp"), sharding_plan, strict=True, explain=True
@@ -187,7 +192,13 @@ def test_reading_back():
     struct = jax.ShapeDtypeStruct(
         (8,), jnp.float32, sharding=NamedSharding(AUTO, P("tensor"))
     )
-    tree = {"x": x, "struct": struct, "one": jnp.ones(()), "np": X, "f": jnp.tanh}
+    tree = {
+        "x": x,
+        "struct": struct,
+        "one": jnp.ones(()),
+        "np": X,
+        "f": jnp.tanh,
+    }
     expected = {
         "x": P(None, "data"),
         "struct": P("tensor"),

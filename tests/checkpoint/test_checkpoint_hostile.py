@@ -60,7 +60,11 @@ def hostile(tmp_path_factory):
     )
     command = [sys.executable, "-c", textwrap.dedent(LOADS), todo]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
     return dict(zip(makers, map(json.loads, done.stdout.splitlines()), strict=True))
@@ -140,7 +144,12 @@ def bomb(kind):
         text = b"".join([packer.compress(bytes(2**24)) for _ in range(count >> 24)])
         return text + packer.flush()
     if kind == "blosc":
-        compressor = {"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": 0}
+        compressor = {
+            "id": "blosc",
+            "cname": "zstd",
+            "clevel": 1,
+            "shuffle": 0,
+        }
     else:
         compressor = {"id": kind}
     with tempfile.TemporaryDirectory() as directory:
@@ -280,7 +289,12 @@ def test_chunks_packed_by_blosc_load_if_their_claims_are_true(
     driver = name.split()[0].replace("shards,", "zarr3")
     if driver == "zarr":
         metadata = metadata | {
-            "compressor": {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1}
+            "compressor": {
+                "id": "blosc",
+                "cname": "lz4",
+                "clevel": 5,
+                "shuffle": 1,
+            }
         }
     array = np.arange(64, dtype=np.float32).reshape(8, 8)
     store = zarr(

@@ -383,7 +383,11 @@ def killed(tmp_path_factory):
     command = [sys.executable, "-W", "ignore", "-c", KILLED, str(folder)]
     root = Path(__file__).parents[2]
     with subprocess.Popen(
-        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=root,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as child:
         assert child.stdin is not None
         assert child.stdout is not None

@@ -72,7 +72,11 @@ def played(service, *acts):
     def play(me, act):
         try:
             with SaveProcesses(
-                "'it'", me=me, members=MEMBERS, client=service, wait_seconds=20.0
+                "'it'",
+                me=me,
+                members=MEMBERS,
+                client=service,
+                wait_seconds=20.0,
             ) as processes:
                 return act(processes)
         except (CheckpointError, OSError, KeyboardInterrupt) as error:
@@ -194,5 +198,11 @@ def test_processes_need_the_service():
         CheckpointError,
         match=r"call `jax.distributed.initialize\(\)` when the program starts",
     ):
-        with SaveProcesses("'it'", me=0, members=(0, 1), client=None, wait_seconds=1.0):
+        with SaveProcesses(
+            "'it'",
+            me=0,
+            members=(0, 1),
+            client=None,
+            wait_seconds=1.0,
+        ):
             pass

@@ -122,8 +122,18 @@ def test_bytes_of_packed_tensors_by_choice(tmp_path, mesh):
 def test_an_unreadable_array_blocks_no_other(tmp_path, mesh):
     for name, dtype in (("date", "<M8[s]"), ("w", "<f4")):
         (tmp_path / name).mkdir()
-        meta = {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": dtype}
-        meta |= {"compressor": None, "fill_value": 0, "filters": None, "order": "C"}
+        meta = {
+            "zarr_format": 2,
+            "shape": [4],
+            "chunks": [4],
+            "dtype": dtype,
+        }
+        meta |= {
+            "compressor": None,
+            "fill_value": 0,
+            "filters": None,
+            "order": "C",
+        }
         (tmp_path / name / ".zarray").write_text(json.dumps(meta))
         (tmp_path / name / "0").write_bytes(bytes(32 if name == "date" else 16))
     structs = checkpoint.structs(tmp_path)

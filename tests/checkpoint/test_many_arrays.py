@@ -259,7 +259,12 @@ def test_parts_that_share_a_leaf_load_as_numpy_stacks(name, tmp_path):
 
 
 def test_a_header_is_the_json_of_its_members():
-    shapes = {"a": (2, 3), 'quo"te\\ \n': (0,), "é\ud7ff\U0001f600": (), "b": (2, 3)}
+    shapes = {
+        "a": (2, 3),
+        'quo"te\\ \n': (0,),
+        "é\ud7ff\U0001f600": (),
+        "b": (2, 3),
+    }
     tensors = [(name, np.zeros(shape, np.float16)) for name, shape in shapes.items()]
     for metadata in ({}, {"format": "pt", "é": '"'}):
         header, offsets = safetensors.write_header(tensors, metadata)

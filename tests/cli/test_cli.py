@@ -97,7 +97,11 @@ def test_a_text_that_cannot_be_printed_is_said_so_or_not_missed(
         f" 'w->fsdp' {where}"
     )
     done = subprocess.run(
-        ["sh", "-c", words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        ["sh", "-c", words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert message in done.stderr
     assert done.stderr.count("\n") == bool(message)
@@ -123,7 +127,11 @@ def test_a_reader_that_has_enough(module, tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(code)]
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        command, cwd=tmp_path, text=True, stdout=pipe, stderr=pipe
+        command,
+        cwd=tmp_path,
+        text=True,
+        stdout=pipe,
+        stderr=pipe,
     ) as running:
         assert running.stdout is not None
         assert running.stderr is not None

@@ -148,7 +148,12 @@ def test_colours_are_for_terminals_alone():
     flags = {**os.environ, "TERM": "xterm-256color"}
     seen = b""
     with subprocess.Popen(
-        words, cwd=ROOT, stdin=inner, stdout=inner, stderr=inner, env=flags
+        words,
+        cwd=ROOT,
+        stdin=inner,
+        stdout=inner,
+        stderr=inner,
+        env=flags,
     ):
         os.close(inner)
         with contextlib.suppress(OSError):  # at its end

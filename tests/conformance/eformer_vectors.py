@@ -102,7 +102,12 @@ DEVIATIONS: dict[str, tuple[Any, str]] = {
     "eformer-0114": (P("dp"), "structs with a sharding are read like arrays"),
     "eformer-0116": (P("dp"), "B25: a mesh is needed for bare PartitionSpecs alone"),
     "eformer-0117": (
-        {"a": P("dp"), "b": None, "f": None, "i": None},
+        {
+            "a": P("dp"),
+            "b": None,
+            "f": None,
+            "i": None,
+        },
         "leaves that are no arrays have no spec",
     ),
     # match_partition_rules

@@ -357,7 +357,12 @@ def test_structure_diff_lists_every_difference():
         "class": One(1, 1),
         "static": One(1, 1),
     }
-    b = {"x": {"deep": 1}, "y": {"z": P("a"), "w": [1]}, "node": [1], "new": {"q": 1}}
+    b = {
+        "x": {"deep": 1},
+        "y": {"z": P("a"), "w": [1]},
+        "node": [1],
+        "new": {"q": 1},
+    }
     b |= {"class": Two(1, 1), "static": One(1, 2)}
     arrays = {d.path: (d.left, d.right) for d in eformer.structure_diff(a, b)}
     before, right = arrays.pop("static")

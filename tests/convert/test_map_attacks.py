@@ -52,7 +52,12 @@ def wrong(
 
     def listed(make: Callable[[], From]):
         label = name or make.__name__.replace("_", " ")
-        WRONG[label] = Wrong(make=make, arrays=arrays, message=message, path=path)
+        WRONG[label] = Wrong(
+            make=make,
+            arrays=arrays,
+            message=message,
+            path=path,
+        )
         return make
 
     return listed

@@ -228,7 +228,12 @@ def test_arrays_that_the_loss_does_not_read_are_with_their_like():
         struct = jax.ShapeDtypeStruct((1000,), jnp.float32, sharding=sharding)
         return {"bias": struct}
 
-    params = {"a": bias(rows), "b": bias(whole), "c": bias(rows), "idle": bias(rows)}
+    params = {
+        "a": bias(rows),
+        "b": bias(whole),
+        "c": bias(rows),
+        "idle": bias(rows),
+    }
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     opt = {"mu": params, "nu": params, "count": count}
 

@@ -78,7 +78,13 @@ def test_a_loop_carries_its_state_in_place():
 
 
 def test_the_operation_that_frees_most_runs_next():
-    sizes = {1: 10, 2: 10, 3: 1, 4: 1, 5: 0}
+    sizes = {
+        1: 10,
+        2: 10,
+        3: 1,
+        4: 1,
+        5: 0,
+    }
     # Two large arrays, each followed by a small one: never both large ones at once.
     reads = [
         frozenset(),

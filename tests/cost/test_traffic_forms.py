@@ -304,7 +304,11 @@ def test_collectives_of_loop_conditions_and_branches_count():
             )[1]
 
         return jax.shard_map(
-            asked, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False
+            asked,
+            mesh=mesh,
+            in_specs=P("x"),
+            out_specs=P("x"),
+            check_vma=False,
         )(product)
 
     w, x = (

@@ -24,7 +24,12 @@ from benchmarks.unseen.foreseen import (
 from shardfx.cost._foreseen import TEMPORARIES, WIRE
 
 
-OPTIONS = Options(quick=True, repeats=2, devices=[], flags=SimpleNamespace())  # pyright: ignore[reportArgumentType]
+OPTIONS = Options(
+    quick=True,
+    repeats=2,
+    devices=[],
+    flags=SimpleNamespace(),
+)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +131,12 @@ def test_cases_run_apart_on_as_many_devices_as_they_need():
 
 
 def document(records):
-    machine = {"processor": "p", "cores": 2, "memory_gib": 4, "python": "3.11"}
+    machine = {
+        "processor": "p",
+        "cores": 2,
+        "memory_gib": 4,
+        "python": "3.11",
+    }
     machine |= {"platform": "cpu", "device_kind": "cpu", "device_count": 8}
     return json.loads(
         _report.to_json({"test": records}, machine, {"jax": "0.10.2"}, quick=True)

@@ -12,7 +12,13 @@ FAMILIES = (
 
 def line(outcome, judged, **others):
     sizes = {"operations": 100, "bytes": 1000, "judged_bytes": 10 * judged}
-    return {"family": "ViT", "outcome": outcome, "judged": judged, **sizes, **others}
+    return {
+        "family": "ViT",
+        "outcome": outcome,
+        "judged": judged,
+        **sizes,
+        **others,
+    }
 
 
 def test_each_family_has_steps():

@@ -84,7 +84,12 @@ def test_odd_sizes_of_layers_are_drawn_where_they_trace():
     [case] = _draws.draw(1, 0, 1, "ssm")
     assert _draws.traces(case.program)
     window = LAYERS["local_blocks"]
-    sizes = {"b": 5, "t": 9, "h": 4, "k": 6}
+    sizes = {
+        "b": 5,
+        "t": 9,
+        "h": 4,
+        "k": 6,
+    }
     odd = _layers.sized(window, sizes, gradient=False)
     assert not _draws.traces(odd)
 

@@ -237,7 +237,12 @@ def test_a_rule_that_is_not_followed_has_a_reason(
     else:
         tree = {"w": leaf}
     paths = PathRules([("w", target)], mesh_axes="abc")
-    given_ = {"paths": paths, "axes": rules, "mode": mode, "min_bytes": min_bytes}
+    given_ = {
+        "paths": paths,
+        "axes": rules,
+        "mode": mode,
+        "min_bytes": min_bytes,
+    }
     sharding_plan = planned(tree, MeshSpec(sizes), **given_)
     if not shape:
         for why in sharding_plan["w"].reasons:

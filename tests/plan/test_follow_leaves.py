@@ -57,7 +57,12 @@ FREE = plan(SMALL, MESH, paths=PathRules.parse("w->None.tensor, b->None"))
 LEFT = plan(
     {"w": struct(8, 8)}, MESH, paths=PathRules([("w", P(P.UNCONSTRAINED, "data"))])
 )
-EACH = {"a": struct(6, 4), "b": struct(12), "c": struct(4, 2), "d": struct(5, 3)}
+EACH = {
+    "a": struct(6, 4),
+    "b": struct(12),
+    "c": struct(4, 2),
+    "d": struct(5, 3),
+}
 WHOLE = plan(EACH, MeshSpec({"x": 2, "y": 4}), paths=PathRules.parse(".*->replicate"))
 BASE_RULES = PathRules([("q", P(None, "fsdp", "tensor")), ("o", P("fsdp"))])
 BASE = {"q": {"weight": struct(8, 64, 128)}, "o": {"weight": struct(64, 64)}}

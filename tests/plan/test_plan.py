@@ -74,7 +74,12 @@ def test_shardings_and_structs_lie_on_the_mesh_that_there_is():
 
 def test_names_win_over_paths_and_none_leaves_them_the_choice():
     rules = PathRules([("b", P("tensor")), ("step", ()), ("v", ("mlp", "embed"))])
-    names = {**dict.fromkeys(TREE), "w": ("mlp", None), "step": (), "v": None}
+    names = {
+        **dict.fromkeys(TREE),
+        "w": ("mlp", None),
+        "step": (),
+        "v": None,
+    }
     sharding_plan = plan(
         {**TREE, "v": TREE["w"]},
         MESH,

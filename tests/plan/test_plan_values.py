@@ -394,7 +394,12 @@ def test_hostile_text_is_a_format_error(text, message):
 
 
 AB = {"a": jnp.ones(8), "b": jnp.ones(8)}
-LIKE = {"act": jnp.tanh, "b": jnp.ones(16), "none": None, "w": jnp.ones((8, 16))}
+LIKE = {
+    "act": jnp.tanh,
+    "b": jnp.ones(16),
+    "none": None,
+    "w": jnp.ones((8, 16)),
+}
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,12 @@ from shardfx.errors import SpecError
 
 UNITS = {"heads": 128, "kv_heads": 128}
 AXES = AxisRules(
-    {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "embed": "fsdp"},
+    {
+        "heads": "tensor",
+        "kv_heads": "tensor",
+        "mlp": "tensor",
+        "embed": "fsdp",
+    },
     units=UNITS,
     modes={"decode": [("mlp", ("fsdp", "tensor"))]},
 )
@@ -85,7 +90,12 @@ def test_nothing_to_refine_gives_the_same_plan():
 
 
 BA = {"w": P(("b", "a")), "u": P("a"), "v": P("b")}
-BAC = {"w": P(("b", "a")) | fsdp("c"), "u": P("a"), "v": P("b"), "x": P("c")}
+BAC = {
+    "w": P(("b", "a")) | fsdp("c"),
+    "u": P("a"),
+    "v": P("b"),
+    "x": P("c"),
+}
 
 
 @pytest.mark.parametrize(
@@ -149,7 +159,12 @@ BAC = {"w": P(("b", "a")) | fsdp("c"), "u": P("a"), "v": P("b"), "x": P("c")}
         (
             *(
                 "all that it asked for",
-                {"u": (2,), "v": (2,), "x": (2,), "w": (6, 8)},
+                {
+                    "u": (2,),
+                    "v": (2,),
+                    "x": (2,),
+                    "w": (6, 8),
+                },
                 "a=6,b=4,c=4",
                 BAC,
             ),
@@ -199,9 +214,21 @@ def test_strict_says_how_to_accept_what_refine_left_over():
         r" `tensor_0` \(8\) x `tensor_1`"
     )
     with pytest.raises(SpecError, match=rf"(?s){text} .*{why}"):
-        plan(TREE, MESH, names=NAMES, axes=AXES, refine=True, strict=True)
+        plan(
+            TREE,
+            MESH,
+            names=NAMES,
+            axes=AXES,
+            refine=True,
+            strict=True,
+        )
     parts = ("tensor_0", "tensor_1")
-    rules = {"heads": parts, "kv_heads": "tensor_0", "mlp": parts, "embed": "fsdp"}
+    rules = {
+        "heads": parts,
+        "kv_heads": "tensor_0",
+        "mlp": parts,
+        "embed": "fsdp",
+    }
     axes = AxisRules(
         rules,
         units=UNITS,

@@ -31,7 +31,12 @@ _EYES = {
     "vision_tokens": 4,
 }
 _EYES |= {"vision_patch": 2}
-_STREAMS = {"streams": 3, "laurel_rank": 6, "layer_input": 10, "layer_vocab": 40}
+_STREAMS = {
+    "streams": 3,
+    "laurel_rank": 6,
+    "layer_input": 10,
+    "layer_vocab": 40,
+}
 _STREAMS_CONFIG = {
     "altup_num_inputs": 3,
     "laurel_rank": 6,
@@ -108,12 +113,23 @@ MODELS = {
     ),
     "deepseek_v2": (
         "deepseek-v2-lite",
-        {**_MLA, "dense_layers": 1, "expert_hidden": 24, "experts": 4},
+        {
+            **_MLA,
+            "dense_layers": 1,
+            "expert_hidden": 24,
+            "experts": 4,
+        },
         {"first_k_dense_replace": 1, "topk_method": "greedy"},
     ),
     "deepseek_v3": (
         "deepseek-v3",
-        {**_MLA, "dense_layers": 3, "expert_hidden": 24, "experts": 4, "q_lora": 24},
+        {
+            **_MLA,
+            "dense_layers": 3,
+            "expert_hidden": 24,
+            "experts": 4,
+            "q_lora": 24,
+        },
         {"first_k_dense_replace": 3, "q_lora_rank": 24, "topk_method": "noaux_tc"},
     ),
 }

@@ -58,7 +58,12 @@ def check(fn, tree, mesh, *, rules: Any = FSDP, axes=None, names=None, **options
     device.
     """
     sharding_plan = plan(
-        tree, mesh, paths=rules, axes=axes, names=names, unused="allow"
+        tree,
+        mesh,
+        paths=rules,
+        axes=axes,
+        names=names,
+        unused="allow",
     )
     mapped = map_matrices(fn, sharding_plan, **options)
     lowered = jax.jit(mapped, out_shardings=sharding_plan.shardings).lower(

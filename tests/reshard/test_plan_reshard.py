@@ -74,7 +74,12 @@ def test_a_plan_between_device_sets_shows_tiles_and_links():
     (leaf,) = move.leaves
     assert leaf.how == "tiles"
     assert leaf.links == move.links
-    expected = {(0, 6): 128, (1, 6): 64, (1, 7): 64, (2, 7): 128}
+    expected = {
+        (0, 6): 128,
+        (1, 6): 64,
+        (1, 7): 64,
+        (2, 7): 128,
+    }
     assert move.links == expected
     assert move.wire_bytes == 192
     assert "0 -> 6: 128 B" in str(move)

@@ -16,7 +16,12 @@ from shardfx._reshard.pieces.parts import shard_parts
 from shardfx._reshard.pieces.rounds import matchings
 
 
-DTYPES = {4: "int4", 8: "int8", 16: "int16", 32: "float32"}
+DTYPES = {
+    4: "int4",
+    8: "int8",
+    16: "int16",
+    32: "float32",
+}
 
 
 def cuts(bits, sources, targets, group_of=None, sent_before=(), lost=()):
@@ -147,7 +152,17 @@ def test_senders_of_the_receivers_process_come_first():
     sources = [(device, whole) for device in cases]
     cases = (10, 11, 12, 13, 20)
     targets = [(device, whole) for device in cases]
-    group_of = {0: 0, 1: 0, 2: 1, 3: 1, 10: 1, 11: 1, 12: 1, 13: 1, 20: 2}
+    group_of = {
+        0: 0,
+        1: 0,
+        2: 1,
+        3: 1,
+        10: 1,
+        11: 1,
+        12: 1,
+        13: 1,
+        20: 2,
+    }
     parts = cuts(8, sources, targets, group_of)
     senders = lambda sent: [
         part.sender for part in cuts(8, sources[:3], targets[:2], sent_before=sent).all
@@ -156,7 +171,13 @@ def test_senders_of_the_receivers_process_come_first():
     assert senders([(0, 4)]) == [1, 2]
     actual = senders([(0, 4), (1, 4)])
     assert actual == [2, 0]
-    expected = {(2, 10): 4, (3, 11): 4, (2, 12): 4, (3, 13): 4, (0, 20): 4}
+    expected = {
+        (2, 10): 4,
+        (3, 11): 4,
+        (2, 12): 4,
+        (3, 13): 4,
+        (0, 20): 4,
+    }
     assert parts.links == expected
 
 

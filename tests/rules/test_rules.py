@@ -233,7 +233,12 @@ MODES = AxisRules(
     {"a": "x", "b": "y"},
     modes={
         "train": (),
-        "decode": {"s": None, "a": None, "b": "x", "new": "w"},
+        "decode": {
+            "s": None,
+            "a": None,
+            "b": "x",
+            "new": "w",
+        },
         "insert": {"b": "z"},
     },
     aliases={"s": "b", "t": "s", "v": "late"},

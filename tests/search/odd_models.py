@@ -98,7 +98,13 @@ def decode() -> tuple[Any, ...]:
     def step(p, cache, token, index):
         def body(x, row):
             p, k, v = row
-            x, k, v = layer(x, p=p, k=k, v=v, index=index)
+            x, k, v = layer(
+                x,
+                p=p,
+                k=k,
+                v=v,
+                index=index,
+            )
             return x, (k, v)
 
         rows = (p["layers"], cache["k"], cache["v"])

@@ -112,7 +112,14 @@ def test_the_clock_orders_what_is_run_of_every_kind_of_argument():
         2,
     )
     devices = jax.devices()[:4]
-    candidates = search(odd, *args, devices=devices, keep=2, closely=2, verify="run")
+    candidates = search(
+        odd,
+        *args,
+        devices=devices,
+        keep=2,
+        closely=2,
+        verify="run",
+    )
     assert {candidate.by for candidate in candidates} == {"run"}
     assert len(candidates) == 2
     assert 0 < candidates[0].seconds <= candidates[1].seconds < 60
@@ -131,7 +138,12 @@ def test_what_the_compiler_refuses_is_dropped(monkeypatch):
 
     monkeypatch.setattr(programs, "compile_for", refuses)
     candidates = search(
-        step, *ARGS, devices="cpu:8", keep=9, closely=3, verify="compile"
+        step,
+        *ARGS,
+        devices="cpu:8",
+        keep=9,
+        closely=3,
+        verify="compile",
     )
     assert candidates
     for candidate in candidates:

@@ -71,7 +71,11 @@ def test_the_demo_is_named_as_its_author_named_it():
     expected = ("layers", "embed", atomic("kv_heads", 16))
     assert found.names[0].layers.key == expected
     rules = rules_for(
-        found, batch="data", kv_heads="kv", query_groups="group", hidden=("kv", "group")
+        found,
+        batch="data",
+        kv_heads="kv",
+        query_groups="group",
+        hidden=("kv", "group"),
     )
     mesh = MeshSpec({"data": 2, "kv": 2, "group": 2})
     made = plan(model, mesh, names=found.names[0], axes=rules)

@@ -110,7 +110,13 @@ def test_the_usual_ways_by_hand_are_always_partitioned():
     """
     lines: list[str] = []
     model = mlp_step(64, 256, 512)
-    search(*model, devices=8, chip="v5e", keep=1, progress=lines.append)
+    search(
+        *model,
+        devices=8,
+        chip="v5e",
+        keep=1,
+        progress=lines.append,
+    )
     looked = [
         line.partition(": ")[2] for line in lines if line.startswith("partitioned")
     ]
@@ -188,7 +194,13 @@ def test_how_a_jitted_step_and_its_arrays_lie_is_chosen():
     jitted = jax.jit(plain, in_shardings=(rows, rows), out_shardings=rows)
     asked = [(plain, *args), (jitted, *args), (plain, *placed)]
     first, *others = [
-        search(*step_and_args, devices=8, chip="v5e", keep=1, effort="least")[0]
+        search(
+            *step_and_args,
+            devices=8,
+            chip="v5e",
+            keep=1,
+            effort="least",
+        )[0]
         for step_and_args in asked
     ]
     for candidate in others:
@@ -226,7 +238,13 @@ def test_grouped_heads_are_cut_behind_those_they_share():
 )
 def test_every_model_is_searched_for_odd_numbers_of_devices_too(name, devices):
     model = MODELS[name]()
-    (best,) = search(*model, devices=devices, chip="h100", keep=1, effort="least")
+    (best,) = search(
+        *model,
+        devices=devices,
+        chip="h100",
+        keep=1,
+        effort="least",
+    )
     assert best.mesh.size == devices
     assert best.by == "estimate"
 

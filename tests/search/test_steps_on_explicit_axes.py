@@ -166,7 +166,12 @@ def test_a_search_answers_alike_and_sees_the_donation():
     struct = jax.ShapeDtypeStruct
     params = {"up": struct((64, 256), "float32"), "down": struct((256, 64), "float32")}
     args = params, struct((64, 64), "float32")
-    options = {"devices": 2, "chip": "v5e", "keep": 5, "effort": "least"}
+    options = {
+        "devices": 2,
+        "chip": "v5e",
+        "keep": 5,
+        "effort": "least",
+    }
     plain = search(jax.jit(step, donate_argnums=0), *args, **options)
     with jax.set_mesh(mesh_of(AxisType.Explicit)):
         typed = search(jax.jit(typed_step, donate_argnums=0), *args, **options)

@@ -69,7 +69,12 @@ def by_path(*extra: Any, rules: Any = None, **others: Any) -> dict[str, Any]:
 
 def by_name(axes: AxisRules = AXES, **others: Any) -> dict[str, Any]:
     """Names and axis rules without mistakes."""
-    return {"tree": TREE, "mesh": MESH, "names": NAMES, "axes": axes} | others
+    return {
+        "tree": TREE,
+        "mesh": MESH,
+        "names": NAMES,
+        "axes": axes,
+    } | others
 
 
 CLEAN: dict[str, dict[str, Any]] = {"paths": by_path(), "names": by_name()}

@@ -125,7 +125,12 @@ def test_eformer(mode, changes):
     if changes:
         axes = {"fsdp": 2, "tp": 4}
     else:
-        axes = {"dp": 2, "fsdp": 2, "tp": 4, "sp": 2}
+        axes = {
+            "dp": 2,
+            "fsdp": 2,
+            "tp": 4,
+            "sp": 2,
+        }
     mesh = MeshSpec(axes)
     findings = sfx.lint(
         tree, mesh, names=names, axes=presets.eformer(**changes), mode=mode

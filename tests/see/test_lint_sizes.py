@@ -101,7 +101,12 @@ def test_heads_in_fused_projections(name, shape, head_dim, line):
     severity, text = line.split(" ", 1)
     assert finding.severity == severity
     assert text in finding.message
-    arguments = {"tree": tree, "mesh": mesh, "paths": rules, "head_dim": head_dim}
+    arguments = {
+        "tree": tree,
+        "mesh": mesh,
+        "paths": rules,
+        "head_dim": head_dim,
+    }
     after = lint(applied(finding.fix, arguments))
     assert not [reason for reason in after if reason.code == "cut-head"]
 

@@ -79,7 +79,12 @@ class Page:
         driver.get(file.as_uri())
 
     def resize(self, width: int) -> None:
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        size = {
+            "width": width,
+            "height": 900,
+            "deviceScaleFactor": 1,
+            "mobile": False,
+        }
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def all(self, selector: str) -> list[Any]:
@@ -174,10 +179,19 @@ def page(browser: Any, tmp_path: Path) -> Iterator[Page]:
     )
     findings = [
         finding(),
-        finding(code="cut-head", severity="error", where="layers/3/attn/qkv", fix=""),
+        finding(
+            code="cut-head",
+            severity="error",
+            where="layers/3/attn/qkv",
+            fix="",
+        ),
     ]
     report = html_report(
-        model(), title="A model", findings=findings, traffic=sent, chip="v5e"
+        model(),
+        title="A model",
+        findings=findings,
+        traffic=sent,
+        chip="v5e",
     )
     page = Page(browser, report, tmp_path / "page.html")
     yield page

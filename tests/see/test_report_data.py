@@ -118,7 +118,12 @@ def test_what_a_strategy_adds_is_not_less_than_was_asked():
         ]
     )
     sharding_plan = plan(
-        {"norm": struct(8), "odd": struct(7), "w": struct(8, 6), "w_odd": struct(7, 6)},
+        {
+            "norm": struct(8),
+            "odd": struct(7),
+            "w": struct(8, 6),
+            "w_odd": struct(7, 6),
+        },
         MESH,
         paths=rules,
     )
@@ -171,8 +176,18 @@ def test_everything_that_a_plan_can_hold_is_json():
     assert rows["empty"]["bytes"] == 0
     assert "function" not in rows
     expected = [
-        {"name": "data", "size": 2, "slices": 2, "type": "Auto"},
-        {"name": "tensor", "size": 4, "slices": 1, "type": "Explicit"},
+        {
+            "name": "data",
+            "size": 2,
+            "slices": 2,
+            "type": "Auto",
+        },
+        {
+            "name": "tensor",
+            "size": 4,
+            "slices": 1,
+            "type": "Explicit",
+        },
     ]
     assert data["mesh"]["axes"] == expected
     assert {(part["group"], part["memory_kind"]) for part in data["memory"]} >= {

@@ -92,7 +92,11 @@ def in_part_of_a_mesh(w):
 
     spec = P("data")
     mapped = jax.shard_map(
-        body, mesh=MESH, in_specs=spec, out_specs=spec, axis_names={"data"}
+        body,
+        mesh=MESH,
+        in_specs=spec,
+        out_specs=spec,
+        axis_names={"data"},
     )
     return mapped(w) @ w
 
@@ -257,7 +261,11 @@ def test_a_callback_that_jax_refuses_says_where_it_is():
         spec = P("data")
         names = {"data"}
         mapped = jax.shard_map(
-            body, mesh=MESH, in_specs=spec, out_specs=spec, axis_names=names
+            body,
+            mesh=MESH,
+            in_specs=spec,
+            out_specs=spec,
+            axis_names=names,
         )
         return mapped(w)
 

@@ -22,7 +22,12 @@ from tests.step.repros.__main__ import names
 
 
 ROOT = Path(__file__).parents[2]
-SIZES = {"data": 2, "fsdp": 2, "tensor": 2, "one": 1}
+SIZES = {
+    "data": 2,
+    "fsdp": 2,
+    "tensor": 2,
+    "one": 1,
+}
 
 
 def test_every_record_has_a_program_and_every_program_a_record():

@@ -59,7 +59,11 @@ def exchanged(x):
     specs = P("data", "tensor")
     out_specs = (specs, P("data"))
     mapped = jax.shard_map(
-        shift, mesh=MESH, in_specs=specs, out_specs=out_specs, check_vma=False
+        shift,
+        mesh=MESH,
+        in_specs=specs,
+        out_specs=out_specs,
+        check_vma=False,
     )
     moved, gathered = mapped(jnp.cos(x))
     return jnp.sin(moved) * gathered

@@ -153,7 +153,13 @@ def test_altered_frames_are_errors(encrypt):
     suite = handshake.Suite("authenticated", encrypt)
     dst, plan, tree, sent, sessions = recorded(suite)
     keys = sessions["receiver"].keys
-    whole, _ = received(b"".join(sent), dst=dst, plan=plan, keys=keys, suite=suite)
+    whole, _ = received(
+        b"".join(sent),
+        dst=dst,
+        plan=plan,
+        keys=keys,
+        suite=suite,
+    )
     for path, leaf in tree.items():
         same(bits(whole[path]), bits(leaf))
 
@@ -165,7 +171,13 @@ def test_altered_frames_are_errors(encrypt):
             continue  # What follows a commit is not read.
         count += 1
         with pytest.raises((SyncError, OSError)):
-            received(data, dst=dst, plan=plan, keys=keys, suite=suite)
+            received(
+                data,
+                dst=dst,
+                plan=plan,
+                keys=keys,
+                suite=suite,
+            )
     assert count > 250
 
 

@@ -38,7 +38,11 @@ class Planted(NamedTuple):
         specs = tuple(spec for _, spec, *_ in self.args)
         body = ft.partial(self.body, wrong)
         return jax.shard_map(
-            body, mesh=mesh, in_specs=specs, out_specs=self.out, check_vma=False
+            body,
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=self.out,
+            check_vma=False,
         )
 
     def arrays(self, mesh: Mesh) -> list[jax.Array]:

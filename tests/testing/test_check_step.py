@@ -335,7 +335,11 @@ def test_suspects_are_wrong_sums_and_wrong_positions(
         return lax.psum(lax.psum(x.astype(jnp.bfloat16), "d"), "d")
 
     step = jax.shard_map(
-        body, mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False
+        body,
+        mesh=mesh,
+        in_specs=P("d"),
+        out_specs=P(),
+        check_vma=False,
     )
     x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("d")))
     report = check_step(step, x, reference=lambda x: x[:4] * 0)

@@ -157,7 +157,12 @@ def test_it_computes_the_same_without_a_sharding(step, mesh):
 def test_it_keeps_what_is_no_array_and_keys(mesh):
     def step(key, x, *, scale):
         noise = jax.random.normal(key, x.shape, out_sharding=P("data", "tensor"))
-        return {"x": x * scale + noise, "key": key, "scale": scale, "name": "step"}
+        return {
+            "x": x * scale + noise,
+            "key": key,
+            "scale": scale,
+            "name": "step",
+        }
 
     key = jax.random.key(3)
     with jax.set_mesh(mesh):

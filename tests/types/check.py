@@ -79,7 +79,12 @@ def main() -> int:
         copy.write_text(wrong)
         # The file itself is left out of what basedpyright looks at.
         mistakes.write_text(MISTAKES.read_text())
-        files = {SIGNATURES: set(), USES: set(), copy: asserted, mistakes: refused}
+        files = {
+            SIGNATURES: set(),
+            USES: set(),
+            copy: asserted,
+            mistakes: refused,
+        }
         for checker in CHECKERS:
             for (file, expected), error_lines in zip(
                 files.items(), lines_with_errors(checker, [*files]), strict=True

@@ -116,7 +116,13 @@ def costs(plan: sfx.ShardPlan, tree: Tree, x: jax.Array) -> float:
     print(testing.verify(step, tree, x, compiled=compiled).program)
     plain = testing.unsharded(step)
     policy: cost.Policy = cost.policy(
-        loss, tree, x, chip="v5e", leave_bytes=2**30, argnums=(0,), offload=False
+        loss,
+        tree,
+        x,
+        chip="v5e",
+        leave_bytes=2**30,
+        argnums=(0,),
+        offload=False,
     )
     value: jax.Array = policy.apply(loss)(tree, x)
     again = cost.Policy.from_json(policy.to_json())

@@ -72,7 +72,11 @@ def moved(
     step = ft.partial(run, steps=plan.steps, like=src, axes=mesh.axis_names)
     body = ft.partial(in_chunks, move=step, chunks=chunks)
     program = jax.shard_map(
-        body, mesh=mesh, in_specs=spec, out_specs=flat(mesh), check_vma=False
+        body,
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=flat(mesh),
+        check_vma=False,
     )
     return jax.jit(program)(jax.device_put(values, NamedSharding(mesh, spec)))
 

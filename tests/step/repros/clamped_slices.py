@@ -43,7 +43,11 @@ def cases() -> Fault:
 
     def case(function):
         return Case(
-            step=lambda mesh: function, args=args, mesh=MESH, specs=specs, result=CUT
+            step=lambda mesh: function,
+            args=args,
+            mesh=MESH,
+            specs=specs,
+            result=CUT,
         )
 
     wrong = {"mapped": case(windows), "alone": case(window)}

@@ -26,12 +26,20 @@ def cases() -> Fault:
     specs = (ROWS, P(), P())
     wrong = {
         "forward": Case(
-            step=lambda mesh: updated, args=args, mesh=MESH, specs=specs, result=ROWS
+            step=lambda mesh: updated,
+            args=args,
+            mesh=MESH,
+            specs=specs,
+            result=ROWS,
         )
     }
     held = {
         "the start clipped before": Case(
-            step=lambda mesh: mended, args=args, mesh=MESH, specs=specs, result=ROWS
+            step=lambda mesh: mended,
+            args=args,
+            mesh=MESH,
+            specs=specs,
+            result=ROWS,
         )
     }
     return Fault(wrong, held)

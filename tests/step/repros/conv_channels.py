@@ -48,16 +48,28 @@ def cases() -> Fault:
     others = array, normal(4, 24, 24, 3, 3), normal(5, 48, 24, 3, 3)
     wrong = {
         "gradient": Case(
-            step=lambda mesh: grad, args=args, mesh=MESH, specs=specs, result=CHANNELS
+            step=lambda mesh: grad,
+            args=args,
+            mesh=MESH,
+            specs=specs,
+            result=CHANNELS,
         ),
         "gradient, other sizes": Case(
-            step=lambda mesh: grad, args=others, mesh=MESH, specs=specs, result=CHANNELS
+            step=lambda mesh: grad,
+            args=others,
+            mesh=MESH,
+            specs=specs,
+            result=CHANNELS,
         ),
     }
     channels = P(("fsdp", "tensor"))
     held = {
         "a row constraint between them": Case(
-            step=mended, args=args, mesh=MESH, specs=specs, result=CHANNELS
+            step=mended,
+            args=args,
+            mesh=MESH,
+            specs=specs,
+            result=CHANNELS,
         ),
         "both axes on one dimension": Case(
             step=lambda mesh: grad,

@@ -59,7 +59,10 @@ def cases() -> Fault:
     grad = jax.grad(loss, (0, 1))
     wrong = {
         "gradient": Case(
-            step=lambda mesh: grad, args=(image, kernel), mesh=MESH, specs=(HEIGHT, P())
+            step=lambda mesh: grad,
+            args=(image, kernel),
+            mesh=MESH,
+            specs=(HEIGHT, P()),
         ),
         "forward, the kernel cut": Case(
             step=lambda mesh: conv,
@@ -76,7 +79,10 @@ def cases() -> Fault:
     }
     held = {
         "the input constrained to rows": Case(
-            step=mended, args=(image, kernel), mesh=MESH, specs=(HEIGHT, P())
+            step=mended,
+            args=(image, kernel),
+            mesh=MESH,
+            specs=(HEIGHT, P()),
         ),
         "every mesh axis used": Case(
             step=lambda mesh: grad,

@@ -32,10 +32,22 @@ def cases() -> Fault:
     specs = (ROWS, P())
     cut = gradient(P("data", "tensor"))
     whole = gradient(P(None, "tensor"))
-    wrong = {"gradient": Case(step=cut, args=args, mesh=MESH, specs=specs, result=ROWS)}
+    wrong = {
+        "gradient": Case(
+            step=cut,
+            args=args,
+            mesh=MESH,
+            specs=specs,
+            result=ROWS,
+        )
+    }
     held = {
         "windows that are whole": Case(
-            step=whole, args=args, mesh=MESH, specs=specs, result=ROWS
+            step=whole,
+            args=args,
+            mesh=MESH,
+            specs=specs,
+            result=ROWS,
         )
     }
     return Fault(wrong, held)

@@ -46,7 +46,11 @@ def cases() -> Fault:
     stack = (args[0], np.stack(args[1:] * 2))
     wrong = {
         "forward": Case(
-            step=lambda mesh: twice, args=args, mesh=MESH, specs=specs, result=ROWS
+            step=lambda mesh: twice,
+            args=args,
+            mesh=MESH,
+            specs=specs,
+            result=ROWS,
         ),
         "gradient": Case(
             step=lambda mesh: jax.grad(loss, (1, 2)),
@@ -65,7 +69,11 @@ def cases() -> Fault:
     }
     held = {
         "a row constraint on each block": Case(
-            step=mended, args=args, mesh=MESH, specs=specs, result=ROWS
+            step=mended,
+            args=args,
+            mesh=MESH,
+            specs=specs,
+            result=ROWS,
         ),
         "both axes on one dimension": Case(
             step=lambda mesh: twice,

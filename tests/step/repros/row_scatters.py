@@ -29,7 +29,11 @@ def cases() -> Fault:
 
     def case(spec):
         return Case(
-            step=written, args=args, mesh=MESH, specs=(spec, P(), P()), result=CUT
+            step=written,
+            args=args,
+            mesh=MESH,
+            specs=(spec, P(), P()),
+            result=CUT,
         )
 
     wrong = {"forward": case(P())}

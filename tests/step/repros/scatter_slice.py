@@ -43,7 +43,11 @@ def cases() -> Fault:
     specs = (P(), P(), P())
     wrong = {
         "forward": Case(
-            step=lambda mesh: sliced, args=(x,), mesh=MESH, specs=(P(),), result=CUT
+            step=lambda mesh: sliced,
+            args=(x,),
+            mesh=MESH,
+            specs=(P(),),
+            result=CUT,
         ),
         "gradient": Case(
             step=lambda mesh: jax.grad(loss, 1),
@@ -54,7 +58,13 @@ def cases() -> Fault:
         ),
     }
     held = {
-        "a whole sum": Case(step=mended, args=(x,), mesh=MESH, specs=(P(),), result=CUT)
+        "a whole sum": Case(
+            step=mended,
+            args=(x,),
+            mesh=MESH,
+            specs=(P(),),
+            result=CUT,
+        )
     }
     return Fault(wrong, held)
 

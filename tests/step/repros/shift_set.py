@@ -36,7 +36,11 @@ def cases() -> Fault:
     args = (normal(0, 16, 16),)
     wrong = {
         "forward": Case(
-            step=lambda mesh: shifted, args=args, mesh=MESH, specs=(ROWS,), result=ROWS
+            step=lambda mesh: shifted,
+            args=args,
+            mesh=MESH,
+            specs=(ROWS,),
+            result=ROWS,
         ),
         "gradient": Case(
             step=lambda mesh: jax.grad(loss),
@@ -55,7 +59,11 @@ def cases() -> Fault:
     }
     held = {
         "`roll` and `where`": Case(
-            step=lambda mesh: mended, args=args, mesh=MESH, specs=(ROWS,), result=ROWS
+            step=lambda mesh: mended,
+            args=args,
+            mesh=MESH,
+            specs=(ROWS,),
+            result=ROWS,
         )
     }
     return Fault(wrong, held)

@@ -33,11 +33,21 @@ def cases() -> Fault:
     args = (normal(0, 12, 8), normal(1, 6, 8))
     specs = (ROWS, P())
     wrong = {
-        "gradient": Case(step=gradient, args=args, mesh=MESH, specs=specs, result=ROWS)
+        "gradient": Case(
+            step=gradient,
+            args=args,
+            mesh=MESH,
+            specs=specs,
+            result=ROWS,
+        )
     }
     held = {
         "a whole operand": Case(
-            step=mended, args=args, mesh=MESH, specs=specs, result=ROWS
+            step=mended,
+            args=args,
+            mesh=MESH,
+            specs=specs,
+            result=ROWS,
         )
     }
     return Fault(wrong, held)

@@ -28,11 +28,21 @@ def cases() -> Fault:
     five = (x, np.arange(5), normal(1, 5, 8))
     eight = (x, np.arange(8), normal(1, 8, 8))
     wrong = {
-        "forward": Case(step=scaled, args=five, mesh=MESH, specs=specs, result=ROWS)
+        "forward": Case(
+            step=scaled,
+            args=five,
+            mesh=MESH,
+            specs=specs,
+            result=ROWS,
+        )
     }
     held = {
         "indices that divide": Case(
-            step=scaled, args=eight, mesh=MESH, specs=specs, result=ROWS
+            step=scaled,
+            args=eight,
+            mesh=MESH,
+            specs=specs,
+            result=ROWS,
         )
     }
     return Fault(wrong, held)
