@@ -55,8 +55,10 @@ def planned(
         dcn={"data": config["slices"]},
     )
     params = plan(_structs(config), mesh, paths=_RULES)
-    count = config["sequences"] * config["fsdp"] * config["slices"]
-    tokens = jax.ShapeDtypeStruct((count, config["length"]), jnp.int32)
+    sequences_per_slice = config["sequences"] * config["fsdp"]
+    count = sequences_per_slice * config["slices"]
+    tokens_shape = (count, config["length"])
+    tokens = jax.ShapeDtypeStruct(tokens_shape, jnp.int32)
     names = ("inputs", "positions", "segments", "targets", "targets_segments")
     rules = PathRules([(".*", P(("data", "fsdp")))])
     batch = plan(
@@ -64,7 +66,8 @@ def planned(
         mesh,
         paths=rules,
     )
-    plans = {"params": params, "state": follow(_moments, params), "batch": batch}
+    state = follow(_moments, params)
+    plans = {"params": params, "state": state, "batch": batch}
     return plans, _step(config, params, tiled=tiled)
 
 
@@ -73,12 +76,13 @@ def _structs(config: Mapping[str, Any]) -> dict[str, Any]:
     width = config["width"]
     hidden = config["hidden"]
     heads = (width, layers, config["heads"], config["head_dim"])
+    out = (config["heads"], layers, config["head_dim"], width)
     shapes = {
         "embedding": (config["vocab"], width),
         "layers": {
             "attention_norm": (width, layers),
             **dict.fromkeys(("query", "key", "value"), heads),
-            "out": (config["heads"], layers, config["head_dim"], width),
+            "out": out,
             "mlp_norm": (width, layers),
             "gate": (width, layers, hidden),
             "up": (width, layers, hidden),
@@ -87,16 +91,27 @@ def _structs(config: Mapping[str, Any]) -> dict[str, Any]:
         "norm": (width,),
         "unembedding": (width, config["vocab"]),
     }
+
+    def struct(shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def is_shape(node):
+        return isinstance(node, tuple)
+
     return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        struct,
         shapes,
-        is_leaf=lambda node: isinstance(node, tuple),
+        is_leaf=is_shape,
     )
 
 
 def _moments(params: Any) -> dict[str, Any]:
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
-    return {"mean": zeros, "square": zeros, "count": jnp.zeros((), jnp.int32)}
+    def zeros_like(leaf):
+        return jnp.zeros(leaf.shape, leaf.dtype)
+
+    zeros = jax.tree.map(zeros_like, params)
+    count = jnp.zeros((), jnp.int32)
+    return {"mean": zeros, "square": zeros, "count": count}
 
 
 def _step(
@@ -105,32 +120,54 @@ def _step(
     laid = ft.partial(constrain, names_or_spec=P(("data", "fsdp")), plan=plan)
 
     def layer(x: jax.Array, w) -> tuple[jax.Array, None]:
-        w = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
-        attention_input = laid(normed(x, w["attention_norm"], _EPSILON))
+        def of_type(leaf):
+            return leaf.astype(x.dtype)
+
+        w = jax.tree.map(of_type, w)
+        attention_norm = normed(x, w["attention_norm"], _EPSILON)
+        attention_input = laid(attention_norm)
         query = jnp.einsum("bsd,dhk->bshk", attention_input, w["query"])
         key = jnp.einsum("bsd,dhk->bshk", attention_input, w["key"])
         value = jnp.einsum("bsd,dhk->bshk", attention_input, w["value"])
-        scaled_query = _rotated(query) / math.sqrt(config["head_dim"])
-        mixed = _flash(scaled_query, _rotated(key), value, config["blocks"])
-        x = x + laid(jnp.einsum("bshk,hkd->bsd", mixed, w["out"]))
-        mlp_input = laid(normed(x, w["mlp_norm"], _EPSILON))
-        gate = jax.nn.silu(mlp_input @ w["gate"])
+        turned_query = _rotated(query)
+        root = math.sqrt(config["head_dim"])
+        scaled_query = turned_query / root
+        turned_key = _rotated(key)
+        mixed = _flash(scaled_query, turned_key, value, config["blocks"])
+        out = jnp.einsum("bshk,hkd->bsd", mixed, w["out"])
+        laid_out = laid(out)
+        x = x + laid_out
+        mlp_norm = normed(x, w["mlp_norm"], _EPSILON)
+        mlp_input = laid(mlp_norm)
+        gate_product = mlp_input @ w["gate"]
+        gate = jax.nn.silu(gate_product)
         up = mlp_input @ w["up"]
-        down = laid((gate * up) @ w["down"])
+        hidden = gate * up
+        lowered = hidden @ w["down"]
+        down = laid(lowered)
         return laid(x + down), None
 
     def loss(params, batch) -> jax.Array:
-        embedding = params["embedding"].astype(jnp.bfloat16)[batch["inputs"]]
+        table = params["embedding"].astype(jnp.bfloat16)
+        embedding = table[batch["inputs"]]
         x = laid(embedding)
-        stacked = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 1, 0), params["layers"])
-        x, _ = jax.lax.scan(jax.checkpoint(layer), x, stacked)
+
+        def layers_first(leaf):
+            return jnp.moveaxis(leaf, 1, 0)
+
+        stacked = jax.tree.map(layers_first, params["layers"])
+        rematerialized = jax.checkpoint(layer)
+        x, _ = jax.lax.scan(rematerialized, x, stacked)
         norm = params["norm"].astype(x.dtype)
-        x = laid(normed(x, norm, _EPSILON))
+        normed_x = normed(x, norm, _EPSILON)
+        x = laid(normed_x)
         head = params["unembedding"].astype(x.dtype)
-        mask = (batch["targets_segments"] != 0).astype(jnp.float32)
+        is_real = batch["targets_segments"] != 0
+        mask = is_real.astype(jnp.float32)
         if not tiled:
             return _cross_entropy(x, head, batch["targets"], mask)
-        rows = math.prod(batch["targets"].shape) // config["vocab_tiles"]
+        token_count = math.prod(batch["targets"].shape)
+        rows = token_count // config["vocab_tiles"]
 
         def tiles_of(array: jax.Array) -> jax.Array:
             tiles = array.reshape(config["vocab_tiles"], rows, *array.shape[2:])
@@ -140,28 +177,49 @@ def _step(
 
         def add(total: jax.Array, tile) -> tuple[jax.Array, None]:
             x, targets, mask = tile
-            return total + tile_loss(x, targets=targets, mask=mask), None
+            added = tile_loss(x, targets=targets, mask=mask)
+            return total + added, None
 
-        tiles = (tiles_of(x), tiles_of(batch["targets"]), tiles_of(mask))
+        tiles_of_x = tiles_of(x)
+        tiles_of_targets = tiles_of(batch["targets"])
+        tiles_of_mask = tiles_of(mask)
+        tiles = (tiles_of_x, tiles_of_targets, tiles_of_mask)
         total, _ = jax.lax.scan(add, jnp.float32(0), tiles)
         return total
 
     def step(params, state, batch) -> tuple[Any, Any, jax.Array]:
         value, grads = jax.value_and_grad(loss)(params, batch)
-        squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)]
+        squares = []
+        for leaf in jax.tree.leaves(grads):
+            squares.append(jnp.sum(jnp.square(leaf)))
         norm = jnp.sqrt(sum(squares))
-        grads = jax.tree.map(lambda g: jnp.where(norm < 1, g, g / norm), grads)
-        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mean"], grads)
-        square = jax.tree.map(
-            lambda v, g: 0.95 * v + 0.05 * g * g, state["square"], grads
-        )
+
+        def clipped(g):
+            return jnp.where(norm < 1, g, g / norm)
+
+        grads = jax.tree.map(clipped, grads)
+
+        def next_mean(m, g):
+            return 0.9 * m + 0.1 * g
+
+        mean = jax.tree.map(next_mean, state["mean"], grads)
+
+        def next_square(v, g):
+            return 0.95 * v + 0.05 * g * g
+
+        square = jax.tree.map(next_square, state["square"], grads)
         count = state["count"] + 1
-        first = 1 - 0.9 ** count.astype(jnp.float32)
-        second = 1 - 0.95 ** count.astype(jnp.float32)
+        steps = count.astype(jnp.float32)
+        first = 1 - 0.9**steps
+        steps_of_second = count.astype(jnp.float32)
+        second = 1 - 0.95**steps_of_second
 
         def moved(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-            root = jnp.sqrt(v / second) + 1e-8
-            return p - 1e-8 * (m / first / root + 0.1 * p)
+            unbiased_square = v / second
+            root = jnp.sqrt(unbiased_square) + 1e-8
+            unbiased_mean = m / first
+            change = unbiased_mean / root + 0.1 * p
+            return p - 1e-8 * change
 
         new = jax.tree.map(moved, params, mean, square)
         return new, {"mean": mean, "square": square, "count": count}, value
@@ -171,15 +229,20 @@ def _step(
 
 def _rotated(x: jax.Array) -> jax.Array:
     half = x.shape[-1] // 2
-    positions = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None]
+    columns = jnp.arange(x.shape[1], dtype=jnp.float32)
+    positions = columns[:, None]
     planes = jnp.arange(half) / half
     angles = positions / 10_000**planes
-    sin = jnp.sin(angles)[None, :, None]
-    cos = jnp.cos(angles)[None, :, None]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    sines = jnp.sin(angles)
+    sin = sines[None, :, None]
+    cosines = jnp.cos(angles)
+    cos = cosines[None, :, None]
+    wide = x.astype(jnp.float32)
+    first, second = jnp.split(wide, 2, axis=-1)
     turned_first = first * cos - second * sin
     turned_second = second * cos + first * sin
-    return jnp.concatenate([turned_first, turned_second], axis=-1).astype(x.dtype)
+    turned = jnp.concatenate([turned_first, turned_second], axis=-1)
+    return turned.astype(x.dtype)
 
 
 def _flash(q: jax.Array, k: jax.Array, v: jax.Array, blocks: int) -> jax.Array:
@@ -188,24 +251,31 @@ def _flash(q: jax.Array, k: jax.Array, v: jax.Array, blocks: int) -> jax.Array:
     """
 
     def block(q: jax.Array) -> jax.Array:
-        scores = jnp.einsum("bqhd,bthd->bhqt", q, k).astype(jnp.float32)
-        return jnp.einsum(
-            "bhqt,bthd->bqhd", jax.nn.softmax(scores, axis=-1).astype(q.dtype), v
-        )
+        products = jnp.einsum("bqhd,bthd->bhqt", q, k)
+        scores = products.astype(jnp.float32)
+        shares = jax.nn.softmax(scores, axis=-1)
+        low_shares = shares.astype(q.dtype)
+        return jnp.einsum("bhqt,bthd->bqhd", low_shares, v)
 
-    parts = q.reshape(q.shape[0], blocks, -1, *q.shape[2:]).swapaxes(0, 1)
-    _, mixed = jax.lax.scan(
-        lambda carry, chunk: (carry, jax.checkpoint(block)(chunk)), None, parts
-    )
-    return mixed.swapaxes(0, 1).reshape(q.shape)
+    by_block = q.reshape(q.shape[0], blocks, -1, *q.shape[2:])
+    parts = by_block.swapaxes(0, 1)
+
+    def step(carry, chunk):
+        return carry, jax.checkpoint(block)(chunk)
+
+    _, mixed = jax.lax.scan(step, None, parts)
+    joined = mixed.swapaxes(0, 1)
+    return joined.reshape(q.shape)
 
 
 def _cross_entropy(
     x: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array
 ) -> jax.Array:
-    logits = (x @ head).astype(jnp.float32)
+    products = x @ head
+    logits = products.astype(jnp.float32)
     targets_one_hot = jax.nn.one_hot(targets, logits.shape[-1])
-    return jnp.sum(_stable(logits, targets_one_hot) * mask)
+    losses = _stable(logits, targets_one_hot)
+    return jnp.sum(losses * mask)
 
 
 @jax.custom_vjp
@@ -217,11 +287,14 @@ def _stable(logits: jax.Array, targets: jax.Array) -> jax.Array:
 def _stable_forward(
     logits: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    shifted = logits - largest
     powers = jnp.exp(shifted)
     total = jnp.sum(powers, axis=-1, keepdims=True)
-    elements = targets * (shifted - jnp.log(total))
-    return -jnp.sum(elements, axis=-1), (
+    log_probabilities = shifted - jnp.log(total)
+    elements = targets * log_probabilities
+    losses = -jnp.sum(elements, axis=-1)
+    return losses, (
         targets,
         powers,
         total,
@@ -232,7 +305,8 @@ def _stable_backward(
     residuals: tuple[jax.Array, ...], grad: jax.Array
 ) -> tuple[jax.Array, None]:
     targets, powers, total = residuals
-    return grad[..., None] * (powers / total - targets), None
+    errors = powers / total - targets
+    return grad[..., None] * errors, None
 
 
 _stable.defvjp(_stable_forward, _stable_backward)

@@ -51,7 +51,11 @@ def trained(loss: Callable[..., Any], params: Any, *data: Any) -> Step:
 
     def step(params, *data):
         value, grads = jax.value_and_grad(loss)(params, *data)
-        updated = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+        def descended(p, g):
+            return p - 0.1 * g
+
+        updated = jax.tree.map(descended, params, grads)
         return updated, value
 
     return Step(step, (params, *data))
@@ -67,7 +71,8 @@ def feed_forward(form: Form, weights: Any, x: jax.Array) -> jax.Array:
     up = form.put(weights["up"], None, "tensor")
     down = form.put(weights["down"], "tensor")
     hidden = jax.nn.relu(x @ up)
-    return jnp.matmul(hidden, down, out_sharding=form.out("data"))
+    placed = form.out("data")
+    return jnp.matmul(hidden, down, out_sharding=placed)
 
 
 def perceptron(form: Form) -> Step:
@@ -75,7 +80,8 @@ def perceptron(form: Form) -> Step:
 
     def loss(params, x: jax.Array) -> jax.Array:
         out = feed_forward(form, params, x)
-        return jnp.mean((x + out) ** 2)
+        squares = (x + out) ** 2
+        return jnp.mean(squares)
 
     return trained(loss, params, f32(512, 256))
 
@@ -87,17 +93,21 @@ def adamw(form: Form) -> Step:
 
     def loss(params, x: jax.Array) -> jax.Array:
         def layer(x: jax.Array, w):
-            return x + feed_forward(form, w, norm(x)), None
+            normed = norm(x)
+            return x + feed_forward(form, w, normed), None
 
-        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+        outputs = jax.lax.scan(layer, x, params)
+        return jnp.mean(outputs[0] ** 2)
 
     def step(params, state, x: jax.Array):
         value, grads = jax.value_and_grad(loss)(params, x)
         updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+        updated = optax.apply_updates(params, updates)
+        return updated, state, value
 
     state = jax.eval_shape(optimizer.init, params)
-    return Step(step, (params, state, f32(512, 256)))
+    batch = f32(512, 256)
+    return Step(step, (params, state, batch))
 
 
 class Cookbook(NamedTuple):
@@ -132,7 +142,8 @@ def cookbook(form: Form, specs: Cookbook, *, embed: int = 128) -> Step:
         table = form.put(params["embed"])
         x = table.at[tokens].get(out_sharding=act) if act else table[tokens]
         x = x + form.put(params["positions"])
-        is_before = jnp.ones((tokens.shape[1], tokens.shape[1]), bool)
+        square = (tokens.shape[1], tokens.shape[1])
+        is_before = jnp.ones(square, bool)
         mask = jnp.tril(is_before)
 
         def layer(x: jax.Array, w):
@@ -144,11 +155,14 @@ def cookbook(form: Form, specs: Cookbook, *, embed: int = 128) -> Step:
                 qkv,
                 out_sharding=by_heads,
             )
-            scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / head**0.5
-            weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+            products = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+            scores = products / head**0.5
+            masked = jnp.where(mask, scores, -1e9)
+            weights = jax.nn.softmax(masked)
             mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
             out = form.put(w["out"], specs.heads)
-            x = x + jnp.einsum("bqhd,hde->bqe", mixed, out, out_sharding=act)
+            mixed_out = jnp.einsum("bqhd,hde->bqe", mixed, out, out_sharding=act)
+            x = x + mixed_out
             up = form.put(w["up"], None, specs.mlp)
             by_hidden = form.out(batch, None, specs.mlp)
             hidden = jnp.einsum(
@@ -159,16 +173,20 @@ def cookbook(form: Form, specs: Cookbook, *, embed: int = 128) -> Step:
             )
             down = form.put(w["down"], specs.mlp)
             activated = jax.nn.gelu(hidden)
-            x = x + jnp.einsum("bsf,fe->bse", activated, down, out_sharding=act)
+            lowered = jnp.einsum("bsf,fe->bse", activated, down, out_sharding=act)
+            x = x + lowered
             return x, None
 
         x, _ = jax.lax.scan(layer, x, params["layers"])
         return jnp.einsum("bse,ve->bsv", norm(x), table, out_sharding=act)
 
     def loss(params, tokens: jax.Array) -> jax.Array:
-        logits = jax.nn.log_softmax(forward(params, tokens))
-        chosen = jax.nn.one_hot(tokens, vocab) * logits
-        return -jnp.mean(jnp.sum(chosen, axis=-1))
+        answers = forward(params, tokens)
+        logits = jax.nn.log_softmax(answers)
+        hot = jax.nn.one_hot(tokens, vocab)
+        chosen = hot * logits
+        picked = jnp.sum(chosen, axis=-1)
+        return -jnp.mean(picked)
 
     return trained(loss, params, i32(32, length))
 
@@ -185,12 +203,19 @@ def remat(form: Form) -> Step:
         @jax.checkpoint
         def layer(x: jax.Array, w) -> jax.Array:
             up = form.put(w["up"], None, "tensor")
-            hidden = jax.nn.gelu(jnp.matmul(x, up))
+            raised = jnp.matmul(x, up)
+            hidden = jax.nn.gelu(raised)
             down = form.put(w["down"], "tensor")
-            return x + jnp.matmul(hidden, down, out_sharding=form.out("data"))
+            placed = form.out("data")
+            lowered = jnp.matmul(hidden, down, out_sharding=placed)
+            return x + lowered
 
         start = form.put(x, "data")
-        x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), start, params)
+
+        def step(x, w):
+            return layer(x, w), None
+
+        x, _ = jax.lax.scan(step, start, params)
         return jnp.mean(x**2)
 
     return trained(loss, params, f32(512, 256))
@@ -204,10 +229,12 @@ def experts(form: Form) -> Step:
     }
 
     def loss(params, x: jax.Array) -> jax.Array:
-        shares = jax.nn.softmax(x @ form.put(params["router"]))
+        router = form.put(params["router"])
+        shares = jax.nn.softmax(x @ router)
         up = form.put(params["up"], "tensor")
         down = form.put(params["down"], "tensor")
-        hidden = jax.nn.relu(jnp.einsum("ne,xef->xnf", x, up))
+        raised = jnp.einsum("ne,xef->xnf", x, up)
+        hidden = jax.nn.relu(raised)
         out = jnp.einsum("xnf,xfe->xne", hidden, down)
         placed_shares = form.put(shares, "data", "tensor")
         mixed = jnp.einsum(
@@ -216,7 +243,8 @@ def experts(form: Form) -> Step:
             placed_shares,
             out_sharding=form.out("data"),
         )
-        return jnp.mean((x + mixed) ** 2)
+        squares = (x + mixed) ** 2
+        return jnp.mean(squares)
 
     return trained(loss, params, f32(512, 256))
 
@@ -229,7 +257,9 @@ def recurrent(form: Form) -> Step:
         outer = form.put(params["outer"])
 
         def cell(state: jax.Array, x: jax.Array):
-            state = jnp.tanh(state @ inner + x @ outer)
+            carried = state @ inner
+            mixed = carried + x @ outer
+            state = jnp.tanh(mixed)
             return state, state
 
         zeros = jnp.zeros((x.shape[1], 256))
@@ -238,7 +268,8 @@ def recurrent(form: Form) -> Step:
         return jnp.mean(states**2)
 
     def over_time(params, x: jax.Array) -> jax.Array:
-        return loss(params, form.put(x, None, "data"))
+        placed = form.put(x, None, "data")
+        return loss(params, placed)
 
     return trained(over_time, params, f32(16, 128, 128))
 
@@ -255,14 +286,17 @@ def own_derivative(form: Form) -> Step:
         return squared(x), x
 
     def backward(x: jax.Array, cotangent: jax.Array):
-        return (2 * jnp.maximum(x, 0) * cotangent,)
+        slope = 2 * jnp.maximum(x, 0)
+        return (slope * cotangent,)
 
     squared.defvjp(forward, backward)
 
     def loss(params, x: jax.Array) -> jax.Array:
-        hidden = squared(x @ form.put(params["up"], None, "tensor"))
+        up = form.put(params["up"], None, "tensor")
+        hidden = squared(x @ up)
         down = form.put(params["down"], "tensor")
-        out = jnp.matmul(hidden, down, out_sharding=form.out("data"))
+        placed = form.out("data")
+        out = jnp.matmul(hidden, down, out_sharding=placed)
         return jnp.mean(out**2)
 
     return trained(loss, params, f32(512, 256))
@@ -273,12 +307,17 @@ def towers(form: Form) -> Step:
     params = {"left": f32(256, 128), "right": f32(192, 128)}
 
     def loss(params, x: jax.Array, y: jax.Array) -> jax.Array:
-        left = norm(x @ form.put(params["left"]))
-        right = norm(y @ form.put(params["right"]))
-        logits = jnp.matmul(left, right.T, out_sharding=form.out("data"))
+        left_weights = form.put(params["left"])
+        left_rows = x @ left_weights
+        left = norm(left_rows)
+        right_weights = form.put(params["right"])
+        right = norm(y @ right_weights)
+        placed = form.out("data")
+        logits = jnp.matmul(left, right.T, out_sharding=placed)
         eye = jnp.eye(x.shape[0])
         log_probabilities = jax.nn.log_softmax(logits)
-        return -jnp.mean(jnp.sum(log_probabilities * eye, axis=-1))
+        picked = jnp.sum(log_probabilities * eye, axis=-1)
+        return -jnp.mean(picked)
 
     return trained(loss, params, f32(128, 256), f32(128, 192))
 
@@ -289,9 +328,14 @@ def branches(form: Form) -> Step:
     def loss(params, x: jax.Array, scale: jax.Array) -> jax.Array:
         wide = form.put(params["wide"])
         shift = form.put(params["shift"])
-        y = jax.lax.cond(
-            scale > 0, lambda x: jnp.tanh(x @ wide), lambda x: x + shift, x
-        )
+
+        def of_positive(x):
+            return jnp.tanh(x @ wide)
+
+        def of_others(x):
+            return x + shift
+
+        y = jax.lax.cond(scale > 0, of_positive, of_others, x)
         return jnp.mean(y**2)
 
     return trained(loss, params, f32(512, 256), f32())
@@ -303,20 +347,27 @@ def accumulated(form: Form) -> Step:
 
     def loss(params, x: jax.Array) -> jax.Array:
         out = feed_forward(form, params, x)
-        return jnp.mean((x - out) ** 2)
+        squares = (x - out) ** 2
+        return jnp.mean(squares)
 
     def step(params, micros: jax.Array):
         micros = form.put(micros, None, "data")
 
         def add(total, micro: jax.Array):
             grads = jax.grad(loss)(params, micro)
-            return jax.tree.map(jnp.add, total, grads), None
+            new_total = jax.tree.map(jnp.add, total, grads)
+            return new_total, None
 
         zeros = jax.tree.map(jnp.zeros_like, params)
         total, _ = jax.lax.scan(add, zeros, micros)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, total)
 
-    return Step(step, (params, f32(4, 128, 128)))
+        def descended(p, g):
+            return p - 0.1 * g
+
+        return jax.tree.map(descended, params, total)
+
+    batches = f32(4, 128, 128)
+    return Step(step, (params, batches))
 
 
 STEPS: Mapping[str, Callable[[Form], Step]] = {

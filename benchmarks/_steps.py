@@ -128,7 +128,11 @@ def parameter_names(sizes: Sizes, strategy: Way) -> dict[str, Any]:
         "mlp_norm": ("norm",),
         "mlp": MIXTURE if sizes.experts else DENSE,
     }
-    stacked = jax.tree.map(lambda names: ("layers", *names), layer, is_leaf=_is_names)
+
+    def with_layers(names):
+        return "layers", *names
+
+    stacked = jax.tree.map(with_layers, layer, is_leaf=_is_names)
     if strategy.scan:
         layers = stacked
     else:
@@ -157,9 +161,11 @@ def parameters(sizes: Sizes, strategy: Way) -> dict[str, Any]:
     }
 
     def struct(names: tuple) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(tuple(size[name] for name in names), sizes.dtype)
+        shape = tuple(size[name] for name in names)
+        return jax.ShapeDtypeStruct(shape, sizes.dtype)
 
-    return jax.tree.map(struct, parameter_names(sizes, strategy), is_leaf=_is_names)
+    names = parameter_names(sizes, strategy)
+    return jax.tree.map(struct, names, is_leaf=_is_names)
 
 
 def batch(sizes: Sizes) -> dict[str, jax.ShapeDtypeStruct]:
@@ -177,7 +183,8 @@ def optimizer_state(params: Any, strategy: Way) -> dict[str, Any]:
     zeros = jax.tree.map(zeros_like, params)
     if strategy.optimizer == "momentum":
         return {"momentum": zeros}
-    return {"mean": zeros, "square": zeros, "count": jnp.zeros((), jnp.int32)}
+    count = jnp.zeros((), jnp.int32)
+    return {"mean": zeros, "square": zeros, "count": count}
 
 
 def train_step(
@@ -208,72 +215,95 @@ class _Model:
     plan: ShardPlan
 
     def loss(self, params: Any, batch: Any) -> jax.Array:
-        logits = self.logits(params, batch["tokens"]).astype(jnp.float32)
+        answers = self.logits(params, batch["tokens"])
+        logits = answers.astype(jnp.float32)
         targets = jax.nn.one_hot(batch["targets"], self.sizes.vocab)
-        elements = logits * self.laid(targets, ("batch", "inner", "vocab"))
+        laid_targets = self.laid(targets, ("batch", "inner", "vocab"))
+        elements = logits * laid_targets
         picked = jnp.sum(elements, axis=-1)
-        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+        normalizer = jax.nn.logsumexp(logits, axis=-1)
+        return jnp.mean(normalizer - picked)
 
     def logits(self, params: Any, tokens: jax.Array) -> jax.Array:
-        x = self.laid(params["embedding"][tokens], STREAM)
+        embedded = params["embedding"][tokens]
+        x = self.laid(embedded, STREAM)
         if self.way.remat:
             layer = jax.checkpoint(self.layer)
         else:
             layer = self.layer
         if self.way.scan:
-            x, _ = jax.lax.scan(
-                lambda x, weights: (layer(x, weights), None), x, params["layers"]
-            )
+
+            def step(x, weights):
+                return layer(x, weights), None
+
+            x, _ = jax.lax.scan(step, x, params["layers"])
         else:
             for weights in params["layers"]:
                 x = layer(x, weights)
-        x = self.laid(normed(x, params["norm"]), INSIDE)
-        return self.laid(x @ params["unembedding"], ("batch", "inner", "vocab"))
+        normed_x = normed(x, params["norm"])
+        x = self.laid(normed_x, INSIDE)
+        logits = x @ params["unembedding"]
+        return self.laid(logits, ("batch", "inner", "vocab"))
 
     def layer(self, x: jax.Array, weights: Any) -> jax.Array:
-        attention_input = self.laid(normed(x, weights["attention_norm"]), INSIDE)
-        x = x + self.attention(
+        normed_x = normed(x, weights["attention_norm"])
+        attention_input = self.laid(normed_x, INSIDE)
+        attended = self.attention(
             attention_input,
             weights["attention"],
         )
+        x = x + attended
         if self.sizes.experts:
             mlp = self.mixture
         else:
             mlp = self.mlp
-        mlp_input = self.laid(normed(x, weights["mlp_norm"]), INSIDE)
-        return x + mlp(mlp_input, weights["mlp"])
+        normed_mlp = normed(x, weights["mlp_norm"])
+        mlp_input = self.laid(normed_mlp, INSIDE)
+        mlp_out = mlp(mlp_input, weights["mlp"])
+        return x + mlp_out
 
     def attention(self, x: jax.Array, weights: Any) -> jax.Array:
         query = jnp.einsum("bsd,dhk->bshk", x, weights["query"])
-        query = self.laid(_rotated(query), QUERIES)
+        turned_query = _rotated(query)
+        query = self.laid(turned_query, QUERIES)
         key = jnp.einsum("bsd,dhk->bshk", x, weights["key"])
-        key = self.laid(_rotated(key), KEYS)
+        turned_key = _rotated(key)
+        key = self.laid(turned_key, KEYS)
         value = jnp.einsum("bsd,dhk->bshk", x, weights["value"])
         value = self.laid(value, KEYS)
         key, value = (self.per_query_head(projection) for projection in (key, value))
-        scores = jnp.einsum("bqhd,bthd->bhqt", query, key) / math.sqrt(
-            self.sizes.head_dim
-        )
+        root = math.sqrt(self.sizes.head_dim)
+        products = jnp.einsum("bqhd,bthd->bhqt", query, key)
+        scores = products / root
         length = x.shape[1]
-        causal = jnp.tril(jnp.ones((length, length), bool))
-        masked = jnp.where(causal, scores.astype(jnp.float32), -1e30)
-        mixing = jax.nn.softmax(masked, axis=-1).astype(x.dtype)
-        mixed = self.laid(jnp.einsum("bhqt,bthd->bqhd", mixing, value), QUERIES)
-        return self.laid(jnp.einsum("bshk,hkd->bsd", mixed, weights["out"]), STREAM)
+        square = jnp.ones((length, length), bool)
+        causal = jnp.tril(square)
+        wide = scores.astype(jnp.float32)
+        masked = jnp.where(causal, wide, -1e30)
+        shares = jax.nn.softmax(masked, axis=-1)
+        mixing = shares.astype(x.dtype)
+        by_heads = jnp.einsum("bhqt,bthd->bqhd", mixing, value)
+        mixed = self.laid(by_heads, QUERIES)
+        out = jnp.einsum("bshk,hkd->bsd", mixed, weights["out"])
+        return self.laid(out, STREAM)
 
     def per_query_head(self, x: jax.Array) -> jax.Array:
         group = self.sizes.heads // self.sizes.kv_heads
         repeated_shape = (*x.shape[:3], group, x.shape[3])
-        repeated = jnp.broadcast_to(x[:, :, :, None], repeated_shape)
+        columns = x[:, :, :, None]
+        repeated = jnp.broadcast_to(columns, repeated_shape)
         fused = repeated.reshape(*x.shape[:2], self.sizes.heads, x.shape[3])
         return self.laid(fused, ("batch", "keys", "heads", None))
 
     def mlp(self, x: jax.Array, weights: Any) -> jax.Array:
         names = ("batch", "inner", "hidden")
-        gate = self.laid(x @ weights["gate"], names)
-        up = self.laid(x @ weights["up"], names)
+        gate_product = x @ weights["gate"]
+        gate = self.laid(gate_product, names)
+        up_product = x @ weights["up"]
+        up = self.laid(up_product, names)
         hidden = jax.nn.silu(gate) * up
-        return self.laid((hidden) @ weights["down"], STREAM)
+        out = (hidden) @ weights["down"]
+        return self.laid(out, STREAM)
 
     def mixture(self, x: jax.Array, weights: Any) -> jax.Array:
         """Each row of the batch gives each expert as many tokens as it has room for;
@@ -281,23 +311,29 @@ class _Model:
         """
         sizes = self.sizes
         length = x.shape[1]
-        room = max(1, math.ceil(length * sizes.experts_per_token / sizes.experts))
-        scores = (x @ weights["router"]).astype(jnp.float32)
+        tokens_per_expert = length * sizes.experts_per_token / sizes.experts
+        room = max(1, math.ceil(tokens_per_expert))
+        router_logits = x @ weights["router"]
+        scores = router_logits.astype(jnp.float32)
         shares = jax.nn.softmax(scores, axis=-1)
         best, chosen = jax.lax.top_k(shares, sizes.experts_per_token)
-        elements = jax.nn.one_hot(chosen, sizes.experts) * best[..., None]
+        choices = jax.nn.one_hot(chosen, sizes.experts)
+        elements = choices * best[..., None]
         total = jnp.sum(elements, axis=2)
         is_wanted = total > 0
-        earlier = jnp.cumsum(is_wanted.astype(jnp.int32), axis=1)
+        wanted = is_wanted.astype(jnp.int32)
+        earlier = jnp.cumsum(wanted, axis=1)
         place = jnp.where(is_wanted, earlier - 1, room)
-        combine = total[..., None] * jax.nn.one_hot(place, room)
-        combine = self.laid(combine.astype(x.dtype), ("batch", "inner", None, None))
+        places = jax.nn.one_hot(place, room)
+        combine = total[..., None] * places
+        low_combine = combine.astype(x.dtype)
+        combine = self.laid(low_combine, ("batch", "inner", None, None))
         is_sent = (combine > 0).astype(x.dtype)
         sent = jnp.einsum("bsec,bsd->ebcd", is_sent, x)
-        done = self.experts(self.handed(sent, to_experts=True), weights)
-        back = jnp.einsum(
-            "bsec,ebcd->bsd", combine, self.handed(done, to_experts=False)
-        )
+        handed = self.handed(sent, to_experts=True)
+        done = self.experts(handed, weights)
+        returned = self.handed(done, to_experts=False)
+        back = jnp.einsum("bsec,ebcd->bsd", combine, returned)
         return self.laid(back, STREAM)
 
     def handed(self, x: jax.Array, *, to_experts: bool) -> jax.Array:
@@ -314,7 +350,8 @@ class _Model:
         else:
             first = by_experts
             second = by_tokens
-        return self.laid(self.laid(x, first), second)
+        laid = self.laid(x, first)
+        return self.laid(laid, second)
 
     def experts(self, x: jax.Array, weights: Any) -> jax.Array:
         names = ("expert", "expert_batch", None, "hidden")
@@ -333,7 +370,8 @@ def normed(x: jax.Array, scale: jax.Array, epsilon: float = 1e-6) -> jax.Array:
     """The root mean square norm, in float32."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    scaled = wide * jax.lax.rsqrt(mean_square + epsilon)
+    scale_of_rows = jax.lax.rsqrt(mean_square + epsilon)
+    scaled = wide * scale_of_rows
     return scaled.astype(x.dtype) * scale
 
 
@@ -344,10 +382,13 @@ def _rotated(x: jax.Array) -> jax.Array:
     half = x.shape[-1] // 2
     cases = (x.shape[1], half)
     positions, planes = (jnp.arange(size, dtype=jnp.float32) for size in cases)
-    angles = positions[:, None, None] * 10_000 ** (-planes / half)
+    rates = 10_000 ** (-planes / half)
+    angles = positions[:, None, None] * rates
     first_half, right = jnp.split(x, 2, axis=-1)
-    cos = jnp.cos(angles).astype(x.dtype)
-    sin = jnp.sin(angles).astype(x.dtype)
+    cosine = jnp.cos(angles)
+    cos = cosine.astype(x.dtype)
+    sine = jnp.sin(angles)
+    sin = sine.astype(x.dtype)
     turned_first = first_half * cos - right * sin
     turned_right = right * cos + first_half * sin
     return jnp.concatenate([turned_first, turned_right], axis=-1)
@@ -356,21 +397,40 @@ def _rotated(x: jax.Array) -> jax.Array:
 def _updated(
     params: Any, state: Any, gradients: Any, rate: float = 1e-3
 ) -> tuple[Any, Any]:
-    wide = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+    def to_wide(g):
+        return g.astype(jnp.float32)
+
+    wide = jax.tree.map(to_wide, gradients)
     if "momentum" in state:
-        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], wide)
-        return jax.tree.map(
-            lambda p, m: p - (rate * m).astype(p.dtype), params, momentum
-        ), {"momentum": momentum}
+
+        def next_momentum(m, g):
+            return 0.9 * m + g
+
+        momentum = jax.tree.map(next_momentum, state["momentum"], wide)
+
+        def moved_by_momentum(p, m):
+            return p - (rate * m).astype(p.dtype)
+
+        return jax.tree.map(moved_by_momentum, params, momentum), {"momentum": momentum}
     count = state["count"] + 1
-    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mean"], wide)
-    square = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, state["square"], wide)
+
+    def next_mean(m, g):
+        return 0.9 * m + 0.1 * g
+
+    mean = jax.tree.map(next_mean, state["mean"], wide)
+
+    def next_square(v, g):
+        return 0.99 * v + 0.01 * g * g
+
+    square = jax.tree.map(next_square, state["square"], wide)
     first, second = (1 - rate ** count.astype(jnp.float32) for rate in (0.9, 0.99))
 
     def moved(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-        root = jnp.sqrt(v / second) + 1e-8
+        unbiased_square = v / second
+        root = jnp.sqrt(unbiased_square) + 1e-8
         decay = 0.01 * p.astype(jnp.float32)
-        change = m / first / (root) + decay
+        unbiased_mean = m / first
+        change = unbiased_mean / (root) + decay
         return p - (rate * change).astype(p.dtype)
 
     new_params = jax.tree.map(moved, params, mean, square)
