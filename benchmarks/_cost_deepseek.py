@@ -187,10 +187,7 @@ def _moments(params: Any) -> dict[str, Any]:
     return {"mean": zeros, "square": zeros}
 
 
-def _step(config: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
-    def laid(x: jax.Array, *names: str | None) -> jax.Array:
-        return constrain(x, names, plan)
-
+def _blocks_of(laid, config):
     def attended(x: jax.Array, w) -> jax.Array:
         x = laid(x, *STREAM)
         low_query = x @ w["query_down"]
@@ -218,6 +215,15 @@ def _step(config: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
         hidden = jax.nn.silu(gate) * raised
         out = hidden @ w["down"]
         return laid(out, *STREAM)
+
+    return attended, fed
+
+
+def _step(config: Mapping[str, Any], plan: ShardPlan) -> Callable[..., Any]:
+    def laid(x: jax.Array, *names: str | None) -> jax.Array:
+        return constrain(x, names, plan)
+
+    attended, fed = _blocks_of(laid, config)
 
     routed = ft.partial(_routed, config=config, mesh=plan.mesh)
 
@@ -348,14 +354,7 @@ def _routed(
         out_specs=P("fsdp", None, ("transpose", "tensor")),
         check_vma=False,
     )
-    return inner(
-        x=x,
-        best=best,
-        chosen=chosen,
-        gate=w["gate"],
-        up=w["up"],
-        down=w["down"],
-    )
+    return inner(x, best, chosen, w["gate"], w["up"], w["down"])
 
 
 def _flash(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

@@ -114,11 +114,48 @@ def _moments(params: Any) -> dict[str, Any]:
     return {"mean": zeros, "square": zeros, "count": count}
 
 
-def _step(
-    config: Mapping[str, Any], plan: ShardPlan, *, tiled: bool
-) -> Callable[..., Any]:
-    laid = ft.partial(constrain, names_or_spec=P(("data", "fsdp")), plan=plan)
+def _optimizer_step(loss):
+    def step(params, state, batch) -> tuple[Any, Any, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        squares = []
+        for leaf in jax.tree.leaves(grads):
+            squares.append(jnp.sum(jnp.square(leaf)))
+        norm = jnp.sqrt(sum(squares))
 
+        def clipped(g):
+            return jnp.where(norm < 1, g, g / norm)
+
+        grads = jax.tree.map(clipped, grads)
+
+        def next_mean(m, g):
+            return 0.9 * m + 0.1 * g
+
+        mean = jax.tree.map(next_mean, state["mean"], grads)
+
+        def next_square(v, g):
+            return 0.95 * v + 0.05 * g * g
+
+        square = jax.tree.map(next_square, state["square"], grads)
+        count = state["count"] + 1
+        steps = count.astype(jnp.float32)
+        first = 1 - 0.9**steps
+        steps_of_second = count.astype(jnp.float32)
+        second = 1 - 0.95**steps_of_second
+
+        def moved(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+            unbiased_square = v / second
+            root = jnp.sqrt(unbiased_square) + 1e-8
+            unbiased_mean = m / first
+            change = unbiased_mean / root + 0.1 * p
+            return p - 1e-8 * change
+
+        new = jax.tree.map(moved, params, mean, square)
+        return new, {"mean": mean, "square": square, "count": count}, value
+
+    return step
+
+
+def _layer_of(laid, config):
     def layer(x: jax.Array, w) -> tuple[jax.Array, None]:
         def of_type(leaf):
             return leaf.astype(x.dtype)
@@ -146,6 +183,16 @@ def _step(
         lowered = hidden @ w["down"]
         down = laid(lowered)
         return laid(x + down), None
+
+    return layer
+
+
+def _step(
+    config: Mapping[str, Any], plan: ShardPlan, *, tiled: bool
+) -> Callable[..., Any]:
+    laid = ft.partial(constrain, names_or_spec=P(("data", "fsdp")), plan=plan)
+
+    layer = _layer_of(laid, config)
 
     def loss(params, batch) -> jax.Array:
         table = params["embedding"].astype(jnp.bfloat16)
@@ -187,42 +234,7 @@ def _step(
         total, _ = jax.lax.scan(add, jnp.float32(0), tiles)
         return total
 
-    def step(params, state, batch) -> tuple[Any, Any, jax.Array]:
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        squares = []
-        for leaf in jax.tree.leaves(grads):
-            squares.append(jnp.sum(jnp.square(leaf)))
-        norm = jnp.sqrt(sum(squares))
-
-        def clipped(g):
-            return jnp.where(norm < 1, g, g / norm)
-
-        grads = jax.tree.map(clipped, grads)
-
-        def next_mean(m, g):
-            return 0.9 * m + 0.1 * g
-
-        mean = jax.tree.map(next_mean, state["mean"], grads)
-
-        def next_square(v, g):
-            return 0.95 * v + 0.05 * g * g
-
-        square = jax.tree.map(next_square, state["square"], grads)
-        count = state["count"] + 1
-        steps = count.astype(jnp.float32)
-        first = 1 - 0.9**steps
-        steps_of_second = count.astype(jnp.float32)
-        second = 1 - 0.95**steps_of_second
-
-        def moved(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-            unbiased_square = v / second
-            root = jnp.sqrt(unbiased_square) + 1e-8
-            unbiased_mean = m / first
-            change = unbiased_mean / root + 0.1 * p
-            return p - 1e-8 * change
-
-        new = jax.tree.map(moved, params, mean, square)
-        return new, {"mean": mean, "square": square, "count": count}, value
+    step = _optimizer_step(loss)
 
     return step
 

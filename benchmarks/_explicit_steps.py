@@ -120,12 +120,8 @@ class Cookbook(NamedTuple):
     batch: Any
 
 
-def cookbook(form: Form, specs: Cookbook, *, embed: int = 128) -> Step:
-    """A decoder as JAX's training cookbook writes it: a lookup with an `out_sharding`,
-    einsums with one each, and layers in a scan.
-    """
-    layers, vocab, heads, head, mlp, length = 2, 512, 4, 32, 256, 64
-    params = {
+def _cookbook_params(vocab, embed, length, layers, heads, head, mlp):
+    return {
         "embed": f32(vocab, embed),
         "positions": f32(length, embed),
         "layers": {
@@ -135,6 +131,14 @@ def cookbook(form: Form, specs: Cookbook, *, embed: int = 128) -> Step:
             "down": f32(layers, mlp, embed),
         },
     }
+
+
+def cookbook(form: Form, specs: Cookbook, *, embed: int = 128) -> Step:
+    """A decoder as JAX's training cookbook writes it: a lookup with an `out_sharding`,
+    einsums with one each, and layers in a scan.
+    """
+    layers, vocab, heads, head, mlp, length = 2, 512, 4, 32, 256, 64
+    params = _cookbook_params(vocab, embed, length, layers, heads, head, mlp)
     batch = specs.batch
     act = form.out(batch)
 

@@ -41,6 +41,29 @@ def trained(loss: Callable[..., Any], params: Any, *data: Any) -> Model:
     return step, params, params, params, *data
 
 
+def _params(kv, group, head, width, hidden, struct, layers, vocab):
+    query_width = kv * group * head
+    key_width = kv * head
+    shapes = {
+        "q": (width, query_width),
+        "k": (width, key_width),
+        "v": (width, key_width),
+        "o": (query_width, width),
+        "gate": (width, hidden),
+        "up": (width, hidden),
+        "down": (hidden, width),
+    }
+    structs_by_name = {}
+    for name, shape in shapes.items():
+        structs_by_name[name] = struct((layers, *shape))
+    params = {
+        "embedding": struct((vocab, width)),
+        "layers": structs_by_name,
+        "unembedding": struct((width, vocab)),
+    }
+    return params
+
+
 def llama(
     layers: int,
     width: int,
@@ -88,25 +111,7 @@ def llama(
         normalizer = jax.nn.logsumexp(logits, axis=-1)
         return jnp.mean(normalizer - right)
 
-    query_width = kv * group * head
-    key_width = kv * head
-    shapes = {
-        "q": (width, query_width),
-        "k": (width, key_width),
-        "v": (width, key_width),
-        "o": (query_width, width),
-        "gate": (width, hidden),
-        "up": (width, hidden),
-        "down": (hidden, width),
-    }
-    structs_by_name = {}
-    for name, shape in shapes.items():
-        structs_by_name[name] = struct((layers, *shape))
-    params = {
-        "embedding": struct((vocab, width)),
-        "layers": structs_by_name,
-        "unembedding": struct((width, vocab)),
-    }
+    params = _params(kv, group, head, width, hidden, struct, layers, vocab)
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     return trained(loss, params, tokens)
 

@@ -54,8 +54,7 @@ def _listing(root: Path, prefix: str) -> str:
     )
 
 
-def main(directory: str, seconds: float) -> None:
-    root = Path(directory)
+def _handler_of(seconds, root):
     ranges: list[tuple[str, int]] = []
     guard = threading.Lock()
 
@@ -119,6 +118,13 @@ def main(directory: str, seconds: float) -> None:
 
         def log_message(self, format: str, *args: object) -> None:
             pass
+
+    return Handler
+
+
+def main(directory: str, seconds: float) -> None:
+    root = Path(directory)
+    Handler = _handler_of(seconds, root)
 
     with Threads(("127.0.0.1", 0), Handler) as server:
         print(server.server_address[1], flush=True)

@@ -4,7 +4,7 @@ arguments are structs.
 
 import functools as ft
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,236 +17,238 @@ from ._llama import Model, llama, normed, trained
 _LAYERS = 2
 
 
+_SIZES: Mapping[str, Mapping[str, int]] = {
+    "dense 0.1B": {
+        "width": 768,
+        "hidden": 2048,
+        "kv": 12,
+        "group": 1,
+        "head": 64,
+        "vocab": 32000,
+        "batch": 64,
+        "length": 512,
+    },
+    "dense 1B": {
+        "width": 2048,
+        "hidden": 5632,
+        "kv": 16,
+        "group": 1,
+        "head": 128,
+        "vocab": 32000,
+        "batch": 32,
+        "length": 1024,
+    },
+    "dense 8B, 8 of 32 heads for keys": {
+        "width": 4096,
+        "hidden": 14336,
+        "kv": 8,
+        "group": 4,
+        "head": 128,
+        "vocab": 128256,
+        "batch": 16,
+        "length": 2048,
+    },
+    "dense 70B, 8 of 64 heads for keys": {
+        "width": 8192,
+        "hidden": 28672,
+        "kv": 8,
+        "group": 8,
+        "head": 128,
+        "vocab": 128256,
+        "batch": 16,
+        "length": 2048,
+    },
+    "dense, 4 long sequences": {
+        "width": 1024,
+        "hidden": 4096,
+        "kv": 2,
+        "group": 8,
+        "head": 64,
+        "vocab": 50304,
+        "batch": 4,
+        "length": 8192,
+    },
+    "experts": {
+        "width": 1024,
+        "hidden": 4096,
+        "experts": 8,
+        "batch": 16,
+        "length": 512,
+    },
+    "T5": {
+        "width": 768,
+        "hidden": 2048,
+        "heads": 12,
+        "head": 64,
+        "vocab": 32128,
+        "batch": 64,
+        "source": 512,
+        "target": 128,
+    },
+    "ViT": {
+        "width": 768,
+        "hidden": 3072,
+        "heads": 12,
+        "head": 64,
+        "batch": 128,
+        "patches": 196,
+        "classes": 1000,
+    },
+    "convolutions": {
+        "batch": 64,
+    },
+    "MLP-mixer": {
+        "width": 768,
+        "hidden": 3072,
+        "mixed": 384,
+        "patches": 196,
+        "batch": 64,
+    },
+    "DiT": {
+        "width": 1152,
+        "hidden": 4608,
+        "heads": 16,
+        "head": 72,
+        "batch": 64,
+        "patches": 256,
+    },
+    "U-Net": {
+        "batch": 64,
+    },
+}
+# Sizes that two cores run in seconds.
+_SMALL_SIZES: Mapping[str, Mapping[str, int]] = {
+    "dense 0.1B": {
+        "width": 192,
+        "hidden": 512,
+        "kv": 4,
+        "group": 1,
+        "head": 48,
+        "vocab": 4096,
+        "batch": 16,
+        "length": 128,
+    },
+    "dense 1B": {
+        "width": 256,
+        "hidden": 704,
+        "kv": 8,
+        "group": 1,
+        "head": 32,
+        "vocab": 4096,
+        "batch": 16,
+        "length": 128,
+    },
+    "dense 8B, 8 of 32 heads for keys": {
+        "width": 256,
+        "hidden": 896,
+        "kv": 8,
+        "group": 4,
+        "head": 8,
+        "vocab": 8192,
+        "batch": 16,
+        "length": 64,
+    },
+    "dense 70B, 8 of 64 heads for keys": {
+        "width": 512,
+        "hidden": 1792,
+        "kv": 8,
+        "group": 8,
+        "head": 8,
+        "vocab": 8192,
+        "batch": 16,
+        "length": 32,
+    },
+    "dense, 4 long sequences": {
+        "width": 128,
+        "hidden": 512,
+        "kv": 2,
+        "group": 4,
+        "head": 16,
+        "vocab": 2048,
+        "batch": 4,
+        "length": 512,
+    },
+    "experts": {
+        "width": 128,
+        "hidden": 256,
+        "experts": 8,
+        "batch": 16,
+        "length": 64,
+    },
+    "T5": {
+        "width": 192,
+        "hidden": 512,
+        "heads": 4,
+        "head": 48,
+        "vocab": 4096,
+        "batch": 16,
+        "source": 64,
+        "target": 32,
+    },
+    "ViT": {
+        "width": 192,
+        "hidden": 768,
+        "heads": 4,
+        "head": 48,
+        "batch": 16,
+        "patches": 64,
+        "classes": 1000,
+    },
+    "convolutions": {
+        "batch": 8,
+    },
+    "MLP-mixer": {
+        "width": 192,
+        "hidden": 768,
+        "mixed": 96,
+        "patches": 64,
+        "batch": 16,
+    },
+    "DiT": {
+        "width": 256,
+        "hidden": 1024,
+        "heads": 8,
+        "head": 32,
+        "batch": 16,
+        "patches": 64,
+    },
+    "U-Net": {
+        "batch": 8,
+    },
+}
+
+
 def models(dtype: Any) -> dict[str, Callable[[], Model]]:
     """What makes each model, by name."""
-    struct = ft.partial(jax.ShapeDtypeStruct, dtype=dtype)
-    dense = ft.partial(llama, _LAYERS, dtype=dtype)
-    return {
-        "dense 0.1B": ft.partial(
-            dense,
-            width=768,
-            hidden=2048,
-            kv=12,
-            group=1,
-            head=64,
-            vocab=32000,
-            batch=64,
-            length=512,
-        ),
-        "dense 1B": ft.partial(
-            dense,
-            width=2048,
-            hidden=5632,
-            kv=16,
-            group=1,
-            head=128,
-            vocab=32000,
-            batch=32,
-            length=1024,
-        ),
-        "dense 8B, 8 of 32 heads for keys": ft.partial(
-            dense,
-            width=4096,
-            hidden=14336,
-            kv=8,
-            group=4,
-            head=128,
-            vocab=128256,
-            batch=16,
-            length=2048,
-        ),
-        "dense 70B, 8 of 64 heads for keys": ft.partial(
-            dense,
-            width=8192,
-            hidden=28672,
-            kv=8,
-            group=8,
-            head=128,
-            vocab=128256,
-            batch=16,
-            length=2048,
-        ),
-        "dense, 4 long sequences": ft.partial(
-            dense,
-            width=1024,
-            hidden=4096,
-            kv=2,
-            group=8,
-            head=64,
-            vocab=50304,
-            batch=4,
-            length=8192,
-        ),
-        "experts": ft.partial(
-            _experts,
-            struct,
-            width=1024,
-            hidden=4096,
-            experts=8,
-            batch=16,
-            length=512,
-        ),
-        "T5": ft.partial(
-            _t5,
-            struct,
-            width=768,
-            hidden=2048,
-            heads=12,
-            head=64,
-            vocab=32128,
-            batch=64,
-            source=512,
-            target=128,
-        ),
-        "ViT": ft.partial(
-            _vit,
-            struct,
-            width=768,
-            hidden=3072,
-            heads=12,
-            head=64,
-            batch=128,
-            patches=196,
-            classes=1000,
-        ),
-        "convolutions": ft.partial(_convolutions, struct, 64),
-        "MLP-mixer": ft.partial(
-            _mixer,
-            struct,
-            width=768,
-            hidden=3072,
-            mixed=384,
-            patches=196,
-            batch=64,
-        ),
-        "DiT": ft.partial(
-            _dit,
-            struct,
-            width=1152,
-            hidden=4608,
-            heads=16,
-            head=72,
-            batch=64,
-            patches=256,
-        ),
-        "U-Net": ft.partial(_unet, struct, 64),
-    }
+    return _models_of(_SIZES, dtype)
 
 
 def small_models() -> dict[str, Callable[[], Model]]:
     """The same models at sizes that two cores run in seconds."""
-    struct = ft.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    dense = ft.partial(llama, _LAYERS, dtype=jnp.float32)
-    return {
-        "dense 0.1B": ft.partial(
-            dense,
-            width=192,
-            hidden=512,
-            kv=4,
-            group=1,
-            head=48,
-            vocab=4096,
-            batch=16,
-            length=128,
-        ),
-        "dense 1B": ft.partial(
-            dense,
-            width=256,
-            hidden=704,
-            kv=8,
-            group=1,
-            head=32,
-            vocab=4096,
-            batch=16,
-            length=128,
-        ),
-        "dense 8B, 8 of 32 heads for keys": ft.partial(
-            dense,
-            width=256,
-            hidden=896,
-            kv=8,
-            group=4,
-            head=8,
-            vocab=8192,
-            batch=16,
-            length=64,
-        ),
-        "dense 70B, 8 of 64 heads for keys": ft.partial(
-            dense,
-            width=512,
-            hidden=1792,
-            kv=8,
-            group=8,
-            head=8,
-            vocab=8192,
-            batch=16,
-            length=32,
-        ),
-        "dense, 4 long sequences": ft.partial(
-            dense,
-            width=128,
-            hidden=512,
-            kv=2,
-            group=4,
-            head=16,
-            vocab=2048,
-            batch=4,
-            length=512,
-        ),
-        "experts": ft.partial(
-            _experts,
-            struct,
-            width=128,
-            hidden=256,
-            experts=8,
-            batch=16,
-            length=64,
-        ),
-        "T5": ft.partial(
-            _t5,
-            struct,
-            width=192,
-            hidden=512,
-            heads=4,
-            head=48,
-            vocab=4096,
-            batch=16,
-            source=64,
-            target=32,
-        ),
-        "ViT": ft.partial(
-            _vit,
-            struct,
-            width=192,
-            hidden=768,
-            heads=4,
-            head=48,
-            batch=16,
-            patches=64,
-            classes=1000,
-        ),
-        "convolutions": ft.partial(_convolutions, struct, 8),
-        "MLP-mixer": ft.partial(
-            _mixer,
-            struct,
-            width=192,
-            hidden=768,
-            mixed=96,
-            patches=64,
-            batch=16,
-        ),
-        "DiT": ft.partial(
-            _dit,
-            struct,
-            width=256,
-            hidden=1024,
-            heads=8,
-            head=32,
-            batch=16,
-            patches=64,
-        ),
-        "U-Net": ft.partial(_unet, struct, 8),
+    return _models_of(_SMALL_SIZES, jnp.float32)
+
+
+def _models_of(
+    sizes_by_name: Mapping[str, Mapping[str, int]], dtype: Any
+) -> dict[str, Callable[[], Model]]:
+    struct = ft.partial(jax.ShapeDtypeStruct, dtype=dtype)
+    dense = ft.partial(llama, _LAYERS, dtype=dtype)
+    others = {
+        "experts": _experts,
+        "T5": _t5,
+        "ViT": _vit,
+        "convolutions": _convolutions,
+        "MLP-mixer": _mixer,
+        "DiT": _dit,
+        "U-Net": _unet,
     }
+    models: dict[str, Callable[[], Model]] = {}
+    for name, sizes in sizes_by_name.items():
+        if name in others:
+            models[name] = ft.partial(others[name], struct, **sizes)
+        else:
+            models[name] = ft.partial(dense, **sizes)
+    return models
 
 
 def _attended(x: Any, y: Any, p: Any, heads: int, head: int) -> Any:

@@ -278,6 +278,16 @@ def disagreements():
     cut("ctrl-c", 3, 0.8)
     cut("ctrl-c in the first", 0, 0.8)
     cut("ctrl-c before the first has come", 2, 0.6, late=0)
+    result |= saved_again(me, file, arrays, plan)
+    result |= saved_by_some(arrays, plan)
+    result["left behind"] = coordination().key_value_dir_get("shardfx.save")
+    multihost_utils.sync_global_devices("listed")
+    return result
+
+
+def saved_again(me, file, arrays, plan):
+    """A file that is there already, and a process that stays away."""
+    result = {}
     result["good"] = saved(file, arrays, plan)
     result["exists"] = saved(file, arrays, plan)
     result["again"] = saved(file, arrays, plan, overwrite=True)
@@ -288,9 +298,6 @@ def disagreements():
         result["absent"] = saved(FOLDER / "never", arrays, plan, wait_seconds=1.5)
     multihost_utils.sync_global_devices("absent")
     result["after"] = saved(file, arrays, plan, overwrite=True)
-    result |= saved_by_some(arrays, plan)
-    result["left behind"] = coordination().key_value_dir_get("shardfx.save")
-    multihost_utils.sync_global_devices("listed")
     return result
 
 

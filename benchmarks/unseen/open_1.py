@@ -67,17 +67,7 @@ def mlp_column_row(mesh: AnyMesh) -> Made:
     )
 
 
-@case(
-    "distillation-wide-teacher",
-    cpu={"data": 2, "model": 4},
-    v5e={"data": 4, "model": 4},
-)
-def distillation(mesh: AnyMesh) -> Made:
-    """A frozen bfloat16 teacher cut by columns and rows, a whole student, divergence of
-    softened answers and layers.
-    """
-    struct = on(mesh)
-    low = functools.partial(on(mesh), dtype=jnp.bfloat16)
+def _distillation_params(low, struct):
     layer = {"up": low((512, 1024), None, "model"), "down": low((1024, 512), "model")}
     teacher = {
         "embed": low((2048, 512), None, "model"),
@@ -90,7 +80,10 @@ def distillation(mesh: AnyMesh) -> Made:
         "match": struct((128, 512)),
         "head": struct((128, 2048)),
     }
+    return teacher, student
 
+
+def _distillation_networks():
     def teach(p, tokens):
         x = p["embed"][tokens]
         for q in p["mix"]:
@@ -108,6 +101,24 @@ def distillation(mesh: AnyMesh) -> Made:
             x = x + hidden
         answers = x @ p["head"]
         return x, answers
+
+    return teach, learn
+
+
+@case(
+    "distillation-wide-teacher",
+    cpu={"data": 2, "model": 4},
+    v5e={"data": 4, "model": 4},
+)
+def distillation(mesh: AnyMesh) -> Made:
+    """A frozen bfloat16 teacher cut by columns and rows, a whole student, divergence of
+    softened answers and layers.
+    """
+    struct = on(mesh)
+    low = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    teacher, student = _distillation_params(low, struct)
+
+    teach, learn = _distillation_networks()
 
     def loss(student, teacher, tokens, heat):
         taught_values = teach(teacher, tokens)
@@ -299,21 +310,8 @@ def decoder_window(mesh: AnyMesh) -> Made:
     )
 
 
-@case(
-    "generate-fori-loop-whole-cache",
-    cpu={"data": 4, "model": 2},
-    v5e={"data": 4, "model": 4},
-)
-def generate(mesh: AnyMesh) -> Made:
-    """A prompt is read at once, then twelve tokens by a `fori_loop`, with a repetition
-    penalty by scatter.
-    """
-    struct = on(mesh)
-    width = 128
-    length = 48
-    vocabulary = 1024
-    cut = mesh.axis_names[1] if len(mesh.axis_names) > 1 else None
-    params = {
+def _generation_params(struct, vocabulary, width, cut):
+    return {
         "embed": struct((vocabulary, width), cut),
         "k": struct((width, width), None, cut),
         "v": struct((width, width), None, cut),
@@ -321,18 +319,8 @@ def generate(mesh: AnyMesh) -> Made:
         "o": struct((width, width), cut),
     }
 
-    def attend(params, x, keys, values, seen):
-        query = x @ params["q"]
-        q, keys, values = (
-            t.reshape(*t.shape[:-1], 4, -1) for t in (query, keys, values)
-        )
-        products = jnp.einsum("bqhk,bshk->bhqs", q, keys)
-        scores = jnp.where(seen, products, -1e9)
-        attention_weights = jax.nn.softmax(scores)
-        mixed = jnp.einsum("bhqs,bshk->bqhk", attention_weights, values)
-        flat = mixed.reshape(x.shape)
-        return x + flat @ params["o"]
 
+def _generation_by(length, width, attend, vocabulary):
     def generate(params, prompt):
         batch, read = prompt.shape
         x = params["embed"][prompt]
@@ -376,17 +364,45 @@ def generate(mesh: AnyMesh) -> Made:
         carry_at_end = lax.fori_loop(read, read + 12, body, carry)
         return carry_at_end[0]
 
+    return generate
+
+
+@case(
+    "generate-fori-loop-whole-cache",
+    cpu={"data": 4, "model": 2},
+    v5e={"data": 4, "model": 4},
+)
+def generate(mesh: AnyMesh) -> Made:
+    """A prompt is read at once, then twelve tokens by a `fori_loop`, with a repetition
+    penalty by scatter.
+    """
+    struct = on(mesh)
+    width = 128
+    length = 48
+    vocabulary = 1024
+    cut = mesh.axis_names[1] if len(mesh.axis_names) > 1 else None
+    params = _generation_params(struct, vocabulary, width, cut)
+
+    def attend(params, x, keys, values, seen):
+        query = x @ params["q"]
+        q, keys, values = (
+            t.reshape(*t.shape[:-1], 4, -1) for t in (query, keys, values)
+        )
+        products = jnp.einsum("bqhk,bshk->bhqs", q, keys)
+        scores = jnp.where(seen, products, -1e9)
+        attention_weights = jax.nn.softmax(scores)
+        mixed = jnp.einsum("bhqs,bshk->bqhk", attention_weights, values)
+        flat = mixed.reshape(x.shape)
+        return x + flat @ params["o"]
+
+    generate = _generation_by(length, width, attend, vocabulary)
+
     prompts = struct((16, 24), "data", dtype=jnp.int32)
     jitted = jax.jit(generate)
     return jitted, (params, prompts)
 
 
-@case("gan-two-optimizers", cpu={"data": 8}, v5e={"data": 16})
-def gan(mesh: AnyMesh) -> Made:
-    """A generator and a critic with optimizers of their own, a gradient penalty by a
-    gradient in the loss.
-    """
-    struct = on(mesh)
+def _gan_params(struct):
     generator = {
         "dense": struct((64, 4 * 4 * 128)),
         "up": [struct((4, 4, 128, 64)), struct((4, 4, 64, 32))],
@@ -396,8 +412,10 @@ def gan(mesh: AnyMesh) -> Made:
         "convolutions": [struct((4, 4, 3, 32)), struct((4, 4, 32, 64))],
         "dense": struct((4 * 4 * 64, 1)),
     }
-    numbers = ("NHWC", "HWIO", "NHWC")
+    return generator, critic
 
+
+def _gan_networks(numbers):
     def make(p, z):
         dense = jax.nn.relu(z @ p["dense"])
         x = dense.reshape(-1, 4, 4, 128)
@@ -424,6 +442,20 @@ def gan(mesh: AnyMesh) -> Made:
         flat = x.reshape(x.shape[0], -1)
         scores = flat @ p["dense"]
         return scores[:, 0]
+
+    return make, judge
+
+
+@case("gan-two-optimizers", cpu={"data": 8}, v5e={"data": 16})
+def gan(mesh: AnyMesh) -> Made:
+    """A generator and a critic with optimizers of their own, a gradient penalty by a
+    gradient in the loss.
+    """
+    struct = on(mesh)
+    generator, critic = _gan_params(struct)
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    make, judge = _gan_networks(numbers)
 
     def critic_loss(critic, generator, real, z, mix):
         fake = make(generator, z)

@@ -12,16 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from ._case import AnyMesh, Made, case, on, optimizer_state, shardings
 
 
-@case("many-tasks-switch-of-losses", cpu={"data": 8}, v5e={"data": 8, "fsdp": 2})
-def many_tasks(mesh: AnyMesh) -> Made:
-    """A shared trunk, three heads, the third of the losses chosen by a `switch`,
-    weights by learned uncertainty.
-    """
-    struct = on(mesh)
-    width = 256
-    batch = tuple(mesh.axis_names)
-    cut = "fsdp" if "fsdp" in mesh.axis_names else "data"
-    params = {
+def _task_params(struct, width, cut):
+    return {
         "trunk": [
             struct((128, width), cut),
             struct((width, width), cut),
@@ -33,6 +25,8 @@ def many_tasks(mesh: AnyMesh) -> Made:
         "uncertainty": struct((3,)),
     }
 
+
+def _third_losses():
     def metric(z, labels):
         same = labels[:, None] == labels
         near = z @ z.T
@@ -53,6 +47,22 @@ def many_tasks(mesh: AnyMesh) -> Made:
         information = jax.nn.softmax(z) * log_probabilities
         entropies = jnp.sum(information, -1)
         return entropies.mean()
+
+    return metric, spread, entropy
+
+
+@case("many-tasks-switch-of-losses", cpu={"data": 8}, v5e={"data": 8, "fsdp": 2})
+def many_tasks(mesh: AnyMesh) -> Made:
+    """A shared trunk, three heads, the third of the losses chosen by a `switch`,
+    weights by learned uncertainty.
+    """
+    struct = on(mesh)
+    width = 256
+    batch = tuple(mesh.axis_names)
+    cut = "fsdp" if "fsdp" in mesh.axis_names else "data"
+    params = _task_params(struct, width, cut)
+
+    metric, spread, entropy = _third_losses()
 
     def loss(params, x, labels, boxes, which):
         for w in params["trunk"]:
@@ -295,17 +305,7 @@ def megatron(mesh: AnyMesh) -> Made:
     return jitted, (params, x, x)
 
 
-@case(
-    "nnx-mixer-optimizer-split",
-    cpu={"data": 4, "model": 2},
-    v5e={"data": 8, "model": 2},
-)
-def nnx_mixer(mesh: AnyMesh) -> Made:
-    """A Flax NNX module and its optimizer, split into a graph and a state, merged and
-    updated in the step.
-    """
-    struct = on(mesh)
-
+def _nnx_mixer_with_optimizer():
     class Block(nnx.Module):
         def __init__(self, patches, width, rngs):
             norms = [nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)]
@@ -358,6 +358,22 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
         optimizer = nnx.Optimizer(model, adamw, wrt=nnx.Param)
         return nnx.split((model, optimizer))
 
+    return create
+
+
+@case(
+    "nnx-mixer-optimizer-split",
+    cpu={"data": 4, "model": 2},
+    v5e={"data": 8, "model": 2},
+)
+def nnx_mixer(mesh: AnyMesh) -> Made:
+    """A Flax NNX module and its optimizer, split into a graph and a state, merged and
+    updated in the step.
+    """
+    struct = on(mesh)
+
+    create = _nnx_mixer_with_optimizer()
+
     graph, state = nnx.eval_shape(create)
 
     def place(path, leaf):
@@ -399,22 +415,8 @@ def nnx_mixer(mesh: AnyMesh) -> Made:
     return jitted, args
 
 
-@case(
-    "llama-scan-remat-fsdp-tensor",
-    cpu={"fsdp": 4, "tensor": 2},
-    v5e={"fsdp": 8, "tensor": 2},
-)
-def llama_scan(mesh: AnyMesh) -> Made:
-    """Layers under one scan with rematerialization, two heads of keys, rotary
-    positions, AdamW, all donated.
-    """
-    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
-    layers = 4
-    width = 256
-    heads = 8
-    kv = 2
-    size = 32
-    params = {
+def _llama_params(struct, width, layers, heads, size, kv):
+    return {
         "embed": struct((4096, width), "tensor", "fsdp"),
         "layers": {
             "q": struct((layers, width, heads, size), None, "fsdp", "tensor"),
@@ -430,6 +432,8 @@ def llama_scan(mesh: AnyMesh) -> Made:
         "head": struct((width, 4096), "fsdp", "tensor"),
     }
 
+
+def _llama_norm_and_rotation(size):
     def norm(x, scale):
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(wide**2, -1, keepdims=True)
@@ -449,6 +453,28 @@ def llama_scan(mesh: AnyMesh) -> Made:
         turned_first = first * cos - second * sin
         turned_second = second * cos + first * sin
         return jnp.concatenate([turned_first, turned_second], -1)
+
+    return norm, rotate
+
+
+@case(
+    "llama-scan-remat-fsdp-tensor",
+    cpu={"fsdp": 4, "tensor": 2},
+    v5e={"fsdp": 8, "tensor": 2},
+)
+def llama_scan(mesh: AnyMesh) -> Made:
+    """Layers under one scan with rematerialization, two heads of keys, rotary
+    positions, AdamW, all donated.
+    """
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    layers = 4
+    width = 256
+    heads = 8
+    kv = 2
+    size = 32
+    params = _llama_params(struct, width, layers, heads, size, kv)
+
+    norm, rotate = _llama_norm_and_rotation(size)
 
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
     def layer(x, p):

@@ -71,6 +71,21 @@ def gru(mesh: AnyMesh) -> Made:
     )
 
 
+def _axial_params(struct, width, heads):
+    params = {
+        direction: {
+            "qkv": struct((width, 3, heads, 32), None, None, "model"),
+            "out": struct((heads, 32, width), "model"),
+        }
+        for direction in ("rows", "columns", "time")
+    }
+    params["mlp"] = {
+        "up": struct((width, 512), None, "model"),
+        "down": struct((512, width), "model"),
+    }
+    return params
+
+
 @case(
     "video-axial-attention",
     cpu={"frames": 4, "model": 2},
@@ -83,17 +98,7 @@ def video_axial(mesh: AnyMesh) -> Made:
     struct = on(mesh)
     width = 128
     heads = 4
-    params = {
-        direction: {
-            "qkv": struct((width, 3, heads, 32), None, None, "model"),
-            "out": struct((heads, 32, width), "model"),
-        }
-        for direction in ("rows", "columns", "time")
-    }
-    params["mlp"] = {
-        "up": struct((width, 512), None, "model"),
-        "down": struct((512, width), "model"),
-    }
+    params = _axial_params(struct, width, heads)
 
     def along(p, x, axis):
         moved = jnp.moveaxis(x, axis, -2)
@@ -152,22 +157,7 @@ def video_axial(mesh: AnyMesh) -> Made:
     )
 
 
-@case(
-    "ppo-advantages-and-minibatches", cpu={"environments": 8}, v5e={"environments": 16}
-)
-def ppo(mesh: AnyMesh) -> Made:
-    """Advantages by a reverse scan, a permutation of all samples, and a scan over
-    epochs of clipped updates.
-    """
-    struct = on(mesh)
-    time = 32
-    count = 64
-    params = {
-        "body": [struct((48, 256)), struct((256, 256))],
-        "policy": struct((256, 12)),
-        "value": struct((256, 1)),
-    }
-
+def _ppo_losses():
     def forward(params, x):
         for w in params["body"]:
             x = jnp.tanh(x @ w)
@@ -196,6 +186,39 @@ def ppo(mesh: AnyMesh) -> Made:
         differences = values - batch["returns"]
         squares = jnp.mean(differences**2)
         return squares - surrogate - 0.01 * entropy
+
+    return forward, loss
+
+
+def _ppo_rollout(struct, time, count):
+    spec = (None, "environments")
+    rollout = {
+        name: struct((time, count), *spec) for name in ("rewards", "done", "logs")
+    }
+    rollout |= {
+        "seen": struct((time, count, 48), *spec),
+        "actions": struct((time, count), *spec, dtype=jnp.int32),
+    }
+    return rollout
+
+
+@case(
+    "ppo-advantages-and-minibatches", cpu={"environments": 8}, v5e={"environments": 16}
+)
+def ppo(mesh: AnyMesh) -> Made:
+    """Advantages by a reverse scan, a permutation of all samples, and a scan over
+    epochs of clipped updates.
+    """
+    struct = on(mesh)
+    time = 32
+    count = 64
+    params = {
+        "body": [struct((48, 256)), struct((256, 256))],
+        "policy": struct((256, 12)),
+        "value": struct((256, 1)),
+    }
+
+    forward, loss = _ppo_losses()
 
     clipped = optax.clip_by_global_norm(0.5)
     optimizer = optax.chain(clipped, optax.adam(3e-4))
@@ -244,14 +267,7 @@ def ppo(mesh: AnyMesh) -> Made:
         (params, state), _ = lax.scan(epoch, (params, state), keys)
         return params, state
 
-    spec = (None, "environments")
-    rollout = {
-        name: struct((time, count), *spec) for name in ("rewards", "done", "logs")
-    }
-    rollout |= {
-        "seen": struct((time, count, 48), *spec),
-        "actions": struct((time, count), *spec, dtype=jnp.int32),
-    }
+    rollout = _ppo_rollout(struct, time, count)
     key = struct((2,), dtype=jnp.uint32)
     state = optimizer_state(mesh, optimizer, params)
     jitted = jax.jit(step, donate_argnums=(0, 1))
@@ -261,6 +277,22 @@ def ppo(mesh: AnyMesh) -> Made:
         rollout,
         key,
     )
+
+
+def _lora_params(low, layers, width, struct, rank):
+    base = {
+        "qkv": low((layers, width, 3 * width), None, "fsdp", "tensor"),
+        "out": low((layers, width, width), None, "tensor", "fsdp"),
+        "up": low((layers, width, 1024), None, "fsdp", "tensor"),
+        "down": low((layers, 1024, width), None, "tensor", "fsdp"),
+    }
+    shapes = {name: leaf.shape[1:] for name, leaf in base.items()}
+    adapters = {
+        name: {"a": struct((layers, i, rank)), "b": struct((layers, rank, o))}
+        for name, (i, o) in shapes.items()
+    }
+    table = low((2048, width), "tensor", "fsdp")
+    return base, adapters, table
 
 
 @case(
@@ -275,18 +307,7 @@ def lora(mesh: AnyMesh) -> Made:
     width = 256
     layers = 3
     rank = 8
-    base = {
-        "qkv": low((layers, width, 3 * width), None, "fsdp", "tensor"),
-        "out": low((layers, width, width), None, "tensor", "fsdp"),
-        "up": low((layers, width, 1024), None, "fsdp", "tensor"),
-        "down": low((layers, 1024, width), None, "tensor", "fsdp"),
-    }
-    shapes = {name: leaf.shape[1:] for name, leaf in base.items()}
-    adapters = {
-        name: {"a": struct((layers, i, rank)), "b": struct((layers, rank, o))}
-        for name, (i, o) in shapes.items()
-    }
-    table = low((2048, width), "tensor", "fsdp")
+    base, adapters, table = _lora_params(low, layers, width, struct, rank)
 
     def dense(x, w, adapter):
         first = adapter["a"].astype(x.dtype)
@@ -339,15 +360,7 @@ def lora(mesh: AnyMesh) -> Made:
     )
 
 
-@case("vit-fused-qkv-equinox", cpu={"data": 4, "model": 2}, v5e={"data": 4, "model": 4})
-def vit_equinox(mesh: AnyMesh) -> Made:
-    """Equinox modules written for one image and mapped over the batch, with one matrix
-    for queries, keys and values.
-    """
-    width = 192
-    heads = 4
-    struct = on(mesh)
-
+def _vit_modules(width, heads):
     class Block(eqx.Module):
         qkv: eqx.nn.Linear
         out: eqx.nn.Linear
@@ -403,6 +416,20 @@ def vit_equinox(mesh: AnyMesh) -> Made:
             for block in self.blocks:
                 x = block(x)
             return self.head(x[0])
+
+    return Vit
+
+
+@case("vit-fused-qkv-equinox", cpu={"data": 4, "model": 2}, v5e={"data": 4, "model": 4})
+def vit_equinox(mesh: AnyMesh) -> Made:
+    """Equinox modules written for one image and mapped over the batch, with one matrix
+    for queries, keys and values.
+    """
+    width = 192
+    heads = 4
+    struct = on(mesh)
+
+    Vit = _vit_modules(width, heads)
 
     model = eqx.filter_eval_shape(Vit, jax.random.key(0))
 

@@ -203,13 +203,8 @@ def mamba(mesh: AnyMesh) -> Made:
     return jitted, ((p, p), x, x)
 
 
-@case("clip-two-towers", cpu={"data": 8}, v5e={"data": 16})
-def clip(mesh: AnyMesh) -> Made:
-    """Images and captions against each other over the whole batch, a learned
-    temperature; towers in bfloat16.
-    """
-    struct = on(mesh)
-    params = {
+def _clip_params(struct):
+    return {
         "image": {
             "patch": struct((768, 256)),
             "mix": struct((16, 64)),
@@ -225,6 +220,8 @@ def clip(mesh: AnyMesh) -> Made:
         "temperature": struct(()),
     }
 
+
+def _clip_towers():
     def image_tower(p, pixels):
         low_pixels = pixels.astype(jnp.bfloat16)
         patch = p["patch"].astype(jnp.bfloat16)
@@ -248,6 +245,19 @@ def clip(mesh: AnyMesh) -> Made:
         last_rows = x[rows, last]
         out = p["out"].astype(x.dtype)
         return last_rows @ out
+
+    return image_tower, text_tower
+
+
+@case("clip-two-towers", cpu={"data": 8}, v5e={"data": 16})
+def clip(mesh: AnyMesh) -> Made:
+    """Images and captions against each other over the whole batch, a learned
+    temperature; towers in bfloat16.
+    """
+    struct = on(mesh)
+    params = _clip_params(struct)
+
+    image_tower, text_tower = _clip_towers()
 
     def loss(params, pixels, tokens):
         def unit(v):
@@ -359,26 +369,7 @@ def switch_moe(mesh: AnyMesh) -> Made:
     return jitted, (params, x, x)
 
 
-@case(
-    "ring-attention-by-shard-map",
-    cpu={"data": 2, "context": 4},
-    v5e={"data": 2, "context": 8},
-)
-def ring_attention(mesh: AnyMesh) -> Made:
-    """Keys and values go around a ring while a running softmax is kept; the dense
-    layers outside are plain JAX.
-    """
-    struct = on(mesh)
-    width = 128
-    heads = 4
-    count = mesh.shape["context"]
-    params = {
-        "qkv": struct((width, 3, heads, 32)),
-        "out": struct((heads, 32, width)),
-        "mlp": [struct((width, 384)), struct((384, width))],
-    }
-    spec = P("data", "context")
-
+def _ring_of(mesh, spec, count, heads):
     @functools.partial(
         jax.shard_map,
         mesh=mesh,
@@ -437,6 +428,31 @@ def ring_attention(mesh: AnyMesh) -> Made:
         mixed = total / norm[..., None]
         return mixed.swapaxes(1, 2)
 
+    return ring
+
+
+@case(
+    "ring-attention-by-shard-map",
+    cpu={"data": 2, "context": 4},
+    v5e={"data": 2, "context": 8},
+)
+def ring_attention(mesh: AnyMesh) -> Made:
+    """Keys and values go around a ring while a running softmax is kept; the dense
+    layers outside are plain JAX.
+    """
+    struct = on(mesh)
+    width = 128
+    heads = 4
+    count = mesh.shape["context"]
+    params = {
+        "qkv": struct((width, 3, heads, 32)),
+        "out": struct((heads, 32, width)),
+        "mlp": [struct((width, 384)), struct((384, width))],
+    }
+    spec = P("data", "context")
+
+    ring = _ring_of(mesh, spec, count, heads)
+
     def loss(params, x, y):
         projected = jnp.einsum("btd,dchk->cbthk", x, params["qkv"])
         q, k, v = jnp.unstack(projected)
@@ -453,6 +469,20 @@ def ring_attention(mesh: AnyMesh) -> Made:
     return jitted, (params, x, x)
 
 
+def _decoder_params(struct, width, heads, latent):
+    layer = {
+        "q": struct((width, heads, 16), None, "model"),
+        "squeeze": struct((width, latent)),
+        "expand": struct((2, latent, heads, 16), None, None, "model"),
+        "out": struct((heads, 16, width), "model"),
+        "gate": struct((width, 576), None, "model"),
+        "value": struct((width, 576), None, "model"),
+        "down": struct((576, width), "model"),
+    }
+    params = {"embed": struct((3000, width), "model"), "layers": (layer, layer)}
+    return params
+
+
 @case(
     "decoder-on-two-by-three", cpu={"data": 2, "model": 3}, v5e={"data": 4, "model": 4}
 )
@@ -464,16 +494,7 @@ def decoder_six(mesh: AnyMesh) -> Made:
     width = 192
     heads = 12
     latent = 48
-    layer = {
-        "q": struct((width, heads, 16), None, "model"),
-        "squeeze": struct((width, latent)),
-        "expand": struct((2, latent, heads, 16), None, None, "model"),
-        "out": struct((heads, 16, width), "model"),
-        "gate": struct((width, 576), None, "model"),
-        "value": struct((width, 576), None, "model"),
-        "down": struct((576, width), "model"),
-    }
-    params = {"embed": struct((3000, width), "model"), "layers": (layer, layer)}
+    params = _decoder_params(struct, width, heads, latent)
 
     def loss(params, tokens):
         inputs = tokens[:, :-1]

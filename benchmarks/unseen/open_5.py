@@ -83,6 +83,18 @@ def resnet_nchw(mesh: AnyMesh) -> Made:
     return jitted, (params, images, labels)
 
 
+def _scaled_params(struct, width):
+    hidden = [
+        {"w": struct((width, width), "fsdp"), "b": struct((width,))} for _ in range(4)
+    ]
+    masters = {
+        "in": struct((96, width), None, "fsdp"),
+        "hidden": hidden,
+        "out": struct((width, 96), "fsdp"),
+    }
+    return masters
+
+
 @case(
     "mixed-precision-loss-scaling",
     cpu={"data": 4, "fsdp": 2},
@@ -95,14 +107,7 @@ def loss_scaling(mesh: AnyMesh) -> Made:
     struct = on(mesh)
     width = 384
     both = ("data", "fsdp")
-    hidden = [
-        {"w": struct((width, width), "fsdp"), "b": struct((width,))} for _ in range(4)
-    ]
-    masters = {
-        "in": struct((96, width), None, "fsdp"),
-        "hidden": hidden,
-        "out": struct((width, 96), "fsdp"),
-    }
+    masters = _scaled_params(struct, width)
     optimizer = optax.adamw(1e-3, b2=0.95)
 
     def loss(masters, x, y, scale):
@@ -294,6 +299,23 @@ def retrieval(mesh: AnyMesh) -> Made:
     return jitted, args
 
 
+def _decoding_params(struct, width, layers, heads, size, length):
+    params = {
+        "embed": struct((4096, width), None, "tensor"),
+        "layers": {
+            "qkv": struct((layers, width, 3, heads, size), None, None, None, "tensor"),
+            "out": struct((layers, heads, size, width), None, "tensor"),
+            "wide": struct((layers, width, 768), None, None, "tensor"),
+            "narrow": struct((layers, 768, width), None, "tensor"),
+        },
+    }
+    cache = {
+        name: struct((layers, 16, length, heads, size), None, "data", None, "tensor")
+        for name in ("k", "v")
+    }
+    return params, cache
+
+
 @case(
     "decode-dynamic-update-slice",
     cpu={"data": 2, "tensor": 4},
@@ -309,19 +331,7 @@ def decode_slice(mesh: AnyMesh) -> Made:
     heads = 8
     length = 128
     size = width // heads
-    params = {
-        "embed": struct((4096, width), None, "tensor"),
-        "layers": {
-            "qkv": struct((layers, width, 3, heads, size), None, None, None, "tensor"),
-            "out": struct((layers, heads, size, width), None, "tensor"),
-            "wide": struct((layers, width, 768), None, None, "tensor"),
-            "narrow": struct((layers, 768, width), None, "tensor"),
-        },
-    }
-    cache = {
-        name: struct((layers, 16, length, heads, size), None, "data", None, "tensor")
-        for name in ("k", "v")
-    }
+    params, cache = _decoding_params(struct, width, layers, heads, size, length)
 
     def decode(params, cache, token, position):
         def layer(x, p):
@@ -371,18 +381,7 @@ def decode_slice(mesh: AnyMesh) -> Made:
     )
 
 
-@case(
-    "bert-masked-positions-lamb",
-    cpu={"data": 2, "model": 4},
-    v5e={"data": 8, "model": 2},
-)
-def bert(mesh: AnyMesh) -> Made:
-    """Norms after each layer, segment embeddings, and logits of gathered positions
-    alone; LAMB.
-    """
-    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
-    width = 256
-    heads = 8
+def _bert_params(struct, width, heads):
     layer = {
         "query": struct((width, heads, 32), None, "model"),
         "key": struct((width, heads, 32), None, "model"),
@@ -401,7 +400,10 @@ def bert(mesh: AnyMesh) -> Made:
         "transform": struct((width, width)),
         "next": struct((width, 2)),
     }
+    return params
 
+
+def _bert_encoder():
     def norm(x, p):
         mean = jnp.mean(x, -1, keepdims=True)
         variance = jnp.var(x, -1, keepdims=True)
@@ -434,6 +436,25 @@ def bert(mesh: AnyMesh) -> Made:
                 p["norm"][1],
             )
         return x
+
+    return encode
+
+
+@case(
+    "bert-masked-positions-lamb",
+    cpu={"data": 2, "model": 4},
+    v5e={"data": 8, "model": 2},
+)
+def bert(mesh: AnyMesh) -> Made:
+    """Norms after each layer, segment embeddings, and logits of gathered positions
+    alone; LAMB.
+    """
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    width = 256
+    heads = 8
+    params = _bert_params(struct, width, heads)
+
+    encode = _bert_encoder()
 
     def loss(params, batch):
         x = encode(params, batch)

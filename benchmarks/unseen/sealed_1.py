@@ -22,6 +22,16 @@ from ._case import (
 )
 
 
+def _zero_one_params(struct, width):
+    layers = {"up": struct((4, width, 768)), "down": struct((4, 768, width))}
+    params = {
+        "embed": struct((1024, width)),
+        "layers": layers,
+        "norm": struct((4, width)),
+    }
+    return params
+
+
 @case("zero-one-optimizer-cut-alone", cpu={"data": 8}, v5e={"data": 16})
 def zero_one(mesh: AnyMesh) -> Made:
     """Whole parameters; moments are cut over the batch's axis by constraints on
@@ -29,12 +39,7 @@ def zero_one(mesh: AnyMesh) -> Made:
     """
     struct = on(mesh)
     width = 256
-    layers = {"up": struct((4, width, 768)), "down": struct((4, 768, width))}
-    params = {
-        "embed": struct((1024, width)),
-        "layers": layers,
-        "norm": struct((4, width)),
-    }
+    params = _zero_one_params(struct, width)
     moments = fully_sharded(mesh, params, "data")
 
     def loss(params, tokens):
@@ -299,19 +304,7 @@ def all_to_all_moe(mesh: AnyMesh) -> Made:
     return jitted, (params, x, x)
 
 
-@case("byol-two-views-target-average", cpu={"data": 8}, v5e={"data": 16})
-def byol(mesh: AnyMesh) -> Made:
-    """Two augmented views, a predictor against a slowly moving target, batch norms over
-    all devices; LARS.
-    """
-    struct = on(mesh)
-    net = {
-        "stem": struct((5, 5, 3, 32)),
-        "next": struct((3, 3, 32, 64)),
-        "project": [struct((64, 512)), struct((512, 128))],
-    }
-    params = {"online": net, "predict": [struct((128, 512)), struct((512, 128))]}
-
+def _byol_networks():
     def batch_norm(x):
         dimension_count = x.ndim - 1
         axes = tuple(range(dimension_count))
@@ -340,6 +333,24 @@ def byol(mesh: AnyMesh) -> Made:
             x = jax.nn.relu(normed)
         means = x.mean((1, 2))
         return mlp(p["project"], means)
+
+    return mlp, embed
+
+
+@case("byol-two-views-target-average", cpu={"data": 8}, v5e={"data": 16})
+def byol(mesh: AnyMesh) -> Made:
+    """Two augmented views, a predictor against a slowly moving target, batch norms over
+    all devices; LARS.
+    """
+    struct = on(mesh)
+    net = {
+        "stem": struct((5, 5, 3, 32)),
+        "next": struct((3, 3, 32, 64)),
+        "project": [struct((64, 512)), struct((512, 128))],
+    }
+    params = {"online": net, "predict": [struct((128, 512)), struct((512, 128))]}
+
+    mlp, embed = _byol_networks()
 
     def augment(key, images):
         flip, jitter = jax.random.split(key)
@@ -463,14 +474,7 @@ def recommender(mesh: AnyMesh) -> Made:
     return jitted, args
 
 
-@case("gpt2-vocabulary-50257", cpu={"data": 4, "model": 2}, v5e={"data": 4, "model": 4})
-def gpt2(mesh: AnyMesh) -> Made:
-    """Unrolled blocks in bfloat16, a fused QKV; a tied table of 50257 rows, whose
-    logits are cut unevenly.
-    """
-    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
-    width = 128
-    heads = 4
+def _gpt2_params(struct, width):
     block = {
         "qkv": struct((width, 3 * width), None, "model"),
         "qkv_bias": struct((3 * width,), "model"),
@@ -484,6 +488,18 @@ def gpt2(mesh: AnyMesh) -> Made:
         "wpe": struct((64, width)),
         "blocks": (block, block),
     }
+    return params
+
+
+@case("gpt2-vocabulary-50257", cpu={"data": 4, "model": 2}, v5e={"data": 4, "model": 4})
+def gpt2(mesh: AnyMesh) -> Made:
+    """Unrolled blocks in bfloat16, a fused QKV; a tied table of 50257 rows, whose
+    logits are cut unevenly.
+    """
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    width = 128
+    heads = 4
+    params = _gpt2_params(struct, width)
 
     def norm(x, scale, bias):
         return jax.nn.standardize(x, axis=-1) * scale + bias

@@ -75,6 +75,24 @@ def other_mesh_sums(mesh: AnyMesh) -> Made:
     )
 
 
+def _dropout_params(struct, layers, width):
+    return {
+        "q": struct((layers, width, width), None, None, "tensor"),
+        "k": struct((layers, width, width), None, None, "tensor"),
+        "v": struct((layers, width, width), None, None, "tensor"),
+        "o": struct((layers, width, width), None, "tensor"),
+        "up": struct((layers, width, 768), None, None, "tensor"),
+        "down": struct((layers, 768, width), None, "tensor"),
+    }
+
+
+def _drop(key, x, rate):
+    is_kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    scaled = x / (1 - rate)
+    kept_values = jnp.where(is_kept, scaled, 0)
+    return kept_values.astype(x.dtype)
+
+
 @case(
     "dropout-keys-for-each-layer",
     cpu={"data": 4, "tensor": 2},
@@ -88,20 +106,7 @@ def dropout(mesh: AnyMesh) -> Made:
     layers = 3
     width = 256
     heads = 8
-    params = {
-        "q": struct((layers, width, width), None, None, "tensor"),
-        "k": struct((layers, width, width), None, None, "tensor"),
-        "v": struct((layers, width, width), None, None, "tensor"),
-        "o": struct((layers, width, width), None, "tensor"),
-        "up": struct((layers, width, 768), None, None, "tensor"),
-        "down": struct((layers, 768, width), None, "tensor"),
-    }
-
-    def drop(key, x, rate):
-        is_kept = jax.random.bernoulli(key, 1 - rate, x.shape)
-        scaled = x / (1 - rate)
-        kept_values = jnp.where(is_kept, scaled, 0)
-        return kept_values.astype(x.dtype)
+    params = _dropout_params(struct, layers, width)
 
     def layer(x, inputs):
         p, key = inputs
@@ -115,15 +120,15 @@ def dropout(mesh: AnyMesh) -> Made:
         scores = products / math.sqrt(width // heads)
         shares = jax.nn.softmax(scores)
         weights = shares.astype(x.dtype)
-        attended = drop(a, weights, 0.1) @ v
+        attended = _drop(a, weights, 0.1) @ v
         mixed_heads = attended.transpose(0, 2, 1, 3)
         flat = mixed_heads.reshape(x.shape)
         mixed = flat @ p["o"]
-        dropped = drop(b, mixed, 0.1)
+        dropped = _drop(b, mixed, 0.1)
         h = x + dropped
         hidden = jax.nn.relu(h @ p["up"])
         lowered = hidden @ p["down"]
-        dropped_rows = drop(c, lowered, 0.1)
+        dropped_rows = _drop(c, lowered, 0.1)
         h = h + dropped_rows
         keep = jax.random.bernoulli(d, 0.9, (batch, 1, 1))
         return jnp.where(keep, h, x), None
@@ -160,6 +165,18 @@ def dropout(mesh: AnyMesh) -> Made:
     )
 
 
+def _palm_params(struct, width, heads, size):
+    return {
+        "embed": struct((2048, width), "tp"),
+        "q": struct((2, width, heads * size), None, None, "tp"),
+        "kv": struct((2, width, 2 * size)),
+        "out": struct((2, heads * size, width), None, "tp"),
+        "wide": struct((2, width, 2, 512), None, None, None, "tp"),
+        "narrow": struct((2, 512, width), None, "tp"),
+        "scales": struct((2, width)),
+    }
+
+
 @case("palm-parallel-block-one-key-head", cpu={"tp": 8}, v5e={"tp": 16})
 def palm(mesh: AnyMesh) -> Made:
     """Attention and SwiGLU side by side in each block, one head of keys that all
@@ -169,15 +186,7 @@ def palm(mesh: AnyMesh) -> Made:
     width = 256
     heads = 16
     size = 16
-    params = {
-        "embed": struct((2048, width), "tp"),
-        "q": struct((2, width, heads * size), None, None, "tp"),
-        "kv": struct((2, width, 2 * size)),
-        "out": struct((2, heads * size, width), None, "tp"),
-        "wide": struct((2, width, 2, 512), None, None, None, "tp"),
-        "narrow": struct((2, 512, width), None, "tp"),
-        "scales": struct((2, width)),
-    }
+    params = _palm_params(struct, width, heads, size)
 
     def block(x, p):
         norm = jnp.linalg.norm(x, axis=-1, keepdims=True)
@@ -299,6 +308,18 @@ def pipeline(mesh: AnyMesh) -> Made:
     return jitted, (params, batches, batches)
 
 
+def _nucleus_params(struct, width, kv, size, length):
+    params = {
+        "embed": struct((2048, width)),
+        "q": struct((width, kv, 4, size), None, "heads"),
+        "kv": struct((2, width, kv, size), None, None, "heads"),
+        "o": struct((kv, 4, size, width), "heads"),
+        "head": struct((width, 2048), None, "heads"),
+    }
+    cache = struct((2, 32, length, kv, size), None, "batch", None, "heads")
+    return params, cache
+
+
 @case(
     "decode-ragged-positions-nucleus",
     cpu={"batch": 4, "heads": 2},
@@ -313,14 +334,7 @@ def decode_nucleus(mesh: AnyMesh) -> Made:
     kv = 2
     size = 32
     length = 96
-    params = {
-        "embed": struct((2048, width)),
-        "q": struct((width, kv, 4, size), None, "heads"),
-        "kv": struct((2, width, kv, size), None, None, "heads"),
-        "o": struct((kv, 4, size, width), "heads"),
-        "head": struct((width, 2048), None, "heads"),
-    }
-    cache = struct((2, 32, length, kv, size), None, "batch", None, "heads")
+    params, cache = _nucleus_params(struct, width, kv, size, length)
 
     def decode(params, cache, tokens, positions, key):
         x = params["embed"][tokens]
@@ -440,6 +454,22 @@ def ulysses(mesh: AnyMesh) -> Made:
     return jitted, ((layer, layer), x, x)
 
 
+def _fourier_params(struct, width, modes):
+    layer = {
+        "low": struct((width, width, modes, modes), None, "modes", dtype=jnp.complex64),
+        "high": struct(
+            (width, width, modes, modes), None, "modes", dtype=jnp.complex64
+        ),
+        "local": struct((width, width), None, "modes"),
+    }
+    params = {
+        "lift": struct((3, width)),
+        "layers": [layer] * 3,
+        "project": struct((width, 1)),
+    }
+    return params
+
+
 @case(
     "fourier-operator-complex-weights",
     cpu={"data": 4, "modes": 2},
@@ -453,18 +483,7 @@ def fourier_operator(mesh: AnyMesh) -> Made:
     width = 32
     modes = 8
     side = 32
-    layer = {
-        "low": struct((width, width, modes, modes), None, "modes", dtype=jnp.complex64),
-        "high": struct(
-            (width, width, modes, modes), None, "modes", dtype=jnp.complex64
-        ),
-        "local": struct((width, width), None, "modes"),
-    }
-    params = {
-        "lift": struct((3, width)),
-        "layers": [layer] * 3,
-        "project": struct((width, 1)),
-    }
+    params = _fourier_params(struct, width, modes)
 
     def spectral(p, x):
         waves = jnp.fft.rfft2(x, axes=(2, 3))

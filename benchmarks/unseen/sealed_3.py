@@ -11,13 +11,7 @@ from jax import lax
 from ._case import AnyMesh, Made, case, fully_sharded, on, optimizer_state, shardings
 
 
-@case("lstm-bidirectional-tagger", cpu={"data": 8}, v5e={"data": 16})
-def lstm(mesh: AnyMesh) -> Made:
-    """Two directions, the second by flipping time, padding masked inside the scan,
-    whole bfloat16 weights.
-    """
-    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
-    width = 128
+def _lstm_params(struct, width):
     direction = {
         "x": struct((width, 4 * width)),
         "h": struct((width, 4 * width)),
@@ -29,6 +23,17 @@ def lstm(mesh: AnyMesh) -> Made:
         "backward": direction,
         "tags": struct((2 * width, 17)),
     }
+    return params
+
+
+@case("lstm-bidirectional-tagger", cpu={"data": 8}, v5e={"data": 16})
+def lstm(mesh: AnyMesh) -> Made:
+    """Two directions, the second by flipping time, padding masked inside the scan,
+    whole bfloat16 weights.
+    """
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    width = 128
+    params = _lstm_params(struct, width)
 
     def run(p, xs, mask):
         def cell(carry, step):
@@ -85,18 +90,15 @@ def lstm(mesh: AnyMesh) -> Made:
     )
 
 
-@case("radiance-field-rays", cpu={"rays": 8}, v5e={"rays": 16})
-def radiance_field(mesh: AnyMesh) -> Made:
-    """Two passes over rays mapped by `vmap`: even samples, then some where the first
-    found density.
-    """
-    struct = on(mesh)
-    width = 128
+def _radiance_params(struct, width):
     net = {
         "hidden": [struct((63, width)), struct((width, width)), struct((width, width))]
     }
     net |= {"density": struct((width, 1)), "color": struct((width, 3))}
+    return net
 
+
+def _radiance_fields():
     def field(p, points):
         frequencies = 2.0 ** jnp.arange(10)
         bands = points[..., None] * frequencies
@@ -127,6 +129,20 @@ def radiance_field(mesh: AnyMesh) -> Made:
         clear = jnp.cumprod(transparency)
         columns = (opaque * clear)[:, None]
         return columns.T @ color, opaque * clear
+
+    return render
+
+
+@case("radiance-field-rays", cpu={"rays": 8}, v5e={"rays": 16})
+def radiance_field(mesh: AnyMesh) -> Made:
+    """Two passes over rays mapped by `vmap`: even samples, then some where the first
+    found density.
+    """
+    struct = on(mesh)
+    width = 128
+    net = _radiance_params(struct, width)
+
+    render = _radiance_fields()
 
     def ray(params, origin, direction, key):
         noise = jax.random.uniform(key, (32,))
@@ -179,18 +195,7 @@ def radiance_field(mesh: AnyMesh) -> Made:
     )
 
 
-@case(
-    "conformer-on-three-by-two",
-    cpu={"data": 3, "model": 2},
-    v5e={"data": 8, "model": 2},
-)
-def conformer(mesh: AnyMesh) -> Made:
-    """Speech: strided convolutions, depthwise ones between attention and feedforward, a
-    loss of alignments.
-    """
-    struct = on(mesh)
-    width = 144
-    heads = 4
+def _conformer_params(struct, width, heads):
     first = [struct((width, 576), None, "model"), struct((576, width), "model")]
     layer = {
         "first": first,
@@ -205,7 +210,10 @@ def conformer(mesh: AnyMesh) -> Made:
         "layers": [layer] * 2,
         "words": struct((width, 42)),
     }
+    return params
 
+
+def _conformer_layers():
     def feedforward(ws, x):
         normed = jax.nn.standardize(x)
         hidden = jax.nn.swish(normed @ ws[0])
@@ -221,6 +229,25 @@ def conformer(mesh: AnyMesh) -> Made:
             dimension_numbers=dimensions,
             feature_group_count=groups,
         )
+
+    return feedforward, convolve
+
+
+@case(
+    "conformer-on-three-by-two",
+    cpu={"data": 3, "model": 2},
+    v5e={"data": 8, "model": 2},
+)
+def conformer(mesh: AnyMesh) -> Made:
+    """Speech: strided convolutions, depthwise ones between attention and feedforward, a
+    loss of alignments.
+    """
+    struct = on(mesh)
+    width = 144
+    heads = 4
+    params = _conformer_params(struct, width, heads)
+
+    feedforward, convolve = _conformer_layers()
 
     def loss(params, frames, frame_lengths, labels, label_lengths):
         x = frames
@@ -276,6 +303,19 @@ def conformer(mesh: AnyMesh) -> Made:
     return jitted, (params, *batch)
 
 
+def _vq_params(struct, width, codes):
+    params = {
+        "encode": [struct((256, 192)), struct((192, width))],
+        "decode": [struct((width, 192)), struct((192, 256))],
+    }
+    book = {
+        "codes": struct((codes, width), "codes"),
+        "counts": struct((codes,), "codes"),
+        "sums": struct((codes, width), "codes"),
+    }
+    return params, book
+
+
 @case(
     "vq-vae-codebook-average", cpu={"data": 4, "codes": 2}, v5e={"data": 8, "codes": 2}
 )
@@ -286,15 +326,7 @@ def vq_vae(mesh: AnyMesh) -> Made:
     struct = on(mesh)
     codes = 512
     width = 64
-    params = {
-        "encode": [struct((256, 192)), struct((192, width))],
-        "decode": [struct((width, 192)), struct((192, 256))],
-    }
-    book = {
-        "codes": struct((codes, width), "codes"),
-        "counts": struct((codes,), "codes"),
-        "sums": struct((codes, width), "codes"),
-    }
+    params, book = _vq_params(struct, width, codes)
 
     def loss(params, codes, x):
         hidden = jax.nn.relu(x @ params["encode"][0])
@@ -395,13 +427,7 @@ def ragged_moe(mesh: AnyMesh) -> Made:
     return gradient, (params, x, x)
 
 
-@case("t5-adafactor-fsdp", cpu={"fsdp": 8}, v5e={"fsdp": 16})
-def t5_adafactor(mesh: AnyMesh) -> Made:
-    """An encoder and a decoder with bucketed position biases and cross attention,
-    trained by Adafactor.
-    """
-    width = 128
-    heads = 4
+def _t5_params(width, heads, mesh):
     attend = {name: jnp.zeros((width, width)) for name in ("q", "k", "v", "o")}
     dense = {"wi": jnp.zeros((width, 512)), "wo": jnp.zeros((512, width))}
     encoder_layer = {"self": attend, "mlp": dense, "norm": jnp.ones((2, width))}
@@ -422,7 +448,10 @@ def t5_adafactor(mesh: AnyMesh) -> Made:
         ),
     }
     params = fully_sharded(mesh, shapes, "fsdp")
+    return params
 
+
+def _t5_layers(heads, width):
     def norm(x, scale):
         mean_square = jnp.mean(x * x, -1, keepdims=True)
         scale_of_rows = lax.rsqrt(mean_square + 1e-6)
@@ -456,6 +485,20 @@ def t5_adafactor(mesh: AnyMesh) -> Made:
         rows = table[buckets]
         bias = jnp.moveaxis(rows, -1, 0)
         return jnp.where(offset > 0, -1e9, bias) if causal else bias
+
+    return norm, attention, position_bias
+
+
+@case("t5-adafactor-fsdp", cpu={"fsdp": 8}, v5e={"fsdp": 16})
+def t5_adafactor(mesh: AnyMesh) -> Made:
+    """An encoder and a decoder with bucketed position biases and cross attention,
+    trained by Adafactor.
+    """
+    width = 128
+    heads = 4
+    params = _t5_params(width, heads, mesh)
+
+    norm, attention, position_bias = _t5_layers(heads, width)
 
     def loss(params, inputs, targets):
         x = params["embed"][inputs]

@@ -14,12 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from ._case import AnyMesh, Made, case, fully_sharded, on, optimizer_state, shardings
 
 
-@case("equinox-tabular-fully-sharded", cpu={"fsdp": 8}, v5e={"fsdp": 16})
-def equinox_tabular(mesh: AnyMesh) -> Made:
-    """Equinox modules with dropout and frozen numeric embeddings; every parameter cut
-    in its largest dimension.
-    """
-
+def _tabular_module():
     class Tabular(eqx.Module):
         numbers: jax.Array
         words: list[eqx.nn.Embedding]
@@ -74,6 +69,17 @@ def equinox_tabular(mesh: AnyMesh) -> Made:
             means = x.mean(0)
             return self.head(means)[0]
 
+    return Tabular
+
+
+@case("equinox-tabular-fully-sharded", cpu={"fsdp": 8}, v5e={"fsdp": 16})
+def equinox_tabular(mesh: AnyMesh) -> Made:
+    """Equinox modules with dropout and frozen numeric embeddings; every parameter cut
+    in its largest dimension.
+    """
+
+    Tabular = _tabular_module()
+
     model = eqx.filter_eval_shape(Tabular, jax.random.key(0))
 
     def is_struct(leaf):
@@ -122,18 +128,7 @@ def equinox_tabular(mesh: AnyMesh) -> Made:
     return jitted, args
 
 
-@case(
-    "retention-chunks-by-scan", cpu={"data": 4, "heads": 2}, v5e={"data": 4, "heads": 4}
-)
-def retention(mesh: AnyMesh) -> Made:
-    """Linear attention with decays, a scan over chunks that carries a state for each
-    head; bfloat16, Lion.
-    """
-    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
-    width = 256
-    heads = 8
-    size = 32
-    chunk = 16
+def _retention_params(struct, width, heads, size):
     layer = {
         "qkv": struct((3, width, heads, size), None, None, "heads"),
         "gate": struct((width, heads, size), None, "heads"),
@@ -141,7 +136,10 @@ def retention(mesh: AnyMesh) -> Made:
     }
     params = {"layers": [layer, layer], "embed": struct((1024, width))}
     decay = 1 - 2.0 ** (-5 - np.arange(heads))
+    return params, decay
 
+
+def _retention_of(chunk, size, decay, heads):
     def retain(p, x):
         q, k, v = jnp.einsum("btd,cdhk->cbhtk", x, p["qkv"])
         chunks = []
@@ -183,6 +181,25 @@ def retention(mesh: AnyMesh) -> Made:
         mixed = normed * opened
         return jnp.einsum("bthk,hkd->btd", mixed, p["out"])
 
+    return retain
+
+
+@case(
+    "retention-chunks-by-scan", cpu={"data": 4, "heads": 2}, v5e={"data": 4, "heads": 4}
+)
+def retention(mesh: AnyMesh) -> Made:
+    """Linear attention with decays, a scan over chunks that carries a state for each
+    head; bfloat16, Lion.
+    """
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    width = 256
+    heads = 8
+    size = 32
+    chunk = 16
+    params, decay = _retention_params(struct, width, heads, size)
+
+    retain = _retention_of(chunk, size, decay, heads)
+
     def loss(params, tokens):
         x = params["embed"][tokens]
         for p in params["layers"]:
@@ -208,14 +225,7 @@ def retention(mesh: AnyMesh) -> Made:
     return jitted, (params, state, tokens)
 
 
-@case("dit-adaptive-norm-noise-ema", cpu={"data": 8}, v5e={"data": 8, "fsdp": 2})
-def dit(mesh: AnyMesh) -> Made:
-    """Diffusion on patches with norms that follow the time and class, noise drawn in
-    the step, and averaged weights.
-    """
-    width = 192
-    heads = 6
-    both = tuple(mesh.axis_names)
+def _dit_params(width, heads, mesh, both):
     block = {
         "adaptive": jnp.zeros((width, 6 * width)),
         "qkv": jnp.zeros((width, 3, heads, width // heads)),
@@ -235,7 +245,10 @@ def dit(mesh: AnyMesh) -> Made:
         "final": jnp.zeros((width, 16)),
     }
     params = fully_sharded(mesh, shapes, both)
+    return params
 
+
+def _dit_denoiser():
     def modulate(x, shift, scale):
         normed = jax.nn.standardize(x)
         scaled = normed * (1 + scale[:, None])
@@ -281,6 +294,21 @@ def dit(mesh: AnyMesh) -> Made:
         x = final.reshape(batch, side // 2, side // 2, 2, 2, channels)
         turned = x.transpose(0, 1, 3, 2, 4, 5)
         return turned.reshape(latents.shape)
+
+    return denoise
+
+
+@case("dit-adaptive-norm-noise-ema", cpu={"data": 8}, v5e={"data": 8, "fsdp": 2})
+def dit(mesh: AnyMesh) -> Made:
+    """Diffusion on patches with norms that follow the time and class, noise drawn in
+    the step, and averaged weights.
+    """
+    width = 192
+    heads = 6
+    both = tuple(mesh.axis_names)
+    params = _dit_params(width, heads, mesh, both)
+
+    denoise = _dit_denoiser()
 
     def loss(params, latents, labels, key):
         a, b, c = jax.random.split(key, 3)
@@ -335,13 +363,7 @@ def dit(mesh: AnyMesh) -> Made:
     )
 
 
-@case("resnet-nhwc-batch-norm", cpu={"data": 8}, v5e={"data": 16})
-def resnet_nhwc(mesh: AnyMesh) -> Made:
-    """Bottleneck blocks with batch statistics over the whole batch and running
-    averages, Nesterov momentum.
-    """
-    struct = on(mesh)
-
+def _resnet_params(struct):
     def unit(size, inward, outward):
         return {
             "w": struct((size, size, inward, outward)),
@@ -376,7 +398,10 @@ def resnet_nhwc(mesh: AnyMesh) -> Made:
         params,
         is_leaf=is_unit,
     )
+    return blocks, params, running
 
+
+def _resnet_forward(blocks):
     def convolve(p, stats, x, stride=1):
         dimensions = ("NHWC", "HWIO", "NHWC")
         x = lax.conv_general_dilated(
@@ -429,6 +454,20 @@ def resnet_nhwc(mesh: AnyMesh) -> Made:
             "head": (),
         }
 
+    return forward
+
+
+@case("resnet-nhwc-batch-norm", cpu={"data": 8}, v5e={"data": 16})
+def resnet_nhwc(mesh: AnyMesh) -> Made:
+    """Bottleneck blocks with batch statistics over the whole batch and running
+    averages, Nesterov momentum.
+    """
+    struct = on(mesh)
+
+    blocks, params, running = _resnet_params(struct)
+
+    forward = _resnet_forward(blocks)
+
     def loss(params, stats, images, labels):
         logits, stats = forward(params, stats, images)
         hot = jax.nn.one_hot(labels, 100)
@@ -463,14 +502,7 @@ def resnet_nhwc(mesh: AnyMesh) -> Made:
     return jitted, args
 
 
-@case("dueling-dqn-replay", cpu={"data": 4, "model": 2}, v5e={"data": 8, "model": 2})
-def dqn(mesh: AnyMesh) -> Made:
-    """A cut buffer that new frames are written into and samples gathered from; a target
-    replaced under a `cond`.
-    """
-    struct = on(mesh)
-    size = 2048
-    batch = 256
+def _dqn_params(struct, size):
     params = {
         "frames": struct((128, 512), None, "model"),
         "hidden": struct((512, 256), "model"),
@@ -482,6 +514,18 @@ def dqn(mesh: AnyMesh) -> Made:
         "actions": struct((size,), "data", dtype=jnp.int32),
         "rewards": struct((size,), "data"),
     }
+    return params, buffer
+
+
+@case("dueling-dqn-replay", cpu={"data": 4, "model": 2}, v5e={"data": 8, "model": 2})
+def dqn(mesh: AnyMesh) -> Made:
+    """A cut buffer that new frames are written into and samples gathered from; a target
+    replaced under a `cond`.
+    """
+    struct = on(mesh)
+    size = 2048
+    batch = 256
+    params, buffer = _dqn_params(struct, size)
 
     def values(p, x):
         pixels = x.astype(jnp.float32) / 255

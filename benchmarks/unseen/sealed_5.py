@@ -13,14 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ._case import AnyMesh, Made, case, on, optimizer_state
 
 
-@case("swin-shifted-windows", cpu={"data": 2, "rows": 4}, v5e={"data": 4, "rows": 4})
-def swin(mesh: AnyMesh) -> Made:
-    """Attention in windows of pictures cut by rows, rolled by half a window, merged two
-    by two; bfloat16.
-    """
-    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
-    width = 96
-    window = 4
+def _swin_params(struct, width):
     block = {
         "qkv": struct((width, 3, 3, 32)),
         "out": struct((3, 32, width)),
@@ -33,6 +26,18 @@ def swin(mesh: AnyMesh) -> Made:
         "merge": struct((4 * width, 192)),
         "head": struct((192, 30)),
     }
+    return params
+
+
+@case("swin-shifted-windows", cpu={"data": 2, "rows": 4}, v5e={"data": 4, "rows": 4})
+def swin(mesh: AnyMesh) -> Made:
+    """Attention in windows of pictures cut by rows, rolled by half a window, merged two
+    by two; bfloat16.
+    """
+    struct = functools.partial(on(mesh), dtype=jnp.bfloat16)
+    width = 96
+    window = 4
+    params = _swin_params(struct, width)
 
     def attend(p, x):
         batch, height, wide, _ = x.shape
@@ -93,17 +98,7 @@ def swin(mesh: AnyMesh) -> Made:
     return jitted, args
 
 
-@case(
-    "unet-nhwc-channels-cut",
-    cpu={"data": 4, "channels": 2},
-    v5e={"data": 8, "channels": 2},
-)
-def unet(mesh: AnyMesh) -> Made:
-    """Two levels down and up, transposed convolutions, skips concatenated over cut
-    channels; bfloat16 compute.
-    """
-    struct = on(mesh)
-
+def _unet_params(struct):
     def kernel(size, i, o):
         return struct((size, size, i, o), None, None, None, "channels")
 
@@ -115,7 +110,10 @@ def unet(mesh: AnyMesh) -> Made:
         "merge": [kernel(3, 128, 64), kernel(3, 64, 32)],
         "last": struct((1, 1, 32, 3), None, None, "channels"),
     }
+    return params
 
+
+def _unet_forward():
     def convolve(x, w, stride=1):
         dimensions = ("NHWC", "HWIO", "NHWC")
         return lax.conv_general_dilated(
@@ -157,6 +155,24 @@ def unet(mesh: AnyMesh) -> Made:
             x = jax.nn.silu(merged)
         last = convolve(x, params["last"])
         return last.astype(jnp.float32)
+
+    return forward
+
+
+@case(
+    "unet-nhwc-channels-cut",
+    cpu={"data": 4, "channels": 2},
+    v5e={"data": 8, "channels": 2},
+)
+def unet(mesh: AnyMesh) -> Made:
+    """Two levels down and up, transposed convolutions, skips concatenated over cut
+    channels; bfloat16 compute.
+    """
+    struct = on(mesh)
+
+    params = _unet_params(struct)
+
+    forward = _unet_forward()
 
     def loss(params, clean, sigma, key):
         columns = sigma[:, None, None, None]
