@@ -27,7 +27,8 @@ def raw_file(path, header, buffer=b""):
         data = header
     else:
         data = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(data)) + data + buffer)
+    size = struct.pack("<Q", len(data))
+    path.write_bytes(size + data + buffer)
     return path
 
 
@@ -38,43 +39,56 @@ def tensor(shape, offsets, dtype: Any = "F32"):
 def set_of_files(directory, weight_map=None):
     array = np.ones((2, 2), np.float32)
     save_file({"a": array}, directory / "model-1.safetensors")
-    save_file({"b": np.ones(3, np.float32)}, directory / "model-2.safetensors")
+    vector = np.ones(3, np.float32)
+    save_file({"b": vector}, directory / "model-2.safetensors")
     weight_map = weight_map or {"a": "model-1.safetensors", "b": "model-2.safetensors"}
-    (directory / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": weight_map})
-    )
+    index = directory / "model.safetensors.index.json"
+    text = json.dumps({"weight_map": weight_map})
+    index.write_text(text)
     return directory
 
 
 def test_a_file_and_a_set_are_read_by_name_and_by_directory(tmp_path):
+    w = np.ones((4, 2), jnp.bfloat16)
+    b = np.zeros(3, np.int8)
     arrays = {
-        "w": np.ones((4, 2), jnp.bfloat16),
-        "model.b": np.zeros(3, np.int8),
+        "w": w,
+        "model.b": b,
         "s": np.array(1.5),
     }
-    save_file(arrays, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    for path in (tmp_path, tmp_path / "model.safetensors", str(tmp_path)):
+    file = tmp_path / "model.safetensors"
+    save_file(arrays, file, metadata={"format": "pt"})
+    path_of_file = tmp_path / "model.safetensors"
+    for path in (tmp_path, path_of_file, str(tmp_path)):
         index = checkpoint.read_index(path)
-        actual = {entry.path: (entry.shape, entry.dtype) for entry in index.entries}
-        expected = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+        actual = {}
+        for entry in index.entries:
+            actual[entry.path] = (entry.shape, entry.dtype)
+        expected = {}
+        for name, array in arrays.items():
+            expected[name] = (array.shape, array.dtype)
         assert actual == expected
         assert index.bytes_total == 16 + 3 + 8
         assert index.metadata == {"format": "pt"}
         assert index.format == "safetensors"
-    (tmp_path / "model.safetensors").unlink()
+    first_file = tmp_path / "model.safetensors"
+    (first_file).unlink()
     set_of_files(tmp_path)
-    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
+    index_file = tmp_path / "model.safetensors.index.json"
+    for path in (tmp_path, index_file):
         index = checkpoint.read_index(path)
         assert list(index) == ["a", "b"]
         assert os.path.basename(index["b"].file) == "model-2.safetensors"
-    (tmp_path / "model.safetensors.index.json").unlink()
-    assert list(checkpoint.read_index(tmp_path)) == ["a", "b"]
+    old_index = tmp_path / "model.safetensors.index.json"
+    (old_index).unlink()
+    names = list(checkpoint.read_index(tmp_path))
+    assert names == ["a", "b"]
 
 
 def test_structs_are_a_tree_that_a_plan_takes(tmp_path):
-    arrays_by_name = {
-        name: np.ones((2, 2), np.float32) for name in ("a/b", "a/c/d", "e.f")
-    }
+    arrays_by_name = {}
+    for name in ("a/b", "a/c/d", "e.f"):
+        arrays_by_name[name] = np.ones((2, 2), np.float32)
     save_file(
         arrays_by_name,
         tmp_path / "x.safetensors",
@@ -84,18 +98,24 @@ def test_structs_are_a_tree_that_a_plan_takes(tmp_path):
     expected = {"a": {"b": array, "c": {"d": array}}, "e.f": array}
     assert tree == expected
     mesh = MeshSpec({"x": 2})
-    sharding_plan = shardfx.plan(tree, mesh, paths=PathRules.parse(".*->x"))["a/c/d"]
+    rules = PathRules.parse(".*->x")
+    whole_plan = shardfx.plan(tree, mesh, paths=rules)
+    sharding_plan = whole_plan["a/c/d"]
     spec = sharding_plan.spec
     assert spec == jax.P("x")
     header = {"w": tensor([2], [0, 1], "F4")}
     raw_file(tmp_path / "x.safetensors", header, b"\0")
-    assert checkpoint.structs(tmp_path)["w"].dtype == jnp.float4_e2m1fn
+    structs = checkpoint.structs(tmp_path)
+    assert structs["w"].dtype == jnp.float4_e2m1fn
 
 
 def test_an_index_prints_as_a_short_table(tmp_path):
-    arrays = {f"layers.{i}.w": np.zeros((8, 4), np.float32) for i in range(100)}
+    arrays = {}
+    for i in range(100):
+        arrays[f"layers.{i}.w"] = np.zeros((8, 4), np.float32)
     array = np.zeros((64, 8), np.float16)
-    save_file(arrays | {"embed": array}, tmp_path / "x.safetensors")
+    file = tmp_path / "x.safetensors"
+    save_file(arrays | {"embed": array}, file)
     index = checkpoint.read_index(tmp_path)
     expected = [
         "path              arrays  shape         bytes",
@@ -103,29 +123,37 @@ def test_an_index_prints_as_a_short_table(tmp_path):
         "embed                  1  f16[64,8]   1.0 KiB",
         f"101 arrays, 13.5 KiB, in safetensors at {str(tmp_path)!r}",
     ]
-    assert str(index).splitlines() == expected
+    text = str(index)
+    assert text.splitlines() == expected
     assert repr(index) == str(index)
-    assert "layers.{0..99}.w" in index._repr_html_()
+    page = index._repr_html_()
+    assert "layers.{0..99}.w" in page
     assert len(index) == 101
     assert "embed" in index
     assert "down" not in index
     assert 0 not in index
     with pytest.raises(UnknownPathError, match=r"no array 'zzz'; it has 'layers.0.w'"):
         index["zzz"]
+    many = {}
+    for i in range(30):
+        many[f"a{i}"] = np.zeros(i, np.float32)
+    other_file = tmp_path / "x.safetensors"
     save_file(
-        {f"a{i}": np.zeros(i, np.float32) for i in range(30)},
-        tmp_path / "x.safetensors",
+        many,
+        other_file,
     )
     index = checkpoint.read_index(tmp_path)
     lines = str(index).splitlines()
     assert len(lines) == 27
     assert lines[-2] == "... 6 arrays more"
-    assert "a7" in list(index)
+    names = list(index)
+    assert "a7" in names
 
 
 def test_nothing_there(tmp_path):
+    absent = tmp_path / "absent"
     with pytest.raises(CheckpointError, match="there is no checkpoint at .*absent"):
-        checkpoint.read_index(tmp_path / "absent")
+        checkpoint.read_index(absent)
     with pytest.raises(
         CheckpointError, match="holds no checkpoint: no .safetensors file"
     ):
@@ -139,7 +167,8 @@ def test_nothing_there(tmp_path):
         checkpoint.read_index(tmp_path)
 
 
-ONE = json.dumps({"a": tensor([1], [0, 4])}).encode()
+header_of_one = json.dumps({"a": tensor([1], [0, 4])})
+ONE = header_of_one.encode()
 
 
 def raw(extra=b"", name=b'"a"', before=b""):
@@ -306,7 +335,9 @@ STRICTER = {
 
 def is_read_there(header, nbytes):
     try:
-        safetensors.deserialize(struct.pack("<Q", len(header)) + header + bytes(nbytes))
+        size = struct.pack("<Q", len(header))
+        data = size + header + bytes(nbytes)
+        safetensors.deserialize(data)
     except safetensors.SafetensorError:
         return False
     return True
@@ -314,11 +345,13 @@ def is_read_there(header, nbytes):
 
 @pytest.mark.parametrize("case", HEADERS | STRICTER)
 def test_headers_are_read_as_by_the_library_of_the_format(tmp_path, case):
-    header, message = (HEADERS | STRICTER)[case]
+    headers = HEADERS | STRICTER
+    header, message = headers[case]
     if not isinstance(header, bytes):
         header = json.dumps(header).encode()
     for nbytes in (0, 4):
-        path = raw_file(tmp_path / "x.safetensors", header, bytes(nbytes))
+        file = tmp_path / "x.safetensors"
+        path = raw_file(file, header, bytes(nbytes))
         try:
             checkpoint.read_index(path)
             error_text = None
@@ -332,11 +365,14 @@ def test_headers_are_read_as_by_the_library_of_the_format(tmp_path, case):
                 if error_text and message is not None
                 else message is None
             )
-        expected = is_read_there(header, nbytes) and (case not in STRICTER)
-        assert (error_text is None) == expected
+        is_read = is_read_there(header, nbytes)
+        expected = is_read and (case not in STRICTER)
+        is_accepted = error_text is None
+        assert is_accepted == expected
 
 
-WHOLE = len(ONE).to_bytes(8, "little") + ONE + bytes(4)
+size_of_one = len(ONE).to_bytes(8, "little")
+WHOLE = size_of_one + ONE + bytes(4)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +386,8 @@ WHOLE = len(ONE).to_bytes(8, "little") + ONE + bytes(4)
     ],
 )
 def test_a_truncated_file(tmp_path, data):
-    (tmp_path / "x.safetensors").write_bytes(data)
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(data)
     with pytest.raises(
         CheckpointError,
         match="truncated|ends within its header|claims a header of|no valid JSON",
@@ -375,25 +412,34 @@ def test_links_are_followed_inside_the_directory_alone(tmp_path):
     directory = tmp_path / "model"
     outside.mkdir()
     directory.mkdir()
-    save_file({"a": np.ones(1)}, outside / "blob")
-    (outside / "model.safetensors").symlink_to("blob")
-    assert checkpoint.read_index(outside)["a"].shape == (1,)
-    (directory / "model.safetensors").symlink_to("../outside/blob")
+    blob = outside / "blob"
+    save_file({"a": np.ones(1)}, blob)
+    link = outside / "model.safetensors"
+    (link).symlink_to("blob")
+    index_of_outside = checkpoint.read_index(outside)
+    assert index_of_outside["a"].shape == (1,)
+    link_outside = directory / "model.safetensors"
+    (link_outside).symlink_to("../outside/blob")
     with pytest.raises(
         CheckpointError,
         match=r"symbolic link that leaves the directory.*root='.*/outside'",
     ):
         checkpoint.read_index(directory)
     # Whoever names the file, or the place that links may lead to, has decided.
+    with_root = checkpoint.read_index(directory, root=outside)
+    by_file = checkpoint.read_index(directory / "model.safetensors")
     for index in (
-        checkpoint.read_index(directory, root=outside),
-        checkpoint.read_index(directory / "model.safetensors"),
+        with_root,
+        by_file,
     ):
         assert index["a"].shape == (1,)
-    (directory / "linked").symlink_to("../outside")
-    (directory / "model.safetensors").unlink()
+    linked = directory / "linked"
+    (linked).symlink_to("../outside")
+    first_link = directory / "model.safetensors"
+    (first_link).unlink()
     encoded = json.dumps({"weight_map": {"a": "linked/blob"}})
-    (directory / "model.safetensors.index.json").write_text(encoded)
+    index_file = directory / "model.safetensors.index.json"
+    (index_file).write_text(encoded)
     with pytest.raises(CheckpointError, match="symbolic link that leaves"):
         checkpoint.read_index(directory)
 
@@ -403,12 +449,15 @@ def test_a_link_put_there_after_the_check_is_not_followed(tmp_path):
     outside = tmp_path / "outside"
     for folder in (directory, outside, directory / "sub"):
         folder.mkdir()
-    (outside / "w").write_text("secret")
-    (directory / "sub" / "w").write_text("weights")
+    secret = outside / "w"
+    (secret).write_text("secret")
+    weights = directory / "sub" / "w"
+    (weights).write_text("weights")
     where = place(str(directory), None)
     checked = inside(where, "sub/w")
     (directory / "sub").rename(directory / "moved")
-    (directory / "sub").symlink_to(outside)
+    swapped = directory / "sub"
+    (swapped).symlink_to(outside)
     with pytest.raises(CheckpointError, match="cannot be opened"):
         with opened(where, checked):
             pass
@@ -416,7 +465,8 @@ def test_a_link_put_there_after_the_check_is_not_followed(tmp_path):
 
 def test_a_file_that_is_no_file_does_not_hang(tmp_path):
     for make, remove in ((os.mkfifo, os.unlink), (os.mkdir, os.rmdir)):
-        make(tmp_path / "a.safetensors")
+        file = tmp_path / "a.safetensors"
+        make(file)
         with pytest.raises(CheckpointError, match="is no regular file"):
             checkpoint.read_index(tmp_path)
         remove(tmp_path / "a.safetensors")
@@ -428,14 +478,17 @@ def test_an_index_that_is_wrong_about_its_files(tmp_path):
         CheckpointError, match="says that tensor 'a' is in 'model-2.safetensors'"
     ):
         checkpoint.read_index(tmp_path)
-    (tmp_path / "model-2.safetensors").unlink()
+    second_file = tmp_path / "model-2.safetensors"
+    (second_file).unlink()
     with pytest.raises(CheckpointError, match=r"model-2.safetensors' is missing"):
         checkpoint.read_index(tmp_path)
     for content in ("[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}'):
-        (tmp_path / "model.safetensors.index.json").write_text(content)
+        index_file = tmp_path / "model.safetensors.index.json"
+        index_file.write_text(content)
         with pytest.raises(CheckpointError, match="has no `weight_map`"):
             checkpoint.read_index(tmp_path)
-    os.truncate(tmp_path / "model.safetensors.index.json", 2**33)
+    large_index = tmp_path / "model.safetensors.index.json"
+    os.truncate(large_index, 2**33)
     with pytest.raises(
         CheckpointError, match="more than the 100000000 allowed for an index"
     ):
@@ -444,12 +497,14 @@ def test_an_index_that_is_wrong_about_its_files(tmp_path):
 
 def test_two_sets_and_two_owners_are_ambiguous(tmp_path):
     set_of_files(tmp_path)
-    (tmp_path / "other.safetensors.index.json").write_text("{}")
+    other_index = tmp_path / "other.safetensors.index.json"
+    (other_index).write_text("{}")
     with pytest.raises(CheckpointError, match="several safetensors sets"):
         checkpoint.read_index(tmp_path)
     for name in tmp_path.glob("*.json"):
         name.unlink()
-    save_file({"b": np.ones(3)}, tmp_path / "model-3.safetensors")
+    third_file = tmp_path / "model-3.safetensors"
+    save_file({"b": np.ones(3)}, third_file)
     with pytest.raises(
         CheckpointError,
         match=r"tensor 'b' is in '.*model-2.safetensors' and in '.*model-3",
@@ -461,20 +516,31 @@ def test_two_sets_and_two_owners_are_ambiguous(tmp_path):
     "names", [["a", "a/b"], ["a/b", "a"], ["a/b/c", "a"], ["x", "a/b/c", "a/b"]]
 )
 def test_a_path_is_a_leaf_or_a_branch(tmp_path, names):
-    arrays_by_name = {name: np.ones(1) for name in names}
-    save_file(arrays_by_name, tmp_path / "x.safetensors")
+    arrays_by_name = {}
+    for name in names:
+        arrays_by_name[name] = np.ones(1)
+    file = tmp_path / "x.safetensors"
+    save_file(arrays_by_name, file)
+    index = checkpoint.read_index(tmp_path)
     with pytest.raises(CheckpointError, match="a tree cannot hold both"):
-        checkpoint.structs(checkpoint.read_index(tmp_path))
+        checkpoint.structs(index)
 
 
 def test_reading_headers_reads_no_weights(tmp_path, monkeypatch):
-    save_file({"w": np.ones(2**20, np.float32)}, tmp_path / "x.safetensors")
+    array = np.ones(2**20, np.float32)
+    save_file({"w": array}, tmp_path / "x.safetensors")
     read = []
     pread = os.pread
+
+    def counted(fd, count, offset):
+        return (read.append(count), pread(fd, count, offset))[1]
+
     monkeypatch.setattr(
         os,
         "pread",
-        lambda fd, count, offset: (read.append(count), pread(fd, count, offset))[1],
+        counted,
     )
-    checkpoint.structs(checkpoint.read_index(tmp_path))
-    assert sum(read) < 1000
+    index = checkpoint.read_index(tmp_path)
+    checkpoint.structs(index)
+    total = sum(read)
+    assert total < 1000

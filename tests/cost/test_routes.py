@@ -15,7 +15,9 @@ from shardfx.cost._routes import Route, route_of, torus_of
 
 
 def ring_of(size, closed):
-    return torus_of(MeshSpec({"x": size}), {"x": (Ring(size, closed),)})
+    ring = Ring(size, closed)
+    mesh = MeshSpec({"x": size})
+    return torus_of(mesh, {"x": (ring,)})
 
 
 @pytest.mark.parametrize(
@@ -35,40 +37,58 @@ def ring_of(size, closed):
     ],
 )
 def test_rings_and_lines(pairs, size, closed, messages, hops):
-    assert route_of(pairs, ring_of(size, closed)) == Route(messages, hops)
+    ring = ring_of(size, closed)
+    expected = Route(messages, hops)
+    assert route_of(pairs, ring) == expected
 
 
 def test_a_transposed_square_goes_around_corners():
-    axes = {"a": (Ring(4, closed=False),), "b": (Ring(4, closed=False),)}
-    torus = torus_of(MeshSpec({"a": 4, "b": 4}), axes)
-    pairs = [(4 * a + b, 4 * b + a) for a, b in it.product(range(4), repeat=2)]
+    line = Ring(4, closed=False)
+    axes = {"a": (line,), "b": (Ring(4, closed=False),)}
+    mesh = MeshSpec({"a": 4, "b": 4})
+    torus = torus_of(mesh, axes)
+    pairs = []
+    for a, b in it.product(range(4), repeat=2):
+        pairs.append((4 * a + b, 4 * b + a))
     # Along `a` first: column 3 brings three messages over the link from row 2 to 3.
-    assert route_of(pairs, torus) == Route(messages=3, hops=6)
+    expected = Route(messages=3, hops=6)
+    assert route_of(pairs, torus) == expected
 
 
 def test_messages_between_slices_pass_no_link():
     spec = MeshSpec({"x": 8}, dcn={"x": 2})
-    torus = torus_of(spec, {"x": (Ring(4, closed=False),)})
-    assert torus.slices.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert route_of([(0, 4), (3, 7)], torus) == Route(messages=0, hops=0)
-    assert route_of([(0, 3), (1, 2), (4, 7)], torus) == Route(messages=2, hops=3)
+    line = Ring(4, closed=False)
+    torus = torus_of(spec, {"x": (line,)})
+    slices_of_devices = torus.slices.tolist()
+    assert slices_of_devices == [0, 0, 0, 0, 1, 1, 1, 1]
+    across = route_of([(0, 4), (3, 7)], torus)
+    nothing = Route(messages=0, hops=0)
+    assert across == nothing
+    within = route_of([(0, 3), (1, 2), (4, 7)], torus)
+    expected = Route(messages=2, hops=3)
+    assert within == expected
 
 
 def walked(pairs, rings):
     """The messages on the busiest link, walked message by message."""
-    sizes = [ring.size for ring in rings]
+    sizes = []
+    for ring in rings:
+        sizes.append(ring.size)
     loads = collections.defaultdict[tuple[object, ...], float](float)
     for sender, receiver in pairs:
         place = list(coordinates(sender, sizes))
         target = coordinates(receiver, sizes)
         for dim, ring in enumerate(rings):
-            for share, direction, length in walks(place[dim], target[dim], ring):
+            walks_of_dim = walks(place[dim], target[dim], ring)
+            for share, direction, length in walks_of_dim:
                 for step in range(length):
                     node = list(place)
-                    node[dim] = (place[dim] + direction * step) % ring.size
+                    moved = place[dim] + direction * step
+                    node[dim] = moved % ring.size
                     loads[dim, direction, tuple(node)] += share
             place[dim] = target[dim]
-    return max(loads.values(), default=0)
+    busiest = max(loads.values(), default=0)
+    return busiest
 
 
 def walks(start, end, ring):
@@ -97,15 +117,24 @@ def coordinates(number, sizes):
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.data())
 def test_routes_are_those_of_messages_that_walk(sizes, data):
     # Rings from four chips on, as in the study of link loads.
-    rings = [Ring(size, closed=size >= 4) for size in sizes]
+    rings = []
+    for size in sizes:
+        rings.append(Ring(size, closed=size >= 4))
     names = "xyz"[: len(sizes)]
-    spec = MeshSpec(dict(zip(names, sizes, strict=True)))
-    rings_by_axis = {name: (ring,) for name, ring in zip(names, rings, strict=True)}
+    sizes_by_axis = dict(zip(names, sizes, strict=True))
+    spec = MeshSpec(sizes_by_axis)
+    rings_by_axis = {}
+    for name, ring in zip(names, rings, strict=True):
+        rings_by_axis[name] = (ring,)
     torus = torus_of(spec, rings_by_axis)
-    device = st.integers(0, math.prod(sizes) - 1)
+    last = math.prod(sizes) - 1
+    device = st.integers(0, last)
     messages = st.tuples(device, device)
-    pairs = data.draw(st.lists(messages, min_size=1, max_size=12))
-    assert route_of(pairs, torus).messages == walked(pairs, rings)
+    lists_of_pairs = st.lists(messages, min_size=1, max_size=12)
+    pairs = data.draw(lists_of_pairs)
+    actual = route_of(pairs, torus)
+    expected = walked(pairs, rings)
+    assert actual.messages == expected
 
 
 def permute(pairs, wire_bytes, calls=1):
@@ -129,14 +158,25 @@ def test_a_permute_takes_its_busiest_link_and_its_hops():
     v5p = chips.find("v5p")
     chip = dataclasses.replace(v5p, link_bytes_per_second=1e9, hop_seconds=1e-6)
     mesh = MeshSpec({"x": 8})
-    far = tuple((n, (n + 3) % 8) for n in range(8))
-    estimate = seconds(permute(far, 10**6), chip, mesh, slice="1x1x8")
-    assert estimate.seconds == pytest.approx(3 * 1e6 / 1e9 + 3e-6)
-    assert estimate.rows[0].latency_seconds == pytest.approx(3e-6)
-    assert "3 messages on a link, up to 3 hops" in str(estimate)
+    far_pairs = []
+    for n in range(8):
+        far_pairs.append((n, (n + 3) % 8))
+    far = tuple(far_pairs)
+    traffic = permute(far, 10**6)
+    estimate = seconds(traffic, chip, mesh, slice="1x1x8")
+    expected = 3 * 1e6 / 1e9 + 3e-6
+    assert estimate.seconds == pytest.approx(expected)
+    latency = estimate.rows[0].latency_seconds
+    assert latency == pytest.approx(3e-6)
+    text = str(estimate)
+    assert "3 messages on a link, up to 3 hops" in text
     # A single message of 8 MB: each device receives 1 MB in the mean.
-    single = seconds(permute(((0, 1),), 10**6), chip, mesh, slice="1x1x8")
-    assert single.seconds == pytest.approx(8e6 / 1e9 + 1e-6)
+    one_message = permute(((0, 1),), 10**6)
+    single = seconds(one_message, chip, mesh, slice="1x1x8")
+    expected_single = 8e6 / 1e9 + 1e-6
+    assert single.seconds == pytest.approx(expected_single)
     # Each of 100 rounds waits for its hops.
-    rounds = seconds(permute(far, 10**6, calls=100), chip, mesh, slice="1x1x8")
-    assert rounds.seconds == pytest.approx(3 * 1e6 / 1e9 + 300e-6)
+    hundred = permute(far, 10**6, calls=100)
+    rounds = seconds(hundred, chip, mesh, slice="1x1x8")
+    expected_rounds = 3 * 1e6 / 1e9 + 300e-6
+    assert rounds.seconds == pytest.approx(expected_rounds)

@@ -18,24 +18,26 @@ from shardfx import MeshSpec, PathRules, gather, hosts, plan, specs_of, topology
 from shardfx.errors import MeshError, PlanMismatchError, SpecError
 
 
-GRID = hosts.regular_grid(
-    MeshSpec({"replica": 2, "data": 4, "model": 2}), {"replica": 2, "data": 2}
-)
+mesh_of_grid = MeshSpec({"replica": 2, "data": 4, "model": 2})
+GRID = hosts.regular_grid(mesh_of_grid, {"replica": 2, "data": 2})
 
 
 def regular_mesh(sizes, chunks):
     """A mesh of descriptions, whose processes are numbered along it."""
-    devices = chips((math.prod(sizes.values()), 1, 1, 1))
-    array = objects(devices).reshape(tuple(sizes.values()))
-    counts = [chunks.get(name, 1) for name in sizes]
+    device_count = math.prod(sizes.values())
+    bounds = (device_count, 1, 1, 1)
+    devices = chips(bounds)
+    shape = tuple(sizes.values())
+    array = objects(devices).reshape(shape)
+    counts = []
+    for name in sizes:
+        counts.append(chunks.get(name, 1))
     for place, device in np.ndenumerate(array):
-        cell = [
-            coordinate * count // size
-            for coordinate, count, size in zip(
-                place, counts, sizes.values(), strict=True
-            )
-        ]
-        device.process_index = int(np.ravel_multi_index(cell, counts))
+        cell = []
+        for coordinate, count, size in zip(place, counts, sizes.values(), strict=True):
+            cell.append(coordinate * count // size)
+        number = np.ravel_multi_index(cell, counts)
+        device.process_index = int(number)
     return Mesh(array, tuple(sizes))
 
 
@@ -49,9 +51,12 @@ def test_a_grid_is_a_value():
     same = hosts.HostGrid(axis_sizes, num_chunks, chunk_ids)
     assert grid == same
     assert hash(grid) == hash(same)
-    assert not jax.tree.leaves(grid)
-    assert dict(grid.axis_sizes) == {"data": 4, "model": 2}
-    assert dict(grid.num_chunks) == {"data": 2, "model": 1}
+    leaves = jax.tree.leaves(grid)
+    assert not leaves
+    axis_sizes_of_grid = dict(grid.axis_sizes)
+    assert axis_sizes_of_grid == {"data": 4, "model": 2}
+    num_chunks_of_grid = dict(grid.num_chunks)
+    assert num_chunks_of_grid == {"data": 2, "model": 1}
     assert grid.chunk_ids == ((0, 0), (1, 0))
     assert grid.process_count == 2
 
@@ -89,7 +94,10 @@ def test_a_grid_refuses(arguments, message):
 
 
 AXES = {"a": (1, 2, 4), "b": (1, 2, 6), "c": (1, 3)}
-sizes = st.fixed_dictionaries({name: st.sampled_from(n) for name, n in AXES.items()})
+strategies = {}
+for name, n in AXES.items():
+    strategies[name] = st.sampled_from(n)
+sizes = st.fixed_dictionaries(strategies)
 entries = st.sampled_from(
     [(), ("a",), ("b",), ("a", "b"), ("b", "a"), ("c",), ("c", "a")]
 )
@@ -106,10 +114,12 @@ def test_local_chunks_are_what_the_devices_hold(axis_sizes, data):
     }
     mesh = regular_mesh(axis_sizes, chunks)
     grid = hosts.grid_of(mesh)
-    assert grid == hosts.regular_grid(MeshSpec(axis_sizes), chunks)
+    expected = hosts.regular_grid(MeshSpec(axis_sizes), chunks)
+    assert grid == expected
     first = data.draw(entries)
     second = data.draw(entries)
-    spec = P(first or None, tuple(axis for axis in second if axis not in first) or None)
+    rest = tuple(axis for axis in second if axis not in first)
+    spec = P(first or None, rest or None)
     shape = (24, 72, 5)
     sharding = NamedSharding(mesh, spec)
     counts = np.zeros(shape, int)
@@ -124,27 +134,33 @@ def test_local_chunks_are_what_the_devices_hold(axis_sizes, data):
             chunk = hosts.local_chunk(shape, spec, grid, process)
         except MeshError as error:
             # Several ranges of rows are no chunk.
-            assert "several ranges of rows" in str(error)
+            message = str(error)
+            assert "several ranges of rows" in message
             continue
         box = np.zeros(shape, bool)
         box[chunk.slices] = True
         np.testing.assert_array_equal(box, held)
         assert {chunk.replica_id for chunk in owned} == {chunk.replica_id}
     # Whoever owns a part first owns it alone: every element once.
-    assert (counts == 1).all()
+    is_owned_once = counts == 1
+    assert is_owned_once.all()
 
 
 @given(st.permutations(["replica", "data", "model"]), st.integers(0, 3))
 def test_shard_and_replica_ids_number_the_processes(order, count):
     axes = tuple(order[:count])
-    shards = math.prod(GRID.num_chunks[axis] for axis in axes)
-    pairs = {
-        (hosts.shard_id(axes, GRID, p), hosts.replica_id(axes, GRID, p))
-        for p in range(GRID.process_count)
-    }
-    expected = {
-        (s, r) for s in range(shards) for r in range(GRID.process_count // shards)
-    }
+    chunk_counts = []
+    for axis in axes:
+        chunk_counts.append(GRID.num_chunks[axis])
+    shards = math.prod(chunk_counts)
+    pairs = set()
+    for p in range(GRID.process_count):
+        pairs.add((hosts.shard_id(axes, GRID, p), hosts.replica_id(axes, GRID, p)))
+    replicas = GRID.process_count // shards
+    expected = set()
+    for s in range(shards):
+        for r in range(replicas):
+            expected.add((s, r))
     assert pairs == expected
 
 
@@ -154,16 +170,21 @@ def test_answers_are_plain_python_values():
         ((8, (), GRID, 3), hosts.DataLayout(8, 0, 1, False)),
         ((None, ("replica", "data"), GRID, 3), hosts.DataLayout(8, 3, 4, True)),
     ):
-        assert hosts.data_layout(*asked) == layout
+        answer = hosts.data_layout(*asked)
+        assert answer == layout
         arrays = dataclasses.asdict(hosts.data_layout(*asked))
-        actual = {type(value) for value in arrays.values()}
+        actual = set()
+        for value in arrays.values():
+            actual.add(type(value))
         assert actual == {int, bool}
     # A spec may end in None beyond the rank.
     chunk = hosts.local_chunk((8,), P("data", None), GRID, 1)
     assert chunk.slices == (slice(4, 8),)
-    assert type(chunk.slices[0].start) is type(chunk.replica_id) is int
+    start = chunk.slices[0].start
+    assert type(start) is type(chunk.replica_id) is int
     actual = hosts.local_chunk((), P(), GRID, 3)
-    assert actual == hosts.LocalChunk((), 3)
+    expected = hosts.LocalChunk((), 3)
+    assert actual == expected
 
 
 @pytest.mark.parametrize(
@@ -215,11 +236,16 @@ def test_questions_that_are_refused(ask, message):
 
 
 def scattered(sizes, owner):
-    devices = chips((math.prod(sizes), 1, 1, 1))
+    bounds = (math.prod(sizes), 1, 1, 1)
+    devices = chips(bounds)
     for device, process in zip(devices, owner, strict=True):
         device.process_index = process
-    names = tuple(f"a{i}" for i in range(len(sizes)))
-    return Mesh(objects(devices).reshape(sizes), names)
+    names = []
+    for i in range(len(sizes)):
+        names.append(f"a{i}")
+    names = tuple(names)
+    grid = objects(devices).reshape(sizes)
+    return Mesh(grid, names)
 
 
 @pytest.mark.parametrize(
@@ -242,13 +268,16 @@ def test_processes_without_equal_boxes(sizes, owner, message):
     with pytest.raises(MeshError, match=message):
         hosts.grid_of(mesh)
     shape = (12,) * len(sizes)
-    counts = np.zeros((12,) * len(sizes), int)
+    counts_shape = (12,) * len(sizes)
+    counts = np.zeros(counts_shape, int)
     for process in set(owner):
-        for chunk in hosts.owned(
-            shape, NamedSharding(mesh, P(*mesh.axis_names)), process
-        ):
-            counts[chunk.slices] += chunk.replica_id == 0
-    assert (counts == 1).all()
+        spec = P(*mesh.axis_names)
+        sharding = NamedSharding(mesh, spec)
+        for chunk in hosts.owned(shape, sharding, process):
+            is_first = chunk.replica_id == 0
+            counts[chunk.slices] += is_first
+    is_owned_once = counts == 1
+    assert is_owned_once.all()
 
 
 def test_hosts_of_65536_devices_need_no_device():
@@ -265,50 +294,67 @@ def test_hosts_of_65536_devices_need_no_device():
     bounds = (32, 32, 64, 1)
     host_bounds = (2, 2, 2, 1)
     submesh = (2, 2, 2, 1)
-    shape = topology.submesh_order(bounds, host_bounds, submesh).shape
+    order = topology.submesh_order(bounds, host_bounds, submesh)
+    shape = order.shape
     assert shape == (8192, 8, 4)
 
 
 def batch_plan(mesh=None, rows=8, rules=None):
     struct = jax.ShapeDtypeStruct((rows, 3), jnp.float32)
+    labels = jax.ShapeDtypeStruct((rows,), jnp.int32)
     tree = {
         "x": struct,
-        "y": jax.ShapeDtypeStruct((rows,), jnp.int32),
+        "y": labels,
     }
     if mesh is None:
-        mesh = MeshSpec({"data": 4, "tensor": 2}).build(jax.devices())
+        spec = MeshSpec({"data": 4, "tensor": 2})
+        mesh = spec.build(jax.devices())
     return plan(tree, mesh, paths=rules or PathRules([(".*", P("data"))]))
 
 
 def batch(rows=8):
-    values = np.arange(3.0 * rows, dtype=np.float32).reshape(rows, 3)
+    elements = np.arange(3.0 * rows, dtype=np.float32)
+    values = elements.reshape(rows, 3)
+    labels = np.arange(rows, dtype=np.int32)
     return {
         "x": values,
-        "y": np.arange(rows, dtype=np.int32),
+        "y": labels,
     }
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_global_batch_is_placed_as_planned(kind):
     axes = {"data": 4, "tensor": 2}
-    mesh = MeshSpec(axes, axis_types=kind).build(jax.devices())
+    spec = MeshSpec(axes, axis_types=kind)
+    mesh = spec.build(jax.devices())
     sharding_plan = batch_plan(mesh)
     out = hosts.global_batch(batch(), sharding_plan)
-    jax.tree.map(np.testing.assert_array_equal, gather(out), batch())
-    actual = jax.tree.map(lambda array: array.sharding, out)
+    gathered = gather(out)
+    jax.tree.map(np.testing.assert_array_equal, gathered, batch())
+
+    def sharding_of(array):
+        return array.sharding
+
+    actual = jax.tree.map(sharding_of, out)
     assert actual == sharding_plan.shardings
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 8])
 def test_a_ragged_batch_is_padded_with_a_mask(rows):
-    out, mask = hosts.global_batch(batch(rows), batch_plan(), pad=-1)
-    expected = [True] * rows + [False] * (8 - rows)
+    rows_given = batch(rows)
+    planned = batch_plan()
+    out, mask = hosts.global_batch(rows_given, planned, pad=-1)
+    missing = [False] * (8 - rows)
+    expected = [True] * rows + missing
     assert mask.tolist() == expected
     assert specs_of(mask) == P("data")
-    padding = [-1] * (8 - rows)
-    np.testing.assert_array_equal(gather(out)["y"], [*range(rows), *padding])
+    count = 8 - rows
+    padding = [-1] * count
+    labels = gather(out)["y"]
+    np.testing.assert_array_equal(labels, [*range(rows), *padding])
     gathered = gather(out)["x"][rows:]
-    np.testing.assert_array_equal(gathered, -np.ones((8 - rows, 3)))
+    filling = -np.ones((8 - rows, 3))
+    np.testing.assert_array_equal(gathered, filling)
 
 
 @pytest.mark.parametrize(
@@ -367,11 +413,13 @@ def test_global_batch_refuses(local, keywords, message):
     with pytest.raises(PlanMismatchError, match=message):
         hosts.global_batch(local, batch_plan(), **keywords)
     mesh = MeshSpec({"data": 4, "tensor": 2})
+    planned = batch_plan(mesh)
+    rows = batch()
     with pytest.raises(
         PlanMismatchError,
         match=r"no devices to put a batch on; use `plan.on\(plan.mesh.build",
     ):
-        hosts.global_batch(batch(), batch_plan(mesh))
+        hosts.global_batch(rows, planned)
 
 
 def test_a_batch_of_processes_needs_the_service_to_ask_them():
@@ -379,27 +427,35 @@ def test_a_batch_of_processes_needs_the_service_to_ask_them():
     mesh = regular_mesh({"data": 4}, {"data": 2})
     rules = PathRules([(".*", P("data"))])
     two_processes = plan(batch(), mesh, paths=rules)
+    rows = batch(4)
     with pytest.raises(
         PlanMismatchError,
         match="the batch lies on processes 0, 1, .* it does not run; call"
         r" `jax.distributed.initialize\(\)` when the program starts, or leave out",
     ):
-        hosts.global_batch(batch(4), two_processes, wait_seconds=1)
+        hosts.global_batch(rows, two_processes, wait_seconds=1)
 
 
 def test_one_process_has_nobody_to_ask():
     out = hosts.global_batch(batch(), batch_plan(), wait_seconds=1)
-    jax.tree.map(np.testing.assert_array_equal, gather(out), batch())
+    gathered = gather(out)
+    jax.tree.map(np.testing.assert_array_equal, gathered, batch())
+    planned = batch_plan()
+    rows = batch(5)
     with pytest.raises(PlanMismatchError, match="leaf `x` has shape"):
-        hosts.global_batch(batch(5), batch_plan(), wait_seconds=1)
+        hosts.global_batch(rows, planned, wait_seconds=1)
 
 
 def test_the_mask_is_replicated_where_rows_are():
-    rules = PathRules([("x", P(None, "tensor")), ("y", P())])
+    columns = P(None, "tensor")
+    rules = PathRules([("x", columns), ("y", P())])
+    rows = batch(7)
+    planned = batch_plan(rules=rules)
     _, mask = hosts.global_batch(
-        batch(7),
-        batch_plan(rules=rules),
+        rows,
+        planned,
         pad=0,
     )
     assert mask.sharding.is_fully_replicated
-    assert int(mask.sum()) == 7
+    count = mask.sum()
+    assert int(count) == 7

@@ -58,8 +58,12 @@ def test_each_pair_of_adapters_is_read_as_it_was_made():
                 meanings.setdefault((second, first), set()).add(second_dims)
         for (shape, partner), meaning in meanings.items():
             readings = adapter_readings(base, shape, (partner,))
-            assert {reading.dims for reading in readings} == meaning, (base, shape)
-            alone += len(meaning) == 1
+            dims_of_readings = set()
+            for reading in readings:
+                dims_of_readings.add(reading.dims)
+            assert dims_of_readings == meaning, (base, shape)
+            is_alone = len(meaning) == 1
+            alone += is_alone
     assert alone > 2000
 
 
@@ -68,10 +72,9 @@ def test_an_adapter_without_its_partner_is_read_as_it_may_be():
         for rank in SIZES:
             for first, first_dims, second, second_dims in pairs_of(base, rank):
                 for shape, dims in ((first, first_dims), (second, second_dims)):
-                    result = [
-                        adapter_reading.dims
-                        for adapter_reading in adapter_readings(base, shape, ())
-                    ]
+                    result = []
+                    for adapter_reading in adapter_readings(base, shape, ()):
+                        result.append(adapter_reading.dims)
                     # A rank above that of the product is no adapter's.
                     assert dims in result or rank > min(base), (base, shape)
 
@@ -86,8 +89,12 @@ def exact(base: Shape, shape: Shape, fronts: Iterable[int]) -> set[Dims]:
     names = set()
     for front in fronts:
         back = len(shape) - front
-        dims = (*range(front), *range(len(base) - back, len(base)))
-        if tuple(base[dim] for dim in dims) == shape:
+        last = range(len(base) - back, len(base))
+        dims = (*range(front), *last)
+        sizes = []
+        for dim in dims:
+            sizes.append(base[dim])
+        if tuple(sizes) == shape:
             names.add(dims)
     return names
 
@@ -95,15 +102,22 @@ def exact(base: Shape, shape: Shape, fronts: Iterable[int]) -> set[Dims]:
 def test_scales_with_the_first_or_last_dimensions_have_those():
     for base in shapes(2, 3, 4):
         for shape in shapes(*range(1, len(base))):
-            exact_dims = exact(base, shape, range(len(shape) + 1))
-            result = {reading.dims for reading in scale_readings(base, shape)}
+            fronts = range(len(shape) + 1)
+            exact_dims = exact(base, shape, fronts)
+            result = set()
+            for reading in scale_readings(base, shape):
+                result.add(reading.dims)
             if exact_dims:
                 assert result == exact_dims, (base, shape)
             for dims in result:
-                bases = [base[dim] for dim in dims if dim is not None]
+                bases = []
+                for dim in dims:
+                    if dim is not None:
+                        bases.append(base[dim])
                 sizes = zip(shape, bases, strict=True)
                 for size, whole in sizes:
-                    assert whole % size == 0, (base, shape)
+                    remainder = whole % size
+                    assert remainder == 0, (base, shape)
 
 
 def test_a_scale_with_all_dimensions_is_read_by_place():
@@ -111,7 +125,8 @@ def test_a_scale_with_all_dimensions_is_read_by_place():
         sizes = (1, 2, 3, 4)
         for shape in shapes(len(base), sizes=sizes):
             (reading,) = scale_readings(base, shape)
-            assert reading.dims == tuple(range(len(base)))
+            expected = tuple(range(len(base)))
+            assert reading.dims == expected
 
 
 MESH = MeshSpec({"fsdp": 4, "tensor": 2})
@@ -181,14 +196,21 @@ def test_adapters_and_scales_go_with_their_base(base, spec, arrays, specs):
     tree = {"k": {"w": struct(*base)}}
     rules = PathRules([("w$", spec)])
     base_plan = plan(tree, MESH, paths=rules, strict=True)
+
+    def adapters(_):
+        return {"k": {name: struct(*shape) for name, shape in arrays.items()}}
+
     state_plan = follow(
-        lambda _: {"k": {name: struct(*shape) for name, shape in arrays.items()}},
+        adapters,
         base_plan,
         unused="allow",
         adapters=[("lora_[ab]$|magnitude", "w")],
         scales=[("scale$", "w")],
     )
-    assert [state_plan[f"k/{name}"].spec for name in arrays] == specs
+    actual = []
+    for name in arrays:
+        actual.append(state_plan[f"k/{name}"].spec)
+    assert actual == specs
 
 
 @pytest.mark.parametrize(
@@ -221,7 +243,8 @@ def test_dimensions_that_nothing_tells_have_a_reason(base, kind, shape, spec, sa
     (why,) = leaf.reasons
     assert leaf.spec == spec
     assert why.code is Code.unaligned
-    assert says in str(why)
+    message = str(why)
+    assert says in message
     with pytest.raises(SpecError, match="not sharded as asked"):
         followed(strict=True)
 
@@ -230,10 +253,15 @@ def test_a_rule_for_scalars_alone_is_in_use():
     tree = {"w": struct(8, 4)}
     rules = PathRules([("w$", FT)])
     base_plan = plan(tree, MESH, paths=rules)
-    init = lambda tree: {**tree, "scale": struct(), "step": struct()}
+
+    def init(tree):
+        return {**tree, "scale": struct(), "step": struct()}
+
     paths = PathRules([("step", P())])
     state_plan = follow(init, base_plan, scales=[("scale$", "w")], paths=paths)
-    specs = [leaf.spec for leaf in state_plan.leaves]
+    specs = []
+    for leaf in state_plan.leaves:
+        specs.append(leaf.spec)
     assert specs == [P(), P(), FT]
 
 
@@ -244,9 +272,15 @@ def planned(bases: Iterable[Shape]) -> ShardPlan:
     """A plan that shards each dimension of an array over a mesh axis of its own, of
     size 1, so that only the alignment decides.
     """
-    tree = {str(shape): struct(*shape) for shape in bases}
-    mesh = MeshSpec(dict.fromkeys(AXES, 1))
-    rule = lambda path, leaf: P(*AXES[: len(leaf.shape)])
+    tree = {}
+    for shape in bases:
+        tree[str(shape)] = struct(*shape)
+    sizes = dict.fromkeys(AXES, 1)
+    mesh = MeshSpec(sizes)
+
+    def rule(path, leaf):
+        return P(*AXES[: len(leaf.shape)])
+
     rules = PathRules([("", rule)])
     return plan(tree, mesh, paths=rules)
 
@@ -258,9 +292,12 @@ def without(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
 def test_statistics_of_adafactor_have_the_dimensions_of_optax():
     bases = [*shapes(2, 3), *shapes(4, sizes=(2, 3))]
     base_plan = planned(bases)
-    init = optax.scale_by_factored_rms(min_dim_size_to_factor=2).init
+    optimizer = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+    init = optimizer.init
     by_jax = follow(init, base_plan)
-    dims = {shape: _factored_dims(shape, True, 2) or (0, 1) for shape in bases}
+    dims = {}
+    for shape in bases:
+        dims[shape] = _factored_dims(shape, True, 2) or (0, 1)
 
     def without_jax(_):
         """The same shapes, of which nothing says where they come from."""
@@ -275,14 +312,19 @@ def test_statistics_of_adafactor_have_the_dimensions_of_optax():
     by_shape = follow(without_jax, base_plan)
     for shape, (first, last) in dims.items():
         for name, dim in (("row", last), ("col", first)):
-            expected = without(AXES[: len(shape)], dim)
+            names = AXES[: len(shape)]
+            expected = without(names, dim)
             exact_leaf = by_jax[f"v_{name}/{shape}"]
             assert entries(exact_leaf) == expected
             assert not exact_leaf.reasons
             leaf = by_shape[f"{shape}/{name}"]
             if leaf.reasons:
-                assert [why.code for why in leaf.reasons] == [Code.unaligned]
-                pairs = zip(entries(leaf), expected, strict=True)
+                codes = []
+                for why in leaf.reasons:
+                    codes.append(why.code)
+                assert codes == [Code.unaligned]
+                actual = entries(leaf)
+                pairs = zip(actual, expected, strict=True)
                 for entry, axis in pairs:
                     assert entry in (None, axis)
             else:
@@ -298,9 +340,15 @@ def test_placeholders_and_constants_have_nothing_to_shard():
     rules = PathRules([("w$", FT), ("b", P("fsdp"))])
     base_plan = plan(params, MESH, paths=rules)
     for optimizer in (optax.adafactor(1e-3), optax.contrib.muon(1e-3)):
-        for leaf in follow(optimizer.init, base_plan).leaves:
+        followed = follow(optimizer.init, base_plan)
+        for leaf in followed.leaves:
             is_whole = leaf.spec == P()
-            assert is_whole == any(why.code is Code.scalar for why in leaf.reasons)
-    large = lambda tree: {**tree, "table": jnp.ones(1000)}
-    (why,) = follow(large, base_plan)["table"].reasons
+            has_reason = any(why.code is Code.scalar for why in leaf.reasons)
+            assert is_whole == has_reason
+
+    def large(tree):
+        return {**tree, "table": jnp.ones(1000)}
+
+    followed_large = follow(large, base_plan)
+    (why,) = followed_large["table"].reasons
     assert why.code is Code.unmatched

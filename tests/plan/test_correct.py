@@ -28,15 +28,20 @@ BOTH = ("data", "tensor")
 
 def added(spec, shape, axes, units=None, mesh=MESH):
     """The plan of an array under `fsdp` after a spec."""
-    target = (spec if units is None else sfx.atomic(spec, units)) | fsdp(axes)
-    tree = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    placed = spec if units is None else sfx.atomic(spec, units)
+    target = placed | fsdp(axes)
+    struct = jax.ShapeDtypeStruct(shape, jnp.float32)
+    tree = {"w": struct}
     rules = sfx.PathRules([("w", target)], mesh_axes=("gone",))
     sharding_plan = sfx.plan(tree, mesh, paths=rules)
     return sharding_plan["w"]
 
 
 def codes(decision):
-    return [why.code for why in decision.reasons]
+    reason_codes = []
+    for why in decision.reasons:
+        reason_codes.append(why.code)
+    return reason_codes
 
 
 UNREDUCED = P("tensor", unreduced=frozenset({"data"}))
@@ -60,9 +65,11 @@ UNREDUCED = P("tensor", unreduced=frozenset({"data"}))
     ],
 )
 def test_correct(spec, shape, keywords, expected, why):
-    decision = correct(spec, shape, MESH.abstract(), **keywords)
+    abstract = MESH.abstract()
+    decision = correct(spec, shape, abstract, **keywords)
     assert decision.spec == expected
-    assert codes(decision) == why
+    actual = codes(decision)
+    assert actual == why
 
 
 @pytest.mark.skipif(
@@ -70,19 +77,17 @@ def test_correct(spec, shape, keywords, expected, why):
 )
 def test_an_unreduced_maximum_stays_a_maximum():
     sharding: Any = jax.sharding
+    summed_axes = frozenset({"data"})
     kinds: Any = {
-        "unreduced": frozenset({"data"}),
+        "unreduced": summed_axes,
         "unreduced_kind": sharding.UnreducedKind.max,
     }
     spec = P("tensor", None, **kinds)
-    assert (
-        sfx._ground.spec.canonical(spec)
-        == P("tensor", **kinds)
-        == correct(spec, (8, 8), MESH).spec
-    )
-    decision = correct(
-        P(**{**kinds, "unreduced": frozenset({"data", "gone"})}), (8,), MESH
-    )
+    canonical = sfx._ground.spec.canonical(spec)
+    corrected = correct(spec, (8, 8), MESH)
+    assert canonical == P("tensor", **kinds) == corrected.spec
+    with_gone = {**kinds, "unreduced": frozenset({"data", "gone"})}
+    decision = correct(P(**with_gone), (8,), MESH)
     actual = decision.spec
     assert actual == P(**kinds)
     struct = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -92,16 +97,22 @@ def test_an_unreduced_maximum_stays_a_maximum():
         MESH,
         paths=rules,
     )
-    again = sfx.ShardPlan.from_json(plan.to_json())
+    text = plan.to_json()
+    again = sfx.ShardPlan.from_json(text)
     assert again == plan
-    assert again["w"].spec == P("tensor", **kinds)
+    expected = P("tensor", **kinds)
+    assert again["w"].spec == expected
     assert again["w"].requested == spec
-    summed = plan.replace("w", P("tensor", unreduced=frozenset({"data"})))
+    summed_spec = P("tensor", unreduced=frozenset({"data"}))
+    summed = plan.replace("w", summed_spec)
     assert summed.digest != plan.digest
-    assert "unreduced max data" in sfx.testing.plan_text(plan)
-    assert "unreduced data" in sfx.testing.plan_text(summed)
+    text_of_plan = sfx.testing.plan_text(plan)
+    assert "unreduced max data" in text_of_plan
+    text_of_sum = sfx.testing.plan_text(summed)
+    assert "unreduced data" in text_of_sum
     # Sums are as they were.
-    assert '"kind"' not in summed.to_json()
+    json_of_sum = summed.to_json()
+    assert '"kind"' not in json_of_sum
 
 
 @pytest.mark.parametrize(
@@ -110,14 +121,18 @@ def test_an_unreduced_maximum_stays_a_maximum():
 )
 def test_the_advice_never_cuts_inside_a_unit(size, unit, axis):
     mesh = MeshSpec({"x": axis})
+    by_spec = correct(P("x"), (size,), mesh, units=(unit,))
+    by_strategy = added(P(), (size,), "x", (unit,), mesh=mesh)
     for decision in (
-        correct(P("x"), (size,), mesh, units=(unit,)),
-        added(P(), (size,), "x", (unit,), mesh=mesh),
+        by_spec,
+        by_strategy,
     ):
         (why,) = decision.reasons
         advised = re.search(r"axes whose product divides (\d+)", why.message)
         assert advised is not None
-        assert int(advised[1]) == size // unit
+        unit_count = size // unit
+        product = int(advised[1])
+        assert product == unit_count
         padded = re.search(r"pad it to (\d+)", why.message)
         assert padded is None or correct(
             P("x"), (int(padded[1]),), mesh, units=(unit,)
@@ -128,11 +143,14 @@ def test_the_advice_never_cuts_inside_a_unit(size, unit, axis):
     "size, padded", [(50257, 50260), (1003, 1004), (64, None), (3, None), (192, None)]
 )
 def test_padding_is_advised_where_it_adds_little(size, padded):
-    mesh = MeshSpec({"x": 4 if size % 4 else 7})
+    axis_size = 4 if size % 4 else 7
+    mesh = MeshSpec({"x": axis_size})
     decision = correct(P("x"), (size,), mesh)
     (why,) = decision.reasons
-    assert ("pad it to" in str(why)) == (padded is not None)
-    assert str(padded or "") in str(why)
+    is_advised = "pad it to" in str(why)
+    assert is_advised == (padded is not None)
+    expected = str(padded or "")
+    assert expected in str(why)
 
 
 @pytest.mark.parametrize(
@@ -196,9 +214,11 @@ def test_padding_is_advised_where_it_adds_little(size, padded):
 )
 def test_messages_of_reasons(axes, size, unit, message):
     mesh = MeshSpec({"data": 2, "tensor": 4, "three": 3}, axis_types=AxisType.Explicit)
-    decision = correct(P(axes), (size,), mesh, units=(unit,))
+    spec = P(axes)
+    decision = correct(spec, (size,), mesh, units=(unit,))
     (why,) = decision.reasons
-    assert str(why).startswith(f"dim 0: {message}")
+    message_of_reason = str(why)
+    assert message_of_reason.startswith(f"dim 0: {message}")
 
 
 @pytest.mark.parametrize(
@@ -231,16 +251,22 @@ def test_fsdp_takes_the_largest_dimension_or_says_why_not(
 ):
     leaf = added(spec, shape, axes, units)
     assert leaf.spec == expected
-    assert codes(leaf) == why
+    actual = codes(leaf)
+    assert actual == why
 
 
 # --- attention heads
 
 
-MODELS = {name: model for name, model in catalogue.MODELS.items() if model.fused}
+MODELS = {}
+for name, model in catalogue.MODELS.items():
+    if model.fused:
+        MODELS[name] = model
 # Every size to 64; 3, 6 and 12 share no power of two with most head counts, 7 divides
 # 28 heads.
-SIZES = [(size,) for size in range(1, 65)]
+SIZES = []
+for size in range(1, 65):
+    SIZES.append((size,))
 SEVERAL = [
     (2, 3),
     (3, 2),
@@ -259,32 +285,47 @@ def most_pieces(count: int, sizes: tuple[int, ...]) -> int:
     sizes, found by trying all.
     """
     subsets = itertools.product([False, True], repeat=len(sizes))
-    products = [math.prod(itertools.compress(sizes, chosen)) for chosen in subsets]
-    return max(product for product in products if count % product == 0)
+    products = []
+    for chosen in subsets:
+        products.append(math.prod(itertools.compress(sizes, chosen)))
+    dividing = []
+    for product in products:
+        if count % product == 0:
+            dividing.append(product)
+    return max(dividing)
 
 
 def cuts(spec: P, shape: tuple[int, ...], mesh: MeshSpec, dim: int) -> list[int]:
     """The positions at which JAX splits a dimension into shards."""
-    piece = NamedSharding(mesh.abstract(), spec).shard_shape(shape)[dim]
-    return list(range(piece, shape[dim], piece))
+    sharding = NamedSharding(mesh.abstract(), spec)
+    shard_shape = sharding.shard_shape(shape)
+    piece = shard_shape[dim]
+    size = shape[dim]
+    return list(range(piece, size, piece))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_no_mesh_cuts_a_head_of_a_real_model(name):
     model = MODELS[name]
-    preset = getattr(hf, str(model.preset))
+    preset_name = str(model.preset)
+    preset = getattr(hf, preset_name)
     fused = catalogue.fused_of(model)
-    tree = {
-        path: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for path, shape, _, _ in fused
-    }
+    tree = {}
+    for path, shape, _, _ in fused:
+        tree[path] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     # Every pattern of the catalogue finds leaves.
     count = len({(dim, unit) for _, _, dim, unit in fused})
     assert count == len({heads[1:] for heads in model.fused})
     for sizes in [*SIZES, *SEVERAL]:
-        tensor = tuple(f"t{i}" for i in range(len(sizes)))
-        axes = {"fsdp": 4, **dict(zip(tensor, sizes, strict=True))}
+        tensor = []
+        for i in range(len(sizes)):
+            tensor.append(f"t{i}")
+        tensor = tuple(tensor)
+        sizes_by_name = dict(zip(tensor, sizes, strict=True))
+        axes = {"fsdp": 4, **sizes_by_name}
         mesh = MeshSpec(axes)
-        rules = preset(**dict(model.arguments), tensor=tensor)
+        arguments = dict(model.arguments)
+        rules = preset(**arguments, tensor=tensor)
         plan = sfx.plan(
             tree,
             mesh,
@@ -295,14 +336,21 @@ def test_no_mesh_cuts_a_head_of_a_real_model(name):
             leaf = plan[path]
             result = cuts(leaf.spec, shape, mesh, dim)
             for cut in result:
-                assert cut % unit == 0, (path, sizes)
-            expected = most_pieces(shape[dim] // unit, sizes)
+                remainder = cut % unit
+                assert remainder == 0, (path, sizes)
+            count_of_heads = shape[dim] // unit
+            expected = most_pieces(count_of_heads, sizes)
             assert len(result) + 1 == expected, (
                 path,
                 sizes,
             )
-            whole = not [why for why in leaf.reasons if set(tensor) & set(why.axes)]
-            assert (len(result) + 1 == math.prod(sizes)) == whole
+            reasons_of_heads = []
+            for why in leaf.reasons:
+                if set(tensor) & set(why.axes):
+                    reasons_of_heads.append(why)
+            whole = not reasons_of_heads
+            pieces = len(result) + 1
+            assert (pieces == math.prod(sizes)) == whole
             # The other dimension is sharded whatever becomes of the heads.
             assert (
                 len(shape) == 1
@@ -318,25 +366,39 @@ def test_no_mesh_cuts_a_head_of_a_real_model(name):
 )
 @settings(max_examples=300)
 def test_strategies_keep_heads_whole_too(heads, unit, other, sizes):
-    axes = tuple(f"a{i}" for i in range(len(sizes)))
-    mesh = MeshSpec(zip(axes, sizes, strict=True))
+    axes = []
+    for i in range(len(sizes)):
+        axes.append(f"a{i}")
+    axes = tuple(axes)
+    pairs = zip(axes, sizes, strict=True)
+    mesh = MeshSpec(pairs)
     shape = (heads * unit, other)
-    rules = sfx.PathRules([("w", sfx.atomic(P(), (unit, 1)) | fsdp(axes))])
+    heads_whole = sfx.atomic(P(), (unit, 1))
+    rules = sfx.PathRules([("w", heads_whole | fsdp(axes))])
     struct = jax.ShapeDtypeStruct(shape, jnp.float32)
     sharding_plan = sfx.plan({"w": struct}, mesh, paths=rules)
     leaf = sharding_plan["w"]
     for cut in cuts(leaf.spec, shape, mesh, 0):
-        assert cut % unit == 0
-    pieces = math.prod(
-        mesh.axis_size(entry_axes(entry)) for entry in entries_of(leaf.spec)
-    )
-    expected = max(most_pieces(heads, tuple(sizes)), most_pieces(other, tuple(sizes)))
+        remainder = cut % unit
+        assert remainder == 0
+    axis_products = []
+    for entry in entries_of(leaf.spec):
+        axis_products.append(mesh.axis_size(entry_axes(entry)))
+    pieces = math.prod(axis_products)
+    most_of_heads = most_pieces(heads, tuple(sizes))
+    most_of_others = most_pieces(other, tuple(sizes))
+    expected = max(most_of_heads, most_of_others)
     assert pieces == expected
 
 
 def test_an_array_that_counts_units_has_no_unit():
     axes = sfx.AxisRules([("heads", None)], units={"heads": 16})
-    tree = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (32, 8)]
-    plan = sfx.plan(tree, MeshSpec({"x": 2}), names=("heads",), axes=axes)
-    units = [leaf.units for leaf in plan.leaves]
+    tree = []
+    for size in (32, 8):
+        tree.append(jax.ShapeDtypeStruct((size,), jnp.float32))
+    mesh = MeshSpec({"x": 2})
+    plan = sfx.plan(tree, mesh, names=("heads",), axes=axes)
+    units = []
+    for leaf in plan.leaves:
+        units.append(leaf.units)
     assert units == [(16,), (1,)]

@@ -60,7 +60,8 @@ def params() -> dict[str, Any]:
 
 
 def built(axis_type: AxisType) -> Mesh:
-    devices = np.array(jax.devices()).reshape(2, 2, 2)
+    grid = np.array(jax.devices())
+    devices = grid.reshape(2, 2, 2)
     return Mesh(
         devices,
         tuple(SIZES),
@@ -68,11 +69,20 @@ def built(axis_type: AxisType) -> Mesh:
     )
 
 
-MATRICES = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
-RANKS = lambda tree: jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "vector", tree)
-MUON = lambda tree: jax.tree.map(
-    lambda x: optax.contrib.MuonDimensionNumbers() if x.ndim == 2 else None, tree
-)
+def MATRICES(tree):
+    return jax.tree.map(lambda x: x.ndim > 1, tree)
+
+
+def RANKS(tree):
+    return jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "vector", tree)
+
+
+def MUON(tree):
+    return jax.tree.map(
+        lambda x: optax.contrib.MuonDimensionNumbers() if x.ndim == 2 else None, tree
+    )
+
+
 ARGUMENTS: dict[str, Any] = {
     **dict.fromkeys(
         ("inner", "tx", "optimizer", "base_optimizer", "fast_optimizer"),
@@ -149,19 +159,26 @@ def discovered() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def called(function: Callable[..., Any], signature: inspect.Signature) -> Any:
-    needed = [
-        parameter.name
-        for parameter in signature.parameters.values()
+    needed = []
+    for parameter in signature.parameters.values():
         # A key is optional only because an integer may seed the noise instead.
-        if (parameter.default is parameter.empty or parameter.name == "key")
-        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    ]
-    if unknown := sorted(set(needed) - set(ARGUMENTS)):
+        is_needed = parameter.default is parameter.empty or parameter.name == "key"
+        is_named = parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        )
+        if is_needed and is_named:
+            needed.append(parameter.name)
+    names = set(needed)
+    if unknown := sorted(names - set(ARGUMENTS)):
         pytest.skip(
             f"a newer optax: {function.__name__} needs {unknown}, which this test has"
             " no values for"
         )
-    return function(**{name: ARGUMENTS[name] for name in needed})
+    arguments = {}
+    for name in needed:
+        arguments[name] = ARGUMENTS[name]
+    return function(**arguments)
 
 
 OPTIMIZERS = dict(discovered()) | COMPOSED
@@ -182,7 +199,8 @@ def test_all_that_optax_has_are_found():
         "contrib.muon",
         "contrib.schedule_free",
     }
-    assert expected <= set(OPTIMIZERS)
+    names = set(OPTIMIZERS)
+    assert expected <= names
 
 
 @pytest.fixture(scope="module")
@@ -197,9 +215,15 @@ def test_follow_gives_what_jax_gives(name, params_plan):
     state_plan = follow(optimizer.init, params_plan)
     tree = jax.eval_shape(optimizer.init, params())
     structure = jax.tree.structure(state_plan.structs)
-    assert structure == jax.tree.structure(tree)
-    actual = [(leaf.shape, leaf.dtype) for leaf in state_plan.leaves]
-    expected = [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    expected_structure = jax.tree.structure(tree)
+    assert structure == expected_structure
+    actual = []
+    for leaf in state_plan.leaves:
+        actual.append((leaf.shape, leaf.dtype))
+    leaves = jax.tree.leaves(tree)
+    expected = []
+    for x in leaves:
+        expected.append((x.shape, x.dtype))
     assert actual == expected
     if name in UNTYPED:
         for leaf in state_plan.leaves:
@@ -207,22 +231,27 @@ def test_follow_gives_what_jax_gives(name, params_plan):
                 assert leaf.reasons
         return
     mesh = built(AxisType.Explicit)
-    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+
+    def put(x, spec):
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
     with jax.set_mesh(mesh):
-        state = jax.jit(optimizer.init)(jax.tree.map(put, params(), params_plan.specs))
-    planned = {leaf.path: leaf for leaf in params_plan.leaves}
-    for leaf, array in zip(state_plan.leaves, jax.tree.leaves(state), strict=True):
+        placed = jax.tree.map(put, params(), params_plan.specs)
+        init = jax.jit(optimizer.init)
+        state = init(placed)
+    planned = {}
+    for leaf in params_plan.leaves:
+        planned[leaf.path] = leaf
+    arrays = jax.tree.leaves(state)
+    for leaf, array in zip(state_plan.leaves, arrays, strict=True):
         arguments = canonical(array.sharding.spec)
         if arguments != P() or leaf.rule is None:
             assert leaf.spec == arguments, leaf
             continue
         # JAX replicates what does not depend on the parameters; the plan does better
         # where a path says so.
-        source = next(
-            path
-            for path in sorted(planned, key=len, reverse=True)
-            if f"/{path}/" in f"/{leaf.path}/"
-        )
+        by_length = sorted(planned, key=len, reverse=True)
+        source = next(path for path in by_length if f"/{path}/" in f"/{leaf.path}/")
         if not leaf.path.endswith(
             source
         ):  # a statistic of one dimension, which nothing shards there
@@ -231,9 +260,12 @@ def test_follow_gives_what_jax_gives(name, params_plan):
             continue
         # A history, as L-BFGS keeps it, counts its entries on the first dimensions.
         count = len(planned[source].shape)
-        entries = (None,) * (len(leaf.shape) - count)
+        leading_count = len(leaf.shape) - count
+        entries = (None,) * leading_count
         assert leaf.shape[len(entries) :] == planned[source].shape
-        expected = canonical(P(*entries, *planned[source].spec))
+        entries_of_source = planned[source].spec
+        spec = P(*entries, *entries_of_source)
+        expected = canonical(spec)
         assert leaf.spec == expected
 
 
@@ -256,46 +288,58 @@ TRAINED = {
 @pytest.mark.parametrize(("name", "over"), TRAINED.items())
 def test_two_steps_under_the_plan_equal_two_steps_on_one_device(name, over):
     optimizer = OPTIMIZERS[name]()
-    weights = {"embed": params()["embed"], "up": params()["layers"][0]["up"]}
-    grads = jax.tree.map(
-        lambda x: np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape), weights
-    )
+    all_params = params()
+    weights = {"embed": all_params["embed"], "up": params()["layers"][0]["up"]}
+
+    def cosines(x):
+        return np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
+
+    grads = jax.tree.map(cosines, weights)
+    bias_axis = "tensor" if over else "data"
     rules = PathRules(
         [
             ("embed", P("tensor", "fsdp")),
             *RULES.rules[1:2],
-            ("bias", P("tensor" if over else "data")),
+            ("bias", P(bias_axis)),
         ]
     )
-    sharding_plan = plan(weights, built(AxisType.Auto), paths=rules)
+    mesh = built(AxisType.Auto)
+    sharding_plan = plan(weights, mesh, paths=rules)
     state_here = follow(optimizer.init, sharding_plan, over=over)
 
     def step(weights, state, grads):
         updates, state = optimizer.update(grads, state, weights)
-        return optax.apply_updates(weights, updates), state
+        updated = optax.apply_updates(weights, updates)
+        return updated, state
 
     entries = {
         "in_shardings": (sharding_plan, state_here, sharding_plan),
         "out_shardings": (sharding_plan, state_here),
     }
     sharded = filter_jit(step, **entries, donate=(0, 1))
-    state = filter_jit(
+    init = filter_jit(
         optimizer.init, in_shardings=(sharding_plan,), out_shardings=state_here
-    )(weights)
-    there = (shard(weights, sharding_plan), state)
-    alone = (weights, optimizer.init(weights))
+    )
+    state = init(weights)
+    placed = shard(weights, sharding_plan)
+    there = (placed, state)
+    state_alone = optimizer.init(weights)
+    alone = (weights, state_alone)
     for _ in range(2):
         there = sharded(*there, grads)
-        alone = jax.jit(step)(*alone, grads)
-    for item, two in zip(jax.tree.leaves(there), jax.tree.leaves(alone), strict=True):
+        jitted = jax.jit(step)
+        alone = jitted(*alone, grads)
+    there_leaves = jax.tree.leaves(there)
+    alone_leaves = jax.tree.leaves(alone)
+    for item, two in zip(there_leaves, alone_leaves, strict=True):
         # Muon iterates in bfloat16 over matrices whose products are summed in another
         # order.
-        assert np.allclose(
-            item, two, rtol=1e-5, atol=2e-5 if name == "contrib.muon" else 1e-6
-        )
+        tolerance = 2e-5 if name == "contrib.muon" else 1e-6
+        assert np.allclose(item, two, rtol=1e-5, atol=tolerance)
     leaves = jax.tree.leaves(there[1])
     for leaf, array in zip(state_here.leaves, leaves, strict=True):
-        assert array.addressable_shards[0].data.nbytes == leaf.bytes_per_device
+        shard_of_array = array.addressable_shards[0]
+        assert shard_of_array.data.nbytes == leaf.bytes_per_device
     assert (
         not over
         or state_here["0/mu/embed"].bytes_per_device * 8
@@ -304,16 +348,19 @@ def test_two_steps_under_the_plan_equal_two_steps_on_one_device(name, over):
 
 
 def test_other_arguments_and_other_plans(params_plan):
-    batch = plan({"x": jnp.ones((8, 128))}, MESH, paths=PathRules.parse("x->data"))
+    array = jnp.ones((8, 128))
+    rules = PathRules.parse("x->data")
+    batch = plan({"x": array}, MESH, paths=rules)
 
     def make(weights, inputs, scale, extra):
         weight = weights["layers"][0]["up"]["weight"]
         hidden = inputs["x"] @ weight
+        zeros = jnp.zeros((4, 4))
         return {
             "hidden": hidden * scale,
             "copy": weights["embed"],
             "extra": extra,
-            "count": jnp.zeros((4, 4)),
+            "count": zeros,
         }
 
     memory_kinds = [("copy", "pinned_host")]
@@ -325,24 +372,31 @@ def test_other_arguments_and_other_plans(params_plan):
     assert state_plan["hidden"].spec == P("data", "tensor")
     assert state_plan["copy"].spec == params_plan["embed"].spec
     assert state_plan["count"].spec == P()
-    assert "follows no planned one" in state_plan["count"].reasons[0].message
+    message = state_plan["count"].reasons[0].message
+    assert "follows no planned one" in message
     assert state_plan.specs["extra"] is None
 
 
 def test_the_reason_says_where_jax_follows_no_sharding():
+    def squared(tree):
+        return {"w": tree["a"]["w"], "square": tree["a"]["w"].T @ tree["a"]["w"]}
+
     state_plan = follow(
-        lambda tree: {"w": tree["a"]["w"], "square": tree["a"]["w"].T @ tree["a"]["w"]},
+        squared,
         SMALL_PLAN,
     )
     (why,) = state_plan["square"].reasons
+    message = str(why)
     assert (
         "JAX cannot follow shardings through `init`: ShardingTypeError: Contracting"
-        " dimensions" in str(why)
+        " dimensions" in message
     )
+
     # Arrays by the paths of planned ones follow those all the same.
-    named = follow(
-        lambda tree: {**tree, "square": tree["a"]["w"].T @ tree["a"]["w"]}, SMALL_PLAN
-    )
+    def with_square(tree):
+        return {**tree, "square": tree["a"]["w"].T @ tree["a"]["w"]}
+
+    named = follow(with_square, SMALL_PLAN)
     assert named["a/w"].spec == SMALL_PLAN["a/w"].spec
     assert named["a/w"].reasons == ()
     with pytest.raises(KeyError, match="no such thing"):
@@ -350,17 +404,21 @@ def test_the_reason_says_where_jax_follows_no_sharding():
 
 
 def test_follow_works_alike_on_explicit_and_mixed_axes(params_plan):
-    followed = follow(optax.adafactor(1e-3).init, params_plan)
+    init = optax.adafactor(1e-3).init
+    followed = follow(init, params_plan)
     for types in (AxisType.Explicit, {"data": AxisType.Explicit}):
-        sharding_plan = plan(params(), MeshSpec(SIZES, axis_types=types), paths=RULES)
-        state_plan = follow(optax.adafactor(1e-3).init, sharding_plan)
+        mesh = MeshSpec(SIZES, axis_types=types)
+        sharding_plan = plan(params(), mesh, paths=RULES)
+        again = optax.adafactor(1e-3).init
+        state_plan = follow(again, sharding_plan)
         assert state_plan.specs == followed.specs
         assert state_plan.mesh == sharding_plan.mesh
 
 
 def test_names_and_units_go_to_copies_and_histories():
     names = {"w": ("heads", "embed")}
-    square = plan({"w": struct(8, 8)}, MESH, names=names, axes=HEADS)
+    tree = {"w": struct(8, 8)}
+    square = plan(tree, MESH, names=names, axes=HEADS)
     cases = (
         lambda tree: tree,
         lambda tree: {"w": tree["w"].T},

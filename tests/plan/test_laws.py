@@ -49,16 +49,20 @@ SIZES = (
     "a=1",
     "a=5",
 )
-MESHES = [tuple(MeshSpec.parse(sizes).shape.items()) for sizes in SIZES]
+MESHES = []
+for sizes in SIZES:
+    MESHES.append(tuple(MeshSpec.parse(sizes).shape.items()))
+lists_of_axes = st.lists(st.sampled_from(["a", "b", "c", "gone"]), max_size=4)
+orders = st.permutations(["a", "b", "c"])
 ENTRIES = st.one_of(
     st.none(),
     st.just(U),
     st.just(()),
     st.sampled_from(["a", "b", "c", "gone"]),
-    st.lists(st.sampled_from(["a", "b", "c", "gone"]), max_size=4).map(tuple),
+    lists_of_axes.map(tuple),
     # Often several that could all be used, so that choosing between equals is tried.
-    st.permutations(["a", "b", "c"]).map(tuple),
-    st.permutations(["a", "b", "c"]).map(tuple),
+    orders.map(tuple),
+    orders.map(tuple),
 )
 SHAPES = st.lists(
     st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 24, 30]), max_size=4
@@ -66,11 +70,18 @@ SHAPES = st.lists(
 
 
 def built(axes: tuple[tuple[str, int], ...]) -> Mesh:
-    sizes = [size for _, size in axes]
-    devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
+    sizes = []
+    for _, size in axes:
+        sizes.append(size)
+    count = math.prod(sizes)
+    grid = np.array(jax.devices()[:count])
+    devices = grid.reshape(sizes)
+    names = []
+    for name, _ in axes:
+        names.append(name)
     return Mesh(
         devices,
-        [name for name, _ in axes],
+        names,
     )
 
 
@@ -79,10 +90,13 @@ def requests(
     draw: Any,
 ) -> tuple[P, tuple[int, ...], tuple[tuple[str, int], ...], tuple[int, ...]]:
     shape = draw(SHAPES)
-    entries = draw(st.lists(ENTRIES, max_size=len(shape)))
-    entries += [None] * draw(st.integers(0, 2))
+    lists_of_entries = st.lists(ENTRIES, max_size=len(shape))
+    entries = draw(lists_of_entries)
+    missing = draw(st.integers(0, 2))
+    entries += [None] * missing
     units = tuple(draw(st.sampled_from([1, 1, 1, 2, 3, 4])) for _ in shape)
-    return P(*entries), shape, draw(st.sampled_from(MESHES)), units
+    mesh_axes = draw(st.sampled_from(MESHES))
+    return P(*entries), shape, mesh_axes, units
 
 
 # --- correct
@@ -96,18 +110,19 @@ def by_trial(
     """
     used: set[str] = set()
     rows: list[Any] = []
-    for entry, size, unit in zip(
-        [*entries_of(spec), *[None] * len(shape)], shape, units, strict=False
-    ):
+    entries = [*entries_of(spec), *[None] * len(shape)]
+    for entry, size, unit in zip(entries, shape, units, strict=False):
         if entry is U:
             rows.append(U)
             continue
-        free = [
-            axis
-            for axis in dict.fromkeys(entry_axes(entry))
-            if axis in sizes and axis not in used
-        ]
-        single = [axis for axis in free if sizes[axis] == 1]
+        free = []
+        for axis in dict.fromkeys(entry_axes(entry)):
+            if axis in sizes and axis not in used:
+                free.append(axis)
+        single = []
+        for axis in free:
+            if sizes[axis] == 1:
+                single.append(axis)
         choices = []
         for chosen in itertools.product([True, False], repeat=len(free)):
             axes = tuple(axis for axis, take in zip(free, chosen, strict=True) if take)
@@ -115,11 +130,10 @@ def by_trial(
             if set(single) <= set(axes) and (
                 product == 1 or (size % unit == 0 and size // unit % product == 0)
             ):
-                positions = [
-                    position
-                    for position, axis in enumerate(free)
-                    if axis in axes and sizes[axis] > 1
-                ]
+                positions = []
+                for position, axis in enumerate(free):
+                    if axis in axes and sizes[axis] > 1:
+                        positions.append(position)
                 choices.append((-product, positions, axes))
         best = min(choices)[2]
         used.update(best)
@@ -132,15 +146,18 @@ def by_trial(
 def test_correct_equals_brute_force(request_, min_bytes):
     spec, shape, axes, units = request_
     once = correct(spec, shape, MeshSpec(axes), units=units)
-    expected = canonical(P(*by_trial(spec, shape, dict(axes), units)))
+    rows = by_trial(spec, shape, dict(axes), units)
+    expected = canonical(P(*rows))
     assert once.spec == expected == canonical(once.spec)
-    twice = correct(once.spec, shape, MeshSpec(axes), units=units, strict=True)
+    mesh = MeshSpec(axes)
+    twice = correct(once.spec, shape, mesh, units=units, strict=True)
     assert twice.spec == once.spec
     assert twice.reasons == ()
+    mesh = MeshSpec(axes)
     large = correct(
         spec,
         shape,
-        MeshSpec(axes),
+        mesh,
         units=units,
         min_bytes=min_bytes,
         dtype=jnp.bfloat16,
@@ -154,20 +171,32 @@ def test_correct_equals_brute_force(request_, min_bytes):
 @settings(max_examples=300)
 def test_correct_has_a_reason_exactly_for_each_change(request_):
     spec, shape, axes, units = request_
-    decision = correct(spec, shape, MeshSpec(axes), units=units)
-    asked = [*entries_of(spec), *[None] * len(shape)][: len(shape)]
-    corrected = [*entries_of(decision.spec), *[None] * len(shape)][: len(shape)]
+    mesh_of_axes = MeshSpec(axes)
+    decision = correct(spec, shape, mesh_of_axes, units=units)
+    asked_entries = [*entries_of(spec), *[None] * len(shape)]
+    asked = asked_entries[: len(shape)]
+    corrected_entries = [*entries_of(decision.spec), *[None] * len(shape)]
+    corrected = corrected_entries[: len(shape)]
     for dim, (before, after) in enumerate(zip(asked, corrected, strict=True)):
-        lost = [axis for why in decision.reasons if why.dim == dim for axis in why.axes]
-        actual = sorted(lost + list(entry_axes(after)))
-        assert actual == sorted(entry_axes(before))
+        lost = []
+        for why in decision.reasons:
+            if why.dim == dim:
+                for axis in why.axes:
+                    lost.append(axis)
+        after_axes = list(entry_axes(after))
+        actual = sorted(lost + after_axes)
+        before_axes = sorted(entry_axes(before))
+        assert actual == before_axes
     if decision.reasons:
+        abstract = MeshSpec(axes)
         with pytest.raises(SpecError):
-            correct(spec, shape, MeshSpec(axes), units=units, strict=True)
+            correct(spec, shape, abstract, units=units, strict=True)
     mesh = MeshSpec(axes, axis_types=AxisType.Explicit)
     explicit = correct(spec, shape, mesh, units=units)
-    assert explicit.spec == constrained(decision.spec)
-    expected = len(decision.reasons) + entries_of(decision.spec).count(U)
+    expected_spec = constrained(decision.spec)
+    assert explicit.spec == expected_spec
+    free_count = entries_of(decision.spec).count(U)
+    expected = len(decision.reasons) + free_count
     assert len(explicit.reasons) == expected
 
 
@@ -176,19 +205,22 @@ def test_correct_has_a_reason_exactly_for_each_change(request_):
 def test_jax_accepts_what_correct_gives(request_):
     spec, shape, axes, units = request_
     mesh = built(axes)
-    corrected = correct(spec, shape, mesh, units=units).spec
+    decision = correct(spec, shape, mesh, units=units)
+    corrected = decision.spec
     values = np.arange(math.prod(shape), dtype=np.int32)
     x = values.reshape(shape)
-    placed = jax.device_put(x, NamedSharding(mesh, constrained(corrected)))
+    sharding = NamedSharding(mesh, constrained(corrected))
+    placed = jax.device_put(x, sharding)
     assert np.array_equal(placed, x)
-    for piece, size, unit in zip(
-        placed.addressable_shards[0].data.shape, shape, units, strict=True
-    ):
+    shard = placed.addressable_shards[0]
+    for piece, size, unit in zip(shard.data.shape, shape, units, strict=True):
         assert piece == size or piece % unit == 0
-    constraint = lambda x: jax.lax.with_sharding_constraint(
-        x, NamedSharding(mesh, corrected)
-    )
-    assert jax.eval_shape(jax.jit(constraint), x).shape == shape
+
+    def constraint(x):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, corrected))
+
+    struct = jax.eval_shape(jax.jit(constraint), x)
+    assert struct.shape == shape
 
 
 # --- plan: every leaf is planned as if it were alone
@@ -285,7 +317,8 @@ def planned(tree: Any, rules: Any, mesh: Any = MESH, min_bytes: int = 0) -> Shar
         "min_bytes": min_bytes,
     }
     try:
-        return plan(tree, mesh, paths=PathRules(rules), **options)
+        path_rules = PathRules(rules)
+        return plan(tree, mesh, paths=path_rules, **options)
     except SpecError:
         assume(False)
         raise
@@ -296,14 +329,16 @@ def planned(tree: Any, rules: Any, mesh: Any = MESH, min_bytes: int = 0) -> Shar
 def test_every_leaf_is_planned_as_if_it_were_alone(tree, rules):
     sharding_plan = planned(tree, rules)
     shaped = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
-    matches = jax.tree.leaves(
-        match(tree, PathRules(rules)), is_leaf=lambda x: x is None
-    )
-    arrays = [
-        (leaf, rule)
-        for leaf, rule in zip(shaped, matches, strict=True)
-        if isinstance(leaf, jax.ShapeDtypeStruct)
-    ]
+
+    def is_none(x):
+        return x is None
+
+    matched_tree = match(tree, PathRules(rules))
+    matches = jax.tree.leaves(matched_tree, is_leaf=is_none)
+    arrays = []
+    for leaf, rule in zip(shaped, matches, strict=True):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            arrays.append((leaf, rule))
     for leaf, (struct, matched) in zip(sharding_plan.leaves, arrays, strict=True):
         assert leaf.shape == struct.shape
         assert leaf.dtype == struct.dtype
@@ -316,10 +351,10 @@ def test_every_leaf_is_planned_as_if_it_were_alone(tree, rules):
             None,
         )
         assert matched == first
-        assert leaf.rule == (
-            None if first is None else f"paths[{first}] {rules[first][0]}"
-        )
-        (alone,) = planned({leaf.path: struct}, rules).leaves
+        expected_rule = None if first is None else f"paths[{first}] {rules[first][0]}"
+        assert leaf.rule == expected_rule
+        alone_plan = planned({leaf.path: struct}, rules)
+        (alone,) = alone_plan.leaves
         assert alone == leaf
 
 
@@ -328,10 +363,13 @@ def test_every_leaf_is_planned_as_if_it_were_alone(tree, rules):
 def test_a_plan_equals_itself_after_json(tree, rules):
     sharding_plan = planned(tree, rules)
     text = sharding_plan.to_json()
+    again_planned = planned(tree, rules)
+    read = ShardPlan.from_json(text)
+    read_like = ShardPlan.from_json(text, like=tree)
     for again in (
-        planned(tree, rules),
-        ShardPlan.from_json(text),
-        ShardPlan.from_json(text, like=tree),
+        again_planned,
+        read,
+        read_like,
     ):
         assert again == sharding_plan
         assert hash(again) == hash(sharding_plan)
@@ -340,18 +378,30 @@ def test_a_plan_equals_itself_after_json(tree, rules):
         assert again.specs == sharding_plan.specs
         assert again.to_json() == text
         structure = jax.tree.structure(again.specs)
-        assert structure == jax.tree.structure(sharding_plan.specs)
+        expected = jax.tree.structure(sharding_plan.specs)
+        assert structure == expected
     leaves = jax.tree.leaves(sharding_plan.shardings)
-    placed = [sharding.spec for sharding in leaves]
-    assert placed == [constrained(leaf.spec) for leaf in sharding_plan.leaves]
+    placed = []
+    for sharding in leaves:
+        placed.append(sharding.spec)
+    constrained_specs = []
+    for leaf in sharding_plan.leaves:
+        constrained_specs.append(constrained(leaf.spec))
+    assert placed == constrained_specs
     json.loads(text)
-    deeper = lambda x: (
-        jax.ShapeDtypeStruct((*x.shape, 1), x.dtype)
-        if isinstance(x, jax.ShapeDtypeStruct)
-        else x
-    )
-    actual = planned(jax.tree.map(deeper, tree), rules) == sharding_plan
-    assert actual == (not sharding_plan.leaves)
+
+    def deeper(x):
+        return (
+            jax.ShapeDtypeStruct((*x.shape, 1), x.dtype)
+            if isinstance(x, jax.ShapeDtypeStruct)
+            else x
+        )
+
+    deeper_tree = jax.tree.map(deeper, tree)
+    deeper_plan = planned(deeper_tree, rules)
+    actual = deeper_plan == sharding_plan
+    is_empty = not sharding_plan.leaves
+    assert actual == is_empty
 
 
 @given(TREES, RULES, st.sampled_from(SIZES), st.sampled_from([0, 0, 64, 256]))
@@ -360,25 +410,31 @@ def test_a_replan_is_the_plan_that_the_rules_give_there(tree, rules, sizes, min_
     first = planned(tree, rules, min_bytes=min_bytes)
     there = MeshSpec.parse(sizes)
     again = first.replan(there)
-    assert again == planned(tree, rules, there, min_bytes=min_bytes)
-    assert again.replan(MESH) == first
+    replanned = planned(tree, rules, there, min_bytes=min_bytes)
+    assert again == replanned
+    back = again.replan(MESH)
+    assert back == first
 
 
 @given(TREES, RULES, st.sampled_from(["left", "right"]))
 @settings(max_examples=60)
 def test_joined_plans_hold_what_their_parts_hold(tree, rules, name):
     sharding_plan = planned(tree, rules)
-    other = planned({"o": jax.ShapeDtypeStruct((4,), jnp.float32)}, rules)
+    struct = jax.ShapeDtypeStruct((4,), jnp.float32)
+    other = planned({"o": struct}, rules)
     joined = ShardPlan.join(**{name: sharding_plan, "middle": other})
-    assert joined == ShardPlan.join(**{"middle": other, name: sharding_plan})
-    assert joined.specs == {name: sharding_plan.specs, "middle": other.specs}
-    assert (
-        joined.bytes_per_device
-        == sharding_plan.bytes_per_device + other.bytes_per_device
-    )
-    assert joined == ShardPlan.from_json(joined.to_json())
+    other_order = ShardPlan.join(**{"middle": other, name: sharding_plan})
+    assert joined == other_order
+    specs = {name: sharding_plan.specs, "middle": other.specs}
+    assert joined.specs == specs
+    summed_bytes = sharding_plan.bytes_per_device + other.bytes_per_device
+    assert joined.bytes_per_device == summed_bytes
+    text = joined.to_json()
+    read = ShardPlan.from_json(text)
+    assert joined == read
     nested = ShardPlan.join(all=joined, again=sharding_plan)
-    assert nested.specs == {"all": joined.specs, "again": sharding_plan.specs}
+    specs_of_both = {"all": joined.specs, "again": sharding_plan.specs}
+    assert nested.specs == specs_of_both
     assert nested.bytes_total == 2 * sharding_plan.bytes_total + other.bytes_total
 
 
@@ -399,18 +455,21 @@ KEY_DTYPES = [
 @settings(max_examples=60)
 def test_bytes_per_device_are_what_xla_allocates(shape, dtype, axes, order):
     mesh = built(axes)
-    struct = jax.ShapeDtypeStruct(
-        shape, jnp.dtype(dtype) if isinstance(dtype, str) else dtype
-    )
-    rules = PathRules([("x", P(*order[: len(shape)]))], mesh_axes=order)
+    kind = jnp.dtype(dtype) if isinstance(dtype, str) else dtype
+    struct = jax.ShapeDtypeStruct(shape, kind)
+    spec = P(*order[: len(shape)])
+    rules = PathRules([("x", spec)], mesh_axes=order)
     sharding_plan = plan(
         {"x": struct},
         mesh,
         paths=rules,
     )
-    lowered = jax.jit(lambda x: x, in_shardings=sharding_plan.shardings["x"]).lower(
-        struct
-    )
+
+    def same(x):
+        return x
+
+    jitted = jax.jit(same, in_shardings=sharding_plan.shardings["x"])
+    lowered = jitted.lower(struct)
     compiled = lowered.compile()
     memory: Any = compiled.memory_analysis()
     assert sharding_plan.bytes_per_device == memory.argument_size_in_bytes
@@ -450,13 +509,15 @@ print(plan(tree, mesh, paths=rules, axes=axes).digest)
 def test_plans_are_equal_under_every_hash_seed():
     printed = set()
     for seed in ("0", "31337"):
+        paths = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
         env = {
             **os.environ,
             "PYTHONHASHSEED": seed,
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+            "PYTHONPATH": paths,
         }
+        command = [sys.executable, "-c", PLANS]
         done = subprocess.run(
-            [sys.executable, "-c", PLANS],
+            command,
             env=env,
             capture_output=True,
             text=True,

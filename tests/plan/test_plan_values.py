@@ -47,11 +47,15 @@ AXES = AxisRules(
 
 
 def trees() -> list[Any]:
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
+    def make_keys():
+        return jax.random.split(jax.random.key(0), 8)
+
+    keys = jax.eval_shape(make_keys)
     deep = jnp.ones(2)
     for _ in range(100):
         deep = {"a": [deep]}
-    model = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
+    key = jax.random.key(0)
+    model = eqx.nn.MLP(4, 4, 8, 1, key=key)
     return [
         TREE,
         model,
@@ -81,11 +85,14 @@ def test_a_plan_pickles_and_copies(tree, kind, on):
         unmatched="replicate",
         unused="allow",
     )
-    decoded = pickle.loads(pickle.dumps(sharding_plan))
+    pickled = pickle.dumps(sharding_plan)
+    decoded = pickle.loads(pickled)
+    deep_copy = copy.deepcopy(sharding_plan)
+    shallow_copy = copy.copy(sharding_plan)
     for again in (
         decoded,
-        copy.deepcopy(sharding_plan),
-        copy.copy(sharding_plan),
+        deep_copy,
+        shallow_copy,
     ):
         assert again == sharding_plan
         assert hash(again) == hash(sharding_plan)
@@ -93,22 +100,32 @@ def test_a_plan_pickles_and_copies(tree, kind, on):
         assert again.jax_mesh == sharding_plan.jax_mesh
         assert again.shardings == sharding_plan.shardings
         structure = jax.tree.structure(again.specs)
-        assert structure == jax.tree.structure(sharding_plan.specs)
-    read = ShardPlan.from_json(sharding_plan.to_json())
-    again = pickle.loads(pickle.dumps(read))
+        expected = jax.tree.structure(sharding_plan.specs)
+        assert structure == expected
+    text = sharding_plan.to_json()
+    read = ShardPlan.from_json(text)
+    pickled_again = pickle.dumps(read)
+    again = pickle.loads(pickled_again)
     assert again == read == sharding_plan.off()
     assert again.specs == read.specs
     if isinstance(tree, eqx.Module):  # which is read as dicts
-        assert read.specs["layers"][0]["weight"] == P("a")
+        weight_spec = read.specs["layers"][0]["weight"]
+        assert weight_spec == P("a")
 
 
 def test_a_pickled_plan_needs_its_devices():
-    sharding_plan = plan(TREE, MESH.build(jax.devices()), paths=RULES, axes=AXES)
+    mesh = MESH.build(jax.devices())
+    sharding_plan = plan(TREE, mesh, paths=RULES, axes=AXES)
     make, (text, path_tree, order, devices) = sharding_plan.content.__reduce__()
-    assert make(text, path_tree, order, devices) == sharding_plan.content
+    content = make(text, path_tree, order, devices)
+    assert content == sharding_plan.content
+    other_devices = [*devices[:-1], ("cpu", 99)]
+    other_platforms = []
+    for _, number in devices:
+        other_platforms.append(("abc", number))
     for others in (
-        [*devices[:-1], ("cpu", 99)],
-        [("abc", number) for _, number in devices],
+        other_devices,
+        other_platforms,
     ):
         with pytest.raises(
             PlanMismatchError,
@@ -119,7 +136,9 @@ def test_a_pickled_plan_needs_its_devices():
 
 def test_a_plan_is_read_by_path():
     sharding_plan = plan(TREE, MESH, paths=RULES, axes=AXES)
-    expected = [leaf.path for leaf in sharding_plan.leaves]
+    expected = []
+    for leaf in sharding_plan.leaves:
+        expected.append(leaf.path)
     assert list(sharding_plan) == expected == ["l/0", "l/1", "t/1", "w"]
     assert len(sharding_plan) == 4
     assert "w" in sharding_plan
@@ -222,18 +241,28 @@ def edited(change: Callable[[Any], Any]) -> str:
 
 
 def test_json_brings_back_a_whole_plan():
-    again = ShardPlan.from_json(RICH.to_json())
+    text = RICH.to_json()
+    again = ShardPlan.from_json(text)
     assert again == RICH
     assert again.mesh == RICH.mesh
     assert again.axes == RICH.axes
     assert again.leaves == RICH.leaves
     assert again["w"].reasons
-    assert ShardPlan.from_json(edited(lambda d: None)) == RICH
-    changed = ShardPlan.from_json(
-        edited(lambda d: d["rows"][0].update(memory_kind="device"))
-    )
-    memory_kinds = [leaf.memory_kind for leaf in changed.leaves]
-    assert memory_kinds != [leaf.memory_kind for leaf in RICH.leaves]
+    unchanged = edited(lambda d: None)
+    assert ShardPlan.from_json(unchanged) == RICH
+
+    def to_device(d):
+        return d["rows"][0].update(memory_kind="device")
+
+    text_on_device = edited(to_device)
+    changed = ShardPlan.from_json(text_on_device)
+    memory_kinds = []
+    for leaf in changed.leaves:
+        memory_kinds.append(leaf.memory_kind)
+    kinds_before = []
+    for leaf in RICH.leaves:
+        kinds_before.append(leaf.memory_kind)
+    assert memory_kinds != kinds_before
 
 
 @pytest.mark.parametrize(
@@ -349,21 +378,26 @@ def test_edited_json_is_a_whole_plan_or_an_error(edits):
                 node[path[-1]] = copy.deepcopy(value)
 
     try:
-        restored = ShardPlan.from_json(edited(change))
+        text = edited(change)
+        restored = ShardPlan.from_json(text)
     except PlanFormatError:
         return
-    again = ShardPlan.from_json(restored.to_json())
+    text_again = restored.to_json()
+    again = ShardPlan.from_json(text_again)
     assert again == restored
     assert again.leaves == restored.leaves
     assert report(restored)
-    count = len(jax.tree.leaves(restored.structs))
+    structs = jax.tree.leaves(restored.structs)
+    count = len(structs)
     assert count == len(restored.leaves)
-    count = len(jax.tree.leaves(restored.shardings))
+    shardings = jax.tree.leaves(restored.shardings)
+    count = len(shardings)
     assert count == len(restored.leaves)
     assert 0 <= restored.bytes_per_device <= restored.bytes_total
     for leaf in restored.leaves:
         for why in leaf.reasons:
-            assert str(why) == why.message or why.dim is not None
+            message = str(why)
+            assert message == why.message or why.dim is not None
 
 
 @pytest.mark.parametrize(
@@ -422,10 +456,18 @@ LIKE = {
 )
 def test_like_must_be_the_planned_tree(tree, like, message):
     rules = PathRules([("", P("a"))])
-    sharding_plan = plan(tree, MESH.build(jax.devices()), paths=rules)
+    mesh = MESH.build(jax.devices())
+    sharding_plan = plan(tree, mesh, paths=rules)
+
+    def read():
+        return ShardPlan.from_json(sharding_plan.to_json(), like=like)
+
+    def placed():
+        return shard(like, sharding_plan)
+
     for attempt in (
-        lambda: ShardPlan.from_json(sharding_plan.to_json(), like=like),
-        lambda: shard(like, sharding_plan),
+        read,
+        placed,
     ):
         with pytest.raises(PlanMismatchError, match=message):
             attempt()

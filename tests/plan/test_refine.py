@@ -42,9 +42,9 @@ AXES = AxisRules(
 )
 NAMES = {"q": ("embed", "heads"), "kv": ("embed", "kv_heads"), "mlp": ("embed", "mlp")}
 SHAPES = {"q": (512, 32 * 128), "kv": (512, 8 * 128), "mlp": (512, 2048)}
-TREE = {
-    name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()
-}
+TREE = {}
+for name, shape in SHAPES.items():
+    TREE[name] = jax.ShapeDtypeStruct(shape, jnp.float32)
 MESH = MeshSpec({"fsdp": 4, "tensor": 16})
 PLAIN, REFINED = (
     plan(TREE, MESH, names=NAMES, axes=AXES, refine=refine) for refine in (False, True)
@@ -59,32 +59,39 @@ def test_eight_kv_heads_on_sixteen_devices():
     assert (
         REFINED["q"].spec == REFINED["mlp"].spec == P("fsdp", ("tensor_0", "tensor_1"))
     )
-    assert REFINED["kv"].bytes_per_device == PLAIN["kv"].bytes_per_device // 8
+    expected_bytes = PLAIN["kv"].bytes_per_device // 8
+    assert REFINED["kv"].bytes_per_device == expected_bytes
     assert REFINED.axes is not None
-    assert dict(REFINED.axes.rules)["mlp"] == (
+    rules = dict(REFINED.axes.rules)
+    assert rules["mlp"] == (
         "tensor_0",
         "tensor_1",
     )
     expected = (("mlp", ("fsdp", "tensor_0", "tensor_1")),)
-    assert dict(REFINED.axes.modes)["decode"] == expected
+    modes = dict(REFINED.axes.modes)
+    assert modes["decode"] == expected
     assert REFINED.axes.units == AXES.units
-    state = follow(optax.adam(1e-3).init, REFINED)
+    init = optax.adam(1e-3).init
+    state = follow(init, REFINED)
     assert state.mesh == REFINED.mesh
     assert state["0/mu/kv"].spec == REFINED["kv"].spec
-    assert ShardPlan.join(params=REFINED, state=state).axes == REFINED.axes
+    joined = ShardPlan.join(params=REFINED, state=state)
+    assert joined.axes == REFINED.axes
 
 
 def test_nothing_to_refine_gives_the_same_plan():
     mesh = MeshSpec({"fsdp": 4, "tensor": 8})
     sharding_plan = plan(TREE, mesh, names=NAMES, axes=AXES, refine=True)
-    assert sharding_plan == plan(TREE, mesh, names=NAMES, axes=AXES)
+    plain = plan(TREE, mesh, names=NAMES, axes=AXES)
+    assert sharding_plan == plain
     tree = {"bias": jnp.ones(6)}
     rules = PathRules([("bias", P("tensor"))])
     mesh = MeshSpec({"tensor": 4})
     sharding_plan = plan(tree, mesh, paths=rules, refine=True, min_bytes=100)
     actual = sharding_plan.mesh
     assert actual == mesh
-    bias = plan(tree, mesh, paths=rules, refine=True)["bias"]
+    refined = plan(tree, mesh, paths=rules, refine=True)
+    bias = refined["bias"]
     spec = bias.spec
     assert spec == P("tensor_0")
 
@@ -178,30 +185,47 @@ BAC = {
 def test_axes_are_split_by_what_dimensions_take(
     promise, shapes, mesh, rules, parts, specs
 ):
-    tree = {name: jnp.ones(shape) for name, shape in shapes.items()}
-    refined = plan(tree, MeshSpec.parse(mesh), paths=PathRules(rules), refine=True)
-    assert str(refined.mesh) == parts, promise
-    assert {path: refined[path].spec for path in specs} == specs, promise
+    tree = {}
+    for name, shape in shapes.items():
+        tree[name] = jnp.ones(shape)
+    mesh_spec = MeshSpec.parse(mesh)
+    path_rules = PathRules(rules)
+    refined = plan(tree, mesh_spec, paths=path_rules, refine=True)
+    mesh_text = str(refined.mesh)
+    assert mesh_text == parts, promise
+    actual = {}
+    for path in specs:
+        actual[path] = refined[path].spec
+    assert actual == specs, promise
     if rules is BAC:  # what was asked for names the parts, too
-        assert refined["w"].requested == P(("b_0", "b_1", "a_0", "a_1"))
-        assert refined["w"].strategies == (fsdp(("c_0", "c_1")),)
+        parts_of_axes = P(("b_0", "b_1", "a_0", "a_1"))
+        assert refined["w"].requested == parts_of_axes
+        strategies = (fsdp(("c_0", "c_1")),)
+        assert refined["w"].strategies == strategies
 
 
 def test_no_reason_advises_to_refine_once_that_was_done():
     struct = jax.ShapeDtypeStruct((512, 128), jnp.float32)
     single = {"q": TREE["q"], "kv": struct}
     for tree in (TREE, single):
-        names = {name: NAMES[name] for name in tree}
+        names = {}
+        for name in tree:
+            names[name] = NAMES[name]
         plain, refined = (
             plan(tree, MESH, names=names, axes=AXES, refine=refine)
             for refine in (False, True)
         )
-        assert "split the mesh axis (`refine=True`)" in report(plain)
-        assert "refine" not in report(refined)
+        text_of_plain = report(plain)
+        assert "split the mesh axis (`refine=True`)" in text_of_plain
+        text_of_refined = report(refined)
+        assert "refine" not in text_of_refined
         assert "would cut inside a unit; use axes whose product" in report(refined)
-        codes = [why.code for why in refined["kv"].reasons]
+        codes = []
+        for why in refined["kv"].reasons:
+            codes.append(why.code)
         assert codes == [Code.unit]
-        assert ShardPlan.from_json(refined.to_json()) == refined
+        text = refined.to_json()
+        assert ShardPlan.from_json(text) == refined
 
 
 def test_strict_says_how_to_accept_what_refine_left_over():
@@ -254,18 +278,21 @@ sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24])
     st.sampled_from([1, 2, 3]),
 )
 def test_refining_saves_memory_and_moves_nothing_else(shapes, dims, t, d):
-    tree = {
-        f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float32)
-        for i, shape in enumerate(shapes)
-    }
+    tree = {}
+    for i, shape in enumerate(shapes):
+        tree[f"w{i}"] = jax.ShapeDtypeStruct(shape, jnp.float32)
     specs = []
     for first, second in zip(dims[::2], dims[1::2], strict=True):
+        rest = tuple(axis for axis in second if axis not in first)
         spec = P(
             first or None,
-            tuple(axis for axis in second if axis not in first) or None,
+            rest or None,
         )
         specs.append(spec)
-    rules = PathRules([(f"w{i}", specs[i]) for i in range(len(shapes))])
+    rules_by_path = []
+    for i in range(len(shapes)):
+        rules_by_path.append((f"w{i}", specs[i]))
+    rules = PathRules(rules_by_path)
     mesh = MeshSpec({"d": d, "t": t})
     before, after = (
         plan(tree, mesh, paths=rules, refine=refine) for refine in (False, True)
@@ -286,14 +313,17 @@ def test_refining_saves_memory_and_moves_nothing_else(shapes, dims, t, d):
 
 
 def test_refined_and_plain_arrays_mix_in_one_jit():
-    rules = PathRules([("kv", P(None, "tensor")), (".*", P("data", "tensor"))])
+    columns = P(None, "tensor")
+    rules = PathRules([("kv", columns), (".*", P("data", "tensor"))])
     axes = AxisRules([("batch", "data"), ("kv_heads", "tensor")])
     values = jnp.arange(32.0).reshape(16, 2)
+    weights = jnp.arange(128.0).reshape(8, 16)
     tree = {
         "kv": values,
-        "w": jnp.arange(128.0).reshape(8, 16),
+        "w": weights,
     }
-    mesh = MeshSpec({"data": 2, "tensor": 4}).build(jax.devices())
+    spec_of_mesh = MeshSpec({"data": 2, "tensor": 4})
+    mesh = spec_of_mesh.build(jax.devices())
     plain, refined = (
         plan(tree, mesh, paths=rules, axes=axes, refine=refine)
         for refine in (False, True)
@@ -301,7 +331,8 @@ def test_refined_and_plain_arrays_mix_in_one_jit():
     assert refined.jax_mesh is not None
     assert refined.mesh.axis_sizes == (2, 2, 2)
     actual = list(refined.jax_mesh.devices.flat)
-    assert actual == list(mesh.devices.flat)
+    expected = list(mesh.devices.flat)
+    assert actual == expected
     of_refined, of_plain = (jax.tree.leaves(p.shardings) for p in (refined, plain))
     assert of_refined[1].is_equivalent_to(of_plain[1], 2)
     placed = shard(tree, refined)
@@ -311,4 +342,6 @@ def test_refined_and_plain_arrays_mix_in_one_jit():
             lambda a, b, names=names: constrain(a["w"] @ b["kv"], names, refined)
         )(other, placed)
         assert out.sharding.spec == P("data", "tensor_0")
-    np.testing.assert_array_equal(out, np.asarray(tree["w"]) @ np.asarray(tree["kv"]))
+    weights_by_host = np.asarray(tree["w"])
+    values_by_host = np.asarray(tree["kv"])
+    np.testing.assert_array_equal(out, weights_by_host @ values_by_host)

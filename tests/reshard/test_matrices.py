@@ -36,21 +36,25 @@ from shardfx.errors import (
 
 
 FSDP = PathRules([(".*", fsdp("fsdp"))])
+
+
 # Whole matrices alone give these: of a part the norm is another.
-unit = lambda item: item / jnp.linalg.norm(item)
+def unit(item):
+    return item / jnp.linalg.norm(item)
 
 
 def matrices(count, shape=(16, 32), dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(0), count)
-    return {
-        f"w{number}": jax.random.normal(key, shape).astype(dtype)
-        for number, key in enumerate(keys)
-    }
+    arrays = {}
+    for number, key in enumerate(keys):
+        arrays[f"w{number}"] = jax.random.normal(key, shape).astype(dtype)
+    return arrays
 
 
 def built(sizes, **options):
     spec = MeshSpec(sizes, **options)
-    return spec.build(jax.devices()[: spec.size])
+    devices = jax.devices()[: spec.size]
+    return spec.build(devices)
 
 
 def check(fn, tree, mesh, *, rules: Any = FSDP, axes=None, names=None, **options):
@@ -66,26 +70,33 @@ def check(fn, tree, mesh, *, rules: Any = FSDP, axes=None, names=None, **options
         unused="allow",
     )
     mapped = map_matrices(fn, sharding_plan, **options)
-    lowered = jax.jit(mapped, out_shardings=sharding_plan.shardings).lower(
-        sharding_plan.structs
-    )
+    jitted = jax.jit(mapped, out_shardings=sharding_plan.shardings)
+    lowered = jitted.lower(sharding_plan.structs)
     compiled = lowered.compile()
-    result = compiled(sfx.shard(tree, sharding_plan))
-    leaves = jax.tree.leaves(sfx.shardings_of(result))
-    specs = [leaf.spec for leaf in leaves]
+    placed = sfx.shard(tree, sharding_plan)
+    result = compiled(placed)
+    shardings = sfx.shardings_of(result)
+    leaves = jax.tree.leaves(shardings)
+    specs = []
+    for leaf in leaves:
+        specs.append(leaf.spec)
     leaves = jax.tree.leaves(sharding_plan.shardings)
-    expected = [leaf.spec for leaf in leaves]
+    expected = []
+    for leaf in leaves:
+        expected.append(leaf.spec)
     assert specs == expected
     return result, mapped, sfx.cost.traffic(compiled)
 
 
 def same(tree, expected, tolerance=1e-5):
-    for leaf, other in zip(
-        jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True
-    ):
+    leaves = jax.tree.leaves(tree)
+    others = jax.tree.leaves(expected)
+    for leaf, other in zip(leaves, others, strict=True):
         leaf, other = (np.asarray(x, np.float64) for x in (leaf, other))
-        largest = np.abs(leaf - other).max()
-        assert largest <= tolerance * np.abs(other).max()
+        differences = np.abs(leaf - other)
+        largest = differences.max()
+        limit = tolerance * np.abs(other).max()
+        assert largest <= limit
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 11, 24])
@@ -106,55 +117,81 @@ def test_each_matrix_is_whole(count, sizes):
         tree |= {"half": tree["w0"].astype(jnp.bfloat16)}
     else:
         tree |= {}
-    result, _, _ = check(unit, tree, built(sizes), rules=rules)
-    dtypes_by_name = {name: array.dtype for name, array in result.items()}
-    expected = {name: array.dtype for name, array in tree.items()}
+    mesh = built(sizes)
+    result, _, _ = check(unit, tree, mesh, rules=rules)
+    dtypes_by_name = {}
+    for name, array in result.items():
+        dtypes_by_name[name] = array.dtype
+    expected = {}
+    for name, array in tree.items():
+        expected[name] = array.dtype
     assert dtypes_by_name == expected
     tolerance = 0.02 if "half" in tree else 1e-5
+    units = {}
+    for name, array in tree.items():
+        units[name] = unit(array) if array.ndim == 2 else array
     same(
         result,
-        {
-            name: unit(array) if array.ndim == 2 else array
-            for name, array in tree.items()
-        },
+        units,
         tolerance,
     )
 
 
 def test_muon_sends_two_all_to_alls_and_no_more():
-    tree = matrices(16, (64, 64)) | {
-        f"u{position}": matrix
-        for position, matrix in enumerate(matrices(8, (64, 256)).values())
-    }
-    result, mapped, traffic = check(orthogonal, tree, built({"fsdp": 8}))
+    wide = matrices(8, (64, 256))
+    wide_by_name = {}
+    for position, matrix in enumerate(wide.values()):
+        wide_by_name[f"u{position}"] = matrix
+    tree = matrices(16, (64, 64)) | wide_by_name
+    mesh = built({"fsdp": 8})
+    result, mapped, traffic = check(orthogonal, tree, mesh)
     theirs = _muon.orthogonalize_via_newton_schulz
     with jax.numpy_dtype_promotion("standard"):
-        theirs_by_name = {
-            name: theirs(matrix, jnp.array([3.4445, -4.775, 2.0315]))
-            for name, matrix in tree.items()
-        }
+        coefficients = jnp.array([3.4445, -4.775, 2.0315])
+        theirs_by_name = {}
+        for name, matrix in tree.items():
+            theirs_by_name[name] = theirs(matrix, coefficients)
     same(result, theirs_by_name)
-    whole = sum(matrix.nbytes for matrix in tree.values())
-    assert {row.kind for row in traffic.rows} == {"all-to-all"}
-    assert traffic.wire_bytes <= 0.22 * whole
-    shapes = [matrix.starts(0).shape[1] for matrix in mapped.exchanges]
+    byte_counts = []
+    for matrix in tree.values():
+        byte_counts.append(matrix.nbytes)
+    whole = sum(byte_counts)
+    kinds = set()
+    for row in traffic.rows:
+        kinds.add(row.kind)
+    assert kinds == {"all-to-all"}
+    limit = 0.22 * whole
+    assert traffic.wire_bytes <= limit
+    shapes = []
+    for matrix in mapped.exchanges:
+        shapes.append(matrix.starts(0).shape[1])
     assert shapes == [1, 2]
 
 
 def test_what_is_left_over_goes_to_those_that_have_done_least():
-    small = {
-        f"u{position}": matrix
-        for position, matrix in enumerate(matrices(5, (16, 16)).values())
-    }
-    sharding_plan = plan(matrices(3) | small, built({"fsdp": 8}), paths=FSDP)
+    small_matrices = matrices(5, (16, 16))
+    small = {}
+    for position, matrix in enumerate(small_matrices.values()):
+        small[f"u{position}"] = matrix
+    mesh = built({"fsdp": 8})
+    all_matrices = matrices(3) | small
+    sharding_plan = plan(all_matrices, mesh, paths=FSDP)
     mapped = map_matrices(unit, sharding_plan)
     (exchange,) = mapped.exchanges
-    assert [len(matrices_owned) for matrices_owned in exchange.owned] == [1] * 8
-    sharding_plan = plan(matrices(3, (64, 64)), MeshSpec({"fsdp": 64}), paths=FSDP)
-    owned = map_matrices(orthogonal, sharding_plan).exchanges[0].owned
-    actual = sorted(map(len, owned))
-    assert actual == [0] * 61 + [1] * 3
-    assert exchange.width * exchange.unit[0] == 16 * 32 // 8
+    owned_counts = []
+    for matrices_owned in exchange.owned:
+        owned_counts.append(len(matrices_owned))
+    assert owned_counts == [1] * 8
+    large_mesh = MeshSpec({"fsdp": 64})
+    sharding_plan = plan(matrices(3, (64, 64)), large_mesh, paths=FSDP)
+    large = map_matrices(orthogonal, sharding_plan)
+    owned = large.exchanges[0].owned
+    counts = map(len, owned)
+    actual = sorted(counts)
+    expected = [0] * 61 + [1] * 3
+    assert actual == expected
+    exchanged = exchange.width * exchange.unit[0]
+    assert exchanged == 16 * 32 // 8
 
 
 def test_small_matrices_fill_what_large_ones_leave():
@@ -168,11 +205,10 @@ def test_small_matrices_fill_what_large_ones_leave():
         "q": (256, 256),
         "o": (256, 256),
     }
-    tree = {
-        f"{position}/{name}": jax.ShapeDtypeStruct(shape, "float32")
-        for position in range(32)
-        for name, shape in shapes.items()
-    }
+    tree = {}
+    for position in range(32):
+        for name, shape in shapes.items():
+            tree[f"{position}/{name}"] = jax.ShapeDtypeStruct(shape, "float32")
     mesh = MeshSpec({"fsdp": 8, "tensor": 8})
     rules = PathRules([(".*", P("fsdp", "tensor"))])
     sharding_plan = plan(
@@ -181,26 +217,32 @@ def test_small_matrices_fill_what_large_ones_leave():
         paths=rules,
     )
     mapped = map_matrices(orthogonal, sharding_plan)
-    sent = sum(
-        exchange.width * math.prod(exchange.unit) * 64 for exchange in mapped.exchanges
-    )
-    limit = 1.15 * sum(leaf.bytes for leaf in sharding_plan.leaves)
-    assert sent * 4 * 64 <= limit
+    sent_by_exchange = []
+    for exchange in mapped.exchanges:
+        sent_by_exchange.append(exchange.width * math.prod(exchange.unit) * 64)
+    sent = sum(sent_by_exchange)
+    leaf_bytes = []
+    for leaf in sharding_plan.leaves:
+        leaf_bytes.append(leaf.bytes)
+    limit = 1.15 * sum(leaf_bytes)
+    sent_bytes = sent * 4 * 64
+    assert sent_bytes <= limit
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_layout_and_any_owners(seed):
     rng = random.Random(seed)
-    sizes = rng.choice(
-        [{"a": 8}, {"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2}, {"a": 2, "b": 3}]
-    )
+    choices = [{"a": 8}, {"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2}, {"a": 2, "b": 3}]
+    sizes = rng.choice(choices)
     tree = {}
     rules = []
     where = {}
     expected = {}
     for position in range(4):
-        many = rng.choice([(), (6,), (12, 2)])
-        rest = rng.choice([(6, 12), (24, 24), (5, 7), (2, 3, 24)])
+        counts = [(), (6,), (12, 2)]
+        many = rng.choice(counts)
+        shapes = [(6, 12), (24, 24), (5, 7), (2, 3, 24)]
+        rest = rng.choice(shapes)
         axes = rng.sample([*sizes], len(sizes))
         entries = [
             (
@@ -213,17 +255,22 @@ def test_any_layout_and_any_owners(seed):
         tree[f"w{position}"] = x = jax.random.normal(
             jax.random.key(position), (*many, *rest)
         )
-        spec = P(*[None] * len(many), *entries)
+        leading = [None] * len(many)
+        spec = P(*leading, *entries)
         rules.append((f"^w{position}$", spec))
         where[f"^w{position}$"] = len(many), len(rest) - 1
-        stacked = x.reshape(-1, math.prod(rest[:-1]), rest[-1])
-        expected[f"w{position}"] = jax.vmap(unit)(stacked).reshape(x.shape)
-    over = rng.choice([None, rng.sample([*sizes], 1)])
+        rows = math.prod(rest[:-1])
+        stacked = x.reshape(-1, rows, rest[-1])
+        mapped = jax.vmap(unit)
+        expected[f"w{position}"] = mapped(stacked).reshape(x.shape)
+    some = rng.sample([*sizes], 1)
+    over = rng.choice([None, some])
     path_rules = PathRules(rules, mesh_axes=(*sizes,))
+    mesh = built(sizes)
     result, _, _ = check(
         unit,
         tree,
-        built(sizes),
+        mesh,
         rules=path_rules,
         where=where,
         over=over,
@@ -240,38 +287,55 @@ def test_leading_dimensions_count_matrices():
     axes = AxisRules(rules)
     key = jax.random.key(1)
     array = jax.random.normal(key, (8, 16, 32))
+    down = jax.random.normal(key, (8, 11, 32, 16))
     tree = {
         "up": array,
-        "down": jax.random.normal(key, (8, 11, 32, 16)),
+        "down": down,
     }
+    mesh = built({"ep": 2, "fsdp": 4})
     result, mapped, traffic = check(
-        unit, tree, built({"ep": 2, "fsdp": 4}), rules=None, names=names, axes=axes
+        unit, tree, mesh, rules=None, names=names, axes=axes
     )
+    up = jax.vmap(unit)(tree["up"])
+    per_expert = jax.vmap(jax.vmap(unit))
     same(
         result,
         {
-            "up": jax.vmap(unit)(tree["up"]),
-            "down": jax.vmap(jax.vmap(unit))(tree["down"]),
+            "up": up,
+            "down": per_expert(tree["down"]),
         },
     )
-    actual = {(exchange.lead_axes, exchange.axes) for exchange in mapped.exchanges}
-    assert actual == {(("ep",), ("fsdp",))}
-    others = {axis for row in traffic.rows for axis in row.axes or ()}
+    actual = set()
+    for exchange in mapped.exchanges:
+        actual.add((exchange.lead_axes, exchange.axes))
+    expected = {(("ep",), ("fsdp",))}
+    assert actual == expected
+    others = set()
+    for row in traffic.rows:
+        for axis in row.axes or ():
+            others.add(axis)
     assert "ep" not in others
 
 
 def test_convolutions_and_vectors_by_where():
-    array = jax.random.normal(jax.random.key(0), (3, 3, 8, 16))
+    key = jax.random.key(0)
+    array = jax.random.normal(key, (3, 3, 8, 16))
     tree = {
         "conv": array,
         "b": jnp.ones(8),
         "step": jnp.zeros((), int),
     }
-    where = {"conv": (0, 3), "^b$": lambda item: 2 * item}
-    result, _, _ = check(unit, tree, built({"fsdp": 8}), where=where)
+
+    def doubled(item):
+        return 2 * item
+
+    where = {"conv": (0, 3), "^b$": doubled}
+    mesh = built({"fsdp": 8})
+    result, _, _ = check(unit, tree, mesh, where=where)
     conv = tree["conv"].reshape(72, 16)
     expected = unit(conv).reshape(tree["conv"].shape)
-    same(result, {"conv": expected, "b": 2 * tree["b"], "step": tree["step"]})
+    doubled_vector = 2 * tree["b"]
+    same(result, {"conv": expected, "b": doubled_vector, "step": tree["step"]})
 
 
 def test_states_stay_with_the_owners():
@@ -280,9 +344,13 @@ def test_states_stay_with_the_owners():
     """
 
     def preconditioned(matrix, factors):
-        left_factor = factors["left"] + matrix @ matrix.T
-        right = factors["right"] + matrix.T @ matrix
-        return matrix / (1 + jnp.trace(left_factor)) + jnp.trace(right), {
+        row_products = matrix @ matrix.T
+        left_factor = factors["left"] + row_products
+        column_products = matrix.T @ matrix
+        right = factors["right"] + column_products
+        row_trace = jnp.trace(left_factor)
+        scaled = matrix / (1 + row_trace)
+        return scaled + jnp.trace(right), {
             "left": left_factor,
             "right": right,
         }
@@ -295,7 +363,9 @@ def test_states_stay_with_the_owners():
     mesh = built({"fsdp": 8})
     sharding_plan = plan(tree, mesh, paths=FSDP)
     mapped = map_matrices(preconditioned, sharding_plan, state=init)
-    specs = {leaf.spec for leaf in mapped.states.leaves}
+    specs = set()
+    for leaf in mapped.states.leaves:
+        specs.add(leaf.spec)
     assert specs == {P("fsdp")}
     in_shardings = (sharding_plan, mapped.states)
     out_shardings = (sharding_plan, mapped.states)
@@ -305,16 +375,18 @@ def test_states_stay_with_the_owners():
         out_shardings=out_shardings,
         donate="all",
     )
-    states = jax.jit(mapped.init, out_shardings=mapped.states.shardings)()
+    jitted_init = jax.jit(mapped.init, out_shardings=mapped.states.shardings)
+    states = jitted_init()
     sharded = sfx.shard(tree, sharding_plan)
     arrays = tree
-    factors = {name: init(matrix) for name, matrix in tree.items()}
+    factors = {}
+    for name, matrix in tree.items():
+        factors[name] = init(matrix)
     for _ in range(3):
         sharded, states = step(sharded, states)
-        both = {
-            name: preconditioned(matrix, factors[name])
-            for name, matrix in arrays.items()
-        }
+        both = {}
+        for name, matrix in arrays.items():
+            both[name] = preconditioned(matrix, factors[name])
         arrays, factors = (
             {name: pair[position] for name, pair in both.items()} for position in (0, 1)
         )
@@ -329,18 +401,22 @@ def test_matrices_in_a_scan_under_checkpoint_with_donation(kind, sizes):
         axes = ("fsdp", "tensor")
     else:
         axes = ("fsdp",)
-    layer = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16)), "norm": jnp.ones(16)}
+    up = jnp.ones((16, 32))
+    down = jnp.ones((32, 16))
+    layer = {"up": up, "down": down, "norm": jnp.ones(16)}
     keys = jax.random.split(jax.random.key(0), len(layer))
-    shapes = {name: (11, *array.shape) for name, array in layer.items()}
-    stacked = {
-        name: np.array(jax.random.normal(key, shapes[name]))
-        for name, key in zip(layer, keys, strict=True)
-    }
+    shapes = {}
+    for name, array in layer.items():
+        shapes[name] = (11, *array.shape)
+    stacked = {}
+    for name, key in zip(layer, keys, strict=True):
+        stacked[name] = np.array(jax.random.normal(key, shapes[name]))
     rules = PathRules([("norm", P()), (".*", P(*axes))])
     matrix = plan(layer, mesh, paths=rules)
     rules = PathRules([("norm", P()), (".*", P(None, *axes))])
     every = plan(stacked, mesh, paths=rules)
-    mapped = jax.checkpoint(map_matrices(unit, matrix, over=tuple(sizes)))
+    mapped_matrices = map_matrices(unit, matrix, over=tuple(sizes))
+    mapped = jax.checkpoint(mapped_matrices)
     step = jax.jit(
         lambda tree: jax.lax.scan(lambda _, layer: (None, mapped(layer)), None, tree)[
             1
@@ -352,12 +428,12 @@ def test_matrices_in_a_scan_under_checkpoint_with_donation(kind, sizes):
         sharded: Any = sfx.shard(stacked, every)
         result = step(sharded)
     assert sharded["up"].is_deleted()
+    mapped_items = {}
+    for name, item in stacked.items():
+        mapped_items[name] = item if name == "norm" else jax.vmap(unit)(item)
     same(
         result,
-        {
-            name: item if name == "norm" else jax.vmap(unit)(item)
-            for name, item in stacked.items()
-        },
+        mapped_items,
     )
 
 
@@ -367,41 +443,65 @@ def test_a_tree_map_splits_fused_arrays(spec):
     array.
     """
     arrays = {"q": (0, 32), "k": (32, 48), "v": (48, None)}
-    split = {name: From("qkv").slice(*owned, dim=1) for name, owned in arrays.items()}
+    split = {}
+    for name, owned in arrays.items():
+        split[name] = From("qkv").slice(*owned, dim=1)
     map = TreeMap(split)
     mesh = built({"fsdp": 8})
     array = jax.random.normal(jax.random.key(0), (64, 64))
     fused = {"qkv": array}
     rules = PathRules([("qkv", spec)])
     sharding_plan = plan(fused, mesh, paths=rules)
-    structs = jax.eval_shape(map.apply, fused)
+    apply = map.apply
+    structs = jax.eval_shape(apply, fused)
     rules = PathRules([(".*", P("fsdp"))])
+    mapped_plan = plan(structs, mesh, paths=rules)
     mapped = map_matrices(
         unit,
-        plan(structs, mesh, paths=rules),
+        mapped_plan,
     )
+
+    def updated(tree):
+        return map.inverse().apply(mapped(map.apply(tree)), like=tree)
+
     update = jax.jit(
-        lambda tree: map.inverse().apply(mapped(map.apply(tree)), like=tree),
+        updated,
         out_shardings=sharding_plan.shardings,
     )
-    compiled = update.lower(sharding_plan.structs).compile()
-    parts = [np.asarray(fused["qkv"])[:, slice(*owned)] for owned in arrays.values()]
-    joined = np.concatenate([part / np.linalg.norm(part) for part in parts], axis=1)
-    same(compiled(sfx.shard(fused, sharding_plan)), {"qkv": joined})
+    lowered = update.lower(sharding_plan.structs)
+    compiled = lowered.compile()
+    fused_values = np.asarray(fused["qkv"])
+    parts = []
+    for owned in arrays.values():
+        parts.append(fused_values[:, slice(*owned)])
+    normalized = []
+    for part in parts:
+        normalized.append(part / np.linalg.norm(part))
+    joined = np.concatenate(normalized, axis=1)
+    placed = sfx.shard(fused, sharding_plan)
+    same(compiled(placed), {"qkv": joined})
     rows = sfx.cost.traffic(compiled).rows
-    kinds = {row.kind for row in rows}
+    kinds = set()
+    for row in rows:
+        kinds.add(row.kind)
     assert kinds == {"all-to-all"}
 
 
 def test_a_plan_without_devices_is_estimated():
-    sharding_plan = plan(matrices(32, (64, 64)), MeshSpec({"fsdp": 32}), paths=FSDP)
+    arrays = matrices(32, (64, 64))
+    mesh = MeshSpec({"fsdp": 32})
+    sharding_plan = plan(arrays, mesh, paths=FSDP)
+    mapped = map_matrices(orthogonal, sharding_plan)
     step = sfx.filter_jit(
-        map_matrices(orthogonal, sharding_plan),
+        mapped,
         in_shardings=(sharding_plan,),
         out_shardings=sharding_plan,
     )
     estimated = sfx.cost.estimate(step, sharding_plan.structs, compiler="cpu")
-    assert {row.kind for row in estimated.rows} == {"all-to-all"}
+    kinds = set()
+    for row in estimated.rows:
+        kinds.add(row.kind)
+    assert kinds == {"all-to-all"}
     assert len(estimated.rows) == 2
 
 
@@ -410,13 +510,21 @@ def test_a_limit_makes_stacks_smaller():
     mesh = built({"fsdp": 8})
     sharding_plan = plan(tree, mesh, paths=FSDP)
     matrix_bytes = 16 * 32 * 4
-    assert len(map_matrices(unit, sharding_plan).exchanges) == 1
-    few = map_matrices(unit, sharding_plan, memory_limit_bytes=5 * matrix_bytes)
-    shapes = [exchange.starts(0).shape[1] for exchange in few.exchanges]
+    mapped = map_matrices(unit, sharding_plan)
+    assert len(mapped.exchanges) == 1
+    limit = 5 * matrix_bytes
+    few = map_matrices(unit, sharding_plan, memory_limit_bytes=limit)
+    shapes = []
+    for exchange in few.exchanges:
+        shapes.append(exchange.starts(0).shape[1])
     assert shapes == [2, 2]
+    placed = sfx.shard(tree, sharding_plan)
+    expected = {}
+    for name, item in tree.items():
+        expected[name] = unit(item)
     same(
-        jax.jit(few)(sfx.shard(tree, sharding_plan)),
-        {name: unit(item) for name, item in tree.items()},
+        jax.jit(few)(placed),
+        expected,
     )
     with pytest.raises(
         MoveError,
@@ -429,15 +537,20 @@ def test_an_empty_tree_and_other_owners():
     tree = {"b": jnp.ones(8)}
     mesh = built({"data": 2, "fsdp": 4})
     sharding_plan = plan(tree, mesh, paths=FSDP)
-    same(jax.jit(map_matrices(unit, sharding_plan))(tree), tree)
+    mapped = map_matrices(unit, sharding_plan)
+    same(jax.jit(mapped)(tree), tree)
     sharding_plan = plan(matrices(8), mesh, paths=FSDP)
-    assert map_matrices(unit, sharding_plan).exchanges[0].axes == ("fsdp",)
-    exchanges = map_matrices(unit, sharding_plan, over=("data", "fsdp")).exchanges[0]
+    by_plan = map_matrices(unit, sharding_plan)
+    assert by_plan.exchanges[0].axes == ("fsdp",)
+    over_both = map_matrices(unit, sharding_plan, over=("data", "fsdp"))
+    exchanges = over_both.exchanges[0]
     shape = exchanges.starts(0).shape
     assert shape == (8, 1)
     axes = AxisRules([("batch", ("data", "fsdp"))])
-    sharding_plan = plan(matrices(8), mesh, paths=FSDP, axes=axes)
-    exchanges = map_matrices(unit, sharding_plan).exchanges[0]
+    arrays = matrices(8)
+    sharding_plan = plan(arrays, mesh, paths=FSDP, axes=axes)
+    by_batch = map_matrices(unit, sharding_plan)
+    exchanges = by_batch.exchanges[0]
     actual = exchanges.axes
     assert actual == ("data", "fsdp")
 
@@ -492,26 +605,35 @@ def test_what_cannot_be_mapped(error, match, leaf, options):
 
 
 def test_another_tree_and_another_result_are_errors():
-    sharding_plan = plan(matrices(2), MESH.build(jax.devices()), paths=FSDP)
+    arrays = matrices(2)
+    mesh = MESH.build(jax.devices())
+    sharding_plan = plan(arrays, mesh, paths=FSDP)
+    mapped = map_matrices(unit, sharding_plan)
+    other_tree = {"w0": jnp.ones((16, 32))}
     with pytest.raises(PlanMismatchError, match="the tree has no `w1`"):
-        map_matrices(unit, sharding_plan)({"w0": jnp.ones((16, 32))})
+        mapped(other_tree)
     with pytest.raises(LeafTypeError, match="return the same shapes, dtypes"):
         jax.eval_shape(
             map_matrices(lambda matrix: matrix.T, sharding_plan), sharding_plan.structs
         )
     array = jnp.zeros((8, 8), jnp.int32)
     whole = plan({"w": array}, MESH, paths=FSDP)
-    exchanges = map_matrices(unit, whole, where={"w": None}).exchanges
+    by_where = map_matrices(unit, whole, where={"w": None})
+    exchanges = by_where.exchanges
     assert exchanges == ()
+    without_state = map_matrices(unit, sharding_plan)
     with pytest.raises(LeafTypeError, match="pass `map_matrices"):
-        map_matrices(unit, sharding_plan).init()
+        without_state.init()
 
 
 def test_modules_keep_what_is_no_array():
-    linear = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0))
-    sharding_plan = plan(linear, MESH.build(jax.devices()), paths=FSDP)
-    result = sfx.filter_jit(map_matrices(unit, sharding_plan))(
-        sfx.shard(linear, sharding_plan)
-    )
-    same(result.layers[0].weight, unit(linear.layers[0].weight))
+    key = jax.random.key(0)
+    linear = eqx.nn.MLP(8, 8, 16, 2, key=key)
+    mesh = MESH.build(jax.devices())
+    sharding_plan = plan(linear, mesh, paths=FSDP)
+    mapped = map_matrices(unit, sharding_plan)
+    placed = sfx.shard(linear, sharding_plan)
+    result = sfx.filter_jit(mapped)(placed)
+    expected = unit(linear.layers[0].weight)
+    same(result.layers[0].weight, expected)
     assert result.activation is linear.activation

@@ -26,14 +26,19 @@ DTYPES = {
 
 def cuts(bits, sources, targets, group_of=None, sent_before=(), lost=()):
     """The parts of an array as it is, between devices and boxes."""
-    shape = tuple(
-        max(stop for _, stop in column)
-        for column in zip(*[b for _, b in [*sources, *targets]], strict=True)
-    )
+    all_boxes = []
+    for _, b in [*sources, *targets]:
+        all_boxes.append(b)
+    columns = zip(*all_boxes, strict=True)
+    sizes = []
+    for column in columns:
+        sizes.append(max(stop for _, stop in column))
+    shape = tuple(sizes)
     holders = {}
     for device, b in sources:
         holders.setdefault(b, []).extend([] if device in lost else [device])
-    dtype = np.dtype(getattr(jax.numpy, DTYPES[bits]))
+    kind = getattr(jax.numpy, DTYPES[bits])
+    dtype = np.dtype(kind)
     leaf = leaf_made("x", Struct(shape, dtype))
     return shard_parts(
         leaf,
@@ -66,20 +71,25 @@ def layouts(draw, shape):
         )
     )
     copies = draw(st.integers(1, 3))
-    devices = draw(st.permutations(range(2 * len(cells) * copies)))[
-        : len(cells) * copies
-    ]
-    return list(zip(devices, cells * copies, strict=True))
+    count = len(cells) * copies
+    all_devices = draw(st.permutations(range(2 * len(cells) * copies)))
+    devices = all_devices[:count]
+    copied_cells = cells * copies
+    return list(zip(devices, copied_cells, strict=True))
 
 
 @st.composite
 def moves(draw):
-    shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 6]), max_size=3)))
+    sizes = draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 6]), max_size=3))
+    shape = tuple(sizes)
     return shape, draw(layouts(shape)), draw(layouts(shape))
 
 
 def index(b):
-    return tuple(slice(*interval) for interval in b)
+    slices = []
+    for interval in b:
+        slices.append(slice(*interval))
+    return tuple(slices)
 
 
 @settings(deadline=None, max_examples=200)
@@ -90,33 +100,44 @@ def test_each_target_receives_exactly_what_it_lacks(
     shape, sources, targets = move
     parts = cuts(16, sources, targets)
     assert not parts.missing
-    whole = np.arange(math.prod(shape)).reshape(shape)
-    held = {device: whole[index(b)] for device, b in sources}
-    built = {
-        device: np.full([stop - start for start, stop in b], -1)
-        for device, b in targets
-    }
+    elements = np.arange(math.prod(shape))
+    whole = elements.reshape(shape)
+    held = {}
+    for device, b in sources:
+        held[device] = whole[index(b)]
+    built = {}
+    for device, b in targets:
+        built[device] = np.full([stop - start for start, stop in b], -1)
     for part in parts.all:
         target = built[part.receiver]
         place = index(hull(part.piece))
-        assert (target[place] == -1).all()
-        target[place] = held[part.sender][index(hull(swapped(part.piece)))]
+        is_empty = target[place] == -1
+        assert is_empty.all()
+        source = index(hull(swapped(part.piece)))
+        target[place] = held[part.sender][source]
     lacking = 0
     for device, b in targets:
-        np.testing.assert_array_equal(built[device], whole[index(b)])
-        lacking += np.setdiff1d(whole[index(b)], held.get(device, ())).size
-    assert sum(parts.sent_bytes.values()) == parts.wire_bytes == 2 * lacking
+        expected = whole[index(b)]
+        np.testing.assert_array_equal(built[device], expected)
+        lacked = np.setdiff1d(whole[index(b)], held.get(device, ()))
+        lacking += lacked.size
+    sent_bytes = sum(parts.sent_bytes.values())
+    assert sent_bytes == parts.wire_bytes == 2 * lacking
 
 
 @settings(deadline=None, max_examples=100)
 @given(moves(), st.data())
 def test_lost_shards_are_named_exactly(move, data):
     shape, sources, targets = move
-    remaining = data.draw(
-        st.lists(st.sampled_from(sources), unique=True, max_size=len(sources))
-    )
-    devices = {device for device, _ in sources}
-    lost = devices - {device for device, _ in remaining}
+    subsets = st.lists(st.sampled_from(sources), unique=True, max_size=len(sources))
+    remaining = data.draw(subsets)
+    devices = set()
+    for device, _ in sources:
+        devices.add(device)
+    remaining_devices = set()
+    for device, _ in remaining:
+        remaining_devices.add(device)
+    lost = devices - remaining_devices
     parts = cuts(
         8,
         sources,

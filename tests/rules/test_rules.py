@@ -15,14 +15,17 @@ from shardfx.errors import RuleError, SpecError
 U = P.UNCONSTRAINED
 NAMES = st.sampled_from(["a", "b", "c", "d", "e", ""])
 AXES = st.sampled_from(["x", "y", "z", "w"])
+axis_tuples = st.lists(AXES, min_size=2, max_size=3, unique=True)
 TARGETS = st.one_of(
     AXES,
     st.none(),
     st.just(U),
-    st.lists(AXES, min_size=2, max_size=3, unique=True).map(tuple),
+    axis_tuples.map(tuple),
 )
-RULES = st.lists(st.tuples(NAMES, TARGETS), max_size=8)
-ENTRIES = st.lists(NAMES, unique=True, max_size=5).flatmap(
+pairs = st.tuples(NAMES, TARGETS)
+RULES = st.lists(pairs, max_size=8)
+unique_names = st.lists(NAMES, unique=True, max_size=5)
+ENTRIES = unique_names.flatmap(
     lambda names: st.permutations([*names, None, None, U][: len(names) + 3])
 )
 POLICIES = st.sampled_from(["replicate", "keep", "unconstrained"])
@@ -37,10 +40,12 @@ def near(x, y):
 def test_resolve_is_linens_algorithm(rules, entries):
     from flax.linen.spmd import logical_to_mesh_axes
 
-    spec = resolve(entries, AxisRules(rules)).spec
+    axis_rules = AxisRules(rules)
+    spec = resolve(entries, axis_rules).spec
+    expected = logical_to_mesh_axes(tuple(entries), tuple(rules))
     assert near(
         spec,
-        logical_to_mesh_axes(tuple(entries), tuple(rules)),
+        expected,
     )
 
 
@@ -49,14 +54,15 @@ def shuffled_names(draw):
     """Entries, among them tuples and aliases; the same entries in another order; and
     that order.
     """
-    names = draw(
-        st.lists(
-            st.sampled_from(["a", "b", "c", "d", "a2", "a3", "b2"]),
-            unique=True,
-            min_size=1,
-        )
+    letters = st.sampled_from(["a", "b", "c", "d", "a2", "a3", "b2"])
+    lists_of_names = st.lists(
+        letters,
+        unique=True,
+        min_size=1,
     )
-    cuts = draw(st.lists(st.booleans(), min_size=len(names), max_size=len(names)))
+    names = draw(lists_of_names)
+    flags = st.lists(st.booleans(), min_size=len(names), max_size=len(names))
+    cuts = draw(flags)
     entries: list = []
     for name, joined in zip(names, cuts, strict=True):
         if joined and entries:
@@ -66,8 +72,13 @@ def shuffled_names(draw):
                 entries[-1] = (entries[-1], name)
         else:
             entries.append(name)
-    order = draw(st.permutations(range(len(entries))))
-    return entries, [entries[i] for i in order], order
+    positions = range(len(entries))
+    orders = st.permutations(positions)
+    order = draw(orders)
+    moved = []
+    for i in order:
+        moved.append(entries[i])
+    return entries, moved, order
 
 
 ALIASES = st.permutations([("a2", "a"), ("a3", "a2"), ("b2", "b")])
@@ -84,14 +95,25 @@ def test_resolve_uses_no_axis_twice_in_any_order_of_names(
         resolve(entries_in_order, rules, unmatched=unmatched)
         for entries_in_order in (entries, moved)
     )
-    used = [axis for entry in leaf.spec if entry is not U for axis in entry_axes(entry)]
+    used = []
+    for entry in leaf.spec:
+        if entry is not U:
+            for axis in entry_axes(entry):
+                used.append(axis)
     assert len(used) == len(set(used))
-    padded = [*leaf.spec, *[None] * (len(entries) - len(leaf.spec))]
+    missing = len(entries) - len(leaf.spec)
+    padded = [*leaf.spec, *[None] * missing]
     spec = P(*[padded[i] for i in order])
     assert near(two.spec, spec)
-    place = {old: new for new, old in enumerate(order)}
-    actual = {(why.code, place[why.dim or 0], why.axes) for why in leaf.reasons}
-    expected = {(why.code, why.dim, why.axes) for why in two.reasons}
+    place = {}
+    for new, old in enumerate(order):
+        place[old] = new
+    actual = set()
+    for why in leaf.reasons:
+        actual.add((why.code, place[why.dim or 0], why.axes))
+    expected = set()
+    for why in two.reasons:
+        expected.add((why.code, why.dim, why.axes))
     assert actual == expected
 
 
@@ -100,22 +122,30 @@ def test_resolve_uses_no_axis_twice_in_any_order_of_names(
 def test_resolve_has_a_reason_for_each_name_without_target(pairs, entries):
     rules = AxisRules(pairs)
     decision = resolve(entries, rules)
-    names_with_rules = {name for name, _ in pairs}
-    spec = [*decision.spec, *[None] * (len(entries) - len(decision.spec))]
+    names_with_rules = set()
+    for name, _ in pairs:
+        names_with_rules.add(name)
+    missing = len(entries) - len(decision.spec)
+    spec = [*decision.spec, *[None] * missing]
     for dim, entry in enumerate(entries):
-        reasons = [why for why in decision.reasons if why.dim == dim]
+        reasons = []
+        for why in decision.reasons:
+            if why.dim == dim:
+                reasons.append(why)
         if entry is None or entry is U:
             assert not reasons
         elif entry not in names_with_rules:
             actual = [(why.code, why.axes) for why in reasons]
-            assert actual == [(Code.unmatched, (entry,))]
+            expected = [(Code.unmatched, (entry,))]
+            assert actual == expected
         elif spec[dim] is not None:
             assert not reasons
         else:
             # A first rule that says `None` was obeyed; every other way to end with
             # nothing is "blocked".
             first = next(target for name, target in rules.rules if name == entry)
-            assert bool(reasons) != (first is None)
+            is_obeyed = first is None
+            assert bool(reasons) != is_obeyed
             for why in reasons:
                 assert why.code is Code.blocked
 
@@ -179,8 +209,13 @@ FALLBACK = [("a", "x"), ("b", ("x", "y")), ("b", None), ("b", "z")]
 def test_entries_resolve(promise, entries, rules, spec, blocked):
     decision = resolve(entries, AxisRules(rules))
     assert decision.spec == spec, promise
-    reasons = [why for why in decision.reasons if why.code is Code.blocked]
-    actual = [(why.dim, "".join(why.axes)) for why in reasons]
+    reasons = []
+    for why in decision.reasons:
+        if why.code is Code.blocked:
+            reasons.append(why)
+    actual = []
+    for why in reasons:
+        actual.append((why.dim, "".join(why.axes)))
     assert actual == blocked
     assert not reasons or "`x` is used by `a` on dim 0" in reasons[0].message
 
@@ -226,7 +261,8 @@ SEQ = AxisRules(aliases={"seq": "sp", "len": "seq"})
 def test_names_without_a_rule_resolve_by_the_policy(
     promise, entries, rules, unmatched, spec
 ):
-    assert resolve(entries, rules, unmatched=unmatched).spec == spec, promise
+    decision = resolve(entries, rules, unmatched=unmatched)
+    assert decision.spec == spec, promise
 
 
 MODES = AxisRules(
@@ -281,36 +317,51 @@ def test_a_name_comes_before_its_aliases_in_order():
 @given(RULES, RULES)
 @settings(max_examples=100)
 def test_extend_and_prepend_are_concatenation_in_modes_too(one, two):
+    first_modes = {"m": one, "n": one}
+    second_modes = {"m": two, "o": two}
     parts: list[dict] = [
-        {"modes": {"m": one, "n": one}, "mesh_axes": ["x"]},
-        {"modes": {"m": two, "o": two}, "mesh_axes": ["y"]},
+        {"modes": first_modes, "mesh_axes": ["x"]},
+        {"modes": second_modes, "mesh_axes": ["y"]},
     ]
     first = AxisRules(one, **parts[0])
     second = AxisRules(two, **parts[1])
     modes = {"m": [*one, *two], "n": one, "o": two}
+    all_pairs = [*one, *two]
     both = AxisRules(
-        [*one, *two],
+        all_pairs,
         modes=modes,
         mesh_axes=["x", "y"],
     )
-    assert first.extend(two, **parts[1]) == both == second.prepend(one, **parts[0])
+    extended = first.extend(two, **parts[1])
+    assert extended == both == second.prepend(one, **parts[0])
     # What is declared stays, whatever else changes.
+    without_names = both.without(*both.names)
+    with_alias = both.with_alias("c2", of="c")
+    quantum = AxisRules({"q": "z"})
+    merged = both.merge(quantum)
     others = [
-        both.without(*both.names),
-        both.with_alias("c2", of="c"),
-        both.merge(AxisRules({"q": "z"})),
+        without_names,
+        with_alias,
+        merged,
     ]
-    assert {other.mesh_axes for other in others} == {("x", "y")}
+    declared = set()
+    for other in others:
+        declared.add(other.mesh_axes)
+    assert declared == {("x", "y")}
 
 
 @given(RULES)
 @settings(max_examples=100)
 def test_last_wins_keeps_the_last_target_where_a_name_came_first(pairs):
-    targets = {
-        name: [target for other, target in pairs if other == name] for name, _ in pairs
-    }
-    expected = AxisRules([(name, targets[name][-1]) for name in AxisRules(pairs).names])
-    assert AxisRules.last_wins(pairs) == expected
+    targets = {}
+    for name, _ in pairs:
+        targets[name] = [target for other, target in pairs if other == name]
+    last_targets = []
+    for name in AxisRules(pairs).names:
+        last_targets.append((name, targets[name][-1]))
+    expected = AxisRules(last_targets)
+    last_wins = AxisRules.last_wins(pairs)
+    assert last_wins == expected
 
 
 @given(RULES, NAMES)
@@ -320,16 +371,17 @@ def test_without_takes_a_name_out_of_everything(pairs, name):
     rules = axis_rules.extend({name: "x"})
     rule_set = rules.without(name)
     assert name not in rule_set.names
-    assert name not in dict(rule_set.units)
+    units = dict(rule_set.units)
+    assert name not in units
     expected = tuple(pair for pair in rules.rules if pair[0] != name)
     assert rule_set.rules == expected
-    assert rule_set.modes == (("m", rule_set.rules),)
+    modes = (("m", rule_set.rules),)
+    assert rule_set.modes == modes
     axis_rules = AxisRules(units={"a": 2})
-    assert (
-        axis_rules.without("a")
-        == AxisRules(aliases={"a": "b"}).without("a")
-        == AxisRules()
-    )
+    without_unit = axis_rules.without("a")
+    aliased = AxisRules(aliases={"a": "b"})
+    without_alias = aliased.without("a")
+    assert without_unit == without_alias == AxisRules()
 
 
 @given(RULES, RULES)
@@ -339,12 +391,20 @@ def test_merge_keeps_fallbacks_and_refuses_contradictions(one, two):
     theirs = AxisRules(two)
 
     def of(rules, name):
-        return [target for key, target in rules.rules if key == name]
+        targets = []
+        for key, target in rules.rules:
+            if key == name:
+                targets.append(target)
+        return targets
 
     def begins(long, short):
-        return long[: len(short)] == short
+        beginning = long[: len(short)]
+        return beginning == short
 
-    shared = {name for name in mine.names if name in theirs.names}
+    shared = set()
+    for name in mine.names:
+        if name in theirs.names:
+            shared.add(name)
     fits = all(
         begins(of(mine, n), of(theirs, n)) or begins(of(theirs, n), of(mine, n))
         for n in shared
@@ -359,9 +419,15 @@ def test_merge_keeps_fallbacks_and_refuses_contradictions(one, two):
             mine.merge(theirs)
         return
     merged = mine.merge(theirs)
-    assert begins(list(merged.rules), list(mine.rules))
+    merged_rules = list(merged.rules)
+    my_rules = list(mine.rules)
+    assert begins(merged_rules, my_rules)
     for name in merged.names:
-        assert of(merged, name) == max(of(mine, name), of(theirs, name), key=len)
+        my_targets = of(mine, name)
+        their_targets = of(theirs, name)
+        longer = max(my_targets, their_targets, key=len)
+        merged_targets = of(merged, name)
+        assert merged_targets == longer
     assert merged.merge(theirs) == merged == merged.merge(mine)
 
 
@@ -382,7 +448,8 @@ def test_merge_reaches_modes_units_and_aliases():
         units=units,
         aliases=aliases,
     )
-    assert axis_rules.merge(two) == merged
+    actual = axis_rules.merge(two)
+    assert actual == merged
 
 
 def test_everything_is_part_of_equality_and_hash():
@@ -399,22 +466,30 @@ def test_everything_is_part_of_equality_and_hash():
         {"aliases": {}},
         {"mesh_axes": ("pod",)},
     ]
-    others: list[Any] = [
-        AxisRules({"a": "x"}, **options | change) for change in changes
-    ]
-    others += [base, AxisRules({"a": U}, **options)]
+    others: list[Any] = []
+    for change in changes:
+        others.append(AxisRules({"a": "x"}, **options | change))
+    unconstrained = AxisRules({"a": U}, **options)
+    others += [base, unconstrained]
     assert len(set(others)) == len(others)
-    assert base == AxisRules({"a": "x"}, **options)
+    same = AxisRules({"a": "x"}, **options)
+    assert base == same
 
 
 def test_rules_are_static_arguments_of_jit():
     traced = []
     rules = AxisRules({"a": "x"})
-    spec = jax.jit(lambda x, rules: traced.append(resolve(("a",), rules).spec))
+
+    def trace(x, rules):
+        return traced.append(resolve(("a",), rules).spec)
+
+    spec = jax.jit(trace)
+    renamed = rules.without("a").with_alias("a", "b")
+    same = AxisRules([("a", ("x",))])
     for axis_rules in (
         rules,
-        AxisRules([("a", ("x",))]),
-        rules.without("a").with_alias("a", "b").extend({"b": "y"}),
+        same,
+        renamed.extend({"b": "y"}),
     ):
         spec(jnp.ones(2), axis_rules)
     assert traced == [P("x"), P("y")]
@@ -492,7 +567,8 @@ def test_units_come_from_atomic_entries_and_from_rules(promise, names, units):
 def test_malformed_rules(rules, message):
     with pytest.raises(RuleError, match=message):
         AxisRules(rules)
-    with pytest.raises(RuleError, match=message.replace("`rules`", "`mode 'm'`")):
+    mode_message = message.replace("`rules`", "`mode 'm'`")
+    with pytest.raises(RuleError, match=mode_message):
         AxisRules(modes={"m": rules})
 
 
@@ -569,18 +645,20 @@ def test_what_contradicts_itself_is_refused(make, message):
     [1, b"a", ("a", ("b",)), ("a", ["b"]), {"a": "b"}, ("a", U), atomic(("a",), (2,))],
 )
 def test_other_entries_are_refused(entry):
+    rules = AxisRules({"a": "x"})
     with pytest.raises(
         SpecError, match="is no entry of an array's names; use a logical name"
     ):
-        resolve([entry], AxisRules({"a": "x"}))
+        resolve([entry], rules)
 
 
 @pytest.mark.parametrize(
     "entries", ["batch", ("a", "a"), ("a", None, ("b", "a")), ("a", atomic("a", 2))]
 )
 def test_a_string_and_a_name_twice_are_refused(entries):
+    rules = AxisRules({"a": "x"})
     with pytest.raises(
         SpecError,
         match=r"not 'batch'; write `\('batch',\)`|logical name `a` occurs twice in",
     ):
-        resolve(entries, AxisRules({"a": "x"}))
+        resolve(entries, rules)

@@ -15,13 +15,16 @@ def i32(*shape: int) -> Struct:
 
 def norm(x):
     variance = jnp.var(x, -1, keepdims=True)
-    centred = x - x.mean(-1, keepdims=True)
-    return centred * jax.lax.rsqrt(variance + 1e-6)
+    mean = x.mean(-1, keepdims=True)
+    centred = x - mean
+    scale = jax.lax.rsqrt(variance + 1e-6)
+    return centred * scale
 
 
 def token_loss(logits, labels):
     log_probabilities = jax.nn.log_softmax(logits)
-    picked = jnp.take_along_axis(log_probabilities, labels[..., None], -1)
+    columns = labels[..., None]
+    picked = jnp.take_along_axis(log_probabilities, columns, -1)
     return -jnp.mean(picked)
 
 
@@ -32,27 +35,39 @@ def dit() -> tuple[Any, ...]:
 
     def block(x, c, p):
         b, t, d = x.shape
-        modulation = (jax.nn.silu(c) @ p["ada"])[:, None]
+        projected = jax.nn.silu(c) @ p["ada"]
+        modulation = projected[:, None]
         shift, scale, gate, shift_2, scale_2, gate_2 = jnp.split(modulation, 6, -1)
-        h = norm(x) * (1 + scale) + shift
-        qkv = (h @ p["qkv"]).reshape(b, t, 3, 6, 16)
+        scaled = norm(x) * (1 + scale)
+        h = scaled + shift
+        fused = h @ p["qkv"]
+        qkv = fused.reshape(b, t, 3, 6, 16)
         q, k, v = jnp.moveaxis(qkv, 2, 0)
-        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        products = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        weights = jax.nn.softmax(products)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
-        x = x + gate * (mixed.reshape(b, t, d) @ p["proj"])
-        h = norm(x) * (1 + scale_2) + shift_2
+        flat = mixed.reshape(b, t, d)
+        attended = flat @ p["proj"]
+        x = x + gate * attended
+        scaled_again = norm(x) * (1 + scale_2)
+        h = scaled_again + shift_2
         hidden = jax.nn.gelu(h @ p["mlp_in"])
-        return x + gate_2 * (hidden @ p["mlp_out"])
+        fed = hidden @ p["mlp_out"]
+        return x + gate_2 * fed
 
     def loss(p, rows, time, label, noise):
         x = rows @ p["patch"]
-        waves = jnp.cos(time[:, None] * jnp.arange(24.0))
-        time_embedding = jax.nn.silu(waves @ p["time_1"]) @ p["time_2"]
-        c = time_embedding + p["label"][label]
+        frequencies = jnp.arange(24.0)
+        waves = jnp.cos(time[:, None] * frequencies)
+        time_hidden = jax.nn.silu(waves @ p["time_1"])
+        time_embedding = time_hidden @ p["time_2"]
+        label_embedding = p["label"][label]
+        c = time_embedding + label_embedding
         for layer in p["blocks"]:
             x = block(x, c, layer)
         predicted = norm(x) @ p["final"]
-        return jnp.mean((predicted - noise) ** 2)
+        squares = (predicted - noise) ** 2
+        return jnp.mean(squares)
 
     shapes = {
         "ada": (32, 576),
@@ -61,7 +76,10 @@ def dit() -> tuple[Any, ...]:
         "mlp_in": (96, 384),
         "mlp_out": (384, 96),
     }
-    blocks = [{name: f32(*shape) for name, shape in shapes.items()} for _ in range(2)]
+    block_structs = {}
+    for name, shape in shapes.items():
+        block_structs[name] = f32(*shape)
+    blocks = [block_structs for _ in range(2)]
     params = {
         "patch": f32(12, 96),
         "time_1": f32(24, 32),
@@ -84,15 +102,22 @@ def decode() -> tuple[Any, ...]:
 
     def layer(x, p, k, v, index):
         b = x.shape[0]
-        q = (x @ p["q"]).reshape(b, 2, 4, 16)
-        new_k = (x @ p["k"]).reshape(b, 1, 2, 16)
-        new_v = (x @ p["v"]).reshape(b, 1, 2, 16)
-        k = jax.lax.dynamic_update_slice(k, new_k, (0, index, 0, 0))
+        query = x @ p["q"]
+        q = query.reshape(b, 2, 4, 16)
+        key = x @ p["k"]
+        new_k = key.reshape(b, 1, 2, 16)
+        value = x @ p["v"]
+        new_v = value.reshape(b, 1, 2, 16)
+        corner = (0, index, 0, 0)
+        k = jax.lax.dynamic_update_slice(k, new_k, corner)
         v = jax.lax.dynamic_update_slice(v, new_v, (0, index, 0, 0))
-        weights = jax.nn.softmax(jnp.einsum("bkgd,bskd->bkgs", q, k))
+        products = jnp.einsum("bkgd,bskd->bkgs", q, k)
+        weights = jax.nn.softmax(products)
         mixed = jnp.einsum("bkgs,bskd->bkgd", weights, v)
-        x = x + mixed.reshape(b, 128) @ p["o"]
-        hidden = jax.nn.silu(norm(x) @ p["up"])
+        flat = mixed.reshape(b, 128)
+        x = x + flat @ p["o"]
+        raised = norm(x) @ p["up"]
+        hidden = jax.nn.silu(raised)
         return x + hidden @ p["down"], k, v
 
     def step(p, cache, token, index):
@@ -108,9 +133,11 @@ def decode() -> tuple[Any, ...]:
             return x, (k, v)
 
         rows = (p["layers"], cache["k"], cache["v"])
-        x, (k, v) = jax.lax.scan(body, p["embed"][token], rows)
+        embedded = p["embed"][token]
+        x, (k, v) = jax.lax.scan(body, embedded, rows)
         logits = norm(x) @ p["embed"].T
-        return jnp.argmax(logits, -1), {"k": k, "v": v}
+        chosen = jnp.argmax(logits, -1)
+        return chosen, {"k": k, "v": v}
 
     shapes = {
         "q": (64, 128),
@@ -120,8 +147,12 @@ def decode() -> tuple[Any, ...]:
         "up": (64, 256),
         "down": (256, 64),
     }
-    layers = {name: f32(4, *shape) for name, shape in shapes.items()}
-    cache = {name: f32(4, 16, 128, 2, 16) for name in "kv"}
+    layers = {}
+    for name, shape in shapes.items():
+        layers[name] = f32(4, *shape)
+    cache = {}
+    for name in "kv":
+        cache[name] = f32(4, 16, 128, 2, 16)
     params = {"embed": f32(2048, 64), "layers": layers}
     token = i32(16)
     index = i32()
@@ -133,11 +164,16 @@ def channels_first() -> tuple[Any, ...]:
         return jax.lax.conv_general_dilated(x, kernel, (stride, stride), "SAME")
 
     def loss(p, x, labels):
-        x = jax.nn.relu(convolve(x, p["stem"], 2))
-        hidden = jax.nn.relu(convolve(x, p["a"]))
-        x = x + convolve(hidden, p["b"])
-        pooled = convolve(x, p["down"], 2).mean((2, 3))
-        return token_loss(pooled @ p["head"], labels)
+        stem = convolve(x, p["stem"], 2)
+        x = jax.nn.relu(stem)
+        first = convolve(x, p["a"])
+        hidden = jax.nn.relu(first)
+        residual = convolve(hidden, p["b"])
+        x = x + residual
+        convolved = convolve(x, p["down"], 2)
+        pooled = convolved.mean((2, 3))
+        logits = pooled @ p["head"]
+        return token_loss(logits, labels)
 
     params = {
         "stem": f32(32, 4, 7, 7),
@@ -154,20 +190,28 @@ def channels_first() -> tuple[Any, ...]:
 def two_towers() -> tuple[Any, ...]:
     def tower(x, layers):
         for layer in layers:
-            hidden = jax.nn.gelu(norm(x) @ layer["fc"])
+            raised = norm(x) @ layer["fc"]
+            hidden = jax.nn.gelu(raised)
             x = x + hidden @ layer["out"]
         return x
 
     def loss(p, image, text):
-        patches = tower(image @ p["image"]["patch"], p["image"]["layers"])
-        images = patches.mean(1) @ p["image"]["head"]
-        tokens = tower(p["text"]["tokens"][text], p["text"]["layers"])
-        texts = tokens[:, -1] @ p["text"]["head"]
-        log_probabilities = jax.nn.log_softmax(images @ texts.T)
-        return -jnp.mean(jnp.diag(log_probabilities))
+        image_rows = image @ p["image"]["patch"]
+        patches = tower(image_rows, p["image"]["layers"])
+        image_means = patches.mean(1)
+        images = image_means @ p["image"]["head"]
+        text_rows = p["text"]["tokens"][text]
+        tokens = tower(text_rows, p["text"]["layers"])
+        last_tokens = tokens[:, -1]
+        texts = last_tokens @ p["text"]["head"]
+        products = images @ texts.T
+        log_probabilities = jax.nn.log_softmax(products)
+        right = jnp.diag(log_probabilities)
+        return -jnp.mean(right)
 
     def layers(width):
-        return [{"fc": f32(width, 4 * width), "out": f32(4 * width, width)}] * 2
+        layer = {"fc": f32(width, 4 * width), "out": f32(4 * width, width)}
+        return [layer] * 2
 
     image = {"patch": f32(48, 96), "layers": layers(96), "head": f32(96, 32)}
     text = {"tokens": f32(4096, 64), "layers": layers(64), "head": f32(64, 32)}
@@ -185,9 +229,12 @@ def adapters() -> tuple[Any, ...]:
     def loss(adapters, base, tokens):
         x = base["wte"][tokens]
         for a, w in zip(adapters, base["h"], strict=True):
-            adapted = x @ w["up"] + x @ a["down"] @ a["up"]
-            x = x + jax.nn.relu(adapted) @ w["back"]
-        return token_loss(x @ base["wte"].T, tokens)
+            adapter_update = x @ a["down"] @ a["up"]
+            adapted = x @ w["up"] + adapter_update
+            hidden = jax.nn.relu(adapted)
+            x = x + hidden @ w["back"]
+        logits = x @ base["wte"].T
+        return token_loss(logits, tokens)
 
     layer = {"up": f32(64, 256), "back": f32(256, 64)}
     base = {"wte": f32(1000, 64), "h": [layer, layer]}
@@ -199,12 +246,16 @@ def adapters() -> tuple[Any, ...]:
 def positions() -> tuple[Any, ...]:
     def loss(p, tokens):
         wpe = p["wpe"][: tokens.shape[1]]
-        x = p["wte"][tokens] + wpe
+        embedded = p["wte"][tokens]
+        x = embedded + wpe
         first = jnp.zeros((tokens.shape[0], 1, 64))
-        x = jnp.concatenate([first, x], 1) + p["pos_embed"]
-        x = x + jax.nn.relu(x @ p["up"]) @ p["down"]
+        tokens_and_first = jnp.concatenate([first, x], 1)
+        x = tokens_and_first + p["pos_embed"]
+        hidden = jax.nn.relu(x @ p["up"])
+        x = x + hidden @ p["down"]
         logits = x @ p["wte"].T
-        return jnp.mean(jax.nn.logsumexp(logits, -1))
+        normalizers = jax.nn.logsumexp(logits, -1)
+        return jnp.mean(normalizers)
 
     shapes = {
         "wte": (5000, 64),
@@ -213,7 +264,9 @@ def positions() -> tuple[Any, ...]:
         "up": (64, 256),
         "down": (256, 64),
     }
-    params = {name: f32(*shape) for name, shape in shapes.items()}
+    params = {}
+    for name, shape in shapes.items():
+        params[name] = f32(*shape)
     tokens = i32(8, 128)
     return jax.grad(loss), params, tokens
 
@@ -224,9 +277,13 @@ def rows_of_a_table() -> tuple[Any, ...]:
     """
 
     def loss(params, tokens):
-        look_up = jax.vmap(lambda token: params["table"][token])
+        def row_of(token):
+            return params["table"][token]
+
+        look_up = jax.vmap(row_of)
         rows = jax.vmap(look_up)(tokens)
-        return jnp.mean((rows @ params["out"]) ** 2)
+        products = rows @ params["out"]
+        return jnp.mean(products**2)
 
     params = {"table": f32(5000, 64), "out": f32(64, 96)}
     tokens = i32(16, 8)

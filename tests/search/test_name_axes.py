@@ -18,7 +18,10 @@ from shardfx.errors import LeafTypeError
 
 
 def sizes(found):
-    return {axis.name: axis.size for axis in found.axes}
+    size_by_name = {}
+    for axis in found.axes:
+        size_by_name[axis.name] = axis.size
+    return size_by_name
 
 
 def rules_for(found, **given):
@@ -33,23 +36,30 @@ def by_path(found):
     """The names of each array by its path, which begins with the number of the
     argument.
     """
-    leaves = jax.tree.leaves_with_path(
-        found.names, is_leaf=lambda node: type(node) is tuple and node != found.names
-    )
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): names
-        for path, names in leaves
-    }
+
+    def is_names(node):
+        return type(node) is tuple and node != found.names
+
+    leaves = jax.tree.leaves_with_path(found.names, is_leaf=is_names)
+    names_by_path = {}
+    for path, names in leaves:
+        names_by_path[jax.tree_util.keystr(path, simple=True, separator="/")] = names
+    return names_by_path
 
 
 def test_the_demo_is_named_as_its_author_named_it():
     run = demo.Run()
     optimizer = demo.make_optimizer(run)
     model = eqx.filter_eval_shape(demo.Transformer, key=jax.random.key(0))
-    arrays = eqx.filter(model, lambda leaf: hasattr(leaf, "shape"))
+
+    def is_array(leaf):
+        return hasattr(leaf, "shape")
+
+    arrays = eqx.filter(model, is_array)
     state = eqx.filter_eval_shape(optimizer.init, arrays)
     text = Struct((16, 129), "int32")
-    found = name_axes(demo.make_step(optimizer, None), model, state, text)
+    step = demo.make_step(optimizer, None)
+    found = name_axes(step, model, state, text)
     expected = {
         "vocab": 256,
         "embed": 128,
@@ -67,7 +77,8 @@ def test_the_demo_is_named_as_its_author_named_it():
         "embed",
         ("kv_heads", atomic("query_groups", 16)),
     )
-    assert found.names[0].layers.query == expected
+    layers = found.names[0].layers
+    assert layers.query == expected
     expected = ("layers", "embed", atomic("kv_heads", 16))
     assert found.names[0].layers.key == expected
     rules = rules_for(
@@ -83,8 +94,10 @@ def test_the_demo_is_named_as_its_author_named_it():
     assert made["layers/key"].spec == P(None, None, "kv")
     assert made["layers/down"].spec == P(None, ("kv", "group"))
     moments = plan(state, mesh, names=found.names[1], axes=rules)
-    assert moments["1/0/mu/layers/down"].spec == made["layers/down"].spec
-    sharding_plan = plan(text, mesh, names=found.names[2], axes=rules)[""]
+    moment_spec = moments["1/0/mu/layers/down"].spec
+    assert moment_spec == made["layers/down"].spec
+    batch_plan = plan(text, mesh, names=found.names[2], axes=rules)
+    sharding_plan = batch_plan[""]
     spec = sharding_plan.spec
     assert spec == P("data")
 
@@ -177,8 +190,10 @@ CALLED = {
 
 @pytest.mark.parametrize("make", CALLED, ids=lambda make: make.__name__)
 def test_what_dimensions_are_called(make):
-    found = name_axes(*make())
-    assert CALLED[make].items() <= by_path(found).items()
+    model = make()
+    found = name_axes(*model)
+    named = by_path(found)
+    assert CALLED[make].items() <= named.items()
     assert not found.notes
 
 
@@ -190,17 +205,37 @@ def test_every_model_plans_with_what_was_found(name):
     first = next(axis.name for axis in found.axes if axis.size % 2 == 0)
     for arg, names in zip(args, found.names, strict=True):
         axes = rules_for(found, **{first: "a"})
-        plan(arg, MeshSpec({"a": 2}), names=names, axes=axes)
-    assert "tied by" in str(found)
+        mesh = MeshSpec({"a": 2})
+        plan(arg, mesh, names=names, axes=axes)
+    text = str(found)
+    assert "tied by" in text
     for axis in found.axes:
         assert axis.name in str(found)
 
 
 def test_loops_and_branches():
     def step(p, x):
-        x = jax.lax.fori_loop(0, 3, lambda _, y: y @ p["a"], x)
-        x = jax.lax.while_loop(lambda y: jnp.sum(y) < 3, lambda y: y + p["b"], x)
-        return jax.lax.cond(jnp.sum(x) > 0, lambda y: y * p["c"], lambda y: y, x)
+        def multiplied(_, y):
+            return y @ p["a"]
+
+        x = jax.lax.fori_loop(0, 3, multiplied, x)
+
+        def is_small(y):
+            return jnp.sum(y) < 3
+
+        def shifted(y):
+            return y + p["b"]
+
+        x = jax.lax.while_loop(is_small, shifted, x)
+
+        def scaled(y):
+            return y * p["c"]
+
+        def unchanged(y):
+            return y
+
+        is_positive = jnp.sum(x) > 0
+        return jax.lax.cond(is_positive, scaled, unchanged, x)
 
     params = {"a": f32(8, 8), "b": f32(8), "c": f32(8)}
     found = name_axes(step, params, f32(4, 8))
@@ -215,7 +250,8 @@ def test_loops_and_branches():
 def test_odd_arguments():
     def step(a, key, n, flag):
         array = jax.random.normal(key, (3,))
-        return a["x"] * n, a["none"], array, a["empty"]
+        product = a["x"] * n
+        return product, a["none"], array, a["empty"]
 
     arrays = {
         "x": jnp.ones(()),
@@ -223,18 +259,20 @@ def test_odd_arguments():
         "empty": jnp.ones((0, 3)),
         "half": f32(4),
     }
-    found = name_axes(step, arrays, jax.random.key(0), 3, True)
+    key = jax.random.key(0)
+    found = name_axes(step, arrays, key, 3, True)
     assert found.names[0]["x"] == ()
     assert found.names[2] is None
     assert isinstance(found.names[0]["empty"], tuple)
 
 
 def test_what_has_no_names():
+    x = f32(3)
     with pytest.raises(
         LeafTypeError,
         match="`step` must be a function, not dict; pass the function that is jitted",
     ):
-        name_axes({}, f32(3))  # pyright: ignore[reportArgumentType]
+        name_axes({}, x)  # pyright: ignore[reportArgumentType]
     with pytest.raises(KeyError, match="no axis is called 'mpl'; there are"):
         name_axes(*mlp())["mpl"]
 
@@ -246,8 +284,14 @@ def test_the_numbers_of_raw_keys_are_no_batch(shape):
             keys = key
         else:
             keys = jax.random.split(key, 16)
-        noise = jax.vmap(lambda key: jax.random.normal(key, (64,)))(keys)
-        return jnp.mean(((x + noise) @ params["a"] @ params["b"]) ** 2)
+
+        def drawn(key):
+            return jax.random.normal(key, (64,))
+
+        noise = jax.vmap(drawn)(keys)
+        hidden = (x + noise) @ params["a"]
+        out = hidden @ params["b"]
+        return jnp.mean(out**2)
 
     params = {"a": f32(64, 96), "b": f32(96, 64)}
     key = jax.ShapeDtypeStruct(shape, jnp.uint32)
@@ -257,7 +301,8 @@ def test_the_numbers_of_raw_keys_are_no_batch(shape):
         f32(16, 64),
     )
     found = name_axes(step, *args)
-    expected = (*["batch"] * (len(shape) - 1), "key_words")
+    batch_names = ["batch"] * (len(shape) - 1)
+    expected = (*batch_names, "key_words")
     assert found.names[1] == expected
     assert found.names[2][0] == "batch"
     space = space_of((step, *args), 8, "v5e")
@@ -270,8 +315,11 @@ def test_the_numbers_of_raw_keys_are_no_batch(shape):
 def test_short_rows_of_tokens_are_no_keys(length):
     # Tokens of this dtype and size look like the words of keys.
     def step(params, key, tokens):
-        x = params["embed"][tokens] @ params["w"]
-        return jnp.mean(x * jax.random.normal(key, x.shape))
+        embedded = params["embed"][tokens]
+        x = embedded @ params["w"]
+        noise = jax.random.normal(key, x.shape)
+        elements = x * noise
+        return jnp.mean(elements)
 
     params = {"embed": f32(512, 64), "w": f32(64, 96)}
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
@@ -283,13 +331,16 @@ def test_short_rows_of_tokens_are_no_keys(length):
     )
     named = name_axes(step, *args)
     assert named.names[1] == ("key_words",)
-    assert named.names[2][0] == "batch" and "key_words" not in named.names[2]
+    token_names = named.names[2]
+    assert token_names[0] == "batch" and "key_words" not in token_names
 
 
 def drawn_in_loops(keys, key):
     def body(carry, key):
         carry, now = jax.random.split(carry)
-        return carry, jax.random.normal(now) + jax.random.normal(key)
+        carried_noise = jax.random.normal(now)
+        key_noise = jax.random.normal(key)
+        return carry, carried_noise + key_noise
 
     return jax.lax.scan(body, key, keys)
 
@@ -298,26 +349,47 @@ def drawn_until(keys, key):
     def body(carry):
         key, total = carry
         key, now = jax.random.split(key)
-        return key, total + jax.random.uniform(now)
+        new_total = total + jax.random.uniform(now)
+        return key, new_total
 
-    total = jax.lax.while_loop(lambda carry: carry[1] < 9, body, (key, 0.0))[1]
-    return total * jax.random.normal(keys[3])
+    def is_short(carry):
+        return carry[1] < 9
+
+    last = jax.lax.while_loop(is_short, body, (key, 0.0))
+    total = last[1]
+    noise = jax.random.normal(keys[3])
+    return total * noise
 
 
 def drawn_in_branches(keys, key):
-    branches = [lambda key: jax.random.normal(key), lambda key: 0.0]
+    def normal(key):
+        return jax.random.normal(key)
+
+    def zero(key):
+        return 0.0
+
+    branches = [normal, zero]
     drawn = jax.lax.switch(keys.shape[0] % 2, branches, key)
-    return drawn + jax.checkpoint(jax.vmap(jax.random.normal))(keys)
+    mapped = jax.vmap(jax.random.normal)
+    rematerialized = jax.checkpoint(mapped)
+    return drawn + rematerialized(keys)
 
 
 @pytest.mark.parametrize("draw", [drawn_in_loops, drawn_until, drawn_in_branches])
 def test_keys_are_found_through_loops_and_branches(draw):
     def step(keys, key, seeds):
-        return draw(keys, key), seeds * 2, jax.random.key(seeds[0, 0])
+        drawn = draw(keys, key)
+        seed_key = jax.random.key(seeds[0, 0])
+        return drawn, seeds * 2, seed_key
 
     shapes = [(6, 2), (2,), (8, 2)]
-    args = [jax.ShapeDtypeStruct(shape, jnp.uint32) for shape in shapes]
-    assert raw_keys(jax.make_jaxpr(jax.jit(step))(*args).jaxpr) == {0, 1}
+    args = []
+    for shape in shapes:
+        args.append(jax.ShapeDtypeStruct(shape, jnp.uint32))
+    jitted = jax.jit(step)
+    closed = jax.make_jaxpr(jitted)
+    words = raw_keys(closed(*args).jaxpr)
+    assert words == {0, 1}
 
 
 MESH = jax.sharding.AbstractMesh(
@@ -326,11 +398,13 @@ MESH = jax.sharding.AbstractMesh(
 
 
 def constrained(x):
-    return jax.lax.with_sharding_constraint(x, jax.NamedSharding(MESH, P("a")))
+    sharding = jax.NamedSharding(MESH, P("a"))
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def mapped(x):
-    return jax.shard_map(jnp.tanh, mesh=MESH, in_specs=P("a"), out_specs=P("a"))(x)
+    over_mesh = jax.shard_map(jnp.tanh, mesh=MESH, in_specs=P("a"), out_specs=P("a"))
+    return over_mesh(x)
 
 
 @custom_partitioning
@@ -345,14 +419,20 @@ partitioned.def_partition(
 
 
 def kernel(x):
-    return pallas_call(
-        lambda a, b: b.__setitem__(..., jnp.tanh(a[...])), out_shape=f32(*x.shape)
-    )(x)
+    def body(a, b):
+        return b.__setitem__(..., jnp.tanh(a[...]))
+
+    call = pallas_call(body, out_shape=f32(*x.shape))
+    return call(x)
 
 
 def looped(x):
     total = jnp.sum(x).astype(int)
-    return jax.lax.fori_loop(0, total, lambda _, y: jnp.tanh(y), x)
+
+    def activated(_, y):
+        return jnp.tanh(y)
+
+    return jax.lax.fori_loop(0, total, activated, x)
 
 
 @pytest.mark.parametrize(
@@ -370,12 +450,15 @@ def looped(x):
 )
 def test_what_is_not_priced_is_noted(change, note):
     def step(p, x):
-        return jnp.mean((change(x @ p["up"]) @ p["down"]) ** 2)
+        hidden = change(x @ p["up"])
+        out = hidden @ p["down"]
+        return jnp.mean(out**2)
 
     params = {"up": f32(64, 256), "down": f32(256, 64)}
     args = params, f32(128, 64)
     found = name_axes(step, *args)
-    assert note in " ".join(found.notes)
+    notes = " ".join(found.notes)
+    assert note in notes
     assert found.notes[0] in str(found)
 
 
@@ -397,19 +480,29 @@ def experts_and_positions(*, embed, heads, head_dim, experts, mlp, layers, **oth
 
     def layer(x, w):
         rows = x.shape[:2]
-        queries = (x @ w["wq"]).reshape(*rows, heads, head_dim)
-        keys = (x @ w["wk"]).reshape(*rows, heads, head_dim)
-        weights = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", queries, keys))
+        query_product = x @ w["wq"]
+        queries = query_product.reshape(*rows, heads, head_dim)
+        key_product = x @ w["wk"]
+        keys = key_product.reshape(*rows, heads, head_dim)
+        products = jnp.einsum("bshd,bthd->bhst", queries, keys)
+        weights = jax.nn.softmax(products)
         values = jnp.einsum("bhst,bthd->bshd", weights, keys)
-        x = x + values.reshape(*rows, heads * head_dim) @ w["wo"]
-        routes = jax.nn.softmax(x @ w["router"])
-        hidden = jax.nn.relu(jnp.einsum("bse,xem->bsxm", x, w["up"]))
-        return x + jnp.einsum("bsxm,xme,bsx->bse", hidden, w["down"], routes), None
+        flat = values.reshape(*rows, heads * head_dim)
+        x = x + flat @ w["wo"]
+        routed = x @ w["router"]
+        routes = jax.nn.softmax(routed)
+        raised = jnp.einsum("bse,xem->bsxm", x, w["up"])
+        hidden = jax.nn.relu(raised)
+        lowered = jnp.einsum("bsxm,xme,bsx->bse", hidden, w["down"], routes)
+        return x + lowered, None
 
     def loss(params, tokens):
-        x = params["embedding"][tokens] + params["pos"]
+        embedded = params["embedding"][tokens]
+        x = embedded + params["pos"]
         x, _ = jax.lax.scan(layer, x, params["layers"])
-        return jnp.mean(jax.nn.logsumexp(x @ params["embedding"].T, axis=-1))
+        logits = x @ params["embedding"].T
+        normalizers = jax.nn.logsumexp(logits, axis=-1)
+        return jnp.mean(normalizers)
 
     width = heads * head_dim
     params = {
@@ -429,7 +522,10 @@ def experts_and_positions(*, embed, heads, head_dim, experts, mlp, layers, **oth
 
 
 def without_units(names):
-    return tuple(getattr(name, "target", name) for name in names)
+    targets = []
+    for name in names:
+        targets.append(getattr(name, "target", name))
+    return tuple(targets)
 
 
 @given(
@@ -448,6 +544,10 @@ def test_operations_name_dimensions_whatever_their_sizes(sizes):
         "0/layers/down": ("layers", "experts", "mlp", "embed"),
         "1": ("batch", "sequence"),
     }
-    named = by_path(name_axes(*experts_and_positions(**sizes)))
-    actual = {path: without_units(names) for path, names in named.items()}
+    model = experts_and_positions(**sizes)
+    found = name_axes(*model)
+    named = by_path(found)
+    actual = {}
+    for path, names in named.items():
+        actual[path] = without_units(names)
     assert actual == expected

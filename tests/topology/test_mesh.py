@@ -20,7 +20,8 @@ EXPLICIT = AxisType.Explicit
 
 
 def ids(order):
-    return np.vectorize(lambda device: device.id)(order.devices)
+    id_of = np.vectorize(lambda device: device.id)
+    return id_of(order.devices)
 
 
 # Four slices of four devices; eight of three slices.
@@ -39,24 +40,31 @@ def test_a_mesh_is_a_value():
     same = MeshSpec(axes, axis_types=types, dcn={"data": 2})
     assert mesh == same
     assert hash(mesh) == hash(same)
-    assert not jax.tree.leaves(mesh)
+    leaves = jax.tree.leaves(mesh)
+    assert not leaves
     assert mesh.axis_types == (AxisType.Auto, EXPLICIT)
     assert mesh.dcn_sizes == (2, 1)
-    assert dict(mesh.shape) == {"data": 2, "tensor": 4}
+    sizes_by_axis = dict(mesh.shape)
+    assert sizes_by_axis == {"data": 2, "tensor": 4}
     assert mesh.size == 8
     axes = {"data": 8, "fsdp": -1, "tensor": 2}
     slices = MeshSpec(axes, dcn={"data": 4, "tensor": 2})
     assert str(slices) == "data=8(dcn=4),fsdp=-1,tensor=2(dcn=2)"
-    assert MeshSpec.parse(str(slices)) == slices
+    parsed = MeshSpec.parse(str(slices))
+    assert parsed == slices
     axes = {"tensor": 4, "data": 2}
+    other_order = MeshSpec(axes)
+    without_slices = MeshSpec({"data": 2, "tensor": 4})
     others = (
-        MeshSpec(axes),
-        MeshSpec({"data": 2, "tensor": 4}),
+        other_order,
+        without_slices,
     )
     assert mesh not in others
     axes = {"data": 2, "tensor": -1}
-    for shown in (MeshSpec(axes), mesh):
-        assert eval(repr(shown)) == shown
+    unfilled = MeshSpec(axes)
+    for shown in (unfilled, mesh):
+        again = eval(repr(shown))
+        assert again == shown
 
 
 @pytest.mark.parametrize(
@@ -162,29 +170,35 @@ def test_a_mesh_refuses(make, message):
 
 def test_reading_filling_and_asking():
     expected = MeshSpec({"data": 4, "tensor": 2})
-    assert MeshSpec.parse(" data = -1, tensor=2 ").fit(8) == expected
+    parsed = MeshSpec.parse(" data = -1, tensor=2 ")
+    assert parsed.fit(8) == expected
     mesh = MeshSpec({"data": 4, "tensor": 2})
     assert mesh.axis_size("data") == 4
     assert mesh.axis_size(("tensor", "data")) == 8
     assert mesh.axis_size(()) == 1
     assert MeshSpec.of(mesh) is mesh
-    assert MeshSpec.of(mesh.abstract()) == mesh
+    abstract = mesh.abstract()
+    assert MeshSpec.of(abstract) == mesh
     spec = MeshSpec({"data": -1, "tensor": 2}, axis_types=EXPLICIT)
     mesh = spec.build(jax.devices())
-    devices = np.array(jax.devices()).reshape(4, 2)
+    grid = np.array(jax.devices())
+    devices = grid.reshape(4, 2)
     expected = Mesh(
         devices,
         ("data", "tensor"),
         axis_types=(EXPLICIT, EXPLICIT),
     )
     assert mesh == expected
-    assert MeshSpec.of(mesh) == spec.fit(8)
+    filled = spec.fit(8)
+    assert MeshSpec.of(mesh) == filled
 
 
 def test_other_devices_stay_in_the_order_given():
     backwards = jax.devices()[::-1]
-    values = np.array(backwards).reshape(2, 4)
-    order = MeshSpec({"data": 8}).order(values)
+    grid = np.array(backwards)
+    values = grid.reshape(2, 4)
+    mesh = MeshSpec({"data": 8})
+    order = mesh.order(values)
     assert list(order.devices) == backwards
     assert order.method == "mesh_utils"
     assert order.reasons == ()
@@ -195,9 +209,13 @@ def test_other_devices_stay_in_the_order_given():
 def test_the_order_of_tpus_does_not_depend_on_the_list(shuffled):
     devices = chips((4, 4, 2, 1), (2, 2, 1, 1), "TPU v5p")
     spec = MeshSpec({"data": 4, "tensor": 8})
-    order = spec.order([devices[i] for i in shuffled])
+    shuffled_devices = []
+    for i in shuffled:
+        shuffled_devices.append(devices[i])
+    order = spec.order(shuffled_devices)
     actual = ids(order)
-    assert (actual == ids(spec.order(devices))).all()
+    expected = ids(spec.order(devices))
+    assert (actual == expected).all()
 
 
 @pytest.mark.parametrize(
@@ -207,14 +225,19 @@ def test_a_built_mesh_is_a_permutation_that_says_what_it_changed(sizes):
     devices = chips((4, 4, 4, 1), (2, 2, 1, 1), "TPU v5p")
     mesh = MeshSpec((f"a{i}", size) for i, size in enumerate(sizes))
     order = mesh.order(devices)
-    actual = sorted(ids(order).ravel())
+    flat_ids = ids(order).ravel()
+    actual = sorted(flat_ids)
     assert actual == list(range(64))
     assert order.devices.shape == sizes
     theirs = mesh_utils.create_device_mesh(
         sizes, devices, allow_split_physical_axes=True
     )
-    changed = [reason for reason in order.reasons if "walk their boxes" in reason]
-    expected = list(order.devices.flat) != list(theirs.flat)
+    changed = []
+    for reason in order.reasons:
+        if "walk their boxes" in reason:
+            changed.append(reason)
+    order_of_ids = list(order.devices.flat)
+    expected = order_of_ids != list(theirs.flat)
     assert bool(changed) == expected
     expected = any("no products of whole" in why for why in order.reasons)
     assert ("physical axes split" in order.method) == expected
@@ -227,21 +250,28 @@ def test_slices_are_ordered_one_by_one():
     order = spec.order(devices)
     assert order.method == "hybrid: mesh_utils, physical axes split"
     for piece in order.devices:
-        assert len({device.slice_index for device in piece.flat}) == 1
+        slice_indices = set()
+        for device in piece.flat:
+            slice_indices.add(device.slice_index)
+        assert len(slice_indices) == 1
     mesh = MeshSpec({"data": 8, "tensor": 2})
     alone = mesh.order(devices[:16])
-    assert (ids(order)[0] == ids(alone)).all()
-    assert (ids(order)[1] == ids(alone) + 16).all()
+    first = ids(order)[0]
+    assert (first == ids(alone)).all()
+    second = ids(order)[1]
+    assert (second == ids(alone) + 16).all()
 
 
 def test_an_axis_that_spans_slices_is_slowest_over_them():
     axes = {"data": 8, "tensor": 2}
     mesh = MeshSpec(axes, dcn={"data": 2, "tensor": 2})
     order = mesh.order(SLICES)
-    piece = np.vectorize(lambda device: device.slice_index)(order.devices)
+    slice_of = np.vectorize(lambda device: device.slice_index)
+    piece = slice_of(order.devices)
     expected = [[0, 1]] * 4 + [[2, 3]] * 4
     assert piece.tolist() == expected
-    without = MeshSpec({"data": 2, "fsdp": 8}).order(SLICES)
+    other_mesh = MeshSpec({"data": 2, "fsdp": 8})
+    without = other_mesh.order(SLICES)
     assert (
         without.reasons[0]
         == "the devices are of 4 slices and `dcn` is not given: axes span (2, 2) of"
@@ -257,13 +287,15 @@ def test_processes_are_slices_where_devices_name_none():
     mesh = MeshSpec(axes, dcn={"data": 2})
     order = mesh.order(nodes)
     expected = [[0, 1], [2, 3]]
-    assert ids(order).tolist() == expected
+    order_of_ids = ids(order)
+    assert order_of_ids.tolist() == expected
     assert order.method == "hybrid: mesh_utils"
     axes = {"data": 4, "tensor": 2}
     mesh = MeshSpec(axes, dcn={"tensor": 2})
     order = mesh.order(jax.devices())
     expected = [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert ids(order).tolist() == expected
+    order_of_processes = ids(order)
+    assert order_of_processes.tolist() == expected
     assert order.reasons == (
         "one process emulates 2 slices of 4 devices, in the order given",
     )
@@ -289,11 +321,16 @@ def test_a_torus_is_walked_where_jax_has_no_order(devices, sizes, method, reason
     order = mesh.order(devices[::-1])
     assert order.method.startswith(method)
     assert reason in order.reasons[0]
-    actual = sorted(ids(order).ravel())
-    assert actual == [device.id for device in devices]
+    flat_ids = ids(order).ravel()
+    actual = sorted(flat_ids)
+    expected_ids = []
+    for device in devices:
+        expected_ids.append(device.id)
+    assert actual == expected_ids
     if method == "as given":
         expected = [0, 1, 2, 3, 5, 6, 7, 8]
-        assert ids(order).tolist() == expected
+        order_of_ids = ids(order)
+        assert order_of_ids.tolist() == expected
         assert order.mean_hops is None
     else:
         assert order.mean_hops is not None
@@ -305,20 +342,28 @@ sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 @given(sizes, sizes, st.integers(1, 4))
 def test_splitting_gives_slices_to_the_slowest_parts(parts, others, slices):
-    names = [f"p{i}" for i in range(len(parts))]
-    axes = {"a": math.prod(others), "t": math.prod(parts) * slices, "z": 2}
+    names = []
+    for i in range(len(parts)):
+        names.append(f"p{i}")
+    tensor_size = math.prod(parts) * slices
+    axes = {"a": math.prod(others), "t": tensor_size, "z": 2}
     mesh = MeshSpec(
         axes,
         dcn={"t": slices},
     )
     sizes_by_axis = dict(zip(names, parts, strict=True))
-    split = mesh.split("t", {"s": slices} | sizes_by_axis)
+    parts_by_axis = {"s": slices} | sizes_by_axis
+    split = mesh.split("t", parts_by_axis)
     assert split.axis_names == ("a", "s", *names, "z")
-    assert split.axis_size(("s", *names)) == mesh.axis_size("t")
-    expected = (1, slices, *[1] * len(parts), 1)
+    split_size = split.axis_size(("s", *names))
+    assert split_size == mesh.axis_size("t")
+    ones = [1] * len(parts)
+    expected = (1, slices, *ones, 1)
     assert split.dcn_sizes == expected
-    assert split.axis_types == (AxisType.Auto,) * len(split.axis_names)
-    dcn_sizes = T24.split("t", {"x": 2, "y": 12}).dcn_sizes
+    kinds = (AxisType.Auto,) * len(split.axis_names)
+    assert split.axis_types == kinds
+    split_t24 = T24.split("t", {"x": 2, "y": 12})
+    dcn_sizes = split_t24.dcn_sizes
     assert dcn_sizes == (1, 2, 4)
 
 

@@ -30,9 +30,8 @@ HARDWARE = [
     ("TPU v6 lite", (16, 16, 1, 1), (2, 2, 1, 1)),
     ("TPU v9", (2, 6, 3, 1), (2, 2, 1, 1)),
 ]
-boxes = st.lists(st.integers(1, 6), min_size=1, max_size=4).filter(
-    lambda box: math.prod(box) <= 300
-)
+box_lists = st.lists(st.integers(1, 6), min_size=1, max_size=4)
+boxes = box_lists.filter(lambda box: math.prod(box) <= 300)
 
 
 def hops(path, box, closed):
@@ -44,43 +43,69 @@ def hops(path, box, closed):
             return min(length, size - length)
         return length
 
-    return [sum(map(distance, a, b, box, closed)) for a, b in itertools.pairwise(path)]
+    pairs = itertools.pairwise(path)
+    distances = []
+    for a, b in pairs:
+        distances.append(sum(map(distance, a, b, box, closed)))
+    return distances
 
 
 def divisors_of(number):
-    return [part for part in range(1, number + 1) if number % part == 0]
+    divisors = []
+    for part in range(1, number + 1):
+        if number % part == 0:
+            divisors.append(part)
+    return divisors
 
 
 def is_permutation(order, bounds):
-    places = np.moveaxis(order, -1, 0).reshape(len(bounds), -1)
+    columns = np.moveaxis(order, -1, 0)
+    places = columns.reshape(len(bounds), -1)
     flat = np.ravel_multi_index(tuple(places), bounds)
-    return np.array_equal(np.sort(flat), np.arange(math.prod(bounds)))
+    expected = np.arange(math.prod(bounds))
+    actual = np.sort(flat)
+    return np.array_equal(actual, expected)
 
 
 @given(st.permutations(range(16)), st.tuples(*[st.integers(0, 5)] * 3))
 def test_bounds_and_positions_need_neither_order_nor_origin(order, origin):
-    devices = [chips((2, 2, 2, 2))[index] for index in order]
+    all_devices = chips((2, 2, 2, 2))
+    devices = []
+    for index in order:
+        devices.append(all_devices[index])
     for device in devices:
-        device.coords = tuple(np.add(device.coords, origin).tolist())
+        moved = np.add(device.coords, origin)
+        device.coords = tuple(moved.tolist())
     assert topology.bounds(devices) == (2, 2, 2, 2)
-    for place, index in np.ndenumerate(topology.positions(devices)):
+    positions = topology.positions(devices)
+    for place, index in np.ndenumerate(positions):
+        coordinates = np.subtract(devices[index].coords, origin)
         actual = (
-            *np.subtract(devices[index].coords, origin),
+            *coordinates,
             devices[index].core_on_chip,
         )
         assert actual == place
 
 
 def test_devices_without_a_torus_are_processes_by_devices():
-    devices = [SimpleNamespace(id=i, process_index=10 + i // 3) for i in range(6)]
-    assert topology.bounds(devices[::-1]) == (2, 3)
+    devices = []
+    for i in range(6):
+        devices.append(SimpleNamespace(id=i, process_index=10 + i // 3))
+    backwards = devices[::-1]
+    assert topology.bounds(backwards) == (2, 3)
     expected = [[5, 4, 3], [2, 1, 0]]
-    assert topology.positions(devices[::-1]).tolist() == expected
-    actual = topology.bounds(np.array(jax.devices()).reshape(2, 4))
+    positions = topology.positions(devices[::-1])
+    assert positions.tolist() == expected
+    grid = np.array(jax.devices()).reshape(2, 4)
+    actual = topology.bounds(grid)
     assert actual == (1, 8)
-    flat = [SimpleNamespace(coords=(x, y)) for x in range(2) for y in range(3)]
+    flat = []
+    for x in range(2):
+        for y in range(3):
+            flat.append(SimpleNamespace(coords=(x, y)))
     assert topology.bounds(flat) == (2, 3, 1)
-    actual = topology.coords(flat[-1], 0)
+    last = flat[-1]
+    actual = topology.coords(last, 0)
     assert actual == (1, 2, 0)
 
 
@@ -164,36 +189,46 @@ def test_what_is_no_box_is_refused(function, arguments, message):
 
 
 def whole(box, bounds):
-    return math.prod(
-        side for side, bound in zip(box, bounds, strict=True) if side == bound
-    )
+    whole_sides = []
+    for side, bound in zip(box, bounds, strict=True):
+        if side == bound:
+            whole_sides.append(side)
+    return math.prod(whole_sides)
 
 
 @pytest.mark.parametrize(("kind", "bounds", "host"), HARDWARE)
 def test_default_submesh_prefers_cores_then_whole_rings(kind, bounds, host):
-    candidates = {
-        n: topology.feasible_submeshes(n, bounds)
-        for n in range(1, math.prod(bounds) + 1)
-    }
-    feasible = [n for n, boxes in candidates.items() if boxes]
+    device_count = math.prod(bounds)
+    candidates = {}
+    for n in range(1, device_count + 1):
+        candidates[n] = topology.feasible_submeshes(n, bounds)
+    feasible = []
+    for n, boxes in candidates.items():
+        if boxes:
+            feasible.append(n)
     for partitions, boxes in candidates.items():
         if not boxes:
             with pytest.raises(MeshError) as caught:
                 topology.default_submesh(kind, partitions, bounds)
-            assert str(caught.value).endswith(
-                f"use `num_partitions` out of {feasible}."
-            )
+            message = str(caught.value)
+            advice = f"use `num_partitions` out of {feasible}."
+            assert message.endswith(advice)
             continue
         box = topology.default_submesh(kind, partitions, bounds)
         assert math.prod(box) == partitions
         for side, bound in zip(box, bounds, strict=True):
-            assert bound % side == 0
+            remainder = bound % side
+            assert remainder == 0
         if kind > "TPU v4":  # the others have T5X's table
-            assert box[3] == max(other[3] for other in boxes)
-            expected = max(
-                whole(other, bounds) for other in boxes if other[3] == box[3]
-            )
-            assert whole(box, bounds) == expected
+            most_cores = max(other[3] for other in boxes)
+            assert box[3] == most_cores
+            whole_sizes = []
+            for other in boxes:
+                if other[3] == box[3]:
+                    whole_sizes.append(whole(other, bounds))
+            expected = max(whole_sizes)
+            actual = whole(box, bounds)
+            assert actual == expected
 
 
 @pytest.mark.parametrize(
@@ -222,25 +257,31 @@ def test_default_submesh_prefers_cores_then_whole_rings(kind, bounds, host):
     ],
 )
 def test_chosen_submeshes(kind, partitions, bounds, expected):
-    assert topology.default_submesh(kind, partitions, bounds) == expected
+    actual = topology.default_submesh(kind, partitions, bounds)
+    assert actual == expected
 
 
 @pytest.mark.parametrize(("kind", "bounds", "host"), HARDWARE)
 @pytest.mark.parametrize("tile", [True, False])
 def test_every_submesh_order_is_a_permutation_of_boxes(kind, bounds, host, tile):
-    boxes_by_count = [
-        topology.feasible_submeshes(count, bounds)
-        for count in divisors_of(math.prod(bounds))[:8]
-    ]
-    for box in itertools.chain.from_iterable(boxes_by_count):
+    device_count = math.prod(bounds)
+    boxes_by_count = []
+    for count in divisors_of(device_count)[:8]:
+        boxes_by_count.append(topology.feasible_submeshes(count, bounds))
+    boxes = itertools.chain.from_iterable(boxes_by_count)
+    for box in boxes:
         try:
             order = topology.submesh_order(bounds, host, box, tile_by_host=tile)
         except MeshError as error:
-            assert "host bounds" in str(error) or "cores (dim 3)" in str(error)
+            message = str(error)
+            assert "host bounds" in message or "cores (dim 3)" in str(error)
             continue
         assert is_permutation(order, bounds)
-        extents = order.max(axis=1) - order.min(axis=1) + 1
-        assert (extents == np.array(box)).all()
+        highest = order.max(axis=1)
+        lowest = order.min(axis=1)
+        extents = highest - lowest + 1
+        is_side = extents == np.array(box)
+        assert is_side.all()
 
 
 @pytest.mark.parametrize(("kind", "bounds", "host"), HARDWARE[:4])
@@ -249,10 +290,15 @@ def test_host_tiling_gives_each_host_a_box(kind, bounds, host):
     grid = topology.positions(devices)
     for box in ((1, 1, 1, bounds[3]), (2, 2, 1, bounds[3])):
         order = topology.submesh_order(bounds, host, box)
-        numbers = grid[tuple(np.moveaxis(order, -1, 0))]
-        mesh = Mesh(objects(devices)[numbers], ("data", "model"))
-        expected = math.prod(bounds) // math.prod(host)
-        assert hosts.grid_of(mesh).process_count == expected
+        columns = np.moveaxis(order, -1, 0)
+        places = tuple(columns)
+        numbers = grid[places]
+        grid_of_devices = objects(devices)[numbers]
+        mesh = Mesh(grid_of_devices, ("data", "model"))
+        host_size = math.prod(host)
+        expected = math.prod(bounds) // host_size
+        grid_of_hosts = hosts.grid_of(mesh)
+        assert grid_of_hosts.process_count == expected
 
 
 @given(st.integers(1, 40), st.integers(1, 16), st.integers(1, 16))
@@ -260,14 +306,16 @@ def test_hybrid_shape_uses_every_device(partitions, local, processes):
     try:
         ici, dcn = topology.hybrid_shape(partitions, local, processes)
     except MeshError as error:
-        assert f"{partitions} partitions do not tile" in str(error)
+        message = str(error)
+        assert f"{partitions} partitions do not tile" in message
         parts = str(error).split("use one of ")[1][:-1]
         others = eval(parts)
         assert partitions not in others
         return
     assert math.prod(ici) == local
     assert math.prod(dcn) == processes
-    assert ici[1] * dcn[1] == partitions
+    ici_and_dcn = ici[1] * dcn[1]
+    assert ici_and_dcn == partitions
 
 
 @given(boxes, st.lists(st.booleans(), min_size=4, max_size=4))
@@ -275,13 +323,22 @@ def test_ring_path_steps_to_neighbours_and_closes_where_it_can(box, closed):
     closed = closed[: len(box)]
     path = topology.ring_path(box, closed).tolist()
     expected = list(np.ndindex(*box))
-    assert sorted(map(tuple, path)) == expected
-    for hop in hops(path, box, [False] * len(box)):
+    places = map(tuple, path)
+    assert sorted(places) == expected
+    is_open = [False] * len(box)
+    for hop in hops(path, box, is_open):
         assert hop == 1
-    used = [dim for dim, size in enumerate(box) if size > 1]
-    even = [dim for dim in used if box[dim] % 2 == 0]
+    used = []
+    for dim, size in enumerate(box):
+        if size > 1:
+            used.append(dim)
+    even = []
+    for dim in used:
+        if box[dim] % 2 == 0:
+            even.append(dim)
     if (even and len(used) > 1) or any(closed[dim] for dim in even):
-        actual = hops([path[-1], path[0]], box, closed)
+        last_step = [path[-1], path[0]]
+        actual = hops(last_step, box, closed)
         assert actual == [1]
 
 
@@ -289,13 +346,17 @@ def test_ring_path_steps_to_neighbours_and_closes_where_it_can(box, closed):
 @given(boxes, st.data())
 def test_torus_order_is_a_permutation_and_walks_the_last_axis(box, data):
     size = math.prod(box)
-    last = data.draw(st.sampled_from(divisors_of(size)))
-    middle = data.draw(st.sampled_from(divisors_of(size // last)))
-    sizes = (size // last // middle, middle, last)
+    last_sizes = st.sampled_from(divisors_of(size))
+    last = data.draw(last_sizes)
+    middle_sizes = st.sampled_from(divisors_of(size // last))
+    middle = data.draw(middle_sizes)
+    first = size // last // middle
+    sizes = (first, middle, last)
     order = topology.torus_order(box, sizes)
     assert is_permutation(order, tuple(box))
     actual = topology.mean_hops(order, 2, box)
-    assert actual == (0.0 if last == 1 else 1.0)
+    expected = 0.0 if last == 1 else 1.0
+    assert actual == expected
     # A second axis takes a dimension of its own.
     bounds = (8, 8, 8, 1)
     order = topology.torus_order(bounds, (128, 2, 2))
@@ -305,15 +366,20 @@ def test_torus_order_is_a_permutation_and_walks_the_last_axis(box, data):
 
 @pytest.mark.parametrize(("kind", "bounds", "host"), HARDWARE)
 def test_mean_hops_against_brute_force(kind, bounds, host):
-    submesh = topology.default_submesh(kind, 2 * bounds[3], bounds)
+    partitions = 2 * bounds[3]
+    submesh = topology.default_submesh(kind, partitions, bounds)
     order = topology.submesh_order(bounds, host, submesh)
     closed = topology.wraps(kind, bounds)
-    rows = [hops(row, bounds, closed) for row in order.tolist()]
+    rows = []
+    for row in order.tolist():
+        rows.append(hops(row, bounds, closed))
     actual = topology.mean_hops(order, 1, bounds, closed)
-    assert actual == pytest.approx(np.mean(rows))
+    expected = np.mean(rows)
+    assert actual == pytest.approx(expected)
     places = np.array([[0, 0], [3, 0], [3, 5]])  # a ring has a short way round
     actual = topology.mean_hops(places, 0, (4, 6), (True, False))
-    assert actual == (1 + 5) / 2
+    expected_hops = (1 + 5) / 2
+    assert actual == expected_hops
 
 
 def test_which_dimensions_are_rings():
@@ -349,27 +415,43 @@ SMALL = [
 def factorings(number, count):
     if count == 1:
         return [(number,)]
-    divisors = [n for n in range(1, number + 1) if number % n == 0]
-    return [(n, *rest) for n in divisors for rest in factorings(number // n, count - 1)]
+    divisors = []
+    for n in range(1, number + 1):
+        if number % n == 0:
+            divisors.append(n)
+    all_factorings = []
+    for n in divisors:
+        for rest in factorings(number // n, count - 1):
+            all_factorings.append((n, *rest))
+    return all_factorings
 
 
 @pytest.mark.parametrize(
     ("kind", "bounds"), [*SMALL, *(row[:2] for row in HARDWARE)], ids=str
 )
 def test_neighbours_on_the_last_axis_are_linked(kind, bounds):
-    devices = chips(bounds, (2, 2, 1, bounds[3]), kind)
+    host = (2, 2, 1, bounds[3])
+    devices = chips(bounds, host, kind)
     size = math.prod(bounds)
-    every = [sizes for count in (1, 2, 3) for sizes in factorings(size, count)]
-    models = [
-        (size // model, model)
-        for model in (4, 8, 16)
-        if topology.feasible_submeshes(model, bounds)
-    ]
-    for sizes in every if (kind, bounds) in SMALL else models:
+    every = []
+    for count in (1, 2, 3):
+        for sizes in factorings(size, count):
+            every.append(sizes)
+    models = []
+    for model in (4, 8, 16):
+        if topology.feasible_submeshes(model, bounds):
+            models.append((size // model, model))
+    choices = every if (kind, bounds) in SMALL else models
+    for sizes in choices:
         order = topology.device_order(devices, sizes)
         ids = sorted(device.id for device in order.devices.flat)
-        assert ids == list(range(size))
-        last = max(i for i, size in enumerate(sizes) if size > 1)
+        expected = list(range(size))
+        assert ids == expected
+        split_axes = []
+        for i, axis_size in enumerate(sizes):
+            if axis_size > 1:
+                split_axes.append(i)
+        last = max(split_axes)
         assert order.mean_hops is not None, (
             sizes,
             order.method,
@@ -383,10 +465,13 @@ def test_neighbours_on_the_last_axis_are_linked(kind, bounds):
 def axes_varying(order, axis):
     """The dimensions of the torus along which the devices of one mesh axis differ."""
     axis_size = order.devices.shape[axis]
-    lines = np.moveaxis(order.devices, axis, -1).reshape(-1, axis_size)
+    last_axis = np.moveaxis(order.devices, axis, -1)
+    lines = last_axis.reshape(-1, axis_size)
     line = lines[0]
     places = np.array([topology.coords(device, 1) for device in line])
-    return tuple(np.flatnonzero(np.ptp(places, axis=0)).tolist())
+    extents = np.ptp(places, axis=0)
+    varying = np.flatnonzero(extents)
+    return tuple(varying.tolist())
 
 
 @pytest.mark.parametrize(
@@ -404,7 +489,9 @@ def axes_varying(order, axis):
 def test_two_cores_of_a_chip_go_to_the_fastest_axis(bounds, sizes, dims):
     devices = chips(bounds, (2, 2, 1, 2), "TPU7x")
     order = topology.device_order(devices, sizes)
-    actual = [axes_varying(order, axis) for axis in range(len(sizes))]
+    actual = []
+    for axis in range(len(sizes)):
+        actual.append(axes_varying(order, axis))
     assert actual == dims
     assert order.method == "mesh_utils"
 
@@ -417,8 +504,11 @@ def test_orders_of_two_cores_are_those_of_every_jax():
         for count in (1, 2, 3):
             for sizes in factorings(len(devices), count):
                 order = topology.device_order(devices, sizes)
-                ids = [device.id for device in order.devices.flat]
-                digest.update(repr((bounds, sizes, ids)).encode())
+                ids = []
+                for device in order.devices.flat:
+                    ids.append(device.id)
+                record = repr((bounds, sizes, ids))
+                digest.update(record.encode())
     assert digest.hexdigest() == (
         "6ed883f736bb3a9255bfa82d92ccca08b33db5e7466b2970e3089178665f41c4"
     )

@@ -18,11 +18,17 @@ from shardfx.results import StepLayout
 @st.composite
 def layouts(draw, rank: int):
     """The fields of a random layout over eight devices."""
-    sizes = draw(st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2)]))
-    dims = [[] for _ in range(rank + 1)]
-    for axis in draw(st.permutations(list(range(len(sizes))))):
-        dims[draw(st.integers(0, rank))].append(axis)
-    return StepLayout(sizes, tuple(map(tuple, dims[:rank])))
+    choices = [(8,), (2, 4), (4, 2), (2, 2, 2)]
+    sizes = draw(st.sampled_from(choices))
+    dims = []
+    for _ in range(rank + 1):
+        dims.append([])
+    axes = list(range(len(sizes)))
+    for axis in draw(st.permutations(axes)):
+        dim = draw(st.integers(0, rank))
+        dims[dim].append(axis)
+    layout_dims = tuple(map(tuple, dims[:rank]))
+    return StepLayout(sizes, layout_dims)
 
 
 class PartedMove(NamedTuple):
@@ -66,9 +72,14 @@ def moved(
     """The array after the steps of a plan, part by part; its pieces lie end to end
     along the first dimension.
     """
-    devices = np.array(jax.devices()[:8]).reshape(src.sizes)
-    mesh = Mesh(devices, tuple("abc"[: len(src.sizes)]))
-    spec = P(*[tuple("abc"[axis] for axis in axes) or None for axes in src.dims])
+    grid = np.array(jax.devices()[:8])
+    devices = grid.reshape(src.sizes)
+    names = tuple("abc"[: len(src.sizes)])
+    mesh = Mesh(devices, names)
+    entries = []
+    for axes in src.dims:
+        entries.append(tuple("abc"[axis] for axis in axes) or None)
+    spec = P(*entries)
     step = ft.partial(run, steps=plan.steps, like=src, axes=mesh.axis_names)
     body = ft.partial(in_chunks, move=step, chunks=chunks)
     program = jax.shard_map(
@@ -78,7 +89,10 @@ def moved(
         out_specs=flat(mesh),
         check_vma=False,
     )
-    return jax.jit(program)(jax.device_put(values, NamedSharding(mesh, spec)))
+    sharding = NamedSharding(mesh, spec)
+    placed = jax.device_put(values, sharding)
+    jitted = jax.jit(program)
+    return jitted(placed)
 
 
 def assert_moved(
@@ -92,14 +106,17 @@ def assert_moved(
     plan = redistribute(shape, 8 * dtype.itemsize, src, dst)
     if not plan.steps:
         return
-    on_the_way = [plan.steps[0].source, *(step.target for step in plan.steps)]
+    first = plan.steps[0].source
+    on_the_way = [first, *(step.target for step in plan.steps)]
     block = shape[dim] // math.lcm(*(end.counts[dim] for end in on_the_way))
     # Every element has bits of its own, also where they are those of a NaN (of a small
     # one the CPU would change them).
     numbers = np.arange(math.prod(shape), dtype=np.uint32)
     bits = numbers * np.uint32(2654435761) >> np.uint32(32 - 8 * dtype.itemsize)
     values = bits.astype(f"uint{8 * dtype.itemsize}").view(dtype).reshape(shape)
-    chunks = Chunks(dim, block, min(part, block), dst.shard_shape(shape))
+    shard_shape = dst.shard_shape(shape)
+    chunk = min(part, block)
+    chunks = Chunks(dim, block, chunk, shard_shape)
     array = moved(
         values,
         src=src,
@@ -107,17 +124,23 @@ def assert_moved(
         plan=plan,
         chunks=chunks,
     )
-    devices = np.array(jax.devices()[:8]).reshape(dst.sizes)
-    mesh = Mesh(devices, tuple("abc"[: len(dst.sizes)]))
-    spec = P(*[tuple("abc"[axis] for axis in axes) or None for axes in dst.dims])
+    grid = np.array(jax.devices()[:8])
+    devices = grid.reshape(dst.sizes)
+    names = tuple("abc"[: len(dst.sizes)])
+    mesh = Mesh(devices, names)
+    entries = []
+    for axes in dst.dims:
+        entries.append(tuple("abc"[axis] for axis in axes) or None)
+    spec = P(*entries)
     right = NamedSharding(mesh, spec)
-    values_by_device = {
-        device: values[index]
-        for device, index in right.devices_indices_map(shape).items()
-    }
+    values_by_device = {}
+    for device, index in right.devices_indices_map(shape).items():
+        values_by_device[device] = values[index]
     for shard in array.addressable_shards:
-        actual = np.asarray(shard.data).tobytes()
-        assert actual == np.ascontiguousarray(values_by_device[shard.device]).tobytes()
+        shard_values = np.asarray(shard.data)
+        actual = shard_values.tobytes()
+        expected = np.ascontiguousarray(values_by_device[shard.device])
+        assert actual == expected.tobytes()
 
 
 # The last part of a block of 13 is smaller.
@@ -135,7 +158,10 @@ def assert_moved(
 @settings(max_examples=20, deadline=None)
 def test_a_move_in_parts_gives_every_device_its_piece(move):
     counts = zip(move.src.counts, move.dst.counts, move.blocks, strict=True)
-    shape = tuple(math.lcm(before, after) * size for before, after, size in counts)
+    sizes = []
+    for before, after, size in counts:
+        sizes.append(math.lcm(before, after) * size)
+    shape = tuple(sizes)
     assert_moved(
         shape,
         dtype=move.dtype,
@@ -168,12 +194,16 @@ def test_a_move_in_parts_gives_every_device_its_piece(move):
 )
 @pytest.mark.parametrize("dim", [0, 1])
 def test_what_is_doubled_at_last_comes_in_halves(src, dst, kinds, dim):
-    steps = redistribute((64, 128), 32, src, dst).steps
-    actual = [step.kind for step in steps]
+    plan = redistribute((64, 128), 32, src, dst)
+    steps = plan.steps
+    actual = []
+    for step in steps:
+        actual.append(step.kind)
     assert actual == kinds
     # The least common multiple of all counts is 8, so that blocks are of 8 rows or of
     # 16 columns.
-    assert_moved((64, 128), np.dtype("float32"), src, dst, part=(4, 8)[dim], dim=dim)
+    part = (4, 8)[dim]
+    assert_moved((64, 128), np.dtype("float32"), src, dst, part=part, dim=dim)
 
 
 ROWS = StepLayout((64,), ((0,), ()))
@@ -217,12 +247,17 @@ COLUMNS = StepLayout((64,), ((), (0,)))
 )
 def test_untiled_pieces_are_split_where_padding_is_least(shape, bits, src, dst, chunks):
     plan = redistribute(shape, bits, src, dst)
-    assert chunks_on_tpus(src.shard_shape(shape), bits, plan.steps) == chunks
+    shard_shape = src.shard_shape(shape)
+    actual = chunks_on_tpus(shard_shape, bits, plan.steps)
+    assert actual == chunks
 
 
 def grid(*sizes: int) -> StepLayout:
     """An array whose dimensions are cut by an axis each."""
-    dims = tuple((axis,) for axis in range(len(sizes)))
+    dims = []
+    for axis in range(len(sizes)):
+        dims.append((axis,))
+    dims = tuple(dims)
     return StepLayout(sizes, dims)
 
 
@@ -264,8 +299,11 @@ def grid(*sizes: int) -> StepLayout:
     ],
 )
 def test_tiled_pieces_are_halved_before_a_doubling_gather(shape, src, dst, chunks):
-    steps = redistribute(shape, 32, src, dst).steps
-    assert chunks_on_tpus(src.shard_shape(shape), 32, steps) == chunks
+    plan = redistribute(shape, 32, src, dst)
+    steps = plan.steps
+    shard_shape = src.shard_shape(shape)
+    actual = chunks_on_tpus(shard_shape, 32, steps)
+    assert actual == chunks
 
 
 def test_all_to_all_after_a_permutation_comes_in_four():
@@ -275,7 +313,12 @@ def test_all_to_all_after_a_permutation_comes_in_four():
     dims = ((1,), (0,), ())
     dst = StepLayout((8, 8), dims)
     plan = redistribute(shape, 32, src, dst)
-    assert [step.kind for step in plan.steps] == ["permute", "all_to_all"]
-    chunks = chunks_on_tpus(src.shard_shape(shape), 32, plan.steps)
+    kinds = []
+    for step in plan.steps:
+        kinds.append(step.kind)
+    assert kinds == ["permute", "all_to_all"]
+    shard_shape = src.shard_shape(shape)
+    chunks = chunks_on_tpus(shard_shape, 32, plan.steps)
     assert chunks is not None
-    assert -(-chunks.block // chunks.chunk) == 4
+    parts = -(-chunks.block // chunks.chunk)
+    assert parts == 4

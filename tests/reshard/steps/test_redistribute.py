@@ -25,11 +25,15 @@ def lower_bound(shape: tuple[int, ...], src: StepLayout, dst: StepLayout) -> flo
     """What devices need and do not have, counted element by element; in bytes of 64-bit
     elements.
     """
-    array = np.arange(math.prod(shape)).reshape(shape)
+    elements = np.arange(math.prod(shape))
+    array = elements.reshape(shape)
     have = pieces(array, src, src)
     want = pieces(array, dst, src)
-    sizes = [np.setdiff1d(w, h).size for h, w in zip(have, want, strict=True)]
-    return 8 * float(np.mean(sizes))
+    sizes = []
+    for h, w in zip(have, want, strict=True):
+        sizes.append(np.setdiff1d(w, h).size)
+    mean_size = np.mean(sizes)
+    return 8 * float(mean_size)
 
 
 def test_a_pure_gather_is_one_collective():
@@ -37,23 +41,29 @@ def test_a_pure_gather_is_one_collective():
     for src in CATALOGUE:
         whole = dataclasses.replace(src, dims=((), ()))
         steps = check((16, 32), src, whole).steps
-        kinds = [step.kind for step in steps]
-        assert kinds == ["all_gather"] * (src.shard_count > 1)
+        kinds = []
+        for step in steps:
+            kinds.append(step.kind)
+        is_sharded = src.shard_count > 1
+        assert kinds == ["all_gather"] * is_sharded
     dims = ((0,), (1,))
     near = StepLayout((2, 8), dims)
     far = dataclasses.replace(near, weights=(10.0, 1.0))
     for src, count in ((near, 1), (far, 2)):
         whole = dataclasses.replace(src, dims=((), ()))
-        actual = len(check((16, 32), src, whole).steps)
+        plan = check((16, 32), src, whole)
+        actual = len(plan.steps)
         assert actual == count
 
 
 def test_every_step_puts_every_piece_where_its_layout_says():
     rng = np.random.default_rng(0)
     for _ in range(150):
-        src, dst = (CATALOGUE[index] for index in rng.integers(len(CATALOGUE), size=2))
+        indices = rng.integers(len(CATALOGUE), size=2)
+        src, dst = (CATALOGUE[index] for index in indices)
         plan = check((16, 32), src, dst)
-        expected = math.ceil(lower_bound((16, 32), src, dst))
+        least_bytes = lower_bound((16, 32), src, dst)
+        expected = math.ceil(least_bytes)
         assert plan.lower_bound_bytes == expected
 
 
@@ -61,10 +71,14 @@ def test_every_step_puts_every_piece_where_its_layout_says():
 def test_a_local_slice_moves_nothing_for_any_factors(sizes):
     pair_count = 0
     for src, dst in it.product(*map(all_layouts, sizes)):
-        if not missing_share(*refine(src, dst)):
+        refined = refine(src, dst)
+        if not missing_share(*refined):
             pair_count += 1
-            steps = check((144, 24), src, dst).steps
-            kinds = {step.kind for step in steps}
+            plan = check((144, 24), src, dst)
+            steps = plan.steps
+            kinds = set()
+            for step in steps:
+                kinds.add(step.kind)
             assert kinds <= {"slice"}
     assert pair_count > 50
 
@@ -75,32 +89,39 @@ def ends(draw, count: int, rank: int):
     sizes = []
     remaining = count
     while remaining > 1:
-        sizes.append(
-            draw(
-                st.sampled_from(
-                    [size for size in range(2, remaining + 1) if remaining % size == 0]
-                )
-            )
-        )
+        divisors = []
+        for size in range(2, remaining + 1):
+            if remaining % size == 0:
+                divisors.append(size)
+        factors = st.sampled_from(divisors)
+        sizes.append(draw(factors))
         remaining //= sizes[-1]
     if draw(st.booleans()):
-        sizes.insert(draw(st.integers(0, len(sizes))), 1)
-    dims = [[] for _ in range(rank)]
-    for axis in draw(st.permutations(list(range(len(sizes))))):
+        position = draw(st.integers(0, len(sizes)))
+        sizes.insert(position, 1)
+    dims = []
+    for _ in range(rank):
+        dims.append([])
+    axes = list(range(len(sizes)))
+    for axis in draw(st.permutations(axes)):
         dim = draw(st.integers(0, rank))
         if dim < rank:
             dims[dim].append(axis)
     if draw(st.booleans()):
-        order = random.Random(draw(st.integers(0, 9))).sample(range(count), count)
+        seed = draw(st.integers(0, 9))
+        order = random.Random(seed).sample(range(count), count)
     else:
         order = range(count)
     if draw(st.booleans()):
-        weights = [draw(st.sampled_from([1.0, 1.0, 10.0])) for _ in sizes]
+        weights = []
+        for _ in sizes:
+            weights.append(draw(st.sampled_from([1.0, 1.0, 10.0])))
     else:
         weights = ()
+    layout_dims = tuple(map(tuple, dims))
     return StepLayout(
         sizes=tuple(sizes),
-        dims=tuple(map(tuple, dims)),
+        dims=layout_dims,
         order=tuple(order),
         weights=tuple(weights),
     )
@@ -113,7 +134,8 @@ def moves(draw):
     """
     few = [1, 2, 3, 4, 6, 8, 9, 10, 12, 14, 15, 16, 18, 20, 21, 24, 30, 36]
     many = [192, 288, 384, 480]
-    count = draw(st.sampled_from(few + 2 * many))
+    counts = few + 2 * many
+    count = draw(st.sampled_from(counts))
     if count in many:
         rank = 2
     else:
@@ -121,7 +143,9 @@ def moves(draw):
     if count in many:
         spare = [1] * rank
     else:
-        spare = [draw(st.sampled_from([0, 1, 1, 1, 2, 3])) for _ in range(rank)]
+        spare = []
+        for _ in range(rank):
+            spare.append(draw(st.sampled_from([0, 1, 1, 1, 2, 3])))
     src = draw(ends(count, rank))
     dst = draw(ends(count, rank))
     return spare, src, dst
@@ -132,11 +156,12 @@ def moves(draw):
 def test_any_ranks_factors_orders_and_empty_dimensions(move):
     spare, src, dst = move
     # The least shape that both ends divide leaves no room for a detour.
-    shape = tuple(
-        math.lcm(a, b) * spare_factor
-        for a, b, spare_factor in zip(src.counts, dst.counts, spare, strict=True)
-    )
-    assume(math.prod(shape) <= 5000)
+    sizes = []
+    for a, b, spare_factor in zip(src.counts, dst.counts, spare, strict=True):
+        sizes.append(math.lcm(a, b) * spare_factor)
+    shape = tuple(sizes)
+    element_count = math.prod(shape)
+    assume(element_count <= 5000)
     check(shape, src, dst)
 
 
@@ -181,14 +206,19 @@ def test_factors_that_block_each_other_or_have_no_room(shape, src, dst):
 def test_a_gather_needs_no_permute_before_it(sizes, src, dst, order):
     rank = len(src)
     devices = math.prod(sizes)
-    source = StepLayout(sizes, src, tuple(range(devices)))
+    order_of_source = tuple(range(devices))
+    source = StepLayout(sizes, src, order_of_source)
     target = StepLayout(sizes, dst, order)
+    shape = (16,) * rank
     plan = check(
-        (16,) * rank,
+        shape,
         source,
         target,
     )
-    assert [step.kind for step in plan.steps] == ["all_gather"]
+    kinds = []
+    for step in plan.steps:
+        kinds.append(step.kind)
+    assert kinds == ["all_gather"]
     assert plan.wire_bytes == plan.lower_bound_bytes
 
 
@@ -196,48 +226,60 @@ def test_gathers_along_factors_of_two_meshes_stay_two():
     # The meshes differ in which of two neighbours is first, and in which axis has which
     # name.
     cases = ((0, 1, 2), (0, 1))
-    ours = [StepLayout((2, 2, 2), (axes,), (0, 1, 2, 3, 4, 5, 6, 7)) for axes in cases]
+    order_of_ours = (0, 1, 2, 3, 4, 5, 6, 7)
+    ours = []
+    for axes in cases:
+        ours.append(StepLayout((2, 2, 2), (axes,), order_of_ours))
     cases = ((1, 0), (1,))
-    theirs = [
-        StepLayout((2, 2, 2), (axes,), (1, 0, 4, 5, 2, 3, 6, 7)) for axes in cases
-    ]
+    order_of_theirs = (1, 0, 4, 5, 2, 3, 6, 7)
+    theirs = []
+    for axes in cases:
+        theirs.append(StepLayout((2, 2, 2), (axes,), order_of_theirs))
     path = path_along(ours, theirs)
-    actual = [(step.kind, step.source, step.target) for step in path]
-    assert actual == [
+    actual = []
+    for step in path:
+        actual.append((step.kind, step.source, step.target))
+    expected = [
         ("all_gather", *ours),
         ("all_gather", *theirs),
     ]
+    assert actual == expected
 
 
 @pytest.mark.parametrize("end_number", [0, 1])
 def test_slices_that_one_end_alone_knows_of_count_for_both(end_number):
     layout_arguments = [((2, 4, 2), ((2,), (0, 1))), ((16,), ((0,), ()))]
-    both = [in_slices(sizes, dims, 2) for sizes, dims in layout_arguments]
-    layouts = [
-        both[position] if position == end_number else StepLayout(sizes, dims)
-        for position, (sizes, dims) in enumerate(layout_arguments)
-    ]
-    costs = [
-        (plan.wire_bytes, plan.dcn_bytes)
-        for plan in (redistribute((16, 16), 64, *pair) for pair in (both, layouts))
-    ]
+    both = []
+    for sizes, dims in layout_arguments:
+        both.append(in_slices(sizes, dims, 2))
+    layouts = []
+    for position, (sizes, dims) in enumerate(layout_arguments):
+        layouts.append(
+            both[position] if position == end_number else StepLayout(sizes, dims)
+        )
+    plans = (redistribute((16, 16), 64, *pair) for pair in (both, layouts))
+    costs = [(plan.wire_bytes, plan.dcn_bytes) for plan in plans]
     assert costs[0] == costs[1]
     assert costs[0][1] > 0
 
 
 def test_layouts_of_meshes_and_specs():
     mesh = AbstractMesh((2, 4), ("a", "b"))
-    step_layout = layout(mesh, P("b", ("a",)), 3)
+    spec = P("b", ("a",))
+    step_layout = layout(mesh, spec, 3)
     dims = ((1,), (0,), ())
     expected = StepLayout((2, 4), dims)
     assert step_layout == expected
     axes = {"a": 2, "b": 4}
-    actual = layout(MeshSpec(axes), P("b", "a"), 3)
+    spec_mesh = MeshSpec(axes)
+    actual = layout(spec_mesh, P("b", "a"), 3)
     assert actual == step_layout
     dims = ((), (0,))
     expected = StepLayout((2, 4), dims)
-    assert layout(mesh, P(P.UNCONSTRAINED, "a"), 2) == expected
-    assert layout(mesh, P("b"), 1) is layout(mesh, P("b"), 1)
+    unconstrained = P(P.UNCONSTRAINED, "a")
+    assert layout(mesh, unconstrained, 2) == expected
+    first = layout(mesh, P("b"), 1)
+    assert first is layout(mesh, P("b"), 1)
     assert step_layout.shard_count == 8
     assert step_layout.counts == (4, 2, 1)
     actual = step_layout.shard_shape((8, 8, 8))
@@ -247,13 +289,15 @@ def test_layouts_of_meshes_and_specs():
 def test_an_axis_that_spans_slices_is_two():
     axes = {"a": 8, "b": 2, "c": 3}
     mesh = MeshSpec(axes, dcn={"a": 2, "b": 2})
-    actual = layout(mesh, P("b", ("c", "a")), 2)
+    spec = P("b", ("c", "a"))
+    actual = layout(mesh, spec, 2)
     sizes = (2, 4, 2, 3)
     dims = ((2,), (3, 0, 1))
     weights = (10.0, 1.0, 10.0, 1.0)
     expected = StepLayout(sizes, dims, None, weights)
     assert actual == expected
-    actual = layout(MeshSpec({"a": 8}, dcn={"a": 8}), P("a"), 1)
+    far_mesh = MeshSpec({"a": 8}, dcn={"a": 8})
+    actual = layout(far_mesh, P("a"), 1)
     expected = StepLayout((8,), ((0,),), None, (10.0,))
     assert actual == expected
 
@@ -273,14 +317,21 @@ def test_an_axis_that_spans_slices_is_two():
     ],
 )
 def test_devices_say_in_which_slice_they_are(order, sizes, weights):
-    devices = objects(chips((4, 2, 1, 1), slices=2))[order]
+    all_devices = objects(chips((4, 2, 1, 1), slices=2))
+    devices = all_devices[order]
     mesh = Mesh(devices.reshape(4, 4), ("a", "b"))
-    end = layout(mesh, P(("a", "b")), 1)
-    dims = (tuple(range(len(sizes))),)
-    expected = StepLayout(sizes, dims, tuple(order.tolist()), weights)
+    joint_spec = P(("a", "b"))
+    end = layout(mesh, joint_spec, 1)
+    positions = tuple(range(len(sizes)))
+    dims = (positions,)
+    ids = tuple(order.tolist())
+    expected = StepLayout(sizes, dims, ids, weights)
     assert end == expected
-    grid = objects(chips((4, 4, 1, 1))).reshape(4, 4)
-    actual = layout(Mesh(grid, ("a", "b")), P("a"), 1).weights
+    flat_grid = objects(chips((4, 4, 1, 1)))
+    grid = flat_grid.reshape(4, 4)
+    one_slice = Mesh(grid, ("a", "b"))
+    end_of_slice = layout(one_slice, P("a"), 1)
+    actual = end_of_slice.weights
     assert actual == ()
 
 
@@ -291,13 +342,14 @@ def test_equal_moves_are_planned_once():
     dst = StepLayout((4, 2), dims)
     dims = ((0,), (1,))
     same_source = StepLayout((2, 4), dims)
-    assert redistribute((8, 8), 32, src, dst) is redistribute(
-        (8, 8), 32, same_source, dst
-    )
+    first = redistribute((8, 8), 32, src, dst)
+    again = redistribute((8, 8), 32, same_source, dst)
+    assert first is again
     # Another shape with the same room for cuts shares the path, and only the bytes
     # differ.
     large = redistribute((80, 8), 32, src, dst)
-    wire_bytes = redistribute((8, 8), 32, src, dst).wire_bytes
+    small = redistribute((8, 8), 32, src, dst)
+    wire_bytes = small.wire_bytes
     expected = 10 * wire_bytes
     assert large.wire_bytes == expected
 
