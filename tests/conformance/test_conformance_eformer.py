@@ -28,7 +28,6 @@ from shardfx import (
     resolve,
     shard,
 )
-from shardfx._ground.spec import canonical
 from shardfx.errors import (
     RuleError,
 )
@@ -37,6 +36,7 @@ from shardfx.presets import eformer, infer_mode
 from shardfx.presets.layouts import Layout
 from shardfx.presets.tokens import GENERATION_MODES, TOKENS
 from tests.conformance.eformer_vectors import SUITE
+from tests.specs import canonical
 
 
 LAYOUTS = {

@@ -21,8 +21,8 @@ from shardfx import (
     resolve,
     topology,
 )
-from shardfx._ground.spec import entry_axes
 from shardfx.presets import t5x
+from tests.specs import entry_axes
 
 
 SUITE = Suite("t5x.json", {}, {})

@@ -10,9 +10,9 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from shardfx import AxisRules, MeshSpec, PathRules, plan, resolve, shard
-from shardfx._ground.spec import canonical
 from shardfx.errors import RuleError, SpecError
 from shardfx.interop import flax as interop
+from tests.specs import canonical
 
 
 MESH = MeshSpec({"fsdp": 4, "tensor": 2})

@@ -24,10 +24,10 @@ from shardfx import (
     presets,
     resolve,
 )
-from shardfx._ground.spec import canonical
 from shardfx.errors import RuleError, UnmatchedError
 from shardfx.interop import haliax, keras, levanter, maxtext, t5x
 from tests.conformance.rule_set_mesh import specs_of, struct
+from tests.specs import canonical
 
 
 # MaxText

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardfx._ground.spec import canonical
+from tests.specs import canonical
 
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from optax._src.factorized import _factored_dims
 
 from shardfx import Code, LeafPlan, MeshSpec, PathRules, ShardPlan, follow, plan
-from shardfx._ground.spec import entries_at
 from shardfx._plan.aligning import adapter_readings, scale_readings
 from shardfx.errors import SpecError
+from tests.specs import entries_at
 from tests.structs import struct
 
 

@@ -30,8 +30,8 @@ from shardfx import (
     plan,
     replicate,
 )
-from shardfx._ground.spec import entries_of, entry_axes
 from shardfx.errors import SpecError
+from tests.specs import entries_of, entry_axes
 
 
 MESHES = (

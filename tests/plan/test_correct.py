@@ -16,9 +16,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import shardfx as sfx
 from shardfx import Code, MeshSpec, correct, fsdp
-from shardfx._ground.spec import entries_of, entry_axes
 from shardfx.errors import SpecError
 from shardfx.presets import hf
+from tests.specs import entries_of, entry_axes
 
 
 U = P.UNCONSTRAINED

@@ -20,8 +20,8 @@ from shardfx import (
     plan,
     shard,
 )
-from shardfx._ground.spec import canonical
 from tests.plan.followed_plans import HEADS, MESH, SIZES, SMALL_PLAN
+from tests.specs import canonical
 from tests.structs import struct
 
 

@@ -31,8 +31,8 @@ from shardfx import (
     plan,
     replicate,
 )
-from shardfx._ground.spec import canonical, constrained, entries_of, entry_axes
 from shardfx.errors import SpecError
+from tests.specs import canonical, constrained, entries_of, entry_axes
 
 
 U = P.UNCONSTRAINED

@@ -5,10 +5,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardfx import presets, resolve
-from shardfx._ground.spec import canonical
 from shardfx.errors import RuleError, SpecError
 from shardfx.presets import Layout, eformer, infer_mode, t5x, tokens
 from shardfx.presets.layouts import HiddenStateSharding
+from tests.specs import canonical
 
 
 MODES = (tokens.MODE_TRAIN, tokens.MODE_PREFILL, tokens.MODE_DECODE, tokens.MODE_INSERT)

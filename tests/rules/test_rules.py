@@ -8,8 +8,8 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 from shardfx import AxisRules, Code, MeshSpec, atomic, plan, resolve
-from shardfx._ground.spec import canonical, entry_axes
 from shardfx.errors import RuleError, SpecError
+from tests.specs import canonical, entry_axes
 
 
 U = P.UNCONSTRAINED

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardfx as sfx
 from shardfx import AxisRules, MeshSpec, PathRules, atomic, explain, fsdp
-from shardfx._ground.spec import entries_of, entry_axes
+from tests.specs import entries_of, entry_axes
 
 
 MESH = MeshSpec({"fsdp": 4, "tensor": 8})

@@ -13,9 +13,9 @@ import pytest
 
 import shardfx as sfx
 from shardfx import MeshSpec, presets
-from shardfx._ground.spec import entry_axes
 from shardfx.interop import maxtext
 from shardfx.presets import models, tokens
+from tests.specs import entry_axes
 
 
 @pytest.mark.parametrize(
