@@ -265,6 +265,23 @@ def test_functions_are_short():
                 assert lines <= 60, f"{path}: {node.name} has {lines} lines"
 
 
+def test_functions_of_tests_and_benchmarks_are_short():
+    """Their lines of code count, without signature, docstring, comments and blanks."""
+    for folder in ("tests", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text()
+            lines = text.splitlines()
+            for node in ast.walk(ast.parse(text)):
+                if not isinstance(node, ast.FunctionDef):
+                    continue
+                first = node.body[0].lineno - 1
+                if ast.get_docstring(node) is not None:
+                    first = node.body[0].end_lineno or first
+                body = [line.strip() for line in lines[first : node.end_lineno]]
+                count = sum(bool(line) and line[0] != "#" for line in body)
+                assert count <= 60, f"{path}: {node.name} has {count} lines of code"
+
+
 def test_files_are_finished():
     for path in SOURCES:
         text = path.read_text()

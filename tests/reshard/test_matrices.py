@@ -22,7 +22,6 @@ from shardfx import (
     MeshSpec,
     PathRules,
     TreeMap,
-    fsdp,
     map_matrices,
     plan,
 )
@@ -33,70 +32,7 @@ from shardfx.errors import (
     RuleError,
     SpecError,
 )
-
-
-FSDP = PathRules([(".*", fsdp("fsdp"))])
-
-
-# Whole matrices alone give these: of a part the norm is another.
-def unit(item):
-    return item / jnp.linalg.norm(item)
-
-
-def matrices(count, shape=(16, 32), dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(0), count)
-    arrays = {}
-    for number, key in enumerate(keys):
-        arrays[f"w{number}"] = jax.random.normal(key, shape).astype(dtype)
-    return arrays
-
-
-def built(sizes, **options):
-    spec = MeshSpec(sizes, **options)
-    devices = jax.devices()[: spec.size]
-    return spec.build(devices)
-
-
-def check(fn, tree, mesh, *, rules: Any = FSDP, axes=None, names=None, **options):
-    """What is mapped under a plan, beside what the function makes of each matrix on one
-    device.
-    """
-    sharding_plan = plan(
-        tree,
-        mesh,
-        paths=rules,
-        axes=axes,
-        names=names,
-        unused="allow",
-    )
-    mapped = map_matrices(fn, sharding_plan, **options)
-    jitted = jax.jit(mapped, out_shardings=sharding_plan.shardings)
-    lowered = jitted.lower(sharding_plan.structs)
-    compiled = lowered.compile()
-    placed = sfx.shard(tree, sharding_plan)
-    result = compiled(placed)
-    shardings = sfx.shardings_of(result)
-    leaves = jax.tree.leaves(shardings)
-    specs = []
-    for leaf in leaves:
-        specs.append(leaf.spec)
-    leaves = jax.tree.leaves(sharding_plan.shardings)
-    expected = []
-    for leaf in leaves:
-        expected.append(leaf.spec)
-    assert specs == expected
-    return result, mapped, sfx.cost.traffic(compiled)
-
-
-def same(tree, expected, tolerance=1e-5):
-    leaves = jax.tree.leaves(tree)
-    others = jax.tree.leaves(expected)
-    for leaf, other in zip(leaves, others, strict=True):
-        leaf, other = (np.asarray(x, np.float64) for x in (leaf, other))
-        differences = np.abs(leaf - other)
-        largest = differences.max()
-        limit = tolerance * np.abs(other).max()
-        assert largest <= limit
+from tests.reshard.mapped_matrices import FSDP, built, check, matrices, same, unit
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 11, 24])

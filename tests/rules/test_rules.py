@@ -4,31 +4,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
 from jax.sharding import PartitionSpec as P
 
 from shardfx import AxisRules, Code, MeshSpec, atomic, plan, resolve
 from shardfx.errors import RuleError, SpecError
+from tests.rules.drawn_rules import (
+    AB,
+    ALIASES,
+    ENTRIES,
+    MODES,
+    NAMES,
+    POLICIES,
+    RULES,
+    U,
+    shuffled_names,
+)
 from tests.specs import canonical, entry_axes
-
-
-U = P.UNCONSTRAINED
-NAMES = st.sampled_from(["a", "b", "c", "d", "e", ""])
-AXES = st.sampled_from(["x", "y", "z", "w"])
-axis_tuples = st.lists(AXES, min_size=2, max_size=3, unique=True)
-TARGETS = st.one_of(
-    AXES,
-    st.none(),
-    st.just(U),
-    axis_tuples.map(tuple),
-)
-pairs = st.tuples(NAMES, TARGETS)
-RULES = st.lists(pairs, max_size=8)
-unique_names = st.lists(NAMES, unique=True, max_size=5)
-ENTRIES = unique_names.flatmap(
-    lambda names: st.permutations([*names, None, None, U][: len(names) + 3])
-)
-POLICIES = st.sampled_from(["replicate", "keep", "unconstrained"])
 
 
 def near(x, y):
@@ -43,45 +35,7 @@ def test_resolve_is_linens_algorithm(rules, entries):
     axis_rules = AxisRules(rules)
     spec = resolve(entries, axis_rules).spec
     expected = logical_to_mesh_axes(tuple(entries), tuple(rules))
-    assert near(
-        spec,
-        expected,
-    )
-
-
-@st.composite
-def shuffled_names(draw):
-    """Entries, among them tuples and aliases; the same entries in another order; and
-    that order.
-    """
-    letters = st.sampled_from(["a", "b", "c", "d", "a2", "a3", "b2"])
-    lists_of_names = st.lists(
-        letters,
-        unique=True,
-        min_size=1,
-    )
-    names = draw(lists_of_names)
-    flags = st.lists(st.booleans(), min_size=len(names), max_size=len(names))
-    cuts = draw(flags)
-    entries: list = []
-    for name, joined in zip(names, cuts, strict=True):
-        if joined and entries:
-            if isinstance(entries[-1], tuple):
-                entries[-1] = (*entries[-1], name)
-            else:
-                entries[-1] = (entries[-1], name)
-        else:
-            entries.append(name)
-    positions = range(len(entries))
-    orders = st.permutations(positions)
-    order = draw(orders)
-    moved = []
-    for i in order:
-        moved.append(entries[i])
-    return entries, moved, order
-
-
-ALIASES = st.permutations([("a2", "a"), ("a3", "a2"), ("b2", "b")])
+    assert near(spec, expected)
 
 
 @given(RULES, ALIASES, shuffled_names(), POLICIES)
@@ -263,22 +217,6 @@ def test_names_without_a_rule_resolve_by_the_policy(
 ):
     decision = resolve(entries, rules, unmatched=unmatched)
     assert decision.spec == spec, promise
-
-
-MODES = AxisRules(
-    {"a": "x", "b": "y"},
-    modes={
-        "train": (),
-        "decode": {
-            "s": None,
-            "a": None,
-            "b": "x",
-            "new": "w",
-        },
-        "insert": {"b": "z"},
-    },
-    aliases={"s": "b", "t": "s", "v": "late"},
-).extend({"late": "v"})
 
 
 @pytest.mark.parametrize(
@@ -572,12 +510,6 @@ def test_malformed_rules(rules, message):
         AxisRules(modes={"m": rules})
 
 
-AB = AxisRules(
-    {"a": "x", "b": "y"},
-    modes={"train": (), "decode": {"a": "y"}},
-    units={"a": 2},
-    aliases={"c": "a"},
-)
 UNTYPED = inspect.unwrap(resolve)
 UNIT = r"`units\['a'\]` is .*; a unit is a positive number of elements"
 UNITS: list[Any] = [0, -1, 1.5, True, None]
