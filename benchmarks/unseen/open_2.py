@@ -37,9 +37,9 @@ def _third_losses():
 
     def spread(z, labels):
         centred = z - z.mean(0)
-        covariance = centred.T @ (z - z.mean(0)) / z.shape[0]
-        diagonal = jnp.diagonal(covariance)
+        covariance = centred.T @ centred / z.shape[0]
         total = jnp.sum(covariance**2)
+        diagonal = jnp.diagonal(covariance)
         return total - jnp.sum(diagonal**2)
 
     def entropy(z, labels):

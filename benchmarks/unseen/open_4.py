@@ -395,11 +395,12 @@ def _ring_of(mesh, spec, count, heads):
             new = jnp.maximum(largest, block_largest)
             weights = jnp.exp(scores - new[..., None])
             old = jnp.exp(largest - new)
-            added = jnp.einsum("bhqs,bshk->bhqk", weights, v)
             scaled = total * old[..., None]
+            added = jnp.einsum("bhqs,bshk->bhqk", weights, v)
             total = scaled + added
+            kept_norm = norm * old
             summed = weights.sum(-1)
-            norm = norm * old + summed
+            norm = kept_norm + summed
             step = []
             for j in range(count):
                 step.append((j, (j + 1) % count))

@@ -274,8 +274,9 @@ def all_to_all_moe(mesh: AnyMesh) -> Made:
         load = lax.pmean(mean_loads, "ep")
         largest = probabilities.max(-1)
         share = largest[:, None].astype(x.dtype)
+        shared = y * share
         balance = jnp.sum(load**2)
-        return y * share, balance
+        return shared, balance
 
     specs = (P(), P("ep"), P("ep"), P("ep"))
     layer = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P("ep"), P()))
