@@ -133,6 +133,26 @@ def test_other_padding_of_a_slice_is_not_proved():
         assert judged(programs._replace(partitioned=changed)).outcome != "proved"
 
 
+def test_a_triangle_is_no_other_triangle():
+    def step(x):
+        lower = jax.scipy.linalg.solve_triangular(x, x, lower=True)
+        upper = jax.scipy.linalg.solve_triangular(x, x, lower=False)
+        return lower, upper
+
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(MESH, P()))
+    programs = step_of(step, (x,)).programs("cpu")
+    assert judged(programs).outcome == "proved"
+    text = programs.partitioned
+    lines = text.splitlines()
+    (line,) = [line for line in lines if "ROOT %tuple" in line and "tuple(" in line]
+    before, _, behind = line.partition("tuple(")
+    first, second = behind.split(")")[0].split(", ")
+    changed = line.replace(f"({first}, {second})", f"({second}, {first})")
+    assert changed != line
+    mutated = programs._replace(partitioned=text.replace(line, changed))
+    assert judged(mutated).outcome != "proved"
+
+
 def test_equal_layers_are_matched_in_linear_time(monkeypatch):
     # Each layer has operations of the same names; none is compared with all others.
     def rotated(layers, x):

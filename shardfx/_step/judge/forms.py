@@ -218,11 +218,20 @@ def form_of(
             computation_text(module, attribute(instruction, name).lstrip("%"))
             for name in ("select", "scatter")
         )
+    if opcode == "custom-call":
+        called = _options_of(instruction)
     meaning = meaning_of(instruction, _SIZES)
     if opcode in ("slice", "pad"):
         meaning = ()
     dims = tuple(range(len(shape)))
     return Form((opcode, meaning, called, *views), dims, dims)
+
+
+def _options_of(instruction: Instruction) -> tuple[str, ...]:
+    """The options of a custom call, such as which triangle it reads, in any order."""
+    text = instruction.attributes.partition(", backend_config=")[2]
+    options = text.partition(", metadata={")[0]
+    return tuple(sorted(options.strip("{}").split(", ")))
 
 
 def _is_constraint(instruction: Instruction) -> bool:
