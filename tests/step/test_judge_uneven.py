@@ -64,16 +64,9 @@ def test_another_lookup_is_not_proved(programs, before, after):
     assert judged(programs._replace(partitioned=changed)).outcome != "proved"
 
 
-@pytest.mark.parametrize(
-    "image, cotangent",
-    [
-        (P(None, None, "tensor"), P("data")),
-        (P(), P()),
-        (P("data"), P("data")),
-    ],
-)
-def test_a_device_whose_taps_read_padding_alone_is_not_accused(image, cotangent):
-    # The gradient of the kernel's first position is zero: it reads padding alone.
+def kernel_gradient(image, cotangent):
+    """A gradient whose first position of the kernel is zero: it reads padding alone."""
+
     def convolved(x, w):
         numbers = ("NHC", "HIO", "NHC")
         return jax.lax.conv_general_dilated(
@@ -91,6 +84,36 @@ def test_a_device_whose_taps_read_padding_alone_is_not_accused(image, cotangent)
 
     kernel = struct((2, 8, 6), P("tensor"))
     step = jax.jit(jax.grad(loss), out_shardings=kernel.sharding)
-    arrays = struct((16, 2, 8), image), struct((16, 1, 6), cotangent)
-    verdict = sfx.testing.verify(step, kernel, *arrays)
-    assert verdict.outcome == "not judged", verdict
+    arrays = (kernel, struct((16, 2, 8), image), struct((16, 1, 6), cotangent))
+    return step_of(step, arrays).programs("cpu")
+
+
+@pytest.mark.parametrize(
+    "image, cotangent",
+    [
+        (P(None, None, "tensor"), P("data")),
+        (P(), P()),
+        (P("data"), P("data")),
+    ],
+)
+def test_a_device_whose_taps_read_padding_alone_has_zeros(image, cotangent):
+    verdict = judged(kernel_gradient(image, cotangent))
+    assert verdict.outcome == "proved", verdict
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        # Rows of another device, of no device, and of all.
+        (r"constant\(\{0, 1\}\)", "constant({1, 0})"),
+        (r"constant\(\{0, 1, 0, 1,", "constant({1, 1, 0, 1,"),
+        (r"source_target_pairs=\{\{0,1\}", "source_target_pairs={{1,0}"),
+        (r"direction=GE", "direction=LT"),
+        (r"= (f32\[1,8,6\]\S*) all-reduce\((%[\w.\-]+)\).*", r"= \1 copy(\2)"),
+    ],
+)
+def test_another_gradient_of_a_kernel_is_not_proved(before, after):
+    programs = kernel_gradient(P("data"), P("data"))
+    changed, count = re.subn(before, after, programs.partitioned, count=1)
+    assert count == 1 and changed != programs.partitioned, programs.partitioned
+    assert judged(programs._replace(partitioned=changed)).outcome != "proved"

@@ -101,7 +101,7 @@ def _convolved(
             terms = context.cuts.terms(cut, size)
         elif image.shape[labels.image.index("f")] != size:
             raise Unjudged("a convolution of broadcasts")
-        cuts["b"] = cut_of(image.axes[labels.image.index("b")])
+        cuts["b"] = _batch(context, image, labels)
         cuts["f"] = cut_of(kernel.axes[labels.kernel.index("o")])
     else:
         terms = _grouped(context, instruction, operands, node, labels, cuts)
@@ -139,15 +139,36 @@ def _features(
     other = kernel.axes[labels.kernel.index("i")]
     if axis is None or other is None or image.fill != 0:
         return axis
-    slides_over_nothing = np.zeros(context.devices, bool)
-    for letter in labels.spatial:
-        rows = image.axes[labels.image.index(letter)]
-        if rows is not None:
-            slides_over_nothing |= (rows.cut.starts == HOLE).all(axis=1)
+    slides_over_nothing = _slide_over_nothing(context, image, labels)
     if axis.cut.lengths != other.cut.lengths or axis.cut.step != other.cut.step:
         return axis
     starts = np.where(slides_over_nothing[:, None], other.cut.starts, axis.cut.starts)
     return Axis(axis.dim, context.cuts.made(axis.cut.lengths, starts, axis.cut.step))
+
+
+def _batch(context: Context, image: Held, labels: _Labels) -> Cut | None:
+    """The batch of an image. A device that slides over zeros alone has that of the
+    others, if it is one: its sums are zero for any.
+    """
+    axis = image.axes[labels.image.index("b")]
+    if axis is None or image.fill != 0 or not axis.cut.has_holes:
+        return cut_of(axis)
+    slides_over_nothing = _slide_over_nothing(context, image, labels)
+    others = axis.cut.starts[~slides_over_nothing]
+    if not len(others) or (others != others[:1]).any():
+        return axis.cut
+    starts = np.where(slides_over_nothing[:, None], others[:1], axis.cut.starts)
+    return context.cuts.made(axis.cut.lengths, starts, axis.cut.step)
+
+
+def _slide_over_nothing(context: Context, image: Held, labels: _Labels) -> np.ndarray:
+    """Which devices have no row of an image."""
+    have_nothing = np.zeros(context.devices, bool)
+    for letter in labels.spatial:
+        rows = image.axes[labels.image.index(letter)]
+        if rows is not None:
+            have_nothing |= (rows.cut.starts == HOLE).all(axis=1)
+    return have_nothing
 
 
 def _known_size(size: int | None) -> int:
