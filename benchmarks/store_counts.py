@@ -117,8 +117,9 @@ def _counted(
     begin = time.monotonic()
     try:
         loaded = call()
-    except CheckpointError:
+    except CheckpointError as error:
         counts[f"{what}: CheckpointError"] += 1
+        print(f"{what}: {error}", file=sys.stderr)
         return None
     except Exception as error:  # noqa: BLE001 (It is what is counted.)
         counts[f"{what}: raw {type(error).__name__}"] += 1
@@ -156,11 +157,11 @@ def kills(server: Any, count: int, draws: random.Random) -> Counts:
 
         step = saved[-1] + 1
         for known in saved[-3:]:
-            load = _load_of(server.place(f"kills/step-{known}"), struct)
+            load = _patient_load_of(server.place(f"kills/step-{known}"), struct)
             _counted(counts, "a step that was saved", load, known)
         # The step that was under way is there as a whole, or not at all.
         if server.store().read(f"kills/step-{step}/{_INDEX}").result().value:
-            load = _load_of(server.place(f"kills/step-{step}"), struct)
+            load = _patient_load_of(server.place(f"kills/step-{step}"), struct)
             _counted(counts, "the step under way", load, step)
             step += 1
         else:
@@ -181,6 +182,11 @@ _INDEX = "model.safetensors.index.json"
 
 def _load_of(place: str, struct: Any) -> Any:
     return lambda: checkpoint.load(place, struct, timeout_seconds=TIMEOUT_SECONDS)
+
+
+def _patient_load_of(place: str, struct: Any) -> Any:
+    """A load of what must be there, also if the machine is busy."""
+    return lambda: checkpoint.load(place, struct)
 
 
 def _save_for_ever(pipe: Any, server: Any, first: int) -> None:

@@ -170,6 +170,17 @@ def test_nobody_at_the_address_is_named():
         receiver.pull()
 
 
+def test_a_peer_that_drips_counts_as_dead():
+    with (
+        contextlib.closing(Sender(job()[2], SECRET, timeout_seconds=0.5)) as sender,
+        socket.create_connection(sender.address) as connection,
+        pytest.raises(OSError),
+    ):
+        for _ in range(100):
+            connection.sendall(b"x")
+            time.sleep(0.1)
+
+
 def test_a_receiver_that_drips_is_dropped_in_time(caplog):
     caplog.set_level(logging.INFO, "shardfx.sync")
     _, dst, plan, tree = job()

@@ -6,19 +6,21 @@ threads are daemons, and `close` ends them: a process that ends must not stop a 
 while it lets go of arrays, which would abort the process.
 """
 
+import collections
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ..._ground.errors import SyncError
 
 
 _LOG = logging.getLogger("shardfx.sync")
-# If more come, the connection that waits longest is closed: an honest receiver proves
-# the secret within milliseconds.
-MOST_UNPROVED = 16
+# If more come, the host with the most of them loses the one that waits longest: an
+# honest receiver proves the secret within milliseconds, and no other host keeps it out.
+MOST_UNPROVED = 64
 # The wait after an error of the operating system, such as no free file descriptor.
 _RETRY_SECONDS = 0.2
 _SECONDS_BETWEEN_LOGS = 30.0
@@ -26,6 +28,13 @@ _SECONDS_BETWEEN_LOGS = 30.0
 # Answers a connection, and calls its second argument once the peer has proved that it
 # knows the secret.
 Answer = Callable[[socket.socket, Callable[[], None]], None]
+
+
+class _Unproved(NamedTuple):
+    """The host and the thread of a connection that has not proved the secret."""
+
+    host: str
+    thread: threading.Thread
 
 
 class Door:
@@ -39,7 +48,7 @@ class Door:
         self._grace_seconds = grace_seconds
         self._lock = threading.Lock()
         # The threads of connections, in the order of arrival.
-        self._unproved: dict[socket.socket, threading.Thread] = {}
+        self._unproved: dict[socket.socket, _Unproved] = {}
         self._proved: dict[socket.socket, threading.Thread] = {}
         self._is_closed = False
         self._next_log = 0.0
@@ -64,7 +73,8 @@ class Door:
         for connection in unproved:
             _shut(connection)
         deadline = time.monotonic() + self._grace_seconds
-        for thread in (*proved.values(), *unproved.values()):
+        threads = [*proved.values(), *[peer.thread for peer in unproved.values()]]
+        for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         for connection, thread in proved.items():
             if thread.is_alive():
@@ -74,12 +84,12 @@ class Door:
     def _accept_all(self) -> None:
         while not self._is_closed:
             try:
-                connection, _ = self._listening.accept()
+                connection, (host, *_) = self._listening.accept()
             except OSError as error:
                 if not self._is_closed:
                     self._wait_out(error)
                 continue
-            self._admit(connection)
+            self._admit(connection, host)
 
     def _wait_out(self, error: Exception) -> None:
         """Goes on after a bad moment: no free file descriptor, an aborted connection."""
@@ -90,12 +100,12 @@ class Door:
             self._close_oldest()
         time.sleep(_RETRY_SECONDS)
 
-    def _admit(self, connection: socket.socket) -> None:
+    def _admit(self, connection: socket.socket, host: str) -> None:
         thread = threading.Thread(target=self._run, args=(connection,), daemon=True)
         with self._lock:
             if len(self._unproved) >= MOST_UNPROVED:
                 self._close_oldest()
-            self._unproved[connection] = thread
+            self._unproved[connection] = _Unproved(host, thread)
         try:
             thread.start()
         except RuntimeError as error:  # The system has no thread for it.
@@ -105,8 +115,14 @@ class Door:
             self._wait_out(error)
 
     def _close_oldest(self) -> None:
-        if self._unproved:
-            connection = next(iter(self._unproved))
+        """Closes the oldest connection of the host that has the most."""
+        counts = collections.Counter(peer.host for peer in self._unproved.values())
+        for host, _ in counts.most_common(1):
+            connection = next(
+                connection
+                for connection, peer in self._unproved.items()
+                if peer.host == host
+            )
             # Its thread wakes up, and closes it.
             del self._unproved[connection]
             _shut(connection)
@@ -114,10 +130,10 @@ class Door:
     def _run(self, connection: socket.socket) -> None:
         def accept() -> None:
             with self._lock:
-                thread = self._unproved.pop(connection, None)
-                if thread is None:
+                peer = self._unproved.pop(connection, None)
+                if peer is None:
                     raise SyncError("the connection was closed for a newer one.")
-                self._proved[connection] = thread
+                self._proved[connection] = peer.thread
 
         try:
             with connection:
