@@ -8,15 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .._ground.errors import MeshError, check_type
+from ._axes import check_axes, require_known
 from ._devices import Devices, listed
 from ._order import DeviceOrder, device_order
 
 
-_MOST_DEVICES = 2**31 - 1  # JAX numbers devices in 32 bits
 _EMULATE = (
     ' To emulate them on CPU: `jax.config.update("jax_num_cpu_devices", {})` before the'
     " first use of JAX."
@@ -120,53 +119,10 @@ class MeshSpec(eqx.Module):
                 " from axis names to them",
             )
         for axes_of_argument, what in ((kinds, "axis_types"), (dcn or {}, "dcn")):
-            _require_known(axes_of_argument, self.axis_names, what)
+            require_known(axes_of_argument, self.axis_names, what)
 
     def __check_init__(self):
-        repeated = [name for name in self.axis_names if self.axis_names.count(name) > 1]
-        if repeated:
-            raise MeshError(
-                f"mesh axis `{repeated[0]}` occurs twice in {self.axis_names}; give"
-                " each axis one name."
-            )
-        for name, size, slices in zip(
-            self.axis_names, self.axis_sizes, self.dcn_sizes, strict=True
-        ):
-            if not isinstance(name, str) or not name:
-                raise MeshError(
-                    f"a mesh axis must be named by a non-empty string, not {name!r}."
-                )
-            if (
-                isinstance(size, bool)
-                or not isinstance(size, int | np.integer)
-                or (size < 1 and size != -1)
-            ):
-                raise MeshError(
-                    f"mesh axis `{name}` has size {size!r}; use a positive integer, or"
-                    " -1 for the rest."
-                )
-            if (
-                not isinstance(slices, int | np.integer)
-                or slices < 1
-                or (size != -1 and size % slices)
-            ):
-                raise MeshError(
-                    f"mesh axis `{name}` of size {size} cannot span {slices!r} slices;"
-                    " `dcn` must divide the size."
-                )
-        if (
-            math.prod(int(size) for size in self.axis_sizes if size != -1)
-            > _MOST_DEVICES
-        ):
-            raise MeshError(
-                f"mesh axes {self.axis_names} have more devices than JAX can number;"
-                " use smaller sizes."
-            )
-        if self.axis_sizes.count(-1) > 1:
-            raise MeshError(
-                f"mesh {self} has two sizes of -1; at most one can be filled from the"
-                " device count."
-            )
+        check_axes(self.axis_names, self.axis_sizes, self.dcn_sizes, self)
 
     def __repr__(self) -> str:
         kinds = {
@@ -366,7 +322,7 @@ class MeshSpec(eqx.Module):
             ```
         """
         names = (names,) if isinstance(names, str) else tuple(names)
-        _require_known(names, self.axis_names, "axis_size")
+        require_known(names, self.axis_names, "axis_size")
         if len(set(names)) < len(names):
             raise MeshError(
                 f"an axis occurs twice in {names}; a dimension can use each mesh axis"
@@ -519,7 +475,7 @@ class MeshSpec(eqx.Module):
             assert mesh == MeshSpec({"data": 2, "kv": 8, "rep": 2})
             ```
         """
-        _require_known((axis,), self.axis_names, "split")
+        require_known((axis,), self.axis_names, "split")
         position = self.require_sizes().axis_names.index(axis)
         size_of_axis = self.axis_sizes[position]
         spec_of_parts = MeshSpec(parts)
@@ -587,14 +543,3 @@ def _made(
     return MeshSpec(
         by_axis(sizes), axis_types=dict(by_axis(kinds)), dcn=dict(by_axis(slices))
     )
-
-
-def _require_known(
-    names: Iterable[str], axis_names: tuple[str, ...], what: str
-) -> None:
-    for name in names:
-        if name not in axis_names:
-            raise MeshError(
-                f"`{what}` names mesh axis `{name}`, but the mesh has {axis_names}; use"
-                " one of those."
-            )

@@ -1,0 +1,69 @@
+"""The checks of a mesh's axes."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .._ground.errors import MeshError
+
+
+_MOST_DEVICES = 2**31 - 1  # JAX numbers devices in 32 bits
+
+
+def check_axes(
+    axis_names: Sequence[Any],
+    axis_sizes: Sequence[Any],
+    dcn_sizes: Sequence[Any],
+    shown: object,
+) -> None:
+    """Raises `MeshError` for axes that no mesh can have. `shown` is the mesh."""
+    repeated = [name for name in axis_names if axis_names.count(name) > 1]
+    if repeated:
+        raise MeshError(
+            f"mesh axis `{repeated[0]}` occurs twice in {axis_names}; give"
+            " each axis one name."
+        )
+    for name, size, slices in zip(axis_names, axis_sizes, dcn_sizes, strict=True):
+        if not isinstance(name, str) or not name:
+            raise MeshError(
+                f"a mesh axis must be named by a non-empty string, not {name!r}."
+            )
+        if (
+            isinstance(size, bool)
+            or not isinstance(size, int | np.integer)
+            or (size < 1 and size != -1)
+        ):
+            raise MeshError(
+                f"mesh axis `{name}` has size {size!r}; use a positive integer, or"
+                " -1 for the rest."
+            )
+        if (
+            not isinstance(slices, int | np.integer)
+            or slices < 1
+            or (size != -1 and size % slices)
+        ):
+            raise MeshError(
+                f"mesh axis `{name}` of size {size} cannot span {slices!r} slices;"
+                " `dcn` must divide the size."
+            )
+    if math.prod(int(size) for size in axis_sizes if size != -1) > _MOST_DEVICES:
+        raise MeshError(
+            f"mesh axes {axis_names} have more devices than JAX can number;"
+            " use smaller sizes."
+        )
+    if axis_sizes.count(-1) > 1:
+        raise MeshError(
+            f"mesh {shown} has two sizes of -1; at most one can be filled from the"
+            " device count."
+        )
+
+
+def require_known(names: Iterable[str], axis_names: tuple[str, ...], what: str) -> None:
+    for name in names:
+        if name not in axis_names:
+            raise MeshError(
+                f"`{what}` names mesh axis `{name}`, but the mesh has {axis_names}; use"
+                " one of those."
+            )
