@@ -93,7 +93,8 @@ __all__ = sorted(_LATE)  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> _typing.Any:
     if name not in _LATE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        misuse = _importlib.import_module(f"{__name__}._ground.misuse")
+        raise misuse.lacking_in(__name__, name, __all__)
     room = _importlib.import_module(f"{__name__}.{_LATE[name]}")
     return room if name == _LATE[name] else getattr(room, name)
 

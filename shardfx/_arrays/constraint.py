@@ -15,6 +15,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._ground.errors import LeafTypeError, PlanMismatchError, SpecError
+from .._ground.misuse import called
 from .._ground.purity import is_tracing
 from .._ground.reason import Code, Decision, reason_for
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
@@ -73,6 +74,7 @@ def constrain(
 ) -> tuple[jax.Array, Decision]: ...
 
 
+@called("constrain(x, names_or_spec, plan)")
 def constrain(
     x: Any,
     names_or_spec: Any,

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
 from .._ground.errors import LeafTypeError
+from .._ground.misuse import called
 from .checked import Check
 from .entries import Donate
 from .jitted import Jitted
@@ -45,6 +46,7 @@ def filter_jit(
 ) -> "Callable[[Callable[P, R]], Jitted[P, R]]": ...
 
 
+@called("filter_jit(step, in_shardings=(plan, None))")
 def filter_jit(
     fn: Callable[..., object] | None = None,
     *,

@@ -430,7 +430,7 @@ class Jitted(Generic[P, R]):
             try:
                 shardings = spread(at_key(self._in, key), tree, what, shapes=shapes)
             except PlanMismatchError as error:
-                hint = self._fitting(key, tree, shapes)
+                hint = self._fitting(key, tree, shapes) + self._named(key)
                 raise PlanMismatchError(f"{error}{hint}") from error
             is_donated = bool(at_key(self._donated, key))
             for path, leaf, sharding in zip(
@@ -449,6 +449,19 @@ class Jitted(Generic[P, R]):
                 given_arrays.append(entry)
         check_given(given_arrays)
         return given_arrays
+
+    def _named(self, key: object) -> str:
+        """The end of a message about an argument whose entry is a dict that may be meant
+        to name parameters.
+        """
+        entry = at_key(self._in, key)
+        if not isinstance(entry, dict) or entry.keys() & self._keys.keys():
+            return ""
+        first = next(iter(self._keys), "model")
+        return (
+            f" To name parameters, write those of {self._name}({', '.join(self._keys)}):"
+            f" `in_shardings={{{first!r}: plan}}`."
+        )
 
     def _fitting(self, key: object, tree: object, shapes: bool) -> str:
         """The end of a message about an argument that does not fit its plan: the

@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
+from .._ground.misuse import called
 from .._ground.spec import array_bytes, canonical, entries_of
 from .._ground.text import (
     array_text,
@@ -111,6 +112,7 @@ class Misplaced(tuple[MisplacedArray, ...]):
         return rows
 
 
+@called("misplaced(tree, plan)")
 def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
     """The arrays of a live tree whose shardings, shapes, dtypes or memory kinds are not
     those of their plan.

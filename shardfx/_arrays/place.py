@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, PlanMismatchError
+from .._ground.misuse import called
 from .._ground.purity import is_tracing
 from .._ground.spec import canonical
 from .._ground.tree import Flat, flatten
@@ -34,6 +35,7 @@ def shard(tree: np.ndarray, plan: ShardPlan) -> jax.Array: ...
 def shard(tree: T, plan: ShardPlan) -> T: ...
 
 
+@called("shard(tree, plan)")
 def shard(tree: object, plan: ShardPlan) -> PyTree:
     """Puts every array of a tree on the devices of the plan, sharded as planned, on one
     process or many.
@@ -111,6 +113,7 @@ def gather(tree: jax.Array) -> np.ndarray: ...
 def gather(tree: T) -> T: ...
 
 
+@called("gather(tree)")
 def gather(tree: object) -> PyTree:
     """The tree with every array as a whole array on the host, on one process or many.
 
@@ -225,6 +228,7 @@ def clear_caches() -> None:
             thing.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@called("specs_of(tree)")
 def specs_of(tree: object) -> Any:
     """The PartitionSpec of every array of a tree, in canonical form (without trailing
     `None`s and one-element tuples).
@@ -269,6 +273,7 @@ def specs_of(tree: object) -> Any:
     return jax.tree_util.tree_map_with_path(spec, tree)
 
 
+@called("shardings_of(tree)")
 def shardings_of(tree: object, mesh: Mesh | None = None) -> Any:
     """The Sharding of every leaf of a tree.
 

@@ -7,13 +7,14 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._ground.errors import MapError
+from .._ground.misuse import refused
 from .._ground.spec import DType, dtype_named
 from .patterns import pattern, sum_of
 
@@ -90,7 +91,10 @@ def checked(op: str, parts: int, args: Sequence[object]) -> tuple[Any, ...]:
         value = convert(argument)
         is_open_end = kind == "end" and argument is None
         if value is None and not is_open_end:
-            raise MapError(f"`{op}` takes {description}, not {argument!r:.80}.")
+            fix = ""
+            if isinstance(argument, tuple) and kind == "int":
+                fix = f" Write `{op}{argument!r:.80}`, without a tuple."
+            raise MapError(f"`{op}` takes {description}, not {argument!r:.80}.{fix}")
         values.append(value)
     return tuple(values)
 
@@ -246,6 +250,11 @@ class From:
     op: str
     of: tuple["From", ...]
     args: tuple[Any, ...]
+
+    if not TYPE_CHECKING:
+        __getitem__ = refused(
+            "expression[{}]", "`.at({})` for one index, or `.slice(start, stop)`"
+        )
 
     def __init__(self, path: str):
         if not isinstance(path, str):

@@ -10,6 +10,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from .._ground.errors import MapError
+from .._ground.misuse import called
 from .._ground.text import first_lines, html_text
 from .apply import apply_steps
 from .expression import From, NamedSizes, Rules, from_data, leaves_of, to_data
@@ -70,6 +71,7 @@ class TreeMap:
 
     steps: tuple[Rules, ...]
 
+    @called("TreeMap({'w': 'model.w'})")
     def __init__(
         self,
         rules: Mapping[str, "From | str"],

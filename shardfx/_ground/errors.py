@@ -144,10 +144,21 @@ def check_type(
     """Raises `error` unless `value`, the argument named `what`, is an instance of
     `expected`.
 
-    The message ends with `fix`, advice to the user.
+    The message ends with `fix`, advice to the user. If that has no code, a public
+    function adds how it is called (`misuse.called`).
     """
     if not isinstance(value, expected):
-        raise error(
+        message = (
             f"`{what}` must be of type {expected.__name__}, not {type(value).__name__};"
             f" {fix}."
         )
+        # A fix in code needs no other.
+        raise error(message) if "`" in fix else of_argument(error(message))
+
+
+def of_argument(error: Exception) -> Exception:
+    """`error`, marked as one of a wrong argument, to which a public function adds how it
+    is called.
+    """
+    vars(error)["is_of_argument"] = True
+    return error

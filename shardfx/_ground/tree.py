@@ -24,7 +24,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec, Sharding
 from jaxtyping import PyTree
 
-from .errors import LeafTypeError, RuleError, UnknownPathError
+from .errors import LeafTypeError, RuleError, UnknownPathError, of_argument
 
 
 _ARRAYS = (jax.Array, Tracer, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -161,10 +161,12 @@ def is_number(leaf: object) -> bool:
 def _refuse_specs(leaves: list[Any], paths: tuple[str, ...]) -> None:
     for leaf, path in zip(leaves, paths, strict=True):
         if isinstance(leaf, PartitionSpec | Sharding):
-            raise LeafTypeError(
-                f"leaf `{path}` is {leaf!r}, but a plan is made from arrays or"
-                " ShapeDtypeStructs; pass the model's own tree, and the specs as"
-                " `paths=PathRules([...])`."
+            raise of_argument(
+                LeafTypeError(
+                    f"leaf `{path}` is {leaf!r}, but a plan is made from arrays or"
+                    " ShapeDtypeStructs; pass the model's own tree, and the specs as"
+                    " `paths=PathRules([...])`."
+                )
             )
 
 

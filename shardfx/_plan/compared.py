@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from .._ground.errors import LeafTypeError, of_argument
+from .._ground.misuse import called
 from .._ground.text import Shown, table, wrapped
 from .facts import NUMBERS, facts_of
 from .leaf import LeafPlan
@@ -85,6 +87,17 @@ def pairs(a: ShardPlan, b: ShardPlan) -> Iterator[Pair]:
             yield Pair(path=path, before=None, after=leaf, fields=())
 
 
+def check_width(width: object) -> None:
+    """Raises `LeafTypeError` unless `width` is a number of characters or `None`."""
+    if width is None:
+        return
+    if not isinstance(width, int) or isinstance(width, bool) or width < 1:
+        raise of_argument(
+            LeafTypeError(f"`width={width!r:.60}` is no number of characters.")
+        )
+
+
+@called("report(plan, width=80)")
 def report(plan: ShardPlan, *, width: int | None = None) -> str:
     """Returns the plan as a table: for each array its shape, spec, bytes per device,
     and the reasons for the spec.
@@ -123,6 +136,7 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
         ```
     """
     check_plan("plan", plan)
+    check_width(width)
     rows, paragraphs = facts_of(plan.content)
     texts = ["\n".join(_table(rows, width))]
     for paragraph in paragraphs:

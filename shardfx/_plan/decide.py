@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 from .._ground.errors import SpecError
+from .._ground.misuse import called
 from .._ground.reason import Code, Decision, Reason
 from ..topology import MeshSpec
 from .extending import apply_strategy
@@ -75,6 +76,7 @@ def _with_advice(why: Reason, leaf: Leaf) -> Reason:
     return dataclasses.replace(why, message=why.message + doubt)
 
 
+@called("correct(spec, shape, mesh)")
 def correct(
     spec: object,
     shape: Sequence[int],

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from jax.sharding import NamedSharding
 
 from .._ground.errors import LeafTypeError, RuleError, SpecError
+from .._ground.misuse import called
 from .._ground.reason import Code, nothing_to_shard, reason_for
 from .._ground.spec import (
     array_bytes,
@@ -56,6 +57,7 @@ from .state_evaluation import ConstantPaths, Number, evaluated
 from .tree_type import Tree
 
 
+@called("follow(optimizer.init, plan)")
 def follow(
     init: Callable[..., Tree],
     plan: ShardPlan,

@@ -5,13 +5,14 @@ arrays share, and `PathTree` the structure of the tree without its arrays.
 import dataclasses
 import functools as ft
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .._ground.errors import RuleError
+from .._ground.misuse import lacking, refused
 from .._ground.reason import Reason
 from .._ground.spec import DType, array_bytes, constrained, shard_shape
 from .._ground.text import array_text, printable
@@ -64,6 +65,15 @@ class LeafPlan:
     strategies: tuple[Any, ...]
     bytes: int
     bytes_per_device: int
+
+    if not TYPE_CHECKING:
+        __getitem__ = refused("leaf[{}]", "an attribute, such as `leaf.spec`")
+        __getattr__ = lacking(
+            {
+                "sharding": "`leaf.spec`; `plan.shardings` is the tree of shardings",
+                "size": "`math.prod(leaf.shape)`",
+            }
+        )
 
     def __repr__(self) -> str:
         parts = [

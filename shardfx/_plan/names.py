@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from .._ground.errors import LeafTypeError, RuleError
+from .._ground.errors import LeafTypeError, RuleError, SpecError
 from .._ground.spec import UNCONSTRAINED, entries_of
 from .._ground.tree import Flat, TreeDef, flatten, leaves_at
 from .._rules import Atomic, AxisRules, names_text
@@ -42,6 +42,21 @@ def _is_name(entry: object) -> bool:
     return isinstance(entry, str | Atomic)
 
 
+def _require_one_rank(names: object, flat: Flat) -> None:
+    """Raises `SpecError` if the names of one array are given for arrays of other ranks."""
+    if not isinstance(names, tuple) or not names or not _is_names(names):
+        return
+    for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
+        if shaped and ... not in names and len(leaf.shape) != len(names):
+            shown = names_text(names)
+            raise SpecError(
+                f"`names={shown}` are for each array of the tree, and leaf `{path}` has"
+                f" shape {tuple(leaf.shape)}; name the arrays one by one, as in"
+                f" `names={{'w': {shown}, ...}}`, or by path, `paths=PathRules([('w',"
+                f" {shown})])`."
+            )
+
+
 def names_of_leaves(
     names: object,
     tree: object,
@@ -56,12 +71,14 @@ def names_of_leaves(
     if names is None:
         raise_unread(tree, flat)
         return flat.names
+    _require_one_rank(names, flat)
     column = _broadcast(names, tree, ())
     for node, path, shaped in zip(column, flat.paths, flat.is_array, strict=True):
         if shaped and not _is_names(node):
+            form = f": `({node!r},)`" if isinstance(node, str) else ""
             raise RuleError(
                 f"leaf `{path}`: `names` holds {node!r}; use a tuple with one name per"
-                " dimension, or `None`."
+                f" dimension{form}, or `None`."
             )
     leaf_names = []
     columns = zip(column, flat.is_array, flat.names, strict=True)

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, RuleError, SpecError
+from .._ground.misuse import called
 from .._ground.reason import (
     Code,
     Decision,
@@ -56,6 +57,11 @@ from .shard_plan import ShardPlan
 from .tree_type import Tree
 
 
+@called(
+    "plan(tree, mesh, paths=rules)",
+    rules="`paths=` for PathRules, or `axes=` for AxisRules",
+    specs="`paths=PathRules([...])`",
+)
 def plan(
     tree: Tree,
     mesh: MeshSpec | Mesh | AbstractMesh,

@@ -2,14 +2,12 @@
 a loader reads from a file.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import (
     TYPE_CHECKING,
     Any,
     Generic,
     Literal,
-    dataclass_transform,
     overload,
 )
 
@@ -25,6 +23,7 @@ from .._ground.errors import (
     UnknownPathError,
     check_type,
 )
+from .._ground.misuse import Method, called, lacking, refused
 from .._ground.reason import Decision
 from .._ground.text import plural
 from .._ground.tree import Flat, near_paths
@@ -34,22 +33,10 @@ from .content import LEFT_OUT, NO_ARRAY, Content, at_leaves, joined_contents, re
 from .facts import html_of
 from .leaf import LeafPlan, named_sharding
 from .matching import rows_of, shaped_like
+from .plan_type import ATTRIBUTES, JOIN, PlanType, array_of_plan
 from .replanning import replanned
 from .single import decision_for, replaced, require_constrained
 from .tree_type import Tree
-
-
-@dataclass_transform(field_specifiers=(dataclasses.field, eqx.field))
-class _PlanType(type(eqx.Module)):
-    """The type of the class ShardPlan. An error of JAX shows the class of a node where
-    it looks for shardings, and so says which attribute has them.
-    """
-
-    def __repr__(cls) -> str:
-        return (
-            f"<class '{cls.__module__}.{cls.__qualname__}', no tree of shardings: write"
-            " `plan.shardings`>"
-        )
 
 
 if TYPE_CHECKING:
@@ -70,7 +57,7 @@ else:
             return super().__get__(instance, owner)
 
 
-class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
+class ShardPlan(eqx.Module, Generic[Tree], metaclass=PlanType):
     """A plan: for every array of a tree its PartitionSpec, the reason for it, and its
     bytes per device.
 
@@ -88,6 +75,7 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
     """
 
     __module__ = "shardfx"
+    _told = "no tree of shardings: write `plan.shardings`"
 
     content: Content = eqx.field(static=True)
     # JAX asserts without a text that what it takes for shardings is no leaf, and takes
@@ -208,6 +196,15 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
             )
         return leaf
 
+    if not TYPE_CHECKING:
+        __setitem__ = refused(
+            "plan[{}] = ...", "`plan.replace({}, spec)`, which returns a new plan"
+        )
+        __add__ = refused("plan + {}", JOIN)
+        __or__ = refused("plan | {}", JOIN)
+        __getattr__ = lacking(ATTRIBUTES, array_of_plan)
+
+    @called("plan.on(plan.mesh.build(jax.devices()))")
     def on(self, jax_mesh: Mesh) -> "ShardPlan[Tree]":
         """Returns the same plan on a mesh of devices, so that `plan.shardings` can be
         used with arrays.
@@ -319,6 +316,7 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
         unmatched: Literal["raise", "replicate"] = "raise",
         explain: Literal[True],
     ) -> tuple[NamedSharding, Decision]: ...
+    @called("plan.sharding(names)")
     def sharding(
         self,
         names_or_spec: object,
@@ -386,6 +384,10 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
             return (sharding, decision)
         return sharding
 
+    if not TYPE_CHECKING:
+        sharding = Method(sharding, "of a whole tree write `plan.shardings`")
+
+    @called("plan.replace(path, spec)")
     def replace(self, where: str, target: object) -> "ShardPlan[Tree]":
         """Returns the plan with another sharding for some arrays, checked and corrected
         as in [`shardfx.plan`][].
@@ -422,6 +424,7 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
         """
         return ShardPlan(replaced(self.content, where, target))
 
+    @called("plan.select('^layers/')")
     def select(self, regex: str) -> "ShardPlan[Tree]":
         """Returns the plan of the same tree with only the arrays whose path `regex`
         matches.
@@ -438,6 +441,11 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
 
         `RuleError` if the regex does not compile, or matches no path.
         """
+        if not isinstance(regex, str):
+            one = "|".join(map(str, regex)) if isinstance(regex, list | tuple) else "w"
+            raise RuleError(
+                f"`select({regex!r:.60})` takes one regex: write `select({one!r})`."
+            )
         (pattern,) = compiled(PathRules([(regex, None)]))
         index = []
         for path, row in self.content.numbered:
@@ -485,6 +493,7 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=_PlanType):
         """
         return ShardPlan(replanned(self.content, mesh))
 
+    @called("pathlib.Path('plan.json').write_text(plan.to_json())")
     def to_json(self) -> str:
         """Returns the plan as JSON text with a format version and its digest, without
         the devices of a jax Mesh.

@@ -30,6 +30,7 @@ from .._ground.errors import (
     PlanMismatchError,
     check_type,
 )
+from .._ground.misuse import called
 from .._ground.processes import coordination, exchanged
 from .._ground.tree import Flat, flatten, is_number
 from .._plan import ShardPlan, Target, shardings_of_leaves, target_of
@@ -93,6 +94,7 @@ def reshard(
 ) -> T: ...
 
 
+@called("reshard(tree, dst)")
 def reshard(
     tree: object,
     dst: object,

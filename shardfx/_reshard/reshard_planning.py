@@ -20,6 +20,7 @@ from .._convert import (
 )
 from .._ground.boxes import Box, common
 from .._ground.errors import LeafTypeError, PlanMismatchError
+from .._ground.misuse import called
 from .._ground.spec import array_bytes
 from .._ground.text import (
     together,
@@ -36,6 +37,7 @@ from .shardings import in_host_memory, leaf_name, naming
 from .steps.redistribution import MoveStep
 
 
+@called("plan_reshard(src, dst)")
 def plan_reshard(
     src: object,
     dst: object,

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import equinox as eqx
 
 from .._ground.errors import RuleError, check_type
+from .._ground.misuse import called, lacking, refused
 from .._ground.spec import entry_axes
 from .pairs import Rule, Target, declared_axes, near, read_pairs, read_rules, repeated
 
@@ -54,6 +55,7 @@ class AxisRules(eqx.Module):
     aliases: tuple[tuple[str, str], ...] = eqx.field(static=True)
     mesh_axes: tuple[str, ...] = eqx.field(static=True)
 
+    @called("AxisRules([('embed', 'data')])")
     def __init__(
         self,
         rules: RulesLike = (),
@@ -124,6 +126,23 @@ class AxisRules(eqx.Module):
                 )
             alias_chain(name, self)
 
+    if not TYPE_CHECKING:
+        __getitem__ = refused("rules[{}]", "`dict(rules.rules)[{}]`")
+        __class_getitem__ = classmethod(
+            refused("AxisRules[{}]", "`AxisRules([{}])`, with parentheses")
+        )
+        __add__ = refused("rules + {}", "`rules.extend({})`")
+        __getattr__ = lacking(
+            {
+                "append": "`rules.extend([(name, target)])`, which returns new rules",
+                "add": "`rules.extend([(name, target)])`, which returns new rules",
+                "update": "`rules.extend([(name, target)])`, which returns new rules",
+                "get": "`dict(rules.rules).get(name)`",
+                "items": "`rules.rules`, a tuple of pairs",
+                "keys": "`rules.names`",
+            }
+        )
+
     @property
     def names(self) -> tuple[str, ...]:
         """Every logical name that has a rule or is an alias, in order of first
@@ -133,6 +152,7 @@ class AxisRules(eqx.Module):
             dict.fromkeys(name for name, _ in (*all_rules(self), *self.aliases))
         )
 
+    @called("rules.extend([('embed', 'data')])")
     def extend(
         self,
         rules: RulesLike = (),
@@ -165,6 +185,7 @@ class AxisRules(eqx.Module):
         """
         return _stacked(self, AxisRules(rules, modes=modes, mesh_axes=mesh_axes))
 
+    @called("rules.prepend([('embed', 'data')])")
     def prepend(
         self,
         rules: RulesLike = (),

@@ -4,8 +4,16 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from jax.sharding import PartitionSpec
+
 from .._ground.errors import RuleError
-from .._ground.spec import UNCONSTRAINED, canonical_entry, entry_axes
+from .._ground.spec import (
+    UNCONSTRAINED,
+    axes_of_entries,
+    canonical_entry,
+    entries_of,
+    entry_axes,
+)
 
 
 # The target of a rule: `None`, a mesh axis, a tuple of mesh axes, or UNCONSTRAINED.
@@ -80,9 +88,14 @@ def _target(name: str, target: object, what: str) -> Target:
     if not (
         several or target is None or target is UNCONSTRAINED or isinstance(target, str)
     ):
+        fix = ""
+        if isinstance(target, PartitionSpec):
+            axes = axes_of_entries(entries_of(target))
+            entry = axes[0] if len(axes) == 1 else axes or None
+            fix = f" Of the spec write its axes: `({name!r}, {entry!r})`."
         raise RuleError(
             f"`{what}`: ({name!r}, {target!r}) has no valid target; use a mesh axis, a"
-            " tuple of mesh axes, `None` or `PartitionSpec.UNCONSTRAINED`."
+            f" tuple of mesh axes, `None` or `PartitionSpec.UNCONSTRAINED`.{fix}"
         )
     if twice := repeated(entry_axes(target)):
         raise RuleError(

@@ -6,9 +6,10 @@ The functions at the end of the file parse the compact form of rules,
 """
 
 import functools as ft
+import inspect
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from .._ground.errors import RuleError, check_type
+from .._ground.misuse import called, lacking, refused
 from .._ground.spec import UNCONSTRAINED, axes_of_entries, entries_of
 from .._ground.tree import flatten
 from .axis_rules import (
@@ -69,6 +71,21 @@ class PathRules(eqx.Module):
     rules: tuple[tuple[str, Any], ...] = eqx.field(static=True)
     mesh_axes: tuple[str, ...] = eqx.field(static=True)
 
+    if not TYPE_CHECKING:
+        __getitem__ = refused("rules[{}]", "`rules.rules[{}]`")
+        __class_getitem__ = classmethod(
+            refused("PathRules[{}]", "`PathRules([{}])`, with parentheses")
+        )
+        __add__ = refused("rules + {}", "`rules.extend({})`")
+        __getattr__ = lacking(
+            {
+                "append": "`rules.extend([(regex, target)])`, which returns new rules",
+                "add": "`rules.extend([(regex, target)])`, which returns new rules",
+                "items": "`rules.rules`, a tuple of pairs",
+            }
+        )
+
+    @called("PathRules([('mlp', P('data')), ('.*', P())])", axes="`mesh_axes=`")
     def __init__(self, rules: Iterable[object], *, mesh_axes: Iterable[object] = ()):
         """**Arguments:**
 
@@ -87,6 +104,11 @@ class PathRules(eqx.Module):
         `RuleError` for a rule that is no pair, a regex that does not compile, or an
         invalid target. It has the index of the rule.
         """
+        if isinstance(rules, str):
+            raise RuleError(
+                f"`PathRules({rules!r:.60})` is given a text; write"
+                f" `PathRules.parse({rules!r:.60})`."
+            )
         pairs = rules.items() if isinstance(rules, Mapping) else rules
         self.rules = tuple(_checked(index, rule) for index, rule in enumerate(pairs))
         self.mesh_axes = declared_axes(mesh_axes)
@@ -112,6 +134,7 @@ class PathRules(eqx.Module):
         """
         return PathRules([*rules, *self.rules], mesh_axes=self.mesh_axes)
 
+    @called("rules.extend([('mlp', P('data'))])")
     def extend(
         self,
         rules: Iterable[object] = (),
@@ -248,6 +271,7 @@ class PathRules(eqx.Module):
         )
 
 
+@called("match(tree, rules)")
 def match(tree: object, rules: PathRules) -> PyTree:
     """The index of the rule that matches each array of a tree.
 
@@ -275,6 +299,10 @@ def match(tree: object, rules: PathRules) -> PyTree:
         }
         ```
     """
+    if isinstance(tree, PathRules):
+        raise RuleError(
+            "the rules are given first, of type PathRules: write `match(tree, rules)`."
+        )
     check_rules(rules, what="rules")
     flat = flatten(tree)
     patterns = compiled(rules)
@@ -283,6 +311,15 @@ def match(tree: object, rules: PathRules) -> PyTree:
         index = first_match(path, patterns) if is_array else None
         indices.append(index)
     return jax.tree.unflatten(flat.treedef, indices)
+
+
+def _wrapped(value: object) -> str:
+    """What to write for a value that is given as path rules."""
+    if isinstance(value, PartitionSpec | Strategy | Replicate | Pipeline):
+        return f"for all arrays write `PathRules([('.*', {value!r})])`"
+    if inspect.isfunction(value):
+        return f"call it: `{value.__name__}()`"
+    return 'wrap it: `PathRules([...])`, or `PathRules.parse("...")` for text'
 
 
 def check_rules(paths: object, axes: object = None, what: str = "paths") -> None:
@@ -306,8 +343,7 @@ def check_rules(paths: object, axes: object = None, what: str = "paths") -> None
             f" `{fix}=` for them."
         )
     if paths is not None:
-        fix = 'wrap it: `PathRules([...])`, or `PathRules.parse("...")` for text'
-        check_type(what, paths, PathRules, RuleError, fix)
+        check_type(what, paths, PathRules, RuleError, _wrapped(paths))
     if axes is not None:
         check_axis_rules("axes", axes)
 
@@ -380,7 +416,7 @@ class Matcher:
 def is_callable(target: object) -> bool:
     """Whether the target of a rule is a callable `(path, leaf) -> PartitionSpec`."""
     first, *_ = steps_of(bare(target))
-    return callable(first) and not isinstance(first, PartitionSpec)
+    return callable(first) and not isinstance(first, PartitionSpec | Replicate)
 
 
 def _checked(index: int, rule: object) -> tuple[str, Any]:

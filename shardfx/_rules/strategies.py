@@ -5,11 +5,12 @@ rules that combine or modify other targets.
 import dataclasses
 import itertools as it
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError, SpecError
+from .._ground.misuse import called, refused
 from .._ground.spec import axes_of_entries, entries_of
 from .pairs import as_names
 
@@ -36,6 +37,7 @@ class Atomic:
         return (self.unit,)
 
 
+@called("atomic(target, unit)")
 def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
     """A target under which a dimension of `n * unit` elements is sharded only between
     units.
@@ -184,7 +186,8 @@ def strategy_of(
             both = (*axes, count)
             raise RuleError(
                 f"`{name}({axes[0]!r}, {count!r})`: several axes are a tuple,"
-                f" `{name}({both!r})`; `{argument}` is a number of bytes."
+                f" `{name}({both!r})`; `{argument}` is a number of bytes, such as"
+                " `2**20` for 1 MiB."
             )
         if count < 0:
             raise RuleError(
@@ -212,6 +215,8 @@ class Replicate:
 
     __or__ = pipeline
     __ror__ = _piped
+    if not TYPE_CHECKING:
+        __call__ = refused("replicate()", "`replicate`, which is a value")
 
     def __repr__(self) -> str:
         return "replicate"
@@ -244,6 +249,7 @@ class Optional:
     target: Any
 
 
+@called("optional(target)")
 def optional(target: object) -> Optional:
     """A target for a path rule that may match no array of a tree.
 
@@ -298,6 +304,7 @@ def axes_of_target(target: object) -> tuple[str, ...]:
     return ()
 
 
+@called("fsdp('data')", min_size="`min_bytes=`", axis="`axes=`")
 def fsdp(
     axes: str | Iterable[str],
     min_bytes: int = 0,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 
 from .._ground.errors import LeafTypeError, MeshError, SpecError
+from .._ground.misuse import called
 from .._ground.spec import entries_of, entry_axes
 from .._ground.text import (
     array_text,
@@ -154,6 +155,7 @@ class Diff:
         return html_table(rows, right=_NUMBERS, below=[*self.plans, _totals(self)])
 
 
+@called("diff(a, b)")
 def diff(a: ShardPlan, b: ShardPlan) -> Diff:
     """The difference between two plans, array by array, and the cost of moving a state
     from one to the other.

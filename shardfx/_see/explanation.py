@@ -9,6 +9,7 @@ import textwrap
 from typing import Any
 
 from .._ground.errors import LeafTypeError, UnknownPathError, check_type
+from .._ground.misuse import called
 from .._ground.reason import Code, Reason
 from .._ground.spec import array_bytes, entries_at, entries_of, entry_axes
 from .._ground.text import (
@@ -124,6 +125,7 @@ class Explanation:
         return f"{head}\n{dims}"
 
 
+@called("explain(plan, path)")
 def explain(plan: ShardPlan, path: str) -> Explanation:
     """Explains why one array of a plan is sharded as it is, and which changes would
     alter its sharding.

@@ -8,9 +8,10 @@ import re
 import textwrap
 from collections.abc import Iterable
 from types import MappingProxyType
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from .._ground.errors import RuleError
+from .._ground.misuse import lacking
 from .._ground.text import bytes_text, html_table, plural, printable
 
 
@@ -106,6 +107,16 @@ class Findings(tuple[Finding, ...]):
     __module__ = "shardfx.results"
 
     __slots__ = ()
+
+    if not TYPE_CHECKING:
+        __getattr__ = lacking(
+            {
+                "errors": '`findings.worst("error")`',
+                "warnings": '`findings.worst("warning")`',
+                "fixes": "`findings.fix`",
+                "filter": "`findings.without(code)`",
+            }
+        )
 
     def worst(self, severity: Severity = "warning") -> "Findings":
         """The findings of this severity or a worse one, for a check in CI.

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from .._ground.misuse import called
 from .._ground.text import (
     bytes_text,
     printable,
@@ -38,6 +39,7 @@ _SCRIPTS = (
 )
 
 
+@called('pathlib.Path("plan.html").write_text(html_report(plan))')
 def html_report(
     plan: ShardPlan,
     *,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from jax.sharding import AbstractMesh, Mesh
 
 from .._ground.errors import MeshError, RuleError, SpecError
+from .._ground.misuse import called
 from .._ground.tree import Flat, flatten
 from .._plan import (
     MEMORY_KINDS,
@@ -43,6 +44,10 @@ from .state_checks import optimizer_states
 from .subject import Subject
 
 
+@called(
+    "lint(tree, mesh, paths=rules)",
+    rules="`paths=` for PathRules, or `axes=` for AxisRules",
+)
 def lint(
     tree: object,
     mesh: MeshSpec | Mesh | AbstractMesh | None = None,

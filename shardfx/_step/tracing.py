@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from .._ground.errors import LeafTypeError, PlanMismatchError
+from .._ground.errors import LeafTypeError, PlanMismatchError, of_argument
+from .._ground.misuse import is_bound
 from .._ground.purity import (
     WatchedArguments,
     leaves_arrays,
@@ -122,9 +123,11 @@ def step_of(
         return _named(step, (), mesh)
     function: Any = step
     if not callable(step):
-        raise LeafTypeError(
-            f"`step` must be a function, not {type(step).__name__}; pass the function"
-            " that is jitted."
+        raise of_argument(
+            LeafTypeError(
+                f"`step` must be a function, not {type(step).__name__}; pass the function"
+                " that is jitted."
+            )
         )
     if isinstance(step, EquinoxJitted):
         return _traced(
@@ -287,6 +290,7 @@ def _traced(
             leaves = [next(rest) if is_array else leaf for leaf, is_array in pairs]
             trees.append(jax.tree.unflatten(flat.treedef, leaves))
         watched = WatchedArguments(trees)
+        _require_spread(fn, trees)
         with _missing_functions_noted():
             result = fn(*trees)
         raise_if_updated(run.__name__, words, watched, result)
@@ -296,6 +300,20 @@ def _traced(
     run.__name__ = run.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
     jitted = jax.jit(run, keep_unused=True, donate_argnums=tuple(donated_numbers))
     return Step(jitted.trace(*arrays), tuple(args), paths, mesh)
+
+
+def _require_spread(fn: Callable[..., object], args: Sequence[object]) -> None:
+    """Raises `LeafTypeError` if the arguments of a step are given as one tuple."""
+    if len(args) != 1 or not isinstance(args[0], tuple):
+        return
+    if not is_bound(fn, args, {}) and is_bound(fn, args[0], {}):
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise of_argument(
+            LeafTypeError(
+                f"the arguments of `{name}` are given as one tuple of"
+                f" {len(args[0])}; give them one by one, with a star: `*args`."
+            )
+        )
 
 
 def _is_plan(node: object) -> bool:

@@ -18,7 +18,13 @@ from jaxtyping import PyTree
 
 from .. import chips
 from .._arrays import filter_jit
-from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, RuleError
+from .._ground.errors import (
+    LeafTypeError,
+    MeshError,
+    PlanMismatchError,
+    RuleError,
+    of_argument,
+)
 from .._ground.tree import Flat, flatten
 from .._step import (
     Platform,
@@ -267,9 +273,11 @@ class TracedStep:
 def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
     """Traces and lowers the step for the shapes of its arguments, without running it."""
     if not callable(step):
-        raise LeafTypeError(
-            f"`step` must be a function, not {type(step).__name__}; pass the function"
-            " that is jitted."
+        raise of_argument(
+            LeafTypeError(
+                f"`step` must be a function, not {type(step).__name__}; pass the function"
+                " that is jitted."
+            )
         )
     flats = tuple(map(flatten, args))
     structs = structs_of(args)

@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import PyTree
 
 from .._arrays import constrain
+from .._ground.misuse import called
 from .._ground.tree import is_array_type
 from .._plan import ShardPlan, check_plan, correct, plan as plan_of
 from .._step import (
@@ -20,6 +21,7 @@ from .._step import (
 )
 
 
+@called("auto_axes(function, plan, out=names)")
 def auto_axes(
     function: Callable[..., PyTree],
     plan: ShardPlan,

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import PyTree
 
 from .._ground.errors import MeshError, RuleError, check_type
+from .._ground.misuse import called
 from .._ground.spec import entry_axes
 from .._ground.tree import is_array_type
 from .._plan import correct
@@ -64,6 +65,7 @@ class _Sharded(NamedTuple):
     axis: str
 
 
+@called("constrain_step(step, mesh, rules)")
 def constrain_step(
     step: Callable[..., PyTree],
     mesh: MeshSpec | Mesh,

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 from .. import chips
 from .._ground.errors import LeafTypeError, MeshError, OutOfMemoryError, RuleError
+from .._ground.misuse import called
 from .._ground.text import bytes_text, plural
 from .._ground.tree import Flat, flatten
 from .._plan import ShardPlan, Tree, follow, names_of_leaves, plan as plan_by_rules
@@ -84,6 +85,7 @@ class _Priced(NamedTuple):
     state_bytes: int
 
 
+@called("plan(tree, devices)")
 def plan(
     tree: Tree,
     devices: int | str | Sequence[object] | MeshSpec | Mesh | AbstractMesh,

@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from .. import chips
 from .._ground.errors import MeshError, ProgramError, RuleError
+from .._ground.misuse import called
 from .._ground.text import bytes_text, plural
 from .._rules import AxisRules
 from .._step import bytecode, explicit_mesh, without_mesh
@@ -83,6 +84,7 @@ _CLOSE = 1.05
 _DOUBTFUL = 1 / TEMPORARIES.most
 
 
+@called("search(step, *args, devices=8)")
 def search(
     step: Callable[..., object],
     *args: PyTree,

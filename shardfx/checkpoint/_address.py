@@ -8,7 +8,7 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .._ground.errors import CheckpointError
+from .._ground.errors import CheckpointError, LeafTypeError, of_argument
 from .._ground.text import quoted
 
 
@@ -68,6 +68,13 @@ def address_of(place: Where) -> Address | str:
     """
     if isinstance(place, Mapping):
         return _of_spec(place)
+    if not isinstance(place, str | os.PathLike):
+        raise of_argument(
+            LeafTypeError(
+                "the place of a checkpoint is a text or a `pathlib.Path`, not"
+                f' {type(place).__name__}; give it first, such as "run/step-100".'
+            )
+        )
     text = os.fspath(place)
     lost = _LOST_SLASH.match(text)
     if lost is not None:

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from .._ground.errors import CheckpointError
+from .._ground.errors import CheckpointError, LeafTypeError
+from .._ground.misuse import called
 from .._ground.text import quoted
+from .._plan import ShardPlan
 from . import (
     _safetensors as safetensors,
     _store_lists as lists,
@@ -26,6 +28,7 @@ from ._place import MissingError, Place
 from ._table import FileTable, all_tables, together
 
 
+@called("read_index(path)")
 def read_index(
     path: Where,
     *,
@@ -346,6 +349,7 @@ def _joined(headers: Iterable[safetensors.Header]) -> dict[str, str]:
     }
 
 
+@called("structs(path)")
 def structs(index: Index | Where, *, prefix: str | None = None) -> dict[str, Any]:
     """The checkpoint's arrays as a tree of `jax.ShapeDtypeStruct`s for
     [`shardfx.plan`][], from headers alone.
@@ -386,6 +390,10 @@ def structs(index: Index | Where, *, prefix: str | None = None) -> dict[str, Any
         assert made.bytes_per_device == 256
         ```
     """
+    if isinstance(index, ShardPlan):
+        raise LeafTypeError(
+            "a ShardPlan is no checkpoint: the structs of its arrays are `plan.structs`."
+        )
     index = index if isinstance(index, Index) else read_index(index)
     rows = []
     for path, entry in below(index, prefix):

@@ -34,7 +34,7 @@ from .._convert import (
 )
 from .._ground.boxes import Box, volume
 from .._ground.errors import CheckpointError, LeafTypeError, check_type
-from .._ground.spec import DType
+from .._ground.spec import DType, dtype_named
 from .._ground.text import plural, printable, quoted
 from .._plan import Target, branch_of, target_of
 from . import _metadata as prng
@@ -554,7 +554,7 @@ def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
         )
     dtype = planned
     if is_asked_for:
-        dtype = jnp.dtype(asked)
+        dtype = _asked_dtype(asked)
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise CheckpointError(
             f"{what} would be {dtype}, which JAX holds only under"
@@ -568,6 +568,27 @@ def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
             " be lost."
         )
     return np.dtype(dtype)
+
+
+# How other libraries shorten the names of dtypes.
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
+_SHORT |= {"fp32": "float32", "f32": "float32", "float": "float32"}
+
+
+def _asked_dtype(asked: Any) -> DType:
+    """The dtype of the argument `dtype` of `load`. Raises `LeafTypeError` for a value
+    that is none.
+    """
+    if isinstance(asked, str):
+        known = dtype_named(asked)
+        if known is None:
+            fix = _SHORT.get(asked, "bfloat16")
+            raise LeafTypeError(
+                f"`dtype={asked!r}` is no dtype of JAX; write `dtype={fix!r}`, or"
+                ' `dtype="plan"` for the dtypes of the plan.'
+            )
+        return known
+    return jnp.dtype(asked)
 
 
 def box_bytes(box: Box, dtype: object) -> int:

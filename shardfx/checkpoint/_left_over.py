@@ -6,6 +6,7 @@ import re
 import stat
 import time
 
+from .._ground.misuse import called
 from .._ground.text import quoted
 from ._address import Address, Where, address_of
 from ._files import member, read_json
@@ -46,6 +47,7 @@ class LeftOver:
         )
 
 
+@called("left_over(directory)")
 def left_over(
     directory: Where,
     *,

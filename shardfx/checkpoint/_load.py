@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 from .._convert import TreeMap
 from .._ground.boxes import array_of
 from .._ground.errors import CheckpointError, LeafTypeError
+from .._ground.misuse import called
 from .._ground.spec import DType
 from .._plan import ShardPlan
 from . import _stores as stores
@@ -124,6 +125,7 @@ def load(
 ) -> T: ...
 
 
+@called("load(path, plan)", strict='`unread="allow"`')
 def load(
     path: Source,
     plan: object,

@@ -8,11 +8,12 @@ import functools as ft
 import operator
 import os
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from jaxtyping import PyTree
 
 from .._ground.errors import CheckpointError
+from .._ground.misuse import called, lacking
 from .._plan import ShardPlan
 from ._address import Address, Where, address_of
 from ._coordination import holders_of
@@ -69,6 +70,18 @@ class Manager:
 
     __module__ = "shardfx.checkpoint"
 
+    if not TYPE_CHECKING:
+        # Names of Orbax's CheckpointManager.
+        __getattr__ = lacking(
+            {
+                "restore": "`manager.load(plan)`",
+                "latest_step": "`manager.latest()`",
+                "all_steps": "`manager.steps()`",
+                "wait_until_finished": "`manager.wait()`",
+            }
+        )
+
+    @called("Manager(directory, keep=3)", max_to_keep="`keep=`")
     def __init__(
         self,
         directory: Where,
@@ -123,6 +136,7 @@ class Manager:
         """The number of the last complete step; `None` if no step is complete."""
         return max(self.steps(), default=None)
 
+    @called("manager.save(step, tree, plan)")
     def save(
         self,
         step: SupportsIndex,
@@ -170,6 +184,7 @@ class Manager:
             raise
         self._under_way = self._pool.submit(self._write, step, holders, content)
 
+    @called("manager.load(plan)")
     def load(
         self,
         plan: PyTree,
@@ -251,7 +266,7 @@ def _whole_step(step: SupportsIndex) -> int:
         raise CheckpointError(
             f"a step is a whole number, and this is {step!r:.60}, of type"
             f" {type(step).__name__}; nothing would find such a checkpoint again. Give"
-            " an int: `int(step)`."
+            " an int: `int(step)`, as in `manager.save(step, tree)`."
         ) from error
     if number < 0 or isinstance(step, bool):
         raise CheckpointError(

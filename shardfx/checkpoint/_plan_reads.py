@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from .._convert import TreeMap
 from .._ground.boxes import Box, shard_boxes
 from .._ground.errors import LeafTypeError, PlanMismatchError, check_type
+from .._ground.misuse import called
 from .._ground.text import first_lines, html_text, table
 from . import _stores as stores
 from ._entry import StoreArray, itemsize
@@ -86,6 +87,7 @@ class ReadPlan:
     _repr_html_ = html_text
 
 
+@called("plan_reads(index, plan)")
 def plan_reads(
     index: Index,
     plan: object,

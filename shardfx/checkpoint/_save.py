@@ -20,6 +20,7 @@ from jax.core import Tracer
 
 from .._convert import TreeMap
 from .._ground.errors import LeafTypeError, check_type
+from .._ground.misuse import called
 from .._ground.processes import coordination
 from .._plan import ShardPlan
 from . import _safetensors as safetensors
@@ -46,6 +47,11 @@ _FILE_BYTES = 5 * 10**9
 _WAIT_SECONDS = 25.0
 
 
+@called(
+    "save(path, tree, plan)",
+    step="`Manager(directory).save(step, tree, plan)`",
+    force="`overwrite=True`",
+)
 def save(
     path: Where,
     tree: object,

@@ -4,6 +4,7 @@ import json
 import os
 
 from .._ground.errors import CheckpointError
+from .._ground.misuse import called
 from .._plan import ShardPlan
 from . import _safetensors as safetensors
 from ._address import Address, Where, address_of, shown
@@ -15,6 +16,7 @@ from ._place import Place
 from ._staging import PLAN
 
 
+@called("saved_plan(path)")
 def saved_plan(path: Where, like: object = None) -> ShardPlan:
     """The plan that `save` wrote with a checkpoint.
 
@@ -60,8 +62,8 @@ def saved_plan(path: Where, like: object = None) -> ShardPlan:
 
 def _no_plan(name: str) -> CheckpointError:
     return CheckpointError(
-        f"{name} holds no plan: `checkpoint.save` writes one, unless by a map, or of"
-        " arrays on no mesh or on several."
+        f"{name} holds no plan: `save(path, tree, plan)` writes one, unless by a map, or"
+        " of arrays on no mesh or on several."
     )
 
 

@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 from .._ground.errors import ChipError, MeshError
+from .._ground.misuse import called
 from .._ground.text import bytes_text, plural, table as _aligned
 from ._chip import Chip, near_cube
 from ._tpus import GPUS, TPUS
@@ -92,6 +93,7 @@ def _checked(parsed: Slice, text: str) -> Slice:
     return parsed
 
 
+@called('find("v5e")')
 def find(name: str | Chip) -> Chip:
     """The chip with a name such as "v5p", "TPU v5 lite" or "h100".
 

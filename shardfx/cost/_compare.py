@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Sequence, Set
 
+from .._ground.misuse import called
 from .._ground.text import bytes_text, first_lines, html_text, table
 from .._step import Frame, place_text
 from ._traffic import traffic
@@ -103,6 +104,7 @@ class Comparison:
     _repr_html_ = html_text
 
 
+@called("compare(estimated, compiled)")
 def compare(estimated: Traffic, compiled: object) -> Comparison:
     """The bytes that a compiled step sends beyond its estimate, by source line.
 

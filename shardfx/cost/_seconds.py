@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .. import chips
 from .._ground.errors import MeshError
+from .._ground.misuse import called
 from .._ground.text import bytes_text, first_lines, html_text, table, together
 from .._step import KINDS
 from ..chips._chip import Ring, axes_on, extents_of
@@ -107,6 +108,7 @@ class Seconds:
     _repr_html_ = html_text
 
 
+@called('seconds(traffic, chip="v5e")')
 def seconds(
     traffic: Traffic,
     chip: str | chips.Chip,

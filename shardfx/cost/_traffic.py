@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._arrays import Compiled, Lowered
 from .._ground.errors import LeafTypeError, ProgramError
+from .._ground.misuse import called
 from .._ground.text import together
 from .._step import (
     Collective,
@@ -72,6 +73,7 @@ class _FlaxCompiled(Protocol):
     jit_wrapped: object
 
 
+@called("traffic(compiled)")
 def traffic(
     compiled: object,
     mesh: MeshSpec | Mesh | AbstractMesh | None = None,

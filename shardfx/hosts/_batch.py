@@ -11,12 +11,14 @@ from jaxtyping import PyTree
 
 from .._ground.boxes import boxes_here
 from .._ground.errors import PlanMismatchError
+from .._ground.misuse import called
 from .._ground.spec import entries_at
 from .._ground.tree import flatten
 from .._plan import LeafPlan, ShardPlan, canonical_dtype, check_plan
 from ._outcome import SharedOutcome
 
 
+@called("global_batch(local, plan)")
 def global_batch(
     local: PyTree,
     plan: ShardPlan,

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec, Sharding
 
 from .._ground.boxes import Box, shard_boxes
 from .._ground.errors import MeshError, SpecError, check_type
+from .._ground.misuse import called
 from .._ground.spec import (
     UNCONSTRAINED,
     entries_at,
@@ -273,6 +274,7 @@ def data_layout(
     )
 
 
+@called("owned(shape, sharding, process_index)")
 def owned(
     shape: Sequence[int],
     sharding: Sharding,

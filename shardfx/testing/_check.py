@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from .._ground.errors import MeshError, ProgramError
+from .._ground.misuse import called
 from .._ground.text import plural, table
 from .._step import (
     Frame,
@@ -115,6 +116,7 @@ class CheckedStep:
     __repr__ = __str__
 
 
+@called("check_step(step, *args)")
 def check_step(
     step: Callable[..., Any],
     *args: object,

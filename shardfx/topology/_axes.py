@@ -1,8 +1,9 @@
-"""The checks of a mesh's axes."""
+"""The checks of a mesh's axes, and what users write for what a mesh does not have."""
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 
@@ -10,6 +11,23 @@ from .._ground.errors import MeshError
 
 
 _MOST_DEVICES = 2**31 - 1  # JAX numbers devices in 32 bits
+_BUILD = "`spec.build(jax.devices())`, which has devices"
+# By an attribute that a MeshSpec lacks.
+ATTRIBUTES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "devices": _BUILD,
+        "_internal_device_list": _BUILD,
+        "names": "`spec.axis_names`",
+        "sizes": "`spec.axis_sizes`",
+    }
+)
+
+
+def size_of_axis(spec: Any, name: str) -> str:
+    """What to write for a mesh axis that was asked for as an attribute."""
+    if name in spec.axis_names:
+        return f"`spec.shape[{name!r}]`"
+    return ""
 
 
 def check_axes(

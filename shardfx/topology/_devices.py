@@ -188,6 +188,11 @@ def processes(devices: Devices) -> tuple[tuple[int, ...], ...]:
 def listed(devices: Devices) -> list[Device]:
     if isinstance(devices, np.ndarray):
         return list(devices.flat)
+    if isinstance(devices, str):
+        raise MeshError(
+            f"`devices` must be a sequence of devices, not {devices!r}; write"
+            f" `mesh.build(jax.devices({devices!r}))`."
+        )
     if not isinstance(devices, Iterable):
         raise MeshError(
             f"`devices` must be a sequence of devices, not {type(devices).__name__};"

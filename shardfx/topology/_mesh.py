@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import equinox as eqx
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from .._ground.errors import MeshError, check_type
-from ._axes import check_axes, require_known
+from .._ground.errors import MeshError, check_type, of_argument
+from .._ground.misuse import called, lacking, refused
+from .._ground.told import ToldType
+from ._axes import ATTRIBUTES, check_axes, require_known, size_of_axis
 from ._devices import Devices, listed
 from ._order import DeviceOrder, device_order
 
@@ -29,7 +31,7 @@ _PART = re.compile(
 )
 
 
-class MeshSpec(eqx.Module):
+class MeshSpec(eqx.Module, metaclass=ToldType):
     """A mesh as a value: named axes with sizes, and no devices.
 
     A laptop can thus plan for a pod of 65,536 chips. [`shardfx.MeshSpec.build`][] makes
@@ -48,12 +50,14 @@ class MeshSpec(eqx.Module):
     """
 
     __module__ = "shardfx"
+    _told = "no mesh of devices: write `spec.build(jax.devices())`"
 
     axis_names: tuple[str, ...] = eqx.field(static=True)
     axis_sizes: tuple[int, ...] = eqx.field(static=True)
     axis_types: tuple[AxisType, ...] = eqx.field(static=True)
     dcn_sizes: tuple[int, ...] = eqx.field(static=True)
 
+    @called("MeshSpec({'data': 4, 'tensor': 2})")
     def __init__(
         self,
         axes: Mapping[str, int] | Iterable[tuple[str, int]],
@@ -179,6 +183,11 @@ class MeshSpec(eqx.Module):
         """
         pairs = []
         dcn = {}
+        if not isinstance(text, str):
+            raise MeshError(
+                f"`MeshSpec.parse({text!r:.60})` reads a text; of names and sizes write"
+                f" `MeshSpec({text!r:.60})`."
+            )
         for part in text.split(","):
             axis_and_size = _PART.fullmatch(part.strip())
             if axis_and_size is None:
@@ -223,10 +232,12 @@ class MeshSpec(eqx.Module):
         if isinstance(mesh, MeshSpec):
             return mesh
         if not isinstance(mesh, Mesh | AbstractMesh):
-            raise MeshError(
-                "expected a MeshSpec, a jax Mesh or an AbstractMesh, not"
-                f' {type(mesh).__name__}; make one with `MeshSpec({{"data": 4,'
-                ' "tensor": 2})`.'
+            raise of_argument(
+                MeshError(
+                    "expected a MeshSpec, a jax Mesh or an AbstractMesh, not"
+                    f' {type(mesh).__name__}; make one with `MeshSpec({{"data": 4,'
+                    ' "tensor": 2})`.'
+                )
             )
         return _made(
             mesh.axis_names,
@@ -247,6 +258,7 @@ class MeshSpec(eqx.Module):
         """The number of devices of the mesh."""
         return math.prod(self.require_sizes().axis_sizes)
 
+    @called("spec.fit(8)")
     def fit(self, device_count: int) -> "MeshSpec":
         """The mesh with the size -1 replaced, so that it has `device_count` devices.
 
@@ -272,7 +284,13 @@ class MeshSpec(eqx.Module):
             ```
         """
         if isinstance(device_count, Sequence):
-            raise MeshError("`fit` takes a number: write `mesh.fit(len(devices))`.")
+            number = "len(devices)"
+            if isinstance(device_count, str):
+                number = device_count
+            raise MeshError(
+                f"`fit` takes a number, not {device_count!r:.60}: write"
+                f" `mesh.fit({number})`."
+            )
         return self._fitted(device_count, "")
 
     def _fitted(self, device_count: int, hint: str) -> "MeshSpec":
@@ -401,12 +419,21 @@ class MeshSpec(eqx.Module):
         return device_order(devices, fitted.axis_sizes, fitted.dcn_sizes)
 
     if not TYPE_CHECKING:
+        __getitem__ = refused(
+            "spec[{}]",
+            "`spec.shape[{}]` for the size of an axis, and `spec.axis_names` for the names",
+        )
+        __len__ = refused("len(spec)", "`spec.size`, or `len(spec.axis_names)`")
+        __enter__ = refused(
+            "with spec", "`with jax.set_mesh(spec.build(jax.devices()))`"
+        )
+        __exit__ = __enter__
+        __getattr__ = lacking(ATTRIBUTES, size_of_axis)
 
-        def __getattr__(self, name):
-            fix = "; build a mesh: `spec.build(jax.devices())`"
-            fix = fix if name in ("devices", "_internal_device_list") else ""
-            raise AttributeError(f"'MeshSpec' object has no attribute {name!r}{fix}")
+        def __bool__(self):
+            return True
 
+    @called("spec.build(jax.devices())")
     def build(self, devices: Devices | Mesh) -> Mesh:
         """The `jax.sharding.Mesh` of these axes over `devices`, in an order that suits
         their network.
@@ -444,6 +471,7 @@ class MeshSpec(eqx.Module):
             ordered = self.order(devices).devices
         return Mesh(ordered, self.axis_names, axis_types=self.axis_types)
 
+    @called("spec.split('data', {'a': 2, 'b': -1})")
     def split(self, axis: str, parts: Mapping[str, int]) -> "MeshSpec":
         """The mesh with one axis split into several, the slowest first. Every device
         keeps its position, so one `jit` takes arrays on both meshes.
@@ -478,6 +506,12 @@ class MeshSpec(eqx.Module):
         require_known((axis,), self.axis_names, "split")
         position = self.require_sizes().axis_names.index(axis)
         size_of_axis = self.axis_sizes[position]
+        if not isinstance(parts, Mapping):
+            form = f"{{'{axis}_0': 2, '{axis}_1': -1}}"
+            raise MeshError(
+                f"`split({axis!r}, {parts!r:.60})`: the parts of an axis have names and"
+                f" sizes; write `split({axis!r}, {form})`."
+            )
         spec_of_parts = MeshSpec(parts)
         product = math.prod(spec_of_parts.axis_sizes)
         if product > 0 and product != size_of_axis:

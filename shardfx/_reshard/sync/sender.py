@@ -10,7 +10,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..._ground.errors import PlanMismatchError, SyncError
+from ..._ground.errors import (
+    LeafTypeError,
+    PlanMismatchError,
+    SyncError,
+    check_type,
+)
 from .door import Door
 from .frames import (
     GONE,
@@ -100,6 +105,13 @@ class Sender:
         security: Security = "authenticated",
         encrypt: bool = False,
     ):
+        check_type(
+            "plan",
+            plan,
+            TransferPlan,
+            LeafTypeError,
+            "give what `plan_transfer(src, dst)` returns",
+        )
         if process not in plan.senders:
             raise PlanMismatchError(
                 f"this plan has no sending process {process!r:.40}; it has the numbers"

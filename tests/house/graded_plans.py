@@ -1,0 +1,360 @@
+"""Mistakes of somebody new in meshes, rules and plans."""
+
+from tests.house.graded_row import Row
+
+
+MESHES = [
+    Row(
+        "spec['data']",
+        "'data'",
+        "spec.shape['data']",
+        "spec.shape['data']",
+    ),
+    Row(
+        "with spec: pass",
+        "MeshSpec",
+        "jax.set_mesh(spec.build(jax.devices()))",
+        "with jax.set_mesh(spec.build(jax.devices())): pass",
+    ),
+    Row("len(spec)", "MeshSpec", "spec.size", "spec.size"),
+    Row("spec.data", "data", "spec.shape['data']", "spec.shape['data']"),
+    Row("spec.names", "names", "axis_names", "spec.axis_names"),
+    Row("list(spec)", "MeshSpec", "spec.axis_names", "list(spec.axis_names)"),
+    Row(
+        "MeshSpec(data=2, tensor=4)",
+        "'data'",
+        "MeshSpec({'data': 4, 'tensor': 2})",
+        "MeshSpec({'data': 4, 'tensor': 2})",
+    ),
+    Row(
+        "MeshSpec('data=2,tensor=4')",
+        "data=2,tensor=4",
+        "MeshSpec.parse(",
+        "MeshSpec.parse('data=2,tensor=4')",
+    ),
+    Row(
+        "MeshSpec.parse({'data': 2})",
+        "{'data': 2}",
+        "MeshSpec({'data': 2})",
+        "MeshSpec({'data': 2})",
+    ),
+    Row(
+        "spec.build()",
+        "devices",
+        "build(jax.devices())",
+        "spec.build(jax.devices())",
+    ),
+    Row(
+        "spec.build('cpu')",
+        "'cpu'",
+        "jax.devices('cpu')",
+        "spec.build(jax.devices('cpu'))",
+    ),
+    Row("spec.fit('8')", "'8'", "fit(8)", "spec.fit(8)"),
+    Row(
+        "spec.split('data', 2)",
+        "2",
+        "split('data', {'data_0': 2, 'data_1': -1})",
+        "spec.split('data', {'data_0': 2, 'data_1': -1})",
+    ),
+    Row(
+        "MeshSpec.of(jax.devices())",
+        "list",
+        'MeshSpec({"data": 4, "tensor": 2})',
+        'MeshSpec({"data": 4, "tensor": 2}).build(jax.devices())',
+    ),
+    Row(
+        "sfx.make_mesh((2, 4), ('data', 'tensor'))",
+        "make_mesh",
+        "MeshSpec(",
+        "MeshSpec({'data': 2, 'tensor': 4}).build(jax.devices())",
+    ),
+    Row(
+        "jax.set_mesh(spec)",
+        "MeshSpec",
+        "spec.build(jax.devices())",
+        "with jax.set_mesh(spec.build(jax.devices())): pass",
+    ),
+    Row(
+        "MeshSpec({'data': 2}, axis_types=('auto',))",
+        "tuple",
+        "AxisType.Auto",
+        "MeshSpec({'data': 2}, axis_types=AxisType.Auto)",
+    ),
+]
+
+RULES = [
+    Row(
+        "axes['embed']",
+        "'embed'",
+        "dict(rules.rules)['embed']",
+        "dict(axes.rules)['embed']",
+    ),
+    Row(
+        "AxisRules[('embed', 'data')]",
+        "('embed', 'data')",
+        "AxisRules([('embed', 'data')])",
+        "AxisRules([('embed', 'data')])",
+    ),
+    Row(
+        "axes + [('kv', None)]",
+        "AxisRules",
+        "rules.extend([('kv', None)])",
+        "axes.extend([('kv', None)])",
+    ),
+    Row(
+        "AxisRules(embed='data')",
+        "'embed'",
+        "AxisRules([(",
+        "AxisRules([('embed', 'data')])",
+    ),
+    Row(
+        "axes.append(('kv', None))",
+        "append",
+        "rules.extend([",
+        "axes.extend([('kv', None)])",
+    ),
+    Row(
+        "axes.get('embed')",
+        "get",
+        "dict(rules.rules)",
+        "dict(axes.rules).get('embed')",
+    ),
+    Row(
+        "axes.extend('kv', None)",
+        "extend()",
+        "rules.extend([('embed', 'data')])",
+        "axes.extend([('kv', None)])",
+    ),
+    Row(
+        "axes.merge([('kv', None)])",
+        "list",
+        "AxisRules([...])",
+        "axes.merge(AxisRules([('kv', None)]))",
+    ),
+    Row(
+        "sfx.resolve(axes, ('embed',))",
+        "AxisRules",
+        "resolve(names, rules)",
+        "sfx.resolve(('embed',), axes)",
+    ),
+    Row(
+        "AxisRules([('embed', P('data'))])",
+        "P('data'",
+        "`('embed', 'data')`",
+        "AxisRules([('embed', 'data')])",
+    ),
+    Row(
+        "AxisRules([('embed', 0)])",
+        "0",
+        "None",
+        "AxisRules([('embed', None)])",
+    ),
+    Row("rules[0]", "0", "rules.rules[0]", "rules.rules[0]"),
+    Row(
+        "rules + [('x', P())]",
+        "PathRules",
+        "rules.extend([('x', P())])",
+        "rules.extend([('x', P())])",
+    ),
+    Row(
+        "PathRules(('w', P('data')), ('b', P()))",
+        "PathRules",
+        "PathRules([(",
+        "PathRules([('w', P('data')), ('b', P())])",
+    ),
+    Row(
+        "PathRules('w->data')",
+        "w->data",
+        "PathRules.parse(",
+        "PathRules.parse('w->data')",
+    ),
+    Row(
+        "PathRules([('w', sfx.replicate())])",
+        "replicate()",
+        "`replicate`",
+        "PathRules([('w', sfx.replicate)])",
+    ),
+    Row("sfx.fsdp()", "axes", "fsdp('data')", "sfx.fsdp('data')"),
+    Row(
+        "sfx.fsdp('data', min_size=2**20)",
+        "min_size",
+        "min_bytes",
+        "sfx.fsdp('data', min_bytes=2**20)",
+    ),
+    Row(
+        "sfx.fsdp('data', min_bytes='1MB')",
+        "1MB",
+        "2**20",
+        "sfx.fsdp('data', min_bytes=2**20)",
+    ),
+    Row(
+        "sfx.plan(model, mesh, paths=PathRules([('w', ['data', None]), ('b', P())]))",
+        "('data', None)",
+        "PartitionSpec",
+        "sfx.plan(model, mesh, paths=PathRules([('w', P('data', None)), ('b', P())]))",
+    ),
+    Row(
+        "PathRules([('w', P('pod'))], axes=('pod',))",
+        "axes",
+        "mesh_axes",
+        "PathRules([('w', P('pod'))], mesh_axes=('pod',))",
+    ),
+    Row(
+        "sfx.atomic(P('data'))",
+        "unit",
+        "atomic(target, unit)",
+        "sfx.atomic(P('data'), (128,))",
+    ),
+    Row(
+        "sfx.match(rules, model)",
+        "PathRules",
+        "match(tree, rules)",
+        "sfx.match(model, rules)",
+    ),
+]
+
+PLANS = [
+    Row(
+        "sfx.plan(model, paths=rules)",
+        "'mesh'",
+        "plan(tree, mesh",
+        "sfx.plan(model, mesh, paths=rules)",
+    ),
+    Row(
+        "sfx.plan(model, mesh, rules=rules)",
+        "'rules'",
+        "paths=",
+        "sfx.plan(model, mesh, paths=rules)",
+    ),
+    Row(
+        "sfx.plan(model, mesh=mesh, path=rules)",
+        "'path'",
+        "`paths=`",
+        "sfx.plan(model, mesh=mesh, paths=rules)",
+    ),
+    Row(
+        "sfx.plan(model, mesh, paths=P('data'))",
+        "not P",
+        "PathRules([",
+        "sfx.plan(model, mesh, paths=PathRules([('.*', P('data'))]))",
+    ),
+    Row(
+        "sfx.plan(model, mesh, names=('embed', 'mlp'), axes=axes)",
+        "('embed', 'mlp')",
+        "('w', ('embed', 'mlp'))",
+        "sfx.plan(model, mesh, axes=axes, paths=PathRules([('w', ('embed', 'mlp')),"
+        " ('b', ('mlp',))]))",
+    ),
+    Row(
+        "sfx.plan(model, mesh, names={'w': ('embed', 'mlp'), 'b': 'mlp'}, axes=axes)",
+        "'mlp'",
+        "('mlp',)",
+        "sfx.plan(model, mesh, names={'w': ('embed', 'mlp'), 'b': ('mlp',)}, axes=axes)",
+    ),
+    Row(
+        "sfx.plan(model, mesh, paths=presets.llama)",
+        "function",
+        "llama()",
+        "presets.llama()",
+    ),
+    Row("plan.w", "'w'", 'plan["w"]', "plan['w']"),
+    Row("plan.spec", "spec", "plan.specs", "plan.specs"),
+    Row("plan['w']['spec']", "'spec'", ".spec", "plan['w'].spec"),
+    Row("plan['w'].sharding", "sharding", "plan.shardings", "plan.shardings['w']"),
+    Row(
+        "plan['w'] = P('tensor')",
+        "'w'",
+        "plan.replace('w', ",
+        "plan.replace('w', P('tensor'))",
+    ),
+    Row("plan['w', 0]", "('w', 0)", 'plan["layers/0/w"]', "plan['w']"),
+    Row(
+        "jax.device_put(model, plan.sharding)",
+        "sharding",
+        "plan.shardings",
+        "jax.device_put(model, plan.shardings)",
+    ),
+    Row(
+        "plan.sharding()",
+        "names_or_spec",
+        "plan.sharding(names)",
+        "plan.sharding(P('data'))",
+    ),
+    Row(
+        "plan.replace('w', 'data')",
+        "'data'",
+        "P('data')",
+        "plan.replace('w', P('data'))",
+    ),
+    Row(
+        "plan.replace(w=P('data'))",
+        "'w'",
+        "plan.replace(path, spec)",
+        "plan.replace('w', P('data'))",
+    ),
+    Row(
+        "plan.on(jax.devices())",
+        "list",
+        "plan.on(plan.mesh.build(devices))",
+        "plan.on(plan.mesh.build(jax.devices()))",
+    ),
+    Row(
+        "plan.replan(jax.devices())",
+        "list",
+        "MeshSpec({",
+        "plan.replan(MeshSpec({'data': 4, 'tensor': 2}))",
+    ),
+    Row(
+        "plan + opt",
+        "ShardPlan",
+        "ShardPlan.join(params=plan, opt=opt_plan)",
+        "ShardPlan.join(params=plan, opt=opt)",
+    ),
+    Row(
+        "plan | opt",
+        "ShardPlan",
+        "ShardPlan.join(params=plan, opt=opt_plan)",
+        "ShardPlan.join(params=plan, opt=opt)",
+    ),
+    Row(
+        "ShardPlan.join({'params': plan, 'opt': opt})",
+        "join",
+        "ShardPlan.join(params=params_plan, opt=opt_plan)",
+        "ShardPlan.join(params=plan, opt=opt)",
+    ),
+    Row("plan.select(['w'])", "['w']", "select('w')", "plan.select('w')"),
+    Row(
+        "plan.to_json('plan.json')",
+        "to_json",
+        "write_text(plan.to_json())",
+        "pathlib.Path('plan.json').write_text(plan.to_json())",
+    ),
+    Row("plan.shard(model)", "shard", "shard(tree, plan)", "sfx.shard(model, plan)"),
+    Row(
+        "ShardPlan(model, mesh)",
+        "ShardPlan",
+        "plan(tree, mesh",
+        "sfx.plan(model, mesh, paths=rules)",
+    ),
+    Row(
+        "sfx.follow(adam.init)",
+        "'plan'",
+        "follow(optimizer.init, plan)",
+        "sfx.follow(adam.init, plan)",
+    ),
+    Row(
+        "sfx.follow(adam, plan)",
+        "GradientTransformation",
+        "optimizer.init",
+        "sfx.follow(adam.init, plan)",
+    ),
+    Row(
+        "sfx.correct(P('data'), (8, 8))",
+        "'mesh'",
+        "correct(spec, shape, mesh)",
+        "sfx.correct(P('data'), (8, 8), mesh)",
+    ),
+]
+
+ROWS = [*MESHES, *RULES, *PLANS]
