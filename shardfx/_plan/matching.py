@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 from collections.abc import Collection, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import numpy as np
 
 from .._ground.errors import PlanMismatchError
 from .._ground.text import plural
@@ -43,7 +45,10 @@ def rows_of(content: Content, flat: Flat) -> RowIndices:
             continue
         row = content.rows[i]
         if shaped and tuple(leaf.shape) == row.shape:
-            if leaf.dtype == row.dtype or canonical_dtype(leaf.dtype) == row.dtype:
+            if leaf.dtype == row.dtype:
+                continue
+            if canonical_dtype(leaf.dtype) == row.dtype:
+                _require_range(path, leaf, row.dtype)
                 continue
         if shaped:
             leaf_text = f"{leaf.dtype}{list(leaf.shape)}"
@@ -54,6 +59,23 @@ def rows_of(content: Content, flat: Flat) -> RowIndices:
             f" {row.dtype}{list(row.shape)}; plan the tree that you use."
         )
     return index
+
+
+def _require_range(path: str, leaf: Any, dtype: Any) -> None:
+    """Raises `PlanMismatchError` for a NumPy array of 64-bit integers that the 32 bits of
+    JAX do not hold. JAX would cut off the rest without an error.
+    """
+    is_wide = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "iu" and leaf.size
+    if not is_wide:
+        return
+    limits = np.iinfo(dtype)
+    for value in (int(leaf.min()), int(leaf.max())):
+        if not limits.min <= value <= limits.max:
+            raise PlanMismatchError(
+                f"leaf `{path}` is {leaf.dtype}{list(leaf.shape)} and holds {value}, which"
+                f' JAX would cut to {dtype}; set `jax.config.update("jax_enable_x64",'
+                " True)`, or take smaller numbers."
+            )
 
 
 def aligned(content: Content, flat: Flat) -> RowIndices:

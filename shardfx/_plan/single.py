@@ -310,7 +310,8 @@ def _row(content: Content, path: str, row: Row, target: object) -> Row:
         skipped_dims.update(step.skip_dims)
     request = request._replace(strategies=skipping(request.strategies, skipped_dims))
     if request.names is not None and content.axes is not None:
-        check_known(request.names, content.axes)
+        # A plan that is made has no argument `unmatched`.
+        check_known(request.names, content.axes, or_pass="")
     new_row = row_of(request, row.shape, row.dtype, axes_of(mesh), row.memory_kind)
     check_absent(new_row.reasons, mesh, content.axes)
     cut = [why for why in new_row.reasons if not why.code.is_expected]

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias, cast
 from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError, SpecError, UnmatchedError
+from .._ground.misuse import called
 from .._ground.reason import Code, Decision, Reason, reason_for
 from .._ground.spec import (
     UNCONSTRAINED,
@@ -38,6 +39,7 @@ _PLAIN = frozenset([str, type(None)])
 Policy: TypeAlias = Literal["replicate", "keep", "unconstrained", "raise"]
 
 
+@called("resolve(names, rules)")
 def resolve(
     names: Sequence[object] | PartitionSpec,
     rules: AxisRules,
@@ -90,6 +92,10 @@ def resolve(
         assert [reason.code.name for reason in decision.reasons] == ["blocked", "unmatched"]
         ```
     """
+    if isinstance(names, AxisRules):
+        raise RuleError(
+            "the rules are given first, of type AxisRules: write `resolve(names, rules)`."
+        )
     check_axis_rules("rules", rules)
     return _resolve(_entries(names), rules, mode, unmatched)
 
@@ -157,11 +163,18 @@ def unknown_names(
     return tuple(slot.name for slot in _unruled(names, rules))
 
 
-def check_known(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> None:
+def check_known(
+    names: Sequence[object] | PartitionSpec,
+    rules: AxisRules,
+    or_pass: str = ', or pass `unmatched="replicate"`',
+) -> None:
     """Raises `UnmatchedError` if a name has no rule in any mode, because the name is
     then probably misspelled.
+
+    `or_pass` is the part of the message about an argument that accepts such names;
+    empty if the caller has none.
     """
-    _raise_unmatched(_unruled(names, rules), rules)
+    _raise_unmatched(_unruled(names, rules), rules, or_pass)
 
 
 def _unruled(
@@ -205,7 +218,7 @@ def _resolve(
     slots = _slots(entries, rules)
     orphans = _without_rule(slots, active)
     if unmatched == "raise":
-        _raise_unmatched(orphans, rules)
+        _raise_unmatched(orphans, rules, ', or pass `unmatched="replicate"`')
     targets: dict[str, Target] = {}
     users: dict[str, _Slot] = {}
     if unmatched == "keep":
@@ -479,7 +492,7 @@ def _active(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
     return rules_of_mode(rules, mode) + rules.rules
 
 
-def _raise_unmatched(orphans: "list[_Slot]", rules: AxisRules) -> None:
+def _raise_unmatched(orphans: "list[_Slot]", rules: AxisRules, or_pass: str) -> None:
     orphan_texts = []
     for slot in orphans:
         near_name = near(slot.name, rules.names)
@@ -488,7 +501,6 @@ def _raise_unmatched(orphans: "list[_Slot]", rules: AxisRules) -> None:
         raise UnmatchedError(
             f"no rule for the logical names {', '.join(orphan_texts)}. The rules have"
             f" {rules.names}; "
-            f"add one with `rules.extend([({orphans[0].name!r}, None)])`, or pass"
-            ' `unmatched="replicate"`. For mesh '
-            "axes use a PartitionSpec."
+            f"add one with `rules.extend([({orphans[0].name!r}, None)])`{or_pass}. For"
+            " mesh axes use a PartitionSpec."
         )

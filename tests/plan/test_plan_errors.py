@@ -3,6 +3,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
@@ -199,3 +200,23 @@ def test_a_callable_that_fails_is_named_and_chained():
     ) as e:
         plan({"w": jnp.ones(8), "v": jnp.ones(8)}, MESH, paths=rules)
     assert isinstance(e.value.__cause__, KeyError)
+
+
+def test_the_advice_is_an_argument_that_the_function_has():
+    with pytest.raises(
+        UnmatchedError, match=r"rules.extend\(\[\('typo', None\)\]\)`\. For"
+    ):
+        MADE.replace(next(iter(MADE)), ("typo", ...))
+    with pytest.raises(UnmatchedError, match='or pass `unmatched="replicate"`'):
+        MADE.sharding(("typo",))
+
+
+def test_integers_that_jax_would_cut_are_refused():
+    tree = {"ids": jax.ShapeDtypeStruct((8,), jnp.int32)}
+    made = plan(tree, MeshSpec({"data": 8}).build(jax.devices()), unmatched="replicate")
+    assert sfx.shard({"ids": np.arange(8)}, made)["ids"].dtype == jnp.int32
+    for value in (2**40, -(2**31) - 1):
+        with pytest.raises(
+            PlanMismatchError, match=f"holds {value}, which JAX would cut"
+        ):
+            sfx.shard({"ids": np.array([value] * 8)}, made)
