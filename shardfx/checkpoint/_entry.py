@@ -165,6 +165,8 @@ def may_change(stored: Any, to: Any) -> bool:
 
     Rounding between floating-point dtypes does not count as a change.
     """
+    if jnp.issubdtype(to, jnp.bool_):
+        return not jnp.issubdtype(stored, jnp.bool_)
     if jnp.issubdtype(stored, jnp.integer):
         least = int(jnp.iinfo(stored).min)
         most = int(jnp.iinfo(stored).max)
@@ -234,6 +236,8 @@ def _changed(view: np.ndarray, values: np.ndarray) -> np.ndarray | None:
     """
     if jnp.issubdtype(values.dtype, jnp.floating):
         return np.asarray(values.astype(np.float64) != view.astype(np.float64))
+    if jnp.issubdtype(view.dtype, jnp.bool_):
+        return np.asarray(view.astype(values.dtype) != values)
     if jnp.issubdtype(view.dtype, jnp.integer):
         return None
     # If the integer dtype lacks the number, the result of the cast back depends on the

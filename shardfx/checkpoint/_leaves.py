@@ -46,7 +46,7 @@ from .._convert import (
 from .._ground.boxes import Box, shard_boxes
 from .._ground.errors import CheckpointError, LeafTypeError
 from .._ground.spec import DType
-from .._ground.text import printable
+from .._ground.text import plural, printable
 from .._ground.tree import flatten, is_number
 from .._plan import LEFT_OUT, ShardPlan, canonical_dtype, encode_dtype, plan, rows_of
 from .._rules import PathRules
@@ -117,6 +117,7 @@ def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
     arrays: list[tuple[str, Any]] = []
     kinds: dict[str, str] = {}
     numbers: dict[str, Any] = {}
+    texts: list[str] = []
     # A model has many leaves of few kinds: a check of one leaf holds for all of its
     # kind. The value is the name of the dtype that the metadata has for the leaf.
     name_by_kind: dict[object, str | None] = {}
@@ -125,6 +126,8 @@ def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
         if row < 0 and (not is_array or row == LEFT_OUT):
             if is_number(leaf):
                 numbers[path] = leaf
+            elif isinstance(leaf, str | bytes) and row != LEFT_OUT:
+                texts.append(f"`{printable(path)}` ({leaf!r:.40})")
             continue
         # The plan has a number or a function where it has no row, such as the step
         # counter before the first step made an array of it.
@@ -142,6 +145,12 @@ def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
             if prng.is_key(leaf.dtype):
                 leaf = jax.random.key_data(leaf)
         arrays.append((path, leaf))
+    if texts:
+        raise CheckpointError(
+            f"a checkpoint keeps arrays and numbers, and the tree has the"
+            f" {plural(len(texts), 'text')} {', '.join(texts[:3])}, which would be lost;"
+            " leave them out: `save(path, eqx.filter(tree, eqx.is_array_like), plan)`."
+        )
     for path, _ in arrays:
         if not path.isascii() or path == safetensors.METADATA:
             _check_path(path)

@@ -5,6 +5,7 @@ NumPy's 64-bit integers.
 import enum
 import json
 
+import equinox as eqx
 import hypothesis as hyp
 import hypothesis.strategies as st
 import jax
@@ -164,24 +165,46 @@ def test_numbers_of_a_state_are_saved(tmp_path, mesh, name):
     state = {
         "w": jnp.arange(8.0),
         "numbers": numbers,
-        "name": "run",
         "speed": Speed.fast,
         "f": jax.nn.gelu,
     }
     arrays, plan = planned(state, mesh)
     checkpoint.save(tmp_path / name, arrays, plan)
-    fresh = arrays | {
-        "numbers": dict.fromkeys(numbers, 0),
-        "name": "other",
-    }  # pyright: ignore[reportOperatorIssue]
+    fresh = arrays | {"numbers": dict.fromkeys(numbers, 0)}  # pyright: ignore[reportOperatorIssue]
     for asked in (plan, fresh):
         loaded = checkpoint.load(tmp_path / name, asked)
         assert repr(loaded["numbers"]) == repr(numbers)
     # A plan has nothing that could be kept, a tree has.
-    assert loaded["name"] == "other"
     assert loaded["speed"] is Speed.fast
     assert loaded["f"] is jax.nn.gelu
-    assert checkpoint.load(tmp_path / name, plan)["name"] is None
+    assert checkpoint.load(tmp_path / name, plan)["f"] is None
+
+
+def test_a_text_is_not_lost_without_a_word(tmp_path, mesh):
+    state = {"w": jnp.arange(8.0), "names": {"run": "first", "host": b"a"}, "step": 3}
+    arrays, plan = planned(state, mesh)
+    for arguments in ((arrays,), (arrays, plan)):
+        with pytest.raises(CheckpointError, match="2 texts `names/host` .*`names/run`"):
+            checkpoint.save(tmp_path / "c", *arguments)
+    assert not list(tmp_path.iterdir())
+    kept = eqx.filter(arrays, eqx.is_array_like)
+    checkpoint.save(tmp_path / "c", kept, plan)
+    loaded = checkpoint.load(tmp_path / "c", arrays)
+    assert loaded["step"] == 3
+    assert loaded["names"] == state["names"]
+
+
+def test_a_bool_is_0_or_1_in_the_file(tmp_path, mesh):
+    for value in (0, 1, 5, -1, 0.5):
+        array = np.array([1, value], np.float32 if value == 0.5 else np.int32)
+        checkpoint.save(tmp_path / "c.safetensors", {"n": array}, overwrite=True)
+        plan = shardfx.plan({"n": jnp.ones(2, bool)}, mesh, unmatched="replicate")
+        if value in (0, 1):
+            loaded = checkpoint.load(tmp_path / "c.safetensors", plan, dtype="plan")
+            assert loaded["n"].tolist() == [True, bool(value)]
+            continue
+        with pytest.raises(CheckpointError, match="which is no number of bool"):
+            checkpoint.load(tmp_path / "c.safetensors", plan, dtype="plan")
 
 
 def test_a_number_that_the_checkpoint_lacks(tmp_path, mesh):
