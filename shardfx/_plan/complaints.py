@@ -9,6 +9,7 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from .._ground.errors import LeafTypeError, RuleError, SpecError, UnmatchedError
@@ -500,11 +501,30 @@ def raise_unused(
         " those that other trees need with `optional(target)`, or pass"
         ' `unused="allow"`:'
     )
-    texts = [
-        f"  {what} {why.number}, the regex {rules.rules[why.number][0]!r}, {why.text}."
-        for why in unused
-    ]
+    texts = []
+    for why in unused:
+        regex = rules.rules[why.number][0]
+        text = why.text
+        empty = _first_empty(flat, regex)
+        if why.nearest is not None and empty is not None:
+            text = f"matches `{empty}`, which is `None` and no array"
+        texts.append(f"  {what} {why.number}, the regex {regex!r}, {text}.")
     _refuse(RuleError, head, texts)
+
+
+def _first_empty(flat: Flat, regex: str) -> str | None:
+    """The first path of a tree that a regex matches and that holds `None`; `None` if
+    there is no such path.
+    """
+    tree = jax.tree.unflatten(flat.treedef, flat.leaves)
+    nodes, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: node is None
+    )
+    for keys, node in nodes:
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        if node is None and re.search(regex, path):
+            return path
+    return None
 
 
 def _axes_of(code: Code, row: Row) -> list[str]:
