@@ -102,14 +102,8 @@ def address_of(place: Where) -> Address | str:
 def _of_url(text: str, driver: str, rest: str) -> Address:
     path, _, query = rest.partition("?")
     bucket, _, key = path.partition("/")
-    # A secret key may hold a slash.
-    if "@" in bucket or ":" in bucket:
-        raise CheckpointError(
-            f"{_without_secrets(text)!r} has credentials before its bucket; they would"
-            " get into logs. Leave them out: they are found in the environment"
-            " (AWS_ACCESS_KEY_ID), or in ~/.aws/credentials."
-        )
     spec: dict[str, Any] = {"driver": driver, "bucket": bucket}
+    _require_no_secrets(spec, repr(_without_secrets(text)))
     parameters = _PARAMETERS[driver]
     for name, value in urllib.parse.parse_qsl(query, keep_blank_values=True):
         if name not in parameters:
@@ -121,11 +115,32 @@ def _of_url(text: str, driver: str, rest: str) -> Address:
                 " give TensorStore's spec as a dict."
             )
         spec[parameters[name]] = value
+    _require_no_secrets(spec, repr(_without_secrets(text)))
     if not bucket:
         raise CheckpointError(
             f"{text!r} names no bucket; write `{_SCHEMES[driver]}://bucket/path`."
         )
     return Address(spec, key.strip("/"), f"{_SCHEMES[driver]}://{bucket}")
+
+
+def _require_no_secrets(spec: Mapping[str, Any], place: str) -> None:
+    """Raises `CheckpointError` for a bucket or an endpoint with credentials. Errors show
+    both.
+    """
+    fix = (
+        "they would get into logs. Leave them out: they are found in the environment"
+        " (AWS_ACCESS_KEY_ID), or in ~/.aws/credentials"
+    )
+    bucket = str(spec.get("bucket", ""))
+    # A secret key may hold a slash.
+    if "@" in bucket or ":" in bucket:
+        raise CheckpointError(f"{place} has credentials before its bucket; {fix}.")
+    endpoint = str(spec.get("endpoint", ""))
+    if any(mark in endpoint for mark in "@?#"):
+        raise CheckpointError(
+            f"{place} has an endpoint with credentials or parameters; {fix}, and write"
+            " the endpoint as `https://host:port`."
+        )
 
 
 def _of_spec(spec: Mapping[str, Any]) -> Address | str:
@@ -145,6 +160,7 @@ def _of_spec(spec: Mapping[str, Any]) -> Address | str:
             " place of a checkpoint; the drivers are `s3`, `gcs`, `file` and `memory`,"
             ' as in `{"driver": "s3", "bucket": "bucket", "path": "path"}`.'
         )
+    _require_no_secrets(spec, f"a spec of a bucket with the driver `{driver}`")
     rest = {name: value for name, value in spec.items() if name != "path"}
     root = f"{_SCHEMES.get(driver, driver)}://{spec.get('bucket', '')}".rstrip("/")
     if driver == "memory":

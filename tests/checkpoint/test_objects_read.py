@@ -3,6 +3,7 @@ by few requests, and every fault has an error.
 """
 
 import json
+import urllib.parse
 
 import jax
 import jax.numpy as jnp
@@ -331,6 +332,40 @@ def test_an_address_that_is_none(place):
         checkpoint.read_index(place)
     assert ADDRESSES[place] in str(caught.value)
     assert SECRET_KEY not in str(caught.value)
+
+
+ENDPOINTS = [
+    f"http://user:{SECRET_KEY}@127.0.0.1",
+    f"http://127.0.0.1/?X-Amz-Signature={SECRET_KEY}",
+    f"http://127.0.0.1/#{SECRET_KEY}",
+]
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_an_endpoint_with_a_secret_is_refused_and_not_shown(endpoint):
+    query = urllib.parse.urlencode({"endpoint": endpoint})
+    spec = {"driver": "s3", "bucket": "bucket", "path": "x/", "endpoint": endpoint}
+    for place in (f"s3://bucket/x?{query}", spec):
+        for call in (
+            checkpoint.read_index,
+            checkpoint.Manager,
+            checkpoint.left_over,
+            lambda place: checkpoint.save(place, {"w": jnp.ones(4)}),
+        ):
+            with pytest.raises(
+                CheckpointError, match="with credentials or par"
+            ) as error:
+                call(place)
+            assert SECRET_KEY not in str(error.value)
+            assert error.value.__cause__ is None
+
+
+def test_a_bucket_with_a_secret_is_refused_and_not_shown():
+    spec = {"driver": "gcs", "bucket": f"user:{SECRET_KEY}@bucket", "path": "x/"}
+    text = "with the driver `gcs` has credentials before its bucket"
+    with pytest.raises(CheckpointError, match=text) as error:
+        checkpoint.read_index(spec)
+    assert SECRET_KEY not in str(error.value)
 
 
 def test_nothing_there(server):
