@@ -75,15 +75,12 @@ class CostModel:
     - `network`: the fraction of the links' bandwidth that collectives reach.
     - `overlap`: the fraction of the computation with which collectives of parameters
       and gradients can overlap.
-    - `call_seconds`: the fixed seconds of each collective, in addition to the seconds
-      of its bytes.
     """
 
     compute: float = 0.55
     memory: float = 0.8
     network: float = 0.8
     overlap: float = 0.5
-    call_seconds: float = 2e-6
 
 
 @ft.partial(jax.jit, static_argnames="keep")
@@ -164,14 +161,13 @@ def costs(
     seconds_per_byte = _seconds_per_byte(xp, machine, sizes, slices)
     sent_bytes = xp.einsum("sk,bkjt->tjbs", power, sent)
     exposed_seconds, hidden_seconds = (sent_bytes * seconds_per_byte[:, None]).sum(1)
-    is_cut = (sizes > 1).T.astype(np.float32)
-    call_count = arrays["calls"][sets] @ is_cut
-    call_seconds = machine["call_seconds"] * call_count
+    hop_count = arrays["calls"][sets] @ _hops(xp, machine, sizes, slices)
+    latency_seconds = machine["hop_seconds"] * hop_count
     covered_seconds = machine["overlap"] * compute_seconds
     seconds = (
         compute_seconds
         + exposed_seconds
-        + call_seconds
+        + latency_seconds
         + xp.maximum(0.0, hidden_seconds - covered_seconds)
     )
     is_allowed = _is_allowed(xp, arrays, sets, sizes, has)
@@ -232,15 +228,40 @@ def _seconds_per_byte(
     """
     devices = sizes.T.astype(np.float32)
     devices_in_slice = (sizes // slices).T.astype(np.float32)
-    slice_size = xp.prod(devices_in_slice, axis=0)
-    log2_slice_size = xp.maximum(xp.log2(slice_size), 1.0)
-    torus_dims = machine["dims"] * xp.log2(devices_in_slice) / log2_slice_size
+    torus_dims = machine["dims"] * _shares_of_slice(xp, sizes, slices)
     torus_bandwidth = machine["link"] * xp.maximum(torus_dims, 0.5)
     bandwidth = xp.where(machine["dims"] > 0, torus_bandwidth, machine["link"])
     near = xp.minimum(machine["island"], devices_in_slice)
     fast_seconds = (1 - 1 / near) / bandwidth
     slow_seconds = (1 - near / devices) / near / machine["dcn"]
     return fast_seconds + slow_seconds
+
+
+def _hops(
+    xp: Any,
+    machine: Numbers,
+    sizes: Int[_Array, "sizes axes"],
+    slices: Int[_Array, "sizes axes"],
+) -> Float[_Array, "axes sizes"]:
+    """The hops of a collective over each mesh axis, as `shardfx.cost.seconds` counts
+    them; 0 for an axis of one device. On a torus they are the axis's share of the hops
+    over the whole slice. The arguments are those of `_seconds_per_byte`.
+    """
+    hops = machine["hops"] * _shares_of_slice(xp, sizes, slices)
+    is_cut = (sizes > 1).T
+    return xp.where(is_cut, xp.maximum(hops, 1.0), 0.0)
+
+
+def _shares_of_slice(
+    xp: Any, sizes: Int[_Array, "sizes axes"], slices: Int[_Array, "sizes axes"]
+) -> Float[_Array, "axes sizes"]:
+    """The share of a slice's dimensions that each mesh axis spans: in proportion to the
+    logarithm of its size.
+    """
+    devices_in_slice = (sizes // slices).T.astype(np.float32)
+    slice_size = xp.prod(devices_in_slice, axis=0)
+    log2_slice_size = xp.maximum(xp.log2(slice_size), 1.0)
+    return xp.log2(devices_in_slice) / log2_slice_size
 
 
 def rates_of(
@@ -254,7 +275,7 @@ def rates_of(
     step may take `limit_bytes` of memory. `extents` are the chips along each dimension
     of a slice; empty for the usual slice of `devices` devices.
     """
-    link, dims, island = average_network(chip, extents or extents_of(chip, devices))
+    network = average_network(chip, extents or extents_of(chip, devices))
     parts = chip.devices_per_chip
     flops = float(chip.flops("bfloat16"))
     hbm = float(chip.hbm_bytes_per_second)
@@ -262,12 +283,13 @@ def rates_of(
     numbers = {
         "flops": flops / parts * model.compute,
         "hbm": hbm / parts * model.memory,
-        "link": link * model.network,
-        "dims": dims,
-        "island": island,
+        "link": network.bytes_per_second * model.network,
+        "dims": network.dims,
+        "hops": network.hops,
+        "hop_seconds": float(chip.hop_seconds),
+        "island": network.island_devices,
         "dcn": dcn / parts * model.network,
         "overlap": model.overlap,
-        "call_seconds": model.call_seconds,
         "limit": limit_bytes,
     }
     return {name: np.float32(number) for name, number in numbers.items()}

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .._step import Program
+from ..chips._chip import rounds_of
 from ._layouts import AssignedLayout, Layouts
 
 
@@ -18,6 +19,8 @@ from ._layouts import AssignedLayout, Layouts
 _LONG = 40
 # The results of these operations reuse the memory of an operand.
 _IN_PLACE = ("carry", "dynamic_update_slice")
+# The collectives that sum gradients.
+REDUCTIONS = ("all-reduce", "reduce-scatter")
 # The cost terms of a step, as the arrays that `cost_terms` describes.
 CostTerms = dict[str, np.ndarray]
 
@@ -56,7 +59,8 @@ def cost_terms(layouts: Layouts, assigned: list[AssignedLayout]) -> CostTerms:
     - `sent` (assignments, sent terms, 2): the bytes of this term that a device
       receives, before the factor (1 - 1 / size): in collectives that computation waits
       for, and in collectives that overlap with computation.
-    - `calls` (assignments): the number of collectives of the assignment.
+    - `calls` (assignments): the number of collectives of the assignment. An all-reduce
+      counts twice, and reductions of gradients that XLA combines count once.
     - `limits` (axes, assignments): whether the assignment shards the logical axis.
     - `sizes`, `least` (axes): the size of the logical axis, and the smallest allowed
       number of its shards.
@@ -68,9 +72,10 @@ def cost_terms(layouts: Layouts, assigned: list[AssignedLayout]) -> CostTerms:
     sent = []
     for amounts in _sent_amounts(layouts, assigned, is_sharded):
         sent.append(_added(amounts, assignment_count, columns=2))
+    has_data = _has_data(layouts)
     calls = []
     for layout in assigned:
-        calls.append(sum(event.times for event in layout.events))
+        calls.append(_calls(layout, has_data))
 
     axes = cut_by(assigned)
     limits = np.zeros((len(axes), assignment_count), bool)
@@ -87,6 +92,24 @@ def cost_terms(layouts: Layouts, assigned: list[AssignedLayout]) -> CostTerms:
         "sizes": np.array(sizes, dtype=np.int64),
         "least": np.ones(len(axes), np.int64),
     }
+
+
+def _calls(layout: AssignedLayout, has_data: Sequence[bool]) -> float:
+    """The number of collectives that run one after another. `has_data` says for each
+    value whether computation waits for its collectives.
+    """
+    total = 0.0
+    # XLA combines the reductions of gradients, which do not wait for each other.
+    combined: set[object] = set()
+    for event in layout.events:
+        is_combined = event.kind in REDUCTIONS and not has_data[event.value]
+        key = (event.kind, event.times)
+        if is_combined and key in combined:
+            continue
+        if is_combined:
+            combined.add(key)
+        total += event.times * rounds_of(event.kind)
+    return total
 
 
 def _is_sharded(assigned: Sequence[AssignedLayout]) -> np.ndarray:
@@ -145,8 +168,8 @@ def _sent_amounts(
             # An all-to-all moves one shard; the other collectives move whole shards of
             # the other assignments.
             mask[number] = event.kind == "all-to-all"
-            rounds = 2 if event.kind == "all-reduce" else 1
-            nbytes = layouts.program.values[event.value].bytes * event.times * rounds
+            rounds = event.times * rounds_of(event.kind)
+            nbytes = layouts.program.values[event.value].bytes * rounds
             column = 0 if has_data[event.value] else 1
             amounts.append(_Amount(mask, column, nbytes))
         yield amounts

@@ -45,6 +45,7 @@ from ._candidate import Candidate, rank
 from ._classes import Classes
 from ._constrain_step import constrain_step
 from ._core import CostModel
+from ._cost_terms import REDUCTIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,18 +106,22 @@ def with_traffic(
     """The candidate with the traffic of its program, and the seconds of one step that
     follow from it and from the seconds of computation.
     """
-    taken = {"exposed": 0.0, "hidden": 0.0}
+    exposed = 0.0
+    hidden = 0.0
+    # The latency of gradients' reductions, by their kind, axes and calls. XLA combines
+    # reductions that do not wait for each other.
+    combined: dict[object, float] = {}
     for row in seconds(sent, chip, candidate.mesh).rows:
-        if row.traffic.calls is None:
-            calls = 1
+        seconds_of_bytes = (row.seconds - row.latency_seconds) / model.network
+        if row.traffic.leaf is None:
+            exposed += seconds_of_bytes + row.latency_seconds
+        elif row.traffic.kind in REDUCTIONS:
+            hidden += seconds_of_bytes
+            key = (row.traffic.kind, row.traffic.axes, row.traffic.calls)
+            combined[key] = max(combined.get(key, 0.0), row.latency_seconds)
         else:
-            calls = row.traffic.calls
-        kind = "exposed" if row.traffic.leaf is None else "hidden"
-        seconds_of_bytes = row.seconds - row.latency_seconds
-        taken[kind] += seconds_of_bytes / model.network + calls * model.call_seconds
-
-    exposed = taken["exposed"]
-    hidden = taken["hidden"]
+            hidden += seconds_of_bytes + row.latency_seconds
+    hidden += sum(combined.values())
     beyond_computation = max(0.0, hidden - model.overlap * candidate.compute_seconds)
     return dataclasses.replace(
         candidate,

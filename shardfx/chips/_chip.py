@@ -10,7 +10,7 @@ of `average_network`.
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -164,11 +164,14 @@ def near_cube(count: int, dims: int) -> tuple[int, ...]:
 
 class Ring(NamedTuple):
     """The chips along one dimension of a slice over which a mesh axis extends. `size`
-    is their number. If the ring is `closed`, a link joins its two ends.
+    is their number. If the ring is `closed`, a link joins its two ends. Neighbours along
+    the mesh axis are `stride` links apart: more than one if another mesh axis takes the
+    chips between them.
     """
 
     size: int
     closed: bool
+    stride: int = 1
 
     @property
     def links(self) -> int:
@@ -185,12 +188,15 @@ class AverageNetwork(NamedTuple):
     - `bytes_per_second`: the bandwidth of one chip along one dimension of the torus, or
       through the switch.
     - `dims`: the number of dimensions of the torus; 0 if a switch connects the chips.
+    - `hops`: the hops of a collective over the whole slice; 0 if a switch connects the
+      chips.
     - `island_devices`: the number of devices that one switch connects; infinite for a
       torus.
     """
 
     bytes_per_second: float
     dims: float
+    hops: float
     island_devices: float
 
 
@@ -206,6 +212,24 @@ def closed(chip: Chip, extents: Sequence[int]) -> tuple[bool, ...]:
     return wraps(chip.kinds[0] if chip.kinds else "", extents)
 
 
+def hops_across(rings: Iterable[Ring]) -> int:
+    """The hops from a chip to the one that is farthest away, one dimension after
+    another: half of a closed ring, and all of an open one.
+    """
+    hops = 0
+    for ring in rings:
+        steps = ring.size // 2 if ring.closed else ring.size - 1
+        hops += steps * ring.stride
+    return hops
+
+
+def rounds_of(kind: str) -> int:
+    """How often a collective of this kind crosses its replica group. An all-reduce goes
+    there and back.
+    """
+    return 2 if kind == "all-reduce" else 1
+
+
 def average_network(chip: Chip, extents: Sequence[int]) -> AverageNetwork:
     """Averages over the network of a slice. A closed ring has twice the bandwidth: it
     sends in both directions.
@@ -213,17 +237,21 @@ def average_network(chip: Chip, extents: Sequence[int]) -> AverageNetwork:
     link = float(chip.link_bytes_per_second)
     if not chip.torus_dims:
         return AverageNetwork(
-            link, 0.0, float(chip.island_chips * chip.devices_per_chip)
+            bytes_per_second=link,
+            dims=0.0,
+            hops=0.0,
+            island_devices=float(chip.island_chips * chip.devices_per_chip),
         )
-    long = [
-        Ring(size, has_ring).links
+    rings = [
+        Ring(size, has_ring)
         for size, has_ring in zip(extents, closed(chip, extents), strict=True)
-        if size > 1
     ]
+    long = [ring.links for ring in rings if ring.size > 1]
     return AverageNetwork(
-        link * (sum(long) / len(long) if long else 1.0),
-        float(chip.torus_dims),
-        math.inf,
+        bytes_per_second=link * (sum(long) / len(long) if long else 1.0),
+        dims=float(chip.torus_dims),
+        hops=float(hops_across(rings)),
+        island_devices=math.inf,
     )
 
 
@@ -255,7 +283,9 @@ def axes_on(
             dim = common.index(max(common))
             if taken < 2:
                 break
-            parts.append(Ring(taken, rings[dim] and taken == extents[dim]))
+            is_closed = rings[dim] and taken == extents[dim]
+            stride = extents[dim] // remaining[dim]
+            parts.append(Ring(taken, is_closed, stride))
             remaining[dim] //= taken
             size //= taken
         axes[name] = tuple(parts)

@@ -111,7 +111,8 @@ def route_of(pairs: Sequence[tuple[int, int]], torus: Torus) -> Route:
                 nodes[:, dim] = (nodes[:, dim] + direction * step) % ring.size
                 np.add.at(loads, (slices[passes], *nodes.T), shares[passes])
             busiest = max(busiest, float(loads.max()))
-        hops += np.where(ways.forward_share > 0, ways.forward, ways.backward)
+        steps = np.where(ways.forward_share > 0, ways.forward, ways.backward)
+        hops += steps * ring.stride
         places[:, dim] = targets[:, dim]
     return Route(messages=busiest, hops=int(hops.max(initial=0)))
 

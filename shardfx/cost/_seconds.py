@@ -4,7 +4,7 @@ links.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -13,7 +13,7 @@ from .._ground.errors import MeshError
 from .._ground.misuse import called
 from .._ground.text import bytes_text, first_lines, html_text, table, together
 from .._step import KINDS
-from ..chips._chip import Ring, axes_on, extents_of
+from ..chips._chip import Ring, axes_on, extents_of, hops_across, rounds_of
 from ..topology import MeshSpec
 from ._routes import Torus, route_of, torus_of
 from ._traffic_rows import Traffic, TrafficRow, axes_text
@@ -212,7 +212,8 @@ def _row(
 ) -> SecondsRow:
     near_bytes = row.wire_bytes - row.dcn_bytes
     rate, why = _rate(row, axes, chip)
-    hops = _hops(_rings_of(row, axes), row.kind)
+    # One hop through a switch, and where the dimensions are not known.
+    hops = max(1, hops_across(_rings_of(row, axes))) * rounds_of(row.kind)
     near_seconds = near_bytes / rate
     if row.pairs and row.axes and torus is not None and near_bytes:
         route = route_of(row.pairs, torus)
@@ -249,18 +250,6 @@ def _rings_of(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]]) -> list[Rin
     for axis in row.axes:
         rings += axes.get(axis, ())
     return rings
-
-
-def _hops(rings: Sequence[Ring], kind: str) -> int:
-    """The hops from one end of a replica group to the other, dimension by dimension; 1
-    through a switch, and where the dimensions are not known. An all-reduce goes there
-    and back.
-    """
-    hops = 0
-    for ring in rings:
-        hops += ring.size // 2 if ring.closed else ring.size - 1
-    rounds = 2 if kind == "all-reduce" else 1
-    return rounds * max(1, hops)
 
 
 def _rate(

@@ -194,10 +194,11 @@ def test_an_axis_over_a_slice_has_the_links_of_its_rows(
     extents,
 ):
     chip = chips.find("v5e")
-    link, dims, _ = average_network(chip, extents)
+    network = average_network(chip, extents)
     sizes = {"data": extents[0] * extents[1]}
     (rings,) = axes_on(chip, extents, sizes).values()
-    assert link * dims == chip.link_bytes_per_second * sum(ring.links for ring in rings)
+    actual = network.bytes_per_second * network.dims
+    assert actual == chip.link_bytes_per_second * sum(ring.links for ring in rings)
     actual = [ring.closed for ring in rings].count(True)
     assert actual == extents.count(16)
 

@@ -4,13 +4,16 @@ import dataclasses
 import itertools
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardfx import chips, topology
-from shardfx.auto import _core as core
+from shardfx import MeshSpec, chips, topology
+from shardfx.auto import _core as core, search
 from shardfx.auto._core import CostModel, find, rates_of
-from shardfx.chips._chip import extents_of
+from shardfx.auto._programs import with_traffic
+from shardfx.chips._chip import axes_on, extents_of, hops_across
+from shardfx.cost._traffic_rows import Traffic, TrafficRow
 
 
 MODEL = CostModel()
@@ -62,6 +65,12 @@ def by_hand(terms, chip, assignments, sizes, total):
         if size > 1
     ]
     rings = sum(ways) / len(ways)
+    slice_hops = sum(
+        size // 2 if ring else size - 1
+        for ring, size in zip(
+            topology.wraps(chip.kinds[0], extents), extents, strict=True
+        )
+    )
     for assignment, size in zip(assignments, sizes, strict=True):
         largest = max(0.5, chip.torus_dims * math.log2(size) / math.log2(total))
         links = largest * rings
@@ -71,7 +80,8 @@ def by_hand(terms, chip, assignments, sizes, total):
         ):
             exposed += full / divided(mask) * per_byte
             hidden += beside / divided(mask) * per_byte
-        exposed += terms["calls"][assignment] * MODEL.call_seconds
+        hops = max(1, slice_hops * math.log2(size) / math.log2(total))
+        exposed += terms["calls"][assignment] * hops * chip.hop_seconds
     return compute + exposed + max(0.0, hidden - MODEL.overlap * compute), memory
 
 
@@ -159,3 +169,80 @@ def test_too_many_candidates_lose_the_last_assignments(
         assignment for candidate in candidates for assignment in candidate.assignments
     )
     assert 1 < limit < 12
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("v5e", (16, 16)),
+        ("v5e", (256,)),
+        ("v5p", (4, 16)),
+        ("v5p", (4, 4, 4)),
+        ("v5e", (4, 4)),
+        ("h100", (4, 8)),
+    ],
+)
+def test_hops_are_those_that_seconds_counts(name, sizes):
+    """Axes that span whole dimensions of a slice."""
+    chip = chips.find(name)
+    devices = math.prod(sizes)
+    rates = rates_of(chip, devices, MODEL, 1e12)
+    rows = np.array([sizes])
+    [hops] = core._hops(np, rates, rows, np.ones_like(rows)).T.tolist()
+    names = [str(axis) for axis in range(len(sizes))]
+    rings = {}
+    if chip.torus_dims:
+        extents = extents_of(chip, devices)
+        rings = axes_on(chip, extents, dict(zip(names, sizes, strict=True)))
+    expected = [max(1, hops_across(rings.get(axis, ()))) for axis in names]
+    assert hops == pytest.approx(expected)
+    assert rates["hop_seconds"] == np.float32(chip.hop_seconds)
+
+
+def test_an_axis_of_one_device_has_no_hops():
+    rows = np.array([[1, 64]])
+    rates = machine("v5p", 64)
+    [[none], [all_hops]] = core._hops(np, rates, rows, np.ones_like(rows))
+    assert none == 0
+    assert all_hops == 6
+
+
+def reduced(*leaves):
+    rows = []
+    for leaf in leaves:
+        row = TrafficRow(
+            kind="all-reduce",
+            wire_bytes=1000,
+            dcn_bytes=0,
+            calls=1,
+            dtype="f32",
+            group_size=8,
+            axes=("data",),
+            source=None,
+            stack=(),
+            leaf=leaf,
+        )
+        rows.append(row)
+    return Traffic(rows=tuple(rows), devices=8, axes=("data",))
+
+
+def test_reductions_of_gradients_take_their_latency_once():
+    model = (lambda w, x: (x @ w).sum(), jnp.ones((8, 8)), jnp.ones((16, 8)))
+    candidate, *_ = search(*model, devices=8, chip="v5e", keep=1, effort="least")
+    candidate = dataclasses.replace(candidate, mesh=MeshSpec({"data": 8}))
+    chip = chips.find("v5e")
+    traffics = reduced("w"), reduced("w", "b"), reduced(None), reduced(None, None)
+    timed = [with_traffic(candidate, sent, chip, MODEL) for sent in traffics]
+    # A slice of 2 x 4 chips has no rings: 1 and 3 hops, there and back.
+    latency = 8 * chip.hop_seconds
+    seconds_of_bytes = timed[0].hidden_seconds - latency
+    assert seconds_of_bytes > 0
+    assert timed[1].hidden_seconds == pytest.approx(latency + 2 * seconds_of_bytes)
+    assert timed[2].exposed_seconds == pytest.approx(timed[0].hidden_seconds)
+    assert timed[3].exposed_seconds == pytest.approx(2 * timed[2].exposed_seconds)
+
+
+def test_axes_in_one_dimension_have_the_hops_of_all_of_it_together():
+    rings = axes_on(chips.find("v5e"), (2, 4), {"a": 2, "b": 2, "c": 2})
+    assert sum(hops_across(rings[axis]) for axis in "abc") == 1 + 3
+    assert hops_across(rings["a"]) + hops_across(rings["b"]) == 3
