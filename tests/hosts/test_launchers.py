@@ -165,7 +165,7 @@ class Ended(NamedTuple):
 class Job(NamedTuple):
     """What came of the processes of each launcher, and the number of processes."""
 
-    count: int
+    processes: int
     ended: dict[Callable[..., dict[str, str]], Ended]
 
 
@@ -234,16 +234,16 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_script_of_the_page_starts_and_trains(launcher, job: Job):
     statuses, text = job.ended[launcher]
-    assert statuses == [0] * started_by(launcher, job.count), text
+    assert statuses == [0] * started_by(launcher, job.processes), text
     # Rows hold the number of their process, and each is summed over 64 ones.
-    mean = 64 * sum(range(job.count)) / job.count
-    assert text.count(f"processes {job.count} devices {DEVICES}\n") == 1
+    mean = 64 * sum(range(job.processes)) / job.processes
+    assert text.count(f"processes {job.processes} devices {DEVICES}\n") == 1
     assert f"mean {mean}\n" in text
 
 
 def test_processes_started_by_hand_load_what_they_saved(job: Job):
     _, text = job.ended[by_hand]
-    for index in range(job.count):
+    for index in range(job.processes):
         assert f"process {index} loaded {64 * 8}.0\n" in text
 
 
