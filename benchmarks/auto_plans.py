@@ -5,13 +5,16 @@
 `_zoo.py`, twelve those of `_explicit_steps.py`, and sixteen are published models, of
 which the training state is counted. Where a plan does not fit, the step is searched:
 the plan is at fault only if a candidate of `search` fits. No search is needed where the
-least state that every device must hold does not fit.
+least state that every device must hold does not fit. With `--seconds`, the step under
+the plan is partitioned and priced as the search does, beside the search's best
+candidate and the usual ways by hand.
 
 `--json FILE` keeps the results and goes on from them; `--only` takes parts of names,
 `--devices` numbers.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import time
@@ -22,9 +25,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
 
 import shardfx as sfx
+from shardfx.auto import Limits
+from shardfx.auto._asked import asked_for
+from shardfx.auto._candidate import Candidate, rank
+from shardfx.auto._search import candidates_of, opened
 from shardfx.errors import OutOfMemoryError
 from shardfx.presets import models as published
 
@@ -65,6 +71,14 @@ class Trained(NamedTuple):
     params: Any
     init: Callable[[Any], Any]
     data: tuple[Any, ...] = ()
+
+    @property
+    def rows(self) -> int | None:
+        """The size of the first dimension of all data."""
+        sizes = {
+            struct.shape[0] for struct in jax.tree.leaves(self.data) if struct.shape
+        }
+        return math.gcd(*sizes) or None
 
 
 def adam_moments(params: Any) -> Any:
@@ -130,9 +144,11 @@ def planned(case: Trained, devices: int) -> Planned:
     """The step as the documentation says: moments follow the parameters, and the first
     dimension of a batch is sharded over all axes that divide it.
     """
-    params = sfx.auto.plan(case.params, devices, chip=CHIP, optimizer=case.init)
+    params = sfx.auto.plan(
+        case.params, devices, chip=CHIP, optimizer=case.init, rows=case.rows
+    )
     moments = sfx.follow(case.init, params)
-    rows = sfx.PathRules([("", P(params.mesh.axis_names))])
+    rows = sfx.PathRules([("", params.batch.spec)])
     data = tuple(sfx.plan(each, params.mesh, paths=rows) for each in case.data)
     step = None
     if case.step is not None:
@@ -156,7 +172,7 @@ def least_bytes(case: Trained, devices: int) -> int:
     )
 
 
-def judged(case: Trained, devices: int) -> Row:
+def judged(case: Trained, devices: int, *, is_timed: bool = False) -> Row:
     begin = time.process_time()
     usable = sfx.chips.find(CHIP).usable_hbm_bytes_per_device
     row: Row = {}
@@ -180,8 +196,46 @@ def judged(case: Trained, devices: int) -> Row:
             row["search"] = "no step"
         else:
             row["search"] = of_search(case.step, case, devices)
+    if is_timed and row["fits"] and case.step is not None and devices > 1:
+        row["beside search"] = seconds_beside_search(
+            case.step, case, planned(case, devices), devices
+        )
     row["is right"] = row["fits"] or row["search"] not in ("fits", "no step")
     row["processor seconds"] = time.process_time() - begin
+    return row
+
+
+def seconds_beside_search(
+    step: Callable[..., Any], case: Trained, plan: Planned, devices: int
+) -> Row:
+    """The seconds of the step under the plan over those of the search's best candidate,
+    and over those of the fastest and the slowest usual way by hand that fits.
+    """
+    moments = jax.eval_shape(case.init, case.params)
+    args = (case.params, moments, *case.data)
+    donating = sfx.filter_jit(step, donate=(0, 1))
+    options = asked_for(devices, CHIP)
+    space, lowered = opened(donating, args, options, Limits(), (), lambda _: None)
+    candidates, titles = candidates_of(space, lowered, 1, lambda _: None)
+    best = candidates[0]
+    planned = dataclasses.replace(
+        best,
+        mesh=plan.params.mesh,
+        plans=(plan.params, plan.moments, *plan.data),
+        constrained=False,
+        state_over=(),
+    )
+    priced = lowered.partitioned(planned)
+
+    def is_usual(candidate: Candidate) -> bool:
+        return candidate.title in titles and candidate.fits
+
+    by_hand = sorted(filter(is_usual, candidates), key=rank)
+    row: Row = {"seconds": priced.seconds, "search": best.title}
+    row["over search"] = priced.seconds / best.seconds
+    if by_hand:
+        row["over best by hand"] = priced.seconds / by_hand[0].seconds
+        row["over slowest by hand"] = priced.seconds / by_hand[-1].seconds
     return row
 
 
@@ -200,6 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="parts of names, with commas")
     parser.add_argument("--devices", default=",".join(map(str, DEVICES)))
+    parser.add_argument("--seconds", action="store_true", help="beside a search")
     parser.add_argument("--json", type=Path, help="results to go on from")
     flags = parser.parse_args()
     rows: dict[str, Row] = {}
@@ -213,7 +268,7 @@ def main() -> None:
             key = f"{name} on {devices}"
             if key in rows:
                 continue
-            rows[key] = judged(case, devices)
+            rows[key] = judged(case, devices, is_timed=flags.seconds)
             print(key, rows[key], flush=True)
             if flags.json:
                 flags.json.write_text(json.dumps(rows, indent=1) + "\n")
@@ -221,6 +276,16 @@ def main() -> None:
     print(f"{len(rows) - len(wrong)} of {len(rows)} fit wherever a candidate fits")
     for key in wrong:
         print(" ", key)
+    ratios = [
+        row["beside search"]["over search"]
+        for row in rows.values()
+        if "beside search" in row
+    ]
+    if ratios:
+        close = sum(ratio <= 1.15 for ratio in ratios)
+        print(
+            f"{close} of {len(ratios)} within 1.15 of search, worst {max(ratios):.2f}"
+        )
 
 
 if __name__ == "__main__":

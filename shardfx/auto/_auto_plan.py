@@ -25,8 +25,11 @@ class AutoPlan(ShardPlan[Tree]):
 
     @property
     def batch(self) -> NamedSharding:
-        """The sharding of a batch: its first dimension over all mesh axes."""
-        return self.sharding(PartitionSpec(self.mesh.axis_names))
+        """The sharding of a batch: its first dimension over all mesh axes but
+        `tensor`.
+        """
+        axes = [name for name in self.mesh.axis_names if name != "tensor"]
+        return self.sharding(PartitionSpec(tuple(axes)))
 
     def code(self) -> str:
         """The text of a Python module with the mesh and the rules, to keep and edit.

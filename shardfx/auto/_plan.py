@@ -93,6 +93,7 @@ def plan(
     optimizer: Callable[..., object] | _Optimizer | None = None,
     names: PyTree = None,
     chip: str | chips.Chip | None = None,
+    rows: int | None = None,
 ) -> AutoPlan[Tree]:
     """Plans how a model is sharded for training, without rules.
 
@@ -117,6 +118,8 @@ def plan(
       layers.
     - `chip`: the kind of the devices, where `devices` does not show it; see
       [`shardfx.chips.find`][]. By default the memory of a v5e is assumed.
+    - `rows`: the rows of a batch. With fewer rows than devices, an axis `tensor` of the
+      mesh shards weights and no batch. By default each device is assumed to have rows.
 
     **Returns:**
 
@@ -150,9 +153,10 @@ def plan(
             " of them: `equinox.filter_eval_shape(make, key)` for a model."
         )
     hardware = _hardware(devices, chip)
+    choices = _choices(hardware, _tensor_size(hardware, rows))
     pricing = _Pricing(tree, flat, names, _init_of(optimizer))
     limit = hardware.options.chip.usable_hbm_bytes_per_device
-    priced = _first_that_fits(map(pricing.priced, _choices(hardware)), limit)
+    priced = _first_that_fits(map(pricing.priced, choices), limit)
     if priced.state_bytes > _POSSIBLE * limit:
         raise _too_small(hardware, pricing, priced)
     chosen = priced.plan
@@ -221,36 +225,52 @@ def _data_or_fsdp_mesh(mesh: MeshSpec | Mesh | AbstractMesh) -> MeshSpec:
     return spec
 
 
-def _choices(hardware: _Hardware) -> Iterator[_Choice]:
+def _tensor_size(hardware: _Hardware, rows: int | None) -> int:
+    """The number of devices that share the rows of one device, since there are fewer
+    rows than devices.
+    """
+    if rows is None:
+        return 1
+    if rows < 1:
+        raise MeshError(f"`rows={rows}` is no number of rows; pass those of a batch.")
+    total = hardware.options.total
+    in_slice = total // hardware.options.slices
+    for size in _divisors(in_slice):
+        if rows % (total // size) == 0:
+            return size
+    return in_slice
+
+
+def _choices(hardware: _Hardware, tensor: int) -> Iterator[_Choice]:
     """The meshes and strategies to try: data parallelism first, then FSDP on ever more
-    devices.
+    devices. `tensor` devices have the same rows.
     """
     if hardware.mesh is not None:
         yield from _choices_on(hardware.mesh)
         return
     total = hardware.options.total
     slices = hardware.options.slices
-    yield _Choice(_mesh({"data": (total, slices)}), ())
-    in_slice = total // slices
+    inner = total // slices // tensor
     # The inner network first: devices of one slice, then whole slices.
-    for size in _divisors(in_slice)[1:]:
-        axes = {"data": (total // size, slices), "fsdp": (size, 1)}
-        yield _Choice(_mesh(axes), (("fsdp",),))
-    for spanned in _divisors(slices)[1:]:
-        outer = slices // spanned
-        axes = {"data": (outer, outer), "fsdp": (in_slice * spanned, spanned)}
-        yield _Choice(_mesh(axes), (("fsdp",),))
+    spans = [(size, 1) for size in _divisors(inner)]
+    spans += [(inner * spanned, spanned) for spanned in _divisors(slices)[1:]]
+    for size, spanned in spans:
+        axes = {
+            "data": (total // (size * tensor), slices // spanned),
+            "fsdp": (size, spanned),
+            "tensor": (tensor, 1),
+        }
+        used = [(name,) for name in ("tensor", "fsdp") if axes[name][0] > 1]
+        yield _Choice(_mesh(axes), tuple(used))
 
 
 def _mesh(axes: Mapping[str, tuple[int, int]]) -> MeshSpec:
-    """The mesh of axes with their sizes and the number of slices that each spans. The
-    axis `data` is left out if it has one device and another axis has more.
+    """The mesh of axes with their sizes and the number of slices that each spans. Axes
+    of one device are left out.
     """
-    sizes = {name: size for name, (size, _) in axes.items()}
-    if sizes["data"] == 1 and len(sizes) > 1:
-        del sizes["data"]
+    sizes = {name: size for name, (size, _) in axes.items() if size > 1}
     spans = {name: axes[name][1] for name in sizes if axes[name][1] > 1}
-    return MeshSpec(sizes, dcn=spans or None)
+    return MeshSpec(sizes or {"data": 1}, dcn=spans or None)
 
 
 def _divisors(count: int) -> list[int]:
@@ -283,8 +303,8 @@ class _Pricing:
         leaf_names = flat.names
         if names is not None:
             leaf_names = names_of_leaves(names, tree, flat, AxisRules([]))
-        leaves = []
-        arrays = []
+        self.leaves: list[object] = []
+        self.arrays: list[NamedShape] = []
         for leaf, path, declared, stacked, is_array in zip(
             flat.leaves,
             flat.paths,
@@ -294,15 +314,16 @@ class _Pricing:
             strict=True,
         ):
             if is_array:
-                leaves.append(leaf)
+                self.leaves.append(leaf)
                 shape = tuple(jnp.shape(leaf))
-                arrays.append(NamedShape(path, shape, declared, stacked))
-        self.paths = [array.path for array in arrays]
-        self.dims = _alike(leaves, whole_dims(arrays))
+                self.arrays.append(NamedShape(path, shape, declared, stacked))
 
     def priced(self, choice: _Choice) -> _Priced:
         """The plan of a choice, with its bytes."""
-        rules = shape_rules(self.paths, self.dims, choice.axes, _SMALL_BYTES)
+        shards = math.prod(map(choice.mesh.axis_size, choice.axes))
+        dims = _alike(self.leaves, whole_dims(self.arrays, shards))
+        paths = [array.path for array in self.arrays]
+        rules = shape_rules(paths, dims, choice.axes, _SMALL_BYTES)
         planned = plan_by_rules(self.tree, choice.mesh, paths=rules)
         totals = [0, 0]
         for total in (0, 1):
@@ -364,7 +385,8 @@ def _why(hardware: _Hardware, pricing: _Pricing, priced: _Priced) -> str:
     limit = chip.usable_hbm_bytes_per_device
     mesh = priced.choice.mesh
     axes = priced.choice.axes
-    how = "FSDP" if axes else "data parallel"
+    is_sharded = any(axis != "tensor" for group in axes for axis in group)
+    how = "FSDP" if is_sharded else "data parallel"
     assumed = ", assumed: pass `chip=` for another" if hardware.is_assumed else ""
     sentences = [
         f"{bytes_text(priced.total_bytes)} of state on {plural(mesh.size, 'device')} of"
@@ -380,13 +402,16 @@ def _why(hardware: _Hardware, pricing: _Pricing, priced: _Priced) -> str:
         )
     elif not axes:
         sentences.append("It fits in half of a device, so each holds all of it.")
-    elif hardware.mesh is None:
+    elif is_sharded and hardware.mesh is None:
         sentences.append(
             "Over fewer devices, it would leave less than half of each for activations."
         )
+    if ("tensor",) in axes:
+        sentences.append(
+            "`tensor` shards weights alone: there are fewer rows than devices."
+        )
     if hardware.mesh is not None:
         sentences.append("The mesh was given.")
-    if hardware.mesh is not None:
         mesh_axes = hardware.mesh.axis_types
     else:
         mesh_axes = ()

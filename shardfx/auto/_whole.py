@@ -5,6 +5,7 @@ Names that the caller or a module declares decide. Arrays without names are judg
 the usual names in their paths, as [`shardfx.lint`][] does.
 """
 
+import functools as ft
 import itertools as it
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,9 @@ _NAMES = frozenset((*_HEADS.split(), *_STACKS.split()))
 # Parts of paths below which arrays have a dimension for layers, if no number follows.
 _STACK = re.compile(r"(\w*_)?(layers?|blocks?|stack|stacked|h|stages?)")
 _EXPERTS = frozenset(("experts", "expert", "local_experts"))
+# A shard of a multiple of these elements holds whole heads, if there are a power of two
+# of shards: a usual head has this many elements, or an odd number times fewer.
+_HEAD_ELEMENTS = 256
 # A convolution's weights have as many dimensions as those of separate heads.
 _MOST_HEAD_DIMS = 3
 
@@ -37,8 +41,10 @@ class NamedShape(NamedTuple):
     stacked: int = 0
 
 
-def whole_dims(arrays: Sequence[NamedShape]) -> list[tuple[int, ...]]:
-    """For each array, the dimensions that must not be sharded, in ascending order."""
+def whole_dims(arrays: Sequence[NamedShape], shards: int) -> list[tuple[int, ...]]:
+    """For each array, the dimensions that must not be sharded over `shards` devices, in
+    ascending order.
+    """
     dims = [set(range(array.stacked)) for array in arrays]
     is_open = []
     for number, array in enumerate(arrays):
@@ -48,7 +54,8 @@ def whole_dims(arrays: Sequence[NamedShape]) -> list[tuple[int, ...]]:
             dims[number].update(_named_dims(array.names, len(array.shape)))
 
     unnamed = [arrays[number] for number in is_open]
-    for find in (_stacked_dims, _expert_dims, _head_dims):
+    head_dims = ft.partial(_head_dims, shards=shards)
+    for find in (_stacked_dims, _expert_dims, head_dims):
         for position, dim in find(unnamed):
             dims[is_open[position]].add(dim)
     return [tuple(sorted(of_array)) for of_array in dims]
@@ -128,7 +135,7 @@ class _Projection(NamedTuple):
     position: int
 
 
-def _head_dims(arrays: Sequence[NamedShape]) -> Iterable[tuple[int, int]]:
+def _head_dims(arrays: Sequence[NamedShape], shards: int) -> Iterable[tuple[int, int]]:
     """Pairs of an array's position and a dimension with attention heads, or with the
     elements of a head.
     """
@@ -151,13 +158,14 @@ def _head_dims(arrays: Sequence[NamedShape]) -> Iterable[tuple[int, int]]:
             layers.setdefault(layer, []).append(_Projection(role, position))
 
     for (_, suffix), projections in layers.items():
-        yield from _head_dims_of_layer(suffix, projections, arrays)
+        yield from _head_dims_of_layer(suffix, projections, arrays, shards)
 
 
 def _head_dims_of_layer(
     suffix: str,
     projections: Sequence[_Projection],
     arrays: Sequence[NamedShape],
+    shards: int,
 ) -> Iterable[tuple[int, int]]:
     """As `_head_dims`, for the projections of one layer. Their paths end in `suffix`."""
     shapes = {
@@ -178,8 +186,19 @@ def _head_dims_of_layer(
             if role == "o":
                 # The weights of the output have the opposite order.
                 dim = 2 * len(shape) - 3 - joined_dim
+                if _has_whole_heads(shape[dim], shards):
+                    # A sharded dimension of the results would shard all activations,
+                    # in place of the batch.
+                    dim = joined_dim
             if 0 <= dim < len(shape):
                 yield position, dim
+
+
+def _has_whole_heads(size: int, shards: int) -> bool:
+    """Whether each of the equal shards of a dimension with heads has whole heads, of
+    any usual number of elements.
+    """
+    return shards & (shards - 1) == 0 and size % (shards * _HEAD_ELEMENTS) == 0
 
 
 def _separate_dims(

@@ -77,10 +77,11 @@ def test_fsdp_takes_the_least_devices_that_fit(name: str):
 def test_heads_of_published_models_stay_whole(model: catalogue.Model):
     auto_plan = sfx.auto.plan(model.make(), 1024, chip="v5e", optimizer=optax.sgd(0.1))
     cut = 0
-    for path, _, dim, _ in catalogue.fused_of(model):
+    for path, shape, dim, unit in catalogue.fused_of(model):
         count = len(auto_plan[path].shape)
         entries = (*auto_plan[path].spec, *[None] * count)
-        assert entries[dim] is None, path
+        if entries[dim] is not None:
+            assert shape[dim] % (auto_plan.mesh.axis_size("fsdp") * unit) == 0, path
         cut += entries != (None,) * len(entries)
     assert cut or "data parallel" in auto_plan.why
 
@@ -162,6 +163,52 @@ def test_the_largest_free_dimension_is_cut(tree: Any, where: dict):
     for path, entries in where.items():
         assert auto_plan[path].spec == jax.P(*entries), path
     assert by_code(auto_plan, tree) == auto_plan.off()
+
+
+@pytest.mark.parametrize(
+    ("heads", "spec"),
+    [
+        # 4,096 elements over 4 devices are whole heads of 32 to 256 elements.
+        (4096, ("fsdp",)),
+        # 960 over 4 would cut heads of 64 or 128.
+        (960, (None, "fsdp")),
+    ],
+)
+def test_an_output_projection_is_cut_between_heads_where_that_is_sure(
+    heads: int, spec: tuple
+):
+    """Its other dimension would shard the activations of all layers."""
+    attention = {
+        "q_proj": {"kernel": struct(4096, heads)},
+        "k_proj": {"kernel": struct(4096, heads // 2)},
+        "o_proj": {"kernel": struct(heads, 4096)},
+    }
+    tree = {"attn": attention, "up": struct(2**15, 2**15)}
+    auto_plan = sfx.auto.plan(tree, 4, chip="v5e")
+    assert dict(auto_plan.mesh.shape) == {"fsdp": 4}
+    assert auto_plan["attn/o_proj/kernel"].spec == jax.P(*spec)
+    assert auto_plan["attn/q_proj/kernel"].spec == jax.P("fsdp")
+    assert by_code(auto_plan, tree) == auto_plan.off()
+
+
+def test_devices_beyond_the_rows_of_a_batch_share_weights():
+    tree = {"up": struct(1024, 4096), "down": struct(4096, 1024)}
+    auto_plan = sfx.auto.plan(tree, 256, chip="v5e", rows=64)
+    assert dict(auto_plan.mesh.shape) == {"data": 64, "tensor": 4}
+    assert auto_plan["up"].spec == jax.P(None, "tensor")
+    assert auto_plan["down"].spec == jax.P("tensor")
+    assert auto_plan.batch.spec == jax.P(("data",))
+    assert "there are fewer rows than devices" in auto_plan.why
+    assert by_code(auto_plan, tree) == auto_plan.off()
+    enough = sfx.auto.plan(tree, 256, chip="v5e", rows=512)
+    assert dict(enough.mesh.shape) == {"data": 256}
+    # A state that is too large is sharded by FSDP too, over the devices with rows.
+    large = sfx.auto.plan({"up": struct(2**15, 2**16)}, 64, chip="v5e", rows=16)
+    assert dict(large.mesh.shape) == {"data": 8, "fsdp": 2, "tensor": 4}
+    assert large["up"].spec == jax.P("fsdp", "tensor")
+    assert large.batch.spec == jax.P(("data", "fsdp"))
+    slices = sfx.auto.plan(tree, "tpu:v5e:4x4*2", rows=8)
+    assert str(slices.mesh) == "data=8(dcn=2),tensor=4"
 
 
 def test_names_given_say_what_is_whole():
@@ -326,6 +373,11 @@ def test_errors_say_what_to_pass(arguments: tuple, error: type, text: str):
     with pytest.raises(error) as caught:
         sfx.auto.plan(*arguments)
     assert text in str(caught.value)
+
+
+def test_no_rows_are_refused():
+    with pytest.raises(MeshError, match="`rows=0` is no number of rows"):
+        sfx.auto.plan({"w": struct(8)}, 8, rows=0)
 
 
 def test_the_error_counts_the_least_chips():
