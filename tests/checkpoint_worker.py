@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import multiprocess_worker as worker
@@ -231,7 +232,7 @@ def disagreements():
     file = FOLDER / "one.safetensors"
     result = {}
 
-    def tried(name, odd, *arguments, path=FOLDER / "never", **options):
+    def tried(name, odd, *arguments, path: Any = FOLDER / "never", **options):
         """Of the process `odd` the arguments are others."""
         multihost_utils.sync_global_devices(name)
         result[name] = saved(

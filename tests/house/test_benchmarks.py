@@ -28,8 +28,8 @@ OPTIONS = Options(
     quick=True,
     repeats=2,
     devices=[],
-    flags=SimpleNamespace(),
-)  # pyright: ignore[reportArgumentType]
+    flags=SimpleNamespace(),  # pyright: ignore[reportArgumentType]
+)
 
 
 @pytest.fixture(autouse=True)

@@ -275,7 +275,7 @@ def planned(bases: Iterable[Shape]) -> ShardPlan:
     tree = {}
     for shape in bases:
         tree[str(shape)] = struct(*shape)
-    sizes = dict.fromkeys(AXES, 1)
+    sizes: dict[str, int] = dict.fromkeys(AXES, 1)
     mesh = MeshSpec(sizes)
 
     def rule(path, leaf):
