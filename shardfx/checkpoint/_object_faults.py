@@ -28,6 +28,8 @@ _REGION = re.compile(r"expecting &?[^a-z]*([a-z]{2}-[a-z]+-\d)|<Region>([a-z0-9-
 # Names of keys, signatures and tokens, should a message repeat one.
 _SECRET = re.compile(r"\b(?:AKIA|ASIA|ya29\.)[\w.-]{8,}|[\w/+=-]{36,}")
 
+# TensorStore's texts before it sends a request.
+_NO_CREDENTIALS = ("Failed to get credentials", "JSON credentials file")
 _UNKNOWN_KEYS = (
     "InvalidAccessKeyId",
     "SignatureDoesNotMatch",
@@ -93,6 +95,8 @@ def fault(driver: str, what: str, action: Action, error: Exception) -> Checkpoin
 
 def _fix(driver: str, action: Action, text: str, status: str, code: str) -> str:
     log_in = _LOG_IN.get(driver, "log in again")
+    if any(sign in text for sign in _NO_CREDENTIALS):
+        return f"no credentials were found: {log_in}"
     if code == "NoSuchBucket" or (status == "404" and action != "reading"):
         return "there is no such bucket: create it, or correct its name"
     if code in _OTHER_REGION or status == "301":
@@ -111,8 +115,8 @@ def _fix(driver: str, action: Action, text: str, status: str, code: str) -> str:
         )
     if "curl_code" in text:
         return (
-            "no server answers there: is the endpoint right, and is this machine's"
-            " network or proxy up?"
+            "no server answers there: correct the endpoint, or look at this machine's"
+            " network and proxy"
         )
     if status[:1] == "5" or status == "429":
         return "the store is overloaded or down, and all repetitions failed: try later"

@@ -16,7 +16,11 @@ from safetensors.numpy import save, save_file
 
 import shardfx
 from shardfx import From, PathRules, TreeMap, checkpoint
-from shardfx.checkpoint import FileArray, _object_reads as object_reads
+from shardfx.checkpoint import (
+    FileArray,
+    _object_faults as object_faults,
+    _object_reads as object_reads,
+)
 from shardfx.checkpoint._address import Address, address_of
 from shardfx.checkpoint._objects import ObjectPlace
 from shardfx.errors import CheckpointError
@@ -230,6 +234,23 @@ def test_what_the_store_refuses_has_a_message(behind_proxy, kind):
     assert "s3://bucket/refused/model.safetensors.index.json" in told
     assert ACCESS_KEY not in told
     assert SECRET_KEY not in told
+
+
+def test_credentials_that_are_not_there_have_a_message(s3, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    spec = s3.spec("x/") | {"aws_credentials": {"type": "environment"}}
+    text = "no credentials were found: log in again .*, or set AWS_PROFILE, or AWS_ACC"
+    with pytest.raises(CheckpointError, match=text):
+        checkpoint.read_index(spec)
+
+
+def test_nobody_at_the_endpoint_has_a_message():
+    # TensorStore repeats such a request for 20 seconds.
+    text = "CURL error Could not connect to server: port 1 [curl_code='7']"
+    error = object_faults.fault("s3", "'s3://bucket/x'", "reading", ValueError(text))
+    shown = "failed, with 'Could not connect to server: port 1'; no server answers"
+    assert str(error).startswith(f"reading 's3://bucket/x' {shown}")
+    assert str(error).endswith("proxy.")
 
 
 def test_faults_that_pass_are_repeated(behind_proxy, mesh):
