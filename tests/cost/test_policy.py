@@ -12,9 +12,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import shardfx as sfx
 from shardfx import chips
 from shardfx.cost import Policy, policy
-from shardfx.cost._policy.choice import Trial, frontier, improved
+from shardfx.cost._policy.choice import Trial, chosen, frontier, improved
 from shardfx.cost._policy.making import Question
 from shardfx.errors import (
+    ChipError,
     LeafTypeError,
     OutOfMemoryError,
     PlanFormatError,
@@ -373,3 +374,40 @@ def test_numbers_of_arguments_that_are_not_differentiated():
     with pytest.raises(LeafTypeError, match="no floating-point array"):
         policy(loss, *args, chip="h100")
     assert policy(loss, *args, chip="h100", argnums=1)
+
+
+def test_values_are_offloaded_as_far_as_the_link_to_the_host_is_fast():
+    args = arrays()
+    question = Question(scanned, args, chip_of(10**9))
+    least = question.tried(10**9, frontier(question.costs)[-1]).peak_bytes + 1
+    choices = {}
+    for bytes_per_second in (1.0, 1e15):
+        chip = dataclasses.replace(
+            chip_of(least), host_bytes_per_second=bytes_per_second
+        )
+        found = policy(scanned, *args, chip=chip, offload=True)
+        choices[bytes_per_second] = {row.choice for row in found.rows}
+        assert found.peak_bytes <= least
+    assert "offload" not in choices[1.0]
+    assert "offload" in choices[1e15]
+    chip = dataclasses.replace(chip_of(least), host_bytes_per_second=0)
+    with pytest.raises(ChipError, match="link to the host is not known"):
+        policy(scanned, *args, chip=chip, offload=True)
+
+
+def test_a_point_that_needs_less_than_foreseen_is_chosen():
+    """A value that is kept takes no memory for its computation."""
+    costs = Question(scanned, arrays(), chip_of(10**9)).costs
+    keeping_all, *points = frontier(costs)
+    above, first_fitting = points[4:6]
+    budget = 1000 + first_fitting.bytes
+
+    def try_point(point):
+        peak = 1000 + point.bytes
+        if point == above:
+            peak = budget
+        if point == keeping_all:
+            peak = 2 * budget
+        return Trial(point, peak, fits=peak <= budget, is_counted=True)
+
+    assert chosen(costs, budget, 1000, try_point).point == above

@@ -220,7 +220,8 @@ def _border(
     """The trial of the first point that fits; if none fits, that of least memory.
 
     The bytes of the values that a point keeps foresee its memory: the other memory is
-    that of the point tried before.
+    that of the point tried before. It is less if a value is kept whose computation takes
+    memory itself, so the point that keeps more than the first one that fits is tried too.
     """
     trials: list[Trial] = []
     while points:
@@ -231,12 +232,10 @@ def _border(
         trial = try_point(points[number])
         trials.append(trial)
         other_bytes = trial.peak_bytes - trial.point.bytes
-        if not trial.fits:
+        if trial.fits:
+            points = points[:number]
+        else:
             points = points[number + 1 :]
-            continue
-        points = points[:number]
-        if points and points[-1].bytes + other_bytes > budget_bytes:
-            break
 
     fitting = [trial for trial in trials if trial.fits]
     if fitting:

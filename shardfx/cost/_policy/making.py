@@ -158,7 +158,11 @@ def policy(
         )
     if offload:
         point = with_offloads(question.costs, trial.point)
-        if point.offloaded and (offloading := try_point(point)).fits:
+        # What is foreseen counts values on the host as if they were on the device.
+        offloading = trial._replace(point=point)
+        if point.offloaded and trial.is_counted:
+            offloading = try_point(point)
+        if offloading.fits:
             trial = offloading
     return question.policy_of(trial, budget_bytes)
 
