@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import sys
 import time
@@ -129,7 +130,9 @@ def full(records: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         found = fit(made.jitted, *made.args, chip="v5e")
         record: dict[str, Any] = {
             "fits": found.fits,
-            "peak_gib": round(found.peak_bytes / 2**30, 2),
+            "peak_bytes": found.peak_bytes,
+            # libtpu cuts the digits behind the second one off.
+            "peak_gib": math.floor(100 * found.peak_bytes / 2**30) / 100,
             "error": found.out_of_memory[:200],
         }
         try:
@@ -141,7 +144,7 @@ def full(records: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             if needed is None:
                 record["compiled_gib"] = None
             else:
-                record["compiled_gib"] = needed / 2**30
+                record["compiled_gib"] = round(needed / 2**30, 2)
         yield name, record
 
 
