@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import sys
 import time
@@ -131,8 +130,7 @@ def full(records: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         record: dict[str, Any] = {
             "fits": found.fits,
             "peak_bytes": found.peak_bytes,
-            # libtpu cuts the digits behind the second one off.
-            "peak_gib": math.floor(100 * found.peak_bytes / 2**30) / 100,
+            "peak_gib": _as_libtpu_prints(found.peak_bytes),
             "error": found.out_of_memory[:200],
         }
         try:
@@ -146,6 +144,14 @@ def full(records: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             else:
                 record["compiled_gib"] = round(needed / 2**30, 2)
         yield name, record
+
+
+def _as_libtpu_prints(size: int) -> float:
+    """The GiB of a size as libtpu's messages print it: whole MiB, divided by 1,024
+    (`HumanReadableNumBytes` in tsl/platform/numbers.cc).
+    """
+    mebibytes = size // 2**20
+    return round(mebibytes / 2**10, 2)
 
 
 def times(records: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
