@@ -59,6 +59,7 @@ from .values import (
     chunks,
     constant,
     fill,
+    offset_of,
     scale_box,
     source_view,
     strided_boxes,

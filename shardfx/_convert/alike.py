@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._ground.boxes import Box
+from .._ground.boxes import Box, box_shape, box_start, whole_box
 from .pieces import Piece, hull, shifted
 from .values import strided_boxes, strides_of
 
@@ -46,8 +46,7 @@ def rows_of_alike(
     - `boxes`: boxes of the larger array.
     """
     rank = len(first.target)
-    sizes = [stop - start for start, stop in hull(first)]
-    ends = positions + np.array(sizes, np.int64)
+    ends = positions + np.array(box_shape(hull(first)), np.int64)
     # The number of boxes that have a part of each small array.
     owners = np.zeros(len(positions), int)
     is_inside = []
@@ -64,13 +63,12 @@ def rows_of_alike(
         numbers = np.flatnonzero(is_inside[number] & (owners == 1))
         if not len(numbers):
             continue
-        box_start = np.array([start for start, _ in box], np.int64)
-        distance = (box_start - np.array(first.target, np.int64)).tolist()
+        first_element = np.array(box_start(box), np.int64)
+        distance = (first_element - np.array(first.target, np.int64)).tolist()
         if not _is_in_order(shifted(first, distance), box, shape):
             continue
-        box_shape = [stop - start for start, stop in box]
-        strides = np.array(strides_of(box_shape), np.int64)
-        offsets = (positions[numbers] - box_start) @ strides
+        strides = np.array(strides_of(box_shape(box)), np.int64)
+        offsets = (positions[numbers] - first_element) @ strides
         yield RowsInBox(box_number=number, numbers=numbers, offsets=offsets)
 
 
@@ -79,8 +77,7 @@ def _is_in_order(piece: Piece, box: Box, shape: tuple[int, ...]) -> bool:
     gaps, its elements in their own order.
     """
     boxes = list(strided_boxes(piece, box))
-    whole = tuple((0, size) for size in shape)
-    if len(boxes) != 1 or boxes[0].source != whole:
+    if len(boxes) != 1 or boxes[0].source != whole_box(shape):
         return False
     row_major = strides_of(shape)
     for size, stride, expected in zip(shape, boxes[0].strides, row_major, strict=True):

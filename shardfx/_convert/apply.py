@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._ground.boxes import Box
+from .._ground.boxes import Box, box_shape, box_slices, whole_box
 from .._ground.spec import DType
 from .._ground.tree import flatten, is_number
 from .binding import bound_steps, structs_of
@@ -187,11 +187,10 @@ def _assembled(leaf: Made, arrays: Mapping[str, object]) -> Any:
     """
 
     def read(path: str, box: Box) -> np.ndarray:
-        slices = [slice(start, stop) for start, stop in box]
-        return np.asarray(arrays[path])[(..., *slices)]
+        return np.asarray(arrays[path])[(..., *box_slices(box))]
 
     array = np.zeros(leaf.shape, leaf.dtype)
-    whole = tuple((0, size) for size in leaf.shape)
+    whole = whole_box(leaf.shape)
     for piece in leaf.pieces:
         fill(array, whole, piece, read)
     return array
@@ -228,14 +227,14 @@ def _filled(
     array = jnp.zeros(shape, dtype)
     for piece in pieces:
         strides = strided_copy(piece)
-        values = _values(piece, arrays)[_slices(hull(swapped(piece)))]
+        values = _values(piece, arrays)[box_slices(hull(swapped(piece)))]
         values = gathered(values, strides.source)
         if piece.value.path is not None:
             for operation in piece.value.casts:
                 values = changed(values, operation)
         new = transposed(values, strides).astype(dtype)
 
-        target = _slices(hull(piece))
+        target = box_slices(hull(piece))
         filled = scattered(array[target], strides.target, new, 0)
         is_whole = len(pieces) == 1 and filled.shape == shape
         array = filled if is_whole else array.at[target].set(filled)
@@ -251,10 +250,6 @@ def _values(piece: Piece, arrays: Mapping[str, object]) -> jax.Array:
     if scale is not None:
         values = on_arrays(jnp, "scale", [values, arrays[scale.path]], *scale.block)
     return jnp.asarray(values)
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
 
 
 # A factor (one loop of a strided copy) along a dimension: its number of iterations, and
@@ -313,9 +308,9 @@ def _box_factors(piece: Piece) -> list[list[Factor]]:
 
 def _plain(box: Box, factors_by_dim: Sequence[Sequence[Factor]]) -> BoxFactors:
     dims = []
-    for (start, stop), factors in zip(box, factors_by_dim, strict=True):
+    for size, factors in zip(box_shape(box), factors_by_dim, strict=True):
         loops = tuple((factor.size, factor.target_step) for factor in factors)
-        dims.append((stop - start, loops))
+        dims.append((size, loops))
     return tuple(dims)
 
 

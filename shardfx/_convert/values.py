@@ -4,12 +4,13 @@ that are scaled, cast and written.
 
 import itertools as it
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._ground.boxes import Box, volume
+from .._ground.boxes import Box, box_shape, box_start, volume
 from .._ground.copying import copy
 from .casts import is_rounded
 from .pieces import (
@@ -42,6 +43,13 @@ def strides_of(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
     size of an element.
     """
     return tuple(math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape)))
+
+
+def offset_of(position: Sequence[int], strides: Sequence[int]) -> int:
+    """How far an element at `position` is behind the first one, in memory with these
+    strides.
+    """
+    return sum(map(operator.mul, position, strides))
 
 
 def target_view(
@@ -135,8 +143,7 @@ def strided_boxes(piece: Piece, box: Box) -> Iterator[StridedBox]:
     The piece is inside of the box. If it copies a source element several times, the
     element is in as many results.
     """
-    shape = tuple(stop - start for start, stop in box)
-    strides = strides_of(shape)
+    strides = strides_of(box_shape(box))
     for part in _evenly(piece, strides):
         offset = 0
         triples = zip(part.target, box, strides, strict=True)
@@ -195,7 +202,7 @@ def box_view(memory: np.ndarray, box: StridedBox) -> np.ndarray:
     # This takes a third of the time of `strided`, and a load makes thousands of such
     # views.
     return np.ndarray(
-        shape=tuple(stop - start for start, stop in box.source),
+        shape=box_shape(box.source),
         dtype=memory.dtype,
         buffer=memory.reshape(-1).view(np.uint8),
         offset=box.offset * memory.itemsize,
@@ -212,8 +219,7 @@ def fill(memory: np.ndarray, box: Box, piece: Piece, read: Read) -> None:
     """Writes the elements of a piece into `memory`, which holds `box` of the target.
     The piece is inside the box.
     """
-    start = [low for low, _ in box]
-    target = target_view(memory, piece, start)
+    target = target_view(memory, piece, box_start(box))
     if piece.value.path is None:
         with np.errstate(over="ignore", invalid="ignore"):
             target[...] = constant(piece)
@@ -222,8 +228,7 @@ def fill(memory: np.ndarray, box: Box, piece: Piece, read: Read) -> None:
     values = read(piece.value.path, source_box)
     if piece.value.scale is not None:
         values = values.astype(np.float32) * _scales(piece, source_box, read)
-    source_start = [low for low, _ in source_box]
-    write(target, source_view(values, piece, source_start), piece)
+    write(target, source_view(values, piece, box_start(source_box)), piece)
 
 
 def write(target: np.ndarray, values: np.ndarray, piece: Piece) -> None:

@@ -59,6 +59,11 @@ def box_shape(box: Box) -> tuple[int, ...]:
     return tuple([stop - start for start, stop in box])
 
 
+def box_slices(box: Box) -> tuple[slice, ...]:
+    """The NumPy index of a box in the whole array."""
+    return tuple([slice(start, stop) for start, stop in box])
+
+
 def volume(box: Box) -> int:
     """The number of elements in a box."""
     return math.prod(box_shape(box))

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from .._ground.boxes import Box, boxes_here
+from .._ground.boxes import Box, box_shape, boxes_here
 from .._ground.copying import buffers
 from .._ground.errors import CheckpointError, PlanMismatchError
 from .._ground.text import printable
@@ -161,7 +161,7 @@ def _unit(number: int, leaf: LeafToLoad, kinds: dict[object, Kind]) -> Unit:
         holders: dict[Box, tuple[Any, ...]] = {}
         for device, box in boxes_here(leaf.sharding, leaf.shape).items():
             holders[box] = (*holders.get(box, ()), device)
-        shapes = tuple(tuple(stop - start for start, stop in box) for box in holders)
+        shapes = tuple(map(box_shape, holders))
         sizes = tuple(box_bytes(box, leaf.dtype) for box in holders)
         kind = Kind(
             boxes=tuple(holders),

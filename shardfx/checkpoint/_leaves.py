@@ -9,7 +9,6 @@ processes have them.
 import dataclasses
 import functools as ft
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +34,7 @@ from .._convert import (
     hull,
     in_parts,
     number_copies,
+    offset_of,
     rows_of_alike,
     shifted,
     strided_boxes,
@@ -43,7 +43,7 @@ from .._convert import (
     target_leaves,
     within,
 )
-from .._ground.boxes import Box, shard_boxes
+from .._ground.boxes import Box, box_shape, shard_boxes, whole_box
 from .._ground.errors import CheckpointError, LeafTypeError
 from .._ground.spec import DType
 from .._ground.text import plural, printable
@@ -273,8 +273,8 @@ class _Sources:
             for part in within(first, box):
                 landings += strided_boxes(part, box)
             self._landings[key] = landings
-        strides = strides_of([stop - start for start, stop in box])
-        offset = sum(map(operator.mul, distance, strides))
+        strides = strides_of(box_shape(box))
+        offset = offset_of(distance, strides)
         return [
             StridedBox(landing.source, landing.offset + offset, landing.strides)
             for landing in landings
@@ -358,8 +358,7 @@ def _constant_boxes(piece: Piece) -> Iterator[BoxValues]:
     """Yields the boxes that a piece without a source fills with its constant."""
     for part in dense(piece):
         box = hull(part)
-        shape = [stop - start for start, stop in box]
-        yield box, np.broadcast_to(constant(part), shape)
+        yield box, np.broadcast_to(constant(part), box_shape(box))
 
 
 def _cast(values: np.ndarray, casts: Sequence[Any]) -> np.ndarray:
@@ -404,7 +403,7 @@ def shards_of(value: Any, is_first: bool) -> Iterator[BoxValues]:
         parts, sources = value.owner
         yield from _pieces_of(parts.made(value.number), sources, is_first)
         return
-    whole = tuple((0, size) for size in value.shape)
+    whole = whole_box(value.shape)
     if not isinstance(value, jax.Array):
         if is_first:
             yield whole, np.ascontiguousarray(value).reshape(value.shape)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._ground.boxes import Box, slices, volume
+from .._ground.boxes import Box, box_shape, box_start, slices, volume
 from .._ground.errors import CheckpointError
 from .._ground.text import quoted
 from . import _safetensors as safetensors
@@ -110,9 +110,7 @@ def saved_pieces(
             continue
         for box, values in shards_of(value, is_first):
             for inner in _divided(box, dtype.itemsize, most_bytes):
-                start = tuple(low for low, _ in inner)
-                size = tuple(high - low for low, high in inner)
-                part = SavedPart(name, shape, start, size)
+                part = SavedPart(name, shape, box_start(inner), box_shape(inner))
                 yield SavedPiece(name, dtype, part, values[slices(inner, box)])
 
 
@@ -124,7 +122,7 @@ def _divided(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
     if nbytes <= most_bytes:
         yield box
         return
-    dim = next((dim for dim, (low, high) in enumerate(box) if high - low > 1), None)
+    dim = next((dim for dim, size in enumerate(box_shape(box)) if size > 1), None)
     if dim is None:
         yield box
         return

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from .._convert import strides_of
-from .._ground.boxes import Box
+from .._ground.boxes import Box, box_shape, volume
 from ._entry import PACKED_BITS, FileArray
 
 
@@ -67,7 +67,7 @@ def _flat_range(entry: FileArray, box: Box) -> tuple[int, int]:
     """The positions of the first element of a box, and after its last, in row-major
     order.
     """
-    if any(start >= stop for start, stop in box):
+    if not volume(box):
         return 0, 0
     first = 0
     last = 0
@@ -83,7 +83,7 @@ def unpacked(raw: np.ndarray, entry: FileArray, box: Box) -> np.ndarray:
     low = raw & 15
     high = raw >> 4
     elements = np.stack([low, high], axis=-1).reshape(*raw.shape[:-1], -1)
-    shape = [stop - start for start, stop in box]
+    shape = box_shape(box)
     if _has_whole_rows(entry):
         start = box[-1][0] % 2
         chosen = elements[..., start : start + shape[-1]]

@@ -9,7 +9,6 @@ sharding without devices.
 
 import dataclasses
 import itertools as it
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from .._convert import (
     from_start,
     hull,
     is_only,
+    offset_of,
     scale_box,
     shifted,
     strided_boxes,
@@ -31,7 +31,7 @@ from .._convert import (
     swapped,
     within,
 )
-from .._ground.boxes import Box, common
+from .._ground.boxes import Box, box_shape, common
 from . import _stores as stores
 from ._entry import FileArray, StoreArray, may_change
 from ._leaves_to_load import LeafToLoad
@@ -102,7 +102,7 @@ def _is_in_place(place: Destination) -> bool:
     file.
     """
     _, box = place
-    sizes = [stop - start for start, stop in box.source]
+    sizes = box_shape(box.source)
     for size, stride, row_major in zip(
         sizes, box.strides, strides_of(sizes), strict=True
     ):
@@ -133,7 +133,7 @@ def fetches(
     parts_by_kind: dict[object, list[tuple[StridedBox, ...] | Piece]] = {}
     overlaps = _overlaps(leaf.pieces, boxes, len(leaf.shape))
     for number, box in enumerate(boxes):
-        strides = strides_of([stop - start for start, stop in box])
+        strides = strides_of(box_shape(box))
         piece_numbers: list[int] = np.flatnonzero(overlaps[number]).tolist()
         for piece_number in piece_numbers:
             piece = leaf.pieces[piece_number]
@@ -144,7 +144,7 @@ def fetches(
             kind = (number, first.source, first.target, first.factors, is_plain)
             if kind not in parts_by_kind:
                 parts_by_kind[kind] = list(_parts_in(first, box, is_plain))
-            offset = sum(map(operator.mul, distance, strides))
+            offset = offset_of(distance, strides)
             for part in parts_by_kind[kind]:
                 if isinstance(part, Piece):
                     part = shifted(part, distance)._replace(value=piece.value)
@@ -188,7 +188,7 @@ def parts_of(fetch: Fetch) -> Iterator[Fetch]:
     if places is None:
         places = []
         for number, box in enumerate(fetch.boxes):
-            strides = strides_of([stop - start for start, stop in box])
+            strides = strides_of(box_shape(box))
             whole = StridedBox(source=box, offset=0, strides=strides)
             places.append((number, whole))
     for part in entry.parts:
@@ -215,7 +215,7 @@ def parts_of(fetch: Fetch) -> Iterator[Fetch]:
         if boxes:
             stored = dataclasses.replace(
                 entry,
-                shape=tuple(stop - start for start, stop in part.box),
+                shape=box_shape(part.box),
                 file=part.file,
                 offset=part.offset,
                 parts=(),
@@ -281,7 +281,7 @@ class _PieceReader:
         entry = self.entries[path]
         if isinstance(entry, FileArray) and is_packed(entry):
             return self.packed(entry, box)
-        memory = np.empty([stop - start for start, stop in box], entry.dtype)
+        memory = np.empty(box_shape(box), entry.dtype)
         if isinstance(entry, StoreArray):
             self.read_bytes += stores.read_into(
                 self.files.where,
@@ -304,7 +304,7 @@ class _PieceReader:
         """The elements of a box of a packed tensor."""
         raw = raw_entry(entry)
         rows = raw_box(entry, box)
-        memory = np.empty([stop - start for start, stop in rows], np.uint8)
+        memory = np.empty(box_shape(rows), np.uint8)
         spans = spans_of(raw.shape, 1, (rows,), True, self.gap_bytes)
         self.files.read([Read(raw, span, [memory]) for span in spans])
         self.read_bytes += memory.nbytes

@@ -12,8 +12,8 @@ import itertools as it
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from .._convert import strides_of
-from .._ground.boxes import Box, common, slices, volume
+from .._convert import offset_of, strides_of
+from .._ground.boxes import Box, box_shape, box_start, common, slices, volume
 
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ def spans(
     nonempty = [(number, box) for number, box in enumerate(boxes) if volume(box)]
     cut = _last_cut([box for _, box in nonempty], shape)
     for hull, members in _groups(nonempty, cut, strides, gap_bytes):
-        is_in_place = all(stop - start == 1 for start, stop in hull[:cut])
+        is_in_place = all(size == 1 for size in box_shape(hull[:cut]))
         limit = copy_bytes
         if is_in_place:
             limit = run_bytes
@@ -198,8 +198,8 @@ def _reach(box: Box, dim: int, strides: tuple[int, ...], itemsize: int) -> int:
     each dimension before `dim`.
     """
     reach = itemsize
-    for (start, stop), stride in zip(box[dim:], strides[dim:], strict=True):
-        reach += (stop - start - 1) * stride
+    for size, stride in zip(box_shape(box[dim:]), strides[dim:], strict=True):
+        reach += (size - 1) * stride
     return reach
 
 
@@ -224,7 +224,7 @@ def _span(
         runs = stop - start
         step = strides[row_dim]
         run_bytes = _reach(piece, row_dim + 1, strides, itemsize)
-        strides = strides_of(tuple(stop - start for start, stop in piece), itemsize)
+        strides = strides_of(box_shape(piece), itemsize)
 
     first = _first(piece, strides)
     parts: list[Part] = []
@@ -238,7 +238,7 @@ def _span(
         part = Part(
             number=number,
             index=slices(inside, box),
-            shape=tuple([stop - start for start, stop in inside]),
+            shape=box_shape(inside),
             offset=_first(inside, strides) - first,
         )
         parts.append(part)
@@ -258,7 +258,7 @@ def _span(
 
 
 def _first(box: Box, strides: tuple[int, ...]) -> int:
-    return sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
+    return offset_of(box_start(box), strides)
 
 
 def ranges_of(sizes: Sequence[int], most: int | float) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from .._ground.boxes import Box
+from .._ground.boxes import Box, box_slices, volume
 from .._ground.errors import CheckpointError
 from .._ground.spec import DType
 from .._ground.text import printable, quoted
@@ -325,11 +325,7 @@ def _begin_read(
     buffer instead. The caller then casts and checks them. `ts` is the tensorstore
     module.
     """
-    source = (
-        array[tuple(slice(start, stop) for start, stop in box)][ts.d[:].translate_to[0]]
-        if box
-        else array
-    )
+    source = array[box_slices(box)][ts.d[:].translate_to[0]] if box else array
     stored = source.dtype.numpy_dtype
     if may_change(stored, target.dtype):
         staged = np.empty(target.shape, stored)
@@ -359,8 +355,4 @@ def chunk_bytes(entry: StoreArray, box: Box) -> int:
             if stop > start
             else 0
         )
-    return (
-        count * np.dtype(entry.dtype).itemsize
-        if math.prod(stop - start for start, stop in box)
-        else 0
-    )
+    return count * np.dtype(entry.dtype).itemsize if volume(box) else 0

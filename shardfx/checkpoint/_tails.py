@@ -7,7 +7,7 @@ is asked for, beside the reads of the arrays.
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
-from .._ground.boxes import volume
+from .._ground.boxes import volume, whole_box
 from .._ground.errors import CheckpointError
 from ._entry import FileArray
 from ._object_faults import is_past_the_end, stalled
@@ -57,7 +57,7 @@ def _ends(entry: FileArray, nbytes: int) -> list[tuple[str, int]]:
     """The files of an array, each with the position behind the array in it."""
     if not entry.parts:
         return [(entry.file, entry.offset + nbytes)]
-    count = volume(tuple((0, size) for size in entry.shape))
+    count = volume(whole_box(entry.shape))
     return [
         (part.file, part.offset + nbytes * volume(part.box) // count)
         for part in entry.parts

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from jax.sharding import PartitionSpec, Sharding
 
-from .._ground.boxes import Box, shard_boxes
+from .._ground.boxes import Box, box_slices, shard_boxes
 from .._ground.errors import MeshError, SpecError, check_type
 from .._ground.misuse import called
 from .._ground.spec import (
@@ -318,9 +318,8 @@ def owned(
     chunks = []
     for part in sorted(owners):
         if process_index in owners[part]:
-            slices = tuple(slice(start, stop) for start, stop in part)
             replica = sorted(owners[part]).index(process_index)
-            chunks.append(LocalChunk(slices, replica))
+            chunks.append(LocalChunk(box_slices(part), replica))
     return tuple(chunks)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from ..._convert import Factor, Piece, Read, chunks, fill, swapped, within
-from ..._ground.boxes import Box, as_box, shard_boxes
+from ..._ground.boxes import Box, as_box, shard_boxes, whole_box
 from ..._ground.errors import SyncError
 from .kinds import SentLeaf, SourceLeaf, TransferKind, renamed
 from .transfer import TransferPlan
@@ -145,7 +145,7 @@ def _elements_of(piece: Piece, dtype: np.dtype, read: Read) -> np.ndarray:
         target=(0,) * len(sizes),
         factors=tuple(factors),
     )
-    box = tuple([(0, size) for size in sizes])
+    box = whole_box(sizes)
     fill(elements, box, compact, read)
     return elements
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..._convert import Piece, dtypes_of, hull, names_of, swapped
-from ..._ground.boxes import volume
+from ..._ground.boxes import box_shape, volume
 from .kinds import (
     BUFFER,
     FORM,
@@ -321,7 +321,7 @@ def _is_covered(kind: TransferKind, rank: int, room: _Room) -> bool:
     """
     buffer_count = len(kind.buffers)
     room.take(buffer_count << rank)
-    sizes = [[high - low for low, high in buffer.box] for buffer in kind.buffers]
+    sizes = [box_shape(buffer.box) for buffer in kind.buffers]
     whole = _Boxes(
         lows=np.zeros((buffer_count, rank), np.int64),
         highs=np.array(sizes, np.int64).reshape(buffer_count, rank),

@@ -28,7 +28,7 @@ from ..._convert import (
     swapped,
     within,
 )
-from ..._ground.boxes import Box, common
+from ..._ground.boxes import Box, box_start, common
 from ..._ground.errors import MeshError, SyncError
 from ..._ground.spec import entries_at, entry_axes
 from ..._ground.text import together
@@ -428,12 +428,12 @@ def _add(
         table.add(sender, encoding, start, part.piece, numbers)
 
 
-def _starts(holders: Holders) -> dict[int, list[int]]:
+def _starts(holders: Holders) -> dict[int, Sequence[int]]:
     """The position of the first element of each sending device's shard."""
-    starts: dict[int, list[int]] = {}
+    starts: dict[int, Sequence[int]] = {}
     for box, devices in holders.items():
         (device,) = devices
-        starts[device] = [low for low, _ in box]
+        starts[device] = box_start(box)
     return starts
 
 

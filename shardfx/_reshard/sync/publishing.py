@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..._ground.boxes import Box, as_box, first_with, read_box
+from ..._ground.boxes import Box, as_box, first_with, read_box, whole_box
 from ..._ground.errors import PlanMismatchError, SyncError
 from ..._ground.tree import flatten, near_paths
 from .kinds import SourceLeaf
@@ -138,7 +138,7 @@ def _require_planned(path: str, leaf: Any, source: SourceLeaf) -> None:
 def _leaf(leaf: Any, cache: dict[object, object]) -> PublishedLeaf:
     if not isinstance(leaf, jax.Array):
         data = np.asarray(leaf, order="C")
-        box = tuple((0, size) for size in data.shape)
+        box = whole_box(data.shape)
         return PublishedLeaf(boxes=(box,), shards=(data,), layout=box)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)

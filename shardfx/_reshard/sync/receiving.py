@@ -18,6 +18,7 @@ from ..._convert import (
     constant,
     fill,
     hull,
+    offset_of,
     once,
     source_view,
     strides_of,
@@ -25,6 +26,7 @@ from ..._convert import (
     target_view,
     write,
 )
+from ..._ground.boxes import box_shape, box_start, whole_box
 from ..._ground.copying import block_dim, buffers, copy_along
 from ..._ground.errors import SyncError
 from ..._ground.spec import bits
@@ -295,7 +297,7 @@ def _incoming_row(row: Row, kind: TransferKind, dtype: np.dtype) -> IncomingRow:
 def _copy(place: Transfer, kind: TransferKind, dtype: np.dtype) -> BufferCopy:
     form = place.form
     box = kind.buffers[place.buffer].box
-    strides = strides_of([stop - start for start, stop in box], dtype.itemsize)
+    strides = strides_of(box_shape(box), dtype.itemsize)
     # The row has only the factors that move in the source.
     row_strides = iter(strides_of(place.shape, form.sent.itemsize))
     source_strides = tuple(
@@ -304,10 +306,6 @@ def _copy(place: Transfer, kind: TransferKind, dtype: np.dtype) -> BufferCopy:
     )
     target_strides = tuple(
         strides[factor.target_dim] * factor.target_step for factor in form.factors
-    )
-    start = sum(
-        position * stride
-        for position, stride in zip(place.target, strides, strict=True)
     )
     casts = form.value.casts[form.casts :]
     source_dtype = form.sent
@@ -321,7 +319,7 @@ def _copy(place: Transfer, kind: TransferKind, dtype: np.dtype) -> BufferCopy:
         source_dtype=source_dtype,
         source_strides=source_strides,
         target_dtype=dtype,
-        target_start=start,
+        target_start=offset_of(place.target, strides),
         target_strides=target_strides,
         casts=casts,
         block_dim=block_dim(shape, target_strides, source_strides),
@@ -347,8 +345,7 @@ def _decode(part: SentPart, memory: np.ndarray, buffer_of: Any) -> None:
     for place in part.places:
         buffer = buffer_of(place.buffer)
         if read is not None:
-            box = tuple((0, size) for size in buffer.shape)
-            fill(buffer, box, place.piece, read)
+            fill(buffer, whole_box(buffer.shape), place.piece, read)
             continue
         sizes = [
             1 if factor.source_dim == NOWHERE else factor.size
@@ -376,8 +373,8 @@ def _reader(transfer: Transfer, values: np.ndarray, scale_bytes: np.ndarray) -> 
     scale = transfer.form.value.scale
     assert scale is not None and transfer.form.scales is not None
     box = hull(swapped(piece))
-    whole = np.empty([stop - start for start, stop in box], values.dtype)
-    source_view(whole, piece, [low for low, _ in box])[...] = values
-    sizes = [stop - start for start, stop in transfer.scale_box]
+    whole = np.empty(box_shape(box), values.dtype)
+    source_view(whole, piece, box_start(box))[...] = values
+    sizes = box_shape(transfer.scale_box)
     scales = np.ndarray(sizes, transfer.form.scales, scale_bytes)
     return lambda path, _: scales if path == scale.path else whole

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..._convert import NOWHERE, hull, strides_of, within
-from ..._ground.boxes import Box, volume
+from ..._convert import NOWHERE, hull, offset_of, strides_of, within
+from ..._ground.boxes import Box, box_shape, box_start, volume, whole_box
 from ..._ground.errors import SyncError
 from ..._ground.spec import bits
 from .kinds import Buffer, Transfer, TransferKind
@@ -162,18 +162,14 @@ def _is_written_unchanged(transfer: Transfer, dtype: np.dtype) -> bool:
     return all(factor.source_dim != NOWHERE for factor in form.factors)
 
 
-def _sizes(buffer: Buffer) -> list[int]:
-    return [stop - start for start, stop in buffer.box]
-
-
 def _outer_box(transfer: Transfer, buffer: Buffer) -> Box:
     """The intervals of a transfer in its buffer along the outer dimensions, up to the
     first along which it has several elements. In the buffer's memory the elements of
     this box, with the whole inner dimensions, are contiguous.
     """
     box = hull(transfer.piece)
-    for dim, (start, stop) in enumerate(box):
-        if stop - start > 1:
+    for dim, size in enumerate(box_shape(box)):
+        if size > 1:
             return box[: dim + 1]
     return box
 
@@ -187,7 +183,7 @@ def _range_or_parts(
     limit: int,
     room: "_Room",
 ) -> list[Row]:
-    sizes = _sizes(buffer)
+    sizes = box_shape(buffer.box)
     count = volume(outer_box) * math.prod(sizes[len(outer_box) :])
     # The plan writes each element once. So these fill the range if they have as many
     # elements.
@@ -199,7 +195,7 @@ def _range_or_parts(
         return rows
 
     # The sender copies the elements together, in memory of `limit` bytes at most.
-    inner_box = tuple((0, size) for size in sizes[len(outer_box) :])
+    inner_box = whole_box(sizes[len(outer_box) :])
     (first, last) = outer_box[-1]
     bytes_of_step = count // (last - first) * itemsize
     step = limit // bytes_of_step
@@ -211,7 +207,7 @@ def _range_or_parts(
     for low, near_transfers in zip(lows, transfers_by_range, strict=True):
         high = min(low + step, last)
         box = (*outer_box[:-1], (low, high), *inner_box)
-        start = sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
+        start = offset_of(box_start(box), strides)
         row = SentRange(
             buffer=number,
             start=start,
@@ -296,9 +292,7 @@ def _rows_in_order(
         )
         if actual != expected:
             return None
-        start = sum(
-            low * stride for low, stride in zip(transfer.target, strides, strict=True)
-        )
+        start = offset_of(transfer.target, strides)
         stop = start + transfer.bytes
         rows.append(
             SentRange(buffer=number, start=start, stop=stop, transfers=(transfer,))

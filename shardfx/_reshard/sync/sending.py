@@ -15,11 +15,13 @@ from ..._convert import (
     fill,
     hull,
     is_only,
+    offset_of,
     once,
     strides_of,
     swapped,
     write,
 )
+from ..._ground.boxes import box_shape, box_start
 from ..._ground.copying import block_dim, buffers, copy as copy_elements, copy_along
 from ..._ground.spec import bits
 from .channel import Channel
@@ -311,12 +313,11 @@ class _Compiler:
     def row(self, row: Row) -> OutgoingRow:
         if isinstance(row, SentRange):
             buffer = self._kind.buffers[row.buffer]
-            sizes = [stop - start for start, stop in buffer.box]
             itemsize = row.transfers[0].form.sent.itemsize
-            strides = strides_of(sizes, itemsize)
+            strides = strides_of(box_shape(buffer.box), itemsize)
             copies = []
             for transfer in row.transfers:
-                start = _offset(transfer.target, strides) - row.start
+                start = offset_of(transfer.target, strides) - row.start
                 steps = tuple(
                     strides[factor.target_dim] * factor.target_step
                     for factor in transfer.form.factors
@@ -349,12 +350,10 @@ class _Compiler:
 
         shard_box = self._arrays.leaves[self._paths[path]].boxes[shard]
         source_dtype = self._arrays.dtype_of(self._paths[path])
-        shard_strides = strides_of(
-            [stop - low for low, stop in shard_box], source_dtype.itemsize
-        )
+        shard_strides = strides_of(box_shape(shard_box), source_dtype.itemsize)
         place = [
             position - low
-            for position, (low, _) in zip(transfer.source, shard_box, strict=True)
+            for position, low in zip(transfer.source, box_start(shard_box), strict=True)
         ]
         source_strides = tuple(
             shard_strides[factor.source_dim] * factor.source_step
@@ -372,7 +371,7 @@ class _Compiler:
             shard=shard,
             shape=transfer.shape,
             source_dtype=source_dtype,
-            source_start=_offset(place, shard_strides),
+            source_start=offset_of(place, shard_strides),
             source_strides=source_strides,
             target_dtype=target_dtype,
             target_start=start,
@@ -399,9 +398,3 @@ class _Compiler:
             start=copy.source_start,
             stop=copy.source_start + nbytes,
         )
-
-
-def _offset(place: Sequence[int], strides: Sequence[int]) -> int:
-    return sum(
-        position * stride for position, stride in zip(place, strides, strict=True)
-    )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from ..._ground.boxes import Box, array_of, boxes_here, volume
+from ..._ground.boxes import Box, array_of, box_shape, boxes_here, volume
 from ..._ground.copying import buffers
 from ..._ground.errors import PlanMismatchError
 from ..._plan import ShardPlan, encode_dtype
@@ -142,7 +142,7 @@ class _Place:
     def __init__(self, leaf: int, buffer: int, box: Box, dtype: np.dtype):
         self.leaf = leaf
         self.buffer = buffer
-        self.shape = tuple(stop - start for start, stop in box)
+        self.shape = box_shape(box)
         self.dtype = dtype
 
 
