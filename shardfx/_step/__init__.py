@@ -59,12 +59,6 @@ from .faults import (
 )
 from .graph import program_of
 from .hlo_text import (
-    CONSTANTS,
-    ELEMENTWISE,
-    IN_PLACE,
-    PIECES,
-    PRODUCTS,
-    VIEWS,
     Array,
     HloModule,
     Instruction,

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .. import topology
 from .._ground.errors import MeshError, ProgramError
+from .._ground.opcodes import CONTINUATIONS, WITH_ID_FLAG
 from .._ground.text import together
 from ..topology import MeshSpec
 from .hlo_text import Array, HloModule, Instruction, array_of, arrays_in, parts_of
@@ -90,9 +91,6 @@ _NAMES_COLLECTIVE = re.compile(r"\ball-|collective")
 # Only the backend configuration of a kernel shows that the kernel itself sends to other
 # devices.
 _KERNEL_SENDS = re.compile(r'"has_communication":\s*true|"collective_id":\s*"?\d')
-# The suffixes of the opcodes that continue or end an asynchronous collective. These
-# instructions have a channel too.
-_ENDS = ("-done", "-update")
 # The compiler for GPUs may write a permute as a `send` and a `recv` with this
 # attribute.
 _HAS_PAIRS = "source_target_pairs="
@@ -118,10 +116,6 @@ _USED = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
 _ORDER = re.compile(r"^\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _PAIR = re.compile(r"\{(\d+),(\d+)\}")
-# The replica groups of these have device numbers if `use_global_device_ids` is true.
-# The replica groups of the other collectives have device numbers if the collective has
-# a channel.
-_HAS_ID_FLAG = ("all-gather", "all-reduce", "reduce-scatter")
 
 
 class Collective(NamedTuple):
@@ -230,7 +224,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _require_local(instruction: Instruction) -> None:
     opcode = instruction.opcode
     text = instruction.attributes
-    if opcode.endswith(_ENDS):
+    # The end of an asynchronous collective has a channel too.
+    if opcode.endswith(CONTINUATIONS):
         return
     if opcode in ("send", "recv") and "is_host_transfer=true" in text:
         return
@@ -261,7 +256,7 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
         raise ProgramError("a collective names a device twice")
     has_channel = "channel_id=" in instruction.structure
     is_of_devices = "use_global_device_ids=true" in instruction.structure
-    if kind not in _HAS_ID_FLAG:
+    if kind not in WITH_ID_FLAG:
         is_of_devices = is_of_devices or has_channel
     # Otherwise the numbers are replica numbers, and a program has one replica, number
     # 0.

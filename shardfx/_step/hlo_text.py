@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import Literal, NamedTuple, TypeAlias
 
 from .._ground.errors import ProgramError
+from .._ground.opcodes import WITHOUT_OPERANDS
 from .lowered import Frame
 
 
@@ -26,14 +27,6 @@ _SIMPLE = re.compile(
 _OPERAND = re.compile(r"%([\w.\-]+(?:#\d+)*)")
 # In texts without `%`, the last word of an operand is its name.
 _BARE = re.compile(r"([A-Za-z_][\w.\-]*)\s*(?:,|$)")
-_NO_OPERANDS = (
-    "constant",
-    "parameter",
-    "iota",
-    "partition-id",
-    "replica-id",
-    "after-all",
-)
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _ENDS = re.compile(r"^\}(\s*$|,)")
 _CALLED = re.compile(
@@ -283,7 +276,7 @@ def _instruction(line: str) -> Instruction:
     simple = _SIMPLE.match(line)
     if simple is not None:
         operands = tuple(_OPERAND.findall(simple[5]))
-        if operands or not simple[5] or simple[4] in _NO_OPERANDS:
+        if operands or not simple[5] or simple[4] in WITHOUT_OPERANDS:
             return Instruction(
                 name=simple[2],
                 result=simple[3],
@@ -305,7 +298,7 @@ def _instruction(line: str) -> Instruction:
     inside = line[opening + 1 : closing - 1]
     result, opcode = line[start:stop].strip(), line[stop + 1 : opening].strip()
     operands = tuple(_OPERAND.findall(inside))
-    if not operands and inside and opcode not in _NO_OPERANDS:
+    if not operands and inside and opcode not in WITHOUT_OPERANDS:
         operands = tuple(_BARE.findall(inside))
     return Instruction(
         match[2], result, opcode, operands, inside, line[closing:], match[1] is not None
@@ -505,27 +498,3 @@ def padded(shape: tuple[int, ...], tile: Tile) -> tuple[int, ...]:
 
 def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
-
-
-# Operations that compute each element of the result from the same element of each
-# operand.
-ELEMENTWISE = frozenset(
-    "abs add and atan2 bitcast-convert cbrt ceil clamp compare complex convert cosine"
-    " count-leading-zeros divide erf exponential exponential-minus-one floor imag"
-    " is-finite log log-plus-one logistic map maximum minimum multiply negate not or"
-    " popcnt power real reduce-precision remainder round-nearest-afz round-nearest-even"
-    " rsqrt select shift-left shift-right-arithmetic shift-right-logical sign sine sqrt"
-    " stochastic-convert subtract tan tanh xor".split()
-)
-# Operations whose result has elements of the operand in another order, or repeated, or
-# padded.
-VIEWS = frozenset(["broadcast", "transpose", "reverse", "reshape", "copy", "pad"])
-# Constants take no memory: the operation that reads them computes them.
-CONSTANTS = frozenset(["constant", "iota", "partition-id", "replica-id"])
-# Operations that slice an array. A fusion reads the slice from the array, without a
-# copy.
-PIECES = frozenset(["slice", "dynamic-slice"])
-PRODUCTS = frozenset(["dot", "convolution", "ragged-dot"])
-# Operations whose result can reuse the memory of an operand that no later operation
-# reads.
-IN_PLACE = ELEMENTWISE | {"dynamic-update-slice", "scatter", "all-reduce", "sort"}

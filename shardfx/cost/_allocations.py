@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from .._ground import opcodes
 from .._ground.errors import ProgramError
 from .._step import (
     Array,
@@ -30,8 +31,6 @@ _VALUE = re.compile(
     r" value: <\d+ (\S+?)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$"
 )
 _RANGE = re.compile(r"    (\S+\{[\d,]*\}):(\d+)-(\d+)$")
-# Operations that copy an array from one memory space to another.
-_COPIES = ("copy-start", "copy-done", "copy")
 _SPACE = re.compile(r"Memory Space: \S+ \(color=(\d+)\)\nTotal bytes: (\d+)")
 
 
@@ -345,7 +344,7 @@ class _Arrays:
 
     def copied(self, instruction: Instruction | None) -> Instruction | None:
         """The operation whose result a copy between memories holds."""
-        while instruction is not None and instruction.opcode in _COPIES:
+        while instruction is not None and instruction.opcode in opcodes.COPIES:
             instruction = self.instructions.get(instruction.operands[0])
         return instruction
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Sequence, Set
 
+from .._ground import opcodes
 from .._ground.misuse import called
 from .._ground.text import bytes_text, first_lines, html_text, table
 from .._step import Frame, place_text
@@ -10,7 +11,6 @@ from ._traffic import traffic
 from ._traffic_rows import Traffic, TrafficRow, place_cells
 
 
-_SUMS = ("all-reduce", "reduce-scatter")
 _REST = "what has no line, and lines at which little differs"
 
 
@@ -164,7 +164,7 @@ def _places(estimated: Traffic, compiled: Traffic) -> list["_LineTraffic"]:
     # gradients is divided among them.
     lines: dict[str, Frame | None] = {}
     for row in estimated.rows:
-        if row.leaf is not None and row.kind in _SUMS:
+        if row.leaf is not None and row.kind in opcodes.SUMS:
             lines[row.leaf] = row.source
 
     places: dict[object, _LineTraffic] = {}
@@ -244,7 +244,7 @@ def _rows_by_line(
         rounding_error = row.wire_bytes - shared_bytes
         for leaf, nbytes in shares:
             source = row.source
-            if leaf in lines and row.kind in _SUMS:
+            if leaf in lines and row.kind in opcodes.SUMS:
                 source = lines[leaf]
             wire_bytes = nbytes + rounding_error
             yield source, dataclasses.replace(row, leaf=leaf, wire_bytes=wire_bytes)

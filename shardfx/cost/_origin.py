@@ -12,24 +12,18 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
-from .._step import CALLBACKS, MOVING, PRODUCTS, VIEWS, Frame, HloModule, Instruction
+from .._ground import opcodes
+from .._step import CALLBACKS, MOVING, Frame, HloModule, Instruction
 from ._live.program import FlatOp, Use, Uses, program_of, reached
 
 
 # Operations whose result is the operand, or a slice or reshape of it. With several
 # operands, each has its own result.
-_SLICES = frozenset(
-    "copy copy-start copy-done convert bitcast bitcast-convert reshape transpose slice"
-    " dynamic-slice pad opt-barrier slice-start slice-done recv-done while".split()
-) | {kind + stage for kind in MOVING for stage in ("", "-start", "-done")}
-_GATHERS = ("all-gather", "all-gather-done")
+_SLICES = set(opcodes.PASSING)
+for _kind in MOVING:
+    _SLICES.update([_kind, f"{_kind}-start", f"{_kind}-done"])
 # A custom call that concatenates slices of an array into one.
 _CONCATENATES = 'custom_call_target="ConcatBitcast"'
-# Operations whose result is never the same gradient as the operand, even if the shapes
-# are equal.
-_RENEWING = PRODUCTS | frozenset(
-    "custom-call reduce reduce-window gather scatter sort while conditional send".split()
-)
 _ARGUMENT = re.compile(r"^[A-Za-z_]\w*")
 _KEY = re.compile(r"\[(?:'([^']*)'|\"([^\"]*)\"|([^\]]*))\]|\.([A-Za-z_]\w*)")
 # A custom call to Python on CPUs and GPUs; on TPUs, an array is sent to the host.
@@ -38,7 +32,7 @@ _CALLS_BACK = re.compile(
     r"|is_host_transfer=true"
 )
 # Operations that hand a callback's result from one device to all.
-_SPREADS = VIEWS | {"select", "convert"}
+_SPREADS = opcodes.VIEWS | {"select", "convert"}
 # The largest number of operations on a path backwards from a value, and of values that
 # are visited forwards from it.
 _FAR, _MANY = 64, 2000
@@ -182,7 +176,7 @@ class Origins:
         following = [*self._becomes.get(value, ())]
         for use in self._uses.reads_of(value):
             opcode = use.op.opcode
-            if opcode in _RENEWING:
+            if opcode in opcodes.RENEWING:
                 continue
             for output in _results_of(use.op, use.operand):
                 is_update = opcode == "dynamic-update-slice"
@@ -268,12 +262,14 @@ class Origins:
         """
         op = self._ops.get(id(instruction))
         operands = () if op is None else op.reads
-        opcodes: set[str] = set()
+        opcodes_of_makers: set[str] = set()
         for value in itertools.islice(reached(operands, self._operands_of), _FAR):
             maker = self._uses.maker.get(value)
-            opcodes.add("parameter" if maker is None else maker.opcode)
-        has_product = not opcodes.isdisjoint(PRODUCTS)
-        return has_product or opcodes.isdisjoint(("parameter", *_GATHERS))
+            opcode = "parameter" if maker is None else maker.opcode
+            opcodes_of_makers.add(opcode)
+        has_product = not opcodes_of_makers.isdisjoint(opcodes.PRODUCTS)
+        gathered = {"parameter", *opcodes.GATHERS}
+        return has_product or opcodes_of_makers.isdisjoint(gathered)
 
     def _operands_of(self, value: int) -> Iterable[int]:
         """The values from which a value is computed. There are none for the result of
@@ -284,7 +280,7 @@ class Origins:
             loop, number = self._carried[value]
             return (loop.bodies[0].results[number],)
         maker = self._uses.maker.get(value)
-        if maker is None or maker.opcode in _GATHERS:
+        if maker is None or maker.opcode in opcodes.GATHERS:
             return ()
         return maker.reads
 

@@ -11,14 +11,15 @@ from typing import NamedTuple
 
 import jax
 
-from .._step import ELEMENTWISE, MOVING, PIECES, VIEWS, Parameter, Step
+from .._ground import opcodes
+from .._step import MOVING, Parameter, Step
 from ._live.program import FlatProgram, Uses, reached
 
 
 # Operations that compute an argument's new value from its old one. They include
 # collectives: updated parameters are gathered if the optimizer's state is sharded
 # further than the parameters.
-_FOLLOWED = ELEMENTWISE | VIEWS | PIECES | MOVING
+_FOLLOWED = opcodes.ELEMENTWISE | opcodes.VIEWS | opcodes.PIECES | MOVING
 
 
 class ArgumentPurpose(NamedTuple):
@@ -183,7 +184,7 @@ def _is_read_forward(value: int, uses: Uses) -> bool:
     piece of it, such as a transpose, or what a collective makes of it. An operation
     that neither moves values, nor is elementwise or a view, counts in every pass.
     """
-    forming = {*VIEWS, *PIECES, *MOVING, "convert"}
+    forming = {*opcodes.VIEWS, *opcodes.PIECES, *MOVING, "convert"}
 
     def forms(value: int) -> Iterator[int]:
         for use in uses.reads_of(value):
@@ -193,7 +194,7 @@ def _is_read_forward(value: int, uses: Uses) -> bool:
     for form in reached([value], forms):
         for use in uses.reads_of(form):
             is_forward = "jvp(" in use.op.instruction.op_name
-            if is_forward or use.op.opcode not in ELEMENTWISE | forming:
+            if is_forward or use.op.opcode not in opcodes.ELEMENTWISE | forming:
                 return True
     return False
 

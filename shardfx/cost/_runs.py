@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from .._ground import opcodes
 from .._ground.errors import ProgramError
 from .._step import HloModule, Instruction, index_of, root_of
 
@@ -23,10 +24,8 @@ _COMPARISONS = {
     "NE": operator.ne,
 }
 _INTEGER = re.compile(r"-?\d+")
-_ENDS = ("-done", "-update")
 # The operations that return an integer scalar unchanged.
-_UNCHANGED = ("copy", "copy-start", "copy-done", "convert", "bitcast", "reshape")
-_REDUCES = ("all-reduce", "reduce", "scatter", "sort", "select-and-scatter")
+_UNCHANGED = opcodes.COPIES | opcodes.RESHAPES | {"convert"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +62,8 @@ def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
             # The `-done` of an asynchronous operation names the computation again. A
             # reducer contains no collectives.
             opcode = instruction.opcode
-            if opcode.endswith(_ENDS) or opcode.startswith(_REDUCES):
+            is_continued = opcode.endswith(opcodes.CONTINUATIONS)
+            if is_continued or opcode.startswith(opcodes.COMBINING):
                 continue
             for caller_runs, count in runs_by_name[name].items():
                 for call in _calls(module, name, instruction, caller_runs):

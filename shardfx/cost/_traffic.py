@@ -14,6 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._arrays import Compiled, Lowered
+from .._ground import opcodes
 from .._ground.errors import LeafTypeError, ProgramError
 from .._ground.misuse import called
 from .._ground.text import together
@@ -342,7 +343,7 @@ class _ModuleReader:
         has the bytes of other arrays.
         """
         find = self.origins.gathered
-        if collective.kind in ("all-reduce", "reduce-scatter"):
+        if collective.kind in opcodes.SUMS:
             find = self.origins.updated
         shares: dict[str | None, int] = {}
         for number, part in enumerate(collective.parts):

@@ -7,28 +7,19 @@ import math
 import re
 from collections.abc import Mapping
 
-from .._step import PRODUCTS, HloModule, Instruction, array_of, arrays_in, root_of
+from .._ground import opcodes
+from .._step import HloModule, Instruction, array_of, arrays_in, root_of
 from ._runs import runs_of
 
 
-# These operations read operands from memory and write results to memory. Elementwise
-# operations are fused with them.
-_HEAVY = frozenset(
-    "dot convolution ragged-dot reduce reduce-window select-and-scatter sort fft"
-    " custom-call".split()
-)
 # Loop-carried arrays up to this size stay in a TPU's vector memory: v5e and v6e have
 # 128 MiB.
 _ON_CHIP_BYTES = 2**25
-_PASSED = ("convert", "copy", "bitcast", "transpose", "reshape")
+_PASSED = opcodes.REORDERINGS | {"convert"}
 
 # These operations read or write only a part of an operand: a part of the size of the
 # result (`None`), or of the size of the operand with this number.
 _IN_PLACE = {"gather": None, "scatter": 2, "dynamic-update-slice": 1}
-# The results of these operations are no new arrays.
-_NOT_MADE = frozenset(
-    "parameter get-tuple-element dynamic-update-slice scatter while conditional".split()
-)
 _CONTRACTED = re.compile(r"[lr]hs_contracting_dims=\{([\d,]*)\}")
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->\w+")
 _KERNEL = re.compile(
@@ -116,9 +107,9 @@ def _moved_bytes(
         if part is not None:
             moved = computation[instruction.operands[part]]
         return 2.0 * _bytes(moved)
-    if instruction.opcode not in _HEAVY:
+    if instruction.opcode not in opcodes.UNFUSED:
         return 0.0
-    is_narrow = tpu and instruction.opcode in PRODUCTS
+    is_narrow = tpu and instruction.opcode in opcodes.PRODUCTS
     moved_bytes = _bytes(instruction)
     for name in instruction.operands:
         operand = computation[name]
@@ -156,7 +147,10 @@ def _written_bytes(module: HloModule) -> float:
         outputs = [entry[name] for name in root.operands]
     sizes = []
     for output in outputs:
-        if output.opcode not in _NOT_MADE and output.opcode not in _HEAVY:
+        if (
+            output.opcode not in opcodes.WITHOUT_NEW_ARRAY
+            and output.opcode not in opcodes.UNFUSED
+        ):
             sizes.append(2.0 * _bytes(output))
     return math.fsum(sizes)
 

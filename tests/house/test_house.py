@@ -20,6 +20,7 @@ import draw_house
 import pytest
 
 import shardfx
+from shardfx._ground import opcodes
 
 
 ROOT = Path(__file__).parents[2]
@@ -280,6 +281,40 @@ def test_functions_of_tests_and_benchmarks_are_short():
                 body = [line.strip() for line in lines[first : node.end_lineno]]
                 count = sum(bool(line) and line[0] != "#" for line in body)
                 assert count <= 60, f"{path}: {node.name} has {count} lines of code"
+
+
+def strings_of(node: ast.expr) -> list[str]:
+    """The strings of a constant: the entries of a tuple, a list or a set, or the words
+    of `"a b".split()`; [] if it has others.
+    """
+    if isinstance(node, ast.Call) and len(node.args) == 1:
+        return strings_of(node.args[0])
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str(text)))):
+            return text.split()
+        case ast.Tuple(elts=entries) | ast.List(elts=entries) | ast.Set(elts=entries):
+            return [
+                entry.value
+                for entry in entries
+                if isinstance(entry, ast.Constant) and isinstance(entry.value, str)
+            ]
+    return []
+
+
+def test_opcodes_have_one_vocabulary():
+    """Sets of HLO's opcodes stand in `_ground/opcodes.py`, but for those of the judge:
+    they say which operations its rules take.
+    """
+    sets = [value for value in vars(opcodes).values() if isinstance(value, frozenset)]
+    known = frozenset().union(*sets)
+    for path in SOURCES:
+        room = draw_house.module_of(path)[0]
+        if room not in ("_step", "cost") or path.parent.name == "judge":
+            continue
+        for node in tree_of(path).body:
+            if isinstance(node, ast.Assign):
+                names = strings_of(node.value)
+                assert len(names) < 2 or not known.issuperset(names), (path, names)
 
 
 def test_files_are_finished():

@@ -10,7 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..hlo_text import ELEMENTWISE, HloModule, Instruction, arrays_in, root_of
+from ..._ground.opcodes import ELEMENTWISE
+from ..hlo_text import HloModule, Instruction, arrays_in, root_of
 
 
 class View(NamedTuple):

@@ -7,8 +7,8 @@ import functools as ft
 from collections.abc import Mapping, Sequence
 
 from ..._ground.errors import MeshError
+from ..._ground.opcodes import ELEMENTWISE
 from ..hlo_text import (
-    ELEMENTWISE,
     HloModule,
     Instruction,
     arrays_in,

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from ..hlo_text import ELEMENTWISE, Instruction, parts_of
+from ..._ground.opcodes import ELEMENTWISE
+from ..hlo_text import Instruction, parts_of
 from . import (
     choices,
     convolutions,

@@ -13,8 +13,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from ..._ground.opcodes import ELEMENTWISE
 from ..hlo_text import (
-    ELEMENTWISE,
     HloModule,
     Instruction,
     arrays_in,

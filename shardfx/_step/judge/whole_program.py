@@ -5,8 +5,8 @@ with loops, branches and the bodies of `shard_map`.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from ..._ground.opcodes import ELEMENTWISE
 from ..hlo_text import (
-    ELEMENTWISE,
     HloModule,
     Instruction,
     arrays_in,

@@ -6,14 +6,14 @@ import heapq
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from ..._step import CONSTANTS, ELEMENTWISE, PIECES, PRODUCTS, VIEWS
+from ..._ground import opcodes
 from .program import FlatOp, FlatProgram, Uses
 
 
 # The results of these operations are computed in the fusion of the operation that reads
 # them, also inside a loop.
-_FREE = CONSTANTS | {"broadcast"}
-_FUSED = VIEWS | PIECES | ELEMENTWISE
+_FREE = opcodes.CONSTANTS | {"broadcast"}
+_FUSED = opcodes.VIEWS | opcodes.PIECES | opcodes.ELEMENTWISE
 
 
 def sources_of(program: FlatProgram, uses: Uses) -> dict[int, frozenset[int]]:
@@ -44,7 +44,7 @@ def _is_stored(value: int, op: FlatOp, program: FlatProgram, uses: Uses) -> bool
     """
     if value in uses.results or not program.buffers[value].shape:
         return True
-    read_by_library = PRODUCTS if op.opcode in ELEMENTWISE else ()
+    read_by_library = opcodes.PRODUCTS if op.opcode in opcodes.ELEMENTWISE else ()
     for use in uses.reads_of(value):
         if use.body is not uses.home[value] or use.op.opcode in read_by_library:
             return True

@@ -6,13 +6,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..._step import (
-    IN_PLACE,
-    HloModule,
-    Tile,
-    bytes_of,
-    own_line,
-)
+from ..._ground import opcodes
+from ..._step import HloModule, Tile, bytes_of, own_line
 from .._memory import LiveArray, Memory
 from .arrays import list_schedule, sources_of
 from .program import Body, FlatOp, FlatProgram, Uses, program_of
@@ -231,7 +226,7 @@ class _Counter:
         worst = _Peak()
         for position, op in enumerate(ops):
             # An operation in place takes over the memory of what it reads last.
-            is_in_place = op.op.opcode in IN_PLACE
+            is_in_place = op.op.opcode in opcodes.IN_PLACE
             oldest = position + 1 if is_in_place else position
             for value in list(live):
                 if last_uses[value] < oldest:

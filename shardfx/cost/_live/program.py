@@ -12,39 +12,15 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 
-from ..._step import (
-    Array,
-    HloModule,
-    Instruction,
-    Result,
-    index_of,
-    result_of,
-    root_of,
-)
+from ..._ground import opcodes
+from ..._step import Array, HloModule, Instruction, Result, index_of, result_of, root_of
 
 
 # The numbers of the values of an instruction: one number, or a tuple of them.
 Values: TypeAlias = "int | tuple[Values, ...]"
 
-# Operations whose result is their operand, so they make no new array.
-_SAME = frozenset(
-    [
-        "bitcast",
-        "copy",
-        "reshape",
-        "opt-barrier",
-        "add-dependency",
-        "domain",
-        "copy-done",
-        "after-all",
-        "async-update",
-    ]
-)
-# Operations that run a computation on their operands. An asynchronous one has a second
-# instruction for its end.
-_CALLS = ("call", "fusion")
-_BEGIN = ("async-start", "call-start", "fusion-start")
-_END = ("async-done", "call-done", "fusion-done")
+# A loop-carried value may pass through these operations unchanged.
+_UNCHANGED = opcodes.COPIES | {"bitcast"}
 _IDENTITIES = re.compile(
     r'custom_call_target="(Sharding|SPMDFullToShardShape|SPMDShardToFullShape|LayoutConstraint)"'
 )
@@ -258,7 +234,7 @@ class _Flattener:
         index = index_of(instruction)
         if index is not None and isinstance(first, tuple):
             return first[index]
-        if opcode in _END and isinstance(first, tuple):
+        if opcode in opcodes.CALL_ENDS and isinstance(first, tuple):
             return first[1]
         if first is not None and self.returns_operand(instruction, first):
             return first
@@ -266,9 +242,9 @@ class _Flattener:
             return self.loop(instruction, operands[0], ops)
 
         called = [target for _, target in instruction.called]
-        if opcode in _CALLS:
+        if opcode in opcodes.CALLS:
             return self.inlined(instruction, called[0], operands, ops)
-        if opcode in _BEGIN:
+        if opcode in opcodes.CALL_STARTS:
             result = self.inlined(instruction, called[0], operands, ops)
             return (tuple(operands), result)
         results = self.new(self.result(instruction.result))
@@ -288,7 +264,7 @@ class _Flattener:
 
     def returns_operand(self, instruction: Instruction, operand: Values) -> bool:
         """Whether the result of an instruction is its first operand."""
-        is_same = instruction.opcode in _SAME
+        is_same = instruction.opcode in opcodes.ALIASES
         if instruction.opcode == "custom-call":
             is_same = _IDENTITIES.search(instruction.attributes) is not None
         is_array = isinstance(self.result(instruction.result), Array)
@@ -381,7 +357,7 @@ class _Flattener:
         through nested loops.
         """
         instruction = body[name]
-        while instruction.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
+        while instruction.opcode in _UNCHANGED:
             instruction = body[instruction.operands[0]]
         own_index = index_of(instruction)
         if own_index is None:
