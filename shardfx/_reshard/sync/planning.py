@@ -10,14 +10,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..._convert import (
     NOWHERE,
-    Factor,
     Made,
-    Piece,
     Struct,
     TreeMap,
     Value,
@@ -38,18 +35,16 @@ from ..pieces.parts import shard_parts
 from ..pieces.senders import Holders
 from ..pieces.shard_part import ShardPart, divided
 from ..shardings import data_of
-from .coverage import MOST_BOXES, MOST_ROWS, most_rows
-from .encoding import Encoding, encoding_of, form_of
+from .coverage import MOST_ROWS, most_rows
+from .encoding import Encoding, encoding_of
 from .kinds import (
-    BUFFER,
-    PLACE,
     Buffer,
     SentLeaf,
     SourceLeaf,
     TransferKind,
-    WireForm,
     hash_of,
 )
+from .table import Table
 from .transfer import TransferPlan
 
 
@@ -221,7 +216,8 @@ def _of_raw_data(made_leaf: Made, target: MovedLeaf) -> Made:
 
 
 def _sources_of(
-    made_leaf: Made, sources: Mapping[str, MovedLeaf]
+    made_leaf: Made,
+    sources: Mapping[str, MovedLeaf],
 ) -> dict[str, MovedLeaf]:
     """The leaves that the pieces of `made_leaf` read, by path, in the order of first use."""
     names = dict.fromkeys(
@@ -231,7 +227,9 @@ def _sources_of(
 
 
 def _kind_key(
-    target: MovedLeaf, made_leaf: Made, sources: Mapping[str, MovedLeaf]
+    target: MovedLeaf,
+    made_leaf: Made,
+    sources: Mapping[str, MovedLeaf],
 ) -> object:
     """A key that leaves share if their plans differ only in the paths of sources."""
     return (
@@ -244,7 +242,9 @@ def _kind_key(
 
 
 def _leaf_digest(
-    target: MovedLeaf, made_leaf: Made, sources: Mapping[str, MovedLeaf]
+    target: MovedLeaf,
+    made_leaf: Made,
+    sources: Mapping[str, MovedLeaf],
 ) -> str:
     texts = [
         target.path,
@@ -290,7 +290,10 @@ def _spec(leaf: MovedLeaf) -> PartitionSpec:
 
 
 def _kind(
-    target: MovedLeaf, made_leaf: Made, sources: Mapping[str, MovedLeaf], jobs: _Jobs
+    target: MovedLeaf,
+    made_leaf: Made,
+    sources: Mapping[str, MovedLeaf],
+    jobs: _Jobs,
 ) -> TransferKind:
     buffers = _buffers_of(target, jobs)
     structs = {name: _data_struct(leaf) for name, leaf in sources.items()}
@@ -298,7 +301,7 @@ def _kind(
     encodings = _encodings(made_leaf, structs)
     rank = max([len(struct.shape) for struct in structs.values()], default=0)
 
-    table = _Table(target.path, rank, made_leaf.dtype)
+    table = Table(target.path, rank, made_leaf.dtype)
     for replica_choice, numbers in _by_replica(buffers, holders_by_source).items():
         senders_by_source = {
             name: _with_replica(holders, replica)
@@ -373,7 +376,7 @@ def _with_replica(holders: Holders, replica: int) -> Holders:
 
 
 def _add(
-    table: "_Table",
+    table: Table,
     made_leaf: Made,
     encodings: Mapping[str, Encoding],
     holders: Mapping[str, Holders],
@@ -449,73 +452,10 @@ def _reads_an_element_twice(made_leaf: Made, encodings: Mapping[str, Encoding]) 
     )
 
 
-class _Table:
-    """The rows and the forms of a `TransferKind`, while these are collected one by one.
-    `path` is that of the first leaf, `rank` the largest number of dimensions of a
-    source, and `dtype` the dtype of the target.
-    """
-
-    def __init__(self, path: str, rank: int, dtype: np.dtype):
-        self.forms: list[WireForm] = []
-        self._path = path
-        self._rank = rank
-        self._dtype = dtype
-        self._form_numbers: dict[tuple[Value, tuple[Factor, ...]], int] = {}
-        self._rows: list[int] = []
-        self._counts: list[int] = []
-        self._buffers: list[int] = []
-
-    def add(
-        self,
-        sender: tuple[int, int],
-        encoding: Encoding | None,
-        start: Sequence[int],
-        piece: Piece,
-        buffers: Sequence[int],
-    ) -> None:
-        """Adds a part of a shard, for the buffers with the numbers `buffers`, which
-        need it. `sender` is the sending process and its local device. `start` is the
-        position of the shard in its array. `piece` copies the part from the shard to a
-        buffer. `encoding` says how the elements are sent; `None` for a constant.
-        """
-        key = (piece.value, piece.factors)
-        form_number = self._form_numbers.setdefault(key, len(self.forms))
-        if form_number == len(self.forms):
-            form = form_of(encoding, piece, len(start), self._dtype)
-            self.forms.append(form)
-
-        source = [0] * self._rank
-        for dim, low in enumerate(start):
-            source[dim] = low + piece.source[dim]
-        # The number of the buffer is written by `rows`.
-        self._rows += [*sender, 0, form_number, *source, *piece.target]
-        self._counts.append(len(buffers))
-        self._buffers += buffers
-
-    def require_room(self, count: int) -> None:
-        """Raises `SyncError` if `count` more parts are too many for one array."""
-        if len(self._counts) + count > MOST_BOXES:
-            raise SyncError(
-                f"leaf `{self._path}` would be sent in more than {MOST_BOXES:,} parts;"
-                " plan with a larger `memory_limit_bytes`, or for one process with"
-                " `receiver=`."
-            )
-
-    def rows(self, dims: int) -> np.ndarray:
-        """The rows of a `TransferKind` whose target has `dims` dimensions. They are
-        ordered by buffer. So a plan for one receiver has its rows in the same order as
-        a plan for all.
-        """
-        shape = (len(self._counts), PLACE + self._rank + dims)
-        rows = np.array(self._rows, np.int64).reshape(shape)
-        rows = np.repeat(rows, self._counts, axis=0)
-        rows[:, BUFFER] = self._buffers
-        order = np.argsort(rows[:, BUFFER], kind="stable")
-        return rows[order]
-
-
 def _split_at_edges(
-    parts: Sequence[ShardPart], paths: Mapping[str, str], table: "_Table"
+    parts: Sequence[ShardPart],
+    paths: Mapping[str, str],
+    table: Table,
 ) -> Iterator[ShardPart]:
     """Yields parts of shards, split where parts of the same array from the same sender
     overlap. Their common elements become a part of their own, which is sent once. For
@@ -568,7 +508,8 @@ def _holders(leaf: MovedLeaf) -> Holders:
 
 
 def _by_replica(
-    buffers: Sequence[Buffer], holders_by_source: Mapping[str, Holders]
+    buffers: Sequence[Buffer],
+    holders_by_source: Mapping[str, Holders],
 ) -> dict[tuple[int, ...], list[int]]:
     """Groups buffers that receive from the same replicas. A source with `count`
     replicas sends from replica `n % count` to the receiving process `n`. The keys of

@@ -1,0 +1,76 @@
+"""The rows and forms of a `TransferKind`, collected one by one."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..._convert import Factor, Piece, Value
+from ..._ground.errors import SyncError
+from .coverage import MOST_BOXES
+from .encoding import Encoding, form_of
+from .kinds import BUFFER, PLACE, WireForm
+
+
+class Table:
+    """The rows and the forms of a `TransferKind`, while these are collected one by one.
+    `path` is that of the first leaf, `rank` the largest number of dimensions of a
+    source, and `dtype` the dtype of the target.
+    """
+
+    def __init__(self, path: str, rank: int, dtype: np.dtype):
+        self.forms: list[WireForm] = []
+        self._path = path
+        self._rank = rank
+        self._dtype = dtype
+        self._form_numbers: dict[tuple[Value, tuple[Factor, ...]], int] = {}
+        self._rows: list[int] = []
+        self._counts: list[int] = []
+        self._buffers: list[int] = []
+
+    def add(
+        self,
+        sender: tuple[int, int],
+        encoding: Encoding | None,
+        start: Sequence[int],
+        piece: Piece,
+        buffers: Sequence[int],
+    ) -> None:
+        """Adds a part of a shard, for the buffers with the numbers `buffers`, which
+        need it. `sender` is the sending process and its local device. `start` is the
+        position of the shard in its array. `piece` copies the part from the shard to a
+        buffer. `encoding` says how the elements are sent; `None` for a constant.
+        """
+        key = (piece.value, piece.factors)
+        form_number = self._form_numbers.setdefault(key, len(self.forms))
+        if form_number == len(self.forms):
+            form = form_of(encoding, piece, len(start), self._dtype)
+            self.forms.append(form)
+
+        source = [0] * self._rank
+        for dim, low in enumerate(start):
+            source[dim] = low + piece.source[dim]
+        # The number of the buffer is written by `rows`.
+        self._rows += [*sender, 0, form_number, *source, *piece.target]
+        self._counts.append(len(buffers))
+        self._buffers += buffers
+
+    def require_room(self, count: int) -> None:
+        """Raises `SyncError` if `count` more parts are too many for one array."""
+        if len(self._counts) + count > MOST_BOXES:
+            raise SyncError(
+                f"leaf `{self._path}` would be sent in more than {MOST_BOXES:,} parts;"
+                " plan with a larger `memory_limit_bytes`, or for one process with"
+                " `receiver=`."
+            )
+
+    def rows(self, dims: int) -> np.ndarray:
+        """The rows of a `TransferKind` whose target has `dims` dimensions. They are
+        ordered by buffer. So a plan for one receiver has its rows in the same order as
+        a plan for all.
+        """
+        shape = (len(self._counts), PLACE + self._rank + dims)
+        rows = np.array(self._rows, np.int64).reshape(shape)
+        rows = np.repeat(rows, self._counts, axis=0)
+        rows[:, BUFFER] = self._buffers
+        order = np.argsort(rows[:, BUFFER], kind="stable")
+        return rows[order]
