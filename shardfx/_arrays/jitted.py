@@ -275,7 +275,12 @@ class Jitted(Generic[P, R]):
             or len(parts) != len(parts_of_last)
             or not all(map(operator.is_, parts, parts_of_last))
         ):
-            static = self._interned(Static(treedef, form.is_array, values), parts)
+            new_static = Static(
+                treedef=treedef,
+                order=form.is_array,
+                values=values,
+            )
+            static = self._interned(new_static, parts)
             form.last = (parts, static)
         arrays = leaves
         if values:
@@ -301,9 +306,12 @@ class Jitted(Generic[P, R]):
 
     def _form_of(self, treedef: Any, kinds: tuple[type, ...]) -> _Form:
         is_array = tuple(map(is_array_type, kinds))
-        fn, args, kwargs = Static(treedef, is_array, it.repeat("")).tree(
-            it.repeat(_ARRAY)
+        without_values = Static(
+            treedef=treedef,
+            order=is_array,
+            values=it.repeat(""),
         )
+        fn, args, kwargs = without_values.tree(it.repeat(_ARRAY))
         given_arrays = self._given(fn, args, kwargs, shapes=False)
         self._check_taken(args, kwargs)
         array_kinds = it.compress(kinds, is_array)
@@ -403,7 +411,12 @@ class Jitted(Generic[P, R]):
                 order.append(0)
         if len(lists) == 1 and not statics:
             return out
-        return Parted(lists, Static(treedef, order, statics))
+        rest = Static(
+            treedef=treedef,
+            order=order,
+            values=statics,
+        )
+        return Parted(lists, rest)
 
     def _given(
         self,

@@ -89,7 +89,9 @@ class Traced(Generic[P, R]):
         """
         named = None if lowering_platforms is None else tuple(lowering_platforms)
         return Lowered(
-            self._call, self.traced.lower(lowering_platforms=named), self.argument_paths
+            _call=self._call,
+            lowered=self.traced.lower(lowering_platforms=named),
+            argument_paths=self.argument_paths,
         )
 
 
@@ -112,7 +114,9 @@ class Lowered(Generic[P, R]):
         by name.
         """
         return Compiled(
-            self._call, self.lowered.compile(compiler_options), self.argument_paths
+            _call=self._call,
+            compiled=self.lowered.compile(compiler_options),
+            argument_paths=self.argument_paths,
         )
 
 

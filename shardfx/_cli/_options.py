@@ -58,7 +58,11 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
     function, args = _made(name, kwargs, mesh)
     if mesh is None:
         mesh = _mesh_of(name, args)
-    return LoadedStep(function, args, mesh)
+    return LoadedStep(
+        function=function,
+        args=args,
+        mesh=mesh,
+    )
 
 
 def load_bare_step(
@@ -370,7 +374,12 @@ def inputs_of(options: PlanOptions) -> Inputs:
     if options.mesh is None and options.rules is None:
         model = load_model(options.model)
         if model.plan is not None:
-            return Inputs(model, model.plan.mesh, {}, None)
+            return Inputs(
+                model=model,
+                mesh=model.plan.mesh,
+                rules={},
+                target=None,
+            )
     if options.dtype is not None and options.model not in presets.models.names():
         raise UsageError(
             "--dtype is for a published model, as llama3-8b, not for"
@@ -387,7 +396,12 @@ def inputs_of(options: PlanOptions) -> Inputs:
     mesh = calling("reading --mesh", lambda: _mesh(options, count))
     paths, axes = load_rules(options.rules, options.model)
     model = _model(options, stack_experts=options.rules.partition(":")[0] == "ep")
-    return Inputs(model, mesh, {"paths": paths, "axes": axes, **options.how}, target)
+    return Inputs(
+        model=model,
+        mesh=mesh,
+        rules={"paths": paths, "axes": axes, **options.how},
+        target=target,
+    )
 
 
 def _model(options: PlanOptions, *, stack_experts: bool = False) -> LoadedModel:
@@ -427,7 +441,13 @@ def _inputs_without_rules(options: PlanOptions) -> Inputs:
         lambda: auto.plan(model.tree, devices, optimizer=optimizer, chip=hardware),
     )
     rules = {"paths": chosen.rules, "axes": None, **options.how}
-    return Inputs(model, chosen.mesh, rules, target, chosen.why)
+    return Inputs(
+        model=model,
+        mesh=chosen.mesh,
+        rules=rules,
+        target=target,
+        why=chosen.why,
+    )
 
 
 def say_choice(inputs: Inputs) -> Inputs:

@@ -158,7 +158,12 @@ def _selections(
             return None
         leaf_dim = dims.pop(dim)
         if isinstance(index, str):
-            selections.append(Selection(index, leaf_dim, shape[leaf_dim]))
+            selection = Selection(
+                number=index,
+                dim=leaf_dim,
+                size=shape[leaf_dim],
+            )
+            selections.append(selection)
     return tuple(selections)
 
 

@@ -218,7 +218,11 @@ def pattern(text: str) -> Pattern:
         else:
             parts.append(sum_of(piece))
             regex.append("(.+)" if piece.endswith("*") else "([^/.]+)")
-    return Pattern(text, tuple(parts), re.compile("".join(regex), re.DOTALL))
+    return Pattern(
+        text=text,
+        parts=tuple(parts),
+        regex=re.compile("".join(regex), re.DOTALL),
+    )
 
 
 def near(path: str, names: Iterable[str], what: str = "") -> str:

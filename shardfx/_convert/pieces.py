@@ -191,7 +191,16 @@ def whole(value: Value, shape: tuple[int, ...]) -> tuple[Piece, ...]:
     array without elements.
     """
     start = (0,) * len(shape)
-    factors = [Factor(size, dim, 1, dim, 1) for dim, size in enumerate(shape)]
+    factors = [
+        Factor(
+            size=size,
+            source_dim=dim,
+            source_step=1,
+            target_dim=dim,
+            target_step=1,
+        )
+        for dim, size in enumerate(shape)
+    ]
     return made_of(value=value, source=start, target=start, factors=factors)
 
 
@@ -248,7 +257,12 @@ def extended(piece: Piece, sizes: tuple[int, ...]) -> Piece:
 
 def swapped(piece: Piece) -> Piece:
     """The piece with source and target exchanged."""
-    return Piece(piece.value, piece.target, piece.source, _swapped(piece.factors))
+    return Piece(
+        value=piece.value,
+        source=piece.target,
+        target=piece.source,
+        factors=_swapped(piece.factors),
+    )
 
 
 # Thousands of pieces have the same few factors.
@@ -366,7 +380,12 @@ def shifted(piece: Piece, offset: Sequence[int]) -> Piece:
     """
     pairs = zip(piece.target, offset, strict=True)
     target = tuple([position + distance for position, distance in pairs])
-    return Piece(piece.value, piece.source, target, piece.factors)
+    return Piece(
+        value=piece.value,
+        source=piece.source,
+        target=target,
+        factors=piece.factors,
+    )
 
 
 def renumbered(piece: Piece, order: Sequence[int | None]) -> Piece:
@@ -377,7 +396,12 @@ def renumbered(piece: Piece, order: Sequence[int | None]) -> Piece:
     """
     target = tuple([0 if dim is None else piece.target[dim] for dim in order])
     factors = _renumbered(piece.factors, tuple(order))
-    return Piece(piece.value, piece.source, target, factors)
+    return Piece(
+        value=piece.value,
+        source=piece.source,
+        target=target,
+        factors=factors,
+    )
 
 
 @ft.lru_cache(maxsize=4096)
@@ -408,7 +432,12 @@ def merged(piece: Piece, dim: int, inner: int) -> Piece:
         elif factor.target_dim > dim:
             factor = factor._replace(target_dim=factor.target_dim - 1)
         factors.append(factor)
-    return Piece(piece.value, piece.source, target, tuple(factors))
+    return Piece(
+        value=piece.value,
+        source=piece.source,
+        target=target,
+        factors=tuple(factors),
+    )
 
 
 def split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
@@ -485,7 +514,12 @@ def _in_row(piece: Piece, dim: int, row: int, column: int) -> Piece:
         if factor.target_dim == dim:
             factor = factor._replace(target_dim=dim + 1)
         factors.append(factor)
-    return Piece(piece.value, piece.source, target, tuple(factors))
+    return Piece(
+        value=piece.value,
+        source=piece.source,
+        target=target,
+        factors=tuple(factors),
+    )
 
 
 def _without(piece: Piece, factor: Factor) -> Piece:
@@ -499,7 +533,12 @@ def simplified(piece: Piece) -> Piece:
 
     Sizes 2 and 3 with steps 3 and 1 in source and target become size 6 with step 1.
     """
-    return Piece(piece.value, piece.source, piece.target, _simplified(piece.factors))
+    return Piece(
+        value=piece.value,
+        source=piece.source,
+        target=piece.target,
+        factors=_simplified(piece.factors),
+    )
 
 
 @ft.lru_cache(maxsize=4096)
@@ -578,4 +617,9 @@ def once(piece: Piece) -> Piece:
     its target positions.
     """
     factors = tuple([f for f in piece.factors if f.source_dim != NOWHERE])
-    return Piece(piece.value, piece.source, piece.target, factors)
+    return Piece(
+        value=piece.value,
+        source=piece.source,
+        target=piece.target,
+        factors=factors,
+    )

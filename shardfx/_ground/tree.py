@@ -186,7 +186,12 @@ def _columns_of(treedef: TreeDef) -> tuple[Any, Any, Any, Any]:
 
 
 def _walked(treedef: TreeDef) -> tuple[Any, Any, Any, Any]:
-    columns = _Columns([], [], [], [])
+    columns = _Columns(
+        paths=[],
+        templates=[],
+        names=[],
+        stacked=[],
+    )
     _append(treedef, "", "", columns, {}, "")
     paths, templates, names, stacked = map(tuple, columns)
     return paths, templates, names, stacked
@@ -201,7 +206,12 @@ def _columns(treedef: TreeDef, seen: dict[TreeDef, _Columns]) -> _Columns:
     """
     columns = seen.get(treedef)
     if columns is None:
-        columns = seen[treedef] = _Columns([], [], [], [])
+        columns = seen[treedef] = _Columns(
+            paths=[],
+            templates=[],
+            names=[],
+            stacked=[],
+        )
         _append(treedef, "", "", columns, seen, "/")
     return columns
 

@@ -296,7 +296,14 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
             "a `custom_partitioning` shards as its own rule says, and is read as what"
             " it computes"
         ] = count
-    return TracedStep(Tied(program), flats, words, tuple(arrays), structs, traced_step)
+    return TracedStep(
+        tied=Tied(program),
+        flats=flats,
+        words=words,
+        arrays=tuple(arrays),
+        structs=structs,
+        step=traced_step,
+    )
 
 
 def _step_arrays(which: int, word: str, flat: Flat) -> Iterator[StepArray]:
@@ -307,7 +314,12 @@ def _step_arrays(which: int, word: str, flat: Flat) -> Iterator[StepArray]:
     for leaf, path, names, is_array in rows:
         if is_array:
             name = f"{word}/{path}" if path else word
-            yield StepArray(which, name, names, np.ndim(leaf))
+            yield StepArray(
+                which=which,
+                path=name,
+                names=names,
+                rank=np.ndim(leaf),
+            )
 
 
 def _count(jaxpr: jex.Jaxpr | jex.ClosedJaxpr, name: str) -> int:

@@ -278,7 +278,12 @@ def _require_dimensions(rules: AxisRules, classes: Classes, mesh: MeshSpec) -> N
         if name in names:
             used_axes.update(axes)
         else:
-            without_dimension.append(_RuleWithoutDimension(number, name, axes))
+            rule_without_dimension = _RuleWithoutDimension(
+                number=number,
+                name=name,
+                axes=axes,
+            )
+            without_dimension.append(rule_without_dimension)
 
     free_names = [name for name in names if name not in rules.names]
     lines = []

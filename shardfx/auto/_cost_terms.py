@@ -131,14 +131,24 @@ def _shared_amounts(
     amounts = []
     for mask, operation in zip(is_divided, program.operations, strict=True):
         flops = operation.flops * operation.times
-        amounts.append(_Amount(mask, 0, flops))
+        amount = _Amount(
+            mask=mask,
+            column=0,
+            amount=flops,
+        )
+        amounts.append(amount)
 
     moved = [*program.arguments, *program.results]
     stored = [*program.arguments, *_temporaries(program)]
     for column, values in ((1, moved), (2, stored)):
         for value in values:
             nbytes = program.values[value].bytes
-            amounts.append(_Amount(is_sharded[value], column, nbytes))
+            amount = _Amount(
+                mask=is_sharded[value],
+                column=column,
+                amount=nbytes,
+            )
+            amounts.append(amount)
     return amounts
 
 
@@ -171,7 +181,12 @@ def _sent_amounts(
             rounds = event.times * rounds_of(event.kind)
             nbytes = layouts.program.values[event.value].bytes * rounds
             column = 0 if has_data[event.value] else 1
-            amounts.append(_Amount(mask, column, nbytes))
+            amount = _Amount(
+                mask=mask,
+                column=column,
+                amount=nbytes,
+            )
+            amounts.append(amount)
         yield amounts
 
 

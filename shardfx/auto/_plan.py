@@ -195,17 +195,37 @@ def _hardware(devices: Any, chip: str | chips.Chip | None) -> _Hardware:
     """Reads the arguments `devices` and `chip`."""
     if isinstance(devices, Mesh) and chip is None:
         options = asked_for(list(devices.devices.flat), None)
-        return _Hardware(options, _data_or_fsdp_mesh(devices), devices, False)
+        return _Hardware(
+            options=options,
+            mesh=_data_or_fsdp_mesh(devices),
+            jax_devices=devices,
+            is_assumed=False,
+        )
     if isinstance(devices, MeshSpec | Mesh | AbstractMesh):
         mesh = _data_or_fsdp_mesh(devices)
         options = asked_for(mesh.size, chip or _ASSUMED)
         jax_devices = devices if isinstance(devices, Mesh) else None
-        return _Hardware(options, mesh, jax_devices, chip is None)
+        return _Hardware(
+            options=options,
+            mesh=mesh,
+            jax_devices=jax_devices,
+            is_assumed=chip is None,
+        )
     if isinstance(devices, int) and chip is None:
-        return _Hardware(asked_for(devices, _ASSUMED), None, None, True)
+        return _Hardware(
+            options=asked_for(devices, _ASSUMED),
+            mesh=None,
+            jax_devices=None,
+            is_assumed=True,
+        )
     options = asked_for(devices, chip)
     jax_devices = None if isinstance(devices, int | str) else devices
-    return _Hardware(options, None, jax_devices, False)
+    return _Hardware(
+        options=options,
+        mesh=None,
+        jax_devices=jax_devices,
+        is_assumed=False,
+    )
 
 
 def _data_or_fsdp_mesh(mesh: MeshSpec | Mesh | AbstractMesh) -> MeshSpec:
@@ -316,7 +336,13 @@ class _Pricing:
             if is_array:
                 self.leaves.append(leaf)
                 shape = tuple(jnp.shape(leaf))
-                self.arrays.append(NamedShape(path, shape, declared, stacked))
+                named_shape = NamedShape(
+                    path=path,
+                    shape=shape,
+                    names=declared,
+                    stacked=stacked,
+                )
+                self.arrays.append(named_shape)
 
     def priced(self, choice: _Choice) -> _Priced:
         """The plan of a choice, with its bytes."""

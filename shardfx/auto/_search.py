@@ -362,7 +362,11 @@ def candidates_of(
     """
     module = lowered.plain.module(lowered.platform)
     counts = _program_counts(len(bytecode(module)), space.devices)
-    trials = _Trials(lowered, lowered.states(space.classes), tell)
+    trials = _Trials(
+        lowered=lowered,
+        states=lowered.states(space.classes),
+        tell=tell,
+    )
     drawn = fastest(space, max(keep, min(_DRAWN, counts.plain)))
     usual = list(by_hand(space, space.usual))
     first = list(without_twins(filter(trials.has_room, usual)))
@@ -394,7 +398,11 @@ def _few_candidates(space: Space, lowered: LoweredStep, tell: Tell) -> list[Cand
     """The first candidates by the estimate, with the numbers of their programs: as few
     as are needed to know that one fits and that no other is as fast.
     """
-    trials = _Trials(lowered, lowered.states(space.classes), tell)
+    trials = _Trials(
+        lowered=lowered,
+        states=lowered.states(space.classes),
+        tell=tell,
+    )
     drawn = fastest(space, _DRAWN)
     with_room = list(filter(trials.has_room, drawn)) or drawn
     most_seconds = _CLOSE * with_room[0].seconds

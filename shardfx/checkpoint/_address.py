@@ -120,7 +120,11 @@ def _of_url(text: str, driver: str, rest: str) -> Address:
         raise CheckpointError(
             f"{text!r} names no bucket; write `{_SCHEMES[driver]}://bucket/path`."
         )
-    return Address(spec, key.strip("/"), f"{_SCHEMES[driver]}://{bucket}")
+    return Address(
+        spec=spec,
+        path=key.strip("/"),
+        root=f"{_SCHEMES[driver]}://{bucket}",
+    )
 
 
 def _require_no_secrets(spec: Mapping[str, Any], place: str) -> None:
@@ -165,7 +169,11 @@ def _of_spec(spec: Mapping[str, Any]) -> Address | str:
     root = f"{_SCHEMES.get(driver, driver)}://{spec.get('bucket', '')}".rstrip("/")
     if driver == "memory":
         root = "memory:/"
-    return Address(rest, path.strip("/"), root)
+    return Address(
+        spec=rest,
+        path=path.strip("/"),
+        root=root,
+    )
 
 
 def shown(place: object) -> str:

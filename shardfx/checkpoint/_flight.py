@@ -171,7 +171,12 @@ def _unit(number: int, leaf: LeafToLoad, kinds: dict[object, Kind]) -> Unit:
             is_on_cpu=is_on_cpu(leaf.sharding),
         )
         kinds[key] = kind
-    return Unit(number, leaf, kind, sum(kind.sizes))
+    return Unit(
+        number=number,
+        leaf=leaf,
+        kind=kind,
+        nbytes=sum(kind.sizes),
+    )
 
 
 # Reads some bytes, and returns their number.

@@ -98,7 +98,9 @@ def _read_local(path: str, root: str | os.PathLike[str] | None) -> Index:
     # The caller named this file, so its link may lead anywhere.
     real = os.path.realpath(path)
     trusted = FilePlace(
-        where.directory, (*where.roots, os.path.dirname(real)), where.seen
+        directory=where.directory,
+        roots=(*where.roots, os.path.dirname(real)),
+        seen=where.seen,
     )
     if name.endswith(".json"):
         return _read_set(where, trusted, real)
@@ -209,7 +211,13 @@ def _indexed(
                 f" {quoted(_location(entry))}; a path names one array. Rename one of"
                 " them where the checkpoint is made."
             )
-    return Index(kind, where.directory, entries, metadata, where)
+    return Index(
+        format=kind,
+        directory=where.directory,
+        entries=entries,
+        metadata=metadata,
+        place=where,
+    )
 
 
 def _location(entry: ArrayEntry) -> str:
@@ -268,7 +276,13 @@ def _set_of(where: Place, content: object, real: str) -> Index:
     tables = {name: headers[file].arrays for name, file in files.items()}
     table = _table_of_set(weight_map, tables)
     if table is not None:
-        return Index("safetensors", where.directory, table, metadata, where)
+        return Index(
+            format="safetensors",
+            directory=where.directory,
+            entries=table,
+            metadata=metadata,
+            place=where,
+        )
     arrays_by_file = {
         name: {array.path: array for array in headers[file].arrays}
         for name, file in files.items()
@@ -282,7 +296,13 @@ def _set_of(where: Place, content: object, real: str) -> Index:
                 " that file does not hold it."
             )
         entries.append(array)
-    return Index("safetensors", where.directory, tuple(entries), metadata, where)
+    return Index(
+        format="safetensors",
+        directory=where.directory,
+        entries=tuple(entries),
+        metadata=metadata,
+        place=where,
+    )
 
 
 def _table_of_set(
@@ -318,7 +338,13 @@ def _of_save(where: Place, weight_map: Mapping[str, str], names: list[str]) -> I
         )
     entries = tuple(arrays[name] for name in weight_map)
     metadata = _joined(headers.values())
-    return Index("safetensors", where.directory, entries, metadata, where)
+    return Index(
+        format="safetensors",
+        directory=where.directory,
+        entries=entries,
+        metadata=metadata,
+        place=where,
+    )
 
 
 def _of_files(where: Place, files: list[str]) -> Index:
@@ -328,7 +354,13 @@ def _of_files(where: Place, files: list[str]) -> Index:
     if all_tables(tables):
         table = together(tables)
         if len(table.numbers) == len(table):
-            return Index("safetensors", where.directory, table, metadata, where)
+            return Index(
+                format="safetensors",
+                directory=where.directory,
+                entries=table,
+                metadata=metadata,
+                place=where,
+            )
     arrays: dict[str, FileArray] = {}
     for array in [array for header in headers for array in header.arrays]:
         other = arrays.setdefault(array.path, array)
@@ -339,7 +371,11 @@ def _of_files(where: Place, files: list[str]) -> Index:
                 " `model.safetensors.index.json` of the set."
             )
     return Index(
-        "safetensors", where.directory, tuple(arrays.values()), metadata, where
+        format="safetensors",
+        directory=where.directory,
+        entries=tuple(arrays.values()),
+        metadata=metadata,
+        place=where,
     )
 
 

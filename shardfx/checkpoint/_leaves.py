@@ -276,7 +276,11 @@ class _Sources:
         strides = strides_of(box_shape(box))
         offset = offset_of(distance, strides)
         return [
-            StridedBox(landing.source, landing.offset + offset, landing.strides)
+            StridedBox(
+                source=landing.source,
+                offset=landing.offset + offset,
+                strides=landing.strides,
+            )
             for landing in landings
         ]
 
@@ -460,7 +464,12 @@ def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
             kinds |= dict.fromkeys(parts.paths, encode_dtype(parts.dtype))
         owner = _Parts(parts, sources)
         outputs_of_parts = [
-            PartOutput(parts.shape, parts.dtype, owner, number)
+            PartOutput(
+                shape=parts.shape,
+                dtype=parts.dtype,
+                owner=owner,
+                number=number,
+            )
             for number in range(len(parts.paths))
         ]
         outputs |= zip(parts.paths, outputs_of_parts, strict=True)

@@ -223,7 +223,11 @@ def _causes(index: Index, problems: Sequence[tuple[str, str | None]]) -> list[_C
             causes[kind].others.append(path)
         else:
             text = _absent(index, path) if problem is None else problem
-            causes[kind] = _Cause(path, text, [])
+            causes[kind] = _Cause(
+                first_path=path,
+                text=text,
+                others=[],
+            )
     return list(causes.values())
 
 

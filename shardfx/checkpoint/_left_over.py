@@ -113,7 +113,13 @@ def left_over(
         age_seconds = max(0.0, now - last_write)
         if age_seconds >= older_than_seconds:
             target = os.path.join(directory, match[1])
-            partial_saves.append(LeftOver(path, target, nbytes, age_seconds))
+            left_over = LeftOver(
+                path=path,
+                target=target,
+                nbytes=nbytes,
+                age_seconds=age_seconds,
+            )
+            partial_saves.append(left_over)
     if remove:
         for partial_save in partial_saves:
             remove_partial(partial_save.path)
@@ -149,7 +155,13 @@ def _left_in_store(
         if age_seconds < older_than_seconds or _is_named(target, name):
             continue
         path = address.below(data)
-        unnamed.append(LeftOver(path.shown, target.shown, sizes[data], age_seconds))
+        left_over = LeftOver(
+            path=path.shown,
+            target=target.shown,
+            nbytes=sizes[data],
+            age_seconds=age_seconds,
+        )
+        unnamed.append(left_over)
         if remove:
             place.delete_below(path.path)
     return tuple(unnamed)

@@ -34,7 +34,7 @@ from ._objects import TIMEOUT_SECONDS, ObjectPlace
 from ._opening import Reader, open_files
 from ._parts import files_of
 from ._place import MissingError
-from ._reader import COPY_BYTES, RUN_BYTES, Files, Progress, Read, RowBlock
+from ._reader import COPY_BYTES, RUN_BYTES, Files, Progress, Read, RowBlock, reads_of
 from ._reads import fetches, read_piece, spans_into
 from ._row_reads import RowReads, row_blocks, rows_of_leaf
 from ._spans import grouped
@@ -405,10 +405,8 @@ def _tasks(
                 )
                 others.append(ft.partial(read, missing_chunks=missing_chunks))
             else:
-                reads += [
-                    Read(entry, span, targets)
-                    for span in spans_into(entry, fetch, leaf.dtype, gap_bytes)
-                ]
+                spans = spans_into(entry, fetch, leaf.dtype, gap_bytes)
+                reads += reads_of(entry, spans, targets)
         for number, piece in gathered:
             task = ft.partial(
                 read_piece,

@@ -111,7 +111,12 @@ def read_tree(where: Place, real: str) -> Any:
     """
     with where.opened(real) as file:
         size = file.size()
-        cursor = _Cursor(file, real, 0, size)
+        cursor = _Cursor(
+            opened=file,
+            file=real,
+            offset=0,
+            end=size,
+        )
         tree = _value(cursor, 0)
         if cursor.offset != size:
             raise cursor.damaged("more follows the tree")
@@ -208,7 +213,11 @@ def _array(cursor: _Cursor, shape: list[Any], dtype: str, data: Bytes) -> Array:
         raise cursor.damaged("an array's shape is no list of sizes")
     if named is not None and math.prod(shape) * named.itemsize != data.nbytes:
         raise cursor.damaged(f"an array has {data.nbytes} bytes for the shape {shape}")
-    return Array(tuple(shape), dtype, data)
+    return Array(
+        shape=tuple(shape),
+        dtype=dtype,
+        data=data,
+    )
 
 
 def _is_spec(node: object) -> bool:
@@ -233,7 +242,11 @@ def leaves_of(tree: Any, file: str) -> Leaves:
     """The leaves of a tree from the msgpack file `file`. Text and `None` are passed
     over.
     """
-    leaves = Leaves([], {}, [])
+    leaves = Leaves(
+        arrays=[],
+        numbers={},
+        elsewhere=[],
+    )
     _add(leaves, tree, "", file)
     return leaves
 
@@ -259,7 +272,14 @@ def _add(leaves: Leaves, node: Any, path: str, file: str) -> None:
                 f"{quoted(path)} in {file!r} is an array in parts without a shape; the"
                 " file is damaged."
             )
-        parts = FileArray(path, tuple(shape), None, file, "an array in parts", 0)
+        parts = FileArray(
+            path=path,
+            shape=tuple(shape),
+            dtype=None,
+            file=file,
+            stored="an array in parts",
+            offset=0,
+        )
         leaves.arrays.append(parts)
     elif _is_spec(node):
         leaves.elsewhere.append((path, node))

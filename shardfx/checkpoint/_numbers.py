@@ -20,7 +20,7 @@ from ._index import Index
 from ._metadata import from_metadata, is_key
 from ._opening import open_files
 from ._parts import files_of
-from ._reader import Read, spans_of
+from ._reader import reads_of, spans_of
 
 
 # A path, and the text of what is wrong with its leaf.
@@ -81,7 +81,11 @@ def numbers_of(index: Index, target: Target, is_lenient: bool) -> Numbers:
     path is a problem, unless `is_lenient`: the checkpoint's arrays need not be read.
     """
     saved = saved_numbers(index)
-    numbers = Numbers({}, [], [])
+    numbers = Numbers(
+        values={},
+        scalars=[],
+        problems=[],
+    )
     for leaf in target.others:
         entry = index.by_path.get(leaf.path)
         if leaf.is_left_out:
@@ -106,7 +110,11 @@ def routed_numbers(index: Index, target: Target, routes: Mapping[int, str]) -> N
     the path in the checkpoint by the position of the leaf.
     """
     saved = saved_numbers(index) or {}
-    numbers = Numbers({}, [], [])
+    numbers = Numbers(
+        values={},
+        scalars=[],
+        problems=[],
+    )
     for leaf in target.others:
         path = routes.get(leaf.position)
         if path is None:
@@ -223,7 +231,7 @@ def read_scalars(
                 )
             else:
                 spans = spans_of((), entry.dtype.itemsize, ((),), True)
-                files.read([Read(entry, span, [scratch]) for span in spans])
+                files.read(reads_of(entry, spans, [scratch]))
             values[leaf.position] = _exact(leaf, scratch)
     return values
 

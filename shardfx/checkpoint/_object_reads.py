@@ -90,10 +90,20 @@ def pieces_of(reads: Sequence[Read]) -> tuple[list[Piece], list[Rest]]:
             # A span of several runs fills one memory.
             rows = memories[0].reshape(span.runs, span.run_bytes)
             for number, row in enumerate(rows):
-                pieces.append(Piece(entry, offset + number * span.step, row))
+                piece_of_row = Piece(
+                    entry=entry,
+                    offset=offset + number * span.step,
+                    memory=row,
+                )
+                pieces.append(piece_of_row)
             continue
         for memory in memories:
-            pieces.append(Piece(entry, offset, memory))
+            whole_piece = Piece(
+                entry=entry,
+                offset=offset,
+                memory=memory,
+            )
+            pieces.append(whole_piece)
             offset += memory.size
     return [piece for piece in pieces if piece.memory.size], rests
 
@@ -132,8 +142,18 @@ def _divided(run: Sequence[Piece], stop: int) -> Iterator[Request]:
             stop_inside = min(high, piece.stop)
             if start_inside < stop_inside:
                 rows = slice(start_inside - piece.offset, stop_inside - piece.offset)
-                pieces.append(Piece(piece.entry, start_inside, piece.memory[rows]))
-        yield Request(run[0].entry.file, low, high, tuple(pieces))
+                piece_inside = Piece(
+                    entry=piece.entry,
+                    offset=start_inside,
+                    memory=piece.memory[rows],
+                )
+                pieces.append(piece_inside)
+        yield Request(
+            file=run[0].entry.file,
+            start=low,
+            stop=high,
+            pieces=tuple(pieces),
+        )
 
 
 class Budget:
@@ -262,4 +282,9 @@ def open_objects(
             f" memory between take; give at least {LEAST_LIMIT_BYTES}."
         )
     with concurrent.futures.ThreadPoolExecutor(1, "shardfx-copy") as copier:
-        yield ObjectFiles(where, Budget(read_limit_bytes), gap_bytes, copier)
+        yield ObjectFiles(
+            where=where,
+            budget=Budget(read_limit_bytes),
+            gap_bytes=gap_bytes,
+            copier=copier,
+        )

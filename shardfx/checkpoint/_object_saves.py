@@ -105,13 +105,33 @@ def saved_pieces(
         dtype = np.dtype(value.dtype)
         if not np.prod(shape, dtype=object):
             if is_first:
-                part = SavedPart(name, shape, (0,) * len(shape), shape)
-                yield SavedPiece(name, dtype, part, np.empty(shape, dtype))
+                part = SavedPart(
+                    path=name,
+                    shape=shape,
+                    start=(0,) * len(shape),
+                    size=shape,
+                )
+                yield SavedPiece(
+                    name=name,
+                    dtype=dtype,
+                    part=part,
+                    values=np.empty(shape, dtype),
+                )
             continue
         for box, values in shards_of(value, is_first):
             for inner in _divided(box, dtype.itemsize, most_bytes):
-                part = SavedPart(name, shape, box_start(inner), box_shape(inner))
-                yield SavedPiece(name, dtype, part, values[slices(inner, box)])
+                part = SavedPart(
+                    path=name,
+                    shape=shape,
+                    start=box_start(inner),
+                    size=box_shape(inner),
+                )
+                yield SavedPiece(
+                    name=name,
+                    dtype=dtype,
+                    part=part,
+                    values=values[slices(inner, box)],
+                )
 
 
 def _divided(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:

@@ -249,11 +249,19 @@ class ObjectPlace:
 
     @contextlib.contextmanager
     def opened(self, real: str) -> "Iterator[ObjectFile]":
-        yield ObjectFile(self, self.key_of(real), True)
+        yield ObjectFile(
+            place=self,
+            key=self.key_of(real),
+            is_kept=True,
+        )
 
     @contextlib.contextmanager
     def chunk(self, real: str) -> "Iterator[ObjectFile]":
-        yield ObjectFile(self, self.key_of(real), False)
+        yield ObjectFile(
+            place=self,
+            key=self.key_of(real),
+            is_kept=False,
+        )
 
     def each(self, call: Callable[[S], T], items: Iterable[S]) -> list[T]:
         todo = [*items]

@@ -173,7 +173,13 @@ def plan_reads(
     reads = []
     for process in sorted(totals):
         needed_bytes, read_bytes, count = totals[process]
-        reads.append(ProcessReads(process, needed_bytes, read_bytes, count))
+        process_reads = ProcessReads(
+            process_index=process,
+            needed_bytes=needed_bytes,
+            read_bytes=read_bytes,
+            reads=count,
+        )
+        reads.append(process_reads)
     return ReadPlan(tuple(reads))
 
 

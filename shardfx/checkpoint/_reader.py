@@ -68,6 +68,23 @@ class Read(NamedTuple):
     targets: Sequence[np.ndarray]
 
 
+def reads_of(
+    entry: FileArray,
+    spans: Iterable[Span],
+    targets: Sequence[np.ndarray],
+) -> list[Read]:
+    """The reads of spans of a stored array into the memory `targets`."""
+    reads = []
+    for span in spans:
+        read = Read(
+            entry=entry,
+            span=span,
+            targets=targets,
+        )
+        reads.append(read)
+    return reads
+
+
 class Row(NamedTuple):
     """The rows of a block that go to one vector of memory.
 
@@ -123,7 +140,12 @@ class Files:
             for block in blocks:
                 memory = scratch[: block.nbytes]
                 descriptor = self.descriptors[block.file]
-                whole = Bytes(descriptor, block.start, block.nbytes, [memory])
+                whole = Bytes(
+                    descriptor=descriptor,
+                    offset=block.start,
+                    nbytes=block.nbytes,
+                    memory=[memory],
+                )
                 read_bytes = transfer(os.preadv, [whole])
                 if read_bytes < block.nbytes:
                     raise _cut_off_in(block, block.start + read_bytes)
@@ -151,7 +173,13 @@ class Files:
                 start = entry.offset + span.offset
                 memory = [targets[0].view(np.uint8)]
                 descriptor = self.descriptors[entry.file]
-                yield Bytes(descriptor, start, span.run_bytes, memory, entry)
+                yield Bytes(
+                    descriptor=descriptor,
+                    offset=start,
+                    nbytes=span.run_bytes,
+                    memory=memory,
+                    entry=entry,
+                )
                 continue
             views = [targets[part.number][part.index] for part in span.parts]
             descriptor = self.descriptors[entry.file]
@@ -173,11 +201,11 @@ class Files:
                     )
             elif span.runs == 1:
                 yield Bytes(
-                    descriptor,
-                    offset,
-                    span.run_bytes,
-                    [flat(view) for view in views],
-                    entry,
+                    descriptor=descriptor,
+                    offset=offset,
+                    nbytes=span.run_bytes,
+                    memory=[flat(view) for view in views],
+                    entry=entry,
                 )
             else:
                 # A direct span of several runs has one part.
@@ -203,10 +231,13 @@ def open_files(where: FilePlace, names: Iterable[str], threads: int) -> Iterator
     for _ in range(threads):
         scratch.put(np.empty(COPY_BYTES, np.uint8))
     with contextlib.ExitStack() as stack:
+        descriptors = {}
+        for name in names:
+            descriptors[name] = stack.enter_context(opened(where, name))
         yield Files(
-            where,
-            {name: stack.enter_context(opened(where, name)) for name in names},
-            scratch,
+            where=where,
+            descriptors=descriptors,
+            scratch=scratch,
         )
 
 
@@ -366,7 +397,14 @@ def _read_runs(
         row: Any = memory[number * span.run_bytes : (number + 1) * span.run_bytes]
         # The general case takes longer than a short read.
         if os.preadv(descriptor, [row], offset) != span.run_bytes:
-            _read([Bytes(descriptor, offset, span.run_bytes, [row], entry)])
+            run = Bytes(
+                descriptor=descriptor,
+                offset=offset,
+                nbytes=span.run_bytes,
+                memory=[row],
+                entry=entry,
+            )
+            _read([run])
         offset += span.step
 
 

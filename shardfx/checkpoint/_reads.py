@@ -37,7 +37,7 @@ from ._entry import FileArray, StoreArray, may_change
 from ._leaves_to_load import LeafToLoad
 from ._opening import Reader
 from ._packed import is_packed, raw_box, raw_entry, unpacked
-from ._reader import COPY_BYTES, Read, spans_of
+from ._reader import COPY_BYTES, reads_of, spans_of
 from ._spans import Span
 from ._stores import MissingChunks
 from ._table import by_path
@@ -153,7 +153,11 @@ def fetches(
                 places_of_entry = places.setdefault(str(piece.value.path), [])
                 for block in part:
                     start = block.offset + offset
-                    place = StridedBox(block.source, start, block.strides)
+                    place = StridedBox(
+                        source=block.source,
+                        offset=start,
+                        strides=block.strides,
+                    )
                     places_of_entry.append((number, place))
 
     whole_fetches = []
@@ -296,8 +300,7 @@ class _PieceReader:
             assert isinstance(part, FileArray)
             targets = fetch.targets([memory])
             spans = spans_into(part, fetch, part.dtype, self.gap_bytes)
-            reads = [Read(part, span, targets) for span in spans]
-            self.read_bytes += self.files.read(reads)
+            self.read_bytes += self.files.read(reads_of(part, spans, targets))
         return memory
 
     def packed(self, entry: FileArray, box: Box) -> np.ndarray:
@@ -306,7 +309,7 @@ class _PieceReader:
         rows = raw_box(entry, box)
         memory = np.empty(box_shape(rows), np.uint8)
         spans = spans_of(raw.shape, 1, (rows,), True, self.gap_bytes)
-        self.files.read([Read(raw, span, [memory]) for span in spans])
+        self.files.read(reads_of(raw, spans, [memory]))
         self.read_bytes += memory.nbytes
         return unpacked(memory, entry, box)
 

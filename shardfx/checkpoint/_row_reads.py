@@ -50,13 +50,22 @@ class RowReads(NamedTuple):
         whole: Box = ((0, self.nbytes),)
         spans = spans_of((self.nbytes,), 1, (whole,), True, GAP_BYTES)
         # The memory has the bytes of the arrays, whatever their dtype.
-        kind = ArrayKind((self.nbytes,), self.memory.dtype, "U8", self.nbytes)
+        kind = ArrayKind(
+            shape=(self.nbytes,),
+            dtype=self.memory.dtype,
+            stored="U8",
+            nbytes=self.nbytes,
+        )
         kinds = [kind] * len(self.arrays.kinds)
         arrays = dataclasses.replace(self.arrays, kinds=kinds)
         for entry, offset in zip(arrays, self.offsets.tolist(), strict=True):
             row = self.memory[offset : offset + self.nbytes]
             for span in spans:
-                yield Read(entry, span, [row])
+                yield Read(
+                    entry=entry,
+                    span=span,
+                    targets=[row],
+                )
 
 
 class LeafRows(NamedTuple):

@@ -195,7 +195,12 @@ def _kind(stored: str, shape: object) -> ArrayKind | None:
     nbits = _count(shape) * bits_each
     if nbits % 8 or nbits >= 2**63:
         return None
-    return ArrayKind(tuple(shape), dtype, stored, nbits // 8)
+    return ArrayKind(
+        shape=tuple(shape),
+        dtype=dtype,
+        stored=stored,
+        nbytes=nbits // 8,
+    )
 
 
 def _array(name: str, entry: object, base: int, file: str) -> FileArray:

@@ -86,7 +86,14 @@ class FileTable(Sequence[FileArray]):
         for path, kind_number, file_number, offset in rows:
             kind = self.kinds[kind_number]
             file = self.files[file_number]
-            yield FileArray(path, kind.shape, kind.dtype, file, kind.stored, offset)
+            yield FileArray(
+                path=path,
+                shape=kind.shape,
+                dtype=kind.dtype,
+                file=file,
+                stored=kind.stored,
+                offset=offset,
+            )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, tuple | FileTable):

@@ -271,7 +271,11 @@ def _differences(a: PyTree, b: PyTree, path: str) -> Iterator[Difference]:
     node_a = _node(a)
     node_b = _node(b)
     if node_a.kind is not node_b.kind:
-        yield Difference(path, node_a.name, node_b.name)
+        yield Difference(
+            path=path,
+            left=node_a.name,
+            right=node_b.name,
+        )
         return
     has_below = False
     for key in dict.fromkeys([*node_a.children, *node_b.children]):
@@ -285,11 +289,21 @@ def _differences(a: PyTree, b: PyTree, path: str) -> Iterator[Difference]:
         else:
             name_a = _child_name(node_a, key)
             name_b = _child_name(node_b, key)
-            below = [Difference(where, name_a, name_b)]
+            below = [
+                Difference(
+                    path=where,
+                    left=name_a,
+                    right=name_b,
+                )
+            ]
         has_below = has_below or bool(below)
         yield from below
     if not has_below and node_a.data != node_b.data:
-        yield Difference(path, _with_data(node_a), _with_data(node_b))
+        yield Difference(
+            path=path,
+            left=_with_data(node_a),
+            right=_with_data(node_b),
+        )
 
 
 def _child_name(node: Any, key: object) -> str:

@@ -166,7 +166,11 @@ def plans_of(config: object, *, sequence: bool = False) -> Plans:
             f"{config!r:.80} has no `base_model_{kind}_plan`; write rules for it, or"
             " take `presets.hf`."
         )
-    return Plans(dict(tensor), dict(expert or {}), dict(head or {}))
+    return Plans(
+        tensor=dict(tensor),
+        expert=dict(expert or {}),
+        head=dict(head or {}),
+    )
 
 
 def rules_of(
@@ -229,7 +233,11 @@ def rules_of(
         ```
     """
     if not isinstance(plans, Plans):
-        plans = Plans(dict(plans), {}, {})
+        plans = Plans(
+            tensor=dict(plans),
+            expert={},
+            head={},
+        )
     head = plans.head
     styles = {**plans.tensor, **head}
     if plans.tensor:
@@ -259,7 +267,12 @@ def rules_of(
         begin = prefix
         if key in head:
             begin = ""
-        target = Style(key, style, axis, (units or {}).get(name, 1))
+        target = Style(
+            key=key,
+            style=style,
+            axis=axis,
+            unit=(units or {}).get(name, 1),
+        )
         rules.append((rf"^{_path(key, begin)}(?:[./][^./]+)?$", optional(target)))
         if name in _EXPERT_NAMES and module.endswith("experts"):
             single = dataclasses.replace(target, is_one_expert=True)

@@ -82,19 +82,17 @@ def rules_of(layout_map: Mapping[str, object]) -> PathRules:
         ```
     """
     axes = {key: _axes(key, layout) for key, layout in layout_map.items()}
-    exact = [
-        (rf"\A{re.escape(key)}\Z", optional(KerasLayout(key, value)))
-        for key, value in axes.items()
-    ]
-    matched = [
-        (
-            rf"\A{_grouped(key)}\Z",
-            optional(
-                KerasLayout(key, value, tuple(other for other in axes if other != key))
-            ),
+    exact = []
+    matched = []
+    for key, value in axes.items():
+        layout_of_path = KerasLayout(key, value)
+        exact.append((rf"\A{re.escape(key)}\Z", optional(layout_of_path)))
+        layout_of_matches = KerasLayout(
+            key=key,
+            axes=value,
+            others=tuple(other for other in axes if other != key),
         )
-        for key, value in axes.items()
-    ]
+        matched.append((rf"\A{_grouped(key)}\Z", optional(layout_of_matches)))
     return PathRules([*exact, *matched, (".*", replicate)])
 
 

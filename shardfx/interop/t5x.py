@@ -107,10 +107,10 @@ def partitioning_of(text: str) -> Partitioning:
         submesh = tuple(submesh)
     experts = _value_of(bound, f"{kind}.num_expert_partitions", f"{kind}.num_experts")
     return Partitioning(
-        rules,
-        _value_of(bound, f"{kind}.num_partitions"),
-        submesh,
-        experts,
+        rules=rules,
+        num_partitions=_value_of(bound, f"{kind}.num_partitions"),
+        model_parallel_submesh=submesh,
+        num_experts=experts,
     )
 
 

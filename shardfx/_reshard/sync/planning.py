@@ -212,7 +212,11 @@ def _of_raw_data(made_leaf: Made, target: MovedLeaf) -> Made:
     shape, dtype = data_of(target.shape, target.dtype)
     key_shape = shape[len(target.shape) :]
     pieces = tuple(extended(piece, key_shape) for piece in made_leaf.pieces)
-    return Made(shape, dtype, pieces)
+    return Made(
+        shape=shape,
+        dtype=dtype,
+        pieces=pieces,
+    )
 
 
 def _sources_of(
@@ -367,7 +371,11 @@ def _wire_made(made_leaf: Made, encodings: Mapping[str, Encoding]) -> Made:
             value = Value(str(number), casts=encoding.casts)
             piece = piece._replace(value=value)
         pieces.append(piece)
-    return Made(made_leaf.shape, made_leaf.dtype, tuple(pieces))
+    return Made(
+        shape=made_leaf.shape,
+        dtype=made_leaf.dtype,
+        pieces=tuple(pieces),
+    )
 
 
 def _with_replica(holders: Holders, replica: int) -> Holders:

@@ -326,7 +326,12 @@ class _Compiler:
             return self._without_copy(row.bytes, copies)
         transfer = row.places[0]
         if bits(transfer.form.sent) < 8:
-            return Filled(row.bytes, (Encoded(transfer, 0, None),))
+            encoded = Encoded(
+                transfer=transfer,
+                start=0,
+                strides=None,
+            )
+            return Filled(row.bytes, (encoded,))
         strides = strides_of(transfer.shape, transfer.form.sent.itemsize)
         return self._without_copy(row.bytes, [self._copy(transfer, 0, strides)])
 
@@ -344,9 +349,17 @@ class _Compiler:
         box = hull(swapped(piece))
         shard = self._arrays.containing(self._paths[path], box)
         if form.scales is not None:
-            return Encoded(transfer, start, None)
+            return Encoded(
+                transfer=transfer,
+                start=start,
+                strides=None,
+            )
         if form.value.scale is not None or shard is None:
-            return Encoded(transfer, start, strides)
+            return Encoded(
+                transfer=transfer,
+                start=start,
+                strides=strides,
+            )
 
         shard_box = self._arrays.leaves[self._paths[path]].boxes[shard]
         source_dtype = self._arrays.dtype_of(self._paths[path])

@@ -203,8 +203,16 @@ def _interleaved(span: Range) -> _Interleaved:
     """
     if span.step > 1:
         first = span.start - span.start % span.step
-        return _Interleaved(first, span.stop, span.step)
-    return _Interleaved(span.start, None, span.step)
+        return _Interleaved(
+            first=first,
+            stop=span.stop,
+            step=span.step,
+        )
+    return _Interleaved(
+        first=span.start,
+        stop=None,
+        step=span.step,
+    )
 
 
 def _concatenated(parts: Sequence[_RangePart], dim: int, want: Weight) -> From:

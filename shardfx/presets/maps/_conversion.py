@@ -58,7 +58,11 @@ def converted(source: Weight, want: Weight, sizes: Sizes) -> From:
     split_source = _split_axes(source, want, sizes.apart)
     want = _split_axes(want, source, sizes.apart)
     conversion = _matched_axes(split_source, want, sizes)
-    draft = _Draft(read(split_source, want, sizes), [], sizes)
+    draft = _Draft(
+        expression=read(split_source, want, sizes),
+        dims=[],
+        sizes=sizes,
+    )
     _split_dims(draft, conversion)
     _take_entries(draft, conversion)
     _order_dims(draft, conversion)

@@ -247,7 +247,13 @@ def _dimensions(text: str) -> _Dimensions | None:
             start = int(dim["start"] or 0)
             stop = int(dim["stop"]) if dim["stop"] else None
             step = int(dim["step"] or 1)
-            ranges.append(Range(axis, start, stop, step))
+            axis_range = Range(
+                axis=axis,
+                start=start,
+                stop=stop,
+                step=step,
+            )
+            ranges.append(axis_range)
     return _Dimensions(tuple(dims), tuple(ranges))
 
 

@@ -231,7 +231,12 @@ def _with_scales(rows: Rows, quantization: Config) -> Rows:
             ("_proj.weight", "_with_mqa.weight")
         )
         if is_linear:
-            scaled[path] = Scaled(str(entry), f"{path}_scale_inv", block, "bfloat16")
+            scaled[path] = Scaled(
+                part=str(entry),
+                by=f"{path}_scale_inv",
+                block=block,
+                dtype="bfloat16",
+            )
         else:
             scaled[path] = entry
     return scaled

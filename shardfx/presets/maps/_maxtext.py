@@ -167,10 +167,20 @@ def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
             for position in range(min(_PATTERN, end)):
                 layers = f"layers/layers_{position}"
                 axis = f"layers[{position}:{end}:{_PATTERN}]"
-                yield LayerStack(stack.kind, layers, axis), ""
+                whole_stack = LayerStack(
+                    kind=stack.kind,
+                    layers=layers,
+                    axis=axis,
+                )
+                yield whole_stack, ""
             for position in range(end, count):
                 layers = f"layers_remainder/layers_{position - end}"
-                yield LayerStack(stack.kind, layers, f"layers[{position}]"), ""
+                stack_of_position = LayerStack(
+                    kind=stack.kind,
+                    layers=layers,
+                    axis=f"layers[{position}]",
+                )
+                yield stack_of_position, ""
 
 
 def _as_stored(family: str, kind: str, text: str, sizes: Mapping[str, int]) -> Entry:

@@ -253,7 +253,19 @@ def stacks_of(config: Config) -> Iterator[LayerStack]:
         layer_axes = [axis for axis in place.in_path if axis.endswith("layers")]
         axis = layer_axes[0] if layer_axes else ""
         if axis == "layers" and dense:
-            yield LayerStack(place.kind, "dense_layers", f"layers[:{dense}]")
-            yield LayerStack(place.kind, "moe_layers", f"layers[{dense}:]")
+            yield LayerStack(
+                kind=place.kind,
+                layers="dense_layers",
+                axis=f"layers[:{dense}]",
+            )
+            yield LayerStack(
+                kind=place.kind,
+                layers="moe_layers",
+                axis=f"layers[{dense}:]",
+            )
         else:
-            yield LayerStack(place.kind, axis, axis)
+            yield LayerStack(
+                kind=place.kind,
+                layers=axis,
+                axis=axis,
+            )
