@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from .dimensions import split
 from .pieces import (
     NOWHERE,
     Factor,
@@ -11,7 +12,6 @@ from .pieces import (
     hull,
     moved,
     shifted,
-    split,
     swapped,
     within,
 )

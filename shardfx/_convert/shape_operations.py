@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from .._ground.errors import MapError
 from .._ground.spec import DType
+from .dimensions import merged, renumbered, split
 from .expression import check_number
 from .pieces import (
     NOWHERE,
@@ -27,10 +28,7 @@ from .pieces import (
     Value,
     cut,
     made_of,
-    merged,
-    renumbered,
     shifted,
-    split,
     whole,
 )
 
