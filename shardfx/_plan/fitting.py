@@ -39,7 +39,11 @@ class Axes(NamedTuple):
 
 
 def axes_of(mesh: MeshSpec, min_bytes: int = 0) -> Axes:
-    return Axes(mesh.shape, AxisType.Auto in mesh.axis_types, min_bytes)
+    return Axes(
+        sizes=mesh.shape,
+        has_auto=AxisType.Auto in mesh.axis_types,
+        min_bytes=min_bytes,
+    )
 
 
 class Leaf(NamedTuple):
@@ -53,7 +57,11 @@ class Leaf(NamedTuple):
 def leaf_of(shape: tuple[int, ...], dtype: DType, units: Units | None) -> Leaf:
     if units is None:
         units = (1,) * len(shape)
-    return Leaf(shape, dtype, units)
+    return Leaf(
+        shape=shape,
+        dtype=dtype,
+        units=units,
+    )
 
 
 def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:

@@ -167,7 +167,11 @@ def follow(
         over=_axes_over(over, plan),
         refused=refused,
         adapters=adapters_by_base(bases["adapters"], flat),
-        constants=ConstantPaths(init, (plan, *args), flat),
+        constants=ConstantPaths(
+            init=init,
+            args=(plan, *args),
+            flat=flat,
+        ),
     )
     rows, index = _planned(follower, flat, kinds)
     raise_errors(follower.errors)

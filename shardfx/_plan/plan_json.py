@@ -129,7 +129,12 @@ def decoded(data: dict[str, Any]) -> dict[str, Any]:
     strict = data.get("strict", False)
     _require("`mode`", mode, (str, None), "a string or null")
     _require("`strict`", strict, bool, "true or left out")
-    path_tree = PathTree(tuple(paths), treedef, order, data["structure"])
+    path_tree = PathTree(
+        paths=tuple(paths),
+        treedef=treedef,
+        order=order,
+        structure=data["structure"],
+    )
     return {
         "mesh": mesh,
         "jax_mesh": None,
@@ -349,31 +354,45 @@ def _decode_units(units: list[int] | None) -> Units | None:
     return tuple(units)
 
 
-_SPEC = _Field((list, dict), "a list of entries", decode_spec, encode_spec)
+_SPEC = _Field(
+    valid=(list, dict),
+    description="a list of entries",
+    decode=decode_spec,
+    encode=encode_spec,
+)
 _ROW = {
-    "shape": _Field([int], "a list of sizes", tuple),
-    "dtype": _Field(str, "a dtype's name", decode_dtype, encode_dtype),
+    "shape": _Field(
+        valid=[int],
+        description="a list of sizes",
+        decode=tuple,
+    ),
+    "dtype": _Field(
+        valid=str,
+        description="a dtype's name",
+        decode=decode_dtype,
+        encode=encode_dtype,
+    ),
     "names": _Field((list, None), "null or a list of logical names"),
     "requested": _SPEC,
     "spec": _SPEC,
     "rule": _Field((str, None), "a string or null"),
     "reasons": _Field(
-        list,
-        "a list",
-        ft.partial(_decode_all, decode_reason),
-        ft.partial(_encode_all, encode_reason),
+        valid=list,
+        description="a list",
+        decode=ft.partial(_decode_all, decode_reason),
+        encode=ft.partial(_encode_all, encode_reason),
     ),
     "memory_kind": _Field((str, None), "a string or null"),
     "units": _Field(
-        ([int], None),
-        "null or a list of positive integers",
-        _decode_units,
+        valid=([int], None),
+        description="null or a list of positive integers",
+        decode=_decode_units,
     ),
     "strategies": _Field(
-        list,
-        "a list",
-        ft.partial(_decode_all, decode_strategy),
-        ft.partial(_encode_all, encode_strategy),
+        valid=list,
+        description="a list",
+        decode=ft.partial(_decode_all, decode_strategy),
+        encode=ft.partial(_encode_all, encode_strategy),
     ),
 }
 

@@ -278,7 +278,13 @@ def drafted(
         mesh.require_sizes() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
     )
     by_path = Matcher(paths)
-    planner = _Planner(axes_of(mesh_spec, min_bytes), axes, mode, by_path, kinds)
+    planner = _Planner(
+        mesh=axes_of(mesh_spec, min_bytes),
+        axes=axes,
+        mode=mode,
+        paths=by_path,
+        kinds=kinds,
+    )
     numbers: dict[object, int] = {None: NO_ARRAY}
     index = []
     errors = []

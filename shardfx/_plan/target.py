@@ -81,7 +81,13 @@ def target_of(plan: object, what: str) -> Target:
         if is_array:
             arrays.append((path, leaf))
         else:
-            other = OtherLeaf(position, path, leaf, is_number(leaf), is_left_out=False)
+            other = OtherLeaf(
+                position=position,
+                path=path,
+                value=leaf,
+                is_number=is_number(leaf),
+                is_left_out=False,
+            )
             others.append(other)
     # A tree without any array is a mistake, such as a file's name.
     for path, leaf in arrays or zip(flat.paths, flat.leaves, strict=True):
@@ -92,7 +98,11 @@ def target_of(plan: object, what: str) -> Target:
                 f" with shardings; leaf `{printable(path)}` ({type(leaf).__name__})"
                 " has none. Make a plan with `shardfx.plan(tree, mesh, ...)`."
             )
-    return Target(arrays, others, flat.treedef)
+    return Target(
+        arrays=arrays,
+        others=others,
+        treedef=flat.treedef,
+    )
 
 
 def _target_of_plan(content: Content, structs: Sequence[Any]) -> Target:
@@ -113,4 +123,8 @@ def _target_of_plan(content: Content, structs: Sequence[Any]) -> Target:
             is_left_out=code == LEFT_OUT,
         )
         others.append(leaf)
-    return Target(arrays, others, path_tree.treedef)
+    return Target(
+        arrays=arrays,
+        others=others,
+        treedef=path_tree.treedef,
+    )

@@ -388,7 +388,12 @@ def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
     slots = []
     for dim, entry in enumerate(entries):
         for name in _members(entry):
-            slots.append(_Slot(name, dim, alias_chain(name, rules)))
+            named_slot = _Slot(
+                name=name,
+                dim=dim,
+                chain=alias_chain(name, rules),
+            )
+            slots.append(named_slot)
     if twice := repeated([slot.name for slot in slots]):
         raise SpecError(
             f"logical name `{twice[0]}` occurs twice in {entries}; one mesh axis cannot"

@@ -234,7 +234,11 @@ def _axis_moves(before: LeafPlan, after: LeafPlan) -> tuple[AxisMove, ...]:
     dst = _dims_by_axis(after)
     moves = []
     for axis in dict.fromkeys([*src, *dst]):
-        move = AxisMove(axis, src.get(axis), dst.get(axis))
+        move = AxisMove(
+            axis=axis,
+            src=src.get(axis),
+            dst=dst.get(axis),
+        )
         if move.src != move.dst:
             moves.append(move)
     return tuple(moves)

@@ -89,7 +89,11 @@ class _Projections(NamedTuple):
 
 
 def _projections(subject: Subject) -> _Projections:
-    projections = _Projections({}, {}, [])
+    projections = _Projections(
+        layers={},
+        norms={},
+        fused=[],
+    )
     for group in subject.content.groups:
         segments = re.split("[/.]", group.paths[0])
         parts = tuple(_without_number(segment) for segment in segments)
@@ -188,7 +192,11 @@ def _cut_fused(
     if width is None and shape[dim] % count == 0:
         if projection_size >= _NARROW and projection_size % _USUAL == 0:
             why = "as most models have them; pass `head_dim=` if these are narrower"
-            width = _Width(_USUAL, "info", why)
+            width = _Width(
+                unit=_USUAL,
+                severity="info",
+                why=why,
+            )
         else:
             why = "nothing says how wide a head is; pass `head_dim=`"
             width = _Width(
@@ -255,21 +263,37 @@ def _width(
     most models.
     """
     if head_dim is not None:
-        return _Width(head_dim, "warning", "`head_dim` says so")
+        return _Width(
+            unit=head_dim,
+            severity="warning",
+            why="`head_dim` says so",
+        )
     for group in groups:
         unit = max(group.row.units or (1,))
         if unit > 1:
             why = f"the rules of `{group.where}` keep so many together"
-            return _Width(unit, "warning", why)
+            return _Width(
+                unit=unit,
+                severity="warning",
+                why=why,
+            )
     if norm is not None and len(norm.row.shape) == 1 and norm.row.shape[0] < max(sizes):
-        return _Width(norm.row.shape[0], "warning", f"as `{norm.where}` has")
+        return _Width(
+            unit=norm.row.shape[0],
+            severity="warning",
+            why=f"as `{norm.where}` has",
+        )
     if (
         min(sizes) < max(sizes)
         and max(sizes) >= _NARROW
         and all(size % _USUAL == 0 for size in sizes)
     ):
         why = "as most models have them; pass `head_dim=` if these are narrower"
-        return _Width(_USUAL, "info", why)
+        return _Width(
+            unit=_USUAL,
+            severity="info",
+            why=why,
+        )
     return None
 
 

@@ -110,7 +110,12 @@ def corrected(subject: Subject) -> Iterator[Finding]:
         cause: object = group
         if len(axes) == 1 and all(reason.code.is_about_size for reason in reasons):
             cause = (severity, *axes)
-        causes.setdefault(cause, []).append(_Short(group, reasons, severity))
+        short_group = _Short(
+            group=group,
+            reasons=reasons,
+            severity=severity,
+        )
+        causes.setdefault(cause, []).append(short_group)
 
     for shorts in causes.values():
         if len(shorts) >= _TOGETHER:

@@ -88,7 +88,12 @@ def _turned_in(
             witness, name = witnesses[0]
             for number in numbers:
                 order = _exchanged(names[number], first, second)
-                yield number, Turned(order, groups[witness], name)
+                turned = Turned(
+                    names=order,
+                    witness=groups[witness],
+                    name=name,
+                )
+                yield number, turned
 
 
 def _sizes(names: Names, group: Group) -> dict[str, int]:

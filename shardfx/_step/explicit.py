@@ -212,7 +212,11 @@ def plain_step(
     def trace(typed: bool) -> PlainStep:
         positional, named = structs_like(args, typed=typed)
         closed, out, rest = eqx.filter_make_jaxpr(function)(*positional, **named)
-        return PlainStep(closed, out, rest)
+        return PlainStep(
+            closed=closed,
+            out=out,
+            rest=rest,
+        )
 
     # The first error that is not raised is the context of one that is.
     try:

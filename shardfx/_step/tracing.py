@@ -208,7 +208,12 @@ def _named(traced: Any, args: tuple[object, ...], mesh: Any) -> Step:
             given_mesh=traced.mesh if mesh is None else mesh,
             named_results=tuple(result.path for result in traced.results),
         )
-    return Step(traced, args, {}, mesh)
+    return Step(
+        traced=traced,
+        args=args,
+        paths={},
+        given_mesh=mesh,
+    )
 
 
 def _with_module_paths(traced: Any, args: tuple[object, ...], mesh: Any) -> Step:
@@ -229,7 +234,12 @@ def _with_module_paths(traced: Any, args: tuple[object, ...], mesh: Any) -> Step
         if len(listed) == len(of_arrays):
             for name, path in zip(listed, of_arrays, strict=True):
                 paths[name] = f"{word}/{path}"
-    return Step(traced, args, paths, mesh)
+    return Step(
+        traced=traced,
+        args=args,
+        paths=paths,
+        given_mesh=mesh,
+    )
 
 
 def _paths_of_arrays(tree: object) -> list[str]:
@@ -299,7 +309,12 @@ def _traced(
 
     run.__name__ = run.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
     jitted = jax.jit(run, keep_unused=True, donate_argnums=tuple(donated_numbers))
-    return Step(jitted.trace(*arrays), tuple(args), paths, mesh)
+    return Step(
+        traced=jitted.trace(*arrays),
+        args=tuple(args),
+        paths=paths,
+        given_mesh=mesh,
+    )
 
 
 def _require_spread(fn: Callable[..., object], args: Sequence[object]) -> None:

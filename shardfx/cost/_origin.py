@@ -113,7 +113,11 @@ class Origins:
             op = self._senders.get(op, op)
             value = op.reads[0] if op.reads else -1
             if value in self._names:
-                yield FlatOp(self._names[value], (), (value,))
+                yield FlatOp(
+                    instruction=self._names[value],
+                    reads=(),
+                    makes=(value,),
+                )
             if value in self._carried:
                 op, _ = self._carried[value]
             else:

@@ -118,7 +118,11 @@ def _calls(
             times = {"body": trips, "condition": trips + 1}
         for what, target in instruction.called:
             if what in times:
-                yield _Call(target, runs, times[what])
+                yield _Call(
+                    target=target,
+                    runs=runs,
+                    times=times[what],
+                )
     elif instruction.opcode == "conditional":
         index = around.get(instruction.operands[0])
         # In programs for several TPU slices, each slice runs the branch of its own

@@ -182,7 +182,11 @@ def read(
         if run.slice is not None:
             slice_count = max(slice_count, run.slice + 1)
     positions = DevicePositions(mesh, module.partitions, slice_count, ids)
-    reader = _ModuleReader(module, positions, paths)
+    reader = _ModuleReader(
+        module=module,
+        positions=positions,
+        paths=paths,
+    )
     collectives = _costliest_branches(reader.collectives(runs))
     return Traffic(
         rows=tuple(collective.row for collective in collectives),

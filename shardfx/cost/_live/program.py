@@ -119,7 +119,12 @@ class Uses:
         for op in body.ops:
             self.ops.append(op)
             for operand, value in enumerate(op.reads):
-                self.users.setdefault(value, []).append(Use(op, operand, body))
+                use = Use(
+                    op=op,
+                    operand=operand,
+                    body=body,
+                )
+                self.users.setdefault(value, []).append(use)
             for value in op.makes:
                 self.maker[value] = op
                 self.home[value] = body
@@ -186,7 +191,11 @@ class _Flattener:
             results=_numbers_in(root_values),
             ops=ops,
         )
-        return FlatProgram(self.buffers, body, tuple(parameter_of.values()))
+        return FlatProgram(
+            buffers=self.buffers,
+            entry=body,
+            parameters=tuple(parameter_of.values()),
+        )
 
     def new(self, result: Result) -> Values:
         """Adds a value for each array of an instruction's result, and returns the
@@ -323,7 +332,13 @@ class _Flattener:
             instruction=instruction,
             reads=changed(before),
             makes=changed(after),
-            bodies=(Body(changed(inside), changed(root), body_ops),),
+            bodies=(
+                Body(
+                    carried=changed(inside),
+                    results=changed(root),
+                    ops=body_ops,
+                ),
+            ),
             calls=self.calls,
         )
         ops.append(op)
