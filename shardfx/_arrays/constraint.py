@@ -178,7 +178,12 @@ def constrain(
     if strict is None:
         strict = plan.strict
     decision = decision_for(
-        names_or_spec, x.shape, plan.content, sizes, strict, unmatched
+        names_or_spec=names_or_spec,
+        shape=x.shape,
+        plan=plan.content,
+        mesh=sizes,
+        strict=strict,
+        unmatched=unmatched,
     )
     if isinstance(x, Tracer):
         decision = _in_order(decision, free, strict)

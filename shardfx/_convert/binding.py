@@ -107,7 +107,14 @@ def _forward(
             of_failed_rules += map(pattern, leaves_of(rule))
             continue
         if target is not None:
-            leaf = _fitting(path, rule, leaf, target[path], step.casts, problems)
+            leaf = _fitting(
+                path=path,
+                rule=rule,
+                leaf=leaf,
+                target=target[path],
+                casts=step.casts,
+                problems=problems,
+            )
         leaves[path] = leaf
 
     problems += _odd_sizes(step.target_sizes, leaves, [])

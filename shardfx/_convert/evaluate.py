@@ -45,11 +45,25 @@ def evaluated(
         parts = []
         for number in numbers:
             numbered = {**binding, placeholder: number}
-            parts.append(evaluated(expression.of[0], numbered, leaves, leaf, run))
+            part = evaluated(
+                expression=expression.of[0],
+                binding=numbered,
+                leaves=leaves,
+                leaf=leaf,
+                run=run,
+            )
+            parts.append(part)
         return run("stacked", parts, dim)
 
     operands = [
-        evaluated(operand, binding, leaves, leaf, run) for operand in expression.of
+        evaluated(
+            expression=operand,
+            binding=binding,
+            leaves=leaves,
+            leaf=leaf,
+            run=run,
+        )
+        for operand in expression.of
     ]
     if expression.op == "at":
         index, dim = expression.args
@@ -99,7 +113,13 @@ def _stack_of_alike(
         return None
 
     first_binding = {**binding, placeholder: numbers[0]}
-    first = evaluated(part, first_binding, leaf.leaves, leaf, on_shapes)
+    first = evaluated(
+        expression=part,
+        binding=first_binding,
+        leaves=leaf.leaves,
+        leaf=leaf,
+        run=on_shapes,
+    )
     stack_of_first = on_shapes("stacked", [first], dim)
     dim = dim_of(dim, len(stack_of_first.shape), "stack")
     leaf.used.update(dict.fromkeys(paths))

@@ -127,7 +127,13 @@ def _backward_one_by_one(
     pieces_by_path: dict[str, list[Piece]] = {path: [] for path in source}
     problems: list[Problem] = []
     for path, leaf in forward.items():
-        _turn_around(path, leaf, source, pieces_by_path, problems)
+        _turn_around(
+            path=path,
+            leaf=leaf,
+            source=source,
+            pieces_by_path=pieces_by_path,
+            problems=problems,
+        )
 
     leaves = {}
     for path, pieces in pieces_by_path.items():

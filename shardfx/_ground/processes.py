@@ -89,13 +89,25 @@ def exchanged(
     if len(processes) == 1:
         return {me: text}, ""
     client.key_value_set(f"{name}/{me}", text, True)
-    late = absent(client, f"{name}/sent", seconds, me, processes)
+    late = absent(
+        client=client,
+        name=f"{name}/sent",
+        seconds=seconds,
+        me=me,
+        processes=processes,
+    )
     texts = {}
     for key, sent in client.key_value_dir_get(name):
         _, _, process = key.rpartition("/")
         texts[int(process)] = sent
     # No process deletes its text, or sends the next one, before all have read it.
-    late = late or absent(client, f"{name}/read", seconds, me, processes)
+    late = late or absent(
+        client=client,
+        name=f"{name}/read",
+        seconds=seconds,
+        me=me,
+        processes=processes,
+    )
     if not late:
         client.key_value_delete(f"{name}/{me}")
     return dict(sorted(texts.items())), late

@@ -130,7 +130,13 @@ def constrain_step(
         ```
     """
     fix = "pass `AxisRules` for the names that `shardfx.auto.name_axes(step, *args)` finds"
-    check_type("rules", rules, AxisRules, RuleError, fix)
+    check_type(
+        what="rules",
+        value=rules,
+        expected=AxisRules,
+        error=RuleError,
+        fix=fix,
+    )
     spec = MeshSpec.of(mesh)
     _require_mesh_axes(rules, spec)
     _require_no_manual_axes(spec)
@@ -144,7 +150,14 @@ def constrain_step(
         closed, out, rest = eqx.filter_make_jaxpr(step)(*structs_of(args))
         plain = PlainStep(closed=closed, out=out, rest=rest)
         where = mesh if isinstance(mesh, Mesh) else abstract
-        constrainer = _constrainer(step, plain.closed, args, spec, where, rules)
+        constrainer = _constrainer(
+            step=step,
+            closed=plain.closed,
+            args=args,
+            spec=spec,
+            mesh=where,
+            rules=rules,
+        )
         return plain.result(_run(constrainer, plain.closed, args))
 
     @ft.wraps(step)
@@ -161,9 +174,22 @@ def constrain_step(
                 *array_leaves(structs_of(args))
             )
             untyped = _with_arrays(args, arrays)
-            constrainer = _constrainer(step, closed, untyped, spec, twin, rules)
+            constrainer = _constrainer(
+                step=step,
+                closed=closed,
+                args=untyped,
+                spec=spec,
+                mesh=twin,
+                rules=rules,
+            )
             results = _run(constrainer, closed, untyped)
-            specs[:] = _result_specs(args, plain.out, constrainer, results, spec)
+            specs[:] = _result_specs(
+                args=args,
+                out=plain.out,
+                constrainer=constrainer,
+                results=results,
+                mesh=spec,
+            )
             return results
 
         results = on_auto_axes(

@@ -216,7 +216,14 @@ def search(
     compile_targets = ()
     if verify is not None:
         compile_targets = devices_for(verify, options, jax_devices)
-    space, lowered = opened(step, args, options, limits, also, tell)
+    space, lowered = opened(
+        step=step,
+        args=args,
+        options=options,
+        limits=limits,
+        also=also,
+        tell=tell,
+    )
     tell(f"estimating meshes of {options.total} devices")
     if effort == "least":
         candidates = _few_candidates(space, lowered, tell)
@@ -238,7 +245,13 @@ def search(
         and target_for(lowered, options, candidates[0]) is not None
     )
     if is_asked:
-        candidates = _asked_of_libtpu(lowered, options, candidates, keep, tell)
+        candidates = _asked_of_libtpu(
+            lowered=lowered,
+            options=options,
+            candidates=candidates,
+            keep=keep,
+            tell=tell,
+        )
     if not candidates[0].fits:
         return (_smallest(candidates),)
 

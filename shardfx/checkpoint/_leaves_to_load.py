@@ -125,8 +125,20 @@ def leaves_to_load(
     target = target_of(plan, "load")
     if map is not None:
         fix = "write `map=TreeMap({...})`"
-        check_type("map", map, TreeMap, LeafTypeError, fix)
-        return _by_map(index, target, map, dtype, unread)
+        check_type(
+            what="map",
+            value=map,
+            expected=TreeMap,
+            error=LeafTypeError,
+            fix=fix,
+        )
+        return _by_map(
+            index=index,
+            target=target,
+            map=map,
+            dtype=dtype,
+            unread=unread,
+        )
     leaves: list[LeafToLoad] = []
     problems: list[tuple[str, str | None]] = []
     # A model has many leaves of few kinds: a result for one leaf holds for all of its
@@ -438,7 +450,13 @@ def _leaf(
         # The elements are unpacked piece by piece.
         mapped = leaf_made(entries[0].path, Struct(shape, stored))
     if _is_keys(planned.dtype, stored, what):
-        return _key_leaf(path, planned, shape, entries, mapped)
+        return _key_leaf(
+            path=path,
+            planned=planned,
+            shape=shape,
+            entries=entries,
+            mapped=mapped,
+        )
     loaded_dtype = _dtype(planned.dtype, stored, dtype, what)
     pieces = None
     is_cast_by_map = False

@@ -235,7 +235,13 @@ def load(
     for further_tries in reversed(range(tries)):
         try:
             index = _index_of(path, root, timeout_seconds)
-            to_load = leaves_to_load(index, plan, dtype, map, unread)
+            to_load = leaves_to_load(
+                index=index,
+                plan=plan,
+                dtype=dtype,
+                map=map,
+                unread=unread,
+            )
             leaves = to_load.leaves
             # A number that does not fit is an error before anything large is read.
             scalars = read_scalars(index, to_load.scalars, missing_chunks)
@@ -246,7 +252,13 @@ def load(
                 gap_bytes=gap_bytes,
                 read_bytes=read_limit_bytes,
             )
-            landed = _read(index, leaves, limits, missing_chunks, progress)
+            landed = _read(
+                index=index,
+                leaves=leaves,
+                limits=limits,
+                missing_chunks=missing_chunks,
+                progress=progress,
+            )
             arrays = [
                 _assembled(landed, number, leaf) for number, leaf in enumerate(leaves)
             ]

@@ -88,9 +88,14 @@ def fault(driver: str, what: str, action: Action, error: Exception) -> Checkpoin
     if not answer:
         answer = text.partition("[")[0][:200].strip()
     shown = printable(_SECRET.sub("...", answer)).rstrip(".")
-    return CheckpointError(
-        f"{action} {what} failed, with {shown!r}; {_fix(driver, action, text, status, code)}."
+    fix = _fix(
+        driver=driver,
+        action=action,
+        text=text,
+        status=status,
+        code=code,
     )
+    return CheckpointError(f"{action} {what} failed, with {shown!r}; {fix}.")
 
 
 def _fix(driver: str, action: Action, text: str, status: str, code: str) -> str:

@@ -386,7 +386,13 @@ def save_objects(
     pool = concurrent.futures.ThreadPoolExecutor(1, "shardfx-save")
     afterwards.callback(pool.shutdown, wait=True, cancel_futures=True)
     if address.name.endswith(".safetensors"):
-        _save_file(target, processes, pool, content, options)
+        _save_file(
+            target=target,
+            processes=processes,
+            pool=pool,
+            content=content,
+            options=options,
+        )
         return
     most_bytes = OBJECT_BYTES if options.file_bytes is None else options.file_bytes
     _require_object_bytes(most_bytes)

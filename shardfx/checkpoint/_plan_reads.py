@@ -149,10 +149,22 @@ def plan_reads(
         ```
     """
     fix = "write `plan_reads(read_index(path), plan)`"
-    check_type("index", index, Index, LeafTypeError, fix)
+    check_type(
+        what="index",
+        value=index,
+        expected=Index,
+        error=LeafTypeError,
+        fix=fix,
+    )
     if gap_bytes is None:
         gap_bytes = index.place.gap_bytes
-    to_load = leaves_to_load(index, plan, dtype, map, unread)
+    to_load = leaves_to_load(
+        index=index,
+        plan=plan,
+        dtype=dtype,
+        map=map,
+        unread=unread,
+    )
     reads_by_kind: dict[object, Mapping[int, tuple[int, int, int]]] = {}
     totals: dict[int, list[int]] = {}
     for leaf in to_load.leaves:

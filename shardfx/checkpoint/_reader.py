@@ -192,7 +192,13 @@ class Files:
                     if span.nbytes <= len(scratch)
                     else np.empty(span.nbytes, np.uint8)
                 )
-                _read_runs(descriptor, offset, memory, span, entry)
+                _read_runs(
+                    descriptor=descriptor,
+                    offset=offset,
+                    memory=memory,
+                    span=span,
+                    entry=entry,
+                )
                 for view, part in zip(views, span.parts, strict=True):
                     fill(
                         view,
@@ -209,7 +215,13 @@ class Files:
                 )
             else:
                 # A direct span of several runs has one part.
-                _read_runs(descriptor, offset, flat(views[0]), span, entry)
+                _read_runs(
+                    descriptor=descriptor,
+                    offset=offset,
+                    memory=flat(views[0]),
+                    span=span,
+                    entry=entry,
+                )
 
 
 def _is_row(span: Span, entry: FileArray, target: np.ndarray) -> bool:

@@ -217,11 +217,11 @@ def content_of(
     """
     if plan is not None:
         check_type(
-            "plan",
-            plan,
-            ShardPlan,
-            LeafTypeError,
-            "give what `shardfx.plan(tree, mesh, ...)` makes, or no plan",
+            what="plan",
+            value=plan,
+            expected=ShardPlan,
+            error=LeafTypeError,
+            fix="give what `shardfx.plan(tree, mesh, ...)` makes, or no plan",
         )
     tree_plan = plan
     if tree_plan is None:
@@ -294,9 +294,21 @@ def write(
             )
         target = address_of(path)
         if isinstance(target, Address):
-            _write_objects(target, processes, afterwards, content(), options)
+            _write_objects(
+                address=target,
+                processes=processes,
+                afterwards=afterwards,
+                content=content(),
+                options=options,
+            )
             return processes.is_first
-        _write_files(os.path.abspath(target), processes, afterwards, content(), options)
+        _write_files(
+            path=os.path.abspath(target),
+            processes=processes,
+            afterwards=afterwards,
+            content=content(),
+            options=options,
+        )
         return processes.is_first
 
 
@@ -386,7 +398,13 @@ def _write_objects(
         timeout_seconds=options.timeout_seconds,
         advance=bar.advance,
     )
-    save_objects(address, processes, afterwards, objects, object_options)
+    save_objects(
+        address=address,
+        processes=processes,
+        afterwards=afterwards,
+        content=objects,
+        options=object_options,
+    )
     bar.end()
 
 

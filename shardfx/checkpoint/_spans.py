@@ -99,8 +99,22 @@ def spans(
         limit = copy_bytes
         if is_in_place:
             limit = run_bytes
-        for piece, row_dim in _pieces(hull, 0, strides, itemsize, gap_bytes, limit):
-            yield _span(piece, row_dim, members, strides, itemsize)
+        pieces = _pieces(
+            box=hull,
+            dim=0,
+            strides=strides,
+            itemsize=itemsize,
+            gap_bytes=gap_bytes,
+            limit=limit,
+        )
+        for piece, row_dim in pieces:
+            yield _span(
+                piece=piece,
+                row_dim=row_dim,
+                members=members,
+                strides=strides,
+                itemsize=itemsize,
+            )
 
 
 def _last_cut(boxes: Sequence[Box], shape: tuple[int, ...]) -> int:
@@ -180,7 +194,14 @@ def _pieces(
     if row_bytes > limit or (has_gaps and has_inner_gaps):
         for index in range(start, stop):
             row = (*outer, (index, index + 1), *inner)
-            yield from _pieces(row, dim + 1, strides, itemsize, gap_bytes, limit)
+            yield from _pieces(
+                box=row,
+                dim=dim + 1,
+                strides=strides,
+                itemsize=itemsize,
+                gap_bytes=gap_bytes,
+                limit=limit,
+            )
         return
     if has_gaps:
         step = max(1, min(limit // row_bytes, _MOST_RUNS))

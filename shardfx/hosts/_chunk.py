@@ -134,7 +134,13 @@ def local_chunk(
     axes = [entry_axes(entry) for entry in entries_at(spec, len(shape))]
     replica = replica_id(itertools.chain(*axes), grid, process_index)
     rows = (
-        _local_range(dim, shape[dim], dim_axes, grid, process_index)
+        _local_range(
+            dim=dim,
+            size=shape[dim],
+            axes=dim_axes,
+            grid=grid,
+            process_index=process_index,
+        )
         for dim, dim_axes in enumerate(axes)
     )
     return LocalChunk(tuple(rows), replica)
@@ -311,7 +317,13 @@ def owned(
         ```
     """
     fix = "write `owned(shape, sharding, process_index)`"
-    check_type("sharding", sharding, Sharding, SpecError, fix)
+    check_type(
+        what="sharding",
+        value=sharding,
+        expected=Sharding,
+        error=SpecError,
+        fix=fix,
+    )
     owners: dict[Box, set[int]] = {}
     for device, part in shard_boxes(sharding, tuple(shape)).items():
         owners.setdefault(part, set()).add(device.process_index)

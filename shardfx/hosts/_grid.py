@@ -144,7 +144,13 @@ def grid_of(mesh: Mesh) -> HostGrid:
         ```
     """
     fix = "build one: `spec.build(jax.devices())`, or `regular_grid(spec, num_chunks)`"
-    check_type("mesh", mesh, Mesh, MeshError, fix)
+    check_type(
+        what="mesh",
+        value=mesh,
+        expected=Mesh,
+        error=MeshError,
+        fix=fix,
+    )
     process_indices = [device.process_index for device in mesh.devices.flat]
     owner = np.array(process_indices, np.int64).reshape(mesh.devices.shape)
     count = int(owner.max()) + 1

@@ -59,12 +59,12 @@ class SharedOutcome:
         if error is not None:
             text = f"{type(error).__name__}: {error}"
         texts, late = exchanged_at_call(
-            self._client,
-            self._name,
-            text[:_LONGEST_TEXT],
-            self._wait_seconds,
-            jax.process_index(),
-            self._processes,
+            client=self._client,
+            name=self._name,
+            text=text[:_LONGEST_TEXT],
+            seconds=self._wait_seconds,
+            me=jax.process_index(),
+            processes=self._processes,
         )
 
         # The error of this process says more to whoever reads its log.

@@ -83,7 +83,13 @@ def shardings(
         ```
     """
     return jax.tree.map(
-        lambda entry: _resolved(default, entry, entry.path, mesh, True),
+        lambda entry: _resolved(
+            asked=default,
+            array=entry,
+            path=entry.path,
+            mesh=mesh,
+            is_corrected=True,
+        ),
         index.tree(prefix),
     )
 
@@ -207,7 +213,13 @@ def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTre
     for number, (leaf, path, asked) in enumerate(rows):
         if isinstance(leaf, jax.Array | np.ndarray | np.generic):
             arrays[number] = leaf
-            targets[number] = _resolved(asked, leaf, path, mesh, False)
+            targets[number] = _resolved(
+                asked=asked,
+                array=leaf,
+                path=path,
+                mesh=mesh,
+                is_corrected=False,
+            )
 
     moved = jax.device_put(list(arrays.values()), list(targets.values()))
     for number, array in zip(arrays, moved, strict=True):

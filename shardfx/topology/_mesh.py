@@ -115,11 +115,11 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
         self.dcn_sizes = tuple((dcn or {}).get(name, 1) for name in self.axis_names)
         for kind in kinds.values():
             check_type(
-                "axis_types",
-                kind,
-                AxisType,
-                MeshError,
-                "give a `jax.sharding.AxisType` such as `AxisType.Auto`, or a mapping"
+                what="axis_types",
+                value=kind,
+                expected=AxisType,
+                error=MeshError,
+                fix="give a `jax.sharding.AxisType` such as `AxisType.Auto`, or a mapping"
                 " from axis names to them",
             )
         for axes_of_argument, what in ((kinds, "axis_types"), (dcn or {}, "dcn")):

@@ -59,7 +59,13 @@ def sent_sums(plan: TransferPlan, read: Read, sender: int, receiver: int) -> np.
                     counted_boxes = _counted_boxes(plan, path, sender)
                     counted_parts = _inside_source(part, counted_boxes)
                 for counted_part in counted_parts:
-                    _add(sums[number], counted_part, leaf, weights, read)
+                    _add(
+                        sums=sums[number],
+                        part=counted_part,
+                        leaf=leaf,
+                        weights=weights,
+                        read=read,
+                    )
     return sums
 
 

@@ -92,7 +92,13 @@ def plan_transfer(
     """
     check_plan("src", src, "plan_transfer(src, dst)")
     check_plan("dst", dst, "plan_transfer(src, dst)")
-    jobs = _jobs(src, dst, processes, receiver, memory_limit_bytes)
+    jobs = _jobs(
+        src=src,
+        dst=dst,
+        processes=processes,
+        receiver=receiver,
+        memory_limit_bytes=memory_limit_bytes,
+    )
     sources = {leaf.path: leaf for leaf in leaves_of_plan(src)}
     targets = {leaf.path: leaf for leaf in leaves_of_plan(dst)}
     if map is None:
@@ -315,12 +321,12 @@ def _kind(
         }
         group = [(number, buffers[number].box) for number in numbers]
         _add(
-            table,
-            _wire_made(made_leaf, encodings),
-            encodings,
-            senders_by_source,
-            group,
-            jobs,
+            table=table,
+            made_leaf=_wire_made(made_leaf, encodings),
+            encodings=encodings,
+            holders=senders_by_source,
+            group=group,
+            jobs=jobs,
         )
 
     return TransferKind(

@@ -94,7 +94,14 @@ def _schedule(plan: TransferPlan, sender: int, receiver: int) -> Schedule:
     limit = min(plan.memory_limit_bytes, ROUND_BYTES)
     room = _Room(_MOST_PARTS)
     rows_of_kind = [
-        _rows_of(kind, dtypes[number], sender, receiver, limit, room)
+        _rows_of(
+            kind=kind,
+            dtype=dtypes[number],
+            sender=sender,
+            receiver=receiver,
+            limit=limit,
+            room=room,
+        )
         for number, kind in enumerate(plan.kinds)
     ]
     sizes_of_kind = [[row.bytes for row in rows] for rows in rows_of_kind]
@@ -143,7 +150,13 @@ def _rows_of(
         number, outer_box = key
         buffer = kind.buffers[number]
         replaced[position_of_group[key]] = _range_or_parts(
-            transfers, number, buffer, outer_box, dtype.itemsize, limit, room
+            transfers=transfers,
+            number=number,
+            buffer=buffer,
+            outer_box=outer_box,
+            itemsize=dtype.itemsize,
+            limit=limit,
+            room=room,
         )
     return tuple(
         new

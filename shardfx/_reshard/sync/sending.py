@@ -175,7 +175,13 @@ class _Outgoing:
         self.rounds = order.rounds
         self._plan = plan
         self._arrays = arrays
-        self._rows_of_leaf = _rows_of_leaves(plan, arrays, order, sender, receiver)
+        self._rows_of_leaf = _rows_of_leaves(
+            plan=plan,
+            arrays=arrays,
+            order=order,
+            sender=sender,
+            receiver=receiver,
+        )
         self._scratch = np.empty(0, np.uint8)
 
     def pieces(self, entries: Sequence[ScheduledRow]) -> list[np.ndarray]:

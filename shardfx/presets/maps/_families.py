@@ -213,7 +213,13 @@ def _olmo2(prefix: str, head: str, form: Form) -> Rows:
     rows = _attention(f"{layer}self_attn.", {**form, "qk_norm": False})
     rows |= _rows(f"{layer}self_attn.", _PARTS["olmo2.norms"])
     rows |= _mlp(f"{layer}mlp.")
-    return _causal(prefix, head, form, rows, "olmo2.layer_norms")
+    return _causal(
+        prefix=prefix,
+        head=head,
+        form=form,
+        layer=rows,
+        norms_part="olmo2.layer_norms",
+    )
 
 
 def _phi3(prefix: str, head: str, form: Form) -> Rows:

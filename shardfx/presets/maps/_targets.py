@@ -161,7 +161,13 @@ def engine(config: Config, *, shards: int) -> TreeLayout:
         )
     rows: dict[str, Entry] = {}
     for path, entry in theirs.weights:
-        rows |= _fused(path, entry, shards, copies, theirs.kinds)
+        rows |= _fused(
+            path=path,
+            entry=entry,
+            shards=shards,
+            copies=copies,
+            kinds=theirs.kinds,
+        )
     if copies > 1:
         sizes["copies"] = copies
     return TreeLayout(rows, sizes=sizes)
