@@ -46,12 +46,14 @@ def rows_of_alike(
     - `boxes`: boxes of the larger array.
     """
     rank = len(first.target)
-    ends = positions + np.array(box_shape(hull(first)), np.int64)
+    small_shape = box_shape(hull(first))
+    ends = positions + np.array(small_shape, np.int64)
     # The number of boxes that have a part of each small array.
     owners = np.zeros(len(positions), int)
     is_inside = []
     for box in boxes:
-        bounds = np.array(box, np.int64).reshape(rank, 2)
+        intervals = np.array(box, np.int64)
+        bounds = intervals.reshape(rank, 2)
         starts = bounds[:, 0]
         stops = bounds[:, 1]
         overlaps = (positions < stops) & (ends > starts)
@@ -60,11 +62,13 @@ def rows_of_alike(
         is_inside.append(fits.all(-1))
 
     for number, box in enumerate(boxes):
-        numbers = np.flatnonzero(is_inside[number] & (owners == 1))
+        is_whole_here = is_inside[number] & (owners == 1)
+        numbers = np.flatnonzero(is_whole_here)
         if not len(numbers):
             continue
         first_element = np.array(box_start(box), np.int64)
-        distance = (first_element - np.array(first.target, np.int64)).tolist()
+        target_start = np.array(first.target, np.int64)
+        distance = (first_element - target_start).tolist()
         if not _is_in_order(shifted(first, distance), box, shape):
             continue
         strides = np.array(strides_of(box_shape(box)), np.int64)

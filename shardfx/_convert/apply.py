@@ -72,8 +72,10 @@ def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
             dim %= array.ndim
             size = array.shape[dim]
             in_units = _resized(array.shape, dim, size // unit, unit)
-            repeated = xp.repeat(array.reshape(in_units), count, axis=dim)
-            return repeated.reshape(_resized(array.shape, dim, size * count))
+            units = array.reshape(in_units)
+            repeated = xp.repeat(units, count, axis=dim)
+            repeated_shape = _resized(array.shape, dim, size * count)
+            return repeated.reshape(repeated_shape)
         case "pad_to", size, dim, number:
             dim %= array.ndim
             missing = size - array.shape[dim]
@@ -205,7 +207,8 @@ def _assembled_in_jax(leaf: Made, arrays: Mapping[str, Any]) -> jax.Array:
         return _filled(leaf.pieces, leaf.shape, leaf.dtype, arrays)
     names = read_paths(leaf.pieces)
     bits = {name: jax.random.key_data(arrays[name]) for name in names}
-    key_data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), leaf.dtype))
+    key = jax.ShapeDtypeStruct((), leaf.dtype)
+    key_data = jax.eval_shape(jax.random.key_data, key)
     data = _filled(
         pieces=[extended(piece, key_data.shape) for piece in leaf.pieces],
         shape=(*leaf.shape, *key_data.shape),
@@ -227,7 +230,8 @@ def _filled(
     array = jnp.zeros(shape, dtype)
     for piece in pieces:
         strides = strided_copy(piece)
-        values = _values(piece, arrays)[box_slices(hull(swapped(piece)))]
+        source = box_slices(hull(swapped(piece)))
+        values = _values(piece, arrays)[source]
         values = gathered(values, strides.source)
         if piece.value.path is not None:
             for operation in piece.value.casts:
@@ -248,7 +252,8 @@ def _values(piece: Piece, arrays: Mapping[str, object]) -> jax.Array:
     values = arrays[piece.value.path]
     scale = piece.value.scale
     if scale is not None:
-        values = on_arrays(jnp, "scale", [values, arrays[scale.path]], *scale.block)
+        operands = [values, arrays[scale.path]]
+        values = on_arrays(jnp, "scale", operands, *scale.block)
     return jnp.asarray(values)
 
 
@@ -338,7 +343,8 @@ def gathered(x: jax.Array, factors: BoxFactors) -> jax.Array:
     for size, factors_of_dim in factors:
         if is_dense(size, factors_of_dim):
             counts = [count for count, _ in factors_of_dim]
-            x = x.reshape(_resized(x.shape, axis, *counts))
+            shape_in_factors = _resized(x.shape, axis, *counts)
+            x = x.reshape(shape_in_factors)
             axis += len(factors_of_dim)
             continue
         for count, step in factors_of_dim:
@@ -369,7 +375,9 @@ def _rows(x: jax.Array, axis: int, count: int, step: int) -> jax.Array:
     """
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, count * step - x.shape[axis])
-    return jnp.pad(x, padding).reshape(_resized(x.shape, axis, count, step))
+    padded = jnp.pad(x, padding)
+    shape_in_rows = _resized(x.shape, axis, count, step)
+    return padded.reshape(shape_in_rows)
 
 
 def transposed(piece: jax.Array, copy: StridedCopy) -> jax.Array:
@@ -422,5 +430,6 @@ def scattered(
     part_factors = ((inner, dim_factors[1:]), *other_dims)
     new = scattered(part, part_factors, piece, axis + 1)
     rows = jax.lax.dynamic_update_slice_in_dim(rows, new, 0, axis + 1)
-    flat = rows.reshape(_resized(box.shape, axis, count * step))
+    flat_shape = _resized(box.shape, axis, count * step)
+    flat = rows.reshape(flat_shape)
     return jax.lax.slice_in_dim(flat, 0, size, axis=axis)

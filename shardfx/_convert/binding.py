@@ -90,7 +90,10 @@ def _forward(
     target: TreeLeaves | None,
     spare: Collection[str] = (),
 ) -> Mapping[str, Made]:
-    left_out = [pattern(text) for text in (*step.drop, *step.rest)]
+    texts_left_out = (*step.drop, *step.rest)
+    left_out = []
+    for text in texts_left_out:
+        left_out.append(pattern(text))
     problems = list(_odd_sizes(step.source_sizes, source, left_out))
     leaves: dict[str, Made] = {}
     used: dict[str, None] = dict.fromkeys(spare)

@@ -14,7 +14,8 @@ def cast_array(x: Any, to: Any) -> Any:
     the nearest integer of the dtype, and NaN becomes 0. For such values, the result of
     NumPy's own `astype` depends on the machine.
     """
-    if isinstance(x, np.ndarray | np.generic) and is_rounded(x.dtype, to):
+    is_numpy = isinstance(x, np.ndarray | np.generic)
+    if is_numpy and is_rounded(x.dtype, to):
         return _whole(np.asarray(x), np.dtype(to))
     return x.astype(to)
 
@@ -42,7 +43,8 @@ def _whole(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     wide = np.int64
     if least == 0:
         wide = np.uint64
-    integers = np.where(is_inside, floats, 0).astype(wide)
+    bounded = np.where(is_inside, floats, 0)
+    integers = bounded.astype(wide)
     integers[is_low] = least
     integers[is_high] = most
     return integers.astype(dtype)

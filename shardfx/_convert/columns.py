@@ -62,7 +62,8 @@ class AlikePieces(Sequence[Piece]):
         sources = map(tuple, self.sources.tolist())
         targets = map(tuple, self.targets.tolist())
         for path, source, target in zip(self.paths, sources, targets, strict=True):
-            yield Piece(Value(path, number, scale, casts), source, target, factors)
+            value = Value(path, number, scale, casts)
+            yield Piece(value, source, target, factors)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, tuple | AlikePieces):
@@ -95,7 +96,8 @@ def in_columns(pieces: Sequence[Piece]) -> Grouped:
             others.append(piece)
         else:
             # The pieces of a stack have one tuple of factors, which takes long to hash.
-            groups.setdefault((id(piece.factors), value.casts), []).append(piece)
+            kind = (id(piece.factors), value.casts)
+            groups.setdefault(kind, []).append(piece)
     return Grouped([_columns(group) for group in groups.values()], others)
 
 

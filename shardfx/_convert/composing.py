@@ -27,9 +27,8 @@ def composed(outer: Piece, inner: Piece) -> Iterator[Piece]:
         # The parts of the outer piece that read what `filled` writes, turned around:
         # they write the intermediate array.
         start = [-position for position in filled.target]
-        readers = [
-            shifted(part, start) for part in within(swapped(outer), hull(filled))
-        ]
+        box = hull(filled)
+        readers = [shifted(part, start) for part in within(swapped(outer), box)]
         if not readers:
             continue
         # For each dimension of the readers' targets, the factor of `filled`.

@@ -104,7 +104,8 @@ def _split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
         # Split at the end of the row, or before the last row that is not full, so that
         # the rest is even.
         end = (row + 1) * inner if column >= step else high // inner * inner
-        for part in (*cut(piece, dim, low, end), *cut(piece, dim, end, high)):
+        parts = (*cut(piece, dim, low, end), *cut(piece, dim, end, high))
+        for part in parts:
             yield from _split(part, dim, inner)
     elif per_row:
         for start in range(row * inner, high, inner):
@@ -112,7 +113,8 @@ def _split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
                 yield from _split(part, dim, inner)
     else:
         for number in range(outer.size):
-            yield from _split(rows(piece, outer, number, number + 1), dim, inner)
+            iteration = rows(piece, outer, number, number + 1)
+            yield from _split(iteration, dim, inner)
 
 
 def _fills_rows(outer: Factor, per_row: int, column: int, reach: int) -> bool:

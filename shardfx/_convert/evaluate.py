@@ -240,7 +240,8 @@ def _stacked_pieces(
         (first_part,) = grouped.alike
         sources = np.tile(first_part.sources, (count, 1))
         targets = np.tile(first_part.targets, (count, 1))
-        targets[:, dim] = np.repeat(np.arange(count), len(first_part))
+        numbers_of_parts = np.arange(count)
+        targets[:, dim] = np.repeat(numbers_of_parts, len(first_part))
         numbers = [number_of[path] for path in first_part.paths]
         if numbers != list(range(width)):
             starts = range(0, len(paths), width)
@@ -275,7 +276,8 @@ def _like_first(
         if value.path is not None:
             value = value._replace(path=paths[value.path])
         if value.scale is not None:
-            scale = value.scale._replace(path=paths[value.scale.path])
+            scale_path = paths[value.scale.path]
+            scale = value.scale._replace(path=scale_path)
             value = value._replace(scale=scale)
         target = (*piece.target[:dim], position, *piece.target[dim + 1 :])
         yield Piece(value, piece.source, target, piece.factors)
@@ -289,7 +291,10 @@ def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:
     """
     path = pattern(text).filled(binding)
     if path is None:
-        missing = [name for name in pattern(text).names if name not in binding]
+        missing = []
+        for name in pattern(text).names:
+            if name not in binding:
+                missing.append(name)
         if missing:
             hint = f"`{{{missing[0]}}}` has no value"
         else:
@@ -323,7 +328,8 @@ def count_of(stack: From, binding: Binding, leaves: Mapping[str, object]) -> ran
             f" `.stack({placeholder!r}, count=...)`."
         )
 
-    others = {**dict.fromkeys(_inner_stacks(operand), 0), **binding}
+    inner_numbers = dict.fromkeys(_inner_stacks(operand), 0)
+    others = {**inner_numbers, **binding}
     paths = pattern(counted)
     texts = paths.around(others, placeholder)
     count = 0

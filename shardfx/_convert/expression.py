@@ -57,7 +57,8 @@ def arguments_of(op: str, count: int) -> list[tuple[str, str]]:
     last = words[-1]
     further = count - len(words) + 1
     if last.endswith("*"):
-        words = [*words[:-1], *[last[:-1]] * further]
+        repeated_words = [last[:-1]] * further
+        words = [*words[:-1], *repeated_words]
     elif last.endswith("?"):
         words[-1] = last[:-1]
         if further <= 0:
@@ -111,7 +112,8 @@ def _number(value: Any) -> int | float | None:
 
 def _finite(value: object) -> float | None:
     number = _number(value)
-    if number is None or isinstance(number, bool) or not math.isfinite(number):
+    is_bool = isinstance(number, bool)
+    if number is None or is_bool or not math.isfinite(number):
         return None
     return float(number)
 
@@ -445,7 +447,8 @@ def _new(op: str, of: tuple[From, ...], args: tuple[object, ...]) -> From:
                 f" `From({part!r:.80})`."
             )
     expression = object.__new__(From)
-    _set(expression, op, of, checked(op, len(of), args))
+    new_args = checked(op, len(of), args)
+    _set(expression, op, of, new_args)
     return expression
 
 
@@ -494,7 +497,8 @@ def from_data(data: object) -> From:
     """
     match data:
         case [str() as name, list() as args, list() as of] if name in SIGNATURES:
-            return _new(name, tuple(map(from_data, of)), _tuples(args))
+            operands = tuple(map(from_data, of))
+            return _new(name, operands, _tuples(args))
     raise MapError(
         f"{data!r:.80} is no expression of a TreeMap; write maps with"
         " `TreeMap.to_json`."

@@ -66,7 +66,10 @@ def backward(forward: Mapping[str, Made], source: TreeLeaves) -> Mapping[str, Ma
     if not parts:
         return _backward_one_by_one(forward, source)
     stacks = {group.first.value.path for group in parts}
-    others = {path: leaf for path, leaf in forward.items() if path not in stacks}
+    others = {}
+    for path, leaf in forward.items():
+        if path not in stacks:
+            others[path] = leaf
     in_stacks: set[str] = set()
     for group in parts:
         in_stacks.update(group.paths)
@@ -95,7 +98,9 @@ def _parts_of_stacks(
             continue
         # Thousands of leaves share a few objects.
         structs = {id(source[name]): source[name] for name in pieces.paths}
-        kinds = {(tuple(struct.shape), struct.dtype) for struct in structs.values()}
+        kinds = set()
+        for struct in structs.values():
+            kinds.add((tuple(struct.shape), struct.dtype))
         if len(kinds) > 1:
             continue
         ((shape, dtype),) = kinds
@@ -207,7 +212,8 @@ def _undone(casts: Sequence[Operation], dtype: object) -> tuple[Operation, ...]:
 
     inverses: list[Operation] = []
     current = dtypes.pop()
-    for operation, before in zip(reversed(casts), reversed(dtypes), strict=True):
+    pairs_of_casts = zip(reversed(casts), reversed(dtypes), strict=True)
+    for operation, before in pairs_of_casts:
         if not isinstance(operation, Arithmetic):
             continue
         if current != before:
@@ -243,7 +249,8 @@ def disjoint(
         new_parts: list[Piece] = []
         for part in parts:
             box = hull(part)
-            boxes = written.setdefault(tuple(box[dim] for dim in dims), [])
+            position = tuple(box[dim] for dim in dims)
+            boxes = written.setdefault(position, [])
             outside = _outside_all(part, boxes)
             boxes += map(hull, outside)
             new_parts += outside
@@ -258,7 +265,8 @@ def _grid_dims(boxes: Sequence[Box]) -> list[int]:
     For the boxes ((0, 2), (0, 4)) and ((2, 4), (3, 6)): dimension 0.
     """
     dims = []
-    for dim, column in enumerate(zip(*boxes, strict=True)):
+    columns = zip(*boxes, strict=True)
+    for dim, column in enumerate(columns):
         intervals = sorted(set(column))
         neighbours = it.pairwise(intervals)
         if all(stop <= start for (_, stop), (start, _) in neighbours):
@@ -295,5 +303,6 @@ def _outside(piece: Piece, box: Box) -> Iterator[Piece]:
         after = (min(stop, high), stop)
         for interval in (before, after):
             if interval[0] < interval[1]:
-                yield from within(piece, (*limits[:dim], interval, *limits[dim + 1 :]))
+                part_box = (*limits[:dim], interval, *limits[dim + 1 :])
+                yield from within(piece, part_box)
         limits[dim] = (max(start, low), min(stop, high))

@@ -93,7 +93,8 @@ def sum_of(text: str) -> Sum:
                 " with slashes."
             )
         if term[2]:
-            terms.append((int(term[1] or 1), term[2]))
+            factor = int(term[1] or 1)
+            terms.append((factor, term[2]))
         else:
             rest += int(term[4])
     return Sum(tuple(terms), rest)
@@ -186,7 +187,8 @@ class Pattern:
         if match is None:
             return None
         binding: dict[str, str | int] = {}
-        for part, text in zip(self.parts[1::2], match.groups(), strict=True):
+        placeholders = self.parts[1::2]
+        for part, text in zip(placeholders, match.groups(), strict=True):
             assert isinstance(part, Sum)
             solved = part.solved(_number_or_text(text))
             if solved is None and len(part.terms) == 1:
@@ -198,7 +200,8 @@ class Pattern:
 
 def _number_or_text(text: str) -> str | int:
     # "007" stays text: the number 7 would be written in another way.
-    is_number = text.isascii() and text.isdigit() and str(int(text[:18] or 0)) == text
+    digits = text[:18] or 0
+    is_number = text.isascii() and text.isdigit() and str(int(digits)) == text
     return int(text) if is_number else text
 
 

@@ -286,7 +286,8 @@ def moved(position: tuple[int, ...], dim: int, distance: int) -> tuple[int, ...]
     """
     if dim == NOWHERE or not distance:
         return position
-    return (*position[:dim], position[dim] + distance, *position[dim + 1 :])
+    coordinate = position[dim] + distance
+    return (*position[:dim], coordinate, *position[dim + 1 :])
 
 
 def rows(piece: Piece, factor: Factor, start: int, stop: int) -> Piece:
@@ -344,16 +345,20 @@ def cut(piece: Piece, dim: int, start: int, stop: int) -> Iterator[Piece]:
     # The elements that one iteration of the outer loop reaches are a row.
     row_length = span(factors[1:])
     # The rows from `first` to `last` are whole inside.
-    first = min(max(0, -(-(start - low) // step)), outer.size)
-    last = max(first, min(outer.size, (stop - row_length - low) // step + 1))
+    first_row = -(-(start - low) // step)
+    first = min(max(0, first_row), outer.size)
+    row_count = (stop - row_length - low) // step + 1
+    last = max(first, min(outer.size, row_count))
     # At both ends only a part of a row is inside; a row of one element is inside or
     # not.
     if first > 0 and row_length > 1:
-        yield from cut(rows(piece, outer, first - 1, first), dim, start, stop)
+        before = rows(piece, outer, first - 1, first)
+        yield from cut(before, dim, start, stop)
     if last > first:
         yield rows(piece, outer, first, last)
     if last < outer.size and row_length > 1:
-        yield from cut(rows(piece, outer, last, last + 1), dim, start, stop)
+        after = rows(piece, outer, last, last + 1)
+        yield from cut(after, dim, start, stop)
 
 
 def within(piece: Piece, box: Box) -> list[Piece]:

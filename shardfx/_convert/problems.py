@@ -26,7 +26,8 @@ def raise_problems(problems: Sequence[Problem]) -> None:
     # Equal problems of several layers are one line. Their texts differ in numbers only.
     paths_by_kind: dict[tuple[Any, str], list[str]] = {}
     for path, text in problems:
-        kind = (between_numbers(path), "".join(between_numbers(text)))
+        template = "".join(between_numbers(text))
+        kind = (between_numbers(path), template)
         paths_by_kind.setdefault(kind, []).append(path)
 
     first_texts: dict[str, str] = {}

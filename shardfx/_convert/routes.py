@@ -91,7 +91,11 @@ def number_paths(tree: object) -> list[str]:
 
 def _numbers_of(flat: Flat) -> list[str]:
     rows = zip(flat.paths, flat.leaves, flat.is_array, strict=True)
-    return [path for path, leaf, is_array in rows if not is_array and is_number(leaf)]
+    paths = []
+    for path, leaf, is_array in rows:
+        if not is_array and is_number(leaf):
+            paths.append(path)
+    return paths
 
 
 class TargetLeaves(NamedTuple):
@@ -152,8 +156,12 @@ def bound_with(
     copied = {path: scalars[route] for path, route in numbers.routes}
     if target is not None:
         target = {**target, **copied}
-    leaves = bound_steps(steps, {**source, **scalars}, target, spare=scalars)
-    arrays = {path: leaf for path, leaf in leaves.items() if path not in copied}
+    with_scalars = {**source, **scalars}
+    leaves = bound_steps(steps, with_scalars, target, spare=scalars)
+    arrays = {}
+    for path, leaf in leaves.items():
+        if path not in copied:
+            arrays[path] = leaf
     for path, leaf in arrays.items():
         for name in dict.fromkeys(read_paths(leaf.pieces)):
             if name in scalars:

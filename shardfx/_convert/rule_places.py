@@ -64,7 +64,8 @@ def _inferred(
         try:
             bindings = list(_bindings(text, rule, source))
         except MapError as error:
-            problems.append((text, str(error).removesuffix(".")))
+            text_of_error = str(error).removesuffix(".")
+            problems.append((text, text_of_error))
             continue
         if not bindings:
             leaf = next(iter(leaves_of(rule)), "")
@@ -161,13 +162,15 @@ def _counted(
         on_shapes,
     )
     index, dim = selection.args
-    size = operand.shape[dim_of(dim, len(operand.shape), "at")]
+    selected_dim = dim_of(dim, len(operand.shape), "at")
+    size = operand.shape[selected_dim]
     others = [other for other in names if other != name]
     for number in range(size):
         solved = sum_of(str(index)).solved(number)
         if solved is not None:
             _, value = solved
-            yield from _counted(others, {**binding, name: value}, rule, source)
+            numbered = {**binding, name: value}
+            yield from _counted(others, numbered, rule, source)
 
 
 def _innermost(rule: From, names: Sequence[str]) -> tuple[str, From | None]:

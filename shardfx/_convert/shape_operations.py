@@ -71,7 +71,8 @@ def leaf_made(path: str, struct: Struct | Made) -> Made:
     leaf's shape and dtype.
     """
     shape = tuple(struct.shape)
-    return Made(shape=shape, dtype=struct.dtype, pieces=whole(Value(path), shape))
+    value = Value(path)
+    return Made(shape=shape, dtype=struct.dtype, pieces=whole(value, shape))
 
 
 def filled_with(number: Any, shape: tuple[int, ...], dtype: DType) -> Made:
@@ -156,8 +157,9 @@ def _merge(parts: Sequence[Made], dim: int, count: int) -> Made:
     pieces = array.pieces
     for size in sizes[1:]:
         pieces = tuple(merged(piece, dim, size) for piece in pieces)
+    merged_size = math.prod(sizes)
     return Made(
-        shape=(*array.shape[:dim], math.prod(sizes), *array.shape[dim + count :]),
+        shape=(*array.shape[:dim], merged_size, *array.shape[dim + count :]),
         dtype=array.dtype,
         pieces=pieces,
     )
@@ -165,7 +167,8 @@ def _merge(parts: Sequence[Made], dim: int, count: int) -> Made:
 
 def _reshape(parts: Sequence[Made], *sizes: int) -> Made:
     (array,) = parts
-    sizes = sizes_of(sizes, math.prod(array.shape), f"`reshape` of shape {array.shape}")
+    what = f"`reshape` of shape {array.shape}"
+    sizes = sizes_of(sizes, math.prod(array.shape), what)
     if 0 in sizes:
         return Made(shape=sizes, dtype=array.dtype, pieces=())
     if array.shape:
@@ -237,7 +240,8 @@ def _interleaved(parts: Sequence[Made], dim: int, shards: int) -> Made:
     for part in parts:
         chunk_size = _chunk_size(part.shape, dim, shards)
         by_chunk.append(_split([part], dim, shards, chunk_size))
-    return _merge([_concat(by_chunk, dim + 1, 1)], dim, 2)
+    chunks = _concat(by_chunk, dim + 1, 1)
+    return _merge([chunks], dim, 2)
 
 
 def _chunk_size(shape: tuple[int, ...], dim: int, shards: int) -> int:
@@ -320,7 +324,8 @@ def _repeat(parts: Sequence[Made], count: int, dim: int, unit: int) -> Made:
         )
     if unit != 1:
         units = _split(parts, dim, -1, unit)
-        return _merge([_repeat([units], count, dim, 1)], dim, 2)
+        repeated = _repeat([units], count, dim, 1)
+        return _merge([repeated], dim, 2)
     repetition = Factor(
         size=count,
         source_dim=NOWHERE,
@@ -331,7 +336,8 @@ def _repeat(parts: Sequence[Made], count: int, dim: int, unit: int) -> Made:
     pieces: list[Piece] = []
     for piece in array.pieces:
         # Each element of the dimension takes the place of `count`.
-        spread = merged(_with_new_dim(piece, dim + 1), dim, count)
+        with_new_dim = _with_new_dim(piece, dim + 1)
+        spread = merged(with_new_dim, dim, count)
         pieces += made_of(
             value=piece.value,
             source=piece.source,

@@ -175,7 +175,8 @@ class TreeMap:
         """
         steps = []
         for step in reversed(self.steps):
-            steps.append(dataclasses.replace(step, inverted=not step.inverted))
+            turned = dataclasses.replace(step, inverted=not step.inverted)
+            steps.append(turned)
         return of_steps(steps)
 
     def then(self, other: "TreeMap") -> "TreeMap":
@@ -284,11 +285,15 @@ def _step_of(data: Any) -> Rules:
     for name, kind in _STEP_KINDS.items():
         if not isinstance(data.get(name, []), kind):
             raise TypeError(f"`{name}` is {data.get(name)!r:.80}")
-    rules = {path: from_data(expression) for path, expression in data["rules"]}
+    rules = {}
+    for path, expression in data["rules"]:
+        rules[path] = from_data(expression)
     if len(rules) != len(data["rules"]):
         raise ValueError("two rules make the same leaf")
     options = {name: data[name] for name in ("drop", "rest", "casts") if name in data}
-    sizes = {name: _named_sizes_from_json(data.get(name, [])) for name in _SIZES}
+    sizes = {}
+    for name in _SIZES:
+        sizes[name] = _named_sizes_from_json(data.get(name, []))
     (step,) = TreeMap(rules, **options).steps
     return dataclasses.replace(step, inverted=data["inverted"], **sizes)
 
@@ -373,7 +378,8 @@ def without_rest(map: TreeMap) -> TreeMap:
 def _lines(step: Rules) -> Iterable[str]:
     arrow = "->" if step.inverted else "<-"
     direction = ", backwards" if step.inverted else ""
-    width = max((len(path) for path, _ in step.rules), default=0)
+    widths = (len(path) for path, _ in step.rules)
+    width = max(widths, default=0)
     yield f"{len(step.rules)} rules{direction}"
     for path, expression in step.rules:
         yield f"  {path:<{width}} {arrow} {expression}"
