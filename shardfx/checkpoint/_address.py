@@ -47,7 +47,8 @@ class Address(NamedTuple):
 
     @property
     def parent(self) -> "Address":
-        return self._replace(path=self.path.rpartition("/")[0])
+        parent_path = self.path.rpartition("/")[0]
+        return self._replace(path=parent_path)
 
     @property
     def name(self) -> str:
@@ -165,7 +166,10 @@ def _of_spec(spec: Mapping[str, Any]) -> Address | str:
             ' as in `{"driver": "s3", "bucket": "bucket", "path": "path"}`.'
         )
     _require_no_secrets(spec, f"a spec of a bucket with the driver `{driver}`")
-    rest = {name: value for name, value in spec.items() if name != "path"}
+    rest = {}
+    for name, value in spec.items():
+        if name != "path":
+            rest[name] = value
     root = f"{_SCHEMES.get(driver, driver)}://{spec.get('bucket', '')}".rstrip("/")
     if driver == "memory":
         root = "memory:/"

@@ -109,7 +109,8 @@ def require_bounded(
                 value = array.kvstore.read(name).result().value
                 _check_chunk(bounds, name, _Stored(value))
                 return
-            with where.chunk(os.path.join(entry.file, name)) as file:
+            path = os.path.join(entry.file, name)
+            with where.chunk(path) as file:
                 _check_chunk(bounds, name, file)
 
     names = dict.fromkeys(_names(metadata, entry.chunks, boxes))
@@ -215,5 +216,6 @@ def _begins(
     dtype = "<u8"
     if member(table, "bytes", "endian") == "big":
         dtype = ">u8"
-    numbers = np.frombuffer(file.read(16 * count, start), dtype)
+    index_bytes = file.read(16 * count, start)
+    numbers = np.frombuffer(index_bytes, dtype)
     return [begin for begin in numbers[0::2].tolist() if begin < min(size, _NOT_STORED)]

@@ -126,7 +126,8 @@ class SaveProcesses:
         trace: object,
     ) -> None:
         if error is not None and not self._is_over:
-            sent = self._thread.submit(self._round, {"error": _text(error)})
+            note_of_error = {"error": _text(error)}
+            sent = self._thread.submit(self._round, note_of_error)
             # If the service has failed too, the earlier error says more.
             with contextlib.suppress(
                 CheckpointError, TimeoutError, jax.errors.JaxRuntimeError
@@ -245,13 +246,17 @@ class SaveProcesses:
             )
         texts: dict[int, str] = {}
         if note is not None:
-            notes = self._run(self._round, {"text": note()})
-            texts = {process: answer["text"] for process, answer in notes.items()}
+            note_of_text = {"text": note()}
+            notes = self._run(self._round, note_of_text)
+            texts = {}
+            for process, answer in notes.items():
+                texts[process] = answer["text"]
         # From here on, only the first process decides: an error or a death elsewhere
         # causes no loss.
         self._is_over = True
         if self.is_first:
-            done = self._thread.submit(self._commit, ft.partial(commit, texts))
+            commit_texts = ft.partial(commit, texts)
+            done = self._thread.submit(self._commit, commit_texts)
             try:
                 done.result()
             finally:
@@ -310,7 +315,9 @@ class SaveProcesses:
         texts, late = self._sent("round", json.dumps(note))
         if late:
             raise self._over(f"{late} {self._silence}")
-        notes = {process: json.loads(text) for process, text in texts.items()}
+        notes = {}
+        for process, text in texts.items():
+            notes[process] = json.loads(text)
         for process, answer in notes.items():
             if "error" in answer:
                 raise self._over(self._failed(process, answer["error"]))
@@ -376,7 +383,8 @@ def _described(dtype: DType, shape: tuple[int, ...], sharding: Any) -> str:
             f" {sorted(device.id for device in sharding.device_set)}"
         )
     # The text of a mesh does not say where each device is on it.
-    order = digest_of(str(device.id) for device in sharding.mesh.devices.flat)[:8]
+    device_ids = (str(device.id) for device in sharding.mesh.devices.flat)
+    order = digest_of(device_ids)[:8]
     return (
         f"{text} in {sharding.spec} on mesh {dict(sharding.mesh.shape)} with device"
         f" order {order}"

@@ -235,7 +235,8 @@ def _changed(view: np.ndarray, values: np.ndarray) -> np.ndarray | None:
     checked instead.
     """
     if jnp.issubdtype(values.dtype, jnp.floating):
-        return np.asarray(values.astype(np.float64) != view.astype(np.float64))
+        in_float64 = values.astype(np.float64)
+        return np.asarray(in_float64 != view.astype(np.float64))
     if jnp.issubdtype(view.dtype, jnp.bool_):
         return np.asarray(view.astype(values.dtype) != values)
     if jnp.issubdtype(view.dtype, jnp.integer):
@@ -243,7 +244,8 @@ def _changed(view: np.ndarray, values: np.ndarray) -> np.ndarray | None:
     # If the integer dtype lacks the number, the result of the cast back depends on the
     # machine.
     floats = view.astype(np.float64)
-    top = 2.0 ** int(jnp.iinfo(values.dtype).max).bit_length()
+    most_bits = int(jnp.iinfo(values.dtype).max)
+    top = 2.0 ** most_bits.bit_length()
     return np.asarray(
         ~((floats >= -top) & (floats < top)) | (floats.astype(values.dtype) != values)
     )

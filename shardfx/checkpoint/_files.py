@@ -78,7 +78,8 @@ class FilePlace:
     def directories(self) -> Iterator[tuple[str, str]]:
         for directory, below, _ in os.walk(self.directory):
             below.sort()
-            name = os.path.relpath(directory, self.directory).replace(os.sep, "/")
+            relative = os.path.relpath(directory, self.directory)
+            name = relative.replace(os.sep, "/")
             yield name, directory
 
     def has_file(self, real: str) -> bool:
@@ -160,7 +161,8 @@ def inside(where: FilePlace, name: str) -> str:
             " not a relative path below the directory; nothing outside it is opened."
             " Correct the index, or load a checkpoint that you trust."
         )
-    return _resolved(where, os.path.join(where.directory, name), name)
+    path = os.path.join(where.directory, name)
+    return _resolved(where, path, name)
 
 
 def _resolved(where: FilePlace, path: str, name: str) -> str:
@@ -194,7 +196,8 @@ def opened(where: FilePlace, real: str) -> Iterator[int]:
 
 
 def _open(root: str, real: str) -> int:
-    parts = os.path.relpath(real, root).split(os.sep)
+    relative = os.path.relpath(real, root)
+    parts = relative.split(os.sep)
     safe = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         directory = os.open(root, safe | os.O_DIRECTORY)

@@ -107,7 +107,8 @@ def units_of(
     staged = [(0, "")]
     for unit in whole:
         if not unit.kind.is_on_cpu:
-            staged.append((max(unit.kind.sizes, default=0), unit.leaf.path))
+            largest_bytes = max(unit.kind.sizes, default=0)
+            staged.append((largest_bytes, unit.leaf.path))
     largest, path = max(staged)
     if asked_limit is not None and asked_limit < largest:
         raise CheckpointError(
@@ -159,8 +160,10 @@ def _unit(number: int, leaf: LeafToLoad, kinds: dict[object, Kind]) -> Unit:
                 " some: `plan.on(plan.mesh.build(jax.devices()))`."
             )
         holders: dict[Box, tuple[Any, ...]] = {}
-        for device, box in boxes_here(leaf.sharding, leaf.shape).items():
-            holders[box] = (*holders.get(box, ()), device)
+        boxes_of_devices = boxes_here(leaf.sharding, leaf.shape)
+        for device, box in boxes_of_devices.items():
+            earlier_devices = holders.get(box, ())
+            holders[box] = (*earlier_devices, device)
         shapes = tuple(map(box_shape, holders))
         sizes = tuple(box_bytes(box, leaf.dtype) for box in holders)
         kind = Kind(
@@ -224,7 +227,8 @@ class Flight:
             self._land_first()
         arrays = []
         for unit in units:
-            arrays += [(shape, unit.leaf.dtype) for shape in unit.kind.shapes]
+            for shape in unit.kind.shapes:
+                arrays.append((shape, unit.leaf.dtype))
         # Large values get separate blocks: `malloc` serves blocks below 32 MiB from
         # memory that was touched before.
         blocks = [arrays] if len(units) > 1 else [[array] for array in arrays]
@@ -234,7 +238,8 @@ class Flight:
         memory_of_boxes = iter(memory)
         group = []
         for unit in units:
-            unit_memory = list(it.islice(memory_of_boxes, len(unit.kind.boxes)))
+            box_count = len(unit.kind.boxes)
+            unit_memory = list(it.islice(memory_of_boxes, box_count))
             group.append((unit, unit_memory))
         self._staging_bytes += coming
         futures = [self._pool.submit(task) for task in tasks_of(group)]

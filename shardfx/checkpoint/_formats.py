@@ -93,7 +93,8 @@ def _read_local(path: str, root: str | os.PathLike[str] | None) -> Index:
         return _read_directory(where, path, names)
     if not os.path.isfile(path):
         raise _nothing_at(path)
-    where = place(os.path.dirname(os.path.abspath(path)), root)
+    directory = os.path.dirname(os.path.abspath(path))
+    where = place(directory, root)
     name = os.path.basename(path)
     # The caller named this file, so its link may lead anywhere.
     real = os.path.realpath(path)
@@ -143,14 +144,18 @@ def _read_directory(where: Place, path: str, names: list[str]) -> Index:
     if stores.OCDBT_MANIFEST in names:
         return _indexed("ocdbt", where, stores.ocdbt_entries(where))
     if weights:
-        return _of_files(where, [where.inside(name) for name in weights])
+        files = [where.inside(name) for name in weights]
+        return _of_files(where, files)
     state = os.path.join(where.directory, t5x.STATE_FILE)
     entries = stores.zarr_entries(where)
     if where.has_file(state) and (entries or t5x.is_state(where)):
         content = t5x.t5x_content(where)
         return _indexed("t5x", where, content.entries, content.metadata)
     t5x.raise_if_half(where, entries)
-    msgpacks = [name for name in names if name.endswith(t5x.MSGPACK)]
+    msgpacks = []
+    for name in names:
+        if name.endswith(t5x.MSGPACK):
+            msgpacks.append(name)
     if not entries and len(msgpacks) == 1:
         return _of_flax(where, where.inside(msgpacks[0]))
     if not entries:
@@ -227,7 +232,8 @@ def _location(entry: ArrayEntry) -> str:
 
 
 def _read_store(address: Address, timeout_seconds: float) -> Index:
-    if address.name.endswith((".safetensors", ".json", t5x.MSGPACK)):
+    endings = (".safetensors", ".json", t5x.MSGPACK)
+    if address.name.endswith(endings):
         where = ObjectPlace(address.parent, timeout_seconds)
         real = address.shown
         if address.name.endswith(".json"):
@@ -270,10 +276,15 @@ def _set_of(where: Place, content: object, real: str) -> Index:
     others = member(content, "metadata", FILES_KEY)
     if isinstance(others, list) and all(isinstance(name, str) for name in others):
         return _of_save(where, weight_map, others)
-    files = {name: where.inside(name) for name in dict.fromkeys(weight_map.values())}
+    file_names = dict.fromkeys(weight_map.values())
+    files = {}
+    for name in file_names:
+        files[name] = where.inside(name)
     headers = safetensors.read_headers(where, files.values())
     metadata = _joined(headers.values())
-    tables = {name: headers[file].arrays for name, file in files.items()}
+    tables = {}
+    for name, file in files.items():
+        tables[name] = headers[file].arrays
     table = _table_of_set(weight_map, tables)
     if table is not None:
         return Index(
@@ -320,14 +331,16 @@ def _table_of_set(
     held = {}
     for name, table in zip(tables, file_tables, strict=True):
         held |= dict.fromkeys(table.paths, name)
-    if held != weight_map or sum(map(len, file_tables)) != len(held):
+    array_count = sum(map(len, file_tables))
+    if held != weight_map or array_count != len(held):
         return None
     return together(file_tables).of(list(weight_map))
 
 
 def _of_save(where: Place, weight_map: Mapping[str, str], names: list[str]) -> Index:
     """The index of a set that `save` wrote to a store. `names` are all its files."""
-    headers = safetensors.read_headers(where, [where.inside(name) for name in names])
+    files = [where.inside(name) for name in names]
+    headers = safetensors.read_headers(where, files)
     arrays = joined(headers)
     if arrays.keys() != weight_map.keys():
         differing = sorted(arrays.keys() ^ weight_map.keys())

@@ -79,13 +79,16 @@ def header_table(
     names = texts[_NAME::_TEXTS]
     if len(set(names)) < len(names) or "__metadata__" in names:
         return None
-    kinds = _kinds(texts[_DTYPE::_TEXTS], texts[_SHAPE::_TEXTS], kind_of)
+    dtypes = texts[_DTYPE::_TEXTS]
+    shapes = texts[_SHAPE::_TEXTS]
+    kinds = _kinds(dtypes, shapes, kind_of)
     offsets = _offsets(texts[_OFFSETS::_TEXTS])
     if kinds is None or offsets is None:
         return None
     starts = offsets[:, 0]
     stops = offsets[:, 1]
-    sizes = np.array([kind.nbytes for kind in kinds.values], np.int64)
+    sizes_of_kinds = [kind.nbytes for kind in kinds.values]
+    sizes = np.array(sizes_of_kinds, np.int64)
     is_dense = starts[0] == 0 and np.array_equal(starts[1:], stops[:-1])
     if not is_dense or not np.array_equal(stops - starts, sizes[kinds.numbers]):
         return None
@@ -152,7 +155,8 @@ def _kinds(
             return None
         number_of[text] = len(values)
         values.append(kind)
-    numbers = np.fromiter(map(number_of.__getitem__, texts), np.int64, len(texts))
+    numbers_of_texts = map(number_of.__getitem__, texts)
+    numbers = np.fromiter(numbers_of_texts, np.int64, len(texts))
     return _Kinds(values, numbers)
 
 
@@ -163,4 +167,5 @@ def _offsets(texts: Sequence[str]) -> np.ndarray | None:
         return None
     # Each tensor's text ends with a comma, and a last 0 is cut off again.
     numbers = joined.replace(":[", "").replace("]}", "")
-    return np.array(json.loads(f"[{numbers}0]")[:-1], np.int64).reshape(-1, 2)
+    number_list = json.loads(f"[{numbers}0]")
+    return np.array(number_list[:-1], np.int64).reshape(-1, 2)

@@ -86,7 +86,8 @@ def plan_of_arrays(tree: object) -> ShardPlan | None:
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
             shardings[path] = leaf.sharding
-    meshes = list(dict.fromkeys(sharding.mesh for sharding in shardings.values()))
+    meshes_of_leaves = (sharding.mesh for sharding in shardings.values())
+    meshes = list(dict.fromkeys(meshes_of_leaves))
     if len(meshes) != 1 or not isinstance(meshes[0], Mesh):
         return None
 
@@ -95,7 +96,8 @@ def plan_of_arrays(tree: object) -> ShardPlan | None:
             return shardings[path].spec
         return PartitionSpec()
 
-    return plan(tree, meshes[0], paths=PathRules([(".*", spec)]))
+    path_rules = PathRules([(".*", spec)])
+    return plan(tree, meshes[0], paths=path_rules)
 
 
 def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
@@ -314,7 +316,8 @@ def rows_of_parts(values: Sequence[Any], is_first: bool) -> Iterator[PartRows]:
     numbers_by_owner: dict[int, list[int]] = {}
     for number, value in enumerate(values):
         if isinstance(value, PartOutput):
-            numbers_by_owner.setdefault(id(value.owner), []).append(number)
+            owner_id = id(value.owner)
+            numbers_by_owner.setdefault(owner_id, []).append(number)
 
     for numbers in numbers_by_owner.values():
         parts, sources = values[numbers[0]].owner
@@ -487,7 +490,9 @@ def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
             pieces=ft.partial(_pieces_of, leaf, sources),
         )
     arrays = [(path, outputs[path]) for path in table]
-    numbers = {path: leaves.numbers[route] for path, route in copies.routes}
+    numbers = {}
+    for path, route in copies.routes:
+        numbers[path] = leaves.numbers[route]
     return Leaves(arrays=arrays, kinds=kinds, numbers=numbers)
 
 

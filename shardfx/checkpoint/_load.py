@@ -262,7 +262,8 @@ def load(
             arrays = [
                 _assembled(landed, number, leaf) for number, leaf in enumerate(leaves)
             ]
-            return to_load.target.filled(arrays, {**to_load.numbers, **scalars})
+            values = {**to_load.numbers, **scalars}
+            return to_load.target.filled(arrays, values)
         except (ChangedError, MissingError) as error:
             # A file that is missing stays missing, unless a manager removes old steps.
             is_missing = isinstance(error, MissingError)
@@ -315,8 +316,10 @@ def _read(
     terminal.
     """
     units, limit = units_of(leaves, limits.memory_bytes)
-    bar = Progress("loading", sum(unit.nbytes for unit in units), progress)
-    workers = max(2, min(_WORKERS, os.cpu_count() or 1))
+    total_bytes = sum(unit.nbytes for unit in units)
+    bar = Progress("loading", total_bytes, progress)
+    cpu_count = os.cpu_count() or 1
+    workers = max(2, min(_WORKERS, cpu_count))
     if isinstance(index.place, ObjectPlace):
         workers = _STORE_WORKERS
     names = _files_to_read(index, leaves)
@@ -371,7 +374,10 @@ def _begun_tails(index: Index, names: Sequence[str]) -> list[Tail]:
     """The reads that find bytes behind the last tensor of an object."""
     if not isinstance(index.place, ObjectPlace) or index.format != "safetensors":
         return []
-    entries = [entry for entry in index.entries if isinstance(entry, FileArray)]
+    entries = []
+    for entry in index.entries:
+        if isinstance(entry, FileArray):
+            entries.append(entry)
     return begin_tails(index.place, entries, names)
 
 
@@ -442,7 +448,8 @@ def _tasks(
     batches = grouped(
         reads, lambda read: read.span.nbytes + _CALL_BYTES * read.span.runs, RUN_BYTES
     )
-    return [*[ft.partial(files.read, batch) for batch in batches], *others]
+    tasks_of_batches = [ft.partial(files.read, batch) for batch in batches]
+    return [*tasks_of_batches, *others]
 
 
 def _block_bytes(block: RowBlock) -> int:

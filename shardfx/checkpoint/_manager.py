@@ -173,14 +173,17 @@ class Manager:
         holders = holders_of(tree)
         try:
             content = content_of(tree, plan, None, None)
-            arrays = [(path, host_copy(value)) for path, value in content.leaves.arrays]
+            arrays = []
+            for path, value in content.leaves.arrays:
+                arrays.append((path, host_copy(value)))
             content = dataclasses.replace(
                 content, leaves=dataclasses.replace(content.leaves, arrays=arrays)
             )
         except (ValueError, TypeError, RuntimeError, MemoryError) as error:
             # The other processes wait for this one, and get the reason why it does not
             # write.
-            write(self.path(step), holders, ft.partial(_raise, error), self._options)
+            fail = ft.partial(_raise, error)
+            write(self.path(step), holders, fail, self._options)
             raise
         self._under_way = self._pool.submit(self._write, step, holders, content)
 
@@ -214,7 +217,8 @@ class Manager:
                 " `manager.latest()` is `None`, or give the directory of the run."
             )
         if not self._steps.holds(step):
-            listed = ", ".join(map(str, self.steps()[-8:])) or "no step"
+            last_steps = self.steps()[-8:]
+            listed = ", ".join(map(str, last_steps)) or "no step"
             raise CheckpointError(
                 f"{self.directory!r} has no step {step}; it has {listed}."
             )

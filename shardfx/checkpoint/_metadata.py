@@ -35,7 +35,8 @@ def bits_of(dtype: object) -> jax.ShapeDtypeStruct:
     """The shape and dtype of the key data of one PRNG key, such as two uint32 for
     threefry.
     """
-    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+    key = jax.ShapeDtypeStruct((), dtype)
+    return jax.eval_shape(jax.random.key_data, key)
 
 
 def implementation(dtype: object) -> str:
@@ -115,7 +116,10 @@ def from_metadata(metadata: Mapping[str, str], directory: str) -> dict[str, Any]
         raise CheckpointError(
             f"{where} must map paths to numbers; the file is damaged."
         )
-    return {path: _number(row, path, where) for path, row in rows.items()}
+    numbers = {}
+    for path, row in rows.items():
+        numbers[path] = _number(row, path, where)
+    return numbers
 
 
 def _number(row: object, path: str, where: str) -> Any:

@@ -141,7 +141,8 @@ def _value(cursor: _Cursor, depth: int) -> Any:
         return {0xC0: None, 0xC2: False, 0xC3: True}[code]
     if code in _NUMBERS:
         form = _NUMBERS[code]
-        return struct.unpack(form, cursor.take(struct.calcsize(form)))[0]
+        count = struct.calcsize(form)
+        return struct.unpack(form, cursor.take(count))[0]
     if code in _BINS:
         return cursor.skip(cursor.number(_BINS[code]))
     if code in _TEXTS:
@@ -202,7 +203,8 @@ def _extension(cursor: _Cursor, nbytes: int, depth: int) -> Any:
         case [list() as shape, str() as dtype, Bytes() as data] if code != _COMPLEX:
             return _array(cursor, shape, dtype, data)
         case [list() as shape, Bytes() as name, Bytes() as data] if code != _COMPLEX:
-            text = cursor.opened.read(min(name.nbytes, 64), name.offset)
+            length = min(name.nbytes, 64)
+            text = cursor.opened.read(length, name.offset)
             return _array(cursor, shape, text.decode("ascii", "replace"), data)
     raise cursor.damaged("an array has no shape, dtype and bytes")
 

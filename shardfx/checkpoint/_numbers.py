@@ -64,7 +64,10 @@ def saved_numbers(index: Index) -> dict[str, Any] | None:
     Raises `CheckpointError` if a path names a number and an array.
     """
     numbers = from_metadata(index.metadata, index.directory)
-    both = [path for path in numbers or () if path in index.by_path]
+    both = []
+    for path in numbers or ():
+        if path in index.by_path:
+            both.append(path)
     if both:
         raise CheckpointError(
             f"checkpoint {index.directory!r} has a number and an array with the path"
@@ -93,7 +96,8 @@ def numbers_of(index: Index, target: Target, is_lenient: bool) -> Numbers:
         if not leaf.is_number:
             held = _saved_text(leaf.path, saved or {}, entry)
             if held is not None and not is_lenient:
-                numbers.problems.append((leaf.path, _not_used(leaf, held)))
+                text = _not_used(leaf, held)
+                numbers.problems.append((leaf.path, text))
         elif saved is not None and leaf.path in saved:
             numbers.values[leaf.position] = saved[leaf.path]
         elif entry is not None:

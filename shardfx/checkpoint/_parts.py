@@ -134,7 +134,8 @@ def _whole(path: str, members: Sequence[tuple[SavedPart, FileArray]]) -> FileArr
         starts.tolist(), stops.tolist(), members, strict=True
     ):
         box = tuple(zip(start, stop, strict=True))
-        parts.append(ArrayPart(box=box, file=array.file, offset=array.offset))
+        array_part = ArrayPart(box=box, file=array.file, offset=array.offset)
+        parts.append(array_part)
     return dataclasses.replace(first, path=path, shape=part.shape, parts=tuple(parts))
 
 
@@ -143,7 +144,8 @@ def _overlap(starts: np.ndarray, stops: np.ndarray) -> bool:
     for number in range(len(starts)):
         low = np.maximum(starts[number], starts[number + 1 :])
         high = np.minimum(stops[number], stops[number + 1 :])
-        if (low < high).all(axis=-1).any():
+        is_shared = low < high
+        if is_shared.all(axis=-1).any():
             return True
     return False
 

@@ -217,7 +217,8 @@ def _reads_of(
     it reads, and how many reads.
     """
     reads = {}
-    for process, boxes in _boxes_of(leaf.shape, leaf.sharding, processes).items():
+    boxes_by_process = _boxes_of(leaf.shape, leaf.sharding, processes)
+    for process, boxes in boxes_by_process.items():
         needed_bytes = 0
         read_bytes = 0
         count = 0
@@ -266,4 +267,7 @@ def _boxes_of(
         else:
             process = device.process_index
         boxes_by_process.setdefault(process, {})[box] = None
-    return {process: tuple(boxes) for process, boxes in boxes_by_process.items()}
+    result = {}
+    for process, boxes in boxes_by_process.items():
+        result[process] = tuple(boxes)
+    return result

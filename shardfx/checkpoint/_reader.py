@@ -372,7 +372,8 @@ def _cut_off_in(block: RowBlock, end: int) -> CheckpointError:
         offsets = rows.arrays.offsets
         numbers = np.flatnonzero(offsets + rows.nbytes > end)
         beyond += [rows.arrays[number] for number in numbers[:1].tolist()]
-    return _cut_off(min(beyond, key=lambda entry: entry.offset), end)
+    first_entry = min(beyond, key=lambda entry: entry.offset)
+    return _cut_off(first_entry, end)
 
 
 def copy_rows(
@@ -388,7 +389,8 @@ def copy_rows(
     row = np.dtype((np.void, nbytes))
 
     def at_each_byte(memory: np.ndarray) -> np.ndarray:
-        return np.ndarray((memory.size - nbytes + 1,), row, memory.data, 0, (1,))
+        row_count = memory.size - nbytes + 1
+        return np.ndarray((row_count,), row, memory.data, 0, (1,))
 
     at_each_byte(target)[offsets] = at_each_byte(source)[starts]
 
@@ -446,7 +448,8 @@ class Progress:
             sys.stderr.write("\n")
 
     def _write(self, now: float) -> None:
-        rate = self._done_bytes / max(now - self._begin, 1e-9) / 1e9
+        elapsed = max(now - self._begin, 1e-9)
+        rate = self._done_bytes / elapsed / 1e9
         filled = 24 * self._done_bytes // max(self._total_bytes, 1)
         sys.stderr.write(
             f"\r{self._verb} [{'#' * filled:<24}] {self._done_bytes / 1e9:.2f} of"

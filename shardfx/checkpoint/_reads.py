@@ -174,7 +174,8 @@ def _overlaps(pieces: Sequence[Piece], boxes: Sequence[Box], rank: int) -> np.nd
     """
     hulls = np.array([hull(piece) for piece in pieces], int)
     hulls = hulls.reshape(1, len(pieces), rank, 2)
-    intervals = np.array(boxes, int).reshape(len(boxes), 1, rank, 2)
+    box_array = np.array(boxes, int)
+    intervals = box_array.reshape(len(boxes), 1, rank, 2)
     starts = np.maximum(hulls[..., 0], intervals[..., 0])
     stops = np.minimum(hulls[..., 1], intervals[..., 1])
     return np.all(starts < stops, axis=-1)
@@ -242,7 +243,8 @@ def _parts_in(
         if not is_plain:
             yield part
             continue
-        boxes = tuple(it.islice(strided_boxes(part, box), _MOST_BOXES + 1))
+        first_boxes = it.islice(strided_boxes(part, box), _MOST_BOXES + 1)
+        boxes = tuple(first_boxes)
         yield boxes if 0 < len(boxes) <= _MOST_BOXES else part
 
 
@@ -295,12 +297,14 @@ class _PieceReader:
                 missing_chunks=self.missing_chunks,
             )
             return memory
-        for fetch in parts_of(Fetch(entry=entry, boxes=(box,), places=None)):
+        whole = Fetch(entry=entry, boxes=(box,), places=None)
+        for fetch in parts_of(whole):
             part = fetch.entry
             assert isinstance(part, FileArray)
             targets = fetch.targets([memory])
             spans = spans_into(part, fetch, part.dtype, self.gap_bytes)
-            self.read_bytes += self.files.read(reads_of(part, spans, targets))
+            reads = reads_of(part, spans, targets)
+            self.read_bytes += self.files.read(reads)
         return memory
 
     def packed(self, entry: FileArray, box: Box) -> np.ndarray:

@@ -112,7 +112,8 @@ def rows_of_leaf(
                 )
                 reads.append(row_reads)
         rest += [pieces[number] for number in np.flatnonzero(~is_read).tolist()]
-    return LeafRows(reads, dataclasses.replace(leaf, pieces=tuple(rest)))
+    rest_of_leaf = dataclasses.replace(leaf, pieces=tuple(rest))
+    return LeafRows(reads, rest_of_leaf)
 
 
 def _are_copied(
@@ -163,7 +164,8 @@ def _blocks_of_file(
     starts = np.concatenate(
         [each.arrays.offsets[rows] for each, rows in zip(reads, members, strict=True)]
     )
-    stops = starts + np.array([each.nbytes for each in reads], np.int64)[owner]
+    sizes = np.array([each.nbytes for each in reads], np.int64)
+    stops = starts + sizes[owner]
 
     order = np.argsort(starts, kind="stable")
     first_rows = _first_rows(starts[order], stops[order], gap_bytes)
@@ -193,7 +195,8 @@ def _first_rows(starts: np.ndarray, stops: np.ndarray, gap_bytes: int) -> list[i
     """
     reached = np.maximum.accumulate(stops)
     is_first = np.ones(len(starts), bool)
-    is_first[1:] = starts[1:] - reached[:-1] >= gap_bytes
+    gaps = starts[1:] - reached[:-1]
+    is_first[1:] = gaps >= gap_bytes
     # Each stretch without gaps is divided into parts of equal size.
     run_numbers = np.cumsum(is_first) - 1
     run_starts = starts[is_first][run_numbers]

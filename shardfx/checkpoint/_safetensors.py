@@ -145,7 +145,8 @@ def parse_header(data: bytes, buffer_bytes: int | None, file: str) -> Header:
     """
     table = header_table(data, buffer_bytes, file, _kind)
     if table is not None:
-        return Header(renamed(table.arrays, table.metadata), table.metadata)
+        renamed_arrays = renamed(table.arrays, table.metadata)
+        return Header(renamed_arrays, table.metadata)
     content = parsed_json(data, f"the header of {file!r}")
     if not isinstance(content, dict):
         raise CheckpointError(
@@ -162,7 +163,9 @@ def parse_header(data: bytes, buffer_bytes: int | None, file: str) -> Header:
         )
     base = 8 + len(data)
     arrays = [_array(name, row, base, file) for name, row in content.items()]
-    stops = {name: base + entry["data_offsets"][1] for name, entry in content.items()}
+    stops = {}
+    for name, entry in content.items():
+        stops[name] = base + entry["data_offsets"][1]
     if any(array.offset > after.offset for array, after in it.pairwise(arrays)):
         arrays.sort(key=lambda array: (array.offset, stops[array.path]))
     reached = base
@@ -259,7 +262,10 @@ def _depth(value: object) -> int:
     depth = 0
     level = [value]
     while True:
-        containers = [node for node in level if isinstance(node, dict | list)]
+        containers = []
+        for node in level:
+            if isinstance(node, dict | list):
+                containers.append(node)
         if not containers:
             return depth
         depth += 1
@@ -320,7 +326,8 @@ def write_header(
     """The bytes before a file's buffer, and each array's offset in the file. `tensors`
     are pairs of name and array.
     """
-    encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+    encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+    encode = encoder.encode
     # By shape and dtype, the text before the offsets, and the bytes.
     kinds: dict[object, tuple[str, int]] = {}
     texts = []

@@ -45,7 +45,8 @@ def saved_plan(path: Where, like: object = None) -> ShardPlan:
     if os.path.isfile(os.path.join(path, PLAN)):
         where = place(path, None)
         # The text is first parsed as untrusted JSON, then by the plan's own reader.
-        text = json.dumps(read_json(where, inside(where, PLAN)))
+        content = read_json(where, inside(where, PLAN))
+        text = json.dumps(content)
     elif os.path.isfile(os.path.join(path, SET_INDEX)):
         # It may have been copied from a store.
         text = _plan_of_set(place(path, None))

@@ -211,7 +211,8 @@ def _pieces(
     if has_gaps:
         row_dim = dim
     for index in range(start, stop, step):
-        yield (*outer, (index, min(index + step, stop)), *inner), row_dim
+        rows_stop = min(index + step, stop)
+        yield (*outer, (index, rows_stop), *inner), row_dim
 
 
 def _reach(box: Box, dim: int, strides: tuple[int, ...], itemsize: int) -> int:
@@ -290,7 +291,8 @@ def ranges_of(sizes: Sequence[int], most: int | float) -> Iterator[tuple[int, in
     start = 0
     while start < len(sizes):
         before = ends[start] - sizes[start]
-        stop = max(start + 1, bisect.bisect_right(ends, before + most, start))
+        stop_within_limit = bisect.bisect_right(ends, before + most, start)
+        stop = max(start + 1, stop_within_limit)
         yield start, stop
         start = stop
 

@@ -98,6 +98,11 @@ class StepObjects:
     def remove(self, step: int) -> None:
         # Without its index the step does not exist. A process that is killed here
         # leaves data that `left_over` finds.
-        self._saved = tuple(number for number in self._saved if number != step)
+        others = []
+        for number in self._saved:
+            if number != step:
+                others.append(number)
+        self._saved = tuple(others)
         self._place.delete(self._index_key(step))
-        self._place.delete_below(self._place.address.below(f"step-{step}").path)
+        step_address = self._place.address.below(f"step-{step}")
+        self._place.delete_below(step_address.path)

@@ -38,7 +38,8 @@ def eformer_entries(where: Place) -> tuple[StoreArray | ListedArray, ...]:
             f"{real!r}: `prefixes` must map each prefix to a list of arrays."
         )
     entries: list[StoreArray | ListedArray] = []
-    for group, rows in [(None, content.get("arrays", [])), *prefixes.items()]:
+    ungrouped = (None, content.get("arrays", []))
+    for group, rows in [ungrouped, *prefixes.items()]:
         if not isinstance(rows, list):
             what = "`arrays`" if group is None else f"prefix {quoted(group)}"
             raise CheckpointError(f"{real!r}: {what} must be a list.")

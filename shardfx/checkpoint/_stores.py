@@ -103,7 +103,8 @@ def entry_in(where: Place, path: str, directory: str) -> StoreArray | None:
     for name, driver in METADATA.items():
         file = os.path.join(directory, name)
         if where.has_file(file):
-            real = where.inside(os.path.relpath(file, where.directory))
+            relative = os.path.relpath(file, where.directory)
+            real = where.inside(relative)
             entry = _described(
                 path=path,
                 file=directory,
@@ -170,8 +171,10 @@ def ocdbt_entries(where: Place) -> tuple[StoreArray, ...]:
         pass
     try:
         seconds = where.timeout(0)
-        store = ts.KvStore.open(ocdbt(where, where.directory)).result(timeout=seconds)
-        keys = sorted(key.decode() for key in store.list().result(timeout=seconds))
+        opening = ts.KvStore.open(ocdbt(where, where.directory))
+        store = opening.result(timeout=seconds)
+        listing = store.list().result(timeout=seconds)
+        keys = sorted(key.decode() for key in listing)
         reads = []
         for key in keys:
             path, _, name = key.rpartition("/")
@@ -235,7 +238,8 @@ def unreadable(what: str, error: Exception) -> CheckpointError:
             f"reading {quoted(what)} got no answer in time; the store or the network"
             " stalls. Try again, or give a longer `timeout_seconds`."
         )
-    text = (str(error) or repr(error)).splitlines()[0][:300]
+    message = str(error) or repr(error)
+    text = message.splitlines()[0][:300]
     return CheckpointError(
         f"checkpoint {quoted(what)} cannot be read: {printable(text)}"
     )
@@ -329,10 +333,12 @@ def _begin_read(
     stored = source.dtype.numpy_dtype
     if may_change(stored, target.dtype):
         staged = np.empty(target.shape, stored)
-        return ts.array(staged, copy=False).write(source), staged
+        staging = ts.array(staged, copy=False)
+        return staging.write(source), staged
     if stored != target.dtype:
         source = ts.cast(source, ts.dtype(target.dtype))
-    return ts.array(target, copy=False).write(source), None
+    memory = ts.array(target, copy=False)
+    return memory.write(source), None
 
 
 def _is_aligned(entry: StoreArray, box: Box) -> bool:
@@ -350,9 +356,7 @@ def chunk_bytes(entry: StoreArray, box: Box) -> int:
     """
     count = 1
     for (start, stop), chunk, size in zip(box, entry.chunks, entry.shape, strict=True):
-        count *= (
-            min(-(-stop // chunk) * chunk, size) - start // chunk * chunk
-            if stop > start
-            else 0
-        )
+        chunk_start = start // chunk * chunk
+        chunk_stop = min(-(-stop // chunk) * chunk, size)
+        count *= chunk_stop - chunk_start if stop > start else 0
     return count * np.dtype(entry.dtype).itemsize if volume(box) else 0

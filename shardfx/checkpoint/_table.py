@@ -116,14 +116,16 @@ class FileTable(Sequence[FileArray]):
         if paths is self.paths:
             return self
         numbers = map(self.numbers.__getitem__, paths)
-        return self._rows(np.fromiter(numbers, np.int64, len(paths)), paths)
+        numbers_array = np.fromiter(numbers, np.int64, len(paths))
+        return self._rows(numbers_array, paths)
 
     def at(self, numbers: np.ndarray) -> "FileTable":
         """The arrays at these positions of the table."""
         if len(numbers) == len(self) and np.array_equal(numbers, np.arange(len(self))):
             return self
         positions: list[int] = numbers.tolist()
-        return self._rows(numbers, [self.paths[number] for number in positions])
+        paths = [self.paths[number] for number in positions]
+        return self._rows(numbers, paths)
 
     def _rows(self, numbers: np.ndarray, paths: Sequence[str]) -> "FileTable":
         return FileTable(
@@ -137,7 +139,8 @@ class FileTable(Sequence[FileArray]):
 
     def used_kinds(self) -> list[ArrayKind]:
         """The kinds that some array has."""
-        return [self.kinds[number] for number in np.unique(self.kind_numbers)]
+        used_kinds = np.unique(self.kind_numbers)
+        return [self.kinds[number] for number in used_kinds]
 
     def used_files(self) -> list[str]:
         """The files that hold some array, in the order of their first arrays."""

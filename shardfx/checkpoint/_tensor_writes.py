@@ -74,7 +74,8 @@ def begin_writes(
     files: dict[str, int] = {}
     for tensors_of_file in tensors:
         file = tensors_of_file.file
-        files[file] = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+        flags = os.O_WRONLY | os.O_CLOEXEC
+        files[file] = os.open(file, flags)
         afterwards.callback(os.close, files[file])
     pool = concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-save")
     stop = threading.Event()
@@ -184,7 +185,8 @@ def _rows_together(rows: Sequence[PartRows], tensors: Tensors) -> np.ndarray:
     if not rows:
         return np.empty(0, np.uint8)
     memory = np.empty(sum(tensors.sizes), np.uint8)
-    offsets = np.array(tensors.offsets, np.int64) - tensors.offsets[0]
+    all_offsets = np.array(tensors.offsets, np.int64)
+    offsets = all_offsets - tensors.offsets[0]
     for each in rows:
         copy_rows(
             nbytes=each.nbytes,
@@ -223,11 +225,14 @@ def _pieces(
             if span.nbytes < _SMALL_BYTES:
                 # Copying small shards costs less than one buffer for each.
                 views = [np.concatenate(views, axis=None)]
-            yield Bytes(descriptor, start, span.nbytes, [flat(view) for view in views])
+            memories = [flat(view) for view in views]
+            yield Bytes(descriptor, start, span.nbytes, memories)
             continue
         memory = np.empty(span.nbytes, np.uint8)
         for view, part in zip(views, span.parts, strict=True):
-            fill(part_in(memory, dtype, part, span.strides), view, name)
+            part_memory = part_in(memory, dtype, part, span.strides)
+            fill(part_memory, view, name)
         for run in range(span.runs):
             row = memory[run * span.run_bytes : (run + 1) * span.run_bytes]
-            yield Bytes(descriptor, start + run * span.step, span.run_bytes, [row])
+            run_start = start + run * span.step
+            yield Bytes(descriptor, run_start, span.run_bytes, [row])
