@@ -128,7 +128,8 @@ def read_box(
     array = np.empty(box_shape(box), data(0).dtype)
     for shard, part in parts.items():
         elements = data(shard_numbers[shard])
-        array[slices(part, box)] = elements[slices(part, shard)]
+        inside_shard = slices(part, shard)
+        array[slices(part, box)] = elements[inside_shard]
     return array
 
 
@@ -165,7 +166,8 @@ def _in_mesh_order(sharding: NamedSharding, shape: tuple[int, ...]) -> list[Box]
     """The box of the shard at each position of the mesh, in row-major order."""
     sharding.shard_shape(shape)  # raises where the sharding does not fit
     axis_sizes = dict(sharding.mesh.shape)
-    coordinates = np.indices(tuple(axis_sizes.values())).reshape(len(axis_sizes), -1)
+    sizes = tuple(axis_sizes.values())
+    coordinates = np.indices(sizes).reshape(len(axis_sizes), -1)
     coordinates_of_axis = dict(zip(axis_sizes, coordinates, strict=True))
     entries = entries_at(sharding.spec, len(shape))
     intervals_by_dim = []

@@ -68,7 +68,8 @@ def block_dim(
     if row is None or column is None or row == column or shape[row] < 2 * _BLOCK:
         return None
     # Lines that are 2048 bytes apart use only every 32nd set of the cache.
-    apart = max(_LINE_BYTES, math.gcd(source_strides[row], _SETS_BYTES))
+    row_step = math.gcd(source_strides[row], _SETS_BYTES)
+    apart = max(_LINE_BYTES, row_step)
     if shape[row] * apart <= _PLACES * _SETS_BYTES:
         return None
     is_worth_it = (

@@ -46,7 +46,8 @@ def absent(
     until = time.monotonic() + seconds
     while True:
         try:
-            client.wait_at_barrier(name, max(1, math.ceil(1000 * seconds)), processes)
+            milliseconds = max(1, math.ceil(1000 * seconds))
+            client.wait_at_barrier(name, milliseconds, processes)
             return ""
         except jax.errors.JaxRuntimeError as error:
             text = str(error)

@@ -27,7 +27,8 @@ def is_tracing() -> bool:
     """Whether JAX is tracing, as inside `jax.jit`, where no array can be put on
     devices.
     """
-    return isinstance(jax.device_put(np.zeros((), bool)), Tracer)
+    probe = np.zeros((), bool)
+    return isinstance(jax.device_put(probe), Tracer)
 
 
 class WatchedArguments:
@@ -55,7 +56,8 @@ class WatchedArguments:
         refilled: list[object] = []
         for container, before in self._containers:
             refilled += _new_values(container, before)
-        known_ids = set(map(id, jax.tree.leaves((self._leaves, refilled, result))))
+        all_leaves = jax.tree.leaves((self._leaves, refilled, result))
+        known_ids = set(map(id, all_leaves))
         flat = flatten(self._args, takes_specs=True)
         updates: dict[str, Any] = {}
         for leaf, path, is_array in zip(
@@ -106,7 +108,8 @@ def raise_if_left(fn: Callable[..., object], result: PyTree) -> None:
     """Raises `ProgramError` if `fn`, which has been called while it is traced, leaves
     traced arrays in variables that it uses, and hides them from its `result`.
     """
-    variables = _left_in_variables(fn, set(map(id, jax.tree.leaves(result))))
+    result_ids = set(map(id, jax.tree.leaves(result)))
+    variables = _left_in_variables(fn, result_ids)
     if variables:
         name = getattr(fn, "__name__", type(fn).__name__)
         raise ProgramError(

@@ -43,7 +43,8 @@ def entries_at(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
     spec leaves out have `None`.
     """
     entries = entries_of(spec)[:rank]
-    return (*entries, *[None] * (rank - len(entries)))
+    missing = [None] * (rank - len(entries))
+    return (*entries, *missing)
 
 
 def entry_axes(entry: object) -> tuple[str, ...]:
@@ -203,7 +204,8 @@ def bits(dtype: DType) -> int:
     64 for a threefry PRNG key.
     """
     if jnp.issubdtype(dtype, jax.dtypes.extended):
-        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        key = jax.ShapeDtypeStruct((), dtype)
+        data = jax.eval_shape(jax.random.key_data, key)
         return math.prod(data.shape) * data.dtype.itemsize * 8
     dtype = np.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):

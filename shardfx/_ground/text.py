@@ -124,7 +124,8 @@ def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
         numbers = list(dict.fromkeys(column))
         text = numbers[0]
         if len(numbers) > 1:
-            text = _ranges(sorted(map(int, numbers)), len(numbers))
+            numbers_in_order = sorted(map(int, numbers))
+            text = _ranges(numbers_in_order, len(numbers))
         texts.append(text)
     return _with_numbers(path, texts)
 
@@ -172,7 +173,8 @@ def _ranges(numbers: list[int], most: int = _SHOWN_RUNS) -> str:
             run = str(first)
         runs.append(run)
     if len(runs) > most:
-        runs = [*runs[: most - 1], "..", runs[-1]]
+        first_runs = runs[: most - 1]
+        runs = [*first_runs, "..", runs[-1]]
     return "{" + ",".join(runs) + "}"
 
 
@@ -248,7 +250,8 @@ def _lines(rows: Sequence[tuple[str, ...]], right: Collection[str]) -> list[str]
         for name, cell, width in zip(header, row, widths, strict=True):
             align = str.rjust if name in right else str.ljust
             cells.append(align(cell, width))
-        lines.append((_GAP * " ").join(cells).rstrip())
+        line = (_GAP * " ").join(cells)
+        lines.append(line.rstrip())
     return lines
 
 
@@ -345,7 +348,8 @@ def bytes_text(count: int) -> str:
     """A number of bytes with its unit: `512 B`, `32.0 KiB`, `1.5 TiB`."""
     if count < 1024:
         return f"{count} B"
-    power = min(int(math.log2(count)) // 10, 6)
+    exponent = int(math.log2(count))
+    power = min(exponent // 10, 6)
     return f"{count / 1024**power:,.1f} {'KMGTPE'[power - 1]}iB"
 
 
@@ -390,7 +394,8 @@ def html_text(self: object) -> str:
     """The text of a result as preformatted HTML, for the `_repr_html_` of results that
     are more than one table.
     """
-    return "<pre>" + "\n".join(map(_escaped, str(self).splitlines())) + "</pre>"
+    escaped_lines = map(_escaped, str(self).splitlines())
+    return "<pre>" + "\n".join(escaped_lines) + "</pre>"
 
 
 def _escaped(text: str) -> str:

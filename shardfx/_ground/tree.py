@@ -78,7 +78,8 @@ def flatten(tree: PyTree, *, takes_specs: bool = False) -> Flat:
     """
     leaves, treedef = jax.tree.flatten(tree)
     paths, templates, names, stacked = _columns_of(treedef)
-    kinds = {kind: is_array_type(kind) for kind in set(map(type, leaves))}
+    kinds_of_leaves = set(map(type, leaves))
+    kinds = {kind: is_array_type(kind) for kind in kinds_of_leaves}
     is_array = [True] * len(leaves)
     if not all(kinds.values()):
         if not takes_specs:
@@ -339,4 +340,5 @@ def _state_key(marker: object, index: int) -> str:
     if not isinstance(marker, str):
         return str(index)
     keys = map("".join, _MARKER.findall(marker))
-    return (".".join(keys) or marker).replace("/", ".")
+    key = ".".join(keys) or marker
+    return key.replace("/", ".")

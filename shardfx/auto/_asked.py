@@ -131,7 +131,8 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
         chip = EMULATED
     if isinstance(devices, str):
         return _named_hardware(devices, chip)
-    if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
+    is_bool = isinstance(devices, bool)
+    if isinstance(devices, int) and not is_bool and devices > 0:
         if chip is None:
             raise MeshError(
                 f"`devices={devices}` does not say which chip; add one, as"
@@ -192,7 +193,8 @@ def require_arrays(args: Sequence[PyTree]) -> None:
     for leaf in jax.tree.leaves(args):
         if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
             return
-    kinds = ", ".join(type(arg).__name__ for arg in args) or "nothing"
+    kinds_of_args = (type(arg).__name__ for arg in args)
+    kinds = ", ".join(kinds_of_args) or "nothing"
     raise LeafTypeError(
         f"the arguments of the step hold no arrays ({kinds}); pass arrays, or structs"
         " of them: `jax.ShapeDtypeStruct((64, 128), jnp.float32)`, or"
@@ -288,7 +290,8 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
     traced_step = step_of(run, structs)
     words = tuple(argument_names(step, len(args)))
     arrays: list[StepArray] = []
-    for which, (word, flat) in enumerate(zip(words, flats, strict=True)):
+    word_and_flats = zip(words, flats, strict=True)
+    for which, (word, flat) in enumerate(word_and_flats):
         arrays += _step_arrays(which, word, flat)
     program = program_of(_module(traced_step))
     if count := _count(traced_step.traced.jaxpr, "custom_partitioning"):

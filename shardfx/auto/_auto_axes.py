@@ -110,9 +110,10 @@ def auto_axes(
 
         arrays = array_leaves(leaves)
         if mesh is None:
+            sharded_arrays = run(arrays)
             typed = [
                 constrain(array, spec, plan)
-                for array, spec in zip(run(arrays), specs_of(()), strict=True)
+                for array, spec in zip(sharded_arrays, specs_of(()), strict=True)
             ]
         else:
             try:
@@ -137,8 +138,11 @@ def _specs(result: PyTree, plan: ShardPlan, out: PyTree) -> list[PartitionSpec]:
     if any(isinstance(leaf, PartitionSpec) for leaf in jax.tree.leaves(out)):
         # `plan.specs` has None in place of what is no array.
         arrays = jax.tree.map(_array_struct, structs)
-        specs = jax.tree.leaves(jax.tree.broadcast(out, arrays))
-        shapes = [struct.shape for struct in jax.tree.leaves(arrays)]
+        broadcast = jax.tree.broadcast(out, arrays)
+        specs = jax.tree.leaves(broadcast)
+        shapes = []
+        for struct in jax.tree.leaves(arrays):
+            shapes.append(struct.shape)
         return [
             correct(spec, shape, plan.mesh).spec
             for spec, shape in zip(specs, shapes, strict=True)

@@ -224,7 +224,8 @@ def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
     memory with those of `mine`.
     """
     for other in others:
-        differences = [_difference_text(other.seconds - mine.seconds, mine.seconds)]
+        difference = _difference_text(other.seconds - mine.seconds, mine.seconds)
+        differences = [difference]
         computation = _difference_text(
             other.compute_seconds - mine.compute_seconds, mine.seconds
         )
@@ -289,7 +290,8 @@ def mesh_and_rules(
     axes = _numbered(usual_names)
 
     def outermost(axis: int) -> tuple[int, int, int]:
-        return (-estimate.slices[axis], _RANKS.get(usual_names[axis], 4), axis)
+        rank = _RANKS.get(usual_names[axis], 4)
+        return (-estimate.slices[axis], rank, axis)
 
     in_mesh = sorted(range(len(axes)), key=outermost)
     sizes = {}

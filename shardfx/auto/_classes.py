@@ -156,7 +156,8 @@ class Classes:
                 if name not in used:
                     used.add(name)
                     names.append(name)
-            unit = math.prod(self.tied.sizes[root] for root in roots[count:])
+            sizes_of_roots = (self.tied.sizes[root] for root in roots[count:])
+            unit = math.prod(sizes_of_roots)
             if names and unit > 1:
                 names[-1] = Atomic(names[-1], unit)
             if len(names) > 1:

@@ -147,7 +147,8 @@ def constrain_step(
 
     @ft.wraps(step)
     def constrained(*args: PyTree) -> PyTree:
-        closed, out, rest = eqx.filter_make_jaxpr(step)(*structs_of(args))
+        trace = eqx.filter_make_jaxpr(step)
+        closed, out, rest = trace(*structs_of(args))
         plain = PlainStep(closed=closed, out=out, rest=rest)
         where = mesh if isinstance(mesh, Mesh) else abstract
         constrainer = _constrainer(
@@ -354,13 +355,15 @@ def _result_specs(
     constrained.
     """
     specs: list[PartitionSpec] = []
-    for which, count in results_of(structs_of(tuple(args)), out):
+    counts_of_results = results_of(structs_of(tuple(args)), out)
+    for which, count in counts_of_results:
         if which is None:
             arrays = results[len(specs) : len(specs) + count]
             specs += map(constrainer.spec_of_result, arrays)
         else:
             arrays = array_leaves(args[which])
-            specs += [jax.typeof(array).sharding.spec for array in arrays]
+            for array in arrays:
+                specs.append(jax.typeof(array).sharding.spec)
     corrected = []
     for spec, result in zip(specs, results, strict=True):
         corrected.append(correct(spec, result.shape, mesh).spec)
@@ -456,7 +459,8 @@ class _Constrainer:
             result_values += operation.outs
         constrained = list(outs)
         for index in reversed(range(len(outs))):
-            value = self.last_of_shape(result_values, jnp.shape(outs[index]))
+            result_shape = jnp.shape(outs[index])
+            value = self.last_of_shape(result_values, result_shape)
             if value is None or values[value].free:
                 continue
             result_values.remove(value)
@@ -503,7 +507,8 @@ class _Constrainer:
         dims = self.layouts.roots[value]
         places: list[tuple[int, int]] = []
         for dim, roots in enumerate(dims):
-            places += [(dim, index) for index in range(len(roots))]
+            for index in range(len(roots)):
+                places.append((dim, index))
         sharded_dims: list[list[_Sharded]] = [[] for _ in dims]
         for axis, layout in self.chosen.items():
             position = layout.positions[value]
@@ -515,7 +520,8 @@ class _Constrainer:
             # The mesh axis that prefers the sub-dimension least is innermost, as in
             # the rules of a candidate.
             used = [number for number in layout.assignment if number in layout.used]
-            sharded = _Sharded(position=index, rank=used.index(number), axis=axis)
+            rank = used.index(number)
+            sharded = _Sharded(position=index, rank=rank, axis=axis)
             sharded_dims[dim].append(sharded)
         return PartitionSpec(*map(self.entry, dims, sharded_dims))
 
@@ -546,4 +552,5 @@ class _Constrainer:
         shaped = getattr(array, "shape", ())
         if not shaped or jnp.issubdtype(array.dtype, jax.dtypes.extended):
             return array
-        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
+        sharding = NamedSharding(self.mesh, spec)
+        return jax.lax.with_sharding_constraint(array, sharding)

@@ -127,7 +127,8 @@ def _shared_amounts(
     and the bytes of arguments and temporaries (2).
     """
     program = layouts.program
-    is_divided = np.array([layout.divided for layout in assigned]).T
+    is_divided_by_layout = [layout.divided for layout in assigned]
+    is_divided = np.array(is_divided_by_layout).T
     amounts = []
     for mask, operation in zip(is_divided, program.operations, strict=True):
         flops = operation.flops * operation.times
@@ -165,7 +166,8 @@ def _sent_amounts(
     senders: dict[tuple[int, int], list[int]] = {}
     for number, layout in enumerate(assigned):
         for event in layout.events:
-            senders.setdefault((event.value, event.operation), []).append(number)
+            moment = (event.value, event.operation)
+            senders.setdefault(moment, []).append(number)
 
     for number, layout in enumerate(assigned):
         amounts = []
@@ -179,7 +181,8 @@ def _sent_amounts(
             # the other assignments.
             mask[number] = event.kind == "all-to-all"
             rounds = event.times * rounds_of(event.kind)
-            nbytes = layouts.program.values[event.value].bytes * rounds
+            value_bytes = layouts.program.values[event.value].bytes
+            nbytes = value_bytes * rounds
             column = 0 if has_data[event.value] else 1
             amount = _Amount(
                 mask=mask,
@@ -226,7 +229,8 @@ def _temporaries(program: Program) -> list[int]:
         for value in operation.outs:
             births.setdefault(value, number)
         for value in (*operation.outs, *operation.ins):
-            deaths[value] = max(number, deaths.get(value, 0))
+            last_death = deaths.get(value, 0)
+            deaths[value] = max(number, last_death)
 
     def is_stored(value: int) -> bool:
         birth = births[value]
@@ -257,7 +261,8 @@ def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
     padded_arrays = []
     for array in arrays:
         missing_rows = height - len(array)
-        padded_arrays.append(np.pad(array, ((0, missing_rows), (0, 0))))
+        padding = ((0, missing_rows), (0, 0))
+        padded_arrays.append(np.pad(array, padding))
     return np.stack(padded_arrays)
 
 
@@ -301,8 +306,10 @@ def padded(terms: CostTerms) -> CostTerms:
         sizes.append(size)
     kinds = {"f": np.float32, "b": np.bool_, "i": np.int32}
     arrays = {}
-    for name, array in {**terms, "sizes": np.array(sizes)}.items():
+    all_terms = {**terms, "sizes": np.array(sizes)}
+    for name, array in all_terms.items():
         padding = [(0, width) for width in widths[name]]
         padded_array = np.pad(array, padding)
-        arrays[name] = padded_array.astype(kinds[padded_array.dtype.kind])
+        dtype = kinds[padded_array.dtype.kind]
+        arrays[name] = padded_array.astype(dtype)
     return arrays

@@ -143,7 +143,8 @@ class Layouts:
             numbered = []
             for dim in dims:
                 for index, root in enumerate(dim):
-                    numbered.append((self.numbers.get(root, -1), index))
+                    axis_number = self.numbers.get(root, -1)
+                    numbered.append((axis_number, index))
             self.flat.append(numbered)
         numbers_of_labelled: dict[_Labelled, int] = {}
         self.kind: list[int] = []
@@ -242,7 +243,8 @@ class _Labels:
         keys: list[tuple[int, int]] = []
         roots_of_factors: list[int] = []
         for factor in dim:
-            for index, root in enumerate(self.roots.get(factor, ())):
+            roots_of_factor = self.roots.get(factor, ())
+            for index, root in enumerate(roots_of_factor):
                 keys.append((factor, index))
                 roots_of_factors.append(root)
         is_split = roots_of_factors == roots_of_dim
@@ -468,7 +470,10 @@ def _stays_unreduced(operation: _Labelled, states: tuple[_State, ...]) -> bool:
         return all(state == UNREDUCED for state in states)
     if operation.name not in _SCALED:
         return False
-    reduced = [number for number, state in enumerate(states) if state != UNREDUCED]
+    reduced = []
+    for number, state in enumerate(states):
+        if state != UNREDUCED:
+            reduced.append(number)
     # A quotient is linear in its first operand alone.
     if operation.name != "multiply" and states[0] != UNREDUCED:
         return False

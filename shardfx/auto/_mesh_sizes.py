@@ -19,13 +19,17 @@ def axis_sizes(devices: int, axes: int) -> Int[np.ndarray, "sizes axes"]:
     """All tuples of `axes` mesh axis sizes above 1 whose product is the number of
     devices.
     """
-    divisors = [size for size in range(2, devices + 1) if devices % size == 0]
+    divisors = []
+    for size in range(2, devices + 1):
+        if devices % size == 0:
+            divisors.append(size)
     tuples = []
     for first_sizes in itertools.product(divisors, repeat=axes - 1):
         product = math.prod(first_sizes)
         if product < devices and devices % product == 0:
             tuples.append((*first_sizes, devices // product))
-    return np.array(tuples, np.int32).reshape(-1, axes)
+    table = np.array(tuples, np.int32)
+    return table.reshape(-1, axes)
 
 
 def sizes_and_slices(devices: int, axes: int, slices: int) -> MeshSizes:
@@ -38,5 +42,6 @@ def sizes_and_slices(devices: int, axes: int, slices: int) -> MeshSizes:
         return MeshSizes(sizes, np.ones_like(sizes))
     rows, spanning = np.nonzero(sizes % slices == 0)
     is_spanning = np.arange(axes) == spanning[:, None]
-    spans = np.where(is_spanning, slices, 1).astype(np.int32)
+    counts = np.where(is_spanning, slices, 1)
+    spans = counts.astype(np.int32)
     return MeshSizes(sizes[rows], spans)

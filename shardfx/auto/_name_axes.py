@@ -131,7 +131,10 @@ def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
             return name_axes(searched.step, *searched.args)
 
     classes = named_classes(trace(step, *args))
-    axes = [_named_axis(axis, classes) for axis in classes.live() if axis.name]
+    axes = []
+    for axis in classes.live():
+        if axis.name:
+            axes.append(_named_axis(axis, classes))
     return NamedAxes(
         names=names_trees(classes),
         axes=tuple(axes),
@@ -154,7 +157,8 @@ def names_trees(classes: Classes) -> tuple[PyTree, ...]:
     """For each argument of the step, the tree with each array replaced by the names of
     its dimensions.
     """
-    names_of_arrays = iter(map(classes.names_of, range(len(classes.dims))))
+    numbers = range(len(classes.dims))
+    names_of_arrays = iter(map(classes.names_of, numbers))
     trees = []
     for flat in classes.traced.flats:
         leaves = []

@@ -76,7 +76,10 @@ class _Namer:
         those with a class of this mark: for "scanned", the axes that loops iterate
         over.
         """
-        axes = [axis for axis in self.classes.live() if not axis.name]
+        axes = []
+        for axis in self.classes.live():
+            if not axis.name:
+                axes.append(axis)
         if mark is None:
             return axes
         return [axis for axis in axes if self.is_marked(axis, mark)]

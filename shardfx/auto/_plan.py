@@ -161,7 +161,8 @@ def plan(
         raise _too_small(hardware, pricing, priced)
     chosen = priced.plan
     if hardware.jax_devices is not None:
-        chosen = chosen.on(priced.choice.mesh.build(hardware.jax_devices))
+        jax_mesh = priced.choice.mesh.build(hardware.jax_devices)
+        chosen = chosen.on(jax_mesh)
     why = _why(hardware, pricing, priced)
     return AutoPlan(content=chosen.content, why=why, rules=priced.rules)
 
@@ -397,7 +398,8 @@ def _bytes(planned: ShardPlan, which: int, *, trained: bool) -> int:
     `trained`, only those of arrays that have gradients.
     """
     content = planned.content
-    counts = collections.Counter(number for number in content.index if number >= 0)
+    array_numbers = (number for number in content.index if number >= 0)
+    counts = collections.Counter(array_numbers)
     return sum(
         count * content.byte_counts[number][which]
         for number, count in counts.items()
@@ -465,7 +467,8 @@ def _too_small(
     size = chip.devices_per_chip
     while size <= _MOST_DEVICES:
         if size > options.total or hardware.mesh is not None:
-            larger = pricing.priced(_Choice(MeshSpec({"fsdp": size}), (("fsdp",),)))
+            fsdp_mesh = MeshSpec({"fsdp": size})
+            larger = pricing.priced(_Choice(fsdp_mesh, (("fsdp",),)))
             if larger.state_bytes <= _POSSIBLE * limit:
                 chips_text = plural(size // chip.devices_per_chip, "chip")
                 return OutOfMemoryError(

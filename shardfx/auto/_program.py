@@ -41,7 +41,8 @@ class UnionFind:
     def find(self, node: int) -> int:
         """The node that represents the equivalence class of `node`."""
         while self._parent[node] != node:
-            self._parent[node] = self._parent[self._parent[node]]
+            grandparent = self._parent[self._parent[node]]
+            self._parent[node] = grandparent
             node = self._parent[node]
         return node
 
@@ -173,7 +174,8 @@ class Tied:
         self.roots = [list(map(roots, dims)) for dims in self.dims]
         self.marked: dict[str, set[Root]] = {}
         for kind, nodes in self.marks.items():
-            self.marked[kind] = set(it.chain.from_iterable(map(roots, nodes)))
+            marked_roots = map(roots, nodes)
+            self.marked[kind] = set(it.chain.from_iterable(marked_roots))
         self.spatial: dict[Root, tuple[int, int]] = {}
         for node, place in self.spatial_nodes.items():
             for root in roots(node)[:1]:

@@ -132,8 +132,10 @@ def _global_batch(local: PyTree, plan: ShardPlan, pad: int | float | None) -> Py
     batch = treedef.unflatten(
         map(jax.make_array_from_process_local_data, shardings, padded, shapes)
     )
-    rows = NamedSharding(plan.jax_mesh, PartitionSpec(*entries_at(leaves[0].spec, 1)))
-    mask = _padded(np.ones(len(arrays[0]), bool), parts[0], False)
+    first_entry = entries_at(leaves[0].spec, 1)
+    rows = NamedSharding(plan.jax_mesh, PartitionSpec(*first_entry))
+    all_real = np.ones(len(arrays[0]), bool)
+    mask = _padded(all_real, parts[0], False)
     return batch, jax.make_array_from_process_local_data(rows, mask, shapes[0][:1])
 
 
@@ -142,7 +144,8 @@ def _local_shape(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, 
     under `sharding`.
     """
     sizes = []
-    for intervals in zip(*boxes_here(sharding, shape).values(), strict=True):
+    boxes = boxes_here(sharding, shape)
+    for intervals in zip(*boxes.values(), strict=True):
         sizes.append(sum(stop - start for start, stop in set(intervals)))
     return tuple(sizes)
 
@@ -221,5 +224,6 @@ def _require_same_rows(leaves: list[LeafPlan], arrays: list[np.ndarray]) -> None
 
 def _padded(array: np.ndarray, part: tuple[int, ...], value: int | float) -> np.ndarray:
     missing = max(part[0] - len(array), 0)
-    padding = np.full((missing, *array.shape[1:]), value, array.dtype)
+    padding_shape = (missing, *array.shape[1:])
+    padding = np.full(padding_shape, value, array.dtype)
     return np.concatenate([array, padding])

@@ -182,7 +182,8 @@ def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> i
             f"there is no process {process_index}; use one of 0 to"
             f" {grid.process_count - 1}."
         )
-    chunks = dict(zip(grid.axis_names, grid.chunk_ids[process_index], strict=True))
+    chunk_ids = grid.chunk_ids[process_index]
+    chunks = dict(zip(grid.axis_names, chunk_ids, strict=True))
     number = 0
     for axis in _axes(axes, grid):
         number = number * grid.num_chunks[axis] + chunks[axis]
@@ -272,10 +273,11 @@ def data_layout(
             f"a batch of {rows} rows cannot be sharded over the {devices} devices along"
             f" {names}; use a positive multiple of {devices}, or `None` for {devices}."
         )
+    chunk_counts = (grid.num_chunks[name] for name in names)
     return DataLayout(
         batch_size=rows,
         shard_id=shard_id(names, grid, process_index),
-        num_shards=math.prod(grid.num_chunks[name] for name in names),
+        num_shards=math.prod(chunk_counts),
         is_first_host_in_replica_set=replica_id(names, grid, process_index) == 0,
     )
 
@@ -325,7 +327,8 @@ def owned(
         fix=fix,
     )
     owners: dict[Box, set[int]] = {}
-    for device, part in shard_boxes(sharding, tuple(shape)).items():
+    boxes = shard_boxes(sharding, tuple(shape))
+    for device, part in boxes.items():
         owners.setdefault(part, set()).add(device.process_index)
     chunks = []
     for part in sorted(owners):

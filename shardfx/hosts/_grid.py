@@ -152,14 +152,16 @@ def grid_of(mesh: Mesh) -> HostGrid:
         fix=fix,
     )
     process_indices = [device.process_index for device in mesh.devices.flat]
-    owner = np.array(process_indices, np.int64).reshape(mesh.devices.shape)
+    ids_of_processes = np.array(process_indices, np.int64)
+    owner = ids_of_processes.reshape(mesh.devices.shape)
     count = int(owner.max()) + 1
     sizes = np.bincount(owner.ravel(), minlength=count)
     if not sizes.all():
         _raise_no_box(mesh, f"process {int(sizes.argmin())} has no device in it")
     # The positions of the devices in the mesh, process by process.
     by_process = np.argsort(owner.ravel(), kind="stable")
-    places = np.stack(np.unravel_index(by_process, owner.shape), axis=-1)
+    indices = np.unravel_index(by_process, owner.shape)
+    places = np.stack(indices, axis=-1)
     starts = np.cumsum(sizes) - sizes
     first = np.minimum.reduceat(places, starts)
     last = np.maximum.reduceat(places, starts)
@@ -176,7 +178,8 @@ def grid_of(mesh: Mesh) -> HostGrid:
         )
     chunk_counts = (owner.shape // extents[0]).tolist()
     chunks = dict(zip(mesh.axis_names, chunk_counts, strict=True))
-    return HostGrid(mesh.shape, chunks, (first // extents).tolist())
+    ids_of_chunks = (first // extents).tolist()
+    return HostGrid(mesh.shape, chunks, ids_of_chunks)
 
 
 def regular_grid(mesh: MeshSpec, num_chunks: Mapping[str, int]) -> HostGrid:

@@ -77,7 +77,10 @@ class SharedOutcome:
                 " same plan (`hosts.assert_same_plan` compares them), or give a longer"
                 " `wait_seconds`."
             )
-        failed = {process: text for process, text in texts.items() if text}
+        failed = {}
+        for process, text in texts.items():
+            if text:
+                failed[process] = text
         if failed:
             first = min(failed)
             raise PlanMismatchError(

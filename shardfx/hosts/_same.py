@@ -63,7 +63,8 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
     else:
         devices = str([*plan.jax_mesh.device_ids.flat])
     identity = f"{type(plan).__name__} {plan.digest} {devices}"
-    prints = _exchange(hashlib.sha256(identity.encode()).digest())
+    digest = hashlib.sha256(identity.encode()).digest()
+    prints = _exchange(digest)
     if len(set(prints)) == 1:
         return
     me = jax.process_index()
@@ -96,7 +97,8 @@ def _differences(plan: ShardPlan | TreeMap, theirs: str) -> Sequence[str]:
     try:
         if isinstance(plan, ShardPlan):
             return differences(plan, ShardPlan.from_json(theirs))
-        rules = (str(plan).splitlines(), str(TreeMap.from_json(theirs)).splitlines())
+        their_map = TreeMap.from_json(theirs)
+        rules = (str(plan).splitlines(), str(their_map).splitlines())
     except (MapError, PlanFormatError):
         return ["one has a plan, the other a map"]
     texts = []

@@ -125,20 +125,23 @@ def positions(devices: Devices) -> Int[np.ndarray, "..."]:
     places = _places(devices)
     origin = places.min(axis=0)
     in_box = places - origin
-    extents = tuple((in_box.max(axis=0) + 1).tolist())
+    largest = in_box.max(axis=0) + 1
+    extents = tuple(largest.tolist())
     index = tuple(in_box.T)
     counts = np.zeros(extents, np.int64)
     np.add.at(counts, index, 1)
     most = counts.max()
     if most > 1:
-        twice = (np.argwhere(counts == most)[0] + origin).tolist()
+        first_most = np.argwhere(counts == most)[0]
+        twice = (first_most + origin).tolist()
         raise MeshError(
             f"{most} of the {len(devices)} devices sit at {(*twice,)}; slices are"
             ' ordered one by one (`MeshSpec(..., dcn={"data": 2}).build(devices)`),'
             " and a device is given once."
         )
     if counts.min() < 1:
-        hole = (np.argwhere(counts < 1)[0] + origin).tolist()
+        first_missing = np.argwhere(counts < 1)[0]
+        hole = (first_missing + origin).tolist()
         raise MeshError(
             f"the {len(devices)} devices span bounds {extents}, but none sits at"
             f" {(*hole,)}; pass devices that fill a box without holes."

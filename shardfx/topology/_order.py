@@ -102,7 +102,8 @@ def device_order(
             f"mesh axes of sizes {sizes} have {math.prod(sizes)} devices, but"
             f" {len(devices)} were given."
         )
-    if len({id(device) for device in devices}) < len(devices):
+    distinct_ids = {id(device) for device in devices}
+    if len(distinct_ids) < len(devices):
         raise MeshError("a device was given twice; pass each device once.")
     groups, dcn, reasons = _granules(devices, sizes, dcn)
     counts = list(map(len, groups))
@@ -120,7 +121,8 @@ def device_order(
     # Each axis goes over slices first, then over the devices within a slice.
     by_slice = np.stack([order.devices for order in orders])
     by_slice = by_slice.reshape((*dcn, *sizes_in_slice))
-    axes = np.arange(by_slice.ndim).reshape(2, len(sizes)).T.ravel()
+    pairs_of_dims = np.arange(by_slice.ndim).reshape(2, len(sizes))
+    axes = pairs_of_dims.T.ravel()
     first = orders[0]
     method = first.method
     if len(orders) > 1:
@@ -283,7 +285,8 @@ def _torus_mesh(
         return _plain_order(flat.reshape(sizes), "as given", f"ordered by id: {grid}")
     closed = wraps(devices[0].device_kind, grid.shape)
     places = torus_order(grid.shape, sizes, closed)
-    array = flat[grid[tuple(np.moveaxis(places, -1, 0))]]
+    index = tuple(np.moveaxis(places, -1, 0))
+    array = flat[grid[index]]
     return _plain_order(array, "torus", f"JAX has no order for these devices ({cause})")
 
 
@@ -317,7 +320,8 @@ def _cores_first(
     if is_tray:
         return None
     rank = grid.ndim
-    assigned = _dims_of_axes(sizes, grid.shape, (rank - 1, *range(rank - 1)))
+    dims_in_order = (rank - 1, *range(rank - 1))
+    assigned = _dims_of_axes(sizes, grid.shape, dims_in_order)
     if assigned is None:
         return None
     transpose = list(itertools.chain.from_iterable(assigned))
@@ -340,7 +344,8 @@ def _dims_of_axes(
         return None if free else ()
     for count in range(len(free), -1, -1):
         for dims in itertools.combinations(free, count):
-            if math.prod([extents[dim] for dim in dims]) != sizes[-1]:
+            extents_of_dims = [extents[dim] for dim in dims]
+            if math.prod(extents_of_dims) != sizes[-1]:
                 continue
             others = [dim for dim in free if dim not in dims]
             before = _dims_of_axes(sizes[:-1], extents, tuple(others))
@@ -369,7 +374,8 @@ def _walked(devices: list[Device], grid: Grid, order: DeviceOrder) -> DeviceOrde
 
     changed: list[int] = []
     for axis in range(array.ndim):
-        lines = np.moveaxis(places, axis, -2).reshape(-1, array.shape[axis], rank)
+        along_last = np.moveaxis(places, axis, -2)
+        lines = along_last.reshape(-1, array.shape[axis], rank)
         walk = _walk(lines[0], extents, closed)
         if walk is None:
             continue

@@ -156,7 +156,8 @@ def submesh_order(
             f" the submeshes {fitting}."
         )
     extents = [bounds[dim] for dim in dims]
-    places = np.moveaxis(np.indices(tuple(extents)), 0, -1)
+    all_places = np.indices(tuple(extents))
+    places = np.moveaxis(all_places, 0, -1)
     places = places[..., np.argsort(dims)]
 
     # Each dimension is split into four. Then the first parts of all dimensions are the

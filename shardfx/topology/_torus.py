@@ -187,7 +187,8 @@ def torus_order(
     for axis in reversed(range(axis_count)):
         boxes = feasible_submeshes(sizes[axis], box_counts)
         box = preferred(boxes, bounds, strides)
-        path = ring_path(box, rings_of(box, bounds, closed)) * np.array(strides)
+        rings = rings_of(box, bounds, closed)
+        path = ring_path(box, rings) * np.array(strides)
         # The path varies along this axis alone.
         shape = [1] * axis_count
         shape[axis] = len(path)
@@ -236,7 +237,8 @@ def mean_hops(
     distances = np.abs(np.diff(order, axis=axis))
     ways_around = np.array(bounds) - distances
     ring_distances = np.minimum(distances, ways_around)
-    hops = np.where(_closed(closed, len(bounds)), ring_distances, distances)
+    is_ring = _closed(closed, len(bounds))
+    hops = np.where(is_ring, ring_distances, distances)
     return float(hops.sum(axis=-1).mean())
 
 
