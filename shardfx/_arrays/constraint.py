@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Primitive
@@ -15,6 +14,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._ground.errors import LeafTypeError, PlanMismatchError, SpecError
+from .._ground.keys import is_key, raw, wrapped
 from .._ground.misuse import called
 from .._ground.purity import is_tracing
 from .._ground.reason import Code, Decision, reason_for
@@ -40,9 +40,8 @@ def _placed_across(leaf: Any, sharding: NamedSharding) -> Any:
     """
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = _placed_across(jax.random.key_data(leaf), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    if is_key(leaf.dtype):
+        return wrapped(_placed_across(raw(leaf), sharding), leaf)
     whole = np.asarray(leaf)
     # Without a dtype, a process that owns no device of the sharding could not know it.
     return jax.make_array_from_callback(

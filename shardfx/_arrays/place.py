@@ -7,7 +7,6 @@ import sys
 from typing import Any, TypeVar, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
@@ -15,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, PlanMismatchError
+from .._ground.keys import is_key, raw, wrapped
 from .._ground.misuse import called
 from .._ground.purity import is_tracing
 from .._ground.spec import canonical
@@ -183,10 +183,8 @@ def _gathered_leaf(path: Any, leaf: object) -> Any:
 
 
 def _gathered(leaf: jax.Array) -> Any:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(
-            _gathered(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf)
-        )
+    if is_key(leaf.dtype):
+        return wrapped(_gathered(raw(leaf)), leaf)
     if leaf.is_fully_addressable or leaf.is_fully_replicated:
         return np.asarray(leaf)
     return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._ground.boxes import Box, box_shape, box_slices, whole_box
+from .._ground.keys import is_key, key_data_struct, raw, wrapped, wrapped_as
 from .._ground.spec import DType
 from .._ground.tree import flatten, is_number
 from .binding import bound_steps, structs_of
@@ -203,22 +204,20 @@ def _assembled_in_jax(leaf: Made, arrays: Mapping[str, Any]) -> jax.Array:
 
     `arrays` are the leaves of the source by path. PRNG keys are copied as key data.
     """
-    if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if not is_key(leaf.dtype):
         return _filled(leaf.pieces, leaf.shape, leaf.dtype, arrays)
     names = read_paths(leaf.pieces)
-    bits = {name: jax.random.key_data(arrays[name]) for name in names}
-    key = jax.ShapeDtypeStruct((), leaf.dtype)
-    key_data = jax.eval_shape(jax.random.key_data, key)
+    raw_arrays = {name: raw(arrays[name]) for name in names}
+    key_data = key_data_struct(leaf.dtype)
     data = _filled(
         pieces=[extended(piece, key_data.shape) for piece in leaf.pieces],
         shape=(*leaf.shape, *key_data.shape),
         dtype=key_data.dtype,
-        arrays=bits,
+        arrays=raw_arrays,
     )
-    implementation = None
     if names:
-        implementation = jax.random.key_impl(arrays[names[0]])
-    return jax.random.wrap_key_data(data, impl=implementation)
+        return wrapped(data, arrays[names[0]])
+    return wrapped_as(data, leaf.dtype)
 
 
 def _filled(

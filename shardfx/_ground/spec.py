@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .errors import SpecError
+from .keys import key_data_struct
 
 
 # A dtype of NumPy, or JAX's dtype of a PRNG key: no public type covers both.
@@ -204,8 +205,7 @@ def bits(dtype: DType) -> int:
     64 for a threefry PRNG key.
     """
     if jnp.issubdtype(dtype, jax.dtypes.extended):
-        key = jax.ShapeDtypeStruct((), dtype)
-        data = jax.eval_shape(jax.random.key_data, key)
+        data = key_data_struct(dtype)
         return math.prod(data.shape) * data.dtype.itemsize * 8
     dtype = np.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from .._ground.errors import LeafTypeError, MeshError, PlanFormatError
+from .._ground.keys import key_dtypes
 from .._ground.reason import Code, Reason
 from .._ground.spec import (
     UNCONSTRAINED,
@@ -295,14 +296,8 @@ def decode_strategy(data: Any) -> Strategy:
 
 @ft.lru_cache(maxsize=1)
 def _key_dtypes() -> dict[str, DType]:
-    """The dtypes of PRNG keys by their names in JSON. They are found without making a
-    key.
-    """
-    dtypes = {}
-    for kind in ("threefry2x32", "rbg", "unsafe_rbg"):
-        key = jax.eval_shape(ft.partial(jax.random.key, 0, impl=kind))
-        dtypes[f"key<{kind}>"] = key.dtype
-    return dtypes
+    """The dtypes of PRNG keys by their names in JSON."""
+    return {f"key<{kind}>": dtype for kind, dtype in key_dtypes().items()}
 
 
 @ft.lru_cache(maxsize=256)

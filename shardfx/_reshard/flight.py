@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from .._ground.errors import MoveError
+from .._ground.keys import raw, wrapped
 from .move import Move, least_bytes_of, move_of, program_of, spread_of
 from .pieces.assembly import Assembly
 from .pieces.host import LocalShards, assemble_and_delete
@@ -246,8 +246,8 @@ class _Flight:
         self.current = number
         array = _spread(assembly, wait(), self._limit_bytes)
         like = self._job.arrays[names[0]] if names else None
-        if like is not None and jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-            array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
+        if like is not None:
+            array = wrapped(array, like)
         self.made[number] = array
         if not self.donate:
             is_on_cpu = _is_on_cpu(assembly)
@@ -365,11 +365,11 @@ def carry_out(
         # Of typed PRNG keys the data move.
         data = carry_out(
             move,
-            jax.random.key_data(x),
+            raw(x),
             donate=donate,
             limit_bytes=limit_bytes,
         )
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return wrapped(data, x)
     if move.idle:
         return labelled(x, move.dst)
     if move.how == "steps":

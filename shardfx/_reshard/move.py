@@ -15,12 +15,12 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 
 from .._ground.boxes import Box, shard_boxes
+from .._ground.keys import data_of
 from .._ground.spec import DType, array_bytes, bits
 from ..topology import MeshSpec
 from .pieces.assembly import Assembly
 from .pieces.planning import assembly_between
 from .shardings import (
-    data_of,
     device_copy_bytes,
     has_devices,
     in_host_memory,

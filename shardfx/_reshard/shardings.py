@@ -61,16 +61,6 @@ def is_array(leaf: object) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def data_of(shape: tuple[int, ...], dtype: DType) -> tuple[tuple[int, ...], Any]:
-    """Returns the shape and dtype of the data that move: those of the array, or of the
-    key data of typed PRNG keys.
-    """
-    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return shape, np.dtype(dtype)
-    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
-    return data.shape, np.dtype(data.dtype)
-
-
 def require_movable(shape: tuple[int, ...], dtype: DType, *shardings: Sharding) -> None:
     """Raises `LeafTypeError` for dtypes that JAX moves wrongly, and `SpecError` if one
     of the shardings `shardings` does not divide the shape.

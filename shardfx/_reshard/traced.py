@@ -13,6 +13,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._ground.errors import MeshError, SpecError
+from .._ground.keys import is_key, raw, wrapped
 from .._ground.spec import axes_of_entries, bits, canonical, entries_of
 from .flight import carry_out
 from .move import move_of
@@ -49,11 +50,10 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
     `jax.set_mesh` has set.
     """
     require_movable(x.shape, x.dtype, dst)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x.dtype):
         # Collectives take no keys. Their data has further dimensions, which no spec
         # names.
-        data = move_traced(jax.random.key_data(x), dst, src)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return wrapped(move_traced(raw(x), dst, src), x)
     own_sharding = jax.typeof(x).sharding
     if any(kind == AxisType.Manual for kind in own_sharding.mesh.axis_types):
         raise SpecError(

@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from .._ground.keys import raw, wrapped
 from .._ground.purity import is_tracing
 from .._ground.tree import is_array_type
 from .evaluation import CALLS, LOOPS, MARKED_CALLS, evaluated, retraced
@@ -151,10 +152,7 @@ def _untyped(constant: Any) -> Any:
     """
     if isinstance(constant, Tracer) or not is_typed(constant):
         return constant
-    if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
-        data: Any = np.asarray(jax.random.key_data(constant))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(constant))
-    return np.asarray(constant)
+    return wrapped(np.asarray(raw(constant)), constant)
 
 
 class PlainStep(NamedTuple):

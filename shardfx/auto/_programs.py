@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 from .. import chips
 from .._arrays import filter_jit
 from .._ground.errors import MeshError, OutOfMemoryError
+from .._ground.keys import is_key
 from .._ground.spec import entry_axes
 from .._plan import ShardPlan, follow
 from .._step import Dims, Parameter, Platform, Refutation, Step, parse_hlo, step_of
@@ -559,7 +560,7 @@ def _arrays_for(arg: PyTree, plan: ShardPlan) -> PyTree:
 
 
 def _value(struct: Any) -> jax.Array:
-    if jnp.issubdtype(struct.dtype, jax.dtypes.prng_key):
+    if is_key(struct.dtype):
         for kind in ("threefry2x32", "rbg", "unsafe_rbg"):
             key = jax.random.key(0, impl=kind)
             if key.dtype == struct.dtype:

@@ -45,6 +45,7 @@ from .._convert import (
 )
 from .._ground.boxes import Box, box_shape, shard_boxes, whole_box
 from .._ground.errors import CheckpointError, LeafTypeError
+from .._ground.keys import is_key, key_data_struct, raw
 from .._ground.spec import DType
 from .._ground.text import plural, printable
 from .._ground.tree import flatten, is_number
@@ -144,8 +145,7 @@ def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
         name = name_by_kind[kind]
         if name is not None:
             kinds[path] = name
-            if prng.is_key(leaf.dtype):
-                leaf = jax.random.key_data(leaf)
+            leaf = raw(leaf)
         arrays.append((path, leaf))
     if texts:
         raise CheckpointError(
@@ -197,7 +197,7 @@ def _check_leaf(path: str, leaf: object, planned: object) -> None:
         raise LeafTypeError(
             f"leaf `{name}` is a {type(leaf).__name__}, which holds no values to save."
         )
-    if prng.is_key(leaf.dtype):
+    if is_key(leaf.dtype):
         return
     if safetensors.stored_name(leaf.dtype) is None:
         raise LeafTypeError(
@@ -459,7 +459,7 @@ def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
     outputs: dict[str, Output | PartOutput] = {}
     others = dict(table.others)
     for parts in table.parts:
-        if prng.is_key(parts.dtype):
+        if is_key(parts.dtype):
             others |= {path: table[path] for path in parts.paths}
             continue
         _require_storable(parts.paths[0], parts.dtype)
@@ -480,7 +480,7 @@ def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
         _raise_if_scaled(path, leaf)
         if leaf.dtype not in safetensors.NAMES:
             kinds[path] = encode_dtype(leaf.dtype)
-        if prng.is_key(leaf.dtype):
+        if is_key(leaf.dtype):
             leaf = _key_data(leaf)
         else:
             _require_storable(path, leaf.dtype)
@@ -507,13 +507,13 @@ def _struct(value: Any, keys: DType | None) -> Struct:
     """The shape and dtype of an array; for key data those of its keys, of dtype `keys`."""
     if keys is None:
         return Struct(shape=tuple(value.shape), dtype=np.dtype(value.dtype))
-    rank = value.ndim - len(prng.bits_of(keys).shape)
+    rank = value.ndim - len(key_data_struct(keys).shape)
     return Struct(shape=tuple(value.shape[:rank]), dtype=keys)
 
 
 def _key_data(leaf: Made) -> Made:
     """The key data of an array of PRNG keys that a map makes."""
-    bits = prng.bits_of(leaf.dtype)
+    bits = key_data_struct(leaf.dtype)
     return Made(
         shape=(*leaf.shape, *bits.shape),
         dtype=np.dtype(bits.dtype),

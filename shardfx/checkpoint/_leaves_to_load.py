@@ -34,6 +34,7 @@ from .._convert import (
 )
 from .._ground.boxes import Box, volume
 from .._ground.errors import CheckpointError, LeafTypeError, check_type
+from .._ground.keys import is_key, key_data_struct
 from .._ground.spec import DType, dtype_named
 from .._ground.text import plural, printable, quoted
 from .._plan import Target, branch_of, target_of
@@ -489,7 +490,7 @@ def _key_leaf(
             f"leaf `{path}` holds PRNG keys under a {type(planned.sharding).__name__};"
             " give a NamedSharding, or a SingleDeviceSharding."
         )
-    bits = prng.bits_of(planned.dtype)
+    bits = key_data_struct(planned.dtype)
     pieces = None
     if mapped is not None:
         pieces = tuple([extended(piece, bits.shape) for piece in mapped.pieces])
@@ -536,8 +537,8 @@ def _is_keys(planned: object, stored: object, what: str) -> bool:
     Raises `CheckpointError` if only one of them is a dtype of keys, or if the keys
     differ: keys are never cast.
     """
-    is_planned = prng.is_key(planned)
-    is_stored = prng.is_key(stored)
+    is_planned = is_key(planned)
+    is_stored = is_key(stored)
     if stored == planned or not (is_planned or is_stored):
         return is_planned
     if is_planned and is_stored:

@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 from .._convert import TreeMap
 from .._ground.boxes import array_of
 from .._ground.errors import CheckpointError, LeafTypeError
+from .._ground.keys import wrapped_as
 from .._ground.misuse import called
 from .._ground.spec import DType
 from .._plan import ShardPlan
@@ -28,7 +29,6 @@ from ._flight import Flight, Group, Task, Unit, units_of
 from ._formats import read_index
 from ._index import Index
 from ._leaves_to_load import LeafToLoad, Unread, leaves_to_load
-from ._metadata import implementation
 from ._numbers import read_scalars
 from ._objects import TIMEOUT_SECONDS, ObjectPlace
 from ._opening import Reader, open_files
@@ -471,4 +471,4 @@ def _assembled(landed: Flight, number: int, leaf: LeafToLoad) -> jax.Array:
         array = array_of(leaf.shape, leaf.dtype, leaf.sharding, *landed.filled[number])
     if leaf.keys is None:
         return array
-    return jax.random.wrap_key_data(array, impl=implementation(leaf.keys))
+    return wrapped_as(array, leaf.keys)

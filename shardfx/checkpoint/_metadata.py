@@ -5,16 +5,14 @@ An entry describes one array of a checkpoint in its index.
 """
 
 import dataclasses
-import functools as ft
 import json
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._ground.errors import CheckpointError, PlanFormatError
+from .._ground.keys import is_key, key_data_struct
 from .._ground.spec import DType
 from .._ground.text import quoted
 from .._plan import decode_dtype, encode_dtype
@@ -23,20 +21,6 @@ from ._files import parsed_json
 
 
 _PREFIX = "key<"
-
-
-def is_key(dtype: DType) -> bool:
-    """Whether a dtype is a dtype of PRNG keys."""
-    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
-
-
-@ft.lru_cache(maxsize=64)
-def bits_of(dtype: object) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of the key data of one PRNG key, such as two uint32 for
-    threefry.
-    """
-    key = jax.ShapeDtypeStruct((), dtype)
-    return jax.eval_shape(jax.random.key_data, key)
 
 
 def implementation(dtype: object) -> str:
@@ -62,7 +46,7 @@ def of_bits(entry: FileArray, dtype: object) -> FileArray:
 
     An entry whose shape is not that of key data is returned unchanged.
     """
-    bits = bits_of(dtype)
+    bits = key_data_struct(dtype)
     rank = len(entry.shape) - len(bits.shape)
     if rank < 0 or entry.shape[rank:] != bits.shape or entry.dtype != bits.dtype:
         return entry
@@ -75,7 +59,7 @@ def as_bits(entry: object) -> Any:
     """
     if not isinstance(entry, FileArray) or not is_key(entry.dtype):
         return entry
-    bits = bits_of(entry.dtype)
+    bits = key_data_struct(entry.dtype)
     return dataclasses.replace(
         entry,
         shape=(*entry.shape, *bits.shape),

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._ground.errors import CheckpointError
+from .._ground.keys import is_key
 from .._ground.text import printable, quoted
 from .._plan import OtherLeaf, Target
 from . import _stores as stores
 from ._entry import ArrayEntry, FileArray, ListedArray, StoreArray
 from ._index import Index
-from ._metadata import from_metadata, is_key
+from ._metadata import from_metadata
 from ._opening import open_files
 from ._parts import files_of
 from ._reader import reads_of, spans_of

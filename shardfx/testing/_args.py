@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, MeshError
+from .._ground.keys import is_key
 from .._ground.spec import shard_counts
 from ..topology import MeshSpec
 
@@ -55,7 +56,7 @@ def _random(leaf: jax.ShapeDtypeStruct, seed: int, high: int, mild: bool) -> Arr
     shape = leaf.shape
     dtype = leaf.dtype
     generator = np.random.default_rng(seed)
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if is_key(dtype):
         return jax.random.split(_key(dtype, seed), math.prod(shape)).reshape(shape)
     if dtype == np.uint32 and shape[-1:] == (2,):
         return generator.integers(0, 2**32, shape, np.uint32)  # a raw PRNG key

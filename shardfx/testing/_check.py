@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from .._ground.errors import MeshError, ProgramError
+from .._ground.keys import raw, wrapped
 from .._ground.misuse import called
 from .._ground.text import plural, table
 from .._step import (
@@ -30,7 +31,7 @@ from ._blame import (
     differences,
     index_of_largest,
 )
-from ._played import NARROW, WIDE, Played, Traced, raw_data, traced_step
+from ._played import NARROW, WIDE, Played, Traced, traced_step
 from ._story import story_of
 from ._suspects import suspects
 
@@ -313,10 +314,8 @@ def _copied_to(device: Any, leaf: object) -> object:
     """
     if not isinstance(leaf, jax.Array):
         return leaf
-    copy = jax.device_put(np.asarray(raw_data(leaf)), device)
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(copy, impl=jax.random.key_impl(leaf))
-    return copy
+    copy = jax.device_put(np.asarray(raw(leaf)), device)
+    return wrapped(copy, leaf)
 
 
 def _checked_outputs(

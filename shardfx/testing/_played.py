@@ -11,6 +11,7 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 
+from .._ground.keys import raw
 from .._ground.purity import WatchedArguments
 from .._ground.tree import flatten
 from .._step import EquinoxJitted, JaxJitted, without_mesh
@@ -61,7 +62,7 @@ def traced_step(step: Callable[..., object], args: Sequence[object]) -> Traced:
         ):
             if is_array:
                 paths.append(path)
-                outs.append(raw_data(leaf))
+                outs.append(raw(leaf))
         return outs
 
     closed = jax.make_jaxpr(run)(*leaves)
@@ -69,13 +70,6 @@ def traced_step(step: Callable[..., object], args: Sequence[object]) -> Traced:
     if not isinstance(step, JaxJitted | EquinoxJitted):
         fast_run = jax.jit(run, compiler_options=_QUICKLY)
     return Traced(run=fast_run, closed=closed, arrays=leaves, paths=paths)
-
-
-def raw_data(leaf: Any) -> Any:
-    """`leaf` itself; for an array of PRNG keys its key data."""
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(leaf)
-    return leaf
 
 
 class Played:

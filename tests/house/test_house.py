@@ -283,6 +283,16 @@ def test_functions_of_tests_and_benchmarks_are_short():
                 assert count <= 60, f"{path}: {node.name} has {count} lines of code"
 
 
+def test_raw_data_of_keys_has_one_boundary():
+    names = {"key_data", "wrap_key_data", "key_impl", "prng_key"}
+    files = set()
+    for path in SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and node.attr in names:
+                files.add(path.name)
+    assert files == {"keys.py"}
+
+
 def strings_of(node: ast.expr) -> list[str]:
     """The strings of a constant: the entries of a tuple, a list or a set, or the words
     of `"a b".split()`; [] if it has others.

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from shardfx._ground.keys import data_of
 from shardfx._reshard.flight import carry_out
 from shardfx._reshard.move import Move, move_of
 from shardfx._reshard.pieces.planning import assembly_between
-from shardfx._reshard.shardings import data_of
 
 
 WAYS = ("host", "programs")

@@ -15,10 +15,11 @@ from ..._convert import (
     Scale,
 )
 from ..._ground.boxes import Box, shard_boxes, whole_box
+from ..._ground.keys import data_of
 from ..._ground.spec import array_bytes
 from ..._plan import ShardPlan
 from ...topology import MeshSpec
-from ..shardings import data_of, sharers, slices_of
+from ..shardings import sharers, slices_of
 from .exchange import Exchange, exchanges
 from .host import Copy, HostCopies
 from .parts import ShardParts

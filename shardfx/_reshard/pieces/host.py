@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..._convert import (
@@ -39,6 +38,7 @@ from ..._ground.boxes import (
 )
 from ..._ground.copying import aligned, block_dim, buffers, copy_along
 from ..._ground.errors import SyncError
+from ..._ground.keys import raw
 from .shard_part import Block, ShardPart
 
 
@@ -281,10 +281,7 @@ class LocalShards:
     def leaf(self, path: str) -> Any:
         """The array at a path; for PRNG keys, the array of their key data."""
         if path not in self._bits:
-            leaf = self._arrays[path]
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                leaf = jax.random.key_data(leaf)
-            self._bits[path] = leaf
+            self._bits[path] = raw(self._arrays[path])
         return self._bits[path]
 
     def boxes(self, path: str) -> list[Box]:

@@ -31,8 +31,8 @@ from ..._convert import (
 )
 from ..._ground.boxes import Box
 from ..._ground.errors import MeshError
+from ..._ground.keys import data_of
 from ..shardings import (
-    data_of,
     divided_in_slices,
     has_devices,
     naming,

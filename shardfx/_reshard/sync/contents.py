@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from ..._convert import Factor, Piece, Read, chunks, fill, swapped, within
 from ..._ground.boxes import Box, as_box, shard_boxes, whole_box
 from ..._ground.errors import SyncError
+from ..._ground.keys import raw
 from .kinds import SentLeaf, SourceLeaf, TransferKind, renamed
 from .transfer import TransferPlan
 
@@ -231,9 +231,7 @@ def received_sums(
     """For each leaf, the number of this process's elements, and their checksum."""
     sums = np.zeros((len(leaves), _COLUMNS), np.uint64)
     for number, leaf in enumerate(leaves):
-        array = arrays[leaf.path]
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            array = jax.random.key_data(array)
+        array = raw(arrays[leaf.path])
         weights = _Weights(leaf)
         data_by_box: dict[Box, Any] = {}
         for shard in array.addressable_shards:

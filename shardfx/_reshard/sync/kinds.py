@@ -17,8 +17,8 @@ import numpy as np
 
 from ..._convert import Factor, Piece, Struct, Value, hull, once, scale_box, swapped
 from ..._ground.boxes import Box, volume
+from ..._ground.keys import data_of
 from ..._ground.spec import DType, bits
-from ..shardings import data_of
 
 
 class Buffer(NamedTuple):

@@ -27,6 +27,7 @@ from ..._convert import (
 )
 from ..._ground.boxes import Box, box_start, common
 from ..._ground.errors import MeshError, SyncError
+from ..._ground.keys import data_of
 from ..._ground.spec import entries_at, entry_axes
 from ..._ground.text import together
 from ..._plan import ShardPlan, check_plan
@@ -34,7 +35,6 @@ from ..pieces.assembly import MovedLeaf, leaves_of_plan, numbered, shards_of
 from ..pieces.parts import shard_parts
 from ..pieces.senders import Holders
 from ..pieces.shard_part import ShardPart, divided
-from ..shardings import data_of
 from .coverage import MOST_ROWS, most_rows
 from .encoding import Encoding, encoding_of
 from .kinds import (

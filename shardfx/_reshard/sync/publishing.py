@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from ..._ground.boxes import Box, as_box, first_with, read_box, whole_box
 from ..._ground.errors import PlanMismatchError, SyncError
+from ..._ground.keys import raw
 from ..._ground.tree import flatten, near_paths
 from .kinds import SourceLeaf
 
@@ -140,8 +140,7 @@ def _leaf(leaf: Any, cache: dict[object, object]) -> PublishedLeaf:
         data = np.asarray(leaf, order="C")
         box = whole_box(data.shape)
         return PublishedLeaf(boxes=(box,), shards=(data,), layout=box)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
+    leaf = raw(leaf)
     numbers, boxes = _distinct_boxes(leaf, cache)
     if leaf.is_fully_replicated:
         # This makes no array for the shard.

@@ -9,16 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
 from ..._ground.boxes import Box, array_of, box_shape, boxes_here, volume
 from ..._ground.copying import buffers
 from ..._ground.errors import PlanMismatchError
-from ..._plan import ShardPlan, encode_dtype
+from ..._ground.keys import data_of, wrapped_as
+from ..._plan import ShardPlan
 from ..pieces.assembly import MovedLeaf, leaves_of_plan
-from ..shardings import data_of
 from .kinds import TransferKind
 from .transfer import TransferPlan
 
@@ -130,10 +129,7 @@ class SpareMemory:
             [boxes[buffer] for buffer in memory],
             list(memory.values()),
         )
-        if jnp.issubdtype(target.dtype, jax.dtypes.prng_key):
-            name = encode_dtype(target.dtype)
-            array = jax.random.wrap_key_data(array, impl=name[len("key<") : -1])
-        self._arrays[number] = array
+        self._arrays[number] = wrapped_as(array, target.dtype)
 
 
 class _Place:
