@@ -144,21 +144,7 @@ def constrain(
         print(decision.reasons[0])  # dim 1: size 30 is not divisible by `tensor` (4); ...
         ```
     """
-    if not isinstance(x, jax.Array | np.ndarray):
-        if isinstance(x, PartitionSpec | str):
-            raise LeafTypeError(
-                f"`constrain` takes the array first, and this is {x!r}; write"
-                " `constrain(x, names, plan)`."
-            )
-        if isinstance(x, int | float):
-            raise LeafTypeError(
-                f"`constrain` takes one array, not {x!r}; a number has nothing to"
-                " shard: leave it out, or make it one by `jnp.asarray(...)`."
-            )
-        raise LeafTypeError(
-            f"`constrain` takes one array, not {type(x).__name__}; map it over a tree"
-            " with `jax.tree.map`."
-        )
+    _require_array(x)
     check_plan("plan", plan, "constrain(x, names, plan)")
     if names_or_spec is None:
         if explain:
@@ -200,14 +186,33 @@ def constrain(
         ):
             axes = [name for name in free if free[name] == kind]
             if axes:
-                x = constraint(
-                    x, NamedSharding(mesh, _spec_over(decision.spec, axes, kind))
-                )
+                spec = _spec_over(decision.spec, axes, kind)
+                x = constraint(x, NamedSharding(mesh, spec))
     else:
         x = _constrained_outside(x, decision.spec, mesh)
     if explain:
         return (x, decision)
     return x
+
+
+def _require_array(x: object) -> None:
+    """Raises `LeafTypeError` if the first argument of `constrain` is no array."""
+    if isinstance(x, jax.Array | np.ndarray):
+        return
+    if isinstance(x, PartitionSpec | str):
+        raise LeafTypeError(
+            f"`constrain` takes the array first, and this is {x!r}; write"
+            " `constrain(x, names, plan)`."
+        )
+    if isinstance(x, int | float):
+        raise LeafTypeError(
+            f"`constrain` takes one array, not {x!r}; a number has nothing to"
+            " shard: leave it out, or make it one by `jnp.asarray(...)`."
+        )
+    raise LeafTypeError(
+        f"`constrain` takes one array, not {type(x).__name__}; map it over a tree"
+        " with `jax.tree.map`."
+    )
 
 
 def _in_order(decision: Decision, kinds: dict[str, AxisType], strict: bool) -> Decision:

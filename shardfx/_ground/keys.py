@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def is_key(dtype: object) -> bool:
+def is_key(dtype: Any) -> bool:
     """Whether a dtype is that of typed PRNG keys."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
@@ -23,12 +23,12 @@ def key_data_struct(dtype: object) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(jax.random.key_data, key)
 
 
-def data_of(shape: tuple[int, ...], dtype: object) -> tuple[tuple[int, ...], Any]:
+def data_of(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
     """The shape and dtype of the raw data of an array; for an array that is not of
     keys, its own.
     """
     if not is_key(dtype):
-        return shape, np.dtype(dtype)  # pyright: ignore[reportArgumentType]
+        return shape, np.dtype(dtype)
     data = key_data_struct(dtype)
     return (*shape, *data.shape), np.dtype(data.dtype)
 

@@ -129,17 +129,11 @@ def constrain_step(
         params = shardfx.filter_jit(laid, out_shardings=plans[0])(params, x)
         ```
     """
-    fix = "pass `AxisRules` for the names that `shardfx.auto.name_axes(step, *args)` finds"
-    check_type(
-        what="rules",
-        value=rules,
-        expected=AxisRules,
-        error=RuleError,
-        fix=fix,
-    )
+    _require_rules(rules)
     spec = MeshSpec.of(mesh)
     _require_mesh_axes(rules, spec)
     _require_no_manual_axes(spec)
+    constrainer_of = ft.partial(_constrainer, step=step, spec=spec, rules=rules)
     if isinstance(mesh, Mesh):
         abstract = mesh.abstract_mesh
     else:
@@ -151,14 +145,7 @@ def constrain_step(
         closed, out, rest = trace(*structs_of(args))
         plain = PlainStep(closed=closed, out=out, rest=rest)
         where = mesh if isinstance(mesh, Mesh) else abstract
-        constrainer = _constrainer(
-            step=step,
-            closed=plain.closed,
-            args=args,
-            spec=spec,
-            mesh=where,
-            rules=rules,
-        )
+        constrainer = constrainer_of(closed=plain.closed, args=args, mesh=where)
         return plain.result(_run(constrainer, plain.closed, args))
 
     @ft.wraps(step)
@@ -175,14 +162,7 @@ def constrain_step(
                 *array_leaves(structs_of(args))
             )
             untyped = _with_arrays(args, arrays)
-            constrainer = _constrainer(
-                step=step,
-                closed=closed,
-                args=untyped,
-                spec=spec,
-                mesh=twin,
-                rules=rules,
-            )
+            constrainer = constrainer_of(closed=closed, args=untyped, mesh=twin)
             results = _run(constrainer, closed, untyped)
             specs[:] = _result_specs(
                 args=args,
@@ -262,6 +242,19 @@ def _constrainer(
         if axis in assignments:
             chosen[axis] = layouts.under(assignments[axis])
     return _Constrainer(layouts, chosen, mesh)
+
+
+def _require_rules(rules: object) -> None:
+    check_type(
+        what="rules",
+        value=rules,
+        expected=AxisRules,
+        error=RuleError,
+        fix=(
+            "pass `AxisRules` for the names that `shardfx.auto.name_axes(step, *args)`"
+            " finds"
+        ),
+    )
 
 
 def _require_no_manual_axes(mesh: MeshSpec) -> None:

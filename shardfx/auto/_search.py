@@ -231,11 +231,7 @@ def search(
     else:
         candidates, usual_titles = candidates_of(space, lowered, keep, tell)
     if verify is not None and candidates[0].fits:
-        chosen = [
-            candidate
-            for number, candidate in enumerate(candidates)
-            if candidate.fits and (number < closely or candidate.title in usual_titles)
-        ]
+        chosen = _to_measure(candidates, closely, usual_titles)
         candidates = measured(
             lowered, chosen, compile_targets, tell, runs=verify == "run"
         )
@@ -252,9 +248,35 @@ def search(
             keep=keep,
             tell=tell,
         )
+    return _result(lowered, candidates, keep, tell, is_asked)
+
+
+def _to_measure(
+    candidates: Sequence[Candidate],
+    closely: int,
+    usual_titles: set[str],
+) -> list[Candidate]:
+    """The candidates that fit, of the first `closely` and those of usual titles."""
+    chosen = []
+    for number, candidate in enumerate(candidates):
+        is_chosen = number < closely or candidate.title in usual_titles
+        if candidate.fits and is_chosen:
+            chosen.append(candidate)
+    return chosen
+
+
+def _result(
+    lowered: LoweredStep,
+    candidates: Sequence[Candidate],
+    keep: int,
+    tell: Tell,
+    is_asked: bool,
+) -> tuple[Candidate, ...]:
+    """The best `keep` of the candidates that fit, with reasons; the smallest candidate
+    if none fits. If `is_asked`, libtpu has refused candidates before.
+    """
     if not candidates[0].fits:
         return (_smallest(candidates),)
-
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not is_asked:
         fitting = _without_refuted(lowered, fitting, keep, tell)

@@ -125,14 +125,6 @@ def leaves_to_load(
         )
     target = target_of(plan, "load")
     if map is not None:
-        fix = "write `map=TreeMap({...})`"
-        check_type(
-            what="map",
-            value=map,
-            expected=TreeMap,
-            error=LeafTypeError,
-            fix=fix,
-        )
         return _by_map(
             index=index,
             target=target,
@@ -304,6 +296,13 @@ def _by_map(
     unread: Unread,
 ) -> ToLoad:
     """The leaves of `target`, each with the stored arrays from which the map makes it."""
+    check_type(
+        what="map",
+        value=map,
+        expected=TreeMap,
+        error=LeafTypeError,
+        fix="write `map=TreeMap({...})`",
+    )
     saved = saved_numbers(index) or {}
     source = _structs(index)
     source |= {path: Struct((), np.dtype(type(saved[path]))) for path in saved}
