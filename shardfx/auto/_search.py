@@ -232,14 +232,11 @@ def search(
         candidates, usual_titles = candidates_of(space, lowered, keep, tell)
     if verify is not None and candidates[0].fits:
         chosen = _to_measure(candidates, closely, usual_titles)
-        candidates = measured(
-            lowered, chosen, compile_targets, tell, runs=verify == "run"
-        )
-    is_asked = (
-        verify is None
-        and effort == "usual"
-        and target_for(lowered, options, candidates[0]) is not None
-    )
+        runs = verify == "run"
+        candidates = measured(lowered, chosen, compile_targets, tell, runs=runs)
+    is_asked = verify is None and effort == "usual"
+    if is_asked and target_for(lowered, options, candidates[0]) is None:
+        is_asked = False
     if is_asked:
         candidates = _asked_of_libtpu(
             lowered=lowered,
