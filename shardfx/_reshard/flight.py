@@ -18,11 +18,12 @@ from jax.sharding import Sharding
 
 from .._ground.errors import MoveError
 from .._ground.keys import raw, wrapped
+from .movable import leaf_name
 from .move import Move, least_bytes_of, move_of, program_of, spread_of
 from .pieces.assembly import Assembly
 from .pieces.host import LocalShards, assemble_and_delete
 from .pieces.run import Context, start_assembly
-from .shardings import labelled, leaf_name
+from .shardings import labelled
 
 
 # The errors of a move if memory runs out, a copy fails, or another process is gone.

@@ -18,6 +18,7 @@ from .._ground.boxes import Box, shard_boxes
 from .._ground.keys import data_of
 from .._ground.spec import DType, array_bytes, bits
 from ..topology import MeshSpec
+from .movable import require_movable, require_reduced
 from .pieces.assembly import Assembly
 from .pieces.planning import assembly_between
 from .shardings import (
@@ -26,8 +27,6 @@ from .shardings import (
     in_host_memory,
     layout,
     named,
-    require_movable,
-    require_reduced,
     sharers,
 )
 from .steps.chunks import Chunks, split_into

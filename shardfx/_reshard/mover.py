@@ -35,17 +35,11 @@ from .._ground.processes import coordination, exchanged
 from .._ground.tree import Flat, flatten, is_number
 from .._plan import ShardPlan, Target, shardings_of_leaves, target_of
 from .flight import Job, require_memory, run_job
+from .movable import naming, require_movable, require_reduced
 from .move import Move, balanced, move_of
 from .pieces.assembly import Assembly, MovedLeaf
 from .pieces.planning import TargetArray, target_arrays
-from .shardings import (
-    has_devices,
-    is_array,
-    named,
-    naming,
-    require_movable,
-    require_reduced,
-)
+from .shardings import has_devices, is_array, named
 from .traced import move_traced_leaves
 
 

@@ -27,13 +27,14 @@ from .._ground.text import (
 )
 from .._ground.tree import flatten
 from .._plan import NUMBER, ShardPlan
+from .movable import leaf_name, naming
 from .move import Move, balanced, move_of, shares_memory, spread_of
 from .mover import lost_devices, targets
 from .pieces.assembly import Assembly, MovedLeaf, leaves_of_plan
 from .pieces.planning import target_arrays
 from .pieces.shard_part import Links
 from .reshard_plan import LeafMove, ReshardPlan
-from .shardings import in_host_memory, leaf_name, naming
+from .shardings import in_host_memory
 from .steps.redistribution import MoveStep
 
 

@@ -1,15 +1,13 @@
-"""Properties of the shardings before and after a move, and the checks that an array can
-move between them.
+"""Properties of the shardings before and after a move, which decide how an array
+moves.
 """
 
 import collections
-import contextlib
 import functools as ft
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import (
@@ -23,87 +21,20 @@ from jax.sharding import (
 from jaxtyping import Array, Shaped
 
 from .. import topology
-from .._ground.errors import LeafTypeError, MeshError, SpecError
 from .._ground.spec import (
-    DType,
     array_bytes,
-    bits,
     canonical,
     entries_at,
     entries_of,
     entry_axes,
-    shard_counts,
 )
 from ..topology import MeshSpec
 from .steps.layout import StepLayout
 
 
-def leaf_name(path: str) -> str:
-    """Returns the name of a leaf for a message, from its path. The path of a tree that
-    is one array is empty.
-    """
-    return f"leaf `{path}`" if path else "the array"
-
-
-@contextlib.contextmanager
-def naming(path_of: Callable[[Any], str], key: object) -> Iterator[None]:
-    """Returns a context manager that puts the path of a leaf in front of the message of
-    an error. `path_of` returns the path for `key`, the leaf's number or path.
-    """
-    try:
-        yield
-    except (SpecError, MeshError, LeafTypeError) as error:
-        raise type(error)(f"{leaf_name(path_of(key))}: {error}") from error
-
-
 def is_array(leaf: object) -> bool:
     """Whether a leaf is an array with values, as JAX's and NumPy's arrays are."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
-
-
-def require_movable(shape: tuple[int, ...], dtype: DType, *shardings: Sharding) -> None:
-    """Raises `LeafTypeError` for dtypes that JAX moves wrongly, and `SpecError` if one
-    of the shardings `shardings` does not divide the shape.
-    """
-    if jnp.issubdtype(dtype, jnp.integer) and bits(dtype) < 4:
-        raise LeafTypeError(
-            f"arrays of dtype {dtype} cannot be moved: JAX's own jitted reshard"
-            " corrupts memory with it; move `x.astype(jnp.int4)` and convert it back."
-        )
-    for sharding in shardings:
-        if isinstance(sharding, NamedSharding):
-            _require_dividing(sharding, shape)
-
-
-def _require_dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> None:
-    spec = sharding.spec
-    axis_sizes = sharding.mesh.shape
-    if len(entries_of(spec)) > len(shape):
-        raise SpecError(
-            f"{spec} has more entries than the shape {shape}; drop those at the end."
-        )
-    counts = shard_counts(spec, len(shape), axis_sizes)
-    for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
-        if size % count:
-            raise SpecError(
-                f"dim {dim} of shape {shape} does not divide into the {count}"
-                f" shards that {spec} wants on mesh {dict(axis_sizes)}; pad it to"
-                f" {-(-size // count) * count}, or take the spec from"
-                " `shardfx.correct(spec, shape, mesh)`."
-            )
-
-
-def require_reduced(*shardings: Sharding) -> None:
-    """Raises `SpecError` if a sharding in `shardings` has unreduced axes: devices then hold
-    summands instead of elements.
-    """
-    for end in shardings:
-        if isinstance(end, NamedSharding) and end.spec.unreduced:
-            raise SpecError(
-                f"{end.spec} has the unreduced axes {sorted(end.spec.unreduced)}, and a"
-                " move adds up no summands; add the array up first with"
-                " `jax.sharding.reshard(x, NamedSharding(mesh, P(...)))`."
-            )
 
 
 def has_devices(sharding: Sharding) -> bool:

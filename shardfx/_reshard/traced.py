@@ -16,17 +16,9 @@ from .._ground.errors import MeshError, SpecError
 from .._ground.keys import is_key, raw, wrapped
 from .._ground.spec import axes_of_entries, bits, canonical, entries_of
 from .flight import carry_out
+from .movable import naming, require_movable
 from .move import move_of
-from .shardings import (
-    is_array,
-    is_explicit,
-    layouts,
-    naming,
-    placed,
-    plain_spec,
-    require_movable,
-    same_order,
-)
+from .shardings import is_array, is_explicit, layouts, placed, plain_spec, same_order
 from .steps.programs import program
 from .steps.redistribution import redistribute
 

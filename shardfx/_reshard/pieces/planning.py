@@ -32,14 +32,8 @@ from ..._convert import (
 from ..._ground.boxes import Box
 from ..._ground.errors import MeshError
 from ..._ground.keys import data_of
-from ..shardings import (
-    divided_in_slices,
-    has_devices,
-    naming,
-    require_movable,
-    require_reduced,
-    slices_of,
-)
+from ..movable import naming, require_movable, require_reduced
+from ..shardings import divided_in_slices, has_devices, slices_of
 from .assembly import Assembly, MovedLeaf, ScaledArray, numbered, shards_of
 from .host import HostCopies, host_copies, joint_copies
 from .parts import ShardParts, Source, shard_parts
