@@ -34,7 +34,7 @@ from .._convert import (
 )
 from .._ground.boxes import Box, volume
 from .._ground.errors import CheckpointError, LeafTypeError, check_type
-from .._ground.keys import is_key, key_data_struct
+from .._ground.keys import key_data_struct
 from .._ground.spec import DType, dtype_named
 from .._ground.text import plural, printable, quoted
 from .._plan import Target, branch_of, target_of
@@ -406,7 +406,7 @@ def _unmapped_leaf(index: Index, path: str, planned: Any, dtype: DType) -> LeafT
     entry = _loadable(index, path)
     stored = struct(entry, index)
     # This error says more than the difference of the shapes.
-    _is_keys(planned.dtype, stored.dtype, name)
+    prng.are_keys(planned.dtype, stored.dtype, name)
     if stored.shape != planned_shape:
         fix = "plan from the checkpoint's own shapes with `checkpoint.structs(index)`"
         if stored.shape[::-1] == planned_shape and len(planned_shape) == 2:
@@ -449,7 +449,7 @@ def _leaf(
     if mapped is None and is_packed(entries[0]):
         # The elements are unpacked piece by piece.
         mapped = leaf_made(entries[0].path, Struct(shape, stored))
-    if _is_keys(planned.dtype, stored, what):
+    if prng.are_keys(planned.dtype, stored, what):
         return _key_leaf(
             path=path,
             planned=planned,
@@ -527,34 +527,6 @@ def _loadable(index: Index, name: str) -> FileArray | StoreArray:
         )
     struct(entry, index)
     return entry
-
-
-def _is_keys(planned: object, stored: object, what: str) -> bool:
-    """Whether a leaf holds PRNG keys, from its dtypes in the plan and in the
-    checkpoint. `what` names it in errors.
-
-    Raises `CheckpointError` if only one of them is a dtype of keys, or if the keys
-    differ: keys are never cast.
-    """
-    is_planned = is_key(planned)
-    is_stored = is_key(stored)
-    if stored == planned or not (is_planned or is_stored):
-        return is_planned
-    if is_planned and is_stored:
-        stored_name = prng.implementation(stored)
-        planned_name = prng.implementation(planned)
-        raise CheckpointError(
-            f"{what} holds PRNG keys of {stored_name}, but the plan has keys of"
-            f" {planned_name}; a key means something to its own implementation alone."
-            " Plan the state with `jax.random.key(seed,"
-            f' impl="{stored_name}")`.'
-        )
-    bits = "jax.random.key_data(keys)"
-    raise CheckpointError(
-        f"{what} is {stored}, but the plan has {planned}; of PRNG keys and integers one"
-        " does not become the other here. Plan the leaf as it is stored, and use"
-        f" `{bits}` or `jax.random.wrap_key_data(bits)` before or after."
-    )
 
 
 def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:

@@ -40,6 +40,34 @@ def key_named(name: object) -> DType:
         return None
 
 
+def are_keys(planned: object, stored: object, what: str) -> bool:
+    """Whether a leaf holds PRNG keys, from its dtypes in the plan and in the
+    checkpoint. `what` names it in errors.
+
+    Raises `CheckpointError` if only one of them is a dtype of keys, or if the keys
+    differ: keys are never cast.
+    """
+    is_planned = is_key(planned)
+    is_stored = is_key(stored)
+    if stored == planned or not (is_planned or is_stored):
+        return is_planned
+    if is_planned and is_stored:
+        stored_name = implementation(stored)
+        planned_name = implementation(planned)
+        raise CheckpointError(
+            f"{what} holds PRNG keys of {stored_name}, but the plan has keys of"
+            f" {planned_name}; a key means something to its own implementation alone."
+            " Plan the state with `jax.random.key(seed,"
+            f' impl="{stored_name}")`.'
+        )
+    bits = "jax.random.key_data(keys)"
+    raise CheckpointError(
+        f"{what} is {stored}, but the plan has {planned}; of PRNG keys and integers one"
+        " does not become the other here. Plan the leaf as it is stored, and use"
+        f" `{bits}` or `jax.random.wrap_key_data(bits)` before or after."
+    )
+
+
 def of_bits(entry: FileArray, dtype: object) -> FileArray:
     """The entry of an array of PRNG keys of dtype `dtype`, from the entry of its key
     data.
