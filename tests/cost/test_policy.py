@@ -376,7 +376,7 @@ def test_numbers_of_arguments_that_are_not_differentiated():
     assert policy(loss, *args, chip="h100", argnums=1)
 
 
-def test_values_are_offloaded_as_far_as_the_link_to_the_host_is_fast():
+def test_offload_is_bounded_by_the_link_to_the_host():
     args = arrays()
     question = Question(scanned, args, chip_of(10**9))
     least = question.tried(10**9, frontier(question.costs)[-1]).peak_bytes + 1
