@@ -174,9 +174,7 @@ def test_the_largest_free_dimension_is_cut(tree: Any, where: dict):
         (960, (None, "fsdp")),
     ],
 )
-def test_an_output_projection_is_cut_between_heads_where_that_is_sure(
-    heads: int, spec: tuple
-):
+def test_an_output_projection_is_cut_between_heads_where_sure(heads: int, spec: tuple):
     """Its other dimension would shard the activations of all layers."""
     attention = {
         "q_proj": {"kernel": struct(4096, heads)},

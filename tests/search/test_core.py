@@ -242,7 +242,7 @@ def test_reductions_of_gradients_take_their_latency_once():
     assert timed[3].exposed_seconds == pytest.approx(2 * timed[2].exposed_seconds)
 
 
-def test_axes_in_one_dimension_have_the_hops_of_all_of_it_together():
+def test_axes_in_one_dimension_have_the_hops_of_all_together():
     rings = axes_on(chips.find("v5e"), (2, 4), {"a": 2, "b": 2, "c": 2})
     assert sum(hops_across(rings[axis]) for axis in "abc") == 1 + 3
     assert hops_across(rings["a"]) + hops_across(rings["b"]) == 3
