@@ -95,7 +95,10 @@ def cases(options: Options) -> list[Entry]:
         *(
             []
             if options.quick
-            else [Case("5,000 leaves of 256 bytes", ft.partial(_small_leaves, options))]
+            else [
+                Case("5,000 leaves of 256 bytes", ft.partial(_small_leaves, options)),
+                *many_arrays(options),
+            ]
         ),
         *[
             Case(f"{name}, {size} MiB", ft.partial(_between, options, name, size), fast)
@@ -219,6 +222,50 @@ def _small_leaves(options: Options) -> Race:
             ),
         ),
         fresh=lambda: jax.block_until_ready(_placed(values, [src] * len(values))),
+    )
+
+
+def many_arrays(options: Options) -> list[Entry]:
+    """Thousands of small arrays of one kind, from fresh sources and from the same ones
+    again, whose copies on the host `jax.device_put` keeps.
+    """
+    kinds = (("1,100 arrays of 256 KiB", 1100, 256), ("20,000 of 256 bytes", 20_000, 8))
+    sources = (("fresh sources", True), ("the same sources again", False))
+    least = {(256, True): 2.0, (8, True): 1.25}
+    cases: list[Entry] = []
+    for name, count, width in kinds:
+        for text, is_fresh in sources:
+            at_least = least.get((width, is_fresh), 1 / 1.5)
+            cases.append(
+                Case(
+                    f"{name}, {text}",
+                    ft.partial(_of_one_kind, options, count, width, is_fresh),
+                    (Limit("speedup.jax.device_put", at_least=at_least),),
+                )
+            )
+    return cases
+
+
+def _of_one_kind(options: Options, count: int, width: int, is_fresh: bool) -> Race:
+    mesh = Mesh(np.array(options.devices[:8]), ("x",))
+    src = NamedSharding(mesh, P("x"))
+    dst = NamedSharding(mesh, P(None, "x"))
+    values = [np.full((width, width), i, np.float32) for i in range(count)]
+
+    def placed() -> Any:
+        return jax.block_until_ready(_placed(values, [src] * count))
+
+    same = None if is_fresh else placed()
+    return Race(
+        rivals=(
+            Rival("shardfx", lambda: lambda x: reshard(x, dst), _equal(values)),
+            Rival(
+                "jax.device_put",
+                lambda: lambda x: jax.device_put(x, [dst] * count),
+                _equal(values),
+            ),
+        ),
+        fresh=placed if same is None else lambda: same,
     )
 
 

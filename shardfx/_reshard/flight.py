@@ -23,6 +23,7 @@ from .move import Move, least_bytes_of, move_of, program_of, spread_of
 from .pieces.assembly import Assembly
 from .pieces.host import LocalShards, assemble_and_delete
 from .pieces.run import Context, start_assembly
+from .pieces.small_moves import small_mover
 from .shardings import labelled
 
 
@@ -403,6 +404,14 @@ def _assembled(
         # An array assembled from shards has no weak type.
         return jax.device_put(x, move.dst, donate=donate)
     is_copied = assembly.method == "host"
+    mover = None
+    if is_copied and is_local and not move.lost:
+        mover = small_mover(assembly)
+    if mover is not None:
+        array = mover(x)
+        if donate:
+            x.delete()
+        return array
     keeps_replicas = is_copied and (donate or bool(move.lost))
     shards = LocalShards({"": x}, keeps_replicas)
     if donate and is_copied and not assembly.is_remote:

@@ -143,7 +143,7 @@ def joint_copies(
     dtype: Any,
 ) -> tuple[Copy, ...]:
     """The copies that assemble all new shards in one memory, where they lie as
-    `_shard_starts` says. Copies from one old shard that are evenly spaced in both
+    `shard_starts` says. Copies from one old shard that are evenly spaced in both
     memories are one copy, since a view takes as long to make as copying some KiB.
 
     `targets` are the boxes of the new shards, and `copies` the parts of each. There are
@@ -151,7 +151,7 @@ def joint_copies(
     """
     if not _is_small(targets, dtype):
         return ()
-    starts = _shard_starts(targets, dtype)
+    starts = shard_starts(targets, dtype)
     groups: dict[object, list[Copy]] = {}
     for start, shard_copies in zip(starts, copies, strict=False):
         for copy in shard_copies.copies:
@@ -197,7 +197,7 @@ def _is_small(targets: Sequence[Box], dtype: Any) -> bool:
     return elements * np.dtype(dtype).itemsize < _TASK_BYTES
 
 
-def _shard_starts(targets: Sequence[Box], dtype: Any) -> list[int]:
+def shard_starts(targets: Sequence[Box], dtype: Any) -> list[int]:
     """The byte at which each new shard starts in the memory of all, and behind them the
     bytes of that memory.
     """
@@ -371,7 +371,7 @@ def start_on_host(
         return ft.partial(_finished, struct, targets, views, ())
 
     if _is_small(targets, dtype):
-        *starts, nbytes = _shard_starts(targets, dtype)
+        *starts, nbytes = shard_starts(targets, dtype)
         elements = nbytes // dtype.itemsize
         (memory,) = buffers([((elements,), struct.dtype)])
         new_shards: list[np.ndarray] = []
@@ -409,15 +409,18 @@ def _finished(
     for task in tasks:
         task.result()
     sharding = struct.sharding
-    guard = jax.config.jax_transfer_guard_host_to_device or ""  # pyright: ignore[reportAttributeAccessIssue]
-    # A transfer guard forbids explicit transfers, but this copy stays within host
-    # memory.
     platforms = {device.platform for device in sharding.device_set}
-    is_excused = "explicit" in guard and platforms == {"cpu"}
     with contextlib.ExitStack() as stack:
-        if is_excused:
+        # This copy stays within host memory.
+        if is_guarded() and platforms == {"cpu"}:
             stack.enter_context(jax.transfer_guard_host_to_device("allow"))
         return array_of(struct.shape, struct.dtype, sharding, targets, shards)
+
+
+def is_guarded() -> bool:
+    """Whether a transfer guard forbids explicit transfers to devices."""
+    guard = jax.config.jax_transfer_guard_host_to_device or ""  # pyright: ignore[reportAttributeAccessIssue]
+    return "explicit" in guard
 
 
 def _shared(
@@ -433,7 +436,7 @@ def _shared(
     `copies` the parts of each. These give an array by its position in `names`, which
     has the paths.
     """
-    if not _are_slices(copies):
+    if not are_slices(copies):
         return None
     new_shards: list[np.ndarray] = []
     # Replicas share memory, so they count once.
@@ -453,7 +456,7 @@ def _shared(
     return new_shards
 
 
-def _are_slices(copies: Iterable[HostCopies]) -> bool:
+def are_slices(copies: Iterable[HostCopies]) -> bool:
     """Whether each new shard is a contiguous part of one old shard."""
     return all(shard_copies.is_slice for shard_copies in copies)
 
@@ -470,7 +473,7 @@ def assemble_and_delete(
     and `copies` the parts of each. Without `pool`, the calling thread copies.
     """
     nbytes = math.prod(struct.shape) * np.dtype(struct.dtype).itemsize
-    if nbytes < _PAGE_BYTES or _are_slices(copies):
+    if nbytes < _PAGE_BYTES or are_slices(copies):
         joint = joint_copies(targets, copies, struct.dtype)
         array = start_on_host(struct, targets, copies, joint, ("",), shards, pool)()
         shards.delete()

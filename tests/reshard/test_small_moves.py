@@ -1,0 +1,95 @@
+"""Many small arrays of one kind, which are copied by what was computed once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from shardfx import clear_caches, reshard
+from shardfx._reshard.move import move_of
+from shardfx._reshard.pieces.small_moves import small_mover
+
+
+SHAPE = (16, 24)
+MOVES = [
+    (((8,), P("a")), ((8,), P(None, "a"))),
+    (((2, 4), P("a", "b")), ((2, 4), P("b", "a"))),
+    (((8,), P(None, "a")), ((2, 4), P("a"))),
+    (((8,), P()), ((2, 4), P("b", "a"))),
+    (((4,), P("a")), ((8,), P(None, "a"))),
+    (((8,), P("a")), ((4,), P("a"))),
+]
+DTYPES = ["float32", "bfloat16", "int8", "bool", "complex64", "int4", "float8_e4m3fn"]
+
+
+def sharding(sizes, spec):
+    devices = np.array(jax.devices())[: np.prod(sizes)].reshape(sizes)
+    return NamedSharding(Mesh(devices, ("a", "b")[: len(sizes)]), spec)
+
+
+def arrays(source, dtype, count=3):
+    made = []
+    for number in range(count):
+        values = (jnp.arange(np.prod(SHAPE)).reshape(SHAPE) + number) % 7
+        made.append(jax.device_put(values.astype(dtype), source))
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("source", "target"), MOVES)
+def test_each_array_is_what_device_put_makes(source, target, dtype):
+    src = sharding(*source)
+    dst = sharding(*target)
+    tree = arrays(src, dtype)
+    expected = jax.device_put(tree, dst)
+    moved = reshard(tree, dst)
+    for old, array, right in zip(tree, moved, expected, strict=True):
+        assert array.sharding == dst
+        assert array.aval == right.aval
+        assert array.committed
+        np.testing.assert_array_equal(array, right)
+        np.testing.assert_array_equal(array, old)
+        # A jitted function takes it as it is.
+        np.testing.assert_array_equal(jax.jit(lambda x: x)(array), right)
+
+
+def test_donated_arrays_are_gone():
+    tree = arrays(sharding((8,), P("a")), "float32")
+    expected = [np.array(array) for array in tree]
+    moved = reshard(tree, sharding((8,), P(None, "a")), donate=True)
+    assert all(array.is_deleted() for array in tree)
+    for array, right in zip(moved, expected, strict=True):
+        np.testing.assert_array_equal(array, right)
+
+
+def test_what_a_kind_has_in_common_is_computed_once(monkeypatch):
+    clear_caches()
+    calls = []
+    make = jax.make_array_from_callback
+
+    def counted(*args, **options):
+        calls.append(args)
+        return make(*args, **options)
+
+    monkeypatch.setattr(jax, "make_array_from_callback", counted)
+    tree = arrays(sharding((8,), P("a")), "float32", count=20)
+    reshard(tree, sharding((8,), P(None, "a")))
+    assert len(calls) == 1
+
+
+def mover_of(shape, source, target):
+    move = move_of(shape, np.dtype("float32"), source, target)
+    assert move.assembly is not None
+    return small_mover(move.assembly)
+
+
+def test_large_arrays_and_views_move_otherwise():
+    rows = sharding((8,), P("a"))
+    columns = sharding((8,), P(None, "a"))
+    halves = sharding((2,), P("a"))
+    assert mover_of(SHAPE, rows, columns) is not None
+    assert mover_of((1024, 1024), rows, columns) is None
+    assert mover_of(SHAPE, halves, rows) is None
+    with jax.transfer_guard_host_to_device("disallow_explicit"):
+        assert mover_of(SHAPE, rows, columns) is None
