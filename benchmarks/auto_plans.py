@@ -192,6 +192,8 @@ def judged(case: Trained, devices: int, *, is_timed: bool = False) -> Row:
     if not row["fits"]:
         if least_bytes(case, devices) > usable:
             row["search"] = "nothing can fit: the state alone is larger"
+        elif devices == 1:
+            row["search"] = "nothing fits: one device has one plan"
         elif case.step is None:
             row["search"] = "no step"
         else:

@@ -35,8 +35,8 @@ class _Optimizer(Protocol):
 
 # The state may take this part of a device's memory; activations need the rest.
 _COMFORTABLE = 1 / 2
-# A state that takes more than this part fits nowhere: no step runs in the rest.
-_POSSIBLE = 7 / 8
+# The part that the state may take on the devices that an error proposes.
+_PROPOSED = 7 / 8
 # Smaller arrays are replicated: a device waits longer for a collective than it saves.
 _SMALL_BYTES = 2**16
 # The largest number of devices that an error proposes.
@@ -157,7 +157,7 @@ def plan(
     pricing = _Pricing(tree, flat, names, _init_of(optimizer))
     limit = hardware.options.chip.usable_hbm_bytes_per_device
     priced = _first_that_fits(map(pricing.priced, choices), limit)
-    if priced.state_bytes > _POSSIBLE * limit:
+    if priced.state_bytes > limit:
         raise _too_small(hardware, pricing, priced)
     chosen = priced.plan
     if hardware.jax_devices is not None:
@@ -461,15 +461,14 @@ def _too_small(
         f"{bytes_text(priced.total_bytes)} of {pricing.what} take"
         f" {bytes_text(priced.state_bytes)} on each of"
         f" {plural(priced.choice.mesh.size, 'device')} ({priced.choice.mesh}), and a"
-        f" {chip.name} has {bytes_text(limit)}, of which a step needs"
-        f" {bytes_text(math.ceil((1 - _POSSIBLE) * limit))}"
+        f" {chip.name} has {bytes_text(limit)}"
     )
     size = chip.devices_per_chip
     while size <= _MOST_DEVICES:
         if size > options.total or hardware.mesh is not None:
             fsdp_mesh = MeshSpec({"fsdp": size})
             larger = pricing.priced(_Choice(fsdp_mesh, (("fsdp",),)))
-            if larger.state_bytes <= _POSSIBLE * limit:
+            if larger.state_bytes <= _PROPOSED * limit:
                 chips_text = plural(size // chip.devices_per_chip, "chip")
                 return OutOfMemoryError(
                     f"{text}. Sharded over all devices it fits on {chips_text}: pass"

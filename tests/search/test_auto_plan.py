@@ -332,6 +332,10 @@ def test_a_tight_state_is_told():
     # 12 of 15.75 GiB on the only device.
     auto_plan = sfx.auto.plan({"w": struct(3 * 2**14, 2**14)}, "tpu:v5e:1x1")
     assert "Only 3.8 GiB are left for activations" in auto_plan.why
+    # Little is enough for a step with few rows: qwen3-32b trains so.
+    auto_plan = sfx.auto.plan(models.tree("qwen3-32b"), 16, chip="v5e")
+    assert dict(auto_plan.mesh.shape) == {"fsdp": 16}
+    assert "Only 501.0 MiB are left for activations" in auto_plan.why
 
 
 @pytest.mark.parametrize(
