@@ -107,7 +107,8 @@ def _shown(value: object) -> str:
 
 
 def lacking(
-    fixes: Mapping[str, str], others: Callable[[Any, str], str] | None = None
+    fixes: Mapping[str, str],
+    others: Callable[[Any, str], str] | None = None,
 ) -> Callable[[Any, str], NoReturn]:
     """A method `__getattr__`, which Python calls for an attribute that a value lacks.
     It raises `AttributeError`.

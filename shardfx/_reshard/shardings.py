@@ -194,7 +194,8 @@ def _blocks(slice_numbers: np.ndarray) -> int:
 
 
 def divided_in_slices(
-    shape: tuple[int, ...], sharding: Sharding
+    shape: tuple[int, ...],
+    sharding: Sharding,
 ) -> NamedSharding | None:
     """Returns a sharding that divides the shards of `sharding` further, over the mesh
     axes that replicate them inside a TPU slice (or node). `None` if there are no such

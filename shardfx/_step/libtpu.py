@@ -190,7 +190,9 @@ class TpuDumps:
 
 @ft.lru_cache(maxsize=2)
 def recent_tpu_dumps(
-    program: TpuProgram, slices: TpuSlice, order: tuple[int, ...]
+    program: TpuProgram,
+    slices: TpuSlice,
+    order: tuple[int, ...],
 ) -> TpuDumps:
     """The dumps of a program. Those of the last two are kept: `estimate` and `fit` of
     one step ask about the same program, and libtpu takes 85 processor seconds for 48

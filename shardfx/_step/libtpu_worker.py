@@ -168,7 +168,10 @@ def _next_line(source: BinaryIO, stopped: list["_Child"]) -> bytes:
 
 
 def _answer(
-    module: bytes, request: dict[str, Any], folder: str, stopped: list["_Child"]
+    module: bytes,
+    request: dict[str, Any],
+    folder: str,
+    stopped: list["_Child"],
 ) -> tuple[list[bytes], str]:
     """The texts of the files that a request names, and an error text. A file that
     libtpu did not write is empty.
@@ -216,7 +219,10 @@ class _Child(NamedTuple):
 
 
 def _started(
-    module: bytes, request: dict[str, Any], folder: str, question: tuple[Any, ...] = ()
+    module: bytes,
+    request: dict[str, Any],
+    folder: str,
+    question: tuple[Any, ...] = (),
 ) -> _Child:
     """Starts a child process that compiles."""
     reading, writing = os.pipe()

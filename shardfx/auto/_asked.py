@@ -467,7 +467,9 @@ def without_shardings(
 
 
 def _donated_on(
-    step: Callable[..., object], args: Sequence[PyTree], mesh: AbstractMesh
+    step: Callable[..., object],
+    args: Sequence[PyTree],
+    mesh: AbstractMesh,
 ) -> tuple[int, ...]:
     """As `donated_numbers`, for a step that is written for the Explicit axes of `mesh`,
     or was jitted with shardings over its devices.

@@ -253,7 +253,9 @@ def _hops(
 
 
 def _shares_of_slice(
-    xp: Any, sizes: Int[_Array, "sizes axes"], slices: Int[_Array, "sizes axes"]
+    xp: Any,
+    sizes: Int[_Array, "sizes axes"],
+    slices: Int[_Array, "sizes axes"],
 ) -> Float[_Array, "axes sizes"]:
     """The share of a slice's dimensions that each mesh axis spans: in proportion to the
     logarithm of its size.

@@ -151,7 +151,10 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
 
     @classmethod
     def parse(
-        cls, text: str, *, axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto
+        cls,
+        text: str,
+        *,
+        axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto,
     ) -> "MeshSpec":
         """The mesh of a text such as `"data=-1,fsdp=4,tensor=2"`, as `str(mesh)` writes
         it. Spaces are allowed around names and sizes, and `:` in the place of `=`, as
@@ -575,5 +578,7 @@ def _made(
 ) -> MeshSpec:
     by_axis = ft.partial(zip, names, strict=True)
     return MeshSpec(
-        by_axis(sizes), axis_types=dict(by_axis(kinds)), dcn=dict(by_axis(slices))
+        by_axis(sizes),
+        axis_types=dict(by_axis(kinds)),
+        dcn=dict(by_axis(slices)),
     )

@@ -266,6 +266,22 @@ def test_functions_are_short():
                 assert lines <= 60, f"{path}: {node.name} has {lines} lines"
 
 
+def test_long_signatures_have_one_parameter_a_line():
+    for path in SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            arguments = node.args
+            parameters = [
+                *arguments.posonlyargs,
+                *arguments.args,
+                *arguments.kwonlyargs,
+            ]
+            lines = [parameter.lineno for parameter in parameters]
+            if lines and min(lines) > node.lineno:
+                assert len(set(lines)) == len(lines), f"{path}: {node.name}"
+
+
 def test_functions_of_tests_and_benchmarks_are_short():
     """Their lines of code count, without signature, docstring, comments and blanks."""
     for folder in ("tests", "benchmarks"):

@@ -366,7 +366,9 @@ def _reduced_window(
 
 
 def select_and_scatter(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Held:
     """The gradient of a pool: each window adds an element to that which it selects."""
     for operand in operands:
@@ -381,7 +383,10 @@ def select_and_scatter(
 
 
 def _scattered(
-    context: Context, instruction: Instruction, operands: Sequence[Held], number: int
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+    number: int,
 ) -> Held:
     image, source, _ = operands
     shape = arrays_in(instruction.result)[0].shape
@@ -417,7 +422,10 @@ def _scattered(
 
 
 def _whole_or_cut(
-    context: Context, axis: Axis | None, size: int, local_size: int
+    context: Context,
+    axis: Axis | None,
+    size: int,
+    local_size: int,
 ) -> Cut:
     if axis is not None:
         return axis.cut
@@ -431,7 +439,9 @@ _NEVER_SELECTED = {"GE": -math.inf, "GT": -math.inf, "LE": math.inf, "LT": math.
 
 
 def _require_no_effect_of_holes(
-    context: Context, instruction: Instruction, operands: Sequence[Held]
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> None:
     """Raises `Unjudged` if a window may select a hole, or if one that the whole program
     has not adds something.

@@ -266,7 +266,10 @@ def _sums(
 
 
 def _is_linear_in(
-    opcode: str, is_float: bool, operands: Sequence[Held], part: Held
+    opcode: str,
+    is_float: bool,
+    operands: Sequence[Held],
+    part: Held,
 ) -> bool:
     if opcode == "multiply":
         return True

@@ -222,7 +222,9 @@ def divided(loss: Callable[..., PyTree], args: PyTree) -> DividedLoss:
 
 
 def flat(
-    jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any]
+    jaxpr: jex.Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
 ) -> jex.ClosedJaxpr:
     """The jaxpr with the programs of its calls, and of calls in its scans, in place of
     the calls.
