@@ -146,7 +146,7 @@ class ObjectPlace:
         except _ERRORS as error:
             if not is_past_the_end(error):
                 raise self.fault(key, "reading", error) from error
-            if stop is None:
+            if stop is None or stop - start == 1:
                 return Value(b"", self.seen.get(key, b""))
             # The object ends within the range, so its rest is shorter than the range.
             return self.read(key, start, None)

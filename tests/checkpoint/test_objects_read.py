@@ -195,6 +195,19 @@ def test_sizes_are_found_by_reads(server):
             assert file.read(10, 2) == bytes(max(0, min(10, size - 2)))
 
 
+def test_a_size_takes_one_request_a_position(behind_proxy):
+    server, proxy = behind_proxy
+    server.put("size/file", bytes(1))
+    address = address_of(server.place("size"))
+    assert isinstance(address, Address)
+    where = ObjectPlace(address)
+    with where.opened(where.inside("file")) as file:
+        proxy.clear()
+        assert file.size() == 1
+    # Powers of 16 up to 2**44, and 0.
+    assert len(proxy.seen) == 13
+
+
 STATUSES = {
     "denied": (
         (
