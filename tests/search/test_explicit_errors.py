@@ -105,6 +105,12 @@ CASES = {
         error="to provide output PartitionSpec for the scatter update",
         out=P("tensor"),
     ),
+    "a repeat": Case(
+        function=lambda x, counts: jnp.repeat(x, counts, 0, total_repeat_length=12),
+        arrays=(array(8, 4, spec=("data",)), rows(None)),
+        error="Please pass sharding to `jnp.repeat` via `out_sharding` parameter",
+        out=P("data"),
+    ),
     "other axes": Case(
         function=lambda x, y: x + y,
         arrays=(array(8, 4, spec=("data",)), array(8, 4, spec=("tensor",))),
