@@ -36,7 +36,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="ask shardfx.testing.verify, too; first: and run only what it refutes;"
         " judged: and run what it refutes or proves",
     )
-    add("--minimise", type=float, default=60, help="seconds to shrink each failure")
+    add(
+        "--minimise",
+        type=float,
+        default=60,
+        help="seconds to shrink each failure; 0: no causes",
+    )
     add("--mutations", type=int, help="mutate this many right programs instead")
     add(
         "--coverage",
@@ -71,7 +76,9 @@ def main(flags: argparse.Namespace) -> int:
     if flags.mutations is not None:
         return _mutated(flags, configuration)
     tally = _tally(flags, configuration)
-    causes = _causes(tally, configuration, flags.minimise)
+    causes: Sequence[Mapping[str, Any]] = []
+    if flags.minimise > 0:
+        causes = _causes(tally, configuration, flags.minimise)
     document = _report.document(tally, configuration, causes)
     _write(document, flags.json)
     print(_report.table(document))
