@@ -69,8 +69,10 @@ def pages() -> dict[Path, str]:
     if "policy" in read:
         pages_by_name["benchmarks.md"] += "\n" + _report.policies(read["policy"])
     hunts = {name: data for name, data in read.items() if name.startswith("faults")}
+    sweeps = [data for name, data in read.items() if name.startswith("rule-sets")]
     if hunts:
-        pages_by_name["benchmarks.md"] += "\n" + fault_report.section(hunts)
+        section = fault_report.section(hunts, sweeps)
+        pages_by_name["benchmarks.md"] += "\n" + section
     pages_by_name |= {name: drawn for name, (_, drawn) in _plots.plots(files).items()}
     return {DOCS / name: text for name, text in pages_by_name.items()}
 

@@ -160,8 +160,13 @@ def _change(line: Mapping[str, Any]) -> str:
     return "unchanged"
 
 
-def section(documents: Mapping[str, Mapping[str, Any]]) -> str:
-    """The section of docs/benchmarks.md, from the results files by name."""
+def section(
+    documents: Mapping[str, Mapping[str, Any]],
+    rule_sets: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """The section of docs/benchmarks.md, from the results files of hunts by name, and
+    from those of the sweeps of rule sets.
+    """
     lines = [
         "## What XLA's partitioner computes wrongly",
         "",
@@ -188,7 +193,16 @@ def section(documents: Mapping[str, Mapping[str, Any]]) -> str:
         "[Wrong numbers](wrong_numbers.md) has the causes that are known.",
         "",
     ]
-    lines += [*_verdict_rows(documents), ""]
+    lines += _verdict_rows(documents)
+    for data in rule_sets:
+        counts = ", ".join(
+            f"{outcome}: {count:,}" for outcome, count in data["counts"].items()
+        )
+        lines.append(
+            f"- Rule sets of the README, the pages and the presets on five meshes,"
+            f" JAX {data['jax']}: {counts}, not run: {data['not_run']:,}."
+        )
+    lines.append("")
     for data in documents.values():
         if "coverage" in data:
             lines += _coverage_rows(data)

@@ -11,6 +11,7 @@ which goes on behind the case that ended it.
 import argparse
 import functools as ft
 import json
+import math
 import re
 import subprocess
 import sys
@@ -37,27 +38,40 @@ def main(arguments: Sequence[str]) -> int:
         type=Path,
         help="add each result to this file as it comes, and run only what it lacks",
     )
+    parser.add_argument(
+        "--minutes", type=float, help="how long cases begin; the others are counted"
+    )
     parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     flags = parser.parse_args(arguments)
     if flags.work:
         _work(flags.only, set(json.load(sys.stdin)))
         return 0
-    results = _all(flags.only, flags.records)
+    minutes = math.inf if flags.minutes is None else flags.minutes
+    results, left = _all(flags.only, flags.records, minutes)
     outcomes = [result["outcome"] for result in results.values()]
     counts = {outcome: outcomes.count(outcome) for outcome in sorted({*outcomes})}
-    print(f"JAX {jax.__version__}: {counts}")
+    print(f"JAX {jax.__version__}: {counts}, {left} cases not run")
     file = flags.json or _RESULTS / f"rule-sets-{jax.__version__}.json"
-    document = {"jax": jax.__version__, "counts": counts, "cases": results}
+    document = {
+        "jax": jax.__version__,
+        "counts": counts,
+        "not_run": left,
+        "cases": results,
+    }
     file.write_text(json.dumps(document, indent=1) + "\n")
     if {*outcomes} & {"wrong", "ended", "refused"}:
         return 1
     return 0
 
 
-def _all(only: str, records: Path | None) -> dict[str, Any]:
-    """The result of each case, by its name."""
+def _all(only: str, records: Path | None, minutes: float) -> tuple[dict[str, Any], int]:
+    """The result of each case that began within these minutes, by its name, and the
+    number of other cases.
+    """
+    deadline = time.monotonic() + 60 * minutes
     results: dict[str, Any] = {}
+    left = 0
     if records is not None and records.exists():
         for text in records.read_text().splitlines():
             row = json.loads(text)
@@ -77,14 +91,19 @@ def _all(only: str, records: Path | None) -> dict[str, Any]:
                 row = json.loads(text)
                 if "begins" in row:
                     pending = row["begins"]
+                    left = row["left"]
+                    if time.monotonic() > deadline:
+                        process.kill()
+                        return results, left
                     continue
                 pending = ""
+                left = 0
                 _record(records, row)
                 results[row.pop("case")] = row
         if not pending:
             if process.returncode:
                 raise RuntimeError(f"the process of cases ended: {process.returncode}")
-            return results
+            return results, left
         row = {"outcome": "ended", "code": process.returncode}
         _record(records, {"case": pending, **row})
         results[pending] = row
@@ -104,10 +123,10 @@ def _work(only: str, done: set[str]) -> None:
 
     every = [*_pages.cases(), *_presets.cases()]
     chosen = [case for case in every if re.search(only, case.name)]
-    for case in chosen:
-        if case.name in done:
-            continue
-        print(json.dumps({"begins": case.name}), flush=True)
+    remaining = [case for case in chosen if case.name not in done]
+    for place, case in enumerate(remaining):
+        begins = {"begins": case.name, "left": len(remaining) - place}
+        print(json.dumps(begins), flush=True)
         began = time.perf_counter()
         try:
             outcome = _result(case)
