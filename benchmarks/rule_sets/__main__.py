@@ -154,7 +154,7 @@ def _result(case: Any) -> dict[str, Any]:
     verdict = sfx.testing.verify(step, *args)
     if verdict.outcome == "proved":
         return {"outcome": "proved"}
-    arrays = with_arrays(args, mild=False)
+    arrays = with_arrays(args, mild=True)
     whole = _on_one(case.make)
     answer = step.lower(*arrays).compile(_QUICKLY)(*arrays)
     apart = max(map(_apart, jax.tree.leaves(answer), whole))
@@ -172,7 +172,7 @@ def _on_one(make: Any) -> list[np.ndarray]:
     from shardfx.testing._args import with_arrays
 
     model = make()
-    arrays = with_arrays((model.params, model.batch), mild=False)
+    arrays = with_arrays((model.params, model.batch), mild=True)
     step = jax.jit(
         jax.value_and_grad(model.held_by(lambda x: x)), compiler_options=_QUICKLY
     )
