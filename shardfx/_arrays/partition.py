@@ -65,13 +65,24 @@ class Static:
     - `order`: for each leaf, the index of the list that has it: 0 for `values`, and 1,
       2, ... for the lists of arrays from which the method `tree` makes the tree again.
     - `values`: the leaves that are not traced.
+    - `key`: the result of `key_of`, which equal static arguments have in common; `None`
+      for a static result, which equals itself alone.
     """
 
     treedef: Any
     order: Sequence[int]
     values: Iterable[Any]
+    key: Hashable = None
 
-    def key(self, parts: Sequence[Any]) -> Hashable:
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return type(other) is Static and self.key is not None and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def key_of(self, parts: Sequence[Any]) -> Hashable:
         """A key. Static arguments with equal keys lead to the same program for the same
         arrays.
 
