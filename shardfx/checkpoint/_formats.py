@@ -19,7 +19,7 @@ from . import (
 from ._address import Address, Where, address_of
 from ._entry import ArrayEntry, FileArray, StoreArray
 from ._files import FilePlace, member, place, read_json
-from ._index import Index, below, is_unreadable, nested, some, struct
+from ._index import Format, Index, below, is_unreadable, nested, some, struct
 from ._kinds import told_files
 from ._objects import TIMEOUT_SECONDS, ObjectPlace
 from ._packed import raw_entry
@@ -200,7 +200,7 @@ def _no_checkpoint(where: Place, path: str, names: list[str]) -> CheckpointError
 
 
 def _indexed(
-    kind: str,
+    kind: Format,
     where: Place,
     entries: tuple[ArrayEntry, ...],
     metadata: Mapping[str, str] = MappingProxyType({}),

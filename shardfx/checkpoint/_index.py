@@ -3,7 +3,7 @@
 import dataclasses
 import functools as ft
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -34,6 +34,10 @@ _SHOWN_CHARACTERS = 120
 _MOST_PARTS = 100
 
 
+# What a checkpoint is written in.
+Format = Literal["safetensors", "eformer", "zarr", "ocdbt", "orbax", "t5x", "flax"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Index:
     """The arrays of a checkpoint, read from its headers alone.
@@ -55,7 +59,7 @@ class Index:
 
     __module__ = "shardfx.checkpoint"
 
-    format: str
+    format: Format
     directory: str
     entries: Sequence[ArrayEntry]
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import struct
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from safetensors.numpy import save_file
 import shardfx
 from shardfx import MeshSpec, PathRules, checkpoint
 from shardfx.checkpoint._files import inside, opened, place
+from shardfx.checkpoint._index import Format
 from shardfx.errors import CheckpointError, UnknownPathError
 
 
@@ -544,3 +546,10 @@ def test_reading_headers_reads_no_weights(tmp_path, monkeypatch):
     checkpoint.structs(index)
     total = sum(read)
     assert total < 1000
+
+
+def test_the_page_lists_every_format():
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    section = page.partition("## Other formats")[2]
+    listed = re.findall(r'^\| .+ \| "(\w+)" \| .+ \|$', section, re.MULTILINE)
+    assert sorted(listed) == sorted(get_args(Format))
