@@ -230,7 +230,7 @@ def test_plans_that_are_not_there(tmp_path):
     for path in (tmp_path, tmp_path / "x.safetensors"):
         with pytest.raises(
             CheckpointError,
-            match="holds no plan: `checkpoint.save` writes one, unless by a map",
+            match=r"holds no plan: `save\(path, tree, plan\)` writes one, unless by a map",
         ):
             checkpoint.saved_plan(path)
     (tmp_path / "plan.json").write_text("{}")
