@@ -143,7 +143,10 @@ def policy(
     budget_bytes = chip.usable_hbm_bytes_per_device - leave_bytes
     try_point = ft.partial(question.tried, budget_bytes)
     trial = chosen(
-        question.costs, budget_bytes, 2 * _shard_bytes(args), try_point=try_point
+        question.costs,
+        budget_bytes,
+        question.argument_bytes,
+        try_point,
     )
     if not trial.fits:
         raise OutOfMemoryError(
@@ -255,6 +258,16 @@ class Question:
                 value = (row.source.place, row.shape, str(row.dtype))
                 shard_bytes[value] = row.bytes_per_device
         return shard_bytes
+
+    @property
+    def argument_bytes(self) -> int:
+        """The bytes of the arguments and as many gradients on one device."""
+        size = 0
+        for leaf in array_leaves(self.args):
+            sharding = _sharding_of(leaf)
+            shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+            size += array_bytes(shape, leaf.dtype)
+        return 2 * size
 
     def step(self, choices: Mapping[ValueKey, Choice]) -> Step:
         """The gradient of the loss under the choices."""
@@ -368,13 +381,3 @@ def _sharding_of(leaf: Any) -> NamedSharding | None:
     if not isinstance(sharding, NamedSharding):
         return None
     return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)
-
-
-def _shard_bytes(tree: PyTree) -> int:
-    """The bytes of the arrays of a tree on one device."""
-    size = 0
-    for leaf in array_leaves(tree):
-        sharding = _sharding_of(leaf)
-        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-        size += array_bytes(shape, leaf.dtype)
-    return size
