@@ -67,7 +67,9 @@ def pages() -> dict[Path, str]:
         )
     }
     if "policy" in read:
-        pages_by_name["benchmarks.md"] += "\n" + _report.policies(read["policy"])
+        pages_by_name["benchmarks.md"] += "\n" + _report.policies(
+            read["policy"], read["policy-subsets"]["v5e"]
+        )
     hunts = {name: data for name, data in read.items() if name.startswith("faults")}
     sweeps = [data for name, data in read.items() if name.startswith("rule-sets")]
     if hunts:

@@ -47,6 +47,10 @@ clock* is small models on 8 emulated devices; other times are the compiler's cyc
 POLICIES = """\
 `python -m benchmarks.policy models`: twelve losses, each under four budgets. Memory is libtpu's count. The ratio is
 the gradient's operations over those of the best of JAX's stock policies that fits."""
+SUBSETS = (
+    "The operations of a policy over the fewest of all subsets of a layer's values that"
+    " fit, the worst of twelve budgets"
+)
 POLICIES_HEADER = ("chip", "policies", "under the budget", "least", "median", "most")
 SHOWN_APART = (
     "seconds.",
@@ -200,8 +204,10 @@ def page(
     return "\n\n".join(parts) + "\n"
 
 
-def policies(document: Mapping[str, Any]) -> str:
-    """The section about memory policies, from the results of `benchmarks.policy`."""
+def policies(document: Mapping[str, Any], subsets: Mapping[str, Any]) -> str:
+    """The section about memory policies, from the results of `benchmarks.policy` and
+    `benchmarks.policy_subsets`.
+    """
     rows: list[tuple[str, ...]] = [POLICIES_HEADER]
     for chip, models in document["models"].items():
         records = [record for records in models.values() for record in records]
@@ -223,6 +229,13 @@ def policies(document: Mapping[str, Any]) -> str:
         for name, record in models.items()
     ]
     parts += _lines("The time of a policy", deep)
+    compiled = [
+        f"{name}, {record['subsets']} subsets compiled by libtpu:"
+        f" {max(row['ratio'] for row in record['budgets']):.3f}"
+        for name, record in subsets.items()
+        if "budgets" in record
+    ]
+    parts += _lines(SUBSETS, compiled)
     return "\n\n".join(parts) + "\n"
 
 

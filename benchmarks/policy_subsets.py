@@ -5,13 +5,14 @@ A layer of `LAYERS` has 7 to 9 values that matter for its backward pass. libtpu
 compiles a program for each subset of them. Its floating-point operations are those of
 the products and convolutions in libtpu's program, for all iterations of its loops, and
 its memory is libtpu's count. Subsets with equal programs are compiled once. For budgets
-between the least and the most memory, the policy's program is held against the program
-of fewest operations that fits.
+between the least and the most memory, the program that a policy chooses is held against
+the program of fewest operations that fits.
 
 Each program is kept in `benchmarks/results/policy-subsets.json`, so that a run resumes.
 """
 
 import argparse
+import functools as ft
 import hashlib
 import itertools
 import json
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 
 import shardfx as sfx
 from shardfx.cost._libtpu import tpu_program
-from shardfx.cost._policy.choice import frontier
+from shardfx.cost._policy.choice import Point, Trial, chosen, frontier
 from shardfx.cost._policy.making import Question
 from shardfx.cost._policy.policy import Choice
 from shardfx.cost._policy.regions import ValueKey
@@ -126,6 +127,16 @@ class Compilers:
             self.known[digest] = [flops, answer.memory.peak_bytes]
         return Program(*self.known[digest])
 
+    def tried(self, budget_bytes: float, point: Point) -> Trial:
+        """What `Question.tried` returns, asked once about each of equal programs."""
+        program = self.program(self.question.choices_of(point))
+        return Trial(
+            point=point,
+            peak_bytes=program.peak_bytes,
+            fits=program.peak_bytes <= budget_bytes,
+            is_counted=True,
+        )
+
 
 def values_of(question: Question) -> list[ValueKey]:
     """The values of the scanned layer that a choice may keep."""
@@ -175,11 +186,13 @@ def judged(name: str, chip: sfx.chips.Chip, record: dict[str, Any]) -> Iterator[
             program for program in programs if program.peak_bytes <= budget_bytes
         ]
         best = min(fitting, key=lambda program: program.flops)
-        leave_bytes = chip.usable_hbm_bytes_per_device - budget_bytes
-        policy = sfx.cost.policy(
-            model.loss, *model.args, chip=chip, leave_bytes=leave_bytes
+        trial = chosen(
+            question.costs,
+            budget_bytes,
+            question.argument_bytes,
+            ft.partial(compilers.tried, budget_bytes),
         )
-        ours = compilers.program({row.key: row.choice for row in policy.rows})
+        ours = compilers.program(question.choices_of(trial.point))
         row = {
             "budget_bytes": budget_bytes,
             "peak_bytes": ours.peak_bytes,
