@@ -22,6 +22,7 @@ import shardfx
 from shardfx import PathRules, checkpoint
 from shardfx.__main__ import main
 from shardfx.checkpoint import _object_saves as saving
+from shardfx.checkpoint._objects import ObjectPlace
 from shardfx.errors import CheckpointError
 
 
@@ -351,6 +352,29 @@ def test_data_that_was_cleaned_away_is_no_step(s3, mesh, monkeypatch):
     ):
         checkpoint.save(place, tree, made)
     assert not s3.keys("cleaned/")
+
+
+def test_a_listing_that_lags_hides_no_object(s3, mesh, monkeypatch):
+    monkeypatch.setattr(ObjectPlace, "keys_below", lambda place, path: ())
+    tree, made = state_of(mesh)
+    with checkpoint.Manager(s3.place("lags"), keep=1) as manager:
+        for step in (1, 2):
+            manager.save(step, {**tree, "step": step}, made)
+            manager.wait()
+        assert manager.steps() == (2,)
+        assert manager.latest() == 2
+        assert manager.load(tree)["step"] == 2
+
+
+def test_an_object_above_the_limit_of_stores_is_refused(s3, mesh, monkeypatch):
+    monkeypatch.setattr(saving, "_MOST_OBJECT_BYTES", 1000)
+    tree = {"w": jnp.zeros((20, 20)), "v": jnp.zeros(4)}
+    with pytest.raises(CheckpointError, match="which stores do not take; save to a d"):
+        checkpoint.save(s3.place("large.safetensors"), tree)
+    assert not s3.keys("large")
+    checkpoint.save(s3.place("large"), tree, file_bytes=1000)
+    loaded = checkpoint.load(s3.place("large"), tree)
+    assert not np.asarray(loaded["w"]).any()
 
 
 def test_parts_that_do_not_make_up_an_array(s3, mesh):
