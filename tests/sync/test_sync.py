@@ -21,7 +21,7 @@ from sync_jobs import SIZES, bits, job, mesh, planned
 import shardfx
 from shardfx import From, MeshSpec, TreeMap
 from shardfx._convert import target_view
-from shardfx._reshard.sync import scheduling
+from shardfx._reshard.sync import contents, scheduling
 from shardfx._reshard.sync.codec import _checksum
 from shardfx._reshard.sync.contents import sent_sums
 from shardfx._reshard.sync.kinds import PLACE
@@ -410,10 +410,29 @@ def test_content_shows_leaves_that_are_exchanged():
     wire = Wire()
     send(wrong, arrays, wire, 7, sender=0, receiver=0)
     read = publishable(arrays, plan.sources, {}).read
-    sums = sent_sums(plan, read, 0, 0)
+    sums = sent_sums(plan, read, 0, 0, range(2))
     count = len(schedule(plan, 0, 0).rounds)
     wire.put(count, [sums.reshape(-1).view(np.uint8)])
     with pytest.raises(SyncError, match=r"leaf `v`: .*\(2 leaves differ\)"):
+        receive(plan, dst, {0: wire}, receiver=0, check_content=True)
+
+
+def test_sums_of_content_are_sent_in_rounds(monkeypatch):
+    """A sender that sums a large state is not silent for longer than a time-out."""
+    monkeypatch.setattr(contents, "SUM_ROUND_BYTES", 200)
+    _, dst, plan, tree = job()
+    rounds = contents.sum_rounds(plan)
+    assert len(rounds) > 1
+    numbers = [number for leaves in rounds for number in leaves]
+    assert numbers == list(range(len(plan.leaves)))
+    arrays, _ = carried(plan, tree, dst)
+    for path, leaf in tree.items():
+        same(bits(arrays[path]), bits(leaf))
+    wire = Wire()
+    send(plan, tree, wire, 7, sender=0, receiver=0, check_content=True)
+    assert len({number for number, _ in wire.pieces}) == len(rounds) + 1
+    wire.pieces[-1][1][-1] ^= 1
+    with pytest.raises(SyncError, match="elements have the checksum"):
         receive(plan, dst, {0: wire}, receiver=0, check_content=True)
 
 

@@ -11,6 +11,7 @@ a leaf add up, so that each process sums what it has.
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,22 +29,50 @@ from .transfer import TransferPlan
 
 # Elements that are summed at a time.
 _CHUNK_ELEMENTS = 1 << 20
+# Sums of 1 GiB take a process 2 to 5 s of processor time.
+SUM_ROUND_BYTES = 256 << 20
 # The columns of sums: the number of elements, and their checksum.
 _COLUMNS = 2
 
 
+def sum_rounds(plan: TransferPlan) -> list[range]:
+    """The numbers of the leaves whose sums are sent in each round. A sender is silent
+    while it computes them, and so for a part of the time-out only.
+    """
+    rounds = []
+    start = 0
+    nbytes = 0
+    for number, leaf in enumerate(plan.leaves):
+        leaf_bytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+        if number > start and nbytes + leaf_bytes > SUM_ROUND_BYTES:
+            rounds.append(range(start, number))
+            start = number
+            nbytes = 0
+        nbytes += leaf_bytes
+    rounds.append(range(start, len(plan.leaves)))
+    return rounds
+
+
 # NumPy warns of single numbers that wrap around, which these sums do on purpose.
 @np.errstate(over="ignore")
-def sent_sums(plan: TransferPlan, read: Read, sender: int, receiver: int) -> np.ndarray:
-    """For each leaf, the number of elements of the receiving process that come from the
-    sending process, and their checksum. A row of two numbers for each leaf.
+def sent_sums(
+    plan: TransferPlan,
+    read: Read,
+    sender: int,
+    receiver: int,
+    numbers: Sequence[int],
+) -> np.ndarray:
+    """For each leaf of the given numbers, the number of elements of the receiving
+    process that come from the sending process, and their checksum. A row of two numbers
+    for each leaf.
 
     An element that several processes have counts for the first of them. Constants count
     for the first process that sends to the receiver.
     """
     is_first = sender == plan.senders_to(receiver)[0]
-    sums = np.zeros((len(plan.leaves), _COLUMNS), np.uint64)
-    for number, leaf in enumerate(plan.leaves):
+    sums = np.zeros((len(numbers), _COLUMNS), np.uint64)
+    for row, number in enumerate(numbers):
+        leaf = plan.leaves[number]
         kind = plan.kinds[leaf.kind]
         names = dict(zip(kind.names, leaf.names, strict=True))
         weights = _Weights(leaf)
@@ -60,7 +89,7 @@ def sent_sums(plan: TransferPlan, read: Read, sender: int, receiver: int) -> np.
                     counted_parts = _inside_source(part, counted_boxes)
                 for counted_part in counted_parts:
                     _add(
-                        sums=sums[number],
+                        sums=sums[row],
                         part=counted_part,
                         leaf=leaf,
                         weights=weights,

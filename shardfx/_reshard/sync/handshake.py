@@ -29,7 +29,7 @@ from .line import Line
 
 
 # Both sides also divide a transfer into the same rounds.
-VERSION = 3
+VERSION = 4
 Security = Literal["authenticated", "none"]
 Role = Literal["sender", "receiver"]
 

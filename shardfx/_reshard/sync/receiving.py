@@ -32,7 +32,7 @@ from ..._ground.errors import SyncError
 from ..._ground.spec import bits
 from ..._plan import ShardPlan
 from .channel import Channel
-from .contents import received_sums, require_equal
+from .contents import received_sums, require_equal, sum_rounds
 from .kinds import Transfer, TransferKind
 from .scheduling import Row, ScheduledRow, SentPart, SentRange, schedule
 from .spare import SpareMemory
@@ -198,8 +198,9 @@ class _Incoming:
             self._get(number, entries)
         sums = np.zeros((len(self._plan.leaves), 2), np.uint64)
         if check_content:
-            memory = sums.reshape(-1).view(np.uint8)
-            self._channel.get(len(self._rounds), [memory])
+            for number, leaves in enumerate(sum_rounds(self._plan), len(self._rounds)):
+                rows = sums[leaves.start : leaves.stop]
+                self._channel.get(number, [rows.reshape(-1).view(np.uint8)])
         return self._channel.commit(), sums
 
     def _get(self, number: int, entries: Sequence[ScheduledRow]) -> None:

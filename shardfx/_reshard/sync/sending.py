@@ -25,7 +25,7 @@ from ..._ground.boxes import box_shape, box_start
 from ..._ground.copying import block_dim, buffers, copy as copy_elements, copy_along
 from ..._ground.spec import bits
 from .channel import Channel
-from .contents import sent_sums
+from .contents import sent_sums, sum_rounds
 from .kinds import SentLeaf, Transfer, TransferKind, renamed
 from .publishing import Published, publishable
 from .scheduling import Row, Schedule, ScheduledRow, SentRange, schedule
@@ -155,9 +155,10 @@ def send_published(
         before_round()
         channel.put(number, outgoing.pieces(entries))
     if check_content:
-        before_round()
-        sums = sent_sums(plan, arrays.read, sender, receiver)
-        channel.put(len(outgoing.rounds), [sums.reshape(-1).view(np.uint8)])
+        for number, leaves in enumerate(sum_rounds(plan), len(outgoing.rounds)):
+            before_round()
+            sums = sent_sums(plan, arrays.read, sender, receiver, leaves)
+            channel.put(number, [sums.reshape(-1).view(np.uint8)])
     channel.commit(revision)
 
 
