@@ -15,6 +15,7 @@ from shardfx import (
 from shardfx._ground.tree import flatten
 from shardfx._reshard.mover import map_move, resharded
 from shardfx._reshard.pieces.exchange import program
+from shardfx._reshard.pieces.shard_part import Block
 
 from . import _convert_trees as trees
 from ._case import Value
@@ -139,9 +140,8 @@ def memory_of_programs(mebibytes: int, options: Options) -> Mapping[str, Value]:
     ]:
         for step in work.exchanges(None):
             sources = tuple(work.source_shapes[key] for key in step.keys)
-            run = program(
-                work.devices, step.rounds, sources, (work.shard_shape, work.dtype), True
-            )
+            shard = Block(work.shard_shape, work.dtype)
+            run = program(work.devices, step.rounds, sources, shard, True)
             mesh = Mesh(np.array(work.devices), ("device",))
             where = NamedSharding(mesh, P("device"))
             count = len(work.devices)
