@@ -242,7 +242,7 @@ def test_names_of_results_are_checked():
     params, x = arguments()
     plans = planned((params, x), mesh)
     typed = auto_axes(lambda x: x, plans[0], out=("batch", None, None))
-    with pytest.raises(SpecError, match="3 logical names"):
+    with pytest.raises(SpecError, match="name the arrays one by one"):
         jax.jit(typed)(sfx.shard(x, plans[1]))
 
 
