@@ -508,7 +508,7 @@ def a_path_that_exists(folder):
         checkpoint.save(file, {"w": jnp.ones(4)})
 
 
-@reported("issue, 1.6", "house/test_first_day.py")
+@reported("full disks and steps", "house/test_first_day.py")
 def a_joint_tree_under_the_plan_of_a_model(folder):
     model = {"w": jnp.ones((8, 8))}
     plan = sfx.plan(model, MESH, unmatched="replicate")
@@ -519,7 +519,7 @@ def a_joint_tree_under_the_plan_of_a_model(folder):
         checkpoint.load(folder / "c", plan)
 
 
-@reported("issue, 2.1", "plan/test_asked_and_not_got.py")
+@reported("asked and not got", "plan/test_asked_and_not_got.py")
 def skipped_dimensions_have_a_reason(folder):
     tree = {"scale": struct(2**26)}
     rules = sfx.PathRules([(".*", sfx.fsdp("d", skip_dims=0))])
@@ -529,7 +529,7 @@ def skipped_dimensions_have_a_reason(folder):
         sfx.plan(tree, mesh, paths=rules, strict=True)
 
 
-@reported("issue, 2.1", "plan/test_asked_and_not_got.py")
+@reported("asked and not got", "plan/test_asked_and_not_got.py")
 def stacked_vectors_have_a_reason(folder):
     class Layers(eqx.Module):
         w: jax.ShapeDtypeStruct = sfx.field(stacked=("layers",))

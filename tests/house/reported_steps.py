@@ -479,17 +479,17 @@ ELSEWHERE = {
     "moves F1": f"{SOCKETS}::test_a_moment_without_descriptors_is_no_end",
     "moves F5": "sync/test_sync_attacks.py::test_a_relay_of_the_handshake_cannot_publish",
     "moves F7": f"{SOCKETS}::test_publish_waits_for_the_revision_that_is_read",
-    "moves F9": "sync/test_sync_attacks.py::test_a_short_text_of_a_plan_takes_a_short",
+    "moves F9": "sync/test_sync_plan_texts.py::test_a_short_text_of_a_plan_takes_a_short",
 }
 
 
-@reported("issue, 3.5", "cost/test_fit.py")
+@reported("fit without shardings", "cost/test_fit.py")
 def fit_without_any_sharding(folder):
     fit = cost.fit(lambda w, x: (x @ w).sum(), jnp.ones((8, 8)), X + 0, chip="v5e")
     assert fit.peak_bytes > 0
 
 
-@reported("issue, 4.4", "plan/test_plan_values.py")
+@reported("results as values", "plan/test_plan_values.py")
 def a_name_that_no_rule_has(folder):
     with fails(RuleError, "axes=AxisRules"):
         sfx.constrain(X, ("embed", None), PLAN)
