@@ -66,7 +66,7 @@ def serve(port):
     while True:
         failed = None
         try:
-            receiver.pull()
+            receiver.pull(check_content=True)
         except SyncError as error:
             failed = error
         # What it has is of one revision, whole.
@@ -96,7 +96,7 @@ def leave(closes):
     plan = plan_transfer(made, made)
     sender = Sender(plan, SECRET)
     sender.publish(jax.device_put(tree, made.shardings), 1)
-    assert Receiver(plan, made, [sender.address], SECRET).pull()
+    assert Receiver(plan, made, [sender.address], SECRET).pull(check_content=True)
     if closes:
         sender.close()
 

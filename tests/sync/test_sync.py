@@ -295,10 +295,9 @@ def test_transfer_servers_of_jax_carry_a_plan():
     )
     for revision in (3, 4):
         with ThreadPoolExecutor(1) as pool:
-            sending = pool.submit(
-                send, plan, tree, here, revision, sender=0, receiver=0
-            )
-            found, got = receive(plan, dst, {0: there}, receiver=0)
+            ends = {"sender": 0, "receiver": 0, "check_content": True}
+            sending = pool.submit(send, plan, tree, here, revision, **ends)
+            found, got = receive(plan, dst, {0: there}, receiver=0, check_content=True)
             sending.result()
         assert got == revision
         for path, leaf in tree.items():

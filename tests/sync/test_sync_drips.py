@@ -198,7 +198,7 @@ def test_a_receiver_that_drips_is_dropped_in_time(caplog):
             thread.start()
             # Others are served meanwhile.
             receiver = receiver_of(plan, dst, sender)
-            assert receiver.pull()
+            assert receiver.pull(check_content=True)
             same(receiver.arrays["wide"], tree["wide"])
             with contextlib.suppress(ConnectionError):
                 assert connection.recv(1) == b""
