@@ -194,6 +194,18 @@ def test_a_text_is_not_lost_without_a_word(tmp_path, mesh):
     assert loaded["names"] == state["names"]
 
 
+def test_texts_of_modules_are_made_again_as_functions_are(tmp_path, mesh):
+    norm, counts = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
+    assert "batch" in jax.tree.leaves(norm)
+    state, plan = planned({"model": (norm, counts), "step": 3}, mesh)
+    checkpoint.save(tmp_path / "c", state, plan)
+    loaded = checkpoint.load(tmp_path / "c", state)
+    assert eqx.tree_equal(loaded, state)
+    # Beside a module, a text is lost.
+    with pytest.raises(CheckpointError, match="the 1 text `run` "):
+        checkpoint.save(tmp_path / "d", {"model": norm, "run": "first"})
+
+
 def test_a_bool_is_0_or_1_in_the_file(tmp_path, mesh):
     for value in (0, 1, 5, -1, 0.5):
         array = np.array([1, value], np.float32 if value == 0.5 else np.int32)
