@@ -257,6 +257,8 @@ class From:
         __getitem__ = refused(
             "expression[{}]", "`.at({})` for one index, or `.slice(start, stop)`"
         )
+        # Without this, `__getitem__` would make it iterable.
+        __iter__ = None
 
     def __init__(self, path: str):
         if not isinstance(path, str):

@@ -2,9 +2,11 @@
 says what to write instead.
 """
 
+import dataclasses
 import difflib
 import functools as ft
 import inspect
+import types
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, ParamSpec, TypeVar
@@ -185,19 +187,28 @@ class Method:
         return _BoundMethod(self._function, instance, self._text)
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class _BoundMethod:
     """A method of one value."""
 
-    def __init__(self, function: Callable[..., Any], instance: object, text: str):
-        self._function = function
-        self._instance = instance
-        self._text = text
+    function: Callable[..., Any]
+    instance: object
+    text: str
+
+    def __post_init__(self) -> None:
+        bound = types.MethodType(self.function, self.instance)
+        for name in ("__name__", "__qualname__", "__doc__"):
+            object.__setattr__(self, name, getattr(bound, name))
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(types.MethodType(self.function, self.instance))
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        return self._function(self._instance, *args, **kwargs)
+        return self.function(self.instance, *args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"<the method `{self._function.__name__}`; {self._text}>"
+        return f"<the method `{self.function.__name__}`; {self.text}>"
 
 
 def _public_names(value: object) -> list[str]:

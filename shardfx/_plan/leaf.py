@@ -68,6 +68,8 @@ class LeafPlan:
 
     if not TYPE_CHECKING:
         __getitem__ = refused("leaf[{}]", "an attribute, such as `leaf.spec`")
+        # Without this, `__getitem__` would make it iterable.
+        __iter__ = None
         __getattr__ = lacking(
             {
                 "sharding": "`leaf.spec`; `plan.shardings` is the tree of shardings",

@@ -128,6 +128,8 @@ class AxisRules(eqx.Module):
 
     if not TYPE_CHECKING:
         __getitem__ = refused("rules[{}]", "`dict(rules.rules)[{}]`")
+        __contains__ = refused("{} in rules", "`{} in rules.names`")
+        __iter__ = refused("iter(rules)", "`rules.rules`, a tuple of pairs")
         __class_getitem__ = classmethod(
             refused("AxisRules[{}]", "`AxisRules([{}])`, with parentheses")
         )

@@ -73,10 +73,14 @@ class PathRules(eqx.Module):
 
     if not TYPE_CHECKING:
         __getitem__ = refused("rules[{}]", "`rules.rules[{}]`")
+        __iter__ = refused("iter(rules)", "`rules.rules`, a tuple of pairs")
         __class_getitem__ = classmethod(
             refused("PathRules[{}]", "`PathRules([{}])`, with parentheses")
         )
-        __add__ = refused("rules + {}", "`rules.extend({})`")
+        __add__ = refused(
+            "rules + {}",
+            "`rules.extend({})`, or of other PathRules `rules.extend(other.rules)`",
+        )
         __getattr__ = lacking(
             {
                 "append": "`rules.extend([(regex, target)])`, which returns new rules",

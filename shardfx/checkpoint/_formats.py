@@ -76,6 +76,14 @@ def read_index(
         assert index["embed"].shape == (64, 8) and index.bytes_total == 2048
         ```
     """
+    return _index_at(path, root, timeout_seconds)
+
+
+def _index_at(
+    path: Where,
+    root: str | os.PathLike[str] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Index:
     address = address_of(path)
     if isinstance(address, Address):
         return _read_store(address, timeout_seconds)
@@ -443,7 +451,8 @@ def structs(index: Index | Where, *, prefix: str | None = None) -> dict[str, Any
         raise LeafTypeError(
             "a ShardPlan is no checkpoint: the structs of its arrays are `plan.structs`."
         )
-    index = index if isinstance(index, Index) else read_index(index)
+    if not isinstance(index, Index):
+        index = _index_at(index)
     rows = []
     for path, entry in below(index, prefix):
         if is_unreadable(entry):

@@ -25,7 +25,8 @@ ATTRIBUTES: Final[Mapping[str, str]] = MappingProxyType(
 
 def size_of_axis(spec: Any, name: str) -> str:
     """What to write for a mesh axis that was asked for as an attribute."""
-    if name in spec.axis_names:
+    # A value that is being made has no fields yet.
+    if name in vars(spec).get("axis_names", ()):
         return f"`spec.shape[{name!r}]`"
     return ""
 

@@ -426,6 +426,7 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
             "spec[{}]",
             "`spec.shape[{}]` for the size of an axis, and `spec.axis_names` for the names",
         )
+        __contains__ = refused("{} in spec", "`{} in spec.axis_names`")
         __len__ = refused("len(spec)", "`spec.size`, or `len(spec.axis_names)`")
         __enter__ = refused(
             "with spec", "`with jax.set_mesh(spec.build(jax.devices()))`"
