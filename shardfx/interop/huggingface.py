@@ -273,7 +273,7 @@ def rules_of(
             axis=axis,
             unit=(units or {}).get(name, 1),
         )
-        rules.append((rf"^{_path(key, begin)}(?:[./][^./]+)?$", optional(target)))
+        rules.append((rf"^{_path_regex(key, begin)}(?:[./][^./]+)?$", optional(target)))
         if name in _EXPERT_NAMES and module.endswith("experts"):
             single = dataclasses.replace(target, is_one_expert=True)
             rules.append(
@@ -319,20 +319,28 @@ def _expert_path(module: str, names: tuple[str, ...], prefix: str) -> str:
     matrices, such as "gate_proj". `prefix` is an optional first part of the paths, such
     as "model".
     """
-    path = _path(module, prefix).replace(
+    path = _path_regex(module, prefix).replace(
         "[./]mlp[./]", "[./](?:mlp|block_sparse_moe)[./]"
     )
     return rf"^{path}[./]\d+[./](?:{'|'.join(names)})[./][^./]+$"
 
 
-def _path(key: str, prefix: str) -> str:
+def _path_regex(key: str, prefix: str) -> str:
+    """A regex for the paths of a plan's name, such as "layers.*.mlp". `prefix` is as for
+    `_expert_path`.
+    """
+    path = _joined_regex(key)
+    if not prefix:
+        return path
+    return rf"(?:{_joined_regex(prefix)}[./])?{path}"
+
+
+def _joined_regex(key: str) -> str:
+    """A regex for the parts of a name, joined by "." or "/". A `*` is a number."""
     parts = []
     for part in key.split("."):
         if part == "*":
             parts.append(r"\d+")
         else:
             parts.append(re.escape(part))
-    path = "[./]".join(parts)
-    if not prefix:
-        return path
-    return rf"(?:{re.escape(prefix)}[./])?{path}"
+    return "[./]".join(parts)

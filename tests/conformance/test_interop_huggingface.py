@@ -114,6 +114,15 @@ def test_what_styles_do(path, shape, spec):
     assert specs == spec
 
 
+@pytest.mark.parametrize("joint", "./")
+def test_a_prefix_of_parts_is_joined_as_paths_are(joint):
+    rules = huggingface.rules_of(
+        {"layers.*.q": "colwise"}, prefix="model.language_model"
+    )
+    path = joint.join(["model", "language_model", "layers", "0", "q", "weight"])
+    assert specs_of({path: struct((64, 32))}, rules)[path] == P("tensor")
+
+
 def test_parts_of_packed_weights_and_heads_stay_whole():
     tree = {
         "layers.0.mlp.experts.gate_up_proj": struct((8, 256, 64)),
