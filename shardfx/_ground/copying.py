@@ -67,6 +67,9 @@ def block_dim(
     column = _contiguous_dim(shape, source_strides)
     if row is None or column is None or row == column or shape[row] < 2 * _BLOCK:
         return None
+    if source_strides[row] == 0:
+        # The elements of a row are one element, which lies in one line.
+        return None
     # Lines that are 2048 bytes apart use only every 32nd set of the cache.
     row_step = math.gcd(source_strides[row], _SETS_BYTES)
     apart = max(_LINE_BYTES, row_step)

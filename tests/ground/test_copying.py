@@ -53,6 +53,13 @@ def test_repeated_rows_are_copied_in_blocks_too():
             None,
         ),
         ((1024, 2048), (4096, 2), (4096, 2), None),  # not turned
+        # Rows of one element, repeated.
+        (
+            (1024, 2048),
+            (4096, 2),
+            (2, 0),
+            None,
+        ),
         # Blocks too small to be worth a call each.
         (
             (16, 2048),
