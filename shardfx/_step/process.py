@@ -63,8 +63,9 @@ class Worker:
                     raise EOFError("its answer is cut off")
                 is_answered = True
                 return texts, answer["error"]
-            except (OSError, ValueError, EOFError) as error:
-                return [], f"the process that asks the compiler ended ({error})"
+            except (OSError, ValueError, EOFError, LookupError, TypeError) as error:
+                # An answer may also lack its entries, or hold others.
+                return [], f"the process that asks the compiler ended ({error!r})"
             finally:
                 # An unread answer, for example after Ctrl-C, would be read as the
                 # answer to the next request.

@@ -1,0 +1,32 @@
+"""The answers of the process in which a compiler runs."""
+
+import pytest
+
+from shardfx._step.process import Worker
+
+
+ANSWERS = ["{}", "[]", '{"sizes": 3, "error": ""}', '{"sizes": [9], "error": ""}', ""]
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_a_broken_answer_ends_the_process(answer, tmp_path):
+    program = tmp_path / "answers.py"
+    program.write_text(f"import sys\nsys.stdin.buffer.readline()\nprint({answer!r})\n")
+    worker = Worker([str(program)])
+    texts, error = worker.ask(b"", {})
+    assert texts == []
+    assert error.startswith("the process that asks the compiler ended (")
+    assert not worker.is_alive
+
+
+def test_an_answer_is_texts_and_an_error(tmp_path):
+    program = tmp_path / "answers.py"
+    answer = '{"sizes": [2, 1], "error": "no"}\nabc'
+    program.write_text(
+        "import sys\nsys.stdin.buffer.readline()\n"
+        f"sys.stdout.write({answer!r})\nsys.stdout.flush()\nsys.stdin.read()\n"
+    )
+    worker = Worker([str(program)])
+    assert worker.ask(b"", {}) == ([b"ab", b"c"], "no")
+    assert worker.is_alive
+    worker.end()
