@@ -30,22 +30,25 @@ from ._traffic import read
 from ._traffic_rows import Traffic, TrafficRow, largest_first
 
 
-# The smallest size of a shrunken mesh axis, if the axis had at least this size.
-_LEAST_SIZE = 4
+# Mesh axes of at most this size are not halved.
+_SHORT_AXIS = 4
 
 
 def shrunk(mesh: MeshSpec, most: int) -> MeshSpec:
-    """A smaller mesh with the same axes: the longest axes are halved until it has at
-    most `most // 2` devices, so that one axis can be doubled again. Raises
-    `ProgramError` if the sizes cannot be halved so far.
+    """A smaller mesh with the same axes: the longest even axes are halved until it
+    has at most `most // 2` devices, so that one axis can be doubled for a second
+    program. Raises `ProgramError` if the sizes cannot be halved so far.
     """
     sizes = dict(mesh.shape)
     while math.prod(sizes.values()) > most // 2:
         name = max(sizes, key=lambda axis: sizes[axis] if sizes[axis] % 2 == 0 else 0)
-        if sizes[name] % 2 or sizes[name] <= _LEAST_SIZE:
+        if sizes[name] % 2 or sizes[name] <= _SHORT_AXIS:
+            fix = f"use fewer axes, since axes of {_SHORT_AXIS} are not halved"
+            if max(sizes.values()) > _SHORT_AXIS:
+                fix = "use axes whose sizes are powers of 2"
             raise ProgramError(
                 f"XLA partitions for at most {most} devices, and the axes of {mesh}"
-                " cannot be halved to fewer; use axes whose sizes are powers of 2."
+                f" cannot be halved to fewer; {fix}."
             )
         sizes[name] //= 2
     return _with_sizes(mesh, sizes)

@@ -277,6 +277,7 @@ def test_what_cannot_be_estimated():
         paths=rules,
     )
     large = MeshSpec({"data": 3**9}).abstract()
+    many = MeshSpec(dict.fromkeys("abcdefgh", 4)).abstract()
     for error, message, step, *args in (
         (
             MeshError,
@@ -308,6 +309,12 @@ def test_what_cannot_be_estimated():
             "the axes of data=19683 cannot be halved to fewer",
             jnp.sin,
             struct((8,), mesh=large),
+        ),
+        (
+            ProgramError,
+            "cannot be halved to fewer; use fewer axes, since axes of 4 are not halved",
+            jnp.sin,
+            struct((8,), mesh=many),
         ),
     ):
         with pytest.raises(error, match=message):
