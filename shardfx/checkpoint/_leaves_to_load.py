@@ -571,18 +571,23 @@ _SHORT |= {"fp32": "float32", "f32": "float32", "float": "float32"}
 
 def _asked_dtype(asked: Any) -> DType:
     """The dtype of the argument `dtype` of `load`. Raises `LeafTypeError` for a value
-    that is none.
+    that is no dtype.
     """
+    fix = "bfloat16"
     if isinstance(asked, str):
         known = dtype_named(asked)
-        if known is None:
-            fix = _SHORT.get(asked, "bfloat16")
-            raise LeafTypeError(
-                f"`dtype={asked!r}` is no dtype of JAX; write `dtype={fix!r}`, or"
-                ' `dtype="plan"` for the dtypes of the plan.'
-            )
-        return known
-    return jnp.dtype(asked)
+        fix = _SHORT.get(asked, fix)
+    else:
+        try:
+            known = jnp.dtype(asked)
+        except TypeError:
+            known = None
+    if known is None:
+        raise LeafTypeError(
+            f"`dtype={asked!r}` is no dtype of JAX; write `dtype={fix!r}`, or"
+            ' `dtype="plan"` for the dtypes of the plan.'
+        )
+    return known
 
 
 def box_bytes(box: Box, dtype: object) -> int:

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
 from shardfx.checkpoint import _flight as flights
-from shardfx.errors import CheckpointError, PlanMismatchError
+from shardfx.errors import CheckpointError, LeafTypeError, PlanMismatchError
 
 
 MESH = MeshSpec({"a": 2, "b": 2, "c": 2})
@@ -145,6 +145,8 @@ def test_nothing_is_cast_that_was_not_asked_for(tmp_path):
         assert same_bytes(loaded["n"], arrays["n"])
     actual = checkpoint.load(tmp_path, plan, dtype=jnp.float16)["w"].dtype
     assert actual == jnp.float16
+    with pytest.raises(LeafTypeError, match="`dtype=3` is no dtype of JAX; write"):
+        checkpoint.load(tmp_path, plan, dtype=3)
 
 
 CASES = {
