@@ -51,14 +51,14 @@ def begin(
         raise CheckpointError(text)
     needed = sum(size for _, size, _ in headers.values())
     parent = os.path.dirname(path)
-    os.makedirs(parent, exist_ok=True)
-    free = shutil.disk_usage(parent).free
+    free = shutil.disk_usage(_existing_directory(parent)).free
     if needed > free:
         message = (
             f"saving takes {needed} bytes and {free} are free; nothing was written."
             " Free some, or save elsewhere"
         )
         raise OSError(errno.ENOSPC, message, path)
+    os.makedirs(parent, exist_ok=True)
     if not is_file:
         os.mkdir(staging)
     if not is_file and plan is not None:
@@ -78,6 +78,13 @@ def begin(
         _write_file(
             os.path.join(staging, "model.safetensors.index.json"), content.encode()
         )
+
+
+def _existing_directory(directory: str) -> str:
+    """`directory`, or the innermost directory above it that exists."""
+    while not os.path.exists(directory):
+        directory = os.path.dirname(directory)
+    return directory
 
 
 def _write_file(file: str, data: bytes, size: int | None = None) -> None:

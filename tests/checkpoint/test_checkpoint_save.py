@@ -324,7 +324,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(tmp_path, monkey
     with pytest.raises(
         OSError, match=r"saving takes \d+ bytes and 1000 are free; nothing was written"
     ):
-        checkpoint.save(tmp_path / "step", arrays, plan)
+        checkpoint.save(tmp_path / "run" / "new" / "step", arrays, plan)
     assert os.listdir(tmp_path) == []
 
 
