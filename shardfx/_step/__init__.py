@@ -103,6 +103,7 @@ from .lowered import (
     applied,
     bytecode,
     carry_of,
+    equations_in,
     frames_of,
     is_library,
     lines_of,

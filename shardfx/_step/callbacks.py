@@ -25,6 +25,7 @@ from .._ground.errors import ProgramError
 from .lowered import (
     CALLS_BACK,
     CALLS_BACK_BY_SHARD,
+    equations_in,
     frames_of,
     is_library,
     opened,
@@ -122,21 +123,11 @@ def callbacks_in(jaxpr: Any) -> tuple[str, ...]:
     """The callbacks in a jaxpr at any depth, each with its source line:
     "train.py:41 loss: `jax.debug.print`".
     """
-    places: dict[str, None] = {}
-
-    def read(param: Any) -> None:
-        if isinstance(param, tuple):
-            for part in param:
-                read(part)
-        elif isinstance(param, jex.ClosedJaxpr | jex.Jaxpr):
-            for equation in opened(param)[0].eqns:
-                if equation.primitive.name in CALLBACKS:
-                    places[_place(equation)] = None
-                for value in equation.params.values():
-                    read(value)
-
-    read(jaxpr)
-    return tuple(places)
+    texts: dict[str, None] = {}
+    for equation in equations_in(jaxpr):
+        if equation.primitive.name in CALLBACKS:
+            texts[_place(equation)] = None
+    return tuple(texts)
 
 
 class _Replacer:

@@ -512,6 +512,20 @@ def opened(program: object) -> tuple[Any, Sequence[Any]]:
     return program, ()
 
 
+def equations_in(program: object) -> Iterator[jex.JaxprEqn]:
+    """Yields the equations of a jaxpr, and of the jaxprs that it contains at any depth.
+    `program` may be any parameter of an equation; one without a jaxpr has none.
+    """
+    if isinstance(program, tuple):
+        for part in program:
+            yield from equations_in(part)
+    elif isinstance(program, jex.ClosedJaxpr | jex.Jaxpr):
+        for equation in opened(program)[0].eqns:
+            yield equation
+            for param in equation.params.values():
+                yield from equations_in(param)
+
+
 def applied(jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Sequence[Any]) -> list[Any]:
     """Evaluates one equation of a jaxpr for the operands `ins`, and returns its
     results. The operations get the equation's own name stack and source line.

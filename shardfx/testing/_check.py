@@ -17,6 +17,7 @@ from .._ground.text import plural, table
 from .._step import (
     Frame,
     Refutation,
+    equations_in,
     judged,
     platform_of,
     step_of,
@@ -210,17 +211,24 @@ def check_step(
 
 def _refutations(step: Any, args: Sequence[object]) -> tuple[Refutation, ...]:
     """What `verify` says is wrong with a step; nothing if there is nothing to read: no
-    mesh, or a program that XLA refuses, whose error its run raises. Nor if the step has
-    a `shard_map`: the program may be right, and the step lack a sum.
+    mesh, or a program that XLA refuses, whose error its run raises.
+
+    Nothing for a step with a `shard_map` either: if the step lacks a sum, `verify` may
+    refute a program that does what the step says.
     """
     try:
-        program = step_of(step, args)
-        if program.is_without_mesh or "shard_map" in str(program.traced.jaxpr):
+        traced = step_of(step, args)
+        if traced.is_without_mesh or _has_shard_map(traced.traced.jaxpr):
             return ()
-        programs = program.programs(platform_of(jax.default_backend()))
+        programs = traced.programs(platform_of(jax.default_backend()))
     except (MeshError, ProgramError):
         return ()
     return judged(programs).refutations
+
+
+def _has_shard_map(jaxpr: object) -> bool:
+    names = {equation.primitive.name for equation in equations_in(jaxpr)}
+    return "shard_map" in names
 
 
 def _compared(

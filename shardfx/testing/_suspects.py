@@ -9,13 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._ground.spec import axes_of_entries, entries_of, entry_axes
-from .._step import opened, place_text
+from .._step import Frame, opened, place_text
 from ._tape import Record, ShardMapBody, Tape
 
 
-_SUMS = ("psum", "psum2", "psum_invariant")
-_ALIKE = (*_SUMS, "pmax", "pmin", "pmean", "all_gather", "all_gather_invariant")
-_APART = ("ppermute", "all_to_all", "psum_scatter", "reduce_scatter", "axis_index")
+# Sums over devices with one result for all of them.
+_WHOLE_SUMS = ("psum", "psum2", "psum_invariant")
+# The primitive of `psum_scatter`.
+_SCATTERED_SUM = "reduce_scatter"
+_SUMS = (*_WHOLE_SUMS, _SCATTERED_SUM)
+# Collectives after which all devices along their axes have the same value.
+_SAME_RESULTS = (
+    *_WHOLE_SUMS,
+    "pmax",
+    "pmin",
+    "pmean",
+    "all_gather",
+    "all_gather_invariant",
+)
+# Equations after which each device along their axes has a value of its own.
+_OWN_RESULTS = ("ppermute", "all_to_all", _SCATTERED_SUM, "axis_index")
 # Mesh axes.
 Axes = frozenset[str]
 # By the number of an equation, the mesh axes along which the devices may have different
@@ -33,18 +46,33 @@ def suspects(tape: Tape) -> tuple[str, ...]:
     for body in tape.bodies:
         if body.equation.params["check_vma"]:
             continue
-        for record, reason in _suspicious(tape, body):
-            place = place_text(next(iter(record.frames), None))
-            texts[f"`{record.primitive}` at {place}: {reason}"] = None
+        varying = _varying(tape, body)
+        for record, reason in _suspicious_equations(tape, body, varying):
+            texts[_text(record.primitive, record.frames, reason)] = None
+        for number, reason in _suspicious_results(body, varying):
+            if number >= 0:
+                record = tape.records[number]
+                text = _text(record.primitive, record.frames, reason)
+            else:
+                # No equation made the result, so it is an argument of the `shard_map`.
+                text = _text("shard_map", body.frames, f"an argument of it {reason}")
+            texts[text] = None
     return tuple(texts)
 
 
-def _suspicious(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
+def _text(primitive: str, frames: Sequence[Frame], reason: str) -> str:
+    place = place_text(next(iter(frames), None))
+    return f"`{primitive}` at {place}: {reason}"
+
+
+def _suspicious_equations(
+    tape: Tape,
+    body: ShardMapBody,
+    varying: Varying,
+) -> Iterator[tuple[Record, str]]:
     """Yields each suspicious equation of a `shard_map`, with a text that says why."""
-    params = body.equation.params
-    axes = [axis for axis, size in params["mesh"].shape.items() if size > 1]
-    axes_by_operand, axis_by_length = _cuts(body)
-    varying = _varying(tape, body, axes_by_operand)
+    axes = _axes_of_mesh(body)
+    _, axis_by_length = _cuts(body)
     records = [tape.records[number] for number in body.numbers]
     indexed: set[str] = set()
     for record in records:
@@ -60,15 +88,25 @@ def _suspicious(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
             )
             yield record, reason
 
-    for number, spec in zip(body.results, params["out_specs"], strict=True):
+
+def _suspicious_results(
+    body: ShardMapBody,
+    varying: Varying,
+) -> Iterator[tuple[int, str]]:
+    """Yields the number of each result of a `shard_map` that may differ where `out_specs`
+    say that it does not, with a text that says so.
+    """
+    axes = _axes_of_mesh(body)
+    out_specs = body.equation.params["out_specs"]
+    for number, spec in zip(body.results, out_specs, strict=True):
         unsaid = varying.get(number, Axes()) - _axes_of_spec(spec)
         unsaid_axes = [axis for axis in axes if axis in unsaid]
-        if unsaid_axes and number >= 0:
+        if unsaid_axes:
             reason = (
                 f"may differ along {', '.join(unsaid_axes)}, and `out_specs` say that"
                 " it does not: is a psum missing?"
             )
-            yield tape.records[number], reason
+            yield number, reason
 
 
 def _suspicious_sums(
@@ -79,7 +117,7 @@ def _suspicious_sums(
     """Yields an equation that reduces over devices with the same values, or in a narrow
     dtype, with a text that says so.
     """
-    if record.primitive in _ALIKE:
+    if record.primitive in (*_SAME_RESULTS, _SCATTERED_SUM):
         same = record.axes - _operand_axes(record, varying)
         for axis in axes:
             if axis in same:
@@ -112,25 +150,32 @@ def _cuts(body: ShardMapBody) -> tuple[Varying, dict[int, str]]:
     return axes_by_operand, axis_by_length
 
 
-def _varying(tape: Tape, body: ShardMapBody, axes_by_operand: Varying) -> Varying:
+def _varying(tape: Tape, body: ShardMapBody) -> Varying:
     """For each operand and each equation in the `shard_map` `body`, the mesh axes along
-    which the devices may have different values. `axes_by_operand` has them for the
-    operands alone. The keys of both dicts are numbers, as in `tape.records`.
+    which the devices may have different values. The keys are numbers, as in
+    `tape.records`.
     """
+    axes_by_operand, _ = _cuts(body)
     varying = dict(axes_by_operand)
     # An iteration of a loop takes the results of the iteration before it.
     for _ in range(len(body.equation.params["mesh"].shape) + 1):
         for number in body.numbers:
             record = tape.records[number]
             axes = _operand_axes(record, varying)
-            if record.primitive in _ALIKE:
+            if record.primitive in _SAME_RESULTS:
                 varying[number] = axes - record.axes
                 continue
             before = tape.carry_results.get(number, number)
             varying[number] = axes | varying.get(before, Axes())
-            if record.primitive in _APART:
+            if record.primitive in _OWN_RESULTS:
                 varying[number] |= record.axes
     return varying
+
+
+def _axes_of_mesh(body: ShardMapBody) -> list[str]:
+    """The axes of the mesh of a `shard_map` that have more than one device."""
+    mesh = body.equation.params["mesh"]
+    return [axis for axis, size in mesh.shape.items() if size > 1]
 
 
 def _operand_axes(record: Record, varying: Varying) -> Axes:

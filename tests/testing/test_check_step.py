@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import shardfx as sfx
 from shardfx.errors import ProgramError
-from shardfx.testing import check_step
+from shardfx.testing import _check, check_step
 from tests.testing.planted import PLANTED, mesh_of
 
 
@@ -324,6 +324,50 @@ def test_a_shard_map_over_several_devices_needs_a_reference(mesh):
     check = check_step(case.make(mesh, True), *args, reference=plain)
     assert not check
     assert any("is a psum missing?" in line for line in check.story)
+
+
+def test_a_scattered_sum_of_equal_values_is_suspected(mesh):
+    def body(x):
+        return lax.psum_scatter(x, "d", scatter_dimension=0, tiled=True)
+
+    step = jax.shard_map(
+        body, mesh=mesh, in_specs=P(), out_specs=P("d"), check_vma=False
+    )
+    x = cut(some(8, 8).astype(jnp.bfloat16), mesh=mesh)
+    story = "\n".join(check_step(step, x, reference=lambda x: x).story)
+    assert "`reduce_scatter` at test_check_step.py" in story
+    assert "along which all devices have the same: is it doubled?" in story
+    assert "adds up in bfloat16" in story
+
+
+def test_an_argument_that_is_returned_unsummed_is_suspected(mesh):
+    def step(x):
+        body = lambda x: x
+        return jax.shard_map(
+            body, mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False
+        )(x)
+
+    x = cut(some(8, 8), "d", mesh=mesh)
+    reference = lambda x: x[: 8 // mesh.shape["d"]] * 3 + 1
+    story = "\n".join(check_step(step, x, reference=reference).story)
+    assert "`shard_map` at test_check_step.py" in story
+    assert "an argument of it may differ along d" in story
+
+
+def test_a_function_called_shard_map_is_no_shard_map(mesh, monkeypatch):
+    asked = []
+    refuted_by = _check.judged
+    monkeypatch.setattr(
+        _check, "judged", lambda programs: asked.append(1) or refuted_by(programs)
+    )
+
+    @jax.jit
+    def no_shard_map(x):
+        return 2 * x
+
+    x = cut(some(8, 8), "d", mesh=mesh)
+    assert check_step(lambda x: no_shard_map(x).sum(), x)
+    assert asked
 
 
 def test_suspects_are_wrong_sums_and_wrong_positions(
