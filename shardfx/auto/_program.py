@@ -155,6 +155,8 @@ class Tied:
         self.marks: dict[str, list[int]] = {kind: [] for kind in _MARKS}
         # From the node of a spatial dimension to its index and their number.
         self.spatial_nodes: dict[int, tuple[int, int]] = {}
+        # The batches of the images of convolutions.
+        self.batch_nodes: list[int] = []
         # From a loop and the length of an array that it iterates over to the array's
         # first dimension.
         loops: dict[tuple[int, int], int] = {}
@@ -316,13 +318,14 @@ def _mark_convolution(tied: Tied, operation: Operation) -> None:
     numbers = stablehlo.ConvDimensionNumbers(operation.windows)
     image, kernel = (tied.dims[value] for value in operation.ins)
     earlier_roots: set[Root] = set()
-    for node in tied.spatial_nodes:
+    for node in (*tied.spatial_nodes, *tied.batch_nodes):
         earlier_roots.update(tied.union.roots(node))
     channels = image[numbers.input_feature_dimension]
-    # Only the first convolution over an array tells which dimension is its channels:
-    # that of a gradient uses batches as channels.
+    # The gradient of a kernel is a convolution too. It sums over the batch of an earlier
+    # convolution as if the batch were channels, and has the channels as its batch.
     if earlier_roots.isdisjoint(tied.union.roots(channels)):
         tied.marks["channels"].append(channels)
+        tied.batch_nodes.append(image[numbers.input_batch_dimension])
     tied.marks["contracted"].append(kernel[numbers.kernel_input_feature_dimension])
     for dim in numbers.kernel_spatial_dimensions:
         tied.marks["windows"].append(kernel[dim])

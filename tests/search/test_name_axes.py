@@ -197,6 +197,26 @@ def test_what_dimensions_are_called(make):
     assert not found.notes
 
 
+@pytest.mark.parametrize("layout", ["NCHW", "CHWN"])
+def test_a_gradient_changes_no_name_of_an_image(layout):
+    numbers = (layout, "OIHW", layout)
+
+    def loss(kernels, images):
+        x = images
+        for kernel in kernels:
+            x = jax.lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=numbers
+            )
+        return jnp.sum(x**2)
+
+    kernels = [f32(48, 6, 3, 3), f32(64, 48, 3, 3)]
+    sizes_by_letter = {"N": 32, "C": 6, "H": 16, "W": 20}
+    images = f32(*map(sizes_by_letter.__getitem__, layout))
+    forward = by_path(name_axes(loss, kernels, images))["1"]
+    assert by_path(name_axes(jax.grad(loss), kernels, images))["1"] == forward
+    assert forward[layout.index("N")] != "channels"
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_plans_with_what_was_found(name):
     step, *args = MODELS[name]()
