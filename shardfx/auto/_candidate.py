@@ -197,26 +197,37 @@ def without_twins(
 ) -> Iterator[Candidate]:
     """Yields the candidates of `candidates` that are no duplicates of earlier ones or of
     `earlier`. Two candidates are duplicates if they divide all arguments into the same
-    shards.
+    shards, and the same dimensions share a mesh axis.
     """
-    seen = {_shard_counts(candidate) for candidate in earlier}
+    seen = {_twin_key(candidate) for candidate in earlier}
     for candidate in candidates:
-        if (counts := _shard_counts(candidate)) not in seen:
-            seen.add(counts)
+        key = _twin_key(candidate)
+        if key not in seen:
+            seen.add(key)
             yield candidate
 
 
-def _shard_counts(candidate: Candidate) -> object:
-    """The slices that each mesh axis spans, and the number of shards of each dimension
-    of each argument of the step.
+def _twin_key(candidate: Candidate) -> object:
+    """A key that is equal for two candidates if, and only if, they are duplicates.
+
+    It has the slices that each mesh axis spans. For each dimension of each argument of
+    the step, it has the sizes of the mesh axes that shard it, each with a number in the
+    place of the axis's name: axes are numbered in the order of their first use.
     """
     mesh = candidate.mesh
-    shard_counts = []
+    numbers: dict[str, int] = {}
+    shards_of_leaves = []
     for plan in candidate.plans:
         for leaf in plan.leaves:
-            axes_of_dims = map(entry_axes, leaf.spec)
-            shard_counts.append(tuple(map(mesh.axis_size, axes_of_dims)))
-    return mesh.dcn_sizes, tuple(shard_counts)
+            shards_of_dims = []
+            for dim, entry in enumerate(leaf.spec):
+                for axis in entry_axes(entry):
+                    size = mesh.axis_size((axis,))
+                    if size > 1:
+                        number = numbers.setdefault(axis, len(numbers))
+                        shards_of_dims.append((dim, number, size))
+            shards_of_leaves.append(tuple(shards_of_dims))
+    return mesh.dcn_sizes, tuple(shards_of_leaves)
 
 
 def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from models import f32, mlp_step
 
-from shardfx import AxisRules
+from shardfx import AxisRules, MeshSpec, PathRules, plan
 from shardfx.auto import Candidate, Limits, _programs as programs, search
 from shardfx.auto._candidate import without_twins
 from shardfx.errors import OutOfMemoryError
@@ -148,3 +148,26 @@ def test_what_the_compiler_refuses_is_dropped(monkeypatch):
     assert candidates
     for candidate in candidates:
         assert candidate.mesh.shape.get("data") != 8
+
+
+def test_a_twin_has_the_same_dimensions_on_one_axis():
+    mesh = MeshSpec({"fsdp": 2, "tensor": 2})
+    tree = {"w": f32(8, 8), "x": f32(8, 8)}
+
+    def candidate(mesh, **specs):
+        rules = PathRules([(name, jax.P(*spec)) for name, spec in specs.items()])
+        return Candidate(
+            mesh=mesh,
+            rules=AxisRules([]),
+            assignments=(),
+            plans=(plan(tree, mesh, paths=rules),),
+            seconds=1.0,
+            memory_bytes=0,
+            limit_bytes=1,
+        )
+
+    gathered = candidate(mesh, w=["fsdp", "tensor"], x=["fsdp"])
+    turned = candidate(mesh, w=["tensor", "fsdp"], x=["fsdp"])
+    other_names = MeshSpec({"tensor": 2, "fsdp": 2})
+    renamed = candidate(other_names, w=["tensor", "fsdp"], x=["tensor"])
+    assert [*without_twins([gathered, turned, renamed])] == [gathered, turned]
