@@ -118,8 +118,9 @@ def plan(
       layers.
     - `chip`: the kind of the devices, where `devices` does not show it; see
       [`shardfx.chips.find`][]. By default the memory of a v5e is assumed.
-    - `rows`: the rows of a batch. With fewer rows than devices, an axis `tensor` of the
-      mesh shards weights and no batch. By default each device is assumed to have rows.
+    - `rows`: the rows of a batch. If they do not divide over the devices, an axis
+      `tensor` of the mesh shards weights and no batch. By default each device is
+      assumed to have rows.
 
     **Returns:**
 
@@ -129,9 +130,9 @@ def plan(
     **Raises:**
 
     `LeafTypeError` for a tree without arrays; `MeshError` for devices that cannot be
-    read, and for a mesh with other axes; `OutOfMemoryError` if the state does not fit
-    on all devices, with the number that it needs; `RuleError` for an optimizer that is
-    none.
+    read, for a mesh with other axes, and for rows that do not divide over slices;
+    `OutOfMemoryError` if the state does not fit on all devices, with the number that it
+    needs; `RuleError` for an optimizer that is none.
 
     !!! Example
 
@@ -247,19 +248,24 @@ def _data_or_fsdp_mesh(mesh: MeshSpec | Mesh | AbstractMesh) -> MeshSpec:
 
 
 def _tensor_size(hardware: _Hardware, rows: int | None) -> int:
-    """The number of devices that share the rows of one device, since there are fewer
-    rows than devices.
+    """The smallest size of an axis `tensor`, within a slice, for which `rows` divide
+    over the remaining devices. Raises `MeshError` if there is none.
     """
     if rows is None:
         return 1
     if rows < 1:
         raise MeshError(f"`rows={rows}` is no number of rows; pass those of a batch.")
+    if hardware.mesh is not None:
+        return 1
     total = hardware.options.total
-    in_slice = total // hardware.options.slices
-    for size in _divisors(in_slice):
+    slices = hardware.options.slices
+    for size in _divisors(total // slices):
         if rows % (total // size) == 0:
             return size
-    return in_slice
+    raise MeshError(
+        f"`rows={rows}` do not divide over {plural(slices, 'slice')}, and each has rows;"
+        f" pass a multiple of {slices}."
+    )
 
 
 def _choices(hardware: _Hardware, tensor: int) -> Iterator[_Choice]:
@@ -344,11 +350,12 @@ class _Pricing:
                     stacked=stacked,
                 )
                 self.arrays.append(named_shape)
+        self.whole_dims = whole_dims(self.arrays)
 
     def priced(self, choice: _Choice) -> _Priced:
         """The plan of a choice, with its bytes."""
         shards = math.prod(map(choice.mesh.axis_size, choice.axes))
-        dims = _alike(self.leaves, whole_dims(self.arrays, shards))
+        dims = _alike(self.leaves, self.whole_dims.over(shards))
         paths = [array.path for array in self.arrays]
         rules = shape_rules(paths, dims, choice.axes, _SMALL_BYTES)
         planned = plan_by_rules(self.tree, choice.mesh, paths=rules)
@@ -436,7 +443,7 @@ def _why(hardware: _Hardware, pricing: _Pricing, priced: _Priced) -> str:
         )
     if ("tensor",) in axes:
         sentences.append(
-            "`tensor` shards weights alone: there are fewer rows than devices."
+            "`tensor` shards weights alone: the rows do not divide over all devices."
         )
     if hardware.mesh is not None:
         sentences.append("The mesh was given.")

@@ -41,10 +41,50 @@ class NamedShape(NamedTuple):
     stacked: int = 0
 
 
-def whole_dims(arrays: Sequence[NamedShape], shards: int) -> list[tuple[int, ...]]:
-    """For each array, the dimensions that must not be sharded over `shards` devices, in
-    ascending order.
+class _OutputDims(NamedTuple):
+    """The dimensions of the weights of an attention layer's output, or of its bias, of
+    which one must not be sharded.
+
+    - `position`: the position of the array among all.
+    - `heads`: the dimension of the heads, `None` in a bias. It must not be sharded if a
+      shard would split a head.
+    - `size`: the number of elements of all heads.
+    - `results`: the dimension of the results, which else must not be sharded.
     """
+
+    position: int
+    heads: int | None
+    size: int
+    results: int
+
+
+class WholeDims(NamedTuple):
+    """The dimensions that must not be sharded.
+
+    - `dims`: for each array, those for any number of devices.
+    - `outputs`: the arrays in which the number of devices decides on another one.
+    """
+
+    dims: list[set[int]]
+    outputs: list[_OutputDims]
+
+    def over(self, shards: int) -> list[tuple[int, ...]]:
+        """For each array, the dimensions that must not be sharded over `shards` devices,
+        in ascending order.
+        """
+        dims = list(map(set, self.dims))
+        for output in self.outputs:
+            if _has_whole_heads(output.size, shards):
+                # A sharded dimension of the results would shard all activations, in
+                # place of the batch.
+                dims[output.position].add(output.results)
+            elif output.heads is not None:
+                dims[output.position].add(output.heads)
+        return [tuple(sorted(of_array)) for of_array in dims]
+
+
+def whole_dims(arrays: Sequence[NamedShape]) -> WholeDims:
+    """The dimensions of the arrays that must not be sharded."""
     dims = [set(range(array.stacked)) for array in arrays]
     is_open = []
     for number, array in enumerate(arrays):
@@ -54,11 +94,13 @@ def whole_dims(arrays: Sequence[NamedShape], shards: int) -> list[tuple[int, ...
             dims[number].update(_named_dims(array.names, len(array.shape)))
 
     unnamed = [arrays[number] for number in is_open]
-    head_dims = ft.partial(_head_dims, shards=shards)
+    outputs: list[_OutputDims] = []
+    head_dims = ft.partial(_head_dims, outputs=outputs)
     for find in (_stacked_dims, _expert_dims, head_dims):
         for position, dim in find(unnamed):
             dims[is_open[position]].add(dim)
-    return [tuple(sorted(of_array)) for of_array in dims]
+    outputs = [output._replace(position=is_open[output.position]) for output in outputs]
+    return WholeDims(dims, outputs)
 
 
 def _named_dims(names: tuple[Any, ...], rank: int) -> Iterable[int]:
@@ -135,9 +177,13 @@ class _Projection(NamedTuple):
     position: int
 
 
-def _head_dims(arrays: Sequence[NamedShape], shards: int) -> Iterable[tuple[int, int]]:
+def _head_dims(
+    arrays: Sequence[NamedShape],
+    outputs: list[_OutputDims],
+) -> Iterable[tuple[int, int]]:
     """Pairs of an array's position and a dimension with attention heads, or with the
-    elements of a head.
+    elements of a head. The weights of outputs with such a dimension are appended to
+    `outputs`, if the heads and their elements share it.
     """
     # By the path of the layer, and by the path within a projection.
     layers: dict[tuple[tuple[str, ...], str], list[_Projection]] = {}
@@ -158,14 +204,14 @@ def _head_dims(arrays: Sequence[NamedShape], shards: int) -> Iterable[tuple[int,
             layers.setdefault(layer, []).append(_Projection(role, position))
 
     for (_, suffix), projections in layers.items():
-        yield from _head_dims_of_layer(suffix, projections, arrays, shards)
+        yield from _head_dims_of_layer(suffix, projections, arrays, outputs)
 
 
 def _head_dims_of_layer(
     suffix: str,
     projections: Sequence[_Projection],
     arrays: Sequence[NamedShape],
-    shards: int,
+    outputs: list[_OutputDims],
 ) -> Iterable[tuple[int, int]]:
     """As `_head_dims`, for the projections of one layer. Their paths end in `suffix`."""
     shapes = {
@@ -182,16 +228,19 @@ def _head_dims_of_layer(
             for dim in separate_dims:
                 yield position, dim
         elif joined_dim is not None and len(shape) == len(inputs[0]):
-            dim = joined_dim
-            if role == "o":
-                # The weights of the output have the opposite order.
-                dim = 2 * len(shape) - 3 - joined_dim
-                if _has_whole_heads(shape[dim], shards):
-                    # A sharded dimension of the results would shard all activations,
-                    # in place of the batch.
-                    dim = joined_dim
-            if 0 <= dim < len(shape):
-                yield position, dim
+            if role != "o":
+                yield position, joined_dim
+                continue
+            # The weights of the output have the opposite order.
+            dim = 2 * len(shape) - 3 - joined_dim
+            if dim < len(shape):
+                output = _OutputDims(
+                    position=position,
+                    heads=dim if dim >= 0 else None,
+                    size=shape[dim],
+                    results=joined_dim,
+                )
+                outputs.append(output)
 
 
 def _has_whole_heads(size: int, shards: int) -> bool:

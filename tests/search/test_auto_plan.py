@@ -196,7 +196,7 @@ def test_devices_beyond_the_rows_of_a_batch_share_weights():
     assert auto_plan["up"].spec == jax.P(None, "tensor")
     assert auto_plan["down"].spec == jax.P("tensor")
     assert auto_plan.batch.spec == jax.P(("data",))
-    assert "there are fewer rows than devices" in auto_plan.why
+    assert "the rows do not divide over all devices" in auto_plan.why
     assert by_code(auto_plan, tree) == auto_plan.off()
     enough = sfx.auto.plan(tree, 256, chip="v5e", rows=512)
     assert dict(enough.mesh.shape) == {"data": 256}
@@ -207,6 +207,16 @@ def test_devices_beyond_the_rows_of_a_batch_share_weights():
     assert large.batch.spec == jax.P(("data", "fsdp"))
     slices = sfx.auto.plan(tree, "tpu:v5e:4x4*2", rows=8)
     assert str(slices.mesh) == "data=8(dcn=2),tensor=4"
+
+
+def test_rows_that_divide_over_no_axis_are_refused():
+    tree = {"up": struct(1024, 4096)}
+    with pytest.raises(MeshError, match="`rows=3` do not divide over 2 slices") as told:
+        sfx.auto.plan(tree, "tpu:v5e:4x4*2", rows=3)
+    assert "pass a multiple of 2" in str(told.value)
+    more = sfx.auto.plan(tree, 16, chip="v5e", rows=24)
+    assert dict(more.mesh.shape) == {"data": 8, "tensor": 2}
+    assert "fewer rows" not in more.why
 
 
 def test_names_given_say_what_is_whole():
