@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._ground.spec import axes_of_entries, entries_of, entry_axes
-from .._step import Frame, opened, place_text
+from .._step import Frame, frames_of, is_library, opened, place_text
 from ._tape import Record, ShardMapBody, Tape
 
 
@@ -55,7 +55,9 @@ def suspects(tape: Tape) -> tuple[str, ...]:
                 text = _text(record.primitive, record.frames, reason)
             else:
                 # No equation made the result, so it is an argument of the `shard_map`.
-                text = _text("shard_map", body.frames, f"an argument of it {reason}")
+                frames = frames_of(body.equation)
+                user_frames = [frame for frame in frames if not is_library(frame)]
+                text = _text("shard_map", user_frames, f"an argument of it {reason}")
             texts[text] = None
     return tuple(texts)
 

@@ -108,14 +108,12 @@ class ShardMapBody(NamedTuple):
     - `equation`: the `shard_map` itself.
     - `reads`, `results`: the numbers of its operands and results.
     - `numbers`: the numbers of the records inside of it.
-    - `frames`: the source lines of the user that call it, the innermost first.
     """
 
     equation: jex.JaxprEqn
     reads: Numbers
     results: Numbers
     numbers: range
-    frames: tuple[Frame, ...]
 
 
 class Tape:
@@ -544,7 +542,6 @@ class Tape:
             reads=reads,
             results=out_numbers,
             numbers=range(start, len(self.records)),
-            frames=self.frames,
         )
         self.bodies.append(body_record)
         return outs, out_numbers
