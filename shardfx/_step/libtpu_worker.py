@@ -335,6 +335,9 @@ def _compile(
     # Nothing may be raised out of this block: the child would go on as a second parent.
     try:
         _end_with_parent(parent)
+        # A stopped process in the group of the user's processes would let the kernel
+        # hang all of them up when the first one ends.
+        os.setpgid(0, 0)
         os.putenv("TPU_LOG_DIR", folder)
         _write_chatter_to(folder, (0, 1, 2))
         devices = _devices(request["target"], request["slices"])

@@ -238,6 +238,32 @@ def test_a_child_without_a_folder_ends_with_an_error(tmp_path):
     assert ran.stdout.count("No such file") == 1, ran.stderr
 
 
+def test_a_child_is_in_no_group_of_the_user(tmp_path):
+    """It is stopped for some time. If a process group with a stopped process loses its
+    last parent, the kernel hangs up all of the group.
+    """
+    program = (
+        "import os, sys, time\n"
+        f"sys.path.insert(0, {os.path.dirname(libtpu_worker.__file__)!r})\n"
+        "import libtpu_worker\n"
+        "libtpu_worker._devices = lambda *_: print(os.getpgid(0), flush=True)\n"
+        "request = {'target': '', 'slices': 1, 'order': []}\n"
+        "libtpu_worker._write_chatter_to = lambda *_: None\n"
+        f"child = libtpu_worker._started(b'', request, {str(tmp_path)!r})\n"
+        "os.waitpid(child.id, 0)\n"
+        "print(child.id, os.getpgid(0))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    group, child, group_of_parent = ran.stdout.split()
+    assert group == child != group_of_parent, ran.stderr
+
+
 def test_a_full_disk_of_xlas_is_named(monkeypatch):
     def full(module, request):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/shardfx-a")
