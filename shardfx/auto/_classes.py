@@ -28,14 +28,14 @@ class ArgumentDim:
 
     - `argument`: the number of the array among all arrays of the step's arguments.
     - `dim`: the number of the dimension within the array.
-    - `index`, `of`: the index of the sub-dimension, major-most first, and their number; 0
-      and 1 for a whole dimension.
+    - `index`, `count`: the index of the sub-dimension, major-most first, and the number
+      of sub-dimensions of the dimension; 0 and 1 for a whole dimension.
     """
 
     argument: int
     dim: int
     index: int
-    of: int
+    count: int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -54,12 +54,13 @@ class LogicalAxis:
 class Classes:
     """The logical axes of a step's arguments. `_namer.py` names them.
 
-    - `dims`: for each array and each of its dimensions, the equivalence classes of the
-      sub-dimensions.
+    - `dims`: for each array, for each of its dimensions, the equivalence classes of the
+      dimension's sub-dimensions.
     - `axes`: all logical axes. An axis that was merged into another has no classes.
     - `of_root`: the number of the logical axis of each class.
-    - `main`: the number of the argument that is the model.
-    - `model`: the numbers of the arrays of the model and of its optimizer.
+    - `main`: the number of the argument of the step that is the model.
+    - `model`: the numbers of the arrays of the model and of its optimizer, among the
+      arrays of all arguments.
     """
 
     def __init__(self, traced: TracedStep):
@@ -92,7 +93,7 @@ class Classes:
                         argument=argument,
                         dim=dim,
                         index=index,
-                        of=len(roots),
+                        count=len(roots),
                     )
                     places.append((place, root))
         return places
@@ -108,7 +109,7 @@ class Classes:
                 paths[place.argument],
                 place.dim,
                 place.index,
-                place.of,
+                place.count,
                 self.tied.sizes[root],
             )
             first_root = first_roots.setdefault(key, root)

@@ -130,14 +130,14 @@ def constrain_step(
         ```
     """
     _require_rules(rules)
-    spec = MeshSpec.of(mesh)
-    _require_mesh_axes(rules, spec)
-    _require_no_manual_axes(spec)
-    constrainer_of = ft.partial(_constrainer, step=step, spec=spec, rules=rules)
+    mesh_spec = MeshSpec.of(mesh)
+    _require_mesh_axes(rules, mesh_spec)
+    _require_no_manual_axes(mesh_spec)
+    constrainer_of = ft.partial(_constrainer, step=step, spec=mesh_spec, rules=rules)
     if isinstance(mesh, Mesh):
         abstract = mesh.abstract_mesh
     else:
-        abstract = spec.abstract()
+        abstract = mesh_spec.abstract()
 
     @ft.wraps(step)
     def constrained(*args: PyTree) -> PyTree:
@@ -150,31 +150,31 @@ def constrain_step(
 
     @ft.wraps(step)
     def typed(*args: PyTree) -> PyTree:
-        explicit = explicit_mesh(args)
-        if explicit is None:
-            _raise_unplaced(spec)
-        plain = plain_step(step, (args, {}), explicit, alone=False)
+        explicit_mesh_of_args = explicit_mesh(args)
+        if explicit_mesh_of_args is None:
+            _raise_unplaced(mesh_spec)
+        plain = plain_step(step, (args, {}), explicit_mesh_of_args, alone=False)
         specs: list[PartitionSpec] = []
 
         def run(arrays: Sequence[Any]) -> list[Any]:
-            twin = jax.sharding.get_abstract_mesh()
+            auto_mesh = jax.sharding.get_abstract_mesh()
             closed = jax.make_jaxpr(lambda *arrays: plain.run(arrays))(
                 *array_leaves(structs_of(args))
             )
             untyped = _with_arrays(args, arrays)
-            constrainer = constrainer_of(closed=closed, args=untyped, mesh=twin)
+            constrainer = constrainer_of(closed=closed, args=untyped, mesh=auto_mesh)
             results = _run(constrainer, closed, untyped)
             specs[:] = _result_specs(
                 args=args,
                 out=plain.out,
                 constrainer=constrainer,
                 results=results,
-                mesh=spec,
+                mesh=mesh_spec,
             )
             return results
 
         results = on_auto_axes(
-            run, array_leaves(args), explicit, lambda _results: specs
+            run, array_leaves(args), explicit_mesh_of_args, lambda _results: specs
         )
         return plain.result(results)
 

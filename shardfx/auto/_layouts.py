@@ -108,7 +108,7 @@ class Layouts:
     """A program with the logical axes of its dimensions. `under` shards it by any axis
     assignment.
 
-    - `numbers`: a dict from each equivalence class that a mesh axis may shard to the
+    - `axis_of_root`: a dict from each equivalence class that a mesh axis may shard to the
       number of its logical axis.
     - `minor`: the logical axes that are a minor sub-dimension of some argument's
       dimension. Only an assignment with one of them shards minor sub-dimensions. Then
@@ -127,12 +127,12 @@ class Layouts:
         self.roots = self.tied.roots
         scanned = classes.marked["scanned"]
         sizes = self.tied.sizes
-        self.numbers: dict[int, int] = {}
+        self.axis_of_root: dict[int, int] = {}
         self.minor: set[int] = set()
         for number, logical in enumerate(classes.axes):
             for root in logical.roots:
                 if root not in scanned and math.gcd(sizes[root], devices) > 1:
-                    self.numbers[root] = number
+                    self.axis_of_root[root] = number
             for place in logical.places:
                 roots = classes.dims[place.argument][place.dim]
                 if 0 < place.index < classes.kept(roots):
@@ -143,7 +143,7 @@ class Layouts:
             numbered = []
             for dim in dims:
                 for index, root in enumerate(dim):
-                    axis_number = self.numbers.get(root, -1)
+                    axis_number = self.axis_of_root.get(root, -1)
                     numbered.append((axis_number, index))
             self.flat.append(numbered)
         numbers_of_labelled: dict[_Labelled, int] = {}
@@ -201,7 +201,7 @@ class _Labels:
     for.
 
     - `roots`: the classes of the sub-dimensions of each factor.
-    - `numbers`: the label of each sub-dimension of a factor: a pair of the factor and an
+    - `label_of_factor`: the label of each sub-dimension of a factor: a pair of the factor and an
       index.
     - `shardable`, `minor`: as those of `_Labelled`, for the labels so far.
     """
@@ -209,7 +209,7 @@ class _Labels:
     def __init__(self, layouts: Layouts, operation: Operation):
         self.layouts = layouts
         self.operation = operation
-        self.numbers: dict[tuple[int, int], int] = {}
+        self.label_of_factor: dict[tuple[int, int], int] = {}
         self.shardable: dict[int, int] = {}
         self.minor: set[int] = set()
         self.roots: dict[int, list[int]] = {}
@@ -235,28 +235,28 @@ class _Labels:
         self,
         size: int,
         roots_of_dim: Sequence[int],
-        dim: tuple[int, ...],
+        factors: tuple[int, ...],
     ) -> list[int]:
         """The labels of one dimension of `size` elements; -1 for sub-dimensions that
         cannot be sharded.
         """
         keys: list[tuple[int, int]] = []
         roots_of_factors: list[int] = []
-        for factor in dim:
+        for factor in factors:
             roots_of_factor = self.roots.get(factor, ())
             for index, root in enumerate(roots_of_factor):
                 keys.append((factor, index))
                 roots_of_factors.append(root)
-        is_split = roots_of_factors == roots_of_dim
-        if not is_split or whole(self.operation, dim, size):
+        are_roots_of_dim = roots_of_factors == roots_of_dim
+        if not are_roots_of_dim or whole(self.operation, factors, size):
             return [-1] * len(roots_of_dim)
 
         labels = []
         for key, root in zip(keys, roots_of_dim, strict=True):
-            label = self.numbers.setdefault(key, len(self.numbers))
+            label = self.label_of_factor.setdefault(key, len(self.label_of_factor))
             labels.append(label)
-            if root in self.layouts.numbers:
-                self.shardable[label] = self.layouts.numbers[root]
+            if root in self.layouts.axis_of_root:
+                self.shardable[label] = self.layouts.axis_of_root[root]
         self.minor.update(labels[1:])
         return labels
 

@@ -182,7 +182,7 @@ def _named_axis(axis: LogicalAxis, classes: Classes) -> NamedAxis:
     alike: dict[tuple[object, str], list[str]] = {}
     for place in main_places + data_places or axis.places:
         path = arrays[place.argument].path
-        part = f".{place.index}" if place.of > 1 else ""
+        part = f".{place.index}" if place.count > 1 else ""
         key = (between_numbers(path), f"[{place.dim}{part}]")
         alike.setdefault(key, []).append(path)
     texts = [joined(sorted(paths)) + dim for (_, dim), paths in alike.items()]

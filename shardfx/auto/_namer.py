@@ -106,7 +106,7 @@ class _Namer:
     def declared_name(self, place: ArgumentDim) -> str:
         """The name that a field declares for a dimension; empty without one."""
         names = self.traced.arrays[place.argument].names
-        if names is None or ... in names or place.of > 1:
+        if names is None or ... in names or place.count > 1:
             return ""
         if len(names) != self.rank(place):
             return ""
@@ -303,7 +303,7 @@ class _Namer:
         if any(map(_EXPERTS.search, paths)):
             return True
         attends = any("att" in path.lower() for path in paths)
-        is_split = any(place.of > 1 for place in axis.places)
+        is_split = any(place.count > 1 for place in axis.places)
         return axis in of_weights and not attends and not is_split
 
     def head_widths(self, head_axes: set[LogicalAxis]) -> None:
@@ -348,7 +348,7 @@ class _Namer:
             places = self.classes.in_model(axis)
             if not places or axis.size not in sizes:
                 continue
-            if all(self.rank(place) <= 3 and place.of == 1 for place in places):
+            if all(self.rank(place) <= 3 and place.count == 1 for place in places):
                 if self.is_router(axis, self.paths(places)):
                     axis.name = "experts"
 
@@ -408,7 +408,7 @@ class _Namer:
         dims_beside_embed: set[int] = set()
         for place in self.classes.in_model(axis) or axis.places:
             names = [other.name for other in self.classes.flat(place.argument)]
-            if place.of == 1 and "embed" in names:
+            if place.count == 1 and "embed" in names:
                 dims_beside_embed.add(place.dim)
         return len(dims_beside_embed) > 1 and self.is_marked(axis, "contracted")
 

@@ -68,7 +68,7 @@ def seeds(layouts: Layouts, never: frozenset[int] = frozenset()) -> Strategies:
     Together they include the rules of T5X, MaxText and Megatron.
     """
     classes = layouts.classes
-    free_axes = set(layouts.numbers.values()) - never
+    free_axes = set(layouts.axis_of_root.values()) - never
     numbers: dict[str, int] = {}
     other_names: list[str] = []
     for number in sorted(free_axes, reverse=True):

@@ -216,8 +216,8 @@ def compile_for(
     traced = step_of(step, args, mesh)
     if isinstance(target, str) and target.partition(":")[0] != "cpu":
         return _compiled_by_libtpu(traced, target)
-    on, name = _mesh_of(target, traced.mesh)
-    devices, chip = tuple(on.devices.flat), None
+    target_mesh, name = _mesh_of(target, traced.mesh)
+    devices, chip = tuple(target_mesh.devices.flat), None
     if devices[0].platform == "tpu":
         _raise_at_callbacks(traced)
     lowered = traced.lowered(_PLATFORMS.get(devices[0].platform, "cpu"))
