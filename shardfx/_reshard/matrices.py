@@ -256,7 +256,7 @@ def _map_exchange(
     for array, part in zip(arrays, exchange.arrays, strict=True):
         sharding = NamedSharding(mesh, part.spec(part.entries))
         sent_sharding = NamedSharding(mesh, part.spec(part.sent_entries))
-        matrices = jnp.reshape(array, (*part.many, *part.rest))
+        matrices = jnp.reshape(array, (*part.lead_shape, *part.rest))
         shardings.append(sharding)
         sent_shardings.append(sent_sharding)
         sent_arrays.append(_moved(matrices, sharding, sent_sharding))
@@ -304,7 +304,9 @@ def _scan(
         start, state = slot
 
         def called() -> Any:
-            shards = jax.lax.dynamic_slice_in_dim(owned, start, stack.width, axis=1)
+            shards = jax.lax.dynamic_slice_in_dim(
+                owned, start, stack.unit_count, axis=1
+            )
             matrix = assembled(exchange, stack, shards)
             new_state = None
             if state is None:
@@ -373,7 +375,7 @@ def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
             block = shards.reshape(len(owners), -1, *unit)
             blocks.append(block)
             units += block.shape[1]
-        padding = exchange.width - units
+        padding = exchange.units_per_owner - units
         blocks.append(jnp.zeros((len(owners), padding, *unit), dtype))
         rows_of_groups.append(jnp.concatenate(blocks, axis=1))
         order += [*owners]
@@ -386,15 +388,17 @@ def unpacked(exchange: OwnerExchange, rows: jax.Array) -> list[jax.Array]:
     """
     shards_of_stacks: list[list[jax.Array]] = [[] for _ in exchange.stacks]
     order_of_stacks: list[list[int]] = [[] for _ in exchange.stacks]
-    for owners, stacks in _owner_groups(exchange):
+    for owners, matrices_of_stacks in _owner_groups(exchange):
         offsets: list[int] = []
         offset = 0
-        for stack_number, matrices in stacks:
-            offset += matrices.shape[1] * exchange.stacks[stack_number].width
+        for stack_number, matrices in matrices_of_stacks:
+            offset += matrices.shape[1] * exchange.stacks[stack_number].unit_count
             offsets.append(offset)
         # The last block is padding.
         *blocks, _ = jnp.split(_rows(rows, owners), offsets, axis=1)
-        for (stack_number, matrices), block in zip(stacks, blocks, strict=True):
+        for (stack_number, matrices), block in zip(
+            matrices_of_stacks, blocks, strict=True
+        ):
             shard_shape = exchange.stacks[stack_number].shard_shape
             shards = block.reshape(matrices.size, *shard_shape)
             shards_of_stacks[stack_number].append(shards)
@@ -407,7 +411,7 @@ def unpacked(exchange: OwnerExchange, rows: jax.Array) -> list[jax.Array]:
         in_order = _rows(jnp.concatenate(shards), np.argsort(order))
         start = 0
         for part in stack.arrays:
-            first, *others = part.many
+            first, *others = part.lead_shape
             counts = (first // exchange.size(part.lead_axes), *others)
             stop = start + math.prod(counts)
             shards_of_part = in_order[start:stop]

@@ -45,7 +45,7 @@ class Matrices(NamedTuple):
     **Arguments:**
 
     - `at`: the number of the array in the plan.
-    - `many`, `rest`: the sizes of its leading dimensions, and of its other dimensions.
+    - `lead_shape`, `rest`: the sizes of its leading dimensions, and of its other dimensions.
     - `lead_axes`: the mesh axes that shard the first leading dimension.
     - `entries`: for each other dimension, the mesh axes that shard it in the plan.
     - `sent_entries`: for each other dimension, the mesh axes that shard it just before
@@ -55,7 +55,7 @@ class Matrices(NamedTuple):
     """
 
     at: int
-    many: tuple[int, ...]
+    lead_shape: tuple[int, ...]
     rest: tuple[int, ...]
     lead_axes: tuple[str, ...]
     entries: tuple[tuple[str, ...], ...]
@@ -66,7 +66,7 @@ class Matrices(NamedTuple):
     @property
     def number(self) -> int:
         """The number of matrices in the array."""
-        return math.prod(self.many)
+        return math.prod(self.lead_shape)
 
     def spec(self, entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
         """The array's PartitionSpec. `entries` has the mesh axes that shard each
@@ -74,20 +74,20 @@ class Matrices(NamedTuple):
         """
         return PartitionSpec(
             self.lead_axes or None,
-            *[None] * (len(self.many) - 1),
+            *[None] * (len(self.lead_shape) - 1),
             *(axes or None for axes in entries),
         )
 
 
 class Stack(NamedTuple):
     """Matrices of equal shape, dtype and sharding, which the `arrays` hold.
-    `shard_shape` is the shape of one device's shard of a matrix, and `width` the number
-    of units in it.
+    `shard_shape` is the shape of one device's shard of a matrix, and `unit_count` the
+    number of units in it.
     """
 
     arrays: tuple[Matrices, ...]
     shard_shape: tuple[int, ...]
-    width: int
+    unit_count: int
 
     @property
     def name(self) -> str:
@@ -129,11 +129,11 @@ class OwnerExchange(NamedTuple):
         return [array for stack in self.stacks for array in stack.arrays]
 
     @property
-    def width(self) -> int:
+    def units_per_owner(self) -> int:
         """The number of units that each device sends to each owner, padding included."""
         widest = 0
         for matrices in self.owned:
-            units = sum(self.stacks[stack].width for stack, _ in matrices)
+            units = sum(self.stacks[stack].unit_count for stack, _ in matrices)
             widest = max(widest, units)
         return widest
 
@@ -149,7 +149,7 @@ class OwnerExchange(NamedTuple):
             for stack, _ in matrices:
                 if stack == number:
                     starts.append(start)
-                start += self.stacks[stack].width
+                start += self.stacks[stack].unit_count
             starts_of_owners.append(starts)
 
         slots = max(map(len, starts_of_owners))
@@ -288,7 +288,7 @@ def _matrices(number: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
     matrix_entries = tuple(entries[many:])
     return Matrices(
         at=number,
-        many=lead or (1,),
+        lead_shape=lead or (1,),
         rest=rest,
         lead_axes=entries[0] if many else (),
         entries=matrix_entries,
@@ -383,7 +383,9 @@ class _Owners:
         stacks: list[Stack] = []
         for group, shape in zip(groups, shard_shapes, strict=True):
             width = math.prod(shape) // math.prod(unit)
-            stacks.append(Stack(arrays=tuple(group), shard_shape=shape, width=width))
+            stacks.append(
+                Stack(arrays=tuple(group), shard_shape=shape, unit_count=width)
+            )
 
         owned: list[list[tuple[int, int]]] = [[] for _ in range(self.owners)]
         waiting = [(0, load, owner) for owner, load in enumerate(self.loads)]
@@ -393,7 +395,7 @@ class _Owners:
                 width, load, owner = waiting[0]
                 owned[owner].append((number, matrix))
                 self.loads[owner] = load + _cost(stack.arrays[0])
-                entry = (width + stack.width, self.loads[owner], owner)
+                entry = (width + stack.unit_count, self.loads[owner], owner)
                 heapq.heapreplace(waiting, entry)
         return OwnerExchange(
             stacks=tuple(stacks),
@@ -411,7 +413,7 @@ class _Owners:
         if not arrays:
             return 0
         exchange = _Owners(self.lead_axes, self.axes, self.sizes).exchange(arrays)
-        return exchange.width * math.prod(exchange.unit)
+        return exchange.units_per_owner * math.prod(exchange.unit)
 
     def grouped(self, arrays: Sequence[Matrices]) -> Iterator[Sequence[Matrices]]:
         """Yields groups of arrays, each with an all-to-all of its own. Arrays share an

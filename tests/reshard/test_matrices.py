@@ -126,7 +126,7 @@ def test_what_is_left_over_goes_to_those_that_have_done_least():
     actual = sorted(counts)
     expected = [0] * 61 + [1] * 3
     assert actual == expected
-    exchanged = exchange.width * exchange.unit[0]
+    exchanged = exchange.units_per_owner * exchange.unit[0]
     assert exchanged == 16 * 32 // 8
 
 
@@ -155,7 +155,9 @@ def test_small_matrices_fill_what_large_ones_leave():
     mapped = map_matrices(orthogonal, sharding_plan)
     sent_by_exchange = []
     for exchange in mapped.exchanges:
-        sent_by_exchange.append(exchange.width * math.prod(exchange.unit) * 64)
+        sent_by_exchange.append(
+            exchange.units_per_owner * math.prod(exchange.unit) * 64
+        )
     sent = sum(sent_by_exchange)
     leaf_bytes = []
     for leaf in sharding_plan.leaves:
