@@ -165,11 +165,13 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
     index = content.index
     missing = ()
     if flat.paths != content.path_tree.paths:
-        numbers = dict(content.numbered)
+        numbers = dict(content.paths_and_rows)
         present = set(flat.paths)
         index = [numbers.get(path, -1) for path in flat.paths]
         missing = [
-            (path, i) for path, i in content.numbered if i >= 0 and path not in present
+            (path, i)
+            for path, i in content.paths_and_rows
+            if i >= 0 and path not in present
         ]
     rows = []
     for path, leaf, is_array, i in zip(

@@ -109,7 +109,7 @@ class Content:
         return _unpickled, (self.to_json(), tree, order, devices)
 
     @property
-    def numbered(self) -> Iterable[tuple[str, int]]:
+    def paths_and_rows(self) -> Iterable[tuple[str, int]]:
         """For each leaf of the tree, its path and its entry of `index`."""
         return zip(self.path_tree.paths, self.index, strict=True)
 
@@ -132,7 +132,7 @@ class Content:
             "axes": plan_json.encode_rules(self.axes),
             "mode": self.mode,
             "rows": [plan_json.encode_row(row) for row in self.rows],
-            "leaves": [list(pair) for pair in self.numbered],
+            "leaves": [list(pair) for pair in self.paths_and_rows],
             "structure": self.path_tree.encoded,
         }
 
@@ -141,7 +141,7 @@ class Content:
         # By field name this takes 2.4 times as long, and a plan has thousands of leaves.
         return tuple(
             LeafPlan(path, *self.rows[i], *self.byte_counts[i])
-            for path, i in self.numbered
+            for path, i in self.paths_and_rows
             if i >= 0
         )
 
@@ -151,7 +151,7 @@ class Content:
         alike are one group.
         """
         paths_by_key: dict[tuple[Any, ...], list[str]] = {}
-        for path, number in self.numbered:
+        for path, number in self.paths_and_rows:
             if number >= 0:
                 key = (between_numbers(path), number)
                 paths_by_key.setdefault(key, []).append(path)
@@ -343,7 +343,7 @@ def joined_contents(contents: dict[str, Content]) -> Content:
     index = []
     paths = []
     for name, content in contents.items():
-        for path, i in content.path_tree.in_order(list(content.numbered)):
+        for path, i in content.path_tree.in_order(list(content.paths_and_rows)):
             # The path of a tree that is one array is empty.
             joined_path = f"{name}/{path}" if path else name
             paths.append(joined_path)

@@ -85,13 +85,13 @@ def aligned(content: Content, flat: Flat) -> RowIndices:
     """
     if flat.paths == content.path_tree.paths:
         return content.index
-    number_by_path = dict(content.numbered)
+    number_by_path = dict(content.paths_and_rows)
     are_planned = []
     for path, is_array in zip(flat.paths, flat.is_array, strict=True):
         # An array that the plan lacks makes the paths differ below.
         default = 0 if is_array else NO_ARRAY
         are_planned.append(number_by_path.get(path, default) >= 0)
-    planned = [(path, i) for path, i in content.numbered if i >= 0]
+    planned = [(path, i) for path, i in content.paths_and_rows if i >= 0]
     paths_to_plan = list(itertools.compress(flat.paths, are_planned))
     if paths_to_plan != [path for path, _ in planned]:
         _raise_other_tree(content, flat)
@@ -120,7 +120,7 @@ def with_numbers(index: RowIndices, flat: Flat) -> RowIndices:
 
 
 def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
-    planned = [path for path, i in content.numbered if i >= 0]
+    planned = [path for path, i in content.paths_and_rows if i >= 0]
     array_paths = list(itertools.compress(flat.paths, flat.is_array))
     plan_paths = set(content.path_tree.paths)
     present = set(flat.paths)

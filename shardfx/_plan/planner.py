@@ -239,7 +239,7 @@ def _require_as_asked(content: Content, draft: Draft) -> None:
             " replicated over the rest, plan on that mesh, made with `MeshSpec.split`,"
             " by rules that name the parts; or leave `strict` out"
         )
-    arrays = [(path, content.rows[i]) for path, i in content.numbered if i >= 0]
+    arrays = [(path, content.rows[i]) for path, i in content.paths_and_rows if i >= 0]
     raise_strict(arrays, advice)
 
 

@@ -170,7 +170,7 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=PlanType):
         return path in self.content.by_path
 
     def __iter__(self) -> Iterator[str]:
-        return (path for path, i in self.content.numbered if i >= 0)
+        return (path for path, i in self.content.paths_and_rows if i >= 0)
 
     def __len__(self) -> int:
         return sum(i >= 0 for i in self.content.index)
@@ -448,7 +448,7 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=PlanType):
             )
         (pattern,) = compiled(PathRules([(regex, None)]))
         index = []
-        for path, row in self.content.numbered:
+        for path, row in self.content.paths_and_rows:
             if row >= 0 and pattern.search(path) is None:
                 row = LEFT_OUT
             index.append(row)

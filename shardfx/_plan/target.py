@@ -110,7 +110,7 @@ def _target_of_plan(content: Content, structs: Sequence[Any]) -> Target:
     structs_left = iter(structs)
     arrays = []
     others = []
-    pairs = path_tree.in_order(list(content.numbered))
+    pairs = path_tree.in_order(list(content.paths_and_rows))
     for position, (path, code) in enumerate(pairs):
         if code >= 0:
             arrays.append((path, next(structs_left)))

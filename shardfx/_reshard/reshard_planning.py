@@ -145,7 +145,7 @@ def _require_same_paths(ours: Sequence[MovedLeaf], theirs: Sequence[MovedLeaf]) 
 def _number_paths(form: object) -> list[str]:
     """The paths of the Python numbers of a plan or a tree."""
     if isinstance(form, ShardPlan):
-        return [path for path, code in form.content.numbered if code == NUMBER]
+        return [path for path, code in form.content.paths_and_rows if code == NUMBER]
     return number_paths(form)
 
 

@@ -192,8 +192,8 @@ def diff(a: ShardPlan, b: ShardPlan) -> Diff:
 
     plans = plan_lines(a, b)
     moves = _moves(a, b)
-    rows_of_a = dict(a.content.numbered)
-    rows_of_b = dict(b.content.numbered)
+    rows_of_a = dict(a.content.paths_and_rows)
+    rows_of_b = dict(b.content.paths_and_rows)
     # Arrays that are planned alike in both plans, and whose paths differ in numbers.
     groups: dict[object, list[Pair]] = {}
     for pair in pairs(a, b):
@@ -286,7 +286,7 @@ def _planned(a: ShardPlan, b: ShardPlan, paths: Sequence[str]) -> dict[str, Leaf
 
 def _of_paths(plan: ShardPlan, paths: Sequence[str]) -> ShardPlan:
     """A plan of only the arrays at `paths`, as a flat tree in this order."""
-    numbers = dict(plan.content.numbered)
+    numbers = dict(plan.content.paths_and_rows)
     index = [numbers[path] for path in paths]
     path_tree = PathTree(tuple(paths), jax.tree.structure([*paths]))
     return ShardPlan(plan.content.replaced(index=index, path_tree=path_tree))

@@ -248,7 +248,7 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
     twice, or that have an unknown device.
     """
     has_pairs = kind == "collective-permute" or _HAS_PAIRS in instruction.structure
-    rows = (_pairs(instruction),) if has_pairs else _rows(instruction)
+    rows = (_pairs(instruction),) if has_pairs else _listed_groups(instruction)
     members: list[int] = []
     for row in rows or ():
         members += row.ravel().tolist()
@@ -294,7 +294,10 @@ def _pairs(instruction: Instruction) -> np.ndarray:
     return np.array(pairs, dtype=int).reshape(-1, 2)
 
 
-def _rows(instruction: Instruction) -> Groups | None:
+def _listed_groups(instruction: Instruction) -> Groups | None:
+    """The replica groups that the attributes of a collective list; `None` if they list
+    none.
+    """
     text = instruction.structure
     if listed := _LISTED.search(text):
         groups = listed[1][1:-1].split("},{")

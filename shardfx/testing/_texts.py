@@ -78,7 +78,7 @@ def plan_text(plan: ShardPlan) -> str:
     lines += [f"{plural(len(plan), 'array')}, {total:,} bytes, {each:,} per device", ""]
     groups: dict[tuple[Any, ...], list[str]] = {}
     texts = [_row_text(row) for row in content.rows]
-    for path, number in content.numbered:
+    for path, number in content.paths_and_rows:
         if number >= 0:
             groups.setdefault((between_numbers(path), texts[number]), []).append(path)
     for (_, text), paths in groups.items():

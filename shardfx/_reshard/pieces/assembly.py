@@ -50,7 +50,7 @@ def leaves_of_plan(plan: ShardPlan) -> list[MovedLeaf]:
     """
     mesh = None if plan.jax_mesh else plan.mesh
     leaves = []
-    for path, number in plan.content.numbered:
+    for path, number in plan.content.paths_and_rows:
         if number < 0:
             continue
         row = plan.content.rows[number]

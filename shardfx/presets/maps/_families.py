@@ -85,6 +85,9 @@ def with_experts_stacked(rows: Rows) -> Rows:
 
 
 def _rows(prefix: str, text: str, leaf: str = ".weight") -> Rows:
+    """The rows of a section's text. Their paths end in `leaf`; "" if the text has whole
+    paths.
+    """
     pairs = [line.split(maxsplit=1) for line in text.strip().splitlines()]
     return {f"{prefix}{name}{leaf}": entry for name, entry in pairs}
 
@@ -277,7 +280,7 @@ def _gemma3n(prefix: str, head: str, form: Form) -> Rows:
     form = {**form, "tied": True, "four_norms": True, "qk_norm": True}
     rows = _attention(f"{layer}self_attn.", form) | _mlp(f"{layer}mlp.")
     rows |= _rows(layer, _PARTS["gemma3n.layer"], leaf="")
-    rows |= _rows(prefix, _PARTS["gemma3n.ends"])
+    rows |= _rows(prefix, _PARTS["gemma3n.beside_layers"])
     return _causal(prefix, head, form, rows)
 
 
