@@ -15,10 +15,10 @@ _BLOCK = 16
 # A copy of a smaller block takes longer than the block saves.
 _LEAST_PER_BLOCK = 2048
 # The second-level cache of a core has lines of 64 bytes. Lines whose addresses are
-# equal modulo 64 KiB share one set, which has 8 to 16 places.
+# equal modulo 64 KiB share one set, which holds 8 to 16 of them (ways).
 _LINE_BYTES = 64
 _SETS_BYTES = 1 << 16
-_PLACES = 8
+_WAYS = 8
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
@@ -72,8 +72,8 @@ def block_dim(
         return None
     # Lines that are 2048 bytes apart use only every 32nd set of the cache.
     row_step = math.gcd(source_strides[row], _SETS_BYTES)
-    apart = max(_LINE_BYTES, row_step)
-    if shape[row] * apart <= _PLACES * _SETS_BYTES:
+    bytes_per_line = max(_LINE_BYTES, row_step)
+    if shape[row] * bytes_per_line <= _WAYS * _SETS_BYTES:
         return None
     is_worth_it = (
         shape[column] >= _BLOCK and count // shape[row] * _BLOCK >= _LEAST_PER_BLOCK

@@ -275,7 +275,9 @@ def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
     try:
         entries = flat.treedef.flatten_up_to(form)
     except ValueError:
-        entries = _broadcast(form, jax.tree.unflatten(flat.treedef, flat.leaves), what)
+        entries = _broadcast_prefix(
+            form, jax.tree.unflatten(flat.treedef, flat.leaves), what
+        )
     shardings = []
     for entry in entries:
         if isinstance(entry, jax.ShapeDtypeStruct | jax.Array):
@@ -296,16 +298,16 @@ def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
     return shardings
 
 
-def _broadcast(form: object, tree: object, what: str) -> list[Any]:
+def _broadcast_prefix(prefix: object, tree: object, what: str) -> list[Any]:
     try:
-        whole = jax.tree.broadcast(form, tree, is_leaf=lambda node: node is None)
+        full = jax.tree.broadcast(prefix, tree, is_leaf=lambda node: node is None)
     except ValueError as error:
         raise PlanMismatchError(
             f"`{what}` is no prefix of the tree: {str(error).splitlines()[0]}; give a"
             " plan of this tree, one sharding, or a tree of shardings of its"
             " structure."
         ) from error
-    return jax.tree.leaves(whole, is_leaf=lambda node: node is None)
+    return jax.tree.leaves(full, is_leaf=lambda node: node is None)
 
 
 def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:

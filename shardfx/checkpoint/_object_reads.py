@@ -195,9 +195,9 @@ class ObjectFiles:
         """Reads bytes of objects into the memory of `reads`, and returns the number of
         bytes.
         """
-        pieces, rests = pieces_of(reads)
+        pieces, scratch_copies = pieces_of(reads)
         requests = list(requests_of(pieces, self.gap_bytes))
-        scratch_bytes = sum(rest.memory.size for rest in rests)
+        scratch_bytes = sum(rest.memory.size for rest in scratch_copies)
         answer_bytes = sum(request.nbytes for request in requests)
         nbytes = scratch_bytes + int(_HELD_PER_BYTE * answer_bytes)
         if nbytes > self.budget.limit_bytes and len(reads) > 1:
@@ -205,7 +205,7 @@ class ObjectFiles:
             return self.read(reads[:half]) + self.read(reads[half:])
         with self.budget.of(min(nbytes, self.budget.limit_bytes)):
             self._carry_out(requests)
-            for rest in rests:
+            for rest in scratch_copies:
                 _copy_out(rest)
         return sum(read.span.nbytes for read in reads)
 

@@ -269,8 +269,8 @@ class Writer:
                     self.written.files.append(name)
                     for piece in pieces:
                         self.written.weight_map.setdefault(piece.name, name)
-                    put = (name, pieces, leaves, metadata)
-                    pending.append(pool.submit(self._put, *put))
+                    arguments = (name, pieces, leaves, metadata)
+                    pending.append(pool.submit(self._put, *arguments))
                 while pending:
                     total += self._finished(pending.pop(0))
             finally:

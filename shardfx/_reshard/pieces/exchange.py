@@ -138,16 +138,18 @@ def exchanges(
     programs: list[list[RoundParts]] = []
     keys: set[str] = set()
     program_bytes = 0
-    home: object = None
+    program_kind: object = None
     for group in in_order:
-        group_home = (kinds[group.key], group.form.casts)
+        group_kind = (kinds[group.key], group.form.casts)
         for rows in matchings(group.senders, group.receivers):
             part_bytes = group.memory_bytes
             is_too_large = (
                 most_bytes is not None and program_bytes + part_bytes > most_bytes
             )
             has_too_many_keys = len(keys | {group.key}) > _MOST_SOURCES
-            does_not_fit = is_too_large or has_too_many_keys or group_home != home
+            does_not_fit = (
+                is_too_large or has_too_many_keys or group_kind != program_kind
+            )
             if not programs or does_not_fit:
                 programs.append([])
                 keys = set()
@@ -155,7 +157,7 @@ def exchanges(
             programs[-1].append(RoundParts(group, rows))
             keys.add(group.key)
             program_bytes += part_bytes
-            home = group_home
+            program_kind = group_kind
     return [
         _exchange(round_parts, count, receivers, flight_bytes)
         for round_parts in programs

@@ -262,7 +262,7 @@ def _joined(split: Split, last_primes: set[int]) -> Split:
 
 
 # With at most this many primes per mesh, none are joined.
-_FEW = 6
+_MOST_PRIMES = 6
 
 
 def refine(
@@ -282,7 +282,7 @@ def refine(
     """
     places = (np.arange(src.size), positions(dst, src))
     splits = order_primes(src, dst, places)
-    if not prime and max(map(_factor_count, splits)) > _FEW:
+    if not prime and max(map(_factor_count, splits)) > _MOST_PRIMES:
         layouts = list(map(_fine_layout, (src, dst), splits, places))
         splits = join_primes(
             layouts=[end.layout for end in layouts],

@@ -88,9 +88,9 @@ def sent_sums(
                     counted_boxes = _counted_boxes(plan, path, sender)
                     counted_parts = _inside_source(part, counted_boxes)
                 for counted_part in counted_parts:
-                    _add(
+                    _add_checksum(
                         sums=sums[row],
-                        part=counted_part,
+                        piece=counted_part,
                         leaf=leaf,
                         weights=weights,
                         read=read,
@@ -148,19 +148,19 @@ def _inside_source(part: Piece, boxes: Sequence[Box]) -> list[Piece]:
     return parts
 
 
-def _add(
+def _add_checksum(
     sums: np.ndarray,
-    part: Piece,
+    piece: Piece,
     leaf: SentLeaf,
     weights: "_Weights",
     read: Read,
 ) -> None:
-    """Adds the number of elements of a part, and their checksum, to `sums`."""
-    for piece in chunks(part, _CHUNK_ELEMENTS):
-        elements = _elements_of(piece, leaf.dtype, read)
+    """Adds the number of elements of a piece, and their checksum, to `sums`."""
+    for chunk in chunks(piece, _CHUNK_ELEMENTS):
+        elements = _elements_of(chunk, leaf.dtype, read)
         positions = [
-            _positions(start, piece.factors, dim)
-            for dim, start in enumerate(piece.target)
+            _positions(start, chunk.factors, dim)
+            for dim, start in enumerate(chunk.target)
         ]
         sums[0] += np.uint64(elements.size)
         sums[1] += weights.sum(elements, positions)

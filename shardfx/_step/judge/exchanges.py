@@ -316,7 +316,7 @@ def _united(context: Context, operand: Held, groups: np.ndarray) -> Held | None:
         axes.append(Axis(axis.dim, context.cuts.from_indices(united)))
         patterns.append((indices != HOLE).reshape(len(indices), count, -1))
     for group in groups.tolist():
-        if not _are_disjoint(patterns, group[0], count):
+        if not _do_tile(patterns, group[0], count):
             return None
     return dataclasses.replace(
         operand,
@@ -326,19 +326,20 @@ def _united(context: Context, operand: Held, groups: np.ndarray) -> Held | None:
     )
 
 
-def _are_disjoint(patterns: Sequence[np.ndarray], device: int, count: int) -> bool:
+def _do_tile(patterns: Sequence[np.ndarray], device: int, count: int) -> bool:
     """Whether the parts of the members of a device's group are disjoint, and together
-    all rows times all columns that any of them has.
+    all rows times all columns that any of them has. `patterns` has a mask of each
+    dimension's indices, for each device and member.
     """
-    rows = [pattern[device] for pattern in patterns]
+    masks = [pattern[device] for pattern in patterns]
     total = 0
     for member in range(count):
-        sizes = [int(row[member].sum()) for row in rows]
+        sizes = [int(mask[member].sum()) for mask in masks]
         total += int(np.prod(sizes))
         for other in range(member):
-            if all((row[member] & row[other]).any() for row in rows):
+            if all((mask[member] & mask[other]).any() for mask in masks):
                 return False
-    together = [int(row.any(axis=0).sum()) for row in rows]
+    together = [int(mask.any(axis=0).sum()) for mask in masks]
     return total == int(np.prod(together))
 
 

@@ -73,7 +73,7 @@ def applied(
     if opcode == "reduce":
         return choices.reduce_several(context, instruction, operands)
     if opcode in ("all-reduce", "all-gather") and len(operands) > 1:
-        return _several(context, instruction, operands)
+        return _tuple_collective(context, instruction, operands)
     if opcode in sources.OPCODES:
         return sources.source(context, instruction)
     return whole_operations.whole_operation(context, instruction, operands)
@@ -100,7 +100,7 @@ def _remembered(
     return held.of(operand.root)
 
 
-def _several(
+def _tuple_collective(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],

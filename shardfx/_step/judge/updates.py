@@ -48,23 +48,30 @@ def _updated_globally(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> Held | None:
-    operand, update, *places = operands
-    for index in places:
+    """The result of an update that computes a value of the whole program, or `None`."""
+    operand, update, *indices = operands
+    for index in indices:
         require_finished(index, "an index")
     shape = operand.shape
     for number, seen in matched_operands(context, instruction, operands):
         operand, update = seen[:2]
         form = form_in(context, instruction, seen, shape)
         node = context.values.nodes[number]
-        before, changed = node.operands[0].shape, node.operands[1].shape
+        global_shape, global_update_shape = (
+            node.operands[0].shape,
+            node.operands[1].shape,
+        )
         cuts = []
         for dim in range(len(shape)):
             axes = [operand.axes[dim], update.axes[dim]]
-            if before[dim] == changed[dim] and shape[dim] == update.shape[dim]:
+            if (
+                global_shape[dim] == global_update_shape[dim]
+                and shape[dim] == update.shape[dim]
+            ):
                 cut = joined_cut(context, "dynamic-update-slice", dim, axes)
                 cuts.append(cut)
                 continue
-            sizes = (before[dim], changed[dim])
+            sizes = (global_shape[dim], global_update_shape[dim])
             is_whole = all(
                 axis is None or context.cuts.is_whole(axis.cut, size)
                 for axis, size in zip(axes, sizes, strict=True)
