@@ -188,16 +188,16 @@ class Verb(click.Command):
             sys.stdout.flush()
             return code or 0
         except (UsageError, OSError) as error:
-            what = ""
+            prefix = ""
             if isinstance(error, OSError):
                 # At its exit the interpreter would flush the rest of the text and fail
                 # again.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                what = "printing failed: "
+                prefix = "printing failed: "
             # The reader, such as `head`, closed the pipe.
             if isinstance(error, BrokenPipeError):
                 return 0
-            line = f"{ctx.command_path}: error: {what}{error}"
+            line = f"{ctx.command_path}: error: {prefix}{error}"
             print(shown(line, sys.stderr.encoding), file=sys.stderr)
             return 2
 

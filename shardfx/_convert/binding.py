@@ -36,10 +36,10 @@ def bound_steps(
     """
     first, *others = steps
     first_target, *other_targets = _targets(steps, target)
-    leaves = _step(first, source, first_target, spare)
+    leaves = _leaves_of_step(first, source, first_target, spare)
     from_source = leaves
     for step, step_target in zip(others, other_targets, strict=True):
-        leaves = _step(step, leaves, step_target, ())
+        leaves = _leaves_of_step(step, leaves, step_target, ())
         from_source = through(leaves, from_source)
     return from_source
 
@@ -66,14 +66,17 @@ def _targets(
     return targets[::-1]
 
 
-def _step(
+def _leaves_of_step(
     step: Rules,
     source: TreeLeaves,
     target: TreeLeaves | None,
-    spare: Collection[str],
+    may_be_unused: Collection[str],
 ) -> Mapping[str, Made]:
+    """The leaves that one step of a map makes. The leaves `may_be_unused` of the source
+    need not be used; an inverted step uses what its rules make.
+    """
     if not step.inverted:
-        return _forward(step, source, target, spare)
+        return _forward(step, source, target, may_be_unused)
     if target is None:
         raise MapError(
             "an inverted map does not say what its target is, as a concatenation does"

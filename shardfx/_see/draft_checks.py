@@ -107,10 +107,10 @@ def uncovered_leaves(
     for number, leaves in enumerate(groups.values()):
         paths = [path for path, _ in leaves]
         _, row = leaves[0]
-        like = near(paths[0], patterns) if number < _HINTED else ""
+        hint = near(paths[0], patterns) if number < _HINTED else ""
         arrays = "an array" if len(paths) == 1 else f"{len(paths)} arrays"
         message = (
-            f"no rule covers {arrays} of shape {row.shape}{like}, so every device holds"
+            f"no rule covers {arrays} of shape {row.shape}{hint}, so every device holds"
             " all of it"
         )
         size = subject.lost(row.shape, row.dtype) * len(paths)
@@ -276,18 +276,22 @@ def unused_findings(
     # One path of each group shows which optional rules match at all; many rules of a
     # preset do not.
     first_paths = [group.paths[0] for group in subject.content.groups]
-    spare: dict[int, object] = {}
+    spare_targets: dict[int, object] = {}
     for number, (_, target) in enumerate(rules):
         if number in used or not isinstance(target, Optional):
             continue
         if any(map(subject.patterns[number].search, first_paths)):
-            spare[number] = target.target
-    if spare:
-        required = []
+            spare_targets[number] = target.target
+    if spare_targets:
+        spare_rules_alone = []
         for number, (regex, _) in enumerate(rules):
-            required.append((regex, spare.get(number)))
-        others = {number: None for number in range(len(rules)) if number not in spare}
-        for unused in unused_rules(required, others, flat, leaf_names, NAMES):
+            spare_rules_alone.append((regex, spare_targets.get(number)))
+        assumed_used = {
+            number: None for number in range(len(rules)) if number not in spare_targets
+        }
+        for unused in unused_rules(
+            spare_rules_alone, assumed_used, flat, leaf_names, NAMES
+        ):
             # A rule that shards these arrays and no others was put before the rules of
             # a preset on purpose.
             if any(_deciders(subject, unused).values()):

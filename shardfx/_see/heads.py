@@ -49,10 +49,10 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
     for fused in projections.fused:
         norm = projections.norms.get(fused.layer)
         yield from _cut_fused(subject, fused, norm, head_dim)
-    for layer, suffixes in projections.layers.items():
+    for layer, arrays_by_suffix in projections.layers.items():
         norm = projections.norms.get(layer)
-        biases = [group for _, group in suffixes.get("bias", ())]
-        for suffix, arrays in suffixes.items():
+        biases = [group for _, group in arrays_by_suffix.get("bias", ())]
+        for suffix, arrays in arrays_by_suffix.items():
             yield from _cut_layer(subject, suffix, arrays, biases, norm, head_dim)
 
 

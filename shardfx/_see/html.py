@@ -181,21 +181,21 @@ def packed(data: Mapping[str, Any]) -> dict[str, Any]:
     has their sums. If there are too many findings or collectives, the last ones are
     dropped.
     """
-    rows, other_rows = _within(
+    packed_rows, dropped_rows = _within(
         _ROW_CHARACTERS, data["rows"], _shared, lambda row: row["bytes_per_device"]
     )
     sums = {}
     for name in ("arrays", "bytes", "bytes_per_device"):
-        sums[name] = sum(row[name] for row in other_rows)
-    findings, other_findings = _within(_LIST_CHARACTERS, _shown(data["findings"]))
-    others = {name: _shown(data[name]) for name in _WHOLE}
+        sums[name] = sum(row[name] for row in dropped_rows)
+    findings, dropped_findings = _within(_LIST_CHARACTERS, _shown(data["findings"]))
+    whole_fields = {name: _shown(data[name]) for name in _WHOLE}
     return {
-        **others,
-        **rows,
-        "more": {"rows": len(other_rows), **sums},
+        **whole_fields,
+        **packed_rows,
+        "more": {"rows": len(dropped_rows), **sums},
         "memory": _shown(_largest(data["memory"])),
         "findings": findings,
-        "more_findings": len(other_findings),
+        "more_findings": len(dropped_findings),
         "traffic": _packed_traffic(data["traffic"]),
         "step": _packed_step(data["step"]),
     }

@@ -39,7 +39,7 @@ def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
         if has_code(row.reasons, Code.skipped):
             cause = f"{rule_of(group)} may cut no dimension of it"
         message = f"every device holds all {bytes_text(size)} of it, as {cause}"
-        fix = _sharded(subject, group) or f"replicated_bytes = {size + 1}"
+        fix = _sharding_fix(subject, group) or f"replicated_bytes = {size + 1}"
         lost = subject.lost(row.shape, row.dtype) * len(group.paths)
         yield Finding(
             code="replicated",
@@ -56,20 +56,20 @@ def _asks(group: Group) -> str:
     return f"{rule_of(group)} {verb}"
 
 
-def _sharded(subject: Subject, group: Group) -> str | None:
+def _sharding_fix(subject: Subject, group: Group) -> str | None:
     """Code that shards the arrays of `group` over a mesh axis; `None` if no mesh axis
     divides a dimension, or if the arrays are replicated because they are small.
     """
     row = group.row
-    places = subject.divisible(row.shape, row.units)
-    if not places or has_code(row.reasons, Code.small):
+    divisible_dims = subject.divisible(row.shape, row.units)
+    if not divisible_dims or has_code(row.reasons, Code.small):
         return None
     if not subject.is_named(group):
         return subject.rule_fix(group.paths, subject.target_for(row.shape, row.units))
-    for dim, axis in places:
+    for dim, axis in divisible_dims:
         name = name_at(row, dim)
         if isinstance(name, str):
-            # No axis is in use in this array, so the rule is not blocked.
+            # The array is replicated, so no dimension of it uses the axis already.
             rules = f"[({name!r}, {axis!r})]"
             if subject.mode is not None:
                 rules = f"modes={{{subject.mode!r}: {rules}}}"

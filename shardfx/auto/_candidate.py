@@ -254,11 +254,11 @@ def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
 _AS_FAST = "as fast"
 
 
-def _difference_text(seconds: float, of: float) -> str:
+def _difference_text(seconds: float, total_seconds: float) -> str:
     """A difference in seconds as text: "3 ms more", or "as fast" for at most a
-    thousandth of the seconds `of`.
+    thousandth of `total_seconds`.
     """
-    if abs(seconds) <= 1e-3 * of:
+    if abs(seconds) <= 1e-3 * total_seconds:
         return _AS_FAST
     comparison = "more" if seconds > 0 else "less"
     return f"{ms(abs(seconds))} {comparison}"
@@ -387,23 +387,23 @@ def _code_of(candidate: Candidate) -> str:
             "    step = constrain_step(step, plans[0].jax_mesh or MESH, RULES)\n"
         )
     rules = [
-        f"        ({_text(name)}, {_text(target)}),\n"
+        f"        ({_source_text(name)}, {_source_text(target)}),\n"
         for name, target in candidate.rules.rules
     ]
     follows = []
     if candidate.state_over:
         follows = [
             f"    plans[{which}] = follow(lambda state: state, plans[{which}],"
-            f" over={_text(candidate.state_over)})\n"
+            f" over={_source_text(candidate.state_over)})\n"
             for which in candidate.states
         ]
     slices = {}
     for name, count in zip(mesh.axis_names, mesh.dcn_sizes, strict=True):
         if count > 1:
             slices[name] = count
-    dcn = f", dcn={_text(slices)}" if slices else ""
+    dcn = f", dcn={_source_text(slices)}" if slices else ""
     outs = _out_shardings_of(candidate)
-    donate = f", donate={_text(candidate.donated)}" if candidate.donated else ""
+    donate = f", donate={_source_text(candidate.donated)}" if candidate.donated else ""
     head = "\n# ".join(_comments_of(candidate))
     return f'''\
 from shardfx import AxisRules, MeshSpec, filter_jit, {follow}plan
@@ -411,11 +411,11 @@ from shardfx.auto import {constrain_step}name_axes
 
 
 # Chosen by shardfx.auto.search: {head}
-MESH = MeshSpec({_text(dict(mesh.shape))}{dcn})
+MESH = MeshSpec({_source_text(dict(mesh.shape))}{dcn})
 RULES = AxisRules(
     [
 {"".join(rules)}    ],
-    mesh_axes={_text(mesh.axis_names)},
+    mesh_axes={_source_text(mesh.axis_names)},
 )
 
 
@@ -460,10 +460,10 @@ def _out_shardings_of(candidate: Candidate) -> str:
     return f", out_shardings=({', '.join(plans)})"
 
 
-def _text(value: object) -> str:
+def _source_text(value: object) -> str:
     """A value as Python source code, with strings in double quotes."""
     if isinstance(value, tuple):
-        inner = ", ".join(map(_text, value))
+        inner = ", ".join(map(_source_text, value))
         if len(value) == 1:
             return f"({inner},)"
         return f"({inner})"

@@ -328,7 +328,7 @@ def with_constraints(
             dims: list[ir.Attribute] = []
             for entry in missed.spec:
                 axes = [sdy.AxisRefAttr.get(axis) for axis in entry_axes(entry)]
-                dims.append(sdy.DimensionShardingAttr.get(axes, True))
+                dims.append(sdy.DimensionShardingAttr.get(axes, is_closed=True))
             sharding = sdy.TensorShardingAttr.get(mesh, dims)
             with ir.InsertionPoint.after(op):
                 constraint = sdy.ShardingConstraintOp(value, sharding)

@@ -97,16 +97,17 @@ def _argument(purpose: ArgumentPurpose, nbytes: int) -> LargeArray:
     )
 
 
-def large_array(array: LiveArray, shapes: set[tuple[int, ...]]) -> LargeArray:
-    """A temporary array. It is a gradient if the backward pass computes it, in one of
-    `shapes`.
+def large_array(array: LiveArray, sorted_shapes: set[tuple[int, ...]]) -> LargeArray:
+    """A temporary array. It is a gradient if the backward pass computes it, and its
+    sizes in ascending order are one of `sorted_shapes`: those of parameters and of
+    their shards.
     """
     group = "activations"
     if array.opcode in _COPIES:
         group = "copies in other layouts"
     is_matrix = len(array.buffer.shape) > 1
     if array.phase == "backward" and is_matrix:
-        if tuple(sorted(array.buffer.shape)) in shapes:
+        if tuple(sorted(array.buffer.shape)) in sorted_shapes:
             group = "gradients"
     return LargeArray(
         what=str(array.buffer),

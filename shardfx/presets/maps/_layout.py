@@ -243,10 +243,10 @@ def _dim_sizes(weight: Weight, sizes: Mapping[str, int]) -> list[int | None]:
     for group in weight.dims:
         size: int | None = 1
         for axis in group:
-            entries = sizes.get(_sized_as(axis, weight, sizes))
+            axis_size = sizes.get(_sized_as(axis, weight, sizes))
             if weight.range is not None and weight.range.axis == axis:
-                entries = weight.range.entries(entries)
-            size = None if size is None or entries is None else size * entries
+                axis_size = weight.range.entries(axis_size)
+            size = None if size is None or axis_size is None else size * axis_size
         dim_sizes.append(size)
     return dim_sizes
 
