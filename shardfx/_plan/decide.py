@@ -3,7 +3,7 @@ and then extended by strategies.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
@@ -140,7 +140,8 @@ def correct(
         raise SpecError(f"expected a PartitionSpec, not {spec!r}; {fix}.")
     if min_bytes and dtype is None:
         raise SpecError("`min_bytes` needs the array's dtype: pass `dtype=`.")
-    if not isinstance(shape, Iterable):
+    is_of_sizes = isinstance(shape, Iterable) and not isinstance(shape, str | Mapping)
+    if not is_of_sizes:
         raise SpecError(
             f"`shape` has a size for each dimension, and this is {shape!r}; write"
             f" `({shape!r},)` for an array of rank 1."

@@ -308,6 +308,7 @@ def match(tree: object, rules: PathRules) -> PyTree:
             "the rules are given first, of type PathRules: write `match(tree, rules)`."
         )
     check_rules(rules, what="rules")
+    check_type("rules", rules, PathRules, RuleError, _wrapped(rules))
     flat = flatten(tree)
     patterns = compiled(rules)
     indices = []

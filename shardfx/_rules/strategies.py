@@ -174,7 +174,10 @@ def strategy_of(
     """Makes the strategy that `STRATEGIES` lists under `name`; raises `RuleError` for
     invalid arguments.
     """
-    axes = as_names(axes)
+    if isinstance(axes, Iterable):
+        axes = as_names(axes)
+    else:
+        axes = (axes,)
     are_names = all(isinstance(axis, str) and axis for axis in axes)
     if not axes or not are_names or len(set(axes)) < len(axes):
         raise RuleError(

@@ -139,7 +139,8 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
                 ' `chip="v5e"`.'
             )
         return SearchOptions(total=devices, chip=chips.find(chip))
-    if not isinstance(devices, Sequence) or not devices:
+    listed: Sequence[Any] = devices if isinstance(devices, Sequence) else ()
+    if not listed or not hasattr(listed[0], "platform"):
         raise MeshError(
             f"`devices={devices!r:.80}` is neither a number, a slice nor devices; write"
             ' `devices=8, chip="v5e"`, `devices="tpu:v5e:2x4"`, or'
@@ -147,11 +148,11 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
         )
     if chip is not None:
         kind = chip
-    elif devices[0].platform == "cpu":
+    elif listed[0].platform == "cpu":
         kind = EMULATED
     else:
-        kind = devices[0].device_kind
-    return SearchOptions(total=len(devices), chip=chips.find(kind))
+        kind = listed[0].device_kind
+    return SearchOptions(total=len(listed), chip=chips.find(kind))
 
 
 def _named_hardware(devices: str, chip: str | chips.Chip | None) -> SearchOptions:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from jax.sharding import AbstractMesh, Mesh
 
 from .. import chips
-from .._ground.errors import MeshError
+from .._ground.errors import LeafTypeError, MeshError, check_type
 from .._ground.misuse import called
 from .._ground.text import bytes_text, first_lines, html_text, table, together
 from .._step import KINDS
@@ -165,6 +165,9 @@ def seconds(
         print(found)
         ```
     """
+    check_type(
+        "traffic", traffic, Traffic, LeafTypeError, "give what `cost.traffic` returns"
+    )
     chip = chips.find(chip)
     axes: Mapping[str, tuple[Ring, ...]] = {}
     torus = None

@@ -10,13 +10,26 @@ import pickle
 import jax
 import pytest
 
-from shardfx import AxisRules, From, MeshSpec, PathRules, checkpoint, plan
-from shardfx.errors import LeafTypeError, MeshError
+from shardfx import (
+    AxisRules,
+    From,
+    MeshSpec,
+    PathRules,
+    auto,
+    checkpoint,
+    correct,
+    cost,
+    fsdp,
+    match,
+    plan,
+)
+from shardfx.errors import LeafTypeError, MeshError, RuleError, SpecError
 
 
 MESH = MeshSpec({"data": 4, "tensor": 2})
 RULES = PathRules([("w", jax.P("data"))])
-PLAN = plan({"w": jax.ShapeDtypeStruct((8,), "float32")}, MESH, paths=RULES)
+SHAPES = {"w": jax.ShapeDtypeStruct((8,), "float32")}
+PLAN = plan(SHAPES, MESH, paths=RULES)
 VALUES = [MESH, RULES, AxisRules([("embed", "data")]), PLAN, PLAN["w"], From("w")]
 
 
@@ -81,6 +94,21 @@ def test_a_told_method_is_as_other_methods():
     parameters = inspect.signature(type(PLAN).sharding).parameters
     assert list(inspect.signature(method).parameters) == list(parameters)[1:]
     assert pickle.loads(pickle.dumps(method))(jax.P("data")) == method(jax.P("data"))
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: fsdp(3), RuleError, r"`fsdp\(\(3,\)\)` needs the name"),
+        (lambda: match({}, None), RuleError, "`rules` must be of type PathRules"),
+        (lambda: correct(jax.P(), "ab", MESH), SpecError, "a size for each dimension"),
+        (lambda: auto.plan(SHAPES, [1]), MeshError, r"`devices=\[1\]` is neither"),
+        (lambda: cost.seconds(3, "v5e"), LeafTypeError, "must be of type Traffic"),
+    ],
+)
+def test_a_value_of_another_type_is_named(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
 
 
 def test_the_form_is_that_of_the_function_that_was_called():
