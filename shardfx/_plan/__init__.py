@@ -33,7 +33,7 @@ from .leaf import (
     kinds_matcher,
     named_sharding,
 )
-from .matching import aligned, branch_of, rows_of
+from .matching import aligned, branch_of, require_range, rows_of
 from .names import field, is_named_array, names_of_leaves, renamed
 from .plan_json import decode_dtype, encode_dtype
 from .planner import NAMES, drafted, plan

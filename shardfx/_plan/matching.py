@@ -48,7 +48,7 @@ def rows_of(content: Content, flat: Flat) -> RowIndices:
             if leaf.dtype == row.dtype:
                 continue
             if canonical_dtype(leaf.dtype) == row.dtype:
-                _require_range(path, leaf, row.dtype)
+                require_range(path, leaf, row.dtype)
                 continue
         if shaped:
             leaf_text = f"{leaf.dtype}{list(leaf.shape)}"
@@ -61,12 +61,12 @@ def rows_of(content: Content, flat: Flat) -> RowIndices:
     return index
 
 
-def _require_range(path: str, leaf: Any, dtype: Any) -> None:
-    """Raises `PlanMismatchError` for a NumPy array of 64-bit integers that the 32 bits of
-    JAX do not hold. JAX would cut off the rest without an error.
+def require_range(path: str, leaf: Any, dtype: Any) -> None:
+    """Raises `PlanMismatchError` for NumPy's 64-bit integers that the 32 bits of JAX do not
+    hold. JAX would cut off the rest without an error.
     """
-    is_wide = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "iu" and leaf.size
-    if not is_wide:
+    is_wide = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "iu"
+    if not is_wide or not leaf.size:
         return
     limits = np.iinfo(dtype)
     for value in (int(leaf.min()), int(leaf.max())):

@@ -14,7 +14,7 @@ from .._ground.errors import PlanMismatchError
 from .._ground.misuse import called
 from .._ground.spec import entries_at
 from .._ground.tree import flatten
-from .._plan import LeafPlan, ShardPlan, canonical_dtype, check_plan
+from .._plan import LeafPlan, ShardPlan, canonical_dtype, check_plan, require_range
 from ._outcome import SharedOutcome
 
 
@@ -59,7 +59,8 @@ def global_batch(
     **Raises:**
 
     `PlanMismatchError` that names the leaf, if its shape or dtype is not as planned for
-    this process, or if the dtype cannot represent `pad`. With `wait_seconds` also if
+    this process, or if the dtype cannot represent `pad` or an
+    integer of 64 bits. With `wait_seconds` also if
     another process fails or does not call `global_batch` in time; the error names it.
 
     !!! Example
@@ -159,8 +160,9 @@ def _checked(
     """`array`, which this process loaded, cast to the dtype of its plan `leaf`.
 
     `part` is the shape of this process's part. Raises `PlanMismatchError` for another
-    dtype, for a `pad` that the dtype lacks, and for a dimension whose size is neither
-    that of `part` nor that of the global batch. With `pad`, rows may be missing.
+    dtype, for integers and a `pad` that the dtype lacks, and for a dimension whose size
+    is neither that of `part` nor that of the global batch. With `pad`, rows may be
+    missing.
     """
     shape = leaf.shape
     dtype = leaf.dtype
@@ -169,6 +171,8 @@ def _checked(
             f"leaf `{leaf.path}` is {array.dtype}, but the plan is for {dtype}; load it"
             " as that, or plan the other."
         )
+    if array.dtype != dtype:
+        require_range(leaf.path, array, dtype)
     fits = array.ndim == len(shape) and all(
         map(operator.contains, zip(part, shape, strict=True), array.shape)
     )

@@ -220,3 +220,11 @@ def test_integers_that_jax_would_cut_are_refused():
             PlanMismatchError, match=f"holds {value}, which JAX would cut"
         ):
             sfx.shard({"ids": np.array([value] * 8)}, made)
+        with pytest.raises(PlanMismatchError, match=f"holds {value}, which JAX would"):
+            sfx.hosts.global_batch({"ids": np.array([0] * 7 + [value])}, made)
+    number = plan(
+        jnp.int32(0), MeshSpec({"data": 8}).build(jax.devices()), unmatched="replicate"
+    )
+    assert sfx.shard(np.int64(7), number) == 7
+    with pytest.raises(PlanMismatchError, match=r"int64\[\] and holds 1099511627776"):
+        sfx.shard(np.int64(2**40), number)
