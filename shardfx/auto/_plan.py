@@ -22,7 +22,7 @@ from .._rules import AxisRules, PathRules
 from ..topology import MeshSpec
 from ._asked import SearchOptions, asked_for
 from ._auto_plan import AutoPlan
-from ._shape_rules import shape_rules
+from ._shape_rules import Suffixes, shape_rules, suffixes_of
 from ._whole import NamedShape, whole_dims
 
 
@@ -351,13 +351,14 @@ class _Pricing:
                 )
                 self.arrays.append(named_shape)
         self.whole_dims = whole_dims(self.arrays)
+        # By the sizes that `WholeDims.whole_heads` returns.
+        self.suffixes: dict[frozenset[int], Suffixes] = {}
 
     def priced(self, choice: _Choice) -> _Priced:
         """The plan of a choice, with its bytes."""
         shards = math.prod(map(choice.mesh.axis_size, choice.axes))
-        dims = _alike(self.leaves, self.whole_dims.over(shards))
-        paths = [array.path for array in self.arrays]
-        rules = shape_rules(paths, dims, choice.axes, _SMALL_BYTES)
+        suffixes = self._suffixes(shards) if choice.axes else {}
+        rules = shape_rules(suffixes, choice.axes, _SMALL_BYTES)
         planned = plan_by_rules(self.tree, choice.mesh, paths=rules)
         totals = [0, 0]
         for total in (0, 1):
@@ -375,6 +376,17 @@ class _Pricing:
             total_bytes=totals[0],
             state_bytes=totals[1],
         )
+
+    def _suffixes(self, shards: int) -> Suffixes:
+        """The ends of paths by the dimensions that are not sharded over `shards` devices.
+        They are the same for most numbers of devices, and are found once.
+        """
+        whole_heads = self.whole_dims.whole_heads(shards)
+        if whole_heads not in self.suffixes:
+            dims = _alike(self.leaves, self.whole_dims.of_arrays(whole_heads))
+            paths = [array.path for array in self.arrays]
+            self.suffixes[whole_heads] = suffixes_of(paths, dims)
+        return self.suffixes[whole_heads]
 
     @property
     def what(self) -> str:

@@ -7,21 +7,29 @@ from typing import NamedTuple
 from .._rules import PathRules, fsdp, optional, replicate
 
 
+# For each tuple of dimensions that are not sharded, the ends of the paths of the arrays.
+Suffixes = dict[tuple[int, ...], list[str]]
+
+
+def suffixes_of(paths: Sequence[str], dims: Sequence[tuple[int, ...]]) -> Suffixes:
+    """The ends of the paths, by the dimensions that the arrays do not shard."""
+    dims_by_path = dict(zip(paths, dims, strict=True))
+    return _suffixes(_templates(dims_by_path))
+
+
 def shape_rules(
-    paths: Sequence[str],
-    dims: Sequence[tuple[int, ...]],
+    suffixes_by_dims: Suffixes,
     axes: Sequence[tuple[str, ...]],
     min_bytes: int,
 ) -> PathRules:
-    """The rules that shard each array over mesh axes, but not its dimensions in `dims`.
+    """The rules that shard each array over mesh axes, but not its dimensions in
+    `suffixes_by_dims`.
 
     `axes` has the axes of one strategy after another; without any, all arrays are
     replicated. Arrays of fewer than `min_bytes` bytes are replicated.
     """
     if not axes:
         return PathRules([(".*", replicate)])
-    dims_by_path = dict(zip(paths, dims, strict=True))
-    suffixes_by_dims = _suffixes(_templates(dims_by_path))
     rules = []
     for skipped_dims, suffixes in suffixes_by_dims.items():
         regex = f"(^|/){_either(suffixes)}$"
@@ -94,7 +102,7 @@ def _general(path: str) -> str:
     return re.sub(r"\d+", r"\\d+", re.escape(path))
 
 
-def _suffixes(templates: Sequence[_Template]) -> dict[tuple[int, ...], list[str]]:
+def _suffixes(templates: Sequence[_Template]) -> Suffixes:
     """For each tuple of dimensions, the shortest ends of paths that no array with other
     dimensions has. Arrays without such dimensions are left to the last rule.
     """

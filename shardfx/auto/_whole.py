@@ -68,13 +68,18 @@ class WholeDims(NamedTuple):
     dims: list[set[int]]
     outputs: list[_OutputDims]
 
-    def over(self, shards: int) -> list[tuple[int, ...]]:
-        """For each array, the dimensions that must not be sharded over `shards` devices,
-        in ascending order.
+    def whole_heads(self, shards: int) -> frozenset[int]:
+        """The sizes in `outputs` of which each of `shards` shards has whole heads."""
+        sizes = {output.size for output in self.outputs}
+        return frozenset(size for size in sizes if _has_whole_heads(size, shards))
+
+    def of_arrays(self, whole_heads: frozenset[int]) -> list[tuple[int, ...]]:
+        """For each array, the dimensions that must not be sharded, in ascending order.
+        `whole_heads` are the sizes of which each shard has whole heads.
         """
         dims = list(map(set, self.dims))
         for output in self.outputs:
-            if _has_whole_heads(output.size, shards):
+            if output.size in whole_heads:
                 # A sharded dimension of the results would shard all activations, in
                 # place of the batch.
                 dims[output.position].add(output.results)

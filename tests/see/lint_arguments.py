@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 
 import shardfx as sfx
+from shardfx._see import Findings
 
 
 def applied(fix: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def applied(fix: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, **changed}
 
 
-def lint(arguments: dict[str, Any]) -> sfx._see.Findings:
+def lint(arguments: dict[str, Any]) -> Findings:
     options = dict(arguments)
     return sfx.lint(options.pop("tree"), **options)
 
