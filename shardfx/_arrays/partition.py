@@ -6,6 +6,7 @@ different programs.
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -80,6 +81,11 @@ class Static:
         return type(other) is Static and self.key is not None and self.key == other.key
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @ft.cached_property
+    def _hash(self) -> int:
+        # JAX asks in each call, and the key has all static data of a model.
         return hash(self.key)
 
     def key_of(self, parts: Sequence[Any]) -> Hashable:

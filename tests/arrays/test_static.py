@@ -286,3 +286,23 @@ def test_a_function_need_not_be_hashable():
 
     for fn in (Times(2.0), Layer(jnp.array(1.0), [2])):
         assert filter_jit(fn)(jnp.ones(())) == 2
+
+
+def test_values_are_hashed_once_while_they_stay_the_same():
+    class Counted:
+        calls = 0
+
+        def __hash__(self):
+            Counted.calls += 1
+            return 1
+
+    by = filter_jit(lambda x, value: 2 * x)
+    value = Counted()
+    by(X, value)
+    by(X, value)
+    calls = Counted.calls
+    for _ in range(5):
+        by(X, value)
+    assert Counted.calls == calls
+    by(X, Counted())
+    assert Counted.calls > calls
