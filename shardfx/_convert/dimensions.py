@@ -3,7 +3,7 @@
 import functools as ft
 from collections.abc import Iterator, Sequence
 
-from .pieces import NOWHERE, Factor, Piece, along, cut, rows, span
+from .pieces import NOWHERE, Factor, Piece, along, cut, iterations, span
 
 
 def renumbered(piece: Piece, order: Sequence[int | None]) -> Piece:
@@ -113,7 +113,7 @@ def _split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
                 yield from _split(part, dim, inner)
     else:
         for number in range(outer.size):
-            iteration = rows(piece, outer, number, number + 1)
+            iteration = iterations(piece, outer, number, number + 1)
             yield from _split(iteration, dim, inner)
 
 

@@ -290,17 +290,17 @@ def moved(position: tuple[int, ...], dim: int, distance: int) -> tuple[int, ...]
     return (*position[:dim], coordinate, *position[dim + 1 :])
 
 
-def rows(piece: Piece, factor: Factor, start: int, stop: int) -> Piece:
+def iterations(piece: Piece, factor: Factor, start: int, stop: int) -> Piece:
     """The part of a piece with only the iterations `start` to `stop` of `factor`."""
     if start == 0 and stop == factor.size:
         return piece
     count = stop - start
     factors = []
-    for loop in piece.factors:
-        if loop is factor:
-            loop = loop._replace(size=count)
-        if loop.size != 1:
-            factors.append(loop)
+    for other in piece.factors:
+        if other is factor:
+            other = other._replace(size=count)
+        if other.size != 1:
+            factors.append(other)
     return Piece(
         value=piece.value,
         source=moved(piece.source, factor.source_dim, start * factor.source_step),
@@ -352,12 +352,12 @@ def cut(piece: Piece, dim: int, start: int, stop: int) -> Iterator[Piece]:
     # At both ends only a part of a row is inside; a row of one element is inside or
     # not.
     if first > 0 and row_length > 1:
-        before = rows(piece, outer, first - 1, first)
+        before = iterations(piece, outer, first - 1, first)
         yield from cut(before, dim, start, stop)
     if last > first:
-        yield rows(piece, outer, first, last)
+        yield iterations(piece, outer, first, last)
     if last < outer.size and row_length > 1:
-        after = rows(piece, outer, last, last + 1)
+        after = iterations(piece, outer, last, last + 1)
         yield from cut(after, dim, start, stop)
 
 
@@ -472,7 +472,7 @@ def dense(piece: Piece) -> Iterator[Piece]:
         for factor in reversed(along(piece, dim)):
             if factor.target_step != length:
                 for number in range(factor.size):
-                    yield from dense(rows(piece, factor, number, number + 1))
+                    yield from dense(iterations(piece, factor, number, number + 1))
                 return
             length *= factor.size
     yield piece

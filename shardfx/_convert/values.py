@@ -25,7 +25,7 @@ from .pieces import (
     dense,
     hull,
     is_only,
-    rows,
+    iterations,
     swapped,
 )
 
@@ -176,7 +176,7 @@ def _evenly(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
     for factor in other.factors:
         if factor.target_dim == NOWHERE:
             for number in range(factor.size):
-                row = swapped(rows(other, factor, number, number + 1))
+                row = swapped(iterations(other, factor, number, number + 1))
                 yield from _evenly(row, strides)
             return
     for part in dense(other):
@@ -188,7 +188,7 @@ def _one_stride(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
         for outer, inner in it.pairwise(along(piece, dim)):
             if _step(outer, strides) != _step(inner, strides) * inner.size:
                 for number in range(outer.size):
-                    row = rows(piece, outer, number, number + 1)
+                    row = iterations(piece, outer, number, number + 1)
                     yield from _one_stride(row, strides)
                 return
     yield piece
@@ -310,4 +310,4 @@ def chunks(piece: Piece, most: int) -> Iterator[Piece]:
     step = max(1, outer.size * most // count)
     for start in range(0, outer.size, step):
         stop = min(outer.size, start + step)
-        yield from chunks(rows(piece, outer, start, stop), most)
+        yield from chunks(iterations(piece, outer, start, stop), most)

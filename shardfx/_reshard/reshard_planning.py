@@ -274,19 +274,19 @@ def _require_same(leaf: MovedLeaf, shape: tuple[int, ...], dtype: object) -> Non
         )
 
 
-def _move(ours: MovedLeaf, theirs: MovedLeaf, lost: tuple[object, ...]) -> Move:
-    _require_same(ours, theirs.shape, theirs.dtype)
-    assert ours.sharding is not None
-    assert theirs.sharding is not None
-    with naming(str, ours.path):
+def _move(source: MovedLeaf, target: MovedLeaf, lost: tuple[object, ...]) -> Move:
+    _require_same(source, target.shape, target.dtype)
+    assert source.sharding is not None
+    assert target.sharding is not None
+    with naming(str, source.path):
         return move_of(
-            ours.shape,
-            ours.dtype,
-            src=ours.sharding,
-            dst=theirs.sharding,
+            source.shape,
+            source.dtype,
+            src=source.sharding,
+            dst=target.sharding,
             lost=lost,
             copies=False,
-            meshes=(ours.mesh, theirs.mesh),
+            meshes=(source.mesh, target.mesh),
         )
 
 

@@ -23,7 +23,8 @@ def is_packed(entry: object) -> bool:
 def raw_entry(entry: FileArray) -> FileArray:
     """The entry of the bytes of a packed tensor, as uint8.
 
-    If rows are whole bytes, their last dimension is shorter, else there is one row.
+    Its last dimension counts the bytes of a row if each row fills whole bytes;
+    otherwise it has one dimension.
     """
     return dataclasses.replace(
         entry,

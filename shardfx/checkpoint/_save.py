@@ -39,7 +39,7 @@ from ._reader import (
     Progress,
 )
 from ._spans import ranges_of
-from ._staging import Headers, begin, commit, remove_partial
+from ._staging import Headers, commit, create_files, remove_partial
 from ._tensor_writes import Tensors, begin_writes
 
 
@@ -349,7 +349,7 @@ def _write_files(
         afterwards.callback(remove_partial, staging)
 
     make_files = ft.partial(
-        begin,
+        create_files,
         path=path,
         staging=staging,
         headers=headers,

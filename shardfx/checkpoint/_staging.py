@@ -19,7 +19,7 @@ PARTIAL_NAME = re.compile(r"\.(.+)\.partial-[0-9a-f]{16}")
 Headers = Mapping[str, tuple[bytes, int, list[str]]]
 
 
-def begin(
+def create_files(
     path: str,
     staging: str,
     headers: Headers,
@@ -41,13 +41,13 @@ def begin(
         hint = "save to a new name"
         if is_file and os.path.isfile(path):
             hint = "pass `overwrite=True` to replace it"
-        why = (
+        why_no_directory = (
             " `overwrite=True` replaces .safetensors files: a directory cannot be"
             " replaced at once."
         )
         text = f"{path!r} exists, and nothing was changed; {hint}, or remove it first."
         if overwrite:
-            text += why
+            text += why_no_directory
         raise CheckpointError(text)
     needed = sum(size for _, size, _ in headers.values())
     parent = os.path.dirname(path)

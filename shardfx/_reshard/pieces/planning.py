@@ -235,7 +235,7 @@ def _assembly_in(
     method = _method(leaf, target, sources, copies, parts, devices)
     scaled: dict[str, ScaledArray] = {}
     if method == "programs" and _has_scales(target):
-        target, scaled = _scaled_first(target)
+        target, scaled = _with_products(target)
         sources = _scaled_sources(target, sources, scaled)
         devices = _devices_of(leaf, sources, lost)
         parts = _parts(target, sources, devices, sent_before)
@@ -499,7 +499,7 @@ def _shard_numbers(source: MovedLeaf, devices: _Devices) -> dict[int, int]:
     return shard_numbers or {_HOST: _HOST}
 
 
-def _scaled_first(target: Made) -> tuple[Made, dict[str, ScaledArray]]:
+def _with_products(target: Made) -> tuple[Made, dict[str, ScaledArray]]:
     """Replaces each source that is multiplied by scales by a new array, the product.
     Returns `target`, the pieces that fill an array, with the products as sources, and, by
     the name of each product, how to compute it.

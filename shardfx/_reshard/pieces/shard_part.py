@@ -15,8 +15,8 @@ from ..._convert import (
     Value,
     dtypes_of,
     hull,
+    iterations,
     once,
-    rows,
     swapped,
 )
 from ..._ground.boxes import volume
@@ -143,7 +143,7 @@ def divided(part: ShardPart, most_bytes: int) -> list[ShardPart]:
     for start in range(0, outer.size, iterations_per_section):
         stop = min(outer.size, start + iterations_per_section)
         section = part._replace(
-            piece=rows(part.piece, outer, start, stop),
+            piece=iterations(part.piece, outer, start, stop),
             bytes=math.ceil(bytes_per_iteration * (stop - start)),
         )
         smaller_parts += divided(section, most_bytes)
@@ -155,7 +155,7 @@ def _halved(piece: Piece, factor: Factor) -> tuple[int, int]:
     the largest gaps first; of several, the longest, which gives the fewest parts.
     """
     half_size = -(-factor.size // 2)
-    half = rows(piece, factor, start=0, stop=half_size)
+    half = iterations(piece, factor, start=0, stop=half_size)
     return _extent(half), -factor.size
 
 

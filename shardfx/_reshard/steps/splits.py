@@ -280,16 +280,16 @@ def refine(
     can shard dimensions for which their product is too large. Along links that both use,
     both layouts get equal weights.
     """
-    places = (np.arange(src.size), positions(dst, src))
-    splits = order_primes(src, dst, places)
+    device_positions = (np.arange(src.size), positions(dst, src))
+    splits = order_primes(src, dst, device_positions)
     if not prime and max(map(_factor_count, splits)) > _MOST_PRIMES:
-        layouts = list(map(_fine_layout, (src, dst), splits, places))
+        layouts = list(map(_fine_layout, (src, dst), splits, device_positions))
         splits = join_primes(
             layouts=[end.layout for end in layouts],
             keys=[end.keys for end in layouts],
             splits=splits,
         )
-    fine_layouts = map(_fine_layout, (src, dst), splits, places)
+    fine_layouts = map(_fine_layout, (src, dst), splits, device_positions)
     source, target = _with_equal_weights(*fine_layouts)
 
     source_axis_of_key = {key: number for number, key in enumerate(source.keys)}

@@ -51,10 +51,13 @@ def check_plan(plan: PlanFields) -> None:
     """
     shapes = [leaf.shape for leaf in plan.leaves]
     shapes += [struct.shape for struct in plan.sources.values()]
+    # A limit of bytes is positive, and may be as large as the numbers' own limit.
     numbers = [*plan.senders, *plan.receivers, plan.memory_limit_bytes - 1]
     numbers += [leaf.kind for leaf in plan.leaves]
-    are_known = all(0 <= number < MOST_NUMBER for number in it.chain(numbers, *shapes))
-    require(are_known, "a number that no plan has")
+    are_in_range = all(
+        0 <= number < MOST_NUMBER for number in it.chain(numbers, *shapes)
+    )
+    require(are_in_range, "a number that no plan has")
     paths = {leaf.path for leaf in plan.leaves}
     require(len(paths) == len(plan.leaves), "a leaf is there twice")
 
