@@ -132,8 +132,8 @@ def raise_apart(name: str, shardings: dict[str, list[Any]]) -> None:
         first_what, first = pairs[0]
         if _in_order(sharding) != _in_order(first):
             raise PlanMismatchError(
-                f"an entry of `{what}` of `{name}` is{_listed(sharding)}, and an entry"
-                f" of `{first_what}` of `{name}` is{_listed(first)}; a compiled"
+                f"an entry of `{what}` of `{name}` is{_devices_text(sharding)}, and an"
+                f" entry of `{first_what}` of `{name}` is{_devices_text(first)}; a compiled"
                 " function runs on one set of devices in one order. Where plans are on"
                 " several meshes, give each a function of its own, and `reshard`"
                 " between them."
@@ -157,10 +157,10 @@ def _in_order(sharding: object) -> tuple[Any, ...]:
 
 def _sharding_text(sharding: object) -> str:
     """A sharding and its devices, as a text."""
-    return f"{sharding}{_listed(sharding)}"
+    return f"{sharding}{_devices_text(sharding)}"
 
 
-def _listed(sharding: object) -> str:
+def _devices_text(sharding: object) -> str:
     """The devices of a sharding as a text, such as " on devices [0, 1]"; "" if it has
     none.
     """

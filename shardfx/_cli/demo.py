@@ -107,7 +107,7 @@ class Layer(eqx.Module):
         gate = _project(normed, self.gate, "hidden", plan)
         up = _project(normed, self.up, "hidden", plan)
         gated = jax.nn.silu(gate) * up
-        return x + _project(gated, self.down, None, plan, over="hidden")
+        return x + _project(gated, self.down, None, plan, summed_name="hidden")
 
     def attention(
         self,
@@ -123,7 +123,7 @@ class Layer(eqx.Module):
         causal = jnp.tril(jnp.ones(scores.shape[-2:], dtype=bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
         mixed = _einsum("bhqt,bthd->bqhd", weights, value).reshape(*x.shape[:2], _ROWS)
-        return _project(mixed, self.out, None, plan, over="heads")
+        return _project(mixed, self.out, None, plan, summed_name="heads")
 
 
 class Transformer(eqx.Module):
@@ -182,18 +182,19 @@ def loss(
 def _project(
     x: Array,
     weight: Array,
-    name: str | None,
+    out_name: str | None,
     plan: ShardPlan | None,
-    over: str | None = None,
+    summed_name: str | None = None,
 ) -> Array:
-    """Returns `x @ weight`, whose last dimension has the logical name `name`.
+    """Returns `x @ weight`, whose last dimension has the logical name `out_name`.
 
-    The weight is first gathered over the mesh axis fsdp. `over` is the logical name of
-    the dimension that the product sums over. A dimension without a name (`None`) is not
-    sharded. `plan` has the mesh and the rules; with `None` nothing is sharded.
+    The weight is first gathered over the mesh axis fsdp. `summed_name` is the logical
+    name of the dimension that the product sums over. A dimension without a name
+    (`None`) is not sharded. `plan` has the mesh and the rules; with `None` nothing is
+    sharded.
     """
-    weight = _constrain(weight, (over, name), plan)
-    names = ("batch", "sequence", name)
+    weight = _constrain(weight, (summed_name, out_name), plan)
+    names = ("batch", "sequence", out_name)
     if plan is None or AxisType.Explicit not in plan.mesh.axis_types:
         return _constrain(_einsum("bsd,de->bse", x, weight), names, plan)
     # Under Explicit axes, a contraction over a sharded dimension needs the sharding of

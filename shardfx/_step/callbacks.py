@@ -177,17 +177,19 @@ class _Replacer:
                 params=params,
                 effects=effects,
             )
-        params = {key: self.param(param) for key, param in equation.params.items()}
+        params = {
+            key: self.rewritten_param(param) for key, param in equation.params.items()
+        }
         if _are_same([*params.values()], [*equation.params.values()]):
             return equation
         return equation.replace(params=params, effects=effects)
 
-    def param(self, param: Any) -> Any:
+    def rewritten_param(self, param: Any) -> Any:
         if isinstance(param, jex.ClosedJaxpr | jex.Jaxpr):
             return self.jaxpr(param)
         if not isinstance(param, tuple):
             return param
-        parts = [self.param(part) for part in param]
+        parts = [self.rewritten_param(part) for part in param]
         if _are_same(parts, param):
             return param
         # The programs of a linear solve are a NamedTuple.

@@ -85,8 +85,8 @@ class Operation:
       innermost first.
     - `counted`: pairs of a dimension of the first operand that a loop counter indexes,
       and the counter's number.
-    - `windows`: for a convolution, StableHLO's `dimension_numbers`: its batch, feature
-      and window dimensions.
+    - `dimension_numbers`: StableHLO's attribute of a convolution, with its batch,
+      feature and window dimensions; `None` for other operations.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Operation:
     flops: float
     location: tuple[ir.Location, ...]
     counted: tuple[tuple[int, int], ...] = ()
-    windows: Any = None
+    dimension_numbers: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

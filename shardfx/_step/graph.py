@@ -259,9 +259,9 @@ class _Walk:
         self.note_unknown(op, name, is_known=factors is not None)
         self.count(ins, outs)
         counted = self.counted_dims(name, ins)
-        windows = None
+        dimension_numbers = None
         if name == "convolution":
-            windows = op.attributes["dimension_numbers"]
+            dimension_numbers = op.attributes["dimension_numbers"]
         if factors is None:
             name = "opaque"
             factors = opaque(shapes_in, shapes_out)
@@ -275,7 +275,7 @@ class _Walk:
                 flops=flops,
                 location=self.locations(op),
                 counted=counted,
-                windows=windows,
+                dimension_numbers=dimension_numbers,
             )
         )
 

@@ -279,7 +279,7 @@ def _mark(tied: Tied, operation: Operation, first: dict[object, int]) -> None:
         tied.marks["chosen"].append(operand_dims[-1])
     elif operation.name == "slice":
         _mark_slice(tied, operation)
-    elif operation.windows is not None:
+    elif operation.dimension_numbers is not None:
         _mark_convolution(tied, operation)
 
 
@@ -315,7 +315,7 @@ def _mark_slice(tied: Tied, operation: Operation) -> None:
 
 
 def _mark_convolution(tied: Tied, operation: Operation) -> None:
-    numbers = stablehlo.ConvDimensionNumbers(operation.windows)
+    numbers = stablehlo.ConvDimensionNumbers(operation.dimension_numbers)
     image, kernel = (tied.dims[value] for value in operation.ins)
     earlier_roots: set[Root] = set()
     for node in (*tied.spatial_nodes, *tied.batch_nodes):

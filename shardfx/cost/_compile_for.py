@@ -94,12 +94,12 @@ def memory_of(compiled: Any) -> MemoryAnalysis:
     ]
     sizes = {name: int(getattr(analysis, name, 0)) for name in (*_COUNTED, *_OF_PEAK)}
     if any(device.platform == "tpu" for device in devices):
-        return _tpu_sizes(sizes)
+        return _tpu_memory_analysis(sizes)
     # The peak of CPU compilers leaves out temporaries.
     return MemoryAnalysis(**{name: sizes[name] for name in _COUNTED})
 
 
-def _tpu_sizes(sizes: Mapping[str, int]) -> MemoryAnalysis:
+def _tpu_memory_analysis(sizes: Mapping[str, int]) -> MemoryAnalysis:
     """libtpu's memory analysis, from its sizes by JAX's names. The memory analysis of
     JAX 0.9 has no peak.
     """
@@ -260,7 +260,7 @@ def _compiled_by_libtpu(step: Step, name: str) -> CompiledFor:
         raise _out_of_memory(answer.out_of_memory, memory.peak_bytes)
     return CompiledFor(
         text=answer.text,
-        memory=_tpu_sizes(answer.sizes),
+        memory=_tpu_memory_analysis(answer.sizes),
         mesh=step.mesh,
         argument_paths={
             argument.name: step.path(argument.name) for argument in arguments

@@ -32,7 +32,7 @@ _CALLS_BACK = re.compile(
     r"|is_host_transfer=true"
 )
 # Operations that hand a callback's result from one device to all.
-_SPREADS = opcodes.VIEWS | {"select", "convert"}
+_HANDING_ON = opcodes.VIEWS | {"select", "convert"}
 # The largest number of operations on a path backwards from a value, and of values that
 # are visited forwards from it.
 _FAR, _MANY = 64, 2000
@@ -219,13 +219,14 @@ class Origins:
         return self._read_by_callback(op) or self._made_by_callback(op)
 
     def _read_by_callback(self, op: FlatOp) -> str:
+        """The callback that alone reads an operation's results; "" if there is none."""
         name = ""
         for value in itertools.islice(reached(op.makes, self._forms_of), _MANY):
             if value in self._uses.results:
                 return ""
             for use in self._uses.reads_of(value):
                 # The branches of a conditional read its operands.
-                if use.op.opcode in _SPREADS or use.op.opcode == "conditional":
+                if use.op.opcode in _HANDING_ON or use.op.opcode == "conditional":
                     continue
                 name = _callback_name(use.op)
                 if not name:
@@ -235,7 +236,7 @@ class Origins:
     def _forms_of(self, value: int) -> Iterator[int]:
         """The other forms of a value, such as its transpose."""
         for use in self._uses.reads_of(value):
-            if use.op.opcode in _SPREADS:
+            if use.op.opcode in _HANDING_ON:
                 yield from use.op.makes
 
     def _made_by_callback(self, op: FlatOp) -> str:
@@ -254,7 +255,7 @@ class Origins:
         if maker.opcode == "conditional":
             position = maker.makes.index(value)
             return (body.results[position] for body in maker.bodies)
-        if maker.opcode in _SPREADS:
+        if maker.opcode in _HANDING_ON:
             return maker.reads
         return ()
 

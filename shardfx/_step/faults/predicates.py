@@ -112,10 +112,10 @@ def matches_operation(
         return False
     if predicate.sharded == "unevenly":
         return any(_is_uneven(array, sizes) for array in arrays)
-    if operation.windows is None:
+    if operation.dimension_numbers is None:
         return False
 
-    dims = stablehlo.ConvDimensionNumbers(operation.windows)
+    dims = stablehlo.ConvDimensionNumbers(operation.dimension_numbers)
     image = arrays[0]
     kernel = arrays[1]
     if predicate.sharded == "channels":
