@@ -37,7 +37,7 @@ def array(*shape, spec=()):
     return jnp.asarray(RNG.normal(size=shape), jnp.float32), P(*spec)
 
 
-def rows(spec="data"):
+def rows(spec: str | None = "data"):
     return jnp.arange(8) % 4, P(spec)
 
 
