@@ -139,8 +139,11 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
                 ' `chip="v5e"`.'
             )
         return SearchOptions(total=devices, chip=chips.find(chip))
-    listed: Sequence[Any] = devices if isinstance(devices, Sequence) else ()
-    if not listed or not hasattr(listed[0], "platform"):
+    listed: list[Any] = []
+    if isinstance(devices, Sequence):
+        listed += devices
+    platforms = [getattr(device, "platform", None) for device in listed]
+    if not platforms or platforms[0] is None:
         raise MeshError(
             f"`devices={devices!r:.80}` is neither a number, a slice nor devices; write"
             ' `devices=8, chip="v5e"`, `devices="tpu:v5e:2x4"`, or'
@@ -148,7 +151,7 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
         )
     if chip is not None:
         kind = chip
-    elif listed[0].platform == "cpu":
+    elif platforms[0] == "cpu":
         kind = EMULATED
     else:
         kind = listed[0].device_kind
