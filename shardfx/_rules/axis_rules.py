@@ -129,11 +129,17 @@ class AxisRules(eqx.Module):
     if not TYPE_CHECKING:
         __getitem__ = refused("rules[{}]", "`dict(rules.rules)[{}]`")
         __contains__ = refused("{} in rules", "`{} in rules.names`")
-        __iter__ = refused("iter(rules)", "`rules.rules`, a tuple of pairs")
+        __iter__ = refused(
+            "iter(rules)",
+            "`rules.rules`, a tuple of pairs; other AxisRules join by `rules.merge(other)`",
+        )
         __class_getitem__ = classmethod(
             refused("AxisRules[{}]", "`AxisRules([{}])`, with parentheses")
         )
-        __add__ = refused("rules + {}", "`rules.extend({})`")
+        __add__ = refused(
+            "rules + {}",
+            "`rules.extend({})`, or of other AxisRules `rules.merge(other)`",
+        )
         __getattr__ = lacking(
             {
                 "append": "`rules.extend([(name, target)])`, which returns new rules",

@@ -60,6 +60,16 @@ def test_path_rules_are_joined_by_their_pairs():
     assert RULES.extend(RULES.rules).rules == RULES.rules * 2
 
 
+def test_axis_rules_are_joined_with_their_units():
+    rules = AxisRules([("heads", "tensor")], units={"heads": 2})
+    for join in (lambda: VALUES[2] + rules, lambda: VALUES[2].extend(rules)):
+        with pytest.raises(
+            TypeError, match=r"other AxisRules.* `rules.merge\(other\)`"
+        ):
+            join()
+    assert VALUES[2].merge(rules).units == (("heads", 2),)
+
+
 def test_a_mesh_without_devices_is_no_list_of_devices():
     assert not isinstance(MESH, collections.abc.Iterable)
     with pytest.raises(MeshError, match=r"a sequence of devices, not MeshSpec; write"):
