@@ -28,7 +28,12 @@ def shaped_like(content: Content, like: object) -> Content:
     return content.replaced(path_tree=PathTree(flat.paths, flat.treedef), index=index)
 
 
-def rows_of(content: Content, flat: Flat) -> RowIndices:
+def rows_of(
+    content: Content,
+    flat: Flat,
+    *,
+    are_put_on_devices: bool = True,
+) -> RowIndices:
     """Returns for each leaf of the tree `flat` the index of its plan in `content.rows`.
     Raises `PlanMismatchError` if the path, shape or dtype of an array differs from its
     plan.
@@ -36,6 +41,9 @@ def rows_of(content: Content, flat: Flat) -> RowIndices:
     Leaves that are not arrays, such as the functions of a module, may be missing in the
     tree or in the plan: the tree `equinox.partition(model, equinox.is_array)[0]` fits
     the plan of `model`, and `model` fits the plan of that tree.
+
+    `are_put_on_devices` says that JAX takes the arrays next: NumPy's integers that it
+    would cut are then refused.
     """
     index = aligned(content, flat)
     for path, leaf, shaped, i in zip(
@@ -48,7 +56,8 @@ def rows_of(content: Content, flat: Flat) -> RowIndices:
             if leaf.dtype == row.dtype:
                 continue
             if canonical_dtype(leaf.dtype) == row.dtype:
-                require_range(path, leaf, row.dtype)
+                if are_put_on_devices:
+                    require_range(path, leaf, row.dtype)
                 continue
         if shaped:
             leaf_text = f"{leaf.dtype}{list(leaf.shape)}"

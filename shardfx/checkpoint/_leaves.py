@@ -117,7 +117,7 @@ def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
         )
     flat = flatten(tree)
     plan_rows = tree_plan.content.rows
-    row_numbers = rows_of(tree_plan.content, flat)
+    row_numbers = rows_of(tree_plan.content, flat, are_put_on_devices=False)
     arrays: list[tuple[str, Any]] = []
     kinds: dict[str, str] = {}
     numbers: dict[str, Any] = {}

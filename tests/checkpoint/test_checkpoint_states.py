@@ -290,7 +290,8 @@ def test_a_branch_may_have_the_name_of_the_metadata(tmp_path, mesh):
 
 
 @pytest.mark.parametrize(
-    "value", [np.int64(5), np.arange(8), np.ones(8), np.uint64(2**40)]
+    "value",
+    [np.int64(5), np.arange(8), np.ones(8), np.uint64(2**40), np.full(8, 2**40)],
 )
 def test_what_the_plan_could_not_load_is_not_saved(tmp_path, mesh, value):
     tree = {"n": value}
