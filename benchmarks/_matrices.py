@@ -155,7 +155,7 @@ def _sent(planned: ShardPlan) -> dict[str, Value]:
     }
     matrix = max(leaf.bytes for leaf in planned.leaves)
     stacks = [
-        math.prod(program.unit) * program.width * len(program.owned) * 4
+        math.prod(program.unit) * program.units_per_owner * len(program.owned) * 4
         for program in map_matrices(orthogonal, planned).exchanges
     ]
     temp_size_in_bytes = compiled[_OURS].memory_analysis().temp_size_in_bytes

@@ -5,7 +5,9 @@ without such operations.
 import collections.abc
 import copy
 import inspect
+import operator
 import pickle
+from typing import Any
 
 import jax
 import pytest
@@ -30,6 +32,12 @@ MESH = MeshSpec({"data": 4, "tensor": 2})
 RULES = PathRules([("w", jax.P("data"))])
 SHAPES = {"w": jax.ShapeDtypeStruct((8,), "float32")}
 PLAN = plan(SHAPES, MESH, paths=RULES)
+# Values of other types than functions take, which type checkers would refuse.
+NUMBER: Any = 3
+NOTHING: Any = None
+TEXT: Any = "ab"
+NO_DEVICES: Any = MESH
+OTHER_RULES: Any = RULES
 VALUES = [MESH, RULES, AxisRules([("embed", "data")]), PLAN, PLAN["w"], From("w")]
 
 
@@ -56,7 +64,7 @@ def test_path_rules_are_joined_by_their_pairs():
     with pytest.raises(
         TypeError, match=r"of other PathRules `rules.extend\(other.rules"
     ):
-        RULES + RULES
+        operator.add(RULES, OTHER_RULES)
     assert RULES.extend(RULES.rules).rules == RULES.rules * 2
 
 
@@ -73,9 +81,9 @@ def test_axis_rules_are_joined_with_their_units():
 def test_a_mesh_without_devices_is_no_list_of_devices():
     assert not isinstance(MESH, collections.abc.Iterable)
     with pytest.raises(MeshError, match=r"a sequence of devices, not MeshSpec; write"):
-        MESH.build(MESH)
+        MESH.build(NO_DEVICES)
     with pytest.raises(TypeError, match="`spec.axis_names` for the names"):
-        list(MESH)
+        list(NO_DEVICES)
 
 
 @pytest.mark.parametrize("value", [PLAN["w"], From("w")])
@@ -89,7 +97,7 @@ def test_what_has_names_says_where_they_are():
     with pytest.raises(
         TypeError, match=r"`'data' in spec`.*`'data' in spec.axis_names`"
     ):
-        assert "data" in MESH
+        assert "data" in NO_DEVICES
     with pytest.raises(
         TypeError, match=r"`'embed' in rules`.*`'embed' in rules.names`"
     ):
@@ -109,11 +117,11 @@ def test_a_told_method_is_as_other_methods():
 @pytest.mark.parametrize(
     "make, error, message",
     [
-        (lambda: fsdp(3), RuleError, r"`fsdp\(\(3,\)\)` needs the name"),
-        (lambda: match({}, None), RuleError, "`rules` must be of type PathRules"),
-        (lambda: correct(jax.P(), "ab", MESH), SpecError, "a size for each dimension"),
+        (lambda: fsdp(NUMBER), RuleError, r"`fsdp\(\(3,\)\)` needs the name"),
+        (lambda: match({}, NOTHING), RuleError, "`rules` must be of type PathRules"),
+        (lambda: correct(jax.P(), TEXT, MESH), SpecError, "a size for each dimension"),
         (lambda: auto.plan(SHAPES, [1]), MeshError, r"`devices=\[1\]` is neither"),
-        (lambda: cost.seconds(3, "v5e"), LeafTypeError, "must be of type Traffic"),
+        (lambda: cost.seconds(NUMBER, "v5e"), LeafTypeError, "must be of type Traffic"),
     ],
 )
 def test_a_value_of_another_type_is_named(make, error, message):
@@ -127,4 +135,4 @@ def test_the_form_is_that_of_the_function_that_was_called():
         (checkpoint.read_index, r"read_index\(path\)"),
     ):
         with pytest.raises(LeafTypeError, match=f"Write `{form}`"):
-            function(3)
+            function(NUMBER)
