@@ -1,0 +1,51 @@
+"""Values of other types than functions take: errors of the package, which name them."""
+
+import collections.abc
+from typing import Any
+
+import jax
+import pytest
+
+from shardfx import MeshSpec, auto, checkpoint, correct, cost, fsdp, match
+from shardfx.errors import LeafTypeError, MeshError, RuleError, SpecError
+
+
+MESH = MeshSpec({"data": 4, "tensor": 2})
+SHAPES = {"w": jax.ShapeDtypeStruct((8,), "float32")}
+# Type checkers would refuse these.
+NUMBER: Any = 3
+NOTHING: Any = None
+TEXT: Any = "ab"
+NO_DEVICES: Any = MESH
+
+
+def test_a_mesh_without_devices_is_no_list_of_devices():
+    assert not isinstance(MESH, collections.abc.Iterable)
+    with pytest.raises(MeshError, match=r"a sequence of devices, not MeshSpec; write"):
+        MESH.build(NO_DEVICES)
+    with pytest.raises(TypeError, match="`spec.axis_names` for the names"):
+        list(NO_DEVICES)
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: fsdp(NUMBER), RuleError, r"`fsdp\(\(3,\)\)` needs the name"),
+        (lambda: match({}, NOTHING), RuleError, "`rules` must be of type PathRules"),
+        (lambda: correct(jax.P(), TEXT, MESH), SpecError, "a size for each dimension"),
+        (lambda: auto.plan(SHAPES, [1]), MeshError, r"`devices=\[1\]` is neither"),
+        (lambda: cost.seconds(NUMBER, "v5e"), LeafTypeError, "must be of type Traffic"),
+    ],
+)
+def test_a_value_of_another_type_is_named(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_the_form_is_that_of_the_function_that_was_called():
+    for function, form in (
+        (checkpoint.structs, r"structs\(path\)"),
+        (checkpoint.read_index, r"read_index\(path\)"),
+    ):
+        with pytest.raises(LeafTypeError, match=f"Write `{form}`"):
+            function(NUMBER)
