@@ -101,6 +101,21 @@ _LATENT_HEADS = (
     (r"kv_b_proj/weight$", 0, 256),
     (r"self_attn/o_proj/weight$", 1, 128),
 )
+_GATED_AND_LINEAR_HEADS = (
+    # A query and its gate; and a linear key head with its two values and their gates.
+    (r"self_attn/q_proj/weight$", 0, 512),
+    (r"self_attn/[kv]_proj/weight$", 0, 256),
+    (r"self_attn/o_proj/weight$", 1, 256),
+    (r"linear_attn/in_proj_qkvz/weight$", 0, 768),
+    (r"linear_attn/in_proj_ba/weight$", 0, 4),
+    (r"linear_attn/out_proj/weight$", 1, 128),
+)
+_HEADS_AND_EYES = (
+    (r"^language.*/self_attn/[qkv]_proj/weight$", 0, 128),
+    (r"^language.*/self_attn/o_proj/weight$", 1, 128),
+    (r"^vision.*/self_attn/[qkv]_proj/(weight|bias)$", 0, 88),
+    (r"^vision.*/self_attn/o_proj/weight$", 1, 88),
+)
 
 MODELS: dict[str, Model] = {
     model.name: model
@@ -131,6 +146,19 @@ MODELS: dict[str, Model] = {
         ),
         _decoder("glm4.5-air", "glm4_moe", bias=True),
         _decoder("gemma3n-e2b", "gemma3n", 256),
+        _decoder("gpt-oss-20b", "gpt_oss", 64, bias=True),
+        Model(
+            name="qwen3-next-80b-a3b",
+            preset="qwen3_next",
+            arguments=(),
+            fused=_GATED_AND_LINEAR_HEADS,
+        ),
+        Model(
+            name="llama4-scout",
+            preset="llama4",
+            arguments=(),
+            fused=_HEADS_AND_EYES,
+        ),
         *(_decoder(name, "mixtral") for name in ("mixtral-8x7b", "mixtral-8x22b")),
         Model(
             name="deepseek-v3",

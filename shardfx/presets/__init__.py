@@ -14,7 +14,9 @@ from .hf import (
     gemma3n as gemma3n,
     glm4_moe as glm4_moe,
     gpt2 as gpt2,
+    gpt_oss as gpt_oss,
     llama as llama,
+    llama4 as llama4,
     mistral as mistral,
     mixtral as mixtral,
     olmo2 as olmo2,
@@ -22,6 +24,7 @@ from .hf import (
     qwen2 as qwen2,
     qwen3 as qwen3,
     qwen3_moe as qwen3_moe,
+    qwen3_next as qwen3_next,
     starcoder2 as starcoder2,
     t5 as t5,
 )

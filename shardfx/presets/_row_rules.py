@@ -40,17 +40,20 @@ _ACROSS = (
         "vision_hidden",
         "vision_out_units",
     ),
-    *("layer_vocab", "layer_input", "layer_inputs_out"),
+    *("layer_vocab", "layer_input", "layer_inputs_out", "fp4_rows"),
 )
 _ALONG = (
     *("embed", "two_embeds", "vision_embed", "adapted", "adapter_out"),
     "layer_inputs",
+    # gpt-oss is published in blocks of 32 numbers. 90 of them are in a row, which few
+    # meshes divide.
+    "fp4_experts",
 )
 # The compressed queries, keys and values of latent attention, which belong to no head.
 _LATENT = ("latent", "query_latent")
 _WHOLE = (
     *("experts", "dim", "latent_and_rope", "buckets", "one", "ahead_embed"),
-    *("laurel_rank", "routed_streams", "embed_out"),
+    *("laurel_rank", "routed_streams", "embed_out", "fp4_blocks", "fp4_bytes"),
 )
 # Axes over which a bias of one dimension is sharded like its matrix.
 _ALONE = ("heads", "kv_heads", "vision_heads", "vision_hidden")

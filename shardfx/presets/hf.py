@@ -291,8 +291,9 @@ def glm4_moe(
     fsdp: Axes = "fsdp",
     tensor: Axes = "tensor",
 ) -> PathRules:
-    """Returns rules for GLM-4.5, 4.6 and 4.7, and their Air models. `head_dim` is the size of one head; `fsdp` and
-    `tensor` are mesh axes.
+    """Returns rules for GLM-4.5, 4.6 and 4.7, and their Air models.
+
+    `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
 
     The layer that predicts ahead has rules too.
 
@@ -318,8 +319,9 @@ def gemma3n(
     fsdp: Axes = "fsdp",
     tensor: Axes = "tensor",
 ) -> PathRules:
-    """Returns rules for the text model of Gemma 3n. `head_dim` is the size of one head; `fsdp` and
-    `tensor` are mesh axes.
+    """Returns rules for the text model of Gemma 3n.
+
+    `head_dim` is the size of one head; `fsdp` and `tensor` are mesh axes.
 
     Its towers for images and sound have no rules: plan the text model alone, or say
     `unmatched="replicate"`.
@@ -338,6 +340,112 @@ def gemma3n(
         ```
     """
     return _preset("gemma3n", {"dim": head_dim}, fsdp, tensor)
+
+
+def gpt_oss(
+    *,
+    head_dim: int = 64,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
+) -> PathRules:
+    """Returns rules for gpt-oss. `head_dim` is the size of one head; `fsdp` and
+    `tensor` are mesh axes.
+
+    The experts of a layer are one array, `[experts, in, out]`, whose columns of gate
+    and up alternate and are sharded between pairs; or MXFP4 blocks, as published.
+
+    !!! Example
+
+        ```python
+        import jax
+        from shardfx import MeshSpec, plan, presets
+
+        array = jax.ShapeDtypeStruct((32, 2880, 5760), "bfloat16")
+        tree = {"model.layers.0.mlp.experts.gate_up_proj": array}
+        # 2,880 pairs of gate and up, 720 on each device.
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.gpt_oss())
+        assert made.leaves[0].spec == jax.P(None, "fsdp", "tensor")
+        ```
+    """
+    return _preset("gpt_oss", {"dim": head_dim, "two": 2}, fsdp, tensor)
+
+
+def qwen3_next(
+    *,
+    head_dim: int = 256,
+    linear_num_key_heads: int = 16,
+    linear_num_value_heads: int = 32,
+    linear_head_dim: int = 128,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
+) -> PathRules:
+    """Returns rules for Qwen3-Next, with the layer that predicts ahead.
+
+    **Arguments:**
+
+    - `head_dim`: the number of elements in one head of the gated attention. The rows of
+      a head of queries hold the query, then its gate.
+    - `linear_num_key_heads`, `linear_num_value_heads`: as in the model's config.json.
+      Linear attention is sharded between key heads, each with its values.
+    - `linear_head_dim`: its `linear_key_head_dim` and `linear_value_head_dim`.
+    - `fsdp`, `tensor`: the mesh axes to use.
+
+    **Returns:**
+
+    [`shardfx.PathRules`][].
+
+    !!! Example
+
+        ```python
+        import jax
+        from shardfx import MeshSpec, plan, presets
+
+        array = jax.ShapeDtypeStruct((12288, 2048), "bfloat16")
+        tree = {"model.layers.0.linear_attn.in_proj_qkvz.weight": array}
+        # 16 key heads, four on each device.
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.qwen3_next())
+        assert made.leaves[0].spec == jax.P("tensor", "fsdp")
+        ```
+    """
+    values_of_key = linear_num_value_heads // linear_num_key_heads
+    sizes = {
+        "dim": head_dim,
+        "two_dims": 2 * head_dim,
+        "linear_head_dim": linear_head_dim,
+        "qkvz": 2 * linear_head_dim * (1 + values_of_key),
+        "ba": 2 * values_of_key,
+    }
+    return _preset("qwen3_next", sizes, fsdp, tensor)
+
+
+def llama4(
+    *,
+    head_dim: int = 128,
+    vision_head_dim: int = 88,
+    fsdp: Axes = "fsdp",
+    tensor: Axes = "tensor",
+) -> PathRules:
+    """Returns rules for Llama 4, Scout and Maverick, with the vision encoder. `fsdp`
+    and `tensor` are mesh axes; the other numbers are the sizes of one head.
+
+    The experts of a layer are one array, `[experts, in, out]`. Gate and up are
+    concatenated, so a shard may hold only one of them.
+
+    !!! Example
+
+        ```python
+        import jax
+        from shardfx import MeshSpec, plan, presets
+
+        array = jax.ShapeDtypeStruct((16, 8192, 5120), "bfloat16")
+        tree = {"language_model.model.layers.0.feed_forward.experts.down_proj": array}
+        # Back from the hidden size, by its dimension.
+        made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.llama4())
+        assert made.leaves[0].spec == jax.P(None, "tensor", "fsdp")
+        ```
+    """
+    sizes = {"dim": head_dim, "vision_head_dim": vision_head_dim}
+    return _preset("llama4", sizes, fsdp, tensor)
 
 
 def deepseek_v3(

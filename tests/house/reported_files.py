@@ -434,7 +434,8 @@ def an_exact_path_beside_a_wildcard(folder):
 
 @reported("public F9", "presets/test_hf_presets.py")
 def tables_for_newer_models(folder):
-    for name in ("gemma3n", "olmo2", "phi3", "glm4_moe", "t5"):
+    names = ("gpt_oss", "qwen3_next", "gemma3n", "llama4", "olmo2", "phi3", "glm4_moe")
+    for name in (*names, "t5"):
         assert getattr(sfx.presets, name)()
     for name in ("llama4-scout", "gpt-oss-20b", "qwen3-next-80b"):
         assert any(name in known for known in sfx.presets.models.names()), name

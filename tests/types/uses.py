@@ -247,6 +247,7 @@ def tables(config: dict[str, Any]) -> list[sfx.PathRules]:
     ]
     families += [presets.qwen3, presets.qwen3_moe, presets.starcoder2, presets.t5]
     families += [presets.gemma3n, presets.glm4_moe, presets.olmo2, presets.phi3]
+    families += [presets.gpt_oss, presets.llama4, presets.qwen3_next]
     return [
         models.rules_for("llama3-8b", "fsdp"),
         *(family(head_dim=64) for family in families),
