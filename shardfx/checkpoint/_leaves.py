@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -48,13 +47,14 @@ from .._ground.boxes import Box, box_shape, shard_boxes, whole_box
 from .._ground.errors import CheckpointError, LeafTypeError
 from .._ground.keys import is_key, key_data_struct, raw
 from .._ground.spec import DType
-from .._ground.text import plural, printable
+from .._ground.text import printable
 from .._ground.tree import flatten, is_number
 from .._plan import LEFT_OUT, ShardPlan, canonical_dtype, encode_dtype, plan, rows_of
 from .._rules import PathRules
 from ..topology import MeshSpec
 from . import _metadata as prng, _safetensors as safetensors
 from ._entry import may_change
+from ._unsaved import is_definition, refuse_others
 
 
 # A box of an array, and the values of its elements.
@@ -121,7 +121,7 @@ def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
     arrays: list[tuple[str, Any]] = []
     kinds: dict[str, str] = {}
     numbers: dict[str, Any] = {}
-    texts: dict[str, str | bytes] = {}
+    others: dict[str, object] = {}
     # A model has many leaves of few kinds: a check of one leaf holds for all of its
     # kind. The value is the name of the dtype that the metadata has for the leaf.
     name_by_kind: dict[object, str | None] = {}
@@ -130,8 +130,8 @@ def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
         if row < 0 and (not is_array or row == LEFT_OUT):
             if is_number(leaf):
                 numbers[path] = leaf
-            elif isinstance(leaf, str | bytes) and row != LEFT_OUT:
-                texts[path] = leaf
+            elif row != LEFT_OUT and not is_definition(leaf):
+                others[path] = leaf
             continue
         # The plan has a number or a function where it has no row, such as the step
         # counter before the first step made an array of it.
@@ -148,39 +148,13 @@ def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
             kinds[path] = name
             leaf = raw(leaf)
         arrays.append((path, leaf))
-    if texts:
-        _refuse_texts(tree, texts)
+    if others:
+        refuse_others(tree, others)
     for path, _ in arrays:
         if not path.isascii() or path == safetensors.METADATA:
             _check_path(path)
     _raise_for_equal_paths(arrays, numbers)
     return Leaves(arrays=arrays, kinds=kinds, numbers=numbers)
-
-
-def _refuse_texts(tree: object, texts: Mapping[str, str | bytes]) -> None:
-    """Raises `CheckpointError` for texts that only the tree has. `texts` has those of
-    the tree by path.
-
-    Texts in an Equinox module, such as `axis_name` of its BatchNorm, do not count: like
-    functions, they are made again with the module.
-    """
-    rest = jax.tree.map(
-        lambda node: None if _is_module(node) else node, tree, is_leaf=_is_module
-    )
-    lost = []
-    for path in flatten(rest).paths:
-        if path in texts:
-            lost.append(f"`{printable(path)}` ({texts[path]!r:.40})")
-    if lost:
-        raise CheckpointError(
-            f"a checkpoint keeps arrays and numbers, and the tree has the"
-            f" {plural(len(lost), 'text')} {', '.join(lost[:3])}, which would be lost;"
-            " leave them out: `save(path, eqx.filter(tree, eqx.is_array_like), plan)`."
-        )
-
-
-def _is_module(node: object) -> bool:
-    return isinstance(node, eqx.Module)
 
 
 def _raise_for_equal_paths(

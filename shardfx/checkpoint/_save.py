@@ -89,8 +89,9 @@ def save(
     - `tree`: the planned tree, of JAX arrays, or of NumPy arrays that are equal on all
       processes. If it holds NumPy arrays only, every process must call `save`. PRNG
       keys are saved with the name of their implementation. Python's numbers, such as a
-      step counter, are saved in the file's metadata. Functions and strings are not
-      saved.
+      step counter, are saved in the file's metadata. Functions, classes, dtypes and
+      enumeration members are not saved, and of an Equinox module nothing beside: they
+      are made again with the tree. Any other leaf, such as a text, is an error.
     - `plan`: the tree's plan. The arrays are written in the shardings that they have,
       even if the plan has others. Without `plan`, the arrays' own shardings are saved
       as a plan, if they are on one mesh.
@@ -118,8 +119,9 @@ def save(
     - `LeafTypeError` for a dtype that safetensors cannot hold, for leaves that a map
       scales, or for a dtype that `load` could not return under this plan, such as
       NumPy's int64 where the plan has int32.
-    - `CheckpointError` if `path` exists, or with the number of another process that
-      failed, died, did not call `save`, or has other arguments.
+    - `CheckpointError` if `path` exists, for a leaf that would be lost, or with the
+      number of another process that failed, died, did not call `save`, or has other
+      arguments.
     - `OSError` with the path if the disk is full or cannot be written.
 
     !!! Example

@@ -5,7 +5,6 @@ NumPy's 64-bit integers.
 import enum
 import json
 
-import equinox as eqx
 import hypothesis as hyp
 import hypothesis.strategies as st
 import jax
@@ -178,32 +177,6 @@ def test_numbers_of_a_state_are_saved(tmp_path, mesh, name):
     assert loaded["speed"] is Speed.fast
     assert loaded["f"] is jax.nn.gelu
     assert checkpoint.load(tmp_path / name, plan)["f"] is None
-
-
-def test_a_text_is_not_lost_without_a_word(tmp_path, mesh):
-    state = {"w": jnp.arange(8.0), "names": {"run": "first", "host": b"a"}, "step": 3}
-    arrays, plan = planned(state, mesh)
-    for arguments in ((arrays,), (arrays, plan)):
-        with pytest.raises(CheckpointError, match="2 texts `names/host` .*`names/run`"):
-            checkpoint.save(tmp_path / "c", *arguments)
-    assert not list(tmp_path.iterdir())
-    kept = eqx.filter(arrays, eqx.is_array_like)
-    checkpoint.save(tmp_path / "c", kept, plan)
-    loaded = checkpoint.load(tmp_path / "c", arrays)
-    assert loaded["step"] == 3
-    assert loaded["names"] == state["names"]
-
-
-def test_texts_of_modules_are_made_again_as_functions_are(tmp_path, mesh):
-    norm, counts = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
-    assert "batch" in jax.tree.leaves(norm)
-    state, plan = planned({"model": (norm, counts), "step": 3}, mesh)
-    checkpoint.save(tmp_path / "c", state, plan)
-    loaded = checkpoint.load(tmp_path / "c", state)
-    assert eqx.tree_equal(loaded, state)
-    # Beside a module, a text is lost.
-    with pytest.raises(CheckpointError, match="the 1 text `run` "):
-        checkpoint.save(tmp_path / "d", {"model": norm, "run": "first"})
 
 
 def test_a_bool_is_0_or_1_in_the_file(tmp_path, mesh):
