@@ -73,13 +73,19 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
         other = is_other.index(True)
     else:
         other = 0
-    texts = _exchange(f"{devices}\n{plan.to_json()}".encode("utf-8", "surrogatepass"))
+    kind = type(plan).__name__
+    text = f"{kind}\n{devices}\n{plan.to_json()}"
+    texts = _exchange(text.encode("utf-8", "surrogatepass"))
     their_text = texts[other].decode("utf-8", "surrogatepass")
-    their_devices, _, theirs = their_text.partition("\n")
+    their_kind, their_devices, theirs = their_text.split("\n", 2)
+    if their_kind == kind:
+        differing = _differences(plan, theirs)
+    else:
+        differing = ["one has a plan, the other a map"]
     in_order = (
         f"the devices of the mesh are {devices} in one, {their_devices} in the other"
     )
-    first, *others = _differences(plan, theirs) or [in_order]
+    first, *others = differing or [in_order]
     what = "map" if isinstance(plan, TreeMap) else "plan"
     further = f" (and {len(others)} more)" if others else ""
     raise PlanMismatchError(
@@ -99,8 +105,8 @@ def _differences(plan: ShardPlan | TreeMap, theirs: str) -> Sequence[str]:
             return differences(plan, ShardPlan.from_json(theirs))
         their_map = TreeMap.from_json(theirs)
         rules = (str(plan).splitlines(), str(their_map).splitlines())
-    except (MapError, PlanFormatError):
-        return ["one has a plan, the other a map"]
+    except (MapError, PlanFormatError) as error:
+        return [f"the other cannot be read here ({error})"]
     texts = []
     for ours, other in it.zip_longest(*rules, fillvalue="nothing more"):
         if ours != other:

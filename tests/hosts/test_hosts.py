@@ -459,3 +459,23 @@ def test_the_mask_is_replicated_where_rows_are():
     assert mask.sharding.is_fully_replicated
     count = mask.sum()
     assert int(count) == 7
+
+
+def test_a_plan_of_another_version_says_why_it_is_not_read(monkeypatch):
+    # Two processes with two versions of the package.
+    sharding_plan = plan(
+        {"w": jnp.ones(8)}, MeshSpec({"d": 2}), paths=PathRules.parse("w->d")
+    )
+    version = '"version":1'
+    assert version in sharding_plan.to_json()
+
+    def exchange(message: bytes) -> list[bytes]:
+        other = message.replace(version.encode(), b'"version":9')
+        return [message, b"another digest" if other == message else other]
+
+    monkeypatch.setattr(hosts._same, "_exchange", exchange)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(
+        PlanMismatchError, match="cannot be read here .the plan has ver"
+    ):
+        hosts.assert_same_plan(sharding_plan)
