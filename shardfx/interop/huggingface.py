@@ -214,8 +214,9 @@ def rules_of(
 
     **Raises:**
 
-    `RuleError` for a style that transformers does not have. Planning with the rules
-    raises it for expert parallelism if each expert has an array of its own.
+    `RuleError` for a style that transformers does not have, or a name of `units` that
+    the plan does not have. Planning with the rules raises it for expert parallelism if
+    each expert has an array of its own.
 
     !!! Example
 
@@ -258,6 +259,13 @@ def rules_of(
             raise RuleError(
                 f"{key!r} has the style {style!r}{near(style, tuple(STYLES))}, which is"
                 f" none of {[*STYLES]}."
+            )
+    modules = list(dict.fromkeys(key.rpartition(".")[2] for key in merged))
+    for name in units or ():
+        if name not in modules:
+            raise RuleError(
+                f"`units` names {name!r}{near(name, modules)}, which is no module of"
+                f" the plan; it has {', '.join(modules)}."
             )
     rules: list[tuple[str, object]] = []
     for key in sorted(merged, key=_priority):

@@ -290,6 +290,12 @@ ON_DISK = [
 ]
 
 
+def test_a_unit_of_a_module_that_the_plan_lacks_is_named():
+    message = r"'q_prj' .did you mean 'q_proj' .*, which is no module of the plan"
+    with pytest.raises(RuleError, match=message):
+        huggingface.rules_of(PLAN, units={"q_prj": 32})
+
+
 @pytest.mark.parametrize("module, gate, up, down", ON_DISK)
 def test_experts_under_their_names_on_disk(module, gate, up, down):
     text = f"model.layers.0.{module}.experts.7"

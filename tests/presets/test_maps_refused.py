@@ -162,6 +162,10 @@ LAYOUTS = {
         lambda: maps.TreeLayout({A: maps.Fused("q: a b", "k: a")}),
         r"have as many dimensions each",
     ),
+    "axes": (
+        lambda: maps.stacked(config_of("llama")).with_sizes(vocabulary=8),
+        r"no axis 'vocabulary' \(did you mean 'vocab'\?\); it has .*embed, ",
+    ),
     "dims": (
         lambda: maps.TreeLayout({A: maps.Fused("q: a b", dim=2)}),
         r"the parts have no dim 2",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from ..._convert import NamedSizes, TreeMap, with_sizes
 from ..._ground.errors import MapError
 from ..._ground.text import quoted
+from ..._rules import near
 from ._between import between
 from ._entries import Entry, Fused, Scaled, Weight, weights_of
 from ._reading import Sizes
@@ -102,6 +103,20 @@ class TreeLayout:
         """The kinds of weights in the layout, such as "query", each once."""
         return tuple(dict.fromkeys(place.kind for place in self._places))
 
+    @property
+    def _axes(self) -> list[str]:
+        """The names of all axes of which the layout may have the size, each once."""
+        axes = [name for name, _ in (*self.sizes, *self.known)]
+        for place in self._places:
+            axes += (*place.axes, *place.in_path)
+            if place.range is not None:
+                axes.append(place.range.axis)
+            if place.kind.startswith("expert_"):
+                axes.append("expert_hidden")
+        for _, parts in self.apart:
+            axes += parts.split()
+        return list(dict.fromkeys(axes))
+
     def with_paths(self, paths: Mapping[str, str]) -> "TreeLayout":
         """Returns the layout with some paths replaced: `{"layers/query": "blocks/wq"}`.
         Other paths do not change.
@@ -143,8 +158,15 @@ class TreeLayout:
 
     def with_sizes(self, **sizes: int) -> "TreeLayout":
         """Returns the layout with other sizes: `with_sizes(vocab=50304)` for a tree
-        with a padded vocabulary.
+        with a padded vocabulary. Raises `MapError` for an axis that the layout lacks.
         """
+        axes = self._axes
+        for axis in sizes:
+            if axis not in axes:
+                raise MapError(
+                    f"the layout has no axis {quoted(axis)}{near(axis, axes)}; it has"
+                    f" {', '.join(axes)}."
+                )
         return dataclasses.replace(self, sizes={**dict(self.sizes), **sizes})
 
     def to(
