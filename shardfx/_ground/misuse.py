@@ -77,6 +77,8 @@ def _hint(function: Callable[..., object], name: str, fixes: Mapping[str, str]) 
         return f" (in its place is {fixes[name]})"
     for similar in difflib.get_close_matches(name, parameters, n=1):
         return f" (did you mean `{similar}=`?)"
+    if "args" in parameters:
+        return " (what the step takes is given by position)"
     return ""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jaxtyping import PyTree
 
+from .._ground.misuse import called
 from .._ground.text import between_numbers, first_lines, html_text, joined, table
 from .._step import explicit_mesh, lines_of, own_line, without_mesh
 from ._asked import trace, without_shardings
@@ -75,6 +76,7 @@ class NamedAxes:
     _repr_html_ = html_text
 
 
+@called("name_axes(step, *args)")
 def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
     """Finds the logical axes of a step's arguments: dimensions that must be sharded
     alike get one name.

@@ -84,7 +84,7 @@ _CLOSE = 1.05
 _DOUBTFUL = 1 / TEMPORARIES.most
 
 
-@called("search(step, *args, devices=8)")
+@called("search(step, *args, devices=8)", mesh="`devices=`", target="`devices=`")
 def search(
     step: Callable[..., object],
     *args: PyTree,

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from .. import chips
 from .._ground.errors import ChipError, MeshError, OutOfMemoryError, ProgramError
+from .._ground.misuse import called
 from .._step import Platform, Step, TpuTexts, parse_hlo, step_of, target_named
 from ..topology import MeshSpec
 from ._libtpu import memory_in
@@ -163,6 +164,12 @@ class CompiledFor:
         return self.memory
 
 
+@called(
+    "compile_for(step, *args, target=target)",
+    chip='`target="tpu:v5p:4x4x4"`',
+    compiler='`target="tpu:v5p:4x4x4"`',
+    devices="`target=`, a mesh or a list of devices",
+)
 def compile_for(
     step: object,
     *args: object,

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .. import chips
 from .._ground.errors import ProgramError
+from .._ground.misuse import called
 from .._ground.text import bytes_text
 from .._step import (
     KINDS,
@@ -186,6 +187,12 @@ def _growth(other: float | int, first: float | int, times: int) -> float:
 DIRECT, LARGEST = 2048, 512
 
 
+@called(
+    "estimate(step, *args)",
+    chip='`compiler="tpu:v5p"`; `fit(step, *args, chip="v5p")` has the memory',
+    target='`compiler="tpu:v5p:4x4x4"`',
+    platform='`compiler="gpu"`',
+)
 def estimate(
     step: object,
     *args: object,

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .. import chips
 from .._ground.errors import LeafTypeError
+from .._ground.misuse import called
 from .._ground.spec import array_bytes, shard_counts
 from .._ground.text import bytes_text, first_lines, html_table, printable, table
 from .._plan import ShardPlan
@@ -232,6 +233,7 @@ class Fit:
         return "\n".join([*parts, html_table((), below=self.notes)])
 
 
+@called("fit(step, *args, chip=chip)", compiler='`chip="v5p"`', target='`chip="v5p"`')
 def fit(
     step: object,
     *args: object,
@@ -269,8 +271,7 @@ def fit(
 
     A [`shardfx.cost.Fit`][].
 
-    It warns with a `WrongNumbersWarning` of a step that XLA's partitioner computes
-    wrongly, within the limits of [`shardfx.cost.estimate`][].
+    It warns with a `WrongNumbersWarning`, as [`shardfx.cost.estimate`][] does.
 
     **Raises:**
 

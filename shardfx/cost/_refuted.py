@@ -56,4 +56,4 @@ def warn_if_refuted(programs: Programs) -> None:
             f"XLA's partitioner computes this step wrongly: {refutation}\n"
             "    `shardfx.testing.verify(step, *args)` has the whole verdict"
         )
-        warnings.warn(text, WrongNumbersWarning, stacklevel=3)
+        warnings.warn(text, WrongNumbersWarning, stacklevel=4)

@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from .._ground.errors import UnknownPathError
+from .._ground.misuse import called
 from .._ground.spec import bits, entries_of, entry_axes
 from .._ground.text import (
     array_text,
@@ -201,6 +202,11 @@ class StepShardings:
     _repr_html_ = html_text
 
 
+@called(
+    "shardings(step, *args)",
+    chip='`compiler="tpu"`',
+    target='`compiler="tpu"`',
+)
 def shardings(
     step: object,
     *args: object,

@@ -118,7 +118,16 @@ class CheckedStep:
     __repr__ = __str__
 
 
-@called("check_step(step, *args)")
+_FROM_DTYPES = "nothing: the allowed difference is the step's own rounding"
+
+
+@called(
+    "check_step(step, *args)",
+    rtol=_FROM_DTYPES,
+    atol=_FROM_DTYPES,
+    compiler="`verify(step, *args, compiler=...)`",
+    chip="`verify(step, *args, compiler=...)`",
+)
 def check_step(
     step: Callable[..., Any],
     *args: object,

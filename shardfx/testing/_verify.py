@@ -7,6 +7,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 from .._arrays import Compiled
 from .._ground.errors import LeafTypeError, ProgramError
+from .._ground.misuse import called
 from .._ground.spec import canonical
 from .._step import (
     Parameter,
@@ -29,6 +30,11 @@ FinishedProgram: TypeAlias = (
 )
 
 
+@called(
+    "verify(step, *args)",
+    chip='`compiler="tpu"`',
+    target="`compiled=`, what `cost.compile_for(step, *args, target=target)` returns",
+)
 def verify(
     step: Any,
     *args: object,

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 from ... import chips
 from ..._arrays import filter_jit
 from ..._ground.errors import ChipError, LeafTypeError, OutOfMemoryError
+from ..._ground.misuse import called
 from ..._ground.spec import array_bytes
 from ..._ground.text import bytes_text
 from ..._step import (
@@ -41,6 +42,17 @@ from .work import total, work_of
 _MARGIN = 0.18
 
 
+_BUDGET = "the memory of `chip=`, less `leave_bytes=`"
+
+
+@called(
+    "policy(loss, *args)",
+    compiler='`chip="v5p"`',
+    target='`chip="v5p"`',
+    budget_bytes=_BUDGET,
+    limit_bytes=_BUDGET,
+    memory_limit_bytes=_BUDGET,
+)
 def policy(
     loss: Callable[..., Any],
     *args: PyTree,
