@@ -289,19 +289,12 @@ def _set_of(where: Place, content: object, real: str) -> Index:
     for name in file_names:
         files[name] = where.inside(name)
     headers = safetensors.read_headers(where, files.values())
-    metadata = _joined(headers.values())
     tables = {}
     for name, file in files.items():
         tables[name] = headers[file].arrays
     table = _table_of_set(weight_map, tables)
     if table is not None:
-        return Index(
-            format="safetensors",
-            directory=where.directory,
-            entries=table,
-            metadata=metadata,
-            place=where,
-        )
+        return _of_headers(where, headers.values(), table)
     arrays_by_file = {
         name: {array.path: array for array in headers[file].arrays}
         for name, file in files.items()
@@ -315,10 +308,22 @@ def _set_of(where: Place, content: object, real: str) -> Index:
                 " that file does not hold it."
             )
         entries.append(array)
+    return _of_headers(where, headers.values(), tuple(entries))
+
+
+def _of_headers(
+    where: Place,
+    headers: Iterable[safetensors.Header],
+    entries: Sequence[FileArray],
+) -> Index:
+    """The index of safetensors files with these headers."""
+    metadata: dict[str, str] = {}
+    for header in headers:
+        metadata |= header.metadata
     return Index(
         format="safetensors",
         directory=where.directory,
-        entries=tuple(entries),
+        entries=entries,
         metadata=metadata,
         place=where,
     )
@@ -358,30 +363,16 @@ def _of_save(where: Place, weight_map: Mapping[str, str], names: list[str]) -> I
             " the whole checkpoint."
         )
     entries = tuple(arrays[name] for name in weight_map)
-    metadata = _joined(headers.values())
-    return Index(
-        format="safetensors",
-        directory=where.directory,
-        entries=entries,
-        metadata=metadata,
-        place=where,
-    )
+    return _of_headers(where, headers.values(), entries)
 
 
 def _of_files(where: Place, files: list[str]) -> Index:
     headers = list(safetensors.read_headers(where, files).values())
-    metadata = _joined(headers)
     tables = [header.arrays for header in headers]
     if all_tables(tables):
         table = together(tables)
         if len(table.numbers) == len(table):
-            return Index(
-                format="safetensors",
-                directory=where.directory,
-                entries=table,
-                metadata=metadata,
-                place=where,
-            )
+            return _of_headers(where, headers, table)
     arrays: dict[str, FileArray] = {}
     for array in [array for header in headers for array in header.arrays]:
         other = arrays.setdefault(array.path, array)
@@ -391,19 +382,7 @@ def _of_files(where: Place, files: list[str]) -> Index:
                 f" {array.file!r}; name one of the files, or add the"
                 " `model.safetensors.index.json` of the set."
             )
-    return Index(
-        format="safetensors",
-        directory=where.directory,
-        entries=tuple(arrays.values()),
-        metadata=metadata,
-        place=where,
-    )
-
-
-def _joined(headers: Iterable[safetensors.Header]) -> dict[str, str]:
-    return {
-        name: value for header in headers for name, value in header.metadata.items()
-    }
+    return _of_headers(where, headers, tuple(arrays.values()))
 
 
 @called("structs(path)")
