@@ -29,9 +29,9 @@ _SHARD_BYTES = 2**30
 _SHARDS = "sharding_indexed"
 # A blosc buffer begins with 4 bytes of versions and flags, then the unpacked size.
 _CLAIM = slice(4, 8)
-# The table of a shard has the offset and the length of each chunk, or this number twice
-# for a chunk that is not stored.
-_NOT_STORED = 2**64 - 1
+# The table of a shard has the offset and the length of each chunk, or 2**64 - 1 twice
+# for a chunk that is not stored. No file is as long as this.
+_NO_OFFSET = 2**63
 
 
 class _Stored(NamedTuple):
@@ -43,11 +43,11 @@ class _Stored(NamedTuple):
     def known_size(self) -> int:
         return len(self.value)
 
-    def size(self) -> int:
-        return len(self.value)
-
     def read(self, count: int, offset: int) -> bytes:
         return self.value[offset : offset + count]
+
+    def tail(self, count: int) -> bytes:
+        return self.value[-count:]
 
 
 class _Bounds(NamedTuple):
@@ -206,16 +206,18 @@ def _begins(
         -(-whole // max(part, 1))
         for whole, part in zip(chunk, shards["chunk_shape"], strict=True)
     )
-    size = file.size()
-    start = 0
+    # The table has 16 bytes for each chunk. A checksum of 4 bytes may follow it.
+    table_bytes = 16 * count
+    if "crc32c" in table:
+        table_bytes += 4
     if shards["index_location"] == "end":
-        # A checksum of 4 bytes may follow the table, which has 16 bytes for each chunk.
-        start = size - 16 * count - 4 * ("crc32c" in table)
-    if start < 0:
+        data = file.tail(table_bytes)
+    else:
+        data = file.read(table_bytes, 0)
+    if len(data) < table_bytes:
         return []  # the reader reports a file that is too short for its table
     dtype = "<u8"
     if member(table, "bytes", "endian") == "big":
         dtype = ">u8"
-    index_bytes = file.read(16 * count, start)
-    numbers = np.frombuffer(index_bytes, dtype)
-    return [begin for begin in numbers[0::2].tolist() if begin < min(size, _NOT_STORED)]
+    numbers = np.frombuffer(data, dtype, 2 * count)
+    return [begin for begin in numbers[0::2].tolist() if begin < _NO_OFFSET]

@@ -38,13 +38,13 @@ class LocalFile(NamedTuple):
 
     @property
     def known_size(self) -> int:
-        return self.size()
-
-    def size(self) -> int:
         return os.fstat(self.descriptor).st_size
 
     def read(self, count: int, offset: int) -> bytes:
         return read_at(self.descriptor, count, offset)
+
+    def tail(self, count: int) -> bytes:
+        return self.read(count, max(0, self.known_size - count))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,14 +155,19 @@ def inside(where: FilePlace, name: str) -> str:
     Raises `CheckpointError` for an absolute path, one with `..` or a NUL byte, and a
     link that leaves the roots of `where`.
     """
-    if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
-        raise CheckpointError(
-            f"checkpoint {where.directory!r} names the file {quoted(name)}, which is"
-            " not a relative path below the directory; nothing outside it is opened."
-            " Correct the index, or load a checkpoint that you trust."
-        )
+    require_relative(where.directory, name)
     path = os.path.join(where.directory, name)
     return _resolved(where, path, name)
+
+
+def require_relative(directory: str, name: str) -> None:
+    """Raises `CheckpointError` for an absolute path, and one with `..` or a NUL byte."""
+    if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
+        raise CheckpointError(
+            f"checkpoint {directory!r} names the file {quoted(name)}, which is not a"
+            " relative path below the directory; nothing outside it is opened. Correct"
+            " the index, or load a checkpoint that you trust."
+        )
 
 
 def _resolved(where: FilePlace, path: str, name: str) -> str:

@@ -446,7 +446,9 @@ def _tasks(
         return [lambda: files.read(reads) + sum(task() for task in others)]
     # A read has a fixed cost beside its bytes.
     batches = grouped(
-        reads, lambda read: read.span.nbytes + _CALL_BYTES * read.span.runs, RUN_BYTES
+        reads,
+        lambda read: read.span.nbytes + _CALL_BYTES * read.span.runs,
+        files.batch_bytes,
     )
     tasks_of_batches = [ft.partial(files.read, batch) for batch in batches]
     return [*tasks_of_batches, *others]

@@ -20,7 +20,8 @@ from ._coordination import holders_of
 from ._leaves import host_copy
 from ._load import load
 from ._objects import TIMEOUT_SECONDS
-from ._save import SavedContent, WriteOptions, content_of, write
+from ._save import content_of, write
+from ._saved_content import SavedContent, WriteOptions
 from ._steps import StepFiles, StepObjects
 
 

@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,19 +13,15 @@ import numpy as np
 
 from .._ground.errors import CheckpointError
 from .._ground.text import quoted
-from ._entry import FileArray, fill
-from ._object_faults import is_past_the_end, stalled
+from ._object_faults import ShortError
 from ._objects import ObjectPlace
-from ._reader import Read, flat, part_in
+from ._reader import Read, copy_parts, memory_in_place
 
 
-# A run of bytes is read in requests of at least this size, and less than twice it. With
-# the request behind its last tensor, an object of 15 MiB and more so takes at most 1.1
-# requests per 8 MiB.
-_REQUEST_BYTES = 12 * 2**20
-# Runs do not become longer by gaps than this.
-_RUN_BYTES = 16 * 2**20
 READ_LIMIT_BYTES = 2**30
+# The most bytes of a request, and of a call of `read`. An array that is a little larger
+# than the largest span is one request, too.
+_REQUEST_BYTES = 24 * 2**20
 # An answer takes more memory than its bytes until it is copied (TensorStore 0.1.86,
 # measured).
 _HELD_PER_BYTE = 1.75
@@ -35,11 +30,12 @@ LEAST_LIMIT_BYTES = 64 * 2**20
 
 
 class Piece(NamedTuple):
-    """Bytes of an object, and the memory that they fill."""
+    """Bytes of an object, and the memory that they fill. `path` is that of the array."""
 
-    entry: FileArray
+    file: str
     offset: int
     memory: np.ndarray
+    path: str
 
     @property
     def stop(self) -> int:
@@ -49,224 +45,145 @@ class Piece(NamedTuple):
 class Request(NamedTuple):
     """A range of an object that is read at once, and the pieces that it fills."""
 
-    file: str
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
 
     @property
     def nbytes(self) -> int:
         return self.stop - self.start
 
 
-class Rest(NamedTuple):
-    """A span that was read into temporary memory, to be copied into its targets."""
-
-    read: Read
-    memory: np.ndarray
-
-
-def pieces_of(reads: Sequence[Read]) -> tuple[list[Piece], list[Rest]]:
-    """The pieces of all reads, and the spans whose values are copied afterwards, since
-    they have another order or dtype in their targets.
-    """
-    pieces: list[Piece] = []
-    rests: list[Rest] = []
-    for read in reads:
-        entry = read.entry
-        span = read.span
-        views = [read.targets[part.number][part.index] for part in span.parts]
-        is_in_place = span.is_direct and all(
-            [view.dtype == entry.dtype and view.flags.c_contiguous for view in views]
+def pieces_of(read: Read, memories: Sequence[np.ndarray]) -> Iterator[Piece]:
+    """Yields the pieces of a read, one for each run of bytes or each memory."""
+    span = read.span
+    if span.runs > 1:
+        # A span of several runs fills one memory.
+        (memory,) = memories
+        memories = list(memory.reshape(span.runs, span.run_bytes))
+    offset = read.entry.offset + span.offset
+    for memory in memories:
+        yield Piece(
+            file=read.entry.file,
+            offset=offset,
+            memory=memory,
+            path=read.entry.path,
         )
-        if is_in_place:
-            memories = [flat(view) for view in views]
-        else:
-            temporary = np.empty(span.nbytes, np.uint8)
-            rests.append(Rest(read, temporary))
-            memories = [temporary]
-        offset = entry.offset + span.offset
-        if span.runs > 1:
-            # A span of several runs fills one memory.
-            rows = memories[0].reshape(span.runs, span.run_bytes)
-            for number, row in enumerate(rows):
-                piece_of_row = Piece(
-                    entry=entry,
-                    offset=offset + number * span.step,
-                    memory=row,
-                )
-                pieces.append(piece_of_row)
-            continue
-        for memory in memories:
-            whole_piece = Piece(
-                entry=entry,
-                offset=offset,
-                memory=memory,
-            )
-            pieces.append(whole_piece)
-            offset += memory.size
-    return [piece for piece in pieces if piece.memory.size], rests
+        offset += span.step if span.runs > 1 else memory.size
 
 
 def requests_of(pieces: Sequence[Piece], gap_bytes: int) -> Iterator[Request]:
     """Yields the requests that read all pieces. Gaps of fewer than `gap_bytes` are read
-    too.
+    too, as long as a request has at most 24 MiB.
     """
     run: list[Piece] = []
-    stop = 0
-    for piece in sorted(pieces, key=lambda piece: (piece.entry.file, piece.offset)):
-        if run:
-            gap = piece.offset - stop
-            is_near = gap <= 0 or (
-                gap < gap_bytes and piece.stop - run[0].offset <= _RUN_BYTES
-            )
-            if piece.entry.file != run[0].entry.file or not is_near:
-                yield from _divided(run, stop)
-                run = []
+    start = stop = 0
+    for piece in sorted(pieces, key=lambda piece: (piece.file, piece.offset)):
+        if run and (
+            piece.file != run[0].file
+            or piece.offset - stop >= max(gap_bytes, 1)
+            or piece.stop - start > _REQUEST_BYTES
+        ):
+            yield Request(start, stop, run)
+            run = []
+        if not run:
+            start = stop = piece.offset
         run.append(piece)
-        stop = piece.stop if len(run) == 1 else max(stop, piece.stop)
+        stop = max(stop, piece.stop)
     if run:
-        yield from _divided(run, stop)
-
-
-def _divided(run: Sequence[Piece], stop: int) -> Iterator[Request]:
-    """Yields requests of about equal size that read one run of bytes."""
-    start = run[0].offset
-    count = max(1, (stop - start) // _REQUEST_BYTES)
-    for number in range(count):
-        low = start + (stop - start) * number // count
-        high = start + (stop - start) * (number + 1) // count
-        pieces = []
-        for piece in run:
-            start_inside = max(low, piece.offset)
-            stop_inside = min(high, piece.stop)
-            if start_inside < stop_inside:
-                rows = slice(start_inside - piece.offset, stop_inside - piece.offset)
-                piece_inside = Piece(
-                    entry=piece.entry,
-                    offset=start_inside,
-                    memory=piece.memory[rows],
-                )
-                pieces.append(piece_inside)
-        yield Request(
-            file=run[0].entry.file,
-            start=low,
-            stop=high,
-            pieces=tuple(pieces),
-        )
-
-
-class Budget:
-    """The bytes of all requests that are under way, which have a limit."""
-
-    def __init__(self, limit_bytes: int):
-        self.limit_bytes = limit_bytes
-        self._free_bytes = limit_bytes
-        self._changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def of(self, nbytes: int) -> Iterator[None]:
-        """A context in which `nbytes` of the budget are taken. Entering it waits."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._free_bytes >= nbytes)
-            self._free_bytes -= nbytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free_bytes += nbytes
-                self._changed.notify_all()
+        yield Request(start, stop, run)
 
 
 @dataclasses.dataclass
 class ObjectFiles:
     """The objects of one load, with the operations of `Files`.
 
-    `progress_at` is the time of the last answer: a slow network is no stall.
+    **Arguments:**
+
+    - `where`: their place.
+    - `limit_bytes`: the limit for the bytes of all requests under way.
+    - `gap_bytes`: shorter gaps are read too.
+    - `copier`: the thread that copies.
+    - `batch_bytes`: the bytes that one call of `read` should read.
     """
 
     where: ObjectPlace
-    budget: Budget
+    limit_bytes: int
     gap_bytes: int
     copier: concurrent.futures.Executor
-    progress_at: float = dataclasses.field(default_factory=time.monotonic)
+    batch_bytes: int = _REQUEST_BYTES
+    _taken_bytes: int = 0
+    _changed: threading.Condition = dataclasses.field(
+        default_factory=threading.Condition
+    )
 
     def read(self, reads: Sequence[Read]) -> int:
         """Reads bytes of objects into the memory of `reads`, and returns the number of
         bytes.
         """
-        pieces, scratch_copies = pieces_of(reads)
+        pieces: list[Piece] = []
+        scratch: list[tuple[Read, np.ndarray]] = []
+        for read in reads:
+            memories = memory_in_place(read)
+            if memories is None:
+                memory = np.empty(read.span.nbytes, np.uint8)
+                memories = [memory]
+                scratch.append((read, memory))
+            pieces += pieces_of(read, memories)
         requests = list(requests_of(pieces, self.gap_bytes))
-        scratch_bytes = sum(rest.memory.size for rest in scratch_copies)
         answer_bytes = sum(request.nbytes for request in requests)
+        scratch_bytes = sum(memory.size for _, memory in scratch)
         nbytes = scratch_bytes + int(_HELD_PER_BYTE * answer_bytes)
-        if nbytes > self.budget.limit_bytes and len(reads) > 1:
+        if nbytes > self.limit_bytes and len(reads) > 1:
             half = len(reads) // 2
             return self.read(reads[:half]) + self.read(reads[half:])
-        with self.budget.of(min(nbytes, self.budget.limit_bytes)):
+        with self._taking(min(nbytes, self.limit_bytes)):
             self._carry_out(requests)
-            for rest in scratch_copies:
-                _copy_out(rest)
+            for read, memory in scratch:
+                copy_parts(read, memory)
         return sum(read.span.nbytes for read in reads)
 
+    @contextlib.contextmanager
+    def _taking(self, nbytes: int) -> Iterator[None]:
+        """A context in which `nbytes` of the limit are taken. Entering it waits."""
+        with self._changed:
+            most_bytes = self.limit_bytes - nbytes
+            self._changed.wait_for(lambda: self._taken_bytes <= most_bytes)
+            self._taken_bytes += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken_bytes -= nbytes
+                self._changed.notify_all()
+
     def _carry_out(self, requests: Sequence[Request]) -> None:
+        keys = [self.where.key_of(request.pieces[0].file) for request in requests]
         futures = [
-            self.where.begin_read(
-                self.where.key_of(request.file), request.start, request.stop
-            )
-            for request in requests
+            self.where.begin_read(key, request.start, request.stop)
+            for key, request in zip(keys, requests, strict=True)
         ]
-        for number, request in enumerate(requests):
-            result = self._result(request, futures[number])
+        for number, (key, request) in enumerate(zip(keys, requests, strict=True)):
+            try:
+                answer = self.where.answer(futures[number], key)
+            except ShortError as error:
+                raise CheckpointError(
+                    f"{self.where.what(key)} ends before byte {request.stop}, within"
+                    f" array {quoted(request.pieces[-1].path)} or one near it; it is"
+                    " truncated. Copy the whole file."
+                ) from error
             futures[number] = None
             # TensorStore's bytes and Python's are there at once for one request only.
             # In one thread, since `malloc` keeps freed memory for each thread.
-            self.copier.submit(_copy_in, result, request).result()
-            del result
-
-    def _result(self, request: Request, future: Any) -> Any:
-        key = self.where.key_of(request.file)
-        seconds = self.where.timeout_seconds
-        while True:
-            try:
-                result = future.result(timeout=seconds)
-                break
-            except TimeoutError:
-                if time.monotonic() - self.progress_at > seconds:
-                    what = self.where.what(key)
-                    raise stalled(what, "reading", seconds) from None
-            except (ValueError, OSError, RuntimeError) as error:
-                if is_past_the_end(error):
-                    raise _cut_off(self.where, request) from error
-                raise self.where.fault(key, "reading", error) from error
-        self.progress_at = time.monotonic()
-        if result.state == "missing":
-            raise self.where.missing(key)
-        self.where.require_same(key, result.stamp.generation)
-        return result
+            self.copier.submit(_copy_in, answer, request).result()
+            del answer
 
 
-def _copy_in(result: Any, request: Request) -> None:
-    data = np.frombuffer(result.value, np.uint8)
+def _copy_in(answer: Any, request: Request) -> None:
+    data = np.frombuffer(answer.value, np.uint8)
     for piece in request.pieces:
         begin = piece.offset - request.start
         piece.memory[:] = data[begin : begin + piece.memory.size]
-
-
-def _cut_off(where: ObjectPlace, request: Request) -> CheckpointError:
-    path = request.pieces[-1].entry.path
-    return CheckpointError(
-        f"{where.what(where.key_of(request.file))} ends before byte {request.stop},"
-        f" within array {quoted(path)} or one near it; it is truncated. Copy the whole"
-        " file."
-    )
-
-
-def _copy_out(rest: Rest) -> None:
-    entry, span, targets = rest.read
-    for part in span.parts:
-        values = part_in(rest.memory, entry.dtype, part, span.strides)
-        fill(targets[part.number][part.index], values, entry.path)
 
 
 @contextlib.contextmanager
@@ -284,7 +201,7 @@ def open_objects(
     with concurrent.futures.ThreadPoolExecutor(1, "shardfx-copy") as copier:
         yield ObjectFiles(
             where=where,
-            budget=Budget(read_limit_bytes),
+            limit_bytes=read_limit_bytes,
             gap_bytes=gap_bytes,
             copier=copier,
         )

@@ -9,25 +9,28 @@ An array that is spread over processes, or larger than a file, is written in par
 a tensor of its own. The metadata of a file says which part of which array it is.
 """
 
+import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._ground.boxes import Box, box_shape, box_start, slices, volume
+from .._ground.boxes import Box, box_shape, box_start, slices, volume, whole_box
 from .._ground.errors import CheckpointError
 from .._ground.text import quoted
 from . import _safetensors as safetensors
-from ._address import Address
 from ._coordination import SaveProcesses
 from ._entry import fill
 from ._leaves import Leaves, shards_of
 from ._objects import ObjectPlace
 from ._parts import FILES_KEY, PARTS_KEY, PLAN_FILE_KEY, SET_INDEX, SavedPart
+from ._saved_content import SavedContent
+from ._spans import grouped
 from ._staging import PLAN
 
 
@@ -40,12 +43,15 @@ _CLEANUP_SECONDS = 5.0
 
 
 class SavedPiece(NamedTuple):
-    """A part of an array to write: the array's name and dtype, the part, its values."""
+    """A part of an array to write, its dtype and its values."""
 
-    name: str
-    dtype: Any
     part: SavedPart
+    dtype: Any
     values: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.part.size
 
     @property
     def nbytes(self) -> int:
@@ -55,41 +61,8 @@ class SavedPiece(NamedTuple):
     def tensor(self) -> str:
         """The name of the piece in its file."""
         if self.part.is_whole:
-            return self.name
-        return f"{self.name}#{','.join(map(str, self.part.start))}"
-
-
-class Target(NamedTuple):
-    """The place of a save in a store: its address, and the directory of its data."""
-
-    place: ObjectPlace
-    data: str
-
-    def key(self, name: str) -> str:
-        return self.place.address.below(name).path
-
-    @property
-    def index_key(self) -> str:
-        """The key of the object that makes the step exist."""
-        return self.key(SET_INDEX)
-
-
-def _require_absent(target: Target, key: str) -> None:
-    """Raises `CheckpointError` if the object that makes a checkpoint exist is there."""
-    if target.place.read(key, 0, 1) is not None:
-        raise CheckpointError(
-            f"{target.place.directory!r} exists, and nothing was changed; save to a new"
-            " name, or remove it first."
-        )
-
-
-def _require_object_bytes(file_bytes: int) -> None:
-    """Raises `CheckpointError` if objects may become larger than stores take."""
-    if not 0 < file_bytes <= _MOST_OBJECT_BYTES:
-        raise CheckpointError(
-            f"`file_bytes={file_bytes}` is no size of an object: one request takes from"
-            f" 1 to {_MOST_OBJECT_BYTES} bytes; leave it out for {OBJECT_BYTES}."
-        )
+            return self.part.path
+        return f"{self.part.path}#{','.join(map(str, self.part.start))}"
 
 
 def saved_pieces(
@@ -100,36 +73,24 @@ def saved_pieces(
     """Yields the pieces of all arrays that this process writes, each of at most
     `most_bytes`.
     """
-    for name, value in leaves.arrays:
+    for path, value in leaves.arrays:
         shape = tuple(value.shape)
         dtype = np.dtype(value.dtype)
-        if not np.prod(shape, dtype=object):
-            if is_first:
-                part = SavedPart(
-                    path=name,
-                    shape=shape,
-                    start=(0,) * len(shape),
-                    size=shape,
-                )
-                yield SavedPiece(
-                    name=name,
-                    dtype=dtype,
-                    part=part,
-                    values=np.empty(shape, dtype),
-                )
-            continue
-        for box, values in shards_of(value, is_first):
+        shards = shards_of(value, is_first)
+        if 0 in shape:
+            # All shards are empty, and one of them is written.
+            shards = iter([(whole_box(shape), np.empty(shape, dtype))] * is_first)
+        for box, values in shards:
             for inner in _divided(box, dtype.itemsize, most_bytes):
                 part = SavedPart(
-                    path=name,
+                    path=path,
                     shape=shape,
                     start=box_start(inner),
                     size=box_shape(inner),
                 )
                 yield SavedPiece(
-                    name=name,
-                    dtype=dtype,
                     part=part,
+                    dtype=dtype,
                     values=values[slices(inner, box)],
                 )
 
@@ -137,18 +98,12 @@ def saved_pieces(
 def _divided(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
     """Yields parts of a box of at most `most_bytes`, or of one element."""
     nbytes = volume(box) * itemsize
-    if not nbytes:
-        return
-    if nbytes <= most_bytes:
-        yield box
-        return
     dim = next((dim for dim, size in enumerate(box_shape(box)) if size > 1), None)
-    if dim is None:
+    if nbytes <= most_bytes or dim is None:
         yield box
         return
     low, high = box[dim]
-    row_bytes = nbytes // (high - low)
-    step = max(1, most_bytes // row_bytes)
+    step = max(1, most_bytes * (high - low) // nbytes)
     for start in range(low, high, step):
         inner = (*box[:dim], (start, min(start + step, high)), *box[dim + 1 :])
         yield from _divided(inner, itemsize, most_bytes)
@@ -156,18 +111,14 @@ def _divided(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
 
 def body_of(
     pieces: Sequence[SavedPiece],
-    leaves: Leaves,
+    kinds: Mapping[str, str],
     metadata: Mapping[str, str],
 ) -> bytes:
-    """The content of a safetensors file with the pieces."""
-    extra = dict(metadata)
-    kinds = {
-        piece.name: leaves.kinds[piece.name]
-        for piece in pieces
-        if piece.name in leaves.kinds
-    }
-    if kinds:
-        extra[safetensors.DTYPES_KEY] = json.dumps(kinds)
+    """The content of a safetensors file with the pieces. `kinds` names the dtypes of
+    arrays that safetensors cannot.
+    """
+    paths = [piece.part.path for piece in pieces]
+    extra = {**metadata, **safetensors.metadata_of_kinds(paths, kinds)}
     parts = {
         piece.tensor: piece.part.to_json()
         for piece in pieces
@@ -175,295 +126,244 @@ def body_of(
     }
     if parts:
         extra[PARTS_KEY] = json.dumps(parts)
-    rows = [(piece.tensor, _Struct(piece.part.size, piece.dtype)) for piece in pieces]
+    rows = [(piece.tensor, piece) for piece in pieces]
     header, offsets = safetensors.write_header(rows, extra)
-    total = len(header) + sum(piece.nbytes for piece in pieces)
-    body = bytearray(total)
+    body = bytearray(len(header) + sum(piece.nbytes for piece in pieces))
     body[: len(header)] = header
     for piece, offset in zip(pieces, offsets, strict=True):
-        if piece.nbytes:
-            view = np.ndarray(piece.part.size, piece.dtype, body, offset)
-            fill(view, piece.values, piece.name)
+        view = np.ndarray(piece.shape, piece.dtype, body, offset)
+        fill(view, piece.values, piece.part.path)
     return bytes(body)
 
 
-class _Struct(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: Any
-
-
-class Written(NamedTuple):
-    """What a process wrote: the names of its files, and the file of each array, or of
-    the first part of it.
-    """
-
-    files: list[str]
-    weight_map: dict[str, str]
-
-    def to_text(self) -> str:
-        return json.dumps([self.files, self.weight_map])
-
-
-class ObjectContent(NamedTuple):
-    """What a save writes: arrays, the metadata of each file, the text of the plan, and
-    the bytes of all arrays.
-    """
-
-    leaves: Leaves
-    metadata: Mapping[str, str]
-    plan: str | None
-    nbytes: int
-
-
-class ObjectOptions(NamedTuple):
-    """How a save writes: a token that no other save has, the arguments of `save`, and a
-    function that is called with the bytes of each object that is there.
-    """
-
-    token: str
-    overwrite: bool
-    file_bytes: int | None
-    timeout_seconds: float
-    advance: Callable[[int], None]
-
-
-class Writer:
-    """Writes the objects of one process. `write` runs in a thread of its own.
+@dataclasses.dataclass
+class ObjectSave:
+    """The part of one process in a save to a store. `write` runs in a thread of its own.
 
     **Arguments:**
 
-    - `target`: the place of the save.
-    - `process`: the number of the process.
+    - `place`: the checkpoint.
+    - `data`: the directory of its data.
+    - `process`, `is_first`: the number of the process, and whether it writes what all
+      processes have.
+    - `content`: what is saved.
+    - `most_bytes`: the most bytes of arrays in an object.
     - `advance`: is called with the bytes of each object that is there.
+    - `files`: the names of the files of the process, each with those of its arrays.
+    - `stop`: whether no further object is to be written.
     """
 
-    def __init__(self, target: Target, process: int, advance: Callable[[int], None]):
-        self._target = target
-        self._process = process
-        self._advance = advance
-        self.stop = threading.Event()
-        self.written = Written([], {})
+    place: ObjectPlace
+    data: str
+    process: int
+    is_first: bool
+    content: SavedContent
+    most_bytes: int
+    advance: Callable[[int], None]
+    files: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    stop: threading.Event = dataclasses.field(default_factory=threading.Event)
 
-    def write(
-        self,
-        leaves: Leaves,
-        metadata: Mapping[str, str],
-        is_first: bool,
-        most_bytes: int,
-    ) -> int:
+    def key(self, name: str) -> str:
+        return self.place.address.below(name).path
+
+    def write(self) -> int:
         """Writes all pieces of this process, and returns the number of their bytes."""
-        pending: list[concurrent.futures.Future[int]] = []
-        total = 0
+        written_bytes = 0
         with concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-put") as pool:
-            try:
-                for pieces in _groups(leaves, is_first, most_bytes):
-                    if self.stop.is_set():
-                        break
-                    if len(pending) == _WORKERS:
-                        total += self._finished(pending.pop(0))
-                    number = len(self.written.files)
-                    nbytes = sum(piece.nbytes for piece in pieces)
-                    # The size in the name is that of what a killed save left.
-                    file = f"{self._process:05}-{number:05}-{nbytes}.safetensors"
-                    name = f"{self._target.data}/{file}"
-                    self.written.files.append(name)
-                    for piece in pieces:
-                        self.written.weight_map.setdefault(piece.name, name)
-                    arguments = (name, pieces, leaves, metadata)
-                    pending.append(pool.submit(self._put, *arguments))
-                while pending:
-                    total += self._finished(pending.pop(0))
-            finally:
-                # After an error, no further object is begun.
-                self.stop.set()
-        return total
+            for upload in self._uploads(pool):
+                nbytes = upload.result()
+                self.advance(nbytes)
+                written_bytes += nbytes
+        return written_bytes
 
-    def _finished(self, future: concurrent.futures.Future[int]) -> int:
-        nbytes = future.result()
-        self._advance(nbytes)
-        return nbytes
-
-    def _put(
+    def _uploads(
         self,
-        name: str,
-        pieces: Sequence[SavedPiece],
-        leaves: Leaves,
-        metadata: Mapping[str, str],
-    ) -> int:
-        if self.stop.is_set():
-            return 0
-        self._target.place.write(
-            self._target.key(name), body_of(pieces, leaves, metadata)
-        )
+        pool: concurrent.futures.Executor,
+    ) -> Iterator[concurrent.futures.Future[int]]:
+        """Yields the uploads of all files. The next one begins when the first of those
+        under way is done.
+        """
+        leaves = self.content.leaves
+        pieces = saved_pieces(leaves, self.is_first, self.most_bytes)
+        groups = grouped(pieces, lambda piece: piece.nbytes, self.most_bytes)
+        if self.is_first and not leaves.arrays:
+            # A file has the metadata.
+            groups = iter([[]])
+        under_way = collections.deque[concurrent.futures.Future[int]]()
+        for number, group in enumerate(groups):
+            if len(under_way) == _WORKERS:
+                yield under_way.popleft()
+            if self.stop.is_set():
+                break
+            nbytes = sum(piece.nbytes for piece in group)
+            # The size in the name is that of what a killed save left.
+            file = f"{self.process:05}-{number:05}-{nbytes}.safetensors"
+            name = f"{self.data}/{file}"
+            self.files[name] = [piece.part.path for piece in group]
+            under_way.append(pool.submit(self._put, name, group))
+        yield from under_way
+
+    def _put(self, name: str, pieces: Sequence[SavedPiece]) -> int:
+        body = body_of(pieces, self.content.leaves.kinds, self.content.metadata)
+        self.place.write(self.key(name), body)
         return sum(piece.nbytes for piece in pieces)
 
+    def commit(self, texts: Mapping[int, str]) -> bool:
+        """Writes the index, which makes the step exist. `texts` has `files` of each
+        process as JSON. Returns `False` if another saver was faster.
 
-def _groups(
-    leaves: Leaves,
-    is_first: bool,
-    most_bytes: int,
-) -> Iterator[list[SavedPiece]]:
-    """Yields the pieces of each file. The first process has at least one file, which
-    has the metadata.
-    """
-    group: list[SavedPiece] = []
-    group_bytes = 0
-    count = 0
-    for piece in saved_pieces(leaves, is_first, most_bytes):
-        if group and group_bytes + piece.nbytes > most_bytes:
-            yield group
-            count += 1
-            group = []
-            group_bytes = 0
-        group.append(piece)
-        group_bytes += piece.nbytes
-    if group or (is_first and not count):
-        yield group
+        Raises `CheckpointError` if data is gone.
+        """
+        files: dict[str, list[str]] = {}
+        for process in sorted(texts):
+            files |= json.loads(texts[process])
+        self._require_there(files)
+        # An array in parts is in several files.
+        weight_map = {path: "" for path, _ in self.content.leaves.arrays}
+        for file, paths in files.items():
+            for path in paths:
+                weight_map[path] = weight_map[path] or file
+        metadata: dict[str, Any] = {
+            "total_size": self.content.nbytes,
+            FILES_KEY: list(files),
+        }
+        plan_text = self.content.plan_text
+        if plan_text is not None:
+            name = f"{self.data}/{PLAN}"
+            metadata[PLAN_FILE_KEY] = name
+            self.place.write(self.key(name), plan_text.encode())
+        index = {"metadata": metadata, "weight_map": weight_map}
+        data = json.dumps(index, indent=1).encode()
+        return self.place.write_new(self.key(SET_INDEX), data)
+
+    def _require_there(self, files: Iterable[str]) -> None:
+        """Raises `CheckpointError` if an object that was written is gone, as `clean` may
+        have removed it.
+        """
+        names = list(files)
+        # A listing may lag behind, a read does not.
+        are_there = self.place.each(
+            lambda name: self.place.holds(self.key(name)), names
+        )
+        if not all(are_there):
+            name = names[are_there.index(False)]
+            raise CheckpointError(
+                f"saving to {self.place.directory!r}: the object {quoted(name)} was"
+                " removed while the save was under way, as by `clean` with a short"
+                " time; nothing was changed. Save again."
+            )
+
+    def remove(self) -> None:
+        """Removes the data of a save that failed, if the store answers."""
+        seconds = min(self.place.timeout_seconds, _CLEANUP_SECONDS)
+        place = ObjectPlace(self.place.address, seconds)
+        with contextlib.suppress(CheckpointError):
+            place.delete_below(self.key(self.data))
 
 
-def _commit(target: Target, texts: Mapping[int, str], content: ObjectContent) -> bool:
-    """Writes the index, which makes the step exist. `texts` has what each process
-    wrote. Returns `False` if another saver was faster.
-
-    Raises `CheckpointError` if data is gone.
-    """
-    files: list[str] = []
-    weight_map: dict[str, str] = {}
-    for process in sorted(texts):
-        names, own_map = json.loads(texts[process])
-        files += names
-        for name, file in own_map.items():
-            weight_map.setdefault(name, file)
-    ordered = {name: weight_map[name] for name, _ in content.leaves.arrays}
-    _require_there(target, files)
-    metadata: dict[str, Any] = {"total_size": content.nbytes, FILES_KEY: files}
-    if content.plan is not None:
-        name = f"{target.data}/{PLAN}"
-        metadata[PLAN_FILE_KEY] = name
-        target.place.write(target.key(name), content.plan.encode())
-    index = {"metadata": metadata, "weight_map": ordered}
-    data = json.dumps(index, indent=1).encode()
-    return target.place.write_new(target.index_key, data)
+def _require_absent(place: ObjectPlace, key: str) -> None:
+    """Raises `CheckpointError` if the object that makes a checkpoint exist is there."""
+    if place.holds(key):
+        raise CheckpointError(
+            f"{place.directory!r} exists, and nothing was changed; save to a new"
+            " name, or remove it first."
+        )
 
 
-def _beaten(target: Target) -> CheckpointError:
+def _beaten(place: ObjectPlace) -> CheckpointError:
     return CheckpointError(
-        f"{target.place.directory!r} appeared while this was saving, from another"
-        " writer, and stays as it is; save to another name."
+        f"{place.directory!r} appeared while this was saving, from another writer, and"
+        " stays as it is; save to another name."
     )
 
 
-def _require_there(target: Target, files: Sequence[str]) -> None:
-    """Raises `CheckpointError` if an object that was written is gone, as `clean` may
-    have removed it.
-    """
-    place = target.place
-    listed = set(place.keys_below(target.key(target.data)))
-    # A listing may lag behind, a read does not.
-    late = [name for name in files if name.rpartition("/")[2] not in listed]
-    gone = [name for name in late if place.read(target.key(name), 0, 1) is None]
-    if gone:
-        raise CheckpointError(
-            f"saving to {place.directory!r}: the object {quoted(gone[0])} was removed"
-            " while the save was under way, as by `clean` with a short time; nothing"
-            " was changed. Save again."
-        )
-
-
 def save_objects(
-    address: Address,
+    place: ObjectPlace,
     processes: SaveProcesses,
     afterwards: contextlib.ExitStack,
-    content: ObjectContent,
-    options: ObjectOptions,
+    content: SavedContent,
+    overwrite: bool,
+    file_bytes: int,
+    token: str,
+    advance: Callable[[int], None],
 ) -> None:
-    """Writes a checkpoint to a store, together with the other processes."""
-    place = ObjectPlace(address, options.timeout_seconds)
-    target = Target(place, f"data-{int(processes.began_at)}-{options.token}")
+    """Writes a checkpoint to a store, together with the other processes. `token` is a
+    text that no other save has, and `advance` is called with the bytes of each object
+    that is there.
+    """
+    if place.address.name.endswith(".safetensors"):
+        _save_file(place, processes, content, overwrite)
+        return
+    if not 0 < file_bytes <= _MOST_OBJECT_BYTES:
+        raise CheckpointError(
+            f"`file_bytes={file_bytes}` is no size of an object: one request takes from"
+            f" 1 to {_MOST_OBJECT_BYTES} bytes; leave it out for {OBJECT_BYTES}."
+        )
+    save = ObjectSave(
+        place=place,
+        data=f"data-{int(processes.began_at)}-{token}",
+        process=processes.me,
+        is_first=processes.is_first,
+        content=content,
+        most_bytes=file_bytes,
+        advance=advance,
+    )
+    processes.run_on_first(lambda: _require_absent(place, save.key(SET_INDEX)))
     # It is closed after the pool, when this process writes no more objects.
     cleanup = contextlib.ExitStack()
     afterwards.push(cleanup)
-    pool = concurrent.futures.ThreadPoolExecutor(1, "shardfx-save")
-    afterwards.callback(pool.shutdown, wait=True, cancel_futures=True)
-    if address.name.endswith(".safetensors"):
-        _save_file(
-            target=target,
-            processes=processes,
-            pool=pool,
-            content=content,
-            options=options,
-        )
-        return
-    most_bytes = OBJECT_BYTES if options.file_bytes is None else options.file_bytes
-    _require_object_bytes(most_bytes)
-    processes.run_on_first(lambda: _require_absent(target, target.index_key))
     if processes.is_first:
         # What cannot be removed now is found by `left_over`.
-        cleanup.callback(_remove_data, target)
-    writer = Writer(target, processes.me, options.advance)
-    afterwards.callback(writer.stop.set)
-    arguments = (content.leaves, content.metadata, processes.is_first, most_bytes)
-    writes = [pool.submit(writer.write, *arguments)]
+        cleanup.callback(save.remove)
+    pool = concurrent.futures.ThreadPoolExecutor(1, "shardfx-save")
+    afterwards.callback(pool.shutdown, wait=True, cancel_futures=True)
+    afterwards.callback(save.stop.set)
 
-    def commit_once(texts: Mapping[int, str]) -> None:
+    def commit(texts: Mapping[int, str]) -> None:
         # If the answer to the index is lost, it may be there, and needs its data.
         removal = cleanup.pop_all()
-        if not _commit(target, texts, content):
+        if not save.commit(texts):
             removal.close()
-            raise _beaten(target)
+            raise _beaten(place)
 
     processes.finish(
-        writes,
-        lambda _: None,
-        content.nbytes,
-        commit_once,
-        lambda: writer.written.to_text(),
+        futures=[pool.submit(save.write)],
+        advance=lambda _: None,
+        total_bytes=content.nbytes,
+        commit=commit,
+        note=lambda: json.dumps(save.files),
     )
 
 
 def _save_file(
-    target: Target,
+    place: ObjectPlace,
     processes: SaveProcesses,
-    pool: concurrent.futures.Executor,
-    content: ObjectContent,
-    options: ObjectOptions,
+    content: SavedContent,
+    overwrite: bool,
 ) -> None:
     """Writes all arrays as one object, whose name ends in `.safetensors`."""
-    place = target.place
-    if len(processes.members) > 1:
-        raise CheckpointError(
-            f"{place.directory!r} is one object, which several processes cannot write;"
-            " save to a directory: leave out `.safetensors`."
-        )
-    if not options.overwrite:
-        _require_absent(target, place.address.path)
-    metadata = dict(content.metadata)
-    if content.plan is not None:
-        metadata[safetensors.PLAN_KEY] = content.plan
+    key = place.address.path
     pieces = list(saved_pieces(content.leaves, True, _MOST_OBJECT_BYTES))
     is_whole = all(piece.part.is_whole for piece in pieces)
-    if content.nbytes > _MOST_OBJECT_BYTES or not is_whole:
+    is_small = content.nbytes <= _MOST_OBJECT_BYTES
+    if len(processes.members) > 1 or not is_whole or not is_small:
         raise CheckpointError(
-            f"{place.directory!r} would be one object with {content.nbytes} bytes, or"
-            " with arrays in parts, which stores do not take; save to a directory: leave"
-            " out `.safetensors`."
+            f"{place.directory!r} would be one object with {content.nbytes} bytes. One"
+            f" process writes one, of whole arrays, up to {_MOST_OBJECT_BYTES} bytes;"
+            " save to a directory: leave out `.safetensors`."
         )
+    if not overwrite:
+        _require_absent(place, key)
+    metadata = dict(content.metadata)
+    plan_text = content.plan_text
+    if plan_text is not None:
+        metadata[safetensors.PLAN_KEY] = plan_text
 
     def write(_: Mapping[int, str]) -> None:
-        body = body_of(pieces, content.leaves, metadata)
-        if options.overwrite:
-            place.write(place.address.path, body)
-        elif not place.write_new(place.address.path, body):
-            raise _beaten(target)
-        options.advance(content.nbytes)
+        body = body_of(pieces, content.leaves.kinds, metadata)
+        if overwrite:
+            place.write(key, body)
+        elif not place.write_new(key, body):
+            raise _beaten(place)
 
-    counted = [pool.submit(lambda: content.nbytes)]
-    processes.finish(counted, lambda _: None, content.nbytes, write)
-
-
-def _remove_data(target: Target) -> None:
-    """Removes the data of a save that failed, if the store answers."""
-    seconds = min(target.place.timeout_seconds, _CLEANUP_SECONDS)
-    place = ObjectPlace(target.place.address, seconds)
-    with contextlib.suppress(CheckpointError):
-        place.delete_below(target.key(target.data))
+    processes.finish([], lambda _: None, 0, write)

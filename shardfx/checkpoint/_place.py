@@ -27,15 +27,15 @@ class OpenFile(Protocol):
 
     @property
     def known_size(self) -> int | None:
-        """The number of bytes; `None` if it takes further requests to learn it."""
-        ...
-
-    def size(self) -> int:
-        """The number of bytes."""
+        """The number of bytes; `None` if nothing tells it."""
         ...
 
     def read(self, count: int, offset: int) -> bytes:
         """The `count` bytes from `offset` on; fewer bytes at the end."""
+        ...
+
+    def tail(self, count: int) -> bytes:
+        """The last `count` bytes; fewer or none of a file that is shorter."""
         ...
 
 

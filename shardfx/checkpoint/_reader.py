@@ -85,6 +85,27 @@ def reads_of(
     return reads
 
 
+def memory_in_place(read: Read) -> list[np.ndarray] | None:
+    """The memory that the bytes of a span fill as they are, one vector after the other;
+    `None` if the elements have another order or dtype in their targets.
+    """
+    entry, span, targets = read
+    views = [targets[part.number][part.index] for part in span.parts]
+    if not span.is_direct or not all(
+        [view.dtype == entry.dtype and view.flags.c_contiguous for view in views]
+    ):
+        return None
+    return [flat(view) for view in views]
+
+
+def copy_parts(read: Read, memory: np.ndarray) -> None:
+    """Copies the parts of a span to their targets. `memory` has the bytes of the span."""
+    entry, span, targets = read
+    for part in span.parts:
+        values = part_in(memory, entry.dtype, part, span.strides)
+        fill(targets[part.number][part.index], values, entry.path)
+
+
 class Row(NamedTuple):
     """The rows of a block that go to one vector of memory.
 
@@ -111,13 +132,14 @@ class RowBlock(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """The open files of one load: their place, their descriptors by path, and a
-    temporary array of bytes for each thread.
+    """The open files of one load: their place, their descriptors by path, a temporary
+    array of bytes for each thread, and the bytes that one call of `read` should read.
     """
 
     where: FilePlace
     descriptors: dict[str, int]
     scratch: queue.SimpleQueue[np.ndarray]
+    batch_bytes: int = RUN_BYTES
 
     def read(self, reads: Sequence[Read]) -> int:
         """Reads bytes from files into the memory of `reads`, and returns the number of
@@ -168,7 +190,8 @@ class Files:
         A range whose elements have another order or dtype in their targets is read into
         `scratch` first, and copied.
         """
-        for entry, span, targets in reads:
+        for read in reads:
+            entry, span, targets = read
             if len(targets) == 1 and _is_row(span, entry, targets[0]):
                 start = entry.offset + span.offset
                 memory = [targets[0].view(np.uint8)]
@@ -181,12 +204,10 @@ class Files:
                     entry=entry,
                 )
                 continue
-            views = [targets[part.number][part.index] for part in span.parts]
             descriptor = self.descriptors[entry.file]
             offset = entry.offset + span.offset
-            if not span.is_direct or not all(
-                [v.dtype == entry.dtype and v.flags.c_contiguous for v in views]
-            ):
+            memories = memory_in_place(read)
+            if memories is None:
                 memory = (
                     scratch
                     if span.nbytes <= len(scratch)
@@ -199,18 +220,13 @@ class Files:
                     span=span,
                     entry=entry,
                 )
-                for view, part in zip(views, span.parts, strict=True):
-                    fill(
-                        view,
-                        part_in(memory, entry.dtype, part, span.strides),
-                        entry.path,
-                    )
+                copy_parts(read, memory)
             elif span.runs == 1:
                 yield Bytes(
                     descriptor=descriptor,
                     offset=offset,
                     nbytes=span.run_bytes,
-                    memory=[flat(view) for view in views],
+                    memory=memories,
                     entry=entry,
                 )
             else:
@@ -218,7 +234,7 @@ class Files:
                 _read_runs(
                     descriptor=descriptor,
                     offset=offset,
-                    memory=flat(views[0]),
+                    memory=memories[0],
                     span=span,
                     entry=entry,
                 )

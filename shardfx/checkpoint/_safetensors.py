@@ -10,7 +10,7 @@ import itertools as it
 import json
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -317,6 +317,19 @@ def _short(value: object) -> str:
     if len(text) < 80:
         return text
     return f"{text[:80]}..."
+
+
+def metadata_of_kinds(
+    paths: Iterable[str],
+    kinds: Mapping[str, str],
+) -> dict[str, str]:
+    """The metadata of a file with these arrays that names the dtypes and keys which the
+    format cannot. `kinds` has the names of all arrays.
+    """
+    named = {path: kinds[path] for path in paths if path in kinds}
+    if not named:
+        return {}
+    return {DTYPES_KEY: json.dumps(named)}
 
 
 def write_header(

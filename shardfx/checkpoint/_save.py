@@ -6,14 +6,10 @@ NumPy arrays and the constants of a map, which all processes have.
 """
 
 import contextlib
-import dataclasses
 import errno
 import functools as ft
-import json
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 from jax.core import Tracer
@@ -33,11 +29,10 @@ from ._leaves import (
     plan_of_arrays,
 )
 from ._metadata import NUMBERS_KEY, to_text
-from ._object_saves import ObjectContent, ObjectOptions, save_objects
-from ._objects import TIMEOUT_SECONDS
-from ._reader import (
-    Progress,
-)
+from ._object_saves import OBJECT_BYTES, save_objects
+from ._objects import TIMEOUT_SECONDS, ObjectPlace
+from ._reader import Progress
+from ._saved_content import SavedContent, WriteOptions, array_bytes
 from ._spans import ranges_of
 from ._staging import Headers, commit, create_files, remove_partial
 from ._tensor_writes import Tensors, begin_writes
@@ -168,37 +163,6 @@ def _require_values(tree: object) -> None:
         )
 
 
-class WriteOptions(NamedTuple):
-    """The options of a save, as `save` explains them."""
-
-    wait_seconds: float
-    progress: bool | None
-    overwrite: bool = False
-    file_bytes: int | None = None
-    timeout_seconds: float = TIMEOUT_SECONDS
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedContent:
-    """The input of a save: its arrays, their plan and the metadata.
-
-    **Arguments:**
-
-    - `leaves`: the arrays and Python numbers.
-    - `lines`: a description of each array, for the processes to compare.
-    - `digests`: digests for the processes to compare, under the names "map", "leaves"
-      and "plan".
-    - `plan`: the plan of the written arrays, if there is one.
-    - `metadata`: the metadata for the headers of all files.
-    """
-
-    leaves: Leaves
-    lines: Sequence[str]
-    digests: Mapping[str, str]
-    plan: ShardPlan | None
-    metadata: Mapping[str, str]
-
-
 def content_of(
     tree: object,
     plan: ShardPlan | None,
@@ -295,22 +259,43 @@ def write(
                 " write `save(path, tree, plan)`, the path first."
             )
         target = address_of(path)
-        if isinstance(target, Address):
-            _write_objects(
-                address=target,
+        is_store = isinstance(target, Address)
+        name = target.shown if is_store else os.path.abspath(target)
+        file_bytes = options.file_bytes
+        if file_bytes is None:
+            file_bytes = OBJECT_BYTES if is_store else _FILE_BYTES
+        saved = content()
+        compared = {
+            "path": repr(name),
+            "overwrite": repr(bool(options.overwrite)),
+            "file_bytes": repr(file_bytes),
+            **saved.digests,
+        }
+        token = processes.compare(compared, saved.lines)
+        bar = Progress("saving", saved.nbytes, options.progress)
+        if is_store:
+            save_objects(
+                place=ObjectPlace(target, options.timeout_seconds),
                 processes=processes,
                 afterwards=afterwards,
-                content=content(),
-                options=options,
+                content=saved,
+                overwrite=options.overwrite,
+                file_bytes=file_bytes,
+                token=token,
+                advance=bar.advance,
             )
-            return processes.is_first
-        _write_files(
-            path=os.path.abspath(target),
-            processes=processes,
-            afterwards=afterwards,
-            content=content(),
-            options=options,
-        )
+        else:
+            _write_files(
+                path=name,
+                processes=processes,
+                afterwards=afterwards,
+                content=saved,
+                overwrite=options.overwrite,
+                file_bytes=file_bytes,
+                token=token,
+                advance=bar.advance,
+            )
+        bar.end()
         return processes.is_first
 
 
@@ -319,27 +304,20 @@ def _write_files(
     processes: SaveProcesses,
     afterwards: contextlib.ExitStack,
     content: SavedContent,
-    options: WriteOptions,
+    overwrite: bool,
+    file_bytes: int,
+    token: str,
+    advance: Callable[[int], None],
 ) -> None:
-    """Writes the content of a save to a file or a directory."""
-    overwrite = options.overwrite
+    """Writes the content of a save to a file or a directory. `token` is a text that no
+    other save has.
+    """
     is_file = path.endswith(".safetensors")
-    file_bytes = options.file_bytes
-    if file_bytes is None:
-        file_bytes = _FILE_BYTES
-    compared = {
-        "path": repr(path),
-        "overwrite": repr(bool(overwrite)),
-        "file_bytes": repr(file_bytes),
-        **content.digests,
-    }
-    token = processes.compare(compared, content.lines)
     parent, name = os.path.split(path)
     staging = os.path.join(parent, f".{name}.partial-{token}")
-    plan_text = None if content.plan is None else content.plan.to_json()
     metadata = dict(content.metadata)
-    if is_file and plan_text is not None:
-        metadata[safetensors.PLAN_KEY] = plan_text
+    if is_file and content.plan_text is not None:
+        metadata[safetensors.PLAN_KEY] = content.plan_text
     headers, tensors = _layout(
         leaves=content.leaves,
         staging=staging,
@@ -357,57 +335,15 @@ def _write_files(
         headers=headers,
         is_file=is_file,
         overwrite=overwrite,
-        plan=plan_text,
+        plan=content.plan_text,
     )
     processes.run_on_first(make_files)
-    total_bytes = sum(sum(tensors_of_file.sizes) for tensors_of_file in tensors)
-    bar = Progress("saving", total_bytes, options.progress)
     processes.finish(
         futures=begin_writes(tensors, processes.is_first, afterwards),
-        advance=bar.advance,
-        total_bytes=total_bytes,
+        advance=advance,
+        total_bytes=content.nbytes,
         commit=lambda _: commit(staging, path, is_file, overwrite),
     )
-    bar.end()
-
-
-def _write_objects(
-    address: Address,
-    processes: SaveProcesses,
-    afterwards: contextlib.ExitStack,
-    content: SavedContent,
-    options: WriteOptions,
-) -> None:
-    """Writes the content of a save to a store."""
-    compared = {
-        "path": repr(address.shown),
-        "overwrite": repr(bool(options.overwrite)),
-        "file_bytes": repr(options.file_bytes),
-        **content.digests,
-    }
-    token = processes.compare(compared, content.lines)
-    objects = ObjectContent(
-        leaves=content.leaves,
-        metadata=content.metadata,
-        plan=None if content.plan is None else content.plan.to_json(),
-        nbytes=sum(_nbytes(value) for _, value in content.leaves.arrays),
-    )
-    bar = Progress("saving", objects.nbytes, options.progress)
-    object_options = ObjectOptions(
-        token=token,
-        overwrite=options.overwrite,
-        file_bytes=options.file_bytes,
-        timeout_seconds=options.timeout_seconds,
-        advance=bar.advance,
-    )
-    save_objects(
-        address=address,
-        processes=processes,
-        afterwards=afterwards,
-        content=objects,
-        options=object_options,
-    )
-    bar.end()
 
 
 @contextlib.contextmanager
@@ -447,7 +383,7 @@ def _layout(
         most = file_bytes
     names = [name for name, _ in leaves.arrays]
     values = [value for _, value in leaves.arrays]
-    sizes = [_nbytes(value) for value in values]
+    sizes = [array_bytes(value) for value in values]
     ranges = list(ranges_of(sizes, most)) or [(0, 0)]
     headers: Headers = {}
     tensors: list[Tensors] = []
@@ -457,14 +393,8 @@ def _layout(
         if file_bytes is not None:
             file = os.path.join(staging, f"model{part}.safetensors")
         names_of_file = names[start:stop]
-        kinds = {}
-        if leaves.kinds:
-            for name in names_of_file:
-                if name in leaves.kinds:
-                    kinds[name] = leaves.kinds[name]
-        metadata = dict(extra)
-        if kinds:
-            metadata[safetensors.DTYPES_KEY] = json.dumps(kinds)
+        kinds = safetensors.metadata_of_kinds(names_of_file, leaves.kinds)
+        metadata = {**extra, **kinds}
         header, offsets = safetensors.write_header(leaves.arrays[start:stop], metadata)
         tensors_of_file = Tensors(
             file=file,
@@ -477,7 +407,3 @@ def _layout(
         headers[file] = (header, total_bytes, names_of_file)
         tensors.append(tensors_of_file)
     return headers, tensors
-
-
-def _nbytes(value: Any) -> int:
-    return math.prod(value.shape) * value.dtype.itemsize

@@ -89,7 +89,7 @@ class StepObjects:
         return tuple(sorted(numbers))
 
     def holds(self, step: int) -> bool:
-        return self._place.read(self._index_key(step), 0, 1) is not None
+        return self._place.holds(self._index_key(step))
 
     def note(self, step: int) -> None:
         """Takes notice of a step that was saved."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from .._ground.boxes import volume, whole_box
 from .._ground.errors import CheckpointError
 from ._entry import FileArray
-from ._object_faults import is_past_the_end, stalled
+from ._object_faults import ShortError
 from ._objects import ObjectPlace
 
 
@@ -68,17 +68,10 @@ def require_no_tails(where: ObjectPlace, tails: Iterable[Tail]) -> None:
     """Raises `CheckpointError` if an object goes on behind its last tensor."""
     for tail in tails:
         try:
-            result = tail.future.result(timeout=where.timeout_seconds)
-        except TimeoutError:
-            what = where.what(tail.key)
-            raise stalled(what, "reading", where.timeout_seconds) from None
-        except (ValueError, OSError, RuntimeError) as error:
-            if is_past_the_end(error):
-                continue
-            raise where.fault(tail.key, "reading", error) from error
-        if result.state == "missing":
-            raise where.missing(tail.key)
-        if result.value:
+            answer = where.answer(tail.future, tail.key)
+        except ShortError:
+            continue
+        if answer.value:
             raise CheckpointError(
                 f"{where.what(tail.key)} goes on behind its last tensor, which ends at"
                 f" byte {tail.position}; it is damaged, or was written over a longer"

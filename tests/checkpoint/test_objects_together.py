@@ -27,7 +27,7 @@ JOB = """
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
     from shardfx import checkpoint
     from shardfx.checkpoint import _coordination
-    from shardfx.checkpoint._object_saves import Writer
+    from shardfx.checkpoint._object_saves import ObjectSave
     from shardfx.errors import CheckpointError
 
     me = int(sys.argv[1])
@@ -72,7 +72,7 @@ JOB = """
             for name in tree:
                 for shard in loaded[name].addressable_shards:
                     assert np.array_equal(shard.data, values[shard.index]), name
-        refused = {"step-0": "exists, and", "one.safetensors": "is one object, wh"}
+        refused = {"step-0": "exists, and", "one.safetensors": "would be one object"}
         for name, text in refused.items():
             try:
                 checkpoint.save(f"{base}/{name}?{query}", tree)
@@ -91,7 +91,7 @@ JOB = """
         checkpoint.save(f"{base}/step-{step}?{query}", {"rows": rows}, file_bytes=64)
 
 
-    put = Writer._put
+    put = ObjectSave._put
 
 
     def put_and_die(self, *arguments):
@@ -101,7 +101,7 @@ JOB = """
 
     def save_beside_a_death(step, members, dead):
         if me == dead:
-            Writer._put = put_and_die
+            ObjectSave._put = put_and_die
         begin = time.monotonic()
         try:
             save(step, members)
