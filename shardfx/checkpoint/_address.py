@@ -18,6 +18,8 @@ _SCHEMES = {driver: scheme for scheme, driver in DRIVERS.items()}
 # The members of a spec that a URL may set, by the name of the URL's parameter.
 _PARAMETERS = {"s3": {"endpoint": "endpoint", "region": "aws_region"}, "gcs": {}}
 _ANY_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# What stands before an "@" or is no name of a bucket, and the parameters.
+_SECRETS = re.compile(r"(?s)(?<=://)([^/?]*:.*@|[^/?]*@|[^/?]*:[^/?]*)|\?.*")
 # `pathlib` makes one slash of two.
 _LOST_SLASH = re.compile(r"(s3|gs):/(?!/)")
 
@@ -104,22 +106,22 @@ def _of_url(text: str, driver: str, rest: str) -> Address:
     path, _, query = rest.partition("?")
     bucket, _, key = path.partition("/")
     spec: dict[str, Any] = {"driver": driver, "bucket": bucket}
-    _require_no_secrets(spec, repr(_without_secrets(text)))
+    shown_text = repr(_without_secrets(text))
     parameters = _PARAMETERS[driver]
     for name, value in urllib.parse.parse_qsl(query, keep_blank_values=True):
         if name not in parameters:
             quoted_names = [f"`{parameter}`" for parameter in parameters]
             possible = " and ".join(quoted_names) or "no parameters"
             raise CheckpointError(
-                f"{_without_secrets(text)!r} has the parameter {quoted(name)}, and"
+                f"{shown_text} has the parameter {quoted(name)}, and"
                 f" `{_SCHEMES[driver]}://` addresses have {possible}; leave it out, or"
                 " give TensorStore's spec as a dict."
             )
         spec[parameters[name]] = value
-    _require_no_secrets(spec, repr(_without_secrets(text)))
+    _require_no_secrets(spec, shown_text)
     if not bucket:
         raise CheckpointError(
-            f"{text!r} names no bucket; write `{_SCHEMES[driver]}://bucket/path`."
+            f"{shown_text} names no bucket; write `{_SCHEMES[driver]}://bucket/path`."
         )
     return Address(
         spec=spec,
@@ -132,19 +134,15 @@ def _require_no_secrets(spec: Mapping[str, Any], place: str) -> None:
     """Raises `CheckpointError` for a bucket or an endpoint with credentials. Errors show
     both.
     """
-    fix = (
-        "they would get into logs. Leave them out: they are found in the environment"
-        " (AWS_ACCESS_KEY_ID), or in ~/.aws/credentials"
-    )
     bucket = str(spec.get("bucket", ""))
-    # A secret key may hold a slash.
-    if "@" in bucket or ":" in bucket:
-        raise CheckpointError(f"{place} has credentials before its bucket; {fix}.")
     endpoint = str(spec.get("endpoint", ""))
-    if any(mark in endpoint for mark in "@?#"):
+    # A secret key may hold a slash, and then ends the bucket.
+    if re.search("[@:]", bucket) or re.search("[@?#]", endpoint):
         raise CheckpointError(
-            f"{place} has an endpoint with credentials or parameters; {fix}, and write"
-            " the endpoint as `https://host:port`."
+            f"{place} has credentials or parameters in its bucket or its endpoint; they"
+            " would get into logs. Leave them out: they are found in the environment"
+            " (AWS_ACCESS_KEY_ID), or in ~/.aws/credentials. An endpoint is"
+            " `https://host:port`."
         )
 
 
@@ -207,9 +205,4 @@ def below(place: Where, name: str) -> Where:
 
 def _without_secrets(text: str) -> str:
     """The address without its user information and without its parameters."""
-    scheme, _, rest = text.partition("://")
-    path = rest.partition("?")[0]
-    first = path.partition("/")[0]
-    if ":" in first or "@" in first:
-        path = path.rpartition("@")[2] if "@" in path else "..."
-    return f"{scheme}://{path}"
+    return _SECRETS.sub("", text)
