@@ -158,10 +158,10 @@ def costs(
     power = xp.exp2(-(log2_sizes @ has.T.astype(np.float32)))
     flops, moved_bytes, memory_bytes = xp.einsum("sk,bkq->qbs", power, shared)
     compute_seconds = xp.maximum(flops / machine["flops"], moved_bytes / machine["hbm"])
-    seconds_per_byte = _seconds_per_byte(xp, machine, sizes, slices)
+    seconds_per_byte = byte_seconds(xp, machine, sizes, slices)
     sent_bytes = xp.einsum("sk,bkjt->tjbs", power, sent)
     exposed_seconds, hidden_seconds = (sent_bytes * seconds_per_byte[:, None]).sum(1)
-    hop_count = arrays["calls"][sets] @ _hops(xp, machine, sizes, slices)
+    hop_count = arrays["calls"][sets] @ hop_counts(xp, machine, sizes, slices)
     latency_seconds = machine["hop_seconds"] * hop_count
     covered_seconds = machine["overlap"] * compute_seconds
     seconds = (
@@ -210,7 +210,7 @@ def _masks(
     return is_mask.astype(np.float32)
 
 
-def _seconds_per_byte(
+def byte_seconds(
     xp: Any,
     machine: Numbers,
     sizes: Int[_Array, "sizes axes"],
@@ -237,7 +237,7 @@ def _seconds_per_byte(
     return fast_seconds + slow_seconds
 
 
-def _hops(
+def hop_counts(
     xp: Any,
     machine: Numbers,
     sizes: Int[_Array, "sizes axes"],
@@ -245,7 +245,7 @@ def _hops(
 ) -> Float[_Array, "axes sizes"]:
     """The hops of a collective over each mesh axis, as `shardfx.cost.seconds` counts
     them; 0 for an axis of one device. On a torus they are the axis's share of the hops
-    over the whole slice. The arguments are those of `_seconds_per_byte`.
+    over the whole slice. The arguments are those of `byte_seconds`.
     """
     hops = machine["hops"] * _shares_of_slice(xp, sizes, slices)
     is_cut = (sizes > 1).T
