@@ -72,14 +72,6 @@ class Trained(NamedTuple):
     init: Callable[[Any], Any]
     data: tuple[Any, ...] = ()
 
-    @property
-    def rows(self) -> int | None:
-        """The size of the first dimension of all data."""
-        sizes = {
-            struct.shape[0] for struct in jax.tree.leaves(self.data) if struct.shape
-        }
-        return math.gcd(*sizes) or None
-
 
 def adam_moments(params: Any) -> Any:
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -145,7 +137,7 @@ def planned(case: Trained, devices: int) -> Planned:
     dimension of a batch is sharded over all axes that divide it.
     """
     params = sfx.auto.plan(
-        case.params, devices, chip=CHIP, optimizer=case.init, rows=case.rows
+        case.params, devices, chip=CHIP, optimizer=case.init, batch=case.data or None
     )
     moments = sfx.follow(case.init, params)
     rows = sfx.PathRules([("", params.batch.spec)])

@@ -29,7 +29,7 @@ class AutoPlan(ShardPlan[Tree]):
         `tensor`.
         """
         axes = [name for name in self.mesh.axis_names if name != "tensor"]
-        return self.sharding(PartitionSpec(tuple(axes)))
+        return self.sharding(PartitionSpec(tuple(axes)) if axes else PartitionSpec())
 
     def code(self) -> str:
         """The text of a Python module with the mesh and the rules, to keep and edit.

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from .. import chips
 from .._ground.errors import LeafTypeError, MeshError, OutOfMemoryError, RuleError
 from .._ground.misuse import called
+from .._ground.spec import array_bytes
 from .._ground.text import bytes_text, plural
 from .._ground.tree import Flat, flatten
 from .._plan import ShardPlan, Tree, follow, names_of_leaves, plan as plan_by_rules
@@ -22,7 +23,8 @@ from .._rules import AxisRules, PathRules
 from ..topology import MeshSpec
 from ._asked import SearchOptions, asked_for
 from ._auto_plan import AutoPlan
-from ._shape_rules import Suffixes, shape_rules, suffixes_of
+from ._shape_rules import Step, Steps, shape_rules
+from ._tensor_size import COMFORTABLE, StepEstimate, batch_size
 from ._whole import NamedShape, whole_dims
 
 
@@ -33,8 +35,6 @@ class _Optimizer(Protocol):
     def init(self, params: Any) -> Any: ...
 
 
-# The state may take this part of a device's memory; activations need the rest.
-_COMFORTABLE = 1 / 2
 # The part that the state may take on the devices that an error proposes.
 _PROPOSED = 7 / 8
 # Smaller arrays are replicated: a device waits longer for a collective than it saves.
@@ -51,13 +51,20 @@ _EXPLICIT = (
 )
 _DATA_AXES = ("data", "dp", "ddp", "batch", "replica")
 _FSDP_AXES = ("fsdp", "zero")
+_TENSOR = "tensor"
 
 
 class _Choice(NamedTuple):
-    """A mesh, and the mesh axes of one strategy after another; none replicates."""
+    """A mesh, and the mesh axes that shard weights: first that of tensor parallelism,
+    if there is one, then those of FSDP.
+    """
 
     mesh: MeshSpec
-    axes: tuple[tuple[str, ...], ...]
+    axes: tuple[str, ...]
+
+    @property
+    def fsdp(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.axes if axis != _TENSOR)
 
 
 class _Hardware(NamedTuple):
@@ -93,7 +100,7 @@ def plan(
     optimizer: Callable[..., object] | _Optimizer | None = None,
     names: PyTree = None,
     chip: str | chips.Chip | None = None,
-    rows: int | None = None,
+    batch: PyTree = None,
 ) -> AutoPlan[Tree]:
     """Plans how a model is sharded for training, without rules.
 
@@ -103,7 +110,12 @@ def plan(
     network, each array in its largest dimension that divides. Heads, experts and stacked
     layers are not cut, and small arrays are replicated. Nothing is allocated.
 
-    [`shardfx.auto.search`][] prices a step, and so also knows tensor parallelism.
+    With a batch, there may be an axis `tensor` of neighbours that have the same rows. It
+    shards weights between heads or experts, else in their largest dimension (tensor
+    parallelism). Its size is the one with the least estimate of a step's seconds, by
+    the bytes of gradients and activations. The state may then take more of the memory.
+
+    [`shardfx.auto.search`][] prices the step itself, and so knows more.
 
     **Arguments:**
 
@@ -118,9 +130,9 @@ def plan(
       layers.
     - `chip`: the kind of the devices, where `devices` does not show it; see
       [`shardfx.chips.find`][]. By default the memory of a v5e is assumed.
-    - `rows`: the rows of a batch. If they do not divide over the devices, an axis
-      `tensor` of the mesh shards weights and no batch. By default each device is
-      assumed to have rows.
+    - `batch`: the arguments of a step beside the state: arrays or structs, whose first
+      dimensions are rows. Without it, each device is assumed to have rows, and there is
+      no tensor parallelism.
 
     **Returns:**
 
@@ -129,8 +141,9 @@ def plan(
 
     **Raises:**
 
-    `LeafTypeError` for a tree without arrays; `MeshError` for devices that cannot be
-    read, for a mesh with other axes, and for rows that do not divide over slices;
+    `LeafTypeError` for a tree or a batch without arrays; `MeshError` for devices that cannot be
+    read, for a mesh with other axes, and for rows that do not divide over a mesh that
+    is given or over slices;
     `OutOfMemoryError` if the state does not fit on all devices, with the number that it
     needs; `RuleError` for an optimizer that is none.
 
@@ -154,27 +167,37 @@ def plan(
             " of them: `equinox.filter_eval_shape(make, key)` for a model."
         )
     hardware = _hardware(devices, chip)
-    choices = _choices(hardware, _tensor_size(hardware, rows))
     pricing = _Pricing(tree, flat, names, _init_of(optimizer))
     limit = hardware.options.chip.usable_hbm_bytes_per_device
-    priced = _first_that_fits(map(pricing.priced, choices), limit)
+    tensor = 1
+    comfortable_bytes = COMFORTABLE * limit
+    if batch is not None:
+        size = batch_size(batch)
+        estimate = pricing.estimate(hardware.options, size.tokens)
+        tensor = _tensor_size(hardware, size.rows, estimate)
+        comfortable_bytes = estimate.comfortable_bytes(tensor)
+    trials = map(pricing.priced, _choices(hardware, tensor))
+    priced = _first_that_fits(trials, comfortable_bytes)
     if priced.state_bytes > limit:
         raise _too_small(hardware, pricing, priced)
     chosen = priced.plan
     if hardware.jax_devices is not None:
         jax_mesh = priced.choice.mesh.build(hardware.jax_devices)
         chosen = chosen.on(jax_mesh)
-    why = _why(hardware, pricing, priced)
+    why = _why(hardware, pricing, priced, comfortable_bytes)
     return AutoPlan(content=chosen.content, why=why, rules=priced.rules)
 
 
-def _first_that_fits(trials: Iterator[_Priced], limit: int) -> _Priced:
+def _first_that_fits(
+    trials: Iterator[_Priced],
+    comfortable_bytes: float,
+) -> _Priced:
     """The first plan that leaves enough memory for activations; if none does, the one
     that leaves most.
     """
     best = next(trials)
     for trial in itertools.chain([best], trials):
-        if trial.state_bytes <= _COMFORTABLE * limit:
+        if trial.state_bytes <= comfortable_bytes:
             return trial
         if trial.state_bytes < best.state_bytes:
             best = trial
@@ -247,25 +270,31 @@ def _data_or_fsdp_mesh(mesh: MeshSpec | Mesh | AbstractMesh) -> MeshSpec:
     return spec
 
 
-def _tensor_size(hardware: _Hardware, rows: int | None) -> int:
-    """The smallest size of an axis `tensor`, within a slice, for which `rows` divide
-    over the remaining devices. Raises `MeshError` if there is none.
+def _tensor_size(hardware: _Hardware, rows: int, estimate: StepEstimate) -> int:
+    """The size of an axis `tensor`, within a slice, for which a step is fastest. Raises
+    `MeshError` if the rows of a batch do not divide over the remaining devices under
+    any size.
     """
-    if rows is None:
-        return 1
-    if rows < 1:
-        raise MeshError(f"`rows={rows}` is no number of rows; pass those of a batch.")
-    if hardware.mesh is not None:
-        return 1
+    mesh = hardware.mesh
+    if mesh is not None:
+        if rows % mesh.size == 0:
+            return 1
+        raise MeshError(
+            f"the {plural(rows, 'row')} of `batch` do not divide over the"
+            f" {plural(mesh.size, 'device')} of mesh {mesh}; pass a multiple of"
+            f" {mesh.size} rows, or the devices in place of the mesh, and the plan has"
+            " an axis `tensor` for the others."
+        )
     total = hardware.options.total
     slices = hardware.options.slices
-    for size in _divisors(total // slices):
-        if rows % (total // size) == 0:
-            return size
-    raise MeshError(
-        f"`rows={rows}` do not divide over {plural(slices, 'slice')}, and each has rows;"
-        f" pass a multiple of {slices}."
-    )
+    sizes = [size for size in _divisors(total // slices) if rows % (total // size) == 0]
+    if not sizes:
+        raise MeshError(
+            f"the {plural(rows, 'row')} of `batch` do not divide over"
+            f" {plural(slices, 'slice')}, and each has rows; pass a multiple of"
+            f" {slices}."
+        )
+    return min(sizes, key=estimate.seconds)
 
 
 def _choices(hardware: _Hardware, tensor: int) -> Iterator[_Choice]:
@@ -287,8 +316,8 @@ def _choices(hardware: _Hardware, tensor: int) -> Iterator[_Choice]:
             "fsdp": (size, spanned),
             "tensor": (tensor, 1),
         }
-        used = [(name,) for name in ("tensor", "fsdp") if axes[name][0] > 1]
-        yield _Choice(_mesh(axes), tuple(used))
+        used = tuple(name for name in ("tensor", "fsdp") if axes[name][0] > 1)
+        yield _Choice(_mesh(axes), used)
 
 
 def _mesh(axes: Mapping[str, tuple[int, int]]) -> MeshSpec:
@@ -310,9 +339,9 @@ def _choices_on(mesh: MeshSpec) -> Iterator[_Choice]:
     """
     used = tuple(axis for axis, size in mesh.shape.items() if size > 1)
     inner = tuple(axis for axis in used if axis in _FSDP_AXES)
-    yield _Choice(mesh, (inner,) if inner else ())
+    yield _Choice(mesh, inner)
     if used and used != inner:
-        yield _Choice(mesh, (used,))
+        yield _Choice(mesh, used)
 
 
 class _Pricing:
@@ -351,14 +380,11 @@ class _Pricing:
                 )
                 self.arrays.append(named_shape)
         self.whole_dims = whole_dims(self.arrays)
-        # By the sizes that `WholeDims.whole_heads` returns.
-        self.suffixes: dict[frozenset[int], Suffixes] = {}
+        self.rules: dict[object, PathRules] = {}
 
     def priced(self, choice: _Choice) -> _Priced:
         """The plan of a choice, with its bytes."""
-        shards = math.prod(map(choice.mesh.axis_size, choice.axes))
-        suffixes = self._suffixes(shards) if choice.axes else {}
-        rules = shape_rules(suffixes, choice.axes, _SMALL_BYTES)
+        rules = self._rules(choice)
         planned = plan_by_rules(self.tree, choice.mesh, paths=rules)
         totals = [0, 0]
         for total in (0, 1):
@@ -377,16 +403,54 @@ class _Pricing:
             state_bytes=totals[1],
         )
 
-    def _suffixes(self, shards: int) -> Suffixes:
-        """The ends of paths by the dimensions that are not sharded over `shards` devices.
-        They are the same for most numbers of devices, and are found once.
-        """
-        whole_heads = self.whole_dims.whole_heads(shards)
-        if whole_heads not in self.suffixes:
-            dims = _alike(self.leaves, self.whole_dims.of_arrays(whole_heads))
+    def _rules(self, choice: _Choice) -> PathRules:
+        """The rules of a choice. They are found once for equal steps."""
+        usual = (Step(choice.axes),) if choice.axes else ()
+        steps = self._steps(choice)
+        key = (usual, tuple(steps))
+        if key not in self.rules:
             paths = [array.path for array in self.arrays]
-            self.suffixes[whole_heads] = suffixes_of(paths, dims)
-        return self.suffixes[whole_heads]
+            self.rules[key] = shape_rules(paths, steps, usual, _SMALL_BYTES)
+        return self.rules[key]
+
+    def _steps(self, choice: _Choice) -> list[Steps]:
+        """The steps that shard each array."""
+        mesh = choice.mesh
+        tensor = mesh.axis_size(_TENSOR) if _TENSOR in choice.axes else 1
+        shards = math.prod(map(mesh.axis_size, choice.fsdp))
+        whole_heads = self.whole_dims.whole_heads(shards)
+        dims_of_fsdp = _alike(self.leaves, self.whole_dims.of_arrays(whole_heads))
+        dims_of_tensor = _alike(self.leaves, self.whole_dims.of_tensor(tensor))
+        dims_of_both = _alike(self.leaves, self.whole_dims.of_tensor(tensor * shards))
+        steps: list[Steps] = []
+        for array, by_fsdp, by_tensor, by_both in zip(
+            self.arrays, dims_of_fsdp, dims_of_tensor, dims_of_both, strict=True
+        ):
+            fsdp = (Step(choice.fsdp, by_fsdp),) if choice.fsdp else ()
+            if _TENSOR not in choice.axes or len(by_tensor) == len(array.shape):
+                steps.append(fsdp)
+            elif by_tensor == by_both:
+                # XLA gathers weights where both axes shard one dimension. Where FSDP
+                # shards the other one, it may shard the activations of all layers.
+                steps.append((Step(choice.axes, by_tensor),))
+            else:
+                steps.append((Step((_TENSOR,), by_tensor), *fsdp))
+        return steps
+
+    def estimate(self, hardware: SearchOptions, tokens: int) -> StepEstimate:
+        """What an estimate of a step with so many tokens needs."""
+        sizes = []
+        for leaf, array in zip(self.leaves, self.arrays, strict=True):
+            size = array_bytes(array.shape, jnp.result_type(leaf))
+            sizes.append(size if size >= _SMALL_BYTES else 0)
+        replicated = self.priced(_Choice(MeshSpec({"data": 1}), ()))
+        return StepEstimate(
+            tokens=tokens,
+            whole_dims=self.whole_dims,
+            array_bytes=sizes,
+            state_bytes=replicated.total_bytes,
+            hardware=hardware,
+        )
 
     @property
     def what(self) -> str:
@@ -426,36 +490,49 @@ def _bytes(planned: ShardPlan, which: int, *, trained: bool) -> int:
     )
 
 
-def _why(hardware: _Hardware, pricing: _Pricing, priced: _Priced) -> str:
+def _why(
+    hardware: _Hardware,
+    pricing: _Pricing,
+    priced: _Priced,
+    comfortable_bytes: float,
+) -> str:
     """The reason for a plan as text: the bytes, the mesh, and what is assumed."""
     chip = hardware.options.chip
     limit = chip.usable_hbm_bytes_per_device
     mesh = priced.choice.mesh
     axes = priced.choice.axes
-    is_sharded = any(axis != "tensor" for group in axes for axis in group)
-    how = "FSDP" if is_sharded else "data parallel"
+    is_sharded = bool(priced.choice.fsdp)
+    kinds = []
+    if is_sharded:
+        kinds.append("FSDP")
+    elif _TENSOR not in axes or len(mesh.axis_names) > 1:
+        kinds.append("data parallel")
+    if _TENSOR in axes:
+        kinds.append("tensor parallel")
     assumed = ", assumed: pass `chip=` for another" if hardware.is_assumed else ""
     sentences = [
         f"{bytes_text(priced.total_bytes)} of state on {plural(mesh.size, 'device')} of"
         f" {bytes_text(limit)} ({chip.name}{assumed}): {str(mesh).replace(',', ', ')}"
-        f" ({how}), {bytes_text(priced.state_bytes)} a device.",
+        f" ({', '.join(kinds)}), {bytes_text(priced.state_bytes)} a device.",
         f"The state is {pricing.what}.",
     ]
-    is_tight = priced.state_bytes > _COMFORTABLE * limit
+    is_tight = priced.state_bytes > comfortable_bytes
     if is_tight:
         sentences.append(
             f"Only {bytes_text(limit - priced.state_bytes)} are left for activations:"
             " ask `shardfx.cost.fit` with the step."
         )
     elif not axes:
-        sentences.append("It fits in half of a device, so each holds all of it.")
+        sentences.append(
+            "It leaves room for activations, so each device holds all of it."
+        )
     elif is_sharded and hardware.mesh is None:
         sentences.append(
-            "Over fewer devices, it would leave less than half of each for activations."
+            "Over fewer devices, it would leave too little of each for activations."
         )
-    if ("tensor",) in axes:
+    if _TENSOR in axes:
         sentences.append(
-            "`tensor` shards weights alone: the rows do not divide over all devices."
+            "`tensor` shards weights in place of rows, for few rows or tokens."
         )
     if hardware.mesh is not None:
         sentences.append("The mesh was given.")
@@ -486,7 +563,7 @@ def _too_small(
     while size <= _MOST_DEVICES:
         if size > options.total or hardware.mesh is not None:
             fsdp_mesh = MeshSpec({"fsdp": size})
-            larger = pricing.priced(_Choice(fsdp_mesh, (("fsdp",),)))
+            larger = pricing.priced(_Choice(fsdp_mesh, ("fsdp",)))
             if larger.state_bytes <= _PROPOSED * limit:
                 chips_text = plural(size // chip.devices_per_chip, "chip")
                 return OutOfMemoryError(

@@ -1,5 +1,7 @@
 """Path rules that give each array of a tree its strategy, in as few lines as possible."""
 
+import functools as ft
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -7,47 +9,43 @@ from typing import NamedTuple
 from .._rules import PathRules, fsdp, optional, replicate
 
 
-# For each tuple of dimensions that are not sharded, the ends of the paths of the arrays.
-Suffixes = dict[tuple[int, ...], list[str]]
+class Step(NamedTuple):
+    """Mesh axes that shard an array in its largest dimension but `skip_dims`."""
+
+    axes: tuple[str, ...]
+    skip_dims: tuple[int, ...] = ()
 
 
-def suffixes_of(paths: Sequence[str], dims: Sequence[tuple[int, ...]]) -> Suffixes:
-    """The ends of the paths, by the dimensions that the arrays do not shard."""
-    dims_by_path = dict(zip(paths, dims, strict=True))
-    return _suffixes(_templates(dims_by_path))
+# The steps that shard an array, one after the other; none replicates it.
+Steps = tuple[Step, ...]
 
 
 def shape_rules(
-    suffixes_by_dims: Suffixes,
-    axes: Sequence[tuple[str, ...]],
+    paths: Sequence[str],
+    steps: Sequence[Steps],
+    usual: Steps,
     min_bytes: int,
 ) -> PathRules:
-    """The rules that shard each array over mesh axes, but not its dimensions in
-    `suffixes_by_dims`.
-
-    `axes` has the axes of one strategy after another; without any, all arrays are
-    replicated. Arrays of fewer than `min_bytes` bytes are replicated.
+    """The rules that shard the array at each of the paths by its steps. A last rule is
+    for those with the steps `usual`. Arrays of fewer than `min_bytes` bytes are
+    replicated.
     """
-    if not axes:
-        return PathRules([(".*", replicate)])
+    steps_by_path = dict(zip(paths, steps, strict=True))
+    suffixes_by_steps = _suffixes(_templates(steps_by_path), usual)
     rules = []
-    for skipped_dims, suffixes in suffixes_by_dims.items():
+    for steps_of_arrays, suffixes in suffixes_by_steps.items():
         regex = f"(^|/){_either(suffixes)}$"
-        rules.append((regex, _strategy(axes, min_bytes, skipped_dims)))
-    usual_strategy = _strategy(axes, min_bytes, skipped_dims=())
-    rules.append((".*", optional(usual_strategy)))
+        rules.append((regex, _target(steps_of_arrays, min_bytes)))
+    target = _target(usual, min_bytes)
+    rules.append((".*", optional(target) if usual else target))
     return PathRules(rules)
 
 
-def _strategy(
-    axes: Sequence[tuple[str, ...]],
-    min_bytes: int,
-    skipped_dims: tuple[int, ...],
-) -> object:
-    strategy = fsdp(axes[0], min_bytes, skip_dims=skipped_dims)
-    for other_axes in axes[1:]:
-        strategy = strategy | fsdp(other_axes, min_bytes, skip_dims=skipped_dims)
-    return strategy
+def _target(steps: Steps, min_bytes: int) -> object:
+    strategies = [
+        fsdp(step.axes, min_bytes, skip_dims=step.skip_dims) for step in steps
+    ]
+    return ft.reduce(operator.or_, strategies) if strategies else replicate
 
 
 def _either(suffixes: Sequence[str]) -> str:
@@ -69,31 +67,31 @@ def _either(suffixes: Sequence[str]) -> str:
 
 
 class _Template(NamedTuple):
-    """The regex of the paths that differ only in numbers, the dimensions that these
-    arrays do not shard, and whether the regex has a path's own numbers.
+    """The regex of the paths that differ only in numbers, the steps that shard these
+    arrays, and whether the regex has a path's own numbers.
     """
 
     regex: str
-    dims: tuple[int, ...]
+    steps: Steps
     is_exact: bool
 
 
-def _templates(dims_by_path: Mapping[str, tuple[int, ...]]) -> list[_Template]:
+def _templates(steps_by_path: Mapping[str, Steps]) -> list[_Template]:
     """A template for each path. Paths that differ only in numbers share one, unless
-    their dimensions differ.
+    their steps differ.
     """
-    dims_by_general: dict[str, set[tuple[int, ...]]] = {}
-    for path, dims in dims_by_path.items():
-        dims_by_general.setdefault(_general(path), set()).add(dims)
+    steps_by_general: dict[str, set[Steps]] = {}
+    for path, steps in steps_by_path.items():
+        steps_by_general.setdefault(_general(path), set()).add(steps)
 
     # A dict keeps the order of the paths.
     templates: dict[_Template, None] = {}
-    for path, dims in dims_by_path.items():
+    for path, steps in steps_by_path.items():
         regex = _general(path)
-        is_exact = len(dims_by_general[regex]) > 1
+        is_exact = len(steps_by_general[regex]) > 1
         if is_exact:
             regex = re.escape(path)
-        template = _Template(regex=regex, dims=dims, is_exact=is_exact)
+        template = _Template(regex=regex, steps=steps, is_exact=is_exact)
         templates[template] = None
     return list(templates)
 
@@ -102,36 +100,36 @@ def _general(path: str) -> str:
     return re.sub(r"\d+", r"\\d+", re.escape(path))
 
 
-def _suffixes(templates: Sequence[_Template]) -> Suffixes:
-    """For each tuple of dimensions, the shortest ends of paths that no array with other
-    dimensions has. Arrays without such dimensions are left to the last rule.
+def _suffixes(templates: Sequence[_Template], usual: Steps) -> dict[Steps, list[str]]:
+    """For each tuple of steps, the shortest ends of paths that no array with other steps
+    has. Arrays with the steps `usual` are left to the last rule.
     """
-    dims_by_end: dict[str, set[tuple[int, ...]]] = {}
+    steps_by_end: dict[str, set[Steps]] = {}
     for template in templates:
         general = template.regex
         if template.is_exact:
             general = _general(general)
         for end in _all_ends(general):
-            dims_by_end.setdefault(end, set()).add(template.dims)
+            steps_by_end.setdefault(end, set()).add(template.steps)
 
-    suffixes: dict[tuple[int, ...], dict[str, None]] = {}
+    suffixes: dict[Steps, dict[str, None]] = {}
     for template in templates:
-        if template.dims:
-            suffix = _shortest_suffix(template, dims_by_end)
-            suffixes.setdefault(template.dims, {})[suffix] = None
-    return {dims: list(texts) for dims, texts in suffixes.items()}
+        if template.steps != usual:
+            suffix = _shortest_suffix(template, steps_by_end)
+            suffixes.setdefault(template.steps, {})[suffix] = None
+    return {steps: list(texts) for steps, texts in suffixes.items()}
 
 
 def _shortest_suffix(
     template: _Template,
-    dims_by_end: Mapping[str, set[tuple[int, ...]]],
+    steps_by_end: Mapping[str, set[Steps]],
 ) -> str:
-    """The shortest end of a template that has the dimensions of this one alone; else
+    """The shortest end of a template that has the steps of this one alone; else
     the whole template.
     """
     if not template.is_exact:
         for end in _all_ends(template.regex):
-            if len(dims_by_end[end]) == 1:
+            if len(steps_by_end[end]) == 1:
                 return end
     return f"^{template.regex}"
 

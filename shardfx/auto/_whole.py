@@ -1,11 +1,10 @@
 """The dimensions that a plan without rules does not shard: heads, experts and stacked
-layers.
+layers. Tensor parallelism shards between heads and between experts.
 
 Names that the caller or a module declares decide. Arrays without names are judged by
 the usual names in their paths, as [`shardfx.lint`][] does.
 """
 
-import functools as ft
 import itertools as it
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,9 +19,14 @@ from .._rules import Atomic
 _HEADS = "heads kv_heads q_heads num_heads head kv joined_kv head_dim head_size"
 _STACKS = "experts expert num_experts layers layer blocks block stages query_groups"
 _NAMES = frozenset((*_HEADS.split(), *_STACKS.split()))
+_SEPARATE_HEADS = frozenset(("heads", "kv_heads", "q_heads", "num_heads"))
+_EXPERT_NAMES = frozenset(("experts", "expert", "num_experts"))
 # Parts of paths below which arrays have a dimension for layers, if no number follows.
 _STACK = re.compile(r"(\w*_)?(layers?|blocks?|stack|stacked|h|stages?)")
 _EXPERTS = frozenset(("experts", "expert", "local_experts"))
+# The weights that choose the experts of a token. One of their dimensions is the number
+# of experts.
+_ROUTERS = frozenset(("router", "gate", "gating"))
 # A shard of a multiple of these elements holds whole heads, if there are a power of two
 # of shards: a usual head has this many elements, or an odd number times fewer.
 _HEAD_ELEMENTS = 256
@@ -58,15 +62,30 @@ class _OutputDims(NamedTuple):
     results: int
 
 
+class _Heads(NamedTuple):
+    """A dimension of attention heads, and the number of elements of each head; `None`
+    if that is not known.
+    """
+
+    dim: int
+    unit: int | None
+
+
 class WholeDims(NamedTuple):
     """The dimensions that must not be sharded.
 
+    - `arrays`: all arrays.
     - `dims`: for each array, those for any number of devices.
     - `outputs`: the arrays in which the number of devices decides on another one.
+    - `heads`, `experts`: the dimensions between whose parts tensor parallelism may
+      shard, by the positions of the arrays.
     """
 
+    arrays: Sequence[NamedShape]
     dims: list[set[int]]
     outputs: list[_OutputDims]
+    heads: dict[int, _Heads]
+    experts: dict[int, int]
 
     def whole_heads(self, shards: int) -> frozenset[int]:
         """The sizes in `outputs` of which each of `shards` shards has whole heads."""
@@ -87,36 +106,76 @@ class WholeDims(NamedTuple):
                 dims[output.position].add(output.heads)
         return [tuple(sorted(of_array)) for of_array in dims]
 
+    def of_tensor(self, shards: int) -> list[tuple[int, ...]]:
+        """For each array, the dimensions that tensor parallelism over `shards` devices
+        must not shard, in ascending order: all but the heads or the experts, where an
+        array has them. An array is whole if a shard would split a head.
+        """
+        dims = []
+        for position, array in enumerate(self.arrays):
+            whole = self.dims[position]
+            between = None
+            if position in self.experts:
+                dim = self.experts[position]
+                if array.shape[dim] % shards == 0:
+                    between = dim
+            elif position in self.heads:
+                heads = self.heads[position]
+                whole = set(range(len(array.shape)))
+                if _is_between_heads(array.shape[heads.dim], heads.unit, shards):
+                    between = heads.dim
+            if between is not None:
+                whole = set(range(len(array.shape))) - {between}
+            dims.append(tuple(sorted(whole)))
+        return dims
+
+    def long_sides(self) -> list[int]:
+        """For each array, its elements for each element of the activations that tensor
+        parallelism reduces: those of its longest dimension, times the experts.
+        """
+        sides = []
+        for position, array in enumerate(self.arrays):
+            experts = self.experts.get(position)
+            others = [size for dim, size in enumerate(array.shape) if dim != experts]
+            longest = max(others, default=1)
+            sides.append(longest if experts is None else longest * array.shape[experts])
+        return sides
+
 
 def whole_dims(arrays: Sequence[NamedShape]) -> WholeDims:
     """The dimensions of the arrays that must not be sharded."""
     dims = [set(range(array.stacked)) for array in arrays]
-    is_open = []
-    for number, array in enumerate(arrays):
+    whole = WholeDims(arrays, dims, outputs=[], heads={}, experts={})
+    unnamed: dict[int, NamedShape] = {}
+    for position, array in enumerate(arrays):
         if array.names is None:
-            is_open.append(number)
+            unnamed[position] = array
         else:
-            dims[number].update(_named_dims(array.names, len(array.shape)))
+            names = _one_per_dim(array.names, len(array.shape))
+            _add_named_dims(whole, position, names[: len(array.shape)])
 
-    unnamed = [arrays[number] for number in is_open]
-    outputs: list[_OutputDims] = []
-    head_dims = ft.partial(_head_dims, outputs=outputs)
-    for find in (_stacked_dims, _expert_dims, head_dims):
-        for position, dim in find(unnamed):
-            dims[is_open[position]].add(dim)
-    outputs = [output._replace(position=is_open[output.position]) for output in outputs]
-    return WholeDims(dims, outputs)
+    for position, dim in _stacked_dims(unnamed):
+        dims[position].add(dim)
+    for position, dim in _expert_dims(unnamed):
+        dims[position].add(dim)
+        whole.experts[position] = dim
+    _add_head_dims(whole, unnamed)
+    return whole
 
 
-def _named_dims(names: tuple[Any, ...], rank: int) -> Iterable[int]:
-    """The dimensions whose logical name says that they are whole. `...` stands for
-    dimensions without a name.
-    """
-    names_of_dims = _one_per_dim(names, rank)
-    for dim, name in enumerate(names_of_dims[:rank]):
+def _add_named_dims(whole: WholeDims, position: int, names: tuple[Any, ...]) -> None:
+    """Adds the dimensions of an array whose logical name says that they are whole."""
+    for dim, name in enumerate(names):
         parts = name if isinstance(name, tuple) else (name,)
-        if any(map(_says_whole, parts)):
-            yield dim
+        if not any(map(_says_whole, parts)):
+            continue
+        whole.dims[position].add(dim)
+        if isinstance(name, Atomic) and isinstance(name.unit, int):
+            whole.heads[position] = _Heads(dim, name.unit)
+        elif name in _SEPARATE_HEADS:
+            whole.heads[position] = _Heads(dim, unit=1)
+        elif name in _EXPERT_NAMES:
+            whole.experts[position] = dim
 
 
 def _one_per_dim(names: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
@@ -135,13 +194,13 @@ def _says_whole(name: object) -> bool:
     return isinstance(name, Atomic) or name in _NAMES
 
 
-def _stacked_dims(arrays: Sequence[NamedShape]) -> Iterable[tuple[int, int]]:
+def _stacked_dims(arrays: Mapping[int, NamedShape]) -> Iterable[tuple[int, int]]:
     """Pairs of an array's position and its dimension for stacked layers: the first one
     of all arrays below a part such as `layers`, if no number follows and their sizes
     are equal.
     """
     positions_below: dict[str, list[int]] = {}
-    for position, array in enumerate(arrays):
+    for position, array in arrays.items():
         parts = array.path.split("/")
         for depth, (part, following) in enumerate(it.pairwise(parts), 1):
             if _STACK.fullmatch(part) and not following.isdigit():
@@ -158,14 +217,27 @@ def _stacked_dims(arrays: Sequence[NamedShape]) -> Iterable[tuple[int, int]]:
                 yield position, 0
 
 
-def _expert_dims(arrays: Sequence[NamedShape]) -> Iterable[tuple[int, int]]:
+def _expert_dims(arrays: Mapping[int, NamedShape]) -> Iterable[tuple[int, int]]:
     """Pairs of an array's position and its dimension for experts: in an array of three
-    or more dimensions below `experts`, the one before the last two.
+    or more dimensions below `experts`, or beside a router for as many experts, the one
+    before the last two.
     """
-    for position, array in enumerate(arrays):
-        rank = len(array.shape)
+    counts_beside: dict[str, set[int]] = {}
+    for array in arrays.values():
         parts = array.path.split("/")
-        if rank < 3 or _EXPERTS.isdisjoint(parts):
+        for depth, part in enumerate(parts):
+            if part in _ROUTERS:
+                layer = "/".join(parts[:depth])
+                counts_beside.setdefault(layer, set()).update(array.shape[-2:])
+
+    for position, array in arrays.items():
+        rank = len(array.shape)
+        if rank < 3:
+            continue
+        parts = array.path.split("/")
+        layers = ["/".join(parts[:depth]) for depth in range(len(parts))]
+        counts = set().union(*[counts_beside.get(layer, ()) for layer in layers])
+        if _EXPERTS.isdisjoint(parts) and array.shape[-3] not in counts:
             continue
         # A number after `experts` is that of one expert.
         followers = {
@@ -182,17 +254,13 @@ class _Projection(NamedTuple):
     position: int
 
 
-def _head_dims(
-    arrays: Sequence[NamedShape],
-    outputs: list[_OutputDims],
-) -> Iterable[tuple[int, int]]:
-    """Pairs of an array's position and a dimension with attention heads, or with the
-    elements of a head. The weights of outputs with such a dimension are appended to
-    `outputs`, if the heads and their elements share it.
+def _add_head_dims(whole: WholeDims, arrays: Mapping[int, NamedShape]) -> None:
+    """Adds the dimensions with attention heads, or with the elements of a head, of
+    arrays without names.
     """
     # By the path of the layer, and by the path within a projection.
     layers: dict[tuple[tuple[str, ...], str], list[_Projection]] = {}
-    for position, array in enumerate(arrays):
+    for position, array in arrays.items():
         parts = tuple(re.split("[/.]", array.path))
         layer = None
         role = ""
@@ -201,7 +269,9 @@ def _head_dims(
             if part in FUSED and array.shape:
                 dim = fused_dimension(part, suffix, array.shape)
                 if dim is not None:
-                    yield position, dim
+                    whole.dims[position].add(dim)
+                    # A shard would hold parts of different projections.
+                    whole.heads[position] = _Heads(dim, unit=array.shape[dim])
             if part in ROLES:
                 layer = (parts[:depth], suffix)
                 role = ROLES[part]
@@ -209,43 +279,60 @@ def _head_dims(
             layers.setdefault(layer, []).append(_Projection(role, position))
 
     for (_, suffix), projections in layers.items():
-        yield from _head_dims_of_layer(suffix, projections, arrays, outputs)
+        _add_head_dims_of_layer(whole, suffix, projections)
 
 
-def _head_dims_of_layer(
+def _add_head_dims_of_layer(
+    whole: WholeDims,
     suffix: str,
     projections: Sequence[_Projection],
-    arrays: Sequence[NamedShape],
-    outputs: list[_OutputDims],
-) -> Iterable[tuple[int, int]]:
-    """As `_head_dims`, for the projections of one layer. Their paths end in `suffix`."""
+) -> None:
+    """As `_add_head_dims`, for the projections of one layer. Their paths end in
+    `suffix`.
+    """
     shapes = {
-        projection.role: arrays[projection.position].shape for projection in projections
+        projection.role: whole.arrays[projection.position].shape
+        for projection in projections
     }
     inputs = [shapes[role] for role in "qkv" if role in shapes]
     if len(inputs) < 2:
         return
     joined_dim = head_dimension(suffix, inputs)
+    if joined_dim is None and not suffix and len(set(inputs)) == 1:
+        # Weights without a name of their own are mostly those of `x @ w`.
+        joined_dim = len(inputs[0]) - 1
     for role, position in projections:
-        shape = arrays[position].shape
+        shape = whole.arrays[position].shape
         separate_dims = _separate_dims(role, shape, shapes)
         if separate_dims:
-            for dim in separate_dims:
-                yield position, dim
+            whole.dims[position].update(separate_dims)
+            whole.heads[position] = _Heads(separate_dims[0], unit=1)
         elif joined_dim is not None and len(shape) == len(inputs[0]):
             if role != "o":
-                yield position, joined_dim
+                whole.dims[position].add(joined_dim)
+                whole.heads[position] = _Heads(joined_dim, unit=None)
                 continue
             # The weights of the output have the opposite order.
             dim = 2 * len(shape) - 3 - joined_dim
             if dim < len(shape):
+                if dim >= 0:
+                    whole.heads[position] = _Heads(dim, unit=None)
                 output = _OutputDims(
                     position=position,
                     heads=dim if dim >= 0 else None,
                     size=shape[dim],
                     results=joined_dim,
                 )
-                outputs.append(output)
+                whole.outputs.append(output)
+
+
+def _is_between_heads(size: int, unit: int | None, shards: int) -> bool:
+    """Whether `shards` equal shards of a dimension of heads have whole heads, of `unit`
+    elements each.
+    """
+    if unit is None:
+        return _has_whole_heads(size, shards)
+    return size % (shards * unit) == 0
 
 
 def _has_whole_heads(size: int, shards: int) -> bool:

@@ -189,34 +189,121 @@ def test_an_output_projection_is_cut_between_heads_where_sure(heads: int, spec: 
     assert by_code(auto_plan, tree) == auto_plan.off()
 
 
+def tokens(rows: int, length: int) -> jax.ShapeDtypeStruct:
+    return struct(rows, length, dtype="int32")
+
+
 def test_devices_beyond_the_rows_of_a_batch_share_weights():
     tree = {"up": struct(1024, 4096), "down": struct(4096, 1024)}
-    auto_plan = sfx.auto.plan(tree, 256, chip="v5e", rows=64)
+    auto_plan = sfx.auto.plan(tree, 256, chip="v5e", batch=tokens(64, 2048))
     assert dict(auto_plan.mesh.shape) == {"data": 64, "tensor": 4}
     assert auto_plan["up"].spec == jax.P(None, "tensor")
     assert auto_plan["down"].spec == jax.P("tensor")
     assert auto_plan.batch.spec == jax.P(("data",))
-    assert "the rows do not divide over all devices" in auto_plan.why
     assert by_code(auto_plan, tree) == auto_plan.off()
-    enough = sfx.auto.plan(tree, 256, chip="v5e", rows=512)
+    enough = sfx.auto.plan(tree, 256, chip="v5e", batch=tokens(512, 2048))
     assert dict(enough.mesh.shape) == {"data": 256}
     # A state that is too large is sharded by FSDP too, over the devices with rows.
-    large = sfx.auto.plan({"up": struct(2**15, 2**16)}, 64, chip="v5e", rows=16)
+    wide = {"up": struct(2**15, 2**16)}
+    large = sfx.auto.plan(wide, 64, chip="v5e", batch=tokens(16, 2**16))
     assert dict(large.mesh.shape) == {"data": 8, "fsdp": 2, "tensor": 4}
-    assert large["up"].spec == jax.P("fsdp", "tensor")
+    assert large["up"].spec == jax.P(None, ("tensor", "fsdp"))
     assert large.batch.spec == jax.P(("data", "fsdp"))
-    slices = sfx.auto.plan(tree, "tpu:v5e:4x4*2", rows=8)
+    slices = sfx.auto.plan(tree, "tpu:v5e:4x4*2", batch=tokens(8, 2**16))
     assert str(slices.mesh) == "data=8(dcn=2),tensor=4"
+
+
+@pytest.mark.parametrize(
+    ("batch", "mesh"),
+    [
+        (struct(512, 4096), {"tensor": 8}),
+        (tokens(64, 128), {"data": 2, "tensor": 4}),
+        ({"x": struct(64, 256, 4096), "scale": struct()}, {"data": 8}),
+    ],
+    ids=["few", "some", "many"],
+)
+def test_few_tokens_get_tensor_parallelism(batch: Any, mesh: dict[str, int]):
+    """Gradients have as many bytes whatever the tokens, activations fewer for fewer."""
+    layers = {"up": struct(4096, 2**14), "down": struct(2**14, 4096)}
+    auto_plan = sfx.auto.plan({"layers": layers}, 8, chip="v5p", batch=batch)
+    assert dict(auto_plan.mesh.shape) == mesh
+    if "tensor" in mesh:
+        assert auto_plan["layers/up"].spec == jax.P(None, "tensor")
+        assert auto_plan["layers/down"].spec == jax.P("tensor")
+        assert "`tensor` shards weights in place of rows" in auto_plan.why
+    assert by_code(auto_plan, {"layers": layers}) == auto_plan.off()
+
+
+def test_a_known_batch_leaves_a_state_more_memory():
+    """8 of 15.75 GiB are more than half, and 4,096 tokens a device need little."""
+    tree = {"up": struct(4096, 2**16), "down": struct(2**16, 4096)}
+    unknown = sfx.auto.plan(tree, 8, chip="v5e")
+    assert dict(unknown.mesh.shape) == {"data": 4, "fsdp": 2}
+    known = sfx.auto.plan(tree, 8, chip="v5e", batch=tokens(64, 512))
+    assert dict(known.mesh.shape) == {"data": 8}
+    assert "It leaves room for activations" in known.why
+
+
+def test_tensor_parallelism_shards_between_heads_and_experts():
+    heads = sfx.atomic("heads", 96)
+    tree = {
+        "attn": {
+            "q": struct(4096, 4096),
+            "k": struct(4096, 1024),
+            "o": struct(4096, 4096),
+        },
+        "fused": {"qkv": {"kernel": struct(4096, 3 * 4096)}},
+        "moe": {"router": struct(4096, 8), "up": struct(8, 4096, 2**14)},
+        "own": struct(4096, 768),
+    }
+    names = {
+        "attn": None,
+        "fused": None,
+        "moe": None,
+        "own": ("embed", heads),
+    }
+    few_tokens = tokens(8, 16)
+    auto_plan = sfx.auto.plan(tree, 8, chip="v5p", batch=few_tokens, names=names)
+    assert dict(auto_plan.mesh.shape) == {"tensor": 8}
+    expected = {
+        "attn/q": (None, "tensor"),
+        # Eight shards of 128 elements may split a head of 256.
+        "attn/k": (),
+        "attn/o": ("tensor",),
+        "fused/qkv/kernel": (),
+        "moe/up": ("tensor",),
+        "own": (None, "tensor"),
+    }
+    for path, entries in expected.items():
+        assert auto_plan[path].spec == jax.P(*entries), path
+    assert auto_plan.batch.spec == jax.P()
+    assert by_code(auto_plan, tree) == auto_plan.off()
 
 
 def test_rows_that_divide_over_no_axis_are_refused():
     tree = {"up": struct(1024, 4096)}
-    with pytest.raises(MeshError, match="`rows=3` do not divide over 2 slices") as told:
-        sfx.auto.plan(tree, "tpu:v5e:4x4*2", rows=3)
-    assert "pass a multiple of 2" in str(told.value)
-    more = sfx.auto.plan(tree, 16, chip="v5e", rows=24)
+    batch = tokens(3, 2048)
+    with pytest.raises(MeshError, match="the 3 rows of `batch` do not divide") as told:
+        sfx.auto.plan(tree, "tpu:v5e:4x4*2", batch=batch)
+    assert "over 2 slices, and each has rows; pass a multiple of 2" in str(told.value)
+    more = sfx.auto.plan(tree, 16, chip="v5e", batch=tokens(24, 2048))
     assert dict(more.mesh.shape) == {"data": 8, "tensor": 2}
-    assert "fewer rows" not in more.why
+
+
+def test_rows_divide_over_a_mesh_that_is_given():
+    tree = {"up": struct(1024, 4096)}
+    mesh = MeshSpec({"data": 2, "fsdp": 4})
+    with pytest.raises(MeshError, match="the 6 rows of `batch` do not divide") as told:
+        sfx.auto.plan(tree, mesh, batch=tokens(6, 2048))
+    assert "over the 8 devices of mesh data=2,fsdp=4; pass" in str(told.value)
+    divided = sfx.auto.plan(tree, mesh, batch=tokens(16, 2048))
+    assert divided.mesh == mesh
+
+
+@pytest.mark.parametrize("batch", [64, True, {}, struct(), struct(0, 8), "rows"])
+def test_a_batch_without_rows_is_refused(batch: Any):
+    with pytest.raises(LeafTypeError, match="`batch`, .*, holds no arrays with rows"):
+        sfx.auto.plan({"w": struct(8)}, 8, batch=batch)
 
 
 def test_names_given_say_what_is_whole():
@@ -385,11 +472,6 @@ def test_errors_say_what_to_pass(arguments: tuple, error: type, text: str):
     with pytest.raises(error) as caught:
         sfx.auto.plan(*arguments)
     assert text in str(caught.value)
-
-
-def test_no_rows_are_refused():
-    with pytest.raises(MeshError, match="`rows=0` is no number of rows"):
-        sfx.auto.plan({"w": struct(8)}, 8, rows=0)
 
 
 def test_the_error_counts_the_least_chips():

@@ -1,0 +1,160 @@
+"""How many devices share the rows of a batch, by tensor parallelism: a choice from the
+shapes of the weights and the tokens of a batch.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .._ground.errors import LeafTypeError
+from .._ground.tree import flatten
+from ._asked import SearchOptions
+from ._core import byte_seconds, hop_counts, rates_of
+from ._space import MODEL
+from ._whole import WholeDims
+
+
+# The floating-point operations of a token for each element of the weights: two in the
+# forward pass, and twice as many in the backward pass.
+_FLOPS = 6
+# A matrix's activations are reduced in one of the two passes, and in the forward pass
+# also where it is computed again; a reduction sends everything twice.
+_REDUCED = 2 * 3 / 2
+# A state may take this part of a device's memory beside any activations, and this one
+# with those of a known batch.
+COMFORTABLE = 1 / 2
+FULL = 15 / 16
+# FSDP gathers weights for both passes, and scatters gradients.
+_GATHERED = 3
+
+
+class BatchSize(NamedTuple):
+    """The rows of a batch, and the number of its tokens: the rows of the matrices that
+    the weights are multiplied with.
+    """
+
+    rows: int
+    tokens: int
+
+
+def batch_size(batch: PyTree) -> BatchSize:
+    """The size of a batch, of arrays or structs whose first dimension has the rows.
+
+    Each integer is a token, as in ids of shape `[rows, length]`. Floats have features in
+    their last dimension, as in `[rows, patches, features]`. Raises `LeafTypeError` for a
+    batch without rows.
+    """
+    flat = flatten(batch)
+    rows = 0
+    tokens = 0
+    for leaf, is_array in zip(flat.leaves, flat.is_array, strict=True):
+        if not is_array or not jnp.shape(leaf):
+            continue
+        shape = jnp.shape(leaf)
+        has_features = not jnp.issubdtype(jnp.result_type(leaf), jnp.integer)
+        lengths = shape[1:-1] if has_features else shape[1:]
+        rows = math.gcd(rows, shape[0])
+        tokens = max(tokens, shape[0] * math.prod(lengths))
+    if rows == 0:
+        raise LeafTypeError(
+            f"`batch`, {type(batch).__name__}, holds no arrays with rows; pass the"
+            " arguments of a step beside the state, or structs of them:"
+            ' `batch=jax.ShapeDtypeStruct((64, 2048), "int32")`.'
+        )
+    return BatchSize(rows=rows, tokens=tokens)
+
+
+class StepEstimate(NamedTuple):
+    """What an estimate of a step needs: the tokens of a batch, the arrays of a model with
+    the bytes of each (0 for those too small to be sharded), the bytes of the whole
+    training state, and the devices.
+    """
+
+    tokens: int
+    whole_dims: WholeDims
+    array_bytes: Sequence[int]
+    state_bytes: int
+    hardware: SearchOptions
+
+    def comfortable_bytes(self, tensor: int) -> float:
+        """The bytes of the state that leave a device with enough memory for activations,
+        in groups of `tensor` devices. Enough for any step is half of the memory. Else a
+        step keeps the inputs of each layer, and the widest activations.
+        """
+        memory = self.hardware.chip.usable_hbm_bytes_per_device
+        bytes_of_token = 0.0
+        widest_bytes = 0.0
+        for array, array_bytes, long_side in zip(
+            self.whole_dims.arrays,
+            self.array_bytes,
+            self.whole_dims.long_sides(),
+            strict=True,
+        ):
+            bytes_of_token += array_bytes / long_side
+            element_bytes = array_bytes / max(math.prod(array.shape), 1)
+            widest_bytes = max(
+                widest_bytes, max(array.shape, default=0) * element_bytes
+            )
+        tokens = self.tokens * tensor / self.hardware.total
+        activation_bytes = tokens * (bytes_of_token + widest_bytes / tensor)
+        return max(COMFORTABLE * memory, FULL * memory - activation_bytes)
+
+    def seconds(self, tensor: int) -> float:
+        """The seconds of a step with groups of `tensor` devices for tensor parallelism.
+
+        Each array that a group shards reduces activations within it: those of its input
+        or its output, whichever is narrower. Gradients are reduced over the groups,
+        beside computation. If the state leaves too little memory, it is sharded over as
+        few groups as possible, and weights are gathered.
+        """
+        groups = self.hardware.total // tensor
+        tokens = self.tokens / groups
+        flops = 0.0
+        weight_bytes = 0.0
+        activation_bytes = 0.0
+        calls = 0
+        for array, array_bytes, whole, long_side in zip(
+            self.whole_dims.arrays,
+            self.array_bytes,
+            self.whole_dims.of_tensor(tensor),
+            self.whole_dims.long_sides(),
+            strict=True,
+        ):
+            open_sizes = [
+                size for dim, size in enumerate(array.shape) if dim not in whole
+            ]
+            is_divided = any(size % tensor == 0 for size in open_sizes)
+            shards = tensor if array_bytes and is_divided else 1
+            flops += _FLOPS * tokens * math.prod(array.shape) / shards
+            weight_bytes += array_bytes / shards
+            if shards > 1:
+                activation_bytes += tokens * array_bytes / long_side
+                calls += 1
+
+        fsdp = 1
+        comfortable_bytes = self.comfortable_bytes(tensor)
+        while self.state_bytes > tensor * fsdp * comfortable_bytes and fsdp < groups:
+            fsdp *= 2
+        fsdp = math.gcd(fsdp, groups)
+        data = groups // fsdp
+        sizes = np.array([[data, fsdp, tensor]])
+        slices = np.array([[math.gcd(self.hardware.slices, data), 1, 1]])
+        rates = rates_of(
+            self.hardware.chip,
+            self.hardware.total,
+            MODEL,
+            math.inf,
+            extents=self.hardware.extents,
+        )
+        data_rate, fsdp_rate, tensor_rate = byte_seconds(np, rates, sizes, slices)[:, 0]
+        latencies = rates["hop_seconds"] * hop_counts(np, rates, sizes, slices)[:, 0]
+        compute = flops / rates["flops"]
+        hidden = 2 * weight_bytes / fsdp * data_rate + latencies[0]
+        gathered = _GATHERED * weight_bytes * fsdp_rate
+        reduced = _REDUCED * activation_bytes * tensor_rate + calls * latencies[2]
+        beside = max(0.0, hidden - rates["overlap"] * compute)
+        return float(compute + gathered + reduced + beside)
