@@ -3,8 +3,8 @@ dimension.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -17,6 +17,8 @@ from .spec import entries_at, entry_axes
 # A half-open index range of an array: `(start, stop)` for each dimension.
 # `((0, 4), (8, 16))` is `array[0:4, 8:16]`.
 Box = tuple[tuple[int, int], ...]
+# What holds a shard: a device, its number, or a process.
+_Holder = TypeVar("_Holder")
 
 
 def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
@@ -43,6 +45,24 @@ def boxes_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
     """The box of the shard of each device of this process, in an array of `shape`."""
     indices = sharding.addressable_devices_indices_map(shape)
     return {device: as_box(index or (), shape) for device, index in indices.items()}
+
+
+def holders_by_box(shards: Iterable[tuple[_Holder, Box]]) -> dict[Box, list[_Holder]]:
+    """The devices that hold each box, from the box of each device's shard. Boxes are in
+    the order of their first devices.
+    """
+    holders: dict[Box, list[_Holder]] = {}
+    for holder, box in shards:
+        holders.setdefault(box, []).append(holder)
+    return holders
+
+
+def first_holder_by_box(shards: Iterable[tuple[_Holder, Box]]) -> dict[Box, _Holder]:
+    """The first device that holds each box, from the box of each device's shard."""
+    first: dict[Box, _Holder] = {}
+    for holder, box in shards:
+        first.setdefault(box, holder)
+    return first
 
 
 def whole_box(shape: Sequence[int]) -> Box:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from .._ground.boxes import Box, box_shape, boxes_here
+from .._ground.boxes import Box, box_shape, boxes_here, holders_by_box
 from .._ground.copying import buffers
 from .._ground.errors import CheckpointError, PlanMismatchError
 from .._ground.text import printable
@@ -159,16 +159,12 @@ def _unit(number: int, leaf: LeafToLoad, kinds: dict[object, Kind]) -> Unit:
                 "the plan has no devices, so there is nowhere to load to; put it on"
                 " some: `plan.on(plan.mesh.build(jax.devices()))`."
             )
-        holders: dict[Box, tuple[Any, ...]] = {}
-        boxes_of_devices = boxes_here(leaf.sharding, leaf.shape)
-        for device, box in boxes_of_devices.items():
-            earlier_devices = holders.get(box, ())
-            holders[box] = (*earlier_devices, device)
+        holders = holders_by_box(boxes_here(leaf.sharding, leaf.shape).items())
         shapes = tuple(map(box_shape, holders))
         sizes = tuple(box_bytes(box, leaf.dtype) for box in holders)
         kind = Kind(
             boxes=tuple(holders),
-            devices=tuple(holders.values()),
+            devices=tuple(map(tuple, holders.values())),
             shapes=shapes,
             sizes=sizes,
             is_on_cpu=is_on_cpu(leaf.sharding),

@@ -43,7 +43,7 @@ from .._convert import (
     target_leaves,
     within,
 )
-from .._ground.boxes import Box, box_shape, shard_boxes, whole_box
+from .._ground.boxes import Box, box_shape, first_holder_by_box, shard_boxes, whole_box
 from .._ground.errors import CheckpointError, LeafTypeError
 from .._ground.keys import is_key, key_data_struct, raw
 from .._ground.spec import DType
@@ -429,9 +429,7 @@ def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
     """By device, the box of its shard. Of the devices that hold the same box, only the
     first is included.
     """
-    devices: dict[Box, Any] = {}
-    for device, box in shard_boxes(sharding, shape).items():
-        devices.setdefault(box, device)
+    devices = first_holder_by_box(shard_boxes(sharding, shape).items())
     return {device: box for box, device in devices.items()}
 
 

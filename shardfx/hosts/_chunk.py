@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from jax.sharding import PartitionSpec, Sharding
 
-from .._ground.boxes import Box, box_slices, shard_boxes
+from .._ground.boxes import box_slices, holders_by_box, shard_boxes
 from .._ground.errors import MeshError, SpecError, check_type
 from .._ground.misuse import called
 from .._ground.spec import (
@@ -326,15 +326,13 @@ def owned(
         error=SpecError,
         fix=fix,
     )
-    owners: dict[Box, set[int]] = {}
-    boxes = shard_boxes(sharding, tuple(shape))
-    for device, part in boxes.items():
-        owners.setdefault(part, set()).add(device.process_index)
+    holders = holders_by_box(shard_boxes(sharding, tuple(shape)).items())
     chunks = []
-    for part in sorted(owners):
-        if process_index in owners[part]:
-            replica = sorted(owners[part]).index(process_index)
-            chunks.append(LocalChunk(box_slices(part), replica))
+    for box, devices in sorted(holders.items()):
+        processes = sorted({device.process_index for device in devices})
+        if process_index in processes:
+            replica = processes.index(process_index)
+            chunks.append(LocalChunk(box_slices(box), replica))
     return tuple(chunks)
 
 

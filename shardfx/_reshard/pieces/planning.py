@@ -29,7 +29,7 @@ from ..._convert import (
     names_of,
     simplified,
 )
-from ..._ground.boxes import Box
+from ..._ground.boxes import Box, first_holder_by_box, holders_by_box
 from ..._ground.errors import MeshError
 from ..._ground.keys import data_of
 from ..movable import naming, require_movable, require_reduced
@@ -306,12 +306,12 @@ class _Devices:
         """The numbers of the devices that hold each box of the source `path`. Lost
         devices are left out.
         """
-        holders: dict[Box, list[int]] = {}
-        for device, box in self.sources[path].items():
-            numbers = holders.setdefault(box, [])
-            if device not in self.lost:
-                numbers.append(self.numbers[device])
-        return holders
+        numbers_by_box: dict[Box, list[int]] = {}
+        for box, devices in holders_by_box(self.sources[path].items()).items():
+            numbers_by_box[box] = [
+                self.numbers[device] for device in devices if device not in self.lost
+            ]
+        return numbers_by_box
 
 
 def _devices_of(
@@ -459,10 +459,11 @@ def _with_host_copies(
     """Returns `plan` with the NumPy copies that this process makes. Replicas share
     memory and are copied once.
     """
-    receiver_of_box: dict[Box, int] = {}
-    for device, box in devices.target.items():
-        if device.process_index == jax.process_index():
-            receiver_of_box.setdefault(box, devices.numbers[device])
+    receiver_of_box = first_holder_by_box(
+        (devices.numbers[device], box)
+        for device, box in devices.target.items()
+        if device.process_index == jax.process_index()
+    )
     # In the order of the array, parts of one old shard are evenly spaced more often.
     targets = tuple(sorted(receiver_of_box))
     parts_by_receiver: dict[int, list[ShardPart]] = {

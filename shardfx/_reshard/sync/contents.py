@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from ..._convert import Factor, Piece, Read, chunks, fill, swapped, within
-from ..._ground.boxes import Box, as_box, shard_boxes, whole_box
+from ..._ground.boxes import Box, as_box, first_holder_by_box, shard_boxes, whole_box
 from ..._ground.errors import SyncError
 from ..._ground.keys import raw
 from .kinds import SentLeaf, SourceLeaf, TransferKind, renamed
@@ -114,12 +114,9 @@ def _counted_boxes(plan: TransferPlan, path: str, sender: int) -> tuple[Box, ...
     key = ("counted boxes", path, sender)
     if key not in plan.known:
         source_boxes = _source_boxes(plan.mesh, plan.sources[path])
-        first_holders: dict[Box, int] = {}
-        for position, box in enumerate(source_boxes):
-            process = plan.senders[position]
-            first_holders.setdefault(box, process)
+        first = first_holder_by_box(enumerate(source_boxes))
         plan.known[key] = tuple(
-            [box for box, process in first_holders.items() if process == sender]
+            [box for box, position in first.items() if plan.senders[position] == sender]
         )
     boxes: Any = plan.known[key]
     return boxes

@@ -25,7 +25,7 @@ from ..._convert import (
     swapped,
     within,
 )
-from ..._ground.boxes import Box, box_start, common
+from ..._ground.boxes import Box, box_start, common, holders_by_box
 from ..._ground.errors import MeshError, SyncError
 from ..._ground.keys import data_of
 from ..._ground.spec import entries_at, entry_axes
@@ -406,9 +406,7 @@ def _add(
     # Buffers with the same box need the same parts. Each box counts as one receiver,
     # and the receivers are numbered behind the sending devices.
     first_receiver = len(jobs.senders)
-    numbers_by_box: dict[Box, list[int]] = {}
-    for number, box in group:
-        numbers_by_box.setdefault(box, []).append(number)
+    numbers_by_box = holders_by_box(group)
     numbers_by_receiver = list(numbers_by_box.values())
     receivers = [
         (first_receiver + position, box) for position, box in enumerate(numbers_by_box)
@@ -517,8 +515,7 @@ def _edges(box: Box, others: Iterable[Box], dim: int) -> list[int]:
 
 
 def _holders(leaf: MovedLeaf) -> Holders:
-    boxes = [*shards_of(leaf).boxes.values()]
-    return together(range(len(boxes)), boxes.__getitem__)
+    return holders_by_box(enumerate(shards_of(leaf).boxes.values()))
 
 
 def _by_replica(
