@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from judging import programs_of, proved_programs, verdict_of
 
 import shardfx as sfx
-from shardfx._step import judged, step_of
 
 
 MESH = sfx.MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
@@ -198,16 +198,13 @@ def test_what_no_rule_follows_is_not_judged():
 
 @pytest.fixture(scope="module")
 def programs():
-    step = step_of(lambda p, x: jnp.tanh(mlp(p, x)) - x, (PAIR, X))
-    found = step.programs("cpu")
-    assert judged(found).outcome == "proved"
-    return found
+    return proved_programs(lambda p, x: jnp.tanh(mlp(p, x)) - x, (PAIR, X))
 
 
 def mutated(programs, before, after):
     text = re.sub(before, after, programs.partitioned, count=1)
     assert text != programs.partitioned
-    return judged(programs._replace(partitioned=text))
+    return verdict_of(programs, text)
 
 
 @pytest.mark.parametrize(
@@ -251,11 +248,11 @@ def padded_maximum():
 
     whole = NamedSharding(mesh, P())
     x = jax.ShapeDtypeStruct((6, 8), jnp.float32, sharding=whole)
-    return step_of(step, [x]).programs("cpu")
+    return programs_of(step, [x])
 
 
 def test_a_maximum_is_proved_where_padding_is_the_lowest_number(padded_maximum):
-    verdict = judged(padded_maximum)
+    verdict = verdict_of(padded_maximum)
     assert verdict.outcome == "proved", verdict
 
 
@@ -269,7 +266,7 @@ def test_a_maximum_over_other_padding_is_not_proved(padded_maximum, number):
     padding = f"{broadcast[1]}%lowest = f32[] constant({number})\n"
     changed = broadcast[0].replace(broadcast[3], "%lowest")
     text = text.replace(broadcast[0], padding + changed)
-    assert judged(padded_maximum._replace(partitioned=text)).outcome != "proved"
+    assert verdict_of(padded_maximum, text).outcome != "proved"
 
 
 def test_the_gradient_of_a_cut_pool_is_proved():
@@ -279,8 +276,7 @@ def test_the_gradient_of_a_cut_pool_is_proved():
 
     x = struct((8, 8, 8, 16), "data", None, None, "tensor")
     step = jax.grad(lambda x: jnp.sum(jnp.sin(pooled(x))))
-    programs = step_of(step, [x]).programs("cpu")
-    assert judged(programs).outcome == "proved"
+    programs = proved_programs(step, [x])
     before = r"(select-and-scatter\(.*window=\{size=1x2x)2(x1 stride=1x2x)2"
     changed = mutated(programs, before, r"\g<1>4\g<2>4")
     assert changed.outcome != "proved"
@@ -337,8 +333,8 @@ def test_an_argmax_over_a_cut_dimension_is_proved():
 
     x = struct((8, 16), "data")
     w = struct((16, 64), None, ("fsdp", "tensor"))
-    programs = step_of(step, [x, w]).programs("cpu")
-    verdict = judged(programs)
+    programs = programs_of(step, [x, w])
+    verdict = verdict_of(programs)
     assert verdict.outcome == "proved", verdict
     # The other end, other devices, and other places: none is an argmax.
     assert mutated(programs, "direction=GT", "direction=LT").outcome != "proved"
@@ -406,9 +402,9 @@ def test_a_convolution_in_groups_that_are_cut_is_proved():
 
     x = struct((4, 16, 32), "data", None, "tensor")
     kernel = struct((4, 1, 32), None, None, "tensor")
-    programs = step_of(causal, (x, kernel)).programs("cpu")
+    programs = programs_of(causal, (x, kernel))
     assert "feature_group_count=16" in programs.partitioned
-    assert judged(programs).outcome == "proved"
+    assert verdict_of(programs).outcome == "proved"
     # The kernel of the other groups.
     before = r"( +)(%[\w.]+ = \S+) convolution\((%[\w.]+), (%[\w.]+)\)"
     pairs = ",".join(f"{{{device},{device ^ 1}}}" for device in range(8))
@@ -454,8 +450,7 @@ def test_a_maximum_by_segments_over_cut_edges_is_proved():
 
     scores = struct((64, 4), ("data", "fsdp"), "tensor")
     targets = struct((64,), ("data", "fsdp"), dtype=jnp.int32)
-    programs = step_of(step, (scores, targets)).programs("cpu")
-    assert judged(programs).outcome == "proved"
+    programs = proved_programs(step, (scores, targets))
     # A sum of the maxima, the maximum of a part, and a part of the devices.
     other = mutated(programs, r"(ROOT %\S+ = f32\[\] )maximum\(", r"\1add(")
     assert other.outcome != "proved"

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
+from judging import proved_programs, verdict_of
 
 import shardfx as sfx
-from shardfx._step import judged, step_of
 
 
 MESH = sfx.MeshSpec({"data": 4, "tensor": 2})
@@ -166,9 +166,7 @@ def test_steps_that_repeat_a_scan_compute_the_same_on_devices():
 @pytest.fixture(scope="module")
 def programs():
     args = (struct((32, 32), None, "tensor"), struct((8, 16, 32), "data"))
-    programs = step_of(two_scans, args).programs("cpu")
-    assert judged(programs).outcome == "proved"
-    return programs
+    return proved_programs(two_scans, args)
 
 
 def changed_in_body(text, number, before, after):
@@ -208,7 +206,7 @@ EXCHANGED = "{{0,2},{2,0},{1,3},{3,1},{4,6},{6,4},{5,7},{7,5}}"
 )
 def test_a_change_in_either_loop_is_not_proved(programs, loop, before, after, outcome):
     text = changed_in_body(programs.partitioned, loop, before, after)
-    verdict = judged(programs._replace(partitioned=text))
+    verdict = verdict_of(programs, text)
     assert verdict.outcome == outcome, verdict
     if outcome == "refuted":
         assert "recurrent" in str(verdict.refutations[0])
@@ -227,5 +225,5 @@ def test_a_loop_that_reads_the_array_of_another_is_not_proved(programs):
     row = rows[1]
     swapped = row.replace(arrays[1], arrays[0])
     assert swapped != row
-    verdict = judged(programs._replace(partitioned=text.replace(row, swapped)))
+    verdict = verdict_of(programs, text.replace(row, swapped))
     assert verdict.outcome != "proved"

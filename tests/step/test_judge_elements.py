@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from judging import proved_programs, verdict_of
 
 import shardfx as sfx
-from shardfx._step import judged, step_of
 from shardfx._step.judge import matching
 
 
@@ -75,9 +75,7 @@ USES = {
 
 @pytest.mark.parametrize("name", USES)
 def test_another_slice_is_not_proved(name):
-    step = step_of(USES[name], (X, X))
-    programs = step.programs("cpu")
-    assert judged(programs).outcome == "proved"
+    programs = proved_programs(USES[name], (X, X))
     text = programs.partitioned
     slices = [line for line in text.splitlines() if " slice(" in line]
     assert slices
@@ -92,8 +90,8 @@ def test_another_slice_is_not_proved(name):
                 continue
             columns = f"[{other}:{other + stop - start}]"
             changed = f"{before}slice={{[{rows}], {columns}}}{behind}"
-            mutated = programs._replace(partitioned=text.replace(line, changed))
-            assert judged(mutated).outcome != "proved", changed
+            mutated = text.replace(line, changed)
+            assert verdict_of(programs, mutated).outcome != "proved", changed
 
 
 def test_a_repeated_array_is_no_concatenation():
@@ -103,15 +101,14 @@ def test_a_repeated_array_is_no_concatenation():
 
     x = jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=ROWS)
     column = jax.ShapeDtypeStruct((16, 1), jnp.float32, sharding=ROWS)
-    programs = step_of(step, (x, column)).programs("cpu")
-    assert judged(programs).outcome == "proved"
+    programs = proved_programs(step, (x, column))
     lines = programs.partitioned.splitlines()
     (line,) = [line for line in lines if " concatenate(" in line]
     repeated = line.split("concatenate(")[1].split(",")[0]
     both = line.split("concatenate(")[1].split(")")[0]
     changed = line.replace(f"({both})", f"({repeated}, {repeated})")
     text = programs.partitioned.replace(line, changed)
-    assert judged(programs._replace(partitioned=text)).outcome != "proved"
+    assert verdict_of(programs, text).outcome != "proved"
 
 
 def test_other_padding_of_a_slice_is_not_proved():
@@ -124,13 +121,12 @@ def test_other_padding_of_a_slice_is_not_proved():
         return jnp.sin(weighted)
 
     z = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(MESH, P()))
-    programs = step_of(step, (X, z)).programs("cpu")
-    assert judged(programs).outcome == "proved"
+    programs = proved_programs(step, (X, z))
     text = programs.partitioned
     for before, after in (("0_1_1", "1_0_1"), ("1_0_1", "0_1_1"), ("0_1_1", "0_4_0")):
         changed = text.replace(f"padding=0_0_0x{before}", f"padding=0_0_0x{after}")
         assert changed != text
-        assert judged(programs._replace(partitioned=changed)).outcome != "proved"
+        assert verdict_of(programs, changed).outcome != "proved"
 
 
 def test_a_triangle_is_no_other_triangle():
@@ -140,8 +136,7 @@ def test_a_triangle_is_no_other_triangle():
         return lower, upper
 
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(MESH, P()))
-    programs = step_of(step, (x,)).programs("cpu")
-    assert judged(programs).outcome == "proved"
+    programs = proved_programs(step, (x,))
     text = programs.partitioned
     lines = text.splitlines()
     (line,) = [line for line in lines if "ROOT %tuple" in line and "tuple(" in line]
@@ -149,8 +144,8 @@ def test_a_triangle_is_no_other_triangle():
     first, second = behind.split(")")[0].split(", ")
     changed = line.replace(f"({first}, {second})", f"({second}, {first})")
     assert changed != line
-    mutated = programs._replace(partitioned=text.replace(line, changed))
-    assert judged(mutated).outcome != "proved"
+    mutated = text.replace(line, changed)
+    assert verdict_of(programs, mutated).outcome != "proved"
 
 
 def test_equal_layers_are_matched_in_linear_time(monkeypatch):

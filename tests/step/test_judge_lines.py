@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
+from judging import programs_of, verdict_of
 
 import shardfx as sfx
-from shardfx._step import judged, parse_hlo, step_of
+from shardfx._step import parse_hlo
 from shardfx._step.judge.origins import origin_of
 
 
@@ -70,7 +71,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_what_an_earlier_step_traced_has_lines_of_this_step(form):
     assert sfx.testing.verify(earlier_step, ROWS, STACK)
-    programs = step_of(FORMS[form](later_step), (ROWS, STACK)).programs("cpu")
+    programs = programs_of(FORMS[form](later_step), (ROWS, STACK))
     module = parse_hlo(programs.partitioned)
     functions: set[str] = set()
     for computation in module.computations.values():
@@ -97,7 +98,7 @@ def test_a_refutation_names_the_line_of_the_step_too():
 @pytest.mark.usefixtures("nothing_traced")
 def test_a_cause_says_that_an_earlier_step_traced_its_operation():
     assert sfx.testing.verify(earlier_step, ROWS, STACK)
-    programs = step_of(later_step, (ROWS, STACK)).programs("cpu")
+    programs = programs_of(later_step, (ROWS, STACK))
     squeeze = re.search(
         r"( +)(%[\w.]+ = f32\[4,32\]\S*) reshape\((%[\w.\-]+)\), (metadata=\{.*\})",
         programs.partitioned,
@@ -113,7 +114,7 @@ def test_a_cause_says_that_an_earlier_step_traced_its_operation():
         f"{indent}{result} reshape(%sum), {metadata}"
     )
     text = programs.partitioned.replace(squeeze[0], changed)
-    cause = judged(programs._replace(partitioned=text)).unjudged[0]
+    cause = verdict_of(programs, text).unjudged[0]
     assert cause.operation == "%sum (add)"
     assert cause.source is not None
     assert cause.source.function == "later_step"

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
+from judging import programs_of, proved_programs, verdict_of
 
 import shardfx as sfx
-from shardfx._step import judged, step_of
 
 
 MESH = sfx.MeshSpec({"data": 2, "tensor": 4}).abstract()
@@ -87,7 +87,7 @@ def test_what_is_around_a_shard_map_is_proved(name):
 
 @pytest.fixture(scope="module")
 def programs():
-    return step_of(lambda x, w: jnp.sin(product(jnp.cos(x), w)), (X, W)).programs("cpu")
+    return programs_of(lambda x, w: jnp.sin(product(jnp.cos(x), w)), (X, W))
 
 
 EXCHANGED = "{{0,1},{1,0},{2,3},{3,2},{4,5},{5,4},{6,7},{7,6}}"
@@ -115,10 +115,10 @@ EXCHANGED = "{{0,1},{1,0},{2,3},{3,2},{4,5},{5,4},{6,7},{7,6}}"
     ],
 )
 def test_another_program_is_not_proved(programs, before, after):
-    assert judged(programs).outcome == "proved"
+    assert verdict_of(programs).outcome == "proved"
     changed, count = re.subn(before, after, programs.partitioned, count=1)
     assert count == 1 and changed != programs.partitioned, programs.partitioned
-    assert judged(programs._replace(partitioned=changed)).outcome != "proved"
+    assert verdict_of(programs, changed).outcome != "proved"
 
 
 def test_a_wrong_layout_beside_a_shard_map_is_refuted():
@@ -178,10 +178,9 @@ def test_what_is_manual_in_some_axes_is_not_accused():
 
 def test_its_neighbour_manual_in_all_axes_is_proved():
     step = products_of_parts({"data", "tensor"})
-    programs = step_of(step, (X_COLUMNS, W_ROWS)).programs("cpu")
-    assert judged(programs).outcome == "proved"
+    programs = proved_programs(step, (X_COLUMNS, W_ROWS))
     body = programs.partitioned.replace(" sine(", " cosine(", 1)
-    verdict = judged(programs._replace(partitioned=body))
+    verdict = verdict_of(programs, body)
     assert verdict.outcome == "not judged"
     assert "that is no body of the whole program" in str(verdict)
 

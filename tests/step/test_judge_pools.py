@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from judging import programs_of, verdict_of
 
 import shardfx as sfx
-from shardfx._step import judged, step_of
 
 
 MESH = sfx.MeshSpec({"data": 2, "height": 2, "other": 2}).abstract()
@@ -32,11 +32,11 @@ def gradient(size: int, stride: int):
 
 @pytest.fixture(scope="module")
 def programs():
-    return step_of(gradient(3, 2), (IMAGE,)).programs("cpu")
+    return programs_of(gradient(3, 2), (IMAGE,))
 
 
 def test_the_gradient_of_windows_of_three_by_two_is_proved(programs):
-    verdict = judged(programs)
+    verdict = verdict_of(programs)
     assert verdict.outcome == "proved", verdict
     assert "select-and-scatter" in programs.partitioned
 
@@ -77,5 +77,5 @@ def test_another_gradient_is_not_proved(programs, before, after):
     for place in places:
         changed = text[:place] + re.sub(before, after, text[place:], count=1)
         assert changed != text
-        verdict = judged(programs._replace(partitioned=changed))
+        verdict = verdict_of(programs, changed)
         assert verdict.outcome != "proved", (before, place)

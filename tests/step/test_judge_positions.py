@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
+from judging import programs_of, verdict_of
 
 import shardfx as sfx
-from shardfx._step import judged, step_of
 from shardfx._step.hlo_text import parse_hlo
 from shardfx._step.judge.bounds import bounds_of
 from shardfx._step.judge.whole_program import read_whole
@@ -154,7 +154,7 @@ def test_one_row_is_not_scattered_into_a_part_of_a_whole_array():
 
 @pytest.fixture(scope="module")
 def programs():
-    return step_of(clipped, (CACHE, ROW, INDEX)).programs("cpu")
+    return programs_of(clipped, (CACHE, ROW, INDEX))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_another_update_is_not_proved(programs, before, after):
     assert changed != text, text
     one = "\n  %one = s32[] constant(1)\n  %partition-id = "
     changed = changed.replace("\n  %partition-id = ", one)
-    assert judged(programs._replace(partitioned=changed)).outcome != "proved"
+    assert verdict_of(programs, changed).outcome != "proved"
 
 
 def select(i):

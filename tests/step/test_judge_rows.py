@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from judging import proved_programs, verdict_of
 
 import shardfx as sfx
-from shardfx._step import judged, step_of
 
 
 MESH = sfx.MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
@@ -69,9 +69,7 @@ def programs():
     def step(x):
         return jnp.sin(x[:, 0])
 
-    programs = step_of(step, [struct(SPECS["both"])]).programs("cpu")
-    assert judged(programs).outcome == "proved"
-    return programs
+    return proved_programs(step, [struct(SPECS["both"])])
 
 
 REDUCED = r"(all-reduce\(.*?replica_groups=).*?, use_global"
@@ -98,5 +96,5 @@ def test_another_row_is_not_proved(programs, before, after):
     text = programs.partitioned
     changed, count = re.subn(before, after, text, count=1)
     assert count == 1 and changed != text, text
-    verdict = judged(programs._replace(partitioned=changed))
+    verdict = verdict_of(programs, changed)
     assert verdict.outcome != "proved", verdict

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from judging import programs_of, verdict_of
 
 import shardfx as sfx
-from shardfx._step import judged, step_of
 
 
 MESH = sfx.MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}).abstract()
@@ -39,16 +39,16 @@ def rotated(x):
 STEPS = [summed, halves, behind_a_function, of_numbers, rotated]
 
 
-def programs_of(step, rows=("data",)):
+def programs_over(step, rows=("data",)):
     sharding = NamedSharding(MESH, P(rows))
     x = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=sharding)
-    return step_of(step, (x,)).programs("cpu")
+    return programs_of(step, (x,))
 
 
 @pytest.mark.parametrize("rows", [("data",), ("data", "tensor")])
 @pytest.mark.parametrize("step", STEPS)
 def test_an_operation_on_a_slice_is_proved_beside_that_on_all(step, rows):
-    verdict = judged(programs_of(step, rows))
+    verdict = verdict_of(programs_over(step, rows))
     assert verdict.outcome == "proved", verdict
 
 
@@ -85,7 +85,7 @@ def changed(line: str) -> str:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_other_elements_of_a_twin_are_not_proved(step):
-    programs = programs_of(step)
+    programs = programs_over(step)
     text = programs.partitioned
     count = 0
     for line in text.splitlines():
@@ -94,5 +94,5 @@ def test_other_elements_of_a_twin_are_not_proved(step):
             continue
         count += 1
         mutated = programs._replace(partitioned=text.replace(line, other))
-        assert judged(mutated).outcome != "proved", other
+        assert verdict_of(mutated).outcome != "proved", other
     assert count

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from judging import programs_of, verdict_of
 
 import shardfx as sfx
-from shardfx._step import judged, step_of
 
 
 MESH = sfx.MeshSpec({"data": 2, "tensor": 4}).abstract()
@@ -31,11 +31,11 @@ TOKENS = struct((16,), "data", dtype=jnp.int32)
 
 @pytest.fixture(scope="module")
 def programs():
-    return step_of(jax.grad(loss), (TABLE, TOKENS)).programs("cpu")
+    return programs_of(jax.grad(loss), (TABLE, TOKENS))
 
 
 def test_an_embedding_of_padded_shards_is_proved(programs):
-    verdict = judged(programs)
+    verdict = verdict_of(programs)
     assert verdict.outcome == "proved", verdict
 
 
@@ -61,7 +61,7 @@ def test_another_lookup_is_not_proved(programs, before, after):
     text = programs.partitioned
     changed, count = re.subn(before, after, text, count=1)
     assert count == 1 and changed != text, text
-    assert judged(programs._replace(partitioned=changed)).outcome != "proved"
+    assert verdict_of(programs, changed).outcome != "proved"
 
 
 def kernel_gradient(image, cotangent):
@@ -85,7 +85,7 @@ def kernel_gradient(image, cotangent):
     kernel = struct((2, 8, 6), P("tensor"))
     step = jax.jit(jax.grad(loss), out_shardings=kernel.sharding)
     arrays = (kernel, struct((16, 2, 8), image), struct((16, 1, 6), cotangent))
-    return step_of(step, arrays).programs("cpu")
+    return programs_of(step, arrays)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def kernel_gradient(image, cotangent):
     ],
 )
 def test_a_device_whose_taps_read_padding_alone_has_zeros(image, cotangent):
-    verdict = judged(kernel_gradient(image, cotangent))
+    verdict = verdict_of(kernel_gradient(image, cotangent))
     assert verdict.outcome == "proved", verdict
 
 
@@ -116,4 +116,4 @@ def test_another_gradient_of_a_kernel_is_not_proved(before, after):
     programs = kernel_gradient(P("data"), P("data"))
     changed, count = re.subn(before, after, programs.partitioned, count=1)
     assert count == 1 and changed != programs.partitioned, programs.partitioned
-    assert judged(programs._replace(partitioned=changed)).outcome != "proved"
+    assert verdict_of(programs, changed).outcome != "proved"
