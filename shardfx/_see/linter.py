@@ -82,8 +82,8 @@ def lint(
     - `min_bytes`: arrays of fewer bytes in total are replicated.
     - `memory_kinds`: pairs of a regex and a memory kind, for the arrays whose paths the
       regex matches.
-    - `unmatched`, `unused`: "raise" makes findings errors, else they are warnings:
-      `unmatched` those about arrays and names without a rule and about mesh axes that
+    - `unmatched`, `unused`: "raise" makes findings errors; "replicate" and "allow" make
+      them warnings: `unmatched` those about arrays and names without a rule and about mesh axes that
       the mesh lacks, `unused` those about rules that apply to no array.
     - `strict`: whether it is an error if an array is sharded less than its rule
       requests.
