@@ -4,6 +4,7 @@ and back.
 
 import itertools as it
 import math
+from typing import NamedTuple
 
 import numpy as np
 from hypothesis import Phase, assume, given, settings, strategies as st
@@ -11,139 +12,177 @@ from hypothesis import Phase, assume, given, settings, strategies as st
 from shardfx.presets import maps
 
 
-@st.composite
-def sizes(draw):
-    return {axis: draw(st.integers(1, 3)) for axis in "abcd"[: draw(st.integers(1, 4))]}
+class Form(NamedTuple):
+    """How an array's axes lie in files.
 
-
-@st.composite
-def forms(draw, axes, cuts=True):
-    """Where the axes are: in the path, in which dimensions, and the parts of one axis
-    that are arrays of their own.
+    - `in_path`: the axes whose entries are files of their own.
+    - `dims`: the axes of each dimension of a file's array.
+    - `parted`: the axis whose parts are arrays of their own, or `None`.
+    - `edge`: where the second part of `parted` begins.
     """
-    order = draw(st.permutations(sorted(axes)))
-    path = order[: draw(st.integers(0, min(2, len(order))))]
-    rest = []
-    for axis in order[len(path) :]:
-        if rest and draw(st.booleans()):
-            rest[-1].append(axis)
+
+    in_path: list[str]
+    dims: list[list[str]]
+    parted: str | None
+    edge: int
+
+    @property
+    def axes(self) -> list[str]:
+        """All axes, in the order of the path and the dimensions."""
+        return [*self.in_path, *it.chain.from_iterable(self.dims)]
+
+
+@st.composite
+def axis_sizes(draw):
+    axes = "abcd"[: draw(st.integers(1, 4))]
+    return {axis: draw(st.integers(1, 3)) for axis in axes}
+
+
+@st.composite
+def forms(draw, sizes, may_be_parted=True):
+    axes = draw(st.permutations(sorted(sizes)))
+    path_length = draw(st.integers(0, min(2, len(axes))))
+    dims: list[list[str]] = []
+    for axis in axes[path_length:]:
+        if dims and draw(st.booleans()):
+            dims[-1].append(axis)
         else:
-            rest.append([axis])
-    alone = [group[0] for group in rest if len(group) == 1 and axes[group[0]] > 1]
-    if cuts:
-        cut = draw(st.sampled_from([None, *alone]))
-    else:
-        cut = None
-    return path, rest, cut, draw(st.integers(1, max(1, axes[cut] - 1))) if cut else 0
+            dims.append([axis])
+
+    parted = None
+    edge = 0
+    if may_be_parted:
+        alone = [dim[0] for dim in dims if len(dim) == 1 and sizes[dim[0]] > 1]
+        parted = draw(st.sampled_from([None, *alone]))
+    if parted is not None:
+        edge = draw(st.integers(1, sizes[parted] - 1))
+    return Form(axes[:path_length], dims, parted, edge)
 
 
-def layout(form, axes):
-    path, rest, cut, offset = form
+def dim_text(dim):
+    if len(dim) == 1:
+        return dim[0]
+    return f"({' '.join(dim)})"
+
+
+def layout(form, sizes):
+    """The form as a layout of `shardfx.presets.maps`."""
+    path = ".".join(["w", *[f"{{{axis}}}" for axis in form.in_path]])
+    dims = [dim_text(dim) for dim in form.dims]
+    if form.parted is None:
+        return maps.TreeLayout({path: "w: " + " ".join(dims)}, sizes=sizes)
     rows = {}
-    for part in ("",) if cut is None else (f"[:{offset}]", f"[{offset}:]"):
-        text = " ".join(
-            f"({' '.join(group)})" if len(group) > 1 else group[0] for group in rest
-        )
-        name = ".".join(["w", *[f"{{{axis}}}" for axis in path]]) + part.strip(
-            "[]"
-        ).replace(":", "-")
-        rows[name] = "w: " + " ".join(
-            f"{word}{part}" if word == cut else word for word in text.split(" ")
-        )
-    return maps.TreeLayout(rows, sizes=axes)
+    for part in (f":{form.edge}", f"{form.edge}:"):
+        ranges = {form.parted: f"{form.parted}[{part}]"}
+        words = [ranges.get(dim, dim) for dim in dims]
+        name = path + part.replace(":", "-")
+        rows[name] = "w: " + " ".join(words)
+    return maps.TreeLayout(rows, sizes=sizes)
 
 
-def arrays(form, axes, whole):
-    """The arrays of a layout, out of one that has its axes in alphabetical order."""
-    path, rest, cut, offset = form
+def files(form, sizes, whole):
+    """The arrays of a form, out of one that has its axes in alphabetical order."""
+    positions = [sorted(sizes).index(axis) for axis in form.axes]
+    turned = whole.transpose(positions)
+    shape = [math.prod(sizes[axis] for axis in dim) for dim in form.dims]
     array_by_path = {}
-    order = [*path, *[axis for group in rest for axis in group]]
-    turned = whole.transpose([sorted(axes).index(axis) for axis in order])
-    for numbers in it.product(*[range(axes[axis]) for axis in path]):
-        block = turned[numbers].reshape(
-            [math.prod(axes[axis] for axis in group) for group in rest]
-        )
-        name = ".".join(["w", *map(str, numbers)])
-        if cut is None:
-            array_by_path[name] = block
+    for numbers in it.product(*[range(sizes[axis]) for axis in form.in_path]):
+        array = turned[numbers].reshape(shape)
+        path = ".".join(["w", *map(str, numbers)])
+        if form.parted is None:
+            array_by_path[path] = array
             continue
-        groups = [group[0] for group in rest]
-        first, second = np.split(block, [offset], axis=groups.index(cut))
-        array_by_path |= {f"{name}-{offset}": first, f"{name}{offset}-": second}
+        dim = form.dims.index([form.parted])
+        first, second = np.split(array, [form.edge], axis=dim)
+        array_by_path[f"{path}-{form.edge}"] = first
+        array_by_path[f"{path}{form.edge}-"] = second
     return array_by_path
 
 
-def equal(table, two):
-    assert table.keys() == two.keys()
-    for path in two:
-        assert table[path].shape == two[path].shape
-        assert (table[path] == two[path]).all()
+def numbered(sizes, first=0):
+    """An array with these axes in alphabetical order, each element another number."""
+    shape = [sizes[axis] for axis in sorted(sizes)]
+    values = np.arange(first, first + math.prod(shape))
+    return values.reshape(shape)
 
 
-def lead_to_each_other(form, two, source, target):
-    applied = form.to(two).apply(source, like=target)
-    equal(applied, target)
-    applied = two.to(form).apply(target, like=source)
-    equal(applied, source)
+def assert_equal(actual, expected):
+    assert actual.keys() == expected.keys()
+    for path, array in expected.items():
+        assert actual[path].shape == array.shape
+        assert (actual[path] == array).all()
+
+
+def lead_to_each_other(source_layout, target_layout, source, target):
+    there = source_layout.to(target_layout).apply(source, like=target)
+    assert_equal(there, target)
+    back = target_layout.to(source_layout).apply(target, like=source)
+    assert_equal(back, source)
+
+
+def can_be_joined(form, other):
+    """Whether parts in one form are put together in the other: along a dimension of
+    their own, or in the path.
+    """
+    parted = form.parted
+    return parted is None or parted in other.in_path or [parted] in other.dims
 
 
 @settings(max_examples=15, deadline=None, phases=(Phase.generate,))
 @given(st.data())
 def test_any_two_layouts_of_an_array_lead_to_each_other(data):
-    axes = data.draw(sizes())
-    form = data.draw(forms(axes))
-    two = data.draw(forms(axes))
-    # What comes in parts is put together along a dimension of its own, or is in the
-    # path.
-    for cut, other in ((form[2], two), (two[2], form)):
-        assume(cut is None or cut in other[0] or [cut] in other[1])
-    values = np.arange(math.prod(axes.values()))
-    whole = values.reshape([axes[axis] for axis in sorted(axes)])
-    source = arrays(form, axes, whole)
-    target = arrays(two, axes, whole)
-    form = layout(form, axes)
-    two = layout(two, axes)
-    lead_to_each_other(form, two, source, target)
-    applied = form.to(two).inverse().apply(target, like=source)
-    equal(applied, source)
+    sizes = data.draw(axis_sizes())
+    source_form = data.draw(forms(sizes))
+    target_form = data.draw(forms(sizes))
+    assume(can_be_joined(source_form, target_form))
+    assume(can_be_joined(target_form, source_form))
+    whole = numbered(sizes)
+    source = files(source_form, sizes, whole)
+    target = files(target_form, sizes, whole)
+    source_layout = layout(source_form, sizes)
+    target_layout = layout(target_form, sizes)
+    lead_to_each_other(source_layout, target_layout, source, target)
+    inverse = source_layout.to(target_layout).inverse()
+    assert_equal(inverse.apply(target, like=source), source)
 
 
 @settings(max_examples=15, deadline=None, phases=(Phase.generate,))
 @given(st.data())
 def test_axes_are_padded_and_cut_off_again(data):
-    axes = data.draw(sizes())
-    form = data.draw(forms(axes, cuts=False))
-    two = data.draw(forms(axes, cuts=False))
-    # Of an axis that both have in their paths there is nothing to pad: the arrays are
-    # not there.
-    size_by_axis = {
-        axis: size
-        for axis, size in axes.items()
-        if axis not in form[0] or axis not in two[0]
-    }
-    sizes_by_axis = {
-        axis: size + data.draw(st.integers(0, 2)) for axis, size in size_by_axis.items()
-    }
-    extra = axes | sizes_by_axis
-    values = np.arange(1, 1 + math.prod(axes.values()))
-    whole = values.reshape([axes[axis] for axis in sorted(axes)])
-    padded = np.pad(whole, [(0, extra[axis] - axes[axis]) for axis in sorted(axes)])
-    source = arrays(form, axes, whole)
-    target = arrays(two, extra, padded)
-    lead_to_each_other(layout(form, axes), layout(two, extra), source, target)
+    sizes = data.draw(axis_sizes())
+    source_form = data.draw(forms(sizes, may_be_parted=False))
+    target_form = data.draw(forms(sizes, may_be_parted=False))
+    padded_sizes = {}
+    for axis, size in sizes.items():
+        # Of an axis that both have in their paths there is nothing to pad: the arrays
+        # are not there.
+        is_in_paths = axis in source_form.in_path and axis in target_form.in_path
+        padding = 0 if is_in_paths else data.draw(st.integers(0, 2))
+        padded_sizes[axis] = size + padding
+    whole = numbered(sizes, first=1)
+    widths = [(0, padded_sizes[axis] - sizes[axis]) for axis in sorted(sizes)]
+    source = files(source_form, sizes, whole)
+    target = files(target_form, padded_sizes, np.pad(whole, widths))
+    source_layout = layout(source_form, sizes)
+    target_layout = layout(target_form, padded_sizes)
+    lead_to_each_other(source_layout, target_layout, source, target)
 
 
 @settings(max_examples=15, deadline=None, phases=(Phase.generate,))
 @given(st.data())
 def test_a_repetition_is_there_so_many_times_and_taken_back(data):
-    axes = data.draw(sizes())
-    every = {**axes, "z": data.draw(st.integers(1, 3))}
-    form = data.draw(forms(axes, cuts=False))
-    two = data.draw(forms(every, cuts=False))
-    if "z" in two[0]:
-        two = ([axis for axis in two[0] if axis != "z"], [*two[1], ["z"]], None, 0)
-    values = np.arange(math.prod(axes.values()))
-    whole = values.reshape([axes[axis] for axis in sorted(axes)])
-    source = arrays(form, axes, whole)
-    target = arrays(two, every, np.stack([whole] * every["z"], axis=-1))
-    lead_to_each_other(layout(form, axes), layout(two, every), source, target)
+    sizes = data.draw(axis_sizes())
+    count = data.draw(st.integers(1, 3))
+    repeated_sizes = {**sizes, "z": count}
+    source_form = data.draw(forms(sizes, may_be_parted=False))
+    target_form = data.draw(forms(repeated_sizes, may_be_parted=False))
+    if "z" in target_form.in_path:
+        in_path = [axis for axis in target_form.in_path if axis != "z"]
+        dims = [*target_form.dims, ["z"]]
+        target_form = target_form._replace(in_path=in_path, dims=dims)
+    whole = numbered(sizes)
+    source = files(source_form, sizes, whole)
+    target = files(target_form, repeated_sizes, np.stack([whole] * count, axis=-1))
+    source_layout = layout(source_form, sizes)
+    target_layout = layout(target_form, repeated_sizes)
+    lead_to_each_other(source_layout, target_layout, source, target)

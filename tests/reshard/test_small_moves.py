@@ -1,5 +1,7 @@
 """Many small arrays of one kind, which are copied by what was computed once."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,17 +25,22 @@ MOVES = [
 DTYPES = ["float32", "bfloat16", "int8", "bool", "complex64", "int4", "float8_e4m3fn"]
 
 
-def sharding(sizes, spec):
-    devices = np.array(jax.devices())[: np.prod(sizes)].reshape(sizes)
-    return NamedSharding(Mesh(devices, ("a", "b")[: len(sizes)]), spec)
+def sharding(mesh_shape, spec):
+    count = math.prod(mesh_shape)
+    devices = np.array(jax.devices()[:count])
+    names = ("a", "b")[: len(mesh_shape)]
+    mesh = Mesh(devices.reshape(mesh_shape), names)
+    return NamedSharding(mesh, spec)
 
 
 def arrays(source, dtype, count=3):
-    made = []
-    for number in range(count):
-        values = (jnp.arange(np.prod(SHAPE)).reshape(SHAPE) + number) % 7
-        made.append(jax.device_put(values.astype(dtype), source))
-    return made
+    numbers = jnp.arange(math.prod(SHAPE)).reshape(SHAPE)
+    placed = []
+    for offset in range(count):
+        values = (numbers + offset) % 7
+        array = values.astype(dtype)
+        placed.append(jax.device_put(array, source))
+    return placed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -44,23 +51,26 @@ def test_each_array_is_what_device_put_makes(source, target, dtype):
     tree = arrays(src, dtype)
     expected = jax.device_put(tree, dst)
     moved = reshard(tree, dst)
-    for old, array, right in zip(tree, moved, expected, strict=True):
-        assert array.sharding == dst
-        assert array.aval == right.aval
-        assert array.committed
-        np.testing.assert_array_equal(array, right)
-        np.testing.assert_array_equal(array, old)
+    for array, moved_array, placed in zip(tree, moved, expected, strict=True):
+        assert moved_array.sharding == dst
+        assert moved_array.aval == placed.aval
+        assert moved_array.committed
+        np.testing.assert_array_equal(moved_array, placed)
+        np.testing.assert_array_equal(moved_array, array)
         # A jitted function takes it as it is.
-        np.testing.assert_array_equal(jax.jit(lambda x: x)(array), right)
+        same = jax.jit(lambda x: x)(moved_array)
+        np.testing.assert_array_equal(same, placed)
 
 
 def test_donated_arrays_are_gone():
-    tree = arrays(sharding((8,), P("a")), "float32")
+    rows = sharding((8,), P("a"))
+    columns = sharding((8,), P(None, "a"))
+    tree = arrays(rows, "float32")
     expected = [np.array(array) for array in tree]
-    moved = reshard(tree, sharding((8,), P(None, "a")), donate=True)
+    moved = reshard(tree, columns, donate=True)
     assert all(array.is_deleted() for array in tree)
-    for array, right in zip(moved, expected, strict=True):
-        np.testing.assert_array_equal(array, right)
+    for array, values in zip(moved, expected, strict=True):
+        np.testing.assert_array_equal(array, values)
 
 
 def test_what_a_kind_has_in_common_is_computed_once(monkeypatch):
@@ -73,8 +83,10 @@ def test_what_a_kind_has_in_common_is_computed_once(monkeypatch):
         return make(*args, **options)
 
     monkeypatch.setattr(jax, "make_array_from_callback", counted)
-    tree = arrays(sharding((8,), P("a")), "float32", count=20)
-    reshard(tree, sharding((8,), P(None, "a")))
+    rows = sharding((8,), P("a"))
+    columns = sharding((8,), P(None, "a"))
+    tree = arrays(rows, "float32", count=20)
+    reshard(tree, columns)
     assert len(calls) == 1
 
 

@@ -22,45 +22,48 @@ def mesh(kind=AxisType.Auto):
     return Mesh(devices, ("a", "b"), axis_types=(kind, kind))
 
 
-def data(array):
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    if is_key:
-        whole = jax.random.key_data(array)
-    else:
-        whole = array
-    return [(shard.index, np.asarray(shard.data)) for shard in whole.addressable_shards]
+def shards_of(array):
+    """The index and the raw data of each shard."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards]
 
 
+def assert_moved(moved, array, target):
+    assert moved.dtype == array.dtype
+    assert moved.shape == array.shape
+    assert moved.sharding.is_equivalent_to(target, moved.ndim)
+    # JAX cannot gather an empty array that is sharded.
+    expected = shards_of(jax.device_put(array, target))
+    for shard, expected_shard in zip(shards_of(moved), expected, strict=True):
+        index, values = shard
+        expected_index, expected_values = expected_shard
+        assert index == expected_index
+        assert (values == expected_values).all()
+
+
+@pytest.mark.parametrize("impl", ["rbg", "threefry2x32"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_keys_and_empty_arrays_move_inside_jit(kind):
+def test_keys_and_empty_arrays_move_inside_jit(kind, impl):
     pairs = list(itertools.permutations(SPECS, 2))
-    layouts = [[NamedSharding(mesh(kind), spec) for spec in pair] for pair in pairs]
-    keys = jax.random.split(jax.random.key(0), (8, 4))
-    for impl in ("rbg", "threefry2x32"):
-        keys = jax.random.split(jax.random.key(0, impl=impl), (8, 4))
-        empty = (jnp.zeros((0, 4)), jnp.zeros((8, 0), jnp.int8), keys[:0])
-        arrays = [jax.device_put((keys, *empty), src) for src, _ in layouts]
+    sources = [NamedSharding(mesh(kind), spec) for spec, _ in pairs]
+    targets = [NamedSharding(mesh(kind), spec) for _, spec in pairs]
+    keys = jax.random.split(jax.random.key(0, impl=impl), (8, 4))
+    arrays = (keys, jnp.zeros((0, 4)), jnp.zeros((8, 0), jnp.int8), keys[:0])
+    trees = [jax.device_put(arrays, source) for source in sources]
 
-        def moved(arrays):
-            return [
-                reshard(tree, dst, **({"src": src} if kind == AxisType.Auto else {}))
-                for tree, (src, dst) in zip(arrays, layouts, strict=True)
-            ]
+    def moved(trees):
+        results = []
+        for tree, source, target in zip(trees, sources, targets, strict=True):
+            # Explicit types say how an array lies.
+            src = source if kind == AxisType.Auto else None
+            results.append(reshard(tree, target, src=src))
+        return results
 
-        out_shardings = [dst for _, dst in layouts]
-        results = jax.jit(moved, out_shardings=out_shardings)(arrays)
-        for tree, result, (_, dst) in zip(arrays, results, layouts, strict=True):
-            for array, other in zip(tree, result, strict=True):
-                assert other.dtype == array.dtype
-                assert other.shape == array.shape
-                assert other.sharding.is_equivalent_to(dst, other.ndim)
-                # JAX cannot gather an empty array that is sharded.
-                there = data(jax.device_put(array, dst))
-                for (where, values), (mesh_kind, mine) in zip(
-                    there, data(other), strict=True
-                ):
-                    assert where == mesh_kind
-                    assert (values == mine).all()
+    results = jax.jit(moved, out_shardings=targets)(trees)
+    for tree, result, target in zip(trees, results, targets, strict=True):
+        for array, moved_array in zip(tree, result, strict=True):
+            assert_moved(moved_array, array, target)
 
 
 def test_a_plan_of_live_devices_is_a_value():
