@@ -18,6 +18,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -74,8 +75,12 @@ def blocks(text: str) -> list[Block]:
     return rows
 
 
-def run(example: list[Block], where: str) -> None:
-    namespace = {"__name__": "example"}
+def run(
+    example: list[Block], where: str, namespace: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Runs the blocks of one page or docstring. Returns the names that they define."""
+    if namespace is None:
+        namespace = {"__name__": "example"}
     for block in example:
         if block.file is not None:
             Path(block.file).write_text(block.code)
@@ -91,6 +96,7 @@ def run(example: list[Block], where: str) -> None:
                 f"{where}:{block.line}: wanted\n{expected}\nbut it printed\n{printed}"
             )
             assert checker.check_output(expected, printed, FLAGS), message
+    return namespace
 
 
 def docstrings(path: Path) -> Iterator[tuple[str, list[Block]]]:

@@ -6,13 +6,13 @@ import contextlib
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec as P
 
 import shardfx as sfx
 from tests.house.test_docs import blocks, run
@@ -21,29 +21,62 @@ from tests.house.test_docs import blocks, run
 # Those that train and serve; the rest only makes arrays.
 STEPS = ("mixed_step", "accumulated", "decode")
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+EXPLICIT_SECTION = "\n## Under Explicit axes"
 
 
-def test_no_recipe_is_accused(monkeypatch: pytest.MonkeyPatch):
+class Value(NamedTuple):
+    """An array that a block made: the name that it is part of, its spec and elements."""
+
+    name: str
+    spec: P
+    elements: np.ndarray
+
+
+class CheckedPage(NamedTuple):
+    """The page as it was run: the steps that were checked, and the arrays ahead of the
+    section on Explicit axes.
+    """
+
+    steps: list[str]
+    values: list[Value]
+
+
+@pytest.fixture(scope="module")
+def page() -> CheckedPage:
+    """Runs the page. The first call of each step is checked beside one device."""
     filter_jit = sfx.filter_jit
-    checked = []
+    steps = []
 
-    def checking(fn, **how) -> Callable[..., Any]:
-        jitted = filter_jit(fn, **how)
-        is_new = [fn.__name__ in STEPS]
+    def checking(fn, **options) -> Callable[..., Any]:
+        jitted = filter_jit(fn, **options)
+        is_checked = fn.__name__ not in STEPS
 
         def called(*args):
-            if is_new.pop() if is_new else False:
+            nonlocal is_checked
+            if not is_checked:
+                is_checked = True
                 check = sfx.testing.check_step(jitted, *args)
                 assert check, f"{fn}: {check}"
-                checked.append(fn)
+                steps.append(fn.__name__)
             return jitted(*args)
 
         called.lower = jitted.lower  # pyright: ignore[reportFunctionMemberAccess]
         return called
 
-    monkeypatch.setattr(sfx, "filter_jit", checking)
-    run(blocks(PAGE.read_text()), str(PAGE))
-    assert [fn.__name__ for fn in checked] == [*STEPS]
+    text = PAGE.read_text()
+    line = text.partition(EXPLICIT_SECTION)[0].count("\n")
+    examples = blocks(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sfx, "filter_jit", checking)
+        ahead = [block for block in examples if block.line < line]
+        namespace = run(ahead, str(PAGE))
+        values = values_of(namespace)
+        run(examples[len(ahead) :], str(PAGE), namespace)
+    return CheckedPage(steps, values)
+
+
+def test_no_recipe_is_accused(page):
+    assert page.steps == [*STEPS]
 
 
 # What stands on the page, and what stands there on meshes of `jax.make_mesh`.
@@ -90,40 +123,42 @@ COMPARED = (
 )
 
 
-def test_recipes_compute_alike_on_explicit_axes():
+def values_of(namespace: dict[str, Any]) -> list[Value]:
+    """The arrays of what the sections train or serve."""
+    values = []
+    for name in COMPARED:
+        for leaf in jax.tree.leaves(namespace[name]):
+            if not isinstance(leaf, jax.Array):
+                continue
+            spec = sfx.specs_of(leaf)
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                leaf = jax.random.key_data(leaf)
+            values.append(Value(name, spec, np.asarray(leaf, np.float32)))
+    return values
+
+
+def test_recipes_compute_alike_on_explicit_axes(page):
     """All blocks up to those that are written for Explicit axes, Muon, serving and the
     KV cache among them.
     """
-    text = PAGE.read_text().split("\n## Under Explicit axes")[0]
-    explicit = text
+    explicit = PAGE.read_text().split(EXPLICIT_SECTION)[0]
     for code, other in ON_EXPLICIT_AXES.items():
         assert explicit.count(code) == 1, code
         explicit = explicit.replace(code, other)
     for code, line in AHEAD.items():
         assert explicit.count(code) == 1, code
         explicit = explicit.replace(code, line + code)
-    on_auto, on_explicit = map(names_of, (text, explicit))
+    namespace = names_of(explicit)
     for name in ("params", "weights", "read", "cache"):
-        array, *_ = jax.tree.leaves(on_explicit[name])
+        array, *_ = jax.tree.leaves(namespace[name])
         assert array.sharding.mesh.axis_types[0] == AxisType.Explicit, name
 
-    compared = 0
-    for name in COMPARED:
-        pairs = zip(
-            jax.tree.leaves(on_auto[name]),
-            jax.tree.leaves(on_explicit[name]),
-            strict=True,
+    assert len(page.values) > 60
+    for value, typed in zip(page.values, values_of(namespace), strict=True):
+        assert (value.name, value.spec) == (typed.name, typed.spec)
+        np.testing.assert_allclose(
+            value.elements, typed.elements, rtol=2e-2, atol=1e-3, err_msg=value.name
         )
-        for array, typed in pairs:
-            if not isinstance(array, jax.Array):
-                continue
-            compared += 1
-            assert sfx.specs_of(array) == sfx.specs_of(typed), name
-            if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-                array, typed = map(jax.random.key_data, (array, typed))
-            left, right = (np.asarray(x, np.float32) for x in (array, typed))
-            np.testing.assert_allclose(left, right, rtol=2e-2, atol=1e-3, err_msg=name)
-    assert compared > 60
 
 
 def names_of(text: str) -> dict[str, Any]:
