@@ -19,7 +19,6 @@ from safetensors.numpy import save_file
 import shardfx
 from shardfx import MeshSpec, PathRules, checkpoint
 from shardfx.checkpoint._files import inside, opened, place
-from shardfx.checkpoint._index import Format
 from shardfx.errors import CheckpointError, UnknownPathError
 
 
@@ -552,4 +551,6 @@ def test_the_page_lists_every_format():
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     section = page.partition("## Other formats")[2]
     listed = re.findall(r'^\| .+ \| "(\w+)" \| .+ \|$', section, re.MULTILINE)
-    assert sorted(listed) == sorted(get_args(Format))
+    assert sorted(listed) == sorted(
+        get_args(checkpoint.Index.__annotations__["format"])
+    )

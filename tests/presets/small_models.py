@@ -8,8 +8,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
-from shardfx._ground.tree import flatten
+import shardfx
+from shardfx import MeshSpec, PathRules
 from shardfx.presets import models
 
 
@@ -174,12 +176,9 @@ def files_of(
     """Random weights by the names of the checkpoint."""
     name, sizes, _ = MODELS[family]
     tree = models.tree(name, **{**sizes, **more_sizes})
-    flat = flatten(tree)
+    plan = shardfx.plan(tree, MeshSpec({"data": 1}), paths=PathRules([("", P())]))
     random = np.random.default_rng(0)
-    shapes = {
-        path.replace("/", "."): leaf.shape
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-    }
+    shapes = {leaf.path.replace("/", "."): leaf.shape for leaf in plan.leaves}
     return {
         path: (random.normal(size=shape) / 4).astype(dtype)
         for path, shape in shapes.items()

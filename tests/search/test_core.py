@@ -13,7 +13,7 @@ from shardfx.auto import _core as core, search
 from shardfx.auto._core import CostModel, find, rates_of
 from shardfx.auto._programs import with_traffic
 from shardfx.chips._chip import axes_on, extents_of, hops_across
-from shardfx.cost._traffic_rows import Traffic, TrafficRow
+from shardfx.cost import Traffic, TrafficRow
 
 
 MODEL = CostModel()

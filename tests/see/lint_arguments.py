@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 
 import shardfx as sfx
-from shardfx._see import Findings
+from shardfx.results import Findings
 
 
 def applied(fix: str, arguments: dict[str, Any]) -> dict[str, Any]:
