@@ -203,14 +203,15 @@ def whole(operation: Operation, dim: tuple[int, ...], size: int) -> bool:
 
 
 def _tie(tied: Tied, operation: Operation) -> dict[object, int]:
-    """Merges the classes of dimensions with one factor in the sharding rule of `operation`.
-    Returns a dict from each factor to its node. If a factor must be replicated, the key
-    is a pair: the factor, and the index of the operand or result.
+    """Merges the classes of dimensions with one factor in the sharding rule of
+    `operation`. Returns a dict from each factor to the node of one of its dimensions.
+    If a factor must be replicated, the key is a pair: the factor, and the index of the
+    operand or result.
     """
     factors = operation.factors
     sizes = factors.sizes
     union = tied.union
-    first: dict[object, int] = {}
+    node_of_factor: dict[object, int] = {}
     fused: list[tuple[int, tuple[int, ...]]] = []
     operands = enumerate(zip(operation.ins, factors.ins, strict=True))
     results = enumerate(zip(operation.outs, factors.outs, strict=True))
@@ -225,14 +226,17 @@ def _tie(tied: Tied, operation: Operation) -> dict[object, int]:
                 key: object = dim[0]
                 if dim[0] in factors.replicated:
                     key = (dim[0], index)
-                if first.setdefault(key, node) != node:
-                    union.align([first[key]], [node])
+                if node_of_factor.setdefault(key, node) != node:
+                    union.align([node_of_factor[key]], [node])
             elif not whole(operation, dim, size):
                 fused.append((node, dim))
     for node, dim in fused:
-        parts = [first.setdefault(factor, union.new(sizes[factor])) for factor in dim]
+        parts = [
+            node_of_factor.setdefault(factor, union.new(sizes[factor]))
+            for factor in dim
+        ]
         union.align([node], parts)
-    return first
+    return node_of_factor
 
 
 def batched(operation: Operation) -> tuple[int, ...]:
@@ -250,13 +254,15 @@ def batched(operation: Operation) -> tuple[int, ...]:
     return tuple(sorted(shared))
 
 
-def _mark(tied: Tied, operation: Operation, first: dict[object, int]) -> None:
+def _mark(tied: Tied, operation: Operation, node_of_factor: dict[object, int]) -> None:
     """Marks the dimensions that an operation contracts, looks up or chooses among, and
-    those of its batches. `first` has a dimension of each factor.
+    those of its batches. `node_of_factor` is what `_tie` returned.
     """
 
     def mark(kind: str, factors: Iterable[int]) -> None:
-        tied.marks[kind] += [first[factor] for factor in factors if factor in first]
+        for factor in factors:
+            if factor in node_of_factor:
+                tied.marks[kind].append(node_of_factor[factor])
 
     factors = operation.factors
     if operation.name in ("dot_general", "ragged_dot"):
