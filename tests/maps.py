@@ -1,6 +1,7 @@
 """Random maps over random trees, for laws."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from shardfx import From, TreeMap
 from shardfx._convert import bound, structs_of
 
 
-class Note:
+class Recipe:
     """A `From` that is yet to be made: what hypothesis draws must not call functions
     whose types are checked.
     """
@@ -19,28 +20,30 @@ class Note:
 
     @property
     def T(self):
-        return Note(lambda name: self.make(name).T)
+        return Recipe(lambda name: self.make(name).T)
 
     def __getattr__(self, method):
-        return lambda *args, **kwargs: Note(
+        return lambda *args, **kwargs: Recipe(
             lambda name: getattr(self.make(name), method)(*args, **kwargs)
         )
 
 
 def leaf(path):
-    return Note(
-        lambda number: From(
-            path if number is None else path.replace("{i}", str(number))
-        )
-    )
+    """A leaf of the source, whose path may have the number of a part, `{i}`."""
+
+    def make(number):
+        if number is None:
+            return From(path)
+        return From(path.replace("{i}", str(number)))
+
+    return Recipe(make)
 
 
 def written(case):
     """The map of a case, and its arrays."""
-    rule_by_path, arrays = case
-    return TreeMap(
-        {path: note.make(None) for path, note in rule_by_path.items()}
-    ), arrays
+    recipe_by_path, arrays = case
+    rules = {path: recipe.make(None) for path, recipe in recipe_by_path.items()}
+    return TreeMap(rules), arrays
 
 
 DTYPES = (
@@ -61,13 +64,13 @@ def chains(draw, start, shape, steps=4, keeps_all=False):
     """An expression over `start`, and its shape; with `keeps_all` nothing of the leaf
     gets lost.
     """
+    kinds = ["T", "transpose", "reshape", "merge", "split", "repeat", "pad"]
+    if not keeps_all:
+        kinds += ["slice", "at"]
     expression = start
     for _ in range(draw(st.integers(0, steps))):
-        kinds = ["T", "transpose", "reshape", "merge", "split", "repeat", "pad"] + [
-            "slice",
-            "at",
-        ] * (not keeps_all)
-        expression, shape = draw(_next(expression, shape, draw(st.sampled_from(kinds))))
+        kind = draw(st.sampled_from(kinds))
+        expression, shape = draw(_next(expression, shape, kind))
     return expression, shape
 
 
@@ -140,78 +143,77 @@ def shapes(draw):
     return tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 0]), max_size=3)))
 
 
+class DrawnRule(NamedTuple):
+    """The recipe of a target's array, and the arrays that it takes."""
+
+    recipe: Recipe
+    sources: dict[str, np.ndarray]
+
+
 @st.composite
 def rules(draw, name, keeps_all=False, dtypes=DTYPES):
-    """One rule for a target `name`, the arrays that it takes, and its shape."""
+    """A rule for a target `name`: of one part, or of several that are stacked or joined."""
     dtype = np.dtype(draw(st.sampled_from(dtypes)))
     count = draw(st.integers(1, 3))
-    inner, shape = draw(
-        chains(leaf(f"{name}.{{i}}"), own_part := draw(shapes()), keeps_all=keeps_all)
-    )
+    part_shape = draw(shapes())
+    start = leaf(f"{name}.{{i}}")
+    part, shape = draw(chains(start, part_shape, keeps_all=keeps_all))
     kind = draw(st.sampled_from(["one", "stack", "concat", "shards"]))
     if kind == "one" or not shape:
-        note = Note(lambda _: inner.make(0))
         count = 1
+        recipe = Recipe(lambda _: part.make(0))
     elif kind == "stack":
         dim = draw(st.integers(0, len(shape)))
-        note = inner.stack("i", dim=dim)
+        recipe = part.stack("i", dim=dim)
         shape = (*shape[:dim], count, *shape[dim:])
     else:
         dim = draw(st.integers(0, len(shape) - 1))
-        if kind == "shards" and shape[dim] % 2 == 0:
-            shards = 2
-        else:
-            shards = 1
-        note = Note(
-            lambda _: From.concat(
-                [inner.make(i) for i in range(count)], dim=dim, shards=shards
-            )
-        )
-        shape = (*shape[:dim], shape[dim] * count, *shape[dim + 1 :])
-    note, shape = draw(chains(note, shape, 3, keeps_all))
-    arrays = {
-        f"{name}.{i}": filled(own_part, dtype, draw(st.integers(0, 9)))
-        for i in range(count)
-    }
-    return note, arrays, shape
+        has_shards = kind == "shards" and shape[dim] % 2 == 0
+        recipe = _joined(part, count, dim, shards=2 if has_shards else 1)
+        shape = resized(shape, dim, shape[dim] * count)
+    recipe, _ = draw(chains(recipe, shape, 3, keeps_all))
+    sources = {}
+    for number in range(count):
+        seed = draw(st.integers(0, 9))
+        sources[f"{name}.{number}"] = filled(part_shape, dtype, seed)
+    return DrawnRule(recipe, sources)
+
+
+def _joined(part, count, dim, shards):
+    def make(_):
+        parts = [part.make(number) for number in range(count)]
+        return From.concat(parts, dim=dim, shards=shards)
+
+    return Recipe(make)
 
 
 def filled(shape, dtype, seed=0):
     """An array whose elements tell where they are."""
-    values = np.arange(math.prod(shape)).reshape(shape) + 37 * seed
-    numbers = np.asarray(values)
-    values = np.asarray(numbers % 2 if dtype.kind == "b" else numbers % 101)
-    return values.astype(dtype)
+    numbers = np.arange(math.prod(shape)).reshape(shape) + 37 * seed
+    modulus = 2 if dtype.kind == "b" else 101
+    return np.asarray(numbers % modulus).astype(dtype)
 
 
 @st.composite
 def maps(draw, keeps_all=False, dtypes=DTYPES):
     """A map that is yet to be `written`, and the arrays of its source."""
-    rule_by_path = {}
+    recipe_by_path = {}
     arrays = {}
     for name in "ab"[: draw(st.integers(1, 2))]:
-        rule_by_path[f"to/{name}"], sources, _ = draw(rules(name, keeps_all, dtypes))
-        arrays |= sources
-    return rule_by_path, arrays
+        rule = draw(rules(name, keeps_all, dtypes))
+        recipe_by_path[f"to/{name}"] = rule.recipe
+        arrays |= rule.sources
+    return recipe_by_path, arrays
 
 
 def pieces_of(map, arrays, target=None):
+    """What the map makes of the arrays, as pieces of them."""
     return bound(map, structs_of(arrays, arrays.values()), target)
 
 
-def same(array, two):
-    array = np.asarray(array)
-    two = np.asarray(two)
-    assert array.shape == two.shape, (
-        array.shape,
-        two.shape,
-        array.dtype,
-        two.dtype,
-    )
-    assert array.dtype == two.dtype, (
-        array.shape,
-        two.shape,
-        array.dtype,
-        two.dtype,
-    )
-    assert array.tobytes() == two.tobytes()
+def same(actual, expected):
+    """Asserts that shape, dtype and all bytes are equal."""
+    actual = np.asarray(actual)
+    expected = np.asarray(expected)
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    assert actual.tobytes() == expected.tobytes()

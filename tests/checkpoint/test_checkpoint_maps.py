@@ -293,7 +293,7 @@ def test_loading_with_a_map_is_loading_and_then_mapping(tmp_path_factory, data):
         for to in data.draw(
             st.lists(st.sampled_from(["bfloat16", "float32", "int8"]), max_size=2)
         ):
-            drawn = {path: note.cast(to) for path, note in drawn.items()}
+            drawn = {path: recipe.cast(to) for path, recipe in drawn.items()}
     tree_map, arrays = written((drawn, arrays))
     directory = tmp_path_factory.mktemp("law")
     save_file(arrays, directory / "model.safetensors")

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from maps import chains, filled, leaf, maps, pieces_of, same, shapes, written
 
 from shardfx import From, TreeMap
-from shardfx._convert import pieces as p, structs_of
+from shardfx._convert import pieces, structs_of
 from shardfx._convert.apply import on_arrays
 from shardfx._convert.entries import EntryRule, Selection, selections_of
 from shardfx._convert.evaluate import LeavesMade, evaluated
@@ -19,57 +19,75 @@ from shardfx._convert.values import box_view, chunks, fill, strided_boxes
 from shardfx.errors import MapError
 
 
+def slices_of(box):
+    return tuple(slice(start, stop) for start, stop in box)
+
+
 def reader(arrays):
-    return lambda path, box: np.ascontiguousarray(
-        arrays[path][tuple(slice(*bounds) for bounds in box)]
-    )
+    """A function that reads a box of an array."""
+
+    def read(path, box):
+        return np.ascontiguousarray(arrays[path][slices_of(box)])
+
+    return read
 
 
 def from_pieces(array, arrays):
     """A whole array, filled piece by piece."""
     memory = np.zeros(array.shape, array.dtype)
-    box = tuple((0, size) for size in array.shape)
+    whole = tuple((0, size) for size in array.shape)
     for piece in array.pieces:
-        fill(memory, box, piece, reader(arrays))
+        fill(memory, whole, piece, reader(arrays))
     return memory
 
 
 def box_of(draw, shape):
     box = []
     for size in shape:
-        low = draw(st.integers(0, size))
-        box.append((low, draw(st.integers(low, size))))
+        start = draw(st.integers(0, size))
+        stop = draw(st.integers(start, size))
+        box.append((start, stop))
     return tuple(box)
+
+
+def parts_within(array, box):
+    """The parts of an array's pieces in a box."""
+    return [part for piece in array.pieces for part in pieces.within(piece, box)]
+
+
+def fill_by_copies(memory, box, part, read):
+    """Fills a part of a box by strided copies of its source."""
+    if part.value.path is None:
+        fill(memory, box, part, read)
+        return
+    for copy in strided_boxes(part, box):
+        box_view(memory, copy)[...] = read(part.value.path, copy.source)
 
 
 @settings(max_examples=120, deadline=None)
 @given(maps(), st.data())
 def test_pieces_within_a_box_equal_numpy_slices(case, data):
     tree_map, arrays = written(case)
-    whole = tree_map.apply(arrays)
+    read = reader(arrays)
+    applied = tree_map.apply(arrays)
     for path, array in pieces_of(tree_map, arrays).items():
-        assert array.shape == whole[path].shape
-        assert array.dtype == whole[path].dtype
-        total = sum(piece.elements for piece in array.pieces)
-        assert total == math.prod(array.shape)
+        whole = applied[path]
+        assert array.shape == whole.shape
+        assert array.dtype == whole.dtype
+        elements = sum(piece.elements for piece in array.pieces)
+        assert elements == math.prod(array.shape)
+
         box = box_of(data.draw, array.shape)
-        struct = whole[path][tuple(slice(*bounds) for bounds in box)]
-        filled_in, landed = (
-            np.full(struct.shape, number).astype(array.dtype) for number in (7, 0)
-        )
-        for part in (part for piece in array.pieces for part in p.within(piece, box)):
-            most = data.draw(st.integers(1, 40))
-            for few in chunks(part, most):
-                fill(filled_in, box, few, reader(arrays))
-            if part.value.path is None:
-                fill(landed, box, part, reader(arrays))
-                continue
-            for landing in strided_boxes(part, box):
-                box_view(landed, landing)[...] = reader(arrays)(
-                    part.value.path, landing.source
-                )
-        same(filled_in, struct)
-        same(landed, struct)
+        expected = whole[slices_of(box)]
+        in_chunks = np.full(expected.shape, 7).astype(array.dtype)
+        by_copies = np.zeros(expected.shape, array.dtype)
+        for part in parts_within(array, box):
+            most_elements = data.draw(st.integers(1, 40))
+            for chunk in chunks(part, most_elements):
+                fill(in_chunks, box, chunk, read)
+            fill_by_copies(by_copies, box, part, read)
+        same(in_chunks, expected)
+        same(by_copies, expected)
 
 
 on_numpy = ft.partial(on_arrays, np)
@@ -113,7 +131,7 @@ def test_entries_of_a_stack_are_what_each_evaluation_makes(shape, data):
 
 
 def test_rules_whose_targets_differ_in_more_are_evaluated_each():
-    leaves = {"w": p.Struct((2, 3, 4), np.dtype("int8"))}
+    leaves = {"w": pieces.Struct((2, 3, 4), np.dtype("int8"))}
     for rule in (
         From("{i}").at("j"),
         From("w").T.at("i"),
@@ -131,16 +149,17 @@ def test_rules_whose_targets_differ_in_more_are_evaluated_each():
 def test_two_maps_are_one(case, data):
     tree_map, arrays = written(case)
     between = tree_map.apply(arrays)
-    second = {}
+    rules = {}
     for path, array in between.items():
-        note, _ = data.draw(chains(leaf(path), array.shape))
-        second[f"last/{path}"] = note.make(None)
-    both = tree_map.then(TreeMap(second))
-    expected = TreeMap(second).apply(between)
-    for path, array in both.apply(arrays).items():
+        recipe, _ = data.draw(chains(leaf(path), array.shape))
+        rules[f"last/{path}"] = recipe.make(None)
+    last_map = TreeMap(rules)
+    joined_map = tree_map.then(last_map)
+    expected = last_map.apply(between)
+    for path, array in joined_map.apply(arrays).items():
         same(array, expected[path])
-    for path, item in pieces_of(both, arrays).items():
-        same(from_pieces(item, arrays), expected[path])
+    for path, array in pieces_of(joined_map, arrays).items():
+        same(from_pieces(array, arrays), expected[path])
 
 
 @settings(max_examples=40, deadline=None)
@@ -148,22 +167,24 @@ def test_two_maps_are_one(case, data):
 def test_the_inverse_of_maps_leads_back(case, data):
     tree_map, arrays = written(case)
     for number in range(data.draw(st.integers(0, 2))):
-        notes = {
-            path: data.draw(chains(leaf(path), array.shape, keeps_all=True))[0]
-            for path, array in tree_map.apply(arrays).items()
-        }
-        rules = {f"{number}/{path}": note.make(None) for path, note in notes.items()}
+        rules = {}
+        for path, array in tree_map.apply(arrays).items():
+            steps = chains(leaf(path), array.shape, keeps_all=True)
+            recipe, _ = data.draw(steps)
+            rules[f"{number}/{path}"] = recipe.make(None)
         tree_map = tree_map.then(TreeMap(rules))
-    there = tree_map.apply(arrays)
-    applied = tree_map.then(tree_map.inverse()).apply(arrays, like=arrays)
-    rows = [applied]
-    arrays_by_path = {path: jnp.asarray(array) for path, array in there.items()}
-    for tree in (there, arrays_by_path):
-        rows.append(tree_map.inverse().apply(tree, like=arrays))
-    for again in rows:
-        assert again.keys() == arrays.keys()
+    inverse = tree_map.inverse()
+    targets = tree_map.apply(arrays)
+    jax_targets = {path: jnp.asarray(array) for path, array in targets.items()}
+    sources = [
+        tree_map.then(inverse).apply(arrays, like=arrays),
+        inverse.apply(targets, like=arrays),
+        inverse.apply(jax_targets, like=arrays),
+    ]
+    for source in sources:
+        assert source.keys() == arrays.keys()
         for path, array in arrays.items():
-            same(again[path], array)
+            same(source[path], array)
 
 
 @settings(max_examples=40, deadline=None)
@@ -184,30 +205,22 @@ def test_scaled_blocks_are_what_numpy_makes_of_them():
     rules = {"w": From("w").scale("s", block=(128, 128)).cast("bfloat16").T}
     tree_map = TreeMap(rules)
     arrays = {"w": weight, "s": scales}
-    by_hand = (
-        weight.astype(np.float32) * scales.repeat(128, 0).repeat(128, 1)[:200, :130]
-    )
+    scale_of_element = scales.repeat(128, 0).repeat(128, 1)[:200, :130]
+    by_hand = weight.astype(np.float32) * scale_of_element
     whole = tree_map.apply(arrays)["w"]
     same(whole, by_hand.astype(whole.dtype).T)
     # Also ahead of an inverted map, which is applied by pieces.
     turned = TreeMap({"w": From("w").T}).inverse()
-    structs_by_path = {path: jnp.asarray(struct) for path, struct in arrays.items()}
-    for tree in (
-        arrays,
-        structs_by_path,
-    ):
+    jax_arrays = {path: jnp.asarray(array) for path, array in arrays.items()}
+    for tree in (arrays, jax_arrays):
         applied = tree_map.then(turned).apply(tree, like={"w": whole.T})["w"]
         same(applied, whole.T)
     (array,) = pieces_of(tree_map, arrays).values()
     box = ((100, 130), (5, 190))
     memory = np.zeros((30, 185), array.dtype)
-    for few in (
-        few
-        for piece in array.pieces
-        for part in p.within(piece, box)
-        for few in chunks(part, 1000)
-    ):
-        fill(memory, box, few, reader(arrays))
+    for part in parts_within(array, box):
+        for chunk in chunks(part, 1000):
+            fill(memory, box, chunk, reader(arrays))
     same(memory, whole[100:130, 5:190])
 
 
@@ -226,14 +239,12 @@ def test_arithmetic_is_in_float32_and_rounded_to_the_dtype():
     def rounded(x):
         return x.astype(jnp.bfloat16).astype(np.float32)
 
-    by_hand = rounded(
-        rounded(arrays["x"].T.astype(np.float32) * np.float32(0.3)) + np.float32(1.1)
-    )
+    product = rounded(arrays["x"].T.astype(np.float32) * np.float32(0.3))
+    by_hand = rounded(product + np.float32(1.1))
     same(whole["x"].astype(np.float32), by_hand)
     same(whole["n"], (arrays["n"] + 1).astype(np.float16) * np.float16(2))
     for path, array in pieces_of(tree_map, arrays).items():
         same(from_pieces(array, arrays), whole[path])
-    structs_by_path = {path: jnp.asarray(struct) for path, struct in arrays.items()}
-    applied = tree_map.apply(structs_by_path)
-    for path, array in applied.items():
+    jax_arrays = {path: jnp.asarray(array) for path, array in arrays.items()}
+    for path, array in tree_map.apply(jax_arrays).items():
         same(array, whole[path])
