@@ -5,6 +5,7 @@ of them one by one.
 import dataclasses
 import json
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,13 +25,20 @@ from shardfx.checkpoint._table import FileTable
 
 MESH = MeshSpec({"x": 2, "y": 4}).build(jax.devices())
 EXPERTS = From("layers.{i}.experts.{j}.w")
-TENSORS = {
-    f"layers.{i}.experts.{j}.w": np.arange(24, dtype=np.float32).reshape(4, 6)
-    + 1000 * i
-    + 100_000 * j
-    for i in range(4)
-    for j in range(12)
-}
+
+
+def expert_tensors() -> dict[str, np.ndarray]:
+    """A matrix for each of 12 experts in each of 4 layers, no two alike."""
+    numbers = np.arange(24, dtype=np.float32).reshape(4, 6)
+    tensors = {}
+    for layer in range(4):
+        for expert in range(12):
+            path = f"layers.{layer}.experts.{expert}.w"
+            tensors[path] = numbers + 1000 * layer + 100_000 * expert
+    return tensors
+
+
+TENSORS = expert_tensors()
 STACKS = {
     "two stacks": EXPERTS.stack("j").stack("i"),
     "experts outside": EXPERTS.stack("i").stack("j"),
@@ -44,6 +52,19 @@ STACKS = {
 SPECS = [P(), P("x"), P("y"), P(None, "y"), P(("x", "y")), P("x", "y")]
 
 
+def plan_of(arrays: Mapping[str, Any], spec: P) -> shardfx.ShardPlan:
+    """A plan for arrays or structs of these shapes, all with one spec."""
+    structs = {}
+    for path, array in arrays.items():
+        structs[path] = jax.ShapeDtypeStruct(array.shape, array.dtype)
+    return shardfx.plan(structs, MESH, paths=PathRules([("", spec)]))
+
+
+def assert_equal(loaded: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    for path, array in expected.items():
+        np.testing.assert_array_equal(np.asarray(loaded[path]), np.asarray(array))
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("many") / "model.safetensors")
@@ -54,35 +75,32 @@ def file(tmp_path_factory):
 @pytest.mark.parametrize("name", STACKS)
 def test_a_stack_of_many_is_loaded_and_saved_back(name, file, tmp_path):
     tree_map = TreeMap({"w": STACKS[name]})
-    wanted = tree_map.apply(TENSORS)["w"]
-    struct = jax.ShapeDtypeStruct(wanted.shape, wanted.dtype)
+    stacked = tree_map.apply(TENSORS)
+    stack = stacked["w"]
     like = {path: jax.ShapeDtypeStruct((4, 6), np.float32) for path in TENSORS}
+    rounded = {}
+    for path, tensor in TENSORS.items():
+        rounded[path] = tensor.astype(stack.dtype).astype(np.float32)
     for number, spec in enumerate(SPECS):
-        decision = shardfx.correct(spec, wanted.shape, MeshSpec.of(MESH))
-        spec = decision.spec
-        rules = PathRules([("w", spec)])
-        plan = shardfx.plan({"w": struct}, MESH, paths=rules)
+        decision = shardfx.correct(spec, stack.shape, MeshSpec.of(MESH))
+        plan = plan_of(stacked, decision.spec)
         loaded = checkpoint.load(file, plan, tree_map)
-        np.testing.assert_array_equal(np.asarray(loaded["w"]), np.asarray(wanted))
+        assert_equal(loaded, stacked)
 
-        back = str(tmp_path / f"{number}.safetensors")
-        checkpoint.save(back, loaded, plan, map=tree_map.inverse(), like=like)
-        saved = load_file(back)
+        saved_path = str(tmp_path / f"{number}.safetensors")
+        checkpoint.save(saved_path, loaded, plan, map=tree_map.inverse(), like=like)
+        saved = load_file(saved_path)
         assert saved.keys() == TENSORS.keys()
-        for path, values in saved.items():
-            as_loaded = TENSORS[path].astype(wanted.dtype).astype(np.float32)
-            np.testing.assert_array_equal(values, as_loaded)
+        assert_equal(saved, rounded)
 
 
 def test_parts_of_unequal_kinds_are_bound_one_by_one(file, tmp_path):
     # One expert has another dtype, so the stack is an error that names it.
-    odd: dict[str, Any] = dict(TENSORS)
-    odd["layers.2.experts.7.w"] = odd["layers.2.experts.7.w"].astype(np.int32)
+    tensors: dict[str, Any] = dict(TENSORS)
+    tensors["layers.2.experts.7.w"] = tensors["layers.2.experts.7.w"].astype(np.int32)
     path = str(tmp_path / "model.safetensors")
-    save_file(odd, path)
-    struct = jax.ShapeDtypeStruct((4, 12, 4, 6), np.float32)
-    rules = PathRules([("w", P("x"))])
-    plan = shardfx.plan({"w": struct}, MESH, paths=rules)
+    save_file(tensors, path)
+    plan = plan_of({"w": np.zeros((4, 12, 4, 6), np.float32)}, P("x"))
     with pytest.raises(shardfx.errors.MapError, match="different dtypes"):
         checkpoint.load(path, plan, TreeMap({"w": STACKS["two stacks"]}))
     # `at` selects another entry of each, so the parts differ in more than their paths.
@@ -202,23 +220,16 @@ def test_rows_with_gaps_between_them_are_read(spec, tmp_path):
         "cast": From("{i}.b").cast("bfloat16").stack("i"),
     }
     tree_map = TreeMap(rules, drop=["{i}.c"])
-    wanted = tree_map.apply(tensors)
-    structs = {
-        name: jax.ShapeDtypeStruct(array.shape, array.dtype)
-        for name, array in wanted.items()
-    }
-    plan = shardfx.plan(structs, MESH, paths=PathRules([(".*", spec)]))
-    loaded = checkpoint.load(path, plan, tree_map)
-    for name, array in wanted.items():
-        np.testing.assert_array_equal(np.asarray(loaded[name]), np.asarray(array))
+    stacked = tree_map.apply(tensors)
+    loaded = checkpoint.load(path, plan_of(stacked, spec), tree_map)
+    assert_equal(loaded, stacked)
 
 
 def test_a_short_file_names_the_first_array_not_whole(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file(TENSORS, path)
     index = checkpoint.read_index(path)
-    struct = jax.ShapeDtypeStruct((4, 12, 4, 6), np.float32)
-    plan = shardfx.plan({"w": struct}, MESH, paths=PathRules([("w", P("x"))]))
+    plan = plan_of({"w": np.zeros((4, 12, 4, 6), np.float32)}, P("x"))
     cut_entry = list(index.entries)[20]
     assert isinstance(cut_entry, FileArray) and isinstance(index.place, FilePlace)
     path.write_bytes(path.read_bytes()[: cut_entry.offset + 3])
@@ -251,11 +262,9 @@ def test_parts_that_share_a_leaf_load_as_numpy_stacks(name, tmp_path):
     save_file(tensors, path)
     stack = PARTS_OF_ONE_LEAF[name].stack("i", count=20)
     tree_map = TreeMap({"w": stack}, rest=["{i}.w"])
-    wanted = tree_map.apply(tensors)["w"]
-    struct = jax.ShapeDtypeStruct(wanted.shape, wanted.dtype)
-    plan = shardfx.plan({"w": struct}, MESH, paths=PathRules([("w", P("y"))]))
-    loaded = checkpoint.load(path, plan, tree_map)["w"]
-    np.testing.assert_array_equal(np.asarray(loaded), wanted)
+    stacked = tree_map.apply(tensors)
+    loaded = checkpoint.load(path, plan_of(stacked, P("y")), tree_map)
+    assert_equal(loaded, stacked)
 
 
 def test_a_header_is_the_json_of_its_members():
