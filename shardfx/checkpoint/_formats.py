@@ -111,6 +111,14 @@ def _read_local(path: str, root: str | os.PathLike[str] | None) -> Index:
         roots=(*where.roots, os.path.dirname(real)),
         seen=where.seen,
     )
+    return _read_file(where, trusted, real, name)
+
+
+def _read_file(where: Place, trusted: Place, real: str, name: str) -> Index:
+    """The index of a file that the caller named, or of the set that it indexes.
+
+    `trusted` may read the file, wherever it is, and `where` what it names.
+    """
     if name.endswith(".json"):
         return _read_set(where, trusted, real)
     if name.endswith(t5x.MSGPACK) or name == t5x.STATE_FILE:
@@ -241,14 +249,9 @@ def _location(entry: ArrayEntry) -> str:
 
 def _read_store(address: Address, timeout_seconds: float) -> Index:
     endings = (".safetensors", ".json", t5x.MSGPACK)
+    directory = ObjectPlace(address.parent, timeout_seconds)
     if address.name.endswith(endings):
-        where = ObjectPlace(address.parent, timeout_seconds)
-        real = address.shown
-        if address.name.endswith(".json"):
-            return _read_set(where, where, real)
-        if address.name.endswith(t5x.MSGPACK):
-            return _of_flax(where, real)
-        return _of_files(where, [real])
+        return _read_file(directory, directory, address.shown, address.name)
     where = ObjectPlace(address, timeout_seconds)
     real = where.inside(SET_INDEX)
     # This object makes a saved step exist. It is asked for, since a listing may lag.
@@ -258,6 +261,8 @@ def _read_store(address: Address, timeout_seconds: float) -> Index:
     if content is not None:
         return _set_of(where, content, real)
     names = where.names()
+    if not names and address.path and directory.holds(address.path):
+        return _read_file(directory, directory, address.shown, address.name)
     if not names:
         raise CheckpointError(
             f"there is no checkpoint at {where.directory!r}: no object's key begins with"

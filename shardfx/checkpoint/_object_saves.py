@@ -26,10 +26,10 @@ from .._ground.text import quoted
 from . import _safetensors as safetensors
 from ._coordination import SaveProcesses
 from ._entry import fill
-from ._leaves import Leaves, shards_of
+from ._leaves import BoxValues, Leaves, shards_of
 from ._objects import ObjectPlace
 from ._parts import FILES_KEY, PARTS_KEY, PLAN_FILE_KEY, SET_INDEX, SavedPart
-from ._saved_content import SavedContent
+from ._saved_content import SavedContent, array_bytes
 from ._spans import grouped
 from ._staging import PLAN
 
@@ -110,29 +110,21 @@ def _divided(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
 
 
 def body_of(
-    pieces: Sequence[SavedPiece],
-    kinds: Mapping[str, str],
+    tensors: Sequence[tuple[str, Any]],
+    shards: Iterable[Iterable[BoxValues]],
     metadata: Mapping[str, str],
 ) -> bytes:
-    """The content of a safetensors file with the pieces. `kinds` names the dtypes of
-    arrays that safetensors cannot.
+    """The content of a safetensors file. `tensors` are pairs of a name and a value with
+    a shape and a dtype, and `shards` has the boxes of each with their values.
     """
-    paths = [piece.part.path for piece in pieces]
-    extra = {**metadata, **safetensors.metadata_of_kinds(paths, kinds)}
-    parts = {
-        piece.tensor: piece.part.to_json()
-        for piece in pieces
-        if not piece.part.is_whole
-    }
-    if parts:
-        extra[PARTS_KEY] = json.dumps(parts)
-    rows = [(piece.tensor, piece) for piece in pieces]
-    header, offsets = safetensors.write_header(rows, extra)
-    body = bytearray(len(header) + sum(piece.nbytes for piece in pieces))
+    header, offsets = safetensors.write_header(tensors, dict(metadata))
+    sizes = [array_bytes(value) for _, value in tensors]
+    body = bytearray(len(header) + sum(sizes))
     body[: len(header)] = header
-    for piece, offset in zip(pieces, offsets, strict=True):
-        view = np.ndarray(piece.shape, piece.dtype, body, offset)
-        fill(view, piece.values, piece.part.path)
+    for (name, value), offset, boxes in zip(tensors, offsets, shards, strict=True):
+        whole = np.ndarray(value.shape, value.dtype, body, offset)
+        for box, values in boxes:
+            fill(whole[slices(box, whole_box(value.shape))], values, name)
     return bytes(body)
 
 
@@ -204,8 +196,19 @@ class ObjectSave:
         yield from under_way
 
     def _put(self, name: str, pieces: Sequence[SavedPiece]) -> int:
-        body = body_of(pieces, self.content.leaves.kinds, self.content.metadata)
-        self.place.write(self.key(name), body)
+        paths = [piece.part.path for piece in pieces]
+        kinds = safetensors.metadata_of_kinds(paths, self.content.leaves.kinds)
+        metadata = {**self.content.metadata, **kinds}
+        parts = {
+            piece.tensor: piece.part.to_json()
+            for piece in pieces
+            if not piece.part.is_whole
+        }
+        if parts:
+            metadata[PARTS_KEY] = json.dumps(parts)
+        tensors = [(piece.tensor, piece) for piece in pieces]
+        shards = [[(whole_box(piece.shape), piece.values)] for piece in pieces]
+        self.place.write(self.key(name), body_of(tensors, shards, metadata))
         return sum(piece.nbytes for piece in pieces)
 
     def commit(self, texts: Mapping[int, str]) -> bool:
@@ -227,11 +230,10 @@ class ObjectSave:
             "total_size": self.content.nbytes,
             FILES_KEY: list(files),
         }
-        plan_text = self.content.plan_text
-        if plan_text is not None:
+        if self.content.plan_text is not None:
             name = f"{self.data}/{PLAN}"
             metadata[PLAN_FILE_KEY] = name
-            self.place.write(self.key(name), plan_text.encode())
+            self.place.write(self.key(name), self.content.plan_text.encode())
         index = {"metadata": metadata, "weight_map": weight_map}
         data = json.dumps(index, indent=1).encode()
         return self.place.write_new(self.key(SET_INDEX), data)
@@ -343,24 +345,24 @@ def _save_file(
 ) -> None:
     """Writes all arrays as one object, whose name ends in `.safetensors`."""
     key = place.address.path
-    pieces = list(saved_pieces(content.leaves, True, _MOST_OBJECT_BYTES))
-    is_whole = all(piece.part.is_whole for piece in pieces)
-    is_small = content.nbytes <= _MOST_OBJECT_BYTES
-    if len(processes.members) > 1 or not is_whole or not is_small:
+    if len(processes.members) > 1 or content.nbytes > _MOST_OBJECT_BYTES:
         raise CheckpointError(
-            f"{place.directory!r} would be one object with {content.nbytes} bytes. One"
-            f" process writes one, of whole arrays, up to {_MOST_OBJECT_BYTES} bytes;"
-            " save to a directory: leave out `.safetensors`."
+            f"{place.directory!r} would be one object with {content.nbytes} bytes, which"
+            f" one process writes, up to {_MOST_OBJECT_BYTES} bytes; save to a"
+            " directory: leave out `.safetensors`."
         )
     if not overwrite:
         _require_absent(place, key)
-    metadata = dict(content.metadata)
-    plan_text = content.plan_text
-    if plan_text is not None:
-        metadata[safetensors.PLAN_KEY] = plan_text
+    arrays = content.leaves.arrays
+    paths = [path for path, _ in arrays]
+    kinds = safetensors.metadata_of_kinds(paths, content.leaves.kinds)
+    metadata = {**content.metadata, **kinds}
+    if content.plan_text is not None:
+        metadata[safetensors.PLAN_KEY] = content.plan_text
 
     def write(_: Mapping[int, str]) -> None:
-        body = body_of(pieces, content.leaves.kinds, metadata)
+        shards = [shards_of(value, True) for _, value in arrays]
+        body = body_of(arrays, shards, metadata)
         if overwrite:
             place.write(key, body)
         elif not place.write_new(key, body):
