@@ -1,11 +1,12 @@
-"""The gradient of a pool whose windows overlap along a cut dimension: a device takes the
-rows of its neighbours that its windows read, and those of the padding.
+"""Pools whose windows overlap along cut dimensions, and their gradients: a device takes
+the rows of its neighbours that its windows read, and those of the padding.
 """
 
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from judging import programs_of, verdict_of
@@ -13,21 +14,24 @@ from judging import programs_of, verdict_of
 import shardfx as sfx
 
 
+PERMUTES = (
+    r"( collective-permute\(.*?source_target_pairs=)\{\{(\d),(\d)\},\{(\d),(\d)\}"
+)
 MESH = sfx.MeshSpec({"data": 2, "height": 2, "other": 2}).abstract()
 ROWS = NamedSharding(MESH, P("data", "height"))
 IMAGE = jax.ShapeDtypeStruct((4, 16, 16, 4), jnp.float32, sharding=ROWS)
 
 
-def gradient(size: int, stride: int):
-    def loss(x):
-        window = (1, size, size, 1)
-        strides = (1, stride, stride, 1)
-        pooled = jax.lax.reduce_window(
-            x, -jnp.inf, jax.lax.max, window, strides, "SAME"
-        )
-        return jnp.sum(jnp.sin(pooled))
+def pooled(x, size: int, stride: int):
+    window = (1, size, size, 1)
+    strides = (1, stride, stride, 1)
+    rows = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, strides, "SAME")
+    return jnp.sin(rows)
 
-    return jax.jit(jax.grad(loss), out_shardings=ROWS)
+
+def gradient(size: int, stride: int, lies=ROWS):
+    loss = lambda x: jnp.sum(pooled(x, size, stride))
+    return jax.jit(jax.grad(loss), out_shardings=lies)
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +45,73 @@ def test_the_gradient_of_windows_of_three_by_two_is_proved(programs):
     assert "select-and-scatter" in programs.partitioned
 
 
+# Rows and columns.
+TILES = NamedSharding(MESH, P("data", "height", "other"))
+TILED = jax.ShapeDtypeStruct((4, 16, 16, 4), jnp.float32, sharding=TILES)
+
+
+@pytest.fixture(scope="module")
+def in_tiles():
+    steps = {
+        "pool": jax.jit(lambda x: pooled(x, 3, 2), out_shardings=TILES),
+        "gradient": gradient(3, 2, TILES),
+    }
+    return {
+        name: step_of(step, (TILED,)).programs("cpu") for name, step in steps.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["pool", "gradient"])
+def test_windows_over_rows_and_columns_that_are_cut(in_tiles, name):
+    verdict = judged(in_tiles[name])
+    assert verdict.outcome == "proved", verdict
+
+
+def test_their_numbers_are_those_of_one_device():
+    mesh = sfx.MeshSpec({"data": 2, "height": 2, "other": 2}).build(jax.devices()[:8])
+    x = np.random.default_rng(0).normal(size=TILED.shape).astype(np.float32)
+    tiles = NamedSharding(mesh, TILES.spec)
+    placed = jax.device_put(x, tiles)
+    ours = gradient(3, 2, tiles)(placed)
+    whole = jax.grad(lambda x: jnp.sum(pooled(x, 3, 2)))(x)
+    np.testing.assert_allclose(ours, whole, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["pool", "gradient"])
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        # Padding that a window may select.
+        (r"(broadcast\()%constant\S*(\), dimensions=\{\}.*/pad)", r"\1%zero\2"),
+        (r"(broadcast\()%constant\S*(\), .*reduce_window_max)", r"\1%zero\2"),
+        # Rows and columns beyond the masks.
+        (r"s32\[\] constant\(16\)", "s32[] constant(15)"),
+        (r"s32\[\] constant\(16\)", "s32[] constant(17)"),
+        (r"s32\[\] constant\(17\)", "s32[] constant(18)"),
+        # Other rows and columns of neighbours.
+        (PERMUTES, r"\1{{\3,\2},{\5,\4}"),
+        (r"(slice=\{\[0:2\], )\[0:1\]", r"\1[1:2]"),
+    ],
+)
+def test_another_pool_in_tiles_is_not_proved(in_tiles, name, before, after):
+    programs = in_tiles[name]
+    text = programs.partitioned.replace(
+        "  %partition-id", "  %zero = f32[] constant(0)\n  %partition-id", 1
+    )
+    assert judged(programs._replace(partitioned=text)).outcome == "proved"
+    outcomes = []
+    for match in re.finditer(before, text):
+        place = match.start()
+        changed = text[:place] + re.sub(before, after, text[place:], count=1)
+        verdict = judged(programs._replace(partitioned=changed))
+        outcomes.append((verdict.outcome, match[0][:60]))
+    assert "proved" not in dict(outcomes), outcomes
+
+
 @pytest.mark.parametrize("size, stride", [(3, 1), (2, 1), (5, 2)])
 def test_windows_that_xla_computes_wrongly_are_not_proved(size, stride):
     verdict = sfx.testing.verify(gradient(size, stride), IMAGE)
     assert verdict.outcome != "proved", verdict
-
-
-PERMUTES = (
-    r"( collective-permute\(.*?source_target_pairs=)\{\{(\d),(\d)\},\{(\d),(\d)\}"
-)
 
 
 @pytest.mark.parametrize(

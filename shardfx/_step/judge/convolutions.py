@@ -339,7 +339,7 @@ def _reduced_window(
                 raise Unjudged("a window over a broadcast")
             cuts.append(context.cuts.whole(shape[dim]))
             continue
-        if axis.cut.has_holes and not is_identity(operand.fill, how, dtype):
+        if axis.cut.has_holes and not is_identity(operand.fill_number, how, dtype):
             raise Unjudged("a window over padding")
         # The window's own padding has this number.
         if not is_identity(constant_number(start), how, dtype):

@@ -16,7 +16,7 @@ from ..hlo_text import Instruction, arrays_in
 from .choices import gathered_choices
 from .cuts import HOLE, Cut
 from .forms import numbers, reducer_of
-from .held import Axis, Context, Held, require_finished, term_devices
+from .held import Axis, Context, Fills, Held, require_finished, term_devices
 from .joining import with_axis
 from .verdict import Unjudged, Wrong
 from .views import absorbed
@@ -88,7 +88,7 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
             if terms is None:
                 terms = (_permuted_mask(context.everywhere, sources),)
         elif fill != 0 and _are_sent(operand, sources):
-            fill = None
+            fill = _with_zeros(operand)
         else:
             fill = 0
     return dataclasses.replace(
@@ -109,6 +109,18 @@ def _are_sent(operand: Held, sources: np.ndarray) -> bool:
         for axis in operand.axes
         if axis is not None
     )
+
+
+def _with_zeros(operand: Held) -> Fills | None:
+    """The numbers in holes after a permute that gives some devices zeros. These have
+    holes along all dimensions, and zeros along those that had none.
+    """
+    number = operand.fill_number
+    dims = {axis.dim for axis in operand.axes if axis is not None}
+    without_holes = dims - operand.hole_dims
+    if number is None or not without_holes:
+        return None
+    return Fills(dims=frozenset(without_holes), number=0, other=number)
 
 
 def _permuted_mask(mask: int, sources: np.ndarray) -> int:

@@ -22,6 +22,17 @@ NOWHERE = -1
 Number: TypeAlias = int | float
 
 
+class Fills(NamedTuple):
+    """The numbers in holes, where they differ: `number` in those along the dimensions
+    `dims` of the value, and `other` in those that are along other dimensions alone.
+    `number` is `None` if it is not known.
+    """
+
+    dims: frozenset[int]
+    number: Number | None
+    other: Number
+
+
 class Axis(NamedTuple):
     """A dimension of the array of one device: the dimension of the value along which it
     lies, and what its positions hold.
@@ -49,7 +60,7 @@ class Held:
       unfinished sum, the devices that have it, as a bit mask.
     - `kind`: the operation that finishes the sum, such as "add" or "maximum".
     - `scale`: the array holds this many times the value.
-    - `fill`: the number in holes; `None` if it is not known.
+    - `fill`: the number in holes, or the numbers; `None` if they are not known.
     - `known`: the numbers themselves, if they follow from constants and from the
       device's number: an array (devices, 1 or size, ...).
     - `idiom`: an unfinished idiom of the partitioner.
@@ -62,7 +73,7 @@ class Held:
     terms: tuple[int, ...] | None = None
     kind: str = "add"
     scale: Fraction | int = 1
-    fill: Number | None = None
+    fill: "Number | Fills | None" = None
     known: np.ndarray | None = None
     idiom: object = None
 
@@ -100,6 +111,20 @@ class Held:
     @property
     def has_holes(self) -> bool:
         return any(axis is not None and axis.cut.has_holes for axis in self.axes)
+
+    @property
+    def hole_dims(self) -> frozenset[int]:
+        """The dimensions of the value along which there are holes."""
+        dims: list[int] = []
+        for axis in self.axes:
+            if axis is not None and axis.cut.has_holes:
+                dims.append(axis.dim)
+        return frozenset(dims)
+
+    @property
+    def fill_number(self) -> Number | None:
+        """The number in holes, if it is one and known."""
+        return None if isinstance(self.fill, Fills) else self.fill
 
     @property
     def is_finished(self) -> bool:

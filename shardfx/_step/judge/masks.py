@@ -9,8 +9,9 @@ import numpy as np
 
 from ..hlo_text import Instruction
 from .cuts import HOLE
-from .held import Axis, Context, Held, view_of
+from .held import Axis, Context, Fills, Held, Number, view_of
 from .joining import beside, constant_number, is_empty, is_zero, with_axis
+from .matching import seen_as_padded
 
 
 def selected(
@@ -38,7 +39,8 @@ def selected(
     rows = chosen.reshape(len(chosen), -1)
     if not varying:
         return _selected_on_devices(context, rows[:, 0], chosen_value, other, shape)
-    return _merged(context, varying[0], rows, chosen_value, other)
+    held = _merged(context, varying[0], rows, chosen_value, other)
+    return None if held is None else seen_as_padded(context, instruction, held)
 
 
 def _selected_in_box(
@@ -130,19 +132,9 @@ def _merged(
             before = cuts.indices(axis.cut)
             indices = np.where(mask, before, HOLE)
             held = with_axis(first, place, Axis(axis.dim, cuts.from_indices(indices)))
-            # Holes that the mask leaves keep what they had.
-            has_others = any(
-                other is not None and other.cut.has_holes
-                for dim, other in enumerate(first.axes)
-                if dim != place
-            )
             is_left = bool(((before == HOLE) & mask).any())
-            is_same = first.fill == number or not (has_others or is_left)
-            return dataclasses.replace(
-                held,
-                fill=number if is_same else None,
-                known=None,
-            )
+            fill = _masked_fill(first, axis.dim, number, is_left=is_left)
+            return dataclasses.replace(held, fill=fill, known=None)
     axis, other_axis = chosen_value.axes[place], other.axes[place]
     if chosen_value.root != other.root or axis is None or other_axis is None:
         return None
@@ -160,8 +152,34 @@ def _merged(
                 )
     indices = np.where(chosen, cuts.indices(axis.cut), cuts.indices(other_axis.cut))
     held = with_axis(held, place, Axis(axis.dim, cuts.from_indices(indices)))
-    fill = chosen_value.fill if chosen_value.fill == other.fill else None
+    fill = chosen_value.fill_number
+    if fill != other.fill:
+        fill = None
     return dataclasses.replace(held, fill=fill, known=None)
+
+
+def _masked_fill(
+    held: Held,
+    dim: int,
+    number: Number,
+    *,
+    is_left: bool,
+) -> Number | Fills | None:
+    """The numbers in holes after a mask along a dimension of the value, with `number`
+    where it is false. `is_left` says whether it leaves holes along this dimension, which
+    keep what they had, as do those along others.
+    """
+    others = held.hole_dims - {dim}
+    if held.fill == number or not (others or is_left):
+        return number
+    other = held.fill
+    if isinstance(other, Fills):
+        other = None if others & other.dims else other.other
+    if is_left or other is None:
+        return None
+    if other == number:
+        return number
+    return Fills(dims=frozenset([dim]), number=number, other=other)
 
 
 def union_of(

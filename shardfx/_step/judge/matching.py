@@ -169,7 +169,7 @@ def _elements_of_twin(context: Context, held: Held, array: Global) -> Held | Non
     )
     if below is None:
         return None
-    seen = dataclasses.replace(below, root=array.view.root, fill=held.fill)
+    seen = dataclasses.replace(below, root=array.view.root, fill=held.fill_number)
     return _filled(context, held, seen)
 
 
@@ -239,6 +239,39 @@ def seen_as_named(
         else:
             matches.append((number, seen))
     return matches + partial
+
+
+def seen_as_padded(context: Context, instruction: Instruction, held: Held) -> Held:
+    """The same as pieces of a padded array of the whole program, if there is one: its
+    padding is no hole then.
+    """
+    if held.fill is None:
+        return held
+    for number in context.values.with_name_of("pad", instruction.op_name, held.root):
+        array = context.values.nodes[number].result
+        seen = None if array is None else expressed(context, held, array)
+        if seen is not None and seen.fill == held.fill:
+            return seen
+    return _with_own_padding(context, held)
+
+
+def _with_own_padding(context: Context, held: Held) -> Held:
+    """The same, where holes beside elements of a padded array are its own padding."""
+    node = context.values.nodes[held.root]
+    if held.root < 0 or node.opcode != "pad" or not node.operands:
+        return held
+    axes = list(held.axes)
+    for place, axis in enumerate(axes):
+        if axis is None or not axis.cut.has_holes:
+            continue
+        move = _pad_move(context, node, 0, axis.dim)
+        size = node.shape[axis.dim]
+        if move is None or size is None or move.padding != held.fill:
+            continue
+        indices = context.cuts.indices(axis.cut)
+        filled = _continued(indices, indices == HOLE, size, move)
+        axes[place] = Axis(axis.dim, context.cuts.from_indices(filled))
+    return dataclasses.replace(held, axes=tuple(axes))
 
 
 def matched_operands(
@@ -402,7 +435,7 @@ def _moved(
             if below.shape[place] != 1:
                 return None
             axis = Axis(0, context.cuts.whole(1))
-        cut = move.applied(context, axis.cut, array.shape[place], below.fill)
+        cut = move.applied(context, axis.cut, array.shape[place], below.fill_number)
         axes.append(Axis(dim, cut))
     kept = _moved_rest(context, below, array_dims, node, number)
     if kept is None:
@@ -412,6 +445,7 @@ def _moved(
         root=array.view.root,
         axes=tuple(axes),
         rest=kept,
+        fill=below.fill_number,
         known=None,
     )
 

@@ -21,7 +21,9 @@ from .held import (
     NOWHERE,
     Axis,
     Context,
+    Fills,
     Held,
+    Number,
     require_finished,
     settled,
 )
@@ -33,6 +35,7 @@ from .matching import (
     padding_of,
     placed,
     seen_as_named,
+    seen_as_padded,
     slice_bounds,
 )
 from .values import Global, Node
@@ -232,6 +235,7 @@ def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
         return matched
     axes: list[Axis | None] = []
     is_padded = False
+    padded_dims: list[int] = []
     for place, (axis, (low, high, interior)) in enumerate(
         zip(operand.axes, bounds, strict=True)
     ):
@@ -242,11 +246,12 @@ def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
             raise Unjudged("padding along a dimension where nothing changes")
         indices = _padded_row(context, axis, low, high, interior)
         is_padded |= bool(indices.shape[1] > axis.cut.size)
+        padded_dims.append(axis.dim)
         axes.append(Axis(axis.dim, context.cuts.from_indices(indices)))
         assert axes[-1] is not None and axes[-1].cut.size == shape[place]
-    fill = number if is_padded else operand.fill
-    if operand.has_holes and operand.fill != number and is_padded:
-        fill = None
+    fill = operand.fill
+    if is_padded:
+        fill = _fill_of_padded(operand, frozenset(padded_dims), number)
     if operand.root == NOWHERE:
         raise Unjudged("padding of numbers of one device's program")
     padded = dataclasses.replace(
@@ -256,21 +261,26 @@ def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
         fill=fill,
         known=None,
     )
-    return _seen_as_padded(context, instruction, padded)
+    return seen_as_padded(context, instruction, padded)
 
 
-def _seen_as_padded(context: Context, instruction: Instruction, held: Held) -> Held:
-    """The same as pieces of a padded array of the whole program, if there is one: its
-    padding is no hole then.
-    """
-    if held.fill is None:
-        return held
-    for number in context.values.with_name_of("pad", instruction.op_name, held.root):
-        array = context.values.nodes[number].result
-        seen = None if array is None else expressed(context, held, array)
-        if seen is not None and seen.fill == held.fill:
-            return seen
-    return held
+def _fill_of_padded(
+    operand: Held,
+    padded_dims: frozenset[int],
+    number: Number | None,
+) -> Number | Fills | None:
+    """The numbers in holes after padding by `number` along some dimensions of a value."""
+    if not operand.has_holes or operand.fill == number:
+        return number
+    before = operand.fill
+    if before is None:
+        return None
+    if isinstance(before, Fills):
+        is_same = before.number == number
+        dims = padded_dims | before.dims
+        return Fills(dims, number if is_same else None, before.other)
+    is_apart = not padded_dims & operand.hole_dims
+    return Fills(padded_dims, number if is_apart else None, before)
 
 
 def _padded_row(
@@ -465,28 +475,68 @@ def _joined_pieces(
     if len(dims) > 1:
         return None
     cuts = []
-    fills = set()
     for piece in pieces:
         axis = piece.axes[along]
         number = constant_number(piece)
         if number is not None:
             cuts.append(context.cuts.holes(piece.shape[along]))
-            fills.add(number)
         elif axis is None:
             return None
         else:
             cuts.append(axis.cut)
-            if piece.has_holes:
-                fills.add(piece.fill)
     held = real[0]
     used = [~is_empty(piece, context.devices) for piece in real]
     for place in range(len(shape)):
         if place != along:
             held = with_axis(held, place, beside(context, real, place, used))
     held = with_axis(held, along, Axis(first.dim, context.cuts.concatenated(cuts)))
-    fill = fills.pop() if len(fills) == 1 else None
+    fill = _fill_of_pieces(context, pieces, first.dim)
     del instruction
     return dataclasses.replace(held, shape=shape, fill=fill, known=None)
+
+
+def _fill_of_pieces(
+    context: Context,
+    pieces: Sequence[Held],
+    along: int,
+) -> Number | Fills | None:
+    """The numbers in the holes of pieces that are joined along a dimension of a value.
+    Constants are holes along it, as is each piece on a device that has none of it.
+    """
+    numbers_along: set[Number | None] = set()
+    numbers_beside: set[Number | None] = set()
+    for piece in pieces:
+        constant = constant_number(piece)
+        if constant is not None:
+            numbers_along.add(constant)
+            continue
+        empty = is_empty(piece, context.devices)
+        fill = piece.fill
+        if empty.any():
+            numbers_along.add(fill.number if isinstance(fill, Fills) else fill)
+        dims: set[int] = set()
+        for axis in piece.axes:
+            if axis is not None and (axis.cut.starts[~empty] == HOLE).any():
+                dims.add(axis.dim)
+        for dim in dims:
+            numbers = numbers_along if dim == along else numbers_beside
+            if not isinstance(fill, Fills):
+                numbers.add(fill)
+                continue
+            if dim not in fill.dims:
+                numbers.add(fill.other)
+            # A hole along several dimensions has this number.
+            if dims & fill.dims:
+                numbers.add(fill.number)
+    number = next(iter(numbers_along)) if len(numbers_along) == 1 else None
+    if not numbers_beside:
+        return number
+    if len(numbers_beside) > 1:
+        return None
+    (other,) = numbers_beside
+    if other is None or numbers_along <= {other}:
+        return other
+    return Fills(dims=frozenset([along]), number=number, other=other)
 
 
 def reverse(context: Context, instruction: Instruction, operand: Held) -> Held:
@@ -510,7 +560,7 @@ def reverse(context: Context, instruction: Instruction, operand: Held) -> Held:
             terms=operand.terms,
             kind=operand.kind,
             scale=operand.scale,
-            fill=operand.fill,
+            fill=operand.fill_number,
         )
     axes: list[Axis | None] = list(operand.axes)
     for dim in turned:

@@ -306,8 +306,8 @@ def _fill(instruction: Instruction, operands: Sequence[Held]) -> Number | None:
             if not operand.is_uniform:
                 return None
             numbers.append(operand.known.flat[0].item())
-        elif operand.has_holes and operand.fill is not None:
-            numbers.append(operand.fill)
+        elif operand.has_holes and operand.fill_number is not None:
+            numbers.append(operand.fill_number)
         else:
             return None
     if instruction.opcode in ("convert", "copy"):

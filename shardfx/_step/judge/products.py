@@ -265,7 +265,7 @@ def _reduced(
             terms, scale = _broadcast_sum(operand, place, node, how, terms, scale)
             continue
         size = _size(context, operand, place, node)
-        if axis.cut.has_holes and not is_identity(operand.fill, how, dtype):
+        if axis.cut.has_holes and not is_identity(operand.fill_number, how, dtype):
             raise Unjudged("a reduction over padding")
         part = context.cuts.terms(axis.cut, size)
         if part is not None and not how:

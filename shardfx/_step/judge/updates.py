@@ -140,7 +140,7 @@ def _updated(
         columns = starts[dim][:, None] + np.arange(update.shape[dim])
         np.put_along_axis(rows, columns, context.cuts.indices(axis.cut), axis=1)
         axes[dim] = Axis(axis.dim, context.cuts.from_indices(rows))
-    fill = number if number is not None else operand.fill
+    fill = number if number is not None else operand.fill_number
     if update.has_holes and update.fill != fill:
         fill = None
     return dataclasses.replace(

@@ -233,6 +233,7 @@ def _fitted(
         shape=shape,
         axes=tuple(axes),
         rest=(),
+        fill=operand.fill_number,
     )
 
 
