@@ -74,7 +74,8 @@ def verify(
     among others; `unjudged` names them. As the `check` of [`shardfx.filter_jit`][], it
     refuses a program that is refuted, and one that is not judged runs with an
     [`shardfx.errors.UnjudgedWarning`][]. The body of a `shard_map` is what you wrote;
-    what it takes and returns is judged, where all axes of its mesh are manual.
+    what it takes and returns is judged, and where some axes of its mesh are not manual,
+    how XLA divides it.
 
     The verdict is about the program that `program` names. By default that is XLA's
     partitioned program, which later passes of all compilers change. A finished program

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..._ground.opcodes import ELEMENTWISE
+from ..collectives import KINDS, groups_of
 from ..hlo_text import HloModule, Instruction, arrays_in, root_of
 
 
@@ -152,6 +153,8 @@ def reducer_of(module: HloModule, instruction: Instruction) -> str:
     if computation is None:
         return ""
     root = root_of(computation)
+    while root.opcode == "copy":
+        root = computation[root.operands[0]]
     operands = [computation[operand] for operand in root.operands]
     parameters = sorted(
         operand.inside for operand in operands if operand.opcode == "parameter"
@@ -214,6 +217,13 @@ def form_of(
             reducer_of(module, instruction)
             or computation_text(module, dict(instruction.called)["to_apply"]),
         )
+    if opcode in KINDS:
+        groups = groups_of(instruction, opcode, module.partitions)
+        rows = [tuple(row) for members in groups for row in members.tolist()]
+        how = reducer_of(module, instruction)
+        for _, callee in instruction.called:
+            how = how or computation_text(module, callee)
+        called = (how, str(sorted(rows)))
     if opcode == "select-and-scatter":
         called = tuple(
             computation_text(module, attribute(instruction, name).lstrip("%"))

@@ -458,7 +458,9 @@ class Judge:
             )
         name = names.get("calls") or names["to_apply"]
         try:
-            results = called_manually(self.context, instruction, operands, name)
+            results = called_manually(
+                self.context, instruction, operands, name, self.run
+            )
         except Unjudged as error:
             cause = self.record.unknown(key, instruction, str(error))
             self._note_body(name, cause)

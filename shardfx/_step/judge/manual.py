@@ -6,7 +6,9 @@ computes the same results if it calls an equal body with the same shards. Bodies
 equal if their results are equal expressions of their parameters.
 
 The partitioner does divide the body of a `shard_map` that is manual in some axes of its
-mesh only. No rule follows the collectives that it adds between those of the body.
+mesh only. Each value of such a body is one for each part over these axes, and a device
+has that of its own part. So a collective that the partitioner adds stays within the
+devices of one part, and one of the body itself is an operation of the whole program.
 """
 
 import hashlib
@@ -25,6 +27,7 @@ _CALLED = re.compile(
 _MESH = r"mesh\[[^\]]*\](?:,? ?device_ids=\([^()]*(?:\([^()]*\))?\))?, "
 _MANUAL = rf"\{{(?:{_MESH})?manual\}}"
 _IS_MANUAL = re.compile(rf", sharding={_MANUAL}(?:,|$)")
+_IS_PARTLY_MANUAL = re.compile(r"last_tile_dims=\{[^{}]*manual")
 _IGNORED = re.compile(
     rf", channel_id=\d+|, sharding={_MANUAL}|, sharding=\{{(?:{_MANUAL}(?:, )?)+\}}"
 )
@@ -39,13 +42,15 @@ def is_into_shards(instruction: Instruction) -> bool:
     return is_manual and _direction(instruction) == "FullToShard"
 
 
-def is_into_partly_manual(instruction: Instruction) -> bool:
-    """Whether an instruction takes an array into shards, for a body that is manual in
-    some axes of the mesh and not in others.
+def is_between_parts(instruction: Instruction, source: Instruction) -> bool:
+    """Whether an instruction takes the array `source` into parts, or out of them, for a
+    body that is manual in some axes of the mesh and not in others.
     """
-    if _direction(instruction) != "FullToShard":
-        return False
-    return _IS_MANUAL.search(instruction.attributes) is None
+    direction = _direction(instruction)
+    if direction == "FullToShard":
+        return _IS_MANUAL.search(instruction.attributes) is None
+    is_of_part = _IS_PARTLY_MANUAL.search(source.attributes) is not None
+    return direction == "ShardToFull" and is_of_part
 
 
 def is_out_of_shards(instruction: Instruction) -> bool:

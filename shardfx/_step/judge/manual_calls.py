@@ -1,15 +1,27 @@
 """Calls of the bodies of `shard_map`s."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import numpy as np
+
+from ..collectives import Groups, groups_of
 from ..hlo_text import Instruction, arrays_in
 from . import manual
-from .held import NOWHERE, Context, Held, Result, view_of
-from .matching import expressed
-from .results import held_of, required_view
-from .shardings import axes_of
-from .values import ManualCall, Shards
+from .cuts import Cut
+from .forms import numbers
+from .held import NOWHERE, Context, Held, Result, require_finished, view_of
+from .joining import form_in
+from .matching import candidates, expressed, placed
+from .products import cut_of
+from .results import held_of, leaves_of, required_view
+from .shardings import axes_of, axes_of_part
+from .values import Global, ManualCall, PartlyManual, PartlyManualCall, Shards
 from .verdict import Unjudged
+
+
+# Goes through a computation of the program of one device with these arguments.
+_Run = Callable[[str, Sequence[Result]], Result]
 
 
 def called_manually(
@@ -17,25 +29,28 @@ def called_manually(
     instruction: Instruction,
     operands: Sequence[Result],
     name: str,
+    run: _Run,
 ) -> "Result | None":
     """The results of the call of a `shard_map`'s body; `None` for other calls. Raises
     `Unjudged` if the whole program has no call of an equal body with the same shards:
     what a body computes are no values of the whole program.
     """
-    bodies = context.values.manual_bodies
-    calls = context.values.manual_calls
-    if not bodies:
+    values = context.values
+    whole_name = name.removesuffix(_PARTITIONED)
+    if whole_name in values.partly_manual_calls:
+        return _called_partly(context, operands, name, run)
+    if not values.manual_bodies:
         return None
-    is_manual = bodies.get(name.removesuffix(_PARTITIONED))
-    if is_manual is False:
-        raise Unjudged("the body of a `shard_map` that is manual in some axes only")
     expressions = manual.expressions(context.module, name)
-    for call in calls:
+    for call in values.manual_calls:
         if call.expressions != expressions or len(call.operands) != len(operands):
             continue
-        if all(map(_Taken(context).is_taken, operands, call.operands)):
+        if all(
+            _is_taken(context, operand, shards)
+            for operand, shards in zip(operands, call.operands, strict=True)
+        ):
             return _results(context, instruction, call)
-    if is_manual:
+    if whole_name in values.manual_bodies:
         raise Unjudged("the body of a `shard_map` that is no body of the whole program")
     return None
 
@@ -44,33 +59,38 @@ def called_manually(
 _PARTITIONED = "_spmd"
 
 
-class _Taken:
-    """Which shards a body takes."""
+def _is_taken(context: Context, operand: Result, shards: Shards) -> bool:
+    """Whether devices hold these shards."""
+    if not isinstance(operand, Held):
+        return False
+    try:
+        cuts = axes_of(context.cuts, shards.sharding, shards.array.shape, operand.shape)
+    except Unjudged:
+        return False
+    return _is_held(context, operand, shards.array, cuts)
 
-    def __init__(self, context: Context):
-        self.context = context
 
-    def is_taken(self, operand: Result, shards: Shards) -> bool:
-        """Whether devices hold these shards."""
-        if not isinstance(operand, Held):
-            return False
-        array = shards.array
-        seen = expressed(self.context, operand, array)
-        if seen is None or view_of(seen) != required_view(seen, array):
-            return False
-        if not seen.is_finished or seen.idiom is not None or seen.rest:
-            return False
-        try:
-            cuts = axes_of(self.context.cuts, shards.sharding, array.shape, seen.shape)
-        except Unjudged:
-            return False
-        for axis, dim, cut in zip(seen.axes, array.view.dims, cuts, strict=True):
-            if axis is None:
-                if dim is not None:
-                    return False
-            elif axis.cut is not cut:
+def _is_held(
+    context: Context,
+    operand: Result,
+    array: Global,
+    cuts: Sequence[Cut],
+) -> bool:
+    """Whether devices hold an array with these cuts."""
+    if not isinstance(operand, Held):
+        return False
+    seen = expressed(context, operand, array)
+    if seen is None or view_of(seen) != required_view(seen, array):
+        return False
+    if not seen.is_finished or seen.idiom is not None or seen.rest:
+        return False
+    for axis, dim, cut in zip(seen.axes, array.view.dims, cuts, strict=True):
+        if axis is None:
+            if dim is not None:
                 return False
-        return True
+        elif axis.cut is not cut:
+            return False
+    return True
 
 
 def _results(context: Context, instruction: Instruction, call: ManualCall) -> Result:
@@ -85,3 +105,152 @@ def _results(context: Context, instruction: Instruction, call: ManualCall) -> Re
         cuts = axes_of(context.cuts, shards.sharding, shards.array.shape, shape)
         results.append(held_of(shards.array, shape, cuts))
     return tuple(results) if instruction.result.startswith("(") else results[0]
+
+
+# Bodies that are manual in some axes only.
+
+
+def _called_partly(
+    context: Context,
+    operands: Sequence[Result],
+    name: str,
+    run: _Run,
+) -> Result:
+    """The results of the call of a body that is manual in some axes only."""
+    calls = context.values.partly_manual_calls[name.removesuffix(_PARTITIONED)]
+    for call in calls:
+        taken = _parts_taken(context, operands, call)
+        if taken is None:
+            continue
+        results = run(name, taken)
+        wholes = [
+            _whole_of(context, result, array)
+            for result, array in zip(leaves_of(results), call.results, strict=True)
+        ]
+        return wholes[0] if isinstance(results, Held) else tuple(wholes)
+    raise Unjudged("the body of a `shard_map` that is manual in some axes only")
+
+
+def _parts_taken(
+    context: Context,
+    operands: Sequence[Result],
+    call: PartlyManualCall,
+) -> list[Held] | None:
+    """The parts that devices have of the operands of a call; `None` if the operands are
+    no arrays of which the call takes parts.
+    """
+    if len(operands) != len(call.operands):
+        return None
+    taken: list[Held] = []
+    for operand, (part, outside) in zip(operands, call.operands, strict=True):
+        if not isinstance(operand, Held):
+            return None
+        cuts = _cuts_of_both(context, part, outside, operand.shape)
+        if not _is_held(context, operand, outside.outside, cuts.outside):
+            return None
+        taken.append(held_of(part, operand.shape, cuts.part))
+    return taken
+
+
+def _whole_of(context: Context, result: Result, part: Global) -> Result:
+    """The array of which devices hold a part, after a body that returns it."""
+    wholes = context.values.partly_manual_results.get(part, set())
+    if not isinstance(result, Held) or not wholes:
+        return result
+    if len(wholes) > 1:
+        raise Unjudged("a part that is one of several arrays")
+    (outside,) = wholes
+    cuts = _cuts_of_both(context, part, outside, result.shape)
+    if not _is_held(context, result, part, cuts.part):
+        raise Unjudged("a part that is none of the whole program's")
+    return held_of(outside.outside, result.shape, cuts.outside)
+
+
+class _Cuts(NamedTuple):
+    """The cuts of an array, and of the part of it."""
+
+    outside: list[Cut]
+    part: list[Cut]
+
+
+def _cuts_of_both(
+    context: Context,
+    part: Global,
+    outside: PartlyManual,
+    local: tuple[int, ...],
+) -> _Cuts:
+    array = outside.outside
+    cuts = _Cuts(
+        outside=axes_of(context.cuts, outside.outside_sharding, array.shape, local),
+        part=axes_of_part(context.cuts, outside.part_sharding, part.shape, local),
+    )
+    # Devices of one part have what is at the same distance from its start.
+    parts = np.array(context.values.parts.get(part.view.root, range(context.devices)))
+    for whole_cut, part_cut in zip(cuts.outside, cuts.part, strict=True):
+        if whole_cut.has_holes or part_cut.has_holes:
+            raise Unjudged("an uneven part of an array")
+        distances = whole_cut.starts - part_cut.starts
+        for number in np.unique(parts):
+            of_part = distances[parts == number]
+            if (of_part != of_part[:1]).any():
+                raise Unjudged("devices of one part that hold different ones")
+    return cuts
+
+
+def own_collective(
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+) -> Held | None:
+    """The result of a collective in a body that is manual in some axes only, if it is
+    one of the body itself; `None` if it stays within the devices of each part. Raises
+    `Unjudged` for others.
+    """
+    if len(operands) > 1:
+        raise Unjudged("a collective of several arrays of parts")
+    (operand,) = operands
+    shape = arrays_in(instruction.result)[0].shape
+    groups = groups_of(instruction, instruction.opcode, context.devices)
+    form = form_in(context, instruction, [operand], shape)
+    for number in candidates(context, form, instruction):
+        require_finished(operand, f"the body's own {instruction.opcode}")
+        cuts = _cuts_after(context, instruction, operand, groups, number)
+        return placed(context, form, instruction, shape, cuts, number)
+    parts = np.array(context.values.parts[operand.root])
+    for members in groups:
+        if (parts[members] != parts[members[:, :1]]).any():
+            raise Unjudged(
+                "a collective between the parts of a `shard_map` that is none of its body"
+            )
+    return None
+
+
+def _cuts_after(
+    context: Context,
+    instruction: Instruction,
+    operand: Held,
+    groups: Groups,
+    number: int,
+) -> list[Cut | None]:
+    """The cuts of the result of a body's own collective. Its devices hold the same
+    elements of their parts, and all along the dimensions that it changes.
+    """
+    node = context.values.nodes[number]
+    sizes = node.operands[0].shape
+    shape = arrays_in(instruction.result)[0].shape
+    changed_dims = numbers(instruction, "dimensions")
+    cuts: list[Cut | None] = []
+    for dim, (axis, size) in enumerate(zip(operand.axes, shape, strict=True)):
+        cut = cut_of(axis)
+        if cut is not None:
+            for members in groups:
+                starts = cut.starts[members]
+                if (starts != starts[:, :1]).any():
+                    raise Unjudged("a collective of different elements of parts")
+        if dim in changed_dims:
+            is_whole = cut is None or context.cuts.is_whole(cut, sizes[dim])
+            if not is_whole or operand.shape[dim] != sizes[dim]:
+                raise Unjudged("a collective along a dimension of parts that is cut")
+            cut = context.cuts.whole(size)
+        cuts.append(cut)
+    return cuts

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from ..._ground.opcodes import ELEMENTWISE
+from ..collectives import KINDS
 from ..hlo_text import Instruction, parts_of
 from . import (
     choices,
@@ -21,6 +22,7 @@ from . import (
 )
 from .held import Context, Held, Result
 from .joining import operation_of
+from .manual_calls import own_collective
 from .pointwise import elementwise
 from .verdict import Unjudged
 
@@ -58,6 +60,11 @@ def applied(
             return choices.reduce_several(context, instruction, operands)
         if opcode == "reduce":
             return lookups.any_of_columns(instruction, operands[0])
+    is_in_parts = any(operand.root in context.values.parts for operand in operands)
+    if is_in_parts and opcode in KINDS:
+        held = own_collective(context, instruction, operands)
+        if held is not None:
+            return held
     if opcode in ELEMENTWISE:
         return elementwise(context, instruction, operands)
     rule = _RULES.get(opcode)

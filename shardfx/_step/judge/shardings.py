@@ -24,6 +24,9 @@ _START = ", sharding={"
 _TILED = re.compile(
     r"devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))(.*)"
 )
+# The kinds of the dimensions of the tiles that are no dimensions of the array.
+_SUBGROUPS = re.compile(r"last_tile_dims=\{([^{}]*)\}")
+_REPEATED = "last_tile_dim_replicate"
 
 
 class WrongShard(Unjudged):
@@ -85,23 +88,51 @@ def _axes_of(
     match = _TILED.search(sharding)
     if match is None or "manual" in sharding or "last_tile_dims" in sharding:
         raise Unjudged(f"the sharding {sharding}")
-    tiles = _numbers(match[1])
-    if match[2]:
-        grid = np.arange(math.prod(tiles)).reshape(_numbers(match[2]))
-        if match[3]:
-            grid = grid.transpose(_numbers(match[3]))
+    places = _places(match, cuts.devices)
+    return _tiled(cuts, places, _numbers(match[1]), shape, local)
+
+
+def _places(tiled: re.Match[str], devices: int) -> np.ndarray:
+    """The tile of each device in each dimension of a sharding in tiles, an array
+    (dimensions, devices). Dimensions of the tiles alone come last.
+    """
+    tiles = _numbers(tiled[1])
+    if tiled[2]:
+        grid = np.arange(math.prod(tiles)).reshape(_numbers(tiled[2]))
+        if tiled[3]:
+            grid = grid.transpose(_numbers(tiled[3]))
         grid = grid.reshape(tiles)
     else:
-        grid = np.array(_numbers(match[4])).reshape(tiles)
-    if grid.size != cuts.devices:
+        grid = np.array(_numbers(tiled[4])).reshape(tiles)
+    if grid.size != devices:
         raise Unjudged("a sharding over other devices")
-    places = np.zeros((len(shape), cuts.devices), np.int64)
-    for dim in range(len(shape)):
-        index = np.arange(tiles[dim]).reshape(
-            [-1 if axis == dim else 1 for axis in range(grid.ndim)]
-        )
-        places[dim, grid.ravel()] = np.broadcast_to(index, grid.shape).ravel()
-    return _tiled(cuts, places, tiles, shape, local)
+    places = np.zeros((len(tiles), devices), np.int64)
+    places[:, grid.ravel()] = np.indices(tiles).reshape(len(tiles), -1)
+    return places
+
+
+def axes_of_part(
+    cuts: Cuts,
+    sharding: str,
+    shape: Sequence[int],
+    local: Sequence[int],
+) -> list[Cut]:
+    """As `axes_of`, for an array within the body of a `shard_map` that is manual in some
+    axes only. Its shape is that of one of the parts over these axes.
+    """
+    return axes_of(cuts, _SUBGROUPS.sub(_REPEATED, sharding), shape, local)
+
+
+def parts_of_devices(sharding: str, devices: int) -> np.ndarray:
+    """The number of the part over the manual axes that each device has."""
+    tiled = _TILED.search(sharding)
+    subgroups = _SUBGROUPS.search(sharding)
+    if tiled is None or subgroups is None:
+        raise Unjudged(f"the sharding {sharding}")
+    kinds = [kind.strip() for kind in subgroups[1].split(",")]
+    if kinds.count("manual") != 1:
+        raise Unjudged(f"the sharding {sharding}")
+    return _places(tiled, devices)[kinds.index("manual") - len(kinds)]
 
 
 def _tiled(

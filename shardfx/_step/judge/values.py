@@ -128,6 +128,30 @@ class ManualCall(NamedTuple):
     results: dict[int, Shards]
 
 
+class PartlyManual(NamedTuple):
+    """An array outside of a `shard_map` that is manual in some axes only, and the part
+    of it that each device's group has in its body.
+
+    - `outside`, `outside_sharding`: the array, and how it lies.
+    - `part_sharding`: how the part lies over the axes that are not manual.
+    """
+
+    outside: Global
+    outside_sharding: str
+    part_sharding: str
+
+
+class PartlyManualCall(NamedTuple):
+    """The call of the body of a `shard_map` that is manual in some axes only.
+
+    - `operands`: the parts that the body takes, with what they are parts of.
+    - `results`: the arrays that the body returns.
+    """
+
+    operands: "tuple[tuple[Global, PartlyManual], ...]"
+    results: tuple[Global, ...]
+
+
 class ViewReshape(NamedTuple):
     """A reshape of the whole program that only views its operand otherwise."""
 
@@ -151,8 +175,13 @@ class Values:
         self._scalars: dict[int, float] = {}
         self.loops: list[Loop] = []
         self.manual_calls: list[ManualCall] = []
-        # The bodies of `shard_map`s by name, and whether all of their axes are manual.
-        self.manual_bodies: dict[str, bool] = {}
+        # The names of the bodies of `shard_map`s whose axes are all manual.
+        self.manual_bodies: set[str] = set()
+        # The calls of the others by name, and what their results are parts of.
+        self.partly_manual_calls: dict[str, list[PartlyManualCall]] = {}
+        self.partly_manual_results: dict[Global, set[PartlyManual]] = {}
+        # For each value of such a body, the part that each device has.
+        self.parts: dict[int, tuple[int, ...]] = {}
         # The reshapes that only add or drop dimensions along which nothing changes, by
         # value, with their names.
         self.reshapes: dict[View, dict[ViewReshape, str]] = {}

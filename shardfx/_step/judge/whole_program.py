@@ -16,13 +16,15 @@ from ..hlo_text import (
 )
 from . import manual
 from .forms import Form, View, form_of, sizes_of, squeezed
-from .shardings import shardings_in
+from .shardings import parts_of_devices, shardings_in
 from .values import (
     Global,
     GlobalTree,
     Loop,
     ManualCall,
     Node,
+    PartlyManual,
+    PartlyManualCall,
     Shards,
     Values,
     ViewReshape,
@@ -32,6 +34,7 @@ from .values import (
     unordered,
     without_none,
 )
+from .verdict import Unjudged
 
 
 class _ManualResult(NamedTuple):
@@ -85,7 +88,7 @@ class _Reader:
         # What the bodies of `shard_map`s take and return, on one device.
         self.shards: dict[Global, Shards] = {}
         # What bodies take that are manual in some axes only.
-        self.partial_shards: set[Global] = set()
+        self.parts: dict[Global, PartlyManual] = {}
         self.manual_results: dict[Global, _ManualResult] = {}
 
     def named(
@@ -134,10 +137,8 @@ class _Reader:
                 )
             else:
                 operands = [arrays[operand] for operand in instruction.operands]
-                if manual.is_into_shards(instruction):
-                    source = self.module.computations[name][instruction.operands[0]]
-                    array = self.into_shards(instruction, operands[0], source)
-                else:
+                array = self.between_shards(instruction, operands, name)
+                if array is None:
                     array = self.made(instruction, operands)
             arrays[instruction.name] = array
             if instruction.is_root:
@@ -183,10 +184,7 @@ class _Reader:
         if opcode == "conditional":
             return self.conditional(instruction, operands)
         arrays = [array for operand in operands for array in _leaves(operand)]
-        result = self.operation(instruction, arrays)
-        if manual.is_into_partly_manual(instruction):
-            self.partial_shards.update(_leaves(result))
-        return result
+        return self.operation(instruction, arrays)
 
     def operation(
         self,
@@ -275,6 +273,24 @@ class _Reader:
 
     # The bodies of `shard_map`s.
 
+    def between_shards(
+        self,
+        instruction: Instruction,
+        operands: Sequence[GlobalTree],
+        name: str,
+    ) -> Global | None:
+        """What an instruction of the computation `name` makes that takes an array into
+        shards, or into or out of parts; `None` for others.
+        """
+        if instruction.opcode != "custom-call":
+            return None
+        source = self.module.computations[name][instruction.operands[0]]
+        if manual.is_into_shards(instruction):
+            return self.into_shards(instruction, operands[0], source)
+        if manual.is_between_parts(instruction, source):
+            return self.between_parts(instruction, operands[0], source)
+        return None
+
     def into_shards(
         self,
         instruction: Instruction,
@@ -296,9 +312,8 @@ class _Reader:
         name: str,
     ) -> "GlobalTree | None":
         """The results of the call of a body; `None` for other calls."""
-        if any(operand in self.partial_shards for operand in operands):
-            self.values.manual_bodies[name] = False
-            return None
+        if any(operand in self.parts for operand in operands):
+            return self.partly_manual_call(operands, name)
         taken: list[Shards] = []
         for operand in operands:
             shards = self.shards.get(operand) if isinstance(operand, Global) else None
@@ -307,7 +322,7 @@ class _Reader:
             taken.append(shards)
         if not taken:
             return None
-        self.values.manual_bodies[name] = True
+        self.values.manual_bodies.add(name)
         number = len(self.values.manual_calls)
         digests = manual.expressions(self.module, name)
         call = ManualCall(digests, tuple(taken), {})
@@ -320,6 +335,61 @@ class _Reader:
             results.append(result)
         is_tuple = instruction.result.startswith("(")
         return tuple(results) if is_tuple else results[0]
+
+    def between_parts(
+        self,
+        instruction: Instruction,
+        array: GlobalTree,
+        source: Instruction,
+    ) -> Global:
+        """The part of an array that a body takes which is manual in some axes only; or
+        the array of which a body returns a part. `source` says the sharding of `array`.
+        """
+        assert isinstance(array, Global)
+        (before,) = shardings_in(source.attributes) or ("",)
+        (after,) = shardings_in(instruction.attributes) or ("",)
+        key = ("manual part", array.view, before, after)
+        result = self.named(key, instruction, operands=(array,))
+        if manual.is_out_of_shards(instruction):
+            outside = PartlyManual(result, after, before)
+            results = self.values.partly_manual_results
+            results.setdefault(array, set()).add(outside)
+        else:
+            self.parts[result] = PartlyManual(array, before, after)
+        return result
+
+    def partly_manual_call(
+        self,
+        operands: Sequence[GlobalTree],
+        name: str,
+    ) -> GlobalTree:
+        """The results of the call of a body that is manual in some axes only. Each value
+        in it is one for each part over these axes.
+        """
+        calls = self.values.partly_manual_calls.setdefault(name, [])
+        first = len(self.values.nodes)
+        results = self.run(name, operands)
+        taken: list[tuple[Global, PartlyManual]] = []
+        parts: set[tuple[int, ...]] = set()
+        for operand in operands:
+            if not isinstance(operand, Global) or operand not in self.parts:
+                return results
+            part = self.parts[operand]
+            taken.append((operand, part))
+            try:
+                of_devices = parts_of_devices(
+                    part.part_sharding, self.module.partitions
+                )
+            except Unjudged:
+                return results
+            parts.add(tuple(of_devices.tolist()))
+        if len(parts) != 1:
+            return results
+        inside = [*range(first, len(self.values.nodes))]
+        inside += [array.view.root for array, _ in taken]
+        self.values.parts.update(dict.fromkeys(inside, parts.pop()))
+        calls.append(PartlyManualCall(tuple(taken), tuple(_leaves(results))))
+        return results
 
     def out_of_shards(
         self,
