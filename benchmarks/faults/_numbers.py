@@ -139,7 +139,7 @@ def compare(results: list[np.ndarray], expected: list[Expected]) -> dict[str, An
 
 def outcome(case: Case, ready: Prepared, step: Any = None) -> dict[str, Any]:
     """Runs the case on its mesh. An error of JAX or XLA is an outcome of its own. `step`
-    is its jitted function, if that is traced already.
+    is its function, if that is traced already.
     """
     try:
         function = sharded(case) if step is None else step

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from shardfx import testing
-from shardfx._step import Programs, judged
+from shardfx._step import Programs, Step, judged, step_of
 
 from ._data import Case
 from ._draws import shapes_between
@@ -20,13 +20,20 @@ _BROKEN = re.compile(r"^the rule of .* failed|^.* failed: \w+Error")
 _EQUATION = re.compile(r"first equation that differs: `([\w-]+)`")
 
 
-def verdict(case: Case, step: Any = None) -> dict[str, Any]:
-    """The verdict on a case, as JSON holds it. An error of `verify` is a verdict of its
-    own, "failed". `step` is its jitted function, if there is one already.
+def traced_step(case: Case) -> Step:
+    """The step of a case, to be traced and lowered once for its verdict and its numbers."""
+    traced = sharded(case).trace(*structs(case))
+    return step_of(traced, (), mesh_of(case.layout.mesh))
+
+
+def verdict(case: Case, step: Step | None = None) -> dict[str, Any]:
+    """The verdict of `shardfx.testing.verify` on a case, as JSON holds it. An error of
+    `verify` is a verdict of its own, "failed". `step` is the traced step, if there is
+    one already.
     """
     try:
-        function = sharded(case) if step is None else step
-        said = testing.verify(function, *structs(case), compiler="cpu")
+        traced = traced_step(case) if step is None else step
+        said = judged(traced.programs("cpu"))
     except Exception as error:  # whatever it is, it is a fault of `verify`
         return {
             "outcome": "failed",
