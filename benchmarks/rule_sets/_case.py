@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 import shardfx as sfx
+from shardfx._ground.spec import entry_axes
+from shardfx._step import Dims, Programs, Step, step_of
 
 
 # Rows, fully sharded and tensor parallel, as far as the mesh has them.
@@ -75,6 +77,29 @@ class Case(NamedTuple):
         sizes = MESHES[self.mesh]
         return dict(zip(self.axes, sizes[-len(self.axes) :], strict=True))
 
+    def programs(self) -> Programs:
+        """The program of the step before and after XLA's partitioner, as
+        `shardfx.testing.verify` reads both.
+
+        A model that constrains no array is traced and lowered once for all of its rule
+        sets and meshes, which is most of the work.
+        """
+        model = self.make()
+        if model.is_held or model.is_planned:
+            step, args = self.step()
+            return step_of(step, args).programs("tpu")
+        spec = sfx.MeshSpec(self.sizes)
+        plan = self.planned(model.params, spec)
+        params = [_dims(leaf.spec, leaf.shape) for leaf in plan.leaves]
+        rows = [_dims(jax.P(self.axes[:-1]), model.batch.shape)]
+        loss: list[Dims] = [()]
+        return _traced(self.make).programs(
+            "tpu",
+            mesh=spec,
+            arguments=params + rows,
+            results=loss + params,
+        )
+
     def step(self) -> tuple[Any, tuple[Any, ...]]:
         """The jitted step, loss and gradient, and its arguments as structs."""
         model = self.make()
@@ -92,6 +117,20 @@ class Case(NamedTuple):
             out_shardings=(whole, plan.shardings),
         )
         return step, (plan.structs, batch)
+
+
+def _dims(spec: jax.P, shape: tuple[int, ...]) -> Dims:
+    """The mesh axes of each dimension of an array."""
+    axes = tuple(map(entry_axes, spec))
+    return axes + ((),) * (len(shape) - len(axes))
+
+
+@ft.lru_cache(maxsize=1)
+def _traced(make: Callable[[], Model]) -> Step:
+    """The step of a model, loss and gradient, without shardings."""
+    model = make()
+    step = jax.jit(jax.value_and_grad(model.loss), keep_unused=True)
+    return step_of(step, (model.params, model.batch))
 
 
 def struct(*shape: int) -> jax.ShapeDtypeStruct:
