@@ -274,13 +274,24 @@ class Step:
         text = self._bytecode("tpu", self.mesh, None, None, None)
         return tpu_compiled(self._tpu_program(text, None, None), slices, order)
 
-    def tpu_partitioned(self, slices: TpuSlice, order: Sequence[int]) -> str:
+    def tpu_partitioned(
+        self,
+        slices: TpuSlice,
+        order: Sequence[int],
+        *,
+        mesh: MeshSpec | None = None,
+        arguments: Sequence[Dims | None] | None = None,
+        results: Sequence[Dims | None] | None = None,
+    ) -> str:
         """The HLO text of one device's program as libtpu's own partitioner leaves it,
-        with all numbers of its constants. The arguments and errors are those of
+        with all numbers of its constants. `mesh` is another mesh, as in
+        `Step.partitioned`; the other arguments and the errors are those of
         `Step.tpu_dumps`.
         """
-        text = self._bytecode("tpu", self.mesh, None, None, None)
-        return tpu_partitioned(self._tpu_program(text, None, None), slices, order)
+        mesh = self.mesh if mesh is None else mesh
+        text = self._bytecode("tpu", mesh, arguments, results, None)
+        program = self._tpu_program(text, arguments, results)
+        return tpu_partitioned(program, slices, order)
 
     def _tpu_program(
         self,

@@ -20,11 +20,20 @@ from jaxtyping import PyTree
 
 from .. import chips
 from .._arrays import filter_jit
-from .._ground.errors import MeshError, OutOfMemoryError
+from .._ground.errors import MeshError, OutOfMemoryError, ProgramError
 from .._ground.keys import is_key
 from .._ground.spec import entry_axes
 from .._plan import ShardPlan, follow
-from .._step import Dims, Parameter, Platform, Refutation, Step, parse_hlo, step_of
+from .._step import (
+    Dims,
+    Parameter,
+    Platform,
+    Refutation,
+    Step,
+    Target,
+    parse_hlo,
+    step_of,
+)
 from ..cost import Traffic, TrafficRow, compare, compile_for, seconds, traffic
 from ..cost._compile_for import memory_of
 from ..cost._estimate import DIRECT, LARGEST, as_sent, extrapolated
@@ -221,9 +230,14 @@ class LoweredStep:
         changed = constrain_step(self.step, candidate.mesh, candidate.rules)
         return step_of(lambda *args: changed(*args), self.args)
 
-    def refutations(self, candidate: Candidate) -> tuple[Refutation, ...]:
-        """What XLA's partitioner computes wrongly under `candidate`; nothing for meshes
-        whose programs are extrapolated.
+    def refutations(
+        self,
+        candidate: Candidate,
+        target: Target | None = None,
+    ) -> tuple[Refutation, ...]:
+        """What XLA's partitioner computes wrongly under `candidate`, or libtpu's for the
+        slices `target`; nothing for meshes whose programs are extrapolated, and for
+        programs that libtpu cannot partition.
         """
         if candidate.mesh.size > DIRECT:
             return ()
@@ -235,7 +249,20 @@ class LoweredStep:
             arguments=arguments,
             results=results,
         )
-        return refutations_of(programs)
+        if target is None:
+            return refutations_of(programs)
+        try:
+            text = step.tpu_partitioned(
+                target.slices,
+                target.order,
+                mesh=candidate.mesh,
+                arguments=arguments,
+                results=results,
+            )
+        except ProgramError:
+            # libtpu is asked for the whole program next, and says why.
+            return ()
+        return refutations_of(programs, text)
 
     def _shardings(
         self,

@@ -14,7 +14,7 @@ from .._ground.errors import MeshError, ProgramError, RuleError
 from .._ground.misuse import called
 from .._ground.text import bytes_text, plural
 from .._rules import AxisRules
-from .._step import bytecode, explicit_mesh, without_mesh
+from .._step import Target, bytecode, explicit_mesh, without_mesh
 from ..cost._estimate import DIRECT, LARGEST
 from ..cost._foreseen import TEMPORARIES
 from ._asked import (
@@ -151,7 +151,7 @@ def search(
     candidate that needs the least memory, with a reason. Above 2,048 devices, numbers
     are extrapolated from programs for smaller meshes. Up to there, a candidate that
     [`shardfx.testing.verify`][] refutes is dropped, if its program has at most 4,000
-    operations.
+    operations: libtpu's own program for those that libtpu is asked about.
 
     **Raises:**
 
@@ -303,15 +303,16 @@ def _asked_of_libtpu(
     keep: int,
     tell: Tell,
 ) -> list[Candidate]:
-    """The candidates that XLA's partitioner computes rightly, the first few with
-    libtpu's bytes and memory. Candidates that fit in memory come first.
+    """The candidates that libtpu partitions rightly, the first few with its bytes and
+    memory. Candidates that fit in memory come first.
     """
     module = lowered.plain.module(lowered.platform)
     most = _SCHEDULED.count(_EACH + len(bytecode(module)) * _SCHEDULED_BYTE)
     enough = min(most, keep + _BEHIND)
     fitting = [candidate for candidate in candidates if candidate.fits]
     if fitting:
-        fitting = _without_refuted(lowered, fitting, enough, tell)
+        target_of = ft.partial(target_for, lowered, options)
+        fitting = _without_refuted(lowered, fitting, enough, tell, target_of)
     full = [candidate for candidate in candidates if not candidate.fits]
     full.sort(key=lambda candidate: candidate.memory_bytes)
     answers = settled(lowered, options, [*fitting, *full], enough, most, tell)
@@ -323,16 +324,18 @@ def _without_refuted(
     fitting: Sequence[Candidate],
     keep: int,
     tell: Tell,
+    target_of: Callable[[Candidate], Target | None] = lambda candidate: None,
 ) -> list[Candidate]:
     """The candidates, without those of the first `keep` that XLA's partitioner computes
-    wrongly. Raises `ProgramError` if none is left.
+    wrongly, or libtpu's for the slices that `target_of` names. Raises `ProgramError` if
+    none is left.
     """
     right: list[Candidate] = []
     remaining = list(fitting)
     last = ""
     while remaining and len(right) < keep:
         candidate = remaining.pop(0)
-        refutations = lowered.refutations(candidate)
+        refutations = lowered.refutations(candidate, target_of(candidate))
         if refutations:
             last = str(refutations[0])
             tell(f"dropped {candidate.title}: {last}")

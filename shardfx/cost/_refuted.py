@@ -11,6 +11,7 @@ from .._step import (
     Refutation,
     Step,
     judged,
+    judged_text,
     parse_hlo,
 )
 
@@ -37,14 +38,21 @@ def module_of(programs: Programs, devices: int) -> HloModule:
     return dataclasses.replace(parse_hlo(programs.partitioned), partitions=devices)
 
 
-def refutations_of(programs: Programs) -> tuple[Refutation, ...]:
+def refutations_of(
+    programs: Programs,
+    text: str | None = None,
+) -> tuple[Refutation, ...]:
     """What the partitioner computes wrongly; nothing for programs with more than
-    `MOST_JUDGED` operations.
+    `MOST_JUDGED` operations. `text` is the program that another compiler partitioned, to
+    be read in the place of XLA's.
     """
+    read = programs.partitioned if text is None else text
     # One operation is one line with an equals sign.
-    if programs.partitioned.count(" = ") > MOST_JUDGED:
+    if read.count(" = ") > MOST_JUDGED:
         return ()
-    return judged(programs).refutations
+    if text is None:
+        return judged(programs).refutations
+    return judged_text(programs.whole, text, "the compiler's program").refutations
 
 
 def warn_if_refuted(programs: Programs) -> None:

@@ -1,6 +1,7 @@
 """A search drops what XLA's partitioner computes wrongly."""
 
 import dataclasses
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from shardfx.auto._asked import trace
 from shardfx.auto._programs import LoweredStep
 from shardfx.auto._search import _without_refuted
 from shardfx.auto._space import MODEL
+from shardfx.cost._libtpu import target_of
 from shardfx.errors import ProgramError
 
 
@@ -77,3 +79,36 @@ def test_a_search_without_a_right_candidate_says_what_is_wrong(lowered):
     message = r"wrongly under each of the 2 candidates.*test_refuted_candidates.py:\d+ residual"
     with pytest.raises(ProgramError, match=message):
         _without_refuted(lowered, [wrong, other], 1, print)
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed: pip install 'shardfx[aot]'",
+)
+def test_a_search_reads_the_program_that_libtpu_partitions():
+    chip = chips.find("v5e")
+    lowered = LoweredStep(residual, trace(residual, W, X), chip, MODEL)
+    target = target_of(chip, MESH)
+    assert target is not None
+    wrong = candidate(jax.P("tensor", "fsdp"), 1.0)
+    right = candidate(jax.P(), 2.0)
+    jitted = jax.jit(residual)
+    for proposed in (wrong, right):
+        structs = [plan.structs for plan in proposed.plans]
+        verdict = sfx.testing.verify(jitted, *structs, compiler="tpu:v5e:2x4")
+        refutations = lowered.refutations(proposed, target)
+        assert len(refutations) == len(verdict.refutations)
+        for ours, theirs in zip(refutations, verdict.refutations, strict=True):
+            assert ours.operation == theirs.operation
+    # libtpu is asked once for each candidate that is judged.
+    asked = []
+    accepted = _without_refuted(
+        lowered,
+        [right, wrong],
+        1,
+        print,
+        lambda proposed: asked.append(proposed) or target,
+    )
+    assert accepted == [right, wrong]
+    assert asked == [right]
