@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
+from judging import programs_of, verdict_of
 
 import shardfx as sfx
-from shardfx._step import judged, step_of
 
 
 SPEC = sfx.MeshSpec({"data": 2, "tensor": 4})
@@ -101,7 +101,7 @@ def test_its_numbers_are_those_of_one_device(step):
 
 @pytest.fixture(scope="module")
 def texts():
-    return {step.__name__: step_of(step, (X, W)).programs("cpu") for step in STEPS}
+    return {step.__name__: programs_of(step, (X, W)) for step in STEPS}
 
 
 OTHER_GROUPS = "replica_groups={{0,4},{1,5},{2,6},{3,7}}, use_global"
@@ -127,13 +127,13 @@ OTHER_GROUPS = "replica_groups={{0,4},{1,5},{2,6},{3,7}}, use_global"
 )
 def test_another_body_is_not_proved(texts, name, before, after):
     programs = texts[name]
-    assert judged(programs).outcome == "proved"
+    assert verdict_of(programs).outcome == "proved"
     count = 0
     for match in re.finditer(before, programs.partitioned):
         start = programs.partitioned[: match.start()]
         rest = programs.partitioned[match.start() :]
         changed = start + re.sub(before, after, rest, count=1)
-        verdict = judged(programs._replace(partitioned=changed))
+        verdict = verdict_of(programs._replace(partitioned=changed))
         assert verdict.outcome != "proved", match[0]
         count += 1
     assert count, programs.partitioned
@@ -150,6 +150,6 @@ def test_an_exchange_of_parts_that_the_body_has_not_is_not_judged(texts):
         count=1,
     )
     assert swapped != programs.partitioned
-    verdict = judged(programs._replace(partitioned=swapped))
+    verdict = verdict_of(programs._replace(partitioned=swapped))
     assert verdict.outcome == "not judged"
     assert "that is none of its body" in str(verdict)

@@ -56,14 +56,12 @@ def in_tiles():
         "pool": jax.jit(lambda x: pooled(x, 3, 2), out_shardings=TILES),
         "gradient": gradient(3, 2, TILES),
     }
-    return {
-        name: step_of(step, (TILED,)).programs("cpu") for name, step in steps.items()
-    }
+    return {name: programs_of(step, (TILED,)) for name, step in steps.items()}
 
 
 @pytest.mark.parametrize("name", ["pool", "gradient"])
 def test_windows_over_rows_and_columns_that_are_cut(in_tiles, name):
-    verdict = judged(in_tiles[name])
+    verdict = verdict_of(in_tiles[name])
     assert verdict.outcome == "proved", verdict
 
 
@@ -98,12 +96,12 @@ def test_another_pool_in_tiles_is_not_proved(in_tiles, name, before, after):
     text = programs.partitioned.replace(
         "  %partition-id", "  %zero = f32[] constant(0)\n  %partition-id", 1
     )
-    assert judged(programs._replace(partitioned=text)).outcome == "proved"
+    assert verdict_of(programs._replace(partitioned=text)).outcome == "proved"
     outcomes = []
     for match in re.finditer(before, text):
         place = match.start()
         changed = text[:place] + re.sub(before, after, text[place:], count=1)
-        verdict = judged(programs._replace(partitioned=changed))
+        verdict = verdict_of(programs._replace(partitioned=changed))
         outcomes.append((verdict.outcome, match[0][:60]))
     assert "proved" not in dict(outcomes), outcomes
 
