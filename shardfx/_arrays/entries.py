@@ -7,6 +7,7 @@ type `int` stands for any position, as in `*args`, and the type `str` for any na
 in `**kwargs`.
 """
 
+import contextlib
 import inspect
 import itertools as it
 from collections.abc import Sequence
@@ -16,10 +17,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._ground.errors import PlanMismatchError
+from .._ground.errors import LeafTypeError, PlanMismatchError
 from .._ground.reason import Decision
 from .._ground.tree import flatten
-from .._plan import LeafPlan, ShardPlan, aligned, at_leaves, rows_of
+from .._plan import LeafPlan, ShardPlan, aligned, at_leaves, correct, rows_of
 from .._rules import AxisRules, PathRules
 from ..topology import MeshSpec
 
@@ -114,9 +115,14 @@ def spread(form: object, tree: object, what: str, *, shapes: bool = True) -> lis
     try:
         parts = structure.flatten_up_to(tree)
     except ValueError as error:
+        # JAX's text ends with the whole tree.
+        difference = str(error)
+        if len(difference) > 120:
+            difference = f"{difference[:120]}..."
         raise PlanMismatchError(
             f"the entry of `in_shardings` or `out_shardings` for {what} is no prefix of"
-            f" it: {error}"
+            f" it: {difference} Give a tuple one entry for each of its parts,"
+            " with `None` for a part that is to be taken as it comes."
         ) from error
     shardings: list[Any] = []
     for (path, entry), part in zip(entries, parts, strict=True):
@@ -154,8 +160,32 @@ def _below(entry: object, part: object, what: str, shapes: bool) -> list[Any]:
                     f" {leaf.dtype}{list(leaf.shape)}: the spec is {entry.spec} on a"
                     f" mesh {dict(entry.mesh.shape)}; `correct({entry.spec},"
                     f" {tuple(leaf.shape)}, mesh)` gives one that fits."
+                    f"{_indivisible_text(entry, leaf.shape)}"
                 ) from error
     return [entry] * len(jax.tree.leaves(part))
+
+
+def _indivisible_text(sharding: NamedSharding, shape: tuple[int, ...]) -> str:
+    """The end of a message: why the spec of a sharding does not fit `shape`, and what
+    to change; empty for a spec with more entries than dimensions.
+    """
+    if len(sharding.spec) > len(shape):
+        return ""
+    reasons = correct(sharding.spec, shape, sharding.mesh).reasons
+    return "".join(f" {reason}." for reason in reasons)
+
+
+def refuse_what_is_planned(fn: Any, plan: ShardPlan) -> None:
+    """Raises `LeafTypeError` if `fn`, which is to be jitted, is the tree of `plan`, the
+    plan of its results.
+    """
+    with contextlib.suppress(PlanMismatchError):
+        spread(plan, fn, "", shapes=False)
+        raise LeafTypeError(
+            f"`filter_jit` is given a {type(fn).__name__}, the tree that the plan in"
+            " `out_shardings` is for, and would call it; pass the function that makes"
+            " it: `filter_jit(make, out_shardings=plan)(key)`."
+        )
 
 
 def parameter_keys(signature: inspect.Signature) -> Keys:

@@ -6,7 +6,7 @@ checks, some bad calls of a program on several CPU devices end the process.
 """
 
 import functools as ft
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -96,6 +96,26 @@ def check_given(arrays: Iterable[Given]) -> None:
                 " first: `jax.tree.map(jax.numpy.copy, tree)`; or leave the argument"
                 " out of `donate`."
             )
+
+
+def raise_if_donated_twice(
+    name: str,
+    arrays: Sequence[Any],
+    error: Exception,
+) -> None:
+    """Raises `PlanMismatchError` if JAX refused a call of the function `name` with
+    `error` because one of its arguments `arrays` is passed twice and donated.
+    """
+    if "previously donated in the same call" not in str(error):
+        return
+    numbers = [id(array) for array in arrays]
+    twins = [array for array in arrays if numbers.count(id(array)) > 1]
+    shown = "".join(f", {x.dtype}{list(x.shape)}," for x in twins[:1])
+    raise PlanMismatchError(
+        f"two arguments of `{name}` are one array{shown} and one of them is donated:"
+        " the program could write over what it still reads. Copy one of them first:"
+        " `jax.tree.map(jax.numpy.copy, tree)`; or leave the argument out of `donate`."
+    ) from error
 
 
 def _is_elsewhere(array: Given) -> bool:

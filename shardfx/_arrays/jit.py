@@ -150,6 +150,11 @@ def filter_jit(
             f"`filter_jit` takes a function, not {type(fn).__name__}; pass the function"
             " that is to be compiled: `filter_jit(step, in_shardings=(plan, None))`."
         )
+    if check is not None and not callable(check):
+        raise LeafTypeError(
+            f"`check` takes a function, not {check!r:.40}; pass the function itself:"
+            " `check=shardfx.testing.verify`."
+        )
     decorator = ft.partial(
         Jitted,
         in_shardings=in_shardings,

@@ -29,6 +29,7 @@ from .entries import (
     donated_by_key,
     entries_by_key,
     parameter_keys,
+    refuse_what_is_planned,
     shardings_in,
     spread,
 )
@@ -39,6 +40,7 @@ from .given import (
     is_abstract,
     is_placed,
     raise_apart,
+    raise_if_donated_twice,
     struct_of,
     without_devices,
 )
@@ -53,6 +55,8 @@ R = TypeVar("R")
 # programs.
 _FORMS = 128
 _ARRAY = jax.ShapeDtypeStruct((), np.float32)
+# JAX's errors for a function where it takes an array.
+_GOT_FUNCTION = re.compile(r"got <class '[\w.]*(custom_jvp|function|PjitFunction)'>")
 
 
 @dataclasses.dataclass(eq=False)
@@ -114,6 +118,8 @@ class Jitted(Generic[P, R]):
         arrays, self._rest = eqx.partition(fn, _is_array)
         # A function without arrays need not be flattened at each call.
         self._arrays = arrays if jax.tree.leaves(arrays) else None
+        if self._arrays is not None and isinstance(out_shardings, ShardPlan):
+            refuse_what_is_planned(fn, out_shardings)
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         entries = {"in_shardings": in_shardings, "out_shardings": out_shardings}
         shardings = {what: shardings_in(entry, what) for what, entry in entries.items()}
@@ -166,6 +172,9 @@ class Jitted(Generic[P, R]):
         except (TypeError, ValueError, AttributeError) as error:
             if not isinstance(error, PlanMismatchError):
                 self._raise_for_arguments(error, static, arrays)
+            raise
+        except jax.errors.JaxRuntimeError as error:
+            raise_if_donated_twice(self._name, arrays, error)
             raise
         if type(out) is Parted:
             return out.rest.tree(*out.lists)
@@ -518,6 +527,11 @@ class Jitted(Generic[P, R]):
         `static` and `arrays` are the static argument and the arrays of that call.
         """
         given_arrays = self._given(*static.tree(arrays))
+        if _GOT_FUNCTION.search(str(error)):
+            error.add_note(
+                f"An argument of `{self._name}` holds functions, which are no arrays:"
+                " pass `eqx.filter(tree, eqx.is_array)`."
+            )
         if "incompatible devices" in str(error):
             text = re.sub(
                 r"arrays\[(\d+)\] of [^ ]*",

@@ -270,6 +270,8 @@ def raise_unknown(draft: Draft) -> None:
                 f"{name!r} is a mesh axis: for mesh axes give PartitionSpecs by path,"
                 " `paths=PathRules([...])`"
             )
+        if axes.names and set(axes.names) <= set(draft.mesh.axis_names):
+            fix = "these are mesh axes, and a rule is a pair `(name, mesh axis)`"
         head = (
             "no rule of `axes` is about these logical names. The rules have"
             f" {axes.names}; {fix}, or pass "
@@ -313,6 +315,9 @@ def raise_absent(draft: Draft) -> None:
     lines = []
     for axis, user in wrong.items():
         hint = near(axis, mesh.axis_names)
+        parts = [part.strip() for part in axis.split(",")]
+        if len(parts) > 1:
+            hint = f"; for several axes write a tuple, {tuple(parts)}"
         if draft.axes is not None and axis in draft.axes.names:
             hint = (
                 ", which is a logical name of `axes`: a tuple holds names,"
@@ -497,9 +502,9 @@ def raise_unused(
     """
     unused = unused_rules(rules.rules, rules.used, flat, decided, by)
     head = (
-        "rules that never apply are mostly mistakes. Correct them, take them out, mark"
-        " those that other trees need with `optional(target)`, or pass"
-        ' `unused="allow"`:'
+        "rules that never apply are mostly mistakes. Correct them, move them ahead of"
+        " the rules that shadow them, take them out, mark those that other trees need"
+        ' with `optional(target)`, or pass `unused="allow"`:'
     )
     texts = []
     for why in unused:

@@ -1,5 +1,6 @@
 """`field`: declares the logical names of the arrays in a field of an Equinox module."""
 
+import difflib
 from typing import Any
 
 import equinox as eqx
@@ -67,5 +68,7 @@ def field(
                 f"`field({what}={value!r})`: give a tuple, `{what}=({value!r},)`; a"
                 " string is one name."
             )
+    for name in difflib.get_close_matches("names", kwargs, n=1):
+        raise SpecError(f"`field` has no argument `{name}`; write `field(names=...)`.")
     metadata = {**kwargs.pop("metadata", {}), METADATA: (names, tuple(stacked))}
     return eqx.field(metadata=metadata, **kwargs)

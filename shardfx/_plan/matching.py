@@ -159,6 +159,12 @@ def _advice(planned: Sequence[str], array_paths: Sequence[str]) -> str:
     """What to do with a tree of the arrays `array_paths`, under a plan of the arrays
     `planned`.
     """
+    if list(array_paths) == [""]:
+        return (
+            "One array stands where the plan has a tree: the sharding of a batch is"
+            " `plan.sharding(names)`; or the arguments are in another order. Plan the"
+            " tree that you use."
+        )
     key = branch_of(planned, set(array_paths))
     if key is not None:
         # A model's plan with a whole training state.

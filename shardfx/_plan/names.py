@@ -179,7 +179,8 @@ def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
             "`names` is no prefix of the tree:"
             f" {place} it has {_text(names)}, and"
             f" the tree has {_text(node)}. At each array it must have a tuple of"
-            " logical names, or `None` for a whole subtree without names."
+            " logical names, or `None` for a whole subtree without names. By path,"
+            " names go into rules: `paths=PathRules([(regex, names)])`."
         )
     pairs = zip(names_below, below, strict=True)
     entries = []

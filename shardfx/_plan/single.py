@@ -216,6 +216,12 @@ def check_absent(
         if why.code is Code.absent:
             absent += why.axes
     for axis in absent:
+        if axes is not None and axis in axes.names:
+            raise SpecError(
+                f"the plan's mesh {mesh} has no axis {axis!r}, which is a logical name"
+                f" of `axes`: names are a tuple, `({axis!r}, ...)`, and `P(...)` holds"
+                " mesh axes."
+            )
         if axis not in declared:
             raise SpecError(
                 f"the plan's mesh {mesh} has no axis"

@@ -69,7 +69,7 @@ def read_pairs(mapping: Any, what: str) -> list[tuple[str, Any]]:
         ):
             raise RuleError(
                 f"`{what}`: {pair!r} is no pair that begins with a name; write (name,"
-                " value)."
+                " value), in a list: `[(name, value)]`."
             )
         checked.append((pair[0], pair[1]))
     return checked

@@ -430,7 +430,8 @@ def _checked(index: int, rule: object) -> tuple[str, Any]:
     ):
         raise RuleError(
             f"rule {index} is {rule!r}; a path rule is a pair of a regex"
-            " and a target: `(regex, target)`."
+            " and a target, `(regex, target)`, in a list: `PathRules([(regex,"
+            " target)])`."
         )
     pattern, target = rule
     try:

@@ -136,13 +136,18 @@ class Step:
         if platform not in self._lowered:
             try:
                 self._lowered[platform] = lower(self.traced, _PLATFORMS[platform])
-            except ValueError as error:
-                if _NEEDS_DEVICES not in str(error):
+            except (ValueError, NotImplementedError) as error:
+                kind = (
+                    "only for devices of this process, such as a `custom_partitioning`,"
+                    " whose Python code partitions it"
+                )
+                if isinstance(error, NotImplementedError):
+                    kind = f"for other platforms only ({error})"
+                elif _NEEDS_DEVICES not in str(error):
                     raise
                 raise ProgramError(
-                    "the step has an operation that JAX lowers only for devices of this"
-                    " process, such as a `custom_partitioning`, whose Python code"
-                    " partitions it; compile the step for devices, and read that:"
+                    f"the step has an operation that JAX lowers {kind}; for CPUs pass"
+                    ' `compiler="cpu"`, or compile the step for devices, and read that:'
                     " `compiled = jax.jit(step).lower(*args).compile()`, then"
                     " `shardfx.cost.traffic(compiled)` and `shardfx.cost.fit(compiled,"
                     " chip=...)`."
@@ -176,10 +181,20 @@ class Step:
 
     @property
     def _any(self) -> Platform:
-        """A platform for which the step was lowered before; "tpu" if there is none."""
+        """A platform for which the step was lowered before. If there is none, "tpu", or
+        "cpu" for a step with an operation that TPUs lack.
+        """
         for platform in self._lowered:
             return platform
-        return "tpu"
+        return self.platform_with_operations("tpu")
+
+    def platform_with_operations(self, platform: Platform) -> Platform:
+        """`platform`, or "cpu" for a step with an operation that `platform` lacks."""
+        try:
+            self.lowered(platform)
+        except ProgramError:
+            return "cpu"
+        return platform
 
     @ft.cached_property
     def _lowered(self) -> dict[Platform, Any]:

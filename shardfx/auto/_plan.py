@@ -164,7 +164,8 @@ def plan(
     if not any(flat.is_array):
         raise LeafTypeError(
             f"the tree, {type(tree).__name__}, holds no arrays; pass arrays, or structs"
-            " of them: `equinox.filter_eval_shape(make, key)` for a model."
+            " of them: `equinox.filter_eval_shape(make, key)` for a model. It comes"
+            " first: `plan(tree, devices)`."
         )
     hardware = _hardware(devices, chip)
     pricing = _Pricing(tree, flat, names, _init_of(optimizer))

@@ -138,6 +138,11 @@ def find(name: str | Chip) -> Chip:
         for alias in (chip.name, *chip.kinds, *_ALIASES.get(chip.name, ()))
     }
     plain_name = _plain(name)
+    if plain_name in ("tpu", "gpu"):
+        raise ChipError(
+            f"{name!r} does not say which chip, and how many: write a slice, as"
+            ' `"tpu:v5e:4x4"` or `"gpu:h100:8"`.'
+        )
     if plain_name not in chips_by_name:
         near = difflib.get_close_matches(plain_name, chips_by_name, n=3, cutoff=0.5)
         meant = (

@@ -54,7 +54,8 @@ def verify(
     **Arguments:**
 
     - `step`, `args`: the step and its arguments, as in [`shardfx.cost.estimate`][].
-    - `compiler`: the platform for which the step is lowered: "tpu", "gpu" or "cpu". The
+    - `compiler`: the platform for which the step is lowered: "tpu", "gpu" or "cpu". A
+      step with an operation that the platform lacks is lowered for CPUs. The
       name of a TPU slice, such as "tpu:v5e:2x4", asks libtpu, which partitions in its
       own way, and the program is its own. That needs `pip install "shardfx[aot]"`.
     - `compiled`: a program that a compiler finished for this step and these arguments,
@@ -115,7 +116,7 @@ def verify(
     """
     platform = platform_of(compiler)
     traced = step_of(step, args, mesh)
-    programs = traced.programs(platform)
+    programs = traced.programs(traced.platform_with_operations(platform))
     if compiled is not None:
         return judged_text(
             programs.whole,

@@ -161,8 +161,8 @@ RuleError: a rule has no `->` outside of brackets; write `regex->axes`, at posit
                     ^
 
 >>> planned(("decoder/nrm", P("data")))
-RuleError: rules that never apply are mostly mistakes. Correct them, take them out, mark those that other trees need \
-with `optional(target)`, or pass `unused="allow"`:
+RuleError: rules that never apply are mostly mistakes. Correct them, move them ahead of the rules that shadow them, \
+take them out, mark those that other trees need with `optional(target)`, or pass `unused="allow"`:
   rule 0, the regex 'decoder/nrm', matches no path of the tree; the nearest path is `decoder/norm`.
 
 >>> planned(memory_kinds=[("opt", "pinned_host")])
@@ -255,7 +255,8 @@ ValueError: `without('replicate')`: the codes of findings are unplannable, inval
 LeafTypeError: `init` must be a function, not GradientTransformationExtraArgs; pass `optimizer.init`.
 
 >>> follow(lambda x: x, planned(), adapters=["lora"])
-RuleError: rule 0 is 'lora'; a path rule is a pair of a regex and a target: `(regex, target)`.
+RuleError: rule 0 is 'lora'; a path rule is a pair of a regex and a target, `(regex, target)`, in a list: \
+`PathRules([(regex, target)])`.
 
 >>> plan({"a": {"w": P("data")}}, MESH, paths=EVERYTHING)
 LeafTypeError: leaf `a/w` is P('data',), but a plan is made from arrays or ShapeDtypeStructs; pass the model's own \

@@ -1,7 +1,10 @@
 """A hundred mistakes: the error of each has the part that is the fix."""
 
 import re
+from typing import Any
 
+import equinox as eqx
+import jax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -9,6 +12,7 @@ import shardfx as sfx
 from tests.house import (
     mistakes_of_arguments,
     mistakes_of_calls,
+    mistakes_of_newcomers,
     mistakes_of_plans,
     mistakes_of_readers,
 )
@@ -20,6 +24,7 @@ MISTAKES = {
     **mistakes_of_calls.MISTAKES,
     **mistakes_of_readers.MISTAKES,
     **mistakes_of_arguments.MISTAKES,
+    **mistakes_of_newcomers.MISTAKES,
 }
 
 
@@ -46,3 +51,10 @@ def test_the_error_of_an_init_says_what_follow_called():
     with pytest.raises(TypeError) as raised:
         sfx.follow(ADAM.update, PLAN)
     assert "pass `optimizer.init`" in raised.value.__notes__[-1]
+
+
+def test_a_function_among_arrays_is_told():
+    network: Any = eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0))
+    with pytest.raises(TypeError) as raised:
+        sfx.filter_jit(ADAM.init)(network)
+    assert any("eqx.filter" in note for note in raised.value.__notes__)

@@ -10,7 +10,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import shardfx as sfx
-from shardfx.errors import ProgramError
+from shardfx.errors import ProgramError, UnjudgedWarning
 
 
 MESH = sfx.MeshSpec({"data": 4, "tensor": 2}).build(jax.devices())
@@ -286,3 +286,13 @@ def test_an_operation_that_python_partitions_says_what_to_read():
     )
     with pytest.raises(ProgramError, match="such as a `custom_partitioning`.*traffic"):
         sfx.cost.estimate(lambda w: twice(w) @ w, W)
+
+
+def test_an_operation_that_tpus_lack_is_counted_and_judged_for_cpus():
+    eigenvalues = lambda w: jnp.linalg.eig(w)[0]
+    with pytest.raises(ProgramError, match="primitive 'eig' .*`compiler=\"cpu\"`"):
+        sfx.cost.estimate(eigenvalues, W)
+    assert sfx.cost.estimate(eigenvalues, W, compiler="cpu").wire_bytes >= 0
+    run = sfx.filter_jit(eigenvalues, check=sfx.testing.verify)
+    with pytest.warns(UnjudgedWarning, match="eig"):
+        assert run(W).shape == (8,)
