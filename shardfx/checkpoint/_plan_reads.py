@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
+import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from .._convert import TreeMap
@@ -14,6 +16,9 @@ from . import _stores as stores
 from ._entry import StoreArray, itemsize
 from ._index import Index
 from ._leaves_to_load import LeafToLoad, Unread, box_bytes, leaves_to_load
+from ._object_reads import Piece, pieces_of, requests_of
+from ._objects import ObjectPlace
+from ._reader import Read
 from ._reads import fetches, gathered_fetches, spans_into
 
 
@@ -122,6 +127,7 @@ def plan_reads(
 
     A `ReadPlan`. Its excess bytes are read and not needed. In a file, they are gaps
     that are too short to skip, such as those between the columns that a process needs.
+    In a store, ranges of several arrays in one object may be one read.
     In a store of chunks, they are the rest of each chunk.
 
     **Raises:**
@@ -165,16 +171,24 @@ def plan_reads(
         map=map,
         unread=unread,
     )
-    reads_by_kind: dict[object, Mapping[int, tuple[int, int, int]]] = {}
+    reads_by_kind: dict[object, Mapping[int, _LeafReads]] = {}
     totals: dict[int, list[int]] = {}
+    pieces: dict[int, list[Piece]] = {}
+    is_store = isinstance(index.place, ObjectPlace)
     for leaf in to_load.leaves:
-        # A model has many leaves of few kinds.
-        kind = _kind_of(leaf)
+        # A model has many leaves of few kinds. In a store, where they lie counts, too.
+        kind = leaf.path if is_store else _kind_of(leaf)
         if kind not in reads_by_kind:
-            reads_by_kind[kind] = _reads_of(leaf, processes, gap_bytes)
-        for process, counts in reads_by_kind[kind].items():
+            reads_by_kind[kind] = _reads_of(leaf, processes, gap_bytes, is_store)
+        for process, reads in reads_by_kind[kind].items():
             total = totals.setdefault(process, [0, 0, 0])
+            counts = (reads.needed_bytes, reads.read_bytes, reads.count_of_reads)
             totals[process] = [a + b for a, b in zip(total, counts, strict=True)]
+            pieces.setdefault(process, []).extend(reads.pieces)
+    for process, pieces_of_process in pieces.items():
+        for request in requests_of(pieces_of_process, gap_bytes):
+            totals[process][1] += request.nbytes
+            totals[process][2] += 1
     for scalar in to_load.scalars:
         # Each process reads the Python numbers.
         nbytes = itemsize(scalar.entry.dtype)
@@ -195,6 +209,17 @@ def plan_reads(
     return ReadPlan(tuple(reads))
 
 
+class _LeafReads(NamedTuple):
+    """The reads of a leaf in one process: the bytes that it needs, the bytes that it
+    reads, how many reads, and the pieces of requests to a store, which are not counted.
+    """
+
+    needed_bytes: int
+    read_bytes: int
+    count_of_reads: int
+    pieces: list[Piece]
+
+
 def _kind_of(leaf: LeafToLoad) -> tuple[object, ...]:
     """A value that leaves share if the same bytes of their arrays are read."""
     if leaf.pieces is not None:
@@ -212,9 +237,10 @@ def _reads_of(
     leaf: LeafToLoad,
     processes: int | None,
     gap_bytes: int,
-) -> Mapping[int, tuple[int, int, int]]:
-    """By the number of each process: the bytes of a leaf that it needs, the bytes that
-    it reads, and how many reads.
+    is_store: bool,
+) -> Mapping[int, _LeafReads]:
+    """The reads of a leaf by the number of each process. If `is_store`, the files are
+    objects.
     """
     reads = {}
     boxes_by_process = _boxes_of(leaf.shape, leaf.sharding, processes)
@@ -222,6 +248,7 @@ def _reads_of(
         needed_bytes = 0
         read_bytes = 0
         count = 0
+        pieces: list[Piece] = []
         plain, gathered = fetches(leaf, boxes)
         for fetch in [*plain, *gathered_fetches(leaf, gathered)]:
             entry = fetch.entry
@@ -229,16 +256,25 @@ def _reads_of(
                 box_bytes(box, entry.dtype) for box in dict.fromkeys(fetch.boxes)
             )
             if isinstance(entry, StoreArray):
-                sizes = [(stores.chunk_bytes(entry, box), 1) for box in fetch.boxes]
-            else:
-                sizes = [
-                    (span.nbytes, span.runs)
-                    for span in spans_into(entry, fetch, leaf.dtype, gap_bytes)
-                ]
-            for nbytes, runs in sizes:
-                read_bytes += nbytes
-                count += runs
-        reads[process] = (needed_bytes, read_bytes, count)
+                count += len(fetch.boxes)
+                for box in fetch.boxes:
+                    read_bytes += stores.chunk_bytes(entry, box)
+                continue
+            for span in spans_into(entry, fetch, leaf.dtype, gap_bytes):
+                if is_store:
+                    # No memory is taken.
+                    memory = np.broadcast_to(np.uint8(0), span.nbytes)
+                    read = Read(entry=entry, span=span, targets=())
+                    pieces += pieces_of(read, [memory])
+                    continue
+                read_bytes += span.nbytes
+                count += span.runs
+        reads[process] = _LeafReads(
+            needed_bytes=needed_bytes,
+            read_bytes=read_bytes,
+            count_of_reads=count,
+            pieces=pieces,
+        )
     return reads
 
 

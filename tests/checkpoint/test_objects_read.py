@@ -444,3 +444,27 @@ def test_requests_over_pieces_of_8_mebibytes(behind_proxy, mesh, mebibytes):
     assert sum(lengths) == nbytes + 1
     assert len(lengths) / (nbytes / 2**23) <= 1.1
     assert max(lengths) <= 24 * 2**20
+
+
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)
+def test_planned_reads_of_many_arrays_are_those_of_a_load(behind_proxy, mesh, spec):
+    server, proxy = behind_proxy
+    small = np.zeros((8, 16), np.float32)
+    tensors = {f"l.{number:03}": small + number for number in range(200)}
+    # In the file it separates arrays by more than a gap that is read along.
+    tensors["l.100"] = np.zeros((8, 2**14), np.float32)
+    server.put(f"planned/{spec}/model.safetensors", save(tensors))
+    index = checkpoint.read_index(server.place(f"planned/{spec}"))
+    made = planned(index, mesh, spec).select("l.0|l.15|l.19")
+    reads = checkpoint.plan_reads(index, made, unread="allow")
+    proxy.clear()
+    checkpoint.load(index, made, unread="allow")
+    bounds = [
+        [int(text) for text in ranges.removeprefix("bytes=").split("-")]
+        for _, _, ranges in proxy.seen
+    ]
+    lengths = [last + 1 - first for first, last in bounds if last > first]
+    (process,) = reads.processes
+    assert process.reads == len(lengths) == 2
+    assert process.read_bytes == sum(lengths)
+    assert process.needed_bytes == 120 * small.nbytes
