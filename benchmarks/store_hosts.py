@@ -3,6 +3,7 @@ store, and the processor time that it takes, if each needs all arrays.
 
 - `each`: every process loads from the store.
 - `copy`: one process copies the checkpoint to `/dev/shm`, and all load the copy.
+- `share`: every process copies some of the files to `/dev/shm`, and all load the copy.
 - `reshard`: every process loads a part of each array, and a `reshard` sends the parts.
 """
 
@@ -26,7 +27,7 @@ from shardfx import PathRules, checkpoint, plan, reshard
 from . import _load_stores
 
 
-WAYS = ("each", "copy", "reshard")
+WAYS = ("each", "copy", "share", "reshard")
 DEVICES = 2
 
 
@@ -101,9 +102,11 @@ def _run(
     begin = time.process_time()
     if way == "each":
         result = checkpoint.load(index, whole)
-    elif way == "copy":
-        if number == 0:
-            _copy(endpoint, index, copy)
+    elif way in ("copy", "share"):
+        if way == "share":
+            _copy(endpoint, index, copy, number, processes)
+        elif number == 0:
+            _copy(endpoint, index, copy, 0, 1)
         multihost_utils.sync_global_devices("copied")
         result = checkpoint.load(copy, whole)
     else:
@@ -114,13 +117,16 @@ def _run(
     print(f"\n{seconds}", flush=True)
 
 
-def _copy(endpoint: str, index: checkpoint.Index, copy: Path) -> None:
+def _copy(
+    endpoint: str, index: checkpoint.Index, copy: Path, number: int, processes: int
+) -> None:
+    """Copies every file whose number is that of the process."""
     import tensorstore as ts
 
     place = _load_stores.place_of(endpoint, "set/")
     store = ts.KvStore.open(place).result()
     names = {Path(entry.file).name for entry in index.entries}
-    for name in sorted(names):
+    for name in sorted(names)[number::processes]:
         with open(copy / name, "wb") as file:
             file.write(store.read(name).result().value)
     files = {entry.path: Path(entry.file).name for entry in index.entries}
