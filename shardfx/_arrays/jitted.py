@@ -442,6 +442,11 @@ class Jitted(Generic[P, R]):
                 shardings = spread(at_key(self._in, key), tree, what, shapes=shapes)
             except PlanMismatchError as error:
                 hint = self._fitting(key, tree, shapes) + self._named(key)
+                if isinstance(self._in.get(int), ShardPlan) and len(self._keys) > 1:
+                    hint += (
+                        " One plan is for all arguments: give a tuple, one entry for"
+                        " each."
+                    )
                 raise PlanMismatchError(f"{error}{hint}") from error
             is_donated = bool(at_key(self._donated, key))
             for path, leaf, sharding in zip(

@@ -89,6 +89,11 @@ def a_model_in_place_of_its_function():
     sfx.filter_jit(NETWORK, out_shardings=NETWORK_PLAN)
 
 
+@mended_by("One plan is for all arguments: give a tuple")
+def one_plan_for_all_arguments():
+    sfx.filter_jit(step, in_shardings=PLAN)(MODEL, X)
+
+
 @mended_by("Give a tuple one entry for each of its parts")
 def two_entries_for_three_results():
     three = lambda model, x: (model, x, x)
