@@ -15,7 +15,8 @@ from shardfx._reshard.steps.groups import (
     starts,
 )
 from shardfx._reshard.steps.layout import StepLayout
-from shardfx._reshard.steps.redistribution import MoveStep, permutation
+from shardfx._reshard.steps.paths import permutation
+from shardfx._reshard.steps.redistribution import MoveStep
 
 
 def pieces(array: np.ndarray, end: StepLayout, like: StepLayout) -> list[np.ndarray]:

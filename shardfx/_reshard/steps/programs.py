@@ -21,7 +21,8 @@ from ..shardings import NO_MESH, flat, labelled, layouts, placed, same_order, un
 from .chunks import Chunks, chunks_on_tpus, in_chunks
 from .groups import all_gather, all_to_all, join, split, starts
 from .layout import StepLayout
-from .redistribution import MoveStep, Redistribution, permutation
+from .paths import permutation
+from .redistribution import MoveStep, Redistribution
 
 
 def program(

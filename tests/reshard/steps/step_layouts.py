@@ -11,7 +11,8 @@ from shardfx import MeshSpec
 from shardfx._reshard.shardings import layout
 from shardfx._reshard.steps.groups import all_gather, all_to_all
 from shardfx._reshard.steps.layout import positions, slice_numbers
-from shardfx._reshard.steps.redistribution import permutation, redistribute
+from shardfx._reshard.steps.paths import permutation
+from shardfx._reshard.steps.redistribution import redistribute
 from shardfx._reshard.steps.splits import refine
 from shardfx.results import StepLayout
 

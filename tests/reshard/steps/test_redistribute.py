@@ -14,7 +14,8 @@ from benchmarks._simulate import pieces
 from shardfx import MeshSpec
 from shardfx._reshard.shardings import layout
 from shardfx._reshard.steps.layout import missing_share
-from shardfx._reshard.steps.redistribution import path_along, redistribute
+from shardfx._reshard.steps.paths import path_along
+from shardfx._reshard.steps.redistribution import redistribute
 from shardfx._reshard.steps.splits import refine
 from shardfx.errors import MeshError
 from shardfx.results import StepLayout
