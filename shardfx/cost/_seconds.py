@@ -14,8 +14,8 @@ from .._ground.misuse import called
 from .._ground.text import bytes_text, first_lines, html_text, table, together
 from .._step import KINDS
 from ..chips._chip import Ring, axes_on, extents_of, hops_across, rounds_of
+from ..chips._routes import Torus, route_of, torus_of
 from ..topology import MeshSpec
-from ._routes import Torus, route_of, torus_of
 from ._traffic_rows import Traffic, TrafficRow, axes_text
 
 
@@ -180,7 +180,8 @@ def seconds(
             extents = _extents(slice, extents, chip)
         axes = axes_on(chip, extents, inside)
         if axes and spec.size == traffic.devices:
-            torus = torus_of(spec, axes)
+            rings = [axes.get(name, ()) for name in spec.axis_names]
+            torus = torus_of(spec.axis_sizes, spec.dcn_sizes, rings)
     rows = [_row(row, axes, torus, chip) for row in traffic.rows]
     rows.sort(key=lambda row: -row.seconds)
     return Seconds(rows=tuple(rows), chip=chip)

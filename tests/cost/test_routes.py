@@ -10,14 +10,13 @@ from hypothesis import given, strategies as st
 
 from shardfx import MeshSpec, chips
 from shardfx.chips._chip import Ring
+from shardfx.chips._routes import Route, route_of, torus_of
 from shardfx.cost import Traffic, TrafficRow, seconds
-from shardfx.cost._routes import Route, route_of, torus_of
 
 
 def ring_of(size, closed):
     ring = Ring(size, closed)
-    mesh = MeshSpec({"x": size})
-    return torus_of(mesh, {"x": (ring,)})
+    return torus_of((size,), (1,), [(ring,)])
 
 
 @pytest.mark.parametrize(
@@ -44,9 +43,7 @@ def test_rings_and_lines(pairs, size, closed, messages, hops):
 
 def test_a_transposed_square_goes_around_corners():
     line = Ring(4, closed=False)
-    axes = {"a": (line,), "b": (Ring(4, closed=False),)}
-    mesh = MeshSpec({"a": 4, "b": 4})
-    torus = torus_of(mesh, axes)
+    torus = torus_of((4, 4), (1, 1), [(line,), (line,)])
     pairs = []
     for a, b in it.product(range(4), repeat=2):
         pairs.append((4 * a + b, 4 * b + a))
@@ -56,9 +53,8 @@ def test_a_transposed_square_goes_around_corners():
 
 
 def test_messages_between_slices_pass_no_link():
-    spec = MeshSpec({"x": 8}, dcn={"x": 2})
     line = Ring(4, closed=False)
-    torus = torus_of(spec, {"x": (line,)})
+    torus = torus_of((8,), (2,), [(line,)])
     slices_of_devices = torus.slices.tolist()
     assert slices_of_devices == [0, 0, 0, 0, 1, 1, 1, 1]
     across = route_of([(0, 4), (3, 7)], torus)
@@ -120,13 +116,8 @@ def test_routes_are_those_of_messages_that_walk(sizes, data):
     rings = []
     for size in sizes:
         rings.append(Ring(size, closed=size >= 4))
-    names = "xyz"[: len(sizes)]
-    sizes_by_axis = dict(zip(names, sizes, strict=True))
-    spec = MeshSpec(sizes_by_axis)
-    rings_by_axis = {}
-    for name, ring in zip(names, rings, strict=True):
-        rings_by_axis[name] = (ring,)
-    torus = torus_of(spec, rings_by_axis)
+    rings_of_axes = [(ring,) for ring in rings]
+    torus = torus_of(sizes, [1] * len(sizes), rings_of_axes)
     last = math.prod(sizes) - 1
     device = st.integers(0, last)
     messages = st.tuples(device, device)

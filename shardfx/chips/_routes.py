@@ -5,13 +5,12 @@ ring. If both ways are equally long, half of it goes each way.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from ..chips._chip import Ring
-from ..topology import MeshSpec
+from ._chip import Ring
 
 
 class Torus(NamedTuple):
@@ -27,34 +26,39 @@ class Torus(NamedTuple):
     slices: np.ndarray
 
 
-def torus_of(spec: MeshSpec, axes: Mapping[str, Sequence[Ring]]) -> Torus:
-    """The place of each device of the mesh `spec`, whose axes span the rings `axes`."""
-    axis_count = len(spec.axis_sizes)
+def torus_of(
+    sizes: Sequence[int],
+    slice_counts: Sequence[int],
+    rings: Sequence[Sequence[Ring]],
+) -> Torus:
+    """The place of each device of a mesh with axes of the given `sizes`. For each axis,
+    `slice_counts` has the number of slices and `rings` the dimensions that it spans.
+    """
     # For each mesh axis, the index of each device along it.
-    places = np.indices(spec.axis_sizes).reshape(axis_count, -1)
-    slices = np.zeros(spec.size, np.int64)
-    rings: list[Ring] = []
+    places = np.indices(sizes).reshape(len(sizes), -1)
+    device_count = math.prod(sizes)
+    slices = np.zeros(device_count, np.int64)
+    all_rings: list[Ring] = []
     columns: list[np.ndarray] = []
-    for number, name in enumerate(spec.axis_names):
-        slice_count = spec.dcn_sizes[number]
-        size_in_slice = spec.axis_sizes[number] // slice_count
-        slice_of_axis, place_in_slice = np.divmod(places[number], size_in_slice)
+    axes = zip(sizes, slice_counts, rings, places, strict=True)
+    for size, slice_count, rings_of_axis, place in axes:
+        size_in_slice = size // slice_count
+        slice_of_axis, place_in_slice = np.divmod(place, size_in_slice)
         slices = slices * slice_count + slice_of_axis
 
-        rings_of_axis = axes.get(name, ())
-        sizes = [ring.size for ring in rings_of_axis]
-        if not sizes:
+        ring_sizes = [ring.size for ring in rings_of_axis]
+        if not ring_sizes:
             continue
-        rings += rings_of_axis
+        all_rings += rings_of_axis
         # The cores of one chip have one place.
-        devices_of_chip = size_in_slice // math.prod(sizes)
+        devices_of_chip = size_in_slice // math.prod(ring_sizes)
         chips = place_in_slice // devices_of_chip
-        columns += np.unravel_index(chips, sizes)
+        columns += np.unravel_index(chips, ring_sizes)
 
-    coordinates = np.zeros((spec.size, 0), np.int64)
+    coordinates = np.zeros((device_count, 0), np.int64)
     if columns:
         coordinates = np.stack(columns, axis=1)
-    return Torus(rings=tuple(rings), coordinates=coordinates, slices=slices)
+    return Torus(rings=tuple(all_rings), coordinates=coordinates, slices=slices)
 
 
 class Route(NamedTuple):
