@@ -9,5 +9,5 @@ The *target* is the array to assemble, and its *sources* are the arrays that are
 `shard_parts` divides pieces into parts of single shards, each with the device that
 sends it and the device that receives it. `assembly` makes the plan for one array.
 `exchange` and `run` assemble the array by programs on the devices, and `host` by NumPy
-copies in this process.
+copies in this process, which `copies` lists.
 """

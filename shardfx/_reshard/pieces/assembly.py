@@ -20,8 +20,8 @@ from ..._ground.spec import array_bytes
 from ..._plan import ShardPlan
 from ...topology import MeshSpec
 from ..shardings import sharers, slices_of
+from .copies import Copy, HostCopies
 from .exchange import Exchange, exchanges
-from .host import Copy, HostCopies
 from .parts import ShardParts
 from .shard_part import Block
 

@@ -35,7 +35,7 @@ from ..._ground.keys import data_of
 from ..movable import naming, require_movable, require_reduced
 from ..shardings import divided_in_slices, has_devices, slices_of
 from .assembly import Assembly, MovedLeaf, ScaledArray, numbered, shards_of
-from .host import HostCopies, host_copies, joint_copies
+from .copies import HostCopies, host_copies, joint_copies
 from .parts import ShardParts, Source, shard_parts
 from .shard_part import Block, ShardPart
 

@@ -13,7 +13,8 @@ from ..._convert import as_bits
 from ..._ground.boxes import ArrayMaker, box_shape
 from ..._ground.copying import buffers, copy_along
 from .assembly import Assembly
-from .host import are_slices, is_guarded, shard_starts
+from .copies import shard_starts
+from .host import are_slices, is_guarded
 
 
 class _View(NamedTuple):
