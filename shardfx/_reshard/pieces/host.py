@@ -326,13 +326,27 @@ def _views(
             if old_memory is None:
                 old_memory = as_bytes(shards.typed(names[copy.array], copy.shard))
                 old_shards[copy.array, copy.shard] = old_memory
-            target = np.ndarray(
-                copy.shape, dtype, new_memory, copy.target_start, copy.target_strides
-            )
-            source = np.ndarray(
-                copy.shape, dtype, old_memory, copy.source_start, copy.source_strides
-            )
-            yield Views(target=target, source=source, block_dim=copy.block_dim)
+            yield views_of(copy, dtype, new_memory, old_memory)
+
+
+def views_of(
+    copy: Copy,
+    dtype: np.dtype,
+    new_memory: np.ndarray,
+    old_memory: np.ndarray,
+) -> Views:
+    """The views of a new and of an old shard's memory between which `copy` copies.
+    `dtype` is that of the elements.
+    """
+    return Views(
+        target=np.ndarray(
+            copy.shape, dtype, new_memory, copy.target_start, copy.target_strides
+        ),
+        source=np.ndarray(
+            copy.shape, dtype, old_memory, copy.source_start, copy.source_strides
+        ),
+        block_dim=copy.block_dim,
+    )
 
 
 def as_bytes(buffer: np.ndarray) -> np.ndarray:

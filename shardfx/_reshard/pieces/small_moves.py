@@ -4,7 +4,6 @@ of arrays that take less time to copy than to look at.
 """
 
 import functools as ft
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -13,23 +12,8 @@ from ..._convert import as_bits
 from ..._ground.boxes import ArrayMaker, box_shape
 from ..._ground.copying import buffers, copy_along
 from .assembly import Assembly
-from .copies import shard_starts
-from .host import are_slices, is_guarded
-
-
-class _View(NamedTuple):
-    """A copy from an old shard into the memory of all new shards. `shard` is the
-    position of the old shard in `SmallMover.numbers`; the other fields are those of
-    `host.Copy`.
-    """
-
-    shard: int
-    shape: tuple[int, ...]
-    source_start: int
-    source_strides: tuple[int, ...]
-    target_start: int
-    target_strides: tuple[int, ...]
-    block_dim: int | None
+from .copies import Copy, shard_starts
+from .host import are_slices, is_guarded, views_of
 
 
 class SmallMover:
@@ -44,18 +28,11 @@ class SmallMover:
         self._copied_dtype = as_bits(np.empty(0, dtype)).dtype
         self._memory_shape = (starts[-1] // dtype.itemsize,)
         self._numbers = sorted({copy.shard for copy in assembly.joint_copies})
-        self._views: list[_View] = []
+        # The shard of each copy is its position in `_numbers` here.
+        self._copies: list[Copy] = []
         for copy in assembly.joint_copies:
-            view = _View(
-                shard=self._numbers.index(copy.shard),
-                shape=copy.shape,
-                source_start=copy.source_start,
-                source_strides=copy.source_strides,
-                target_start=copy.target_start,
-                target_strides=copy.target_strides,
-                block_dim=copy.block_dim,
-            )
-            self._views.append(view)
+            position = self._numbers.index(copy.shard)
+            self._copies.append(copy._replace(shard=position))
         # The shape and the first byte of each new shard.
         self._shards: list[tuple[tuple[int, ...], int]] = []
         for box, start in zip(assembly.targets, starts, strict=False):
@@ -72,18 +49,9 @@ class SmallMover:
         copied_memory = memory
         if dtype != self._dtype:
             copied_memory = memory.view(dtype)
-        for view in self._views:
-            target = np.ndarray(
-                view.shape, dtype, copied_memory, view.target_start, view.target_strides
-            )
-            source = np.ndarray(
-                view.shape,
-                dtype,
-                old_shards[view.shard],
-                view.source_start,
-                view.source_strides,
-            )
-            copy_along(target, source, view.block_dim)
+        for copy in self._copies:
+            views = views_of(copy, dtype, copied_memory, old_shards[copy.shard])
+            copy_along(views.target, views.source, views.block_dim)
         new_shards: list[np.ndarray] = []
         for shape, start in self._shards:
             new_shards.append(np.ndarray(shape, self._dtype, memory, start))
