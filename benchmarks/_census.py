@@ -18,6 +18,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from shardfx import MeshSpec, chips
+from shardfx.cost import seconds, traffic
+
 from ._case import Value
 from ._pairs import MESHES, emulated, every_layout, placed, sharding_of
 from ._programs import lowered, planned, steps_program, wire_bytes
@@ -40,7 +43,8 @@ _ODD = ((6400, 4800), (8256, 4160), (50304, 768), (5120, 64, 80), (4096, 64, 96)
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A pair of shardings: what XLA's own program costs ("xla") and what the steps do
-    ("ours").
+    ("ours"). `link_seconds` is what `cost.seconds` says of both; it is empty for
+    devices without a slice.
     """
 
     move: str
@@ -51,6 +55,7 @@ class Row:
     temp_bytes: Mapping[str, int]
     wire_bytes: Mapping[str, float]
     compile_seconds: Mapping[str, float]
+    link_seconds: Mapping[str, float]
     speedup: float | None
 
     @property
@@ -85,8 +90,10 @@ def census(
     """
     if aot:
         devices = _topology(aot)
+        part = chips.parse_slice(aot)
     else:
         devices = emulated(16)
+        part = None
     if aot:
         large = ((8192, 8192), jnp.dtype(jnp.bfloat16))
     else:
@@ -117,6 +124,7 @@ def census(
                     src=src,
                     dst=dst,
                     slack_bytes=SLACK_BYTES + scratch,
+                    part=part,
                     run=run and not aot,
                 )
             )
@@ -167,6 +175,7 @@ def _row(
     dst: NamedSharding,
     slack_bytes: int,
     *,
+    part: chips.Slice | None,
     run: bool,
 ) -> Row:
     plan = planned(shape, dtype, src, dst)
@@ -196,6 +205,7 @@ def _row(
             for name, program in programs.items()
         },
         compile_seconds=taken,
+        link_seconds=_link_seconds(programs, src.mesh, part),
         speedup=None,
     )
     if not run:
@@ -206,6 +216,23 @@ def _row(
         # One bad moment of the machine is no result.
         speedup = _speedup(programs, x, 31)
     return dataclasses.replace(row, speedup=speedup)
+
+
+def _link_seconds(
+    programs: Mapping[str, Any],
+    mesh: Any,
+    part: chips.Slice | None,
+) -> dict[str, float]:
+    """The time of each program on the links of the slice `part`."""
+    if part is None:
+        return {}
+    spec = MeshSpec.of(mesh)
+    extents = "x".join(map(str, part.extents))
+    estimates: dict[str, float] = {}
+    for name, program in programs.items():
+        sent = traffic(program.as_text(), spec)
+        estimates[name] = seconds(sent, part.chip, spec, slice=extents).seconds
+    return estimates
 
 
 def _text(end: NamedSharding) -> str:
@@ -264,6 +291,14 @@ def _summary(rows: Sequence[Row]) -> dict[str, Value]:
     values["pairs with more wire bytes than XLA"] = sum(
         row.wire_bytes["ours"] > row.wire_bytes["xla"] + 1 for row in rows
     )
+    priced = [row.link_seconds for row in rows if row.link_seconds]
+    if priced:
+        values["pairs with more seconds on links than XLA"] = sum(
+            1.01 * row["xla"] < row["ours"] for row in priced
+        )
+        values["shardfx: seconds on links over XLA's"] = sum(
+            row["ours"] for row in priced
+        ) / sum(row["xla"] for row in priced)
     timed = [(row.speedup, row) for row in rows if row.speedup is not None]
     return values | _speedups(timed)
 
