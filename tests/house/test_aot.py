@@ -289,6 +289,18 @@ def test_a_move_takes_at_most_twice_the_larger_shard(
 
 
 @needs_libtpu
+def test_a_gather_along_both_dimensions_is_joined_once():
+    # As a concatenation along each dimension it takes 2.5 times the array.
+    devices = np.array(tpu.devices_of("tpu:v5p:4x4x4"))
+    mesh = Mesh(devices.reshape(4, 4, 4), ("a", "b", "c"))
+    src = NamedSharding(mesh, P("a", ("b", "c")))
+    compiled = compiled_steps((8192, 8192), src, NamedSharding(mesh, P()))
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes <= 2 * 8192 * 8192
+
+
+@needs_libtpu
 @pytest.mark.parametrize(
     ("name", "sizes"), [("v5e:8x8", (4, 16)), ("v5p:4x4x4", (4, 16))]
 )

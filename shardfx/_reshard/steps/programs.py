@@ -233,14 +233,15 @@ def _concatenate(shards: Array, counts: tuple[int, ...]) -> Array:
     TPUs. `counts` has the number of shards along each dimension of the result.
     """
     parts = shards.reshape((*counts, *shards.shape[1:]))
-    for dim in reversed(range(len(counts))):
+    for dim in reversed(range(1, len(counts))):
         along_dim = [
             lax.index_in_dim(parts, index, dim, keepdims=False)
             for index in range(counts[dim])
         ]
         # The numbers of shards along the dimensions before `dim` are still in front.
         parts = lax.concatenate(along_dim, 2 * dim)
-    return parts
+    # The shards along dimension 0 lie one after another now, so this is no copy.
+    return parts.reshape((-1, *parts.shape[2:]))
 
 
 def _either(
