@@ -1,5 +1,5 @@
 """Accelerators as data: memory, arithmetic and links of each, with the source of every
-number.
+number, and the links that a collective uses.
 
 The room may import `_ground`, and from `topology` the function that says which
 dimensions of a slice are rings. It never uses a device. All values are per chip, as

@@ -1,16 +1,51 @@
-"""The links of a torus that the messages of a permute pass.
+"""The links of a torus that collectives use.
 
-A message goes along one dimension of the torus after another, the shorter way around a
+A message of a permute goes along one dimension of the torus after another, the shorter way around a
 ring. If both ways are equally long, half of it goes each way.
 """
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from ._chip import Ring
+
+
+# The links that limit a collective, as `Collective.links` of `_step` says them.
+LinkUse = Literal["rings", "middle", "one"]
+
+
+def links_of(use: LinkUse, rings: Sequence[Ring]) -> float:
+    """The links over which a chip receives the bytes of a collective, at the rate of
+    one link each. The replica groups span the dimensions `rings` of the torus.
+    """
+    if not rings or use == "one":
+        return 1.0
+    if use == "middle":
+        # An all-to-all: each of n devices receives B bytes, half of them from the other
+        # side of the longest ring. In each direction n / 2 * B / 2 bytes cross its
+        # middle, where a ring has two links and a line has one. So B takes n B / (4
+        # links) seconds at the speed of a link. Other dimensions multiply both the
+        # devices and the links.
+        longest = longest_of(rings)
+        return 4 * longest.links / longest.size
+    return float(sum(ring.links for ring in rings))
+
+
+def rings_spanned(rings: Sequence[Ring], members: int) -> list[Ring]:
+    """The dimensions that a replica group of `members` devices spans, which are those
+    of its mesh axes. A group of a part of an axis does not go around its ring.
+    """
+    if members < math.prod(ring.size for ring in rings):
+        return [ring._replace(closed=False) for ring in rings]
+    return list(rings)
+
+
+def longest_of(rings: Sequence[Ring]) -> Ring:
+    """The dimension whose middle limits an all-to-all."""
+    return max(rings, key=lambda ring: ring.size / ring.links)
 
 
 class Torus(NamedTuple):

@@ -14,7 +14,14 @@ from .._ground.misuse import called
 from .._ground.text import bytes_text, first_lines, html_text, table, together
 from .._step import KINDS
 from ..chips._chip import Ring, axes_on, extents_of, hops_across, rounds_of
-from ..chips._routes import Torus, route_of, torus_of
+from ..chips._routes import (
+    Torus,
+    links_of,
+    longest_of,
+    rings_spanned,
+    route_of,
+    torus_of,
+)
 from ..topology import MeshSpec
 from ._traffic_rows import Traffic, TrafficRow, axes_text
 
@@ -121,12 +128,13 @@ def seconds(
 
     On a torus, a mesh axis spans dimensions of the slice. A collective uses the links
     of all dimensions that its axes span: in both directions along a dimension that is a
-    closed ring, and in one direction along an open one. An all-to-all is limited by the
-    links in the middle of its longest dimension, since half of its bytes cross them.
-    The messages of a permute go along one dimension after another, and the busiest link
-    limits them. Each hop takes the chip's `hop_seconds`. If a switch connects the
-    chips, each chip sends over all of its links. Bytes from another slice, or from
-    chips of another switch, use the data-center network.
+    closed ring, and in one direction along an open one, or if its groups span a part of
+    an axis. An all-to-all is limited by the links in the middle of its longest
+    dimension, since half of its bytes cross them. The messages of a permute go along
+    one dimension after another, and the busiest link limits them. Each hop takes the
+    chip's `hop_seconds`. If a switch connects the chips, each chip sends over all of
+    its links. Bytes from another slice, or from chips of another switch, use the
+    data-center network.
 
     **Arguments:**
 
@@ -253,7 +261,7 @@ def _rings_of(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]]) -> list[Rin
     rings: list[Ring] = []
     for axis in row.axes:
         rings += axes.get(axis, ())
-    return rings
+    return rings_spanned(rings, row.group_size)
 
 
 def _rate(
@@ -271,20 +279,14 @@ def _rate(
     rings = _rings_of(row, axes)
     if not rings:
         return float(link), "one link one way"
-    links = KINDS[row.kind].links
-    if links == "middle":
-        # An all-to-all: each of n devices receives B bytes, half of them from the other
-        # side of the longest ring. In each direction n / 2 * B / 2 bytes cross its
-        # middle, where a ring has two links and a line has one. So B takes n B / (4
-        # links) seconds at the speed of a link. Other dimensions multiply both the
-        # devices and the links.
-        longest = max(rings, key=lambda ring: ring.size / ring.links)
-        rate = 4 * longest.links * link / longest.size
-        return rate, f"the middle of a {_ring_text(longest)}"
+    use = KINDS[row.kind].links
+    rate = link * links_of(use, rings)
+    if use == "middle":
+        return rate, f"the middle of a {_ring_text(longest_of(rings))}"
     shape = " + ".join(map(_ring_text, rings))
-    if links == "one":
-        return float(link), f"one link one way ({shape})"
-    return float(link * sum(ring.links for ring in rings)), shape
+    if use == "one":
+        return rate, f"one link one way ({shape})"
+    return rate, shape
 
 
 def _ring_text(ring: Ring) -> str:

@@ -171,3 +171,16 @@ def test_a_permute_takes_its_busiest_link_and_its_hops():
     rounds = seconds(hundred, chip, mesh, slice="1x1x8")
     expected_rounds = 3 * 1e6 / 1e9 + 300e-6
     assert rounds.seconds == pytest.approx(expected_rounds)
+
+
+def test_a_group_of_a_part_of_an_axis_goes_around_no_ring():
+    v5p = chips.find("v5p")
+    chip = dataclasses.replace(v5p, link_bytes_per_second=1e9, hop_seconds=0.0)
+    mesh = MeshSpec({"x": 8})
+    traffic = permute((), 10**6)
+    row = dataclasses.replace(traffic.rows[0], kind="all-gather")
+    for group_size, links in ((8, 2), (4, 1)):
+        part = dataclasses.replace(row, group_size=group_size)
+        sent = dataclasses.replace(traffic, rows=(part,))
+        estimate = seconds(sent, chip, mesh, slice="1x1x8")
+        assert estimate.seconds == pytest.approx(1e6 / links / 1e9)
