@@ -147,19 +147,19 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
 
 # A trial that was measured once and then dropped; its program is not kept.
 EXCHANGE = """\
-87 random moves of 64 MiB on six meshes, half of them of shapes that only some axes divide. One model prices both
+300 random moves of 64 MiB on six meshes, half of them of shapes that only some axes divide. One model prices both
 sides: 90 GB/s a link, dimension by dimension, and 3 or 10 microseconds a collective. Times are over those of the steps
 that `reshard` takes; within 1 % is equal.
 
 | network | a collective | faster | equal | slower | worst | sum |
 |---|---|---|---|---|---|---|
-| torus | 3 us | 25 | 49 | 13 | 2.52 | 0.892 |
-| torus | 10 us | 25 | 49 | 13 | 2.28 | 0.922 |
-| switch | 3 us | 21 | 66 | 0 | 1.01 | 0.976 |
-| switch | 10 us | 15 | 67 | 5 | 1.05 | 0.985 |
+| torus | 3 us | 45 | 170 | 85 | 4.15 | 1.117 |
+| torus | 10 us | 48 | 169 | 83 | 4.60 | 1.107 |
+| switch | 3 us | 37 | 257 | 6 | 1.78 | 0.994 |
+| switch | 10 us | 38 | 256 | 6 | 2.64 | 0.995 |
 
-It would have replaced the search if no move got slower. The worst is `P(("b", "c"), "a")` to
-`P(None, ("b", "c", "a"))` on 4x3x2: six operations where the search needs two."""
+It would have replaced the search if no move got slower. The worst is `P("a", "b")` to `P(None, "a", "b")` on 6x4:
+twelve permutes where the search needs two all-to-alls."""
 
 
 def page(

@@ -4,8 +4,9 @@ moves.
 
 import collections
 import functools as ft
+import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from jax.sharding import (
 )
 from jaxtyping import Array, Shaped
 
-from .. import topology
+from .. import chips, topology
 from .._ground.spec import (
     array_bytes,
     canonical,
@@ -28,8 +29,10 @@ from .._ground.spec import (
     entries_of,
     entry_axes,
 )
+from ..chips._chip import Ring, axes_on
 from ..topology import MeshSpec
 from .steps.layout import StepLayout
+from .steps.network import Network
 
 
 def is_array(leaf: object) -> bool:
@@ -119,8 +122,10 @@ def layout(
     devices, and the slices of a MeshSpec are given by its `dcn`. An AbstractMesh counts
     as one slice. UNCONSTRAINED entries of `spec` count as not sharded.
     """
+    torus = _torus_of_devices(mesh) if isinstance(mesh, Mesh) else None
     sizes: list[int] = []
     weights: list[float] = []
+    rings: list[tuple[Ring, ...]] = []
     sub_axes_of: dict[str, range] = {}
     for axis, slice_count in zip(mesh.axis_names, _slice_counts(mesh), strict=True):
         size = mesh.shape[axis]
@@ -128,9 +133,11 @@ def layout(
         if slice_count > 1:
             sizes.append(slice_count)
             weights.append(_DCN_WEIGHT)
+            rings.append(())
         if slice_count == 1 or slice_count < size:
             sizes.append(size // slice_count)
             weights.append(1.0)
+            rings.append(torus.rings[axis] if torus is not None else ())
         sub_axes_of[axis] = range(first, len(sizes))
 
     dims: list[tuple[int, ...]] = []
@@ -143,12 +150,53 @@ def layout(
     if isinstance(mesh, Mesh):
         order = tuple([device.id for device in mesh.devices.flat])
     is_weighted = max(weights, default=1.0) > 1
+    network = None
+    if torus is not None:
+        chip = torus.chip
+        network = Network(
+            rings=tuple(rings),
+            link_bytes_per_second=float(chip.link_bytes_per_second),
+            dcn_bytes_per_second=chip.dcn_bytes_per_second / chip.devices_per_chip,
+            hop_seconds=chip.hop_seconds,
+        )
     return StepLayout(
         sizes=tuple(sizes),
         dims=tuple(dims),
         order=order,
         weights=tuple(weights) if is_weighted else (),
+        network=network,
     )
+
+
+class _TorusOfDevices(NamedTuple):
+    """The chip of a mesh's devices, and for each mesh axis the dimensions of a slice
+    that it spans.
+    """
+
+    chip: chips.Chip
+    rings: dict[str, tuple[Ring, ...]]
+
+
+@ft.lru_cache(maxsize=256)
+def _torus_of_devices(mesh: Mesh) -> _TorusOfDevices | None:
+    """Returns the torus of TPU devices; `None` for devices of another kind. Mesh axes
+    are assigned to dimensions of a slice as by `shardfx.cost.seconds`.
+    """
+    devices = list(mesh.devices.flat)
+    kind = devices[0].device_kind
+    known = [chip for chip in chips.CHIPS if chip.torus_dims and kind in chip.kinds]
+    if not known:
+        return None
+    [chip] = known
+    first_slice = [devices[index] for index in topology.slices(devices)[0]]
+    extents = topology.bounds(first_slice)[: chip.torus_dims]
+    if math.prod(extents) * chip.devices_per_chip != len(first_slice):
+        # Other chips lie between those of the mesh.
+        return None
+    sizes_in_slice: dict[str, int] = {}
+    for axis, slice_count in zip(mesh.axis_names, _slice_counts(mesh), strict=True):
+        sizes_in_slice[axis] = mesh.shape[axis] // slice_count
+    return _TorusOfDevices(chip, axes_on(chip, extents, sizes_in_slice))
 
 
 def _slice_counts(mesh: MeshSpec | Mesh | AbstractMesh) -> tuple[int, ...]:

@@ -81,6 +81,7 @@ PAST_THE_TABLE = {
         ("auto", "chips"),
         ("auto", "interop"),
         ("cost", "chips"),
+        ("_reshard", "chips"),
     ),
     ("_cli", "auto"),
 }

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..._ground.errors import MeshError
+from .network import Network
 
 
 # Indices of sub-axes (mesh axes or parts of them), major first.
@@ -41,6 +42,8 @@ class StepLayout:
       before and after a move list their devices in the same order.
     - `weights`: the cost of a byte along each mesh axis; `()` if all cost 1. An axis
       between TPU slices (or nodes) has a weight above 1.
+    - `network`: the torus that connects the devices. `None` if a switch connects them,
+      if they are not known, or for layouts over parts of mesh axes.
     """
 
     __module__ = "shardfx.results"
@@ -49,10 +52,11 @@ class StepLayout:
     dims: tuple[tuple[int, ...], ...]
     order: tuple[int, ...] | None = None
     weights: tuple[float, ...] = ()
+    network: Network | None = None
 
     def __post_init__(self):
         # Hashing thousands of ids on each look-up would cost more than the look-up.
-        fields = (self.sizes, self.dims, self.order, self.weights)
+        fields = (self.sizes, self.dims, self.order, self.weights, self.network)
         object.__setattr__(self, "_hash", hash(fields))
 
     def __hash__(self) -> int:

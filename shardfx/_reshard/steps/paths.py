@@ -63,10 +63,23 @@ def path_along(before: Sequence[StepLayout], after: Sequence[StepLayout]) -> Pat
             kind = _kind(source, target)
         if steps and kind == steps[-1].kind and _are_one(steps[-1], source, target):
             source = steps.pop().source
-        wire_share, dcn_share = _shares(kind, source, target, like=before[0])
-        if wire_share or kind != "permute":
-            steps.append(PathStep(kind, source, target, wire_share, dcn_share))
+        step = step_between(kind, source, target, like=before[0])
+        if step.wire_share or kind != "permute":
+            steps.append(step)
     return tuple(steps)
+
+
+def step_between(
+    kind: StepKind,
+    source: StepLayout,
+    target: StepLayout,
+    like: StepLayout,
+) -> PathStep:
+    """The step from `source` to `target`. Devices are numbered in the mesh order of
+    `like`.
+    """
+    wire_share, dcn_share = _shares(kind, source, target, like)
+    return PathStep(kind, source, target, wire_share, dcn_share)
 
 
 def _kind(source: StepLayout, target: StepLayout) -> StepKind:

@@ -69,11 +69,13 @@ class Prices:
 class PermutationPrices:
     """The costs of permutations, in which each device's shard is sent to another
     device. `cost` computes which bytes go over expensive axes only if the result
-    depends on it, since that takes time. `computed` counts such calls of `cost`.
+    depends on it, since that takes time. `computed` counts such calls of `cost`. A byte
+    costs `price` times its weight.
     """
 
-    def __init__(self, source: FineLayout):
+    def __init__(self, source: FineLayout, price: float = 1.0):
         self.link_groups = link_groups(source)
+        self.price = price
         self.computed = 0
 
     def cost(
@@ -92,7 +94,7 @@ class PermutationPrices:
         moving = int(is_moving.sum())
         if not moving:
             return 0.0
-        share /= len(have)
+        share *= self.price / len(have)
         total = self.link_groups[0].weight * moving * share
         if len(self.link_groups) == 1 or total >= limit:
             return total + STEP

@@ -32,11 +32,11 @@ within the budget, the layouts whose counts are nearest to those of the other ha
 start come first, at any cost.
 
 Another design was tried beside this one: a single exchange of boxes to a layout that is
-the target, sharded further, and then all-gathers. By a model of links it takes 0.89 of
-the time of these steps on a torus, summed over 87 moves, and 0.98 on switches. It is
-not used, since 13 of the moves get slower, one by 2.5 times: where the factors of two
-mesh axes differ, its boxes have several sizes, and so many rounds. docs/benchmarks.md
-has the table.
+the target, sharded further, and then all-gathers. By a model of links it takes 1.12
+times as long as these steps on a torus, summed over 300 moves, and 0.99 on switches. It
+is not used, since 85 of the moves get slower on a torus, one by 4 times: where the
+factors of two mesh axes differ, its boxes have several sizes, and so many rounds.
+docs/benchmarks.md has the table.
 """
 
 import dataclasses
@@ -82,12 +82,16 @@ class Problem:
     after it, and permutations of the sub-axes of a dimension. These steps help in three
     cases: sub-axes of different sizes block each other; a byte costs more along some
     sub-axes than along others; source and target have no sub-axes in common.
+
+    A byte of a permutation costs `permute_price` times as much as one of an all-gather,
+    and at least as much.
     """
 
     max_counts: Counts
     source: FineLayout
     target: FineLayout
     takes_detours: bool = False
+    permute_price: float = 1.0
 
 
 class Exploration(NamedTuple):
@@ -141,7 +145,7 @@ def explore(problem: Problem, most: int, limit: float) -> Exploration:
     """Searches for the cheapest path whose cost is below `limit`, among about `most`
     layouts. If `limit` is infinite, it goes on until it has found some path.
     """
-    permutations = PermutationPrices(problem.source)
+    permutations = PermutationPrices(problem.source, problem.permute_price)
     state = _State(
         forward=_half(problem, permutations, "target"),
         backward=_half(problem, permutations, "source"),
