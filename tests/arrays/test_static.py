@@ -150,9 +150,10 @@ def test_calls_by_turns_are_traced_once():
     run = filter_jit(
         lambda tree, by: traced.append(by) or jax.tree.leaves(tree)[0] * by
     )
+    trees = ([X], (X,), {"a": jnp.asarray(X)})
     for _ in range(3):
-        for tree, by in it.product(([X], (X,), {"a": jnp.asarray(X)}), (2.0, 3.0, 2)):
-            gc.collect()
+        gc.collect()
+        for tree, by in it.product(trees, (2.0, 3.0, 2)):
             assert run(tree, by)[0] == by
     assert len(traced) == 9
 
