@@ -7,10 +7,11 @@ import numpy as np
 
 from ..hlo_text import Instruction, arrays_in
 from .cuts import HOLE, Cut
-from .forms import Form, View, attribute, numbers
-from .held import Axis, Context, Held, Number, view_of
+from .forms import Form, View
+from .held import Axis, Context, Held, view_of
 from .joining import form_in
-from .values import MOVES, Global, Node, scalar_constant
+from .moves import MOVES_BY_OPCODE, continued, pad_move
+from .values import MOVES, Global, Node
 
 
 def node_for(context: Context, form: Form, instruction: Instruction) -> int | None:
@@ -264,12 +265,12 @@ def _with_own_padding(context: Context, held: Held) -> Held:
     for place, axis in enumerate(axes):
         if axis is None or not axis.cut.has_holes:
             continue
-        move = _pad_move(context, node, 0, axis.dim)
+        move = pad_move(context, node, 0, axis.dim)
         size = node.shape[axis.dim]
         if move is None or size is None or move.padding != held.fill:
             continue
         indices = context.cuts.indices(axis.cut)
-        filled = _continued(indices, indices == HOLE, size, move)
+        filled = continued(indices, indices == HOLE, size, move)
         axes[place] = Axis(axis.dim, context.cuts.from_indices(filled))
     return dataclasses.replace(held, axes=tuple(axes))
 
@@ -417,7 +418,7 @@ def _moved(
                 return None
             axes.append(None if array.shape[place] == 1 else axis)
             continue
-        move = _MOVES[node.opcode](context, node, number, dim)
+        move = MOVES_BY_OPCODE[node.opcode](context, node, number, dim)
         if move is None:
             return None
         operand_dim = operand_dims[dim]
@@ -466,7 +467,7 @@ def _moved_rest(
     for dim, size in enumerate(node.shape):
         if dim in array_dims:
             continue
-        move = _MOVES[node.opcode](context, node, number, dim)
+        move = MOVES_BY_OPCODE[node.opcode](context, node, number, dim)
         if move is None or size is None:
             return None
         operand_dim = operand_dims[dim]
@@ -478,154 +479,3 @@ def _moved_rest(
             return None
         moved.append(Axis(dim, cut))
     return tuple(moved)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Move:
-    """Index i of the operand is index `(i - start) / stride * spread + offset` of the
-    result. `padding` is the number in the result's other elements, and `operand_size`
-    the size of the operand.
-    """
-
-    start: int = 0
-    stride: int = 1
-    spread: int = 1
-    offset: int = 0
-    padding: Number | None = None
-    operand_size: int = 0
-    reversed_size: int = 0
-
-    @property
-    def is_same(self) -> bool:
-        is_moved = self.start or self.offset or self.reversed_size
-        return not is_moved and self.stride == 1 and self.spread == 1
-
-    def applied(
-        self,
-        context: Context,
-        cut: Cut,
-        size: int,
-        fill: Number | None,
-    ) -> Cut:
-        cuts = context.cuts
-        is_continued = self.padding is not None and fill == self.padding
-        are_holes_kept = not (is_continued and cut.has_holes)
-        if self.is_same and are_holes_kept and _is_within(cut, size):
-            return cut
-        indices = cuts.indices(cut)
-        is_real = indices != HOLE
-        if self.reversed_size:
-            moved = self.reversed_size - 1 - indices
-        else:
-            behind = indices - self.start
-            is_real &= behind % self.stride == 0
-            moved = behind // self.stride * self.spread + self.offset
-        is_real &= (moved >= 0) & (moved < size)
-        moved = np.where(is_real, moved, HOLE)
-        if is_continued:
-            moved = _continued(moved, indices == HOLE, size, self)
-        return cuts.from_indices(moved)
-
-
-def _is_within(cut: Cut, size: int) -> bool:
-    """Whether all elements of a cut are in a dimension of this size."""
-    starts = cut.starts
-    spans = (np.array(cut.lengths, np.int64) - 1) * cut.step
-    lowest = np.minimum(starts, starts + spans)
-    highest = np.maximum(starts, starts + spans)
-    return bool(((starts == HOLE) | ((lowest >= 0) & (highest < size))).all())
-
-
-def _continued(
-    moved: np.ndarray,
-    are_holes: np.ndarray,
-    size: int,
-    move: _Move,
-) -> np.ndarray:
-    """Holes that hold the padding's number, beside elements of the operand, are
-    elements of the padded array.
-    """
-    places = np.arange(moved.shape[1])
-    filled = np.full(moved.shape, HOLE)
-    for device, row in enumerate(moved):
-        shifts = (row - places)[row != HOLE]
-        if len(shifts) and (shifts == shifts[0]).all():
-            filled[device] = places + shifts[0]
-    behind = filled - move.offset
-    is_operand = (behind >= 0) & (behind < move.operand_size * move.spread)
-    is_operand &= behind % move.spread == 0
-    is_padding = are_holes & (filled >= 0) & (filled < size) & ~is_operand
-    return np.where(is_padding, filled, moved)
-
-
-def _slice_move(context: Context, node: Node, number: int, dim: int) -> _Move | None:
-    bounds = slice_bounds(_instruction(node))[dim]
-    return _Move(start=bounds[0], stride=bounds[2])
-
-
-def slice_bounds(instruction: Instruction) -> list[tuple[int, int, int]]:
-    """The start, limit and stride of each dimension of a slice."""
-    text = attribute(instruction, "slice")[1:-1]
-    bounds = []
-    for part in text.replace("[", "").split("],"):
-        parts = [int(number) for number in part.rstrip("]").strip(", ").split(":")]
-        stride = parts[2] if len(parts) > 2 else 1
-        bounds.append((parts[0], parts[1], stride))
-    return bounds
-
-
-def padding_of(instruction: Instruction) -> list[tuple[int, int, int]]:
-    """The low, high and interior padding of each dimension of a pad."""
-    bounds = []
-    for part in attribute(instruction, "padding").split("x"):
-        parts = [int(number) for number in part.split("_")]
-        bounds.append((parts[0], parts[1], parts[2] if len(parts) > 2 else 0))
-    return bounds
-
-
-def _pad_move(context: Context, node: Node, number: int, dim: int) -> _Move | None:
-    if number != 0:
-        return None
-    low, high, interior = padding_of(_instruction(node))[dim]
-    if not (low or high or interior):
-        return _Move()
-    filled = context.values.nodes[node.operands[1].view.root]
-    return _Move(
-        spread=interior + 1,
-        offset=low,
-        padding=scalar_constant(filled),
-        operand_size=node.operands[0].shape[dim],
-    )
-
-
-def _instruction(node: Node) -> Instruction:
-    assert node.instruction is not None
-    return node.instruction
-
-
-def _concatenate_move(
-    context: Context,
-    node: Node,
-    number: int,
-    dim: int,
-) -> _Move | None:
-    (along,) = numbers(_instruction(node), "dimensions")
-    if dim != along:
-        return _Move()
-    before = sum(operand.shape[dim] for operand in node.operands[:number])
-    return _Move(offset=before)
-
-
-def _reverse_move(context: Context, node: Node, number: int, dim: int) -> _Move | None:
-    if dim not in numbers(_instruction(node), "dimensions"):
-        return _Move()
-    size = node.shape[dim]
-    return None if size is None else _Move(reversed_size=size)
-
-
-_MOVES = {
-    "slice": _slice_move,
-    "pad": _pad_move,
-    "concatenate": _concatenate_move,
-    "reverse": _reverse_move,
-}

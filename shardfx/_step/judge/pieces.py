@@ -32,12 +32,11 @@ from .matching import (
     candidates,
     expressed,
     matched_operands,
-    padding_of,
     placed,
     seen_as_named,
     seen_as_padded,
-    slice_bounds,
 )
+from .moves import padding_of, slice_bounds
 from .values import Global, Node
 from .verdict import Unjudged
 

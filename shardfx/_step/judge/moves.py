@@ -1,0 +1,164 @@
+"""Operations that move elements along a dimension: slices, pads, concatenations and
+reverses, as maps from the indices of an operand to those of the result.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from ..hlo_text import Instruction
+from .cuts import HOLE, Cut
+from .forms import attribute, numbers
+from .held import Context, Number
+from .values import Node, scalar_constant
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Index i of the operand is index `(i - start) / stride * spread + offset` of the
+    result. `padding` is the number in the result's other elements, and `operand_size`
+    the size of the operand.
+    """
+
+    start: int = 0
+    stride: int = 1
+    spread: int = 1
+    offset: int = 0
+    padding: Number | None = None
+    operand_size: int = 0
+    reversed_size: int = 0
+
+    @property
+    def is_same(self) -> bool:
+        is_moved = self.start or self.offset or self.reversed_size
+        return not is_moved and self.stride == 1 and self.spread == 1
+
+    def applied(
+        self,
+        context: Context,
+        cut: Cut,
+        size: int,
+        fill: Number | None,
+    ) -> Cut:
+        cuts = context.cuts
+        is_continued = self.padding is not None and fill == self.padding
+        are_holes_kept = not (is_continued and cut.has_holes)
+        if self.is_same and are_holes_kept and _is_within(cut, size):
+            return cut
+        indices = cuts.indices(cut)
+        is_real = indices != HOLE
+        if self.reversed_size:
+            moved = self.reversed_size - 1 - indices
+        else:
+            behind = indices - self.start
+            is_real &= behind % self.stride == 0
+            moved = behind // self.stride * self.spread + self.offset
+        is_real &= (moved >= 0) & (moved < size)
+        moved = np.where(is_real, moved, HOLE)
+        if is_continued:
+            moved = continued(moved, indices == HOLE, size, self)
+        return cuts.from_indices(moved)
+
+
+def _is_within(cut: Cut, size: int) -> bool:
+    """Whether all elements of a cut are in a dimension of this size."""
+    starts = cut.starts
+    spans = (np.array(cut.lengths, np.int64) - 1) * cut.step
+    lowest = np.minimum(starts, starts + spans)
+    highest = np.maximum(starts, starts + spans)
+    return bool(((starts == HOLE) | ((lowest >= 0) & (highest < size))).all())
+
+
+def continued(
+    moved: np.ndarray,
+    are_holes: np.ndarray,
+    size: int,
+    move: Move,
+) -> np.ndarray:
+    """Holes that hold the padding's number, beside elements of the operand, are
+    elements of the padded array.
+    """
+    places = np.arange(moved.shape[1])
+    filled = np.full(moved.shape, HOLE)
+    for device, row in enumerate(moved):
+        shifts = (row - places)[row != HOLE]
+        if len(shifts) and (shifts == shifts[0]).all():
+            filled[device] = places + shifts[0]
+    behind = filled - move.offset
+    is_operand = (behind >= 0) & (behind < move.operand_size * move.spread)
+    is_operand &= behind % move.spread == 0
+    is_padding = are_holes & (filled >= 0) & (filled < size) & ~is_operand
+    return np.where(is_padding, filled, moved)
+
+
+def _slice_move(context: Context, node: Node, number: int, dim: int) -> Move | None:
+    bounds = slice_bounds(_instruction(node))[dim]
+    return Move(start=bounds[0], stride=bounds[2])
+
+
+def slice_bounds(instruction: Instruction) -> list[tuple[int, int, int]]:
+    """The start, limit and stride of each dimension of a slice."""
+    text = attribute(instruction, "slice")[1:-1]
+    bounds = []
+    for part in text.replace("[", "").split("],"):
+        parts = [int(number) for number in part.rstrip("]").strip(", ").split(":")]
+        stride = parts[2] if len(parts) > 2 else 1
+        bounds.append((parts[0], parts[1], stride))
+    return bounds
+
+
+def padding_of(instruction: Instruction) -> list[tuple[int, int, int]]:
+    """The low, high and interior padding of each dimension of a pad."""
+    bounds = []
+    for part in attribute(instruction, "padding").split("x"):
+        parts = [int(number) for number in part.split("_")]
+        bounds.append((parts[0], parts[1], parts[2] if len(parts) > 2 else 0))
+    return bounds
+
+
+def pad_move(context: Context, node: Node, number: int, dim: int) -> Move | None:
+    if number != 0:
+        return None
+    low, high, interior = padding_of(_instruction(node))[dim]
+    if not (low or high or interior):
+        return Move()
+    filled = context.values.nodes[node.operands[1].view.root]
+    return Move(
+        spread=interior + 1,
+        offset=low,
+        padding=scalar_constant(filled),
+        operand_size=node.operands[0].shape[dim],
+    )
+
+
+def _instruction(node: Node) -> Instruction:
+    assert node.instruction is not None
+    return node.instruction
+
+
+def _concatenate_move(
+    context: Context,
+    node: Node,
+    number: int,
+    dim: int,
+) -> Move | None:
+    (along,) = numbers(_instruction(node), "dimensions")
+    if dim != along:
+        return Move()
+    before = sum(operand.shape[dim] for operand in node.operands[:number])
+    return Move(offset=before)
+
+
+def _reverse_move(context: Context, node: Node, number: int, dim: int) -> Move | None:
+    if dim not in numbers(_instruction(node), "dimensions"):
+        return Move()
+    size = node.shape[dim]
+    return None if size is None else Move(reversed_size=size)
+
+
+MOVES_BY_OPCODE = {
+    "slice": _slice_move,
+    "pad": pad_move,
+    "concatenate": _concatenate_move,
+    "reverse": _reverse_move,
+}
