@@ -20,11 +20,11 @@ from .verdict import Unjudged
 
 class Choices(NamedTuple):
     """The choices of all devices of a group, side by side along dimension `along`, made
-    by the function `how`.
+    by the function `reducer`.
     """
 
     along: int
-    how: str
+    reducer: str
 
 
 def reduce_several(
@@ -41,9 +41,9 @@ def reduce_several(
     for operand in operands:
         require_finished(operand, "reduce")
     reason = Unjudged("no reduction of the whole program has these operands")
-    for number, seen in matched_operands(context, instruction, operands):
+    for number, expressed_operands in matched_operands(context, instruction, operands):
         node = context.values.nodes[number]
-        parts = seen[: len(arrays)]
+        parts = expressed_operands[: len(arrays)]
         try:
             terms = _terms_over(context, instruction, parts, node, over)
         except Unjudged as error:
@@ -54,16 +54,16 @@ def reduce_several(
             if dim not in over:
                 axes = [operand.axes[dim] for operand in parts]
                 cuts.append(joined_cut(context, "reduce", dim, axes))
-        form = form_in(context, instruction, seen, results[0].shape)
+        form = form_in(context, instruction, expressed_operands, results[0].shape)
         parts_of_results = [
             part_of(context, instruction, form, place, cuts, array.shape)
             for place, array in enumerate(results)
         ]
         if terms is None:
             return tuple(parts_of_results)
-        how = _function_of(context.module, instruction)
+        reducer = _function_of(context.module, instruction)
         return tuple(
-            dataclasses.replace(held, terms=terms, kind=how)
+            dataclasses.replace(held, terms=terms, reducer=reducer)
             for held in parts_of_results
         )
     raise reason
@@ -140,13 +140,13 @@ def gathered_choices(
         for term in operand.terms or ():
             if (term & mask).bit_count() != 1:
                 return None
-    idiom = Choices(along, operand.kind)
+    idiom = Choices(along, operand.reducer)
     return dataclasses.replace(
         operand,
         shape=shape,
         terms=None,
-        kind="add",
-        known=None,
+        reducer="add",
+        known_numbers=None,
         idiom=idiom,
     )
 

@@ -16,7 +16,7 @@ def branched(context: Context, chosen: Held, leaves: Sequence[Result]) -> Result
             return leaf
     branches = [leaf for leaf in leaves if isinstance(leaf, Held)]
     for branch in branches:
-        if not branch.is_finished or branch.idiom is not None or branch.rest:
+        if not branch.is_finished or branch.idiom is not None or branch.dropped_axes:
             raise Unjudged("a conditional whose branches are unfinished")
     views_ = [view_of(branch) for branch in branches]
     matches = context.values.with_key(conditional_key(view_of(chosen), views_))

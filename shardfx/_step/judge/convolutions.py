@@ -32,15 +32,15 @@ def convolution(
     operands: Sequence[Held],
 ) -> Held:
     for operand in operands:
-        if operand.terms is not None and operand.kind != "add":
+        if operand.terms is not None and operand.reducer != "add":
             require_finished(operand, "convolution")
     fault: Wrong | None = None
     reason: Unjudged | None = None
-    for number, seen in matched_operands(context, instruction, operands):
+    for number, expressed_operands in matched_operands(context, instruction, operands):
         try:
-            return _convolved(context, instruction, seen, number)
+            return _convolved(context, instruction, expressed_operands, number)
         except Wrong as error:
-            fault = error if are_same(seen, operands) else fault
+            fault = error if are_same(expressed_operands, operands) else fault
         except Unjudged as error:
             reason = error
     if fault is not None and reason is None:
@@ -301,14 +301,16 @@ def reduce_window(
 ) -> Held:
     operand, start = operands
     require_finished(start, "reduce-window")
-    how = reducer_of(context.module, instruction)
-    if operand.terms is not None and not (how == operand.kind == "add"):
+    reducer = reducer_of(context.module, instruction)
+    if operand.terms is not None and not (reducer == operand.reducer == "add"):
         require_finished(operand, "reduce-window")
     shape = arrays_in(instruction.result)[0].shape
     reason = Unjudged("no reduction of the whole program has these operands")
-    for number, seen in matched_operands(context, instruction, operands):
+    for number, expressed_operands in matched_operands(context, instruction, operands):
         try:
-            return _reduced_window(context, instruction, seen, number, how, shape)
+            return _reduced_window(
+                context, instruction, expressed_operands, number, reducer, shape
+            )
         except Unjudged as error:
             reason = error
     raise reason
@@ -319,7 +321,7 @@ def _reduced_window(
     instruction: Instruction,
     operands: Sequence[Held],
     number: int,
-    how: str,
+    reducer: str,
     shape: tuple[int, ...],
 ) -> Held:
     operand, start = operands
@@ -339,10 +341,10 @@ def _reduced_window(
                 raise Unjudged("a window over a broadcast")
             cuts.append(context.cuts.whole(shape[dim]))
             continue
-        if axis.cut.has_holes and not is_identity(operand.fill_number, how, dtype):
+        if axis.cut.has_holes and not is_identity(operand.fill_number, reducer, dtype):
             raise Unjudged("a window over padding")
         # The window's own padding has this number.
-        if not is_identity(constant_number(start), how, dtype):
+        if not is_identity(constant_number(start), reducer, dtype):
             raise Unjudged("a window that starts with another number")
         taps = context.cuts.whole(whole[dim].size)
         cut, part = windowed_cut(
@@ -360,7 +362,7 @@ def _reduced_window(
     return dataclasses.replace(
         held,
         terms=operand.terms,
-        kind=operand.kind,
+        reducer=operand.reducer,
         scale=operand.scale,
     )
 
@@ -374,9 +376,9 @@ def select_and_scatter(
     for operand in operands:
         require_finished(operand, "select-and-scatter")
     reason = Unjudged("no select-and-scatter of the whole program has these operands")
-    for number, seen in matched_operands(context, instruction, operands):
+    for number, expressed_operands in matched_operands(context, instruction, operands):
         try:
-            return _scattered(context, instruction, seen, number)
+            return _scattered(context, instruction, expressed_operands, number)
         except Unjudged as error:
             reason = error
     raise reason

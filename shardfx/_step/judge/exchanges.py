@@ -68,14 +68,19 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
             if sources[target] >= 0:
                 raise Unjudged("a permute with two senders to one device")
             sources[target] = source
-    if operand.known is not None and operand.is_uniform and (sources >= 0).all():
+    if (
+        operand.known_numbers is not None
+        and operand.is_uniform
+        and (sources >= 0).all()
+    ):
         return operand
     axes = tuple(
         None if axis is None else Axis(axis.dim, context.cuts.taken(axis.cut, sources))
         for axis in operand.axes
     )
-    rest = tuple(
-        Axis(axis.dim, context.cuts.taken(axis.cut, sources)) for axis in operand.rest
+    dropped_axes = tuple(
+        Axis(axis.dim, context.cuts.taken(axis.cut, sources))
+        for axis in operand.dropped_axes
     )
     terms = operand.terms
     is_partial = bool((sources < 0).any())
@@ -94,10 +99,10 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
     return dataclasses.replace(
         operand,
         axes=axes,
-        rest=rest,
+        dropped_axes=dropped_axes,
         terms=terms,
         fill=fill,
-        known=None,
+        known_numbers=None,
     )
 
 
@@ -144,10 +149,10 @@ def all_gather(context: Context, instruction: Instruction, operand: Held) -> Hel
         _require_same_terms(operand, groups)
     axis = operand.axes[along]
     if axis is None:
-        return dataclasses.replace(operand, shape=shape, known=None)
+        return dataclasses.replace(operand, shape=shape, known_numbers=None)
     cut = gathered(context, axis.cut, members)
     held = with_axis(operand, along, Axis(axis.dim, cut))
-    return dataclasses.replace(held, shape=shape, known=None)
+    return dataclasses.replace(held, shape=shape, known_numbers=None)
 
 
 def gathered(context: Context, cut: Cut, members: Members) -> Cut:
@@ -177,7 +182,7 @@ def _require_equal(
         # It is no fault: a piece of a slice may be read as a piece of the sliced value,
         # and masked pieces are summed to look up an element.
         raise Unjudged(f"{instruction.opcode} of different pieces")
-    for axis in operand.rest:
+    for axis in operand.dropped_axes:
         if (axis.cut.starts[groups] != axis.cut.starts[groups][:, :1]).any():
             raise Unjudged(f"{instruction.opcode} of a dropped dimension")
 
@@ -190,29 +195,29 @@ def _require_same_terms(operand: Held, groups: np.ndarray) -> None:
 
 
 def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Held:
-    how = reducer_of(context.module, instruction)
-    if operand.known is not None and operand.is_uniform:
-        if not operand.known.any() and how == "add":
+    reducer = reducer_of(context.module, instruction)
+    if operand.known_numbers is not None and operand.is_uniform:
+        if not operand.known_numbers.any() and reducer == "add":
             return operand
     groups = groups_in(context, instruction)
-    if not how:
+    if not reducer:
         raise Unjudged("an all-reduce by another function")
     if operand.root < 0:
         raise Unjudged("an all-reduce of numbers of one device's program")
-    if how == "add" and operand.has_holes and operand.fill == 0:
+    if reducer == "add" and operand.has_holes and operand.fill == 0:
         union = _united(context, operand, groups)
         if union is not None:
             return union
-    if how == "add":
+    if reducer == "add":
         operand = _where_terms_are(context, operand, groups)
     _require_equal(instruction, operand, groups, None)
-    if operand.kind != how and not operand.is_finished:
-        require_finished(operand, f"an all-reduce by {how}")
+    if operand.reducer != reducer and not operand.is_finished:
+        require_finished(operand, f"an all-reduce by {reducer}")
     terms = (context.everywhere,) if operand.terms is None else operand.terms
     group_masks = masks_of(groups)
-    if how in _IDEMPOTENT:
+    if reducer in _IDEMPOTENT:
         finished = {_spread(term, group_masks) for term in terms}
-        return _reduced(context, operand, finished, how, operand.scale)
+        return _reduced(context, operand, finished, reducer, operand.scale)
     finished = set()
     counts = set()
     for term in terms:
@@ -223,9 +228,9 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
                 counts.add(holders)
                 mask |= group_mask
         finished.add(mask)
-    if how != "add" and counts != {1}:
+    if reducer != "add" and counts != {1}:
         raise Wrong(
-            f"an all-reduce by {how} over devices {groups[0].tolist()} takes what these"
+            f"an all-reduce by {reducer} over devices {groups[0].tolist()} takes what these"
             " devices hold already",
             "a reduction over the devices that hold different parts, and no others",
             "constrain the sharding of this line's operands",
@@ -247,7 +252,7 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
             "constrain the sharding of this line's operands with"
             " `jax.lax.with_sharding_constraint`, so that no mesh axis is unused",
         )
-    return _reduced(context, operand, finished, how, scale)
+    return _reduced(context, operand, finished, reducer, scale)
 
 
 def _where_terms_are(context: Context, operand: Held, groups: np.ndarray) -> Held:
@@ -255,7 +260,7 @@ def _where_terms_are(context: Context, operand: Held, groups: np.ndarray) -> Hel
     holds that has one: they add zeros, whatever the place. The partitioner takes a row
     of a dimension that is cut from the device that has it, and zeros from others.
     """
-    if operand.terms is None or operand.kind != "add":
+    if operand.terms is None or operand.reducer != "add":
         return operand
     holders = {device for term in operand.terms for device in term_devices(term)}
     sources = np.arange(context.devices)
@@ -273,8 +278,10 @@ def _where_terms_are(context: Context, operand: Held, groups: np.ndarray) -> Hel
         return Axis(axis.dim, context.cuts.taken(axis.cut, sources))
 
     axes = tuple(taken(axis) for axis in operand.axes)
-    rest = [Axis(dim, context.cuts.taken(cut, sources)) for dim, cut in operand.rest]
-    return dataclasses.replace(operand, axes=axes, rest=tuple(rest))
+    dropped_axes = [
+        Axis(dim, context.cuts.taken(cut, sources)) for dim, cut in operand.dropped_axes
+    ]
+    return dataclasses.replace(operand, axes=axes, dropped_axes=tuple(dropped_axes))
 
 
 def masks_of(groups: np.ndarray) -> list[int]:
@@ -294,16 +301,18 @@ def _reduced(
     context: Context,
     operand: Held,
     finished: set[int],
-    how: str,
+    reducer: str,
     scale: Fraction | int,
 ) -> Held:
     terms = None if finished == {context.everywhere} else tuple(sorted(finished))
     return dataclasses.replace(
         operand,
         terms=terms,
-        kind=how,
+        reducer=reducer,
         scale=1 if scale == 1 else scale,
-        known=operand.known if terms is None and scale == 1 and how != "add" else None,
+        known_numbers=operand.known_numbers
+        if terms is None and scale == 1 and reducer != "add"
+        else None,
     )
 
 
@@ -311,7 +320,7 @@ def _united(context: Context, operand: Held, groups: np.ndarray) -> Held | None:
     """The sum of parts of a value with zeros elsewhere; `None` if parts overlap, or if
     they are no rows and columns of a larger part.
     """
-    if operand.terms is not None or operand.scale != 1 or operand.rest:
+    if operand.terms is not None or operand.scale != 1 or operand.dropped_axes:
         return None
     members = members_of(context, groups)
     count = groups.shape[1]
@@ -334,7 +343,7 @@ def _united(context: Context, operand: Held, groups: np.ndarray) -> Held | None:
         operand,
         axes=tuple(axes),
         fill=0 if any(a is not None and a.cut.has_holes for a in axes) else None,
-        known=None,
+        known_numbers=None,
     )
 
 
@@ -381,7 +390,7 @@ def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Hel
     if operand.shape[split] != count:
         return _all_to_all_in_place(context, operand, split, members)
     axes: list[Axis | None] = list(operand.axes)
-    rest = list(operand.rest)
+    dropped_axes = list(operand.dropped_axes)
     split_axis = operand.axes[split]
     axes[split] = None
     varying: list[tuple[int, np.ndarray]] = []
@@ -390,7 +399,9 @@ def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Hel
         received = indices[members.others, members.ranks[:, None]]
         if (received == received[:, :1]).all():
             starts = received[:, 0]
-            rest.append(Axis(split_axis.dim, context.cuts.from_starts(starts, 1)))
+            dropped_axes.append(
+                Axis(split_axis.dim, context.cuts.from_starts(starts, 1))
+            )
         else:
             varying.append((split_axis.dim, received))
     for place, axis in enumerate(operand.axes):
@@ -409,7 +420,9 @@ def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Hel
         raise Unjudged("an all-to-all of several dimensions")
     for dim, starts in varying:
         axes[split] = Axis(dim, context.cuts.from_indices(starts))
-    held = dataclasses.replace(operand, axes=tuple(axes), rest=tuple(rest), known=None)
+    held = dataclasses.replace(
+        operand, axes=tuple(axes), dropped_axes=tuple(dropped_axes), known_numbers=None
+    )
     return absorbed(context, held)
 
 
@@ -437,5 +450,5 @@ def _all_to_all_in_place(
     received = parts[members.others, members.ranks[:, None]]
     cut = context.cuts.from_indices(received.reshape(context.devices, -1))
     return dataclasses.replace(
-        with_axis(operand, split, Axis(axis.dim, cut)), known=None
+        with_axis(operand, split, Axis(axis.dim, cut)), known_numbers=None
     )

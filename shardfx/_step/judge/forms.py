@@ -220,10 +220,10 @@ def form_of(
     if opcode in KINDS:
         groups = groups_of(instruction, opcode, module.partitions)
         rows = [tuple(row) for members in groups for row in members.tolist()]
-        how = reducer_of(module, instruction)
+        reducer = reducer_of(module, instruction)
         for _, callee in instruction.called:
-            how = how or computation_text(module, callee)
-        called = (how, str(sorted(rows)))
+            reducer = reducer or computation_text(module, callee)
+        called = (reducer, str(sorted(rows)))
     if opcode == "select-and-scatter":
         called = tuple(
             computation_text(module, attribute(instruction, name).lstrip("%"))
@@ -373,11 +373,11 @@ def _reduce(instruction: Instruction, views: Sequence[View], module: HloModule) 
     rest = [
         dim for dim_number, dim in enumerate(views[0].dims) if dim_number not in over
     ]
-    how = reducer_of(module, instruction) or computation_text(
+    reducer = reducer_of(module, instruction) or computation_text(
         module, dict(instruction.called)["to_apply"]
     )
     places = tuple(place if dim is not None else None for place, dim in enumerate(rest))
-    key = ("reduce", over, how, *views)
+    key = ("reduce", over, reducer, *views)
     return Form(key, places, tuple(range(len(rest))))
 
 

@@ -47,34 +47,34 @@ class Held:
     """What the devices hold of a value.
 
     On device `p`, the element at some position is the element of the value at the index
-    that `axes` and `rest` say; or the sum of the terms that `p` has.
+    that `axes` and `dropped_axes` say; or the sum of the terms that `p` has.
 
     - `root`: the number of the value; `NOWHERE` for numbers that only the program of
       one device has, such as the device's own.
     - `shape`: the shape of the array on one device.
     - `axes`: for each dimension of this array, an `Axis`; `None` if nothing changes
       along it.
-    - `rest`: for dimensions of the value without an axis, the cut of size 1 at each
-      device's index.
+    - `dropped_axes`: for dimensions of the value without an axis, the cut of size 1 at
+      each device's index.
     - `terms`: `None` if each device has the whole sum. Else, for each term of an
       unfinished sum, the devices that have it, as a bit mask.
-    - `kind`: the operation that finishes the sum, such as "add" or "maximum".
+    - `reducer`: the operation that finishes the sum, such as "add" or "maximum".
     - `scale`: the array holds this many times the value.
     - `fill`: the number in holes, or the numbers; `None` if they are not known.
-    - `known`: the numbers themselves, if they follow from constants and from the
-      device's number: an array (devices, 1 or size, ...).
+    - `known_numbers`: the elements themselves, if they follow from constants and from
+      the device's number: an array (devices, 1 or size, ...).
     - `idiom`: an unfinished idiom of the partitioner.
     """
 
     root: int
     shape: tuple[int, ...]
     axes: tuple[Axis | None, ...]
-    rest: tuple[Axis, ...] = ()
+    dropped_axes: tuple[Axis, ...] = ()
     terms: tuple[int, ...] | None = None
-    kind: str = "add"
+    reducer: str = "add"
     scale: Fraction | int = 1
     fill: "Number | Fills | None" = None
-    known: np.ndarray | None = None
+    known_numbers: np.ndarray | None = None
     idiom: object = None
 
     @property
@@ -85,12 +85,12 @@ class Held:
         return (
             self.shape,
             self.axes,
-            self.rest,
+            self.dropped_axes,
             self.terms,
-            self.kind,
+            self.reducer,
             self.scale,
             self.fill,
-            id(self.known),
+            id(self.known_numbers),
         )
 
     def of(self, root: int) -> "Held":
@@ -99,12 +99,12 @@ class Held:
             root=root,
             shape=self.shape,
             axes=self.axes,
-            rest=self.rest,
+            dropped_axes=self.dropped_axes,
             terms=self.terms,
-            kind=self.kind,
+            reducer=self.reducer,
             scale=self.scale,
             fill=self.fill,
-            known=self.known,
+            known_numbers=self.known_numbers,
             idiom=self.idiom,
         )
 
@@ -133,7 +133,7 @@ class Held:
     @property
     def is_uniform(self) -> bool:
         """Whether its known numbers are the same on each device."""
-        table = self.known
+        table = self.known_numbers
         return table is not None and bool((table == table[:1]).all())
 
 
@@ -209,24 +209,24 @@ def view_of(held: Held) -> View:
 
 def permuted(operand: Held, order: Sequence[int]) -> Held:
     """The same with its dimensions in another order."""
-    table = operand.known
+    table = operand.known_numbers
     if table is not None:
         table = table.transpose(0, *(1 + dim for dim in order))
     return dataclasses.replace(
         operand,
         shape=tuple(operand.shape[dim] for dim in order),
         axes=tuple(operand.axes[dim] for dim in order),
-        known=table,
+        known_numbers=table,
     )
 
 
 def settled(held: Held) -> Held:
-    """The same with an axis for each dimension of the value that is cut: `rest` moves
-    into free dimensions of size 1.
+    """The same with an axis for each dimension of the value that is cut: `dropped_axes`
+    move into free dimensions of size 1.
     """
-    rest = [axis for axis in held.rest if axis.cut.starts.any()]
+    dropped_axes = [axis for axis in held.dropped_axes if axis.cut.starts.any()]
     axes = list(held.axes)
-    for axis in sorted(rest, key=lambda axis: axis.dim):
+    for axis in sorted(dropped_axes, key=lambda axis: axis.dim):
         free = [
             place
             for place, other in enumerate(axes)
@@ -237,7 +237,7 @@ def settled(held: Held) -> Held:
         if not free:
             raise Unjudged("a reshape that drops a cut dimension")
         axes[free[0]] = axis
-    return dataclasses.replace(held, axes=tuple(axes), rest=())
+    return dataclasses.replace(held, axes=tuple(axes), dropped_axes=())
 
 
 def _in_order(axes: Sequence[Axis | None], place: int, dim: int) -> bool:
@@ -252,7 +252,7 @@ def require_finished(held: Held, what: str) -> None:
     """Raises `Wrong` for an operand that is an unfinished sum, where the operation
     needs the whole.
     """
-    if held.known is not None and not held.known.any():
+    if held.known_numbers is not None and not held.known_numbers.any():
         return
     if held.terms is not None:
         raise Wrong(

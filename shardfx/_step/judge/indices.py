@@ -87,15 +87,21 @@ def gather(
     reason = Unjudged("no gather of the whole program has these operands")
     fault: Wrong | None = None
     operands = [operands[0], _plain(index)]
-    for number, seen in matched_operands(context, instruction, operands):
+    for number, expressed_operands in matched_operands(context, instruction, operands):
         try:
             return _gathered(
-                context, instruction, seen[0], seen[1], index, number, shape
+                context,
+                instruction,
+                expressed_operands[0],
+                expressed_operands[1],
+                index,
+                number,
+                shape,
             )
         except Unjudged as error:
             reason = error
         except Wrong as error:
-            fault = error if are_same(seen, operands) else fault
+            fault = error if are_same(expressed_operands, operands) else fault
     if fault is not None:
         raise fault
     raise reason
@@ -150,7 +156,7 @@ def _gathered(
     held = dataclasses.replace(
         held,
         terms=table.terms,
-        kind=table.kind,
+        reducer=table.reducer,
         scale=table.scale,
     )
     if not is_cut:
@@ -244,13 +250,13 @@ def scatter(
     reason = Unjudged("no scatter of the whole program has these operands")
     fault: Wrong | None = None
     operands = [operands[0], _plain(index), operands[2]]
-    for number, seen in matched_operands(context, instruction, operands):
+    for number, expressed_operands in matched_operands(context, instruction, operands):
         try:
-            return _scattered(context, instruction, seen, index, number)
+            return _scattered(context, instruction, expressed_operands, index, number)
         except Unjudged as error:
             reason = error
         except Wrong as error:
-            fault = error if are_same(seen, operands) else fault
+            fault = error if are_same(expressed_operands, operands) else fault
     if fault is not None:
         raise fault
     raise reason
@@ -266,7 +272,7 @@ def _scattered(
     table, index, updates = operands
     node = context.values.nodes[number]
     lookup = _lookup_of(instruction)
-    how = reducer_of(context.module, instruction)
+    reducer = reducer_of(context.module, instruction)
     shape = table.shape
     table_shape, update_shape = node.operands[0].shape, node.operands[2].shape
     terms = updates.terms
@@ -300,20 +306,21 @@ def _scattered(
             raise Unjudged("a scatter of broadcasts")
     _scatter_bounds(context, instruction, table, raw, lookup, windows, node, cuts)
     is_unfinished = terms is not None or updates.scale != 1
-    if is_unfinished and how in _IDEMPOTENT:
+    if is_unfinished and reducer in _IDEMPOTENT:
         if not table.is_finished or not updates.is_finished:
             raise Unjudged("an unfinished scatter")
-    elif is_unfinished and how != "add":
+    elif is_unfinished and reducer != "add":
         raise Unjudged("an unfinished scatter")
     elif terms is not None or table.terms is not None:
-        is_zero = table.known is not None and not table.known.any()
+        is_zero = table.known_numbers is not None and not table.known_numbers.any()
         is_of_sums = table.terms != terms or updates.terms is not None
         if not is_zero and is_of_sums:
             raise Unjudged("a scatter of sums into a finished array")
     keyed = form_in(context, instruction, [table, index, updates], shape)
     held = placed(context, keyed, instruction, shape, cuts, number)
-    kind = how if terms is not None and how in _IDEMPOTENT else "add"
-    return dataclasses.replace(held, terms=terms, kind=kind, scale=updates.scale)
+    if terms is None or reducer not in _IDEMPOTENT:
+        reducer = "add"
+    return dataclasses.replace(held, terms=terms, reducer=reducer, scale=updates.scale)
 
 
 def _scatter_bounds(

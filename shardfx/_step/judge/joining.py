@@ -29,10 +29,10 @@ def form_in(
 
 def operation_of(context: Context, instruction: Instruction) -> tuple[str, ...]:
     """What an instruction does, without the names in its text."""
-    how = ""
+    reducer = ""
     if "to_apply=" in instruction.attributes:
-        how = reducer_of(context.module, instruction) or instruction.attributes
-    return instruction.opcode, instruction.result, nameless_text(instruction), how
+        reducer = reducer_of(context.module, instruction) or instruction.attributes
+    return instruction.opcode, instruction.result, nameless_text(instruction), reducer
 
 
 def remembered(
@@ -114,7 +114,7 @@ def with_axis(held: Held, place: int, axis: Axis | None) -> Held:
 
 def constant_number(held: Held) -> Number | None:
     """The number of an array that has one number at all positions of all devices."""
-    table = held.known
+    table = held.known_numbers
     if table is None or table.size != table.shape[0] or not held.is_uniform:
         return None
     return table.flat[0].item()
@@ -122,16 +122,16 @@ def constant_number(held: Held) -> Number | None:
 
 def is_zero(held: Held) -> bool:
     """Whether all of its numbers are known to be zeros."""
-    return held.known is not None and not held.known.any()
+    return held.known_numbers is not None and not held.known_numbers.any()
 
 
-def is_identity(number: Number | None, how: str, dtype: str) -> bool:
-    """Whether a reduction by `how` is the same with and without this number."""
+def is_identity(number: Number | None, reducer: str, dtype: str) -> bool:
+    """Whether a reduction by `reducer` is the same with and without this number."""
     if number is None:
         return False
-    if how in ("add", "or", "xor"):
+    if reducer in ("add", "or", "xor"):
         return number == 0
-    if how == "multiply":
+    if reducer == "multiply":
         return number == 1
     bits = int(re.sub(r"\D", "", dtype) or 1)
     if dtype == "pred":
@@ -142,12 +142,14 @@ def is_identity(number: Number | None, how: str, dtype: str) -> bool:
         lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     else:
         lowest, highest = -math.inf, math.inf
-    if how == "maximum":
+    if reducer == "maximum":
         return number == lowest
-    if how == "minimum":
+    if reducer == "minimum":
         return number == highest
     # All bits of -1 are ones, as those of the largest number without a sign.
-    return how == "and" and number in ((1,) if dtype == "pred" else (-1, 2**bits - 1))
+    return reducer == "and" and number in (
+        (1,) if dtype == "pred" else (-1, 2**bits - 1)
+    )
 
 
 def is_empty(held: Held, devices: int) -> np.ndarray:

@@ -300,23 +300,25 @@ class Judge:
         what = f"result {number}"
         if result.idiom is not None:
             raise Unjudged(f"{what} is an unfinished lookup")
-        seen = expressed(self.context, result, array)
-        if seen is None or view_of(seen) != required_view(seen, array):
+        held_array = expressed(self.context, result, array)
+        if held_array is None or view_of(held_array) != required_view(
+            held_array, array
+        ):
             raise Unjudged(f"{what} is not matched with the whole program's")
-        if not seen.is_finished:
-            if seen.terms is not None:
+        if not held_array.is_finished:
+            if held_array.terms is not None:
                 raise Wrong(
                     f"{what} is a sum that is not finished",
                     "an all-reduce before it is returned",
                     "constrain the sharding of this result",
                 )
             raise Wrong(
-                f"{what} is {seen.scale} times what it should be",
+                f"{what} is {held_array.scale} times what it should be",
                 "a reduction over the devices that hold different terms, and no others",
                 "constrain the sharding of this result",
             )
-        cuts = axes_of(self.context.cuts, sharding, array.shape, seen.shape)
-        for place, (axis, cut) in enumerate(zip(seen.axes, cuts, strict=True)):
+        cuts = axes_of(self.context.cuts, sharding, array.shape, held_array.shape)
+        for place, (axis, cut) in enumerate(zip(held_array.axes, cuts, strict=True)):
             if axis is None:
                 if array.view.dims[place] is not None:
                     raise Unjudged(f"{what} is not followed along dimension {place}")
@@ -426,7 +428,7 @@ class Judge:
         for leaf in leaves_in([result]):
             if not isinstance(leaf, Held) or is_matched(self.context, leaf):
                 continue
-            if leaf.known is not None or leaf.idiom is not None:
+            if leaf.known_numbers is not None or leaf.idiom is not None:
                 continue
             if all(is_matched(self.context, operand) for operand in operands):
                 self.record.unknown(

@@ -105,7 +105,7 @@ def indexed(
         return _clamped_on_device(operands)
     if opcode == "subtract" and operands[1].root == NOWHERE:
         return _shifted(operands)
-    if opcode == "compare" and operands[1].known is not None:
+    if opcode == "compare" and operands[1].known_numbers is not None:
         return _side(instruction, operands)
     if opcode == "and":
         held = positions.both(operands)
@@ -129,19 +129,27 @@ def indexed(
 
 def _clamped(operands: Sequence[Held]) -> Held | None:
     low, index, high = operands
-    limits = columns_of(high.known, index)
-    if low.known is None or low.known.any() or limits is None or index.root < 0:
+    limits = columns_of(high.known_numbers, index)
+    if (
+        low.known_numbers is None
+        or low.known_numbers.any()
+        or limits is None
+        or index.root < 0
+    ):
         return None
     if (limits != limits[:1]).any():
         return None
     idiom = Clamped(tuple(limits[0].tolist()))
-    return dataclasses.replace(index, idiom=idiom, known=None)
+    return dataclasses.replace(index, idiom=idiom, known_numbers=None)
 
 
 def _clamped_on_device(operands: Sequence[Held]) -> Held | None:
     low, index, last = operands
     assert isinstance(index.idiom, Clamped)
-    lows, lasts = columns_of(low.known, index), columns_of(last.known, index)
+    lows, lasts = (
+        columns_of(low.known_numbers, index),
+        columns_of(last.known_numbers, index),
+    )
     if lows is None or lasts is None or index.idiom.low is not None:
         return None
     idiom = Clamped(index.idiom.high, lows, lasts)
@@ -154,7 +162,7 @@ def _bound_of(index: Held) -> tuple[int, ...] | None:
 
 def _shifted(operands: Sequence[Held]) -> Held | None:
     index, offset = operands
-    offsets = columns_of(offset.known, index)
+    offsets = columns_of(offset.known_numbers, index)
     if offsets is None or index.root < 0 or not index.is_finished:
         return None
     if index.idiom is not None and not isinstance(index.idiom, Clamped):
@@ -162,12 +170,12 @@ def _shifted(operands: Sequence[Held]) -> Held | None:
     idiom = Shifted(offsets, None)
     if isinstance(index.idiom, Clamped):
         idiom = Shifted(offsets, *index.idiom)
-    return dataclasses.replace(index, idiom=idiom, known=None)
+    return dataclasses.replace(index, idiom=idiom, known_numbers=None)
 
 
 def _side(instruction: Instruction, operands: Sequence[Held]) -> Held | None:
     index, limit = operands
-    limits = columns_of(limit.known, index)
+    limits = columns_of(limit.known_numbers, index)
     direction = attribute(instruction, "direction")
     if limits is None or index.root < 0 or direction not in ("LT", "GT", "GE"):
         return None
@@ -176,7 +184,7 @@ def _side(instruction: Instruction, operands: Sequence[Held]) -> Held | None:
     if index.idiom is None and limit.root != NOWHERE:
         return None
     idiom = Side(direction, limits, _bound_of(index))
-    return dataclasses.replace(index, idiom=idiom, known=None)
+    return dataclasses.replace(index, idiom=idiom, known_numbers=None)
 
 
 def _outside(operands: Sequence[Held]) -> Held:
@@ -197,7 +205,7 @@ def _outside(operands: Sequence[Held]) -> Held:
         low = np.maximum(low, 0)
         high = np.minimum(high, np.array(below.idiom.high))
     idiom = Outside(low, high)
-    return dataclasses.replace(below, idiom=idiom, known=None)
+    return dataclasses.replace(below, idiom=idiom, known_numbers=None)
 
 
 def any_of_columns(instruction: Instruction, operand: Held) -> Held:
@@ -220,7 +228,7 @@ def _ended(context: Context, operands: Sequence[Held]) -> Held:
     outside, lookup = mask.idiom, fetched.idiom
     if not isinstance(outside, Outside) or not isinstance(lookup, Fetched):
         raise Unjudged("a lookup that is not finished")
-    if zero.known is None or zero.known.any():
+    if zero.known_numbers is None or zero.known_numbers.any():
         raise Unjudged("a lookup with other numbers than zeros elsewhere")
     if mask.root != lookup.indices:
         raise Unjudged("a mask of other indices than those of the lookup")
@@ -241,4 +249,4 @@ def _ended(context: Context, operands: Sequence[Held]) -> Held:
     masks = tuple(sorted(rows.values()))
     masks_or_none = None if masks == (context.everywhere,) else masks
     terms = product_of_terms(context.everywhere, masks_or_none, fetched.terms)
-    return dataclasses.replace(fetched, terms=terms, kind="add", idiom=None)
+    return dataclasses.replace(fetched, terms=terms, reducer="add", idiom=None)

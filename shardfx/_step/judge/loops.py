@@ -138,7 +138,7 @@ class Loops:
             self.taken.pop()
         if results is None:
             # What is inside is judged as far as it goes.
-            raise Unjudged("a loop whose turns change how its values lie")
+            raise Unjudged("a loop whose turns change reducer its values lie")
         return tuple(results)
 
     def _trial(
@@ -164,21 +164,27 @@ class Loops:
             if not isinstance(start, Held):
                 state.append(start)
                 continue
-            seen = expressed(self.context, start, array)
+            held_array = expressed(self.context, start, array)
             if place in same and carried == array:
                 # The turns judge what they only read. Another array is a hint that the
                 # loop is another, and no more.
-                if seen is None:
+                if held_array is None:
                     mismatches += 1
                 else:
                     matches += 1
                 state.append(start)
                 continue
-            if seen is None or seen.idiom is not None or seen.rest:
+            if (
+                held_array is None
+                or held_array.idiom is not None
+                or held_array.dropped_axes
+            ):
                 return None
             sharding = shardings[place] if len(shardings) == len(starts) else ""
             try:
-                held = self._carried(seen, array, carried, sharding, shapes[place])
+                held = self._carried(
+                    held_array, array, carried, sharding, shapes[place]
+                )
             except Unjudged as error:
                 reason = error
                 held = start
@@ -193,7 +199,7 @@ class Loops:
 
     def _carried(
         self,
-        seen: Held,
+        held_array: Held,
         initial: Global,
         carried: Global,
         sharding: str,
@@ -203,11 +209,11 @@ class Loops:
         the first one, a guess from the loop's sharding, which the turn has to confirm.
         """
         del initial
-        if not seen.is_finished:
+        if not held_array.is_finished:
             raise Unjudged("a loop that starts with an unfinished sum")
         guess: list[Cut] | None = None
         cuts = []
-        for place, axis in enumerate(seen.axes):
+        for place, axis in enumerate(held_array.axes):
             if axis is not None:
                 cuts.append(axis.cut)
                 continue
@@ -257,12 +263,18 @@ class Loops:
             return turned
         if turned is now:
             return now
-        seen = expressed(self.context, turned, array)
-        if seen is None or view_of(seen) != required_view(seen, array):
+        held_array = expressed(self.context, turned, array)
+        if held_array is None or view_of(held_array) != required_view(
+            held_array, array
+        ):
             raise Unjudged("a loop whose turn is not matched with the whole program's")
-        if not seen.is_finished or seen.idiom is not None or seen.rest:
+        if (
+            not held_array.is_finished
+            or held_array.idiom is not None
+            or held_array.dropped_axes
+        ):
             raise Unjudged("a loop that carries an unfinished sum")
-        for before, after in zip(now.axes, seen.axes, strict=True):
+        for before, after in zip(now.axes, held_array.axes, strict=True):
             if before is None or after is None:
                 continue
             if before.cut is not after.cut:

@@ -79,12 +79,16 @@ def _is_held(
     """Whether devices hold an array with these cuts."""
     if not isinstance(operand, Held):
         return False
-    seen = expressed(context, operand, array)
-    if seen is None or view_of(seen) != required_view(seen, array):
+    held_array = expressed(context, operand, array)
+    if held_array is None or view_of(held_array) != required_view(held_array, array):
         return False
-    if not seen.is_finished or seen.idiom is not None or seen.rest:
+    if (
+        not held_array.is_finished
+        or held_array.idiom is not None
+        or held_array.dropped_axes
+    ):
         return False
-    for axis, dim, cut in zip(seen.axes, array.view.dims, cuts, strict=True):
+    for axis, dim, cut in zip(held_array.axes, array.view.dims, cuts, strict=True):
         if axis is None:
             if dim is not None:
                 return False

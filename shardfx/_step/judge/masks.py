@@ -24,9 +24,9 @@ def selected(
     if instruction.opcode != "select":
         return None
     mask, chosen_value, other = operands
-    if mask.known is None or mask.terms is not None:
+    if mask.known_numbers is None or mask.terms is not None:
         return None
-    chosen = mask.known != 0
+    chosen = mask.known_numbers != 0
     if chosen.all():
         return chosen_value
     if not chosen.any():
@@ -102,7 +102,7 @@ def _selected_on_devices(
                 # The other devices hold zeros already.
                 return part
             mask = sum(1 << device for device in np.flatnonzero(is_part).tolist())
-            return dataclasses.replace(part, terms=(mask,), known=None)
+            return dataclasses.replace(part, terms=(mask,), known_numbers=None)
     return None
 
 
@@ -134,11 +134,11 @@ def _merged(
             held = with_axis(first, place, Axis(axis.dim, cuts.from_indices(indices)))
             is_left = bool(((before == HOLE) & mask).any())
             fill = _masked_fill(first, axis.dim, number, is_left=is_left)
-            return dataclasses.replace(held, fill=fill, known=None)
+            return dataclasses.replace(held, fill=fill, known_numbers=None)
     axis, other_axis = chosen_value.axes[place], other.axes[place]
     if chosen_value.root != other.root or axis is None or other_axis is None:
         return None
-    if axis.dim != other_axis.dim or chosen_value.rest != other.rest:
+    if axis.dim != other_axis.dim or chosen_value.dropped_axes != other.dropped_axes:
         return None
     used = (chosen.any(axis=1), (~chosen).any(axis=1))
     held = chosen_value
@@ -155,7 +155,7 @@ def _merged(
     fill = chosen_value.fill_number
     if fill != other.fill:
         fill = None
-    return dataclasses.replace(held, fill=fill, known=None)
+    return dataclasses.replace(held, fill=fill, known_numbers=None)
 
 
 def _masked_fill(
@@ -198,8 +198,8 @@ def union_of(
         return None
     if (
         not (first_operand.is_finished and other.is_finished)
-        or first_operand.rest
-        or other.rest
+        or first_operand.dropped_axes
+        or other.dropped_axes
     ):
         return None
     places = [

@@ -118,13 +118,15 @@ def expressed(context: Context, held: Held, array: Global) -> Held | None:
     seen = _elements(context, held, array)
     # An array has all dimensions of its value that are longer than 1. In the others its
     # elements have the index 0.
-    if seen is None or any(axis.cut.starts.any() for axis in seen.rest):
+    if seen is None or any(axis.cut.starts.any() for axis in seen.dropped_axes):
         return None
-    return dataclasses.replace(seen, rest=())
+    return dataclasses.replace(seen, dropped_axes=())
 
 
 def _elements(context: Context, held: Held, array: Global) -> Held | None:
-    """As `expressed`, where `array` may lack dimensions of its value: `rest` has them."""
+    """As `expressed`, where `array` may lack dimensions of its value: `dropped_axes` has
+    them.
+    """
     if held.root == array.view.root:
         return held if _fits(context, held, array) else None
     node = context.values.nodes[array.view.root]
@@ -147,7 +149,7 @@ def _elements(context: Context, held: Held, array: Global) -> Held | None:
         # The operands of a concatenation may be pieces of one value.
         if value is None:
             value = moved
-        elif value.rest == moved.rest:
+        elif value.dropped_axes == moved.dropped_axes:
             value = _both(context, value, moved)
     return None if value is None else _filled(context, held, value)
 
@@ -164,7 +166,7 @@ def _elements_of_twin(context: Context, held: Held, array: Global) -> Held | Non
         if isinstance(part, View) and any(dim is not None for dim in part.dims)
     ]
     # The twin has an element where its operand has one.
-    operand = dataclasses.replace(held.of(source), fill=None, known=None)
+    operand = dataclasses.replace(held.of(source), fill=None, known_numbers=None)
     below = _elements(
         context, operand, Global(View(root, array.view.dims), array.shape)
     )
@@ -208,7 +210,7 @@ def _beneath(context: Context, array: Global, operand: Global) -> Global:
     return Global(View(operand.view.root, tuple(dims)), tuple(shape))
 
 
-def seen_as_named(
+def matches_by_name(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
@@ -229,16 +231,16 @@ def seen_as_named(
             expressed(context, operand, array)
             for operand, array in zip(operands, arrays, strict=True)
         ]
-        seen = [operand for operand in lifted if operand is not None]
-        if len(seen) != len(operands):
+        expressed_operands = [operand for operand in lifted if operand is not None]
+        if len(expressed_operands) != len(operands):
             continue
         if any(
             new.has_holes and not old.has_holes
-            for new, old in zip(seen, operands, strict=True)
+            for new, old in zip(expressed_operands, operands, strict=True)
         ):
-            partial.append((number, seen))
+            partial.append((number, expressed_operands))
         else:
-            matches.append((number, seen))
+            matches.append((number, expressed_operands))
     return matches + partial
 
 
@@ -297,8 +299,10 @@ def matched_operands(
         return matches
     meaning = _without_views(key.key)
     return [
-        (number, seen)
-        for number, seen in seen_as_named(context, instruction, operands)
+        (number, expressed_operands)
+        for number, expressed_operands in matches_by_name(
+            context, instruction, operands
+        )
         if _without_views(context.values.nodes[number].key) == meaning
     ]
 
@@ -308,12 +312,13 @@ def _without_views(key: tuple[object, ...]) -> list[object]:
     return [part for part in key if not isinstance(part, View)]
 
 
-def are_same(seen: Sequence[Held], operands: Sequence[Held]) -> bool:
+def are_same(expressed_operands: Sequence[Held], operands: Sequence[Held]) -> bool:
     """Whether operands are seen as they are, so that a mismatch is a fault: an
     operation of the same name may take other pieces of the same arrays.
     """
     return all(
-        first.root == other.root for first, other in zip(seen, operands, strict=True)
+        first.root == other.root
+        for first, other in zip(expressed_operands, operands, strict=True)
     )
 
 
@@ -409,7 +414,7 @@ def _moved(
     """
     operand = node.operands[number]
     operand_dims = _dims_with_ones(context, operand)
-    rest = {axis.dim: axis.cut for axis in below.rest}
+    dropped_axes = {axis.dim: axis.cut for axis in below.dropped_axes}
     array_dims = _dims_with_ones(context, array)
     axes: list[Axis | None] = []
     for place, (dim, axis) in enumerate(zip(array_dims, below.axes, strict=True)):
@@ -422,10 +427,10 @@ def _moved(
         if move is None:
             return None
         operand_dim = operand_dims[dim]
-        if axis is None and operand_dim in rest:
+        if axis is None and operand_dim in dropped_axes:
             if below.shape[place] != 1:
                 return None
-            axis = Axis(operand_dim, rest[operand_dim])
+            axis = Axis(operand_dim, dropped_axes[operand_dim])
         if axis is None:
             is_repeated = operand_dim is None and node.opcode == "slice"
             is_all = move.is_same and operand.shape[dim] == array.shape[place]
@@ -445,9 +450,9 @@ def _moved(
         below,
         root=array.view.root,
         axes=tuple(axes),
-        rest=kept,
+        dropped_axes=kept,
         fill=below.fill_number,
-        known=None,
+        known_numbers=None,
     )
 
 
@@ -462,7 +467,7 @@ def _moved_rest(
     they are not of the operand's elements.
     """
     operand_dims = _dims_with_ones(context, node.operands[number])
-    rest = {axis.dim: axis.cut for axis in below.rest}
+    dropped_axes = {axis.dim: axis.cut for axis in below.dropped_axes}
     moved: list[Axis] = []
     for dim, size in enumerate(node.shape):
         if dim in array_dims:
@@ -472,8 +477,8 @@ def _moved_rest(
             return None
         operand_dim = operand_dims[dim]
         cut = context.cuts.whole(1)
-        if operand_dim in rest:
-            cut = rest[operand_dim]
+        if operand_dim in dropped_axes:
+            cut = dropped_axes[operand_dim]
         cut = move.applied(context, cut, size, None)
         if cut.has_holes:
             return None

@@ -32,8 +32,8 @@ from .matching import (
     candidates,
     expressed,
     matched_operands,
+    matches_by_name,
     placed,
-    seen_as_named,
     seen_as_padded,
 )
 from .moves import padding_of, slice_bounds
@@ -68,7 +68,9 @@ def _window(
     table = _known_window(operand, shape, starts, strides)
     if operand.root == NOWHERE and table is None:
         raise Unjudged("a slice of numbers of one device's program")
-    held = dataclasses.replace(operand, shape=shape, axes=tuple(axes), known=table)
+    held = dataclasses.replace(
+        operand, shape=shape, axes=tuple(axes), known_numbers=table
+    )
     return held if held.has_holes else dataclasses.replace(held, fill=None)
 
 
@@ -78,7 +80,7 @@ def _known_window(
     starts: Sequence[np.ndarray],
     strides: Sequence[int],
 ) -> np.ndarray | None:
-    table = operand.known
+    table = operand.known_numbers
     if table is None:
         return None
     for place, size in enumerate(shape):
@@ -104,18 +106,20 @@ def dynamic_slice(
         room = operand.shape[place] - shape[place]
         if room == 0:
             starts.append(np.zeros(context.devices, np.int64))
-        elif index.known is None:
+        elif index.known_numbers is None:
             return _indexed_slice(context, instruction, operands, shape)
         else:
-            index_numbers = index.known.reshape(-1).astype(np.int64)
+            index_numbers = index.known_numbers.reshape(-1).astype(np.int64)
             starts.append(np.clip(index_numbers, 0, room))
     if not is_global(operands):
         held = _window(context, operand, shape, starts, [1] * len(shape))
-        if held.known is None:
+        if held.known_numbers is None:
             _require_start_in_bounds(context, operand, shape)
             return held
         # A table of the partitioner, read at the device's number.
-        return Held(NOWHERE, shape, (None,) * len(shape), known=held.known)
+        return Held(
+            NOWHERE, shape, (None,) * len(shape), known_numbers=held.known_numbers
+        )
     try:
         return _indexed_slice(context, instruction, operands, shape)
     except Unjudged:
@@ -194,9 +198,9 @@ def _indexed_slice(
     operand, *places = operands
     for index in places:
         require_finished(index, "an index")
-    for number, seen in matched_operands(context, instruction, operands):
-        operand = seen[0]
-        form = form_in(context, instruction, seen, shape)
+    for number, expressed_operands in matched_operands(context, instruction, operands):
+        operand = expressed_operands[0]
+        form = form_in(context, instruction, expressed_operands, shape)
         node = context.values.nodes[number]
         before = node.operands[0].shape
         cuts = []
@@ -216,7 +220,7 @@ def _indexed_slice(
             return dataclasses.replace(
                 held,
                 terms=operand.terms,
-                kind=operand.kind,
+                reducer=operand.reducer,
                 scale=operand.scale,
             )
     raise Unjudged("a slice, at an index that is computed, of a dimension that is cut")
@@ -258,7 +262,7 @@ def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
         shape=shape,
         axes=tuple(axes),
         fill=fill,
-        known=None,
+        known_numbers=None,
     )
     return seen_as_padded(context, instruction, padded)
 
@@ -313,7 +317,7 @@ def _padded_globally(
     matches = [
         (number, list(operands)) for number in candidates(context, form, instruction)
     ]
-    matches += seen_as_named(context, instruction, operands)
+    matches += matches_by_name(context, instruction, operands)
     bounds = padding_of(instruction)
     for number, (operand, value) in matches:
         node = context.values.nodes[number]
@@ -329,7 +333,7 @@ def _padded_globally(
         return dataclasses.replace(
             held,
             terms=operand.terms,
-            kind=operand.kind,
+            reducer=operand.reducer,
             scale=operand.scale,
         )
     return None
@@ -365,7 +369,11 @@ def concatenate(
 ) -> Held:
     shape = arrays_in(instruction.result)[0].shape
     (along,) = numbers(instruction, "dimensions")
-    tables = [operand.known for operand in operands if operand.known is not None]
+    tables = [
+        operand.known_numbers
+        for operand in operands
+        if operand.known_numbers is not None
+    ]
     if any(operand.root == NOWHERE for operand in operands):
         return _known_concatenation(operands, tables, shape, along)
     matched = _concatenated_globally(context, instruction, operands, shape, along)
@@ -406,7 +414,7 @@ def _known_concatenation(
         for table, operand in zip(tables, operands, strict=True)
     ]
     joined = np.concatenate(full, axis=1 + along)
-    return Held(NOWHERE, shape, (None,) * len(shape), known=joined)
+    return Held(NOWHERE, shape, (None,) * len(shape), known_numbers=joined)
 
 
 def _concatenated_globally(
@@ -444,13 +452,15 @@ def _concatenated_globally(
             if cut is None and shape[place] != 1:
                 raise Unjudged("a concatenation of broadcasts")
             cuts.append(cut)
-        states = {(operand.terms, operand.kind, operand.scale) for operand in operands}
+        states = {
+            (operand.terms, operand.reducer, operand.scale) for operand in operands
+        }
         if len(states) > 1:
             for operand in operands:
                 require_finished(operand, "concatenate")
-        terms, kind, scale = states.pop()
+        terms, reducer, scale = states.pop()
         held = placed(context, form, instruction, shape, cuts, number)
-        return dataclasses.replace(held, terms=terms, kind=kind, scale=scale)
+        return dataclasses.replace(held, terms=terms, reducer=reducer, scale=scale)
     return None
 
 
@@ -491,7 +501,7 @@ def _joined_pieces(
     held = with_axis(held, along, Axis(first.dim, context.cuts.concatenated(cuts)))
     fill = _fill_of_pieces(context, pieces, first.dim)
     del instruction
-    return dataclasses.replace(held, shape=shape, fill=fill, known=None)
+    return dataclasses.replace(held, shape=shape, fill=fill, known_numbers=None)
 
 
 def _fill_of_pieces(
@@ -557,7 +567,7 @@ def reverse(context: Context, instruction: Instruction, operand: Held) -> Held:
         return dataclasses.replace(
             held,
             terms=operand.terms,
-            kind=operand.kind,
+            reducer=operand.reducer,
             scale=operand.scale,
             fill=operand.fill_number,
         )
@@ -567,4 +577,4 @@ def reverse(context: Context, instruction: Instruction, operand: Held) -> Held:
         if axis is not None:
             indices = context.cuts.indices(axis.cut)[:, ::-1]
             axes[dim] = Axis(axis.dim, context.cuts.from_indices(indices))
-    return dataclasses.replace(operand, axes=tuple(axes), known=None)
+    return dataclasses.replace(operand, axes=tuple(axes), known_numbers=None)

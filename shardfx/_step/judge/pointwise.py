@@ -27,9 +27,9 @@ from .joining import constant_number, form_in, is_zero, joined_cut, remembered
 from .lookups import indexed
 from .masks import selected, union_of
 from .matching import (
+    matches_by_name,
     node_for,
     placed,
-    seen_as_named,
 )
 from .values import ROUNDING
 from .verdict import Unjudged, Wrong
@@ -104,7 +104,7 @@ def elementwise(
                 f"unlike any operation of the whole program: {error}"
             ) from error
     if table is not None:
-        return dataclasses.replace(held, known=table)
+        return dataclasses.replace(held, known_numbers=table)
     return held
 
 
@@ -114,14 +114,14 @@ def broadcast_scalar(operand: Held, shape: tuple[int, ...]) -> Held:
     """
     if operand.shape == shape:
         return operand
-    table = operand.known
+    table = operand.known_numbers
     if table is not None:
         table = table.reshape(table.shape[:1] + (1,) * len(shape))
     return dataclasses.replace(
         operand,
         shape=shape,
         axes=(None,) * len(shape),
-        known=table,
+        known_numbers=table,
     )
 
 
@@ -145,14 +145,14 @@ def _matched(
             return remembered(context, instruction, operands, number, rule)
         except Wrong as error:
             fault = error
-    for other, seen in seen_as_named(context, instruction, operands):
+    for other, expressed_operands in matches_by_name(context, instruction, operands):
         if other == number:
             continue
-        again = form_in(context, instruction, seen, shape)
+        again = form_in(context, instruction, expressed_operands, shape)
         if node_for(context, again, instruction) is None:
             continue
         try:
-            return joined(context, instruction, seen, shape)
+            return joined(context, instruction, expressed_operands, shape)
         except Wrong:
             # It may be another operation of the same name.
             continue
@@ -174,7 +174,11 @@ def _scaled(
         return None
     for operand, factor in (operands, operands[::-1]):
         multiplier = constant_number(factor)
-        if multiplier is None or operand.known is not None or operand.rest:
+        if (
+            multiplier is None
+            or operand.known_numbers is not None
+            or operand.dropped_axes
+        ):
             continue
         for number in _scalings(context, instruction):
             factor_of_root = context.values.factors_of(number).get(operand.root)
@@ -221,14 +225,16 @@ def joined(
         for place in range(len(shape))
     ]
     dtype = arrays_in(instruction.result)[0].dtype
-    terms, kind, scale = _sums(opcode, dtype, operands)
+    terms, reducer, scale = _sums(opcode, dtype, operands)
     held = placed(context, form, instruction, shape, cuts, number)
     fill = None
     if held.has_holes and _have_holes_of(held, operands):
         fill = _fill(instruction, operands)
     if terms is None and scale == 1 and fill is None:
         return held
-    return dataclasses.replace(held, terms=terms, kind=kind, scale=scale, fill=fill)
+    return dataclasses.replace(
+        held, terms=terms, reducer=reducer, scale=scale, fill=fill
+    )
 
 
 def _sums(
@@ -236,11 +242,11 @@ def _sums(
     dtype: str,
     operands: Sequence[Held],
 ) -> tuple[tuple[int, ...] | None, str, Any]:
-    """The terms, the kind and the scale of the result."""
+    """The terms, the reducer and the scale of the result."""
     if all(operand.is_finished for operand in operands):
         return None, "add", 1
     counted = [operand for operand in operands if not is_zero(operand)]
-    states = {(operand.terms, operand.kind, operand.scale) for operand in counted}
+    states = {(operand.terms, operand.reducer, operand.scale) for operand in counted}
     parts = [operand for operand in counted if not operand.is_finished]
     if not parts:
         return None, "add", 1
@@ -252,14 +258,14 @@ def _sums(
     if len(states) == 1 and (
         len(operands) == 1
         and opcode in ("convert", "copy")
-        or part.kind == "add"
+        or part.reducer == "add"
         and opcode in _LINEAR
-        or part.kind == opcode
+        or part.reducer == opcode
     ):
-        return part.terms, part.kind, part.scale
+        return part.terms, part.reducer, part.scale
     is_linear = _is_linear_in(opcode, is_float, operands, part)
-    if part.kind == "add" and len(parts) == 1 and is_linear:
-        return part.terms, part.kind, part.scale
+    if part.reducer == "add" and len(parts) == 1 and is_linear:
+        return part.terms, part.reducer, part.scale
     for operand in parts:
         require_finished(operand, opcode)
     raise AssertionError("an unfinished operand is refused")
@@ -302,10 +308,13 @@ def _fill(instruction: Instruction, operands: Sequence[Held]) -> Number | None:
     """The number that an operation makes of the numbers in holes."""
     numbers = []
     for operand in operands:
-        if operand.known is not None and operand.known.size == operand.known.shape[0]:
+        if (
+            operand.known_numbers is not None
+            and operand.known_numbers.size == operand.known_numbers.shape[0]
+        ):
             if not operand.is_uniform:
                 return None
-            numbers.append(operand.known.flat[0].item())
+            numbers.append(operand.known_numbers.flat[0].item())
         elif operand.has_holes and operand.fill_number is not None:
             numbers.append(operand.fill_number)
         else:
@@ -323,7 +332,11 @@ def _fill(instruction: Instruction, operands: Sequence[Held]) -> Number | None:
 
 def _known(instruction: Instruction, operands: Sequence[Held]) -> np.ndarray | None:
     """The numbers of the result, if those of the operands are known."""
-    numbers = [operand.known for operand in operands if operand.known is not None]
+    numbers = [
+        operand.known_numbers
+        for operand in operands
+        if operand.known_numbers is not None
+    ]
     if len(numbers) != len(operands):
         return None
     opcode = instruction.opcode
@@ -414,5 +427,5 @@ def from_known(
         axes: list[Axis | None] = [None] * len(shape)
         rows = table.reshape(table.shape[0], -1)
         axes[along] = Axis(0, context.cuts.from_indices(rows))
-        return Held(operand.root, shape, tuple(axes), known=table)
-    return Held(NOWHERE, shape, (None,) * len(shape), known=table)
+        return Held(operand.root, shape, tuple(axes), known_numbers=table)
+    return Held(NOWHERE, shape, (None,) * len(shape), known_numbers=table)

@@ -119,7 +119,7 @@ def _ended(mask: Held, updated: Held, other: Held) -> Held | None:
         and other.root == shard.root
         and other.shape == shard.shape
         and other.axes == shard.axes
-        and other.rest == shard.rest
+        and other.dropped_axes == shard.dropped_axes
         and other.fill == shard.fill
         and other.is_finished
     )
@@ -148,18 +148,23 @@ def update_row(
     index = dataclasses.replace(places[along], idiom=None)
     indices = [*places[:along], index, *places[along + 1 :]]
     whole_operands = [shard, update, *indices]
-    for number, seen in matched_operands(context, instruction, whole_operands):
+    for number, expressed_operands in matched_operands(
+        context, instruction, whole_operands
+    ):
         node = context.values.nodes[number]
-        if seen[0].axes != shard.axes or seen[0].root != shard.root:
+        if (
+            expressed_operands[0].axes != shard.axes
+            or expressed_operands[0].root != shard.root
+        ):
             continue
-        cuts = _cuts(context, node, seen, along)
+        cuts = _cuts(context, node, expressed_operands, along)
         if cuts is None:
             continue
         _require_in_bounds(context, index.root, node.operands[0].shape[along])
-        form = form_in(context, instruction, seen, shard.shape)
+        form = form_in(context, instruction, expressed_operands, shard.shape)
         result = placed(context, form, instruction, shard.shape, cuts, number)
         updated = Updated(index.root, row.low, row.high, shard, result)
-        return dataclasses.replace(shard, idiom=updated, known=None)
+        return dataclasses.replace(shard, idiom=updated, known_numbers=None)
     raise Unjudged("no update of the whole program has these operands")
 
 

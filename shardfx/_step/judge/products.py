@@ -45,16 +45,16 @@ _SIDES = re.compile(r"\b(?:lhs_|rhs_)")
 
 def dot(context: Context, instruction: Instruction, operands: Sequence[Held]) -> Held:
     for operand in operands:
-        if operand.terms is not None and operand.kind != "add":
+        if operand.terms is not None and operand.reducer != "add":
             require_finished(operand, "dot")
     matched = matched_operands(context, instruction, operands)
     fault: Wrong | None = None
-    for number, seen in matched:
+    for number, expressed_operands in matched:
         try:
-            rule = ft.partial(_dot, context, instruction, seen, number)
-            return remembered(context, instruction, seen, number, rule)
+            rule = ft.partial(_dot, context, instruction, expressed_operands, number)
+            return remembered(context, instruction, expressed_operands, number, rule)
         except Wrong as error:
-            fault = error if are_same(seen, operands) else fault
+            fault = error if are_same(expressed_operands, operands) else fault
     if fault is not None:
         raise fault
     if not matched:
@@ -90,9 +90,11 @@ def _swapped(
             lambda side: "rhs_" if side[0] == "lhs_" else "lhs_", text_of(instruction)
         ),
     )
-    for number, seen in matched_operands(context, exchanged, [other, first_operand]):
+    for number, expressed_operands in matched_operands(
+        context, exchanged, [other, first_operand]
+    ):
         try:
-            held = _dot(context, exchanged, seen, number)
+            held = _dot(context, exchanged, expressed_operands, number)
         except (Wrong, Unjudged):
             continue
         return permuted(held, [order.index(dim) for dim in range(len(order))])
@@ -211,7 +213,7 @@ def with_sums(
     return dataclasses.replace(
         held,
         terms=terms,
-        kind="add",
+        reducer="add",
         scale=1 if scale == 1 else scale,
         fill=fill if held.has_holes else None,
     )
@@ -224,23 +226,25 @@ def reduce(
 ) -> Held:
     """The reduction of one array."""
     operand, start = operands
-    how = reducer_of(context.module, instruction)
-    if operand.terms is not None and operand.kind != how:
+    reducer = reducer_of(context.module, instruction)
+    if operand.terms is not None and operand.reducer != reducer:
         require_finished(operand, "reduce")
-    if operand.scale != 1 and how != "add":
+    if operand.scale != 1 and reducer != "add":
         require_finished(operand, "reduce")
     require_finished(start, "reduce")
     fault: Wrong | None = None
-    for number, seen in matched_operands(context, instruction, operands):
+    for number, expressed_operands in matched_operands(context, instruction, operands):
         try:
-            rule = ft.partial(_reduced, context, instruction, seen, how, number)
-            return remembered(context, instruction, seen, number, rule)
+            rule = ft.partial(
+                _reduced, context, instruction, expressed_operands, reducer, number
+            )
+            return remembered(context, instruction, expressed_operands, number, rule)
         except Wrong as error:
-            fault = error if are_same(seen, operands) else fault
+            fault = error if are_same(expressed_operands, operands) else fault
     if fault is not None:
         raise fault
     try:
-        return _reduced(context, instruction, operands, how, None)
+        return _reduced(context, instruction, operands, reducer, None)
     except Wrong as error:
         raise Unjudged(f"unlike any operation of the whole program: {error}") from error
 
@@ -249,7 +253,7 @@ def _reduced(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
-    how: str,
+    reducer: str,
     number: int | None,
 ) -> Held:
     operand, start = operands
@@ -262,17 +266,17 @@ def _reduced(
     for place in over:
         axis = operand.axes[place]
         if axis is None:
-            terms, scale = _broadcast_sum(operand, place, node, how, terms, scale)
+            terms, scale = _broadcast_sum(operand, place, node, reducer, terms, scale)
             continue
         size = _size(context, operand, place, node)
-        if axis.cut.has_holes and not is_identity(operand.fill_number, how, dtype):
+        if axis.cut.has_holes and not is_identity(operand.fill_number, reducer, dtype):
             raise Unjudged("a reduction over padding")
         part = context.cuts.terms(axis.cut, size)
-        if part is not None and not how:
+        if part is not None and not reducer:
             raise Unjudged("a reduction, by another function, over a cut dimension")
         terms = product_of_terms(context.everywhere, terms, part)
     is_in_parts = terms is not None or scale != 1
-    if is_in_parts and not is_identity(constant_number(start), how, dtype):
+    if is_in_parts and not is_identity(constant_number(start), reducer, dtype):
         raise Unjudged("a reduction that starts with a number on each device")
     rest = [axis for dim, axis in enumerate(operand.axes) if dim not in over]
     form = form_in(context, instruction, operands, shape)
@@ -280,13 +284,13 @@ def _reduced(
         context, form, instruction, shape, [cut_of(axis) for axis in rest], number
     )
     fill = None
-    if held.has_holes and how == "add":
+    if held.has_holes and reducer == "add":
         are_zeros = operand.fill == 0 and constant_number(start) == 0
         fill = 0 if are_zeros else None
     return dataclasses.replace(
         held,
         terms=terms,
-        kind=how,
+        reducer=reducer,
         scale=1 if scale == 1 else scale,
         fill=fill,
     )
@@ -308,7 +312,7 @@ def _broadcast_sum(
     operand: Held,
     place: int,
     node: Node | None,
-    how: str,
+    reducer: str,
     terms: tuple[int, ...] | None,
     scale: Fraction,
 ) -> tuple[tuple[int, ...] | None, Fraction]:
@@ -316,8 +320,8 @@ def _broadcast_sum(
     if node is None:
         raise Unjudged("a reduction of a broadcast")
     size = node.operands[0].shape[place]
-    if operand.shape[place] == size or how in ("maximum", "minimum", "and", "or"):
+    if operand.shape[place] == size or reducer in ("maximum", "minimum", "and", "or"):
         return terms, scale
-    if how != "add":
+    if reducer != "add":
         raise Unjudged("a reduction of a broadcast")
     return terms, scale * Fraction(operand.shape[place], size)

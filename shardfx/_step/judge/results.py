@@ -43,9 +43,9 @@ def _has_shape(held: Held, shape: tuple[int, ...]) -> bool:
             continue
         if axis.cut.size != size:
             return False
-    if held.known is None:
+    if held.known_numbers is None:
         return True
-    return held.known.ndim == 1 + rank
+    return held.known_numbers.ndim == 1 + rank
 
 
 def held_of(array: Global, shape: tuple[int, ...], cuts: Sequence[Cut]) -> Held:

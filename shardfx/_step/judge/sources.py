@@ -17,14 +17,15 @@ _INTEGER = re.compile(r"-?\d+|true|false")
 
 def source(context: Context, instruction: Instruction) -> Held:
     """What each device holds of the result of an instruction without operands. Its
-    numbers are `known`, where there are few, with the devices in the first dimension.
+    numbers are `known_numbers`, where there are few, with the devices in the first
+    dimension.
     """
     array = arrays_in(instruction.result)[0]
     shape, devices = array.shape, context.devices
     if instruction.opcode == "partition-id":
-        return Held(NOWHERE, (), (), known=np.arange(devices))
+        return Held(NOWHERE, (), (), known_numbers=np.arange(devices))
     if instruction.opcode == "replica-id":
-        return Held(NOWHERE, (), (), known=np.zeros(devices, np.int64))
+        return Held(NOWHERE, (), (), known_numbers=np.zeros(devices, np.int64))
     if instruction.opcode == "iota":
         form = form_in(context, instruction, [], shape)
         cuts = [context.cuts.whole(size) for size in shape]
@@ -38,7 +39,7 @@ def source(context: Context, instruction: Instruction) -> Held:
         if shape[along] * devices <= MOST_KNOWN and array.dtype[0] in "su":
             row = np.arange(shape[along]).reshape(sizes)
             table = np.broadcast_to(row, (devices, *sizes[1:]))
-        return dataclasses.replace(held, known=table)
+        return dataclasses.replace(held, known_numbers=table)
     return _constant(context, instruction, shape, array.dtype)
 
 
@@ -62,7 +63,7 @@ def _constant(
     if values is None:
         return held
     table = np.broadcast_to(values, (context.devices, *values.shape))
-    return dataclasses.replace(held, known=table)
+    return dataclasses.replace(held, known_numbers=table)
 
 
 def known_constant(

@@ -26,11 +26,11 @@ def dynamic_update_slice(
     for place, index in enumerate(places):
         if shape[place] == update.shape[place]:
             starts.append(np.zeros(context.devices, np.int64))
-        elif index.known is None:
+        elif index.known_numbers is None:
             is_known = False
         else:
             room = shape[place] - update.shape[place]
-            index_numbers = index.known.reshape(-1).astype(np.int64)
+            index_numbers = index.known_numbers.reshape(-1).astype(np.int64)
             starts.append(np.clip(index_numbers, 0, room))
     if is_global(operands):
         held = _updated_globally(context, instruction, operands)
@@ -53,9 +53,9 @@ def _updated_globally(
     for index in indices:
         require_finished(index, "an index")
     shape = operand.shape
-    for number, seen in matched_operands(context, instruction, operands):
-        operand, update = seen[:2]
-        form = form_in(context, instruction, seen, shape)
+    for number, expressed_operands in matched_operands(context, instruction, operands):
+        operand, update = expressed_operands[:2]
+        form = form_in(context, instruction, expressed_operands, shape)
         node = context.values.nodes[number]
         global_shape, global_update_shape = (
             node.operands[0].shape,
@@ -89,14 +89,14 @@ def _updated_globally(
 
 
 def _update_sums(held: Held, operand: Held, update: Held) -> Held:
-    is_zero = operand.known is not None and not operand.known.any()
+    is_zero = operand.known_numbers is not None and not operand.known_numbers.any()
     if not is_zero and (operand.terms, operand.scale) != (update.terms, update.scale):
         require_finished(operand, "dynamic-update-slice")
         require_finished(update, "dynamic-update-slice")
     return dataclasses.replace(
         held,
         terms=update.terms,
-        kind=update.kind,
+        reducer=update.reducer,
         scale=update.scale,
     )
 
@@ -148,7 +148,7 @@ def _updated(
         shape=operand.shape,
         axes=tuple(axes),
         fill=fill,
-        known=None,
+        known_numbers=None,
     )
 
 

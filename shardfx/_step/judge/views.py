@@ -34,12 +34,14 @@ def broadcast(context: Context, instruction: Instruction, operand: Held) -> Held
     sizes = [1] * len(shape)
     for source, target in enumerate(targets):
         axes[target] = operand.axes[source]
-        if operand.known is not None:
-            sizes[target] = operand.known.shape[1 + source]
-    table = operand.known
+        if operand.known_numbers is not None:
+            sizes[target] = operand.known_numbers.shape[1 + source]
+    table = operand.known_numbers
     if table is not None:
         table = table.reshape(context.devices, *sizes)
-    return dataclasses.replace(operand, shape=shape, axes=tuple(axes), known=table)
+    return dataclasses.replace(
+        operand, shape=shape, axes=tuple(axes), known_numbers=table
+    )
 
 
 def transpose(instruction: Instruction, operand: Held) -> Held:
@@ -52,13 +54,13 @@ def reshape(context: Context, instruction: Instruction, operand: Held) -> Held:
     if operand.root == NOWHERE and operand.idiom is None:
         if table is None:
             raise Unjudged("a reshape of numbers of one device's program")
-        return Held(NOWHERE, shape, (None,) * len(shape), known=table)
+        return Held(NOWHERE, shape, (None,) * len(shape), known_numbers=table)
     if operand.idiom is None:
         held = _global_reshape(context, instruction, operand, shape)
         if held is not None:
-            return dataclasses.replace(held, known=table)
+            return dataclasses.replace(held, known_numbers=table)
     held = local_reshape(context, operand, shape)
-    return dataclasses.replace(held, known=table)
+    return dataclasses.replace(held, known_numbers=table)
 
 
 def bitcast(
@@ -97,7 +99,7 @@ def _memory_order(instruction: Instruction) -> tuple[int, ...]:
 
 
 def _reshaped_known(operand: Held, shape: tuple[int, ...]) -> np.ndarray | None:
-    table = operand.known
+    table = operand.known_numbers
     if table is None:
         return None
     devices = len(table)
@@ -122,8 +124,10 @@ def _global_reshape(
     except Unjudged:
         return None
     dims = tuple(dim for dim in view_of(operand).dims if dim is not None)
-    for seen in context.values.reshapes_of(view_of(operand), instruction.op_name):
-        held = _viewed(context, operand, shape, seen)
+    for view_reshape in context.values.reshapes_of(
+        view_of(operand), instruction.op_name
+    ):
+        held = _viewed(context, operand, shape, view_reshape)
         if held is not None:
             return held
     form = Form(("reshape", operand.root, dims), (), ())
@@ -161,12 +165,12 @@ def _viewed(
     context: Context,
     operand: Held,
     shape: tuple[int, ...],
-    seen: ViewReshape,
+    view_reshape: ViewReshape,
 ) -> Held | None:
     """What devices hold after a reshape that adds or drops dimensions along which
-    nothing changes; `None` if it is not `seen`.
+    nothing changes; `None` if it is not `view_reshape`.
     """
-    source, target = seen
+    source, target = view_reshape
     if len(source.dims) != len(operand.axes) or len(target.dims) != len(shape):
         return None
     if view_of(operand).dims != source.dims:
@@ -232,7 +236,7 @@ def _fitted(
         root=number,
         shape=shape,
         axes=tuple(axes),
-        rest=(),
+        dropped_axes=(),
         fill=operand.fill_number,
     )
 
@@ -342,12 +346,12 @@ class _Part(NamedTuple):
 def local_reshape(context: Context, operand: Held, shape: tuple[int, ...]) -> Held:
     """A reshape of the array of one device, which holds the same value after it."""
     axes: list[Axis | None] = [None] * len(shape)
-    rest = list(operand.rest)
+    dropped_axes = list(operand.dropped_axes)
     for sources, targets in groups_of_reshape(operand.shape, shape):
         if not targets:
             axis = operand.axes[sources[0]]
             if axis is not None:
-                rest.append(axis)
+                dropped_axes.append(axis)
             continue
         if not sources:
             continue
@@ -362,17 +366,19 @@ def local_reshape(context: Context, operand: Held, shape: tuple[int, ...]) -> He
                 assert part.starts is not None
                 cut = context.cuts.from_starts(part.starts, part.length, part.step)
                 axes[target] = Axis(part.dim, cut)
-    held = dataclasses.replace(operand, shape=shape, axes=tuple(axes), rest=tuple(rest))
+    held = dataclasses.replace(
+        operand, shape=shape, axes=tuple(axes), dropped_axes=tuple(dropped_axes)
+    )
     return absorbed(context, held)
 
 
 def absorbed(context: Context, held: Held) -> Held:
-    """The same with the indices in `rest` added to an axis of the same dimension, or in
-    a free dimension of size 1 in its order.
+    """The same with the indices in `dropped_axes` added to an axis of the same
+    dimension, or in a free dimension of size 1 in its order.
     """
     axes = list(held.axes)
-    rest = []
-    for axis in held.rest:
+    dropped_axes = []
+    for axis in held.dropped_axes:
         along = next(
             (
                 dim
@@ -382,7 +388,7 @@ def absorbed(context: Context, held: Held) -> Held:
             None,
         )
         if along is None:
-            rest.append(axis)
+            dropped_axes.append(axis)
             continue
         other = axes[along]
         assert other is not None
@@ -391,8 +397,8 @@ def absorbed(context: Context, held: Held) -> Held:
         starts = other.cut.starts + axis.cut.starts[:, :1]
         cut = context.cuts.made(other.cut.lengths, starts, other.cut.step)
         axes[along] = Axis(axis.dim, cut)
-    held = dataclasses.replace(held, axes=tuple(axes), rest=tuple(rest))
-    if not held.rest:
+    held = dataclasses.replace(held, axes=tuple(axes), dropped_axes=tuple(dropped_axes))
+    if not held.dropped_axes:
         return held
     try:
         return settled(held)

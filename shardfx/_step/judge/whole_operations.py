@@ -28,15 +28,15 @@ def whole_operation(
     for operand in operands:
         require_finished(operand, instruction.opcode)
     matched = matched_operands(context, instruction, operands)
-    for number, seen in matched:
+    for number, expressed_operands in matched:
         node = context.values.nodes[number]
         if node.instruction is None:
             continue
-        axes = _whole_cuts(context, instruction, seen, node)
+        axes = _whole_cuts(context, instruction, expressed_operands, node)
         if axes is None:
             continue
         shape = results[0].shape
-        found = form_in(context, instruction, seen, shape)
+        found = form_in(context, instruction, expressed_operands, shape)
         if not instruction.result.startswith("("):
             return placed(context, found, instruction, shape, axes, number)
         parts = []
