@@ -19,28 +19,24 @@ from jaxtyping import PyTree
 from .._ground.keys import raw, wrapped
 from .._ground.purity import is_tracing
 from .._ground.tree import is_array_type
-from .evaluation import CALLS, LOOPS, MARKED_CALLS, evaluated, retraced
-from .lowered import applied, carry_of, opened
+from .evaluation import CALLS, evaluated, retraced
+from .lowered import applied, carry_of, equations_in, opened
 from .tracing import unwrapped
 
 
 # Equations that set the sharding of their operands and change no values.
 _LAYOUTS = ("reshard", "mesh_cast", "sharding_constraint")
-# Equations with a function that combines two elements. XLA knows a sum by it, and not
-# if its values have shardings.
-_COMBINERS = (
-    "reduce",
-    "reduce_window",
-    "scatter",
-    "scatter-add",
-    "scatter-sub",
-    "scatter-mul",
-    "scatter-min",
-    "scatter-max",
-    "select_and_scatter",
-)
-# Equations whose programs are evaluated anew.
-_NESTED = (*LOOPS, *MARKED_CALLS, *_COMBINERS, "custom_linear_solve", "linear_call")
+# Equations whose programs stay as they are.
+_OPAQUE = ("shard_map", "pallas_call", "custom_partitioning", "core_map", "run_state")
+_SPACES = {
+    "pinned_host": jax.memory.Space.Host,
+    "unpinned_host": jax.memory.Space.Host,
+    "device": jax.memory.Space.Device,
+}
+# Errors of a step that may come from the mesh on which it is traced: libraries compare
+# structs with types, which name it, and compute constants, which a mesh without devices
+# does not allow.
+_ERRORS_OF_MESH = (AssertionError, TypeError, ValueError)
 _NO_MESH = AbstractMesh((), ())
 
 
@@ -51,26 +47,21 @@ def explicit_mesh(args: PyTree) -> AbstractMesh | None:
     """
     meshes = [jax.sharding.get_abstract_mesh(), *map(_mesh_of, jax.tree.leaves(args))]
     for mesh in meshes:
-        if mesh is not None and mesh.explicit_axes:
+        if mesh.explicit_axes:
             return mesh
     return None
 
 
-def _mesh_of(leaf: object) -> AbstractMesh | None:
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return None
-    # A tracer has its sharding in its type only.
-    is_traced = isinstance(leaf, Tracer)
-    sharding = jax.typeof(leaf).sharding if is_traced else leaf.sharding
-    if not isinstance(sharding, NamedSharding):
-        return None
-    return sharding.mesh.abstract_mesh
+def _mesh_of(leaf: object) -> AbstractMesh:
+    """The mesh in the type of an array or a struct; that of other values is empty."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return jax.typeof(leaf).sharding.mesh
+    return _NO_MESH
 
 
-def is_typed(array: Any) -> bool:
+def is_typed(array: object) -> bool:
     """Whether the type of an array says how Explicit axes shard it."""
-    mesh = _mesh_of(array)
-    return mesh is not None and bool(mesh.explicit_axes)
+    return bool(_mesh_of(array).explicit_axes)
 
 
 def auto_twin(mesh: AbstractMesh) -> AbstractMesh:
@@ -111,39 +102,27 @@ def structs_like(args: PyTree, *, typed: bool) -> PyTree:
     def struct(leaf: Any) -> Any:
         if not is_array_type(type(leaf)):
             return leaf
-        mesh = _mesh_of(leaf)
-        if not typed or mesh is None:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        is_traced = isinstance(leaf, Tracer)
-        sharding = jax.typeof(leaf).sharding if is_traced else leaf.sharding
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, sharding.spec)
-        )
+        sharding = None
+        if typed and not _mesh_of(leaf).empty:
+            sharding = jax.typeof(leaf).sharding
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(struct, args)
 
 
 def on_auto_axes(
-    function: Callable[[list[Any]], Sequence[Any]],
-    arrays: Sequence[Any],
+    function: Callable[..., Sequence[Any]],
     mesh: AbstractMesh,
-    specs_of: Callable[[Sequence[Any]], Sequence[PartitionSpec]],
-) -> list[Any]:
-    """The results of a function of arrays, which is called with Auto axes in place of
-    the Explicit ones of `mesh`, as `jax.sharding.auto_axes` calls it.
-
-    `specs_of` gives the specs of the results on `mesh`.
+    specs: Sequence[PartitionSpec],
+) -> Callable[..., list[Any]]:
+    """A function of typed arrays, which runs on Auto axes in place of the Explicit ones
+    of `mesh`, and whose results are typed as `specs` say.
     """
-    with jax.sharding.use_abstract_mesh(auto_twin(mesh)):
-        # The arrays keep their shardings, which their types no longer say.
-        untyped = [jax.sharding.reshard(array, PartitionSpec()) for array in arrays]
-        results = function(untyped)
-
-    specs = specs_of(results)
-    return [
-        jax.sharding.reshard(result, NamedSharding(mesh, spec))
-        for result, spec in zip(results, specs, strict=True)
-    ]
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    decorated: Any = jax.sharding.auto_axes(
+        function, axes=mesh.explicit_axes, out_sharding=shardings
+    )
+    return decorated
 
 
 def _untyped(constant: Any) -> Any:
@@ -168,15 +147,15 @@ class PlainStep(NamedTuple):
     out: PyTree
     rest: PyTree
 
-    def run(self, arrays: Sequence[Any]) -> list[Any]:
+    def run(self, *arrays: Any) -> list[Any]:
         """The arrays in the step's result, for the arrays in its arguments."""
-        if not is_tracing() and not any(map(is_typed, arrays)):
-            with without_mesh():
-                # A `shard_map` over a mesh without devices is for `jit`.
-                return jax.jit(self._evaluated)(arrays)
-        return self._evaluated(arrays)
+        if is_tracing() or any(map(is_typed, arrays)):
+            return self._evaluated(*arrays)
+        with without_mesh():
+            # A `shard_map` over a mesh without devices is for `jit`.
+            return jax.jit(self._evaluated)(*arrays)
 
-    def _evaluated(self, arrays: Sequence[Any]) -> list[Any]:
+    def _evaluated(self, *arrays: Any) -> list[Any]:
         mesh = jax.sharding.get_abstract_mesh()
         evaluator = _Unsharder(_NO_MESH if mesh.explicit_axes else mesh)
         consts = list(map(_untyped, self.closed.consts))
@@ -187,6 +166,16 @@ class PlainStep(NamedTuple):
         return eqx.combine(
             jax.tree.unflatten(jax.tree.structure(self.out), arrays), self.rest
         )
+
+
+def traced(step: Callable[..., PyTree], args: PyTree, *, typed: bool) -> PlainStep:
+    """Traces a step in the context's mesh, for `args`, a pair of its arguments and its
+    keyword arguments. The arguments have their shardings in their types if `typed`.
+    """
+    positional, named = structs_like(args, typed=typed)
+    trace = eqx.filter_make_jaxpr(unwrapped(step))
+    closed, out, rest = trace(*positional, **named)
+    return PlainStep(closed=closed, out=out, rest=rest)
 
 
 def plain_step(
@@ -201,71 +190,42 @@ def plain_step(
 
     A mesh of the same names with sizes of 1 allows every spec, and no type there names
     an axis. So a step is traced over such a mesh first. A step that names its own mesh
-    is traced for that. A step to which a mesh is an obstacle is traced without any.
-    With `alone`, the step is for one device; otherwise a `shard_map` must be over
-    `mesh`.
+    is traced for that. A step to which a mesh is an obstacle, such as one that computes
+    constants while it is traced, is traced without any. With `alone`, the step is for
+    one device; otherwise a `shard_map` must be over `mesh`.
     """
-    function = unwrapped(step)
-
-    def trace(typed: bool) -> PlainStep:
-        positional, named = structs_like(args, typed=typed)
-        closed, out, rest = eqx.filter_make_jaxpr(function)(*positional, **named)
-        return PlainStep(
-            closed=closed,
-            out=out,
-            rest=rest,
-        )
-
     # The first error that is not raised is the context of one that is.
     try:
         with over_ones(mesh):
-            plain = trace(typed=False)
-        if alone or mesh.size == 1 or not has_shard_map(plain.closed):
+            plain = traced(step, args, typed=False)
+        if alone or mesh.size == 1 or not _has_shard_map(plain):
             return plain
         with over(auto_twin(mesh)):
-            return trace(typed=False)
-    except (AssertionError, TypeError, ValueError):
-        with _Attempt(), over(_NO_MESH):
-            plain = trace(typed=False)
-            if not has_shard_map(plain.closed):
+            return traced(step, args, typed=False)
+    except _ERRORS_OF_MESH:
+        with contextlib.suppress(*_ERRORS_OF_MESH), over(_NO_MESH):
+            plain = traced(step, args, typed=False)
+            if not _has_shard_map(plain):
                 return plain
         with over(mesh):
-            return trace(typed=True)
+            return traced(step, args, typed=True)
 
 
-def may_be_of_mesh(error: BaseException) -> bool:
-    """Whether an error may come from the mesh on which a function is traced.
-
-    The mesh is in the types of all values there. JAX refuses some of them, and
-    libraries compare structs with the types. JAX also computes no constants on a mesh
-    without devices, as solvers do by `jax.ensure_compile_time_eval`.
-    """
-    kind = type(error)
-    # Not of a subclass: errors of this package say what mends them.
-    is_plain = kind in (AssertionError, TypeError, ValueError)
-    # JAX does not export the classes of these errors.
-    return is_plain or kind.__name__ in ("ShardingTypeError", "DuplicateSpecError")
+def _has_shard_map(step: PlainStep) -> bool:
+    equations = equations_in(step.closed)
+    return any(equation.primitive.name == "shard_map" for equation in equations)
 
 
-class _Attempt(contextlib.AbstractContextManager[None]):
-    """A context whose errors are not raised if they may come from the mesh."""
+@ft.lru_cache(maxsize=256)
+def _context_over(context: Any, mesh: AbstractMesh) -> Any:
+    """The context of an equation, such as where it is computed, with another mesh."""
+    with context.manager, over(mesh):
+        return jax.make_jaxpr(jnp.sin)(0.0).jaxpr.eqns[0].ctx
 
-    def __exit__(self, _kind: object, error: BaseException | None, _: object) -> bool:
-        return error is not None and may_be_of_mesh(error)
 
-
-def has_shard_map(program: object) -> bool:
-    """Whether a jaxpr or a program in it has a `shard_map`."""
-    if isinstance(program, tuple | list):
-        return any(map(has_shard_map, program))
-    if not isinstance(program, jex.ClosedJaxpr | jex.Jaxpr):
-        return False
-    equations = opened(program)[0].eqns
-    return any(
-        equation.primitive.name == "shard_map"
-        or has_shard_map(list(equation.params.values()))
-        for equation in equations
-    )
+def equation_over(equation: jex.JaxprEqn, mesh: AbstractMesh) -> jex.JaxprEqn:
+    """The equation, to be evaluated in the context of another mesh."""
+    return equation.replace(ctx=_context_over(equation.ctx, mesh))
 
 
 class _Unsharder:
@@ -275,17 +235,10 @@ class _Unsharder:
 
     def __init__(self, mesh: AbstractMesh):
         self.mesh = mesh
-        self.contexts: dict[tuple[int, AbstractMesh], Any] = {}
+        # Takes a jaxpr, its constants and its arguments.
+        self.run = ft.partial(evaluated, rule=self.rule)
         # By the identity of a program: the function that calls of it call.
         self.functions: dict[int, Callable[..., Sequence[Any]]] = {}
-
-    def run(
-        self,
-        jaxpr: jex.Jaxpr,
-        consts: Sequence[Any],
-        args: Sequence[Any],
-    ) -> list[Any]:
-        return evaluated(jaxpr, consts, args, self.rule)
 
     def rule(
         self,
@@ -298,18 +251,15 @@ class _Unsharder:
             return operands
         if name in CALLS:
             return self.called(equation)(*operands)
-        if name == "device_put":
-            return list(map(_moved, operands, equation.params["devices"]))
-        if name == "shard_map":
-            return self.shard_map(jaxpr, equation, operands)
 
+        mesh = self.mesh
         params = dict(equation.params)
-        for key, parameter in params.items():
-            if isinstance(parameter, NamedSharding):
-                params[key] = None
-            elif name in _NESTED:
-                params[key] = retraced(parameter, self.run)
-        plain = equation.replace(params=params, ctx=self.context(equation, self.mesh))
+        if name == "shard_map":
+            mesh = auto_twin(params["mesh"].abstract_mesh)
+            params["mesh"] = mesh
+        elif name not in _OPAQUE:
+            params = {key: self.plain(param) for key, param in params.items()}
+        plain = equation_over(equation.replace(params=params), mesh)
         if name != "scan":
             return applied(jaxpr, plain, operands)
 
@@ -340,27 +290,15 @@ class _Unsharder:
             self.functions[id(program)] = jax.jit(function)
         return self.functions[id(program)]
 
-    def shard_map(
-        self,
-        jaxpr: jex.Jaxpr,
-        equation: jex.JaxprEqn,
-        operands: list[Any],
-    ) -> Sequence[Any]:
-        """Evaluates a `shard_map`, whose body stays as it is. Its mesh gets Auto axes."""
-        mesh = equation.params["mesh"].abstract_mesh
-        twin = auto_twin(mesh)
-        params = {**equation.params, "mesh": twin}
-        context = self.context(equation, twin)
-        plain = equation.replace(params=params, ctx=context)
-        return applied(jaxpr, plain, operands)
-
-    def context(self, equation: jex.JaxprEqn, mesh: AbstractMesh) -> Any:
-        """The context of an equation, such as where it is computed, with another mesh."""
-        key = id(equation.ctx), mesh
-        if key not in self.contexts:
-            with equation.ctx.manager, over(mesh):
-                self.contexts[key] = jax.make_jaxpr(jnp.sin)(0.0).jaxpr.eqns[0].ctx
-        return self.contexts[key]
+    def plain(self, parameter: Any) -> Any:
+        """A parameter of an equation without shardings. One that says where to put an
+        array says the memory.
+        """
+        if isinstance(parameter, NamedSharding):
+            return _SPACES.get(parameter.memory_kind or "")
+        if type(parameter) is tuple:
+            return tuple(map(self.plain, parameter))
+        return retraced(parameter, self.run)
 
 
 def _forwarded(scan: jex.JaxprEqn) -> dict[int, int]:
@@ -397,20 +335,11 @@ def _narrowed(scan: jex.JaxprEqn, remaining: Sequence[int]) -> jex.JaxprEqn:
     )
 
 
-def _moved(array: Any, target: object) -> Any:
-    """`array` in the memory of the sharding `target`. A target that is no sharding is
-    as it was.
-    """
-    if not isinstance(target, NamedSharding):
-        return array if target is None else jax.device_put(array, target)
-    if target.memory_kind in ("pinned_host", "unpinned_host"):
-        return jax.device_put(array, jax.memory.Space.Host)
-    if target.memory_kind is not None:
-        return jax.device_put(array, jax.memory.Space.Device)
-    return array
-
-
-def unsharded(step: Callable[..., PyTree]) -> Callable[..., PyTree]:
+def unsharded(
+    step: Callable[..., PyTree],
+    *,
+    mesh: AbstractMesh | None = None,
+) -> Callable[..., PyTree]:
     """The step without its shardings, for one device.
 
     A step that is written for Explicit axes, with `out_sharding=` and `reshard`, needs
@@ -424,6 +353,7 @@ def unsharded(step: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     - `step`: a function, also one that `jax.jit` returned. The mesh with its axes is
       that of `jax.set_mesh` where the result is called, or that of the arguments.
+    - `mesh`: the mesh with its axes, if neither tells it.
 
     **Returns:**
 
@@ -454,33 +384,18 @@ def unsharded(step: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     @ft.wraps(step)
     def plain(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        mesh = explicit_mesh((args, kwargs))
-        if mesh is None:
+        step_mesh = mesh or explicit_mesh((args, kwargs))
+        if step_mesh is None:
             return step(*args, **kwargs)
 
         arrays = array_leaves((args, kwargs))
-        if not any(map(is_typed, arrays)):
-            return one_device_form(step, mesh)(*args, **kwargs)
-
-        def replicated(results: Sequence[Any]) -> list[PartitionSpec]:
-            return [PartitionSpec() for _ in results]
-
-        traced = plain_step(step, (args, kwargs), mesh, alone=False)
-        return traced.result(on_auto_axes(traced.run, arrays, mesh, replicated))
-
-    return plain
-
-
-def one_device_form(
-    step: Callable[..., PyTree],
-    mesh: AbstractMesh,
-) -> Callable[..., PyTree]:
-    """The step without its shardings, which are over the Explicit axes of `mesh`."""
-
-    @ft.wraps(step)
-    def plain(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        traced = plain_step(step, (args, kwargs), mesh, alone=True)
-        return traced.result(traced.run(array_leaves((args, kwargs))))
+        is_alone = not any(map(is_typed, arrays))
+        traced_step = plain_step(step, (args, kwargs), step_mesh, alone=is_alone)
+        run = traced_step.run
+        if not is_alone:
+            results = array_leaves(traced_step.out)
+            run = on_auto_axes(run, step_mesh, [PartitionSpec()] * len(results))
+        return traced_step.result(run(*arrays))
 
     return plain
 

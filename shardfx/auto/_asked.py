@@ -30,12 +30,11 @@ from .._step import (
     Platform,
     Step,
     argument_names,
-    may_be_of_mesh,
-    one_device_form,
     opened,
     over_ones,
     program_of,
     step_of,
+    unsharded,
     unwrapped,
     without_mesh,
 )
@@ -463,7 +462,7 @@ def without_shardings(
     and structs of its arguments. It donates what `step` donates.
     """
     structs = structs_of(tuple(args))
-    plain = one_device_form(step, mesh)
+    plain = unsharded(step, mesh=mesh)
     donated = _donated_on(step, structs, mesh)
     if donated:
         plain = filter_jit(plain, donate=donated)
@@ -482,8 +481,6 @@ def _donated_on(
         try:
             return donated_numbers(step, args)
         # The step names axes, and needs a mesh of the context.
-        except (AssertionError, TypeError, ValueError) as error:
-            if not may_be_of_mesh(error):
-                raise
-        with over_ones(mesh):
-            return donated_numbers(step, args)
+        except (AssertionError, TypeError, ValueError):
+            with over_ones(mesh):
+                return donated_numbers(step, args)

@@ -1,11 +1,12 @@
 """A function of a model that runs on Auto axes within a step for Explicit axes."""
 
 import functools as ft
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
+import equinox as eqx
 import jax
-from jax.sharding import AbstractMesh, PartitionSpec
+import jax.extend.core as jex
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from .._arrays import constrain
@@ -14,10 +15,13 @@ from .._ground.tree import is_array_type
 from .._plan import ShardPlan, check_plan, correct, plan as plan_of
 from .._step import (
     array_leaves,
+    auto_twin,
     explicit_mesh,
-    may_be_of_mesh,
     on_auto_axes,
+    over,
     plain_step,
+    structs_like,
+    traced,
 )
 
 
@@ -85,70 +89,43 @@ def auto_axes(
     def called(*args: PyTree, **kwargs: PyTree) -> PyTree:
         # JAX's own `auto_axes` takes arrays by position only
         # (https://github.com/jax-ml/jax/issues/33226).
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        mesh = explicit_mesh(leaves)
-        results: list[PyTree] = []
-
-        def run(arrays: Sequence[Any]) -> list[Any]:
-            remaining = iter(arrays)
-            filled = []
-            for leaf in leaves:
-                is_array = is_array_type(type(leaf))
-                filled.append(next(remaining) if is_array else leaf)
-            inner_args, inner_kwargs = structure.unflatten(filled)
-            results.append(function(*inner_args, **inner_kwargs))
-            return array_leaves(results[-1])
-
-        def run_plain(mesh: AbstractMesh, arrays: Sequence[Any]) -> list[Any]:
-            plain = plain_step(function, (args, kwargs), mesh, alone=False)
-            outs = plain.run(arrays)
-            results.append(plain.result(outs))
-            return outs
-
-        def specs_of(_arrays: Sequence[Any]) -> list[PartitionSpec]:
-            return _specs(results[-1], plan, out)
-
-        arrays = array_leaves(leaves)
+        mesh = explicit_mesh((args, kwargs))
         if mesh is None:
-            sharded_arrays = run(arrays)
-            typed = [
-                constrain(array, spec, plan)
-                for array, spec in zip(sharded_arrays, specs_of(()), strict=True)
-            ]
-        else:
-            try:
-                typed = on_auto_axes(run, arrays, mesh, specs_of)
-            except (AssertionError, TypeError, ValueError) as error:
-                if not may_be_of_mesh(error):
-                    raise
-                plain = ft.partial(run_plain, mesh)
-                typed = on_auto_axes(plain, arrays, mesh, specs_of)
-        remaining = iter(typed)
-        return jax.tree.map(
-            lambda leaf: next(remaining) if is_array_type(type(leaf)) else leaf,
-            results[-1],
-        )
+            arrays, rest = eqx.partition(function(*args, **kwargs), _is_array)
+            constrained = ft.partial(constrain, plan=plan)
+            specs = _specs(arrays, plan, out)
+            return eqx.combine(jax.tree.map(constrained, arrays, specs), rest)
+
+        try:
+            with over(auto_twin(mesh)):
+                trace = traced(function, (args, kwargs), typed=False)
+            run = jex.jaxpr_as_fun(trace.closed)
+        except (AssertionError, TypeError, ValueError):
+            trace = plain_step(function, (args, kwargs), mesh, alone=False)
+            run = trace.run
+        specs = jax.tree.leaves(_specs(trace.out, plan, out))
+        results = on_auto_axes(run, mesh, specs)(*array_leaves((args, kwargs)))
+        return trace.result(results)
 
     return called
 
 
-def _specs(result: PyTree, plan: ShardPlan, out: PyTree) -> list[PartitionSpec]:
-    """The spec of each array in a result, of which `out` says the names or the specs."""
-    structs = jax.tree.map(_struct, result)
+def _is_array(leaf: object) -> bool:
+    return is_array_type(type(leaf))
+
+
+def _specs(arrays: PyTree, plan: ShardPlan, out: PyTree) -> PyTree:
+    """The specs of a tree of arrays, of which `out` says the names or the specs."""
     if any(isinstance(leaf, PartitionSpec) for leaf in jax.tree.leaves(out)):
         # `plan.specs` has None in place of what is no array.
-        arrays = jax.tree.map(_array_struct, structs)
-        broadcast = jax.tree.broadcast(out, arrays)
-        specs = jax.tree.leaves(broadcast)
-        shapes = []
-        for struct in jax.tree.leaves(arrays):
-            shapes.append(struct.shape)
-        return [
-            correct(spec, shape, plan.mesh).spec
-            for spec, shape in zip(specs, shapes, strict=True)
-        ]
+        specs = jax.tree.broadcast(out, arrays)
+        return jax.tree.map(
+            lambda spec, array: correct(spec, array.shape, plan.mesh).spec,
+            specs,
+            arrays,
+        )
     named = plan_of(
-        structs,
+        structs_like(arrays, typed=False),
         plan.mesh,
         names=out,
         axes=plan.axes,
@@ -156,16 +133,4 @@ def _specs(result: PyTree, plan: ShardPlan, out: PyTree) -> list[PartitionSpec]:
         unused="allow",
         strict=plan.strict,
     )
-    return [leaf.spec for leaf in named.leaves]
-
-
-def _struct(leaf: Any) -> Any:
-    if not is_array_type(type(leaf)):
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def _array_struct(leaf: Any) -> jax.ShapeDtypeStruct | None:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    return None
+    return named.specs

@@ -22,7 +22,6 @@ from jaxtyping import PyTree
 from .._ground.errors import MeshError, RuleError, check_type
 from .._ground.misuse import called
 from .._ground.spec import entry_axes
-from .._ground.tree import is_array_type
 from .._plan import correct
 from .._rules import AxisRules, near
 from .._step import (
@@ -32,11 +31,13 @@ from .._step import (
     PlainStep,
     applied,
     array_leaves,
+    auto_twin,
     evaluated,
     explicit_mesh,
     name_stacks,
     on_auto_axes,
     opened,
+    over,
     plain_step,
     retraced,
 )
@@ -154,16 +155,11 @@ def constrain_step(
         if explicit_mesh_of_args is None:
             _raise_unplaced(mesh_spec)
         plain = plain_step(step, (args, {}), explicit_mesh_of_args, alone=False)
+        structs = structs_of(args)
         specs: list[PartitionSpec] = []
 
-        def run(arrays: Sequence[Any]) -> list[Any]:
-            auto_mesh = jax.sharding.get_abstract_mesh()
-            closed = jax.make_jaxpr(lambda *arrays: plain.run(arrays))(
-                *array_leaves(structs_of(args))
-            )
-            untyped = _with_arrays(args, arrays)
-            constrainer = constrainer_of(closed=closed, args=untyped, mesh=auto_mesh)
-            results = _run(constrainer, closed, untyped)
+        def run(*arrays: Any) -> list[Any]:
+            results = _run(constrainer, closed, arrays)
             specs[:] = _result_specs(
                 args=args,
                 out=plain.out,
@@ -173,10 +169,15 @@ def constrain_step(
             )
             return results
 
-        results = on_auto_axes(
-            run, array_leaves(args), explicit_mesh_of_args, lambda _results: specs
+        auto_mesh = auto_twin(explicit_mesh_of_args)
+        with over(auto_mesh):
+            closed = jax.make_jaxpr(plain.run)(*array_leaves(structs))
+            constrainer = constrainer_of(closed=closed, args=structs, mesh=auto_mesh)
+            program = jax.make_jaxpr(run)(*array_leaves(structs))
+        run_typed = on_auto_axes(
+            jex.jaxpr_as_fun(program), explicit_mesh_of_args, specs
         )
-        return plain.result(results)
+        return plain.result(run_typed(*array_leaves(args)))
 
     if abstract.explicit_axes:
         return typed
@@ -195,17 +196,6 @@ def _raise_unplaced(mesh: MeshSpec) -> NoReturn:
         " shardfx.shard(params, plan)`; or call the step under `jax.set_mesh(mesh)`; or"
         f" use Auto axes, `MeshSpec({dict(mesh.shape)!r}).build(jax.devices())`."
     )
-
-
-def _with_arrays(tree: PyTree, arrays: Sequence[Any]) -> PyTree:
-    """The tree with `arrays` in place of its own."""
-    remaining = iter(arrays)
-    leaves, structure = jax.tree.flatten(tree)
-    filled = []
-    for leaf in leaves:
-        is_array = is_array_type(type(leaf))
-        filled.append(next(remaining) if is_array else leaf)
-    return structure.unflatten(filled)
 
 
 def _run(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import os.path
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +11,9 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from .._arrays import is_about_types
+from .._arrays import is_about_types, shardings_of
 from .._ground.errors import MeshError
-from .._ground.spec import entries_at, entries_of, trimmed
+from .._ground.spec import entries_of, trimmed
 from .._ground.text import first_lines, html_text, plural, table
 from .._step import (
     CALLS,
@@ -20,8 +21,8 @@ from .._step import (
     Frame,
     applied,
     array_leaves,
-    auto_twin,
     carry_of,
+    equation_over,
     evaluated,
     frames_of,
     is_library,
@@ -29,20 +30,28 @@ from .._step import (
     over,
     place_text,
     plain_step,
+    structs_like,
     without_mesh,
 )
 from ..topology import MeshSpec
-from ._shardings import StepShardings, shardings
 
 
+# Equations with programs that give the types of their results.
+_PROGRAMS = {
+    **CALLS,
+    **MARKED_CALLS,
+    "scan": "jaxpr",
+    "while": "body_jaxpr",
+    "cond": "branches",
+}
 # What to write for a primitive whose function takes a sharding of its result.
 _WRITTEN = {
     "dot_general": "jnp.matmul(..., out_sharding={spec}), or einsum",
     "gather": "x.at[...].get(out_sharding={spec})",
     "reshape": "jax.lax.reshape(..., out_sharding={spec})",
     "conv_general_dilated": "jax.lax.conv_general_dilated(..., out_sharding={spec})",
+    "scatter": "x.at[...].add(..., out_sharding={spec}), or set",
 }
-_SCATTERED = "x.at[...].add(..., out_sharding={spec}), or set"
 _OPERANDS = "jax.sharding.reshard(x, {spec}) of the operands"
 _CARRY = "jax.sharding.reshard(x, {spec}) of the carry before the loop"
 _WRAPPED = "shardfx.auto.auto_axes(function, plan, out={spec})"
@@ -56,8 +65,7 @@ class TypedLine:
 
     - `source`: the innermost line of your own program; `None` if it is not known.
     - `primitive`: JAX's name of the operation.
-    - `shape`, `spec`: the shape of its result, and the PartitionSpec that Shardy gives
-      it on Auto axes.
+    - `shape`, `spec`: the shape of its result, and the PartitionSpec to write.
     - `text`: what to write there.
     - `error`: JAX's error.
     """
@@ -107,10 +115,9 @@ def typed(step: Callable[..., object], *args: object) -> TypedStep:
     For a model that is to be written for Explicit axes for good. The step is traced
     without a mesh. JAX then types each operation, from the shardings of the arguments
     on. Where it cannot, the result keeps its operands' sharding of the leading
-    dimensions, such as that of a batch, or else gets the sharding that Shardy
-    propagates to it on Auto axes. Operations of the backward pass need nothing: JAX
-    types them after the forward pass. To run a step as it is, use
-    [`shardfx.auto.constrain_step`][].
+    dimensions, such as that of a batch, and is replicated over the other mesh axes.
+    Operations of the backward pass need nothing: JAX types them after the forward pass.
+    To run a step as it is, use [`shardfx.auto.constrain_step`][].
 
     **Arguments:**
 
@@ -145,214 +152,161 @@ def typed(step: Callable[..., object], *args: object) -> TypedStep:
         ```
     """
     leaves = array_leaves(args)
-    mesh = _mesh_of(leaves)
-    explicit = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Explicit))
+    mesh, specs = _mesh_and_specs(leaves)
     with without_mesh():
-        plain = plain_step(step, (args, {}), explicit, alone=False)
-        untyped = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-        closed = jax.make_jaxpr(lambda *arrays: plain.run(arrays))(*untyped)
-        specs = list(map(_spec_of, leaves))
-        propagated = shardings(
-            jex.jaxpr_as_fun(closed), *_structs(untyped, specs, auto_twin(explicit))
-        )
-        typer = _Typer(explicit, propagated)
-        typer.run(closed.jaxpr, closed.consts, _structs(untyped, specs, explicit))
-    return TypedStep(tuple(dict.fromkeys(typer.rows)), MeshSpec.of(explicit))
+        plain = plain_step(step, (args, {}), mesh, alone=False)
+        closed = jax.make_jaxpr(plain.run)(*structs_like(leaves, typed=False))
+        structs = list(map(ft.partial(_struct, mesh), leaves, specs))
+        typer = _Typer(mesh)
+        with over(mesh):
+            typer.run((), closed, structs)
+    return TypedStep(tuple(dict.fromkeys(typer.rows)), MeshSpec.of(mesh))
 
 
-def _mesh_of(leaves: Sequence[Any]) -> AbstractMesh:
-    for leaf in leaves:
-        sharding = _sharding_of(leaf)
+def _mesh_and_specs(
+    leaves: Sequence[Any],
+) -> tuple[AbstractMesh, list[PartitionSpec]]:
+    """The mesh of some arrays, with Explicit axes, and the spec of each array."""
+    meshes: list[AbstractMesh] = []
+    specs: list[PartitionSpec] = []
+    for sharding in shardings_of(leaves):
         if isinstance(sharding, NamedSharding):
-            return sharding.mesh.abstract_mesh
-    raise MeshError(
-        "no argument of the step has a sharding, which JAX needs to type it; pass"
-        " arrays on a mesh, or `plan.structs`."
-    )
-
-
-def _sharding_of(leaf: Any) -> Any:
-    is_placed = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-    if is_placed:
-        return leaf.sharding
-    return None
-
-
-def _spec_of(leaf: Any) -> PartitionSpec:
-    sharding = _sharding_of(leaf)
-    if isinstance(sharding, NamedSharding):
-        return sharding.spec
-    return PartitionSpec()
-
-
-def _structs(
-    structs: Sequence[Any],
-    specs: Sequence[PartitionSpec],
-    mesh: AbstractMesh,
-) -> list[Any]:
-    typed_structs = []
-    for struct, spec in zip(structs, specs, strict=True):
-        sharding = NamedSharding(mesh, spec)
-        typed_struct = jax.ShapeDtypeStruct(
-            struct.shape, struct.dtype, sharding=sharding
+            meshes.append(sharding.mesh.abstract_mesh)
+            specs.append(sharding.spec)
+        else:
+            specs.append(PartitionSpec())
+    if not meshes:
+        raise MeshError(
+            "no argument of the step has a sharding, which JAX needs to type it; pass"
+            " arrays on a mesh, or `plan.structs`."
         )
-        typed_structs.append(typed_struct)
-    return typed_structs
+    kinds = dict.fromkeys(meshes[0].axis_names, AxisType.Explicit)
+    return meshes[0].update_axis_types(kinds), specs
+
+
+def _struct(mesh: AbstractMesh, array: Any, spec: PartitionSpec) -> Any:
+    sharding = NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
 class _Typer:
     """Types the results of a jaxpr's equations, as structs on the Explicit axes of
-    `mesh`, and collects what to write where JAX cannot.
+    `mesh`, which is the context's mesh, and collects what to write where JAX cannot.
     """
 
-    def __init__(self, mesh: AbstractMesh, propagated: StepShardings):
+    def __init__(self, mesh: AbstractMesh):
         self.mesh = mesh
         # The lines that JAX cannot type, with what to write.
         self.rows: list[TypedLine] = []
-        self.line: Frame | None = None
-        # Whether the equation, or a loop around it, is of the backward pass.
-        self.is_backward = False
-        self.specs: dict[tuple[Frame | None, tuple[int, ...]], PartitionSpec] = {}
-        for row in propagated.rows:
-            if row.phase != "backward":
-                self.specs.setdefault(
-                    (row.source, row.shape), trimmed(entries_of(row.spec), row.spec)
-                )
-        # The context of an equation that is traced on `mesh`.
-        with over(mesh):
-            self.context = jax.make_jaxpr(jnp.sin)(0.0).jaxpr.eqns[0].ctx
 
     def run(
         self,
-        jaxpr: jex.Jaxpr,
-        consts: Sequence[Any],
+        outer: tuple[jex.JaxprEqn, ...],
+        program: object,
         args: Sequence[Any],
     ) -> list[Any]:
-        return evaluated(jaxpr, consts, args, self.rule)
+        """The types of the results of a program within the equations `outer`."""
+        jaxpr, consts = opened(program)
+        return evaluated(jaxpr, consts, args, ft.partial(self.rule, outer))
 
     def rule(
         self,
-        jaxpr: jex.Jaxpr,
-        equation: jex.JaxprEqn,
-        operands: list[Any],
-    ) -> Sequence[Any]:
-        outer_line = self.line
-        is_outer_backward = self.is_backward
-        # An operation of a library's own function has the line of the call.
-        self.line = _line_of(equation) or outer_line
-        self.is_backward = is_outer_backward or _is_transposed(equation)
-        results = self.results(jaxpr, equation, operands)
-        self.line = outer_line
-        self.is_backward = is_outer_backward
-        return results
-
-    def results(
-        self,
+        outer: tuple[jex.JaxprEqn, ...],
         jaxpr: jex.Jaxpr,
         equation: jex.JaxprEqn,
         operands: list[Any],
     ) -> Sequence[Any]:
         """The types of an equation's results."""
         name = equation.primitive.name
-        params = equation.params
-        calls = {**CALLS, **MARKED_CALLS}
-        if name in calls:
-            return self.run(*opened(params[calls[name]]), operands)
-        if name == "scan":
-            return self.scan(equation, operands)
-        if name == "cond":
-            branches = list(map(opened, params["branches"]))
-            results = [self.run(*branch, operands[1:]) for branch in branches]
-            return results[0]
-        if name == "while":
-            start = params["cond_nconsts"]
-            return self.run(*opened(params["body_jaxpr"]), operands[start:])
-
+        equations = (*outer, equation)
+        if name in _PROGRAMS:
+            return self.nested(equations, operands)
         if name == "add_any":
             # JAX adds cotangents of one type. One of these may be of a value that is
             # still to be typed.
             return operands[:1]
-        located = equation.replace(ctx=self.context)
 
-        def run(*arrays: Any) -> list[Any]:
-            return applied(jaxpr, located, arrays)
-
+        located = equation_over(equation, self.mesh)
         try:
-            with over(self.mesh):
-                return jax.eval_shape(run, *operands)
+            return jax.eval_shape(ft.partial(applied, jaxpr, located), operands)
         # JAX's errors for a sharding that it cannot type are not public.
         except Exception as error:
             if not is_about_types(error):
                 raise
-            written = ft.partial(self.written, equation, operands, error=error)
+            reason = str(error).partition("\n")[0]
+            written = ft.partial(self.written, equations, operands, reason)
             return list(map(written, equation.outvars))
 
-    def scan(self, equation: jex.JaxprEqn, operands: list[Any]) -> list[Any]:
-        first, carried = carry_of(equation)
-        unscanned = operands[: first + carried]
-        slices = []
-        specs = []
-        for struct in operands[first + carried :]:
-            entries = list(_spec_of(struct))
-            specs.append(PartitionSpec(*entries[1:]))
-            slices.append(jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype))
-        args = [*unscanned, *_structs(slices, specs, self.mesh)]
-        results = self.run(*opened(equation.params["jaxpr"]), args)
-        for before, after in zip(operands[first:], results[:carried], strict=False):
-            if _trimmed(before) != _trimmed(after):
-                text = _CARRY.format(spec=_written_spec(_trimmed(after)))
-                self.add(equation, after.shape, _trimmed(after), text, "")
+    def nested(
+        self,
+        equations: tuple[jex.JaxprEqn, ...],
+        operands: Sequence[Any],
+    ) -> list[Any]:
+        """The types of the results of a call, a loop or a `cond`, the last of
+        `equations`.
+        """
+        equation = equations[-1]
+        name = equation.primitive.name
+        programs = equation.params[_PROGRAMS[name]]
+        results: list[Any] = []
+        for program in programs if name == "cond" else [programs]:
+            invars = opened(program)[0].invars
+            # The operands before them choose a branch, or say when a loop ends.
+            passed = operands[len(operands) - len(invars) :]
+            args = list(map(self.aligned, invars, passed))
+            results = self.run(equations, program, args)
+        if name == "scan":
+            start, count = carry_of(equation)
+            for before, after in zip(operands[start:], results[:count], strict=False):
+                if _entries(before) != _entries(after):
+                    self.add(equations, after, _CARRY, "")
+        return list(map(self.aligned, equation.outvars, results))
 
-        length = equation.params["length"]
-        stacks = []
-        specs = []
-        for struct in results[carried:]:
-            shape = (length, *struct.shape)
-            stacks.append(jax.ShapeDtypeStruct(shape, struct.dtype))
-            specs.append(PartitionSpec(None, *_spec_of(struct)))
-        return [*results[:carried], *_structs(stacks, specs, self.mesh)]
+    def aligned(self, var: Any, array: Any) -> Any:
+        """The struct of a variable within or outside of a loop, from the array outside
+        or within. An array that is scanned over has one more dimension outside.
+        """
+        entries = (None, *_entries(array))
+        rank = len(var.aval.shape)
+        spec = PartitionSpec(*entries[len(entries) - rank :])
+        return _struct(self.mesh, var.aval, spec)
 
     def written(
         self,
-        equation: jex.JaxprEqn,
+        equations: tuple[jex.JaxprEqn, ...],
         operands: Sequence[Any],
+        reason: str,
         var: Any,
-        error: Exception,
     ) -> Any:
         """The type that a result has if what is to be written is written."""
         shape = var.aval.shape
-        spec = _leading(operands, shape)
-        if not any(spec):
-            # Propagation may also cut a batch's features, as FSDP's weights are cut.
-            spec = self.specs.get((self.line, shape), spec)
-        name = equation.primitive.name
-        text = _WRITTEN.get(name, _WRAPPED)
-        if name.startswith("scatter"):
-            text = _SCATTERED
-        elif any(jnp.shape(operand) == shape for operand in operands):
-            text = _WRITTEN.get(name, _OPERANDS)
-        reason = str(error).partition("\n")[0]
-        self.add(equation, shape, spec, text.format(spec=_written_spec(spec)), reason)
-        return _structs([var.aval], [spec], self.mesh)[0]
+        # "scatter-add" is written as "scatter" is.
+        name = equations[-1].primitive.name.partition("-")[0]
+        is_elementwise = any(jnp.shape(operand) == shape for operand in operands)
+        text = _WRITTEN.get(name, _OPERANDS if is_elementwise else _WRAPPED)
+        struct = _struct(self.mesh, var.aval, _leading(operands, shape))
+        self.add(equations, struct, text, reason)
+        return struct
 
     def add(
         self,
-        equation: jex.JaxprEqn,
-        shape: tuple[int, ...],
-        spec: PartitionSpec,
+        equations: tuple[jex.JaxprEqn, ...],
+        result: jax.ShapeDtypeStruct,
         text: str,
         error: str,
     ) -> None:
         # JAX types the backward pass after the forward pass, which is to be written.
-        if self.is_backward:
+        if any(map(_is_transposed, equations)):
             return
+        spec = trimmed(_entries(result))
+        written_spec = f"P({', '.join(map(repr, spec))})"
         self.rows.append(
             TypedLine(
-                source=self.line,
-                primitive=equation.primitive.name,
-                shape=shape,
+                source=_line_of(equations),
+                primitive=equations[-1].primitive.name,
+                shape=result.shape,
                 spec=spec,
-                text=text,
+                text=text.format(spec=written_spec),
                 error=error,
             )
         )
@@ -364,35 +318,27 @@ def _leading(operands: Sequence[Any], shape: tuple[int, ...]) -> PartitionSpec:
     """
     best: tuple[object, ...] = ()
     for operand in operands:
-        entries = []
-        pairs = zip(jnp.shape(operand), shape, _entries(operand), strict=False)
-        for size, size_of_result, entry in pairs:
-            if size != size_of_result:
-                break
-            entries.append(entry)
-        best = max(best, tuple(entries), key=len)
+        # It takes any sequences.
+        common = os.path.commonprefix([jnp.shape(operand), shape])
+        best = max(best, _entries(operand)[: len(common)], key=len)
     return trimmed(best)
 
 
-def _entries(operand: Any) -> tuple[object, ...]:
-    return entries_at(_spec_of(operand), len(jnp.shape(operand)))
+def _entries(array: Any) -> tuple[object, ...]:
+    """What shards each dimension of an array, as its type says."""
+    return entries_of(jax.typeof(array).sharding.spec)
 
 
 def _is_transposed(equation: jex.JaxprEqn) -> bool:
     return "transpose" in str(equation.source_info.name_stack)
 
 
-def _trimmed(struct: Any) -> PartitionSpec:
-    spec = _spec_of(struct)
-    return trimmed(entries_of(spec), spec)
-
-
-def _written_spec(spec: PartitionSpec) -> str:
-    return f"P({', '.join(map(repr, spec))})"
-
-
-def _line_of(equation: jex.JaxprEqn) -> Frame | None:
-    frames = [frame for frame in frames_of(equation) if not is_library(frame)]
-    if frames:
-        return frames[0]
+def _line_of(equations: Sequence[jex.JaxprEqn]) -> Frame | None:
+    """The innermost line that is not a library's. An operation of a library's own
+    function has the line of the call.
+    """
+    for equation in reversed(equations):
+        for frame in frames_of(equation):
+            if not is_library(frame):
+                return frame
     return None

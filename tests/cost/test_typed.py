@@ -98,3 +98,16 @@ def test_a_gradient_that_joins_typed_and_untyped_values_is_typed():
     gradient = sfx.cost.typed(jax.grad(contrastive), weight, batch)
     lines = [row.source for row in gradient.rows]
     assert {row.source for row in forward.rows} <= set(lines)
+
+
+def test_a_carry_whose_type_changes_is_typed_before_the_loop():
+    mesh = mesh_of(AxisType.Explicit)
+    x = structs(mesh)[1]
+
+    def summed(x):
+        zeros = jnp.zeros(x.shape)
+        return jax.lax.scan(lambda carry, _: (carry + x, None), zeros, length=3)[0]
+
+    (row,) = sfx.cost.typed(summed, x).rows
+    assert row.primitive == "scan"
+    assert row.text == "jax.sharding.reshard(x, P('data')) of the carry before the loop"
