@@ -5,13 +5,13 @@ arrays share, and `PathTree` the structure of the tree without its arrays.
 import dataclasses
 import functools as ft
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .._ground.errors import RuleError
+from .._ground.errors import PlanMismatchError, RuleError
 from .._ground.misuse import lacking, refused
 from .._ground.reason import Reason
 from .._ground.spec import DType, array_bytes, constrained, shard_shape
@@ -158,7 +158,37 @@ def named_sharding(
     """Returns the NamedSharding of a planned array. It is cached: building it takes
     longer than planning the array.
     """
-    return NamedSharding(mesh, constrained(spec), memory_kind=memory_kind)
+    kind = NamedSharding if isinstance(mesh, Mesh) else _WithoutDevices
+    return kind(mesh, constrained(spec), memory_kind=memory_kind)
+
+
+class _WithoutDevices(NamedSharding):
+    """A NamedSharding of a plan without devices, equal to one of JAX's. What JAX asks
+    first where arrays are placed raises an error that says how the plan gets devices.
+    """
+
+    @property
+    def device_set(self) -> NoReturn:
+        raise _no_devices()
+
+    @property
+    def _device_assignment(self) -> NoReturn:
+        raise _no_devices()
+
+    @property
+    def is_fully_addressable(self) -> NoReturn:
+        raise _no_devices()
+
+    @property
+    def addressable_devices(self) -> NoReturn:
+        raise _no_devices()
+
+
+def _no_devices() -> PlanMismatchError:
+    return PlanMismatchError(
+        "the plan has no devices, so its shardings place no array; take those of"
+        " `plan.on(plan.mesh.build(jax.devices()))`."
+    )
 
 
 def canonical_dtype(dtype: DType) -> DType:

@@ -61,7 +61,7 @@ CALLS = [
     ),
     Row(
         "jax.device_put(model, off.shardings)",
-        "AbstractMesh",
+        "shardings",
         "plan.on(",
         "jax.device_put(model, off.on(mesh).shardings)",
     ),

@@ -13,9 +13,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from shardfx import (
     AxisRules,
@@ -132,6 +133,40 @@ def test_a_pickled_plan_needs_its_devices():
             match=r"that this process does not have \(.*pickle `plan.off\(\)`",
         ):
             make(text, path_tree, order, others)
+
+
+def test_shardings_without_devices_say_how_to_get_them():
+    tree = {"w": jnp.ones((8, 8))}
+    spec = MeshSpec({"d": 4})
+    off = plan(tree, spec, paths=PathRules.parse("w->d"))
+    sharding: Any = off.shardings["w"]
+    values = np.ones((8, 8))
+    places = (
+        lambda: jax.device_put(tree, off.shardings),
+        lambda: jax.make_array_from_callback((8, 8), sharding, values.__getitem__),
+        lambda: jax.make_array_from_process_local_data(sharding, values),
+        lambda: sharding.device_set,
+        lambda: sharding.is_fully_addressable,
+    )
+    for place in places:
+        with pytest.raises(PlanMismatchError, match=r"`plan\.on\(plan\.mesh\.build"):
+            place()
+    # In all else it is JAX's own.
+    usual = NamedSharding(spec.abstract(), P("d"))
+    assert sharding == usual and usual == sharding
+    assert hash(sharding) == hash(usual)
+    assert repr(sharding) == repr(usual)
+    assert pickle.loads(pickle.dumps(sharding)) == usual
+    assert copy.deepcopy(sharding) == usual
+    assert sharding.shard_shape((8, 8)) == (2, 8)
+    texts = []
+    for each in (sharding, usual):
+        step = jax.jit(jnp.sin, in_shardings=each, out_shardings=each)
+        traced = step.trace(jax.ShapeDtypeStruct((8, 8), jnp.float32))
+        texts.append(traced.lower(lowering_platforms=("tpu",)).as_text())
+    assert texts[0] == texts[1]
+    on = off.on(spec.build(jax.devices()[:4]))
+    assert jax.device_put(tree, on.shardings)["w"].sharding.spec == P("d")
 
 
 def test_a_plan_is_read_by_path():
