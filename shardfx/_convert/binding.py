@@ -308,11 +308,14 @@ def _endless(rule: From) -> Iterator[tuple[str, str]]:
 
 def structs_of(paths: Iterable[str], leaves: Iterable[Any]) -> dict[str, Struct]:
     """The shape and dtype of each leaf, by path. Equal ones are one object."""
-    shared: dict[Struct, Struct] = {}
+    shared: dict[object, Struct] = {}
     structs = {}
     for path, leaf in zip(paths, leaves, strict=True):
-        struct = Struct(tuple(leaf.shape), leaf.dtype)
-        structs[path] = shared.setdefault(struct, struct)
+        kind = (leaf.shape, leaf.dtype)
+        struct = shared.get(kind)
+        if struct is None:
+            struct = shared[kind] = Struct(tuple(leaf.shape), leaf.dtype)
+        structs[path] = struct
     return structs
 
 

@@ -460,17 +460,7 @@ def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
         _require_storable(parts.paths[0], parts.dtype)
         if parts.dtype not in safetensors.NAMES:
             kinds |= dict.fromkeys(parts.paths, encode_dtype(parts.dtype))
-        owner = _Parts(parts, sources)
-        outputs_of_parts = [
-            PartOutput(
-                shape=parts.shape,
-                dtype=parts.dtype,
-                owner=owner,
-                number=number,
-            )
-            for number in range(len(parts.paths))
-        ]
-        outputs |= zip(parts.paths, outputs_of_parts, strict=True)
+        outputs |= _outputs_of(_Parts(parts, sources))
     for path, leaf in others.items():
         _raise_if_scaled(path, leaf)
         if leaf.dtype not in safetensors.NAMES:
@@ -489,6 +479,16 @@ def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
     for path, route in copies.routes:
         numbers[path] = leaves.numbers[route]
     return Leaves(arrays=arrays, kinds=kinds, numbers=numbers)
+
+
+def _outputs_of(owner: _Parts) -> Iterator[tuple[str, PartOutput]]:
+    """The path and the output of each of the parts of an array. A model has many
+    thousands of them, so none is made by a call with names.
+    """
+    parts = owner.parts
+    output_of = ft.partial(PartOutput, parts.shape, parts.dtype, owner)
+    numbers = range(len(parts.paths))
+    return zip(parts.paths, map(output_of, numbers), strict=True)
 
 
 def _require_storable(path: str, dtype: DType) -> None:
