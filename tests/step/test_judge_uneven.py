@@ -117,3 +117,26 @@ def test_another_gradient_of_a_kernel_is_not_proved(before, after):
     changed, count = re.subn(before, after, programs.partitioned, count=1)
     assert count == 1 and changed != programs.partitioned, programs.partitioned
     assert verdict_of(programs, changed).outcome != "proved"
+
+
+# No padding.
+NONE = (0, 0, 0)
+
+
+def test_devices_that_hold_padding_alone_are_not_accused():
+    # Two rows over four devices: the others have zeros, as if a sum were unfinished.
+    mesh = sfx.MeshSpec({"a": 4, "b": 2}).abstract()
+    cut = NamedSharding(mesh, P(None, "a", "b"))
+
+    def step(x):
+        hold = lambda array: jax.lax.with_sharding_constraint(array, cut)
+        pad = lambda array, *rows: jax.lax.pad(array, 0.0, [NONE, rows, NONE])
+        first = pad(x[:, 1:], 0, 1, 0)
+        second = pad(x[:, :1], 1, 0, 1)
+        return jnp.sin(hold(hold(first) + hold(second)))
+
+    rows = NamedSharding(mesh, P(("b", "a")))
+    x = jax.ShapeDtypeStruct((8, 2, 4), jnp.float32, sharding=rows)
+    verdict = sfx.testing.verify(step, x)
+    assert verdict.outcome == "not judged", verdict
+    assert "of zeros on others" in str(verdict)

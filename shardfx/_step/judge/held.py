@@ -250,10 +250,13 @@ def _in_order(axes: Sequence[Axis | None], place: int, dim: int) -> bool:
 
 def require_finished(held: Held, what: str) -> None:
     """Raises `Wrong` for an operand that is an unfinished sum, where the operation
-    needs the whole.
+    needs the whole, and `Unjudged` for one that may be.
     """
     if held.known_numbers is not None and not held.known_numbers.any():
         return
+    if held.terms is not None and len(held.terms) == 1:
+        # The other devices have zeros, which may be padding of this value.
+        raise Unjudged(f"{what} of a value on some devices, and of zeros on others")
     if held.terms is not None:
         raise Wrong(
             f"{what} takes a sum that is not finished: the devices hold"
