@@ -288,7 +288,7 @@ def test_an_operation_that_python_partitions_says_what_to_read():
         sfx.cost.estimate(lambda w: twice(w) @ w, W)
 
 
-def test_an_operation_that_tpus_lack_is_counted_and_judged_for_cpus():
+def test_an_operation_that_tpus_lack_is_judged_for_cpus():
     eigenvalues = lambda w: jnp.linalg.eig(w)[0]
     with pytest.raises(ProgramError, match="primitive 'eig' .*`compiler=\"cpu\"`"):
         sfx.cost.estimate(eigenvalues, W)
