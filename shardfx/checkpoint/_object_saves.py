@@ -263,12 +263,14 @@ class ObjectSave:
             place.delete_below(self.key(self.data))
 
 
-def _require_absent(place: ObjectPlace, key: str) -> None:
-    """Raises `CheckpointError` if the object that makes a checkpoint exist is there."""
+def _require_absent(place: ObjectPlace, key: str, fix: str) -> None:
+    """Raises `CheckpointError` with a fix if the object that makes a checkpoint exist is
+    there.
+    """
     if place.holds(key):
         raise CheckpointError(
-            f"{place.directory!r} exists, and nothing was changed; save to a new"
-            " name, or remove it first."
+            f"{place.directory!r} exists, and nothing was changed; {fix}, or remove it"
+            " first."
         )
 
 
@@ -310,7 +312,10 @@ def save_objects(
         most_bytes=file_bytes,
         advance=advance,
     )
-    processes.run_on_first(lambda: _require_absent(place, save.key(SET_INDEX)))
+    index_key = save.key(SET_INDEX)
+    processes.run_on_first(
+        lambda: _require_absent(place, index_key, "save to a new name")
+    )
     # It is closed after the pool, when this process writes no more objects.
     cleanup = contextlib.ExitStack()
     afterwards.push(cleanup)
@@ -352,7 +357,7 @@ def _save_file(
             " directory: leave out `.safetensors`."
         )
     if not overwrite:
-        _require_absent(place, key)
+        _require_absent(place, key, "pass `overwrite=True` to replace it")
     arrays = content.leaves.arrays
     paths = [path for path, _ in arrays]
     kinds = safetensors.metadata_of_kinds(paths, content.leaves.kinds)

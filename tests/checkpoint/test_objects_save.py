@@ -117,7 +117,7 @@ def test_one_object_is_one_file(server, mesh):
     checkpoint.save(place, tree)
     loaded = checkpoint.load(place, tree)["w"]
     assert np.array_equal(loaded, tree["w"])
-    with pytest.raises(CheckpointError, match="exists, and nothing was changed"):
+    with pytest.raises(CheckpointError, match="changed; pass `overwrite=True` to repl"):
         checkpoint.save(place, tree)
     checkpoint.save(place, {"w": tree["w"] + 1}, overwrite=True)
     loaded = checkpoint.load(place, tree)["w"]
