@@ -1,6 +1,5 @@
 """Convolutions and pooling: sums and reductions over windows."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -359,12 +358,7 @@ def _reduced_window(
         cuts.append(cut)
     form = form_in(context, instruction, operands, shape)
     held = placed(context, form, instruction, shape, cuts, number)
-    return dataclasses.replace(
-        held,
-        terms=operand.terms,
-        reducer=operand.reducer,
-        scale=operand.scale,
-    )
+    return held.with_sums_of(operand)
 
 
 def select_and_scatter(

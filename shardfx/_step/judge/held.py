@@ -108,6 +108,17 @@ class Held:
             idiom=self.idiom,
         )
 
+    def with_sums_of(self, operand: "Held") -> "Held":
+        """The same elements, of which each device has the terms that it has of an
+        operand's.
+        """
+        return dataclasses.replace(
+            self,
+            terms=operand.terms,
+            reducer=operand.reducer,
+            scale=operand.scale,
+        )
+
     @property
     def has_holes(self) -> bool:
         return any(axis is not None and axis.cut.has_holes for axis in self.axes)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -84,27 +84,38 @@ def gather(
     require_finished(operands[1], "an index")
     index = operands[1]
     shape = arrays_in(instruction.result)[0].shape
-    reason = Unjudged("no gather of the whole program has these operands")
-    fault: Wrong | None = None
     operands = [operands[0], _plain(index)]
+
+    def of_match(expressed_operands: Sequence[Held], number: int) -> Held:
+        table, indices = expressed_operands
+        return _gathered(context, instruction, table, indices, index, number, shape)
+
+    return _judged_match(context, instruction, operands, of_match)
+
+
+def _judged_match(
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+    of_match: Callable[[Sequence[Held], int], Held],
+) -> Held:
+    """The result of an operation as the first value of the whole program with which
+    `of_match` judges it. Raises `Wrong` if one is refuted whose operands these are,
+    else `Unjudged`.
+    """
+    reason = Unjudged(
+        f"no {instruction.opcode} of the whole program has these operands"
+    )
+    fault: Wrong | None = None
     for number, expressed_operands in matched_operands(context, instruction, operands):
         try:
-            return _gathered(
-                context,
-                instruction,
-                expressed_operands[0],
-                expressed_operands[1],
-                index,
-                number,
-                shape,
-            )
+            return of_match(expressed_operands, number)
         except Unjudged as error:
             reason = error
         except Wrong as error:
-            fault = error if are_same(expressed_operands, operands) else fault
-    if fault is not None:
-        raise fault
-    raise reason
+            if are_same(expressed_operands, operands):
+                fault = error
+    raise fault or reason
 
 
 def _gathered(
@@ -153,12 +164,7 @@ def _gathered(
     )
     keyed = form_in(context, instruction, [table, index], shape)
     held = placed(context, keyed, instruction, shape, cuts, number)
-    held = dataclasses.replace(
-        held,
-        terms=table.terms,
-        reducer=table.reducer,
-        scale=table.scale,
-    )
+    held = held.with_sums_of(table)
     if not is_cut:
         return held
     limit = raw.idiom.high if isinstance(raw.idiom, Shifted) else None
@@ -247,19 +253,12 @@ def scatter(
         raise Unjudged("a scatter of several arrays")
     require_finished(operands[1], "an index")
     index = operands[1]
-    reason = Unjudged("no scatter of the whole program has these operands")
-    fault: Wrong | None = None
     operands = [operands[0], _plain(index), operands[2]]
-    for number, expressed_operands in matched_operands(context, instruction, operands):
-        try:
-            return _scattered(context, instruction, expressed_operands, index, number)
-        except Unjudged as error:
-            reason = error
-        except Wrong as error:
-            fault = error if are_same(expressed_operands, operands) else fault
-    if fault is not None:
-        raise fault
-    raise reason
+
+    def of_match(expressed_operands: Sequence[Held], number: int) -> Held:
+        return _scattered(context, instruction, expressed_operands, index, number)
+
+    return _judged_match(context, instruction, operands, of_match)
 
 
 def _scattered(

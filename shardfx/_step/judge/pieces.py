@@ -217,12 +217,7 @@ def _indexed_slice(
         else:
             # Broadcasts stay broadcasts in the whole program's shape.
             held = placed(context, form, instruction, shape, cuts, number)
-            return dataclasses.replace(
-                held,
-                terms=operand.terms,
-                reducer=operand.reducer,
-                scale=operand.scale,
-            )
+            return held.with_sums_of(operand)
     raise Unjudged("a slice, at an index that is computed, of a dimension that is cut")
 
 
@@ -330,12 +325,7 @@ def _padded_globally(
         require_finished(value, "pad")
         form = form_in(context, instruction, (operand, value), shape)
         held = placed(context, form, instruction, shape, cuts, number)
-        return dataclasses.replace(
-            held,
-            terms=operand.terms,
-            reducer=operand.reducer,
-            scale=operand.scale,
-        )
+        return held.with_sums_of(operand)
     return None
 
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..hlo_text import Instruction
-from .cuts import HOLE
+from .cuts import HOLE, Cut
 from .held import Axis, Context, Held, require_finished
 from .joining import constant_number, form_in, joined_cut
 from .matching import expressed, matched_operands, placed
 from .pieces import is_global
+from .values import Node
 from .verdict import Unjudged
 
 
@@ -49,43 +50,48 @@ def _updated_globally(
     operands: Sequence[Held],
 ) -> Held | None:
     """The result of an update that computes a value of the whole program, or `None`."""
-    operand, update, *indices = operands
-    for index in indices:
+    for index in operands[2:]:
         require_finished(index, "an index")
-    shape = operand.shape
+    shape = operands[0].shape
     for number, expressed_operands in matched_operands(context, instruction, operands):
         operand, update = expressed_operands[:2]
+        cuts = _global_cuts(context, operand, update, context.values.nodes[number])
+        if cuts is None:
+            continue
         form = form_in(context, instruction, expressed_operands, shape)
-        node = context.values.nodes[number]
-        global_shape, global_update_shape = (
-            node.operands[0].shape,
-            node.operands[1].shape,
-        )
-        cuts = []
-        for dim in range(len(shape)):
-            axes = [operand.axes[dim], update.axes[dim]]
-            if (
-                global_shape[dim] == global_update_shape[dim]
-                and shape[dim] == update.shape[dim]
-            ):
-                cut = joined_cut(context, "dynamic-update-slice", dim, axes)
-                cuts.append(cut)
-                continue
-            sizes = (global_shape[dim], global_update_shape[dim])
-            is_whole = all(
-                axis is None or context.cuts.is_whole(axis.cut, size)
-                for axis, size in zip(axes, sizes, strict=True)
-            )
-            if not is_whole or (shape[dim], update.shape[dim]) != sizes:
-                break
-            cuts.append(context.cuts.whole(shape[dim]))
-        else:
-            return _update_sums(
-                placed(context, form, instruction, shape, cuts, number),
-                operand,
-                update,
-            )
+        held = placed(context, form, instruction, shape, cuts, number)
+        return _update_sums(held, operand, update)
     return None
+
+
+def _global_cuts(
+    context: Context,
+    operand: Held,
+    update: Held,
+    node: Node,
+) -> list[Cut | None] | None:
+    """The cuts of an update's result, if the update is that of the whole program's value
+    `node`; else `None`. A dimension that the update covers is cut as operand and update
+    are. Each device holds all of the others.
+    """
+    operand_shape = node.operands[0].shape
+    update_shape = node.operands[1].shape
+    cuts: list[Cut | None] = []
+    for dim, size in enumerate(operand.shape):
+        axes = [operand.axes[dim], update.axes[dim]]
+        sizes = (size, update.shape[dim])
+        global_sizes = (operand_shape[dim], update_shape[dim])
+        if sizes[0] == sizes[1] and global_sizes[0] == global_sizes[1]:
+            cuts.append(joined_cut(context, "dynamic-update-slice", dim, axes))
+            continue
+        are_whole = all(
+            axis is None or context.cuts.is_whole(axis.cut, global_size)
+            for axis, global_size in zip(axes, global_sizes, strict=True)
+        )
+        if not are_whole or sizes != global_sizes:
+            return None
+        cuts.append(context.cuts.whole(size))
+    return cuts
 
 
 def _update_sums(held: Held, operand: Held, update: Held) -> Held:
@@ -93,12 +99,7 @@ def _update_sums(held: Held, operand: Held, update: Held) -> Held:
     if not is_zero and (operand.terms, operand.scale) != (update.terms, update.scale):
         require_finished(operand, "dynamic-update-slice")
         require_finished(update, "dynamic-update-slice")
-    return dataclasses.replace(
-        held,
-        terms=update.terms,
-        reducer=update.reducer,
-        scale=update.scale,
-    )
+    return held.with_sums_of(update)
 
 
 def _updated(
