@@ -479,13 +479,15 @@ def _census(pairs: int, aot: str | None, odd: bool, run: bool = True) -> Finding
     )
     limits = [
         Limit("shardfx: worst temporary over shard", at_most=2.0 if aot else 3.0),
-        Limit("shardfx: wire over lower bound", at_most=1.25),
     ]
     # On a torus the planner takes the fastest path, which may send more bytes.
     if aot:
         limits.append(Limit("pairs with more seconds on links than XLA", at_most=0))
     else:
-        limits.append(Limit("pairs with more wire bytes than XLA", at_most=0))
+        limits += [
+            Limit("pairs with more wire bytes than XLA", at_most=0),
+            Limit("shardfx: wire over lower bound", at_most=1.25),
+        ]
     if run and not aot:
         limits += [
             Limit("speedup where XLA rematerializes (geometric mean)", at_least=3.0),
