@@ -1,6 +1,4 @@
-"""The traffic, time and memory of a candidate, from its partitioned or compiled
-program, and measured times.
-"""
+"""The traffic, time and memory of a candidate, from its program, and measured times."""
 
 import dataclasses
 import functools as ft

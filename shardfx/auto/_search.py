@@ -47,8 +47,7 @@ class _Budget(NamedTuple):
         return min(self.most, max(self.least, int(self.seconds / program_seconds)))
 
 
-# For the step without constraints, and for the constrained step, which is also traced
-# and lowered again.
+# The step without constraints; the constrained one is also traced and lowered again.
 _PLAIN = _Budget(seconds=15.0, least=6, most=36)
 _CONSTRAINED = _Budget(seconds=8.0, least=2, most=6)
 # For libtpu, which is asked about the last candidates.

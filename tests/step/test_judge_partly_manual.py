@@ -139,7 +139,7 @@ def test_another_body_is_not_proved(texts, name, before, after):
     assert count, programs.partitioned
 
 
-def test_an_exchange_of_parts_that_the_body_has_not_is_not_judged(texts):
+def test_an_exchange_that_the_body_has_not_is_not_judged(texts):
     programs = texts["reduced"]
     pairs = "{{0,1},{1,0},{2,3},{3,2},{4,5},{5,4},{6,7},{7,6}}"
     swapped = re.sub(
