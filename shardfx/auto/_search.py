@@ -28,9 +28,10 @@ from ._asked import (
 )
 from ._candidate import Candidate, against, rank, without_twins
 from ._namer import named_classes
-from ._programs import LoweredStep, Tell, devices_for, measured, zero_1
+from ._programs import LoweredStep, Tell, devices_for, measured
 from ._scheduled import settled, target_for
 from ._space import MODEL, Limits, Space, by_hand, fastest, near
+from ._trials import Trials
 
 
 class _Budget(NamedTuple):
@@ -396,7 +397,7 @@ def candidates_of(
     """
     module = lowered.plain.module(lowered.platform)
     counts = _program_counts(len(bytecode(module)), space.devices)
-    trials = _Trials(
+    trials = Trials(
         lowered=lowered,
         states=lowered.states(space.classes),
         tell=tell,
@@ -432,7 +433,7 @@ def _few_candidates(space: Space, lowered: LoweredStep, tell: Tell) -> list[Cand
     """The first candidates by the estimate, with the numbers of their programs: as few
     as are needed to know that one fits and that no other is as fast.
     """
-    trials = _Trials(
+    trials = Trials(
         lowered=lowered,
         states=lowered.states(space.classes),
         tell=tell,
@@ -455,70 +456,7 @@ def _surely_fits(candidate: Candidate) -> bool:
     return candidate.memory_bytes <= _DOUBTFUL * candidate.limit_bytes
 
 
-@dataclasses.dataclass
-class _Trials:
-    """The candidates for which XLA has partitioned the step.
-
-    **Arguments:**
-
-    - `lowered`: the step, lowered for XLA to partition.
-    - `states`: the numbers of the arguments that hold an optimizer's state.
-    - `tell`: a function that receives a line of text for each candidate.
-    - `partitioned`: for each candidate as it is estimated, the candidate with the
-      numbers of its program.
-    - `refused`: for each candidate that XLA cannot partition, XLA's error.
-    """
-
-    lowered: LoweredStep
-    states: tuple[int, ...]
-    tell: Tell
-    partitioned: dict[Candidate, Candidate] = dataclasses.field(default_factory=dict)
-    refused: dict[Candidate, ProgramError] = dataclasses.field(default_factory=dict)
-
-    def has_room(self, candidate: Candidate) -> bool:
-        """Whether the shards of the arguments fit in a device's memory, under ZeRO-1 if
-        that needs less. If not, XLA need not partition the step.
-        """
-        smaller = zero_1(candidate, self.states) or candidate
-        argument_bytes = sum(plan.bytes_per_device for plan in smaller.plans)
-        return argument_bytes <= candidate.limit_bytes
-
-    def add(self, candidates: Sequence[Candidate]) -> None:
-        """Lets XLA partition the step for each of the candidates."""
-        # XLA partitions one program while another one is parsed.
-        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-            results = pool.map(self._partition, candidates)
-            for candidate, result in zip(candidates, results, strict=True):
-                if isinstance(result, ProgramError):
-                    self.refused[candidate] = result
-                else:
-                    self.partitioned[candidate] = result
-                count = len(self.partitioned) + len(self.refused)
-                self.tell(f"partitioned candidate {count}: {candidate.title}")
-
-    def _partition(self, candidate: Candidate) -> Candidate | ProgramError:
-        """The candidate with the numbers of its program, under ZeRO-1 if only so it
-        fits in memory; or XLA's error.
-        """
-        try:
-            partitioned = self.lowered.partitioned(candidate)
-            if partitioned.fits:
-                return partitioned
-            smaller = zero_1(partitioned, self.states)
-            if smaller is None or not smaller.fits:
-                return partitioned
-            return min(partitioned, self.lowered.partitioned(smaller), key=rank)
-        except ProgramError as error:
-            return error
-
-    def ranked(self) -> list[Candidate]:
-        """The candidates as they were estimated, the best by their programs first."""
-        return sorted(
-            self.partitioned, key=lambda candidate: rank(self.partitioned[candidate])
-        )
-
-
-def _try_other_sizes(space: Space, trials: _Trials, most: int) -> None:
+def _try_other_sizes(space: Space, trials: Trials, most: int) -> None:
     """Tries mesh axis sizes next to those of the best few, until nothing is new or
     `most` programs are partitioned. The sizes are those of the estimate.
     """
@@ -534,7 +472,7 @@ def _try_other_sizes(space: Space, trials: _Trials, most: int) -> None:
         trials.add(candidates)
 
 
-def _constrain_best(trials: _Trials, most: int) -> None:
+def _constrain_best(trials: Trials, most: int) -> None:
     """Constrains intermediate values of up to `most` of the best candidates, where that
     makes the step better.
     """
