@@ -104,9 +104,10 @@ def search(
     The search names the step's dimensions as [`shardfx.auto.name_axes`][] does, and
     estimates the time and memory of all meshes of up to four axes. Then XLA partitions
     the step for the best meshes and for well-known strategies such as data and tensor
-    parallelism. The best few are also partitioned with intermediate values constrained
-    by [`shardfx.auto.constrain_step`][], and the faster program is kept. A candidate
-    has the numbers of its program.
+    parallelism; for other meshes only if they may be faster by the estimate. The best
+    few are also partitioned with intermediate values constrained by
+    [`shardfx.auto.constrain_step`][], and the faster program is kept. A candidate has
+    the numbers of its program.
 
     For TPUs, libtpu is asked about the best candidates where it is installed: at most
     eight questions, and fewer for a large step, so that they take about 20 seconds.
@@ -412,10 +413,11 @@ def candidates_of(
     further = without_twins(filter(trials.has_room, others), first)
     reserved = min(_NEAR, counts.plain // 3)
     free = max(0, counts.plain - reserved - len(first))
-    first += itertools.islice(further, free)
-    if not first:
+    unusual = list(itertools.islice(further, free))
+    if not first and not unusual:
         first = [*usual, *drawn][: counts.plain]
     trials.add(first)
+    trials.add_close(unusual, keep)
     _try_other_sizes(space, trials, counts.plain)
     if not trials.partitioned:
         raise next(iter(trials.refused.values()))
@@ -466,7 +468,7 @@ def _try_other_sizes(space: Space, trials: Trials, most: int) -> None:
         tried = [*trials.partitioned, *trials.refused]
         untried = without_twins(filter(trials.has_room, nearby), tried)
         remaining = most - len(trials.partitioned)
-        candidates = list(itertools.islice(untried, remaining))
+        candidates = list(filter(trials.is_close, untried))[:remaining]
         if not candidates:
             return
         trials.add(candidates)
