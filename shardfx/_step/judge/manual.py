@@ -27,7 +27,7 @@ _CALLED = re.compile(
 _MESH = r"mesh\[[^\]]*\](?:,? ?device_ids=\([^()]*(?:\([^()]*\))?\))?, "
 _MANUAL = rf"\{{(?:{_MESH})?manual\}}"
 _IS_MANUAL = re.compile(rf", sharding={_MANUAL}(?:,|$)")
-_IS_PARTLY_MANUAL = re.compile(r"last_tile_dims=\{[^{}]*manual")
+_IS_PARTLY_MANUAL = re.compile(r"last_tile_dims=\{[^{}]*manual|, manual=\{")
 _IGNORED = re.compile(
     rf", channel_id=\d+|, sharding={_MANUAL}|, sharding=\{{(?:{_MANUAL}(?:, )?)+\}}"
 )

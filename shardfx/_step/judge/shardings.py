@@ -27,6 +27,8 @@ _TILED = re.compile(
 # The kinds of the dimensions of the tiles that are no dimensions of the array.
 _SUBGROUPS = re.compile(r"last_tile_dims=\{([^{}]*)\}")
 _REPEATED = "last_tile_dim_replicate"
+# The same in the text of JAX 0.12: the axes of the mesh that are no longer whole.
+_MANUAL_AXES = re.compile(r", manual=\{([^{}]*)\}")
 
 
 class WrongShard(Unjudged):
@@ -82,8 +84,9 @@ def _axes_of(
             raise Unjudged("an array whose sharding the program does not say")
         return [cuts.whole(size) for size in shape]
     named = _NAMED.match(sharding)
-    if named:
-        places, tiles = _named_places(named, cuts.devices)
+    if named and "manual" not in named[4]:
+        dimensions = re.findall(r"\{([^{}]*)\}", named[3])
+        places, tiles = _named_places(named, dimensions, cuts.devices)
         return _tiled(cuts, places, tiles, shape, local)
     match = _TILED.search(sharding)
     if match is None or "manual" in sharding or "last_tile_dims" in sharding:
@@ -120,11 +123,17 @@ def axes_of_part(
     """As `axes_of`, for an array within the body of a `shard_map` that is manual in some
     axes only. Its shape is that of one of the parts over these axes.
     """
-    return axes_of(cuts, _SUBGROUPS.sub(_REPEATED, sharding), shape, local)
+    sharding = _MANUAL_AXES.sub("", _SUBGROUPS.sub(_REPEATED, sharding))
+    return axes_of(cuts, sharding, shape, local)
 
 
 def parts_of_devices(sharding: str, devices: int) -> np.ndarray:
     """The number of the part over the manual axes that each device has."""
+    named = _NAMED.match(sharding)
+    axes = _MANUAL_AXES.search(sharding)
+    if named and axes:
+        places, _ = _named_places(named, [axes[1]], devices)
+        return places[0]
     tiled = _TILED.search(sharding)
     subgroups = _SUBGROUPS.search(sharding)
     if tiled is None or subgroups is None:
@@ -160,9 +169,13 @@ def _tiled(
     return cuts_of_dims
 
 
-def _named_places(named: re.Match[str], devices: int) -> tuple[np.ndarray, list[int]]:
+def _named_places(
+    named: re.Match[str],
+    dimensions: Sequence[str],
+    devices: int,
+) -> tuple[np.ndarray, list[int]]:
     """The tile of each device in each dimension, and the number of tiles, of a sharding
-    over the axes of a mesh.
+    over the axes of a mesh. `dimensions` has the axes of each.
     """
     sizes = {name: int(size) for name, size in _AXIS.findall(named[1])}
     if math.prod(sizes.values()) != devices or "unreduced" in named[4]:
@@ -179,7 +192,7 @@ def _named_places(named: re.Match[str], devices: int) -> tuple[np.ndarray, list[
         zip(sizes, np.unravel_index(np.arange(devices), [*sizes.values()]), strict=True)
     )
     places, tiles = [], []
-    for dimension in re.findall(r"\{([^{}]*)\}", named[3]):
+    for dimension in dimensions:
         place, count = np.zeros(devices, np.int64), 1
         for name, before, part in _SUB_AXIS.findall(dimension):
             size = int(part) if part else sizes[name]
