@@ -258,9 +258,17 @@ def _read_store(address: Address, timeout_seconds: float) -> Index:
     content = None
     with contextlib.suppress(MissingError):
         content = read_json(where, real)
-    if content is not None:
+    if content is not None and _files_of_save(content) is not None:
         return _set_of(where, content, real)
-    names = where.names()
+    try:
+        names = where.names()
+    except CheckpointError:
+        if content is None:
+            raise
+        # Who may read objects may not always list them.
+        return _set_of(where, content, real)
+    if content is not None:
+        names = sorted({*names, SET_INDEX})
     if not names and address.path and directory.holds(address.path):
         return _read_file(directory, directory, address.shown, address.name)
     if not names:
@@ -276,6 +284,16 @@ def _read_set(where: Place, trusted: Place, real: str) -> Index:
     return _set_of(where, read_json(trusted, real), real)
 
 
+def _files_of_save(content: object) -> list[str] | None:
+    """The names of all files of a set that `save` wrote to a store, by its index;
+    `None` for the index of another set.
+    """
+    names = member(content, "metadata", FILES_KEY)
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        return names
+    return None
+
+
 def _set_of(where: Place, content: object, real: str) -> Index:
     weight_map = member(content, "weight_map")
     if not isinstance(weight_map, dict) or not all(
@@ -286,9 +304,9 @@ def _set_of(where: Place, content: object, real: str) -> Index:
             " indexes no safetensors; give the checkpoint's directory. A plan's JSON"
             " is read by `ShardPlan.from_json(text)`."
         )
-    others = member(content, "metadata", FILES_KEY)
-    if isinstance(others, list) and all(isinstance(name, str) for name in others):
-        return _of_save(where, weight_map, others)
+    saved_files = _files_of_save(content)
+    if saved_files is not None:
+        return _of_save(where, weight_map, saved_files)
     file_names = dict.fromkeys(weight_map.values())
     files = {}
     for name in file_names:

@@ -138,9 +138,6 @@ _ON_DISK: dict[str, tuple[str, ...]] = {
         "test_a_chunk_that_unpacks_to_more_than_it_is_takes_no_memory",
         "test_nothing_outside_is_opened_for_orbax",
     ),
-    "The index of a set decides in a store, where listings may lag.": (
-        "test_two_sets_and_two_owners_are_ambiguous",
-    ),
     "It reads what another library wrote, if that is there.": (
         "test_an_eformer_checkpoint_that_eformer_wrote",
     ),

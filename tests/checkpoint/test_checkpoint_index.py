@@ -502,6 +502,10 @@ def test_two_sets_and_two_owners_are_ambiguous(tmp_path):
     (other_index).write_text("{}")
     with pytest.raises(CheckpointError, match="several safetensors sets"):
         checkpoint.read_index(tmp_path)
+    whole_file = tmp_path / "model.safetensors"
+    save_file({"whole": np.ones(3)}, whole_file)
+    assert list(checkpoint.read_index(tmp_path)) == ["whole"]
+    whole_file.unlink()
     for name in tmp_path.glob("*.json"):
         name.unlink()
     third_file = tmp_path / "model-3.safetensors"

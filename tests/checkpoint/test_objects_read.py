@@ -156,10 +156,20 @@ def test_headers_of_many_files_take_two_round_trips(behind_proxy):
     put_set(server, "many", [{f"a.{i}": np.ones(4, np.float32)} for i in range(20)])
     proxy.clear()
     assert len(checkpoint.read_index(server.place("many"))) == 20
-    requests = [path for _, path, _ in proxy.seen if "safetensors?" not in path]
-    files = [path for path in requests if "index.json" not in path]
+    paths = [path for _, path, _ in proxy.seen]
     # 32 bytes and the header of each file.
-    assert len(files) == 40
+    assert sum(path.endswith(".safetensors") for path in paths) == 40
+    assert sum("list-type" in path for path in paths) == 1
+
+
+def test_a_set_is_read_without_the_right_to_list(behind_proxy):
+    server, proxy = behind_proxy
+    put_set(server, "unlisted", [{"a": np.ones(4, np.float32)}])
+    denied = (403, "<Error><Code>AccessDenied</Code></Error>")
+    proxy.fault = lambda method, path, number: denied if "list-type" in path else None
+    assert list(checkpoint.read_index(server.place("unlisted"))) == ["a"]
+    with pytest.raises(CheckpointError, match="s3:ListBucket"):
+        checkpoint.read_index(server.place("nothing"))
 
 
 def test_neighbours_are_one_request(behind_proxy, mesh):
