@@ -20,6 +20,7 @@ from ._address import Address
 from ._files import ChangedError, require_relative
 from ._object_faults import Action, ShortError, fault, stalled
 from ._place import MissingError, S, T
+from ._stores import METADATA, OCDBT_MANIFEST
 
 
 TIMEOUT_SECONDS = 60.0
@@ -29,6 +30,8 @@ TIMEOUT_SECONDS = 60.0
 STORE_GAP_BYTES = 256 * 1024
 # Waiting threads take no time.
 _WORKERS = 256
+# The ends of the keys of what describes arrays in chunks.
+_OF_CHUNKS = (*METADATA, OCDBT_MANIFEST)
 # Bytes per second. A network that is slower seems to stall.
 _LEAST_RATE = 2**20
 _LIMIT = {"limit": 256}
@@ -222,8 +225,13 @@ class ObjectPlace:
             return [*pool.map(call, items)]
 
     def require_unchanged(self) -> None:
-        # Each read compares the generation of its object.
-        pass
+        # Other reads compare the generation of their object, but TensorStore reads
+        # chunks.
+        keys = [key for key in list(self.seen) if key.endswith(_OF_CHUNKS)]
+        reads = [self.begin_read(key, 0, 1) for key in keys]
+        for key, read in zip(keys, reads, strict=True):
+            with contextlib.suppress(ShortError):
+                self.answer(read, key)
 
     def require_plain_tree(self, real: str) -> None:
         # A store has no links and no pipes.

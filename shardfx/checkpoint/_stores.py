@@ -166,9 +166,9 @@ def ocdbt_entries(where: Place) -> tuple[StoreArray, ...]:
     import tensorstore as ts
 
     where.require_plain_tree(where.directory)
-    with where.opened(where.inside(OCDBT_MANIFEST)):
-        # From now on the file must not change.
-        pass
+    with where.opened(where.inside(OCDBT_MANIFEST)) as file:
+        # From now on the file must not change. In a store, a read begins that.
+        file.read(1, 0)
     try:
         seconds = where.timeout(0)
         opening = ts.KvStore.open(ocdbt(where, where.directory))

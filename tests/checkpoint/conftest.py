@@ -130,7 +130,6 @@ _ON_DISK: dict[str, tuple[str, ...]] = {
         "test_addresses_of_other_machines_are_told_from_paths",
         "test_an_index_prints_as_a_short_table",
         "test_an_index_that_is_wrong_about_its_files",
-        "test_damaged_stores_name_what_is_damaged",
         "test_nothing_there",
     ),
     "It loads in a process of its own, whose memory is bounded.": (

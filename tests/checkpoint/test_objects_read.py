@@ -2,6 +2,7 @@
 by few requests, and every fault has an error.
 """
 
+import itertools as it
 import json
 import urllib.parse
 
@@ -296,11 +297,21 @@ def test_chunks_that_stall_are_an_error_in_time(behind_proxy, mesh, tmp_path):
     write_zarr(tmp_path, np.ones((8, 16), np.float32))
     server.put_directory("slow", tmp_path)
     index = checkpoint.read_index(server.place("slow"))
-    proxy.fault = lambda method, path, number: "stall" if "zarray" in path else None
+    made = planned(index, mesh, P())
+    looks = it.count(1)
+
+    def stall_after_the_look(method, path, number):
+        # The first read compares, and the second is TensorStore's.
+        return "stall" if "zarray" in path and next(looks) > 1 else None
+
+    proxy.fault = stall_after_the_look
     with pytest.raises(
         CheckpointError, match="array w' got no answer in time; the sto"
     ):
-        checkpoint.load(index, planned(index, mesh, P()), timeout_seconds=0.3)
+        checkpoint.load(index, made, timeout_seconds=0.3)
+    proxy.fault = lambda method, path, number: "stall" if "zarray" in path else None
+    with pytest.raises(CheckpointError, match="w/.zarray' at .* made no progress for"):
+        checkpoint.load(index, made, timeout_seconds=0.3)
 
 
 def test_an_object_that_changes_between_two_reads(server, mesh):
@@ -313,6 +324,40 @@ def test_an_object_that_changes_between_two_reads(server, mesh):
         checkpoint.load(index, made)
     # A path is read again from its header on.
     require_equal(checkpoint.load(server.place("changing"), made), tensors)
+
+
+def test_a_database_that_is_replaced_after_its_index(server, mesh, tmp_path):
+    value = np.arange(128, dtype=np.float32).reshape(8, 16)
+    write_database(tmp_path / "old", value)
+    server.put_directory("database", tmp_path / "old")
+    index = checkpoint.read_index(server.place("database"))
+    made = planned(index, mesh, P("x"))
+    require_equal(checkpoint.load(index, made), {"w": value})
+    write_database(tmp_path / "new", 2 * value)
+    server.put_directory("database", tmp_path / "new")
+    with pytest.raises(CheckpointError, match="was replaced since its header was read"):
+        checkpoint.load(index, made)
+    require_equal(checkpoint.load(server.place("database"), made), {"w": 2 * value})
+
+
+def test_chunks_that_change_while_they_are_read(behind_proxy, mesh, tmp_path):
+    server, proxy = behind_proxy
+    value = np.ones((8, 16), np.float32)
+    write_database(tmp_path / "old", value)
+    write_database(tmp_path / "new", 2 * value)
+    server.put_directory("beside", tmp_path / "old")
+    index = checkpoint.read_index(server.place("beside"))
+    made = planned(index, mesh, P())
+    manifests = it.count(1)
+
+    def replace_after_the_look(method, path, number):
+        # The first read compares, and the second is TensorStore's.
+        if path.endswith("manifest.ocdbt") and next(manifests) == 2:
+            server.put_directory("beside", tmp_path / "new")
+
+    proxy.fault = replace_after_the_look
+    with pytest.raises(CheckpointError, match="was replaced since its header was read"):
+        checkpoint.load(index, made)
 
 
 def test_a_truncated_object(server, mesh):
