@@ -5,7 +5,7 @@ decide.
 import collections
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from .._rules import AxisRules, PathRules
 from ..topology import MeshSpec
 from ._asked import SearchOptions, asked_for
 from ._auto_plan import AutoPlan
+from ._choices import FSDP_AXES, TENSOR, Choice, choices_for, choices_on, divisors
 from ._shape_rules import Step, Steps, shape_rules
 from ._tensor_size import COMFORTABLE, StepEstimate, batch_size
 from ._whole import NamedShape, whole_dims
@@ -50,21 +51,6 @@ _EXPLICIT = (
     " `shardfx.auto.auto_axes(step, plan, out=...)`."
 )
 _DATA_AXES = ("data", "dp", "ddp", "batch", "replica")
-_FSDP_AXES = ("fsdp", "zero")
-_TENSOR = "tensor"
-
-
-class _Choice(NamedTuple):
-    """A mesh, and the mesh axes that shard weights: first that of tensor parallelism,
-    if there is one, then those of FSDP.
-    """
-
-    mesh: MeshSpec
-    axes: tuple[str, ...]
-
-    @property
-    def fsdp(self) -> tuple[str, ...]:
-        return tuple(axis for axis in self.axes if axis != _TENSOR)
 
 
 class _Hardware(NamedTuple):
@@ -85,7 +71,7 @@ class _Priced(NamedTuple):
     once, and of one device.
     """
 
-    choice: _Choice
+    choice: Choice
     plan: ShardPlan
     rules: PathRules
     total_bytes: int
@@ -260,7 +246,7 @@ def _data_or_fsdp_mesh(mesh: MeshSpec | Mesh | AbstractMesh) -> MeshSpec:
     """
     spec = MeshSpec.of(mesh).require_sizes()
     for axis, size in spec.shape.items():
-        if size > 1 and axis not in (*_DATA_AXES, *_FSDP_AXES):
+        if size > 1 and axis not in (*_DATA_AXES, *FSDP_AXES):
             raise MeshError(
                 f"mesh {spec}: `auto.plan` does not know what axis `{axis}` is for. It"
                 " shards over `data` and `fsdp`: pass"
@@ -288,7 +274,7 @@ def _tensor_size(hardware: _Hardware, rows: int, estimate: StepEstimate) -> int:
         )
     total = hardware.options.total
     slices = hardware.options.slices
-    sizes = [size for size in _divisors(total // slices) if rows % (total // size) == 0]
+    sizes = [size for size in divisors(total // slices) if rows % (total // size) == 0]
     if not sizes:
         raise MeshError(
             f"the {plural(rows, 'row')} of `batch` do not divide over"
@@ -298,51 +284,12 @@ def _tensor_size(hardware: _Hardware, rows: int, estimate: StepEstimate) -> int:
     return min(sizes, key=estimate.seconds)
 
 
-def _choices(hardware: _Hardware, tensor: int) -> Iterator[_Choice]:
-    """The meshes and strategies to try: data parallelism first, then FSDP on ever more
-    devices. `tensor` devices have the same rows.
-    """
+def _choices(hardware: _Hardware, tensor: int) -> Iterator[Choice]:
+    """The meshes and strategies to try. `tensor` devices have the same rows."""
     if hardware.mesh is not None:
-        yield from _choices_on(hardware.mesh)
-        return
-    total = hardware.options.total
-    slices = hardware.options.slices
-    inner = total // slices // tensor
-    # The inner network first: devices of one slice, then whole slices.
-    spans = [(size, 1) for size in _divisors(inner)]
-    spans += [(inner * spanned, spanned) for spanned in _divisors(slices)[1:]]
-    for size, spanned in spans:
-        axes = {
-            "data": (total // (size * tensor), slices // spanned),
-            "fsdp": (size, spanned),
-            "tensor": (tensor, 1),
-        }
-        used = tuple(name for name in ("tensor", "fsdp") if axes[name][0] > 1)
-        yield _Choice(_mesh(axes), used)
-
-
-def _mesh(axes: Mapping[str, tuple[int, int]]) -> MeshSpec:
-    """The mesh of axes with their sizes and the number of slices that each spans. Axes
-    of one device are left out.
-    """
-    sizes = {name: size for name, (size, _) in axes.items() if size > 1}
-    spans = {name: axes[name][1] for name in sizes if axes[name][1] > 1}
-    return MeshSpec(sizes or {"data": 1}, dcn=spans or None)
-
-
-def _divisors(count: int) -> list[int]:
-    return [size for size in range(1, count + 1) if count % size == 0]
-
-
-def _choices_on(mesh: MeshSpec) -> Iterator[_Choice]:
-    """The strategies to try on the caller's mesh: FSDP over its `fsdp` axes, or data
-    parallelism where it has none; then FSDP over all axes.
-    """
-    used = tuple(axis for axis, size in mesh.shape.items() if size > 1)
-    inner = tuple(axis for axis in used if axis in _FSDP_AXES)
-    yield _Choice(mesh, inner)
-    if used and used != inner:
-        yield _Choice(mesh, used)
+        return choices_on(hardware.mesh)
+    options = hardware.options
+    return choices_for(options.total, options.slices, tensor)
 
 
 class _Pricing:
@@ -383,7 +330,7 @@ class _Pricing:
         self.whole_dims = whole_dims(self.arrays)
         self.rules: dict[object, PathRules] = {}
 
-    def priced(self, choice: _Choice) -> _Priced:
+    def priced(self, choice: Choice) -> _Priced:
         """The plan of a choice, with its bytes."""
         rules = self._rules(choice)
         planned = plan_by_rules(self.tree, choice.mesh, paths=rules)
@@ -404,7 +351,7 @@ class _Pricing:
             state_bytes=totals[1],
         )
 
-    def _rules(self, choice: _Choice) -> PathRules:
+    def _rules(self, choice: Choice) -> PathRules:
         """The rules of a choice. They are found once for equal steps."""
         usual = (Step(choice.axes),) if choice.axes else ()
         steps = self._steps(choice)
@@ -414,10 +361,10 @@ class _Pricing:
             self.rules[key] = shape_rules(paths, steps, usual, _SMALL_BYTES)
         return self.rules[key]
 
-    def _steps(self, choice: _Choice) -> list[Steps]:
+    def _steps(self, choice: Choice) -> list[Steps]:
         """The steps that shard each array."""
         mesh = choice.mesh
-        tensor = mesh.axis_size(_TENSOR) if _TENSOR in choice.axes else 1
+        tensor = mesh.axis_size(TENSOR) if TENSOR in choice.axes else 1
         shards = math.prod(map(mesh.axis_size, choice.fsdp))
         whole_heads = self.whole_dims.whole_heads(shards)
         dims_of_fsdp = _alike(self.leaves, self.whole_dims.of_arrays(whole_heads))
@@ -428,14 +375,14 @@ class _Pricing:
             self.arrays, dims_of_fsdp, dims_of_tensor, dims_of_both, strict=True
         ):
             fsdp = (Step(choice.fsdp, by_fsdp),) if choice.fsdp else ()
-            if _TENSOR not in choice.axes or len(by_tensor) == len(array.shape):
+            if TENSOR not in choice.axes or len(by_tensor) == len(array.shape):
                 steps.append(fsdp)
             elif by_tensor == by_both:
                 # XLA gathers weights where both axes shard one dimension. Where FSDP
                 # shards the other one, it may shard the activations of all layers.
                 steps.append((Step(choice.axes, by_tensor),))
             else:
-                steps.append((Step((_TENSOR,), by_tensor), *fsdp))
+                steps.append((Step((TENSOR,), by_tensor), *fsdp))
         return steps
 
     def estimate(self, hardware: SearchOptions, tokens: int) -> StepEstimate:
@@ -444,7 +391,7 @@ class _Pricing:
         for leaf, array in zip(self.leaves, self.arrays, strict=True):
             size = array_bytes(array.shape, jnp.result_type(leaf))
             sizes.append(size if size >= _SMALL_BYTES else 0)
-        replicated = self.priced(_Choice(MeshSpec({"data": 1}), ()))
+        replicated = self.priced(Choice(MeshSpec({"data": 1}), ()))
         return StepEstimate(
             tokens=tokens,
             whole_dims=self.whole_dims,
@@ -506,9 +453,9 @@ def _why(
     kinds = []
     if is_sharded:
         kinds.append("FSDP")
-    elif _TENSOR not in axes or len(mesh.axis_names) > 1:
+    elif TENSOR not in axes or len(mesh.axis_names) > 1:
         kinds.append("data parallel")
-    if _TENSOR in axes:
+    if TENSOR in axes:
         kinds.append("tensor parallel")
     assumed = ", assumed: pass `chip=` for another" if hardware.is_assumed else ""
     sentences = [
@@ -531,7 +478,7 @@ def _why(
         sentences.append(
             "Over fewer devices, it would leave too little of each for activations."
         )
-    if _TENSOR in axes:
+    if TENSOR in axes:
         sentences.append(
             "`tensor` shards weights in place of rows, for few rows or tokens."
         )
@@ -564,7 +511,7 @@ def _too_small(
     while size <= _MOST_DEVICES:
         if size > options.total or hardware.mesh is not None:
             fsdp_mesh = MeshSpec({"fsdp": size})
-            larger = pricing.priced(_Choice(fsdp_mesh, ("fsdp",)))
+            larger = pricing.priced(Choice(fsdp_mesh, ("fsdp",)))
             if larger.state_bytes <= _PROPOSED * limit:
                 chips_text = plural(size // chip.devices_per_chip, "chip")
                 return OutOfMemoryError(
