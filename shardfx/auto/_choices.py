@@ -12,11 +12,13 @@ TENSOR = "tensor"
 
 class Choice(NamedTuple):
     """A mesh, and the mesh axes that shard weights: first that of tensor parallelism,
-    if there is one, then those of FSDP.
+    if there is one, then those of FSDP. With `gathers_all`, an array that tensor
+    parallelism would leave whole is sharded over all of them, as by FSDP.
     """
 
     mesh: MeshSpec
     axes: tuple[str, ...]
+    gathers_all: bool = False
 
     @property
     def fsdp(self) -> tuple[str, ...]:
@@ -28,18 +30,19 @@ def choices_for(total: int, slices: int, tensor: int) -> Iterator[Choice]:
     parallelism first, then FSDP on ever more devices. `tensor` devices have the same
     rows.
     """
-    inner = total // slices // tensor
-    # The inner network first: devices of one slice, then whole slices.
-    spans = [(size, 1) for size in divisors(inner)]
-    spans += [(inner * spanned, spanned) for spanned in divisors(slices)[1:]]
-    for size, spanned in spans:
+    mesh = MeshSpec({"data": 1})
+    used: tuple[str, ...] = ()
+    for size, spanned in fsdp_spans(total // tensor, slices):
         axes = {
             "data": (total // (size * tensor), slices // spanned),
             "fsdp": (size, spanned),
             "tensor": (tensor, 1),
         }
+        mesh = _mesh(axes)
         used = tuple(name for name in ("tensor", "fsdp") if axes[name][0] > 1)
-        yield Choice(_mesh(axes), used)
+        yield Choice(mesh, used)
+    if TENSOR in used:
+        yield Choice(mesh, used, gathers_all=True)
 
 
 def _mesh(axes: Mapping[str, tuple[int, int]]) -> MeshSpec:
@@ -49,6 +52,23 @@ def _mesh(axes: Mapping[str, tuple[int, int]]) -> MeshSpec:
     sizes = {name: size for name, (size, _) in axes.items() if size > 1}
     spans = {name: axes[name][1] for name in sizes if axes[name][1] > 1}
     return MeshSpec(sizes or {"data": 1}, dcn=spans or None)
+
+
+class Span(NamedTuple):
+    """The number of devices of an axis of a mesh, and that of the slices it spans."""
+
+    size: int
+    slices: int
+
+
+def fsdp_spans(groups: int, slices: int) -> list[Span]:
+    """The spans that FSDP may have over `groups` groups of devices in `slices` slices:
+    first within a slice, where the network is fast, then of whole slices.
+    """
+    inner = groups // slices
+    spans = [Span(size, slices=1) for size in divisors(inner)]
+    spans += [Span(inner * count, slices=count) for count in divisors(slices)[1:]]
+    return spans
 
 
 def divisors(count: int) -> list[int]:

@@ -25,7 +25,7 @@ from ._asked import SearchOptions, asked_for
 from ._auto_plan import AutoPlan
 from ._choices import FSDP_AXES, TENSOR, Choice, choices_for, choices_on, divisors
 from ._shape_rules import Step, Steps, shape_rules
-from ._tensor_size import COMFORTABLE, StepEstimate, batch_size
+from ._tensor_size import COMFORTABLE, BatchSize, StepEstimate, batch_size
 from ._whole import NamedShape, whole_dims
 
 
@@ -68,7 +68,7 @@ class _Hardware(NamedTuple):
 
 class _Priced(NamedTuple):
     """A plan with the bytes of the training state: of all devices, each array counted
-    once, and of one device.
+    once, and of one device. With `is_tight`, they leave activations too little.
     """
 
     choice: Choice
@@ -76,6 +76,7 @@ class _Priced(NamedTuple):
     rules: PathRules
     total_bytes: int
     state_bytes: int
+    is_tight: bool = False
 
 
 @called("plan(tree, devices)")
@@ -127,11 +128,11 @@ def plan(
 
     **Raises:**
 
-    `LeafTypeError` for a tree or a batch without arrays; `MeshError` for devices that cannot be
-    read, for a mesh with other axes, and for rows that do not divide over a mesh that
-    is given or over slices;
-    `OutOfMemoryError` if the state does not fit on all devices, with the number that it
-    needs; `RuleError` for an optimizer that is none.
+    `LeafTypeError` for a tree or a batch without arrays; `MeshError` for devices that
+    cannot be read, for a mesh with other axes, and for rows that do not divide over a
+    mesh that is given or over slices; `OutOfMemoryError` if the state does not fit on
+    all devices, with the number that it needs; `RuleError` for an optimizer that is
+    none.
 
     !!! Example
 
@@ -156,23 +157,39 @@ def plan(
     hardware = _hardware(devices, chip)
     pricing = _Pricing(tree, flat, names, _init_of(optimizer))
     limit = hardware.options.chip.usable_hbm_bytes_per_device
-    tensor = 1
-    comfortable_bytes = COMFORTABLE * limit
-    if batch is not None:
-        size = batch_size(batch)
-        estimate = pricing.estimate(hardware.options, size.tokens)
-        tensor = _tensor_size(hardware, size.rows, estimate)
-        comfortable_bytes = estimate.comfortable_bytes(tensor)
-    trials = map(pricing.priced, _choices(hardware, tensor))
-    priced = _first_that_fits(trials, comfortable_bytes)
+    size = None if batch is None else batch_size(batch)
+    priced = _fastest_that_fits(hardware, pricing, size)
     if priced.state_bytes > limit:
         raise _too_small(hardware, pricing, priced)
     chosen = priced.plan
     if hardware.jax_devices is not None:
         jax_mesh = priced.choice.mesh.build(hardware.jax_devices)
         chosen = chosen.on(jax_mesh)
-    why = _why(hardware, pricing, priced, comfortable_bytes)
+    why = _why(hardware, pricing, priced, size)
     return AutoPlan(content=chosen.content, why=why, rules=priced.rules)
+
+
+def _fastest_that_fits(
+    hardware: _Hardware,
+    pricing: "_Pricing",
+    size: BatchSize | None,
+) -> _Priced:
+    """The plan for the size of an axis `tensor` with which a step is fastest, among the
+    sizes with which the state fits; if there is none, the plan with the least state.
+    """
+    limit = hardware.options.chip.usable_hbm_bytes_per_device
+    if size is None:
+        trials = map(pricing.priced, _choices(hardware, tensor=1))
+        return _first_that_fits(trials, COMFORTABLE * limit)
+    estimate = pricing.estimate(hardware.options, size.tokens)
+    too_large: list[_Priced] = []
+    for tensor in _tensor_sizes(hardware, size.rows, estimate):
+        trials = map(pricing.priced, _choices(hardware, tensor))
+        priced = _first_that_fits(trials, estimate.comfortable_bytes(tensor))
+        if priced.state_bytes <= limit:
+            return priced
+        too_large.append(priced)
+    return min(too_large, key=lambda priced: priced.state_bytes)
 
 
 def _first_that_fits(
@@ -188,7 +205,7 @@ def _first_that_fits(
             return trial
         if trial.state_bytes < best.state_bytes:
             best = trial
-    return best
+    return best._replace(is_tight=True)
 
 
 def _init_of(optimizer: Any) -> Callable[..., Any] | None:
@@ -257,15 +274,19 @@ def _data_or_fsdp_mesh(mesh: MeshSpec | Mesh | AbstractMesh) -> MeshSpec:
     return spec
 
 
-def _tensor_size(hardware: _Hardware, rows: int, estimate: StepEstimate) -> int:
-    """The size of an axis `tensor`, within a slice, for which a step is fastest. Raises
-    `MeshError` if the rows of a batch do not divide over the remaining devices under
-    any size.
+def _tensor_sizes(
+    hardware: _Hardware,
+    rows: int,
+    estimate: StepEstimate,
+) -> list[int]:
+    """The sizes of an axis `tensor`, within a slice, that leave each of the remaining
+    devices equally many rows; first the size with which a step is fastest. Raises
+    `MeshError` if there is none.
     """
     mesh = hardware.mesh
     if mesh is not None:
         if rows % mesh.size == 0:
-            return 1
+            return [1]
         raise MeshError(
             f"the {plural(rows, 'row')} of `batch` do not divide over the"
             f" {plural(mesh.size, 'device')} of mesh {mesh}; pass a multiple of"
@@ -281,7 +302,7 @@ def _tensor_size(hardware: _Hardware, rows: int, estimate: StepEstimate) -> int:
             f" {plural(slices, 'slice')}, and each has rows; pass a multiple of"
             f" {slices}."
         )
-    return min(sizes, key=estimate.seconds)
+    return sorted(sizes, key=estimate.seconds)
 
 
 def _choices(hardware: _Hardware, tensor: int) -> Iterator[Choice]:
@@ -366,17 +387,26 @@ class _Pricing:
         mesh = choice.mesh
         tensor = mesh.axis_size(TENSOR) if TENSOR in choice.axes else 1
         shards = math.prod(map(mesh.axis_size, choice.fsdp))
-        whole_heads = self.whole_dims.whole_heads(shards)
-        dims_of_fsdp = _alike(self.leaves, self.whole_dims.of_arrays(whole_heads))
+        gathered_axes = choice.axes if choice.gathers_all else choice.fsdp
+        dims_of_gathered = self._dims_of_fsdp(
+            math.prod(map(mesh.axis_size, gathered_axes))
+        )
+        dims_of_fsdp = self._dims_of_fsdp(shards)
         dims_of_tensor = _alike(self.leaves, self.whole_dims.of_tensor(tensor))
         dims_of_both = _alike(self.leaves, self.whole_dims.of_tensor(tensor * shards))
         steps: list[Steps] = []
-        for array, by_fsdp, by_tensor, by_both in zip(
-            self.arrays, dims_of_fsdp, dims_of_tensor, dims_of_both, strict=True
+        for array, by_fsdp, by_tensor, by_both, gathered in zip(
+            self.arrays,
+            dims_of_fsdp,
+            dims_of_tensor,
+            dims_of_both,
+            dims_of_gathered,
+            strict=True,
         ):
             fsdp = (Step(choice.fsdp, by_fsdp),) if choice.fsdp else ()
             if TENSOR not in choice.axes or len(by_tensor) == len(array.shape):
-                steps.append(fsdp)
+                whole = (Step(gathered_axes, gathered),) if gathered_axes else ()
+                steps.append(whole)
             elif by_tensor == by_both:
                 # XLA gathers weights where both axes shard one dimension. Where FSDP
                 # shards the other one, it may shard the activations of all layers.
@@ -384,6 +414,11 @@ class _Pricing:
             else:
                 steps.append((Step((TENSOR,), by_tensor), *fsdp))
         return steps
+
+    def _dims_of_fsdp(self, shards: int) -> list[tuple[int, ...]]:
+        """For each array, the dimensions that FSDP over `shards` devices leaves whole."""
+        whole_heads = self.whole_dims.whole_heads(shards)
+        return _alike(self.leaves, self.whole_dims.of_arrays(whole_heads))
 
     def estimate(self, hardware: SearchOptions, tokens: int) -> StepEstimate:
         """What an estimate of a step with so many tokens needs."""
@@ -442,7 +477,7 @@ def _why(
     hardware: _Hardware,
     pricing: _Pricing,
     priced: _Priced,
-    comfortable_bytes: float,
+    size: BatchSize | None,
 ) -> str:
     """The reason for a plan as text: the bytes, the mesh, and what is assumed."""
     chip = hardware.options.chip
@@ -464,8 +499,7 @@ def _why(
         f" ({', '.join(kinds)}), {bytes_text(priced.state_bytes)} a device.",
         f"The state is {pricing.what}.",
     ]
-    is_tight = priced.state_bytes > comfortable_bytes
-    if is_tight:
+    if priced.is_tight:
         sentences.append(
             f"Only {bytes_text(limit - priced.state_bytes)} are left for activations:"
             " ask `shardfx.cost.fit` with the step."
@@ -481,6 +515,12 @@ def _why(
     if TENSOR in axes:
         sentences.append(
             "`tensor` shards weights in place of rows, for few rows or tokens."
+        )
+    if size is not None and len(size.rows_of_arrays) > 1:
+        counts = " and ".join(map(str, size.rows_of_arrays))
+        sentences.append(
+            f"The arrays of `batch` have {counts} rows, so {size.rows} divide over"
+            " devices: leave out what has no rows."
         )
     if hardware.mesh is not None:
         sentences.append("The mesh was given.")

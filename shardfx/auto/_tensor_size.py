@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 from .._ground.errors import LeafTypeError
 from .._ground.tree import flatten
 from ._asked import SearchOptions
+from ._choices import Span, fsdp_spans
 from ._core import byte_seconds, hop_counts, rates_of
 from ._space import MODEL
 from ._whole import WholeDims
@@ -34,11 +35,13 @@ _GATHERED = 3
 
 class BatchSize(NamedTuple):
     """The rows of a batch, and the number of its tokens: the rows of the matrices that
-    the weights are multiplied with.
+    the weights are multiplied with. `rows` is the common divisor of `rows_of_arrays`,
+    the numbers of rows of its arrays, each once.
     """
 
     rows: int
     tokens: int
+    rows_of_arrays: tuple[int, ...]
 
 
 def batch_size(batch: PyTree) -> BatchSize:
@@ -49,7 +52,7 @@ def batch_size(batch: PyTree) -> BatchSize:
     batch without rows.
     """
     flat = flatten(batch)
-    rows = 0
+    counts: list[int] = []
     tokens = 0
     for leaf, is_array in zip(flat.leaves, flat.is_array, strict=True):
         if not is_array or not jnp.shape(leaf):
@@ -57,15 +60,17 @@ def batch_size(batch: PyTree) -> BatchSize:
         shape = jnp.shape(leaf)
         has_features = not jnp.issubdtype(jnp.result_type(leaf), jnp.integer)
         lengths = shape[1:-1] if has_features else shape[1:]
-        rows = math.gcd(rows, shape[0])
+        counts.append(shape[0])
         tokens = max(tokens, shape[0] * math.prod(lengths))
+    rows = math.gcd(*counts)
     if rows == 0:
         raise LeafTypeError(
             f"`batch`, {type(batch).__name__}, holds no arrays with rows; pass the"
             " arguments of a step beside the state, or structs of them:"
             ' `batch=jax.ShapeDtypeStruct((64, 2048), "int32")`.'
         )
-    return BatchSize(rows=rows, tokens=tokens)
+    rows_of_arrays = tuple(dict.fromkeys(counts))
+    return BatchSize(rows=rows, tokens=tokens, rows_of_arrays=rows_of_arrays)
 
 
 class StepEstimate(NamedTuple):
@@ -135,14 +140,9 @@ class StepEstimate(NamedTuple):
                 activation_bytes += tokens * array_bytes / long_side
                 calls += 1
 
-        fsdp = 1
-        comfortable_bytes = self.comfortable_bytes(tensor)
-        while self.state_bytes > tensor * fsdp * comfortable_bytes and fsdp < groups:
-            fsdp *= 2
-        fsdp = math.gcd(fsdp, groups)
-        data = groups // fsdp
-        sizes = np.array([[data, fsdp, tensor]])
-        slices = np.array([[math.gcd(self.hardware.slices, data), 1, 1]])
+        fsdp = self._fsdp(tensor)
+        sizes = np.array([[groups // fsdp.size, fsdp.size, tensor]])
+        slices = np.array([[self.hardware.slices // fsdp.slices, fsdp.slices, 1]])
         rates = rates_of(
             self.hardware.chip,
             self.hardware.total,
@@ -153,8 +153,19 @@ class StepEstimate(NamedTuple):
         data_rate, fsdp_rate, tensor_rate = byte_seconds(np, rates, sizes, slices)[:, 0]
         latencies = rates["hop_seconds"] * hop_counts(np, rates, sizes, slices)[:, 0]
         compute = flops / rates["flops"]
-        hidden = 2 * weight_bytes / fsdp * data_rate + latencies[0]
+        hidden = 2 * weight_bytes / fsdp.size * data_rate + latencies[0]
         gathered = _GATHERED * weight_bytes * fsdp_rate
         reduced = _REDUCED * activation_bytes * tensor_rate + calls * latencies[2]
         beside = max(0.0, hidden - rates["overlap"] * compute)
         return float(compute + gathered + reduced + beside)
+
+    def _fsdp(self, tensor: int) -> Span:
+        """The smallest span of FSDP that leaves a device enough memory, in groups of
+        `tensor` devices; if none does, the largest.
+        """
+        spans = fsdp_spans(self.hardware.total // tensor, self.hardware.slices)
+        comfortable_bytes = self.comfortable_bytes(tensor)
+        for span in spans:
+            if self.state_bytes <= tensor * span.size * comfortable_bytes:
+                return span
+        return spans[-1]

@@ -234,6 +234,62 @@ def test_few_tokens_get_tensor_parallelism(batch: Any, mesh: dict[str, int]):
     assert by_code(auto_plan, {"layers": layers}) == auto_plan.off()
 
 
+def odd_heads(layers: int) -> dict[str, Any]:
+    """Layers with 25 heads of 64, which 8 devices do not divide."""
+    layer = {
+        "q_proj": {"kernel": struct(1600, 1600)},
+        "k_proj": {"kernel": struct(1600, 1600)},
+        "v_proj": {"kernel": struct(1600, 1600)},
+        "o_proj": {"kernel": struct(1600, 1600)},
+        "up": struct(1600, 6400),
+        "down": struct(6400, 1600),
+    }
+    return {"layers": [layer] * layers}
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_a_state_that_fits_by_fsdp_fits_with_a_batch_too(rows: int):
+    """Heads that tensor parallelism leaves whole are a third of 44 GiB."""
+    tree = odd_heads(96)
+    limit = chips.find("v5e").usable_hbm_bytes
+    assert state_per_device(sfx.auto.plan(tree, 8, chip="v5e")) < limit
+    auto_plan = sfx.auto.plan(tree, 8, chip="v5e", batch=tokens(rows, 1))
+    assert state_per_device(auto_plan) < limit
+    assert auto_plan["layers/0/q_proj/kernel"].bytes_per_device < 4 * 1600**2
+    assert by_code(auto_plan, tree) == auto_plan.off()
+
+
+@pytest.mark.parametrize(
+    ("width", "devices", "batch", "mesh"),
+    [
+        (8192, "tpu:v5e:2x4*2", tokens(64, 1024), "data=2(dcn=2),fsdp=8"),
+        (9216, 12, tokens(48, 1024), "fsdp=12"),
+    ],
+    ids=["slices", "twelve"],
+)
+def test_fsdp_is_priced_over_the_devices_that_it_needs(
+    width: int,
+    devices: Any,
+    batch: Any,
+    mesh: str,
+):
+    """Between slices, FSDP is slow; eight devices are no divisor of twelve."""
+    layer = {"up": struct(width, 4 * width), "down": struct(4 * width, width)}
+    tree = {"layers": {str(index): layer for index in range(8)}}
+    auto_plan = sfx.auto.plan(tree, devices, chip="v5e", batch=batch)
+    assert str(auto_plan.mesh) == mesh
+
+
+def test_arrays_of_a_batch_with_other_rows_are_told():
+    tree = {"up": struct(1024, 4096)}
+    batch = {"ids": tokens(64, 2048), "weights": struct(3)}
+    auto_plan = sfx.auto.plan(tree, 8, chip="v5e", batch=batch)
+    assert dict(auto_plan.mesh.shape) == {"tensor": 8}
+    assert "`batch` have 64 and 3 rows, so 1 divide over devices" in auto_plan.why
+    alike = {"ids": tokens(64, 2048), "labels": tokens(64, 2048)}
+    assert "rows, so" not in sfx.auto.plan(tree, 8, chip="v5e", batch=alike).why
+
+
 def test_a_known_batch_leaves_a_state_more_memory():
     """8 of 15.75 GiB are more than half, and 4,096 tokens a device need little."""
     tree = {"up": struct(4096, 2**16), "down": struct(2**16, 4096)}
