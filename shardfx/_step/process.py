@@ -5,6 +5,7 @@ requests from standard input and writes answers to standard output. Each is a li
 JSON followed by bytes.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -74,10 +75,16 @@ class Worker:
 
 
 def _end(process: subprocess.Popen[bytes], folder: str | None, owner: int) -> None:
+    """Closes the pipes to a process, waits for its end, and kills it if it takes more
+    than 5 seconds. Does nothing in a fork of the process `owner`, which started it.
+    """
     if owner != os.getpid():
         return
     for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
+        if pipe is None:
+            continue
+        # `close` writes what is buffered, which fails if the process is gone.
+        with contextlib.suppress(OSError):
             pipe.close()
     try:
         process.wait(timeout=5)

@@ -30,3 +30,19 @@ def test_an_answer_is_texts_and_an_error(tmp_path):
     assert worker.ask(b"", {}) == ([b"ab", b"c"], "no")
     assert worker.is_alive
     worker.end()
+
+
+def test_the_folder_of_a_process_that_is_gone_is_removed(tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    program = tmp_path / "ends.py"
+    program.write_text("")
+    worker = Worker([str(program)], str(folder))
+    worker._process.wait()
+
+    # A request of this size waits in the buffer of the pipe.
+    texts, error = worker.ask(b"module", {})
+    assert texts == []
+    assert "BrokenPipeError" in error
+    assert not worker.is_alive
+    assert not folder.exists()
