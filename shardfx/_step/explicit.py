@@ -105,7 +105,13 @@ def structs_like(args: PyTree, *, typed: bool) -> PyTree:
         sharding = None
         if typed and not _mesh_of(leaf).empty:
             sharding = jax.typeof(leaf).sharding
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=sharding,
+            # NumPy arrays and typed PRNG keys have no weak type.
+            weak_type=getattr(leaf, "weak_type", False),
+        )
 
     return jax.tree.map(struct, args)
 

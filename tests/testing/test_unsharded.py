@@ -200,3 +200,15 @@ def test_without_explicit_axes_it_is_the_step():
 def test_errors_of_the_step_are_raised(mesh):
     with jax.set_mesh(mesh), pytest.raises(TypeError, match="incompatible shapes"):
         unsharded(lambda x, w: x + jnp.ones((3, 3)))(X, W)
+
+
+def test_a_weakly_typed_argument_stays_weakly_typed(mesh):
+    def step(w, rate):
+        return w - rate * w
+
+    with jax.set_mesh(mesh):
+        w = jnp.ones((4, 4), jnp.bfloat16)
+        rate = jnp.asarray(0.1)
+        result = unsharded(step)(w, rate)
+        expected = step(w, rate)
+    assert result.dtype == expected.dtype == jnp.bfloat16
