@@ -21,6 +21,7 @@ from ._entry import ArrayEntry, FileArray, StoreArray
 from ._files import FilePlace, member, place, read_json
 from ._index import Format, Index, below, is_unreadable, nested, some, struct
 from ._kinds import told_files
+from ._left_over import DATA_NAME
 from ._objects import TIMEOUT_SECONDS, ObjectPlace
 from ._packed import raw_entry
 from ._parts import FILES_KEY, SET_INDEX, joined
@@ -204,6 +205,12 @@ def _no_checkpoint(where: Place, path: str, names: list[str]) -> CheckpointError
     hint = ""
     if other_files:
         hint = f" It holds other files: {'; '.join(other_files[:3])}."
+    elif names and all(map(DATA_NAME.fullmatch, names)):
+        hint = (
+            " It holds the data of a save that has not ended, or was killed: take an"
+            f" earlier step. `shardfx clean {path} --remove` removes what killed saves"
+            " left."
+        )
     elif steps:
         hint = f" It holds {some(steps)}: if these are steps of a run, name one."
     elif names:

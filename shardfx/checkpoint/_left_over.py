@@ -17,7 +17,7 @@ from ._staging import PARTIAL_NAME, remove_partial
 
 
 # The data of a save: when it began, and a token that no other save has.
-_DATA = re.compile(r"(?:(.*)/)?data-(\d+)-[0-9a-f]{16}")
+DATA_NAME = re.compile(r"(?:(.*)/)?data-(\d+)-[0-9a-f]{16}")
 _OBJECT = re.compile(r"\d+-\d+-(\d+)\.safetensors")
 
 
@@ -137,7 +137,7 @@ def _left_in_store(
     sizes: dict[str, int] = {}
     for key in place.keys_below(address.path):
         data, _, name = key.rpartition("/")
-        if _DATA.fullmatch(data):
+        if DATA_NAME.fullmatch(data):
             match = _OBJECT.fullmatch(name)
             nbytes = 0
             if match:
@@ -145,7 +145,7 @@ def _left_in_store(
             sizes[data] = sizes.get(data, 0) + nbytes
     unnamed = []
     for data in sorted(sizes):
-        match = _DATA.fullmatch(data)
+        match = DATA_NAME.fullmatch(data)
         assert match is not None
         target = address
         if match[1]:

@@ -284,6 +284,18 @@ def test_a_killed_saver_leaves_whole_steps_and_what_clean_finds(s3):
         checkpoint.load(f"{base}/{name}?{query}", struct)
 
 
+def test_the_data_of_a_killed_save_is_no_step_of_a_run(server):
+    server.put("begun/step-3/data-1700000000-3c41fada2f299120/0-1-8.safetensors", b"")
+    text = (
+        "the data of a save that has not ended, or was killed: take an earlier step."
+        " `shardfx clean .*://bucket/begun/step-3 --remove`"
+    )
+    with pytest.raises(CheckpointError, match=text):
+        checkpoint.read_index(server.place("begun/step-3"))
+    (left,) = checkpoint.left_over(server.place("begun/step-3"))
+    assert left.target.endswith("begun/step-3")
+
+
 def test_a_manager_keeps_steps_in_a_store(server, mesh):
     tree, made = state_of(mesh)
     with checkpoint.Manager(server.place("run"), keep=2) as manager:
