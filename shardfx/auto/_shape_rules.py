@@ -67,13 +67,16 @@ def _either(suffixes: Sequence[str]) -> str:
 
 
 class _Template(NamedTuple):
-    """The regex of the paths that differ only in numbers, the steps that shard these
-    arrays, and whether the regex has a path's own numbers.
+    """Paths that differ only in numbers, and the steps that shard these arrays.
+
+    - `general`: the regex of all paths that differ only in numbers.
+    - `path`: the only path of the template, if paths that differ from it only in numbers
+      have other steps; else `None`.
     """
 
-    regex: str
+    general: str
     steps: Steps
-    is_exact: bool
+    path: str | None
 
 
 def _templates(steps_by_path: Mapping[str, Steps]) -> list[_Template]:
@@ -87,11 +90,13 @@ def _templates(steps_by_path: Mapping[str, Steps]) -> list[_Template]:
     # A dict keeps the order of the paths.
     templates: dict[_Template, None] = {}
     for path, steps in steps_by_path.items():
-        regex = _general(path)
-        is_exact = len(steps_by_general[regex]) > 1
-        if is_exact:
-            regex = re.escape(path)
-        template = _Template(regex=regex, steps=steps, is_exact=is_exact)
+        general = _general(path)
+        is_alone = len(steps_by_general[general]) > 1
+        template = _Template(
+            general=general,
+            steps=steps,
+            path=path if is_alone else None,
+        )
         templates[template] = None
     return list(templates)
 
@@ -106,10 +111,7 @@ def _suffixes(templates: Sequence[_Template], usual: Steps) -> dict[Steps, list[
     """
     steps_by_end: dict[str, set[Steps]] = {}
     for template in templates:
-        general = template.regex
-        if template.is_exact:
-            general = _general(general)
-        for end in _all_ends(general):
+        for end in _all_ends(template.general):
             steps_by_end.setdefault(end, set()).add(template.steps)
 
     suffixes: dict[Steps, dict[str, None]] = {}
@@ -127,11 +129,12 @@ def _shortest_suffix(
     """The shortest end of a template that has the steps of this one alone; else
     the whole template.
     """
-    if not template.is_exact:
-        for end in _all_ends(template.regex):
-            if len(steps_by_end[end]) == 1:
-                return end
-    return f"^{template.regex}"
+    if template.path is not None:
+        return f"^{re.escape(template.path)}"
+    for end in _all_ends(template.general):
+        if len(steps_by_end[end]) == 1:
+            return end
+    return f"^{template.general}"
 
 
 def _all_ends(template: str) -> list[str]:

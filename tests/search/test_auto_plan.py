@@ -13,6 +13,7 @@ import pytest
 
 import shardfx as sfx
 from shardfx import MeshSpec, chips
+from shardfx.auto._shape_rules import Step, shape_rules
 from shardfx.errors import LeafTypeError, MeshError, OutOfMemoryError, RuleError
 from shardfx.presets import models
 
@@ -397,6 +398,22 @@ def test_paths_that_differ_in_numbers_alone_can_differ_in_rules():
     assert auto_plan["h/0/experts"].spec == jax.P(None, None, "fsdp")
     assert auto_plan["h/1/experts"].spec == jax.P("fsdp")
     assert by_code(auto_plan, tree) == auto_plan.off()
+
+
+def test_a_rule_for_numbers_leaves_out_those_of_other_steps():
+    first, second, usual = (Step(("a",)),), (Step(("b",)),), (Step(("c",)),)
+    steps_by_path = {
+        "dec/a-0/x/w": first,
+        "dec/a-1/x/w": first,
+        "enc/a-0/x/w": usual,
+        "enc/a-1/x/w": second,
+    }
+    rules = shape_rules([*steps_by_path], [*steps_by_path.values()], usual, 0)
+    mesh = MeshSpec({"a": 2, "b": 2, "c": 2})
+    tree = {path: struct(64, 64) for path in steps_by_path}
+    plan = sfx.plan(tree, mesh, paths=rules)
+    for path, (step,) in steps_by_path.items():
+        assert plan[path].spec == jax.P(*step.axes), path
 
 
 def test_small_arrays_and_keys_are_replicated():
