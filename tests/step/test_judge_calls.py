@@ -184,6 +184,12 @@ def changed_in_body(text, number, before, after):
 EXCHANGED = "{{0,2},{2,0},{1,3},{3,1},{4,6},{6,4},{5,7},{7,5}}"
 
 
+def test_a_loop_with_another_condition_has_a_reason(programs):
+    text = programs.partitioned.replace("direction=LT", "direction=LE")
+    reasons = [cause.reason for cause in verdict_of(programs, text).unjudged]
+    assert "a loop whose turns change how its values lie" in reasons
+
+
 @pytest.mark.parametrize("loop", [0, 1])
 @pytest.mark.parametrize(
     "before, after, outcome",

@@ -138,7 +138,7 @@ class Loops:
             self.taken.pop()
         if results is None:
             # What is inside is judged as far as it goes.
-            raise Unjudged("a loop whose turns change reducer its values lie")
+            raise Unjudged("a loop whose turns change how its values lie")
         return tuple(results)
 
     def _trial(
