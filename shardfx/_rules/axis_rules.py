@@ -515,8 +515,8 @@ def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
         if chain[-1] in chain[:-1]:
             circle = " -> ".join(repr(link) for link in chain)
             raise RuleError(
-                f"the aliases go in a circle: {circle}; let one of them name a mesh"
-                " axis."
+                f"the aliases go in a circle: {circle}; let one of them be an"
+                " alias of a logical name that has rules."
             )
     return chain
 

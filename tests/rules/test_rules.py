@@ -512,6 +512,10 @@ def test_malformed_rules(rules, message):
 
 UNTYPED = inspect.unwrap(resolve)
 UNIT = r"`units\['a'\]` is .*; a unit is a positive number of elements"
+CIRCLE = (
+    "circle: 'x' -> 'y' -> 'x'; let one of them be an alias of a logical name that has"
+    " rules"
+)
 UNITS: list[Any] = [0, -1, 1.5, True, None]
 
 
@@ -530,7 +534,7 @@ UNITS: list[Any] = [0, -1, 1.5, True, None]
             lambda: AB.with_alias("a", "b"),
             r"be an alias of 'b', but has rules; use `rules.without\('a'\)`",
         ),
-        (lambda: AxisRules(aliases={"x": "y", "y": "x"}), "circle: 'x' -> 'y' -> 'x'"),
+        (lambda: AxisRules(aliases={"x": "y", "y": "x"}), CIRCLE),
         (
             lambda: AxisRules(aliases={"x": "y", "y": "z"}).with_alias("z", "x"),
             "circle",
