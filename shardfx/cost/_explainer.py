@@ -4,6 +4,7 @@ import dataclasses
 import functools as ft
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -65,7 +66,9 @@ class Explainer:
         maker = self.graph.operations[operation]
         sharding = self.graph.shardings[number]
         stack = " ".join(name_stacks(maker.location))
-        if value.sharding is None and "shard_map" in stack:
+        # A function of the user may have `shard_map` in its name.
+        is_manual = "shard_map" in re.split(r"[/ ()]+", stack)
+        if value.sharding is None and is_manual:
             return None
         origins = []
         for axis in itertools.chain(*sharding.dims):

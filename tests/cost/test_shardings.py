@@ -272,6 +272,14 @@ def test_shard_maps_keep_their_specs_and_results_are_origins():
     assert "inside a `shard_map`" in str(table)
 
 
+def test_a_function_may_be_named_after_shard_map():
+    def my_shard_map_step(x):
+        return jnp.tanh(x)
+
+    (row,) = shardings(jax.jit(my_shard_map_step), struct((8, 16)), compiler="cpu").rows
+    assert row.operation == "tanh"
+
+
 def test_layouts_are_those_that_xla_chooses():
     step, *args = decoder(constrained=False)
     rows = shardings(step, *args, compiler="cpu").rows
