@@ -170,6 +170,7 @@ def load_rules(name: str, model: str) -> Rules:
     # the name RULES in it.
     may_be_module = arguments_text and "=" not in arguments_text
     root = first.partition(".")[0] or "_"
+    _find_in_current_directory()
     if not may_be_module or importlib.util.find_spec(root) is None:
         if first in presets.models.strategies():
             return _strategy(name, first, arguments_text, model), None
@@ -190,6 +191,14 @@ def load_rules(name: str, model: str) -> Rules:
     if callable(rules):
         rules = calling(f"`{name}()`", rules)
     return _paths_and_axes(rules, f"`{name}`")
+
+
+def _find_in_current_directory() -> None:
+    """Makes modules in the current directory importable. `python -m` puts it into
+    `sys.path`, a console script does not.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def load_optimizer(name: str) -> Callable[..., Any]:
@@ -300,9 +309,7 @@ def attribute(name: str) -> Any:
         raise UsageError(
             f"{name!r} is not of the form MODULE:NAME, as in `my_package.model:make`"
         )
-    # `python -m` puts the current directory into `sys.path`, a console script does not.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    _find_in_current_directory()
     spec = calling(
         f"finding `{module_name}`", lambda: importlib.util.find_spec(module_name)
     )

@@ -1,3 +1,5 @@
+import sys
+
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -114,6 +116,22 @@ def test_a_directory_of_safetensors(tmp_path, monkeypatch, capsys):
     assert "not of the form NAME" in failure(
         capsys, *arguments, "--rules", "llama:heads"
     )
+
+
+def test_a_users_module_may_have_the_name_of_a_rule_set(tmp_path, monkeypatch, capsys):
+    text = "from shardfx import PathRules\nRULES = PathRules.parse('.*->fsdp')\n"
+    (tmp_path / "llama.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    # A console script does not put the current directory into `sys.path`.
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "llama", raising=False)
+    assert str(tmp_path) not in sys.path
+    arguments = ("plan", "llama3-8b", "--mesh", "fsdp=8", "--rules", "llama:RULES")
+    try:
+        assert run(*arguments) == 0
+    finally:
+        sys.modules.pop("llama", None)
+    assert "fsdp" in capsys.readouterr().out
 
 
 def test_min_bytes_unmatched_and_width(module, capsys):
