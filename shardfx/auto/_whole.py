@@ -18,8 +18,10 @@ from .._rules import Atomic
 # Levanter and `name_axes`.
 _HEADS = "heads kv_heads q_heads num_heads head kv joined_kv head_dim head_size"
 _STACKS = "experts expert num_experts layers layer blocks block stages query_groups"
-_NAMES = frozenset((*_HEADS.split(), *_STACKS.split()))
-_SEPARATE_HEADS = frozenset(("heads", "kv_heads", "q_heads", "num_heads"))
+_STACK_NAMES = frozenset(_STACKS.split())
+_NAMES = _STACK_NAMES | frozenset(_HEADS.split())
+_HEAD_NAMES = frozenset(("heads", "kv_heads", "q_heads", "num_heads"))
+_HEAD_ELEMENT_NAMES = frozenset(("head", "kv", "head_dim", "head_size"))
 _EXPERT_NAMES = frozenset(("experts", "expert", "num_experts"))
 # Parts of paths below which arrays have a dimension for layers, if no number follows.
 _STACK = re.compile(r"(\w*_)?(layers?|blocks?|stack|stacked|h|stages?)")
@@ -172,10 +174,23 @@ def _add_named_dims(whole: WholeDims, position: int, names: tuple[Any, ...]) -> 
         whole.dims[position].add(dim)
         if isinstance(name, Atomic) and isinstance(name.unit, int):
             whole.heads[position] = _Heads(dim, name.unit)
-        elif name in _SEPARATE_HEADS:
-            whole.heads[position] = _Heads(dim, unit=1)
+        elif name in _HEAD_NAMES:
+            stacked = whole.arrays[position].stacked
+            unit = 1 if _has_head_elements(names[stacked:]) else None
+            whole.heads[position] = _Heads(dim, unit)
         elif name in _EXPERT_NAMES:
             whole.experts[position] = dim
+
+
+def _has_head_elements(names: tuple[Any, ...]) -> bool:
+    """Whether an array has a dimension for the elements of a head, beside the one for
+    the heads. It may have no name, where the array has one for its inputs or results
+    too. If there is none, the dimension of the heads may hold all their elements.
+    """
+    if not _HEAD_ELEMENT_NAMES.isdisjoint(names):
+        return True
+    unstacked = [name for name in names if name not in _STACK_NAMES]
+    return None in unstacked and len(unstacked) > 2
 
 
 def _one_per_dim(names: tuple[Any, ...], rank: int) -> tuple[Any, ...]:

@@ -312,8 +312,22 @@ def test_tensor_parallelism_shards_between_heads_and_experts():
         "fused": {"qkv": {"kernel": struct(4096, 3 * 4096)}},
         "moe": {"router": struct(4096, 8), "up": struct(8, 4096, 2**14)},
         "own": struct(4096, 768),
+        "named": {
+            "k": struct(4096, 1024),
+            "q": struct(4096, 4096),
+            "separate": struct(4096, 8, 128),
+            "unnamed": struct(4096, 8, 128),
+            "layers": struct(3, 4096, 1024),
+        },
     }
     names = {
+        "named": {
+            "k": ("embed", "kv_heads"),
+            "q": ("embed", "heads"),
+            "separate": ("embed", "heads", "head_dim"),
+            "unnamed": ("embed", "heads", None),
+            "layers": ("layers", None, "heads"),
+        },
         "attn": None,
         "fused": None,
         "moe": None,
@@ -330,6 +344,12 @@ def test_tensor_parallelism_shards_between_heads_and_experts():
         "fused/qkv/kernel": (),
         "moe/up": ("tensor",),
         "own": (None, "tensor"),
+        # As above, if no other dimension has the elements of a head.
+        "named/k": (),
+        "named/q": (None, "tensor"),
+        "named/separate": (None, "tensor"),
+        "named/unnamed": (None, "tensor"),
+        "named/layers": (),
     }
     for path, entries in expected.items():
         assert auto_plan[path].spec == jax.P(*entries), path
