@@ -383,5 +383,7 @@ def _lines(step: Rules) -> Iterable[str]:
     yield f"{len(step.rules)} rules{direction}"
     for path, expression in step.rules:
         yield f"  {path:<{width}} {arrow} {expression}"
-    for path in (*step.drop, *step.rest):
+    for path in step.drop:
         yield f"  {'(dropped)':<{width}} {arrow} {path}"
+    for path in step.rest:
+        yield f"  {'(rest)':<{width}} {arrow} {path}"

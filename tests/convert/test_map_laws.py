@@ -199,6 +199,14 @@ def test_a_map_is_its_text_and_its_json(case):
     assert str(tree_map) in html.unescape(tree_map._repr_html_())
 
 
+def test_the_text_of_a_map_tells_dropped_leaves_from_the_rest():
+    tree_map = TreeMap({"w": From("w")}, drop=["v"], rest=["{path*}"])
+    assert str(tree_map).splitlines()[-2:] == [
+        "  (dropped) <- v",
+        "  (rest) <- {path*}",
+    ]
+
+
 def test_scaled_blocks_are_what_numpy_makes_of_them():
     weight = filled((200, 130), np.dtype("int8"))
     scales = filled((2, 2), np.dtype("float32")) + 0.5
