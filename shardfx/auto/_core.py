@@ -16,13 +16,14 @@ that the same assignments divide is added up beforehand, to one cost term. A ter
 these four, read as a binary number below 2**4. Only the mask determines the divisor of
 the term, so for each set the terms with equal masks are summed:
 
-    sums[set, mask, quantity] = sum over terms of (term has the mask) * quantity[term]
-    `_masks`, an einsum power[sizes, mask] = 1 / product of size[assignment] for those
-    in the mask                  `has`, exp2(-log2) total[set, sizes, quantity] = sum
-    over masks of power[sizes, mask] * sums[set, mask, quantity]
+    sums[set, mask, quantity]   = sum over terms of
+                                  (term has the mask) * quantity[term]
+    power[sizes, mask]          = 1 / product of size[assignment] for those in the mask
+    total[set, sizes, quantity] = sum over masks of
+                                  power[sizes, mask] * sums[set, mask, quantity]
 
-The last line is a product of matrices: a candidate and quantity cost 16
-multiplications, however large the step is.
+`_masks` says which terms have a mask. `total` is a product of matrices: a candidate and
+quantity cost 16 multiplications, however large the step is.
 
 **An example.** Assignment 0 divides a term of 100 operations; assignments 0 and 1
 divide a term of 60. In the set {0, 1} the first has the mask 0b01, the second 0b11.

@@ -27,8 +27,8 @@ class HeapEntry(NamedTuple):
 class Senders:
     """The devices that hold a replica of one shard, each of which can send it. There
     are none if all are lost. `group_of` has the group of each device: devices of one
-    group reach each other faster than others. `sent` has
-    the bytes that each device has sent, and `choose` updates it.
+    group reach each other faster than others. `sent` has the bytes that each device has
+    sent, and `choose` updates it.
     """
 
     def __init__(

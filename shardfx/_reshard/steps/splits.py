@@ -5,14 +5,12 @@ An axis of 12 devices can be split into sub-axes of 2, 2 and 3, of 2, 3 and 2, o
 2 and 2. Two choices are made:
 
 1. *The order of the primes.* `order_primes` takes for each axis the order of its prime
-   factors that has the most
-    sub-axes in common with the other mesh. A common sub-axis gives each device the same
-    coordinate in both meshes.
+   factors that has the most sub-axes in common with the other mesh. A common sub-axis
+   gives each device the same coordinate in both meshes.
 2. *The primes to join.* `join_primes` multiplies successive primes of an axis into one
-   sub-axis where no move needs
-    them separate. This only saves planning time: with prime sub-axes, moves on 192
-    devices take 4 times as long to plan in the mean, and up to 22 seconds instead of
-    0.2.
+   sub-axis where no move needs them separate. This only saves planning time: with prime
+   sub-axes, moves on 192 devices take 4 times as long to plan in the mean, and up to 22
+   seconds instead of 0.2.
 
 `refine` returns both layouts of a move over these sub-axes.
 """
