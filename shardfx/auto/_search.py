@@ -136,8 +136,8 @@ def search(
       the devices, with new arrays, and sorts them by the measured time.
     - `also`: rules for names that [`shardfx.auto.name_axes`][] finds. The search treats
       them as well-known strategies, and chooses the sizes of their mesh axes.
-    - `closely`: the number of candidates to compile in addition to the well-known
-      strategies and those of `also`.
+    - `closely`: the number of best candidates to compile. The well-known strategies and
+      those of `also` are compiled whatever their rank.
     - `limits`: see [`shardfx.auto.Limits`][].
     - `effort`: "least" partitions one candidate, the fastest by the estimate, and the
       next one only if the first may not fit or is estimated within 5 % of it. It

@@ -59,8 +59,9 @@ def shardings(
 
     **Raises:**
 
-    `CheckpointError` for a prefix that the checkpoint lacks, or if the path of one
-    array is a prefix of another's; `SpecError`, with the array's path, if a Sharding
+    `CheckpointError` for a prefix that the checkpoint lacks, if the path of one array
+    is a prefix of another's, or for a PartitionSpec with entries for an array of
+    unknown shape; `MeshError` for a PartitionSpec without a mesh; `SpecError`, with the array's path, if a Sharding
     does not fit an array; `LeafTypeError` for a default of another type.
 
     !!! Example

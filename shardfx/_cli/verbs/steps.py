@@ -358,7 +358,7 @@ _FIELDS = tuple(
     type=click.IntRange(1),
     default=12,
     show_default=True,
-    help="How many to compile, at most.",
+    help="How many of the best to compile; the usual ways are compiled too.",
 )
 @click.option(
     "--kwargs",
