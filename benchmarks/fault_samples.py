@@ -1,20 +1,21 @@
-"""Random programs that the arrays' predicate of a fault selects: how many of them are
-wrong. `python -m benchmarks.fault_samples COUNT` prints a line of JSON for each fault.
+"""Random programs that a predicate of a fault selects: how many of them are wrong.
+`python -m benchmarks.fault_samples COUNT [FAULT ...]` prints a line of JSON for each.
 """
 
 import functools as ft
 import json
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from shardfx._step.faults import fault_records, matches_array
-from tests.step.repros._run import CLOSE, Case, apart, emulate, normal
+from shardfx._step.faults import Fault, fault_records, matches_array
+from shardfx.cost import shardings
+from tests.step.repros._run import CLOSE, Case, apart, emulate, normal, placed
 
 
 _MESH = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -88,29 +89,66 @@ def convolutions(rng: random.Random) -> Case:
     return Case(lambda mesh: step, (x, kernels), _MESH, (_rows(rng), spec))
 
 
+def grouped(rng: random.Random) -> Case:
+    """A grouped convolution of images, with a stride or without."""
+    channels = rng.choice([8, 16, 32])
+    groups = rng.choice([2, 4, channels, channels])
+    stride = rng.choice([1, 1, 2])
+    window = rng.choice([1, 3, 5])
+
+    def loss(x, kernel):
+        y = jax.lax.conv_general_dilated(
+            x,
+            kernel,
+            (stride, stride),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )
+        return jnp.mean(jnp.cos(y))
+
+    x = normal(0, rng.choice([8, 16]), 8, 8, channels)
+    kernel = normal(1, window, window, channels // groups, channels)
+    step = jax.value_and_grad(loss, (0, 1))
+    return Case(lambda mesh: step, (x, kernel), _MESH, (_rows(rng), P()))
+
+
 def _rows(rng: random.Random) -> P:
     return rng.choice([P(("data", "fsdp")), P(("data", "fsdp")), P("data"), P("fsdp")])
 
 
-_PROGRAMS = {"square": residual, "kernel": convolutions}
+_PROGRAMS = {
+    "conv-channels": convolutions,
+    "conv-groups": grouped,
+    "residual-order": residual,
+}
 
 
-def main(count: int) -> None:
+def main(count: int, names: Sequence[str]) -> None:
     emulate()
     for fault in fault_records():
-        if fault.arrays is None:
+        if fault.id not in (names or _PROGRAMS):
             continue
         wrong = 0
         for seed in range(count):
-            case = _PROGRAMS[fault.arrays.kind](random.Random(seed))
-            shape = case.args[1].shape[1:]
-            spec = case.specs[1][1:]
-            cuts = [(axis,) for axis in spec] + [()] * (len(shape) - len(spec))
-            assert matches_array(fault.arrays, shape, cuts, case.mesh)
+            case = _PROGRAMS[fault.id](random.Random(seed))
+            assert _is_selected(fault, case)
             wrong += apart(case) > CLOSE
         row = {"fault": fault.id, "flagged": count, "wrong": int(wrong)}
         print(json.dumps(row), flush=True)
 
 
+def _is_selected(fault: Fault, case: Case) -> bool:
+    """Whether a predicate of a fault selects a program."""
+    if fault.arrays is None:
+        jitted, *structs = placed(case)
+        sentences = shardings(jitted, *structs, compiler="cpu").known_faults
+        return any(fault.pattern in sentence for sentence in sentences)
+    shape = case.args[1].shape[1:]
+    spec = case.specs[1][1:]
+    cuts = [(axis,) for axis in spec] + [()] * (len(shape) - len(spec))
+    return matches_array(fault.arrays, shape, cuts, case.mesh) is not None
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:])

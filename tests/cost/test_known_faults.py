@@ -60,3 +60,33 @@ def test_uneven_indices_of_a_scatter_are_told():
     assert "indices sharded unevenly" in sentence
     known_faults = shardings(step, *args(8), compiler="cpu").known_faults
     assert known_faults == ()
+
+
+@pytest.mark.parametrize(
+    "groups, image, is_told",
+    [
+        (8, P("a"), True),
+        (2, P("a"), True),
+        (1, P("a"), False),
+        (8, P(("a", "b")), False),
+        (8, P("a", "b"), False),
+    ],
+    ids=["depthwise", "groups", "no groups", "all axes", "channels"],
+)
+def test_the_gradient_of_a_grouped_kernel_is_told(groups, image, is_told):
+    def loss(w, x):
+        numbers = ("NCHW", "OIHW", "NCHW")
+        y = jax.lax.conv_general_dilated(
+            x,
+            w,
+            (1, 1),
+            "SAME",
+            dimension_numbers=numbers,
+            feature_group_count=groups,
+        )
+        return jnp.sum(jnp.sin(y))
+
+    args = struct((8, 8 // groups, 3, 3), P()), struct((8, 8, 8, 8), image)
+    sentences = shardings(jax.grad(loss), *args, compiler="cpu").known_faults
+    assert any("grouped convolution" in sentence for sentence in sentences) == is_told
+    assert shardings(loss, *args, compiler="cpu").known_faults == ()

@@ -122,6 +122,13 @@ def matches_operation(
         shards_in = _count(kernel.cuts[dims.kernel_input_feature_dimension], sizes)
         shards_out = _count(kernel.cuts[dims.kernel_output_feature_dimension], sizes)
         return shards_in > 1 and shards_out > 1
+    if predicate.sharded == "groups":
+        # In the gradient of a kernel, the channels are the batch, and the rows are the
+        # channels. Groups of the batch leave a smaller one.
+        batch_size = image.shape[dims.input_batch_dimension]
+        is_grouped = arrays[-1].shape[dims.output_batch_dimension] < batch_size
+        shards_of_rows = _count(image.cuts[dims.input_feature_dimension], sizes)
+        return is_grouped and shards_of_rows > 1
     windows = dims.input_spatial_dimensions
     return any(_count(image.cuts[dim], sizes) > 1 for dim in windows)
 

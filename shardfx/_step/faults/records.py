@@ -35,12 +35,13 @@ class OperationPredicate:
 
     - `sharded`: the dimensions that are sharded. "windows" are those along which a
       convolution slides, "channels" are both channel dimensions of its kernel.
+      "groups" is the dimension over which the gradient of a grouped kernel sums.
       "unevenly" is any dimension that its shards do not divide.
     - `unused_axes`: the fewest mesh axes of two or more devices that shard no dimension
       of the first operand.
     """
 
-    sharded: Literal["windows", "channels", "unevenly"]
+    sharded: Literal["windows", "channels", "groups", "unevenly"]
     unused_axes: int = 0
 
 
@@ -67,8 +68,8 @@ class Fault:
     - `repro`: the file of its program in the repository.
     - `arrays`, `operation`: its predicates; `None` if only a run shows the fault.
     - `runs`: the versions of JAX that were run, by partitioner: "shardy" or "gspmd".
-    - `flagged`, `wrong`: how many programs that the predicate of arrays selects were
-      run, and how many of them were wrong.
+    - `flagged`, `wrong`: how many programs that a predicate selects were run, and how
+      many of them were wrong.
     """
 
     id: str
