@@ -141,8 +141,11 @@ def run(arguments: Sequence[str] | None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
     words = list(arguments) or ["--help"]
-    if sys.stdout is None:  # a shell's `>&-` closes it
+    # A shell's `>&-` and `2>&-` close them.
+    if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
     try:
         return shardfx_.main(words, prog_name="shardfx", standalone_mode=False) or 0
     except click.Abort as error:

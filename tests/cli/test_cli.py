@@ -109,6 +109,20 @@ def test_a_text_that_cannot_be_printed_is_said_so_or_not_missed(
     assert ("bf16[64,32]" in done.stdout) == (not where)
 
 
+@pytest.mark.parametrize("words", ["plna", "plan no_such_module:make"])
+def test_the_exit_code_of_bad_input_needs_no_stderr(words, tmp_path):
+    line = f"{sys.executable} -m shardfx {words} 2>&-"
+    done = subprocess.run(
+        ["sh", "-c", line],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+
+
 def test_an_interrupt_is_one_line(module, tmp_path, capsys):
     (tmp_path / "cli_interrupted.py").write_text("raise KeyboardInterrupt")
     actual = main(
