@@ -445,7 +445,10 @@ class Progress:
         self._verb = verb
         self._total_bytes = total_bytes
         self._done_bytes = 0
-        self._show = sys.stderr.isatty() if show is None else show
+        if show is None:
+            # It is `None` if a shell's `2>&-` closed it.
+            show = sys.stderr is not None and sys.stderr.isatty()
+        self._show = show
         self._begin = self._shown = time.monotonic()
 
     def advance(self, nbytes: int) -> None:

@@ -474,6 +474,16 @@ def test_memory_kinds_other_shardings_and_progress(tmp_path, capsys):
         assert bool(printed) == bool(line)
 
 
+def test_a_checkpoint_loads_without_a_stderr(tmp_path, monkeypatch):
+    array = np.ones((8, 4), np.float32)
+    save_file({"a": array}, tmp_path / "x.safetensors")
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    struct = jax.ShapeDtypeStruct((8, 4), np.float32, sharding=sharding)
+    monkeypatch.setattr("sys.stderr", None)
+    loaded = checkpoint.load(tmp_path, {"a": struct})
+    assert same_bytes(loaded["a"], array)
+
+
 def test_arrays_that_no_leaf_is_made_of_are_an_error(tmp_path, reads):
     """A checkpoint of four layers in a model of one."""
     array = np.ones((8, 4), np.float32)
