@@ -86,7 +86,11 @@ def sum_of(text: str) -> Sum:
     for part in text.split("+"):
         term = _TERM.fullmatch(part)
         is_product_of_numbers = term is not None and term[4] and term[1]
-        if term is None or is_product_of_numbers:
+        # Only a name by itself can match text with slashes.
+        is_starred_in_sum = (
+            term is not None and term[3] and term[2] + "*" != text.strip()
+        )
+        if term is None or is_product_of_numbers or is_starred_in_sum:
             raise MapError(
                 f"`{{{text}}}` cannot be read: braces hold a name, or a sum as in"
                 " `{6*i+2}`, without a minus; `{name*}` matches any text, also"
@@ -220,7 +224,8 @@ def pattern(text: str) -> Pattern:
             regex.append(re.escape(piece))
         else:
             parts.append(sum_of(piece))
-            regex.append("(.+)" if piece.endswith("*") else "([^/.]+)")
+            is_starred = piece.rstrip().endswith("*")
+            regex.append("(.+)" if is_starred else "([^/.]+)")
     return Pattern(
         text=text,
         parts=tuple(parts),

@@ -476,6 +476,18 @@ def test_braces_do_not_subtract():
         TreeMap({"moe/{i-3}": "layers.{i}"})
 
 
+@pytest.mark.parametrize("braces", ["i*+1", "2*i*"])
+def test_a_star_in_braces_stands_after_a_name_alone(braces):
+    with pytest.raises(MapError, match="cannot be read: braces hold a name, or a sum"):
+        TreeMap({"moe/{" + braces + "}": "layers.{i}"})
+
+
+def test_a_star_before_a_space_matches_slashes():
+    tree_map = TreeMap({"new/{name}": "old/{name}"}, drop=["rest/{name* }"])
+    applied = tree_map.apply({"old/w": np.ones(2), "rest/a/b": np.ones(2)})
+    assert list(applied) == ["new/w"]
+
+
 def test_a_stack_that_says_how_many_needs_no_number_in_a_path():
     rows = np.arange(12).reshape(6, 2)
     rules = {"w": From("l").at("i").stack("i", count=6)}
