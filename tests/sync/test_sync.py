@@ -5,6 +5,8 @@ nothing written by what is damaged.
 import dataclasses
 import json
 import random
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -328,13 +330,13 @@ def with_rows(plan, change):
     return dataclasses.replace(plan, kinds=tuple(kinds))
 
 
-def halves(processes=(2, 1)):
+def halves(processes=(2, 1), **changes):
     """An array whose halves two processes send."""
     values = jnp.arange(64, dtype=jnp.float32).reshape(8, 8)
     tree = {"w": values}
     src = planned(tree, {"w": P("a")}, mesh(0))
     dst = planned(tree, {"w": P(None, "b")}, mesh(4))
-    return tree, src, dst, plan_transfer(src, dst, processes=processes)
+    return tree, src, dst, plan_transfer(src, dst, processes=processes, **changes)
 
 
 def test_content_shows_a_wrong_sender():
@@ -346,6 +348,30 @@ def test_content_shows_a_wrong_sender():
     same(checked(plan, dst, arrays)["w"], tree["w"])
     with pytest.raises(SyncError, match="leaf `w`: its 64 elements have the checksum"):
         checked(plan, dst, arrays, swap=True)
+
+
+def test_the_error_of_the_sender_that_failed_is_raised():
+    # A round for each row.
+    tree, src, dst, plan = halves(memory_limit_bytes=32)
+    arrays = jax.device_put(tree, src.shardings)
+    has_failed = threading.Event()
+
+    class Slow(Wire):
+        def get(self, round, memories):
+            assert has_failed.wait(10)
+            # Its rounds go on for so long that the other sender's failure is seen.
+            time.sleep(0.05)
+            super().get(round, memories)
+
+    class Failing(Wire):
+        def get(self, round, memories):
+            has_failed.set()
+            raise SyncError("the network is down")
+
+    slow = Slow()
+    send(plan, arrays, slow, 7, sender=0, receiver=0)
+    with pytest.raises(SyncError, match="the network is down"):
+        receive(plan, dst, {0: slow, 1: Failing()}, receiver=0)
 
 
 def test_content_shows_a_wrong_offset_on_both_sides():

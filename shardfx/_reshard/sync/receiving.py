@@ -5,7 +5,7 @@ becomes the new arrays.
 import contextlib
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,7 +143,8 @@ def receive(
         results = [pull(sender) for sender in lines]
     else:
         with ThreadPoolExecutor(max(1, len(lines))) as pool:
-            results = [*pool.map(pull, lines)]
+            futures = [pool.submit(pull, sender) for sender in lines]
+        results = _results_of(futures)
     revisions = {revision for revision, _ in results}
     if len(revisions) != 1:
         raise SyncError(
@@ -161,6 +162,23 @@ def receive(
 def prepare(plan: TransferPlan, sender: int, receiver: int) -> None:
     """Computes ahead what all revisions have in common."""
     _rows_of_kinds(plan, sender, receiver)
+
+
+class _StoppedError(SyncError):
+    """A sender's rounds were not received to the end because another sender failed."""
+
+
+def _results_of(
+    futures: Sequence[Future[tuple[int, np.ndarray]]],
+) -> list[tuple[int, np.ndarray]]:
+    """The results of finished futures, one for each sender. If senders failed, raises
+    the error of the first.
+    """
+    for future in futures:
+        error = future.exception()
+        if error is not None and not isinstance(error, _StoppedError):
+            raise error
+    return [future.result() for future in futures]
 
 
 class _Incoming:
@@ -194,7 +212,7 @@ class _Incoming:
         """
         for number, entries in enumerate(self._rounds):
             if has_failed.is_set():
-                raise SyncError("another sender failed; pull again.")
+                raise _StoppedError("another sender failed; pull again.")
             self._get(number, entries)
         sums = np.zeros((len(self._plan.leaves), 2), np.uint64)
         if check_content:
