@@ -264,7 +264,11 @@ def _names_as_it_is(subject: Subject, short: _Short) -> Iterator[str]:
             continue
         # A dimension that is sharded over some of its axes gets a name of its own, with
         # these axes.
-        name = f"{names[dim]}_{row.shape[dim]}"
+        # One dimension may have several logical names.
+        joined = names[dim]
+        if not isinstance(joined, str):
+            joined = "_".join(joined)
+        name = f"{joined}_{row.shape[dim]}"
         names[dim] = name
         if subject.axes is not None and name not in subject.axes.names:
             yield f"axes = axes.extend([({name!r}, {code_of(entry)})])"

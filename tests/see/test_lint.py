@@ -229,6 +229,20 @@ def test_a_module_with_functions_and_names_of_its_own():
     assert lint({**arguments, "names": names}) == ()
 
 
+def test_a_dimension_of_several_names_gets_one_that_reads():
+    axes = sfx.AxisRules([("heads", "tensor"), ("dim", "fsdp"), ("embed", None)])
+    arguments = {
+        "tree": {"w": leaf(512, 1538)},
+        "mesh": sfx.MeshSpec({"fsdp": 2, "tensor": 4}),
+        "names": {"w": ("embed", ("heads", "dim"))},
+        "axes": axes,
+    }
+    (finding,) = lint(arguments)
+    assert "axes.extend([('heads_dim_1538', 'fsdp')])" in finding.fix
+    codes = [other.code for other in lint(applied(finding.fix, arguments))]
+    assert "corrected" not in codes
+
+
 def test_severities_follow_the_arguments():
     tree = {"w": leaf(7, 8, dtype=jnp.float32)}
     mesh = MESH
