@@ -370,6 +370,7 @@ def carry_out(
             raw(x),
             donate=donate,
             limit_bytes=limit_bytes,
+            pool=pool,
         )
         return wrapped(data, x)
     if move.idle:

@@ -1,5 +1,6 @@
 import gc
 import itertools as it
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ MESHES = [
 ]
 
 
-def transfer(x, dst, *, lost=(), donate=False, method="host"):
+def transfer(x, dst, *, lost=(), donate=False, method="host", pool=None):
     """One array by one way, also where steps would lead there."""
     shape, dtype = data_of(x.shape, x.dtype)
     copies = method == "host"
@@ -49,7 +50,7 @@ def transfer(x, dst, *, lost=(), donate=False, method="host"):
         copies=copies,
         assembly=work,
     )
-    return carry_out(move, x, donate=donate)
+    return carry_out(move, x, donate=donate, pool=pool)
 
 
 def mesh(order, sizes):
@@ -274,3 +275,21 @@ def test_evenly_spaced_parts_of_a_shard_are_copied_at_once():
         large = move_of((1024, 1024), np.dtype("float32"), rows, target).assembly
         assert large is not None
         assert large.joint_copies == ()
+
+
+def test_threads_also_copy_the_data_of_typed_keys(monkeypatch):
+    keys = jax.random.wrap_key_data(np.zeros((1 << 19, 2), np.uint32))
+    source = NamedSharding(mesh(range(4), (4,)), P("a"))
+    target = NamedSharding(mesh(range(4, 8), (2, 2)), P("b"))
+    tasks = []
+    with ThreadPoolExecutor(1) as pool:
+        submit = pool.submit
+
+        def counted(*task):
+            tasks.append(task)
+            return submit(*task)
+
+        monkeypatch.setattr(pool, "submit", counted)
+        moved = transfer(jax.device_put(keys, source), target, pool=pool)
+    assert moved.sharding == target
+    assert tasks
