@@ -495,15 +495,17 @@ class _Constrainer:
         sharded_dims: list[list[_Sharded]] = [[] for _ in dims]
         for axis, layout in self.chosen.items():
             position = layout.positions[value]
-            is_whole = whole_if_unreduced and value in layout.unreduced
-            if position < 0 or is_whole:
+            is_left_out = whole_if_unreduced and value in layout.unreduced
+            if position < 0 or is_left_out:
                 continue
             dim, index = places[position]
-            number, _ = self.layouts.flat[value][position]
+            logical_axis, _ = self.layouts.flat[value][position]
             # The mesh axis that prefers the sub-dimension least is innermost, as in
             # the rules of a candidate.
-            used = [number for number in layout.assignment if number in layout.used]
-            rank = used.index(number)
+            used = [
+                assigned for assigned in layout.assignment if assigned in layout.used
+            ]
+            rank = used.index(logical_axis)
             sharded = _Sharded(position=index, rank=rank, axis=axis)
             sharded_dims[dim].append(sharded)
         return PartitionSpec(*map(self.entry, dims, sharded_dims))

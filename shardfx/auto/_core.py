@@ -147,7 +147,7 @@ def costs(
 
     # For each set, the sums of the terms with equal masks.
     divides = xp.moveaxis(arrays["divides"][:, sets], 0, 1)
-    shared = xp.einsum("brk,rq->bkq", _masks(divides, axes), arrays["shared"])
+    sums = xp.einsum("brk,rq->bkq", _masks(divides, axes), arrays["shared"])
     # The same for the terms of what each assignment sends.
     divides_sent = xp.take_along_axis(
         arrays["divides_sent"][sets], sets[:, None, None, :], axis=3
@@ -157,8 +157,10 @@ def costs(
 
     log2_sizes = xp.log2(sizes.astype(np.float32))
     power = xp.exp2(-(log2_sizes @ has.T.astype(np.float32)))
-    flops, moved_bytes, memory_bytes = xp.einsum("sk,bkq->qbs", power, shared)
-    compute_seconds = xp.maximum(flops / machine["flops"], moved_bytes / machine["hbm"])
+    operation_counts, moved_bytes, memory_bytes = xp.einsum("sk,bkq->qbs", power, sums)
+    compute_seconds = xp.maximum(
+        operation_counts / machine["flops"], moved_bytes / machine["hbm"]
+    )
     seconds_per_byte = byte_seconds(xp, machine, sizes, slices)
     sent_bytes = xp.einsum("sk,bkjt->tjbs", power, sent)
     exposed_seconds, hidden_seconds = (sent_bytes * seconds_per_byte[:, None]).sum(1)

@@ -208,15 +208,15 @@ class LoweredStep:
         """
         step = self._step_for(candidate, constrained)
         if candidate.mesh.size > DIRECT:
-            read = self._extrapolated(step, candidate)
+            costs = self._extrapolated(step, candidate)
         else:
-            read = self._read(step, candidate, candidate.mesh)
-        fits = read.held[0] <= candidate.limit_bytes
+            costs = self._read(step, candidate, candidate.mesh)
+        fits = costs.held[0] <= candidate.limit_bytes
         return dataclasses.replace(
-            timed(candidate, read.sent, read.work, self.chip, self.model),
-            memory_bytes=round(read.held[0 if fits else 1]),
+            timed(candidate, costs.sent, costs.work, self.chip, self.model),
+            memory_bytes=round(costs.held[0 if fits else 1]),
             constrained=constrained,
-            notes=(*candidate.notes, *read.work.notes),
+            notes=(*candidate.notes, *costs.work.notes),
             donated=self.donated if fits else self.donatable,
             results=tuple(which for which, _ in self.results),
         )

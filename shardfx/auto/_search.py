@@ -56,21 +56,21 @@ _SCHEDULED = _Budget(seconds=20.0, least=2, most=8)
 # The seconds of one program: a fixed part; per byte of StableHLO, for partitioning and
 # for constraining; per device. These numbers are not measured by each search, so that
 # two hosts partition the same candidates.
-_EACH = 0.1
-_BYTE = 1 / 42_000
-_CONSTRAINED_BYTE = 1 / 20_000
-_DEVICE = 1 / 2_700
-_SCHEDULED_BYTE = 1 / 25_000
+_SECONDS_PER_PROGRAM = 0.1
+_SECONDS_PER_BYTE = 1 / 42_000
+_CONSTRAINED_SECONDS_PER_BYTE = 1 / 20_000
+_SECONDS_PER_DEVICE = 1 / 2_700
+_SCHEDULED_SECONDS_PER_BYTE = 1 / 25_000
 _THREADS = 2
 # The number of candidates by estimate that join the well-known ones.
 _DRAWN = 12
 # The number of programs reserved for other mesh axis sizes, and the number of best
 # candidates for which other sizes are tried.
-_NEAR = 8
-_BEST = 3
+_RESERVED_FOR_SIZES = 8
+_BEST_WITH_OTHER_SIZES = 3
 # A constrained step must be this much faster to be preferred.
-_WORTH = 0.99
-_LESS = "use more devices, a smaller batch, or remat"
+_MOST_OF_UNCONSTRAINED = 0.99
+_ADVICE_IF_NOTHING_FITS = "use more devices, a smaller batch, or remat"
 # The number of candidates behind those to return that libtpu is asked about.
 _BEHIND = 2
 # The number of candidates that are compiled on request.
@@ -79,8 +79,8 @@ _NO_LIMITS = Limits()
 # With the least effort: the largest number of programs; the relative difference of two
 # estimated times below which both are partitioned; and the part of a device's memory
 # above which foreseen bytes do not say that a step fits.
-_FEW = 4
-_CLOSE = 1.05
+_MOST_WITH_LEAST_EFFORT = 4
+_MOST_OF_FASTEST_ESTIMATE = 1.05
 _DOUBTFUL = 1 / TEMPORARIES.most
 
 
@@ -308,15 +308,17 @@ def _asked_of_libtpu(
     memory. Candidates that fit in memory come first.
     """
     module = lowered.plain.module(lowered.platform)
-    most = _SCHEDULED.count(_EACH + len(bytecode(module)) * _SCHEDULED_BYTE)
+    most = _SCHEDULED.count(
+        _SECONDS_PER_PROGRAM + len(bytecode(module)) * _SCHEDULED_SECONDS_PER_BYTE
+    )
     enough = min(most, keep + _BEHIND)
     fitting = [candidate for candidate in candidates if candidate.fits]
     if fitting:
         target_of = ft.partial(target_for, lowered, options)
         fitting = _without_refuted(lowered, fitting, enough, tell, target_of)
-    full = [candidate for candidate in candidates if not candidate.fits]
-    full.sort(key=lambda candidate: candidate.memory_bytes)
-    answers = settled(lowered, options, [*fitting, *full], enough, most, tell)
+    too_large = [candidate for candidate in candidates if not candidate.fits]
+    too_large.sort(key=lambda candidate: candidate.memory_bytes)
+    answers = settled(lowered, options, [*fitting, *too_large], enough, most, tell)
     return [*answers.fitting, *answers.full]
 
 
@@ -355,7 +357,7 @@ def _smallest(candidates: Sequence[Candidate]) -> Candidate:
     """The candidate that needs the least memory, with the reason that none fits."""
     least = min(candidates, key=lambda candidate: candidate.memory_bytes)
     memory = f"{bytes_text(least.memory_bytes)} of {bytes_text(least.limit_bytes)}"
-    reason = f"nothing fits: this takes least, {memory}; {_LESS}"
+    reason = f"nothing fits: this takes least, {memory}; {_ADVICE_IF_NOTHING_FITS}"
     return dataclasses.replace(least, reasons=(reason,))
 
 
@@ -411,7 +413,7 @@ def candidates_of(
     known = by_hand(space, space.known)
     others = itertools.chain(drawn, second_best, known)
     further = without_twins(filter(trials.has_room, others), first)
-    reserved = min(_NEAR, counts.plain // 3)
+    reserved = min(_RESERVED_FOR_SIZES, counts.plain // 3)
     free = max(0, counts.plain - reserved - len(first))
     unusual = list(itertools.islice(further, free))
     if not first and not unusual:
@@ -442,8 +444,8 @@ def _few_candidates(space: Space, lowered: LoweredStep, tell: Tell) -> list[Cand
     )
     drawn = fastest(space, _DRAWN)
     with_room = list(filter(trials.has_room, drawn)) or drawn
-    most_seconds = _CLOSE * with_room[0].seconds
-    for number, candidate in enumerate(with_room[:_FEW]):
+    most_seconds = _MOST_OF_FASTEST_ESTIMATE * with_room[0].seconds
+    for number, candidate in enumerate(with_room[:_MOST_WITH_LEAST_EFFORT]):
         is_close = candidate.seconds < most_seconds
         partitioned = trials.partitioned.values()
         if number and not is_close and any(map(_surely_fits, partitioned)):
@@ -463,7 +465,7 @@ def _try_other_sizes(space: Space, trials: Trials, most: int) -> None:
     `most` programs are partitioned. The sizes are those of the estimate.
     """
     while len(trials.partitioned) < most:
-        best = trials.ranked()[:_BEST]
+        best = trials.ranked()[:_BEST_WITH_OTHER_SIZES]
         nearby = itertools.chain.from_iterable(near(space, other) for other in best)
         tried = [*trials.partitioned, *trials.refused]
         untried = without_twins(filter(trials.has_room, nearby), tried)
@@ -512,13 +514,13 @@ def _program_counts(size: int, devices: int) -> _ProgramCounts:
     """Returns how many programs can be partitioned in the time of a search. `size` is
     the number of bytes of the step's StableHLO.
     """
-    program_seconds = _EACH + size * _BYTE
+    program_seconds = _SECONDS_PER_PROGRAM + size * _SECONDS_PER_BYTE
     if devices <= DIRECT:
-        plain_seconds = program_seconds + devices * _DEVICE
+        plain_seconds = program_seconds + devices * _SECONDS_PER_DEVICE
     else:
         # Larger meshes are extrapolated from three smaller ones.
-        plain_seconds = 3 * (program_seconds + LARGEST * _DEVICE)
-    constrained_seconds = plain_seconds + size * _CONSTRAINED_BYTE
+        plain_seconds = 3 * (program_seconds + LARGEST * _SECONDS_PER_DEVICE)
+    constrained_seconds = plain_seconds + size * _CONSTRAINED_SECONDS_PER_BYTE
     return _ProgramCounts(
         plain=_PLAIN.count(plain_seconds),
         constrained=_CONSTRAINED.count(constrained_seconds),
@@ -535,6 +537,6 @@ def _better(lowered: LoweredStep, candidate: Candidate) -> Candidate:
         return candidate
     if candidate.fits != constrained.fits:
         return candidate if candidate.fits else constrained
-    if constrained.seconds < _WORTH * candidate.seconds:
+    if constrained.seconds < _MOST_OF_UNCONSTRAINED * candidate.seconds:
         return constrained
     return candidate

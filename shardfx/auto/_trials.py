@@ -13,7 +13,7 @@ _THREADS = 2
 # A candidate whose estimated time is this many times that of the fastest program's
 # candidate is not close. In eight steps, the best of all programs was estimated at most
 # 1.07 times the shortest time. Errors of the estimate that candidates share cancel.
-_CLOSE = 1.1
+_CLOSE_ESTIMATE = 1.1
 
 
 @dataclasses.dataclass
@@ -76,8 +76,10 @@ class Trials:
         ]
         if not fitting:
             return True
-        fastest = min(fitting, key=lambda fit: self.partitioned[fit].seconds)
-        return candidate.seconds <= _CLOSE * fastest.seconds
+        fastest = min(
+            fitting, key=lambda estimated: self.partitioned[estimated].seconds
+        )
+        return candidate.seconds <= _CLOSE_ESTIMATE * fastest.seconds
 
     def _keep(self, candidate: Candidate, result: Candidate | ProgramError) -> None:
         """Keeps the numbers of a candidate's program, or XLA's error."""
