@@ -83,8 +83,8 @@ def lint(
     - `memory_kinds`: pairs of a regex and a memory kind, for the arrays whose paths the
       regex matches.
     - `unmatched`, `unused`: "raise" makes findings errors; "replicate" and "allow" make
-      them warnings: `unmatched` those about arrays and names without a rule and about mesh axes that
-      the mesh lacks, `unused` those about rules that apply to no array.
+      them warnings: `unmatched` those about arrays and names without a rule and about
+      mesh axes that the mesh lacks, `unused` those about rules that apply to no array.
     - `strict`: whether it is an error if an array is sharded less than its rule
       requests.
     - `refine`: whether `plan` splits a mesh axis if a dimension can use only some of

@@ -1,7 +1,7 @@
 """The links of a torus that collectives use.
 
-A message of a permute goes along one dimension of the torus after another, the shorter way around a
-ring. If both ways are equally long, half of it goes each way.
+A message of a permute goes along one dimension of the torus after another, the shorter
+way around a ring. If both ways are equally long, half of it goes each way.
 """
 
 import math
