@@ -462,6 +462,19 @@ def test_casts_constants_and_blocks_of_scales(move, there):
     equal(move(tree, target, map=tree_map), whole, target)
 
 
+def test_arithmetic_with_zeros_of_both_signs():
+    # Not by programs: XLA replaces `x + 0.0` by `x`, which is -0.0 here.
+    arrays = {name: np.full((4, 4), -0.0, np.float32) for name in ("v", "w")}
+    tree_map = TreeMap({"v": From("v").plus(-0.0), "w": From("w").plus(0.0)})
+    source = NamedSharding(mesh(*MESHES["first"]), P("a"))
+    target = NamedSharding(mesh(*MESHES["last"]), P(None, "a"))
+    whole = tree_map.apply(arrays)
+    struct = jax.ShapeDtypeStruct((4, 4), np.float32, sharding=target)
+    structs = {"v": struct, "w": struct}
+    tree = {name: placed(array, source) for name, array in arrays.items()}
+    equal(reshard(tree, structs, map=tree_map), whole, structs)
+
+
 @both_ways
 def test_host_memory_at_either_end(move):
     where = mesh(0, 8, 2, 4)

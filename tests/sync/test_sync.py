@@ -196,6 +196,20 @@ def test_what_a_process_needs_in_several_places_is_sent_once():
     assert wire_bytes == 4 * (64 + 64 + 8 * 16)
 
 
+def test_arithmetic_with_zeros_of_both_signs():
+    tree = {name: jnp.full((4, 4), -0.0) for name in ("v", "w")}
+    specs = {"v": P("a"), "w": P("a")}
+    src = planned(tree, specs, mesh(0))
+    dst = planned(tree, specs, mesh(4))
+    tree_map = TreeMap({"v": From("v").plus(-0.0), "w": From("w").plus(0.0)})
+    plan = plan_transfer(src, dst, tree_map)
+    wire = Wire()
+    send(plan, jax.device_put(tree, src.shardings), wire, 7, sender=0, receiver=0)
+    arrays, _ = receive(plan, dst, {0: wire}, receiver=0)
+    for path, expected in tree_map.apply(tree).items():
+        same(arrays[path], expected)
+
+
 def _scheduled(plan, sender, receiver):
     """The pieces of each row of each round, with the numbers of leaves."""
     order = schedule(plan, sender, receiver)

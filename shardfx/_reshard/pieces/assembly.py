@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from ..._convert import (
+    Arithmetic,
     Piece,
     Scale,
 )
@@ -120,6 +121,19 @@ def numbered(pieces: Sequence[Piece], names: Sequence[str]) -> tuple[Piece, ...]
             value = value._replace(path=numbers[value.path])
         numbered_pieces.append(piece._replace(value=value))
     return tuple(numbered_pieces)
+
+
+def numbers_text(pieces: Sequence[Piece]) -> str:
+    """The text of the numbers of constants and of arithmetic in `pieces`. Keys need it
+    beside the pieces: 0.0 and -0.0 are equal as numbers, but not as text.
+    """
+    numbers: list[object] = []
+    for piece in pieces:
+        numbers.append(piece.value.number)
+        for operation in piece.value.casts:
+            if isinstance(operation, Arithmetic):
+                numbers.append(operation.number)
+    return str(numbers)
 
 
 class ScaledArray(NamedTuple):

@@ -34,7 +34,14 @@ from ..._ground.errors import MeshError
 from ..._ground.keys import data_of
 from ..movable import naming, require_movable, require_reduced
 from ..shardings import divided_in_slices, has_devices, slices_of
-from .assembly import Assembly, MovedLeaf, ScaledArray, numbered, shards_of
+from .assembly import (
+    Assembly,
+    MovedLeaf,
+    ScaledArray,
+    numbered,
+    numbers_text,
+    shards_of,
+)
 from .copies import HostCopies, host_copies, joint_copies
 from .parts import ShardParts, Source, shard_parts
 from .shard_part import Block, ShardPart
@@ -118,7 +125,7 @@ class _AssemblyKey(NamedTuple):
 
     target: MovedLeaf
     pieces: tuple[Piece, ...]
-    constants: str
+    numbers: str
     sources: tuple[MovedLeaf, ...]
 
 
@@ -127,16 +134,14 @@ def _assembly_key(
     pieces: tuple[Piece, ...],
     sources: Sequence[MovedLeaf],
 ) -> _AssemblyKey:
-    """The key of an array whose `pieces` name their sources by number. Paths do not
+    """The key of an array whose `pieces` name their sources by position. Paths do not
     count.
     """
-    constants = [piece.value.number for piece in pieces]
     nameless_sources = [source._replace(path="") for source in sources]
     return _AssemblyKey(
         target=leaf._replace(path=""),
         pieces=pieces,
-        # 0.0 and -0.0 are equal as numbers, but not as text.
-        constants=str(constants),
+        numbers=numbers_text(pieces),
         sources=tuple(nameless_sources),
     )
 

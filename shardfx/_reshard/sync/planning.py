@@ -31,7 +31,13 @@ from ..._ground.keys import data_of
 from ..._ground.spec import entries_at, entry_axes
 from ..._ground.text import together
 from ..._plan import ShardPlan, check_plan
-from ..pieces.assembly import MovedLeaf, leaves_of_plan, numbered, shards_of
+from ..pieces.assembly import (
+    MovedLeaf,
+    leaves_of_plan,
+    numbered,
+    numbers_text,
+    shards_of,
+)
 from ..pieces.parts import shard_parts
 from ..pieces.senders import Holders
 from ..pieces.shard_part import ShardPart, divided
@@ -245,8 +251,7 @@ def _kind_key(
     return (
         target._replace(path=""),
         numbered(made_leaf.pieces, tuple(sources)),
-        # Equal numbers of two types, such as 0.0 and -0.0, differ in their text.
-        str([piece.value.number for piece in made_leaf.pieces]),
+        numbers_text(made_leaf.pieces),
         tuple(leaf._replace(path="") for leaf in sources.values()),
     )
 
