@@ -462,6 +462,28 @@ def test_casts_constants_and_blocks_of_scales(move, there):
     equal(move(tree, target, map=tree_map), whole, target)
 
 
+@both_ways
+@pytest.mark.parametrize("there", ["first", "last"])
+def test_one_array_scaled_in_blocks_of_two_sizes(move, there):
+    arrays = {
+        "w": np.ones((4, 4), np.float32),
+        "s": np.arange(4, dtype=np.float32).reshape(2, 2),
+    }
+    # Both sizes of blocks need 2 by 2 scales.
+    parts = [From("w").scale("s", block=block) for block in ((2, 2), (3, 3))]
+    tree_map = TreeMap({"w": From.concat(parts)})
+    source = NamedSharding(mesh(*MESHES["first"]), P("a"))
+    target = NamedSharding(mesh(*MESHES[there]), P(None, "a"))
+    whole = tree_map.apply(arrays)
+    structs = {"w": jax.ShapeDtypeStruct((8, 4), np.float32, sharding=target)}
+    everywhere = NamedSharding(source.mesh, P())
+    tree = {
+        "w": placed(arrays["w"], source),
+        "s": placed(arrays["s"], everywhere),
+    }
+    equal(move(tree, structs, map=tree_map), whole, structs)
+
+
 def test_arithmetic_with_zeros_of_both_signs():
     # Not by programs: XLA replaces `x + 0.0` by `x`, which is -0.0 here.
     arrays = {name: np.full((4, 4), -0.0, np.float32) for name in ("v", "w")}

@@ -521,7 +521,7 @@ def _with_products(target: Made) -> tuple[Made, dict[str, ScaledArray]]:
             if casts and not isinstance(casts[0], Arithmetic):
                 dtype = casts[0]
                 casts = casts[1:]
-            key = f"{value.path} * {value.scale.path} in {dtype}"
+            key = f"{value.path} * {value.scale} in {dtype}"
             scaled[key] = ScaledArray(
                 source=value.path,
                 scale=value.scale,
