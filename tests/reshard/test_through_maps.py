@@ -484,6 +484,25 @@ def test_one_array_scaled_in_blocks_of_two_sizes(move, there):
     equal(move(tree, structs, map=tree_map), whole, structs)
 
 
+@both_ways
+@pytest.mark.parametrize("on_host", [("s",), ("w",), ("w", "s")], ids="".join)
+def test_scales_and_scaled_arrays_of_numpy(move, on_host):
+    arrays = {
+        "w": np.ones((4, 4), np.float32),
+        "s": np.arange(4, dtype=np.float32).reshape(2, 2),
+    }
+    tree_map = TreeMap({"w": From("w").scale("s", block=(2, 2))})
+    where = mesh(*MESHES["first"])
+    target = NamedSharding(where, P(None, "a"))
+    structs = {"w": jax.ShapeDtypeStruct((4, 4), np.float32, sharding=target)}
+    tree = {}
+    for path, array in arrays.items():
+        tree[path] = array
+        if path not in on_host:
+            tree[path] = placed(array, NamedSharding(where, P()))
+    equal(move(tree, structs, map=tree_map), tree_map.apply(arrays), structs)
+
+
 def test_arithmetic_with_zeros_of_both_signs():
     # Not by programs: XLA replaces `x + 0.0` by `x`, which is -0.0 here.
     arrays = {name: np.full((4, 4), -0.0, np.float32) for name in ("v", "w")}

@@ -83,13 +83,16 @@ class LocalShards:
         return self._bits[path]
 
     def boxes(self, path: str) -> list[Box]:
-        """The boxes of this process's shards of the array at `path`."""
+        """The boxes of this process's shards of the array at `path`. A NumPy array is
+        one shard.
+        """
         if path not in self._boxes:
             leaf = self.leaf(path)
-            indices: list[Any] = [()]
+            boxes = [whole_box(leaf.shape)]
             if isinstance(leaf, jax.Array):
-                indices = [shard.index for shard in leaf.addressable_shards]
-            self._boxes[path] = [as_box(index, leaf.shape) for index in indices]
+                shards = leaf.addressable_shards
+                boxes = [as_box(shard.index, leaf.shape) for shard in shards]
+            self._boxes[path] = boxes
         return self._boxes[path]
 
     def containing(self, path: str, box: Box) -> int | None:
