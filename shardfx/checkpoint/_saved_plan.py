@@ -54,14 +54,16 @@ def _text_of_plan(path: Where) -> str | None:
         where = ObjectPlace(target)
     else:
         return read_index(path).metadata.get(safetensors.PLAN_KEY)
-    # A save to a disk writes a file of this name. The text is first parsed as untrusted
-    # JSON, then by the plan's own reader.
-    with contextlib.suppress(MissingError):
-        return json.dumps(read_json(where, where.inside(PLAN)))
-    # In a store the index of the set names the file.
+    # In a store the index of the set names the file. It is read first, since a store
+    # denies an object that is missing to those who may not list.
+    content = None
     with contextlib.suppress(MissingError):
         content = read_json(where, where.inside(SET_INDEX))
-        name = member(content, "metadata", PLAN_FILE_KEY)
-        if isinstance(name, str):
-            return json.dumps(read_json(where, where.inside(name)))
+    name = member(content, "metadata", PLAN_FILE_KEY)
+    # The text is first parsed as untrusted JSON, then by the plan's own reader.
+    if isinstance(name, str):
+        return json.dumps(read_json(where, where.inside(name)))
+    # A save to a disk writes a file of this name.
+    with contextlib.suppress(MissingError):
+        return json.dumps(read_json(where, where.inside(PLAN)))
     return None

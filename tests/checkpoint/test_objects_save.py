@@ -67,6 +67,23 @@ def require_same(loaded, tree):
         assert actual == np.asarray(bits[1]).tobytes(), name
 
 
+def test_a_plan_is_read_without_the_right_to_list(behind_proxy, mesh):
+    """Without it, S3 denies objects that are missing, too."""
+    server, proxy = behind_proxy
+    tree, made = state_of(mesh, 5.0)
+    place = server.place("unlisted-plan")
+    checkpoint.save(place, tree, made)
+    held = server.keys("unlisted-plan/")
+    denied = (403, "<Error><Code>AccessDenied</Code></Error>")
+
+    def fault(method, path, number):
+        is_held = any(path.endswith(f"unlisted-plan/{key}") for key in held)
+        return None if is_held else denied
+
+    proxy.fault = fault
+    assert checkpoint.saved_plan(place).digest == made.digest
+
+
 @pytest.mark.parametrize("file_bytes", [None, 100], ids=["whole", "in parts"])
 def test_a_state_comes_back(server, mesh, file_bytes, tmp_path):
     tree, made = state_of(mesh, 5.0)
