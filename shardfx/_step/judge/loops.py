@@ -182,9 +182,7 @@ class Loops:
                 return None
             sharding = shardings[place] if len(shardings) == len(starts) else ""
             try:
-                held = self._carried(
-                    held_array, array, carried, sharding, shapes[place]
-                )
+                held = self._carried(held_array, carried, sharding, shapes[place])
             except Unjudged as error:
                 reason = error
                 held = start
@@ -200,7 +198,6 @@ class Loops:
     def _carried(
         self,
         held_array: Held,
-        initial: Global,
         carried: Global,
         sharding: str,
         shape: tuple[int, ...],
@@ -208,7 +205,6 @@ class Loops:
         """An array at the start of a turn. Where nothing changes along a dimension of
         the first one, a guess from the loop's sharding, which the turn has to confirm.
         """
-        del initial
         if not held_array.is_finished:
             raise Unjudged("a loop that starts with an unfinished sum")
         guess: list[Cut] | None = None

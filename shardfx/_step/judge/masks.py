@@ -186,7 +186,6 @@ def union_of(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
-    shape: tuple[int, ...],
 ) -> Held | None:
     """The sum of two parts of one value, where each has zeros in the place of the
     other's elements.
@@ -219,5 +218,4 @@ def union_of(
         return None
     both = np.where(first == HOLE, second, first)
     cut = context.cuts.from_indices(both)
-    del shape
     return with_axis(first_operand, places[0], Axis(axis.dim, cut))

@@ -370,7 +370,7 @@ def concatenate(
     if matched is not None:
         return matched
     pieces = [settled(operand) for operand in operands]
-    held = _joined_pieces(context, instruction, pieces, shape, along)
+    held = _joined_pieces(context, pieces, shape, along)
     if held is not None:
         return held
     for number in context.values.with_name("concatenate", instruction.op_name):
@@ -379,7 +379,7 @@ def concatenate(
         lifted = [_lifted(context, piece, node.result) for piece in pieces]
         present = [piece for piece in lifted if piece is not None]
         if len(present) == len(pieces):
-            held = _joined_pieces(context, instruction, present, shape, along)
+            held = _joined_pieces(context, present, shape, along)
             if held is not None:
                 return held
     raise Unjudged("a concatenation of pieces of different arrays")
@@ -456,7 +456,6 @@ def _concatenated_globally(
 
 def _joined_pieces(
     context: Context,
-    instruction: Instruction,
     pieces: Sequence[Held],
     shape: tuple[int, ...],
     along: int,
@@ -490,7 +489,6 @@ def _joined_pieces(
             held = with_axis(held, place, beside(context, real, place, used))
     held = with_axis(held, along, Axis(first.dim, context.cuts.concatenated(cuts)))
     fill = _fill_of_pieces(context, pieces, first.dim)
-    del instruction
     return dataclasses.replace(held, shape=shape, fill=fill, known_numbers=None)
 
 
@@ -554,13 +552,8 @@ def reverse(context: Context, instruction: Instruction, operand: Held) -> Held:
                 cut = context.cuts.from_indices(flipped)
             cuts.append(cut)
         held = placed(context, form, instruction, shape, cuts, number)
-        return dataclasses.replace(
-            held,
-            terms=operand.terms,
-            reducer=operand.reducer,
-            scale=operand.scale,
-            fill=operand.fill_number,
-        )
+        held = held.with_sums_of(operand)
+        return dataclasses.replace(held, fill=operand.fill_number)
     axes: list[Axis | None] = list(operand.axes)
     for dim in turned:
         axis = axes[dim]

@@ -90,7 +90,7 @@ def elementwise(
         masked = selected(context, instruction, operands, shape)
         if masked is not None:
             return masked
-        union = union_of(context, instruction, operands, shape)
+        union = union_of(context, instruction, operands)
         if union is not None:
             return union
         if table is None:

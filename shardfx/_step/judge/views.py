@@ -127,7 +127,7 @@ def _global_reshape(
     for view_reshape in context.values.reshapes_of(
         view_of(operand), instruction.op_name
     ):
-        held = _viewed(context, operand, shape, view_reshape)
+        held = _viewed(operand, shape, view_reshape)
         if held is not None:
             return held
     form = Form(("reshape", operand.root, dims), (), ())
@@ -162,7 +162,6 @@ def _reshaped_piece(
 
 
 def _viewed(
-    context: Context,
     operand: Held,
     shape: tuple[int, ...],
     view_reshape: ViewReshape,
