@@ -1,5 +1,6 @@
 """The bounds of integers of the whole program, such as the index of an update."""
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -85,6 +86,11 @@ class _Reader:
             assert node.instruction is not None
             direction = attribute(node.instruction, "direction")
             return _compared(direction, operands[0], operands[1])
+        growing = _GROWING.get(node.opcode)
+        if growing is not None:
+            lows = [bounds.low for bounds in operands]
+            highs = [bounds.high for bounds in operands]
+            return Bounds(growing(*lows), growing(*highs))
         return None if rule is None else rule(*operands)
 
 
@@ -108,18 +114,6 @@ def _compared(direction: str, first: Bounds, other: Bounds) -> Bounds:
     return _NEVER if is_never else _EITHER
 
 
-def _maximum(first: Bounds, other: Bounds) -> Bounds:
-    return Bounds(max(first.low, other.low), max(first.high, other.high))
-
-
-def _minimum(first: Bounds, other: Bounds) -> Bounds:
-    return Bounds(min(first.low, other.low), min(first.high, other.high))
-
-
-def _clamped(low: Bounds, number: Bounds, high: Bounds) -> Bounds:
-    return _minimum(_maximum(number, low), high)
-
-
 def _selected(chosen: Bounds, first: Bounds, other: Bounds) -> Bounds:
     if chosen == _ALWAYS:
         return first
@@ -138,7 +132,9 @@ def _remainder(number: Bounds, divisor: Bounds) -> Bounds | None:
 
 def _and(first: Bounds, other: Bounds) -> Bounds | None:
     are_predicates = max(first.high, other.high) <= 1 and min(first.low, other.low) >= 0
-    return _minimum(first, other) if are_predicates else None
+    if not are_predicates:
+        return None
+    return Bounds(min(first.low, other.low), min(first.high, other.high))
 
 
 def _joined(*each: Bounds) -> Bounds:
@@ -147,10 +143,15 @@ def _joined(*each: Bounds) -> Bounds:
     return Bounds(low, high)
 
 
+# Functions that grow with each of their operands. A sum that wraps is beyond the bounds
+# of the dtype, which are taken then.
+_GROWING: Mapping[str, Callable[..., int]] = {
+    "maximum": max,
+    "minimum": min,
+    "add": operator.add,
+    "clamp": lambda low, number, high: min(max(number, low), high),
+}
 _RULES: Mapping[str, Callable[..., Bounds | None]] = {
-    "maximum": _maximum,
-    "minimum": _minimum,
-    "clamp": _clamped,
     "select": _selected,
     "remainder": _remainder,
     "and": _and,
@@ -158,8 +159,6 @@ _RULES: Mapping[str, Callable[..., Bounds | None]] = {
     "slice": lambda numbers: numbers,
     "dynamic-slice": lambda numbers, *indices: numbers,
     "concatenate": _joined,
-    # What wraps is beyond the bounds of the dtype, which are taken then.
-    "add": lambda first, other: Bounds(first.low + other.low, first.high + other.high),
     "subtract": lambda first, other: Bounds(
         first.low - other.high, first.high - other.low
     ),

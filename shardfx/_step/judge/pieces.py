@@ -289,16 +289,13 @@ def _padded_row(
     interior: int,
 ) -> np.ndarray:
     indices = context.cuts.indices(axis.cut)
-    if interior and indices.shape[1]:
-        spread = np.full(
-            (len(indices), (indices.shape[1] - 1) * (interior + 1) + 1), HOLE
-        )
-        spread[:, :: interior + 1] = indices
-        indices = spread
-    sides = [np.full((len(indices), max(side, 0)), HOLE) for side in (low, high)]
-    indices = np.concatenate([sides[0], indices, sides[1]], axis=1)
-    stop = indices.shape[1] + min(high, 0)
-    return indices[:, max(-low, 0) : stop]
+    count = indices.shape[1]
+    step = interior + 1
+    size = low + count + max(count - 1, 0) * interior + high
+    places = np.arange(size) - low
+    is_element = (places >= 0) & (places < count * step) & (places % step == 0)
+    with_hole = np.pad(indices, ((0, 0), (0, 1)), constant_values=HOLE)
+    return with_hole[:, np.where(is_element, places // step, count)]
 
 
 def _padded_globally(
