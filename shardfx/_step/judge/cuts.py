@@ -203,13 +203,6 @@ class Cuts:
         starts = np.where(gets_nothing, HOLE, cut.starts[sources])
         return self.made(cut.lengths, starts, cut.step)
 
-    def moved(self, cut: Cut, factor: int, offset: int | np.ndarray) -> Cut:
-        """The cut in a dimension where index i has the index `factor * i + offset`."""
-        shift = np.asarray(offset).reshape(-1, 1)
-        moved = cut.starts * factor + shift
-        starts = np.where(cut.starts == HOLE, HOLE, moved)
-        return self.made(cut.lengths, starts, cut.step * factor)
-
     def is_whole(self, cut: Cut, size: int) -> bool:
         if cut.lengths != (size,) or cut.starts.any():
             return False
