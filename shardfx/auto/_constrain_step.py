@@ -160,6 +160,7 @@ def constrain_step(
 
         def run(*arrays: Any) -> list[Any]:
             results = _run(constrainer, closed, arrays)
+            # JAX traces `run` once, which fills `specs`.
             specs[:] = _result_specs(
                 args=args,
                 out=plain.out,

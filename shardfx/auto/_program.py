@@ -321,8 +321,12 @@ def _mark_slice(tied: Tied, operation: Operation) -> None:
 
 
 def _mark_convolution(tied: Tied, operation: Operation) -> None:
+    """Marks the dimensions of a convolution: the channels, the dimensions that it sums
+    over, and the windows of its kernel.
+    """
     numbers = stablehlo.ConvDimensionNumbers(operation.dimension_numbers)
     image, kernel = (tied.dims[value] for value in operation.ins)
+    # The batch and the spatial dimensions of the convolutions before.
     earlier_roots: set[Root] = set()
     for node in (*tied.spatial_nodes, *tied.batch_nodes):
         earlier_roots.update(tied.union.roots(node))

@@ -166,10 +166,12 @@ def whole_dims(arrays: Sequence[NamedShape]) -> WholeDims:
 
 
 def _add_named_dims(whole: WholeDims, position: int, names: tuple[Any, ...]) -> None:
-    """Adds the dimensions of an array whose logical name says that they are whole."""
+    """Notes the dimensions of an array that their logical names forbid to shard, and
+    which of them hold heads or experts, between which tensor parallelism may shard.
+    """
     for dim, name in enumerate(names):
         parts = name if isinstance(name, tuple) else (name,)
-        if not any(map(_says_whole, parts)):
+        if not any(map(_forbids_sharding, parts)):
             continue
         whole.dims[position].add(dim)
         if isinstance(name, Atomic) and isinstance(name.unit, int):
@@ -204,7 +206,7 @@ def _one_per_dim(names: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
     return before + (None,) * open_count + after
 
 
-def _says_whole(name: object) -> bool:
+def _forbids_sharding(name: object) -> bool:
     # An atomic name has units, such as the heads in `heads * head_dim`.
     return isinstance(name, Atomic) or name in _NAMES
 
