@@ -61,10 +61,15 @@ class Explainer:
                 rows += [self._row(number, value, loop) for value in operation.outs]
         return rows
 
-    def _row(self, operation: int, number: int, loop: Frame | None) -> ArrayRow | None:
-        value = self.graph.values[number]
-        maker = self.graph.operations[operation]
-        sharding = self.graph.shardings[number]
+    def _row(
+        self,
+        operation_number: int,
+        value_number: int,
+        loop: Frame | None,
+    ) -> ArrayRow | None:
+        value = self.graph.values[value_number]
+        maker = self.graph.operations[operation_number]
+        sharding = self.graph.shardings[value_number]
         stack = " ".join(name_stacks(maker.location))
         # A function of the user may have `shard_map` in its name.
         is_manual = "shard_map" in re.split(r"[/ ()]+", stack)
@@ -75,21 +80,21 @@ class Explainer:
             origin = Origin(
                 axis=axis,
                 by=self.name(sharding.origins.get(axis, "")),
-                chain=self._chain(number, axis),
+                chain=self._chain(value_number, axis),
             )
             origins.append(origin)
         entries = [tuple(map(_axis_of, axes)) for axes in sharding.dims]
         return ArrayRow(
-            source=self.lines[operation],
+            source=self.lines[operation_number],
             operation=maker.name,
             phase=phase_of(stack),
             loop=loop,
             shape=value.shape,
             dtype=value.dtype,
             spec=PartitionSpec(*map(canonical_entry, entries)),
-            bytes_per_device=self._bytes(number),
+            bytes_per_device=self._bytes(value_number),
             origins=tuple(origins),
-            number=number,
+            number=value_number,
         )
 
     def _bytes(self, number: int) -> int:

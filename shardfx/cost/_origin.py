@@ -35,7 +35,8 @@ _CALLS_BACK = re.compile(
 _HANDING_ON = opcodes.VIEWS | {"select", "convert"}
 # The largest number of operations on a path backwards from a value, and of values that
 # are visited forwards from it.
-_FAR, _MANY = 64, 2000
+_MOST_STEPS_BACK = 64
+_MOST_VISITED = 2000
 
 
 class Origins:
@@ -54,12 +55,12 @@ class Origins:
         self._names = dict(zip(entry.carried, self._program.parameters, strict=True))
         self._results = frozenset(entry.results)
         self._ops: dict[int, FlatOp] = {}
-        self._onward = ft.lru_cache(maxsize=65536)(self._next)
+        self._onward = ft.lru_cache(maxsize=65536)(self._passed_on)
         # For a loop-carried value, its loop and its index. For the result of a loop's
         # body or the operand of a `send`, the values that are equal to it outside the
         # body or after the `recv`.
         self._carried: dict[int, tuple[FlatOp, int]] = {}
-        self._becomes: dict[int, list[int]] = collections.defaultdict(list)
+        self._equal_outside: dict[int, list[int]] = collections.defaultdict(list)
         transfers: dict[tuple[str, str], FlatOp] = {}
         for op in self._uses.ops:
             self._ops.setdefault(id(op.instruction), op)
@@ -67,7 +68,7 @@ class Origins:
                 for number, value in enumerate(body.carried):
                     self._carried[value] = (op, number)
                 for value, carried in zip(body.results, op.makes, strict=False):
-                    self._becomes[value].append(carried)
+                    self._equal_outside[value].append(carried)
             meets = op.instruction.rendezvous
             if meets is not None:
                 transfers[op.opcode, meets] = op
@@ -77,7 +78,7 @@ class Origins:
             sender = transfers.get(("send", meets))
             if opcode == "recv" and sender is not None:
                 self._senders[op] = sender
-                self._becomes[sender.reads[0]].append(op.makes[0])
+                self._equal_outside[sender.reads[0]].append(op.makes[0])
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
         """The call stack of the operation that causes a collective's instruction,
@@ -88,7 +89,7 @@ class Origins:
         op = self._ops.get(id(instruction))
         if op is None:
             return self._module.frames(instruction)
-        users = itertools.islice(reached([op], self._users_of), _FAR)
+        users = itertools.islice(reached([op], self._users_of), _MOST_STEPS_BACK)
         for near in itertools.chain(self._before(op), users):
             for source in (near.instruction, *near.calls):
                 frames = self._module.frames(source)
@@ -106,7 +107,7 @@ class Origins:
         """Yields `op`, then the operation that computes the first operand of `op`, and
         so on backwards.
         """
-        for _ in range(_FAR):
+        for _ in range(_MOST_STEPS_BACK):
             if op is None:
                 return
             yield op
@@ -170,14 +171,14 @@ class Origins:
         """Yields a gradient, and the values computed from it that may be the same or
         its shard, the nearest first.
         """
-        return itertools.islice(reached([gradient], self._onward), _MANY)
+        return itertools.islice(reached([gradient], self._onward), _MOST_VISITED)
 
-    def _next(self, value: int) -> tuple[int, ...]:
+    def _passed_on(self, value: int) -> tuple[int, ...]:
         """For a value that is a gradient, the results of operations that read it and
         may return the same gradient. Such a result has the shape of the value or of its
         shard, or is a larger array into which the value is written.
         """
-        following = [*self._becomes.get(value, ())]
+        following = [*self._equal_outside.get(value, ())]
         for use in self._uses.reads_of(value):
             opcode = use.op.opcode
             if opcode in opcodes.RENEWING:
@@ -192,7 +193,7 @@ class Origins:
         """If a value is an argument or a slice of one, JAX's name of the argument;
         otherwise `None`.
         """
-        for _ in range(_FAR):
+        for _ in range(_MOST_STEPS_BACK):
             if value in self._names:
                 return self._names[value].op_name or None
             maker = self._uses.maker.get(value)
@@ -221,7 +222,7 @@ class Origins:
     def _read_by_callback(self, op: FlatOp) -> str:
         """The callback that alone reads an operation's results; "" if there is none."""
         name = ""
-        for value in itertools.islice(reached(op.makes, self._forms_of), _MANY):
+        for value in itertools.islice(reached(op.makes, self._forms_of), _MOST_VISITED):
             if value in self._uses.results:
                 return ""
             for use in self._uses.reads_of(value):
@@ -240,7 +241,9 @@ class Origins:
                 yield from use.op.makes
 
     def _made_by_callback(self, op: FlatOp) -> str:
-        for value in itertools.islice(reached(op.reads, self._unspread), _FAR):
+        for value in itertools.islice(
+            reached(op.reads, self._unspread), _MOST_STEPS_BACK
+        ):
             maker = self._uses.maker.get(value)
             name = "" if maker is None else _callback_name(maker)
             if name:
@@ -268,7 +271,9 @@ class Origins:
         op = self._ops.get(id(instruction))
         operands = () if op is None else op.reads
         opcodes_of_makers: set[str] = set()
-        for value in itertools.islice(reached(operands, self._operands_of), _FAR):
+        for value in itertools.islice(
+            reached(operands, self._operands_of), _MOST_STEPS_BACK
+        ):
             maker = self._uses.maker.get(value)
             opcode = "parameter" if maker is None else maker.opcode
             opcodes_of_makers.add(opcode)

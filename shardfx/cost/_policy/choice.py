@@ -66,11 +66,13 @@ class Costs:
     @ft.cached_property
     def keys(self) -> Keys:
         """The keys of all values that can be kept."""
-        return frozenset().union(*(region.bytes_of for region in self.recomputations))
+        return frozenset().union(
+            *(region.bytes_by_key for region in self.recomputations)
+        )
 
     def bytes_of(self, key: ValueKey) -> int:
         """The bytes of a value in one run of its region, on one device."""
-        return max(region.bytes_of.get(key, 0) for region in self.recomputations)
+        return max(region.bytes_by_key.get(key, 0) for region in self.recomputations)
 
     def point(self, allowed: Keys) -> Point:
         """The consequences of keeping the values with these keys in all regions."""
@@ -85,7 +87,7 @@ class Costs:
         )
 
     def _kept(self, region: Recomputation, allowed: Keys) -> Kept:
-        keys = allowed.intersection(region.bytes_of)
+        keys = allowed.intersection(region.bytes_by_key)
         if (region, keys) not in self._known:
             self._known[region, keys] = region.keeping(keys)
         return self._known[region, keys]
@@ -271,7 +273,7 @@ def _is_hidden(costs: Costs, offloaded: Keys) -> bool:
     the layer is computed.
     """
     for region in costs.recomputations:
-        sent_bytes = sum(region.bytes_of.get(key, 0) for key in offloaded)
+        sent_bytes = sum(region.bytes_by_key.get(key, 0) for key in offloaded)
         link_seconds = sent_bytes / costs.chip.host_bytes_per_second
         if link_seconds > costs.seconds(region.forward):
             return False

@@ -49,13 +49,13 @@ class Recomputation:
     - `placed`: the region.
     - `needed`: the variables that the backward pass reads.
     - `sources`: the equation that computes each variable.
-    - `bytes_of`: the bytes of each value that can be kept, on one device.
+    - `bytes_by_key`: the bytes of each value that can be kept, on one device.
     """
 
     placed: Placed
     needed: tuple[Any, ...]
     sources: dict[Any, _Source]
-    bytes_of: dict[ValueKey, int]
+    bytes_by_key: dict[ValueKey, int]
 
     @property
     def forward(self) -> Work:
@@ -80,7 +80,7 @@ class Recomputation:
                 waiting += source.operands
         runs = self.placed.runs
         return Kept(
-            bytes=runs * sum(self.bytes_of[key] for key in used),
+            bytes=runs * sum(self.bytes_by_key[key] for key in used),
             work=total(works).times(runs),
             used=frozenset(used),
         )
