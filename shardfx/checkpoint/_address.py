@@ -103,8 +103,8 @@ def address_of(place: Where) -> Address | str:
 
 
 def _of_url(text: str, driver: str, rest: str) -> Address:
-    path, _, query = rest.partition("?")
-    bucket, _, key = path.partition("/")
+    bucket_and_key, _, query = rest.partition("?")
+    bucket, _, key = bucket_and_key.partition("/")
     spec: dict[str, Any] = {"driver": driver, "bucket": bucket}
     shown_text = repr(_without_secrets(text))
     parameters = _PARAMETERS[driver]

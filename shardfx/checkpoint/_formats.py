@@ -92,20 +92,24 @@ def _index_at(
 
 
 def _read_local(path: str, root: str | os.PathLike[str] | None) -> Index:
+    """The index of a local directory or file. `root` is a further directory into which
+    its links may lead.
+    """
     if os.path.isdir(path):
         where = place(path, root)
         try:
-            names = where.names()
+            names_inside = where.names()
         except FileNotFoundError:
             # A writer has just moved the directory away.
             raise _nothing_at(path) from None
-        return _read_directory(where, path, names)
+        return _read_directory(where, path, names_inside)
     if not os.path.isfile(path):
         raise _nothing_at(path)
     directory = os.path.dirname(os.path.abspath(path))
     where = place(directory, root)
     name = os.path.basename(path)
-    # The caller named this file, so its link may lead anywhere.
+    # The caller named this file, so its link may lead anywhere. Those of the files that
+    # it names in turn may not.
     real = os.path.realpath(path)
     trusted = FilePlace(
         directory=where.directory,

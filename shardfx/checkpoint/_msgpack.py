@@ -76,6 +76,7 @@ class _Cursor:
     block_offset: int = 0
 
     def take(self, count: int) -> bytes:
+        """The next `count` bytes. Raises `CheckpointError` if the file ends before."""
         start = self.offset - self.block_offset
         if start < 0 or start + count > len(self.block):
             block_bytes = max(count, _BLOCK_BYTES)
