@@ -135,7 +135,7 @@ it fits on 64 chips: pass
 $ plan llama3-8b --target tpu:v5e
 is no slice; write it as
 $ plan m:m --mesh fsdp=4 --rules lama
-has this name; did you mean 'llama'?
+has this name; did you mean 'llama' or 'llama4'?
 $ plan m:m --mesh a=-1 --rules llama --devices DIGITS
 is not a valid integer
 $ plan m:m --mesh a=2 --rules llama:head_dim=DIGITS
