@@ -168,7 +168,7 @@ def load_rules(name: str, model: str) -> Rules:
     first, _, arguments_text = name.partition(":")
     # A user's module may have the name of a rule set: if it exists, `llama:RULES` is
     # the name RULES in it.
-    may_be_module = arguments_text and "=" not in arguments_text
+    may_be_module = bool(arguments_text) and "=" not in arguments_text
     root = first.partition(".")[0] or "_"
     _find_in_current_directory()
     if not may_be_module or importlib.util.find_spec(root) is None:
@@ -226,7 +226,7 @@ def _optimizer(make: Callable[..., object]) -> Any:
     return make()
 
 
-def _strategy(text: str, how: str, arguments: str, model: str) -> PathRules:
+def _strategy(text: str, strategy: str, arguments: str, model: str) -> PathRules:
     if model not in presets.models.names():
         if ":" not in model and not os.path.exists(model):
             hint = _near_models(model) or "; a model is named as MODULE:CALLABLE"
@@ -238,7 +238,9 @@ def _strategy(text: str, how: str, arguments: str, model: str) -> PathRules:
         )
     return calling(
         f"--rules {text}",
-        lambda: presets.models.rules_for(model, how, **_arguments(text, arguments)),
+        lambda: presets.models.rules_for(
+            model, strategy, **_arguments(text, arguments)
+        ),
     )
 
 
@@ -296,16 +298,16 @@ def attribute(name: str) -> Any:
 
     Raises `UsageError` if there is no such module or object, or if the import fails.
     """
-    module_name, _, attribute = name.partition(":")
+    module_name, _, attribute_name = name.partition(":")
     if module_name.endswith(".py") and os.path.isfile(module_name):
         folder, file = os.path.split(module_name)
         where = f", in the directory {folder!r}" if folder else ""
         raise UsageError(
             f"{module_name!r} is a file; name its module,"
-            f" `{file[:-3]}:{attribute or 'NAME'}`{where}"
+            f" `{file[:-3]}:{attribute_name or 'NAME'}`{where}"
         )
-    parts = [*module_name.split("."), *attribute.split(".")]
-    if not attribute or not all(map(str.isidentifier, parts)):
+    parts = [*module_name.split("."), *attribute_name.split(".")]
+    if not attribute_name or not all(map(str.isidentifier, parts)):
         raise UsageError(
             f"{name!r} is not of the form MODULE:NAME, as in `my_package.model:make`"
         )
@@ -322,13 +324,13 @@ def attribute(name: str) -> Any:
         f"importing `{module_name}`", lambda: importlib.import_module(module_name)
     )
     value: Any = module
-    for part in attribute.split("."):
+    for part in attribute_name.split("."):
         if part not in dir(value):
             names = tuple(name for name in dir(value) if not name.startswith("_"))
             hint = near(part, names)
             if not hint:
                 hint = f"; it has {', '.join(names[:8]) or 'nothing public'}"
-            raise UsageError(f"module `{module_name}` has no `{attribute}`{hint}")
+            raise UsageError(f"module `{module_name}` has no `{attribute_name}`{hint}")
         value = getattr(value, part)
     return value
 
@@ -402,7 +404,7 @@ def rule_set_names() -> tuple[str, ...]:
     return tuple(names)
 
 
-def parse_slice(text: str) -> chips.Slice:
+def torus_slice(text: str) -> chips.Slice:
     """Returns the TPU slice with a name such as "tpu:v5p:8x8x8". Raises `UsageError`
     for a text that names none.
     """

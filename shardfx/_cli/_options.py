@@ -23,7 +23,7 @@ from ._load import (
     load_optimizer,
     load_rules,
     near,
-    parse_slice,
+    torus_slice,
 )
 from ._screen import working
 from ._usage import UsageError, calling
@@ -391,7 +391,7 @@ def inputs_of(options: PlanOptions) -> Inputs:
         raise UsageError(
             "Missing option '--mesh'; give one, as in --mesh data=64,fsdp=16,tensor=8"
         )
-    target = None if options.target is None else parse_slice(options.target)
+    target = None if options.target is None else torus_slice(options.target)
     count = None if target is None else target.devices
     mesh = calling("reading --mesh", lambda: _mesh(options, count))
     paths, axes = load_rules(options.rules, options.model)
@@ -423,7 +423,7 @@ def _inputs_without_rules(options: PlanOptions) -> Inputs:
         hardware = calling("reading --target", lambda: chips.find(options.target or ""))
         # A switch, or several slices, have no order of devices to show.
         if hardware.torus_dims and "*" not in options.target:
-            target = parse_slice(options.target)
+            target = torus_slice(options.target)
     devices: Any = options.target or options.devices
     if options.mesh is not None:
         count = None if target is None else target.devices

@@ -62,8 +62,8 @@ AXIS_RULES = AxisRules(
     mesh_axes=("data", "fsdp", "tensor"),  # a mesh may lack some of them
 )
 
-_ROWS = HEADS * HEAD_DIM
-_KV_ROWS = KV_HEADS * HEAD_DIM
+_QUERY_WIDTH = HEADS * HEAD_DIM
+_KV_WIDTH = KV_HEADS * HEAD_DIM
 
 
 class Layer(eqx.Module):
@@ -89,10 +89,10 @@ class Layer(eqx.Module):
         )
         self.attention_norm = jnp.ones(WIDTH)
         self.mlp_norm = jnp.ones(WIDTH)
-        self.query = weights(WIDTH, _ROWS)
-        self.out = weights(_ROWS, WIDTH)
-        self.key = weights(WIDTH, _KV_ROWS)
-        self.value = weights(WIDTH, _KV_ROWS)
+        self.query = weights(WIDTH, _QUERY_WIDTH)
+        self.out = weights(_QUERY_WIDTH, WIDTH)
+        self.key = weights(WIDTH, _KV_WIDTH)
+        self.value = weights(WIDTH, _KV_WIDTH)
         self.gate = weights(WIDTH, HIDDEN)
         self.up = weights(WIDTH, HIDDEN)
         self.down = weights(HIDDEN, WIDTH)
@@ -122,7 +122,9 @@ class Layer(eqx.Module):
         scores = _einsum("bqhd,bthd->bhqt", query, key) / math.sqrt(HEAD_DIM)
         causal = jnp.tril(jnp.ones(scores.shape[-2:], dtype=bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
-        mixed = _einsum("bhqt,bthd->bqhd", weights, value).reshape(*x.shape[:2], _ROWS)
+        mixed = _einsum("bhqt,bthd->bqhd", weights, value).reshape(
+            *x.shape[:2], _QUERY_WIDTH
+        )
         return _project(mixed, self.out, None, plan, summed_name="heads")
 
 
@@ -218,7 +220,7 @@ def _per_query_head(
     batch, length, *_ = x.shape
     shape = (batch, length, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
     groups = jnp.broadcast_to(x[:, :, :, None], shape)
-    rows = groups.reshape(batch, length, _ROWS)
+    rows = groups.reshape(batch, length, _QUERY_WIDTH)
     return _heads(_constrain(rows, ("batch", "sequence", "heads"), plan), HEADS)
 
 
