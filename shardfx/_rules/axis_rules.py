@@ -105,23 +105,25 @@ class AxisRules(eqx.Module):
             ("units", self.units),
             ("aliases", self.aliases),
         ):
-            if twice := repeated([key for key, _ in pairs]):
-                raise RuleError(f"`{what}` gives {twice[0]!r} twice; give it once.")
+            if duplicates := repeated([key for key, _ in pairs]):
+                raise RuleError(
+                    f"`{what}` gives {duplicates[0]!r} twice; give it once."
+                )
         for name, unit in self.units:
             if not isinstance(unit, int) or isinstance(unit, bool) or unit < 1:
                 raise RuleError(
                     f"`units[{name!r}]` is {unit!r}; a unit is a positive number of"
                     " elements."
                 )
-        for name, of in self.aliases:
-            if not name or not isinstance(of, str):
+        for name, aliased in self.aliases:
+            if not name or not isinstance(aliased, str):
                 raise RuleError(
-                    f"{name!r} cannot be an alias of {of!r}; both are logical names,"
+                    f"{name!r} cannot be an alias of {aliased!r}; both are logical names,"
                     " and not empty."
                 )
             if name in dict(self.rules):
                 raise RuleError(
-                    f"{name!r} is to be an alias of {of!r}, but has rules; use"
+                    f"{name!r} is to be an alias of {aliased!r}, but has rules; use"
                     f" `rules.without({name!r})`."
                 )
             alias_chain(name, self)
@@ -191,7 +193,7 @@ class AxisRules(eqx.Module):
             assert rules.rules == (("mlp", "tensor"), ("mlp", "fsdp"), ("embed", None))
             ```
         """
-        return _stacked(self, AxisRules(rules, modes=modes, mesh_axes=mesh_axes))
+        return _joined(self, AxisRules(rules, modes=modes, mesh_axes=mesh_axes))
 
     @called("rules.prepend([('embed', 'data')])")
     def prepend(
@@ -226,7 +228,7 @@ class AxisRules(eqx.Module):
             assert resolve(("batch", "embed"), serve).spec == P("data")
             ```
         """
-        return _stacked(AxisRules(rules, modes=modes, mesh_axes=mesh_axes), self)
+        return _joined(AxisRules(rules, modes=modes, mesh_axes=mesh_axes), self)
 
     def without(self, *names: str) -> "AxisRules":
         """New AxisRules without any rule, unit or alias of `names`, in all modes.
@@ -525,7 +527,7 @@ def _without(pairs: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(pair for pair in pairs if pair[0] not in names)
 
 
-def _stacked(first: AxisRules, second: AxisRules) -> AxisRules:
+def _joined(first: AxisRules, second: AxisRules) -> AxisRules:
     modes = dict(first.modes)
     for mode, mode_rules in second.modes:
         modes[mode] = modes.get(mode, ()) + mode_rules
