@@ -259,7 +259,8 @@ class AxisRules(eqx.Module):
         for name in names:
             if name not in known_names:
                 raise RuleError(
-                    f"`without({name!r})`: no rule has that name{near(name, known_names)}."
+                    f"`without({name!r})`: there is no rule, unit or alias of that"
+                    f" name{near(name, known_names)}."
                 )
         return dataclasses.replace(
             self,

@@ -541,7 +541,8 @@ UNITS: list[Any] = [0, -1, 1.5, True, None]
         ),
         (
             lambda: AB.without("bb"),
-            r"`without\('bb'\)`: no rule has that name \(did you mean 'b'\?\)",
+            r"`without\('bb'\)`: there is no rule, unit or alias of that name"
+            r" \(did you mean 'b'\?\)",
         ),
         (
             lambda: AB.merge(AxisRules(modes={"decode": {"a": "z"}})),
