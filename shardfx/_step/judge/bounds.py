@@ -50,23 +50,23 @@ class _Reader:
 
     def __init__(self, values: Values):
         self.values = values
-        self.known_numbers: dict[int, Bounds | None] = {}
+        self.known_bounds: dict[int, Bounds | None] = {}
 
     def bounds(self, number: int) -> Bounds | None:
-        if number in self.known_numbers:
-            return self.known_numbers[number]
+        if number in self.known_bounds:
+            return self.known_bounds[number]
         node = self.values.nodes[number]
         of_dtype = _of_dtype(node)
         # What is asked again meanwhile, or is too far behind, has those of its dtype.
-        self.known_numbers[number] = of_dtype
-        if of_dtype is None or len(self.known_numbers) > _MOST_OPERATIONS:
+        self.known_bounds[number] = of_dtype
+        if of_dtype is None or len(self.known_bounds) > _MOST_OPERATIONS:
             return of_dtype
         computed = self._computed(node)
         if computed is None or computed.low < of_dtype.low:
             return of_dtype
         if computed.high > of_dtype.high:
             return of_dtype
-        self.known_numbers[number] = computed
+        self.known_bounds[number] = computed
         return computed
 
     def _computed(self, node: Node) -> Bounds | None:

@@ -73,7 +73,7 @@ class Held:
     terms: tuple[int, ...] | None = None
     reducer: str = "add"
     scale: Fraction | int = 1
-    fill: "Number | Fills | None" = None
+    fill: Number | Fills | None = None
     known_numbers: np.ndarray | None = None
     idiom: object = None
 
