@@ -38,7 +38,6 @@ from .explicit import (
     auto_twin,
     equation_over,
     explicit_mesh,
-    is_typed,
     on_auto_axes,
     over,
     over_ones,

@@ -99,8 +99,10 @@ def plan(
 
     With a batch, there may be an axis `tensor` of neighbours that have the same rows. It
     shards weights between heads or experts, else in their largest dimension (tensor
-    parallelism). Its size is the one with the least estimate of a step's seconds, by
-    the bytes of gradients and activations. The state may then take more of the memory.
+    parallelism); weights with heads that do not divide only if the state does not fit
+    otherwise. Its size is the one with the least estimate of a step's seconds, by the
+    bytes of gradients and activations, among those with which the state fits. The state
+    may then take more of the memory.
 
     [`shardfx.auto.search`][] prices the step itself, and so knows more.
 
