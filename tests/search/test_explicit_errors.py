@@ -292,3 +292,22 @@ def test_a_gradient_outside_of_jit_needs_the_mesh():
         eager = jax.grad(loss)(x)
     np.testing.assert_array_equal(jitted, 2 * np.ones(8))
     np.testing.assert_array_equal(eager, jitted)
+
+
+def test_every_row_of_the_faq_on_explicit_axes_has_a_test():
+    """An error of the FAQ's table stands in a test, which raises it."""
+    table = FAQ.read_text().partition("On [Explicit axes]")[2].partition("|---|")[2]
+    rows = table.partition("\n\n")[0].splitlines()[1:]
+    tests = (__file__, FAQ.parents[1] / "tests" / "step" / "test_solvers.py")
+    tested = [case.error for case in CASES.values()]
+    for path in tests:
+        tested += re.findall(
+            '(?:error = |match=)"(.+)"', pathlib.Path(path).read_text()
+        )
+    # A word or two, such as the name of an operation, tell no error.
+    texts = [text for text in tested if len(text.split()) > 2]
+    assert len(rows) >= 18
+    for row in rows:
+        errors = row.split("|")[1].split("; ")
+        for error in errors:
+            assert any(text in error for text in texts), error
