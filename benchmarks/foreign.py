@@ -157,11 +157,11 @@ def main() -> None:
         row = rows.setdefault(name, {})
         row.update(judged(name, ways))
         print(name, *(f"{way}: {row[way]}" for way in ways), flush=True)
+        if flags.json:
+            flags.json.write_text(json.dumps(rows, indent=1) + "\n")
     for way in ways:
         count = sum(holds(row.get(way, {})) for row in rows.values())
         print(f"{way}: {count} of {len(rows)} train as on one device")
-    if flags.json:
-        flags.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
