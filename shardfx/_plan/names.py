@@ -42,12 +42,18 @@ def _is_name(entry: object) -> bool:
     return isinstance(entry, str | Atomic)
 
 
-def _require_one_rank(names: object, flat: Flat) -> None:
-    """Raises `SpecError` if the names of one array are given for arrays of other ranks."""
-    if not isinstance(names, tuple) or not names or not _is_names(names):
+def _require_one_rank(names: object, column: Sequence[object], flat: Flat) -> None:
+    """Raises `SpecError` if the names of one array are given for arrays of other ranks.
+    `column` has the names of each leaf.
+    """
+    if not isinstance(names, tuple) or not names:
         return
-    for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
-        if shaped and ... not in names and len(leaf.shape) != len(names):
+    rows = zip(column, flat.leaves, flat.paths, flat.is_array, strict=True)
+    for node, leaf, path, shaped in rows:
+        # A tuple with names for each array of a tuple is no name of one array.
+        if node is not names or not shaped or ... in names:
+            continue
+        if len(leaf.shape) != len(names):
             shown = names_text(names)
             raise SpecError(
                 f"`names={shown}` are for each array of the tree, and leaf `{path}` has"
@@ -71,8 +77,8 @@ def names_of_leaves(
     if names is None:
         raise_unread(tree, flat)
         return flat.names
-    _require_one_rank(names, flat)
     column = _broadcast(names, tree, ())
+    _require_one_rank(names, column, flat)
     for node, path, shaped in zip(column, flat.paths, flat.is_array, strict=True):
         if shaped and not _is_names(node):
             form = f": `({node!r},)`" if isinstance(node, str) else ""

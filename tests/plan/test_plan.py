@@ -1,9 +1,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
 from shardfx import AxisRules, Code, MeshSpec, PathRules, ShardPlan, fsdp, plan
+from shardfx.errors import SpecError
 
 
 MESH = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
@@ -96,6 +98,22 @@ def test_names_win_over_paths_and_none_leaves_them_the_choice():
     assert sharding_plan["step"].spec == P()
     assert sharding_plan["v"].spec == P("tensor", "fsdp")
     assert sharding_plan["v"].names == ("mlp", "embed")
+
+
+def test_a_tuple_of_arrays_has_names_for_each_array():
+    mesh = MeshSpec({"data": 4})
+    axes = AxisRules([("batch", "data"), ("embed", None)])
+    batch = (jnp.ones((8, 4)), jnp.ones(8))
+    names = (("batch", "embed"), ("batch",))
+    rows = plan(batch, mesh, names=names, axes=axes)
+    assert rows.specs == (P("data"), P("data"))
+    below = plan({"x": batch}, mesh, names={"x": names}, axes=axes)
+    assert below.specs == {"x": rows.specs}
+    # The names of one array are those of each array.
+    pair = plan((jnp.ones(8), jnp.ones(8)), mesh, names=("batch",), axes=axes)
+    assert pair.specs == rows.specs
+    with pytest.raises(SpecError, match="leaf `0` has shape"):
+        plan(batch, mesh, names=("batch",), axes=axes)
 
 
 def test_names_may_be_a_prefix_of_the_tree():
