@@ -318,9 +318,9 @@ def known_sharding(path: object, leaf: object) -> Sharding | None:
         autos = [
             name
             for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-            if kind == AxisType.Auto
+            if kind == AxisType.Auto and mesh.shape[name] > 1
         ]
-        if any(mesh.shape[name] > 1 for name in autos):
+        if autos:
             raise LeafTypeError(
                 f"{_name(path)}, shape {leaf.shape}, is traced on a mesh with the Auto"
                 f" axes {tuple(autos)}: the compiler chooses how they cut it, and has"

@@ -230,6 +230,14 @@ def test_reading_back_inside_jit_sees_explicit_types():
     assert seen == [{"x": P("data")}]
 
 
+def test_an_auto_axis_of_size_1_is_not_named_where_traced():
+    kinds = (AxisType.Auto, AxisType.Auto)
+    mesh = jax.make_mesh((2, 1), ("data", "model"), axis_types=kinds)
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    with pytest.raises(LeafTypeError, match=r"the Auto axes \('data',\): the compiler"):
+        jax.jit(lambda x: specs_of({"x": x}))(x)
+
+
 @pytest.mark.parametrize("read", [specs_of, shardings_of])
 def test_reading_back_inside_jit_does_not_guess_auto_axes(read):
     x = jax.device_put(X, NamedSharding(AUTO, P("data")))
