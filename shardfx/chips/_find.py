@@ -35,10 +35,10 @@ _ALIASES = {
 # Names of slices of these chips have the number of cores, two per chip; other names
 # have the number of chips.
 _NAMED_BY_CORES = ("v2", "v3", "v4", "v5p")
-_FORM = re.compile(r"((?:\w+:)?[\w ]+):([1-9]\d{0,8}(?:x[1-9]\d{0,8})*)")
+_SLICE_NAME = re.compile(r"((?:\w+:)?[\w ]+):([1-9]\d{0,8}(?:x[1-9]\d{0,8})*)")
 # The number of slices at the end of a name, as in "tpu:v5p:4x4x4*2".
-_TIMES = re.compile(r"\*[1-9]\d{0,8}$")
-_CLOUD = re.compile(r"(?:tpu:)?(v\d\w*)-([1-9]\d{0,8})")
+_SLICE_COUNT = re.compile(r"\*[1-9]\d{0,8}$")
+_CLOUD_NAME = re.compile(r"(?:tpu:)?(v\d\w*)-([1-9]\d{0,8})")
 
 
 class Slice(NamedTuple):
@@ -129,8 +129,8 @@ def find(name: str | Chip) -> Chip:
             f'a chip is named by a text, not {name!r:.80}: write `chip="v5e"`, or the'
             ' slice `"v5e-8"` for eight of them.'
         )
-    one_slice = _TIMES.sub("", name)
-    if _CLOUD.fullmatch(one_slice) or _FORM.fullmatch(one_slice):
+    one_slice = _SLICE_COUNT.sub("", name)
+    if _CLOUD_NAME.fullmatch(one_slice) or _SLICE_NAME.fullmatch(one_slice):
         return parse_slice(one_slice).chip
     chips_by_name = {
         _plain(alias): chip
@@ -145,14 +145,14 @@ def find(name: str | Chip) -> Chip:
         )
     if plain_name not in chips_by_name:
         near = difflib.get_close_matches(plain_name, chips_by_name, n=3, cutoff=0.5)
-        meant = (
+        suggestion = (
             "; did you mean"
             f" {' or '.join(dict.fromkeys(chips_by_name[close_name].name for close_name in near))}? "
             if near
             else ". "
         )
         raise ChipError(
-            f"there is no chip {name!r:.80}{meant}There are"
+            f"there is no chip {name!r:.80}{suggestion}There are"
             f" {', '.join(chip.name for chip in CHIPS)}. Make your own with"
             " `shardfx.chips.Chip(...)`."
         )
@@ -188,7 +188,7 @@ def parse_slice(text: str) -> Slice:
         assert chips.parse_slice("v4-32").extents == (2, 2, 4)
         ```
     """
-    if (match := _CLOUD.fullmatch(text)) is not None:
+    if (match := _CLOUD_NAME.fullmatch(text)) is not None:
         chip = find(match[1])
         count = int(match[2])
         per_chip = 2 if chip.name in _NAMED_BY_CORES else 1
@@ -200,7 +200,7 @@ def parse_slice(text: str) -> Slice:
         return _checked(
             Slice(chip, near_cube(count // per_chip, chip.torus_dims or 1)), text
         )
-    if (match := _FORM.fullmatch(text)) is None:
+    if (match := _SLICE_NAME.fullmatch(text)) is None:
         raise MeshError(
             f"{text!r:.80} is no slice; write it as `tpu:v5p:4x4x4`, or as clouds do:"
             " `v5e-16` has 16 chips."
