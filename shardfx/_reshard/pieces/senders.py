@@ -44,17 +44,15 @@ class Senders:
             sent.setdefault(device, 0)
 
     @ft.cached_property
-    def _everywhere(self) -> list[HeapEntry]:
+    def _heap(self) -> list[HeapEntry]:
         heap: list[HeapEntry] = []
         for position, device in enumerate(self.holders):
             heap.append(HeapEntry(self.sent[device], position, device))
         return sorted(heap)
 
     @ft.cached_property
-    def _nearby(self) -> dict[int | None, list[HeapEntry]]:
-        return together(
-            self._everywhere, lambda entry: self._group_of.get(entry.device)
-        )
+    def _heap_by_group(self) -> dict[int | None, list[HeapEntry]]:
+        return together(self._heap, lambda entry: self._group_of.get(entry.device))
 
     def choose(self, receiver: int, nbytes: int) -> int:
         """Chooses the device that sends `nbytes` to `receiver`: the one that has sent
@@ -66,7 +64,7 @@ class Senders:
             self.sent[device] += nbytes
             return device
         group = self._group_of.get(receiver)
-        heap = self._nearby.get(group, self._everywhere)
+        heap = self._heap_by_group.get(group, self._heap)
         # An entry is too old if its device has sent other bytes since it was made.
         while (first := heap[0]).sent_bytes != self.sent[first.device]:
             self._renew_first(heap)

@@ -163,5 +163,5 @@ def _distinct_boxes(
         for number, shard in enumerate(leaf.addressable_shards):
             numbers.setdefault(as_box(shard.index, leaf.shape), number)
         cache[key] = (tuple(numbers.values()), tuple(numbers))
-    boxes: Any = cache[key]
-    return boxes
+    numbers_and_boxes: Any = cache[key]
+    return numbers_and_boxes
