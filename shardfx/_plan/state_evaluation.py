@@ -46,10 +46,10 @@ def evaluated(
         isinstance(arg, ShardPlan) and min(arg.content.index, default=0) < 0
         for arg in arguments
     )
-    others = (_PLACEHOLDERS, _ABSENT) if has_others else (_ABSENT,)
+    fillers = (_PLACEHOLDERS, _ABSENT) if has_others else (_ABSENT,)
     # JAX cannot give shardings to every `init` on an Explicit mesh (an ambiguous
     # contraction, a foreign callback). Then only paths and shapes decide.
-    *attempts, last = itertools.product((explicit, None), others)
+    *attempts, last = itertools.product((explicit, None), fillers)
     refused = ""
     for abstract, other in attempts:
         try:
@@ -102,7 +102,7 @@ class Number:
     """Stands for a Python number of a planned tree while `init` is evaluated."""
 
 
-class _Others(NamedTuple):
+class _Fillers(NamedTuple):
     """What a planned tree has at its leaves that are no arrays, while `init` is
     evaluated.
     """
@@ -111,18 +111,18 @@ class _Others(NamedTuple):
     number: object
 
 
-_PLACEHOLDERS = _Others(object(), Number())
+_PLACEHOLDERS = _Fillers(object(), Number())
 
-_ABSENT = _Others(None, None)
+_ABSENT = _Fillers(None, None)
 
 
 def _structs(
     args: tuple[object, ...],
     mesh: AbstractMesh | None,
-    others: _Others,
+    fillers: _Fillers,
 ) -> list[Any]:
     """Returns `args`, with the tree that a plan describes in the place of each plan:
-    structs, with shardings on `mesh` unless it is `None`, and `others` at leaves that
+    structs, with shardings on `mesh` unless it is `None`, and `fillers` at leaves that
     are no arrays.
     """
 
@@ -133,7 +133,7 @@ def _structs(
     structs: list[Any] = []
     for arg in args:
         if isinstance(arg, ShardPlan):
-            arg = arg.content.tree(list(map(struct, arg.content.rows)), *others)
+            arg = arg.content.tree(list(map(struct, arg.content.rows)), *fillers)
         structs.append(arg)
     return structs
 
@@ -142,12 +142,12 @@ def _shapes(
     init: Callable[..., object],
     args: tuple[object, ...],
     mesh: AbstractMesh | None,
-    others: _Others,
+    fillers: _Fillers,
 ) -> PyTree:
     """Returns the result of `init(*args)` as ShapeDtypeStructs, with shardings on
     `mesh` unless it is `None`. In the call, `_structs` replaces the plans in `args`.
     """
-    structs = _structs(args, mesh, others)
+    structs = _structs(args, mesh, fillers)
     if mesh is None:
         return _shapes_of_result(init, structs)
     # JAX 0.11 takes the mesh of arrays that `init` makes from the context.
