@@ -104,7 +104,7 @@ class Explanation:
         lines = _head(self)
         if self.dims:
             rows = [_HEADER, *map(_cells, self.dims)]
-            lines += ["", *table(rows, right=_NUMBERS)]
+            lines += ["", *table(rows, right=_RIGHT_ALIGNED)]
 
         for title, notes in _notes(self):
             lines += ["", printable(title)]
@@ -121,7 +121,7 @@ class Explanation:
         rows = [_HEADER, *map(_cells, self.dims)] if self.dims else []
 
         head = html_table([], below=_head(self))
-        dims = html_table(rows, right=_NUMBERS, below=notes)
+        dims = html_table(rows, right=_RIGHT_ALIGNED, below=notes)
         return f"{head}\n{dims}"
 
 
@@ -398,7 +398,7 @@ def _place(attempt: Attempt) -> str:
 
 
 _HEADER = ("dim", "size", "name", "wanted", "kept", "dropped", "added", "free")
-_NUMBERS = {"dim"}
+_RIGHT_ALIGNED = {"dim"}
 _WIDTH = 84
 _PATH_RULE = re.compile(r"paths\[(\d+)\]")
 

@@ -92,7 +92,7 @@ def corrected(subject: Subject) -> Iterator[Finding]:
     if subject.refine:
         twins = dict(zip(content.index, subject.refined.index, strict=True))
         rows = [subject.refined.rows[twins[number]] for number in range(len(rows))]
-    causes: dict[object, list[_Short]] = {}
+    causes: dict[object, list[_Undersharded]] = {}
     for group in content.groups:
         reasons = _shortfall(subject, rows[group.number])
         if not reasons:
@@ -110,7 +110,7 @@ def corrected(subject: Subject) -> Iterator[Finding]:
         cause: object = group
         if len(axes) == 1 and all(reason.code.is_about_size for reason in reasons):
             cause = (severity, *axes)
-        short_group = _Short(
+        short_group = _Undersharded(
             group=group,
             reasons=reasons,
             severity=severity,
@@ -133,7 +133,7 @@ _TOGETHER = 3
 _SHOWN = 3
 
 
-class _Short(NamedTuple):
+class _Undersharded(NamedTuple):
     """Arrays that are sharded less than their rule requests, the reasons, and the
     severity of a finding about them.
     """
@@ -143,7 +143,7 @@ class _Short(NamedTuple):
     severity: Severity
 
 
-def _of_axis(subject: Subject, shorts: list[_Short]) -> Finding:
+def _of_axis(subject: Subject, shorts: list[_Undersharded]) -> Finding:
     """One finding for arrays that one mesh axis does not divide."""
     axis = shorts[0].reasons[0].axes[0]
     size = subject.content.mesh.shape.get(axis, 1)
@@ -185,13 +185,13 @@ def _finding(
     subject: Subject,
     where: str,
     message: str,
-    shorts: list[_Short],
+    shorts: list[_Undersharded],
 ) -> Finding:
     """The finding about the arrays in `shorts`. Its bytes are those that the requested
     sharding would save on each device. `where` and `message` become its fields.
     """
     content = subject.content
-    lost = 0
+    avoidable_bytes = 0
     for short in shorts:
         row = short.group.row
         axes: dict[str, None] = {}
@@ -200,19 +200,21 @@ def _finding(
         shards = math.prod(content.mesh.shape.get(axis, 1) for axis in axes)
         whole_bytes, shard_bytes = content.byte_counts[short.group.number]
         requested_bytes = -(-whole_bytes // shards)
-        lost += max(0, shard_bytes - requested_bytes) * len(short.group.paths)
-    fix = _as_it_is(subject, shorts)
+        avoidable_bytes += max(0, shard_bytes - requested_bytes) * len(
+            short.group.paths
+        )
+    fix = _fix_for_present_spec(subject, shorts)
     return Finding(
         code="corrected",
         severity=shorts[0].severity,
         where=where,
-        bytes=lost,
+        bytes=avoidable_bytes,
         message=message,
         fix=fix,
     )
 
 
-def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
+def _fix_for_present_spec(subject: Subject, shorts: list[_Undersharded]) -> str:
     """Code that resolves the finding about the arrays in `shorts`: `refine = True` if
     splitting mesh axes shards the arrays further, else rules that request the present
     sharding.
@@ -232,7 +234,7 @@ def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
         elif subject.strict and not all(why.code.is_cut for why in short.reasons):
             lines["strict = False"] = None
         else:
-            lines |= dict.fromkeys(_names_as_it_is(subject, short))
+            lines |= dict.fromkeys(_names_for_present_spec(subject, short))
     rules = [subject.rule_fix(paths, target) for target, paths in targets.items()]
     return "\n".join([*lines, *rules])
 
@@ -250,7 +252,7 @@ def _is_better_refined(subject: Subject, group: Group) -> bool:
     return refined_bytes < shard_bytes
 
 
-def _names_as_it_is(subject: Subject, short: _Short) -> Iterator[str]:
+def _names_for_present_spec(subject: Subject, short: _Undersharded) -> Iterator[str]:
     """Lines of code that give arrays logical names for their present sharding."""
     row = short.group.row
     names = [*(row.names or ())]
