@@ -144,7 +144,7 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
     compiled_traffic = compiled
     if not isinstance(compiled_traffic, Traffic):
         compiled_traffic = traffic(compiled)
-    places = _places(estimated, compiled_traffic)
+    places = _line_traffics(estimated, compiled_traffic)
     _offset(places)
     most_bytes = max(estimated.wire_bytes, compiled_traffic.wire_bytes)
     least = max(1, most_bytes // 1000)
@@ -158,7 +158,7 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
     )
 
 
-def _places(estimated: Traffic, compiled: Traffic) -> list["_LineTraffic"]:
+def _line_traffics(estimated: Traffic, compiled: Traffic) -> list["_LineTraffic"]:
     """The estimated and the compiled rows of each source line and tuple of axes."""
     # The source line of the reduction of each leaf's gradient. A reduction of several
     # gradients is divided among them.

@@ -187,7 +187,7 @@ def read(
         positions=positions,
         paths=paths,
     )
-    collectives = _costliest_branches(reader.collectives(runs))
+    collectives = _with_costliest_branches(reader.collectives(runs))
     return Traffic(
         rows=tuple(collective.row for collective in collectives),
         devices=positions.devices,
@@ -379,7 +379,7 @@ def _found(
     return _Found(row=row, runs=runs, key=key, starts=starts)
 
 
-def _costliest_branches(collectives: list[_Found]) -> list[_Found]:
+def _with_costliest_branches(collectives: list[_Found]) -> list[_Found]:
     """The rows, with zero bytes in each branch of a conditional that sends less than
     another branch of it. Only one branch runs, and the program does not say which.
     """

@@ -60,7 +60,7 @@ def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
     if tpu:
         loop_bodies = _loop_bodies(module)
     flops = 0.0
-    moved_bytes = _written_bytes(module)
+    moved_bytes = _elementwise_result_bytes(module)
     cycles = 0
     notes: dict[str, None] = {}
     for name, computation in module.computations.items():
@@ -70,10 +70,12 @@ def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
             notes[_TRIPS] = None
         if not count:
             continue
-        in_loop = name in loop_bodies
+        is_loop_body = name in loop_bodies
         for instruction in computation.values():
             flops += count * _flops(computation, instruction)
-            moved_bytes += count * _moved_bytes(computation, instruction, tpu, in_loop)
+            moved_bytes += count * _moved_bytes(
+                computation, instruction, tpu, is_loop_body
+            )
             if match := _KERNEL.search(instruction.attributes):
                 notes[f"the products of the kernel `{match[1]}` are not counted"] = None
             if match := _CYCLES.search(instruction.attributes):
@@ -95,11 +97,11 @@ def _moved_bytes(
     computation: Mapping[str, Instruction],
     instruction: Instruction,
     tpu: bool,
-    in_loop: bool,
+    is_loop_body: bool,
 ) -> float:
     """The bytes that one run of an instruction reads from memory and writes to memory.
     `computation` contains the instruction. `tpu` says whether a TPU runs it, and
-    `in_loop` whether the computation is a loop's body on a TPU.
+    `is_loop_body` whether the computation is a loop's body on a TPU.
     """
     if instruction.opcode in _IN_PLACE:
         part = _IN_PLACE[instruction.opcode]
@@ -113,7 +115,7 @@ def _moved_bytes(
     moved_bytes = _bytes(instruction)
     for name in instruction.operands:
         operand = computation[name]
-        if in_loop and _is_on_chip(computation, operand):
+        if is_loop_body and _is_on_chip(computation, operand):
             continue
         if is_narrow and operand.result.startswith("f32"):
             moved_bytes += _bytes(operand) / 2
@@ -135,7 +137,7 @@ def _is_on_chip(computation: Mapping[str, Instruction], operand: Instruction) ->
     return computation[operand.operands[0]].opcode == "parameter"
 
 
-def _written_bytes(module: HloModule) -> float:
+def _elementwise_result_bytes(module: HloModule) -> float:
     """The bytes to and from memory for those results of the program that elementwise
     operations compute. Each counts twice, for the write of the result and the read of
     an operand of equal size.
