@@ -200,9 +200,8 @@ def _finding(
         shards = math.prod(content.mesh.shape.get(axis, 1) for axis in axes)
         whole_bytes, shard_bytes = content.byte_counts[short.group.number]
         requested_bytes = -(-whole_bytes // shards)
-        avoidable_bytes += max(0, shard_bytes - requested_bytes) * len(
-            short.group.paths
-        )
+        surplus = max(0, shard_bytes - requested_bytes)
+        avoidable_bytes += surplus * len(short.group.paths)
     fix = _fix_for_present_spec(subject, shorts)
     return Finding(
         code="corrected",
