@@ -28,10 +28,10 @@ Rules = list[tuple[str, Target]]
 # From the name of an axis to its size.
 Sizes = Mapping[str, Any]
 
-# The names of axes, by the mesh axis over which their dimension is sharded: `_ACROSS`
-# (heads, hidden units, vocabulary) over `tensor`, `_ALONG` over `fsdp`, `_WHOLE` over
-# none.
-_ACROSS = (
+# The names of axes, by the mesh axis over which their dimension is sharded:
+# `_TENSOR_AXES` (heads, hidden units, vocabulary) over `tensor`, `_FSDP_AXES` over
+# `fsdp`, `_UNSHARDED_AXES` over none.
+_TENSOR_AXES = (
     *("vocab", "heads", "kv_heads", "hidden", "both_hidden", "shared_hidden", "pooled"),
     *(
         "linear_key_heads",
@@ -42,7 +42,7 @@ _ACROSS = (
     ),
     *("layer_vocab", "layer_input", "layer_inputs_out", "fp4_rows"),
 )
-_ALONG = (
+_FSDP_AXES = (
     *("embed", "two_embeds", "vision_embed", "adapted", "adapter_out"),
     "layer_inputs",
     # gpt-oss is published in blocks of 32 numbers. 90 of them are in a row, which few
@@ -51,7 +51,7 @@ _ALONG = (
 )
 # The compressed queries, keys and values of latent attention, which belong to no head.
 _LATENT = ("latent", "query_latent")
-_WHOLE = (
+_UNSHARDED_AXES = (
     *("experts", "dim", "latent_and_rope", "buckets", "one", "ahead_embed"),
     *("laurel_rank", "routed_streams", "embed_out", "fp4_blocks", "fp4_bytes"),
 )
@@ -106,45 +106,47 @@ def rules_of(
     - `others`: paths that no rule may match.
     """
     over = (
-        dict.fromkeys(_ACROSS, tensor)
-        | dict.fromkeys(_ALONG, fsdp)
-        | dict.fromkeys(_WHOLE)
+        dict.fromkeys(_TENSOR_AXES, tensor)
+        | dict.fromkeys(_FSDP_AXES, fsdp)
+        | dict.fromkeys(_UNSHARDED_AXES)
     )
-    cut: dict[Target, list[str]] = {}
+    paths_by_target: dict[Target, list[str]] = {}
     for path, entry in rows.items():
-        place = weights_of(path, entry)[0]
-        place_axes = over
-        if place.kind.startswith("expert_"):
-            place_axes = over | {"experts": expert}
-        cut.setdefault(_target(place, place_axes, sizes, fsdp), []).append(path)
+        weight = weights_of(path, entry)[0]
+        weight_axes = over
+        if weight.kind.startswith("expert_"):
+            weight_axes = over | {"experts": expert}
+        paths_by_target.setdefault(
+            _target(weight, weight_axes, sizes, fsdp), []
+        ).append(path)
     rules: Rules = []
-    for target, paths in cut.items():
+    for target, paths in paths_by_target.items():
         apart = [*others, *[path for path in rows if path not in paths]]
         rules.append((_regex([_suffix(path, apart) for path in paths]), target))
     return rules
 
 
 def _target(
-    place: Weight,
+    weight: Weight,
     over: Mapping[str, Axes | None],
     sizes: Sizes,
     fsdp: Axes,
 ) -> Target:
-    first = [group[0] for group in place.dims]
-    # Latent axes are sharded over `fsdp` only if no other dimension is.
-    latent_axes = None if "embed" in first else fsdp
+    outer_axes = [group[0] for group in weight.dims]
+    # Latent axes are sharded over `fsdp` only if no dimension is `embed`.
+    latent_axes = None if "embed" in outer_axes else fsdp
     over = {**over, **dict.fromkeys(_LATENT, latent_axes)}
-    is_small_vector = len(first) == 1 and first[0] not in _ALONE
-    if is_small_vector or not set(first) <= over.keys():
+    is_small_vector = len(outer_axes) == 1 and outer_axes[0] not in _ALONE
+    if is_small_vector or not set(outer_axes) <= over.keys():
         # Norms, biases and small tables.
         if fsdp:
             return fsdp_strategy(fsdp)
         return replicate
 
     units = []
-    for _, *inner_axes in place.dims:
+    for _, *inner_axes in weight.dims:
         units.append(math.prod(sizes[axis] for axis in inner_axes))
-    spec = P(*[over[axis] for axis in first])
+    spec = P(*[over[axis] for axis in outer_axes])
     if max(units) > 1:
         return atomic(spec, tuple(units))
     return spec
