@@ -58,7 +58,7 @@ class WatchedArguments:
             refilled += _new_values(container, before)
         all_leaves = jax.tree.leaves((self._leaves, refilled, result))
         known_ids = set(map(id, all_leaves))
-        flat = flatten(self._args, takes_specs=True)
+        flat = flatten(self._args, allow_specs=True)
         updates: dict[str, Any] = {}
         for leaf, path, is_array in zip(
             flat.leaves, flat.paths, flat.is_array, strict=True

@@ -149,7 +149,7 @@ def reason_for(
     **values: object,
 ) -> Reason:
     """The reason whose message is the template of `code` with `values` in place of its
-    `{...}`.
+    `{...}`. Templates see `values` alone, and not `dim` or `axes`.
     """
     return Reason(code=code, dim=dim, axes=axes, message=code.value.format(**values))
 

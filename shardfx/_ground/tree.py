@@ -72,19 +72,19 @@ class _Columns(NamedTuple):
     stacked: list[int]
 
 
-def flatten(tree: PyTree, *, takes_specs: bool = False) -> Flat:
+def flatten(tree: PyTree, *, allow_specs: bool = False) -> Flat:
     """Flattens a tree. Raises `LeafTypeError` if a leaf is a PartitionSpec or a
-    sharding, unless `takes_specs`.
+    sharding, unless `allow_specs`.
     """
     leaves, treedef = jax.tree.flatten(tree)
     paths, templates, names, stacked = _columns_of(treedef)
-    kinds_of_leaves = set(map(type, leaves))
-    kinds = {kind: is_array_type(kind) for kind in kinds_of_leaves}
+    leaf_types = set(map(type, leaves))
+    is_array_by_type = {leaf_type: is_array_type(leaf_type) for leaf_type in leaf_types}
     is_array = [True] * len(leaves)
-    if not all(kinds.values()):
-        if not takes_specs:
+    if not all(is_array_by_type.values()):
+        if not allow_specs:
             _refuse_specs(leaves, paths)
-        is_array = [kinds[type(leaf)] for leaf in leaves]
+        is_array = [is_array_by_type[type(leaf)] for leaf in leaves]
     return Flat(
         leaves=leaves,
         treedef=treedef,

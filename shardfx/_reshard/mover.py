@@ -207,7 +207,7 @@ def resharded(
         )
     lost = lost_devices(lost)
     limit_bytes = _whole_bytes(memory_limit_bytes)
-    flat = flatten(tree, takes_specs=True)
+    flat = flatten(tree, allow_specs=True)
     if map is not None:
         if lost or src is not None:
             raise LeafTypeError(
