@@ -147,21 +147,25 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
 # Regexes of the parts of the last column, "why", that a narrower and narrower table
 # shows: all; the marks of reasons, the rule's number and the memory kind; the marks and
 # the memory kind.
-_SHOWN = (r".+", r"^(?:\[\d+\])*|paths\[\d+\]|in \w+$", r"^(?:\[\d+\])*|in \w+$")
+_NARROWER_REASONS = (
+    r".+",
+    r"^(?:\[\d+\])*|paths\[\d+\]|in \w+$",
+    r"^(?:\[\d+\])*|in \w+$",
+)
 
 
 # The least number of characters of the last column that are worth showing.
-_LEAST = 16
+_LEAST_REASON_WIDTH = 16
 
 
 def _with_cut_reasons(rows: list[tuple[str, ...]], width: int) -> list[str]:
     """Returns the lines of the table of a plan in `width` characters, with the end of
-    each long text of the last column cut off; nothing if less than `_LEAST` characters
-    are left for it.
+    each text of the last column cut off that does not fit; nothing if less than
+    `_LEAST_REASON_WIDTH` characters are left for it.
     """
     others = table([(*row[:-1], "") for row in rows], right=NUMBERS)
     room = width - max(len(line.rstrip()) for line in others) - 2
-    if room < _LEAST:
+    if room < _LEAST_REASON_WIDTH:
         return []
     cut_rows = []
     for row in rows:
@@ -185,7 +189,7 @@ def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:
     shown = rows
     if width is not None and (cut := _with_cut_reasons(rows, width)):
         return cut
-    for columns in _SHOWN:
+    for columns in _NARROWER_REASONS:
         shown = [rows[0]]
         for row in rows[1:]:
             parts = re.findall(columns, row[-1])

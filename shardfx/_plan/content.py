@@ -151,18 +151,18 @@ class Content:
         alike are one group.
         """
         paths_by_key: dict[tuple[Any, ...], list[str]] = {}
-        for path, number in self.paths_and_rows:
-            if number >= 0:
-                key = (between_numbers(path), number)
+        for path, row_number in self.paths_and_rows:
+            if row_number >= 0:
+                key = (between_numbers(path), row_number)
                 paths_by_key.setdefault(key, []).append(path)
 
         groups = []
-        for (_, number), paths in paths_by_key.items():
-            whole_bytes, shard_bytes = self.byte_counts[number]
+        for (_, row_number), paths in paths_by_key.items():
+            whole_bytes, shard_bytes = self.byte_counts[row_number]
             group = Group(
                 paths=tuple(paths),
-                number=number,
-                row=self.rows[number],
+                number=row_number,
+                row=self.rows[row_number],
                 bytes=whole_bytes * len(paths),
                 bytes_per_device=shard_bytes * len(paths),
             )

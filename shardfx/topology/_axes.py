@@ -35,9 +35,9 @@ def check_axes(
     axis_names: Sequence[Any],
     axis_sizes: Sequence[Any],
     dcn_sizes: Sequence[Any],
-    shown: object,
+    mesh: object,
 ) -> None:
-    """Raises `MeshError` for axes that no mesh can have. `shown` is the mesh."""
+    """Raises `MeshError` for axes that no mesh can have. Messages show `mesh`."""
     repeated = [name for name in axis_names if axis_names.count(name) > 1]
     if repeated:
         raise MeshError(
@@ -74,7 +74,7 @@ def check_axes(
         )
     if axis_sizes.count(-1) > 1:
         raise MeshError(
-            f"mesh {shown} has two sizes of -1; at most one can be filled from the"
+            f"mesh {mesh} has two sizes of -1; at most one can be filled from the"
             " device count."
         )
 
