@@ -86,10 +86,11 @@ def order_primes(
 
 def _keys_by_axis(
     layout: StepLayout,
-    place: np.ndarray,
+    device_positions: np.ndarray,
 ) -> list[dict["_Factor", bytes]]:
     """The keys of the prime factors of each mesh axis."""
-    return list(map(_factor_keys, mesh_coordinates(layout.sizes, place), layout.sizes))
+    coordinates = mesh_coordinates(layout.sizes, device_positions)
+    return list(map(_factor_keys, coordinates, layout.sizes))
 
 
 class _Factor(NamedTuple):
@@ -283,8 +284,8 @@ def refine(
     if not prime and max(map(_factor_count, splits)) > _MOST_PRIMES:
         layouts = list(map(_fine_layout, (src, dst), splits, device_positions))
         splits = join_primes(
-            layouts=[end.layout for end in layouts],
-            keys=[end.keys for end in layouts],
+            layouts=[fine_layout.layout for fine_layout in layouts],
+            keys=[fine_layout.keys for fine_layout in layouts],
             splits=splits,
         )
     fine_layouts = map(_fine_layout, (src, dst), splits, device_positions)
@@ -305,9 +306,13 @@ def _factor_count(split: Split) -> int:
     return sum(map(len, split))
 
 
-def _fine_layout(layout: StepLayout, split: Split, place: np.ndarray) -> FineLayout:
-    """Returns `layout` over the sub-axes in `split`. `place` has the position of each
-    device in the mesh.
+def _fine_layout(
+    layout: StepLayout,
+    split: Split,
+    device_positions: np.ndarray,
+) -> FineLayout:
+    """Returns `layout` over the sub-axes in `split`. `device_positions` has the position
+    of each device in the mesh.
     """
     sizes = tuple(it.chain.from_iterable(split))
     factors_of_axis: list[range] = []
@@ -322,6 +327,7 @@ def _fine_layout(layout: StepLayout, split: Split, place: np.ndarray) -> FineLay
             factors_of_dim += factors_of_axis[axis]
         dims.append(tuple(factors_of_dim))
     weights: list[float] = []
+    # A layout without weights has none here either.
     for weight, factor_sizes in zip(layout.weights, split, strict=False):
         weights += [weight] * len(factor_sizes)
     fine = StepLayout(
@@ -330,7 +336,7 @@ def _fine_layout(layout: StepLayout, split: Split, place: np.ndarray) -> FineLay
         order=layout.order,
         weights=tuple(weights),
     )
-    return FineLayout(fine, mesh_coordinates(sizes, place))
+    return FineLayout(fine, mesh_coordinates(sizes, device_positions))
 
 
 def _with_equal_weights(source: FineLayout, target: FineLayout) -> list[FineLayout]:
@@ -343,23 +349,28 @@ def _with_equal_weights(source: FineLayout, target: FineLayout) -> list[FineLayo
     if not source.layout.weights and not target.layout.weights:
         return layouts
     weighted = []
-    for end in layouts:
-        layout = dataclasses.replace(end.layout, weights=_weights(end, layouts))
-        weighted.append(dataclasses.replace(end, layout=layout))
+    for fine_layout in layouts:
+        weights = _weights(fine_layout, layouts)
+        layout = dataclasses.replace(fine_layout.layout, weights=weights)
+        weighted.append(dataclasses.replace(fine_layout, layout=layout))
     return weighted
 
 
-def _weights(end: FineLayout, accounts: Sequence[FineLayout]) -> tuple[float, ...]:
-    sizes = end.layout.sizes
-    order = np.lexsort(end.coordinates[::-1]) if sizes else np.arange(1)
+def _weights(
+    fine_layout: FineLayout,
+    layouts: Sequence[FineLayout],
+) -> tuple[float, ...]:
+    """The highest weight of each sub-axis of `fine_layout` in any of the layouts."""
+    sizes = fine_layout.layout.sizes
+    order = np.lexsort(fine_layout.coordinates[::-1]) if sizes else np.arange(1)
     weights = [1.0] * len(sizes)
-    for account in accounts:
-        for axis, weight in enumerate(account.layout.weights):
-            grid = account.coordinates[axis][order].reshape(sizes)
+    for weighted in layouts:
+        for axis, weight in enumerate(weighted.layout.weights):
+            grid = weighted.coordinates[axis][order].reshape(sizes)
             for factor in range(len(sizes)):
                 if weight <= weights[factor]:
                     continue
-                # Devices that differ in this sub-axis also differ along the account's
+                # Devices that differ in this sub-axis also differ along the weighted
                 # axis.
                 if (grid != grid.take([0], factor)).any():
                     weights[factor] = weight
