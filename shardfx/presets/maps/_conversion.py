@@ -27,24 +27,28 @@ def sliced(whole: From, span: Range, dim: int) -> From:
     return whole.split(dim, -1, span.step).at(offset, dim=dim + 1)
 
 
-def _split_axes(place: Weight, other: Weight, apart: Mapping[str, Axes]) -> Weight:
-    """Returns the array `place` with its axes split as in `apart`, such as "dim" into
-    "two" and "half".
+def _split_axes(
+    weight: Weight,
+    other: Weight,
+    parts_by_axis: Mapping[str, Axes],
+) -> Weight:
+    """Returns the array `weight` with its axes split as in `parts_by_axis`, such as
+    "dim" into "two" and "half".
 
     An axis is split only if the array `other` has all its parts.
     """
     axes_of_other = set(other.axes)
     dims: list[Axes] = []
-    for group in place.dims:
+    for group in weight.dims:
         axes: list[str] = []
         for axis in group:
-            parts = apart.get(axis)
+            parts = parts_by_axis.get(axis)
             if parts is not None and axes_of_other >= set(parts):
                 axes += parts
             else:
                 axes.append(axis)
         dims.append(tuple(axes))
-    return place._replace(dims=tuple(dims))
+    return weight._replace(dims=tuple(dims))
 
 
 def converted(source: Weight, want: Weight, sizes: Sizes) -> From:
@@ -168,7 +172,7 @@ def _split_dims(draft: _Draft, conversion: _Conversion) -> None:
     for group in conversion.source.dims:
         if len(group) > 1 and group not in conversion.whole:
             why = f"`{draft.expression}`"
-            inner = [draft.sizes.before(axis, why) for axis in group[1:]]
+            inner = [draft.sizes.in_source(axis, why) for axis in group[1:]]
             draft.expression = draft.expression.split(len(draft.dims), -1, *inner)
         draft.dims += conversion.parts_of(group)
 
@@ -292,7 +296,7 @@ def _repeated(
             expression = expression.split(dim - 1, -1, 1)
         for position in reversed(range(len(group))):
             if group[position] in repeated:
-                inner = [sizes.of(axis, why) for axis in group[position + 1 :]]
-                count = sizes.of(group[position], why)
+                inner = [sizes.in_target(axis, why) for axis in group[position + 1 :]]
+                count = sizes.in_target(group[position], why)
                 expression = expression.repeat(count, dim=dim, unit=math.prod(inner))
     return expression

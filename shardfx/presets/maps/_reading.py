@@ -28,7 +28,7 @@ class Sizes:
     target: Mapping[str, int]
     apart: Mapping[str, Axes]
 
-    def of(self, axis: str, why: str) -> int:
+    def in_target(self, axis: str, why: str) -> int:
         """Returns the size of an axis in the target, or in the source if the target's
         is unknown.
 
@@ -42,7 +42,7 @@ class Sizes:
             )
         return size
 
-    def before(self, axis: str, why: str) -> int:
+    def in_source(self, axis: str, why: str) -> int:
         """Returns the size of an axis in the source, or in the target if the source's
         is unknown.
 
@@ -50,7 +50,7 @@ class Sizes:
         """
         if axis in self.source:
             return self.source[axis]
-        return self.of(axis, why)
+        return self.in_target(axis, why)
 
     def resized(self, axis: str) -> int | None:
         """Returns an axis's size in the target if the source has another size; `None`
@@ -150,7 +150,7 @@ def _part_of_fused(whole: From, source: Weight, entry: Fused, sizes: Sizes) -> F
     why = f"a part of `{source.path}`"
     lengths = []
     for part in parts:
-        axis_sizes = [sizes.before(axis, why) for axis in part.dims[dim]]
+        axis_sizes = [sizes.in_source(axis, why) for axis in part.dims[dim]]
         lengths.append(math.prod(axis_sizes) // shards)
     start = sum(lengths[: source.number])
     stop = start + lengths[source.number]
