@@ -146,7 +146,7 @@ class Subject:
         return fsdp(axis)
 
     @property
-    def _for_all(self) -> Any:
+    def _fsdp_target(self) -> Any:
         """The target `fsdp(axis)` of a rule for all arrays, with a mesh axis of the name
         "fsdp", or else the largest.
         """
@@ -231,7 +231,7 @@ class Subject:
         if self.paths is None:
             # One rule for all arrays: the fixes of several findings would overwrite
             # each other.
-            return f"paths = PathRules([('.*', {code_of(self._for_all)})])"
+            return f"paths = PathRules([('.*', {code_of(self._fsdp_target)})])"
         method = "extend" if last else "prepend"
         return f"paths = paths.{method}([({rule_code})])"
 
@@ -241,15 +241,17 @@ class Subject:
 
         The keys are the indices of the rules; `None` stands for leaves without a rule.
         """
-        deciding, counts = self._deciding
-        counts_of_paths = collections.Counter(map(deciding.get, dict.fromkeys(paths)))
-        shards_others = {}
+        rule_by_path, counts = self._rules_by_path
+        counts_of_paths = collections.Counter(
+            map(rule_by_path.get, dict.fromkeys(paths))
+        )
+        also_shards_others = {}
         for number, count in counts_of_paths.items():
-            shards_others[number] = counts[number] > count
-        return shards_others
+            also_shards_others[number] = counts[number] > count
+        return also_shards_others
 
     @ft.cached_property
-    def _deciding(
+    def _rules_by_path(
         self,
     ) -> tuple[dict[str, int | None], collections.Counter[int | None]]:
         """For each leaf without logical names, by its path, the index of the first path
