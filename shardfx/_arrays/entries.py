@@ -175,17 +175,17 @@ def _indivisible_text(sharding: NamedSharding, shape: tuple[int, ...]) -> str:
     return "".join(f" {reason}." for reason in reasons)
 
 
-def refuse_what_is_planned(fn: Any, plan: ShardPlan) -> None:
-    """Raises `LeafTypeError` if `fn`, which is to be jitted, is the tree of `plan`, the
-    plan of its results.
+def refuse_what_is_planned(fn: Any, plan: ShardPlan, error: Exception) -> None:
+    """Raises `LeafTypeError` if `fn`, whose call raised `error`, is the tree of `plan`,
+    the plan of its results. A module may also return another one like it.
     """
     with contextlib.suppress(PlanMismatchError):
         spread(plan, fn, "", shapes=False)
         raise LeafTypeError(
-            f"`filter_jit` is given a {type(fn).__name__}, the tree that the plan in"
-            " `out_shardings` is for, and would call it; pass the function that makes"
-            " it: `filter_jit(make, out_shardings=plan)(key)`."
-        )
+            f"`filter_jit` was given a {type(fn).__name__}, the tree that the plan in"
+            " `out_shardings` is for, and called it; pass the function that makes it:"
+            " `filter_jit(make, out_shardings=plan)(key)`."
+        ) from error
 
 
 def parameter_keys(signature: inspect.Signature) -> Keys:

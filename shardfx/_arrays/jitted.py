@@ -118,8 +118,6 @@ class Jitted(Generic[P, R]):
         arrays, self._rest = eqx.partition(fn, _is_array)
         # A function without arrays need not be flattened at each call.
         self._arrays = arrays if jax.tree.leaves(arrays) else None
-        if self._arrays is not None and isinstance(out_shardings, ShardPlan):
-            refuse_what_is_planned(fn, out_shardings)
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         entries = {"in_shardings": in_shardings, "out_shardings": out_shardings}
         shardings = {what: shardings_in(entry, what) for what, entry in entries.items()}
@@ -170,6 +168,8 @@ class Jitted(Generic[P, R]):
         try:
             out = run(static, *arrays)
         except (TypeError, ValueError, AttributeError) as error:
+            if self._arrays is not None and isinstance(self._out, ShardPlan):
+                refuse_what_is_planned(self._fn, self._out, error)
             if not isinstance(error, PlanMismatchError):
                 self._raise_for_arguments(error, static, arrays)
             raise

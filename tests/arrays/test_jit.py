@@ -361,3 +361,19 @@ def test_arrays_on_other_devices_are_named():
             {"x": jax.device_put(jnp.ones((8, 4)), jax.devices()[3])},
         )
     assert "incompatible devices" in str(error.value.__cause__)
+
+
+class Counter(eqx.Module):
+    count: jax.Array
+
+    def __call__(self, step: jax.Array) -> "Counter":
+        return Counter(self.count + step)
+
+
+def test_a_module_may_return_another_one_like_it():
+    mesh = MeshSpec({"data": 8}).build(jax.devices()[:8])
+    counter = Counter(jnp.zeros(8))
+    planned = plan(counter, mesh, paths=PathRules([("count", P("data"))]))
+    later = filter_jit(counter, out_shardings=planned)(jnp.ones(8))
+    assert specs_of(later).count == P("data")
+    assert (later.count == 1).all()

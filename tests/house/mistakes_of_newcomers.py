@@ -86,7 +86,7 @@ def a_check_by_name():
 
 @mended_by("pass the function that makes it")
 def a_model_in_place_of_its_function():
-    sfx.filter_jit(NETWORK, out_shardings=NETWORK_PLAN)
+    sfx.filter_jit(NETWORK, out_shardings=NETWORK_PLAN)(jax.random.key(0))
 
 
 @mended_by("One plan is for all arguments: give a tuple")
