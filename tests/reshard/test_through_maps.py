@@ -3,7 +3,6 @@ others, and in programs.
 """
 
 import collections
-import functools as ft
 import itertools as it
 from typing import Any
 
@@ -12,40 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from mapped_trees import MESHES, both_ways, equal, mesh, placed, through_programs
 from maps import maps, same, written
 
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, plan_reshard, reshard
 from shardfx._ground.tree import flatten
-from shardfx._reshard.mover import map_move, resharded
+from shardfx._reshard.mover import map_move
 from shardfx._reshard.pieces.exchange import program
 from shardfx.errors import LeafTypeError, MapError, MeshError, MoveError
-
-
-through_programs = ft.partial(resharded, copies=False)
-both_ways = pytest.mark.parametrize(
-    "move", [reshard, through_programs], ids=["copies", "programs"]
-)
-
-
-def mesh(start, stop, *sizes):
-    devices = np.asarray(jax.devices()[start:stop]).reshape(sizes)
-    return Mesh(devices, ("a", "b")[: len(sizes)])
-
-
-MESHES = {
-    "all": (0, 8, 2, 4),
-    "first": (0, 4, 2, 2),
-    "last": (4, 8, 2, 2),
-    "six": (2, 8, 2, 3),
-}
-
-
-def placed(array, sharding):
-    return jax.make_array_from_callback(
-        array.shape, sharding, lambda index: array[index]
-    )
 
 
 def drawn(draw, shape, where):
@@ -68,14 +43,6 @@ def target_of(draw, whole, where):
         )
         for path, array in whole.items()
     }
-
-
-def equal(tree, whole, target):
-    assert tree.keys() == whole.keys()
-    for path, array in whole.items():
-        same(tree[path], array)
-        assert tree[path].sharding == target[path].sharding
-        assert tree[path].committed
 
 
 @pytest.mark.parametrize(
@@ -421,99 +388,6 @@ def test_moves_to_other_devices_keep_each_side_apart(monkeypatch):
     # The targets stay.
     largest = max(most[device] for device in target.devices.flat)
     assert largest - 6 * shard <= extra
-
-
-@both_ways
-@pytest.mark.parametrize("there", ["all", "last"])
-def test_casts_constants_and_blocks_of_scales(move, there):
-    numbers = np.random.default_rng(0)
-    arrays = {
-        "w": numbers.normal(size=(16, 24)).astype(jnp.float8_e4m3fn),
-        "s": numbers.uniform(size=(2, 3)).astype(np.float32),
-        "x": numbers.normal(size=(8, 8)).astype(np.float32),
-    }
-    rules = {
-        "w": From("w").scale("s", block=(8, 8)).cast("bfloat16").T,
-        "wide": From("w").scale("s", block=(8, 8)),
-        "x": From("x").cast("bfloat16").pad_to(16, dim=1, value=0.3),
-        "both": From("x").cast("bfloat16").cast("float32").T,
-        "counted": (
-            From("x").cast("bfloat16").times(0.3).plus(1.1).T.cast("float32").times(3)
-        ),
-        "again": From("w").scale("s", block=(8, 8)).times(2).cast("bfloat16"),
-        "c": From.constant(7, (8,), "int32"),
-    }
-    tree_map = TreeMap(rules)
-    where = mesh(*MESHES["all" if there == "all" else "first"])
-    rules = PathRules([("s", ()), (".*", P("a", "b"))])
-    sharding_plan = shardfx.plan(arrays, where, paths=rules)
-    tree = shardfx.shard(
-        arrays,
-        sharding_plan,
-    )
-    whole = tree_map.apply(arrays)
-    where = mesh(*MESHES[there])
-    target = {
-        path: jax.ShapeDtypeStruct(
-            array.shape, array.dtype, sharding=NamedSharding(where, P("b"))
-        )
-        for path, array in whole.items()
-    }
-    equal(move(tree, target, map=tree_map), whole, target)
-
-
-@both_ways
-@pytest.mark.parametrize("there", ["first", "last"])
-def test_one_array_scaled_in_blocks_of_two_sizes(move, there):
-    arrays = {
-        "w": np.ones((4, 4), np.float32),
-        "s": np.arange(4, dtype=np.float32).reshape(2, 2),
-    }
-    # Both sizes of blocks need 2 by 2 scales.
-    parts = [From("w").scale("s", block=block) for block in ((2, 2), (3, 3))]
-    tree_map = TreeMap({"w": From.concat(parts)})
-    source = NamedSharding(mesh(*MESHES["first"]), P("a"))
-    target = NamedSharding(mesh(*MESHES[there]), P(None, "a"))
-    whole = tree_map.apply(arrays)
-    structs = {"w": jax.ShapeDtypeStruct((8, 4), np.float32, sharding=target)}
-    everywhere = NamedSharding(source.mesh, P())
-    tree = {
-        "w": placed(arrays["w"], source),
-        "s": placed(arrays["s"], everywhere),
-    }
-    equal(move(tree, structs, map=tree_map), whole, structs)
-
-
-@both_ways
-@pytest.mark.parametrize("on_host", [("s",), ("w",), ("w", "s")], ids="".join)
-def test_scales_and_scaled_arrays_of_numpy(move, on_host):
-    arrays = {
-        "w": np.ones((4, 4), np.float32),
-        "s": np.arange(4, dtype=np.float32).reshape(2, 2),
-    }
-    tree_map = TreeMap({"w": From("w").scale("s", block=(2, 2))})
-    where = mesh(*MESHES["first"])
-    target = NamedSharding(where, P(None, "a"))
-    structs = {"w": jax.ShapeDtypeStruct((4, 4), np.float32, sharding=target)}
-    tree = {}
-    for path, array in arrays.items():
-        tree[path] = array
-        if path not in on_host:
-            tree[path] = placed(array, NamedSharding(where, P()))
-    equal(move(tree, structs, map=tree_map), tree_map.apply(arrays), structs)
-
-
-def test_arithmetic_with_zeros_of_both_signs():
-    # Not by programs: XLA replaces `x + 0.0` by `x`, which is -0.0 here.
-    arrays = {name: np.full((4, 4), -0.0, np.float32) for name in ("v", "w")}
-    tree_map = TreeMap({"v": From("v").plus(-0.0), "w": From("w").plus(0.0)})
-    source = NamedSharding(mesh(*MESHES["first"]), P("a"))
-    target = NamedSharding(mesh(*MESHES["last"]), P(None, "a"))
-    whole = tree_map.apply(arrays)
-    struct = jax.ShapeDtypeStruct((4, 4), np.float32, sharding=target)
-    structs = {"v": struct, "w": struct}
-    tree = {name: placed(array, source) for name, array in arrays.items()}
-    equal(reshard(tree, structs, map=tree_map), whole, structs)
 
 
 @both_ways
