@@ -1,5 +1,6 @@
 """Convolutions and pooling: sums and reductions over windows."""
 
+import functools as ft
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -18,10 +19,10 @@ from .joining import (
     is_identity,
     joined_cut,
 )
-from .matching import are_same, matched_operands, placed
+from .matching import judged_match, placed
 from .products import contracted_cut, cut_of, with_sums
 from .values import Node
-from .verdict import Unjudged, Wrong
+from .verdict import Unjudged
 from .windows import Window, scattered_cut, window_of, windowed_cut
 
 
@@ -33,20 +34,8 @@ def convolution(
     for operand in operands:
         if operand.terms is not None and operand.reducer != "add":
             require_finished(operand, "convolution")
-    fault: Wrong | None = None
-    reason: Unjudged | None = None
-    for number, expressed_operands in matched_operands(context, instruction, operands):
-        try:
-            return _convolved(context, instruction, expressed_operands, number)
-        except Wrong as error:
-            fault = error if are_same(expressed_operands, operands) else fault
-        except Unjudged as error:
-            reason = error
-    if fault is not None and reason is None:
-        raise fault
-    if reason is not None:
-        raise reason
-    raise Unjudged("no convolution of the whole program has these operands")
+    rule = ft.partial(_convolved, context, instruction)
+    return judged_match(context, instruction, operands, rule)
 
 
 class _Labels:
@@ -304,15 +293,10 @@ def reduce_window(
     if operand.terms is not None and not (reducer == operand.reducer == "add"):
         require_finished(operand, "reduce-window")
     shape = arrays_in(instruction.result)[0].shape
-    reason = Unjudged("no reduction of the whole program has these operands")
-    for number, expressed_operands in matched_operands(context, instruction, operands):
-        try:
-            return _reduced_window(
-                context, instruction, expressed_operands, number, reducer, shape
-            )
-        except Unjudged as error:
-            reason = error
-    raise reason
+    rule = ft.partial(
+        _reduced_window, context, instruction, reducer=reducer, shape=shape
+    )
+    return judged_match(context, instruction, operands, rule)
 
 
 def _reduced_window(
@@ -369,13 +353,8 @@ def select_and_scatter(
     """The gradient of a pool: each window adds an element to that which it selects."""
     for operand in operands:
         require_finished(operand, "select-and-scatter")
-    reason = Unjudged("no select-and-scatter of the whole program has these operands")
-    for number, expressed_operands in matched_operands(context, instruction, operands):
-        try:
-            return _scattered(context, instruction, expressed_operands, number)
-        except Unjudged as error:
-            reason = error
-    raise reason
+    rule = ft.partial(_scattered, context, instruction)
+    return judged_match(context, instruction, operands, rule)
 
 
 def _scattered(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +13,9 @@ from .forms import attribute, numbers, reducer_of
 from .held import Axis, Context, Held, product_of_terms, require_finished
 from .joining import form_in, joined_cut
 from .lookups import Clamped, Fetched, Shifted
-from .matching import are_same, matched_operands, placed
+from .matching import judged_match, placed
 from .values import Node
-from .verdict import Unjudged, Wrong
+from .verdict import Unjudged
 
 
 # Operations behind which a slice is the same slice.
@@ -90,32 +90,7 @@ def gather(
         table, indices = expressed_operands
         return _gathered(context, instruction, table, indices, index, number, shape)
 
-    return _judged_match(context, instruction, operands, of_match)
-
-
-def _judged_match(
-    context: Context,
-    instruction: Instruction,
-    operands: Sequence[Held],
-    of_match: Callable[[Sequence[Held], int], Held],
-) -> Held:
-    """The result of an operation as the first value of the whole program with which
-    `of_match` judges it. Raises `Wrong` if one is refuted whose operands these are,
-    else `Unjudged`.
-    """
-    reason = Unjudged(
-        f"no {instruction.opcode} of the whole program has these operands"
-    )
-    fault: Wrong | None = None
-    for number, expressed_operands in matched_operands(context, instruction, operands):
-        try:
-            return of_match(expressed_operands, number)
-        except Unjudged as error:
-            reason = error
-        except Wrong as error:
-            if are_same(expressed_operands, operands):
-                fault = error
-    raise fault or reason
+    return judged_match(context, instruction, operands, of_match)
 
 
 def _gathered(
@@ -258,7 +233,7 @@ def scatter(
     def of_match(expressed_operands: Sequence[Held], number: int) -> Held:
         return _scattered(context, instruction, expressed_operands, index, number)
 
-    return _judged_match(context, instruction, operands, of_match)
+    return judged_match(context, instruction, operands, of_match)
 
 
 def _scattered(

@@ -1,7 +1,7 @@
 """The match of an operation of the partitioned program with one of the whole program."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from .held import Axis, Context, Held, view_of
 from .joining import form_in
 from .moves import MOVES_BY_OPCODE, continued, pad_move
 from .values import MOVES, Global, Node
+from .verdict import Unjudged, Wrong
 
 
 def node_for(context: Context, form: Form, instruction: Instruction) -> int | None:
@@ -320,6 +321,30 @@ def are_same(expressed_operands: Sequence[Held], operands: Sequence[Held]) -> bo
         first.root == other.root
         for first, other in zip(expressed_operands, operands, strict=True)
     )
+
+
+def judged_match(
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+    of_match: Callable[[Sequence[Held], int], Held],
+) -> Held:
+    """The result of an operation as the first value of the whole program with which
+    `of_match` judges it. Raises `Unjudged` if one is not judged or there is none, and
+    else `Wrong` if one is refuted whose operands these are.
+    """
+    reason: Unjudged | None = None
+    fault: Wrong | None = None
+    for number, expressed_operands in matched_operands(context, instruction, operands):
+        try:
+            return of_match(expressed_operands, number)
+        except Unjudged as error:
+            reason = error
+        except Wrong as error:
+            if are_same(expressed_operands, operands):
+                fault = error
+    none = f"no {instruction.opcode} of the whole program has these operands"
+    raise reason or fault or Unjudged(none)
 
 
 def _dims_with_ones(context: Context, array: Global) -> list[int | None]:
