@@ -119,7 +119,8 @@ def retraced(
     struct_of: Callable[[Any], jax.ShapeDtypeStruct] = struct_of,
 ) -> Any:
     """A parameter of an equation, with each jaxpr in it traced again as `run` evaluates
-    it. Parameters without jaxprs are returned unchanged.
+    it. Parameters without jaxprs are returned unchanged, and so are jaxprs whose
+    constants are operands of the equation.
 
     `run` takes a jaxpr, its constants and its arguments. `struct_of` gives the struct of
     an argument from its variable in the jaxpr.
@@ -134,6 +135,9 @@ def retraced(
         return parameter
 
     jaxpr, consts = opened(parameter)
+    # lineax has such jaxprs in the parameters of its solves.
+    if len(consts) < len(jaxpr.constvars):
+        return parameter
     structs = map(struct_of, jaxpr.invars)
     closed = jax.make_jaxpr(lambda *args: run(jaxpr, consts, args))(*structs)
     if isinstance(parameter, jex.ClosedJaxpr):

@@ -134,3 +134,29 @@ def test_a_solve_runs_on_explicit_axes():
     assert not sfx.misplaced(gradient, plan)
     expected = jax.grad(value)(WEIGHTS, np.asarray(Y0))
     np.testing.assert_allclose(gradient["w"], expected["w"], rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_with_a_function_as_operator_runs_on_explicit_axes():
+    """lineax has the function as a jaxpr in a parameter, and its constants as operands."""
+    mesh = jax.make_mesh((8,), ("data",))
+    rules = sfx.AxisRules([("batch", "data")])
+
+    def solve(weights, y):
+        operator = lineax.FunctionLinearOperator(
+            lambda y: weights["w"] @ (weights["w"].T @ y) + y,
+            jax.ShapeDtypeStruct((4,), jnp.float32),
+            lineax.positive_semidefinite_tag,
+        )
+        solver = lineax.CG(rtol=1e-6, atol=1e-6)
+        return lineax.linear_solve(operator, y, solver).value
+
+    step = train(solve)
+    plan = sfx.plan(WEIGHTS, mesh, paths=sfx.PathRules([("w", P())]))
+    weights = sfx.shard(WEIGHTS, plan)
+    y0 = jax.device_put(np.asarray(Y0), NamedSharding(mesh, P("data")))
+    constrained = sfx.auto.constrain_step(step, mesh, rules)
+    updated, loss = jax.jit(constrained)(weights, y0)
+    expected, expected_loss = step(WEIGHTS, np.asarray(Y0))
+    assert not sfx.misplaced(updated, plan)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
+    np.testing.assert_allclose(updated["w"], expected["w"], rtol=1e-4, atol=1e-6)
