@@ -26,9 +26,9 @@ _SIMPLE = re.compile(
 # `get-tuple-element` instruction.
 _OPERAND = re.compile(r"%([\w.\-]+(?:#\d+)*)")
 # In texts without `%`, the last word of an operand is its name.
-_BARE = re.compile(r"([A-Za-z_][\w.\-]*)\s*(?:,|$)")
+_LAST_WORD = re.compile(r"([A-Za-z_][\w.\-]*)\s*(?:,|$)")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_ENDS = re.compile(r"^\}(\s*$|,)")
+_END_OF_COMPUTATION = re.compile(r"^\}(\s*$|,)")
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)="
     r"(?:\{([^}]*)\}|%?([\w.\-]+))"
@@ -62,13 +62,11 @@ def phase_of(op_name: str) -> Phase:
     """
     if "rematted_computation" in op_name:
         return "recomputed"
-    return (
-        "backward"
-        if "transpose(" in op_name
-        else "forward"
-        if "jvp(" in op_name
-        else ""
-    )
+    if "transpose(" in op_name:
+        return "backward"
+    if "jvp(" in op_name:
+        return "forward"
+    return ""
 
 
 class Instruction(NamedTuple):
@@ -265,7 +263,7 @@ class _Sections:
                 if "#" in operand:
                     _add_tuple_element(computation, operand)
             computation[instruction.name] = instruction
-        if line.startswith("}") and _ENDS.match(line):
+        if line.startswith("}") and _END_OF_COMPUTATION.match(line):
             self._computation = None
             self.unread = ""
         else:
@@ -299,7 +297,7 @@ def _instruction(line: str) -> Instruction:
     result, opcode = line[start:stop].strip(), line[stop + 1 : opening].strip()
     operands = tuple(_OPERAND.findall(inside))
     if not operands and inside and opcode not in WITHOUT_OPERANDS:
-        operands = tuple(_BARE.findall(inside))
+        operands = tuple(_LAST_WORD.findall(inside))
     return Instruction(
         match[2], result, opcode, operands, inside, line[closing:], match[1] is not None
     )

@@ -126,6 +126,7 @@ def fault_of(record: Mapping[str, Any]) -> Fault:
     language of records does not have.
     """
     fields = dict(record)
+    # The counts `flagged` and `wrong`.
     fields.update(fields.pop("precision", {}))
     arrays = fields.pop("arrays", None)
     if arrays is not None:
