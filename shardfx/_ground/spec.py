@@ -153,7 +153,7 @@ def with_reductions(
     return PartitionSpec(*entries, **reductions)
 
 
-def constrained(spec: PartitionSpec) -> PartitionSpec:
+def without_unconstrained(spec: PartitionSpec) -> PartitionSpec:
     """`spec` with `None` in place of UNCONSTRAINED entries, which JAX refuses at
     `device_put` and at jit boundaries.
     """

@@ -10,11 +10,11 @@ from jax.sharding import PartitionSpec
 from .._ground.reason import Code, Reason, reason_for
 from .._ground.spec import (
     axes_of_entries,
-    constrained,
     entries_at,
     entries_of,
     entry_axes,
     trimmed,
+    without_unconstrained,
 )
 from .._ground.text import between_numbers
 from .._ground.tree import Flat
@@ -138,7 +138,7 @@ def unaligned(
     its dimensions may be several ones of `base`, by one of `readings`, or are none.
     """
     sharding_axes = set(axes_of_entries(entries_of(spec)))
-    base_axes = axes_of_entries(entries_of(constrained(base.spec)))
+    base_axes = axes_of_entries(entries_of(without_unconstrained(base.spec)))
     axes = tuple(axis for axis in base_axes if axis not in sharding_axes)
     texts = list(map(_dims_text, readings))
     owner = f"`{starred(base.path)}`, shape {base.shape}"
@@ -178,7 +178,7 @@ def spec_at(leaf: LeafPlan, dims: Dims) -> PartitionSpec:
     """Returns the spec of an array with the dimensions `dims` that is sharded like the
     planned array `leaf`.
     """
-    return trimmed(at_dims(entries_of(constrained(leaf.spec)), dims))
+    return trimmed(at_dims(entries_of(without_unconstrained(leaf.spec)), dims))
 
 
 def starred(path: str) -> str:

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from .._ground.errors import PlanMismatchError, RuleError
 from .._ground.misuse import lacking, refused
 from .._ground.reason import Reason
-from .._ground.spec import DType, array_bytes, constrained, shard_shape
+from .._ground.spec import DType, array_bytes, shard_shape, without_unconstrained
 from .._ground.text import array_text, printable
 from .._rules import Matcher, PathRules, Units
 
@@ -113,7 +113,7 @@ class Row(NamedTuple):
         """Returns the bytes of the whole array and of one shard, on a mesh with these
         axis sizes.
         """
-        shard = shard_shape(self.shape, constrained(self.spec), sizes)
+        shard = shard_shape(self.shape, without_unconstrained(self.spec), sizes)
         return array_bytes(self.shape, self.dtype), array_bytes(shard, self.dtype)
 
 
@@ -159,7 +159,7 @@ def named_sharding(
     longer than planning the array.
     """
     kind = NamedSharding if isinstance(mesh, Mesh) else _WithoutDevices
-    return kind(mesh, constrained(spec), memory_kind=memory_kind)
+    return kind(mesh, without_unconstrained(spec), memory_kind=memory_kind)
 
 
 class _WithoutDevices(NamedSharding):

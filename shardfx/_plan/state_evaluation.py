@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError
-from .._ground.spec import constrained
+from .._ground.spec import without_unconstrained
 from .._ground.text import plural
 from .._ground.tree import Flat
 from .leaf import Row
@@ -127,7 +127,11 @@ def _structs(
     """
 
     def struct(row: Row) -> jax.ShapeDtypeStruct:
-        sharding = None if mesh is None else NamedSharding(mesh, constrained(row.spec))
+        sharding = (
+            None
+            if mesh is None
+            else NamedSharding(mesh, without_unconstrained(row.spec))
+        )
         return jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=sharding)
 
     structs: list[Any] = []

@@ -10,10 +10,10 @@ from typing import Any
 from .._ground.reason import Reason
 from .._ground.spec import (
     UNCONSTRAINED,
-    constrained,
     entries_of,
     entry_axes,
     shard_shape,
+    without_unconstrained,
 )
 from .._ground.text import (
     array_text,
@@ -186,7 +186,7 @@ def _row(row: Group, mesh: MeshSpec) -> dict[str, object]:
     names = None
     if leaf.names is not None:
         names = [*map(entry_text, leaf.names)]
-    shard = shard_shape(leaf.shape, constrained(leaf.spec), mesh.shape)
+    shard = shard_shape(leaf.shape, without_unconstrained(leaf.spec), mesh.shape)
     return {
         "path": row.where,
         "arrays": len(row.paths),
