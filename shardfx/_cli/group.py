@@ -74,8 +74,8 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _VERBS:
             return None
-        file, _ = _VERBS[cmd_name]
-        module = importlib.import_module(f".verbs.{file}", __package__)
+        module_name, _ = _VERBS[cmd_name]
+        module = importlib.import_module(f".verbs.{module_name}", __package__)
         return getattr(module, cmd_name)
 
     def format_commands(
@@ -102,7 +102,7 @@ def _print_version(context: click.Context, _: object, is_asked: bool) -> None:
     if not is_asked:
         return
     text = version_text()
-    if context.ensure_object(dict).get("more", False):
+    if context.ensure_object(dict).get("verbose", False):
         text = verbose_text()
     click.echo(text)
     context.exit()
@@ -120,7 +120,9 @@ def _print_version(context: click.Context, _: object, is_asked: bool) -> None:
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=lambda context, _, value: context.ensure_object(dict).update(more=value),
+    callback=lambda context, _, value: context.ensure_object(dict).update(
+        verbose=value
+    ),
     help="With --version: those of JAX and others, and the devices.",
 )
 @click.option(
@@ -152,10 +154,13 @@ def run(arguments: Sequence[str] | None) -> int:
         raise KeyboardInterrupt from error
     except click.ClickException as error:
         context = error.ctx if isinstance(error, click.UsageError) else None
-        path = "shardfx" if context is None else context.command_path
+        command = "shardfx" if context is None else context.command_path
         message = " ".join(error.format_message().split()).rstrip(".")
         print(
-            shown(f"{path}: error: {message}; see {path} --help", sys.stderr.encoding),
+            shown(
+                f"{command}: error: {message}; see {command} --help",
+                sys.stderr.encoding,
+            ),
             file=sys.stderr,
         )
         return 2
