@@ -167,12 +167,12 @@ def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:
 def _gathered_leaf(path: Any, leaf: object) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise LeafTypeError(
-            f"{_name(path)} is a ShapeDtypeStruct, which has no values to gather; make"
+            f"{_array_text(path)} is a ShapeDtypeStruct, which has no values to gather; make"
             " the arrays first."
         )
     if isinstance(leaf, Tracer):
         raise LeafTypeError(
-            f"{_name(path)}, {leaf.dtype}{list(leaf.shape)}, is traced: inside"
+            f"{_array_text(path)}, {leaf.dtype}{list(leaf.shape)}, is traced: inside"
             " `jax.jit` it has no values that could be brought to the host. Gather"
             " what the function returns; to have an array whole on every device"
             " inside, use `constrain(x, PartitionSpec(), plan)`."
@@ -260,7 +260,7 @@ def specs_of(tree: object) -> Any:
             return canonical(sharding.spec)
         if isinstance(leaf, jax.Array) and leaf.ndim:
             raise LeafTypeError(
-                f"{_name(path)}, shape {leaf.shape}, lies on {sharding}, which has no"
+                f"{_array_text(path)}, shape {leaf.shape}, lies on {sharding}, which has no"
                 " PartitionSpec; place it with `shard(tree, plan)`, or use"
                 " `shardings_of`."
             )
@@ -322,7 +322,7 @@ def known_sharding(path: object, leaf: object) -> Sharding | None:
         ]
         if autos:
             raise LeafTypeError(
-                f"{_name(path)}, shape {leaf.shape}, is traced on a mesh with the Auto"
+                f"{_array_text(path)}, shape {leaf.shape}, is traced on a mesh with the Auto"
                 f" axes {tuple(autos)}: the compiler chooses how they cut it, and has"
                 " not yet. Look at what the compiled function returns; or use Explicit"
                 " axes, which are in the type."
@@ -330,7 +330,7 @@ def known_sharding(path: object, leaf: object) -> Sharding | None:
     return sharding
 
 
-def _name(path: Any) -> str:
+def _array_text(path: Any) -> str:
     where = jax.tree_util.keystr(path, simple=True, separator="/")
     if where:
         return f"array `{where}`"
