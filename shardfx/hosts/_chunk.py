@@ -201,8 +201,8 @@ def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) ->
 
     **Returns:**
 
-    The position of the process along all other axes, as one number from 0. Replicas are
-    numbered along the last of these axes first.
+    The position of the process along all other axes, as one number from 0. The last of
+    these axes varies fastest.
 
     **Raises:**
 
