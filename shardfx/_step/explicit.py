@@ -252,6 +252,9 @@ class _Unsharder:
         equation: jex.JaxprEqn,
         operands: list[Any],
     ) -> Sequence[Any]:
+        """The results of an equation without the shardings in it, of `operands`. An
+        equation that only changes a layout has its operands as results.
+        """
         name = equation.primitive.name
         if name in _LAYOUTS:
             return operands
@@ -265,22 +268,23 @@ class _Unsharder:
             params["mesh"] = mesh
         elif name not in _OPAQUE:
             params = {key: self.plain(param) for key, param in params.items()}
-        plain = equation_over(equation.replace(params=params), mesh)
+        plain_equation = equation_over(equation.replace(params=params), mesh)
         if name != "scan":
-            return applied(jaxpr, plain, operands)
+            return applied(jaxpr, plain_equation, operands)
 
-        forwarded = _forwarded(plain)
-        remaining = [n for n in range(len(plain.outvars)) if n not in forwarded]
-        # From JAX 0.11 on, a `scan` keeps the structure of its results.
+        forwarded = _forwarded(plain_equation)
+        result_count = len(plain_equation.outvars)
+        remaining = [n for n in range(result_count) if n not in forwarded]
         if "num_carry" in params:
-            results = applied(jaxpr, _narrowed(plain, remaining), operands)
+            results = applied(jaxpr, _narrowed(plain_equation, remaining), operands)
         else:
-            every_result = applied(jaxpr, plain, operands)
+            # From JAX 0.11 on, a `scan` keeps the structure of its results.
+            every_result = applied(jaxpr, plain_equation, operands)
             results = [every_result[n] for n in remaining]
-        by_index = dict(zip(remaining, results, strict=True))
-        for number, operand in forwarded.items():
-            by_index[number] = operands[operand]
-        return [by_index[number] for number in range(len(plain.outvars))]
+        results_by_index = dict(zip(remaining, results, strict=True))
+        for result, operand in forwarded.items():
+            results_by_index[result] = operands[operand]
+        return [results_by_index[number] for number in range(result_count)]
 
     def called(self, call: jex.JaxprEqn) -> Callable[..., Sequence[Any]]:
         """The function that a call is of, such as a `jax.jit` in the step. Calls of one
