@@ -103,8 +103,8 @@ def frontier(costs: Costs) -> list[Point]:
     """Points from the one that keeps all to the one that keeps nothing. Each needs
     fewer bytes and more time than the point before it.
 
-    A value that is kept is computed again, in turn each of those that are kept, and the
-    points are carried on that save most bytes for their time.
+    From each point, each value that it keeps is computed again instead, one at a time.
+    The search goes on from those of the new points that save most bytes for their time.
     """
     start = costs.point(costs.keys)
     points: list[Point] = []

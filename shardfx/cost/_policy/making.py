@@ -358,6 +358,7 @@ class Question:
                 flops=flops / layers,
             )
             rows.append(row)
+        # JAX computes some values again without a policy, too. That is no choice.
         recomputed_flops = point.work.flops
         if "recompute" not in choices.values():
             recomputed_flops = 0.0
