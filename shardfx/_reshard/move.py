@@ -141,7 +141,8 @@ class Move:
     def chunks_within(self, limit_bytes: int | None) -> Chunks | None:
         """Chunks of shards that need at most `limit_bytes` in one memory besides source
         and target. `None` if whole shards need no more, if `limit_bytes` is `None` (no
-        limit), or if the shards cannot be divided.
+        limit), or if the shards cannot be divided. The finest chunks may need more than
+        a limit that is less than `least_bytes`.
         """
         if limit_bytes is None or self.extra_bytes <= limit_bytes:
             return None

@@ -92,7 +92,9 @@ class Door:
             self._admit(connection, host)
 
     def _wait_out(self, error: Exception) -> None:
-        """Goes on after a bad moment: no free file descriptor, an aborted connection."""
+        """Waits after a failure to accept a connection, such as no free file descriptor
+        or an aborted connection, having closed the oldest.
+        """
         if time.monotonic() >= self._next_log:
             self._next_log = time.monotonic() + _SECONDS_BETWEEN_LOGS
             _LOG.warning("a connection was not accepted (%s); trying again", error)

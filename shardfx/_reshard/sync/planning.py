@@ -402,9 +402,9 @@ def _add(
     group: Iterable[tuple[int, Box]],
     jobs: _Jobs,
 ) -> None:
-    """Appends to `table` the parts of arrays that some buffers receive. `made` has the
-    pieces that fill the target. In it, the source of a piece is named by the piece's
-    number, "0", "1", .... `encodings` says by this name how elements are sent.
+    """Appends to `table` the parts of arrays that some buffers receive. `made_leaf` has
+    the pieces that fill the target. In it, the source of a piece is named by the
+    piece's number, "0", "1", .... `encodings` says by this name how elements are sent.
     `holders` says for each source, by path, which device sends each box of it. `group`
     has the number and the box of each buffer.
     """
@@ -458,7 +458,9 @@ def _starts(holders: Holders) -> dict[int, Sequence[int]]:
 
 
 def _reads_an_element_twice(made_leaf: Made, encodings: Mapping[str, Encoding]) -> bool:
-    """Whether an element of a source may be needed at two positions of the target."""
+    """Whether an element of a source may be needed at two positions of the target.
+    `encodings` has an entry for each piece, by the piece's number.
+    """
     paths = {encoding.path for encoding in encodings.values()}
     if len(paths) < len(encodings):
         return True
