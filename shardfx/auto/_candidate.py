@@ -434,7 +434,7 @@ def jitted(step, plans):
 
 
 def _comments_of(candidate: Candidate) -> list[str]:
-    """What the code of a candidate says of it."""
+    """The comment lines at the head of a candidate's code."""
     time = f"{ms(candidate.seconds)} a step {_HOW[candidate.by]}"
     comments = [f"{time}, {bytes_text(candidate.memory_bytes)} a device."]
     assignments = dict(candidate.assignments)
@@ -443,6 +443,7 @@ def _comments_of(candidate: Candidate) -> list[str]:
     if candidate.state_over:
         over = " x ".join(candidate.state_over)
         comments.append(f"ZeRO-1: {over} cuts the optimizer's state, too.")
+    # Of a candidate that does not fit, the reason says so.
     if candidate.fits and candidate.reasons:
         comments.append(f"Not {candidate.reasons[0]}.")
     return comments

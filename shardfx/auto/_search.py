@@ -329,9 +329,9 @@ def _without_refuted(
     tell: Tell,
     target_of: Callable[[Candidate], Target | None] = lambda candidate: None,
 ) -> list[Candidate]:
-    """The candidates, without those of the first `keep` that XLA's partitioner computes
-    wrongly, or libtpu's for the slices that `target_of` names. Raises `ProgramError` if
-    none is left.
+    """The candidates without those that XLA's partitioner computes wrongly, or libtpu's
+    for the slices that `target_of` names. They are judged in order until `keep` are
+    right, and the rest follow unjudged. Raises `ProgramError` if none is right.
     """
     right: list[Candidate] = []
     remaining = list(fitting)
