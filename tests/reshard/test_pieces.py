@@ -278,7 +278,7 @@ def test_evenly_spaced_parts_of_a_shard_are_copied_at_once():
 
 
 def test_threads_also_copy_the_data_of_typed_keys(monkeypatch):
-    keys = jax.random.wrap_key_data(np.zeros((1 << 19, 2), np.uint32))
+    keys = jax.random.wrap_key_data(jnp.zeros((1 << 19, 2), jnp.uint32))
     source = NamedSharding(mesh(range(4), (4,)), P("a"))
     target = NamedSharding(mesh(range(4, 8), (2, 2)), P("b"))
     tasks = []
