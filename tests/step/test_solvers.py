@@ -136,7 +136,7 @@ def test_a_solve_runs_on_explicit_axes():
     np.testing.assert_allclose(gradient["w"], expected["w"], rtol=1e-4, atol=1e-6)
 
 
-def test_a_step_with_a_function_as_operator_runs_on_explicit_axes():
+def test_a_function_as_operator_runs_on_explicit_axes():
     """lineax has the function as a jaxpr in a parameter, and its constants as operands."""
     mesh = jax.make_mesh((8,), ("data",))
     rules = sfx.AxisRules([("batch", "data")])
