@@ -420,7 +420,7 @@ def _assembled(
             assembly.struct, assembly.targets, assembly.host_copies, shards, pool
         )
     if not is_copied and limit_bytes is not None:
-        limit_bytes -= move.copy_bytes
+        limit_bytes -= move.staging_bytes
     context = Context(
         arrays={"": x},
         move=None,

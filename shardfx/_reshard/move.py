@@ -84,7 +84,7 @@ class Move:
         return array_bytes(self.dst.shard_shape(self.shape), self.dtype)
 
     @ft.cached_property
-    def copy_bytes(self) -> int:
+    def staging_bytes(self) -> int:
         """The bytes of device memory that programs use for copies of old and new shards
         that are in host memory.
         """
@@ -98,7 +98,7 @@ class Move:
         """The most bytes that one memory needs besides the shards of source and target."""
         if self.plan is not None:
             device_bytes = _program_bytes(self.plan, self.shape, self.dtype)
-            return device_bytes * sharers(self.dst.device_set) + self.copy_bytes
+            return device_bytes * sharers(self.dst.device_set) + self.staging_bytes
         if self.assembly is None:
             return 0
         exchange_bytes = self.assembly.extra_bytes(self.assembly.exchanges())
@@ -106,10 +106,10 @@ class Move:
         if spread is not None:
             spread_bytes = spread.held_by_source + spread.extra_bytes
             exchange_bytes = max(exchange_bytes, spread_bytes)
-        return exchange_bytes + self.copy_bytes
+        return exchange_bytes + self.staging_bytes
 
     @property
-    def held_bytes(self) -> int:
+    def total_bytes(self) -> int:
         """The most bytes of this array that one memory holds during the move, shards of
         source and target included.
         """
@@ -146,8 +146,8 @@ class Move:
         """
         if limit_bytes is None or self.extra_bytes <= limit_bytes:
             return None
-        chunk_bytes = max(1, limit_bytes - self.copy_bytes)
-        chunks = self.chunks_of(-(-self.held_bytes // chunk_bytes))
+        chunk_bytes = max(1, limit_bytes - self.staging_bytes)
+        chunks = self.chunks_of(-(-self.total_bytes // chunk_bytes))
         if chunks is None or self.bytes_in(chunks) <= limit_bytes:
             return chunks
         return self.chunks_of(max(self.shape))
@@ -157,9 +157,9 @@ class Move:
         shards move in `chunks`. They include one chunk's part of the shards, before and
         after its move.
         """
-        divided_bytes = self.held_bytes - self.copy_bytes
+        divided_bytes = self.total_bytes - self.staging_bytes
         chunk_bytes = -(-divided_bytes * chunks.chunk // chunks.block)
-        return chunk_bytes + self.copy_bytes
+        return chunk_bytes + self.staging_bytes
 
     @property
     def least_bytes(self) -> int:
@@ -168,7 +168,7 @@ class Move:
         """
         if self.assembly is not None:
             exchange_bytes = least_bytes_of(self.assembly)
-            return min(self.extra_bytes, exchange_bytes + self.copy_bytes)
+            return min(self.extra_bytes, exchange_bytes + self.staging_bytes)
         finest = self.chunks_of(max(self.shape, default=1))
         if finest is None:
             return self.extra_bytes
