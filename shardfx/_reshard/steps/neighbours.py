@@ -288,7 +288,7 @@ def _assignments_in_order(moving: SubAxes, to_dims: int) -> tuple[ShardDims, ...
         added: list[SubAxes] = [()] * to_dims
         added[dim] = moving
         assignments.append(tuple(added))
-    for cut in range(len(moving)):
+    for cut in range(1, len(moving)):
         for first, second in it.permutations(range(to_dims), 2):
             added = [()] * to_dims
             added[first] = moving[:cut]
