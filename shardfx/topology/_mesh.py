@@ -101,29 +101,29 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
             )
         self.axis_names = tuple(name for name, _ in pairs)
         self.axis_sizes = tuple(size for _, size in pairs)
-        kinds = (
+        types_by_axis = (
             axis_types
             if isinstance(axis_types, Mapping)
             else dict.fromkeys(self.axis_names, axis_types)
         )
         self.axis_types = tuple(
-            kinds.get(name, AxisType.Auto) for name in self.axis_names
+            types_by_axis.get(name, AxisType.Auto) for name in self.axis_names
         )
         if dcn is not None and not isinstance(dcn, Mapping):
             form = {self.axis_names[0]: dcn}
             raise MeshError(f"`dcn={dcn!r}` names no axis; write `dcn={form!r}`.")
         self.dcn_sizes = tuple((dcn or {}).get(name, 1) for name in self.axis_names)
-        for kind in kinds.values():
+        for axis_type in types_by_axis.values():
             check_type(
                 what="axis_types",
-                value=kind,
+                value=axis_type,
                 expected=AxisType,
                 error=MeshError,
                 fix="give a `jax.sharding.AxisType` such as `AxisType.Auto`, or a mapping"
                 " from axis names to them",
             )
-        for axes_of_argument, what in ((kinds, "axis_types"), (dcn or {}, "dcn")):
-            require_known(axes_of_argument, self.axis_names, what)
+        for by_axis, what in ((types_by_axis, "axis_types"), (dcn or {}, "dcn")):
+            require_known(by_axis, self.axis_names, what)
 
     def __check_init__(self):
         check_axes(self.axis_names, self.axis_sizes, self.dcn_sizes, self)
