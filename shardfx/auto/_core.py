@@ -341,17 +341,23 @@ def find(
         if not len(mesh.sizes):
             continue
         sizes = _padded_rows(mesh.sizes, row_count)
-        spans = _padded_rows(mesh.slices, row_count)
+        slice_rows = _padded_rows(mesh.slices, row_count)
         sets = itertools.combinations(range(assignments), axes)
         while block := list(itertools.islice(sets, block_size)):
             numbers = np.full((block_size, AXES), no_assignment, np.int32)
             numbers[: len(block), :axes] = block
             set_numbers, size_numbers, costs_of_sets = best_of_block(
-                arrays, machine, numbers, sizes, spans, np.int32(len(block)), keep=keep
+                arrays,
+                machine,
+                numbers,
+                sizes,
+                slice_rows,
+                np.int32(len(block)),
+                keep=keep,
             )
-            limit = math.inf
+            slowest_kept = math.inf
             if len(best) == keep:
-                limit = best[-1].seconds
+                slowest_kept = best[-1].seconds
             rows = zip(
                 np.asarray(set_numbers).tolist(),
                 np.asarray(size_numbers).tolist(),
@@ -359,12 +365,12 @@ def find(
                 strict=True,
             )
             for set_number, size_number, (seconds, memory_bytes) in rows:
-                if seconds >= limit:
+                if seconds >= slowest_kept:
                     continue
                 estimate = Estimate(
                     assignments=tuple(numbers[set_number][:axes].tolist()),
                     sizes=tuple(sizes[size_number][:axes].tolist()),
-                    slices=tuple(spans[size_number][:axes].tolist()),
+                    slices=tuple(slice_rows[size_number][:axes].tolist()),
                     seconds=seconds,
                     memory_bytes=memory_bytes,
                 )
