@@ -18,7 +18,11 @@ Binding = Mapping[str, str | int]
 _COMPARED_NAMES = 2000
 _COMPARED_CHARACTERS = 200
 _FIELD = re.compile(r"\{([^{}]*)\}")
-_TERM = re.compile(r"\s*(?:(\d+)\s*\*\s*)?(?:([A-Za-z_]\w*)(\*?)|(\d+))\s*")
+# A term of a sum: a name, with a factor or a star, or a number.
+_TERM = re.compile(
+    r"\s*(?:(?P<factor>\d+)\s*\*\s*)?"
+    r"(?:(?P<name>[A-Za-z_]\w*)(?P<star>\*?)|(?P<number>\d+))\s*"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,23 +89,27 @@ def sum_of(text: str) -> Sum:
     rest = 0
     for part in text.split("+"):
         term = _TERM.fullmatch(part)
-        is_product_of_numbers = term is not None and term[4] and term[1]
-        # Only a name by itself can match text with slashes.
-        is_starred_in_sum = (
-            term is not None and term[3] and term[2] + "*" != text.strip()
-        )
-        if term is None or is_product_of_numbers or is_starred_in_sum:
+        if term is None or not _is_term_of(text, term):
             raise MapError(
                 f"`{{{text}}}` cannot be read: braces hold a name, or a sum as in"
                 " `{6*i+2}`, without a minus; `{name*}` matches any text, also"
                 " with slashes."
             )
-        if term[2]:
-            factor = int(term[1] or 1)
-            terms.append((factor, term[2]))
+        if term["name"]:
+            factor = int(term["factor"] or 1)
+            terms.append((factor, term["name"]))
         else:
-            rest += int(term[4])
+            rest += int(term["number"])
     return Sum(tuple(terms), rest)
+
+
+def _is_term_of(text: str, term: re.Match[str]) -> bool:
+    """Whether a matched term may be in the placeholder `text`: products of numbers may
+    not, and only a name by itself has a star, with which it matches slashes.
+    """
+    if term["number"]:
+        return term["factor"] is None
+    return not term["star"] or text.strip() == term["name"] + "*"
 
 
 @dataclasses.dataclass(frozen=True)
