@@ -133,7 +133,7 @@ def local_chunk(
         )
     axes = [entry_axes(entry) for entry in entries_at(spec, len(shape))]
     replica = replica_id(itertools.chain(*axes), grid, process_index)
-    rows = (
+    ranges = (
         _local_range(
             dim=dim,
             size=shape[dim],
@@ -143,7 +143,7 @@ def local_chunk(
         )
         for dim, dim_axes in enumerate(axes)
     )
-    return LocalChunk(tuple(rows), replica)
+    return LocalChunk(tuple(ranges), replica)
 
 
 def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> int:
