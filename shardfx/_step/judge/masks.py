@@ -35,33 +35,12 @@ def selected(
         return other
     varying = [dim for dim in range(len(shape)) if chosen.shape[1 + dim] > 1]
     if len(varying) > 1:
-        return _selected_in_box(context, chosen, varying, chosen_value, other)
+        return None
     rows = chosen.reshape(len(chosen), -1)
     if not varying:
         return _selected_on_devices(context, rows[:, 0], chosen_value, other, shape)
     held = _merged(context, varying[0], rows, chosen_value, other)
     return None if held is None else seen_as_padded(context, instruction, held)
-
-
-def _selected_in_box(
-    context: Context,
-    chosen: np.ndarray,
-    varying: Sequence[int],
-    inside: Held,
-    other: Held,
-) -> Held | None:
-    """The elements of `one` in some rows and columns, and a constant elsewhere."""
-    box = np.ones_like(chosen)
-    held: Held | None = inside
-    for place in varying:
-        others = tuple(dim for dim in range(1, chosen.ndim) if dim != 1 + place)
-        row = chosen.any(axis=others, keepdims=True)
-        box = box & row
-        if held is not None:
-            rows = row.reshape(len(chosen), -1)
-            held = _merged(context, place, rows, held, other)
-    is_constant = constant_number(other) is not None
-    return held if is_constant and (box == chosen).all() else None
 
 
 def _selected_on_devices(
