@@ -71,6 +71,8 @@ def bits(leaf):
     return leaf
 
 
-def receiver_of(plan, dst, *senders, secret=SECRET, **options):
+def receiver_of(plan, dst, *senders, secret=SECRET, timeout_seconds=2, **options):
     addresses = [sender.address for sender in senders]
-    return Receiver(plan, dst, addresses, secret, timeout_seconds=2, **options)
+    return Receiver(
+        plan, dst, addresses, secret, timeout_seconds=timeout_seconds, **options
+    )

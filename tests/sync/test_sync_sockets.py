@@ -392,7 +392,7 @@ def test_publish_waits_for_the_revision_that_is_read():
             publishing.join(0.2)
             assert publishing.is_alive()
             # Others get the new revision meanwhile, and this one the old one, whole.
-            receiver = receiver_of(plan, dst, sender)
+            receiver = receiver_of(plan, dst, sender, timeout_seconds=20)
             assert receiver.pull(check_content=True)
             assert receiver.revision == 2
             for number in range(24):
@@ -425,7 +425,7 @@ def test_a_withdrawn_revision_says_why():
             assert 1 < time.monotonic() - begin < 4
             with pytest.raises(SyncError, match="revision 1 is withdrawn: the trainer"):
                 read(channel, 24)
-        receiver = receiver_of(plan, dst, sender)
+        receiver = receiver_of(plan, dst, sender, timeout_seconds=20)
         assert receiver.pull(check_content=True)
         assert receiver.revision == 2
 
