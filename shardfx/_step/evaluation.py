@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.extend.core as jex
+from jax.core import Tracer
 
 from .lowered import opened
 
@@ -135,8 +136,10 @@ def retraced(
         return parameter
 
     jaxpr, consts = opened(parameter)
-    # lineax has such jaxprs in the parameters of its solves.
-    if len(consts) < len(jaxpr.constvars):
+    # lineax has such jaxprs in the parameters of its solves. In JAX 0.12 they keep the
+    # tracers of the trace that made them.
+    is_open = len(consts) < len(jaxpr.constvars)
+    if is_open or any(isinstance(const, Tracer) for const in consts):
         return parameter
     structs = map(struct_of, jaxpr.invars)
     closed = jax.make_jaxpr(lambda *args: run(jaxpr, consts, args))(*structs)
