@@ -518,8 +518,8 @@ def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
         if chain[-1] in chain[:-1]:
             circle = " -> ".join(repr(link) for link in chain)
             raise RuleError(
-                f"the aliases go in a circle: {circle}; let one of them be an"
-                " alias of a logical name that has rules."
+                f"the aliases go in a circle: {circle}; let one name a logical axis"
+                " with rules."
             )
     return chain
 

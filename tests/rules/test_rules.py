@@ -512,7 +512,7 @@ def test_malformed_rules(rules, message):
 
 UNTYPED = inspect.unwrap(resolve)
 UNIT = r"`units\['a'\]` is .*; a unit is a positive number of elements"
-CIRCLE = "circle: 'x' -> 'y' -> 'x'; let one of them be an alias of a logical name"
+CIRCLE = "circle: 'x' -> 'y' -> 'x'; let one name a logical axis with rules"
 UNITS: list[Any] = [0, -1, 1.5, True, None]
 
 
