@@ -8,6 +8,7 @@ buffers are deleted, and the state after an error.
 import collections
 import contextlib
 import dataclasses
+import functools as ft
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -176,18 +177,16 @@ class _Flight:
             most_bytes = max(most_bytes, assembly.most_bytes)
         self._context = Context(
             arrays=job.arrays,
-            move=self._moved,
+            # A bound method would make a cycle of references, in which both trees' arrays
+            # would stay until the garbage collector ran.
+            move=ft.partial(
+                _moved, copies=job.copies, limit_bytes=limit_bytes, pool=pool
+            ),
             limit_bytes=limit_bytes,
             most_bytes=most_bytes,
             pool=pool,
             shards=LocalShards(job.arrays),
         )
-
-    def _moved(self, x: object, sharding: Sharding) -> jax.Array:
-        if not isinstance(x, jax.Array):
-            return jax.device_put(x, sharding)
-        move = move_of(x.shape, x.dtype, x.sharding, sharding, (), self._job.copies)
-        return carry_out(move, x, limit_bytes=self._limit_bytes, pool=self._pool)
 
     def move(self, move: Move, leaf: jax.Array) -> jax.Array:
         """Moves `leaf` as `move` says. Its buffers are donated if no later move or
@@ -271,6 +270,20 @@ class _Flight:
     def _give_up(self, leaf: object) -> None:
         if isinstance(leaf, jax.Array) and self._is_done_with(leaf):
             leaf.delete()
+
+
+def _moved(
+    x: object,
+    sharding: Sharding,
+    copies: bool,
+    limit_bytes: int | None,
+    pool: ThreadPoolExecutor,
+) -> jax.Array:
+    """An array that an assembly reads, or a NumPy array, moved to `sharding`."""
+    if not isinstance(x, jax.Array):
+        return jax.device_put(x, sharding)
+    move = move_of(x.shape, x.dtype, x.sharding, sharding, (), copies)
+    return carry_out(move, x, limit_bytes=limit_bytes, pool=pool)
 
 
 def _is_on_cpu(assembly: Assembly) -> bool:
