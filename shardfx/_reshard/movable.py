@@ -20,6 +20,10 @@ def leaf_name(path: str) -> str:
     return f"leaf `{path}`" if path else "the array"
 
 
+# The errors that say what is wrong with one leaf.
+LEAF_ERRORS = (SpecError, MeshError, LeafTypeError)
+
+
 @contextlib.contextmanager
 def naming(path_of: Callable[[Any], str], key: object) -> Iterator[None]:
     """Returns a context manager that puts the path of a leaf in front of the message of
@@ -27,8 +31,15 @@ def naming(path_of: Callable[[Any], str], key: object) -> Iterator[None]:
     """
     try:
         yield
-    except (SpecError, MeshError, LeafTypeError) as error:
-        raise type(error)(f"{leaf_name(path_of(key))}: {error}") from error
+    except LEAF_ERRORS as error:
+        raise with_path(error, path_of(key)) from error
+
+
+def with_path(error: Exception, path: str) -> Exception:
+    """Returns an error of the same type that has the path of a leaf in front of its
+    message.
+    """
+    return type(error)(f"{leaf_name(path)}: {error}")
 
 
 def require_movable(shape: tuple[int, ...], dtype: DType, *shardings: Sharding) -> None:

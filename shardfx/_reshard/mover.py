@@ -35,7 +35,7 @@ from .._ground.processes import coordination, exchanged
 from .._ground.tree import Flat, flatten, is_number
 from .._plan import ShardPlan, Target, shardings_of_leaves, target_of
 from .flight import Job, require_memory, run_job
-from .movable import naming, require_movable, require_reduced
+from .movable import LEAF_ERRORS, naming, require_movable, require_reduced, with_path
 from .move import Move, balanced, move_of
 from .pieces.assembly import Assembly, MovedLeaf
 from .pieces.planning import TargetArray, target_arrays
@@ -337,6 +337,8 @@ def _moved(
     `jax.transfer_guard("disallow")` lets them pass. It overrides `jax.disable_jit`,
     since operations that run one at a time would not move arrays.
     """
+    if not (job.moves or job.placements or job.assemblies):
+        return list(leaves)
     if limit_bytes is not None:
         require_memory(job, limit_bytes)
     with contextlib.ExitStack() as stack:
@@ -391,7 +393,8 @@ def job_of(
         if target is None or not is_array(leaf):
             job.kept.add(id(leaf))
             continue
-        with naming(path_of, number):
+        # A `with naming(...)` for each leaf would take as long as all the rest.
+        try:
             _require_devices(target)
             if not isinstance(leaf, jax.Array):
                 require_movable(leaf.shape, leaf.dtype, target)
@@ -401,6 +404,8 @@ def job_of(
             key = (leaf.sharding, target, leaf.shape, leaf.dtype)
             if key not in moves:
                 moves[key] = _move(leaf, target, lost, copies)
+        except LEAF_ERRORS as error:
+            raise with_path(error, path_of(number)) from error
         if moves[key].how == "in place" and leaf.committed:
             job.kept.add(id(leaf))
         else:
