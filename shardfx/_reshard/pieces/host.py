@@ -6,6 +6,7 @@ aligned NumPy buffer. So each byte is copied once, from the old shard to the new
 
 import contextlib
 import functools as ft
+import itertools as it
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,7 @@ from ..._convert import (
     chunks,
     fill,
     source_view,
+    strides_of,
     target_view,
     write,
 )
@@ -31,7 +33,7 @@ from ..._ground.boxes import (
     read_box,
     whole_box,
 )
-from ..._ground.copying import buffers, copy_along
+from ..._ground.copying import block_dim, buffers, copy_along
 from ..._ground.errors import SyncError
 from ..._ground.keys import raw
 from .copies import Copy, HostCopies, is_small, joint_copies, shard_starts
@@ -280,11 +282,51 @@ def assemble_and_delete(
         shards.delete()
         return array
 
+    itemsize = np.dtype(struct.dtype).itemsize
+    all_copies = it.chain.from_iterable(shard.copies for shard in copies)
+    fills_pages = all(_run_bytes(copy, itemsize) >= _PAGE_BYTES for copy in all_copies)
+    if fills_pages:
+        return _finished(
+            struct,
+            targets,
+            _copied_by_sender(targets, copies, struct, shards, pool),
+            (),
+        )
+    # A copy of short runs writes to pages of the whole new shard. So the copies go to
+    # memory where each is one run, and from there to the new shard.
+    rows = [
+        HostCopies(_in_a_row(shard.copies, itemsize), (), is_slice=False)
+        for shard in copies
+    ]
+    staged = _copied_by_sender(targets, rows, struct, shards, pool)
+    new_shards: list[np.ndarray] = []
+    for number, box in enumerate(targets):
+        (buffer,) = _empty_shards([box], struct)
+        pairs = zip(rows[number].copies, copies[number].copies, strict=True)
+        views = [_unstaged(row, copy, staged[number], buffer) for row, copy in pairs]
+        for task in _run_copies(views, buffer.nbytes, pool):
+            task.result()
+        del views
+        staged[number] = buffer
+        new_shards.append(buffer)
+    return _finished(struct, targets, new_shards, ())
+
+
+def _copied_by_sender(
+    targets: Sequence[Box],
+    copies: Sequence[HostCopies],
+    struct: jax.ShapeDtypeStruct,
+    shards: LocalShards,
+    pool: ThreadPoolExecutor | None,
+) -> list[np.ndarray]:
+    """New buffers for `targets`, filled by `copies`, old shard by old shard. Each old
+    shard is deleted after its last copy.
+    """
     # The kernel allocates a page when it is first written, so an empty buffer uses no
     # memory.
-    new_shards = _empty_shards(targets, struct)
+    buffers_of_targets = _empty_shards(targets, struct)
     copies_by_sender: dict[int, list[CopiesInto]] = {}
-    for buffer, shard_copies in zip(new_shards, copies, strict=True):
+    for buffer, shard_copies in zip(buffers_of_targets, copies, strict=True):
         for copy in shard_copies.copies:
             into = CopiesInto(buffer, [copy])
             copies_by_sender.setdefault(copy.shard, []).append(into)
@@ -294,8 +336,56 @@ def assemble_and_delete(
         sent_bytes = sum(view.target.nbytes for view in views)
         for task in _run_copies(views, sent_bytes, pool):
             task.result()
+        del views
         shards.delete(only=sender)
-    return _finished(struct, targets, new_shards, ())
+    return buffers_of_targets
+
+
+def _run_bytes(copy: Copy, itemsize: int) -> int:
+    """How many bytes a copy writes to consecutive addresses of the new shard before it
+    skips some.
+    """
+    run_bytes = itemsize
+    dims = zip(reversed(copy.shape), reversed(copy.target_strides), strict=True)
+    for size, stride in dims:
+        if size > 1 and stride != run_bytes:
+            break
+        run_bytes *= size
+    return run_bytes
+
+
+def _in_a_row(copies: Sequence[Copy], itemsize: int) -> tuple[Copy, ...]:
+    """The copies with targets that lie one after another, each contiguous."""
+    rows: list[Copy] = []
+    start = 0
+    for copy in copies:
+        strides = strides_of(copy.shape, itemsize)
+        row = copy._replace(
+            target_start=start,
+            target_strides=strides,
+            block_dim=block_dim(copy.shape, strides, copy.source_strides),
+        )
+        rows.append(row)
+        start += copy.elements * itemsize
+    return tuple(rows)
+
+
+def _unstaged(
+    row: Copy,
+    copy: Copy,
+    staged: np.ndarray,
+    buffer: np.ndarray,
+) -> "Views":
+    """The views for a copy from the row in `staged` to its place in the new shard
+    `buffer`.
+    """
+    from_row = copy._replace(
+        source_start=row.target_start,
+        source_strides=row.target_strides,
+        block_dim=None,
+    )
+    dtype = as_bits(buffer).dtype
+    return views_of(from_row, dtype, as_bytes(buffer), as_bytes(staged))
 
 
 class CopiesInto(NamedTuple):
