@@ -11,8 +11,8 @@ from shardfx._reshard.steps.groups import (
     all_gather,
     all_to_all,
     join,
+    kept_parts,
     split,
-    starts,
 )
 from shardfx._reshard.steps.layout import StepLayout
 from shardfx._reshard.steps.paths import permutation
@@ -61,7 +61,7 @@ def simulate(
                 )
             ]
             for piece, part in zip(
-                held, starts(step.source, step.target, like), strict=True
+                held, kept_parts(step.source, step.target, like), strict=True
             )
         ]
     if step.kind == "permute":

@@ -84,8 +84,8 @@ def require_memory(job: Job, limit_bytes: int) -> None:
     its smallest chunks.
     """
     works: list[_Work] = []
-    for move, places in job.moves.items():
-        numbers = [number for number, _ in places]
+    for move, numbered_arrays in job.moves.items():
+        numbers = [number for number, _ in numbered_arrays]
         works.append(_Work(move, numbers, move.least_bytes))
     for number, _, assembly in job.assemblies:
         works.append(_Work(assembly, [number], least_bytes_of(assembly)))
@@ -118,17 +118,17 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
             for number, leaf, target in job.placements:
                 flight.current = number
                 flight.made[number] = jax.device_put(leaf, target)
-            for move, places in order:
-                alike: dict[int, jax.Array] = {}
-                for number, leaf in places:
+            for move, numbered_arrays in order:
+                moved_by_id: dict[int, jax.Array] = {}
+                for number, leaf in numbered_arrays:
                     flight.current = number
-                    if id(leaf) not in alike:
-                        alike[id(leaf)] = flight.move(move, leaf)
-                    flight.made[number] = alike[id(leaf)]
+                    if id(leaf) not in moved_by_id:
+                        moved_by_id[id(leaf)] = flight.move(move, leaf)
+                    flight.made[number] = moved_by_id[id(leaf)]
                 if limit_bytes is not None:
                     flight.window.drain()
-            for number, names, assembly in job.assemblies:
-                flight.assemble(number, names, assembly)
+            for number, source_paths, assembly in job.assemblies:
+                flight.assemble(number, source_paths, assembly)
             flight.finish()
         except _FAILURES as error:
             raise _move_error(job, flight, error) from error
@@ -153,22 +153,23 @@ class _Flight:
         self._job = job
         self._limit_bytes = limit_bytes
         self._pool = pool
-        # How many more times each array of the source is read. An array that is in a
-        # tree twice is moved once.
-        self._left = collections.Counter[int]()
-        for places in job.moves.values():
-            self._left.update({id(leaf) for _, leaf in places})
-        for _, names, _ in job.assemblies:
-            self._left.update(id(job.arrays[name]) for name in names)
+        # How many more moves and assemblies read each array of the source, by its `id`.
+        # A move that has an array twice reads it once.
+        self._reads_left = collections.Counter[int]()
+        for numbered_arrays in job.moves.values():
+            self._reads_left.update({id(leaf) for _, leaf in numbered_arrays})
+        for _, source_paths, _ in job.assemblies:
+            self._reads_left.update(id(job.arrays[path]) for path in source_paths)
         # An array that stays shares its buffers with the result, so no other leaf may
         # donate it.
         self._kept = set(job.kept)
-        for move, places in job.moves.items():
+        for move, numbered_arrays in job.moves.items():
             if move.idle:
-                self._kept.update([id(leaf) for _, leaf in places])
+                self._kept.update([id(leaf) for _, leaf in numbered_arrays])
         # The number of the target's array that is being made, for an error's text.
         self.current = -1
-        # The array whose copies run in other threads.
+        # The array whose copies run in other threads: its number in the target, the
+        # paths of its sources, its plan, and a function that waits for it.
         self._started: (
             tuple[int, tuple[str, ...], Assembly, Callable[[], jax.Array]] | None
         ) = None
@@ -193,7 +194,7 @@ class _Flight:
         assembly reads it.
         """
         self.window.make_room(move.extra_bytes)
-        self._left[id(leaf)] -= 1
+        self._reads_left[id(leaf)] -= 1
         moved = carry_out(
             move,
             leaf,
@@ -212,17 +213,22 @@ class _Flight:
                 self.window.drain()
         return moved
 
-    def assemble(self, number: int, names: tuple[str, ...], assembly: Assembly) -> None:
-        """Starts to assemble the target's array number `number` from the arrays with the
-        paths `names`. Waits until the array that was started before is finished. Waits
-        for this one too if sources are donated, or if it is not copied on CPUs. So at
-        most two arrays are copied at a time. More would take more memory, which the
-        kernel provides slowly.
+    def assemble(
+        self,
+        number: int,
+        source_paths: tuple[str, ...],
+        assembly: Assembly,
+    ) -> None:
+        """Starts to assemble the target's array number `number` from the arrays with
+        the paths `source_paths`. Waits until the array that was started before is
+        finished. Waits for this one too if sources are donated, or if it is not copied
+        on CPUs. So at most two arrays are copied at a time. More would take more
+        memory, which the kernel provides slowly.
         """
         self.current = number
-        wait = start_assembly(assembly, names, self._context)
+        wait = start_assembly(assembly, source_paths, self._context)
         self.finish_copies()
-        self._started = (number, names, assembly, wait)
+        self._started = (number, source_paths, assembly, wait)
         if self.donate or assembly.method != "host" or not _is_on_cpu(assembly):
             self.finish_copies()
 
@@ -234,7 +240,7 @@ class _Flight:
         if self.donate:
             self.window.drain()
             for leaf in self._job.arrays.values():
-                self._give_up(leaf)
+                self._delete_if_unread(leaf)
 
     def finish_copies(self) -> None:
         """Waits for the array that other threads assemble. Deletes donated arrays that
@@ -242,32 +248,35 @@ class _Flight:
         """
         if self._started is None:
             return
-        number, names, assembly, wait = self._started
+        number, source_paths, assembly, wait = self._started
         self._started = None
         self.current = number
         array = _spread(assembly, wait(), self._limit_bytes)
-        like = self._job.arrays[names[0]] if names else None
+        like = self._job.arrays[source_paths[0]] if source_paths else None
         if like is not None:
+            # The data of typed PRNG keys become keys again.
             array = wrapped(array, like)
         self.made[number] = array
         if not self.donate:
             is_on_cpu = _is_on_cpu(assembly)
             most = _MOST_ASSEMBLED_ON_CPU if is_on_cpu else _IN_FLIGHT_COUNT
+            # Its shards are those of the target, so it takes no further bytes.
             self.window.add(array, 0, most)
             return
         jax.block_until_ready(array)
-        for name in names:
-            leaf = self._job.arrays[name]
-            self._left[id(leaf)] -= 1
-            if not self._left[id(leaf)]:
-                self._context.forget(name)
-                self._give_up(leaf)
+        for source_path in source_paths:
+            leaf = self._job.arrays[source_path]
+            self._reads_left[id(leaf)] -= 1
+            if not self._reads_left[id(leaf)]:
+                self._context.forget(source_path)
+                self._delete_if_unread(leaf)
 
     def _is_done_with(self, leaf: object) -> bool:
         """Whether nothing reads an array any more, and no result shares its buffers."""
-        return not self._left[id(leaf)] and id(leaf) not in self._kept
+        return not self._reads_left[id(leaf)] and id(leaf) not in self._kept
 
-    def _give_up(self, leaf: object) -> None:
+    def _delete_if_unread(self, leaf: object) -> None:
+        """Deletes an array that nothing reads any more. NumPy arrays stay."""
         if isinstance(leaf, jax.Array) and self._is_done_with(leaf):
             leaf.delete()
 
@@ -287,6 +296,7 @@ def _moved(
 
 
 def _is_on_cpu(assembly: Assembly) -> bool:
+    """Whether some device of source or target is a CPU device."""
     return any(device.platform == "cpu" for device in assembly.devices)
 
 
@@ -332,15 +342,18 @@ class Window:
 
 
 def _move_error(job: Job, flight: _Flight, error: Exception) -> MoveError:
+    """The error that says where a job stopped, and why. It holds the arrays that have
+    moved by then, by their paths.
+    """
     stopped_at = leaf_name(job.path_of(flight.current))
     # Moves in flight elsewhere may still arrive.
     with contextlib.suppress(*_FAILURES):
         flight.finish_copies()
     moved = {}
-    for done, array in flight.made.items():
+    for number, array in flight.made.items():
         # An array that was not computed is left out.
         with contextlib.suppress(RuntimeError):
-            moved[job.path_of(done)] = jax.block_until_ready(array)
+            moved[job.path_of(number)] = jax.block_until_ready(array)
     moves = sum(map(len, job.moves.values()))
     total = len(job.placements) + moves + len(job.assemblies)
     names = []
@@ -413,10 +426,15 @@ def _assembled(
     limit_bytes: int | None,
     pool: ThreadPoolExecutor | None,
 ) -> jax.Array:
+    """Assembles the target of `move` from shards of `x`. With `donate`, `x` is deleted
+    once it is read. Small local arrays have a faster way, and so have copies by the
+    host that may delete each shard of `x` as soon as nothing reads it.
+    """
     is_local = move.src.is_fully_addressable and move.dst.is_fully_addressable
     if x.weak_type and not move.lost and is_local:
         # An array assembled from shards has no weak type.
         return jax.device_put(x, move.dst, donate=donate)
+    # By the host, and not by programs on the devices.
     is_copied = assembly.method == "host"
     mover = None
     if is_copied and is_local and not move.lost:

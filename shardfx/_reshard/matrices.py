@@ -57,12 +57,15 @@ class MappedMatrices:
         flat = flatten(tree)
         rows_of(self.plan.content, flat)
         leaves = [*flat.leaves]
-        places = [number for number, is_array in enumerate(flat.is_array) if is_array]
-        mesh = _mesh_of(self.plan, [leaves[number] for number in places])
-        for number, function in self._others.items():
+        # For each array of the plan, the number of its leaf in the tree.
+        leaf_numbers = [
+            number for number, is_array in enumerate(flat.is_array) if is_array
+        ]
+        mesh = _mesh_of(self.plan, [leaves[number] for number in leaf_numbers])
+        for array_number, function in self._others.items():
             if function is not None:
-                place = places[number]
-                leaves[place] = function(leaves[place])
+                leaf_number = leaf_numbers[array_number]
+                leaves[leaf_number] = function(leaves[leaf_number])
 
         has_states = self._state is not None
         new_states: dict[str, Any] = {}
@@ -70,17 +73,19 @@ class MappedMatrices:
             old_states: dict[str, Any] = {}
             for stack in exchange.stacks:
                 old_states[stack.name] = states[stack.name] if has_states else None
-            places_of_exchange = [places[part.at] for part in exchange.arrays]
+            leaves_of_exchange = [
+                leaf_numbers[array.array_number] for array in exchange.arrays
+            ]
             results, states_of_exchange = _map_exchange(
                 self._fn,
                 exchange,
-                arrays=[leaves[place] for place in places_of_exchange],
+                arrays=[leaves[number] for number in leaves_of_exchange],
                 states=old_states,
                 mesh=mesh,
             )
             new_states |= states_of_exchange
-            for place, result in zip(places_of_exchange, results, strict=True):
-                leaves[place] = result
+            for number, result in zip(leaves_of_exchange, results, strict=True):
+                leaves[number] = result
 
         result = jax.tree.unflatten(flat.treedef, leaves)
         if has_states:
@@ -134,7 +139,9 @@ def _state_of_zeros(
     array: Matrices,
     _slot: jax.Array,
 ) -> Any:
-    """The state of a matrix of `array` that is zero."""
+    """The initial state of a matrix of `array`, made from zeros. `jax.vmap` calls this
+    once for each `_slot`, which has no meaning.
+    """
     return init(jnp.zeros(array.matrix, array.dtype))
 
 
@@ -233,6 +240,7 @@ def _mesh_of(plan: ShardPlan, arrays: Sequence[object]) -> Any:
 
 
 def _moved(x: Any, src: NamedSharding, dst: NamedSharding) -> Any:
+    """A traced array of the sharding `src`, moved to `dst`."""
     x = placed(x, src)
     if src.spec == dst.spec:
         return x
@@ -253,23 +261,24 @@ def _map_exchange(
     shardings: list[NamedSharding] = []
     sent_shardings: list[NamedSharding] = []
     sent_arrays: list[Any] = []
-    for array, part in zip(arrays, exchange.arrays, strict=True):
-        sharding = NamedSharding(mesh, part.spec(part.entries))
-        sent_sharding = NamedSharding(mesh, part.spec(part.sent_entries))
-        matrices = jnp.reshape(array, (*part.lead_shape, *part.rest))
+    for array, matrices in zip(arrays, exchange.arrays, strict=True):
+        sharding = NamedSharding(mesh, matrices.spec(matrices.entries))
+        sent_sharding = NamedSharding(mesh, matrices.spec(matrices.sent_entries))
+        with_lead = jnp.reshape(array, (*matrices.lead_shape, *matrices.rest))
         shardings.append(sharding)
         sent_shardings.append(sent_sharding)
-        sent_arrays.append(_moved(matrices, sharding, sent_sharding))
+        sent_arrays.append(_moved(with_lead, sharding, sent_sharding))
     specs = [sharding.spec for sharding in sent_shardings]
 
     def run(arrays: list[Any], states: dict[str, object]) -> Any:
-        held = exchanged(exchange, packed(exchange, arrays))
+        """What each device does with its shards, and with the states that it owns."""
+        rows = exchanged(exchange, packed(exchange, arrays))
         new_states = {}
         for number, stack in enumerate(exchange.stacks):
-            held, new_states[stack.name] = _scan(
-                fn, exchange, number, held, states[stack.name]
+            rows, new_states[stack.name] = _scan(
+                fn, exchange, number, rows, states[stack.name]
             )
-        return unpacked(exchange, exchanged(exchange, held)), new_states
+        return unpacked(exchange, exchanged(exchange, rows)), new_states
 
     owners = PartitionSpec((*exchange.lead_axes, *exchange.axes))
     mapped = jax.shard_map(
@@ -289,10 +298,10 @@ def _scan(
     fn: Callable[..., Any],
     exchange: OwnerExchange,
     number: int,
-    owned: Any,
+    rows: Any,
     states: PyTree,
 ) -> tuple[Any, Any]:
-    """Applies `fn` to each matrix of the stack `number` that this device owns. `owned`
+    """Applies `fn` to each matrix of the stack `number` that this device owns. `rows`
     has the rows that the device received, and `states` the states of these matrices, if
     any. Returns the rows with the results in the place of the matrices, and the new
     states.
@@ -300,13 +309,12 @@ def _scan(
     starts = exchange.starts(number)
     stack = exchange.stacks[number]
 
-    def turn(owned: Any, slot: Any) -> Any:
+    def turn(rows: Any, slot: Any) -> Any:
+        """One matrix: where it starts in the rows, and its state."""
         start, state = slot
 
-        def called() -> Any:
-            shards = jax.lax.dynamic_slice_in_dim(
-                owned, start, stack.unit_count, axis=1
-            )
+        def apply() -> Any:
+            shards = jax.lax.dynamic_slice_in_dim(rows, start, stack.unit_count, axis=1)
             matrix = assembled(exchange, stack, shards)
             new_state = None
             if state is None:
@@ -317,19 +325,22 @@ def _scan(
                 _require_alike((matrix, state), results)
                 new_matrix, new_state = results
             new_shards = split(exchange, stack, new_matrix)
-            rows = jax.lax.dynamic_update_slice_in_dim(owned, new_shards, start, axis=1)
-            return rows, new_state
+            new_rows = jax.lax.dynamic_update_slice_in_dim(
+                rows, new_shards, start, axis=1
+            )
+            return new_rows, new_state
 
         if starts.min() >= 0:
-            return called()
+            return apply()
         # `fn` does not run for a slot without a matrix.
-        return jax.lax.cond(start >= 0, called, lambda: (owned, state))
+        return jax.lax.cond(start >= 0, apply, lambda: (rows, state))
 
+    # Each owner's matrices start at places of its own, unless all places are equal.
     if (starts == starts[0]).all():
         own_starts = jnp.asarray(starts[0])
     else:
         own_starts = jnp.asarray(starts)[jax.lax.axis_index(exchange.axes)]
-    return jax.lax.scan(turn, owned, (own_starts, states))
+    return jax.lax.scan(turn, rows, (own_starts, states))
 
 
 def _require_alike(argument: PyTree, result: PyTree) -> None:
@@ -512,6 +523,7 @@ class _Grid(NamedTuple):
 
 
 def _grid(exchange: OwnerExchange, stack: Stack) -> _Grid:
+    """How the shards that an owner receives of one matrix of `stack` form the matrix."""
     axes = exchange.axes
     order: list[int] = []
     for dim, dim_axes in enumerate(stack.arrays[0].sent_entries):

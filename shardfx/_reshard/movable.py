@@ -27,7 +27,8 @@ LEAF_ERRORS = (SpecError, MeshError, LeafTypeError)
 @contextlib.contextmanager
 def naming(path_of: Callable[[Any], str], key: object) -> Iterator[None]:
     """Returns a context manager that puts the path of a leaf in front of the message of
-    an error. `path_of` returns the path for `key`, the leaf's number or path.
+    an error that is raised inside it. `path_of` returns the path for `key`, the leaf's
+    number or path.
     """
     try:
         yield
@@ -57,6 +58,9 @@ def require_movable(shape: tuple[int, ...], dtype: DType, *shardings: Sharding) 
 
 
 def _require_dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> None:
+    """Raises `SpecError` if a sharding has more entries than the shape has dimensions,
+    or does not divide one of them.
+    """
     spec = sharding.spec
     axis_sizes = sharding.mesh.shape
     if len(entries_of(spec)) > len(shape):
@@ -75,13 +79,14 @@ def _require_dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> None:
 
 
 def require_reduced(*shardings: Sharding) -> None:
-    """Raises `SpecError` if a sharding in `shardings` has unreduced axes: devices then hold
-    summands instead of elements.
+    """Raises `SpecError` if a sharding in `shardings` has unreduced axes: devices then
+    hold summands instead of elements.
     """
-    for end in shardings:
-        if isinstance(end, NamedSharding) and end.spec.unreduced:
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding) and sharding.spec.unreduced:
             raise SpecError(
-                f"{end.spec} has the unreduced axes {sorted(end.spec.unreduced)}, and a"
+                f"{sharding.spec} has the unreduced axes"
+                f" {sorted(sharding.spec.unreduced)}, and a"
                 " move adds up no summands; add the array up first with"
                 " `jax.sharding.reshard(x, NamedSharding(mesh, P(...)))`."
             )

@@ -52,6 +52,9 @@ class Move:
     - `shape`, `dtype`: those of the whole array; for typed PRNG keys those of their
       `key_data`.
     - `src`, `dst`: the shardings before and after.
+    - `lost`: devices whose shards are not to be read.
+    - `copies`: whether shards on CPU devices may be copied in host memory, which these
+      devices share.
     - `plan`: for "steps", the steps.
     - `assembly`: for "tiles", which parts of the old shards each new shard is made of.
     """
@@ -86,7 +89,8 @@ class Move:
     @ft.cached_property
     def staging_bytes(self) -> int:
         """The bytes of device memory that programs use for copies of old and new shards
-        that are in host memory.
+        that are in host memory. 0 if no program runs: if the host copies, or if nothing
+        moves.
         """
         is_assembled = self.assembly is not None and self.assembly.method == "programs"
         if self.plan is None and not is_assembled:
@@ -95,7 +99,10 @@ class Move:
 
     @ft.cached_property
     def extra_bytes(self) -> int:
-        """The most bytes that one memory needs besides the shards of source and target."""
+        """The most bytes that one memory needs besides the shards of source and target.
+        Between TPU slices, an array is assembled first, and then spread inside the
+        slices by a second move; the one that needs more counts.
+        """
         if self.plan is not None:
             device_bytes = _program_bytes(self.plan, self.shape, self.dtype)
             return device_bytes * sharers(self.dst.device_set) + self.staging_bytes
@@ -146,6 +153,8 @@ class Move:
         """
         if limit_bytes is None or self.extra_bytes <= limit_bytes:
             return None
+        # As many chunks as the limit asks for; if these need more, as many as there
+        # are.
         chunk_bytes = max(1, limit_bytes - self.staging_bytes)
         chunks = self.chunks_of(-(-self.total_bytes // chunk_bytes))
         if chunks is None or self.bytes_in(chunks) <= limit_bytes:
@@ -235,9 +244,11 @@ def move_of(
     """Decides how arrays of one shape and dtype move from the sharding `src` to `dst`.
     The result is cached.
 
-    `assembly.parts.missing` of the result lists the elements that only `lost` devices
-    hold. A move between meshes without devices can be planned, but not carried out;
-    `meshes` then says how the meshes of source and target span TPU slices.
+    `lost` are devices whose shards are not to be read. `assembly.parts.missing` of the
+    result lists the elements that only they hold. `copies` says whether shards on CPU
+    devices may be copied in host memory, which these devices share. A move between
+    meshes without devices can be planned, but not carried out; `meshes` then says how
+    the meshes of source and target span TPU slices.
 
     **Raises:**
 
@@ -250,6 +261,7 @@ def move_of(
         require_movable(shape, dtype, src, dst)
         require_reduced(src, dst)
     shape, dtype = data_of(shape, dtype)
+    # What all kinds of moves have in common.
     make = ft.partial(
         Move,
         shape=shape,
@@ -270,11 +282,13 @@ def move_of(
             keeps_shards = _same_shards(shape, src, dst)
         else:
             keeps_shards = not steps.steps
+        # Each device already holds its shard.
         if keeps_shards:
             is_in_host_memory = in_host_memory(src) or in_host_memory(dst)
             if src.memory_kind != dst.memory_kind and is_in_host_memory:
                 return make("memory kind")
             return make("relabel")
+        # An array without elements has nothing to send.
         if steps is not None and 0 not in shape:
             return make("steps", plan=steps)
     assembly = assembly_between(shape, dtype, src, dst, lost, copies)
@@ -313,16 +327,16 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
         chosen[move] = move
         if move.assembly is None:
             continue
-        sent_by_place: dict[int, int] = {}
-        for place, device in enumerate(move.assembly.devices):
-            sent_by_place[place] = sent_by_device.get(device, 0)
-        sent_before = move.assembly.parts.sent_before(sent_by_place)
+        sent_by_position: dict[int, int] = {}
+        for position, device in enumerate(move.assembly.devices):
+            sent_by_position[position] = sent_by_device.get(device, 0)
+        sent_before = move.assembly.parts.sent_before(sent_by_position)
         if sent_before:
             chosen[move] = _with_senders(move, sent_before)
         assembly = chosen[move].assembly
         assert assembly is not None
-        for place, nbytes in assembly.parts.sent_bytes.items():
-            device = assembly.devices[place]
+        for position, nbytes in assembly.parts.sent_bytes.items():
+            device = assembly.devices[position]
             sent_so_far = sent_by_device.get(device, 0)
             sent_by_device[device] = sent_so_far + count * nbytes
     return chosen
@@ -354,20 +368,20 @@ def shares_memory(move: Move) -> bool:
 
 
 def _is_local_cpu(sharding: Sharding) -> bool:
+    """Whether all devices of a sharding are CPU devices of this process."""
     if not has_devices(sharding) or not sharding.is_fully_addressable:
         return False
     platforms = {device.platform for device in sharding.device_set}
     return platforms == {"cpu"}
 
 
-def _same_devices(*shardings: Sharding) -> bool:
-    """Whether all shardings have the same devices. Positions in a mesh without devices
+def _same_devices(src: Sharding, dst: Sharding) -> bool:
+    """Whether both shardings have the same devices. Positions in a mesh without devices
     count as device ids.
     """
-    if all(map(has_devices, shardings)):
-        return shardings[0].device_set == shardings[1].device_set
-    first, second = map(_device_numbers, shardings)
-    return first == second
+    if has_devices(src) and has_devices(dst):
+        return src.device_set == dst.device_set
+    return _device_numbers(src) == _device_numbers(dst)
 
 
 def _device_numbers(sharding: Sharding) -> set[int]:

@@ -232,6 +232,7 @@ def resharded(
 
 
 def _has_tracer(leaves: Iterable[object]) -> bool:
+    """Whether some leaf is traced, as inside `jit`."""
     return any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
@@ -241,32 +242,36 @@ def _moved_by_map(
     donate: bool,
     copies: bool,
 ) -> PyTree:
-    """Carries a move by a `TreeMap` out, and returns the tree that it makes."""
+    """Carries a move by a `TreeMap` out, and returns the tree that it makes. An array
+    without an assembly is a source array that only changes its sharding.
+    """
     leaves: list[Any] = []
-    plain: list[tuple[int, Any, Sharding | None]] = []
+    unassembled: list[tuple[int, Any, Sharding | None]] = []
     assemblies: list[tuple[int, tuple[str, ...], Assembly]] = []
     for number, array in enumerate(move.plans):
         leaf = move.arrays[array.sources[0]] if array.sources else None
         leaves.append(leaf)
         if array.assembly is None:
-            plain.append((number, leaf, array.leaf.sharding))
+            unassembled.append((number, leaf, array.leaf.sharding))
         else:
             assemblies.append((number, array.sources, array.assembly))
 
-    job = job_of(plain, lambda number: move.plans[number].leaf.path, copies=copies)
+    job = job_of(
+        unassembled, lambda number: move.plans[number].leaf.path, copies=copies
+    )
     job = dataclasses.replace(job, arrays=move.arrays, assemblies=assemblies)
     arrays = _moved(job, leaves, limit_bytes, donate)
     return move.target.filled(arrays, move.numbers)
 
 
-def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
+def targets(form: PyTree, flat: Flat, argument_name: str) -> list[Sharding | None]:
     """Returns the sharding of each leaf of the tree `flat`; `None` for a leaf that is
     no array or does not move.
 
     `form` is a plan with devices, a sharding, or a tree (or prefix) whose leaves are
-    shardings, ShapeDtypeStructs with shardings, or `None`. `what` is the name of this
-    argument, for messages. Raises `PlanMismatchError` if the form is for another tree,
-    and `LeafTypeError` if it holds anything else.
+    shardings, ShapeDtypeStructs with shardings, or `None`. `argument_name` is the name
+    of this argument, for messages. Raises `PlanMismatchError` if the form is for
+    another tree, and `LeafTypeError` if it holds anything else.
     """
     if isinstance(form, ShardPlan):
         return shardings_of_leaves(form, flat)
@@ -276,7 +281,7 @@ def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
         entries = flat.treedef.flatten_up_to(form)
     except ValueError:
         entries = _broadcast_prefix(
-            form, jax.tree.unflatten(flat.treedef, flat.leaves), what
+            form, jax.tree.unflatten(flat.treedef, flat.leaves), argument_name
         )
     shardings = []
     for entry in entries:
@@ -287,9 +292,9 @@ def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
         if sharding is not None and not isinstance(sharding, Sharding):
             path = flat.paths[number]
             kind = type(sharding).__name__
-            where = f"`{what}` is a {kind}"
+            where = f"`{argument_name}` is a {kind}"
             if path:
-                where = f"`{what}` holds a {kind} at `{path}`"
+                where = f"`{argument_name}` holds a {kind} at `{path}`"
             raise LeafTypeError(
                 f"{where}, {sharding!r:.80}, which is no sharding; use `NamedSharding(mesh,"
                 " spec)`, the `.sharding` of a `Format`, or a plan: `plan(tree, mesh,"
@@ -298,13 +303,17 @@ def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
     return shardings
 
 
-def _broadcast_prefix(prefix: object, tree: object, what: str) -> list[Any]:
+def _broadcast_prefix(prefix: object, tree: object, argument_name: str) -> list[Any]:
+    """The entry of `prefix` for each leaf of `tree`, in order. An entry for a node, or
+    `None`, is that of all leaves below it. Raises `PlanMismatchError` if the two trees
+    do not fit.
+    """
     try:
         full = jax.tree.broadcast(prefix, tree, is_leaf=lambda node: node is None)
     except ValueError as error:
         raise PlanMismatchError(
-            f"`{what}` is no prefix of the tree: {str(error).splitlines()[0]}; give a"
-            " plan of this tree, one sharding, or a tree of shardings of its"
+            f"`{argument_name}` is no prefix of the tree: {str(error).splitlines()[0]};"
+            " give a plan of this tree, one sharding, or a tree of shardings of its"
             " structure."
         ) from error
     return jax.tree.leaves(full, is_leaf=lambda node: node is None)
@@ -353,6 +362,10 @@ def _moved(
 
 
 def _whole_bytes(memory_limit_bytes: SupportsIndex | None) -> int | None:
+    """The argument `memory_limit_bytes` of `reshard` as an int; `None` for no limit.
+    Raises `LeafTypeError` for anything but whole numbers, and `MoveError` for negative
+    ones.
+    """
     fix = (
         "give a number of bytes, such as `memory_limit_bytes=1 << 30`, or `None` for no"
         " limit"
@@ -386,6 +399,9 @@ def job_of(
     """Decides the move of every leaf before any leaf moves. `rows` has three values for
     each leaf: its number, the leaf, and its target sharding, which is `None` for a leaf
     that does not move.
+
+    `lost` are devices whose shards are not to be read. `copies` says whether shards on
+    CPU devices may be copied in host memory, which these devices share.
     """
     moves: dict[object, Move] = {}
     job = Job(path_of, {}, [], [], {}, set(), copies)
@@ -406,13 +422,17 @@ def job_of(
                 moves[key] = _move(leaf, target, lost, copies)
         except LEAF_ERRORS as error:
             raise with_path(error, path_of(number)) from error
+        # An uncommitted array that stays becomes a committed one, so it counts as
+        # moved.
         if moves[key].how == "in place" and leaf.committed:
             job.kept.add(id(leaf))
         else:
             job.moves.setdefault(moves[key], []).append((number, leaf))
-    counts = {move: len(places) for move, places in job.moves.items()}
+    counts = {move: len(numbered_arrays) for move, numbered_arrays in job.moves.items()}
     chosen = balanced(counts)
-    balanced_moves = {chosen[move]: places for move, places in job.moves.items()}
+    balanced_moves = {
+        chosen[move]: numbered_arrays for move, numbered_arrays in job.moves.items()
+    }
     return dataclasses.replace(job, moves=balanced_moves)
 
 
@@ -422,6 +442,10 @@ def _move(
     lost: tuple[object, ...],
     copies: bool,
 ) -> Move:
+    """Decides the move of one array. `lost` are devices whose shards are not to be
+    read, and `copies` says whether shards on CPU devices may be copied in host memory.
+    Raises `MeshError` if some elements are on lost devices only.
+    """
     move = move_of(leaf.shape, leaf.dtype, leaf.sharding, target, lost, copies)
     if move.assembly is not None and move.assembly.parts.missing:
         missing = move.assembly.parts.missing
@@ -435,6 +459,7 @@ def _move(
 
 
 def _require_devices(target: Sharding) -> None:
+    """Raises `MeshError` if a target sharding is on a mesh without devices."""
     if not has_devices(target):
         raise MeshError(
             f"the target {named(target).spec} lies on the mesh"
@@ -446,8 +471,8 @@ def _require_devices(target: Sharding) -> None:
 
 class MapMove(NamedTuple):
     """The move of a tree into another tree: the source's arrays by path, the tree that
-    is made, for each of its arrays the plan for assembling it, and its Python numbers by
-    their positions among its leaves.
+    is made, for each of its arrays the plan for assembling it, and its Python numbers
+    by their positions among its leaves.
     """
 
     arrays: Mapping[str, Any]
@@ -458,8 +483,9 @@ class MapMove(NamedTuple):
 
 def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
     """Decides how a `TreeMap` makes every array of `dst`, a plan or a tree of structs
-    with shardings, from the tree `flat`. No array has moved when it returns. Raises
-    `MapError` if the map does not fit the two trees.
+    with shardings, from the tree `flat`. No array has moved when it returns. `copies`
+    says whether shards on CPU devices may be copied in host memory. Raises `MapError`
+    if the map does not fit the two trees.
     """
     if _has_tracer(flat.leaves):
         raise LeafTypeError(
@@ -467,7 +493,7 @@ def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
             " `jit` use `map.apply(tree, like)`, and constrain the result."
         )
     rows = zip(flat.paths, flat.leaves, flat.is_array, strict=True)
-    arrays = {path: leaf for path, leaf, is_one in rows if is_one}
+    arrays = {path: leaf for path, leaf, is_array_leaf in rows if is_array_leaf}
     for path, leaf in arrays.items():
         if not is_array(leaf):
             raise LeafTypeError(
@@ -483,13 +509,20 @@ def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
             _require_devices(leaf.sharding)
     if jax.process_count() > 1:
         require_same_map(map, _processes([*sources, *targets]))
+    # A tree's Python numbers have no shards: the map only says which of them go where.
     pairs = zip(flat.paths, flat.leaves, strict=True)
-    own_numbers = {path: leaf for path, leaf in pairs if is_number(leaf)}
-    positions = {leaf.path: leaf.position for leaf in target.others if leaf.is_number}
-    numbers = number_copies(map.steps, own_numbers, positions)
+    source_numbers = {path: leaf for path, leaf in pairs if is_number(leaf)}
+    target_positions = {
+        leaf.path: leaf.position for leaf in target.others if leaf.is_number
+    }
+    numbers = number_copies(map.steps, source_numbers, target_positions)
     plans = target_arrays(map, tuple(sources), tuple(targets), copies, numbers)
-    values = {positions[path]: own_numbers[route] for path, route in numbers.routes}
-    return MapMove(arrays=arrays, target=target, plans=plans, numbers=values)
+    numbers_by_position = {
+        target_positions[path]: source_numbers[route] for path, route in numbers.routes
+    }
+    return MapMove(
+        arrays=arrays, target=target, plans=plans, numbers=numbers_by_position
+    )
 
 
 def _moved_leaf(path: str, leaf: Any) -> MovedLeaf:

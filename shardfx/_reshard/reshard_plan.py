@@ -117,6 +117,7 @@ class LeafMove:
 
 
 def _unpickled(fields: dict[str, Any]) -> LeafMove:
+    """The `LeafMove` whose fields `__reduce__` has written."""
     shardings = {"src": unpacked(fields["src"]), "dst": unpacked(fields["dst"])}
     return LeafMove(**{**fields, **shardings})
 
@@ -142,7 +143,9 @@ class ReshardPlan:
 
     @property
     def steps(self) -> dict[str, tuple[MoveStep, ...]]:
-        """For each array that moves by collectives, these in order, by the array's path."""
+        """For each array that moves by collectives, these in order, by the array's
+        path.
+        """
         return {leaf.path: leaf.steps for leaf in self.leaves if leaf.steps}
 
     @property
@@ -191,7 +194,9 @@ class ReshardPlan:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of one device's shards in host memory, of all sources and targets."""
+        """The bytes of one device's shards in host memory, of all sources and targets.
+        An array that does not move counts once.
+        """
         total = 0
         for leaf in self.leaves:
             source_on_device, target_on_device = leaf.held_bytes
@@ -225,6 +230,9 @@ class ReshardPlan:
 
 
 def _lines(plan: ReshardPlan) -> Iterable[str]:
+    """Yields the lines of a plan: a table with a row for arrays that move alike, a
+    summary, and what else there is to say.
+    """
     moving = [leaf for leaf in plan.leaves if not leaf.idle]
     groups = together(moving, _kind_of)
     head = ("array", "count", "shape", "move", "wire", "bound", "peak")
@@ -260,6 +268,7 @@ def _kind_of(leaf: LeafMove) -> tuple[object, ...]:
 
 
 def _summary(plan: ReshardPlan) -> str:
+    """One sentence: the number of moves, what a device receives, and its memory."""
     count = len(plan.leaves) - len(plan.in_place)
     verb = "moves" if count == 1 else "move"
     moves = f"{plan.moves} different moves"
@@ -294,6 +303,7 @@ def _box_text(box: Box) -> str:
 
 
 def _row(leaves: list[LeafMove]) -> tuple[str, ...]:
+    """The cells of the table's row for `leaves`, which have one shape, dtype and move."""
     leaf = leaves[0]
     kinds = [step.kind for step in leaf.steps]
     if leaf.how != "steps":

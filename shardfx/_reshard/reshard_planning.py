@@ -96,7 +96,7 @@ def plan_reshard(
         ```
     """
     lost = lost_devices(lost)
-    ours = _leaves_of(src, "src")
+    source_leaves = _leaves_of(src, "src")
     if map is not None:
         if lost:
             raise LeafTypeError(
@@ -105,29 +105,34 @@ def plan_reshard(
             )
         own_numbers = dict.fromkeys(_number_paths(src), 0)
         numbers = number_copies(map.steps, own_numbers, _number_paths(dst))
-        theirs = _leaves_of(dst, "dst")
-        return ReshardPlan(tuple(_moves_by_map(map, ours, theirs, numbers)))
+        target_leaves = _leaves_of(dst, "dst")
+        moves_by_map = _moves_by_map(map, source_leaves, target_leaves, numbers)
+        return ReshardPlan(tuple(moves_by_map))
     if isinstance(dst, ShardPlan) or isinstance(src, ShardPlan):
-        theirs = _leaves_of(dst, "dst")
+        target_leaves = _leaves_of(dst, "dst")
     else:
-        theirs = _targets(src, dst, ours)
-    _require_same_paths(ours, theirs)
+        target_leaves = _targets(src, dst, source_leaves)
+    _require_same_paths(source_leaves, target_leaves)
 
-    moves = [_move(*pair, lost) for pair in zip(ours, theirs, strict=True)]
+    pairs = zip(source_leaves, target_leaves, strict=True)
+    moves = [_move(*pair, lost) for pair in pairs]
     chosen = balanced(collections.Counter(moves))
     leaf_moves: list[LeafMove] = []
-    for leaf, move in zip(ours, moves, strict=True):
+    for leaf, move in zip(source_leaves, moves, strict=True):
         fields = _move_fields(chosen[move])
         leaf_moves.append(LeafMove(leaf.path, leaf.shape, leaf.dtype, **fields))
     return ReshardPlan(tuple(leaf_moves))
 
 
-def _require_same_paths(ours: Sequence[MovedLeaf], theirs: Sequence[MovedLeaf]) -> None:
+def _require_same_paths(
+    source_leaves: Sequence[MovedLeaf],
+    target_leaves: Sequence[MovedLeaf],
+) -> None:
     """Raises `PlanMismatchError` unless source and target have the same paths, in one
     order.
     """
-    our_paths = [leaf.path for leaf in ours]
-    their_paths = [leaf.path for leaf in theirs]
+    our_paths = [leaf.path for leaf in source_leaves]
+    their_paths = [leaf.path for leaf in target_leaves]
     if our_paths == their_paths:
         return
     what = "their leaves are in another order"
@@ -151,21 +156,21 @@ def _number_paths(form: object) -> list[str]:
 
 def _moves_by_map(
     map: TreeMap,
-    ours: Sequence[MovedLeaf],
-    theirs: Sequence[MovedLeaf],
+    source_leaves: Sequence[MovedLeaf],
+    target_leaves: Sequence[MovedLeaf],
     numbers: NumberCopies,
 ) -> Iterable[LeafMove]:
-    """Yields the move of each array of `theirs`, which a `TreeMap` makes of the arrays
-    `ours`. `numbers` are the Python numbers of the source.
+    """Yields the move of each array of `target_leaves`, which a `TreeMap` makes of the
+    arrays `source_leaves`. `numbers` are the Python numbers of the source.
     """
-    source = {leaf.path: leaf for leaf in ours}
-    # The costs are those of devices with separate memories. `live` says whether
-    # `reshard` copies instead.
+    source = {leaf.path: leaf for leaf in source_leaves}
+    # The costs are those of `arrays`, for devices with separate memories. `live_arrays`
+    # say whether `reshard` copies instead.
     arrays, live_arrays = [
-        target_arrays(map, tuple(ours), tuple(theirs), copies, numbers)
+        target_arrays(map, tuple(source_leaves), tuple(target_leaves), copies, numbers)
         for copies in (False, True)
     ]
-    plain = [array for array in arrays if array.assembly is None]
+    unassembled = [array for array in arrays if array.assembly is None]
     assembled = [array for array in arrays if array.assembly is not None]
     most_bytes = 0
     for array in assembled:
@@ -174,14 +179,14 @@ def _moves_by_map(
     # Arrays that move as they are go first. The last array that reads a source counts
     # the source's bytes.
     last_reader: dict[str, str] = {}
-    for array in (*plain, *assembled):
+    for array in (*unassembled, *assembled):
         last_reader.update(dict.fromkeys(array.sources, array.leaf.path))
 
     moves: dict[str, Move] = {}
-    for array in plain:
-        (name,) = array.sources
+    for array in unassembled:
+        (source_path,) = array.sources
         moves[array.leaf.path] = _move(
-            source[name], array.leaf._replace(path=name), lost=()
+            source[source_path], array.leaf._replace(path=source_path), lost=()
         )
     chosen = balanced(collections.Counter(moves.values()))
     for array, live_array in zip(arrays, live_arrays, strict=True):
@@ -193,9 +198,9 @@ def _moves_by_map(
             if array.sources:
                 src = source[array.sources[0]].sharding
             source_bytes = 0
-            for name in array.sources:
-                if last_reader[name] == leaf.path:
-                    source_bytes += _shard_bytes(source[name])
+            for source_path in array.sources:
+                if last_reader[source_path] == leaf.path:
+                    source_bytes += _shard_bytes(source[source_path])
             costs = {
                 "src": src,
                 "dst": array.assembly.target,
@@ -216,11 +221,15 @@ def _moves_by_map(
 
 
 def _shard_bytes(leaf: MovedLeaf) -> int:
+    """The bytes of one shard of an array."""
     assert leaf.sharding is not None
     return array_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
 
 
-def _leaves_of(form: object, what: str) -> list[MovedLeaf]:
+def _leaves_of(form: object, argument_name: str) -> list[MovedLeaf]:
+    """The arrays of `form`, a plan or a tree. `argument_name` is its name in messages.
+    Raises `LeafTypeError` for an array without a sharding.
+    """
     if isinstance(form, ShardPlan):
         return leaves_of_plan(form)
     flat = flatten(form)
@@ -234,8 +243,8 @@ def _leaves_of(form: object, what: str) -> list[MovedLeaf]:
             sharding = leaf.sharding
         if sharding is None:
             raise LeafTypeError(
-                f"{leaf_name(path)} of `{what}` has no sharding; give a plan, or"
-                " `jax.ShapeDtypeStruct(shape, dtype, sharding=...)`."
+                f"{leaf_name(path)} of `{argument_name}` has no sharding; give a plan,"
+                " or `jax.ShapeDtypeStruct(shape, dtype, sharding=...)`."
             )
         leaves.append(MovedLeaf(path, tuple(leaf.shape), leaf.dtype, sharding))
     return leaves
@@ -245,10 +254,14 @@ def _leaves_of(form: object, what: str) -> list[MovedLeaf]:
 _SHARDED = (jax.Array, jax.ShapeDtypeStruct)
 
 
-def _targets(src: object, dst: object, ours: Sequence[MovedLeaf]) -> list[MovedLeaf]:
-    """The arrays of `src`, listed in `ours`, each with the sharding that `dst` gives
-    it, or with its own where `dst` has `None`. Raises `PlanMismatchError` if `dst` has
-    arrays of other shapes or dtypes.
+def _targets(
+    src: object,
+    dst: object,
+    source_leaves: Sequence[MovedLeaf],
+) -> list[MovedLeaf]:
+    """The arrays of `src`, listed in `source_leaves`, each with the sharding that `dst`
+    gives it, or with its own where `dst` has `None`. Raises `PlanMismatchError` if
+    `dst` has arrays of other shapes or dtypes.
     """
     flat = flatten(src)
     shardings: list[Sharding | None] = []
@@ -256,16 +269,17 @@ def _targets(src: object, dst: object, ours: Sequence[MovedLeaf]) -> list[MovedL
         if isinstance(leaf, _SHARDED):
             shardings.append(sharding)
     arrays = [leaf for leaf in jax.tree.leaves(dst) if isinstance(leaf, _SHARDED)]
-    if len(arrays) == len(ours):
-        for leaf, array in zip(ours, arrays, strict=True):
+    if len(arrays) == len(source_leaves):
+        for leaf, array in zip(source_leaves, arrays, strict=True):
             _require_same(leaf, array.shape, array.dtype)
     moved: list[MovedLeaf] = []
-    for leaf, sharding in zip(ours, shardings, strict=True):
+    for leaf, sharding in zip(source_leaves, shardings, strict=True):
         moved.append(leaf._replace(sharding=sharding or leaf.sharding))
     return moved
 
 
 def _require_same(leaf: MovedLeaf, shape: tuple[int, ...], dtype: object) -> None:
+    """Raises `PlanMismatchError` unless the target of `leaf` has its shape and dtype."""
     if (leaf.shape, leaf.dtype) != (tuple(shape), dtype):
         raise PlanMismatchError(
             f"{leaf_name(leaf.path)} is {leaf.dtype}{list(leaf.shape)} in `src` and"
@@ -275,6 +289,9 @@ def _require_same(leaf: MovedLeaf, shape: tuple[int, ...], dtype: object) -> Non
 
 
 def _move(source: MovedLeaf, target: MovedLeaf, lost: tuple[object, ...]) -> Move:
+    """Decides the move of one array, for devices with separate memories. `lost` are
+    devices whose shards are not to be read.
+    """
     _require_same(source, target.shape, target.dtype)
     assert source.sharding is not None
     assert target.sharding is not None
@@ -317,6 +334,7 @@ def _move_fields(move: Move) -> dict[str, Any]:
         }
     if move.assembly is not None:
         parts = move.assembly.parts
+        # Means over the target's devices.
         receivers = max(1, move.dst.num_devices)
         wire_bytes = -(-parts.wire_bytes // receivers)
         largest_link_bytes = max(parts.links.values(), default=0)
@@ -338,6 +356,7 @@ def _move_fields(move: Move) -> dict[str, Any]:
             "lower_bound_bytes": wire_bytes,
             "links": _links_by_id(move.assembly),
         }
+    # A copy from one memory to another, or none at all.
     peak_bytes = 0
     if not in_host_memory(move.src):
         peak_bytes = source_bytes

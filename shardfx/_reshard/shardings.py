@@ -78,8 +78,8 @@ def device_copy_bytes(
     *shardings: Sharding,
 ) -> int:
     """Returns the bytes of device memory that a program, which computes there, uses for
-    copies of shards in host memory. `shardings` are the array's shardings before and after
-    the program. Devices that share a memory count together.
+    copies of shards in host memory. `shardings` are the array's shardings before and
+    after the program. Devices that share a memory count together.
     """
     copy_bytes = 0
     for sharding in shardings:
@@ -188,6 +188,7 @@ def _torus_of_devices(mesh: Mesh) -> _TorusOfDevices | None:
     if not known:
         return None
     [chip] = known
+    # All slices have one shape.
     first_slice = [devices[index] for index in topology.slices(devices)[0]]
     extents = topology.bounds(first_slice)[: chip.torus_dims]
     if math.prod(extents) * chip.devices_per_chip != len(first_slice):
@@ -219,6 +220,9 @@ def slices_of(devices: Sequence[Any]) -> list[int]:
 
 @ft.lru_cache(maxsize=256)
 def _slice_counts_of_devices(mesh: Mesh) -> tuple[int, ...]:
+    """Returns the number of TPU slices (or nodes) that each axis of a mesh spans, by
+    the slices of its devices.
+    """
     numbers = slices_of(list(mesh.devices.flat))
     slice_numbers = np.array(numbers).reshape(mesh.devices.shape)
     counts: list[int] = []
@@ -251,13 +255,16 @@ def divided_in_slices(
     """
     if not isinstance(sharding, NamedSharding) or not has_devices(sharding):
         return None
-    whole = layout(sharding.mesh, sharding.spec, len(shape))
-    weights = whole.weights or (1.0,) * len(whole.sizes)
-    dims = [list(sub_axes) for sub_axes in whole.dims]
-    counts = list(whole.counts)
-    used = {sub_axis for sub_axes in whole.dims for sub_axis in sub_axes}
+    step_layout = layout(sharding.mesh, sharding.spec, len(shape))
+    weights = step_layout.weights or (1.0,) * len(step_layout.sizes)
+    dims = [list(sub_axes) for sub_axes in step_layout.dims]
+    # The number of shards along each dimension so far.
+    counts = list(step_layout.counts)
+    used = {sub_axis for sub_axes in step_layout.dims for sub_axis in sub_axes}
     is_divided = False
-    for sub_axis, (size, weight) in enumerate(zip(whole.sizes, weights, strict=True)):
+    rows = zip(step_layout.sizes, weights, strict=True)
+    for sub_axis, (size, weight) in enumerate(rows):
+        # Axes between slices have a weight above 1.
         if sub_axis in used or weight > 1 or size == 1:
             continue
         for dim, elements in enumerate(shape):
@@ -269,8 +276,8 @@ def divided_in_slices(
     if not is_divided:
         return None
     assert isinstance(sharding.mesh, Mesh)
-    names = tuple([f"axis{number}" for number in range(len(whole.sizes))])
-    mesh = Mesh(sharding.mesh.devices.reshape(whole.sizes), names)
+    names = tuple([f"axis{number}" for number in range(len(step_layout.sizes))])
+    mesh = Mesh(sharding.mesh.devices.reshape(step_layout.sizes), names)
     entries = [tuple([names[sub_axis] for sub_axis in sub_axes]) for sub_axes in dims]
     return NamedSharding(mesh, PartitionSpec(*entries))
 
@@ -341,8 +348,11 @@ def labelled(
     if x.weak_type:  # an array made from shards would lose its weak type
         return jax.device_put(x, dst)
     shards = {shard.device: shard.data for shard in x.addressable_shards}
-    mine = [shards[device] for device in dst.addressable_devices_indices_map(shape)]
-    return jax.make_array_from_single_device_arrays(shape, dst, mine, dtype=x.dtype)
+    devices = dst.addressable_devices_indices_map(shape)
+    local_shards = [shards[device] for device in devices]
+    return jax.make_array_from_single_device_arrays(
+        shape, dst, local_shards, dtype=x.dtype
+    )
 
 
 def flat(mesh: Mesh | AbstractMesh) -> PartitionSpec:

@@ -44,8 +44,9 @@ class Matrices(NamedTuple):
 
     **Arguments:**
 
-    - `at`: the number of the array in the plan.
-    - `lead_shape`, `rest`: the sizes of its leading dimensions, and of its other dimensions.
+    - `array_number`: the number of the array in the plan.
+    - `lead_shape`, `rest`: the sizes of its leading dimensions, and of its other
+      dimensions.
     - `lead_axes`: the mesh axes that shard the first leading dimension.
     - `entries`: for each other dimension, the mesh axes that shard it in the plan.
     - `sent_entries`: for each other dimension, the mesh axes that shard it just before
@@ -54,7 +55,7 @@ class Matrices(NamedTuple):
     - `dtype`: the dtype of the array.
     """
 
-    at: int
+    array_number: int
     lead_shape: tuple[int, ...]
     rest: tuple[int, ...]
     lead_axes: tuple[str, ...]
@@ -64,7 +65,7 @@ class Matrices(NamedTuple):
     dtype: DType
 
     @property
-    def number(self) -> int:
+    def matrix_count(self) -> int:
         """The number of matrices in the array."""
         return math.prod(self.lead_shape)
 
@@ -93,7 +94,8 @@ class Stack(NamedTuple):
     def name(self) -> str:
         """The key of this stack in the dict of the states that `map_matrices` keeps."""
         first = self.arrays[0]
-        return f"{first.at}_{'x'.join(map(str, first.matrix))}_{np.dtype(first.dtype).name}"
+        shape = "x".join(map(str, first.matrix))
+        return f"{first.array_number}_{shape}_{np.dtype(first.dtype).name}"
 
 
 class OwnerExchange(NamedTuple):
@@ -137,9 +139,9 @@ class OwnerExchange(NamedTuple):
             widest = max(widest, units)
         return widest
 
-    def starts(self, number: int) -> Int[np.ndarray, "owners slots"]:
-        """Where each matrix of the stack `number` begins, in units, in the row that a
-        device sends to the matrix's owner. There is a row for each owner, with a
+    def starts(self, stack_number: int) -> Int[np.ndarray, "owners slots"]:
+        """Where each matrix of the stack `stack_number` begins, in units, in the row
+        that a device sends to the matrix's owner. There is a row for each owner, with a
         position for each of its matrices of the stack, and -1 in the remaining places.
         """
         starts_of_owners: list[list[int]] = []
@@ -147,7 +149,7 @@ class OwnerExchange(NamedTuple):
             starts: list[int] = []
             start = 0
             for stack, _ in matrices:
-                if stack == number:
+                if stack == stack_number:
                     starts.append(start)
                 start += self.stacks[stack].unit_count
             starts_of_owners.append(starts)
@@ -185,7 +187,7 @@ def exchanges_of(
         )
     # Matrices with the largest products are assigned first, so that small ones even out
     # the load of the owners.
-    order = sorted(matrices, key=lambda array: (-_cost(array), array.at))
+    order = sorted(matrices, key=lambda array: (-_cost(array), array.array_number))
     exchanges: list[OwnerExchange] = []
     kinds = together(order, lambda array: (array.dtype, array.lead_axes))
     for (_, lead_axes), arrays in kinds.items():
@@ -216,6 +218,10 @@ def _matrices_of_plan(
     plan: ShardPlan,
     where: Where,
 ) -> tuple[list[Matrices], dict[int, ArrayFn]]:
+    """Returns the arrays of a plan that are divided into matrices, and for each other
+    array that `where` names, by its number, the function or `None` in `where`. Raises
+    `RuleError` if a regex of `where` decides about no array.
+    """
     unused: dict[str | None, None] = dict.fromkeys(where)
     matrices: list[Matrices] = []
     others: dict[int, ArrayFn] = {}
@@ -238,6 +244,7 @@ def _matrices_of_plan(
 
 
 def _first_match(regexes: Iterable[str], path: str) -> str | None:
+    """The first of `regexes` that matches a part of `path`; `None` if none does."""
     for regex in regexes:
         if re.search(regex, path):
             return regex
@@ -264,6 +271,11 @@ def _dims(leaf: LeafPlan) -> MatrixDims:
 
 
 def _matrices(number: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
+    """Returns the matrices of an array, the leaf `number` of a plan. Of its dimensions,
+    the first `dims[0]` count matrices, and the next `dims[1]` are rows. Raises
+    `LeafTypeError` for dtypes that are not real floats, and `SpecError` if the array
+    has too few dimensions, or if a second one that counts matrices is sharded.
+    """
     many, rows = dims
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise LeafTypeError(
@@ -278,7 +290,7 @@ def _matrices(number: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
             " rows, and at least one for columns."
         )
     entries = list(map(entry_axes, entries_at(leaf.spec, len(leaf.shape))))
-    lead = leaf.shape[:many]
+    lead_shape = leaf.shape[:many]
     rest = leaf.shape[many:]
     if any(entries[1:many]):
         raise SpecError(
@@ -287,8 +299,8 @@ def _matrices(number: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
         )
     matrix_entries = tuple(entries[many:])
     return Matrices(
-        at=number,
-        lead_shape=lead or (1,),
+        array_number=number,
+        lead_shape=lead_shape or (1,),
         rest=rest,
         lead_axes=entries[0] if many else (),
         entries=matrix_entries,
@@ -317,7 +329,8 @@ def _by_shape(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
 
 class _Owners:
     """Assigns matrices to owner devices along the mesh axes `axes`. Matrices do not
-    move along the axes `lead_axes`. `sizes` has the size of each mesh axis.
+    move along the axes `lead_axes`. `sizes` has the size of each mesh axis. `loads` has
+    what each of the `owner_count` owners computes so far.
     """
 
     def __init__(
@@ -329,8 +342,8 @@ class _Owners:
         self.lead_axes = lead_axes
         self.axes = axes
         self.sizes = sizes
-        self.owners = self.size(axes)
-        self.loads = [0.0] * self.owners
+        self.owner_count = self.size(axes)
+        self.loads = [0.0] * self.owner_count
 
     def size(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[axis] for axis in axes)
@@ -339,7 +352,7 @@ class _Owners:
         """The number of matrices of `array` that one group of owners computes. Owners
         with the same coordinates along `lead_axes` are a group.
         """
-        return array.number // self.size(self.lead_axes)
+        return array.matrix_count // self.size(self.lead_axes)
 
     def sharded(self, array: Matrices) -> Matrices:
         """Returns `array` with other `sent_entries`, which shard it over as many of the
@@ -362,6 +375,7 @@ class _Owners:
         return array._replace(sent_entries=tuple(entries))
 
     def shard_shape(self, array: Matrices) -> tuple[int, ...]:
+        """The shape of a device's shard of a matrix of `array` during the all-to-all."""
         shape: list[int] = []
         for size, axes in zip(array.rest, array.sent_entries, strict=True):
             shape.append(size // self.size(axes))
@@ -381,21 +395,24 @@ class _Owners:
         shard_shapes = [self.shard_shape(group[0]) for group in groups]
         unit = _unit(shard_shapes)
         stacks: list[Stack] = []
-        for group, shape in zip(groups, shard_shapes, strict=True):
-            width = math.prod(shape) // math.prod(unit)
-            stacks.append(
-                Stack(arrays=tuple(group), shard_shape=shape, unit_count=width)
+        for group, shard_shape in zip(groups, shard_shapes, strict=True):
+            stack = Stack(
+                arrays=tuple(group),
+                shard_shape=shard_shape,
+                unit_count=math.prod(shard_shape) // math.prod(unit),
             )
+            stacks.append(stack)
 
-        owned: list[list[tuple[int, int]]] = [[] for _ in range(self.owners)]
+        owned: list[list[tuple[int, int]]] = [[] for _ in range(self.owner_count)]
+        # A heap of owners: the units that each receives, what it computes, its number.
         waiting = [(0, load, owner) for owner, load in enumerate(self.loads)]
         heapq.heapify(waiting)
-        for number, stack in enumerate(stacks):
+        for stack_number, stack in enumerate(stacks):
             for matrix in range(sum(map(self.count, stack.arrays))):
-                width, load, owner = waiting[0]
-                owned[owner].append((number, matrix))
+                units, load, owner = waiting[0]
+                owned[owner].append((stack_number, matrix))
                 self.loads[owner] = load + _cost(stack.arrays[0])
-                entry = (width + stack.unit_count, self.loads[owner], owner)
+                entry = (units + stack.unit_count, self.loads[owner], owner)
                 heapq.heapreplace(waiting, entry)
         return OwnerExchange(
             stacks=tuple(stacks),
@@ -412,6 +429,7 @@ class _Owners:
         """
         if not arrays:
             return 0
+        # Other owners, so that the loads of these stay as they are.
         exchange = _Owners(self.lead_axes, self.axes, self.sizes).exchange(arrays)
         return exchange.units_per_owner * math.prod(exchange.unit)
 
@@ -422,17 +440,17 @@ class _Owners:
         separate all-to-alls take less memory.
         """
         remaining = _by_shape(arrays)
-        least = self.sent_elements(arrays)
+        least_elements = self.sent_elements(arrays)
         for kind, arrays_of_kind in [*remaining.items()]:
             others: list[Matrices] = []
             for other_kind, other_arrays in remaining.items():
                 if other_kind != kind:
                     others += other_arrays
             sent_by_others = self.sent_elements(others)
-            if sent_by_others + self.sent_elements(arrays_of_kind) <= least:
+            if sent_by_others + self.sent_elements(arrays_of_kind) <= least_elements:
                 yield arrays_of_kind
                 del remaining[kind]
-                least = sent_by_others
+                least_elements = sent_by_others
         if remaining:
             yield list(it.chain.from_iterable(remaining.values()))
 
@@ -446,23 +464,27 @@ class _Owners:
         and one whole matrix. `None` sets no limit. Raises `MoveError` if a single array
         needs more.
         """
-        some: list[Matrices] = []
-        most = math.inf if limit is None else limit
+        group: list[Matrices] = []
+        limit_or_inf = math.inf if limit is None else limit
         for array in arrays:
-            if (need := self.needed_bytes([array])) > most:
+            if (need := self.needed_bytes([array])) > limit_or_inf:
                 raise MoveError(
                     f"`memory_limit_bytes={limit}`: {self.count(array)} matrices of"
-                    f" {array.matrix[0]} x {array.matrix[1]} on {self.owners} owners need"
-                    f" {need} bytes; allow as much, or name more axes in `over`."
+                    f" {array.matrix[0]} x {array.matrix[1]} on"
+                    f" {self.owner_count} owners need {need} bytes; allow as much, or"
+                    " name more axes in `over`."
                 )
-            if some and self.needed_bytes([*some, array]) > most:
-                yield some
-                some = []
-            some = [*some, array]
-        yield some
+            if group and self.needed_bytes([*group, array]) > limit_or_inf:
+                yield group
+                group = []
+            group = [*group, array]
+        yield group
 
     def needed_bytes(self, arrays: Sequence[Matrices]) -> int:
-        sent_elements = self.owners * self.sent_elements(arrays)
+        """The bytes that one all-to-all of `arrays` takes on a device: the elements
+        that it sends, those that it receives, and one whole matrix.
+        """
+        sent_elements = self.owner_count * self.sent_elements(arrays)
         matrix_elements = max(math.prod(array.matrix) for array in arrays)
         # As many elements are received as are sent.
         elements = 2 * sent_elements + matrix_elements
@@ -470,8 +492,9 @@ class _Owners:
 
 
 def _unit(shard_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The largest unit that divides all shards, since compilers copy whole rows with
-    less work than elements.
+    """The shape of the largest unit that divides all shards, since compilers copy whole
+    rows with less work than elements: a whole shard if all are alike, else a part of a
+    row.
     """
     if len(set(shard_shapes)) == 1:
         return shard_shapes[0]

@@ -79,6 +79,7 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
         # Raised here rather than at compile time.
         redistribute(x.shape, bits(x.dtype), *layouts(x.ndim, source, target))
     if src.spec.reduced:
+        # `source` is the plain form, without the name that `reduced` is.
         x = placed(x, source)
     moved = _move.bind(x, src=source, dst=target)
     if len({*target.mesh.axis_types}) > 1:
@@ -139,11 +140,11 @@ def move_traced_leaves(
     return results
 
 
-def _on_devices(end: NamedSharding, other: NamedSharding) -> NamedSharding:
-    """Returns the sharding `end` with its spec in the shortest form. If `end` is on an
-    abstract mesh and `other` is not, its mesh gets the devices of `other`.
+def _on_devices(sharding: NamedSharding, other: NamedSharding) -> NamedSharding:
+    """Returns `sharding` with its spec in the shortest form. If it is on an abstract
+    mesh and `other` is not, its mesh gets the devices of `other`.
     """
-    mesh = end.mesh
+    mesh = sharding.mesh
     if (
         not isinstance(mesh, Mesh)
         and isinstance(other.mesh, Mesh)
@@ -154,7 +155,7 @@ def _on_devices(end: NamedSharding, other: NamedSharding) -> NamedSharding:
             mesh.axis_names,
             axis_types=mesh.axis_types,
         )
-    return NamedSharding(mesh, plain_spec(end.spec))
+    return NamedSharding(mesh, plain_spec(sharding.spec))
 
 
 def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
@@ -213,6 +214,9 @@ def _evaluate(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
 
 
 def _lowering(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
+    """The program of the move: the planned steps, in place of the primitive. An array
+    without elements has none.
+    """
     if 0 in x.shape:
         return placed(x, dst)
     step_layouts = layouts(x.ndim, src, dst)
@@ -226,6 +230,7 @@ def _lowering(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
 
 
 def _abstract_eval(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
+    """The type of the result: that of `x`, with the sharding `dst` on Explicit axes."""
     if not is_explicit(dst):
         return x
     entries = (*entries_of(dst.spec), *[None] * (x.ndim - len(entries_of(dst.spec))))
@@ -241,6 +246,7 @@ def _transpose(
     src: NamedSharding,
     dst: NamedSharding,
 ) -> list[Any]:
+    """The cotangent of the move's argument: that of its result, moved back."""
     return [_move.bind(cotangent, src=dst, dst=src)]
 
 
@@ -252,6 +258,10 @@ def _batch(
     src: NamedSharding,
     dst: NamedSharding,
 ) -> tuple[Any, int | None]:
+    """The move under `vmap`: the result, and the position of the dimension that `vmap`
+    has added, or `None`. `dims` has this position for the argument, `None` if it is not
+    batched.
+    """
     (x,) = args
     (dim,) = dims
     if dim is None:
@@ -268,19 +278,21 @@ def _batch(
 
 
 def _batched(
-    end: NamedSharding,
+    sharding: NamedSharding,
     rank: int,
     dim: int,
     names: tuple[str, ...],
 ) -> NamedSharding:
-    """Returns the sharding `end` with an entry for the dimension `dim`, which `vmap`
-    has added to an array of now `rank` dimensions. The mesh axes `names`, which `vmap`
-    asks for, shard this dimension if the mesh of `end` has them.
+    """Returns `sharding` with an entry for the dimension `dim`, which `vmap` has added
+    to an array of now `rank` dimensions. The mesh axes `names`, which `vmap` asks for,
+    shard this dimension if the mesh of `sharding` has them.
     """
-    entries = [*entries_of(end.spec), *[None] * (rank - 1 - len(entries_of(end.spec)))]
-    is_on_mesh = names and {*names} <= {*end.mesh.axis_names}
+    entries = list(entries_of(sharding.spec))
+    # The dimensions that the spec leaves out are not sharded.
+    entries += [None] * (rank - 1 - len(entries))
+    is_on_mesh = names and {*names} <= {*sharding.mesh.axis_names}
     entries.insert(dim, names if is_on_mesh else None)
-    return NamedSharding(end.mesh, canonical(PartitionSpec(*entries)))
+    return NamedSharding(sharding.mesh, canonical(PartitionSpec(*entries)))
 
 
 _move.def_impl(_evaluate)

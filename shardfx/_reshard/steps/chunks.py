@@ -34,8 +34,8 @@ _CHUNKS_OF_TILES = 2
 _CHUNKS_OF_STACKS = 4
 # Smaller moves have small temporaries, and more collectives would only take longer.
 _SMALL_BYTES = 2**18
-# The loop over strips is unrolled by at most this many copies.
-_STRIPS_AT_ONCE = 8
+# The loop over the blocks of a shard is unrolled by at most this many copies.
+_BLOCKS_AT_ONCE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,19 +85,20 @@ def chunks_on_tpus(
         return -(-blocks.sizes[dim] // count)
 
     def padding(dim: int) -> tuple[float, int]:
-        """The elements that chunks along `dim` take, padding included, and the strips
-        of which blocks consist.
+        """The elements that all chunks of a block take if `dim` is divided, padding
+        included, and the number of blocks along `dim`.
         """
         block = blocks.sizes[dim]
         chunk = chunk_size(dim)
         chunk_shape = [*blocks.sizes]
         chunk_shape[dim] = chunk
-        padded_elements = _best_order(chunk_shape).padded
+        padded_elements = _best_order(chunk_shape).padded_elements
+        # The shard before or after the move, whichever is longer.
         longest = max(shape[dim], blocks.target_shape[dim])
         return padded_elements / chunk * block, longest // block
 
-    # The dimension whose chunks are padded least; of several, the one along which
-    # blocks consist of the fewest strips.
+    # The dimension whose chunks are padded least; of several, the one with the fewest
+    # blocks. Blocks of one element cannot be divided.
     dims = [dim for dim in range(len(shape)) if blocks.sizes[dim] > 1]
     if not dims:
         return None
@@ -120,10 +121,11 @@ def split_into(
     blocks have one element.
     """
     blocks = _blocks(shape, steps)
+    # The first dimension whose blocks are long enough; else the one of the longest.
     dim = blocks.sizes.index(max(blocks.sizes))
-    for long_enough, block in enumerate(blocks.sizes):
+    for candidate_dim, block in enumerate(blocks.sizes):
         if block >= count:
-            dim = long_enough
+            dim = candidate_dim
             break
     block = blocks.sizes[dim]
     if block < 2:
@@ -190,7 +192,9 @@ def _chunk_count(
 
 
 def _fill_tiles(blocks: Sequence[int]) -> bool:
-    """Whether blocks of these sizes fill whole tiles."""
+    """Whether blocks of these sizes fill whole tiles, whose sizes are those of the last
+    two dimensions. A block of one dimension has one size.
+    """
     for size, tile_size in zip(reversed(blocks), reversed(_TILE), strict=False):
         if size % tile_size:
             return False
@@ -220,6 +224,7 @@ def _doubles_after_copies(
         return False
     if "all_to_all" not in kinds:
         return False
+    # The last all-to-all, and the kinds of the steps before and after it.
     position = len(kinds) - 1 - kinds[::-1].index("all_to_all")
     step = steps[position]
     earlier = kinds[:position]
@@ -251,36 +256,39 @@ def in_chunks(
     source = _Stored.of(shard.shape, chunks, as_on_tpus)
     target = _Stored.of(chunks.target_shape, chunks, as_on_tpus)
 
-    def moved_to(out: object, start: object, size: int) -> Any:
+    def with_moved_chunk(out: object, start: object, size: int) -> Any:
+        """`out` with one more chunk: the elements `start` to `start + size` of each
+        block.
+        """
         chunk = _in_order_of_dims(source.chunk_of(stored, start, size))
-        moved_chunk = move(source.unturned(chunk))
-        turned_chunk = _in_order_of_dims(target.turned(moved_chunk))
-        with_chunk = target.with_chunk(out, turned_chunk, start, size)
+        moved_chunk = move(source.from_stored(chunk))
+        stored_chunk = _in_order_of_dims(target.to_stored(moved_chunk))
+        with_chunk = target.with_chunk(out, stored_chunk, start, size)
         return _in_order_of_dims(with_chunk)
 
     def move_chunk(index: Any, out: Any) -> Any:
-        return moved_to(out, index * chunks.chunk, chunks.chunk)
+        return with_moved_chunk(out, index * chunks.chunk, chunks.chunk)
 
-    stored = _in_order_of_dims(source.turned(shard))
+    stored = _in_order_of_dims(source.to_stored(shard))
     out_shape = [chunks.target_shape[dim] for dim in target.order]
     out = _in_order_of_dims(lax.empty(tuple(out_shape), shard.dtype))
-    full, rest = divmod(chunks.block, chunks.chunk)
-    out = lax.fori_loop(0, full, move_chunk, out)
+    whole_chunks, rest = divmod(chunks.block, chunks.chunk)
+    out = lax.fori_loop(0, whole_chunks, move_chunk, out)
     if rest:
-        out = moved_to(out, full * chunks.chunk, rest)
-    return target.unturned(out)
+        out = with_moved_chunk(out, whole_chunks * chunks.chunk, rest)
+    return target.from_stored(out)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
     """How a shard is stored in memory. `order` is the order of its dimensions, with the
-    minor-most last. The dimension at the position `dim` in `order` is divided into
-    chunks. It has `strips` blocks of the size `block`.
+    minor-most last. The dimension at `position` in `order` is divided into chunks. It
+    has `block_count` blocks of the size `block`. A chunk has a *strip* of each block.
     """
 
     order: tuple[int, ...]
-    dim: int
-    strips: int
+    position: int
+    block_count: int
     block: int
 
     @staticmethod
@@ -293,35 +301,39 @@ class _Stored:
             order = _best_order(shape).order
         return _Stored(
             order=order,
-            dim=order.index(chunks.dim),
-            strips=shape[chunks.dim] // chunks.block,
+            position=order.index(chunks.dim),
+            block_count=shape[chunks.dim] // chunks.block,
             block=chunks.block,
         )
 
-    def turned(self, shard: Any) -> Any:
+    def to_stored(self, shard: Any) -> Any:
+        """A shard, or a chunk of one, with its dimensions in the stored order."""
         return shard.transpose(self.order)
 
-    def unturned(self, stored: Any) -> Any:
+    def from_stored(self, stored: Any) -> Any:
+        """The inverse of `to_stored`."""
         return stored.transpose(np.argsort(self.order))
 
     def chunk_of(self, stored: Any, start: Any, size: int) -> Any:
         """Returns a chunk of the stored shard: the elements `start` to `start + size`
         of each block, concatenated.
         """
-        if self.strips == 1:
-            return lax.dynamic_slice_in_dim(stored, start, size, self.dim)
+        if self.block_count == 1:
+            return lax.dynamic_slice_in_dim(stored, start, size, self.position)
 
         def copy(index: Any, chunk: Any) -> Any:
             start_in_shard = index * self.block + start
             start_in_chunk = index * size
-            strip = lax.dynamic_slice_in_dim(stored, start_in_shard, size, self.dim)
+            strip = lax.dynamic_slice_in_dim(
+                stored, start_in_shard, size, self.position
+            )
             return lax.dynamic_update_slice_in_dim(
-                chunk, strip, start_in_chunk, self.dim
+                chunk, strip, start_in_chunk, self.position
             )
 
         shape = list(stored.shape)
-        shape[self.dim] = self.strips * size
-        return self._for_each_strip(copy, lax.empty(tuple(shape), stored.dtype))
+        shape[self.position] = self.block_count * size
+        return self._for_each_block(copy, lax.empty(tuple(shape), stored.dtype))
 
     def with_chunk(self, stored: object, chunk: Any, start: object, size: int) -> Any:
         """Returns the stored shard with `chunk` in place of the elements `start` to
@@ -331,16 +343,19 @@ class _Stored:
         def copy(index: Any, stored: Any) -> Any:
             start_in_chunk = index * size
             start_in_shard = index * self.block + start
-            strip = lax.dynamic_slice_in_dim(chunk, start_in_chunk, size, self.dim)
+            strip = lax.dynamic_slice_in_dim(chunk, start_in_chunk, size, self.position)
             return lax.dynamic_update_slice_in_dim(
-                stored, strip, start_in_shard, self.dim
+                stored, strip, start_in_shard, self.position
             )
 
-        return self._for_each_strip(copy, stored)
+        return self._for_each_block(copy, stored)
 
-    def _for_each_strip(self, copy: Callable[[Any, Any], Any], out: object) -> Any:
-        unroll = min(self.strips, _STRIPS_AT_ONCE)
-        return lax.fori_loop(0, self.strips, copy, out, unroll=unroll)
+    def _for_each_block(self, copy: Callable[[Any, Any], Any], out: object) -> Any:
+        """Applies `copy` to the index of each block and the result so far, which is
+        `out` at first. Returns the last result.
+        """
+        unroll = min(self.block_count, _BLOCKS_AT_ONCE)
+        return lax.fori_loop(0, self.block_count, copy, out, unroll=unroll)
 
 
 class _Order(NamedTuple):
@@ -348,7 +363,7 @@ class _Order(NamedTuple):
     padding to tiles included.
     """
 
-    padded: int
+    padded_elements: int
     order: tuple[int, ...]
 
 
@@ -361,12 +376,12 @@ def _best_order(shape: Sequence[int]) -> _Order:
     for minor in reversed(dims):
         outer = [dim for dim in dims if dim != minor]
         order = (*outer, minor)
-        padded = _padded([shape[dim] for dim in order])
-        orders.append(_Order(padded=padded, order=order))
-    return min(orders, key=lambda candidate: candidate.padded)
+        padded_elements = _padded_elements([shape[dim] for dim in order])
+        orders.append(_Order(padded_elements=padded_elements, order=order))
+    return min(orders, key=lambda candidate: candidate.padded_elements)
 
 
-def _padded(shape: Sequence[int]) -> int:
+def _padded_elements(shape: Sequence[int]) -> int:
     """Returns the number of elements that an array of `shape` takes on a TPU, which
     pads it to tiles. The last dimension is the minor-most one in memory. A shape of
     (129, 65) takes 136 x 128 elements.

@@ -17,7 +17,7 @@ from .layout import (
     ShardDims,
     StepLayout,
     SubAxes,
-    coordinates,
+    device_coordinates,
     product_of,
     shard_index,
 )
@@ -60,10 +60,10 @@ def groups_of(layout: StepLayout, sub_axes: SubAxes, like: StepLayout) -> np.nda
     one row for each group. A row lists devices that differ only in their coordinates
     along these sub-axes, in the order of these coordinates.
     """
-    device_coordinates = coordinates(layout, like)
+    coordinates = device_coordinates(layout, like)
     others = [axis for axis in range(len(layout.sizes)) if axis not in sub_axes]
-    member = shard_index(layout.sizes, device_coordinates, sub_axes)
-    group = shard_index(layout.sizes, device_coordinates, tuple(others))
+    member = shard_index(layout.sizes, coordinates, sub_axes)
+    group = shard_index(layout.sizes, coordinates, tuple(others))
     member_count = product_of(layout.sizes, sub_axes)
     return np.lexsort((member, group)).reshape(-1, member_count)
 
@@ -81,13 +81,15 @@ def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> Exch
     return Exchange(
         groups=groups_of(source, tuple(moving), like),
         sizes=tuple([source.sizes[sub_axis] for sub_axis in moving]),
-        splits=_numbered(target.dims, moving),
-        joins=_numbered(source.dims, moving),
+        splits=_as_indices(target.dims, moving),
+        joins=_as_indices(source.dims, moving),
     )
 
 
-def _numbered(dims: ShardDims, moving: Sequence[int]) -> tuple[SubAxes, ...]:
-    """For each dimension, the moving sub-axes that shard it, as indices in `moving`."""
+def _as_indices(dims: ShardDims, moving: Sequence[int]) -> tuple[SubAxes, ...]:
+    """For each dimension of a layout `dims`, those sub-axes among `moving` that shard
+    it, as indices in `moving`.
+    """
     indices_by_dim: list[SubAxes] = []
     for axes in dims:
         moving_axes = filter(moving.__contains__, axes)
@@ -108,6 +110,8 @@ def split(shard: Any, exchange: Exchange) -> Any:
     """Splits a shard into one chunk for each member of the replica group, stacked along
     a new first dimension.
     """
+    # Each dimension that is split becomes two: the chunks, whose position is in
+    # `front`, and the elements of a chunk.
     shape: list[int] = []
     front: list[int] = []
     for size, sub_axes in zip(shard.shape, exchange.splits, strict=True):
@@ -117,22 +121,24 @@ def split(shard: Any, exchange: Exchange) -> Any:
             shape += [count, size // count]
         else:
             shape.append(size)
-    rest = [axis for axis in range(len(shape)) if axis not in front]
+    others = [position for position in range(len(shape)) if position not in front]
     # The split dimensions move to the front before they are reshaped into sub-axes.
     # Reshaping in place would cost one more copy on TPUs, because the small dimensions
     # do not fill tiles.
-    parts = shard.reshape(shape).transpose((*front, *rest))
+    parts = shard.reshape(shape).transpose((*front, *others))
     chunk_shape = parts.shape[len(front) :]
     parts = parts.reshape((math.prod(exchange.sizes), *chunk_shape))
 
+    # Chunks are in the order of the dimensions that are split. Members of a replica
+    # group are in the order of `sizes`.
     order: list[int] = []
     for sub_axes in exchange.splits:
         order += sub_axes
     sizes = [exchange.sizes[sub_axis] for sub_axis in order]
     by_sub_axis = parts.reshape((*sizes, *chunk_shape))
-    rest = range(len(order), len(by_sub_axis.shape))
-    axes = (*np.argsort(order).tolist(), *rest)
-    return by_sub_axis.transpose(axes).reshape(parts.shape)
+    chunk_dims = range(len(order), len(by_sub_axis.shape))
+    positions = (*np.argsort(order).tolist(), *chunk_dims)
+    return by_sub_axis.transpose(positions).reshape(parts.shape)
 
 
 def join(parts: Any, exchange: Exchange) -> Any:
@@ -141,6 +147,7 @@ def join(parts: Any, exchange: Exchange) -> Any:
     """
     chunk_shape = parts.shape[1:]
     by_sub_axis = parts.reshape((*exchange.sizes, *chunk_shape))
+    # The sub-axes that are joined along a dimension move in front of it.
     order: list[int] = []
     shape: list[int] = []
     for dim, sub_axes in enumerate(exchange.joins):
@@ -149,16 +156,16 @@ def join(parts: Any, exchange: Exchange) -> Any:
     return by_sub_axis.transpose(order).reshape(shape)
 
 
-def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
+def kept_parts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
     """Returns which part of its shard each device keeps in a slice step from `source`
     to `target`, which cuts shards into equal parts: an integer array of shape
     `(devices, rank)` with the index of the part along each dimension.
     """
-    device_coordinates = coordinates(target, like)
+    coordinates = device_coordinates(target, like)
     part_numbers: list[np.ndarray] = []
     columns = zip(target.dims, source.counts, target.counts, strict=True)
     for axes, old_count, new_count in columns:
-        shard_number = shard_index(target.sizes, device_coordinates, axes)
+        shard_number = shard_index(target.sizes, coordinates, axes)
         part_numbers.append(shard_number % (new_count // old_count))
     return np.stack(part_numbers, axis=1)
 

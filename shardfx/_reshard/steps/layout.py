@@ -94,19 +94,19 @@ def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
     order of the other. Raises `MeshError` if the two meshes have different devices.
     """
     if layout.order is None or like.order is None or layout.order == like.order:
-        places = np.arange(layout.size)
+        device_positions = np.arange(layout.size)
     else:
-        place_of = {device: index for index, device in enumerate(layout.order)}
-        common = [device for device in like.order if device in place_of]
-        places = np.asarray([place_of[device] for device in common])
-    if not layout.size == like.size == len(places):
+        position_of = {device: index for index, device in enumerate(layout.order)}
+        common = [device for device in like.order if device in position_of]
+        device_positions = np.asarray([position_of[device] for device in common])
+    if not layout.size == like.size == len(device_positions):
         raise MeshError(
             f"the meshes of a move must have the same devices, but one has {like.size}"
             f" (axis sizes {like.sizes}) and the other {layout.size} (axis sizes"
-            f" {layout.sizes}), and {len(places)} are in both; move between device sets"
-            " outside of `jit`."
+            f" {layout.sizes}), and {len(device_positions)} are in both; move between"
+            " device sets outside of `jit`."
         )
-    return places
+    return device_positions
 
 
 class LinkGroups(NamedTuple):
@@ -129,7 +129,9 @@ def mesh_coordinates(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray
 
 
 def slice_numbers(layout: StepLayout) -> np.ndarray:
-    """Returns the number of each device's TPU slice (or node), in mesh order."""
+    """Returns the number of each device's TPU slice (or node), in mesh order. An axis
+    whose weight is above 1 lies between slices.
+    """
     between_slices = [axis for axis, weight in enumerate(layout.weights) if weight > 1]
     coordinates = mesh_coordinates(layout.sizes, np.arange(layout.size))
     return shard_index(layout.sizes, coordinates, tuple(between_slices))
@@ -174,23 +176,26 @@ def coordinate_key(coordinates: np.ndarray) -> bytes:
     return coordinates.astype(np.uint16).tobytes()
 
 
-def coordinates(layout: StepLayout, like: StepLayout) -> np.ndarray:
+def device_coordinates(layout: StepLayout, like: StepLayout) -> np.ndarray:
     """Returns a row of device coordinates for each axis of `layout`, with devices in
     the mesh order of `like`.
     """
     return mesh_coordinates(layout.sizes, positions(layout, like))
 
 
-def link_groups(end: FineLayout) -> list[LinkGroups]:
-    """Divides the devices into groups once for each weight that sub-axes have, in
-    ascending order.
+def link_groups(fine_layout: FineLayout) -> list[LinkGroups]:
+    """Returns one division of the devices into groups for each weight that sub-axes
+    have, in ascending order of weights. Two devices are in one group if they differ
+    only along sub-axes of this weight or less. So all devices are in one group in the
+    last division.
     """
-    sizes = end.layout.sizes
-    weights = end.layout.weights or (1.0,) * len(sizes)
+    sizes = fine_layout.layout.sizes
+    weights = fine_layout.layout.weights or (1.0,) * len(sizes)
     groups = []
+    # A mesh without axes has one device, and one group.
     for weight in sorted(dict.fromkeys(weights)) or [1.0]:
         dearer = tuple(axis for axis, other in enumerate(weights) if other > weight)
-        numbers = shard_index(sizes, end.coordinates, dearer)
+        numbers = shard_index(sizes, fine_layout.coordinates, dearer)
         groups.append(LinkGroups(weight, numbers))
     return groups
 
@@ -200,14 +205,16 @@ class Shards:
     Results are cached.
     """
 
-    def __init__(self, end: FineLayout):
-        self.sizes = end.layout.sizes
+    def __init__(self, fine_layout: FineLayout):
+        self.sizes = fine_layout.layout.sizes
         # Half the bytes, half the time: on thousands of devices the search is bound by
         # these arrays.
-        self.coordinates = end.coordinates.astype(np.int32)
-        self.devices = end.coordinates.shape[1]
+        self.coordinates = fine_layout.coordinates.astype(np.int32)
+        self.device_count = fine_layout.coordinates.shape[1]
         self._count: dict[SubAxes, int] = {}
-        self._index: dict[SubAxes, np.ndarray] = {(): np.zeros(self.devices, np.int32)}
+        self._index: dict[SubAxes, np.ndarray] = {
+            (): np.zeros(self.device_count, np.int32)
+        }
         self._numbers: dict[ShardDims, np.ndarray] = {}
 
     def count(self, axes: SubAxes) -> int:
@@ -217,6 +224,7 @@ class Shards:
         return self._count[axes]
 
     def counts(self, dims: ShardDims) -> Counts:
+        """The number of shards along each dimension in the layout `dims`."""
         return tuple([self.count(axes) for axes in dims])
 
     def shard_count(self, dims: ShardDims) -> int:
@@ -229,8 +237,8 @@ class Shards:
         """
         if axes not in self._index:
             last = axes[-1]
-            first_of_outer = self.index(axes[:-1]) * np.int32(self.sizes[last])
-            self._index[axes] = first_of_outer + self.coordinates[last]
+            first_index = self.index(axes[:-1]) * np.int32(self.sizes[last])
+            self._index[axes] = first_index + self.coordinates[last]
         return self._index[axes]
 
     def numbers(self, dims: ShardDims) -> np.ndarray:
@@ -239,11 +247,11 @@ class Shards:
         numbers in any two layouts with the same shard counts.
         """
         if dims not in self._numbers:
-            out = np.zeros(self.devices, np.int64)
+            shard_numbers = np.zeros(self.device_count, np.int64)
             for axes in dims:
                 if axes:
-                    out = out * self.count(axes) + self.index(axes)
-            self._numbers[dims] = out
+                    shard_numbers = shard_numbers * self.count(axes) + self.index(axes)
+            self._numbers[dims] = shard_numbers
         return self._numbers[dims]
 
 
@@ -270,6 +278,7 @@ def missing_share(source: FineLayout, target: FineLayout) -> Fraction:
         common = common_in_dim if common is None else common * common_in_dim
         elements *= size
     if common is None:
+        # No dimension is sharded, before or after: each device holds the whole array.
         return Fraction(0)
     needed = Fraction(1, target.layout.shard_count)
     return needed - Fraction(int(common.sum()), elements * len(common))

@@ -82,6 +82,7 @@ class LowerBound:
             common = np.dot(ft.reduce(np.multiply, others), last)
         else:
             common = last.sum()
+        # A device must end with its shard in `far`, or in `dims` if paths lead there.
         shard_count = self.far_shard_count
         if not self.needs_far:
             shard_count = self.shards.shard_count(dims)
@@ -144,6 +145,8 @@ class _GroupBound:
         other groups, as the mean over devices. With `needs_far`, the move is from the
         layout `dims` to `far`, otherwise from `far` to `dims`.
         """
+        # For each group, the fractions of the array that it needs, and that it needs
+        # and holds.
         needed: Any = 1.0
         common: Any = 1.0
         for dim, axes in enumerate(dims):
@@ -153,9 +156,11 @@ class _GroupBound:
             needed = needed * (self.far[dim].share if needs_far else shares.held)
             common = common * shares.common
         missing = max(0.0, float(np.mean(needed - common)))
-        return missing * self.groups / self.shards.devices * self.extra
+        # All groups together, divided among the devices.
+        return missing * self.groups / self.shards.device_count * self.extra
 
     def _group_shares(self, dim: int, axes: SubAxes) -> "_GroupShares":
+        """What groups hold of the dimension `dim`, if `axes` shard it."""
         key = (dim, axes)
         if key not in self._shares:
             held = _GroupShards(
@@ -184,6 +189,10 @@ class _GroupShards:
     """The shards along one dimension that each group of devices holds. There are
     `groups` groups and `count` shards. For each device, `group` has the number of its
     group, and `index` the index of its shard.
+
+    `holds` is true at `group * count + shard` if some device of the group has the
+    shard. `held_groups` and `held_shards` list the group and the shard of each of these
+    pairs. `share` is the fraction of the dimension that each group holds.
     """
 
     def __init__(self, group: np.ndarray, groups: int, index: np.ndarray, count: int):
@@ -191,8 +200,9 @@ class _GroupShards:
         self.count = count
         self.holds = np.zeros(groups * count, bool)
         self.holds[group * count + index] = True
-        self.group, self.index = np.divmod(np.flatnonzero(self.holds), count)
-        self.share = np.bincount(self.group, minlength=groups) * (1.0 / count)
+        pairs = np.flatnonzero(self.holds)
+        self.held_groups, self.held_shards = np.divmod(pairs, count)
+        self.share = np.bincount(self.held_groups, minlength=groups) * (1.0 / count)
 
     def common_share(self, other: "_GroupShards") -> np.ndarray:
         """For each group, the fraction of the dimension that it holds both under this
@@ -200,10 +210,13 @@ class _GroupShards:
         """
         fine = self if self.count >= other.count else other
         coarse = other if fine is self else self
+        # The dimension is divided into parts, which are shards or fractions of shards
+        # in both shardings. `group` and `part` list the parts that groups hold under
+        # `fine`.
         parts = math.lcm(fine.count, coarse.count)
         parts_of_shard = parts // fine.count
-        group = fine.group
-        part = fine.index
+        group = fine.held_groups
+        part = fine.held_shards
         if parts_of_shard > 1:
             group = np.repeat(group, parts_of_shard)
             numbers = np.arange(parts_of_shard)

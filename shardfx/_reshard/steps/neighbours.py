@@ -20,7 +20,7 @@ from .prices import STEP, PermutationPrices, Prices
 _MOST_REORDERED = 4
 
 # Layouts, each with the cost of the step.
-Priced = Iterator[tuple[ShardDims, float]]
+PricedLayouts = Iterator[tuple[ShardDims, float]]
 
 
 class Neighbours:
@@ -45,66 +45,75 @@ class Neighbours:
         self.prices = Prices(near)
         self.sub_axes = range(len(near.layout.sizes))
         self.least_shard_count = min(near.layout.shard_count, far.layout.shard_count)
-        self.some_are_dearer = self.prices.are_mixed(tuple(self.sub_axes))
-        # The dimension and the place of each sub-axis in the layout `far`, if both ends
-        # have the same sub-axes.
-        self.far_places: dict[int, tuple[int, int]] = {}
+        self.has_several_weights = self.prices.are_mixed(tuple(self.sub_axes))
+        # The dimension that each sub-axis shards in the layout `far`, and its place
+        # among the sub-axes of this dimension. Empty unless both ends have the same
+        # sub-axes.
+        self.place_in_far: dict[int, tuple[int, int]] = {}
         if near.coordinates is far.coordinates:
             for dim, axes in enumerate(far.layout.dims):
                 for place, sub_axis in enumerate(axes):
-                    self.far_places[sub_axis] = (dim, place)
+                    self.place_in_far[sub_axis] = (dim, place)
         self._assignments_of: dict[
             tuple[SubAxes, tuple[int, ...]], dict[Counts, list[ShardDims]]
         ] = {}
 
-    def slices_from(self, dims: ShardDims) -> Priced:
+    def slices_from(self, dims: ShardDims) -> PricedLayouts:
         """The layouts that a slice reaches from `dims`. In each, one dimension is
         sharded over one more sub-axis.
         """
-        runs: list[SubAxes] = [(sub_axis,) for sub_axis in self._free(dims)]
-        for _, after in self._finer(dims, runs):
+        additions: list[SubAxes] = [(sub_axis,) for sub_axis in self._free(dims)]
+        for _, after in self._finer(dims, additions):
             yield after, STEP
 
-    def slices_into(self, dims: ShardDims) -> Priced:
+    def slices_into(self, dims: ShardDims) -> PricedLayouts:
         """The layouts from which a slice reaches `dims`. In each, one dimension lacks
         its last sub-axis.
         """
-        for run, before in self._coarser(dims):
-            if len(run) == 1:
+        for removed, before in self._coarser(dims):
+            if len(removed) == 1:
                 yield before, STEP
 
-    def gathers_from(self, dims: ShardDims) -> Priced:
+    def gathers_from(self, dims: ShardDims) -> PricedLayouts:
         """The layouts that an all-gather reaches from `dims`. In each, one or more last
         sub-axes of a dimension no longer shard it. If the mesh has several weights,
-        sub-axes that all have one weight are gathered one by one.
+        sub-axes that all have one weight are gathered one by one, and `path_along`
+        merges these steps.
         """
         shard_count = self.shards.shard_count(dims)
-        for run, after in self._coarser(dims):
-            if len(run) == 1 or not self.some_are_dearer or self.prices.are_mixed(run):
-                yield after, self.prices.all_gather(shard_count, run) + STEP
+        for removed, after in self._coarser(dims):
+            if (
+                len(removed) == 1
+                or not self.has_several_weights
+                or self.prices.are_mixed(removed)
+            ):
+                yield after, self.prices.all_gather(shard_count, removed) + STEP
 
-    def gathers_into(self, dims: ShardDims) -> Priced:
+    def gathers_into(self, dims: ShardDims) -> PricedLayouts:
         """The layouts from which an all-gather reaches `dims`. In each, one dimension
         is sharded over more sub-axes.
         """
         shard_count = self.shards.shard_count(dims)
-        for run, before in self._finer(dims, self._runs(self._free(dims))):
-            count_before = shard_count * self.shards.count(run)
-            yield before, self.prices.all_gather(count_before, run) + STEP
+        for added, before in self._finer(
+            dims, self._gathered_together(self._free(dims))
+        ):
+            count_before = shard_count * self.shards.count(added)
+            yield before, self.prices.all_gather(count_before, added) + STEP
 
     def _finer(
         self,
         dims: ShardDims,
-        runs: list[SubAxes],
+        additions: list[SubAxes],
     ) -> Iterator[tuple[SubAxes, ShardDims]]:
-        """Yields pairs: a group of sub-axes from `runs`, and the layout `dims` with the
-        group added to a dimension.
+        """Yields pairs: some sub-axes, an entry of `additions`, and the layout `dims`
+        with these sub-axes added to a dimension, minor-most. A dimension gets no more
+        shards than `max_counts` allows.
         """
         for dim, axes in enumerate(dims):
             most = self.max_counts[dim] // self.shards.count(axes)
-            for run in runs:
-                if most % self.shards.count(run) == 0:
-                    yield run, (*dims[:dim], (*axes, *run), *dims[dim + 1 :])
+            for added in additions:
+                if most % self.shards.count(added) == 0:
+                    yield added, (*dims[:dim], (*axes, *added), *dims[dim + 1 :])
 
     def _coarser(self, dims: ShardDims) -> Iterator[tuple[SubAxes, ShardDims]]:
         """Yields pairs: one or more last sub-axes of a dimension, and the layout `dims`
@@ -112,18 +121,23 @@ class Neighbours:
         """
         shard_count = self.shards.shard_count(dims)
         for dim, axes in enumerate(dims):
-            for length in range(len(axes)):
-                run = axes[length:]
-                if shard_count // self.shards.count(run) >= self.least_shard_count:
-                    yield run, (*dims[:dim], axes[:length], *dims[dim + 1 :])
+            for kept_count in range(len(axes)):
+                removed = axes[kept_count:]
+                if shard_count // self.shards.count(removed) >= self.least_shard_count:
+                    yield removed, (*dims[:dim], axes[:kept_count], *dims[dim + 1 :])
 
-    def all_to_alls(self, dims: ShardDims, each: float, limit: float) -> Priced:
+    def all_to_alls(
+        self,
+        dims: ShardDims,
+        step_cost: float,
+        limit: float,
+    ) -> PricedLayouts:
         """The layouts that an all-to-all reaches from `dims` for less than `limit`.
-        `each` is added to every cost.
+        `step_cost` is added to the cost of its bytes.
         """
         shard_count = self.shards.shard_count(dims)
         for choice in _choices(dims):
-            cost = self.prices.all_to_all(shard_count, choice.moving) + each
+            cost = self.prices.all_to_all(shard_count, choice.moving) + step_cost
             if cost >= limit:
                 continue
             most_counts = [
@@ -132,24 +146,25 @@ class Neighbours:
             ]
             assignments_by_counts = self._assignments(choice.moving, choice.to_dims)
             for counts, assignments in assignments_by_counts.items():
+                # The shards along a dimension must not become too many.
                 pairs = zip(most_counts, counts, strict=True)
                 if any([most % count for most, count in pairs]):
                     continue
-                for added in assignments:
-                    after = list(choice.staying)
-                    for dim, sub_axes in zip(choice.to_dims, added, strict=True):
-                        after[dim] += sub_axes
-                    yield tuple(after), cost
+                for added_by_dim in assignments:
+                    dims_after = list(choice.staying)
+                    for dim, sub_axes in zip(choice.to_dims, added_by_dim, strict=True):
+                        dims_after[dim] += sub_axes
+                    yield tuple(dims_after), cost
 
-    def permutes(self, dims: ShardDims, limit: float) -> Priced:
+    def permutes(self, dims: ShardDims, limit: float) -> PricedLayouts:
         """The layouts that a permutation of shards reaches from `dims`. In each, one
         sub-axis has become the last (minor-most) of its dimension. A cost above `limit`
         may be lower than the true cost.
         """
         share = 1 / self.shards.shard_count(dims)
         for dim, axes in enumerate(dims):
-            for place in range(len(axes) - 1):
-                new_axes = (*axes[:place], *axes[place + 1 :], axes[place])
+            for position in range(len(axes) - 1):
+                new_axes = (*axes[:position], *axes[position + 1 :], axes[position])
                 after = (*dims[:dim], new_axes, *dims[dim + 1 :])
                 cost = self.permutations.cost(
                     have=self.shards.numbers(dims),
@@ -160,21 +175,22 @@ class Neighbours:
                 yield after, cost
 
     def _free(self, dims: ShardDims) -> list[int]:
+        """The sub-axes that shard no dimension of the layout `dims`."""
         used = {axis for axes in dims for axis in axes}
         return [sub_axis for sub_axis in self.sub_axes if sub_axis not in used]
 
-    def _runs(self, free: list[int]) -> list[SubAxes]:
-        """The groups of the unused sub-axes `free` that one all-gather can gather: each
+    def _gathered_together(self, free: list[int]) -> list[SubAxes]:
+        """The sets of the unused sub-axes `free` that one all-gather can gather: each
         alone, and several if they have different weights. If sub-axes 0 and 1 have the
         weights 1 and 10, they are (0,), (1,), (0, 1) and (1, 0).
         """
-        runs: list[SubAxes] = [(sub_axis,) for sub_axis in free]
-        if not self.some_are_dearer:
-            return runs
+        additions: list[SubAxes] = [(sub_axis,) for sub_axis in free]
+        if not self.has_several_weights:
+            return additions
         most = len(free) if len(free) <= _MOST_REORDERED else 2
         for length in range(2, most + 1):
-            runs += filter(self.prices.are_mixed, it.permutations(free, length))
-        return runs
+            additions += filter(self.prices.are_mixed, it.permutations(free, length))
+        return additions
 
     def _assignments(
         self,
@@ -188,12 +204,12 @@ class Neighbours:
         assignments = self._assignments_of.get((moving, to_dims))
         if assignments is None:
             assignments = {}
-            for added in (
+            for added_by_dim in (
                 *_all_assignments(moving, len(to_dims)),
                 *self._far_assignment(moving, to_dims),
             ):
-                counts = self.shards.counts(added)
-                assignments.setdefault(counts, []).append(added)
+                counts = self.shards.counts(added_by_dim)
+                assignments.setdefault(counts, []).append(added_by_dim)
             self._assignments_of[moving, to_dims] = assignments
         return assignments
 
@@ -209,17 +225,17 @@ class Neighbours:
         """
         if len(moving) <= _MOST_REORDERED:
             return []
-        last = (len(self.far_places), 0)
+        last = (len(self.place_in_far), 0)
         in_far_order = sorted(
-            moving, key=lambda sub_axis: self.far_places.get(sub_axis, last)
+            moving, key=lambda sub_axis: self.place_in_far.get(sub_axis, last)
         )
-        added: dict[int, SubAxes] = dict.fromkeys(to_dims, ())
+        added_by_dim: dict[int, SubAxes] = dict.fromkeys(to_dims, ())
         for sub_axis in in_far_order:
-            dim, _ = self.far_places.get(sub_axis, (to_dims[0], 0))
-            if dim not in added:
+            dim, _ = self.place_in_far.get(sub_axis, (to_dims[0], 0))
+            if dim not in added_by_dim:
                 dim = to_dims[0]
-            added[dim] += (sub_axis,)
-        return [tuple(added.values())]
+            added_by_dim[dim] += (sub_axis,)
+        return [tuple(added_by_dim.values())]
 
 
 class _Choice(NamedTuple):
@@ -259,39 +275,42 @@ def _choices(dims: ShardDims) -> Iterator[_Choice]:
 
 
 @ft.lru_cache(maxsize=1024)
-def _all_assignments(moving: SubAxes, to_dims: int) -> tuple[ShardDims, ...]:
-    """The ways to distribute the sub-axes `moving` over `to_dims` dimensions; for (0,
-    1) and one dimension, ((0, 1),) and ((1, 0),). For more than four sub-axes, only
+def _all_assignments(moving: SubAxes, dim_count: int) -> tuple[ShardDims, ...]:
+    """The ways to distribute the sub-axes `moving` over `dim_count` dimensions. A way
+    lists the sub-axes that each dimension gets. For the sub-axes (0, 1) and one
+    dimension the ways are ((0, 1),) and ((1, 0),). For more than four sub-axes, only
     some ways are returned, and in these the sub-axes keep their order.
     """
     if len(moving) > _MOST_REORDERED:
-        return _assignments_in_order(moving, to_dims)
-    assignments: list[ShardDims] = [((),) * to_dims]
+        return _assignments_in_order(moving, dim_count)
+    assignments: list[ShardDims] = [((),) * dim_count]
     for sub_axis in moving:
         longer: list[ShardDims] = []
-        for added in assignments:
-            for dim, axes in enumerate(added):
-                for place in range(len(axes) + 1):
-                    new_axes = (*axes[:place], sub_axis, *axes[place:])
-                    longer.append((*added[:dim], new_axes, *added[dim + 1 :]))
+        for added_by_dim in assignments:
+            for dim, axes in enumerate(added_by_dim):
+                for position in range(len(axes) + 1):
+                    new_axes = (*axes[:position], sub_axis, *axes[position:])
+                    longer.append(
+                        (*added_by_dim[:dim], new_axes, *added_by_dim[dim + 1 :])
+                    )
         assignments = longer
     return tuple(assignments)
 
 
-def _assignments_in_order(moving: SubAxes, to_dims: int) -> tuple[ShardDims, ...]:
-    """Some ways to distribute the sub-axes `moving`, in their order, over `to_dims`
+def _assignments_in_order(moving: SubAxes, dim_count: int) -> tuple[ShardDims, ...]:
+    """Some ways to distribute the sub-axes `moving`, in their order, over `dim_count`
     dimensions: all go to one dimension, or the first few to one and the rest to
-    another.
+    another. A way lists the sub-axes that each dimension gets.
     """
     assignments: list[ShardDims] = []
-    for dim in range(to_dims):
-        added: list[SubAxes] = [()] * to_dims
-        added[dim] = moving
-        assignments.append(tuple(added))
+    for dim in range(dim_count):
+        added_by_dim: list[SubAxes] = [()] * dim_count
+        added_by_dim[dim] = moving
+        assignments.append(tuple(added_by_dim))
     for cut in range(1, len(moving)):
-        for first, second in it.permutations(range(to_dims), 2):
-            added = [()] * to_dims
-            added[first] = moving[:cut]
-            added[second] = moving[cut:]
-            assignments.append(tuple(added))
+        for first, second in it.permutations(range(dim_count), 2):
+            added_by_dim = [()] * dim_count
+            added_by_dim[first] = moving[:cut]
+            added_by_dim[second] = moving[cut:]
+            assignments.append(tuple(added_by_dim))
     return tuple(dict.fromkeys(assignments))

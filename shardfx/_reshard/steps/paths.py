@@ -16,7 +16,7 @@ from .layout import (
     FineLayout,
     Shards,
     StepLayout,
-    coordinates,
+    device_coordinates,
     link_groups,
     slice_numbers,
 )
@@ -64,6 +64,7 @@ def path_along(before: Sequence[StepLayout], after: Sequence[StepLayout]) -> Pat
         if steps and kind == steps[-1].kind and _are_one(steps[-1], source, target):
             source = steps.pop().source
         step = step_between(kind, source, target, like=before[0])
+        # A permutation that moves nothing is no step.
         if step.wire_share or kind != "permute":
             steps.append(step)
     return tuple(steps)
@@ -83,6 +84,7 @@ def step_between(
 
 
 def _kind(source: StepLayout, target: StepLayout) -> StepKind:
+    """The kind of the step between two layouts over the same sub-axes."""
     if target.shard_count > source.shard_count:
         return "slice"
     if target.shard_count < source.shard_count:
@@ -139,6 +141,9 @@ def _permutation_shares(
     target: StepLayout,
     like: StepLayout,
 ) -> _Shares:
+    """Returns what a device receives in a permutation from `source` to `target`.
+    Devices are numbered in the mesh order of `like`.
+    """
     senders = permutation(source, target, like)
     devices = np.arange(len(senders))
     slices = slice_numbers(like)
@@ -195,8 +200,8 @@ def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.
     receives its shard from a device that holds it and does not yet send. Of these, one
     over the cheapest links is taken. Devices are numbered in the mesh order of `like`.
     """
-    before = FineLayout(source, coordinates(source, like))
-    after = FineLayout(target, coordinates(target, like))
+    before = FineLayout(source, device_coordinates(source, like))
+    after = FineLayout(target, device_coordinates(target, like))
     holds = Shards(before).numbers(source.dims)
     needs = Shards(after).numbers(target.dims)
     devices = np.arange(len(holds))
@@ -219,9 +224,9 @@ def _match(
     free: np.ndarray,
     held: np.ndarray,
 ) -> None:
-    """Chooses senders for the devices `without`, which need the shards with the numbers
-    `needed`. Writes them into `sender`, which has an entry for each device. The devices
-    `free`, which do not send yet, hold the shards `held`.
+    """Chooses senders for the devices `without`, which have none and need the shards
+    with the numbers `needed`. Writes them into `sender`, which has an entry for each
+    device. The devices `free`, which do not send yet, hold the shards `held`.
 
     Of the devices that need one shard, the k-th receives it from the k-th of the `free`
     devices that hold it. If fewer devices hold it than need it, the last ones get no
@@ -229,6 +234,7 @@ def _match(
     """
     receivers = _ranked(without, needed)
     senders = _ranked(free, held)
+    # A shard and a rank as one integer: ranks are less than `base`.
     base = len(sender) + 1
     _, receiver_positions, sender_positions = np.intersect1d(
         receivers.shards * base + receivers.ranks,

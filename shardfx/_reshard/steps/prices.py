@@ -23,19 +23,20 @@ STEP_BEFORE_PERMUTATION = 1.01 * STEP
 
 
 class Prices:
-    """The costs of collectives along sub-axes (mesh axes or parts of them) of one mesh."""
+    """The costs of collectives along sub-axes (mesh axes or parts of them)."""
 
-    def __init__(self, end: FineLayout):
-        self.sizes = end.layout.sizes
-        self.weights = end.layout.weights or (1.0,) * len(self.sizes)
+    def __init__(self, fine_layout: FineLayout):
+        self.sizes = fine_layout.layout.sizes
+        self.weights = fine_layout.layout.weights or (1.0,) * len(self.sizes)
 
-    def all_to_all(self, shard_count: int, group: SubAxes) -> float:
-        """The cost of an all-to-all along the sub-axes `group`, for an array that has
-        `shard_count` shards.
+    def all_to_all(self, shard_count: int, sub_axes: SubAxes) -> float:
+        """The cost of an all-to-all along the sub-axes `sub_axes`, for an array that
+        has `shard_count` shards.
         """
+        # The part of a shard that is still to be sent.
         share = 1.0
         cost = 0.0
-        for sub_axis in self._dearest_first(group):
+        for sub_axis in self._dearest_first(sub_axes):
             size = self.sizes[sub_axis]
             # Only the bytes that must cross a slow axis do so, once. The rest moves
             # over faster axes.
@@ -44,26 +45,26 @@ class Prices:
             share /= size
         return cost / shard_count
 
-    def all_gather(self, shard_count: int, group: SubAxes) -> float:
-        """The cost of an all-gather along the sub-axes `group`. Before it the array has
-        `shard_count` shards.
+    def all_gather(self, shard_count: int, sub_axes: SubAxes) -> float:
+        """The cost of an all-gather along the sub-axes `sub_axes`. Before it the array
+        has `shard_count` shards.
         """
         held_shards = 1
         cost = 0.0
-        for sub_axis in self._dearest_first(group):
+        for sub_axis in self._dearest_first(sub_axes):
             # A shard enters a slice once and is copied inside it.
             received_shards = held_shards * (self.sizes[sub_axis] - 1)
             cost += received_shards * self.weights[sub_axis]
             held_shards *= self.sizes[sub_axis]
         return cost / shard_count
 
-    def are_mixed(self, group: SubAxes) -> bool:
-        """Whether the sub-axes in `group` have different weights."""
-        weights = {self.weights[sub_axis] for sub_axis in group}
+    def are_mixed(self, sub_axes: SubAxes) -> bool:
+        """Whether some of `sub_axes` have different weights."""
+        weights = {self.weights[sub_axis] for sub_axis in sub_axes}
         return len(weights) > 1
 
-    def _dearest_first(self, group: SubAxes) -> list[int]:
-        return sorted(group, key=lambda sub_axis: -self.weights[sub_axis])
+    def _dearest_first(self, sub_axes: SubAxes) -> list[int]:
+        return sorted(sub_axes, key=lambda sub_axis: -self.weights[sub_axis])
 
 
 class PermutationPrices:
@@ -91,33 +92,40 @@ class PermutationPrices:
         result may be any lower bound above `limit`.
         """
         is_moving = have != want
-        moving = int(is_moving.sum())
-        if not moving:
+        moving_count = int(is_moving.sum())
+        if not moving_count:
             return 0.0
-        share *= self.price / len(have)
-        total = self.link_groups[0].weight * moving * share
+        # What one device's shard adds to the mean over devices, at weight 1.
+        shard_cost = share * self.price / len(have)
+        total = self.link_groups[0].weight * moving_count * shard_cost
         if len(self.link_groups) == 1 or total >= limit:
             return total + STEP
         self.computed += 1
         have = have[is_moving]
         want = want[is_moving]
         for cheaper, dearer in it.pairwise(self.link_groups):
-            near = _served_inside(cheaper.numbers[is_moving], have, want)
+            served_count = _served_inside(cheaper.numbers[is_moving], have, want)
             extra_weight = dearer.weight - cheaper.weight
-            total += extra_weight * (moving - near) * share
+            total += extra_weight * (moving_count - served_count) * shard_cost
         return total + STEP
 
 
-def _served_inside(group: np.ndarray, have: np.ndarray, want: np.ndarray) -> int:
+def _served_inside(
+    group_numbers: np.ndarray,
+    have: np.ndarray,
+    want: np.ndarray,
+) -> int:
     """The number of devices that can receive their shard from a device of their group.
-    `group` has the number of each device's group.
+    For each device, `group_numbers` has the number of its group, and `have` and `want`
+    the numbers of its shards before and after.
 
     Each device sends its shard to one other, so a group serves at most as many requests
     as it has copies. So this is the size of the multiset intersection of what devices
     hold and what they need.
     """
     shard_count = int(want.max()) + 1
-    first_shard_of_group = group * shard_count
+    # A key is the number of a group and of a shard, in one integer.
+    first_shard_of_group = group_numbers * shard_count
     held_keys = 2 * (first_shard_of_group + have)
     # The last bit marks what is needed.
     needed_keys = 2 * (first_shard_of_group + want) + 1

@@ -19,7 +19,7 @@ from jaxtyping import Array, Shaped
 from ..._ground.spec import bits
 from ..shardings import NO_MESH, flat, labelled, layouts, placed, same_order, untyped
 from .chunks import Chunks, chunks_on_tpus, in_chunks
-from .groups import all_gather, all_to_all, join, split, starts
+from .groups import all_gather, all_to_all, join, kept_parts, split
 from .layout import StepLayout
 from .paths import permutation
 from .redistribution import MoveStep, Redistribution
@@ -38,17 +38,18 @@ def program(
     """
     if not steps:
         return placed(x, dst)
-    move = ft.partial(_moving, src=src, steps=steps, like=like, chunks=chunks)
+    move = ft.partial(_run_on_mesh, src=src, steps=steps, like=like, chunks=chunks)
     x = placed(x, src)
     if src.mesh.abstract_mesh == dst.mesh.abstract_mesh:
         return move(x, spec=dst.spec)
-    # The shards concatenated along dimension 0 in device order mean the same on either
-    # mesh, so nothing moves here.
+    # The new shards are those of `dst`, whose spec may have no form on the mesh of
+    # `src`. Concatenated along dimension 0 in device order, they are one array that
+    # `flat` shards on either mesh, so nothing moves here.
     x = placed(move(x, spec=flat(src.mesh)), NamedSharding(dst.mesh, flat(dst.mesh)))
-    return _mapped(lambda shard: shard, dst.mesh, flat(dst.mesh), dst.spec)(x)
+    return _shard_mapped(lambda shard: shard, dst.mesh, flat(dst.mesh), dst.spec)(x)
 
 
-def _moving(
+def _run_on_mesh(
     x: Shaped[Array, "..."],
     src: NamedSharding,
     steps: tuple[MoveStep, ...],
@@ -56,14 +57,17 @@ def _moving(
     chunks: Chunks | None,
     spec: PartitionSpec,
 ) -> Shaped[Array, "..."]:
+    """Moves a traced array by `steps`, in a `shard_map` over the mesh of its sharding
+    `src`. The new shards form the result as `spec` says.
+    """
     body = ft.partial(
-        run,
+        run_steps,
         steps=steps,
         like=like,
         axes=tuple(src.mesh.axis_names),
         chunks=chunks,
     )
-    return _mapped(body, src.mesh, src.spec, spec)(x)
+    return _shard_mapped(body, src.mesh, src.spec, spec)(x)
 
 
 def live_program(
@@ -93,11 +97,14 @@ def live_program(
             donate_argnums=(0,) if is_reused else (),
         )
     else:
+        # One program cannot have two orders of devices. So it returns the new shards
+        # concatenated along dimension 0, and `labelled` makes an array of them.
         step = jax.jit(
-            ft.partial(_moving, spec=flat(source.mesh), **options), in_shardings=source
+            ft.partial(_run_on_mesh, spec=flat(source.mesh), **options),
+            in_shardings=source,
         )
 
-    def run(array: jax.Array) -> jax.Array:
+    def move_array(array: jax.Array) -> jax.Array:
         x = array
         if x.sharding.memory_kind != source.memory_kind:
             x = jax.device_put(x, NamedSharding(src.mesh, src.spec))
@@ -111,16 +118,20 @@ def live_program(
             array.delete()
         return y
 
-    return run
+    return move_array
 
 
-def _mapped(
+def _shard_mapped(
     body,
     mesh: Mesh | AbstractMesh,
     source: PartitionSpec,
     target: PartitionSpec,
 ):
-    def run_on(x):
+    """Returns a function that applies `body` to each device's shard of an array.
+    `source` and `target` are the specs of its argument and its result on `mesh`.
+    """
+
+    def mapped_body(x):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             # JAX cannot infer the replication that the steps establish.
             return jax.shard_map(
@@ -131,10 +142,10 @@ def _mapped(
                 check_vma=False,
             )(x)
 
-    return run_on
+    return mapped_body
 
 
-def run(
+def run_steps(
     shard: Shaped[Array, "..."],
     *,
     steps: tuple[MoveStep, ...],
@@ -144,15 +155,18 @@ def run(
 ) -> Shaped[Array, "..."]:
     """Applies all steps of a move to one device's shard, inside a `shard_map` over a
     mesh with the axes `axes`.
+
+    With `chunks`, the shard moves in these chunks, to limit memory. On TPUs it moves in
+    the chunks of `chunks_on_tpus` if these are finer, and also without `chunks`.
     """
 
     def at_once(shard: Array) -> Array:
         for step in steps:
-            shard = _RUN[step.kind](shard, step, like, axes)
+            shard = _FUNCTIONS[step.kind](shard, step, like, axes)
         return shard
 
     tpu_chunks = None
-    # The memory of typed keys is JAX's own.
+    # How many bits a typed key takes is JAX's own matter.
     if not jnp.issubdtype(shard.dtype, jax.dtypes.extended):
         tpu_chunks = chunks_on_tpus(shard.shape, bits(shard.dtype), steps)
     if tpu_chunks is None:
@@ -179,14 +193,15 @@ def _slice(
     like: StepLayout,
     axes: tuple[str, ...],
 ) -> Array:
-    part_of_device = jnp.asarray(starts(step.source, step.target, like), jnp.int32)
-    part = part_of_device[lax.axis_index(axes)]
+    """Keeps one part of a device's shard. Sends nothing."""
+    part_of_device = jnp.asarray(kept_parts(step.source, step.target, like), jnp.int32)
+    part_indices = part_of_device[lax.axis_index(axes)]
     counts = zip(step.source.counts, step.target.counts, strict=True)
     sizes = [
         size * old_count // count
         for size, (old_count, count) in zip(shard.shape, counts, strict=True)
     ]
-    start = [part[dim] * size for dim, size in enumerate(sizes)]
+    start = [part_indices[dim] * size for dim, size in enumerate(sizes)]
     return moved(
         ft.partial(lax.dynamic_slice, start_indices=start, slice_sizes=sizes), shard
     )
@@ -198,6 +213,7 @@ def _permute(
     like: StepLayout,
     axes: tuple[str, ...],
 ) -> Array:
+    """Replaces a device's shard by that of its sender."""
     senders = permutation(step.source, step.target, like).tolist()
     pairs = [(sender, device) for device, sender in enumerate(senders)]
     return moved(ft.partial(lax.ppermute, axis_name=axes, perm=pairs), shard)
@@ -209,6 +225,7 @@ def _all_gather(
     like: StepLayout,
     axes: tuple[str, ...],
 ) -> Array:
+    """Concatenates the shards of a replica group on each of its devices."""
     exchange = all_gather(step.source, step.target, like)
     gather = ft.partial(
         lax.all_gather,
@@ -263,6 +280,9 @@ def _all_to_all(
     like: StepLayout,
     axes: tuple[str, ...],
 ) -> Array:
+    """Splits a device's shard along some dimensions, and joins the chunks that it
+    receives from its replica group along others.
+    """
     exchange = all_to_all(step.source, step.target, like)
     swap = ft.partial(
         lax.all_to_all,
@@ -275,19 +295,21 @@ def _all_to_all(
         chunks = swap(split(shard, exchange), split_axis=0, concat_axis=0)
         return join(chunks, exchange)
 
-    members = tuple(range(len(exchange.sizes)))
-    splits_one_dim = exchange.splits.count(members) == 1
-    if splits_one_dim and exchange.joins.count(members) == 1:
+    # One collective of XLA splits one dimension and concatenates along one, in the
+    # order of the group's members.
+    all_moving = tuple(range(len(exchange.sizes)))
+    splits_one_dim = exchange.splits.count(all_moving) == 1
+    if splits_one_dim and exchange.joins.count(all_moving) == 1:
         at_once = ft.partial(
             swap,
-            split_axis=exchange.splits.index(members),
-            concat_axis=exchange.joins.index(members),
+            split_axis=exchange.splits.index(all_moving),
+            concat_axis=exchange.joins.index(all_moving),
         )
         return _either(shard, at_once, stacked)
     return moved(stacked, shard)
 
 
-_RUN = {
+_FUNCTIONS = {
     "slice": _slice,
     "permute": _permute,
     "all_gather": _all_gather,
@@ -302,7 +324,7 @@ def on_bits(move: Callable[..., Any]) -> Callable[..., Any]:
     its bits.
     """
 
-    def run(x: Any, *others: Any) -> Any:
+    def move_bits(x: Any, *others: Any) -> Any:
         if not is_small_float(x.dtype):
             return move(x, *others)
         integer = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
@@ -313,7 +335,7 @@ def on_bits(move: Callable[..., Any]) -> Callable[..., Any]:
             as_bits.append(array)
         return lax.bitcast_convert_type(move(*as_bits), x.dtype)
 
-    return run
+    return move_bits
 
 
 def is_small_float(dtype: Any) -> bool:

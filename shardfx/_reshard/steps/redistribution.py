@@ -130,12 +130,15 @@ def paths_between(max_counts: Counts, src: StepLayout, dst: StepLayout) -> Paths
     """
     source, target = refine(src, dst)
     bound = missing_share(source, target)
-    if not bound:  # every device already holds its target shard
+    if not bound:
+        # Every device already holds its target shard. At most a slice is due.
         path = path_along([source.layout], [target.layout])
         return Paths([path], [], bound)
     problem = Problem(max_counts, source, target)
     route = cheapest_route(problem)
     if not route:
+        # `refine` multiplies prime sub-axes, and their product may be too large for
+        # `max_counts`.
         prime_source, prime_target = refine(src, dst, prime=True)
         problem = Problem(max_counts, prime_source, prime_target)
         route = cheapest_route(problem)
@@ -199,6 +202,7 @@ def _measured(
             peak_bytes=source_bytes + target_bytes,
         )
         steps.append(move_step)
+    # Without steps a device holds its shard alone.
     peak_bytes = _bytes(array_bits * larger_shard)
     if steps:
         peak_bytes = max(step.peak_bytes for step in steps)
@@ -212,4 +216,5 @@ def _measured(
 
 
 def _bytes(bits: Fraction | int) -> int:
+    """The bytes that hold so many bits, rounded up."""
     return math.ceil(Fraction(bits) / 8)

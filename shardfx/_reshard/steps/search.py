@@ -109,30 +109,37 @@ def cheapest_route(problem: Problem) -> Route | None:
     move. If the search ends before it has examined all layouts, the path is the best
     one found so far. `None` if no steps along these sub-axes lead from source to
     target.
+
+    The first run tries few layouts: no dimension has more shards than the least common
+    multiple of its counts in source and target. The second run tries all layouts whose
+    paths can be cheaper than the first path. It is left out if it has nothing more to
+    try, or if the first run has used up the number of layouts.
     """
     source = problem.source.layout
     target = problem.target.layout
-    most = _most_layouts(problem.source)
+    most_layouts = _most_layouts(problem.source)
     narrow = dataclasses.replace(
         problem, max_counts=tuple(map(math.lcm, source.counts, target.counts))
     )
-    first = explore(narrow, most // 2, limit=math.inf)
+    first_run = explore(narrow, most_layouts // 2, limit=math.inf)
 
     prime_sizes = {prime for size in source.sizes for prime in primes(size)}
-    differ = len(prime_sizes) > 1 or len({*source.weights}) > 1
+    are_sub_axes_unequal = len(prime_sizes) > 1 or len({*source.weights}) > 1
     has_other_sub_axes = problem.source.coordinates is not problem.target.coordinates
-    takes_detours = differ or has_other_sub_axes
+    takes_detours = are_sub_axes_unequal or has_other_sub_axes
     is_wider = takes_detours or narrow.max_counts != problem.max_counts
-    if first.route is not None and not (is_wider and first.examined < most):
-        return first.route
+    has_layouts_left = first_run.examined < most_layouts
+    if first_run.route is not None and not (is_wider and has_layouts_left):
+        return first_run.route
     wide = dataclasses.replace(problem, takes_detours=takes_detours)
-    second = explore(wide, most - first.examined, limit=first.cost)
-    return second.route or first.route
+    second_run = explore(wide, most_layouts - first_run.examined, limit=first_run.cost)
+    return second_run.route or first_run.route
 
 
 def _most_layouts(source: FineLayout) -> int:
     """The number of layouts that the search examines in a fraction of a second: fewer
-    for more devices, and if some axes are slow.
+    for more devices, since each layout takes arrays with an element for each device,
+    and fewer if some axes are slow, since each weight takes such arrays.
     """
     devices = source.layout.size
     most = _FEW_LAYOUTS
@@ -141,16 +148,17 @@ def _most_layouts(source: FineLayout) -> int:
     return most // len(link_groups(source))
 
 
-def explore(problem: Problem, most: int, limit: float) -> Exploration:
-    """Searches for the cheapest path whose cost is below `limit`, among about `most`
-    layouts. If `limit` is infinite, it goes on until it has found some path.
+def explore(problem: Problem, most_layouts: int, limit: float) -> Exploration:
+    """Searches for the cheapest path whose cost is below `limit`, among about
+    `most_layouts` layouts. If `limit` is infinite, it goes on until it has found some
+    path.
     """
     permutations = PermutationPrices(problem.source, problem.permute_price)
     state = _State(
         forward=_half(problem, permutations, "target"),
         backward=_half(problem, permutations, "source"),
         permutations=permutations,
-        most=most,
+        most_layouts=most_layouts,
         cost=limit,
     )
     state.forward.reach(problem.source.layout.dims, 0.0, None, limit)
@@ -278,6 +286,7 @@ class _Half:
             # Source and target come first, since their neighbours may meet.
             key = 0.0
         elif nearest_first:
+            # Negative, so that these layouts come before all that are ordered by cost.
             key = -1 / self._distance(counts)
         self.cost[dims] = cost
         self.parent[dims] = parent
@@ -285,7 +294,9 @@ class _Half:
         return True
 
     def _distance(self, counts: Counts) -> int:
-        """How far shard counts are from those of the other half's start; 1 if equal."""
+        """How far shard counts are from those of the other half's start: the product of
+        the factors in which they differ; 1 if equal.
+        """
         pairs = zip(counts, self.far_counts, strict=True)
         return math.prod(
             [math.lcm(count, far) // math.gcd(count, far) for count, far in pairs]
@@ -314,14 +325,15 @@ class _Half:
 @dataclasses.dataclass
 class _State:
     """The state of the search: both halves, and the `cost` of the best path so far,
-    which crosses from `before` to `after`. `most` is the number of layouts after which
-    the search ends.
+    which crosses from `before`, a layout of the forward half, to `after`, a layout of
+    the backward half. Both are `None` while there is no path. `most_layouts` is the
+    number of layouts after which the search ends.
     """
 
     forward: _Half
     backward: _Half
     permutations: PermutationPrices
-    most: int
+    most_layouts: int
     cost: float
     before: ShardDims | None = None
     after: ShardDims | None = None
@@ -336,8 +348,8 @@ class _State:
         )
 
     def is_enough(self) -> bool:
-        """Whether the search has a path, and has examined `most` layouts."""
-        return self.examined > self.most and self.cost < math.inf
+        """Whether the search has a path, and has examined `most_layouts` layouts."""
+        return self.examined > self.most_layouts and self.cost < math.inf
 
     def next_half(self) -> _Half | None:
         """The half whose first layout has the smaller lower bound; `None` if the heaps
@@ -381,14 +393,15 @@ def _expand(
     cost = half.cost[dims]
     other = state.other(half)
     for after, step_cost in half.next_layouts(dims, state.cost - cost):
-        nearest_first = state.cost == math.inf and state.examined > state.most
+        # Without a path after so many layouts, any path will do.
+        nearest_first = state.cost == math.inf and state.examined > state.most_layouts
         if half.reach(after, cost + step_cost, dims, state.cost, nearest_first):
             if has_same_sub_axes:
                 # If the other half has reached this layout too, a path is complete.
                 _meet(after, after, 0.0, state)
             match = other.first_of_counts.get(half.shards.counts(after))
             if state.cost == math.inf and match is not None:
-                # Any path is welcome.
+                # The first path found, whatever its cost, is a limit for the others.
                 _cross(after, match, half, state)
         if state.is_enough():
             return
@@ -427,6 +440,7 @@ def _meet(before: ShardDims, after: ShardDims, crossing: float, state: _State) -
 
 
 def _route(problem: Problem, state: _State) -> Route | None:
+    """The layouts along the best path of `state`; `None` if it has no path."""
     if state.before is None or state.after is None:
         return None
     source = problem.source.layout

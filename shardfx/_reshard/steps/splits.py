@@ -58,19 +58,20 @@ def primes(number: int) -> tuple[int, ...]:
 def order_primes(
     src: StepLayout,
     dst: StepLayout,
-    places: Sequence[np.ndarray],
+    device_positions: Sequence[np.ndarray],
 ) -> list[Split]:
     """Orders the prime factors of each mesh axis, so that the meshes before and after a
-    move have many sub-axes in common. `places` has two arrays: the position of every
-    device in the source's mesh, and in the target's. Returns the factors of the
-    source's mesh axes, and those of the target's.
+    move have many sub-axes in common. `device_positions` has two arrays: the position
+    of every device in the source's mesh, and in the target's. Returns the factors of
+    the source's mesh axes, and those of the target's.
     """
+    # No choice: the prime factors of each axis have one order.
     if all(len(_orders(size)) == 1 for size in (*src.sizes, *dst.sizes)):
         return [list(map(primes, src.sizes)), list(map(primes, dst.sizes))]
 
-    src_place, dst_place = places
-    src_keys = _keys_by_axis(src, src_place)
-    dst_keys = _keys_by_axis(dst, dst_place)
+    src_positions, dst_positions = device_positions
+    src_keys = _keys_by_axis(src, src_positions)
+    dst_keys = _keys_by_axis(dst, dst_positions)
     # First choose the source's orders: the most primes in common with any order of the
     # target's primes. Then choose the target's orders: the most primes in common with
     # the source's chosen orders.
@@ -88,7 +89,10 @@ def _keys_by_axis(
     layout: StepLayout,
     device_positions: np.ndarray,
 ) -> list[dict["_Factor", bytes]]:
-    """The keys of the prime factors of each mesh axis."""
+    """Returns for each mesh axis the keys of its prime factors: the coordinates of all
+    devices along a factor, as bytes. `device_positions` has the position of each device
+    in the mesh.
+    """
     coordinates = mesh_coordinates(layout.sizes, device_positions)
     return list(map(_factor_keys, coordinates, layout.sizes))
 
@@ -132,17 +136,18 @@ def _factors_in(order: Sequence[int]) -> list[_Factor]:
     return factors
 
 
-def _factor_keys(row: np.ndarray, size: int) -> dict[_Factor, bytes]:
+def _factor_keys(along_axis: np.ndarray, size: int) -> dict[_Factor, bytes]:
     """Returns a key for each prime factor that a mesh axis of `size` devices has in any
     order of its factors. The key is the coordinates of all devices along the factor, as
-    bytes. `row` has the position of each device along the axis. An axis of 12 has seven
-    factors: 2 with the strides 1, 2, 3 and 6, and 3 with the strides 1, 2 and 4.
+    bytes. `along_axis` has the position of each device along the axis. An axis of 12
+    has seven factors: 2 with the strides 1, 2, 3 and 6, and 3 with the strides 1, 2 and
+    4.
     """
     keys: dict[_Factor, bytes] = {}
     for order in _orders(size):
         for factor in _factors_in(order):
             if factor not in keys:
-                keys[factor] = coordinate_key(row // factor.stride % factor.size)
+                keys[factor] = coordinate_key(along_axis // factor.stride % factor.size)
     return keys
 
 
@@ -182,18 +187,19 @@ def join_primes(
     in the other, so both are checked until neither needs a further split.
     """
     meshes = list(map(_Primes, layouts, keys))
-    # The last prime of each sub-axis. These primes are not checked again.
+    # For each mesh the last prime of each sub-axis: at first of each mesh axis, and -1,
+    # which is no prime. These primes are not checked again.
     last_primes = [set(it.accumulate(map(len, split), initial=-1)) for split in splits]
     has_changed = True
     while has_changed:
         has_changed = False
         for number, other in ((0, 1), (1, 0)):
             mesh = meshes[number]
-            for factor in range(len(mesh.keys) - 1):
-                if factor in last_primes[number]:
+            for sub_axis in range(len(mesh.keys) - 1):
+                if sub_axis in last_primes[number]:
                     continue
-                if mesh.must_split_after(factor, meshes[other], last_primes[other]):
-                    last_primes[number].add(factor)
+                if mesh.must_split_after(sub_axis, meshes[other], last_primes[other]):
+                    last_primes[number].add(sub_axis)
                     has_changed = True
     return list(map(_joined, splits, last_primes))
 
@@ -210,21 +216,21 @@ class _Primes:
 
     def __init__(self, layout: StepLayout, keys: Sequence[bytes]):
         self.keys = keys
-        self.factors = {key: factor for factor, key in enumerate(keys)}
+        self.sub_axis_of_key = {key: sub_axis for sub_axis, key in enumerate(keys)}
         self.shard_counts: dict[int, tuple[int, int]] = {}
         for dim, axes in enumerate(layout.dims):
             count = 1
-            for factor in axes:
-                count *= layout.sizes[factor]
-                self.shard_counts[factor] = (dim, count)
+            for sub_axis in axes:
+                count *= layout.sizes[sub_axis]
+                self.shard_counts[sub_axis] = (dim, count)
 
     def must_split_after(
         self,
-        factor: int,
+        sub_axis: int,
         other: "_Primes",
         last_primes: set[int],
     ) -> bool:
-        """Whether the sub-axis number `factor` must stay separate from the next one.
+        """Whether the sub-axis number `sub_axis` must stay separate from the next one.
         `last_primes` has the sub-axes of the other mesh that are already separate from
         the next one. There are three cases:
 
@@ -232,20 +238,28 @@ class _Primes:
         - The other mesh has both, but they do not follow each other there, or the first
           is in `last_primes`.
         - The two meshes split one dimension into equally many shards: this mesh by the
-          sub-axes up to `factor`, the other by the sub-axes up to one in `last_primes`.
+          sub-axes up to `sub_axis`, the other by the sub-axes up to one in
+          `last_primes`.
         """
-        first = other.factors.get(self.keys[factor])
-        second = other.factors.get(self.keys[factor + 1])
+        first = other.sub_axis_of_key.get(self.keys[sub_axis])
+        second = other.sub_axis_of_key.get(self.keys[sub_axis + 1])
         follows = first is not None and second == first + 1
         # The other mesh has both primes, one after the other, or neither.
         is_alike = first == second or (follows and first not in last_primes)
         if not is_alike:
             return True
-        other_counts = [other.shard_counts.get(theirs) for theirs in last_primes]
-        return self.shard_counts.get(factor, ()) in other_counts
+        # `None` for sub-axes that shard no dimension, which equals no count.
+        other_counts = [
+            other.shard_counts.get(other_sub_axis) for other_sub_axis in last_primes
+        ]
+        return self.shard_counts.get(sub_axis, ()) in other_counts
 
 
 def _joined(split: Split, last_primes: set[int]) -> Split:
+    """Returns the sizes of the sub-axes of each mesh axis. `split` has the prime
+    factors of each mesh axis, and `last_primes` the last prime of each sub-axis. Primes
+    are numbered through all axes.
+    """
     numbers = it.count()
     joined = []
     for primes_of_axis in split:
@@ -276,8 +290,8 @@ def refine(
     If the source's mesh has all sub-axes of the target's mesh, both layouts are over
     the source's sub-axes. With `prime`, all sub-axes have prime sizes. By default
     `join_primes` multiplies some of them if a mesh has more than six. Prime sub-axes
-    can shard dimensions for which their product is too large. Along links that both use,
-    both layouts get equal weights.
+    can shard dimensions for which their product is too large. Along links that both
+    use, both layouts get equal weights.
     """
     device_positions = (np.arange(src.size), positions(dst, src))
     splits = order_primes(src, dst, device_positions)
@@ -311,8 +325,8 @@ def _fine_layout(
     split: Split,
     device_positions: np.ndarray,
 ) -> FineLayout:
-    """Returns `layout` over the sub-axes in `split`. `device_positions` has the position
-    of each device in the mesh.
+    """Returns `layout` over the sub-axes in `split`. `device_positions` has the
+    position of each device in the mesh.
     """
     sizes = tuple(it.chain.from_iterable(split))
     factors_of_axis: list[range] = []
@@ -362,16 +376,18 @@ def _weights(
 ) -> tuple[float, ...]:
     """The highest weight of each sub-axis of `fine_layout` in any of the layouts."""
     sizes = fine_layout.layout.sizes
+    # The devices in the mesh order of `fine_layout`.
     order = np.lexsort(fine_layout.coordinates[::-1]) if sizes else np.arange(1)
     weights = [1.0] * len(sizes)
     for weighted in layouts:
         for axis, weight in enumerate(weighted.layout.weights):
+            # Each device's coordinate along the weighted axis, in the mesh's shape.
             grid = weighted.coordinates[axis][order].reshape(sizes)
-            for factor in range(len(sizes)):
-                if weight <= weights[factor]:
+            for sub_axis in range(len(sizes)):
+                if weight <= weights[sub_axis]:
                     continue
                 # Devices that differ in this sub-axis also differ along the weighted
                 # axis.
-                if (grid != grid.take([0], factor)).any():
-                    weights[factor] = weight
+                if (grid != grid.take([0], sub_axis)).any():
+                    weights[sub_axis] = weight
     return tuple(weights)

@@ -40,6 +40,7 @@ class TorusTimes:
 
     def __init__(self, source: StepLayout, network: Network):
         weights = source.weights or (1.0,) * len(source.sizes)
+        # The number of slices that each axis spans.
         slice_counts: list[int] = []
         for size, weight in zip(source.sizes, weights, strict=True):
             slice_counts.append(size if weight > 1 else 1)
@@ -57,7 +58,11 @@ class TorusTimes:
         )
 
     def of_step(self, step: PathStep) -> PathTime:
-        """The time of one step."""
+        """The time of one step. A slice sends nothing. The messages of a permute go
+        through the torus one hop after another, and the busiest link counts. An
+        all-gather uses all links of its rings alike. An all-to-all is limited by the
+        links in the middle of its longest ring.
+        """
         if step.kind == "slice":
             return PathTime(0.0, 0.0, 0)
         dcn_share = float(step.dcn_share)

@@ -1,8 +1,8 @@
 """All-gathers over more rings of a torus.
 
-Where a sub-axis replicates an array before an all-gather, devices can slice their shards
-along it, which sends nothing, and gather along it too. A device then receives more
-bytes, but over the links of more rings.
+Where a sub-axis replicates an array before an all-gather, devices can slice their
+shards along it, which sends nothing, and gather along it too. A device then receives
+more bytes, but over the links of more rings.
 """
 
 import dataclasses
@@ -41,12 +41,13 @@ def _widened(
     max_counts: Counts,
     times: TorusTimes,
 ) -> PathStep:
-    """The fastest all-gather to the layout after `gather`, from a layout that shards
-    further. Mesh axes are added one by one, while that is faster.
+    """Returns the fastest all-gather that ends as `gather` does, from a layout that is
+    sharded further; `gather` itself if none is faster. Mesh axes are added one by one.
+    Each time the axis is taken with which the busiest link carries the fewest bytes.
     """
     fastest = gather
     while True:
-        share = times.of_step(fastest).link_share
+        least_share = times.of_step(fastest).link_share
         wider = fastest
         for sub_axes in _unused_by_axis(fastest.source, like, times).values():
             source = _finer(fastest, sub_axes, max_counts)
@@ -54,8 +55,8 @@ def _widened(
                 continue
             candidate = step_between("all_gather", source, gather.target, like)
             candidate_share = times.of_step(candidate).link_share
-            if candidate_share < share:
-                share = candidate_share
+            if candidate_share < least_share:
+                least_share = candidate_share
                 wider = candidate
         if wider is fastest:
             return fastest
@@ -87,7 +88,7 @@ def _finer(
     max_counts: Counts,
 ) -> StepLayout | None:
     """The layout before `gather`, sharded over the sub-axes `added` too. `None` if they
-    divide no dimension. The dimensions along which it gathers come first.
+    divide no dimension. The dimensions along which it gathers are tried first.
     """
     layout = gather.source
     dims = list(layout.dims)

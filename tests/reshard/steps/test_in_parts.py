@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx._reshard.shardings import flat
 from shardfx._reshard.steps.chunks import Chunks, chunks_on_tpus, in_chunks
-from shardfx._reshard.steps.programs import run
+from shardfx._reshard.steps.programs import run_steps
 from shardfx._reshard.steps.redistribution import Redistribution, redistribute
 from shardfx.results import StepLayout
 
@@ -80,7 +80,7 @@ def moved(
     for axes in src.dims:
         entries.append(tuple("abc"[axis] for axis in axes) or None)
     spec = P(*entries)
-    step = ft.partial(run, steps=plan.steps, like=src, axes=mesh.axis_names)
+    step = ft.partial(run_steps, steps=plan.steps, like=src, axes=mesh.axis_names)
     body = ft.partial(in_chunks, move=step, chunks=chunks)
     program = jax.shard_map(
         body,
