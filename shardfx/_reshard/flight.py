@@ -135,6 +135,17 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
     return flight.made
 
 
+class _StartedAssembly(NamedTuple):
+    """An assembly whose copies run in other threads: the number of the array that it
+    makes, the paths of its sources, its plan, and a function that waits for the array.
+    """
+
+    number: int
+    source_paths: tuple[str, ...]
+    assembly: Assembly
+    wait: Callable[[], jax.Array]
+
+
 class _Flight:
     """The state of a running job, which makes the target's arrays in order, a bounded
     number at a time. The threads of `pool` copy.
@@ -168,11 +179,7 @@ class _Flight:
                 self._kept.update([id(leaf) for _, leaf in numbered_arrays])
         # The number of the target's array that is being made, for an error's text.
         self.current = -1
-        # The array whose copies run in other threads: its number in the target, the
-        # paths of its sources, its plan, and a function that waits for it.
-        self._started: (
-            tuple[int, tuple[str, ...], Assembly, Callable[[], jax.Array]] | None
-        ) = None
+        self._started: _StartedAssembly | None = None
         most_bytes = 0
         for _, _, assembly in job.assemblies:
             most_bytes = max(most_bytes, assembly.most_bytes)
@@ -228,7 +235,7 @@ class _Flight:
         self.current = number
         wait = start_assembly(assembly, source_paths, self._context)
         self.finish_copies()
-        self._started = (number, source_paths, assembly, wait)
+        self._started = _StartedAssembly(number, source_paths, assembly, wait)
         if self.donate or assembly.method != "host" or not _is_on_cpu(assembly):
             self.finish_copies()
 
