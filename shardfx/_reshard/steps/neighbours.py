@@ -225,7 +225,9 @@ class Neighbours:
         """
         if len(moving) <= _MOST_REORDERED:
             return []
-        last = (len(self.place_in_far), 0)
+        # Sub-axes that the layout `far` does not have come last, behind its last
+        # dimension, so that a gather can remove them.
+        last = (len(self.max_counts), 0)
         in_far_order = sorted(
             moving, key=lambda sub_axis: self.place_in_far.get(sub_axis, last)
         )

@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 from benchmarks._pairs import all_layouts
+from shardfx._reshard.steps.layout import Shards
+from shardfx._reshard.steps.neighbours import Neighbours
+from shardfx._reshard.steps.prices import PermutationPrices
 from shardfx._reshard.steps.redistribution import redistribute
 from shardfx._reshard.steps.search import Problem, explore
 from shardfx._reshard.steps.splits import refine
@@ -236,6 +239,19 @@ def test_some_path_is_soon_found(shape, src, dst, prime):
     assert path is not None
     assert cost < math.inf
     assert looked <= 2 * most
+
+
+def test_of_five_sub_axes_that_move_a_gather_can_remove_four():
+    sizes = (2, 2, 2, 2, 2)
+    source, target = refine(
+        StepLayout(sizes, ((0, 1, 2, 3, 4), ())),
+        StepLayout(sizes, ((), (1,))),
+    )
+    steps = Neighbours(
+        (32, 32), source, target, Shards(source), PermutationPrices(source)
+    )
+    reached = [dims for dims, _ in steps.all_to_alls(source.layout.dims, 0.0, math.inf)]
+    assert ((), (1, 0, 2, 3, 4)) in reached
 
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
