@@ -122,7 +122,7 @@ def verify(
             programs.whole,
             _text_of(compiled),
             program="the finished program",
-            lie_as_step=_lie_as_step(compiled, traced),
+            is_sharded_as_step=_is_sharded_as_step(compiled, traced),
         )
     if compiler == platform:
         return judged(programs)
@@ -132,7 +132,7 @@ def verify(
     return judged_text(programs.whole, text, name)
 
 
-def _lie_as_step(compiled: FinishedProgram, step: Step) -> list[bool] | None:
+def _is_sharded_as_step(compiled: FinishedProgram, step: Step) -> list[bool] | None:
     """Whether the arguments of a finished program lie as the step's, for each of them;
     `None` if the program does not say.
     """

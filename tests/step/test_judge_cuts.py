@@ -60,7 +60,7 @@ def segments(draw: st.DrawFn):
 def test_terms_are_those_of_positions_written_out(drawn):
     lengths, starts, step, size = drawn
     cuts = Cuts(len(starts))
-    cut = cuts.made(lengths, starts, step)
+    cut = cuts.from_segments(lengths, starts, step)
     expected = expected_terms(cut, size, cuts.devices)
     if expected is None:
         with pytest.raises(Unjudged):

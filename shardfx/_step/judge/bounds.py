@@ -30,7 +30,10 @@ def bounds_of(values: Values, number: int) -> Bounds | None:
     return _Reader(values).bounds(number)
 
 
-def _of_dtype(node: Node) -> Bounds | None:
+def _bounds_of_dtype(node: Node) -> Bounds | None:
+    """The bounds that the dtype of a value sets; `None` if it is no integer or
+    predicate.
+    """
     if node.instruction is None:
         return None
     arrays = arrays_in(node.instruction.result)
@@ -53,10 +56,13 @@ class _Reader:
         self.known_bounds: dict[int, Bounds | None] = {}
 
     def bounds(self, number: int) -> Bounds | None:
+        """The bounds of the value `number`: those that follow from its operands if they
+        are within those of its dtype, and else these.
+        """
         if number in self.known_bounds:
             return self.known_bounds[number]
         node = self.values.nodes[number]
-        of_dtype = _of_dtype(node)
+        of_dtype = _bounds_of_dtype(node)
         # What is asked again meanwhile, or is too far behind, has those of its dtype.
         self.known_bounds[number] = of_dtype
         if of_dtype is None or len(self.known_bounds) > _MOST_OPERATIONS:
@@ -70,6 +76,9 @@ class _Reader:
         return computed
 
     def _computed(self, node: Node) -> Bounds | None:
+        """The bounds of a value from those of its operands; `None` if no rule says
+        them.
+        """
         if node.opcode == "constant":
             constant = scalar_constant(node)
             if constant is None or constant != int(constant):
@@ -86,15 +95,18 @@ class _Reader:
             assert node.instruction is not None
             direction = attribute(node.instruction, "direction")
             return _compared(direction, operands[0], operands[1])
-        growing = _GROWING.get(node.opcode)
-        if growing is not None:
+        compute = _MONOTONE.get(node.opcode)
+        if compute is not None:
             lows = [bounds.low for bounds in operands]
             highs = [bounds.high for bounds in operands]
-            return Bounds(growing(*lows), growing(*highs))
+            return Bounds(compute(*lows), compute(*highs))
         return None if rule is None else rule(*operands)
 
 
 def _compared(direction: str, first: Bounds, other: Bounds) -> Bounds:
+    """The bounds of a comparison of two numbers: 1 if it always holds, 0 if it never
+    holds, else both.
+    """
     if direction in ("GT", "GE"):
         swapped = "LT" if direction == "GT" else "LE"
         return _compared(swapped, other, first)
@@ -115,14 +127,18 @@ def _compared(direction: str, first: Bounds, other: Bounds) -> Bounds:
 
 
 def _selected(chosen: Bounds, first: Bounds, other: Bounds) -> Bounds:
+    """The bounds of a `select` by a predicate."""
     if chosen == _ALWAYS:
         return first
     if chosen == _NEVER:
         return other
-    return _joined(first, other)
+    return _bounds_of_either(first, other)
 
 
 def _remainder(number: Bounds, divisor: Bounds) -> Bounds | None:
+    """The bounds of a remainder by a positive constant; `None` for other divisors. The
+    remainder has the sign of the number that is divided.
+    """
     if divisor.low != divisor.high or divisor.low <= 0:
         return None
     last = divisor.low - 1
@@ -131,13 +147,15 @@ def _remainder(number: Bounds, divisor: Bounds) -> Bounds | None:
 
 
 def _and(first: Bounds, other: Bounds) -> Bounds | None:
+    """The bounds of the `and` of two predicates; `None` for other integers."""
     are_predicates = max(first.high, other.high) <= 1 and min(first.low, other.low) >= 0
     if not are_predicates:
         return None
     return Bounds(min(first.low, other.low), min(first.high, other.high))
 
 
-def _joined(*each: Bounds) -> Bounds:
+def _bounds_of_either(*each: Bounds) -> Bounds:
+    """The bounds of a number that is one of several."""
     low = min(bounds.low for bounds in each)
     high = max(bounds.high for bounds in each)
     return Bounds(low, high)
@@ -145,7 +163,7 @@ def _joined(*each: Bounds) -> Bounds:
 
 # Functions that grow with each of their operands. A sum that wraps is beyond the bounds
 # of the dtype, which are taken then.
-_GROWING: Mapping[str, Callable[..., int]] = {
+_MONOTONE: Mapping[str, Callable[..., int]] = {
     "maximum": max,
     "minimum": min,
     "add": operator.add,
@@ -158,7 +176,7 @@ _RULES: Mapping[str, Callable[..., Bounds | None]] = {
     "convert": lambda number: number,
     "slice": lambda numbers: numbers,
     "dynamic-slice": lambda numbers, *indices: numbers,
-    "concatenate": _joined,
+    "concatenate": _bounds_of_either,
     "subtract": lambda first, other: Bounds(
         first.low - other.high, first.high - other.low
     ),

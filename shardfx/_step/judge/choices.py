@@ -13,7 +13,7 @@ from .cuts import Cut
 from .forms import Form, computation_text, numbers
 from .held import Context, Held, product_of_terms, require_finished
 from .joining import form_in, joined_cut
-from .matching import candidates, matched_operands, placed
+from .matching import candidates, held_result, matched_operands
 from .values import Node
 from .verdict import Unjudged
 
@@ -32,7 +32,13 @@ def reduce_several(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> tuple[Held, ...]:
-    """The reduction of several arrays together."""
+    """The results of a reduction of several arrays together. The first half of
+    `operands` are the arrays, the other half the numbers with which it starts.
+
+    A reduction over a dimension that is cut leaves each device with the choice from its
+    own part: the result is unfinished, and its reducer is the text of the function.
+    Raises `Unjudged` if the whole program has no such reduction.
+    """
     arrays = operands[: len(operands) // 2]
     if any(isinstance(array.idiom, Choices) for array in arrays):
         return _chosen_again(context, instruction, arrays)
@@ -56,12 +62,12 @@ def reduce_several(
                 cuts.append(joined_cut(context, "reduce", dim, axes))
         form = form_in(context, instruction, expressed_operands, results[0].shape)
         parts_of_results = [
-            part_of(context, instruction, form, place, cuts, array.shape)
+            result_at(context, instruction, form, place, cuts, array.shape)
             for place, array in enumerate(results)
         ]
         if terms is None:
             return tuple(parts_of_results)
-        reducer = _function_of(context.module, instruction)
+        reducer = _reducer_text(context.module, instruction)
         return tuple(
             dataclasses.replace(held, terms=terms, reducer=reducer)
             for held in parts_of_results
@@ -97,13 +103,15 @@ def _terms_over(
     return terms
 
 
-def _function_of(module: HloModule, instruction: Instruction) -> str:
+def _reducer_text(module: HloModule, instruction: Instruction) -> str:
+    """The text of the function with which an instruction reduces."""
     return computation_text(module, dict(instruction.called)["to_apply"])
 
 
 def _is_choice(module: HloModule, instruction: Instruction) -> bool:
-    """Whether a reduction chooses one of two candidates: so it does not matter how often
-    it sees the one with which it starts.
+    """Whether a reduction chooses one of two candidates, so that it does not matter how
+    often it sees the one with which it starts. Each of its results is then a `select`
+    between that parameter of the first candidate and that of the other.
     """
     computation = module.computations[dict(instruction.called)["to_apply"]]
     root = root_of(computation)
@@ -131,8 +139,9 @@ def gathered_choices(
     masks: Sequence[int],
     shape: tuple[int, ...],
 ) -> Held | None:
-    """The choices of each group of devices, `masks`, side by side along a dimension of
-    size 1; `None` if a group has a choice twice, or not at all.
+    """The choices of each group of devices, `masks`, side by side along dimension
+    `along`; `None` if the dimension has more than the choice, or if a group has a
+    choice twice or not at all.
     """
     if operand.shape[along] != 1 or operand.axes[along] is not None:
         return None
@@ -156,9 +165,12 @@ def _chosen_again(
     instruction: Instruction,
     arrays: Sequence[Held],
 ) -> tuple[Held, ...]:
-    """The choice from the choices of a group."""
+    """The choice from the choices of a group, which finishes a reduction of several
+    arrays. Raises `Unjudged` if `arrays` are not the gathered results of one reduction,
+    by the same function.
+    """
     (along,) = numbers(instruction, "dimensions")
-    choices = Choices(along, _function_of(context.module, instruction))
+    choices = Choices(along, _reducer_text(context.module, instruction))
     if any(array.idiom != choices for array in arrays):
         raise Unjudged("a choice from choices of another kind")
     first = context.values.nodes[arrays[0].root]
@@ -181,7 +193,7 @@ def _chosen_again(
     return tuple(chosen)
 
 
-def part_of(
+def result_at(
     context: Context,
     instruction: Instruction,
     form: Form,
@@ -189,10 +201,12 @@ def part_of(
     cuts: Sequence[Cut | None],
     shape: tuple[int, ...],
 ) -> Held:
-    """One of the results of an operation with several."""
+    """The result number `place` of an operation with several results, whose dimensions
+    have these cuts. Raises `Unjudged` if the whole program has no such operation.
+    """
     dims = tuple(range(len(shape)))
     keyed = Form((*form.key, place), dims, dims)
     parts = candidates(context, keyed, instruction)
     if not parts:
         raise Unjudged(f"{instruction.opcode} that the whole program has not")
-    return placed(context, keyed, instruction, shape, cuts, parts[0])
+    return held_result(context, keyed, instruction, shape, cuts, parts[0])

@@ -10,7 +10,10 @@ from .verdict import Unjudged
 
 
 def branched(context: Context, chosen: Held, leaves: Sequence[Result]) -> Result:
-    """The result of a conditional, from those of its branches."""
+    """A result of a conditional. `leaves` is what each branch returns in its place, and
+    `chosen` the number that chooses a branch. A branch whose result is wrong or not
+    judged makes it so.
+    """
     for leaf in leaves:
         if not isinstance(leaf, Held):
             return leaf

@@ -14,12 +14,12 @@ from .forms import attribute, reducer_of
 from .held import Axis, Context, Held, product_of_terms, require_finished
 from .joining import (
     constant_number,
-    different,
+    disagreement,
     form_in,
     is_identity,
     joined_cut,
 )
-from .matching import judged_match, placed
+from .matching import held_result, judged_match
 from .products import contracted_cut, cut_of, with_sums
 from .values import Node
 from .verdict import Unjudged
@@ -31,6 +31,7 @@ def convolution(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> Held:
+    """The result of a convolution."""
     for operand in operands:
         if operand.terms is not None and operand.reducer != "add":
             require_finished(operand, "convolution")
@@ -39,7 +40,10 @@ def convolution(
 
 
 class _Labels:
-    """The dimensions of a convolution's operands and result by their letters."""
+    """The dimensions of a convolution's operands and result by their letters: the batch
+    `b` and the features `f` of image and result, the input features `i` and the output
+    features `o` of the kernel, and a digit for each spatial dimension.
+    """
 
     def __init__(self, instruction: Instruction):
         operands, self.out = attribute(instruction, "dim_labels").split("->")
@@ -55,6 +59,7 @@ class _Groups(NamedTuple):
 
 
 def _groups(instruction: Instruction) -> _Groups:
+    """The numbers of groups in the attributes of a convolution."""
     features = attribute(instruction, "feature_group_count") or "1"
     batch = attribute(instruction, "batch_group_count") or "1"
     return _Groups(features=int(features), batch=int(batch))
@@ -110,7 +115,7 @@ def _convolved(
         terms = product_of_terms(context.everywhere, terms, part)
     ordered = [cuts[labels.out[dim]] for dim in range(rank)]
     form = form_in(context, instruction, operands, shape)
-    held = placed(context, form, instruction, shape, ordered, number)
+    held = held_result(context, form, instruction, shape, ordered, number)
     return with_sums(context, held, operands, terms, Fraction(1), None)
 
 
@@ -131,7 +136,9 @@ def _features(
     if axis.cut.lengths != other.cut.lengths or axis.cut.step != other.cut.step:
         return axis
     starts = np.where(slides_over_nothing[:, None], other.cut.starts, axis.cut.starts)
-    return Axis(axis.dim, context.cuts.made(axis.cut.lengths, starts, axis.cut.step))
+    return Axis(
+        axis.dim, context.cuts.from_segments(axis.cut.lengths, starts, axis.cut.step)
+    )
 
 
 def _batch(context: Context, image: Held, labels: _Labels) -> Cut | None:
@@ -146,7 +153,7 @@ def _batch(context: Context, image: Held, labels: _Labels) -> Cut | None:
     if not len(others) or (others != others[:1]).any():
         return axis.cut
     starts = np.where(slides_over_nothing[:, None], others[:1], axis.cut.starts)
-    return context.cuts.made(axis.cut.lengths, starts, axis.cut.step)
+    return context.cuts.from_segments(axis.cut.lengths, starts, axis.cut.step)
 
 
 def _slide_over_nothing(context: Context, image: Held, labels: _Labels) -> np.ndarray:
@@ -160,6 +167,7 @@ def _slide_over_nothing(context: Context, image: Held, labels: _Labels) -> np.nd
 
 
 def _known_size(size: int | None) -> int:
+    """The size of a dimension of a value; raises `Unjudged` if it is not known."""
     if size is None:
         raise Unjudged("a dimension of unknown size")
     return size
@@ -212,7 +220,7 @@ def _grouped(
             raise Unjudged("a convolution in groups that are cut")
         firsts.append(cut.starts[:, 0] // size)
     if (firsts[0] != firsts[1]).any():
-        raise different("convolution", image_dim, axes[0].cut, axes[1].cut)
+        raise disagreement("convolution", image_dim, axes[0].cut, axes[1].cut)
     cuts["f"] = axes[1].cut
     if is_batch:
         per_group = sizes[0]
@@ -287,6 +295,7 @@ def reduce_window(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> Held:
+    """The result of a reduction over windows, as of a pool."""
     operand, start = operands
     require_finished(start, "reduce-window")
     reducer = reducer_of(context.module, instruction)
@@ -307,6 +316,9 @@ def _reduced_window(
     reducer: str,
     shape: tuple[int, ...],
 ) -> Held:
+    """As `reduce_window`, as the value `number` of the whole program. Along a dimension
+    that is cut, a window may read holes whose number the reduction leaves as it is.
+    """
     operand, start = operands
     node = context.values.nodes[number]
     assert node.instruction is not None
@@ -341,7 +353,7 @@ def _reduced_window(
             raise Unjudged("a window over parts")
         cuts.append(cut)
     form = form_in(context, instruction, operands, shape)
-    held = placed(context, form, instruction, shape, cuts, number)
+    held = held_result(context, form, instruction, shape, cuts, number)
     return held.with_sums_of(operand)
 
 
@@ -363,6 +375,9 @@ def _scattered(
     operands: Sequence[Held],
     number: int,
 ) -> Held:
+    """As `select_and_scatter`, as the value `number` of the whole program. The third
+    operand is the number with which each element starts.
+    """
     image, source, _ = operands
     shape = arrays_in(instruction.result)[0].shape
     node = context.values.nodes[number]
@@ -393,7 +408,7 @@ def _scattered(
         windows = (local[dim], whole[dim])
         cuts.append(scattered_cut(context.cuts, indices, windows, sizes))
     form = form_in(context, instruction, operands, shape)
-    return placed(context, form, instruction, shape, cuts, number)
+    return held_result(context, form, instruction, shape, cuts, number)
 
 
 def _whole_or_cut(
@@ -402,6 +417,9 @@ def _whole_or_cut(
     size: int,
     local_size: int,
 ) -> Cut:
+    """The cut of an axis, or of a dimension along which nothing changes and of which
+    each device holds all. Raises `Unjudged` if it holds less.
+    """
     if axis is not None:
         return axis.cut
     if size != local_size:
@@ -418,12 +436,12 @@ def _require_no_effect_of_holes(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> None:
-    """Raises `Unjudged` if a window may select a hole, or if one that the whole program
-    has not adds something.
+    """Raises `Unjudged` if a window may select a hole of the image, or if a hole of the
+    source adds something to what its window selects.
     """
     image, source, start = operands
     roots = {
-        name: root_of(context.module.computations[_called(instruction, name)])
+        name: root_of(context.module.computations[_computation_name(instruction, name)])
         for name in ("select", "scatter")
     }
     lowest = _NEVER_SELECTED.get(attribute(roots["select"], "direction"))
@@ -436,5 +454,6 @@ def _require_no_effect_of_holes(
         raise Unjudged("windows that the whole program has not")
 
 
-def _called(instruction: Instruction, name: str) -> str:
+def _computation_name(instruction: Instruction, name: str) -> str:
+    """The name of the computation in an attribute, such as `select`."""
     return attribute(instruction, name).lstrip("%")

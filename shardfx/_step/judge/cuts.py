@@ -72,9 +72,12 @@ class Cuts:
         self._joined: dict[tuple[int, int], Cut | None] = {}
         self._terms: dict[tuple[int, int], tuple[int, ...] | None] = {}
 
-    def made(self, lengths: Sequence[int], starts: np.ndarray, step: int = 1) -> Cut:
+    def from_segments(
+        self, lengths: Sequence[int], starts: np.ndarray, step: int = 1
+    ) -> Cut:
         """The cut with these segments, in its canonical form: neighbours that continue
-        each other on every device are one segment.
+        each other on every device are one segment. `starts` and `step` are as in a
+        `Cut`.
         """
         starts = starts.astype(np.int64, copy=False)
         size = sum(lengths)
@@ -102,15 +105,17 @@ class Cuts:
         return cut
 
     def whole(self, size: int) -> Cut:
+        """The cut of a dimension of which each device holds all."""
         starts = np.zeros((self.devices, 1), np.int64)
-        return self.made((size,), starts)
+        return self.from_segments((size,), starts)
 
     def from_starts(self, starts: np.ndarray, size: int, step: int = 1) -> Cut:
         """The cut with one segment of `size` positions at each device's start."""
         column = np.asarray(starts).reshape(self.devices, 1)
-        return self.made((size,), column, step)
+        return self.from_segments((size,), column, step)
 
     def holes(self, size: int) -> Cut:
+        """The cut whose positions hold no elements."""
         starts = np.full(self.devices, HOLE)
         return self.from_starts(starts, size)
 
@@ -132,7 +137,7 @@ class Cuts:
         """The cut whose positions hold these indices, an array (devices, positions)."""
         size = indices.shape[1]
         if size <= 1:
-            return self.made((1,) * size, indices)
+            return self.from_segments((1,) * size, indices)
         is_hole = indices == HOLE
         are_holes = is_hole[:, 1:] & is_hole[:, :-1]
         are_elements = ~is_hole[:, 1:] & ~is_hole[:, :-1]
@@ -148,7 +153,7 @@ class Cuts:
         later_firsts = np.flatnonzero(~continues) + 1
         firsts = np.concatenate([[0], later_firsts])
         lengths = np.diff(firsts, append=size)
-        return self.made(lengths.tolist(), indices[:, firsts], step)
+        return self.from_segments(lengths.tolist(), indices[:, firsts], step)
 
     def joined(self, first_cut: Cut, other: Cut) -> Cut | None:
         """The cut of an operation's result whose two operands have these cuts. It has
@@ -162,6 +167,9 @@ class Cuts:
         return self._joined[key]
 
     def _join(self, first_cut: Cut, other: Cut) -> Cut | None:
+        """As `joined`, for cuts that are not one object. Equal cuts are, so two of them
+        without holes differ.
+        """
         if not first_cut.has_holes and not other.has_holes:
             return None
         first = self.indices(first_cut)
@@ -183,6 +191,7 @@ class Cuts:
         return self.from_indices(indices)
 
     def concatenated(self, cuts: Sequence[Cut]) -> Cut:
+        """The cuts side by side."""
         steps = {cut.step for cut in cuts if cut.size > 1}
         if len(steps) > 1:
             rows = [self.indices(cut) for cut in cuts]
@@ -195,15 +204,16 @@ class Cuts:
         lengths: list[int] = []
         for cut in cuts:
             lengths += cut.lengths
-        return self.made(lengths, starts, steps.pop())
+        return self.from_segments(lengths, starts, steps.pop())
 
     def taken(self, cut: Cut, sources: np.ndarray) -> Cut:
         """The cut after each device received the array of its source; -1 for none."""
         gets_nothing = sources[:, None] < 0
         starts = np.where(gets_nothing, HOLE, cut.starts[sources])
-        return self.made(cut.lengths, starts, cut.step)
+        return self.from_segments(cut.lengths, starts, cut.step)
 
     def is_whole(self, cut: Cut, size: int) -> bool:
+        """Whether each device holds all of a dimension of `size`."""
         if cut.lengths != (size,) or cut.starts.any():
             return False
         return cut.step == 1 or size == 1
@@ -221,6 +231,7 @@ class Cuts:
         return self._terms[key]
 
     def _terms_of(self, cut: Cut, size: int) -> tuple[int, ...] | None:
+        """As `terms`, for a cut that is not whole."""
         # Devices that hold the same, as bit masks, with one device of each mask.
         masks: dict[bytes, int] = {}
         devices: dict[bytes, int] = {}
@@ -303,6 +314,9 @@ def _merged(
     starts: np.ndarray,
     step: int,
 ) -> tuple[list[int], np.ndarray]:
+    """Segments as `Cuts.from_segments` takes them, without empty ones, and with
+    neighbours that continue each other on every device as one.
+    """
     merged: list[int] = []
     columns: list[int] = []
     for column, length in enumerate(lengths):

@@ -19,7 +19,7 @@ from .forms import numbers, reducer_of
 from .held import Axis, Context, Fills, Held, require_finished, term_devices
 from .joining import with_axis
 from .verdict import Unjudged, Wrong
-from .views import absorbed
+from .views import with_absorbed_axes
 
 
 # Reductions that may take a part once or more.
@@ -47,6 +47,7 @@ class Members(NamedTuple):
 
 
 def members_of(context: Context, groups: np.ndarray) -> Members:
+    """The replica groups by device, from an array (groups, members)."""
     others = np.zeros((context.devices, groups.shape[1]), np.int64)
     ranks = np.zeros(context.devices, np.int64)
     for group in groups:
@@ -56,6 +57,10 @@ def members_of(context: Context, groups: np.ndarray) -> Members:
 
 
 def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
+    """What devices hold after a permute. A device that receives nothing has zeros: it
+    has holes that are filled with zeros along its axes, or, of a value along which
+    nothing changes, no term of a sum.
+    """
     sources = np.full(context.devices, -1)
     # Pairs of one device are left out of the groups.
     text = instruction.structure.partition("source_target_pairs={")[2]
@@ -92,7 +97,7 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
         if all(axis is None for axis in axes):
             if terms is None:
                 terms = (_permuted_mask(context.everywhere, sources),)
-        elif fill != 0 and _are_sent(operand, sources):
+        elif fill != 0 and _sends_holes(operand, sources):
             fill = _with_zeros(operand)
         else:
             fill = 0
@@ -106,7 +111,7 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
     )
 
 
-def _are_sent(operand: Held, sources: np.ndarray) -> bool:
+def _sends_holes(operand: Held, sources: np.ndarray) -> bool:
     """Whether a permute sends holes."""
     senders = sources[sources >= 0]
     return any(
@@ -129,6 +134,7 @@ def _with_zeros(operand: Held) -> Fills | None:
 
 
 def _permuted_mask(mask: int, sources: np.ndarray) -> int:
+    """The devices that receive something from those of a bit mask."""
     return sum(
         1 << target
         for target, source in enumerate(sources.tolist())
@@ -137,11 +143,14 @@ def _permuted_mask(mask: int, sources: np.ndarray) -> int:
 
 
 def all_gather(context: Context, instruction: Instruction, operand: Held) -> Held:
+    """The parts of a group side by side, on each of its devices. They have to be equal
+    in all other dimensions.
+    """
     shape = arrays_in(instruction.result)[0].shape
     (along,) = numbers(instruction, "dimensions")
     groups = groups_in(context, instruction)
     members = members_of(context, groups)
-    _require_equal(instruction, operand, groups, along)
+    _require_same_parts(instruction, operand, groups, along)
     if operand.terms is not None:
         held = gathered_choices(operand, along, masks_of(groups), shape)
         if held is not None:
@@ -150,21 +159,21 @@ def all_gather(context: Context, instruction: Instruction, operand: Held) -> Hel
     axis = operand.axes[along]
     if axis is None:
         return dataclasses.replace(operand, shape=shape, known_numbers=None)
-    cut = gathered(context, axis.cut, members)
+    cut = gathered_cut(context, axis.cut, members)
     held = with_axis(operand, along, Axis(axis.dim, cut))
     return dataclasses.replace(held, shape=shape, known_numbers=None)
 
 
-def gathered(context: Context, cut: Cut, members: Members) -> Cut:
+def gathered_cut(context: Context, cut: Cut, members: Members) -> Cut:
     """The cuts of the members of each group, side by side."""
     count = members.others.shape[1]
     starts = cut.starts[members.others].reshape(context.devices, -1)
     if cut.size == 1:
         return context.cuts.from_indices(starts)
-    return context.cuts.made(cut.lengths * count, starts, cut.step)
+    return context.cuts.from_segments(cut.lengths * count, starts, cut.step)
 
 
-def _require_equal(
+def _require_same_parts(
     instruction: Instruction,
     operand: Held,
     groups: np.ndarray,
@@ -188,6 +197,9 @@ def _require_equal(
 
 
 def _require_same_terms(operand: Held, groups: np.ndarray) -> None:
+    """Raises `Unjudged` if some devices of a group have a term of a sum and others have
+    not.
+    """
     for group_mask in masks_of(groups):
         for term in operand.terms or ():
             if term & group_mask not in (0, group_mask):
@@ -195,6 +207,10 @@ def _require_same_terms(operand: Held, groups: np.ndarray) -> None:
 
 
 def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Held:
+    """The reduction over each group. A sum needs each term on one device of a group: it
+    is `Wrong` if several have it, since they add it several times. A maximum may take a
+    term once or more.
+    """
     reducer = reducer_of(context.module, instruction)
     if operand.known_numbers is not None and operand.is_uniform:
         if not operand.known_numbers.any() and reducer == "add":
@@ -210,7 +226,7 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
             return union
     if reducer == "add":
         operand = _where_terms_are(context, operand, groups)
-    _require_equal(instruction, operand, groups, None)
+    _require_same_parts(instruction, operand, groups, None)
     if operand.reducer != reducer and not operand.is_finished:
         require_finished(operand, f"an all-reduce by {reducer}")
     terms = (context.everywhere,) if operand.terms is None else operand.terms
@@ -290,6 +306,7 @@ def masks_of(groups: np.ndarray) -> list[int]:
 
 
 def _spread(term: int, group_masks: Sequence[int]) -> int:
+    """The devices of all groups that have a device of the bit mask `term`."""
     mask = 0
     for group_mask in group_masks:
         if term & group_mask:
@@ -304,6 +321,9 @@ def _reduced(
     reducer: str,
     scale: Fraction | int,
 ) -> Held:
+    """The operand with the terms that a reduction leaves, of which `finished` has the
+    devices of each.
+    """
     terms = None if finished == {context.everywhere} else tuple(sorted(finished))
     return dataclasses.replace(
         operand,
@@ -365,6 +385,7 @@ def _do_tile(patterns: Sequence[np.ndarray], device: int, count: int) -> bool:
 
 
 def reduce_scatter(context: Context, instruction: Instruction, operand: Held) -> Held:
+    """An all-reduce of which each device keeps the part at its rank."""
     shape = arrays_in(instruction.result)[0].shape
     (along,) = numbers(instruction, "dimensions")
     groups = groups_in(context, instruction)
@@ -380,7 +401,9 @@ def reduce_scatter(context: Context, instruction: Instruction, operand: Held) ->
 
 def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Held:
     """The exchange of the parts of dimension k, one for each member of a group: part j
-    comes from member j, which sends the part at the receiver's own rank.
+    comes from member j, which sends the part at the receiver's own rank. So the
+    dimension numbers the members afterwards, and what differs between the senders
+    changes along it.
     """
     groups = groups_in(context, instruction)
     members = members_of(context, groups)
@@ -423,7 +446,7 @@ def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Hel
     held = dataclasses.replace(
         operand, axes=tuple(axes), dropped_axes=tuple(dropped_axes), known_numbers=None
     )
-    return absorbed(context, held)
+    return with_absorbed_axes(context, held)
 
 
 def _all_to_all_in_place(

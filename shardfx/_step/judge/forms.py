@@ -87,6 +87,7 @@ def nameless_text(instruction: Instruction) -> str:
 
 
 def attribute(instruction: Instruction, name: str) -> str:
+    """The text of an attribute of an instruction; "" if it has none of this name."""
     return attributes_of(instruction).get(name, "")
 
 
@@ -252,6 +253,9 @@ def _is_constraint(instruction: Instruction) -> bool:
 
 
 def broadcast_view(view: View, dimensions: Sequence[int], rank: int) -> View:
+    """The view of a broadcast to `rank` dimensions, where `dimensions` are those of the
+    result that the dimensions of the operand become.
+    """
     dims: list[int | None] = [None] * rank
     for source, target in enumerate(dimensions):
         dims[target] = view.dims[source]
@@ -259,8 +263,9 @@ def broadcast_view(view: View, dimensions: Sequence[int], rank: int) -> View:
 
 
 def _elementwise(instruction: Instruction, views: Sequence[View], rank: int) -> Form:
-    """Dimensions along which no operand changes are none of the value's: the program of
-    one device may broadcast before or after the operation.
+    """The form of an elementwise operation. Dimensions along which no operand changes
+    are none of the value's: the program of one device may broadcast before or after the
+    operation.
     """
     pattern = _pattern_of(tuple(view.dims for view in views), rank)
     operands = [
@@ -281,7 +286,7 @@ def elementwise_key(parts: Sequence[object]) -> tuple[object, ...]:
     """
     if parts[0] not in _COMMUTATIVE:
         return tuple(parts)
-    views = sorted((part for part in parts if isinstance(part, View)), key=_order)
+    views = sorted((part for part in parts if isinstance(part, View)), key=_view_order)
     others = [part for part in parts if not isinstance(part, View)]
     return (*others, *views)
 
@@ -300,6 +305,9 @@ class _Pattern(NamedTuple):
 
 @ft.lru_cache(maxsize=2**12)
 def _pattern_of(each: tuple[tuple[int | None, ...], ...], rank: int) -> _Pattern:
+    """How operands meet whose dimensions follow `operand_dims`, in a result of `rank`
+    dimensions.
+    """
     # Scalars, such as predicates, change along no dimension.
     rows = [dims if len(dims) == rank else (None,) * rank for dims in each]
     columns = list(zip(*rows, strict=True))
@@ -314,12 +322,16 @@ def _pattern_of(each: tuple[tuple[int | None, ...], ...], rank: int) -> _Pattern
     )
 
 
-def _order(view: View) -> tuple[object, ...]:
+def _view_order(view: View) -> tuple[object, ...]:
+    """A key by which views are sorted."""
     return view.root, tuple(-1 if dim is None else dim for dim in view.dims)
 
 
 class DotDims(NamedTuple):
-    """The dimensions of a product's operands, and those of the result's."""
+    """The dimensions of a product: pairs of those of the first operand and of the other
+    that are summed over (`contracted`) or common (`batch`), and the remaining ones of
+    each operand (`free`). The result has the batch dimensions, and then the free ones.
+    """
 
     contracted: tuple[tuple[int, int], ...]
     batch: tuple[tuple[int, int], ...]
@@ -344,8 +356,10 @@ def _dot_dims(text: str, ranks: tuple[int, int]) -> DotDims:
         lists["rhs_batch_dims"],
     )
     free = tuple(
-        tuple(dim for dim in range(rank) if dim not in gone + beside)
-        for rank, gone, beside in zip(ranks, contracted, batch, strict=True)
+        tuple(dim for dim in range(rank) if dim not in contracted_dims + batch_dims)
+        for rank, contracted_dims, batch_dims in zip(
+            ranks, contracted, batch, strict=True
+        )
     )
     return DotDims(
         contracted=tuple(zip(*contracted, strict=True)),
@@ -355,6 +369,7 @@ def _dot_dims(text: str, ranks: tuple[int, int]) -> DotDims:
 
 
 def _dot(instruction: Instruction, views: Sequence[View]) -> Form:
+    """The form of a product."""
     first, other = views
     dims = dot_dims(instruction, (len(first.dims), len(other.dims)))
     follows = [
@@ -369,6 +384,9 @@ def _dot(instruction: Instruction, views: Sequence[View]) -> Form:
 
 
 def _reduce(instruction: Instruction, views: Sequence[View], module: HloModule) -> Form:
+    """The form of a reduction of one array. Operands with the same function, or the
+    same operation, are reduced alike.
+    """
     over = numbers(instruction, "dimensions")
     rest = [
         dim for dim_number, dim in enumerate(views[0].dims) if dim_number not in over

@@ -93,8 +93,8 @@ class Held:
             id(self.known_numbers),
         )
 
-    def of(self, root: int) -> "Held":
-        """The same elements of another value."""
+    def of_value(self, root: int) -> "Held":
+        """The same elements of another value, whose number is `root`."""
         return Held(
             root=root,
             shape=self.shape,
@@ -121,6 +121,7 @@ class Held:
 
     @property
     def has_holes(self) -> bool:
+        """Whether positions of a device hold no element of the value."""
         return any(axis is not None and axis.cut.has_holes for axis in self.axes)
 
     @property
@@ -134,11 +135,12 @@ class Held:
 
     @property
     def fill_number(self) -> Number | None:
-        """The number in holes, if it is one and known."""
+        """The number in holes; `None` if it is not known, or not the same in all holes."""
         return None if isinstance(self.fill, Fills) else self.fill
 
     @property
     def is_finished(self) -> bool:
+        """Whether each device has the whole sum, and has it once."""
         return self.terms is None and self.scale == 1
 
     @property
@@ -201,10 +203,12 @@ class Context(NamedTuple):
 
     @property
     def devices(self) -> int:
+        """The number of devices."""
         return self.cuts.devices
 
     @property
     def everywhere(self) -> int:
+        """All devices, as a bit mask."""
         return (1 << self.cuts.devices) - 1
 
 
@@ -231,9 +235,10 @@ def permuted(operand: Held, order: Sequence[int]) -> Held:
     )
 
 
-def settled(held: Held) -> Held:
-    """The same with an axis for each dimension of the value that is cut: `dropped_axes`
-    move into free dimensions of size 1.
+def with_all_axes(held: Held) -> Held:
+    """The same with an axis for each dimension of the value that is cut: the cuts in
+    `dropped_axes` become those of dimensions of size 1 in which nothing changes. Raises
+    `Unjudged` if a cut finds none that keeps the order of the value's dimensions.
     """
     dropped_axes = [axis for axis in held.dropped_axes if axis.cut.starts.any()]
     axes = list(held.axes)
@@ -243,7 +248,7 @@ def settled(held: Held) -> Held:
             for place, other in enumerate(axes)
             if held.shape[place] == 1
             and (other is None or not other.cut.starts.any())
-            and _in_order(axes, place, axis.dim)
+            and _keeps_order(axes, place, axis.dim)
         ]
         if not free:
             raise Unjudged("a reshape that drops a cut dimension")
@@ -251,7 +256,10 @@ def settled(held: Held) -> Held:
     return dataclasses.replace(held, axes=tuple(axes), dropped_axes=())
 
 
-def _in_order(axes: Sequence[Axis | None], place: int, dim: int) -> bool:
+def _keeps_order(axes: Sequence[Axis | None], place: int, dim: int) -> bool:
+    """Whether an axis of dimension `dim` of the value, in dimension `place` of the
+    array, keeps the axes in the order of the value's dimensions.
+    """
     before = [axis.dim for axis in axes[:place] if axis is not None]
     after = [axis.dim for axis in axes[place + 1 :] if axis is not None]
     return all(earlier < dim for earlier in before) and all(
@@ -276,10 +284,13 @@ def require_finished(held: Held, what: str) -> None:
             "constrain the operand's sharding at this line",
         )
     if held.scale != 1:
-        raise multiplied(held.scale, what)
+        raise multiplied_fault(held.scale, what)
 
 
-def multiplied(scale: Fraction | int, what: str) -> Wrong:
+def multiplied_fault(scale: Fraction | int, what: str) -> Wrong:
+    """The fault of a value that devices hold `scale` times, where the operation `what`
+    takes it.
+    """
     return Wrong(
         f"{what} takes a value that is {scale} times what it should be",
         "a reduction over the devices that hold different terms, and no others",
@@ -296,8 +307,9 @@ def product_of_terms(
     everywhere: int,
     *each: tuple[int, ...] | None,
 ) -> tuple[int, ...] | None:
-    """The terms of a product of sums: each pair of terms is a term, and is on the
-    devices that have both. Raises `Wrong` if no device has them.
+    """The terms of a product of sums, of which each is given by its terms: each pair of
+    terms is a term, and is on the devices that have both. `None` if each device has the
+    whole product. Raises `Wrong` if no device has both of a pair.
     """
     product = {everywhere}
     for terms in each:

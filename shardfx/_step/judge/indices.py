@@ -13,7 +13,7 @@ from .forms import attribute, numbers, reducer_of
 from .held import Axis, Context, Held, product_of_terms, require_finished
 from .joining import form_in, joined_cut
 from .lookups import Clamped, Fetched, Shifted
-from .matching import judged_match, placed
+from .matching import held_result, judged_match
 from .values import Node
 from .verdict import Unjudged
 
@@ -24,8 +24,16 @@ _UNCHANGED = ("copy", "reshape", "bitcast", "transpose")
 _IDEMPOTENT = ("maximum", "minimum")
 
 
-class _Lookup(NamedTuple):
-    """The dimensions of a gather or a scatter, by HLO's names for a gather."""
+class _LookupDims(NamedTuple):
+    """The dimensions of a gather or a scatter, by HLO's names for a gather.
+
+    - `offset`: those of the result that follow a window of the operand.
+    - `collapsed`: those of the operand along which a window has one element, and which
+      the result has not.
+    - `start`: the dimension of the operand for each column of the indices.
+    - `batch`, `index_batch`: those of the operand and of the indices that are common.
+    - `vector`: the dimension of the indices that has their columns.
+    """
 
     offset: tuple[int, ...]
     collapsed: tuple[int, ...]
@@ -35,7 +43,8 @@ class _Lookup(NamedTuple):
     vector: int
 
 
-def _lookup_of(instruction: Instruction) -> _Lookup:
+def _lookup_of(instruction: Instruction) -> _LookupDims:
+    """The dimensions of a gather or a scatter."""
     is_gather = instruction.opcode == "gather"
     names = (
         (
@@ -56,7 +65,7 @@ def _lookup_of(instruction: Instruction) -> _Lookup:
     )
     lists = [numbers(instruction, name) for name in names]
     (vector,) = numbers_of_vector(instruction)
-    return _Lookup(lists[0], lists[1], lists[2], lists[3], lists[4], vector)
+    return _LookupDims(lists[0], lists[1], lists[2], lists[3], lists[4], vector)
 
 
 def numbers_of_vector(instruction: Instruction) -> tuple[int]:
@@ -64,7 +73,9 @@ def numbers_of_vector(instruction: Instruction) -> tuple[int]:
 
 
 def _shift_of(context: Context, index: Held, columns: int) -> np.ndarray | None:
-    """Each device's offset for each column; `None` for indices without offsets."""
+    """What was subtracted from indices on each device: an array (devices, columns).
+    `None` if nothing was.
+    """
     if isinstance(index.idiom, Shifted):
         return np.broadcast_to(index.idiom.offsets, (context.devices, columns))
     if index.idiom is not None and not isinstance(index.idiom, Clamped):
@@ -72,7 +83,10 @@ def _shift_of(context: Context, index: Held, columns: int) -> np.ndarray | None:
     return None
 
 
-def _plain(index: Held) -> Held:
+def _without_idiom(index: Held) -> Held:
+    """The indices as a value of the whole program, before they were clamped and
+    shifted.
+    """
     return dataclasses.replace(index, idiom=None)
 
 
@@ -81,10 +95,13 @@ def gather(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> Held:
+    """The result of a gather. Of a dimension that is cut, each device looks up what it
+    has, which an idiom of `lookups.py` masks later.
+    """
     require_finished(operands[1], "an index")
     index = operands[1]
     shape = arrays_in(instruction.result)[0].shape
-    operands = [operands[0], _plain(index)]
+    operands = [operands[0], _without_idiom(index)]
 
     def of_match(expressed_operands: Sequence[Held], number: int) -> Held:
         table, indices = expressed_operands
@@ -98,7 +115,7 @@ def _gathered(
     instruction: Instruction,
     table: Held,
     index: Held,
-    raw: Held,
+    raw_index: Held,
     number: int,
     shape: tuple[int, ...],
 ) -> Held:
@@ -107,7 +124,7 @@ def _gathered(
     lookup = _lookup_of(instruction)
     sizes = numbers(instruction, "slice_sizes")
     whole_sizes = numbers(node.instruction, "slice_sizes")
-    shift = _shift_of(context, raw, len(lookup.start))
+    shift = _shift_of(context, raw_index, len(lookup.start))
     table_shape = node.operands[0].shape
     cuts: list[Cut | None] = [None] * len(shape)
     index_axes: list[Axis | None] = [None] * len(shape)
@@ -138,19 +155,19 @@ def _gathered(
         context, table, table_shape, lookup, sizes, whole_sizes, shift
     )
     keyed = form_in(context, instruction, [table, index], shape)
-    held = placed(context, keyed, instruction, shape, cuts, number)
+    held = held_result(context, keyed, instruction, shape, cuts, number)
     held = held.with_sums_of(table)
     if not is_cut:
         return held
-    limit = raw.idiom.high if isinstance(raw.idiom, Shifted) else None
+    limit = raw_index.idiom.high if isinstance(raw_index.idiom, Shifted) else None
     largest = tuple(table_shape[dim] - whole_sizes[dim] for dim in lookup.start)
     if limit is not None and tuple(limit) != largest and set(limit) != set(largest):
         raise Unjudged("indices that are clamped otherwise")
     if limit is None:
         raise Unjudged("a lookup by indices that are not clamped")
-    assert isinstance(raw.idiom, Shifted)
-    if raw.idiom.low is not None and raw.idiom.last is not None:
-        if (raw.idiom.low > lows).any() or (raw.idiom.last < highs).any():
+    assert isinstance(raw_index.idiom, Shifted)
+    if raw_index.idiom.low is not None and raw_index.idiom.last is not None:
+        if (raw_index.idiom.low > lows).any() or (raw_index.idiom.last < highs).any():
             raise Unjudged("indices that are clamped to a part of what a device holds")
     fetched = Fetched(index.root, tuple(index_axes), lows, highs)
     return dataclasses.replace(held, idiom=fetched)
@@ -159,7 +176,7 @@ def _gathered(
 def _require_whole_columns(
     context: Context,
     index: Held,
-    lookup: _Lookup,
+    lookup: _LookupDims,
     node: Node,
 ) -> None:
     """Raises `Unjudged` if the dimension with the columns of the indices is cut."""
@@ -177,7 +194,7 @@ def _bounds(
     context: Context,
     table: Held,
     table_shape: tuple[int, ...],
-    lookup: _Lookup,
+    lookup: _LookupDims,
     sizes: tuple[int, ...],
     whole_sizes: tuple[int, ...],
     shift: np.ndarray | None,
@@ -224,11 +241,14 @@ def scatter(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> Held:
+    """The result of a scatter of one array. What a device scatters of its own part of
+    the updates is a term of a sum.
+    """
     if len(operands) != 3:
         raise Unjudged("a scatter of several arrays")
     require_finished(operands[1], "an index")
     index = operands[1]
-    operands = [operands[0], _plain(index), operands[2]]
+    operands = [operands[0], _without_idiom(index), operands[2]]
 
     def of_match(expressed_operands: Sequence[Held], number: int) -> Held:
         return _scattered(context, instruction, expressed_operands, index, number)
@@ -240,7 +260,7 @@ def _scattered(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
-    raw: Held,
+    raw_index: Held,
     number: int,
 ) -> Held:
     table, index, updates = operands
@@ -278,7 +298,9 @@ def _scattered(
             terms = product_of_terms(context.everywhere, terms, part)
         elif updates.shape[place] != update_shape[place]:
             raise Unjudged("a scatter of broadcasts")
-    _scatter_bounds(context, instruction, table, raw, lookup, windows, node, cuts)
+    _require_own_rows(
+        context, instruction, table, raw_index, lookup, windows, node, cuts
+    )
     is_unfinished = terms is not None or updates.scale != 1
     if is_unfinished and reducer in _IDEMPOTENT:
         if not table.is_finished or not updates.is_finished:
@@ -291,18 +313,18 @@ def _scattered(
         if not is_zero and is_of_sums:
             raise Unjudged("a scatter of sums into a finished array")
     keyed = form_in(context, instruction, [table, index, updates], shape)
-    held = placed(context, keyed, instruction, shape, cuts, number)
+    held = held_result(context, keyed, instruction, shape, cuts, number)
     if terms is None or reducer not in _IDEMPOTENT:
         reducer = "add"
     return dataclasses.replace(held, terms=terms, reducer=reducer, scale=updates.scale)
 
 
-def _scatter_bounds(
+def _require_own_rows(
     context: Context,
     instruction: Instruction,
     table: Held,
-    raw: Held,
-    lookup: _Lookup,
+    raw_index: Held,
+    lookup: _LookupDims,
     windows: Sequence[int],
     node: Node,
     cuts: list[Cut | None],
@@ -310,7 +332,7 @@ def _scatter_bounds(
     """Checks the offsets of the indices against the parts of the array. What falls
     outside is another device's and is dropped.
     """
-    shift = _shift_of(context, raw, len(lookup.start))
+    shift = _shift_of(context, raw_index, len(lookup.start))
     table_shape, update_shape = node.operands[0].shape, node.operands[2].shape
     for column, dim in enumerate(lookup.start):
         size = table_shape[dim]
@@ -344,11 +366,12 @@ def _scatter_bounds(
                     "a scatter, by plain indices, into a dimension that is cut"
                 )
             raise Unjudged("a scatter by indices with other offsets than the array's")
-        if starts.any() and _is_of_one_row(raw, lookup):
+        if starts.any() and _is_of_one_row(raw_index, lookup):
             _require_no_slice_before(context, instruction)
 
 
-def _is_of_one_row(index: Held, lookup: _Lookup) -> bool:
+def _is_of_one_row(index: Held, lookup: _LookupDims) -> bool:
+    """Whether the indices are those of one window."""
     sizes = [size for dim, size in enumerate(index.shape) if dim != lookup.vector]
     return math.prod(sizes) == 1
 

@@ -55,7 +55,7 @@ def remembered(
     )
     held = context.memory.result(key)
     if held is not None:
-        return held.of(number)
+        return held.of_value(number)
     held = rule()
     if held.root == number and held.idiom is None:
         context.memory.add(key, operands, held)
@@ -68,7 +68,13 @@ def joined_cut(
     place: int,
     axes: Sequence[Axis | None],
 ) -> Cut | None:
-    """The cut of a dimension in which an operation joins its operands."""
+    """The cut of a dimension in which the operation `what` joins its operands, whose
+    axes there are `axes`; `None` if nothing changes along any of them. `place` is the
+    dimension in the text of a fault.
+
+    Raises `Wrong` if a device holds different elements of two operands, and `Unjudged`
+    if these are in pieces.
+    """
     joined: Cut | None = None
     for axis in axes:
         if axis is None:
@@ -81,12 +87,13 @@ def joined_cut(
             if max(len(joined.lengths), len(axis.cut.lengths)) > 1:
                 # A shard that is put together of pieces may be read in two ways.
                 raise Unjudged(f"{what} of pieces that lie differently")
-            raise different(what, place, joined, axis.cut)
+            raise disagreement(what, place, joined, axis.cut)
         joined = both
     return joined
 
 
-def different(what: str, place: int, first: Cut, other: Cut) -> Wrong:
+def disagreement(what: str, place: int, first: Cut, other: Cut) -> Wrong:
+    """The fault of two operands that lie differently along dimension `place`."""
     device = next(
         device
         for device in range(len(first.starts))
@@ -108,12 +115,15 @@ def different(what: str, place: int, first: Cut, other: Cut) -> Wrong:
 
 
 def with_axis(held: Held, place: int, axis: Axis | None) -> Held:
+    """The same with another axis of dimension `place`."""
     axes = (*held.axes[:place], axis, *held.axes[place + 1 :])
     return dataclasses.replace(held, axes=axes)
 
 
 def constant_number(held: Held) -> Number | None:
-    """The number of an array that has one number at all positions of all devices."""
+    """The number of an array that has one known number at all positions of all devices;
+    `None` for others.
+    """
     table = held.known_numbers
     if table is None or table.size != table.shape[0] or not held.is_uniform:
         return None
@@ -161,7 +171,7 @@ def is_empty(held: Held, devices: int) -> np.ndarray:
     return empty
 
 
-def beside(
+def common_axis(
     context: Context,
     pieces: Sequence[Held],
     place: int,

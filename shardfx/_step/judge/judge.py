@@ -26,7 +26,14 @@ from .manual_calls import called_manually
 from .matching import expressed, is_matched
 from .origins import origin_of
 from .record import OperationName, Record
-from .results import check, each_result, held_of, leaves_in, leaves_of, required_view
+from .results import (
+    each_result,
+    held_of,
+    leaves_in,
+    leaves_of,
+    require_shapes,
+    required_view,
+)
 from .rules import applied
 from .shardings import WrongShard, axes_of, shardings_in
 from .values import Global
@@ -64,15 +71,15 @@ def judged_text(
     whole_text: str,
     text: str,
     program: str,
-    lie_as_step: Sequence[bool] | None = None,
+    is_sharded_as_step: Sequence[bool] | None = None,
 ) -> Verdict:
-    """Judges the text of a program that a compiler made in a run of its own, such as
-    libtpu's, or that it finished. `program` names it in the verdict. Its arguments have
-    to lie as those of the whole program; a result that lies otherwise is not judged,
-    since each compiler chooses free shardings by itself.
+    """Judges the text of a program that a compiler partitioned in a run of its own,
+    such as libtpu's, or that XLA compiled to the end. `program` names it in the
+    verdict. Its arguments have to lie as those of the whole program; a result that lies
+    otherwise is not judged, since each compiler chooses free shardings by itself.
 
-    `lie_as_step` says of each argument whether it lies as the step's, for programs of
-    JAX 0.12, whose text does not say how their arguments lie.
+    `is_sharded_as_step` says of each argument whether it lies as the step's, for
+    programs of JAX 0.12, whose text does not say how their arguments lie.
     """
     whole = parse_hlo(whole_text)
     module = parse_hlo(text)
@@ -82,12 +89,18 @@ def judged_text(
             f" {whole.partitions}; compile the step for its own mesh."
         )
     module = dataclasses.replace(module, partitions=whole.partitions)
-    judge = Judge(module, read_whole(whole), is_foreign=True, lie_as_step=lie_as_step)
+    judge = Judge(
+        module,
+        read_whole(whole),
+        is_foreign=True,
+        is_sharded_as_step=is_sharded_as_step,
+    )
     return dataclasses.replace(judge.verdict(), program=program)
 
 
 @ft.lru_cache(maxsize=2**12)
 def _bytes_of(result: str) -> int:
+    """The bytes of all arrays in the text of a result."""
     return sum(int(array.bytes) for array in arrays_in(result))
 
 
@@ -95,7 +108,7 @@ class Judge:
     """Goes through a partitioned program once.
 
     - `is_foreign`: whether the program is of another run than the whole program.
-    - `lie_as_step`: whether its arguments lie as those of the whole program, by number;
+    - `is_sharded_as_step`: whether its arguments lie as those of the whole program, by number;
       `None` if its text says how they lie.
     - `record`: what is wrong and what is not judged.
     - `reached`: the numbers of the faults on which results hang.
@@ -107,10 +120,10 @@ class Judge:
         program: WholeProgram,
         *,
         is_foreign: bool = False,
-        lie_as_step: Sequence[bool] | None = None,
+        is_sharded_as_step: Sequence[bool] | None = None,
     ):
         self.is_foreign = is_foreign
-        self.lie_as_step = lie_as_step
+        self.is_sharded_as_step = is_sharded_as_step
         self.module = module
         self.program = program
         self.context = Context(module, program, Cuts(module.partitions), Memory())
@@ -119,11 +132,12 @@ class Judge:
         self.loops = Loops(self.context, self.run, self.record)
 
     def verdict(self) -> Verdict:
+        """Judges the program, from its arguments to its results."""
         arguments = self.arguments()
         result = self.run(self.module.entry, arguments)
         leaves = list(leaves_of(result))
-        is_proved = self.compared(leaves)
-        sizes = self._sizes()
+        is_proved = self.are_results_right(leaves)
+        sizes = self._bytes_by_operation()
         states = self.record.states
         judged_names = [name for name, cause in states.items() if cause is None]
         reached_numbers = sorted(self.reached)
@@ -148,10 +162,10 @@ class Judge:
         sizes: Mapping[OperationName, int],
     ) -> tuple[UnjudgedOperation, ...]:
         """The operations that no rule follows, those with most bytes first."""
-        hanging: dict[int, int] = {}
+        bytes_by_cause: dict[int, int] = {}
         for name, cause in self.record.states.items():
             if cause is not None:
-                hanging[cause] = hanging.get(cause, 0) + sizes[name]
+                bytes_by_cause[cause] = bytes_by_cause.get(cause, 0) + sizes[name]
 
         operations: list[UnjudgedOperation] = []
         for number, cause in enumerate(self.record.causes):
@@ -163,13 +177,13 @@ class Judge:
                 caller=origin.caller,
                 first_traced=origin.first_traced,
                 reason=cause.reason,
-                bytes=hanging.get(number, 0),
+                bytes=bytes_by_cause.get(number, 0),
             )
             operations.append(operation)
         operations.sort(key=lambda operation: -operation.bytes)
         return tuple(operations)
 
-    def _sizes(self) -> dict[OperationName, int]:
+    def _bytes_by_operation(self) -> dict[OperationName, int]:
         """The bytes of the results of each operation."""
         sizes: dict[OperationName, int] = {}
         for computation, name in self.record.states:
@@ -183,6 +197,7 @@ class Judge:
     # Arguments and results.
 
     def arguments(self) -> list[Result]:
+        """What devices hold of the arguments, by their number."""
         results: dict[int, Result] = {}
         for instruction in self.module.computations[self.module.entry].values():
             if instruction.opcode == "parameter":
@@ -200,6 +215,9 @@ class Judge:
         return [results[number] for number in range(len(results))]
 
     def argument(self, number: int, instruction: Instruction) -> Result:
+        """What devices hold of argument `number`, as its sharding in the whole program
+        says.
+        """
         key = (self.module.entry, instruction.name)
         array = self.program.parameters.get(number)
         if array is None:
@@ -228,7 +246,7 @@ class Judge:
         the whole program, or does not say how.
         """
         (sharding,) = shardings_in(instruction.attributes) or ("",)
-        flags = self.lie_as_step or ()
+        flags = self.is_sharded_as_step or ()
         if not sharding and number < len(flags):
             if not flags[number]:
                 raise Unjudged("an argument that lies otherwise than the step's")
@@ -240,7 +258,7 @@ class Judge:
         ):
             raise Unjudged("an argument that lies otherwise than the step's")
 
-    def compared(self, leaves: Sequence[Result]) -> bool:
+    def are_results_right(self, leaves: Sequence[Result]) -> bool:
         """Compares the results with those of the whole program, and with the shardings
         that these have. Says whether all are right.
         """
@@ -260,7 +278,7 @@ class Judge:
                 continue
             key = (self.module.entry, f"{root.name}/{number}")
             try:
-                self.compare(number, result, array, shardings[number])
+                self.require_result(number, result, array, shardings[number])
             except Wrong as error:
                 self.reached.add(self.record.fault(key, root, error).number)
             except Unjudged as error:
@@ -296,7 +314,13 @@ class Judge:
                 # The comparison of the elements says why.
                 continue
 
-    def compare(self, number: int, result: Held, array: Global, sharding: str) -> None:
+    def require_result(
+        self, number: int, result: Held, array: Global, sharding: str
+    ) -> None:
+        """Raises `Wrong` if devices return something else than result `number` of the
+        whole program, `array`, in the shards of its sharding, and `Unjudged` if that is
+        not known.
+        """
         what = f"result {number}"
         if result.idiom is not None:
             raise Unjudged(f"{what} is an unfinished lookup")
@@ -346,6 +370,7 @@ class Judge:
     # Computations.
 
     def run(self, name: str, arguments: Sequence[Result]) -> Result:
+        """The result of a computation for these arguments."""
         results: dict[str, Result] = {}
         for instruction in self.module.computations[name].values():
             if instruction.opcode == "parameter":
@@ -364,6 +389,10 @@ class Judge:
         instruction: Instruction,
         operands: Sequence[Result],
     ) -> Result:
+        """The result of an operation of the computation `computation`. It is wrong or
+        not judged if an operand is, and else what its rule says, which is noted in the
+        record.
+        """
         opcode = instruction.opcode
         key = (computation, instruction.name)
         if opcode == "tuple":
@@ -394,7 +423,7 @@ class Judge:
                 result = views.bitcast(self.context, instruction, held[0], source)
             else:
                 result = applied(self.context, instruction, held)
-            check(instruction, result)
+            require_shapes(instruction, result)
         except Wrong as error:
             if not all(is_matched(self.context, operand) for operand in held):
                 return each_result(
@@ -446,6 +475,7 @@ class Judge:
         instruction: Instruction,
         operands: Sequence[Result],
     ) -> Result:
+        """The result of a loop, a conditional, or the call of a computation."""
         names = dict(instruction.called)
         try:
             if instruction.opcode == "while":
@@ -486,6 +516,7 @@ class Judge:
         instruction: Instruction,
         operands: Sequence[Result],
     ) -> Result:
+        """The result of a conditional."""
         chosen = operands[0]
         branches = [
             list(leaves_of(self.run(name, [operand])))

@@ -27,7 +27,7 @@ from .verdict import Unjudged
 
 class Clamped(NamedTuple):
     """Indices that are clamped to [0, high], a number for each column, and then perhaps
-    to each device's `low` and `last`, arrays (devices, columns).
+    to each device's `low` and `last`, arrays (devices, columns); `None` if not.
     """
 
     high: tuple[int, ...]
@@ -36,8 +36,9 @@ class Clamped(NamedTuple):
 
 
 class Shifted(NamedTuple):
-    """Indices minus each device's offset: an array (devices, columns). `high` is the
-    bound to which they were clamped before; `None` if they were not.
+    """Indices minus each device's offset: an array (devices, columns). `high`, `low`
+    and `last` are the bounds to which they were clamped before, as in `Clamped`; `None`
+    if they were not.
     """
 
     offsets: np.ndarray
@@ -47,7 +48,9 @@ class Shifted(NamedTuple):
 
 
 class Outside(NamedTuple):
-    """Whether indices are outside of each device's [low, high]."""
+    """Whether indices are outside of each device's [low, high]: arrays (devices,
+    columns).
+    """
 
     low: np.ndarray
     high: np.ndarray
@@ -55,7 +58,7 @@ class Outside(NamedTuple):
 
 class Fetched(NamedTuple):
     """Elements looked up by shifted indices; they are right where the indices are
-    between `low` and `high`.
+    between `low` and `high`, arrays (devices, columns).
 
     - `indices`: the number of the indices' value.
     - `axes`: the axes of the indices at the dimensions of the result.
@@ -73,9 +76,10 @@ IDIOMS = frozenset(
 )
 
 
-def columns_of(table: np.ndarray | None, held: Held) -> np.ndarray | None:
+def numbers_by_column(table: np.ndarray | None, held: Held) -> np.ndarray | None:
     """Known numbers as an array (devices, columns), where the columns are the last
-    dimension of `held`.
+    dimension of `held`. `None` if they are no integers or predicates, or change along
+    another dimension.
     """
     if table is None or table.dtype.kind not in "iub":
         return None
@@ -89,12 +93,14 @@ def columns_of(table: np.ndarray | None, held: Held) -> np.ndarray | None:
     )
 
 
-def indexed(
+def lookup_step(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> Held | None:
-    """A step of a lookup in an array that is cut; `None` if it is none."""
+    """A step of a lookup in an array that is cut; `None` if it is none. Raises
+    `Unjudged` if an operand is an idiom that the operation does not continue.
+    """
     opcode = instruction.opcode
     index = next((operand for operand in operands if operand.root != NOWHERE), None)
     if index is None:
@@ -108,7 +114,7 @@ def indexed(
     if opcode == "compare" and operands[1].known_numbers is not None:
         return _side(instruction, operands)
     if opcode == "and":
-        held = positions.both(operands)
+        held = positions.both_sides(operands)
         if held is not None:
             return held
     if opcode == "or":
@@ -116,8 +122,8 @@ def indexed(
     if opcode == "select":
         shift = operands[1].idiom
         offsets = shift.offsets if isinstance(shift, Shifted) else None
-        held = positions.chosen(operands, offsets)
-        return _ended(context, operands) if held is None else held
+        held = positions.chosen_row(operands, offsets)
+        return _end_of_lookup(context, operands) if held is None else held
     if opcode in ("convert", "copy") and isinstance(
         operands[0].idiom, Clamped | Fetched
     ):
@@ -128,8 +134,11 @@ def indexed(
 
 
 def _clamped(operands: Sequence[Held]) -> Held | None:
+    """Indices clamped between 0 and a number for each column, the same on each device;
+    `None` if the operands are none.
+    """
     low, index, high = operands
-    limits = columns_of(high.known_numbers, index)
+    limits = numbers_by_column(high.known_numbers, index)
     if (
         low.known_numbers is None
         or low.known_numbers.any()
@@ -144,11 +153,14 @@ def _clamped(operands: Sequence[Held]) -> Held | None:
 
 
 def _clamped_on_device(operands: Sequence[Held]) -> Held | None:
+    """Clamped indices that are clamped again, to what each device holds; `None` if the
+    operands are none.
+    """
     low, index, last = operands
     assert isinstance(index.idiom, Clamped)
     lows, lasts = (
-        columns_of(low.known_numbers, index),
-        columns_of(last.known_numbers, index),
+        numbers_by_column(low.known_numbers, index),
+        numbers_by_column(last.known_numbers, index),
     )
     if lows is None or lasts is None or index.idiom.low is not None:
         return None
@@ -156,13 +168,17 @@ def _clamped_on_device(operands: Sequence[Held]) -> Held | None:
     return dataclasses.replace(index, idiom=idiom)
 
 
-def _bound_of(index: Held) -> tuple[int, ...] | None:
+def _clamp_of(index: Held) -> tuple[int, ...] | None:
+    """The upper bound of each column to which indices are clamped; `None` if they are
+    not.
+    """
     return index.idiom.high if isinstance(index.idiom, Clamped) else None
 
 
 def _shifted(operands: Sequence[Held]) -> Held | None:
+    """Indices minus an offset on each device; `None` if the operands are none."""
     index, offset = operands
-    offsets = columns_of(offset.known_numbers, index)
+    offsets = numbers_by_column(offset.known_numbers, index)
     if offsets is None or index.root < 0 or not index.is_finished:
         return None
     if index.idiom is not None and not isinstance(index.idiom, Clamped):
@@ -174,8 +190,11 @@ def _shifted(operands: Sequence[Held]) -> Held | None:
 
 
 def _side(instruction: Instruction, operands: Sequence[Held]) -> Held | None:
+    """The comparison of indices with each device's first or last index; `None` if the
+    operands are none.
+    """
     index, limit = operands
-    limits = columns_of(limit.known_numbers, index)
+    limits = numbers_by_column(limit.known_numbers, index)
     direction = attribute(instruction, "direction")
     if limits is None or index.root < 0 or direction not in ("LT", "GT", "GE"):
         return None
@@ -183,11 +202,14 @@ def _side(instruction: Instruction, operands: Sequence[Held]) -> Held | None:
         raise Unjudged("a lookup that is not finished")
     if index.idiom is None and limit.root != NOWHERE:
         return None
-    idiom = Side(direction, limits, _bound_of(index))
+    idiom = Side(direction, limits, _clamp_of(index))
     return dataclasses.replace(index, idiom=idiom, known_numbers=None)
 
 
 def _outside(operands: Sequence[Held]) -> Held:
+    """The `or` of two comparisons: whether indices are below or above what each device
+    holds.
+    """
     sides = {
         operand.idiom.direction: operand
         for operand in operands
@@ -222,8 +244,11 @@ def any_of_columns(instruction: Instruction, operand: Held) -> Held:
     )
 
 
-def _ended(context: Context, operands: Sequence[Held]) -> Held:
-    """The end of a lookup: zeros where the index is another device's."""
+def _end_of_lookup(context: Context, operands: Sequence[Held]) -> Held:
+    """The end of a lookup, a select by a mask: zeros where the index is another
+    device's. Each device has then a term of the result. Raises `Unjudged` if the mask
+    is not that of the indices that were looked up.
+    """
     mask, zero, fetched = operands
     outside, lookup = mask.idiom, fetched.idiom
     if not isinstance(outside, Outside) or not isinstance(lookup, Fetched):

@@ -28,7 +28,7 @@ class _Trial(NamedTuple):
     - `state`: what the devices hold at the start of a turn; the reason if that is not
       judged.
     - `matches`, `mismatches`: how many of the arrays that both start with are known to
-      be equal, and to be others.
+      be equal, and to be different.
     """
 
     loop: Loop
@@ -49,7 +49,7 @@ class Loops:
         # The numbers of the loops whose turns are being judged.
         self.taken: list[int] = []
         # For each loop of the whole program, the body that was judged as its.
-        self.bodies: dict[int, str] = {}
+        self.judged_bodies: dict[int, str] = {}
 
     def loop(self, instruction: Instruction, initial: Result) -> tuple[Result, ...]:
         """The results of a loop. Raises `Unjudged` if it is none of the whole program's,
@@ -64,8 +64,8 @@ class Loops:
             best = self._best(trials, starts, names)
         else:
             best = trials[0]
-        self.bodies[best.loop.number] = names["body"]
-        return self._tried(best, starts, names)
+        self.judged_bodies[best.loop.number] = names["body"]
+        return self._results_as(best, starts, names)
 
     def _trials(
         self,
@@ -82,7 +82,7 @@ class Loops:
         for loop in self.context.whole.values.loops:
             if len(loop.initial) != len(starts) or loop.number in self.taken:
                 continue
-            if not _may_be(instruction, loop):
+            if not _has_form_of(instruction, loop):
                 continue
             trial = self._trial(loop, starts, instruction, body)
             if trial is not None:
@@ -92,7 +92,7 @@ class Loops:
         likely = [trial for trial in trials if trial.mismatches == fewest]
 
         def rank(trial: _Trial) -> tuple[bool, int]:
-            is_another = self.bodies.get(trial.loop.number, body) != body
+            is_another = self.judged_bodies.get(trial.loop.number, body) != body
             return is_another, -trial.matches
 
         return sorted(likely, key=rank)[:_MOST_TRIALS]
@@ -109,7 +109,7 @@ class Loops:
         for trial in trials:
             before = self.record.copy()
             try:
-                self._tried(trial, starts, names)
+                self._results_as(trial, starts, names)
             except Unjudged:
                 continue
             finally:
@@ -122,18 +122,20 @@ class Loops:
                 break
         return best
 
-    def _tried(
+    def _results_as(
         self,
         trial: _Trial,
         starts: Sequence[Result],
         names: Mapping[str, str],
     ) -> tuple[Result, ...]:
-        """The results of a loop, as one of the whole program."""
+        """The results of a loop, if it is the loop of a trial. Raises `Unjudged` if
+        what it carries does not settle.
+        """
         if isinstance(trial.state, Unjudged):
             raise trial.state
         self.taken.append(trial.loop.number)
         try:
-            results = self._turned(trial.loop, starts, trial.state, names)
+            results = self._settled_results(trial.loop, starts, trial.state, names)
         finally:
             self.taken.pop()
         if results is None:
@@ -151,7 +153,7 @@ class Loops:
         """What the devices hold at the start of a turn of `loop`; `None` if it starts
         with other arrays.
         """
-        same = unchanged(self.context.module, body, len(starts))
+        unchanged_places = unchanged(self.context.module, body, len(starts))
         shardings = shardings_in(loop.instruction.attributes)
         shapes = [array.shape for array in arrays_in(instruction.result)]
         state: list[Result] = []
@@ -165,7 +167,7 @@ class Loops:
                 state.append(start)
                 continue
             held_array = expressed(self.context, start, array)
-            if place in same and carried == array:
+            if place in unchanged_places and carried == array:
                 # The turns judge what they only read. Another array is a hint that the
                 # loop is another, and no more.
                 if held_array is None:
@@ -218,7 +220,7 @@ class Loops:
             cuts.append(guess[place])
         return held_of(carried, shape, cuts)
 
-    def _turned(
+    def _settled_results(
         self,
         loop: Loop,
         starts: Sequence[Result],
@@ -236,11 +238,11 @@ class Loops:
             after = list(leaves_of(self.run(names["body"], [tuple(state)])))
             is_settled = True
             for place, (now, turned) in enumerate(zip(state, after, strict=True)):
-                settled = self._after_turn(now, turned, loop.ahead[place])
-                if settled is None:
+                held_after = self._after_turn(now, turned, loop.after_turn[place])
+                if held_after is None:
                     return None
-                if settled != now:
-                    state[place] = settled
+                if held_after != now:
+                    state[place] = held_after
                     is_settled = False
             if is_settled:
                 return self._loop_results(loop, starts, state, goes_on)
@@ -252,7 +254,10 @@ class Loops:
         turned: Result,
         array: Global,
     ) -> "Result | None":
-        """What a loop carries after a turn; `None` if a turn changes it."""
+        """What a loop carries at the start of the next turn, where `now` was before
+        this one and `turned` is after it; `None` if the turn changes how it lies.
+        `array` is what the whole program's loop carries after the turn.
+        """
         if not isinstance(now, Held):
             return now
         if not isinstance(turned, Held):
@@ -284,6 +289,9 @@ class Loops:
         state: Sequence[Result],
         goes_on: Result,
     ) -> list[Result]:
+        """The results of a loop whose `state` a turn leaves as it is. What no turn
+        changes is what it started with.
+        """
         results: list[Result] = []
         for place, held in enumerate(state):
             array = loop.results[place]
@@ -301,11 +309,13 @@ class Loops:
         return results
 
 
-def _may_be(instruction: Instruction, loop: Loop) -> bool:
+def _has_form_of(instruction: Instruction, loop: Loop) -> bool:
+    """Whether a loop has the name and the number of arrays of one of the whole program."""
     return instruction.op_name == loop.instruction.op_name and _arrays_count(
         instruction
     ) == _arrays_count(loop.instruction)
 
 
 def _arrays_count(instruction: Instruction) -> int:
+    """How many arrays an instruction returns."""
     return len(arrays_in(instruction.result))

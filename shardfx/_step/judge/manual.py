@@ -59,13 +59,16 @@ def is_out_of_shards(instruction: Instruction) -> bool:
 
 
 def _direction(instruction: Instruction) -> str:
+    """Whether an instruction goes into a body ("FullToShard") or out of it
+    ("ShardToFull"); "" for others.
+    """
     if instruction.opcode != "custom-call":
         return ""
     match = _TARGET.search(instruction.attributes)
     return "" if match is None else match[1]
 
 
-def expressions(module: HloModule, name: str) -> tuple[str, ...]:
+def result_digests(module: HloModule, name: str) -> tuple[str, ...]:
     """A digest of each result of a computation, as an expression of its parameters."""
     digests = _digests(module, name)
     root = root_of(module.computations[name])
@@ -75,9 +78,14 @@ def expressions(module: HloModule, name: str) -> tuple[str, ...]:
 
 
 def _digests(module: HloModule, name: str) -> dict[str, str]:
+    """For each instruction of a computation, a digest of its result as an expression of
+    the parameters.
+    """
     digests: dict[str, str] = {}
     for instruction in module.computations[name].values():
-        called = [_computation(module, callee) for _, callee in instruction.called]
+        called = [
+            _computation_digest(module, callee) for _, callee in instruction.called
+        ]
         operands = [digests[operand] for operand in instruction.operands]
         types = [(array.dtype, array.shape) for array in arrays_in(instruction.result)]
         text = _CALLED.sub("", _IGNORED.sub("", text_of(instruction)))
@@ -89,6 +97,7 @@ def _digests(module: HloModule, name: str) -> dict[str, str]:
     return digests
 
 
-def _computation(module: HloModule, name: str) -> str:
+def _computation_digest(module: HloModule, name: str) -> str:
+    """A digest of what a computation returns."""
     root = root_of(module.computations[name])
     return _digests(module, name)[root.name]

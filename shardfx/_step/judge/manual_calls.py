@@ -12,7 +12,7 @@ from .cuts import Cut
 from .forms import numbers
 from .held import NOWHERE, Context, Held, Result, require_finished, view_of
 from .joining import form_in
-from .matching import candidates, expressed, placed
+from .matching import candidates, expressed, held_result
 from .products import cut_of
 from .results import held_of, leaves_of, required_view
 from .shardings import axes_of, axes_of_part
@@ -36,30 +36,30 @@ def called_manually(
     what a body computes are no values of the whole program.
     """
     values = context.values
-    whole_name = name.removesuffix(_PARTITIONED)
+    whole_name = name.removesuffix(_PARTITIONED_SUFFIX)
     if whole_name in values.partly_manual_calls:
         return _called_partly(context, operands, name, run)
     if not values.manual_bodies:
         return None
-    expressions = manual.expressions(context.module, name)
+    digests = manual.result_digests(context.module, name)
     for call in values.manual_calls:
-        if call.expressions != expressions or len(call.operands) != len(operands):
+        if call.digests != digests or len(call.operands) != len(operands):
             continue
         if all(
-            _is_taken(context, operand, shards)
+            _holds_shards(context, operand, shards)
             for operand, shards in zip(operands, call.operands, strict=True)
         ):
-            return _results(context, instruction, call)
+            return _results_of_call(context, instruction, call)
     if whole_name in values.manual_bodies:
         raise Unjudged("the body of a `shard_map` that is no body of the whole program")
     return None
 
 
 # The end of the name that the partitioner gives a computation.
-_PARTITIONED = "_spmd"
+_PARTITIONED_SUFFIX = "_spmd"
 
 
-def _is_taken(context: Context, operand: Result, shards: Shards) -> bool:
+def _holds_shards(context: Context, operand: Result, shards: Shards) -> bool:
     """Whether devices hold these shards."""
     if not isinstance(operand, Held):
         return False
@@ -67,16 +67,18 @@ def _is_taken(context: Context, operand: Result, shards: Shards) -> bool:
         cuts = axes_of(context.cuts, shards.sharding, shards.array.shape, operand.shape)
     except Unjudged:
         return False
-    return _is_held(context, operand, shards.array, cuts)
+    return _holds_cuts(context, operand, shards.array, cuts)
 
 
-def _is_held(
+def _holds_cuts(
     context: Context,
     operand: Result,
     array: Global,
     cuts: Sequence[Cut],
 ) -> bool:
-    """Whether devices hold an array with these cuts."""
+    """Whether devices hold `array`, whole sums of it, with its dimensions cut as `cuts`
+    says.
+    """
     if not isinstance(operand, Held):
         return False
     held_array = expressed(context, operand, array)
@@ -97,7 +99,12 @@ def _is_held(
     return True
 
 
-def _results(context: Context, instruction: Instruction, call: ManualCall) -> Result:
+def _results_of_call(
+    context: Context, instruction: Instruction, call: ManualCall
+) -> Result:
+    """What devices hold of the results of a body: the shards of the arrays that the
+    whole program makes of them.
+    """
     results: list[Result] = []
     for place, part in enumerate(arrays_in(instruction.result)):
         shape = part.shape
@@ -121,14 +128,14 @@ def _called_partly(
     run: _Run,
 ) -> Result:
     """The results of the call of a body that is manual in some axes only."""
-    calls = context.values.partly_manual_calls[name.removesuffix(_PARTITIONED)]
+    calls = context.values.partly_manual_calls[name.removesuffix(_PARTITIONED_SUFFIX)]
     for call in calls:
         taken = _parts_taken(context, operands, call)
         if taken is None:
             continue
         results = run(name, taken)
         wholes = [
-            _whole_of(context, result, array)
+            _array_of_part(context, result, array)
             for result, array in zip(leaves_of(results), call.results, strict=True)
         ]
         return wholes[0] if isinstance(results, Held) else tuple(wholes)
@@ -150,13 +157,13 @@ def _parts_taken(
         if not isinstance(operand, Held):
             return None
         cuts = _cuts_of_both(context, part, outside, operand.shape)
-        if not _is_held(context, operand, outside.outside, cuts.outside):
+        if not _holds_cuts(context, operand, outside.array, cuts.outside):
             return None
         taken.append(held_of(part, operand.shape, cuts.part))
     return taken
 
 
-def _whole_of(context: Context, result: Result, part: Global) -> Result:
+def _array_of_part(context: Context, result: Result, part: Global) -> Result:
     """The array of which devices hold a part, after a body that returns it."""
     wholes = context.values.partly_manual_results.get(part, set())
     if not isinstance(result, Held) or not wholes:
@@ -165,9 +172,9 @@ def _whole_of(context: Context, result: Result, part: Global) -> Result:
         raise Unjudged("a part that is one of several arrays")
     (outside,) = wholes
     cuts = _cuts_of_both(context, part, outside, result.shape)
-    if not _is_held(context, result, part, cuts.part):
+    if not _holds_cuts(context, result, part, cuts.part):
         raise Unjudged("a part that is none of the whole program's")
-    return held_of(outside.outside, result.shape, cuts.outside)
+    return held_of(outside.array, result.shape, cuts.outside)
 
 
 class _Cuts(NamedTuple):
@@ -181,12 +188,16 @@ def _cuts_of_both(
     context: Context,
     part: Global,
     outside: PartlyManual,
-    local: tuple[int, ...],
+    local_shape: tuple[int, ...],
 ) -> _Cuts:
-    array = outside.outside
+    """The cuts of an array and of its part, as `outside` says how both lie.
+    `local_shape` is the shape of their shards, which are the same. Raises `Unjudged` if
+    devices of one part do not have what belongs together.
+    """
+    array = outside.array
     cuts = _Cuts(
-        outside=axes_of(context.cuts, outside.outside_sharding, array.shape, local),
-        part=axes_of_part(context.cuts, outside.part_sharding, part.shape, local),
+        outside=axes_of(context.cuts, outside.array_sharding, array.shape, local_shape),
+        part=axes_of_part(context.cuts, outside.part_sharding, part.shape, local_shape),
     )
     # Devices of one part have what is at the same distance from its start.
     parts = np.array(context.values.parts.get(part.view.root, range(context.devices)))
@@ -218,8 +229,8 @@ def own_collective(
     form = form_in(context, instruction, [operand], shape)
     for number in candidates(context, form, instruction):
         require_finished(operand, f"the body's own {instruction.opcode}")
-        cuts = _cuts_after(context, instruction, operand, groups, number)
-        return placed(context, form, instruction, shape, cuts, number)
+        cuts = _cuts_after_collective(context, instruction, operand, groups, number)
+        return held_result(context, form, instruction, shape, cuts, number)
     parts = np.array(context.values.parts[operand.root])
     for members in groups:
         if (parts[members] != parts[members[:, :1]]).any():
@@ -229,7 +240,7 @@ def own_collective(
     return None
 
 
-def _cuts_after(
+def _cuts_after_collective(
     context: Context,
     instruction: Instruction,
     operand: Held,

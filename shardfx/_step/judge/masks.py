@@ -10,17 +10,19 @@ import numpy as np
 from ..hlo_text import Instruction
 from .cuts import HOLE
 from .held import Axis, Context, Fills, Held, Number, view_of
-from .joining import beside, constant_number, is_empty, is_zero, with_axis
+from .joining import common_axis, constant_number, is_empty, is_zero, with_axis
 from .matching import seen_as_padded
 
 
-def selected(
+def selected_by_mask(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
     shape: tuple[int, ...],
 ) -> Held | None:
-    """The result of a `select` by a known mask, as the partitioner masks padding."""
+    """The result of a `select` by a known mask, as the partitioner masks padding;
+    `None` for other operations and masks.
+    """
     if instruction.opcode != "select":
         return None
     mask, chosen_value, other = operands
@@ -50,6 +52,10 @@ def _selected_on_devices(
     other: Held,
     shape: tuple[int, ...],
 ) -> Held | None:
+    """The result of a `select` whose mask is one predicate for each device, `chosen`:
+    pieces of one value, or a value on some devices and zeros on the others. `None` if
+    it is neither. `on_part` is what devices take where it is true.
+    """
     if not on_part.is_finished or not other.is_finished:
         return None
     if (
@@ -93,8 +99,10 @@ def _merged(
     other: Held,
     is_device_mask: bool = False,
 ) -> Held | None:
-    """The elements of `one` where a mask along dimension `place` is true, and those of
-    `other` elsewhere.
+    """The elements of `chosen_value` where the mask `chosen` along dimension `place` is
+    true, and those of `other` elsewhere. A constant in the place of one leaves holes.
+    `None` if they are no pieces of one value. With `is_device_mask`, a device takes all
+    of one of them, so the other dimensions may differ.
     """
     if not chosen_value.is_finished or not other.is_finished:
         return None
@@ -127,7 +135,7 @@ def _merged(
         for dim in range(len(chosen_value.axes)):
             if dim != place:
                 held = with_axis(
-                    held, dim, beside(context, (chosen_value, other), dim, used)
+                    held, dim, common_axis(context, (chosen_value, other), dim, used)
                 )
     indices = np.where(chosen, cuts.indices(axis.cut), cuts.indices(other_axis.cut))
     held = with_axis(held, place, Axis(axis.dim, cuts.from_indices(indices)))
@@ -167,7 +175,7 @@ def union_of(
     operands: Sequence[Held],
 ) -> Held | None:
     """The sum of two parts of one value, where each has zeros in the place of the
-    other's elements.
+    other's elements; `None` for other operations and operands.
     """
     if instruction.opcode not in ("add", "or") or len(operands) != 2:
         return None
@@ -189,10 +197,10 @@ def union_of(
     ]
     if len(places) != 1:
         return None
-    axis, beside = first_operand.axes[places[0]], other.axes[places[0]]
-    if axis is None or beside is None or axis.dim != beside.dim:
+    axis, other_axis = first_operand.axes[places[0]], other.axes[places[0]]
+    if axis is None or other_axis is None or axis.dim != other_axis.dim:
         return None
-    first, second = context.cuts.indices(axis.cut), context.cuts.indices(beside.cut)
+    first, second = context.cuts.indices(axis.cut), context.cuts.indices(other_axis.cut)
     if ((first != HOLE) & (second != HOLE)).any():
         return None
     both = np.where(first == HOLE, second, first)

@@ -55,7 +55,7 @@ def candidates(context: Context, form: Form, instruction: Instruction) -> list[i
     )
 
 
-def placed(
+def held_result(
     context: Context,
     form: Form,
     instruction: Instruction,
@@ -64,8 +64,9 @@ def placed(
     number: int | None = None,
 ) -> Held:
     """What devices hold of the result of an operation, whose dimensions have these
-    cuts. If the whole program has no such operation, its value is a new one, which is
-    no result of the whole program.
+    cuts: `None` for one along which nothing changes. `number` is that of its value; if
+    it is not given, it is looked up. If the whole program has no such operation, its
+    value is a new one, which is no result of the whole program.
     """
     if number is None:
         number = node_for(context, form, instruction)
@@ -101,7 +102,9 @@ def _size(context: Context, form: Form, place: int) -> int | None:
 
 
 def is_matched(context: Context, held: Held) -> bool:
-    """Whether the whole program computes this value."""
+    """Whether the whole program computes this value. Numbers of one device's program
+    count as such.
+    """
     if held.root < 0:
         return True
     return context.values.nodes[held.root].instruction is not None
@@ -116,12 +119,14 @@ def expressed(context: Context, held: Held, array: Global) -> Held | None:
         return held if _fits(context, held, array) else None
     if held.idiom is not None or held.root < 0 or array.view.root < 0:
         return None
-    seen = _elements(context, held, array)
+    held_array = _elements(context, held, array)
     # An array has all dimensions of its value that are longer than 1. In the others its
     # elements have the index 0.
-    if seen is None or any(axis.cut.starts.any() for axis in seen.dropped_axes):
+    if held_array is None or any(
+        axis.cut.starts.any() for axis in held_array.dropped_axes
+    ):
         return None
-    return dataclasses.replace(seen, dropped_axes=())
+    return dataclasses.replace(held_array, dropped_axes=())
 
 
 def _elements(context: Context, held: Held, array: Global) -> Held | None:
@@ -139,10 +144,10 @@ def _elements(context: Context, held: Held, array: Global) -> Held | None:
     for number, operand in enumerate(node.operands):
         if len(operand.shape) != len(node.shape):
             continue
-        below = _elements(context, held, _beneath(context, array, operand))
-        if below is None:
+        held_operand = _elements(context, held, _beneath(context, array, operand))
+        if held_operand is None:
             continue
-        moved = _remembered_move(context, below, array, node, number)
+        moved = _remembered_move(context, held_operand, array, node, number)
         if moved is None:
             continue
         if not moved.has_holes:
@@ -151,7 +156,7 @@ def _elements(context: Context, held: Held, array: Global) -> Held | None:
         if value is None:
             value = moved
         elif value.dropped_axes == moved.dropped_axes:
-            value = _both(context, value, moved)
+            value = _elements_of_either(context, value, moved)
     return None if value is None else _filled(context, held, value)
 
 
@@ -167,31 +172,33 @@ def _elements_of_twin(context: Context, held: Held, array: Global) -> Held | Non
         if isinstance(part, View) and any(dim is not None for dim in part.dims)
     ]
     # The twin has an element where its operand has one.
-    operand = dataclasses.replace(held.of(source), fill=None, known_numbers=None)
-    below = _elements(
+    operand = dataclasses.replace(held.of_value(source), fill=None, known_numbers=None)
+    held_operand = _elements(
         context, operand, Global(View(root, array.view.dims), array.shape)
     )
-    if below is None:
+    if held_operand is None:
         return None
-    seen = dataclasses.replace(below, root=array.view.root, fill=held.fill_number)
-    return _filled(context, held, seen)
+    held_array = dataclasses.replace(
+        held_operand, root=array.view.root, fill=held.fill_number
+    )
+    return _filled(context, held, held_array)
 
 
-def _filled(context: Context, held: Held, seen: Held) -> Held:
+def _filled(context: Context, held: Held, held_array: Held) -> Held:
     """What devices hold, seen as another array. The number in the holes is not known
     where an element of `held` is none of that array.
     """
-    if seen.fill is None:
-        return seen
-    for before, after in zip(held.axes, seen.axes, strict=True):
+    if held_array.fill is None:
+        return held_array
+    for before, after in zip(held.axes, held_array.axes, strict=True):
         if after is None or not after.cut.has_holes:
             continue
         are_holes = context.cuts.indices(after.cut) == HOLE
         if before is not None:
             are_holes &= context.cuts.indices(before.cut) != HOLE
         if are_holes.any():
-            return dataclasses.replace(seen, fill=None)
-    return seen
+            return dataclasses.replace(held_array, fill=None)
+    return held_array
 
 
 def _beneath(context: Context, array: Global, operand: Global) -> Global:
@@ -253,9 +260,9 @@ def seen_as_padded(context: Context, instruction: Instruction, held: Held) -> He
         return held
     for number in context.values.with_name_of("pad", instruction.op_name, held.root):
         array = context.values.nodes[number].result
-        seen = None if array is None else expressed(context, held, array)
-        if seen is not None and seen.fill == held.fill:
-            return seen
+        held_array = None if array is None else expressed(context, held, array)
+        if held_array is not None and held_array.fill == held.fill:
+            return held_array
     return _with_own_padding(context, held)
 
 
@@ -360,8 +367,10 @@ def _dims_with_ones(context: Context, array: Global) -> list[int | None]:
     return dims
 
 
-def _both(context: Context, first_value: Held, other: Held) -> Held:
-    """The elements that either of two views of the same array has."""
+def _elements_of_either(context: Context, first_value: Held, other: Held) -> Held:
+    """The elements that either of two views of the same array has; those of the first
+    if they differ in several dimensions, since together they are no box then.
+    """
     axes: list[Axis | None] = []
     differing = 0
     for first, second in zip(first_value.axes, other.axes, strict=True):
@@ -399,7 +408,7 @@ def _fits(context: Context, held: Held, array: Global) -> bool:
 
 def _remembered_move(
     context: Context,
-    below: Held,
+    held_operand: Held,
     array: Global,
     node: Node,
     number: int,
@@ -416,33 +425,36 @@ def _remembered_move(
         padding,
         array.view.dims,
         array.shape,
-        below.layout,
+        held_operand.layout,
     )
     held = context.memory.result(key)
     if held is not None:
-        return held.of(array.view.root)
-    held = _moved(context, below, array, node, number)
+        return held.of_value(array.view.root)
+    held = _moved(context, held_operand, array, node, number)
     if held is not None:
-        context.memory.add(key, [below], held)
+        context.memory.add(key, [held_operand], held)
     return held
 
 
 def _moved(
     context: Context,
-    below: Held,
+    held_operand: Held,
     array: Global,
     node: Node,
     number: int,
 ) -> Held | None:
     """The elements of operand `number` of a node that moves elements, as elements of
-    its result.
+    its result; `None` if they cannot be followed. `held_operand` is what devices hold
+    of the operand, with its dimensions in the order of `array`, a view of the result.
     """
     operand = node.operands[number]
     operand_dims = _dims_with_ones(context, operand)
-    dropped_axes = {axis.dim: axis.cut for axis in below.dropped_axes}
+    dropped_axes = {axis.dim: axis.cut for axis in held_operand.dropped_axes}
     array_dims = _dims_with_ones(context, array)
     axes: list[Axis | None] = []
-    for place, (dim, axis) in enumerate(zip(array_dims, below.axes, strict=True)):
+    for place, (dim, axis) in enumerate(
+        zip(array_dims, held_operand.axes, strict=True)
+    ):
         if dim is None:
             if axis is not None and array.shape[place] == 1 and not axis.cut.is_first:
                 return None
@@ -453,7 +465,7 @@ def _moved(
             return None
         operand_dim = operand_dims[dim]
         if axis is None and operand_dim in dropped_axes:
-            if below.shape[place] != 1:
+            if held_operand.shape[place] != 1:
                 return None
             axis = Axis(operand_dim, dropped_axes[operand_dim])
         if axis is None:
@@ -463,36 +475,38 @@ def _moved(
                 axes.append(None)
                 continue
             # Dimensions of size 1 hold the first element.
-            if below.shape[place] != 1:
+            if held_operand.shape[place] != 1:
                 return None
             axis = Axis(0, context.cuts.whole(1))
-        cut = move.applied(context, axis.cut, array.shape[place], below.fill_number)
+        cut = move.applied(
+            context, axis.cut, array.shape[place], held_operand.fill_number
+        )
         axes.append(Axis(dim, cut))
-    kept = _moved_rest(context, below, array_dims, node, number)
+    kept = _moved_dropped_axes(context, held_operand, array_dims, node, number)
     if kept is None:
         return None
     return dataclasses.replace(
-        below,
+        held_operand,
         root=array.view.root,
         axes=tuple(axes),
         dropped_axes=kept,
-        fill=below.fill_number,
+        fill=held_operand.fill_number,
         known_numbers=None,
     )
 
 
-def _moved_rest(
+def _moved_dropped_axes(
     context: Context,
-    below: Held,
+    held_operand: Held,
     array_dims: Sequence[int | None],
     node: Node,
     number: int,
 ) -> tuple[Axis, ...] | None:
     """The indices in the dimensions of a node's result that an array lacks; `None` if
-    they are not of the operand's elements.
+    they are not of the elements of operand `number`.
     """
     operand_dims = _dims_with_ones(context, node.operands[number])
-    dropped_axes = {axis.dim: axis.cut for axis in below.dropped_axes}
+    dropped_axes = {axis.dim: axis.cut for axis in held_operand.dropped_axes}
     moved: list[Axis] = []
     for dim, size in enumerate(node.shape):
         if dim in array_dims:

@@ -16,8 +16,10 @@ from .values import Node, scalar_constant
 @dataclasses.dataclass(frozen=True)
 class Move:
     """Index i of the operand is index `(i - start) / stride * spread + offset` of the
-    result. `padding` is the number in the result's other elements, and `operand_size`
-    the size of the operand.
+    result. `padding` is the number in the result's other elements; `None` if there are
+    none or it is not known. `operand_size` is the size of the operand. With
+    `reversed_size`, the size of a dimension that is reversed, index i is index
+    `reversed_size - 1 - i`.
     """
 
     start: int = 0
@@ -30,6 +32,7 @@ class Move:
 
     @property
     def is_same(self) -> bool:
+        """Whether each index stays as it is."""
         is_moved = self.start or self.offset or self.reversed_size
         return not is_moved and self.stride == 1 and self.spread == 1
 
@@ -40,6 +43,9 @@ class Move:
         size: int,
         fill: Number | None,
     ) -> Cut:
+        """The cut of the result, a dimension of `size`, from that of the operand. Holes
+        that hold `fill` become elements of the padding, if that has the same number.
+        """
         cuts = context.cuts
         is_continued = self.padding is not None and fill == self.padding
         are_holes_kept = not (is_continued and cut.has_holes)
@@ -75,8 +81,10 @@ def continued(
     size: int,
     move: Move,
 ) -> np.ndarray:
-    """Holes that hold the padding's number, beside elements of the operand, are
-    elements of the padded array.
+    """The indices `moved` of a padded array, an array (devices, positions), where holes
+    that hold the padding's number and continue the elements of a device are elements of
+    the padding. `are_holes` says which were holes before, and `size` is that of the
+    padded array.
     """
     places = np.arange(moved.shape[1])
     filled = np.full(moved.shape, HOLE)
@@ -117,6 +125,9 @@ def padding_of(instruction: Instruction) -> list[tuple[int, int, int]]:
 
 
 def pad_move(context: Context, node: Node, number: int, dim: int) -> Move | None:
+    """The move of operand `number` of a pad along dimension `dim`; `None` for the
+    number of the padding.
+    """
     if number != 0:
         return None
     low, high, interior = padding_of(_instruction(node))[dim]

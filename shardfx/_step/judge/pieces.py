@@ -25,15 +25,22 @@ from .held import (
     Held,
     Number,
     require_finished,
-    settled,
+    with_all_axes,
 )
-from .joining import beside, constant_number, form_in, is_empty, joined_cut, with_axis
+from .joining import (
+    common_axis,
+    constant_number,
+    form_in,
+    is_empty,
+    joined_cut,
+    with_axis,
+)
 from .matching import (
     candidates,
     expressed,
+    held_result,
     matched_operands,
     matches_by_name,
-    placed,
     seen_as_padded,
 )
 from .moves import padding_of, slice_bounds
@@ -42,6 +49,7 @@ from .verdict import Unjudged
 
 
 def slice_(context: Context, instruction: Instruction, operand: Held) -> Held:
+    """The result of a slice with the same bounds on each device."""
     bounds = slice_bounds(instruction)
     shape = arrays_in(instruction.result)[0].shape
     starts = [np.full(context.devices, start) for start, _, _ in bounds]
@@ -80,6 +88,9 @@ def _known_window(
     starts: Sequence[np.ndarray],
     strides: Sequence[int],
 ) -> np.ndarray | None:
+    """The known numbers of the part of an array of `shape` at each device's starts;
+    `None` if its numbers are not known.
+    """
     table = operand.known_numbers
     if table is None:
         return None
@@ -99,19 +110,22 @@ def dynamic_slice(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> Held:
+    """The result of a slice at indices. Known indices, which may differ between
+    devices, choose a piece of the same value. Others are the whole program's.
+    """
     operand, *places = operands
     shape = arrays_in(instruction.result)[0].shape
     starts: list[np.ndarray] = []
     for place, index in enumerate(places):
-        room = operand.shape[place] - shape[place]
-        if room == 0:
+        last_start = operand.shape[place] - shape[place]
+        if last_start == 0:
             starts.append(np.zeros(context.devices, np.int64))
         elif index.known_numbers is None:
             return _indexed_slice(context, instruction, operands, shape)
         else:
             index_numbers = index.known_numbers.reshape(-1).astype(np.int64)
-            starts.append(np.clip(index_numbers, 0, room))
-    if not is_global(operands):
+            starts.append(np.clip(index_numbers, 0, last_start))
+    if not are_of_whole_program(operands):
         held = _window(context, operand, shape, starts, [1] * len(shape))
         if held.known_numbers is None:
             _require_start_in_bounds(context, operand, shape)
@@ -184,7 +198,8 @@ def _starts_of(node: Node) -> dict[int, _Start]:
     return starts
 
 
-def is_global(operands: Sequence[Held]) -> bool:
+def are_of_whole_program(operands: Sequence[Held]) -> bool:
+    """Whether no operand has numbers that only the program of one device has."""
     return all(operand.root != NOWHERE for operand in operands)
 
 
@@ -216,12 +231,15 @@ def _indexed_slice(
             cuts.append(context.cuts.whole(shape[dim]))
         else:
             # Broadcasts stay broadcasts in the whole program's shape.
-            held = placed(context, form, instruction, shape, cuts, number)
+            held = held_result(context, form, instruction, shape, cuts, number)
             return held.with_sums_of(operand)
     raise Unjudged("a slice, at an index that is computed, of a dimension that is cut")
 
 
 def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) -> Held:
+    """The result of a pad: of the whole program's, or holes with a fill beside pieces
+    of the same value.
+    """
     operand, value = operands
     shape = arrays_in(instruction.result)[0].shape
     bounds = padding_of(instruction)
@@ -288,6 +306,9 @@ def _padded_row(
     high: int,
     interior: int,
 ) -> np.ndarray:
+    """The indices that positions of a padded dimension hold, an array (devices,
+    positions).
+    """
     indices = context.cuts.indices(axis.cut)
     count = indices.shape[1]
     step = interior + 1
@@ -304,7 +325,9 @@ def _padded_globally(
     operands: Sequence[Held],
     shape: tuple[int, ...],
 ) -> Held | None:
-    """The result of a pad of the whole program along dimensions that are not cut."""
+    """The result of a pad of the whole program along dimensions that are not cut;
+    `None` if the whole program has no such pad.
+    """
     form = form_in(context, instruction, operands, shape)
     matches = [
         (number, list(operands)) for number in candidates(context, form, instruction)
@@ -321,7 +344,7 @@ def _padded_globally(
             continue
         require_finished(value, "pad")
         form = form_in(context, instruction, (operand, value), shape)
-        held = placed(context, form, instruction, shape, cuts, number)
+        held = held_result(context, form, instruction, shape, cuts, number)
         return held.with_sums_of(operand)
     return None
 
@@ -354,6 +377,9 @@ def concatenate(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> Held:
+    """The result of a concatenation: of the whole program's, of numbers of one device's
+    program, or of pieces of one value.
+    """
     shape = arrays_in(instruction.result)[0].shape
     (along,) = numbers(instruction, "dimensions")
     tables = [
@@ -366,7 +392,7 @@ def concatenate(
     matched = _concatenated_globally(context, instruction, operands, shape, along)
     if matched is not None:
         return matched
-    pieces = [settled(operand) for operand in operands]
+    pieces = [with_all_axes(operand) for operand in operands]
     held = _joined_pieces(context, pieces, shape, along)
     if held is not None:
         return held
@@ -383,6 +409,9 @@ def concatenate(
 
 
 def _lifted(context: Context, piece: Held, array: Global) -> Held | None:
+    """A piece as elements of `array`; constants stay as they are. `None` if it has no
+    elements of it.
+    """
     number = constant_number(piece)
     return piece if number is not None else expressed(context, piece, array)
 
@@ -393,6 +422,7 @@ def _known_concatenation(
     shape: tuple[int, ...],
     along: int,
 ) -> Held:
+    """The concatenation of numbers of one device's program."""
     devices = len(tables[0]) if tables else 0
     if len(tables) != len(operands) or devices * np.prod(shape) > MOST_KNOWN:
         raise Unjudged("a concatenation of numbers of one device's program")
@@ -412,7 +442,7 @@ def _concatenated_globally(
     along: int,
 ) -> Held | None:
     """The result of a concatenation of the whole program along a dimension that is not
-    cut.
+    cut; `None` if the whole program has no such concatenation.
     """
     form = form_in(context, instruction, operands, shape)
     for number in candidates(context, form, instruction):
@@ -446,7 +476,7 @@ def _concatenated_globally(
             for operand in operands:
                 require_finished(operand, "concatenate")
         terms, reducer, scale = states.pop()
-        held = placed(context, form, instruction, shape, cuts, number)
+        held = held_result(context, form, instruction, shape, cuts, number)
         return dataclasses.replace(held, terms=terms, reducer=reducer, scale=scale)
     return None
 
@@ -483,7 +513,7 @@ def _joined_pieces(
     used = [~is_empty(piece, context.devices) for piece in real]
     for place in range(len(shape)):
         if place != along:
-            held = with_axis(held, place, beside(context, real, place, used))
+            held = with_axis(held, place, common_axis(context, real, place, used))
     held = with_axis(held, along, Axis(first.dim, context.cuts.concatenated(cuts)))
     fill = _fill_of_pieces(context, pieces, first.dim)
     return dataclasses.replace(held, shape=shape, fill=fill, known_numbers=None)
@@ -534,8 +564,11 @@ def _fill_of_pieces(
 
 
 def reverse(context: Context, instruction: Instruction, operand: Held) -> Held:
+    """The result of a reverse: of the whole program's, or the same pieces in reverse
+    order.
+    """
     shape = operand.shape
-    turned = numbers(instruction, "dimensions")
+    reversed_dims = numbers(instruction, "dimensions")
     form = form_in(context, instruction, [operand], shape)
     for number in candidates(context, form, instruction):
         node = context.values.nodes[number]
@@ -543,16 +576,16 @@ def reverse(context: Context, instruction: Instruction, operand: Held) -> Held:
         for dim, axis in enumerate(operand.axes):
             cut = None if axis is None else axis.cut
             size = node.shape[dim]
-            if dim in turned and cut is not None and size is not None:
+            if dim in reversed_dims and cut is not None and size is not None:
                 indices = context.cuts.indices(cut)[:, ::-1]
                 flipped = np.where(indices == HOLE, HOLE, size - 1 - indices)
                 cut = context.cuts.from_indices(flipped)
             cuts.append(cut)
-        held = placed(context, form, instruction, shape, cuts, number)
+        held = held_result(context, form, instruction, shape, cuts, number)
         held = held.with_sums_of(operand)
         return dataclasses.replace(held, fill=operand.fill_number)
     axes: list[Axis | None] = list(operand.axes)
-    for dim in turned:
+    for dim in reversed_dims:
         axis = axes[dim]
         if axis is not None:
             indices = context.cuts.indices(axis.cut)[:, ::-1]

@@ -24,12 +24,12 @@ from .held import (
     require_finished,
 )
 from .joining import constant_number, form_in, is_zero, joined_cut, remembered
-from .lookups import indexed
-from .masks import selected, union_of
+from .lookups import lookup_step
+from .masks import selected_by_mask, union_of
 from .matching import (
+    held_result,
     matches_by_name,
     node_for,
-    placed,
 )
 from .values import ROUNDING
 from .verdict import Unjudged, Wrong
@@ -73,28 +73,32 @@ def elementwise(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> Held:
+    """The result of an elementwise operation: of one of the whole program, if there is
+    one on the same values; else of the partitioner's own idioms, such as masks and
+    lookups.
+    """
     shape = arrays_in(instruction.result)[0].shape
     operands = [broadcast_scalar(operand, shape) for operand in operands]
-    table = _known(instruction, operands)
+    table = _known_result(instruction, operands)
     if any(operand.idiom is not None for operand in operands):
-        held = indexed(context, instruction, operands)
+        held = lookup_step(context, instruction, operands)
         if held is None:
             raise Unjudged("a lookup that is not finished")
         return held
     if any(operand.root == NOWHERE for operand in operands):
-        return _partial(context, instruction, operands, shape, table)
+        return _of_device_numbers(context, instruction, operands, shape, table)
     held = _matched(context, instruction, operands, shape)
     if held is None and instruction.opcode == "multiply":
         held = _scaled(context, instruction, operands)
     if held is None:
-        masked = selected(context, instruction, operands, shape)
+        masked = selected_by_mask(context, instruction, operands, shape)
         if masked is not None:
             return masked
         union = union_of(context, instruction, operands)
         if union is not None:
             return union
         if table is None:
-            bounded = indexed(context, instruction, operands)
+            bounded = lookup_step(context, instruction, operands)
             if bounded is not None:
                 return bounded
         try:
@@ -148,8 +152,8 @@ def _matched(
     for other, expressed_operands in matches_by_name(context, instruction, operands):
         if other == number:
             continue
-        again = form_in(context, instruction, expressed_operands, shape)
-        if node_for(context, again, instruction) is None:
+        expressed_form = form_in(context, instruction, expressed_operands, shape)
+        if node_for(context, expressed_form, instruction) is None:
             continue
         try:
             return joined(context, instruction, expressed_operands, shape)
@@ -187,13 +191,13 @@ def _scaled(
             ):
                 continue
             fill = operand.fill if operand.fill == 0 else None
-            return dataclasses.replace(operand.of(number), fill=fill)
+            return dataclasses.replace(operand.of_value(number), fill=fill)
     return None
 
 
 def _scalings(context: Context, instruction: Instruction) -> list[int]:
-    """The products and quotients of the whole program with an instruction's name. One
-    that the compiler made of several has the names of all.
+    """The numbers of the products and quotients of the whole program with an
+    instruction's name. One that the compiler made of several has the names of all.
     """
     op_name = instruction.op_name
     return [
@@ -226,10 +230,10 @@ def joined(
     ]
     dtype = arrays_in(instruction.result)[0].dtype
     terms, reducer, scale = _sums(opcode, dtype, operands)
-    held = placed(context, form, instruction, shape, cuts, number)
+    held = held_result(context, form, instruction, shape, cuts, number)
     fill = None
     if held.has_holes and _have_holes_of(held, operands):
-        fill = _fill(instruction, operands)
+        fill = _fill_of_result(instruction, operands)
     if terms is None and scale == 1 and fill is None:
         return held
     return dataclasses.replace(
@@ -277,6 +281,9 @@ def _is_linear_in(
     operands: Sequence[Held],
     part: Held,
 ) -> bool:
+    """Whether an operation on a part of a sum makes the part of its result: the other
+    operands are whole.
+    """
     if opcode == "multiply":
         return True
     if opcode == "divide":
@@ -304,8 +311,12 @@ def _have_holes_of(held: Held, operands: Sequence[Held]) -> bool:
     return True
 
 
-def _fill(instruction: Instruction, operands: Sequence[Held]) -> Number | None:
-    """The number that an operation makes of the numbers in holes."""
+def _fill_of_result(
+    instruction: Instruction, operands: Sequence[Held]
+) -> Number | None:
+    """The number that an operation makes of the numbers in holes; `None` if it is not
+    known.
+    """
     numbers = []
     for operand in operands:
         if (
@@ -330,8 +341,12 @@ def _fill(instruction: Instruction, operands: Sequence[Held]) -> Number | None:
         return None
 
 
-def _known(instruction: Instruction, operands: Sequence[Held]) -> np.ndarray | None:
-    """The numbers of the result, if those of the operands are known."""
+def _known_result(
+    instruction: Instruction, operands: Sequence[Held]
+) -> np.ndarray | None:
+    """The numbers of the result; `None` if those of an operand are not known, or no
+    rule computes them exactly.
+    """
     numbers = [
         operand.known_numbers
         for operand in operands
@@ -368,6 +383,7 @@ def _known(instruction: Instruction, operands: Sequence[Held]) -> np.ndarray | N
 
 
 def _converted(numbers: np.ndarray, dtype: str) -> np.ndarray | None:
+    """Known numbers in another dtype; `None` where a conversion may round them."""
     if dtype == "pred":
         return numbers != 0
     if numbers.dtype.kind == "f":
@@ -378,13 +394,16 @@ def _converted(numbers: np.ndarray, dtype: str) -> np.ndarray | None:
 
 
 def _divided(opcode: str, dividend: np.ndarray, other: np.ndarray) -> np.ndarray | None:
+    """A quotient or a remainder of integers, which HLO rounds to zero; `None` for a
+    division by zero.
+    """
     if (other == 0).any():
         return None
     quotient = np.sign(dividend) * np.sign(other) * (np.abs(dividend) // np.abs(other))
     return quotient if opcode == "divide" else dividend - quotient * other
 
 
-def _partial(
+def _of_device_numbers(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
@@ -392,12 +411,12 @@ def _partial(
     table: np.ndarray | None,
 ) -> Held:
     """The result of an operation with a number that only one device's program has."""
-    masked = selected(context, instruction, operands, shape)
+    masked = selected_by_mask(context, instruction, operands, shape)
     if masked is not None:
         return masked
     if table is not None:
         return from_known(context, table, shape, operands)
-    held = indexed(context, instruction, operands)
+    held = lookup_step(context, instruction, operands)
     if held is None:
         raise Unjudged("arithmetic with the device's number")
     return held

@@ -22,7 +22,7 @@ from .bounds import bounds_of
 from .cuts import Cut
 from .held import Context, Held
 from .joining import constant_number, form_in, joined_cut
-from .matching import matched_operands, placed
+from .matching import held_result, matched_operands
 from .values import Node
 from .verdict import Unjudged
 
@@ -39,14 +39,18 @@ class Side(NamedTuple):
 
 
 class Inside(NamedTuple):
-    """Whether an index is in each device's rows, from `low` to below `high`."""
+    """Whether an index is in each device's rows, from `low` to below `high`: arrays
+    (devices,).
+    """
 
     low: np.ndarray
     high: np.ndarray
 
 
 class Row(NamedTuple):
-    """The row of a shard at an index in its rows; 0 on devices that have it not."""
+    """The row of a shard at an index in its rows; 0 on devices that have it not. `low`
+    and `high` are as in `Inside`.
+    """
 
     low: np.ndarray
     high: np.ndarray
@@ -68,7 +72,7 @@ class Updated(NamedTuple):
     result: Held
 
 
-def both(operands: Sequence[Held]) -> Held | None:
+def both_sides(operands: Sequence[Held]) -> Held | None:
     """The `and` of two sides, or of such a mask and `true`; `None` if it is none."""
     first, other = operands
     for mask, constant in ((first, other), (other, first)):
@@ -87,7 +91,7 @@ def both(operands: Sequence[Held]) -> Held | None:
     return dataclasses.replace(first, idiom=inside)
 
 
-def chosen(operands: Sequence[Held], offsets: np.ndarray | None) -> Held | None:
+def chosen_row(operands: Sequence[Held], offsets: np.ndarray | None) -> Held | None:
     """A `select` by such a mask: a row, or the end of an update. `offsets` is what was
     subtracted from the index that is selected; `None` if nothing was.
     """
@@ -96,7 +100,7 @@ def chosen(operands: Sequence[Held], offsets: np.ndarray | None) -> Held | None:
     if not isinstance(inside, Inside):
         return None
     if isinstance(first.idiom, Updated):
-        return _ended(mask, first, other)
+        return _end_of_update(mask, first, other)
     if offsets is None or first.root != mask.root or constant_number(other) != 0:
         return None
     if first.shape or not np.array_equal(offsets.reshape(-1), inside.low):
@@ -104,7 +108,10 @@ def chosen(operands: Sequence[Held], offsets: np.ndarray | None) -> Held | None:
     return dataclasses.replace(first, idiom=Row(inside.low, inside.high))
 
 
-def _ended(mask: Held, updated: Held, other: Held) -> Held | None:
+def _end_of_update(mask: Held, updated: Held, other: Held) -> Held | None:
+    """The shard after an update on the devices that have the row; `None` unless mask
+    and shard are those of the update.
+    """
     inside = mask.idiom
     update = updated.idiom
     assert isinstance(inside, Inside) and isinstance(update, Updated)
@@ -157,12 +164,12 @@ def update_row(
             or expressed_operands[0].root != shard.root
         ):
             continue
-        cuts = _cuts(context, node, expressed_operands, along)
+        cuts = _cuts_of_updated(context, node, expressed_operands, along)
         if cuts is None:
             continue
         _require_in_bounds(context, index.root, node.operands[0].shape[along])
         form = form_in(context, instruction, expressed_operands, shard.shape)
-        result = placed(context, form, instruction, shard.shape, cuts, number)
+        result = held_result(context, form, instruction, shard.shape, cuts, number)
         updated = Updated(index.root, row.low, row.high, shard, result)
         return dataclasses.replace(shard, idiom=updated, known_numbers=None)
     raise Unjudged("no update of the whole program has these operands")
@@ -177,7 +184,7 @@ def _has_rows(cut: Cut, row: Row) -> bool:
     return is_low and np.array_equal(starts + cut.size, row.high)
 
 
-def _cuts(
+def _cuts_of_updated(
     context: Context,
     node: Node,
     operands: Sequence[Held],
@@ -191,15 +198,17 @@ def _cuts(
     update_sizes = node.operands[1].shape
     cuts: list[Cut | None] = []
     for dim, axis in enumerate(shard.axes):
-        beside = update.axes[dim]
+        update_axis = update.axes[dim]
         if dim == along:
-            if update_sizes[dim] != 1 or not (beside is None or beside.cut.is_first):
+            if update_sizes[dim] != 1 or not (
+                update_axis is None or update_axis.cut.is_first
+            ):
                 return None
             cuts.append(None if axis is None else axis.cut)
             continue
         if sizes[dim] != update_sizes[dim] or shard.shape[dim] != update.shape[dim]:
             return None
-        cut = joined_cut(context, "dynamic-update-slice", dim, [axis, beside])
+        cut = joined_cut(context, "dynamic-update-slice", dim, [axis, update_axis])
         if cut is not None and cut.has_holes:
             return None
         cuts.append(cut)
@@ -207,6 +216,9 @@ def _cuts(
 
 
 def _require_in_bounds(context: Context, index: int, size: int) -> None:
+    """Raises `Unjudged` if the index, a value's number, may be beyond a dimension of
+    `size`.
+    """
     bounds = bounds_of(context.values, index)
     if bounds is None or bounds.low < 0 or bounds.high >= size:
         raise Unjudged(

@@ -29,13 +29,13 @@ from .held import (
 )
 from .joining import (
     constant_number,
-    different,
+    disagreement,
     form_in,
     is_identity,
     joined_cut,
     remembered,
 )
-from .matching import are_same, matched_operands, placed
+from .matching import are_same, held_result, matched_operands
 from .values import Node
 from .verdict import Unjudged, Wrong
 
@@ -44,6 +44,7 @@ _SIDES = re.compile(r"\b(?:lhs_|rhs_)")
 
 
 def dot(context: Context, instruction: Instruction, operands: Sequence[Held]) -> Held:
+    """The result of a product."""
     for operand in operands:
         if operand.terms is not None and operand.reducer != "add":
             require_finished(operand, "dot")
@@ -79,9 +80,9 @@ def _swapped(
     dims = dot_dims(instruction, (len(first_operand.shape), len(other.shape)))
     batch = len(dims.batch)
     first, second = (len(free) for free in dims.free)
-    left_dims = [*range(batch, batch + first)]
-    right = [*range(batch + first, batch + first + second)]
-    order = [*range(batch), *right, *left_dims]
+    first_dims = [*range(batch, batch + first)]
+    other_dims = [*range(batch + first, batch + first + second)]
+    order = [*range(batch), *other_dims, *first_dims]
     array = arrays_in(instruction.result)[0]
     sizes = ",".join(str(array.shape[dim]) for dim in order)
     exchanged = instruction._replace(
@@ -107,33 +108,39 @@ def _dot(
     operands: Sequence[Held],
     number: int | None,
 ) -> Held:
+    """The result of a product as the value `number` of the whole program, or as a new
+    one if it is `None`. The sum over a dimension that is cut is unfinished.
+    """
     shape = arrays_in(instruction.result)[0].shape
     first, other = operands
     dims = dot_dims(instruction, (len(first.shape), len(other.shape)))
     node = None if number is None else context.values.nodes[number]
     terms = None
     scale = Fraction(1)
-    for left_dim, right in dims.contracted:
-        axes = [first.axes[left_dim], other.axes[right]]
+    for first_dim, other_dim in dims.contracted:
+        axes = [first.axes[first_dim], other.axes[other_dim]]
         if axes == [None, None]:
             if node is None:
                 raise Unjudged("a product of broadcasts")
-            size = node.operands[0].shape[left_dim]
-            scale *= Fraction(first.shape[left_dim], size)
+            size = node.operands[0].shape[first_dim]
+            scale *= Fraction(first.shape[first_dim], size)
             continue
-        cut = contracted_cut(context, operands, axes, left_dim)
-        size = _contracted_size(context, node, first, other, left_dim, right)
+        cut = contracted_cut(context, operands, axes, first_dim)
+        size = _contracted_size(context, node, first, other, first_dim, other_dim)
         part = context.cuts.terms(cut, size)
         terms = product_of_terms(context.everywhere, terms, part)
     cuts = [
         joined_cut(
-            context, "dot", number_of_batch, [first.axes[left_dim], other.axes[right]]
+            context,
+            "dot",
+            number_of_batch,
+            [first.axes[first_dim], other.axes[other_dim]],
         )
-        for number_of_batch, (left_dim, right) in enumerate(dims.batch)
+        for number_of_batch, (first_dim, other_dim) in enumerate(dims.batch)
     ]
     for operand, free in zip(operands, dims.free, strict=True):
         cuts += [cut_of(operand.axes[dim]) for dim in free]
-    held = placed(
+    held = held_result(
         context,
         form_in(context, instruction, operands, shape),
         instruction,
@@ -160,7 +167,7 @@ def contracted_cut(
             raise Unjudged("a product over padding")
         both = context.cuts.joined(*real)
         if both is None:
-            raise different("dot", place, *real)
+            raise disagreement("dot", place, *real)
         return both
     if any(cut.has_holes for cut in real) and not _fills_are(operands, 0):
         raise Unjudged("a product over padding")
@@ -170,6 +177,7 @@ def contracted_cut(
 
 
 def _fills_are(operands: Sequence[Held], number: Number) -> bool:
+    """Whether all holes of operands have this number."""
     return all(operand.fill == number for operand in operands if operand.has_holes)
 
 
@@ -178,12 +186,15 @@ def _contracted_size(
     node: Node | None,
     first: Held,
     other: Held,
-    left_dim: int,
-    right: int,
+    first_dim: int,
+    other_dim: int,
 ) -> int:
+    """The size of a contracted dimension in the whole program: that of the product
+    `node`, or of an operand's value if it is `None`.
+    """
     if node is not None:
-        return node.operands[0].shape[left_dim]
-    for held, place in ((first, left_dim), (other, right)):
+        return node.operands[0].shape[first_dim]
+    for held, place in ((first, first_dim), (other, other_dim)):
         axis = held.axes[place]
         if axis is not None:
             shape = context.values.nodes[held.root].shape
@@ -193,6 +204,7 @@ def _contracted_size(
 
 
 def cut_of(axis: Axis | None) -> Cut | None:
+    """The cut of an axis; `None` if there is none."""
     return None if axis is None else axis.cut
 
 
@@ -256,6 +268,9 @@ def _reduced(
     reducer: str,
     number: int | None,
 ) -> Held:
+    """The result of a reduction as the value `number` of the whole program, or as a new
+    one if it is `None`. The reduction over a dimension that is cut is unfinished.
+    """
     operand, start = operands
     result = arrays_in(instruction.result)[0]
     shape, dtype = result.shape, result.dtype
@@ -280,7 +295,7 @@ def _reduced(
         raise Unjudged("a reduction that starts with a number on each device")
     rest = [axis for dim, axis in enumerate(operand.axes) if dim not in over]
     form = form_in(context, instruction, operands, shape)
-    held = placed(
+    held = held_result(
         context, form, instruction, shape, [cut_of(axis) for axis in rest], number
     )
     fill = None
@@ -297,6 +312,7 @@ def _reduced(
 
 
 def _size(context: Context, operand: Held, place: int, node: Node | None) -> int:
+    """The size of dimension `place` of an operand in the whole program."""
     if node is not None:
         return node.operands[0].shape[place]
     axis = operand.axes[place]

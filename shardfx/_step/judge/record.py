@@ -89,6 +89,7 @@ class Record:
         return Failures(causes, faults)
 
     def copy(self) -> "Record":
+        """What is noted now, for `restore`."""
         copied = Record(self.module)
         copied.restore(self)
         return copied

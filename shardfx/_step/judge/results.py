@@ -17,9 +17,9 @@ Failed: TypeAlias = Faulty | Unknown
 Leaf: TypeAlias = Held | Failed
 
 
-def check(instruction: Instruction, result: Result) -> None:
-    """Every rule ends here: raises `Unjudged` if the axes do not fit the array of one
-    device.
+def require_shapes(instruction: Instruction, result: Result) -> None:
+    """Raises `Unjudged` if the axes of a result do not fit the array of one device.
+    Every rule ends here.
     """
     opcode = instruction.opcode
     arrays = arrays_in(instruction.result)
@@ -33,6 +33,7 @@ def check(instruction: Instruction, result: Result) -> None:
 
 
 def _has_shape(held: Held, shape: tuple[int, ...]) -> bool:
+    """Whether axes and known numbers fit an array of this shape on one device."""
     rank = len(shape)
     if held.shape != shape:
         return False
@@ -93,11 +94,12 @@ def leaves_of(result: Result) -> Iterator[Leaf]:
 
 
 def each_result(instruction: Instruction, leaf: Failed) -> Result:
-    """The same for each result of an instruction."""
+    """The same leaf for each result of an instruction."""
     return _tree(instruction.result, leaf)
 
 
 def _tree(result: str, leaf: Failed) -> Result:
+    """The same leaf for each array in the text of a result."""
     if not result.startswith("("):
         return leaf
     trees: list[Result] = []

@@ -60,8 +60,8 @@ def applied(
             return choices.reduce_several(context, instruction, operands)
         if opcode == "reduce":
             return lookups.any_of_columns(instruction, operands[0])
-    is_in_parts = any(operand.root in context.values.parts for operand in operands)
-    if is_in_parts and opcode in KINDS:
+    is_of_part = any(operand.root in context.values.parts for operand in operands)
+    if is_of_part and opcode in KINDS:
         held = own_collective(context, instruction, operands)
         if held is not None:
             return held
@@ -104,7 +104,7 @@ def _remembered(
         if held.root == operand.root and held.idiom is None:
             context.memory.add(key, [operand], held)
         return held
-    return held.of(operand.root)
+    return held.of_value(operand.root)
 
 
 def _tuple_collective(

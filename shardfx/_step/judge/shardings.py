@@ -32,7 +32,9 @@ _MANUAL_AXES = re.compile(r", manual=\{([^{}]*)\}")
 
 
 class WrongShard(Unjudged):
-    """The shape of an array of one device is not that of a shard of its sharding."""
+    """The reason that the shape of an array of one device is not that of a shard of its
+    sharding.
+    """
 
 
 def shardings_in(attributes: str) -> list[str]:
@@ -79,6 +81,7 @@ def _axes_of(
     shape: Sequence[int],
     local: Sequence[int],
 ) -> list[Cut]:
+    """As `axes_of`, asked once."""
     if not sharding or sharding.startswith(_REPLICATED):
         if tuple(shape) != tuple(local):
             raise Unjudged("an array whose sharding the program does not say")
@@ -207,4 +210,5 @@ def _named_places(
 
 
 def _numbers(text: str) -> tuple[int, ...]:
+    """The numbers in a text such as `2,1,4`."""
     return tuple(int(number) for number in text.split(","))

@@ -8,7 +8,7 @@ import numpy as np
 from ..hlo_text import Instruction, arrays_in
 from .held import MOST_KNOWN, NOWHERE, Context, Held
 from .joining import form_in
-from .matching import node_for, placed
+from .matching import held_result, node_for
 
 
 OPCODES = ("constant", "iota", "partition-id", "replica-id")
@@ -29,7 +29,7 @@ def source(context: Context, instruction: Instruction) -> Held:
     if instruction.opcode == "iota":
         form = form_in(context, instruction, [], shape)
         cuts = [context.cuts.whole(size) for size in shape]
-        held = placed(context, form, instruction, shape, cuts)
+        held = held_result(context, form, instruction, shape, cuts)
         along = next(
             dim_number for dim_number, dim in enumerate(form.dims) if dim is not None
         )
@@ -49,6 +49,9 @@ def _constant(
     shape: tuple[int, ...],
     dtype: str,
 ) -> Held:
+    """What each device holds of a constant. A scalar that the whole program computes
+    from constants is that value.
+    """
     form = form_in(context, instruction, [], shape)
     cuts = [context.cuts.whole(size) for size in shape]
     values = known_constant(instruction, shape, dtype)
@@ -59,7 +62,7 @@ def _constant(
         and node_for(context, form, instruction) is None
     ):
         number = context.values.scalar_like(dtype, float(values))
-    held = placed(context, form, instruction, shape, cuts, number)
+    held = held_result(context, form, instruction, shape, cuts, number)
     if values is None:
         return held
     table = np.broadcast_to(values, (context.devices, *values.shape))
@@ -71,7 +74,9 @@ def known_constant(
     shape: tuple[int, ...],
     dtype: str,
 ) -> np.ndarray | None:
-    """The numbers of a constant: a scalar, or a table of integers."""
+    """The numbers of a constant that is a scalar or a table of integers; `None` for
+    others, and for tables that are long or not written out.
+    """
     text = instruction.inside.strip()
     if not shape:
         if dtype.startswith("c"):
@@ -87,6 +92,7 @@ def known_constant(
 
 
 def _integer(text: str) -> int:
+    """The number of an integer or a predicate in the text of a constant."""
     if text in ("true", "false"):
         return int(text == "true")
     return int(text)

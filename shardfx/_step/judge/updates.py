@@ -9,8 +9,8 @@ from ..hlo_text import Instruction
 from .cuts import HOLE, Cut
 from .held import Axis, Context, Held, require_finished
 from .joining import constant_number, form_in, joined_cut
-from .matching import expressed, matched_operands, placed
-from .pieces import is_global
+from .matching import expressed, held_result, matched_operands
+from .pieces import are_of_whole_program
 from .values import Node
 from .verdict import Unjudged
 
@@ -20,6 +20,10 @@ def dynamic_update_slice(
     instruction: Instruction,
     operands: Sequence[Held],
 ) -> Held:
+    """The result of an update: of the whole program's, or a piece written at each
+    device's own place. Raises `Unjudged` if the place is neither the whole program's
+    nor known.
+    """
     operand, update, *places = operands
     shape = operand.shape
     starts: list[np.ndarray] = []
@@ -30,10 +34,10 @@ def dynamic_update_slice(
         elif index.known_numbers is None:
             is_known = False
         else:
-            room = shape[place] - update.shape[place]
+            last_start = shape[place] - update.shape[place]
             index_numbers = index.known_numbers.reshape(-1).astype(np.int64)
-            starts.append(np.clip(index_numbers, 0, room))
-    if is_global(operands):
+            starts.append(np.clip(index_numbers, 0, last_start))
+    if are_of_whole_program(operands):
         held = _updated_globally(context, instruction, operands)
         if held is not None:
             return held
@@ -59,7 +63,7 @@ def _updated_globally(
         if cuts is None:
             continue
         form = form_in(context, instruction, expressed_operands, shape)
-        held = placed(context, form, instruction, shape, cuts, number)
+        held = held_result(context, form, instruction, shape, cuts, number)
         return _update_sums(held, operand, update)
     return None
 
@@ -95,6 +99,9 @@ def _global_cuts(
 
 
 def _update_sums(held: Held, operand: Held, update: Held) -> Held:
+    """The result with the unfinished sums of its operands. They have to be the same,
+    unless the array is zero.
+    """
     is_zero = operand.known_numbers is not None and not operand.known_numbers.any()
     if not is_zero and (operand.terms, operand.scale) != (update.terms, update.scale):
         require_finished(operand, "dynamic-update-slice")
@@ -159,7 +166,9 @@ def _same_array(
     operand: Held,
     update: Held,
 ) -> tuple[Held, Held]:
-    """Pieces of two arrays as pieces of a concatenation of the whole program."""
+    """A piece and the update of it, which are of two arrays, as pieces of a
+    concatenation or a padded array of the whole program.
+    """
     for opcode in ("concatenate", "pad"):
         for number in context.values.with_name(opcode, instruction.op_name):
             array = context.values.nodes[number].result

@@ -94,7 +94,7 @@ class Loop(NamedTuple):
     - `instruction`: its `while`.
     - `initial`: the arrays with which it starts.
     - `carried`: the arrays at the start of a turn.
-    - `ahead`: the arrays at the end of a turn.
+    - `after_turn`: the arrays at the end of a turn.
     - `goes_on`: the condition of a further turn.
     - `results`: the arrays that it returns.
     """
@@ -103,7 +103,7 @@ class Loop(NamedTuple):
     instruction: Instruction
     initial: tuple[Global, ...]
     carried: tuple[Global, ...]
-    ahead: tuple[Global, ...]
+    after_turn: tuple[Global, ...]
     goes_on: Global
     results: tuple[Global, ...]
 
@@ -118,12 +118,12 @@ class Shards(NamedTuple):
 class ManualCall(NamedTuple):
     """The call of a `shard_map`'s body.
 
-    - `expressions`: the results of the body.
+    - `digests`: a digest of each result of the body, as `manual.result_digests` says.
     - `operands`: the arrays that it takes.
     - `results`: the arrays that it returns, by their place in its results.
     """
 
-    expressions: tuple[str, ...]
+    digests: tuple[str, ...]
     operands: tuple[Shards, ...]
     results: dict[int, Shards]
 
@@ -132,12 +132,12 @@ class PartlyManual(NamedTuple):
     """An array outside of a `shard_map` that is manual in some axes only, and the part
     of it that each device's group has in its body.
 
-    - `outside`, `outside_sharding`: the array, and how it lies.
+    - `array`, `array_sharding`: the array, and how it lies.
     - `part_sharding`: how the part lies over the axes that are not manual.
     """
 
-    outside: Global
-    outside_sharding: str
+    array: Global
+    array_sharding: str
     part_sharding: str
 
 
@@ -205,6 +205,7 @@ class Values:
         return number
 
     def _likeness_of(self, node: Node) -> int:
+        """The number of a node's operation and sizes."""
         text = "" if node.instruction is None else nameless_text(node.instruction)
         operands = tuple(
             (operand.view.dims, operand.shape) for operand in node.operands
@@ -213,6 +214,7 @@ class Values:
         return self._likenesses.setdefault(key, len(self._likenesses))
 
     def _name(self, node: Node, number: int, op_name: str) -> None:
+        """Notes that an operation of this name makes a value."""
         if op_name:
             self._by_name.setdefault((node.opcode, op_name), {})[number] = None
             self._by_source.pop((node.opcode, op_name), None)
@@ -248,6 +250,9 @@ class Values:
         return factors
 
     def _factor_of(self, node: Node) -> "_Factor | None":
+        """The value of which a node is a multiple by a constant, and the constant;
+        `None` if it is none.
+        """
         if node.opcode not in ("multiply", "divide") or len(node.operands) != 2:
             return None
         first, second = node.operands
@@ -270,6 +275,7 @@ class Values:
         return sorted(names, key=lambda reshape: names[reshape] != op_name)
 
     def with_key(self, key: tuple[object, ...]) -> list[int]:
+        """The numbers of the values with this key. They differ in sizes."""
         return self._by_key.get(key, [])
 
     def with_name(self, opcode: str, op_name: str) -> list[int]:
@@ -316,11 +322,12 @@ class Values:
         """
         twins = self._twins.get(number)
         if twins is None:
-            twins = self._made_twins(self.nodes[number])
+            twins = self._twins_of_node(self.nodes[number])
             self._twins[number] = twins
         return twins
 
-    def _made_twins(self, node: Node) -> dict[int, int]:
+    def _twins_of_node(self, node: Node) -> dict[int, int]:
+        """As `twins_of`, asked once for each value."""
         twins: dict[int, int] = {}
         if node.opcode not in ELEMENTWISE or not node.shape:
             return twins
@@ -346,6 +353,7 @@ class Values:
         return twins
 
     def is_named(self, number: int, op_name: str) -> bool:
+        """Whether an operation of this name makes a value."""
         node = self.nodes[number]
         return number in self._by_name.get((node.opcode, op_name), ())
 
@@ -380,10 +388,16 @@ def _folded(node: Node, scalars: Mapping[int, float]) -> float | None:
 
 
 def unordered(view: View) -> View:
+    """A view without dimensions of size 1 and broadcast ones, for reshapes that only
+    add or drop such.
+    """
     return View(view.root, without_none(view.dims))
 
 
 def conditional_key(chosen: View, views: Sequence[View]) -> tuple[object, ...]:
+    """The key of a result of a conditional, from the number that chooses and the
+    results of the branches.
+    """
     return ("conditional", chosen, *views)
 
 
@@ -404,6 +418,7 @@ def unchanged(module: HloModule, body: str, count: int) -> set[int]:
 
 
 def without_none(dims: Sequence[int | None]) -> tuple[int, ...]:
+    """The dimensions that follow one of a value."""
     return tuple(dim for dim in dims if dim is not None)
 
 

@@ -11,7 +11,7 @@ from ..lowered import Frame, place_text
 
 Outcome = Literal["proved", "refuted", "not judged"]
 # The largest number of causes in a printed verdict.
-_MOST = 8
+_MOST_PRINTED = 8
 
 
 class Unjudged(Exception):
@@ -170,9 +170,11 @@ class Verdict:
         share = f"{self.judged_operations:,} of {count} are judged"
         lines = [f"{self.outcome}: {self.program}; {share}"]
         lines += [str(refutation) for refutation in self.refutations]
-        lines += [str(operation) for operation in self.unjudged[:_MOST]]
-        if len(self.unjudged) > _MOST:
-            lines.append(f"and {len(self.unjudged) - _MOST} causes with fewer bytes")
+        lines += [str(operation) for operation in self.unjudged[:_MOST_PRINTED]]
+        if len(self.unjudged) > _MOST_PRINTED:
+            lines.append(
+                f"and {len(self.unjudged) - _MOST_PRINTED} causes with fewer bytes"
+            )
         return "\n".join(lines)
 
     __repr__ = __str__

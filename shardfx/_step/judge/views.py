@@ -17,7 +17,7 @@ import numpy as np
 from ..hlo_text import Instruction, arrays_in
 from .cuts import HOLE, Cut
 from .forms import Form, numbers
-from .held import NOWHERE, Axis, Context, Held, permuted, settled, view_of
+from .held import NOWHERE, Axis, Context, Held, permuted, view_of, with_all_axes
 from .matching import candidates, expressed
 from .values import Node, ViewReshape, groups_of_reshape
 from .verdict import Unjudged
@@ -28,6 +28,7 @@ _LAYOUT = re.compile(r"\{(\d+(?:,\d+)*)[}:]")
 
 
 def broadcast(context: Context, instruction: Instruction, operand: Held) -> Held:
+    """The result of a broadcast: nothing changes along its new dimensions."""
     shape = arrays_in(instruction.result)[0].shape
     targets = numbers(instruction, "dimensions")
     axes: list[Axis | None] = [None] * len(shape)
@@ -45,10 +46,14 @@ def broadcast(context: Context, instruction: Instruction, operand: Held) -> Held
 
 
 def transpose(instruction: Instruction, operand: Held) -> Held:
+    """The result of a transpose."""
     return permuted(operand, numbers(instruction, "dimensions"))
 
 
 def reshape(context: Context, instruction: Instruction, operand: Held) -> Held:
+    """The result of a reshape: of the whole program's, or the same value with the
+    dimensions of one device split and merged.
+    """
     shape = arrays_in(instruction.result)[0].shape
     table = _reshaped_known(operand, shape)
     if operand.root == NOWHERE and operand.idiom is None:
@@ -99,6 +104,9 @@ def _memory_order(instruction: Instruction) -> tuple[int, ...]:
 
 
 def _reshaped_known(operand: Held, shape: tuple[int, ...]) -> np.ndarray | None:
+    """The known numbers of an operand after a reshape; `None` if they are not known, or
+    broadcast along some dimensions.
+    """
     table = operand.known_numbers
     if table is None:
         return None
@@ -120,7 +128,7 @@ def _global_reshape(
     operand's value fits.
     """
     try:
-        operand = settled(operand)
+        operand = with_all_axes(operand)
     except Unjudged:
         return None
     dims = tuple(dim for dim in view_of(operand).dims if dim is not None)
@@ -194,6 +202,10 @@ def _fitted(
     number: int,
     node: Node,
 ) -> Held | None:
+    """What devices hold of `node`, a reshape of the whole program, after a reshape of
+    its operand on one device to `shape`; `None` if it is not that reshape. `number` is
+    that of its value.
+    """
     source = node.operands[0]
     after = tuple(size for size in node.shape if size is not None)
     if len(source.shape) != len(operand.shape) or len(after) != len(shape):
@@ -246,6 +258,9 @@ def _cut_of(
     size: int,
     local_size: int,
 ) -> Cut | None:
+    """The cut of a dimension of `size`, of which a device has `local_size`; `None` if
+    it has less, and nothing changes along it.
+    """
     if axis is not None:
         return axis.cut
     # Of a dimension along which nothing changes, a smaller piece may be any.
@@ -295,6 +310,7 @@ def _regrouped(
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:
+    """How far neighbours are apart in the linear index, for dimensions of these sizes."""
     strides = [1]
     for size in reversed(sizes[1:]):
         strides.insert(0, strides[0] * size)
@@ -334,7 +350,13 @@ def _divided(pieces: Sequence[_Piece], sizes: Sequence[int]) -> list[_Piece] | N
 
 
 class _Part(NamedTuple):
-    """A part of a dimension of one device's array: the cut of an axis, or no axis."""
+    """A part of a dimension of one device's array.
+
+    - `length`: how many positions it has.
+    - `dim`, `step`, `starts`: the dimension of the value along which it lies, the
+      distance of neighbours in it, and each device's first index; no dimension if
+      nothing changes along the part.
+    """
 
     length: int
     dim: int | None
@@ -368,10 +390,10 @@ def local_reshape(context: Context, operand: Held, shape: tuple[int, ...]) -> He
     held = dataclasses.replace(
         operand, shape=shape, axes=tuple(axes), dropped_axes=tuple(dropped_axes)
     )
-    return absorbed(context, held)
+    return with_absorbed_axes(context, held)
 
 
-def absorbed(context: Context, held: Held) -> Held:
+def with_absorbed_axes(context: Context, held: Held) -> Held:
     """The same with the indices in `dropped_axes` added to an axis of the same
     dimension, or in a free dimension of size 1 in its order.
     """
@@ -394,18 +416,19 @@ def absorbed(context: Context, held: Held) -> Held:
         if other.cut.has_holes or axis.cut.has_holes:
             raise Unjudged("a reshape of padding")
         starts = other.cut.starts + axis.cut.starts[:, :1]
-        cut = context.cuts.made(other.cut.lengths, starts, other.cut.step)
+        cut = context.cuts.from_segments(other.cut.lengths, starts, other.cut.step)
         axes[along] = Axis(axis.dim, cut)
     held = dataclasses.replace(held, axes=tuple(axes), dropped_axes=tuple(dropped_axes))
     if not held.dropped_axes:
         return held
     try:
-        return settled(held)
+        return with_all_axes(held)
     except Unjudged:
         return held
 
 
 def _part(axis: Axis | None, length: int) -> _Part:
+    """A dimension of one device's array as a part; `axis` is what it holds."""
     if axis is None:
         return _Part(length, None, 0, None)
     if len(axis.cut.lengths) != 1 or (axis.cut.starts == HOLE).any():
@@ -414,7 +437,9 @@ def _part(axis: Axis | None, length: int) -> _Part:
 
 
 def _split(parts: list[_Part], sizes: list[int]) -> list[_Part]:
-    """The parts merged and split into these sizes."""
+    """The parts of neighbouring dimensions merged and split into these sizes. Raises
+    `Unjudged` if they do not fit.
+    """
     rest = [part for part in parts if part.length != 1 or part.dim is not None]
     split: list[_Part] = []
     for size in reversed(sizes):
@@ -437,6 +462,9 @@ def _split(parts: list[_Part], sizes: list[int]) -> list[_Part]:
 
 
 def _merged(major: _Part, minor: _Part) -> _Part:
+    """Two neighbouring parts as one. Raises `Unjudged` if they are of different
+    dimensions, or do not continue each other.
+    """
     if major.dim != minor.dim:
         raise Unjudged("a reshape that merges different dimensions")
     length = major.length * minor.length

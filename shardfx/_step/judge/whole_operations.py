@@ -6,12 +6,12 @@ rule of their own.
 from collections.abc import Sequence
 
 from ..hlo_text import Instruction, arrays_in
-from .choices import part_of
+from .choices import result_at
 from .cuts import Cut
 from .forms import numbers
 from .held import Context, Held, require_finished
 from .joining import form_in, joined_cut
-from .matching import matched_operands, placed
+from .matching import held_result, matched_operands
 from .values import Node
 from .verdict import Unjudged
 
@@ -32,19 +32,21 @@ def whole_operation(
         node = context.values.nodes[number]
         if node.instruction is None:
             continue
-        axes = _whole_cuts(context, instruction, expressed_operands, node)
-        if axes is None:
+        cuts = _whole_cuts(context, instruction, expressed_operands, node)
+        if cuts is None:
             continue
         shape = results[0].shape
-        found = form_in(context, instruction, expressed_operands, shape)
+        form = form_in(context, instruction, expressed_operands, shape)
         if not instruction.result.startswith("("):
-            return placed(context, found, instruction, shape, axes, number)
+            return held_result(context, form, instruction, shape, cuts, number)
         parts = []
         for place, array in enumerate(results):
-            cuts: list[Cut | None] = axes
-            if len(axes) != len(array.shape):
-                cuts = [context.cuts.whole(size) for size in array.shape]
-            parts.append(part_of(context, instruction, found, place, cuts, array.shape))
+            result_cuts: list[Cut | None] = cuts
+            if len(cuts) != len(array.shape):
+                result_cuts = [context.cuts.whole(size) for size in array.shape]
+            parts.append(
+                result_at(context, instruction, form, place, result_cuts, array.shape)
+            )
         return tuple(parts)
     raise Unjudged(f"no rule for this {instruction.opcode}")
 
@@ -56,7 +58,7 @@ def _whole_cuts(
     node: Node,
 ) -> list[Cut | None] | None:
     """The cuts of the results, if each device computes the whole along each dimension
-    that the operation does not treat element by element.
+    that the operation does not treat element by element; else `None`.
     """
     shape = arrays_in(instruction.result)[0].shape
     free: set[int] = set()
@@ -65,14 +67,14 @@ def _whole_cuts(
     if instruction.opcode == "custom-call" and "TopK" in instruction.attributes:
         free = set(range(len(shape) - 1))
     cuts: list[Cut | None] = []
-    for at, size in enumerate(shape):
-        axes = [operand.axes[at] for operand in operands if operand.shape]
-        if at in free:
-            cut = joined_cut(context, instruction.opcode, at, axes)
-            if cut is None and size == node.shape[at]:
+    for dim, size in enumerate(shape):
+        axes = [operand.axes[dim] for operand in operands if operand.shape]
+        if dim in free:
+            cut = joined_cut(context, instruction.opcode, dim, axes)
+            if cut is None and size == node.shape[dim]:
                 cut = context.cuts.whole(size)
             cuts.append(cut)
-        elif _are_whole(context, operands, node, at):
+        elif _are_whole(context, operands, node, dim):
             cuts.append(context.cuts.whole(size))
         else:
             return None
@@ -81,12 +83,15 @@ def _whole_cuts(
     return cuts
 
 
-def _are_whole(context: Context, operands: Sequence[Held], node: Node, at: int) -> bool:
+def _are_whole(
+    context: Context, operands: Sequence[Held], node: Node, dim: int
+) -> bool:
+    """Whether each device holds all of dimension `dim` of each operand."""
     for operand, array in zip(operands, node.operands, strict=True):
-        if at >= len(array.shape):
+        if dim >= len(array.shape):
             continue
-        axis, size = operand.axes[at], array.shape[at]
-        if operand.shape[at] != size:
+        axis, size = operand.axes[dim], array.shape[dim]
+        if operand.shape[dim] != size:
             return False
         if axis is not None and not context.cuts.is_whole(axis.cut, size):
             return False

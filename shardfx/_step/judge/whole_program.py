@@ -69,11 +69,13 @@ def read_whole(module: HloModule) -> WholeProgram:
 
 
 def shape_of(result: str) -> tuple[int, ...]:
+    """The shape of the first array in the text of a result; () if there is none."""
     arrays = arrays_in(result)
     return arrays[0].shape if arrays else ()
 
 
 def _leaves(tree: GlobalTree) -> Iterator[Global]:
+    """The arrays of a tree, from left to right."""
     if isinstance(tree, Global):
         yield tree
     else:
@@ -82,6 +84,8 @@ def _leaves(tree: GlobalTree) -> Iterator[Global]:
 
 
 class _Reader:
+    """Goes through the whole program once, and numbers its values."""
+
     def __init__(self, module: HloModule):
         self.module = module
         self.values = Values()
@@ -111,6 +115,9 @@ class _Reader:
         shape: tuple[int, ...],
         operands: tuple[Global, ...],
     ) -> Global:
+        """The array that an instruction of this form makes of `operands`. Its value is
+        noted with the sizes that the form leaves out.
+        """
         sizes = tuple(shape[position] for position in form.kept)
         node = Node(
             opcode=instruction.opcode,
@@ -128,6 +135,9 @@ class _Reader:
         return array
 
     def run(self, name: str, arguments: "Sequence[GlobalTree | None]") -> GlobalTree:
+        """The result of a computation for these arguments; `None` for one that is no
+        array.
+        """
         arrays: dict[str, GlobalTree] = {}
         for instruction in self.module.computations[name].values():
             if instruction.opcode == "parameter":
@@ -139,23 +149,24 @@ class _Reader:
                 operands = [arrays[operand] for operand in instruction.operands]
                 array = self.between_shards(instruction, operands, name)
                 if array is None:
-                    array = self.made(instruction, operands)
+                    array = self.result(instruction, operands)
             arrays[instruction.name] = array
             if instruction.is_root:
                 return array
         raise AssertionError(f"computation {name} has no root")
 
     def unread(self, result: str) -> GlobalTree:
-        """Tokens and tuples of them."""
+        """Stands for arguments that are no arrays: tokens and tuples of them."""
         if result.startswith("("):
             return tuple(self.unread(part) for part in parts_of(result) if part)
         return Global(View(-1, ()), ())
 
-    def made(
+    def result(
         self,
         instruction: Instruction,
         operands: Sequence[GlobalTree],
     ) -> GlobalTree:
+        """The result of an instruction, an array or a tuple."""
         opcode = instruction.opcode
         if opcode == "tuple":
             return tuple(operands)
@@ -191,6 +202,9 @@ class _Reader:
         instruction: Instruction,
         operands: Sequence[Global],
     ) -> GlobalTree:
+        """The result of an operation that is no call, as the form of its operands'
+        views says.
+        """
         shapes = [array.shape for array in arrays_in(instruction.result)]
         views = [operand.view for operand in operands]
         shape = shapes[0] if shapes else ()
@@ -222,6 +236,9 @@ class _Reader:
         operand: Global,
         shape: tuple[int, ...],
     ) -> Global:
+        """The result of a reshape: a view, or a value of its own if it merges or splits
+        dimensions along which something changes.
+        """
         dims = reshaped_dims(operand.view.dims, operand.shape, shape)
         if dims is not None:
             view = View(operand.view.root, dims)
@@ -235,6 +252,9 @@ class _Reader:
         return self.array(form, instruction, shape, (operand,))
 
     def loop(self, instruction: Instruction, initial: GlobalTree) -> GlobalTree:
+        """The results of a loop, which is noted with what it carries. What each turn
+        leaves as it is needs no value of its own.
+        """
         called = dict(instruction.called)
         starts = tuple(_leaves(initial))
         number = len(self.values.loops)
@@ -250,7 +270,7 @@ class _Reader:
         self.values.loops.append(
             Loop(number, instruction, starts, (), (), starts[0], ())
         )
-        ahead = tuple(_leaves(self.run(called["body"], [tuple(carried)])))
+        after_turn = tuple(_leaves(self.run(called["body"], [tuple(carried)])))
         goes_on = self.run(called["condition"], [tuple(carried)])
         results = []
         for place, start in enumerate(starts):
@@ -265,7 +285,7 @@ class _Reader:
             instruction=instruction,
             initial=starts,
             carried=tuple(carried),
-            ahead=ahead,
+            after_turn=after_turn,
             goes_on=goes_on,
             results=tuple(results),
         )
@@ -324,7 +344,7 @@ class _Reader:
             return None
         self.values.manual_bodies.add(name)
         number = len(self.values.manual_calls)
-        digests = manual.expressions(self.module, name)
+        digests = manual.result_digests(self.module, name)
         call = ManualCall(digests, tuple(taken), {})
         self.values.manual_calls.append(call)
         results: list[Global] = []
@@ -414,6 +434,7 @@ class _Reader:
         instruction: Instruction,
         operands: Sequence[GlobalTree],
     ) -> GlobalTree:
+        """The results of a conditional, each a value of its own."""
         chosen = operands[0]
         assert isinstance(chosen, Global)
         branches = [

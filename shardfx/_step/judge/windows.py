@@ -17,7 +17,9 @@ from .verdict import Unjudged
 
 
 class Window(NamedTuple):
-    """The window of an operation along one dimension, in HLO's words."""
+    """The window of an operation along one dimension, in HLO's words. `low` and `high`
+    are the padding at both ends.
+    """
 
     size: int
     stride: int
@@ -29,10 +31,12 @@ class Window(NamedTuple):
 
     @property
     def is_trivial(self) -> bool:
+        """Whether each position reads one element, that at its own index."""
         return self == Window(1, 1, 0, 0, 1, 1, False)
 
 
 def window_of(instruction: Instruction, rank: int) -> list[Window]:
+    """The window of an instruction along each of `rank` dimensions."""
     text = attribute(instruction, "window")
     entries = dict(re.findall(r"(\w+)=([\w\-]+)", text))
 
@@ -87,7 +91,7 @@ def windowed_cut(
             raise Unjudged("a window in another order")
         if not (kernel == np.arange(sizes[1])).all():
             raise Unjudged("a window in reverse order that is cut")
-    if local[5] != whole[5]:
+    if local.kernel_dilation != whole.kernel_dilation:
         raise Unjudged("a window with another dilation")
     if kernel.shape[1] != local.size:
         raise Unjudged("a window of another size")
@@ -95,7 +99,9 @@ def windowed_cut(
     taps = kernel
     elements = _read(image, local, results[0])
     if (taps != HOLE).all() and (taps == taps[:1]).all() and local.size == whole.size:
-        return _found(cuts, elements, taps, whole, sizes[0], results[1]), None
+        return _positions_that_read(
+            cuts, elements, taps, whole, sizes[0], results[1]
+        ), None
     return _cut_kernel(cuts, elements, taps, whole, sizes, results)
 
 
@@ -121,7 +127,9 @@ def _expected(
     window: Window,
     size: int,
 ) -> np.ndarray:
-    """The element of the whole image that positions of the whole result read."""
+    """The element of the whole image, of `size`, that positions of the whole result
+    read at each tap. `HOLE` for padding and between dilated elements.
+    """
     places = (
         positions[..., None] * window.stride
         + taps * window.kernel_dilation
@@ -133,7 +141,7 @@ def _expected(
     return np.where(is_real, rows, HOLE)
 
 
-def _found(
+def _positions_that_read(
     cuts: Cuts,
     elements: np.ndarray,
     taps: np.ndarray,
@@ -141,7 +149,11 @@ def _found(
     size: int,
     count: int,
 ) -> Cut:
-    """The positions of the whole result that read these elements."""
+    """The cut of a result whose positions read these elements, an array (devices,
+    positions, taps): for each, the position of the whole result, of `count`, that reads
+    the same. A position is found by the first element that it reads, and then compared
+    at each tap. It is a hole if there is none.
+    """
     devices, positions, _ = elements.shape
     indices = np.full((devices, positions), HOLE)
     has_any = (elements != HOLE).any(axis=2)
@@ -170,6 +182,10 @@ def _fill_gaps(
     size: int,
     count: int,
 ) -> None:
+    """Sets the positions in `indices` that read nothing: those between two that are
+    known, and all of a device that reads nothing at all, if the whole program has as
+    many positions that do not.
+    """
     for device in np.flatnonzero(are_empty.any(axis=1)).tolist():
         row = indices[device]
         known = np.flatnonzero(row != HOLE)
