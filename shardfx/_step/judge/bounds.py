@@ -1,12 +1,16 @@
-"""The bounds of integers of the whole program, such as the index of an update."""
+"""The bounds of integers of the whole program, such as the index of an update or the
+start of a slice.
+"""
 
 import operator
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ..hlo_text import arrays_in
-from .forms import attribute
+from .forms import attribute, numbers
+from .held import Context, Held
 from .values import Node, Values, scalar_constant
+from .verdict import Unjudged
 
 
 class Bounds(NamedTuple):
@@ -181,3 +185,61 @@ _RULES: Mapping[str, Callable[..., Bounds | None]] = {
         first.low - other.high, first.high - other.low
     ),
 }
+
+
+class _Start(NamedTuple):
+    """Where slices of a dimension start: the number of the value that has the indices,
+    and the last start at which a slice is within the dimension.
+    """
+
+    indices: int
+    last: int
+
+
+def require_start_in_bounds(
+    context: Context,
+    operand: Held,
+    shape: tuple[int, ...],
+) -> None:
+    """Raises `Unjudged` for a part of a slice of the whole program that may start beyond
+    its bounds. XLA's simplifier makes one slice of the two, which starts at the sum of
+    their starts; it clamps the first to the size of the part.
+    """
+    starts = _starts_of(context.values.nodes[operand.root])
+    for place, axis in enumerate(operand.axes):
+        if axis is None or shape[place] == operand.shape[place]:
+            continue
+        start = starts.get(axis.dim)
+        if start is None or start.last == 0:
+            continue
+        bounds = bounds_of(context.values, start.indices)
+        if bounds is None or bounds.low < 0 or bounds.high > start.last:
+            raise Unjudged(
+                "a part of a slice at an index that may be out of bounds: XLA would take"
+                " other elements, so clip it before,"
+                f" `jnp.clip(index, 0, {start.last})`"
+            )
+
+
+def _starts_of(node: Node) -> dict[int, _Start]:
+    """Where the slices start that a value consists of, by its dimensions."""
+    if node.instruction is None or node.opcode not in ("dynamic-slice", "gather"):
+        return {}
+    array, *indices = node.operands
+    sizes = arrays_in(node.instruction.result)[0].shape
+    if node.opcode == "dynamic-slice":
+        return {
+            dim: _Start(index.view.root, array.shape[dim] - sizes[dim])
+            for dim, index in enumerate(indices)
+        }
+    dropped = {
+        *numbers(node.instruction, "collapsed_slice_dims"),
+        *numbers(node.instruction, "operand_batching_dims"),
+    }
+    sliced = [dim for dim in range(len(array.shape)) if dim not in dropped]
+    starts = {}
+    places = numbers(node.instruction, "offset_dims")
+    for place, dim in zip(places, sliced, strict=True):
+        last = array.shape[dim] - sizes[place]
+        starts[place] = _Start(indices[0].view.root, last)
+    return starts

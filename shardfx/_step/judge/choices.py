@@ -49,28 +49,28 @@ def reduce_several(
     reason = Unjudged("no reduction of the whole program has these operands")
     for number, expressed_operands in matched_operands(context, instruction, operands):
         node = context.values.nodes[number]
-        parts = expressed_operands[: len(arrays)]
+        expressed_arrays = expressed_operands[: len(arrays)]
         try:
-            terms = _terms_over(context, instruction, parts, node, over)
+            terms = _terms_over(context, instruction, expressed_arrays, node, over)
         except Unjudged as error:
             reason = error
             continue
         cuts = []
-        for dim in range(len(parts[0].shape)):
+        for dim in range(len(expressed_arrays[0].shape)):
             if dim not in over:
-                axes = [operand.axes[dim] for operand in parts]
+                axes = [operand.axes[dim] for operand in expressed_arrays]
                 cuts.append(joined_cut(context, "reduce", dim, axes))
         form = form_in(context, instruction, expressed_operands, results[0].shape)
-        parts_of_results = [
+        held_results = [
             result_at(context, instruction, form, place, cuts, array.shape)
             for place, array in enumerate(results)
         ]
         if terms is None:
-            return tuple(parts_of_results)
+            return tuple(held_results)
         reducer = _reducer_text(context.module, instruction)
         return tuple(
             dataclasses.replace(held, terms=terms, reducer=reducer)
-            for held in parts_of_results
+            for held in held_results
         )
     raise reason
 
@@ -96,8 +96,8 @@ def _terms_over(
             continue
         if cut.has_holes:
             raise Unjudged("a reduction of several arrays over padding")
-        part = context.cuts.terms(cut, size)
-        terms = product_of_terms(context.everywhere, terms, part)
+        terms_of_dim = context.cuts.terms(cut, size)
+        terms = product_of_terms(context.everywhere, terms, terms_of_dim)
     if terms is not None and not _is_choice(context.module, instruction):
         raise Unjudged("a reduction of several arrays over a dimension that is cut")
     return terms
@@ -206,7 +206,7 @@ def result_at(
     """
     dims = tuple(range(len(shape)))
     keyed = Form((*form.key, place), dims, dims)
-    parts = candidates(context, keyed, instruction)
-    if not parts:
+    matches = candidates(context, keyed, instruction)
+    if not matches:
         raise Unjudged(f"{instruction.opcode} that the whole program has not")
-    return held_result(context, keyed, instruction, shape, cuts, parts[0])
+    return held_result(context, keyed, instruction, shape, cuts, matches[0])

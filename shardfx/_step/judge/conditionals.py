@@ -21,8 +21,9 @@ def branched(context: Context, chosen: Held, leaves: Sequence[Result]) -> Result
     for branch in branches:
         if not branch.is_finished or branch.idiom is not None or branch.dropped_axes:
             raise Unjudged("a conditional whose branches are unfinished")
-    views_ = [view_of(branch) for branch in branches]
-    matches = context.values.with_key(conditional_key(view_of(chosen), views_))
+    branch_views = [view_of(branch) for branch in branches]
+    key = conditional_key(view_of(chosen), branch_views)
+    matches = context.values.with_key(key)
     if len(matches) != 1:
         raise Unjudged("no conditional of the whole program has these results")
     shape = branches[0].shape
@@ -37,8 +38,9 @@ def branched(context: Context, chosen: Held, leaves: Sequence[Result]) -> Result
         for cut, dim in zip(cuts, array.view.dims, strict=True)
     ):
         raise Unjudged("a conditional whose branches are broadcasts")
-    whole = [
+    # A branch along which nothing changes holds all of its dimension.
+    cuts_of_result = [
         context.cuts.whole(size) if cut is None else cut
         for cut, size in zip(cuts, shape, strict=True)
     ]
-    return held_of(array, shape, whole)
+    return held_of(array, shape, cuts_of_result)

@@ -65,58 +65,100 @@ def _groups(instruction: Instruction) -> _Groups:
     return _Groups(features=int(features), batch=int(batch))
 
 
+class _SpatialDim(NamedTuple):
+    """A spatial dimension of a convolution, on one device and in the whole program.
+
+    - `image`, `kernel`: its place among the dimensions of the image and of the kernel.
+    - `local_window`, `whole_window`: the window along it.
+    - `local_size`, `whole_size`: the size of the result along it.
+    """
+
+    image: int
+    kernel: int
+    local_window: Window
+    whole_window: Window
+    local_size: int
+    whole_size: int
+
+
+def _spatial_dims(
+    labels: _Labels,
+    instruction: Instruction,
+    node: Node,
+) -> dict[str, _SpatialDim]:
+    """The spatial dimensions of a convolution by their letters. `node` is its value in
+    the whole program.
+    """
+    assert node.instruction is not None
+    shape = arrays_in(instruction.result)[0].shape
+    count = len(labels.spatial)
+    local_windows = window_of(instruction, count)
+    whole_windows = window_of(node.instruction, count)
+    dims: dict[str, _SpatialDim] = {}
+    for number, letter in enumerate(labels.spatial):
+        place = labels.out.index(letter)
+        dims[letter] = _SpatialDim(
+            image=labels.image.index(letter),
+            kernel=labels.kernel.index(letter),
+            local_window=local_windows[number],
+            whole_window=whole_windows[number],
+            local_size=shape[place],
+            whole_size=_known_size(node.shape[place]),
+        )
+    return dims
+
+
 def _convolved(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
     number: int,
 ) -> Held:
+    """The result of a convolution as the value `number` of the whole program. A sum over
+    features or over a window that is cut is unfinished.
+    """
     image, kernel = operands
     shape = arrays_in(instruction.result)[0].shape
     labels = _Labels(instruction)
     node = context.values.nodes[number]
     assert node.instruction is not None
+    # The cuts of the result's dimensions by their letters.
     cuts: dict[str, Cut | None] = {}
-    terms = None
-    rank = len(labels.out)
-    windows = (
-        window_of(instruction, len(labels.spatial)),
-        window_of(node.instruction, len(labels.spatial)),
-    )
     if _groups(node.instruction) == (1, 1) == _groups(instruction):
-        axes = [
-            _features(context, image, kernel, labels),
-            kernel.axes[labels.kernel.index("i")],
-        ]
-        size = node.operands[0].shape[labels.image.index("f")]
-        if axes != [None, None]:
-            cut = contracted_cut(context, operands, axes, labels.image.index("f"))
-            terms = context.cuts.terms(cut, size)
-        elif image.shape[labels.image.index("f")] != size:
-            raise Unjudged("a convolution of broadcasts")
+        terms = _terms_of_features(context, operands, labels, node)
         cuts["b"] = _batch(context, image, labels)
         cuts["f"] = cut_of(kernel.axes[labels.kernel.index("o")])
     else:
         terms = _grouped(context, instruction, operands, node, labels, cuts)
-    for number_of_window, letter in enumerate(labels.spatial):
-        places = labels.image.index(letter), labels.kernel.index(letter)
-        cut, part = _spatial(
-            context,
-            (image, kernel),
-            places,
-            (windows[0][number_of_window], windows[1][number_of_window]),
-            node,
-            (
-                shape[labels.out.index(letter)],
-                _known_size(node.shape[labels.out.index(letter)]),
-            ),
-        )
-        cuts[letter] = cut
-        terms = product_of_terms(context.everywhere, terms, part)
-    ordered = [cuts[labels.out[dim]] for dim in range(rank)]
+    for letter, dim in _spatial_dims(labels, instruction, node).items():
+        cuts[letter], terms_of_window = _spatial(context, operands, dim, node)
+        terms = product_of_terms(context.everywhere, terms, terms_of_window)
+    ordered_cuts = [cuts[letter] for letter in labels.out]
     form = form_in(context, instruction, operands, shape)
-    held = held_result(context, form, instruction, shape, ordered, number)
+    held = held_result(context, form, instruction, shape, ordered_cuts, number)
     return with_sums(context, held, operands, terms, Fraction(1), None)
+
+
+def _terms_of_features(
+    context: Context,
+    operands: Sequence[Held],
+    labels: _Labels,
+    node: Node,
+) -> tuple[int, ...] | None:
+    """The terms of the sum over the input features; `None` if each device has all."""
+    image, kernel = operands
+    image_dim = labels.image.index("f")
+    axes = [
+        _features(context, image, kernel, labels),
+        kernel.axes[labels.kernel.index("i")],
+    ]
+    size = node.operands[0].shape[image_dim]
+    if axes == [None, None]:
+        if image.shape[image_dim] != size:
+            raise Unjudged("a convolution of broadcasts")
+        return None
+    cut = contracted_cut(context, operands, axes, image_dim)
+    return context.cuts.terms(cut, size)
 
 
 def _features(
@@ -181,7 +223,8 @@ def _grouped(
     labels: _Labels,
     cuts: dict[str, Cut | None],
 ) -> tuple[int, ...] | None:
-    """The terms of a convolution in groups, and the cuts of its batch and features.
+    """The terms of a convolution in groups. Writes the cuts of its batch and of its
+    features into `cuts`, by letter.
 
     With groups of features, group g of the image's features makes group g of the
     result's. With groups of the batch, group g of the image's batch does. Both may be
@@ -191,87 +234,105 @@ def _grouped(
     assert node.instruction is not None
     local = _groups(instruction)
     whole = _groups(node.instruction)
-    is_batch = whole.batch > 1
     # A convolution in groups of features is none in groups of the batch.
-    if is_batch:
+    if whole.batch > 1:
         letter = "b"
-        count = whole.batch
-        local_count = local.batch
-        others = (whole.features, local.features)
+        counts = _Counts(local=local.batch, whole=whole.batch)
+        others = _Counts(local=local.features, whole=whole.features)
     else:
         letter = "f"
-        count = whole.features
-        local_count = local.features
-        others = (whole.batch, local.batch)
+        counts = _Counts(local=local.features, whole=whole.features)
+        others = _Counts(local=local.batch, whole=whole.batch)
     if others != (1, 1):
         raise Unjudged("a convolution in groups of two kinds")
-    image_dim = labels.image.index(letter)
-    beside = labels.kernel.index("o")
-    shapes = node.operands[0].shape[image_dim], node.operands[1].shape[beside]
-    axes = image.axes[image_dim], kernel.axes[beside]
-    if axes[0] is None or axes[1] is None:
-        raise Unjudged("a convolution, in groups, of broadcasts")
-    sizes = [size // count for size in shapes]
-    firsts = []
-    for cut, size in zip((axes[0].cut, axes[1].cut), sizes, strict=True):
-        if len(cut.lengths) > 1 or cut.has_holes or cut.step != 1:
-            raise Unjudged("a convolution in groups that are cut")
-        if (cut.starts % size).any() or cut.size != local_count * size:
-            raise Unjudged("a convolution in groups that are cut")
-        firsts.append(cut.starts[:, 0] // size)
-    if (firsts[0] != firsts[1]).any():
-        raise disagreement("convolution", image_dim, axes[0].cut, axes[1].cut)
-    cuts["f"] = axes[1].cut
-    if is_batch:
-        per_group = sizes[0]
+    cuts["f"] = _cut_into_groups(context, operands, node, labels, letter, counts)
+    input_dim = labels.kernel.index("i")
+    if letter == "b":
+        per_group = node.operands[0].shape[labels.image.index("b")] // whole.batch
         cuts["b"] = context.cuts.whole(per_group)
         if per_group != _known_size(node.shape[labels.out.index("b")]):
             raise Unjudged("a convolution in groups of the batch")
-        features = labels.image.index("f"), labels.kernel.index("i")
-        pair = [image.axes[features[0]], kernel.axes[features[1]]]
-        if pair == [None, None]:
+        image_dim = labels.image.index("f")
+        axes = [image.axes[image_dim], kernel.axes[input_dim]]
+        if axes == [None, None]:
             raise Unjudged("a convolution of broadcasts")
-        cut = contracted_cut(context, operands, pair, features[0])
-        return context.cuts.terms(cut, node.operands[0].shape[features[0]])
+        cut = contracted_cut(context, operands, axes, image_dim)
+        return context.cuts.terms(cut, node.operands[0].shape[image_dim])
     cuts["b"] = cut_of(image.axes[labels.image.index("b")])
-    inner = labels.kernel.index("i")
-    axis = kernel.axes[inner]
-    if kernel.shape[inner] != node.operands[1].shape[inner]:
+    axis = kernel.axes[input_dim]
+    size = kernel.shape[input_dim]
+    if size != node.operands[1].shape[input_dim]:
         raise Unjudged("a convolution in groups that are cut")
-    if axis is not None and not context.cuts.is_whole(axis.cut, kernel.shape[inner]):
+    if axis is not None and not context.cuts.is_whole(axis.cut, size):
         raise Unjudged("a convolution in groups that are cut")
     return None
 
 
-def _spatial(
+class _Counts(NamedTuple):
+    """How many groups there are on one device, and in the whole program."""
+
+    local: int
+    whole: int
+
+
+def _cut_into_groups(
     context: Context,
-    operands: tuple[Held, Held],
-    places: tuple[int, int],
-    windows: tuple[Window, Window],
+    operands: Sequence[Held],
     node: Node,
-    sizes: tuple[int, int],
-) -> tuple[Cut | None, tuple[int, ...] | None]:
-    """The cut of a spatial dimension of the result, and the terms of the sum over the
-    window.
+    labels: _Labels,
+    letter: str,
+    counts: _Counts,
+) -> Cut:
+    """The cut of the result's features, which is that of the kernel's output features.
+    Each device has to have the same whole groups of them and of the image's dimension
+    `letter`.
     """
     image, kernel = operands
-    image_dim, beside = places
-    local, whole = windows
-    image_size, kernel_size = (
-        node.operands[0].shape[image_dim],
-        node.operands[1].shape[beside],
-    )
-    axis, taps = image.axes[image_dim], kernel.axes[beside]
+    image_dim = labels.image.index(letter)
+    output_dim = labels.kernel.index("o")
+    image_axis = image.axes[image_dim]
+    output_axis = kernel.axes[output_dim]
+    if image_axis is None or output_axis is None:
+        raise Unjudged("a convolution, in groups, of broadcasts")
+    sizes = (node.operands[0].shape[image_dim], node.operands[1].shape[output_dim])
+    # The first group of each device, in the image and in the output features.
+    first_groups = []
+    for cut, size in zip((image_axis.cut, output_axis.cut), sizes, strict=True):
+        group_size = size // counts.whole
+        if len(cut.lengths) > 1 or cut.has_holes or cut.step != 1:
+            raise Unjudged("a convolution in groups that are cut")
+        if (cut.starts % group_size).any() or cut.size != counts.local * group_size:
+            raise Unjudged("a convolution in groups that are cut")
+        first_groups.append(cut.starts[:, 0] // group_size)
+    if (first_groups[0] != first_groups[1]).any():
+        raise disagreement("convolution", image_dim, image_axis.cut, output_axis.cut)
+    return output_axis.cut
+
+
+def _spatial(
+    context: Context,
+    operands: Sequence[Held],
+    dim: _SpatialDim,
+    node: Node,
+) -> tuple[Cut | None, tuple[int, ...] | None]:
+    """The cut of a spatial dimension of the result, and the terms of the sum over the
+    window, `None` if each device has all of them.
+    """
+    image, kernel = operands
+    image_size = node.operands[0].shape[dim.image]
+    kernel_size = node.operands[1].shape[dim.kernel]
+    axis = image.axes[dim.image]
+    taps = kernel.axes[dim.kernel]
     is_whole = (
-        image.shape[image_dim] == image_size
+        image.shape[dim.image] == image_size
         and (axis is None or context.cuts.is_whole(axis.cut, image_size))
-        and kernel.shape[beside] == kernel_size
+        and kernel.shape[dim.kernel] == kernel_size
         and (taps is None or context.cuts.is_whole(taps.cut, kernel_size))
     )
-    if is_whole and local == whole:
-        return context.cuts.whole(sizes[0]), None
+    if is_whole and dim.local_window == dim.whole_window:
+        return context.cuts.whole(dim.local_size), None
     if axis is None:
-        if image.shape[image_dim] != 1 or image_size != 1:
+        if image.shape[dim.image] != 1 or image_size != 1:
             raise Unjudged("a convolution of a broadcast along its window")
         axis = Axis(0, context.cuts.whole(1))
     if axis.cut.has_holes and image.fill != 0:
@@ -279,14 +340,14 @@ def _spatial(
     if taps is not None and taps.cut.has_holes and kernel.fill != 0:
         raise Unjudged("a convolution over padding")
     kernel_cut = context.cuts.whole(kernel_size) if taps is None else taps.cut
-    if taps is None and kernel.shape[beside] != kernel_size:
+    if taps is None and kernel.shape[dim.kernel] != kernel_size:
         raise Unjudged("a convolution of a broadcast along its window")
     return windowed_cut(
         context.cuts,
         (context.cuts.indices(axis.cut), context.cuts.indices(kernel_cut)),
-        windows,
+        (dim.local_window, dim.whole_window),
         (image_size, kernel_size),
-        sizes,
+        (dim.local_size, dim.whole_size),
     )
 
 
@@ -395,16 +456,15 @@ def _scattered(
             continue
         arrays = node.operands
         sizes = (arrays[0].shape[dim], arrays[1].shape[dim])
-        pair = [
-            _whole_or_cut(context, axis, size, held.shape[dim])
-            for axis, size, held in zip(axes, sizes, operands, strict=False)
-        ]
-        is_whole = all(map(context.cuts.is_whole, pair, sizes))
+        image_cut = _whole_or_cut(context, axes[0], sizes[0], image.shape[dim])
+        source_cut = _whole_or_cut(context, axes[1], sizes[1], source.shape[dim])
+        is_whole = context.cuts.is_whole(image_cut, sizes[0])
+        is_whole &= context.cuts.is_whole(source_cut, sizes[1])
         if is_whole and local[dim] == whole[dim]:
             cuts.append(context.cuts.whole(sizes[0]))
             continue
         _require_no_effect_of_holes(context, instruction, operands)
-        indices = (context.cuts.indices(pair[0]), context.cuts.indices(pair[1]))
+        indices = (context.cuts.indices(image_cut), context.cuts.indices(source_cut))
         windows = (local[dim], whole[dim])
         cuts.append(scattered_cut(context.cuts, indices, windows, sizes))
     form = form_in(context, instruction, operands, shape)

@@ -61,18 +61,7 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
     has holes that are filled with zeros along its axes, or, of a value along which
     nothing changes, no term of a sum.
     """
-    sources = np.full(context.devices, -1)
-    # Pairs of one device are left out of the groups.
-    text = instruction.structure.partition("source_target_pairs={")[2]
-    pairs = text.partition("}}")[0].replace("{", "").split("},")
-    for pair in pairs:
-        if pair.strip(" ,}"):
-            source, target = (
-                int(device_text) for device_text in pair.strip(" ,}").split(",")
-            )
-            if sources[target] >= 0:
-                raise Unjudged("a permute with two senders to one device")
-            sources[target] = source
+    sources = _sources_of(context, instruction)
     if (
         operand.known_numbers is not None
         and operand.is_uniform
@@ -109,6 +98,22 @@ def permute(context: Context, instruction: Instruction, operand: Held) -> Held:
         fill=fill,
         known_numbers=None,
     )
+
+
+def _sources_of(context: Context, instruction: Instruction) -> np.ndarray:
+    """The device from which each device receives its array; -1 for none."""
+    sources = np.full(context.devices, -1)
+    # Pairs of one device are left out of the groups.
+    text = instruction.structure.partition("source_target_pairs={")[2]
+    for pair in text.partition("}}")[0].replace("{", "").split("},"):
+        pair_text = pair.strip(" ,}")
+        if not pair_text:
+            continue
+        source, target = (int(device) for device in pair_text.split(","))
+        if sources[target] >= 0:
+            raise Unjudged("a permute with two senders to one device")
+        sources[target] = source
+    return sources
 
 
 def _sends_holes(operand: Held, sources: np.ndarray) -> bool:
@@ -231,34 +236,28 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
         require_finished(operand, f"an all-reduce by {reducer}")
     terms = (context.everywhere,) if operand.terms is None else operand.terms
     group_masks = masks_of(groups)
+    finished = {_spread(term, group_masks) for term in terms}
     if reducer in _IDEMPOTENT:
-        finished = {_spread(term, group_masks) for term in terms}
         return _reduced(context, operand, finished, reducer, operand.scale)
-    finished = set()
-    counts = set()
-    for term in terms:
-        mask = 0
-        for group_mask in group_masks:
-            holders = (term & group_mask).bit_count()
-            if holders:
-                counts.add(holders)
-                mask |= group_mask
-        finished.add(mask)
-    if reducer != "add" and counts != {1}:
+    # How many devices of a group have a term that any of them has.
+    holder_counts = {
+        (term & group_mask).bit_count() for term in terms for group_mask in group_masks
+    } - {0}
+    if reducer != "add" and holder_counts != {1}:
         raise Wrong(
             f"an all-reduce by {reducer} over devices {groups[0].tolist()} takes what these"
             " devices hold already",
             "a reduction over the devices that hold different parts, and no others",
             "constrain the sharding of this line's operands",
         )
-    if len(counts) > 1:
+    if len(holder_counts) > 1:
         raise Wrong(
             f"an all-reduce over {groups.tolist()} adds some terms of a sum once and"
             " others more often",
             "a reduction over devices that hold different terms",
             "constrain the sharding of this line's operands",
         )
-    scale = operand.scale * Fraction(counts.pop())
+    scale = operand.scale * Fraction(holder_counts.pop())
     if scale > 1:
         times = int(scale) if scale.denominator == 1 else scale
         raise Wrong(
@@ -272,8 +271,9 @@ def all_reduce(context: Context, instruction: Instruction, operand: Held) -> Hel
 
 
 def _where_terms_are(context: Context, operand: Held, groups: np.ndarray) -> Held:
-    """The same, where devices without a term of a sum hold what a device of their group
-    holds that has one: they add zeros, whatever the place. The partitioner takes a row
+    """The same operand of an all-reduce over `groups`, where devices without a term of
+    the sum hold what a device of their group holds that has one: they add zeros, so
+    their elements may be any. The partitioner takes a row
     of a dimension that is cut from the device that has it, and zeros from others.
     """
     if operand.terms is None or operand.reducer != "add":
@@ -416,6 +416,8 @@ def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Hel
     dropped_axes = list(operand.dropped_axes)
     split_axis = operand.axes[split]
     axes[split] = None
+    # What differs between the senders of a device, with its dimension of the value: its
+    # indices, an array (devices, members).
     varying: list[tuple[int, np.ndarray]] = []
     if split_axis is not None:
         indices = context.cuts.indices(split_axis.cut)
@@ -455,7 +457,9 @@ def _all_to_all_in_place(
     split: int,
     members: Members,
 ) -> Held:
-    """An exchange of several rows a member, within one dimension."""
+    """As `all_to_all`, where dimension `split` has several rows for each member, and
+    keeps its size.
+    """
     count = members.others.shape[1]
     for place, axis in enumerate(operand.axes):
         if axis is None or place == split:

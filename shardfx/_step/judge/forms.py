@@ -212,6 +212,7 @@ def form_of(
         return Form(("constant", dtype, shape, instruction.inside.strip()), dims, dims)
     if opcode == "reduce" and len(views) == 2:
         return _reduce(instruction, views, module)
+    # What identifies the functions that the operation calls, and its options.
     called: tuple[str, ...] = ()
     if opcode in _CALLING:
         called = (
@@ -234,6 +235,7 @@ def form_of(
         called = _options_of(instruction)
     meaning = meaning_of(instruction, _SIZES)
     if opcode in ("slice", "pad"):
+        # Their attributes are sizes.
         meaning = ()
     dims = tuple(range(len(shape)))
     return Form((opcode, meaning, called, *views), dims, dims)
@@ -304,12 +306,15 @@ class _Pattern(NamedTuple):
 
 
 @ft.lru_cache(maxsize=2**12)
-def _pattern_of(each: tuple[tuple[int | None, ...], ...], rank: int) -> _Pattern:
+def _pattern_of(
+    operand_dims: tuple[tuple[int | None, ...], ...],
+    rank: int,
+) -> _Pattern:
     """How operands meet whose dimensions follow `operand_dims`, in a result of `rank`
     dimensions.
     """
     # Scalars, such as predicates, change along no dimension.
-    rows = [dims if len(dims) == rank else (None,) * rank for dims in each]
+    rows = [dims if len(dims) == rank else (None,) * rank for dims in operand_dims]
     columns = list(zip(*rows, strict=True))
     filled = tuple(
         dim for dim, column in enumerate(columns) if column.count(None) < len(column)
@@ -345,6 +350,7 @@ def dot_dims(instruction: Instruction, ranks: tuple[int, int]) -> DotDims:
 
 @ft.lru_cache(maxsize=2**12)
 def _dot_dims(text: str, ranks: tuple[int, int]) -> DotDims:
+    """As `dot_dims`, from the text of the product's attributes."""
     attributes = _attributes(text)
     lists = {name: _numbers_in(attributes.get(name, "")) for name in _DOT_ATTRIBUTES}
     contracted = (

@@ -243,16 +243,16 @@ def with_all_axes(held: Held) -> Held:
     dropped_axes = [axis for axis in held.dropped_axes if axis.cut.starts.any()]
     axes = list(held.axes)
     for axis in sorted(dropped_axes, key=lambda axis: axis.dim):
-        free = [
+        free_places = [
             place
             for place, other in enumerate(axes)
             if held.shape[place] == 1
             and (other is None or not other.cut.starts.any())
             and _keeps_order(axes, place, axis.dim)
         ]
-        if not free:
+        if not free_places:
             raise Unjudged("a reshape that drops a cut dimension")
-        axes[free[0]] = axis
+        axes[free_places[0]] = axis
     return dataclasses.replace(held, axes=tuple(axes), dropped_axes=())
 
 
@@ -272,6 +272,7 @@ def require_finished(held: Held, what: str) -> None:
     needs the whole, and `Unjudged` for one that may be.
     """
     if held.known_numbers is not None and not held.known_numbers.any():
+        # A sum of zeros is zero, finished or not.
         return
     if held.terms is not None and len(held.terms) == 1:
         # The other devices have zeros, which may be padding of this value.
@@ -305,14 +306,14 @@ def term_devices(mask: int) -> list[int]:
 
 def product_of_terms(
     everywhere: int,
-    *each: tuple[int, ...] | None,
+    *sums: tuple[int, ...] | None,
 ) -> tuple[int, ...] | None:
     """The terms of a product of sums, of which each is given by its terms: each pair of
     terms is a term, and is on the devices that have both. `None` if each device has the
     whole product. Raises `Wrong` if no device has both of a pair.
     """
     product = {everywhere}
-    for terms in each:
+    for terms in sums:
         if terms is not None:
             product = {term & other for term in product for other in terms}
     if 0 in product:

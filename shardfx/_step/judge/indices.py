@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -64,12 +64,15 @@ def _lookup_of(instruction: Instruction) -> _LookupDims:
         )
     )
     lists = [numbers(instruction, name) for name in names]
-    (vector,) = numbers_of_vector(instruction)
-    return _LookupDims(lists[0], lists[1], lists[2], lists[3], lists[4], vector)
-
-
-def numbers_of_vector(instruction: Instruction) -> tuple[int]:
-    return (int(attribute(instruction, "index_vector_dim")),)
+    vector = int(attribute(instruction, "index_vector_dim"))
+    return _LookupDims(
+        offset=lists[0],
+        collapsed=lists[1],
+        start=lists[2],
+        batch=lists[3],
+        index_batch=lists[4],
+        vector=vector,
+    )
 
 
 def _shift_of(context: Context, index: Held, columns: int) -> np.ndarray | None:
@@ -119,6 +122,10 @@ def _gathered(
     number: int,
     shape: tuple[int, ...],
 ) -> Held:
+    """As `gather`, as the value `number` of the whole program, of the shape `shape` on
+    one device. `raw_index` are the indices with what was done to them, and `index` is
+    without it.
+    """
     node = context.values.nodes[number]
     assert node.instruction is not None
     lookup = _lookup_of(instruction)
@@ -126,8 +133,10 @@ def _gathered(
     whole_sizes = numbers(node.instruction, "slice_sizes")
     shift = _shift_of(context, raw_index, len(lookup.start))
     table_shape = node.operands[0].shape
+    # For each dimension of the result, its cut, and the axis of the indices.
     cuts: list[Cut | None] = [None] * len(shape)
     index_axes: list[Axis | None] = [None] * len(shape)
+    # The dimensions that number the windows, in the indices and in the result.
     rows = [dim for dim in range(len(index.shape)) if dim != lookup.vector]
     batch = [dim for dim in range(len(shape)) if dim not in lookup.offset]
     _require_whole_columns(context, index, lookup, node)
@@ -137,13 +146,13 @@ def _gathered(
         index_axes[place] = axis
     for dim, row in zip(lookup.batch, lookup.index_batch, strict=True):
         place = batch[rows.index(row)]
-        pair = [table.axes[dim], index.axes[row]]
+        axes = [table.axes[dim], index.axes[row]]
         cuts[place] = joined_cut(
-            context, "gather, along a batch dimension,", place, pair
+            context, "gather, along a batch dimension,", place, axes
         )
-    gone = lookup.collapsed + lookup.batch
-    windows = [dim for dim in range(len(table.shape)) if dim not in gone]
-    for place, dim in zip(lookup.offset, windows, strict=True):
+    dropped_dims = lookup.collapsed + lookup.batch
+    window_dims = [dim for dim in range(len(table.shape)) if dim not in dropped_dims]
+    for place, dim in zip(lookup.offset, window_dims, strict=True):
         axis = table.axes[dim]
         if whole_sizes[dim] == table_shape[dim] and sizes[dim] == table.shape[dim]:
             cuts[place] = None if axis is None else axis.cut
@@ -151,26 +160,45 @@ def _gathered(
             cuts[place] = context.cuts.whole(sizes[dim])
         else:
             raise Unjudged("a gather of windows that are cut")
-    lows, highs, is_cut = _bounds(
-        context, table, table_shape, lookup, sizes, whole_sizes, shift
-    )
-    keyed = form_in(context, instruction, [table, index], shape)
-    held = held_result(context, keyed, instruction, shape, cuts, number)
+    bounds = _bounds(context, table, table_shape, lookup, sizes, whole_sizes, shift)
+    form = form_in(context, instruction, [table, index], shape)
+    held = held_result(context, form, instruction, shape, cuts, number)
     held = held.with_sums_of(table)
-    if not is_cut:
+    if not bounds.is_cut:
         return held
-    limit = raw_index.idiom.high if isinstance(raw_index.idiom, Shifted) else None
-    largest = tuple(table_shape[dim] - whole_sizes[dim] for dim in lookup.start)
-    if limit is not None and tuple(limit) != largest and set(limit) != set(largest):
-        raise Unjudged("indices that are clamped otherwise")
-    if limit is None:
-        raise Unjudged("a lookup by indices that are not clamped")
-    assert isinstance(raw_index.idiom, Shifted)
-    if raw_index.idiom.low is not None and raw_index.idiom.last is not None:
-        if (raw_index.idiom.low > lows).any() or (raw_index.idiom.last < highs).any():
-            raise Unjudged("indices that are clamped to a part of what a device holds")
-    fetched = Fetched(index.root, tuple(index_axes), lows, highs)
+    last_starts = [table_shape[dim] - whole_sizes[dim] for dim in lookup.start]
+    _require_clamped(raw_index, bounds, last_starts)
+    fetched = Fetched(index.root, tuple(index_axes), bounds.low, bounds.high)
     return dataclasses.replace(held, idiom=fetched)
+
+
+class _Bounds(NamedTuple):
+    """The first and the last index that each device looks up itself, arrays (devices,
+    columns), and whether a column's dimension is cut.
+    """
+
+    low: np.ndarray
+    high: np.ndarray
+    is_cut: bool
+
+
+def _require_clamped(
+    raw_index: Held,
+    bounds: _Bounds,
+    last_starts: Sequence[int],
+) -> None:
+    """Raises `Unjudged` unless indices are clamped as the whole program does it, to
+    `last_starts` for each column, and then to no less than what a device holds.
+    """
+    shifted = raw_index.idiom
+    if not isinstance(shifted, Shifted) or shifted.high is None:
+        raise Unjudged("a lookup by indices that are not clamped")
+    is_whole = list(shifted.high) == list(last_starts)
+    if not is_whole and set(shifted.high) != set(last_starts):
+        raise Unjudged("indices that are clamped otherwise")
+    if shifted.low is not None and shifted.last is not None:
+        if (shifted.low > bounds.low).any() or (shifted.last < bounds.high).any():
+            raise Unjudged("indices that are clamped to a part of what a device holds")
 
 
 def _require_whole_columns(
@@ -198,9 +226,10 @@ def _bounds(
     sizes: tuple[int, ...],
     whole_sizes: tuple[int, ...],
     shift: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray, bool]:
-    """The first and last index that each device looks up itself, for each column, and
-    whether a column's dimension is cut.
+) -> _Bounds:
+    """What each device looks up itself of a table, which has the shape `table_shape` in
+    the whole program. `sizes` and `whole_sizes` are those of the windows on one device
+    and in the whole program, and `shift` is what was subtracted from the indices.
     """
     columns = len(lookup.start)
     lows = np.zeros((context.devices, columns), np.int64)
@@ -216,6 +245,7 @@ def _bounds(
             axis is None or context.cuts.is_whole(axis.cut, size)
         )
         starts = np.zeros(context.devices, np.int64)
+        # A window over all of a dimension has one place, whatever its index.
         if not is_whole and not is_full:
             if axis is None or not _is_box(context, axis.cut, size):
                 raise Unjudged("a lookup in a dimension in pieces")
@@ -233,7 +263,7 @@ def _bounds(
             # Of a shard that is padded, no index is in the padding.
             last = size - whole_sizes[dim]
             highs[:, column] = np.minimum(highs[:, column], last)
-    return lows, highs, is_cut
+    return _Bounds(lows, highs, is_cut)
 
 
 def scatter(
@@ -263,41 +293,22 @@ def _scattered(
     raw_index: Held,
     number: int,
 ) -> Held:
+    """As `scatter`, as the value `number` of the whole program. `raw_index` are the
+    indices with what was done to them, and those in `operands` are without it.
+    """
     table, index, updates = operands
     node = context.values.nodes[number]
     lookup = _lookup_of(instruction)
     reducer = reducer_of(context.module, instruction)
-    shape = table.shape
-    table_shape, update_shape = node.operands[0].shape, node.operands[2].shape
-    terms = updates.terms
-    cuts = [None if axis is None else axis.cut for axis in table.axes]
     rows = [dim for dim in range(len(index.shape)) if dim != lookup.vector]
     batch = [dim for dim in range(len(updates.shape)) if dim not in lookup.offset]
-    place_of = dict(zip(rows, batch, strict=True))
+    # The dimension of the updates for each dimension of the indices.
+    place_of_row = dict(zip(rows, batch, strict=True))
+    dropped_dims = lookup.collapsed + lookup.batch
+    windows = [dim for dim in range(len(table.shape)) if dim not in dropped_dims]
     _require_whole_columns(context, index, lookup, node)
-    for dim, row in zip(lookup.batch, lookup.index_batch, strict=True):
-        axes = [table.axes[dim], index.axes[row], updates.axes[place_of[row]]]
-        cuts[dim] = joined_cut(context, "scatter, along a batch dimension,", dim, axes)
-    gone = lookup.collapsed + lookup.batch
-    windows = [dim for dim in range(len(shape)) if dim not in gone]
-    for place, dim in zip(lookup.offset, windows, strict=True):
-        if update_shape[place] == table_shape[dim]:
-            if updates.shape[place] != shape[dim]:
-                raise Unjudged("a scatter of windows that are cut")
-            axes = [table.axes[dim], updates.axes[place]]
-            cuts[dim] = joined_cut(context, "scatter, along a window,", dim, axes)
-        elif updates.shape[place] != update_shape[place]:
-            raise Unjudged("a scatter of windows that are cut")
-    for row, place in place_of.items():
-        if row in lookup.index_batch:
-            continue
-        axes = [index.axes[row], updates.axes[place]]
-        cut = joined_cut(context, "scatter, along its indices,", place, axes)
-        if cut is not None:
-            part = context.cuts.terms(cut, update_shape[place])
-            terms = product_of_terms(context.everywhere, terms, part)
-        elif updates.shape[place] != update_shape[place]:
-            raise Unjudged("a scatter of broadcasts")
+    cuts = _cuts_of_table(context, operands, node, lookup, windows, place_of_row)
+    terms = _terms_over_indices(context, operands, node, lookup, place_of_row)
     _require_own_rows(
         context, instruction, table, raw_index, lookup, windows, node, cuts
     )
@@ -312,11 +323,67 @@ def _scattered(
         is_of_sums = table.terms != terms or updates.terms is not None
         if not is_zero and is_of_sums:
             raise Unjudged("a scatter of sums into a finished array")
-    keyed = form_in(context, instruction, [table, index, updates], shape)
-    held = held_result(context, keyed, instruction, shape, cuts, number)
+    form = form_in(context, instruction, [table, index, updates], table.shape)
+    held = held_result(context, form, instruction, table.shape, cuts, number)
     if terms is None or reducer not in _IDEMPOTENT:
         reducer = "add"
     return dataclasses.replace(held, terms=terms, reducer=reducer, scale=updates.scale)
+
+
+def _cuts_of_table(
+    context: Context,
+    operands: Sequence[Held],
+    node: Node,
+    lookup: _LookupDims,
+    windows: Sequence[int],
+    place_of_row: Mapping[int, int],
+) -> list[Cut | None]:
+    """The cuts of the array into which a scatter writes, joined with those of indices
+    and updates in the dimensions that they have in common: those of a batch, and those
+    of `windows` that an update covers.
+    """
+    table, index, updates = operands
+    table_shape = node.operands[0].shape
+    update_shape = node.operands[2].shape
+    cuts = [None if axis is None else axis.cut for axis in table.axes]
+    for dim, row in zip(lookup.batch, lookup.index_batch, strict=True):
+        axes = [table.axes[dim], index.axes[row], updates.axes[place_of_row[row]]]
+        cuts[dim] = joined_cut(context, "scatter, along a batch dimension,", dim, axes)
+    for place, dim in zip(lookup.offset, windows, strict=True):
+        if update_shape[place] == table_shape[dim]:
+            if updates.shape[place] != table.shape[dim]:
+                raise Unjudged("a scatter of windows that are cut")
+            axes = [table.axes[dim], updates.axes[place]]
+            cuts[dim] = joined_cut(context, "scatter, along a window,", dim, axes)
+        elif updates.shape[place] != update_shape[place]:
+            raise Unjudged("a scatter of windows that are cut")
+    return cuts
+
+
+def _terms_over_indices(
+    context: Context,
+    operands: Sequence[Held],
+    node: Node,
+    lookup: _LookupDims,
+    place_of_row: Mapping[int, int],
+) -> tuple[int, ...] | None:
+    """The terms of the sum over the indices that are scattered, times those that the
+    updates have; `None` if each device scatters whole updates at all indices.
+    """
+    _, index, updates = operands
+    update_shape = node.operands[2].shape
+    terms = updates.terms
+    for row, place in place_of_row.items():
+        if row in lookup.index_batch:
+            continue
+        axes = [index.axes[row], updates.axes[place]]
+        cut = joined_cut(context, "scatter, along its indices,", place, axes)
+        if cut is not None:
+            part = context.cuts.terms(cut, update_shape[place])
+            terms = product_of_terms(context.everywhere, terms, part)
+        elif updates.shape[place] != update_shape[place]:
+            raise Unjudged("a scatter of broadcasts")
+    return terms
 
 
 def _require_own_rows(
@@ -329,8 +396,9 @@ def _require_own_rows(
     node: Node,
     cuts: list[Cut | None],
 ) -> None:
-    """Checks the offsets of the indices against the parts of the array. What falls
-    outside is another device's and is dropped.
+    """Raises `Unjudged` unless the offsets of the indices are those of the parts of the
+    array that devices hold. What falls outside is another device's and is dropped. Sets
+    the cuts in `cuts` of dimensions along which nothing changes, such as zeros.
     """
     shift = _shift_of(context, raw_index, len(lookup.start))
     table_shape, update_shape = node.operands[0].shape, node.operands[2].shape

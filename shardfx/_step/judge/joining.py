@@ -156,10 +156,12 @@ def is_identity(number: Number | None, reducer: str, dtype: str) -> bool:
         return number == lowest
     if reducer == "minimum":
         return number == highest
+    if reducer != "and":
+        return False
+    if dtype == "pred":
+        return number == 1
     # All bits of -1 are ones, as those of the largest number without a sign.
-    return reducer == "and" and number in (
-        (1,) if dtype == "pred" else (-1, 2**bits - 1)
-    )
+    return number in (-1, 2**bits - 1)
 
 
 def is_empty(held: Held, devices: int) -> np.ndarray:

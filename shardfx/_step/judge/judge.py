@@ -7,7 +7,6 @@ import functools as ft
 from collections.abc import Mapping, Sequence
 
 from ..._ground.errors import MeshError
-from ..._ground.opcodes import ELEMENTWISE
 from ..hlo_text import (
     HloModule,
     Instruction,
@@ -400,9 +399,9 @@ class Judge:
         if opcode == "get-tuple-element" and isinstance(operands[0], tuple):
             number = index_of(instruction)
             assert number is not None
-            whole = operands[0]
-            assert not isinstance(whole, Faulty | Unknown)
-            return whole[number]
+            elements = operands[0]
+            assert not isinstance(elements, Faulty | Unknown)
+            return elements[number]
         if opcode in ("opt-barrier", "optimization-barrier"):
             return operands[0] if len(operands) == 1 else tuple(operands)
         if opcode in _CALLS:
@@ -464,8 +463,6 @@ class Judge:
                     key, instruction, "the whole program has no such operation"
                 )
                 return
-            if instruction.opcode in ELEMENTWISE:
-                self.record.states[key] = self.record.states.get(key)
 
     # Calls, conditionals and loops.
 

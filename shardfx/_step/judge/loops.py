@@ -103,7 +103,9 @@ class Loops:
         starts: Sequence[Result],
         names: Mapping[str, str],
     ) -> _Trial:
-        """The loop in whose turns least is not judged, and least wrong."""
+        """The trial in whose turns least is not judged, and least wrong. What the turns
+        note in the record is forgotten.
+        """
         best = trials[0]
         fewest: Failures | None = None
         for trial in trials:
@@ -150,8 +152,9 @@ class Loops:
         instruction: Instruction,
         body: str,
     ) -> _Trial | None:
-        """What the devices hold at the start of a turn of `loop`; `None` if it starts
-        with other arrays.
+        """What the devices hold at the start of a turn, if the loop `instruction` of the
+        program of one device, which starts with `starts`, is `loop` of the whole program;
+        `None` if that starts with other arrays.
         """
         unchanged_places = unchanged(self.context.module, body, len(starts))
         shardings = shardings_in(loop.instruction.attributes)
@@ -192,7 +195,7 @@ class Loops:
             state.append(held)
         return _Trial(
             loop=loop,
-            state=reason or state,
+            state=state if reason is None else reason,
             matches=matches,
             mismatches=mismatches,
         )

@@ -227,7 +227,9 @@ def own_collective(
     shape = arrays_in(instruction.result)[0].shape
     groups = groups_of(instruction, instruction.opcode, context.devices)
     form = form_in(context, instruction, [operand], shape)
-    for number in candidates(context, form, instruction):
+    matches = candidates(context, form, instruction)
+    if matches:
+        number = matches[0]
         require_finished(operand, f"the body's own {instruction.opcode}")
         cuts = _cuts_after_collective(context, instruction, operand, groups, number)
         return held_result(context, form, instruction, shape, cuts, number)

@@ -107,6 +107,7 @@ def _merged(
     if not chosen_value.is_finished or not other.is_finished:
         return None
     cuts = context.cuts
+    # An array beside a constant.
     for first, second, mask in (
         (chosen_value, other, chosen),
         (other, chosen_value, ~chosen),
@@ -122,11 +123,13 @@ def _merged(
             is_left = bool(((before == HOLE) & mask).any())
             fill = _masked_fill(first, axis.dim, number, is_left=is_left)
             return dataclasses.replace(held, fill=fill, known_numbers=None)
+    # Two pieces of one value.
     axis, other_axis = chosen_value.axes[place], other.axes[place]
     if chosen_value.root != other.root or axis is None or other_axis is None:
         return None
     if axis.dim != other_axis.dim or chosen_value.dropped_axes != other.dropped_axes:
         return None
+    # Which devices use an element of each.
     used = (chosen.any(axis=1), (~chosen).any(axis=1))
     held = chosen_value
     if not is_device_mask:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,9 +33,7 @@ def node_for(context: Context, form: Form, instruction: Instruction) -> int | No
         for candidate in matches
         if values.is_named(candidate, instruction.op_name)
     ]
-    if len(named) == 1 or (named and len(matches) == len(named)):
-        return named[0] if len(named) == 1 else None
-    return None
+    return named[0] if len(named) == 1 else None
 
 
 def candidates(context: Context, form: Form, instruction: Instruction) -> list[int]:
@@ -218,38 +217,47 @@ def _beneath(context: Context, array: Global, operand: Global) -> Global:
     return Global(View(operand.view.root, tuple(dims)), tuple(shape))
 
 
+class Match(NamedTuple):
+    """A value of the whole program that an operation may compute: its number, and the
+    operands seen as those of its operation.
+    """
+
+    number: int
+    operands: list[Held]
+
+
 def matches_by_name(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
-) -> list[tuple[int, list[Held]]]:
+) -> list[Match]:
     """The values that operations of an instruction's kind and name make in the whole
     program, each with the operands seen as its operands. Those come first whose
     operands have all elements that the devices hold.
     """
-    matches: list[tuple[int, list[Held]]] = []
-    partial: list[tuple[int, list[Held]]] = []
+    matches: list[Match] = []
+    partial_matches: list[Match] = []
     for number in context.values.with_name_of(
         instruction.opcode, instruction.op_name, operands[0].root
     ):
         arrays = context.values.nodes[number].operands
         if len(arrays) != len(operands):
             continue
-        lifted = [
-            expressed(context, operand, array)
-            for operand, array in zip(operands, arrays, strict=True)
-        ]
-        expressed_operands = [operand for operand in lifted if operand is not None]
+        expressed_operands: list[Held] = []
+        for operand, array in zip(operands, arrays, strict=True):
+            expressed_operand = expressed(context, operand, array)
+            if expressed_operand is not None:
+                expressed_operands.append(expressed_operand)
         if len(expressed_operands) != len(operands):
             continue
         if any(
             new.has_holes and not old.has_holes
             for new, old in zip(expressed_operands, operands, strict=True)
         ):
-            partial.append((number, expressed_operands))
+            partial_matches.append(Match(number, expressed_operands))
         else:
-            matches.append((number, expressed_operands))
-    return matches + partial
+            matches.append(Match(number, expressed_operands))
+    return matches + partial_matches
 
 
 def seen_as_padded(context: Context, instruction: Instruction, held: Held) -> Held:
@@ -289,7 +297,7 @@ def matched_operands(
     context: Context,
     instruction: Instruction,
     operands: Sequence[Held],
-) -> list[tuple[int, list[Held]]]:
+) -> list[Match]:
     """The values of the whole program that an operation may compute, with its operands
     seen as the operands of each.
     """
@@ -297,21 +305,21 @@ def matched_operands(
     results = arrays_in(instruction.result)
     if results:
         shape = results[0].shape
-    key = form_in(context, instruction, operands, shape)
+    form = form_in(context, instruction, operands, shape)
     if instruction.result.startswith("("):
-        key = key._replace(key=(*key.key, 0))
+        # The values of several results have their numbers in their keys.
+        form = form._replace(key=(*form.key, 0))
     matches = [
-        (number, list(operands)) for number in candidates(context, key, instruction)
+        Match(number, list(operands))
+        for number in candidates(context, form, instruction)
     ]
     if matches:
         return matches
-    meaning = _without_views(key.key)
+    meaning = _without_views(form.key)
     return [
-        (number, expressed_operands)
-        for number, expressed_operands in matches_by_name(
-            context, instruction, operands
-        )
-        if _without_views(context.values.nodes[number].key) == meaning
+        match
+        for match in matches_by_name(context, instruction, operands)
+        if _without_views(context.values.nodes[match.number].key) == meaning
     ]
 
 
@@ -372,6 +380,7 @@ def _elements_of_either(context: Context, first_value: Held, other: Held) -> Hel
     if they differ in several dimensions, since together they are no box then.
     """
     axes: list[Axis | None] = []
+    # In how many dimensions they differ.
     differing = 0
     for first, second in zip(first_value.axes, other.axes, strict=True):
         if first == second or first is None or second is None:

@@ -3,6 +3,7 @@ reverses, as maps from the indices of an operand to those of the result.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -89,9 +90,11 @@ def continued(
     places = np.arange(moved.shape[1])
     filled = np.full(moved.shape, HOLE)
     for device, row in enumerate(moved):
+        # A device's elements are neighbours if each is as far from its position.
         shifts = (row - places)[row != HOLE]
         if len(shifts) and (shifts == shifts[0]).all():
             filled[device] = places + shifts[0]
+    # The padded array has elements of the operand at these places, and padding between.
     behind = filled - move.offset
     is_operand = (behind >= 0) & (behind < move.operand_size * move.spread)
     is_operand &= behind % move.spread == 0
@@ -100,28 +103,48 @@ def continued(
 
 
 def _slice_move(context: Context, node: Node, number: int, dim: int) -> Move | None:
+    """The move of the operand of a slice along dimension `dim`."""
     bounds = slice_bounds(_instruction(node))[dim]
-    return Move(start=bounds[0], stride=bounds[2])
+    return Move(start=bounds.start, stride=bounds.stride)
 
 
-def slice_bounds(instruction: Instruction) -> list[tuple[int, int, int]]:
-    """The start, limit and stride of each dimension of a slice."""
+class SliceBounds(NamedTuple):
+    """The bounds of one dimension of a slice."""
+
+    start: int
+    limit: int
+    stride: int
+
+
+class Padding(NamedTuple):
+    """The padding of one dimension: at both ends, and between two elements."""
+
+    low: int
+    high: int
+    interior: int
+
+
+def slice_bounds(instruction: Instruction) -> list[SliceBounds]:
+    """The bounds of each dimension of a slice."""
     text = attribute(instruction, "slice")[1:-1]
     bounds = []
     for part in text.replace("[", "").split("],"):
         parts = [int(number) for number in part.rstrip("]").strip(", ").split(":")]
-        stride = parts[2] if len(parts) > 2 else 1
-        bounds.append((parts[0], parts[1], stride))
+        if len(parts) == 2:
+            parts.append(1)
+        bounds.append(SliceBounds(*parts))
     return bounds
 
 
-def padding_of(instruction: Instruction) -> list[tuple[int, int, int]]:
-    """The low, high and interior padding of each dimension of a pad."""
-    bounds = []
+def padding_of(instruction: Instruction) -> list[Padding]:
+    """The padding of each dimension of a pad."""
+    paddings = []
     for part in attribute(instruction, "padding").split("x"):
         parts = [int(number) for number in part.split("_")]
-        bounds.append((parts[0], parts[1], parts[2] if len(parts) > 2 else 0))
-    return bounds
+        if len(parts) == 2:
+            parts.append(0)
+        paddings.append(Padding(*parts))
+    return paddings
 
 
 def pad_move(context: Context, node: Node, number: int, dim: int) -> Move | None:
@@ -153,6 +176,7 @@ def _concatenate_move(
     number: int,
     dim: int,
 ) -> Move | None:
+    """The move of operand `number` of a concatenation along dimension `dim`."""
     (along,) = numbers(_instruction(node), "dimensions")
     if dim != along:
         return Move()
@@ -161,12 +185,15 @@ def _concatenate_move(
 
 
 def _reverse_move(context: Context, node: Node, number: int, dim: int) -> Move | None:
+    """The move of the operand of a reverse along dimension `dim`."""
     if dim not in numbers(_instruction(node), "dimensions"):
         return Move()
     size = node.shape[dim]
     return None if size is None else Move(reversed_size=size)
 
 
+# For each operation that moves elements, how those of operand `number` of a node move
+# along dimension `dim` of its result; `None` if that is not known.
 MOVES_BY_OPCODE = {
     "slice": _slice_move,
     "pad": pad_move,

@@ -8,12 +8,11 @@ whole program they have to be.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from ..hlo_text import Instruction, arrays_in
-from .bounds import bounds_of
+from .bounds import require_start_in_bounds
 from .cuts import HOLE, Cut
 from .forms import numbers
 from .held import (
@@ -36,6 +35,7 @@ from .joining import (
     with_axis,
 )
 from .matching import (
+    Match,
     candidates,
     expressed,
     held_result,
@@ -43,7 +43,7 @@ from .matching import (
     matches_by_name,
     seen_as_padded,
 )
-from .moves import padding_of, slice_bounds
+from .moves import Padding, padding_of, slice_bounds
 from .values import Global, Node
 from .verdict import Unjudged
 
@@ -52,8 +52,8 @@ def slice_(context: Context, instruction: Instruction, operand: Held) -> Held:
     """The result of a slice with the same bounds on each device."""
     bounds = slice_bounds(instruction)
     shape = arrays_in(instruction.result)[0].shape
-    starts = [np.full(context.devices, start) for start, _, _ in bounds]
-    strides = [stride for _, _, stride in bounds]
+    starts = [np.full(context.devices, dim_bounds.start) for dim_bounds in bounds]
+    strides = [dim_bounds.stride for dim_bounds in bounds]
     return _window(context, operand, shape, starts, strides)
 
 
@@ -128,7 +128,7 @@ def dynamic_slice(
     if not are_of_whole_program(operands):
         held = _window(context, operand, shape, starts, [1] * len(shape))
         if held.known_numbers is None:
-            _require_start_in_bounds(context, operand, shape)
+            require_start_in_bounds(context, operand, shape)
             return held
         # A table of the partitioner, read at the device's number.
         return Held(
@@ -138,64 +138,6 @@ def dynamic_slice(
         return _indexed_slice(context, instruction, operands, shape)
     except Unjudged:
         return _window(context, operand, shape, starts, [1] * len(shape))
-
-
-class _Start(NamedTuple):
-    """Where slices of a dimension start: the number of the value that has the indices,
-    and the last start at which a slice is within the dimension.
-    """
-
-    indices: int
-    last: int
-
-
-def _require_start_in_bounds(
-    context: Context,
-    operand: Held,
-    shape: tuple[int, ...],
-) -> None:
-    """Raises `Unjudged` for a part of a slice of the whole program that may start beyond
-    its bounds. XLA's simplifier makes one slice of the two, which starts at the sum of
-    their starts; it clamps the first to the size of the part.
-    """
-    starts = _starts_of(context.values.nodes[operand.root])
-    for place, axis in enumerate(operand.axes):
-        if axis is None or shape[place] == operand.shape[place]:
-            continue
-        start = starts.get(axis.dim)
-        if start is None or start.last == 0:
-            continue
-        bounds = bounds_of(context.values, start.indices)
-        if bounds is None or bounds.low < 0 or bounds.high > start.last:
-            raise Unjudged(
-                "a part of a slice at an index that may be out of bounds: XLA would take"
-                " other elements, so clip it before,"
-                f" `jnp.clip(index, 0, {start.last})`"
-            )
-
-
-def _starts_of(node: Node) -> dict[int, _Start]:
-    """Where the slices start that a value consists of, by its dimensions."""
-    if node.instruction is None or node.opcode not in ("dynamic-slice", "gather"):
-        return {}
-    array, *indices = node.operands
-    sizes = arrays_in(node.instruction.result)[0].shape
-    if node.opcode == "dynamic-slice":
-        return {
-            dim: _Start(index.view.root, array.shape[dim] - sizes[dim])
-            for dim, index in enumerate(indices)
-        }
-    dropped = {
-        *numbers(node.instruction, "collapsed_slice_dims"),
-        *numbers(node.instruction, "operand_batching_dims"),
-    }
-    sliced = [dim for dim in range(len(array.shape)) if dim not in dropped]
-    starts = {}
-    places = numbers(node.instruction, "offset_dims")
-    for place, dim in zip(places, sliced, strict=True):
-        last = array.shape[dim] - sizes[place]
-        starts[place] = _Start(indices[0].view.root, last)
-    return starts
 
 
 def are_of_whole_program(operands: Sequence[Held]) -> bool:
@@ -216,24 +158,35 @@ def _indexed_slice(
     for number, expressed_operands in matched_operands(context, instruction, operands):
         operand = expressed_operands[0]
         form = form_in(context, instruction, expressed_operands, shape)
-        node = context.values.nodes[number]
-        before = node.operands[0].shape
-        cuts = []
-        for dim, axis in enumerate(operand.axes):
-            size, after = before[dim], node.shape[dim]
-            is_all = size == after and operand.shape[dim] == shape[dim]
-            if is_all:
-                cuts.append(None if axis is None else axis.cut)
-                continue
-            is_whole = axis is None or context.cuts.is_whole(axis.cut, size)
-            if not is_whole or after != shape[dim] or operand.shape[dim] != size:
-                break
-            cuts.append(context.cuts.whole(shape[dim]))
-        else:
+        cuts = _cuts_of_slice(context, operand, context.values.nodes[number], shape)
+        if cuts is not None:
             # Broadcasts stay broadcasts in the whole program's shape.
             held = held_result(context, form, instruction, shape, cuts, number)
             return held.with_sums_of(operand)
     raise Unjudged("a slice, at an index that is computed, of a dimension that is cut")
+
+
+def _cuts_of_slice(
+    context: Context,
+    operand: Held,
+    node: Node,
+    shape: tuple[int, ...],
+) -> list[Cut | None] | None:
+    """The cuts of a slice whose shape is `shape` on one device, and which is the value
+    `node` of the whole program; `None` if it is along a dimension that is cut.
+    """
+    cuts: list[Cut | None] = []
+    for dim, axis in enumerate(operand.axes):
+        size = node.operands[0].shape[dim]
+        sliced_size = node.shape[dim]
+        if size == sliced_size and operand.shape[dim] == shape[dim]:
+            cuts.append(None if axis is None else axis.cut)
+            continue
+        is_whole = axis is None or context.cuts.is_whole(axis.cut, size)
+        if not is_whole or sliced_size != shape[dim] or operand.shape[dim] != size:
+            return None
+        cuts.append(context.cuts.whole(shape[dim]))
+    return cuts
 
 
 def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) -> Held:
@@ -330,7 +283,8 @@ def _padded_globally(
     """
     form = form_in(context, instruction, operands, shape)
     matches = [
-        (number, list(operands)) for number in candidates(context, form, instruction)
+        Match(number, list(operands))
+        for number in candidates(context, form, instruction)
     ]
     matches += matches_by_name(context, instruction, operands)
     bounds = padding_of(instruction)
@@ -353,7 +307,7 @@ def _padded_cuts(
     context: Context,
     operand: Held,
     sizes: Sequence[int],
-    bounds: Sequence[tuple[int, int, int]],
+    bounds: Sequence[Padding],
     shape: tuple[int, ...],
 ) -> list[Cut | None] | None:
     """The cuts of the dimensions of a padded array, whose operand has these sizes in
@@ -490,6 +444,7 @@ def _joined_pieces(
     """The pieces of one value, side by side; `None` if they are of several. Constants
     are holes with a fill.
     """
+    # The pieces that are no constants.
     real = [piece for piece in pieces if constant_number(piece) is None]
     if not real or len({piece.root for piece in real}) > 1:
         return None
@@ -510,6 +465,7 @@ def _joined_pieces(
         else:
             cuts.append(axis.cut)
     held = real[0]
+    # Which devices have elements of each piece.
     used = [~is_empty(piece, context.devices) for piece in real]
     for place in range(len(shape)):
         if place != along:

@@ -8,7 +8,8 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,6 +88,7 @@ def elementwise(
         return held
     if any(operand.root == NOWHERE for operand in operands):
         return _of_device_numbers(context, instruction, operands, shape, table)
+    # An operation of the whole program comes first: it may be a select or a sum, too.
     held = _matched(context, instruction, operands, shape)
     if held is None and instruction.opcode == "multiply":
         held = _scaled(context, instruction, operands)
@@ -171,7 +173,7 @@ def _scaled(
     operands: Sequence[Held],
 ) -> Held | None:
     """A product by a constant that the whole program writes as several products and
-    quotients by constants: compilers multiply the constants.
+    quotients by constants, since compilers multiply the constants; `None` if it is none.
     """
     error = ROUNDING.get(arrays_in(instruction.result)[0].dtype)
     if error is None:
@@ -185,10 +187,10 @@ def _scaled(
         ):
             continue
         for number in _scalings(context, instruction):
-            factor_of_root = context.values.factors_of(number).get(operand.root)
-            if factor_of_root is None or not math.isclose(
-                factor_of_root, multiplier, rel_tol=error
-            ):
+            whole_factor = context.values.factors_of(number).get(operand.root)
+            if whole_factor is None:
+                continue
+            if not math.isclose(whole_factor, multiplier, rel_tol=error):
                 continue
             fill = operand.fill if operand.fill == 0 else None
             return dataclasses.replace(operand.of_value(number), fill=fill)
@@ -229,32 +231,39 @@ def joined(
         for place in range(len(shape))
     ]
     dtype = arrays_in(instruction.result)[0].dtype
-    terms, reducer, scale = _sums(opcode, dtype, operands)
+    sums = _sums(opcode, dtype, operands)
     held = held_result(context, form, instruction, shape, cuts, number)
     fill = None
     if held.has_holes and _have_holes_of(held, operands):
         fill = _fill_of_result(instruction, operands)
-    if terms is None and scale == 1 and fill is None:
+    if sums == _Sums() and fill is None:
         return held
-    return dataclasses.replace(
-        held, terms=terms, reducer=reducer, scale=scale, fill=fill
-    )
+    return dataclasses.replace(held, fill=fill, **sums._asdict())
 
 
-def _sums(
-    opcode: str,
-    dtype: str,
-    operands: Sequence[Held],
-) -> tuple[tuple[int, ...] | None, str, Any]:
-    """The terms, the reducer and the scale of the result."""
+class _Sums(NamedTuple):
+    """The unfinished sums of an array, as in `Held`. Those of a finished one by
+    default.
+    """
+
+    terms: tuple[int, ...] | None = None
+    reducer: str = "add"
+    scale: Fraction | int = 1
+
+
+def _sums(opcode: str, dtype: str, operands: Sequence[Held]) -> _Sums:
+    """The unfinished sums of the result of an operation. Raises `Wrong` if it needs the
+    whole of an operand that is unfinished.
+    """
     if all(operand.is_finished for operand in operands):
-        return None, "add", 1
+        return _Sums()
     counted = [operand for operand in operands if not is_zero(operand)]
     states = {(operand.terms, operand.reducer, operand.scale) for operand in counted}
     parts = [operand for operand in counted if not operand.is_finished]
     if not parts:
-        return None, "add", 1
+        return _Sums()
     part = parts[0]
+    sums_of_part = _Sums(part.terms, part.reducer, part.scale)
     is_float = dtype.startswith(("f", "bf", "c"))
     if opcode == "convert" and not is_float:
         # Parts that are rounded to integers are no parts of a rounded sum.
@@ -266,10 +275,10 @@ def _sums(
         and opcode in _LINEAR
         or part.reducer == opcode
     ):
-        return part.terms, part.reducer, part.scale
+        return sums_of_part
     is_linear = _is_linear_in(opcode, is_float, operands, part)
     if part.reducer == "add" and len(parts) == 1 and is_linear:
-        return part.terms, part.reducer, part.scale
+        return sums_of_part
     for operand in parts:
         require_finished(operand, opcode)
     raise AssertionError("an unfinished operand is refused")

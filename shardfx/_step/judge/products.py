@@ -76,13 +76,17 @@ def _swapped(
     """The result where the whole program transposes the product of the operands in the
     other order; `None` if it has no such product.
     """
-    first_operand, other = operands
-    dims = dot_dims(instruction, (len(first_operand.shape), len(other.shape)))
-    batch = len(dims.batch)
-    first, second = (len(free) for free in dims.free)
-    first_dims = [*range(batch, batch + first)]
-    other_dims = [*range(batch + first, batch + first + second)]
-    order = [*range(batch), *other_dims, *first_dims]
+    first, other = operands
+    dims = dot_dims(instruction, (len(first.shape), len(other.shape)))
+    # The result has the batch dimensions, those of the first operand, and the other's.
+    batch_count = len(dims.batch)
+    other_start = batch_count + len(dims.free[0])
+    stop = other_start + len(dims.free[1])
+    order = [
+        *range(batch_count),
+        *range(other_start, stop),
+        *range(batch_count, other_start),
+    ]
     array = arrays_in(instruction.result)[0]
     sizes = ",".join(str(array.shape[dim]) for dim in order)
     exchanged = instruction._replace(
@@ -92,7 +96,7 @@ def _swapped(
         ),
     )
     for number, expressed_operands in matched_operands(
-        context, exchanged, [other, first_operand]
+        context, exchanged, [other, first]
     ):
         try:
             held = _dot(context, exchanged, expressed_operands, number)
@@ -122,6 +126,7 @@ def _dot(
         if axes == [None, None]:
             if node is None:
                 raise Unjudged("a product of broadcasts")
+            # Of equal elements, each device sums its share.
             size = node.operands[0].shape[first_dim]
             scale *= Fraction(first.shape[first_dim], size)
             continue
@@ -129,25 +134,14 @@ def _dot(
         size = _contracted_size(context, node, first, other, first_dim, other_dim)
         part = context.cuts.terms(cut, size)
         terms = product_of_terms(context.everywhere, terms, part)
-    cuts = [
-        joined_cut(
-            context,
-            "dot",
-            number_of_batch,
-            [first.axes[first_dim], other.axes[other_dim]],
-        )
-        for number_of_batch, (first_dim, other_dim) in enumerate(dims.batch)
-    ]
+    cuts: list[Cut | None] = []
+    for place, (first_dim, other_dim) in enumerate(dims.batch):
+        axes = [first.axes[first_dim], other.axes[other_dim]]
+        cuts.append(joined_cut(context, "dot", place, axes))
     for operand, free in zip(operands, dims.free, strict=True):
         cuts += [cut_of(operand.axes[dim]) for dim in free]
-    held = held_result(
-        context,
-        form_in(context, instruction, operands, shape),
-        instruction,
-        shape,
-        cuts,
-        number,
-    )
+    form = form_in(context, instruction, operands, shape)
+    held = held_result(context, form, instruction, shape, cuts, number)
     fill = 0 if _fills_are(operands, 0) else None
     return with_sums(context, held, operands, terms, scale, fill)
 
@@ -281,7 +275,7 @@ def _reduced(
     for place in over:
         axis = operand.axes[place]
         if axis is None:
-            terms, scale = _broadcast_sum(operand, place, node, reducer, terms, scale)
+            scale *= _share_of_sum(operand, place, node, reducer)
             continue
         size = _size(context, operand, place, node)
         if axis.cut.has_holes and not is_identity(operand.fill_number, reducer, dtype):
@@ -324,20 +318,20 @@ def _size(context: Context, operand: Held, place: int, node: Node | None) -> int
     return size
 
 
-def _broadcast_sum(
+def _share_of_sum(
     operand: Held,
     place: int,
     node: Node | None,
     reducer: str,
-    terms: tuple[int, ...] | None,
-    scale: Fraction,
-) -> tuple[tuple[int, ...] | None, Fraction]:
-    """The sum of equal elements: each device has its own share of the whole sum."""
+) -> Fraction:
+    """The share of the whole reduction that each device has, of equal elements along
+    dimension `place`: a sum of fewer elements is a share of it.
+    """
     if node is None:
         raise Unjudged("a reduction of a broadcast")
     size = node.operands[0].shape[place]
     if operand.shape[place] == size or reducer in ("maximum", "minimum", "and", "or"):
-        return terms, scale
+        return Fraction(1)
     if reducer != "add":
         raise Unjudged("a reduction of a broadcast")
-    return terms, scale * Fraction(operand.shape[place], size)
+    return Fraction(operand.shape[place], size)

@@ -13,16 +13,18 @@ from .verdict import Unjudged
 
 # In the text of JAX 0.12: `mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)), [{'x'}, {}]`.
 _NAMED = re.compile(
-    r"mesh\[([^\]]*)\](?:,? ?device_ids=\(([^()]*(?:\([^()]*\))?)\))?,? \[(.*?)\](.*)"
+    r"mesh\[(?P<axes>[^\]]*)\](?:,? ?device_ids=\((?P<ids>[^()]*(?:\([^()]*\))?)\))?"
+    r",? \[(?P<dimensions>.*?)\](?P<rest>.*)"
 )
 _AXIS = re.compile(r"'([^']*)'=(\d+)")
 _SUB_AXIS = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
-_IDS = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_IDS = re.compile(r"\[(?P<grid>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _REPLICATED = ("replicated", "maximal", "mesh[], replicated")
 _START = ", sharding={"
 _TILED = re.compile(
-    r"devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))(.*)"
+    r"devices=\[(?P<tiles>[\d,]+)\]"
+    r"(?:<=\[(?P<grid>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?|(?P<devices>[\d,]+))"
 )
 # The kinds of the dimensions of the tiles that are no dimensions of the array.
 _SUBGROUPS = re.compile(r"last_tile_dims=\{([^{}]*)\}")
@@ -87,29 +89,29 @@ def _axes_of(
             raise Unjudged("an array whose sharding the program does not say")
         return [cuts.whole(size) for size in shape]
     named = _NAMED.match(sharding)
-    if named and "manual" not in named[4]:
-        dimensions = re.findall(r"\{([^{}]*)\}", named[3])
+    if named and "manual" not in named["rest"]:
+        dimensions = re.findall(r"\{([^{}]*)\}", named["dimensions"])
         places, tiles = _named_places(named, dimensions, cuts.devices)
         return _tiled(cuts, places, tiles, shape, local)
     match = _TILED.search(sharding)
     if match is None or "manual" in sharding or "last_tile_dims" in sharding:
         raise Unjudged(f"the sharding {sharding}")
     places = _places(match, cuts.devices)
-    return _tiled(cuts, places, _numbers(match[1]), shape, local)
+    return _tiled(cuts, places, _numbers(match["tiles"]), shape, local)
 
 
 def _places(tiled: re.Match[str], devices: int) -> np.ndarray:
     """The tile of each device in each dimension of a sharding in tiles, an array
     (dimensions, devices). Dimensions of the tiles alone come last.
     """
-    tiles = _numbers(tiled[1])
-    if tiled[2]:
-        grid = np.arange(math.prod(tiles)).reshape(_numbers(tiled[2]))
-        if tiled[3]:
-            grid = grid.transpose(_numbers(tiled[3]))
+    tiles = _numbers(tiled["tiles"])
+    if tiled["grid"]:
+        grid = np.arange(math.prod(tiles)).reshape(_numbers(tiled["grid"]))
+        if tiled["order"]:
+            grid = grid.transpose(_numbers(tiled["order"]))
         grid = grid.reshape(tiles)
     else:
-        grid = np.array(_numbers(tiled[4])).reshape(tiles)
+        grid = np.array(_numbers(tiled["devices"])).reshape(tiles)
     if grid.size != devices:
         raise Unjudged("a sharding over other devices")
     places = np.zeros((len(tiles), devices), np.int64)
@@ -180,27 +182,28 @@ def _named_places(
     """The tile of each device in each dimension, and the number of tiles, of a sharding
     over the axes of a mesh. `dimensions` has the axes of each.
     """
-    sizes = {name: int(size) for name, size in _AXIS.findall(named[1])}
-    if math.prod(sizes.values()) != devices or "unreduced" in named[4]:
+    sizes = {name: int(size) for name, size in _AXIS.findall(named["axes"])}
+    if math.prod(sizes.values()) != devices or "unreduced" in named["rest"]:
         raise Unjudged("a sharding over other devices, or of an unfinished sum")
     ids = np.arange(devices)
-    if named[2]:
-        order = _IDS.fullmatch(named[2])
-        if order is None:
-            ids = np.array(_numbers(named[2]))
+    if named["ids"]:
+        transposed = _IDS.fullmatch(named["ids"])
+        if transposed is None:
+            ids = np.array(_numbers(named["ids"]))
         else:
-            axes = _numbers(order[2]) if order[2] else None
-            ids = ids.reshape(_numbers(order[1])).transpose(axes).ravel()
+            order = _numbers(transposed["order"]) if transposed["order"] else None
+            ids = ids.reshape(_numbers(transposed["grid"])).transpose(order).ravel()
     coordinates = dict(
         zip(sizes, np.unravel_index(np.arange(devices), [*sizes.values()]), strict=True)
     )
     places, tiles = [], []
     for dimension in dimensions:
         place, count = np.zeros(devices, np.int64), 1
-        for name, before, part in _SUB_AXIS.findall(dimension):
-            size = int(part) if part else sizes[name]
-            after = sizes[name] // (int(before or 1) * size)
-            place = place * size + coordinates[name] // after % size
+        # `'x':(2)4` is the sub-axis of size 4 of axis `x`, inside one of size 2.
+        for name, outer_size, inner_size in _SUB_AXIS.findall(dimension):
+            size = int(inner_size) if inner_size else sizes[name]
+            stride = sizes[name] // (int(outer_size or 1) * size)
+            place = place * size + coordinates[name] // stride % size
             count *= size
         by_device = np.zeros(devices, np.int64)
         by_device[ids] = place

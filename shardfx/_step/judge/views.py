@@ -214,6 +214,7 @@ def _fitted(
         if axis is not None and dim is not None and dim != axis.dim:
             return None
     axes: list[Axis | None] = [None] * len(shape)
+    # Dimensions `sources` of the operand become dimensions `targets` of the result.
     for sources, targets in groups_of_reshape(source.shape, after):
         before_size = math.prod(operand.shape[dim] for dim in sources)
         if before_size != math.prod(shape[dim] for dim in targets):

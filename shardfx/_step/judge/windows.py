@@ -71,7 +71,8 @@ def windowed_cut(
     sizes: tuple[int, int],
     results: tuple[int, int],
 ) -> tuple[Cut, tuple[int, ...] | None]:
-    """The cut of the result, and the terms of the sum over taps that are cut.
+    """The cut of the result, and the terms of the sum over taps that are cut; `None` if
+    each device has all taps.
 
     **Arguments:**
 
@@ -98,10 +99,10 @@ def windowed_cut(
     # In reverse order, a whole kernel's places in the window are those of the whole one.
     taps = kernel
     elements = _read(image, local, results[0])
-    if (taps != HOLE).all() and (taps == taps[:1]).all() and local.size == whole.size:
-        return _positions_that_read(
-            cuts, elements, taps, whole, sizes[0], results[1]
-        ), None
+    is_kernel_whole = (taps != HOLE).all() and (taps == taps[:1]).all()
+    if is_kernel_whole and local.size == whole.size:
+        cut = _positions_that_read(cuts, elements, taps, whole, sizes[0], results[1])
+        return cut, None
     return _cut_kernel(cuts, elements, taps, whole, sizes, results)
 
 
