@@ -168,3 +168,15 @@ def test_constants_may_be_multiplied_by_the_compiler(factor, outcome):
     whole = WHOLE.format(rest=steps.format(rows=4))
     text = PART.format(rest=once.format(rows=2))
     assert judged_text(whole, text, "a text").outcome == outcome
+
+
+def test_a_program_with_another_number_of_results_is_not_judged():
+    both = (
+        "  %t = f32[2,4]{0,1} bitcast(%y)\n"
+        "  %sum = f32[2,4]{1,0} add(%x, %t)\n"
+        "  ROOT %both = (f32[2,4]{1,0}, f32[2,4]{1,0}) tuple(%sum, %x)"
+    )
+    whole = WHOLE.format(rest=TURNED)
+    verdict = judged_text(whole, PART.format(rest=both), "a text")
+    assert verdict.outcome == "not judged"
+    assert "the program returns 2 arrays, and the step 1" in str(verdict)

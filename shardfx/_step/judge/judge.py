@@ -261,23 +261,31 @@ class Judge:
         """Compares the results with those of the whole program, and with the shardings
         that these have. Says whether all are right.
         """
-        values = self.program.results
-        shardings = shardings_in(self.program.root.attributes)
+        arrays = self.program.results
         root = root_of(self.module.computations[self.module.entry])
-        if len(shardings) != len(values):
-            shardings = [""] * len(values)
-        is_proved = len(leaves) == len(values)
-        if is_proved and not self.is_foreign:
+        for leaf in leaves:
+            if isinstance(leaf, Faulty):
+                self.reached.add(leaf.number)
+        if len(leaves) != len(arrays):
+            # Which of them belong together is not known.
+            reason = (
+                f"the program returns {len(leaves)} arrays, and the step {len(arrays)}"
+            )
+            self.record.unknown((self.module.entry, root.name), root, reason)
+            return False
+        shardings = shardings_in(self.program.root.attributes)
+        if len(shardings) != len(arrays):
+            shardings = [""] * len(arrays)
+        if not self.is_foreign:
             self._require_shards(root, shardings)
-        for number, (result, array) in enumerate(zip(leaves, values, strict=False)):
-            if isinstance(result, Faulty):
-                self.reached.add(result.number)
-            if not isinstance(result, Held):
+        is_proved = True
+        for number, (leaf, array) in enumerate(zip(leaves, arrays, strict=True)):
+            if not isinstance(leaf, Held):
                 is_proved = False
                 continue
             key = (self.module.entry, f"{root.name}/{number}")
             try:
-                self.require_result(number, result, array, shardings[number])
+                self.require_result(number, leaf, array, shardings[number])
             except Wrong as error:
                 self.reached.add(self.record.fault(key, root, error).number)
             except Unjudged as error:
@@ -292,7 +300,7 @@ class Judge:
         computation = self.module.computations[self.module.entry]
         shapes = [array.shape for array in arrays_in(root.result)]
         for number, (shape, array) in enumerate(
-            zip(shapes, self.program.results, strict=False)
+            zip(shapes, self.program.results, strict=True)
         ):
             try:
                 axes_of(self.context.cuts, shardings[number], array.shape, shape)
