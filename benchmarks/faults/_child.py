@@ -2,9 +2,9 @@
 interpreter that has JAX.
 
 It reads a request a line from standard input: `{"draw": [seed, number, layouts]}`
-draws its cases, `{"cases": [...]}` holds them. For each case it writes the case, and
-then its outcome; so whoever reads knows which case ended the process. A line
-`{"done": true}` follows each request.
+draws its cases, `{"cases": [...]}` holds them, and `{"form": [...]}` names the program
+of a known fault. For each case it writes the case, and then its outcome; so whoever
+reads knows which case ended the process. A line `{"done": true}` follows each request.
 """
 
 import argparse
@@ -84,6 +84,9 @@ _NOT_RUN = {
 
 
 def _answered(request: dict[str, Any], answer: Any) -> None:
+    if "form" in request:
+        _answered_form(request["form"], answer)
+        return
     from ._data import from_json, to_json
     from ._draws import draw
     from ._numbers import Prepared, outcome
@@ -115,6 +118,15 @@ def _answered(request: dict[str, Any], answer: Any) -> None:
             continue
         line = outcome(case, ready[key], _compiled(step))
         answer(_compared(request, case, step, line, said))
+
+
+def _answered_form(form: list[str], answer: Any) -> None:
+    """Answers what becomes of the program of a fault in a form."""
+    from ._forms import Program, outcome
+
+    program = Program(*form)
+    answer({"case": program._asdict()})
+    answer(outcome(program))
 
 
 def _traced(case: Any) -> Any:

@@ -173,9 +173,8 @@ def section(
         "`python -m benchmarks faults`: layers of models and random programs under random",
         "layouts on five meshes of up to 8 emulated devices, beside one device in float64.",
         "The layouts are uniform over mesh axes, so that the rates are not those of users.",
-        "A cause is counted by the operation that `shardfx.testing.verify` refutes, the",
-        "first equation that differs, or the line of XLA that aborts. What was not run",
-        "elsewhere is not named.",
+        "A cause is the operation that `shardfx.testing.verify` refutes, the first equation",
+        "that differs, or the line of XLA that aborts.",
         "",
         "| JAX | partitioner | cases | wrong | errors | aborts | causes of wrong numbers |",
         "|---|---|---|---|---|---|---|",
@@ -202,6 +201,8 @@ def section(
             f"- Rule sets of the README, the pages and the presets on five meshes,"
             f" JAX {data['jax']}: {counts}, not run: {data['not_run']:,}."
         )
+    for data in documents.values():
+        lines += _form_rows(data)
     lines.append("")
     for data in documents.values():
         if "coverage" in data:
@@ -241,6 +242,18 @@ def _verdict_rows(documents: Mapping[str, Mapping[str, Any]]) -> list[str]:
         )
         lines.append(
             f"- `verify` on {what}, JAX {data['versions']['jax']}: {verdict_counts}."
+        )
+    return lines
+
+
+def _form_rows(data: Mapping[str, Any]) -> list[str]:
+    """What `verify` says of the known faults in other forms, by family."""
+    lines: list[str] = []
+    for family, counts in data.get("forms", {}).items():
+        texts = [f"{words}: {count:,}" for words, count in counts.items()]
+        lines.append(
+            f"- `verify` on {family} in other forms, JAX {data['versions']['jax']}:"
+            f" {'; '.join(texts)}."
         )
     return lines
 

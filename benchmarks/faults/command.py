@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--mutations", type=int, help="mutate this many right programs instead")
     add(
+        "--forms",
+        action="store_true",
+        help="no draws: the known faults under vmap, scanned, recomputed and larger",
+    )
+    add(
         "--coverage",
         action="store_true",
         help="no draws: how much of training steps of each family verify judges",
@@ -73,6 +79,8 @@ def main(flags: argparse.Namespace) -> int:
         return _replayed(flags, configuration)
     if flags.coverage:
         return _covered(flags)
+    if flags.forms:
+        return _in_forms(flags, configuration)
     if flags.mutations is not None:
         return _mutated(flags, configuration)
     tally = _tally(flags, configuration)
@@ -151,17 +159,58 @@ def _covered(flags: argparse.Namespace) -> int:
     return int(any(line.get("numbers_right") for line in lines))
 
 
+def _in_forms(flags: argparse.Namespace, configuration: Configuration) -> int:
+    """Judges the programs of the known faults in other forms. Returns 1 if `verify`
+    proves a wrong one or accuses a right one. With `--records`, it goes on behind the
+    programs of that file.
+    """
+    from ._forms import Program, document, mistakes, programs, words_of
+
+    lines: dict[Program, Mapping[str, Any]] = {}
+    for record in _records_in(flags.records):
+        lines[Program(*record["form"])] = record["line"]
+    with Child(configuration) as child:
+        for program in programs():
+            if program in lines:
+                continue
+            for result in child.results({"form": list(program)}):
+                lines[program] = result.outcome
+                record = {"form": list(program), "line": result.outcome}
+                _add_record(flags.records, record)
+            _progress(f"{', '.join(program)}: {words_of(lines[program])}")
+        versions = dict(child.versions)
+    results = document(lines, versions)
+    _write(results, flags.json)
+    print(json.dumps(results["forms"], indent=1))
+    return int(bool(mistakes(results)))
+
+
+def _records_in(path: Path | None) -> list[dict[str, Any]]:
+    """The records of a file; none if there is no file yet."""
+    if path is None or not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _add_record(path: Path | None, record: Mapping[str, Any]) -> None:
+    if path is None:
+        return
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
 def _mutated(flags: argparse.Namespace, configuration: Configuration) -> int:
     """Mutates right programs of the bank until enough mutations ran, or the time is
-    over. With `--records`, it goes on behind the programs of that file.
+    over. With `--records`, it goes on behind the programs of that file that have the
+    same seed.
     """
     lines: list[dict[str, Any]] = []
     number: int = flags.first
-    records: Path | None = flags.records
-    if records is not None and records.exists():
-        for text in records.read_text().splitlines():
-            record = json.loads(text)
-            lines += record["mutated"]
+    seeds: Counter[int] = Counter()
+    for record in _records_in(flags.records):
+        lines += record["mutated"]
+        seeds[record["seed"]] += len(record["mutated"])
+        if record["seed"] == flags.seed:
             number = record["number"] + 2
     started = time.monotonic()
     with Child(configuration) as child:
@@ -177,17 +226,15 @@ def _mutated(flags: argparse.Namespace, configuration: Configuration) -> int:
             for result in child.results(request):
                 mutated += result.outcome.get("mutated", [])
             lines += mutated
-            if records is not None:
-                with records.open("a") as file:
-                    file.write(json.dumps({"number": number, "mutated": mutated}))
-                    file.write("\n")
+            seeds[flags.seed] += len(mutated)
+            record = {"seed": flags.seed, "number": number, "mutated": mutated}
+            _add_record(flags.records, record)
             number += 2
             _progress(f"{len(lines)} mutations")
         versions = dict(child.versions)
     document = {
         "versions": versions,
-        "seed": flags.seed,
-        "programs": (number - flags.first) // 2,
+        "mutations_by_seed": dict(seeds),
         "mutations": _report.mutation_table(lines),
         "mistakes": [line for line in lines if _report.is_mistake(line)],
         # Refutations to be looked at, if other arguments do not change either.

@@ -73,7 +73,9 @@ def placed(case: Case) -> tuple[Any, ...]:
         compiler_options=_QUICKLY,
     )
     structs = [
-        jax.ShapeDtypeStruct(array.shape, jnp.asarray(array).dtype, sharding=sharding)
+        jax.ShapeDtypeStruct(
+            array.shape, jnp.result_type(array.dtype), sharding=sharding
+        )
         for array, sharding in zip(case.args, shardings, strict=True)
     ]
     return jitted, *structs
