@@ -42,7 +42,7 @@ class Cut:
     has_holes: bool
     is_first: bool
 
-    def on(self, device: int) -> str:
+    def text_on(self, device: int) -> str:
         """The text of what a device holds: "[4:8]"."""
         starts = self.starts[device].tolist()
         parts = [
@@ -73,7 +73,10 @@ class Cuts:
         self._terms: dict[tuple[int, int], tuple[int, ...] | None] = {}
 
     def from_segments(
-        self, lengths: Sequence[int], starts: np.ndarray, step: int = 1
+        self,
+        lengths: Sequence[int],
+        starts: np.ndarray,
+        step: int = 1,
     ) -> Cut:
         """The cut with these segments, in its canonical form: neighbours that continue
         each other on every device are one segment. `starts` and `step` are as in a

@@ -193,13 +193,13 @@ class Context(NamedTuple):
     """What all rules need, and the memory of their results."""
 
     module: HloModule
-    whole: WholeProgram
+    whole_program: WholeProgram
     cuts: Cuts
     memory: Memory
 
     @property
     def values(self) -> Values:
-        return self.whole.values
+        return self.whole_program.values
 
     @property
     def devices(self) -> int:

@@ -94,21 +94,17 @@ def joined_cut(
 
 def disagreement(what: str, place: int, first: Cut, other: Cut) -> Wrong:
     """The fault of two operands that lie differently along dimension `place`."""
-    device = next(
+    wrong_devices = [
         device
         for device in range(len(first.starts))
-        if first.on(device) != other.on(device)
-    )
-    wrong = [
-        number
-        for number in range(len(first.starts))
-        if first.on(number) != other.on(number)
+        if first.text_on(device) != other.text_on(device)
     ]
+    device = wrong_devices[0]
     return Wrong(
         f"{what} joins operands that lie differently: along dimension {place}, device"
-        f" {device} holds {first.on(device)} of one operand and {other.on(device)} of"
-        f" another, and {len(wrong)} of {len(first.starts)} devices disagree",
-        f"both operands at {first.on(device)} on device {device}",
+        f" {device} holds {first.text_on(device)} of one operand and {other.text_on(device)} of"
+        f" another, and {len(wrong_devices)} of {len(first.starts)} devices disagree",
+        f"both operands at {first.text_on(device)} on device {device}",
         "constrain the sharding of this line's result, and of the arrays that it reads,"
         " with `jax.lax.with_sharding_constraint`",
     )

@@ -116,7 +116,7 @@ class Judge:
     def __init__(
         self,
         module: HloModule,
-        program: WholeProgram,
+        whole_program: WholeProgram,
         *,
         is_foreign: bool = False,
         is_sharded_as_step: Sequence[bool] | None = None,
@@ -124,8 +124,8 @@ class Judge:
         self.is_foreign = is_foreign
         self.is_sharded_as_step = is_sharded_as_step
         self.module = module
-        self.program = program
-        self.context = Context(module, program, Cuts(module.partitions), Memory())
+        self.whole_program = whole_program
+        self.context = Context(module, whole_program, Cuts(module.partitions), Memory())
         self.record = Record(module)
         self.reached: set[int] = set()
         self.loops = Loops(self.context, self.run, self.record)
@@ -202,12 +202,12 @@ class Judge:
             if instruction.opcode == "parameter":
                 number = int(instruction.inside)
                 results[number] = self.argument(number, instruction)
-        if self.is_foreign and len(results) != len(self.program.parameters):
+        if self.is_foreign and len(results) != len(self.whole_program.parameters):
             # Arguments that a step does not use are no arguments of a finished program.
             root = root_of(self.module.computations[self.module.entry])
             reason = (
                 f"the program takes {len(results)} arrays, and the step"
-                f" {len(self.program.parameters)}"
+                f" {len(self.whole_program.parameters)}"
             )
             unknown = self.record.unknown((self.module.entry, root.name), root, reason)
             return [unknown for _ in results]
@@ -218,11 +218,11 @@ class Judge:
         says.
         """
         key = (self.module.entry, instruction.name)
-        array = self.program.parameters.get(number)
+        array = self.whole_program.parameters.get(number)
         if array is None:
             return self.record.unknown(key, instruction, "an argument that is no array")
         shape = arrays_in(instruction.result)[0].shape
-        whole = self.program.values.nodes[array.view.root].instruction
+        whole = self.whole_program.values.nodes[array.view.root].instruction
         assert whole is not None
         (sharding,) = shardings_in(whole.attributes) or ("",)
         try:
@@ -261,7 +261,7 @@ class Judge:
         """Compares the results with those of the whole program, and with the shardings
         that these have. Says whether all are right.
         """
-        arrays = self.program.results
+        arrays = self.whole_program.results
         root = root_of(self.module.computations[self.module.entry])
         for leaf in leaves:
             if isinstance(leaf, Faulty):
@@ -273,7 +273,7 @@ class Judge:
             )
             self.record.unknown((self.module.entry, root.name), root, reason)
             return False
-        shardings = shardings_in(self.program.root.attributes)
+        shardings = shardings_in(self.whole_program.root.attributes)
         if len(shardings) != len(arrays):
             shardings = [""] * len(arrays)
         if not self.is_foreign:
@@ -300,7 +300,7 @@ class Judge:
         computation = self.module.computations[self.module.entry]
         shapes = [array.shape for array in arrays_in(root.result)]
         for number, (shape, array) in enumerate(
-            zip(shapes, self.program.results, strict=True)
+            zip(shapes, self.whole_program.results, strict=True)
         ):
             try:
                 axes_of(self.context.cuts, shardings[number], array.shape, shape)
@@ -322,7 +322,11 @@ class Judge:
                 continue
 
     def require_result(
-        self, number: int, result: Held, array: Global, sharding: str
+        self,
+        number: int,
+        result: Held,
+        array: Global,
+        sharding: str,
     ) -> None:
         """Raises `Wrong` if devices return something else than result `number` of the
         whole program, `array`, in the shards of its sharding, and `Unjudged` if that is
@@ -363,12 +367,12 @@ class Judge:
                 device = next(
                     device
                     for device in range(self.context.devices)
-                    if axis.cut.on(device) != cut.on(device)
+                    if axis.cut.text_on(device) != cut.text_on(device)
                 )
                 raise Wrong(
                     f"{what}, along dimension {place}: device {device} returns"
-                    f" {axis.cut.on(device)}, and its sharding says {cut.on(device)}",
-                    f"{cut.on(device)} on device {device}",
+                    f" {axis.cut.text_on(device)}, and its sharding says {cut.text_on(device)}",
+                    f"{cut.text_on(device)} on device {device}",
                     "constrain the sharding of this result, and of what it is made of",
                 )
             if same is not cut:

@@ -79,7 +79,7 @@ class Loops:
         and of them those with most equal arrays.
         """
         trials: list[_Trial] = []
-        for loop in self.context.whole.values.loops:
+        for loop in self.context.whole_program.values.loops:
             if len(loop.initial) != len(starts) or loop.number in self.taken:
                 continue
             if not _has_form_of(instruction, loop):

@@ -100,7 +100,9 @@ def _holds_cuts(
 
 
 def _results_of_call(
-    context: Context, instruction: Instruction, call: ManualCall
+    context: Context,
+    instruction: Instruction,
+    call: ManualCall,
 ) -> Result:
     """What devices hold of the results of a body: the shards of the arrays that the
     whole program makes of them.

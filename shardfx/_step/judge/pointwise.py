@@ -321,7 +321,8 @@ def _have_holes_of(held: Held, operands: Sequence[Held]) -> bool:
 
 
 def _fill_of_result(
-    instruction: Instruction, operands: Sequence[Held]
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> Number | None:
     """The number that an operation makes of the numbers in holes; `None` if it is not
     known.
@@ -351,7 +352,8 @@ def _fill_of_result(
 
 
 def _known_result(
-    instruction: Instruction, operands: Sequence[Held]
+    instruction: Instruction,
+    operands: Sequence[Held],
 ) -> np.ndarray | None:
     """The numbers of the result; `None` if those of an operand are not known, or no
     rule computes them exactly.

@@ -84,7 +84,10 @@ def _whole_cuts(
 
 
 def _are_whole(
-    context: Context, operands: Sequence[Held], node: Node, dim: int
+    context: Context,
+    operands: Sequence[Held],
+    node: Node,
+    dim: int,
 ) -> bool:
     """Whether each device holds all of dimension `dim` of each operand."""
     for operand, array in zip(operands, node.operands, strict=True):
