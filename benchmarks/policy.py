@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import shardfx as sfx
 from shardfx.cost._counted import StepOnChip
 from shardfx.cost._policy.choice import Point, frontier
-from shardfx.cost._policy.making import Question
+from shardfx.cost._policy.making import PolicySearch
 from shardfx.cost._policy.policy import Choice
 from shardfx.cost._policy.regions import ValueKey
 from shardfx.cost._policy.work import total, work_of
@@ -225,21 +225,21 @@ class Counted(NamedTuple):
     fits_chip: bool
 
 
-def counted(question: Question, step: Any) -> Counted:
-    memory = StepOnChip(step, question.chip).memory
+def counted(search: PolicySearch, step: Any) -> Counted:
+    memory = StepOnChip(step, search.chip).memory
     eqns = step.traced.jaxpr.jaxpr.eqns
     flops = total(map(work_of, eqns)).flops
     return Counted(flops, memory.peak_bytes, not memory.out_of_memory)
 
 
-def of_point(question: Question, point: Point) -> Counted:
-    return counted(question, question.step(question.choices_of(point)))
+def of_point(search: PolicySearch, point: Point) -> Counted:
+    return counted(search, search.step(search.choices_of(point)))
 
 
-def stock(question: Question) -> Iterator[tuple[str, Counted]]:
+def stock(search: PolicySearch) -> Iterator[tuple[str, Counted]]:
     """Each stock policy around the layers: the regions that run more than once."""
     repeated = {
-        tuple(placed.region.all_keys) for placed in question.placed if placed.runs > 1
+        tuple(placed.region.all_keys) for placed in search.placed if placed.runs > 1
     }
     for name, policy in STOCK.items():
 
@@ -251,17 +251,17 @@ def stock(question: Question) -> Iterator[tuple[str, Counted]]:
                 return plain
             return jax.checkpoint(plain, policy=policy, prevent_cse=not region.is_body)
 
-        yield name, counted(question, question.step_with(function))
+        yield name, counted(search, search.step_with(function))
 
 
 def judged(make: Callable[[], Model], name: str, chip_name: str) -> list[Record]:
     """A record for each budget of a model."""
     model = make()
     chip = sfx.chips.find(chip_name)
-    question = Question(model.loss, model.args, chip)
-    points = frontier(question.costs)
-    least, most = (of_point(question, point) for point in (points[-1], points[0]))
-    others = dict(stock(question))
+    search = PolicySearch(model.loss, model.args, chip)
+    points = frontier(search.costs)
+    least, most = (of_point(search, point) for point in (points[-1], points[0]))
+    others = dict(stock(search))
     others["nothing is checkpointed"] = most
     print(f"{name} on {chip_name}: {_mib(least)} to {_mib(most)}", flush=True)
     for other, numbers in others.items():
@@ -279,7 +279,7 @@ def judged(make: Callable[[], Model], name: str, chip_name: str) -> list[Record]
         )
         seconds = time.perf_counter() - start
         choices: dict[ValueKey, Choice] = {row.key: row.choice for row in policy.rows}
-        ours = counted(question, question.step(choices))
+        ours = counted(search, search.step(choices))
         fitting = [
             numbers.flops for numbers in others.values() if numbers.peak_bytes <= budget
         ]

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import shardfx as sfx
 from shardfx.cost._libtpu import tpu_program
 from shardfx.cost._policy.choice import Point, Trial, chosen, frontier
-from shardfx.cost._policy.making import Question
+from shardfx.cost._policy.making import PolicySearch
 from shardfx.cost._policy.policy import Choice
 from shardfx.cost._policy.regions import ValueKey
 from shardfx.cost._work import work_of
@@ -112,24 +112,26 @@ class Program(NamedTuple):
 class Compilers:
     """Asks compilers about gradients, once about each of equal programs."""
 
-    def __init__(self, question: Question, known: dict[str, list[Any]]):
-        self.question = question
+    def __init__(self, search: PolicySearch, known: dict[str, list[Any]]):
+        self.search = search
         self.known = known
 
     def program(self, choices: dict[ValueKey, Choice]) -> Program:
-        step = self.question.step(choices)
+        step = self.search.step(choices)
         lowered = step.traced.lower()
         digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
         if digest not in self.known:
-            answer = tpu_program(step, self.question.chip)
+            answer = tpu_program(step, self.search.chip)
             assert answer is not None, "libtpu is not installed"
             flops = work_of(answer.module).flops
             self.known[digest] = [flops, answer.memory.peak_bytes]
         return Program(*self.known[digest])
 
-    def tried(self, budget_bytes: float, point: Point) -> Trial:
-        """What `Question.tried` returns, asked once about each of equal programs."""
-        program = self.program(self.question.choices_of(point))
+    def trial_of(self, budget_bytes: float, point: Point) -> Trial:
+        """What `PolicySearch.trial_of` returns, asked once about each of equal
+        programs.
+        """
+        program = self.program(self.search.choices_of(point))
         return Trial(
             point=point,
             peak_bytes=program.peak_bytes,
@@ -138,20 +140,20 @@ class Compilers:
         )
 
 
-def values_of(question: Question) -> list[ValueKey]:
+def values_of(search: PolicySearch) -> list[ValueKey]:
     """The values of the scanned layer that a choice may keep."""
-    [body] = [placed.region for placed in question.placed if placed.region.is_body]
-    used = set().union(*(point.used for point in frontier(question.costs)))
+    [body] = [placed.region for placed in search.placed if placed.region.is_body]
+    used = set().union(*(point.kept for point in frontier(search.costs)))
     return [key for key in body.all_keys if key in used]
 
 
-def subset_choices(question: Question) -> Iterator[dict[ValueKey, Choice]]:
+def subset_choices(search: PolicySearch) -> Iterator[dict[ValueKey, Choice]]:
     """Yields the choices of each subset. Values outside of the layer are computed again:
     none of them has a product.
     """
-    values = values_of(question)
+    values = values_of(search)
     everything: dict[ValueKey, Choice] = {
-        key: "recompute" for placed in question.placed for key in placed.region.all_keys
+        key: "recompute" for placed in search.placed for key in placed.region.all_keys
     }
     for count in range(len(values) + 1):
         for subset in itertools.combinations(values, count):
@@ -164,13 +166,13 @@ def subset_choices(question: Question) -> Iterator[dict[ValueKey, Choice]]:
 def judged(name: str, chip: sfx.chips.Chip, record: dict[str, Any]) -> Iterator[None]:
     """Fills a layer's record, and yields whenever it is worth keeping."""
     model = LAYERS[name]()
-    question = Question(model.loss, model.args, chip)
-    compilers = Compilers(question, record.setdefault("programs", {}))
-    names = [key.name for key in values_of(question)]
+    search = PolicySearch(model.loss, model.args, chip)
+    compilers = Compilers(search, record.setdefault("programs", {}))
+    names = [key.name for key in values_of(search)]
     record |= {"values": names, "subsets": 2 ** len(names)}
     print(name, *names, sep="\n  ", flush=True)
     programs: set[Program] = set()
-    for number, choices in enumerate(subset_choices(question)):
+    for number, choices in enumerate(subset_choices(search)):
         programs.add(compilers.program(choices))
         if number % 16 == 0:
             print(f"{number:4} subsets, {len(compilers.known)} programs", flush=True)
@@ -187,12 +189,12 @@ def judged(name: str, chip: sfx.chips.Chip, record: dict[str, Any]) -> Iterator[
         ]
         best = min(fitting, key=lambda program: program.flops)
         trial = chosen(
-            question.costs,
+            search.costs,
             budget_bytes,
-            question.argument_bytes,
-            ft.partial(compilers.tried, budget_bytes),
+            search.argument_bytes,
+            ft.partial(compilers.trial_of, budget_bytes),
         )
-        ours = compilers.program(question.choices_of(trial.point))
+        ours = compilers.program(search.choices_of(trial.point))
         row = {
             "budget_bytes": budget_bytes,
             "peak_bytes": ours.peak_bytes,

@@ -191,7 +191,7 @@ def diff(a: ShardPlan, b: ShardPlan) -> Diff:
         return Diff(plans=(), leaves=(), bytes_per_device=totals)
 
     plans = plan_lines(a, b)
-    moves = _moves(a, b)
+    moves = _moves_by_path(a, b)
     rows_of_a = dict(a.content.paths_and_rows)
     rows_of_b = dict(b.content.paths_and_rows)
     # Arrays that are planned alike in both plans, and whose paths differ in numbers.
@@ -230,6 +230,7 @@ def _leaf_diff(alike: Sequence[Pair], moves: dict[str, LeafMove]) -> LeafDiff:
 
 
 def _axis_moves(before: LeafPlan, after: LeafPlan) -> tuple[AxisMove, ...]:
+    """The mesh axes that shard different dimensions of an array in two plans."""
     src = _dims_by_axis(before)
     dst = _dims_by_axis(after)
     moves = []
@@ -252,7 +253,7 @@ def _dims_by_axis(leaf: LeafPlan) -> dict[str, int]:
     return dims
 
 
-def _moves(a: ShardPlan, b: ShardPlan) -> dict[str, LeafMove]:
+def _moves_by_path(a: ShardPlan, b: ShardPlan) -> dict[str, LeafMove]:
     """The moves of arrays from plan `a` to plan `b`, by path, as `plan_reshard` finds
     them.
 
@@ -268,10 +269,17 @@ def _moves(a: ShardPlan, b: ShardPlan) -> dict[str, LeafMove]:
         has_same_memory = leaf.memory_kind == other.memory_kind
         if a.mesh != b.mesh or not has_same_spec or not has_same_memory:
             paths.append(leaf.path)
-    return _planned(a, b, paths)
+    return _planned_moves(a, b, paths)
 
 
-def _planned(a: ShardPlan, b: ShardPlan, paths: Sequence[str]) -> dict[str, LeafMove]:
+def _planned_moves(
+    a: ShardPlan,
+    b: ShardPlan,
+    paths: Sequence[str],
+) -> dict[str, LeafMove]:
+    """The moves of the arrays at these paths, by path, without those that JAX cannot
+    move.
+    """
     try:
         plan = plan_reshard(_of_paths(a, paths), _of_paths(b, paths))
     except (SpecError, MeshError, LeafTypeError):
@@ -279,7 +287,7 @@ def _planned(a: ShardPlan, b: ShardPlan, paths: Sequence[str]) -> dict[str, Leaf
         moves: dict[str, LeafMove] = {}
         if len(paths) > 1:
             for path in paths:
-                moves |= _planned(a, b, [path])
+                moves |= _planned_moves(a, b, [path])
         return moves
     return {move.path: move for move in plan.leaves}
 
@@ -368,6 +376,9 @@ _SHOWN = {
 
 
 def _what(row: LeafDiff) -> str:
+    """The differences that no other column shows. That a request or reasons differ is
+    told only if nothing else does.
+    """
     if row.after is None:
         return "only in the first"
     if row.before is None:

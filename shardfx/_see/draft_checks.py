@@ -37,6 +37,7 @@ def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
     flat = subject.flat
     groups: dict[object, list[int]] = {}
     for position, number in enumerate(draft.numbers):
+        # -2 is the first error of the draft, -3 the second.
         if number <= -2:
             error = str(draft.errors[-2 - number][1])
             key = (between_numbers(flat.paths[position]), error)
@@ -80,16 +81,16 @@ def _fitting(names: tuple[object, ...], rank: int) -> tuple[object, ...]:
     """
     if not all(name is None or name is ... or isinstance(name, str) for name in names):
         return ()
-    distinct: list[object] = []
+    fitting_names: list[object] = []
     for number, name in enumerate(names):
         if name is ...:
             continue
         if name in names[:number]:
             name = None
-        distinct.append(name)
-    if len(distinct) < rank:
-        return (..., *distinct)
-    return tuple(distinct[:rank])
+        fitting_names.append(name)
+    if len(fitting_names) < rank:
+        return (..., *fitting_names)
+    return tuple(fitting_names[:rank])
 
 
 def uncovered_leaves(
@@ -152,6 +153,7 @@ def unknown_names(
         )
 
     unknown = unknown_of_rows(draft.rows, axes)
+    # Pairs of the path and the plan of each array with the name.
     arrays_of_name: dict[str, list[tuple[str, Row]]] = {}
     for path, number, row in draft.arrays(unknown):
         for name in unknown[number]:
@@ -214,6 +216,7 @@ def _corrected_axis(subject: Subject, axis: str, similar: str) -> Iterator[str]:
     """
     axes = subject.axes
     paths = subject.paths
+    # The variable that has the rules, their mode, and the rules.
     tables: list[tuple[str, str | None, Sequence[tuple[str, Any]]]] = []
     if axes is not None:
         tables.append(("axes", None, axes.rules))
@@ -276,21 +279,24 @@ def unused_findings(
     # One path of each group shows which optional rules match at all; many rules of a
     # preset do not.
     first_paths = [group.paths[0] for group in subject.content.groups]
-    spare_targets: dict[int, object] = {}
+    unused_optional_targets: dict[int, object] = {}
     for number, (_, target) in enumerate(rules):
         if number in used or not isinstance(target, Optional):
             continue
         if any(map(subject.patterns[number].search, first_paths)):
-            spare_targets[number] = target.target
-    if spare_targets:
-        spare_rules_alone = []
+            unused_optional_targets[number] = target.target
+    if unused_optional_targets:
+        optional_rules_alone = []
         for number, (regex, _) in enumerate(rules):
-            spare_rules_alone.append((regex, spare_targets.get(number)))
+            optional_rules_alone.append((regex, unused_optional_targets.get(number)))
+        # As if all other rules applied, so that only the spare ones are found.
         assumed_used = {
-            number: None for number in range(len(rules)) if number not in spare_targets
+            number: None
+            for number in range(len(rules))
+            if number not in unused_optional_targets
         }
         for unused in unused_rules(
-            spare_rules_alone, assumed_used, flat, leaf_names, NAMES
+            optional_rules_alone, assumed_used, flat, leaf_names, NAMES
         ):
             # A rule that shards these arrays and no others was put before the rules of
             # a preset on purpose.
@@ -299,8 +305,8 @@ def unused_findings(
 
     for unused in unused_rules(draft.kinds.rules, draft.kinds.used, flat):
         where = f"memory_kinds[{unused.number}] {kinds[unused.number][0]!r}"
-        used_kinds = (*kinds[: unused.number], *kinds[unused.number + 1 :])
-        fix = f"memory_kinds = {used_kinds!r}"
+        other_kinds = (*kinds[: unused.number], *kinds[unused.number + 1 :])
+        fix = f"memory_kinds = {other_kinds!r}"
         yield _unused(where, "entry", severity, unused, fix)
 
 
@@ -310,6 +316,7 @@ def _unused_rule(
     regex: str,
     severity: Severity,
 ) -> Finding:
+    """The finding about a path rule that shards no leaf, whose regex is `regex`."""
     where = f"paths[{unused.number}] {regex!r}"
     return _unused(where, "rule", severity, unused, _fix(subject, unused))
 
@@ -321,6 +328,9 @@ def _unused(
     unused: Unused,
     fix: str,
 ) -> Finding:
+    """A finding about a rule or an entry (`what`) that applies to no leaf. If it
+    matches leaves, others shadow it: then no nearest path is given.
+    """
     code = "unused-rule" if unused.nearest is not None else "shadowed-rule"
     return Finding(
         code=code,

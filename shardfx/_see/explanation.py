@@ -180,7 +180,7 @@ def explain(plan: ShardPlan, path: str) -> Explanation:
     whole = tuple(reason for reason in leaf.reasons if reason.dim is None)
     changes: list[str] = []
     for reason in whole:
-        changes += _changes(reason, plan, tried, units=1, sizes=())
+        changes += _changes_for(reason, plan, tried, units=1, sizes=())
     return Explanation(
         leaf=leaf,
         mesh=plan.mesh,
@@ -220,6 +220,7 @@ def _explained_dim(
     asked_axes = tuple(wanted_axes)
     dropped = tuple(axis for axis in asked_axes if axis not in axes)
 
+    # The indivisible units of the dimension in one device's shard.
     units = size // unit if size % unit == 0 else 1
     if axes:
         units //= plan.mesh.axis_size(axes)
@@ -230,7 +231,7 @@ def _explained_dim(
 
     changes: list[str] = []
     for reason in reasons:
-        changes += _changes(reason, plan, tried, units, sizes)
+        changes += _changes_for(reason, plan, tried, units, sizes)
     if free and dropped:
         axes_text = ", ".join(f"`{axis}` ({plan.mesh.shape[axis]})" for axis in free)
         changes.append(f"free mesh axes that cut it evenly: {axes_text}")
@@ -291,6 +292,7 @@ def _leaves_at(plan: ShardPlan, where: str) -> list[LeafPlan]:
         pattern = re.compile(where)
     except re.error as error:
         if "*" not in where:
+            # It raises, with the nearest paths.
             return [plan[where]]
         raise UnknownPathError(
             f"{where!r} is no path of the plan, and no regex: {error}. {_fix_of(where)}"
@@ -323,7 +325,7 @@ def _fix_of(glob: str) -> str:
 _MOST_GROUPS = 4
 
 
-def _changes(
+def _changes_for(
     reason: Reason,
     plan: ShardPlan,
     tried: tuple[Attempt, ...],
@@ -388,12 +390,13 @@ def _winning_rules(reason: Reason, tried: tuple[Attempt, ...]) -> list[str]:
         if winner is not None:
             texts.append(
                 f"`{axis}` went to dim {winner.dim} (`{winner.name}`) by"
-                f" {_place(winner)}; the rule that stands first wins"
+                f" {_rule_text(winner)}; the rule that stands first wins"
             )
     return texts
 
 
-def _place(attempt: Attempt) -> str:
+def _rule_text(attempt: Attempt) -> str:
+    """The code that reads the rule of an attempt, such as "axes.rules[0]"."""
     return f"{rules_text(attempt.mode)}[{attempt.number}]"
 
 
@@ -404,6 +407,7 @@ _PATH_RULE = re.compile(r"paths\[(\d+)\]")
 
 
 def _head(explanation: Explanation) -> list[str]:
+    """The first lines: the array, what was asked for, what it gets, and the others."""
     leaf = explanation.leaf
     mesh = explanation.mesh
     array = array_text(leaf.dtype, leaf.shape)
@@ -471,7 +475,7 @@ def _notes(explanation: Explanation) -> list[tuple[str, list[str]]]:
         for attempt in dim.tried:
             name, target = attempt.rule
             rule = f"{name} -> {entry_text(target)}"
-            notes.append(f"{_place(attempt)}: {rule}: {_outcome(attempt, dim)}")
+            notes.append(f"{_rule_text(attempt)}: {rule}: {_outcome(attempt, dim)}")
         titled.append((f"dim {dim.dim}", notes + _causes(dim)))
     titled.append(("the array", _causes(explanation)))
     return [(title, notes) for title, notes in titled if notes]
@@ -484,6 +488,7 @@ def _causes(explanation: DimExplanation | Explanation) -> list[str]:
 
 
 def _wrapped(note: str) -> list[str]:
+    """The lines of a note, all but the first further to the right."""
     lines = textwrap.wrap(note, _WIDTH, break_on_hyphens=False, break_long_words=False)
     first = "".join(lines[:1])
     others = [f"      {line}" for line in lines[1:]]
@@ -491,6 +496,7 @@ def _wrapped(note: str) -> list[str]:
 
 
 def _outcome(attempt: Attempt, dim: DimExplanation) -> str:
+    """A phrase about whether a rule applied to a dimension, and why not."""
     target = attempt.rule[1]
     if attempt.outcome == "blocked":
         users = ", ".join(

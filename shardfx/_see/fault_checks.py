@@ -1,5 +1,6 @@
 """The check for layouts that XLA's partitioner is known to compute wrongly in some
-programs, by the records of `_step/faults`. It reads what specs and shapes answer.
+programs, by the records of `_step/faults`. It reads what specs and shapes answer. A
+`Group` is arrays that are planned alike and whose paths differ only in numbers.
 """
 
 import re
@@ -37,6 +38,9 @@ def known_faults(subject: Subject) -> Iterator[Finding]:
 
 
 def _finding(subject: Subject, fault: Fault, groups: Sequence[Group]) -> Finding:
+    """The finding about a fault that selects the arrays of these groups, the largest
+    first. A fault that went wrong in nearly all programs `is_precise`.
+    """
     first = groups[0]
     spec = spec_text(entries_of(first.row.spec))
     others = f", and {plural(len(groups) - 1, 'other')}" if groups[1:] else ""
@@ -63,13 +67,17 @@ def _finding(subject: Subject, fault: Fault, groups: Sequence[Group]) -> Finding
 
 
 def _selected(subject: Subject, predicate: ArrayPredicate) -> list[Group]:
-    """The arrays of the plan that a predicate selects, the most bytes first."""
+    """The arrays of the plan that a predicate selects, the most bytes first.
+
+    A predicate with `alone` selects no array whose last two dimensions are sharded the
+    other way round in another array of its stack.
+    """
     selected: list[Group] = []
     stacks: dict[str, list[tuple[Group, ArrayCut]]] = {}
     for group in subject.content.groups:
-        cut = _cut(subject, predicate, group)
+        cut = _matched_cut(subject, predicate, group)
         if cut is not None:
-            stacks.setdefault(_stack(group), []).append((group, cut))
+            stacks.setdefault(_stack_path(group), []).append((group, cut))
     for stack, members in stacks.items():
         # One product alone, such as a head, has no second that could go wrong.
         blocks = sum(len(group.paths) for group, _ in members)
@@ -81,18 +89,22 @@ def _selected(subject: Subject, predicate: ArrayPredicate) -> list[Group]:
     return sorted(selected, key=lambda group: -group.bytes)
 
 
-def _cut(subject: Subject, predicate: ArrayPredicate, group: Group) -> ArrayCut | None:
+def _matched_cut(
+    subject: Subject,
+    predicate: ArrayPredicate,
+    group: Group,
+) -> ArrayCut | None:
     sizes = dict(subject.content.mesh.shape)
-    return matches_array(predicate, group.row.shape, _cuts(group), sizes)
+    return matches_array(predicate, group.row.shape, _axes_of_dims(group), sizes)
 
 
-def _cuts(group: Group) -> list[tuple[str, ...]]:
-    cuts = [tuple(entry_axes(entry)) for entry in entries_of(group.row.spec)]
-    whole_dims = len(group.row.shape) - len(cuts)
-    return cuts + [()] * whole_dims
+def _axes_of_dims(group: Group) -> list[tuple[str, ...]]:
+    axes_of_dims = [tuple(entry_axes(entry)) for entry in entries_of(group.row.spec)]
+    whole_dims = len(group.row.shape) - len(axes_of_dims)
+    return axes_of_dims + [()] * whole_dims
 
 
-def _stack(group: Group) -> str:
+def _stack_path(group: Group) -> str:
     """The path before its first number, or its first name: the stack of layers that
     holds these arrays.
     """
@@ -106,8 +118,8 @@ def _opposites(subject: Subject, stack: str) -> set[ArrayCut]:
     """The last two dimensions of all arrays of a stack, the other way round."""
     opposites: set[ArrayCut] = set()
     for group in subject.content.groups:
-        if len(group.row.shape) > 1 and _stack(group) == stack:
-            first, second = map(frozenset, _cuts(group)[-2:])
+        if len(group.row.shape) > 1 and _stack_path(group) == stack:
+            first, second = map(frozenset, _axes_of_dims(group)[-2:])
             opposites.add(ArrayCut(second, first))
     return opposites
 
@@ -116,30 +128,31 @@ def _fix(subject: Subject, group: Group) -> str:
     """Code that shards the arrays of a group over the same mesh axes along one of the
     two dimensions.
     """
-    cuts = _cuts(group)
+    axes_of_dims = _axes_of_dims(group)
     shape = group.row.shape
-    cut_dims = [dim for dim, cut in enumerate(cuts) if cut]
+    sharded_dims = [dim for dim, cut in enumerate(axes_of_dims) if cut]
     axes: list[str] = []
-    for dim in cut_dims:
-        axes += cuts[dim]
+    for dim in sharded_dims:
+        axes += axes_of_dims[dim]
     shards = shards_over(axes, subject.content.mesh.shape)
-    divisible_dims = [dim for dim in cut_dims if shape[dim] % shards == 0]
+    divisible_dims = [dim for dim in sharded_dims if shape[dim] % shards == 0]
 
     entries: list[Any] = [None] * len(shape)
     names: list[Any] = [None] * len(shape)
     if divisible_dims:
         dim = divisible_dims[-1]
         entries[dim] = canonical_entry(tuple(axes))
-        names[dim] = tuple(_names(group, cut_dims))
+        names[dim] = tuple(_names(group, sharded_dims))
     else:
         # The last dimension alone, since no dimension divides by all.
-        dim = cut_dims[-1]
-        entries[dim] = canonical_entry(cuts[dim])
+        dim = sharded_dims[-1]
+        entries[dim] = canonical_entry(axes_of_dims[dim])
         names[dim] = name_at(group.row, dim)
     return subject.fix(group, tuple(names), PartitionSpec(*entries))
 
 
 def _names(group: Group, dims: Sequence[int]) -> Iterator[str]:
+    """Yields the logical names of some dimensions; nothing for arrays without names."""
     if not group.row.names:
         return
     for dim in dims:

@@ -17,9 +17,9 @@ from .subject import Subject
 
 _NORM = re.compile(r"(q|k|query|key)_(norm|layernorm)")
 # Most large models have heads of this width. No width is assumed for models that are
-# narrower than `_NARROW`.
-_USUAL = 128
-_NARROW = 1024
+# narrower than `_LEAST_WIDE`.
+_USUAL_WIDTH = 128
+_LEAST_WIDE = 1024
 
 
 class _Width(NamedTuple):
@@ -89,6 +89,7 @@ class _Projections(NamedTuple):
 
 
 def _projections(subject: Subject) -> _Projections:
+    """The attention layers of a plan, found by the names in its paths."""
     projections = _Projections(
         layers={},
         norms={},
@@ -142,7 +143,8 @@ def _cut_layer(
     query = shapes.get("q", ())
     output = shapes.get("o", ())
     if len(query) == len(output) >= 3 and query[-2:] == output[-3:-1]:
-        # The heads and the elements of a head are separate dimensions.
+        # The heads and the elements of a head are separate dimensions: the last two of
+        # the queries, and the two before the last of the output.
         yield from _cut_elements(subject, arrays)
         return
 
@@ -159,7 +161,8 @@ def _cut_layer(
         if role != "o":
             yield from _cut(subject, group, dim, width)
         elif len(query) == len(output) >= 2:
-            # The weights of the output have the opposite order.
+            # The last two dimensions are numbers rank - 2 and rank - 1. The weights of
+            # the output have them in the opposite order.
             output_dim = 2 * len(query) - 3 - dim
             if output[output_dim] == query[dim]:
                 yield from _cut(subject, group, output_dim, width)
@@ -190,10 +193,10 @@ def _cut_fused(
     width = _width([group], [shape[dim]], norm, head_dim)
     projection_size = shape[dim] // count
     if width is None and shape[dim] % count == 0:
-        if projection_size >= _NARROW and projection_size % _USUAL == 0:
+        if projection_size >= _LEAST_WIDE and projection_size % _USUAL_WIDTH == 0:
             why = "as most models have them; pass `head_dim=` if these are narrower"
             width = _Width(
-                unit=_USUAL,
+                unit=_USUAL_WIDTH,
                 severity="info",
                 why=why,
             )
@@ -222,6 +225,7 @@ def _cut_elements(subject: Subject, arrays: _Roles) -> Iterator[Finding]:
         dim_from_end = -2 if role == "o" else -1
         names = group.row.names
         element_dims.append((group, len(group.row.shape) + dim_from_end))
+        # `None` for arrays without names.
         element_names.add(names and names[dim_from_end])
     if len(element_names) > 1:
         return  # names in the wrong order, which another check reports
@@ -285,12 +289,12 @@ def _width(
         )
     if (
         min(sizes) < max(sizes)
-        and max(sizes) >= _NARROW
-        and all(size % _USUAL == 0 for size in sizes)
+        and max(sizes) >= _LEAST_WIDE
+        and all(size % _USUAL_WIDTH == 0 for size in sizes)
     ):
         why = "as most models have them; pass `head_dim=` if these are narrower"
         return _Width(
-            unit=_USUAL,
+            unit=_USUAL_WIDTH,
             severity="info",
             why=why,
         )

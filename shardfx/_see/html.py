@@ -100,6 +100,7 @@ def html_report(
 
 
 def page_of(data: Mapping[str, Any]) -> str:
+    """The page for the content that `report_data` returns."""
     style = _read("report.css")
     template = _read("report.html")
     sources = [_read(f"{name}.js") for name in _SCRIPTS]
@@ -129,6 +130,7 @@ def page_of(data: Mapping[str, Any]) -> str:
 
 
 def _read(name: str) -> str:
+    """The text of a file of the page, which the package contains."""
     return (
         importlib.resources.files("shardfx._see")
         .joinpath("page", name)
@@ -137,10 +139,12 @@ def _read(name: str) -> str:
 
 
 def _csp_hash(text: str) -> str:
+    """The hash by which a page's policy allows one script or style."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _text(text: str) -> str:
+    """A text for HTML: printable, escaped, in ASCII."""
     return html.escape(printable(text)).encode("ascii", "xmlcharrefreplace").decode()
 
 
@@ -209,6 +213,9 @@ def _packed_traffic(traffic: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _packed_step(step: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The `step` of `report_data` in bounded size: the largest arrays, and an equal
+    share for the lines of each source file.
+    """
     if step is None:
         return None
     arrays, _ = _within(
@@ -254,6 +261,7 @@ def _within(
     Rows with more `weight` are kept first; without `weight`, the first rows are.
     Returns the value and the other rows.
     """
+    # The indices of the rows, those first that are kept first.
     ranked: Sequence[int] = range(len(rows))
     if weight is not None:
         ranked = sorted(ranked, key=lambda number: -weight(rows[number]))
@@ -264,10 +272,14 @@ def _within(
         size = len(embedded(value))
         if size <= characters or not count:
             return value, [rows[number] for number in ranked[count:]]
+        # Rows differ in length, so a little fewer than would fit on average.
         count = min(count - 1, int(0.95 * count * characters / size))
 
 
 def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The `kinds` and `rows` of `packed`, from rows of `report_data`. A kind has the
+    bytes of one of the arrays of its row.
+    """
     kinds: dict[str, int] = {}
     lines = []
     path_before = ""

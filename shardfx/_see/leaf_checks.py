@@ -35,23 +35,24 @@ def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
         # the reason.
         if any(reason.code.is_cut for reason in row.reasons):
             continue
-        cause = _asks(group)
+        cause = _rule_asks(group)
         if has_code(row.reasons, Code.skipped):
             cause = f"{rule_of(group)} may cut no dimension of it"
         message = f"every device holds all {bytes_text(size)} of it, as {cause}"
         fix = _sharding_fix(subject, group) or f"replicated_bytes = {size + 1}"
-        lost = subject.lost(row.shape, row.dtype) * len(group.paths)
+        lost_bytes = subject.lost(row.shape, row.dtype) * len(group.paths)
         yield Finding(
             code="replicated",
             severity="warning",
             where=group.where,
-            bytes=lost,
+            bytes=lost_bytes,
             message=message,
             fix=fix,
         )
 
 
-def _asks(group: Group) -> str:
+def _rule_asks(group: Group) -> str:
+    """The words "its names ask" or "paths[0] asks", by what shards these arrays."""
     verb = "ask" if group.row.rule == "names" else "asks"
     return f"{rule_of(group)} {verb}"
 
@@ -90,8 +91,10 @@ def corrected(subject: Subject) -> Iterator[Finding]:
         return
     rows = content.rows
     if subject.refine:
-        twins = dict(zip(content.index, subject.refined.index, strict=True))
-        rows = [subject.refined.rows[twins[number]] for number in range(len(rows))]
+        refined_numbers = dict(zip(content.index, subject.refined.index, strict=True))
+        rows = [
+            subject.refined.rows[refined_numbers[number]] for number in range(len(rows))
+        ]
     causes: dict[object, list[_Undersharded]] = {}
     for group in content.groups:
         reasons = _shortfall(subject, rows[group.number])
@@ -107,29 +110,30 @@ def corrected(subject: Subject) -> Iterator[Finding]:
         axes = set()
         for reason in reasons:
             axes.update(reason.axes)
+        # Arrays of one cause may become one finding; any other array is its own cause.
         cause: object = group
         if len(axes) == 1 and all(reason.code.is_about_size for reason in reasons):
             cause = (severity, *axes)
-        short_group = _Undersharded(
+        undersharded_group = _Undersharded(
             group=group,
             reasons=reasons,
             severity=severity,
         )
-        causes.setdefault(cause, []).append(short_group)
+        causes.setdefault(cause, []).append(undersharded_group)
 
-    for shorts in causes.values():
-        if len(shorts) >= _TOGETHER:
-            yield _of_axis(subject, shorts)
+    for undersharded in causes.values():
+        if len(undersharded) >= _LEAST_TOGETHER:
+            yield _finding_of_axis(subject, undersharded)
             continue
-        for short in shorts:
+        for short in undersharded:
             reasons_text = "; ".join(map(str, short.reasons))
-            message = f"cut less than {_asks(short.group)} for: {reasons_text}"
+            message = f"cut less than {_rule_asks(short.group)} for: {reasons_text}"
             yield _finding(subject, short.group.where, message, [short])
 
 
 # If at least this many arrays, or groups of similar arrays, are sharded less over one
 # mesh axis, they are one finding.
-_TOGETHER = 3
+_LEAST_TOGETHER = 3
 _SHOWN = 3
 
 
@@ -143,7 +147,7 @@ class _Undersharded(NamedTuple):
     severity: Severity
 
 
-def _of_axis(subject: Subject, shorts: list[_Undersharded]) -> Finding:
+def _finding_of_axis(subject: Subject, shorts: list[_Undersharded]) -> Finding:
     """One finding for arrays that one mesh axis does not divide."""
     axis = shorts[0].reasons[0].axes[0]
     size = subject.content.mesh.shape.get(axis, 1)
@@ -218,6 +222,7 @@ def _fix_for_present_spec(subject: Subject, shorts: list[_Undersharded]) -> str:
     splitting mesh axes shards the arrays further, else rules that request the present
     sharding.
     """
+    # Lines of code about names, and for each target of a path rule its arrays.
     lines = dict[str, None]()
     targets = dict[Any, list[str]]()
     for short in shorts:
@@ -264,8 +269,7 @@ def _names_for_present_spec(subject: Subject, short: _Undersharded) -> Iterator[
             names[dim] = None
             continue
         # A dimension that is sharded over some of its axes gets a name of its own, with
-        # these axes.
-        # One dimension may have several logical names.
+        # these axes. One dimension may have several logical names.
         joined = names[dim]
         if not isinstance(joined, str):
             joined = "_".join(joined)
@@ -284,28 +288,37 @@ def uneven_layers(subject: Subject) -> Iterator[Finding]:
     paths that differ only in numbers.
     """
     sizes = subject.content.byte_counts
-    for groups in together(subject.content.groups, _stack).values():
-        by_spec = together(groups, lambda group: group.row.spec)
-        if len(by_spec) == 1:
+    for groups in together(subject.content.groups, _layer_key).values():
+        groups_by_spec = together(groups, lambda group: group.row.spec)
+        if len(groups_by_spec) == 1:
             continue
         # The spec of most layers is taken as intended; of equally many, the one with
         # fewer bytes per device.
-        most = max(
-            by_spec.values(), key=lambda same: (_count(same), -sizes[same[0].number][1])
+        usual_groups = max(
+            groups_by_spec.values(),
+            key=lambda groups_of_spec: (
+                _count(groups_of_spec),
+                -sizes[groups_of_spec[0].number][1],
+            ),
         )
-        like = most[0]
-        _, like_bytes = sizes[like.number]
-        others = [same for same in by_spec.values() if same is not most]
-        for group in itertools.chain.from_iterable(others):
+        usual_group = usual_groups[0]
+        _, usual_bytes = sizes[usual_group.number]
+        other_specs = [
+            groups_of_spec
+            for groups_of_spec in groups_by_spec.values()
+            if groups_of_spec is not usual_groups
+        ]
+        for group in itertools.chain.from_iterable(other_specs):
             _, shard_bytes = sizes[group.number]
-            surplus = max(0, shard_bytes - like_bytes) * len(group.paths)
+            surplus = max(0, shard_bytes - usual_bytes) * len(group.paths)
             message = (
                 f"sharded as {spec_text(entries_of(group.row.spec))} by"
-                f" {rule_of(group)}, while {_count(most)} of the same stack"
-                f" (`{like.where}`) are sharded as"
-                f" {spec_text(entries_of(like.row.spec))} by {rule_of(like)}"
+                f" {rule_of(group)}, while {_count(usual_groups)} of the same stack"
+                f" (`{usual_group.where}`) are sharded as"
+                f" {spec_text(entries_of(usual_group.row.spec))} by"
+                f" {rule_of(usual_group)}"
             )
-            fix = subject.fix(group, like.row.names, like.row.spec)
+            fix = subject.fix(group, usual_group.row.names, usual_group.row.spec)
             yield Finding(
                 code="uneven-layers",
                 severity="warning",
@@ -316,7 +329,8 @@ def uneven_layers(subject: Subject) -> Iterator[Finding]:
             )
 
 
-def _stack(group: Group) -> object:
+def _layer_key(group: Group) -> object:
+    """A key that is equal for the arrays of one kind in repeated layers."""
     # A number at the end of a path is no layer: the rows and columns of a square matrix
     # are `w/0` and `w/1`.
     path = group.paths[0]
@@ -326,4 +340,5 @@ def _stack(group: Group) -> object:
 
 
 def _count(groups: list[Group]) -> int:
+    """The number of arrays in some groups."""
     return sum(len(group.paths) for group in groups)

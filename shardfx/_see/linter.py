@@ -141,6 +141,8 @@ def lint(
         flat, leaf_names, mesh, paths, axes, mode, min_bytes, kinds_matcher(kinds)
     )
     if axes is not None and mode is not None and mode not in dict(axes.modes):
+        # `plan` refuses an unknown mode only if names are resolved by it. All other
+        # checks go on without a mode.
         if draft.errors:
             findings.append(_unknown_mode(axes, mode))
         mode = None
@@ -182,12 +184,14 @@ def lint(
 
 
 def _severity(policy: str) -> Severity:
+    """The severity of findings for an argument "raise", or for another value of it."""
     if policy == "raise":
         return "error"
     return "warning"
 
 
 def _subject_of_plan(plan: ShardPlan) -> Subject:
+    """The input of checks of a finished plan, which has no rules and no tree."""
     content = plan.content
     return Subject(
         content=content,
@@ -204,6 +208,7 @@ def _subject_of_plan(plan: ShardPlan) -> Subject:
 
 
 def _unknown_mode(axes: AxisRules, mode: str) -> Finding:
+    """The finding for a mode that the rules lack."""
     modes = tuple(dict(axes.modes))
     message = f"the mode {mode!r} is unknown; the rules have {modes}{near(mode, modes)}"
     nearest_mode = next(iter(nearest(mode, modes)), None)

@@ -114,12 +114,13 @@ def _mesh(mesh: MeshSpec) -> dict[str, object]:
 
 
 def _totals(plan: ShardPlan, rows: Sequence[Group]) -> dict[str, object]:
+    """The sums over all arrays of a plan; `rows` has its arrays in groups."""
     replicated_bytes = 0
     arrays = 0
     corrected_arrays = 0
     for row in rows:
         arrays += len(row.paths)
-        if _is_less(row.row):
+        if _is_undersharded(row.row):
             corrected_arrays += len(row.paths)
         if plan.mesh.size > 1 and row.bytes_per_device == row.bytes:
             replicated_bytes += row.bytes
@@ -181,29 +182,29 @@ def _verdict(
     return {"level": level, "text": ", ".join(parts)}
 
 
-def _row(row: Group, mesh: MeshSpec) -> dict[str, object]:
-    leaf = row.row
+def _row(group: Group, mesh: MeshSpec) -> dict[str, object]:
+    row = group.row
     names = None
-    if leaf.names is not None:
-        names = [*map(entry_text, leaf.names)]
-    shard = shard_shape(leaf.shape, without_unconstrained(leaf.spec), mesh.shape)
+    if row.names is not None:
+        names = [*map(entry_text, row.names)]
+    shard = shard_shape(row.shape, without_unconstrained(row.spec), mesh.shape)
     return {
-        "path": row.where,
-        "arrays": len(row.paths),
-        "array": array_text(leaf.dtype, leaf.shape),
-        "shape": list(leaf.shape),
+        "path": group.where,
+        "arrays": len(group.paths),
+        "array": array_text(row.dtype, row.shape),
+        "shape": list(row.shape),
         "shard_shape": list(shard),
         "names": names,
-        "requested": _axes(leaf, leaf.requested),
-        "spec": _axes(leaf, leaf.spec),
-        "lost": [dim for dim, axes in enumerate(_lost(leaf)) if axes],
-        "less": _is_less(leaf),
-        "strategies": [step.text for step in leaf.strategies],
-        "rule": leaf.rule,
-        "reasons": [*map(_reason, leaf.reasons)],
-        "memory_kind": leaf.memory_kind,
-        "bytes": row.bytes,
-        "bytes_per_device": row.bytes_per_device,
+        "requested": _axes(row, row.requested),
+        "spec": _axes(row, row.spec),
+        "lost": [dim for dim, axes in enumerate(_unmet_axes(row)) if axes],
+        "less": _is_undersharded(row),
+        "strategies": [step.text for step in row.strategies],
+        "rule": row.rule,
+        "reasons": [*map(_reason, row.reasons)],
+        "memory_kind": row.memory_kind,
+        "bytes": group.bytes,
+        "bytes_per_device": group.bytes_per_device,
     }
 
 
@@ -211,20 +212,23 @@ def _reason(why: Reason) -> dict[str, object]:
     return {**vars(why), "code": why.code.name, "axes": list(why.axes)}
 
 
-def _lost(leaf: Row) -> list[list[str]]:
+def _unmet_axes(leaf: Row) -> list[list[str]]:
     """For each dimension of the array, the mesh axes that its rule requests and that do
     not shard it.
     """
     # A request may have more entries than the array has dimensions.
     columns = zip(_axes(leaf, leaf.requested), _axes(leaf, leaf.spec), strict=False)
-    lost = []
+    unmet_axes = []
     for requested_axes, axes in columns:
-        lost.append([axis for axis in requested_axes or [] if axis not in (axes or [])])
-    return lost
+        unmet_axes.append(
+            [axis for axis in requested_axes or [] if axis not in (axes or [])]
+        )
+    return unmet_axes
 
 
-def _is_less(leaf: Row) -> bool:
-    return any(_lost(leaf)) or any(reason.code.is_cut for reason in leaf.reasons)
+def _is_undersharded(leaf: Row) -> bool:
+    """Whether an array is sharded less than its rule requests."""
+    return any(_unmet_axes(leaf)) or any(reason.code.is_cut for reason in leaf.reasons)
 
 
 def _axes(leaf: Row, spec: Any) -> list[list[str] | None]:
@@ -373,14 +377,17 @@ def _lines(
     file: str,
     texts_by_line: dict[int, dict[str, None]],
 ) -> list[dict[str, object]]:
-    text = linecache.getlines(file)
-    near: set[int] = set()
+    """The lines of a file that make arrays, with a few around each. `texts_by_line` has
+    the texts of the arrays that a line makes.
+    """
+    file_lines = linecache.getlines(file)
+    shown_numbers: set[int] = set()
     for number in texts_by_line:
-        near.update(range(number - _AROUND, number + _AROUND + 1))
+        shown_numbers.update(range(number - _AROUND, number + _AROUND + 1))
 
     lines: list[dict[str, object]] = []
-    for number in sorted(near.intersection(range(1, len(text) + 1))):
-        arrays = list(texts_by_line.get(number, {}))
-        line = text[number - 1].rstrip("\n")
-        lines.append({"number": number, "text": line, "makes": arrays[:_LAYOUTS]})
+    for number in sorted(shown_numbers.intersection(range(1, len(file_lines) + 1))):
+        array_texts = list(texts_by_line.get(number, {}))
+        line = file_lines[number - 1].rstrip("\n")
+        lines.append({"number": number, "text": line, "makes": array_texts[:_LAYOUTS]})
     return lines

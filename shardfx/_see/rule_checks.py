@@ -31,15 +31,17 @@ def dead_rules(subject: Subject) -> Iterator[Finding]:
         return
     for mode, rules in ((None, subject.axes.rules), *subject.axes.modes):
         # For each logical name, the rules that can apply, each with its mesh axes.
-        earlier: dict[str, list[tuple[int, frozenset[str]]]] = {}
+        rules_by_name: dict[str, list[tuple[int, frozenset[str]]]] = {}
         for number, (name, target) in enumerate(rules):
             axes = frozenset(entry_axes(target))
-            alive = earlier.setdefault(name, [])
-            deciders = [other for other, needed in alive if needed <= axes]
+            effective_rules = rules_by_name.setdefault(name, [])
+            deciders = [
+                other for other, other_axes in effective_rules if other_axes <= axes
+            ]
             if deciders:
                 yield _dead_rule(mode, rules, number, deciders[0])
             else:
-                alive.append((number, axes))
+                effective_rules.append((number, axes))
 
 
 def _dead_rule(
@@ -116,13 +118,13 @@ def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
             f"no rule uses the mesh axis {axis!r} of size {size}: devices along it"
             f" hold the same. {advice}"
         )
-        lost = shard_bytes - shard_bytes // size
-        of_axis = misspelled if axis in misspellings else severity
+        lost_bytes = shard_bytes - shard_bytes // size
+        severity_of_axis = misspelled if axis in misspellings else severity
         yield Finding(
             code="unused-axis",
-            severity=of_axis,
+            severity=severity_of_axis,
             where=f"mesh axis {axis!r}",
-            bytes=lost,
+            bytes=lost_bytes,
             message=message,
             fix=fix,
         )
@@ -148,23 +150,25 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
     groups = [group for group in subject.content.groups if group.row.names is not None]
     names = [group.row.names or () for group in groups]
     turned = turned_names(groups, names)
-    swapped = _orders(groups, names, turned)
+    right_orders = _orders(groups, names, turned)
 
     # Arrays whose names are in the wrong order are counted in the right order.
-    right_names = [swapped.get(number, order) for number, order in enumerate(names)]
-    counts = _counts(groups, right_names)
-    usual = _usual(counts)
+    right_names = [
+        right_orders.get(number, order) for number, order in enumerate(names)
+    ]
+    counts = _size_counts(groups, right_names)
+    usual_sizes = _usual_sizes(counts)
     contradictions: dict[tuple[str, int], list[Group]] = {}
     for number, group in enumerate(groups):
-        if number in swapped:
+        if number in right_orders:
             message = (
                 f"the names {names[number]} stand on shape {group.row.shape}; elsewhere"
                 " these names have the sizes that they would have here in the order"
-                f" {swapped[number]}"
+                f" {right_orders[number]}"
             )
             if number in turned:
                 message = _turned_text(names[number], group, turned[number])
-            fix = subject.fix(group, swapped[number], swapped[number])
+            fix = subject.fix(group, right_orders[number], right_orders[number])
             yield Finding(
                 code="contradicted-name",
                 severity="warning",
@@ -174,8 +178,8 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
                 fix=fix,
             )
             continue
-        for name, size in _pairs(names[number], group.row.shape):
-            is_contradicted = size % usual[name] and usual[name] % size
+        for name, size in _named_sizes(names[number], group.row.shape):
+            is_contradicted = size % usual_sizes[name] and usual_sizes[name] % size
             if is_contradicted and _is_sharded(name, subject.axes):
                 contradictions.setdefault((name, size), []).append(group)
 
@@ -185,8 +189,8 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
         if not is_of_another and _in_one_module(contradicting):
             continue
         message = (
-            f"{name!r} is {size} here, and {usual[name]} elsewhere; neither divides the"
-            " other, so one name stands for two axes; give one of them a name of"
+            f"{name!r} is {size} here, and {usual_sizes[name]} elsewhere; neither"
+            " divides the other, so one name stands for two axes; give one of them a name of"
             " its own"
         )
         for group in contradicting:
@@ -208,18 +212,19 @@ def _orders(
     turned: Mapping[int, Turned],
 ) -> dict[int, Names]:
     """The right order of the names of each group whose names are in a wrong one."""
-    usual = _usual(_counts(groups, names))
-    orders = {number: found.names for number, found in turned.items()}
+    usual_sizes = _usual_sizes(_size_counts(groups, names))
+    orders = {number: turned_group.names for number, turned_group in turned.items()}
     for number, group in enumerate(groups):
         if number in orders:
             continue
-        order = _swapped(names[number], group.row.shape, usual)
+        order = _order_of_usual_sizes(names[number], group.row.shape, usual_sizes)
         if order:
             orders[number] = order
     return orders
 
 
 def _turned_text(names: Names, group: Group, turned: Turned) -> str:
+    """The message about arrays whose names are turned, with the witness."""
     size = turned.witness.row.shape[_position(turned)]
     return (
         f"the names {names} stand on shape {group.row.shape}, and {turned.name!r} is"
@@ -232,7 +237,7 @@ def _position(turned: Turned) -> int:
     return [*(turned.witness.row.names or ())].index(turned.name)
 
 
-def _pairs(names: Names, shape: tuple[int, ...]) -> list[tuple[str, int]]:
+def _named_sizes(names: Names, shape: tuple[int, ...]) -> list[tuple[str, int]]:
     """The logical names of an array that are strings, each with the size of its
     dimension.
     """
@@ -243,44 +248,48 @@ def _pairs(names: Names, shape: tuple[int, ...]) -> list[tuple[str, int]]:
     return named
 
 
-def _counts(groups: list[Group], names: list[Names]) -> Counts:
+def _size_counts(groups: list[Group], names: list[Names]) -> Counts:
+    """How many arrays have each size of each logical name. `names` has the names of
+    each group.
+    """
     counts: Counts = {}
     for group, group_names in zip(groups, names, strict=True):
-        for name, size in _pairs(group_names, group.row.shape):
+        for name, size in _named_sizes(group_names, group.row.shape):
             counts.setdefault(name, collections.Counter())[size] += len(group.paths)
     return counts
 
 
-def _usual(counts: Counts) -> dict[str, int]:
+def _usual_sizes(counts: Counts) -> dict[str, int]:
     """The most frequent size of each logical name."""
     return {name: sizes.most_common(1)[0][0] for name, sizes in counts.items()}
 
 
-def _swapped(
+def _order_of_usual_sizes(
     names: Names,
     shape: tuple[int, ...],
-    usual: Mapping[str, int],
+    usual_sizes: Mapping[str, int],
 ) -> Names | None:
     """The names of an array in another order, in which each name stands at a dimension
-    of its `usual` size.
+    of its size in `usual_sizes`.
 
     It is `None` if there is no such order, or if the present order is one. It is also
     `None` if the only name stands at a multiple of its usual size: such an array holds
     several projections in one, as queries, keys and values.
     """
-    named = _pairs(names, shape)
-    if len(named) == 1:
-        name, size = named[0]
-        if size % usual[name] == 0:
+    named_sizes = _named_sizes(names, shape)
+    if len(named_sizes) == 1:
+        name, size = named_sizes[0]
+        if size % usual_sizes[name] == 0:
             return None
+    # Five names have 120 orders; arrays of so many dimensions are rare.
     orders = itertools.permutations(names) if len(names) <= 4 else [names]
-    fitting = []
+    fitting_orders = []
     for order in orders:
-        if all(usual[name] == size for name, size in _pairs(order, shape)):
-            fitting.append(order)
-    if not fitting or names in fitting:
+        if all(usual_sizes[name] == size for name, size in _named_sizes(order, shape)):
+            fitting_orders.append(order)
+    if not fitting_orders or names in fitting_orders:
         return None
-    return fitting[0]
+    return fitting_orders[0]
 
 
 def _is_sharded(name: str, axes: AxisRules | None) -> bool:
@@ -293,8 +302,8 @@ def _is_sharded(name: str, axes: AxisRules | None) -> bool:
     return mapped_name in [name for name, _ in axes_in(axes)]
 
 
-# The end of a projection's path: the leaf of a module with one matrix.
-_LAST = re.compile(r"[/.](kernel|weight|scale|bias|embedding|value)$")
+# The end of a path that names the array of a module, such as a projection's matrix.
+_PARAMETER_OF_MODULE = re.compile(r"[/.](kernel|weight|scale|bias|embedding|value)$")
 
 
 def _in_one_module(groups: list[Group]) -> bool:
@@ -303,7 +312,7 @@ def _in_one_module(groups: list[Group]) -> bool:
     """
     arrays = set()
     for group in groups:
-        path = _LAST.sub("", group.paths[0])
+        path = _PARAMETER_OF_MODULE.sub("", group.paths[0])
         module, _, name = path.rpartition("/")
         if module:
             arrays.add((between_numbers(module), between_numbers(name)))

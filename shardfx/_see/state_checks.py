@@ -62,13 +62,17 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
     # Statistics of rows and columns are small: they only follow their parameter.
     states = [state for state in states if state.is_whole]
     for axis, size in subject.content.mesh.shape.items():
-        free = [state for state in states if axis not in _axes_of(state.group.row)]
+        unsharded_states = [
+            state for state in states if axis not in _axes_of(state.group.row)
+        ]
         is_of_parameters = any(axis in _axes_of(state.param) for state in states)
         if any(_is_added(axis, state) for state in states):
-            free = [state for state in free if not state.group.row.reasons]
+            unsharded_states = [
+                state for state in unsharded_states if not state.group.row.reasons
+            ]
             message = f"other states are sharded over `{axis}`, these are not"
             least_bytes = 0
-        elif size == 1 or len(free) < len(states) or is_of_parameters:
+        elif size == 1 or len(unsharded_states) < len(states) or is_of_parameters:
             continue
         else:
             message = (
@@ -77,15 +81,16 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
             )
             least_bytes = limit
 
-        specs = list(_shardable_over(subject, free, axis))
+        specs = list(_shardable_over(subject, unsharded_states, axis))
         if specs:
-            where = specs[0][0].where if len(specs) == 1 else free[0].root
+            where = specs[0][0].where if len(specs) == 1 else unsharded_states[0].root
             finding = _of_states(subject, where, message, specs)
             if finding.bytes >= least_bytes:
                 yield finding
 
 
 def _axes_of(row: Row) -> tuple[str, ...]:
+    """The mesh axes that shard an array."""
     return axes_of_target(row.spec)
 
 
@@ -121,10 +126,10 @@ def _unlike_parameters(subject: Subject, states: list[_State]) -> Iterator[Findi
         yield _of_states(subject, state.group.where, message, specs)
 
 
-_MOMENTS = {"m", "v"}
+_LETTERS_OF_MOMENTS = {"m", "v"}
 
 # The names by which libraries call optimizer states and copies of parameters.
-_CALLED = re.compile(
+_STATE_NAME = re.compile(
     r"(opt|ema|mom|adam|exp_avg|accum|slots?$|trace$|veloc|param_states$|mu$|nu$|m$|v$)"
 )
 
@@ -144,21 +149,23 @@ def _states(subject: Subject) -> list[_State]:
     # A single letter may be a module as well as a moment (values next to queries, for
     # example). Moments always occur together.
     state_branches = dict(branches)
-    if not _MOMENTS <= branches.keys():
-        for letter in _MOMENTS:
+    if not _LETTERS_OF_MOMENTS <= branches.keys():
+        for letter in _LETTERS_OF_MOMENTS:
             state_branches.pop(letter, None)
-    best: list[_State] = []
+    best_states: list[_State] = []
     for root, params in branches.items():
         param_rows: dict[str, Row] = {}
         for group in params:
             for path in group.paths:
                 param_rows[path.removeprefix(f"{root}/")] = group.row
         states = []
-        for other, groups in state_branches.items():
-            if other != root:
-                states += [_state(other, group, param_rows) for group in groups]
-        best = max(best, [state for state in states if state is not None], key=len)
-    return best
+        for other_root, groups in state_branches.items():
+            if other_root != root:
+                states += [_state(other_root, group, param_rows) for group in groups]
+        best_states = max(
+            best_states, [state for state in states if state is not None], key=len
+        )
+    return best_states
 
 
 def _state(root: str, group: Group, params: dict[str, Row]) -> _State | None:
@@ -174,7 +181,7 @@ def _state(root: str, group: Group, params: dict[str, Row]) -> _State | None:
     if not shape:
         return None
     for start in range(1, len(parts)):
-        if not any(map(_CALLED.match, parts[:start])):
+        if not any(map(_STATE_NAME.match, parts[:start])):
             continue
         for path in ("/".join(parts[start:]), "/".join(parts[start:-1])):
             param = params.get(path)
@@ -182,6 +189,7 @@ def _state(root: str, group: Group, params: dict[str, Row]) -> _State | None:
                 continue
             entries = entries_at(param.spec, len(param.shape))
             specs = set()
+            # All ways in which the leaf's dimensions can be those of the parameter.
             for dims in correspondences(param.shape, shape):
                 entries_of_dims = []
                 for dim in dims:
@@ -202,10 +210,12 @@ def _state(root: str, group: Group, params: dict[str, Row]) -> _State | None:
 
 
 def _axes_text(spec: PartitionSpec) -> str:
+    """The mesh axes of a spec as text; "nothing" for none."""
     return " and ".join(f"`{axis}`" for axis in axes_of_target(spec)) or "nothing"
 
 
 def _code(spec: PartitionSpec) -> str:
+    """A spec as code."""
     return f"P({', '.join(map(repr, entries_of(spec)))})"
 
 
@@ -249,19 +259,19 @@ def _of_states(
     `where` and `message` become fields of the Finding.
     """
     content = subject.content
-    saved = 0
+    saved_bytes = 0
     for group, spec in specs:
         _, shard_bytes = content.byte_counts[group.number]
         _, new_bytes = group.row._replace(spec=spec).byte_counts(content.mesh.shape)
-        saved += (shard_bytes - new_bytes) * len(group.paths)
-    if saved > 0:
-        message += f"; it costs each device {bytes_text(saved)}"
+        saved_bytes += (shard_bytes - new_bytes) * len(group.paths)
+    if saved_bytes > 0:
+        message += f"; it costs each device {bytes_text(saved_bytes)}"
     fix = "\n".join(subject.rule_fix(group.paths, spec) for group, spec in specs)
     return Finding(
         code="optimizer-state",
         severity="warning",
         where=where,
-        bytes=max(saved, 0),
+        bytes=max(saved_bytes, 0),
         message=message,
         fix=fix,
     )

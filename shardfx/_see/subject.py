@@ -112,19 +112,20 @@ class Subject:
         may split. `None` means 1 for all. Dimension 0 of an array of rank 3 or more is
         left out, because it may index stacked layers.
         """
-        stacked = int(len(shape) > 2)
-        counts = []
+        first_dim = int(len(shape) > 2)
+        unit_counts = []
         for size, unit in zip(shape, units or [1] * len(shape), strict=True):
-            count = size // unit if size % unit == 0 else 1
-            counts.append(count)
+            unit_count = size // unit if size % unit == 0 else 1
+            unit_counts.append(unit_count)
+        # An axis called "fsdp" comes before all others.
         sizes = sorted(
             self.content.mesh.shape.items(),
             key=lambda item: (item[0] != "fsdp", -item[1]),
         )
         pairs = []
         for axis, size in sizes:
-            for dim in range(stacked, len(shape)):
-                if size > 1 and shape[dim] and counts[dim] % size == 0:
+            for dim in range(first_dim, len(shape)):
+                if size > 1 and shape[dim] and unit_counts[dim] % size == 0:
                     pairs.append((dim, axis))
         return pairs
 
@@ -163,17 +164,17 @@ class Subject:
         in these numbers.
         """
         regexes = []
-        for parts, like_paths in together(paths, between_numbers).items():
-            if self._like_paths[parts] == len(like_paths):
+        for parts, paths_of_parts in together(paths, between_numbers).items():
+            if self._counts_by_parts[parts] == len(paths_of_parts):
                 regexes.append(r"\d+".join(map(re.escape, parts)))
             else:
-                regexes += map(re.escape, dict.fromkeys(like_paths))
+                regexes += map(re.escape, dict.fromkeys(paths_of_parts))
         if len(regexes) == 1:
             return f"^{regexes[0]}$"
         return f"^(?:{'|'.join(regexes)})$"
 
     @ft.cached_property
-    def _like_paths(self) -> collections.Counter[tuple[str, ...]]:
+    def _counts_by_parts(self) -> collections.Counter[tuple[str, ...]]:
         """Counts the leaves whose paths differ only in numbers. The keys are the parts
         of a path between its numbers: `("layers/", "/w")` for `layers/0/w`.
         """
@@ -217,11 +218,13 @@ class Subject:
         the specs; without path rules it makes one rule for all arrays, and `target` is
         not used.
         """
+        # The rules of these leaves, each with whether it shards others too.
         deciders = self.rules_for(paths)
         number, shards_others = next(iter(deciders.items()))
         is_only_rule = len(deciders) == 1 and number is not None and not shards_others
         if self.paths is not None and number is not None and is_only_rule:
             _, old_target = self.paths.rules[number]
+            # A rule that may be unused stays so.
             if isinstance(old_target, Optional):
                 target = optional(target)
             return f"paths = paths.replace({number}, {code_of(target)})"
@@ -299,4 +302,5 @@ def name_at(row: Row | LeafPlan, dim: int) -> Any:
 
 
 def has_code(reasons: Iterable[Reason], code: Code) -> bool:
+    """Whether any of the reasons has this code."""
     return any(reason.code is code for reason in reasons)

@@ -33,8 +33,8 @@ def turned_names(groups: Sequence[Group], names: Sequence[Names]) -> dict[int, T
     turned: dict[int, Turned] = {}
     scopes = dict.fromkeys(_modules(groups))
     for scope in (*scopes, tuple(range(len(groups)))):
-        for number, found in _turned_in(scope, groups, names):
-            turned.setdefault(number, found)
+        for number, turned_of_group in _turned_in(scope, groups, names):
+            turned.setdefault(number, turned_of_group)
     return turned
 
 
@@ -59,17 +59,20 @@ def _turned_in(
 ) -> Iterator[tuple[int, Turned]]:
     """Yields the index of each group of a scope whose names are turned."""
     sizes = {number: _sizes(names[number], groups[number]) for number in scope}
-    pairs: dict[tuple[str, str], list[int]] = {}
+    numbers_by_pair: dict[tuple[str, str], list[int]] = {}
     for number, size_by_name in sizes.items():
         for pair in itertools.combinations(sorted(size_by_name), 2):
-            pairs.setdefault(pair, []).append(number)
+            numbers_by_pair.setdefault(pair, []).append(number)
 
-    for (first, second), numbers in pairs.items():
+    for (first, second), numbers in numbers_by_pair.items():
         first_sizes = {sizes[number][first] for number in numbers}
         second_sizes = {sizes[number][second] for number in numbers}
+        # Arrays of several sizes, or square ones, say nothing about the order.
         if len(first_sizes) > 1 or len(second_sizes) > 1 or first_sizes == second_sizes:
             continue
-        # What the other arrays must say of each name: the size of the other one.
+        # The names are turned if each other array that has one of the two names has it
+        # at the size that the other name has here. At least one such array, a witness,
+        # must be there.
         expected = {first: second_sizes, second: first_sizes}
         witnesses: list[tuple[int, str]] = []
         is_turned = True
@@ -94,7 +97,9 @@ def _turned_in(
 
 
 def _sizes(names: Names, group: Group) -> dict[str, int]:
-    """The size of each logical name of an array."""
+    """The size of each logical name of an array, but for empty dimensions and those of
+    several names.
+    """
     sizes = {}
     for name, size in zip(names, group.row.shape, strict=False):
         if isinstance(name, str) and size:
@@ -103,6 +108,7 @@ def _sizes(names: Names, group: Group) -> dict[str, int]:
 
 
 def _exchanged(names: Names, first: str, second: str) -> Names:
+    """The names of an array with two of them in each other's place."""
     exchanged = {first: second, second: first}
     order = []
     for name in names:

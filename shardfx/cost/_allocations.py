@@ -1,5 +1,6 @@
 """A program's memory as libtpu assigns it, from the texts that it dumps: the bytes of
-each memory space, and the arrays that are live at the worst moment.
+each memory space, and the arrays that are live at the worst moment. An allocation is a
+part of memory that several values take at different times.
 """
 
 import re
@@ -103,7 +104,9 @@ def assigned_memory(
     in_hbm = [allocation for allocation in allocations if allocation.color == _HBM]
     arguments = _argument_bytes(allocations, argument_count)
     results = [allocation.bytes for allocation in in_hbm if allocation.is_result]
-    temporaries = [allocation.bytes for allocation in in_hbm if allocation.is_temporary]
+    temporary_sizes = [
+        allocation.bytes for allocation in in_hbm if allocation.is_temporary
+    ]
     places = _values_by_place(in_hbm)
     moment = _worst_moment(places, _ranges(texts.ranges))
     finder = _Arrays(module)
@@ -117,7 +120,7 @@ def assigned_memory(
         results=tuple(results),
         temporary_bytes=spaces[_HBM] - sum(arguments) - sum(results),
         arrays=tuple(arrays),
-        gap_bytes=sum(temporaries) - moment.bytes,
+        gap_bytes=sum(temporary_sizes) - moment.bytes,
         on_chip_bytes=spaces.get(_ON_CHIP, 0),
         out_of_memory=texts.out_of_memory,
         is_counted=True,
@@ -140,11 +143,13 @@ def _check_sums(allocations: Sequence[_Allocation], spaces: Mapping[int, int]) -
 
 
 def _read_allocations(text: str, is_tupled: bool) -> list[_Allocation]:
+    """The allocations in the text of the buffer assignment, each with its values."""
     allocations: list[_Allocation] = []
     for line in text.splitlines():
         if (header := _ALLOCATION.match(line)) is not None:
             allocations.append(_allocation(int(header[1]), header[2], is_tupled))
         elif allocations and (match := _VALUE.match(line)) is not None:
+            # The text of live ranges has an index for every value.
             name = match[1]
             if not name.endswith("}"):
                 name += "{}"
@@ -159,6 +164,10 @@ def _read_allocations(text: str, is_tupled: bool) -> list[_Allocation]:
 
 
 def _allocation(size: int, kind: str, is_tupled: bool) -> _Allocation:
+    """An allocation without values yet, from its bytes and the text after them. If the
+    program takes its arguments as one tuple (`is_tupled`), the number of an argument is
+    its index in parameter 0; the tuple itself is no argument.
+    """
     color = _COLOR.search(kind)
     parameter = _PARAMETER.search(kind)
     index = _INDEX.search(kind)
@@ -216,6 +225,7 @@ class _Moment(NamedTuple):
 def _values_by_place(
     allocations: Sequence[_Allocation],
 ) -> dict[_Place, list[_Value]]:
+    """The values of temporary allocations, by the place that they take."""
     places: dict[_Place, list[_Value]] = {}
     for number, allocation in enumerate(allocations):
         if not allocation.is_temporary:
@@ -237,19 +247,19 @@ def _worst_moment(
     stops: dict[int, list[tuple[_Place, _Value]]] = {}
     for place, values in places.items():
         for value in values:
-            if (life := ranges.get(value.name)) is not None:
-                starts.setdefault(life.first, []).append((place, value))
-                stops.setdefault(life.last + 1, []).append((place, value))
+            if (live_range := ranges.get(value.name)) is not None:
+                starts.setdefault(live_range.first, []).append((place, value))
+                stops.setdefault(live_range.last + 1, []).append((place, value))
 
     live: dict[_Place, list[_Value]] = {}
     live_bytes = 0
     worst = _Moment(bytes=0, values={})
-    for moment in sorted({*starts, *stops}):
-        for place, value in stops.get(moment, ()):
+    for position in sorted({*starts, *stops}):
+        for place, value in stops.get(position, ()):
             live_bytes -= _bytes_of(live[place])
             live[place].remove(value)
             live_bytes += _bytes_of(live[place])
-        for place, value in starts.get(moment, ()):
+        for place, value in starts.get(position, ()):
             sharing_values = live.setdefault(place, [])
             live_bytes -= _bytes_of(sharing_values)
             sharing_values.append(value)
@@ -269,6 +279,7 @@ def _largest_values(live: Mapping[_Place, Sequence[_Value]]) -> dict[_Place, _Va
 
 
 def _bytes_of(values: Sequence[_Value]) -> int:
+    """The bytes that values take which share one place; 0 for none."""
     return max((value.bytes for value in values), default=0)
 
 
@@ -282,11 +293,13 @@ class _Arrays:
             for instruction in computation.values():
                 self.instructions[instruction.name] = instruction
 
-    def live_array(self, value: _Value, alike: Sequence[_Value]) -> LiveArray:
-        """The array of a value. `alike` are the values that share its place: the state
-        of an array before a loop is a value of its own, and may have no source line.
+    def live_array(self, value: _Value, values_of_place: Sequence[_Value]) -> LiveArray:
+        """The array of a value. `values_of_place` are the values that share its place:
+        the state of an array before a loop is a value of its own, and may have no
+        source line.
         """
-        maker = self.maker_with_line(value, alike)
+        maker = self.maker_with_line(value, values_of_place)
+        # A value of another type than an array is shown as its bytes.
         array = next(iter(arrays_in(value.type)), Array("u8", (value.bytes,)))
         if maker is None:
             return LiveArray(
@@ -307,15 +320,16 @@ class _Arrays:
     def maker_with_line(
         self,
         value: _Value,
-        alike: Sequence[_Value],
+        values_of_place: Sequence[_Value],
     ) -> Instruction | None:
-        """The operation that makes a value, or else one of the same bytes in `alike`, if
-        it says its source line; else the one that makes the value.
+        """The operation that makes a value, or else one of the same bytes in
+        `values_of_place`, if it says its source line; else the one that makes the
+        value.
         """
         own_maker = self.maker(value)
         if _says_its_line(own_maker):
             return own_maker
-        for other in alike:
+        for other in values_of_place:
             if other.bytes != value.bytes:
                 continue
             maker = self.maker(other)
@@ -350,4 +364,5 @@ class _Arrays:
 
 
 def _says_its_line(instruction: Instruction | None) -> bool:
+    """Whether an instruction says from which source line it comes."""
     return instruction is not None and "stack_frame_id" in instruction.attributes

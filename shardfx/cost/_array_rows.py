@@ -70,10 +70,10 @@ class MissedAxis:
         return f"{array_text(self.dtype, self.shape)} of {place_text(self.line)}"
 
     def __str__(self) -> str:
-        lost = f"{self.first} took it first" if self.first else "it did not propagate"
+        reason = f"{self.first} took it first" if self.first else "it did not propagate"
         return (
             f"{self.axis} could shard dimension {self.dim}: {self.by} has it there, and"
-            f" {lost}. Constrain the {self.where}: {self.change}"
+            f" {reason}. Constrain the {self.where}: {self.change}"
         )
 
 

@@ -88,6 +88,7 @@ def changes_of(chip_step: StepOnChip, peak_bytes: int) -> tuple[Change, ...]:
 
 
 def _trials(chip_step: StepOnChip) -> Iterator[_Trial]:
+    """Yields every change that can be made to the step, whatever it saves."""
     axes = _batch_axes(chip_step)
     if axes:
         yield from _sharded_states(chip_step, axes)
@@ -147,7 +148,9 @@ def _sharded_state(
     axes: tuple[str, ...],
     init: str,
 ) -> Iterator[_Trial]:
-    """Yields the step with the arguments of these numbers sharded over `axes` too."""
+    """Yields the step with the arguments of these numbers sharded over `axes` too;
+    nothing if they are already. `title` and `init` are parts of its texts.
+    """
     dims = _sharded_over(chip_step, numbers, axes)
     if dims == [argument.dims for argument in chip_step.step.arguments]:
         return
@@ -164,7 +167,7 @@ def _donation(chip_step: StepOnChip) -> Iterator[_Trial]:
     """Yields the step that donates each argument whose new value it returns."""
     donated: list[bool] = []
     names: dict[str, None] = {}
-    saves_nothing = True
+    is_all_donated = True
     rows = zip(chip_step.step.arguments, chip_step.purposes, strict=True)
     for argument, purpose in rows:
         is_renewed = purpose.result is not None
@@ -172,8 +175,8 @@ def _donation(chip_step: StepOnChip) -> Iterator[_Trial]:
         if is_renewed:
             name, _, _ = argument.path.partition("/")
             names[name] = None
-            saves_nothing &= argument.donated
-    if saves_nothing:
+            is_all_donated &= argument.donated
+    if is_all_donated:
         return
     saved_bytes = _foreseen_saving(chip_step, donated=donated)
     yield _Trial(
@@ -245,6 +248,7 @@ def _sharded_over(
         if shape:
             request = Request(None, spec, None, None, (), ())
             mesh = chip_step.step.mesh
+            # The dtype would decide which arrays are too small: none is here.
             spec = shard_over(request, shape, np.float32, mesh, Fsdp(axes)).spec
         dims = [entry_axes(entry) for entry in entries_of(spec)]
         all_dims[number] = (*dims, *unsharded[len(dims) :])
@@ -264,6 +268,7 @@ def _moment_changes(chip_step: StepOnChip) -> Iterator[_Trial]:
         return
 
     def bytes_with_result(number: int) -> int:
+        """The bytes of an array of the state, and of its new value."""
         nbytes = memory.arguments[number]
         result = purposes[number].result
         if result is not None:

@@ -144,17 +144,17 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
     compiled_traffic = compiled
     if not isinstance(compiled_traffic, Traffic):
         compiled_traffic = traffic(compiled)
-    places = _line_traffics(estimated, compiled_traffic)
-    _offset(places)
-    most_bytes = max(estimated.wire_bytes, compiled_traffic.wire_bytes)
-    least = max(1, most_bytes // 1000)
-    more_places = [place for place in places if place.extra > 0]
-    less_places = [place for place in places if place.extra < 0]
+    line_traffics = _line_traffics(estimated, compiled_traffic)
+    _offset(line_traffics)
+    step_bytes = max(estimated.wire_bytes, compiled_traffic.wire_bytes)
+    least_bytes = max(1, step_bytes // 1000)
+    larger = [line_traffic for line_traffic in line_traffics if line_traffic.extra > 0]
+    smaller = [line_traffic for line_traffic in line_traffics if line_traffic.extra < 0]
     return Comparison(
-        rows=_excesses(more_places, least),
+        rows=_excesses(larger, least_bytes),
         estimated=estimated,
         compiled=compiled_traffic,
-        less=_excesses(less_places, least),
+        less=_excesses(smaller, least_bytes),
     )
 
 
@@ -162,54 +162,61 @@ def _line_traffics(estimated: Traffic, compiled: Traffic) -> list["_LineTraffic"
     """The estimated and the compiled rows of each source line and tuple of axes."""
     # The source line of the reduction of each leaf's gradient. A reduction of several
     # gradients is divided among them.
-    lines: dict[str, Frame | None] = {}
+    reduction_lines: dict[str, Frame | None] = {}
     for row in estimated.rows:
         if row.leaf is not None and row.kind in opcodes.SUMS:
-            lines[row.leaf] = row.source
+            reduction_lines[row.leaf] = row.source
 
-    places: dict[object, _LineTraffic] = {}
+    line_traffics: dict[object, _LineTraffic] = {}
 
-    def place_of(source: Frame | None, axes: tuple[str, ...]) -> _LineTraffic:
+    def traffic_at(source: Frame | None, axes: tuple[str, ...]) -> _LineTraffic:
         line = None if source is None else (source.file, source.line)
-        place = _LineTraffic(source=source, axes=axes)
-        return places.setdefault((line, axes), place)
+        line_traffic = _LineTraffic(source=source, axes=axes)
+        return line_traffics.setdefault((line, axes), line_traffic)
 
     for source, row in _rows_by_line(estimated, {}):
-        place = place_of(source, row.axes)
-        place.estimated.append(row)
-        place.extra -= row.wire_bytes
-    for source, row in _rows_by_line(compiled, lines):
-        place = place_of(source, row.axes)
-        place.compiled.append(row)
-        place.extra += row.wire_bytes
-    return list(places.values())
+        line_traffic = traffic_at(source, row.axes)
+        line_traffic.estimated.append(row)
+        line_traffic.extra -= row.wire_bytes
+    for source, row in _rows_by_line(compiled, reduction_lines):
+        line_traffic = traffic_at(source, row.axes)
+        line_traffic.compiled.append(row)
+        line_traffic.extra += row.wire_bytes
+    return list(line_traffics.values())
 
 
-def _offset(places: Sequence["_LineTraffic"]) -> None:
+def _offset(line_traffics: Sequence["_LineTraffic"]) -> None:
     """Offsets bytes that a line sends less with bytes that other lines send more along
     the same mesh axes, the largest first.
     """
-    for place in sorted(places, key=lambda place: -place.extra):
-        for other in places:
-            if other.axes != place.axes:
+    for line_traffic in sorted(
+        line_traffics, key=lambda line_traffic: -line_traffic.extra
+    ):
+        for other in line_traffics:
+            if other.axes != line_traffic.axes:
                 continue
-            moved = min(place.extra, -other.extra)
+            moved = min(line_traffic.extra, -other.extra)
             if moved > 0:
-                place.extra -= moved
+                line_traffic.extra -= moved
                 other.extra += moved
 
 
-def _excesses(places: Sequence["_LineTraffic"], least: int) -> tuple[Excess, ...]:
+def _excesses(
+    line_traffics: Sequence["_LineTraffic"],
+    least_bytes: int,
+) -> tuple[Excess, ...]:
     """A row for each place, the largest first, and one for all places without a line or
-    with less than `least` bytes.
+    with less than `least_bytes` bytes.
     """
     rows = []
     rest = []
-    for place in sorted(places, key=lambda place: -abs(place.extra)):
-        if place.source is None or abs(place.extra) < least:
-            rest.append(place)
+    for line_traffic in sorted(
+        line_traffics, key=lambda line_traffic: -abs(line_traffic.extra)
+    ):
+        if line_traffic.source is None or abs(line_traffic.extra) < least_bytes:
+            rest.append(line_traffic)
         else:
-            rows.append(_excess([place], place.source, place.axes))
+            rows.append(_excess([line_traffic], line_traffic.source, line_traffic.axes))
     if rest:
         rows.append(_excess(rest))
     return tuple(rows)
@@ -230,44 +237,44 @@ class _LineTraffic:
 
 def _rows_by_line(
     of_traffic: Traffic,
-    lines: dict[str, Frame | None],
+    reduction_lines: dict[str, Frame | None],
 ) -> Iterator[tuple[Frame | None, TrafficRow]]:
     """Yields each row of the traffic, divided into one row for each parameter of the
     collective, with a source line. This is the row's own line, with one exception:
-    `lines` has the lines at which the gradients of parameters are reduced, by the
-    parameter's path. A row that reduces the gradient of one of these parameters has its
-    line from there.
+    `reduction_lines` has the lines at which the gradients of parameters are reduced, by
+    the parameter's path. A row that reduces the gradient of one of these parameters has
+    its line from there.
     """
     for row in of_traffic.rows:
         shares = row.shares or ((row.leaf, row.wire_bytes),)
         shared_bytes = sum(nbytes for _, nbytes in shares)
-        rounding_error = row.wire_bytes - shared_bytes
+        rounded_off_bytes = row.wire_bytes - shared_bytes
         for leaf, nbytes in shares:
             source = row.source
-            if leaf in lines and row.kind in opcodes.SUMS:
-                source = lines[leaf]
-            wire_bytes = nbytes + rounding_error
+            if leaf in reduction_lines and row.kind in opcodes.SUMS:
+                source = reduction_lines[leaf]
+            wire_bytes = nbytes + rounded_off_bytes
             yield source, dataclasses.replace(row, leaf=leaf, wire_bytes=wire_bytes)
-            # The first part has it.
-            rounding_error = 0
+            # The first part has what rounding took.
+            rounded_off_bytes = 0
 
 
 def _excess(
-    places: Sequence[_LineTraffic],
+    line_traffics: Sequence[_LineTraffic],
     source: Frame | None = None,
     axes: tuple[str, ...] = (),
 ) -> Excess:
-    """The sum of `places` as an `Excess`. `source` and `axes` are the line and the axes
-    of a single place. The sum of several places has neither.
+    """The sum of `line_traffics` as an `Excess`. `source` and `axes` are the line and
+    the axes of a single place. The sum of several places has neither.
     """
     expected_rows: list[TrafficRow] = []
     found_rows: list[TrafficRow] = []
-    for place in places:
-        expected_rows += [row for row in place.estimated if row.wire_bytes]
-        found_rows += [row for row in place.compiled if row.wire_bytes]
+    for line_traffic in line_traffics:
+        expected_rows += [row for row in line_traffic.estimated if row.wire_bytes]
+        found_rows += [row for row in line_traffic.compiled if row.wire_bytes]
     leaves = dict.fromkeys(row.leaf for row in found_rows if row.leaf)
     return Excess(
-        extra_bytes=sum(place.extra for place in places),
+        extra_bytes=sum(line_traffic.extra for line_traffic in line_traffics),
         source=source,
         axes=axes,
         leaf=", ".join(leaves) or None,
@@ -278,6 +285,7 @@ def _excess(
 
 
 def _bytes_by_kind(rows: Sequence[TrafficRow]) -> tuple[tuple[str, int], ...]:
+    """Pairs of a kind of collective and the bytes of its rows, the largest first."""
     return tuple(Traffic(tuple(rows), 1).by("kind").items())
 
 

@@ -69,11 +69,13 @@ class MemoryAnalysis:
         )
 
 
+# The sizes that every version of JAX has.
 _COUNTED = [
     field.name
     for field in dataclasses.fields(MemoryAnalysis)
     if field.default is dataclasses.MISSING
 ]
+# Sizes that JAX's own analysis has, beside those of `MemoryAnalysis`.
 _OF_PEAK = (
     "peak_memory_in_bytes",
     "host_argument_size_in_bytes",
@@ -281,10 +283,12 @@ def _compiled_by_libtpu(step: Step, name: str) -> CompiledFor:
 
 
 def _assigned(texts: TpuTexts, argument_count: int) -> Memory:
+    """The memory of one device in HBM, as libtpu assigned it."""
     return memory_in(texts, parse_hlo(texts.scheduled), argument_count)
 
 
 def _raise_at_callbacks(step: Step) -> None:
+    """Raises `ProgramError` for a step that calls back to Python."""
     if step.callbacks:
         raise ProgramError(
             f"{step.callbacks[0]} calls back to Python, which libtpu compiles only for"
@@ -294,7 +298,9 @@ def _raise_at_callbacks(step: Step) -> None:
 
 
 def _out_of_memory(text: str, needed_bytes: int | None = None) -> OutOfMemoryError:
-    """The error for a program that does not fit, from its compiler's own text."""
+    """The error for a program that does not fit, from its compiler's own text. Its
+    `needed_bytes` are as given, or else as the text says.
+    """
     sizes = next((match.groups() for form in _FULL if (match := form.search(text))), ())
     needed, limit = map(_bytes_of, sizes) if sizes else (None, None)
     return OutOfMemoryError(
@@ -326,6 +332,9 @@ def _bytes_of(text: str) -> int:
 
 
 def _mesh_of(target: str | Mesh | Sequence[object], spec: MeshSpec) -> tuple[Mesh, str]:
+    """The mesh of a target's devices, and the name of their kind. A target that is text
+    is "cpu".
+    """
     if isinstance(target, Mesh):
         return target, target.devices.flat[0].device_kind
     if not isinstance(target, Iterable):

@@ -233,9 +233,9 @@ def saving_constraints(chip_step: StepOnChip) -> Constrained | None:
     no constraint does. A constraint is left out if the others together save almost as
     much.
     """
-    before = chip_step.memory.peak_bytes
+    bytes_before = chip_step.memory.peak_bytes
     constraints: tuple[MissedAxis, ...] = ()
-    peak_bytes = before
+    peak_bytes = bytes_before
     for _ in range(_ROUNDS):
         candidates = _candidates(chip_step, constraints)
         extended = tuple(dict.fromkeys([*constraints, *candidates]))
@@ -247,12 +247,13 @@ def saving_constraints(chip_step: StepOnChip) -> Constrained | None:
         constraints = extended
         peak_bytes = memory.peak_bytes
 
-    enough_bytes = _NEARLY * (before - peak_bytes)
+    # Those that were added last are tried first.
+    enough_bytes = _NEARLY * (bytes_before - peak_bytes)
     removable = reversed(constraints) if len(constraints) > 1 else ()
     for constraint in removable:
         fewer = tuple(other for other in constraints if other is not constraint)
         memory = _memory_with(chip_step, fewer)
-        if memory is not None and before - memory.peak_bytes >= enough_bytes:
+        if memory is not None and bytes_before - memory.peak_bytes >= enough_bytes:
             constraints = fewer
     if not constraints:
         return None
@@ -266,6 +267,9 @@ def _memory_with(
     chip_step: StepOnChip,
     constraints: Sequence[MissedAxis],
 ) -> Memory | None:
+    """The memory of the step with sharding constraints; `None` if XLA or libtpu cannot
+    compile it with them.
+    """
     try:
         return chip_step.memory_with(
             with_constraints(chip_step.step, constraints, chip_step.platform)
@@ -283,9 +287,9 @@ def _candidates(
     `constraints`, which are already chosen.
     """
     arguments = chip_step.step.arguments
-    batch = set()
+    batch_names = set()
     for number in chip_step.in_group("batch"):
-        batch.add(arguments[number].path or arguments[number].name)
+        batch_names.add(arguments[number].path or arguments[number].name)
     if constraints:
         module = with_constraints(chip_step.step, constraints, chip_step.platform)
         memory = chip_step.memory_with(module)
@@ -300,7 +304,7 @@ def _candidates(
     for line in dict.fromkeys(array.source for array in largest):
         for row in rows_of.get(line, ()):
             for missed in step_shardings.missed_axes(row):
-                if missed.by in batch:
+                if missed.by in batch_names:
                     yield missed
 
 
@@ -348,6 +352,7 @@ def _constrained_values(
     module: Any,
     constraints: Sequence[MissedAxis],
 ) -> Iterator[_ConstrainedValue]:
+    """Yields the values of a module with the line and the shape of a constraint."""
     for op in operations(module):
         if op.name in _NO_ARRAY:
             continue

@@ -100,6 +100,9 @@ def extrapolated(
 
 
 def _with_sizes(mesh: MeshSpec, sizes: dict[str, int]) -> MeshSpec:
+    """The mesh with other sizes of its axes. An axis spans no more slices than it has
+    devices.
+    """
     dcn = {
         axis: min(slices, sizes[axis])
         for axis, slices in zip(mesh.axis_names, mesh.dcn_sizes, strict=True)
@@ -112,6 +115,7 @@ def _with_sizes(mesh: MeshSpec, sizes: dict[str, int]) -> MeshSpec:
 
 
 def _size_free_fields(row: TrafficRow) -> object:
+    """What two rows of one collective have in common on meshes of two sizes."""
     return row.kind, row.axes, row.dtype, row.source, row.calls is None, row.calls == 0
 
 
@@ -126,24 +130,24 @@ def _larger_row(
     small mesh to the large mesh.
     """
     group_size = row.group_size
-    bytes_each = _payload_bytes(row)
+    payload_bytes = _payload_bytes(row)
     calls = row.calls
-    for other, times in doubled:
-        group_size *= _growth(other.group_size, row.group_size, times)
-        bytes_each *= _growth(_payload_bytes(other), _payload_bytes(row), times)
+    for other, doublings in doubled:
+        group_size *= _growth(other.group_size, row.group_size, doublings)
+        payload_bytes *= _growth(_payload_bytes(other), _payload_bytes(row), doublings)
         if calls and other.calls and row.calls:
-            calls *= _growth(other.calls, row.calls, times)
+            calls *= _growth(other.calls, row.calls, doublings)
     counted_calls = 1 if calls is None else calls
-    received = _group_factor(row.kind, int(group_size))
-    wire_bytes = round(counted_calls * bytes_each * received)
+    received_share = _group_factor(row.kind, int(group_size))
+    wire_bytes = round(counted_calls * payload_bytes * received_share)
 
     dcn_bytes = 0
     shares: list[tuple[str | None, int]] = []
-    for leaf, part in row.shares:
-        share = 0
+    for leaf, share_bytes in row.shares:
+        larger_share = 0
         if row.wire_bytes:
-            share = round(wire_bytes * part / row.wire_bytes)
-        shares.append((leaf, share))
+            larger_share = round(wire_bytes * share_bytes / row.wire_bytes)
+        shares.append((leaf, larger_share))
     if row.wire_bytes:
         dcn_bytes = round(wire_bytes * row.dcn_bytes / row.wire_bytes)
     return dataclasses.replace(
@@ -165,19 +169,23 @@ def _payload_bytes(row: TrafficRow) -> float:
     return row.wire_bytes / ((row.calls or 1) * _group_factor(row.kind, row.group_size))
 
 
-def _group_factor(kind: str, group: int) -> float:
-    if KINDS[kind].links == "one" or group < 2:
-        return 1.0
-    return (group - 1) / group
-
-
-def _growth(other: float | int, first: float | int, times: int) -> float:
-    """The factor by which a number grows in `times` doublings of a mesh axis, if it is
-    `one` before a doubling and `other` after it. Their ratio is rounded to a power of
-    two: for 210 after 100, and 3 times, it is 2 ** 3 = 8.
+def _group_factor(kind: str, group_size: int) -> float:
+    """The part of an array that a device receives in a collective: all but its own
+    shard. A permute ("one" link) sends whole arrays.
     """
-    if first and other:
-        return (2.0 ** round(math.log2(other / first))) ** times
+    if KINDS[kind].links == "one" or group_size < 2:
+        return 1.0
+    return (group_size - 1) / group_size
+
+
+def _growth(doubled: float | int, first: float | int, doublings: int) -> float:
+    """The factor by which a number grows in `doublings` doublings of a mesh axis, if it
+    is `first` before a doubling and `doubled` after it. Their ratio is rounded to a
+    power of two: for 210 after 100, and 3 times, it is 2 ** 3 = 8. A number that is 0
+    does not grow.
+    """
+    if first and doubled:
+        return (2.0 ** round(math.log2(doubled / first))) ** doublings
     return 1.0
 
 
@@ -260,30 +268,33 @@ def estimate(
     programs = programs_to_judge(traced, platform, DIRECT)
     if programs is not None:
         warn_if_refuted(programs)
-    asked = None
+    libtpu_traffic = None
     if platform == "tpu":
-        asked = asked_traffic(traced, chip_of(compiler, traced.mesh))
-    if asked is not None:
-        return asked
+        libtpu_traffic = asked_traffic(traced, chip_of(compiler, traced.mesh))
+    if libtpu_traffic is not None:
+        return libtpu_traffic
     if programs is None:
-        sent = estimated(traced, platform)
+        foreseen_traffic = estimated(traced, platform)
     else:
         module = as_sent(module_of(programs, traced.mesh.size), platform)
-        sent = largest_first(read(module, traced.jax_mesh, traced.leaves))
+        foreseen_traffic = largest_first(read(module, traced.jax_mesh, traced.leaves))
     if platform == "cpu":
-        return sent
+        return foreseen_traffic
     notes: tuple[str, ...] = (_GPU_NOTE,)
     if platform == "tpu":
-        notes = (_tpu_note(sent), why_foreseen(traced, chip_of(compiler, traced.mesh)))
-    return dataclasses.replace(sent, basis="foreseen", notes=notes)
+        notes = (
+            _tpu_note(foreseen_traffic),
+            why_foreseen(traced, chip_of(compiler, traced.mesh)),
+        )
+    return dataclasses.replace(foreseen_traffic, basis="foreseen", notes=notes)
 
 
 _GPU_NOTE = "Foreseen: the compiler for GPUs may send other bytes."
 
 
-def _tpu_note(sent: Traffic) -> str:
+def _tpu_note(foreseen_traffic: Traffic) -> str:
     """A sentence about the bytes to expect in the place of foreseen ones."""
-    least, most = map(bytes_text, WIRE.of(sent.wire_bytes))
+    least, most = map(bytes_text, WIRE.of(foreseen_traffic.wire_bytes))
     return (
         f"Foreseen: expect {least} to {most}. libtpu sends between {WIRE.least:g} and"
         f" {WIRE.most:g} times the foreseen bytes in 95 % of steps, by {WIRE.steps} measured"

@@ -38,6 +38,10 @@ class Explainer:
     """A step after Shardy's propagation, with methods that explain its shardings in
     sentences. In a conflict, two arrays are sharded over one mesh axis, and one of them
     is gathered.
+
+    Operations and arrays (values) are numbers of the graph. Beside those of StableHLO,
+    the graph has the operations "carry" and "return" at the start and the end of a
+    loop.
     """
 
     def __init__(self, step: Step, graph: Graph):
@@ -67,6 +71,9 @@ class Explainer:
         value_number: int,
         loop: Frame | None,
     ) -> ArrayRow | None:
+        """The row of an array; `None` inside a `shard_map`, whose arrays have no
+        sharding of Shardy's. `loop` is the line of the loop around the operation.
+        """
         value = self.graph.values[value_number]
         maker = self.graph.operations[operation_number]
         sharding = self.graph.shardings[value_number]
@@ -105,11 +112,11 @@ class Explainer:
         dims = self.graph.shardings[number].dims or [()] * len(value.shape)
         elements = 1
         for size, axes in zip(value.shape, dims, strict=True):
-            parts = math.prod(map(self._size, axes))
+            parts = math.prod(map(self._axis_size, axes))
             elements *= -(-size // parts)
         return -(-elements * bits(value.dtype) // 8)
 
-    def _size(self, axis: str) -> int:
+    def _axis_size(self, axis: str) -> int:
         """The size of a mesh axis, or of a sub-axis such as `data:(1)2`."""
         if ":" in axis:
             return int(axis.rpartition(")")[2])
@@ -120,6 +127,8 @@ class Explainer:
         """Yields the source line of the innermost loop around each operation; `None`
         outside of loops.
         """
+        # The locations of the loops that have begun and not ended. A `while` has a
+        # carry for each carried value, all at one location.
         around: list[object] = []
         for operation in self.graph.operations:
             location = operation.location
@@ -132,6 +141,7 @@ class Explainer:
             yield own_line(lines_of(around[-1])) if around else None
 
     def _chain(self, number: int, axis: str) -> tuple[Frame, ...]:
+        """The lines over which a mesh axis reached an array, neighbours only once."""
         lines = [self.lines[operation] for operation in self.graph.chain(number, axis)]
         return tuple(line for line, _ in itertools.groupby(lines) if line is not None)
 
@@ -180,12 +190,16 @@ class Explainer:
             other_axes = [
                 other for other in self.graph.axes_of(stop.last) if other != axis
             ]
-            parts = axis_size * math.prod(map(self._size, other_axes))
+            # The array is to be divisible with the axis added.
+            parts = axis_size * math.prod(map(self._axis_size, other_axes))
             shape = self.graph.values[stop.last.value].shape
             if shape[stop.last.dim] % parts == 0:
                 yield self._missed_axis(axis, stop)
 
     def _missed_axis(self, axis: str, stop: Stop) -> MissedAxis:
+        """What adds a mesh axis that stopped propagating: the constraint of the array
+        near the stop, with the axis at its dimension and at no other.
+        """
         last = stop.last.value
         near = stop.near.value
         first = ""
@@ -230,6 +244,7 @@ class Explainer:
     @ft.cached_property
     def known_faults(self) -> tuple[str, ...]:
         """A sentence for each line that XLA's partitioner may compute wrongly."""
+        # The mesh axes of each dimension, by the array's number.
         cuts = {
             number: sharding.dims
             for number, sharding in enumerate(self.graph.shardings)
@@ -257,18 +272,19 @@ class Explainer:
 
     def sentence(self, conflict: Conflict) -> str:
         """A sentence about a conflict, with the two arrays that are sharded over one
-        mesh axis.
+        mesh axis: the first stays so, the second is gathered.
         """
         axis = conflict.axis
-        kept = self._text(conflict.kept, axis)
-        moved = self._text(conflict.moved, axis)
+        kept = self._dimension_text(conflict.kept, axis)
+        moved = self._dimension_text(conflict.moved, axis)
         operation = self.graph.operations[conflict.operation]
         return (
             f"gathered over {axis}: {kept} and {moved} are sharded over it, and the"
             f" {operation.name} keeps the first"
         )
 
-    def _text(self, key: DimKey, axis: str) -> str:
+    def _dimension_text(self, key: DimKey, axis: str) -> str:
+        """The text of a dimension that a mesh axis shards, and where it has it from."""
         value = self.graph.values[key.value]
         text = f"dimension {key.dim} of {array_text(value.dtype, value.shape)}"
         origin = self.origin_of(key.value, axis)
@@ -321,7 +337,7 @@ class Explainer:
 
     def _sum_sentence(self, operation: Operation, key: DimKey, axis: str) -> str:
         return (
-            f"summed over {axis}: {self._text(key, axis)} is sharded over it;"
+            f"summed over {axis}: {self._dimension_text(key, axis)} is sharded over it;"
             f" {operation.name} sums it"
         )
 

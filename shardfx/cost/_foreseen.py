@@ -14,10 +14,10 @@ class Range(NamedTuple):
     steps: int
     on_chip_bytes: int = 0
 
-    def of(self, size: int) -> tuple[int, int]:
-        """The least and the most bytes to expect for foreseen bytes."""
-        least = max(0, int(self.least * size) - self.on_chip_bytes)
-        return least, int(self.most * size)
+    def of(self, foreseen_bytes: int) -> tuple[int, int]:
+        """The least and the most bytes to expect from libtpu for foreseen bytes."""
+        least_bytes = max(0, int(self.least * foreseen_bytes) - self.on_chip_bytes)
+        return least_bytes, int(self.most * foreseen_bytes)
 
 
 # Measured by `python -m benchmarks.unseen.foreseen` on v5e:4x4, with JAX 0.10.2 and

@@ -51,6 +51,7 @@ class LargeArray:
     why: str = ""
 
 
+# Operations whose results are copies of an array, in another layout or dtype.
 _COPIES = MOVING | {"convert"}
 
 
@@ -85,6 +86,9 @@ def peak_arrays(chip_step: StepOnChip) -> tuple[LargeArray, ...]:
 
 
 def _argument(purpose: ArgumentPurpose, nbytes: int) -> LargeArray:
+    """An argument of the step, which is the origin of its own mesh axes. An argument
+    whose sharding the compiler chooses has none here.
+    """
     argument = purpose.argument
     name = argument.path or argument.name
     dims = argument.dims or ()

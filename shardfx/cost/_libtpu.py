@@ -1,5 +1,6 @@
 """libtpu's own program of a step: the slices for which it is asked, and the module and
-the memory that it answers with.
+the memory that it answers with. The extents of a slice are its chips along each
+dimension of the torus.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ INSTALL = "`pip install 'shardfx[aot]'` asks libtpu itself, without a TPU."
 # The chip of a step for TPUs if none is named, and the one for larger slices.
 _CHIP, _LARGE_CHIP = "v5e", "v5p"
 # The devices of the smallest slice that libtpu describes: one host of 2 x 2 chips.
-_HOST = 4
+_DEVICES_OF_HOST = 4
 # libtpu compiles larger slices too, but takes minutes.
 _MOST_DEVICES = 9216
 
@@ -93,24 +94,27 @@ def target_of(chip: chips.Chip, mesh: MeshSpec) -> Target | None:
     """
     if libtpu_path() is None or not chip.torus_dims or mesh.size > _MOST_DEVICES:
         return None
-    count = math.prod(mesh.dcn_sizes)
-    devices = mesh.size // count
+    slice_count = math.prod(mesh.dcn_sizes)
+    slice_devices = mesh.size // slice_count
     per_chip = chip.devices_per_chip
-    if count == 1 and devices < _HOST:
+    if slice_count == 1 and slice_devices < _DEVICES_OF_HOST:
         return _part_of_host(chip, mesh)
-    extents = extents_of(chip, devices)
-    if math.prod(extents) * per_chip != devices:
+    extents = extents_of(chip, slice_devices)
+    # The nearest slice is larger: the chip has none of this size.
+    if math.prod(extents) * per_chip != slice_devices:
         return None
-    slices = TpuSlice(_name(chip, extents), count)
+    tpu_slices = TpuSlice(_name(chip, extents), slice_count)
     try:
-        ordered = mesh.order(devices_of_slices(slices)).devices
+        mesh_devices = mesh.order(devices_of_slices(tpu_slices)).devices
     except MeshError:
         return None
-    return Target(slices, tuple(device.id for device in ordered.flat))
+    return Target(tpu_slices, tuple(device.id for device in mesh_devices.flat))
 
 
 def _part_of_host(chip: chips.Chip, mesh: MeshSpec) -> Target | None:
-    """The first devices of the smallest slice, for a mesh that is smaller."""
+    """The first devices of the smallest slice, for a mesh that is smaller; `None` if
+    libtpu does not know the slice.
+    """
     extents = (2, 2, 1)[: chip.torus_dims]
     slices = TpuSlice(_name(chip, extents))
     try:

@@ -69,13 +69,13 @@ class Origins:
                     self._carried[value] = (op, number)
                 for value, carried in zip(body.results, op.makes, strict=False):
                     self._equal_outside[value].append(carried)
-            meets = op.instruction.rendezvous
-            if meets is not None:
-                transfers[op.opcode, meets] = op
-        # By the `recv`.
+            rendezvous = op.instruction.rendezvous
+            if rendezvous is not None:
+                transfers[op.opcode, rendezvous] = op
+        # The `send` that each `recv` receives from.
         self._senders: dict[FlatOp, FlatOp] = {}
-        for (opcode, meets), op in transfers.items():
-            sender = transfers.get(("send", meets))
+        for (opcode, rendezvous), op in transfers.items():
+            sender = transfers.get(("send", rendezvous))
             if opcode == "recv" and sender is not None:
                 self._senders[op] = sender
                 self._equal_outside[sender.reads[0]].append(op.makes[0])
@@ -112,6 +112,7 @@ class Origins:
                 return
             yield op
             op = self._senders.get(op, op)
+            # -1 is no value.
             value = op.reads[0] if op.reads else -1
             if value in self._names:
                 yield FlatOp(
@@ -226,7 +227,8 @@ class Origins:
             if value in self._uses.results:
                 return ""
             for use in self._uses.reads_of(value):
-                # The branches of a conditional read its operands.
+                # The branches of a conditional read its operands, and have entries of
+                # their own here.
                 if use.op.opcode in _HANDING_ON or use.op.opcode == "conditional":
                     continue
                 name = _callback_name(use.op)
@@ -241,6 +243,7 @@ class Origins:
                 yield from use.op.makes
 
     def _made_by_callback(self, op: FlatOp) -> str:
+        """The callback whose results an operation hands on; "" if there is none."""
         for value in itertools.islice(
             reached(op.reads, self._unspread), _MOST_STEPS_BACK
         ):
@@ -251,7 +254,9 @@ class Origins:
         return ""
 
     def _unspread(self, value: int) -> Iterable[int]:
-        """The values of which one device's copy of a value is made."""
+        """The values of which a value is a form on another device: what each branch of
+        a conditional returns, or the operands that are handed on; else none.
+        """
         maker = self._uses.maker.get(value)
         if maker is None:
             return ()
@@ -298,16 +303,16 @@ class Origins:
         """Whether value `part` has as many elements as value `whole`, or the shape of a
         shard of `whole`.
         """
-        sizes = self._program.buffers[part].shape
-        limits = self._program.buffers[whole].shape
-        if not sizes or not limits:
+        part_shape = self._program.buffers[part].shape
+        whole_shape = self._program.buffers[whole].shape
+        if not part_shape or not whole_shape:
             return False
-        if math.prod(sizes) == math.prod(limits):
+        if math.prod(part_shape) == math.prod(whole_shape):
             return True
-        if len(sizes) != len(limits):
+        if len(part_shape) != len(whole_shape):
             return False
-        pairs = zip(sizes, limits, strict=True)
-        return all(size and limit % size == 0 for size, limit in pairs)
+        pairs = zip(part_shape, whole_shape, strict=True)
+        return all(size and whole_size % size == 0 for size, whole_size in pairs)
 
 
 def _is_slice(op: FlatOp) -> bool:

@@ -104,6 +104,7 @@ class Graph:
         self.next_carried: dict[int, int] = {}
         for operation in self.operations:
             if operation.name == "return":
+                # A loop's `return` of one value has the carried value beside it.
                 next_value, carried = operation.ins[:2]
                 self.next_carried[carried] = next_value
         self.paths = ft.lru_cache(maxsize=4096)(self._paths)
@@ -164,7 +165,9 @@ class Graph:
         return steps
 
     def _sources(self, origin: str) -> Sequence[int]:
-        """The arrays that Shardy's text for an origin names."""
+        """The arrays that Shardy's text for an origin names, such as "input: 0"; none
+        if there are none.
+        """
         kind, _, number = origin.partition(": ")
         if kind == "input":
             arrays = self.program.arguments
@@ -205,11 +208,13 @@ class Graph:
         if step is None:
             return None
 
+        # Back from the dimension that the axis shards to the one that was asked for.
         operation, last = step
         path = [last]
         while (step := steps[path[-1]]) is not None:
             _, previous = step
             path.append(previous)
+        # No line of the program computes arrays that only a loop passes on.
         near = self._stacked(last)
         for key in map(self._as_carried, path):
             if not self._is_of_loop(key.value):
@@ -308,6 +313,7 @@ class Graph:
                 for axis in self.axes_of(key):
                     dims_of_axes.setdefault(axis, []).append((key, factor))
             for axis, dims in dims_of_axes.items():
+                # An operation keeps the sharding of its result, if the axis shards it.
                 of_results = [dim for dim in dims if dim[0].value in operation.outs]
                 kept, kept_factor = (of_results or dims)[0]
                 for moved, factor in dims:

@@ -58,8 +58,10 @@ def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]
     for argument, result in _replacing_results(step, program).items():
         if _comes_from(entry.results[result], entry.carried[argument], uses):
             new_values[argument] = result
+    # JAX marks the operations of a backward pass so.
     has_gradients = any("transpose(" in op.instruction.op_name for op in uses.ops)
 
+    # "" is no group yet.
     groups: list[str] = []
     for number, value in enumerate(entry.carried):
         if number not in new_values:
@@ -125,14 +127,14 @@ def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
     for structure, numbers in _subtrees(results):
         subtrees_of[structure].append(numbers)
     replacing: dict[int, int] = {}
-    taken: set[int] = set()
+    taken_results: set[int] = set()
     for structure, numbers in _subtrees(arguments):
         if not replacing.keys().isdisjoint(numbers):
             continue
         for subtree in subtrees_of[structure]:
-            if taken.isdisjoint(subtree):
+            if taken_results.isdisjoint(subtree):
                 replacing.update(zip(numbers, subtree, strict=True))
-                taken.update(subtree)
+                taken_results.update(subtree)
                 break
     return replacing
 
@@ -164,12 +166,14 @@ def _comes_from(result: int, argument: int, uses: Uses) -> bool:
     """
 
     def before(value: int) -> Sequence[int]:
+        """The values of which a value may be the new state; none for other values."""
         op = uses.maker.get(value)
         if op is None:
             return ()
         if op.opcode == "while":
             number = op.makes.index(value)
             return op.reads[number], op.bodies[0].results[number]
+        # The array that is updated stands first.
         if op.opcode in ("dynamic-update-slice", "scatter"):
             return op.reads[:2]
         if op.opcode in _FOLLOWED:
@@ -182,19 +186,20 @@ def _comes_from(result: int, argument: int, uses: Uses) -> bool:
 def _is_read_forward(value: int, uses: Uses) -> bool:
     """Whether an operation of the forward pass reads value number `value`, a view or a
     piece of it, such as a transpose, or what a collective makes of it. An operation
-    that neither moves values, nor is elementwise or a view, counts in every pass.
+    that neither moves values, nor is elementwise or a view, counts in every pass. JAX
+    marks operations of the forward pass of a derivative with "jvp(".
     """
-    forming = {*opcodes.VIEWS, *opcodes.PIECES, *MOVING, "convert"}
+    form_opcodes = {*opcodes.VIEWS, *opcodes.PIECES, *MOVING, "convert"}
 
-    def forms(value: int) -> Iterator[int]:
+    def forms_of(value: int) -> Iterator[int]:
         for use in uses.reads_of(value):
-            if use.op.opcode in forming:
+            if use.op.opcode in form_opcodes:
                 yield from use.op.makes
 
-    for form in reached([value], forms):
+    for form in reached([value], forms_of):
         for use in uses.reads_of(form):
             is_forward = "jvp(" in use.op.instruction.op_name
-            if is_forward or use.op.opcode not in opcodes.ELEMENTWISE | forming:
+            if is_forward or use.op.opcode not in opcodes.ELEMENTWISE | form_opcodes:
                 return True
     return False
 
@@ -228,6 +233,7 @@ def _batch_size(
 
 
 def _is_whole_number(dtype: str) -> bool:
+    """Whether a dtype in HLO's notation is of integers or booleans: "s32", "pred"."""
     return dtype.startswith(("s", "u", "pred"))
 
 
@@ -241,6 +247,7 @@ def moment_groups(paths: Sequence[str], groups: Sequence[str]) -> list[str]:
     parameters, if the moments are in another argument.
     """
     moments = _moments(paths, groups)
+    # A moment may hold others: "mu" holds "mu/inner". The outer one counts.
     outer_moments = sorted(set(filter(None, moments.values())), key=len)
     has_nested_parameters = any(
         group == "parameters" and "/" in path
@@ -254,15 +261,15 @@ def moment_groups(paths: Sequence[str], groups: Sequence[str]) -> list[str]:
         if path not in moments:
             named.append("parameters")
             continue
-        _, _, inner = path.partition("/")
+        _, _, path_in_argument = path.partition("/")
         moment = moments[path]
         for outer_moment in outer_moments:
-            if inner.startswith(f"{outer_moment}/"):
+            if path_in_argument.startswith(f"{outer_moment}/"):
                 moment = outer_moment
                 break
         if not moment:
-            is_alone = has_nested_parameters and "/" not in path
-            moment = path if is_alone else "the rest"
+            is_argument_alone = has_nested_parameters and "/" not in path
+            moment = path if is_argument_alone else "the rest"
         named.append(f"optimizer: {moment}")
     return named
 
@@ -292,17 +299,19 @@ def _moments(paths: Sequence[str], groups: Sequence[str]) -> dict[str, str]:
     for path in states:
         if _moment_of(path, inner_paths):
             arguments_of_moments.add(_argument(path))
-    unread: set[str] = set()
+    # The arguments whose arrays are parameters that the step does not read.
+    unread_arguments: set[str] = set()
     if arguments_of_moments:
-        unread = arguments_of_parameters - arguments_of_moments
+        unread_arguments = arguments_of_parameters - arguments_of_moments
     moments = {}
     for path in states:
-        if _argument(path) not in unread:
+        if _argument(path) not in unread_arguments:
             moments[path] = _moment_of(path, inner_paths) or _moment_of(path, suffixes)
     return moments
 
 
 def _argument(path: str) -> str:
+    """The name of the argument that holds the array at a path."""
     return path.partition("/")[0]
 
 

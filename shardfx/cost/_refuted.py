@@ -43,12 +43,12 @@ def refutations_of(
     text: str | None = None,
 ) -> tuple[Refutation, ...]:
     """What the partitioner computes wrongly; nothing for programs with more than
-    `MOST_JUDGED` operations. `text` is the program that another compiler partitioned, to
-    be read in the place of XLA's.
+    `MOST_JUDGED` operations. `text` is the program that another compiler partitioned;
+    it is judged in the place of XLA's.
     """
-    read = programs.partitioned if text is None else text
+    partitioned_text = programs.partitioned if text is None else text
     # One operation is one line with an equals sign.
-    if read.count(" = ") > MOST_JUDGED:
+    if partitioned_text.count(" = ") > MOST_JUDGED:
         return ()
     if text is None:
         return judged(programs).refutations

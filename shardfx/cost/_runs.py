@@ -14,7 +14,7 @@ from .._ground.errors import ProgramError
 from .._step import HloModule, Instruction, index_of, root_of
 
 
-_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _COMPARED = re.compile(r"direction=(LT|LE|GT|GE|NE)")
 _COMPARISONS = {
     "LT": operator.lt,
@@ -105,9 +105,9 @@ def _calls(
     """Yields the calls of an instruction in the computation `name`. `caller_runs` has
     the loops and branches around that computation.
     """
-    around = module.computations[name]
+    caller = module.computations[name]
     if instruction.opcode == "while":
-        trips = trip_count(module, around, instruction)
+        trips = trip_count(module, caller, instruction)
         if trips is None:
             unknown = (*caller_runs.unknown, instruction.text)
             runs = dataclasses.replace(caller_runs, unknown=unknown)
@@ -116,15 +116,15 @@ def _calls(
             runs = caller_runs
             # The condition runs once more, and can contain collectives too.
             times = {"body": trips, "condition": trips + 1}
-        for what, target in instruction.called:
-            if what in times:
+        for role, target in instruction.called:
+            if role in times:
                 yield _Call(
                     target=target,
                     runs=runs,
-                    times=times[what],
+                    times=times[role],
                 )
     elif instruction.opcode == "conditional":
-        index = around.get(instruction.operands[0])
+        index = caller.get(instruction.operands[0])
         # In programs for several TPU slices, each slice runs the branch of its own
         # number.
         is_by_slice = (
@@ -153,25 +153,27 @@ def trip_count(
     xla/service/while_loop_analysis.cc does. `around` is the computation that contains
     the loop: its instructions, by name.
     """
-    if match := _KNOWN.search(loop.attributes):
+    if match := _KNOWN_TRIPS.search(loop.attributes):
         return int(match[1])
     targets = dict(loop.called)
     condition = module.computations[targets["condition"]]
     body = module.computations[targets["body"]]
-    test = _fusion_root(module, condition, root_of(condition))
+    comparison = _fusion_root(module, condition, root_of(condition))
     root = root_of(body)
     initial = around.get(loop.operands[0])
-    direction = _COMPARED.search(test.instruction.attributes)
-    if test.instruction.opcode != "compare" or direction is None:
+    direction = _COMPARED.search(comparison.instruction.attributes)
+    if comparison.instruction.opcode != "compare" or direction is None:
         return None
     if initial is None or initial.opcode != "tuple" or root.opcode != "tuple":
         return None
 
     compared = [
-        _scalar(module, test.scope, operand) for operand in test.instruction.operands
+        _scalar(module, comparison.scope, operand)
+        for operand in comparison.instruction.operands
     ]
     if len(compared) != 2:
         return None
+    # The loop's counter, an element of the loop's tuple, is compared with a constant.
     counter, stop = compared
     if counter is None or counter.carried is None:
         return None
@@ -195,12 +197,13 @@ def _trip_count_of(start: int, step: int, stop: int, direction: str) -> int | No
     """
     if not _COMPARISONS[direction](start, stop):
         return 0
-    last = stop + {"LE": 1, "GE": -1}.get(direction, 0)
-    is_reached = (last - start) * step > 0 and (
+    # The first value of the counter at which the loop has ended.
+    end = stop + {"LE": 1, "GE": -1}.get(direction, 0)
+    is_reached = (end - start) * step > 0 and (
         direction != "NE" or (stop - start) % step == 0
     )
     if is_reached:
-        return len(range(start, last, step))
+        return len(range(start, end, step))
     return None
 
 

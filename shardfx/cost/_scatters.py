@@ -26,12 +26,15 @@ def _with_reduce_scatters(
     computation: dict[str, Instruction],
     partitions: int,
 ) -> dict[str, Instruction]:
+    """The instructions of one computation by name, each such all-reduce replaced: the
+    reduce-scatter stands where the slice was, under its name.
+    """
     readers: dict[str, list[Instruction]] = {name: [] for name in computation}
     for instruction in computation.values():
         for operand in dict.fromkeys(instruction.operands):
             readers[operand].append(instruction)
 
-    # By the slice's name.
+    # The all-reduce that each slice reads, by the slice's name.
     reductions: dict[str, Instruction] = {}
     for name, instruction in computation.items():
         if instruction.opcode == "all-reduce" and len(readers[name]) == 1:
@@ -40,20 +43,20 @@ def _with_reduce_scatters(
                 reductions[reader.name] = instruction
 
     dropped = {reduction.name for reduction in reductions.values()}
-    replaced = {
+    instructions = {
         name: instruction
         for name, instruction in computation.items()
         if name not in dropped
     }
     for name, reduction in reductions.items():
         shard = computation[name]
-        replaced[name] = reduction._replace(
+        instructions[name] = reduction._replace(
             name=name,
             result=shard.result,
             opcode="reduce-scatter",
             is_root=shard.is_root,
         )
-    return replaced
+    return instructions
 
 
 def _is_own_shard(reduction: Instruction, reader: Instruction, partitions: int) -> bool:
@@ -63,8 +66,9 @@ def _is_own_shard(reduction: Instruction, reader: Instruction, partitions: int) 
     if reader.opcode != "dynamic-slice" or len(reduction.operands) != 1:
         return False
     groups = groups_of(reduction, reduction.opcode, partitions)
-    size = groups[0].shape[1]
-    if len(groups) != 1 or size == 1:
+    # An array has a row for each replica group of one group_size.
+    group_size = groups[0].shape[1]
+    if len(groups) != 1 or group_size == 1:
         return False
-    whole = math.prod(array_of(reduction).shape)
-    return whole == math.prod(array_of(reader).shape) * size
+    whole_elements = math.prod(array_of(reduction).shape)
+    return whole_elements == math.prod(array_of(reader).shape) * group_size

@@ -222,6 +222,12 @@ def _row(
     torus: Torus | None,
     chip: chips.Chip,
 ) -> SecondsRow:
+    """The time of one collective. `axes` has the dimensions of the slice that each mesh
+    axis spans. `torus` has the place of each device of the mesh; `None` if it is not
+    known: then the messages of a permute are not routed over links.
+
+    Bytes are near within a slice, and far between slices or islands.
+    """
     near_bytes = row.wire_bytes - row.dcn_bytes
     rate, why = _rate(row, axes, chip)
     # One hop through a switch, and where the dimensions are not known.

@@ -331,7 +331,8 @@ class _ModuleReader:
             and len(collective.groups[0]) == self.positions.devices
         )
         if not is_ring or not _PRODUCT.search(instruction.op_name):
-            return collective.kind  # permutes of a windowed einsum have all devices
+            # The permutes of a windowed einsum have all devices.
+            return collective.kind
         if self.origins.is_sum_of_products(instruction):
             return "reduce-scatter"
         return "all-gather"
@@ -346,12 +347,12 @@ class _ModuleReader:
         gathers, or whose gradients it reduces, by the parameter's path. The key `None`
         has the bytes of other arrays.
         """
-        find = self.origins.gathered
+        argument_of = self.origins.gathered
         if collective.kind in opcodes.SUMS:
-            find = self.origins.updated
+            argument_of = self.origins.updated
         shares: dict[str | None, int] = {}
-        for number, part in enumerate(collective.parts):
-            path = argument = find(instruction, number)
+        for element, part in enumerate(collective.parts):
+            path = argument = argument_of(instruction, element)
             if argument:
                 path = self.paths.get(argument) or path_of(argument)
             nbytes = 0
@@ -367,7 +368,9 @@ def _found(
     instruction: Instruction,
     fusion: str | None,
 ) -> _Found:
-    """The row of an instruction. `fusion` is the name of the fusion that contains it."""
+    """The row of an instruction, with what tells whether others are the same
+    collective. `fusion` is the name of the fusion that contains it; `None` without one.
+    """
     # A TPU's program repeats a collective in each fusion that runs at the same time. On
     # other platforms each instruction is one collective, and all collectives of a
     # `shard_map` may have one channel.
@@ -389,6 +392,7 @@ def _with_costliest_branches(collectives: list[_Found]) -> list[_Found]:
         # For each conditional, the bytes of each of its branches.
         sums: dict[str, Counter[int]] = {}
         for collective in collectives:
+            # At most one: the conditional at this depth around the collective.
             for label, number in collective.runs.branch[depth : depth + 1]:
                 sums.setdefault(label, Counter())[number] += collective.row.wire_bytes
         costliest: dict[str, int] = {}
@@ -406,6 +410,7 @@ def _with_costliest_branches(collectives: list[_Found]) -> list[_Found]:
 
 
 def _without_bytes(row: TrafficRow) -> TrafficRow:
+    """The row of a collective in a branch that does not count."""
     shares = tuple((leaf, 0) for leaf, _ in row.shares)
     return dataclasses.replace(
         row,

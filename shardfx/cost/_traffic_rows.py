@@ -145,6 +145,7 @@ class Traffic:
             for row in side_traffic.rows:
                 kind = (row.kind, row.axes, row.source, row.leaf)
                 sums.setdefault(kind, [0, 0])[side] += row.wire_bytes
+        # Each with the bytes of the first and of the second step.
         rows = [(kind, ours, theirs) for kind, (ours, theirs) in sums.items()]
         rows.sort(key=lambda row: -abs(row[1] - row[2]))
         return TrafficDifference(tuple(rows))
@@ -274,6 +275,9 @@ def place_cells(
 
 
 def _cells(row: TrafficRow, is_first: bool) -> tuple[str, ...]:
+    """The cells of a row of the table. Only the first row of a source line has the line
+    (`is_first`).
+    """
     kind = f"{row.kind} (windowed)" if row.windowed else row.kind
     array = row.dtype or "-"
     if row.arrays:
@@ -305,5 +309,6 @@ def _leaf_cell(row: TrafficRow) -> str:
 
 
 def _signed(count: int) -> str:
+    """A difference in bytes as text, with its sign."""
     sign = "-" if count < 0 else "+"
     return f"{sign}{bytes_text(abs(count))}"

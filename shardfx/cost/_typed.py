@@ -185,6 +185,7 @@ def _mesh_and_specs(
 
 
 def _struct(mesh: AbstractMesh, array: Any, spec: PartitionSpec) -> Any:
+    """The shape and dtype of an array, sharded by `spec` on a mesh."""
     sharding = NamedSharding(mesh, spec)
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
@@ -263,8 +264,9 @@ class _Typer:
         return list(map(self.aligned, equation.outvars, results))
 
     def aligned(self, var: Any, array: Any) -> Any:
-        """The struct of a variable within or outside of a loop, from the array outside
-        or within. An array that is scanned over has one more dimension outside.
+        """The struct of a variable within a call or a loop, from the array that is
+        passed to it; or of one outside, from the result within. An array that is
+        scanned over has one more dimension outside: the first, which is not sharded.
         """
         entries = (None, *_entries(array))
         rank = len(var.aval.shape)
@@ -278,7 +280,9 @@ class _Typer:
         reason: str,
         var: Any,
     ) -> Any:
-        """The type that a result has if what is to be written is written."""
+        """The type that a result has if what is to be written is written. It is noted
+        in `rows`, with JAX's error as the `reason`.
+        """
         shape = var.aval.shape
         # "scatter-add" is written as "scatter" is.
         name = equations[-1].primitive.name.partition("-")[0]
@@ -295,6 +299,9 @@ class _Typer:
         text: str,
         error: str,
     ) -> None:
+        """Notes what to write for a result of the last of `equations`. `text` has the
+        place of the spec in braces.
+        """
         # JAX types the backward pass after the forward pass, which is to be written.
         if any(map(_is_transposed, equations)):
             return
@@ -318,7 +325,7 @@ def _leading(operands: Sequence[Any], shape: tuple[int, ...]) -> PartitionSpec:
     """
     best: tuple[object, ...] = ()
     for operand in operands:
-        # It takes any sequences.
+        # The longest common beginning of two shapes: it takes any sequences.
         common = os.path.commonprefix([jnp.shape(operand), shape])
         best = max(best, _entries(operand)[: len(common)], key=len)
     return trimmed(best)
@@ -330,6 +337,7 @@ def _entries(array: Any) -> tuple[object, ...]:
 
 
 def _is_transposed(equation: jex.JaxprEqn) -> bool:
+    """Whether an equation is of the backward pass."""
     return "transpose" in str(equation.source_info.name_stack)
 
 

@@ -15,11 +15,14 @@ from ._runs import runs_of
 # Loop-carried arrays up to this size stay in a TPU's vector memory: v5e and v6e have
 # 128 MiB.
 _ON_CHIP_BYTES = 2**25
+# A loop-carried array may pass through these operations before it is read.
 _PASSED = opcodes.REORDERINGS | {"convert"}
 
 # These operations read or write only a part of an operand: a part of the size of the
 # result (`None`), or of the size of the operand with this number.
 _IN_PLACE = {"gather": None, "scatter": 2, "dynamic-update-slice": 1}
+# The contracted dimensions of a product's operands, and the letters of a convolution's
+# kernel dimensions, of which `o` is that of the outputs.
 _CONTRACTED = re.compile(r"[lr]hs_contracting_dims=\{([\d,]*)\}")
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->\w+")
 _KERNEL = re.compile(
@@ -104,20 +107,21 @@ def _moved_bytes(
     `is_loop_body` whether the computation is a loop's body on a TPU.
     """
     if instruction.opcode in _IN_PLACE:
-        part = _IN_PLACE[instruction.opcode]
-        moved = instruction
-        if part is not None:
-            moved = computation[instruction.operands[part]]
-        return 2.0 * _bytes(moved)
+        operand_number = _IN_PLACE[instruction.opcode]
+        moved_part = instruction
+        if operand_number is not None:
+            moved_part = computation[instruction.operands[operand_number]]
+        return 2.0 * _bytes(moved_part)
     if instruction.opcode not in opcodes.UNFUSED:
         return 0.0
-    is_narrow = tpu and instruction.opcode in opcodes.PRODUCTS
+    # A TPU reads float32 operands of products as bfloat16: half of their bytes.
+    halves_float32 = tpu and instruction.opcode in opcodes.PRODUCTS
     moved_bytes = _bytes(instruction)
     for name in instruction.operands:
         operand = computation[name]
         if is_loop_body and _is_on_chip(computation, operand):
             continue
-        if is_narrow and operand.result.startswith("f32"):
+        if halves_float32 and operand.result.startswith("f32"):
             moved_bytes += _bytes(operand) / 2
         else:
             moved_bytes += _bytes(operand)
@@ -158,14 +162,17 @@ def _elementwise_result_bytes(module: HloModule) -> float:
 
 
 def _flops(computation: Mapping[str, Instruction], instruction: Instruction) -> float:
+    """The floating-point operations of one run of an instruction: two for each element
+    of the result and each element that is summed for it; 0 if it is no product.
+    """
     if instruction.opcode == "dot":
-        summed = _contracted_elements(computation, instruction)
-        return 2.0 * math.prod(array_of(instruction).shape) * summed
+        summed_elements = _contracted_elements(computation, instruction)
+        return 2.0 * math.prod(array_of(instruction).shape) * summed_elements
     labels = _LABELS.search(instruction.attributes)
     if instruction.opcode == "convolution" and labels is not None:
         kernel = array_of(computation[instruction.operands[1]]).shape
-        summed = math.prod(kernel) / kernel[labels[1].index("o")]
-        return 2.0 * math.prod(array_of(instruction).shape) * summed
+        summed_elements = math.prod(kernel) / kernel[labels[1].index("o")]
+        return 2.0 * math.prod(array_of(instruction).shape) * summed_elements
     return 0.0
 
 

@@ -13,7 +13,7 @@ import shardfx as sfx
 from shardfx import chips
 from shardfx.cost import Policy, policy
 from shardfx.cost._policy.choice import Trial, chosen, frontier, improved
-from shardfx.cost._policy.making import Question
+from shardfx.cost._policy.making import PolicySearch
 from shardfx.errors import (
     ChipError,
     LeafTypeError,
@@ -73,14 +73,14 @@ def chip_of(usable_bytes):
 @ft.cache
 def policies(loss):
     """A policy that keeps all, one that keeps some values, and one that keeps none."""
-    question = Question(loss, arrays(), chip_of(10**9))
-    points = frontier(question.costs)
+    search = PolicySearch(loss, arrays(), chip_of(10**9))
+    points = frontier(search.costs)
     cases = (points[0], points[len(points) // 2], points[-1])
     trials = [
         Trial(point, peak_bytes=point.bytes, fits=True, is_counted=False)
         for point in cases
     ]
-    return tuple(question.policy_of(trial, 10**9) for trial in trials)
+    return tuple(search.policy_of(trial, 10**9) for trial in trials)
 
 
 def is_equal(one, other):
@@ -180,10 +180,10 @@ def test_an_edited_loss_lacks_the_lines_of_its_policy():
 
 def test_the_budget_decides():
     args = arrays()
-    question = Question(scanned, args, chip_of(10**9))
-    points = frontier(question.costs)
+    search = PolicySearch(scanned, args, chip_of(10**9))
+    points = frontier(search.costs)
     highest, least = (
-        question.tried(10**9, point).peak_bytes for point in (points[0], points[-1])
+        search.trial_of(10**9, point).peak_bytes for point in (points[0], points[-1])
     )
     between = (highest + least) // 2
     found = policy(scanned, *args, chip=chip_of(between + 100), leave_bytes=100)
@@ -207,9 +207,9 @@ def test_the_choice_is_nearly_the_best_of_all_subsets():
 
     params, x = arrays()
     first = jax.tree.map(lambda leaf: leaf[0], params)
-    costs = Question(block, (first, x), chip_of(10**9)).costs
+    costs = PolicySearch(block, (first, x), chip_of(10**9)).costs
     points = frontier(costs)
-    relevant = sorted(set().union(*(point.used for point in points)))
+    relevant = sorted(set().union(*(point.kept for point in points)))
     subsets = [
         costs.point(frozenset(subset))
         for count in range(len(relevant) + 1)
@@ -226,7 +226,7 @@ def test_lines_are_those_of_the_user():
         y = jnp.where(x > 0, jnp.exp(x), x)
         return jnp.sum(jax.nn.silu(y) ** 2)
 
-    costs = Question(loss, (jnp.ones((4, 4)),), chip_of(10**9)).costs
+    costs = PolicySearch(loss, (jnp.ones((4, 4)),), chip_of(10**9)).costs
     actual = {key.line.partition(":")[0] for key in costs.keys}
     assert actual == {"test_policy.py"}
 
@@ -328,10 +328,10 @@ def test_explicit_axes_stay_in_the_types():
         for name, spec in specs.items()
     }
     x = jax.device_put(x, NamedSharding(mesh, P("data")))
-    question = Question(loss, (params, x), chip_of(10**9))
-    points = frontier(question.costs)
+    search = PolicySearch(loss, (params, x), chip_of(10**9))
+    points = frontier(search.costs)
     trial = Trial(points[-1], peak_bytes=0, fits=True, is_counted=False)
-    none_kept = question.policy_of(trial, 10**9)
+    none_kept = search.policy_of(trial, 10**9)
     assert "recompute" in {row.choice for row in none_kept.rows}
     [mask] = [row for row in none_kept.rows if row.dtype == "bool"]
     assert mask.bytes == BATCH * LENGTH * HIDDEN // 4
@@ -360,8 +360,8 @@ def test_what_nobody_differentiates_is_no_work():
         return jnp.sum(jax.nn.softmax(x @ w) ** 2)
 
     args = (jnp.ones((64, 64)), jnp.ones((32, 64)))
-    question = Question(loss, args, chip_of(10**9))
-    work = question.costs.point(frozenset()).work
+    search = PolicySearch(loss, args, chip_of(10**9))
+    work = search.costs.point(frozenset()).work
     # The maximum and the sum pass over 32 x 64 numbers.
     assert work.bytes == 2 * 32 * 64 * 4
 
@@ -378,8 +378,8 @@ def test_numbers_of_arguments_that_are_not_differentiated():
 
 def test_offload_is_bounded_by_the_link_to_the_host():
     args = arrays()
-    question = Question(scanned, args, chip_of(10**9))
-    least = question.tried(10**9, frontier(question.costs)[-1]).peak_bytes + 1
+    search = PolicySearch(scanned, args, chip_of(10**9))
+    least = search.trial_of(10**9, frontier(search.costs)[-1]).peak_bytes + 1
     choices = {}
     for bytes_per_second in (1.0, 1e15):
         chip = dataclasses.replace(
@@ -397,7 +397,7 @@ def test_offload_is_bounded_by_the_link_to_the_host():
 
 def test_a_point_that_needs_less_than_foreseen_is_chosen():
     """A value that is kept takes no memory for its computation."""
-    costs = Question(scanned, arrays(), chip_of(10**9)).costs
+    costs = PolicySearch(scanned, arrays(), chip_of(10**9)).costs
     keeping_all, *points = frontier(costs)
     above, first_fitting = points[4:6]
     budget = 1000 + first_fitting.bytes

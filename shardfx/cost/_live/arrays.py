@@ -84,7 +84,16 @@ class _Priority(NamedTuple):
 
 
 class _Scheduler:
-    """The state of `list_schedule`."""
+    """The state of `list_schedule`. Operations and arrays are numbers.
+
+    - `maker`, `users`: the operation that makes each array, and those that read it.
+    - `makers`: the operations whose results an operation reads, by its number.
+    - `reader_counts`: how often its results are read.
+    - `is_late`: whether it runs right before its first reader.
+    - `awaited`: the makers that have not run yet, without late ones.
+    - `unread`: the operations that have still to read an array, by its number.
+    - `done`: the operations that have run.
+    """
 
     def __init__(
         self,
@@ -128,6 +137,7 @@ class _Scheduler:
         return {maker for maker in makers if not self.is_late[maker]}
 
     def order(self) -> list[int]:
+        """The operations in the order in which they run. It uses up the state."""
         ready: list[_Priority] = []
         for operation in range(len(self.makes)):
             if self._can_run(operation):
@@ -149,6 +159,7 @@ class _Scheduler:
         return order
 
     def _can_run(self, operation: int) -> bool:
+        """Whether all makers have run but late ones, and it is no late one itself."""
         return not self.awaited[operation] and not self.is_late[operation]
 
     def _priority(self, operation: int) -> _Priority:

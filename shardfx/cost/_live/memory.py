@@ -71,6 +71,7 @@ def rematerialized(
             dropped.add(loop.reads[index])
             dropped.add(body.carried[index])
             dropped.add(body.results[index])
+        # The first dimension of a stack is the number of layers.
         first_stack = loop.makes[read_by_loops[0]]
         length = program.buffers[first_stack].shape[0]
         for index, value in enumerate(loop.makes):
@@ -122,12 +123,13 @@ def device_memory(
     arguments = counter.device_bytes(entry.carried, on_host)
     results = counter.device_bytes(entry.results, results_on_host)
     donated_values = itertools.compress(entry.carried, donated)
-    spare = [program.buffers[value] for value in donated_values]
+    # A result takes the memory of a donated argument of its dtype and shape.
+    reusable_buffers = [program.buffers[value] for value in donated_values]
     for number, value in enumerate(entry.results):
         buffer = program.buffers[value]
         is_on_host = number < len(results_on_host) and results_on_host[number]
-        if not is_on_host and buffer in spare:
-            spare.remove(buffer)
+        if not is_on_host and buffer in reusable_buffers:
+            reusable_buffers.remove(buffer)
             results[number] = 0
 
     peak = counter.peak(entry, dict(zip(entry.results, results, strict=True)))
@@ -213,15 +215,15 @@ class _Counter:
         """
         ops = self.scheduled(body)
         # The positions at which each array is made and last read.
-        makers: dict[int, int] = {}
-        last_uses: dict[int, int] = {}
+        made_at: dict[int, int] = {}
+        last_used_at: dict[int, int] = {}
         for position, op in enumerate(ops):
-            makers.update(dict.fromkeys(op.makes, position))
-            last_uses.update(dict.fromkeys((*op.makes, *op.reads), position))
+            made_at.update(dict.fromkeys(op.makes, position))
+            last_used_at.update(dict.fromkeys((*op.makes, *op.reads), position))
 
         # The body writes its results to the buffers of its carried values, or to
         # buffers of its caller.
-        of_caller = frozenset(body.results)
+        results_of_body = frozenset(body.results)
         live: dict[int, int] = {}
         worst = _Peak()
         for position, op in enumerate(ops):
@@ -229,15 +231,15 @@ class _Counter:
             is_in_place = op.op.opcode in opcodes.IN_PLACE
             oldest = position + 1 if is_in_place else position
             for value in list(live):
-                if last_uses[value] < oldest:
+                if last_used_at[value] < oldest:
                     del live[value]
             for value in op.makes:
-                if value not in of_caller:
+                if value not in results_of_body:
                     live[value] = self.bytes_of(value)
             inner = self.largest_peak(op.op.bodies)
             later_results: list[int] = []
             for value, nbytes in result_bytes.items():
-                if makers.get(value, -1) > position:
+                if made_at.get(value, -1) > position:
                     later_results.append(nbytes)
             reused_bytes = _reused_bytes(live, later_results)
             needed_bytes = sum(live.values()) + inner.bytes - reused_bytes
@@ -285,10 +287,10 @@ class _Counter:
         return frozenset(arrays)
 
 
-def _reused_bytes(live: Mapping[int, int], free: Sequence[int]) -> int:
+def _reused_bytes(live: Mapping[int, int], result_sizes: Sequence[int]) -> int:
     """The bytes of live arrays that fit into the memory of later results. `live` has
-    the bytes of each array, `free` those of each result.
+    the bytes of each array, `result_sizes` those of each result.
     """
-    largest = max(free, default=0)
-    small = [size for size in live.values() if size <= largest]
-    return min(sum(free), sum(small))
+    largest_result = max(result_sizes, default=0)
+    fitting_sizes = [size for size in live.values() if size <= largest_result]
+    return min(sum(result_sizes), sum(fitting_sizes))

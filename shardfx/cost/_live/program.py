@@ -163,6 +163,10 @@ def program_of(module: HloModule) -> FlatProgram:
 class _Flattener:
     """Flattens an HLO module. Its methods add operations to a list `ops`. `bound` has
     the values of the parameters of the computation whose operations are added.
+
+    - `buffers`: the dtype and shape of each value so far.
+    - `results`: the parsed type of each text of a result.
+    - `calls`: the calls and fusions around the computation that is read.
     """
 
     def __init__(self, module: HloModule):
@@ -244,6 +248,7 @@ class _Flattener:
         if index is not None and isinstance(first, tuple):
             return first[index]
         if opcode in opcodes.CALL_ENDS and isinstance(first, tuple):
+            # The tuple of a start: its operands, and its results.
             return first[1]
         if first is not None and self.returns_operand(instruction, first):
             return first
@@ -312,18 +317,20 @@ class _Flattener:
         loop.
         """
         body = dict(instruction.called)["body"]
-        changes = self.changes(body)
+        changed_indices = self.changes(body)
         before = initial if isinstance(initial, tuple) else (initial,)
         result = self.result(instruction.result)
         assert not isinstance(result, Array)
+        # A changed value has one number inside of the loop, and one after it.
         inside, after = list(before), list(before)
-        for number in changes:
-            inside[number] = self.new(result[number])
-        for number in changes:
-            after[number] = self.new(result[number])
+        for index in changed_indices:
+            inside[index] = self.new(result[index])
+        for index in changed_indices:
+            after[index] = self.new(result[index])
 
+        # Of all loop-carried values, the numbers of those that the loop changes.
         def changed(values: Sequence[Values]) -> tuple[int, ...]:
-            return _numbers_in(tuple(values[number] for number in changes))
+            return _numbers_in(tuple(values[index] for index in changed_indices))
 
         body_ops: list[FlatOp] = []
         root = self.read(body, [tuple(inside)], body_ops)
@@ -394,4 +401,5 @@ def _numbers_in(values: Values) -> tuple[int, ...]:
 
 
 def _number(parameter: Instruction) -> int:
+    """The number of a parameter, which stands in its parentheses."""
     return int(parameter.inside)

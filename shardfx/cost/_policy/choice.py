@@ -32,15 +32,15 @@ class Point(NamedTuple):
     """Values that may be kept, and the consequences of keeping them in all regions.
 
     - `allowed`: the keys of the values that may be kept.
-    - `used`: the keys of those that the backward pass reads.
+    - `kept`: the keys of those that the backward pass reads, and so are kept.
     - `bytes`: the bytes of these values, on one device.
     - `work`, `seconds`: the work of computing the others again on all devices together,
       and its time.
-    - `offloaded`: the keys of the values in `used` that are on the host.
+    - `offloaded`: the keys of the values in `kept` that are on the host.
     """
 
     allowed: Keys
-    used: Keys
+    kept: Keys
     bytes: int
     work: Work
     seconds: float
@@ -59,7 +59,7 @@ class Costs:
     recomputations: tuple[Recomputation, ...]
     chip: chips.Chip
     devices: int
-    _known: dict[tuple[Recomputation, Keys], Kept] = dataclasses.field(
+    _known_by_region: dict[tuple[Recomputation, Keys], Kept] = dataclasses.field(
         default_factory=dict
     )
 
@@ -76,21 +76,21 @@ class Costs:
 
     def point(self, allowed: Keys) -> Point:
         """The consequences of keeping the values with these keys in all regions."""
-        kept = [self._kept(region, allowed) for region in self.recomputations]
-        work = total(of_region.work for of_region in kept)
+        of_regions = [self._kept(region, allowed) for region in self.recomputations]
+        work = total(kept.work for kept in of_regions)
         return Point(
             allowed=allowed,
-            used=frozenset().union(*(of_region.used for of_region in kept)),
-            bytes=sum(of_region.bytes for of_region in kept),
+            kept=frozenset().union(*(kept.keys for kept in of_regions)),
+            bytes=sum(kept.bytes for kept in of_regions),
             work=work,
             seconds=self.seconds(work),
         )
 
     def _kept(self, region: Recomputation, allowed: Keys) -> Kept:
         keys = allowed.intersection(region.bytes_by_key)
-        if (region, keys) not in self._known:
-            self._known[region, keys] = region.keeping(keys)
-        return self._known[region, keys]
+        if (region, keys) not in self._known_by_region:
+            self._known_by_region[region, keys] = region.keeping(keys)
+        return self._known_by_region[region, keys]
 
     def seconds(self, work: Work) -> float:
         """The time of some work on all devices together."""
@@ -120,19 +120,19 @@ def frontier(costs: Costs) -> list[Point]:
 
 
 def _smaller(costs: Costs, point: Point) -> Iterator[Keys]:
-    """Yields the values that may be kept if one more is computed again; and if those
-    are too that would be kept in its place.
+    """Yields, for each value that a point keeps, two sets of values that may be kept:
+    without this value, and without the values that would then be kept in its place too.
     """
-    for key in point.used:
+    for key in point.kept:
         allowed = point.allowed - {key}
         yield allowed
-        while exposed := costs.point(allowed).used - point.used:
+        while exposed := costs.point(allowed).kept - point.kept:
             allowed -= exposed
         yield allowed
 
 
 def _best(points: Iterable[Point]) -> list[Point]:
-    """The points for which no other has fewer bytes and as little time, the one with
+    """The points than which no other needs both fewer bytes and less time, the one with
     most bytes first.
     """
     best: list[Point] = []
@@ -152,8 +152,9 @@ def _spread(points: list[Point]) -> list[Point]:
 
 
 def improved(costs: Costs, point: Point, limit_bytes: float) -> Point:
-    """The point of least time that single values and pairs of them lead to from
-    `point`, with at most `limit_bytes` kept.
+    """The point of least time that exchanges lead to from `point`, with at most
+    `limit_bytes` kept. An exchange takes one value or two: each that may be kept is
+    then computed again, and each that is not may be kept.
     """
     values = sorted(costs.keys)
     exchanges = [{key} for key in values]
@@ -184,28 +185,30 @@ def chosen(
     costs: Costs,
     budget_bytes: float,
     other_bytes: float,
-    try_point: Callable[[Point], Trial],
+    trial_of: Callable[[Point], Trial],
 ) -> Trial:
     """The trial of least time that fits; if none fits, the one of least memory.
 
-    `try_point` asks for the memory of a point. `other_bytes` is a first guess of the
-    memory that is not for kept values.
+    `trial_of` asks for the memory of a point. `other_bytes` is a first guess of the
+    memory that is not for kept values, and `budget_bytes` is all memory.
     """
     keeping_all, *points = frontier(costs)
     least_bytes = other_bytes + _LEAST_KEPT * keeping_all.bytes
     if least_bytes <= budget_bytes or not points:
-        plain = try_point(keeping_all)
+        # It fits perhaps: a compiler stores a part of what may be kept.
+        plain = trial_of(keeping_all)
         if plain.fits or not points:
             return plain
-    best = _border(points, budget_bytes, other_bytes, try_point)
+    best = _border(points, budget_bytes, other_bytes, trial_of)
     if not best.fits:
         return best
+    # What the best point keeps, and what is free beside it.
     limit_bytes = best.point.bytes + budget_bytes - best.peak_bytes
     for _ in range(_MOST_EXCHANGES):
         point = improved(costs, best.point, limit_bytes)
         if point is best.point:
             break
-        trial = try_point(point)
+        trial = trial_of(point)
         if trial.fits:
             return trial
         excess_bytes = max(trial.peak_bytes - budget_bytes, 1)
@@ -217,7 +220,7 @@ def _border(
     points: Sequence[Point],
     budget_bytes: float,
     other_bytes: float,
-    try_point: Callable[[Point], Trial],
+    trial_of: Callable[[Point], Trial],
 ) -> Trial:
     """The trial of the first point that fits; if none fits, that of least memory.
 
@@ -227,11 +230,12 @@ def _border(
     """
     trials: list[Trial] = []
     while points:
+        # The point to try: a guess by its bytes at first, and then the middle one.
         number = len(points) // 2
         if len(trials) < _MOST_TRIALS:
             limit_bytes = budget_bytes - other_bytes
             number = sum(point.bytes > limit_bytes for point in points[:-1])
-        trial = try_point(points[number])
+        trial = trial_of(points[number])
         trials.append(trial)
         other_bytes = trial.peak_bytes - trial.point.bytes
         if trial.fits:
@@ -251,7 +255,7 @@ def with_offloads(costs: Costs, point: Point) -> Point:
 
     The value goes first that saves most time per byte.
     """
-    kept = point.used
+    kept = point.kept
     while True:
         best = point
         best_rate = 0.0
@@ -261,7 +265,7 @@ def with_offloads(costs: Costs, point: Point) -> Point:
             saved_seconds = point.seconds - other.seconds
             rate = saved_seconds / max(costs.bytes_of(key), 1)
             if rate > best_rate and _is_hidden(costs, offloaded):
-                best = other._replace(offloaded=offloaded & other.used)
+                best = other._replace(offloaded=offloaded & other.kept)
                 best_rate = rate
         if best is point:
             return point

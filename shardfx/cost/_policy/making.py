@@ -138,7 +138,7 @@ def policy(
             f"`argnums={numbers}`: the loss has {len(args)} arguments here, numbered from"
             " 0."
         )
-    question = Question(
+    search = PolicySearch(
         loss=loss,
         args=args,
         chip=chip,
@@ -146,19 +146,19 @@ def policy(
         has_aux=has_aux,
         mesh=mesh,
     )
-    if not any(question.active):
+    if not any(search.active):
         raise LeafTypeError(
             f"`argnums={numbers}`: there is no floating-point array in these arguments;"
             " pass the numbers of those that `jax.grad` differentiates."
         )
-    _require_loss(question.divided.out, has_aux)
+    _require_loss(search.divided.out, has_aux)
     budget_bytes = chip.usable_hbm_bytes_per_device - leave_bytes
-    try_point = ft.partial(question.tried, budget_bytes)
+    trial_of_point = ft.partial(search.trial_of, budget_bytes)
     trial = chosen(
-        question.costs,
+        search.costs,
         budget_bytes,
-        question.argument_bytes,
-        try_point,
+        search.argument_bytes,
+        trial_of_point,
     )
     if not trial.fits:
         raise OutOfMemoryError(
@@ -172,14 +172,14 @@ def policy(
             limit_bytes=budget_bytes,
         )
     if offload:
-        point = with_offloads(question.costs, trial.point)
+        point = with_offloads(search.costs, trial.point)
         # What is foreseen counts values on the host as if they were on the device.
         offloading = trial._replace(point=point)
         if point.offloaded and trial.is_counted:
-            offloading = try_point(point)
+            offloading = trial_of_point(point)
         if offloading.fits:
             trial = offloading
-    return question.policy_of(trial, budget_bytes)
+    return search.policy_of(trial, budget_bytes)
 
 
 def _require_loss(result: Any, has_aux: bool) -> None:
@@ -203,8 +203,10 @@ def _require_loss(result: Any, has_aux: bool) -> None:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Question:
-    """The arguments of `policy`, and what follows from them."""
+class PolicySearch:
+    """The arguments of `policy`, and what follows from them: the loss divided into
+    regions, their costs, and the gradient under any choices.
+    """
 
     loss: Callable[..., Any]
     args: tuple[PyTree, ...]
@@ -229,15 +231,16 @@ class Question:
     @ft.cached_property
     def placed(self) -> tuple[Placed, ...]:
         """The different regions of the loss. Equal ones are counted together."""
-        regions: dict[object, Placed] = {}
+        placed_by_kind: dict[object, Placed] = {}
         for placed in self.divided.program.placed(self.active):
             types = tuple(str(var.aval) for var in placed.region.invars)
-            kind = (*placed.region.all_keys, types, placed.active)
-            if kind in regions:
-                runs = regions[kind].runs + placed.runs
-                placed = placed._replace(runs=runs)
-            regions[kind] = placed
-        return tuple(regions.values())
+            # Equal layers have equal values, types and differentiated inputs.
+            layer_kind = (*placed.region.all_keys, types, placed.active)
+            if layer_kind in placed_by_kind:
+                runs_of_all = placed_by_kind[layer_kind].runs + placed.runs
+                placed = placed._replace(runs=runs_of_all)
+            placed_by_kind[layer_kind] = placed
+        return tuple(placed_by_kind.values())
 
     @ft.cached_property
     def costs(self) -> Costs:
@@ -257,12 +260,15 @@ class Question:
 
     @ft.cached_property
     def shard_bytes(self) -> dict[tuple[str, tuple[int, ...], str], int]:
-        """The bytes of one device's shard of each value, by its line, shape and dtype."""
+        """The bytes of one device's shard of each value, by its line, shape and dtype;
+        empty on one device, and without values whose line is not known.
+        """
         if self.plain_step.mesh.size == 1:
             return {}
         platform = "tpu" if self.chip.torus_dims else "gpu"
         rows = shardings_of(self.plain_step, platform).rows
-        # The forward pass computes the values that are kept.
+        # The forward pass computes the values that are kept, so its rows come last and
+        # replace those of the backward pass.
         forward_last = sorted(rows, key=lambda row: row.phase == "forward")
         shard_bytes = {}
         for row in forward_last:
@@ -307,8 +313,10 @@ class Question:
             step = dataclasses.replace(step, given_mesh=MeshSpec({"device": 1}))
         return step
 
-    def tried(self, budget_bytes: float, point: Point) -> Trial:
-        """The memory of the gradient under a point's choices."""
+    def trial_of(self, budget_bytes: float, point: Point) -> Trial:
+        """The memory of the gradient under a point's choices, and whether it fits
+        `budget_bytes`. Bytes that are foreseen count with a margin.
+        """
         memory = StepOnChip(self.step(self.choices_of(point)), self.chip).memory
         needed_bytes = memory.peak_bytes
         if not memory.is_counted:
@@ -324,13 +332,13 @@ class Question:
         """The choices of a point: for the values that it keeps, and for those that are
         kept without a policy.
         """
-        kept_before = self.costs.point(self.costs.keys).used
+        kept_before = self.costs.point(self.costs.keys).kept
         choices: dict[ValueKey, Choice] = {}
         for placed in self.placed:
             for key in placed.region.all_keys:
                 if key in point.offloaded:
                     choices[key] = "offload"
-                elif key in point.used:
+                elif key in point.kept:
                     choices[key] = "keep"
                 elif key in kept_before:
                     choices[key] = "recompute"
@@ -338,24 +346,24 @@ class Question:
 
     def policy_of(self, trial: Trial, budget_bytes: int) -> Policy:
         """The policy of a trial's choices, with what the other choice for each value
-        would cost.
+        would cost. A value is of several layers if regions of equal keys have it.
         """
         point = trial.point
         rows = []
         choices = self.choices_of(point)
         for key, choice in choices.items():
-            layers = 0
+            runs = 0
             for placed in self.placed:
                 if key in placed.region.all_keys:
-                    layers += placed.runs
-            other_point = self.costs.point(point.used ^ {key})
+                    runs += placed.runs
+            other_point = self.costs.point(point.kept ^ {key})
             flops = abs(other_point.work.flops - point.work.flops)
             row = PolicyRow(
                 **key._asdict(),
                 choice=choice,
                 bytes=self.costs.bytes_of(key),
-                layers=layers,
-                flops=flops / layers,
+                layers=runs,
+                flops=flops / runs,
             )
             rows.append(row)
         # JAX computes some values again without a policy, too. That is no choice.
@@ -390,6 +398,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _sharding_of(leaf: Any) -> NamedSharding | None:
+    """An array's sharding on a mesh without devices; `None` if it has no mesh."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None

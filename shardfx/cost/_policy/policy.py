@@ -154,13 +154,13 @@ class Policy:
         @ft.wraps(loss)
         def under_policy(*args: PyTree, **kwargs: PyTree) -> _Result:
             traced = divided(loss, (args, kwargs))
-            self._check(traced.program.placed())
+            self._raise_if_missing(traced.program.placed())
             arrays = array_leaves((args, kwargs))
             return traced.result(arrays, ft.partial(checkpointed, self._choices))
 
         return under_policy
 
-    def _check(self, regions: Iterable[Placed]) -> None:
+    def _raise_if_missing(self, regions: Iterable[Placed]) -> None:
         """Raises an error if the regions lack a value of the policy."""
         keys = {key for placed in regions for key in placed.region.all_keys}
         missing = [row for row in self.rows if row.key not in keys]
@@ -274,7 +274,8 @@ def checkpointed(
 ) -> Callable[..., list[Any]]:
     """The function of a region's inputs that keeps what `choices` say.
 
-    A region without a value that is computed again or offloaded is as it was.
+    A region without a value that is computed again or offloaded is as it was. Only
+    values that are kept or offloaded get a name.
     """
     names: dict[Choice | None, list[str]] = collections.defaultdict(list)
     for key in region.all_keys:

@@ -20,23 +20,23 @@ class Kept(NamedTuple):
 
     - `bytes`: the bytes of the kept values that the backward pass reads, on one device.
     - `work`: the work of computing the others again, on all devices together.
-    - `used`: the keys of the values that are kept and read.
+    - `keys`: the keys of the values that are kept and read.
     """
 
     bytes: int
     work: Work
-    used: frozenset[ValueKey]
+    keys: frozenset[ValueKey]
 
 
 class _Source(NamedTuple):
     """The equation that computes a value.
 
-    - `number`: its position.
+    - `position`: its position.
     - `key`: the key of its result, if it names one.
     - `operands`: the variables that it reads.
     """
 
-    number: int
+    position: int
     key: ValueKey | None
     work: Work
     operands: tuple[Any, ...]
@@ -48,7 +48,7 @@ class Recomputation:
 
     - `placed`: the region.
     - `needed`: the variables that the backward pass reads.
-    - `sources`: the equation that computes each variable.
+    - `sources`: the equation that computes each variable; inputs have none.
     - `bytes_by_key`: the bytes of each value that can be kept, on one device.
     """
 
@@ -63,26 +63,29 @@ class Recomputation:
         return total(map(work_of, self.placed.region.jaxpr.eqns))
 
     def keeping(self, keys: Collection[ValueKey]) -> Kept:
-        """The consequences of keeping the values with these keys, in all runs."""
-        used: set[ValueKey] = set()
+        """The consequences of keeping the values with these keys, in all runs: from
+        what the backward pass needs, equations are computed again back to values that
+        are kept, and to inputs.
+        """
+        kept_keys: set[ValueKey] = set()
         works: list[Work] = []
         visited: set[int] = set()
-        waiting = list(self.needed)
-        while waiting:
-            source = self.sources.get(waiting.pop())
-            if source is None or source.number in visited:
+        waiting_variables = list(self.needed)
+        while waiting_variables:
+            source = self.sources.get(waiting_variables.pop())
+            if source is None or source.position in visited:
                 continue
-            visited.add(source.number)
+            visited.add(source.position)
             if source.key is not None and source.key in keys:
-                used.add(source.key)
+                kept_keys.add(source.key)
             else:
                 works.append(source.work)
-                waiting += source.operands
+                waiting_variables += source.operands
         runs = self.placed.runs
         return Kept(
-            bytes=runs * sum(self.bytes_by_key[key] for key in used),
+            bytes=runs * sum(self.bytes_by_key[key] for key in kept_keys),
             work=total(works).times(runs),
-            used=frozenset(used),
+            keys=frozenset(kept_keys),
         )
 
 
@@ -91,28 +94,28 @@ def recomputation_of(
     bytes_of: Callable[[ValueKey, Any], int],
 ) -> Recomputation:
     """The needs of a region's backward pass. `bytes_of` gives the bytes of a value on
-    one device, from its key and its type.
+    one device, from its key and its type (`aval`).
     """
-    names = {key.name: key for key in placed.region.all_keys}
+    key_by_name = {key.name: key for key in placed.region.all_keys}
     program = _residuals(placed)
     sources: dict[Any, _Source] = {}
-    sizes: dict[ValueKey, int] = {}
-    for number, equation in enumerate(program.eqns):
+    bytes_by_key: dict[ValueKey, int] = {}
+    for position, equation in enumerate(program.eqns):
         key = None
         if equation.primitive.name == "name":
-            key = names.get(equation.params["name"])
+            key = key_by_name.get(equation.params["name"])
         if key is not None:
-            sizes[key] = bytes_of(key, equation.outvars[0].aval)
+            bytes_by_key[key] = bytes_of(key, equation.outvars[0].aval)
         operands = tuple(filter(is_var, equation.invars))
-        source = _Source(number, key, work_of(equation), operands)
+        source = _Source(position, key, work_of(equation), operands)
         sources.update(dict.fromkeys(equation.outvars, source))
     needed = tuple(filter(is_var, program.outvars))
-    return Recomputation(placed, needed, sources, sizes)
+    return Recomputation(placed, needed, sources, bytes_by_key)
 
 
 def _residuals(placed: Placed) -> jex.Jaxpr:
     """The jaxpr of what the backward pass of a region reads, with a name for each value
-    that can be kept.
+    that can be kept. The function that `jax.vjp` returns holds it as its leaves.
     """
     region = placed.region
     structs = list(map(typed_struct_of, region.invars))
@@ -121,9 +124,9 @@ def _residuals(placed: Placed) -> jex.Jaxpr:
         def run(*varied: Any) -> list[Any]:
             remaining = iter(varied)
             args = list(arrays)
-            for number, is_active in enumerate(placed.active):
+            for position, is_active in enumerate(placed.active):
                 if is_active:
-                    args[number] = next(remaining)
+                    args[position] = next(remaining)
             return region.named(args, can_be_kept)
 
         _, backward = jax.vjp(run, *itertools.compress(arrays, placed.active))

@@ -1,7 +1,8 @@
 """The regions of a loss: the bodies of its scans, its unrolled blocks, and the stretches
 of equations before, between and behind them.
 
-Each region is checkpointed alone, so its inputs are always kept.
+Each region is checkpointed alone, so its inputs are always kept. A body is the jaxpr of
+one iteration of a scan.
 """
 
 import collections
@@ -91,14 +92,16 @@ class Region(NamedTuple):
     def named(
         self,
         args: Sequence[Any],
-        names: Callable[[ValueKey], bool],
+        is_named: Callable[[ValueKey], bool],
     ) -> list[Any]:
-        """The results of the region, whose values with a key in `names` are named."""
+        """The results of the region for inputs `args`. `checkpoint_name` names the
+        values whose keys `is_named` accepts.
+        """
 
         def rule(jaxpr: Any, equation: Any, operands: list[Any]) -> list[Any]:
             results = applied(jaxpr, equation, operands)
             for number, key in enumerate(self.keys[id(equation)]):
-                if names(key):
+                if is_named(key):
                     results[number] = checkpoint_name(results[number], key.name)
             return results
 
@@ -136,10 +139,12 @@ class Program(NamedTuple):
         """
         reached = dependent(self.jaxpr, active)
         for part in self.parts:
+            # Whether each input of the part is differentiated.
             flags = [is_var(atom) and atom in reached for atom in part.invars]
             if isinstance(part, Region):
                 yield Placed(part, runs, tuple(flags))
             elif isinstance(part, Loop):
+                # A carried value is if the one that the loop returns is.
                 first, carried = carry_of(part.scan)
                 for position in range(carried):
                     flags[first + position] |= part.outvars[position] in reached
@@ -159,8 +164,8 @@ class Program(NamedTuple):
         args: Sequence[Any],
         checkpointed: Callable[[Region], Any],
     ) -> list[Any]:
-        """The results of the program. `checkpointed` makes a function of a region's
-        inputs, which returns its outputs.
+        """The results of the program for inputs `args`. `checkpointed` makes a function
+        of a region's inputs, which returns its outputs; it replaces each region.
         """
 
         def body(_: Any, consts: Sequence[Any], args: Sequence[Any], part: Any):
@@ -179,7 +184,9 @@ class Program(NamedTuple):
 
 
 def _with_body(scan: jex.JaxprEqn, run: Callable[..., Any]) -> jex.JaxprEqn:
-    """A scan whose body is traced again as `run` evaluates it."""
+    """A copy of a scan whose body is traced again as `run` evaluates it. `run` takes
+    the body's jaxpr, its constants and its inputs.
+    """
     body = retraced(scan.params["jaxpr"], run, typed_struct_of)
     return scan.replace(params={**scan.params, "jaxpr": body})
 
@@ -227,7 +234,7 @@ def flat(
     args: Sequence[Any],
 ) -> jex.ClosedJaxpr:
     """The jaxpr with the programs of its calls, and of calls in its scans, in place of
-    the calls.
+    the calls. Calls with shardings of their own stay.
     """
 
     def run(
@@ -259,6 +266,7 @@ def flat(
 
 
 def _has_shardings(call: jex.JaxprEqn) -> bool:
+    """Whether a call of a jitted function says how its arguments or results lie."""
     for name in ("in_shardings", "out_shardings"):
         for sharding in call.params.get(name, ()):
             if isinstance(sharding, jax.sharding.Sharding):
@@ -267,7 +275,13 @@ def _has_shardings(call: jex.JaxprEqn) -> bool:
 
 
 def _program(jaxpr: jex.Jaxpr, *, is_body: bool) -> Program:
-    """Divides a flat jaxpr: a loss, or the body of a scan."""
+    """Divides a flat jaxpr: a loss, or the body of a scan (`is_body`).
+
+    Scans with products are divided in turn, of a body only one that has most of its
+    work. Checkpoints of the user and equations with effects stay alone. The equations
+    between two such ones are a stretch, and become regions: in a loss one for each
+    repeated block.
+    """
     works = [work_of(equation).flops for equation in jaxpr.eqns]
     parts: list[Any] = []
     stretch: list[jex.JaxprEqn] = []
@@ -277,6 +291,7 @@ def _program(jaxpr: jex.Jaxpr, *, is_body: bool) -> Program:
         parts.extend(filter(None, blocks))
         stretch.clear()
 
+    # Whether one region takes all equations of a body.
     is_whole = is_body
     for equation, work in zip(jaxpr.eqns, works, strict=True):
         name = equation.primitive.name
@@ -303,8 +318,9 @@ def _with_regions(
     parts: Sequence[Any],
     is_whole: bool,
 ) -> Iterator[Region | Loop | jex.JaxprEqn]:
-    """The parts of a program, in which a list of equations becomes a region. With
-    `is_whole`, it takes all that the program takes.
+    """Yields the parts of a program; a part that is a list of equations becomes a
+    region. If the region `is_whole`, all inputs of the program are its inputs, read or
+    not.
     """
     reads = [_operands(part) for part in parts]
     # How many of the parts that follow, with the program's end, read each value.
@@ -338,10 +354,14 @@ def _operands(part: Any) -> dict[Any, None]:
 
 
 def _results(equations: Sequence[jex.JaxprEqn]) -> list[Any]:
+    """The variables that equations compute."""
     return [var for equation in equations for var in equation.outvars]
 
 
 def _keys(equations: Sequence[jex.JaxprEqn]) -> dict[int, tuple[ValueKey, ...]]:
+    """The keys of each equation's results, by the equation's id. Values that are alike
+    in all but their number are numbered in order.
+    """
     counts: collections.Counter[str] = collections.Counter()
     keys = {}
     for equation in equations:
@@ -376,7 +396,8 @@ def _blocks(equations: list[jex.JaxprEqn]) -> list[list[jex.JaxprEqn]]:
     period, start, stop = _repeated(equations)
     if not period:
         return [equations]
-    # The blocks begin where the fewest bytes cross.
+    # The blocks can begin at any equation of the first period. They begin where the
+    # fewest bytes cross.
     phase_count = min(period, stop - start - 2 * period + 1)
     first = min(
         range(start, start + phase_count),
@@ -403,12 +424,14 @@ def _repeated(equations: Sequence[jex.JaxprEqn]) -> _Stretch:
     """
     kinds = list(map(_unnumbered, equations))
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    # Equal equations have equal codes.
     codes = [numbers[kind] for kind in kinds]
     products = [
         position
         for position, equation in enumerate(equations)
         if has_products(equation)
     ]
+    # Periods to try: the distances of products from the first one equal to them.
     first_positions: dict[int, int] = {}
     periods: set[int] = set()
     for position in products:
@@ -419,6 +442,7 @@ def _repeated(equations: Sequence[jex.JaxprEqn]) -> _Stretch:
     longest = _Stretch(period=0, start=0, stop=0)
     for period in sorted(periods)[:_MOST_PERIODS]:
         start = 0
+        # For each equation, whether the one a period later is equal.
         is_repeated = map(operator.eq, codes, codes[period:])
         for is_equal, run in itertools.groupby(is_repeated):
             length = len(list(run))

@@ -59,6 +59,7 @@ def work_of(equation: jex.JaxprEqn) -> Work:
 
 
 def total(works: Iterable[Work]) -> Work:
+    """The sum of some works; no work for none."""
     flops = 0.0
     passed_bytes = 0.0
     for work in works:
