@@ -25,7 +25,8 @@ from ._compile_for import (
     compile_for as compile_for,
 )
 from ._estimate import estimate as estimate
-from ._fit import Fit as Fit, FitRow as FitRow, fit as fit
+from ._fit import Fit as Fit, fit as fit
+from ._fit_rows import FitRow as FitRow
 from ._large_arrays import LargeArray as LargeArray
 from ._policy.making import policy as policy
 from ._policy.policy import (

@@ -18,8 +18,17 @@ from .._plan import ShardPlan
 from .._step import is_traced, padded, place_text, step_of
 from ..topology import MeshSpec
 from ._changes import Change, batch_of, changes_of
-from ._compile_for import CompiledFor, MemoryAnalysis, memory_of
+from ._compile_for import CompiledFor, memory_of
 from ._counted import StepOnChip
+from ._fit_rows import (
+    FitRow,
+    GroupBytes,
+    argument_rows,
+    compiled_rows,
+    largest_rows_first,
+    temporary_rows,
+    tiles_notes,
+)
 from ._foreseen import TEMPORARIES
 from ._large_arrays import (
     LargeArray,
@@ -44,31 +53,6 @@ class _Measured(Protocol):
     """A compiled step, recognized by its method `memory_analysis`."""
 
     def memory_analysis(self) -> Any: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class FitRow:
-    """The bytes of one group of arrays on one device.
-
-    **Arguments:**
-
-    - `group`: the name of the group: "parameters", "gradients", "optimizer: mu" (one
-      group for each moment), "batch", "KV cache", "other", "results" (without the
-      donated arguments' memory), "activations", "copies in other layouts" or
-      "temporaries". For a plan without a step, the first name of the arrays' paths:
-      "params".
-    - `bytes`: the bytes in the chip's memory, including the padding of tiles.
-    - `host_bytes`: the bytes in host memory, if the plan's memory kinds say so.
-    - `exact`: whether the bytes follow from shardings or from the compiler's count. If
-      not, they are foreseen.
-    """
-
-    __module__ = "shardfx.cost"
-
-    group: str
-    bytes: int
-    host_bytes: int = 0
-    exact: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,7 +294,7 @@ def fit(
     if isinstance(step, CompiledFor) and step.assigned is not None:
         return _of_assigned(step.assigned, chip)
     if isinstance(step, _Measured):
-        rows, notes = _compiled_rows([], memory_of(step))
+        rows, notes = compiled_rows([], memory_of(step))
         return Fit(rows, chip, "compiled", notes=notes)
     if not callable(step) and not is_traced(step) and not args:
         raise LeafTypeError(
@@ -327,14 +311,14 @@ def fit(
     chip_step = StepOnChip(traced, chip, step if args else None, assigned)
     if chip_step.programs is not None:
         warn_if_refuted(chip_step.programs)
-    rows, arguments = _arguments(chip_step)
-    notes = (*notes, *_tiles_note(chip_step.parameter_bytes, rows, chip))
+    rows, arguments = argument_rows(chip_step)
+    notes = (*notes, *tiles_notes(chip_step.parameter_bytes, rows, chip))
     shapes = gradient_shapes(chip_step)
     temporaries = [large_array(array, shapes) for array in chip_step.memory.arrays]
     arrays = sorted([*arguments, *temporaries], key=lambda array: -array.bytes)
     largest = tuple(arrays[:_LARGEST])
     if compiled is not None and assigned is None:
-        rows, differences = _compiled_rows(rows, memory_of(compiled))
+        rows, differences = compiled_rows(rows, memory_of(compiled))
         return Fit(
             rows=rows,
             chip=chip,
@@ -345,11 +329,11 @@ def fit(
         )
     memory = chip_step.memory
     rows.append(FitRow("results", sum(memory.results), exact=True))
-    rows += _temporaries(temporaries, memory)
+    rows += temporary_rows(temporaries, memory)
     if not memory.is_counted and chip_step.platform == "tpu":
         notes = (*notes, why_foreseen(traced, chip))
     return Fit(
-        rows=_sorted(rows),
+        rows=largest_rows_first(rows),
         chip=chip,
         basis="compiled" if memory.is_counted else "foreseen",
         largest=largest,
@@ -366,10 +350,10 @@ def _of_assigned(memory: Memory, chip: chips.Chip) -> Fit:
     rows = [
         FitRow("arguments", sum(memory.arguments), exact=True),
         FitRow("results", sum(memory.results), exact=True),
-        *_temporaries(arrays, memory),
+        *temporary_rows(arrays, memory),
     ]
     return Fit(
-        rows=_sorted(rows),
+        rows=largest_rows_first(rows),
         chip=chip,
         basis="compiled",
         largest=tuple(arrays[:_LARGEST]),
@@ -378,38 +362,11 @@ def _of_assigned(memory: Memory, chip: chips.Chip) -> Fit:
     )
 
 
-class _GroupBytes:
-    """The bytes of the arrays of each group, on the device and in host memory."""
-
-    def __init__(self):
-        self.on_device: dict[str, int] = {}
-        self.on_host: dict[str, int] = {}
-
-    def add(self, group: str, nbytes: int, *, on_host: bool) -> None:
-        sums = self.on_host if on_host else self.on_device
-        others = self.on_device if on_host else self.on_host
-        sums[group] = sums.get(group, 0) + nbytes
-        others.setdefault(group, 0)
-
-    @property
-    def rows(self) -> list[FitRow]:
-        rows = []
-        for group, nbytes in self.on_device.items():
-            row = FitRow(
-                group=group,
-                bytes=nbytes,
-                host_bytes=self.on_host[group],
-                exact=True,
-            )
-            rows.append(row)
-        return rows
-
-
 def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
     """The memory of the arrays of a plan, with a row for each first name of the arrays'
     paths.
     """
-    sums = _GroupBytes()
+    sums = GroupBytes()
     largest: list[LargeArray] = []
     sizes = dict(plan.mesh.shape)
     for leaf in plan.leaves:
@@ -424,98 +381,11 @@ def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
         if not on_host:
             largest.append(LargeArray(leaf.path, nbytes, group))
     return Fit(
-        rows=_sorted(sums.rows),
+        rows=largest_rows_first(sums.rows),
         chip=chip,
         basis="arguments",
         largest=tuple(merged_arrays(largest)[:_LARGEST]),
     )
-
-
-def _arguments(chip_step: StepOnChip) -> tuple[list[FitRow], list[LargeArray]]:
-    """A row for each group of arguments, and a `LargeArray` for each argument in device
-    memory, the largest first.
-    """
-    sums = _GroupBytes()
-    largest: list[LargeArray] = []
-    sizes = zip(chip_step.purposes, chip_step.memory.arguments, strict=True)
-    for number, (purpose, nbytes) in enumerate(sizes):
-        if purpose.argument.on_host:
-            sums.add(purpose.group, chip_step.host_bytes(number), on_host=True)
-        else:
-            sums.add(purpose.group, nbytes, on_host=False)
-            largest.append(LargeArray(purpose.argument.path, nbytes, purpose.group))
-    return sums.rows, merged_arrays(largest)
-
-
-def _tiles_note(
-    plain_bytes: int,
-    rows: Sequence[FitRow],
-    chip: chips.Chip,
-) -> tuple[str, ...]:
-    """A note if the parameters take more memory in the chip's tiles than a plan reports,
-    `plain_bytes`.
-    """
-    tiled_bytes = sum(row.bytes for row in rows if row.group == "parameters")
-    if chip.tile is None or bytes_text(plain_bytes) == bytes_text(tiled_bytes):
-        return ()
-    tile = " x ".join(map(str, chip.tile))
-    return (
-        f"the parameters are {bytes_text(plain_bytes)}, as their plan says, and take"
-        f" {bytes_text(tiled_bytes)} in the chip's tiles of {tile}.",
-    )
-
-
-def _temporaries(arrays: Sequence[LargeArray], memory: Memory) -> list[FitRow]:
-    """A row for each group of the temporary arrays. Temporaries can reuse the memory of
-    the results: the bytes that they reuse are subtracted from the largest groups.
-    """
-    sums: dict[str, int] = {}
-    for array in arrays:
-        sums[array.group] = sums.get(array.group, 0) + array.bytes
-    if memory.gap_bytes:
-        sums["gaps between arrays"] = memory.gap_bytes
-    reused_bytes = sum(sums.values()) - memory.temporary_bytes
-    largest_first = sorted(sums, key=lambda group: -sums[group])
-    for group in largest_first:
-        shared_bytes = min(max(reused_bytes, 0), sums[group])
-        sums[group] -= shared_bytes
-        reused_bytes -= shared_bytes
-    if reused_bytes < 0:
-        sums["constants and scalars"] = -reused_bytes
-    rows = []
-    for group, nbytes in sums.items():
-        rows.append(FitRow(group, nbytes, exact=memory.is_counted))
-    return rows
-
-
-def _compiled_rows(
-    rows: Sequence[FitRow],
-    memory: MemoryAnalysis,
-) -> tuple[tuple[FitRow, ...], tuple[str, ...]]:
-    fit_rows = list(rows)
-    notes = []
-    rest = memory.argument_size_in_bytes - sum(row.bytes for row in rows)
-    if not rows:
-        fit_rows.append(FitRow("arguments", rest, exact=True))
-    elif rest > 0:
-        fit_rows.append(FitRow("arguments, the rest", rest, exact=True))
-    elif rest < 0:
-        # The compiler drops arguments that the step does not read.
-        notes.append(
-            f"the program takes {bytes_text(-rest)} less than its arguments: it does"
-            " not read all of them."
-        )
-        fit_rows.append(FitRow("arguments, not read", rest, exact=True))
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    fit_rows.append(FitRow("results", results, exact=True))
-    temporaries = memory.needed_bytes - sum(row.bytes for row in fit_rows)
-    fit_rows.append(FitRow("temporaries", temporaries, exact=True))
-    return _sorted(fit_rows), tuple(notes)
-
-
-def _sorted(rows: Sequence[FitRow]) -> tuple[FitRow, ...]:
-    filled = [row for row in rows if row.bytes or row.host_bytes]
-    return tuple(sorted(filled, key=lambda row: -row.bytes))
 
 
 _ALONE = (
@@ -550,6 +420,7 @@ def _tables(fitted: Fit) -> list[tuple[_Rows, list[str]]]:
 
 
 def _changes_table(changes: Sequence[Change]) -> _Rows:
+    """The table of changes that save memory, with its header."""
     rows: _Rows = [("saves", "then", "fits", "one change", "as code")]
     for change in changes:
         saves = bytes_text(change.saves_bytes)
@@ -560,6 +431,7 @@ def _changes_table(changes: Sequence[Change]) -> _Rows:
 
 
 def _verdict(fitted: Fit) -> list[str]:
+    """The lines below the table of groups: whether the step fits, and by how much."""
     usable = bytes_text(fitted.usable_bytes)
     peak = bytes_text(fitted.peak_bytes)
     if fitted.basis == "arguments":
