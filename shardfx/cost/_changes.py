@@ -246,7 +246,7 @@ def _sharded_over(
         unsharded = ((),) * len(shape)
         spec = jax.P(*(all_dims[number] or unsharded))
         if shape:
-            request = Request(None, spec, None, None, (), ())
+            request = Request(spec=spec)
             mesh = chip_step.step.mesh
             # The dtype would decide which arrays are too small: none is here.
             spec = shard_over(request, shape, np.float32, mesh, Fsdp(axes)).spec

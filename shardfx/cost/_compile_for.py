@@ -301,15 +301,23 @@ def _out_of_memory(text: str, needed_bytes: int | None = None) -> OutOfMemoryErr
     """The error for a program that does not fit, from its compiler's own text. Its
     `needed_bytes` are as given, or else as the text says.
     """
-    sizes = next((match.groups() for form in _FULL if (match := form.search(text))), ())
-    needed, limit = map(_bytes_of, sizes) if sizes else (None, None)
+    sizes = "more than there is"
+    limit_bytes = None
+    for form in _FULL:
+        match = form.search(text)
+        if match is not None:
+            needed_text, limit_text = match.groups()
+            sizes = f"{needed_text} of {limit_text}"
+            limit_bytes = _bytes_of(limit_text)
+            if needed_bytes is None:
+                needed_bytes = _bytes_of(needed_text)
+            break
     return OutOfMemoryError(
-        "the program does not fit a device: its compiler needs"
-        f" {' of '.join(sizes) or 'more than there is'}. `shardfx.cost.fit(step,"
-        " *args, chip=...)` says what takes the memory, and which single change"
-        " would make it fit.",
-        needed if needed_bytes is None else needed_bytes,
-        limit,
+        f"the program does not fit a device: its compiler needs {sizes}."
+        " `shardfx.cost.fit(step, *args, chip=...)` says what takes the memory, and"
+        " which single change would make it fit.",
+        needed_bytes,
+        limit_bytes,
     )
 
 
@@ -328,7 +336,9 @@ def compiled(lowered: Any, devices: Sequence[Any]) -> Any:
 
 def _bytes_of(text: str) -> int:
     """The bytes of a size in XLA's notation, such as "16.18G"."""
-    return int(float(text.rstrip("KMGT")) * 2 ** (10 * max(0, " KMGT".find(text[-1]))))
+    number = text.rstrip("KMGT")
+    thousands = " KMGT".index(text[len(number) :] or " ")
+    return int(float(number) * 1024**thousands)
 
 
 def _mesh_of(target: str | Mesh | Sequence[object], spec: MeshSpec) -> tuple[Mesh, str]:
@@ -342,7 +352,7 @@ def _mesh_of(target: str | Mesh | Sequence[object], spec: MeshSpec) -> tuple[Mes
             f"`target={target!r:.80}` is neither a slice, a mesh nor devices; write"
             ' `target="tpu:v5e:2x4"`, `target="cpu"`, or `target=jax.devices()`.'
         )
-    devices: list[Any] = (
-        jax.devices("cpu")[: spec.size] if isinstance(target, str) else list(target)
-    )
+    devices: list[Any] = list(target)
+    if isinstance(target, str):
+        devices = jax.devices("cpu")[: spec.size]
     return spec.build(devices), devices[0].device_kind

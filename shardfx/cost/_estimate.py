@@ -78,9 +78,8 @@ def extrapolated(
         if mesh.shape[axis] == size:
             continue
         rows_of_doubled = rows_on(_with_sizes(small, {**small.shape, axis: 2 * size}))
-        if [*map(_size_free_fields, rows_of_doubled)] != [
-            *map(_size_free_fields, first)
-        ]:
+        fields_of_doubled = list(map(_size_free_fields, rows_of_doubled))
+        if fields_of_doubled != list(map(_size_free_fields, first)):
             raise ProgramError(
                 f"XLA partitions for at most {most} devices. On {small} the step is"
                 f" another program than on one with twice as many along {axis}, so what"
@@ -88,14 +87,13 @@ def extrapolated(
             )
         doubled.append((rows_of_doubled, round(math.log2(mesh.shape[axis] / size))))
     note = f"extrapolated from {small}: XLA partitions for at most {most:,} devices."
-    rows = (
-        _larger_row(
-            row,
-            [(rows_of_doubled[number], times) for rows_of_doubled, times in doubled],
-            note,
-        )
-        for number, row in enumerate(first)
-    )
+    rows = []
+    for number, row in enumerate(first):
+        doubled_rows = [
+            (rows_of_doubled[number], doublings)
+            for rows_of_doubled, doublings in doubled
+        ]
+        rows.append(_larger_row(row, doubled_rows, note))
     return largest_first(Traffic(tuple(rows), mesh.size))
 
 

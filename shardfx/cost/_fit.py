@@ -184,14 +184,15 @@ class Fit:
         changes.
         """
         parts = [str(self)]
-        why: dict[str, dict[str, None]] = {}
+        arrays_of_reason: dict[str, dict[str, None]] = {}
         for array in self.peak_arrays[:_LARGEST]:
-            why.setdefault(array.why, {})[
-                f"{array.what} of {place_text(array.source)}"
-            ] = None
-        if reasons := [
-            f"{', '.join(arrays)}: {words}" for words, arrays in why.items() if words
-        ]:
+            text = f"{array.what} of {place_text(array.source)}"
+            if array.why:
+                arrays_of_reason.setdefault(array.why, {})[text] = None
+        reasons = []
+        for why, arrays in arrays_of_reason.items():
+            reasons.append(f"{', '.join(arrays)}: {why}")
+        if reasons:
             parts.append("\n".join(reasons))
         if self.changes:
             parts.append("\n".join(table(_changes_table(self.changes), right=_NUMBERS)))
