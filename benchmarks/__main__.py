@@ -11,7 +11,7 @@ import jax
 
 from . import _machine, _plots, _report
 from ._progress import Progress
-from ._runner import Options, Record, run_suite
+from ._runner import Options, Record, Unfinished, run_suite
 from .faults import _report as fault_report, command as faults
 
 
@@ -89,6 +89,7 @@ def _run(
         jax.config.update("jax_platforms", flags.platform)
     devices = jax.devices()
     results: dict[str, list[Record]] = {}
+    unfinished_suites: list[Unfinished] = []
     for name in names:
         if flags.command == name:
             suite_flags = flags
@@ -104,7 +105,12 @@ def _run(
         module = importlib.import_module(f"benchmarks.{SUITES[name]}")
         entries = module.cases(options)
         progress = Progress(name, len(entries))
-        results[name] = run_suite(entries, options, progress)
+        unfinished = None
+        if flags.resume is not None:
+            flags.resume.mkdir(parents=True, exist_ok=True)
+            unfinished = Unfinished(flags.resume / f"{name}.json")
+            unfinished_suites.append(unfinished)
+        results[name] = run_suite(entries, options, progress, unfinished)
         print(
             f"\n{name}: {module.SUMMARY}\n\n{_report.table(results[name])}\n",
             flush=True,
@@ -122,6 +128,9 @@ def _run(
     ]
     for line in failed:
         print(f"FAILED {line}", file=sys.stderr)
+    if not failed:
+        for unfinished in unfinished_suites:
+            unfinished.end()
     return 1 if failed else 0
 
 
@@ -155,6 +164,13 @@ def _common(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the results here"
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FOLDER",
+        help="keep the records of each entry there until all have run; entries that are"
+        " there do not run again",
     )
     parser.add_argument("--platform", help="JAX platform to use, for example cpu")
     parser.add_argument(

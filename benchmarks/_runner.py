@@ -38,9 +38,11 @@ import dataclasses
 import gc
 import importlib
 import importlib.util
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -74,17 +76,58 @@ class Record:
     failed: str | None = None
 
 
+class Unfinished:
+    """The records of a suite that may be cut off, kept in a file after each entry. An
+    entry that failed is not kept.
+    """
+
+    def __init__(self, file: Path):
+        self.file = file
+        self._records: dict[str, list[dict[str, Any]]] = {}
+        if file.exists():
+            self._records = json.loads(file.read_text())
+
+    def records_of(self, entry: Entry) -> list[Record] | None:
+        """The records of an entry that ran before; `None` if it did not."""
+        if entry.name not in self._records:
+            return None
+        return [Record(**fields) for fields in self._records[entry.name]]
+
+    def keep(self, entry: Entry, records: list[Record]) -> None:
+        """Keeps the records of an entry, unless it failed."""
+        if any(record.failed for record in records):
+            return
+        self._records[entry.name] = list(map(dataclasses.asdict, records))
+        self.file.write_text(json.dumps(self._records))
+
+    def end(self) -> None:
+        """Removes the file of a suite that has run to its end."""
+        self.file.unlink(missing_ok=True)
+
+
 def run_suite(
-    entries: Iterable[Entry], options: Options, progress: Progress
+    entries: Iterable[Entry],
+    options: Options,
+    progress: Progress,
+    unfinished: Unfinished | None = None,
 ) -> list[Record]:
-    """Runs every entry in order; a failed one is recorded and the rest go on."""
+    """Runs every entry in order; a failed one is recorded and the rest go on. Entries of
+    which `unfinished` has records do not run again.
+    """
     records = []
     for entry in entries:
         progress.begin(entry.name)
-        if isinstance(entry, Apart):
-            entry_results = _apart(entry, options)
+        kept = None
+        if unfinished is not None:
+            kept = unfinished.records_of(entry)
+        if kept is not None:
+            entry_results = kept
+        elif isinstance(entry, Apart):
+            entry_results = _apart(entry, options, unfinished)
         else:
             entry_results = [_run_entry(entry, options)]
+        if unfinished is not None:
+            unfinished.keep(entry, entry_results)
         records += entry_results
         text = "; ".join(record.failed for record in entry_results if record.failed)
         progress.end(text)
@@ -93,26 +136,34 @@ def run_suite(
 
 
 def run_apart(
-    target: str, quick: bool, repeats: int, cpu_devices: int
+    target: str, quick: bool, repeats: int, cpu_devices: int, file: str | None
 ) -> list[dict[str, Any]]:
     """In a process of its own: the records of the entries that `target` returns, as
-    dictionaries.
+    dictionaries. They are kept in `file` as in `Unfinished`.
     """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", cpu_devices)
     options = Options(quick, repeats, jax.devices(), argparse.Namespace())
     module, name = target.split(":")
     entries = getattr(importlib.import_module(module), name)(options)
-    return [
-        dataclasses.asdict(record)
-        for record in run_suite(entries, options, Progress(name, len(entries)))
-    ]
+    unfinished = None if file is None else Unfinished(Path(file))
+    records = run_suite(entries, options, Progress(name, len(entries)), unfinished)
+    if unfinished is not None and not any(record.failed for record in records):
+        unfinished.end()
+    return list(map(dataclasses.asdict, records))
 
 
-def _apart(entry: Apart, options: Options) -> list[Record]:
+def _apart(
+    entry: Apart, options: Options, unfinished: Unfinished | None
+) -> list[Record]:
+    file = None
+    if unfinished is not None:
+        _, _, function = entry.target.partition(":")
+        file = str(unfinished.file.with_suffix(f".{function}.json"))
     arguments = dataclasses.asdict(entry) | {
         "quick": options.quick,
         "repeats": options.repeats,
+        "file": file,
     }
     del arguments["name"]
     try:

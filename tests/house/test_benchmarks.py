@@ -13,7 +13,7 @@ import pytest
 from benchmarks import __main__ as command, _report
 from benchmarks._case import Apart, Case, Finding, Limit, Race, Rival, Skip, memcpy
 from benchmarks._progress import Progress
-from benchmarks._runner import Options, Record, run_suite
+from benchmarks._runner import Options, Record, Unfinished, run_suite
 from benchmarks.unseen.foreseen import (
     RESULTS,
     Pair,
@@ -128,6 +128,34 @@ def test_cases_run_apart_on_as_many_devices_as_they_need():
     [lost] = run(Apart("lost", "tests.house.apart_cases:nothing", cpu_devices=2))
     assert lost.failed is not None
     assert "nothing" in lost.failed
+
+
+def test_a_suite_that_was_cut_off_goes_on(tmp_path):
+    file = tmp_path / "test.json"
+    runs = []
+
+    def entry(name, error=None):
+        def measure():
+            runs.append(name)
+            if error is not None:
+                raise error
+            return {"runs": len(runs)}
+
+        return Finding(name, measure)
+
+    def resumed(*entries):
+        progress = Progress("test", len(entries))
+        return run_suite(entries, OPTIONS, progress, Unfinished(file))
+
+    with pytest.raises(KeyboardInterrupt):
+        resumed(
+            entry("a"), entry("b", OSError("disk")), entry("c", KeyboardInterrupt())
+        )
+    first, second, third = resumed(entry("a"), entry("b"), entry("c"))
+    assert runs == ["a", "b", "c", "b", "c"]
+    assert first.values == {"runs": 1}
+    assert (second.values, second.failed) == ({"runs": 4}, None)
+    assert third.values == {"runs": 5}
 
 
 def document(records):
