@@ -315,6 +315,9 @@ _NUMBERS = {"arrays", "bytes/device", "wire/device"}
 
 
 def _cells(row: LeafDiff) -> tuple[str, ...]:
+    """The cells of arrays' row in the table. Equal texts of both plans stand once, but
+    for the two specs.
+    """
     shapes = []
     specs = []
     sizes = []
@@ -340,12 +343,14 @@ def _cells(row: LeafDiff) -> tuple[str, ...]:
 
 
 def _change(before: str, after: str) -> str:
+    """Two texts with an arrow between; one of them if they are equal."""
     if before == after:
         return before
     return f"{before} -> {after}"
 
 
 def _paragraph(row: LeafDiff) -> str:
+    """The cells of a row as three lines: the arrays, their specs, and the cost."""
     path, count, shape, before, after, size, what, wire, how = map(
         printable, _cells(row)
     )
@@ -402,6 +407,7 @@ def _field_text(value: object) -> str:
 
 
 def _totals(difference: Diff) -> str:
+    """A sentence about all arrays that differ."""
     before, after = map(bytes_text, difference.bytes_per_device)
     if not difference:
         return f"the plans are equal: {before} per device"

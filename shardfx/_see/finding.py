@@ -208,6 +208,7 @@ def findings_of(findings: Iterable[Finding]) -> Findings:
 
 
 def _rank(finding: Finding) -> tuple[int, int]:
+    """The place of a finding in a table: least is first."""
     return -finding.bytes, SEVERITIES.index(finding.severity)
 
 
@@ -217,6 +218,7 @@ def _cells(finding: Finding) -> tuple[str, ...]:
 
 
 def _paragraph(finding: Finding) -> list[str]:
+    """The lines of a finding: a head, the message, and each line of the fix."""
     severity, code, size, where = map(printable, _cells(finding))
     head = f"{severity} {code}: {where}"
     if finding.bytes:
@@ -242,6 +244,7 @@ def _others(findings: Findings) -> str:
 
 
 def _summary(findings: Findings) -> str:
+    """The number of findings, and of each severity, as text."""
     if not findings:
         return "no findings"
     numbers = collections.Counter(finding.severity for finding in findings)

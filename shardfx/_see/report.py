@@ -98,6 +98,7 @@ def report_data(
 
 
 def _mesh(mesh: MeshSpec) -> dict[str, object]:
+    """A mesh as data."""
     columns = zip(
         mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, mesh.axis_types, strict=True
     )
@@ -183,6 +184,9 @@ def _verdict(
 
 
 def _row(group: Group, mesh: MeshSpec) -> dict[str, object]:
+    """Arrays that are planned alike, as data. "lost" has the dimensions that are
+    sharded less than requested.
+    """
     row = group.row
     names = None
     if row.names is not None:
@@ -297,6 +301,7 @@ _SENT = (
 
 
 def _traffic(traffic: Traffic | None) -> dict[str, object] | None:
+    """The traffic of a step as data; `None` without it."""
     if traffic is None:
         return None
     rows = []

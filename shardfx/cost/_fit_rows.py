@@ -54,6 +54,7 @@ class GroupBytes:
 
     @property
     def rows(self) -> list[FitRow]:
+        """A row for each group, with its exact bytes in both memories."""
         rows = []
         for group, nbytes in self.on_device.items():
             row = FitRow(

@@ -277,6 +277,7 @@ def _names_of_origins(row: ArrayRow) -> set[str]:
 
 
 def _cells(row: ArrayRow) -> tuple[str, ...]:
+    """The cells of an array's row in the table. Mesh axes of one origin stand together."""
     origins = []
     for name, alike in together(
         row.origins, lambda origin: printable(origin.by)
@@ -297,6 +298,7 @@ def _cells(row: ArrayRow) -> tuple[str, ...]:
 
 
 def _json_row(row: ArrayRow) -> dict[str, Any]:
+    """A row as data that `json.dumps` takes."""
     return {
         "line": row.source.place if row.source else None,
         "operation": row.operation,

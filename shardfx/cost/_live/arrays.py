@@ -163,6 +163,9 @@ class _Scheduler:
         return not self.awaited[operation] and not self.is_late[operation]
 
     def _priority(self, operation: int) -> _Priority:
+        """The rank of an operation now: it frees what it reads last, if that was made
+        here.
+        """
         freed_bytes = 0
         for value in self.reads[operation]:
             if self.unread[value] == 1 and self.maker.get(value) in self.done:

@@ -114,6 +114,7 @@ class Uses:
         return self.users.get(value, ())
 
     def read(self, body: Body) -> None:
+        """Notes the operations of a body, and of the bodies in it."""
         self.results.update(body.results)
         self.home.update(dict.fromkeys(body.carried, body))
         for op in body.ops:
@@ -176,6 +177,7 @@ class _Flattener:
         self.calls: tuple[Instruction, ...] = ()
 
     def flattened(self) -> FlatProgram:
+        """The flat program. Each array of a parameter that is a tuple is a value."""
         entry = self.module.computations[self.module.entry]
         parameters = [
             instruction

@@ -257,6 +257,7 @@ class Policy:
 
 
 def _cells(row: PolicyRow) -> tuple[str, ...]:
+    """The cells of a value's row in the table."""
     return (
         row.choice,
         bytes_text(row.bytes),

@@ -121,6 +121,8 @@ def _residuals(placed: Placed) -> jex.Jaxpr:
     structs = list(map(typed_struct_of, region.invars))
 
     def residuals(*arrays: Any) -> list[Any]:
+        """What the derivative by the active inputs holds, for all inputs."""
+
         def run(*varied: Any) -> list[Any]:
             remaining = iter(varied)
             args = list(arrays)

@@ -251,6 +251,7 @@ def flat(
         equation: jex.JaxprEqn,
         operands: list[Any],
     ) -> Sequence[Any]:
+        """The results of an equation in the program of `call`; outermost, it is `None`."""
         frame = own_line(frames_of(equation))
         if call is not None and (frame is None or is_library(frame)):
             # JAX traces its own functions once, without the lines that call them.
