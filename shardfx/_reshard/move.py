@@ -354,7 +354,7 @@ def _with_senders(move: Move, sent_before: tuple[tuple[int, int], ...]) -> Move:
         src=move.src,
         dst=move.dst,
         lost=move.lost,
-        copies=move.copies,
+        may_copy_on_host=move.copies,
         sent_before=sent_before,
     )
     return dataclasses.replace(move, assembly=assembly)

@@ -126,13 +126,12 @@ class Chip:
             assert chips.find("v5p").flops("bfloat16") == 459e12
             ```
         """
-        is_group = isinstance(dtype, str) and dtype in ("float8", "float4")
-        name = (
-            dtype
-            if is_group
-            else re.sub(r"^float([48])_.*", r"float\1", jnp.dtype(dtype).name)
-        )
-        name = "bfloat16" if name == "float16" else name
+        if isinstance(dtype, str) and dtype in ("float8", "float4"):
+            name = dtype
+        else:
+            name = re.sub(r"^float([48])_.*", r"float\1", jnp.dtype(dtype).name)
+        if name == "float16":
+            name = "bfloat16"
         flops_of_dtype = dict(self.flops_per_second)
         if name not in flops_of_dtype:
             raise ChipError(
@@ -243,12 +242,16 @@ def average_network(chip: Chip, extents: Sequence[int]) -> AverageNetwork:
             island_devices=float(chip.island_chips * chip.devices_per_chip),
         )
     rings = [
-        Ring(size, has_ring)
-        for size, has_ring in zip(extents, closed(chip, extents), strict=True)
+        Ring(size, is_closed)
+        for size, is_closed in zip(extents, closed(chip, extents), strict=True)
     ]
-    long = [ring.links for ring in rings if ring.size > 1]
+    # A dimension of one chip has no links.
+    link_counts = [ring.links for ring in rings if ring.size > 1]
+    mean_links = 1.0
+    if link_counts:
+        mean_links = sum(link_counts) / len(link_counts)
     return AverageNetwork(
-        bytes_per_second=link * (sum(long) / len(long) if long else 1.0),
+        bytes_per_second=link * mean_links,
         dims=float(chip.torus_dims),
         hops=float(hops_across(rings)),
         island_devices=math.inf,
@@ -262,31 +265,35 @@ def axes_on(
 ) -> dict[str, tuple[Ring, ...]]:
     """The dimensions of a slice that each mesh axis spans, one `Ring` per dimension.
     `sizes` has the size of each axis. Dimensions are assigned to the last mesh axis
-    first. An axis gets whole dimensions of the slice before parts. For extents (4, 4)
-    and sizes 2 and 8, the second axis gets one whole dimension and half of the other.
+    first, and before them the cores of a chip, which form no ring. An axis gets whole
+    dimensions of the slice before parts. For extents (4, 4) and sizes 2 and 8, the
+    second axis gets one whole dimension and half of the other. What fits no dimension
+    is left out.
     """
-    rings = closed(chip, extents)
+    has_ring = closed(chip, extents)
     remaining = list(extents)
-    cores = chip.devices_per_chip
+    remaining_cores = chip.devices_per_chip
     axes = {}
     for name in reversed(tuple(sizes)):
-        within = math.gcd(sizes[name], cores)
-        size = sizes[name] // within
-        cores = cores // within
-        parts: list[Ring] = []
-        while size > 1:
-            common = [
-                (math.gcd(free, size), free == size == whole)
-                for free, whole in zip(remaining, extents, strict=True)
+        cores = math.gcd(sizes[name], remaining_cores)
+        chips = sizes[name] // cores
+        remaining_cores //= cores
+        rings: list[Ring] = []
+        while chips > 1:
+            # The most chips that the axis can have along each dimension. Of equal ones,
+            # a whole dimension of the slice that is all that the axis lacks.
+            choices = [
+                (math.gcd(free, chips), free == chips == extent)
+                for free, extent in zip(remaining, extents, strict=True)
             ]
-            taken, _ = max(common)
-            dim = common.index(max(common))
-            if taken < 2:
+            size, _ = max(choices)
+            dim = choices.index(max(choices))
+            if size < 2:
                 break
-            is_closed = rings[dim] and taken == extents[dim]
+            is_closed = has_ring[dim] and size == extents[dim]
             stride = extents[dim] // remaining[dim]
-            parts.append(Ring(taken, is_closed, stride))
-            remaining[dim] //= taken
-            size //= taken
-        axes[name] = tuple(parts)
+            rings.append(Ring(size, is_closed, stride))
+            remaining[dim] //= size
+            chips //= size
+        axes[name] = tuple(rings)
     return axes

@@ -68,6 +68,9 @@ class Slice(NamedTuple):
 
 
 def _checked(parsed: Slice, text: str) -> Slice:
+    """The slice `parsed` of the name `text`. Raises `MeshError` for another number of
+    dimensions than the chip's network has, and for more chips than a pod.
+    """
     chip = parsed.chip
     dims = parsed.chip.torus_dims or 1
     extents = parsed.extents
@@ -80,11 +83,9 @@ def _checked(parsed: Slice, text: str) -> Slice:
     # dimension than along another.
     longest = math.isqrt(chip.island_chips) if dims == 2 else chip.island_chips
     if chip.torus_dims and (parsed.chips > chip.island_chips or max(extents) > longest):
-        pod = (
-            "x".join([str(longest)] * dims)
-            if dims == 2
-            else f"{chip.island_chips:,} chips"
-        )
+        pod = f"{chip.island_chips:,} chips"
+        if dims == 2:
+            pod = f"{longest}x{longest}"
         raise MeshError(
             f"slice {text!r:.60} has {parsed.chips:,} chips, and a pod of {chip.name} is"
             f" {pod}; take several slices, as "
@@ -145,12 +146,10 @@ def find(name: str | Chip) -> Chip:
         )
     if plain_name not in chips_by_name:
         near = difflib.get_close_matches(plain_name, chips_by_name, n=3, cutoff=0.5)
-        suggestion = (
-            "; did you mean"
-            f" {' or '.join(dict.fromkeys(chips_by_name[close_name].name for close_name in near))}? "
-            if near
-            else ". "
-        )
+        near_chips = dict.fromkeys([chips_by_name[alias].name for alias in near])
+        suggestion = ". "
+        if near_chips:
+            suggestion = f"; did you mean {' or '.join(near_chips)}? "
         raise ChipError(
             f"there is no chip {name!r:.80}{suggestion}There are"
             f" {', '.join(chip.name for chip in CHIPS)}. Make your own with"
@@ -190,22 +189,24 @@ def parse_slice(text: str) -> Slice:
     """
     if (match := _CLOUD_NAME.fullmatch(text)) is not None:
         chip = find(match[1])
-        count = int(match[2])
-        per_chip = 2 if chip.name in _NAMED_BY_CORES else 1
-        if count % per_chip:
-            raise MeshError(
-                f"slice {text!r}: {chip.name} has 2 cores a chip, and {count} cores are"
-                " no whole chips."
-            )
-        return _checked(
-            Slice(chip, near_cube(count // per_chip, chip.torus_dims or 1)), text
-        )
+        chip_count = int(match[2])
+        if chip.name in _NAMED_BY_CORES:
+            core_count = chip_count
+            if core_count % 2:
+                raise MeshError(
+                    f"slice {text!r}: {chip.name} has 2 cores a chip, and {core_count}"
+                    " cores are no whole chips."
+                )
+            chip_count = core_count // 2
+        extents = near_cube(chip_count, chip.torus_dims or 1)
+        return _checked(Slice(chip, extents), text)
     if (match := _SLICE_NAME.fullmatch(text)) is None:
         raise MeshError(
             f"{text!r:.80} is no slice; write it as `tpu:v5p:4x4x4`, or as clouds do:"
             " `v5e-16` has 16 chips."
         )
-    return _checked(Slice(find(match[1]), tuple(map(int, match[2].split("x")))), text)
+    extents = tuple(map(int, match[2].split("x")))
+    return _checked(Slice(find(match[1]), extents), text)
 
 
 def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) -> str:
@@ -255,6 +256,7 @@ def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) ->
                 f"{chip.island_chips:,}",
             )
         )
+    # These columns are left out first, in this order.
     spare = ("island", "devices", "dcn", "links")
     return "\n".join(_aligned(rows, right=set(header[1:]), width=width, spare=spare))
 

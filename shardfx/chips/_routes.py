@@ -70,16 +70,16 @@ def torus_of(
     `slice_counts` has the number of slices and `rings` the dimensions that it spans.
     """
     # For each mesh axis, the index of each device along it.
-    places = np.indices(sizes).reshape(len(sizes), -1)
+    index_along_axes = np.indices(sizes).reshape(len(sizes), -1)
     device_count = math.prod(sizes)
     slices = np.zeros(device_count, np.int64)
     all_rings: list[Ring] = []
     columns: list[np.ndarray] = []
-    axes = zip(sizes, slice_counts, rings, places, strict=True)
-    for size, slice_count, rings_of_axis, place in axes:
+    axes = zip(sizes, slice_counts, rings, index_along_axes, strict=True)
+    for size, slice_count, rings_of_axis, index in axes:
         size_in_slice = size // slice_count
-        slice_of_axis, place_in_slice = np.divmod(place, size_in_slice)
-        slices = slices * slice_count + slice_of_axis
+        slice_along_axis, index_in_slice = np.divmod(index, size_in_slice)
+        slices = slices * slice_count + slice_along_axis
 
         ring_sizes = [ring.size for ring in rings_of_axis]
         if not ring_sizes:
@@ -87,7 +87,7 @@ def torus_of(
         all_rings += rings_of_axis
         # The cores of one chip have one place.
         devices_of_chip = size_in_slice // math.prod(ring_sizes)
-        chips = place_in_slice // devices_of_chip
+        chips = index_in_slice // devices_of_chip
         columns += np.unravel_index(chips, ring_sizes)
 
     coordinates = np.zeros((device_count, 0), np.int64)
@@ -105,7 +105,7 @@ class Route(NamedTuple):
     hops: int
 
 
-class _Hops(NamedTuple):
+class _WaysAround(NamedTuple):
     """The ways of messages around one ring: for each message the hops forward and
     backward, and the part of it that goes forward.
     """
@@ -117,7 +117,8 @@ class _Hops(NamedTuple):
 
 def route_of(pairs: Sequence[tuple[int, int]], torus: Torus) -> Route:
     """The route of messages of equal size between `pairs` of a sender and a receiver,
-    which are positions in the mesh.
+    which are positions in the mesh. Messages between slices are left out. The others
+    go along one dimension of the torus after another.
     """
     positions = np.array(pairs, np.int64).reshape(-1, 2)
     senders = positions[:, 0]
@@ -126,8 +127,9 @@ def route_of(pairs: Sequence[tuple[int, int]], torus: Torus) -> Route:
     senders = senders[is_inside]
     receivers = receivers[is_inside]
     slices = torus.slices[senders]
+    # Where each message is, and where it goes.
     places = torus.coordinates[senders]
-    targets = torus.coordinates[receivers]
+    target_places = torus.coordinates[receivers]
     ring_sizes = [ring.size for ring in torus.rings]
     slice_count = int(torus.slices.max()) + 1
     loads_shape = (slice_count, *ring_sizes)
@@ -135,7 +137,7 @@ def route_of(pairs: Sequence[tuple[int, int]], torus: Torus) -> Route:
     busiest = 0.0
     hops = np.zeros(len(senders), np.int64)
     for dim, ring in enumerate(torus.rings):
-        ways = _hops(ring, targets[:, dim] - places[:, dim])
+        ways = _ways_around(ring, target_places[:, dim] - places[:, dim])
         directions = (
             (1, ways.forward, ways.forward_share),
             (-1, ways.backward, 1 - ways.forward_share),
@@ -152,12 +154,15 @@ def route_of(pairs: Sequence[tuple[int, int]], torus: Torus) -> Route:
             busiest = max(busiest, float(loads.max()))
         steps = np.where(ways.forward_share > 0, ways.forward, ways.backward)
         hops += steps * ring.stride
-        places[:, dim] = targets[:, dim]
+        # All messages have arrived along this dimension.
+        places[:, dim] = target_places[:, dim]
     return Route(messages=busiest, hops=int(hops.max(initial=0)))
 
 
-def _hops(ring: Ring, distances: np.ndarray) -> _Hops:
-    """The ways of messages to nodes of a ring that are `distances` further."""
+def _ways_around(ring: Ring, distances: np.ndarray) -> _WaysAround:
+    """The ways of messages to nodes of a ring that are `distances` further. On a ring
+    that is not closed there is one way; its other entry means nothing.
+    """
     forward = distances % ring.size
     backward = -distances % ring.size
     if ring.closed:
@@ -166,4 +171,8 @@ def _hops(ring: Ring, distances: np.ndarray) -> _Hops:
         forward_share = np.select([is_shorter, is_equal], [1.0, 0.5], 0)
     else:
         forward_share = np.where(distances > 0, 1.0, 0.0)
-    return _Hops(forward=forward, backward=backward, forward_share=forward_share)
+    return _WaysAround(
+        forward=forward,
+        backward=backward,
+        forward_share=forward_share,
+    )

@@ -1,7 +1,6 @@
 """Makes global arrays from the rows that each process loaded."""
 
 import contextlib
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +121,7 @@ def _global_batch(local: PyTree, plan: ShardPlan, pad: int | float | None) -> Py
         _checked(leaf, np.asarray(array), part, pad) for leaf, array, part in triples
     ]
     shapes = [leaf.shape for leaf in leaves]
+    # Without `pad` no rows are missing.
     if pad is None:
         return treedef.unflatten(
             map(jax.make_array_from_process_local_data, shardings, arrays, shapes)
@@ -135,14 +135,15 @@ def _global_batch(local: PyTree, plan: ShardPlan, pad: int | float | None) -> Py
     )
     first_entry = entries_at(leaves[0].spec, 1)
     rows = NamedSharding(plan.jax_mesh, PartitionSpec(*first_entry))
-    all_real = np.ones(len(arrays[0]), bool)
-    mask = _padded(all_real, parts[0], False)
+    is_loaded = np.ones(len(arrays[0]), bool)
+    mask = _padded(is_loaded, parts[0], False)
     return batch, jax.make_array_from_process_local_data(rows, mask, shapes[0][:1])
 
 
 def _local_shape(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
     """The shape of the part of an array of `shape` that this process's devices hold
-    under `sharding`.
+    under `sharding`. Along each dimension it has the elements of all their shards, which
+    need not be adjacent.
     """
     sizes = []
     boxes = boxes_here(sharding, shape)
@@ -160,9 +161,9 @@ def _checked(
     """`array`, which this process loaded, cast to the dtype of its plan `leaf`.
 
     `part` is the shape of this process's part. Raises `PlanMismatchError` for another
-    dtype, for integers and a `pad` that the dtype lacks, and for a dimension whose size
-    is neither that of `part` nor that of the global batch. With `pad`, rows may be
-    missing.
+    dtype, for integers and a `pad` that the dtype cannot represent, and for a dimension
+    whose size is neither that of `part` nor that of the global batch. With `pad`, rows
+    may be missing.
     """
     shape = leaf.shape
     dtype = leaf.dtype
@@ -173,17 +174,15 @@ def _checked(
         )
     if array.dtype != dtype:
         require_range(leaf.path, array, dtype)
-    fits = array.ndim == len(shape) and all(
-        map(operator.contains, zip(part, shape, strict=True), array.shape)
-    )
-    missing = (
+    lacks_rows = (
         array.ndim == len(shape) > 0
         and array.shape[1:] == part[1:]
         and len(array) < part[0]
     )
-    if not fits and (pad is None or not missing):
+    fits = _fits(array.shape, part, shape)
+    if not fits and (pad is None or not lacks_rows):
         hint = ""
-        if missing:
+        if lacks_rows:
             hint = "; pass `pad=0` to fill the missing rows and get a mask"
         raise PlanMismatchError(
             f"leaf `{leaf.path}` has shape {array.shape} here, but process"
@@ -203,6 +202,22 @@ def _checked(
                 f" with an integer from {low} to {high}, or plan the leaf as floats."
             )
     return array.astype(dtype, copy=False)
+
+
+def _fits(
+    loaded: tuple[int, ...],
+    part: tuple[int, ...],
+    shape: tuple[int, ...],
+) -> bool:
+    """Whether an array of the shape `loaded` has, along each dimension, as many elements
+    as this process's part or as the global array of `shape`.
+    """
+    if len(loaded) != len(shape):
+        return False
+    for size, part_size, whole_size in zip(loaded, part, shape, strict=True):
+        if size not in (part_size, whole_size):
+            return False
+    return True
 
 
 def _require_same_rows(leaves: list[LeafPlan], arrays: list[np.ndarray]) -> None:
@@ -227,7 +242,8 @@ def _require_same_rows(leaves: list[LeafPlan], arrays: list[np.ndarray]) -> None
 
 
 def _padded(array: np.ndarray, part: tuple[int, ...], value: int | float) -> np.ndarray:
-    missing = max(part[0] - len(array), 0)
-    padding_shape = (missing, *array.shape[1:])
+    """`array` with rows of `value` behind its own, up to the rows of `part`."""
+    missing_rows = max(part[0] - len(array), 0)
+    padding_shape = (missing_rows, *array.shape[1:])
     padding = np.full(padding_shape, value, array.dtype)
     return np.concatenate([array, padding])

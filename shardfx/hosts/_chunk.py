@@ -151,8 +151,8 @@ def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> i
 
     **Arguments:**
 
-    - `axes`: one mesh axis, or several in order. Shards are numbered along the last one
-      first.
+    - `axes`: one mesh axis, or several in order. The number of the shard varies fastest
+      along the last one.
     - `grid`: the division of the mesh among the processes.
     - `process_index`: the number of the process.
 
@@ -356,15 +356,20 @@ def _local_range(
             f" {axes}; pad it to {-(-size // devices) * devices}, or shard it over axes"
             f" whose product divides {size}."
         )
-    split = [axis for axis in axes if grid.num_chunks[axis] > 1]
-    before = axes[: axes.index(split[-1])] if split else ()
-    torn = [axis for axis in before if grid.num_chunks[axis] < grid.axis_sizes[axis]]
-    if torn:
-        raise MeshError(
-            f"dim {dim} is sharded over {axes}, and a process has several devices along"
-            f" `{torn[0]}` but not all along `{split[-1]}`, so it owns several ranges"
-            " of rows; list them with `hosts.owned(shape, sharding, process_index)`."
-        )
+    # A process owns one range if it has one device along each axis before the last one
+    # that several processes share.
+    shared_axes = [axis for axis in axes if grid.num_chunks[axis] > 1]
+    if shared_axes:
+        last_shared = shared_axes[-1]
+        for axis in axes[: axes.index(last_shared)]:
+            if grid.num_chunks[axis] == grid.axis_sizes[axis]:
+                continue
+            raise MeshError(
+                f"dim {dim} is sharded over {axes}, and a process has several devices"
+                f" along `{axis}` but not all along `{last_shared}`, so it owns several"
+                " ranges of rows; list them with `hosts.owned(shape, sharding,"
+                " process_index)`."
+            )
     rows = size // shards_over(axes, grid.num_chunks)
     start = shard_id(axes, grid, process_index) * rows
     return slice(start, start + rows)

@@ -87,12 +87,12 @@ class HostGrid(eqx.Module):
                     f"process {process} has chunk {ids}; it needs one index for each"
                     f" axis of {self.axis_names}, below {self._chunks}."
                 )
-        processes = len(self.chunk_ids)
-        distinct = len(set(self.chunk_ids))
+        process_count = len(self.chunk_ids)
+        distinct_count = len(set(self.chunk_ids))
         chunk_count = math.prod(self._chunks)
-        if distinct < processes or processes != chunk_count:
+        if distinct_count < process_count or process_count != chunk_count:
             raise MeshError(
-                f"{processes} processes have {distinct} different chunks, but"
+                f"{process_count} processes have {distinct_count} different chunks, but"
                 f" {dict(self.num_chunks)} makes {chunk_count}; give each chunk to one"
                 " process."
             )
@@ -153,33 +153,36 @@ def grid_of(mesh: Mesh) -> HostGrid:
     )
     process_indices = [device.process_index for device in mesh.devices.flat]
     ids_of_processes = np.array(process_indices, np.int64)
-    owner = ids_of_processes.reshape(mesh.devices.shape)
-    count = int(owner.max()) + 1
-    sizes = np.bincount(owner.ravel(), minlength=count)
-    if not sizes.all():
-        _raise_no_box(mesh, f"process {int(sizes.argmin())} has no device in it")
+    # The process of each position of the mesh.
+    process_at = ids_of_processes.reshape(mesh.devices.shape)
+    process_count = int(process_at.max()) + 1
+    device_counts = np.bincount(process_at.ravel(), minlength=process_count)
+    if not device_counts.all():
+        process = int(device_counts.argmin())
+        _raise_no_box(mesh, f"process {process} has no device in it")
     # The positions of the devices in the mesh, process by process.
-    by_process = np.argsort(owner.ravel(), kind="stable")
-    indices = np.unravel_index(by_process, owner.shape)
-    places = np.stack(indices, axis=-1)
-    starts = np.cumsum(sizes) - sizes
-    first = np.minimum.reduceat(places, starts)
-    last = np.maximum.reduceat(places, starts)
-    extents = last - first + 1
-    has_gaps = extents.prod(axis=1) != sizes
+    by_process = np.argsort(process_at.ravel(), kind="stable")
+    indices = np.unravel_index(by_process, process_at.shape)
+    positions = np.stack(indices, axis=-1)
+    first_devices = np.cumsum(device_counts) - device_counts
+    # The corners of the smallest box around each process's devices.
+    lowest = np.minimum.reduceat(positions, first_devices)
+    highest = np.maximum.reduceat(positions, first_devices)
+    extents = highest - lowest + 1
+    has_gaps = extents.prod(axis=1) != device_counts
     is_unlike_first = (extents != extents[0]).any(axis=1)
-    ragged = np.flatnonzero(has_gaps | is_unlike_first)
-    if len(ragged):
-        process = int(ragged[0])
+    without_box = np.flatnonzero(has_gaps | is_unlike_first)
+    if len(without_box):
+        process = int(without_box[0])
         _raise_no_box(
             mesh,
-            f"the {sizes[process]} devices of process {process} lie within "
-            f"{tuple(first[process].tolist())} to {tuple(last[process].tolist())}",
+            f"the {device_counts[process]} devices of process {process} lie within "
+            f"{tuple(lowest[process].tolist())} to {tuple(highest[process].tolist())}",
         )
-    chunk_counts = (owner.shape // extents[0]).tolist()
+    chunk_counts = (process_at.shape // extents[0]).tolist()
     chunks = dict(zip(mesh.axis_names, chunk_counts, strict=True))
-    ids_of_chunks = (first // extents).tolist()
-    return HostGrid(mesh.shape, chunks, ids_of_chunks)
+    chunk_ids = (lowest // extents).tolist()
+    return HostGrid(mesh.shape, chunks, chunk_ids)
 
 
 def regular_grid(mesh: MeshSpec, num_chunks: Mapping[str, int]) -> HostGrid:
@@ -215,6 +218,7 @@ def regular_grid(mesh: MeshSpec, num_chunks: Mapping[str, int]) -> HostGrid:
 
 
 def _raise_no_box(mesh: Mesh, reason: str) -> None:
+    """Raises the error of a mesh whose processes have no equal boxes."""
     raise MeshError(
         f"the processes have no equal boxes of the mesh {MeshSpec.of(mesh)}: {reason};"
         " use `hosts.owned(shape, sharding, process_index)`, or a mesh whose axes keep"

@@ -64,13 +64,15 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
         devices = str([*plan.jax_mesh.device_ids.flat])
     identity = f"{type(plan).__name__} {plan.digest} {devices}"
     digest = hashlib.sha256(identity.encode()).digest()
-    prints = _exchange(digest)
-    if len(set(prints)) == 1:
+    digests = _exchange(digest)
+    if len(set(digests)) == 1:
         return
-    me = jax.process_index()
-    if prints[me] == prints[0]:
-        is_other = [mark != prints[0] for mark in prints]
-        other = is_other.index(True)
+    # Processes with the plan of process 0 compare it with the first that differs, and
+    # the others with process 0.
+    this_process = jax.process_index()
+    if digests[this_process] == digests[0]:
+        differs = [other_digest != digests[0] for other_digest in digests]
+        other = differs.index(True)
     else:
         other = 0
     kind = type(plan).__name__
@@ -89,7 +91,8 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
     what = "map" if isinstance(plan, TreeMap) else "plan"
     further = f" (and {len(others)} more)" if others else ""
     raise PlanMismatchError(
-        f"the {what}s of process {me} and process {other} differ: {first}{further};"
+        f"the {what}s of process {this_process} and process {other} differ:"
+        f" {first}{further};"
         f" make the {what} from the same values on every process."
     )
 
@@ -126,7 +129,7 @@ def _meet(wait_seconds: float) -> None:
         " `wait_seconds`"
     )
     try:
-        who = absent(
+        absent_processes = absent(
             client, "shardfx.assert_same_plan", wait_seconds, jax.process_index()
         )
     except jax.errors.JaxRuntimeError as error:
@@ -134,9 +137,10 @@ def _meet(wait_seconds: float) -> None:
         raise PlanMismatchError(
             f"the processes do not all call `assert_same_plan` ({first}); {fix}."
         ) from error
-    if who:
+    if absent_processes:
         raise PlanMismatchError(
-            f"{who} did not call `assert_same_plan` within {wait_seconds:g} s; {fix}."
+            f"{absent_processes} did not call `assert_same_plan` within"
+            f" {wait_seconds:g} s; {fix}."
         )
 
 

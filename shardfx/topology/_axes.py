@@ -37,7 +37,9 @@ def check_axes(
     dcn_sizes: Sequence[Any],
     mesh: object,
 ) -> None:
-    """Raises `MeshError` for axes that no mesh can have. Messages show `mesh`."""
+    """Raises `MeshError` for axes that no mesh can have: `dcn_sizes` has the number of
+    slices that each axis spans, and one size may be -1. Messages show `mesh`.
+    """
     repeated = [name for name in axis_names if axis_names.count(name) > 1]
     if repeated:
         raise MeshError(
@@ -80,6 +82,9 @@ def check_axes(
 
 
 def require_known(names: Iterable[str], axis_names: tuple[str, ...], what: str) -> None:
+    """Raises `MeshError` for a name that is not in `axis_names`. `what` is the argument
+    that has the names.
+    """
     for name in names:
         if name not in axis_names:
             raise MeshError(

@@ -46,9 +46,9 @@ def coords(device: Device, local_device_count: int) -> tuple[int, ...]:
         assert topology.coords(jax.devices()[3], 8) == (0, 3)
         ```
     """
-    torus = _torus_coords(device)
-    if torus is not None:
-        return torus
+    torus_place = _torus_coords(device)
+    if torus_place is not None:
+        return torus_place
     if local_device_count < 1:
         raise MeshError(
             f"`local_device_count` is {local_device_count}; it must be at least 1"
@@ -146,9 +146,9 @@ def positions(devices: Devices) -> Int[np.ndarray, "..."]:
             f"the {len(devices)} devices span bounds {extents}, but none sits at"
             f" {(*hole,)}; pass devices that fill a box without holes."
         )
-    out = np.empty(extents, np.int64)
-    out[index] = np.arange(len(devices))
-    return out
+    index_at = np.empty(extents, np.int64)
+    index_at[index] = np.arange(len(devices))
+    return index_at
 
 
 def slices(devices: Devices) -> tuple[tuple[int, ...], ...]:
@@ -189,6 +189,7 @@ def processes(devices: Devices) -> tuple[tuple[int, ...], ...]:
 
 
 def listed(devices: Devices) -> list[Device]:
+    """The devices as a list. Raises `MeshError` for an argument that has none."""
     if isinstance(devices, np.ndarray):
         return list(devices.flat)
     if isinstance(devices, str):
@@ -211,19 +212,23 @@ def _grouped(keys: list[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def _places(devices: list[Device]) -> Int[np.ndarray, "devices dims"]:
+    """The position of each device: its coordinates on the torus and its core, or its
+    process and its number in the process, by id. Raises `MeshError` for devices of
+    different kinds, and for processes with different numbers of devices.
+    """
     if not devices:
         raise MeshError(
             "there are no devices; pass `jax.devices()`, or those of one slice."
         )
-    torus = list(map(_torus_coords, devices))
-    lengths = sorted({len(place or ()) for place in torus})
+    torus_places = list(map(_torus_coords, devices))
+    lengths = sorted({len(place or ()) for place in torus_places})
     if len(lengths) > 1:
         raise MeshError(
             f"the devices have coordinates of different lengths ({lengths}; 0 is none);"
             " order devices of one kind at a time."
         )
     if lengths != [0]:
-        return np.array(torus, np.int64)
+        return np.array(torus_places, np.int64)
     groups = processes(devices)
     counts = list(map(len, groups))
     if len(set(counts)) > 1:
@@ -240,10 +245,13 @@ def _places(devices: list[Device]) -> Int[np.ndarray, "devices dims"]:
 
 
 def _torus_coords(device: Device) -> tuple[int, ...] | None:
+    """The coordinates of a device's chip on the torus, and its core; `None` if it has
+    none.
+    """
     # JAX's own devices lack these attributes if they have no meaning, so their absence
     # is the test.
-    chip = getattr(device, "coords", None)
-    if chip is None:
+    chip_coords = getattr(device, "coords", None)
+    if chip_coords is None:
         return None
     core = getattr(device, "core_on_chip", None) or 0
-    return (*map(int, chip), int(core))
+    return (*map(int, chip_coords), int(core))

@@ -129,25 +129,28 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
         check_axes(self.axis_names, self.axis_sizes, self.dcn_sizes, self)
 
     def __repr__(self) -> str:
-        kinds = {
-            name: kind.name
-            for name, kind in zip(self.axis_names, self.axis_types, strict=True)
-        }
-        other = ", ".join(
-            f"{name!r}: AxisType.{kind}"
-            for name, kind in kinds.items()
-            if kind != "Auto"
+        sizes: dict[str, int] = {}
+        types_beside_auto: list[str] = []
+        dcn: dict[str, int] = {}
+        columns = zip(
+            self.axis_names,
+            self.axis_sizes,
+            self.axis_types,
+            self.dcn_sizes,
+            strict=True,
         )
-        slices = {
-            name: count
-            for name, count in zip(self.axis_names, self.dcn_sizes, strict=True)
-            if count != 1
-        }
-        parts = [
-            f", axis_types={{{other}}}" if other else "",
-            f", dcn={slices!r}" if slices else "",
-        ]
-        return f"MeshSpec({dict(zip(self.axis_names, self.axis_sizes, strict=True))!r}{''.join(parts)})"
+        for name, size, axis_type, slice_count in columns:
+            sizes[name] = size
+            if axis_type != AxisType.Auto:
+                types_beside_auto.append(f"{name!r}: AxisType.{axis_type.name}")
+            if slice_count != 1:
+                dcn[name] = slice_count
+        arguments = [repr(sizes)]
+        if types_beside_auto:
+            arguments.append(f"axis_types={{{', '.join(types_beside_auto)}}}")
+        if dcn:
+            arguments.append(f"dcn={dcn!r}")
+        return f"MeshSpec({', '.join(arguments)})"
 
     @classmethod
     def parse(
@@ -242,7 +245,7 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
                     ' "tensor": 2})`.'
                 )
             )
-        return _made(
+        return _mesh_of_columns(
             mesh.axis_names,
             tuple(mesh.shape.values()),
             mesh.axis_types,
@@ -297,6 +300,9 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
         return self._fitted(device_count, "")
 
     def _fitted(self, device_count: int, hint: str) -> "MeshSpec":
+        """`fit`, whose errors end with `hint` if there are too few devices. A `{}` in
+        it stands for the number of devices that the mesh needs.
+        """
         known_size = math.prod(size for size in self.axis_sizes if size != -1)
         hint = hint.format(known_size) if known_size > device_count else ""
         if -1 not in self.axis_sizes and known_size != device_count:
@@ -316,7 +322,9 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
         sizes = []
         for size in self.axis_sizes:
             sizes.append(device_count // known_size if size == -1 else size)
-        return _made(self.axis_names, tuple(sizes), self.axis_types, self.dcn_sizes)
+        return _mesh_of_columns(
+            self.axis_names, tuple(sizes), self.axis_types, self.dcn_sizes
+        )
 
     def axis_size(self, names: str | Sequence[str]) -> int:
         """The size of one axis, or the product of the sizes of several.
@@ -415,10 +423,10 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
             raise MeshError(
                 "there are no devices; pass `jax.devices()`, or those of one slice."
             )
-        fitted = self._fitted(
-            len(device_list),
-            _EMULATE if device_list and device_list[0].platform == "cpu" else "",
-        )
+        hint = ""
+        if device_list[0].platform == "cpu":
+            hint = _EMULATE
+        fitted = self._fitted(len(device_list), hint)
         return device_order(devices, fitted.axis_sizes, fitted.dcn_sizes)
 
     if not TYPE_CHECKING:
@@ -547,11 +555,11 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
                 strict=True,
             )
         ]
-        kinds = [self.axis_types[position]] * len(spans)
+        types_of_parts = [self.axis_types[position]] * len(spans)
         axes[position : position + 1] = zip(
-            fitted.axis_names, fitted.axis_sizes, kinds, spans, strict=True
+            fitted.axis_names, fitted.axis_sizes, types_of_parts, spans, strict=True
         )
-        return _made(*zip(*axes, strict=True))
+        return _mesh_of_columns(*zip(*axes, strict=True))
 
     def require_sizes(self) -> "MeshSpec":
         """The mesh itself if no size is -1. Raises `MeshError` otherwise."""
@@ -571,15 +579,16 @@ class MeshSpec(eqx.Module, metaclass=ToldType):
 
 
 @ft.lru_cache(maxsize=256)
-def _made(
+def _mesh_of_columns(
     names: tuple[str, ...],
     sizes: tuple[int, ...],
-    kinds: tuple[AxisType, ...],
-    slices: tuple[int, ...],
+    axis_types: tuple[AxisType, ...],
+    dcn_sizes: tuple[int, ...],
 ) -> MeshSpec:
+    """The mesh with these fields, which have an entry for each axis."""
     by_axis = ft.partial(zip, names, strict=True)
     return MeshSpec(
         by_axis(sizes),
-        axis_types=dict(by_axis(kinds)),
-        dcn=dict(by_axis(slices)),
+        axis_types=dict(by_axis(axis_types)),
+        dcn=dict(by_axis(dcn_sizes)),
     )

@@ -223,6 +223,7 @@ def _spread(count: int, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def _one_slice(devices: list[Device], sizes: tuple[int, ...]) -> DeviceOrder:
+    """The order of the devices of one slice in a mesh of `sizes`."""
     if devices[0].platform != "tpu":
         array = mesh_utils.create_device_mesh(sizes, devices)
         return _plain_order(array, "mesh_utils")
@@ -291,6 +292,7 @@ def _torus_mesh(
 
 
 def _object_array(devices: Sequence[Device]) -> np.ndarray:
+    """An array of the devices. `np.array` would look into each for elements."""
     array = np.empty(len(devices), object)
     array[:] = devices
     return array
@@ -315,7 +317,7 @@ def _cores_first(
     """
     if devices[0].device_kind not in _TWO_CORES or grid.shape[-1] == 1:
         return None
-    # For these, every version of JAX has one table of rings.
+    # For up to four trays of 8 devices, every version of JAX has one table of rings.
     is_tray = len(devices) % 8 == 0 and len(devices) <= 32 and max(grid.shape[:2]) <= 2
     if is_tray:
         return None
@@ -355,11 +357,12 @@ def _dims_of_axes(
 
 
 def _walked(devices: list[Device], grid: Grid, order: DeviceOrder) -> DeviceOrder:
-    """`order` with shorter ways between neighbours on its mesh axes. `grid` has the
-    positions of `devices`.
+    """`order` with shorter ways between neighbours on its mesh axes, and with the mean
+    hops between them. `grid` has the positions of `devices`.
 
     If the devices along an axis fill a box of the torus, they are put in an order in
-    which neighbours are one hop apart.
+    which neighbours are one hop apart. Those at the first position of the other axes
+    decide the order for all.
     """
     array = order.devices
     extents = grid.shape

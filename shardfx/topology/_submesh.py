@@ -76,15 +76,15 @@ def default_submesh(
         assert topology.default_submesh("TPU v5p", 32, (4, 4, 8, 1)) == (4, 1, 8, 1)
         ```
     """
-    bounds = _sizes("bounds", bounds)
-    listed = _listed(device_kind, num_partitions, bounds)
+    bounds = _checked_sizes("bounds", bounds)
+    box_of_t5x = _box_of_t5x(device_kind, num_partitions, bounds)
     candidates = feasible_submeshes(num_partitions, bounds)
-    if listed in candidates:
-        return listed
+    if box_of_t5x in candidates:
+        return box_of_t5x
     if not candidates:
         raise MeshError(
             f"no box of {num_partitions} devices divides the {device_kind} hardware of"
-            f" bounds {bounds}; {_feasible(num_partitions, bounds)}."
+            f" bounds {bounds}; {_fix_of_count(num_partitions, bounds)}."
         )
     return preferred(candidates, bounds, (1,) * len(bounds))
 
@@ -135,9 +135,9 @@ def submesh_order(
         assert order[4].tolist() == [[0, 2, 0, 0], [0, 2, 0, 1]]
         ```
     """
-    bounds = _sizes("bounds", bounds)
-    submesh = _sizes("submesh", submesh)
-    host_bounds = _sizes("host_bounds", host_bounds)
+    bounds = _checked_sizes("bounds", bounds)
+    submesh = _checked_sizes("submesh", submesh)
+    host_bounds = _checked_sizes("host_bounds", host_bounds)
     _check_divides(bounds, host_bounds, submesh)
     rank = len(bounds)
     dims = list(range(rank))
@@ -145,6 +145,7 @@ def submesh_order(
     if beside_z is not None:
         dims[beside_z] = 2
         dims[2] = beside_z
+    # Boxes of one device tile nothing.
     if not tile_by_host or beside_z is not None:
         host_bounds = (1,) * rank
     if not _fits_hosts(submesh, host_bounds):
@@ -221,7 +222,7 @@ def hybrid_shape(
     return (local_devices // model, model), (processes // nodes, nodes)
 
 
-def _listed(
+def _box_of_t5x(
     kind: str,
     partitions: int,
     bounds: tuple[int, ...],
@@ -233,6 +234,7 @@ def _listed(
     last, which may not fit.
     """
     table = _TABLES.get(kind, {})
+    # The table is for (x, y, z, cores), and for v4 with one core a chip.
     if len(bounds) != 4 or partitions not in table:
         return None
     if table is _V4 and bounds[3] != 1:
@@ -252,6 +254,7 @@ def _beside_z(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> int | None:
     plane of Y and Z. It is X for a line along Y or a plane of X and Z. Raises
     `MeshError` if such a box lacks cores of its chips.
     """
+    # (hosts, devices per host) have no X, Y and Z.
     if len(bounds) != 4:
         return None
 
@@ -299,7 +302,10 @@ def _fits_hosts(submesh: tuple[int, ...], host_bounds: tuple[int, ...]) -> bool:
     return True
 
 
-def _sizes(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
+def _checked_sizes(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The argument `name`, which is `sizes`, as whole numbers. Raises `MeshError` for
+    one below 1.
+    """
     whole_sizes = tuple(map(int, sizes))
     for dim, size in enumerate(whole_sizes):
         if size < 1:
@@ -315,6 +321,9 @@ def _check_divides(
     host_bounds: tuple[int, ...],
     submesh: tuple[int, ...],
 ) -> None:
+    """Raises `MeshError` unless `submesh` and `host_bounds` divide `bounds` in each
+    dimension.
+    """
     for name, sizes in (("submesh", submesh), ("host_bounds", host_bounds)):
         if len(sizes) != len(bounds):
             raise MeshError(
@@ -327,11 +336,14 @@ def _check_divides(
             raise MeshError(
                 f"`{name}` {sizes} does not divide the hardware bounds {bounds}: dim"
                 f" {dim} of size {bound} is no multiple of {size};"
-                f" {_feasible(math.prod(sizes), bounds)}."
+                f" {_fix_of_count(math.prod(sizes), bounds)}."
             )
 
 
-def _feasible(count: int, bounds: tuple[int, ...]) -> str:
+def _fix_of_count(count: int, bounds: tuple[int, ...]) -> str:
+    """What an error says to write: the boxes of `count` devices that divide `bounds`,
+    or, without any, the counts that have boxes.
+    """
     fitting = feasible_submeshes(count, bounds)
     if fitting:
         return f"boxes of {count} devices that fit are {[*fitting]}"

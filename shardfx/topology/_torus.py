@@ -55,8 +55,9 @@ def wraps(device_kind: str, bounds: Sequence[int]) -> tuple[bool, ...]:
         assert topology.wraps("TPU v5 lite", (16, 8)) == (True, False)
         ```
     """
-    rings = _RING_SIZES.get(device_kind, ())
-    return tuple(dim < 3 and size in rings for dim, size in enumerate(bounds))
+    ring_sizes = _RING_SIZES.get(device_kind, ())
+    # Behind x, y and z stand the cores.
+    return tuple(dim < 3 and size in ring_sizes for dim, size in enumerate(bounds))
 
 
 def ring_path(
@@ -281,11 +282,11 @@ def divisors(number: int) -> list[int]:
 def preferred(
     candidates: Sequence[tuple[int, ...]],
     bounds: Sequence[int],
-    stride: Sequence[int],
+    strides: Sequence[int],
 ) -> tuple[int, ...]:
     """The box in `candidates` with the best links on hardware of extents `bounds`.
 
-    `stride` has for each dimension the number of hops between positions of the box that
+    `strides` has for each dimension the number of hops between positions of the box that
     are next to each other. The rule prefers, in this order: the most cores of a chip,
     the fewest devices along dimensions with strides above 1, the most devices in
     dimensions that the box spans wholly, the most such dimensions, and the smallest sum
@@ -293,11 +294,12 @@ def preferred(
     """
 
     def preference(box: tuple[int, ...]) -> tuple[object, ...]:
+        """A key that is larger for a better box."""
         cores = box[-1]
         strided_devices = 1
         whole_dims = 0
         devices_in_whole_dims = 1
-        for size, bound, hops in zip(box, bounds, stride, strict=True):
+        for size, bound, hops in zip(box, bounds, strides, strict=True):
             if hops > 1:
                 strided_devices *= size
             if size == bound > 1:
@@ -317,6 +319,9 @@ def preferred(
 
 
 def _snake(box: Sequence[int]) -> Int[np.ndarray, "places dims"]:
+    """A walk through all positions of a box in single hops, row by row, every second
+    row backwards. The last dimension varies fastest.
+    """
     path = np.zeros((1, len(box)), np.int64)
     for dim in reversed(range(len(box))):
         path = _back_and_forth(path, dim, box[dim])
@@ -325,14 +330,14 @@ def _snake(box: Sequence[int]) -> Int[np.ndarray, "places dims"]:
 
 def _back_and_forth(
     row: Int[np.ndarray, "places dims"],
-    slow: int,
+    slow_dim: int,
     count: int,
 ) -> Int[np.ndarray, "more dims"]:
-    """The path `row`, `count` times, every second time backwards; dimension `slow` has
-    the number of the repetition.
+    """The path `row`, `count` times, every second time backwards; dimension `slow_dim`
+    has the number of the repetition.
     """
     path = np.stack([row] * count)
     path[1::2] = row[::-1]
     if path.size:
-        path[:, :, slow] = np.arange(count)[:, None]
+        path[:, :, slow_dim] = np.arange(count)[:, None]
     return path.reshape(-1, row.shape[1])

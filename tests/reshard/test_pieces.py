@@ -37,7 +37,7 @@ def transfer(x, dst, *, lost=(), donate=False, method="host", pool=None):
         src=x.sharding,
         dst=dst,
         lost=lost,
-        copies=copies,
+        may_copy_on_host=copies,
     )
     assert work.method == method or 0 in x.shape
     move = Move(

@@ -26,7 +26,7 @@ from shardfx._convert import target_view
 from shardfx._reshard.sync import contents, scheduling
 from shardfx._reshard.sync.codec import _checksum
 from shardfx._reshard.sync.contents import sent_sums
-from shardfx._reshard.sync.kinds import PLACE
+from shardfx._reshard.sync.kinds import FIRST_POSITION
 from shardfx._reshard.sync.publishing import publishable
 from shardfx._reshard.sync.scheduling import SentPart, schedule
 from shardfx.errors import MeshError, PlanFormatError, SyncError
@@ -219,7 +219,7 @@ def _scheduled(plan, sender, receiver):
             rows_of_kind = order.rows_of_kind[plan.leaves[entry.leaf].kind]
             row = rows_of_kind[entry.number]
             if isinstance(row, SentPart):
-                transfers = row.places
+                transfers = row.transfers_of_buffers
             else:
                 transfers = row.transfers
             pieces = [transfer.piece for transfer in transfers]
@@ -394,7 +394,7 @@ def test_content_shows_a_wrong_offset_on_both_sides():
 
     def move(kind, rows):
         # The rows of the source are read in another order. Each target is written once.
-        rows[:, PLACE] = rows[::-1, PLACE].copy()
+        rows[:, FIRST_POSITION] = rows[::-1, FIRST_POSITION].copy()
 
     wrong = with_rows(plan, move)
     assert wrong.digest == plan.digest

@@ -87,13 +87,13 @@ def shards_of(leaf: MovedLeaf) -> LeafShards:
     key_box = whole_box(key_sizes)
     box_of = shard_boxes(leaf.sharding, leaf.shape)
     boxes: dict[Any, Box] = {}
-    for device in _ordered(leaf.sharding):
+    for device in _devices_in_order(leaf.sharding):
         boxes[device] = box_of[device] + key_box
     shard_shape = leaf.sharding.shard_shape(leaf.shape)
     return LeafShards(shape=(*shard_shape, *key_sizes), dtype=dtype, boxes=boxes)
 
 
-def _ordered(sharding: Sharding) -> list[Any]:
+def _devices_in_order(sharding: Sharding) -> list[Any]:
     """The devices of a sharding, in the same order on every process; for an abstract
     mesh, the positions in it.
     """
@@ -104,13 +104,16 @@ def _ordered(sharding: Sharding) -> list[Any]:
     return list(range(sharding.mesh.size))
 
 
-def numbered(pieces: Sequence[Piece], names: Sequence[str]) -> tuple[Piece, ...]:
+def with_numbered_sources(
+    pieces: Sequence[Piece],
+    paths: Sequence[str],
+) -> tuple[Piece, ...]:
     """Returns `pieces` with the path of each source replaced by its position in
-    `names`: "b" in ("w", "b") by "1".
+    `paths`: "b" in ("w", "b") by "1".
     """
     numbers: dict[str, str] = {}
-    for number, name in enumerate(names):
-        numbers[name] = str(number)
+    for number, path in enumerate(paths):
+        numbers[path] = str(number)
     numbered_pieces = []
     for piece in pieces:
         value = piece.value
@@ -228,6 +231,7 @@ class Assembly:
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
+        """The array as it is assembled, before an all-gather."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
 
     @ft.cached_property
@@ -243,9 +247,9 @@ class Assembly:
         """Whether some device holds the source but not the target, or the target but
         not the source.
         """
-        count = len(self.devices)
-        device_sets = [self.target_devices, *self.source_devices.values()]
-        return min(map(len, device_sets)) < count
+        # `devices` has the devices of all these arrays.
+        device_lists = [self.target_devices, *self.source_devices.values()]
+        return min(map(len, device_lists)) < len(self.devices)
 
     @ft.cached_property
     def most_bytes(self) -> int:
@@ -299,24 +303,24 @@ class Assembly:
         """
         return 4 if self.changes_devices else 3
 
-    def extra_bytes(self, steps: Sequence[Exchange]) -> int:
-        """The most bytes that the programs `steps`, which run one after another, use in
-        one memory besides source and target.
+    def extra_bytes(self, programs: Sequence[Exchange]) -> int:
+        """The most bytes that `programs`, which run one after another, use in one
+        memory besides source and target.
         """
-        most = 0
-        for step in steps:
-            nbytes = step.flight_bytes
+        most_buffer_bytes = 0
+        for program in programs:
+            buffer_bytes = program.flight_bytes
             # The CPU's compiler drops the barriers between rounds, and may slice all
             # parts before it sends the first.
             if self.changes_devices or self.sharers > 1:
-                nbytes = sum(step.sizes)
-            most = max(most, nbytes)
-        return self._buffers * self.sharers * most
+                buffer_bytes = sum(program.sizes)
+            most_buffer_bytes = max(most_buffer_bytes, buffer_bytes)
+        return self._buffers * self.sharers * most_buffer_bytes
 
     @ft.cached_property
     def least_bytes(self) -> int:
         """The smallest `limit_bytes` under which the array can be assembled."""
         if self.method != "programs":
             return 0
-        most = max(1, self.parts.rows.least_memory_bytes)
-        return self._buffers * self.sharers * most
+        smallest_part_bytes = max(1, self.parts.rows.least_memory_bytes)
+        return self._buffers * self.sharers * smallest_part_bytes

@@ -68,15 +68,15 @@ def host_copies(
     dtype: Any,
     box: Box,
     shapes: Sequence[Block],
-    orders: Sequence[Mapping[int, int]],
+    shard_numbers: Sequence[Mapping[int, int]],
 ) -> HostCopies:
     """Decides for each part of a new shard whether its elements are copied unchanged or
     computed.
 
     `dtype` and `box` are those of the new shard. `shapes` has the shape and dtype of a
-    shard of each array that is read. `orders` has a dict for each of these arrays: from
-    the number of a device to the number of its shard among this process's shards of the
-    array.
+    shard of each array that is read. `shard_numbers` has a dict for each of these
+    arrays: from the number of a device to the number of its shard among this process's
+    shards of the array.
     """
     copies: list[Copy] = []
     computed: list[ShardPart] = []
@@ -86,15 +86,17 @@ def host_copies(
         if value.path is None or value.scale is not None:
             computed.append(part)
             continue
-        array = int(value.path)
-        part = part._replace(sender=orders[array][part.sender])
-        if value.casts or shapes[array].dtype != dtype:
+        array_number = int(value.path)
+        # From here on the sender is the number of a shard.
+        shard_number = shard_numbers[array_number][part.sender]
+        part = part._replace(sender=shard_number)
+        if value.casts or shapes[array_number].dtype != dtype:
             computed.append(part)
             continue
         copy = _copy_of(
             part,
-            array,
-            source_shape=shapes[array].shape,
+            array_number,
+            source_shape=shapes[array_number].shape,
             target_shape=box_shape(box),
             itemsize=itemsize,
         )
@@ -123,6 +125,7 @@ def joint_copies(
         return ()
     starts = shard_starts(targets, dtype)
     groups: dict[object, list[Copy]] = {}
+    # Behind the starts stand the bytes of the whole memory.
     for start, shard_copies in zip(starts, copies, strict=False):
         for copy in shard_copies.copies:
             strides = (copy.source_strides, copy.target_strides)
@@ -178,13 +181,13 @@ def shard_starts(targets: Sequence[Box], dtype: Any) -> list[int]:
 
 def _copy_of(
     part: ShardPart,
-    array: int,
+    array_number: int,
     source_shape: tuple[int, ...],
     target_shape: tuple[int, ...],
     itemsize: int,
 ) -> Copy:
-    """The copy that makes `part`. Its sender is the number of the shard of the array
-    number `array`. The shapes are those of the old and of the new shard.
+    """The copy that makes `part`, whose sender is the number of a shard. The shapes are
+    those of the old and of the new shard.
     """
     piece = part.piece
     old_strides = strides_of(source_shape, itemsize)
@@ -200,7 +203,7 @@ def _copy_of(
     source_strides = tuple(source_steps)
     target_strides = tuple(target_steps)
     return Copy(
-        array=array,
+        array=array_number,
         shard=part.sender,
         shape=shape,
         source_start=sum(map(operator.mul, piece.source, old_strides)),

@@ -27,7 +27,7 @@ from ..._convert import (
 from ..steps.programs import is_small_float
 from .part_table import PartGroup
 from .rounds import matchings
-from .shard_part import Block, first_casts
+from .shard_part import Block, sender_cast_count
 
 
 AXIS = "device"
@@ -42,7 +42,7 @@ class Round(NamedTuple):
     """One round of a program: a collective permute, or a copy on each device. Its parts
     have one shape, and come from one array.
 
-    - `number`: the number of this array among the arrays that the program reads.
+    - `source_number`: the number of this array among the arrays that the program reads.
     - `form`: the shape, strides and casts of each part.
     - `senders`, `receivers`: the devices of each part; empty for copies.
     - `is_full`: whether every device of the target receives a part.
@@ -50,7 +50,7 @@ class Round(NamedTuple):
       next one that waits are in flight at the same time.
     """
 
-    number: int
+    source_number: int
     form: StridedCopy
     senders: tuple[int, ...]
     receivers: tuple[int, ...]
@@ -128,8 +128,9 @@ def exchanges(
     Devices are numbered from 0 to `count - 1`, and `receivers` of them are the
     target's. The parts of one program take at most `most_bytes`, unless it has a single
     round. The parts that are in flight at the same time take at most `flight_bytes`,
-    unless they are those of one round. `kinds` has, by name, a value for each array that is read, such as its
-    devices and dtype. Arrays with different values are read by different programs.
+    unless they are those of one round. `kinds` has, by name, a value for each array
+    that is read, such as its devices and dtype. Arrays with different values are read
+    by different programs.
     """
     # The rounds of one array are neighbours, so that a program reads few arrays.
     key_numbers = {key: number for number, key in enumerate(kinds)}
@@ -200,7 +201,7 @@ def _exchange(
         round_senders = group.senders[rows]
         round_receivers = group.receivers[rows]
         step = Round(
-            number=keys.index(group.key),
+            source_number=keys.index(group.key),
             form=group.form,
             senders=(),
             receivers=(),
@@ -213,10 +214,11 @@ def _exchange(
                 receivers=tuple(round_receivers.tolist()),
             )
         rounds.append(step)
-        place = places[number]
-        place[round_senders, : len(group.form.source)] = group.sources[rows]
-        place[round_receivers, source_rank:-1] = group.targets[rows]
-        place[round_receivers, -1] = 1
+        # One row for each device; see `Exchange.places`.
+        places_in_round = places[number]
+        places_in_round[round_senders, : len(group.form.source)] = group.sources[rows]
+        places_in_round[round_receivers, source_rank:-1] = group.targets[rows]
+        places_in_round[round_receivers, -1] = 1
     return Exchange(
         keys=tuple(keys),
         rounds=tuple(rounds),
@@ -228,10 +230,10 @@ def _exchange(
 def per_device(
     devices: tuple[object, ...],
     body: Any,
-    count: int,
+    argument_count: int,
     *donated: int,
 ) -> Any:
-    """A jitted function of `count` arrays, each sharded along dimension 0 over
+    """A jitted function of `argument_count` arrays, each sharded along dimension 0 over
     `devices`. Each device calls `body` with its own shards. `donated` are the positions
     of the arrays that are donated.
     """
@@ -240,7 +242,7 @@ def per_device(
     run = jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=(spec,) * count,
+        in_specs=(spec,) * argument_count,
         out_specs=spec,
         check_vma=False,
     )
@@ -272,6 +274,9 @@ def program(
         dtype = program_dtype(target.dtype, devices)
 
     def run(places: jax.Array, *arrays: jax.Array) -> jax.Array:
+        """A device's shard of the target. `arrays` are its shards of the sources, and
+        behind them the shard that earlier programs made, if there is one.
+        """
         shards: list[jax.Array] = []
         for source, array in zip(sources, arrays, strict=False):
             shard = array.reshape(source.shape)
@@ -283,7 +288,7 @@ def program(
             # the first.
             if step.waits:
                 shards, out = jax.lax.optimization_barrier((shards, out))
-            shard = shards[step.number]
+            shard = shards[step.source_number]
             place = places[0, number]
             part = slice_part(step.form, shard, place)
             if step.senders:
@@ -291,10 +296,11 @@ def program(
             out = write_part(step, out, part, shard.dtype, place)
         return bitcast(out.reshape(block_shape(target.shape)), target.dtype)
 
-    count = len(sources) + 1
+    # The places and the sources. The target's shards, if given, are donated.
+    argument_count = len(sources) + 1
     if makes_shards:
-        return per_device(devices, run, count)
-    return per_device(devices, run, count + 1, count)
+        return per_device(devices, run, argument_count)
+    return per_device(devices, run, argument_count + 1, argument_count)
 
 
 def first_shard(
@@ -330,7 +336,7 @@ def sent_dtype(form: StridedCopy, dtype: object) -> Any:
     the sender applies.
     """
     dtypes = (dtype, *form.casts)
-    return dtypes[first_casts(form.casts, dtype)]
+    return dtypes[sender_cast_count(form.casts, dtype)]
 
 
 def slice_part(form: StridedCopy, block: jax.Array, place: jax.Array) -> jax.Array:
@@ -341,7 +347,7 @@ def slice_part(form: StridedCopy, block: jax.Array, place: jax.Array) -> jax.Arr
     start = source_start(place, form)
     box = jax.lax.dynamic_slice(block, start, _shape(form.source))
     elements = gathered(box, form.source)
-    return _cast(elements, form.casts[: first_casts(form.casts, block.dtype)])
+    return _cast(elements, form.casts[: sender_cast_count(form.casts, block.dtype)])
 
 
 def _shape(factors: Sequence[tuple[int, object]]) -> list[int]:
@@ -349,36 +355,38 @@ def _shape(factors: Sequence[tuple[int, object]]) -> list[int]:
     return [size for size, _ in factors]
 
 
-def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
-    for number, to in enumerate(casts):
+def _cast(elements: jax.Array, casts: Sequence[object]) -> jax.Array:
+    """The elements after `casts`: dtypes, and arithmetic with numbers."""
+    for number, cast in enumerate(casts):
         # Without the barrier XLA may leave out a cast to a narrower dtype and back.
         if number > 0:
-            piece = jax.lax.optimization_barrier(piece)
-        piece = changed(piece, to)
-    return piece
+            elements = jax.lax.optimization_barrier(elements)
+        elements = changed(elements, cast)
+    return elements
 
 
 def write_part(
     step: Round,
     out: jax.Array,
-    piece: jax.Array,
-    dtype: object,
+    part: jax.Array,
+    source_dtype: object,
     place: jax.Array,
 ) -> jax.Array:
-    """Writes `piece`, the part that a device received in the round `step`, into its
-    shard `out`, and returns the shard. `dtype` is the dtype of the source. `place` is
-    the device's row of `Exchange.places` for this round.
+    """Writes `part`, which a device received in the round `step`, into its shard `out`,
+    and returns the shard. `place` is the device's row of `Exchange.places` for this
+    round.
     """
     form = step.form
-    piece = _cast(piece, form.casts[first_casts(form.casts, dtype) :])
-    piece = transposed(bitcast(piece, out.dtype), form)
+    part = _cast(part, form.casts[sender_cast_count(form.casts, source_dtype) :])
+    part = transposed(bitcast(part, out.dtype), form)
     starts = target_start(place, form)
     shape = _shape(form.target)
     if step.is_full and all(it.starmap(is_dense, form.target)):
-        return jax.lax.dynamic_update_slice(out, piece.reshape(shape), starts)
+        return jax.lax.dynamic_update_slice(out, part.reshape(shape), starts)
 
+    # The part has gaps, or a device received none: what was there stays.
     before = jax.lax.dynamic_slice(out, starts, shape)
-    after = scattered(before, form.target, piece, 0)
+    after = scattered(before, form.target, part, 0)
     written = jnp.where(is_received(place), after, before)
     return jax.lax.dynamic_update_slice(out, written, starts)
 

@@ -58,31 +58,31 @@ class LocalShards:
 
     def __init__(self, arrays: Mapping[str, Any], keeps_replicas: bool = False):
         self._arrays = arrays
-        self._bits: dict[str, Any] = {}
+        self._raw_arrays: dict[str, Any] = {}
         self._boxes: dict[str, list[Box]] = {}
-        self._typed: dict[tuple[str, int], np.ndarray] = {}
+        self._numpy_shards: dict[tuple[str, int], np.ndarray] = {}
         self._replicas: dict[str, list[jax.Array]] = {}
         if keeps_replicas:
             for path, leaf in arrays.items():
                 self._replicas[path] = [shard.data for shard in leaf.addressable_shards]
 
-    def typed(self, path: str, number: int) -> np.ndarray:
+    def as_numpy(self, path: str, number: int) -> np.ndarray:
         """The shard number `number` of the array at `path`, as a NumPy array. It is
         cached.
         """
-        array = self._typed.get((path, number))
+        array = self._numpy_shards.get((path, number))
         if array is None:
             array = np.asarray(self._shard(path, number))
             if not array.flags.c_contiguous:
                 array = array.copy()
-            self._typed[path, number] = array
+            self._numpy_shards[path, number] = array
         return array
 
     def leaf(self, path: str) -> Any:
         """The array at a path; for PRNG keys, the array of their key data."""
-        if path not in self._bits:
-            self._bits[path] = raw(self._arrays[path])
-        return self._bits[path]
+        if path not in self._raw_arrays:
+            self._raw_arrays[path] = raw(self._arrays[path])
+        return self._raw_arrays[path]
 
     def boxes(self, path: str) -> list[Box]:
         """The boxes of this process's shards of the array at `path`. A NumPy array is
@@ -107,7 +107,7 @@ class LocalShards:
         """The elements in `box` of the array at `path`, from several shards if no shard
         contains the whole box.
         """
-        elements = read_box(box, self.boxes(path), ft.partial(self.typed, path))
+        elements = read_box(box, self.boxes(path), ft.partial(self.as_numpy, path))
         if elements is None:
             raise SyncError(
                 f"leaf `{path}`: this process holds a part of {list(box)} only; scales"
@@ -116,6 +116,9 @@ class LocalShards:
         return elements
 
     def _shard(self, path: str, number: int) -> Any:
+        """The shard number `number` of the array at `path`, or an array with the same
+        elements.
+        """
         if path in self._replicas:
             return self._replicas[path][number]
         leaf = self.leaf(path)
@@ -129,19 +132,20 @@ class LocalShards:
 
     def forget(self, path: str) -> None:
         """Drops all references to the array at a path and to its shards."""
-        self._bits.pop(path, None)
-        for key in [key for key in self._typed if key[0] == path]:
-            del self._typed[key]
+        self._raw_arrays.pop(path, None)
+        for key in [key for key in self._numpy_shards if key[0] == path]:
+            del self._numpy_shards[key]
 
     def delete(self, but: Container[int] = (), only: int | None = None) -> None:
-        """Deletes shards; there must be only one array. All shards are deleted but
-        those whose numbers are in `but`, or just the shard with the number `only`.
+        """Deletes shards; there must be only one array, whose replicas are kept apart
+        (`keeps_replicas`). All shards are deleted but those whose numbers are in `but`,
+        or just the shard with the number `only`.
         """
         (path,) = self._replicas
         for number, shard in enumerate(self._replicas[path]):
             is_spared = number in but or only not in (None, number)
             if not is_spared and not shard.is_deleted():
-                self._typed.pop((path, number), None)
+                self._numpy_shards.pop((path, number), None)
                 shard.delete()
 
 
@@ -169,7 +173,7 @@ def start_on_host(
     not write to shared memory if one of the two arrays is donated.
     """
     dtype = np.dtype(struct.dtype)
-    views = _shared(targets, copies, names, shards, dtype)
+    views = _views_of_old_shards(targets, copies, names, shards, dtype)
     if views is not None:
         return ft.partial(_finished, struct, targets, views, ())
 
@@ -209,6 +213,9 @@ def _finished(
     shards: Sequence[np.ndarray],
     tasks: Sequence[Future[None]],
 ) -> jax.Array:
+    """Waits for `tasks`, which fill `shards`, and returns the array `struct` of them.
+    `targets` are their boxes.
+    """
     for task in tasks:
         task.result()
     sharding = struct.sharding
@@ -226,7 +233,7 @@ def is_guarded() -> bool:
     return "explicit" in guard
 
 
-def _shared(
+def _views_of_old_shards(
     targets: Sequence[Box],
     copies: Sequence[HostCopies],
     names: Sequence[str],
@@ -247,7 +254,7 @@ def _shared(
     for box, shard_copies in zip(targets, copies, strict=True):
         (copy,) = shard_copies.copies
         path = names[copy.array]
-        old_shard = shards.typed(path, copy.shard).reshape(-1)
+        old_shard = shards.as_numpy(path, copy.shard).reshape(-1)
         start = copy.source_start // dtype.itemsize
         stop = start + copy.elements
         new_shards.append(old_shard[start:stop].reshape(box_shape(box)))
@@ -410,6 +417,9 @@ def _views(
     names: Sequence[str],
     shards: LocalShards,
 ) -> Iterator[Views]:
+    """Yields the views between which elements are copied, for all copies. `names` are
+    the paths of the arrays that are read.
+    """
     old_shards: dict[tuple[int, int], np.ndarray] = {}
     for buffer, copies in copies_into:
         new_memory = as_bytes(buffer)
@@ -417,7 +427,7 @@ def _views(
         for copy in copies:
             old_memory = old_shards.get((copy.array, copy.shard))
             if old_memory is None:
-                old_memory = as_bytes(shards.typed(names[copy.array], copy.shard))
+                old_memory = as_bytes(shards.as_numpy(names[copy.array], copy.shard))
                 old_shards[copy.array, copy.shard] = old_memory
             yield views_of(copy, dtype, new_memory, old_memory)
 
@@ -476,6 +486,7 @@ def _run_copies(
 
 
 def _copy_all(batch: Iterable[Views]) -> None:
+    """Copies from the source to the target of each pair of views."""
     for target, source, dim in batch:
         copy_along(target, source, dim)
 
@@ -486,10 +497,14 @@ def _compute(
     names: Sequence[str],
     shards: LocalShards,
 ) -> None:
+    """Writes the elements of `part` into `buffer`, a new shard: cast, constant, or
+    multiplied by scales. `part.sender` is the number of the old shard, and `names` are
+    the paths of the arrays that are read.
+    """
     piece = part.piece
     value = piece.value
     if value.path is not None and value.scale is None:
-        shard = shards.typed(names[int(value.path)], part.sender)
+        shard = shards.as_numpy(names[int(value.path)], part.sender)
         write(target_view(buffer, piece), source_view(shard, piece), piece)
         return
 

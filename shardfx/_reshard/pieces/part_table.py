@@ -141,6 +141,7 @@ class PartTable:
         if not len(self.senders):
             return []
         is_local = self.senders == self.receivers
+        # A kind is a form, and whether the parts are local.
         kinds = numbered(2 * self.form_numbers + is_local).numbers
         kind_stops = np.cumsum(np.bincount(kinds))
         rows_of_kinds = np.split(stable_order(kinds), kind_stops[:-1])
@@ -165,6 +166,7 @@ class PartTable:
         is_local: bool,
         sections: Sequence["_Section"],
     ) -> PartGroup:
+        """The group of the parts in `sections`, all of one form."""
         sources: list[np.ndarray] = []
         targets: list[np.ndarray] = []
         for part, rows in sections:
@@ -188,6 +190,7 @@ class PartTable:
 
 
 def _bytes_of(forms: Sequence[ShardPart]) -> np.ndarray:
+    """The bytes that are sent for a part of each form."""
     return np.array([form.bytes for form in forms], np.int64)
 
 
@@ -279,6 +282,7 @@ class _Column(NamedTuple):
 
 
 def _columns(boxes: Sequence[Box], rank: int) -> list[_Column]:
+    """The intervals of `boxes` along each of `rank` dimensions."""
     bounds = np.array(boxes, np.int64).reshape(len(boxes), rank, 2)
     columns = []
     for dim in range(rank):
@@ -315,10 +319,15 @@ class _Overlaps(NamedTuple):
 
 
 def _overlaps(target: _Column, source: _Column) -> _Overlaps:
+    """The overlapping pairs of intervals along one dimension. The intervals of the
+    source lie side by side, so those that overlap one of the target are neighbours.
+    """
+    # Of the source's intervals, the first that overlaps and the first behind it that
+    # does not.
     first_intervals = np.searchsorted(source.stops, target.starts, side="right")
-    last_intervals = np.searchsorted(source.starts, target.stops, side="left")
+    stop_intervals = np.searchsorted(source.starts, target.stops, side="left")
     is_empty = target.starts >= target.stops
-    counts = np.maximum(last_intervals - first_intervals, 0)
+    counts = np.maximum(stop_intervals - first_intervals, 0)
     counts[is_empty] = 0
     first_pairs = np.cumsum(counts) - counts
 
@@ -487,13 +496,15 @@ def _senders(
     holder_numbers = np.array(all_holders, np.int64)
     counts = _lengths(holders)
     first_holders = np.cumsum(counts) - counts
-    most = max(holder_numbers.max(initial=0), receivers.max(initial=0))
-    # The number -1 stands for the host.
-    cell_of_device = np.full(int(most) + 2, -1, np.int64)
+    last_device = max(holder_numbers.max(initial=0), receivers.max(initial=0))
+    # The number -1 stands for the host, so a device has the entry behind its number.
+    # Devices that hold nothing have -1.
+    cell_of_device = np.full(int(last_device) + 2, -1, np.int64)
     cell_numbers = np.arange(len(holders))
     cell_of_device[holder_numbers + 1] = np.repeat(cell_numbers, counts)
 
     is_sent = cell_of_device[receivers + 1] != cells
+    # Of a shard that one device holds, this device is the sender.
     senders = receivers.copy()
     senders[is_sent] = holder_numbers[first_holders[cells[is_sent]]]
     (rows,) = np.nonzero(is_sent & (counts[cells] > 1))
@@ -504,7 +515,7 @@ def _senders(
     # The shards that several devices could send, numbered.
     cells_to_send, cell_numbers = numbered(cells[rows])
     replicas = [tuple(holders[cell]) for cell in cells_to_send.tolist()]
-    if _take_turns(cell_numbers, part_bytes[rows], replicas, group_of, sent):
+    if _can_take_turns(cell_numbers, part_bytes[rows], replicas, group_of, sent):
         row_cells = cells[rows]
         turns = occurrences(cell_numbers) % counts[row_cells]
         senders[rows] = holder_numbers[first_holders[row_cells] + turns]
@@ -519,15 +530,17 @@ def _senders(
     return _Chosen(senders=senders, replicas=tuple(in_order))
 
 
-def _take_turns(
+def _can_take_turns(
     cells: np.ndarray,
     part_bytes: np.ndarray,
     holders: Sequence[Sequence[int]],
     group_of: Mapping[int, int],
     sent: Mapping[int, int],
 ) -> bool:
-    """Whether the devices that have sent the fewest bytes take turns: they are in one
-    group, have sent equally much before, and send parts of one size.
+    """Whether the holders of each shard send its parts in turn, as they do if the one
+    that has sent the fewest bytes is chosen each time: they are in one group, have sent
+    equally much before, and send parts of one size. `cells` and `part_bytes` have the
+    shard and the bytes of each part.
     """
     if len(set(group_of.values())) > 1:
         return False
@@ -535,6 +548,6 @@ def _take_turns(
         sent_bytes = {sent.get(device, 0) for device in devices}
         if len(sent_bytes) > 1:
             return False
-    least = np.full(len(holders), np.iinfo(np.int64).max)
-    np.minimum.at(least, cells, part_bytes)
-    return bool((least[cells] == part_bytes).all())
+    least_bytes = np.full(len(holders), np.iinfo(np.int64).max)
+    np.minimum.at(least_bytes, cells, part_bytes)
+    return bool((least_bytes[cells] == part_bytes).all())

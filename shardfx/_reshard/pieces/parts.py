@@ -210,9 +210,9 @@ class ShardGrid:
         """For each dimension, the intervals of the grid that intersect that of `box`."""
         columns = []
         for column, (start, stop) in zip(self._intervals, box, strict=True):
-            first = bisect.bisect_right(column, start, key=_stop_of)
-            last = bisect.bisect_left(column, stop, key=_start_of)
-            columns.append(column[first:last])
+            first_number = bisect.bisect_right(column, start, key=_stop_of)
+            stop_number = bisect.bisect_left(column, stop, key=_start_of)
+            columns.append(column[first_number:stop_number])
         return columns
 
 
@@ -252,7 +252,7 @@ def shard_parts(
     `sent_before` has pairs of a device and the bytes that it has sent for other arrays.
     """
     sent = dict(sent_before)
-    if _is_whole(target):
+    if _is_copy_from_start(target):
         (piece,) = target.pieces
         dtype, holders = sources[str(piece.value.path)]
         has_many_shards = len(targets) + len(holders) >= _MANY_SHARDS
@@ -289,7 +289,7 @@ def shard_parts(
     )
 
 
-def _is_whole(target: Made) -> bool:
+def _is_copy_from_start(target: Made) -> bool:
     """Whether an array is a copy of another array, or of the first elements of it along
     each dimension.
     """
@@ -313,6 +313,7 @@ def _not_split(piece: Piece, receiver: int, box: Box) -> Iterator[PossiblePart]:
     """
     for inside in within(piece, box):
         in_shard = _counted_from(box_start(box), inside)
+        # Nothing is sent: the receiver stands for the sender too.
         part = ShardPart(
             sender=receiver,
             receiver=receiver,
@@ -336,26 +337,29 @@ def _sent_parts(
     missing: dict[Box, None],
 ) -> Iterator[PossiblePart]:
     """Yields the parts of `piece` that `receiver` needs for its `box`, each with its
-    possible senders. `splits` is a cache: all entries of a stack are divided like the
-    first one.
+    possible senders. Boxes that no device holds are added to `missing`.
+
+    Pieces that differ only in where they start inside the box are divided alike, such
+    as the entries of a stack. So a piece is divided as if it started where the box
+    does, `splits` keeps the parts, and these are then shifted.
     """
-    # Positions inside the box are relative to the box.
     offset = from_start(piece, box)
-    first = _counted_from(offset, piece)
+    piece_at_start = _counted_from(offset, piece)
     key = (
         box,
-        first.source,
-        first.target,
-        first.factors,
+        piece_at_start.source,
+        piece_at_start.target,
+        piece_at_start.factors,
         piece.value.casts,
         id(source),
     )
-    is_first = key not in splits
-    if is_first:
-        splits[key] = list(_split(first, box, source, missing))
+    is_new = key not in splits
+    if is_new:
+        splits[key] = list(_split(piece_at_start, box, source, missing))
     for part, senders in splits[key]:
         sent_piece = part.piece
-        if not is_first or any(offset):
+        # Parts that were divided for an earlier piece have its source.
+        if not is_new or any(offset):
             in_shard = shifted(sent_piece, offset)
             sent_piece = Piece(
                 value=piece.value,
@@ -363,6 +367,7 @@ def _sent_parts(
                 target=in_shard.target,
                 factors=in_shard.factors,
             )
+        # `_choose` replaces the sender if the receiver lacks the part.
         sent_part = ShardPart(
             sender=receiver,
             receiver=receiver,
@@ -383,6 +388,7 @@ def _choose(parts: list[PossiblePart]) -> tuple[tuple[int, ...], ...]:
     )
     for number in largest_first:
         part, senders = parts[number]
+        # A device does not send to itself what it holds.
         if senders is None or part.receiver in senders.holders:
             continue
         sender = senders.choose(part.receiver, part.bytes)
@@ -405,6 +411,7 @@ def _split(
     widths = bits_on_the_way(piece.value, source.dtype)
     for inside in within(piece, box):
         in_shard = _counted_from(box_start(box), inside)
+        # With source and target exchanged, `within` divides by boxes of the source.
         reading = swapped(in_shard)
         if _is_box(reading):
             yield from _split_box(reading, widths, source, missing)
@@ -415,13 +422,13 @@ def _split(
             senders = source.senders[cell]
             for in_cell in within(reading, cell):
                 if not senders.holders:
-                    missing[_box_of(in_cell)] = None
+                    missing[_source_box(in_cell)] = None
                     continue
                 part = swapped(_counted_from(box_start(cell), in_cell))
                 yield PossiblePart(unsent(part, once(part).elements, widths), senders)
 
 
-def _box_of(reading: Piece) -> Box:
+def _source_box(reading: Piece) -> Box:
     """The box of the source that a piece reads; `reading` is the piece with source and
     target exchanged.
     """
@@ -440,9 +447,13 @@ def _is_box(reading: Piece) -> bool:
 
 
 class _Overlap(NamedTuple):
-    """What a box and a cell of a grid have in common along one dimension: the interval
-    of the cell, the position in the cell, and the first and the number of the loop's
-    iterations.
+    """What a box and a cell of a grid (the box of a shard of the source) have in common
+    along one dimension.
+
+    - `interval`: the interval of the cell.
+    - `position`: the position of the first common element in the cell.
+    - `first`: its position in the box.
+    - `size`: the number of common elements.
     """
 
     interval: tuple[int, int]
@@ -459,7 +470,7 @@ def _split_box(
 ) -> Iterator[PossiblePart]:
     """`_split` for a piece that reads a box: each shard has one box of it. `reading` is
     the piece with source and target exchanged, and `widths` are the bits of an element
-    on its way.
+    on its way. Boxes of shards that no device holds are added to `missing`.
     """
     box = hull(reading)
     columns = list(map(_overlaps, source.overlapping_intervals(box), box))
@@ -510,6 +521,7 @@ def _overlaps(
 
 
 def _interval_of(overlap: _Overlap) -> tuple[int, int]:
+    """The common elements as an interval of the whole source."""
     start = overlap.interval[0] + overlap.position
     return start, start + overlap.size
 

@@ -1,8 +1,8 @@
 """Plans how each array is assembled from shards of other arrays, from shapes and
 shardings alone.
 
-`copies` says whether CPU devices of one process may copy shards in the memory that they
-share. `lost` are devices whose shards are not to be read.
+`may_copy_on_host` says whether CPU devices of one process may copy shards in the memory
+that they share. `lost` are devices whose shards are not to be read.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ from .assembly import (
     Assembly,
     MovedLeaf,
     ScaledArray,
-    numbered,
     numbers_text,
     shards_of,
+    with_numbered_sources,
 )
 from .copies import HostCopies, host_copies, joint_copies
 from .parts import ShardParts, Source, shard_parts
@@ -64,46 +64,56 @@ class TargetArray(NamedTuple):
 
 @ft.lru_cache(maxsize=16)
 def target_arrays(
-    map: TreeMap,
+    tree_map: TreeMap,
     sources: tuple[MovedLeaf, ...],
     targets: tuple[MovedLeaf, ...],
-    copies: bool,
+    may_copy_on_host: bool,
     numbers: NumberCopies = NO_NUMBERS,
 ) -> tuple[TargetArray, ...]:
-    """Plans how each array of `targets`, which `map` makes, is assembled from `sources`
-    or moved. `numbers` are the Python numbers of the source. It caches results.
+    """Plans how each array of `targets`, which `tree_map` makes, is assembled from
+    `sources` or moved. CPU devices of one process may copy shards in the memory that
+    they share if `may_copy_on_host`. `numbers` are the Python numbers of the source. It
+    caches results.
     """
-    target_by_path = bound(map, _structs(sources), _structs(targets), numbers)
+    target_by_path = bound(tree_map, _structs(sources), _structs(targets), numbers)
     source_by_path = {leaf.path: leaf for leaf in sources}
     cache: dict[object, Assembly] = {}
     arrays = []
     for leaf in targets:
         target = target_by_path[leaf.path]
-        names = _source_names(target)
-        leaf_sources = [source_by_path[name] for name in names]
+        source_paths = _source_paths(target)
+        leaf_sources = [source_by_path[path] for path in source_paths]
         with naming(str, leaf.path):
             _require_movable(leaf, leaf_sources)
-            is_unchanged = len(names) == 1 and target == _unchanged(leaf_sources[0])
+            is_unchanged = len(source_paths) == 1 and target == _unchanged(
+                leaf_sources[0]
+            )
             assembly = None
             if not is_unchanged:
-                assembly = _cached_assembly(leaf, target, leaf_sources, copies, cache)
-        arrays.append(TargetArray(leaf, names, assembly))
+                assembly = _cached_assembly(
+                    leaf, target, leaf_sources, may_copy_on_host, cache
+                )
+        arrays.append(TargetArray(leaf, source_paths, assembly))
     return tuple(arrays)
 
 
 def _structs(leaves: Sequence[MovedLeaf]) -> dict[str, Struct]:
+    """The shape and dtype of each array, by its path."""
     return {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in leaves}
 
 
-def _source_names(target: Made) -> tuple[str, ...]:
+def _source_paths(target: Made) -> tuple[str, ...]:
     """The paths of the arrays that the pieces of `target` read, each once."""
-    names: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for piece in target.pieces:
-        names.update(dict.fromkeys(names_of(piece)))
-    return tuple(names)
+        paths.update(dict.fromkeys(names_of(piece)))
+    return tuple(paths)
 
 
 def _require_movable(leaf: MovedLeaf, sources: Sequence[MovedLeaf]) -> None:
+    """Raises an error if the array `leaf` cannot be moved, or if it or one of its
+    sources is an unfinished sum over mesh axes.
+    """
     assert leaf.sharding is not None
     require_movable(leaf.shape, leaf.dtype, leaf.sharding)
     require_reduced(leaf.sharding, *_shardings(sources))
@@ -115,13 +125,16 @@ def _shardings(leaves: Iterable[MovedLeaf]) -> list[Sharding]:
 
 
 def _unchanged(leaf: MovedLeaf) -> Made:
+    """What a map makes of the array `leaf` if it leaves it as it is."""
     target = leaf_made(leaf.path, Struct(leaf.shape, leaf.dtype))
     pieces = tuple(map(simplified, target.pieces))
     return dataclasses.replace(target, pieces=pieces)
 
 
 class _AssemblyKey(NamedTuple):
-    """All that the plan for assembling an array depends on."""
+    """All that the plan for assembling an array depends on. `numbers` is the
+    `numbers_text` of the pieces.
+    """
 
     target: MovedLeaf
     pieces: tuple[Piece, ...]
@@ -150,26 +163,29 @@ def _cached_assembly(
     leaf: MovedLeaf,
     target: Made,
     sources: Sequence[MovedLeaf],
-    copies: bool,
+    may_copy_on_host: bool,
     cache: dict[object, Assembly],
 ) -> Assembly:
     """The plan for assembling `leaf` from `sources`. `target` has the pieces of the
     sources that fill it. `cache` has earlier plans, since arrays that differ only in
-    paths share one.
+    paths share one; a new plan is added to it.
     """
     shape, dtype = data_of(leaf.shape, leaf.dtype)
     pieces: Sequence[Piece] = target.pieces
+    # The key data of PRNG keys has further dimensions.
     key_sizes = shape[len(leaf.shape) :]
     if key_sizes:
         pieces = [extended(piece, key_sizes) for piece in pieces]
-    pieces = numbered(pieces, [source.path for source in sources])
+    pieces = with_numbered_sources(pieces, [source.path for source in sources])
     key = _assembly_key(leaf, pieces, sources)
     if key not in cache:
         numbered_sources: list[MovedLeaf] = []
         for number, source in enumerate(sources):
             numbered_sources.append(source._replace(path=str(number)))
         numbered_target = Made(shape, dtype, pieces)
-        cache[key] = _assembly(leaf, numbered_target, numbered_sources, copies)
+        cache[key] = _assembly(
+            leaf, numbered_target, numbered_sources, may_copy_on_host
+        )
     return cache[key]
 
 
@@ -179,11 +195,12 @@ def assembly_between(
     src: Sharding,
     dst: Sharding,
     lost: tuple[object, ...],
-    copies: bool,
+    may_copy_on_host: bool,
     sent_before: tuple[tuple[int, int], ...] = (),
 ) -> Assembly:
     """The plan for moving an array without a map to another sharding, on any devices.
-    For typed PRNG keys, `shape` and `dtype` are those of their `key_data`.
+    For typed PRNG keys, `shape` and `dtype` are those of their `key_data`. CPU devices
+    of one process may copy shards in the memory that they share if `may_copy_on_host`.
 
     `parts.missing` of the plan has the boxes of the elements that only `lost` devices
     hold. `sent_before` has pairs: the number of a device, and how many more bytes it
@@ -195,7 +212,7 @@ def assembly_between(
         leaf=MovedLeaf("", shape, dtype, dst),
         target=leaf_made("0", Struct(shape, dtype)),
         sources=[MovedLeaf("0", shape, dtype, src)],
-        copies=copies,
+        may_copy_on_host=may_copy_on_host,
         lost=lost,
         sent_before=sent_before,
     )
@@ -205,24 +222,26 @@ def _assembly(
     leaf: MovedLeaf,
     target: Made,
     sources: Sequence[MovedLeaf],
-    copies: bool,
+    may_copy_on_host: bool,
     lost: tuple[object, ...] = (),
     sent_before: tuple[tuple[int, int], ...] = (),
 ) -> Assembly:
-    """The plan for assembling `leaf` in its sharding, or divided further inside TPU
-    slices if fewer bytes then cross between slices.
+    """The plan for assembling `leaf` from `sources` in its sharding, or divided further
+    inside TPU slices if fewer bytes then cross between slices. `target` has the pieces
+    that fill the array.
     """
-    arguments = (target, sources, copies, lost, sent_before)
+    arguments = (target, sources, may_copy_on_host, lost, sent_before)
     assembly = _assembly_in(leaf, *arguments)
     if assembly.method != "programs" or not assembly.dcn_bytes:
         return assembly
     assert leaf.sharding is not None
-    inside = divided_in_slices(leaf.shape, leaf.sharding)
-    if inside is None:
+    divided_sharding = divided_in_slices(leaf.shape, leaf.sharding)
+    if divided_sharding is None:
         return assembly
-    divided = _assembly_in(leaf._replace(sharding=inside), *arguments)
-    if divided.dcn_bytes < assembly.dcn_bytes:
-        return dataclasses.replace(divided, target=leaf.sharding)
+    divided_leaf = leaf._replace(sharding=divided_sharding)
+    divided_assembly = _assembly_in(divided_leaf, *arguments)
+    if divided_assembly.dcn_bytes < assembly.dcn_bytes:
+        return dataclasses.replace(divided_assembly, target=leaf.sharding)
     return assembly
 
 
@@ -230,14 +249,17 @@ def _assembly_in(
     leaf: MovedLeaf,
     target: Made,
     sources: Sequence[MovedLeaf],
-    copies: bool,
+    may_copy_on_host: bool,
     lost: tuple[object, ...],
     sent_before: tuple[tuple[int, int], ...],
 ) -> Assembly:
-    """The plan for assembling `leaf` in its sharding."""
+    """The plan for assembling `leaf` from `sources` in its sharding. `target` has the
+    pieces that fill the array. If programs assemble it, quantised sources are
+    multiplied by their scales first: the products then take the place of the sources.
+    """
     devices = _devices_of(leaf, sources, lost)
     parts = _parts(target, sources, devices, sent_before)
-    method = _method(leaf, target, sources, copies, parts, devices)
+    method = _method(leaf, target, sources, may_copy_on_host, parts, devices)
     scaled: dict[str, ScaledArray] = {}
     if method == "programs" and _has_scales(target):
         target, scaled = _with_products(target)
@@ -324,11 +346,15 @@ def _devices_of(
     sources: Sequence[MovedLeaf],
     lost: Sequence[object],
 ) -> _Devices:
+    """Numbers the devices of `leaf` and of `sources`: those of the sources first, in
+    the order of each mesh.
+    """
     are_named = all(map(has_devices, _shardings([*sources, leaf])))
 
     def key_of(device: Any) -> Any:
         if are_named:
             return device
+        # On an abstract mesh a device is its position.
         return getattr(device, "id", device)
 
     def by_key(boxes: dict[Any, Box]) -> dict[Any, Box]:
@@ -368,14 +394,16 @@ def _method(
     leaf: MovedLeaf,
     target: Made,
     sources: Sequence[MovedLeaf],
-    copies: bool,
+    may_copy_on_host: bool,
     parts: ShardParts,
     devices: _Devices,
 ) -> Literal["programs", "host"]:
     """Decides whether programs on devices or NumPy copies on the host assemble `leaf`.
     All processes decide alike. `target` has the pieces of the sources that fill the
-    array, and `parts` are the parts of shards in them.
+    array, and `parts` are the parts of shards in them. If `may_copy_on_host`, CPU
+    devices take copies where they can.
     """
+    # An array of constants alone has no sources, and so no program.
     if not devices.are_named:
         return "programs" if sources else "host"
 
@@ -390,7 +418,7 @@ def _method(
     has_program = (
         len(platforms) == 1 and bool(sources) and not has_numpy_sources and not is_empty
     )
-    if has_program and not (copies and platforms == {"cpu"}):
+    if has_program and not (may_copy_on_host and platforms == {"cpu"}):
         return "programs"
 
     if not source_shardings or len(processes) == 1:
@@ -422,6 +450,9 @@ def _parts(
     devices: _Devices,
     sent_before: tuple[tuple[int, int], ...],
 ) -> ShardParts:
+    """The parts of the shards of `sources` that fill the array `target`, each with its
+    sender. `sent_before` is that of `assembly_between`.
+    """
     # Sources that differ only in their paths share one value, and so one grid of shards.
     source_values: dict[MovedLeaf, Source] = {}
     values_by_path: dict[str, Source] = {}
@@ -479,11 +510,11 @@ def _with_host_copies(
             parts_by_receiver[part.receiver].append(part)
 
     shapes = [plan.source_shapes[source.path] for source in sources]
-    orders = [_shard_numbers(source, devices) for source in sources]
+    shard_numbers = [_shard_numbers(source, devices) for source in sources]
     copies: list[HostCopies] = []
     for box in targets:
         parts = parts_by_receiver[receiver_of_box[box]]
-        copies.append(host_copies(parts, plan.dtype, box, shapes, orders))
+        copies.append(host_copies(parts, plan.dtype, box, shapes, shard_numbers))
     return dataclasses.replace(
         plan,
         targets=targets,
@@ -494,13 +525,15 @@ def _with_host_copies(
 
 def _shard_numbers(source: MovedLeaf, devices: _Devices) -> dict[int, int]:
     """From the number of a device to the number of its shard among the shards of the
-    source that this process holds.
+    source that this process holds. A NumPy array, and an array without shards in this
+    process, have the entry of the host alone.
     """
     if source.sharding is None:
         return {_HOST: _HOST}
     local_devices = source.sharding.addressable_devices_indices_map(source.shape)
     shard_numbers: dict[int, int] = {}
     for number, device in enumerate(local_devices):
+        # A lost device has no number, and nothing is read from it.
         shard_numbers[devices.numbers.get(device, _HOST)] = number
     return shard_numbers or {_HOST: _HOST}
 
@@ -516,18 +549,19 @@ def _with_products(target: Made) -> tuple[Made, dict[str, ScaledArray]]:
         value = piece.value
         if value.scale is not None:
             assert value.path is not None
+            # The product has the dtype of the first cast, if it is cast at once.
             dtype = jnp.dtype("float32")
             casts = value.casts
             if casts and not isinstance(casts[0], Arithmetic):
                 dtype = casts[0]
                 casts = casts[1:]
-            key = f"{value.path} * {value.scale} in {dtype}"
-            scaled[key] = ScaledArray(
+            product_name = f"{value.path} * {value.scale} in {dtype}"
+            scaled[product_name] = ScaledArray(
                 source=value.path,
                 scale=value.scale,
                 dtype=dtype,
             )
-            value = Value(path=key, casts=casts)
+            value = Value(path=product_name, casts=casts)
         pieces.append(piece._replace(value=value))
     return dataclasses.replace(target, pieces=tuple(pieces)), scaled
 
@@ -541,7 +575,7 @@ def _scaled_sources(
     is multiplied does.
     """
     by_path = {source.path: source for source in sources}
-    for key, product in scaled.items():
+    for product_name, product in scaled.items():
         source = by_path[product.source]
-        by_path[key] = source._replace(path=key, dtype=product.dtype)
-    return [by_path[name] for name in _source_names(target)]
+        by_path[product_name] = source._replace(path=product_name, dtype=product.dtype)
+    return [by_path[path] for path in _source_paths(target)]

@@ -35,11 +35,13 @@ def matchings(senders: np.ndarray, receivers: np.ndarray) -> list[np.ndarray]:
 
 
 def _colours(senders: np.ndarray, receivers: np.ndarray) -> np.ndarray:
-    """The round of each part."""
+    """The round of each part: by distances around rings if all pairs of devices have as
+    many parts and this gives the fewest rounds, else by swaps along paths.
+    """
     most_sent = np.bincount(senders).max()
     most_received = np.bincount(receivers).max()
-    most = max(most_sent, most_received)
-    if most == 1:
+    fewest_rounds = max(most_sent, most_received)
+    if fewest_rounds == 1:
         return np.zeros(len(senders), np.int64)
 
     span = int(receivers.max()) + 1
@@ -51,7 +53,7 @@ def _colours(senders: np.ndarray, receivers: np.ndarray) -> np.ndarray:
         if colours_of_pairs is not None:
             first_colours = colours_of_pairs * parts_of_each
             colours = first_colours[pair_of_part] + occurrences(pair_of_part)
-            if colours.max() < most:
+            if colours.max() < fewest_rounds:
                 return colours
     return _by_paths(senders.tolist(), receivers.tolist())
 
@@ -79,14 +81,16 @@ def _components(senders: np.ndarray, receivers: np.ndarray) -> np.ndarray | None
     """A number for each pair of devices, equal for the pairs of one component of the
     graph. `None` if it is not found in a few steps.
     """
+    # Each pair begins with the number of its receiver.
     numbers = receivers
     for _ in range(_COMPONENT_STEPS):
         before = numbers
         for devices in (senders, receivers):
             device_count = int(devices.max()) + 1
-            least = np.full(device_count, np.iinfo(np.int64).max)
-            np.minimum.at(least, devices, numbers)
-            numbers = least[devices]
+            # Pairs that share a device take the least of their numbers.
+            least_numbers = np.full(device_count, np.iinfo(np.int64).max)
+            np.minimum.at(least_numbers, devices, numbers)
+            numbers = least_numbers[devices]
         if (numbers == before).all():
             return numbers
     return None
@@ -102,6 +106,9 @@ class _Ranks(NamedTuple):
 
 
 def _ranks(groups: np.ndarray, values: np.ndarray) -> _Ranks:
+    """The ranks of `values`, whole numbers from 0, each in the group that `groups`
+    says: 0, 1, 0 for the values 5, 9, 7 in the groups 0, 0, 1.
+    """
     span = int(values.max()) + 1
     keys, number_of_key = numbered(groups * span + values)
     values_of_group = np.bincount(keys // span)

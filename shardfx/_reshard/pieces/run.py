@@ -41,7 +41,7 @@ from .exchange import (
     write_part,
 )
 from .host import LocalShards, start_on_host
-from .shard_part import Block, first_casts
+from .shard_part import Block, sender_cast_count
 
 
 class Sending(NamedTuple):
@@ -69,12 +69,12 @@ def slice_program(
     devices: tuple[Any, ...],
     rounds: tuple[Round, ...],
     sources: tuple[Block, ...],
-    block: Block,
+    message_block: Block,
 ) -> Any:
     """A jitted function on the source's devices: each device slices the parts that it
     sends, one for each round, out of its shards, and concatenates them to its message.
     `sources` have the shape and dtype of a shard of each array that is read, and
-    `block` has those of the message.
+    `message_block` has those of the message.
     """
     source_dtype = sources[0].dtype
     dtype = source_dtype
@@ -83,17 +83,19 @@ def slice_program(
         dtype = program_dtype(source_dtype, devices)
 
     def run(places: jax.Array, *arrays: jax.Array) -> jax.Array:
+        """The message of a device that has these shards of the sources."""
         shards: list[jax.Array] = []
         for source, array in zip(sources, arrays, strict=True):
             shards.append(bitcast(array.reshape(source.shape), dtype))
-        message = jnp.zeros(block.shape, block.dtype)
+        message = jnp.zeros(message_block.shape, message_block.dtype)
         start = 0
         for number, step in enumerate(rounds):
             # Without the barrier XLA could slice and keep all parts before it writes
             # the first.
             shards, message = jax.lax.optimization_barrier((shards, message))
-            part = slice_part(step.form, shards[step.number], places[0, number])
-            part = bitcast(part.reshape(-1), block.dtype)
+            shard = shards[step.source_number]
+            part = slice_part(step.form, shard, places[0, number])
+            part = bitcast(part.reshape(-1), message_block.dtype)
             message = jax.lax.dynamic_update_slice(message, part, (start,))
             start += part.size
         return message
@@ -104,10 +106,12 @@ def slice_program(
 @ft.lru_cache(maxsize=256)
 def send_program(devices: tuple[object, ...], rounds: tuple[Sending, ...]) -> Any:
     """A jitted function in which devices exchange their messages, by one collective
-    permute for each round.
+    permute for each round. Each part that a device receives takes the place of the one
+    that it sent in this round.
     """
 
     def run(message: jax.Array) -> jax.Array:
+        """What a device has of the message of each device that sends to it."""
         start = 0
         for number, (size, pairs) in enumerate(rounds):
             if pairs:
@@ -139,9 +143,10 @@ def write_program(
     dtype = program_dtype(target.dtype, devices)
     wire_dtype = sent_dtype(rounds[0].form, source_dtype)
     casts = rounds[0].form.casts
-    is_cast = first_casts(casts, source_dtype) == len(casts)
+    is_cast_by_sender = sender_cast_count(casts, source_dtype) == len(casts)
 
     def run(places: jax.Array, message: jax.Array, *arrays: jax.Array) -> jax.Array:
+        """A device's shard with the parts of the message written into it."""
         earlier = None if makes_shards else arrays[0]
         out = first_shard(target.shape, dtype, earlier)
         start = 0
@@ -150,7 +155,8 @@ def write_program(
             shape = _sent_shape(step.form)
             stop = start + math.prod(shape)
             part = jax.lax.slice(message, (start,), (stop,)).reshape(shape)
-            if not is_cast:
+            # The receiver casts values, not the bits that the message has.
+            if not is_cast_by_sender:
                 part = bitcast(part, wire_dtype)
             start = stop
             out = write_part(step, out, part, source_dtype, places[0, number])
@@ -162,13 +168,13 @@ def write_program(
 
 
 @ft.lru_cache(maxsize=256)
-def zeros(devices: tuple[object, ...], block: Block) -> Any:
+def zeros_program(devices: tuple[object, ...], message: Block) -> Any:
     """A jitted function in which each device makes a message of zeros, of the shape and
-    dtype in `block`.
+    dtype in `message`.
     """
-    shape = (len(devices) * block.shape[0],)
+    shape = (len(devices) * message.shape[0],)
     return jax.jit(
-        lambda: jnp.zeros(shape, block.dtype), out_shardings=sharding_of(devices)
+        lambda: jnp.zeros(shape, message.dtype), out_shardings=sharding_of(devices)
     )
 
 
@@ -287,12 +293,17 @@ class Context:
         if isinstance(sharding, NamedSharding):
             scales_sharding = NamedSharding(sharding.mesh, PartitionSpec())
         scales = self.move(scales, scales_sharding)
-        return _times(product.scale, product.dtype, sharding)(x, scales)
+        return _scaling_program(product.scale, product.dtype, sharding)(x, scales)
 
 
 @ft.lru_cache(maxsize=64)
-def _times(scale: Scale, dtype: Any, sharding: object) -> Any:
+def _scaling_program(scale: Scale, dtype: Any, sharding: object) -> Any:
+    """A jitted function of an array and its scales: their product in float32, cast to
+    `dtype`, in `sharding`. Blocks at the array's end may be smaller than `scale.block`.
+    """
+
     def run(x: jax.Array, scales: jax.Array) -> jax.Array:
+        """`x` multiplied by `scales`, of which each is repeated over its block."""
         scales = scales.astype(jnp.float32)
         for dim, size in enumerate(scale.block):
             scales = jnp.repeat(scales, size, axis=dim)
@@ -325,7 +336,9 @@ def start_assembly(
             shards=context.shards,
             pool=context.pool,
         )
-    run_step = _run_three if plan.changes_devices else _run_one
+    run_step = _run_on_same_devices
+    if plan.changes_devices:
+        run_step = _run_between_devices
     out = _constants(plan)
     for step, places in _programs(plan, context.limit_bytes, context.most_bytes):
         out = run_step(plan, names, context, step, places, out)
@@ -343,7 +356,7 @@ def start_assembly(
     return lambda: array
 
 
-def _run_one(
+def _run_on_same_devices(
     plan: Assembly,
     names: Sequence[str],
     context: Context,
@@ -369,14 +382,14 @@ def _run_one(
             makes_shards=out is None,
         )
         out = run(places[0], *arguments)
-    if context.limit_bytes is not None or _crosses(devices):
+    if context.limit_bytes is not None or _spans_cpu_processes(devices):
         # Programs that talk to other processes block threads of the CPU's runtime;
         # several at once can block them all.
         jax.block_until_ready(out)
     return out
 
 
-def _run_three(
+def _run_between_devices(
     plan: Assembly,
     names: Sequence[str],
     context: Context,
@@ -440,8 +453,9 @@ def _run_three(
     result = out
     if result is None:
         result = next(iter(received.values()))
+    # `wait_for` waits for it; a process without target devices has what it exchanged.
     context.in_flight.append(result)
-    if _crosses(plan.devices):
+    if _spans_cpu_processes(plan.devices):
         jax.block_until_ready(result)
     return out
 
@@ -474,7 +488,7 @@ def _messages(
     if others:
         idle_devices = tuple(others)
         with _on(idle_devices):
-            messages |= _shards(zeros(idle_devices, message)())
+            messages |= _shards(zeros_program(idle_devices, message)())
     return messages
 
 
@@ -483,6 +497,7 @@ def _is_mine(device: Any) -> bool:
 
 
 def _shards(array: jax.Array) -> dict[Any, jax.Array]:
+    """This process's shards of an array, by device."""
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
@@ -494,12 +509,13 @@ def _on(devices: tuple[object, ...]) -> Any:
 
 
 def _in_memory(shard: jax.Array, kind: str | None) -> jax.Array:
+    """A shard in memory of this kind on its device; `None` is any kind."""
     if kind is None or shard.sharding.memory_kind == kind:
         return shard
     return jax.device_put(shard, shard.sharding.with_memory_kind(kind))
 
 
-def _crosses(devices: Sequence[Any]) -> bool:
+def _spans_cpu_processes(devices: Sequence[Any]) -> bool:
     """Whether the devices are CPU devices of several processes."""
     if devices[0].platform != "cpu":
         return False
@@ -547,7 +563,8 @@ def _placed(rows: np.ndarray, devices: tuple[object, ...]) -> jax.Array | None:
 
 def _constants(plan: Assembly) -> jax.Array | None:
     """New shards with the array's constants, which no source gives, and zeros
-    elsewhere; `None` without constants.
+    elsewhere, as one array on the devices of the program that writes into them; `None`
+    without constants, or if this process has none of the devices.
     """
     if all(piece.value.path is not None for piece in plan.pieces):
         return None
@@ -565,6 +582,9 @@ def _constants(plan: Assembly) -> jax.Array | None:
     numbers = [plan.devices.index(device) for device in devices]
 
     def shard(index: Any) -> np.ndarray:
+        """A device's shard of the array of all shards. The first slice in `index`
+        starts at this shard.
+        """
         out = np.zeros(plan.shard_shape, plan.dtype)
         number = numbers[(index[0].start or 0) // block[0]]
         for piece in constants.get(number, ()):

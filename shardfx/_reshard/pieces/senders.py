@@ -37,6 +37,7 @@ class Senders:
         group_of: Mapping[int, int],
         sent: dict[int, int],
     ):
+        # The keys, in order; the values say nothing.
         self.holders = dict.fromkeys(holders)
         self.sent = sent
         self._group_of = group_of
@@ -74,5 +75,8 @@ class Senders:
         return device
 
     def _renew_first(self, heap: list[HeapEntry]) -> None:
+        """Puts the first device of a heap where the bytes that it has sent by now place
+        it.
+        """
         _, position, device = heap[0]
         heapq.heapreplace(heap, HeapEntry(self.sent[device], position, device))

@@ -79,10 +79,10 @@ def unsent(piece: Piece, elements: int, widths: Sequence[int]) -> ShardPart:
     )
 
 
-def first_casts(casts: Sequence[object], dtype: object) -> int:
-    """The number of casts after which elements have the fewest bits. The sender applies
-    these, and the receiver the others. For float32 elements (`dtype`) and `casts` to
-    bfloat16 and then to float32, it is 1.
+def sender_cast_count(casts: Sequence[object], dtype: object) -> int:
+    """The number of `casts` that the sender applies: those after which elements have
+    the fewest bits. The receiver applies the others. For float32 elements (`dtype`) and
+    casts to bfloat16 and then to float32, it is 1.
     """
     sizes = [bits(dtype)]
     for to in casts:
@@ -107,14 +107,17 @@ def sent_bits(value: Value, dtype: object) -> int:
 
 
 def _extent(piece: Piece) -> int:
-    """The number of elements that a piece spans, in the source or in the target,
-    whichever is larger.
+    """The number of elements that a piece spans, gaps included, in the source or in the
+    target, whichever is larger.
     """
     return _extent_of(piece.factors, len(piece.source), len(piece.target))
 
 
 @ft.lru_cache(maxsize=4096)
 def _extent_of(factors: tuple[Factor, ...], source_rank: int, target_rank: int) -> int:
+    """`_extent` of a piece with these factors, which does not depend on where it
+    starts.
+    """
     piece = Piece(
         value=Value(None),
         source=(0,) * source_rank,
@@ -134,7 +137,7 @@ def divided(part: ShardPart, most_bytes: int) -> list[ShardPart]:
     if part.memory_bytes <= most_bytes or not factors:
         return [part]
 
-    outer = min(factors, key=lambda factor: _halved(part.piece, factor))
+    outer = min(factors, key=lambda factor: _division_order(part.piece, factor))
     iterations_that_fit = max(1, outer.size * most_bytes // part.memory_bytes)
     section_count = max(2, -(-outer.size // iterations_that_fit))
     iterations_per_section = -(-outer.size // section_count)
@@ -150,9 +153,10 @@ def divided(part: ShardPart, most_bytes: int) -> list[ShardPart]:
     return smaller_parts
 
 
-def _halved(piece: Piece, factor: Factor) -> tuple[int, int]:
-    """Orders the factors along which a piece can be divided: the one whose elements have
-    the largest gaps first; of several, the longest, which gives the fewest parts.
+def _division_order(piece: Piece, factor: Factor) -> tuple[int, int]:
+    """A key that orders the factors along which `piece` can be divided: the one whose
+    elements have the largest gaps first, since half of its iterations then span the
+    fewest elements; of several, the longest, which gives the fewest parts.
     """
     half_size = -(-factor.size // 2)
     half = iterations(piece, factor, start=0, stop=half_size)

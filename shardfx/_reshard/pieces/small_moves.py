@@ -27,13 +27,14 @@ class SmallMover:
         self._dtype = dtype
         self._copied_dtype = as_bits(np.empty(0, dtype)).dtype
         self._memory_shape = (starts[-1] // dtype.itemsize,)
-        self._numbers = sorted({copy.shard for copy in assembly.joint_copies})
-        # The shard of each copy is its position in `_numbers` here.
+        self._shard_numbers = sorted({copy.shard for copy in assembly.joint_copies})
+        # The shard of each copy is its position in `_shard_numbers` here.
         self._copies: list[Copy] = []
         for copy in assembly.joint_copies:
-            position = self._numbers.index(copy.shard)
+            position = self._shard_numbers.index(copy.shard)
             self._copies.append(copy._replace(shard=position))
-        # The shape and the first byte of each new shard.
+        # The shape and the first byte of each new shard. `starts` has the bytes of the
+        # whole memory as well.
         self._shards: list[tuple[tuple[int, ...], int]] = []
         for box, start in zip(assembly.targets, starts, strict=False):
             self._shards.append((box_shape(box), start))
@@ -58,9 +59,9 @@ class SmallMover:
         return self._make(new_shards)
 
     def _old_shards(self, x: jax.Array) -> list[np.ndarray]:
-        """The old shards that are read, in the order of `_numbers`."""
+        """The old shards that are read, in the order of `_shard_numbers`."""
         old_shards: list[np.ndarray] = []
-        for number in self._numbers:
+        for number in self._shard_numbers:
             # All shards of a replicated array are equal.
             shard = np.asarray(x.addressable_data(number))
             if not shard.flags.c_contiguous:
@@ -83,6 +84,7 @@ def small_mover(assembly: Assembly) -> SmallMover | None:
 
 @ft.lru_cache(maxsize=4096)
 def _mover(assembly: Assembly) -> SmallMover | None:
+    """`small_mover` for a plan with joint copies, without a transfer guard."""
     copies = assembly.host_copies
     is_computed = any(shard_copies.computed for shard_copies in copies)
     has_one_source = set(assembly.source_shapes) == {"0"}

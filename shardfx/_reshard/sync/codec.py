@@ -11,12 +11,12 @@ import numpy as np
 from ..._convert import NOWHERE, Arithmetic, Factor, Piece, Scale, Value
 from ..._ground.errors import PlanFormatError
 from ..._plan import decode_dtype, encode_dtype
-from .coverage import MOST_NUMBER, check_plan, require
+from .coverage import MOST_NUMBER, check_transfer, require
 from .encoding import encoding_of, form_of
 from .kinds import (
     BUFFER,
+    FIRST_POSITION,
     FORM,
-    PLACE,
     Buffer,
     PlanFields,
     SentLeaf,
@@ -63,14 +63,14 @@ def fields_of(text: str) -> PlanFields:
             )
         body = data["plan"]
         require(data["checksum"] == _checksum(body), "its checksum is another")
-        fields = _read(json.loads(body))
+        fields = _fields_of_data(json.loads(body))
         digest = digest_of(fields.settings, fields.leaves)
         require(digest == data["digest"], "its digest is another")
         # Values are read by `int`, `str` and `tuple`. A value that these change is of
         # another type.
         is_unchanged = _body_text(fields) == body
         require(is_unchanged, "a value is not what it says, or of another type")
-        check_plan(fields)
+        check_transfer(fields)
     except PlanFormatError:
         raise
     except (
@@ -90,6 +90,7 @@ def fields_of(text: str) -> PlanFields:
 
 
 def _checksum(text: str) -> str:
+    """The SHA-256 of a text, which may have lone surrogates, as hexadecimal digits."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -131,15 +132,18 @@ def _body_text(plan: PlanFields) -> str:
 
 
 def _piece_data(piece: Piece) -> list[object]:
+    """What JSON has for a piece; `_piece_of` reads it."""
     return [_value_data(piece.value), piece.source, piece.target, piece.factors]
 
 
 def _value_data(value: Value) -> list[object]:
-    casts = [_cast_data(to) for to in value.casts]
+    """What JSON has for a value; `_value_of` reads it."""
+    casts = [_cast_data(cast) for cast in value.casts]
     return [value.path, value.number, value.scale, casts]
 
 
 def _form_data(form: WireForm) -> list[object]:
+    """What JSON has for the form of a part; `_form_of` reads it."""
     scales = None if form.scales is None else str(form.scales)
     return [
         _value_data(form.value),
@@ -151,13 +155,18 @@ def _form_data(form: WireForm) -> list[object]:
     ]
 
 
-def _cast_data(to: Any) -> object:
-    if isinstance(to, Arithmetic):
-        return [to.sign, to.number]
-    return str(np.dtype(to))
+def _cast_data(cast: Any) -> object:
+    """What JSON has for a cast, which is a dtype or arithmetic with a number."""
+    if isinstance(cast, Arithmetic):
+        return [cast.sign, cast.number]
+    return str(np.dtype(cast))
 
 
-def _read(data: Any) -> PlanFields:
+def _fields_of_data(data: Any) -> PlanFields:
+    """The fields of a plan from the JSON values that `_body_text` wrote. Other values
+    raise errors of many kinds, which `fields_of` turns into one. Whether the numbers
+    fit each other is left to `check_transfer`.
+    """
     sources: dict[str, SourceLeaf] = {}
     for path, shape, dtype, axes in data["sources"]:
         leaf = SourceLeaf(
@@ -201,13 +210,20 @@ def _read(data: Any) -> PlanFields:
     )
 
 
-def _kind_of(data: Any, leaf: SentLeaf, dtypes: Mapping[str, np.dtype]) -> TransferKind:
+def _kind_of(
+    data: Any,
+    first_leaf: SentLeaf,
+    dtypes: Mapping[str, np.dtype],
+) -> TransferKind:
+    """Reads a `TransferKind`. `first_leaf` is the first leaf of this kind, and `dtypes`
+    has the dtypes of all sources, by path.
+    """
     buffers = []
     for process, devices, box in data["buffers"]:
         intervals = tuple((int(low), int(high)) for low, high in box)
         buffer = Buffer(process=int(process), devices=_ints(devices), box=intervals)
         buffers.append(buffer)
-    forms = tuple(_form_of(form, dtypes, leaf.dtype) for form in data["forms"])
+    forms = tuple(_form_of(form, dtypes, first_leaf.dtype) for form in data["forms"])
     rank = int(data["rank"])
     return TransferKind(
         names=_texts(data["names"]),
@@ -217,7 +233,7 @@ def _kind_of(data: Any, leaf: SentLeaf, dtypes: Mapping[str, np.dtype]) -> Trans
         forms=forms,
         rows=_rows_of(
             data["columns"],
-            column_count=PLACE + rank + len(leaf.shape),
+            column_count=FIRST_POSITION + rank + len(first_leaf.shape),
             buffer_count=len(buffers),
             form_count=len(forms),
         ),
@@ -231,6 +247,10 @@ def _rows_of(
     buffer_count: int,
     form_count: int,
 ) -> np.ndarray:
+    """Reads the rows of a kind from the columns that JSON has. Raises `ValueError`
+    unless they are whole numbers from -1, -1 only where a row has no sender, and name
+    buffers and forms that there are.
+    """
     require(len(columns) == column_count, f"{len(columns)} columns of pieces")
     rows = np.array(columns).T
     is_table = not rows.size or (
@@ -267,6 +287,7 @@ def _form_of(
 
 
 def _piece_of(data: Any) -> Piece:
+    """Reads the piece that `_piece_data` wrote."""
     value, source, target, factors = data
     return Piece(
         value=_value_of(value),
@@ -277,6 +298,9 @@ def _piece_of(data: Any) -> Piece:
 
 
 def _factors_of(data: Any) -> tuple[Factor, ...]:
+    """Reads the nested loops of a piece. Raises `ValueError` for loops that no piece
+    has.
+    """
     factors = tuple([Factor(*map(int, numbers)) for numbers in data])
     for factor in factors:
         require(_is_factor(factor), "a factor that no piece has")
@@ -284,6 +308,9 @@ def _factors_of(data: Any) -> tuple[Factor, ...]:
 
 
 def _is_factor(factor: Factor) -> bool:
+    """Whether a piece can have this loop: of several iterations that move in the
+    target, and in the source unless they repeat an element.
+    """
     least_source_step = 0 if factor.source_dim == NOWHERE else 1
     return (
         factor.size > 1
@@ -295,6 +322,9 @@ def _is_factor(factor: Factor) -> bool:
 
 
 def _value_of(data: Any) -> Value:
+    """Reads the value that `_value_data` wrote: a source's path or a constant's number,
+    never both.
+    """
     path, number, scale, casts = data
     if path is None:
         is_value = isinstance(number, int | float)
@@ -305,11 +335,12 @@ def _value_of(data: Any) -> Value:
         path=None if path is None else str(path),
         number=number,
         scale=None if scale is None else Scale(str(scale[0]), _ints(scale[1])),
-        casts=tuple([_cast_of(to) for to in casts]),
+        casts=tuple([_cast_of(cast) for cast in casts]),
     )
 
 
 def _cast_of(data: Any) -> Any:
+    """Reads the cast that `_cast_data` wrote."""
     if isinstance(data, str):
         return _dtype(data)
     sign, number = data
@@ -319,6 +350,7 @@ def _cast_of(data: Any) -> Any:
 
 
 def _dtype(name: Any) -> np.dtype:
+    """The dtype with a name. Raises `ValueError` for the dtypes of PRNG keys."""
     dtype = decode_dtype(str(name))
     if not isinstance(dtype, np.dtype):
         raise ValueError(f"the dtype {name!r:.40}")

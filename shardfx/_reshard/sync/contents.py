@@ -79,7 +79,7 @@ def sent_sums(
         pieces = [
             piece._replace(value=renamed(piece.value, names)) for piece in kind.pieces
         ]
-        for box in _boxes_of(kind, receiver):
+        for box in _boxes_received(kind, receiver):
             for part in _parts_within(pieces, box):
                 path = part.value.path
                 if path is None:
@@ -104,7 +104,8 @@ def _parts_within(pieces: Sequence[Piece], box: Box) -> Iterator[Piece]:
         yield from within(piece, box)
 
 
-def _boxes_of(kind: TransferKind, receiver: int) -> list[Box]:
+def _boxes_received(kind: TransferKind, receiver: int) -> list[Box]:
+    """The boxes that a receiving process fills, each once."""
     boxes = [buffer.box for buffer in kind.buffers if buffer.process == receiver]
     return [*dict.fromkeys(boxes)]
 
@@ -126,6 +127,9 @@ def _source_boxes(
     mesh: tuple[tuple[str, int], ...],
     source: SourceLeaf,
 ) -> Sequence[Box]:
+    """The box of a source that each device of the sending job holds. `mesh` has the
+    axes of the job's mesh with their sizes.
+    """
     names = tuple([axis for axis, _ in mesh])
     sizes = tuple([size for _, size in mesh])
     abstract_mesh = AbstractMesh(sizes, names)
@@ -152,7 +156,7 @@ def _add_checksum(
     weights: "_Weights",
     read: Read,
 ) -> None:
-    """Adds the number of elements of a piece, and their checksum, to `sums`."""
+    """Adds the number of elements of a piece, and their checksum, to `sums`, in place."""
     for chunk in chunks(piece, _CHUNK_ELEMENTS):
         elements = _elements_of(chunk, leaf.dtype, read)
         positions = [
@@ -217,7 +221,9 @@ class _Weights:
 
 
 def _bits_of(elements: np.ndarray) -> np.ndarray:
-    """The bits of each element as a number of 64 bits."""
+    """The bits of each element as a number of 64 bits. An element of 16 bytes, such as
+    a complex128, gives one number for both halves.
+    """
     elements = np.ascontiguousarray(elements)
     if elements.dtype.name in ("int4", "uint4"):
         low_bits = elements.view(np.uint8) & 15
@@ -271,6 +277,9 @@ def received_sums(
 
 
 def _sum_of_box(elements: np.ndarray, box: Box, weights: _Weights) -> np.uint64:
+    """The checksum of `elements`, which fill a box of a leaf with these weights. Rows
+    of many elements are summed one group after another.
+    """
     positions = []
     for dim, (start, stop) in enumerate(box):
         along_dim = np.arange(start, stop, dtype=np.int64)

@@ -14,8 +14,8 @@ from ..._convert import Piece, dtypes_of, hull, names_of, swapped
 from ..._ground.boxes import box_shape, volume
 from .kinds import (
     BUFFER,
+    FIRST_POSITION,
     FORM,
-    PLACE,
     PROCESS,
     Buffer,
     PlanFields,
@@ -45,7 +45,7 @@ def require(holds: object, what: str) -> None:
         raise ValueError(what)
 
 
-def check_plan(plan: PlanFields) -> None:
+def check_transfer(plan: PlanFields) -> None:
     """Raises `ValueError` unless all positions are inside their arrays, and each device
     receives each element of its shards once.
     """
@@ -69,7 +69,7 @@ def check_plan(plan: PlanFields) -> None:
     )
     require(is_mesh, "a mesh of another number of devices")
     for path, source in plan.sources.items():
-        require(_is_sharded(source, sizes), f"`{path}` does not fit the mesh")
+        require(_fits_mesh(source, sizes), f"`{path}` does not fit the mesh")
 
     rows = most_rows(plan.kinds, plan.leaves, plan.memory_limit_bytes)
     require(
@@ -78,7 +78,7 @@ def check_plan(plan: PlanFields) -> None:
         f" {plan.memory_limit_bytes:,}",
     )
     row_count = sum(len(kind.rows) for kind in plan.kinds)
-    room = _Room(_MOST_CORNERS + _CORNERS_OF_ROW * row_count)
+    budget = _CornerBudget(_MOST_CORNERS + _CORNERS_OF_ROW * row_count)
     first_of_kind: dict[int, SentLeaf] = {}
     for leaf in plan.leaves:
         kind = plan.kinds[leaf.kind]
@@ -91,7 +91,7 @@ def check_plan(plan: PlanFields) -> None:
         )
         require(is_of_kind, f"leaf `{leaf.path}` is not of its kind")
         if first is leaf:
-            _check_kind(plan, leaf, kind, room)
+            _check_kind(plan, leaf, kind, budget)
 
 
 def most_rows(
@@ -120,7 +120,7 @@ def most_rows(
     return max(rows_by_process.values(), default=0)
 
 
-class _Room:
+class _CornerBudget:
     """The number of corners of boxes that may still be compared for a plan."""
 
     def __init__(self, corners: int):
@@ -132,8 +132,10 @@ class _Room:
         require(self._corners >= 0, f"pieces whose boxes have {corners:,} more corners")
 
 
-def _is_sharded(source: SourceLeaf, sizes: Mapping[str, int]) -> bool:
-    """Whether the sharding of a source is one of a mesh with these axis sizes."""
+def _fits_mesh(source: SourceLeaf, sizes: Mapping[str, int]) -> bool:
+    """Whether the sharding of a source is one of a mesh with these axis sizes, each of
+    whose axes shards at most one dimension, and divides it.
+    """
     names = [axis for axes in source.axes for axis in axes]
     if len({*names}) < len(names) or not sizes.keys() >= {*names}:
         return False
@@ -144,6 +146,7 @@ def _is_sharded(source: SourceLeaf, sizes: Mapping[str, int]) -> bool:
 
 
 def _sources_of(plan: PlanFields, leaf: SentLeaf) -> list[SourceLeaf]:
+    """The sources of a leaf, in the order of its `names`."""
     return [plan.sources[name] for name in leaf.names]
 
 
@@ -151,8 +154,12 @@ def _check_kind(
     plan: PlanFields,
     leaf: SentLeaf,
     kind: TransferKind,
-    room: _Room,
+    budget: _CornerBudget,
 ) -> None:
+    """Raises `ValueError` unless the buffers, pieces, forms and rows of `kind` fit its
+    first leaf, `leaf`, and the rows write each element of each buffer once. `budget`
+    limits what that takes.
+    """
     where = f"leaf `{leaf.path}`"
     rank = len(leaf.shape)
 
@@ -167,7 +174,7 @@ def _check_kind(
     require(is_once_per_device and is_complete, f"{where} is not for every device once")
     for buffer in kind.buffers:
         require(
-            _is_inside(buffer, leaf.shape),
+            _has_box_inside(buffer, leaf.shape),
             f"{where} has the box {buffer.box} in shape {leaf.shape}",
         )
 
@@ -194,10 +201,12 @@ def _check_kind(
         is_sent = np.isin(rows[:, PROCESS], known_senders).all()
         require(is_sent, f"{where} has a piece from no process of the senders")
         if not is_constant:
-            _check_source(leaf, form, plan.sources, rows[:, PLACE : PLACE + form.rank])
+            stop = FIRST_POSITION + form.rank
+            source_positions = rows[:, FIRST_POSITION:stop]
+            _check_source(leaf, form, plan.sources, source_positions)
 
     require(
-        _is_covered(kind, rank, room),
+        _is_covered(kind, rank, budget),
         f"{where}: the elements of its shards are not each written once",
     )
 
@@ -206,11 +215,12 @@ def _is_piece(piece: Piece, leaf: SentLeaf, sources: Mapping[str, SourceLeaf]) -
     """Whether a piece is inside of the array `leaf` and of its source, and has a scale
     for each block of it.
     """
-    moved_pieces = [(piece, leaf.shape)]
+    # Exchanged, a piece writes the array that it reads.
+    pieces_and_shapes = [(piece, leaf.shape)]
     scale = piece.value.scale
     if piece.value.path is not None:
         source_shape = sources[piece.value.path].data.shape
-        moved_pieces.append((swapped(piece), source_shape))
+        pieces_and_shapes.append((swapped(piece), source_shape))
         if scale is not None:
             scale_shape = sources[scale.path].data.shape
             if not _is_scaled(source_shape, scale_shape, scale.block):
@@ -218,15 +228,16 @@ def _is_piece(piece: Piece, leaf: SentLeaf, sources: Mapping[str, SourceLeaf]) -
     elif scale is not None:
         return False
     return all(
-        len(end.target) == len(shape)
-        and all(factor.target_dim < len(shape) for factor in end.factors)
-        and min(end.target, default=0) >= 0
-        and _fits(end, shape)
-        for end, shape in moved_pieces
+        len(written.target) == len(shape)
+        and all(factor.target_dim < len(shape) for factor in written.factors)
+        and min(written.target, default=0) >= 0
+        and _fits(written, shape)
+        for written, shape in pieces_and_shapes
     )
 
 
-def _is_inside(buffer: Buffer, shape: Sequence[int]) -> bool:
+def _has_box_inside(buffer: Buffer, shape: Sequence[int]) -> bool:
+    """Whether the box of a buffer is inside of an array of this shape."""
     return len(buffer.box) == len(shape) and all(
         0 <= start <= stop <= size
         for (start, stop), size in zip(buffer.box, shape, strict=True)
@@ -249,11 +260,11 @@ def _check_source(
     leaf: SentLeaf,
     form: WireForm,
     sources: Mapping[str, SourceLeaf],
-    places: np.ndarray,
+    source_positions: np.ndarray,
 ) -> None:
     """Raises `ValueError` unless the parts of one form read from inside of their source
-    and have the dtype of the leaf after their casts. `places` has the positions of
-    their first elements in the source.
+    and have the dtype of the leaf after their casts. `source_positions` has a row for
+    each part: where its first element is in the source.
     """
     value = form.value
     where = f"leaf `{leaf.path}`"
@@ -275,7 +286,7 @@ def _check_source(
     if is_inside:
         stops = np.array([high for _, high in hull(reading)], np.int64)
         sizes = np.array(source.shape, np.int64)
-        is_inside = (places + stops <= sizes).all()
+        is_inside = (source_positions + stops <= sizes).all()
     require(is_inside, f"{where} has a piece outside of `{value.path}`")
 
     dtypes = [dtype, *dtypes_of(value.casts)]
@@ -299,6 +310,7 @@ def _is_scaled(
 
 
 def _fits(piece: Piece, shape: Sequence[int]) -> bool:
+    """Whether a piece writes no element behind the ends of an array of this shape."""
     return all(high <= size for (_, high), size in zip(hull(piece), shape, strict=True))
 
 
@@ -312,7 +324,7 @@ class _Boxes(NamedTuple):
     buffers: np.ndarray
 
 
-def _is_covered(kind: TransferKind, rank: int, room: _Room) -> bool:
+def _is_covered(kind: TransferKind, rank: int, budget: _CornerBudget) -> bool:
     """Whether the rows of `kind` write each element of each buffer (one box of a target
     array) exactly once.
 
@@ -323,7 +335,8 @@ def _is_covered(kind: TransferKind, rank: int, room: _Room) -> bool:
     and 2 to 5, the signs at 2 cancel, and 1 at 0 and -1 at 5 are left, as for 0 to 5.
     """
     buffer_count = len(kind.buffers)
-    room.take(buffer_count << rank)
+    # A box has 2**rank corners.
+    budget.take(buffer_count << rank)
     sizes = [box_shape(buffer.box) for buffer in kind.buffers]
     whole = _Boxes(
         lows=np.zeros((buffer_count, rank), np.int64),
@@ -331,11 +344,11 @@ def _is_covered(kind: TransferKind, rank: int, room: _Room) -> bool:
         buffers=np.arange(buffer_count),
     )
     written = [
-        _written_boxes(kind, number, rank, room) for number in range(len(kind.forms))
+        _written_boxes(kind, number, rank, budget) for number in range(len(kind.forms))
     ]
     parts = [whole, *written]
-    low = np.concatenate([boxes.lows for boxes in parts])
-    high = np.concatenate([boxes.highs for boxes in parts])
+    lows = np.concatenate([boxes.lows for boxes in parts])
+    highs = np.concatenate([boxes.highs for boxes in parts])
 
     # A corner's key is its buffer and its position; the sums of signs belong to keys.
     # Coordinates are numbered among those that occur along their dimension.
@@ -345,11 +358,12 @@ def _is_covered(kind: TransferKind, rank: int, room: _Room) -> bool:
     signs[:buffer_count] = -1
     key_count = buffer_count
     for dim in range(rank):
-        coordinates = np.stack([low[:, dim], high[:, dim]])
+        # Each corner becomes two: one at the start and one at the end along `dim`.
+        coordinates = np.stack([lows[:, dim], highs[:, dim]])
         values, numbers = np.unique(coordinates, return_inverse=True)
         key_count *= len(values)
         require(key_count < MOST_NUMBER, f"pieces at {key_count:,} positions")
-        corner_numbers = np.tile(numbers.reshape(2, -1), len(keys) // len(low))
+        corner_numbers = np.tile(numbers.reshape(2, -1), len(keys) // len(lows))
         keys = (keys * len(values) + corner_numbers).reshape(-1)
         signs = np.concatenate([signs, -signs])
     _, positions = np.unique(keys, return_inverse=True)
@@ -361,7 +375,7 @@ def _written_boxes(
     kind: TransferKind,
     form_number: int,
     rank: int,
-    room: _Room,
+    budget: _CornerBudget,
 ) -> _Boxes:
     """The boxes without gaps that the parts of one form write.
 
@@ -378,9 +392,9 @@ def _written_boxes(
         else:
             loops.append(factor)
     box_count = max(1, len(rows)) * math.prod(factor.size for factor in loops)
-    room.take(box_count << rank)
+    budget.take(box_count << rank)
 
-    lows = rows[:, PLACE + kind.rank :]
+    lows = rows[:, FIRST_POSITION + kind.rank :]
     owners = rows[:, BUFFER]
     for factor in loops:
         offsets = np.zeros((factor.size, rank), np.int64)

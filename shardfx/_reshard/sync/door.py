@@ -82,6 +82,7 @@ class Door:
                 thread.join()
 
     def _accept_all(self) -> None:
+        """Accepts connections until the door is closed."""
         while not self._is_closed:
             try:
                 connection, (host, *_) = self._listening.accept()
@@ -103,6 +104,9 @@ class Door:
         time.sleep(_RETRY_SECONDS)
 
     def _admit(self, connection: socket.socket, host: str) -> None:
+        """Starts a thread that answers a connection from `host`. If too many wait to
+        prove the secret, one of them is closed for it.
+        """
         thread = threading.Thread(target=self._run, args=(connection,), daemon=True)
         with self._lock:
             if len(self._unproved) >= MOST_UNPROVED:
@@ -117,20 +121,24 @@ class Door:
             self._wait_out(error)
 
     def _close_oldest(self) -> None:
-        """Closes the oldest connection of the host that has the most."""
+        """Closes the oldest connection of the host that has the most among those that
+        have not proved the secret, if there are any. The caller has the lock.
+        """
         counts = collections.Counter(peer.host for peer in self._unproved.values())
         for host, _ in counts.most_common(1):
-            connection = next(
+            oldest = next(
                 connection
                 for connection, peer in self._unproved.items()
                 if peer.host == host
             )
             # Its thread wakes up, and closes it.
-            del self._unproved[connection]
-            _shut(connection)
+            del self._unproved[oldest]
+            _shut(oldest)
 
     def _run(self, connection: socket.socket) -> None:
-        def accept() -> None:
+        """Answers one connection, and closes it."""
+
+        def mark_proved() -> None:
             with self._lock:
                 peer = self._unproved.pop(connection, None)
                 if peer is None:
@@ -139,7 +147,7 @@ class Door:
 
         try:
             with connection:
-                self._answer(connection, accept)
+                self._answer(connection, mark_proved)
         except (OSError, SyncError) as error:
             # The receiver is dead or was refused. The trainer goes on.
             _LOG.info("a connection ended: %s", error)
@@ -150,6 +158,7 @@ class Door:
 
 
 def _shut(connection: socket.socket) -> None:
+    """Ends a connection, so that a thread that waits for it wakes up."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:

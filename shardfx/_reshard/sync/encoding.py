@@ -12,7 +12,7 @@ import numpy as np
 
 from ..._convert import Piece, Value, dtypes_of
 from ..._ground.spec import bits
-from ..pieces.shard_part import first_casts, sent_bits
+from ..pieces.shard_part import sender_cast_count, sent_bits
 from .kinds import WireForm
 
 
@@ -79,7 +79,7 @@ def form_of(
             sent=dtype,
             scales=None,
         )
-    cast_count = first_casts(encoding.casts, encoding.dtype)
+    cast_count = sender_cast_count(encoding.casts, encoding.dtype)
     sender_dtypes = [encoding.dtype, *dtypes_of(encoding.casts[:cast_count])]
     return WireForm(
         value=encoding.value,

@@ -148,7 +148,7 @@ class FrameLine:
         self._next_header = bytes(following)
         try:
             context.finalize_with_tag(bytes(tag))
-        except self._invalid_tag() as error:
+        except wrong_tag_error() as error:
             raise _damaged() from error
 
     def receive_message(self, *types: int) -> tuple[Header, bytes]:
@@ -163,13 +163,11 @@ class FrameLine:
         return header, bytes(body)
 
     def _context(self, key: bytes, nonce: bytes) -> Any:
+        """The cipher of one frame."""
         return self._ciphers.Cipher(self._algorithms.AES(key), self._modes.GCM(nonce))
 
-    def _invalid_tag(self) -> type[Exception]:
-        return primitives_exception()
 
-
-def primitives_exception() -> type[Exception]:
+def wrong_tag_error() -> type[Exception]:
     """The exception that `cryptography` raises for a wrong tag."""
     import cryptography.exceptions
 
@@ -186,6 +184,7 @@ def _slices(parts: Sequence[Memory]) -> list[memoryview]:
 
 
 def _crc_tag(nonce: bytes, parts: Sequence[Memory]) -> bytes:
+    """The tag of a frame without a cipher: the CRC-32 of its nonce and its bytes."""
     checksum = zlib.crc32(nonce)
     for part in parts:
         checksum = zlib.crc32(part, checksum)

@@ -211,7 +211,7 @@ class _Exchange:
         self._secret = secret
         self._suite = suite
         self._private_key = None
-        self._own = b""
+        self._own_hello = b""
         self._ends = Ends(0, 0)
 
     def hello(self, ends: Ends) -> bytes:
@@ -230,20 +230,26 @@ class _Exchange:
             public_key=public_key,
         )
         self._ends = ends
-        self._own = hello.to_bytes()
-        return self._own
+        self._own_hello = hello.to_bytes()
+        return self._own_hello
 
     def keys(self, data: bytes) -> "_Keys":
-        """The keys that follow from both hellos. `data` is the other process's."""
+        """The keys that follow from both hellos. `data` is the other process's. Raises
+        `SyncError` if the hellos do not fit each other.
+        """
         theirs = Hello.from_bytes(data)
         self._require_fit(theirs)
+        # The receiver's hello comes first.
         if self._role == "receiver":
-            transcript = hashlib.sha256(self._own + data).digest()
+            transcript = hashlib.sha256(self._own_hello + data).digest()
         else:
-            transcript = hashlib.sha256(data + self._own).digest()
+            transcript = hashlib.sha256(data + self._own_hello).digest()
         return _Keys(self._secret, self._shared(theirs.public_key), transcript)
 
     def _shared(self, public_key: bytes) -> bytes:
+        """The key that both processes compute from their own private and the other's
+        public key; zeros without cryptography.
+        """
         if self._private_key is None:
             return bytes(32)
         x25519 = primitives("asymmetric.x25519")
@@ -254,6 +260,9 @@ class _Exchange:
             raise SyncError("the other side sent no public key.") from error
 
     def _require_fit(self, theirs: Hello) -> None:
+        """Raises `SyncError` unless the other process's hello has the same version,
+        suite and pair of processes as this one's, and the other role.
+        """
         other = _OTHER[self._role]
         if theirs.version != VERSION:
             raise SyncError(
@@ -269,15 +278,18 @@ class _Exchange:
             )
         if theirs.role != _ROLES[other]:
             raise SyncError(f"the other side is no {other}; is the address right?")
-        if theirs.ends != self._ends:
+        if theirs.ends == self._ends:
+            return
+        if self._role == "receiver":
             raise SyncError(
                 f"this address is that of the sending process {theirs.ends.sender}, not"
                 f" {self._ends.sender}; give `addresses` in the order of the sending"
                 " processes."
-                if self._role == "receiver"
-                else f"the receiver asked for the sending process {theirs.ends.sender},"
-                f" and this is {self._ends.sender}."
             )
+        raise SyncError(
+            f"the receiver asked for the sending process {theirs.ends.sender}, and this"
+            f" is {self._ends.sender}."
+        )
 
 
 class _Keys:
@@ -296,6 +308,7 @@ class _Keys:
         return hmac.digest(key, self._transcript, "sha256")
 
     def require_proof(self, role: Role, proof: bytes) -> None:
+        """Raises `SyncError` unless `proof` is that of a process with this role."""
         if not hmac.compare_digest(proof, self.proof(role)):
             raise SyncError(
                 f"the {role} has another secret; nothing was sent. Give both jobs the"
@@ -303,6 +316,7 @@ class _Keys:
             )
 
     def session(self, role: Role) -> SessionKeys:
+        """The secrets of the session, from the side of `role`."""
         other = _OTHER[role]
         return SessionKeys(
             to_send=expanded(self._root, f"frames from the {role}"),

@@ -80,6 +80,9 @@ class JaxChannel:
         return revision
 
     def _give(self, data: np.ndarray) -> None:
+        """Offers the bytes of a round, once the other process has the last one. Round
+        number n has the number 2 n at the servers, and its receipt 2 n + 1.
+        """
         self._settle()
         self._offer(2 * self._count, data)
         self._count += 1
@@ -92,17 +95,22 @@ class JaxChannel:
             self._is_taken = True
 
     def _take(self, count: int) -> np.ndarray:
+        """The `count` bytes of the next round. Offers the receipt."""
         data = self._pull(2 * self._count, count)
         self._offer(2 * self._count + 1, np.ones(1, np.uint8))
         self._count += 1
         return data
 
     def _offer(self, number: int, data: np.ndarray) -> None:
+        """Lets the other process pull `data` under a number of this session."""
         self._server.await_pull(
             self._session << 32 | number, [jax.device_put(data, self._device)]
         )
 
     def _pull(self, number: int, count: int) -> np.ndarray:
+        """The `count` bytes that the other process offers under `number`. Raises
+        `SyncError` if they do not come within the time-out.
+        """
         struct = jax.ShapeDtypeStruct(
             (count,), np.uint8, sharding=SingleDeviceSharding(self._device)
         )

@@ -114,9 +114,9 @@ class Transfer(NamedTuple):
         return self.element_bytes + volume(self.scale_box) * self.form.scales.itemsize
 
 
-# The first columns of `TransferKind.rows`. The position in the source and the position
-# in the buffer follow.
-PROCESS, DEVICE, BUFFER, FORM, PLACE = range(5)
+# The first columns of `TransferKind.rows`. From `FIRST_POSITION` on, the position in the
+# source and the position in the buffer follow.
+PROCESS, DEVICE, BUFFER, FORM, FIRST_POSITION = range(5)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,7 +169,7 @@ class TransferKind:
             self.rows[:, PROCESS],
             self.receivers,
             content_of_form[self.rows[:, FORM]],
-            *self.rows[:, PLACE : PLACE + self.rank].T,
+            *self.rows[:, FIRST_POSITION : FIRST_POSITION + self.rank].T,
         ]
         # Equal rows stand next to each other in this order, the first one first.
         order = np.lexsort(columns[::-1])
@@ -190,8 +190,8 @@ class TransferKind:
             device=row[DEVICE],
             buffer=row[BUFFER],
             form=form,
-            source=tuple(row[PLACE : PLACE + form.rank]),
-            target=tuple(row[PLACE + self.rank :]),
+            source=tuple(row[FIRST_POSITION : FIRST_POSITION + form.rank]),
+            target=tuple(row[FIRST_POSITION + self.rank :]),
         )
 
     def sent(self, sender: int, receiver: int) -> list[tuple[int, ...]]:
@@ -214,13 +214,13 @@ class TransferKind:
         rows = np.flatnonzero(is_sent_once & (self.rows[:, PROCESS] >= 0))
         total = 0
         for number, form in enumerate(self.forms):
-            of_form = rows[self.rows[rows, FORM] == number]
+            rows_of_form = rows[self.rows[rows, FORM] == number]
             if form.scales:
                 # The number of scales that are sent with a part depends on its
                 # position.
-                total += sum(self.transfer(row).bytes for row in of_form)
-            elif len(of_form):
-                total += self.transfer(of_form[0]).bytes * len(of_form)
+                total += sum(self.transfer(row).bytes for row in rows_of_form)
+            elif len(rows_of_form):
+                total += self.transfer(rows_of_form[0]).bytes * len(rows_of_form)
         return total
 
 
@@ -290,5 +290,6 @@ def renamed(value: Value, names: Mapping[str, str]) -> Value:
 
 
 def hash_of(texts: Sequence[str]) -> str:
+    """The SHA-256 of some texts, as hexadecimal digits."""
     text = "\0".join(texts)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

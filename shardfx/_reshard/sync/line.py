@@ -105,6 +105,9 @@ class Line:
         message: Message,
         carry: Callable[[list[memoryview]], int],
     ) -> None:
+        """Calls `carry`, which returns how many bytes it carried, until none of the
+        parts in `remaining` is left. The first one stands last; `remaining` is emptied.
+        """
         while remaining:
             self._wait_at_most(message.deadline - time.monotonic())
             count = carry(remaining[: -_MOST_BUFFERS - 1 : -1])

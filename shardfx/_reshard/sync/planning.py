@@ -34,9 +34,9 @@ from ..._plan import ShardPlan, check_plan
 from ..pieces.assembly import (
     MovedLeaf,
     leaves_of_plan,
-    numbered,
     numbers_text,
     shards_of,
+    with_numbered_sources,
 )
 from ..pieces.parts import shard_parts
 from ..pieces.senders import Holders
@@ -172,6 +172,9 @@ def _jobs(
     receiver: int | None,
     memory_limit_bytes: int,
 ) -> _Jobs:
+    """Checks the arguments of `plan_transfer`. Raises `MeshError` for meshes, processes
+    or a limit that no transfer has.
+    """
     sending_processes, receiving_processes = processes
     for name, plan in (("src", src), ("dst", dst)):
         if plan.mesh.size > _MOST_DEVICES:
@@ -202,6 +205,9 @@ def _jobs(
 
 
 def _process_of_each_device(size: int, processes: Processes) -> tuple[int, ...]:
+    """The process of each of `size` devices, in the order of the mesh. Raises
+    `MeshError` if `processes` does not fit the mesh.
+    """
     is_count = isinstance(processes, int)
     if is_count and processes > 0 and size % processes == 0:
         return tuple(device * processes // size for device in range(size))
@@ -214,12 +220,13 @@ def _process_of_each_device(size: int, processes: Processes) -> tuple[int, ...]:
 
 
 def _structs(leaves: Mapping[str, MovedLeaf]) -> dict[str, Struct]:
+    """The shape and dtype of each array, by its path."""
     return {path: Struct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
 
 
 def _of_raw_data(made_leaf: Made, target: MovedLeaf) -> Made:
-    """`made_leaf` for the raw data of the leaf `target`: for PRNG keys their key data, which
-    has one more dimension.
+    """`made_leaf` for the raw data of the leaf `target`: for PRNG keys their key data,
+    which has one more dimension.
     """
     shape, dtype = data_of(target.shape, target.dtype)
     key_shape = shape[len(target.shape) :]
@@ -235,7 +242,9 @@ def _sources_of(
     made_leaf: Made,
     sources: Mapping[str, MovedLeaf],
 ) -> dict[str, MovedLeaf]:
-    """The leaves that the pieces of `made_leaf` read, by path, in the order of first use."""
+    """The leaves that the pieces of `made_leaf` read, by path, in the order of first
+    use.
+    """
     names = dict.fromkeys(
         name for piece in made_leaf.pieces for name in names_of(piece)
     )
@@ -248,9 +257,10 @@ def _kind_key(
     sources: Mapping[str, MovedLeaf],
 ) -> object:
     """A key that leaves share if their plans differ only in the paths of sources."""
+    # Pieces whose constants are zeros of two signs are equal, but not their texts.
     return (
         target._replace(path=""),
-        numbered(made_leaf.pieces, tuple(sources)),
+        with_numbered_sources(made_leaf.pieces, tuple(sources)),
         numbers_text(made_leaf.pieces),
         tuple(leaf._replace(path="") for leaf in sources.values()),
     )
@@ -261,6 +271,9 @@ def _leaf_digest(
     made_leaf: Made,
     sources: Mapping[str, MovedLeaf],
 ) -> str:
+    """A hash of all that a leaf's part of the plan follows from, besides the settings:
+    the leaf, its pieces and its sources. Both jobs must have the same.
+    """
     texts = [
         target.path,
         repr(made_leaf.shape),
@@ -273,9 +286,16 @@ def _leaf_digest(
     return hash_of(texts)
 
 
+# Plans of packages that divide a transfer otherwise must not be equal.
+_SETTINGS_VERSION = 2
+
+
 def _settings_digest(src: ShardPlan, dst: ShardPlan, jobs: _Jobs) -> str:
+    """A hash of what the leaves of a transfer have in common. A plan for all receivers
+    and a plan for one of them have the same.
+    """
     settings = (
-        2,
+        _SETTINGS_VERSION,
         dict(src.mesh.shape),
         dict(dst.mesh.shape),
         jobs.senders,
@@ -286,6 +306,7 @@ def _settings_digest(src: ShardPlan, dst: ShardPlan, jobs: _Jobs) -> str:
 
 
 def _source_leaf(leaf: MovedLeaf) -> SourceLeaf:
+    """An array of the sending job as the plan keeps it."""
     entries = entries_at(_spec(leaf), len(leaf.shape))
     return SourceLeaf(
         shape=leaf.shape,
@@ -295,6 +316,7 @@ def _source_leaf(leaf: MovedLeaf) -> SourceLeaf:
 
 
 def _data_struct(leaf: MovedLeaf) -> Struct:
+    """The shape and dtype of an array's raw data: of PRNG keys, their key data."""
     shape, dtype = data_of(leaf.shape, leaf.dtype)
     return Struct(shape, dtype)
 
@@ -310,27 +332,29 @@ def _kind(
     sources: Mapping[str, MovedLeaf],
     jobs: _Jobs,
 ) -> TransferKind:
+    """The plan for the leaf `target` and for all leaves that differ from it only in the
+    paths of their sources. `made_leaf` has the pieces that fill the leaf, and `sources`
+    the arrays that they read, by path.
+    """
     buffers = _buffers_of(target, jobs)
     structs = {name: _data_struct(leaf) for name, leaf in sources.items()}
-    holders_by_source = {name: _holders(leaf) for name, leaf in sources.items()}
+    holders_by_source = {name: _holders_of(leaf) for name, leaf in sources.items()}
     encodings = _encodings(made_leaf, structs)
     rank = max([len(struct.shape) for struct in structs.values()], default=0)
 
     table = Table(target.path, rank, made_leaf.dtype)
+    # Of sources with several replicas, receiving processes get different ones.
     for replica_choice, numbers in _by_replica(buffers, holders_by_source).items():
-        senders_by_source = {
-            name: _with_replica(holders, replica)
-            for (name, holders), replica in zip(
-                holders_by_source.items(), replica_choice, strict=True
-            )
-        }
-        group = [(number, buffers[number].box) for number in numbers]
-        _add(
+        senders_by_source: dict[str, Holders] = {}
+        for name, replica in zip(sources, replica_choice, strict=True):
+            senders_by_source[name] = _with_replica(holders_by_source[name], replica)
+        numbers_and_boxes = [(number, buffers[number].box) for number in numbers]
+        _add_parts(
             table=table,
             made_leaf=_wire_made(made_leaf, encodings),
             encodings=encodings,
             holders=senders_by_source,
-            group=group,
+            numbers_and_boxes=numbers_and_boxes,
             jobs=jobs,
         )
 
@@ -394,24 +418,24 @@ def _with_replica(holders: Holders, replica: int) -> Holders:
     return {box: [devices[replica]] for box, devices in holders.items()}
 
 
-def _add(
+def _add_parts(
     table: Table,
     made_leaf: Made,
     encodings: Mapping[str, Encoding],
     holders: Mapping[str, Holders],
-    group: Iterable[tuple[int, Box]],
+    numbers_and_boxes: Iterable[tuple[int, Box]],
     jobs: _Jobs,
 ) -> None:
     """Appends to `table` the parts of arrays that some buffers receive. `made_leaf` has
     the pieces that fill the target. In it, the source of a piece is named by the
     piece's number, "0", "1", .... `encodings` says by this name how elements are sent.
-    `holders` says for each source, by path, which device sends each box of it. `group`
-    has the number and the box of each buffer.
+    `holders` says for each source, by path, which device sends each box of it.
+    `numbers_and_boxes` has the number and the box of each buffer.
     """
     # Buffers with the same box need the same parts. Each box counts as one receiver,
     # and the receivers are numbered behind the sending devices.
     first_receiver = len(jobs.senders)
-    numbers_by_box = holders_by_box(group)
+    numbers_by_box = holders_by_box(numbers_and_boxes)
     numbers_by_receiver = list(numbers_by_box.values())
     receivers = [
         (first_receiver + position, box) for position, box in enumerate(numbers_by_box)
@@ -506,6 +530,7 @@ def _split_at_edges(
 
 
 def _within_source(part: ShardPart, box: Box) -> Iterator[ShardPart]:
+    """Yields what `part` reads inside a box of its sender's shard, as parts of it."""
     for piece in within(swapped(part.piece), box):
         yield part._replace(piece=swapped(piece))
 
@@ -521,7 +546,8 @@ def _edges(box: Box, others: Iterable[Box], dim: int) -> list[int]:
     return sorted(edges)
 
 
-def _holders(leaf: MovedLeaf) -> Holders:
+def _holders_of(leaf: MovedLeaf) -> Holders:
+    """The positions, in the mesh, of the devices that hold each box of an array."""
     return holders_by_box(enumerate(shards_of(leaf).boxes.values()))
 
 

@@ -42,7 +42,7 @@ class Published:
         """The bytes of the shard number `number` of the array at `path`."""
         memory = self._bytes.get((path, number))
         if memory is None:
-            flat = self._typed(path, number).reshape(-1)
+            flat = self._as_numpy(path, number).reshape(-1)
             memory = flat.view(np.uint8) if flat.size else np.empty(0, np.uint8)
             self._bytes[path, number] = memory
         return memory
@@ -55,7 +55,9 @@ class Published:
         contains the whole box.
         """
         leaf = self.leaves[path]
-        elements = read_box(box, leaf.boxes, lambda number: self._typed(path, number))
+        elements = read_box(
+            box, leaf.boxes, lambda number: self._as_numpy(path, number)
+        )
         if elements is None:
             raise SyncError(
                 f"leaf `{path}`: this process holds a part of {list(box)} only; lay the"
@@ -68,7 +70,8 @@ class Published:
         """The number of the first shard that contains the whole `box`, or `None`."""
         return first_with(box, self.leaves[path].boxes)
 
-    def _typed(self, path: str, number: int) -> np.ndarray:
+    def _as_numpy(self, path: str, number: int) -> np.ndarray:
+        """The shard number `number` of the array at `path`, contiguous."""
         shard = np.asarray(self.leaves[path].shards[number])
         return shard if shard.flags.c_contiguous else shard.copy()
 
@@ -114,10 +117,13 @@ def publishable(
             )
     for path, leaf in arrays.items():
         _require_planned(path, leaf, sources[path])
-    return Published({path: _leaf(leaf, cache) for path, leaf in arrays.items()})
+    return Published({path: _published(leaf, cache) for path, leaf in arrays.items()})
 
 
 def _require_planned(path: str, leaf: Any, source: SourceLeaf) -> None:
+    """Raises an error unless `leaf` is an array with values, of the planned shape and
+    dtype.
+    """
     if tuple(leaf.shape) != source.shape or leaf.dtype != source.dtype:
         raise PlanMismatchError(
             f"leaf `{path}` is {leaf.dtype}{list(leaf.shape)}, but the plan is for"
@@ -135,7 +141,8 @@ def _require_planned(path: str, leaf: Any, source: SourceLeaf) -> None:
         )
 
 
-def _leaf(leaf: Any, cache: dict[object, object]) -> PublishedLeaf:
+def _published(leaf: Any, cache: dict[object, object]) -> PublishedLeaf:
+    """The shards of an array in this process. `cache` is that of `publishable`."""
     if not isinstance(leaf, jax.Array):
         data = np.asarray(leaf, order="C")
         box = whole_box(data.shape)
@@ -156,7 +163,9 @@ def _distinct_boxes(
     leaf: jax.Array,
     cache: dict[object, object],
 ) -> tuple[tuple[int, ...], tuple[Box, ...]]:
-    """The number of the first shard of each box that this process holds, and the boxes."""
+    """The number of the first shard of each box that this process holds, and the boxes.
+    `cache` has those of earlier arrays.
+    """
     key = ("shards", leaf.sharding, leaf.shape)
     if key not in cache:
         numbers: dict[Box, int] = {}

@@ -129,17 +129,20 @@ class Receiver:
                     }
                     return self._pulled(lines, check_content)
             except OSError as error:
-                raise SyncError(f"{error}. {self._kept()}") from error
+                raise SyncError(f"{error}. {self._state_text()}") from error
             except SyncError as error:
-                raise SyncError(f"{error} {self._kept()}") from error
+                raise SyncError(f"{error} {self._state_text()}") from error
 
-    def _kept(self) -> str:
+    def _state_text(self) -> str:
+        """What errors say of the arrays that the receiver still has."""
         if self.revision is None:
             return "`arrays` is still `None`."
         return f"`arrays` is revision {self.revision}, whole."
 
     def _connected(self, sender: int, stack: contextlib.ExitStack) -> FrameLine:
-        """A connection to a sender that has proved that it knows the secret."""
+        """A connection to a sender that has proved that it knows the secret. It is
+        closed at the end of `stack`.
+        """
         address = self._addresses[sender]
         peer = f"the sending process {sender} at {address[0]}:{address[1]}"
         try:
@@ -152,6 +155,9 @@ class Receiver:
         return FrameLine(line, self._suite, session.keys)
 
     def _pulled(self, lines: dict[int, FrameLine], check_content: bool) -> bool:
+        """Asks all senders for a newer revision, and takes it. `lines` has the
+        connection to each sending process. Returns whether there was one.
+        """
         request = Request(digest=self._plan.digest, revision=self._revision)
         for frames in lines.values():
             frames.send(REQUEST, 0, [request.to_bytes()])
@@ -186,6 +192,7 @@ class Receiver:
         return True
 
     def _offer(self, frames: FrameLine) -> Offer:
+        """What a sender offers. Raises `PlanMismatchError` if it has another plan."""
         header, body = frames.receive_message(OFFER, MISMATCH)
         if header.type == OFFER:
             return Offer.from_bytes(body)

@@ -222,6 +222,10 @@ class _Incoming:
         return self._channel.commit(), sums
 
     def _get(self, number: int, entries: Sequence[ScheduledRow]) -> None:
+        """Receives round number `number`, whose rows are `entries`: ranges straight
+        into their buffers, and other rows into scratch memory, from which they are
+        placed.
+        """
         leaves = self._plan.leaves
         rows = [
             self._rows_of_kind[leaves[entry.leaf].kind][entry.number]
@@ -248,6 +252,9 @@ class _Incoming:
             self._spare.wrote(entry.leaf)
 
     def _place(self, leaf: int, row: Placed, memory: np.ndarray) -> None:
+        """Writes the elements of a received row, whose bytes are in `memory`, into the
+        buffers of the leaf number `leaf`.
+        """
         if row.decoded is not None:
             _decode(
                 row.decoded, memory, lambda buffer: self._spare.memory(leaf, buffer)
@@ -270,18 +277,20 @@ class _Incoming:
 
 
 def _aligned(nbytes: int) -> int:
+    """The bytes that a row takes in scratch memory, where rows start at cache lines."""
     return -(-nbytes // 64) * 64
 
 
 def _write_constants(plan: TransferPlan, receiver: int, spare: SpareMemory) -> None:
+    """Writes the constants of all leaves, which nobody sends, into a receiver's memory."""
     order = schedule(plan, -1, receiver)
     for entry in (entry for entries in order.rounds for entry in entries):
         row = order.rows_of_kind[plan.leaves[entry.leaf].kind][entry.number]
         assert isinstance(row, SentPart)
         with np.errstate(over="ignore", invalid="ignore"):
-            for place in row.places:
-                memory = spare.memory(entry.leaf, place.buffer)
-                target_view(memory, place.piece)[...] = constant(place.piece)
+            for transfer in row.transfers_of_buffers:
+                memory = spare.memory(entry.leaf, transfer.buffer)
+                target_view(memory, transfer.piece)[...] = constant(transfer.piece)
 
 
 def _rows_of_kinds(
@@ -289,6 +298,9 @@ def _rows_of_kinds(
     sender: int,
     receiver: int,
 ) -> list[tuple[IncomingRow, ...]]:
+    """For each kind of leaves, the rows that `sender` sends to `receiver`, with where
+    their bytes go. They are computed once per plan.
+    """
     key = ("incoming", sender, receiver)
     if key not in plan.known:
         order = schedule(plan, sender, receiver)
@@ -304,21 +316,31 @@ def _rows_of_kinds(
 
 
 def _incoming_row(row: Row, kind: TransferKind, dtype: np.dtype) -> IncomingRow:
+    """Where the bytes of `row`, a row of `kind`, go. `dtype` is that of the leaves."""
     if isinstance(row, SentRange):
         return BufferBytes(buffer=row.buffer, start=row.start, stop=row.stop)
-    form = row.places[0].form
+    form = row.transfers_of_buffers[0].form
     if form.scales is not None or bits(form.sent) < 8:
         return Placed(bytes=row.bytes, copies=(), decoded=row)
-    copies = tuple(_copy(place, kind, dtype) for place in row.places)
-    return Placed(bytes=row.bytes, copies=copies)
+    copies = [
+        _buffer_copy(transfer, kind, dtype) for transfer in row.transfers_of_buffers
+    ]
+    return Placed(bytes=row.bytes, copies=tuple(copies))
 
 
-def _copy(place: Transfer, kind: TransferKind, dtype: np.dtype) -> BufferCopy:
-    form = place.form
-    box = kind.buffers[place.buffer].box
+def _buffer_copy(
+    transfer: Transfer,
+    kind: TransferKind,
+    dtype: np.dtype,
+) -> BufferCopy:
+    """The copy from a received row into the buffer of `transfer`, one of those that the
+    row serves. `dtype` is that of the buffer.
+    """
+    form = transfer.form
+    box = kind.buffers[transfer.buffer].box
     strides = strides_of(box_shape(box), dtype.itemsize)
     # The row has only the factors that move in the source.
-    row_strides = iter(strides_of(place.shape, form.sent.itemsize))
+    row_strides = iter(strides_of(transfer.shape, form.sent.itemsize))
     source_strides = tuple(
         0 if factor.source_dim == NOWHERE else next(row_strides)
         for factor in form.factors
@@ -333,12 +355,12 @@ def _copy(place: Transfer, kind: TransferKind, dtype: np.dtype) -> BufferCopy:
         source_dtype = dtype = _UNSIGNED.get(dtype.itemsize, dtype)
     shape = tuple(factor.size for factor in form.factors)
     return BufferCopy(
-        buffer=place.buffer,
+        buffer=transfer.buffer,
         shape=shape,
         source_dtype=source_dtype,
         source_strides=source_strides,
         target_dtype=dtype,
-        target_start=offset_of(place.target, strides),
+        target_start=offset_of(transfer.target, strides),
         target_strides=target_strides,
         casts=casts,
         block_dim=block_dim(shape, target_strides, source_strides),
@@ -350,7 +372,7 @@ def _decode(part: SentPart, memory: np.ndarray, buffer_of: Any) -> None:
     multiplied by scales, and writes them into every buffer that needs them. `buffer_of`
     returns the memory of a buffer, given its number.
     """
-    first = part.places[0]
+    first = part.transfers_of_buffers[0]
     form = first.form
     raw = memory[: first.element_bytes]
     if bits(form.sent) < 8:
@@ -361,20 +383,20 @@ def _decode(part: SentPart, memory: np.ndarray, buffer_of: Any) -> None:
     if form.scales is not None:
         read = _reader(first, values, memory[first.element_bytes :])
 
-    for place in part.places:
-        buffer = buffer_of(place.buffer)
+    for transfer in part.transfers_of_buffers:
+        buffer = buffer_of(transfer.buffer)
         if read is not None:
-            fill(buffer, whole_box(buffer.shape), place.piece, read)
+            fill(buffer, whole_box(buffer.shape), transfer.piece, read)
             continue
-        sizes = [
-            1 if factor.source_dim == NOWHERE else factor.size
-            for factor in place.form.factors
-        ]
-        target = target_view(buffer, place.piece)
-        value = place.form.value
+        # Elements that are repeated have come once.
+        sizes: list[int] = []
+        for factor in transfer.form.factors:
+            sizes.append(1 if factor.source_dim == NOWHERE else factor.size)
+        target = target_view(buffer, transfer.piece)
+        value = transfer.form.value
         remaining = value._replace(casts=value.casts[form.casts :])
         elements = np.broadcast_to(values.reshape(sizes), target.shape)
-        write(target, elements, place.piece._replace(value=remaining))
+        write(target, elements, transfer.piece._replace(value=remaining))
 
 
 def unpacked(raw: np.ndarray, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:

@@ -47,15 +47,15 @@ class SentRange(NamedTuple):
 
 
 class SentPart(NamedTuple):
-    """A part of an array that is sent once. `places` has a transfer for each buffer
-    that needs it.
+    """A part of an array that is sent once. `transfers_of_buffers` has a transfer for
+    each buffer that needs it.
     """
 
-    places: tuple[Transfer, ...]
+    transfers_of_buffers: tuple[Transfer, ...]
 
     @property
     def bytes(self) -> int:
-        return self.places[0].bytes
+        return self.transfers_of_buffers[0].bytes
 
 
 Row = SentRange | SentPart
@@ -90,9 +90,12 @@ def schedule(plan: TransferPlan, sender: int, receiver: int) -> Schedule:
 
 
 def _schedule(plan: TransferPlan, sender: int, receiver: int) -> Schedule:
+    """`schedule` without its cache. A round is filled with rows, leaf by leaf, up to
+    the limit. A larger row has a round of its own.
+    """
     dtypes = {leaf.kind: leaf.dtype for leaf in plan.leaves}
     limit = min(plan.memory_limit_bytes, ROUND_BYTES)
-    room = _Room(_MOST_PARTS)
+    budget = _PartBudget(_MOST_PARTS)
     rows_of_kind = [
         _rows_of(
             kind=kind,
@@ -100,7 +103,7 @@ def _schedule(plan: TransferPlan, sender: int, receiver: int) -> Schedule:
             sender=sender,
             receiver=receiver,
             limit=limit,
-            room=room,
+            budget=budget,
         )
         for number, kind in enumerate(plan.kinds)
     ]
@@ -124,45 +127,49 @@ def _rows_of(
     sender: int,
     receiver: int,
     limit: int,
-    room: "_Room",
+    budget: "_PartBudget",
 ) -> tuple[Row, ...]:
+    """The rows of bytes that `sender` sends to `receiver` for a leaf of `kind`, of
+    `dtype`. Transfers that together fill a range of a buffer become ranges of at most
+    `limit` bytes, and every other transfer a part. `budget` limits what that takes.
+    """
     rows: list[Row] = []
     # Transfers that may fill a range together, by the range's box in its buffer.
     groups: dict[tuple[int, Box], list[Transfer]] = {}
     position_of_group: dict[tuple[int, Box], int] = {}
     for numbers in kind.sent(sender, receiver):
-        places = tuple(map(kind.transfer, numbers))
-        transfer = places[0]
+        transfers_of_buffers = tuple(map(kind.transfer, numbers))
+        transfer = transfers_of_buffers[0]
         buffer = kind.buffers[transfer.buffer]
-        if len(places) > 1 or not _is_written_unchanged(transfer, dtype):
-            rows.append(SentPart(places))
+        has_one_buffer = len(transfers_of_buffers) == 1
+        if not has_one_buffer or not _is_written_unchanged(transfer, dtype):
+            rows.append(SentPart(transfers_of_buffers))
             continue
         key = (transfer.buffer, _outer_box(transfer, buffer))
         if key not in groups:
+            # This row stands for those of the whole group.
             position_of_group[key] = len(rows)
-            rows.append(SentPart(places))
+            rows.append(SentPart(transfers_of_buffers))
         groups.setdefault(key, []).append(transfer)
 
     # A range stands where its first transfer stood, and the rows of a group that fills
     # no range stand there one after another.
     replaced: dict[int, list[Row]] = {}
     for key, transfers in groups.items():
-        number, outer_box = key
-        buffer = kind.buffers[number]
-        replaced[position_of_group[key]] = _range_or_parts(
+        buffer_number, outer_box = key
+        replaced[position_of_group[key]] = _ranges_or_parts(
             transfers=transfers,
-            number=number,
-            buffer=buffer,
+            buffer_number=buffer_number,
+            buffer=kind.buffers[buffer_number],
             outer_box=outer_box,
             itemsize=dtype.itemsize,
             limit=limit,
-            room=room,
+            budget=budget,
         )
-    return tuple(
-        new
-        for position, row in enumerate(rows)
-        for new in replaced.get(position, [row])
-    )
+    final_rows: list[Row] = []
+    for position, row in enumerate(rows):
+        final_rows += replaced.get(position, [row])
+    return tuple(final_rows)
 
 
 def _is_written_unchanged(transfer: Transfer, dtype: np.dtype) -> bool:
@@ -187,15 +194,21 @@ def _outer_box(transfer: Transfer, buffer: Buffer) -> Box:
     return box
 
 
-def _range_or_parts(
+def _ranges_or_parts(
     transfers: Sequence[Transfer],
-    number: int,
+    buffer_number: int,
     buffer: Buffer,
     outer_box: Box,
     itemsize: int,
     limit: int,
-    room: "_Room",
+    budget: "_PartBudget",
 ) -> list[Row]:
+    """The rows of `transfers` into one buffer, which share `outer_box`. If they fill
+    this box, with the whole inner dimensions, they are ranges: one for each transfer
+    that is contiguous, or else ranges of at most `limit` bytes that several transfers
+    fill together. Otherwise each transfer is a part, also where `limit` is below the
+    bytes of one position along the last dimension of `outer_box`.
+    """
     sizes = box_shape(buffer.box)
     count = volume(outer_box) * math.prod(sizes[len(outer_box) :])
     # The plan writes each element once. So these fill the range if they have as many
@@ -203,35 +216,35 @@ def _range_or_parts(
     if sum(transfer.piece.elements for transfer in transfers) < count:
         return [SentPart((transfer,)) for transfer in transfers]
     strides = strides_of(sizes, itemsize)
-    rows = _rows_in_order(transfers, number, strides, itemsize)
+    rows = _rows_in_order(transfers, buffer_number, strides, itemsize)
     if rows is not None:
         return rows
 
     # The sender copies the elements together, in memory of `limit` bytes at most.
     inner_box = whole_box(sizes[len(outer_box) :])
     (first, last) = outer_box[-1]
-    bytes_of_step = count // (last - first) * itemsize
-    step = limit // bytes_of_step
-    if not step:
+    bytes_of_position = count // (last - first) * itemsize
+    positions_per_range = limit // bytes_of_position
+    if not positions_per_range:
         return [SentPart((transfer,)) for transfer in transfers]
-    transfers_by_range = _by_range(transfers, outer_box, step, room)
+    transfers_by_range = _by_range(transfers, outer_box, positions_per_range, budget)
     ranges: list[Row] = []
-    lows = range(first, last, step)
+    lows = range(first, last, positions_per_range)
     for low, near_transfers in zip(lows, transfers_by_range, strict=True):
-        high = min(low + step, last)
+        high = min(low + positions_per_range, last)
         box = (*outer_box[:-1], (low, high), *inner_box)
         start = offset_of(box_start(box), strides)
         row = SentRange(
-            buffer=number,
+            buffer=buffer_number,
             start=start,
-            stop=start + (high - low) * bytes_of_step,
+            stop=start + (high - low) * bytes_of_position,
             transfers=tuple(_within(near_transfers, box)),
         )
         ranges.append(row)
     return ranges
 
 
-class _Room:
+class _PartBudget:
     """The number of parts of arrays that may still be made for the ranges of a
     schedule.
     """
@@ -253,22 +266,25 @@ class _Room:
 def _by_range(
     transfers: Sequence[Transfer],
     outer_box: Box,
-    step: int,
-    room: _Room,
+    positions_per_range: int,
+    budget: _PartBudget,
 ) -> list[list[Transfer]]:
-    """The transfers that have elements in each range. The ranges have `step` positions
-    each along the last dimension of `outer_box`.
+    """The transfers that have elements in each range. The ranges have
+    `positions_per_range` positions each along the last dimension of `outer_box`; the
+    last one may have fewer.
     """
     dim = len(outer_box) - 1
     first, last = outer_box[dim]
     ranges_of_transfer = []
     for transfer in transfers:
         low, high = hull(transfer.piece)[dim]
-        ranges = range((low - first) // step, -(-(high - first) // step))
-        room.take(len(ranges))
+        first_range = (low - first) // positions_per_range
+        stop_range = -(-(high - first) // positions_per_range)
+        ranges = range(first_range, stop_range)
+        budget.take(len(ranges))
         ranges_of_transfer.append(ranges)
 
-    range_count = -(-(last - first) // step)
+    range_count = -(-(last - first) // positions_per_range)
     by_range: list[list[Transfer]] = [[] for _ in range(range_count)]
     for transfer, ranges in zip(transfers, ranges_of_transfer, strict=True):
         for number in ranges:
@@ -289,25 +305,30 @@ def _within(transfers: Iterable[Transfer], box: Box) -> Iterator[Transfer]:
 
 def _rows_in_order(
     transfers: Iterable[Transfer],
-    number: int,
+    buffer_number: int,
     strides: Sequence[int],
     itemsize: int,
 ) -> list[Row] | None:
-    """A range for each transfer, if each is contiguous in the buffer; else `None`. The
-    sender may have them without a copy.
+    """A range for each transfer, if each is contiguous in the buffer number
+    `buffer_number`, whose strides in bytes are `strides`; else `None`. The sender may
+    have such ranges without a copy.
     """
     rows: list[Row] = []
     for transfer in transfers:
-        expected = strides_of(transfer.shape, itemsize)
+        contiguous_strides = strides_of(transfer.shape, itemsize)
         factors = transfer.form.factors
-        actual = tuple(
+        strides_in_buffer = tuple(
             strides[factor.target_dim] * factor.target_step for factor in factors
         )
-        if actual != expected:
+        if strides_in_buffer != contiguous_strides:
             return None
         start = offset_of(transfer.target, strides)
         stop = start + transfer.bytes
-        rows.append(
-            SentRange(buffer=number, start=start, stop=stop, transfers=(transfer,))
+        row = SentRange(
+            buffer=buffer_number,
+            start=start,
+            stop=stop,
+            transfers=(transfer,),
         )
+        rows.append(row)
     return rows

@@ -52,7 +52,9 @@ _PROOF_SECONDS = 5.0
 
 
 class _Held:
-    """A published revision, and how many connections read it."""
+    """A published revision, how many connections read it, and whether `publish` stopped
+    waiting for them.
+    """
 
     def __init__(self, number: int, arrays: Published):
         self.number = number
@@ -187,12 +189,20 @@ class Sender:
         """
         self._close()
 
-    def _answer(self, connection: socket.socket, accept: Callable[[], None]) -> None:
+    def _answer(
+        self,
+        connection: socket.socket,
+        mark_proved: Callable[[], None],
+    ) -> None:
+        """Answers one receiver: handshake, request, offer, and the newest revision if
+        it is new and the receiver takes it. `mark_proved` is called when the receiver
+        has proved that it knows the secret.
+        """
         host, port = connection.getpeername()[:2]
         peer = f"the receiver at {host}:{port}"
         line = Line(connection, min(_PROOF_SECONDS, self._timeout), peer)
         session = as_sender(line, self._secret, self._suite, self._process)
-        accept()
+        mark_proved()
         line.set_timeout(self._timeout)
         frames = FrameLine(line, self._suite, session.keys)
         _, body = frames.receive_message(REQUEST)
@@ -218,7 +228,9 @@ class Sender:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[_Held | None]:
-        """The newest revision, which `publish` does not withdraw before the end."""
+        """A context with the newest revision, `None` before the first. `publish` waits
+        for the end of the context before it withdraws the revision.
+        """
         with self._changed:
             held = self._newest
             if held is not None:
@@ -238,6 +250,10 @@ class Sender:
         receiver: int,
         check_content: bool,
     ) -> None:
+        """Sends a revision. If it cannot be sent to the end, tells the receiver why,
+        and raises `SyncError`.
+        """
+
         def require_present() -> None:
             if held.is_withdrawn:
                 raise SyncError(
@@ -267,6 +283,9 @@ class Sender:
 
 
 def _run_id(plan: TransferPlan, run: str | None) -> bytes:
+    """The bytes that stand for a run of the trainer: a hash of `run`, or random ones.
+    Raises `SyncError` without `run` if the plan has several sending processes.
+    """
     if run is not None:
         return hashlib.sha256(run.encode()).digest()[:RUN_BYTES]
     if len({*plan.senders}) > 1:
@@ -280,6 +299,7 @@ def _run_id(plan: TransferPlan, run: str | None) -> bytes:
 
 
 def log_security(role: str, address: Address, suite: Suite) -> None:
+    """Logs a warning for connections that are not secured. `role` says whose they are."""
     if suite.security == "none":
         _LOG.warning(
             "the %s at %s:%s has security='none': whoever is on the network can replace"

@@ -207,6 +207,7 @@ class _Outgoing:
         return pieces
 
     def _fill(self, memory: np.ndarray, leaf: SentLeaf, row: Filled) -> None:
+        """Copies the parts of a leaf's row into `memory`."""
         names = leaf.names
         for copy in row.copies:
             if isinstance(copy, ShardCopy):
@@ -220,10 +221,12 @@ class _Outgoing:
 
 
 def _aligned(nbytes: int) -> int:
+    """The bytes that a row takes in scratch memory, where rows start at cache lines."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _run_copy(copy: ShardCopy, shard: np.ndarray, memory: np.ndarray) -> None:
+    """Copies from the bytes of a shard into a row's `memory`, as `copy` says."""
     source = np.ndarray(
         copy.shape, copy.source_dtype, shard, copy.source_start, copy.source_strides
     )
@@ -237,6 +240,7 @@ def _run_copy(copy: ShardCopy, shard: np.ndarray, memory: np.ndarray) -> None:
 
 
 def _piece_with(casts: tuple[Any, ...]) -> Piece:
+    """A piece for `write`, which reads the casts of it alone."""
     return Piece(Value(None, casts=casts), (), (), ())
 
 
@@ -318,20 +322,24 @@ class _Compiler:
         self._arrays = arrays
 
     def row(self, row: Row) -> OutgoingRow:
+        """How `row` is made: of the bytes of one shard if these lie as they are sent,
+        else by copies.
+        """
         if isinstance(row, SentRange):
             buffer = self._kind.buffers[row.buffer]
             itemsize = row.transfers[0].form.sent.itemsize
             strides = strides_of(box_shape(buffer.box), itemsize)
             copies = []
             for transfer in row.transfers:
+                # The row is a part of the buffer, and has its strides.
                 start = offset_of(transfer.target, strides) - row.start
-                steps = tuple(
+                row_strides = tuple(
                     strides[factor.target_dim] * factor.target_step
                     for factor in transfer.form.factors
                 )
-                copies.append(self._copy(transfer, start, steps))
+                copies.append(self._copy(transfer, start, row_strides))
             return self._without_copy(row.bytes, copies)
-        transfer = row.places[0]
+        transfer = row.transfers_of_buffers[0]
         if bits(transfer.form.sent) < 8:
             encoded = Encoded(
                 transfer=transfer,
@@ -348,7 +356,9 @@ class _Compiler:
         start: int,
         strides: tuple[int, ...],
     ) -> ShardCopy | Encoded:
-        """The copy of a transfer into a view of the row with these strides."""
+        """The copy of a transfer into a view of the row that begins at the byte `start`
+        and has these strides.
+        """
         form = transfer.form
         piece = once(transfer.piece)
         path = form.value.path
@@ -371,7 +381,7 @@ class _Compiler:
         shard_box = self._arrays.leaves[self._paths[path]].boxes[shard]
         source_dtype = self._arrays.dtype_of(self._paths[path])
         shard_strides = strides_of(box_shape(shard_box), source_dtype.itemsize)
-        place = [
+        position_in_shard = [
             position - low
             for position, low in zip(transfer.source, box_start(shard_box), strict=True)
         ]
@@ -391,7 +401,7 @@ class _Compiler:
             shard=shard,
             shape=transfer.shape,
             source_dtype=source_dtype,
-            source_start=offset_of(place, shard_strides),
+            source_start=offset_of(position_in_shard, shard_strides),
             source_strides=source_strides,
             target_dtype=target_dtype,
             target_start=start,
@@ -405,12 +415,14 @@ class _Compiler:
         nbytes: int,
         copies: Sequence[ShardCopy | Encoded],
     ) -> OutgoingRow:
-        """The row as bytes of one shard, if it is a contiguous range of its bytes."""
+        """A row of `nbytes` bytes that `copies` fill: as bytes of one shard, if it is a
+        contiguous range of these, else `Filled`.
+        """
         copy = copies[0]
         if len(copies) > 1 or isinstance(copy, Encoded) or copy.casts:
             return Filled(nbytes, tuple(copies))
-        expected = strides_of(copy.shape, copy.source_dtype.itemsize)
-        if copy.source_strides != expected or copy.target_strides != expected:
+        contiguous = strides_of(copy.shape, copy.source_dtype.itemsize)
+        if copy.source_strides != contiguous or copy.target_strides != contiguous:
             return Filled(nbytes, tuple(copies))
         return ShardBytes(
             source=copy.source,

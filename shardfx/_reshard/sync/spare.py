@@ -112,8 +112,12 @@ class SpareMemory:
             self._memory.setdefault(place.leaf, {})[place.buffer] = view
 
     def _make_array(self, number: int) -> None:
+        """Makes the array of the leaf number `number` of its memory, which is then no
+        longer handed out.
+        """
         layout = self._layout
         boxes = layout.boxes_of_leaf[number]
+        # A leaf for which no rows come has no memory yet.
         if boxes:
             self.memory(number, next(iter(boxes)))
         memory = self._memory.pop(number, {})
@@ -176,7 +180,7 @@ class MemoryLayout:
         for places in self.places_of_group.values():
             shapes = [(place.shape, place.dtype) for place in places]
             # This asks for the same sizes as a revision does.
-            buffers(shapes, lambda nbytes: _noted(sizes, nbytes))
+            buffers(shapes, lambda nbytes: _noted_block(sizes, nbytes))
         self.blocks.warm(sizes * states)
 
 
@@ -191,7 +195,8 @@ def _boxes_of_kind(kind: TransferKind, receiver: int) -> dict[int, Box]:
     return boxes
 
 
-def _noted(sizes: list[int], nbytes: int) -> np.ndarray:
+def _noted_block(sizes: list[int], nbytes: int) -> np.ndarray:
+    """A block of `nbytes` bytes, whose size is added to `sizes`."""
     sizes.append(nbytes)
     return np.empty(nbytes, np.uint8)
 
@@ -244,6 +249,7 @@ def _require_same(
 
 
 def _boxes_of(sharding: Sharding | None, shape: tuple[int, ...]) -> set[Box]:
+    """The boxes of an array that this process's devices hold."""
     assert sharding is not None
     return {*boxes_here(sharding, shape).values()}
 
@@ -277,6 +283,9 @@ class Blocks:
         return base
 
     def _free_block(self, nbytes: int) -> np.ndarray | None:
+        """A block of `nbytes` bytes without arrays, which is taken off the list; `None`
+        if there is none.
+        """
         for position, (block, base) in enumerate(self._blocks):
             is_free = base() is None
             if is_free and len(block) == nbytes:

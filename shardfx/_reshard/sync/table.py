@@ -8,7 +8,7 @@ from ..._convert import Factor, Piece, Value
 from ..._ground.errors import SyncError
 from .coverage import MOST_BOXES
 from .encoding import Encoding, form_of
-from .kinds import BUFFER, PLACE, WireForm
+from .kinds import BUFFER, FIRST_POSITION, WireForm
 
 
 class Table:
@@ -68,7 +68,7 @@ class Table:
         ordered by buffer. So a plan for one receiver has its rows in the same order as
         a plan for all.
         """
-        shape = (len(self._counts), PLACE + self._rank + dims)
+        shape = (len(self._counts), FIRST_POSITION + self._rank + dims)
         rows = np.array(self._rows, np.int64).reshape(shape)
         rows = np.repeat(rows, self._counts, axis=0)
         rows[:, BUFFER] = self._buffers
