@@ -64,33 +64,33 @@ class Address(NamedTuple):
         return self._replace(path=path)
 
 
-def address_of(place: Where) -> Address | str:
+def address_of(where: Where) -> Address | str:
     """The address of a store, or the path of a file or directory.
 
     Raises `CheckpointError` for a URL or a spec of a kind that is not read.
     """
-    if isinstance(place, Mapping):
-        return _of_spec(place)
-    if not isinstance(place, str | os.PathLike):
+    if isinstance(where, Mapping):
+        return _address_of_spec(where)
+    if not isinstance(where, str | os.PathLike):
         raise of_argument(
             LeafTypeError(
                 "the place of a checkpoint is a text or a `pathlib.Path`, not"
-                f' {type(place).__name__}; give it first, such as "run/step-100".'
+                f' {type(where).__name__}; give it first, such as "run/step-100".'
             )
         )
-    text = os.fspath(place)
-    lost = _LOST_SLASH.match(text)
-    if lost is not None:
-        scheme = lost[1]
+    text = os.fspath(where)
+    lost_slash = _LOST_SLASH.match(text)
+    if lost_slash is not None:
+        scheme = lost_slash[1]
         raise CheckpointError(
             f"{text!r} is no path: `pathlib` makes one slash of the two in"
             f' `{scheme}://`. Give the address as text: "{scheme}://bucket/step-1".'
         )
     if not _ANY_URL.match(text):
         return text
-    scheme, _, rest = text.partition("://")
+    scheme, _, after_scheme = text.partition("://")
     if scheme.lower() == "file":
-        return urllib.parse.unquote(rest)
+        return urllib.parse.unquote(after_scheme)
     if scheme.lower() not in DRIVERS:
         raise CheckpointError(
             f"{_without_secrets(text)!r} is an address of the kind `{scheme}`, and"
@@ -99,11 +99,11 @@ def address_of(place: Where) -> Address | str:
             ' TensorStore\'s specs such as `{"driver": "s3", "bucket": "bucket",'
             ' "path": "path"}`; copy it to one of them, or mount it.'
         )
-    return _of_url(text, DRIVERS[scheme.lower()], rest)
+    return _address_of_url(text, DRIVERS[scheme.lower()], after_scheme)
 
 
-def _of_url(text: str, driver: str, rest: str) -> Address:
-    bucket_and_key, _, query = rest.partition("?")
+def _address_of_url(text: str, driver: str, after_scheme: str) -> Address:
+    bucket_and_key, _, query = after_scheme.partition("?")
     bucket, _, key = bucket_and_key.partition("/")
     spec: dict[str, Any] = {"driver": driver, "bucket": bucket}
     shown_text = repr(_without_secrets(text))
@@ -130,23 +130,23 @@ def _of_url(text: str, driver: str, rest: str) -> Address:
     )
 
 
-def _require_no_secrets(spec: Mapping[str, Any], place: str) -> None:
-    """Raises `CheckpointError` for a bucket or an endpoint with credentials. Errors show
-    both.
+def _require_no_secrets(spec: Mapping[str, Any], shown_text: str) -> None:
+    """Raises `CheckpointError` for a bucket or an endpoint with credentials. Errors
+    show both.
     """
     bucket = str(spec.get("bucket", ""))
     endpoint = str(spec.get("endpoint", ""))
     # A secret key may hold a slash, and then ends the bucket.
     if re.search("[@:]", bucket) or re.search("[@?#]", endpoint):
         raise CheckpointError(
-            f"{place} has credentials or parameters in its bucket or its endpoint; they"
-            " would get into logs. Leave them out: they are found in the environment"
-            " (AWS_ACCESS_KEY_ID), or in ~/.aws/credentials. An endpoint is"
+            f"{shown_text} has credentials or parameters in its bucket or its endpoint;"
+            " they would get into logs. Leave them out: they are found in the"
+            " environment (AWS_ACCESS_KEY_ID), or in ~/.aws/credentials. An endpoint is"
             " `https://host:port`."
         )
 
 
-def _of_spec(spec: Mapping[str, Any]) -> Address | str:
+def _address_of_spec(spec: Mapping[str, Any]) -> Address | str:
     if "driver" not in spec:
         raise CheckpointError(
             "a dict is given as the place of a checkpoint, and it has no `driver`, as a"
@@ -164,43 +164,43 @@ def _of_spec(spec: Mapping[str, Any]) -> Address | str:
             ' as in `{"driver": "s3", "bucket": "bucket", "path": "path"}`.'
         )
     _require_no_secrets(spec, f"a spec of a bucket with the driver `{driver}`")
-    rest = {}
+    spec_without_path = {}
     for name, value in spec.items():
         if name != "path":
-            rest[name] = value
+            spec_without_path[name] = value
     root = f"{_SCHEMES.get(driver, driver)}://{spec.get('bucket', '')}".rstrip("/")
     if driver == "memory":
         root = "memory:/"
     return Address(
-        spec=rest,
+        spec=spec_without_path,
         path=path.strip("/"),
         root=root,
     )
 
 
-def shown(place: object) -> str:
+def shown(where: object) -> str:
     """What a user gave as a place, as errors show it, without secrets."""
-    if isinstance(place, Mapping):
-        parts = [place.get("bucket"), place.get("path")]
+    if isinstance(where, Mapping):
+        parts = [where.get("bucket"), where.get("path")]
         path = "/".join(str(part) for part in parts if part)
-        return repr(f"{place.get('driver')}://{path}")[:500]
-    text = place
-    if isinstance(place, os.PathLike):
-        text = os.fspath(place)
+        return repr(f"{where.get('driver')}://{path}")[:500]
+    text = where
+    if isinstance(where, os.PathLike):
+        text = os.fspath(where)
     if isinstance(text, str) and _ANY_URL.match(text):
         text = _without_secrets(text)
     return repr(text)[:500]
 
 
-def below(place: Where, name: str) -> Where:
+def below(where: Where, name: str) -> Where:
     """The place of a file or directory with the given name in another place."""
-    address = address_of(place)
+    address = address_of(where)
     if isinstance(address, str):
         return os.path.join(address, name)
-    if isinstance(place, Mapping):
-        return {**place, "path": address.below(name).path}
-    path, mark, query = os.fspath(place).partition("?")
-    return f"{path.rstrip('/')}/{name}{mark}{query}"
+    if isinstance(where, Mapping):
+        return {**where, "path": address.below(name).path}
+    path, question_mark, query = os.fspath(where).partition("?")
+    return f"{path.rstrip('/')}/{name}{question_mark}{query}"
 
 
 def _without_secrets(text: str) -> str:

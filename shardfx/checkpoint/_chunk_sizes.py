@@ -74,7 +74,7 @@ class _Bounds(NamedTuple):
 
 
 def require_bounded(
-    where: Place,
+    place: Place,
     array: Any,
     entry: StoreArray,
     boxes: Sequence[Box],
@@ -110,11 +110,11 @@ def require_bounded(
                 _check_chunk(bounds, name, _Stored(value))
                 return
             path = os.path.join(entry.file, name)
-            with where.chunk(path) as file:
+            with place.chunk(path) as file:
                 _check_chunk(bounds, name, file)
 
     names = dict.fromkeys(_names(metadata, entry.chunks, boxes))
-    where.each(check, names)
+    place.each(check, names)
 
 
 def _check_chunk(bounds: _Bounds, name: str, file: OpenFile) -> None:

@@ -82,82 +82,82 @@ class FilePlace:
             name = relative.replace(os.sep, "/")
             yield name, directory
 
-    def has_file(self, real: str) -> bool:
-        return os.path.isfile(real)
+    def has_file(self, file_path: str) -> bool:
+        return os.path.isfile(file_path)
 
     def inside(self, name: str) -> str:
         return inside(self, name)
 
     @contextlib.contextmanager
-    def opened(self, real: str) -> Iterator[LocalFile]:
-        with opened(self, real) as descriptor:
+    def opened(self, file_path: str) -> Iterator[LocalFile]:
+        with opened(self, file_path) as descriptor:
             yield LocalFile(descriptor)
 
     @contextlib.contextmanager
-    def chunk(self, real: str) -> Iterator[LocalFile]:
-        with open(real, "rb") as file:
+    def chunk(self, file_path: str) -> Iterator[LocalFile]:
+        with open(file_path, "rb") as file:
             yield LocalFile(file.fileno())
 
     def each(self, call: Callable[[S], T], items: Iterable[S]) -> list[T]:
         return [call(item) for item in items]
 
     def require_unchanged(self) -> None:
-        for real in list(self.seen):
+        for file_path in list(self.seen):
             try:
-                self.require_same(real, os.stat(real))
+                self.require_same(file_path, os.stat(file_path))
             except FileNotFoundError:
-                raise _missing(real) from None
+                raise _missing(file_path) from None
 
-    def require_plain_tree(self, real: str) -> None:
-        require_plain_tree(self, real)
+    def require_plain_tree(self, directory: str) -> None:
+        require_plain_tree(self, directory)
 
-    def kvstore(self, real: str) -> dict[str, Any]:
-        return {"driver": "file", "path": f"{real}/"}
+    def kvstore(self, directory: str) -> dict[str, Any]:
+        return {"driver": "file", "path": f"{directory}/"}
 
-    def root_of(self, real: str) -> str | None:
-        """The directory of `roots` that contains the path `real`, or `None`."""
+    def root_of(self, path: str) -> str | None:
+        """The directory of `roots` that contains the path `path`, or `None`."""
         return next(
-            (root for root in self.roots if os.path.commonpath([root, real]) == root),
+            (root for root in self.roots if os.path.commonpath([root, path]) == root),
             None,
         )
 
-    def require_same(self, real: str, status: os.stat_result) -> None:
-        """Raises `ChangedError` if the file at the path `real` has changed since it was
-        first opened.
+    def require_same(self, file_path: str, status: os.stat_result) -> None:
+        """Raises `ChangedError` if the file at the path `file_path` has changed since
+        it was first opened.
 
         `found` is the state of the file now. At the first call for a path, it is
         recorded.
         """
         stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        if self.seen.setdefault(real, stamp) != stamp:
+        if self.seen.setdefault(file_path, stamp) != stamp:
             raise ChangedError(
-                f"checkpoint file {quoted(real)} was replaced or written to since its"
-                " header was read; nothing was loaded. Read the index again once the"
-                " writer is done."
+                f"checkpoint file {quoted(file_path)} was replaced or written to since"
+                " its header was read; nothing was loaded. Read the index again once"
+                " the writer is done."
             )
 
 
-def place(directory: str, root: str | os.PathLike[str] | None) -> FilePlace:
+def local_place(directory: str, root: str | os.PathLike[str] | None) -> FilePlace:
     """The `FilePlace` of the checkpoint in a directory. The checkpoint's symbolic links
     may also lead to `root`.
     """
-    real = os.path.realpath(directory)
-    roots = [real]
+    real_directory = os.path.realpath(directory)
+    roots = [real_directory]
     if root is not None:
         roots.append(os.path.realpath(root))
-    return FilePlace(real, tuple(roots))
+    return FilePlace(real_directory, tuple(roots))
 
 
-def inside(where: FilePlace, name: str) -> str:
+def inside(place: FilePlace, name: str) -> str:
     """The real path of `name`, a relative path that a checkpoint mentions, without
     symbolic links.
 
     Raises `CheckpointError` for an absolute path, one with `..` or a NUL byte, and a
-    link that leaves the roots of `where`.
+    link that leaves the roots of `place`.
     """
-    require_relative(where.directory, name)
-    path = os.path.join(where.directory, name)
-    return _resolved(where, path, name)
+    require_relative(place.directory, name)
+    path = os.path.join(place.directory, name)
+    return _resolved_inside(place, path, name)
 
 
 def require_relative(directory: str, name: str) -> None:
@@ -170,38 +170,38 @@ def require_relative(directory: str, name: str) -> None:
         )
 
 
-def _resolved(where: FilePlace, path: str, name: str) -> str:
-    real = os.path.realpath(path)
-    if where.root_of(real) is None:
+def _resolved_inside(place: FilePlace, path: str, name: str) -> str:
+    file_path = os.path.realpath(path)
+    if place.root_of(file_path) is None:
         raise CheckpointError(
-            f"checkpoint {where.directory!r}: {quoted(name)} is a symbolic link that"
-            f" leaves the directory, to {quoted(real)}; nothing outside is opened. If"
-            " you trust it, allow the directory that holds its target:"
-            f" `root={quoted(os.path.dirname(real))}`."
+            f"checkpoint {place.directory!r}: {quoted(name)} is a symbolic link that"
+            f" leaves the directory, to {quoted(file_path)}; nothing outside is opened."
+            " If you trust it, allow the directory that holds its target:"
+            f" `root={quoted(os.path.dirname(file_path))}`."
         )
-    return real
+    return file_path
 
 
 @contextlib.contextmanager
-def opened(where: FilePlace, real: str) -> Iterator[int]:
-    """A context with a descriptor for reading the regular file `real`, opened without
-    following any link.
+def opened(place: FilePlace, file_path: str) -> Iterator[int]:
+    """A context with a descriptor for reading the regular file `file_path`, opened
+    without following any link.
 
     The path is opened one directory after the other, so that a link that replaces a
     directory is refused too. On entry and on exit, the context raises `ChangedError` if
     the file has changed since it was first opened.
     """
-    descriptor = _open(where.root_of(real) or where.directory, real)
+    descriptor = _open(place.root_of(file_path) or place.directory, file_path)
     try:
-        where.require_same(real, os.fstat(descriptor))
+        place.require_same(file_path, os.fstat(descriptor))
         yield descriptor
-        where.require_same(real, os.fstat(descriptor))
+        place.require_same(file_path, os.fstat(descriptor))
     finally:
         os.close(descriptor)
 
 
-def _open(root: str, real: str) -> int:
-    relative = os.path.relpath(real, root)
+def _open(root: str, file_path: str) -> int:
+    relative = os.path.relpath(file_path, root)
     parts = relative.split(os.sep)
     safe = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -216,33 +216,33 @@ def _open(root: str, real: str) -> int:
         finally:
             os.close(directory)
     except FileNotFoundError:
-        raise _missing(real) from None
+        raise _missing(file_path) from None
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint file {quoted(real)} cannot be opened: {error.strerror}."
+            f"checkpoint file {quoted(file_path)} cannot be opened: {error.strerror}."
         ) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _irregular(real)
+        raise _irregular(file_path)
     return descriptor
 
 
-def require_plain_tree(where: FilePlace, real: str) -> None:
-    """Raises `CheckpointError` if the directory `real` contains anything but files and
-    directories, such as a pipe.
+def require_plain_tree(place: FilePlace, directory: str) -> None:
+    """Raises `CheckpointError` if the directory `directory` contains anything but files
+    and directories, such as a pipe.
 
-    Links must lead to files or directories in the roots of `where`. tensorstore opens
+    Links must lead to files or directories in the roots of `place`. tensorstore opens
     files itself: it follows every link, and waits for ever at a pipe.
     """
-    seen = {real}
-    pending = [real]
+    seen = {directory}
+    pending = [directory]
     while pending:
         with os.scandir(pending.pop()) as entries:
             for entry in entries:
                 path = entry.path
                 if entry.is_symlink():
-                    name = os.path.relpath(path, where.directory)
-                    path = _resolved(where, path, name)
+                    name = os.path.relpath(path, place.directory)
+                    path = _resolved_inside(place, path, name)
                     if not os.path.exists(path):
                         raise _missing(path)
                     is_directory = os.path.isdir(path)
@@ -258,22 +258,22 @@ def require_plain_tree(where: FilePlace, real: str) -> None:
                     raise _irregular(path)
 
 
-def _missing(real: str) -> MissingError:
+def _missing(file_path: str) -> MissingError:
     return MissingError(
-        f"checkpoint file {quoted(real)} is missing; copy it there, or point to a whole"
-        " checkpoint."
+        f"checkpoint file {quoted(file_path)} is missing; copy it there, or point to a"
+        " whole checkpoint."
     )
 
 
-def _irregular(real: str) -> CheckpointError:
+def _irregular(file_path: str) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint file {quoted(real)} is no regular file; a checkpoint holds plain"
-        " files only."
+        f"checkpoint file {quoted(file_path)} is no regular file; a checkpoint holds"
+        " plain files only."
     )
 
 
-def parsed_json(data: bytes, where: str) -> Any:
-    """The content of JSON text in UTF-8. `where` names the text in errors.
+def parsed_json(data: bytes, shown_name: str) -> Any:
+    """The content of JSON text in UTF-8. `shown_name` names the text in errors.
 
     Duplicate names, NaN, unpaired surrogates and nesting that exhausts the stack raise
     `CheckpointError`.
@@ -293,7 +293,7 @@ def parsed_json(data: bytes, where: str) -> Any:
             json.dumps(content, ensure_ascii=False).encode("utf-8")
     except RecursionError:
         raise CheckpointError(
-            f"{where} is nested too deeply to be a checkpoint's JSON."
+            f"{shown_name} is nested too deeply to be a checkpoint's JSON."
         ) from None
     except ValueError as error:
         # Python's text of the value would escape the character that a terminal cannot
@@ -302,8 +302,8 @@ def parsed_json(data: bytes, where: str) -> Any:
         if isinstance(error, UnicodeError):
             reason = "it is not UTF-8"
         raise CheckpointError(
-            f"{where} is no valid JSON: {reason}. The file is damaged, or of another"
-            " format."
+            f"{shown_name} is no valid JSON: {reason}. The file is damaged, or of"
+            " another format."
         ) from None
     return content
 
@@ -380,26 +380,26 @@ def is_shape(values: object) -> TypeGuard[list[int]]:
     return is_sizes(values) and math.prod(size or 1 for size in values) < 2**59
 
 
-def read_json(where: Place, real: str, limit_bytes: int = 100_000_000) -> Any:
-    """The content of the JSON file `real`. A file of more than `limit_bytes` bytes
+def read_json(place: Place, file_path: str, limit_bytes: int = 100_000_000) -> Any:
+    """The content of the JSON file `file_path`. A file of more than `limit_bytes` bytes
     raises `CheckpointError`.
     """
-    with where.opened(real) as file:
+    with place.opened(file_path) as file:
         size = file.known_size
         if size is not None and size > limit_bytes:
-            raise _too_large(real, f"{size} bytes", limit_bytes)
+            raise _too_large(file_path, f"{size} bytes", limit_bytes)
         most_bytes = size
         if most_bytes is None:
             most_bytes = limit_bytes
         data = file.read(most_bytes + 1, 0)
     if len(data) > limit_bytes:
-        raise _too_large(real, f"{len(data)} bytes or more", limit_bytes)
-    return parsed_json(data, repr(real))
+        raise _too_large(file_path, f"{len(data)} bytes or more", limit_bytes)
+    return parsed_json(data, repr(file_path))
 
 
-def _too_large(real: str, what: str, limit_bytes: int) -> CheckpointError:
+def _too_large(file_path: str, what: str, limit_bytes: int) -> CheckpointError:
     return CheckpointError(
-        f"{real!r} has {what}, more than the {limit_bytes} allowed for an index."
+        f"{file_path!r} has {what}, more than the {limit_bytes} allowed for an index."
     )
 
 

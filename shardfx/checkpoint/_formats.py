@@ -18,7 +18,7 @@ from . import (
 )
 from ._address import Address, Where, address_of
 from ._entry import ArrayEntry, FileArray, StoreArray
-from ._files import FilePlace, member, place, read_json
+from ._files import FilePlace, local_place, member, read_json
 from ._index import Format, Index, below, is_unreadable, nested, some, struct
 from ._kinds import told_files
 from ._left_over import DATA_NAME
@@ -96,39 +96,39 @@ def _read_local(path: str, root: str | os.PathLike[str] | None) -> Index:
     its links may lead.
     """
     if os.path.isdir(path):
-        where = place(path, root)
+        place = local_place(path, root)
         try:
-            names_inside = where.names()
+            names_inside = place.names()
         except FileNotFoundError:
             # A writer has just moved the directory away.
             raise _nothing_at(path) from None
-        return _read_directory(where, path, names_inside)
+        return _read_directory(place, path, names_inside)
     if not os.path.isfile(path):
         raise _nothing_at(path)
     directory = os.path.dirname(os.path.abspath(path))
-    where = place(directory, root)
+    place = local_place(directory, root)
     name = os.path.basename(path)
     # The caller named this file, so its link may lead anywhere. Those of the files that
     # it names in turn may not.
-    real = os.path.realpath(path)
-    trusted = FilePlace(
-        directory=where.directory,
-        roots=(*where.roots, os.path.dirname(real)),
-        seen=where.seen,
+    file_path = os.path.realpath(path)
+    file_place = FilePlace(
+        directory=place.directory,
+        roots=(*place.roots, os.path.dirname(file_path)),
+        seen=place.seen,
     )
-    return _read_file(where, trusted, real, name)
+    return _read_file(place, file_place, file_path, name)
 
 
-def _read_file(where: Place, trusted: Place, real: str, name: str) -> Index:
+def _read_file(set_place: Place, file_place: Place, file_path: str, name: str) -> Index:
     """The index of a file that the caller named, or of the set that it indexes.
 
-    `trusted` may read the file, wherever it is, and `where` what it names.
+    `file_place` may read the file, wherever it is, and `set_place` what it names.
     """
     if name.endswith(".json"):
-        return _read_set(where, trusted, real)
+        return _read_set(set_place, file_place, file_path)
     if name.endswith(t5x.MSGPACK) or name == t5x.STATE_FILE:
-        return _of_flax(trusted, real)
-    return _of_files(trusted, [real])
+        return _of_flax(file_place, file_path)
+    return _of_files(file_place, [file_path])
 
 
 def _nothing_at(path: str) -> CheckpointError:
@@ -145,66 +145,66 @@ def _nothing_at(path: str) -> CheckpointError:
     )
 
 
-def _read_directory(where: Place, path: str, names: list[str]) -> Index:
+def _read_directory(place: Place, path: str, names: list[str]) -> Index:
     indices = [name for name in names if name.endswith(".safetensors.index.json")]
     weights = [name for name in names if name.endswith(".safetensors")]
     if "model.safetensors" in weights:
-        return _of_files(where, [where.inside("model.safetensors")])
+        return _of_files(place, [place.inside("model.safetensors")])
     if len(indices) > 1:
         raise CheckpointError(
             f"{path!r} holds several safetensors sets, {some(indices)}; name one of"
             " these files."
         )
     if indices:
-        return _read_set(where, where, where.inside(indices[0]))
+        return _read_set(place, place, place.inside(indices[0]))
     if lists.EFORMER_INDEX in names:
-        return _indexed("eformer", where, lists.eformer_entries(where))
+        return _indexed("eformer", place, lists.eformer_entries(place))
     if lists.ORBAX_METADATA in names:
-        return _indexed("orbax", where, lists.orbax_entries(where))
-    lists.raise_if_no_tree(where, names)
+        return _indexed("orbax", place, lists.orbax_entries(place))
+    lists.raise_if_no_tree(place, names)
     if stores.OCDBT_MANIFEST in names:
-        return _indexed("ocdbt", where, stores.ocdbt_entries(where))
+        return _indexed("ocdbt", place, stores.ocdbt_entries(place))
     if weights:
-        files = [where.inside(name) for name in weights]
-        return _of_files(where, files)
-    state = os.path.join(where.directory, t5x.STATE_FILE)
-    entries = stores.zarr_entries(where)
-    if where.has_file(state) and (entries or t5x.is_state(where)):
-        content = t5x.t5x_content(where)
-        return _indexed("t5x", where, content.entries, content.metadata)
-    t5x.raise_if_half(where, entries)
+        files = [place.inside(name) for name in weights]
+        return _of_files(place, files)
+    state = os.path.join(place.directory, t5x.STATE_FILE)
+    entries = stores.zarr_entries(place)
+    if place.has_file(state) and (entries or t5x.is_state(place)):
+        content = t5x.t5x_content(place)
+        return _indexed("t5x", place, content.entries, content.metadata)
+    t5x.raise_if_half(place, entries)
     msgpacks = []
     for name in names:
         if name.endswith(t5x.MSGPACK):
             msgpacks.append(name)
     if not entries and len(msgpacks) == 1:
-        return _of_flax(where, where.inside(msgpacks[0]))
+        return _of_flax(place, place.inside(msgpacks[0]))
     if not entries:
-        raise _no_checkpoint(where, path, names)
-    _raise_if_told(where, names)
-    return _indexed("zarr", where, entries)
+        raise _no_checkpoint(place, path, names)
+    _raise_if_told(place, names)
+    return _indexed("zarr", place, entries)
 
 
-def _of_flax(where: Place, real: str) -> Index:
-    content = t5x.flax_content(where, real)
-    return _indexed("flax", where, content.entries, content.metadata)
+def _of_flax(place: Place, file_path: str) -> Index:
+    content = t5x.flax_content(place, file_path)
+    return _indexed("flax", place, content.entries, content.metadata)
 
 
-def _raise_if_told(where: Place, names: list[str]) -> None:
+def _raise_if_told(place: Place, names: list[str]) -> None:
     """Raises `CheckpointError` if weights of another format are beside zarr arrays, as
     such a checkpoint may be in two halves.
     """
-    other_weights = told_files(where, names)
+    other_weights = told_files(place, names)
     if other_weights:
         raise CheckpointError(
-            f"{where.directory!r} holds zarr arrays, and {other_weights[0]}. Nothing"
+            f"{place.directory!r} holds zarr arrays, and {other_weights[0]}. Nothing"
             " says which"
             " of them are the checkpoint; move the other files to another directory."
         )
 
 
-def _no_checkpoint(where: Place, path: str, names: list[str]) -> CheckpointError:
-    other_files = told_files(where, names)
+def _no_checkpoint(place: Place, path: str, names: list[str]) -> CheckpointError:
+    other_files = told_files(place, names)
     steps = [os.path.join(path, name) for name in names if name[-1].isdigit()]
     hint = ""
     if other_files:
@@ -228,7 +228,7 @@ def _no_checkpoint(where: Place, path: str, names: list[str]) -> CheckpointError
 
 def _indexed(
     kind: Format,
-    where: Place,
+    place: Place,
     entries: tuple[ArrayEntry, ...],
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> Index:
@@ -238,17 +238,17 @@ def _indexed(
         # eformer may list one array under two prefixes.
         if _location(other) != _location(entry):
             raise CheckpointError(
-                f"checkpoint {where.directory!r} has two arrays with the path"
+                f"checkpoint {place.directory!r} has two arrays with the path"
                 f" {quoted(entry.path)}, in {quoted(_location(other))} and in"
                 f" {quoted(_location(entry))}; a path names one array. Rename one of"
                 " them where the checkpoint is made."
             )
     return Index(
         format=kind,
-        directory=where.directory,
+        directory=place.directory,
         entries=entries,
         metadata=metadata,
-        place=where,
+        place=place,
     )
 
 
@@ -260,39 +260,39 @@ def _location(entry: ArrayEntry) -> str:
 
 def _read_store(address: Address, timeout_seconds: float) -> Index:
     endings = (".safetensors", ".json", t5x.MSGPACK)
-    directory = ObjectPlace(address.parent, timeout_seconds)
+    parent_place = ObjectPlace(address.parent, timeout_seconds)
     if address.name.endswith(endings):
-        return _read_file(directory, directory, address.shown, address.name)
-    where = ObjectPlace(address, timeout_seconds)
-    real = where.inside(SET_INDEX)
+        return _read_file(parent_place, parent_place, address.shown, address.name)
+    place = ObjectPlace(address, timeout_seconds)
+    index_path = place.inside(SET_INDEX)
     # This object makes a saved step exist. It is asked for, since a listing may lag.
     content = None
     with contextlib.suppress(MissingError):
-        content = read_json(where, real)
+        content = read_json(place, index_path)
     if content is not None and _files_of_save(content) is not None:
-        return _set_of(where, content, real)
+        return _set_of(place, content, index_path)
     try:
-        names = where.names()
+        names = place.names()
     except CheckpointError:
         if content is None:
             raise
         # Who may read objects may not always list them.
-        return _set_of(where, content, real)
+        return _set_of(place, content, index_path)
     if content is not None:
         names = sorted({*names, SET_INDEX})
-    if not names and address.path and directory.holds(address.path):
-        return _read_file(directory, directory, address.shown, address.name)
+    if not names and address.path and parent_place.holds(address.path):
+        return _read_file(parent_place, parent_place, address.shown, address.name)
     if not names:
         raise CheckpointError(
-            f"there is no checkpoint at {where.directory!r}: no object's key begins with"
-            f" {quoted(f'{address.path}/')}. Give the address of a directory, or of a"
-            " .safetensors file."
+            f"there is no checkpoint at {place.directory!r}: no object's key begins"
+            f" with {quoted(f'{address.path}/')}. Give the address of a directory, or"
+            " of a .safetensors file."
         )
-    return _read_directory(where, where.directory, names)
+    return _read_directory(place, place.directory, names)
 
 
-def _read_set(where: Place, trusted: Place, real: str) -> Index:
-    return _set_of(where, read_json(trusted, real), real)
+def _read_set(place: Place, index_place: Place, index_path: str) -> Index:
+    return _set_of(place, read_json(index_place, index_path), index_path)
 
 
 def _files_of_save(content: object) -> list[str] | None:
@@ -305,30 +305,30 @@ def _files_of_save(content: object) -> list[str] | None:
     return None
 
 
-def _set_of(where: Place, content: object, real: str) -> Index:
+def _set_of(place: Place, content: object, index_path: str) -> Index:
     weight_map = member(content, "weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) for name in weight_map.values()
     ):
         raise CheckpointError(
-            f"{real!r} has no `weight_map` from tensor names to file names, so it"
+            f"{index_path!r} has no `weight_map` from tensor names to file names, so it"
             " indexes no safetensors; give the checkpoint's directory. A plan's JSON"
             " is read by `ShardPlan.from_json(text)`."
         )
     saved_files = _files_of_save(content)
     if saved_files is not None:
-        return _of_save(where, weight_map, saved_files)
+        return _of_save(place, weight_map, saved_files)
     file_names = dict.fromkeys(weight_map.values())
     files = {}
     for name in file_names:
-        files[name] = where.inside(name)
-    headers = safetensors.read_headers(where, files.values())
+        files[name] = place.inside(name)
+    headers = safetensors.read_headers(place, files.values())
     tables = {}
     for name, file in files.items():
         tables[name] = headers[file].arrays
     table = _table_of_set(weight_map, tables)
     if table is not None:
-        return _of_headers(where, headers.values(), table)
+        return _of_headers(place, headers.values(), table)
     arrays_by_file = {
         name: {array.path: array for array in headers[file].arrays}
         for name, file in files.items()
@@ -338,15 +338,15 @@ def _set_of(where: Place, content: object, real: str) -> Index:
         array = arrays_by_file[file].get(name)
         if array is None:
             raise CheckpointError(
-                f"{real!r} says that tensor {quoted(name)} is in {quoted(file)}, but"
-                " that file does not hold it."
+                f"{index_path!r} says that tensor {quoted(name)} is in {quoted(file)},"
+                " but that file does not hold it."
             )
         entries.append(array)
-    return _of_headers(where, headers.values(), tuple(entries))
+    return _of_headers(place, headers.values(), tuple(entries))
 
 
 def _of_headers(
-    where: Place,
+    place: Place,
     headers: Iterable[safetensors.Header],
     entries: Sequence[FileArray],
 ) -> Index:
@@ -356,10 +356,10 @@ def _of_headers(
         metadata |= header.metadata
     return Index(
         format="safetensors",
-        directory=where.directory,
+        directory=place.directory,
         entries=entries,
         metadata=metadata,
-        place=where,
+        place=place,
     )
 
 
@@ -384,29 +384,29 @@ def _table_of_set(
     return together(file_tables).of(list(weight_map))
 
 
-def _of_save(where: Place, weight_map: Mapping[str, str], names: list[str]) -> Index:
+def _of_save(place: Place, weight_map: Mapping[str, str], names: list[str]) -> Index:
     """The index of a set that `save` wrote to a store. `names` are all its files."""
-    files = [where.inside(name) for name in names]
-    headers = safetensors.read_headers(where, files)
+    files = [place.inside(name) for name in names]
+    headers = safetensors.read_headers(place, files)
     arrays = joined(headers)
     if arrays.keys() != weight_map.keys():
         differing = sorted(arrays.keys() ^ weight_map.keys())
         raise CheckpointError(
-            f"the index of {where.directory!r} and its files differ in"
-            f" {some(differing)}; files of several saves are mixed, or one is lost. Copy"
-            " the whole checkpoint."
+            f"the index of {place.directory!r} and its files differ in"
+            f" {some(differing)}; files of several saves are mixed, or one is lost."
+            " Copy the whole checkpoint."
         )
     entries = tuple(arrays[name] for name in weight_map)
-    return _of_headers(where, headers.values(), entries)
+    return _of_headers(place, headers.values(), entries)
 
 
-def _of_files(where: Place, files: list[str]) -> Index:
-    headers = list(safetensors.read_headers(where, files).values())
+def _of_files(place: Place, files: list[str]) -> Index:
+    headers = list(safetensors.read_headers(place, files).values())
     tables = [header.arrays for header in headers]
     if all_tables(tables):
         table = together(tables)
         if len(table.numbers) == len(table):
-            return _of_headers(where, headers, table)
+            return _of_headers(place, headers, table)
     arrays: dict[str, FileArray] = {}
     for array in [array for header in headers for array in header.arrays]:
         other = arrays.setdefault(array.path, array)
@@ -416,7 +416,7 @@ def _of_files(where: Place, files: list[str]) -> Index:
                 f" {array.file!r}; name one of the files, or add the"
                 " `model.safetensors.index.json` of the set."
             )
-    return _of_headers(where, headers, tuple(arrays.values()))
+    return _of_headers(place, headers, tuple(arrays.values()))
 
 
 @called("structs(path)")
@@ -462,7 +462,8 @@ def structs(index: Index | Where, *, prefix: str | None = None) -> dict[str, Any
     """
     if isinstance(index, ShardPlan):
         raise LeafTypeError(
-            "a ShardPlan is no checkpoint: the structs of its arrays are `plan.structs`."
+            "a ShardPlan is no checkpoint: the structs of its arrays are"
+            " `plan.structs`."
         )
     if not isinstance(index, Index):
         index = _index_at(index)

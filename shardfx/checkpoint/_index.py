@@ -175,8 +175,8 @@ def struct(entry: ArrayEntry, index: Index) -> jax.ShapeDtypeStruct:
     if isinstance(entry, FileArray) and is_packed(entry):
         raw = raw_entry(entry)
         raise CheckpointError(
-            f"{name} is stored as {stored}, a dtype that JAX lacks; load its bytes: plan"
-            f" it as `jax.ShapeDtypeStruct({raw.shape}, 'uint8')`."
+            f"{name} is stored as {stored}, a dtype that JAX lacks; load its bytes:"
+            f" plan it as `jax.ShapeDtypeStruct({raw.shape}, 'uint8')`."
         )
     raise CheckpointError(
         f"{name} has no known dtype that JAX has (it is stored as {stored}); leave it"

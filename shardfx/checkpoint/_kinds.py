@@ -93,15 +93,15 @@ def is_msgpack_map(head: bytes) -> bool:
     return 0xA0 <= first <= 0xBF or first in (0xD9, 0xDA, 0xDB)
 
 
-def told_files(where: Place, names: list[str]) -> list[str]:
+def told_files(place: Place, names: list[str]) -> list[str]:
     """Each of the named files in a checkpoint's directory whose first bytes tell what
     it is, as text: `'model.gguf' is a GGUF file of llama.cpp: ...`.
     """
     texts = []
     for name in names:
-        if not where.has_file(os.path.join(where.directory, name)):
+        if not place.has_file(os.path.join(place.directory, name)):
             continue
-        with where.opened(where.inside(name)) as file:
+        with place.opened(place.inside(name)) as file:
             kind = kind_of(file.read(_HEAD_BYTES, 0))
         if kind is not None:
             texts.append(f"{quoted(name)} is {kind.name}: {kind.fix}")

@@ -103,8 +103,8 @@ def plan_of_arrays(tree: object) -> ShardPlan | None:
 
 
 def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
-    """The arrays and Python numbers of a tree. `tree_plan` is the tree's plan, if it has
-    one.
+    """The arrays and Python numbers of a tree. `tree_plan` is the tree's plan, if it
+    has one.
 
     Raises `LeafTypeError` or `CheckpointError` for a leaf that `load` could not read.
     """
@@ -258,9 +258,9 @@ class _Sources:
         return shards
 
     def landings(self, back: Piece, box: Box) -> list[StridedBox]:
-        """The boxes of a tensor that are in `box` of the array that it is a part of, and
-        where they are in the memory of that box. `back` is the piece from the tensor to
-        the array.
+        """The boxes of a tensor that are in `box` of the array that it is a part of,
+        and where they are in the memory of that box. `back` is the piece from the
+        tensor to the array.
         """
         # The tensors of a stack differ only in their position.
         distance = from_start(back, box)
@@ -366,7 +366,9 @@ def _constant_boxes(piece: Piece) -> Iterator[BoxValues]:
 
 
 def _cast(values: np.ndarray, casts: Sequence[Any]) -> np.ndarray:
-    """The values after the operations of a map, but for a last cast that the write does."""
+    """The values after the operations of a map, but for a last cast that the write
+    does.
+    """
     for number, operation in enumerate(casts, 1):
         # A cast that is the last operation is done when the value is written, unless it
         # would be refused there.

@@ -370,9 +370,9 @@ def _require_arrays(
     for name in names:
         if name in saved:
             raise CheckpointError(
-                f"leaf `{printable(path)}` would be made of {quoted(name)}, which is the"
-                f" Python number {saved[name]!r:.60} in the checkpoint and no array;"
-                f" give the tree a number there, as in `int(step)`, and copy it:"
+                f"leaf `{printable(path)}` would be made of {quoted(name)}, which is"
+                f" the Python number {saved[name]!r:.60} in the checkpoint and no"
+                f" array; give the tree a number there, as in `int(step)`, and copy it:"
                 f" `{{{quoted(path)}: {quoted(name)}}}`."
             )
 

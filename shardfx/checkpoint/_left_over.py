@@ -169,9 +169,9 @@ def _left_in_store(
 
 def _is_named(target: Address, data: str) -> bool:
     """Whether the index of a checkpoint names files in the directory `data` of it."""
-    where = ObjectPlace(target)
+    place = ObjectPlace(target)
     try:
-        content = read_json(where, where.inside(SET_INDEX))
+        content = read_json(place, place.inside(SET_INDEX))
     except MissingError:
         return False
     files = member(content, "metadata", FILES_KEY)

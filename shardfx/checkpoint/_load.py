@@ -419,7 +419,7 @@ def _tasks(
             targets = fetch.targets(memory)
             if isinstance(entry, StoreArray):
                 read = ft.partial(
-                    stores.read_into, files.where, entry, fetch.boxes, targets
+                    stores.read_into, files.place, entry, fetch.boxes, targets
                 )
                 others.append(ft.partial(read, missing_chunks=missing_chunks))
             else:

@@ -122,19 +122,19 @@ def from_metadata(metadata: Mapping[str, str], directory: str) -> dict[str, Any]
     text = metadata.get(NUMBERS_KEY)
     if text is None:
         return None
-    where = f"`{NUMBERS_KEY}` in {directory!r}"
-    rows = parsed_json(text.encode(), where)
+    text_name = f"`{NUMBERS_KEY}` in {directory!r}"
+    rows = parsed_json(text.encode(), text_name)
     if not isinstance(rows, dict):
         raise CheckpointError(
-            f"{where} must map paths to numbers; the file is damaged."
+            f"{text_name} must map paths to numbers; the file is damaged."
         )
     numbers = {}
     for path, row in rows.items():
-        numbers[path] = _number(row, path, where)
+        numbers[path] = _number(row, path, text_name)
     return numbers
 
 
-def _number(row: object, path: str, where: str) -> Any:
+def _number(row: object, path: str, text_name: str) -> Any:
     match row:
         case [str() as kind, str() as text] if kind in _KINDS:
             try:
@@ -146,5 +146,5 @@ def _number(row: object, path: str, where: str) -> Any:
             except (ValueError, KeyError):
                 pass
     raise CheckpointError(
-        f"{where} has no number for {quoted(path)}; the file is damaged."
+        f"{text_name} has no number for {quoted(path)}; the file is damaged."
     )

@@ -1,9 +1,10 @@
-"""The msgpack files of flax and T5X: a tree of arrays and numbers, read from its headers.
+"""The msgpack files of flax and T5X: a tree of arrays and numbers, read from its
+headers.
 
-flax/serialization.py writes an array as an extension whose content is msgpack again: the
-shape, the dtype's name and the bytes. So the bytes lie in the file as they are, and a
-load reads them like those of safetensors. Nothing is trusted: names are short, and the
-bytes of arrays are skipped.
+flax/serialization.py writes an array as an extension whose content is msgpack again:
+the shape, the dtype's name and the bytes. So the bytes lie in the file as they are, and
+a load reads them like those of safetensors. Nothing is trusted: names are short, and
+the bytes of arrays are skipped.
 """
 
 import dataclasses
@@ -102,12 +103,12 @@ class _Cursor:
         )
 
 
-def read_tree(where: Place, real: str) -> Any:
-    """The content of the msgpack file `real`: dicts, lists, numbers, text, `None`, and
-    an `Array` for each array.
+def read_tree(place: Place, file_path: str) -> Any:
+    """The content of the msgpack file `file_path`: dicts, lists, numbers, text, `None`,
+    and an `Array` for each array.
     """
-    with where.opened(real) as file:
-        cursor = _Cursor(opened=file, file=real)
+    with place.opened(file_path) as file:
+        cursor = _Cursor(opened=file, file=file_path)
         tree = _value(cursor, 0)
         # The bytes of arrays were skipped, and they may be last.
         if not file.read(1, cursor.offset - 1):
@@ -184,10 +185,10 @@ def _extension(cursor: _Cursor, nbytes: int, depth: int) -> Any:
     if cursor.offset != start + nbytes:
         raise cursor.damaged("an array has another length than it says")
     match content:
-        case [int() | float() as real, int() | float() as imaginary] if (
+        case [int() | float() as file_path, int() | float() as imaginary] if (
             code == _COMPLEX
         ):
-            return complex(real, imaginary)
+            return complex(file_path, imaginary)
         case [list() as shape, str() as dtype, Bytes() as data] if code != _COMPLEX:
             return _array(cursor, shape, dtype, data)
         case [list() as shape, Bytes() as name, Bytes() as data] if code != _COMPLEX:
@@ -219,8 +220,8 @@ def _is_spec(node: object) -> bool:
 
 
 class Leaves(NamedTuple):
-    """The leaves of a msgpack tree: its arrays, its Python numbers by path, and for each
-    array that is elsewhere its path and its description.
+    """The leaves of a msgpack tree: its arrays, its Python numbers by path, and for
+    each array that is elsewhere its path and its description.
     """
 
     arrays: list[FileArray]

@@ -1,4 +1,5 @@
-"""The errors of requests to a store: which request, what the store said, and what to do.
+"""The errors of requests to a store: which request, what the store said, and what to
+do.
 
 TensorStore's texts hold the bodies of answers, which may repeat parts of a signature.
 Only the code and the message of an answer are shown.

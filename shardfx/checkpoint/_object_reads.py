@@ -100,14 +100,14 @@ class ObjectFiles:
 
     **Arguments:**
 
-    - `where`: their place.
+    - `place`: their place.
     - `limit_bytes`: the limit for the bytes of all requests under way.
     - `gap_bytes`: shorter gaps are read too.
     - `copier`: the thread that copies.
     - `batch_bytes`: the bytes that one call of `read` should read.
     """
 
-    where: ObjectPlace
+    place: ObjectPlace
     limit_bytes: int
     gap_bytes: int
     copier: concurrent.futures.Executor
@@ -158,17 +158,17 @@ class ObjectFiles:
                 self._changed.notify_all()
 
     def _carry_out(self, requests: Sequence[Request]) -> None:
-        keys = [self.where.key_of(request.pieces[0].file) for request in requests]
+        keys = [self.place.key_of(request.pieces[0].file) for request in requests]
         futures = [
-            self.where.begin_read(key, request.start, request.stop)
+            self.place.begin_read(key, request.start, request.stop)
             for key, request in zip(keys, requests, strict=True)
         ]
         for number, (key, request) in enumerate(zip(keys, requests, strict=True)):
             try:
-                answer = self.where.answer(futures[number], key)
+                answer = self.place.answer(futures[number], key)
             except ShortError as error:
                 raise CheckpointError(
-                    f"{self.where.what(key)} ends before byte {request.stop}, within"
+                    f"{self.place.what(key)} ends before byte {request.stop}, within"
                     f" array {quoted(request.pieces[-1].path)} or one near it; it is"
                     " truncated. Copy the whole file."
                 ) from error
@@ -188,7 +188,7 @@ def _copy_in(answer: Any, request: Request) -> None:
 
 @contextlib.contextmanager
 def open_objects(
-    where: ObjectPlace,
+    place: ObjectPlace,
     read_limit_bytes: int,
     gap_bytes: int,
 ) -> Iterator[ObjectFiles]:
@@ -200,7 +200,7 @@ def open_objects(
         )
     with concurrent.futures.ThreadPoolExecutor(1, "shardfx-copy") as copier:
         yield ObjectFiles(
-            where=where,
+            place=place,
             limit_bytes=read_limit_bytes,
             gap_bytes=gap_bytes,
             copier=copier,

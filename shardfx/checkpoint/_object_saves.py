@@ -1,4 +1,5 @@
-"""Saves to a store: data objects first, then one small object that makes the step exist.
+"""Saves to a store: data objects first, then one small object that makes the step
+exist.
 
 A store has no rename. So the arrays are written as safetensors files below
 `data-SECONDS-TOKEN/`, a name that no other save has, and the index of the set names
@@ -130,7 +131,8 @@ def body_of(
 
 @dataclasses.dataclass
 class ObjectSave:
-    """The part of one process in a save to a store. `write` runs in a thread of its own.
+    """The part of one process in a save to a store. `write` runs in a thread of its
+    own.
 
     **Arguments:**
 
@@ -239,8 +241,8 @@ class ObjectSave:
         return self.place.write_new(self.key(SET_INDEX), data)
 
     def _require_there(self, files: Iterable[str]) -> None:
-        """Raises `CheckpointError` if an object that was written is gone, as `clean` may
-        have removed it.
+        """Raises `CheckpointError` if an object that was written is gone, as `clean`
+        may have removed it.
         """
         names = list(files)
         # A listing may lag behind, a read does not.
@@ -264,8 +266,8 @@ class ObjectSave:
 
 
 def _require_absent(place: ObjectPlace, key: str, fix: str) -> None:
-    """Raises `CheckpointError` with a fix if the object that makes a checkpoint exist is
-    there.
+    """Raises `CheckpointError` with a fix if the object that makes a checkpoint exist
+    is there.
     """
     if place.holds(key):
         raise CheckpointError(
@@ -352,8 +354,8 @@ def _save_file(
     key = place.address.path
     if len(processes.members) > 1 or content.nbytes > _MOST_OBJECT_BYTES:
         raise CheckpointError(
-            f"{place.directory!r} would be one object with {content.nbytes} bytes, which"
-            f" one process writes, up to {_MOST_OBJECT_BYTES} bytes; save to a"
+            f"{place.directory!r} would be one object with {content.nbytes} bytes,"
+            f" which one process writes, up to {_MOST_OBJECT_BYTES} bytes; save to a"
             " directory: leave out `.safetensors`."
         )
     if not overwrite:

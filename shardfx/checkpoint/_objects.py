@@ -25,8 +25,8 @@ from ._stores import METADATA, OCDBT_MANIFEST
 
 TIMEOUT_SECONDS = 60.0
 # A request takes about as long as to transfer 390 to 420 KiB (`python -m
-# benchmarks.store_gap`, without and with 20 ms a request): reading gaps of 256 KiB, too,
-# takes 0.79 to 0.86 of the time, and gaps of 512 KiB 1.06 to 1.22.
+# benchmarks.store_gap`, without and with 20 ms a request): reading gaps of 256 KiB,
+# too, takes 0.79 to 0.86 of the time, and gaps of 512 KiB 1.06 to 1.22.
 STORE_GAP_BYTES = 256 * 1024
 # Waiting threads take no time.
 _WORKERS = 256
@@ -190,9 +190,9 @@ class ObjectPlace:
         """The names of all objects of the place."""
         return self.keys_below(self.address.path)
 
-    def key_of(self, real: str) -> str:
+    def key_of(self, file_path: str) -> str:
         """The key of a file name."""
-        return real.removeprefix(f"{self.address.root}/")
+        return file_path.removeprefix(f"{self.address.root}/")
 
     def timeout(self, nbytes: int) -> float:
         return self.timeout_seconds + nbytes / _LEAST_RATE
@@ -207,16 +207,16 @@ class ObjectPlace:
             else:
                 yield ".", self.directory
 
-    def has_file(self, real: str) -> bool:
-        return real.removeprefix(f"{self.directory}/") in self.keys
+    def has_file(self, file_path: str) -> bool:
+        return file_path.removeprefix(f"{self.directory}/") in self.keys
 
     def inside(self, name: str) -> str:
         require_relative(self.directory, name)
         return f"{self.directory}/{name.removeprefix('./')}"
 
     @contextlib.contextmanager
-    def opened(self, real: str) -> "Iterator[ObjectFile]":
-        yield ObjectFile(self, self.key_of(real))
+    def opened(self, file_path: str) -> "Iterator[ObjectFile]":
+        yield ObjectFile(self, self.key_of(file_path))
 
     chunk = opened
 
@@ -233,14 +233,14 @@ class ObjectPlace:
             with contextlib.suppress(ShortError):
                 self.answer(read, key)
 
-    def require_plain_tree(self, real: str) -> None:
+    def require_plain_tree(self, directory: str) -> None:
         # A store has no links and no pipes.
         pass
 
-    def kvstore(self, real: str) -> dict[str, Any]:
+    def kvstore(self, directory: str) -> dict[str, Any]:
         return {
             **self.address.spec,
-            "path": f"{self.key_of(real)}/",
+            "path": f"{self.key_of(directory)}/",
             "context": {**_CONTEXT, **self.address.spec.get("context", {})},
         }
 

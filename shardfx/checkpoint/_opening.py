@@ -16,7 +16,7 @@ Reader = Files | ObjectFiles
 
 @contextlib.contextmanager
 def open_files(
-    where: Place,
+    place: Place,
     names: Iterable[str],
     threads: int,
     gap_bytes: int,
@@ -26,13 +26,13 @@ def open_files(
 
     `read_limit_bytes` bounds the bytes of requests to a store that are under way.
     """
-    if isinstance(where, ObjectPlace):
+    if isinstance(place, ObjectPlace):
         limit_bytes = read_limit_bytes
         if limit_bytes is None:
             limit_bytes = READ_LIMIT_BYTES
-        with open_objects(where, limit_bytes, gap_bytes) as objects:
+        with open_objects(place, limit_bytes, gap_bytes) as objects:
             yield objects
         return
-    assert isinstance(where, FilePlace)
-    with open_local(where, names, threads) as files:
+    assert isinstance(place, FilePlace)
+    with open_local(place, names, threads) as files:
         yield files

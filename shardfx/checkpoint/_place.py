@@ -73,8 +73,8 @@ class Place(Protocol):
         """
         ...
 
-    def has_file(self, real: str) -> bool:
-        """Whether there is a file with the file name `real`."""
+    def has_file(self, file_path: str) -> bool:
+        """Whether there is a file with the file name `file_path`."""
         ...
 
     def inside(self, name: str) -> str:
@@ -84,11 +84,11 @@ class Place(Protocol):
         """
         ...
 
-    def opened(self, real: str) -> AbstractContextManager[OpenFile]:
-        """A context with the file `real`, open for reading."""
+    def opened(self, file_path: str) -> AbstractContextManager[OpenFile]:
+        """A context with the file `file_path`, open for reading."""
         ...
 
-    def chunk(self, real: str) -> AbstractContextManager[OpenFile]:
+    def chunk(self, file_path: str) -> AbstractContextManager[OpenFile]:
         """A context with a stored chunk, which tensorstore reads again. It may change."""
         ...
 
@@ -104,12 +104,14 @@ class Place(Protocol):
         """
         ...
 
-    def require_plain_tree(self, real: str) -> None:
-        """Raises `CheckpointError` if anything but files is below the directory `real`."""
+    def require_plain_tree(self, directory: str) -> None:
+        """Raises `CheckpointError` if anything but files is below the directory
+        `directory`.
+        """
         ...
 
-    def kvstore(self, real: str) -> dict[str, Any]:
+    def kvstore(self, directory: str) -> dict[str, Any]:
         """TensorStore's spec of the key-value store of the files in the directory
-        `real`.
+        `directory`.
         """
         ...

@@ -136,7 +136,7 @@ class Files:
     array of bytes for each thread, and the bytes that one call of `read` should read.
     """
 
-    where: FilePlace
+    place: FilePlace
     descriptors: dict[str, int]
     scratch: queue.SimpleQueue[np.ndarray]
     batch_bytes: int = RUN_BYTES
@@ -253,7 +253,7 @@ def _is_row(span: Span, entry: FileArray, target: np.ndarray) -> bool:
 
 
 @contextlib.contextmanager
-def open_files(where: FilePlace, names: Iterable[str], threads: int) -> Iterator[Files]:
+def open_files(place: FilePlace, names: Iterable[str], threads: int) -> Iterator[Files]:
     """A context in which the named files are open, for reads in `threads` threads."""
     scratch = queue.SimpleQueue[np.ndarray]()
     for _ in range(threads):
@@ -261,9 +261,9 @@ def open_files(where: FilePlace, names: Iterable[str], threads: int) -> Iterator
     with contextlib.ExitStack() as stack:
         descriptors = {}
         for name in names:
-            descriptors[name] = stack.enter_context(opened(where, name))
+            descriptors[name] = stack.enter_context(opened(place, name))
         yield Files(
-            where=where,
+            place=place,
             descriptors=descriptors,
             scratch=scratch,
         )

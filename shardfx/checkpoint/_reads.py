@@ -290,7 +290,7 @@ class _PieceReader:
         memory = np.empty(box_shape(box), entry.dtype)
         if isinstance(entry, StoreArray):
             self.read_bytes += stores.read_into(
-                self.files.where,
+                self.files.place,
                 entry,
                 (box,),
                 [memory],

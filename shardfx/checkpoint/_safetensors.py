@@ -88,21 +88,21 @@ class Header(NamedTuple):
     metadata: dict[str, str]
 
 
-def read_headers(where: Place, files: Iterable[str]) -> dict[str, Header]:
+def read_headers(place: Place, files: Iterable[str]) -> dict[str, Header]:
     """The checked header of each safetensors file, by its file name; no weight is
     read.
     """
     names = list(dict.fromkeys(files))
-    headers = where.each(lambda real: read_header(where, real), names)
+    headers = place.each(lambda file_path: read_header(place, file_path), names)
     return dict(zip(names, headers, strict=True))
 
 
-def read_header(where: Place, real: str) -> Header:
-    """The checked header of the safetensors file `real`; no weight is read.
+def read_header(place: Place, file_path: str) -> Header:
+    """The checked header of the safetensors file `file_path`; no weight is read.
 
     A load finds out if an object, whose size is unknown, is too short or too long.
     """
-    with where.opened(real) as file:
+    with place.opened(file_path) as file:
         size = file.known_size
         head = file.read(32, 0)
         length = int.from_bytes(head[:8], "little")
@@ -110,27 +110,27 @@ def read_header(where: Place, real: str) -> Header:
         if size is not None:
             most_bytes = min(HEADER_LIMIT_BYTES, size - 8)
         if length > most_bytes or len(head) < 8:
-            raise _no_header(real, head, length, size)
+            raise _no_header(file_path, head, length, size)
         data = file.read(length, 8)
         if len(data) < length:
-            raise _no_header(real, head, length, 8 + len(data))
+            raise _no_header(file_path, head, length, 8 + len(data))
     buffer_bytes = None if size is None else size - 8 - length
-    return parse_header(data, buffer_bytes, real)
+    return parse_header(data, buffer_bytes, file_path)
 
 
 def _no_header(
-    real: str,
+    file_path: str,
     head: bytes,
     length: int,
     size: int | None,
 ) -> CheckpointError:
     kind = kind_of(head)
     if kind is not None:
-        return CheckpointError(f"{real!r} is {kind.name}; {kind.fix}.")
+        return CheckpointError(f"{file_path!r} is {kind.name}; {kind.fix}.")
     of_bytes = "" if size is None else f" of {size} bytes"
     return CheckpointError(
-        f"safetensors file {real!r}{of_bytes} claims a header of {length} bytes; the"
-        " file is truncated, damaged, or of another format (a header has at most"
+        f"safetensors file {file_path!r}{of_bytes} claims a header of {length} bytes;"
+        " the file is truncated, damaged, or of another format (a header has at most"
         f" {HEADER_LIMIT_BYTES} bytes)."
     )
 

@@ -9,7 +9,7 @@ from .._ground.misuse import called
 from .._plan import ShardPlan
 from . import _safetensors as safetensors
 from ._address import Address, Where, address_of, shown
-from ._files import member, place, read_json
+from ._files import local_place, member, read_json
 from ._formats import read_index
 from ._objects import ObjectPlace
 from ._parts import PLAN_FILE_KEY, SET_INDEX
@@ -47,23 +47,23 @@ def saved_plan(path: Where, like: object = None) -> ShardPlan:
 def _text_of_plan(path: Where) -> str | None:
     """The text of the plan of a checkpoint; `None` if it has none."""
     target = address_of(path)
-    where: Place
+    place: Place
     if isinstance(target, str) and os.path.isdir(target):
-        where = place(target, None)
+        place = local_place(target, None)
     elif isinstance(target, Address) and not target.name.endswith(".safetensors"):
-        where = ObjectPlace(target)
+        place = ObjectPlace(target)
     else:
         return read_index(path).metadata.get(safetensors.PLAN_KEY)
     # In a store the index of the set names the file. It is read first, since a store
     # denies an object that is missing to those who may not list.
     content = None
     with contextlib.suppress(MissingError):
-        content = read_json(where, where.inside(SET_INDEX))
+        content = read_json(place, place.inside(SET_INDEX))
     name = member(content, "metadata", PLAN_FILE_KEY)
     # The text is first parsed as untrusted JSON, then by the plan's own reader.
     if isinstance(name, str):
-        return json.dumps(read_json(where, where.inside(name)))
+        return json.dumps(read_json(place, place.inside(name)))
     # A save to a disk writes a file of this name.
     with contextlib.suppress(MissingError):
-        return json.dumps(read_json(where, where.inside(PLAN)))
+        return json.dumps(read_json(place, place.inside(PLAN)))
     return None

@@ -14,7 +14,7 @@ from ._stores import OCDBT_MANIFEST, dtype_named, entry_in, ocdbt_entries
 EFORMER_INDEX = "tensorstore_index.json"
 
 
-def eformer_entries(where: Place) -> tuple[StoreArray | ListedArray, ...]:
+def eformer_entries(place: Place) -> tuple[StoreArray | ListedArray, ...]:
     """The arrays that an eformer index lists, of all its prefixes, in the index's
     order.
 
@@ -22,59 +22,59 @@ def eformer_entries(where: Place) -> tuple[StoreArray | ListedArray, ...]:
     `arrays` too. The index's own field `version` does not tell them apart, since it is
     the version of eformer's package.
     """
-    real = where.inside(EFORMER_INDEX)
-    content = read_json(where, real)
+    file_path = place.inside(EFORMER_INDEX)
+    content = read_json(place, file_path)
     if not isinstance(content, dict) or content.get("format") != "tensorstore":
         form = type(content).__name__
         if isinstance(content, dict):
             form = content.get("format")
         raise CheckpointError(
-            f"Unsupported index format: {str(form)[:80]}, in {real!r}; it must be"
+            f"Unsupported index format: {str(form)[:80]}, in {file_path!r}; it must be"
             " 'tensorstore'."
         )
     prefixes = content.get("prefixes", {})
     if not isinstance(prefixes, dict):
         raise CheckpointError(
-            f"{real!r}: `prefixes` must map each prefix to a list of arrays."
+            f"{file_path!r}: `prefixes` must map each prefix to a list of arrays."
         )
     entries: list[StoreArray | ListedArray] = []
     ungrouped = (None, content.get("arrays", []))
     for group, rows in [ungrouped, *prefixes.items()]:
         if not isinstance(rows, list):
             what = "`arrays`" if group is None else f"prefix {quoted(group)}"
-            raise CheckpointError(f"{real!r}: {what} must be a list.")
-        entries += [_listed(where, real, group, row) for row in rows]
+            raise CheckpointError(f"{file_path!r}: {what} must be a list.")
+        entries += [_listed(place, file_path, group, row) for row in rows]
     return tuple(entries)
 
 
 def _listed(
-    where: Place,
-    real: str,
+    place: Place,
+    file_path: str,
     group: str | None,
     row: object,
 ) -> StoreArray | ListedArray:
     if not isinstance(row, dict) or not isinstance(row.get("path"), str):
         raise CheckpointError(
-            f"{real!r} lists {quoted(str(row), 80)}, which has no `path`."
+            f"{file_path!r} lists {quoted(str(row), 80)}, which has no `path`."
         )
     path = row["path"]
     shape = row.get("shape")
     dtype = row.get("dtype")
-    directory = where.inside(path)
+    directory = place.inside(path)
     # The array's own metadata decides what a read returns; the index is a copy that may
     # be out of date.
-    entry = entry_in(where, path, directory)
+    entry = entry_in(place, path, directory)
     if entry is not None:
         if shape is not None and list(entry.shape) != shape:
             raise CheckpointError(
-                f"{real!r} gives {quoted(path)} the shape {str(shape)[:80]}, but its"
-                f" own metadata says {entry.shape}."
+                f"{file_path!r} gives {quoted(path)} the shape {str(shape)[:80]}, but"
+                f" its own metadata says {entry.shape}."
             )
         return dataclasses.replace(entry, group=group)
     if shape is not None and not is_shape(shape):
         raise CheckpointError(
-            f"{real!r} gives {quoted(path)} the shape {str(shape)[:80]}; it must be a"
-            " list of sizes."
+            f"{file_path!r} gives {quoted(path)} the shape {str(shape)[:80]}; it must"
+            " be a list of sizes."
         )
     is_text = isinstance(dtype, str)
     return ListedArray(
@@ -96,84 +96,84 @@ _TRACES = ("_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "ocdbt.proces
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
-def raise_if_no_tree(where: Place, names: list[str]) -> None:
+def raise_if_no_tree(place: Place, names: list[str]) -> None:
     """Raises `CheckpointError` if Orbax wrote the checkpoint's directory, and it does
     not contain one tree of arrays.
 
     It may be a training step, which contains several trees, or an incomplete
     checkpoint. `names` are its files.
     """
-    require_finished(where)
+    require_finished(place)
     items = [
         name
         for name in names
-        if where.has_file(os.path.join(where.directory, name, ORBAX_METADATA))
+        if place.has_file(os.path.join(place.directory, name, ORBAX_METADATA))
     ]
     if items:
         raise CheckpointError(
-            f"{where.directory!r} is a step of Orbax's CheckpointManager with the items"
+            f"{place.directory!r} is a step of Orbax's CheckpointManager with the items"
             f" {items[:20]}; name one, as in"
-            f" `read_index({os.path.join(where.directory, items[0])!r})`."
+            f" `read_index({os.path.join(place.directory, items[0])!r})`."
         )
     traces = [name for name in names if name in _TRACES]
     if traces:
         raise CheckpointError(
-            f"{where.directory!r} is a checkpoint of Orbax, as {quoted(traces[0])}"
+            f"{place.directory!r} is a checkpoint of Orbax, as {quoted(traces[0])}"
             f" shows, without {ORBAX_METADATA}: its save was interrupted, or files were"
             " lost, and nothing says which arrays it had. Copy the whole checkpoint,"
             " or take an earlier step."
         )
 
 
-def require_finished(where: Place) -> None:
+def require_finished(place: Place) -> None:
     """Raises `CheckpointError` for a directory with the name that Orbax gives to a save
     until it is complete.
     """
-    name = os.path.basename(where.directory)
+    name = os.path.basename(place.directory)
     if _UNFINISHED in name:
         raise CheckpointError(
-            f"{where.directory!r} is a save of Orbax that was not finished, as its name"
+            f"{place.directory!r} is a save of Orbax that was not finished, as its name"
             " says; take an earlier step. If you know that it is complete, rename it to"
             f" {name.partition(_UNFINISHED)[0]!r}."
         )
 
 
-def orbax_entries(where: Place) -> tuple[StoreArray, ...]:
+def orbax_entries(place: Place) -> tuple[StoreArray, ...]:
     """The arrays of an Orbax PyTree checkpoint. Their paths are Orbax's keys joined by
     "/".
 
     Orbax's own reader opens the files that the metadata names before it checks the
     names, so it is not used.
     """
-    require_finished(where)
-    real = where.inside(ORBAX_METADATA)
-    content = read_json(where, real)
+    require_finished(place)
+    file_path = place.inside(ORBAX_METADATA)
+    content = read_json(place, file_path)
     rows = member(content, "tree_metadata")
     if not isinstance(rows, dict):
         raise CheckpointError(
-            f"{real!r} has no `tree_metadata` that describes arrays; it is damaged, or"
-            " not Orbax's."
+            f"{file_path!r} has no `tree_metadata` that describes arrays; it is"
+            " damaged, or not Orbax's."
         )
-    named = [_keys(real, name, row) for name, row in rows.items()]
-    if OCDBT_MANIFEST in where.names():
-        entry_of = {entry.key: entry for entry in ocdbt_entries(where)}.get
+    named = [_keys(file_path, name, row) for name, row in rows.items()]
+    if OCDBT_MANIFEST in place.names():
+        entry_of = {entry.key: entry for entry in ocdbt_entries(place)}.get
     else:
         entry_of = lambda name: (
-            entry_in(where, name, where.inside(name)) if name else None
+            entry_in(place, name, place.inside(name)) if name else None
         )
     rows = [(keys, must, entry_of(".".join(keys))) for keys, must in named]
     names: dict[str, list[str]] = {}
     for keys, must, entry in rows:
         if names.setdefault(".".join(keys), keys) != keys and entry is not None:
             raise CheckpointError(
-                f"{real!r} names arrays by {keys} and by {names['.'.join(keys)]}, which"
-                " Orbax keeps under one name, so one of them was lost when it was"
+                f"{file_path!r} names arrays by {keys} and by {names['.'.join(keys)]},"
+                " which Orbax keeps under one name, so one of them was lost when it was"
                 " written; rename one of them and save again."
             )
         if must and entry is None:
             raise CheckpointError(
-                f"{real!r} names the array {quoted('/'.join(keys))}, but"
-                f" {where.directory!r} does not hold it; copy the whole checkpoint."
+                f"{file_path!r} names the array {quoted('/'.join(keys))}, but"
+                f" {place.directory!r} does not hold it; copy the whole checkpoint."
             )
     return tuple(
         dataclasses.replace(entry, path="/".join(keys))
@@ -182,11 +182,11 @@ def orbax_entries(where: Place) -> tuple[StoreArray, ...]:
     )
 
 
-def _keys(real: str, name: str, row: object) -> tuple[list[str], bool]:
+def _keys(file_path: str, name: str, row: object) -> tuple[list[str], bool]:
     """The keys from the root to a value in Orbax's `tree_metadata`, and whether the
     value must be an array.
 
-    `real` is the path of the metadata file, for errors. `name` and `row` are the
+    `file_path` is the path of the metadata file, for errors. `name` and `row` are the
     value's name and metadata.
     """
     keys = member(row, "key_metadata")
@@ -202,8 +202,8 @@ def _keys(real: str, name: str, row: object) -> tuple[list[str], bool]:
         or len(texts) != len(keys)
     ):
         raise CheckpointError(
-            f"{real!r}: {quoted(name)} in `tree_metadata` has no keys and value that"
-            " Orbax writes."
+            f"{file_path!r}: {quoted(name)} in `tree_metadata` has no keys and value"
+            " that Orbax writes."
         )
     is_array = value.get("value_type") in _ARRAYS
     return texts, is_array and value.get("skip_deserialize") is not True

@@ -84,53 +84,53 @@ def dtype_named(text: str) -> DType:
     return _NAMED.get(text)
 
 
-def zarr_entries(where: Place) -> tuple[StoreArray, ...]:
+def zarr_entries(place: Place) -> tuple[StoreArray, ...]:
     """The zarr arrays of version 2 or 3 in a checkpoint's directory and below it, by
     path.
     """
     entries = []
-    for path, directory in where.directories():
-        entry = entry_in(where, path, directory)
+    for path, directory in place.directories():
+        entry = entry_in(place, path, directory)
         if entry is not None:
             entries.append(entry)
     return tuple(entries)
 
 
-def entry_in(where: Place, path: str, directory: str) -> StoreArray | None:
+def entry_in(place: Place, path: str, directory: str) -> StoreArray | None:
     """The zarr array in `directory`, with the name `path`; `None` if the directory has
     no array's metadata.
     """
     for name, driver in METADATA.items():
         file = os.path.join(directory, name)
-        if where.has_file(file):
-            relative = os.path.relpath(file, where.directory)
-            real = where.inside(relative)
-            entry = _described(
+        if place.has_file(file):
+            relative = os.path.relpath(file, place.directory)
+            file_path = place.inside(relative)
+            entry = _zarr_entry(
                 path=path,
                 file=directory,
                 key=None,
-                content=read_json(where, real),
+                content=read_json(place, file_path),
                 driver=driver,
-                where=quoted(real),
+                shown_name=quoted(file_path),
             )
             if entry is not None:
                 return entry
     return None
 
 
-def _described(
+def _zarr_entry(
     path: str,
     file: str,
     key: str | None,
     content: Any,
     driver: str,
-    where: str,
+    shown_name: str,
 ) -> StoreArray | None:
     """The zarr array that the JSON metadata `content` describes; `None` for the
     metadata of a group.
 
     `path`, `file`, `key` and `driver` become the fields of the result with these names.
-    `where` is the name of the metadata in errors.
+    `shown_name` is the name of the metadata in errors.
     """
     if driver == "zarr3" and member(content, "node_type") == "group":
         return None
@@ -144,8 +144,8 @@ def _described(
     are_sizes = is_shape(shape) and is_sizes(chunks)
     if not are_sizes or len(chunks) != len(shape) or not all(chunks):
         raise CheckpointError(
-            f"{where} describes no zarr array: its shape and chunks must be lists of as"
-            " many sizes, and their product below 2**59."
+            f"{shown_name} describes no zarr array: its shape and chunks must be lists"
+            " of as many sizes, and their product below 2**59."
         )
     if not isinstance(stored, str):
         stored = str(stored)[:80]
@@ -161,17 +161,17 @@ def _described(
     )
 
 
-def ocdbt_entries(where: Place) -> tuple[StoreArray, ...]:
+def ocdbt_entries(place: Place) -> tuple[StoreArray, ...]:
     """The zarr arrays in the OCDBT database of a checkpoint's directory, by key."""
     import tensorstore as ts
 
-    where.require_plain_tree(where.directory)
-    with where.opened(where.inside(OCDBT_MANIFEST)) as file:
+    place.require_plain_tree(place.directory)
+    with place.opened(place.inside(OCDBT_MANIFEST)) as file:
         # From now on the file must not change. In a store, a read begins that.
         file.read(1, 0)
     try:
-        seconds = where.timeout(0)
-        opening = ts.KvStore.open(ocdbt(where, where.directory))
+        seconds = place.timeout(0)
+        opening = ts.KvStore.open(ocdbt(place, place.directory))
         store = opening.result(timeout=seconds)
         listing = store.list().result(timeout=seconds)
         keys = sorted(key.decode() for key in listing)
@@ -182,24 +182,24 @@ def ocdbt_entries(where: Place) -> tuple[StoreArray, ...]:
                 reads.append((path, name, key, store.read(key)))
         entries = []
         for path, name, key, read in reads:
-            place_of = f"{quoted(key)} in {where.directory!r}"
+            shown_name = f"{quoted(key)} in {place.directory!r}"
             value = read.result(timeout=seconds).value
-            entry = _described(
+            entry = _zarr_entry(
                 path=path,
-                file=where.directory,
+                file=place.directory,
                 key=path,
-                content=parsed_json(value, place_of),
+                content=parsed_json(value, shown_name),
                 driver=METADATA[name],
-                where=place_of,
+                shown_name=shown_name,
             )
             if entry is not None:
                 entries.append(entry)
     except (ValueError, OSError) as error:
-        raise unreadable(where.directory, error) from error
+        raise unreadable(place.directory, error) from error
     return tuple(entries)
 
 
-def require_possible(entries: Iterable[StoreArray], where: Place) -> None:
+def require_possible(entries: Iterable[StoreArray], place: Place) -> None:
     """Raises `CheckpointError` for an array with too large chunks, a pipe, or a link
     that leads out of the checkpoint.
 
@@ -208,7 +208,7 @@ def require_possible(entries: Iterable[StoreArray], where: Place) -> None:
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for directory in dict.fromkeys(entry.file for entry in entries):
-        where.require_plain_tree(directory)
+        place.require_plain_tree(directory)
     for entry in entries:
         element = _WIDEST_BYTES if entry.dtype is None else itemsize(entry.dtype)
         chunk_bytes = math.prod(entry.chunks) * element
@@ -223,10 +223,10 @@ def require_possible(entries: Iterable[StoreArray], where: Place) -> None:
             )
 
 
-def ocdbt(where: Place, directory: str, key: str = "") -> dict[str, Any]:
+def ocdbt(place: Place, directory: str, key: str = "") -> dict[str, Any]:
     """The tensorstore spec of a key in the OCDBT database of a directory."""
     path = f"{key}/" if key else ""
-    return {"driver": "ocdbt", "base": where.kvstore(directory), "path": path}
+    return {"driver": "ocdbt", "base": place.kvstore(directory), "path": path}
 
 
 def unreadable(what: str, error: Exception) -> CheckpointError:
@@ -246,7 +246,7 @@ def unreadable(what: str, error: Exception) -> CheckpointError:
 
 
 def read_into(
-    where: Place,
+    place: Place,
     entry: StoreArray,
     boxes: Sequence[Box],
     targets: Sequence[np.ndarray],
@@ -263,14 +263,14 @@ def read_into(
     # Chunks that two boxes share are decoded once if they can be kept in memory.
     cache_bytes = 0 if all(_is_aligned(entry, box) for box in boxes) else _CACHE_BYTES
     context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
-    spec = _spec_of(where, entry) | {
+    spec = _spec_of(place, entry) | {
         "fill_missing_data_reads": missing_chunks == "fill"
     }
     try:
-        seconds = where.timeout(sum(target.nbytes for target in targets))
+        seconds = place.timeout(sum(target.nbytes for target in targets))
         opening = ts.open(spec, open=True, read=True, context=context)
         array = opening.result(timeout=seconds)
-        require_bounded(where, array, entry, boxes)
+        require_bounded(place, array, entry, boxes)
         reads = [
             _begin_read(ts, array, box, target)
             for box, target in zip(boxes, targets, strict=True)
@@ -294,13 +294,13 @@ def read_into(
     return sum(target.nbytes for target in targets)
 
 
-def _spec_of(where: Place, entry: StoreArray) -> dict[str, Any]:
+def _spec_of(place: Place, entry: StoreArray) -> dict[str, Any]:
     """The tensorstore spec of an array. It states the array's metadata, so that
     tensorstore raises if they changed.
     """
-    kvstore = where.kvstore(entry.file)
+    kvstore = place.kvstore(entry.file)
     if entry.key is not None:
-        kvstore = ocdbt(where, entry.file, entry.key)
+        kvstore = ocdbt(place, entry.file, entry.key)
     grid: dict[str, Any] = {"chunks": list(entry.chunks)}
     if entry.driver == "zarr3":
         grid = {

@@ -1,5 +1,6 @@
 """The checkpoints of T5X: large arrays in zarr directories, all else in a msgpack file
-`checkpoint`, which also says where the large arrays are (t5x/checkpoints.py, version 3).
+`checkpoint`, which also says where the large arrays are (t5x/checkpoints.py, version
+3).
 """
 
 import os
@@ -32,49 +33,49 @@ class Content(NamedTuple):
     metadata: dict[str, str]
 
 
-def flax_content(where: Place, real: str) -> Content:
-    """The content of the msgpack file `real`, as flax writes it."""
-    leaves = leaves_of(read_tree(where, real), real)
+def flax_content(place: Place, file_path: str) -> Content:
+    """The content of the msgpack file `file_path`, as flax writes it."""
+    leaves = leaves_of(read_tree(place, file_path), file_path)
     if leaves.elsewhere:
         path, _ = leaves.elsewhere[0]
         raise CheckpointError(
-            f"{real!r} is the file `{STATE_FILE}` of a checkpoint of T5X, and"
+            f"{file_path!r} is the file `{STATE_FILE}` of a checkpoint of T5X, and"
             f" {quoted(path)} is in a directory beside it; give the directory,"
-            f" {os.path.dirname(real)!r}."
+            f" {os.path.dirname(file_path)!r}."
         )
     return _content(leaves, ())
 
 
-def is_state(where: Place) -> bool:
+def is_state(place: Place) -> bool:
     """Whether the file `checkpoint` of a directory is a msgpack file."""
-    with where.opened(where.inside(STATE_FILE)) as file:
+    with place.opened(place.inside(STATE_FILE)) as file:
         return is_msgpack_map(file.read(_HEAD_BYTES, 0))
 
 
-def t5x_content(where: Place) -> Content:
+def t5x_content(place: Place) -> Content:
     """The content of a checkpoint of T5X, from both of its halves."""
-    real = where.inside(STATE_FILE)
-    if not is_state(where):
-        with where.opened(real) as file:
-            raise _damaged(where, kind_of(file.read(_HEAD_BYTES, 0)))
-    tree = read_tree(where, real)
+    file_path = place.inside(STATE_FILE)
+    if not is_state(place):
+        with place.opened(file_path) as file:
+            raise _damaged(place, kind_of(file.read(_HEAD_BYTES, 0)))
+    tree = read_tree(place, file_path)
     state = member(tree, _STATE_KEY)
-    leaves = leaves_of(tree if state is None else state, real)
-    rest = {entry.path: entry for entry in zarr_entries(where)}
+    leaves = leaves_of(tree if state is None else state, file_path)
+    rest = {entry.path: entry for entry in zarr_entries(place)}
     arrays = []
     for path, spec in leaves.elsewhere:
         name = _directory_name(spec)
         if name is None:
             raise CheckpointError(
-                f"{real!r} says of {quoted(path)} that it is in another file, and not in"
-                " which; the file is damaged."
+                f"{file_path!r} says of {quoted(path)} that it is in another file, and"
+                " not in which; the file is damaged."
             )
-        entry = entry_in(where, path, where.inside(name))
+        entry = entry_in(place, path, place.inside(name))
         if entry is None:
             raise CheckpointError(
-                f"{real!r} says that {quoted(path)} is in {quoted(name)}, but"
-                f" {where.directory!r} holds no such zarr array; it has"
-                f" {_listed(where)}. Copy the whole checkpoint."
+                f"{file_path!r} says that {quoted(path)} is in {quoted(name)}, but"
+                f" {place.directory!r} holds no such zarr array; it has"
+                f" {_listed(place)}. Copy the whole checkpoint."
             )
         rest.pop(name, None)
         arrays.append(entry)
@@ -82,31 +83,31 @@ def t5x_content(where: Place) -> Content:
     return _content(leaves, (*arrays, *rest.values()))
 
 
-def raise_if_half(where: Place, entries: tuple[StoreArray, ...]) -> None:
+def raise_if_half(place: Place, entries: tuple[StoreArray, ...]) -> None:
     """Raises `CheckpointError` if zarr arrays have the names that T5X gives them, and
     its file with all else is not there.
     """
     if entries and all(entry.path.startswith(_PREFIXES) for entry in entries):
         raise CheckpointError(
-            f"{where.directory!r} holds {len(entries)} zarr arrays with the names of a"
+            f"{place.directory!r} holds {len(entries)} zarr arrays with the names of a"
             f" checkpoint of T5X, such as {quoted(entries[0].path)}, and not its file"
             f" `{STATE_FILE}`, which has the small arrays and the step; it has"
-            f" {_listed(where)}. Copy the whole checkpoint."
+            f" {_listed(place)}. Copy the whole checkpoint."
         )
 
 
-def _damaged(where: Place, kind: Any) -> CheckpointError:
+def _damaged(place: Place, kind: Any) -> CheckpointError:
     what = "which is no msgpack" if kind is None else f"which is {kind.name}"
     return CheckpointError(
-        f"{where.directory!r} holds zarr arrays and a file `{STATE_FILE}`, {what}."
+        f"{place.directory!r} holds zarr arrays and a file `{STATE_FILE}`, {what}."
         " T5X keeps the small arrays and the step in a msgpack file of this name, so"
-        f" half of the checkpoint is damaged; it has {_listed(where)}. Copy the whole"
+        f" half of the checkpoint is damaged; it has {_listed(place)}. Copy the whole"
         " checkpoint, or take the file away to load the zarr arrays alone."
     )
 
 
-def _listed(where: Place) -> str:
-    names = where.names()
+def _listed(place: Place) -> str:
+    names = place.names()
     shown = ", ".join(map(quoted, names[:8]))
     if len(names) > 8:
         return f"{shown} and {len(names) - 8} more"

@@ -25,7 +25,7 @@ class Tail(NamedTuple):
 
 
 def begin_tails(
-    where: ObjectPlace,
+    place: ObjectPlace,
     entries: Iterable[FileArray],
     files: Collection[str],
 ) -> list[Tail]:
@@ -44,9 +44,9 @@ def begin_tails(
                 stops[file] = max(stops[file], end)
     return [
         Tail(
-            key=where.key_of(file),
+            key=place.key_of(file),
             position=end,
-            future=where.begin_read(where.key_of(file), end, end + 1),
+            future=place.begin_read(place.key_of(file), end, end + 1),
         )
         for file, end in stops.items()
         if end
@@ -64,16 +64,16 @@ def _ends(entry: FileArray, nbytes: int) -> list[tuple[str, int]]:
     ]
 
 
-def require_no_tails(where: ObjectPlace, tails: Iterable[Tail]) -> None:
+def require_no_tails(place: ObjectPlace, tails: Iterable[Tail]) -> None:
     """Raises `CheckpointError` if an object goes on behind its last tensor."""
     for tail in tails:
         try:
-            answer = where.answer(tail.future, tail.key)
+            answer = place.answer(tail.future, tail.key)
         except ShortError:
             continue
         if answer.value:
             raise CheckpointError(
-                f"{where.what(tail.key)} goes on behind its last tensor, which ends at"
+                f"{place.what(tail.key)} goes on behind its last tensor, which ends at"
                 f" byte {tail.position}; it is damaged, or was written over a longer"
                 " one. Copy the whole file again."
             )

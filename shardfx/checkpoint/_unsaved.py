@@ -28,8 +28,8 @@ _DEFINITIONS = (
 
 
 def is_definition(leaf: object) -> bool:
-    """Whether a leaf is a function, a class, an enumeration member or a dtype, or can be
-    called and has no arrays that JAX does not see.
+    """Whether a leaf is a function, a class, an enumeration member or a dtype, or can
+    be called and has no arrays that JAX does not see.
     """
     if isinstance(leaf, _DEFINITIONS):
         return True

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 import shardfx
 from shardfx import MeshSpec, PathRules, checkpoint
-from shardfx.checkpoint._files import inside, opened, place
+from shardfx.checkpoint._files import inside, local_place, opened
 from shardfx.errors import CheckpointError, UnknownPathError
 
 
@@ -454,7 +454,7 @@ def test_a_link_put_there_after_the_check_is_not_followed(tmp_path):
     (secret).write_text("secret")
     weights = directory / "sub" / "w"
     (weights).write_text("weights")
-    where = place(str(directory), None)
+    where = local_place(str(directory), None)
     checked = inside(where, "sub/w")
     (directory / "sub").rename(directory / "moved")
     swapped = directory / "sub"
