@@ -34,7 +34,7 @@ _CLAIM = slice(4, 8)
 _NO_OFFSET = 2**63
 
 
-class _Stored(NamedTuple):
+class _StoredValue(NamedTuple):
     """A value of a database that was read, with the operations of an open file."""
 
     value: bytes
@@ -54,14 +54,14 @@ class _Bounds(NamedTuple):
     """The limits of an array's stored chunks.
 
     - `path`: the array's path.
-    - `chunk`, `nbytes`: the shape of a chunk, and its bytes, unpacked.
+    - `chunk_shape`, `chunk_bytes`: the shape of a chunk, and its bytes, unpacked.
     - `itemsize`: the bytes of an element.
     - `codecs`: the configuration of each codec by its name.
     """
 
     path: str
-    chunk: tuple[int, ...]
-    nbytes: int
+    chunk_shape: tuple[int, ...]
+    chunk_bytes: int
     itemsize: int
     codecs: Mapping[str, Mapping[str, Any]]
 
@@ -69,8 +69,8 @@ class _Bounds(NamedTuple):
     def limit_bytes(self) -> int:
         """The most bytes that a stored chunk may have."""
         if _SHARDS in self.codecs:
-            return max(2 * self.nbytes, _SHARD_BYTES)
-        return 2 * self.nbytes + _MORE_BYTES
+            return max(2 * self.chunk_bytes, _SHARD_BYTES)
+        return 2 * self.chunk_bytes + _MORE_BYTES
 
 
 def require_bounded(
@@ -96,8 +96,8 @@ def require_bounded(
     each_bytes = itemsize(entry.dtype)
     bounds = _Bounds(
         path=entry.path,
-        chunk=entry.chunks,
-        nbytes=math.prod(entry.chunks) * each_bytes,
+        chunk_shape=entry.chunks,
+        chunk_bytes=math.prod(entry.chunks) * each_bytes,
         itemsize=each_bytes,
         codecs=codecs,
     )
@@ -107,69 +107,73 @@ def require_bounded(
         with contextlib.suppress(OSError, KeyError, MissingError):
             if entry.key is not None:
                 value = array.kvstore.read(name).result().value
-                _check_chunk(bounds, name, _Stored(value))
+                _check_chunk(bounds, name, _StoredValue(value))
                 return
             path = os.path.join(entry.file, name)
             with place.chunk(path) as file:
                 _check_chunk(bounds, name, file)
 
-    names = dict.fromkeys(_names(metadata, entry.chunks, boxes))
+    names = dict.fromkeys(_chunk_names(metadata, entry.chunks, boxes))
     place.each(check, names)
 
 
 def _check_chunk(bounds: _Bounds, name: str, file: OpenFile) -> None:
-    what = f"array {quoted(bounds.path)}: the chunk {quoted(name)}"
+    file_text = f"array {quoted(bounds.path)}: the chunk {quoted(name)}"
     size = file.known_size
     if size is not None and size > bounds.limit_bytes:
-        raise _forged(what, f"has {size} bytes", bounds.nbytes)
+        raise _forged_chunk(file_text, f"has {size} bytes", bounds.chunk_bytes)
     if size is None and file.read(1, bounds.limit_bytes):
-        raise _forged(what, f"has over {bounds.limit_bytes} bytes", bounds.nbytes)
-    buffers = [(0, bounds.nbytes)] if "blosc" in bounds.codecs else []
+        raise _forged_chunk(
+            file_text, f"has over {bounds.limit_bytes} bytes", bounds.chunk_bytes
+        )
+    buffers = [(0, bounds.chunk_bytes)] if "blosc" in bounds.codecs else []
     if _SHARDS in bounds.codecs:
-        shards = bounds.codecs[_SHARDS]
-        inner_bytes = math.prod(shards["chunk_shape"]) * bounds.itemsize
-        begins = _begins(what, file, shards, bounds.chunk)
-        buffers = [(begin, inner_bytes) for begin in begins]
-    for begin, most_bytes in buffers:
-        head = file.read(_CLAIM.stop, begin)
+        sharding = bounds.codecs[_SHARDS]
+        inner_bytes = math.prod(sharding["chunk_shape"]) * bounds.itemsize
+        offsets = _buffer_offsets(file_text, file, sharding, bounds.chunk_shape)
+        buffers = [(offset, inner_bytes) for offset in offsets]
+    for offset, most_bytes in buffers:
+        head = file.read(_CLAIM.stop, offset)
         claimed = int.from_bytes(head[_CLAIM], "little")
         if claimed > most_bytes:
-            raise _forged(what, f"claims to unpack to {claimed} bytes", most_bytes)
+            raise _forged_chunk(
+                file_text, f"claims to unpack to {claimed} bytes", most_bytes
+            )
 
 
-def _forged(what: str, claim: str, chunk_bytes: int) -> CheckpointError:
+def _forged_chunk(file_text: str, claim: str, chunk_bytes: int) -> CheckpointError:
     return CheckpointError(
-        f"{what} {claim}, and a chunk of it has {chunk_bytes}; it is damaged, or forged"
-        " to take all memory. Nothing was read; copy the checkpoint again."
+        f"{file_text} {claim}, and a chunk of it has {chunk_bytes}; it is damaged, or"
+        " forged to take all memory. Nothing was read; copy the checkpoint again."
     )
 
 
-def _names(
+def _chunk_names(
     metadata: Mapping[str, Any],
-    chunk: Sequence[int],
+    chunk_shape: Sequence[int],
     boxes: Sequence[Box],
 ) -> Iterator[str]:
     """The names of the files of the chunks that `boxes` overlap: `c/1/2`, or `1.2` in
     zarr 2.
 
-    `metadata` is the array's zarr metadata, and `chunk` the shape of a chunk.
+    `metadata` is the array's zarr metadata, and `chunk_shape` the shape of a chunk.
     """
-    prefix: list[str] = []
+    first_parts: list[str] = []
     separator = metadata.get("dimension_separator") or "."
     if "chunk_key_encoding" in metadata:
         encoding = metadata["chunk_key_encoding"]
-        default = "."
+        default_separator = "."
         if encoding["name"] != "v2":
-            prefix = ["c"]
-            default = "/"
-        separator = member(encoding, "configuration", "separator") or default
+            first_parts = ["c"]
+            default_separator = "/"
+        separator = member(encoding, "configuration", "separator") or default_separator
     for box in boxes:
-        sides = [
+        ranges_of_numbers = [
             range(start // size, -(-stop // size))
-            for (start, stop), size in zip(box, chunk, strict=True)
+            for (start, stop), size in zip(box, chunk_shape, strict=True)
         ]
-        for numbers in it.product(*sides):
-            yield separator.join([*prefix, *map(str, numbers)]) or "0"
+        for chunk_numbers in it.product(*ranges_of_numbers):
+            yield separator.join([*first_parts, *map(str, chunk_numbers)]) or "0"
 
 
 def _codecs(listed: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -179,45 +183,47 @@ def _codecs(listed: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
     return {codec["name"]: codec.get("configuration", {}) for codec in listed}
 
 
-def _begins(
-    what: str,
+def _buffer_offsets(
+    file_text: str,
     file: OpenFile,
-    shards: Mapping[str, Any],
-    chunk: Sequence[int],
+    sharding: Mapping[str, Any],
+    chunk_shape: Sequence[int],
 ) -> list[int]:
     """The offsets of blosc's buffers in a zarr3 shard, a file of many chunks with a
     table of their offsets.
 
-    `shards` is the configuration of zarr3's sharding codec, and `chunk` the shape of
-    the shard. `what` is the name of the file in errors.
+    `sharding` is the configuration of zarr3's sharding codec, and `chunk_shape` the
+    shape of the shard. `file_text` is the name of the file in errors.
     """
-    packed = _codecs(shards["codecs"])
-    table = _codecs(shards["index_codecs"])
-    if "'blosc'" not in repr(shards["codecs"]):
+    inner_codecs = _codecs(sharding["codecs"])
+    table_codecs = _codecs(sharding["index_codecs"])
+    if "'blosc'" not in repr(sharding["codecs"]):
         return []
-    if _SHARDS in packed or not set(table) <= {"bytes", "crc32c"}:
+    if _SHARDS in inner_codecs or not set(table_codecs) <= {"bytes", "crc32c"}:
         raise CheckpointError(
-            f"{what} holds chunks packed by blosc behind a table that is packed or"
+            f"{file_text} holds chunks packed by blosc behind a table that is packed or"
             " nested itself, so that their sizes cannot be checked before they are"
             ' unpacked. Write the array with `index_codecs` of "bytes" and "crc32c",'
             " or with another compressor."
         )
     count = math.prod(
         -(-whole // max(part, 1))
-        for whole, part in zip(chunk, shards["chunk_shape"], strict=True)
+        for whole, part in zip(chunk_shape, sharding["chunk_shape"], strict=True)
     )
     # The table has 16 bytes for each chunk. A checksum of 4 bytes may follow it.
     table_bytes = 16 * count
-    if "crc32c" in table:
+    if "crc32c" in table_codecs:
         table_bytes += 4
-    if shards["index_location"] == "end":
+    if sharding["index_location"] == "end":
         data = file.tail(table_bytes)
     else:
         data = file.read(table_bytes, 0)
     if len(data) < table_bytes:
         return []  # the reader reports a file that is too short for its table
     dtype = "<u8"
-    if member(table, "bytes", "endian") == "big":
+    if member(table_codecs, "bytes", "endian") == "big":
         dtype = ">u8"
-    numbers = np.frombuffer(data, dtype, 2 * count)
-    return [begin for begin in numbers[0::2].tolist() if begin < _NO_OFFSET]
+    offsets_and_lengths = np.frombuffer(data, dtype, 2 * count)
+    return [
+        offset for offset in offsets_and_lengths[0::2].tolist() if offset < _NO_OFFSET
+    ]

@@ -62,7 +62,7 @@ class SaveProcesses:
 
     **Arguments:**
 
-    - `what`: the target of the save, for messages.
+    - `target`: the target of the save, for messages.
     - `me`, `members`: the number of this process, and the numbers of all processes that
       save.
     - `client`: JAX's client of its coordination service; `None` if the service does not
@@ -78,7 +78,7 @@ class SaveProcesses:
 
     def __init__(
         self,
-        what: str,
+        target: str,
         me: int,
         members: tuple[int, ...],
         client: Any,
@@ -87,7 +87,7 @@ class SaveProcesses:
         if me not in members:
             raise CheckpointError(
                 f"process {me} owns no device of the arrays that it is to save to"
-                f" {what}; they lie on {named(members)}: call `save` there alone."
+                f" {target}; they lie on {named(members)}: call `save` there alone."
             )
         if len(members) > 1 and client is None:
             raise CheckpointError(
@@ -95,18 +95,18 @@ class SaveProcesses:
                 " agree on a save through JAX's coordination service, and it does not"
                 " run; call `jax.distributed.initialize()` when the program starts."
             )
-        self.what = what
+        self.target = target
         self.me = me
         self.members = members
-        self._first = min(members)
-        self.is_first = me == self._first
+        self._first_process = min(members)
+        self.is_first = me == self._first_process
         self._client = client
-        self._name = f"shardfx.save/{digest_of(map(str, members))}"
-        self._seconds = wait_seconds
-        self._silence = (
-            f"did not come within {wait_seconds:g} s to save {what}, though the arrays"
-            " lie there too; call `save` on every process that holds some of them, or"
-            " give a longer `wait_seconds`. Nothing was written."
+        self._round_prefix = f"shardfx.save/{digest_of(map(str, members))}"
+        self._timeout_seconds = wait_seconds
+        self._silence_text = (
+            f"did not come within {wait_seconds:g} s to save {target}, though the"
+            " arrays lie there too; call `save` on every process that holds some of"
+            " them, or give a longer `wait_seconds`. Nothing was written."
         )
         # The time of the first process at which the save began.
         self.began_at = 0.0
@@ -126,7 +126,7 @@ class SaveProcesses:
         trace: object,
     ) -> None:
         if error is not None and not self._is_over:
-            note_of_error = {"error": _text(error)}
+            note_of_error = {"error": _error_text(error)}
             sent = self._thread.submit(self._round, note_of_error)
             # If the service has failed too, the earlier error says more.
             with contextlib.suppress(
@@ -144,7 +144,7 @@ class SaveProcesses:
         `CheckpointError` with the first argument that differs. If that is "leaves", the
         message has the first of `lines` that differs.
         """
-        notes = self._run(
+        notes = self._in_thread(
             self._first_round,
             {
                 "facts": dict(facts),
@@ -152,7 +152,7 @@ class SaveProcesses:
                 "seconds": time.time(),
             },
         )
-        self.began_at = notes[self._first]["seconds"]
+        self.began_at = notes[self._first_process]["seconds"]
         for name in dict.fromkeys(
             it.chain.from_iterable(note["facts"] for note in notes.values())
         ):
@@ -162,36 +162,36 @@ class SaveProcesses:
                     process
                 )
             if len(groups) > 1:
-                raise self._differing(name, groups, lines)
-        return notes[self._first]["token"]
+                raise self._differing_error(name, groups, lines)
+        return notes[self._first_process]["token"]
 
-    def _differing(
+    def _differing_error(
         self,
         name: str,
         groups: Mapping[str, Sequence[int]],
         lines: Sequence[str],
     ) -> CheckpointError:
         values = tuple(groups)
-        fix = "give all of them the same"
+        advice = "give all of them the same"
         if name in ("plan", "map"):
-            fix = f"`hosts.assert_same_plan({name})` says where they differ"
+            advice = f"`hosts.assert_same_plan({name})` says where they differ"
         if name == "leaves":
             # The first lines that differ say more than the digests of all.
             firsts = [processes[0] for processes in groups.values()]
             shown_lines = lines if self.me in firsts else []
-            notes = self._run(self._round, {"lines": shown_lines})
+            notes = self._in_thread(self._round, {"lines": shown_lines})
             rows = it.zip_longest(
                 *[notes[process]["lines"] for process in firsts],
                 fillvalue="nothing more",
             )
             values = next(row for row in rows if len(set(row)) > 1)
         listed = ", ".join(
-            f"{value} on {named(where)}"
-            for value, where in zip(values, groups.values(), strict=True)
+            f"{value} on {named(processes_of_value)}"
+            for value, processes_of_value in zip(values, groups.values(), strict=True)
         )
-        return self._over(
-            f"the processes save with different `{name}`: {listed}; {fix}. Nothing was"
-            " written."
+        return self._final_error(
+            f"the processes save with different `{name}`: {listed}; {advice}. Nothing"
+            " was written."
         )
 
     def wait(
@@ -213,7 +213,7 @@ class SaveProcesses:
                 advance(nbytes)
                 wrote += nbytes
             note = {"is_busy": bool(unfinished), "wrote": wrote}
-            notes = self._run(self._round, note).values()
+            notes = self._in_thread(self._round, note).values()
             if not any(note["is_busy"] for note in notes):
                 return sum(note["wrote"] for note in notes)
 
@@ -239,15 +239,15 @@ class SaveProcesses:
         """
         wrote_bytes = self.wait(futures, advance)
         if wrote_bytes < total_bytes:
-            raise self._over(
+            raise self._final_error(
                 f"the processes wrote {wrote_bytes} of {total_bytes} bytes to"
-                f" {self.what}, as nobody holds the first replica of some array; place"
-                " the arrays alike on all of them. Nothing was changed there."
+                f" {self.target}, as nobody holds the first replica of some array;"
+                " place the arrays alike on all of them. Nothing was changed there."
             )
         texts: dict[int, str] = {}
         if note is not None:
             note_of_text = {"text": note()}
-            notes = self._run(self._round, note_of_text)
+            notes = self._in_thread(self._round, note_of_text)
             texts = {}
             for process, answer in notes.items():
                 texts[process] = answer["text"]
@@ -261,7 +261,7 @@ class SaveProcesses:
                 done.result()
             finally:
                 concurrent.futures.wait([done])
-        elif error := self._run(self._result):
+        elif error := self._in_thread(self._share_result):
             raise CheckpointError(error)
 
     def _commit(self, commit: Callable[[], None]) -> None:
@@ -269,83 +269,89 @@ class SaveProcesses:
             commit()
         finally:
             error = sys.exception()
-            failed = "" if error is None else self._failed(self.me, _text(error))
+            error_text = (
+                ""
+                if error is None
+                else self._text_of_failure(self.me, _error_text(error))
+            )
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._result(failed)
+                self._share_result(error_text)
 
-    def _result(self, failed: str = "") -> str:
+    def _share_result(self, error_text: str = "") -> str:
         """Tells all processes how the commit ended: the text of its error, or "" if it
         succeeded. Returns the text.
 
-        The first process, which commits, passes the text as `failed`. The other
+        The first process, which commits, passes the text as `error_text`. The other
         processes pass nothing.
         """
-        texts, _ = self._sent("result", failed)
+        texts, _ = self._exchange("result", error_text)
         return texts.get(
-            self._first,
-            f"{named([self._first])} gave no sign of life for {_SILENT_SECONDS:g} s"
-            f" after everything was written to {self.what}: it has died, or hangs. If"
-            " the new checkpoint is there, it is complete.",
+            self._first_process,
+            f"{named([self._first_process])} gave no sign of life for"
+            f" {_SILENT_SECONDS:g} s after everything was written to {self.target}: it"
+            " has died, or hangs. If the new checkpoint is there, it is complete.",
         )
 
     def _first_round(self, note: Mapping[str, Any]) -> dict[int, Any]:
         notes = self._round(note)
         # With a name for this save alone, a process that hangs and joins a round late
         # cannot meet a later save.
-        self._name = f"{self._name}/{notes[self._first]['token']}"
-        self._seconds = _SILENT_SECONDS
-        self._silence = (
+        self._round_prefix = (
+            f"{self._round_prefix}/{notes[self._first_process]['token']}"
+        )
+        self._timeout_seconds = _SILENT_SECONDS
+        self._silence_text = (
             f"gave no sign of life for {_SILENT_SECONDS:g} s while saving to"
-            f" {self.what}: it has died, or hangs. Nothing was changed there; save"
+            f" {self.target}: it has died, or hangs. Nothing was changed there; save"
             " again with processes that live."
         )
         return notes
 
-    def _sent(self, name: str, text: str) -> tuple[dict[int, str], str]:
+    def _exchange(self, name: str, text: str) -> tuple[dict[int, str], str]:
         return exchanged(
             self._client,
-            f"{self._name}/{name}",
+            f"{self._round_prefix}/{name}",
             text,
-            self._seconds,
+            self._timeout_seconds,
             self.me,
             self.members,
         )
 
     def _round(self, note: Mapping[str, Any]) -> dict[int, Any]:
-        texts, late = self._sent("round", json.dumps(note))
+        texts, late = self._exchange("round", json.dumps(note))
         if late:
-            raise self._over(f"{late} {self._silence}")
+            raise self._final_error(f"{late} {self._silence_text}")
         notes = {}
         for process, text in texts.items():
             notes[process] = json.loads(text)
         for process, answer in notes.items():
             if "error" in answer:
-                raise self._over(self._failed(process, answer["error"]))
+                raise self._final_error(self._text_of_failure(process, answer["error"]))
         return notes
 
-    def _run(self, call: Callable[..., Any], *args: object) -> Any:
+    def _in_thread(self, call: Callable[..., Any], *args: object) -> Any:
         try:
             return self._thread.submit(call, *args).result()
         except jax.errors.JaxRuntimeError as error:
-            first = str(error).partition("\n")[0]
-            raise self._over(
-                f"JAX's coordination service does not answer ({first:.200}): its"
+            first_line = str(error).partition("\n")[0]
+            raise self._final_error(
+                f"JAX's coordination service does not answer ({first_line:.200}): its"
                 " process, the one with number 0, has ended, or the network fails;"
                 " start the job again."
             ) from error
 
-    def _failed(self, process: int, why: str) -> str:
+    def _text_of_failure(self, process: int, error_text: str) -> str:
         return (
-            f"saving to {self.what} failed on process {process}, with {why}; nothing"
-            " was changed there."
+            f"saving to {self.target} failed on process {process}, with {error_text};"
+            " nothing was changed there."
         )
 
-    def _over(self, text: str) -> CheckpointError:
+    def _final_error(self, text: str) -> CheckpointError:
         self._is_over = True
         return CheckpointError(text)
 
 
-def _text(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     text = type(error).__name__
     if str(error):
         text += f": {error}"[:1000]
@@ -366,14 +372,14 @@ def lines_of(leaves: Sequence[tuple[str, Any]]) -> list[str]:
         sharding = None
         if is_spread:
             sharding = value.sharding
-        description = _described(value.dtype, value.shape, sharding)
+        description = _array_description(value.dtype, value.shape, sharding)
         lines.append(f"leaf `{path}` is {description}")
     return lines
 
 
 # A model has many arrays of few kinds.
 @ft.lru_cache(maxsize=256)
-def _described(dtype: DType, shape: tuple[int, ...], sharding: Any) -> str:
+def _array_description(dtype: DType, shape: tuple[int, ...], sharding: Any) -> str:
     text = f"{dtype}{list(shape)}"
     if sharding is None:
         return text

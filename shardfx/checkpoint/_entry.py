@@ -208,11 +208,11 @@ def fill(view: np.ndarray, values: np.ndarray, name: str) -> None:
 
 
 def _require_range(dtype: object, values: np.ndarray, name: str) -> None:
-    number = float
+    as_number = float
     if jnp.issubdtype(values.dtype, jnp.integer):
-        number = int
-    low = number(values.min())
-    high = number(values.max())
+        as_number = int
+    low = as_number(values.min())
+    high = as_number(values.max())
     least = int(jnp.iinfo(dtype).min)
     most = int(jnp.iinfo(dtype).max)
     # With this comparison NaN is out of range, since each comparison with it is false.

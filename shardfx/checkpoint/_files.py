@@ -22,7 +22,7 @@ from ._place import MissingError, Place, S, T
 GAP_BYTES = 64
 # A number with twice as many digits may be too large for a double, and contains a block
 # of digits only.
-_BLOCK = 150
+_BLOCK_DIGITS = 150
 # An escaped surrogate; two that form a pair are one character after parsing.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -59,7 +59,7 @@ class FilePlace:
 
     directory: str
     roots: tuple[str, ...]
-    seen: dict[str, tuple[int, ...]] = dataclasses.field(
+    stamps: dict[str, tuple[int, ...]] = dataclasses.field(
         default_factory=dict,
         compare=False,
         repr=False,
@@ -102,7 +102,7 @@ class FilePlace:
         return [call(item) for item in items]
 
     def require_unchanged(self) -> None:
-        for file_path in list(self.seen):
+        for file_path in list(self.stamps):
             try:
                 self.require_same(file_path, os.stat(file_path))
             except FileNotFoundError:
@@ -129,7 +129,7 @@ class FilePlace:
         recorded.
         """
         stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        if self.seen.setdefault(file_path, stamp) != stamp:
+        if self.stamps.setdefault(file_path, stamp) != stamp:
             raise ChangedError(
                 f"checkpoint file {quoted(file_path)} was replaced or written to since"
                 " its header was read; nothing was loaded. Read the index again once"
@@ -191,7 +191,7 @@ def opened(place: FilePlace, file_path: str) -> Iterator[int]:
     directory is refused too. On entry and on exit, the context raises `ChangedError` if
     the file has changed since it was first opened.
     """
-    descriptor = _open(place.root_of(file_path) or place.directory, file_path)
+    descriptor = _open_below(place.root_of(file_path) or place.directory, file_path)
     try:
         place.require_same(file_path, os.fstat(descriptor))
         yield descriptor
@@ -200,7 +200,7 @@ def opened(place: FilePlace, file_path: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _open(root: str, file_path: str) -> int:
+def _open_below(root: str, file_path: str) -> int:
     relative = os.path.relpath(file_path, root)
     parts = relative.split(os.sep)
     safe = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -234,10 +234,10 @@ def require_plain_tree(place: FilePlace, directory: str) -> None:
     Links must lead to files or directories in the roots of `place`. tensorstore opens
     files itself: it follows every link, and waits for ever at a pipe.
     """
-    seen = {directory}
-    pending = [directory]
-    while pending:
-        with os.scandir(pending.pop()) as entries:
+    seen_directories = {directory}
+    waiting_directories = [directory]
+    while waiting_directories:
+        with os.scandir(waiting_directories.pop()) as entries:
             for entry in entries:
                 path = entry.path
                 if entry.is_symlink():
@@ -251,9 +251,9 @@ def require_plain_tree(place: FilePlace, directory: str) -> None:
                     is_directory = entry.is_dir(follow_symlinks=False)
                     is_file = entry.is_file(follow_symlinks=False)
                 if is_directory:
-                    if path not in seen:
-                        seen.add(path)
-                        pending.append(path)
+                    if path not in seen_directories:
+                        seen_directories.add(path)
+                        waiting_directories.append(path)
                 elif not is_file:
                     raise _irregular(path)
 
@@ -282,7 +282,7 @@ def parsed_json(data: bytes, shown_name: str) -> Any:
         text = data.decode("utf-8")
         parse_int = int
         if _may_hold_odd_integers(data):
-            parse_int = _whole
+            parse_int = _integer_or_float
         hooks = {
             "parse_constant": _finite,
             "parse_float": _finite,
@@ -335,11 +335,11 @@ def _may_hold_odd_integers(data: bytes) -> bool:
     """
     if b"-0" in data:
         return True
-    starts = range(0, len(data), _BLOCK)
-    return any(data[start : start + _BLOCK].isdigit() for start in starts)
+    starts = range(0, len(data), _BLOCK_DIGITS)
+    return any(data[start : start + _BLOCK_DIGITS].isdigit() for start in starts)
 
 
-def _whole(text: str) -> int | float:
+def _integer_or_float(text: str) -> int | float:
     """The number that an integer in JSON text stands for.
 
     As in other JSON readers, -0 is a float. A number that is too large for a double is
@@ -347,7 +347,7 @@ def _whole(text: str) -> int | float:
     """
     if text == "-0":
         return -0.0
-    if len(text) >= 2 * _BLOCK:
+    if len(text) >= 2 * _BLOCK_DIGITS:
         _finite(text)
     return int(text)
 

@@ -19,8 +19,16 @@ from . import (
 from ._address import Address, Where, address_of
 from ._entry import ArrayEntry, FileArray, StoreArray
 from ._files import FilePlace, local_place, member, read_json
-from ._index import Format, Index, below, is_unreadable, nested, some, struct
-from ._kinds import told_files
+from ._index import (
+    Format,
+    Index,
+    below,
+    first_paths_text,
+    is_unreadable,
+    nested,
+    struct,
+)
+from ._kinds import recognised_files
 from ._left_over import DATA_NAME
 from ._objects import TIMEOUT_SECONDS, ObjectPlace
 from ._packed import raw_entry
@@ -87,11 +95,11 @@ def _index_at(
 ) -> Index:
     address = address_of(path)
     if isinstance(address, Address):
-        return _read_store(address, timeout_seconds)
-    return _read_local(address, root)
+        return _store_index(address, timeout_seconds)
+    return _local_index(address, root)
 
 
-def _read_local(path: str, root: str | os.PathLike[str] | None) -> Index:
+def _local_index(path: str, root: str | os.PathLike[str] | None) -> Index:
     """The index of a local directory or file. `root` is a further directory into which
     its links may lead.
     """
@@ -101,10 +109,10 @@ def _read_local(path: str, root: str | os.PathLike[str] | None) -> Index:
             names_inside = place.names()
         except FileNotFoundError:
             # A writer has just moved the directory away.
-            raise _nothing_at(path) from None
-        return _read_directory(place, path, names_inside)
+            raise _error_for_nothing(path) from None
+        return _index_of_directory(place, path, names_inside)
     if not os.path.isfile(path):
-        raise _nothing_at(path)
+        raise _error_for_nothing(path)
     directory = os.path.dirname(os.path.abspath(path))
     place = local_place(directory, root)
     name = os.path.basename(path)
@@ -114,24 +122,29 @@ def _read_local(path: str, root: str | os.PathLike[str] | None) -> Index:
     file_place = FilePlace(
         directory=place.directory,
         roots=(*place.roots, os.path.dirname(file_path)),
-        seen=place.seen,
+        stamps=place.stamps,
     )
-    return _read_file(place, file_place, file_path, name)
+    return _index_of_file(place, file_place, file_path, name)
 
 
-def _read_file(set_place: Place, file_place: Place, file_path: str, name: str) -> Index:
+def _index_of_file(
+    set_place: Place,
+    file_place: Place,
+    file_path: str,
+    name: str,
+) -> Index:
     """The index of a file that the caller named, or of the set that it indexes.
 
     `file_place` may read the file, wherever it is, and `set_place` what it names.
     """
     if name.endswith(".json"):
-        return _read_set(set_place, file_place, file_path)
+        return _index_of_set_at(set_place, file_place, file_path)
     if name.endswith(t5x.MSGPACK) or name == t5x.STATE_FILE:
-        return _of_flax(file_place, file_path)
-    return _of_files(file_place, [file_path])
+        return _index_of_flax(file_place, file_path)
+    return _index_of_files(file_place, [file_path])
 
 
-def _nothing_at(path: str) -> CheckpointError:
+def _error_for_nothing(path: str) -> CheckpointError:
     is_on_hub = path.count("/") == 1 and all(path.split("/")) and path[0] not in "./~"
     hub = ""
     if is_on_hub:
@@ -145,56 +158,56 @@ def _nothing_at(path: str) -> CheckpointError:
     )
 
 
-def _read_directory(place: Place, path: str, names: list[str]) -> Index:
+def _index_of_directory(place: Place, path: str, names: list[str]) -> Index:
     indices = [name for name in names if name.endswith(".safetensors.index.json")]
     weights = [name for name in names if name.endswith(".safetensors")]
     if "model.safetensors" in weights:
-        return _of_files(place, [place.inside("model.safetensors")])
+        return _index_of_files(place, [place.inside("model.safetensors")])
     if len(indices) > 1:
         raise CheckpointError(
-            f"{path!r} holds several safetensors sets, {some(indices)}; name one of"
-            " these files."
+            f"{path!r} holds several safetensors sets, {first_paths_text(indices)};"
+            " name one of these files."
         )
     if indices:
-        return _read_set(place, place, place.inside(indices[0]))
+        return _index_of_set_at(place, place, place.inside(indices[0]))
     if lists.EFORMER_INDEX in names:
-        return _indexed("eformer", place, lists.eformer_entries(place))
+        return _index_of_entries("eformer", place, lists.eformer_entries(place))
     if lists.ORBAX_METADATA in names:
-        return _indexed("orbax", place, lists.orbax_entries(place))
+        return _index_of_entries("orbax", place, lists.orbax_entries(place))
     lists.raise_if_no_tree(place, names)
     if stores.OCDBT_MANIFEST in names:
-        return _indexed("ocdbt", place, stores.ocdbt_entries(place))
+        return _index_of_entries("ocdbt", place, stores.ocdbt_entries(place))
     if weights:
         files = [place.inside(name) for name in weights]
-        return _of_files(place, files)
+        return _index_of_files(place, files)
     state = os.path.join(place.directory, t5x.STATE_FILE)
     entries = stores.zarr_entries(place)
     if place.has_file(state) and (entries or t5x.is_state(place)):
         content = t5x.t5x_content(place)
-        return _indexed("t5x", place, content.entries, content.metadata)
+        return _index_of_entries("t5x", place, content.entries, content.metadata)
     t5x.raise_if_half(place, entries)
     msgpacks = []
     for name in names:
         if name.endswith(t5x.MSGPACK):
             msgpacks.append(name)
     if not entries and len(msgpacks) == 1:
-        return _of_flax(place, place.inside(msgpacks[0]))
+        return _index_of_flax(place, place.inside(msgpacks[0]))
     if not entries:
-        raise _no_checkpoint(place, path, names)
-    _raise_if_told(place, names)
-    return _indexed("zarr", place, entries)
+        raise _error_for_no_checkpoint(place, path, names)
+    _require_no_other_weights(place, names)
+    return _index_of_entries("zarr", place, entries)
 
 
-def _of_flax(place: Place, file_path: str) -> Index:
+def _index_of_flax(place: Place, file_path: str) -> Index:
     content = t5x.flax_content(place, file_path)
-    return _indexed("flax", place, content.entries, content.metadata)
+    return _index_of_entries("flax", place, content.entries, content.metadata)
 
 
-def _raise_if_told(place: Place, names: list[str]) -> None:
+def _require_no_other_weights(place: Place, names: list[str]) -> None:
     """Raises `CheckpointError` if weights of another format are beside zarr arrays, as
     such a checkpoint may be in two halves.
     """
-    other_weights = told_files(place, names)
+    other_weights = recognised_files(place, names)
     if other_weights:
         raise CheckpointError(
             f"{place.directory!r} holds zarr arrays, and {other_weights[0]}. Nothing"
@@ -203,8 +216,12 @@ def _raise_if_told(place: Place, names: list[str]) -> None:
         )
 
 
-def _no_checkpoint(place: Place, path: str, names: list[str]) -> CheckpointError:
-    other_files = told_files(place, names)
+def _error_for_no_checkpoint(
+    place: Place,
+    path: str,
+    names: list[str],
+) -> CheckpointError:
+    other_files = recognised_files(place, names)
     steps = [os.path.join(path, name) for name in names if name[-1].isdigit()]
     hint = ""
     if other_files:
@@ -216,9 +233,9 @@ def _no_checkpoint(place: Place, path: str, names: list[str]) -> CheckpointError
             " left."
         )
     elif steps:
-        hint = f" It holds {some(steps)}: if these are steps of a run, name one."
+        hint = f" It holds {first_paths_text(steps)}: if these are steps of a run, name one."
     elif names:
-        hint = f" It holds {some(names)}."
+        hint = f" It holds {first_paths_text(names)}."
     return CheckpointError(
         f"{path!r} holds no checkpoint: no .safetensors file, no"
         f" {lists.EFORMER_INDEX}, no Orbax {lists.ORBAX_METADATA}, no"
@@ -226,7 +243,7 @@ def _no_checkpoint(place: Place, path: str, names: list[str]) -> CheckpointError
     )
 
 
-def _indexed(
+def _index_of_entries(
     kind: Format,
     place: Place,
     entries: tuple[ArrayEntry, ...],
@@ -236,11 +253,11 @@ def _indexed(
     for entry in entries:
         other = entry_by_path.setdefault(entry.path, entry)
         # eformer may list one array under two prefixes.
-        if _location(other) != _location(entry):
+        if _location_of(other) != _location_of(entry):
             raise CheckpointError(
                 f"checkpoint {place.directory!r} has two arrays with the path"
-                f" {quoted(entry.path)}, in {quoted(_location(other))} and in"
-                f" {quoted(_location(entry))}; a path names one array. Rename one of"
+                f" {quoted(entry.path)}, in {quoted(_location_of(other))} and in"
+                f" {quoted(_location_of(entry))}; a path names one array. Rename one of"
                 " them where the checkpoint is made."
             )
     return Index(
@@ -252,50 +269,50 @@ def _indexed(
     )
 
 
-def _location(entry: ArrayEntry) -> str:
+def _location_of(entry: ArrayEntry) -> str:
     if isinstance(entry, StoreArray) and entry.key is not None:
         return entry.key
     return entry.file
 
 
-def _read_store(address: Address, timeout_seconds: float) -> Index:
+def _store_index(address: Address, timeout_seconds: float) -> Index:
     endings = (".safetensors", ".json", t5x.MSGPACK)
     parent_place = ObjectPlace(address.parent, timeout_seconds)
     if address.name.endswith(endings):
-        return _read_file(parent_place, parent_place, address.shown, address.name)
+        return _index_of_file(parent_place, parent_place, address.shown, address.name)
     place = ObjectPlace(address, timeout_seconds)
     index_path = place.inside(SET_INDEX)
     # This object makes a saved step exist. It is asked for, since a listing may lag.
     content = None
     with contextlib.suppress(MissingError):
         content = read_json(place, index_path)
-    if content is not None and _files_of_save(content) is not None:
-        return _set_of(place, content, index_path)
+    if content is not None and _saved_file_names(content) is not None:
+        return _index_of_set(place, content, index_path)
     try:
         names = place.names()
     except CheckpointError:
         if content is None:
             raise
         # Who may read objects may not always list them.
-        return _set_of(place, content, index_path)
+        return _index_of_set(place, content, index_path)
     if content is not None:
         names = sorted({*names, SET_INDEX})
     if not names and address.path and parent_place.holds(address.path):
-        return _read_file(parent_place, parent_place, address.shown, address.name)
+        return _index_of_file(parent_place, parent_place, address.shown, address.name)
     if not names:
         raise CheckpointError(
             f"there is no checkpoint at {place.directory!r}: no object's key begins"
             f" with {quoted(f'{address.path}/')}. Give the address of a directory, or"
             " of a .safetensors file."
         )
-    return _read_directory(place, place.directory, names)
+    return _index_of_directory(place, place.directory, names)
 
 
-def _read_set(place: Place, index_place: Place, index_path: str) -> Index:
-    return _set_of(place, read_json(index_place, index_path), index_path)
+def _index_of_set_at(place: Place, index_place: Place, index_path: str) -> Index:
+    return _index_of_set(place, read_json(index_place, index_path), index_path)
 
 
-def _files_of_save(content: object) -> list[str] | None:
+def _saved_file_names(content: object) -> list[str] | None:
     """The names of all files of a set that `save` wrote to a store, by its index;
     `None` for the index of another set.
     """
@@ -305,7 +322,7 @@ def _files_of_save(content: object) -> list[str] | None:
     return None
 
 
-def _set_of(place: Place, content: object, index_path: str) -> Index:
+def _index_of_set(place: Place, content: object, index_path: str) -> Index:
     weight_map = member(content, "weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) for name in weight_map.values()
@@ -315,9 +332,9 @@ def _set_of(place: Place, content: object, index_path: str) -> Index:
             " indexes no safetensors; give the checkpoint's directory. A plan's JSON"
             " is read by `ShardPlan.from_json(text)`."
         )
-    saved_files = _files_of_save(content)
+    saved_files = _saved_file_names(content)
     if saved_files is not None:
-        return _of_save(place, weight_map, saved_files)
+        return _index_of_saved_set(place, weight_map, saved_files)
     file_names = dict.fromkeys(weight_map.values())
     files = {}
     for name in file_names:
@@ -328,7 +345,7 @@ def _set_of(place: Place, content: object, index_path: str) -> Index:
         tables[name] = headers[file].arrays
     table = _table_of_set(weight_map, tables)
     if table is not None:
-        return _of_headers(place, headers.values(), table)
+        return _index_of_headers(place, headers.values(), table)
     arrays_by_file = {
         name: {array.path: array for array in headers[file].arrays}
         for name, file in files.items()
@@ -342,10 +359,10 @@ def _set_of(place: Place, content: object, index_path: str) -> Index:
                 " but that file does not hold it."
             )
         entries.append(array)
-    return _of_headers(place, headers.values(), tuple(entries))
+    return _index_of_headers(place, headers.values(), tuple(entries))
 
 
-def _of_headers(
+def _index_of_headers(
     place: Place,
     headers: Iterable[safetensors.Header],
     entries: Sequence[FileArray],
@@ -375,16 +392,20 @@ def _table_of_set(
     file_tables = list(tables.values())
     if not all_tables(file_tables):
         return None
-    held = {}
+    file_name_by_path = {}
     for name, table in zip(tables, file_tables, strict=True):
-        held |= dict.fromkeys(table.paths, name)
+        file_name_by_path |= dict.fromkeys(table.paths, name)
     array_count = sum(map(len, file_tables))
-    if held != weight_map or array_count != len(held):
+    if file_name_by_path != weight_map or array_count != len(file_name_by_path):
         return None
     return together(file_tables).of(list(weight_map))
 
 
-def _of_save(place: Place, weight_map: Mapping[str, str], names: list[str]) -> Index:
+def _index_of_saved_set(
+    place: Place,
+    weight_map: Mapping[str, str],
+    names: list[str],
+) -> Index:
     """The index of a set that `save` wrote to a store. `names` are all its files."""
     files = [place.inside(name) for name in names]
     headers = safetensors.read_headers(place, files)
@@ -393,20 +414,20 @@ def _of_save(place: Place, weight_map: Mapping[str, str], names: list[str]) -> I
         differing = sorted(arrays.keys() ^ weight_map.keys())
         raise CheckpointError(
             f"the index of {place.directory!r} and its files differ in"
-            f" {some(differing)}; files of several saves are mixed, or one is lost."
-            " Copy the whole checkpoint."
+            f" {first_paths_text(differing)}; files of several saves are mixed, or one"
+            " is lost. Copy the whole checkpoint."
         )
     entries = tuple(arrays[name] for name in weight_map)
-    return _of_headers(place, headers.values(), entries)
+    return _index_of_headers(place, headers.values(), entries)
 
 
-def _of_files(place: Place, files: list[str]) -> Index:
+def _index_of_files(place: Place, files: list[str]) -> Index:
     headers = list(safetensors.read_headers(place, files).values())
     tables = [header.arrays for header in headers]
     if all_tables(tables):
         table = together(tables)
         if len(table.numbers) == len(table):
-            return _of_headers(place, headers, table)
+            return _index_of_headers(place, headers, table)
     arrays: dict[str, FileArray] = {}
     for array in [array for header in headers for array in header.arrays]:
         other = arrays.setdefault(array.path, array)
@@ -416,7 +437,7 @@ def _of_files(place: Place, files: list[str]) -> Index:
                 f" {array.file!r}; name one of the files, or add the"
                 " `model.safetensors.index.json` of the set."
             )
-    return _of_headers(place, headers, tuple(arrays.values()))
+    return _index_of_headers(place, headers, tuple(arrays.values()))
 
 
 @called("structs(path)")

@@ -30,7 +30,7 @@ _CONSTANT = {
     _SHAPE_KEY: "shape",
     _OFFSETS_KEY: "data_offsets",
 }
-_TEXTS = 10
+_TEXTS_PER_TENSOR = 10
 _SHAPE_TEXT = re.compile(r":(\[[0-9,]*\]),")
 _NUMBER = "(?:0|[1-9][0-9]{0,17})"
 _OFFSETS_TEXT = re.compile(rf"(?::\[{_NUMBER},{_NUMBER}\]\}},)*+")
@@ -60,29 +60,34 @@ def header_table(
     """
     try:
         text = data.decode("utf-8").rstrip(" ")
-        metadata, rest = _divided(text)
+        metadata, tensors_text = _metadata_and_tensors(text)
     except (ValueError, RecursionError):
         # The parser of all headers says what is wrong.
         return None
     # A control character would be no JSON.
-    if metadata is None or "\\" in rest or not rest.isprintable():
+    if metadata is None or "\\" in tensors_text or not tensors_text.isprintable():
         return None
     # Without a backslash, every second text is inside quotation marks.
-    first, *texts = rest.split('"')
-    if first or not texts or len(texts) % _TEXTS or not texts[-1].endswith("]}}"):
+    text_before, *texts = tensors_text.split('"')
+    if (
+        text_before
+        or not texts
+        or len(texts) % _TEXTS_PER_TENSOR
+        or not texts[-1].endswith("]}}")
+    ):
         return None
     texts[-1] = f"{texts[-1][:-1]},"
     for position, constant in _CONSTANT.items():
-        if set(texts[position::_TEXTS]) != {constant}:
+        if set(texts[position::_TEXTS_PER_TENSOR]) != {constant}:
             return None
 
-    names = texts[_NAME::_TEXTS]
+    names = texts[_NAME::_TEXTS_PER_TENSOR]
     if len(set(names)) < len(names) or "__metadata__" in names:
         return None
-    dtypes = texts[_DTYPE::_TEXTS]
-    shapes = texts[_SHAPE::_TEXTS]
+    dtypes = texts[_DTYPE::_TEXTS_PER_TENSOR]
+    shapes = texts[_SHAPE::_TEXTS_PER_TENSOR]
     kinds = _kinds(dtypes, shapes, kind_of)
-    offsets = _offsets(texts[_OFFSETS::_TEXTS])
+    offsets = _offsets(texts[_OFFSETS::_TEXTS_PER_TENSOR])
     if kinds is None or offsets is None:
         return None
     starts = offsets[:, 0]
@@ -105,7 +110,7 @@ def header_table(
     return HeaderTable(arrays, metadata)
 
 
-def _divided(text: str) -> tuple[dict[str, str] | None, str]:
+def _metadata_and_tensors(text: str) -> tuple[dict[str, str] | None, str]:
     """The metadata of a header, and the text behind it, from the first tensor on; no
     metadata for a header that is written in another way.
     """
@@ -138,16 +143,16 @@ def _kinds(
     shapes: Sequence[str],
     kind_of: KindOf,
 ) -> _Kinds | None:
-    texts = list(map(operator.add, dtypes, shapes))
+    kind_texts = list(map(operator.add, dtypes, shapes))
     number_of: dict[str, int] = {}
     values = []
-    for text in dict.fromkeys(texts):
-        stored, colon, shape = text.partition(":")
+    for text in dict.fromkeys(kind_texts):
+        dtype_name, colon, shape = text.partition(":")
         match = _SHAPE_TEXT.fullmatch(f"{colon}{shape}")
         if match is None:
             return None
         try:
-            kind = kind_of(stored, json.loads(match[1]))
+            kind = kind_of(dtype_name, json.loads(match[1]))
         except ValueError:
             # `[1,,2]`, or more digits than Python reads.
             return None
@@ -155,8 +160,8 @@ def _kinds(
             return None
         number_of[text] = len(values)
         values.append(kind)
-    numbers_of_texts = map(number_of.__getitem__, texts)
-    numbers = np.fromiter(numbers_of_texts, np.int64, len(texts))
+    numbers_of_texts = map(number_of.__getitem__, kind_texts)
+    numbers = np.fromiter(numbers_of_texts, np.int64, len(kind_texts))
     return _Kinds(values, numbers)
 
 

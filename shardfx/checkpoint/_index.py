@@ -90,7 +90,7 @@ class Index:
         hint = (
             f"; did you mean {' or '.join(map(quoted, near))}?"
             if near
-            else f"; it has {some(self.by_path)}."
+            else f"; it has {first_paths_text(self.by_path)}."
         )
         return UnknownPathError(
             f"checkpoint {self.directory!r} has no array {quoted(path)}{hint}"
@@ -205,8 +205,8 @@ def below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
             selected.append((entry.path.removeprefix(f"{prefix}/"), entry))
     if not selected:
         raise CheckpointError(
-            f"Prefix {prefix!r} not found. Available: [{some(prefixes)}], in"
-            f" {index.directory!r}."
+            f"Prefix {prefix!r} not found. Available: [{first_paths_text(prefixes)}],"
+            f" in {index.directory!r}."
         )
     return selected
 
@@ -257,7 +257,7 @@ def _collision(path: str, paths: Sequence[str]) -> CheckpointError:
     )
 
 
-def some(paths: Iterable[str]) -> str:
+def first_paths_text(paths: Iterable[str]) -> str:
     """The first five of the paths as text, and the number of the others."""
     names = list(paths)
     shown = ", ".join(map(quoted, names[:5]))

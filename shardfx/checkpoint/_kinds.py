@@ -93,7 +93,7 @@ def is_msgpack_map(head: bytes) -> bool:
     return 0xA0 <= first <= 0xBF or first in (0xD9, 0xDA, 0xDB)
 
 
-def told_files(place: Place, names: list[str]) -> list[str]:
+def recognised_files(place: Place, names: list[str]) -> list[str]:
     """Each of the named files in a checkpoint's directory whose first bytes tell what
     it is, as text: `'model.gguf' is a GGUF file of llama.cpp: ...`.
     """

@@ -247,7 +247,7 @@ class _Sources:
     def __init__(self, arrays: Mapping[str, object]):
         self._arrays = arrays
         self._shards: dict[tuple[str, bool], list[BoxValues]] = {}
-        self._landings: dict[object, list[StridedBox]] = {}
+        self._boxes_at_start: dict[object, list[StridedBox]] = {}
 
     def shards(self, path: str, is_first: bool) -> list[BoxValues]:
         """The boxes of an array that this process writes."""
@@ -257,30 +257,35 @@ class _Sources:
             self._shards[path, is_first] = shards
         return shards
 
-    def landings(self, back: Piece, box: Box) -> list[StridedBox]:
+    def strided_boxes_in(self, piece_back: Piece, box: Box) -> list[StridedBox]:
         """The boxes of a tensor that are in `box` of the array that it is a part of,
-        and where they are in the memory of that box. `back` is the piece from the
+        and where they are in the memory of that box. `piece_back` is the piece from the
         tensor to the array.
         """
         # The tensors of a stack differ only in their position.
-        distance = from_start(back, box)
-        first = shifted(back, [-steps for steps in distance])
-        key = (box, first.source, first.target, first.factors)
-        landings = self._landings.get(key)
-        if landings is None:
-            landings = []
-            for part in within(first, box):
-                landings += strided_boxes(part, box)
-            self._landings[key] = landings
+        distance = from_start(piece_back, box)
+        piece_at_start = shifted(piece_back, [-steps for steps in distance])
+        key = (
+            box,
+            piece_at_start.source,
+            piece_at_start.target,
+            piece_at_start.factors,
+        )
+        boxes_at_start = self._boxes_at_start.get(key)
+        if boxes_at_start is None:
+            boxes_at_start = []
+            for inside in within(piece_at_start, box):
+                boxes_at_start += strided_boxes(inside, box)
+            self._boxes_at_start[key] = boxes_at_start
         strides = strides_of(box_shape(box))
         offset = offset_of(distance, strides)
         return [
             StridedBox(
-                source=landing.source,
-                offset=landing.offset + offset,
-                strides=landing.strides,
+                source=strided_box.source,
+                offset=strided_box.offset + offset,
+                strides=strided_box.strides,
             )
-            for landing in landings
+            for strided_box in boxes_at_start
         ]
 
 
@@ -342,7 +347,11 @@ def rows_of_parts(values: Sequence[Any], is_first: bool) -> Iterator[PartRows]:
             )
 
 
-def _pieces_of(leaf: Made, sources: _Sources, is_first: bool) -> Iterator[BoxValues]:
+def _boxes_of_mapped(
+    leaf: Made,
+    sources: _Sources,
+    is_first: bool,
+) -> Iterator[BoxValues]:
     """Yields the boxes that this process writes of `leaf`, an array that a map makes of
     `sources`.
     """
@@ -351,11 +360,11 @@ def _pieces_of(leaf: Made, sources: _Sources, is_first: bool) -> Iterator[BoxVal
             if is_first:
                 yield from _constant_boxes(piece)
             continue
-        back = swapped(piece)
+        piece_back = swapped(piece)
         for box, memory in sources.shards(piece.value.path, is_first):
-            for landing in sources.landings(back, box):
-                values = box_view(memory, landing)
-                yield landing.source, _cast(values, piece.value.casts)
+            for strided_box in sources.strided_boxes_in(piece_back, box):
+                values = box_view(memory, strided_box)
+                yield strided_box.source, _operated(values, piece.value.casts)
 
 
 def _constant_boxes(piece: Piece) -> Iterator[BoxValues]:
@@ -365,7 +374,7 @@ def _constant_boxes(piece: Piece) -> Iterator[BoxValues]:
         yield box, np.broadcast_to(constant(part), box_shape(box))
 
 
-def _cast(values: np.ndarray, casts: Sequence[Any]) -> np.ndarray:
+def _operated(values: np.ndarray, casts: Sequence[Any]) -> np.ndarray:
     """The values after the operations of a map, but for a last cast that the write
     does.
     """
@@ -407,7 +416,7 @@ def shards_of(value: Any, is_first: bool) -> Iterator[BoxValues]:
         return
     if isinstance(value, PartOutput):
         parts, sources = value.owner
-        yield from _pieces_of(parts.made(value.number), sources, is_first)
+        yield from _boxes_of_mapped(parts.made(value.number), sources, is_first)
         return
     whole = whole_box(value.shape)
     if not isinstance(value, jax.Array):
@@ -435,48 +444,48 @@ def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
     return {device: box for box, device in devices.items()}
 
 
-def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
+def exported(leaves: Leaves, map: TreeMap, target_tree: object) -> Leaves:
     """The arrays that `map` makes of the arrays in `leaves`.
 
-    `like` is a tree with the shapes and dtypes of the arrays to make. If it is `None`,
-    they follow from the map.
+    `target_tree` is a tree with the shapes and dtypes of the arrays to make. If it is
+    `None`, they follow from the map.
     """
-    source = {}
+    source_structs = {}
     for path, value in leaves.arrays:
         keys = prng.key_named(leaves.kinds.get(path))
-        source[path] = _struct(value, keys)
-    target = None
+        source_structs[path] = _struct_of(value, keys)
+    target_structs = None
     number_targets = None
-    if like is not None:
-        target, number_targets = target_leaves(like)
+    if target_tree is not None:
+        target_structs, number_targets = target_leaves(target_tree)
     copies = number_copies(map.steps, leaves.numbers, number_targets)
     sources = _Sources(dict(leaves.arrays))
-    table = in_parts(bound(map, source, target, copies))
+    mapped_arrays = in_parts(bound(map, source_structs, target_structs, copies))
     kinds: dict[str, str] = {}
     outputs: dict[str, Output | PartOutput] = {}
-    others = dict(table.others)
-    for parts in table.parts:
+    other_arrays = dict(mapped_arrays.others)
+    for parts in mapped_arrays.parts:
         if is_key(parts.dtype):
-            others |= {path: table[path] for path in parts.paths}
+            other_arrays |= {path: mapped_arrays[path] for path in parts.paths}
             continue
         _require_storable(parts.paths[0], parts.dtype)
         if parts.dtype not in safetensors.NAMES:
             kinds |= dict.fromkeys(parts.paths, encode_dtype(parts.dtype))
         outputs |= _outputs_of(_Parts(parts, sources))
-    for path, leaf in others.items():
+    for path, leaf in other_arrays.items():
         _raise_if_scaled(path, leaf)
         if leaf.dtype not in safetensors.NAMES:
             kinds[path] = encode_dtype(leaf.dtype)
         if is_key(leaf.dtype):
-            leaf = _key_data(leaf)
+            leaf = _key_data_of(leaf)
         else:
             _require_storable(path, leaf.dtype)
         outputs[path] = Output(
             shape=leaf.shape,
             dtype=leaf.dtype,
-            pieces=ft.partial(_pieces_of, leaf, sources),
+            pieces=ft.partial(_boxes_of_mapped, leaf, sources),
         )
-    arrays = [(path, outputs[path]) for path in table]
+    arrays = [(path, outputs[path]) for path in mapped_arrays]
     numbers = {}
     for path, route in copies.routes:
         numbers[path] = leaves.numbers[route]
@@ -500,7 +509,7 @@ def _require_storable(path: str, dtype: DType) -> None:
         )
 
 
-def _struct(value: Any, keys: DType | None) -> Struct:
+def _struct_of(value: Any, keys: DType | None) -> Struct:
     """The shape and dtype of an array; for key data those of its keys, of dtype `keys`."""
     if keys is None:
         return Struct(shape=tuple(value.shape), dtype=np.dtype(value.dtype))
@@ -508,7 +517,7 @@ def _struct(value: Any, keys: DType | None) -> Struct:
     return Struct(shape=tuple(value.shape[:rank]), dtype=keys)
 
 
-def _key_data(leaf: Made) -> Made:
+def _key_data_of(leaf: Made) -> Made:
     """The key data of an array of PRNG keys that a map makes."""
     bits = key_data_struct(leaf.dtype)
     return Made(

@@ -40,7 +40,7 @@ from .._ground.text import plural, printable, quoted
 from .._plan import Target, branch_of, target_of
 from . import _metadata as prng
 from ._entry import FileArray, ListedArray, StoreArray, itemsize
-from ._index import Index, some, struct
+from ._index import Index, first_paths_text, struct
 from ._numbers import (
     Scalar,
     numbers_of,
@@ -125,7 +125,7 @@ def leaves_to_load(
         )
     target = target_of(plan, "load")
     if map is not None:
-        return _by_map(
+        return _mapped_leaves_to_load(
             index=index,
             target=target,
             map=map,
@@ -190,7 +190,9 @@ def _raise_unreadable(
     for first_path, text, others in causes[:_SHOWN]:
         lines.append(f"leaf `{printable(first_path)}`: {text}")
         if others:
-            lines.append(f"and so for {len(others)} more leaves: {some(others)}")
+            lines.append(
+                f"and so for {len(others)} more leaves: {first_paths_text(others)}"
+            )
     if len(causes) > _SHOWN:
         lines.append(f"and {len(causes) - _SHOWN} more")
     count = len(target.arrays) + len(target.others)
@@ -219,16 +221,16 @@ def _causes(index: Index, problems: Sequence[tuple[str, str | None]]) -> list[_C
     causes: dict[str, _Cause] = {}
     numbers = saved_numbers(index) or {}
     for path, problem in problems:
-        kind = _DIGITS.sub("", path)
+        kind_of_problem = _DIGITS.sub("", path)
         if problem is not None:
-            kind = problem.replace(path, "")
+            kind_of_problem = problem.replace(path, "")
         elif path in numbers:
-            kind = path
-        if kind in causes:
-            causes[kind].others.append(path)
+            kind_of_problem = path
+        if kind_of_problem in causes:
+            causes[kind_of_problem].others.append(path)
         else:
-            text = _absent(index, path) if problem is None else problem
-            causes[kind] = _Cause(
+            text = _absence_text(index, path) if problem is None else problem
+            causes[kind_of_problem] = _Cause(
                 first_path=path,
                 text=text,
                 others=[],
@@ -271,24 +273,27 @@ def _require_all_read(index: Index, target: Target) -> None:
     those of a layer that the plan lacks.
     """
     # `target.others` has the paths of the arrays that `plan.select` left out.
-    read = {path for path, _ in target.arrays} | {leaf.path for leaf in target.others}
-    arrays = [path for path in index.by_path if path not in read]
+    read_paths_of_plan = {path for path, _ in target.arrays} | {
+        leaf.path for leaf in target.others
+    }
+    arrays = [path for path in index.by_path if path not in read_paths_of_plan]
     numbers = unread_numbers(index, target)
-    kinds = []
+    leftover_texts = []
     if arrays:
-        kinds.append(f"{len(arrays)} of its {len(index.by_path)} arrays")
+        leftover_texts.append(f"{len(arrays)} of its {len(index.by_path)} arrays")
     if numbers:
-        kinds.append(plural(len(numbers), "Python number"))
-    if kinds:
+        leftover_texts.append(plural(len(numbers), "Python number"))
+    if leftover_texts:
         raise CheckpointError(
-            f"the checkpoint {index.directory!r} has {' and '.join(kinds)} in no leaf"
-            f" of the plan: {some([*arrays, *numbers])}; nothing was read. Plan the"
-            " whole tree, and load a part of it by `plan.select(...)`; or pass"
+            f"the checkpoint {index.directory!r} has {' and '.join(leftover_texts)} in"
+            f" no leaf of the plan: {first_paths_text([*arrays, *numbers])}; nothing"
+            " was read. Plan the whole tree, and load a part of it by"
+            " `plan.select(...)`; or pass"
             ' `unread="allow"` if the others are not needed.'
         )
 
 
-def _by_map(
+def _mapped_leaves_to_load(
     index: Index,
     target: Target,
     map: TreeMap,
@@ -304,7 +309,7 @@ def _by_map(
         fix="write `map=TreeMap({...})`",
     )
     saved = saved_numbers(index) or {}
-    source = _structs(index)
+    source = _structs_by_path(index)
     source |= {path: Struct((), np.dtype(type(saved[path]))) for path in saved}
     # The dtype of a leaf is decided below, by the rules of all loading.
     structs = {}
@@ -332,13 +337,13 @@ def _by_map(
         mapped = mapped_leaves[path]
         names = list(dict.fromkeys(read_paths(mapped.pieces)))
         if saved:
-            _require_arrays(path, names, saved)
-        leaf = _leaf(
+            _require_no_numbers(path, names, saved)
+        leaf = _leaf_to_load(
             path=path,
             planned=planned,
             shape=mapped.shape,
             stored=mapped.dtype,
-            entries=_all_loadable(index, names),
+            entries=_loadable_entries(index, names),
             dtype=dtype,
             what=f"leaf `{printable(path)}`",
             mapped=mapped,
@@ -352,7 +357,7 @@ def _by_map(
     )
 
 
-def _structs(index: Index) -> dict[str, Struct]:
+def _structs_by_path(index: Index) -> dict[str, Struct]:
     """The shape and dtype of each array of a checkpoint by path."""
     entries = index.entries
     if not isinstance(entries, FileTable):
@@ -362,7 +367,7 @@ def _structs(index: Index) -> dict[str, Struct]:
     return dict(zip(entries.paths, structs_of_arrays, strict=True))
 
 
-def _require_arrays(
+def _require_no_numbers(
     path: str,
     names: Iterable[str],
     saved: Mapping[str, object],
@@ -377,7 +382,7 @@ def _require_arrays(
             )
 
 
-def _absent(index: Index, path: str) -> str:
+def _absence_text(index: Index, path: str) -> str:
     if path in (saved_numbers(index) or {}):
         return (
             "the checkpoint has a Python number there, and no array; give the tree a"
@@ -389,21 +394,21 @@ def _absent(index: Index, path: str) -> str:
 def _unmapped_leaf(index: Index, path: str, planned: Any, dtype: DType) -> LeafToLoad:
     planned_shape = tuple(planned.shape)
     name = quoted(path)
-    listed = index[path]
-    if isinstance(listed, FileArray) and is_packed(listed):
+    listed_entry = index[path]
+    if isinstance(listed_entry, FileArray) and is_packed(listed_entry):
         # The plan says whether the elements or the bytes are loaded.
-        raw = raw_entry(listed)
-        if raw.dtype == planned.dtype and raw.shape == planned_shape:
-            return _leaf(
+        raw_bytes = raw_entry(listed_entry)
+        if raw_bytes.dtype == planned.dtype and raw_bytes.shape == planned_shape:
+            return _leaf_to_load(
                 path=path,
                 planned=planned,
-                shape=raw.shape,
-                stored=raw.dtype,
-                entries=(raw,),
+                shape=raw_bytes.shape,
+                stored=raw_bytes.dtype,
+                entries=(raw_bytes,),
                 dtype=dtype,
                 what=name,
             )
-    entry = _loadable(index, path)
+    entry = _loadable_entry(index, path)
     stored = struct(entry, index)
     # This error says more than the difference of the shapes.
     prng.are_keys(planned.dtype, stored.dtype, name)
@@ -418,7 +423,7 @@ def _unmapped_leaf(index: Index, path: str, planned: Any, dtype: DType) -> LeafT
             f"{name} gives shape {stored.shape}, but the plan has {planned_shape};"
             f" {fix}."
         )
-    return _leaf(
+    return _leaf_to_load(
         path=path,
         planned=planned,
         shape=stored.shape,
@@ -429,7 +434,7 @@ def _unmapped_leaf(index: Index, path: str, planned: Any, dtype: DType) -> LeafT
     )
 
 
-def _leaf(
+def _leaf_to_load(
     path: str,
     planned: Any,
     shape: tuple[int, ...],
@@ -457,7 +462,7 @@ def _leaf(
             entries=entries,
             mapped=mapped,
         )
-    loaded_dtype = _dtype(planned.dtype, stored, dtype, what)
+    loaded_dtype = _loaded_dtype(planned.dtype, stored, dtype, what)
     pieces = None
     is_cast_by_map = False
     if mapped is not None:
@@ -489,14 +494,14 @@ def _key_leaf(
             f"leaf `{path}` holds PRNG keys under a {type(planned.sharding).__name__};"
             " give a NamedSharding, or a SingleDeviceSharding."
         )
-    bits = key_data_struct(planned.dtype)
+    key_data = key_data_struct(planned.dtype)
     pieces = None
     if mapped is not None:
-        pieces = tuple([extended(piece, bits.shape) for piece in mapped.pieces])
+        pieces = tuple([extended(piece, key_data.shape) for piece in mapped.pieces])
     return LeafToLoad(
         path=path,
-        shape=(*shape, *bits.shape),
-        dtype=np.dtype(bits.dtype),
+        shape=(*shape, *key_data.shape),
+        dtype=np.dtype(key_data.dtype),
         sharding=planned.sharding,
         entries=tuple([prng.as_bits(entry) for entry in entries]),
         pieces=pieces,
@@ -504,7 +509,7 @@ def _key_leaf(
     )
 
 
-def _all_loadable(
+def _loadable_entries(
     index: Index,
     names: Sequence[str],
 ) -> Sequence[FileArray | StoreArray]:
@@ -512,10 +517,10 @@ def _all_loadable(
         table = index.entries.of(names)
         if all(kind.dtype is not None for kind in table.used_kinds()):
             return table
-    return tuple([_loadable(index, name) for name in names])
+    return tuple([_loadable_entry(index, name) for name in names])
 
 
-def _loadable(index: Index, name: str) -> FileArray | StoreArray:
+def _loadable_entry(index: Index, name: str) -> FileArray | StoreArray:
     entry = index[name]
     if isinstance(entry, FileArray) and entry.dtype is not None:
         return entry
@@ -529,7 +534,7 @@ def _loadable(index: Index, name: str) -> FileArray | StoreArray:
     return entry
 
 
-def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
+def _loaded_dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
     """The dtype in which a leaf is read, from its dtypes in the plan and in the
     checkpoint. `what` names it in errors.
 

@@ -113,13 +113,13 @@ def left_over(
         age_seconds = max(0.0, now - last_write)
         if age_seconds >= older_than_seconds:
             target = os.path.join(directory, match[1])
-            left_over = LeftOver(
+            partial_save = LeftOver(
                 path=path,
                 target=target,
                 nbytes=nbytes,
                 age_seconds=age_seconds,
             )
-            partial_saves.append(left_over)
+            partial_saves.append(partial_save)
     if remove:
         for partial_save in partial_saves:
             remove_partial(partial_save.path)
@@ -155,13 +155,13 @@ def _left_in_store(
         if age_seconds < older_than_seconds or _is_named(target, name):
             continue
         path = address.below(data)
-        left_over = LeftOver(
+        partial_save = LeftOver(
             path=path.shown,
             target=target.shown,
             nbytes=sizes[data],
             age_seconds=age_seconds,
         )
-        unnamed.append(left_over)
+        unnamed.append(partial_save)
         if remove:
             place.delete_below(path.path)
     return tuple(unnamed)

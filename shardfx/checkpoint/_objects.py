@@ -64,7 +64,7 @@ class ObjectPlace:
 
     address: Address
     timeout_seconds: float = TIMEOUT_SECONDS
-    seen: dict[str, bytes] = dataclasses.field(
+    generations: dict[str, bytes] = dataclasses.field(
         default_factory=dict,
         compare=False,
         repr=False,
@@ -140,7 +140,7 @@ class ObjectPlace:
                 " to a whole checkpoint."
             )
         generation = result.stamp.generation
-        if self.seen.setdefault(key, generation) != generation:
+        if self.generations.setdefault(key, generation) != generation:
             raise ChangedError(
                 f"{self.what(key)} was replaced since its header was read; nothing was"
                 " loaded. Read the index again once the writer is done."
@@ -227,7 +227,7 @@ class ObjectPlace:
     def require_unchanged(self) -> None:
         # Other reads compare the generation of their object, but TensorStore reads
         # chunks.
-        keys = [key for key in list(self.seen) if key.endswith(_OF_CHUNKS)]
+        keys = [key for key in list(self.generations) if key.endswith(_OF_CHUNKS)]
         reads = [self.begin_read(key, 0, 1) for key in keys]
         for key, read in zip(keys, reads, strict=True):
             with contextlib.suppress(ShortError):

@@ -241,7 +241,7 @@ def write(
     """
     what = shown(path)
     save_processes = SaveProcesses(
-        what=what,
+        target=what,
         me=jax.process_index(),
         members=holders,
         client=coordination(),

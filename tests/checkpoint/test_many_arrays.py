@@ -234,7 +234,7 @@ def test_a_short_file_names_the_first_array_not_whole(tmp_path):
     assert isinstance(cut_entry, FileArray) and isinstance(index.place, FilePlace)
     path.write_bytes(path.read_bytes()[: cut_entry.offset + 3])
     # The file is opened for the first time after it was cut.
-    place = dataclasses.replace(index.place, seen={})
+    place = dataclasses.replace(index.place, stamps={})
     index = dataclasses.replace(index, place=place)
     with pytest.raises(shardfx.errors.CheckpointError, match="ends at byte") as error:
         checkpoint.load(index, plan, TreeMap({"w": STACKS["two stacks"]}))
