@@ -62,7 +62,7 @@ class SaveProcesses:
 
     **Arguments:**
 
-    - `target`: the target of the save, for messages.
+    - `target`: the path or address of the checkpoint, for messages.
     - `me`, `members`: the number of this process, and the numbers of all processes that
       save.
     - `client`: JAX's client of its coordination service; `None` if the service does not
@@ -101,7 +101,10 @@ class SaveProcesses:
         self._first_process = min(members)
         self.is_first = me == self._first_process
         self._client = client
+        # The service keeps the texts of a round under names that begin with this.
         self._round_prefix = f"shardfx.save/{digest_of(map(str, members))}"
+        # How long a round waits for the others, and what its error then says of those
+        # that are late. Both change after the first round.
         self._timeout_seconds = wait_seconds
         self._silence_text = (
             f"did not come within {wait_seconds:g} s to save {target}, though the"
@@ -125,6 +128,9 @@ class SaveProcesses:
         error: BaseException | None,
         trace: object,
     ) -> None:
+        """Sends the error of the block to the other processes, unless they know how
+        the save ended.
+        """
         if error is not None and not self._is_over:
             note_of_error = {"error": _error_text(error)}
             sent = self._thread.submit(self._round, note_of_error)
@@ -144,25 +150,21 @@ class SaveProcesses:
         `CheckpointError` with the first argument that differs. If that is "leaves", the
         message has the first of `lines` that differs.
         """
-        notes = self._in_thread(
-            self._first_round,
-            {
-                "facts": dict(facts),
-                "token": secrets.token_hex(8),
-                "seconds": time.time(),
-            },
-        )
+        note_of_process = {
+            "facts": dict(facts),
+            "token": secrets.token_hex(8),
+            "seconds": time.time(),
+        }
+        notes = self._in_thread(self._first_round, note_of_process)
         self.began_at = notes[self._first_process]["seconds"]
-        for name in dict.fromkeys(
-            it.chain.from_iterable(note["facts"] for note in notes.values())
-        ):
-            groups: dict[str, list[int]] = {}
-            for process, note in notes.items():
-                groups.setdefault(note["facts"].get(name, "nothing"), []).append(
-                    process
-                )
-            if len(groups) > 1:
-                raise self._differing_error(name, groups, lines)
+        facts_by_process = {process: note["facts"] for process, note in notes.items()}
+        for name in dict.fromkeys(it.chain.from_iterable(facts_by_process.values())):
+            processes_by_value: dict[str, list[int]] = {}
+            for process, facts_of_process in facts_by_process.items():
+                value = facts_of_process.get(name, "nothing")
+                processes_by_value.setdefault(value, []).append(process)
+            if len(processes_by_value) > 1:
+                raise self._differing_error(name, processes_by_value, lines)
         return notes[self._first_process]["token"]
 
     def _differing_error(
@@ -171,6 +173,10 @@ class SaveProcesses:
         groups: Mapping[str, Sequence[int]],
         lines: Sequence[str],
     ) -> CheckpointError:
+        """The error for an argument `name` that differs between processes. `groups` has
+        the processes by their value of it. For "leaves" the values are digests, so the
+        processes exchange `lines` once more, and the first that differs is shown.
+        """
         values = tuple(groups)
         advice = "give all of them the same"
         if name in ("plan", "map"):
@@ -265,15 +271,14 @@ class SaveProcesses:
             raise CheckpointError(error)
 
     def _commit(self, commit: Callable[[], None]) -> None:
+        """Calls `commit` on the first process, and tells the others how it ended."""
         try:
             commit()
         finally:
             error = sys.exception()
-            error_text = (
-                ""
-                if error is None
-                else self._text_of_failure(self.me, _error_text(error))
-            )
+            error_text = ""
+            if error is not None:
+                error_text = self._text_of_failure(self.me, _error_text(error))
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._share_result(error_text)
 
@@ -293,6 +298,9 @@ class SaveProcesses:
         )
 
     def _first_round(self, note: Mapping[str, Any]) -> dict[int, Any]:
+        """The round in which the processes find each other. It waits as long as the
+        user allows; the rounds after it have a name of their own and a shorter limit.
+        """
         notes = self._round(note)
         # With a name for this save alone, a process that hangs and joins a round late
         # cannot meet a later save.
@@ -308,6 +316,9 @@ class SaveProcesses:
         return notes
 
     def _exchange(self, name: str, text: str) -> tuple[dict[int, str], str]:
+        """Sends `text` to the other processes. Returns the texts that came in time by
+        process, and the names of the late processes, or "".
+        """
         return exchanged(
             self._client,
             f"{self._round_prefix}/{name}",
@@ -318,6 +329,10 @@ class SaveProcesses:
         )
 
     def _round(self, note: Mapping[str, Any]) -> dict[int, Any]:
+        """Exchanges a note with the other processes. Returns the notes of all by
+        process. Raises `CheckpointError` if one is late, or if one has failed: its note
+        is then `{"error": text}`.
+        """
         texts, late = self._exchange("round", json.dumps(note))
         if late:
             raise self._final_error(f"{late} {self._silence_text}")
@@ -330,6 +345,9 @@ class SaveProcesses:
         return notes
 
     def _in_thread(self, call: Callable[..., Any], *args: object) -> Any:
+        """The result of `call`, run in the thread of the exchanges. Raises
+        `CheckpointError` if the coordination service fails.
+        """
         try:
             return self._thread.submit(call, *args).result()
         except jax.errors.JaxRuntimeError as error:
@@ -347,6 +365,9 @@ class SaveProcesses:
         )
 
     def _final_error(self, text: str) -> CheckpointError:
+        """An error that all processes know or that cannot be told: `__exit__` does not
+        send it.
+        """
         self._is_over = True
         return CheckpointError(text)
 
@@ -380,6 +401,9 @@ def lines_of(leaves: Sequence[tuple[str, Any]]) -> list[str]:
 # A model has many arrays of few kinds.
 @ft.lru_cache(maxsize=256)
 def _array_description(dtype: DType, shape: tuple[int, ...], sharding: Any) -> str:
+    """A text that differs for arrays of another dtype, shape or sharding, devices
+    included. `sharding` is `None` for an array that is whole on each process.
+    """
     text = f"{dtype}{list(shape)}"
     if sharding is None:
         return text

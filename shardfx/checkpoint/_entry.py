@@ -172,9 +172,11 @@ def may_change(stored: Any, to: Any) -> bool:
         most = int(jnp.iinfo(stored).max)
         if jnp.issubdtype(to, jnp.integer):
             return not jnp.iinfo(to).min <= least <= most <= jnp.iinfo(to).max
-        return bool(jnp.issubdtype(to, jnp.floating)) and max(-least, most) > 2 ** (
-            jnp.finfo(to).nmant + 1
-        )
+        if not jnp.issubdtype(to, jnp.floating):
+            return False
+        # A floating-point dtype has all integers up to this one.
+        exact_most = 2 ** (jnp.finfo(to).nmant + 1)
+        return max(-least, most) > exact_most
     return bool(
         jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(to, jnp.integer)
     )
@@ -208,6 +210,9 @@ def fill(view: np.ndarray, values: np.ndarray, name: str) -> None:
 
 
 def _require_range(dtype: object, values: np.ndarray, name: str) -> None:
+    """Raises `CheckpointError` if a value is out of the range of the integer dtype
+    `dtype`, or NaN. There is at least one value.
+    """
     as_number = float
     if jnp.issubdtype(values.dtype, jnp.integer):
         as_number = int
@@ -244,8 +249,7 @@ def _changed(view: np.ndarray, values: np.ndarray) -> np.ndarray | None:
     # If the integer dtype lacks the number, the result of the cast back depends on the
     # machine.
     floats = view.astype(np.float64)
-    most_bits = int(jnp.iinfo(values.dtype).max)
-    top = 2.0 ** most_bits.bit_length()
-    return np.asarray(
-        ~((floats >= -top) & (floats < top)) | (floats.astype(values.dtype) != values)
-    )
+    most = int(jnp.iinfo(values.dtype).max)
+    top = 2.0 ** most.bit_length()
+    is_in_range = (floats >= -top) & (floats < top)
+    return np.asarray(~is_in_range | (floats.astype(values.dtype) != values))

@@ -20,8 +20,8 @@ from ._place import MissingError, Place, S, T
 # Shorter gaps between the bytes that a process needs are read too, since skipping them
 # takes ten times as long.
 GAP_BYTES = 64
-# A number with twice as many digits may be too large for a double, and contains a block
-# of digits only.
+# An integer with twice as many digits may be too large for a double. Wherever it is in
+# a text, one of the text's blocks of this length lies wholly in it.
 _BLOCK_DIGITS = 150
 # An escaped surrogate; two that form a pair are one character after parsing.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -52,9 +52,9 @@ class FilePlace:
     """A checkpoint's directory, and the other directories that its links may lead to,
     as real paths without links.
 
-    Its methods are those of `Place`. It records each opened file by device, inode,
-    size and time of change. Every file must stay unchanged until the checkpoint has
-    been read, because the content of one file decides how others are read.
+    Its methods are those of `Place`. `stamps` records each opened file by device,
+    inode, size and time of change. Every file must stay unchanged until the checkpoint
+    has been read, because the content of one file decides how others are read.
     """
 
     directory: str
@@ -115,17 +115,17 @@ class FilePlace:
         return {"driver": "file", "path": f"{directory}/"}
 
     def root_of(self, path: str) -> str | None:
-        """The directory of `roots` that contains the path `path`, or `None`."""
+        """The directory of `roots` that contains `path`, or `None`."""
         return next(
             (root for root in self.roots if os.path.commonpath([root, path]) == root),
             None,
         )
 
     def require_same(self, file_path: str, status: os.stat_result) -> None:
-        """Raises `ChangedError` if the file at the path `file_path` has changed since
-        it was first opened.
+        """Raises `ChangedError` if the file `file_path` has changed since it was first
+        opened.
 
-        `found` is the state of the file now. At the first call for a path, it is
+        `status` is the state of the file now. At the first call for a path, it is
         recorded.
         """
         stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
@@ -171,6 +171,9 @@ def require_relative(directory: str, name: str) -> None:
 
 
 def _resolved_inside(place: FilePlace, path: str, name: str) -> str:
+    """The path without symbolic links. Raises `CheckpointError`, with the relative name
+    `name`, if it is in none of the roots of `place`.
+    """
     file_path = os.path.realpath(path)
     if place.root_of(file_path) is None:
         raise CheckpointError(
@@ -201,6 +204,9 @@ def opened(place: FilePlace, file_path: str) -> Iterator[int]:
 
 
 def _open_below(root: str, file_path: str) -> int:
+    """A descriptor of the regular file `file_path` below the directory `root`. Each
+    directory between is opened in the one before, and none of them may be a link.
+    """
     relative = os.path.relpath(file_path, root)
     parts = relative.split(os.sep)
     safe = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -228,8 +234,8 @@ def _open_below(root: str, file_path: str) -> int:
 
 
 def require_plain_tree(place: FilePlace, directory: str) -> None:
-    """Raises `CheckpointError` if the directory `directory` contains anything but files
-    and directories, such as a pipe.
+    """Raises `CheckpointError` if `directory` or a directory below it contains anything
+    but files and directories, such as a pipe.
 
     Links must lead to files or directories in the roots of `place`. tensorstore opens
     files itself: it follows every link, and waits for ever at a pipe.
@@ -283,12 +289,14 @@ def parsed_json(data: bytes, shown_name: str) -> Any:
         parse_int = int
         if _may_hold_odd_integers(data):
             parse_int = _integer_or_float
-        hooks = {
-            "parse_constant": _finite,
-            "parse_float": _finite,
-            "parse_int": parse_int,
-        }
-        content = json.loads(text, object_pairs_hook=unique_members, **hooks)
+        content = json.loads(
+            text,
+            object_pairs_hook=unique_members,
+            parse_constant=_finite,
+            parse_float=_finite,
+            parse_int=parse_int,
+        )
+        # An unpaired surrogate has no UTF-8, and the encoder raises.
         if _SURROGATE.search(data):
             json.dumps(content, ensure_ascii=False).encode("utf-8")
     except RecursionError:
@@ -391,6 +399,7 @@ def read_json(place: Place, file_path: str, limit_bytes: int = 100_000_000) -> A
         most_bytes = size
         if most_bytes is None:
             most_bytes = limit_bytes
+        # With one byte more, a file that is too large is noticed.
         data = file.read(most_bytes + 1, 0)
     if len(data) > limit_bytes:
         raise _too_large(file_path, f"{len(data)} bytes or more", limit_bytes)
