@@ -49,6 +49,7 @@ class Address(NamedTuple):
 
     @property
     def parent(self) -> "Address":
+        """The address of the directory above."""
         parent_path = self.path.rpartition("/")[0]
         return self._replace(path=parent_path)
 
@@ -58,6 +59,7 @@ class Address(NamedTuple):
         return self.path.rpartition("/")[2]
 
     def below(self, name: str) -> "Address":
+        """The address of the file or directory `name` in this directory."""
         path = name
         if self.path:
             path = f"{self.path}/{name}"
@@ -103,6 +105,12 @@ def address_of(where: Where) -> Address | str:
 
 
 def _address_of_url(text: str, driver: str, after_scheme: str) -> Address:
+    """The address of a URL such as `s3://bucket/key?endpoint=https://host`.
+
+    `text` is the URL, `driver` TensorStore's driver for its scheme, and `after_scheme`
+    what follows `://`. Raises `CheckpointError` for a URL without a bucket, with
+    credentials, or with a parameter that the driver does not have.
+    """
     bucket_and_key, _, query = after_scheme.partition("?")
     bucket, _, key = bucket_and_key.partition("/")
     spec: dict[str, Any] = {"driver": driver, "bucket": bucket}
@@ -131,8 +139,8 @@ def _address_of_url(text: str, driver: str, after_scheme: str) -> Address:
 
 
 def _require_no_secrets(spec: Mapping[str, Any], shown_text: str) -> None:
-    """Raises `CheckpointError` for a bucket or an endpoint with credentials. Errors
-    show both.
+    """Raises `CheckpointError` for a bucket or an endpoint with credentials, since
+    later errors show both. `shown_text` names the address, without its secrets.
     """
     bucket = str(spec.get("bucket", ""))
     endpoint = str(spec.get("endpoint", ""))
@@ -147,6 +155,10 @@ def _require_no_secrets(spec: Mapping[str, Any], shown_text: str) -> None:
 
 
 def _address_of_spec(spec: Mapping[str, Any]) -> Address | str:
+    """The address of a spec of TensorStore; for the driver `file`, the path in it.
+
+    Raises `CheckpointError` for a spec of another driver, or with credentials.
+    """
     if "driver" not in spec:
         raise CheckpointError(
             "a dict is given as the place of a checkpoint, and it has no `driver`, as a"

@@ -35,7 +35,7 @@ _NO_OFFSET = 2**63
 
 
 class _StoredValue(NamedTuple):
-    """A value of a database that was read, with the operations of an open file."""
+    """A value of a database that was read whole, with the operations of `OpenFile`."""
 
     value: bytes
 
@@ -88,7 +88,8 @@ def require_bounded(
     # metadata.
     metadata = array.spec().to_json()["metadata"]
     if entry.key is not None and "'blosc'" not in repr(metadata):
-        return  # a database reads parts of its own files
+        # A database knows the length of each chunk, and reads no more of its files.
+        return
     codecs: Mapping[str, Mapping[str, Any]]
     codecs = {member(metadata, "compressor", "id"): {}}
     if "codecs" in metadata:
@@ -103,6 +104,7 @@ def require_bounded(
     )
 
     def check(name: str) -> None:
+        """Checks the stored chunk `name`: a value of the database, or a file."""
         # The reader reports a missing chunk.
         with contextlib.suppress(OSError, KeyError, MissingError):
             if entry.key is not None:
@@ -118,6 +120,12 @@ def require_bounded(
 
 
 def _check_chunk(bounds: _Bounds, name: str, file: OpenFile) -> None:
+    """Raises `CheckpointError` if the stored chunk `name`, in `file`, is larger than
+    `bounds` allow, or if a blosc buffer in it claims to unpack to more.
+
+    A chunk without blosc is safe by its size alone: tensorstore unpacks the other
+    codecs only up to the length of a chunk.
+    """
     file_text = f"array {quoted(bounds.path)}: the chunk {quoted(name)}"
     size = file.known_size
     if size is not None and size > bounds.limit_bytes:
@@ -132,6 +140,7 @@ def _check_chunk(bounds: _Bounds, name: str, file: OpenFile) -> None:
         inner_bytes = math.prod(sharding["chunk_shape"]) * bounds.itemsize
         offsets = _buffer_offsets(file_text, file, sharding, bounds.chunk_shape)
         buffers = [(offset, inner_bytes) for offset in offsets]
+    # A buffer of blosc: where it begins, and the most bytes that it may unpack to.
     for offset, most_bytes in buffers:
         head = file.read(_CLAIM.stop, offset)
         claimed = int.from_bytes(head[_CLAIM], "little")
@@ -142,6 +151,9 @@ def _check_chunk(bounds: _Bounds, name: str, file: OpenFile) -> None:
 
 
 def _forged_chunk(file_text: str, claim: str, chunk_bytes: int) -> CheckpointError:
+    """The error for a file `file_text` that makes a claim, such as "has 9 bytes", which
+    a chunk of `chunk_bytes` bytes cannot fulfil.
+    """
     return CheckpointError(
         f"{file_text} {claim}, and a chunk of it has {chunk_bytes}; it is damaged, or"
         " forged to take all memory. Nothing was read; copy the checkpoint again."
@@ -154,7 +166,7 @@ def _chunk_names(
     boxes: Sequence[Box],
 ) -> Iterator[str]:
     """The names of the files of the chunks that `boxes` overlap: `c/1/2`, or `1.2` in
-    zarr 2.
+    zarr 2. A name may come several times.
 
     `metadata` is the array's zarr metadata, and `chunk_shape` the shape of a chunk.
     """

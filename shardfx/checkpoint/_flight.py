@@ -142,6 +142,9 @@ def units_of(
 
 
 def position(entry: FileArray | StoreArray) -> tuple[str, int]:
+    """The file of a stored array and the position of its first byte in it, by which
+    leaves are ordered; 0 for an array in chunks.
+    """
     offset = 0
     if isinstance(entry, FileArray):
         offset = entry.offset

@@ -93,6 +93,9 @@ def _index_at(
     root: str | os.PathLike[str] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Index:
+    """The index of the checkpoint that `path` names: `read_index` explains the
+    arguments.
+    """
     address = address_of(path)
     if isinstance(address, Address):
         return _store_index(address, timeout_seconds)
@@ -135,7 +138,9 @@ def _index_of_file(
 ) -> Index:
     """The index of a file that the caller named, or of the set that it indexes.
 
-    `file_place` may read the file, wherever it is, and `set_place` what it names.
+    `file_place` may read the file itself, wherever its link leads, and `set_place` the
+    files that an index names. `file_path` is its path, and `name` its name, whose end
+    tells the format.
     """
     if name.endswith(".json"):
         return _index_of_set_at(set_place, file_place, file_path)
@@ -145,6 +150,9 @@ def _index_of_file(
 
 
 def _error_for_nothing(path: str) -> CheckpointError:
+    """The error for a path at which there is nothing. It has advice if the path may be
+    the name of a model on the hub: two parts with one slash.
+    """
     is_on_hub = path.count("/") == 1 and all(path.split("/")) and path[0] not in "./~"
     hub = ""
     if is_on_hub:
@@ -159,6 +167,12 @@ def _error_for_nothing(path: str) -> CheckpointError:
 
 
 def _index_of_directory(place: Place, path: str, names: list[str]) -> Index:
+    """The index of the checkpoint in a directory, in the first of the formats, in the
+    order of `read_index`, whose files are there.
+
+    `names` are the files and directories at the top of `place`. `path` is the directory
+    as the caller named it, for errors.
+    """
     indices = [name for name in names if name.endswith(".safetensors.index.json")]
     weights = [name for name in names if name.endswith(".safetensors")]
     if "model.safetensors" in weights:
@@ -199,13 +213,14 @@ def _index_of_directory(place: Place, path: str, names: list[str]) -> Index:
 
 
 def _index_of_flax(place: Place, file_path: str) -> Index:
+    """The index of one msgpack file of flax."""
     content = t5x.flax_content(place, file_path)
     return _index_of_entries("flax", place, content.entries, content.metadata)
 
 
 def _require_no_other_weights(place: Place, names: list[str]) -> None:
     """Raises `CheckpointError` if weights of another format are beside zarr arrays, as
-    such a checkpoint may be in two halves.
+    such a checkpoint may be in two halves. `names` are the files of the directory.
     """
     other_weights = recognised_files(place, names)
     if other_weights:
@@ -221,6 +236,10 @@ def _error_for_no_checkpoint(
     path: str,
     names: list[str],
 ) -> CheckpointError:
+    """The error for a directory in which no format is recognised. It says what the
+    directory holds instead: files of other formats, data of an unfinished save, or
+    steps of a run.
+    """
     other_files = recognised_files(place, names)
     steps = [os.path.join(path, name) for name in names if name[-1].isdigit()]
     hint = ""
@@ -249,6 +268,9 @@ def _index_of_entries(
     entries: tuple[ArrayEntry, ...],
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> Index:
+    """The index of a directory with these arrays. Raises `CheckpointError` if two
+    arrays at different locations have one path.
+    """
     entry_by_path: dict[str, ArrayEntry] = {}
     for entry in entries:
         other = entry_by_path.setdefault(entry.path, entry)
@@ -270,12 +292,16 @@ def _index_of_entries(
 
 
 def _location_of(entry: ArrayEntry) -> str:
+    """The key of an array in its database, or the file or directory that holds it."""
     if isinstance(entry, StoreArray) and entry.key is not None:
         return entry.key
     return entry.file
 
 
 def _store_index(address: Address, timeout_seconds: float) -> Index:
+    """The index of the checkpoint at an address of a store. The address is that of a
+    file, or a directory: a prefix of the keys.
+    """
     endings = (".safetensors", ".json", t5x.MSGPACK)
     parent_place = ObjectPlace(address.parent, timeout_seconds)
     if address.name.endswith(endings):
@@ -309,6 +335,9 @@ def _store_index(address: Address, timeout_seconds: float) -> Index:
 
 
 def _index_of_set_at(place: Place, index_place: Place, index_path: str) -> Index:
+    """The index of the safetensors set whose index is the file `index_path`, which
+    `index_place` may read. `place` may read the other files.
+    """
     return _index_of_set(place, read_json(index_place, index_path), index_path)
 
 
@@ -323,6 +352,11 @@ def _saved_file_names(content: object) -> list[str] | None:
 
 
 def _index_of_set(place: Place, content: object, index_path: str) -> Index:
+    """The index of a safetensors set, from the JSON `content` of its index,
+    `index_path`.
+
+    Raises `CheckpointError` if the set is not complete.
+    """
     weight_map = member(content, "weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) for name in weight_map.values()
@@ -422,6 +456,9 @@ def _index_of_saved_set(
 
 
 def _index_of_files(place: Place, files: list[str]) -> Index:
+    """The index of safetensors files that no index names. Raises `CheckpointError` if
+    two of them have a tensor of one name.
+    """
     headers = list(safetensors.read_headers(place, files).values())
     tables = [header.arrays for header in headers]
     if all_tables(tables):

@@ -111,8 +111,8 @@ def header_table(
 
 
 def _metadata_and_tensors(text: str) -> tuple[dict[str, str] | None, str]:
-    """The metadata of a header, and the text behind it, from the first tensor on; no
-    metadata for a header that is written in another way.
+    """The metadata of a header, and the text after it, from the first tensor on.
+    Instead of the metadata it is `None` if the header is written in another way.
     """
     if text[:1] != "{":
         return None, ""
@@ -143,6 +143,11 @@ def _kinds(
     shapes: Sequence[str],
     kind_of: KindOf,
 ) -> _Kinds | None:
+    """The kinds of the tensors with these names of dtypes and these texts of shapes,
+    tensor by tensor. A text of a shape has the punctuation around it: `:[2,3],`. The
+    result is `None` if a shape is written in another way, or if the format forbids a
+    kind.
+    """
     kind_texts = list(map(operator.add, dtypes, shapes))
     number_of: dict[str, int] = {}
     values = []
@@ -166,7 +171,9 @@ def _kinds(
 
 
 def _offsets(texts: Sequence[str]) -> np.ndarray | None:
-    """The first byte of each tensor in the buffer, and the byte behind its last."""
+    """The first byte of each tensor in the buffer, and the byte behind its last, as an
+    array with two columns; `None` if they are written in another way.
+    """
     joined = "".join(texts)
     if _OFFSETS_TEXT.fullmatch(joined) is None:
         return None

@@ -136,6 +136,9 @@ class Index:
 
 
 def _row(entries: list[ArrayEntry]) -> tuple[str, ...]:
+    """The row of the table for arrays that are shown together: their joined path, their
+    number, the dtype and shape of one, and the bytes of all.
+    """
     first = entries[0]
     if first.shape is not None and first.nbytes is not None:
         array = array_text(first.dtype, first.shape)
@@ -239,6 +242,9 @@ def nested(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
 
 
 def _collision(path: str, paths: Sequence[str]) -> CheckpointError:
+    """The error for the path `path`, which two of the arrays `paths` have, or which has
+    another one's path as its beginning.
+    """
     if paths.count(path) > 1:
         return CheckpointError(
             f"the checkpoint has two arrays {quoted(path)}; a path names one array."

@@ -81,6 +81,9 @@ def kind_of(head: bytes) -> Kind | None:
 def is_msgpack_map(head: bytes) -> bool:
     """Whether the first bytes of a file begin a msgpack map with a text as its first
     key.
+
+    The first byte is 0x80 plus the number of keys, or announces this number in the 2 or
+    4 bytes after it.
     """
     sizes = {0xDE: 3, 0xDF: 5}
     if not head:

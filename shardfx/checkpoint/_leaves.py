@@ -161,6 +161,7 @@ def _raise_for_equal_paths(
     leaves: Sequence[tuple[str, object]],
     numbers: Mapping[str, object],
 ) -> None:
+    """Raises `CheckpointError` if an array has the path of a Python number."""
     if not numbers:
         return
     for path, _ in leaves:
@@ -172,6 +173,9 @@ def _raise_for_equal_paths(
 
 
 def _check_path(path: str) -> None:
+    """Raises `CheckpointError` for the path of an array that safetensors cannot have as
+    a name.
+    """
     if path == safetensors.METADATA:
         raise CheckpointError(
             f"a leaf cannot be saved as `{path}`: safetensors keeps what it says about"
@@ -229,8 +233,8 @@ class PartOutput(NamedTuple):
     """An array that a map makes of a part of one array.
 
     - `shape`, `dtype`: those of the part.
-    - `owner`: all parts of that array that are alike.
-    - `number`: the number of the part.
+    - `owner`: all parts of that array that are alike, and the array.
+    - `number`: the number of the part among them.
     """
 
     shape: tuple[int, ...]
@@ -241,7 +245,8 @@ class PartOutput(NamedTuple):
 
 class _Sources:
     """The arrays from which a map makes others. Thousands of tensors may be parts of
-    one array, so its shards are listed once.
+    one array, so its shards are listed once, and so are the boxes of tensors that
+    differ only in their position.
     """
 
     def __init__(self, arrays: Mapping[str, object]):
@@ -259,8 +264,8 @@ class _Sources:
 
     def strided_boxes_in(self, piece_back: Piece, box: Box) -> list[StridedBox]:
         """The boxes of a tensor that are in `box` of the array that it is a part of,
-        and where they are in the memory of that box. `piece_back` is the piece from the
-        tensor to the array.
+        each with the strided part of the memory of `box` that holds it. `piece_back`
+        copies the tensor to the array.
         """
         # The tensors of a stack differ only in their position.
         distance = from_start(piece_back, box)
@@ -353,7 +358,7 @@ def _boxes_of_mapped(
     is_first: bool,
 ) -> Iterator[BoxValues]:
     """Yields the boxes that this process writes of `leaf`, an array that a map makes of
-    `sources`.
+    `sources`, with their values.
     """
     for piece in leaf.pieces:
         if piece.value.path is None:
@@ -375,8 +380,8 @@ def _constant_boxes(piece: Piece) -> Iterator[BoxValues]:
 
 
 def _operated(values: np.ndarray, casts: Sequence[Any]) -> np.ndarray:
-    """The values after the operations of a map, but for a last cast that the write
-    does.
+    """The values after the operations `casts` of a map, but for a last cast that the
+    write does.
     """
     for number, operation in enumerate(casts, 1):
         # A cast that is the last operation is done when the value is written, unless it

@@ -300,7 +300,9 @@ def _mapped_leaves_to_load(
     dtype: object,
     unread: Unread,
 ) -> ToLoad:
-    """The leaves of `target`, each with the stored arrays from which the map makes it."""
+    """The leaves of `target`, each with the stored arrays from which the map makes it.
+    The arguments are those of `leaves_to_load`.
+    """
     check_type(
         what="map",
         value=map,
@@ -372,6 +374,10 @@ def _require_no_numbers(
     names: Iterable[str],
     saved: Mapping[str, object],
 ) -> None:
+    """Raises `CheckpointError` if one of the stored arrays `names`, of which a map
+    makes the leaf `path`, is a Python number in the checkpoint. `saved` has these
+    numbers by path.
+    """
     for name in names:
         if name in saved:
             raise CheckpointError(
@@ -383,6 +389,7 @@ def _require_no_numbers(
 
 
 def _absence_text(index: Index, path: str) -> str:
+    """What is wrong with a leaf whose path no stored array has."""
     if path in (saved_numbers(index) or {}):
         return (
             "the checkpoint has a Python number there, and no array; give the tree a"
@@ -392,6 +399,12 @@ def _absence_text(index: Index, path: str) -> str:
 
 
 def _unmapped_leaf(index: Index, path: str, planned: Any, dtype: DType) -> LeafToLoad:
+    """The leaf to load at `path` from the stored array with the same path. `planned` is
+    the plan's leaf, and `dtype` the argument of `load`.
+
+    Raises `CheckpointError` if the array has another shape, or needs a cast that
+    `dtype` does not allow.
+    """
     planned_shape = tuple(planned.shape)
     name = quoted(path)
     listed_entry = index[path]
@@ -513,6 +526,9 @@ def _loadable_entries(
     index: Index,
     names: Sequence[str],
 ) -> Sequence[FileArray | StoreArray]:
+    """The stored arrays with these names. Raises `CheckpointError` for one that cannot
+    be read.
+    """
     if isinstance(index.entries, FileTable):
         table = index.entries.of(names)
         if all(kind.dtype is not None for kind in table.used_kinds()):
@@ -521,6 +537,9 @@ def _loadable_entries(
 
 
 def _loadable_entry(index: Index, name: str) -> FileArray | StoreArray:
+    """The stored array `name`. Raises `CheckpointError` if the checkpoint only lists
+    it, or if JAX lacks its dtype.
+    """
     entry = index[name]
     if isinstance(entry, FileArray) and entry.dtype is not None:
         return entry

@@ -132,7 +132,10 @@ def _left_in_store(
     older_than_seconds: float,
     remove: bool,
 ) -> tuple[LeftOver, ...]:
-    """The data below an address that no index names."""
+    """The result of `left_over` for an address: the directories of data below it that
+    no index names. `now` is the time in seconds. A name of such a directory has the
+    time at which its save began.
+    """
     place = ObjectPlace(address)
     sizes: dict[str, int] = {}
     for key in place.keys_below(address.path):

@@ -289,6 +289,9 @@ def _index_of(
     root: str | os.PathLike[str] | None,
     timeout_seconds: float,
 ) -> Index:
+    """The index of the checkpoint that is given to `load`. An index that was made with
+    another time-out gets that of this load.
+    """
     if not isinstance(path, Index | str | os.PathLike | Mapping):
         raise LeafTypeError(
             f"`path` must be a text, a `pathlib.Path` or an `Index`, not"
@@ -371,7 +374,9 @@ def _files_to_read(index: Index, leaves: Sequence[LeafToLoad]) -> list[str]:
 
 
 def _begun_tails(index: Index, names: Sequence[str]) -> list[Tail]:
-    """The reads that find bytes behind the last tensor of an object."""
+    """The started reads of the bytes behind the last tensors of the objects `names`. A
+    file on a disk tells its size, so there are none for it, and none for other formats.
+    """
     if not isinstance(index.place, ObjectPlace) or index.format != "safetensors":
         return []
     entries = []
@@ -461,7 +466,8 @@ def _block_bytes(block: RowBlock) -> int:
 
 def _assembled(landed: Flight, number: int, leaf: LeafToLoad) -> jax.Array:
     """The array of `leaf`, whose position in the plan is `number`, from the finished
-    reads `landed`.
+    reads `landed`. Its parts are on devices already, or in host memory that becomes the
+    memory of the array.
 
     Key data becomes an array of PRNG keys.
     """

@@ -249,6 +249,9 @@ class Manager:
         holders: tuple[int, ...],
         content: SavedContent,
     ) -> None:
+        """Writes one step, and removes the oldest steps beyond `keep`. It runs in the
+        thread of the manager.
+        """
         is_first = write(self.path(step), holders, lambda: content, self._options)
         self._steps.note(step)
         if is_first and self.keep is not None:
@@ -282,6 +285,9 @@ def _whole_step(step: SupportsIndex) -> int:
 
 
 def _kept_steps(keep: SupportsIndex) -> int:
+    """The argument `keep` as an int. Raises `CheckpointError` if it is no number of
+    steps from 1 on.
+    """
     try:
         count = operator.index(keep)
     except TypeError as error:

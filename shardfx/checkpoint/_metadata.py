@@ -135,6 +135,9 @@ def from_metadata(metadata: Mapping[str, str], directory: str) -> dict[str, Any]
 
 
 def _number(row: object, path: str, text_name: str) -> Any:
+    """The Python number that a row of the metadata has: the name of its type and its
+    text. `path` and `text_name` are for errors.
+    """
     match row:
         case [str() as kind, str() as text] if kind in _KINDS:
             try:

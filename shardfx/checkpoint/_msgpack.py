@@ -90,9 +90,13 @@ class _Cursor:
         return self.block[start : start + count]
 
     def number(self, width: int) -> int:
+        """The next `width` bytes as an unsigned integer."""
         return int.from_bytes(self.take(width), "big")
 
     def skip(self, count: int) -> Bytes:
+        """Passes over the next `count` bytes without reading them, and returns their
+        position.
+        """
         self.offset += count
         return Bytes(self.offset - count, count)
 
@@ -119,6 +123,10 @@ def read_tree(place: Place, file_path: str) -> Any:
 
 
 def _value(cursor: _Cursor, depth: int) -> Any:
+    """The value that begins at the cursor, which is `depth` levels below the root. The
+    first byte is the kind of the value; it also holds a small number, or the length of
+    a short map, list or text.
+    """
     if depth > _MOST_NESTED:
         raise cursor.damaged(f"it is nested more than {_MOST_NESTED} deep")
     code = cursor.number(1)
@@ -177,6 +185,9 @@ def _map(cursor: _Cursor, count: int, depth: int) -> dict[str, Any]:
 
 
 def _extension(cursor: _Cursor, nbytes: int, depth: int) -> Any:
+    """The array or number of an extension of flax: a code, and `nbytes` bytes that are
+    msgpack again.
+    """
     code = cursor.number(1)
     start = cursor.offset
     if code not in (_NDARRAY, _COMPLEX, _NPSCALAR):
@@ -199,6 +210,9 @@ def _extension(cursor: _Cursor, nbytes: int, depth: int) -> Any:
 
 
 def _array(cursor: _Cursor, shape: list[Any], dtype: str, data: Bytes) -> Array:
+    """An array of flax from its parts. Raises `CheckpointError` if they do not fit
+    together.
+    """
     named = dtype_named(dtype)
     if not is_shape(shape):
         raise cursor.damaged("an array's shape is no list of sizes")
@@ -243,6 +257,9 @@ def leaves_of(tree: Any, file: str) -> Leaves:
 
 
 def _add(leaves: Leaves, node: Any, path: str, file: str) -> None:
+    """Adds the leaves below the node `node` of a msgpack tree to `leaves`. `path` is
+    the path of the node; "" for the root.
+    """
     if isinstance(node, Array):
         array = FileArray(
             path=path,

@@ -132,6 +132,9 @@ def routed_numbers(index: Index, target: Target, routes: Mapping[int, str]) -> N
 
 
 def _add_scalar(numbers: Numbers, leaf: OtherLeaf, entry: ArrayEntry) -> None:
+    """Adds the number that `leaf` gets from the stored array `entry` to `numbers`, to
+    be read later; or a problem, if the array cannot hold a number of the leaf's type.
+    """
     if isinstance(entry, ListedArray):
         text = "the checkpoint lists an array there, and its directory holds none"
         numbers.problems.append((leaf.path, f"{_here(leaf)}, and {text}."))
@@ -159,6 +162,7 @@ def unread_numbers(index: Index, target: Target) -> list[str]:
 
 
 def _here(leaf: OtherLeaf) -> str:
+    """What the tree has at the leaf, for an error."""
     if leaf.value is not None:
         return f"it is {leaf.value!r:.60} here"
     if leaf.is_number:
@@ -171,6 +175,9 @@ def _saved_text(
     saved: Mapping[str, Any],
     entry: ArrayEntry | None,
 ) -> str | None:
+    """What the checkpoint has at a path, as text: a number of `saved`, or the array
+    `entry`; `None` if it has neither.
+    """
     if path in saved:
         return f"the number {saved[path]!r:.60}"
     if entry is None:
@@ -179,6 +186,7 @@ def _saved_text(
 
 
 def _array(entry: ArrayEntry) -> str:
+    """An array of the checkpoint as text, such as "the array float32[2, 3]"."""
     if entry.shape is None:
         return f"an array of {printable(entry.stored)}"
     dtype = entry.dtype
@@ -242,6 +250,9 @@ def read_scalars(
 
 
 def _exact(leaf: OtherLeaf, scratch: np.ndarray) -> Any:
+    """The number of `scratch`, an array of rank 0, in the type that the leaf has in the
+    tree. Raises `CheckpointError` if that type does not hold it exactly.
+    """
     value = _python_number(leaf, scratch)
     if leaf.value is None or type(value) is type(leaf.value):
         return value
@@ -256,6 +267,9 @@ def _exact(leaf: OtherLeaf, scratch: np.ndarray) -> Any:
 
 
 def _python_number(leaf: OtherLeaf, scratch: np.ndarray) -> Any:
+    """The number of `scratch`, an array of rank 0, as a bool, int, float or complex, by
+    its dtype.
+    """
     dtype = scratch.dtype
     if jnp.issubdtype(dtype, jnp.bool_):
         if scratch.view(np.uint8) > 1:

@@ -30,7 +30,9 @@ LEAST_LIMIT_BYTES = 64 * 2**20
 
 
 class Piece(NamedTuple):
-    """Bytes of an object, and the memory that they fill. `path` is that of the array."""
+    """A range of bytes of an object, and the memory of the same size that it fills.
+    `path` is that of the array.
+    """
 
     file: str
     offset: int
@@ -158,6 +160,10 @@ class ObjectFiles:
                 self._changed.notify_all()
 
     def _carry_out(self, requests: Sequence[Request]) -> None:
+        """Sends all requests, and copies each answer to the memory of its pieces.
+
+        Raises `CheckpointError` for an object that ends within a request.
+        """
         keys = [self.place.key_of(request.pieces[0].file) for request in requests]
         futures = [
             self.place.begin_read(key, request.start, request.stop)
@@ -180,6 +186,7 @@ class ObjectFiles:
 
 
 def _copy_in(answer: Any, request: Request) -> None:
+    """Copies the answer of TensorStore to the memory of the request's pieces."""
     data = np.frombuffer(answer.value, np.uint8)
     for piece in request.pieces:
         begin = piece.offset - request.start

@@ -158,6 +158,7 @@ class ObjectSave:
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def key(self, name: str) -> str:
+        """The key of the file `name` of the checkpoint in the store."""
         return self.place.address.below(name).path
 
     def write(self) -> int:
@@ -198,6 +199,9 @@ class ObjectSave:
         yield from under_way
 
     def _put(self, name: str, pieces: Sequence[SavedPiece]) -> int:
+        """Writes one file with these pieces, and returns the number of their bytes. The
+        metadata says of which array each piece is a part.
+        """
         paths = [piece.part.path for piece in pieces]
         kinds = safetensors.metadata_of_kinds(paths, self.content.leaves.kinds)
         metadata = {**self.content.metadata, **kinds}
@@ -277,6 +281,7 @@ def _require_absent(place: ObjectPlace, key: str, fix: str) -> None:
 
 
 def _beaten(place: ObjectPlace) -> CheckpointError:
+    """The error for a checkpoint that another writer has made in the meantime."""
     return CheckpointError(
         f"{place.directory!r} appeared while this was saving, from another writer, and"
         " stays as it is; save to another name."

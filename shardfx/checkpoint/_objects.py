@@ -57,9 +57,9 @@ def _context() -> Any:
 class ObjectPlace:
     """A prefix of a store's keys. Its methods are those of `Place`.
 
-    It records the generation of each object that was read, which every write changes.
-    Every object must stay unchanged until the checkpoint has been read. `answered_at`
-    is the time of the last answer: a slow network is no stall.
+    `generations` records the generation of each object that was read, which every write
+    changes. Every object must stay unchanged until the checkpoint has been read.
+    `answered_at` is the time of the last answer: a slow network is no stall.
     """
 
     address: Address

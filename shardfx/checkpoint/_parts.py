@@ -91,7 +91,9 @@ def _saved_parts(file: str, header: Header) -> dict[str, SavedPart]:
 
 
 def _saved_part(row: object, size: tuple[int, ...]) -> SavedPart | None:
-    """The part of an array that a file describes in `row`; `None` if that is no part."""
+    """The part of an array that a file describes in `row`, a path, a shape and a start;
+    `None` if that is no part. `size` is the shape of the tensor that holds the part.
+    """
     match row:
         case [str() as path, list() as shape, list() as start]:
             if not is_shape(shape) or not is_sizes(start):
@@ -109,6 +111,7 @@ def _saved_part(row: object, size: tuple[int, ...]) -> SavedPart | None:
 
 
 def _is_inside(part: SavedPart) -> bool:
+    """Whether the part lies in its array and has as many dimensions."""
     if not len(part.shape) == len(part.start) == len(part.size):
         return False
     rows = zip(part.shape, part.start, part.size, strict=True)
@@ -116,6 +119,9 @@ def _is_inside(part: SavedPart) -> bool:
 
 
 def _whole(path: str, members: Sequence[tuple[SavedPart, FileArray]]) -> FileArray:
+    """The array `path` from all its parts, each with the tensor that holds it. Raises
+    `CheckpointError` if they do not make up the array exactly once.
+    """
     part, first = members[0]
     kinds = {(part.shape, array.stored) for part, array in members}
     if len(kinds) > 1:
@@ -151,6 +157,9 @@ def _overlap(starts: np.ndarray, stops: np.ndarray) -> bool:
 
 
 def _damaged(path: str, file: str, why: str) -> CheckpointError:
+    """The error for an array whose parts in the set of `file` do not fit together, as
+    `why` says.
+    """
     return CheckpointError(
         f"array {quoted(path)} of the set with {file!r} cannot be put together: {why}."
         " Files of several saves are mixed, or one is lost; copy the whole checkpoint."

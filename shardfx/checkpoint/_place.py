@@ -1,7 +1,7 @@
 """The interface for the bytes of a checkpoint: files of a directory (`FilePlace`) and
 objects of a store (`ObjectPlace`) have the same operations.
 
-A *name* is relative to the place: `model-00001.safetensors`. A *file name* is complete,
+A *name* is relative to the place: `model-00001.safetensors`. A *file path* is complete,
 as errors show it: `/data/llama/model-00001.safetensors`, or
 `s3://bucket/llama/model-00001.safetensors`.
 """
@@ -49,7 +49,7 @@ class Place(Protocol):
 
     @property
     def directory(self) -> str:
-        """The file name of the place, without a slash at its end."""
+        """The file path of the place, without a slash at its end."""
         ...
 
     @property
@@ -68,17 +68,17 @@ class Place(Protocol):
         ...
 
     def directories(self) -> Iterator[tuple[str, str]]:
-        """Yields the name and the file name of the place and of each directory below
+        """Yields the name and the file path of the place and of each directory below
         it. The name of the place is ".".
         """
         ...
 
     def has_file(self, file_path: str) -> bool:
-        """Whether there is a file with the file name `file_path`."""
+        """Whether there is a file with the path `file_path`."""
         ...
 
     def inside(self, name: str) -> str:
-        """The file name of `name`, a name in a checkpoint that nobody vouches for.
+        """The file path of `name`, a name that an untrusted checkpoint mentions.
 
         Raises `CheckpointError` if it leads out of the place.
         """

@@ -37,6 +37,7 @@ _uninitialised = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_s
 
 
 def memory_to_fill(nbytes: int) -> np.ndarray:
+    """A new vector of bytes, which are not set to 0."""
     # NumPy asks for huge pages. The first access to one costs three times as much on
     # virtual machines whose host takes back large free blocks. From `malloc`, a process
     # that loads again gets memory that it has used before.
@@ -241,7 +242,7 @@ class Files:
 
 
 def _is_row(span: Span, entry: FileArray, target: np.ndarray) -> bool:
-    """Whether a span fills a vector with its bytes as they are in the file."""
+    """Whether a span fills the vector `target` with its bytes as they are in the file."""
     return (
         span.runs == 1
         and span.is_direct
@@ -373,6 +374,7 @@ def _read(run: Sequence[Bytes]) -> None:
 
 
 def _cut_off(entry: FileArray, end: int) -> CheckpointError:
+    """The error for a file that ends at byte `end`, within an array."""
     return CheckpointError(
         f"{entry.file!r} ends at byte {end}, within array {quoted(entry.path)}; it was"
         " cut off since its header was read. Copy the whole file."

@@ -150,6 +150,9 @@ def _blocks_of_file(
     reads: Sequence[RowReads],
     gap_bytes: int,
 ) -> Iterator[RowBlock]:
+    """Yields the blocks of one file: the rows of all reads in it, in the order of their
+    bytes, divided at gaps of `gap_bytes` or more and at `COPY_BYTES`.
+    """
     # For each row: the index of its reads, its index in them, and where its bytes start
     # and stop in the file.
     owners = []

@@ -124,6 +124,9 @@ def _no_header(
     length: int,
     size: int | None,
 ) -> CheckpointError:
+    """The error for a file `file_path` that begins with `head` and has no whole header.
+    `length` is the length that it claims, and `size` its own size, if it is known.
+    """
     kind = kind_of(head)
     if kind is not None:
         return CheckpointError(f"{file_path!r} is {kind.name}; {kind.fix}.")
@@ -259,6 +262,9 @@ def _array(name: str, entry: object, base: int, file: str) -> FileArray:
 
 
 def _depth(value: object) -> int:
+    """The number of levels of nested dicts and lists, without recursion; 0 for any
+    other value.
+    """
     depth = 0
     level = [value]
     while True:

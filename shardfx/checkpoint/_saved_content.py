@@ -55,4 +55,5 @@ class SavedContent:
 
 
 def array_bytes(value: Any) -> int:
+    """The number of bytes of an array in a file."""
     return math.prod(value.shape) * value.dtype.itemsize

@@ -88,6 +88,9 @@ def _existing_directory(directory: str) -> str:
 
 
 def _write_file(file: str, data: bytes, size: int | None = None) -> None:
+    """Writes a new file, and flushes it to the disk. It gets `size` bytes, if given, of
+    which `data` are the first.
+    """
     with open(file, "xb") as out:
         out.write(data)
         if size is not None:
@@ -97,6 +100,12 @@ def _write_file(file: str, data: bytes, size: int | None = None) -> None:
 
 
 def commit(staging: str, path: str, is_file: bool, overwrite: bool) -> None:
+    """Renames the files of a save from `staging` to `path`, and flushes the names to
+    the disk.
+
+    Raises `CheckpointError` if another writer has made `path` in the meantime. Only a
+    file is replaced, with `overwrite`.
+    """
     parent = os.path.dirname(path)
     try:
         if not is_file:
@@ -119,6 +128,7 @@ def commit(staging: str, path: str, is_file: bool, overwrite: bool) -> None:
 
 
 def _sync_directory(directory: str) -> None:
+    """Flushes the names of the files in a directory to the disk."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

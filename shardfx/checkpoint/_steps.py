@@ -28,6 +28,7 @@ class StepFiles:
         return os.path.join(self.directory, f"step-{step}")
 
     def numbers(self) -> tuple[int, ...]:
+        """The numbers of the complete steps, in order."""
         names = os.listdir(self.directory) if os.path.isdir(self.directory) else []
         numbers = []
         for name in names:
@@ -43,6 +44,7 @@ class StepFiles:
         """Takes notice of a step that was saved."""
 
     def remove(self, step: int) -> None:
+        """Removes the directory of a step, which is renamed first."""
         # A process that is killed here leaves a directory that `left_over` finds, and
         # no partial checkpoint.
         name = f".step-{step}.partial-{secrets.token_hex(8)}"
@@ -78,6 +80,9 @@ class StepObjects:
         return self._place.address.below(f"step-{step}/{SET_INDEX}").path
 
     def numbers(self) -> tuple[int, ...]:
+        """The numbers of the complete steps, in order: those with an index in the
+        listing, and those that were saved here and are there, though the listing lags.
+        """
         numbers = set()
         for key in self._place.keys_below(self._place.address.path):
             directory, _, name = key.partition("/")
@@ -96,6 +101,7 @@ class StepObjects:
         self._saved = (*self._saved, step)
 
     def remove(self, step: int) -> None:
+        """Removes the objects of a step, its index first."""
         # Without its index the step does not exist. A process that is killed here
         # leaves data that `left_over` finds.
         others = []

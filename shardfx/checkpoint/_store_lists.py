@@ -53,6 +53,13 @@ def _listed(
     group: str | None,
     row: object,
 ) -> StoreArray | ListedArray:
+    """The array that one row of an eformer index lists: the zarr array in its
+    directory, or a `ListedArray` if the directory has none.
+
+    `file_path` is the path of the index, for errors, and `group` the prefix under which
+    it lists the row. Raises `CheckpointError` if the row and the array's own metadata
+    differ.
+    """
     if not isinstance(row, dict) or not isinstance(row.get("path"), str):
         raise CheckpointError(
             f"{file_path!r} lists {quoted(str(row), 80)}, which has no `path`."

@@ -97,6 +97,9 @@ def raise_if_half(place: Place, entries: tuple[StoreArray, ...]) -> None:
 
 
 def _damaged(place: Place, kind: Any) -> CheckpointError:
+    """The error for a directory of zarr arrays whose file `checkpoint` is no msgpack.
+    `kind` is what the file is by its first bytes, if they tell.
+    """
     what = "which is no msgpack" if kind is None else f"which is {kind.name}"
     return CheckpointError(
         f"{place.directory!r} holds zarr arrays and a file `{STATE_FILE}`, {what}."
@@ -107,6 +110,7 @@ def _damaged(place: Place, kind: Any) -> CheckpointError:
 
 
 def _listed(place: Place) -> str:
+    """The first names in a directory, as text."""
     names = place.names()
     shown = ", ".join(map(quoted, names[:8]))
     if len(names) > 8:
@@ -127,6 +131,7 @@ def _directory_name(spec: dict[str, Any]) -> str | None:
 
 
 def _content(leaves: Leaves, others: tuple[StoreArray, ...]) -> Content:
+    """The content with the arrays in the msgpack file and the zarr arrays `others`."""
     metadata = {NUMBERS_KEY: to_text(leaves.numbers)}
     entries = (*leaves.arrays, *others)
     return Content(entries, metadata)

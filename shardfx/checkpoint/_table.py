@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 class ArrayKind(NamedTuple):
-    """What the arrays of one dtype and one shape have in common.
+    """The dtype and the shape that many arrays have in common.
 
     - `shape`: the shape, which was checked.
     - `dtype`: the dtype in JAX; `None` if JAX lacks it.
     - `stored`: the name of the dtype in the file.
-    - `nbytes`: the number of bytes in the file.
+    - `nbytes`: the number of bytes of one array in the file.
     """
 
     shape: tuple[int, ...]
@@ -128,6 +128,7 @@ class FileTable(Sequence[FileArray]):
         return self._rows(numbers, paths)
 
     def _rows(self, numbers: np.ndarray, paths: Sequence[str]) -> "FileTable":
+        """The arrays at the positions `numbers`, whose paths are `paths`."""
         return FileTable(
             paths=paths,
             kinds=self.kinds,

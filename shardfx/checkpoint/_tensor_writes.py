@@ -95,6 +95,7 @@ def begin_writes(
 
 
 def _flush(descriptor: int, writes: Sequence[concurrent.futures.Future[int]]) -> int:
+    """Flushes a file to the disk when its writes are done."""
     # The writes started earlier, so this task blocks none of them.
     concurrent.futures.wait(writes)
     os.fsync(descriptor)

@@ -89,4 +89,5 @@ def refuse_others(tree: object, others: Mapping[str, object]) -> None:
 
 
 def _is_module(node: object) -> bool:
+    """Whether a node of a tree is an Equinox module."""
     return isinstance(node, eqx.Module)
