@@ -34,7 +34,7 @@ from ._objects import TIMEOUT_SECONDS, ObjectPlace
 from ._packed import raw_entry
 from ._parts import FILES_KEY, SET_INDEX, joined
 from ._place import MissingError, Place
-from ._table import FileTable, all_tables, together
+from ._table import FileTable, all_tables, one_table
 
 
 @called("read_index(path)")
@@ -432,7 +432,7 @@ def _table_of_set(
     array_count = sum(map(len, file_tables))
     if file_name_by_path != weight_map or array_count != len(file_name_by_path):
         return None
-    return together(file_tables).of(list(weight_map))
+    return one_table(file_tables).with_paths(list(weight_map))
 
 
 def _index_of_saved_set(
@@ -462,7 +462,7 @@ def _index_of_files(place: Place, files: list[str]) -> Index:
     headers = list(safetensors.read_headers(place, files).values())
     tables = [header.arrays for header in headers]
     if all_tables(tables):
-        table = together(tables)
+        table = one_table(tables)
         if len(table.numbers) == len(table):
             return _index_of_headers(place, headers, table)
     arrays: dict[str, FileArray] = {}

@@ -530,7 +530,7 @@ def _loadable_entries(
     be read.
     """
     if isinstance(index.entries, FileTable):
-        table = index.entries.of(names)
+        table = index.entries.with_paths(names)
         if all(kind.dtype is not None for kind in table.used_kinds()):
             return table
     return tuple([_loadable_entry(index, name) for name in names])

@@ -97,7 +97,7 @@ def numbers_of(index: Index, target: Target, is_lenient: bool) -> Numbers:
         if not leaf.is_number:
             held = _saved_text(leaf.path, saved or {}, entry)
             if held is not None and not is_lenient:
-                text = _not_used(leaf, held)
+                text = _unused_text(leaf, held)
                 numbers.problems.append((leaf.path, text))
         elif saved is not None and leaf.path in saved:
             numbers.values[leaf.position] = saved[leaf.path]
@@ -106,7 +106,7 @@ def numbers_of(index: Index, target: Target, is_lenient: bool) -> Numbers:
         elif saved is not None:
             # A checkpoint of another library has no Python numbers: the tree keeps its
             # own, as it keeps functions.
-            numbers.problems.append((leaf.path, _missing(leaf)))
+            numbers.problems.append((leaf.path, _missing_text(leaf)))
     return numbers
 
 
@@ -137,14 +137,14 @@ def _add_scalar(numbers: Numbers, leaf: OtherLeaf, entry: ArrayEntry) -> None:
     """
     if isinstance(entry, ListedArray):
         text = "the checkpoint lists an array there, and its directory holds none"
-        numbers.problems.append((leaf.path, f"{_here(leaf)}, and {text}."))
-    elif entry.shape != () or not _may_be(leaf, entry.dtype):
-        numbers.problems.append((leaf.path, _no_number(leaf, entry)))
+        numbers.problems.append((leaf.path, f"{_tree_text(leaf)}, and {text}."))
+    elif entry.shape != () or not _may_hold_number(leaf, entry.dtype):
+        numbers.problems.append((leaf.path, _no_number_text(leaf, entry)))
     else:
         numbers.scalars.append(Scalar(leaf, entry))
 
 
-def _may_be(leaf: OtherLeaf, dtype: Any) -> bool:
+def _may_hold_number(leaf: OtherLeaf, dtype: Any) -> bool:
     """Whether an array of rank 0 may hold a number of the leaf's type."""
     if dtype is None or is_key(dtype):
         return False
@@ -161,7 +161,7 @@ def unread_numbers(index: Index, target: Target) -> list[str]:
     return [path for path in saved if path not in paths]
 
 
-def _here(leaf: OtherLeaf) -> str:
+def _tree_text(leaf: OtherLeaf) -> str:
     """What the tree has at the leaf, for an error."""
     if leaf.value is not None:
         return f"it is {leaf.value!r:.60} here"
@@ -182,10 +182,10 @@ def _saved_text(
         return f"the number {saved[path]!r:.60}"
     if entry is None:
         return None
-    return _array(entry)
+    return _array_text(entry)
 
 
-def _array(entry: ArrayEntry) -> str:
+def _array_text(entry: ArrayEntry) -> str:
     """An array of the checkpoint as text, such as "the array float32[2, 3]"."""
     if entry.shape is None:
         return f"an array of {printable(entry.stored)}"
@@ -195,27 +195,28 @@ def _array(entry: ArrayEntry) -> str:
     return f"the array {dtype}{list(entry.shape)}"
 
 
-def _not_used(leaf: OtherLeaf, held: str) -> str:
+def _unused_text(leaf: OtherLeaf, held: str) -> str:
     return (
-        f"{_here(leaf)}, and the checkpoint has {held} there, which nothing would use;"
-        " plan the tree as it was saved, or leave out all that no leaf uses by"
+        f"{_tree_text(leaf)}, and the checkpoint has {held} there, which nothing would"
+        " use; plan the tree as it was saved, or leave out all that no leaf uses by"
         ' `unread="allow"`.'
     )
 
 
-def _missing(leaf: OtherLeaf) -> str:
+def _missing_text(leaf: OtherLeaf) -> str:
     return (
-        f"{_here(leaf)}, and the checkpoint has no number there; take it out of the"
-        " tree, as `equinox.filter(tree, equinox.is_array)` does."
+        f"{_tree_text(leaf)}, and the checkpoint has no number there; take it out of"
+        " the tree, as `equinox.filter(tree, equinox.is_array)` does."
     )
 
 
-def _no_number(leaf: OtherLeaf, entry: FileArray | StoreArray) -> str:
+def _no_number_text(leaf: OtherLeaf, entry: FileArray | StoreArray) -> str:
     kind = "number" if leaf.value is None else type(leaf.value).__name__
     struct = "jax.ShapeDtypeStruct"
     return (
-        f"{_here(leaf)}, and the checkpoint has {_array(entry)} there, which is no"
-        f" {kind}; plan an array, `{struct}({entry.shape}, {str(entry.dtype)!r})`."
+        f"{_tree_text(leaf)}, and the checkpoint has {_array_text(entry)} there, which"
+        f" is no {kind}; plan an array, `{struct}({entry.shape},"
+        f" {str(entry.dtype)!r})`."
     )
 
 
@@ -245,11 +246,11 @@ def read_scalars(
             else:
                 spans = spans_of((), entry.dtype.itemsize, ((),), True)
                 files.read(reads_of(entry, spans, [scratch]))
-            values[leaf.position] = _exact(leaf, scratch)
+            values[leaf.position] = _exact_number(leaf, scratch)
     return values
 
 
-def _exact(leaf: OtherLeaf, scratch: np.ndarray) -> Any:
+def _exact_number(leaf: OtherLeaf, scratch: np.ndarray) -> Any:
     """The number of `scratch`, an array of rank 0, in the type that the leaf has in the
     tree. Raises `CheckpointError` if that type does not hold it exactly.
     """

@@ -24,7 +24,7 @@ READ_LIMIT_BYTES = 2**30
 _REQUEST_BYTES = 24 * 2**20
 # An answer takes more memory than its bytes until it is copied (TensorStore 0.1.86,
 # measured).
-_HELD_PER_BYTE = 1.75
+_MEMORY_PER_BYTE = 1.75
 # The largest span that is read into temporary memory, with its bytes, and a request.
 LEAST_LIMIT_BYTES = 64 * 2**20
 
@@ -114,7 +114,7 @@ class ObjectFiles:
     gap_bytes: int
     copier: concurrent.futures.Executor
     batch_bytes: int = _REQUEST_BYTES
-    _taken_bytes: int = 0
+    _reserved_bytes: int = 0
     _changed: threading.Condition = dataclasses.field(
         default_factory=threading.Condition
     )
@@ -135,31 +135,31 @@ class ObjectFiles:
         requests = list(requests_of(pieces, self.gap_bytes))
         answer_bytes = sum(request.nbytes for request in requests)
         scratch_bytes = sum(memory.size for _, memory in scratch)
-        nbytes = scratch_bytes + int(_HELD_PER_BYTE * answer_bytes)
+        nbytes = scratch_bytes + int(_MEMORY_PER_BYTE * answer_bytes)
         if nbytes > self.limit_bytes and len(reads) > 1:
             half = len(reads) // 2
             return self.read(reads[:half]) + self.read(reads[half:])
-        with self._taking(min(nbytes, self.limit_bytes)):
-            self._carry_out(requests)
+        with self._reserved(min(nbytes, self.limit_bytes)):
+            self._answer(requests)
             for read, memory in scratch:
                 copy_parts(read, memory)
         return sum(read.span.nbytes for read in reads)
 
     @contextlib.contextmanager
-    def _taking(self, nbytes: int) -> Iterator[None]:
+    def _reserved(self, nbytes: int) -> Iterator[None]:
         """A context in which `nbytes` of the limit are taken. Entering it waits."""
         with self._changed:
             most_bytes = self.limit_bytes - nbytes
-            self._changed.wait_for(lambda: self._taken_bytes <= most_bytes)
-            self._taken_bytes += nbytes
+            self._changed.wait_for(lambda: self._reserved_bytes <= most_bytes)
+            self._reserved_bytes += nbytes
         try:
             yield
         finally:
             with self._changed:
-                self._taken_bytes -= nbytes
+                self._reserved_bytes -= nbytes
                 self._changed.notify_all()
 
-    def _carry_out(self, requests: Sequence[Request]) -> None:
+    def _answer(self, requests: Sequence[Request]) -> None:
         """Sends all requests, and copies each answer to the memory of its pieces.
 
         Raises `CheckpointError` for an object that ends within a request.

@@ -82,7 +82,7 @@ def saved_pieces(
             # All shards are empty, and one of them is written.
             shards = iter([(whole_box(shape), np.empty(shape, dtype))] * is_first)
         for box, values in shards:
-            for inner in _divided(box, dtype.itemsize, most_bytes):
+            for inner in _parts_of_box(box, dtype.itemsize, most_bytes):
                 part = SavedPart(
                     path=path,
                     shape=shape,
@@ -96,7 +96,7 @@ def saved_pieces(
                 )
 
 
-def _divided(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
+def _parts_of_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
     """Yields parts of a box of at most `most_bytes`, or of one element."""
     nbytes = volume(box) * itemsize
     dim = next((dim for dim, size in enumerate(box_shape(box)) if size > 1), None)
@@ -107,7 +107,7 @@ def _divided(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
     step = max(1, most_bytes * (high - low) // nbytes)
     for start in range(low, high, step):
         inner = (*box[:dim], (start, min(start + step, high)), *box[dim + 1 :])
-        yield from _divided(inner, itemsize, most_bytes)
+        yield from _parts_of_box(inner, itemsize, most_bytes)
 
 
 def body_of(
@@ -280,7 +280,7 @@ def _require_absent(place: ObjectPlace, key: str, fix: str) -> None:
         )
 
 
-def _beaten(place: ObjectPlace) -> CheckpointError:
+def _error_for_other_writer(place: ObjectPlace) -> CheckpointError:
     """The error for a checkpoint that another writer has made in the meantime."""
     return CheckpointError(
         f"{place.directory!r} appeared while this was saving, from another writer, and"
@@ -338,7 +338,7 @@ def save_objects(
         removal = cleanup.pop_all()
         if not save.commit(texts):
             removal.close()
-            raise _beaten(place)
+            raise _error_for_other_writer(place)
 
     processes.finish(
         futures=[pool.submit(save.write)],
@@ -378,6 +378,6 @@ def _save_file(
         if overwrite:
             place.write(key, body)
         elif not place.write_new(key, body):
-            raise _beaten(place)
+            raise _error_for_other_writer(place)
 
     processes.finish([], lambda _: None, 0, write)

@@ -11,7 +11,7 @@ from .._ground.errors import CheckpointError
 from .._ground.text import quoted
 from ._entry import ArrayPart, FileArray
 from ._files import is_shape, is_sizes, parsed_json
-from ._safetensors import Header, renamed
+from ._safetensors import Header, retyped_arrays
 
 
 # The index of a set of safetensors files, which makes a step in a store exist.
@@ -65,8 +65,8 @@ def joined(headers: Mapping[str, Header]) -> dict[str, FileArray]:
         if path in arrays:
             _, first = members[0]
             raise _damaged(path, first.file, "it is there in parts and whole")
-        whole = _whole(path, members)
-        (arrays[path],) = renamed([whole], headers[whole.file].metadata)
+        whole = _array_of_parts(path, members)
+        (arrays[path],) = retyped_arrays([whole], headers[whole.file].metadata)
     return arrays
 
 
@@ -118,7 +118,10 @@ def _is_inside(part: SavedPart) -> bool:
     return all(start + size <= whole for whole, start, size in rows)
 
 
-def _whole(path: str, members: Sequence[tuple[SavedPart, FileArray]]) -> FileArray:
+def _array_of_parts(
+    path: str,
+    members: Sequence[tuple[SavedPart, FileArray]],
+) -> FileArray:
     """The array `path` from all its parts, each with the tensor that holds it. Raises
     `CheckpointError` if they do not make up the array exactly once.
     """

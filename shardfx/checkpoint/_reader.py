@@ -31,9 +31,9 @@ RUN_BYTES = 16 * 1024 * 1024
 # POSIX guarantees at least 16 buffers per call; Linux allows 1024.
 _MOST_BUFFERS = min(1000, os.sysconf("SC_IOV_MAX"))
 # Python has no other way to make a bytearray that is not zeroed first.
-_uninitialised = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
-    ("PyByteArray_FromStringAndSize", ctypes.pythonapi)
-)
+_uninitialised_bytearray = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t
+)(("PyByteArray_FromStringAndSize", ctypes.pythonapi))
 
 
 def memory_to_fill(nbytes: int) -> np.ndarray:
@@ -41,10 +41,10 @@ def memory_to_fill(nbytes: int) -> np.ndarray:
     # NumPy asks for huge pages. The first access to one costs three times as much on
     # virtual machines whose host takes back large free blocks. From `malloc`, a process
     # that loads again gets memory that it has used before.
-    return np.frombuffer(_uninitialised(None, nbytes), np.uint8)
+    return np.frombuffer(_uninitialised_bytearray(None, nbytes), np.uint8)
 
 
-class Bytes(NamedTuple):
+class ByteRange(NamedTuple):
     """A contiguous range of an open file, and the memory that it is read into or
     written from.
 
@@ -103,7 +103,7 @@ def copy_parts(read: Read, memory: np.ndarray) -> None:
     """Copies the parts of a span to their targets. `memory` has the bytes of the span."""
     entry, span, targets = read
     for part in span.parts:
-        values = part_in(memory, entry.dtype, part, span.strides)
+        values = elements_of_part(memory, entry.dtype, part, span.strides)
         fill(targets[part.number][part.index], values, entry.path)
 
 
@@ -149,7 +149,7 @@ class Files:
         scratch = self.scratch.get()
         try:
             for run in runs_of(self._in_place(reads, scratch)):
-                _read(run)
+                _read_run(run)
         finally:
             self.scratch.put(scratch)
         return sum([read.span.nbytes for read in reads])
@@ -163,7 +163,7 @@ class Files:
             for block in blocks:
                 memory = scratch[: block.nbytes]
                 descriptor = self.descriptors[block.file]
-                whole = Bytes(
+                whole = ByteRange(
                     descriptor=descriptor,
                     offset=block.start,
                     nbytes=block.nbytes,
@@ -171,7 +171,7 @@ class Files:
                 )
                 read_bytes = transfer(os.preadv, [whole])
                 if read_bytes < block.nbytes:
-                    raise _cut_off_in(block, block.start + read_bytes)
+                    raise _error_for_end_in(block, block.start + read_bytes)
                 for rows in block.rows:
                     copy_rows(
                         nbytes=rows.nbytes,
@@ -184,7 +184,11 @@ class Files:
             self.scratch.put(scratch)
         return sum(block.nbytes for block in blocks)
 
-    def _in_place(self, reads: Sequence[Read], scratch: np.ndarray) -> Iterator[Bytes]:
+    def _in_place(
+        self,
+        reads: Sequence[Read],
+        scratch: np.ndarray,
+    ) -> Iterator[ByteRange]:
         """Yields the byte ranges without gaps that can be read directly into their
         targets. Reads all others itself.
 
@@ -197,7 +201,7 @@ class Files:
                 start = entry.offset + span.offset
                 memory = [targets[0].view(np.uint8)]
                 descriptor = self.descriptors[entry.file]
-                yield Bytes(
+                yield ByteRange(
                     descriptor=descriptor,
                     offset=start,
                     nbytes=span.run_bytes,
@@ -223,7 +227,7 @@ class Files:
                 )
                 copy_parts(read, memory)
             elif span.runs == 1:
-                yield Bytes(
+                yield ByteRange(
                     descriptor=descriptor,
                     offset=offset,
                     nbytes=span.run_bytes,
@@ -300,7 +304,7 @@ def spans_of(
     )
 
 
-def part_in(
+def elements_of_part(
     memory: np.ndarray,
     dtype: DType,
     part: Part,
@@ -319,32 +323,36 @@ def flat(view: np.ndarray) -> np.ndarray:
     return view.reshape(-1).view(np.uint8)
 
 
-def runs_of(pieces: Iterable[Bytes]) -> Iterator[list[Bytes]]:
+def runs_of(ranges: Iterable[ByteRange]) -> Iterator[list[ByteRange]]:
     """Yields groups of byte ranges that are adjacent in a file. One system call reads
     or writes a group.
     """
-    run: list[Bytes] = []
-    buffers = nbytes = 0
-    for piece in pieces:
+    run: list[ByteRange] = []
+    buffer_count = run_nbytes = 0
+    for byte_range in ranges:
         if run:
             end = run[-1].offset + run[-1].nbytes
             is_full = (
-                buffers + len(piece.memory) > _MOST_BUFFERS
-                or nbytes + piece.nbytes > RUN_BYTES
+                buffer_count + len(byte_range.memory) > _MOST_BUFFERS
+                or run_nbytes + byte_range.nbytes > RUN_BYTES
             )
-            if is_full or piece.offset != end or piece.descriptor != run[-1].descriptor:
+            if (
+                is_full
+                or byte_range.offset != end
+                or byte_range.descriptor != run[-1].descriptor
+            ):
                 yield run
                 run = []
-                buffers = 0
-                nbytes = 0
-        run.append(piece)
-        buffers += len(piece.memory)
-        nbytes += piece.nbytes
+                buffer_count = 0
+                run_nbytes = 0
+        run.append(byte_range)
+        buffer_count += len(byte_range.memory)
+        run_nbytes += byte_range.nbytes
     if run:
         yield run
 
 
-def transfer(call: Callable[..., int], run: Sequence[Bytes]) -> int:
+def transfer(call: Callable[..., int], run: Sequence[ByteRange]) -> int:
     """Reads or writes adjacent byte ranges by `call`, which is `os.preadv` or
     `os.pwritev`.
 
@@ -352,28 +360,30 @@ def transfer(call: Callable[..., int], run: Sequence[Bytes]) -> int:
     """
     descriptor = run[0].descriptor
     offset = run[0].offset
-    remaining = [memory for piece in run for memory in piece.memory if memory.size]
-    nbytes = sum([piece.nbytes for piece in run])
-    done = 0
-    while done < nbytes:
-        moved = call(descriptor, remaining, offset + done)
-        done += moved
-        if not moved or done == nbytes:
+    remaining = [
+        memory for byte_range in run for memory in byte_range.memory if memory.size
+    ]
+    nbytes = sum([byte_range.nbytes for byte_range in run])
+    done_bytes = 0
+    while done_bytes < nbytes:
+        moved_bytes = call(descriptor, remaining, offset + done_bytes)
+        done_bytes += moved_bytes
+        if not moved_bytes or done_bytes == nbytes:
             break
-        while moved >= remaining[0].size:
-            moved -= remaining.pop(0).size
-        remaining[0] = remaining[0][moved:]
-    return done
+        while moved_bytes >= remaining[0].size:
+            moved_bytes -= remaining.pop(0).size
+        remaining[0] = remaining[0][moved_bytes:]
+    return done_bytes
 
 
-def _read(run: Sequence[Bytes]) -> None:
+def _read_run(run: Sequence[ByteRange]) -> None:
     end = run[0].offset + transfer(os.preadv, run)
-    for piece in run:
-        if piece.offset + piece.nbytes > end and piece.entry is not None:
-            raise _cut_off(piece.entry, end)
+    for byte_range in run:
+        if byte_range.offset + byte_range.nbytes > end and byte_range.entry is not None:
+            raise _error_for_end(byte_range.entry, end)
 
 
-def _cut_off(entry: FileArray, end: int) -> CheckpointError:
+def _error_for_end(entry: FileArray, end: int) -> CheckpointError:
     """The error for a file that ends at byte `end`, within an array."""
     return CheckpointError(
         f"{entry.file!r} ends at byte {end}, within array {quoted(entry.path)}; it was"
@@ -381,17 +391,17 @@ def _cut_off(entry: FileArray, end: int) -> CheckpointError:
     )
 
 
-def _cut_off_in(block: RowBlock, end: int) -> CheckpointError:
+def _error_for_end_in(block: RowBlock, end: int) -> CheckpointError:
     """The error for a file that ends at byte `end`, within a block. It names the first
     array that is not whole.
     """
-    beyond = []
+    cut_entries = []
     for rows in block.rows:
         offsets = rows.arrays.offsets
         numbers = np.flatnonzero(offsets + rows.nbytes > end)
-        beyond += [rows.arrays[number] for number in numbers[:1].tolist()]
-    first_entry = min(beyond, key=lambda entry: entry.offset)
-    return _cut_off(first_entry, end)
+        cut_entries += [rows.arrays[number] for number in numbers[:1].tolist()]
+    first_entry = min(cut_entries, key=lambda entry: entry.offset)
+    return _error_for_end(first_entry, end)
 
 
 def copy_rows(
@@ -429,14 +439,14 @@ def _read_runs(
         row: Any = memory[number * span.run_bytes : (number + 1) * span.run_bytes]
         # The general case takes longer than a short read.
         if os.preadv(descriptor, [row], offset) != span.run_bytes:
-            run = Bytes(
+            run = ByteRange(
                 descriptor=descriptor,
                 offset=offset,
                 nbytes=span.run_bytes,
                 memory=[row],
                 entry=entry,
             )
-            _read([run])
+            _read_run([run])
         offset += span.step
 
 

@@ -61,23 +61,26 @@ class Fetch(NamedTuple):
 
     - `entry`: the stored array.
     - `boxes`: the boxes of the stored array.
-    - `places`: for each of `boxes`, the number of a box of the leaf, and the part of
-      its memory that is filled. `None` if the leaf is the stored array: `boxes` are
+    - `destinations`: for each of `boxes`, the number of a box of the leaf, and the part
+      of its memory that is filled. `None` if the leaf is the stored array: `boxes` are
       then the boxes of the leaf.
     """
 
     entry: FileArray | StoreArray
     boxes: Sequence[Box]
-    places: Sequence[Destination] | None
+    destinations: Sequence[Destination] | None
 
     def targets(self, memory: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """For each of `boxes`, a view of the memory that it is read into.
 
         `memory` has an array for each box of the leaf that the process loads.
         """
-        if self.places is None:
+        if self.destinations is None:
             return memory
-        return [box_view(memory[number], place) for number, place in self.places]
+        return [
+            box_view(memory[number], strided_box)
+            for number, strided_box in self.destinations
+        ]
 
 
 def spans_into(
@@ -90,18 +93,18 @@ def spans_into(
     memory of dtype `dtype`.
     """
     is_in_place = dtype == entry.dtype
-    if is_in_place and fetch.places is not None:
-        is_in_place = all(map(_is_in_place, fetch.places))
+    if is_in_place and fetch.destinations is not None:
+        is_in_place = all(map(_is_in_place, fetch.destinations))
     return spans_of(
         entry.shape, entry.dtype.itemsize, tuple(fetch.boxes), is_in_place, gap_bytes
     )
 
 
-def _is_in_place(place: Destination) -> bool:
+def _is_in_place(destination: Destination) -> bool:
     """Whether the elements of a box have the same order at their destination as in the
     file.
     """
-    _, box = place
+    _, box = destination
     sizes = box_shape(box.source)
     for size, stride, row_major in zip(
         sizes, box.strides, strides_of(sizes), strict=True
@@ -122,12 +125,12 @@ def fetches(
     consists of very many small boxes.
     """
     if leaf.pieces is None:
-        fetch = Fetch(entry=leaf.entries[0], boxes=boxes, places=None)
+        fetch = Fetch(entry=leaf.entries[0], boxes=boxes, destinations=None)
         return list(parts_of(fetch)), []
     if not leaf.pieces:
         return [], []
     entries = by_path(leaf.entries)
-    places: dict[str, list[Destination]] = {}
+    destinations_by_path: dict[str, list[Destination]] = {}
     gathered: list[NumberedPiece] = []
     # The parts of the first piece of each kind.
     parts_by_kind: dict[object, list[tuple[StridedBox, ...] | Piece]] = {}
@@ -140,30 +143,40 @@ def fetches(
             is_plain = _is_plain(piece, leaf, entries)
             # The layers of a stack differ only in their position.
             distance = from_start(piece, box)
-            first = shifted(piece, [-steps for steps in distance])
-            kind = (number, first.source, first.target, first.factors, is_plain)
-            if kind not in parts_by_kind:
-                parts_by_kind[kind] = list(_parts_in(first, box, is_plain))
+            piece_at_start = shifted(piece, [-steps for steps in distance])
+            kind_of_piece = (
+                number,
+                piece_at_start.source,
+                piece_at_start.target,
+                piece_at_start.factors,
+                is_plain,
+            )
+            if kind_of_piece not in parts_by_kind:
+                parts_by_kind[kind_of_piece] = list(
+                    _parts_in(piece_at_start, box, is_plain)
+                )
             offset = offset_of(distance, strides)
-            for part in parts_by_kind[kind]:
+            for part in parts_by_kind[kind_of_piece]:
                 if isinstance(part, Piece):
                     part = shifted(part, distance)._replace(value=piece.value)
                     gathered.append((number, part))
                     continue
-                places_of_entry = places.setdefault(str(piece.value.path), [])
-                for block in part:
-                    start = block.offset + offset
-                    place = StridedBox(
-                        source=block.source,
-                        offset=start,
-                        strides=block.strides,
+                destinations = destinations_by_path.setdefault(
+                    str(piece.value.path), []
+                )
+                for box_at_start in part:
+                    box_offset = box_at_start.offset + offset
+                    strided_box = StridedBox(
+                        source=box_at_start.source,
+                        offset=box_offset,
+                        strides=box_at_start.strides,
                     )
-                    places_of_entry.append((number, place))
+                    destinations.append((number, strided_box))
 
     whole_fetches = []
-    for path, places_of_entry in places.items():
-        sources = [place.source for _, place in places_of_entry]
-        fetch = Fetch(entry=entries[path], boxes=sources, places=places_of_entry)
+    for path, destinations in destinations_by_path.items():
+        sources = [strided_box.source for _, strided_box in destinations]
+        fetch = Fetch(entry=entries[path], boxes=sources, destinations=destinations)
         whole_fetches += parts_of(fetch)
     return whole_fetches, gathered
 
@@ -189,32 +202,38 @@ def parts_of(fetch: Fetch) -> Iterator[Fetch]:
     if not isinstance(entry, FileArray) or not entry.parts:
         yield fetch
         return
-    places = fetch.places
-    if places is None:
-        places = []
+    whole_destinations = fetch.destinations
+    if whole_destinations is None:
+        whole_destinations = []
         for number, box in enumerate(fetch.boxes):
             strides = strides_of(box_shape(box))
             whole = StridedBox(source=box, offset=0, strides=strides)
-            places.append((number, whole))
+            whole_destinations.append((number, whole))
     for part in entry.parts:
         boxes: list[Box] = []
         destinations: list[Destination] = []
-        for number, place in places:
-            common_box = common(place.source, part.box)
+        for number, strided_box in whole_destinations:
+            common_box = common(strided_box.source, part.box)
             if common_box is None:
                 continue
-            offset = place.offset
+            offset = strided_box.offset
             box_in_part = []
-            rows = zip(common_box, place.source, part.box, place.strides, strict=True)
-            for (start, stop), (place_start, _), (part_start, _), stride in rows:
-                offset += (start - place_start) * stride
+            rows = zip(
+                common_box,
+                strided_box.source,
+                part.box,
+                strided_box.strides,
+                strict=True,
+            )
+            for (start, stop), (whole_start, _), (part_start, _), stride in rows:
+                offset += (start - whole_start) * stride
                 box_in_part.append((start - part_start, stop - part_start))
             source = tuple(box_in_part)
             boxes.append(source)
             destination = StridedBox(
                 source=source,
                 offset=offset,
-                strides=place.strides,
+                strides=strided_box.strides,
             )
             destinations.append((number, destination))
         if boxes:
@@ -225,7 +244,7 @@ def parts_of(fetch: Fetch) -> Iterator[Fetch]:
                 offset=part.offset,
                 parts=(),
             )
-            yield Fetch(entry=stored, boxes=boxes, places=destinations)
+            yield Fetch(entry=stored, boxes=boxes, destinations=destinations)
 
 
 def _parts_in(
@@ -297,7 +316,7 @@ class _PieceReader:
                 missing_chunks=self.missing_chunks,
             )
             return memory
-        whole = Fetch(entry=entry, boxes=(box,), places=None)
+        whole = Fetch(entry=entry, boxes=(box,), destinations=None)
         for fetch in parts_of(whole):
             part = fetch.entry
             assert isinstance(part, FileArray)
@@ -309,11 +328,11 @@ class _PieceReader:
 
     def packed(self, entry: FileArray, box: Box) -> np.ndarray:
         """The elements of a box of a packed tensor."""
-        raw = raw_entry(entry)
-        rows = raw_box(entry, box)
-        memory = np.empty(box_shape(rows), np.uint8)
-        spans = spans_of(raw.shape, 1, (rows,), True, self.gap_bytes)
-        self.files.read(reads_of(raw, spans, [memory]))
+        raw_bytes = raw_entry(entry)
+        box_of_bytes = raw_box(entry, box)
+        memory = np.empty(box_shape(box_of_bytes), np.uint8)
+        spans = spans_of(raw_bytes.shape, 1, (box_of_bytes,), True, self.gap_bytes)
+        self.files.read(reads_of(raw_bytes, spans, [memory]))
         self.read_bytes += memory.nbytes
         return unpacked(memory, entry, box)
 
@@ -379,11 +398,11 @@ def _piece_fetches(
     entry = entries[str(piece.value.path)]
     if isinstance(entry, FileArray) and is_packed(entry):
         raw = raw_entry(entry)
-        yield Fetch(entry=raw, boxes=[raw_box(entry, box)], places=None)
+        yield Fetch(entry=raw, boxes=[raw_box(entry, box)], destinations=None)
     else:
-        yield from parts_of(Fetch(entry=entry, boxes=[box], places=None))
+        yield from parts_of(Fetch(entry=entry, boxes=[box], destinations=None))
     scale = piece.value.scale
     if scale is not None:
         blocks = [scale_box(box, scale)]
-        scales = Fetch(entry=entries[scale.path], boxes=blocks, places=None)
+        scales = Fetch(entry=entries[scale.path], boxes=blocks, destinations=None)
         yield from parts_of(scales)

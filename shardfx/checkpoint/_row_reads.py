@@ -92,7 +92,7 @@ def rows_of_leaf(
     reads: list[RowReads] = []
     rest = grouped.others
     for pieces in grouped.alike:
-        arrays = table.of(pieces.paths)
+        arrays = table.with_paths(pieces.paths)
         is_read = np.zeros(len(pieces), bool)
         for kind_number in np.unique(arrays.kind_numbers).tolist():
             numbers = np.flatnonzero(arrays.kind_numbers == kind_number)
@@ -105,7 +105,7 @@ def rows_of_leaf(
                 is_read[members] = True
                 box_memory = memory[rows.box_number].reshape(-1)
                 row_reads = RowReads(
-                    arrays=arrays.at(members),
+                    arrays=arrays.at_positions(members),
                     nbytes=arrays.kinds[kind_number].nbytes,
                     memory=box_memory.view(np.uint8),
                     offsets=rows.offsets * box_memory.itemsize,
@@ -179,7 +179,7 @@ def _blocks_of_file(
         for number in np.unique(owner[numbers]).tolist():
             rows = member[numbers[owner[numbers] == number]]
             each = reads[number]
-            arrays = each.arrays.at(rows)
+            arrays = each.arrays.at_positions(rows)
             row = Row(
                 arrays=arrays,
                 nbytes=each.nbytes,

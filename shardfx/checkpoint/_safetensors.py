@@ -35,13 +35,15 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 # are the first two levels.
 _MOST_NESTED = 127
 
-_NAMED = (
+_NAMES_TEXT = (
     "BOOL bool, U8 uint8, I8 int8, U16 uint16, I16 int16, U32 uint32, I32 int32, U64"
     " uint64, I64 int64, F16 float16, BF16 bfloat16, F32 float32, F64 float64, C64"
     " complex64, F8_E4M3 float8_e4m3fn, F8_E5M2 float8_e5m2, F8_E8M0 float8_e8m0fnu,"
     " F8_E4M3FNUZ float8_e4m3fnuz, F8_E5M2FNUZ float8_e5m2fnuz"
 )
-NAMES = {jnp.dtype(name): stored for stored, name in map(str.split, _NAMED.split(", "))}
+NAMES = {
+    jnp.dtype(name): stored for stored, name in map(str.split, _NAMES_TEXT.split(", "))
+}
 # By the name in the file: the bits of an element, and the JAX dtype if there is one.
 DTYPES: dict[str, tuple[int, Any]] = {
     stored: (8 * dtype.itemsize, dtype) for dtype, stored in NAMES.items()
@@ -55,7 +57,7 @@ DTYPES_KEY = "shardfx.dtypes"
 METADATA = "__metadata__"
 # The text of the plan, in the metadata of a file, or the plan's digest.
 PLAN_KEY = "shardfx.plan"
-OTHER = {
+ONE_BYTE_DTYPES = {
     np.dtype(name).name: np.dtype(name)
     for name in (
         jnp.int4,
@@ -76,7 +78,7 @@ def stored_name(dtype: DType) -> str | None:
     dtype = np.dtype(dtype)
     if dtype in NAMES:
         return NAMES[dtype]
-    if dtype.name in OTHER:
+    if dtype.name in ONE_BYTE_DTYPES:
         return "U8"
     return None
 
@@ -146,9 +148,9 @@ def parse_header(data: bytes, buffer_bytes: int | None, file: str) -> Header:
     unknown dtypes, invalid or inconsistent shapes and offsets, and tensors that
     overlap, lie outside of the buffer or leave gaps in it.
     """
-    table = header_table(data, buffer_bytes, file, _kind)
+    table = header_table(data, buffer_bytes, file, _array_kind)
     if table is not None:
-        renamed_arrays = renamed(table.arrays, table.metadata)
+        renamed_arrays = retyped_arrays(table.arrays, table.metadata)
         return Header(renamed_arrays, table.metadata)
     content = parsed_json(data, f"the header of {file!r}")
     if not isinstance(content, dict):
@@ -188,17 +190,17 @@ def parse_header(data: bytes, buffer_bytes: int | None, file: str) -> Header:
             f"the tensors of {file!r} take {reached - base} bytes, but {buffer_bytes}"
             " follow the header; the file is truncated or damaged."
         )
-    return Header(renamed(arrays, metadata), metadata)
+    return Header(retyped_arrays(arrays, metadata), metadata)
 
 
-def _kind(stored: str, shape: object) -> ArrayKind | None:
+def _array_kind(stored: str, shape: object) -> ArrayKind | None:
     """The kind of tensors with this name of a dtype and this shape in JSON; `None` if
     the format forbids them.
     """
     if stored not in DTYPES or not is_shape(shape):
         return None
     bits_each, dtype = DTYPES[stored]
-    nbits = _count(shape) * bits_each
+    nbits = _element_count(shape) * bits_each
     if nbits % 8 or nbits >= 2**63:
         return None
     return ArrayKind(
@@ -232,24 +234,24 @@ def _array(name: str, entry: object, base: int, file: str) -> FileArray:
     offsets = entry["data_offsets"]
     if not isinstance(stored, str) or stored not in DTYPES:
         raise CheckpointError(
-            f"tensor {quoted(name)} in {file!r} has the dtype {_short(stored)}, which"
-            f" is none of {', '.join(DTYPES)}."
+            f"tensor {quoted(name)} in {file!r} has the dtype {_short_text(stored)},"
+            f" which is none of {', '.join(DTYPES)}."
         )
     if not is_shape(shape) or not is_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(
-            f"tensor {quoted(name)} in {file!r} has shape {_short(shape)} and offsets"
-            f" {_short(offsets)}; both must be lists of at most 64 non-negative"
-            " integers below 2**63, the offsets two. The sizes that are not 0 must have"
-            " a product below 2**59."
+            f"tensor {quoted(name)} in {file!r} has shape {_short_text(shape)} and"
+            f" offsets {_short_text(offsets)}; both must be lists of at most 64"
+            " non-negative integers below 2**63, the offsets two. The sizes that are"
+            " not 0 must have a product below 2**59."
         )
     begin, end = offsets
     bits_each, dtype = DTYPES[stored]
-    expected_bits = _count(shape) * bits_each
+    expected_bits = _element_count(shape) * bits_each
     if expected_bits != 8 * (end - begin):
         raise CheckpointError(
             f"tensor {quoted(name)} in {file!r} has dtype {stored} and shape"
-            f" {_short(shape)}, which needs {-(-expected_bits // 8)} bytes, but the"
-            f" offsets [{begin}, {end}]; the file is damaged or forged."
+            f" {_short_text(shape)}, which needs {-(-expected_bits // 8)} bytes, but"
+            f" the offsets [{begin}, {end}]; the file is damaged or forged."
         )
     return FileArray(
         path=name,
@@ -280,7 +282,7 @@ def _depth(value: object) -> int:
             level += node.values() if isinstance(node, dict) else node
 
 
-def _count(shape: list[int]) -> int:
+def _element_count(shape: list[int]) -> int:
     """The number of elements of a shape. But if the product of some first sizes exceeds
     64 bits, it is that product.
 
@@ -293,7 +295,7 @@ def _count(shape: list[int]) -> int:
     return partial[-1]
 
 
-def renamed(
+def retyped_arrays(
     arrays: Sequence[FileArray],
     metadata: dict[str, str],
 ) -> Sequence[FileArray]:
@@ -310,15 +312,15 @@ def renamed(
         kind = None
         if isinstance(named, dict):
             kind = named.get(array.path)
-        if array.stored == "U8" and isinstance(kind, str) and kind in OTHER:
-            array = dataclasses.replace(array, dtype=OTHER[kind])
+        if array.stored == "U8" and isinstance(kind, str) and kind in ONE_BYTE_DTYPES:
+            array = dataclasses.replace(array, dtype=ONE_BYTE_DTYPES[kind])
         elif (keys := key_named(kind)) is not None:
             array = of_bits(array, keys)
         retyped.append(array)
     return tuple(retyped)
 
 
-def _short(value: object) -> str:
+def _short_text(value: object) -> str:
     text = repr(value)
     if len(text) < 80:
         return text

@@ -43,11 +43,11 @@ def eformer_entries(place: Place) -> tuple[StoreArray | ListedArray, ...]:
         if not isinstance(rows, list):
             what = "`arrays`" if group is None else f"prefix {quoted(group)}"
             raise CheckpointError(f"{file_path!r}: {what} must be a list.")
-        entries += [_listed(place, file_path, group, row) for row in rows]
+        entries += [_entry_of_row(place, file_path, group, row) for row in rows]
     return tuple(entries)
 
 
-def _listed(
+def _entry_of_row(
     place: Place,
     file_path: str,
     group: str | None,
@@ -161,7 +161,7 @@ def orbax_entries(place: Place) -> tuple[StoreArray, ...]:
             f"{file_path!r} has no `tree_metadata` that describes arrays; it is"
             " damaged, or not Orbax's."
         )
-    named = [_keys(file_path, name, row) for name, row in rows.items()]
+    named = [_keys_of_value(file_path, name, row) for name, row in rows.items()]
     if OCDBT_MANIFEST in place.names():
         entry_of = {entry.key: entry for entry in ocdbt_entries(place)}.get
     else:
@@ -189,7 +189,7 @@ def orbax_entries(place: Place) -> tuple[StoreArray, ...]:
     )
 
 
-def _keys(file_path: str, name: str, row: object) -> tuple[list[str], bool]:
+def _keys_of_value(file_path: str, name: str, row: object) -> tuple[list[str], bool]:
     """The keys from the root to a value in Orbax's `tree_metadata`, and whether the
     value must be an array.
 

@@ -43,7 +43,7 @@ def flax_content(place: Place, file_path: str) -> Content:
             f" {quoted(path)} is in a directory beside it; give the directory,"
             f" {os.path.dirname(file_path)!r}."
         )
-    return _content(leaves, ())
+    return _content_of(leaves, ())
 
 
 def is_state(place: Place) -> bool:
@@ -57,7 +57,7 @@ def t5x_content(place: Place) -> Content:
     file_path = place.inside(STATE_FILE)
     if not is_state(place):
         with place.opened(file_path) as file:
-            raise _damaged(place, kind_of(file.read(_HEAD_BYTES, 0)))
+            raise _error_for_damaged(place, kind_of(file.read(_HEAD_BYTES, 0)))
     tree = read_tree(place, file_path)
     state = member(tree, _STATE_KEY)
     leaves = leaves_of(tree if state is None else state, file_path)
@@ -75,12 +75,12 @@ def t5x_content(place: Place) -> Content:
             raise CheckpointError(
                 f"{file_path!r} says that {quoted(path)} is in {quoted(name)}, but"
                 f" {place.directory!r} holds no such zarr array; it has"
-                f" {_listed(place)}. Copy the whole checkpoint."
+                f" {_listed_names(place)}. Copy the whole checkpoint."
             )
         rest.pop(name, None)
         arrays.append(entry)
     # Arrays of which the file says nothing keep the names of their directories.
-    return _content(leaves, (*arrays, *rest.values()))
+    return _content_of(leaves, (*arrays, *rest.values()))
 
 
 def raise_if_half(place: Place, entries: tuple[StoreArray, ...]) -> None:
@@ -92,11 +92,11 @@ def raise_if_half(place: Place, entries: tuple[StoreArray, ...]) -> None:
             f"{place.directory!r} holds {len(entries)} zarr arrays with the names of a"
             f" checkpoint of T5X, such as {quoted(entries[0].path)}, and not its file"
             f" `{STATE_FILE}`, which has the small arrays and the step; it has"
-            f" {_listed(place)}. Copy the whole checkpoint."
+            f" {_listed_names(place)}. Copy the whole checkpoint."
         )
 
 
-def _damaged(place: Place, kind: Any) -> CheckpointError:
+def _error_for_damaged(place: Place, kind: Any) -> CheckpointError:
     """The error for a directory of zarr arrays whose file `checkpoint` is no msgpack.
     `kind` is what the file is by its first bytes, if they tell.
     """
@@ -104,12 +104,12 @@ def _damaged(place: Place, kind: Any) -> CheckpointError:
     return CheckpointError(
         f"{place.directory!r} holds zarr arrays and a file `{STATE_FILE}`, {what}."
         " T5X keeps the small arrays and the step in a msgpack file of this name, so"
-        f" half of the checkpoint is damaged; it has {_listed(place)}. Copy the whole"
-        " checkpoint, or take the file away to load the zarr arrays alone."
+        f" half of the checkpoint is damaged; it has {_listed_names(place)}. Copy the"
+        " whole checkpoint, or take the file away to load the zarr arrays alone."
     )
 
 
-def _listed(place: Place) -> str:
+def _listed_names(place: Place) -> str:
     """The first names in a directory, as text."""
     names = place.names()
     shown = ", ".join(map(quoted, names[:8]))
@@ -130,7 +130,7 @@ def _directory_name(spec: dict[str, Any]) -> str | None:
     return None
 
 
-def _content(leaves: Leaves, others: tuple[StoreArray, ...]) -> Content:
+def _content_of(leaves: Leaves, others: tuple[StoreArray, ...]) -> Content:
     """The content with the arrays in the msgpack file and the zarr arrays `others`."""
     metadata = {NUMBERS_KEY: to_text(leaves.numbers)}
     entries = (*leaves.arrays, *others)

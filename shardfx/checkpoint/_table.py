@@ -111,7 +111,7 @@ class FileTable(Sequence[FileArray]):
         """The position of each array by its path."""
         return dict(zip(self.paths, range(len(self.paths)), strict=True))
 
-    def of(self, paths: Sequence[str]) -> "FileTable":
+    def with_paths(self, paths: Sequence[str]) -> "FileTable":
         """The arrays with these paths, in their order."""
         if paths is self.paths:
             return self
@@ -119,7 +119,7 @@ class FileTable(Sequence[FileArray]):
         numbers_array = np.fromiter(numbers, np.int64, len(paths))
         return self._rows(numbers_array, paths)
 
-    def at(self, numbers: np.ndarray) -> "FileTable":
+    def at_positions(self, numbers: np.ndarray) -> "FileTable":
         """The arrays at these positions of the table."""
         if len(numbers) == len(self) and np.array_equal(numbers, np.arange(len(self))):
             return self
@@ -183,7 +183,7 @@ def all_tables(
     return bool(arrays) and all(isinstance(table, FileTable) for table in arrays)
 
 
-def together(tables: Sequence[FileTable]) -> FileTable:
+def one_table(tables: Sequence[FileTable]) -> FileTable:
     """The arrays of several tables, one table after the other."""
     if len(tables) == 1:
         return tables[0]

@@ -20,10 +20,10 @@ from ._leaves import (
 )
 from ._reader import (
     COPY_BYTES,
-    Bytes,
+    ByteRange,
     copy_rows,
+    elements_of_part,
     flat,
-    part_in,
     runs_of,
     spans_of,
     transfer,
@@ -120,20 +120,20 @@ def _write(
     return written
 
 
-def _ranges(descriptor: int, tensors: Tensors, is_first: bool) -> Iterator[Bytes]:
-    """Yields this process's shards of tensors, as `_pieces` does. Small tensors that
-    follow each other are put together in memory.
+def _ranges(descriptor: int, tensors: Tensors, is_first: bool) -> Iterator[ByteRange]:
+    """Yields this process's shards of tensors, as `_ranges_of_tensor` does. Small
+    tensors that follow each other are put together in memory.
     """
-    rows = list(rows_of_parts(tensors.values, is_first))
-    small_rows = [each for each in rows if each.nbytes < _SMALL_BYTES]
-    memory = _rows_together(small_rows, tensors)
+    part_rows = list(rows_of_parts(tensors.values, is_first))
+    small_rows = [rows for rows in part_rows if rows.nbytes < _SMALL_BYTES]
+    memory = _memory_with_rows(small_rows, tensors)
     kinds = _kinds_of_writes(tensors, small_rows, is_first)
     # Large rows by the number of their tensor.
     large_rows: dict[int, np.ndarray] = {}
-    for each in rows:
-        if each.nbytes >= _SMALL_BYTES:
-            for number, start in zip(each.numbers, each.offsets, strict=True):
-                large_rows[int(number)] = each.memory[start : start + each.nbytes]
+    for rows in part_rows:
+        if rows.nbytes >= _SMALL_BYTES:
+            for number, start in zip(rows.numbers, rows.offsets, strict=True):
+                large_rows[int(number)] = rows.memory[start : start + rows.nbytes]
 
     start = 0
     for kind, group in it.groupby(kinds):
@@ -143,18 +143,18 @@ def _ranges(descriptor: int, tensors: Tensors, is_first: bool) -> Iterator[Bytes
         if kind == _ROWS:
             position = offset - tensors.offsets[0]
             block = memory[position : position + nbytes]
-            yield Bytes(descriptor, offset, nbytes, [block])
+            yield ByteRange(descriptor, offset, nbytes, [block])
         elif kind is not None:
             block = np.concatenate(tensors.values[start:stop], axis=None)
-            yield Bytes(descriptor, offset, nbytes, [flat(block)])
+            yield ByteRange(descriptor, offset, nbytes, [flat(block)])
         else:
             for number in range(start, stop):
                 if number in large_rows:
-                    place = tensors.offsets[number]
+                    offset_of_row = tensors.offsets[number]
                     row = large_rows[number]
-                    yield Bytes(descriptor, place, row.size, [row])
+                    yield ByteRange(descriptor, offset_of_row, row.size, [row])
                 else:
-                    yield from _pieces(descriptor, tensors, number, is_first)
+                    yield from _ranges_of_tensor(descriptor, tensors, number, is_first)
         start = stop
 
 
@@ -168,8 +168,8 @@ def _kinds_of_writes(
     kind that follow each other are written as one block of memory.
     """
     kinds: list[str | None] = [None] * len(tensors.values)
-    for each in small_rows:
-        for number in each.numbers.tolist():
+    for rows in small_rows:
+        for number in rows.numbers.tolist():
             kinds[number] = _ROWS
     if not is_first:
         return kinds
@@ -179,32 +179,32 @@ def _kinds_of_writes(
     return kinds
 
 
-def _rows_together(rows: Sequence[PartRows], tensors: Tensors) -> np.ndarray:
+def _memory_with_rows(part_rows: Sequence[PartRows], tensors: Tensors) -> np.ndarray:
     """The bytes of the tensors from the first to the last, with the rows filled in; no
     bytes if there is no row.
     """
-    if not rows:
+    if not part_rows:
         return np.empty(0, np.uint8)
     memory = np.empty(sum(tensors.sizes), np.uint8)
     all_offsets = np.array(tensors.offsets, np.int64)
     offsets = all_offsets - tensors.offsets[0]
-    for each in rows:
+    for rows in part_rows:
         copy_rows(
-            nbytes=each.nbytes,
-            source=each.memory,
-            starts=each.offsets,
+            nbytes=rows.nbytes,
+            source=rows.memory,
+            starts=rows.offsets,
             target=memory,
-            offsets=offsets[each.numbers],
+            offsets=offsets[rows.numbers],
         )
     return memory
 
 
-def _pieces(
+def _ranges_of_tensor(
     descriptor: int,
     tensors: Tensors,
     number: int,
     is_first: bool,
-) -> Iterator[Bytes]:
+) -> Iterator[ByteRange]:
     """Yields this process's shards of the tensor `number`, as byte ranges of the file
     `descriptor` with the bytes to write.
     """
@@ -227,13 +227,13 @@ def _pieces(
                 # Copying small shards costs less than one buffer for each.
                 views = [np.concatenate(views, axis=None)]
             memories = [flat(view) for view in views]
-            yield Bytes(descriptor, start, span.nbytes, memories)
+            yield ByteRange(descriptor, start, span.nbytes, memories)
             continue
         memory = np.empty(span.nbytes, np.uint8)
         for view, part in zip(views, span.parts, strict=True):
-            part_memory = part_in(memory, dtype, part, span.strides)
+            part_memory = elements_of_part(memory, dtype, part, span.strides)
             fill(part_memory, view, name)
         for run in range(span.runs):
             row = memory[run * span.run_bytes : (run + 1) * span.run_bytes]
             run_start = start + run * span.step
-            yield Bytes(descriptor, run_start, span.run_bytes, [row])
+            yield ByteRange(descriptor, run_start, span.run_bytes, [row])
