@@ -14,8 +14,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
@@ -35,12 +33,13 @@ from .._convert import (
 from .._ground.boxes import Box, volume
 from .._ground.errors import CheckpointError, LeafTypeError, check_type
 from .._ground.keys import key_data_struct
-from .._ground.spec import DType, dtype_named
+from .._ground.spec import DType
 from .._ground.text import plural, printable, quoted
 from .._plan import Target, branch_of, target_of
 from . import _metadata as prng
 from ._entry import FileArray, ListedArray, StoreArray, itemsize
 from ._index import Index, first_paths_text, struct
+from ._loaded_dtype import loaded_dtype
 from ._numbers import (
     Scalar,
     numbers_of,
@@ -475,16 +474,16 @@ def _leaf_to_load(
             entries=entries,
             mapped=mapped,
         )
-    loaded_dtype = _loaded_dtype(planned.dtype, stored, dtype, what)
+    leaf_dtype = loaded_dtype(planned.dtype, stored, dtype, what)
     pieces = None
     is_cast_by_map = False
     if mapped is not None:
-        pieces = cast(mapped, loaded_dtype).pieces
-        is_cast_by_map = mapped.dtype == loaded_dtype
+        pieces = cast(mapped, leaf_dtype).pieces
+        is_cast_by_map = mapped.dtype == leaf_dtype
     return LeafToLoad(
         path=path,
         shape=shape,
-        dtype=loaded_dtype,
+        dtype=leaf_dtype,
         sharding=planned.sharding,
         entries=entries,
         pieces=pieces,
@@ -551,67 +550,6 @@ def _loadable_entry(index: Index, name: str) -> FileArray | StoreArray:
         )
     struct(entry, index)
     return entry
-
-
-def _loaded_dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
-    """The dtype in which a leaf is read, from its dtypes in the plan and in the
-    checkpoint. `what` names it in errors.
-
-    Raises `CheckpointError` for a cast that `asked`, the argument `dtype` of `load`,
-    does not allow, for a 64-bit dtype that JAX does not hold, and for the loss of an
-    imaginary part.
-    """
-    is_stored_float = jnp.issubdtype(stored, jnp.floating)
-    are_floats = is_stored_float and jnp.issubdtype(planned, jnp.floating)
-    is_asked_for = asked is not None and asked != "plan" and are_floats
-    if asked != "plan" and not is_asked_for and stored != planned:
-        raise CheckpointError(
-            f'{what} is {stored}, but the plan has {planned}; pass `dtype="plan"` to'
-            " cast to the plan's dtypes, or `dtype=...` for all floating-point"
-            " arrays."
-        )
-    dtype = planned
-    if is_asked_for:
-        dtype = _asked_dtype(asked)
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise CheckpointError(
-            f"{what} would be {dtype}, which JAX holds only under"
-            ' `jax.config.update("jax_enable_x64", True)`; set it, or plan a 32-bit'
-            ' dtype and pass `dtype="plan"`.'
-        )
-    is_complex = jnp.issubdtype(stored, jnp.complexfloating)
-    if is_complex and not jnp.issubdtype(dtype, jnp.complexfloating):
-        raise CheckpointError(
-            f"{what} is complex and would be cast to {dtype}; its imaginary part would"
-            " be lost."
-        )
-    return np.dtype(dtype)
-
-
-# How other libraries shorten the names of dtypes.
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
-_SHORT |= {"fp32": "float32", "f32": "float32", "float": "float32"}
-
-
-def _asked_dtype(asked: Any) -> DType:
-    """The dtype of the argument `dtype` of `load`. Raises `LeafTypeError` for a value
-    that is no dtype.
-    """
-    fix = "bfloat16"
-    if isinstance(asked, str):
-        known = dtype_named(asked)
-        fix = _SHORT.get(asked, fix)
-    else:
-        try:
-            known = jnp.dtype(asked)
-        except TypeError:
-            known = None
-    if known is None:
-        raise LeafTypeError(
-            f"`dtype={asked!r}` is no dtype of JAX; write `dtype={fix!r}`, or"
-            ' `dtype="plan"` for the dtypes of the plan.'
-        )
-    return known
 
 
 def box_bytes(box: Box, dtype: object) -> int:
