@@ -235,13 +235,13 @@ def write(
     options: WriteOptions,
 ) -> bool:
     """Writes the result of `content` to `path`, together with the other processes in
-    `holders`.
+    `holders`. If `content` raises, all of them raise.
 
     Returns whether this process is the first of them.
     """
-    what = shown(path)
+    shown_path = shown(path)
     save_processes = SaveProcesses(
-        target=what,
+        target=shown_path,
         me=jax.process_index(),
         members=holders,
         client=coordination(),
@@ -250,7 +250,7 @@ def write(
     with (
         contextlib.ExitStack() as afterwards,
         save_processes as processes,
-        _naming(what),
+        _with_path_in_errors(shown_path),
     ):
         # Here the other processes hear of a wrong path, too.
         if not isinstance(path, str | os.PathLike | Mapping):
@@ -274,27 +274,19 @@ def write(
         token = processes.compare(compared, saved.lines)
         bar = Progress("saving", saved.nbytes, options.progress)
         if is_store:
-            save_objects(
-                place=ObjectPlace(target, options.timeout_seconds),
-                processes=processes,
-                afterwards=afterwards,
-                content=saved,
-                overwrite=options.overwrite,
-                file_bytes=file_bytes,
-                token=token,
-                advance=bar.advance,
-            )
+            place = ObjectPlace(target, options.timeout_seconds)
+            write_content = ft.partial(save_objects, place)
         else:
-            _write_files(
-                path=name,
-                processes=processes,
-                afterwards=afterwards,
-                content=saved,
-                overwrite=options.overwrite,
-                file_bytes=file_bytes,
-                token=token,
-                advance=bar.advance,
-            )
+            write_content = ft.partial(_write_files, name)
+        write_content(
+            processes=processes,
+            afterwards=afterwards,
+            content=saved,
+            overwrite=options.overwrite,
+            file_bytes=file_bytes,
+            token=token,
+            advance=bar.advance,
+        )
         bar.end()
         return processes.is_first
 
@@ -347,22 +339,22 @@ def _write_files(
 
 
 @contextlib.contextmanager
-def _naming(shown: str) -> Iterator[None]:
-    """Adds the path of the save to an `OSError` of a system call that has none, such as
-    that of a write to a full disk.
+def _with_path_in_errors(shown_path: str) -> Iterator[None]:
+    """A context that adds the path of the save to an `OSError` of a system call that
+    has none, such as that of a write to a full disk.
     """
     try:
         yield
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
-        text = (
-            f"{error.strerror}, while saving; what was at the path before is unchanged."
-            " Free some space, or save elsewhere"
-        )
-        if error.errno != errno.ENOSPC:
-            text = f"{error.strerror}, while saving; what was at the path is unchanged"
-        raise OSError(error.errno, f"{text}: {shown}") from error
+        text = f"{error.strerror}, while saving; what was at the path is unchanged"
+        if error.errno == errno.ENOSPC:
+            text = (
+                f"{error.strerror}, while saving; what was at the path before is"
+                " unchanged. Free some space, or save elsewhere"
+            )
+        raise OSError(error.errno, f"{text}: {shown_path}") from error
 
 
 def _layout(
