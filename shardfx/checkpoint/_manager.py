@@ -256,8 +256,10 @@ class Manager:
         self._steps.note(step)
         if is_first and self.keep is not None:
             others = [number for number in self.steps() if number != step]
-            for old in others[: -self.keep + 1 or None]:
-                self._steps.remove(old)
+            # The new step is one of those to keep.
+            count_to_remove = max(0, len(others) - (self.keep - 1))
+            for old_step in others[:count_to_remove]:
+                self._steps.remove(old_step)
 
 
 def _raise(error: Exception) -> SavedContent:

@@ -79,8 +79,10 @@ def saved_pieces(
         dtype = np.dtype(value.dtype)
         shards = shards_of(value, is_first)
         if 0 in shape:
-            # All shards are empty, and one of them is written.
-            shards = iter([(whole_box(shape), np.empty(shape, dtype))] * is_first)
+            # All shards are empty, and the first process writes one of them.
+            if not is_first:
+                continue
+            shards = iter([(whole_box(shape), np.empty(shape, dtype))])
         for box, values in shards:
             for inner in _parts_of_box(box, dtype.itemsize, most_bytes):
                 part = SavedPart(
@@ -97,12 +99,16 @@ def saved_pieces(
 
 
 def _parts_of_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
-    """Yields parts of a box of at most `most_bytes`, or of one element."""
+    """Yields parts of a box of at most `most_bytes`, or of one element. The box is
+    divided along its first dimension with more than one element, so that each part is
+    contiguous in it.
+    """
     nbytes = volume(box) * itemsize
-    dim = next((dim for dim, size in enumerate(box_shape(box)) if size > 1), None)
-    if nbytes <= most_bytes or dim is None:
+    dims = [dim for dim, size in enumerate(box_shape(box)) if size > 1]
+    if nbytes <= most_bytes or not dims:
         yield box
         return
+    dim = dims[0]
     low, high = box[dim]
     step = max(1, most_bytes * (high - low) // nbytes)
     for start in range(low, high, step):

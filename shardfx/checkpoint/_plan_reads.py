@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
@@ -171,9 +170,8 @@ def plan_reads(
         map=map,
         unread=unread,
     )
-    reads_by_kind: dict[object, Mapping[int, _LeafReads]] = {}
-    totals: dict[int, list[int]] = {}
-    pieces: dict[int, list[Piece]] = {}
+    reads_by_kind: dict[object, Mapping[int, _Reads]] = {}
+    totals: dict[int, _Reads] = {}
     is_store = isinstance(index.place, ObjectPlace)
     for leaf in to_load.leaves:
         # A model has many leaves of few kinds. In a store, where they lie counts, too.
@@ -181,43 +179,48 @@ def plan_reads(
         if kind not in reads_by_kind:
             reads_by_kind[kind] = _reads_of(leaf, processes, gap_bytes, is_store)
         for process, reads in reads_by_kind[kind].items():
-            total = totals.setdefault(process, [0, 0, 0])
-            counts = (reads.needed_bytes, reads.read_bytes, reads.count_of_reads)
-            totals[process] = [a + b for a, b in zip(total, counts, strict=True)]
-            pieces.setdefault(process, []).extend(reads.pieces)
-    for process, pieces_of_process in pieces.items():
-        for request in requests_of(pieces_of_process, gap_bytes):
-            totals[process][1] += request.nbytes
-            totals[process][2] += 1
-    for scalar in to_load.scalars:
+            total = totals.setdefault(process, _Reads())
+            total.needed_bytes += reads.needed_bytes
+            total.read_bytes += reads.read_bytes
+            total.count += reads.count
+            total.pieces += reads.pieces
+    for total in totals.values():
+        for request in requests_of(total.pieces, gap_bytes):
+            total.read_bytes += request.nbytes
+            total.count += 1
         # Each process reads the Python numbers.
-        nbytes = itemsize(scalar.entry.dtype)
-        for total in totals.values():
-            total[0] += nbytes
-            total[1] += nbytes
-            total[2] += 1
-    reads = []
+        for scalar in to_load.scalars:
+            nbytes = itemsize(scalar.entry.dtype)
+            total.needed_bytes += nbytes
+            total.read_bytes += nbytes
+            total.count += 1
+    reads_of_processes = []
     for process in sorted(totals):
-        needed_bytes, read_bytes, count = totals[process]
+        total = totals[process]
         process_reads = ProcessReads(
             process_index=process,
-            needed_bytes=needed_bytes,
-            read_bytes=read_bytes,
-            reads=count,
+            needed_bytes=total.needed_bytes,
+            read_bytes=total.read_bytes,
+            reads=total.count,
         )
-        reads.append(process_reads)
-    return ReadPlan(tuple(reads))
+        reads_of_processes.append(process_reads)
+    return ReadPlan(tuple(reads_of_processes))
 
 
-class _LeafReads(NamedTuple):
-    """The reads of a leaf in one process: the bytes that it needs, the bytes that it
-    reads, how many reads, and the pieces of requests to a store, which are not counted.
+@dataclasses.dataclass
+class _Reads:
+    """The reads of one process, of one leaf or of all.
+
+    - `needed_bytes`, `read_bytes`: the bytes that it needs, and those that it reads.
+    - `count`: the number of reads.
+    - `pieces`: in a store, the ranges of bytes to read. They become requests when all
+      are known, and are not in the other numbers before.
     """
 
-    needed_bytes: int
-    read_bytes: int
-    count_of_reads: int
-    pieces: list[Piece]
+    needed_bytes: int = 0
+    read_bytes: int = 0
+    count: int = 0
+    pieces: list[Piece] = dataclasses.field(default_factory=list)
 
 
 def _kind_of(leaf: LeafToLoad) -> tuple[object, ...]:
@@ -238,44 +241,35 @@ def _reads_of(
     processes: int | None,
     gap_bytes: int,
     is_store: bool,
-) -> Mapping[int, _LeafReads]:
+) -> Mapping[int, _Reads]:
     """The reads of a leaf by the number of each process. If `is_store`, the files are
     objects.
     """
-    reads = {}
+    reads_by_process = {}
     boxes_by_process = _boxes_of(leaf.shape, leaf.sharding, processes)
     for process, boxes in boxes_by_process.items():
-        needed_bytes = 0
-        read_bytes = 0
-        count = 0
-        pieces: list[Piece] = []
+        reads = _Reads()
+        reads_by_process[process] = reads
         plain, gathered = fetches(leaf, boxes)
         for fetch in [*plain, *gathered_fetches(leaf, gathered)]:
             entry = fetch.entry
-            needed_bytes += sum(
-                box_bytes(box, entry.dtype) for box in dict.fromkeys(fetch.boxes)
-            )
+            for box in dict.fromkeys(fetch.boxes):
+                reads.needed_bytes += box_bytes(box, entry.dtype)
             if isinstance(entry, StoreArray):
-                count += len(fetch.boxes)
+                reads.count += len(fetch.boxes)
                 for box in fetch.boxes:
-                    read_bytes += stores.chunk_bytes(entry, box)
+                    reads.read_bytes += stores.chunk_bytes(entry, box)
                 continue
             for span in spans_into(entry, fetch, leaf.dtype, gap_bytes):
                 if is_store:
-                    # No memory is taken.
+                    # An array of this size that takes no memory.
                     memory = np.broadcast_to(np.uint8(0), span.nbytes)
                     read = Read(entry=entry, span=span, targets=())
-                    pieces += pieces_of(read, [memory])
+                    reads.pieces += pieces_of(read, [memory])
                     continue
-                read_bytes += span.nbytes
-                count += span.runs
-        reads[process] = _LeafReads(
-            needed_bytes=needed_bytes,
-            read_bytes=read_bytes,
-            count_of_reads=count,
-            pieces=pieces,
-        )
-    return reads
+                reads.read_bytes += span.nbytes
+                reads.count += span.runs
+    return reads_by_process
 
 
 def _boxes_of(
@@ -289,17 +283,18 @@ def _boxes_of(
     is_abstract = isinstance(sharding, NamedSharding) and isinstance(
         sharding.mesh, AbstractMesh
     )
-    count = processes or 1
-    size = sharding.num_devices
-    if is_abstract and size % count:
+    process_count = processes or 1
+    device_count = sharding.num_devices
+    if is_abstract and device_count % process_count:
         raise PlanMismatchError(
-            f"{count} processes cannot each have as many of the {size} devices of the"
-            " mesh; give a number that divides it."
+            f"{process_count} processes cannot each have as many of the {device_count}"
+            " devices of the mesh; give a number that divides it."
         )
     boxes_by_process: dict[int, dict[Box, None]] = {}
     for device, box in shard_boxes(sharding, shape).items():
         if is_abstract:
-            process = device * count // size
+            # A device of an abstract mesh is its number.
+            process = device * process_count // device_count
         else:
             process = device.process_index
         boxes_by_process.setdefault(process, {})[box] = None

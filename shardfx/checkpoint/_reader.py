@@ -197,27 +197,22 @@ class Files:
         """
         for read in reads:
             entry, span, targets = read
+            descriptor = self.descriptors[entry.file]
+            offset = entry.offset + span.offset
             if len(targets) == 1 and _is_row(span, entry, targets[0]):
-                start = entry.offset + span.offset
-                memory = [targets[0].view(np.uint8)]
-                descriptor = self.descriptors[entry.file]
                 yield ByteRange(
                     descriptor=descriptor,
-                    offset=start,
+                    offset=offset,
                     nbytes=span.run_bytes,
-                    memory=memory,
+                    memory=[targets[0].view(np.uint8)],
                     entry=entry,
                 )
                 continue
-            descriptor = self.descriptors[entry.file]
-            offset = entry.offset + span.offset
             memories = memory_in_place(read)
             if memories is None:
-                memory = (
-                    scratch
-                    if span.nbytes <= len(scratch)
-                    else np.empty(span.nbytes, np.uint8)
-                )
+                memory = scratch
+                if span.nbytes > len(scratch):
+                    memory = np.empty(span.nbytes, np.uint8)
                 _read_runs(
                     descriptor=descriptor,
                     offset=offset,

@@ -350,18 +350,18 @@ def write_header(
     encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
     encode = encoder.encode
     # By shape and dtype, the text before the offsets, and the bytes.
-    kinds: dict[object, tuple[str, int]] = {}
+    texts_by_kind: dict[object, tuple[str, int]] = {}
     texts = []
     sizes = []
     for _, value in tensors:
-        key = (value.shape, value.dtype)
-        kind = kinds.get(key)
-        if kind is None:
+        kind = (value.shape, value.dtype)
+        if kind not in texts_by_kind:
             row = {"dtype": stored_name(value.dtype), "shape": value.shape}
             nbytes = math.prod(value.shape) * value.dtype.itemsize
-            kind = kinds[key] = (f'{encode(row)[:-1]},"data_offsets":', nbytes)
-        texts.append(kind[0])
-        sizes.append(kind[1])
+            texts_by_kind[kind] = (f'{encode(row)[:-1]},"data_offsets":', nbytes)
+        text, nbytes = texts_by_kind[kind]
+        texts.append(text)
+        sizes.append(nbytes)
     stops = list(it.accumulate(sizes))
     starts = [0, *stops[:-1]]
 
@@ -369,6 +369,7 @@ def write_header(
     if metadata:
         members.append(f"{encode(METADATA)}:{encode(metadata)}")
     names = [json.encoder.encode_basestring(name) for name, _ in tensors]
+    # Without tensors there is one start, and no stop.
     for name, text, start, stop in zip(names, texts, starts, stops, strict=False):
         members.append(f"{name}:{text}[{start},{stop}]}}")
     text = f"{{{','.join(members)}}}".encode()

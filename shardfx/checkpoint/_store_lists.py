@@ -162,31 +162,33 @@ def orbax_entries(place: Place) -> tuple[StoreArray, ...]:
             " damaged, or not Orbax's."
         )
     named = [_keys_of_value(file_path, name, row) for name, row in rows.items()]
+    in_database = None
     if OCDBT_MANIFEST in place.names():
-        entry_of = {entry.key: entry for entry in ocdbt_entries(place)}.get
-    else:
-        entry_of = lambda name: (
-            entry_in(place, name, place.inside(name)) if name else None
-        )
-    rows = [(keys, must, entry_of(".".join(keys))) for keys, must in named]
-    names: dict[str, list[str]] = {}
-    for keys, must, entry in rows:
-        if names.setdefault(".".join(keys), keys) != keys and entry is not None:
+        in_database = {entry.key: entry for entry in ocdbt_entries(place)}
+    entries = []
+    keys_by_name: dict[str, list[str]] = {}
+    for keys, is_array in named:
+        # Orbax's name of the directory, or of the key in the database.
+        name = ".".join(keys)
+        entry = None
+        if in_database is not None:
+            entry = in_database.get(name)
+        elif name:
+            entry = entry_in(place, name, place.inside(name))
+        if keys_by_name.setdefault(name, keys) != keys and entry is not None:
             raise CheckpointError(
-                f"{file_path!r} names arrays by {keys} and by {names['.'.join(keys)]},"
+                f"{file_path!r} names arrays by {keys} and by {keys_by_name[name]},"
                 " which Orbax keeps under one name, so one of them was lost when it was"
                 " written; rename one of them and save again."
             )
-        if must and entry is None:
+        if is_array and entry is None:
             raise CheckpointError(
                 f"{file_path!r} names the array {quoted('/'.join(keys))}, but"
                 f" {place.directory!r} does not hold it; copy the whole checkpoint."
             )
-    return tuple(
-        dataclasses.replace(entry, path="/".join(keys))
-        for keys, _, entry in rows
-        if entry is not None
-    )
+        if entry is not None:
+            entries.append(dataclasses.replace(entry, path="/".join(keys)))
+    return tuple(entries)
 
 
 def _keys_of_value(file_path: str, name: str, row: object) -> tuple[list[str], bool]:
