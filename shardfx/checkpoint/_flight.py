@@ -14,7 +14,7 @@ from .._ground.boxes import Box, box_shape, boxes_here, holders_by_box
 from .._ground.copying import buffers
 from .._ground.errors import CheckpointError, PlanMismatchError
 from .._ground.text import printable
-from ._entry import FileArray, StoreArray
+from ._entry import FileArray
 from ._leaves_to_load import LeafToLoad, box_bytes
 from ._reader import Progress, memory_to_fill
 
@@ -29,8 +29,8 @@ def is_on_cpu(sharding: Sharding) -> bool:
     return all(device.platform == "cpu" for device in sharding.addressable_devices)
 
 
-def moved(
-    filled: np.ndarray,
+def copies_on_devices(
+    shard: np.ndarray,
     devices: Sequence[object],
     sharding: Sharding,
 ) -> list[Any]:
@@ -39,23 +39,23 @@ def moved(
 
     They get the memory kind of `sharding`, the sharding of the whole array.
     """
-    kind = sharding.memory_kind
+    memory_kind = sharding.memory_kind
     return [
-        jax.device_put(filled, SingleDeviceSharding(device, memory_kind=kind))
+        jax.device_put(shard, SingleDeviceSharding(device, memory_kind=memory_kind))
         for device in devices
     ]
 
 
-class Kind(NamedTuple):
+class LeafShards(NamedTuple):
     """The shards of a leaf that this process loads. Leaves with equal shape, dtype and
-    sharding share one `Kind`.
+    sharding share one `LeafShards`.
 
     **Arguments:**
 
-    - `boxes`: the boxes of this process's shards.
+    - `boxes`: the boxes of this process's shards, each once.
     - `devices`: for each box, the devices that hold it.
     - `shapes`, `sizes`: for each box, its shape and its bytes.
-    - `is_on_cpu`: whether the bytes are read directly into the memory of the array,
+    - `are_on_cpu`: whether the bytes are read directly into the memory of the array,
       without a copy to a device.
     """
 
@@ -63,98 +63,121 @@ class Kind(NamedTuple):
     devices: tuple[tuple[Any, ...], ...]
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
-    is_on_cpu: bool
+    are_on_cpu: bool
 
 
 class Unit(NamedTuple):
-    """The boxes of one leaf that are loaded together. For a leaf that exceeds the
-    memory limit, a unit has one box.
+    """The shards of one leaf that are loaded together. For a leaf that exceeds the
+    memory limit, a unit has one shard.
 
     **Arguments:**
 
-    - `number`: the position of the leaf in the plan.
-    - `leaf`, `kind`: the leaf, and the boxes to load.
-    - `nbytes`: the number of bytes of the boxes.
+    - `leaf_number`: the position of the leaf in the plan.
+    - `leaf`, `shards`: the leaf, and its shards to load.
+    - `nbytes`: the number of bytes of the shards.
     """
 
-    number: int
+    leaf_number: int
     leaf: LeafToLoad
-    kind: Kind
+    shards: LeafShards
     nbytes: int
 
     @property
     def staging_bytes(self) -> int:
-        """The bytes of host memory that the boxes occupy until they are copied to
+        """The bytes of host memory that the shards occupy until they are copied to
         devices; 0 on CPUs.
         """
-        if self.kind.is_on_cpu:
+        if self.shards.are_on_cpu:
             return 0
         return self.nbytes
 
 
 def units_of(
     leaves: Sequence[LeafToLoad],
-    asked_limit: int | None,
+    asked_limit_bytes: int | None,
 ) -> tuple[list[Unit], int]:
     """The units of all leaves, in the order of their positions in the files, and the
     memory limit in bytes.
 
-    `asked_limit` is the limit that the caller of `load` gave, if any. Raises
+    `asked_limit_bytes` is the limit that the caller of `load` gave, if any. Raises
     `CheckpointError` if a shard exceeds it.
     """
-    kinds: dict[object, Kind] = {}
-    whole = [_unit(number, leaf, kinds) for number, leaf in enumerate(leaves)]
-    staged = [(0, "")]
-    for unit in whole:
-        if not unit.kind.is_on_cpu:
-            largest_bytes = max(unit.kind.sizes, default=0)
-            staged.append((largest_bytes, unit.leaf.path))
-    largest, path = max(staged)
-    if asked_limit is not None and asked_limit < largest:
-        raise CheckpointError(
-            f"`memory_limit_bytes={asked_limit}` is less than one shard of leaf"
-            f" `{path}`, {largest} bytes; allow at least that, or cut the leaf over"
-            " more devices."
-        )
-    limit = asked_limit
-    if limit is None:
-        limit = max(_STAGING_BYTES, largest)
+    shards_by_kind: dict[object, LeafShards] = {}
+    units_of_leaves = [
+        _unit_of_leaf(leaf_number, leaf, shards_by_kind)
+        for leaf_number, leaf in enumerate(leaves)
+    ]
+    limit_bytes = _limit_bytes(units_of_leaves, asked_limit_bytes)
     units = []
-    for unit in sorted(
-        whole, key=lambda unit: [position(entry) for entry in unit.leaf.entries[:1]]
-    ):
-        if unit.staging_bytes <= limit:
+    for unit in sorted(units_of_leaves, key=_first_position):
+        if unit.staging_bytes <= limit_bytes:
             units.append(unit)
             continue
-        kind = unit.kind
+        shards = unit.shards
         for box, devices, shape, nbytes in zip(
-            kind.boxes, kind.devices, kind.shapes, kind.sizes, strict=True
+            shards.boxes, shards.devices, shards.shapes, shards.sizes, strict=True
         ):
-            kind_of_box = Kind(
+            one_shard = LeafShards(
                 boxes=(box,),
                 devices=(devices,),
                 shapes=(shape,),
                 sizes=(nbytes,),
-                is_on_cpu=False,
+                are_on_cpu=False,
             )
-            units.append(unit._replace(kind=kind_of_box, nbytes=nbytes))
-    return units, limit
+            units.append(unit._replace(shards=one_shard, nbytes=nbytes))
+    return units, limit_bytes
 
 
-def position(entry: FileArray | StoreArray) -> tuple[str, int]:
-    """The file of a stored array and the position of its first byte in it, by which
-    leaves are ordered; 0 for an array in chunks.
+def _limit_bytes(units: Sequence[Unit], asked_limit_bytes: int | None) -> int:
+    """The memory limit of a load: the one that is asked for, or by default 1 GiB or the
+    largest shard that is copied to a device. Raises `CheckpointError` if such a shard
+    exceeds the limit that is asked for.
     """
-    offset = 0
-    if isinstance(entry, FileArray):
-        offset = entry.offset
-    return entry.file, offset
+    largest_bytes = 0
+    largest_path = ""
+    for unit in units:
+        nbytes = max(unit.shards.sizes, default=0)
+        if not unit.shards.are_on_cpu and nbytes > largest_bytes:
+            largest_bytes = nbytes
+            largest_path = unit.leaf.path
+    if asked_limit_bytes is None:
+        return max(_STAGING_BYTES, largest_bytes)
+    if asked_limit_bytes < largest_bytes:
+        raise CheckpointError(
+            f"`memory_limit_bytes={asked_limit_bytes}` is less than one shard of leaf"
+            f" `{largest_path}`, {largest_bytes} bytes; allow at least that, or cut the"
+            " leaf over more devices."
+        )
+    return asked_limit_bytes
 
 
-def _unit(number: int, leaf: LeafToLoad, kinds: dict[object, Kind]) -> Unit:
-    key = (leaf.shape, leaf.dtype, leaf.sharding)
-    kind = kinds.get(key)
-    if kind is None:
+def _first_position(unit: Unit) -> list[tuple[str, int]]:
+    """The file of the first stored array of a unit, and its position in the file, by
+    which units are ordered; empty for a leaf that is made of no stored array.
+    """
+    positions = []
+    for entry in unit.leaf.entries[:1]:
+        # An array in chunks has no position in one file.
+        offset = 0
+        if isinstance(entry, FileArray):
+            offset = entry.offset
+        positions.append((entry.file, offset))
+    return positions
+
+
+def _unit_of_leaf(
+    leaf_number: int,
+    leaf: LeafToLoad,
+    shards_by_kind: dict[object, LeafShards],
+) -> Unit:
+    """The unit of all shards of a leaf. New shards are added to `shards_by_kind`, by
+    shape, dtype and sharding.
+
+    Raises `PlanMismatchError` for a sharding without devices.
+    """
+    kind = (leaf.shape, leaf.dtype, leaf.sharding)
+    shards = shards_by_kind.get(kind)
+    if shards is None:
         if isinstance(leaf.sharding, NamedSharding) and isinstance(
             leaf.sharding.mesh, AbstractMesh
         ):
@@ -163,70 +186,81 @@ def _unit(number: int, leaf: LeafToLoad, kinds: dict[object, Kind]) -> Unit:
                 " some: `plan.on(plan.mesh.build(jax.devices()))`."
             )
         holders = holders_by_box(boxes_here(leaf.sharding, leaf.shape).items())
-        shapes = tuple(map(box_shape, holders))
-        sizes = tuple(box_bytes(box, leaf.dtype) for box in holders)
-        kind = Kind(
+        shards = LeafShards(
             boxes=tuple(holders),
             devices=tuple(map(tuple, holders.values())),
-            shapes=shapes,
-            sizes=sizes,
-            is_on_cpu=is_on_cpu(leaf.sharding),
+            shapes=tuple(map(box_shape, holders)),
+            sizes=tuple(box_bytes(box, leaf.dtype) for box in holders),
+            are_on_cpu=is_on_cpu(leaf.sharding),
         )
-        kinds[key] = kind
+        shards_by_kind[kind] = shards
     return Unit(
-        number=number,
+        leaf_number=leaf_number,
         leaf=leaf,
-        kind=kind,
-        nbytes=sum(kind.sizes),
+        shards=shards,
+        nbytes=sum(shards.sizes),
     )
 
 
 # Reads some bytes, and returns their number.
 Task = Callable[[], int]
-# Units that are read at once, and the memory of the boxes of each.
+# Units that are read at once, each with the memory of its shards.
 Group = list[tuple[Unit, list[np.ndarray]]]
+
+
+class _StartedGroup(NamedTuple):
+    """A group whose reads have started: its units, its bytes that count for the memory
+    limit, and its reads.
+    """
+
+    group: Group
+    staging_bytes: int
+    reads: list[concurrent.futures.Future[int]]
 
 
 class Flight:
     """The reads of a load that are in progress. A limit bounds the bytes in host memory
     that are not yet on devices.
 
-    `filled` maps the position of a leaf on CPUs to its boxes and their memory. `placed`
-    maps the position of any other leaf to its arrays on single devices. Positions are
-    those in the plan.
+    `host_memory` has, by the position of a leaf on CPUs, its boxes and their memory.
+    `on_devices` has, by the position of any other leaf, its arrays on single devices.
+    Positions are those in the plan.
 
     **Arguments:**
 
     - `pool`: the threads that read.
-    - `limit`: the limit in bytes.
+    - `limit_bytes`: the limit.
     - `bar`: the progress line.
     """
 
-    def __init__(self, pool: concurrent.futures.Executor, limit: int, bar: Progress):
+    def __init__(
+        self,
+        pool: concurrent.futures.Executor,
+        limit_bytes: int,
+        bar: Progress,
+    ):
         self._pool = pool
-        self._limit = limit
+        self._limit_bytes = limit_bytes
         self._bar = bar
-        self._open = collections.deque[
-            tuple[Group, int, list[concurrent.futures.Future[int]]]
-        ]()
+        self._started = collections.deque[_StartedGroup]()
         self._staging_bytes = 0
-        self.filled: dict[int, tuple[tuple[Box, ...], list[np.ndarray]]] = {}
-        self.placed: dict[int, list[jax.Array]] = {}
+        self.host_memory: dict[int, tuple[tuple[Box, ...], list[np.ndarray]]] = {}
+        self.on_devices: dict[int, list[jax.Array]] = {}
 
-    def admit(
+    def start(
         self,
         units: Sequence[Unit],
-        tasks_of: Callable[[Group], Sequence[Task]],
+        tasks_of_group: Callable[[Group], Sequence[Task]],
     ) -> None:
-        """Waits until `units` fit into the memory limit, and starts the reads that
-        `tasks_of` makes for them.
+        """Waits until `units` fit into the memory limit, takes memory for their shards,
+        and starts the reads that `tasks_of_group` makes for them.
         """
-        coming = sum(unit.staging_bytes for unit in units)
-        while self._open and self._staging_bytes + coming > self._limit:
-            self._land_first()
+        staging_bytes = sum(unit.staging_bytes for unit in units)
+        while self._started and self._staging_bytes + staging_bytes > self._limit_bytes:
+            self._finish_oldest()
         arrays = []
         for unit in units:
-            for shape in unit.kind.shapes:
+            for shape in unit.shards.shapes:
                 arrays.append((shape, unit.leaf.dtype))
         # Large values get separate blocks: `malloc` serves blocks below 32 MiB from
         # memory that was touched before.
@@ -234,40 +268,47 @@ class Flight:
         memory: list[np.ndarray] = []
         for block in blocks:
             memory += buffers(block, memory_to_fill)
-        memory_of_boxes = iter(memory)
+        memory_of_shards = iter(memory)
         group = []
         for unit in units:
-            box_count = len(unit.kind.boxes)
-            unit_memory = list(it.islice(memory_of_boxes, box_count))
+            unit_memory = list(it.islice(memory_of_shards, len(unit.shards.boxes)))
             group.append((unit, unit_memory))
-        self._staging_bytes += coming
-        futures = [self._pool.submit(task) for task in tasks_of(group)]
-        self._open.append((group, coming, futures))
+        self._staging_bytes += staging_bytes
+        reads = [self._pool.submit(task) for task in tasks_of_group(group)]
+        self._started.append(_StartedGroup(group, staging_bytes, reads))
 
-    def land(self) -> None:
+    def finish(self) -> None:
         """Waits until all reads are finished."""
-        while self._open:
-            self._land_first()
+        while self._started:
+            self._finish_oldest()
 
-    def _land_first(self) -> None:
-        group, staging_bytes, tasks = self._open.popleft()
-        for task in tasks:
-            self._bar.advance(task.result())
-        on_devices = []
-        for unit, memory in group:
+    def _finish_oldest(self) -> None:
+        """Waits for the reads of the oldest group, and copies its shards to devices.
+        On CPUs, the memory that was read into becomes that of the arrays.
+
+        Raises `CheckpointError` for a byte of a boolean that is neither 0 nor 1.
+        """
+        started = self._started.popleft()
+        for read in started.reads:
+            self._bar.advance(read.result())
+        copies = []
+        for unit, memory in started.group:
             if unit.leaf.dtype.kind == "b" and any(
-                filled.view(np.uint8).max(initial=0) > 1 for filled in memory
+                shard.view(np.uint8).max(initial=0) > 1 for shard in memory
             ):
                 raise CheckpointError(
                     f"leaf `{printable(unit.leaf.path)}`: a boolean in the checkpoint"
                     " is neither 0 nor 1; the file is damaged."
                 )
-            if unit.kind.is_on_cpu:
-                self.filled[unit.number] = (unit.kind.boxes, memory)
+            shards = unit.shards
+            if shards.are_on_cpu:
+                self.host_memory[unit.leaf_number] = (shards.boxes, memory)
                 continue
-            # This memory is temporary: it must be free before more is admitted.
-            for filled, devices in zip(memory, unit.kind.devices, strict=True):
-                on_devices += (placed := moved(filled, devices, unit.leaf.sharding))
-                self.placed.setdefault(unit.number, []).extend(placed)
-        jax.block_until_ready(on_devices)
-        self._staging_bytes -= staging_bytes
+            arrays = self.on_devices.setdefault(unit.leaf_number, [])
+            for shard, devices in zip(memory, shards.devices, strict=True):
+                copies_of_shard = copies_on_devices(shard, devices, unit.leaf.sharding)
+                arrays += copies_of_shard
+                copies += copies_of_shard
+        # The memory of the group must be free before another one starts.
+        jax.block_until_ready(copies)
+        self._staging_bytes -= started.staging_bytes

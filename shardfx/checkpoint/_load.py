@@ -55,7 +55,8 @@ _CALL_BYTES = 8192
 _SMALL_BYTES = 64 * 1024
 _SMALL_UNITS = 16
 _TRIES = 16
-_MISSING_TRIES = 1
+# A file that is missing stays missing, unless a manager has just removed the step.
+_TRIES_IF_MISSING = 2
 
 
 class LoadOptions(TypedDict, total=False):
@@ -232,7 +233,7 @@ def load(
     tries = _TRIES
     if isinstance(path, Index) or jax.process_count() > 1:
         tries = 1
-    for further_tries in reversed(range(tries)):
+    for attempt in range(tries):
         try:
             index = _index_of(path, root, timeout_seconds)
             to_load = leaves_to_load(
@@ -252,7 +253,7 @@ def load(
                 gap_bytes=gap_bytes,
                 read_bytes=read_limit_bytes,
             )
-            landed = _read(
+            flight = _read(
                 index=index,
                 leaves=leaves,
                 limits=limits,
@@ -260,15 +261,15 @@ def load(
                 progress=progress,
             )
             arrays = [
-                _assembled(landed, number, leaf) for number, leaf in enumerate(leaves)
+                _assembled(flight, number, leaf) for number, leaf in enumerate(leaves)
             ]
             values = {**to_load.numbers, **scalars}
             return to_load.target.filled(arrays, values)
         except (ChangedError, MissingError) as error:
-            # A file that is missing stays missing, unless a manager removes old steps.
-            is_missing = isinstance(error, MissingError)
-            is_final = is_missing and further_tries < tries - _MISSING_TRIES
-            if not further_tries or is_final:
+            most_tries = tries
+            if isinstance(error, MissingError):
+                most_tries = min(tries, _TRIES_IF_MISSING)
+            if attempt + 1 >= most_tries:
                 # The name of the private class would not say more than the sentence.
                 raise CheckpointError(str(error)) from None
     raise AssertionError("the last try returns or raises")
@@ -318,7 +319,7 @@ def _read(
     `progress` is whether to show a progress line; `None` shows it if stderr is a
     terminal.
     """
-    units, limit = units_of(leaves, limits.memory_bytes)
+    units, limit_bytes = units_of(leaves, limits.memory_bytes)
     total_bytes = sum(unit.nbytes for unit in units)
     bar = Progress("loading", total_bytes, progress)
     cpu_count = os.cpu_count() or 1
@@ -332,15 +333,14 @@ def _read(
         index.place.require_unchanged()
         tails = _begun_tails(index, names)
         with concurrent.futures.ThreadPoolExecutor(workers, "shardfx-load") as pool:
-            flight = Flight(pool, limit, bar)
+            flight = Flight(pool, limit_bytes, bar)
+            group_bytes = min(limit_bytes, RUN_BYTES)
             try:
                 # Small units that follow each other in the file are one task, since
                 # each task has a fixed cost.
-                for units_of_group in grouped(
-                    units, _group_bytes, min(limit, RUN_BYTES)
-                ):
-                    flight.admit(units_of_group, tasks)
-                flight.land()
+                for units_of_group in grouped(units, _group_bytes, group_bytes):
+                    flight.start(units_of_group, tasks)
+                flight.finish()
             finally:
                 # After an error, no further read may begin.
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -410,7 +410,7 @@ def _tasks(
     small_rows: list[RowReads] = []
     others: list[Task] = []
     for unit, memory in group:
-        boxes = unit.kind.boxes
+        boxes = unit.shards.boxes
         leaf_rows = rows_of_leaf(unit.leaf, boxes, memory)
         for rows in leaf_rows.reads:
             if rows.are_small and isinstance(files, Files):
@@ -464,19 +464,21 @@ def _block_bytes(block: RowBlock) -> int:
     return block.nbytes + _CALL_BYTES
 
 
-def _assembled(landed: Flight, number: int, leaf: LeafToLoad) -> jax.Array:
+def _assembled(flight: Flight, number: int, leaf: LeafToLoad) -> jax.Array:
     """The array of `leaf`, whose position in the plan is `number`, from the finished
-    reads `landed`. Its parts are on devices already, or in host memory that becomes the
+    reads `flight`. Its parts are on devices already, or in host memory that becomes the
     memory of the array.
 
     Key data becomes an array of PRNG keys.
     """
-    if number in landed.placed:
+    if number in flight.on_devices:
         array = jax.make_array_from_single_device_arrays(
-            leaf.shape, leaf.sharding, landed.placed[number]
+            leaf.shape, leaf.sharding, flight.on_devices[number]
         )
     else:
-        array = array_of(leaf.shape, leaf.dtype, leaf.sharding, *landed.filled[number])
+        array = array_of(
+            leaf.shape, leaf.dtype, leaf.sharding, *flight.host_memory[number]
+        )
     if leaf.keys is None:
         return array
     return wrapped_as(array, leaf.keys)

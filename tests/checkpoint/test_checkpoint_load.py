@@ -387,7 +387,7 @@ def test_no_more_than_the_limit_is_on_its_way(tmp_path, monkeypatch, reads, limi
     }
     save_file(arrays, tmp_path / "x.safetensors")
     plan = {name: struct(array, P(("a", "b", "c"))) for name, array in arrays.items()}
-    moved = flights.moved
+    moved = flights.copies_on_devices
     gone = []
     on_way = []
 
@@ -397,7 +397,7 @@ def test_no_more_than_the_limit_is_on_its_way(tmp_path, monkeypatch, reads, limi
         return moved(filled, devices, sharding)
 
     monkeypatch.setattr(flights, "is_on_cpu", lambda sharding: False)
-    monkeypatch.setattr(flights, "moved", move)
+    monkeypatch.setattr(flights, "copies_on_devices", move)
     loaded = checkpoint.load(tmp_path, plan, memory_limit_bytes=limit)
     for name in arrays:
         assert same_bytes(loaded[name], arrays[name])
