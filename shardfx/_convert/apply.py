@@ -37,19 +37,19 @@ from .pieces import (
     swapped,
 )
 from .routes import bound_with, number_copies, target_leaves
-from .rule_places import places
+from .rule_places import matched_rules
 from .shape_operations import leaf_made, on_shapes
 from .values import constant, fill
 
 
-def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
+def on_arrays(xp: Any, op: str, operands: Sequence[Any], *args: Any) -> Any:
     """Applies the operation `op` of an expression, such as `"transpose"`, to its
-    operands `parts`.
+    operands `operands`.
 
     `xp` is `numpy` or `jax.numpy`, the library of the operands. Their shapes must have
     been checked. `args` are the operation's other arguments.
     """
-    array: Any = parts[0] if parts else None
+    array: Any = operands[0] if operands else None
     match op, *args:
         case "constant", number, shape, dtype:
             return xp.full(shape, number, jnp.dtype(dtype))
@@ -59,9 +59,11 @@ def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
             reshaped = on_shapes(op, [leaf_made("", array)], *args)
             return array.reshape(reshaped.shape)
         case "stacked", dim:
-            return xp.stack(parts, axis=dim)
+            return xp.stack(operands, axis=dim)
         case "concat", dim, shards:
-            chunks_of_parts = [xp.split(part, shards, axis=dim) for part in parts]
+            chunks_of_parts = [
+                xp.split(operand, shards, axis=dim) for operand in operands
+            ]
             # The first chunk of each part, then the second of each.
             chunks = it.chain.from_iterable(zip(*chunks_of_parts, strict=True))
             return xp.concatenate(list(chunks), axis=dim)
@@ -87,7 +89,7 @@ def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
             return cast_array(array, jnp.dtype(dtype))
         case "scale", *block:
             weights = array.astype(jnp.float32)
-            scales = parts[1].astype(jnp.float32)
+            scales = operands[1].astype(jnp.float32)
             for dim, size in enumerate(block):
                 scales = xp.repeat(scales, size, axis=dim)
             # The last blocks may be larger than what is left of the weights.
@@ -158,13 +160,14 @@ def _by_rules(
     steps: Sequence[Rules],
     arrays: Mapping[str, object],
     target_leaves: Mapping[str, Made],
-    spare: Collection[str],
+    may_be_unused: Collection[str],
 ) -> dict[str, Any]:
     """Makes the leaves of the target from whole arrays, one step of the map after the
     other.
 
     `arrays` are the leaves of the source by path. `target_leaves` has the shape and
-    dtype of each leaf of the target. The leaves `spare` of the source need not be used.
+    dtype of each leaf of the target. The leaves `may_be_unused` of the source need not
+    be used.
     """
     xp = jnp if _is_in_jax(arrays) else np
     run = ft.partial(on_arrays, xp)
@@ -172,9 +175,13 @@ def _by_rules(
     structs = structs_of(arrays, arrays.values())
     for number, step in enumerate(steps, 1):
         is_last = number == len(steps)
-        target = target_leaves if is_last else bound_steps([step], structs, spare=spare)
+        target = (
+            target_leaves
+            if is_last
+            else bound_steps([step], structs, may_be_unused=may_be_unused)
+        )
         results = {}
-        for path, rule, binding in places(step, structs, target, []):
+        for path, rule, binding in matched_rules(step, structs, target, []):
             array = evaluated(rule, binding, leaves, leaves.__getitem__, run)
             if array.dtype != target[path].dtype:
                 array = cast_array(array, target[path].dtype)
@@ -205,11 +212,11 @@ def _assembled_in_jax(leaf: Made, arrays: Mapping[str, Any]) -> jax.Array:
     `arrays` are the leaves of the source by path. PRNG keys are copied as key data.
     """
     if not is_key(leaf.dtype):
-        return _filled(leaf.pieces, leaf.shape, leaf.dtype, arrays)
+        return _filled_array(leaf.pieces, leaf.shape, leaf.dtype, arrays)
     names = read_paths(leaf.pieces)
     raw_arrays = {name: raw(arrays[name]) for name in names}
     key_data = key_data_struct(leaf.dtype)
-    data = _filled(
+    data = _filled_array(
         pieces=[extended(piece, key_data.shape) for piece in leaf.pieces],
         shape=(*leaf.shape, *key_data.shape),
         dtype=key_data.dtype,
@@ -220,7 +227,7 @@ def _assembled_in_jax(leaf: Made, arrays: Mapping[str, Any]) -> jax.Array:
     return wrapped_as(data, leaf.dtype)
 
 
-def _filled(
+def _filled_array(
     pieces: Sequence[Piece],
     shape: tuple[int, ...],
     dtype: DType,
@@ -230,7 +237,7 @@ def _filled(
     for piece in pieces:
         strides = strided_copy(piece)
         source = box_slices(hull(swapped(piece)))
-        values = _values(piece, arrays)[source]
+        values = _scaled_source(piece, arrays)[source]
         values = gathered(values, strides.source)
         if piece.value.path is not None:
             for operation in piece.value.casts:
@@ -244,7 +251,7 @@ def _filled(
     return array
 
 
-def _values(piece: Piece, arrays: Mapping[str, object]) -> jax.Array:
+def _scaled_source(piece: Piece, arrays: Mapping[str, object]) -> jax.Array:
     """The source of a piece, multiplied by its scales."""
     if piece.value.path is None:
         return jnp.asarray(constant(piece))
@@ -299,8 +306,8 @@ def strided_copy(piece: Piece) -> StridedCopy:
         else:
             order.append(numbers[factor.source_dim, factor.source_step])
     return StridedCopy(
-        source=_plain(hull(swapped(piece)), sources),
-        target=_plain(hull(piece), targets),
+        source=_sizes_and_loops(hull(swapped(piece)), sources),
+        target=_sizes_and_loops(hull(piece), targets),
         order=tuple(order),
         casts=tuple(piece.value.casts),
     )
@@ -310,7 +317,10 @@ def _box_factors(piece: Piece) -> list[list[Factor]]:
     return [along(piece, dim) for dim in range(len(piece.target))]
 
 
-def _plain(box: Box, factors_by_dim: Sequence[Sequence[Factor]]) -> BoxFactors:
+def _sizes_and_loops(
+    box: Box,
+    factors_by_dim: Sequence[Sequence[Factor]],
+) -> BoxFactors:
     dims = []
     for size, factors in zip(box_shape(box), factors_by_dim, strict=True):
         loops = tuple((factor.size, factor.target_step) for factor in factors)
@@ -347,7 +357,7 @@ def gathered(x: jax.Array, factors: BoxFactors) -> jax.Array:
             axis += len(factors_of_dim)
             continue
         for count, step in factors_of_dim:
-            x = _rows(x, axis, count, step)
+            x = _in_rows(x, axis, count, step)
             axis += 1
             inner = _span_below(factors_of_dim, step)
             x = jax.lax.slice_in_dim(x, 0, inner, axis=axis)
@@ -356,31 +366,31 @@ def gathered(x: jax.Array, factors: BoxFactors) -> jax.Array:
 
 
 def _span_below(factors: Sequence[BoxFactor], step: int) -> int:
-    """The number of elements from the first to the last that the factors in `factors` with
-    a step below `step` reach.
+    """The number of elements from the first to the last that the factors in `factors`
+    with a step below `step` reach.
 
     For the factors ((2, 6), (3, 2)) and the step 6: the second one reaches 0, 2 and 4,
     so the result is 5.
     """
-    inner = [(count, stride) for count, stride in factors if stride < step]
-    return 1 + sum((count - 1) * stride for count, stride in inner)
+    shorter_loops = [(count, stride) for count, stride in factors if stride < step]
+    return 1 + sum((count - 1) * stride for count, stride in shorter_loops)
 
 
-def _rows(x: jax.Array, axis: int, count: int, step: int) -> jax.Array:
-    """The array `x` with dimension `axis` reshaped to `count` rows of `step` elements.
-    Zeros fill the last row.
+def _in_rows(array: jax.Array, dim: int, count: int, step: int) -> jax.Array:
+    """The array `array` with dimension `dim` reshaped to `count` rows of `step`
+    elements. Zeros fill the last row.
 
     For [1, 2, 3, 4, 5] with 2 rows of 3: [[1, 2, 3], [4, 5, 0]].
     """
-    padding = [(0, 0)] * x.ndim
-    padding[axis] = (0, count * step - x.shape[axis])
-    padded = jnp.pad(x, padding)
-    shape_in_rows = _resized(x.shape, axis, count, step)
+    padding = [(0, 0)] * array.ndim
+    padding[dim] = (0, count * step - array.shape[dim])
+    padded = jnp.pad(array, padding)
+    shape_in_rows = _resized(array.shape, dim, count, step)
     return padded.reshape(shape_in_rows)
 
 
-def transposed(piece: jax.Array, copy: StridedCopy) -> jax.Array:
-    """Transposes the array `piece`, which `gathered` returned for `copy.source`, to the
+def transposed(array: jax.Array, copy: StridedCopy) -> jax.Array:
+    """Transposes the array `array`, which `gathered` returned for `copy.source`, to the
     order of the target's factors.
 
     It is broadcast along factors that repeat the source.
@@ -394,41 +404,43 @@ def transposed(piece: jax.Array, copy: StridedCopy) -> jax.Array:
         else:
             shape.append(count)
             in_source.append(number)
-    in_order = piece.transpose(in_source).reshape(shape)
+    in_order = array.transpose(in_source).reshape(shape)
     return jnp.broadcast_to(in_order, counts)
 
 
 def scattered(
-    box: jax.Array,
+    array: jax.Array,
     factors: BoxFactors,
-    piece: jax.Array,
+    new_elements: jax.Array,
     axis: int,
 ) -> jax.Array:
-    """A strided scatter: a copy of `box` in which the elements of `piece` replace those
-    that the factors reach.
+    """A strided scatter: a copy of `array` in which the elements of `new_elements`
+    replace those that the factors reach.
 
     The first `axis` dimensions are the same in both arrays. `factors` are those of the
-    other dimensions of `box`. For each factor, in this order, `piece` has one further
-    dimension. For a dimension of size 6 with the factor (3, 2), `piece` has the new
-    elements 0, 2 and 4.
+    other dimensions of `array`. For each factor, in this order, `new_elements` has one
+    further dimension. For a dimension of size 6 with the factor (3, 2), `new_elements`
+    has the new elements 0, 2 and 4.
     """
     if all(is_dense(size, dim_factors) for size, dim_factors in factors):
-        return piece.reshape(box.shape)
+        return new_elements.reshape(array.shape)
     size, dim_factors = factors[0]
     other_dims = factors[1:]
     if is_dense(size, dim_factors):
-        merged = piece.reshape(
-            *piece.shape[:axis], size, *piece.shape[axis + len(dim_factors) :]
+        merged = new_elements.reshape(
+            *new_elements.shape[:axis],
+            size,
+            *new_elements.shape[axis + len(dim_factors) :],
         )
-        return scattered(box, other_dims, merged, axis + 1)
+        return scattered(array, other_dims, merged, axis + 1)
 
     count, step = dim_factors[0]
-    rows = _rows(box, axis, count, step)
+    rows = _in_rows(array, axis, count, step)
     inner = _span_below(dim_factors, step)
-    part = jax.lax.slice_in_dim(rows, 0, inner, axis=axis + 1)
-    part_factors = ((inner, dim_factors[1:]), *other_dims)
-    new = scattered(part, part_factors, piece, axis + 1)
-    rows = jax.lax.dynamic_update_slice_in_dim(rows, new, 0, axis + 1)
-    flat_shape = _resized(box.shape, axis, count * step)
+    inner_rows = jax.lax.slice_in_dim(rows, 0, inner, axis=axis + 1)
+    inner_factors = ((inner, dim_factors[1:]), *other_dims)
+    new_rows = scattered(inner_rows, inner_factors, new_elements, axis + 1)
+    rows = jax.lax.dynamic_update_slice_in_dim(rows, new_rows, 0, axis + 1)
+    flat_shape = _resized(array.shape, axis, count * step)
     flat = rows.reshape(flat_shape)
     return jax.lax.slice_in_dim(flat, 0, size, axis=axis)

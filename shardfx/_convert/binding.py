@@ -18,10 +18,10 @@ from .entries import EntryRule
 from .evaluate import LeavesMade
 from .expression import From, NamedSizes, Rules, counted_leaf, leaves_of
 from .inverse import backward, through
-from .patterns import Binding, Pattern, near, pattern
+from .patterns import Binding, Pattern, near_hint, pattern
 from .pieces import Made, Struct
 from .problems import Problem, TreeLeaf, TreeLeaves, joined_paths, raise_problems
-from .rule_places import places
+from .rule_places import matched_rules
 from .shape_operations import cast
 
 
@@ -29,14 +29,14 @@ def bound_steps(
     steps: Sequence[Rules],
     source: Mapping[str, Struct],
     target: Mapping[str, Struct] | None = None,
-    spare: Collection[str] = (),
+    may_be_unused: Collection[str] = (),
 ) -> Mapping[str, Made]:
     """The leaves that a map makes, in the target's order. Raises `MapError` with all
-    problems of the map. The leaves `spare` of the source need not be used.
+    problems of the map. The leaves `may_be_unused` of the source need not be used.
     """
     first, *others = steps
     first_target, *other_targets = _targets(steps, target)
-    leaves = _leaves_of_step(first, source, first_target, spare)
+    leaves = _leaves_of_step(first, source, first_target, may_be_unused)
     from_source = leaves
     for step, step_target in zip(others, other_targets, strict=True):
         leaves = _leaves_of_step(step, leaves, step_target, ())
@@ -60,7 +60,7 @@ def _targets(
         step_target = targets[-1]
         step_source = None
         if step.inverted and step_target is not None:
-            leaves = _forward(step, step_target, None)
+            leaves = _leaves_forward(step, step_target, None)
             step_source = structs_of(leaves, leaves.values())
         targets.append(step_source)
     return targets[::-1]
@@ -76,22 +76,22 @@ def _leaves_of_step(
     need not be used; an inverted step uses what its rules make.
     """
     if not step.inverted:
-        return _forward(step, source, target, may_be_unused)
+        return _leaves_forward(step, source, target, may_be_unused)
     if target is None:
         raise MapError(
             "an inverted map does not say what its target is, as a concatenation does"
             " not say how long its parts are; give the structs of the target,"
             " `like=...`, or write a map in this direction."
         )
-    forward = _forward(step, target, source)
+    forward = _leaves_forward(step, target, source)
     return backward(forward, target)
 
 
-def _forward(
+def _leaves_forward(
     step: Rules,
     source: TreeLeaves,
     target: TreeLeaves | None,
-    spare: Collection[str] = (),
+    may_be_unused: Collection[str] = (),
 ) -> Mapping[str, Made]:
     texts_left_out = (*step.drop, *step.rest)
     left_out = []
@@ -99,12 +99,12 @@ def _forward(
         left_out.append(pattern(text))
     problems = list(_odd_sizes(step.source_sizes, source, left_out))
     leaves: dict[str, Made] = {}
-    used: dict[str, None] = dict.fromkeys(spare)
+    used: dict[str, None] = dict.fromkeys(may_be_unused)
     of_failed_rules: list[Pattern] = []
     leaf_of = LeavesMade(source, used)
     # By identity: the hash of an expression is that of all its operands.
     entry_rules = {id(rule): EntryRule(rule, leaf_of) for _, rule in step.rules}
-    for path, rule, binding in places(step, source, target, problems):
+    for path, rule, binding in matched_rules(step, source, target, problems):
         try:
             leaf = entry_rules[id(rule)].made(binding)
         except MapError as error:
@@ -240,7 +240,7 @@ def _missing_drops(step: Rules, source: TreeLeaves) -> Iterator[Problem]:
         return
     for text in step.drop:
         if not any(pattern(text).matched(path) is not None for path in source):
-            close = near(text, source)
+            close = near_hint(text, source)
             yield text, f"`drop` names it, and the source has no such leaf{close}"
 
 

@@ -16,7 +16,7 @@ def cast_array(x: Any, to: Any) -> Any:
     """
     is_numpy = isinstance(x, np.ndarray | np.generic)
     if is_numpy and is_rounded(x.dtype, to):
-        return _whole(np.asarray(x), np.dtype(to))
+        return _truncated(np.asarray(x), np.dtype(to))
     return x.astype(to)
 
 
@@ -27,7 +27,7 @@ def is_rounded(stored: Any, to: Any) -> bool:
     return bool(is_from_float and jnp.issubdtype(to, jnp.integer))
 
 
-def _whole(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _truncated(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The numbers of `array` without their fractions; for one out of range, the nearest
     integer of `dtype`.
     """

@@ -1,6 +1,6 @@
-"""Many pieces as columns. The experts of a stack are copied in the same way: they differ
-in their source arrays and in their positions, and a Python object for each takes longer
-than the copy.
+"""Many pieces as columns. The experts of a stack are copied in the same way: they
+differ in their source arrays and in their positions, and a Python object for each takes
+longer than the copy.
 """
 
 import dataclasses
@@ -98,10 +98,10 @@ def in_columns(pieces: Sequence[Piece]) -> Grouped:
             # The pieces of a stack have one tuple of factors, which takes long to hash.
             kind = (id(piece.factors), value.casts)
             groups.setdefault(kind, []).append(piece)
-    return Grouped([_columns(group) for group in groups.values()], others)
+    return Grouped([_alike_pieces(group) for group in groups.values()], others)
 
 
-def _columns(pieces: Sequence[Piece]) -> AlikePieces:
+def _alike_pieces(pieces: Sequence[Piece]) -> AlikePieces:
     return AlikePieces(
         first=pieces[0],
         paths=[str(piece.value.path) for piece in pieces],
@@ -134,7 +134,8 @@ class AlikeParts:
     - `paths`: the path of each array.
     - `shape`, `dtype`: those of each array.
     - `first`: the piece that makes the first array.
-    - `sources`: the position of each piece in the source array, of shape (arrays, rank).
+    - `sources`: the position of each piece in the source array, of shape (arrays,
+      rank).
     """
 
     paths: Sequence[str]
@@ -173,7 +174,7 @@ class MadeTable(Mapping[str, Made]):
     def __getitem__(self, path: str) -> Made:
         if path in self.others:
             return self.others[path]
-        parts, number = self._places[path]
+        parts, number = self._parts_and_numbers[path]
         return parts.made(number)
 
     def __iter__(self) -> Iterator[str]:
@@ -183,13 +184,13 @@ class MadeTable(Mapping[str, Made]):
         return len(self.order)
 
     @ft.cached_property
-    def _places(self) -> Mapping[str, tuple[AlikeParts, int]]:
+    def _parts_and_numbers(self) -> Mapping[str, tuple[AlikeParts, int]]:
         """By path, the parts that have the array, and its number among them."""
-        places = {}
+        parts_and_numbers = {}
         for parts in self.parts:
             for number, path in enumerate(parts.paths):
-                places[path] = (parts, number)
-        return places
+                parts_and_numbers[path] = (parts, number)
+        return parts_and_numbers
 
 
 def in_parts(leaves: Mapping[str, Made]) -> MadeTable:

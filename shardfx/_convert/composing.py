@@ -76,14 +76,14 @@ def _through(reader: Piece, loops: Sequence[Factor | None], filled: Piece) -> Pi
         if loop is not None:
             source_dim = loop.source_dim
             source_step = factor.target_step * loop.source_step
-        both = Factor(
+        composed_factor = Factor(
             size=factor.size,
             source_dim=source_dim,
             source_step=source_step,
             target_dim=factor.source_dim,
             target_step=factor.source_step,
         )
-        factors.append(both)
+        factors.append(composed_factor)
     casts = (*filled.value.casts, *reader.value.casts)
     return Piece(
         value=filled.value._replace(casts=casts),

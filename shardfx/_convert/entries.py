@@ -1,5 +1,5 @@
-"""Target arrays that one rule makes of the entries of a stack, such as its experts. They
-differ in nothing but the position in the stack.
+"""Target arrays that one rule makes of the entries of a stack, such as its experts.
+They differ in nothing but the position in the stack.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,13 +45,13 @@ class EntryRule:
     **Arguments:**
 
     - `rule`: the expression.
-    - `leaf`: the leaves of the source.
+    - `leaves_made`: the leaves of the source.
     """
 
-    def __init__(self, rule: From, leaf: LeavesMade):
+    def __init__(self, rule: From, leaves_made: LeavesMade):
         self._rule = rule
-        self._leaf = leaf
-        self._selections = selections_of(rule, leaf.leaves)
+        self._leaves_made = leaves_made
+        self._selections = selections_of(rule, leaves_made.leaves)
         self._template: _Template | None = None
 
     def made(self, binding: Binding) -> Made:
@@ -61,10 +61,10 @@ class EntryRule:
         numbers = self._selected_numbers(binding)
         if numbers is not None and self._template is not None:
             assert self._selections is not None
-            return _moved(self._template, numbers, self._selections)
+            return _with_numbers(self._template, numbers, self._selections)
 
         evaluated_leaf = evaluated(
-            self._rule, binding, self._leaf.leaves, self._leaf, on_shapes
+            self._rule, binding, self._leaves_made.leaves, self._leaves_made, on_shapes
         )
         pieces = all_simplified(evaluated_leaf.pieces)
         evaluated_leaf = Made(
@@ -80,9 +80,9 @@ class EntryRule:
         self,
         binding: Binding,
     ) -> Mapping[str, tuple[int, ...]] | None:
-        """The number of each selection, by the leaf's path. `None` if the rule has to be
-        evaluated anew: its target arrays differ in more than the selected entries, or a
-        number is out of its dimension's range.
+        """The number of each selection, by the leaf's path. `None` if the rule has to
+        be evaluated anew: its target arrays differ in more than the selected entries,
+        or a number is out of its dimension's range.
         """
         if self._selections is None:
             return None
@@ -126,7 +126,7 @@ def selections_of(
         path = operations[-1].path
         if pattern(path).names or path not in leaves:
             return None
-        chosen = _selections(operations[:-1], tuple(leaves[path].shape))
+        chosen = _selections_in_leaf(operations[:-1], tuple(leaves[path].shape))
         if chosen is None or selections.get(path, chosen) != chosen:
             return None
         selections[path] = chosen
@@ -143,7 +143,7 @@ def _at_operations(expression: From) -> list[From]:
     return operations
 
 
-def _selections(
+def _selections_in_leaf(
     operations: Sequence[From],
     shape: tuple[int, ...],
 ) -> tuple[Selection, ...] | None:
@@ -167,7 +167,7 @@ def _selections(
     return tuple(selections)
 
 
-def _moved(
+def _with_numbers(
     template: _Template,
     numbers: Mapping[str, tuple[int, ...]],
     selections: Mapping[str, tuple[Selection, ...]],

@@ -14,7 +14,7 @@ import numpy as np
 from .._ground.errors import MapError
 from .columns import AlikePieces, in_columns
 from .expression import From, counted_leaf
-from .patterns import Binding, near, pattern, sum_of
+from .patterns import Binding, near_hint, pattern, sum_of
 from .pieces import Made, Piece, Struct
 from .shape_operations import dim_of, leaf_made, on_shapes
 
@@ -23,23 +23,24 @@ def evaluated(
     expression: From,
     binding: Binding,
     leaves: Mapping[str, object],
-    leaf: Callable[[str], Any],
-    run: Callable[..., Any],
+    value_of_leaf: Callable[[str], Any],
+    apply_operation: Callable[..., Any],
 ) -> Any:
     """Evaluates an expression with the values `binding` of its placeholders.
 
-    `leaves` are the leaves of the source by path, and `leaf` returns the value of a
-    leaf, given its path. `run` returns the value of an operation, given its name, the
-    values of its operands and its other arguments. If the values are arrays, `run` is
-    `on_arrays`; if they are target arrays with pieces, it is `on_shapes`.
+    `leaves` are the leaves of the source by path, and `value_of_leaf` returns the value
+    of a leaf, given its path. `apply_operation` returns the value of an operation,
+    given its name, the values of its operands and its other arguments. If the values
+    are arrays, `apply_operation` is `on_arrays`; if they are target arrays with pieces,
+    it is `on_shapes`.
     """
     if expression.op == "leaf":
-        return leaf(resolved(expression.path, binding, leaves))
+        return value_of_leaf(resolved(expression.path, binding, leaves))
     if expression.op == "stack":
         placeholder, dim = expression.args[:2]
         numbers = count_of(expression, binding, leaves)
-        if isinstance(leaf, LeavesMade):
-            stack = _stack_of_alike(expression, binding, numbers, leaf)
+        if isinstance(value_of_leaf, LeavesMade):
+            stack = _stack_of_alike(expression, binding, numbers, value_of_leaf)
             if stack is not None:
                 return stack
         parts = []
@@ -49,26 +50,26 @@ def evaluated(
                 expression=expression.of[0],
                 binding=numbered,
                 leaves=leaves,
-                leaf=leaf,
-                run=run,
+                value_of_leaf=value_of_leaf,
+                apply_operation=apply_operation,
             )
             parts.append(part)
-        return run("stacked", parts, dim)
+        return apply_operation("stacked", parts, dim)
 
     operands = [
         evaluated(
             expression=operand,
             binding=binding,
             leaves=leaves,
-            leaf=leaf,
-            run=run,
+            value_of_leaf=value_of_leaf,
+            apply_operation=apply_operation,
         )
         for operand in expression.of
     ]
     if expression.op == "at":
         index, dim = expression.args
-        return run("at", operands, _index(index, binding), dim)
-    return run(expression.op, operands, *expression.args)
+        return apply_operation("at", operands, _index(index, binding), dim)
+    return apply_operation(expression.op, operands, *expression.args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _stack_of_alike(
     stack: From,
     binding: Binding,
     numbers: range,
-    leaf: LeavesMade,
+    leaves_made: LeavesMade,
 ) -> Made | None:
     """The target array that a `stack` expression makes of parts that differ in nothing
     but the paths of their leaves; `None` if they may differ in more.
@@ -105,24 +106,24 @@ def _stack_of_alike(
     part = stack.of[0]
     if len(numbers) < 2 or _selects_by(part, placeholder):
         return None
-    paths = paths_in_stack(stack, binding, numbers, leaf.leaves)
+    paths = paths_in_stack(stack, binding, numbers, leaves_made.leaves)
     if paths is None or len(paths) % len(numbers):
         return None
     width = len(paths) // len(numbers)
-    if not _are_alike(paths, width, leaf.leaves):
+    if not _are_alike(paths, width, leaves_made.leaves):
         return None
 
     first_binding = {**binding, placeholder: numbers[0]}
     first = evaluated(
         expression=part,
         binding=first_binding,
-        leaves=leaf.leaves,
-        leaf=leaf,
-        run=on_shapes,
+        leaves=leaves_made.leaves,
+        value_of_leaf=leaves_made,
+        apply_operation=on_shapes,
     )
     stack_of_first = on_shapes("stacked", [first], dim)
     dim = dim_of(dim, len(stack_of_first.shape), "stack")
-    leaf.used.update(dict.fromkeys(paths))
+    leaves_made.used.update(dict.fromkeys(paths))
     shape = (
         *stack_of_first.shape[:dim],
         len(numbers),
@@ -304,7 +305,7 @@ def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:
             " use `.stack(...)`."
         )
     if path not in leaves:
-        raise MapError(f"the source has no `{path}`{near(path, leaves)}")
+        raise MapError(f"the source has no `{path}`{near_hint(path, leaves)}")
     return path
 
 
@@ -345,7 +346,7 @@ def count_of(stack: From, binding: Binding, leaves: Mapping[str, object]) -> ran
         missing = path or counted
         raise MapError(
             f"`.stack({placeholder!r})` finds nothing: the source has no"
-            f" `{missing}`{near(missing, leaves)}"
+            f" `{missing}`{near_hint(missing, leaves)}"
         )
     return range(count)
 

@@ -46,22 +46,22 @@ SIGNATURES: Final[Mapping[str, tuple[int | None, str]]] = MappingProxyType(
 )
 
 
-def arguments_of(op: str, count: int) -> list[tuple[str, str]]:
+def arguments_of(op: str, argument_count: int) -> list[tuple[str, str]]:
     """The name and the kind of each argument of the operation `op`, if it is called
-    with `count` arguments.
+    with `argument_count` arguments.
 
     A positional argument has the name "". The kind is a key of `_KINDS`, which checks
     the argument.
     """
     words = SIGNATURES[op][1].split()
     last = words[-1]
-    further = count - len(words) + 1
+    repeat_count = argument_count - len(words) + 1
     if last.endswith("*"):
-        repeated_words = [last[:-1]] * further
+        repeated_words = [last[:-1]] * repeat_count
         words = [*words[:-1], *repeated_words]
     elif last.endswith("?"):
         words[-1] = last[:-1]
-        if further <= 0:
+        if repeat_count <= 0:
             words.pop()
     arguments = []
     for word in words:
@@ -70,15 +70,17 @@ def arguments_of(op: str, count: int) -> list[tuple[str, str]]:
     return arguments
 
 
-def checked(op: str, parts: int, args: Sequence[object]) -> tuple[Any, ...]:
-    """The arguments of the operation `op` as plain Python values; `parts` is the number
-    of its operands.
+def checked(op: str, operand_count: int, args: Sequence[object]) -> tuple[Any, ...]:
+    """The arguments of the operation `op` as plain Python values; `operand_count` is
+    the number of its operands.
 
     Raises `MapError` for arguments that the operation cannot take.
     """
-    operands = SIGNATURES[op][0]
-    if operands is not None and parts != operands:
-        raise MapError(f"`{op}` takes {operands} expressions, not {parts}.")
+    signature_count = SIGNATURES[op][0]
+    if signature_count is not None and operand_count != signature_count:
+        raise MapError(
+            f"`{op}` takes {signature_count} expressions, not {operand_count}."
+        )
     words = arguments_of(op, len(args))
     if len(words) != len(args):
         raise MapError(
@@ -266,7 +268,7 @@ class From:
                 f"`From` takes the path of a leaf, not {path!r:.80}; give"
                 " `From('layers/{i}/weight')`."
             )
-        _set(self, "leaf", (), (path,))
+        _set_fields(self, "leaf", (), (path,))
 
     @property
     def path(self) -> str:
@@ -284,7 +286,7 @@ class From:
         dtype: object,
     ) -> "From":
         """An array filled with one number, without any leaf of the source."""
-        return _new("constant", (), (value, tuple(shape), dtype))
+        return _operation("constant", (), (value, tuple(shape), dtype))
 
     @staticmethod
     def concat(parts: Sequence["From"], *, dim: int = 0, shards: int = 1) -> "From":
@@ -298,7 +300,7 @@ class From:
           With 2, query, key and value become `[q0 k0 v0 q1 k1 v1]`: sharded over 2
           devices, each device has its own chunks of all three.
         """
-        return _new("concat", tuple(parts), (dim, shards))
+        return _operation("concat", tuple(parts), (dim, shards))
 
     @staticmethod
     def stacked(parts: Sequence["From"], *, dim: int = 0) -> "From":
@@ -307,27 +309,27 @@ class From:
 
         `stack` is shorter for leaves whose paths differ only in a number.
         """
-        return _new("stacked", tuple(parts), (dim,))
+        return _operation("stacked", tuple(parts), (dim,))
 
     @property
     def T(self) -> "From":  # noqa: N802
         """The array with its dimensions in reverse order, such as `[in, out]` for
         torch's `[out, in]`.
         """
-        return _new("transpose", (self,), ())
+        return _operation("transpose", (self,), ())
 
     def transpose(self, *order: int) -> "From":
         """The array with its dimensions in another order, as in `numpy.transpose`.
 
         `order` has the old dimension of each new one. Without it the order is reversed.
         """
-        return _new("transpose", (self,), order)
+        return _operation("transpose", (self,), order)
 
     def reshape(self, *sizes: int) -> "From":
         """The array with another shape and the same elements in row-major order; one
         size may be -1.
         """
-        return _new("reshape", (self,), sizes)
+        return _operation("reshape", (self,), sizes)
 
     def split(self, dim: int, *sizes: int) -> "From":
         """The array with dimension `dim` split into several of these sizes; one size
@@ -335,11 +337,11 @@ class From:
 
         `split(0, -1, 128)` makes heads of width 128.
         """
-        return _new("split", (self,), (dim, *sizes))
+        return _operation("split", (self,), (dim, *sizes))
 
     def merge(self, dim: int, count: int = 2) -> "From":
         """The array with `count` dimensions, from dimension `dim` on, merged into one."""
-        return _new("merge", (self,), (dim, count))
+        return _operation("merge", (self,), (dim, count))
 
     def stack(self, over: str, *, dim: int = 0, count: int | None = None) -> "From":
         """The arrays for the values 0, 1, 2, ... of a placeholder, stacked along a new
@@ -350,7 +352,7 @@ class From:
         the source has no leaf.
         """
         args = (over, dim) if count is None else (over, dim, count)
-        return _new("stack", (self,), args)
+        return _operation("stack", (self,), args)
 
     def at(self, index: int | str, *, dim: int = 0) -> "From":
         """The entry at one index of a dimension, without this dimension.
@@ -359,13 +361,13 @@ class From:
         path with the layer `{i}`, the index `"i"` takes each layer out of a stacked
         array, and `"6*i+2"` takes every sixth layer.
         """
-        return _new("at", (self,), (index, dim))
+        return _operation("at", (self,), (index, dim))
 
     def slice(self, start: int, stop: int | None, *, dim: int = 0) -> "From":
         """The entries from `start` to `stop` along a dimension, as in Python. `None` is
         the end.
         """
-        return _new("slice", (self,), (start, stop, dim))
+        return _operation("slice", (self,), (start, stop, dim))
 
     def repeat(self, count: int, *, dim: int = 0, unit: int = 1) -> "From":
         """The array with each block of `unit` entries along a dimension repeated
@@ -374,11 +376,11 @@ class From:
         With 2, [a, b] becomes [a, a, b, b]. Key heads are repeated if there are more
         devices than heads.
         """
-        return _new("repeat", (self,), (count, dim, unit))
+        return _operation("repeat", (self,), (count, dim, unit))
 
     def pad_to(self, size: int, *, dim: int = 0, value: float | int = 0) -> "From":
         """The array with a dimension padded at its end to size `size`, with `value`."""
-        return _new("pad_to", (self,), (size, dim, value))
+        return _operation("pad_to", (self,), (size, dim, value))
 
     def cast(self, dtype: object) -> "From":
         """The array cast to another dtype, as by JAX's `astype` on every platform.
@@ -386,7 +388,7 @@ class From:
         From floating-point numbers to integers, fractions are cut off, and numbers out
         of range become the smallest or the largest integer.
         """
-        return _new("cast", (self,), (dtype,))
+        return _operation("cast", (self,), (dtype,))
 
     def times(self, number: float | int) -> "From":
         """The array multiplied by a number in float32 and rounded to its dtype.
@@ -395,7 +397,7 @@ class From:
         directions. Use it for weights that include a scale: `times(width**-0.5)` for a
         query projection divided by the square root of the head width.
         """
-        return _new("times", (self,), (number,))
+        return _operation("times", (self,), (number,))
 
     def plus(self, number: float | int) -> "From":
         """The array plus a number, computed in float32 and rounded to its dtype.
@@ -403,7 +405,7 @@ class From:
         An inverse map subtracts and rounds again. Use it for norm weights that are
         stored minus one, as in Gemma.
         """
-        return _new("plus", (self,), (number,))
+        return _operation("plus", (self,), (number,))
 
     def scale(self, by: "From | str", *, block: Sequence[int]) -> "From":
         """The array multiplied in float32 by one scale for each block of its elements,
@@ -423,15 +425,15 @@ class From:
                 f"{self} cannot be scaled by {scales}: scale leaves as they are stored,"
                 " and do the rest after."
             )
-        return _new("scale", (self, scales), tuple(block))
+        return _operation("scale", (self, scales), tuple(block))
 
     def __str__(self) -> str:
-        return _written(self)
+        return _code_of(self)
 
     __repr__ = __str__
 
 
-def _set(
+def _set_fields(
     expression: From,
     op: str,
     of: tuple[From, ...],
@@ -441,7 +443,7 @@ def _set(
         object.__setattr__(expression, name, value)
 
 
-def _new(op: str, of: tuple[From, ...], args: tuple[object, ...]) -> From:
+def _operation(op: str, of: tuple[From, ...], args: tuple[object, ...]) -> From:
     for part in of:
         if not isinstance(part, From):
             raise MapError(
@@ -450,32 +452,32 @@ def _new(op: str, of: tuple[From, ...], args: tuple[object, ...]) -> From:
             )
     expression = object.__new__(From)
     new_args = checked(op, len(of), args)
-    _set(expression, op, of, new_args)
+    _set_fields(expression, op, of, new_args)
     return expression
 
 
-def _written(expression: From) -> str:
+def _code_of(expression: From) -> str:
     """The Python code that makes an expression."""
     op = expression.op
     if op == "leaf":
         return f"From({expression.path!r})"
     if op == "constant":
         return f"From.constant({', '.join(map(repr, expression.args))})"
-    operands = [_written(operand) for operand in expression.of]
+    operands = [_code_of(operand) for operand in expression.of]
     if op == "scale":
         weights, scales = operands
         return f"{weights}.scale({scales}, block={expression.args!r})"
     if op == "transpose" and not expression.args:
         return f"{operands[0]}.T"
 
-    arguments = _written_arguments(expression)
+    arguments = _code_of_arguments(expression)
     if op in ("concat", "stacked"):
         parts = f"[{', '.join(operands)}]"
         return f"From.{op}({', '.join([parts, *arguments])})"
     return f"{operands[0]}.{op}({', '.join(arguments)})"
 
 
-def _written_arguments(expression: From) -> list[str]:
+def _code_of_arguments(expression: From) -> list[str]:
     """The arguments of an operation as Python code, without those that are defaults."""
     words = arguments_of(expression.op, len(expression.args))
     arguments = []
@@ -490,7 +492,7 @@ def _written_arguments(expression: From) -> list[str]:
 def to_data(expression: From) -> list[Any]:
     """An expression as nested lists that JSON can hold."""
     operands = [to_data(operand) for operand in expression.of]
-    return [expression.op, _plain(expression.args), operands]
+    return [expression.op, _with_lists(expression.args), operands]
 
 
 def from_data(data: object) -> From:
@@ -500,25 +502,25 @@ def from_data(data: object) -> From:
     match data:
         case [str() as name, list() as args, list() as of] if name in SIGNATURES:
             operands = tuple(map(from_data, of))
-            return _new(name, operands, _tuples(args))
+            return _operation(name, operands, _with_tuples(args))
     raise MapError(
         f"{data!r:.80} is no expression of a TreeMap; write maps with"
         " `TreeMap.to_json`."
     )
 
 
-def _plain(value: object) -> Any:
+def _with_lists(value: object) -> Any:
     """A value with lists in the place of tuples."""
     if not isinstance(value, tuple):
         return value
-    return [_plain(member) for member in value]
+    return [_with_lists(member) for member in value]
 
 
-def _tuples(value: object) -> Any:
+def _with_tuples(value: object) -> Any:
     """A value with tuples in the place of lists."""
     if not isinstance(value, list):
         return value
-    return tuple(map(_tuples, value))
+    return tuple(map(_with_tuples, value))
 
 
 def leaves_of(expression: From) -> list[str]:

@@ -82,8 +82,8 @@ def _parts_of_stacks(
     forward: Mapping[str, Made],
     source: TreeLeaves,
 ) -> Iterator[AlikeParts]:
-    """Yields the leaves of `source` of which a stack is made, if nothing else is made of
-    them, and if they are alike: the parts of that stack.
+    """Yields the leaves of `source` of which a stack is made, if nothing else is made
+    of them, and if they are alike: the parts of that stack.
     """
     counts: collections.Counter[str] = collections.Counter()
     for leaf in forward.values():
@@ -108,7 +108,7 @@ def _parts_of_stacks(
             continue
         casts: tuple[Operation, ...] = ()
         if first.value.casts:
-            casts = _undone(first.value.casts, dtype)
+            casts = _inverse_operations(first.value.casts, dtype)
         inverse = Piece(
             value=Value(path=path, number=first.value.number, casts=casts),
             source=first.target,
@@ -165,8 +165,8 @@ def _turn_around(
     pieces_by_path: Mapping[str, list[Piece]],
     problems: list[Problem],
 ) -> None:
-    """Appends to `pieces_by_path` the pieces that read the leaf `path` of a map's target
-    and write the leaves of `source` that it is made of.
+    """Appends to `pieces_by_path` the pieces that read the leaf `path` of a map's
+    target and write the leaves of `source` that it is made of.
     """
     # Pieces that follow each other often have the same factors.
     last: tuple[Factor, ...] | None = None
@@ -184,7 +184,7 @@ def _turn_around(
             break
         casts: tuple[Operation, ...] = ()
         if value.casts:
-            casts = _undone(value.casts, source[value.path].dtype)
+            casts = _inverse_operations(value.casts, source[value.path].dtype)
         if piece.factors is not last:
             last = piece.factors
             factors = simplified(swapped(once(piece))).factors
@@ -197,7 +197,10 @@ def _turn_around(
         pieces_by_path[value.path].append(inverse)
 
 
-def _undone(casts: Sequence[Operation], dtype: object) -> tuple[Operation, ...]:
+def _inverse_operations(
+    casts: Sequence[Operation],
+    dtype: object,
+) -> tuple[Operation, ...]:
     """The operations that undo `casts`; the last one results in `dtype`, the dtype
     before `casts`.
 
@@ -210,20 +213,20 @@ def _undone(casts: Sequence[Operation], dtype: object) -> tuple[Operation, ...]:
         is_arithmetic = isinstance(operation, Arithmetic)
         dtypes.append(dtypes[-1] if is_arithmetic else operation)
 
-    inverses: list[Operation] = []
-    current = dtypes.pop()
+    inverse_operations: list[Operation] = []
+    dtype_now = dtypes.pop()
     pairs_of_casts = zip(reversed(casts), reversed(dtypes), strict=True)
-    for operation, before in pairs_of_casts:
+    for operation, dtype_before in pairs_of_casts:
         if not isinstance(operation, Arithmetic):
             continue
-        if current != before:
-            inverses.append(before)
-        current = before
-        inverses.append(operation.back)
-    is_cast_alone = bool(casts) and not inverses
-    if current != dtype or is_cast_alone:
-        inverses.append(dtype)
-    return tuple(inverses)
+        if dtype_now != dtype_before:
+            inverse_operations.append(dtype_before)
+        dtype_now = dtype_before
+        inverse_operations.append(operation.back)
+    is_cast_alone = bool(casts) and not inverse_operations
+    if dtype_now != dtype or is_cast_alone:
+        inverse_operations.append(dtype)
+    return tuple(inverse_operations)
 
 
 def disjoint(
@@ -249,13 +252,13 @@ def disjoint(
         new_parts: list[Piece] = []
         for part in parts:
             box = hull(part)
-            position = tuple(box[dim] for dim in dims)
-            boxes = written.setdefault(position, [])
+            grid_position = tuple(box[dim] for dim in dims)
+            boxes = written.setdefault(grid_position, [])
             outside = _outside_all(part, boxes)
             boxes += map(hull, outside)
             new_parts += outside
-        is_new = sum(part.elements for part in new_parts) == piece.elements
-        distinct += [piece] if is_new else new_parts
+        is_all_new = sum(part.elements for part in new_parts) == piece.elements
+        distinct += [piece] if is_all_new else new_parts
     return distinct, sum(piece.elements for piece in distinct) == size
 
 

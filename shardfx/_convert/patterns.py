@@ -30,16 +30,16 @@ class Sum:
     """The sum inside a placeholder, such as `6*i+2`.
 
     - `terms`: pairs of a number and a name, here (6, "i").
-    - `rest`: the number that is added, here 2.
+    - `constant`: the number that is added, here 2.
     """
 
     terms: tuple[tuple[int, str], ...]
-    rest: int
+    constant: int
 
     @ft.cached_property
     def name(self) -> str | None:
         """The name, if the placeholder has only a name, as in `{i}`; else `None`."""
-        if len(self.terms) != 1 or self.rest:
+        if len(self.terms) != 1 or self.constant:
             return None
         ((count, name),) = self.terms
         return name if count == 1 else None
@@ -55,7 +55,7 @@ class Sum:
         """
         if self.name is not None:
             return binding.get(self.name)
-        total = self.rest
+        total = self.constant
         for count, name in self.terms:
             value = binding.get(name)
             if not isinstance(value, int):
@@ -74,7 +74,7 @@ class Sum:
         if len(self.terms) != 1 or not isinstance(value, int):
             return None
         ((count, name),) = self.terms
-        product = value - self.rest
+        product = value - self.constant
         if not count or product < 0 or product % count:
             return None
         return name, product // count
@@ -86,7 +86,7 @@ def sum_of(text: str) -> Sum:
     `6*i+j+2`.
     """
     terms = []
-    rest = 0
+    constant = 0
     for part in text.split("+"):
         term = _TERM.fullmatch(part)
         if term is None or not _is_term_of(text, term):
@@ -99,8 +99,8 @@ def sum_of(text: str) -> Sum:
             factor = int(term["factor"] or 1)
             terms.append((factor, term["name"]))
         else:
-            rest += int(term["number"])
-    return Sum(tuple(terms), rest)
+            constant += int(term["number"])
+    return Sum(tuple(terms), constant)
 
 
 def _is_term_of(text: str, term: re.Match[str]) -> bool:
@@ -241,12 +241,12 @@ def pattern(text: str) -> Pattern:
     )
 
 
-def near(path: str, names: Iterable[str], what: str = "") -> str:
+def near_hint(path: str, names: Iterable[str], subject: str = "") -> str:
     quoted = [f"`{printable(name)}`" for name in near_names(path, names, 2, 0.6)]
     if not quoted:
         return ""
-    subject = f"{what} " if what else ""
-    return f"; near {subject}{' or '.join(quoted)}"
+    subject_text = f"{subject} " if subject else ""
+    return f"; near {subject_text}{' or '.join(quoted)}"
 
 
 def near_names(path: str, names: Iterable[str], most: int, cutoff: float) -> list[str]:

@@ -201,10 +201,10 @@ def whole(value: Value, shape: tuple[int, ...]) -> tuple[Piece, ...]:
         )
         for dim, size in enumerate(shape)
     ]
-    return made_of(value=value, source=start, target=start, factors=factors)
+    return nonempty_piece(value=value, source=start, target=start, factors=factors)
 
 
-def made_of(
+def nonempty_piece(
     value: Value,
     source: tuple[int, ...],
     target: tuple[int, ...],

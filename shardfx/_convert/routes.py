@@ -35,7 +35,8 @@ NO_NUMBERS = NumberCopies((), ())
 
 def copied_from(steps: Sequence[Rules], path: str) -> str | None:
     """The path of the leaf of the source that a map of `steps` copies unchanged to the
-    leaf `path` of its target; `None` if it makes that leaf in another way or not at all.
+    leaf `path` of its target; `None` if it makes that leaf in another way or not at
+    all.
     """
     route: str | None = path
     for step in reversed(steps):
@@ -157,7 +158,7 @@ def bound_with(
     if target is not None:
         target = {**target, **copied}
     with_scalars = {**source, **scalars}
-    leaves = bound_steps(steps, with_scalars, target, spare=scalars)
+    leaves = bound_steps(steps, with_scalars, target, may_be_unused=scalars)
     arrays = {}
     for path, leaf in leaves.items():
         if path not in copied:

@@ -10,12 +10,12 @@ from typing import Any
 from .._ground.errors import MapError
 from .evaluate import evaluated
 from .expression import From, Rules, leaves_of
-from .patterns import Binding, near, pattern, sum_of
+from .patterns import Binding, near_hint, pattern, sum_of
 from .problems import Problem, TreeLeaves, two_rules
 from .shape_operations import dim_of, leaf_made, on_shapes
 
 
-def places(
+def matched_rules(
     step: Rules,
     source: TreeLeaves,
     target: TreeLeaves | None,
@@ -28,7 +28,7 @@ def places(
     to `problems`.
     """
     if target is None:
-        return _inferred(step, source, problems)
+        return _inferred_rules(step, source, problems)
     rules = [(pattern(text), rule) for text, rule in step.rules]
     unused = {text: None for text, _ in step.rules}
     placed: list[tuple[str, From, Binding]] = []
@@ -46,15 +46,15 @@ def places(
         elif matching:
             problems.append(two_rules(path, texts[0], texts[1]))
         else:
-            close = near(path, dict(step.rules), "the rule for")
+            close = near_hint(path, dict(step.rules), "the rule for")
             problems.append((path, f"no rule makes it{close}"))
     for text in unused:
-        close = near(text, target)
+        close = near_hint(text, target)
         problems.append((text, f"this rule makes no leaf of the target{close}"))
     return placed
 
 
-def _inferred(
+def _inferred_rules(
     step: Rules,
     source: TreeLeaves,
     problems: list[Problem],
@@ -68,8 +68,8 @@ def _inferred(
             problems.append((text, text_of_error))
             continue
         if not bindings:
-            leaf = next(iter(leaves_of(rule)), "")
-            close = near(leaf, source)
+            first_leaf = next(iter(leaves_of(rule)), "")
+            close = near_hint(first_leaf, source)
             problems.append((text, f"{rule} finds nothing in the source{close}"))
         for binding in bindings:
             path = pattern(text).filled(binding)

@@ -27,7 +27,7 @@ from .pieces import (
     Struct,
     Value,
     cut,
-    made_of,
+    nonempty_piece,
     shifted,
     whole,
 )
@@ -88,7 +88,7 @@ def filled_with(number: Any, shape: tuple[int, ...], dtype: DType) -> Made:
             target_step=1,
         )
         factors.append(factor)
-    pieces = made_of(
+    pieces = nonempty_piece(
         value=Value(path=None, number=number, casts=(dtype,)),
         source=(),
         target=(0,) * len(shape),
@@ -98,17 +98,17 @@ def filled_with(number: Any, shape: tuple[int, ...], dtype: DType) -> Made:
 
 
 def _constant(
-    parts: Sequence[Made],
+    operands: Sequence[Made],
     number: Any,
     shape: Sequence[int],
     dtype: str,
 ) -> Made:
-    assert not parts
+    assert not operands
     return filled_with(number, tuple(shape), jnp.dtype(dtype))
 
 
-def _transpose(parts: Sequence[Made], *order: int) -> Made:
-    (array,) = parts
+def _transpose(operands: Sequence[Made], *order: int) -> Made:
+    (array,) = operands
     rank = len(array.shape)
     if order:
         order = tuple(dim_of(dim, rank, "transpose") for dim in order)
@@ -119,11 +119,11 @@ def _transpose(parts: Sequence[Made], *order: int) -> Made:
             f"`transpose{order}` is no order of the {rank} dimensions of shape"
             f" {array.shape}."
         )
-    return _placed(array, order, tuple(array.shape[dim] for dim in order))
+    return _reordered(array, order, tuple(array.shape[dim] for dim in order))
 
 
-def _split(parts: Sequence[Made], dim: int, *sizes: int) -> Made:
-    (array,) = parts
+def _split(operands: Sequence[Made], dim: int, *sizes: int) -> Made:
+    (array,) = operands
     dim = dim_of(dim, len(array.shape), "split")
     sizes = sizes_of(sizes, array.shape[dim], f"`split` of dim {dim}")
     if not sizes:
@@ -131,11 +131,11 @@ def _split(parts: Sequence[Made], dim: int, *sizes: int) -> Made:
     pieces = list(array.pieces)
     for number in range(1, len(sizes)):
         # The last dimension so far is split into one of its size and the rest.
-        undivided = dim + number - 1
-        rest = math.prod(sizes[number:])
+        last_dim = dim + number - 1
+        rest_size = math.prod(sizes[number:])
         divided: list[Piece] = []
         for piece in pieces:
-            divided += split(piece, undivided, rest)
+            divided += split(piece, last_dim, rest_size)
         pieces = divided
     return Made(
         shape=_shape_after(array.shape, dim, *sizes),
@@ -144,8 +144,8 @@ def _split(parts: Sequence[Made], dim: int, *sizes: int) -> Made:
     )
 
 
-def _merge(parts: Sequence[Made], dim: int, count: int) -> Made:
-    (array,) = parts
+def _merge(operands: Sequence[Made], dim: int, count: int) -> Made:
+    (array,) = operands
     rank = len(array.shape)
     dim = dim_of(dim, rank, "merge")
     if not 1 <= count <= rank - dim:
@@ -165,22 +165,26 @@ def _merge(parts: Sequence[Made], dim: int, count: int) -> Made:
     )
 
 
-def _reshape(parts: Sequence[Made], *sizes: int) -> Made:
-    (array,) = parts
+def _reshape(operands: Sequence[Made], *sizes: int) -> Made:
+    (array,) = operands
     what = f"`reshape` of shape {array.shape}"
     sizes = sizes_of(sizes, math.prod(array.shape), what)
     if 0 in sizes:
         return Made(shape=sizes, dtype=array.dtype, pieces=())
     if array.shape:
-        vector = _merge(parts, 0, len(array.shape))
+        vector = _merge(operands, 0, len(array.shape))
     else:
-        vector = _placed(array, [None], (1,))
+        vector = _reordered(array, [None], (1,))
     if not sizes:
-        return _placed(vector, [], ())
+        return _reordered(vector, [], ())
     return _split([vector], 0, *sizes)
 
 
-def _placed(array: Made, order: Sequence[int | None], shape: tuple[int, ...]) -> Made:
+def _reordered(
+    array: Made,
+    order: Sequence[int | None],
+    shape: tuple[int, ...],
+) -> Made:
     """A target array with its dimensions reordered to the shape `shape`.
 
     `order` has an old dimension for each new one, or `None` for an inserted dimension
@@ -190,39 +194,41 @@ def _placed(array: Made, order: Sequence[int | None], shape: tuple[int, ...]) ->
     return Made(shape=shape, dtype=array.dtype, pieces=pieces)
 
 
-def _stacked(parts: Sequence[Made], dim: int) -> Made:
-    first = _alike(parts, "stack", None)
+def _stacked(operands: Sequence[Made], dim: int) -> Made:
+    first = _first_of_alike(operands, "stack", None)
     rank = len(first.shape) + 1
     dim = dim_of(dim, rank, "stack")
     order = (*range(dim), None, *range(dim, rank - 1))
     pieces: list[Piece] = []
-    for number, part in enumerate(parts):
-        offset = _along(dim, number, rank)
-        pieces += [shifted(renumbered(piece, order), offset) for piece in part.pieces]
+    for number, operand in enumerate(operands):
+        offset = _offset_along(dim, number, rank)
+        pieces += [
+            shifted(renumbered(piece, order), offset) for piece in operand.pieces
+        ]
     return Made(
-        shape=(*first.shape[:dim], len(parts), *first.shape[dim:]),
+        shape=(*first.shape[:dim], len(operands), *first.shape[dim:]),
         dtype=first.dtype,
         pieces=tuple(pieces),
     )
 
 
-def _along(dim: int, distance: int, rank: int) -> tuple[int, ...]:
+def _offset_along(dim: int, distance: int, rank: int) -> tuple[int, ...]:
     """An offset of `distance` elements along dimension `dim` of `rank` dimensions."""
     return (0,) * dim + (distance,) + (0,) * (rank - dim - 1)
 
 
-def _concat(parts: Sequence[Made], dim: int, shards: int) -> Made:
+def _concat(operands: Sequence[Made], dim: int, shards: int) -> Made:
     if shards != 1:
-        return _interleaved(parts, dim, shards)
-    first = _alike(parts, "concat", dim)
+        return _interleaved(operands, dim, shards)
+    first = _first_of_alike(operands, "concat", dim)
     rank = len(first.shape)
     dim = dim_of(dim, rank, "concat")
     size = 0
     pieces: list[Piece] = []
-    for part in parts:
-        offset = _along(dim, size, rank)
-        pieces += [shifted(piece, offset) for piece in part.pieces]
-        size += part.shape[dim]
+    for operand in operands:
+        offset = _offset_along(dim, size, rank)
+        pieces += [shifted(piece, offset) for piece in operand.pieces]
+        size += operand.shape[dim]
     return Made(
         shape=_shape_after(first.shape, dim, size),
         dtype=first.dtype,
@@ -230,16 +236,16 @@ def _concat(parts: Sequence[Made], dim: int, shards: int) -> Made:
     )
 
 
-def _interleaved(parts: Sequence[Made], dim: int, shards: int) -> Made:
+def _interleaved(operands: Sequence[Made], dim: int, shards: int) -> Made:
     """The concatenation of the first of `shards` chunks of each part, then of the
     second of each, and so on.
     """
-    rank = len(parts[0].shape) if parts else 0
+    rank = len(operands[0].shape) if operands else 0
     dim = dim_of(dim, rank, "concat")
     by_chunk = []
-    for part in parts:
-        chunk_size = _chunk_size(part.shape, dim, shards)
-        by_chunk.append(_split([part], dim, shards, chunk_size))
+    for operand in operands:
+        chunk_size = _chunk_size(operand.shape, dim, shards)
+        by_chunk.append(_split([operand], dim, shards, chunk_size))
     chunks = _concat(by_chunk, dim + 1, 1)
     return _merge([chunks], dim, 2)
 
@@ -253,33 +259,33 @@ def _chunk_size(shape: tuple[int, ...], dim: int, shards: int) -> int:
     return shape[dim] // shards
 
 
-def _alike(parts: Sequence[Made], op: str, dim: int | None) -> Made:
+def _first_of_alike(operands: Sequence[Made], op: str, dim: int | None) -> Made:
     """The first of several arrays. Raises `MapError` if they differ in dtype, or in
     shape along other dimensions than `dim`.
     """
-    if not parts:
+    if not operands:
         raise MapError(f"`{op}` takes at least one array.")
-    shapes = {part.shape for part in parts}
+    shapes = {operand.shape for operand in operands}
     if dim is None:
         is_same_shape = len(shapes) == 1
     else:
-        rank = len(parts[0].shape)
+        rank = len(operands[0].shape)
         dim = dim_of(dim, rank, op)
         other_sizes = {(len(shape), *_shape_after(shape, dim)) for shape in shapes}
         is_same_shape = len(other_sizes) == 1
     if not is_same_shape:
         raise MapError(f"`{op}` of different shapes, {sorted(shapes)}.")
 
-    dtypes = list(dict.fromkeys(str(part.dtype) for part in parts))
+    dtypes = list(dict.fromkeys(str(operand.dtype) for operand in operands))
     if len(dtypes) > 1:
         raise MapError(
             f"`{op}` of different dtypes, {' and '.join(dtypes)}; cast them first."
         )
-    return parts[0]
+    return operands[0]
 
 
-def _at(parts: Sequence[Made], index: int, dim: int) -> Made:
-    (array,) = parts
+def _at(operands: Sequence[Made], index: int, dim: int) -> Made:
+    (array,) = operands
     rank = len(array.shape)
     dim = dim_of(dim, rank, "at")
     size = array.shape[dim]
@@ -288,13 +294,13 @@ def _at(parts: Sequence[Made], index: int, dim: int) -> Made:
             f"`at({index})` is out of range along dim {dim} of shape {array.shape}."
         )
     start = index % size
-    entry = _slice(parts, start, start + 1, dim)
+    entry = _slice(operands, start, start + 1, dim)
     other_dims = [other for other in range(rank) if other != dim]
-    return _placed(entry, other_dims, _shape_after(array.shape, dim))
+    return _reordered(entry, other_dims, _shape_after(array.shape, dim))
 
 
-def _slice(parts: Sequence[Made], start: int, stop: int | None, dim: int) -> Made:
-    (array,) = parts
+def _slice(operands: Sequence[Made], start: int, stop: int | None, dim: int) -> Made:
+    (array,) = operands
     rank = len(array.shape)
     dim = dim_of(dim, rank, "slice")
     low, high, _ = slice(start, stop).indices(array.shape[dim])
@@ -303,7 +309,7 @@ def _slice(parts: Sequence[Made], start: int, stop: int | None, dim: int) -> Mad
             f"`slice({start}, {stop})` is out of range along dim {dim} of shape"
             f" {array.shape}."
         )
-    offset = _along(dim, -low, rank)
+    offset = _offset_along(dim, -low, rank)
     pieces: list[Piece] = []
     for piece in array.pieces:
         pieces += [shifted(part, offset) for part in cut(piece, dim, low, high)]
@@ -314,8 +320,8 @@ def _slice(parts: Sequence[Made], start: int, stop: int | None, dim: int) -> Mad
     )
 
 
-def _repeat(parts: Sequence[Made], count: int, dim: int, unit: int) -> Made:
-    (array,) = parts
+def _repeat(operands: Sequence[Made], count: int, dim: int, unit: int) -> Made:
+    (array,) = operands
     dim = dim_of(dim, len(array.shape), "repeat")
     if unit < 1 or count < 0 or array.shape[dim] % unit:
         raise MapError(
@@ -323,7 +329,7 @@ def _repeat(parts: Sequence[Made], count: int, dim: int, unit: int) -> Made:
             f" {array.shape}."
         )
     if unit != 1:
-        units = _split(parts, dim, -1, unit)
+        units = _split(operands, dim, -1, unit)
         repeated = _repeat([units], count, dim, 1)
         return _merge([repeated], dim, 2)
     repetition = Factor(
@@ -338,7 +344,7 @@ def _repeat(parts: Sequence[Made], count: int, dim: int, unit: int) -> Made:
         # Each element of the dimension takes the place of `count`.
         with_new_dim = _with_new_dim(piece, dim + 1)
         spread = merged(with_new_dim, dim, count)
-        pieces += made_of(
+        pieces += nonempty_piece(
             value=piece.value,
             source=piece.source,
             target=spread.target,
@@ -357,8 +363,8 @@ def _with_new_dim(piece: Piece, dim: int) -> Piece:
     return renumbered(piece, (*range(dim), None, *range(dim, rank)))
 
 
-def _pad_to(parts: Sequence[Made], size: int, dim: int, value: object) -> Made:
-    (array,) = parts
+def _pad_to(operands: Sequence[Made], size: int, dim: int, value: object) -> Made:
+    (array,) = operands
     dim = dim_of(dim, len(array.shape), "pad_to")
     missing = size - array.shape[dim]
     if missing < 0:
@@ -388,15 +394,15 @@ def cast(array: Made, dtype: Any) -> Made:
         raise MapError(
             f"{array.dtype} cannot be cast to {dtype}, which has no imaginary part."
         )
-    return _then(array, dtype, dtype)
+    return _after_operation(array, dtype, dtype)
 
 
-def _cast(parts: Sequence[Made], dtype: str) -> Made:
-    (array,) = parts
+def _cast(operands: Sequence[Made], dtype: str) -> Made:
+    (array,) = operands
     return cast(array, jnp.dtype(dtype))
 
 
-def _then(array: Made, operation: Operation, dtype: DType) -> Made:
+def _after_operation(array: Made, operation: Operation, dtype: DType) -> Made:
     """The target array after one more operation on its elements, which results in
     `dtype`.
     """
@@ -407,25 +413,29 @@ def _then(array: Made, operation: Operation, dtype: DType) -> Made:
     return Made(shape=array.shape, dtype=dtype, pieces=tuple(pieces))
 
 
-def _counted(sign: Literal["*", "+"], parts: Sequence[Made], number: float) -> Made:
-    (array,) = parts
+def _arithmetic(
+    sign: Literal["*", "+"],
+    operands: Sequence[Made],
+    number: float,
+) -> Made:
+    (array,) = operands
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise MapError(
             f"{array.dtype} takes no arithmetic with {number!r}: cast it to a"
             " floating-point dtype first."
         )
-    return _then(array, Arithmetic(sign, number), array.dtype)
+    return _after_operation(array, Arithmetic(sign, number), array.dtype)
 
 
-def _scale(parts: Sequence[Made], *block: int) -> Made:
-    for part in parts:
-        is_float = jnp.issubdtype(part.dtype, jnp.floating)
-        if not is_float and not jnp.issubdtype(part.dtype, jnp.integer):
+def _scale(operands: Sequence[Made], *block: int) -> Made:
+    for operand in operands:
+        is_float = jnp.issubdtype(operand.dtype, jnp.floating)
+        if not is_float and not jnp.issubdtype(operand.dtype, jnp.integer):
             raise MapError(
-                f"{part.dtype} is not multiplied in float32; scale integers and"
+                f"{operand.dtype} is not multiplied in float32; scale integers and"
                 " floating-point numbers."
             )
-    weights, scales = parts
+    weights, scales = operands
     scales_shape = tuple(
         -(-size // block_size)
         for size, block_size in zip(weights.shape, block, strict=False)
@@ -445,13 +455,13 @@ def _scale(parts: Sequence[Made], *block: int) -> Made:
     return Made(shape=weights.shape, dtype=jnp.dtype("float32"), pieces=tuple(pieces))
 
 
-def on_shapes(op: str, parts: Sequence[Made], *args: Any) -> Made:
+def on_shapes(op: str, operands: Sequence[Made], *args: Any) -> Made:
     """Applies the operation `op` of an expression, such as `"transpose"`, to the target
-    arrays `parts`.
+    arrays `operands`.
 
     `args` are the operation's other arguments.
     """
-    return ON_SHAPES[op](parts, *args)
+    return ON_SHAPES[op](operands, *args)
 
 
 ON_SHAPES: Mapping[str, Callable[..., Made]] = {
@@ -468,6 +478,6 @@ ON_SHAPES: Mapping[str, Callable[..., Made]] = {
     "pad_to": _pad_to,
     "cast": _cast,
     "scale": _scale,
-    "times": ft.partial(_counted, "*"),
-    "plus": ft.partial(_counted, "+"),
+    "times": ft.partial(_arithmetic, "*"),
+    "plus": ft.partial(_arithmetic, "+"),
 }

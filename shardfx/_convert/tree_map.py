@@ -177,13 +177,13 @@ class TreeMap:
         for step in reversed(self.steps):
             turned = dataclasses.replace(step, inverted=not step.inverted)
             steps.append(turned)
-        return of_steps(steps)
+        return map_of_steps(steps)
 
     def then(self, other: "TreeMap") -> "TreeMap":
         """This map followed by another one, as one map without intermediate arrays."""
         if not isinstance(other, TreeMap):
             raise MapError(f"`then` takes a TreeMap, not {other!r:.80}.")
-        return of_steps([*self.steps, *other.steps])
+        return map_of_steps([*self.steps, *other.steps])
 
     def apply(self, tree: object, like: object = None) -> PyTree:
         """Makes the target from the whole arrays of the source, in JAX if any is a JAX
@@ -242,7 +242,7 @@ class TreeMap:
             raise MapError(
                 "a TreeMap without a step; write maps with `TreeMap.to_json`."
             )
-        return of_steps(steps)
+        return map_of_steps(steps)
 
     def __str__(self) -> str:
         return "\n".join(line for step in self.steps for line in _lines(step))
@@ -252,7 +252,9 @@ class TreeMap:
 
 
 def _patterns(texts: str | Iterable[str]) -> tuple[str, ...]:
-    """One path pattern or several as a tuple. Raises `MapError` for a text that is none."""
+    """One path pattern or several as a tuple. Raises `MapError` for a text that is
+    none.
+    """
     patterns = (texts,) if isinstance(texts, str) else tuple(texts)
     for text in patterns:
         pattern(text)
@@ -308,8 +310,8 @@ def _sizes_data(step: Rules) -> dict[str, Any]:
 
 
 def _named_sizes_from_json(rows: Any) -> tuple[NamedSizes, ...]:
-    """The sizes that `_sizes_data` wrote: rows of a path, its sizes, its axes, and pairs
-    of a placeholder and its count.
+    """The sizes that `_sizes_data` wrote: rows of a path, its sizes, its axes, and
+    pairs of a placeholder and its count.
     """
     every_size = []
     for path, sizes, axes, counts in rows:
@@ -341,7 +343,7 @@ def with_sizes(
     """A map of one step that also demands these shapes of both trees."""
     (step,) = map.steps
     sizes = {"source_sizes": tuple(source), "target_sizes": tuple(target)}
-    return of_steps([dataclasses.replace(step, **sizes)])
+    return map_of_steps([dataclasses.replace(step, **sizes)])
 
 
 def bound(
@@ -354,14 +356,14 @@ def bound(
     the target's order.
 
     Without a target, its leaves are inferred from the source. Rules may also name the
-    Python numbers of the source, `numbers`, which are not in the result. Raises `MapError` with all
-    leaves that have no rule or several rules, with all leaves of the wrong shape, and
-    for an array that would be made of a number.
+    Python numbers of the source, `numbers`, which are not in the result. Raises
+    `MapError` with all leaves that have no rule or several rules, with all leaves of
+    the wrong shape, and for an array that would be made of a number.
     """
     return bound_with(numbers, map.steps, source, target)
 
 
-def of_steps(steps: Iterable[Rules]) -> TreeMap:
+def map_of_steps(steps: Iterable[Rules]) -> TreeMap:
     """The map that applies `steps` one after the other, the first to the map's source."""
     tree_map = object.__new__(TreeMap)
     object.__setattr__(tree_map, "steps", tuple(steps))
@@ -372,7 +374,7 @@ def without_rest(map: TreeMap) -> TreeMap:
     """The map that leaves out each leaf of the source that `map` does not use."""
     first, *others = map.steps
     open_ended = dataclasses.replace(first, rest=(*first.rest, "{rest*}"))
-    return of_steps([open_ended, *others])
+    return map_of_steps([open_ended, *others])
 
 
 def _lines(step: Rules) -> Iterable[str]:

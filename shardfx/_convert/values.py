@@ -143,7 +143,7 @@ def strided_boxes(piece: Piece, box: Box) -> Iterator[StridedBox]:
     element is in as many results.
     """
     strides = strides_of(box_shape(box))
-    for part in _evenly(piece, strides):
+    for part in _parts_with_one_stride(piece, strides):
         offset = 0
         triples = zip(part.target, box, strides, strict=True)
         for position, (low, _), stride in triples:
@@ -155,11 +155,11 @@ def strided_boxes(piece: Piece, box: Box) -> Iterator[StridedBox]:
             factors = along(other, dim)
             # The step of the innermost factor is that of the dimension; the others
             # follow from it.
-            box_strides.append(_step(factors[-1], strides) if factors else 0)
+            box_strides.append(_memory_step(factors[-1], strides) if factors else 0)
         yield StridedBox(source=hull(other), offset=offset, strides=tuple(box_strides))
 
 
-def _step(factor: Factor, strides: Sequence[int]) -> int:
+def _memory_step(factor: Factor, strides: Sequence[int]) -> int:
     """The elements of memory that an iteration moves by, for a piece whose source is
     the memory.
     """
@@ -168,7 +168,7 @@ def _step(factor: Factor, strides: Sequence[int]) -> int:
     return strides[factor.source_dim] * factor.source_step
 
 
-def _evenly(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
+def _parts_with_one_stride(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
     """Yields parts of a piece that copy no source element twice, each with one stride
     of memory per dimension of the source.
     """
@@ -177,19 +177,22 @@ def _evenly(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
         if factor.target_dim == NOWHERE:
             for number in range(factor.size):
                 row = swapped(iterations(other, factor, number, number + 1))
-                yield from _evenly(row, strides)
+                yield from _parts_with_one_stride(row, strides)
             return
     for part in dense(other):
-        yield from map(swapped, _one_stride(part, strides))
+        yield from map(swapped, _divided_to_one_stride(part, strides))
 
 
-def _one_stride(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
+def _divided_to_one_stride(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
     for dim in range(len(piece.target)):
         for outer, inner in it.pairwise(along(piece, dim)):
-            if _step(outer, strides) != _step(inner, strides) * inner.size:
+            if (
+                _memory_step(outer, strides)
+                != _memory_step(inner, strides) * inner.size
+            ):
                 for number in range(outer.size):
                     row = iterations(piece, outer, number, number + 1)
-                    yield from _one_stride(row, strides)
+                    yield from _divided_to_one_stride(row, strides)
                 return
     yield piece
 
