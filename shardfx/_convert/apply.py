@@ -44,7 +44,7 @@ from .values import constant, fill
 
 def on_arrays(xp: Any, op: str, operands: Sequence[Any], *args: Any) -> Any:
     """Applies the operation `op` of an expression, such as `"transpose"`, to its
-    operands `operands`.
+    operands.
 
     `xp` is `numpy` or `jax.numpy`, the library of the operands. Their shapes must have
     been checked. `args` are the operation's other arguments.
@@ -233,6 +233,9 @@ def _filled_array(
     dtype: DType,
     arrays: Mapping[str, object],
 ) -> jax.Array:
+    """An array that pieces fill, copied with JAX piece by piece. `arrays` are the
+    source arrays by path.
+    """
     array = jnp.zeros(shape, dtype)
     for piece in pieces:
         strides = strided_copy(piece)
@@ -321,6 +324,9 @@ def _sizes_and_loops(
     box: Box,
     factors_by_dim: Sequence[Sequence[Factor]],
 ) -> BoxFactors:
+    """The sizes of a box, each with the loops along its dimension as pairs of a count
+    and a step. `factors_by_dim` has the factors of each dimension.
+    """
     dims = []
     for size, factors in zip(box_shape(box), factors_by_dim, strict=True):
         loops = tuple((factor.size, factor.target_step) for factor in factors)
@@ -366,8 +372,8 @@ def gathered(x: jax.Array, factors: BoxFactors) -> jax.Array:
 
 
 def _span_below(factors: Sequence[BoxFactor], step: int) -> int:
-    """The number of elements from the first to the last that the factors in `factors`
-    with a step below `step` reach.
+    """The number of elements from the first to the last that those of `factors` with a
+    step below `step` reach.
 
     For the factors ((2, 6), (3, 2)) and the step 6: the second one reaches 0, 2 and 4,
     so the result is 5.
@@ -377,8 +383,8 @@ def _span_below(factors: Sequence[BoxFactor], step: int) -> int:
 
 
 def _in_rows(array: jax.Array, dim: int, count: int, step: int) -> jax.Array:
-    """The array `array` with dimension `dim` reshaped to `count` rows of `step`
-    elements. Zeros fill the last row.
+    """The array with dimension `dim` reshaped to `count` rows of `step` elements. Zeros
+    fill the last row.
 
     For [1, 2, 3, 4, 5] with 2 rows of 3: [[1, 2, 3], [4, 5, 0]].
     """
@@ -390,8 +396,8 @@ def _in_rows(array: jax.Array, dim: int, count: int, step: int) -> jax.Array:
 
 
 def transposed(array: jax.Array, copy: StridedCopy) -> jax.Array:
-    """Transposes the array `array`, which `gathered` returned for `copy.source`, to the
-    order of the target's factors.
+    """Transposes `array`, which `gathered` returned for `copy.source`, to the order of
+    the target's factors.
 
     It is broadcast along factors that repeat the source.
     """

@@ -93,6 +93,13 @@ def _leaves_forward(
     target: TreeLeaves | None,
     may_be_unused: Collection[str] = (),
 ) -> Mapping[str, Made]:
+    """The leaves that the rules of one step make, in the direction in which they are
+    written: those of `target`, or all that the rules can make if it is `None`.
+
+    Raises `MapError` with all problems of the rules, of the sizes that the step
+    demands, and of leaves of the source that no rule uses, unless they are in
+    `may_be_unused`, `drop` or `rest`.
+    """
     texts_left_out = (*step.drop, *step.rest)
     left_out = []
     for text in texts_left_out:
@@ -163,6 +170,9 @@ def _is_matched(path: str, patterns: Sequence[Pattern]) -> bool:
 
 
 def _odd_count(named: NamedSizes, binding: Binding) -> str:
+    """What is wrong with the number of a leaf, the value of a placeholder, if the
+    layout has fewer; else "".
+    """
     for name, count in named.counts:
         value = binding.get(name)
         if isinstance(value, int) and value >= count:
@@ -174,6 +184,9 @@ def _odd_count(named: NamedSizes, binding: Binding) -> str:
 
 
 def _odd_shape(named: NamedSizes, shape: tuple[int, ...]) -> str:
+    """What is wrong with the shape of a leaf, if the layout gives it another; else "".
+    A dimension whose size the layout does not say may have any.
+    """
     hint = ""
     if len(shape) == len(named.sizes):
         # The axes whose sizes the layout says otherwise, with their sizes.

@@ -28,8 +28,8 @@ def is_rounded(stored: Any, to: Any) -> bool:
 
 
 def _truncated(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The numbers of `array` without their fractions; for one out of range, the nearest
-    integer of `dtype`.
+    """The floating-point numbers of `array` as integers of `dtype`, without their
+    fractions; for one out of range, the nearest integer of `dtype`, and 0 for NaN.
     """
     info = jnp.iinfo(dtype)
     least = int(info.min)

@@ -102,6 +102,7 @@ def in_columns(pieces: Sequence[Piece]) -> Grouped:
 
 
 def _alike_pieces(pieces: Sequence[Piece]) -> AlikePieces:
+    """Pieces that are alike, as columns."""
     return AlikePieces(
         first=pieces[0],
         paths=[str(piece.value.path) for piece in pieces],

@@ -44,6 +44,9 @@ def composed(outer: Piece, inner: Piece) -> Iterator[Piece]:
 
 
 def _split_all(pieces: Sequence[Piece], dim: int, inner: int) -> list[Piece]:
+    """The pieces for a target with dimension `dim` split into two, the second of size
+    `inner`.
+    """
     parts: list[Piece] = []
     for piece in pieces:
         parts += split(piece, dim, inner)

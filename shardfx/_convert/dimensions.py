@@ -27,6 +27,9 @@ def _renumbered(
     factors: tuple[Factor, ...],
     order: tuple[int | None, ...],
 ) -> tuple[Factor, ...]:
+    """The factors for a target whose dimensions are `order` of the old ones; `None` is
+    a new dimension.
+    """
     new_dims = {dim: number for number, dim in enumerate(order) if dim is not None}
     new_dims[NOWHERE] = NOWHERE
     return tuple(
@@ -128,6 +131,10 @@ def _fills_rows(outer: Factor, per_row: int, column: int, reach: int) -> bool:
 
 
 def _in_row(piece: Piece, dim: int, row: int, column: int) -> Piece:
+    """The piece whose elements all lie in one row of a target with dimension `dim`
+    split: in row `row` from column `column` on. Its loops along `dim` become loops
+    along `dim + 1`.
+    """
     target = (*piece.target[:dim], row, column, *piece.target[dim + 2 :])
     factors = []
     for factor in piece.factors:
@@ -143,5 +150,6 @@ def _in_row(piece: Piece, dim: int, row: int, column: int) -> Piece:
 
 
 def _without(piece: Piece, factor: Factor) -> Piece:
+    """The piece without one of its factors: the first iteration of that loop."""
     others = [other for other in piece.factors if other is not factor]
     return piece._replace(factors=tuple(others))

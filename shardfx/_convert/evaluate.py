@@ -362,6 +362,9 @@ def _inner_stacks(expression: From) -> list[str]:
 
 
 def _index(index: int | str, binding: Binding) -> int:
+    """The index of an `at` operation as a number: itself, or the value of its sum of
+    placeholders. Raises `MapError` for a value that is a text.
+    """
     value = index if isinstance(index, int) else sum_of(index).value(binding)
     if not isinstance(value, int):
         raise MapError(

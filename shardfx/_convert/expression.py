@@ -103,6 +103,9 @@ def checked(op: str, operand_count: int, args: Sequence[object]) -> tuple[Any, .
 
 
 def _number(value: Any) -> int | float | None:
+    """A number as a Python value; `None` for an integer that is too large for a float,
+    and for any other value.
+    """
     number = value.item() if isinstance(value, np.generic) else value
     if isinstance(number, float):
         return number
@@ -113,6 +116,7 @@ def _number(value: Any) -> int | float | None:
 
 
 def _finite(value: object) -> float | None:
+    """A finite number as a float; `None` for any other value, and for a bool."""
     number = _number(value)
     is_bool = isinstance(number, bool)
     if number is None or is_bool or not math.isfinite(number):
@@ -121,11 +125,15 @@ def _finite(value: object) -> float | None:
 
 
 def _factor(value: object) -> float | None:
+    """A finite number that is not 0 as a float, since a factor of 0 has no inverse;
+    `None` for any other value.
+    """
     # A factor of 0 has no inverse.
     return _finite(value) or None
 
 
 def _int(value: object, least: float = -math.inf) -> int | None:
+    """A whole number from `least` on as a Python int; `None` for any other value."""
     # A bool is an int in Python, but no size.
     if isinstance(value, bool | np.bool_):
         return None
@@ -152,12 +160,16 @@ def _name(value: Any) -> str | None:
 
 
 def _index(value: object) -> int | str | None:
+    """The index of `at`: a whole number, or the text of a sum of placeholders. `None`
+    for any other value.
+    """
     if isinstance(value, str) and sum_of(value):
         return value
     return _int(value)
 
 
 def _sizes(value: object) -> tuple[Any, ...] | None:
+    """A list or tuple of sizes as a tuple; `None` for any other value."""
     if not isinstance(value, tuple | list):
         return None
     sizes = tuple(map(_count, value))
@@ -165,6 +177,7 @@ def _sizes(value: object) -> tuple[Any, ...] | None:
 
 
 def _dtype(value: Any) -> str | None:
+    """The name of a dtype of JAX; `None` for any other value."""
     # NumPy takes None for float64.
     if value is None:
         return None
@@ -439,11 +452,13 @@ def _set_fields(
     of: tuple[From, ...],
     args: tuple[object, ...],
 ) -> None:
+    """Sets the fields of a frozen expression, which is new."""
     for name, value in (("op", op), ("of", of), ("args", args)):
         object.__setattr__(expression, name, value)
 
 
 def _operation(op: str, of: tuple[From, ...], args: tuple[object, ...]) -> From:
+    """The expression of an operation on the operands `of`, with its arguments checked."""
     for part in of:
         if not isinstance(part, From):
             raise MapError(

@@ -29,7 +29,7 @@ _TERM = re.compile(
 class Sum:
     """The sum inside a placeholder, such as `6*i+2`.
 
-    - `terms`: pairs of a number and a name, here (6, "i").
+    - `terms`: pairs of a factor and a name, here (6, "i").
     - `constant`: the number that is added, here 2.
     """
 
@@ -211,6 +211,9 @@ class Pattern:
 
 
 def _number_or_text(text: str) -> str | int:
+    """A part of a path as a number, if it is written as Python writes this number; else
+    the text.
+    """
     # "007" stays text: the number 7 would be written in another way.
     digits = text[:18] or 0
     is_number = text.isascii() and text.isdigit() and str(int(digits)) == text
@@ -242,6 +245,10 @@ def pattern(text: str) -> Pattern:
 
 
 def near_hint(path: str, names: Iterable[str], subject: str = "") -> str:
+    """The names that are similar to `path` as the end of a message, such as "; near
+    `a/w` or `a/v`"; "" if none is. `subject` stands before them: "; near the rule for
+    `a/w`".
+    """
     quoted = [f"`{printable(name)}`" for name in near_names(path, names, 2, 0.6)]
     if not quoted:
         return ""

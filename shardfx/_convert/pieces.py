@@ -268,6 +268,7 @@ def swapped(piece: Piece) -> Piece:
 # Thousands of pieces have the same few factors.
 @ft.lru_cache(maxsize=4096)
 def _swapped(factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
+    """The factors with source and target exchanged."""
     return tuple(
         Factor(
             size=factor.size,
@@ -409,6 +410,9 @@ def simplified(piece: Piece) -> Piece:
 
 @ft.lru_cache(maxsize=4096)
 def _simplified(factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
+    """The same loops as fewer ones, in the order of the target's dimensions, the
+    longest step first.
+    """
     ordered = sorted(
         factors, key=lambda factor: (factor.target_dim, -factor.target_step)
     )
@@ -422,6 +426,9 @@ def _simplified(factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
 
 
 def _goes_on(outer: Factor, inner: Factor) -> bool:
+    """Whether two nested loops along one dimension of the source and of the target move
+    as one: a step of the outer one is all iterations of the inner one, on both sides.
+    """
     if outer.target_dim != inner.target_dim or outer.source_dim != inner.source_dim:
         return False
     is_even = outer.target_step == inner.size * inner.target_step

@@ -59,6 +59,7 @@ def copied_to(steps: Sequence[Rules], path: str) -> str | None:
 
 
 def _copied_from(step: Rules, path: str) -> str | None:
+    """The result of `copied_from` for one step."""
     for target, source in _copies(step):
         binding = pattern(target).matched(path)
         if binding is not None:
@@ -67,6 +68,7 @@ def _copied_from(step: Rules, path: str) -> str | None:
 
 
 def _copied_to(step: Rules, path: str) -> str | None:
+    """The result of `copied_to` for one step."""
     for target, source in _copies(step):
         binding = pattern(source).matched(path)
         if binding is not None:
@@ -91,6 +93,7 @@ def number_paths(tree: object) -> list[str]:
 
 
 def _numbers_of(flat: Flat) -> list[str]:
+    """The paths of the Python numbers of a tree that was flattened."""
     rows = zip(flat.paths, flat.leaves, flat.is_array, strict=True)
     paths = []
     for path, leaf, is_array in rows:

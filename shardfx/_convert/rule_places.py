@@ -21,11 +21,12 @@ def matched_rules(
     target: TreeLeaves | None,
     problems: list[Problem],
 ) -> Iterable[tuple[str, From, Binding]]:
-    """The path of each leaf of the target, the expression that makes it, and the values
-    of its placeholders.
+    """For each leaf of the target its path, the expression that makes it, and the
+    values of the expression's placeholders.
 
     Leaves that no rule or several rules make, and rules that make no leaf, are appended
-    to `problems`.
+    to `problems`. Without a target, its leaves are those that the rules can make of
+    `source`.
     """
     if target is None:
         return _inferred_rules(step, source, problems)
@@ -59,6 +60,9 @@ def _inferred_rules(
     source: TreeLeaves,
     problems: list[Problem],
 ) -> Iterator[tuple[str, From, Binding]]:
+    """The result of `matched_rules` without a target. A rule makes one leaf for each
+    set of values of its placeholders that the source has.
+    """
     text_by_path: dict[str, str] = {}
     for text, rule in step.rules:
         try:

@@ -63,6 +63,7 @@ def sizes_of(sizes: Sequence[int], count: int, what: str) -> tuple[int, ...]:
 
 
 def _shape_after(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ...]:
+    """A shape with other sizes, or none, in the place of dimension `dim`."""
     return (*shape[:dim], *sizes, *shape[dim + 1 :])
 
 
@@ -103,11 +104,15 @@ def _constant(
     shape: Sequence[int],
     dtype: str,
 ) -> Made:
+    """An array filled with one number; it has no operand."""
     assert not operands
     return filled_with(number, tuple(shape), jnp.dtype(dtype))
 
 
 def _transpose(operands: Sequence[Made], *order: int) -> Made:
+    """The operand with its dimensions in the order `order`, or reversed if none is
+    given.
+    """
     (array,) = operands
     rank = len(array.shape)
     if order:
@@ -123,6 +128,9 @@ def _transpose(operands: Sequence[Made], *order: int) -> Made:
 
 
 def _split(operands: Sequence[Made], dim: int, *sizes: int) -> Made:
+    """The operand with dimension `dim` split into several of these sizes, of which one
+    may be -1.
+    """
     (array,) = operands
     dim = dim_of(dim, len(array.shape), "split")
     sizes = sizes_of(sizes, array.shape[dim], f"`split` of dim {dim}")
@@ -145,6 +153,7 @@ def _split(operands: Sequence[Made], dim: int, *sizes: int) -> Made:
 
 
 def _merge(operands: Sequence[Made], dim: int, count: int) -> Made:
+    """The operand with `count` dimensions, from `dim` on, merged into one."""
     (array,) = operands
     rank = len(array.shape)
     dim = dim_of(dim, rank, "merge")
@@ -166,6 +175,9 @@ def _merge(operands: Sequence[Made], dim: int, count: int) -> Made:
 
 
 def _reshape(operands: Sequence[Made], *sizes: int) -> Made:
+    """The operand with another shape: all its dimensions are merged, and the result is
+    split.
+    """
     (array,) = operands
     what = f"`reshape` of shape {array.shape}"
     sizes = sizes_of(sizes, math.prod(array.shape), what)
@@ -195,6 +207,7 @@ def _reordered(
 
 
 def _stacked(operands: Sequence[Made], dim: int) -> Made:
+    """The operands, of one shape, along a new dimension `dim`."""
     first = _first_of_alike(operands, "stack", None)
     rank = len(first.shape) + 1
     dim = dim_of(dim, rank, "stack")
@@ -218,6 +231,9 @@ def _offset_along(dim: int, distance: int, rank: int) -> tuple[int, ...]:
 
 
 def _concat(operands: Sequence[Made], dim: int, shards: int) -> Made:
+    """The operands one after the other along dimension `dim`; with `shards` other than
+    1, their chunks are interleaved.
+    """
     if shards != 1:
         return _interleaved(operands, dim, shards)
     first = _first_of_alike(operands, "concat", dim)
@@ -237,7 +253,7 @@ def _concat(operands: Sequence[Made], dim: int, shards: int) -> Made:
 
 
 def _interleaved(operands: Sequence[Made], dim: int, shards: int) -> Made:
-    """The concatenation of the first of `shards` chunks of each part, then of the
+    """The concatenation of the first of `shards` chunks of each operand, then of the
     second of each, and so on.
     """
     rank = len(operands[0].shape) if operands else 0
@@ -251,6 +267,9 @@ def _interleaved(operands: Sequence[Made], dim: int, shards: int) -> Made:
 
 
 def _chunk_size(shape: tuple[int, ...], dim: int, shards: int) -> int:
+    """The size of one of `shards` equal chunks along dimension `dim`. Raises `MapError`
+    if there are no such chunks.
+    """
     if dim >= len(shape) or shards < 1 or shape[dim] % shards:
         raise MapError(
             f"`concat` in {shards} shards along dim {dim}, which does not divide shape"
@@ -285,6 +304,9 @@ def _first_of_alike(operands: Sequence[Made], op: str, dim: int | None) -> Made:
 
 
 def _at(operands: Sequence[Made], index: int, dim: int) -> Made:
+    """The entry at one index of dimension `dim`, without this dimension. A negative
+    index counts from the end.
+    """
     (array,) = operands
     rank = len(array.shape)
     dim = dim_of(dim, rank, "at")
@@ -300,6 +322,9 @@ def _at(operands: Sequence[Made], index: int, dim: int) -> Made:
 
 
 def _slice(operands: Sequence[Made], start: int, stop: int | None, dim: int) -> Made:
+    """The entries from `start` to `stop` along dimension `dim`, as in Python, but for a
+    `stop` beyond the end, which is an error.
+    """
     (array,) = operands
     rank = len(array.shape)
     dim = dim_of(dim, rank, "slice")
@@ -321,6 +346,9 @@ def _slice(operands: Sequence[Made], start: int, stop: int | None, dim: int) -> 
 
 
 def _repeat(operands: Sequence[Made], count: int, dim: int, unit: int) -> Made:
+    """The operand with each block of `unit` entries along dimension `dim` repeated
+    `count` times, one repetition after the other.
+    """
     (array,) = operands
     dim = dim_of(dim, len(array.shape), "repeat")
     if unit < 1 or count < 0 or array.shape[dim] % unit:
@@ -364,6 +392,7 @@ def _with_new_dim(piece: Piece, dim: int) -> Piece:
 
 
 def _pad_to(operands: Sequence[Made], size: int, dim: int, value: object) -> Made:
+    """The operand with dimension `dim` padded at its end to size `size`, with `value`."""
     (array,) = operands
     dim = dim_of(dim, len(array.shape), "pad_to")
     missing = size - array.shape[dim]
@@ -404,7 +433,7 @@ def _cast(operands: Sequence[Made], dtype: str) -> Made:
 
 def _after_operation(array: Made, operation: Operation, dtype: DType) -> Made:
     """The target array after one more operation on its elements, which results in
-    `dtype`.
+    `dtype`. The operation is appended to the casts of each piece.
     """
     pieces = []
     for piece in array.pieces:
@@ -418,6 +447,9 @@ def _arithmetic(
     operands: Sequence[Made],
     number: float,
 ) -> Made:
+    """The operand after the operation `sign` with `number`. Raises `MapError` unless it
+    is floating-point.
+    """
     (array,) = operands
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise MapError(
@@ -428,6 +460,9 @@ def _arithmetic(
 
 
 def _scale(operands: Sequence[Made], *block: int) -> Made:
+    """The first operand, a leaf, multiplied by the second, which has one scale for each
+    block of sizes `block`. The result is float32.
+    """
     for operand in operands:
         is_float = jnp.issubdtype(operand.dtype, jnp.floating)
         if not is_float and not jnp.issubdtype(operand.dtype, jnp.integer):

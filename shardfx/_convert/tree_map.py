@@ -153,6 +153,9 @@ class TreeMap:
         return self._one_step().rest
 
     def _one_step(self) -> Rules:
+        """The rules of a map of one step as they were written. Raises `MapError` for an
+        inverse map, and for one of several steps.
+        """
         first, *others = self.steps
         if others:
             what = f"is {len(self.steps)} maps, one after the other"
@@ -378,6 +381,9 @@ def without_rest(map: TreeMap) -> TreeMap:
 
 
 def _lines(step: Rules) -> Iterable[str]:
+    """Yields the lines of a step as `print` shows them: the number of rules, one line
+    for each rule, and one for each pattern of `drop` and `rest`.
+    """
     arrow = "->" if step.inverted else "<-"
     direction = ", backwards" if step.inverted else ""
     widths = (len(path) for path, _ in step.rules)

@@ -161,7 +161,7 @@ def strided_boxes(piece: Piece, box: Box) -> Iterator[StridedBox]:
 
 def _memory_step(factor: Factor, strides: Sequence[int]) -> int:
     """The elements of memory that an iteration moves by, for a piece whose source is
-    the memory.
+    the memory; 0 for a loop that repeats an element.
     """
     if factor.source_dim == NOWHERE:
         return 0
@@ -184,6 +184,10 @@ def _parts_with_one_stride(piece: Piece, strides: Sequence[int]) -> Iterator[Pie
 
 
 def _divided_to_one_stride(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
+    """Yields parts of a piece whose loops along one dimension of the target move
+    through memory with one stride: a step of the outer loop is all iterations of the
+    inner one. The source of the piece is the memory.
+    """
     for dim in range(len(piece.target)):
         for outer, inner in it.pairwise(along(piece, dim)):
             if (
