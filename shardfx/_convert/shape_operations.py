@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from .._ground.errors import MapError
 from .._ground.spec import DType
+from .arguments import check_number
 from .dimensions import merged, renumbered, split
-from .expression import check_number
 from .pieces import (
     NOWHERE,
     Arithmetic,
