@@ -411,13 +411,13 @@ def _tasks(
     others: list[Task] = []
     for unit, memory in group:
         boxes = unit.shards.boxes
-        leaf_rows = rows_of_leaf(unit.leaf, boxes, memory)
-        for rows in leaf_rows.reads:
+        rows_and_rest = rows_of_leaf(unit.leaf, boxes, memory)
+        for rows in rows_and_rest.reads:
             if rows.are_small and isinstance(files, Files):
                 small_rows.append(rows)
             else:
                 reads += rows.each()
-        leaf = leaf_rows.rest
+        leaf = rows_and_rest.leaf_with_rest
         plain, gathered = fetches(leaf, boxes)
         for fetch in plain:
             entry = fetch.entry

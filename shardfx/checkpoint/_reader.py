@@ -107,7 +107,7 @@ def copy_parts(read: Read, memory: np.ndarray) -> None:
         fill(targets[part.number][part.index], values, entry.path)
 
 
-class Row(NamedTuple):
+class RowsOfRead(NamedTuple):
     """The rows of a block that go to one vector of memory.
 
     - `arrays`: the arrays, each of `nbytes` bytes.
@@ -128,7 +128,7 @@ class RowBlock(NamedTuple):
     file: str
     start: int
     nbytes: int
-    rows: Sequence[Row]
+    rows: Sequence[RowsOfRead]
 
 
 @dataclasses.dataclass(frozen=True)

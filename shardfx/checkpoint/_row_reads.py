@@ -17,7 +17,7 @@ from ._entry import FileArray
 from ._files import GAP_BYTES
 from ._leaves_to_load import LeafToLoad
 from ._packed import is_packed
-from ._reader import COPY_BYTES, Read, Row, RowBlock, spans_of
+from ._reader import COPY_BYTES, Read, RowBlock, RowsOfRead, spans_of
 from ._table import ArrayKind, FileTable
 
 
@@ -72,7 +72,7 @@ class LeafRows(NamedTuple):
     """The reads of some arrays of a leaf, and the leaf with the other pieces."""
 
     reads: list[RowReads]
-    rest: LeafToLoad
+    leaf_with_rest: LeafToLoad
 
 
 def rows_of_leaf(
@@ -88,31 +88,33 @@ def rows_of_leaf(
         return LeafRows([], leaf)
     if not isinstance(table, FileTable):
         return LeafRows([], leaf)
-    grouped = in_columns(leaf.pieces)
+    groups = in_columns(leaf.pieces)
     reads: list[RowReads] = []
-    rest = grouped.others
-    for pieces in grouped.alike:
-        arrays = table.with_paths(pieces.paths)
-        is_read = np.zeros(len(pieces), bool)
+    other_pieces = groups.others
+    for alike_pieces in groups.alike:
+        arrays = table.with_paths(alike_pieces.paths)
+        is_read = np.zeros(len(alike_pieces), bool)
         for kind_number in np.unique(arrays.kind_numbers).tolist():
             numbers = np.flatnonzero(arrays.kind_numbers == kind_number)
             shape = arrays.kinds[kind_number].shape
-            if not _are_copied(pieces, numbers, leaf, arrays[numbers[0]]):
+            if not _are_copied(alike_pieces, numbers, leaf, arrays[numbers[0]]):
                 continue
-            targets = pieces.targets[numbers]
-            for rows in rows_of_alike(pieces.first, targets, shape, boxes):
-                members = numbers[rows.numbers]
-                is_read[members] = True
-                box_memory = memory[rows.box_number].reshape(-1)
+            targets = alike_pieces.targets[numbers]
+            for rows_in_box in rows_of_alike(alike_pieces.first, targets, shape, boxes):
+                numbers_in_box = numbers[rows_in_box.numbers]
+                is_read[numbers_in_box] = True
+                box_memory = memory[rows_in_box.box_number].reshape(-1)
                 row_reads = RowReads(
-                    arrays=arrays.at_positions(members),
+                    arrays=arrays.at_positions(numbers_in_box),
                     nbytes=arrays.kinds[kind_number].nbytes,
                     memory=box_memory.view(np.uint8),
-                    offsets=rows.offsets * box_memory.itemsize,
+                    offsets=rows_in_box.offsets * box_memory.itemsize,
                 )
                 reads.append(row_reads)
-        rest += [pieces[number] for number in np.flatnonzero(~is_read).tolist()]
-    rest_of_leaf = dataclasses.replace(leaf, pieces=tuple(rest))
+        other_pieces += [
+            alike_pieces[number] for number in np.flatnonzero(~is_read).tolist()
+        ]
+    rest_of_leaf = dataclasses.replace(leaf, pieces=tuple(other_pieces))
     return LeafRows(reads, rest_of_leaf)
 
 
@@ -153,42 +155,43 @@ def _blocks_of_file(
     """Yields the blocks of one file: the rows of all reads in it, in the order of their
     bytes, divided at gaps of `gap_bytes` or more and at `COPY_BYTES`.
     """
-    # For each row: the index of its reads, its index in them, and where its bytes start
-    # and stop in the file.
-    owners = []
-    members = []
-    for number, each in enumerate(reads):
-        is_this_file = np.array([name == file for name in each.arrays.files])
-        rows = np.flatnonzero(is_this_file[each.arrays.file_numbers])
-        owners.append(np.full(len(rows), number))
-        members.append(rows)
-    owner = np.concatenate(owners)
-    member = np.concatenate(members)
-    starts = np.concatenate(
-        [each.arrays.offsets[rows] for each, rows in zip(reads, members, strict=True)]
-    )
-    sizes = np.array([each.nbytes for each in reads], np.int64)
-    stops = starts + sizes[owner]
+    # For each row in the file: the number of its `RowReads`, its number in that, and
+    # where its bytes start and stop in the file.
+    read_numbers_by_read = []
+    row_numbers_by_read = []
+    starts_by_read = []
+    for read_number, row_reads in enumerate(reads):
+        is_this_file = np.array([name == file for name in row_reads.arrays.files])
+        row_numbers = np.flatnonzero(is_this_file[row_reads.arrays.file_numbers])
+        read_numbers_by_read.append(np.full(len(row_numbers), read_number))
+        row_numbers_by_read.append(row_numbers)
+        starts_by_read.append(row_reads.arrays.offsets[row_numbers])
+    read_number_of = np.concatenate(read_numbers_by_read)
+    row_number_of = np.concatenate(row_numbers_by_read)
+    starts = np.concatenate(starts_by_read)
+    sizes = np.array([row_reads.nbytes for row_reads in reads], np.int64)
+    stops = starts + sizes[read_number_of]
 
     order = np.argsort(starts, kind="stable")
-    first_rows = _first_rows(starts[order], stops[order], gap_bytes)
-    for first, last in zip(first_rows, [*first_rows[1:], len(order)], strict=True):
-        numbers = order[first:last]
-        start = int(starts[numbers[0]])
+    firsts = _first_rows(starts[order], stops[order], gap_bytes)
+    for first, last in zip(firsts, [*firsts[1:], len(order)], strict=True):
+        in_block = order[first:last]
+        start = int(starts[in_block[0]])
         rows_of_block = []
-        for number in np.unique(owner[numbers]).tolist():
-            rows = member[numbers[owner[numbers] == number]]
-            each = reads[number]
-            arrays = each.arrays.at_positions(rows)
-            row = Row(
+        for read_number in np.unique(read_number_of[in_block]).tolist():
+            of_this_read = in_block[read_number_of[in_block] == read_number]
+            row_numbers = row_number_of[of_this_read]
+            row_reads = reads[read_number]
+            arrays = row_reads.arrays.at_positions(row_numbers)
+            rows = RowsOfRead(
                 arrays=arrays,
-                nbytes=each.nbytes,
+                nbytes=row_reads.nbytes,
                 starts=arrays.offsets - start,
-                memory=each.memory,
-                offsets=each.offsets[rows],
+                memory=row_reads.memory,
+                offsets=row_reads.offsets[row_numbers],
             )
-            rows_of_block.append(row)
-        nbytes = int(stops[numbers].max()) - start
+            rows_of_block.append(rows)
+        nbytes = int(stops[in_block].max()) - start
         yield RowBlock(file=file, start=start, nbytes=nbytes, rows=rows_of_block)
 
 

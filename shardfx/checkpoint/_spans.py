@@ -93,22 +93,22 @@ def spans(
     """
     strides = strides_of(shape, itemsize)
     nonempty = [(number, box) for number, box in enumerate(boxes) if volume(box)]
-    cut = _last_cut([box for _, box in nonempty], shape)
-    for hull, members in _groups(nonempty, cut, strides, gap_bytes):
-        is_in_place = all(size == 1 for size in box_shape(hull[:cut]))
-        limit = copy_bytes
+    cut_dim = _last_cut_dim([box for _, box in nonempty], shape)
+    for hull, members in _boxes_read_together(nonempty, cut_dim, strides, gap_bytes):
+        is_in_place = all(size == 1 for size in box_shape(hull[:cut_dim]))
+        limit_bytes = copy_bytes
         if is_in_place:
-            limit = run_bytes
-        pieces = _pieces(
+            limit_bytes = run_bytes
+        pieces = _parts_in_runs(
             box=hull,
             dim=0,
             strides=strides,
             itemsize=itemsize,
             gap_bytes=gap_bytes,
-            limit=limit,
+            limit_bytes=limit_bytes,
         )
         for piece, row_dim in pieces:
-            yield _span(
+            yield _span_of(
                 piece=piece,
                 row_dim=row_dim,
                 members=members,
@@ -117,7 +117,7 @@ def spans(
             )
 
 
-def _last_cut(boxes: Sequence[Box], shape: tuple[int, ...]) -> int:
+def _last_cut_dim(boxes: Sequence[Box], shape: tuple[int, ...]) -> int:
     """The last dimension that some box does not cover whole; 0 if there is none."""
     for dim in reversed(range(len(shape))):
         whole = (0, shape[dim])
@@ -126,18 +126,18 @@ def _last_cut(boxes: Sequence[Box], shape: tuple[int, ...]) -> int:
     return 0
 
 
-def _groups(
+def _boxes_read_together(
     boxes: list[NumberedBox],
-    cut: int,
+    cut_dim: int,
     strides: tuple[int, ...],
     gap_bytes: int,
 ) -> Iterator[tuple[Box, list[NumberedBox]]]:
     """Yields groups of boxes that are read together. Each group comes after its
     bounding box.
 
-    `cut` is the last dimension that some box does not cover whole. The boxes of a group
-    have equal intervals in the dimensions before `cut`. Along `cut`, the gaps between
-    them are shorter than `gap_bytes` bytes.
+    `cut_dim` is the last dimension that some box does not cover whole. The boxes of a
+    group have equal intervals in the dimensions before `cut_dim`. Along `cut_dim`, the
+    gaps between them are shorter than `gap_bytes` bytes.
     """
     if not strides:
         # Arrays of rank 0 have one box.
@@ -145,14 +145,14 @@ def _groups(
             yield (), boxes
         return
     ordered = sorted(boxes, key=lambda numbered: numbered[1])
-    for outer, rows in it.groupby(ordered, key=lambda numbered: numbered[1][:cut]):
+    for outer, rows in it.groupby(ordered, key=lambda numbered: numbered[1][:cut_dim]):
         members: list[NumberedBox] = []
         start = 0
         end = 0
         inner: Box = ()
         for number, box in rows:
-            low, high = box[cut]
-            is_far = (low - end) * strides[cut] >= gap_bytes
+            low, high = box[cut_dim]
+            is_far = (low - end) * strides[cut_dim] >= gap_bytes
             if members and is_far:
                 yield (*outer, (start, end), *inner), members
                 members = []
@@ -161,27 +161,29 @@ def _groups(
                 end = low
             members.append((number, box))
             end = max(end, high)
-            inner = box[cut + 1 :]
+            inner = box[cut_dim + 1 :]
         yield (*outer, (start, end), *inner), members
 
 
-def _pieces(
+def _parts_in_runs(
     box: Box,
     dim: int,
     strides: tuple[int, ...],
     itemsize: int,
     gap_bytes: int,
-    limit: int,
+    limit_bytes: int,
 ) -> Iterator[tuple[Box, int | None]]:
-    """Divides a box into parts of at most `limit` bytes, along dimension `dim` and
-    those after it.
+    """Divides a box into parts of at most `limit_bytes` bytes, along dimension `dim`
+    and those after it.
 
     Each part comes with the dimension along which it is read in separate runs of bytes;
     `None` if it is one run.
     """
     while dim < len(box) and box[dim][1] - box[dim][0] == 1:
         dim += 1
-    if dim == len(box) or _reach(box, dim, strides, itemsize) <= min(limit, gap_bytes):
+    if dim == len(box) or _reach(box, dim, strides, itemsize) <= min(
+        limit_bytes, gap_bytes
+    ):
         # The range is too short for a gap that is worth skipping.
         yield box, None
         return
@@ -191,27 +193,27 @@ def _pieces(
     row_bytes = _reach(box, dim + 1, strides, itemsize)
     has_gaps = strides[dim] - row_bytes >= gap_bytes
     has_inner_gaps = volume(inner) * itemsize < row_bytes
-    if row_bytes > limit or (has_gaps and has_inner_gaps):
+    if row_bytes > limit_bytes or (has_gaps and has_inner_gaps):
         for index in range(start, stop):
-            row = (*outer, (index, index + 1), *inner)
-            yield from _pieces(
-                box=row,
+            box_at_index = (*outer, (index, index + 1), *inner)
+            yield from _parts_in_runs(
+                box=box_at_index,
                 dim=dim + 1,
                 strides=strides,
                 itemsize=itemsize,
                 gap_bytes=gap_bytes,
-                limit=limit,
+                limit_bytes=limit_bytes,
             )
         return
     if has_gaps:
-        step = max(1, min(limit // row_bytes, _MOST_RUNS))
+        index_count = max(1, min(limit_bytes // row_bytes, _MOST_RUNS))
     else:
-        step = max(1, limit // strides[dim])
+        index_count = max(1, limit_bytes // strides[dim])
     row_dim = None
     if has_gaps:
         row_dim = dim
-    for index in range(start, stop, step):
-        rows_stop = min(index + step, stop)
+    for index in range(start, stop, index_count):
+        rows_stop = min(index + index_count, stop)
         yield (*outer, (index, rows_stop), *inner), row_dim
 
 
@@ -225,7 +227,7 @@ def _reach(box: Box, dim: int, strides: tuple[int, ...], itemsize: int) -> int:
     return reach
 
 
-def _span(
+def _span_of(
     piece: Box,
     row_dim: int | None,
     members: list[NumberedBox],
@@ -235,7 +237,7 @@ def _span(
     """The span of `piece`, a part of the bounding box of the boxes `members`. Along
     `row_dim` it is read in separate runs.
     """
-    offset = _first(piece, strides)
+    offset = _first_byte(piece, strides)
     runs = 1
     step = 0
     run_bytes = _reach(piece, 0, strides, itemsize)
@@ -248,7 +250,7 @@ def _span(
         run_bytes = _reach(piece, row_dim + 1, strides, itemsize)
         strides = strides_of(box_shape(piece), itemsize)
 
-    first = _first(piece, strides)
+    first = _first_byte(piece, strides)
     parts: list[Part] = []
     # The bytes of the parts so far, and whether these follow each other without gaps.
     part_bytes = 0
@@ -261,7 +263,7 @@ def _span(
             number=number,
             index=slices(inside, box),
             shape=box_shape(inside),
-            offset=_first(inside, strides) - first,
+            offset=_first_byte(inside, strides) - first,
         )
         parts.append(part)
         nbytes = volume(inside) * itemsize
@@ -279,11 +281,14 @@ def _span(
     )
 
 
-def _first(box: Box, strides: tuple[int, ...]) -> int:
+def _first_byte(box: Box, strides: tuple[int, ...]) -> int:
     return offset_of(box_start(box), strides)
 
 
-def ranges_of(sizes: Sequence[int], most: int | float) -> Iterator[tuple[int, int]]:
+def ranges_of(
+    sizes: Sequence[int],
+    most_size: int | float,
+) -> Iterator[tuple[int, int]]:
     """Yields the start and the stop of groups of consecutive items, as `grouped` makes
     them of items with these sizes.
     """
@@ -291,7 +296,7 @@ def ranges_of(sizes: Sequence[int], most: int | float) -> Iterator[tuple[int, in
     start = 0
     while start < len(sizes):
         before = ends[start] - sizes[start]
-        stop_within_limit = bisect.bisect_right(ends, before + most, start)
+        stop_within_limit = bisect.bisect_right(ends, before + most_size, start)
         stop = max(start + 1, stop_within_limit)
         yield start, stop
         start = stop
@@ -300,16 +305,16 @@ def ranges_of(sizes: Sequence[int], most: int | float) -> Iterator[tuple[int, in
 def grouped(
     items: Iterable[T],
     size_of: Callable[[T], int],
-    most: int | float,
+    most_size: int | float,
 ) -> Iterator[list[T]]:
-    """Yields groups of consecutive items whose sizes sum to at most `most`. A larger
-    item is a group of its own.
+    """Yields groups of consecutive items whose sizes sum to at most `most_size`. A
+    larger item is a group of its own.
     """
     group: list[T] = []
     total = 0
     for member in items:
         size = size_of(member)
-        if group and total + size > most:
+        if group and total + size > most_size:
             yield group
             group = []
             total = 0

@@ -211,12 +211,14 @@ def one_table(tables: Sequence[FileTable]) -> FileTable:
 
 
 def _renumbered(
-    numbers: np.ndarray,
+    old_numbers: np.ndarray,
     values: Iterable[T],
     numbers_of_values: dict[T, int],
 ) -> np.ndarray:
     """The positions of the same values in `numbers_of_values`, to which new values are
     added.
     """
-    new = [numbers_of_values.setdefault(v, len(numbers_of_values)) for v in values]
-    return np.array(new, np.int64)[numbers]
+    new_numbers = [
+        numbers_of_values.setdefault(v, len(numbers_of_values)) for v in values
+    ]
+    return np.array(new_numbers, np.int64)[old_numbers]
