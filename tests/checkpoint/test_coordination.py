@@ -168,7 +168,7 @@ def test_bytes_that_nobody_writes_are_missed():
 def test_a_process_that_hung_meets_none_of_a_later_save(monkeypatch):
     def late(processes):
         processes.compare({"path": "'it'"}, ())
-        processes._name += "/of an earlier save"
+        processes._round_prefix += "/of an earlier save"
         processes.run_on_first(lambda: None)
 
     monkeypatch.setattr(_coordination, "_SILENT_SECONDS", 0.5)
