@@ -6,8 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from shardfx import From, TreeMap
-from shardfx._convert import bound, structs_of
+from shardfx import From, TreeMap, _convert as convert
 
 
 class Recipe:
@@ -152,7 +151,9 @@ class DrawnRule(NamedTuple):
 
 @st.composite
 def rules(draw, name, keeps_all=False, dtypes=DTYPES):
-    """A rule for a target `name`: of one part, or of several that are stacked or joined."""
+    """A rule for a target `name`: of one part, or of several that are stacked or
+    joined.
+    """
     dtype = np.dtype(draw(st.sampled_from(dtypes)))
     count = draw(st.integers(1, 3))
     part_shape = draw(shapes())
@@ -208,7 +209,7 @@ def maps(draw, keeps_all=False, dtypes=DTYPES):
 
 def pieces_of(map, arrays, target=None):
     """What the map makes of the arrays, as pieces of them."""
-    return bound(map, structs_of(arrays, arrays.values()), target)
+    return convert.bound(map, convert.structs_of(arrays, arrays.values()), target)
 
 
 def same(actual, expected):

@@ -18,7 +18,6 @@ from safetensors.numpy import save_file
 
 import shardfx
 from shardfx import MeshSpec, PathRules, checkpoint
-from shardfx.checkpoint._files import inside, local_place, opened
 from shardfx.errors import CheckpointError, UnknownPathError
 
 
@@ -450,18 +449,17 @@ def test_a_link_put_there_after_the_check_is_not_followed(tmp_path):
     outside = tmp_path / "outside"
     for folder in (directory, outside, directory / "sub"):
         folder.mkdir()
-    secret = outside / "w"
-    (secret).write_text("secret")
-    weights = directory / "sub" / "w"
-    (weights).write_text("weights")
-    where = local_place(str(directory), None)
-    checked = inside(where, "sub/w")
+    array = np.ones((2, 2), np.float32)
+    for folder in (directory / "sub", outside):
+        save_file({"a": array}, folder / "w.safetensors")
+    encoded = json.dumps({"weight_map": {"a": "sub/w.safetensors"}})
+    (directory / "model.safetensors.index.json").write_text(encoded)
+    # The names are checked when the index is read, and the files opened at the load.
+    index = checkpoint.read_index(directory)
     (directory / "sub").rename(directory / "moved")
-    swapped = directory / "sub"
-    (swapped).symlink_to(outside)
+    (directory / "sub").symlink_to(outside)
     with pytest.raises(CheckpointError, match="cannot be opened"):
-        with opened(where, checked):
-            pass
+        checkpoint.load(index, {"a": jnp.asarray(array)})
 
 
 def test_a_file_that_is_no_file_does_not_hang(tmp_path):

@@ -12,7 +12,6 @@ import pytest
 
 from shardfx import checkpoint
 from shardfx.checkpoint import _coordination
-from shardfx.checkpoint._coordination import SaveProcesses
 from shardfx.errors import CheckpointError
 
 
@@ -71,7 +70,7 @@ def played(service, *acts):
 
     def play(me, act):
         try:
-            with SaveProcesses(
+            with _coordination.SaveProcesses(
                 "'it'",
                 me=me,
                 members=MEMBERS,
@@ -180,8 +179,9 @@ def test_a_process_that_hung_meets_none_of_a_later_save(monkeypatch):
 
 
 def test_a_process_that_never_comes_is_missed_soon():
-    # The documentation says 30 seconds.
-    assert _coordination._SILENT_SECONDS < 29
+    # The documentation says 30 seconds, and a dead process may be missed a round late,
+    # as `test_objects_together` measures.
+    assert _coordination._SILENT_SECONDS + 9 < 30
     assert inspect.signature(checkpoint.save).parameters["wait_seconds"].default < 29
 
 
@@ -198,7 +198,7 @@ def test_processes_need_the_service():
         CheckpointError,
         match=r"call `jax.distributed.initialize\(\)` when the program starts",
     ):
-        with SaveProcesses(
+        with _coordination.SaveProcesses(
             "'it'",
             me=0,
             members=(0, 1),

@@ -1,6 +1,7 @@
 """A manager: steps in the background, the latest few kept, and errors told."""
 
 import errno
+import os
 import threading
 from typing import Any
 
@@ -12,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfx
 from shardfx import PathRules, checkpoint
-from shardfx.checkpoint import _save as saving
 from shardfx.errors import CheckpointError
 
 
@@ -55,13 +55,13 @@ def test_steps_are_kept_while_training_donates(tmp_path, state):
 
 def test_training_goes_on_while_a_step_is_written(tmp_path, state, monkeypatch):
     may_write = threading.Event()
-    pwrite = saving.os.pwritev
+    pwrite = os.pwritev
 
     def slow(*args):
         assert may_write.wait(60)
         return pwrite(*args)
 
-    monkeypatch.setattr(saving.os, "pwritev", slow)
+    monkeypatch.setattr(os, "pwritev", slow)
     with checkpoint.Manager(tmp_path, keep=None) as manager:
         manager.save(1, state)
         state["w"].delete()
@@ -161,7 +161,7 @@ def test_a_disk_that_fills_while_it_is_written_is_named(tmp_path, state, monkeyp
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(saving.os, "pwritev", full)
+    monkeypatch.setattr(os, "pwritev", full)
     text = r"No space left on device, while saving.*Free some space.*step-1'$"
     with pytest.raises(OSError, match=text):
         checkpoint.save(tmp_path / "step-1", state)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,10 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
-from shardfx.checkpoint import FileArray, _safetensors as safetensors
-from shardfx.checkpoint._files import FilePlace
-from shardfx.checkpoint._spans import grouped, ranges_of
-from shardfx.checkpoint._table import FileTable
+from shardfx.checkpoint import FileArray
 
 
 MESH = MeshSpec({"x": 2, "y": 4}).build(jax.devices())
@@ -164,30 +162,50 @@ CANONICAL = (
 TOKENS = [*'{}[]",:0123456789\\ -.', "a", "b", "F32", "shape", "\n", "\x7f", "\ud7ff"]
 
 
-def both_ways(text: str, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What a header is as a table, and parsed member by member: its arrays, or the text
-    of the error.
-    """
-    results: list[object] = []
+def index_of(text: str, file: Path) -> checkpoint.Index | None:
+    """The index of a file with this header and 30 bytes; `None` if it is refused."""
     data = text.encode()
-    for is_by_table in (True, False):
-        with monkeypatch.context() as patch:
-            if not is_by_table:
-                patch.setattr(safetensors, "header_table", lambda *_: None)
-            try:
-                header = safetensors.parse_header(data, 30, "x")
-                results.append((tuple(header.arrays), header.metadata))
-            except shardfx.errors.CheckpointError as error:
-                results.append(str(error))
+    file.write_bytes(len(data).to_bytes(8, "little") + data + bytes(30))
+    try:
+        return checkpoint.read_index(file)
+    except shardfx.errors.CheckpointError:
+        return None
+
+
+def arrays_and_metadata(index: checkpoint.Index | None, header_bytes: int) -> object:
+    """What a header says, with positions in the buffer."""
+    if index is None:
+        return None
+    arrays = []
+    for entry in index.entries:
+        assert isinstance(entry, FileArray)
+        offset = entry.offset - 8 - header_bytes
+        arrays.append((entry.path, entry.shape, entry.dtype, entry.stored, offset))
+    return arrays, dict(index.metadata)
+
+
+def both_ways(text: str, file: Path) -> list[object]:
+    """What a header says as a table, and parsed member by member, as any header is that
+    does not begin with its brace; `None` if it is refused.
+    """
+    results = []
+    for header in (text, f" {text}"):
+        header_bytes = len(header.encode())
+        results.append(arrays_and_metadata(index_of(header, file), header_bytes))
     return results
 
 
-def test_a_header_as_a_table_is_as_parsed(monkeypatch):
-    header = safetensors.parse_header(CANONICAL.encode(), 30, "x")
-    assert isinstance(header.arrays, FileTable)
-    assert [array.path for array in header.arrays] == ["a", "b \u00e9", "c", "d", "e"]
-    assert header.arrays[1:3] == tuple(header.arrays)[1:3]
-    by_table, parsed = both_ways(CANONICAL, monkeypatch)
+def test_a_header_as_a_table_is_as_parsed(tmp_path):
+    file = tmp_path / "model.safetensors"
+    index = index_of(CANONICAL, file)
+    spaced_index = index_of(f" {CANONICAL}", file)
+    assert index is not None and spaced_index is not None
+    # Only a table makes its entries when they are asked for.
+    assert not isinstance(index.entries, tuple)
+    assert isinstance(spaced_index.entries, tuple)
+    assert [array.path for array in index.entries] == ["a", "b \u00e9", "c", "d", "e"]
+    assert index.entries[1:3] == tuple(index.entries)[1:3]
+    by_table, parsed = both_ways(CANONICAL, file)
     assert by_table == parsed
     rng = random.Random(0)
     refused = 0
@@ -197,9 +215,9 @@ def test_a_header_as_a_table_is_as_parsed(monkeypatch):
             start = rng.randrange(len(text))
             stop = start + rng.choice([0, 0, 1, 1, 2, 40])
             text = text[:start] + rng.choice([*TOKENS, ""]) + text[stop:]
-        by_table, parsed = both_ways(text, monkeypatch)
+        by_table, parsed = both_ways(text, file)
         assert by_table == parsed, text
-        refused += isinstance(parsed, str)
+        refused += parsed is None
     assert 200 < refused < 600
 
 
@@ -231,11 +249,11 @@ def test_a_short_file_names_the_first_array_not_whole(tmp_path):
     index = checkpoint.read_index(path)
     plan = plan_of({"w": np.zeros((4, 12, 4, 6), np.float32)}, P("x"))
     cut_entry = list(index.entries)[20]
-    assert isinstance(cut_entry, FileArray) and isinstance(index.place, FilePlace)
+    assert isinstance(cut_entry, FileArray)
     path.write_bytes(path.read_bytes()[: cut_entry.offset + 3])
     # The file is opened for the first time after it was cut.
-    place = dataclasses.replace(index.place, stamps={})
-    index = dataclasses.replace(index, place=place)
+    place: Any = index.place
+    index = dataclasses.replace(index, place=dataclasses.replace(place, stamps={}))
     with pytest.raises(shardfx.errors.CheckpointError, match="ends at byte") as error:
         checkpoint.load(index, plan, TreeMap({"w": STACKS["two stacks"]}))
     assert cut_entry.path in str(error.value)
@@ -267,36 +285,60 @@ def test_parts_that_share_a_leaf_load_as_numpy_stacks(name, tmp_path):
     assert_equal(loaded, stacked)
 
 
-def test_a_header_is_the_json_of_its_members():
+def header_of(file: Path) -> str:
+    data = file.read_bytes()
+    return data[8 : 8 + int.from_bytes(data[:8], "little")].decode()
+
+
+def test_a_header_is_the_json_of_its_members(tmp_path):
     shapes = {
         "a": (2, 3),
         'quo"te\\ \n': (0,),
         "é\ud7ff\U0001f600": (),
         "b": (2, 3),
     }
-    tensors = [(name, np.zeros(shape, np.float16)) for name, shape in shapes.items()]
-    for metadata in ({}, {"format": "pt", "é": '"'}):
-        header, offsets = safetensors.write_header(tensors, metadata)
-        content = json.loads(header[8:])
-        assert content.pop("__metadata__", {}) == metadata
-        spans = [row["data_offsets"] for row in content.values()]
-        expected = list(map(list, shapes.values()))
-        assert [row["shape"] for row in content.values()] == expected
-        assert spans == [[0, 12], [12, 12], [12, 14], [14, 26]]
-        assert offsets == [len(header) + start for start, _ in spans]
-        full = {"__metadata__": metadata} if metadata else {}
-        text = json.dumps(
-            {**full, **content}, separators=(",", ":"), ensure_ascii=False
-        )
-        assert header[8:].decode().rstrip(" ") == text
-    header, offsets = safetensors.write_header([], {})
-    assert header[8:].rstrip() == b"{}" and offsets == []
+    tree = {name: np.zeros(shape, np.float16) for name, shape in shapes.items()}
+    names = sorted(tree)
+    # With a map without numbers the metadata has one member, else Python's numbers too.
+    tree_map = TreeMap({name: name for name in names})
+    for number, options in enumerate(({}, {"map": tree_map})):
+        file = tmp_path / f"{number}.safetensors"
+        checkpoint.save(file, tree, **options)
+        text = header_of(file)
+        content = json.loads(text)
+        assert list(content) == ["__metadata__", *names]
+        written = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+        assert text.rstrip(" ") == written
+        assert len(text.encode()) % 64 == 56
+        assert [content[name]["shape"] for name in names] == [
+            list(shapes[name]) for name in names
+        ]
+        reached = 0
+        for name in names:
+            start, stop = content[name]["data_offsets"]
+            assert start == reached and stop == start + tree[name].nbytes
+            reached = stop
+        assert_equal(load_file(file), tree)
+    checkpoint.save(tmp_path / "none.safetensors", {})
+    assert list(json.loads(header_of(tmp_path / "none.safetensors"))) == [
+        "__metadata__"
+    ]
 
 
-def test_sizes_are_grouped_as_items_are():
+def test_the_arrays_of_a_file_fit_into_its_bytes(tmp_path):
     rng = random.Random(0)
-    for _ in range(200):
-        sizes = [rng.choice([0, 0, 1, 3, 7, 20]) for _ in range(rng.randint(0, 12))]
-        groups = grouped(range(len(sizes)), sizes.__getitem__, 10)
-        ranges = [(group[0], group[-1] + 1) for group in groups]
-        assert list(ranges_of(sizes, 10)) == ranges
+    for number in range(40):
+        sizes = [rng.choice([0, 0, 1, 3, 7, 20]) for _ in range(rng.randint(2, 12))]
+        tree = {f"{i:02}": np.zeros(size, np.int8) for i, size in enumerate(sizes)}
+        directory = tmp_path / str(number)
+        checkpoint.save(directory, tree, file_bytes=10)
+        groups: list[list[str]] = []
+        nbytes = 0
+        for name, array in tree.items():
+            nbytes += array.nbytes
+            if not groups or nbytes > 10:
+                groups.append([])
+                nbytes = array.nbytes
+            groups[-1].append(name)
+        files = sorted(directory.glob("*.safetensors"))
+        assert [sorted(load_file(file)) for file in files] == groups

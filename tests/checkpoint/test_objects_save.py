@@ -22,7 +22,6 @@ import shardfx
 from shardfx import PathRules, checkpoint
 from shardfx.__main__ import main
 from shardfx.checkpoint import _object_saves as saving
-from shardfx.checkpoint._objects import ObjectPlace
 from shardfx.errors import CheckpointError
 
 
@@ -384,7 +383,7 @@ def test_data_that_was_cleaned_away_is_no_step(s3, mesh, monkeypatch):
 
 
 def test_a_listing_that_lags_hides_no_object(s3, mesh, monkeypatch):
-    monkeypatch.setattr(ObjectPlace, "keys_below", lambda place, path: ())
+    monkeypatch.setattr(saving.ObjectPlace, "keys_below", lambda place, path: ())
     tree, made = state_of(mesh)
     with checkpoint.Manager(s3.place("lags"), keep=1) as manager:
         for step in (1, 2):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from shardfx import checkpoint
-from shardfx.checkpoint import _coordination
 
 
 SILENT_SECONDS = 2.0
@@ -174,10 +173,10 @@ def test_a_process_that_dies_in_a_save_is_missed(s3, outputs):
     assert "process 2 gave no sign of life for 2 s while saving to" in other_text
     for text in (first_text, other_text):
         assert "Nothing was changed there; save again with processes that live" in text
-    # The silence is at most a round late. Otherwise it is one of 20 seconds.
+    # The silence is at most a round late: `test_coordination` adds the same 9 seconds
+    # to the silence of a job.
     for seconds in (first_seconds, other_seconds):
         assert float(seconds) < SILENT_SECONDS + 9
-    assert _coordination._SILENT_SECONDS + 9 < 30
 
     # The steps that were saved before are whole, and the others are not there.
     place = s3.place("together")

@@ -1,6 +1,5 @@
 """Laws of maps between trees: pieces agree with NumPy, and what goes there comes back."""
 
-import functools as ft
 import html
 import math
 
@@ -10,12 +9,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from maps import chains, filled, leaf, maps, pieces_of, same, shapes, written
 
-from shardfx import From, TreeMap
-from shardfx._convert import pieces, structs_of
-from shardfx._convert.apply import on_arrays
-from shardfx._convert.entries import EntryRule, Selection, selections_of
-from shardfx._convert.evaluate import LeavesMade, evaluated
-from shardfx._convert.values import box_view, chunks, fill, strided_boxes
+from shardfx import From, TreeMap, _convert as convert
+from shardfx._convert.entries import selections_of
 from shardfx.errors import MapError
 
 
@@ -37,7 +32,7 @@ def from_pieces(array, arrays):
     memory = np.zeros(array.shape, array.dtype)
     whole = tuple((0, size) for size in array.shape)
     for piece in array.pieces:
-        fill(memory, whole, piece, reader(arrays))
+        convert.fill(memory, whole, piece, reader(arrays))
     return memory
 
 
@@ -52,16 +47,19 @@ def box_of(draw, shape):
 
 def parts_within(array, box):
     """The parts of an array's pieces in a box."""
-    return [part for piece in array.pieces for part in pieces.within(piece, box)]
+    parts = []
+    for piece in array.pieces:
+        parts += convert.within(piece, box)
+    return parts
 
 
 def fill_by_copies(memory, box, part, read):
     """Fills a part of a box by strided copies of its source."""
     if part.value.path is None:
-        fill(memory, box, part, read)
+        convert.fill(memory, box, part, read)
         return
-    for copy in strided_boxes(part, box):
-        box_view(memory, copy)[...] = read(part.value.path, copy.source)
+    for copy in convert.strided_boxes(part, box):
+        convert.box_view(memory, copy)[...] = read(part.value.path, copy.source)
 
 
 @settings(max_examples=120, deadline=None)
@@ -83,14 +81,11 @@ def test_pieces_within_a_box_equal_numpy_slices(case, data):
         by_copies = np.zeros(expected.shape, array.dtype)
         for part in parts_within(array, box):
             most_elements = data.draw(st.integers(1, 40))
-            for chunk in chunks(part, most_elements):
-                fill(in_chunks, box, chunk, read)
+            for chunk in convert.chunks(part, most_elements):
+                convert.fill(in_chunks, box, chunk, read)
             fill_by_copies(by_copies, box, part, read)
         same(in_chunks, expected)
         same(by_copies, expected)
-
-
-on_numpy = ft.partial(on_arrays, np)
 
 
 def with_dim(shape, dim, size):
@@ -115,23 +110,24 @@ def test_entries_of_a_stack_are_what_each_evaluation_makes(shape, data):
     if len(operands) > 1 and shape:
         dim = data.draw(st.integers(0, len(shape) - 1))
         rule = From.concat(operands, dim=dim)
-    leaves = structs_of(arrays, arrays.values())
-    entry_rule = EntryRule(rule, LeavesMade(leaves, {}))
+    leaves = convert.structs_of(arrays, arrays.values())
     is_same_entry = other not in operands or not shape
     assert (selections_of(rule, leaves) is not None) == is_same_entry
-    for i, j in [(1, 1), (0, 0), (2, 1), (1, 0)]:
-        binding = {"i": i, "j": j}
-        expected = evaluated(rule, binding, arrays, arrays.__getitem__, on_numpy)
-        same(from_pieces(entry_rule.made(binding), arrays), expected)
-    for binding in ({"i": 3, "j": 0}, {"i": 0, "j": 2}):
+    tree_map = TreeMap({"{i}/{j}": rule})
+    # Pieces are those of the first entry, moved; arrays are evaluated each.
+    entries = tree_map.apply(arrays)
+    assert entries.keys() == {f"{i}/{j}" for i in range(3) for j in range(2)}
+    for path, array in pieces_of(tree_map, arrays).items():
+        same(from_pieces(array, arrays), entries[path])
+    for path in ("3/0", "0/2"):
         with pytest.raises(MapError, match="is out of range along dim"):
-            entry_rule.made(binding)
+            tree_map.apply(arrays, like={"0/0": entries["0/0"], path: entries["0/0"]})
     with pytest.raises(MapError, match="needs a number"):
-        entry_rule.made({"i": "first", "j": 0})
+        tree_map.apply(arrays, like={"first/0": entries["0/0"]})
 
 
 def test_rules_whose_targets_differ_in_more_are_evaluated_each():
-    leaves = {"w": pieces.Struct((2, 3, 4), np.dtype("int8"))}
+    leaves = {"w": convert.Struct((2, 3, 4), np.dtype("int8"))}
     for rule in (
         From("{i}").at("j"),
         From("w").T.at("i"),
@@ -141,7 +137,7 @@ def test_rules_whose_targets_differ_in_more_are_evaluated_each():
     ):
         assert selections_of(rule, leaves) is None
     selections = selections_of(From("w").at(1).at("i", dim=-1).T, leaves)
-    assert selections == {"w": (Selection("i", 2, 4),)}
+    assert selections == {"w": (("i", 2, 4),)}
 
 
 @settings(max_examples=60, deadline=None)
@@ -227,8 +223,8 @@ def test_scaled_blocks_are_what_numpy_makes_of_them():
     box = ((100, 130), (5, 190))
     memory = np.zeros((30, 185), array.dtype)
     for part in parts_within(array, box):
-        for chunk in chunks(part, 1000):
-            fill(memory, box, chunk, reader(arrays))
+        for chunk in convert.chunks(part, 1000):
+            convert.fill(memory, box, chunk, reader(arrays))
     same(memory, whole[100:130, 5:190])
 
 
