@@ -36,12 +36,14 @@ def bound_steps(
     """
     first, *others = steps
     first_target, *other_targets = _targets(steps, target)
+    # The leaves after each step: as it makes them of the leaves before, and of those of
+    # the source.
     leaves = _leaves_of_step(first, source, first_target, may_be_unused)
-    from_source = leaves
+    leaves_from_source = leaves
     for step, step_target in zip(others, other_targets, strict=True):
         leaves = _leaves_of_step(step, leaves, step_target, ())
-        from_source = through(leaves, from_source)
-    return from_source
+        leaves_from_source = through(leaves, leaves_from_source)
+    return leaves_from_source
 
 
 def _targets(

@@ -126,6 +126,8 @@ def leaves_to_save(tree: object, tree_plan: ShardPlan | None) -> Leaves:
     # kind. The value is the name of the dtype that the metadata has for the leaf.
     name_by_kind: dict[object, str | None] = {}
     rows = zip(flat.paths, flat.leaves, flat.is_array, row_numbers, strict=True)
+    # `row` is the number of the leaf's row in the plan. It is negative for a leaf that
+    # the plan has not as an array, and `LEFT_OUT` for one that `select` left out.
     for path, leaf, is_array, row in rows:
         if row < 0 and (not is_array or row == LEFT_OUT):
             if is_number(leaf):
@@ -329,16 +331,17 @@ def rows_of_parts(values: Sequence[Any], is_first: bool) -> Iterator[PartRows]:
     for numbers in numbers_by_owner.values():
         parts, sources = values[numbers[0]].owner
         value = parts.first.value
+        # One piece must make the whole part, without a change of its elements.
         is_whole = parts.first.elements == math.prod(parts.shape)
         if value.casts or any(parts.first.target) or not is_whole:
             continue
         shards = sources.shards(value.path, is_first)
         if any(shard.dtype != parts.dtype for _, shard in shards):
             continue
-        members = [values[number].number for number in numbers]
+        numbers_in_owner = [values[number].number for number in numbers]
         for rows in rows_of_alike(
             first=swapped(parts.first),
-            positions=parts.sources[members],
+            positions=parts.sources[numbers_in_owner],
             shape=parts.shape,
             boxes=[box for box, _ in shards],
         ):

@@ -404,7 +404,9 @@ def _tasks(
 ) -> list[Task]:
     """The functions that read the units of a group, for a pool of threads.
 
-    A group of several units is small, and is read by one function.
+    Most arrays are read in spans of bytes by `files`. Chunks of a store, pieces that
+    need more than a copy, and small rows of one array are read by functions of their
+    own. A group of several small units is read by one function.
     """
     reads: list[Read] = []
     small_rows: list[RowReads] = []
@@ -430,14 +432,14 @@ def _tasks(
             else:
                 spans = spans_into(entry, fetch, leaf.dtype, gap_bytes)
                 reads += reads_of(entry, spans, targets)
-        for number, piece in gathered:
+        for box_number, piece in gathered:
             task = ft.partial(
                 read_piece,
                 files=files,
                 leaf=leaf,
                 piece=piece,
-                box=boxes[number],
-                memory=memory[number],
+                box=boxes[box_number],
+                memory=memory[box_number],
                 gap_bytes=gap_bytes,
                 missing_chunks=missing_chunks,
             )

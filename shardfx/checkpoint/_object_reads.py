@@ -29,7 +29,7 @@ _MEMORY_PER_BYTE = 1.75
 LEAST_LIMIT_BYTES = 64 * 2**20
 
 
-class Piece(NamedTuple):
+class ObjectRange(NamedTuple):
     """A range of bytes of an object, and the memory of the same size that it fills.
     `path` is that of the array.
     """
@@ -49,14 +49,14 @@ class Request(NamedTuple):
 
     start: int
     stop: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[ObjectRange]
 
     @property
     def nbytes(self) -> int:
         return self.stop - self.start
 
 
-def pieces_of(read: Read, memories: Sequence[np.ndarray]) -> Iterator[Piece]:
+def pieces_of(read: Read, memories: Sequence[np.ndarray]) -> Iterator[ObjectRange]:
     """Yields the pieces of a read, one for each run of bytes or each memory."""
     span = read.span
     if span.runs > 1:
@@ -65,7 +65,7 @@ def pieces_of(read: Read, memories: Sequence[np.ndarray]) -> Iterator[Piece]:
         memories = list(memory.reshape(span.runs, span.run_bytes))
     offset = read.entry.offset + span.offset
     for memory in memories:
-        yield Piece(
+        yield ObjectRange(
             file=read.entry.file,
             offset=offset,
             memory=memory,
@@ -74,26 +74,27 @@ def pieces_of(read: Read, memories: Sequence[np.ndarray]) -> Iterator[Piece]:
         offset += span.step if span.runs > 1 else memory.size
 
 
-def requests_of(pieces: Sequence[Piece], gap_bytes: int) -> Iterator[Request]:
+def requests_of(pieces: Sequence[ObjectRange], gap_bytes: int) -> Iterator[Request]:
     """Yields the requests that read all pieces. Gaps of fewer than `gap_bytes` are read
     too, as long as a request has at most 24 MiB.
     """
-    run: list[Piece] = []
+    # The pieces of the next request, and the range that they take.
+    request_pieces: list[ObjectRange] = []
     start = stop = 0
     for piece in sorted(pieces, key=lambda piece: (piece.file, piece.offset)):
-        if run and (
-            piece.file != run[0].file
-            or piece.offset - stop >= max(gap_bytes, 1)
-            or piece.stop - start > _REQUEST_BYTES
-        ):
-            yield Request(start, stop, run)
-            run = []
-        if not run:
+        if request_pieces:
+            is_other_file = piece.file != request_pieces[0].file
+            is_behind_gap = piece.offset - stop >= max(gap_bytes, 1)
+            is_too_long = piece.stop - start > _REQUEST_BYTES
+            if is_other_file or is_behind_gap or is_too_long:
+                yield Request(start, stop, request_pieces)
+                request_pieces = []
+        if not request_pieces:
             start = stop = piece.offset
-        run.append(piece)
+        request_pieces.append(piece)
         stop = max(stop, piece.stop)
-    if run:
-        yield Request(start, stop, run)
+    if request_pieces:
+        yield Request(start, stop, request_pieces)
 
 
 @dataclasses.dataclass
@@ -123,7 +124,7 @@ class ObjectFiles:
         """Reads bytes of objects into the memory of `reads`, and returns the number of
         bytes.
         """
-        pieces: list[Piece] = []
+        pieces: list[ObjectRange] = []
         scratch: list[tuple[Read, np.ndarray]] = []
         for read in reads:
             memories = memory_in_place(read)

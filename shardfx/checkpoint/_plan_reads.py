@@ -15,7 +15,7 @@ from . import _stores as stores
 from ._entry import StoreArray, itemsize
 from ._index import Index
 from ._leaves_to_load import LeafToLoad, Unread, box_bytes, leaves_to_load
-from ._object_reads import Piece, pieces_of, requests_of
+from ._object_reads import ObjectRange, pieces_of, requests_of
 from ._objects import ObjectPlace
 from ._reader import Read
 from ._reads import fetches, gathered_fetches, spans_into
@@ -220,7 +220,7 @@ class _Reads:
     needed_bytes: int = 0
     read_bytes: int = 0
     count: int = 0
-    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    pieces: list[ObjectRange] = dataclasses.field(default_factory=list)
 
 
 def _kind_of(leaf: LeafToLoad) -> tuple[object, ...]:

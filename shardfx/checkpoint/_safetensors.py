@@ -372,13 +372,14 @@ def write_header(
     # Without tensors there is one start, and no stop.
     for name, text, start, stop in zip(names, texts, starts, stops, strict=False):
         members.append(f"{name}:{text}[{start},{stop}]}}")
-    text = f"{{{','.join(members)}}}".encode()
-    text += b" " * (-(8 + len(text)) % 64)
-    if len(text) > HEADER_LIMIT_BYTES:
+    header = f"{{{','.join(members)}}}".encode()
+    # The buffer begins at a multiple of 64 bytes.
+    header += b" " * (-(8 + len(header)) % 64)
+    if len(header) > HEADER_LIMIT_BYTES:
         raise CheckpointError(
-            f"a safetensors header of {len(text)} bytes is over the format's limit; use"
-            " more files."
+            f"a safetensors header of {len(header)} bytes is over the format's limit;"
+            " use more files."
         )
-    return len(text).to_bytes(8, "little") + text, [
-        8 + len(text) + start for start in starts[: len(names)]
-    ]
+    base = 8 + len(header)
+    offsets = [base + start for start in starts[: len(names)]]
+    return len(header).to_bytes(8, "little") + header, offsets

@@ -72,11 +72,12 @@ def refuse_others(tree: object, others: Mapping[str, object]) -> None:
                 " arrays in it would be lost; register it,"
                 f" `jax.tree_util.register_dataclass({kind})`, or take JAX's arrays."
             )
-    rest = jax.tree.map(
+    # `None` has no leaves.
+    without_modules = jax.tree.map(
         lambda node: None if _is_module(node) else node, tree, is_leaf=_is_module
     )
     lost = []
-    for path in flatten(rest).paths:
+    for path in flatten(without_modules).paths:
         if path in others:
             lost.append(f"`{printable(path)}` ({others[path]!r:.40})")
     if lost:
