@@ -3,12 +3,12 @@ and constraints.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
@@ -44,33 +44,36 @@ def on(mesh: AnyMesh) -> Callable[..., jax.ShapeDtypeStruct]:
     """`at(shape, *spec, dtype=...)`: a struct on `mesh`."""
 
     def at(shape: tuple[int, ...], *spec, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            shape, dtype, sharding=NamedSharding(mesh, P(*spec))
-        )
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     return at
 
 
 def constrain(mesh: AnyMesh, x: Any, *spec: Any) -> Any:
     """A sharding constraint."""
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+    sharding = NamedSharding(mesh, P(*spec))
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def fully_sharded(mesh: AnyMesh, tree: Any, axes: Any, least: int = 1024) -> Any:
     """The tree's structs, each cut over `axes` in its largest dimension that they
     divide, small leaves whole.
     """
-    names = (axes,) if isinstance(axes, str) else axes
-    count = int(np.prod([mesh.shape[name] for name in names]))
+    names = axes
+    if isinstance(axes, str):
+        names = (axes,)
+    axis_sizes = [mesh.shape[name] for name in names]
+    count = math.prod(axis_sizes)
 
     def place(leaf) -> jax.ShapeDtypeStruct:
         spec: list[Any] = [None] * len(leaf.shape)
         fitting = [dim for dim, size in enumerate(leaf.shape) if size % count == 0]
-        if fitting and int(np.prod(leaf.shape)) >= least:
-            spec[max(fitting, key=lambda dim: leaf.shape[dim])] = axes
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(*spec))
-        )
+        if fitting and math.prod(leaf.shape) >= least:
+            largest_dim = max(fitting, key=leaf.shape.__getitem__)
+            spec[largest_dim] = axes
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(place, tree)
 
@@ -84,7 +87,9 @@ def optimizer_state(
     whole = NamedSharding(mesh, P())
 
     def like(leaf, param) -> jax.ShapeDtypeStruct:
-        sharding = param.sharding if leaf.shape == param.shape else whole
+        sharding = whole
+        if leaf.shape == param.shape:
+            sharding = param.sharding
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     def alone(leaf) -> jax.ShapeDtypeStruct:
@@ -103,9 +108,10 @@ def shardings(tree: Any) -> Any:
 
 def other_mesh(mesh: AnyMesh, sizes: Mapping[str, int]) -> AnyMesh:
     """The same devices under other axes."""
+    names = tuple(sizes)
+    shape = tuple(sizes.values())
     automatic = (AxisType.Auto,) * len(sizes)
     if isinstance(mesh, AbstractMesh):
-        return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=automatic)
-    return Mesh(
-        mesh.devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=automatic
-    )
+        return AbstractMesh(shape, names, axis_types=automatic)
+    devices = mesh.devices.reshape(shape)
+    return Mesh(devices, names, axis_types=automatic)

@@ -26,7 +26,11 @@ def shards_of(array):
     """The index and the raw data of each shard."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
-    return [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards]
+    shards = []
+    for shard in array.addressable_shards:
+        values = np.asarray(shard.data)
+        shards.append((shard.index, values))
+    return shards
 
 
 def assert_moved(moved, array, target):
@@ -45,11 +49,19 @@ def assert_moved(moved, array, target):
 @pytest.mark.parametrize("impl", ["rbg", "threefry2x32"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_keys_and_empty_arrays_move_inside_jit(kind, impl):
-    pairs = list(itertools.permutations(SPECS, 2))
-    sources = [NamedSharding(mesh(kind), spec) for spec, _ in pairs]
-    targets = [NamedSharding(mesh(kind), spec) for _, spec in pairs]
-    keys = jax.random.split(jax.random.key(0, impl=impl), (8, 4))
-    arrays = (keys, jnp.zeros((0, 4)), jnp.zeros((8, 0), jnp.int8), keys[:0])
+    sources = []
+    targets = []
+    for source_spec, target_spec in itertools.permutations(SPECS, 2):
+        sources.append(NamedSharding(mesh(kind), source_spec))
+        targets.append(NamedSharding(mesh(kind), target_spec))
+    key = jax.random.key(0, impl=impl)
+    keys = jax.random.split(key, (8, 4))
+    arrays = (
+        keys,
+        jnp.zeros((0, 4)),
+        jnp.zeros((8, 0), jnp.int8),
+        keys[:0],
+    )
     trees = [jax.device_put(arrays, source) for source in sources]
 
     def moved(trees):
@@ -67,16 +79,20 @@ def test_keys_and_empty_arrays_move_inside_jit(kind, impl):
 
 
 def test_a_plan_of_live_devices_is_a_value():
-    src = NamedSharding(mesh(), P("a"))
-    dst = NamedSharding(mesh(), P(None, "b"))
-    single = jax.sharding.SingleDeviceSharding(jax.devices()[2])
     tree = {"w": jnp.zeros((8, 4)), "b": jnp.zeros(4)}
-    arrays = jax.device_put(tree, {"w": src, "b": single})
+    sources = {
+        "w": NamedSharding(mesh(), P("a")),
+        "b": jax.sharding.SingleDeviceSharding(jax.devices()[2]),
+    }
+    targets = {
+        "w": NamedSharding(mesh(), P(None, "b")),
+        "b": NamedSharding(mesh(), P()),
+    }
+    arrays = jax.device_put(tree, sources)
     sharding = NamedSharding(mesh().abstract_mesh, P("a"))
     abstract = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
-    reshard_plan = plan_reshard(arrays, {"w": dst, "b": NamedSharding(mesh(), P())})
     moves = [
-        reshard_plan,
+        plan_reshard(arrays, targets),
         plan_reshard({"v": abstract}, {"v": abstract}),
     ]
     for move in moves:

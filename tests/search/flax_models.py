@@ -11,16 +11,21 @@ from models import Struct, f32, sgd, trained
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
-        x = x + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(x))
         normed = nn.LayerNorm()(x)
-        return x + nn.Dense(64)(nn.gelu(nn.Dense(256)(normed)))
+        x = x + nn.MultiHeadDotProductAttention(num_heads=4)(normed)
+        normed = nn.LayerNorm()(x)
+        # Flax numbers layers in the order in which they are made.
+        last_layer = nn.Dense(64)
+        hidden = nn.Dense(256)(normed)
+        return x + last_layer(nn.gelu(hidden))
 
 
 class _Net(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(1000, 64)(tokens)
-        x = x + self.param("pos", nn.initializers.zeros, (16, 64))
+        positions = self.param("pos", nn.initializers.zeros, (16, 64))
+        x = x + positions
         for _ in range(2):
             x = Block()(x)
         return nn.Dense(1000)(x)
@@ -34,23 +39,26 @@ def transformer() -> tuple[Any, ...]:
     state = jax.eval_shape(optimizer.init, variables)
 
     def loss(variables, tokens):
-        return optax.softmax_cross_entropy_with_integer_labels(
-            net.apply(variables, tokens), tokens
-        ).mean()
+        logits = net.apply(variables, tokens)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
+        return losses.mean()
 
-    return trained(loss, optimizer), variables, state, tokens
+    step = trained(loss, optimizer)
+    return step, variables, state, tokens
 
 
 class _Convolutions(nn.Module):
     @nn.compact
     def __call__(self, x):
-        convolved = nn.relu(nn.Conv(32, (3, 3))(x))
-        x = nn.avg_pool(convolved, (2, 2), (2, 2))
+        convolved = nn.Conv(32, (3, 3))(x)
+        x = nn.avg_pool(nn.relu(convolved), (2, 2), (2, 2))
         x = nn.Conv(32, (3, 3), feature_group_count=32)(x)
-        convolved = nn.relu(nn.Conv(64, (3, 3))(x))
-        x = nn.max_pool(convolved, (2, 2), (2, 2))
+        convolved = nn.Conv(64, (3, 3))(x)
+        x = nn.max_pool(nn.relu(convolved), (2, 2), (2, 2))
         flat = x.reshape(x.shape[0], -1)
-        return nn.Dense(10)(nn.relu(nn.Dense(128)(flat)))
+        last_layer = nn.Dense(10)
+        hidden = nn.Dense(128)(flat)
+        return last_layer(nn.relu(hidden))
 
 
 def convolutions() -> tuple[Any, ...]:
@@ -59,8 +67,9 @@ def convolutions() -> tuple[Any, ...]:
     variables = jax.eval_shape(net.init, jax.random.key(0), images)
 
     def loss(variables, images, labels):
-        return optax.softmax_cross_entropy_with_integer_labels(
-            net.apply(variables, images), labels
-        ).mean()
+        logits = net.apply(variables, images)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean()
 
-    return sgd(loss), variables, images, Struct((8,), "int32")
+    labels = Struct((8,), "int32")
+    return sgd(loss), variables, images, labels
