@@ -129,10 +129,9 @@ def slice_bounds(instruction: Instruction) -> list[SliceBounds]:
     text = attribute(instruction, "slice")[1:-1]
     bounds = []
     for part in text.replace("[", "").split("],"):
-        parts = [int(number) for number in part.rstrip("]").strip(", ").split(":")]
-        if len(parts) == 2:
-            parts.append(1)
-        bounds.append(SliceBounds(*parts))
+        start, limit, *strides = map(int, part.rstrip("]").strip(", ").split(":"))
+        stride = strides[0] if strides else 1
+        bounds.append(SliceBounds(start=start, limit=limit, stride=stride))
     return bounds
 
 
@@ -140,10 +139,9 @@ def padding_of(instruction: Instruction) -> list[Padding]:
     """The padding of each dimension of a pad."""
     paddings = []
     for part in attribute(instruction, "padding").split("x"):
-        parts = [int(number) for number in part.split("_")]
-        if len(parts) == 2:
-            parts.append(0)
-        paddings.append(Padding(*parts))
+        low, high, *interiors = map(int, part.split("_"))
+        interior = interiors[0] if interiors else 0
+        paddings.append(Padding(low=low, high=high, interior=interior))
     return paddings
 
 
