@@ -132,23 +132,24 @@ def read_box(
     `data(i)` returns the elements of `shards[i]`. The result is `None` if the shards do
     not cover the box.
     """
-    number = first_with(box, shards)
-    if number is not None:
-        return data(number)[slices(box, shards[number])]
+    shard_number = first_with(box, shards)
+    if shard_number is not None:
+        return data(shard_number)[slices(box, shards[shard_number])]
     # Replicas of a shard are read once.
-    shard_numbers = {shard: number for number, shard in enumerate(shards)}
-    parts: dict[Box, Box] = {}
+    number_by_shard = {shard: shard_number for shard_number, shard in enumerate(shards)}
+    # The intersection of each shard with the box.
+    part_by_shard: dict[Box, Box] = {}
     covered_elements = 0
-    for shard in shard_numbers:
+    for shard in number_by_shard:
         part = common(shard, box)
         if part is not None:
-            parts[shard] = part
+            part_by_shard[shard] = part
             covered_elements += volume(part)
     if covered_elements < volume(box):
         return None
     array = np.empty(box_shape(box), data(0).dtype)
-    for shard, part in parts.items():
-        elements = data(shard_numbers[shard])
+    for shard, part in part_by_shard.items():
+        elements = data(number_by_shard[shard])
         inside_shard = slices(part, shard)
         array[slices(part, box)] = elements[inside_shard]
     return array

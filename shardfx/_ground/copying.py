@@ -25,9 +25,9 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
     """Copies `source` into `target`, in blocks if their memory orders differ and blocks
     are faster.
     """
-    is_alike = target.ndim == source.ndim
+    is_of_equal_rank = target.ndim == source.ndim
     dim = None
-    if is_alike:
+    if is_of_equal_rank:
         dim = block_dim(target.shape, target.strides, source.strides)
     copy_along(target, source, dim)
 
@@ -60,26 +60,34 @@ def block_dim(
     cache by then. The rows of a block are so short that their lines stay. A copy of
     16-bit numbers is then 5 times as fast.
     """
-    count = math.prod(shape)
-    if len(shape) < 2 or count < 8 * _LEAST_PER_BLOCK:
+    element_count = math.prod(shape)
+    if len(shape) < 2 or element_count < 8 * _LEAST_PER_BLOCK:
         return None
-    row = _contiguous_dim(shape, target_strides)
-    column = _contiguous_dim(shape, source_strides)
-    if row is None or column is None or row == column or shape[row] < 2 * _BLOCK:
+    row_dim = _contiguous_dim(shape, target_strides)
+    column_dim = _contiguous_dim(shape, source_strides)
+    if (
+        row_dim is None
+        or column_dim is None
+        or row_dim == column_dim
+        or shape[row_dim] < 2 * _BLOCK
+    ):
         return None
-    if source_strides[row] == 0:
+    if source_strides[row_dim] == 0:
         # The elements of a row are one element, which lies in one line.
         return None
-    # Lines that are 2048 bytes apart use only every 32nd set of the cache.
-    row_step = math.gcd(source_strides[row], _SETS_BYTES)
-    bytes_per_line = max(_LINE_BYTES, row_step)
-    if shape[row] * bytes_per_line <= _WAYS * _SETS_BYTES:
+    # The bytes of cache that each element of a row takes: lines that are 2048 bytes
+    # apart use only every 32nd set of the cache.
+    row_step = math.gcd(source_strides[row_dim], _SETS_BYTES)
+    cache_bytes_each = max(_LINE_BYTES, row_step)
+    # The lines of a whole row stay in the cache.
+    if shape[row_dim] * cache_bytes_each <= _WAYS * _SETS_BYTES:
         return None
     is_worth_it = (
-        shape[column] >= _BLOCK and count // shape[row] * _BLOCK >= _LEAST_PER_BLOCK
+        shape[column_dim] >= _BLOCK
+        and element_count // shape[row_dim] * _BLOCK >= _LEAST_PER_BLOCK
     )
     if is_worth_it:
-        return row
+        return row_dim
     return None
 
 
@@ -87,14 +95,15 @@ def _contiguous_dim(shape: Sequence[int], strides: Sequence[int]) -> int | None:
     """The dimension with the smallest positive stride, of those with more than one
     element; `None` if there is none.
     """
-    long = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim] > 0]
-    return min(long, key=lambda dim: strides[dim], default=None)
+    dims = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim] > 0]
+    return min(dims, key=lambda dim: strides[dim], default=None)
 
 
 _ALIGNMENT = 64
 
 
 def of_numpy(nbytes: int) -> np.ndarray:
+    """Uninitialised memory of `nbytes` bytes, as an array."""
     return np.empty(nbytes, np.uint8)
 
 
@@ -115,6 +124,7 @@ def buffers(
     """
     sizes = [aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in pairs]
     memory = allocate(sum(sizes) + _ALIGNMENT)
+    # The start of each array, and the end of the last one.
     starts = it.accumulate(
         sizes, initial=-memory.__array_interface__["data"][0] % _ALIGNMENT
     )

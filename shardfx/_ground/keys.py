@@ -55,8 +55,8 @@ def wrapped_as(data: Any, dtype: object) -> Any:
     """
     if not is_key(dtype):
         return data
-    kinds = {key_dtype: kind for kind, key_dtype in key_dtypes().items()}
-    return jax.random.wrap_key_data(data, impl=kinds[dtype])
+    kind_by_dtype = {key_dtype: kind for kind, key_dtype in key_dtypes().items()}
+    return jax.random.wrap_key_data(data, impl=kind_by_dtype[dtype])
 
 
 @ft.lru_cache(maxsize=1)

@@ -33,14 +33,16 @@ def called(form: str, **fixes: str) -> Callable[[Callable[P, R]], Callable[P, R]
     it does not take, with `form`, and with the fix or the similar name of the argument.
     """
 
-    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+    def decorator(function: Callable[P, R]) -> Callable[P, R]:
         @ft.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 return function(*args, **kwargs)
             except (TypeError, ValueError) as error:
+                # `errors.of_argument` marks the errors of wrong arguments.
                 if vars(error).pop("is_of_argument", False) and form not in str(error):
                     error.args = (f"{error} Write `{form}`.",)
+                # Not Python's error of arguments that the function does not take.
                 if not isinstance(error, TypeError) or is_bound(function, args, kwargs):
                     raise
                 hints = [_hint(function, name, fixes) for name in kwargs]
@@ -50,7 +52,7 @@ def called(form: str, **fixes: str) -> Callable[[Callable[P, R]], Callable[P, R]
         FORMS[call] = form
         return call
 
-    return decorated
+    return decorator
 
 
 def is_bound(
@@ -77,6 +79,7 @@ def _hint(function: Callable[..., object], name: str, fixes: Mapping[str, str]) 
         return f" (in its place is {fixes[name]})"
     for similar in difflib.get_close_matches(name, parameters, n=1):
         return f" (did you mean `{similar}=`?)"
+    # The public functions with `*args` take the arguments of a step there.
     if "args" in parameters:
         return " (what the step takes is given by position)"
     return ""
@@ -104,6 +107,7 @@ def refused(operation: str, fix: str) -> Callable[..., Any]:
 
 
 def _shown(value: object) -> str:
+    """The `repr` of a value, or its type if the `repr` is long."""
     text = repr(value)
     if len(text) > 60:
         return f"<{type(value).__name__}>"
@@ -112,7 +116,7 @@ def _shown(value: object) -> str:
 
 def lacking(
     fixes: Mapping[str, str],
-    others: Callable[[Any, str], str] | None = None,
+    fix_of: Callable[[Any, str], str] | None = None,
 ) -> Callable[[Any, str], NoReturn]:
     """A method `__getattr__`, which Python calls for an attribute that a value lacks.
     It raises `AttributeError`.
@@ -120,18 +124,19 @@ def lacking(
     **Arguments:**
 
     - `fixes`: by the name of an attribute, what to write instead.
-    - `others`: a function of the value and a name that returns what to write, or "".
+    - `fix_of`: for other names, a function of the value and the name that returns
+      what to write, or "".
     """
 
     def method(self: Any, name: str) -> NoReturn:
-        kind = type(self).__name__
-        head = f"{kind!r} object has no attribute {name!r}"
+        type_name = type(self).__name__
+        head = f"{type_name!r} object has no attribute {name!r}"
         # Copying and pickling ask for such names of values without fields.
         if name.startswith("_") and name not in fixes:
             raise AttributeError(head)
         fix = fixes.get(name, "")
-        if not fix and others is not None:
-            fix = others(self, name)
+        if not fix and fix_of is not None:
+            fix = fix_of(self, name)
         if not fix:
             for similar in difflib.get_close_matches(name, _public_names(self), n=1):
                 fix = f"`.{similar}`"
@@ -191,7 +196,7 @@ class Method:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _BoundMethod:
-    """A method of one value."""
+    """A method of one value, whose `repr` ends with `text`."""
 
     function: Callable[..., Any]
     instance: object

@@ -43,7 +43,7 @@ def absent(
 
     `JaxRuntimeError` if the coordination service fails.
     """
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while True:
         try:
             milliseconds = max(1, math.ceil(1000 * seconds))
@@ -58,7 +58,7 @@ def absent(
             )
             # After a missed barrier, the late process and those waiting at the next one
             # get this error.
-            if time.monotonic() < until and (
+            if time.monotonic() < deadline and (
                 str(me) in late or text.startswith("INTERNAL: Barrier")
             ):
                 continue
@@ -132,11 +132,11 @@ def exchanged_at_call(
         return {me: text}, ""
     call = client.key_value_increment(f"{name}/calls/{me}", 1)
     client.key_value_set(f"{name}/{call}/{me}", text)
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     texts: dict[int, str] = {}
     missing = []
     for process in processes:
-        wait_seconds = until - time.monotonic()
+        wait_seconds = deadline - time.monotonic()
         try:
             texts[process] = client.blocking_key_value_get(
                 f"{name}/{call}/{process}", max(1, math.ceil(1000 * wait_seconds))
@@ -146,12 +146,14 @@ def exchanged_at_call(
                 raise
             missing.append(process)
 
-    given_up = f"{name}/{call}/late"
+    # The key under which a process that missed others tells it to those that it missed.
+    late_key = f"{name}/{call}/late"
     if missing:
-        client.key_value_set(given_up, named(missing), True)
+        client.key_value_set(late_key, named(missing), True)
         return texts, named(missing)
     try:
-        return texts, client.key_value_try_get(given_up)
+        # Another process gave up, and says on whom.
+        return texts, client.key_value_try_get(late_key)
     except jax.errors.JaxRuntimeError as error:
         if not str(error).startswith("NOT_FOUND"):
             raise

@@ -53,6 +53,7 @@ class WatchedArguments:
         """The arrays in objects, such as modules of nnx, that the function put in the
         place of others and that are not in its `result`, by their paths.
         """
+        # What the function put into dicts and lists, which it may.
         refilled: list[object] = []
         for container, before in self._containers:
             refilled += _new_values(container, before)
@@ -69,6 +70,9 @@ class WatchedArguments:
 
 
 def _new_values(container: Any, before: Any) -> Iterator[object]:
+    """Yields the values that a dict or list holds and that its copy `before` does not
+    hold at the same place.
+    """
     if type(container) is dict:
         pairs = ((value, before.get(key)) for key, value in container.items())
     else:
@@ -80,15 +84,19 @@ def _new_values(container: Any, before: Any) -> Iterator[object]:
 
 def raise_if_updated(
     name: str,
-    words: Sequence[str],
+    argument_names: Sequence[str],
     watched: WatchedArguments,
     result: PyTree,
 ) -> None:
     """Raises `ProgramError` if the function called `name` has updated objects among its
-    arguments, and hides the new arrays from its `result`. `words` are the names of the
-    arguments.
+    arguments, and hides the new arrays from its `result`.
+
+    `watched` are the arguments as they were before the call, and `argument_names` their
+    names.
     """
-    updated = [_with_word(path, words) for path in watched.updated(result)]
+    updated = [
+        _with_argument_name(path, argument_names) for path in watched.updated(result)
+    ]
     if not updated:
         return
     others = f" and {len(updated) - 1} more" if len(updated) > 1 else ""
@@ -131,11 +139,13 @@ def may_be_updated(args: PyTree) -> bool:
         return False
 
     leaves = jax.tree.leaves(args, is_leaf=visit)
+    # The types of the inner nodes are left.
     kinds -= set(map(type, leaves))
     return not all(map(_is_fixed, kinds))
 
 
 def _is_fixed(kind: type) -> bool:
+    """Whether objects of a type do not change, or are containers that JAX copies."""
     if issubclass(kind, dict | list | tuple | eqx.Module | types.NoneType):
         return True
     return dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen
@@ -146,22 +156,29 @@ def leaves_arrays(fn: Callable[..., object]) -> bool:
     return bool(_left_in_variables(fn, set()))
 
 
-def _with_word(path: str, words: Sequence[str]) -> str:
+def _with_argument_name(path: str, argument_names: Sequence[str]) -> str:
     """The path of an array, with the argument's name in place of its number."""
     number, slash, rest = path.partition("/")
     position = int(number)
-    word = words[position] if position < len(words) else f"args[{position}]"
-    return f"{word}{slash}{rest}"
+    argument_name = (
+        argument_names[position]
+        if position < len(argument_names)
+        else f"args[{position}]"
+    )
+    return f"{argument_name}{slash}{rest}"
 
 
 def _left_in_variables(fn: Any, returned: set[int]) -> list[str]:
-    names = []
+    """The names of the variables around `fn` that hold traced arrays. `returned` has
+    the ids of arrays that do not count.
+    """
+    variable_names = []
     for name, value in _variables(fn).items():
         leaves = jax.tree.leaves(_contents(value))
         tracer_ids = [id(leaf) for leaf in leaves if isinstance(leaf, Tracer)]
         if not returned.issuperset(tracer_ids):
-            names.append(name)
-    return names
+            variable_names.append(name)
+    return variable_names
 
 
 def _variables(fn: Any) -> dict[str, object]:
@@ -169,18 +186,18 @@ def _variables(fn: Any) -> dict[str, object]:
     fn = inspect.unwrap(fn)
     while isinstance(fn, ft.partial):
         fn = inspect.unwrap(fn.func)
-    held: dict[str, object] = {}
+    owner: dict[str, object] = {}
     if isinstance(fn, types.MethodType):
-        held["self"] = fn.__self__
+        owner["self"] = fn.__self__
         fn = fn.__func__
     if not isinstance(fn, types.FunctionType):
-        return held
+        return owner
     try:
         variables = inspect.getclosurevars(fn)
     except ValueError:
         # A cell is empty: the function's own name, before it is bound.
-        return held
-    return {**variables.globals, **variables.nonlocals, **held}
+        return owner
+    return {**variables.globals, **variables.nonlocals, **owner}
 
 
 def _contents(value: object) -> object:

@@ -103,22 +103,25 @@ def joined_exactly(paths: Sequence[str]) -> list[tuple[str, int]]:
     """
     if len(paths) == 1:
         return [(paths[0], 1)]
-    first: dict[str, None] = {}
-    again: list[str] = []
+    distinct_paths: dict[str, None] = {}
+    repeated_paths: list[str] = []
     for path in paths:
-        if path in first:
-            again.append(path)
-        first[path] = None
-    rows = [tuple(_NUMBER.findall(path)) for path in first]
+        if path in distinct_paths:
+            repeated_paths.append(path)
+        distinct_paths[path] = None
+    numbers_of_paths = [tuple(_NUMBER.findall(path)) for path in distinct_paths]
     texts = []
-    for product in _products(rows, 0):
+    for product in _products(numbers_of_paths, 0):
         texts.append((_with_ranges(paths[0], product), len(product)))
-    if again:
-        texts += joined_exactly(again)
+    if repeated_paths:
+        texts += joined_exactly(repeated_paths)
     return texts
 
 
 def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
+    """A path with the range of its numbers in the place of each number. `rows` has the
+    numbers of every path that the text stands for.
+    """
     texts: list[str] = []
     for column in zip(*rows, strict=True):
         numbers = list(dict.fromkeys(column))
@@ -134,11 +137,12 @@ def _products(
     rows: Sequence[tuple[str, ...]],
     position: int,
 ) -> Iterator[Sequence[tuple[str, ...]]]:
-    """Divides rows of numbers into groups. Each group has every combination of its
-    numbers in the columns from `position` on.
+    """Divides rows, which have the numbers of one path each, into groups. Each group
+    has every combination of its numbers in the columns from `position` on.
 
     For example, (0, 5), (0, 6), (1, 5), (1, 6) are one group, and (0, 5), (1, 6) are
-    two, if `position` is 0.
+    two, if `position` is 0. Numbers of the column `position` are in one group if their
+    rows are equal in the other columns.
     """
     if position == len(rows[0]):
         yield rows
@@ -146,38 +150,45 @@ def _products(
     by_number: dict[str, list[tuple[str, ...]]] = {}
     for row in rows:
         by_number.setdefault(row[position], []).append(row)
-    parts: dict[object, list[tuple[str, ...]]] = {}
-    for number, group in by_number.items():
-        # A range would lose the zeros of `007`.
-        plain = None if str(int(number)) == number else number
-        others = frozenset(row[:position] + row[position + 1 :] for row in group)
-        parts.setdefault((plain, others), []).extend(group)
-    for part in parts.values():
-        yield from _products(part, position + 1)
+    rows_by_others: dict[object, list[tuple[str, ...]]] = {}
+    for number, rows_of_number in by_number.items():
+        # A range would lose the zeros of `007`, so such a number has a group alone.
+        padded = None if str(int(number)) == number else number
+        others = frozenset(
+            row[:position] + row[position + 1 :] for row in rows_of_number
+        )
+        rows_by_others.setdefault((padded, others), []).extend(rows_of_number)
+    for product in rows_by_others.values():
+        yield from _products(product, position + 1)
 
 
 def _ranges(numbers: list[int], most: int = _SHOWN_RUNS) -> str:
+    """Numbers in ascending order as a text with their ranges, such as `{0..3,7}`; a
+    single number without braces. Of more than `most` ranges, the text has the first
+    ones and the last, with ".." between them.
+    """
     if len(numbers) == 1:
         return str(numbers[0])
-    # The first and the last number of each run.
+    # The first and the last number of each range.
     bounds: list[list[int]] = []
     for number in numbers:
         if bounds and number == bounds[-1][1] + 1:
             bounds[-1][1] = number
         else:
             bounds.append([number, number])
-    runs = []
+    ranges = []
     for first, last in bounds:
-        run = f"{first}..{last}"
+        text = f"{first}..{last}"
         if first == last:
-            run = str(first)
-        runs.append(run)
-    if len(runs) > most:
-        first_runs = runs[: most - 1]
-        runs = [*first_runs, "..", runs[-1]]
-    return "{" + ",".join(runs) + "}"
+            text = str(first)
+        ranges.append(text)
+    if len(ranges) > most:
+        first_runs = ranges[: most - 1]
+        ranges = [*first_runs, "..", ranges[-1]]
+    return "{" + ",".join(ranges) + "}"
 
 
+# The short names of dtypes, as in `bf16` for `bfloat16`.
 _KINDS = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
 
 
@@ -204,24 +215,25 @@ def table(
             position = rows[0].index(name)
             rows = [row[:position] + row[position + 1 :] for row in rows]
     path_width = _widths(rows)[0]
-    room = width - (_line_width(rows) - path_width)
-    if path_width <= room:
+    # What the other columns leave for paths.
+    path_room = width - (_line_width(rows) - path_width)
+    if path_width <= path_room:
         return _lines(rows, right)
 
-    header, *others = rows
-    parts = [_heading_and_rest(path) for path, *_ in others]
+    header, *body = rows
+    headings_and_rests = [_heading_and_rest(path) for path, *_ in body]
     shown: list[tuple[str, ...]] = [header]
-    for (_, rest), (_, *cells) in zip(parts, others, strict=True):
+    for (_, rest), (_, *cells) in zip(headings_and_rests, body, strict=True):
         # If the rest of a path is still too long, it has a line of its own.
-        path = "" if len(rest) > room else rest
+        path = "" if len(rest) > path_room else rest
         shown.append((path, *cells))
     header_line, *lines = _lines(shown, right)
     printed = [header_line]
     last_heading = ""
-    for (heading, rest), line in zip(parts, lines, strict=True):
+    for (heading, rest), line in zip(headings_and_rests, lines, strict=True):
         if heading and heading != last_heading:
             printed.append(heading)
-        if len(rest) > room:
+        if len(rest) > path_room:
             printed.append(rest)
         printed.append(line)
         last_heading = heading
@@ -232,6 +244,7 @@ _GAP = 2
 
 
 def _widths(rows: Sequence[tuple[str, ...]]) -> list[int]:
+    """The width of each column, which is that of its longest cell."""
     return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
@@ -242,6 +255,9 @@ def _line_width(rows: Sequence[tuple[str, ...]]) -> int:
 
 
 def _lines(rows: Sequence[tuple[str, ...]], right: Collection[str]) -> list[str]:
+    """The lines of a table, with cells padded to the widths of their columns. Columns
+    named in `right` are right-aligned.
+    """
     header = rows[0]
     widths = _widths(rows)
     lines = []
@@ -290,6 +306,7 @@ def wrapped(text: str, width: int | None) -> str:
 
 
 def _wrapped(line: str, width: int) -> str:
+    """A line wrapped to `width`, with its own indent; a row of a table as it is."""
     indent = line[: len(line) - len(line.lstrip())]
     if _COLUMNS.search(line.lstrip()):
         return line

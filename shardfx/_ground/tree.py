@@ -114,8 +114,8 @@ def leaves_at(
     `UnknownPathError` if there is no such array, with a message that begins with
     `head`, and `RuleError` if the regex does not compile.
     """
-    arrays = list(itertools.compress(range(len(paths)), is_array))
-    positions = [position for position in arrays if paths[position] == where]
+    array_positions = list(itertools.compress(range(len(paths)), is_array))
+    positions = [position for position in array_positions if paths[position] == where]
     if positions:
         return positions
     try:
@@ -124,9 +124,11 @@ def leaves_at(
         raise RuleError(
             f"{where!r} is the path of no array, and no regex that compiles: {error}"
         ) from error
-    positions = [position for position in arrays if pattern.search(paths[position])]
+    positions = [
+        position for position in array_positions if pattern.search(paths[position])
+    ]
     if not positions:
-        near = near_paths(where, [paths[position] for position in arrays])
+        near = near_paths(where, [paths[position] for position in array_positions])
         raise UnknownPathError(
             f"{head} has this path, or one that the regex matches{near}"
         )
@@ -160,6 +162,7 @@ def is_number(leaf: object) -> bool:
 
 
 def _refuse_specs(leaves: list[Any], paths: tuple[str, ...]) -> None:
+    """Raises `LeafTypeError` for the first leaf that is a PartitionSpec or a sharding."""
     for leaf, path in zip(leaves, paths, strict=True):
         if isinstance(leaf, PartitionSpec | Sharding):
             raise of_argument(
@@ -187,6 +190,7 @@ def _columns_of(treedef: TreeDef) -> tuple[Any, Any, Any, Any]:
 
 
 def _walked(treedef: TreeDef) -> tuple[Any, Any, Any, Any]:
+    """The columns of `_columns_of`, made without its cache."""
     columns = _Columns(
         paths=[],
         templates=[],
@@ -244,51 +248,59 @@ def _append(
     # paths is built once. A repeated subtree, such as a layer or an expert, is walked
     # once, and its columns are copied under each prefix. Hashing a treedef is the slow
     # step: it is done once per child.
-    kinds: dict[TreeDef, int] = {}
-    numbers: list[int] = []
+    number_by_subtree: dict[TreeDef, int] = {}
+    subtree_numbers: list[int] = []
     for child in children:
-        numbers.append(kinds.setdefault(child, len(kinds)))
-    counts = collections.Counter(numbers)
+        subtree_numbers.append(
+            number_by_subtree.setdefault(child, len(number_by_subtree))
+        )
+    occurrences = collections.Counter(subtree_numbers)
     keys = _keys(treedef, data, len(children))
-    below: dict[int, _Columns] = {}
-    copies: dict[tuple[str, int], list[str]] = {}
-    for key, child, number in zip(keys, children, numbers, strict=True):
+    columns_by_subtree: dict[int, _Columns] = {}
+    templates_by_prefix: dict[tuple[str, int], list[str]] = {}
+    for key, child, subtree_number in zip(keys, children, subtree_numbers, strict=True):
         if not child.num_leaves:
             continue
-        path = prefix + slash + key
-        zeros = template + slash + key.translate(_ZEROS)
-        if counts[number] == 1 and key not in declared:
-            _append(child, path, zeros, out, seen, "/")
+        child_path = prefix + slash + key
+        child_template = template + slash + key.translate(_ZEROS)
+        if occurrences[subtree_number] == 1 and key not in declared:
+            _append(child, child_path, child_template, out, seen, "/")
             continue
-        columns = below.get(number)
-        if columns is None:
-            columns = below[number] = _columns(child, seen)
-        out.paths.extend(map(path.__add__, columns.paths))
+        child_columns = columns_by_subtree.get(subtree_number)
+        if child_columns is None:
+            child_columns = columns_by_subtree[subtree_number] = _columns(child, seen)
+        out.paths.extend(map(child_path.__add__, child_columns.paths))
         # All paths that differ only in digits have one template string, which Python
         # hashes once.
-        same = copies.get((zeros, number))
-        if same is None:
-            same = copies[zeros, number] = list(map(zeros.__add__, columns.templates))
-        out.templates.extend(same)
+        child_templates = templates_by_prefix.get((child_template, subtree_number))
+        if child_templates is None:
+            child_templates = templates_by_prefix[child_template, subtree_number] = (
+                list(map(child_template.__add__, child_columns.templates))
+            )
+        out.templates.extend(child_templates)
         declaration = declared.get(key)
         if declaration is None:
-            out.names.extend(columns.names)
-            out.stacked.extend(columns.stacked)
+            out.names.extend(child_columns.names)
+            out.stacked.extend(child_columns.stacked)
         else:
-            out.names.extend(_declared_names(declaration, columns.names))
+            out.names.extend(_declared_names(declaration, child_columns.names))
             _, stacked_names = declaration
-            out.stacked.extend(map(len(stacked_names).__add__, columns.stacked))
+            out.stacked.extend(map(len(stacked_names).__add__, child_columns.stacked))
 
 
 def _declared_names(
     declared: tuple[Any, tuple[Any, ...]],
-    below: list[Any],
+    inner_names: list[Any],
 ) -> list[Any]:
-    outer, stacked = declared
+    """The logical names of the leaves of an attribute. `declared` has the names that a
+    dataclass declares for the attribute, and those of its stacked dimensions;
+    `inner_names` has for each leaf the names that modules inside declare, or `None`.
+    """
+    own_names, stacked = declared
     leaf_names = []
-    for names in below:
+    for names in inner_names:
         if names is None:
-            names = outer
+            names = own_names
         if stacked and names is not None:
             # `()` means that no dimension is sharded. After stacked names, `...` means
             # the same for the other dimensions.
@@ -315,11 +327,15 @@ def _declared(cls: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 def _keys(treedef: TreeDef, data: tuple[type, Any], count: int) -> list[str]:
+    """The keys of the `count` children of a node, each as one segment of a path. `data`
+    is the type of the node, with what JAX keeps to make the node again.
+    """
     kind, aux = data
     if kind is dict:
         return list(map(str, aux))
     if kind is list or kind is tuple:
         return list(map(str, range(count)))
+    # The static data of a State has the markers of its entries.
     if kind is eqx.nn.State:
         return list(map(_state_key, aux, range(count)))
     # Only an instance knows the keys of its children. JAX demands that unflattening
