@@ -38,10 +38,10 @@ class CheckedPrograms:
     def __init__(self, check: Check, name: str):
         self._check = check
         self._name = name
-        self._passed: set[tuple[Any, ...]] = set()
+        self._passed_keys: set[tuple[Any, ...]] = set()
         # What decided which program the last call ran. Steps of a training loop get
         # the same objects, and comparing identities costs less than hashing.
-        self._last: tuple[Any, ...] = ()
+        self._last_key: tuple[Any, ...] = ()
 
     def before_run(
         self,
@@ -52,23 +52,27 @@ class CheckedPrograms:
         """Calls `check` with what `trace` returns if the program of these arguments did
         not pass before.
 
-        Raises `RefusedError` if `check` returns something false. Warns for the caller
-        of the function that calls this one if it returns a caution. A call inside
-        another traced function runs no program of its own, and is not checked.
+        `static` is the static argument of the jitted function, and `arrays` its arrays:
+        they decide which program runs. Raises `RefusedError` if `check` returns
+        something false. Warns for the caller of the function that calls this one if it
+        returns a caution. A call inside another traced function runs no program of its
+        own, and is not checked.
         """
-        kinds = {*map(type, arrays)}
-        if any(issubclass(kind, Tracer) for kind in kinds):
+        array_types = {*map(type, arrays)}
+        if any(issubclass(array_type, Tracer) for array_type in array_types):
             return
-        if all(map(is_placed, kinds)):
+        if all(map(is_placed, array_types)):
             types = [array.aval for array in arrays]
             shardings = [array.sharding for array in arrays]
         else:
             types, shardings = map(list, zip(*map(_type_of, arrays), strict=True))
-        parts = (static, *types, *shardings)
-        last = self._last
-        if len(parts) == len(last) and all(map(operator.is_, parts, last)):
+        program_key = (static, *types, *shardings)
+        last_key = self._last_key
+        if len(program_key) == len(last_key) and all(
+            map(operator.is_, program_key, last_key)
+        ):
             return
-        if parts not in self._passed:
+        if program_key not in self._passed_keys:
             if is_tracing():
                 return
             verdict = self._check(trace())
@@ -80,8 +84,8 @@ class CheckedPrograms:
             if isinstance(verdict, Cautious) and verdict.caution:
                 text = f"the program of `{self._name}` runs, and {verdict.caution}"
                 warnings.warn(text, UnjudgedWarning, stacklevel=3)
-            self._passed.add(parts)
-        self._last = parts
+            self._passed_keys.add(program_key)
+        self._last_key = program_key
 
 
 def _type_of(array: Any) -> tuple[Any, Any]:

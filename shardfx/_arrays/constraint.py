@@ -26,6 +26,7 @@ from .given import sharding_of
 
 
 def placed(leaves: list[Any], shardings: list[Any]) -> list[Any]:
+    """Puts arrays on the devices of their `shardings`, on one process or many."""
     if all(sharding.is_fully_addressable for sharding in shardings):
         return jax.device_put(leaves, shardings)
     return [
@@ -154,24 +155,27 @@ def constrain(
         # A constant of the traced function, which becomes a traced value.
         x = jax.device_put(x)
     mesh = _mesh_of(x, plan)
-    free = {
-        name: kind
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind != AxisType.Manual
+    free_axis_types = {
+        name: axis_type
+        for name, axis_type in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if axis_type != AxisType.Manual
     }
-    sizes = MeshSpec([(name, mesh.shape[name]) for name in free], axis_types=free)
+    free_mesh = MeshSpec(
+        [(name, mesh.shape[name]) for name in free_axis_types],
+        axis_types=free_axis_types,
+    )
     if strict is None:
         strict = plan.strict
     decision = decision_for(
         names_or_spec=names_or_spec,
         shape=x.shape,
         plan=plan.content,
-        mesh=sizes,
+        mesh=free_mesh,
         strict=strict,
         unmatched=unmatched,
     )
     if isinstance(x, Tracer):
-        decision = _in_order(decision, free, strict)
+        decision = _explicit_axes_first(decision, free_axis_types, strict)
         # The type of a value may have a mesh because the function closes over an array
         # on it. The program may still run on one device.
         if (
@@ -180,16 +184,19 @@ def constrain(
             and jax.sharding.get_abstract_mesh().empty
         ):
             x = _meant_for.bind(x, sizes=tuple(mesh.shape.items()))
-        for kind, constraint in (
+        # JAX refuses Auto axes in a `reshard`, and Explicit axes in a constraint.
+        for axis_type, constraint in (
             (AxisType.Explicit, jax.sharding.reshard),
             (AxisType.Auto, jax.lax.with_sharding_constraint),
         ):
-            axes = [name for name in free if free[name] == kind]
+            axes = [
+                name for name in free_axis_types if free_axis_types[name] == axis_type
+            ]
             if axes:
-                spec = _spec_over(decision.spec, axes, kind)
+                spec = _spec_over(decision.spec, axes, axis_type)
                 x = constraint(x, NamedSharding(mesh, spec))
     else:
-        x = _constrained_outside(x, decision.spec, mesh)
+        x = _constrained_outside_jit(x, decision.spec, mesh)
     if explain:
         return (x, decision)
     return x
@@ -215,30 +222,36 @@ def _require_array(x: object) -> None:
     )
 
 
-def _in_order(decision: Decision, kinds: dict[str, AxisType], strict: bool) -> Decision:
-    """The decision `decision`, with the mesh axes of each dimension in JAX's order inside
-    `jit`: Explicit axes before Auto axes.
+def _explicit_axes_first(
+    decision: Decision,
+    axis_types: dict[str, AxisType],
+    strict: bool,
+) -> Decision:
+    """The decision `decision`, with the mesh axes of each dimension in JAX's order
+    inside `jit`: Explicit axes before Auto axes.
 
-    `kinds` has the type of each mesh axis. Raises `SpecError` under `strict` if the
-    order changes.
+    `axis_types` has the type of each mesh axis. Raises `SpecError` under `strict` if
+    the order changes.
     """
     entries = []
     reasons = [*decision.reasons]
     for dim, entry in enumerate(entries_of(decision.spec)):
         axes = () if entry is UNCONSTRAINED else entry_axes(entry)
-        first = sorted(axes, key=lambda axis: kinds[axis] != AxisType.Explicit)
-        if strict and first != [*axes]:
+        explicit_first = sorted(
+            axes, key=lambda axis: axis_types[axis] != AxisType.Explicit
+        )
+        if strict and explicit_first != [*axes]:
             raise SpecError(
                 f"dim {dim} is to be cut by {axes}, of which JAX puts Explicit axes"
-                f" first inside `jit`; write {tuple(first)}, or give all axes of the"
+                f" first inside `jit`; write {tuple(explicit_first)}, or give all axes of the"
                 " mesh one type."
             )
-        if first != [*axes]:
+        if explicit_first != [*axes]:
             what = f"mesh axes {', '.join(f'`{axis}`' for axis in axes)}"
-            order = repr(tuple(first))
+            order = repr(tuple(explicit_first))
             why = reason_for(Code.reordered, dim, axes, what=what, order=order)
             reasons.append(why)
-        entries.append(tuple(first) if axes else entry)
+        entries.append(tuple(explicit_first) if axes else entry)
     return Decision(trimmed(entries, decision.spec), tuple(reasons))
 
 
@@ -250,19 +263,19 @@ def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
     `jit`, a mesh of one device with the plan's axes has priority over both. Raises
     `PlanMismatchError` if the names or sizes of the axes of the two meshes differ.
     """
-    planned = plan.content.any_mesh
-    context = jax.sharding.get_abstract_mesh()
-    if context.size == 1 and context.axis_names == planned.axis_names:
+    plan_mesh = plan.content.any_mesh
+    context_mesh = jax.sharding.get_abstract_mesh()
+    if context_mesh.size == 1 and context_mesh.axis_names == plan_mesh.axis_names:
         # The step is traced for one device, as `unsharded` traces it.
-        return context
+        return context_mesh
     sharding = sharding_of(x)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
-        return planned
+        return plan_mesh
     if not isinstance(x, Tracer):
         if plan.jax_mesh is not None:
-            return planned
+            return plan_mesh
         return sharding.mesh
-    if [*sharding.mesh.shape.items()] != [*planned.shape.items()]:
+    if [*sharding.mesh.shape.items()] != [*plan_mesh.shape.items()]:
         raise PlanMismatchError(
             f"the array lies on a mesh {MeshSpec.of(sharding.mesh)}, but the plan is"
             f" for {plan.mesh}; use the plan that its step was compiled with, or"
@@ -270,33 +283,40 @@ def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
         )
     # Types within `jit` have no devices. With the plan's own mesh, JAX compares its
     # devices with the program's.
-    is_typed_so = (
+    is_on_plan_mesh = (
         plan.jax_mesh is not None and sharding.mesh == plan.jax_mesh.abstract_mesh
     )
-    if is_typed_so:
-        return planned
+    if is_on_plan_mesh:
+        return plan_mesh
     return sharding.mesh
 
 
 def _spec_over(
     spec: PartitionSpec,
     axes: Sequence[str],
-    kind: AxisType,
+    axis_type: AxisType,
 ) -> PartitionSpec:
     """The spec without the mesh axes that are not in `axes`. All `axes` have the type
-    `kind`. Unless it is Auto, UNCONSTRAINED entries become `None`.
+    `axis_type`. Unless it is Auto, UNCONSTRAINED entries become `None`.
     """
-    parts: list[Any] = []
+    entries: list[Any] = []
     for entry in entries_of(spec):
         if entry is UNCONSTRAINED:
-            is_auto = kind == AxisType.Auto
-            parts.append(entry if is_auto else None)
+            is_auto = axis_type == AxisType.Auto
+            entries.append(entry if is_auto else None)
         else:
-            parts.append(tuple(axis for axis in entry_axes(entry) if axis in axes))
-    return trimmed(parts)
+            entries.append(tuple(axis for axis in entry_axes(entry) if axis in axes))
+    return trimmed(entries)
 
 
-def _constrained_outside(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> Any:
+def _constrained_outside_jit(
+    x: Any,
+    spec: PartitionSpec,
+    mesh: Mesh | AbstractMesh,
+) -> Any:
+    """An array with the sharding `spec` over `mesh`, outside of `jit`. Raises
+    `PlanMismatchError` for a mesh without devices.
+    """
     if not isinstance(mesh, Mesh):
         raise PlanMismatchError(
             "outside `jit`, an array can only be constrained on devices. This one, of"
@@ -316,7 +336,12 @@ def _constrained_outside(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh)
 _meant_for = Primitive("meant_for")
 
 
-def _lowered(ctx: Any, x: object, *, sizes: tuple[tuple[str, int], ...]) -> list[Any]:
+def _lowered_meant_for(
+    ctx: Any,
+    x: object,
+    *,
+    sizes: tuple[tuple[str, int], ...],
+) -> list[Any]:
     """Lowers the primitive `_meant_for`, whose result is its operand `x`.
 
     `ctx` is JAX's context of the lowering. `sizes` has the name and size of each axis
@@ -342,7 +367,7 @@ def _lowered(ctx: Any, x: object, *, sizes: tuple[tuple[str, int], ...]) -> list
 
 _meant_for.def_impl(lambda x, *, sizes: x)
 _meant_for.def_abstract_eval(lambda x, *, sizes: x)
-mlir.register_lowering(_meant_for, _lowered)
+mlir.register_lowering(_meant_for, _lowered_meant_for)
 ad.deflinear2(
     _meant_for, lambda cotangent, x, *, sizes: [_meant_for.bind(cotangent, sizes=sizes)]
 )

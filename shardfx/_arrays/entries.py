@@ -61,10 +61,13 @@ _NO_ENTRIES += (
 
 
 def _is_entry(node: object) -> bool:
+    """Whether `node` is `None` or a plan, which JAX would take for inner nodes of a
+    tree.
+    """
     return node is None or isinstance(node, ShardPlan)
 
 
-def _is_mistaken(node: object) -> bool:
+def _is_no_entry(node: object) -> bool:
     """Whether `node`, a value in `in_shardings` or `out_shardings`, is a mistake, such
     as a tuple of logical names.
     """
@@ -73,19 +76,18 @@ def _is_mistaken(node: object) -> bool:
     return {str} <= set(map(type, node)) <= {str, type(None), type(...)}
 
 
-def shardings_in(form: object, what: str) -> list[Any]:
-    """A list of `None` and each distinct sharding in `form`. The shardings in a plan
-    count too.
+def shardings_in(argument: object, what: str) -> list[Any]:
+    """A list of `None` and each distinct sharding in `argument`, the value of
+    `in_shardings` or of `out_shardings`. The shardings in a plan count too.
 
-    `form` is the value of `in_shardings` or of `out_shardings`, and `what` is the name
-    of that argument. Raises `PlanMismatchError` if `form` holds a value that is no
-    sharding, such as a PartitionSpec, which has no mesh.
+    `what` is the name of the argument. Raises `PlanMismatchError` if it holds a value
+    that is no sharding, such as a PartitionSpec, which has no mesh.
     """
     shardings = {None: None}
     for entry in jax.tree.leaves(
-        form, is_leaf=lambda node: _is_entry(node) or _is_mistaken(node)
+        argument, is_leaf=lambda node: _is_entry(node) or _is_no_entry(node)
     ):
-        if _is_mistaken(entry):
+        if _is_no_entry(entry):
             raise PlanMismatchError(
                 f"`{what}` holds {' '.join(repr(entry).split()):.80}, of type"
                 f" {type(entry).__name__}, which is no sharding; give a plan,"
@@ -97,21 +99,30 @@ def shardings_in(form: object, what: str) -> list[Any]:
     return list(shardings)
 
 
-def spread(form: object, tree: object, what: str, *, shapes: bool = True) -> list[Any]:
-    """The sharding that `form` gives to each leaf of `tree`; `None` for a leaf to which
-    it gives none.
+def spread(
+    entry_tree: object,
+    tree: object,
+    what: str,
+    *,
+    compare_shapes: bool = True,
+) -> list[Any]:
+    """The sharding that `entry_tree` gives to each leaf of `tree`; `None` for a leaf to
+    which it gives none.
 
-    Raises `PlanMismatchError` if `form` is no prefix of `tree`, or if an array does not
-    fit its plan or sharding.
+    Raises `PlanMismatchError` if `entry_tree` is no prefix of `tree`, or if an array
+    does not fit its plan or sharding.
 
     **Arguments:**
 
-    - `form`: a plan, a sharding, `None`, or a tree of these that is a prefix of `tree`.
+    - `entry_tree`: a plan, a sharding, `None`, or a tree of these that is a prefix of
+      `tree`.
     - `what`: the tree's name in messages.
-    - `shapes`: whether the shapes and dtypes of arrays are compared with those in the
-      plans. Paths always are.
+    - `compare_shapes`: whether the shapes and dtypes of arrays are compared with those
+      in the plans. Paths always are.
     """
-    entries, structure = jax.tree_util.tree_flatten_with_path(form, is_leaf=_is_entry)
+    entries_with_paths, structure = jax.tree_util.tree_flatten_with_path(
+        entry_tree, is_leaf=_is_entry
+    )
     try:
         parts = structure.flatten_up_to(tree)
     except ValueError as error:
@@ -125,25 +136,39 @@ def spread(form: object, tree: object, what: str, *, shapes: bool = True) -> lis
             " with `None` for a part that is to be taken as it comes."
         ) from error
     shardings: list[Any] = []
-    for (path, entry), part in zip(entries, parts, strict=True):
-        place = jax.tree_util.keystr(path, simple=True, separator="/")
+    for (path, entry), part in zip(entries_with_paths, parts, strict=True):
+        path_text = jax.tree_util.keystr(path, simple=True, separator="/")
         subject = what
-        if place:
-            subject = f"`{place}` of {what}"
-        shardings += _below(entry, part, subject, shapes)
+        if path_text:
+            subject = f"`{path_text}` of {what}"
+        shardings += _shardings_of_part(entry, part, subject, compare_shapes)
     return shardings
 
 
-def _below(entry: object, part: object, what: str, shapes: bool) -> list[Any]:
+def _shardings_of_part(
+    entry: object,
+    part: object,
+    what: str,
+    compare_shapes: bool,
+) -> list[Any]:
+    """The sharding that one entry gives to each leaf of `part`, the part of a tree that
+    the entry is for; `None` for a leaf to which it gives none.
+
+    `what` is the name of the part in messages. Raises `PlanMismatchError` if the paths
+    of arrays differ from those of a plan, or, with `compare_shapes`, if their shapes do
+    not fit.
+    """
     if isinstance(entry, ShardPlan):
         try:
-            index = (rows_of if shapes else aligned)(entry.content, flatten(part))
+            row_numbers = (rows_of if compare_shapes else aligned)(
+                entry.content, flatten(part)
+            )
         except PlanMismatchError as error:
             raise PlanMismatchError(
                 f"{what} is not the tree that its plan is for: {error}"
             ) from error
-        return at_leaves(entry.content.row_shardings, index)
-    if shapes and isinstance(entry, NamedSharding):
+        return at_leaves(entry.content.row_shardings, row_numbers)
+    if compare_shapes and isinstance(entry, NamedSharding):
         flat = flatten(part)
         for path, leaf in it.compress(
             zip(flat.paths, flat.leaves, strict=True), flat.is_array
@@ -180,7 +205,7 @@ def refuse_what_is_planned(fn: Any, plan: ShardPlan, error: Exception) -> None:
     the plan of its results. A module may also return another one like it.
     """
     with contextlib.suppress(PlanMismatchError):
-        spread(plan, fn, "", shapes=False)
+        spread(plan, fn, "", compare_shapes=False)
         raise LeafTypeError(
             f"`filter_jit` was given a {type(fn).__name__}, the tree that the plan in"
             " `out_shardings` is for, and called it; pass the function that makes it:"
@@ -189,6 +214,10 @@ def refuse_what_is_planned(fn: Any, plan: ShardPlan, error: Exception) -> None:
 
 
 def parameter_keys(signature: inspect.Signature) -> Keys:
+    """The key of the argument of each parameter, by the parameter's name. The keys are
+    a position; a name, if the parameter is given by name only; `int` for `*args`; `str`
+    for `**kwargs`.
+    """
     kinds = {inspect.Parameter.VAR_POSITIONAL: int, inspect.Parameter.VAR_KEYWORD: str}
     keys: Keys = {}
     for position, parameter in enumerate(signature.parameters.values()):
@@ -207,6 +236,7 @@ def at_key(table: Table, key: object) -> Any:
 
 
 def _positional(keys: Keys) -> list[str]:
+    """The names of the parameters that are given by position."""
     return [name for name, key in keys.items() if isinstance(key, int)]
 
 
@@ -278,11 +308,12 @@ def donated_by_key(donate: Any, keys: Keys) -> Table:
         "warn",
         "warn-except-first",
     ):
-        every = donate not in (False, "none")
+        is_every_donated = donate not in (False, "none")
+        # By key, as the positions of all other arguments are `int`.
         exceptions = {}
         if isinstance(donate, str) and donate.endswith("-except-first"):
             exceptions = {0: False}
-        return {int: every, str: every} | exceptions
+        return {int: is_every_donated, str: is_every_donated} | exceptions
     names = _positional(keys)
     is_variadic = int in keys.values()
     chosen = (donate,) if isinstance(donate, str | int) else tuple(donate)

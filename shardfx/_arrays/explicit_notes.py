@@ -31,7 +31,7 @@ def explicit_axes_noted(arrays: Sequence[Any]) -> contextlib.ExitStack:
         if axes is None:
             return
         text = _note(axes)
-        # A function that another one calls has noted it.
+        # A function of `filter_jit` inside this one may have added it.
         if text not in vars(error).get("__notes__", ()):
             error.add_note(text)
 

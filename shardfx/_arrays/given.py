@@ -64,7 +64,7 @@ def check_given(arrays: Iterable[Given]) -> None:
     """Raises `PlanMismatchError` if an array was deleted, if it has another sharding
     than its entry, or if it is passed twice and donated.
     """
-    seen: dict[int, Given] = {}
+    first_by_id: dict[int, Given] = {}
     for array in arrays:
         if _is_elsewhere(array):
             raise PlanMismatchError(
@@ -81,17 +81,17 @@ def check_given(arrays: Iterable[Given]) -> None:
                 " written over it. Use what that call returned, or leave the argument"
                 " out of `donate`."
             )
-        first = seen.setdefault(id(array.array), array)
+        first = first_by_id.setdefault(id(array.array), array)
         is_donated = first.is_donated or array.is_donated
         # JAX copies an array that is not committed, and the program donates the copy.
         if first is not array and is_donated and array.sharding is not None:
             are_donated = first.is_donated and array.is_donated
-            donated = "one of them is"
+            which = "one of them is"
             if are_donated:
-                donated = "both are"
+                which = "both are"
             raise PlanMismatchError(
                 f"{first.name} and {array.text} are one array, and"
-                f" {donated} donated: the"
+                f" {which} donated: the"
                 " program could write over what it still reads. Copy one of them"
                 " first: `jax.tree.map(jax.numpy.copy, tree)`; or leave the argument"
                 " out of `donate`."
@@ -108,11 +108,13 @@ def raise_if_donated_twice(
     """
     if "previously donated in the same call" not in str(error):
         return
-    numbers = [id(array) for array in arrays]
-    twins = [array for array in arrays if numbers.count(id(array)) > 1]
-    shown = "".join(f", {x.dtype}{list(x.shape)}," for x in twins[:1])
+    array_ids = [id(array) for array in arrays]
+    repeated_arrays = [array for array in arrays if array_ids.count(id(array)) > 1]
+    array_text = "".join(
+        f", {array.dtype}{list(array.shape)}," for array in repeated_arrays[:1]
+    )
     raise PlanMismatchError(
-        f"two arguments of `{name}` are one array{shown} and one of them is donated:"
+        f"two arguments of `{name}` are one array{array_text} and one of them is donated:"
         " the program could write over what it still reads. Copy one of them first:"
         " `jax.tree.map(jax.numpy.copy, tree)`; or leave the argument out of `donate`."
     ) from error
@@ -132,28 +134,32 @@ def _is_elsewhere(array: Given) -> bool:
         return False
     if expected.num_devices == 1 and sharding.is_fully_replicated:
         return memory_kind(sharding) != memory_kind(expected)
-    orders = {*filter(None, (_in_order(sharding), _in_order(expected)))}
-    return len(orders) > 1 or not has_same_shards(sharding, expected, array.array.shape)
+    device_orders = {
+        *filter(None, (_devices_in_order(sharding), _devices_in_order(expected)))
+    }
+    return len(device_orders) > 1 or not has_same_shards(
+        sharding, expected, array.array.shape
+    )
 
 
-def raise_apart(name: str, shardings: dict[str, list[Any]]) -> None:
+def raise_unless_same_devices(name: str, shardings: dict[str, list[Any]]) -> None:
     """Raises `PlanMismatchError` if two shardings have different devices, or the same
     devices in another order.
 
     `name` is the function's name in messages. `shardings` has two keys, "in_shardings"
     and "out_shardings", with the shardings in these arguments of `filter_jit`.
     """
-    pairs = []
-    for what, shardings_of_argument in shardings.items():
+    arguments_and_shardings = []
+    for argument, shardings_of_argument in shardings.items():
         for sharding in shardings_of_argument:
-            if _in_order(sharding):
-                pairs.append((what, sharding))
-    for what, sharding in pairs[1:]:
-        first_what, first = pairs[0]
-        if _in_order(sharding) != _in_order(first):
+            if _devices_in_order(sharding):
+                arguments_and_shardings.append((argument, sharding))
+    for argument, sharding in arguments_and_shardings[1:]:
+        first_argument, first = arguments_and_shardings[0]
+        if _devices_in_order(sharding) != _devices_in_order(first):
             raise PlanMismatchError(
-                f"an entry of `{what}` of `{name}` is{_devices_text(sharding)}, and an"
-                f" entry of `{first_what}` of `{name}` is{_devices_text(first)}; a compiled"
+                f"an entry of `{argument}` of `{name}` is{_devices_text(sharding)}, and an"
+                f" entry of `{first_argument}` of `{name}` is{_devices_text(first)}; a compiled"
                 " function runs on one set of devices in one order. Where plans are on"
                 " several meshes, give each a function of its own, and `reshard`"
                 " between them."
@@ -161,7 +167,7 @@ def raise_apart(name: str, shardings: dict[str, list[Any]]) -> None:
 
 
 @ft.lru_cache(maxsize=64)
-def _in_order(sharding: object) -> tuple[Any, ...]:
+def _devices_in_order(sharding: object) -> tuple[Any, ...]:
     """The devices of a sharding, in the order that a program uses; empty for an
     abstract mesh, and for no sharding.
     """
@@ -184,7 +190,7 @@ def _devices_text(sharding: object) -> str:
     """The devices of a sharding as a text, such as " on devices [0, 1]"; "" if it has
     none.
     """
-    ids = [device.id for device in _in_order(sharding)]
+    ids = [device.id for device in _devices_in_order(sharding)]
     if not ids:
         return ""
     noun = "devices"
@@ -234,6 +240,7 @@ def memory_kind(sharding: Sharding) -> str | None:
 
 
 def _reductions(sharding: Sharding) -> tuple[frozenset[str], ...]:
+    """The unreduced and the reduced axes of the spec of a sharding."""
     if isinstance(sharding, NamedSharding):
         return (sharding.spec.unreduced, sharding.spec.reduced)
     return (frozenset(), frozenset())
@@ -257,12 +264,12 @@ def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     if sharding is None and not isinstance(leaf, Tracer):
         if getattr(leaf, "committed", True):
             sharding = getattr(leaf, "sharding", None)
-    weak = getattr(leaf, "weak_type", False)
+    is_weak = getattr(leaf, "weak_type", False)
     return jax.ShapeDtypeStruct(
         leaf.shape,
         leaf.dtype,
         sharding=sharding,
-        weak_type=weak,
+        weak_type=is_weak,
     )
 
 

@@ -39,8 +39,8 @@ from .given import (
     check_given,
     is_abstract,
     is_placed,
-    raise_apart,
     raise_if_donated_twice,
+    raise_unless_same_devices,
     struct_of,
     without_devices,
 )
@@ -70,27 +70,28 @@ class _Form:
       arrays) and then every array.
     - `is_array`: for each leaf of the function and its arguments, whether it is an
       array.
-    - `statics`: the positions of the leaves that are no arrays.
-    - `has_data`: whether structures that are equal may hold different static data, such
-      as fields 1 and True.
-    - `watched`: the positions, among the arrays, of the first array of each sharding in
-      `in_shardings`. They are checked because JAX does not compare the devices of an
-      array with the same sharding as an earlier one.
+    - `static_positions`: the positions of the leaves that are no arrays.
+    - `compares_data`: whether structures that are equal may hold different static data,
+      such as fields 1 and True.
+    - `first_of_shardings`: the positions, among the arrays, of the first array of each
+      sharding in `in_shardings`. They are checked because JAX does not compare the
+      devices of an array with the same sharding as an earlier one.
     - `is_donating`: whether an array is donated.
-    - `alive`: the positions of the arrays to check for deletion: all if one is donated,
-      else `watched`.
+    - `checked_for_deletion`: the positions of the arrays to check for deletion: all if
+      one is donated, else `first_of_shardings`.
     - `last`: the static values of the last call, and its static argument; one tuple, so
       that threads do not mix them. To make the argument again takes 3.7 us.
-    - `shardings`: the shardings that the arrays of `watched` had at the last call.
+    - `shardings`: the shardings that the arrays of `first_of_shardings` had at the last
+      call.
     """
 
     run: Any
     is_array: tuple[bool, ...]
-    statics: list[int]
-    has_data: bool
-    watched: list[int]
+    static_positions: list[int]
+    compares_data: bool
+    first_of_shardings: list[int]
     is_donating: bool
-    alive: list[int]
+    checked_for_deletion: list[int]
     last: tuple[Sequence[Any], Static | None] = ((), None)
     shardings: list[Any] | None = None
 
@@ -115,25 +116,25 @@ class Jitted(Generic[P, R]):
     ):
         self._fn: Callable[..., R] = fn
         self._signature = inspect.signature(fn)
-        arrays, self._rest = eqx.partition(fn, _is_array)
+        arrays, self._fn_without_arrays = eqx.partition(fn, _is_array)
         # A function without arrays need not be flattened at each call.
         self._arrays = arrays if jax.tree.leaves(arrays) else None
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         entries = {"in_shardings": in_shardings, "out_shardings": out_shardings}
         shardings = {what: shardings_in(entry, what) for what, entry in entries.items()}
-        raise_apart(self._name, shardings)
-        self._results = shardings["out_shardings"]
+        raise_unless_same_devices(self._name, shardings)
+        self._result_shardings = shardings["out_shardings"]
         self._is_abstract = any(map(is_abstract, it.chain(*shardings.values())))
         self._keys = parameter_keys(self._signature)
-        self._in = entries_by_key(in_shardings, self._keys, self._name)
-        self._out = out_shardings
+        self._entries_in = entries_by_key(in_shardings, self._keys, self._name)
+        self._entry_out = out_shardings
         self._donated = donated_by_key(donate, self._keys)
         # With this number of positional arguments a call needs no `Signature.bind`.
-        self._arity: int | None = None
+        self._bare_arity: int | None = None
         if list(self._keys.values()) == list(range(len(self._keys))):
-            self._arity = len(self._keys)
-        self._form = ft.lru_cache(_FORMS)(self._form_of)
-        self._jit = ft.lru_cache(_FORMS)(self._jit_of)
+            self._bare_arity = len(self._keys)
+        self._cached_form = ft.lru_cache(_FORMS)(self._form_of)
+        self._cached_jit = ft.lru_cache(_FORMS)(self._jit_of)
         self._checked = None if check is None else CheckedPrograms(check, self._name)
         ft.update_wrapper(self, fn, updated=())
 
@@ -168,8 +169,8 @@ class Jitted(Generic[P, R]):
         try:
             out = run(static, *arrays)
         except (TypeError, ValueError, AttributeError) as error:
-            if self._arrays is not None and isinstance(self._out, ShardPlan):
-                refuse_what_is_planned(self._fn, self._out, error)
+            if self._arrays is not None and isinstance(self._entry_out, ShardPlan):
+                refuse_what_is_planned(self._fn, self._entry_out, error)
             if not isinstance(error, PlanMismatchError):
                 self._raise_for_arguments(error, static, arrays)
             raise
@@ -215,7 +216,7 @@ class Jitted(Generic[P, R]):
 
     def _first_mesh(self) -> MeshSpec | None:
         """The mesh of the first plan of the arguments and results."""
-        entries = [list(self._in.values()), self._out]
+        entries = [list(self._entries_in.values()), self._entry_out]
         is_plan = lambda node: isinstance(node, ShardPlan)
         for leaf in jax.tree.leaves(entries, is_leaf=is_plan):
             if is_plan(leaf):
@@ -224,16 +225,20 @@ class Jitted(Generic[P, R]):
 
     def _run_compiled(
         self,
-        lowered: Static,
+        compiled_static: Static,
         compiled: jax.stages.Compiled,
         args: Any,
         kwargs: Any,
     ) -> Any:
+        """Calls `compiled`, the program of this function for the static argument
+        `compiled_static`, with the arguments of a call. Raises `PlanMismatchError` if
+        the call has another static argument.
+        """
         _, static, arrays = self._ready(args, kwargs)
-        if static != lowered:
+        if static != compiled_static:
             raise PlanMismatchError(
                 f"`{self._name}` was compiled for other arguments: they differ in their"
-                f" structure, or in what is no array ({lowered.values!r:.60} then,"
+                f" structure, or in what is no array ({compiled_static.values!r:.60} then,"
                 f" {static.values!r:.60} now); lower it with what you call it with."
             )
         if self._checked is not None:
@@ -249,7 +254,7 @@ class Jitted(Generic[P, R]):
         """The `_Form` for the structure of a call, its static argument (all that is no
         array), and its arrays.
         """
-        if kwargs or len(args) != self._arity:
+        if kwargs or len(args) != self._bare_arity:
             try:
                 binding = self._signature.bind(*args, **kwargs)
             except TypeError as error:
@@ -258,10 +263,10 @@ class Jitted(Generic[P, R]):
             args = binding.args
             kwargs = binding.kwargs
         leaves, treedef = jax.tree.flatten((self._arrays, args, kwargs))
-        form = self._form(treedef, tuple(map(type, leaves)))
-        values = [leaves[position] for position in form.statics]
+        form = self._cached_form(treedef, tuple(map(type, leaves)))
+        values = [leaves[position] for position in form.static_positions]
         parts = values
-        if form.has_data:
+        if form.compares_data:
             parts = values + node_data(treedef)
         parts_of_last, static = form.last
         if (
@@ -284,25 +289,34 @@ class Jitted(Generic[P, R]):
         twice and donated.
         """
         form, static, arrays = self._bound(args, kwargs)
-        alive = [arrays[position] for position in form.alive]
-        shardings = [arrays[position].sharding for position in form.watched]
-        is_twice = form.is_donating and len({*map(id, alive)}) < len(alive)
-        are_deleted = [array.is_deleted() for array in alive]
-        if is_twice or shardings != form.shardings or True in are_deleted:
+        checked_arrays = [arrays[position] for position in form.checked_for_deletion]
+        shardings = [arrays[position].sharding for position in form.first_of_shardings]
+        is_given_twice = form.is_donating and len({*map(id, checked_arrays)}) < len(
+            checked_arrays
+        )
+        are_deleted = [array.is_deleted() for array in checked_arrays]
+        if is_given_twice or shardings != form.shardings or True in are_deleted:
             self._given(*static.tree(arrays))
             form.shardings = shardings
         return form.run, static, arrays
 
     def _form_of(self, treedef: Any, kinds: tuple[type, ...]) -> _Form:
+        """What a structure of the function's arrays and its arguments needs. `treedef`
+        is the structure, and `kinds` has the type of each leaf.
+
+        Raises `PlanMismatchError` if the structure does not fit the plans of
+        `in_shardings`.
+        """
         is_array = tuple(map(is_array_type, kinds))
+        # The trees with `_ARRAY` in place of each array, and "" in place of all else.
         without_values = Static(
             treedef=treedef,
             order=is_array,
             values=it.repeat(""),
         )
         fn, args, kwargs = without_values.tree(it.repeat(_ARRAY))
-        given_arrays = self._given(fn, args, kwargs, shapes=False)
-        self._check_taken(args, kwargs)
+        given_arrays = self._given(fn, args, kwargs, compare_shapes=False)
+        self._raise_if_entries_miss(args, kwargs)
         array_kinds = it.compress(kinds, is_array)
         placed = [
             position for position, kind in enumerate(array_kinds) if is_placed(kind)
@@ -311,17 +325,19 @@ class Jitted(Generic[P, R]):
         position_by_sharding = {
             given_arrays[position].expected: position for position in reversed(placed)
         }
-        watched = list(position_by_sharding.values())
+        first_of_shardings = list(position_by_sharding.values())
         shardings = tuple(entry.expected for entry in given_arrays)
         donated = tuple(entry.is_donated for entry in given_arrays)
         return _Form(
-            run=self._jit(shardings, donated),
+            run=self._cached_jit(shardings, donated),
             is_array=is_array,
-            statics=[position for position, yes in enumerate(is_array) if not yes],
-            has_data=any(map(_is_compared_by_value, node_data(treedef))),
-            watched=watched,
+            static_positions=[
+                position for position, yes in enumerate(is_array) if not yes
+            ],
+            compares_data=any(map(_is_compared_by_value, node_data(treedef))),
+            first_of_shardings=first_of_shardings,
             is_donating=any(donated),
-            alive=placed if any(donated) else watched,
+            checked_for_deletion=placed if any(donated) else first_of_shardings,
         )
 
     def _jit_of(self, shardings: tuple[Any, ...], donated: tuple[bool, ...]) -> Any:
@@ -335,8 +351,8 @@ class Jitted(Generic[P, R]):
         # The name that profiles show.
         traced.__name__ = traced.__qualname__ = self._fn_name
         out_shardings = None
-        if len(self._results) > 1:
-            out_shardings = Parted(self._results, None)
+        if len(self._result_shardings) > 1:
+            out_shardings = Parted(self._result_shardings, None)
         return jax.jit(
             traced,
             static_argnums=0,
@@ -378,14 +394,19 @@ class Jitted(Generic[P, R]):
         return dataclasses.replace(static, key=key)
 
     def _traced(self, static: Static, arrays: Sequence[Any]) -> Any:
+        """The results of the function, as `jax.jit` traces it. `static` has the
+        structure of the arguments and all values that are no arrays.
+        """
         fn, args, kwargs = static.tree(arrays)
         self._given(fn, args, kwargs)
-        run = self._fn if fn is None else eqx.combine(fn, self._rest)
-        words = {key: word for word, key in self._keys.items()}
+        run = self._fn if fn is None else eqx.combine(fn, self._fn_without_arrays)
+        name_by_key = {key: name for name, key in self._keys.items()}
         watched = WatchedArguments([*args, *kwargs.values()])
         with explicit_axes_noted(arrays):
             out = run(*args, **kwargs)
-        names = [words.get(number, f"args[{number}]") for number in range(len(args))]
+        names = [
+            name_by_key.get(number, f"args[{number}]") for number in range(len(args))
+        ]
         raise_if_updated(self._fn_name, [*names, *kwargs], watched, out)
         return self._parted(out)
 
@@ -394,25 +415,25 @@ class Jitted(Generic[P, R]):
         itself if all of them are arrays and there is one list.
         """
         leaves, treedef = jax.tree.flatten(out)
-        shardings = spread(self._out, out, f"what `{self._name}` returns")
-        statics: list[Any] = []
-        lists: list[list[Any]] = [[] for _ in self._results]
+        shardings = spread(self._entry_out, out, f"what `{self._name}` returns")
+        values: list[Any] = []
+        lists: list[list[Any]] = [[] for _ in self._result_shardings]
         # For each leaf, the number of its list; 0 for what is no array.
         order = []
         for leaf, sharding in zip(leaves, shardings, strict=True):
             if _is_array(leaf):
-                number = self._results.index(sharding)
+                number = self._result_shardings.index(sharding)
                 lists[number].append(leaf)
                 order.append(number + 1)
             else:
-                statics.append(leaf)
+                values.append(leaf)
                 order.append(0)
-        if len(lists) == 1 and not statics:
+        if len(lists) == 1 and not values:
             return out
         rest = Static(
             treedef=treedef,
             order=order,
-            values=statics,
+            values=values,
         )
         return Parted(lists, rest)
 
@@ -422,27 +443,38 @@ class Jitted(Generic[P, R]):
         args: Any,
         kwargs: Any,
         *,
-        shapes: bool = True,
+        compare_shapes: bool = True,
     ) -> list[Given]:
         """A description of each array that the function or its arguments hold.
 
         `fn` has the arrays of the function itself. Raises `PlanMismatchError` if the
-        paths of arrays differ from those in the plans, if `shapes` is True and their
-        shapes or dtypes differ, or if an array was deleted, has another sharding than
-        its entry, or is passed twice and donated.
+        paths of arrays differ from those in the plans, if `compare_shapes` is True and
+        their shapes or dtypes differ, or if an array was deleted, has another sharding
+        than its entry, or is passed twice and donated.
         """
         given_arrays = []
         trees = [(None, self._name, fn), *arguments(self._keys, args, kwargs)]
+        # The function itself has no key, and comes before the argument of number 0.
         for argument, (key, name, tree) in enumerate(trees, -1):
             what = f"`{name}`"
             if key is not None:
                 what = f"argument {_shown(key)} of `{self._name}`"
             leaves, treedef = jax.tree.flatten(tree)
             try:
-                shardings = spread(at_key(self._in, key), tree, what, shapes=shapes)
+                shardings = spread(
+                    at_key(self._entries_in, key),
+                    tree,
+                    what,
+                    compare_shapes=compare_shapes,
+                )
             except PlanMismatchError as error:
-                hint = self._fitting(key, tree, shapes) + self._named(key)
-                if isinstance(self._in.get(int), ShardPlan) and len(self._keys) > 1:
+                hint = self._hint_of_fitting_plan(
+                    key, tree, compare_shapes
+                ) + self._hint_of_names(key)
+                if (
+                    isinstance(self._entries_in.get(int), ShardPlan)
+                    and len(self._keys) > 1
+                ):
                     hint += (
                         " One plan is for all arguments: give a tuple, one entry for"
                         " each."
@@ -466,11 +498,11 @@ class Jitted(Generic[P, R]):
         check_given(given_arrays)
         return given_arrays
 
-    def _named(self, key: object) -> str:
-        """The end of a message about an argument whose entry is a dict that may be meant
-        to name parameters.
+    def _hint_of_names(self, key: object) -> str:
+        """The end of a message about an argument whose entry is a dict that may be
+        meant to name parameters.
         """
-        entry = at_key(self._in, key)
+        entry = at_key(self._entries_in, key)
         if not isinstance(entry, dict) or entry.keys() & self._keys.keys():
             return ""
         first = next(iter(self._keys), "model")
@@ -479,19 +511,24 @@ class Jitted(Generic[P, R]):
             f" `in_shardings={{{first!r}: plan}}`."
         )
 
-    def _fitting(self, key: object, tree: object, shapes: bool) -> str:
+    def _hint_of_fitting_plan(
+        self,
+        key: object,
+        tree: object,
+        compare_shapes: bool,
+    ) -> str:
         """The end of a message about an argument that does not fit its plan: the
         argument whose plan it fits, if there is one.
         """
-        for other, entry in self._in.items():
+        for other, entry in self._entries_in.items():
             if other == key or not isinstance(entry, ShardPlan):
                 continue
             with contextlib.suppress(PlanMismatchError):
-                spread(entry, tree, "", shapes=shapes)
+                spread(entry, tree, "", compare_shapes=compare_shapes)
                 return f" The plan of argument {_shown(other)} fits this argument."
         return ""
 
-    def _check_taken(self, args: Any, kwargs: Any) -> None:
+    def _raise_if_entries_miss(self, args: Any, kwargs: Any) -> None:
         """Raises `PlanMismatchError` if a parameter with an entry of `in_shardings`
         gets no argument while an argument with arrays has no entry. Then `in_shardings`
         probably names the wrong parameter.
@@ -502,20 +539,20 @@ class Jitted(Generic[P, R]):
         tree_by_key = {
             key: tree for key, _, tree in arguments(self._keys, args, kwargs)
         }
-        missing = []
-        for key, entry in self._in.items():
+        without_argument = []
+        for key, entry in self._entries_in.items():
             if entry is not None and key not in (int, str, *tree_by_key):
-                missing.append(key)
-        bare = []
+                without_argument.append(key)
+        without_entry = []
         for key, tree in tree_by_key.items():
             has_arrays = _ARRAY in jax.tree.leaves(tree)
-            if has_arrays and at_key(self._in, key) is None:
-                bare.append(key)
-        if missing and bare:
+            if has_arrays and at_key(self._entries_in, key) is None:
+                without_entry.append(key)
+        if without_argument and without_entry:
             raise PlanMismatchError(
-                f"`in_shardings` has an entry for argument {_shown(missing[0])} of"
+                f"`in_shardings` has an entry for argument {_shown(without_argument[0])} of"
                 f" `{self._name}{self._signature}`, which this call lacks, and none for"
-                f" argument {_shown(bare[0])}, which it has. Pass arguments by position"
+                f" argument {_shown(without_entry[0])}, which it has. Pass arguments by position"
                 " for a tuple, by name for a dict, or name them in the signature,"
                 " which `functools.wraps` keeps for decorators."
             )
@@ -561,9 +598,9 @@ class Jitted(Generic[P, R]):
                 returned.append(TracedArray(path, struct_of(leaf)))
             return tuple(returned)
         all_paths = tree_paths(out.rest.treedef)
-        lists = zip(out.lists, self._results, strict=True)
-        for number, (leaves, sharding) in enumerate(lists, 1):
-            is_in_list = [position == number for position in out.rest.order]
+        lists = zip(out.lists, self._result_shardings, strict=True)
+        for list_number, (leaves, sharding) in enumerate(lists, 1):
+            is_in_list = [position == list_number for position in out.rest.order]
             paths = it.compress(all_paths, is_in_list)
             for path, leaf in zip(paths, leaves, strict=True):
                 returned.append(TracedArray(path, struct_of(leaf, sharding)))
@@ -571,6 +608,7 @@ class Jitted(Generic[P, R]):
 
 
 def _is_compared_by_value(value: object) -> bool:
+    """Whether values of this type can be equal without being the same object."""
     return type(value).__eq__ is not object.__eq__
 
 

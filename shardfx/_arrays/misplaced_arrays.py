@@ -84,6 +84,7 @@ class Misplaced(tuple[MisplacedArray, ...]):
         return html_table(rows, right={"too much"}, below=[self._below()])
 
     def _below(self) -> str:
+        """The text under the table: how many arrays are misplaced, if any."""
         if not self:
             return "every array lies as the plan says"
         return (
@@ -92,6 +93,9 @@ class Misplaced(tuple[MisplacedArray, ...]):
         )
 
     def _table(self) -> list[tuple[str, ...]]:
+        """The rows of the table under its header. Arrays whose paths differ only in
+        numbers, and whose other cells are equal, are one row.
+        """
         groups: dict[tuple[Any, ...], list[MisplacedArray]] = {}
         for row in self:
             key = (
@@ -158,38 +162,48 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
     check_plan("plan", plan)
     content = plan.content
     flat = flatten(tree)
-    asked = [
+    planned_arrays = [
         (sharding, row.shape, row.dtype)
         for sharding, row in zip(content.row_shardings, content.rows, strict=True)
     ]
-    index = content.index
-    missing = ()
+    # For each leaf, the number of its row in the plan; -1 for a leaf without one.
+    row_numbers = content.index
+    missing_paths = ()
     if flat.paths != content.path_tree.paths:
-        numbers = dict(content.paths_and_rows)
+        number_by_path = dict(content.paths_and_rows)
         present = set(flat.paths)
-        index = [numbers.get(path, -1) for path in flat.paths]
-        missing = [
-            (path, i)
-            for path, i in content.paths_and_rows
-            if i >= 0 and path not in present
+        row_numbers = [number_by_path.get(path, -1) for path in flat.paths]
+        missing_paths = [
+            (path, row_number)
+            for path, row_number in content.paths_and_rows
+            if row_number >= 0 and path not in present
         ]
-    rows = []
-    for path, leaf, is_array, i in zip(
-        flat.paths, flat.leaves, flat.is_array, index, strict=True
+    found_rows = []
+    for path, leaf, is_array, row_number in zip(
+        flat.paths, flat.leaves, flat.is_array, row_numbers, strict=True
     ):
-        if i < 0 and not is_array:
+        if row_number < 0 and not is_array:
             continue
-        live = None
+        live_array = None
         if is_array:
-            live = (_sharding(path, leaf), leaf.shape, leaf.dtype)
-        rows.append(_misplaced_array(path, live, asked[i] if i >= 0 else None))
-    for path, i in missing:
-        rows.append(_misplaced_array(path, None, asked[i]))
-    misplaced_rows = [row for row in rows if row is not None]
+            live_array = (_sharding(path, leaf), leaf.shape, leaf.dtype)
+        found_rows.append(
+            _misplaced_array(
+                path,
+                live_array,
+                planned_arrays[row_number] if row_number >= 0 else None,
+            )
+        )
+    for path, row_number in missing_paths:
+        found_rows.append(_misplaced_array(path, None, planned_arrays[row_number]))
+    misplaced_rows = [row for row in found_rows if row is not None]
     return Misplaced(sorted(misplaced_rows, key=lambda row: -row.excess_bytes))
 
 
 def _sharding(path: str, leaf: Any) -> Sharding | None:
+    """The sharding of an array; `None` for a NumPy array. Raises `LeafTypeError` for a
+    traced array on Auto axes.
+    """
     if isinstance(leaf, np.ndarray | np.generic):
         return None
     if isinstance(leaf, Tracer):
@@ -244,6 +258,7 @@ def _shard_bytes(described: _Described) -> int:
 
 
 def _text(described: _Described | None) -> str:
+    """The text of an array in the table, from its sharding, shape and dtype."""
     if described is None:
         return "nothing"
     sharding, shape, dtype = described

@@ -42,6 +42,7 @@ def node_data(treedef: Any) -> list[Any]:
     keys that are not strings.
     """
     static_data: list[Any] = []
+    # The children of each node are added while the list is walked.
     nodes = [treedef]
     for node in nodes:
         kind, data = node.node_data() or (None, ())

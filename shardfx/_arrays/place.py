@@ -88,16 +88,16 @@ def shard(tree: object, plan: ShardPlan) -> PyTree:
                 " devices; make the arrays there, `filter_jit(make,"
                 " out_shardings=plan)(key)`, or load them, `checkpoint.load(path, plan)`."
             )
-    moved = [
+    array_positions = [
         position
-        for position, shaped in enumerate(flat.is_array)
-        if shaped and shardings[position] is not None
+        for position, is_array in enumerate(flat.is_array)
+        if is_array and shardings[position] is not None
     ]
     for position, array in zip(
-        moved,
+        array_positions,
         placed(
-            [leaves[position] for position in moved],
-            [shardings[position] for position in moved],
+            [leaves[position] for position in array_positions],
+            [shardings[position] for position in array_positions],
         ),
         strict=True,
     ):
@@ -152,9 +152,10 @@ def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:
     plan.
     """
     leaves = list(flat.leaves)
-    for position, number in enumerate(rows_of(plan.content, flat)):
-        if number >= 0:
-            row = plan.content.rows[number]
+    for position, row_number in enumerate(rows_of(plan.content, flat)):
+        # Leaves that are no arrays have the number -1.
+        if row_number >= 0:
+            row = plan.content.rows[row_number]
             leaves[position] = constrain(leaves[position], row.spec, plan, strict=True)
             if row.memory_kind is not None:
                 sharding = named_sharding(
@@ -165,6 +166,9 @@ def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:
 
 
 def _gathered_leaf(path: Any, leaf: object) -> Any:
+    """A leaf of the tree that `gather` returns. Raises `LeafTypeError` for a leaf
+    without values.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise LeafTypeError(
             f"{_array_text(path)} is a ShapeDtypeStruct, which has no values to gather; make"
@@ -183,6 +187,7 @@ def _gathered_leaf(path: Any, leaf: object) -> Any:
 
 
 def _gathered(leaf: jax.Array) -> Any:
+    """A whole array on the host. PRNG keys stay a JAX array."""
     if is_key(leaf.dtype):
         return wrapped(_gathered(raw(leaf)), leaf)
     if leaf.is_fully_addressable or leaf.is_fully_replicated:
@@ -219,11 +224,11 @@ def clear_caches() -> None:
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] == package
     ]
-    for thing in [thing for module in modules for thing in vars(module).values()]:
-        if isinstance(thing, _CACHED):
-            thing.cache_clear()
-        elif isinstance(thing, _JITTED):
-            thing.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+    for value in [value for module in modules for value in vars(module).values()]:
+        if isinstance(value, _CACHED):
+            value.cache_clear()
+        elif isinstance(value, _JITTED):
+            value.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @called("specs_of(tree)")
@@ -315,15 +320,15 @@ def known_sharding(path: object, leaf: object) -> Sharding | None:
     sharding = sharding_of(leaf)
     if isinstance(leaf, Tracer) and leaf.ndim and isinstance(sharding, NamedSharding):
         mesh = sharding.mesh
-        autos = [
+        auto_axes = [
             name
             for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
             if kind == AxisType.Auto and mesh.shape[name] > 1
         ]
-        if autos:
+        if auto_axes:
             raise LeafTypeError(
                 f"{_array_text(path)}, shape {leaf.shape}, is traced on a mesh with the Auto"
-                f" axes {tuple(autos)}: the compiler chooses how they cut it, and has"
+                f" axes {tuple(auto_axes)}: the compiler chooses how they cut it, and has"
                 " not yet. Look at what the compiled function returns; or use Explicit"
                 " axes, which are in the type."
             )
@@ -331,6 +336,7 @@ def known_sharding(path: object, leaf: object) -> Sharding | None:
 
 
 def _array_text(path: Any) -> str:
+    """The name of an array in messages, from its path in JAX's form."""
     where = jax.tree_util.keystr(path, simple=True, separator="/")
     if where:
         return f"array `{where}`"

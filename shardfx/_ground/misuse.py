@@ -19,7 +19,8 @@ FORMS: dict[Callable[..., object], str] = {}
 
 
 def called(form: str, **fixes: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The decorator of a function whose error for wrong arguments ends with a right call.
+    """The decorator of a function whose error for wrong arguments ends with a right
+    call.
 
     **Arguments:**
 

@@ -129,8 +129,8 @@ def raise_if_left(fn: Callable[..., object], result: PyTree) -> None:
 
 
 def may_be_updated(args: PyTree) -> bool:
-    """Whether some object in the arguments can be updated in place: one that is no dict,
-    list or tuple, no Equinox module and no frozen dataclass.
+    """Whether some object in the arguments can be updated in place: one that is no
+    dict, list or tuple, no Equinox module and no frozen dataclass.
     """
     kinds: set[type] = set()
 
