@@ -36,23 +36,31 @@ def with_arrays(args: object, *, mild: bool) -> PyTree:
     """
     leaves, structure = jax.tree.flatten(args)
     # Integers may be indices into a table, as tokens are.
-    lengths = []
+    table_lengths = []
     for leaf in leaves:
         if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, np.floating):
-                lengths.append(leaf.shape[0])
-    high = 2 if mild else max(lengths, default=2)
+                table_lengths.append(leaf.shape[0])
+    integer_bound = 2 if mild else max(table_lengths, default=2)
 
     new_leaves = []
     for seed, leaf in enumerate(leaves):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             sharding = _on_devices(leaf.sharding)
-            leaf = jax.device_put(_random(leaf, seed, high, mild), sharding)
+            leaf = jax.device_put(_random(leaf, seed, integer_bound, mild), sharding)
         new_leaves.append(leaf)
     return structure.unflatten(new_leaves)
 
 
-def _random(leaf: jax.ShapeDtypeStruct, seed: int, high: int, mild: bool) -> ArrayLike:
+def _random(
+    leaf: jax.ShapeDtypeStruct,
+    seed: int,
+    integer_bound: int,
+    mild: bool,
+) -> ArrayLike:
+    """Random numbers of a struct's shape and dtype, which `seed` decides. Integers are
+    below `integer_bound`. With `mild`, floats are positive.
+    """
     shape = leaf.shape
     dtype = leaf.dtype
     generator = np.random.default_rng(seed)
@@ -63,7 +71,9 @@ def _random(leaf: jax.ShapeDtypeStruct, seed: int, high: int, mild: bool) -> Arr
     if np.dtype(dtype).kind == "b":
         return generator.random(shape) < 0.5
     if jnp.issubdtype(dtype, np.integer):
-        integers = generator.integers(0, high, shape) if shape else np.ones(shape)
+        integers = (
+            generator.integers(0, integer_bound, shape) if shape else np.ones(shape)
+        )
         return integers.astype(dtype)
     numbers = generator.standard_normal(shape) / math.sqrt(max(shape[-2:-1], default=1))
     if mild:
@@ -111,8 +121,8 @@ def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTr
     of that size is reduced separately. This helps if a sequence is as long as a model
     is wide. A size that the step fixes, such as the number of heads, does not change.
     """
-    divisors: dict[Key, int] = {}
-    for number, arg in enumerate(args):
+    divisor_by_key: dict[Key, int] = {}
+    for argument_number, arg in enumerate(args):
         for leaf in jax.tree.leaves(arg):
             if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
                 continue
@@ -120,15 +130,16 @@ def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTr
             sharding = leaf.sharding
             if isinstance(sharding, NamedSharding):
                 counts = shard_counts(sharding.spec, leaf.ndim, sharding.mesh.shape)
+            # Smaller sizes must still be multiples of the numbers of shards.
             for dim, (size, count) in enumerate(zip(leaf.shape, counts, strict=True)):
-                for key in (size,), (size, number, dim):
-                    divisors[key] = math.lcm(divisors.get(key, 1), count)
+                for key in (size,), (size, argument_number, dim):
+                    divisor_by_key[key] = math.lcm(divisor_by_key.get(key, 1), count)
 
     new_sizes: dict[Key, int] = {}
-    for key in sorted(divisors, key=lambda key: (len(key), -key[0])):
+    for key in sorted(divisor_by_key, key=lambda key: (len(key), -key[0])):
         size = key[0]
         if (size,) not in new_sizes:
-            new_sizes |= _smaller(step, args, divisors, new_sizes, key)
+            new_sizes |= _smaller(step, args, divisor_by_key, new_sizes, key)
     return _resized(args, new_sizes)
 
 
@@ -141,7 +152,7 @@ _FACTORS = (1, 2, 3, 5, 7, *(2**power for power in range(2, 16)))
 def _smaller(
     step: Any,
     args: PyTree,
-    divisors: Mapping[Key, int],
+    divisor_by_key: Mapping[Key, int],
     reduced: Mapping[Key, int],
     key: Key,
 ) -> dict[Key, int]:
@@ -149,24 +160,25 @@ def _smaller(
     be traced; empty if there is none.
 
     The result also has new sizes for multiples of the old size, if `step` can be traced
-    only when these are reduced too. Unequal sizes get unequal new sizes. `divisors` has
-    by key a divisor of each new size, so that the shardings still divide the
-    dimensions. `reduced` has the sizes that were reduced before.
+    only when these are reduced too. Unequal sizes get unequal new sizes.
+    `divisor_by_key` has by key a divisor of each new size, so that the shardings still
+    divide the dimensions. `reduced` has the sizes that were reduced before.
     """
     size = key[0]
     # For each multiple of the size that is not reduced yet, its quotient.
     quotients = {}
-    for other in divisors:
-        if len(other) == 1 and other[0] % size == 0 and other not in reduced:
-            quotients[other] = other[0] // size
+    for multiple in divisor_by_key:
+        if len(multiple) == 1 and multiple[0] % size == 0 and multiple not in reduced:
+            quotients[multiple] = multiple[0] // size
     for factor in _FACTORS:
-        new_size = 2 * factor * divisors[key]
+        new_size = 2 * factor * divisor_by_key[key]
         if new_size >= size:
             continue
         with_multiples = {
-            other: new_size * quotient for other, quotient in quotients.items()
+            multiple: new_size * quotient for multiple, quotient in quotients.items()
         }
         for new_sizes in ({key: new_size}, with_multiples):
+            # Unequal sizes stay unequal.
             if not set(reduced.values()).isdisjoint(new_sizes.values()):
                 continue
             if _is_accepted(step, _resized(args, {**reduced, **new_sizes})):
@@ -175,6 +187,7 @@ def _smaller(
 
 
 def _is_accepted(step: Any, args: Sequence[PyTree]) -> bool:
+    """Whether `step` can be traced for these arguments."""
     try:
         jax.eval_shape(step, *args)
     except _REFUSED:
@@ -183,6 +196,11 @@ def _is_accepted(step: Any, args: Sequence[PyTree]) -> bool:
 
 
 def _resized(args: Sequence[PyTree], new_sizes: Mapping[Key, int]) -> list[PyTree]:
+    """The arguments with `jax.ShapeDtypeStruct`s of new sizes in place of arrays.
+    `new_sizes` has a size for all dimensions of an old size, or for one dimension of an
+    argument.
+    """
+
     def struct(number: int, leaf: object) -> Any:
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return leaf

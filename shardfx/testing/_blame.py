@@ -19,7 +19,7 @@ from ._tape import CARRY, Record
 # dimension; by this reduction, whose collective has not run yet; or "same" if all
 # devices have the whole.
 Role = int | Literal["same", "sum", "mean", "max"]
-MERGED = {"sum": np.sum, "mean": np.mean, "max": np.max}
+REDUCTIONS = {"sum": np.sum, "mean": np.mean, "max": np.max}
 _COLLECTIVES = frozenset(
     """
     psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant
@@ -89,17 +89,21 @@ def differences(values: object, reference: object) -> np.ndarray:
     return np.where(is_same, 0.0, distances)
 
 
-def allowed(exact: np.ndarray, others: Sequence[object], dtype: DType) -> float:
+def allowed(
+    exact: np.ndarray,
+    rounded_results: Sequence[object],
+    dtype: DType,
+) -> float:
     """The largest difference that rounding explains: eight times the effect of rounding
     on the reference, and a few units in the last place.
 
-    `exact` is the reference in float64, and `others` are the same result computed with
-    rounding. `dtype` is that of the result under the plan. For integers, the largest
-    difference is infinite if rounding changed them, and else 0.
+    `exact` is the reference in float64, and `rounded_results` are the same result
+    computed with rounding. `dtype` is that of the result under the plan. For integers,
+    the largest difference is infinite if rounding changed them, and else 0.
     """
     rounding = 0.0
-    for other in others:
-        largest = differences(other, exact).max(initial=0.0)
+    for result in rounded_results:
+        largest = differences(result, exact).max(initial=0.0)
         rounding = max(rounding, float(largest))
     if not jnp.issubdtype(dtype, np.inexact):
         # Rounding made two numbers equal, and one was chosen.
@@ -116,45 +120,51 @@ def compared(
     value: object,
     whole_record: Record,
     whole: Any,
-    most: float,
+    allowed_difference: float,
 ) -> Compared:
     """The comparison of an equation's result `value` under the plan with its result
     `whole` on one device.
 
     Inside a `shard_map` it is unknown whether the devices' values are shards of the
     whole, summands of it, or copies. Each possibility is tried, and the best match is
-    returned. `most` is the largest difference that rounding explains. `record` and
-    `whole_record` are the records of the two results.
+    returned. `allowed_difference` is the largest difference that rounding explains.
+    `record` and `whole_record` are the records of the two results.
     """
-    axes, shards = _by_device(record, np.asarray(value))
-    whole_axes, whole = _by_device(whole_record, np.asarray(whole))
+    axes, shards = _device_dims_first(record, np.asarray(value))
+    whole_axes, whole = _device_dims_first(whole_record, np.asarray(whole))
     whole = whole.reshape(whole.shape[len(whole_axes) :])
     is_in_loop = any(isinstance(entry, int) for entry in record.leading)
     best = Compared(False)
     best_rank = (-1, -math.inf)
     for roles, assembled in _assembled(axes, shards, whole.shape):
         distances = differences(assembled, np.broadcast_to(whole, assembled.shape))
-        # Dimensions of mesh axes along which each device has the whole.
-        copies = assembled.ndim - whole.ndim
-        is_same_by_turn = [bool(distances.max(initial=0.0) <= most)]
+        # The number of leading dimensions of mesh axes along which each device has the
+        # whole.
+        copy_dim_count = assembled.ndim - whole.ndim
+        is_same_by_turn = [bool(distances.max(initial=0.0) <= allowed_difference)]
         by_turn: tuple[bool, ...] = ()
         if is_in_loop:
-            of_turns = np.moveaxis(distances, copies, 0).reshape(whole.shape[0], -1)
-            is_same_by_turn = (of_turns.max(-1, initial=0.0) <= most).tolist()
+            of_turns = np.moveaxis(distances, copy_dim_count, 0).reshape(
+                whole.shape[0], -1
+            )
+            is_same_by_turn = (
+                of_turns.max(-1, initial=0.0) <= allowed_difference
+            ).tolist()
             by_turn = tuple(is_same_by_turn)
         right_turns = len(is_same_by_turn)
         if False in is_same_by_turn:
             right_turns = is_same_by_turn.index(False)
-        largest = float(distances.max(initial=0.0))
-        rank = (right_turns, -largest)
+        largest_difference = float(distances.max(initial=0.0))
+        # The roles with the most right iterations before a wrong one match best.
+        rank = (right_turns, -largest_difference)
         if rank > best_rank:
             best_rank = rank
             best = Compared(
                 is_same=all(is_same_by_turn),
                 roles=_roles_by_axis(axes, roles),
                 by_turn=by_turn,
-                difference=largest,
-                at=index_of_largest(distances)[copies:],
+                difference=largest_difference,
+                at=index_of_largest(distances)[copy_dim_count:],
                 scale=_scale_of(whole),
             )
         if best.is_same:
@@ -171,6 +181,7 @@ def index_of_largest(array: np.ndarray) -> tuple[int, ...]:
 
 
 def _scale_of(array: np.ndarray) -> float:
+    """The largest absolute value of an array; 1.0 for an array of bools."""
     if array.dtype == bool:
         return 1.0
     return float(np.abs(array).max(initial=0))
@@ -188,7 +199,7 @@ def _roles_by_axis(
     return roles_by_axis
 
 
-def _by_device(
+def _device_dims_first(
     record: Record,
     value: np.ndarray,
 ) -> tuple[list[tuple[str, int]], np.ndarray]:
@@ -203,6 +214,7 @@ def _by_device(
     device_dims = []
     backward_dims = []
     for dim, entry in enumerate(record.leading):
+        # The entry of a loop is 1 or -1, and that of a `shard_map` has its mesh axes.
         if not isinstance(entry, int):
             device_dims.append(dim)
             axes += entry
@@ -229,61 +241,65 @@ def _assembled(
     shard_shape = shards.shape[len(axes) :]
     if len(shard_shape) != len(shape):
         return
-    counts = []
+    shard_counts = []
     for shard_size, size in zip(shard_shape, shape, strict=True):
         if shard_size == 0 or size % shard_size:
             return
-        counts.append(size // shard_size)
+        shard_counts.append(size // shard_size)
 
-    choices = [_possible_roles(size, counts, shards.dtype) for _, size in axes]
+    choices = [_possible_roles(size, shard_counts, shards.dtype) for _, size in axes]
     # Reductions last.
     for roles in sorted(it.product(*choices), key=_number_of_reductions):
-        # For each dimension of the array, the mesh axes that shard it.
+        # For each dimension of the array, the mesh axes that shard it, and their
+        # product.
         axes_by_dim: list[list[int]] = [[] for _ in shape]
-        unsharding = []
+        unsharding_axes = []
         products = [1] * len(shape)
-        for number, (role, (_, size)) in enumerate(zip(roles, axes, strict=True)):
+        for axis_number, (role, (_, size)) in enumerate(zip(roles, axes, strict=True)):
             if isinstance(role, int):
-                axes_by_dim[role].append(number)
+                axes_by_dim[role].append(axis_number)
                 products[role] *= size
             else:
-                unsharding.append(number)
-        if products != counts:
+                unsharding_axes.append(axis_number)
+        if products != shard_counts:
             continue
 
         array = shards
-        for number, role in enumerate(roles):
-            if role in MERGED:
-                array = MERGED[role](array, axis=number, keepdims=True)
-        order = list(unsharding)
-        for dim, numbers in enumerate(axes_by_dim):
-            order += [*numbers, len(axes) + dim]
-        leading_sizes = [array.shape[number] for number in unsharding]
-        yield roles, array.transpose(order).reshape((*leading_sizes, *shape))
+        for axis_number, role in enumerate(roles):
+            if role in REDUCTIONS:
+                array = REDUCTIONS[role](array, axis=axis_number, keepdims=True)
+        dim_order = list(unsharding_axes)
+        for dim, axis_numbers in enumerate(axes_by_dim):
+            dim_order += [*axis_numbers, len(axes) + dim]
+        leading_sizes = [array.shape[axis_number] for axis_number in unsharding_axes]
+        yield roles, array.transpose(dim_order).reshape((*leading_sizes, *shape))
 
 
-def _possible_roles(size: int, counts: Sequence[int], dtype: Any) -> list[Any]:
-    """The roles that a mesh axis of `size` may have for an array with `counts` shards
-    along each dimension.
+def _possible_roles(size: int, shard_counts: Sequence[int], dtype: Any) -> list[Any]:
+    """The roles that a mesh axis of `size` may have for an array with `shard_counts`
+    shards along each dimension.
     """
     roles: list[Any] = ["same"]
     if size == 1:
         return roles
-    for dim, count in enumerate(counts):
+    for dim, count in enumerate(shard_counts):
         if count > 1 and count % size == 0:
             roles.append(dim)
     if jnp.issubdtype(dtype, np.inexact):
-        roles += MERGED.keys()
+        roles += REDUCTIONS.keys()
     elif dtype.kind != "b":
         roles.append("sum")
     return roles
 
 
 def _number_of_reductions(roles: Sequence[Role]) -> int:
-    return sum(role in MERGED for role in roles)
+    return sum(role in REDUCTIONS for role in roles)
 
 
-def aligned(ours: Sequence[Record], theirs: Sequence[Record]) -> dict[int, int]:
+def matched_equations(
+    ours: Sequence[Record],
+    theirs: Sequence[Record],
+) -> dict[int, int]:
     """Matches the equations of two evaluations of a step: a dict from numbers in `ours`
     to numbers in `theirs`.
 
@@ -317,7 +333,7 @@ class Blame:
         self.records = records
         self.comparisons = comparisons
         # For each loop, the first iteration that ends with a wrong carry.
-        self.turns: dict[int | None, int] = {}
+        self.wrong_turn_by_loop: dict[int | None, int] = {}
         for number, comparison in comparisons.items():
             record = records[number]
             by_turn = comparison.by_turn
@@ -325,9 +341,11 @@ class Blame:
                 continue
             # A carry that is wrong in one iteration was made in the one before.
             turn = by_turn.index(False) - 1
-            self.turns[record.loop] = min(self.turns.get(record.loop, turn), turn)
+            self.wrong_turn_by_loop[record.loop] = min(
+                self.wrong_turn_by_loop.get(record.loop, turn), turn
+            )
 
-    def is_same(self, number: int) -> bool:
+    def has_same_values(self, number: int) -> bool:
         """Whether the result of the equation `number` equals the result on one device.
 
         In a loop whose carry becomes wrong, only the first iteration that ends with a
@@ -336,12 +354,12 @@ class Blame:
         comparison = self.comparisons.get(number)
         if comparison is None:
             return False
-        turn = self.turns.get(self.records[number].loop)
+        turn = self.wrong_turn_by_loop.get(self.records[number].loop)
         if turn is None or not comparison.by_turn:
             return comparison.is_same
         return comparison.by_turn[turn] or self.records[number].primitive == CARRY
 
-    def is_loose(self, number: int, reader: Record | None) -> bool:
+    def leaves_unreduced(self, number: int, reader: Record | None) -> bool:
         """Whether the result of the equation `number` leaves its `shard_map` before the
         collective that reduces it.
 
@@ -354,21 +372,26 @@ class Blame:
             for entry in reader.leading:
                 if not isinstance(entry, int):
                     axes_around_reader.update(name for name, _ in entry)
-        return not axes_around_reader.issuperset(self.reductions(number))
+        return not axes_around_reader.issuperset(self.unreduced_axes(number))
 
-    def reductions(self, number: int) -> list[str]:
+    def unreduced_axes(self, number: int) -> list[str]:
         """The mesh axes over which the result of the equation `number` is not reduced
         yet.
         """
         if number not in self.comparisons:
             return []
         roles = self.comparisons[number].roles
-        return [axis for axis, role in roles.items() if role in MERGED]
+        return [axis for axis, role in roles.items() if role in REDUCTIONS]
 
     def is_right(self, number: int, reader: Record | None = None) -> bool:
+        """Whether the result of the equation `number`, as `reader` takes it, is right.
+        A negative number is that of an argument or a constant, which is right.
+        """
         if number < 0:
             return True
-        return self.is_same(number) and not self.is_loose(number, reader)
+        return self.has_same_values(number) and not self.leaves_unreduced(
+            number, reader
+        )
 
     def has_right_operands(self, number: int, excused: set[int]) -> bool:
         """Whether the operands of the equation `number` are right or among `excused`."""
@@ -378,23 +401,23 @@ class Blame:
                 return False
         return True
 
-    def fault(self, wrong: Sequence[int]) -> Fault | None:
+    def fault(self, wrong_results: Sequence[int]) -> Fault | None:
         """The first equation with a wrong result and right operands; `None` if all
         results are right.
 
-        The search goes from the equations `wrong`, which make the step's wrong results,
-        to the equations that made their wrong operands, and so on. If all equations
-        found in this way have wrong operands, the first of them is returned.
+        The search goes from the equations `wrong_results`, which make the step's wrong
+        results, to the equations that made their wrong operands, and so on. If all
+        equations found in this way have wrong operands, the first of them is returned.
         """
-        region, leaving = self.wrong_region(wrong)
-        if leaving and min(leaving) < min(region, default=math.inf):
-            return self.named(min(leaving), set())
-        excused = self.without_counterpart(region)
+        region, leaving_unreduced = self.wrong_region(wrong_results)
+        if leaving_unreduced and min(leaving_unreduced) < min(region, default=math.inf):
+            return self.fault_of(min(leaving_unreduced), set())
+        excused = self.excused_within(region)
         for number in sorted(region - excused):
             if self.has_right_operands(number, excused):
-                return self.named(number, region)
+                return self.fault_of(number, region)
         if region:
-            return self.named(min(region), region)
+            return self.fault_of(min(region), region)
         return None
 
     def wrong_region(self, wrong: Sequence[int]) -> tuple[set[int], list[int]]:
@@ -402,23 +425,23 @@ class Blame:
         those with right results that leave their `shard_map` before they are reduced.
         """
         region: set[int] = set()
-        leaving: list[int] = []
+        leaving_unreduced: list[int] = []
         # Equations, each with one that reads its result.
         waiting: list[tuple[int, Record | None]] = [(number, None) for number in wrong]
         while waiting:
             number, reader = waiting.pop()
             if number < 0:
                 continue
-            if not self.is_same(number):
+            if not self.has_same_values(number):
                 if number not in region:
                     region.add(number)
                     record = self.records[number]
                     waiting += [(operand, record) for operand in record.reads]
-            elif self.is_loose(number, reader):
-                leaving.append(number)
-        return region, leaving
+            elif self.leaves_unreduced(number, reader):
+                leaving_unreduced.append(number)
+        return region, leaving_unreduced
 
-    def without_counterpart(self, region: set[int]) -> set[int]:
+    def excused_within(self, region: set[int]) -> set[int]:
         """The equations that may be right although no array on one device equals their
         result.
 
@@ -439,44 +462,46 @@ class Blame:
                 excused.add(number)
         return excused
 
-    def named(self, first: int, region: set[int]) -> Fault:
-        """The `Fault` of the equation `first`, with the earlier equations that say most
-        about the cause.
+    def fault_of(self, number: int, region: set[int]) -> Fault:
+        """The `Fault` of the equation `number`, with the earlier equations that say
+        most about the cause.
 
-        `region` has the numbers of equations with wrong results. Of those on which
-        `first` depends, the Fault has the last collective, and the first and the last
+        `region` has the numbers of equations with wrong results. Of those on which the
+        equation depends, the Fault has the last collective, and the first and the last
         equation whose result has integers, such as indices. It also has the last
-        operand of `first` that still needs a sum, mean or maximum over devices. If
-        there are none of these, it has the last equation in `region` on which `first`
-        depends.
+        operand of the equation that still needs a sum, mean or maximum over devices. If
+        there are none of these, it has the last equation in `region` on which the
+        equation depends.
         """
-        behind = self.behind(first, region)
+        causes = self.causes_within(number, region)
         collectives = []
         indices = []
-        for number in behind:
-            record = self.records[number]
+        for cause in causes:
+            record = self.records[cause]
             if record.primitive in _COLLECTIVES:
-                collectives.append(number)
+                collectives.append(cause)
             if not jnp.issubdtype(record.dtype, np.inexact):
-                indices.append(number)
-        record = self.records[first]
-        unreduced = [operand for operand in record.reads if self.reductions(operand)]
+                indices.append(cause)
+        record = self.records[number]
+        unreduced = [
+            operand for operand in record.reads if self.unreduced_axes(operand)
+        ]
         sources = [*collectives[-1:], *unreduced[-1:], *indices[-1:], *indices[:1]]
         if not sources:
-            sources = behind[-1:]
+            sources = causes[-1:]
         return Fault(
-            number=first,
+            number=number,
             sources=tuple(dict.fromkeys(sources)),
-            turn=self.turns.get(record.loop),
+            turn=self.wrong_turn_by_loop.get(record.loop),
         )
 
-    def behind(self, first: int, region: set[int]) -> list[int]:
-        """The equations in `region` on which the equation `first` depends, in order."""
+    def causes_within(self, number: int, region: set[int]) -> list[int]:
+        """The equations in `region` on which the equation `number` depends, in order."""
         seen: set[int] = set()
-        waiting = [first]
+        waiting = [number]
         while waiting:
             operands = self.records[waiting.pop()].reads
             new = region.intersection(operands) - seen
             seen |= new
             waiting += new
-        return sorted(seen - {first})
+        return sorted(seen - {number})

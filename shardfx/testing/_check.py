@@ -26,11 +26,11 @@ from ._args import shrunk, with_arrays
 from ._blame import (
     Blame,
     Compared,
-    aligned,
     allowed,
     compared,
     differences,
     index_of_largest,
+    matched_equations,
 )
 from ._played import NARROW, WIDE, Played, Traced, traced_step
 from ._story import story_of
@@ -199,14 +199,14 @@ def check_step(
     step_args = shrunk(step, args) if shrink else args
     refutations: tuple[Refutation, ...] = ()
     if reference is None and mesh is None:
-        refutations = _refutations(step, step_args)
+        refutations = _refutations_of(step, step_args)
     arrays = with_arrays(step_args, mild=False)
-    checked = _compared(step, arrays, reference, mesh)
+    checked = _checked_step(step, arrays, reference, mesh)
     leaves = jax.tree.leaves(step_args)
     has_structs = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     if has_structs and not checked.is_finite:
         arrays = with_arrays(step_args, mild=True)
-        checked = _compared(step, arrays, reference, mesh)
+        checked = _checked_step(step, arrays, reference, mesh)
     if not refutations:
         return checked
     sources = [refutation.source for refutation in refutations]
@@ -218,7 +218,7 @@ def check_step(
     )
 
 
-def _refutations(step: Any, args: Sequence[object]) -> tuple[Refutation, ...]:
+def _refutations_of(step: Any, args: Sequence[object]) -> tuple[Refutation, ...]:
     """What `verify` says is wrong with a step; nothing if there is nothing to read: no
     mesh, or a program that XLA refuses, whose error its run raises.
 
@@ -236,11 +236,12 @@ def _refutations(step: Any, args: Sequence[object]) -> tuple[Refutation, ...]:
 
 
 def _has_shard_map(jaxpr: object) -> bool:
+    """Whether a jaxpr has a `shard_map` at any depth."""
     names = {equation.primitive.name for equation in equations_in(jaxpr)}
     return "shard_map" in names
 
 
-def _compared(
+def _checked_step(
     step: Any,
     args: Sequence[Any],
     reference: Any,
@@ -249,7 +250,8 @@ def _compared(
     """The comparison that `check_step` returns, for `args` without ShapeDtypeStructs.
 
     `reference` is a function with right results; `None` for `step` itself. `mesh` is
-    the mesh of the plan, if known.
+    the mesh of the plan, if known. In the code, "ours" is the step under its plan, and
+    "theirs" is the reference.
     """
     ours = traced_step(step, args)
     device = _first_device(ours.arrays) if mesh is None else mesh.devices.flat[0]
@@ -266,33 +268,33 @@ def _compared(
             )
         theirs = traced_step(reference, copies)
         theirs = theirs._replace(arrays=list(map(on_one_device, theirs.arrays)))
-    exactly = Played(theirs, alone=True, wide=np.float64)
-    exact, _ = exactly()
-    compare = ft.partial(_checked_outputs, ours.paths, exact)
+    exact_program = Played(theirs, alone=True, wide=np.float64)
+    exact_results, _ = exact_program()
+    checked_outputs = ft.partial(_checked_outputs, ours.paths, exact_results)
 
     results = ours.run(*map(jax.numpy.copy, ours.arrays))
     results = list(map(np.asarray, results))
-    rounded = exactly.rounded_results(NARROW)
-    outputs = compare(results, rounded)
+    rounded_results = exact_program.rounded_results(NARROW)
+    outputs = checked_outputs(results, rounded_results)
     if not _are_right(outputs):
         in_own_dtypes, _ = Played(theirs, alone=True)()
-        outputs = compare(results, [*rounded, in_own_dtypes])
+        outputs = checked_outputs(results, [*rounded_results, in_own_dtypes])
     is_narrow = re.search(r"\b(b?f16|f8_\w+)\[", str(ours.closed)) is not None
     wide = None
     if is_narrow and _are_right(outputs):
         # An error that bfloat16 hides shows in float32.
         wide = np.float32
         in_float32, _ = Played(ours, alone=False, wide=wide)()
-        outputs = compare(in_float32, exactly.rounded_results(WIDE))
+        outputs = checked_outputs(in_float32, exact_program.rounded_results(WIDE))
 
-    floats = [array for array in exact if array.dtype.kind in "fc"]
+    floats = [array for array in exact_results if array.dtype.kind in "fc"]
     checked = CheckedStep(
         outputs=tuple(outputs),
         is_finite=all(np.isfinite(array).all() for array in floats),
     )
     if checked:
         return checked
-    return _blamed(ours, theirs, checked, wide)
+    return _with_fault(ours, theirs, checked, wide)
 
 
 def _first_device(arrays: Sequence[Any]) -> Any:
@@ -311,13 +313,13 @@ def _of_one_device(mesh: Mesh) -> Mesh:
     return Mesh(first_device, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def _typed_as(mesh: Mesh, copy: object, leaf: object) -> object:
-    """`copy`, with the spec of `leaf` over `mesh` in its type if the axes are Explicit.
-    A `shard_map` compares it with its `in_specs`.
+def _typed_as(mesh: Mesh, copy: object, array: object) -> object:
+    """`copy`, with the spec of `array` over `mesh` in its type if the axes are
+    Explicit. A `shard_map` compares it with its `in_specs`.
     """
-    if not isinstance(leaf, jax.Array) or not mesh.abstract_mesh.explicit_axes:
+    if not isinstance(array, jax.Array) or not mesh.abstract_mesh.explicit_axes:
         return copy
-    sharding = leaf.sharding
+    sharding = array.sharding
     if not isinstance(sharding, NamedSharding):
         return copy
     if sharding.mesh.axis_names != mesh.axis_names:
@@ -339,16 +341,16 @@ def _checked_outputs(
     paths: Sequence[str],
     exact: Sequence[np.ndarray],
     results: Sequence[np.ndarray],
-    others: Sequence[Sequence[np.ndarray]],
+    rounded_results: Sequence[Sequence[np.ndarray]],
 ) -> list[CheckedOutput]:
     """The comparison of a step's `results` with `exact`, those of the reference in
     float64.
 
-    `others` are results of the reference with rounding. They show which differences
-    rounding explains.
+    `rounded_results` are results of the reference with rounding. They show which
+    differences rounding explains.
     """
     outputs: list[CheckedOutput] = []
-    rows = zip(paths, results, exact, *others, strict=True)
+    rows = zip(paths, results, exact, *rounded_results, strict=True)
     for path, result, exact_result, *rounded in rows:
         distances = differences(result, exact_result)
         output = CheckedOutput(
@@ -365,7 +367,7 @@ def _are_right(outputs: Sequence[CheckedOutput]) -> bool:
     return all(output.is_right for output in outputs)
 
 
-def _blamed(
+def _with_fault(
     ours: Traced,
     theirs: Traced,
     checked: CheckedStep,
@@ -385,30 +387,30 @@ def _blamed(
             f" {error!s:.200}"
         )
         return dataclasses.replace(checked, story=(refusal,))
-    exactly = Played(theirs, alone=True, wide=np.float64, with_values=True)
+    exact_program = Played(theirs, alone=True, wide=np.float64, with_values=True)
     _, values = played()
-    _, exact_values = exactly()
+    _, exact_values = exact_program()
     rounding = WIDE if wide else NARROW
-    rounded_values = exactly.rounded_values(rounding)
+    rounded_values = exact_program.rounded_values(rounding)
     records = played.tape.records
-    exact_records = exactly.tape.records
+    exact_records = exact_program.tape.records
     comparisons: dict[int, Compared] = {}
-    for number, exact_number in aligned(records, exact_records).items():
+    for number, exact_number in matched_equations(records, exact_records).items():
         if number not in values or exact_number not in exact_values:
             continue
         value = np.asarray(values[number])
-        exact = np.asarray(exact_values[exact_number])
+        exact_value = np.asarray(exact_values[exact_number])
         rounded = [values_of_seed[exact_number] for values_of_seed in rounded_values]
         comparisons[number] = compared(
             record=records[number],
             value=value,
             whole_record=exact_records[exact_number],
-            whole=exact,
-            most=allowed(exact, rounded, value.dtype),
+            whole=exact_value,
+            allowed_difference=allowed(exact_value, rounded, value.dtype),
         )
 
     wrong = []
-    for number, output in zip(played.numbers, checked.outputs, strict=True):
+    for number, output in zip(played.result_numbers, checked.outputs, strict=True):
         if not output.is_right:
             wrong.append(number)
     fault = Blame(records, comparisons).fault(wrong)

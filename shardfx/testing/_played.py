@@ -42,12 +42,15 @@ class Traced(NamedTuple):
 
 
 def traced_step(step: Callable[..., object], args: Sequence[object]) -> Traced:
+    """The step `step`, traced as a function of the arrays in `args`. Leaves that are no
+    arrays are constants of it.
+    """
     arrays, static = eqx.partition(args, eqx.is_array)
-    leaves, structure = jax.tree.flatten(arrays)
-    paths: list[str] = []
+    leaves, args_structure = jax.tree.flatten(arrays)
+    result_paths: list[str] = []
 
     def run(*leaves: jax.Array) -> list[Any]:
-        combined = eqx.combine(structure.unflatten(leaves), static)
+        combined = eqx.combine(args_structure.unflatten(leaves), static)
         watched = WatchedArguments(combined)
         result = step(*combined)
         # What it changes in modules of nnx is a result too.
@@ -55,21 +58,22 @@ def traced_step(step: Callable[..., object], args: Sequence[object]) -> Traced:
         if updates:
             result = (result, updates)
         flat = flatten(result)
-        paths.clear()
-        outs = []
+        result_paths.clear()
+        results = []
         for path, leaf, is_array in zip(
             flat.paths, flat.leaves, flat.is_array, strict=True
         ):
             if is_array:
-                paths.append(path)
-                outs.append(raw(leaf))
-        return outs
+                result_paths.append(path)
+                results.append(raw(leaf))
+        return results
 
     closed = jax.make_jaxpr(run)(*leaves)
+    # A jitted step is compiled as it was jitted, and a function at least cost.
     fast_run = run
     if not isinstance(step, JaxJitted | EquinoxJitted):
         fast_run = jax.jit(run, compiler_options=_QUICKLY)
-    return Traced(run=fast_run, closed=closed, arrays=leaves, paths=paths)
+    return Traced(run=fast_run, closed=closed, arrays=leaves, paths=result_paths)
 
 
 class Played:
@@ -91,33 +95,35 @@ class Played:
     ):
         self.arrays = traced.arrays
         # The numbers of the step's results, in `Tape.records`.
-        self.numbers: list[int] = []
+        self.result_numbers: list[int] = []
         self.tape = Tape(alone=alone, wide=wide)
         tape = self.tape
         is_rounded = wide == np.float64
 
+        # `noise` has the kind of rounding, and the odd number that `__call__` makes.
         def run(arrays: list[Any], noise: Any) -> Any:
             tape.records.clear()
             tape.bodies.clear()
             tape.values = {}
             tape.noise = None
             if is_rounded:
-                kind, odd = noise
-                mixed = odd.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-                tape.noise = (kind, mixed)
+                rounding, odd_seed = noise
+                # The fraction of the golden ratio, so that all bits of the seed change.
+                mixed_seed = odd_seed.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+                tape.noise = (rounding, mixed_seed)
             args = list(map(tape.widened, arrays))
             closed = traced.closed
-            outs, self.numbers[:] = tape.run(
-                closed.jaxpr, closed.consts, args, tape.unknown(arrays)
+            outs, self.result_numbers[:] = tape.run(
+                closed.jaxpr, closed.consts, args, tape.new_numbers(arrays)
             )
             if not with_values:
                 return outs, {}
             return outs, tape.values
 
         # A reference runs without a mesh.
-        context = without_mesh() if alone else contextlib.nullcontext()
+        mesh_context = without_mesh() if alone else contextlib.nullcontext()
         noise = (np.array(0, np.int32), np.array(0, np.uint32))
-        with jax.enable_x64(is_rounded), context:
+        with jax.enable_x64(is_rounded), mesh_context:
             lowered = jax.jit(run).lower(self.arrays, noise)
             self.compiled = lowered.compile(_QUICKLY)
 
@@ -138,7 +144,7 @@ class Played:
         return list(map(np.asarray, outs)), values
 
     def rounded_results(self, kind: int) -> list[list[np.ndarray]]:
-        """The results of the step for each seed."""
+        """The results of the step for each seed. `kind` is that of `__call__`."""
         results = []
         for seed in _SEEDS:
             outs, _ = self(kind, seed)
@@ -146,7 +152,7 @@ class Played:
         return results
 
     def rounded_values(self, kind: int) -> list[dict[int, Any]]:
-        """The results of the equations for each seed."""
+        """The results of the equations for each seed. `kind` is that of `__call__`."""
         values_by_seed = []
         for seed in _SEEDS:
             _, values = self(kind, seed)

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from .._ground.text import array_text, spec_text
 from .._step import Frame, place_text
 from ..cost import traffic
-from ._blame import MERGED, Compared, Fault
+from ._blame import REDUCTIONS, Compared, Fault
 from ._played import Played
 from ._tape import Record
 
@@ -27,21 +27,22 @@ def story_of(
     records: Sequence[Record],
     comparisons: Mapping[int, Compared],
     fault: Fault,
-    ours: Played,
+    played: Played,
     values: Mapping[int, Any],
 ) -> tuple[tuple[Frame, ...], list[str]]:
     """The source lines of the first wrong equation and of the `fault.sources`, and
     sentences that describe them.
 
     `comparisons` has those of the equations `records` with the reference, and `values`
-    their results, by number. `ours` is the compiled step; the last sentences name its
+    their results, by number. `played` is the compiled step; the last sentences name its
     collectives at these source lines.
     """
     comparison = comparisons.get(fault.number, Compared(False))
-    equation = _equation(records[fault.number], fault.number, values)
+    equation = _equation_text(records[fault.number], fault.number, values)
     story = [f"the first equation that differs: {equation}"]
     if comparison.is_same:
-        awaited = " and the ".join(_reductions(comparison))
+        # Its values are right, and still need a sum, mean or maximum over devices.
+        awaited = " and the ".join(_unreduced_texts(comparison))
         story.append(
             f"    it waits for the {awaited}, and leaves its shard_map as if it were"
             " whole"
@@ -57,32 +58,32 @@ def story_of(
     for number in fault.sources:
         reductions = []
         if number in comparisons:
-            reductions = _reductions(comparisons[number])
+            reductions = _unreduced_texts(comparisons[number])
         why = ""
         if reductions:
             why = f", which waits for the {' and the '.join(reductions)}"
-        equation = _equation(records[number], number, values)
+        equation = _equation_text(records[number], number, values)
         story.append(f"it takes what comes from {equation}{why}")
-    suspected = [records[number] for number in (*fault.sources, fault.number)]
-    if any(record.primitive in _RANDOM for record in suspected):
+    named_records = [records[number] for number in (*fault.sources, fault.number)]
+    if any(record.primitive in _RANDOM for record in named_records):
         story.append(
             "random numbers here hang on the layout: make them outside of shard_map,"
             " with threefry keys, and with `jax_threefry_partitionable` on"
         )
 
     lines: dict[Frame, None] = {}
-    for record in suspected:
+    for record in named_records:
         lines |= dict.fromkeys(record.frames)
-    for collective in _collectives_at(ours, lines):
+    for collective in _collectives_at(played, lines):
         story.append(f"the plan sends there: {collective}")
     return tuple(lines), story
 
 
-def _reductions(comparison: Compared) -> list[str]:
+def _unreduced_texts(comparison: Compared) -> list[str]:
     """A text for each reduction over devices that an equation's result still needs."""
     texts = []
     for axis, role in comparison.roles.items():
-        if role in MERGED:
+        if role in REDUCTIONS:
             texts.append(f"{role} over {axis}")
     return texts
 
@@ -98,7 +99,7 @@ def _collectives_at(ours: Played, lines: Iterable[Frame]) -> list[str]:
     return list(texts)
 
 
-def _equation(record: Record, number: int, values: Mapping[int, Any]) -> str:
+def _equation_text(record: Record, number: int, values: Mapping[int, Any]) -> str:
     """The text of an equation with its source line, and with the sharding of its result
     if `values` has the result under `number`.
     """
@@ -107,8 +108,8 @@ def _equation(record: Record, number: int, values: Mapping[int, Any]) -> str:
     if number not in values:
         return equation
     value = values[number]
-    rank = len(record.leading)
-    text = array_text(record.dtype, value.shape[rank:])
+    leading_count = len(record.leading)
+    text = array_text(record.dtype, value.shape[leading_count:])
     axes: list[str] = []
     for entry in record.leading:
         if not isinstance(entry, int):
@@ -116,4 +117,4 @@ def _equation(record: Record, number: int, values: Mapping[int, Any]) -> str:
     if not all(isinstance(entry, int) for entry in record.leading):
         return f"{equation}: {text} on each device of {', '.join(axes)}"
     spec = value.sharding.spec if isinstance(value.sharding, NamedSharding) else ()
-    return f"{equation}: {text} {spec_text(tuple(spec)[rank:])}"
+    return f"{equation}: {text} {spec_text(tuple(spec)[leading_count:])}"

@@ -48,21 +48,26 @@ def suspects(tape: Tape) -> tuple[str, ...]:
             continue
         varying = _varying(tape, body)
         for record, reason in _suspicious_equations(tape, body, varying):
-            texts[_text(record.primitive, record.frames, reason)] = None
+            texts[_suspicion_text(record.primitive, record.frames, reason)] = None
         for number, reason in _suspicious_results(body, varying):
             if number >= 0:
                 record = tape.records[number]
-                text = _text(record.primitive, record.frames, reason)
+                text = _suspicion_text(record.primitive, record.frames, reason)
             else:
                 # No equation made the result, so it is an argument of the `shard_map`.
                 frames = frames_of(body.equation)
                 user_frames = [frame for frame in frames if not is_library(frame)]
-                text = _text("shard_map", user_frames, f"an argument of it {reason}")
+                text = _suspicion_text(
+                    "shard_map", user_frames, f"an argument of it {reason}"
+                )
             texts[text] = None
     return tuple(texts)
 
 
-def _text(primitive: str, frames: Sequence[Frame], reason: str) -> str:
+def _suspicion_text(primitive: str, frames: Sequence[Frame], reason: str) -> str:
+    """The text of a suspicious operation: its primitive, its source line and the
+    reason.
+    """
     place = place_text(next(iter(frames), None))
     return f"`{primitive}` at {place}: {reason}"
 
@@ -74,16 +79,17 @@ def _suspicious_equations(
 ) -> Iterator[tuple[Record, str]]:
     """Yields each suspicious equation of a `shard_map`, with a text that says why."""
     axes = _axes_of_mesh(body)
-    _, axis_by_length = _cuts(body)
+    _, axis_by_length = _operand_shardings(body)
     records = [tape.records[number] for number in body.numbers]
-    indexed: set[str] = set()
+    indexed_axes: set[str] = set()
     for record in records:
         if record.primitive == "axis_index":
-            indexed |= record.axes
+            indexed_axes |= record.axes
     for record in records:
         yield from _suspicious_sums(record, axes, varying)
+        # An `iota` that counts as many elements as a sharded dimension has on a device.
         axis = axis_by_length.get(record.counted)
-        if axis in axes and axis not in indexed:
+        if axis in axes and axis not in indexed_axes:
             reason = (
                 f"counts from 0 on every device along {axis}, and no axis_index"
                 " offsets it"
@@ -95,14 +101,14 @@ def _suspicious_results(
     body: ShardMapBody,
     varying: Varying,
 ) -> Iterator[tuple[int, str]]:
-    """Yields the number of each result of a `shard_map` that may differ where `out_specs`
-    say that it does not, with a text that says so.
+    """Yields the number of each result of a `shard_map` that may differ where
+    `out_specs` say that it does not, with a text that says so.
     """
     axes = _axes_of_mesh(body)
     out_specs = body.equation.params["out_specs"]
     for number, spec in zip(body.results, out_specs, strict=True):
-        unsaid = varying.get(number, Axes()) - _axes_of_spec(spec)
-        unsaid_axes = [axis for axis in axes if axis in unsaid]
+        varying_axes = varying.get(number, Axes()) - _axes_of_spec(spec)
+        unsaid_axes = [axis for axis in axes if axis in varying_axes]
         if unsaid_axes:
             reason = (
                 f"may differ along {', '.join(unsaid_axes)}, and `out_specs` say that"
@@ -120,9 +126,9 @@ def _suspicious_sums(
     dtype, with a text that says so.
     """
     if record.primitive in (*_SAME_RESULTS, _SCATTERED_SUM):
-        same = record.axes - _operand_axes(record, varying)
+        equal_axes = record.axes - _operand_axes(record, varying)
         for axis in axes:
-            if axis in same:
+            if axis in equal_axes:
                 reason = (
                     f"is over {axis}, along which all devices have the same: is it"
                     " doubled?"
@@ -134,7 +140,7 @@ def _suspicious_sums(
         yield record, f"adds up in {record.dtype}: its error grows with the devices"
 
 
-def _cuts(body: ShardMapBody) -> tuple[Varying, dict[int, str]]:
+def _operand_shardings(body: ShardMapBody) -> tuple[Varying, dict[int, str]]:
     """The mesh axes that shard each operand of a `shard_map`; and for the size of each
     sharded dimension on a device, a mesh axis that shards it.
     """
@@ -157,9 +163,10 @@ def _varying(tape: Tape, body: ShardMapBody) -> Varying:
     which the devices may have different values. The keys are numbers, as in
     `tape.records`.
     """
-    axes_by_operand, _ = _cuts(body)
+    axes_by_operand, _ = _operand_shardings(body)
     varying = dict(axes_by_operand)
-    # An iteration of a loop takes the results of the iteration before it.
+    # An iteration of a loop takes the results of the iteration before it. Each pass can
+    # carry one more axis around a loop.
     for _ in range(len(body.equation.params["mesh"].shape) + 1):
         for number in body.numbers:
             record = tape.records[number]
@@ -167,8 +174,8 @@ def _varying(tape: Tape, body: ShardMapBody) -> Varying:
             if record.primitive in _SAME_RESULTS:
                 varying[number] = axes - record.axes
                 continue
-            before = tape.carry_results.get(number, number)
-            varying[number] = axes | varying.get(before, Axes())
+            carried_over = tape.carry_results.get(number, number)
+            varying[number] = axes | varying.get(carried_over, Axes())
             if record.primitive in _OWN_RESULTS:
                 varying[number] |= record.axes
     return varying
@@ -181,8 +188,10 @@ def _axes_of_mesh(body: ShardMapBody) -> list[str]:
 
 
 def _operand_axes(record: Record, varying: Varying) -> Axes:
+    """The mesh axes along which the devices may have different operands of an equation."""
     return Axes().union(*(varying.get(operand, Axes()) for operand in record.reads))
 
 
 def _axes_of_spec(spec: Any) -> Axes:
+    """The mesh axes that a PartitionSpec names."""
     return Axes(axes_of_entries(entries_of(spec)))

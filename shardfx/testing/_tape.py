@@ -144,7 +144,7 @@ class Tape:
         self.bodies: list[ShardMapBody] = []
         # For each carried value of a loop's iteration, what the iteration makes of it.
         self.carry_results: dict[int, int] = {}
-        self.count = it.count(-2, -1)
+        self.new_number = it.count(-2, -1)
 
     def run(
         self,
@@ -158,9 +158,9 @@ class Tape:
         `numbers` are those of `args`, and `consts` the values of the jaxpr's constants.
         """
         outer_frames = self.frames
-        entered = {
+        inner_evaluators = {
             **dict.fromkeys(_INLINED, self.inlined),
-            "custom_linear_solve": self.solved,
+            "custom_linear_solve": self.linear_solve,
             "scan": self.scan,
             "while": self.loop,
             "cond": self.branch,
@@ -175,19 +175,20 @@ class Tape:
             frames = frames_of(equation)
             user_frames = [frame for frame in frames if not is_library(frame)]
             self.frames = tuple(user_frames) or outer_frames
-            ins = [operand.array for operand in operands]
+            arrays = [operand.array for operand in operands]
             reads = [operand.number for operand in operands]
-            enter = entered.get(equation.primitive.name)
-            if enter is not None:
-                return list(map(_Numbered, *enter(equation, ins, reads)))
-            outs = self.applied(jaxpr, equation, ins)
+            evaluate_inner = inner_evaluators.get(equation.primitive.name)
+            if evaluate_inner is not None:
+                return list(map(_Numbered, *evaluate_inner(equation, arrays, reads)))
+            outs = self.applied(jaxpr, equation, arrays)
+            # A result that was rounded, or a PRNG key without a record.
             results = []
             out_numbers = self.recorded_results(equation, outs, reads)
             for number, out in zip(out_numbers, outs, strict=True):
                 results.append(_Numbered(self.values.get(number, out), number))
             return results
 
-        constants = map(_Numbered, map(self.widened, consts), self.unknown(consts))
+        constants = map(_Numbered, map(self.widened, consts), self.new_numbers(consts))
         results = evaluated(
             jaxpr,
             list(constants),
@@ -209,9 +210,9 @@ class Tape:
             return atom.val
         return jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
 
-    def unknown(self, arrays: Sequence[object]) -> list[int]:
+    def new_numbers(self, arrays: Sequence[object]) -> list[int]:
         """Returns new negative numbers for `arrays`, which no equation made."""
-        return [next(self.count) for _ in arrays]
+        return [next(self.new_number) for _ in arrays]
 
     def recorded(
         self,
@@ -283,21 +284,21 @@ class Tape:
         its own dtypes, and the results are cast.
         """
         if self.wide is None:
-            return self.bound(jaxpr, equation, ins)
+            return self.applied_as_is(jaxpr, equation, ins)
         arrays: list[Any] = list(map(jnp.asarray, ins))
         if equation.primitive.name not in _BITS:
-            # Some equations have a fixed dtype and refuse a wider one, with one of these
-            # errors of JAX. An error with another cause is raised again below.
+            # Some equations have a fixed dtype and refuse a wider one, with one of
+            # these errors of JAX. An error with another cause is raised again below.
             with contextlib.suppress(TypeError, ValueError, NotImplementedError):
                 wide = self.wide_equation(equation, arrays)
-                return self.bound(jaxpr, wide, ins)
+                return self.applied_as_is(jaxpr, wide, ins)
         narrow: list[Any] = []
         avals: list[Any] = [var.aval for var in equation.invars]
         for array, aval in zip(arrays, avals, strict=True):
             if jnp.issubdtype(array.dtype, np.inexact):
                 array = array.astype(aval.dtype)
             narrow.append(array)
-        return list(map(self.widened, self.bound(jaxpr, equation, narrow)))
+        return list(map(self.widened, self.applied_as_is(jaxpr, equation, narrow)))
 
     def wide_equation(self, equation: jex.JaxprEqn, ins: Arrays) -> jex.JaxprEqn:
         """The equation with operands `ins`, and with `wide` in the place of narrower
@@ -316,10 +317,10 @@ class Tape:
         narrower float dtypes in it.
         """
         if isinstance(param, jex.ClosedJaxpr | jex.Jaxpr):
-            inner = Tape(alone=self.alone, wide=self.wide)
+            inner_tape = Tape(alone=self.alone, wide=self.wide)
 
             def run(jaxpr: jex.Jaxpr, consts: Arrays, args: Arrays) -> Arrays:
-                outs, _ = inner.run(jaxpr, consts, args, [-1] * len(args))
+                outs, _ = inner_tape.run(jaxpr, consts, args, [-1] * len(args))
                 return outs
 
             def struct(var: Any) -> jax.ShapeDtypeStruct:
@@ -332,7 +333,15 @@ class Tape:
             return _wider(np.dtype(param), self.wide)
         return param
 
-    def bound(self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Arrays) -> Arrays:
+    def applied_as_is(
+        self,
+        jaxpr: jex.Jaxpr,
+        equation: jex.JaxprEqn,
+        ins: Arrays,
+    ) -> Arrays:
+        """Evaluates one equation of `jaxpr` in its own dtypes, without shardings if
+        `alone`.
+        """
         if not self.alone:
             return applied(jaxpr, equation, ins)
         if equation.primitive.name in _LAYOUTS:
@@ -345,6 +354,7 @@ class Tape:
         return applied(jaxpr, equation.replace(params=params, ctx=context), ins)
 
     def inlined(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Results:
+        """Evaluates a call of a jaxpr, such as a `jax.jit` in the step, by that jaxpr."""
         params = equation.params
         jaxpr, consts = opened(params[_INLINED[equation.primitive.name]])
         args = self.placed(ins, params.get("in_shardings", ()))
@@ -365,7 +375,12 @@ class Tape:
             placed.append(array)
         return placed
 
-    def solved(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Results:
+    def linear_solve(
+        self,
+        equation: jex.JaxprEqn,
+        ins: Arrays,
+        reads: Numbers,
+    ) -> Results:
         """Evaluates a `custom_linear_solve` by its jaxpr `solve`. Its other jaxprs, for
         derivatives, are not needed.
         """
@@ -395,23 +410,31 @@ class Tape:
         yield self.values
         self.values = outer_values
 
-    def store_inner(self, start: int, values: dict[int, Any], leading: object) -> None:
+    def store_inner(
+        self,
+        start: int,
+        values: dict[int, Any],
+        leading_entry: object,
+    ) -> None:
         """Stores `values`, the results inside of a loop or `shard_map` by number. Their
         records begin at `start`.
 
-        The loop or `shard_map` has added a dimension to each result. `leading` is its
-        entry in `Record.leading`.
+        The loop or `shard_map` has added a dimension to each result. `leading_entry` is
+        its entry in `Record.leading`: an int for a loop.
         """
         self.values.update(values)
         for number in range(start, len(self.records)):
             record = self.records[number]
-            loop = start if isinstance(leading, int) else record.loop
+            loop = start if isinstance(leading_entry, int) else record.loop
             self.records[number] = record._replace(
-                leading=(leading, *record.leading),
+                leading=(leading_entry, *record.leading),
                 loop=loop,
             )
 
     def scan(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Results:
+        """Evaluates a `scan`, with a record for each equation of its body, and one for
+        each carried value with which an iteration starts.
+        """
         params = equation.params
         start = len(self.records)
         out_numbers: list[int] = []
@@ -482,15 +505,15 @@ class Tape:
         cond_consts = ins[: params["cond_nconsts"]]
         body_consts = ins[params["cond_nconsts"] : carry_start]
 
-        def goes_on(carry: Arrays) -> Any:
-            (is_on,) = self.unrecorded(params["cond_jaxpr"], *cond_consts, *carry)
-            return is_on
+        def condition(carry: Arrays) -> Any:
+            (goes_on,) = self.unrecorded(params["cond_jaxpr"], *cond_consts, *carry)
+            return goes_on
 
         def body(carry: Arrays) -> Arrays:
             outs = self.unrecorded(params["body_jaxpr"], *body_consts, *carry)
             return _with_dtypes_of(outs, carry)
 
-        outs = jax.lax.while_loop(goes_on, body, ins[carry_start:])
+        outs = jax.lax.while_loop(condition, body, ins[carry_start:])
         return outs, self.recorded_results(equation, outs, reads)
 
     def branch(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Results:
@@ -501,6 +524,9 @@ class Tape:
         return outs, self.recorded_results(equation, outs, reads)
 
     def shard_map(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Results:
+        """Evaluates a `shard_map`, with a record for each equation of its body. Raises
+        `ProgramError` for one device if its mesh has more.
+        """
         params = equation.params
         start = len(self.records)
         mesh = params["mesh"]
@@ -563,38 +589,39 @@ def _wider(dtype: DType, wide: DType) -> DType:
 
 
 def _with_dtypes_of(arrays: Arrays, others: Arrays) -> Arrays:
+    """The arrays, cast to the dtypes of `others`."""
     pairs = zip(arrays, others, strict=True)
     return [array.astype(other.dtype) for array, other in pairs]
 
 
-def _rounded(array: Any, dtype: DType, kind: Any, odd: Any) -> Any:
+def _rounded(array: Any, dtype: DType, kind: Any, odd_seed: Any) -> Any:
     """A float64 `array` rounded to the numbers of a narrower dtype. Numbers of that
     dtype do not change.
 
     With `kind` 0 nothing is rounded, with 1 the numbers are rounded to `dtype`, and
     with 2 to the wider of `dtype` and float32. The bits of a number times the odd
-    number `odd` decide whether it is rounded up or down.
+    number `odd_seed` decide whether it is rounded up or down.
     """
     if not jnp.issubdtype(dtype, np.floating):
         return array
-    narrow = jnp.finfo(dtype)
-    if narrow.bits < 16:
+    info = jnp.finfo(dtype)
+    if info.bits < 16:
         # The smallest floats are rounded as bfloat16.
-        narrow = jnp.finfo(jnp.bfloat16)
-    last_bits = jax.lax.bitcast_convert_type(array, np.uint64) * odd >> np.uint64(63)
-    direction = last_bits.astype(np.float64) - 0.5
-    if narrow.bits >= 32:
-        return _rounded_to(narrow, array, direction, kind > 0)
-    array = _rounded_to(narrow, array, direction, kind == 1)
+        info = jnp.finfo(jnp.bfloat16)
+    top_bit = jax.lax.bitcast_convert_type(array, np.uint64) * odd_seed >> np.uint64(63)
+    direction = top_bit.astype(np.float64) - 0.5
+    if info.bits >= 32:
+        return _rounded_to(info, array, direction, kind > 0)
+    array = _rounded_to(info, array, direction, kind == 1)
     return _rounded_to(jnp.finfo(np.float32), array, direction, kind == 2)
 
 
-def _rounded_to(to: Any, array: Any, direction: Any, is_on: Any) -> Any:
-    """A float64 `array` rounded to the float dtype described by `to`, if `is_on`.
-    `direction` is negative where a number is rounded down.
+def _rounded_to(info: Any, array: Any, direction: Any, is_on: Any) -> Any:
+    """A float64 `array` rounded to a float dtype, if `is_on`. `info` is the `jnp.finfo`
+    of this dtype. `direction` is negative where a number is rounded down.
     """
-    nudged = array * (1.0 + direction * float(to.eps))
-    nearest = jax.lax.reduce_precision(array, to.nexp, to.nmant)
-    rounded = jax.lax.reduce_precision(nudged, to.nexp, to.nmant)
-    is_changed = (nearest != array) | (to.bits == 64)
+    nudged = array * (1.0 + direction * float(info.eps))
+    nearest = jax.lax.reduce_precision(array, info.nexp, info.nmant)
+    rounded = jax.lax.reduce_precision(nudged, info.nexp, info.nmant)
+    is_changed = (nearest != array) | (info.bits == 64)
     return jnp.where(is_on & is_changed, rounded, array)

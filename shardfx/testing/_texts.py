@@ -71,19 +71,24 @@ def plan_text(plan: ShardPlan) -> str:
     """
     check_plan("plan", plan)
     content = plan.content
-    total, each = content.total_bytes
+    total_bytes, bytes_per_device = content.total_bytes
     lines = [_PLAN_FORMAT, printable(_mesh_text(content.mesh))]
     if plan.mode is not None:
         lines.append(f"mode {plan.mode}")
-    lines += [f"{plural(len(plan), 'array')}, {total:,} bytes, {each:,} per device", ""]
+    lines += [
+        f"{plural(len(plan), 'array')}, {total_bytes:,} bytes, {bytes_per_device:,} per device",
+        "",
+    ]
     groups: dict[tuple[Any, ...], list[str]] = {}
-    texts = [_row_text(row) for row in content.rows]
+    row_texts = [_row_text(row) for row in content.rows]
     for path, number in content.paths_and_rows:
         if number >= 0:
-            groups.setdefault((between_numbers(path), texts[number]), []).append(path)
-    for (_, text), paths in groups.items():
+            groups.setdefault((between_numbers(path), row_texts[number]), []).append(
+                path
+            )
+    for (_, row_text), paths in groups.items():
         for path, count in joined_exactly(paths):
-            arrays = f"{count} x {text}" if count > 1 else text
+            arrays = f"{count} x {row_text}" if count > 1 else row_text
             lines.append(printable(f"{path}: {arrays}"))
     return "\n".join([*lines, ""])
 
@@ -167,19 +172,21 @@ def assert_same_text(
             )
         Path(expected).write_text(text, encoding="utf-8")
         return
-    where = "the expected text" if is_text else str(expected)
-    writes = f"`assert_same_{kind}_text({kind}, {where!r}, update=True)`"
+    expected_name = "the expected text" if is_text else str(expected)
+    update_call = f"`assert_same_{kind}_text({kind}, {expected_name!r}, update=True)`"
     if not is_text and not Path(expected).exists():
         raise AssertionError(
-            f"there is no file {where} with the text of a {kind} yet; write it with"
-            f" {writes}, look at it, and commit it."
+            f"there is no file {expected_name} with the text of a {kind} yet; write it with"
+            f" {update_call}, look at it, and commit it."
         )
-    was = str(expected) if is_text else Path(expected).read_text(encoding="utf-8")
-    if was != text:
+    expected_text = (
+        str(expected) if is_text else Path(expected).read_text(encoding="utf-8")
+    )
+    if expected_text != text:
         lines = difflib.unified_diff(
-            was.splitlines(),
+            expected_text.splitlines(),
             text.splitlines(),
-            where,
+            expected_name,
             f"the {kind} now",
             n=1,
             lineterm="",
@@ -187,12 +194,13 @@ def assert_same_text(
         if is_text:
             accept = f"replace the text with `{kind}_text({kind})`"
         else:
-            accept = f"run {writes}"
-        head = f"the {kind} is not that of {where}.\nTo accept the new one, {accept}.\n"
+            accept = f"run {update_call}"
+        head = f"the {kind} is not that of {expected_name}.\nTo accept the new one, {accept}.\n"
         raise AssertionError("\n".join([head, *lines]))
 
 
 def _row_text(row: Row) -> str:
+    """The text of an array in a plan: dtype, shape, spec and what was dropped."""
     text = f"{array_text(row.dtype, row.shape)} {spec_text(entries_of(row.spec))}"
     if row.spec.unreduced:
         kind = unreduced_kind(row.spec)
@@ -209,6 +217,7 @@ def _row_text(row: Row) -> str:
 
 
 def _reason_text(why: Reason) -> str:
+    """A reason as its code, its dimension and the dropped mesh axes."""
     text = why.code.name
     if why.dim is not None:
         text = f"dim {why.dim} {text}"
@@ -269,7 +278,7 @@ def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
     for row in traffic.rows:
         key = (_traffic_row_text(row), between_numbers(row.leaf or ""))
         groups.setdefault(key, []).append(row)
-    lines = [_line(text, rows, sizes) for (text, _), rows in groups.items()]
+    lines = [_traffic_line(text, rows, sizes) for (text, _), rows in groups.items()]
     total = plural(traffic.devices, "device")
     if sizes:
         total += f", {bytes_text(traffic.wire_bytes)} enter each"
@@ -353,19 +362,24 @@ def assert_collectives(
     for pattern, limit in limits:
         rows = []
         for row in traffic.rows:
-            if row.calls != 0 and _fits(row, _read(pattern, traffic)):
+            if row.calls != 0 and _matches(row, _parsed_pattern(pattern, traffic)):
                 rows.append(row)
-        excess = _excess(rows, limit)
+        excess = _excess_text(rows, limit)
         if excess:
             lines.append(f"`{pattern}`: {excess}")
             for row in rows:
-                lines.append(f"    {_line(_traffic_row_text(row), [row], True)}")
+                lines.append(
+                    f"    {_traffic_line(_traffic_row_text(row), [row], True)}"
+                )
     if lines:
         head = "the step has collectives that it must not have."
         raise AssertionError("\n".join([head, *lines]))
 
 
-def _line(text: str, rows: Sequence[TrafficRow], sizes: bool) -> str:
+def _traffic_line(text: str, rows: Sequence[TrafficRow], sizes: bool) -> str:
+    """The line of collectives with equal text in a golden file. `text` is that of
+    `_traffic_row_text`; with `sizes`, the line has the bytes that enter a device.
+    """
     calls = "?"
     if all(row.calls is not None for row in rows):
         calls = str(sum(row.calls or 0 for row in rows))
@@ -387,9 +401,9 @@ def _traffic_row_text(row: TrafficRow) -> str:
     and its bytes.
     """
     kind = f"{row.kind} (windowed)" if row.windowed else row.kind
-    devices = "+".join(row.axes) or f"{row.group_size} devices"
+    axes_text = "+".join(row.axes) or f"{row.group_size} devices"
     phase = "" if row.phase in ("", "forward") else f"{row.phase} "
-    return f"{kind} over {devices}: {phase}{'+'.join(row.arrays)}"
+    return f"{kind} over {axes_text}: {phase}{'+'.join(row.arrays)}"
 
 
 def line_text(frame: Frame | None) -> str:
@@ -405,7 +419,11 @@ def line_text(frame: Frame | None) -> str:
     return place_text(frame)
 
 
-def _read(pattern: str, traffic: Traffic) -> re.Match[str]:
+def _parsed_pattern(pattern: str, traffic: Traffic) -> re.Match[str]:
+    """The match of a pattern of collectives, with the groups of `_PATTERN`. Raises
+    `ValueError` for a pattern that cannot be parsed, or with a mesh axis that the mesh
+    lacks.
+    """
     match = _PATTERN.fullmatch(pattern)
     if match is None:
         raise ValueError(
@@ -427,7 +445,8 @@ def _axes_of(pattern: re.Match[str]) -> list[str]:
     return [axis for axis in (pattern["axes"] or "").split("+") if axis]
 
 
-def _fits(row: TrafficRow, pattern: re.Match[str]) -> bool:
+def _matches(row: TrafficRow, pattern: re.Match[str]) -> bool:
+    """Whether a collective is one of those that a parsed pattern describes."""
     if pattern["kind"] not in ("any", row.kind):
         return False
     # A row without a gradient is forward.
@@ -438,6 +457,7 @@ def _fits(row: TrafficRow, pattern: re.Match[str]) -> bool:
     leaf = pattern["leaf"]
     if leaf is not None and re.search(leaf, row.leaf or "") is None:
         return False
+    # A pattern without a place matches every place.
     places: set[str | None] = {None}
     for frame in row.stack:
         file, _, _ = frame.place.partition(":")
@@ -445,7 +465,7 @@ def _fits(row: TrafficRow, pattern: re.Match[str]) -> bool:
     return pattern["place"] in places
 
 
-def _excess(rows: Sequence[TrafficRow], limit: int | str) -> str:
+def _excess_text(rows: Sequence[TrafficRow], limit: int | str) -> str:
     """A text that says by how much collectives exceed a limit; "" if they do not. The
     limit is a number of calls, or of bytes as text, such as "1.5 MiB".
     """
@@ -456,10 +476,10 @@ def _excess(rows: Sequence[TrafficRow], limit: int | str) -> str:
                 f"`{limit}` is no number of bytes; write it as '512 B' or '1.5 MiB'."
             )
         prefix = (match[2] or " ")[0]
-        most = float(match[1].replace(",", "")) * 1024 ** " KMGT".index(prefix)
-        sent = sum(row.wire_bytes for row in rows)
-        if sent > most:
-            return f"{bytes_text(sent)}, more than {limit}"
+        most_bytes = float(match[1].replace(",", "")) * 1024 ** " KMGT".index(prefix)
+        sent_bytes = sum(row.wire_bytes for row in rows)
+        if sent_bytes > most_bytes:
+            return f"{bytes_text(sent_bytes)}, more than {limit}"
         return ""
     if any(row.calls is None for row in rows):
         return f"runs in a loop whose turns are not known, more than {limit} may be"

@@ -120,7 +120,7 @@ def verify(
     if compiled is not None:
         return judged_text(
             programs.whole,
-            _text_of(compiled),
+            _program_text(compiled),
             program="the finished program",
             is_sharded_as_step=_is_sharded_as_step(compiled, traced),
         )
@@ -147,12 +147,16 @@ def _is_sharded_as_step(compiled: FinishedProgram, step: Step) -> list[bool] | N
     if len(meshes) > 1:
         return None
     return [
-        _lies_by(sharding, argument, step.mesh)
+        _is_sharding_of_argument(sharding, argument, step.mesh)
         for sharding, argument in zip(shardings, step.arguments, strict=True)
     ]
 
 
-def _lies_by(sharding: object, argument: Parameter, mesh: MeshSpec) -> bool:
+def _is_sharding_of_argument(
+    sharding: object,
+    argument: Parameter,
+    mesh: MeshSpec,
+) -> bool:
     """Whether a sharding on a mesh of these axes is that of a step's argument."""
     if not isinstance(sharding, NamedSharding) or argument.dims is None:
         return False
@@ -162,7 +166,10 @@ def _lies_by(sharding: object, argument: Parameter, mesh: MeshSpec) -> bool:
     return canonical(sharding.spec) == canonical(dims)
 
 
-def _text_of(compiled: FinishedProgram) -> str:
+def _program_text(compiled: FinishedProgram) -> str:
+    """The HLO text of a finished program. Raises `LeafTypeError` for another value, and
+    `ProgramError` if its platform gives no text.
+    """
     if isinstance(compiled, str):
         return compiled
     if not isinstance(compiled, Compiled | CompiledFor | jax.stages.Compiled):
