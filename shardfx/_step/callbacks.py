@@ -44,7 +44,7 @@ CALLBACKS: Mapping[str, str] = MappingProxyType(
     }
 )
 # A primitive that shows the user a sharding, and computes nothing.
-_SHOWS = "inspect_sharding"
+_INSPECTION = "inspect_sharding"
 _ON_ONE_DEVICE = "<mesh<[], device_ids=[0]>, []>"
 # JAX's classes of the effects of callbacks in order.
 _IN_ORDER = ("OrderedIOEffect", "OrderedDebugEffect")
@@ -103,6 +103,10 @@ def _rules() -> tuple[tuple[Any, Any], ...]:
 
 
 def _rule(name: str) -> Any:
+    """The lowering rule of the stand-in for the callback `name`, in place of JAX's
+    rule.
+    """
+
     def lowered(ctx: Any, *operands: Any, **params: Any) -> Any:
         if len(ctx.tokens_in):
             # The order of callbacks moves nothing.
@@ -126,7 +130,7 @@ def callbacks_in(jaxpr: Any) -> tuple[str, ...]:
     texts: dict[str, None] = {}
     for equation in equations_in(jaxpr):
         if equation.primitive.name in CALLBACKS:
-            texts[_place(equation)] = None
+            texts[_callback_text(equation)] = None
     return tuple(texts)
 
 
@@ -143,15 +147,17 @@ class _Replacer:
         self.replaced: dict[int, tuple[Any, Any]] = {}
 
     def jaxpr(self, given: Any) -> Any:
+        """The jaxpr `given` with its callbacks replaced, which is made once."""
         if id(given) not in self.replaced:
-            self.replaced[id(given)] = given, self.without_memory(given)
+            self.replaced[id(given)] = given, self.made_anew(given)
         return self.replaced[id(given)][1]
 
-    def without_memory(self, given: Any) -> Any:
+    def made_anew(self, given: Any) -> Any:
+        """The jaxpr `given` with its callbacks replaced; `given` itself if it has none."""
         jaxpr, consts = opened(given)
         equations = []
         for equation in jaxpr.eqns:
-            if equation.primitive.name != _SHOWS:
+            if equation.primitive.name != _INSPECTION:
                 equations.append(self.equation(equation))
         if _are_same(equations, jaxpr.eqns):
             return given
@@ -162,6 +168,7 @@ class _Replacer:
         return changed if is_open else jex.ClosedJaxpr(changed, consts)
 
     def equation(self, equation: jex.JaxprEqn) -> jex.JaxprEqn:
+        """An equation with its callbacks replaced, or itself if it has none."""
         name = equation.primitive.name
         effects = _without_order(equation.effects)
         if name in CALLBACKS:
@@ -170,7 +177,7 @@ class _Replacer:
                 "by_shard": bool(equation.params.get("partitioned", False)),
                 "has_side_effect": name != "pure_callback",
                 "for_one_device": is_debug and effects != equation.effects,
-                "place": _place(equation),
+                "place": _callback_text(equation),
             }
             return equation.replace(
                 primitive=_STAND_INS[name],
@@ -185,6 +192,7 @@ class _Replacer:
         return equation.replace(params=params, effects=effects)
 
     def rewritten_param(self, param: Any) -> Any:
+        """A parameter of an equation with the callbacks in its jaxprs replaced."""
         if isinstance(param, jex.ClosedJaxpr | jex.Jaxpr):
             return self.jaxpr(param)
         if not isinstance(param, tuple):
@@ -197,6 +205,7 @@ class _Replacer:
 
 
 def _are_same(values: Any, others: Any) -> bool:
+    """Whether two sequences hold the same objects in the same order."""
     return len(values) == len(others) and all(
         value is other for value, other in zip(values, others, strict=True)
     )
@@ -210,10 +219,11 @@ def _without_order(effects: Set[Any]) -> Set[Any]:
 
 @ft.lru_cache(maxsize=1)
 def _plain_effects() -> Set[Any]:
+    """The effects of a callback without an order."""
     return jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects
 
 
-def _place(equation: jex.JaxprEqn) -> str:
+def _callback_text(equation: jex.JaxprEqn) -> str:
     """The user's own source line of a callback, and the callback's name."""
     frames = frames_of(equation)
     frame_of_user = next((frame for frame in frames if not is_library(frame)), None)

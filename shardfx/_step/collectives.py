@@ -25,31 +25,46 @@ from ..topology import MeshSpec
 from .hlo_text import Array, HloModule, Instruction, array_of, arrays_in, parts_of
 
 
-def _gathered(size: Fraction, members: np.ndarray) -> Fraction:
+def _gathered(size: Fraction, labels: np.ndarray) -> Fraction:
+    """The bytes that all devices receive in an all-gather; `CollectiveKind` explains
+    the arguments.
+    """
     # Bytes from another slice enter a slice once for all of its devices: compilers for
     # TPUs gather hierarchically.
-    others = 0
-    for row in members.tolist():
-        others += len(set(row)) - 1
-    return size * others
+    other_labels = 0
+    for row in labels.tolist():
+        other_labels += len(set(row)) - 1
+    return size * other_labels
 
 
-def _exchanged(size: Fraction, members: np.ndarray) -> Fraction:
-    are_apart = members[:, :, None] != members[:, None, :]
-    return size * int(are_apart.sum()) / members.shape[1]
+def _exchanged(size: Fraction, labels: np.ndarray) -> Fraction:
+    """The bytes that all devices receive in an all-to-all; `CollectiveKind` explains
+    the arguments.
+    """
+    have_unequal_labels = labels[:, :, None] != labels[:, None, :]
+    return size * int(have_unequal_labels.sum()) / labels.shape[1]
 
 
-def _permuted(size: Fraction, members: np.ndarray) -> Fraction:
-    are_apart = members[:, 0] != members[:, -1]
-    return size * int(are_apart.sum())
+def _permuted(size: Fraction, labels: np.ndarray) -> Fraction:
+    """The bytes that all devices receive in a permute of pairs; `CollectiveKind`
+    explains the arguments.
+    """
+    have_unequal_labels = labels[:, 0] != labels[:, -1]
+    return size * int(have_unequal_labels.sum())
 
 
-def _reduced(size: Fraction, members: np.ndarray) -> Fraction:
-    return 2 * _gathered(size, members)
+def _reduced(size: Fraction, labels: np.ndarray) -> Fraction:
+    """The bytes that all devices receive in an all-reduce: a reduce-scatter, then an
+    all-gather.
+    """
+    return 2 * _gathered(size, labels)
 
 
-def _scattered(size: Fraction, members: np.ndarray) -> Fraction:
-    return members.shape[1] * _gathered(size, members)
+def _scattered(size: Fraction, labels: np.ndarray) -> Fraction:
+    """The bytes that all devices receive in a reduce-scatter, whose result is one
+    shard.
+    """
+    return labels.shape[1] * _gathered(size, labels)
 
 
 class CollectiveKind(NamedTuple):
@@ -192,6 +207,9 @@ def channel_of(instruction: Instruction) -> int | None:
 
 
 def _arrays(instruction: Instruction) -> tuple[Array, ...]:
+    """The arrays of a collective's result on one device; of a permute of slices, the
+    slices. Raises `ProgramError` if there are none.
+    """
     opcode = instruction.opcode
     result = instruction.result
     if opcode == "recv":
@@ -222,6 +240,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _require_local(instruction: Instruction) -> None:
+    """Raises `ProgramError` if an instruction that is no known collective communicates
+    between devices.
+    """
     opcode = instruction.opcode
     text = instruction.attributes
     # The end of an asynchronous collective has a channel too.
@@ -255,32 +276,36 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
     if not has_pairs and len(set(members)) < len(members):
         raise ProgramError("a collective names a device twice")
     has_channel = "channel_id=" in instruction.structure
-    is_of_devices = "use_global_device_ids=true" in instruction.structure
+    has_device_numbers = "use_global_device_ids=true" in instruction.structure
     if kind not in WITH_ID_FLAG:
-        is_of_devices = is_of_devices or has_channel
+        has_device_numbers = has_device_numbers or has_channel
     # Otherwise the numbers are replica numbers, and a program has one replica, number
     # 0.
-    count = devices if is_of_devices else 1
+    number_count = devices if has_device_numbers else 1
     largest = max(members, default=0)
-    if largest >= count:
+    if largest >= number_count:
         raise ProgramError(
-            f"a collective names number {largest}, and the program has {count} of"
+            f"a collective names number {largest}, and the program has {number_count} of"
             " what it names; pass `mesh=` if the text's first line does not count its"
             " devices"
         )
-    if is_of_devices and rows is not None:
+    if has_device_numbers and rows is not None:
         return rows
     everyone = np.arange(devices)
-    if is_of_devices or has_channel:
+    if has_device_numbers or has_channel:
         return (everyone.reshape(1, -1),)
     return (everyone.reshape(-1, 1),)
 
 
 def groups_by_size(rows: Sequence[Sequence[int]]) -> Groups:
+    """Replica groups as one array for each group size."""
     return tuple(np.array(members) for members in together(rows, len).values())
 
 
 def _pairs(instruction: Instruction) -> np.ndarray:
+    """The senders and receivers of a permute, of shape (pairs, 2), without pairs of
+    equal devices. Raises `ProgramError` if the instruction names none.
+    """
     match = _PAIRS.search(instruction.structure)
     if match is None:
         # The pairs of a `send` or `recv` can be in quotes.
@@ -326,20 +351,20 @@ def _mesh_groups(mesh: str, order: str | None, used: str) -> np.ndarray:
     `_MESH`.
     """
     sub_axes: dict[str, tuple[str, str]] = {}
-    for name, before, part in _USED.findall(used):
-        sub_axes[name] = (before, part)
+    for name, before, size_within in _USED.findall(used):
+        sub_axes[name] = (before, size_within)
     # Each axis as three dimensions: before, within and behind its sub-axis.
     shape: list[int] = []
-    inside: list[int] = []
+    inner_dims: list[int] = []
     for name, size_text in _AXIS.findall(mesh):
         size = int(size_text)
         major = size
         minor = 1
         if name in sub_axes:
-            before, part = sub_axes[name]
+            before, size_within = sub_axes[name]
             major = int(before or 1)
-            minor = int(part or size)
-        inside.append(len(shape) + 1)
+            minor = int(size_within or size)
+        inner_dims.append(len(shape) + 1)
         shape += [major, minor, size // major // minor]
     ids = np.arange(math.prod(shape))
     if order is not None:
@@ -348,10 +373,10 @@ def _mesh_groups(mesh: str, order: str | None, used: str) -> np.ndarray:
             ids = np.array(_numbers(order))
         else:
             ids = _iota(listed[1], listed[2])
-    outside = [axis for axis in range(len(shape)) if axis not in inside]
-    grid = ids.reshape(shape).transpose(*outside, *inside)
-    members = math.prod(shape[axis] for axis in inside)
-    return grid.reshape(-1, members)
+    outer_dims = [axis for axis in range(len(shape)) if axis not in inner_dims]
+    grid = ids.reshape(shape).transpose(*outer_dims, *inner_dims)
+    group_size = math.prod(shape[axis] for axis in inner_dims)
+    return grid.reshape(-1, group_size)
 
 
 # Transfers between slices number devices as slice * SLICE + device.
@@ -380,8 +405,8 @@ class DevicePositions:
     the mesh.
 
     - `mesh`: the mesh; `None` if it is not known.
-    - `own`: the number of devices in the program's first line; 1 if the line does not
-      have it.
+    - `slice_devices`: the number of devices in the program's first line; 1 if the line
+      does not have it.
     - `slices`: the number of slices in the program's text.
     - `ids`: the ids of the devices in the order of the mesh; empty if they are not
       known.
@@ -398,7 +423,7 @@ class DevicePositions:
         if mesh is not None and slice_devices == 1:
             slice_devices = spec.size
         program_devices = slice_devices * slices
-        self.own = slice_devices
+        self.slice_devices = slice_devices
         self.devices = program_devices if mesh is None else spec.size
         self.names = spec.axis_names
         self.numbers = np.arange(self.devices)

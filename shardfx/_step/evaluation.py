@@ -60,6 +60,7 @@ Rule = Callable[[Any, Any, list[Any]], Sequence[Any]]
 
 
 def value_of_literal(literal: jex.Literal) -> Any:
+    """The number of a literal in a jaxpr."""
     return literal.val
 
 
@@ -123,8 +124,8 @@ def retraced(
     it. Parameters without jaxprs are returned unchanged, and so are jaxprs whose
     constants are operands of the equation.
 
-    `run` takes a jaxpr, its constants and its arguments. `struct_of` gives the struct of
-    an argument from its variable in the jaxpr.
+    `run` takes a jaxpr, its constants and its arguments. `struct_of` gives the struct
+    of an argument from its variable in the jaxpr.
     """
     if isinstance(parameter, tuple):
         parts = [retraced(part, run, struct_of) for part in parameter]

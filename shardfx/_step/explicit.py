@@ -79,7 +79,8 @@ def without_mesh() -> Iterator[None]:
 @contextlib.contextmanager
 def over(mesh: AbstractMesh) -> Iterator[None]:
     """A context with the mesh `mesh`, whatever the size of the mesh outside."""
-    # JAX refuses a mesh of another size than that outside, but takes it in place of none.
+    # JAX refuses a mesh of another size than that outside, but takes it in place of
+    # none.
     with jax.sharding.use_abstract_mesh(_NO_MESH), jax.sharding.use_abstract_mesh(mesh):
         yield
 
@@ -162,6 +163,7 @@ class PlainStep(NamedTuple):
             return jax.jit(self._evaluated)(*arrays)
 
     def _evaluated(self, *arrays: Any) -> list[Any]:
+        """The step's results, evaluated without its shardings in the present mesh."""
         mesh = jax.sharding.get_abstract_mesh()
         evaluator = _Unsharder(_NO_MESH if mesh.explicit_axes else mesh)
         consts = list(map(_untyped, self.closed.consts))
@@ -218,6 +220,7 @@ def plain_step(
 
 
 def _has_shard_map(step: PlainStep) -> bool:
+    """Whether the jaxpr of a step has a `shard_map` at any depth."""
     equations = equations_in(step.closed)
     return any(equation.primitive.name == "shard_map" for equation in equations)
 
@@ -259,7 +262,7 @@ class _Unsharder:
         if name in _LAYOUTS:
             return operands
         if name in CALLS:
-            return self.called(equation)(*operands)
+            return self.function_of_call(equation)(*operands)
 
         mesh = self.mesh
         params = dict(equation.params)
@@ -267,7 +270,7 @@ class _Unsharder:
             mesh = auto_twin(params["mesh"].abstract_mesh)
             params["mesh"] = mesh
         elif name not in _OPAQUE:
-            params = {key: self.plain(param) for key, param in params.items()}
+            params = {key: self.plain_parameter(param) for key, param in params.items()}
         plain_equation = equation_over(equation.replace(params=params), mesh)
         if name != "scan":
             return applied(jaxpr, plain_equation, operands)
@@ -286,7 +289,7 @@ class _Unsharder:
             results_by_index[result] = operands[operand]
         return [results_by_index[number] for number in range(result_count)]
 
-    def called(self, call: jex.JaxprEqn) -> Callable[..., Sequence[Any]]:
+    def function_of_call(self, call: jex.JaxprEqn) -> Callable[..., Sequence[Any]]:
         """The function that a call is of, such as a `jax.jit` in the step. Calls of one
         program are of one function, as in the step: it is traced once.
         """
@@ -300,14 +303,14 @@ class _Unsharder:
             self.functions[id(program)] = jax.jit(function)
         return self.functions[id(program)]
 
-    def plain(self, parameter: Any) -> Any:
+    def plain_parameter(self, parameter: Any) -> Any:
         """A parameter of an equation without shardings. One that says where to put an
         array says the memory.
         """
         if isinstance(parameter, NamedSharding):
             return _SPACES.get(parameter.memory_kind or "")
         if type(parameter) is tuple:
-            return tuple(map(self.plain, parameter))
+            return tuple(map(self.plain_parameter, parameter))
         return retraced(parameter, self.run)
 
 
@@ -319,10 +322,12 @@ def _forwarded(scan: jex.JaxprEqn) -> dict[int, int]:
     for each iteration. Without the `reshard` it is the weight.
     """
     body = scan.params["jaxpr"].jaxpr
-    start, carry_count = carry_of(scan)
-    first = start + carry_count
+    carry_start, carry_count = carry_of(scan)
+    first_scanned = carry_start + carry_count
     scanned = {
-        variable: index for index, variable in enumerate(body.invars) if index >= first
+        variable: index
+        for index, variable in enumerate(body.invars)
+        if index >= first_scanned
     }
     forwarded = {}
     for index in range(carry_count, len(body.outvars)):

@@ -167,6 +167,7 @@ def of_rule(rule: ir.Attribute) -> Factors:
 
 
 def _mapped(mappings: Iterable[ir.Attribute]) -> FactorDims:
+    """The factors of each dimension of each array, from Shardy's mappings."""
     arrays = []
     for mapping in map(sdy.TensorMappingAttr, mappings):
         dims = map(sdy.DimMappingAttr, mapping.dim_mappings)
@@ -288,7 +289,8 @@ def _ragged_dot(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
 class _RaggedNumbers:
     """The dimension numbers of a `ragged_dot`.
 
-    - `batch`, `contracted`: the batch and the contracted dimensions of the left operand.
+    - `batch`, `contracted`: the batch and the contracted dimensions of the left
+      operand.
     - `pairs`: each of these, with the dimension of the right operand to which it
       corresponds.
     - `grouped`: the dimensions of the right operand over groups.

@@ -62,6 +62,7 @@ def program_of(module: Module) -> Program:
 
 @ft.lru_cache(maxsize=4096)
 def _value(kind: ir.Type) -> StepValue:
+    """A new value of an MLIR type; a scalar for what is no array, such as a token."""
     if not isinstance(kind, ir.RankedTensorType):
         return StepValue((), dtype_of("i1"))
     return StepValue(tuple(kind.shape), dtype_of(str(kind.element_type)))
@@ -106,9 +107,10 @@ class _Walk:
         self.free_operands: dict[int, Sequence[int]] = {}
 
     def program(self) -> Program:
+        """The operations of `main`, without those on which no result depends."""
         main = self.functions["main"]
         block = main.regions[0].blocks[0]
-        arguments = self.new(block.arguments, argument_shardings(main))
+        arguments = self.add_values(block.arguments, argument_shardings(main))
         results = self.inline(block, arguments, {}, 1.0)
         operations = _used(self.operations, results, self.free_operands)
         return Program(
@@ -119,7 +121,7 @@ class _Walk:
             notes=self.notes,
         )
 
-    def new(
+    def add_values(
         self,
         values: Sequence[ir.Value],
         sharding: Sequence[ArraySharding | None] = (),
@@ -131,10 +133,11 @@ class _Walk:
         for value, value_sharding in itertools.zip_longest(values, sharding):
             unsharded = _value(value.type)
             step_value = dataclasses.replace(unsharded, sharding=value_sharding)
-            numbers.append(self.add(step_value))
+            numbers.append(self.add_value(step_value))
         return numbers
 
-    def add(self, value: StepValue) -> int:
+    def add_value(self, value: StepValue) -> int:
+        """Adds a value to the program, and returns its number."""
         self.values.append(value)
         return len(self.values) - 1
 
@@ -144,7 +147,8 @@ class _Walk:
         """
         return (op.location, *reversed(self.calls))
 
-    def note(self, words: str) -> None:
+    def add_note(self, words: str) -> None:
+        """Counts one more operation with this note."""
         self.notes[words] = self.notes.get(words, 0) + 1
 
     def inline(
@@ -162,38 +166,43 @@ class _Walk:
         *body, last = block.operations
         for inner in body:
             op = inner.operation
-            results = self.step(op, numbers_of, times)
+            results = self.add_operation(op, numbers_of, times)
             numbers_of.update(zip(op.results, results, strict=True))
         return [numbers_of[value] for value in last.operation.operands]
 
-    def step(self, op: Op, value_numbers: _Known, times: float) -> Sequence[int]:
+    def add_operation(
+        self,
+        op: Op,
+        value_numbers: _Known,
+        times: float,
+    ) -> Sequence[int]:
         """Adds an operation, or the operations that it calls, and returns the numbers
         of its results.
         """
         _, _, name = op.name.rpartition(".")
         ins = [value_numbers[value] for value in op.operands]
         if name in _CALLS:
-            return self.call(op, _CALLS[name], ins, times)
+            return self.inline_call(op, _CALLS[name], ins, times)
         if name == "while":
-            return self.loop(op, ins, value_numbers, times)
+            return self.inline_loop(op, ins, value_numbers, times)
         if name == "optimization_barrier":
             # A barrier returns each of its arrays unchanged.
-            return [self.identity(name, (value,), times, op) for value in ins]
-        outs = self.new(op.results, result_shardings(op))
+            return [self.add_identity(name, (value,), times, op) for value in ins]
+        outs = self.add_values(op.results, result_shardings(op))
         if name in ("case", "if"):
-            self.branches(op, outs, value_numbers, times)
+            self.inline_branches(op, outs, value_numbers, times)
         elif name == "manual_computation":
-            self.shard_map(op, ins, outs, value_numbers, times)
+            self.inline_shard_map(op, ins, outs, value_numbers, times)
         elif name == "constant":
             self.set_free(outs[0])
             number = _integer(op)
             if number is not None:
                 self.literals[outs[0]] = number
         elif outs:
-            self.plain(op, name, ins, outs, times)
+            self.add_plain(op, name, ins, outs, times)
         return outs
 
-    def call(
+    def inline_call(
         self,
         op: Op,
         attribute: str,
@@ -208,7 +217,7 @@ class _Walk:
         self.calls.pop()
         return results
 
-    def branches(
+    def inline_branches(
         self,
         op: Op,
         outs: Sequence[int],
@@ -221,12 +230,13 @@ class _Walk:
         for region in op.regions:
             results = self.inline(region.blocks[0], (), value_numbers, part)
             for value, out in zip(results, outs, strict=True):
-                self.identity("carry", (value,), part, op, out)
+                self.add_identity("carry", (value,), part, op, out)
 
     def set_free(self, number: int) -> None:
+        """Notes that every device can compute any shard of a value."""
         self.values[number] = dataclasses.replace(self.values[number], free=True)
 
-    def plain(
+    def add_plain(
         self,
         op: Op,
         name: str,
@@ -256,8 +266,8 @@ class _Walk:
             if all(value.free for value in operands):
                 self.free_operands.update(dict.fromkeys(outs, ins))
                 return
-        self.note_unknown(op, name, is_known=factors is not None)
-        self.count(ins, outs)
+        self.note_inexact(op, name, is_known=factors is not None)
+        self.note_counter(ins, outs)
         counted = self.counted_dims(name, ins)
         dimension_numbers = None
         if name == "convolution":
@@ -279,21 +289,21 @@ class _Walk:
             )
         )
 
-    def note_unknown(self, op: Op, name: str, *, is_known: bool) -> None:
-        """Notes what is not modelled exactly of an operation. `is_known` says whether it
-        has a sharding rule.
+    def note_inexact(self, op: Op, name: str, *, is_known: bool) -> None:
+        """Notes what is not modelled exactly of an operation. `is_known` says whether
+        it has a sharding rule.
         """
         if name == "sharding_constraint":
-            self.note(
+            self.add_note(
                 "the step constrains arrays over a mesh of its own: that is not priced"
             )
         if is_callback(op):
-            self.note("a callback to Python takes and returns whole arrays")
+            self.add_note("a callback to Python takes and returns whole arrays")
         elif not is_known:
             what = name
             if name == "custom_call":
                 what = text_attribute(op, "call_target_name")
-            self.note(
+            self.add_note(
                 f"`{what}` is not known: its operands and results have no factor in"
                 " common"
             )
@@ -319,7 +329,7 @@ class _Walk:
                 counted.append((dim, self.counters[number]))
         return tuple(counted)
 
-    def count(self, ins: Sequence[int], outs: Sequence[int]) -> None:
+    def note_counter(self, ins: Sequence[int], outs: Sequence[int]) -> None:
         """Records an operation's result as a loop counter if it is an integer that is
         computed from a loop counter and known integers only.
         """
@@ -340,7 +350,7 @@ class _Walk:
     def is_integer(self, value: int) -> bool:
         return self.values[value].dtype.kind in "iu"
 
-    def identity(
+    def add_identity(
         self,
         name: str,
         ins: tuple[int, ...],
@@ -354,7 +364,7 @@ class _Walk:
         """
         operand = self.values[ins[0]]
         if out is None:
-            out = self.add(dataclasses.replace(operand, free=False))
+            out = self.add_value(dataclasses.replace(operand, free=False))
         self.operations.append(
             Operation(
                 name=name,
@@ -368,13 +378,17 @@ class _Walk:
         )
         return out
 
-    def loop(
+    def inline_loop(
         self,
         op: Op,
         ins: Sequence[int],
         value_numbers: _Known,
         times: float,
     ) -> list[int]:
+        """Adds the operations of a `while` loop, whose body and condition count once
+        per iteration, and returns the numbers of its results. A value that the body
+        does not change keeps its number.
+        """
         test, body = (region.blocks[0] for region in op.regions)
         changes: list[bool] = []
         for value, argument in zip(_returned(body), body.arguments, strict=True):
@@ -382,7 +396,7 @@ class _Walk:
         starts: list[int] = []
         for value, is_changed in zip(ins, changes, strict=True):
             if is_changed:
-                value = self.identity("carry", (value,), times, op)
+                value = self.add_identity("carry", (value,), times, op)
             starts.append(value)
         for value, sharding in zip(starts, result_shardings(op), strict=False):
             if sharding is not None:
@@ -392,7 +406,7 @@ class _Walk:
 
         trips, counter = self.trips(test, body, ins, value_numbers)
         if trips is None:
-            self.note("the trips of a loop are not in the program: it counts once")
+            self.add_note("the trips of a loop are not in the program: it counts once")
         if counter is not None:
             self.counters[starts[counter]] = starts[counter]
         times_in_loop = times if trips is None else times * trips
@@ -402,12 +416,12 @@ class _Walk:
         for start, end, is_changed in zip(starts, ends, changes, strict=True):
             result = start
             if is_changed:
-                result = self.identity("return", (end, start), times_in_loop, op)
+                result = self.add_identity("return", (end, start), times_in_loop, op)
             results.append(result)
-        self.use(op, itertools.compress(ins, map(operator.not_, changes)), times)
+        self.add_use(op, itertools.compress(ins, map(operator.not_, changes)), times)
         return results
 
-    def use(self, op: Op, values: Iterable[int], times: float) -> None:
+    def add_use(self, op: Op, values: Iterable[int], times: float) -> None:
         """Adds the use of the arrays that a loop reads until it ends."""
         arrays = [value for value in values if self.values[value].shape]
         self.operations.append(
@@ -444,33 +458,33 @@ class _Walk:
                 return None
             return _integer(constant)
 
-        order: list[ir.Value] = list(test.arguments)
+        carried_values: list[ir.Value] = list(test.arguments)
         next_values = _returned(body)
         comparison = maker(_returned(test)[0], "compare")
-        if comparison is None or comparison.operands[0] not in order:
+        if comparison is None or comparison.operands[0] not in carried_values:
             return None, None
         if "LT" not in str(comparison.attributes["comparison_direction"]):
             return None, None
         first, bound = comparison.operands
-        place = order.index(first)
-        if bound in order:
-            bound_place = order.index(bound)
+        counter_place = carried_values.index(first)
+        if bound in carried_values:
+            bound_place = carried_values.index(bound)
             if next_values[bound_place] != body.arguments[bound_place]:
-                return None, place
-        counter = body.arguments[place]
-        addition = maker(next_values[place], "add")
-        if addition is None or counter not in list(addition.operands):
+                return None, counter_place
+        counter_value = body.arguments[counter_place]
+        addition = maker(next_values[counter_place], "add")
+        if addition is None or counter_value not in list(addition.operands):
             return None, None
-        others = [value for value in addition.operands if value != counter]
+        increments = [value for value in addition.operands if value != counter_value]
         start = literal(first)
         stop = literal(bound)
-        step = literal(others[0] if others else counter)
+        step = literal(increments[0] if increments else counter_value)
         if start is None or stop is None or not step:
-            return None, place
+            return None, counter_place
         trips = max(0, math.ceil((stop - start) / step))
-        return float(trips), place
+        return float(trips), counter_place
 
-    def shard_map(
+    def inline_shard_map(
         self,
         op: Op,
         ins: Sequence[int],
@@ -481,11 +495,11 @@ class _Walk:
         """Adds the operations of a `shard_map`, whose body computes on shards of the
         operands.
         """
-        self.note(
+        self.add_note(
             "a `shard_map` shards arrays over a mesh of its own: that is not priced"
         )
         block = op.regions[0].blocks[0]
-        inner = self.new(block.arguments)
+        inner = self.add_values(block.arguments)
         shard_counts: list[float] = []
         for whole, shard in zip(ins, inner, strict=True):
             shard_elements = max(1, math.prod(self.values[shard].shape))
@@ -548,18 +562,18 @@ def _used(
     live: set[int] = set()
     are_used = [False] * len(operations)
 
-    def add(values: Sequence[int]) -> None:
-        stack = list(values)
-        while stack:
-            value = stack.pop()
+    def mark_live(values: Sequence[int]) -> None:
+        waiting = list(values)
+        while waiting:
+            value = waiting.pop()
             if value not in live:
                 live.add(value)
-                stack += free_operands.get(value, ())
+                waiting += free_operands.get(value, ())
 
-    add(results)
-    before = -1
-    while before != len(live):
-        before = len(live)
+    mark_live(results)
+    count_before = -1
+    while count_before != len(live):
+        count_before = len(live)
         for number in range(len(operations) - 1, -1, -1):
             operation = operations[number]
             outs = operation.outs
@@ -569,7 +583,7 @@ def _used(
                 outs = (*outs, operation.ins[1])
             if not are_used[number] and not live.isdisjoint(outs):
                 are_used[number] = True
-                add(operation.ins)
+                mark_live(operation.ins)
     used: list[Operation] = []
     for operation, is_used in zip(operations, are_used, strict=True):
         live_ins = tuple(filter(live.__contains__, operation.ins))

@@ -151,6 +151,7 @@ class Instruction(NamedTuple):
 
 @ft.lru_cache(maxsize=2**12)
 def _op_name_in(attributes: str) -> str:
+    """The name stack in the attributes of an instruction, without escape characters."""
     name = _OP_NAME.search(attributes)
     if name is None:
         return ""
@@ -235,6 +236,7 @@ class _Sections:
         self._rows: list[str] | None = None
 
     def read(self, line: str) -> None:
+        """Reads the next line of a module."""
         if self._computation is not None:
             self._read_inside(line, self._computation)
         elif table := _TABLE.match(line):
@@ -248,6 +250,9 @@ class _Sections:
                 self.entry = header[2]
 
     def _read_inside(self, line: str, computation: dict[str, Instruction]) -> None:
+        """Reads the next line of a computation. An instruction is added when the line
+        after it shows that it is complete.
+        """
         # The attributes of a kernel can span several lines, and one of these lines can
         # start with a bracket.
         if (
@@ -271,6 +276,7 @@ class _Sections:
 
 
 def _instruction(line: str) -> Instruction:
+    """Reads the text of one instruction. Raises `ProgramError` if it cannot be read."""
     simple = _SIMPLE.match(line)
     if simple is not None:
         operands = tuple(_OPERAND.findall(simple[5]))
@@ -305,7 +311,8 @@ def _instruction(line: str) -> Instruction:
 
 def _add_tuple_element(instructions: dict[str, Instruction], operand: str) -> None:
     """If `operand` is a name such as `param#0`, adds an instruction with this name to
-    the computation `own`: element 0 of the tuple `param`.
+    the computation `instructions`: element 0 of the tuple `param`. Names such as
+    `param#0#1` add one for each element.
     """
     whole, mark, index = operand.rpartition("#")
     if not mark or operand in instructions:
@@ -338,6 +345,7 @@ def parts_of(result: str) -> list[str]:
 
 
 def _has_closed_braces(line: str) -> bool:
+    """Whether each brace that a text opens outside of quotes is closed in it."""
     bare = _QUOTED.sub("", line)
     return bare.count("{") <= bare.count("}")
 
@@ -357,6 +365,9 @@ def _after_bracket(line: str, opening: int) -> int:
 
 
 def _stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Frame, ...]]:
+    """The call stack of each stack frame id, innermost frame first, from the rows of
+    the tables at the end of a module.
+    """
     names = ("FileNames", "FunctionNames")
     files, functions = (
         [row.strip('"') for row in tables.get(name, ())] for name in names
@@ -482,17 +493,18 @@ def padded(shape: tuple[int, ...], tile: Tile) -> tuple[int, ...]:
         return shape
     rows, columns = tile
     if len(shape) == 1:
-        return (_up(shape[0], columns),)
+        return (_rounded_up(shape[0], columns),)
     shapes = []
     for last, second in itertools.permutations(range(len(shape)), 2):
         sizes = list(shape)
-        sizes[last] = _up(sizes[last], columns)
-        sizes[second] = _up(
+        sizes[last] = _rounded_up(sizes[last], columns)
+        sizes[second] = _rounded_up(
             sizes[second], min(rows, 1 << (sizes[second] - 1).bit_length())
         )
         shapes.append(tuple(sizes))
     return min(shapes, key=math.prod)
 
 
-def _up(size: int, multiple: int) -> int:
+def _rounded_up(size: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple

@@ -202,6 +202,9 @@ def recent_tpu_dumps(
 
 
 def _tpu_texts(texts: Sequence[bytes], error: str, slices: TpuSlice) -> TpuTexts:
+    """What libtpu dumped, from the texts of the files `_DUMPS` and its error text.
+    Raises `ProgramError` if a text is missing, or for an error that is not of memory.
+    """
     is_full = error.startswith(_FULL)
     if (error and not is_full) or not all(texts):
         raise _cannot("compile", slices, error, _DUMPS, texts)

@@ -112,16 +112,23 @@ def parameters(module: Module) -> tuple[tuple[Parameter, ...], tuple[Parameter, 
     main = _main(module)
     arguments = []
     values = main.regions[0].blocks[0].arguments
-    for value, attrs in zip(values, _attrs(main, "arg_attrs"), strict=True):
-        arguments.append(_parameter(_name(value.location), value.type, attrs))
+    for value, attrs in zip(
+        values, _attributes_of_arrays(main, "arg_attrs"), strict=True
+    ):
+        arguments.append(
+            _parameter(_name_in_location(value.location), value.type, attrs)
+        )
     results = []
     types = _type_of(main).results
-    for kind, attrs in zip(types, _attrs(main, "res_attrs"), strict=True):
+    for kind, attrs in zip(
+        types, _attributes_of_arrays(main, "res_attrs"), strict=True
+    ):
         results.append(_parameter("", kind, attrs))
     return tuple(arguments), tuple(results)
 
 
 def _type_of(function: Op) -> ir.FunctionType:
+    """The types of a function's arguments and results."""
     return ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value)
 
 
@@ -141,7 +148,10 @@ def mesh_of_arguments(module: Module) -> str | None:
     none of them has a sharding.
     """
     main = _main(module)
-    for attrs in (*_attrs(main, "arg_attrs"), *_attrs(main, "res_attrs")):
+    for attrs in (
+        *_attributes_of_arrays(main, "arg_attrs"),
+        *_attributes_of_arrays(main, "res_attrs"),
+    ):
         if "sdy.sharding" in attrs:
             sharding = sdy.TensorShardingAttr(attrs["sdy.sharding"])
             match = _REFERENCE.match(str(sharding.mesh_or_ref))
@@ -181,7 +191,9 @@ def resharded(
         main = _main(clone)
         for attribute, dims in (("arg_attrs", arguments), ("res_attrs", results)):
             rows: list[ir.Attribute] = []
-            for attrs, array_dims in zip(_attrs(main, attribute), dims, strict=True):
+            for attrs, array_dims in zip(
+                _attributes_of_arrays(main, attribute), dims, strict=True
+            ):
                 row = _with_sharding(attrs, name, array_dims)
                 rows.append(ir.DictAttr.get(row))
             main.attributes[attribute] = ir.ArrayAttr.get(rows)
@@ -246,6 +258,7 @@ def _declare_mesh(
 
 
 def _main(module: Module) -> Op:
+    """The function `main` of a module. Raises `ProgramError` if it has none."""
     for op in module.operation.regions[0].blocks[0]:
         is_function = op.operation.name == "func.func"
         if is_function and text_attribute(op, "sym_name") == "main":
@@ -253,7 +266,7 @@ def _main(module: Module) -> Op:
     raise ProgramError("the lowered module has no function `main`.")
 
 
-def _attrs(main: Op, attribute: str) -> list[dict[str, ir.Attribute]]:
+def _attributes_of_arrays(main: Op, attribute: str) -> list[dict[str, ir.Attribute]]:
     """The attributes of each argument ("arg_attrs") or result ("res_attrs") of the
     function `main`, as dicts.
     """
@@ -272,6 +285,7 @@ def _parameter(
     kind: ir.Type,
     attrs: Mapping[str, ir.Attribute],
 ) -> Parameter:
+    """An argument or result of a module, from its MLIR type and attributes."""
     dims = None
     if "sdy.sharding" in attrs:
         dims = _dims(attrs["sdy.sharding"])
@@ -288,6 +302,7 @@ def _parameter(
 
 
 def _dims(sharding: ir.Attribute) -> Dims:
+    """The mesh axes of each dimension, from Shardy's attribute of a sharding."""
     dims = []
     for axes in _axes_of_dims(sharding):
         dims.append(tuple(sdy.AxisRefAttr(axis).name for axis in axes))
@@ -302,7 +317,7 @@ def _axes_of_dims(sharding: ir.Attribute) -> Iterator[Sequence[ir.Attribute]]:
 
 def argument_shardings(function: Op) -> list[ArraySharding | None]:
     """The shardings of a function's arguments in a module after Shardy's propagation."""
-    attributes = _attrs(function, "arg_attrs")
+    attributes = _attributes_of_arrays(function, "arg_attrs")
     return [
         _sharding(entry.get("sdy.sharding"), entry.get("sdy.sharding_origins"))
         for entry in attributes
@@ -359,6 +374,9 @@ def _sharding(
     origins: ir.Attribute | None,
     name: str = "",
 ) -> ArraySharding | None:
+    """The sharding in Shardy's attribute, with the origin of each axis; `None` without
+    one. `name` is the origin for "self" in a constraint.
+    """
     if sharding is None:
         return None
     dims = [tuple(map(_axis_text, axes)) for axes in _axes_of_dims(sharding)]
@@ -382,7 +400,8 @@ def _axis_text(axis: ir.Attribute) -> str:
     return f"{reference.name}:({sub_axis.pre_size}){sub_axis.size}"
 
 
-def _name(location: ir.Location) -> str:
+def _name_in_location(location: ir.Location) -> str:
+    """The name in an MLIR location; "" if it has none."""
     match = _LOCATION.match(str(location))
     if match is None:
         return ""

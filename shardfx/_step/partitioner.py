@@ -125,6 +125,10 @@ def propagated(
 
 
 def _asked(module: bytes, request: dict[str, Any]) -> list[bytes]:
+    """The texts that `worker.py` answers to a request about a module. Raises
+    `ProgramError` with the error text of its answer, and `MeshError` for too many
+    devices.
+    """
     if (count := request["devices"]) > MOST_DEVICES:
         raise MeshError(
             f"XLA's CPU client has at most {MOST_DEVICES:,} devices, and the mesh has"

@@ -100,6 +100,10 @@ def _context() -> Any:
 
 
 def _module(hlo: bytes, request: dict[str, Any], origins: str) -> Any:
+    """The StableHLO module of the program `hlo`, after Shardy's propagation under the
+    mesh and the shardings in `request`. `origins` says whether Shardy writes origins:
+    "true" or "false".
+    """
     proto = _READER.hlo_module_from_text(hlo.decode()).as_serialized_hlo_module_proto()
     module = ir.Module.parse(_jax.mlir.hlo_to_stablehlo(proto))
     block = module.operation.regions[0].blocks[0]
@@ -111,9 +115,12 @@ def _module(hlo: bytes, request: dict[str, Any], origins: str) -> Any:
         axes = [sdy.MeshAxisAttr.get(axis, size) for axis, size in sizes]
         sdy.MeshOp(_MESH, sdy.MeshAttr.get(axes))
     main = _main(block)
-    arrays_of = {"arg_attrs": request["arguments"], "res_attrs": request["results"]}
-    for name, arrays in arrays_of.items():
-        attributes = [ir.DictAttr.get(_sharded(dims)) for dims in arrays]
+    dims_by_attribute = {
+        "arg_attrs": request["arguments"],
+        "res_attrs": request["results"],
+    }
+    for name, dims_of_arrays in dims_by_attribute.items():
+        attributes = [ir.DictAttr.get(_sharded(dims)) for dims in dims_of_arrays]
         main.attributes[name] = ir.ArrayAttr.get(attributes)
     for call in _custom_calls(module):
         _with_constraints(_without_tuple(call))
@@ -145,6 +152,7 @@ def _sharded(dims: Any) -> dict[str, Any]:
 
 
 def _custom_calls(module: Any) -> list[Any]:
+    """The custom calls in a module, at any depth."""
     calls = []
 
     def look(op: Any) -> Any:
@@ -160,11 +168,11 @@ def _without_tuple(call: Any) -> Any:
     """Replaces a custom call that returns a tuple by one with several results, since
     Shardy takes no tuples.
     """
-    kinds = [result.type for result in call.results]
-    if len(kinds) != 1 or not isinstance(kinds[0], ir.TupleType):
+    result_types = [result.type for result in call.results]
+    if len(result_types) != 1 or not isinstance(result_types[0], ir.TupleType):
         return call
-    whole = ir.TupleType(kinds[0])
-    types = [whole.get_type(number) for number in range(whole.num_types)]
+    tuple_type = ir.TupleType(result_types[0])
+    types = [tuple_type.get_type(number) for number in range(tuple_type.num_types)]
     attributes = {}
     for attribute in call.attributes:
         name = attribute if isinstance(attribute, str) else attribute.name
@@ -179,10 +187,10 @@ def _without_tuple(call: Any) -> Any:
         ip=ir.InsertionPoint(call),
     )
     for use in list(call.results[0].uses):
-        element = use.owner
-        number = ir.IntegerAttr(element.attributes["index"]).value
-        element.results[0].replace_all_uses_with(tuple_less.results[number])
-        element.operation.erase()
+        element_op = use.owner
+        number = ir.IntegerAttr(element_op.attributes["index"]).value
+        element_op.results[0].replace_all_uses_with(tuple_less.results[number])
+        element_op.operation.erase()
     call.erase()
     return tuple_less
 
@@ -210,6 +218,9 @@ def _with_constraints(call: Any) -> None:
 
 
 def _constraint(value: Any, dims: str, point: Any, location: Any) -> Any:
+    """A new sharding constraint on `value` at the insertion point `point`. `dims` is
+    the text of the mesh axes of its dimensions.
+    """
     attribute = ir.Attribute.parse(f"#sdy.sharding<@{_MESH}, [{dims}]>")
     constraint = ir.Operation.create(
         "sdy.sharding_constraint",

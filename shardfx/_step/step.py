@@ -118,7 +118,7 @@ class Step:
             sharding = sharding_of(leaf)
             if sharding is not None:
                 return sharding.mesh
-        module = self.module(self._any)
+        module = self.module(self._any_platform)
         name = mesh_of_arguments(module)
         return None if name is None else MeshSpec(meshes(module)[name])
 
@@ -129,7 +129,7 @@ class Step:
         """
         if self._mesh_of_arrays is not None:
             return False
-        return not any(meshes(self.module(self._any)).values())
+        return not any(meshes(self.module(self._any_platform)).values())
 
     def lowered(self, platform: Platform) -> Any:
         """The step as JAX lowers it for a platform; cached."""
@@ -137,16 +137,16 @@ class Step:
             try:
                 self._lowered[platform] = lower(self.traced, _PLATFORMS[platform])
             except (ValueError, NotImplementedError) as error:
-                kind = (
+                where = (
                     "only for devices of this process, such as a `custom_partitioning`,"
                     " whose Python code partitions it"
                 )
                 if isinstance(error, NotImplementedError):
-                    kind = f"for other platforms only ({error})"
+                    where = f"for other platforms only ({error})"
                 elif _NEEDS_DEVICES not in str(error):
                     raise
                 raise ProgramError(
-                    f"the step has an operation that JAX lowers {kind}; for CPUs pass"
+                    f"the step has an operation that JAX lowers {where}; for CPUs pass"
                     ' `compiler="cpu"`, or compile the step for devices, and read that:'
                     " `compiled = jax.jit(step).lower(*args).compile()`, then"
                     " `shardfx.cost.traffic(compiled)` and `shardfx.cost.fit(compiled,"
@@ -177,10 +177,10 @@ class Step:
         """The arrays that the program takes and the arrays that it returns. They are
         the same for each platform.
         """
-        return parameters(self.module(self._any))
+        return parameters(self.module(self._any_platform))
 
     @property
-    def _any(self) -> Platform:
+    def _any_platform(self) -> Platform:
         """A platform for which the step was lowered before. If there is none, "tpu", or
         "cpu" for a step with an operation that TPUs lack.
         """
@@ -241,8 +241,8 @@ class Step:
         over another mesh than `mesh`; `MeshError` for more than 8,192 devices.
         """
         mesh = self.mesh if mesh is None else mesh
-        text = self._bytecode(platform, mesh, arguments, results, module)
-        return partitioned(text, mesh.size, finished=platform == "cpu")
+        module_bytes = self._bytecode_for(platform, mesh, arguments, results, module)
+        return partitioned(module_bytes, mesh.size, finished=platform == "cpu")
 
     def programs(
         self,
@@ -257,8 +257,8 @@ class Step:
         errors are those of `Step.partitioned`.
         """
         mesh = self.mesh if mesh is None else mesh
-        text = self._bytecode(platform, mesh, arguments, results, module)
-        return programs(text, mesh.size)
+        module_bytes = self._bytecode_for(platform, mesh, arguments, results, module)
+        return programs(module_bytes, mesh.size)
 
     def tpu_dumps(
         self,
@@ -274,8 +274,8 @@ class Step:
         of `Step.partitioned`. The first access to a text raises `ProgramError` with
         libtpu's own message if it cannot compile the step.
         """
-        text = self._bytecode("tpu", self.mesh, arguments, results, module)
-        program = self._tpu_program(text, arguments, results)
+        module_bytes = self._bytecode_for("tpu", self.mesh, arguments, results, module)
+        program = self._tpu_program(module_bytes, arguments, results)
         return recent_tpu_dumps(program, slices, tuple(order))
 
     def tpu_compiled(
@@ -286,8 +286,8 @@ class Step:
         """The step's program compiled by libtpu; what libtpu dumped, of a step that
         does not fit. The arguments and errors are those of `Step.tpu_dumps`.
         """
-        text = self._bytecode("tpu", self.mesh, None, None, None)
-        return tpu_compiled(self._tpu_program(text, None, None), slices, order)
+        module_bytes = self._bytecode_for("tpu", self.mesh, None, None, None)
+        return tpu_compiled(self._tpu_program(module_bytes, None, None), slices, order)
 
     def tpu_partitioned(
         self,
@@ -304,25 +304,29 @@ class Step:
         `Step.tpu_dumps`.
         """
         mesh = self.mesh if mesh is None else mesh
-        text = self._bytecode("tpu", mesh, arguments, results, None)
-        program = self._tpu_program(text, arguments, results)
+        module_bytes = self._bytecode_for("tpu", mesh, arguments, results, None)
+        program = self._tpu_program(module_bytes, arguments, results)
         return tpu_partitioned(program, slices, order)
 
     def _tpu_program(
         self,
-        text: bytes,
+        module_bytes: bytes,
         arguments: Sequence[Dims | None] | None,
         results: Sequence[Dims | None] | None,
     ) -> TpuProgram:
-        dims = self._dims(arguments, results)
+        """What libtpu is asked to compile: the module's bytecode, with what it may
+        choose and the options of the step. `None` for `arguments` or `results` stands
+        for the step's own.
+        """
+        dims = self._dims_or_own(arguments, results)
         return TpuProgram(
-            module=text,
-            free_arguments=tuple(dim is None for dim in dims.arguments),
-            free_results=tuple(dim is None for dim in dims.results),
+            module=module_bytes,
+            free_arguments=tuple(array_dims is None for array_dims in dims.arguments),
+            free_results=tuple(array_dims is None for array_dims in dims.results),
             options=tuple(self.lowered("tpu")._lowering._compiler_options_kvs),
         )
 
-    def _dims(
+    def _dims_or_own(
         self,
         arguments: Sequence[Dims | None] | None = None,
         results: Sequence[Dims | None] | None = None,
@@ -335,7 +339,7 @@ class Step:
             results = [parameter.dims for parameter in returned]
         return _StepDims(arguments, results)
 
-    def _bytecode(
+    def _bytecode_for(
         self,
         platform: Platform,
         mesh: MeshSpec,
@@ -348,7 +352,7 @@ class Step:
         has_own_dims = arguments is None and results is None
         if has_own_dims and dict(mesh.shape) == dict(self.mesh.shape):
             return bytecode(module)
-        dims = self._dims(arguments, results)
+        dims = self._dims_or_own(arguments, results)
         return resharded(module, dict(mesh.shape), dims.arguments, dims.results)
 
     def propagated(self, platform: Platform, *, module: Any = None) -> Any:
@@ -357,7 +361,7 @@ class Step:
         module.
         """
         module = self.module(platform) if module is None else module
-        dims = self._dims()
+        dims = self._dims_or_own()
         text = propagated(
             bytecode(module), dict(self.mesh.shape), dims.arguments, dims.results
         )

@@ -120,7 +120,7 @@ def step_of(
             raise LeafTypeError(
                 "`step` is traced already; pass it alone, without arguments."
             )
-        return _named(step, (), mesh)
+        return _step_of_traced(step, (), mesh)
     function: Any = step
     if not callable(step):
         raise of_argument(
@@ -130,7 +130,7 @@ def step_of(
             )
         )
     if isinstance(step, EquinoxJitted):
-        return _traced(
+        return _step_of_function(
             step.__wrapped__, args, mesh, (step.donate_first, step.donate_rest)
         )
     if isinstance(step, JaxJitted):
@@ -139,14 +139,16 @@ def step_of(
             return _with_module_paths(traced.traced, tuple(args), mesh)
         inner = inspect.unwrap(function)
         if may_be_updated(args) or leaves_arrays(inner):
-            # JAX has traced the function without a look at what it does beside.
-            _traced(inner, args, mesh)
+            # JAX has traced the function, and does not see what it does besides
+            # returning a result. This raises an error for that.
+            _step_of_function(inner, args, mesh)
         if isinstance(traced, _JaxTraced):
-            return _named(traced, tuple(args), mesh)
-    return _traced(function, args, mesh)
+            return _step_of_traced(traced, tuple(args), mesh)
+    return _step_of_function(function, args, mesh)
 
 
 def _raise_at_plans(args: Sequence[object]) -> None:
+    """Raises `PlanMismatchError` if an argument of a step holds a plan."""
     for number, arg in enumerate(args):
         if any(map(_is_plan, jax.tree.leaves(arg, is_leaf=_is_plan))):
             raise PlanMismatchError(
@@ -199,7 +201,10 @@ def _without_devices(leaf: Any) -> object:
     )
 
 
-def _named(traced: Any, args: tuple[object, ...], mesh: Any) -> Step:
+def _step_of_traced(traced: Any, args: tuple[object, ...], mesh: Any) -> Step:
+    """The step of what `.trace` returned. A trace of `filter_jit` has the paths of its
+    arrays, and may have the mesh of its plans.
+    """
     if isinstance(traced, _NamedTrace):
         return Step(
             traced=traced.traced,
@@ -220,20 +225,22 @@ def _with_module_paths(traced: Any, args: tuple[object, ...], mesh: Any) -> Step
     """The step of a function of `flax.nnx.jit`. It takes the arrays of each module as
     one list, which are named by their paths in the module.
     """
-    names = opened(traced.jaxpr)[0].debug_info.arg_names
-    # By the word before the first bracket or dot, which names the argument.
-    lists: dict[str, list[str]] = {}
-    for name in names:
-        word = re.split(r"[.\[]", name)[0]
-        listed = lists.setdefault(word, [])
+    argument_names = opened(traced.jaxpr)[0].debug_info.arg_names
+    # The word before the first bracket or dot is the name of the argument.
+    names_by_argument: dict[str, list[str]] = {}
+    for name in argument_names:
+        argument_name = re.split(r"[.\[]", name)[0]
+        array_names = names_by_argument.setdefault(argument_name, [])
         if _OF_MODULE.match(name):
-            listed.append(name)
+            array_names.append(name)
     paths: dict[str, str] = {}
-    for (word, listed), arg in zip(lists.items(), args, strict=False):
-        of_arrays = _paths_of_arrays(arg)
-        if len(listed) == len(of_arrays):
-            for name, path in zip(listed, of_arrays, strict=True):
-                paths[name] = f"{word}/{path}"
+    for (argument_name, array_names), arg in zip(
+        names_by_argument.items(), args, strict=False
+    ):
+        array_paths = _paths_of_arrays(arg)
+        if len(array_names) == len(array_paths):
+            for name, path in zip(array_names, array_paths, strict=True):
+                paths[name] = f"{argument_name}/{path}"
     return Step(
         traced=traced,
         args=args,
@@ -243,14 +250,15 @@ def _with_module_paths(traced: Any, args: tuple[object, ...], mesh: Any) -> Step
 
 
 def _paths_of_arrays(tree: object) -> list[str]:
+    """The paths of the arrays in a tree."""
     flat = flatten(tree)
     pairs = zip(flat.paths, flat.is_array, strict=True)
     return [path for path, is_array in pairs if is_array]
 
 
 def _missing_functions_noted() -> contextlib.ExitStack:
-    """A context manager that adds a note to the error of a call of `None`, which stands in
-    plans and checkpoints where a module has a function.
+    """A context manager that adds a note to the error of a call of `None`, which stands
+    in plans and checkpoints where a module has a function.
     """
 
     def note(_kind: object, error: BaseException | None, _trace: object) -> None:
@@ -266,49 +274,53 @@ def _missing_functions_noted() -> contextlib.ExitStack:
     return stack
 
 
-def _traced(
+def _step_of_function(
     fn: Callable[..., object],
     args: Sequence[object],
     mesh: Any,
-    donated: tuple[bool, bool] = (False, False),
+    donated_first_and_rest: tuple[bool, bool] = (False, False),
 ) -> Step:
     """Traces `fn`. Leaves that are not arrays become constants of the program, as in
-    `equinox.filter_jit`. `donated` says whether the first argument is donated, and
-    whether the others are.
+    `equinox.filter_jit`. `donated_first_and_rest` says whether the first argument is
+    donated, and whether the others are.
     """
     flats = [flatten(arg) for arg in args]
-    words = argument_names(fn, len(args))
+    names = argument_names(fn, len(args))
     arrays: list[object] = []
     paths: dict[str, str] = {}
-    donated_numbers: list[int] = []
-    for number, (flat, word) in enumerate(zip(flats, words, strict=True)):
-        is_donated = donated[min(number, 1)]
+    donated_positions: list[int] = []
+    for number, (flat, argument_name) in enumerate(zip(flats, names, strict=True)):
+        is_donated = donated_first_and_rest[min(number, 1)]
         leaves = zip(flat.leaves, flat.paths, flat.is_array, strict=True)
         for leaf, path, is_array in leaves:
             if not is_array:
                 continue
             if is_donated:
-                donated_numbers.append(len(arrays))
-            paths[f"arrays[{len(arrays)}]"] = f"{word}/{path}" if path else word
+                donated_positions.append(len(arrays))
+            paths[f"arrays[{len(arrays)}]"] = (
+                f"{argument_name}/{path}" if path else argument_name
+            )
             arrays.append(leaf)
 
     def run(*arrays: object) -> object:
-        rest = iter(arrays)
+        remaining_arrays = iter(arrays)
         trees = []
         for flat in flats:
             pairs = zip(flat.leaves, flat.is_array, strict=True)
-            leaves = [next(rest) if is_array else leaf for leaf, is_array in pairs]
+            leaves = [
+                next(remaining_arrays) if is_array else leaf for leaf, is_array in pairs
+            ]
             trees.append(jax.tree.unflatten(flat.treedef, leaves))
         watched = WatchedArguments(trees)
-        _require_spread(fn, trees)
+        _raise_if_one_tuple(fn, trees)
         with _missing_functions_noted():
             result = fn(*trees)
-        raise_if_updated(run.__name__, words, watched, result)
+        raise_if_updated(run.__name__, names, watched, result)
         raise_if_left(fn, result)
         return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, result)
 
     run.__name__ = run.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
-    jitted = jax.jit(run, keep_unused=True, donate_argnums=tuple(donated_numbers))
+    jitted = jax.jit(run, keep_unused=True, donate_argnums=tuple(donated_positions))
     return Step(
         traced=jitted.trace(*arrays),
         args=tuple(args),
@@ -317,7 +329,7 @@ def _traced(
     )
 
 
-def _require_spread(fn: Callable[..., object], args: Sequence[object]) -> None:
+def _raise_if_one_tuple(fn: Callable[..., object], args: Sequence[object]) -> None:
     """Raises `LeafTypeError` if the arguments of a step are given as one tuple."""
     if len(args) != 1 or not isinstance(args[0], tuple):
         return

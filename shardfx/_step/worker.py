@@ -48,8 +48,8 @@ _LOOK_EVERY_SECONDS = 0.003
 _ALONE = 2048
 
 
-# Routines of LAPACK and of its like on GPUs, whose leading dimensions XLA may partition:
-# `batch_partitionable_targets` in jaxlib/lapack.py and jaxlib/gpu_solver.py.
+# Routines of LAPACK and of its like on GPUs, whose leading dimensions XLA may
+# partition: `batch_partitionable_targets` in jaxlib/lapack.py and jaxlib/gpu_solver.py.
 _ROUTINES = re.compile(
     rb"(?:lapack|cusolver|hipsolver)_[a-z0-9]+_ffi"
     rb"|(?:cu|hip)hybrid_[a-z0-9_]+"
@@ -81,6 +81,9 @@ def main() -> None:
 
 
 def _answer(module: bytes, request: dict[str, Any]) -> tuple[list[bytes], str]:
+    """The texts that a request names, and an error text. One of them is empty. With
+    `request["propagated"]`, there is one text: the module that Shardy makes of the HLO.
+    """
     texts, error = partitioned(
         module,
         request["devices"],
@@ -122,10 +125,10 @@ def partitioned(
     for name in set(_ROUTINES.findall(module)):
         _register(name.decode())
     with tempfile.TemporaryDirectory(prefix="shardfx-") as folder:
-        reading, writing = os.pipe()
+        error_pipe, child_pipe = os.pipe()
         child = os.fork()
         if not child:
-            os.close(reading)
+            os.close(error_pipe)
             settings = {
                 "xla_dump_to": folder,
                 "xla_dump_hlo_pass_re": dumped[0].partition("_")[2],
@@ -135,23 +138,25 @@ def partitioned(
                     "xla_dump_hlo_as_text": True,
                     "xla_dump_hlo_as_proto": True,
                 }
-            _compile(module, devices, {**settings, **_OPTIONS, **options}, writing)
-        os.close(writing)
+            _compile(module, devices, {**settings, **_OPTIONS, **options}, child_pipe)
+        os.close(child_pipe)
         try:
             texts = []
             deadline = time.monotonic() + seconds
             for stage in dumped:
                 has_pass = devices > 1 or stage == _FINISHED
                 name = f"*{stage}*.txt" if has_pass else _WHOLE
-                text, error = _text_from(folder, name, reading, deadline)
+                text, error = _text_from(folder, name, error_pipe, deadline)
                 if error:
                     return [], error
                 if len(dumped) > 1 and _ELIDED in text:
-                    text = _complete(folder, f"*{stage}*.pb", deadline) or text
+                    text = (
+                        _with_all_constants(folder, f"*{stage}*.pb", deadline) or text
+                    )
                 texts.append(text)
             return texts, ""
         finally:
-            os.close(reading)
+            os.close(error_pipe)
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
 
@@ -168,21 +173,21 @@ def _compile(
     module: bytes,
     devices: int,
     debug_options: dict[str, str | int | bool],
-    writing: int,
+    error_pipe: int,
 ) -> None:
     """Compiles the module in the child process, and ends the process. Writes any error
-    to the pipe `writing`.
+    to the pipe `error_pipe`.
     """
     # Nothing may be raised out of this block: the child would go on as a second parent.
     try:
         # XLA writes its warnings to standard error, and nothing may reach the standard
         # output of the parent.
-        silence = os.open(
+        silent_file = os.open(
             os.path.join(str(debug_options["xla_dump_to"]), "stderr"),
             os.O_WRONLY | os.O_CREAT,
         )
         for stream in (0, 1, 2):
-            os.dup2(silence, stream)
+            os.dup2(silent_file, stream)
         make_collectives = xla_client._xla.make_mpi_collectives  # pyright: ignore[reportPrivateImportUsage]
         collectives = make_collectives() if devices > _ALONE else None
         client = xla_client.make_cpu_client(
@@ -202,47 +207,47 @@ def _compile(
         client.compile_and_load(
             module, xla_client.DeviceList(tuple(client.devices())), options
         )
-        os.write(writing, b"XLA compiled the program without its partitioner")
+        os.write(error_pipe, b"XLA compiled the program without its partitioner")
     except (
         RuntimeError,
         ValueError,
         TypeError,
         OSError,
     ) as error:  # XLA's errors are RuntimeErrors
-        os.write(writing, str(error).encode()[:60_000])
+        os.write(error_pipe, str(error).encode()[:60_000])
     finally:
         os._exit(0)
 
 
 def _text_from(
     folder: str,
-    dumped: str,
-    reading: int,
+    name_pattern: str,
+    error_pipe: int,
     deadline: float,
 ) -> tuple[bytes, str]:
     """The text that XLA dumps to a file in `folder`, and an error text from the pipe
-    `reading`. `dumped` is the pattern of the file's name. Returns when the dump is
-    complete, when the child process ends, or at the deadline.
+    `error_pipe`. `name_pattern` is the pattern of the file's name. Returns when the
+    dump is complete, when the child process ends, or at the deadline.
     """
-    said = None
+    error_text = None
     while True:
-        for path in glob.glob(os.path.join(folder, dumped)):
-            if text := _whole(path):
+        for path in glob.glob(os.path.join(folder, name_pattern)):
+            if text := _complete_file(path):
                 return text, ""
-        if said is not None:
-            return b"", said.decode(errors="replace") or _error_output(folder)
+        if error_text is not None:
+            return b"", error_text.decode(errors="replace") or _error_output(folder)
         if time.monotonic() > deadline:
             return b"", "the time is over"
         # The parent sends nothing before it has the answer, so standard input becomes
         # ready only when it ends.
-        ready = select.select([reading, 0], [], [], _LOOK_EVERY_SECONDS)[0]
+        ready = select.select([error_pipe, 0], [], [], _LOOK_EVERY_SECONDS)[0]
         if 0 in ready:
             return b"", "nobody waits for the answer"
-        if reading in ready:
-            said = os.read(reading, 65_536)
+        if error_pipe in ready:
+            error_text = os.read(error_pipe, 65_536)
 
 
-def _whole(path: str) -> bytes:
+def _complete_file(path: str) -> bytes:
     """The text that XLA dumps to `path`; "" until it has an entry computation and ends
     with a brace on a line.
     """
@@ -256,7 +261,7 @@ def _whole(path: str) -> bytes:
     return text if b"\nENTRY " in text and text.rstrip().endswith(b"\n}") else b""
 
 
-def _complete(folder: str, name: str, deadline: float) -> bytes:
+def _with_all_constants(folder: str, name: str, deadline: float) -> bytes:
     """The text of the module that XLA dumps to a file in `folder`, with all numbers of
     its constants; "" if the file is not there in time, or is too large.
     """
@@ -287,18 +292,22 @@ def complete_text(message: bytes) -> bytes:
 
 def module_in(message: bytes) -> Any:
     """The module in the first field of a message; `None` while it is written."""
+    # The number of the field is the first byte, and its size follows as a varint, which
+    # has seven bits in each byte.
     size = 0
     shift = 0
-    start = 1
-    while start < len(message):
-        size |= (message[start] & 127) << shift
+    position = 1
+    while position < len(message):
+        size |= (message[position] & 127) << shift
         shift += 7
-        start += 1
-        if message[start - 1] < 128:
+        position += 1
+        if message[position - 1] < 128:
             break
-    if not size or len(message) < start + size:
+    if not size or len(message) < position + size:
         return None
-    return hlo.HloModule.from_serialized_hlo_module_proto(message[start : start + size])
+    return hlo.HloModule.from_serialized_hlo_module_proto(
+        message[position : position + size]
+    )
 
 
 def _error_output(folder: str) -> str:

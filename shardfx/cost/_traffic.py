@@ -309,7 +309,7 @@ class _ModuleReader:
         """
         if is_transfer(instruction):
             return transfer_of(instruction, self.positions)
-        collective = collective_of(instruction, self.positions.own)
+        collective = collective_of(instruction, self.positions.slice_devices)
         if collective is None:
             return None
         groups = self.positions.in_mesh(collective.groups, runs.slice)

@@ -51,7 +51,7 @@ def matches_array(
         dims = _channels(shape)
     if dims is None:
         return None
-    first, second = (_real_axes(cuts[dim], sizes) for dim in dims)
+    first, second = (_axes_of_several_devices(cuts[dim], sizes) for dim in dims)
     if not first or not second:
         return None
     if len(_unused_axes(cuts, sizes)) < predicate.unused_axes:
@@ -59,7 +59,10 @@ def matches_array(
     return ArrayCut(first=first, second=second)
 
 
-def _real_axes(cut: Sequence[str], sizes: Mapping[str, int]) -> frozenset[str]:
+def _axes_of_several_devices(
+    cut: Sequence[str],
+    sizes: Mapping[str, int],
+) -> frozenset[str]:
     """The mesh axes of two or more devices that shard a dimension."""
     return frozenset(axis for axis in cut if sizes[axis] > 1)
 
@@ -71,6 +74,9 @@ def _unused_axes(cuts: Cuts, sizes: Mapping[str, int]) -> list[str]:
 
 
 def _square(shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """The last two dimensions of a matrix or a stack of them if they are equal; else
+    `None`.
+    """
     rank = len(shape)
     if rank in (2, 3) and shape[-1] == shape[-2]:
         return rank - 2, rank - 1
@@ -119,32 +125,39 @@ def matches_operation(
     image = arrays[0]
     kernel = arrays[1]
     if predicate.sharded == "channels":
-        shards_in = _count(kernel.cuts[dims.kernel_input_feature_dimension], sizes)
-        shards_out = _count(kernel.cuts[dims.kernel_output_feature_dimension], sizes)
+        shards_in = _shard_count(
+            kernel.cuts[dims.kernel_input_feature_dimension], sizes
+        )
+        shards_out = _shard_count(
+            kernel.cuts[dims.kernel_output_feature_dimension], sizes
+        )
         return shards_in > 1 and shards_out > 1
     if predicate.sharded == "groups":
-        # In the gradient of a kernel, the channels are the batch, and the rows are the
-        # channels. Groups of the batch leave a smaller one.
+        # The gradient of a kernel is a convolution whose batch dimension has the
+        # channels, and whose feature dimension has the rows of the batch. A grouped one
+        # has a smaller batch dimension in its result.
         batch_size = image.shape[dims.input_batch_dimension]
         is_grouped = arrays[-1].shape[dims.output_batch_dimension] < batch_size
-        shards_of_rows = _count(image.cuts[dims.input_feature_dimension], sizes)
+        shards_of_rows = _shard_count(image.cuts[dims.input_feature_dimension], sizes)
         return is_grouped and shards_of_rows > 1
     windows = dims.input_spatial_dimensions
-    return any(_count(image.cuts[dim], sizes) > 1 for dim in windows)
+    return any(_shard_count(image.cuts[dim], sizes) > 1 for dim in windows)
 
 
 def _is_uneven(array: OperationCut, sizes: Mapping[str, int]) -> bool:
+    """Whether the shards of some dimension of an array do not divide it."""
     for size, cut in zip(array.shape, array.cuts, strict=True):
-        if size % _count(cut, sizes):
+        if size % _shard_count(cut, sizes):
             return True
     return False
 
 
-def _count(cut: Sequence[str], sizes: Mapping[str, int]) -> int:
-    return math.prod(_size(axis, sizes) for axis in cut)
+def _shard_count(cut: Sequence[str], sizes: Mapping[str, int]) -> int:
+    """The number of shards into which mesh axes divide a dimension."""
+    return math.prod(_axis_size(axis, sizes) for axis in cut)
 
 
-def _size(axis: str, sizes: Mapping[str, int]) -> int:
+def _axis_size(axis: str, sizes: Mapping[str, int]) -> int:
     """The size of a mesh axis, or of a sub-axis in Shardy's notation, "fsdp:(1)2"."""
     if ":" not in axis:
         return sizes[axis]
