@@ -160,9 +160,11 @@ def _shardings_of_part(
     """
     if isinstance(entry, ShardPlan):
         try:
-            row_numbers = (rows_of if compare_shapes else aligned)(
-                entry.content, flatten(part)
-            )
+            flat = flatten(part)
+            if compare_shapes:
+                row_numbers = rows_of(entry.content, flat)
+            else:
+                row_numbers = aligned(entry.content, flat)
         except PlanMismatchError as error:
             raise PlanMismatchError(
                 f"{what} is not the tree that its plan is for: {error}"

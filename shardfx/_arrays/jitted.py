@@ -34,6 +34,7 @@ from .entries import (
     spread,
 )
 from .explicit_notes import explicit_axes_noted
+from .form import Form
 from .given import (
     Given,
     check_given,
@@ -57,43 +58,6 @@ _FORMS = 128
 _ARRAY = jax.ShapeDtypeStruct((), np.float32)
 # JAX's errors for a function where it takes an array.
 _GOT_FUNCTION = re.compile(r"got <class '[\w.]*(custom_jvp|function|PjitFunction)'>")
-
-
-@dataclasses.dataclass(eq=False)
-class _Form:
-    """What one structure of arguments needs: its `jax.jit`, and the arrays to check at
-    each call.
-
-    **Arguments:**
-
-    - `run`: the jitted function. It takes a static argument (all values that are no
-      arrays) and then every array.
-    - `is_array`: for each leaf of the function and its arguments, whether it is an
-      array.
-    - `static_positions`: the positions of the leaves that are no arrays.
-    - `compares_data`: whether structures that are equal may hold different static data,
-      such as fields 1 and True.
-    - `first_of_shardings`: the positions, among the arrays, of the first array of each
-      sharding in `in_shardings`. They are checked because JAX does not compare the
-      devices of an array with the same sharding as an earlier one.
-    - `is_donating`: whether an array is donated.
-    - `checked_for_deletion`: the positions of the arrays to check for deletion: all if
-      one is donated, else `first_of_shardings`.
-    - `last`: the static values of the last call, and its static argument; one tuple, so
-      that threads do not mix them. To make the argument again takes 3.7 us.
-    - `shardings`: the shardings that the arrays of `first_of_shardings` had at the last
-      call.
-    """
-
-    run: Any
-    is_array: tuple[bool, ...]
-    static_positions: list[int]
-    compares_data: bool
-    first_of_shardings: list[int]
-    is_donating: bool
-    checked_for_deletion: list[int]
-    last: tuple[Sequence[Any], Static | None] = ((), None)
-    shardings: list[Any] | None = None
 
 
 class Jitted(Generic[P, R]):
@@ -250,8 +214,8 @@ class Jitted(Generic[P, R]):
             return out.rest.tree(*out.lists)
         return out
 
-    def _bound(self, args: Any, kwargs: Any) -> tuple[_Form, Static, Sequence[Any]]:
-        """The `_Form` for the structure of a call, its static argument (all that is no
+    def _bound(self, args: Any, kwargs: Any) -> tuple[Form, Static, Sequence[Any]]:
+        """The `Form` for the structure of a call, its static argument (all that is no
         array), and its arrays.
         """
         if kwargs or len(args) != self._bare_arity:
@@ -291,16 +255,15 @@ class Jitted(Generic[P, R]):
         form, static, arrays = self._bound(args, kwargs)
         checked_arrays = [arrays[position] for position in form.checked_for_deletion]
         shardings = [arrays[position].sharding for position in form.first_of_shardings]
-        is_given_twice = form.is_donating and len({*map(id, checked_arrays)}) < len(
-            checked_arrays
-        )
+        distinct_ids = set(map(id, checked_arrays))
+        is_given_twice = form.is_donating and len(distinct_ids) < len(checked_arrays)
         are_deleted = [array.is_deleted() for array in checked_arrays]
         if is_given_twice or shardings != form.shardings or True in are_deleted:
             self._given(*static.tree(arrays))
             form.shardings = shardings
         return form.run, static, arrays
 
-    def _form_of(self, treedef: Any, kinds: tuple[type, ...]) -> _Form:
+    def _form_of(self, treedef: Any, kinds: tuple[type, ...]) -> Form:
         """What a structure of the function's arrays and its arguments needs. `treedef`
         is the structure, and `kinds` has the type of each leaf.
 
@@ -328,7 +291,7 @@ class Jitted(Generic[P, R]):
         first_of_shardings = list(position_by_sharding.values())
         shardings = tuple(entry.expected for entry in given_arrays)
         donated = tuple(entry.is_donated for entry in given_arrays)
-        return _Form(
+        return Form(
             run=self._cached_jit(shardings, donated),
             is_array=is_array,
             static_positions=[
@@ -468,13 +431,10 @@ class Jitted(Generic[P, R]):
                     compare_shapes=compare_shapes,
                 )
             except PlanMismatchError as error:
-                hint = self._hint_of_fitting_plan(
-                    key, tree, compare_shapes
-                ) + self._hint_of_names(key)
-                if (
-                    isinstance(self._entries_in.get(int), ShardPlan)
-                    and len(self._keys) > 1
-                ):
+                hint = self._hint_of_fitting_plan(key, tree, compare_shapes)
+                hint += self._hint_of_names(key)
+                is_for_all = isinstance(self._entries_in.get(int), ShardPlan)
+                if is_for_all and len(self._keys) > 1:
                     hint += (
                         " One plan is for all arguments: give a tuple, one entry for"
                         " each."

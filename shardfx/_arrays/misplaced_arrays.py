@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools as ft
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -53,6 +53,14 @@ class MisplacedArray:
     found: str
     excess_bytes: int
     fix: str
+
+
+class _Described(NamedTuple):
+    """What is compared of an array. `sharding` is `None` for an array on no device."""
+
+    sharding: Sharding | None
+    shape: tuple[int, ...]
+    dtype: Any
 
 
 class Misplaced(tuple[MisplacedArray, ...]):
@@ -163,7 +171,7 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
     content = plan.content
     flat = flatten(tree)
     planned_arrays = [
-        (sharding, row.shape, row.dtype)
+        _Described(sharding, row.shape, row.dtype)
         for sharding, row in zip(content.row_shardings, content.rows, strict=True)
     ]
     # For each leaf, the number of its row in the plan; -1 for a leaf without one.
@@ -186,14 +194,11 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
             continue
         live_array = None
         if is_array:
-            live_array = (_sharding(path, leaf), leaf.shape, leaf.dtype)
-        found_rows.append(
-            _misplaced_array(
-                path,
-                live_array,
-                planned_arrays[row_number] if row_number >= 0 else None,
-            )
-        )
+            live_array = _Described(_sharding(path, leaf), leaf.shape, leaf.dtype)
+        planned_array = None
+        if row_number >= 0:
+            planned_array = planned_arrays[row_number]
+        found_rows.append(_misplaced_array(path, live_array, planned_array))
     for path, row_number in missing_paths:
         found_rows.append(_misplaced_array(path, None, planned_arrays[row_number]))
     misplaced_rows = [row for row in found_rows if row is not None]
@@ -211,10 +216,6 @@ def _sharding(path: str, leaf: Any) -> Sharding | None:
     return leaf.sharding
 
 
-# The sharding, the shape and the dtype of an array.
-_Described = tuple[Sharding | None, tuple[int, ...], Any]
-
-
 @ft.lru_cache(maxsize=4096)
 def _misplaced_array(
     path: str,
@@ -223,46 +224,46 @@ def _misplaced_array(
 ) -> MisplacedArray | None:
     """The array `path` beside its plan; `None` if the array is as planned.
 
-    `live` and `asked` are the sharding, shape and dtype of the live and of the planned
-    array. `live` is `None` if the array is missing, and `asked` is `None` if the plan
-    has no such array.
+    `live` is the live array, or `None` if it is missing. `asked` is the planned array,
+    or `None` if the plan has no such array.
     """
-    if live is None or asked is None:
-        excess = 0 if live is None else _shard_bytes(live)
-        fix = _PLAN_AGAIN
-    elif live[1] != asked[1] or canonical_dtype(live[2]) != asked[2]:
-        excess = _shard_bytes(live) - _shard_bytes(asked)
-        fix = _PLAN_AGAIN
-    elif live[0] is not None and has_same_shards(live[0], asked[0], asked[1]):
-        return None
-    else:
-        excess = _shard_bytes(live) - _shard_bytes(asked)
+    fix = _PLAN_AGAIN
+    if live is not None and asked is not None and _is_of_type(live, asked):
+        if live.sharding is not None and asked.sharding is not None:
+            if has_same_shards(live.sharding, asked.sharding, asked.shape):
+                return None
         fix = _MOVE
+    excess_bytes = _shard_bytes(live) - _shard_bytes(asked)
     return MisplacedArray(
         path=path,
         asked=_text(asked),
         found=_text(live),
-        excess_bytes=max(excess, 0),
+        excess_bytes=max(excess_bytes, 0),
         fix=fix,
     )
 
 
-def _shard_bytes(described: _Described) -> int:
-    """The bytes of one shard of an array with this sharding, shape and dtype; 0 for an
-    array without a sharding.
+def _is_of_type(live: _Described, asked: _Described) -> bool:
+    """Whether a live array has the shape and the dtype of the planned one."""
+    return live.shape == asked.shape and canonical_dtype(live.dtype) == asked.dtype
+
+
+def _shard_bytes(described: _Described | None) -> int:
+    """The bytes of one shard of an array with this sharding, shape and dtype; 0 for a
+    missing array, and for one without a sharding.
     """
-    sharding, shape, dtype = described
-    if sharding is None:
+    if described is None or described.sharding is None:
         return 0
-    return array_bytes(sharding.shard_shape(shape), dtype)
+    shard_shape = described.sharding.shard_shape(described.shape)
+    return array_bytes(shard_shape, described.dtype)
 
 
 def _text(described: _Described | None) -> str:
     """The text of an array in the table, from its sharding, shape and dtype."""
     if described is None:
         return "nothing"
-    sharding, shape, dtype = described
-    text = array_text(dtype, shape)
+    sharding = described.sharding
+    text = array_text(described.dtype, described.shape)
     if sharding is None:
         return f"{text} on no device"
     if not isinstance(sharding, NamedSharding):

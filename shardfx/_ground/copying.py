@@ -65,12 +65,9 @@ def block_dim(
         return None
     row_dim = _contiguous_dim(shape, target_strides)
     column_dim = _contiguous_dim(shape, source_strides)
-    if (
-        row_dim is None
-        or column_dim is None
-        or row_dim == column_dim
-        or shape[row_dim] < 2 * _BLOCK
-    ):
+    if row_dim is None or column_dim is None or row_dim == column_dim:
+        return None
+    if shape[row_dim] < 2 * _BLOCK:
         return None
     if source_strides[row_dim] == 0:
         # The elements of a row are one element, which lies in one line.
@@ -82,10 +79,8 @@ def block_dim(
     # The lines of a whole row stay in the cache.
     if shape[row_dim] * cache_bytes_each <= _WAYS * _SETS_BYTES:
         return None
-    is_worth_it = (
-        shape[column_dim] >= _BLOCK
-        and element_count // shape[row_dim] * _BLOCK >= _LEAST_PER_BLOCK
-    )
+    elements_per_block = element_count // shape[row_dim] * _BLOCK
+    is_worth_it = shape[column_dim] >= _BLOCK and elements_per_block >= _LEAST_PER_BLOCK
     if is_worth_it:
         return row_dim
     return None

@@ -160,11 +160,9 @@ def _with_argument_name(path: str, argument_names: Sequence[str]) -> str:
     """The path of an array, with the argument's name in place of its number."""
     number, slash, rest = path.partition("/")
     position = int(number)
-    argument_name = (
-        argument_names[position]
-        if position < len(argument_names)
-        else f"args[{position}]"
-    )
+    argument_name = f"args[{position}]"
+    if position < len(argument_names):
+        argument_name = argument_names[position]
     return f"{argument_name}{slash}{rest}"
 
 

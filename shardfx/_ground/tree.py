@@ -251,9 +251,8 @@ def _append(
     number_by_subtree: dict[TreeDef, int] = {}
     subtree_numbers: list[int] = []
     for child in children:
-        subtree_numbers.append(
-            number_by_subtree.setdefault(child, len(number_by_subtree))
-        )
+        number = number_by_subtree.setdefault(child, len(number_by_subtree))
+        subtree_numbers.append(number)
     occurrences = collections.Counter(subtree_numbers)
     keys = _keys(treedef, data, len(children))
     columns_by_subtree: dict[int, _Columns] = {}
@@ -274,9 +273,8 @@ def _append(
         # hashes once.
         child_templates = templates_by_prefix.get((child_template, subtree_number))
         if child_templates is None:
-            child_templates = templates_by_prefix[child_template, subtree_number] = (
-                list(map(child_template.__add__, child_columns.templates))
-            )
+            child_templates = list(map(child_template.__add__, child_columns.templates))
+            templates_by_prefix[child_template, subtree_number] = child_templates
         out.templates.extend(child_templates)
         declaration = declared.get(key)
         if declaration is None:

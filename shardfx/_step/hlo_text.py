@@ -33,10 +33,8 @@ _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)="
     r"(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
-_REPLICAS, _PARTITIONS = (
-    re.compile(r"\breplica_count=(\d+)"),
-    re.compile(r"\bnum_partitions=(\d+)"),
-)
+_REPLICAS = re.compile(r"\breplica_count=(\d+)")
+_PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
 _NUMBER = re.compile(r"(\w+)=(\d+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
@@ -47,7 +45,8 @@ _OLD_SOURCE = re.compile(r'source_file="([^"]*)"(?:.*?source_line=(\d+))?')
 _RENDEZVOUS = re.compile(
     r'_xla_host_transfer_rendezvous="([^"]*)"|_xla_send_recv_source_target_pairs="?(\{\{.*?\}\})'
 )
-_OPENING, _CLOSING = "([{", ")]}"
+_OPENING = "([{"
+_CLOSING = ")]}"
 # A bracket, a comma, or a whole quoted text, so that brackets and commas in quotes do
 # not match.
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]', re.DOTALL)
@@ -152,10 +151,13 @@ class Instruction(NamedTuple):
 @ft.lru_cache(maxsize=2**12)
 def _op_name_in(attributes: str) -> str:
     """The name stack in the attributes of an instruction, without escape characters."""
-    name = _OP_NAME.search(attributes)
-    if name is None:
+    match = _OP_NAME.search(attributes)
+    if match is None:
         return ""
-    return re.sub(r"\\(.)", r"\1", name[1]) if "\\" in name[1] else name[1]
+    name = match[1]
+    if "\\" not in name:
+        return name
+    return re.sub(r"\\(.)", r"\1", name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,10 +206,7 @@ def parse_hlo(text: str) -> HloModule:
             " compiled program, or its `as_text()`."
         )
     header = text.partition("\n")[0]
-    replicas, partitions = (
-        int(count[1]) if (count := form.search(header)) else 1
-        for form in (_REPLICAS, _PARTITIONS)
-    )
+    replicas = _count_in(header, _REPLICAS)
     if replicas > 1:
         raise ProgramError(
             f"the program runs as {replicas} replicas, as `jax.pmap` once wrote it;"
@@ -217,8 +216,16 @@ def parse_hlo(text: str) -> HloModule:
         entry=sections.entry,
         computations=sections.computations,
         stacks=_stacks(sections.tables),
-        partitions=partitions,
+        partitions=_count_in(header, _PARTITIONS),
     )
+
+
+def _count_in(header: str, pattern: re.Pattern[str]) -> int:
+    """The number that a pattern finds in the first line of a module; 1 without it."""
+    match = pattern.search(header)
+    if match is None:
+        return 1
+    return int(match[1])
 
 
 class _Sections:
@@ -279,33 +286,47 @@ def _instruction(line: str) -> Instruction:
     """Reads the text of one instruction. Raises `ProgramError` if it cannot be read."""
     simple = _SIMPLE.match(line)
     if simple is not None:
-        operands = tuple(_OPERAND.findall(simple[5]))
-        if operands or not simple[5] or simple[4] in WITHOUT_OPERANDS:
+        root, name, result, opcode, inside = simple.groups()
+        operands = tuple(_OPERAND.findall(inside))
+        # Operands without `%` are read below.
+        if operands or not inside or opcode in WITHOUT_OPERANDS:
             return Instruction(
-                name=simple[2],
-                result=simple[3],
-                opcode=simple[4],
+                name=name,
+                result=result,
+                opcode=opcode,
                 operands=operands,
-                inside=simple[5],
+                inside=inside,
                 attributes=line[simple.end() :],
-                is_root=simple[1] is not None,
+                is_root=root is not None,
             )
-    match = _NAME.match(line)
-    start = match.end() if match else 0
-    stop = _after_bracket(line, start) if line[start] == "(" else line.find(" ", start)
+
+    head = _NAME.match(line)
+    start = head.end() if head else 0
+    # The result type ends at its bracket if it is a tuple, else at a space.
+    if line[start] == "(":
+        stop = _after_bracket(line, start)
+    else:
+        stop = line.find(" ", start)
     opening = line.find("(", stop + 1)
-    if match is None or stop < 0 or opening < 0:
+    if head is None or stop < 0 or opening < 0:
         raise ProgramError(
             f"an instruction of the HLO module cannot be read: {line.strip():.300}"
         )
+    root, name = head.groups()
     closing = _after_bracket(line, opening)
     inside = line[opening + 1 : closing - 1]
-    result, opcode = line[start:stop].strip(), line[stop + 1 : opening].strip()
+    opcode = line[stop + 1 : opening].strip()
     operands = tuple(_OPERAND.findall(inside))
     if not operands and inside and opcode not in WITHOUT_OPERANDS:
         operands = tuple(_LAST_WORD.findall(inside))
     return Instruction(
-        match[2], result, opcode, operands, inside, line[closing:], match[1] is not None
+        name=name,
+        result=line[start:stop].strip(),
+        opcode=opcode,
+        operands=operands,
+        inside=inside,
+        attributes=line[closing:],
+        is_root=root is not None,
     )
 
 
@@ -320,13 +341,13 @@ def _add_tuple_element(instructions: dict[str, Instruction], operand: str) -> No
     _add_tuple_element(instructions, whole)
     part = parts_of(instructions[whole].result)[int(index)]
     instructions[operand] = Instruction(
-        operand,
-        part,
-        "get-tuple-element",
-        (whole,),
-        f"%{whole}",
-        f", index={index}",
-        False,
+        name=operand,
+        result=part,
+        opcode="get-tuple-element",
+        operands=(whole,),
+        inside=f"%{whole}",
+        attributes=f", index={index}",
+        is_root=False,
     )
 
 
@@ -334,8 +355,13 @@ def parts_of(result: str) -> list[str]:
     """The texts of the elements of the tuple type `result`; for an array type, its own
     text.
     """
-    inside = result[1:-1] if result.startswith("(") else result
-    depth, start, parts = 0, 0, []
+    inside = result
+    if result.startswith("("):
+        inside = result[1:-1]
+    parts = []
+    start = 0
+    # The number of brackets that are open; only commas outside of them divide.
+    depth = 0
     for bracket in _BRACKET.finditer(inside):
         depth += (bracket[0] in _OPENING) - (bracket[0] in _CLOSING)
         if bracket[0] == "," and not depth:
@@ -368,28 +394,27 @@ def _stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Frame, ...]]:
     """The call stack of each stack frame id, innermost frame first, from the rows of
     the tables at the end of a module.
     """
-    names = ("FileNames", "FunctionNames")
-    files, functions = (
-        [row.strip('"') for row in tables.get(name, ())] for name in names
-    )
-    places, frames = (
-        [
-            {key: int(number) for key, number in _NUMBER.findall(row)}
-            for row in tables.get(name, ())
-        ]
-        for name in ("FileLocations", "StackFrames")
-    )
+    files = [row.strip('"') for row in tables.get("FileNames", ())]
+    functions = [row.strip('"') for row in tables.get("FunctionNames", ())]
+    places = list(map(_numbers_in, tables.get("FileLocations", ())))
+    frames = list(map(_numbers_in, tables.get("StackFrames", ())))
     stacks: dict[int, tuple[Frame, ...]] = {}
+    # The rows of a table are numbered from 1.
     for number, row in enumerate(frames, start=1):
         place = places[row["file_location_id"] - 1]
         frame = Frame(
-            files[place["file_name_id"] - 1],
-            place["line"],
-            functions[place["function_name_id"] - 1],
+            file=files[place["file_name_id"] - 1],
+            line=place["line"],
+            function=functions[place["function_name_id"] - 1],
         )
         # XLA prints the number of the outer frame plus one; 1 means that there is none.
         stacks[number] = (frame, *stacks.get(row["parent_frame_id"] - 1, ()))
     return stacks
+
+
+def _numbers_in(row: str) -> dict[str, int]:
+    """The numbers of a table's row by their keys, as in `{line=41 file_name_id=1}`."""
+    return {key: int(number) for key, number in _NUMBER.findall(row)}
 
 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([^\]]*)\]")
@@ -414,7 +439,9 @@ class Array(NamedTuple):
         """The bits of one element. Raises `ProgramError` for a dtype of unknown size."""
         if self.dtype in _NO_MEMORY:
             return 0
-        match = _BITS.fullmatch("s8" if self.dtype == "pred" else self.dtype)
+        if self.dtype == "pred":
+            return 8
+        match = _BITS.fullmatch(self.dtype)
         if match is None:
             raise ProgramError(f"the size of `{self}` is not known")
         return int(match[1])
@@ -447,12 +474,12 @@ def array_of(instruction: Instruction) -> Array:
 
 def index_of(instruction: Instruction) -> int | None:
     """The tuple index of a `get-tuple-element`; `None` for other instructions."""
-    match = (
-        _INDEX.search(instruction.structure)
-        if instruction.opcode == "get-tuple-element"
-        else None
-    )
-    return int(match[1]) if match else None
+    if instruction.opcode != "get-tuple-element":
+        return None
+    match = _INDEX.search(instruction.structure)
+    if match is None:
+        return None
+    return int(match[1])
 
 
 def root_of(computation: Mapping[str, Instruction]) -> Instruction:
@@ -495,12 +522,11 @@ def padded(shape: tuple[int, ...], tile: Tile) -> tuple[int, ...]:
     if len(shape) == 1:
         return (_rounded_up(shape[0], columns),)
     shapes = []
-    for last, second in itertools.permutations(range(len(shape)), 2):
+    for column_dim, row_dim in itertools.permutations(range(len(shape)), 2):
         sizes = list(shape)
-        sizes[last] = _rounded_up(sizes[last], columns)
-        sizes[second] = _rounded_up(
-            sizes[second], min(rows, 1 << (sizes[second] - 1).bit_length())
-        )
+        sizes[column_dim] = _rounded_up(sizes[column_dim], columns)
+        power_of_two = 1 << (sizes[row_dim] - 1).bit_length()
+        sizes[row_dim] = _rounded_up(sizes[row_dim], min(rows, power_of_two))
         shapes.append(tuple(sizes))
     return min(shapes, key=math.prod)
 

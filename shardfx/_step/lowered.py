@@ -57,8 +57,7 @@ class Parameter(NamedTuple):
       them.
     - `donated`: whether a result may reuse its memory.
     - `on_host`: whether it is in host memory.
-    - `path`: its path, which starts with the name of the step's parameter:
-      "params/layers/0/w"; empty for results.
+    - `path`: its path from the step's parameter on, "params/w"; empty for results.
     """
 
     name: str
@@ -267,8 +266,8 @@ def _main(module: Module) -> Op:
 
 
 def _attributes_of_arrays(main: Op, attribute: str) -> list[dict[str, ir.Attribute]]:
-    """The attributes of each argument ("arg_attrs") or result ("res_attrs") of the
-    function `main`, as dicts.
+    """The MLIR attributes of each argument ("arg_attrs") or result ("res_attrs") of
+    `main`.
     """
     if attribute not in main.attributes:
         kind = _type_of(main)
@@ -316,7 +315,7 @@ def _axes_of_dims(sharding: ir.Attribute) -> Iterator[Sequence[ir.Attribute]]:
 
 
 def argument_shardings(function: Op) -> list[ArraySharding | None]:
-    """The shardings of a function's arguments in a module after Shardy's propagation."""
+    """The shardings of a function's arguments after Shardy's propagation."""
     attributes = _attributes_of_arrays(function, "arg_attrs")
     return [
         _sharding(entry.get("sdy.sharding"), entry.get("sdy.sharding_origins"))

@@ -133,7 +133,6 @@ def compared(
     axes, shards = _device_dims_first(record, np.asarray(value))
     whole_axes, whole = _device_dims_first(whole_record, np.asarray(whole))
     whole = whole.reshape(whole.shape[len(whole_axes) :])
-    is_in_loop = any(isinstance(entry, int) for entry in record.leading)
     best = Compared(False)
     best_rank = (-1, -math.inf)
     for roles, assembled in _assembled(axes, shards, whole.shape):
@@ -143,7 +142,7 @@ def compared(
         copy_dim_count = assembled.ndim - whole.ndim
         is_same_by_turn = [bool(distances.max(initial=0.0) <= allowed_difference)]
         by_turn: tuple[bool, ...] = ()
-        if is_in_loop:
+        if record.is_in_loop:
             of_turns = np.moveaxis(distances, copy_dim_count, 0).reshape(
                 whole.shape[0], -1
             )
@@ -210,14 +209,13 @@ def _device_dims_first(
     iterations, in the order of time, also for loops that run backwards, and then those
     of the result itself.
     """
-    axes: list[tuple[str, int]] = []
+    axes = record.manual_axes
     device_dims = []
     backward_dims = []
     for dim, entry in enumerate(record.leading):
         # The entry of a loop is 1 or -1, and that of a `shard_map` has its mesh axes.
         if not isinstance(entry, int):
             device_dims.append(dim)
-            axes += entry
         elif entry == -1:
             backward_dims.append(dim)
     value = np.asarray(np.flip(value, tuple(backward_dims)))
@@ -369,9 +367,7 @@ class Blame:
         """
         axes_around_reader: set[str] = set()
         if reader is not None:
-            for entry in reader.leading:
-                if not isinstance(entry, int):
-                    axes_around_reader.update(name for name, _ in entry)
+            axes_around_reader = {name for name, _ in reader.manual_axes}
         return not axes_around_reader.issuperset(self.unreduced_axes(number))
 
     def unreduced_axes(self, number: int) -> list[str]:
@@ -453,7 +449,7 @@ class Blame:
         excused: set[int] = set()
         for number in sorted(region):
             record = self.records[number]
-            if all(isinstance(entry, int) for entry in record.leading):
+            if not record.manual_axes:
                 continue
             is_index = not jnp.issubdtype(record.dtype, np.inexact)
             if not is_index and record.primitive not in _PIECES:

@@ -110,11 +110,8 @@ def _equation_text(record: Record, number: int, values: Mapping[int, Any]) -> st
     value = values[number]
     leading_count = len(record.leading)
     text = array_text(record.dtype, value.shape[leading_count:])
-    axes: list[str] = []
-    for entry in record.leading:
-        if not isinstance(entry, int):
-            axes += [name for name, _ in entry]
-    if not all(isinstance(entry, int) for entry in record.leading):
+    axes = [name for name, _ in record.manual_axes]
+    if axes:
         return f"{equation}: {text} on each device of {', '.join(axes)}"
     spec = value.sharding.spec if isinstance(value.sharding, NamedSharding) else ()
     return f"{equation}: {text} {spec_text(tuple(spec)[leading_count:])}"

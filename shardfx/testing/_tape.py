@@ -32,6 +32,7 @@ from .._step import (
     retraced,
     struct_of,
 )
+from ._rounding import rounded, wider, with_dtypes_of
 
 
 # Equations whose programs are inlined, with the parameter that holds the program.
@@ -100,6 +101,20 @@ class Record(NamedTuple):
     loop: int | None = None
     axes: frozenset[str] = frozenset()
     counted: int = 0
+
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether a loop is around the equation."""
+        return any(isinstance(entry, int) for entry in self.leading)
+
+    @property
+    def manual_axes(self) -> list[tuple[str, int]]:
+        """The mesh axes of the `shard_map`s around the equation, with their sizes."""
+        axes: list[tuple[str, int]] = []
+        for entry in self.leading:
+            if not isinstance(entry, int):
+                axes += entry
+        return axes
 
 
 class ShardMapBody(NamedTuple):
@@ -208,7 +223,7 @@ class Tape:
         """
         if self.wide is None:
             return atom.val
-        return jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
+        return jnp.asarray(np.asarray(atom.val), wider(atom.aval.dtype, self.wide))
 
     def new_numbers(self, arrays: Sequence[object]) -> list[int]:
         """Returns new negative numbers for `arrays`, which no equation made."""
@@ -246,7 +261,7 @@ class Tape:
         # No device has the value of an incomplete sum.
         if self.alone or not jax.typeof(out).sharding.spec.unreduced:
             if self.noise is not None and name not in _EXACT:
-                out = _rounded(out, var.aval.dtype, *self.noise)
+                out = rounded(out, var.aval.dtype, *self.noise)
             self.values[number] = out
         return number
 
@@ -275,7 +290,7 @@ class Tape:
         """`array`, cast to `wide` if it has narrower floats."""
         if self.wide is None or jnp.issubdtype(array.dtype, jax.dtypes.extended):
             return array
-        return jnp.asarray(array, _wider(array.dtype, self.wide))
+        return jnp.asarray(array, wider(array.dtype, self.wide))
 
     def applied(self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Arrays) -> Arrays:
         """Evaluates one equation of `jaxpr` with the operands `ins`.
@@ -325,12 +340,12 @@ class Tape:
 
             def struct(var: Any) -> jax.ShapeDtypeStruct:
                 narrow = struct_of(var)
-                return narrow.update(dtype=_wider(narrow.dtype, self.wide))
+                return narrow.update(dtype=wider(narrow.dtype, self.wide))
 
             return retraced(param, run, struct)
         is_scalar_type = isinstance(param, type) and issubclass(param, np.generic)
         if is_scalar_type or isinstance(param, np.dtype):
-            return _wider(np.dtype(param), self.wide)
+            return wider(np.dtype(param), self.wide)
         return param
 
     def applied_as_is(
@@ -464,7 +479,7 @@ class Tape:
                 args = [*consts_in, *carry, *arrays]
                 outs, out_numbers[:] = self.run(jaxpr, consts, args, numbers)
                 self.carry_results.update(zip(carry_numbers, out_numbers, strict=False))
-            return _with_dtypes_of(outs[:carry_count], carry), (
+            return with_dtypes_of(outs[:carry_count], carry), (
                 outs[carry_count:],
                 values,
             )
@@ -511,7 +526,7 @@ class Tape:
 
         def body(carry: Arrays) -> Arrays:
             outs = self.unrecorded(params["body_jaxpr"], *body_consts, *carry)
-            return _with_dtypes_of(outs, carry)
+            return with_dtypes_of(outs, carry)
 
         outs = jax.lax.while_loop(condition, body, ins[carry_start:])
         return outs, self.recorded_results(equation, outs, reads)
@@ -571,57 +586,3 @@ class Tape:
         )
         self.bodies.append(body_record)
         return outs, out_numbers
-
-
-def _wider(dtype: DType, wide: DType) -> DType:
-    """The float dtype `wide` if `dtype` is a narrower float, else `dtype`. With a
-    `wide` of 64 bits, complex64 becomes complex128.
-    """
-    if jnp.issubdtype(dtype, np.complexfloating):
-        if np.dtype(wide).itemsize == 8:
-            return np.dtype(np.complex128)
-        return dtype
-    if not jnp.issubdtype(dtype, np.floating):
-        return dtype
-    if jnp.finfo(dtype).bits < jnp.finfo(wide).bits:
-        return np.dtype(wide)
-    return dtype
-
-
-def _with_dtypes_of(arrays: Arrays, others: Arrays) -> Arrays:
-    """The arrays, cast to the dtypes of `others`."""
-    pairs = zip(arrays, others, strict=True)
-    return [array.astype(other.dtype) for array, other in pairs]
-
-
-def _rounded(array: Any, dtype: DType, kind: Any, odd_seed: Any) -> Any:
-    """A float64 `array` rounded to the numbers of a narrower dtype. Numbers of that
-    dtype do not change.
-
-    With `kind` 0 nothing is rounded, with 1 the numbers are rounded to `dtype`, and
-    with 2 to the wider of `dtype` and float32. The bits of a number times the odd
-    number `odd_seed` decide whether it is rounded up or down.
-    """
-    if not jnp.issubdtype(dtype, np.floating):
-        return array
-    info = jnp.finfo(dtype)
-    if info.bits < 16:
-        # The smallest floats are rounded as bfloat16.
-        info = jnp.finfo(jnp.bfloat16)
-    top_bit = jax.lax.bitcast_convert_type(array, np.uint64) * odd_seed >> np.uint64(63)
-    direction = top_bit.astype(np.float64) - 0.5
-    if info.bits >= 32:
-        return _rounded_to(info, array, direction, kind > 0)
-    array = _rounded_to(info, array, direction, kind == 1)
-    return _rounded_to(jnp.finfo(np.float32), array, direction, kind == 2)
-
-
-def _rounded_to(info: Any, array: Any, direction: Any, is_on: Any) -> Any:
-    """A float64 `array` rounded to a float dtype, if `is_on`. `info` is the `jnp.finfo`
-    of this dtype. `direction` is negative where a number is rounded down.
-    """
-    nudged = array * (1.0 + direction * float(info.eps))
-    nearest = jax.lax.reduce_precision(array, info.nexp, info.nmant)
-    rounded = jax.lax.reduce_precision(nudged, info.nexp, info.nmant)
-    is_changed = (nearest != array) | (info.bits == 64)
-    return jnp.where(is_on & is_changed, rounded, array)
