@@ -24,6 +24,7 @@ def explicit_axes_noted(arrays: Sequence[Any]) -> contextlib.ExitStack:
     """
 
     def note(_kind: object, error: BaseException | None, _trace: object) -> None:
+        """Adds the note to an error that leaves the context, if it is about types."""
         if error is None or not is_about_types(error):
             return
         meshes = [jax.typeof(array).sharding.mesh for array in arrays]
@@ -50,6 +51,7 @@ def is_about_types(error: BaseException) -> bool:
 
 
 def _note(axes: Sequence[str]) -> str:
+    """The text of the note for a mesh with the Explicit axes `axes`."""
     names = ", ".join(f"`{axis}`" for axis in axes)
     return (
         f"this mesh has Explicit axes, `jax.make_mesh`'s default: {names}. JAX types the"

@@ -78,12 +78,14 @@ class Jitted(Generic[P, R]):
         donate: Donate,
         check: Check | None = None,
     ):
+        # What is read of the arguments of `filter_jit` once, before any call.
         self._fn: Callable[..., R] = fn
         self._signature = inspect.signature(fn)
         arrays, self._fn_without_arrays = eqx.partition(fn, _is_array)
         # A function without arrays need not be flattened at each call.
         self._arrays = arrays if jax.tree.leaves(arrays) else None
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
+        # The distinct shardings of each argument of `filter_jit`, with `None`.
         entries = {"in_shardings": in_shardings, "out_shardings": out_shardings}
         shardings = {what: shardings_in(entry, what) for what, entry in entries.items()}
         raise_unless_same_devices(self._name, shardings)

@@ -260,6 +260,7 @@ def specs_of(tree: object) -> Any:
         )
 
     def spec(path: object, leaf: object) -> PartitionSpec | None:
+        """The PartitionSpec of a leaf; `None` for what is no array."""
         sharding = known_sharding(path, leaf)
         if isinstance(sharding, NamedSharding):
             return canonical(sharding.spec)
@@ -297,6 +298,7 @@ def shardings_of(tree: object, mesh: Mesh | None = None) -> Any:
     """
 
     def sharding(path: object, leaf: object) -> Sharding | None:
+        """The Sharding of a leaf; `None` if it has none."""
         if not isinstance(leaf, PartitionSpec):
             if isinstance(leaf, Sharding):
                 return leaf

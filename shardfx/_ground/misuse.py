@@ -130,6 +130,7 @@ def lacking(
     """
 
     def method(self: Any, name: str) -> NoReturn:
+        """Raises the error for the attribute `name`, with what to write instead."""
         type_name = type(self).__name__
         head = f"{type_name!r} object has no attribute {name!r}"
         # Copying and pickling ask for such names of values without fields.

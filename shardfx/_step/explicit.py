@@ -101,6 +101,7 @@ def structs_like(args: PyTree, *, typed: bool) -> PyTree:
     """`args` with a struct in place of each array, with its sharding if `typed`."""
 
     def struct(leaf: Any) -> Any:
+        """The struct of an array; any other leaf unchanged."""
         if not is_array_type(type(leaf)):
             return leaf
         sharding = None
@@ -399,6 +400,7 @@ def unsharded(
 
     @ft.wraps(step)
     def plain(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        """The result of the step, without its shardings."""
         step_mesh = mesh or explicit_mesh((args, kwargs))
         if step_mesh is None:
             return step(*args, **kwargs)

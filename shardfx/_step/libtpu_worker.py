@@ -421,6 +421,7 @@ def _write_json(value: Any, path: str) -> None:
 
 
 def _write_devices(devices: list[Any], folder: str) -> None:
+    """Writes the devices of a slice, with the attributes of JAX's own."""
     rows = [
         {
             "id": device.id,

@@ -303,6 +303,7 @@ def _step_of_function(
             arrays.append(leaf)
 
     def run(*arrays: object) -> object:
+        """The arrays in the result of `fn`, for the arrays in its arguments."""
         remaining_arrays = iter(arrays)
         trees = []
         for flat in flats:

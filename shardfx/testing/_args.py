@@ -202,6 +202,7 @@ def _resized(args: Sequence[PyTree], new_sizes: Mapping[Key, int]) -> list[PyTre
     """
 
     def struct(number: int, leaf: object) -> Any:
+        """The struct of an array with its new sizes; any other leaf unchanged."""
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return leaf
         sizes = []

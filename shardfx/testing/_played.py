@@ -50,6 +50,7 @@ def traced_step(step: Callable[..., object], args: Sequence[object]) -> Traced:
     result_paths: list[str] = []
 
     def run(*leaves: jax.Array) -> list[Any]:
+        """The arrays in the step's result, and those that it changes in place."""
         combined = eqx.combine(args_structure.unflatten(leaves), static)
         watched = WatchedArguments(combined)
         result = step(*combined)
@@ -100,8 +101,10 @@ class Played:
         tape = self.tape
         is_rounded = wide == np.float64
 
-        # `noise` has the kind of rounding, and the odd number that `__call__` makes.
         def run(arrays: list[Any], noise: Any) -> Any:
+            """The step's results for `arrays`, and those of its equations. `noise` has
+            the kind of rounding, and the odd number that `__call__` makes of the seed.
+            """
             tape.records.clear()
             tape.bodies.clear()
             tape.values = {}

@@ -187,6 +187,7 @@ class Tape:
             equation: jex.JaxprEqn,
             operands: list[_Numbered],
         ) -> list[_Numbered]:
+            """Evaluates one equation: the results with their numbers."""
             frames = frames_of(equation)
             user_frames = [frame for frame in frames if not is_library(frame)]
             self.frames = tuple(user_frames) or outer_frames
@@ -465,6 +466,9 @@ class Tape:
         carry_reads = reads[carry_part]
 
         def iteration(carry: Arrays, arrays: Arrays) -> tuple[Arrays, Any]:
+            """The new carry, and what the scan stacks: the outputs of the iteration,
+            and the results of its equations.
+            """
             # JAX may trace this more than once; `within` forgets earlier records.
             with self.within(start) as values:
                 carry_numbers = []
