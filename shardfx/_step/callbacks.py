@@ -240,11 +240,13 @@ def _lowered(
 ) -> Any:
     """Lowers a stand-in to a custom call. `ctx` is JAX's context of the lowering."""
     match ctx.module_context.axis_context:
+        # The program of a `jit` for a known number of devices.
         case object(num_devices=int(count)) if for_one_device and count > 1:
             raise ProgramError(
                 f"{place} with `ordered=True` runs on one device only, and the step on"
                 f" {count}: JAX does not take it; leave `ordered=True` out."
             )
+        # The body of a `shard_map`.
         case object(manual_axes=frozenset(manual), mesh=mesh):
             shared = [axis for axis in mesh.axis_names if axis not in manual]
             if shared and ctx.avals_out:

@@ -407,52 +407,62 @@ class DevicePositions:
     - `mesh`: the mesh; `None` if it is not known.
     - `slice_devices`: the number of devices in the program's first line; 1 if the line
       does not have it.
-    - `slices`: the number of slices in the program's text.
+    - `slice_count`: the number of slices in the program's text.
     - `ids`: the ids of the devices in the order of the mesh; empty if they are not
       known.
+
+    In the order of the mesh, `device_numbers` counts the devices, `slice_numbers` has the
+    slice of each, and `coordinates` the position of each along each mesh axis.
+    `positions_by_slice` has a row for each slice: the position in the mesh of each
+    device number of the program.
     """
 
     def __init__(
         self,
         mesh: MeshSpec | Mesh | AbstractMesh | None,
         slice_devices: int,
-        slices: int = 1,
+        slice_count: int = 1,
         ids: Sequence[int] = (),
     ):
         spec = MeshSpec({}) if mesh is None else MeshSpec.of(mesh)
         if mesh is not None and slice_devices == 1:
             slice_devices = spec.size
-        program_devices = slice_devices * slices
+        program_devices = slice_devices * slice_count
         self.slice_devices = slice_devices
-        self.devices = program_devices if mesh is None else spec.size
-        self.names = spec.axis_names
-        self.numbers = np.arange(self.devices)
-        self.slices: np.ndarray = np.zeros(self.devices, int)
-        self.coordinates = np.zeros((0, self.devices))
-        if self.names:
-            self.coordinates = np.stack(np.unravel_index(self.numbers, spec.axis_sizes))
+        self.device_count = program_devices if mesh is None else spec.size
+        self.axis_names = spec.axis_names
+        self.device_numbers = np.arange(self.device_count)
+        self.slice_numbers: np.ndarray = np.zeros(self.device_count, int)
+        self.coordinates = np.zeros((0, self.device_count))
+        if self.axis_names:
+            self.coordinates = np.stack(
+                np.unravel_index(self.device_numbers, spec.axis_sizes)
+            )
             size_in_slice = np.array(spec.axis_sizes) // np.array(spec.dcn_sizes)
-            slice_of_axes = tuple(self.coordinates // size_in_slice[:, None])
-            slice_numbers = np.ravel_multi_index(slice_of_axes, spec.dcn_sizes)
-            self.slices = np.asarray(slice_numbers)
+            slice_coordinates = tuple(self.coordinates // size_in_slice[:, None])
+            slice_numbers = np.ravel_multi_index(slice_coordinates, spec.dcn_sizes)
+            self.slice_numbers = np.asarray(slice_numbers)
         if isinstance(mesh, Mesh):
             ids = [device.id for device in mesh.devices.ravel()]
+            # The devices say to which slice each belongs.
             for number, members in enumerate(topology.slices(mesh.devices)):
-                self.slices[list(members)] = number
-        if not self.slices.any() and self.devices == program_devices:
-            self.slices = self.numbers // slice_devices
-        programs = [self.numbers]
-        if self.devices != slice_devices:
-            programs = []
-            for number in range(self.slices.max() + 1):
-                programs.append(np.flatnonzero(self.slices == number))
-        if set(map(len, programs)) != {slice_devices}:
+                self.slice_numbers[list(members)] = number
+        # The mesh says nothing of slices: it has the devices of one after another.
+        if not self.slice_numbers.any() and self.device_count == program_devices:
+            self.slice_numbers = self.device_numbers // slice_devices
+        positions_by_slice = [self.device_numbers]
+        if self.device_count != slice_devices:
+            positions_by_slice = []
+            for number in range(self.slice_numbers.max() + 1):
+                is_in_slice = self.slice_numbers == number
+                positions_by_slice.append(np.flatnonzero(is_in_slice))
+        if set(map(len, positions_by_slice)) != {slice_devices}:
             raise MeshError(
                 f"the program runs on {program_devices} devices, and the mesh"
-                f" {spec} has {self.devices}."
+                f" {spec} has {self.device_count}."
             )
-        self.programs = np.stack(programs)
-        self.ids = {id_: position for position, id_ in enumerate(ids)}
+        self.positions_by_slice = np.stack(positions_by_slice)
+        self.position_by_id = {id_: position for position, id_ in enumerate(ids)}
 
     def in_mesh(self, groups: Groups, number: int | None) -> Groups:
         """Converts replica groups of positions in one slice to groups of positions in
@@ -460,35 +470,37 @@ class DevicePositions:
         `number` is `None`. If two slices have the positions 0 to 3 and 4 to 7 in the
         mesh, {0,1} is {4,5} for slice 1, and {0,1},{4,5} for `None`.
         """
-        programs = self.programs
+        slices = self.positions_by_slice
         if number is not None:
-            programs = programs[number : number + 1]
-        in_mesh = []
+            slices = slices[number : number + 1]
+        groups_in_mesh = []
         for members in groups:
-            positions = [program[members] for program in programs]
-            in_mesh.append(np.concatenate(positions))
-        return tuple(in_mesh)
+            members_by_slice = [positions[members] for positions in slices]
+            groups_in_mesh.append(np.concatenate(members_by_slice))
+        return tuple(groups_in_mesh)
 
     def numbers_of(self, ids: Sequence[int]) -> dict[int, int]:
         """For each device id in `ids`, the device's position in the mesh. `ids` are
         from the text of a transfer.
         """
-        if all(id_ in self.ids for id_ in ids):
-            return {id_: self.ids[id_] for id_ in ids}
+        if all(id_ in self.position_by_id for id_ in ids):
+            return {id_: self.position_by_id[id_] for id_ in ids}
         first_slice = min(ids) // SLICE
         numbers = {}
         for id_ in ids:
             slice_number, device = divmod(id_, SLICE)
-            numbers[id_] = int(self.programs[slice_number - first_slice, device])
+            numbers[id_] = int(
+                self.positions_by_slice[slice_number - first_slice, device]
+            )
         return numbers
 
     def axes(self, collective: Collective) -> tuple[str, ...]:
         """The mesh axes along which the devices of a collective's replica group differ."""
-        differs = np.zeros(len(self.names), dtype=bool)
+        differs = np.zeros(len(self.axis_names), dtype=bool)
         for group in collective.groups:
             members = self.coordinates[:, group]
             differs |= (members != members[:, :, :1]).any(axis=(1, 2))
-        return tuple(itertools.compress(self.names, differs.tolist()))
+        return tuple(itertools.compress(self.axis_names, differs.tolist()))
 
 
 def is_transfer(instruction: Instruction) -> bool:

@@ -247,16 +247,16 @@ def _ragged_dot(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
     computes the rows of its own groups, and zeros for all others.
     """
     left, right, groups = ins
-    numbers = _RaggedNumbers(operation)
+    dimension_numbers = _RaggedNumbers(operation)
     left_factors = list(range(len(left)))
     # The factor of the groups comes after those of the left operand.
-    group = len(left)
+    group_factor = len(left)
     sizes = [*left, groups[-1]]
     factor_of_dim: dict[int, int] = {}
-    for left_dim, right_dim in numbers.pairs:
+    for left_dim, right_dim in dimension_numbers.pairs:
         factor_of_dim[right_dim] = left_dim
-    for dim in numbers.grouped:
-        factor_of_dim[dim] = group
+    for dim in dimension_numbers.grouped:
+        factor_of_dim[dim] = group_factor
     columns = []
     for dim, size in enumerate(right):
         if dim not in factor_of_dim:
@@ -265,18 +265,18 @@ def _ragged_dot(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
             sizes.append(size)
     right_factors = [factor_of_dim[dim] for dim in range(len(right))]
 
-    paired = {left_dim for left_dim, _ in numbers.pairs}
+    paired = {left_dim for left_dim, _ in dimension_numbers.pairs}
     rows = [factor for factor in left_factors if factor not in paired]
-    out = [*numbers.batch, *rows, *columns]
-    if not numbers.grouped:
-        out = [group, *out]
-    if [sizes[factor] for factor in out] != list(outs[0]) or len(groups) != 1:
+    out_factors = [*dimension_numbers.batch, *rows, *columns]
+    if not dimension_numbers.grouped:
+        out_factors = [group_factor, *out_factors]
+    if [sizes[factor] for factor in out_factors] != list(outs[0]) or len(groups) != 1:
         return opaque(ins, outs)
-    reduction = set(numbers.contracted)
-    if numbers.grouped:
-        reduction.add(group)
+    reduction = set(dimension_numbers.contracted)
+    if dimension_numbers.grouped:
+        reduction.add(group_factor)
     dims = []
-    for factors in (left_factors, right_factors, [group], out):
+    for factors in (left_factors, right_factors, [group_factor], out_factors):
         dims.append(tuple((factor,) for factor in factors))
     return Factors(
         sizes=tuple(sizes),

@@ -259,7 +259,10 @@ class _Walk:
         if factors is not None:
             flops = flops_of(name, op, factors, shapes_in, shapes_out)
 
-        is_free = name == "iota" or _is_free(name, operands, None if flops else factors)
+        # A matrix product is never free.
+        is_free = name == "iota"
+        if not is_free and not flops:
+            is_free = _is_free(name, operands, factors)
         if is_free:
             for out in outs:
                 self.set_free(out)

@@ -54,7 +54,9 @@ _COMPILATION = (
 )
 # The files that the child writes itself: the devices of a slice, the text and the
 # memory of a compiled program, and libtpu's chatter.
-_DEVICES, _COMPILED, _MEMORY = "devices.json", "compiled.txt", "memory.json"
+_DEVICES = "devices.json"
+_COMPILED = "compiled.txt"
+_MEMORY = "memory.json"
 _CHATTER = "stderr"
 # The end of the name of the one module in text form that is read as soon as it is
 # there.

@@ -24,12 +24,10 @@ from .process import Worker
 MOST_DEVICES = 8192
 # The passes of XLA's pipeline after which the text can be requested; after the last, a
 # program for CPUs is final.
-_WHOLE, _PARTITIONED, _UNPROPAGATED, _FINISHED = (
-    "before_spmd-partitioning",
-    "after_spmd-partitioning",
-    "before_shardy-xla",
-    "after_optimizations",
-)
+_WHOLE = "before_spmd-partitioning"
+_PARTITIONED = "after_spmd-partitioning"
+_UNPROPAGATED = "before_shardy-xla"
+_FINISHED = "after_optimizations"
 _SECONDS = 600.0
 _WORKER = Path(__file__).with_name("worker.py")
 
@@ -129,7 +127,8 @@ def _asked(module: bytes, request: dict[str, Any]) -> list[bytes]:
     `ProgramError` with the error text of its answer, and `MeshError` for too many
     devices.
     """
-    if (count := request["devices"]) > MOST_DEVICES:
+    count = request["devices"]
+    if count > MOST_DEVICES:
         raise MeshError(
             f"XLA's CPU client has at most {MOST_DEVICES:,} devices, and the mesh has"
             f" {count:,}; use less."

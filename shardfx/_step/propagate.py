@@ -30,11 +30,11 @@ _PASSES = (
     "sdy-user-priority-propagate{debug-sharding-origins=%s}",
     "func.func(sdy-sink-data-flow-edges{sink-debug-sharding-origins=%s})",
 )
-_CONSTRAINT, _INTO, _OUT = (
-    "Sharding",
-    "xla.sdy.GlobalToLocalShape",
-    "xla.sdy.LocalToGlobalShape",
-)
+# The custom calls that have shardings as attributes: a constraint, and those at the
+# arguments and at the results of a `shard_map`.
+_CONSTRAINT = "Sharding"
+_INTO = "xla.sdy.GlobalToLocalShape"
+_OUT = "xla.sdy.LocalToGlobalShape"
 # The shardings of a custom call: `<@mesh, [{"a"}, {}]>`, or from JAX 0.12 on
 # `mesh['a'=2], [{'a'}, {}]`.
 _SAID = ("xla.sdy.sharding", "xla.sdy.in_shardings", "xla.sdy.out_shardings")
@@ -107,6 +107,7 @@ def _module(hlo: bytes, request: dict[str, Any], origins: str) -> Any:
     proto = _READER.hlo_module_from_text(hlo.decode()).as_serialized_hlo_module_proto()
     module = ir.Module.parse(_jax.mlir.hlo_to_stablehlo(proto))
     block = module.operation.regions[0].blocks[0]
+    # The step's own mesh, whose axes have names, takes the place of XLA's.
     for op in list(block):
         if op.operation.name == "sdy.mesh":
             op.operation.erase()

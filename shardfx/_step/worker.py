@@ -36,11 +36,13 @@ except ImportError:  # before JAX 0.10
 # The passes before and after which texts are requested:
 # xla/service/spmd/shardy/shardy_xla_pass.cc and spmd_partitioner.cc, run by
 # xla/service/cpu/cpu_compiler.cc. For one device nothing is partitioned.
-_WHOLE, _FINISHED = "*before_optimizations.txt", "after_optimizations"
+_WHOLE = "*before_optimizations.txt"
+_FINISHED = "after_optimizations"
 _OPTIONS = {"xla_backend_optimization_level": 0}
 # How XLA prints a constant of many numbers, and the bytes of a program above which it
 # stays so.
-_ELIDED, _MOST_BYTES = b"constant({...})", 2**27
+_ELIDED = b"constant({...})"
+_MOST_BYTES = 2**27
 _LOOK_EVERY_SECONDS = 0.003
 # XLA assumes several processes for a client with more devices, and then needs a
 # transport. It sends nothing: see TfrtCpuClient::CompileInternal,
@@ -129,10 +131,9 @@ def partitioned(
         child = os.fork()
         if not child:
             os.close(error_pipe)
-            settings = {
-                "xla_dump_to": folder,
-                "xla_dump_hlo_pass_re": dumped[0].partition("_")[2],
-            }
+            # A stage is "before" or "after" a pass, and all stages are of one pass.
+            _, _, pass_name = dumped[0].partition("_")
+            settings = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": pass_name}
             if len(dumped) > 1:
                 settings |= {
                     "xla_dump_hlo_as_text": True,
@@ -150,9 +151,8 @@ def partitioned(
                 if error:
                     return [], error
                 if len(dumped) > 1 and _ELIDED in text:
-                    text = (
-                        _with_all_constants(folder, f"*{stage}*.pb", deadline) or text
-                    )
+                    complete = _with_all_constants(folder, f"*{stage}*.pb", deadline)
+                    text = complete or text
                 texts.append(text)
             return texts, ""
         finally:
@@ -196,8 +196,10 @@ def _compile(
         )
         options = xla_client.CompileOptions()
         build = options.executable_build_options
-        build.num_replicas, build.num_partitions = 1, devices
-        build.use_spmd_partitioning = build.use_shardy_partitioner = True
+        build.num_replicas = 1
+        build.num_partitions = devices
+        build.use_spmd_partitioning = True
+        build.use_shardy_partitioner = True
         ids = np.array([device.id for device in client.devices()])
         build.device_assignment = xla_client.DeviceAssignment.create(
             ids.reshape(1, devices)

@@ -190,8 +190,8 @@ def read(
     collectives = _with_costliest_branches(reader.collectives(runs))
     return Traffic(
         rows=tuple(collective.row for collective in collectives),
-        devices=positions.devices,
-        axes=positions.names,
+        devices=positions.device_count,
+        axes=positions.axis_names,
     )
 
 
@@ -270,8 +270,12 @@ class _ModuleReader:
         if runs.unknown:
             loop = f"{runs.unknown[0]:.160}"
             note = f"the trips of a loop are not known and count once: {loop}"
-        wire_bytes = round(runs.count * collective.wire_bytes(self.positions.numbers))
-        dcn_bytes = round(runs.count * collective.wire_bytes(self.positions.slices))
+        wire_bytes = round(
+            runs.count * collective.wire_bytes(self.positions.device_numbers)
+        )
+        dcn_bytes = round(
+            runs.count * collective.wire_bytes(self.positions.slice_numbers)
+        )
         shares = self.shares(instruction, collective, wire_bytes)
         stack = self.origins.frames(instruction)
         pairs: list[tuple[int, int]] = []
@@ -328,7 +332,7 @@ class _ModuleReader:
         """
         is_ring = (
             collective.kind == "collective-permute"
-            and len(collective.groups[0]) == self.positions.devices
+            and len(collective.groups[0]) == self.positions.device_count
         )
         if not is_ring or not _PRODUCT.search(instruction.op_name):
             # The permutes of a windowed einsum have all devices.
