@@ -120,7 +120,10 @@ from .tracing import (
     EquinoxJitted,
     JaxJitted,
     argument_names,
+    compiler_options_of,
     is_traced,
+    mistakes_noted,
     step_of,
     unwrapped,
+    without_compiler_options,
 )

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax._src import pjit
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._ground.errors import LeafTypeError, PlanMismatchError, of_argument
@@ -30,6 +31,8 @@ from .step import Step, sharding_of
 _OF_MODULE = re.compile(r"(\w+)\.states\[")
 # Python's error of a call of `None`.
 _CALL_OF_NONE = "'NoneType' object is not callable"
+# The beginning of JAX's error for a jitted function inside a traced one.
+_INNER_OPTIONS = "`compiler_options` can only be passed to top-level"
 
 
 @runtime_checkable
@@ -165,6 +168,28 @@ def unwrapped(step: Any) -> Any:
     )
 
 
+def compiler_options_of(step: Any) -> dict[str, Any]:
+    """The `compiler_options` with which a step was jitted by `jax.jit`; empty for any
+    other function.
+    """
+    info = getattr(step, "_jit_info", None)
+    if info is None:
+        return {}
+    return dict(info.compiler_options_kvs)
+
+
+def without_compiler_options(step: Any) -> Any:
+    """The step, jitted without its `compiler_options`, with which JAX refuses to call
+    it inside a traced function. A step without any is returned unchanged.
+    """
+    if not compiler_options_of(step):
+        return step
+    # JAX has no public way to jit a function again with its other options. All versions
+    # from 0.9 on hold them so.
+    info = step._jit_info._replace(compiler_options_kvs=())
+    return pjit._cpp_pjit(step._fun, info)
+
+
 def is_traced(step: object) -> bool:
     """Whether a step is what `.trace` of a jitted function returned."""
     return isinstance(step, _JaxTraced | _FlaxTraced)
@@ -256,9 +281,10 @@ def _paths_of_arrays(tree: object) -> list[str]:
     return [path for path, is_array in pairs if is_array]
 
 
-def _missing_functions_noted() -> contextlib.ExitStack:
-    """A context manager that adds a note to the error of a call of `None`, which stands
-    in plans and checkpoints where a module has a function.
+def mistakes_noted() -> contextlib.ExitStack:
+    """A context manager that adds a note to two errors of a traced step: of a call of
+    `None`, which stands in plans and checkpoints where a module has a function; and of
+    a call of a function that was jitted with `compiler_options`.
     """
 
     def note(_kind: object, error: BaseException | None, _trace: object) -> None:
@@ -267,6 +293,12 @@ def _missing_functions_noted() -> contextlib.ExitStack:
                 "plans and checkpoints hold no functions, such as the activation of a"
                 " module, and have None in their place; pass a tree that has them:"
                 " `eqx.combine(plan.structs, model)`."
+            )
+        if isinstance(error, ValueError) and str(error).startswith(_INNER_OPTIONS):
+            error.add_note(
+                "the step calls a jitted function with `compiler_options`, and is traced"
+                " around it; pass the jitted function itself as the step, or jit the"
+                " inner function without them."
             )
 
     stack = contextlib.ExitStack()
@@ -314,7 +346,7 @@ def _step_of_function(
             trees.append(jax.tree.unflatten(flat.treedef, leaves))
         watched = WatchedArguments(trees)
         _raise_if_one_tuple(fn, trees)
-        with _missing_functions_noted():
+        with mistakes_noted():
             result = fn(*trees)
         raise_if_updated(run.__name__, names, watched, result)
         raise_if_left(fn, result)

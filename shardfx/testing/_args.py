@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 from .._ground.errors import LeafTypeError, MeshError
 from .._ground.keys import is_key
 from .._ground.spec import shard_counts
+from .._step import without_compiler_options
 from ..topology import MeshSpec
 
 
@@ -121,6 +122,7 @@ def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTr
     of that size is reduced separately. This helps if a sequence is as long as a model
     is wide. A size that the step fixes, such as the number of heads, does not change.
     """
+    step = without_compiler_options(step)
     divisor_by_key: dict[Key, int] = {}
     for argument_number, arg in enumerate(args):
         for leaf in jax.tree.leaves(arg):

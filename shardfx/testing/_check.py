@@ -150,6 +150,9 @@ def check_step(
     those without rounding. A step with narrower floats also runs in float32 under its
     plan, since rounding to float32 hides fewer differences.
 
+    A step that was jitted with `compiler_options` runs under them. The reference runs
+    without them, and so does the search for the first equation that differs.
+
     **Arguments:**
 
     - `step`: a function, also one that `jax.jit`, `equinox.filter_jit` or
@@ -418,6 +421,11 @@ def _with_fault(
     story: list[str] = []
     if fault is not None:
         lines, story = story_of(records, comparisons, fault, played, values)
+    elif ours.compiler_options:
+        story.append(
+            "no equation differs without the step's `compiler_options`,"
+            f" {dict(ours.compiler_options)}: leave them out"
+        )
     return dataclasses.replace(
         checked,
         lines=lines,

@@ -3,7 +3,8 @@ equation.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools as ft
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -14,7 +15,14 @@ import numpy as np
 from .._ground.keys import raw
 from .._ground.purity import WatchedArguments
 from .._ground.tree import flatten
-from .._step import EquinoxJitted, JaxJitted, without_mesh
+from .._step import (
+    EquinoxJitted,
+    JaxJitted,
+    compiler_options_of,
+    mistakes_noted,
+    without_compiler_options,
+    without_mesh,
+)
 from ._tape import Tape
 
 
@@ -32,13 +40,15 @@ WIDE = 2
 
 class Traced(NamedTuple):
     """A step as a function `run` of arrays only, with its jaxpr `closed`, its arguments
-    `arrays`, and the `paths` of the arrays in its result.
+    `arrays`, and the `paths` of the arrays in its result. `run` has the
+    `compiler_options` with which the step was jitted, and `closed` has none.
     """
 
     run: Callable[..., Any]
     closed: jex.ClosedJaxpr
     arrays: list[Any]
     paths: list[str]
+    compiler_options: Mapping[str, Any]
 
 
 def traced_step(step: Callable[..., object], args: Sequence[object]) -> Traced:
@@ -49,11 +59,14 @@ def traced_step(step: Callable[..., object], args: Sequence[object]) -> Traced:
     leaves, args_structure = jax.tree.flatten(arrays)
     result_paths: list[str] = []
 
-    def run(*leaves: jax.Array) -> list[Any]:
-        """The arrays in the step's result, and those that it changes in place."""
+    def run(function: Callable[..., object], *leaves: jax.Array) -> list[Any]:
+        """The arrays in the result of `function`, which is the step, and those that it
+        changes in place.
+        """
         combined = eqx.combine(args_structure.unflatten(leaves), static)
         watched = WatchedArguments(combined)
-        result = step(*combined)
+        with mistakes_noted():
+            result = function(*combined)
         # What it changes in modules of nnx is a result too.
         updates = watched.updated(result)
         if updates:
@@ -69,12 +82,19 @@ def traced_step(step: Callable[..., object], args: Sequence[object]) -> Traced:
                 results.append(raw(leaf))
         return results
 
-    closed = jax.make_jaxpr(run)(*leaves)
+    traceable_step = without_compiler_options(step)
+    closed = jax.make_jaxpr(ft.partial(run, traceable_step))(*leaves)
     # A jitted step is compiled as it was jitted, and a function at least cost.
-    fast_run = run
+    fast_run = ft.partial(run, step)
     if not isinstance(step, JaxJitted | EquinoxJitted):
-        fast_run = jax.jit(run, compiler_options=_QUICKLY)
-    return Traced(run=fast_run, closed=closed, arrays=leaves, paths=result_paths)
+        fast_run = jax.jit(fast_run, compiler_options=_QUICKLY)
+    return Traced(
+        run=fast_run,
+        closed=closed,
+        arrays=leaves,
+        paths=result_paths,
+        compiler_options=compiler_options_of(step),
+    )
 
 
 class Played:

@@ -1,0 +1,103 @@
+"""`check_step` of steps that are jitted with `compiler_options`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from shardfx.testing import check_step
+from tests.testing.planted import mesh_of
+
+
+# Options under which LLVM takes no number for a NaN.
+NO_NANS = {
+    "xla_cpu_enable_fast_math": True,
+    "xla_cpu_fast_math_honor_nans": False,
+}
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return mesh_of(jax.devices())
+
+
+def rows(mesh, *shape):
+    sharding = NamedSharding(mesh, P(mesh.axis_names[0]))
+    return jax.device_put(jnp.arange(float(np.prod(shape))).reshape(shape), sharding)
+
+
+def sums(x, w):
+    return jnp.tanh(x @ w).sum(0), {"x": x + 1}
+
+
+def test_a_step_with_compiler_options_is_compared(mesh):
+    x = rows(mesh, 16, 8)
+    checked = check_step(jax.jit(sums, compiler_options=QUICK), x, jnp.ones((8, 4)))
+    assert checked, checked
+    assert [output.path for output in checked.outputs] == ["0", "1/x"]
+
+
+def test_its_static_arguments_and_shardings_count(mesh):
+    whole = NamedSharding(mesh, P())
+
+    def step(x, power):
+        return x**power
+
+    jitted = jax.jit(
+        step, static_argnums=1, out_shardings=whole, compiler_options=QUICK
+    )
+    assert check_step(jitted, rows(mesh, 16, 8), 2)
+
+
+def test_the_first_wrong_equation_is_found_without_options(mesh):
+    def right(x):
+        return jnp.tanh(x)
+
+    def wrong(x):
+        return jnp.tanh(x) + 1.0
+
+    jitted = jax.jit(wrong, compiler_options=QUICK)
+    checked = check_step(jitted, rows(mesh, 16, 8), reference=right)
+    assert not checked
+    assert any(frame.function == "wrong" for frame in checked.lines), checked
+
+
+def test_its_sizes_are_shrunk(mesh):
+    sharding = NamedSharding(mesh, P(mesh.axis_names[0]))
+    struct = jax.ShapeDtypeStruct((4096, 64), jnp.float32, sharding=sharding)
+    shapes = []
+
+    def step(x):
+        shapes.append(x.shape)
+        return x.sum(1)
+
+    assert check_step(jax.jit(step, compiler_options=QUICK), struct, shrink=True)
+    assert shapes[-1][0] < 4096
+
+
+def test_numbers_that_only_an_option_changes_are_said(mesh):
+    def step(x):
+        return jnp.isnan(x)
+
+    x = rows(mesh, 16, 8)
+    x = x.at[3, 3].set(jnp.nan)
+    jitted = jax.jit(step, compiler_options=NO_NANS)
+    if np.asarray(jitted(x)).any():
+        pytest.skip("this XLA sees NaNs under these options")
+    checked = check_step(jitted, x)
+    assert not checked
+    assert "no equation differs without the step's `compiler_options`" in str(checked)
+    assert "xla_cpu_enable_fast_math" in str(checked)
+
+
+def test_a_function_around_a_step_with_options_is_named(mesh):
+    jitted = jax.jit(sums, compiler_options=QUICK)
+    args = rows(mesh, 16, 8), jnp.ones((8, 4))
+    message = "can only be passed to top-level"
+    for reference in (None, sums):
+        with pytest.raises(ValueError, match=message) as caught:
+            check_step(lambda x, w: jitted(x, w), *args, reference=reference)
+        (note,) = caught.value.__notes__
+        assert "pass the jitted function itself as the step" in note
