@@ -202,12 +202,14 @@ class ArrayMaker:
         self._boxes = boxes
         box_of_device = boxes_here(sharding, shape)
         self._devices = list(box_of_device)
-        self._numbers = [boxes.index(box) for box in box_of_device.values()]
+        self._box_numbers = [boxes.index(box) for box in box_of_device.values()]
         # The type of the first array, which is that of all others.
         self._type: Any = None
 
     def __call__(self, memory: Sequence[np.ndarray]) -> Any:
-        """The array whose boxes have the elements in `memory`."""
+        """The array whose boxes, in the order of `boxes`, have the elements in
+        `memory`.
+        """
         if self._type is None:
             array = array_of(
                 self._shape, self._dtype, self._sharding, self._boxes, memory
@@ -217,7 +219,7 @@ class ArrayMaker:
         # JAX has no public way to give many shards to devices without a function that
         # it calls for each. `make_array_from_callback` itself ends in this call, in 0.9
         # to 0.12.
-        shards = [memory[number] for number in self._numbers]
+        shards = [memory[number] for number in self._box_numbers]
         return pxla.batched_device_put(
             self._type, self._sharding, shards, self._devices
         )

@@ -149,6 +149,7 @@ def exchanged_at_call(
     # The key under which a process that missed others tells it to those that it missed.
     late_key = f"{name}/{call}/late"
     if missing:
+        # Several processes may set it.
         client.key_value_set(late_key, named(missing), True)
         return texts, named(missing)
     try:

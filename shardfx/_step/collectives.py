@@ -252,6 +252,7 @@ def _require_local(instruction: Instruction) -> None:
         return
     if opcode == "send" and _HAS_PAIRS in text:
         return  # its bytes count at the receive
+    # `structure` has no quoted text, and takes longer to make.
     has_channel = _COMMUNICATES.search(text) and _COMMUNICATES.search(
         instruction.structure
     )
@@ -347,8 +348,12 @@ def _iota(shape: str, order: str | None) -> np.ndarray:
 
 
 def _mesh_groups(mesh: str, order: str | None, used: str) -> np.ndarray:
-    """The groups along mesh axes: `mesh`, `order` and `used` are the three parts of
-    `_MESH`.
+    """The replica groups along mesh axes, from the three parts of `_MESH`.
+
+    `mesh` lists the axes with their sizes, as `'x'=2,'y'=4`. `order` is the order of
+    the device numbers, as `[4,2]T(1,0)` or a list; `None` for their own. `used` lists
+    the axes along which the members of a group differ, as `'y','x':(1)2`. `(1)2` is the
+    sub-axis of size 2 that comes after sub-axes of size 1.
     """
     sub_axes: dict[str, tuple[str, str]] = {}
     for name, before, size_within in _USED.findall(used):

@@ -124,15 +124,15 @@ class _Walk:
     def add_values(
         self,
         values: Sequence[ir.Value],
-        sharding: Sequence[ArraySharding | None] = (),
+        shardings: Sequence[ArraySharding | None] = (),
     ) -> list[int]:
         """Adds MLIR values to the program, with their shardings if they are known, and
         returns their numbers.
         """
         numbers = []
-        for value, value_sharding in itertools.zip_longest(values, sharding):
+        for value, sharding in itertools.zip_longest(values, shardings):
             unsharded = _value(value.type)
-            step_value = dataclasses.replace(unsharded, sharding=value_sharding)
+            step_value = dataclasses.replace(unsharded, sharding=sharding)
             numbers.append(self.add_value(step_value))
         return numbers
 
@@ -334,21 +334,22 @@ class _Walk:
 
     def note_counter(self, ins: Sequence[int], outs: Sequence[int]) -> None:
         """Records an operation's result as a loop counter if it is an integer that is
-        computed from a loop counter and known integers only.
+        computed from a loop counter and known integers only. `self.counters` has the
+        counters, and `self.literals` the known integers.
         """
         if len(outs) != 1:
             return
         (out,) = outs
         if self.values[out].shape or not self.is_integer(out):
             return
-        loops = []
+        counters_read = []
         for value in filter(self.is_integer, ins):
             if value in self.counters:
-                loops.append(self.counters[value])
+                counters_read.append(self.counters[value])
             elif value not in self.literals:
                 return
-        if loops:
-            self.counters[out] = loops[0]
+        if counters_read:
+            self.counters[out] = counters_read[0]
 
     def is_integer(self, value: int) -> bool:
         return self.values[value].dtype.kind in "iu"

@@ -134,7 +134,8 @@ class Instruction(NamedTuple):
         as "body") and its name.
         """
         # Most instructions call no computation, and a search for eight attributes in
-        # each line is slow.
+        # each line is slow. `condition=` comes with `body=`, and the other attributes
+        # have "computation" in their names.
         text = self.attributes
         if (
             "calls=" not in text

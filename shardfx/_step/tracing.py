@@ -263,6 +263,7 @@ def _with_module_paths(traced: Any, args: tuple[object, ...], mesh: Any) -> Step
         names_by_argument.items(), args, strict=False
     ):
         array_paths = _paths_of_arrays(arg)
+        # Otherwise the arrays have JAX's names.
         if len(array_names) == len(array_paths):
             for name, path in zip(array_names, array_paths, strict=True):
                 paths[name] = f"{argument_name}/{path}"

@@ -50,6 +50,7 @@ def rounded(array: Any, dtype: DType, kind: Any, odd_seed: Any) -> Any:
     top_bit = jax.lax.bitcast_convert_type(array, np.uint64) * odd_seed >> np.uint64(63)
     direction = top_bit.astype(np.float64) - 0.5
     if info.bits >= 32:
+        # Both kinds are rounded to this dtype.
         return _rounded_to(info, array, direction, kind > 0)
     array = _rounded_to(info, array, direction, kind == 1)
     return _rounded_to(jnp.finfo(np.float32), array, direction, kind == 2)

@@ -87,7 +87,8 @@ def _suspicious_equations(
             indexed_axes |= record.axes
     for record in records:
         yield from _suspicious_sums(record, axes, varying)
-        # An `iota` that counts as many elements as a sharded dimension has on a device.
+        # `counted` is the size that an `iota` counts, here that of a sharded dimension on
+        # a device; 0 for other primitives.
         axis = axis_by_length.get(record.counted)
         if axis in axes and axis not in indexed_axes:
             reason = (

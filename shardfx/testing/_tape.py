@@ -323,6 +323,7 @@ class Tape:
         params = {name: self.param(param) for name, param in equation.params.items()}
         invars = []
         for array, var in zip(ins, equation.invars, strict=True):
+            # The value of a literal is in the equation.
             if isinstance(var, jex.Literal):
                 var = jex.Literal(array, var.aval)
             invars.append(var)
@@ -483,10 +484,9 @@ class Tape:
                 args = [*consts_in, *carry, *arrays]
                 outs, out_numbers[:] = self.run(jaxpr, consts, args, numbers)
                 self.carry_results.update(zip(carry_numbers, out_numbers, strict=False))
-            return with_dtypes_of(outs[:carry_count], carry), (
-                outs[carry_count:],
-                values,
-            )
+            # JAX demands a new carry of the dtypes of the old one.
+            new_carry = with_dtypes_of(outs[:carry_count], carry)
+            return new_carry, (outs[carry_count:], values)
 
         with self.mesh_of(equation):
             carry, (stacked, values) = jax.lax.scan(

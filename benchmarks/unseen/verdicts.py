@@ -1,0 +1,247 @@
+"""What `shardfx.testing.verify` says of the 60 unseen steps under three layouts each,
+and whether numbers agree:
+`python -m benchmarks.unseen.verdicts --records FILE [--json FILE]`.
+
+The layouts are a step's own axes with other sizes: those for CPUs, those of v5e:4x4,
+each of them turned around, and all devices on one axis; the first three that are
+different. Numbers on emulated devices beside one device say whether a refuted program
+is right, and, after all verdicts, whether a proved one is wrong.
+
+A child process works through the cases. One that takes too long is ended, and so noted.
+"""
+
+import argparse
+import json
+import math
+import select
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from ..faults._coverage import Error, document, judged_step, step_errors
+from ..faults._families import Subject
+from . import _open, _sealed
+from ._case import Case
+
+
+_DEVICES = 16
+_LAYOUTS = 3
+# A step that fixes a size, or writes for one mesh, refuses another.
+_REFUSED = (ValueError, TypeError, AssertionError, KeyError, NotImplementedError)
+
+
+class Question(NamedTuple):
+    """What is asked of one step under one layout: its "verdict", or its "numbers"."""
+
+    kind: str
+    subject: Subject
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.kind, self.subject.name, self.subject.layout
+
+
+def layouts(case: Case) -> list[Mapping[str, int]]:
+    """The sizes of a step's mesh axes under each layout."""
+    proposed: list[Mapping[str, int]] = [case.cpu, case.v5e]
+    for sizes in (case.cpu, case.v5e):
+        turned = reversed(tuple(sizes.values()))
+        proposed.append(dict(zip(sizes, turned, strict=True)))
+    for axis in case.cpu:
+        devices = math.prod(case.cpu.values())
+        proposed.append({**dict.fromkeys(case.cpu, 1), axis: devices})
+    different: list[Mapping[str, int]] = []
+    for sizes in proposed:
+        if dict(sizes) not in different:
+            different.append(dict(sizes))
+    return different
+
+
+def subjects(case: Case) -> Iterator[Subject]:
+    """A step under each of its layouts."""
+    for sizes in layouts(case):
+        layout = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+        yield Subject("unseen", case.name, layout, sizes, case.make)
+
+
+def questions(lines: Sequence[Mapping[str, Any]]) -> Iterator[Question]:
+    """What is not answered yet. `lines` has the answers, and gets more meanwhile."""
+    cases = (*_open.CASES, *_sealed.CASES)
+    for case in cases:
+        for subject in subjects(case):
+            of_case = [line for line in verdicts(lines) if line["name"] == case.name]
+            if len(of_case) == _LAYOUTS:
+                break
+            question = Question("verdict", subject)
+            if question.key not in answered(lines):
+                yield question
+    proved = {
+        (line["name"], line["layout"])
+        for line in verdicts(lines)
+        if line["outcome"] == "proved"
+    }
+    for case in cases:
+        for subject in subjects(case):
+            question = Question("numbers", subject)
+            is_proved = (subject.name, subject.layout) in proved
+            if is_proved and question.key not in answered(lines):
+                yield question
+
+
+def answered(lines: Sequence[Mapping[str, Any]]) -> set[tuple[str, str, str]]:
+    """The keys of the questions that are answered."""
+    return {(line["kind"], line["name"], line["layout"]) for line in lines}
+
+
+def verdicts(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The lines of steps that `verify` judged."""
+    return [line for line in lines if "outcome" in line]
+
+
+def answer(question: Question) -> dict[str, Any]:
+    """The line that answers a question."""
+    kind, name, layout = question.key
+    line = {"kind": kind, "name": name, "layout": layout}
+    try:
+        if kind == "verdict":
+            return line | judged_step(question.subject)
+        errors = step_errors(question.subject)
+    except _REFUSED as error:
+        return line | {"refused": f"{type(error).__name__}: {error}"[:300]}
+    except jax.errors.JaxRuntimeError as error:
+        return line | {"refused": f"XLA: {error}"[:300]}
+    return line | numbers(errors)
+
+
+def numbers(errors: Sequence[Error]) -> dict[str, str]:
+    """Whether the numbers of a step are "right", "wrong", or "not finite": NaN beside
+    NaN says nothing.
+    """
+    if not all(math.isfinite(error.size) for error in errors):
+        return {"numbers": "not finite"}
+    worst = max(errors, key=lambda error: error.size / error.allowed)
+    is_right = worst.size <= worst.allowed
+    return {
+        "numbers": "right" if is_right else "wrong",
+        "error": f"{worst.size:.2g}",
+    }
+
+
+def work(records: Path, minutes: float) -> None:
+    """Answers questions, and adds each answer to `records`. Prints a line before and
+    after each, for the process that waits.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", _DEVICES)
+    lines = read(records)
+    deadline = time.monotonic() + 60 * minutes
+    for question in questions(lines):
+        if time.monotonic() > deadline:
+            return
+        print(json.dumps(question.key), flush=True)
+        line = answer(question)
+        lines.append(line)
+        add(records, line)
+        jax.clear_caches()
+
+
+def read(records: Path) -> list[dict[str, Any]]:
+    """The answers in a file of records; none without the file."""
+    if not records.exists():
+        return []
+    return [json.loads(text) for text in records.read_text().splitlines()]
+
+
+def add(records: Path, line: Mapping[str, Any]) -> None:
+    """Adds an answer to a file of records."""
+    with records.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def wait(records: Path, minutes: float, seconds: float) -> bool:
+    """Starts a child process that works, and ends it if a question takes more than
+    `seconds`. Returns whether the child ended by itself.
+    """
+    command = [sys.executable, "-m", "benchmarks.unseen.verdicts", "--child"]
+    command += ["--records", str(records), "--minutes", str(minutes)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        key: Sequence[str] = ()
+        while True:
+            if not select.select([child.stdout], [], [], seconds)[0]:
+                child.kill()
+                why = f"longer than {seconds:.0f} s"
+                break
+            text = child.stdout.readline()
+            if text:
+                key = json.loads(text)
+                print(*key, flush=True)
+                continue
+            if child.wait() == 0:
+                return True
+            why = f"the process ended with {child.returncode}"
+            break
+    if not key or tuple(key) in answered(read(records)):
+        raise RuntimeError(why)
+    kind, name, layout = key
+    add(records, {"kind": kind, "name": name, "layout": layout, "refused": why})
+    return False
+
+
+def summary(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The counts of outcomes and numbers, and a line for each mistake."""
+    judged = verdicts(lines)
+    outcomes = Counter(line["outcome"] for line in judged)
+    numbers = Counter(line["numbers"] for line in lines if "numbers" in line)
+    texts = [
+        f"{len({line['name'] for line in judged})} steps, {len(judged)} layouts:"
+        f" {dict(outcomes)}; numbers of proved ones: {dict(numbers)}"
+    ]
+    for line in mistakes(lines):
+        what = "accused" if line["kind"] == "verdict" else "proved, and wrong"
+        texts.append(f"{what}: {line['name']}, {line['layout']}: {line['error']} off")
+    return texts
+
+
+def mistakes(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The right programs that are refuted, and the wrong ones that are proved."""
+    return [
+        line
+        for line in lines
+        if line.get("numbers_right") or line.get("numbers") == "wrong"
+    ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.unseen.verdicts", description=__doc__
+    )
+    add_option = parser.add_argument
+    add_option("--records", type=Path, required=True, help="the answers so far")
+    add_option("--json", type=Path, help="where the results go")
+    add_option("--minutes", type=float, default=60, help="how long questions begin")
+    add_option("--seconds", type=float, default=240, help="the most for a question")
+    add_option("--child", action="store_true", help=argparse.SUPPRESS)
+    flags = parser.parse_args(arguments)
+    if flags.child:
+        work(flags.records, flags.minutes)
+        return 0
+    deadline = time.monotonic() + 60 * flags.minutes
+    while (minutes := (deadline - time.monotonic()) / 60) > 0:
+        if wait(flags.records, minutes, flags.seconds):
+            break
+    lines = read(flags.records)
+    print("\n".join(summary(lines)))
+    if flags.json is not None:
+        flags.json.write_text(json.dumps(document(lines), indent=1) + "\n")
+    return int(bool(mistakes(lines)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
