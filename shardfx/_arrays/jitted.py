@@ -526,7 +526,7 @@ class Jitted(Generic[P, R]):
         arrays: Sequence[Any],
     ) -> None:
         """Raises `PlanMismatchError` if the arguments of a call caused `error`, which
-        the program raised.
+        the program raised. Adds a note to `error` if functions are among them.
 
         `static` and `arrays` are the static argument and the arrays of that call.
         """

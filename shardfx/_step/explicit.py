@@ -276,13 +276,14 @@ class _Unsharder:
         if name != "scan":
             return applied(jaxpr, plain_equation, operands)
 
+        # Results that the body only passes on are operands of the scan.
         forwarded = _forwarded(plain_equation)
         result_count = len(plain_equation.outvars)
         remaining = [n for n in range(result_count) if n not in forwarded]
+        # From JAX 0.11 on, a `scan` keeps the structure of its results.
         if "num_carry" in params:
             results = applied(jaxpr, _narrowed(plain_equation, remaining), operands)
         else:
-            # From JAX 0.11 on, a `scan` keeps the structure of its results.
             every_result = applied(jaxpr, plain_equation, operands)
             results = [every_result[n] for n in remaining]
         results_by_index = dict(zip(remaining, results, strict=True))

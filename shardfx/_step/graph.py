@@ -397,6 +397,7 @@ class _Walk:
         changes: list[bool] = []
         for value, argument in zip(_returned(body), body.arguments, strict=True):
             changes.append(value != argument)
+        # The values with which an iteration starts, and below those that it ends with.
         starts: list[int] = []
         for value, is_changed in zip(ins, changes, strict=True):
             if is_changed:

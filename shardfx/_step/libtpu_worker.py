@@ -468,17 +468,18 @@ def _options(request: dict[str, Any], folder: str) -> Any:
     build.device_assignment = xla_client.DeviceAssignment.create(
         np.array(request["order"]).reshape(1, count)
     )
-    others = []
+    libtpu_options = []
     for name, value in request["options"]:
         if name in _BUILD_OPTIONS:
             setattr(build, name, value)
         else:
-            others.append((name, value))
-    options.env_option_overrides = others
+            libtpu_options.append((name, value))
+    options.env_option_overrides = libtpu_options
     debug = build.debug_options
     debug.xla_dump_to = folder
     debug.xla_dump_hlo_as_text = True
     debug.xla_dump_hlo_pass_re = request["passes"]
+    # The file that is waited for is a message then.
     debug.xla_dump_hlo_as_proto = request["last"].endswith(".pb")
     return options
 

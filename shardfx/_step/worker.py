@@ -188,6 +188,7 @@ def _compile(
         )
         for stream in (0, 1, 2):
             os.dup2(silent_file, stream)
+        # XLA needs a transport for a client of many devices, and does not use it.
         make_collectives = xla_client._xla.make_mpi_collectives  # pyright: ignore[reportPrivateImportUsage]
         collectives = make_collectives() if devices > _ALONE else None
         client = xla_client.make_cpu_client(
@@ -210,12 +211,8 @@ def _compile(
             module, xla_client.DeviceList(tuple(client.devices())), options
         )
         os.write(error_pipe, b"XLA compiled the program without its partitioner")
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        OSError,
-    ) as error:  # XLA's errors are RuntimeErrors
+    # XLA's errors are RuntimeErrors.
+    except (RuntimeError, ValueError, TypeError, OSError) as error:
         os.write(error_pipe, str(error).encode()[:60_000])
     finally:
         os._exit(0)

@@ -72,10 +72,11 @@ def _random(
     if np.dtype(dtype).kind == "b":
         return generator.random(shape) < 0.5
     if jnp.issubdtype(dtype, np.integer):
-        integers = (
-            generator.integers(0, integer_bound, shape) if shape else np.ones(shape)
-        )
-        return integers.astype(dtype)
+        if not shape:
+            # Such as a count of steps, by which a step may divide.
+            return np.ones(shape, dtype)
+        return generator.integers(0, integer_bound, shape).astype(dtype)
+    # The numbers of a matrix are so small that its products are about 1.
     numbers = generator.standard_normal(shape) / math.sqrt(max(shape[-2:-1], default=1))
     if mild:
         numbers = np.abs(numbers)
