@@ -472,6 +472,7 @@ class _Walk:
             return None, None
         first, bound = comparison.operands
         counter_place = carried_values.index(first)
+        # A bound that the loop carries must not change.
         if bound in carried_values:
             bound_place = carried_values.index(bound)
             if next_values[bound_place] != body.arguments[bound_place]:

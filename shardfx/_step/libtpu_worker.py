@@ -103,7 +103,7 @@ def main() -> None:
     os.putenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.putenv("TPU_SKIP_MDS_QUERY", "1")
     _write_chatter_to(folder, (2,))
-    error = _loaded(library)
+    loading_error = _loaded(library)
     source = sys.stdin.buffer
     sink = sys.stdout.buffer
     stopped: list[_Child] = []
@@ -111,11 +111,10 @@ def main() -> None:
         request = json.loads(line)
         module = source.read(request["size"])
         texts: list[bytes] = []
-        if not error:
-            texts, said = _answer(module, request, folder, stopped)
-        else:
-            said = error
-        answer = {"sizes": [len(text) for text in texts], "error": said}
+        error = loading_error
+        if not loading_error:
+            texts, error = _answer(module, request, folder, stopped)
+        answer = {"sizes": [len(text) for text in texts], "error": error}
         try:
             sink.write(json.dumps(answer).encode() + b"\n" + b"".join(texts))
             sink.flush()

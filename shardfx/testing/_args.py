@@ -124,6 +124,8 @@ def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTr
     is wide. A size that the step fixes, such as the number of heads, does not change.
     """
     step = without_compiler_options(step)
+    # The number that must divide a new size, by `(size,)` for all dimensions of a size,
+    # and by `(size, argument, dimension)` for one of them.
     divisor_by_key: dict[Key, int] = {}
     for argument_number, arg in enumerate(args):
         for leaf in jax.tree.leaves(arg):
@@ -138,6 +140,8 @@ def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTr
                 for key in (size,), (size, argument_number, dim):
                     divisor_by_key[key] = math.lcm(divisor_by_key.get(key, 1), count)
 
+    # The keys of all dimensions of a size come first, the largest size before others, and
+    # then the keys of single dimensions.
     new_sizes: dict[Key, int] = {}
     for key in sorted(divisor_by_key, key=lambda key: (len(key), -key[0])):
         size = key[0]

@@ -406,6 +406,7 @@ class Blame:
         equations found in this way have wrong operands, the first of them is returned.
         """
         region, leaving_unreduced = self.wrong_region(wrong_results)
+        # One that leaves unreduced before all wrong equations makes them wrong.
         if leaving_unreduced and min(leaving_unreduced) < min(region, default=math.inf):
             return self.fault_of(min(leaving_unreduced), set())
         excused = self.excused_within(region)

@@ -140,6 +140,7 @@ def matches_operation(
         is_grouped = arrays[-1].shape[dims.output_batch_dimension] < batch_size
         shards_of_rows = _shard_count(image.cuts[dims.input_feature_dimension], sizes)
         return is_grouped and shards_of_rows > 1
+    # The predicate is about "windows".
     windows = dims.input_spatial_dimensions
     return any(_shard_count(image.cuts[dim], sizes) > 1 for dim in windows)
 
