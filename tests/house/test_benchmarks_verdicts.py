@@ -1,0 +1,88 @@
+"""What the benchmarks of verdicts count: unseen steps, and steps on several slices."""
+
+import json
+
+import pytest
+
+from benchmarks.faults import slices
+from benchmarks.faults._coverage import Error
+from benchmarks.unseen import _open, verdicts
+
+
+CASE = _open.CASES[0]
+REFUSED = {"refused": "ValueError: the size 3"}
+
+
+def verdict(subject, **fields):
+    line = {"kind": "verdict", "name": subject.name, "layout": subject.layout}
+    return line | fields
+
+
+def test_layouts_of_a_step_are_different():
+    sizes = [tuple(layout.items()) for layout in verdicts.layouts(CASE)]
+    assert len(set(sizes)) == len(sizes) >= 3
+    assert sizes[0] == tuple(CASE.cpu.items())
+
+
+def test_a_refused_layout_gives_way_to_the_next():
+    lines: list[dict] = []
+    asked = []
+    for question in verdicts.questions(lines):
+        if question.subject.name != CASE.name:
+            break
+        asked.append(question.subject.layout)
+        fields = REFUSED if len(asked) == 1 else {"outcome": "proved"}
+        lines.append(verdict(question.subject, **fields))
+    assert len(asked) == 4
+    # Afterwards, the numbers of what is proved are asked.
+    kinds = [
+        question.kind
+        for question in verdicts.questions(lines)
+        if question.subject.name == CASE.name
+    ]
+    assert kinds == ["numbers"] * 3
+
+
+@pytest.mark.parametrize(
+    "size, said", [(1e-6, "right"), (0.3, "wrong"), (float("nan"), "not finite")]
+)
+def test_numbers_are_right_wrong_or_not_finite(size, said):
+    errors = [Error(0.0, 1e-4), Error(size, 1e-4)]
+    assert verdicts.numbers(errors)["numbers"] == said
+
+
+def test_accusations_and_wrong_proofs_are_counted(tmp_path):
+    (subject, other, *_) = verdicts.subjects(CASE)
+    lines = [
+        verdict(subject, outcome="refuted", numbers_right=True, error="1e-07"),
+        verdict(other, outcome="proved"),
+        verdict(other, kind="numbers", numbers="wrong", error="0.4"),
+    ]
+    records = tmp_path / "records.jsonl"
+    for line in lines:
+        verdicts.add(records, line)
+    assert verdicts.read(records) == lines
+    assert len(verdicts.mistakes(lines)) == 2
+    texts = verdicts.summary(lines)
+    assert "1 steps, 2 layouts" in texts[0]
+    assert texts[1].startswith("accused: ")
+    assert texts[2].startswith("proved, and wrong: ")
+
+
+def test_verdicts_on_two_slices_are_compared(tmp_path):
+    proved = {"outcome": "proved"}
+    lines = [
+        {"name": "a", "layout": "batch", "slices": {"x": proved, "y": proved}},
+        {
+            "name": "b",
+            "layout": "batch",
+            "slices": {"x": proved, "y": {"outcome": "not judged"}},
+        },
+        {"name": "c", "layout": "batch", "slices": {"x": proved, "y": REFUSED}},
+    ]
+    head, row = slices.summary(lines)
+    assert head == "1 of 2 steps have one outcome on all slices"
+    assert row == "b, batch: {'x': 'proved', 'y': 'not judged'}"
+    records = tmp_path / "records.jsonl"
+    records.write_text(json.dumps(lines[0]) + "\n")
+    assert slices.read(records) == lines[:1]
