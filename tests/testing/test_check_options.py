@@ -10,11 +10,8 @@ from shardfx.testing import check_step
 from tests.testing.planted import mesh_of
 
 
-# Options under which LLVM takes no number for a NaN.
-NO_NANS = {
-    "xla_cpu_enable_fast_math": True,
-    "xla_cpu_fast_math_honor_nans": False,
-}
+# Under this option, LLVM takes `x - x` for 0, and NaN for no number.
+FAST_MATH = {"xla_cpu_enable_fast_math": True}
 QUICK = {"xla_backend_optimization_level": 0}
 
 
@@ -61,7 +58,7 @@ def test_the_first_wrong_equation_is_found_without_options(mesh):
     jitted = jax.jit(wrong, compiler_options=QUICK)
     checked = check_step(jitted, rows(mesh, 16, 8), reference=right)
     assert not checked
-    assert any(frame.function == "wrong" for frame in checked.lines), checked
+    assert any(frame.function.endswith("wrong") for frame in checked.lines), checked
 
 
 def test_its_sizes_are_shrunk(mesh):
@@ -79,15 +76,13 @@ def test_its_sizes_are_shrunk(mesh):
 
 def test_numbers_that_only_an_option_changes_are_said(mesh):
     def step(x):
-        return jnp.isnan(x)
+        return x - x
 
-    x = rows(mesh, 16, 8)
-    x = x.at[3, 3].set(jnp.nan)
-    jitted = jax.jit(step, compiler_options=NO_NANS)
-    if np.asarray(jitted(x)).any():
-        pytest.skip("this XLA sees NaNs under these options")
-    checked = check_step(jitted, x)
+    x = rows(mesh, 16, 8).at[3, 3].set(jnp.nan)
+    assert check_step(jax.jit(step, compiler_options=QUICK), x)
+    checked = check_step(jax.jit(step, compiler_options=FAST_MATH), x)
     assert not checked
+    assert checked.outputs[0].at == (3, 3)
     assert "no equation differs without the step's `compiler_options`" in str(checked)
     assert "xla_cpu_enable_fast_math" in str(checked)
 
@@ -99,5 +94,6 @@ def test_a_function_around_a_step_with_options_is_named(mesh):
     for reference in (None, sums):
         with pytest.raises(ValueError, match=message) as caught:
             check_step(lambda x, w: jitted(x, w), *args, reference=reference)
-        (note,) = caught.value.__notes__
-        assert "pass the jitted function itself as the step" in note
+        notes = [note for note in caught.value.__notes__ if "the step calls" in note]
+        assert len(notes) == 1
+        assert "pass the jitted function itself as the step" in notes[0]
