@@ -3,9 +3,9 @@ and whether numbers agree:
 `python -m benchmarks.unseen.verdicts --records FILE [--json FILE]`.
 
 The layouts are a step's own axes with other sizes: those for CPUs, those of v5e:4x4,
-each of them turned around, and all devices on one axis; the first three that are
-different. Numbers on emulated devices beside one device say whether a refuted program
-is right, and, after all verdicts, whether a proved one is wrong.
+each of them turned around, all devices on one axis, and half of an axis; the first
+three that are different. Numbers on emulated devices beside one device say whether a
+refuted program is right, and, after all verdicts, whether a proved one is wrong.
 
 A child process works through the cases. One that takes too long is ended, and so noted.
 """
@@ -56,6 +56,9 @@ def layouts(case: Case) -> list[Mapping[str, int]]:
     for axis in case.cpu:
         devices = math.prod(case.cpu.values())
         proposed.append({**dict.fromkeys(case.cpu, 1), axis: devices})
+    for axis, size in case.cpu.items():
+        if size % 2 == 0:
+            proposed.append({**case.cpu, axis: size // 2})
     different: list[Mapping[str, int]] = []
     for sizes in proposed:
         if dict(sizes) not in different:
