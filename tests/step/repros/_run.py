@@ -73,12 +73,15 @@ def placed(case: Case) -> tuple[Any, ...]:
         compiler_options=_QUICKLY,
     )
     structs = [
-        jax.ShapeDtypeStruct(
-            array.shape, jnp.result_type(array.dtype), sharding=sharding
-        )
+        jax.ShapeDtypeStruct(array.shape, _dtype_of(array), sharding=sharding)
         for array, sharding in zip(case.args, shardings, strict=True)
     ]
     return jitted, *structs
+
+
+def _dtype_of(array: np.ndarray) -> Any:
+    """The dtype that JAX gives an array, which may be long and have no memory."""
+    return jnp.asarray(np.empty(0, array.dtype)).dtype
 
 
 def _share(ours: np.ndarray, right: np.ndarray) -> float:
