@@ -21,6 +21,12 @@ WHOLE = """HloModule whole, num_partitions=2
   ROOT %c = f32[] multiply(%a, %b)
 }}
 
+%any (a: pred[], b: pred[]) -> pred[] {{
+  %a = pred[] parameter(0)
+  %b = pred[] parameter(1)
+  ROOT %c = pred[] or(%a, %b)
+}}
+
 %whole_sum (a: s32[], b: s32[]) -> s32[] {{
   %a = s32[] parameter(0)
   %b = s32[] parameter(1)
@@ -295,3 +301,101 @@ def test_a_product_of_what_all_devices_hold_is_refuted(sharding, rows, outcome):
         f" {named('total')}"
     )
     assert verdict_of(reduced(4, "ROOT %total"), partitioned) == outcome
+
+
+LOOKUP = (
+    "offset_dims={{1}}, collapsed_slice_dims={{0}}, start_index_map={{0}},"
+    " index_vector_dim=1, slice_sizes={{1,4}}"
+)
+TABLE_AND_INDICES = """
+  %table = f32[{rows},4]{{1,0}} parameter(0), sharding={{devices=[2,1]<=[2]}}
+  %i = s32[4,1]{{1,0}} parameter(1), sharding={{replicated}}
+  %j = s32[2,1]{{1,0}} parameter(2), sharding={{replicated}}
+"""
+
+
+def test_a_lookup_that_is_not_masked_is_no_table():
+    def lookup(table, indices, count, name):
+        return f"f32[{count},4]{{1,0}} gather({table}, {indices}), " + (
+            f"{LOOKUP.format()}, {named(name)}"
+        )
+
+    whole = TABLE_AND_INDICES.format(rows=8) + (
+        f"  %rows = {lookup('%table', '%i', 4, 'first')}\n"
+        f"  ROOT %some = {lookup('%rows', '%j', 2, 'second')}\n"
+    )
+    partitioned = TABLE_AND_INDICES.format(rows=4) + (
+        "  %starts = s32[2]{0} constant({0, 4})\n"
+        "  %device = u32[] partition-id()\n"
+        "  %start.1 = s32[1]{0} dynamic-slice(%starts, %device),"
+        " dynamic_slice_sizes={1}\n"
+        "  %start.2 = s32[] reshape(%start.1)\n"
+        "  %start = s32[4,1]{1,0} broadcast(%start.2), dimensions={}\n"
+        "  %zero = s32[] constant(0)\n"
+        "  %low = s32[4,1]{1,0} broadcast(%zero), dimensions={}\n"
+        "  %seven = s32[] constant(7)\n"
+        "  %high = s32[4,1]{1,0} broadcast(%seven), dimensions={}\n"
+        "  %clamped = s32[4,1]{1,0} clamp(%low, %i, %high)\n"
+        "  %shifted = s32[4,1]{1,0} subtract(%clamped, %start)\n"
+        f"  %rows = {lookup('%table', '%shifted', 4, 'first')}\n"
+        f"  ROOT %some = {lookup('%rows', '%j', 2, 'second')}\n"
+    )
+    assert verdict_of(whole, partitioned) == "not judged"
+
+
+SQUARE_LOOKUP = (
+    "gather(%table, {indices}), offset_dims={{2}}, collapsed_slice_dims={{0}},"
+    " start_index_map={{0}}, index_vector_dim=2, slice_sizes={{1,4}}"
+)
+
+
+@pytest.mark.parametrize(
+    "order, outcome", [("1,0,2", "proved"), ("0,1,2", "not judged")]
+)
+def test_a_transposed_lookup_needs_a_transposed_mask(order, outcome):
+    parameters = """
+  %table = f32[{rows},4]{{1,0}} parameter(0), sharding={{devices=[2,1]<=[2]}}
+  %i = s32[2,2,1]{{2,1,0}} parameter(1), sharding={{replicated}}
+"""
+    name = named("rows")
+    whole = parameters.format(rows=8) + (
+        f"  %rows = f32[2,2,4]{{2,1,0}} {SQUARE_LOOKUP.format(indices='%i')}, {name}\n"
+        "  ROOT %turned = f32[2,2,4]{2,1,0} transpose(%rows), dimensions={1,0,2}\n"
+    )
+    indices = "s32[2,2,1]{2,1,0}"
+    mask = "pred[2,2,1]{2,1,0}"
+    lookup = SQUARE_LOOKUP.format(indices="%shifted")
+    partitioned = (
+        parameters.format(rows=4)
+        + f"""
+  %starts = s32[2]{{0}} constant({{0, 4}})
+  %stops = s32[2]{{0}} constant({{3, 7}})
+  %device = u32[] partition-id()
+  %start.1 = s32[1]{{0}} dynamic-slice(%starts, %device), dynamic_slice_sizes={{1}}
+  %start.2 = s32[] reshape(%start.1)
+  %start = {indices} broadcast(%start.2), dimensions={{}}
+  %stop.1 = s32[1]{{0}} dynamic-slice(%stops, %device), dynamic_slice_sizes={{1}}
+  %stop.2 = s32[] reshape(%stop.1)
+  %stop = {indices} broadcast(%stop.2), dimensions={{}}
+  %zero = s32[] constant(0)
+  %low = {indices} broadcast(%zero), dimensions={{}}
+  %seven = s32[] constant(7)
+  %high = {indices} broadcast(%seven), dimensions={{}}
+  %clamped = {indices} clamp(%low, %i, %high)
+  %shifted = {indices} subtract(%clamped, %start)
+  %some = f32[2,2,4]{{2,1,0}} {lookup}, {name}
+  %turned = f32[2,2,4]{{2,1,0}} transpose(%some), dimensions={{1,0,2}}
+  %below = {mask} compare(%clamped, %start), direction=LT
+  %above = {mask} compare(%clamped, %stop), direction=GT
+  %outside.1 = {mask} or(%below, %above)
+  %outside.2 = {mask} transpose(%outside.1), dimensions={{{order}}}
+  %false = pred[] constant(false)
+  %outside = pred[2,2]{{1,0}} reduce(%outside.2, %false), dimensions={{2}}, to_apply=%any
+  %masks = pred[2,2,4]{{2,1,0}} broadcast(%outside), dimensions={{0,1}}
+  %nought = f32[] constant(0)
+  %zeros = f32[2,2,4]{{2,1,0}} broadcast(%nought), dimensions={{}}
+  %part = f32[2,2,4]{{2,1,0}} select(%masks, %zeros, %turned)
+  ROOT %all = f32[2,2,4]{{2,1,0}} all-reduce(%part), {GROUP}, to_apply=%sum
+"""
+    )
+    assert verdict_of(whole, partitioned) == outcome

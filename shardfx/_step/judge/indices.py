@@ -93,6 +93,14 @@ def _without_idiom(index: Held) -> Held:
     return dataclasses.replace(index, idiom=None)
 
 
+def _require_no_idiom(array: Held) -> None:
+    """Raises `Unjudged` for an array that is a step of another lookup: where its index
+    is another device's, it has other elements.
+    """
+    if array.idiom is not None:
+        raise Unjudged("a lookup that is not finished")
+
+
 def gather(
     context: Context,
     instruction: Instruction,
@@ -102,6 +110,7 @@ def gather(
     has, which an idiom of `lookups.py` masks later.
     """
     require_finished(operands[1], "an index")
+    _require_no_idiom(operands[0])
     index = operands[1]
     shape = arrays_in(instruction.result)[0].shape
     operands = [operands[0], _without_idiom(index)]
@@ -277,6 +286,8 @@ def scatter(
     if len(operands) != 3:
         raise Unjudged("a scatter of several arrays")
     require_finished(operands[1], "an index")
+    _require_no_idiom(operands[0])
+    _require_no_idiom(operands[2])
     index = operands[1]
     operands = [operands[0], _without_idiom(index), operands[2]]
 

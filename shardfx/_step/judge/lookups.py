@@ -56,6 +56,13 @@ class Outside(NamedTuple):
     high: np.ndarray
 
 
+class AnyOutside(NamedTuple):
+    """Whether any column of the indices is outside, as in `Outside`."""
+
+    low: np.ndarray
+    high: np.ndarray
+
+
 class Fetched(NamedTuple):
     """Elements looked up by shifted indices; they are right where the indices are
     between `low` and `high`, arrays (devices, columns).
@@ -74,6 +81,60 @@ IDIOMS = frozenset(
     "broadcast reshape transpose copy convert select reduce gather scatter tuple"
     " get-tuple-element clamp subtract compare or and add dynamic-update-slice".split()
 )
+
+
+def viewed(
+    instruction: Instruction,
+    operand: Held,
+    result: Held,
+) -> Held:
+    """The result of a broadcast, a transpose or a reshape of a step of a lookup, whose
+    numbers say what positions hold. Raises `Unjudged` if they do not say it of the
+    result.
+    """
+    idiom = operand.idiom
+    opcode = instruction.opcode
+    if isinstance(idiom, Fetched):
+        if opcode != "transpose":
+            raise Unjudged(f"a {opcode} within a lookup")
+        order = numbers(instruction, "dimensions")
+        axes = tuple(idiom.axes[dim] for dim in order)
+        return dataclasses.replace(result, idiom=idiom._replace(axes=axes))
+    if isinstance(idiom, Clamped | Shifted | Side | Outside) and not _are_alike(idiom):
+        _require_last_dim_kept(instruction, operand, result)
+    return result
+
+
+def _are_alike(idiom: "Clamped | Shifted | Side | Outside") -> bool:
+    """Whether the columns of indices have the same numbers, so that any dimension may
+    have them.
+    """
+    for table in idiom:
+        if isinstance(table, np.ndarray) and (table != table[:, :1]).any():
+            return False
+        if isinstance(table, tuple) and len(set(table)) > 1:
+            return False
+    return True
+
+
+def _require_last_dim_kept(
+    instruction: Instruction,
+    operand: Held,
+    result: Held,
+) -> None:
+    """Raises `Unjudged` if a view does not leave the columns of indices, its operand's
+    last dimension, in the last place.
+    """
+    is_kept = operand.shape[-1:] == result.shape[-1:]
+    if instruction.opcode != "reshape":
+        order = numbers(instruction, "dimensions")
+        ranks = (len(operand.shape), len(result.shape))
+        if instruction.opcode == "transpose":
+            is_kept = order[-1:] == (ranks[0] - 1,)
+        else:
+            is_kept = order[-1:] == (ranks[1] - 1,)
+    if not is_kept:
+        raise Unjudged(f"a {instruction.opcode} of the columns of indices")
 
 
 def numbers_by_column(table: np.ndarray | None, held: Held) -> np.ndarray | None:
@@ -241,6 +302,7 @@ def any_of_columns(instruction: Instruction, operand: Held) -> Held:
         operand,
         shape=operand.shape[:-1],
         axes=operand.axes[:-1],
+        idiom=AnyOutside(operand.idiom.low, operand.idiom.high),
     )
 
 
@@ -251,7 +313,8 @@ def _end_of_lookup(context: Context, operands: Sequence[Held]) -> Held:
     """
     mask, zero, fetched = operands
     outside, lookup = mask.idiom, fetched.idiom
-    if not isinstance(outside, Outside) or not isinstance(lookup, Fetched):
+    is_mask = isinstance(outside, Outside | AnyOutside)
+    if not is_mask or not isinstance(lookup, Fetched):
         raise Unjudged("a lookup that is not finished")
     if zero.known_numbers is None or zero.known_numbers.any():
         raise Unjudged("a lookup with other numbers than zeros elsewhere")

@@ -44,22 +44,9 @@ def applied(
     """The result of an operation by its rule."""
     opcode = instruction.opcode
     if any(operand.idiom is not None for operand in operands):
-        if opcode not in lookups.IDIOMS:
-            raise Unjudged("a lookup that is not finished")
-        if opcode == "dynamic-update-slice":
-            return positions.update_row(context, instruction, operands)
-        if opcode != "select" and any(
-            isinstance(operand.idiom, positions.Updated) for operand in operands
-        ):
-            raise Unjudged("an update that is not finished")
-        if (
-            opcode == "reduce"
-            and len(operands) > 1
-            and isinstance(operands[0].idiom, choices.Choices)
-        ):
-            return choices.reduce_several(context, instruction, operands)
-        if opcode == "reduce":
-            return lookups.any_of_columns(instruction, operands[0])
+        result = _idiom_step(context, instruction, operands)
+        if result is not None:
+            return result
     is_of_part = any(operand.root in context.values.parts for operand in operands)
     if is_of_part and opcode in KINDS:
         held = own_collective(context, instruction, operands)
@@ -84,6 +71,37 @@ def applied(
     if opcode in sources.OPCODES:
         return sources.source(context, instruction)
     return whole_operations.whole_operation(context, instruction, operands)
+
+
+def _idiom_step(
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+) -> "Result | None":
+    """The result of an operation with an unfinished idiom by the rule for it; `None` if
+    that is the rule of the operation. Raises `Unjudged` if the idiom does not go on like
+    this.
+    """
+    opcode = instruction.opcode
+    idioms = [operand.idiom for operand in operands if operand.idiom is not None]
+    if opcode not in lookups.IDIOMS:
+        raise Unjudged("a lookup that is not finished")
+    if opcode == "dynamic-update-slice":
+        return positions.update_row(context, instruction, operands)
+    if opcode != "select" and any(
+        isinstance(idiom, positions.Updated) for idiom in idioms
+    ):
+        raise Unjudged("an update that is not finished")
+    if any(isinstance(idiom, choices.Choices) for idiom in idioms):
+        if opcode != "reduce":
+            raise Unjudged("choices that are not chosen from")
+        return choices.reduce_several(context, instruction, operands)
+    if opcode == "reduce":
+        return lookups.any_of_columns(instruction, operands[0])
+    if opcode in ("broadcast", "reshape", "transpose"):
+        result = _UNARY[opcode](context, instruction, operands[0])
+        return lookups.viewed(instruction, operands[0], result)
+    return None
 
 
 def _remembered(
