@@ -209,6 +209,91 @@ class Cuts:
             lengths += cut.lengths
         return self.from_segments(lengths, starts, steps.pop())
 
+    def split(self, cut: Cut, size: int, whole_size: int | None) -> "Split":
+        """The cuts of the two dimensions, the inner one of `size`, into which a reshape
+        splits a dimension. Holes
+        beyond a dimension of `whole_size` are given the indices that continue those of
+        the elements. Raises `Unjudged` if there is no such sum.
+        """
+        count = cut.size // size
+        if len(cut.lengths) == 1 and not cut.has_holes:
+            outer = self.from_starts(cut.starts[:, 0], count, cut.step * size)
+            inner = self.from_starts(np.zeros(self.devices, np.int64), size, cut.step)
+            return Split(outer, inner, is_overflowing=False)
+        indices = self.indices(cut)
+        continued = _continued(indices, cut.step, whole_size)
+        squares = continued.reshape(self.devices, count, size)
+        is_overflowing = bool((continued != indices).any())
+        return self._in_two(squares, cut.step, is_overflowing)
+
+    def exchanged(
+        self,
+        cut: Cut,
+        senders: np.ndarray,
+        whole_size: int | None,
+    ) -> "Split":
+        """The cuts after each device received what its senders, an array (devices,
+        members), hold of a dimension of `whole_size`: those of the dimension that numbers
+        the senders, and of the dimension itself. Holes are as in `split`.
+        """
+        if len(cut.lengths) == 1 and not cut.has_holes:
+            outer = self.from_indices(cut.starts[:, 0][senders])
+            zeros = np.zeros(self.devices, np.int64)
+            inner = self.from_starts(zeros, cut.size, cut.step)
+            return Split(outer, inner, is_overflowing=False)
+        indices = self.indices(cut)
+        continued = _continued(indices, cut.step, whole_size)
+        is_overflowing = bool((continued != indices).any())
+        return self._in_two(continued[senders], cut.step, is_overflowing)
+
+    def _in_two(self, squares: np.ndarray, step: int, is_overflowing: bool) -> "Split":
+        """The cuts of two dimensions whose elements have these indices, an array
+        (devices, outer, inner). `step` is the distance between neighbours, if they are.
+        """
+        _, count, size = squares.shape
+        outer_indices = np.full((self.devices, count), HOLE)
+        inner_indices = np.full((self.devices, size), HOLE)
+        for device, square in enumerate(squares):
+            is_element = square != HOLE
+            rows = np.flatnonzero(is_element.any(axis=1))
+            columns = np.flatnonzero(is_element.any(axis=0))
+            if not len(rows):
+                # A device that holds nothing has no row, and its columns may be any.
+                inner_indices[device] = np.arange(size) * step
+                continue
+            first_row = square[rows[0], columns]
+            first_column = square[rows, columns[0]]
+            offset = columns[0] * step
+            outer_indices[device, rows] = first_column - offset
+            inner_indices[device, columns] = first_row - first_row[0] + offset
+        if (_sums(outer_indices, inner_indices) != squares).any():
+            raise Unjudged("a reshape of a dimension in pieces")
+        outer = self.from_indices(outer_indices)
+        inner = self.from_indices(inner_indices)
+        return Split(outer, inner, is_overflowing)
+
+    def within(self, cut: Cut, size: int) -> Cut:
+        """The cut with holes in the place of indices beyond a dimension of `size`."""
+        indices = self.indices(cut)
+        is_within = (indices >= 0) & (indices < size)
+        return self.from_indices(np.where(is_within, indices, HOLE))
+
+    def merged(self, outer: Cut, inner: Cut) -> Cut:
+        """The cut of the dimension into which a reshape merges two of one dimension of
+        the value. Raises `Unjudged` if they do not continue each other.
+        """
+        size = outer.size * inner.size
+        is_simple = len(outer.lengths) == len(inner.lengths) == 1
+        if is_simple and not outer.has_holes and not inner.has_holes:
+            starts = outer.starts[:, 0] + inner.starts[:, 0]
+            if inner.size == 1:
+                return self.from_starts(starts, size, outer.step)
+            if outer.size > 1 and outer.step != inner.step * inner.size:
+                raise Unjudged("a reshape that reorders a dimension")
+            return self.from_starts(starts, size, inner.step)
+        sums = _sums(self.indices(outer), self.indices(inner))
+        return self.from_indices(sums.reshape(self.devices, -1))
+
     def taken(self, cut: Cut, sources: np.ndarray) -> Cut:
         """The cut after each device received the array of its source; -1 for none."""
         gets_nothing = sources[:, None] < 0
@@ -254,6 +339,42 @@ class Cuts:
 
         everywhere = (1 << self.devices) - 1
         return None if terms == [everywhere] else tuple(sorted(terms))
+
+
+class Split(NamedTuple):
+    """The cuts of two dimensions of an array along one of the value: the index of an
+    element is the sum of what both hold. If it is overflowing, sums may be beyond the
+    value.
+    """
+
+    outer: Cut
+    inner: Cut
+    is_overflowing: bool
+
+
+def _sums(outer: np.ndarray, inner: np.ndarray) -> np.ndarray:
+    """The sums of indices, an array (devices, outer, inner); a hole where one is."""
+    is_hole = (outer == HOLE)[:, :, None] | (inner == HOLE)[:, None, :]
+    return np.where(is_hole, HOLE, outer[:, :, None] + inner[:, None, :])
+
+
+def _continued(indices: np.ndarray, step: int, size: int | None) -> np.ndarray:
+    """The indices of a dimension of `size`, an array (devices, positions), with those
+    that continue the elements of a device in the place of holes, where they are beyond
+    the dimension. Holes stay if its size is not known.
+    """
+    if size is None:
+        return indices
+    continued = indices.copy()
+    steps = np.arange(indices.shape[1]) * step
+    for row in continued:
+        shifts = (row - steps)[row != HOLE]
+        if len(shifts) and (shifts == shifts[0]).all():
+            places = steps + shifts[0]
+            is_beyond = (places < 0) | (places >= size)
+            is_replaced = (row == HOLE) & is_beyond
+            row[is_replaced] = places[is_replaced]
+    return continued
 
 
 class _Run(NamedTuple):

@@ -19,7 +19,7 @@ from .forms import numbers, reducer_of
 from .held import Axis, Context, Fills, Held, require_finished, term_devices
 from .joining import with_axis
 from .verdict import Unjudged, Wrong
-from .views import with_absorbed_axes
+from .views import Overflowing, with_absorbed_axes
 
 
 # Reductions that may take a part once or more.
@@ -419,6 +419,7 @@ def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Hel
     # What differs between the senders of a device, with its dimension of the value: its
     # indices, an array (devices, members).
     varying: list[tuple[int, np.ndarray]] = []
+    is_overflowing = False
     if split_axis is not None:
         indices = context.cuts.indices(split_axis.cut)
         received = indices[members.others, members.ranks[:, None]]
@@ -432,15 +433,16 @@ def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Hel
     for place, axis in enumerate(operand.axes):
         if place == split or axis is None:
             continue
-        if len(axis.cut.lengths) != 1 or axis.cut.has_holes:
-            raise Unjudged("an all-to-all of a dimension in pieces")
-        starts = axis.cut.starts[:, 0][members.others]
+        starts = axis.cut.starts[members.others]
         if (starts == starts[:, :1]).all():
             continue
-        varying.append((axis.dim, starts))
-        zeros = np.zeros(context.devices, np.int64)
-        cut = context.cuts.from_starts(zeros, axis.cut.size, axis.cut.step)
-        axes[place] = Axis(axis.dim, cut)
+        whole_size = None
+        if operand.root >= 0:
+            whole_size = context.values.nodes[operand.root].shape[axis.dim]
+        halves = context.cuts.exchanged(axis.cut, members.others, whole_size)
+        is_overflowing |= halves.is_overflowing
+        varying.append((axis.dim, context.cuts.indices(halves.outer)))
+        axes[place] = Axis(axis.dim, halves.inner)
     if len(varying) > 1:
         raise Unjudged("an all-to-all of several dimensions")
     for dim, starts in varying:
@@ -448,6 +450,8 @@ def all_to_all(context: Context, instruction: Instruction, operand: Held) -> Hel
     held = dataclasses.replace(
         operand, axes=tuple(axes), dropped_axes=tuple(dropped_axes), known_numbers=None
     )
+    if is_overflowing:
+        held = dataclasses.replace(held, idiom=Overflowing())
     return with_absorbed_axes(context, held)
 
 

@@ -36,6 +36,10 @@ _LOCAL = frozenset(
 )
 
 
+# What may come between a reshape that splits padding and one that merges it.
+_BETWEEN_RESHAPES = ("reshape", "transpose", "copy", "all-to-all")
+
+
 def applied(
     context: Context,
     instruction: Instruction,
@@ -84,6 +88,10 @@ def _idiom_step(
     """
     opcode = instruction.opcode
     idioms = [operand.idiom for operand in operands if operand.idiom is not None]
+    if any(isinstance(idiom, views.Overflowing) for idiom in idioms):
+        if opcode not in _BETWEEN_RESHAPES:
+            raise Unjudged(f"{opcode} of an array in parts, with padding")
+        return None
     if opcode not in lookups.IDIOMS:
         raise Unjudged("a lookup that is not finished")
     if opcode == "dynamic-update-slice":

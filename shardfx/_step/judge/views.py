@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..hlo_text import Instruction, arrays_in
-from .cuts import HOLE, Cut
+from .cuts import HOLE, Cut, Cuts
 from .forms import Form, numbers
 from .held import NOWHERE, Axis, Context, Held, permuted, view_of, with_all_axes
 from .matching import candidates, expressed
@@ -350,23 +350,27 @@ def _divided(pieces: Sequence[_Piece], sizes: Sequence[int]) -> list[_Piece] | N
     return divided if not rest else None
 
 
-class _Part(NamedTuple):
-    """A part of a dimension of one device's array.
+class Overflowing(NamedTuple):
+    """An idiom: an array whose value has a dimension in several of its own, so that sums
+    of their indices may be beyond the value. These positions have the number of holes.
+    """
 
-    - `length`: how many positions it has.
-    - `dim`, `step`, `starts`: the dimension of the value along which it lies, the
-      distance of neighbours in it, and each device's first index; no dimension if
-      nothing changes along the part.
+
+class _Part(NamedTuple):
+    """A part of a dimension of one device's array: how many positions it has, and what
+    they hold; no axis if nothing changes along it.
     """
 
     length: int
-    dim: int | None
-    step: int
-    starts: np.ndarray | None
+    axis: Axis | None
 
 
 def local_reshape(context: Context, operand: Held, shape: tuple[int, ...]) -> Held:
     """A reshape of the array of one device, which holds the same value after it."""
+    whole_shape: Sequence[int | None] = ()
+    if operand.root >= 0:
+        whole_shape = context.values.nodes[operand.root].shape
+    is_overflowing = False
     axes: list[Axis | None] = [None] * len(shape)
     dropped_axes = list(operand.dropped_axes)
     for sources, targets in groups_of_reshape(operand.shape, shape):
@@ -380,17 +384,19 @@ def local_reshape(context: Context, operand: Held, shape: tuple[int, ...]) -> He
         if len(sources) == len(targets) == 1:
             axes[targets[0]] = operand.axes[sources[0]]
             continue
-        parts = [_part(operand.axes[dim], operand.shape[dim]) for dim in sources]
-        for target, part in zip(
-            targets, _split(parts, [shape[dim] for dim in targets]), strict=True
-        ):
-            if part.dim is not None:
-                assert part.starts is not None
-                cut = context.cuts.from_starts(part.starts, part.length, part.step)
-                axes[target] = Axis(part.dim, cut)
+        parts = [_Part(operand.shape[dim], operand.axes[dim]) for dim in sources]
+        sizes = [shape[dim] for dim in targets]
+        split = _split(context, parts, sizes, whole_shape)
+        is_overflowing |= split.is_overflowing
+        for target, part in zip(targets, split.parts, strict=True):
+            axes[target] = part.axis
     held = dataclasses.replace(
         operand, shape=shape, axes=tuple(axes), dropped_axes=tuple(dropped_axes)
     )
+    if is_overflowing:
+        if operand.idiom is not None:
+            raise Unjudged("a reshape of padding in a lookup")
+        held = dataclasses.replace(held, idiom=Overflowing())
     return with_absorbed_axes(context, held)
 
 
@@ -414,67 +420,97 @@ def with_absorbed_axes(context: Context, held: Held) -> Held:
             continue
         other = axes[along]
         assert other is not None
-        if other.cut.has_holes or axis.cut.has_holes:
-            raise Unjudged("a reshape of padding")
-        starts = other.cut.starts + axis.cut.starts[:, :1]
+        dropped_starts = axis.cut.starts[:, :1]
+        is_hole = (other.cut.starts == HOLE) | (dropped_starts == HOLE)
+        starts = np.where(is_hole, HOLE, other.cut.starts + dropped_starts)
         cut = context.cuts.from_segments(other.cut.lengths, starts, other.cut.step)
         axes[along] = Axis(axis.dim, cut)
     held = dataclasses.replace(held, axes=tuple(axes), dropped_axes=tuple(dropped_axes))
-    if not held.dropped_axes:
-        return held
-    try:
-        return with_all_axes(held)
-    except Unjudged:
-        return held
+    if held.dropped_axes:
+        try:
+            held = with_all_axes(held)
+        except Unjudged:
+            return held
+    return _within(context, held)
 
 
-def _part(axis: Axis | None, length: int) -> _Part:
-    """A dimension of one device's array as a part; `axis` is what it holds."""
-    if axis is None:
-        return _Part(length, None, 0, None)
-    if len(axis.cut.lengths) != 1 or (axis.cut.starts == HOLE).any():
-        raise Unjudged("a reshape of a dimension in pieces")
-    return _Part(length, axis.dim, axis.cut.step, axis.cut.starts[:, 0])
-
-
-def _split(parts: list[_Part], sizes: list[int]) -> list[_Part]:
-    """The parts of neighbouring dimensions merged and split into these sizes. Raises
-    `Unjudged` if they do not fit.
+def _within(context: Context, held: Held) -> Held:
+    """The same with holes in the place of indices beyond the value, once each of its
+    dimensions is one of the array again.
     """
-    rest = [part for part in parts if part.length != 1 or part.dim is not None]
+    if not isinstance(held.idiom, Overflowing):
+        return held
+    dims = [axis.dim for axis in held.axes if axis is not None]
+    if len(set(dims)) < len(dims):
+        return held
+    whole_shape = context.values.nodes[held.root].shape
+    axes: list[Axis | None] = []
+    for axis in held.axes:
+        size = None if axis is None else whole_shape[axis.dim]
+        if axis is None or size is None:
+            axes.append(axis)
+        else:
+            axes.append(Axis(axis.dim, context.cuts.within(axis.cut, size)))
+    return dataclasses.replace(held, axes=tuple(axes), idiom=None)
+
+
+class _Parts(NamedTuple):
+    """The parts into which dimensions are split, and whether they may hold indices
+    beyond the value.
+    """
+
+    parts: list[_Part]
+    is_overflowing: bool
+
+
+def _split(
+    context: Context,
+    parts: list[_Part],
+    sizes: list[int],
+    whole_shape: Sequence[int | None],
+) -> _Parts:
+    """The parts of neighbouring dimensions merged and split into these sizes.
+    `whole_shape` is the shape of the value. Raises `Unjudged` if they do not fit.
+    """
+    cuts = context.cuts
+    is_overflowing = False
+    rest = [part for part in parts if part.length != 1 or part.axis is not None]
     split: list[_Part] = []
     for size in reversed(sizes):
         if not rest:
             raise Unjudged("a reshape that merges different dimensions")
         part = rest.pop()
         while part.length < size and rest:
-            part = _merged(rest.pop(), part)
+            part = _merged(cuts, rest.pop(), part)
         if part.length % size:
             raise Unjudged("a reshape that merges different dimensions")
         if part.length == size:
             split.insert(0, part)
             continue
-        zeros = None if part.starts is None else np.zeros_like(part.starts)
-        split.insert(0, _Part(size, part.dim, part.step, zeros))
-        rest.append(_Part(part.length // size, part.dim, part.step * size, part.starts))
+        count = part.length // size
+        if part.axis is None:
+            split.insert(0, _Part(size, None))
+            rest.append(_Part(count, None))
+            continue
+        dim, cut = part.axis
+        whole_size = whole_shape[dim] if dim < len(whole_shape) else None
+        halves = cuts.split(cut, size, whole_size)
+        is_overflowing |= halves.is_overflowing
+        split.insert(0, _Part(size, Axis(dim, halves.inner)))
+        rest.append(_Part(count, Axis(dim, halves.outer)))
     if rest:
         raise Unjudged("a reshape that merges different dimensions")
-    return split
+    return _Parts(split, is_overflowing)
 
 
-def _merged(major: _Part, minor: _Part) -> _Part:
+def _merged(cuts: Cuts, major: _Part, minor: _Part) -> _Part:
     """Two neighbouring parts as one. Raises `Unjudged` if they are of different
     dimensions, or do not continue each other.
     """
-    if major.dim != minor.dim:
-        raise Unjudged("a reshape that merges different dimensions")
     length = major.length * minor.length
-    if major.dim is None:
-        return _Part(length, None, 0, None)
-    assert major.starts is not None and minor.starts is not None
-    starts = major.starts + minor.starts
-    if minor.length == 1:
-        return _Part(length, major.dim, major.step, starts)
-    if major.length > 1 and major.step != minor.step * minor.length:
-        raise Unjudged("a reshape that reorders a dimension")
-    return _Part(length, major.dim, minor.step, starts)
+    if major.axis is None and minor.axis is None:
+        return _Part(length, None)
+    if major.axis is None or minor.axis is None or major.axis.dim != minor.axis.dim:
+        raise Unjudged("a reshape that merges different dimensions")
+    cut = cuts.merged(major.axis.cut, minor.axis.cut)
+    return _Part(length, Axis(major.axis.dim, cut))
