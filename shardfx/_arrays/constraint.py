@@ -14,7 +14,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._ground.errors import LeafTypeError, PlanMismatchError, SpecError
-from .._ground.keys import is_key, raw, wrapped
+from .._ground.keys import as_keys, is_key, raw
 from .._ground.misuse import called
 from .._ground.purity import is_tracing
 from .._ground.reason import Code, Decision, reason_for
@@ -42,7 +42,7 @@ def _placed_across(leaf: Any, sharding: NamedSharding) -> Any:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if is_key(leaf.dtype):
-        return wrapped(_placed_across(raw(leaf), sharding), leaf)
+        return as_keys(_placed_across(raw(leaf), sharding), leaf)
     whole = np.asarray(leaf)
     # Without a dtype, a process that owns no device of the sharding could not know it.
     return jax.make_array_from_callback(

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, PlanMismatchError
-from .._ground.keys import is_key, raw, wrapped
+from .._ground.keys import as_keys, is_key, raw
 from .._ground.misuse import called
 from .._ground.purity import is_tracing
 from .._ground.spec import canonical
@@ -189,7 +189,7 @@ def _gathered_leaf(path: Any, leaf: object) -> Any:
 def _gathered(leaf: jax.Array) -> Any:
     """A whole array on the host. PRNG keys stay a JAX array."""
     if is_key(leaf.dtype):
-        return wrapped(_gathered(raw(leaf)), leaf)
+        return as_keys(_gathered(raw(leaf)), leaf)
     if leaf.is_fully_addressable or leaf.is_fully_replicated:
         return np.asarray(leaf)
     return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._ground.boxes import Box, box_shape, box_slices, whole_box
-from .._ground.keys import is_key, key_data_struct, raw, wrapped, wrapped_as
+from .._ground.keys import as_keys, as_keys_of_dtype, is_key, key_data_struct, raw
 from .._ground.spec import DType
 from .._ground.tree import flatten, is_number
 from .binding import bound_steps, structs_of
@@ -223,8 +223,8 @@ def _assembled_in_jax(leaf: Made, arrays: Mapping[str, Any]) -> jax.Array:
         arrays=raw_arrays,
     )
     if names:
-        return wrapped(data, arrays[names[0]])
-    return wrapped_as(data, leaf.dtype)
+        return as_keys(data, arrays[names[0]])
+    return as_keys_of_dtype(data, leaf.dtype)
 
 
 def _filled_array(

@@ -40,7 +40,7 @@ def raw(array: Any) -> Any:
     return array
 
 
-def wrapped(data: Any, like: Any) -> Any:
+def as_keys(data: Any, like: Any) -> Any:
     """Keys of the kind that the array `like` has, from their raw data. If `like` has no
     keys, `data` is returned unchanged.
     """
@@ -49,7 +49,7 @@ def wrapped(data: Any, like: Any) -> Any:
     return data
 
 
-def wrapped_as(data: Any, dtype: object) -> Any:
+def as_keys_of_dtype(data: Any, dtype: object) -> Any:
     """Keys of dtype `dtype` from their raw data. For another dtype `data` is returned
     unchanged.
     """

@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Sharding
 
 from .._ground.errors import MoveError
-from .._ground.keys import raw, wrapped
+from .._ground.keys import as_keys, raw
 from .movable import leaf_name
 from .move import Move, least_bytes_of, move_of, program_of, spread_of
 from .pieces.assembly import Assembly
@@ -262,7 +262,7 @@ class _Flight:
         like = self._job.arrays[source_paths[0]] if source_paths else None
         if like is not None:
             # The data of typed PRNG keys become keys again.
-            array = wrapped(array, like)
+            array = as_keys(array, like)
         self.made[number] = array
         if not self.donate:
             is_on_cpu = _is_on_cpu(assembly)
@@ -405,7 +405,7 @@ def carry_out(
             limit_bytes=limit_bytes,
             pool=pool,
         )
-        return wrapped(data, x)
+        return as_keys(data, x)
     if move.idle:
         return labelled(x, move.dst)
     if move.how == "steps":

@@ -13,7 +13,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._ground.errors import MeshError, SpecError
-from .._ground.keys import is_key, raw, wrapped
+from .._ground.keys import as_keys, is_key, raw
 from .._ground.spec import axes_of_entries, bits, canonical, entries_of
 from .flight import carry_out
 from .movable import naming, require_movable
@@ -45,7 +45,7 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
     if is_key(x.dtype):
         # Collectives take no keys. Their data has further dimensions, which no spec
         # names.
-        return wrapped(move_traced(raw(x), dst, src), x)
+        return as_keys(move_traced(raw(x), dst, src), x)
     own_sharding = jax.typeof(x).sharding
     if any(kind == AxisType.Manual for kind in own_sharding.mesh.axis_types):
         raise SpecError(

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .._ground.keys import raw, wrapped
+from .._ground.keys import as_keys, raw
 from .._ground.purity import is_tracing
 from .._ground.tree import is_array_type
 from .evaluation import CALLS, evaluated, retraced
@@ -139,7 +139,7 @@ def _untyped(constant: Any) -> Any:
     """
     if isinstance(constant, Tracer) or not is_typed(constant):
         return constant
-    return wrapped(np.asarray(raw(constant)), constant)
+    return as_keys(np.asarray(raw(constant)), constant)
 
 
 class PlainStep(NamedTuple):

@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from .._convert import TreeMap
 from .._ground.boxes import array_of
 from .._ground.errors import CheckpointError, LeafTypeError
-from .._ground.keys import wrapped_as
+from .._ground.keys import as_keys_of_dtype
 from .._ground.misuse import called
 from .._ground.spec import DType
 from .._plan import ShardPlan
@@ -483,4 +483,4 @@ def _assembled(flight: Flight, number: int, leaf: LeafToLoad) -> jax.Array:
         )
     if leaf.keys is None:
         return array
-    return wrapped_as(array, leaf.keys)
+    return as_keys_of_dtype(array, leaf.keys)

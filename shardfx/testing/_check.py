@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from .._ground.errors import MeshError, ProgramError
-from .._ground.keys import raw, wrapped
+from .._ground.keys import as_keys, raw
 from .._ground.misuse import called
 from .._ground.text import plural, table
 from .._step import (
@@ -337,7 +337,7 @@ def _copied_to(device: Any, leaf: object) -> object:
     if not isinstance(leaf, jax.Array):
         return leaf
     copy = jax.device_put(np.asarray(raw(leaf)), device)
-    return wrapped(copy, leaf)
+    return as_keys(copy, leaf)
 
 
 def _checked_outputs(

@@ -15,7 +15,7 @@ from jax.sharding import Sharding
 from ..._ground.boxes import Box, array_of, box_shape, boxes_here, volume
 from ..._ground.copying import buffers
 from ..._ground.errors import PlanMismatchError
-from ..._ground.keys import data_of, wrapped_as
+from ..._ground.keys import as_keys_of_dtype, data_of
 from ..._plan import ShardPlan
 from ..pieces.assembly import MovedLeaf, leaves_of_plan
 from .kinds import TransferKind
@@ -133,7 +133,7 @@ class SpareMemory:
             [boxes[buffer] for buffer in memory],
             list(memory.values()),
         )
-        self._arrays[number] = wrapped_as(array, target.dtype)
+        self._arrays[number] = as_keys_of_dtype(array, target.dtype)
 
 
 class _Place:
