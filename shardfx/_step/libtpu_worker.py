@@ -84,6 +84,9 @@ _BUILD_OPTIONS = (
     "optimization_level",
     "memory_fitting_level",
 )
+# The configuration of a chip in which both of its cores are one device, for chips of
+# which libtpu describes two devices otherwise. It is the one of a machine with such chips.
+_CONFIGURATIONS = {"v4": "megacore"}
 _TPUS = ("/dev/accel", "/dev/vfio/")
 _MOST_BYTES_OF_ERROR = 60_000
 _PR_SET_PDEATHSIG = 1
@@ -384,7 +387,12 @@ def _write_chatter_to(folder: str, streams: tuple[int, ...]) -> None:
 def _devices(target: str, slices: int) -> list[Any]:
     """The devices of slices that are not there."""
     xla_client.initialize_pjrt_plugin("tpu")
-    options = {} if slices == 1 else {"num_slices": slices}
+    options: dict[str, Any] = {}
+    if slices > 1:
+        options["num_slices"] = slices
+    chip, _, _ = target.partition(":")
+    if chip in _CONFIGURATIONS:
+        options["chip_config_name"] = _CONFIGURATIONS[chip]
     topology = xla_client.make_tfrt_tpu_c_api_device_topology(target, **options)
     _raise_if_tpus_are_open()
     return topology._make_compile_only_devices()

@@ -79,6 +79,18 @@ def test_libtpu_leaves_nothing_behind():
     assert Path("/tmp/libtpu_lockfile").exists() == had_lock
 
 
+def test_both_cores_of_a_chip_are_one_device():
+    step, args = small_step()
+    target = target_of(chips.find("v4"), step_of(step, args).mesh)
+    assert target is not None
+    assert (target.slices.name, len(target.order)) == ("v4:2x2x1", 4)
+    assert estimate(step, *args, compiler="tpu:v4").basis == "compiled"
+    answer = fit(step, *args, chip="v4")
+    assert answer.basis == "compiled"
+    # The weights, the shard of the batch, and the gradient.
+    assert answer.peak_bytes >= 4 * (128 * 128 + 16 * 128 + 128 * 128)
+
+
 def test_fit_does_not_ask_again_what_estimate_asked(monkeypatch):
     questions = []
     ask = Worker.ask
