@@ -76,7 +76,7 @@ def load_model(
                 " or as llama3-8b"
             )
             raise UsageError(f"--kwargs {hint}, not {name!r}")
-        return _file(name)
+        return _model_in_file(name)
     model = attribute(name)
     if callable(model) and not isinstance(model, eqx.Module):
         model = calling(f"`{name}`", lambda: _evaluated(model, arguments or {}))
@@ -96,14 +96,19 @@ def load_model(
 
 
 def _struct(leaf: Any) -> Any:
+    """The ShapeDtypeStruct of an array; another leaf as it is."""
     if eqx.is_array(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     return leaf
 
 
-def _file(path: str) -> LoadedModel:
+def _model_in_file(path: str) -> LoadedModel:
+    """Returns the stored plan or the checkpoint at `path`. Raises `UsageError` if there
+    is none; the message proposes a published model, or MODULE:CALLABLE, if `path` looks
+    like one.
+    """
     if os.path.isfile(path):
-        stored_plan = calling(f"reading {path!r}", lambda: _plan(path))
+        stored_plan = calling(f"reading {path!r}", lambda: _stored_plan(path))
         if stored_plan is not None:
             return LoadedModel(jax.tree.map(_struct, stored_plan.structs), stored_plan)
     try:
@@ -129,7 +134,7 @@ def _file(path: str) -> LoadedModel:
         ) from error
 
 
-def _plan(path: str) -> ShardPlan | None:
+def _stored_plan(path: str) -> ShardPlan | None:
     """Returns the plan in a file; `None` if the file does not begin like a plan's JSON."""
     with open(path, "rb") as opened:
         begin = opened.read(200)
@@ -173,7 +178,7 @@ def load_rules(name: str, model: str) -> Rules:
     _find_in_current_directory()
     if not may_be_module or importlib.util.find_spec(root) is None:
         if first in presets.models.strategies():
-            return _strategy(name, first, arguments_text, model), None
+            return _strategy_rules(name, first, arguments_text, model), None
         if first in rule_set_names():
             preset = calling(
                 f"--rules {name}",
@@ -221,12 +226,22 @@ def load_optimizer(name: str) -> Callable[..., Any]:
 
 
 def _optimizer(make: Callable[..., object]) -> Any:
+    """The optimizer that a function makes, with any learning rate if it needs one."""
     if "learning_rate" in inspect.signature(make).parameters:
         return make(learning_rate=1e-3)
     return make()
 
 
-def _strategy(text: str, strategy: str, arguments: str, model: str) -> PathRules:
+def _strategy_rules(
+    text: str,
+    strategy: str,
+    arguments: str,
+    model: str,
+) -> PathRules:
+    """Returns the path rules of a strategy for a published model. `text` is the value
+    of --rules, such as "fsdp_tp:tensor=model", and `arguments` its part after the ":".
+    Raises `UsageError` if `model` is no published one.
+    """
     if model not in presets.models.names():
         if ":" not in model and not os.path.exists(model):
             hint = _near_models(model) or "; a model is named as MODULE:CALLABLE"
@@ -265,11 +280,15 @@ def _arguments(text: str, arguments: str) -> dict[str, Any]:
 
 
 def _paths_and_axes(rules: object, what: str) -> Rules:
-    pieces = rules if isinstance(rules, tuple | list) else (rules,)
-    paths = [piece for piece in pieces if isinstance(piece, PathRules)]
-    axes = [piece for piece in pieces if isinstance(piece, AxisRules)]
-    has_others = len(paths) + len(axes) < len(pieces)
-    if not pieces or has_others or len(paths) > 1 or len(axes) > 1:
+    """Returns PathRules and AxisRules, each `None` if missing, from an object that is
+    one of them or holds one of each. Raises `UsageError`, which calls the object
+    `what`, for anything else.
+    """
+    parts = rules if isinstance(rules, tuple | list) else (rules,)
+    paths = [part for part in parts if isinstance(part, PathRules)]
+    axes = [part for part in parts if isinstance(part, AxisRules)]
+    has_others = len(paths) + len(axes) < len(parts)
+    if not parts or has_others or len(paths) > 1 or len(axes) > 1:
         raise UsageError(
             f"{what} is {rules!r:.80}; it must be PathRules, AxisRules, or one of each"
             " in a tuple"
@@ -424,32 +443,33 @@ def order_text(target: chips.Slice, mesh: MeshSpec) -> str:
     """Returns a text about the order in which `mesh` arranges the devices of the TPU
     slice `target`, with the mean number of links between neighbours on each mesh axis.
     """
-    places = itertools.product(
+    # The coordinates of each device from the last to the first, then its core.
+    positions = itertools.product(
         *map(range, reversed(target.extents)), range(target.chip.devices_per_chip)
     )
     # Stand-ins with the attributes of JAX's devices, whose coordinates have three
     # dimensions.
-    same = {
+    common = {
         "platform": "tpu",
         "device_kind": target.chip.kinds[0],
         "process_index": 0,
         "slice_index": 0,
     }
     devices = []
-    for number, (*place, core) in enumerate(places):
-        coords = (*reversed(place), 0)[:3]
+    for number, (*position, core) in enumerate(positions):
+        coords = (*reversed(position), 0)[:3]
         device = types.SimpleNamespace(
             id=number,
             coords=coords,
             core_on_chip=core,
-            **same,
+            **common,
         )
         devices.append(device)
     order = mesh.order(devices)
     hops = zip(mesh.axis_names, order.mean_hops or (), strict=False)
     hops_text = ", ".join(f"{name} {mean:.2f}" for name, mean in hops)
-    first = (
+    order_line = (
         f"On {target.name}: {target.devices:,} devices, ordered by {order.method}; mean"
         f" hops: {hops_text}."
     )
-    return "\n".join(map(printable, [first, *order.reasons]))
+    return "\n".join(map(printable, [order_line, *order.reasons]))

@@ -55,9 +55,9 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
     """
     if isinstance(mesh, str):
         mesh = calling("reading --mesh", ft.partial(MeshSpec.parse, mesh))
-    function, args = _made(name, kwargs, mesh)
+    function, args = _step_and_args(name, kwargs, mesh)
     if mesh is None:
-        mesh = _mesh_of(name, args)
+        mesh = _mesh_of_args(name, args)
     return LoadedStep(
         function=function,
         args=args,
@@ -73,17 +73,18 @@ def load_bare_step(
     the step and the arguments that it makes. Their ShapeDtypeStructs have no shardings.
     `kwargs` are the function's keyword arguments as text.
     """
-    function, args = _made(name, kwargs, None)
+    function, args = _step_and_args(name, kwargs, None)
     return function, jax.tree.map(_without_sharding, args)
 
 
 def _without_sharding(leaf: object) -> object:
+    """A ShapeDtypeStruct without its sharding; another leaf as it is."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     return leaf
 
 
-def _made(
+def _step_and_args(
     name: str,
     kwargs: str | None,
     mesh: MeshSpec | None,
@@ -118,6 +119,7 @@ def _made(
 
 
 def chip_of(name: str) -> chips.Chip:
+    """The accelerator with a name, the value of --chip."""
     return calling("reading --chip", ft.partial(chips.find, name))
 
 
@@ -128,18 +130,19 @@ def traffic_of(step: LoadedStep, how: str, target: str | None = None) -> Any:
     or "compare" for a comparison of both. The step is compiled for the TPU slice
     `target`, such as "tpu:v5e:4x4", or else for emulated CPU devices.
     """
-    is_beside_cpu = how == "compare" and target is None
-    compiler = "cpu" if is_beside_cpu else "tpu"
+    # A comparison needs an estimate of what the step is compiled for.
+    compiled_for_cpu = how == "compare" and target is None
+    compiler = "cpu" if compiled_for_cpu else "tpu"
     options = {"compiler": compiler, "mesh": step.mesh}
-    guess = ft.partial(cost.estimate, step.function, *step.args, **options)
+    estimate = ft.partial(cost.estimate, step.function, *step.args, **options)
     if how == "estimate":
-        return calling("estimating the step's traffic", guess)
+        return calling("estimating the step's traffic", estimate)
     sent = calling(
         "reading the program", lambda: cost.traffic(compiled(step, target), step.mesh)
     )
     if how == "compile":
         return sent
-    return calling("comparing", lambda: cost.compare(guess(), sent))
+    return calling("comparing", lambda: cost.compare(estimate(), sent))
 
 
 def fit_of(step: LoadedStep, chip: chips.Chip, program: object = None) -> cost.Fit:
@@ -192,9 +195,13 @@ def emulate(count: int, what: str = "the target has") -> None:
         )
 
 
-def _mesh_of(name: str, structs: object) -> MeshSpec:
+def _mesh_of_args(name: str, args: object) -> MeshSpec:
+    """Returns the mesh of the shardings in `args`, the arguments of a step. Raises
+    `UsageError` if they are on no mesh or on several. `name` is what the user calls the
+    step.
+    """
     meshes: dict[MeshSpec, None] = {}
-    for leaf in jax.tree.leaves(structs):
+    for leaf in jax.tree.leaves(args):
         is_struct = isinstance(leaf, jax.ShapeDtypeStruct)
         if is_struct and isinstance(leaf.sharding, jax.NamedSharding):
             meshes[MeshSpec.of(leaf.sharding.mesh)] = None
@@ -335,7 +342,8 @@ def takes_plan_options(
     verb (a command), which gets them as one value. With `model_is_needed`, the argument
     MODEL may not be left out.
     """
-    names = [field.name for field in dataclasses.fields(PlanOptions)][:-1]
+    fields = dataclasses.fields(PlanOptions)
+    names = [field.name for field in fields if field.name != "how"]
     shown = "MODEL" if model_is_needed else "[MODEL]"
     model = click.argument(
         "model",
@@ -345,6 +353,8 @@ def takes_plan_options(
     )
 
     def decorated(function: Callable[..., object]) -> Callable[..., Any]:
+        """The verb `function` with the arguments added."""
+
         @ft.wraps(function)
         def call(**words: Any) -> Any:
             how = {name: words.pop(name) for name in _HOW}
@@ -393,7 +403,7 @@ def inputs_of(options: PlanOptions) -> Inputs:
         )
     target = None if options.target is None else torus_slice(options.target)
     count = None if target is None else target.devices
-    mesh = calling("reading --mesh", lambda: _mesh(options, count))
+    mesh = calling("reading --mesh", lambda: _mesh_of_options(options, count))
     paths, axes = load_rules(options.rules, options.model)
     model = _model(options, stack_experts=options.rules.partition(":")[0] == "ep")
     return Inputs(
@@ -427,7 +437,7 @@ def _inputs_without_rules(options: PlanOptions) -> Inputs:
     devices: Any = options.target or options.devices
     if options.mesh is not None:
         count = None if target is None else target.devices
-        devices = calling("reading --mesh", lambda: _mesh(options, count))
+        devices = calling("reading --mesh", lambda: _mesh_of_options(options, count))
     if devices is None:
         raise UsageError(
             "say for which devices: --devices 8 or --target tpu:v5e:4x4 alone, or --mesh"
@@ -530,7 +540,11 @@ def _require_known(options: PlanOptions, inputs: Inputs) -> None:
             )
 
 
-def _mesh(options: PlanOptions, device_count: int | None) -> MeshSpec:
+def _mesh_of_options(options: PlanOptions, device_count: int | None) -> MeshSpec:
+    """Returns the mesh of --mesh, in which `device_count`, the number of devices of
+    --target (`None` without it), or else --devices fills a size of -1. Raises
+    `UsageError` if nothing fills it, or if both numbers differ.
+    """
     mesh = MeshSpec.parse(options.mesh or "")
     if device_count is not None and options.devices not in (None, device_count):
         raise UsageError(

@@ -67,6 +67,7 @@ def show(text: str) -> None:
 
 
 def coloured(text: str) -> Text:
+    """The text with colours for severities, marks of reasons, bytes and arrays."""
     coloured_text = Text(text)
     for pattern, style in _COLOURS:
         coloured_text.highlight_regex(f"(?m){pattern}", style)
@@ -164,11 +165,12 @@ def data_of(value: object) -> Any:
         names = [field.name for field in dataclasses.fields(value)]
         return {name: data_of(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
-        return {str(key): data_of(held) for key, held in value.items()}
+        return {str(key): data_of(item) for key, item in value.items()}
+    # A NamedTuple.
     if isinstance(value, tuple) and "_fields" in dir(value):
         return {name: data_of(getattr(value, name)) for name in value._fields}  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(value, tuple | list):
-        return [data_of(held) for held in value]
+        return [data_of(item) for item in value]
     if isinstance(value, np.generic):
         return value.item()
     return str(value)
@@ -182,6 +184,9 @@ class Verb(click.Command):
     """
 
     def invoke(self, ctx: click.Context) -> int:
+        """Runs the verb and returns its exit code: 2 for a `UsageError` or a failing
+        write, after one line on stderr; 0 if the reader of a pipe has closed it.
+        """
         try:
             require_writable(ctx.params.get("json_file"))
             code = super().invoke(ctx)

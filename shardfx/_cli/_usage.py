@@ -113,11 +113,11 @@ def calling(what: str, function: Callable[[], _Result]) -> _Result:
         if isinstance(error, SystemError) and error.__cause__:
             cause = error.__cause__
         raise UsageError(
-            f"{what} failed{_place(cause)}: {type(cause).__name__}: {one_line(cause)}"
+            f"{what} failed{_user_line(cause)}: {type(cause).__name__}: {one_line(cause)}"
         ) from cause
 
 
-def _place(error: BaseException) -> str:
+def _user_line(error: BaseException) -> str:
     """Returns the last line of user code that ran before the error, as " in FILE, line
     N"; "" if there is none.
     """

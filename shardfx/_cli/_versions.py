@@ -41,6 +41,7 @@ def verbose_text() -> str:
 
 
 def _version(library: str) -> str:
+    """The installed version of a library as text."""
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:

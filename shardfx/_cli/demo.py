@@ -83,10 +83,12 @@ class Layer(eqx.Module):
     down: Float[Array, "*layers hidden embed"] = field(names=("hidden", "embed"))
 
     def __init__(self, key: PRNGKeyArray):
+        """Draws the weights of one layer."""
         keys = iter(jax.random.split(key, 7))
-        weights = lambda rows, columns: (
-            jax.random.normal(next(keys), (rows, columns)) / math.sqrt(rows)
-        )
+
+        def weights(rows: int, columns: int) -> Array:
+            return jax.random.normal(next(keys), (rows, columns)) / math.sqrt(rows)
+
         self.attention_norm = jnp.ones(WIDTH)
         self.mlp_norm = jnp.ones(WIDTH)
         self.query = weights(WIDTH, _QUERY_WIDTH)
@@ -102,6 +104,9 @@ class Layer(eqx.Module):
         x: Float[Array, "b s embed"],
         plan: ShardPlan | None,
     ) -> Float[Array, "b s embed"]:
+        """Returns the output of the layer for its input `x`. The mesh and rules of
+        `plan` shard the activations; with `None` they are not constrained.
+        """
         x = x + self.attention(_normed(x, self.attention_norm), plan)
         normed = _normed(x, self.mlp_norm)
         gate = _project(normed, self.gate, "hidden", plan)
@@ -114,6 +119,9 @@ class Layer(eqx.Module):
         x: Float[Array, "b s embed"],
         plan: ShardPlan | None,
     ) -> Float[Array, "b s embed"]:
+        """Returns the causal attention of `x` over its own positions, sharded between
+        heads.
+        """
         query = _rotate(_heads(_project(x, self.query, "heads", plan), HEADS))
         key = _heads(_project(x, self.key, "kv_heads", plan), KV_HEADS)
         value = _heads(_project(x, self.value, "kv_heads", plan), KV_HEADS)
@@ -207,6 +215,7 @@ def _project(
 
 
 def _heads(x: Float[Array, "b s rows"], heads: int) -> Float[Array, "b s heads d"]:
+    """Returns `x` with its last dimension split into heads and HEAD_DIM."""
     return x.reshape(*x.shape[:2], heads, HEAD_DIM)
 
 
@@ -229,12 +238,16 @@ def _constrain(
     names: tuple[str | None, ...],
     plan: ShardPlan | None,
 ) -> Array:
+    """Returns `x`, constrained to the sharding of these logical names unless `plan` is
+    `None`.
+    """
     if plan is None:
         return x
     return constrain(x, names, plan)
 
 
 def _einsum(equation: str, *operands: Array, **kwargs: Any) -> Array:
+    """`jnp.einsum` at full precision."""
     # At default precision, accelerators round the factors, and the rounding depends on
     # the shard.
     return jnp.einsum(
@@ -275,10 +288,10 @@ def stdlib_text(max_bytes: int = 8 << 20) -> UInt8[np.ndarray, " bytes"]:
     Every run of one Python installation returns the same bytes.
     """
     root = pathlib.Path(sysconfig.get_path("stdlib"))
-    others = ("test", "tests", "site-packages", "dist-packages")
+    skipped_folders = ("test", "tests", "site-packages", "dist-packages")
     text = b""
     for path in [*sorted(root.glob("*.py")), *sorted(root.glob("*/*.py"))]:
-        if len(text) < max_bytes and path.parent.name not in others:
+        if len(text) < max_bytes and path.parent.name not in skipped_folders:
             text += path.read_bytes()
     return np.frombuffer(text, np.uint8)[:max_bytes]
 
@@ -484,16 +497,16 @@ def _print_curves(sharded: Sequence[float], unsharded: Sequence[float]) -> bool:
             f"{step_number + 1:>6}  {sharded[step_number]:>9.5f}  {unsharded[step_number]:>10.5f} "
             f" {differences[step_number]:>10.1e}  {bar}"
         )
-    agree = max(differences) <= TOLERANCE
+    are_equal = max(differences) <= TOLERANCE
     print(
         f"\nLargest difference over {len(sharded)} steps: {max(differences):.1e} nats"
         f" (allowed: {TOLERANCE:.0e})."
     )
-    if agree:
+    if are_equal:
         print("The curves are the same up to rounding.")
     else:
         print("THE CURVES DIFFER.")
-    return agree
+    return are_equal
 
 
 def show(
@@ -521,7 +534,8 @@ def show(
         f" model:\n\n{report(model, width=width)}\n"
     )
     started = start_sharded(plans, run)
-    wrong = [*misplaced(started[1], model), *misplaced(started[2], optimizer)]
+    _, sharded_model, sharded_state = started
+    wrong = [*misplaced(sharded_model, model), *misplaced(sharded_state, optimizer)]
     placement = "as planned"
     if wrong:
         placement = f"NOT as planned: {wrong}"
@@ -545,14 +559,14 @@ def show(
         place=lambda tokens: shard(tokens, texts),
         show="sharded",
     )
-    del started
+    del started, sharded_model, sharded_state
     print("\nThe same on one of the devices, without a plan, with Equinox alone:\n")
     unsharded = train(start_unsharded(run), text, run, show="one device")
 
-    agree = _print_curves(sharded, unsharded)
+    losses_are_equal = _print_curves(sharded, unsharded)
     print(
         "One step under the plan, beside one device in float64"
         f" (`check_step`):\n{checked}"
     )
     print(f"{time.perf_counter() - begin:.0f} s in all.")
-    return agree and bool(checked)
+    return losses_are_equal and bool(checked)

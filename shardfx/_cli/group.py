@@ -91,6 +91,7 @@ class _Verbs(click.Group):
         ctx: click.Context,
         incomplete: str,
     ) -> list[CompletionItem]:
+        """The verbs and options that begin with the word `incomplete`."""
         items = []
         for name, (_, text) in _VERBS.items():
             if name.startswith(incomplete):
@@ -99,6 +100,7 @@ class _Verbs(click.Group):
 
 
 def _print_version(context: click.Context, _: object, is_asked: bool) -> None:
+    """Prints the version and ends the command line, if --version is given."""
     if not is_asked:
         return
     text = version_text()

@@ -66,33 +66,39 @@ def adapter_readings(
     shape: Shape,
     partners: tuple[Shape, ...],
 ) -> tuple[Reading, ...]:
-    """The ways to read the dimensions of an adapter.
+    """The ways to read the dimensions of an adapter with the shape `shape`; empty if
+    nothing corresponds.
 
-    One dimension is the rank. The dimensions before it are the first of the base, those
-    after it are its last, or one of both. `partners` are the shapes of the other
-    adapters of this base. The other half of the pair has the same rank, and the dimensions that
-    this one lacks; first dimensions that both have are those of a stack. Readings with
-    such a partner come before all others.
+    One dimension is the rank. The dimensions before it are the first of the base, and
+    those after it are its last; either may be missing. `partners` are the shapes of the
+    other adapters of this base. The other half of the pair has the same rank, and the
+    dimensions that this one lacks; first dimensions that both have are those of a
+    stack. If some readings have such a partner, only these are returned.
     """
-    ranked = _ranked(base, shape)
+    with_rank = _with_rank(base, shape)
     paired: list[Reading] = []
-    for reading in ranked:
+    for reading in with_rank:
         if any(_is_half_of(base, reading, shape, partner) for partner in partners):
             paired.append(reading)
     if paired:
         return tuple(paired)
 
-    whole = _split(base, shape, _equal) or _split(base, shape, _kept)
-    if whole and _has_pair(base, partners):
+    without_rank = _at_the_ends(base, shape, _equal)
+    if not without_rank:
+        without_rank = _at_the_ends(base, shape, _equal_or_one)
+    if without_rank and _has_pair(base, partners):
         # Such as the magnitudes of DoRA, which have no rank.
-        return whole
-    low = tuple([reading for reading in ranked if _is_low(base, shape, reading)])
-    at_the_ends = (*(low or ranked), *whole)
+        return without_rank
+    low_rank: list[Reading] = []
+    for reading in with_rank:
+        if _is_low_rank(base, shape, reading):
+            low_rank.append(reading)
+    at_the_ends = (*(low_rank or with_rank), *without_rank)
     return (
         at_the_ends
-        or _anywhere(base, shape, _kept)
+        or _anywhere(base, shape, _equal_or_one)
         or _ranked_anywhere(base, shape)
-        or _by_place(base, shape)
+        or _by_index(base, shape)
     )
 
 
@@ -109,18 +115,19 @@ def scale_readings(base: Shape, shape: Shape) -> tuple[Reading, ...]:
         return (Reading(tuple(range(len(base)))),)
     if len(shape) > len(base):
         return _with_extra(base, shape)
-    for fits in (_equal, _kept, _in_blocks):
-        readings = _split(base, shape, fits) or _anywhere(base, shape, fits)
+    for fits in (_equal, _equal_or_one, _in_blocks):
+        readings = _at_the_ends(base, shape, fits) or _anywhere(base, shape, fits)
         if readings:
             return _with_most_equal(base, shape, readings)
     return ()
 
 
 def _equal(whole: int, size: int) -> bool:
+    """Whether the sizes of two dimensions, of the base and of another array, are equal."""
     return size == whole
 
 
-def _kept(whole: int, size: int) -> bool:
+def _equal_or_one(whole: int, size: int) -> bool:
     """Whether a dimension is one of size `whole`, or was reduced to size 1."""
     return size in (1, whole)
 
@@ -140,9 +147,10 @@ def _is_equal(
     return all([fits(base[dim], size) for dim, size in zip(dims, shape, strict=True)])
 
 
-def _split(base: Shape, shape: Shape, fits: Fits) -> tuple[Reading, ...]:
+def _at_the_ends(base: Shape, shape: Shape, fits: Fits) -> tuple[Reading, ...]:
     """The readings under which the dimensions of `shape` are the first and the last of
-    the base, in any number of each.
+    the base, in any number of each. `fits` compares a size of the base and one of
+    `shape`.
     """
     count = len(shape)
     skipped = len(base) - len(shape)
@@ -167,14 +175,18 @@ def _anywhere(base: Shape, shape: Shape, fits: Fits) -> tuple[Reading, ...]:
     return tuple(readings)
 
 
-def _ranked(base: Shape, shape: Shape) -> tuple[Reading, ...]:
+def _with_rank(base: Shape, shape: Shape) -> tuple[Reading, ...]:
     """The readings of an adapter under which one dimension is the rank, and those
-    around it are the first and the last of the base.
+    around it are the first and the last of the base; empty if there is none.
 
     An adapter may have more leading dimensions than its base, such as one for many
-    adapters in one array; these correspond to none.
+    adapters in one array; these correspond to none. Readings with fewer of these come
+    first, then those in which all sizes are equal, and only the first sort that exists
+    is returned.
     """
-    for extra, fits in itertools.product(range(len(shape) - 1), (_equal, _kept)):
+    for extra, fits in itertools.product(
+        range(len(shape) - 1), (_equal, _equal_or_one)
+    ):
         readings: list[Reading] = []
         for reading in _ranked_at_ends(base, shape[extra:], fits):
             assert reading.rank is not None
@@ -202,7 +214,8 @@ def _ranked_at_ends(base: Shape, shape: Shape, fits: Fits) -> Iterator[Reading]:
 
 def _ranked_anywhere(base: Shape, shape: Shape) -> tuple[Reading, ...]:
     """The readings of an adapter under which one dimension is the rank, and the others
-    are any of the base, in their order: those of a base of experts that share it.
+    are any of the base, in their order, as for a base of experts that share the
+    adapter.
     """
     readings = []
     for rank in range(len(shape)):
@@ -215,7 +228,7 @@ def _ranked_anywhere(base: Shape, shape: Shape) -> tuple[Reading, ...]:
     return tuple(readings)
 
 
-def _by_place(base: Shape, shape: Shape) -> tuple[Reading, ...]:
+def _by_index(base: Shape, shape: Shape) -> tuple[Reading, ...]:
     """The reading under which each dimension is the one of the base with the same
     index, counted from the front or else from the back, if their sizes are equal.
     """
@@ -223,10 +236,10 @@ def _by_place(base: Shape, shape: Shape) -> tuple[Reading, ...]:
     for index, size in enumerate(shape):
         from_back = index - len(shape) + len(base)
         base_dim = None
-        for place in (index, from_back):
-            is_free = 0 <= place < len(base) and place not in dims
-            if is_free and base[place] == size:
-                base_dim = place
+        for candidate in (index, from_back):
+            is_free = 0 <= candidate < len(base) and candidate not in dims
+            if is_free and base[candidate] == size:
+                base_dim = candidate
                 break
         dims.append(base_dim)
     reading = Reading(tuple(dims))
@@ -236,38 +249,40 @@ def _by_place(base: Shape, shape: Shape) -> tuple[Reading, ...]:
 
 
 def _has_pair(base: Shape, adapters: Sequence[Shape]) -> bool:
-    """Whether two of the adapters are the halves of a product, by some reading of the
-    first.
+    """Whether two of the shapes `adapters` are the halves of a product that has the
+    shape of the base, by some reading of the first.
     """
     for adapter, partner in itertools.combinations(adapters, 2):
-        for reading in _ranked(base, adapter):
+        for reading in _with_rank(base, adapter):
             if _is_half_of(base, reading, adapter, partner):
                 return True
     return False
 
 
 def _is_half_of(base: Shape, reading: Reading, shape: Shape, partner: Shape) -> bool:
-    """Whether an adapter and its `partner` are the halves of a product that has the
-    shape of the base: they share the rank, and of the base's dimensions only the first
-    ones, those of a stack.
+    """Whether an adapter of the shape `shape`, read by `reading`, and its `partner`,
+    the shape of another adapter, are the halves of a product that has the shape of the
+    base: they share the rank, and of the base's dimensions only the first ones, those
+    of a stack.
     """
-    dims = set(reading.base_dims)
-    for other in _ranked(base, partner):
+    own_dims = set(reading.base_dims)
+    for other in _with_rank(base, partner):
         if reading.rank is None or other.rank is None:
             continue
         other_dims = set(other.base_dims)
-        shared_dims = dims & other_dims
+        shared_dims = own_dims & other_dims
         have_one_rank = shape[reading.rank] == partner[other.rank]
-        have_all_dims = dims | other_dims == set(range(len(base)))
+        have_all_dims = own_dims | other_dims == set(range(len(base)))
         share_first_dims = shared_dims == set(range(len(shared_dims)))
         if have_one_rank and have_all_dims and share_first_dims:
             return True
     return False
 
 
-def _is_low(base: Shape, shape: Shape, reading: Reading) -> bool:
+def _is_low_rank(base: Shape, shape: Shape, reading: Reading) -> bool:
     """Whether the rank is at most that of a matrix with the dimensions of the base that
-    the adapter has for rows, and the others for columns.
+    the adapter has for rows, and the others for columns. A reading without a rank
+    counts as rank 1.
     """
     rows = math.prod([base[dim] for dim in reading.base_dims])
     columns = math.prod(base) // max(rows, 1)
@@ -276,8 +291,8 @@ def _is_low(base: Shape, shape: Shape, reading: Reading) -> bool:
 
 
 def _with_extra(base: Shape, shape: Shape) -> tuple[Reading, ...]:
-    """The readings of a scale with more dimensions than its base: they come before or
-    after those of the base.
+    """The readings of a scale with more dimensions than its base. The further
+    dimensions come before or after those of the base, and correspond to none.
     """
     extra = len(shape) - len(base)
     base_dims = tuple(range(len(base)))

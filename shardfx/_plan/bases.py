@@ -49,10 +49,13 @@ def base_path(matcher: Matcher, number: int, path: str) -> str:
 
 
 def adapters_by_base(matcher: Matcher, flat: Flat) -> dict[str, list[tuple[int, ...]]]:
-    """Returns the shapes of the adapters of each base, by the base's path."""
+    """Returns the shapes of the adapters in the tree `flat`, by the path of the array
+    to which they belong. `matcher` has the regexes of their paths.
+    """
     shapes: dict[str, list[tuple[int, ...]]] = {}
-    for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
-        number = matcher.first(path) if shaped else None
+    columns = zip(flat.leaves, flat.paths, flat.is_array, strict=True)
+    for leaf, path, is_array in columns:
+        number = matcher.first(path) if is_array else None
         if number is not None:
             base = base_path(matcher, number, path)
             shapes.setdefault(base, []).append(tuple(leaf.shape))
@@ -65,25 +68,29 @@ def request_from_base(
     shape: tuple[int, ...],
     partners: tuple[Any, ...] | None,
 ) -> Request:
-    """Returns the request of an adapter or a scale of the planned array `base`.
+    """Returns the request of an array of the shape `shape`, an adapter or a scale of
+    the planned array `base`.
 
     `partners` are the shapes of the base's other adapters; `None` for a scale. `entry`
-    names the item of `adapters` or `scales` in messages.
+    names the item of `adapters` or `scales` in messages. Where the dimensions may
+    correspond in several ways, only the entries on which all of them agree are
+    requested.
     """
     if partners is None:
         readings = scale_readings(base.shape, shape)
     else:
         readings = adapter_readings(base.shape, shape, partners)
     lost: list[Reason] = []
-    requests = []
+    specs = []
     for reading in readings:
         dims, reasons = _aligned(base, shape, reading.dims)
-        requests.append(spec_at(base, dims))
+        specs.append(spec_at(base, dims))
         lost += reasons
-    spec = agreed(requests, len(shape))
-    if len(set(requests)) > 1 or not readings:
+    spec = agreed(specs, len(shape))
+    if len(set(specs)) > 1 or not readings:
         lost = [unaligned(base, shape, [reading.dims for reading in readings], spec)]
     rule = f"{entry} of `{starred(base.path)}`"
+    # A dimension that the base does not shard loses nothing.
     reasons = tuple(why for why in lost if why.axes)
     return Request(spec=spec, rule=rule, reasons=reasons)
 
@@ -118,7 +125,9 @@ def _aligned(
 
 
 def agreed(specs: Sequence[PartitionSpec], rank: int) -> PartitionSpec:
-    """Returns the spec with the entries that all of `specs` have."""
+    """Returns the spec of `rank` entries that has the entries that all of `specs` have,
+    and `None` elsewhere.
+    """
     columns = zip(*(entries_at(spec, rank) for spec in specs), strict=True)
     common = []
     for first, *others in columns:

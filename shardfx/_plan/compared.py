@@ -187,6 +187,7 @@ def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:
     dropped. After that, the column with the number of arrays is dropped.
     """
     shown = rows
+    # First the reasons are cut off at their ends, then whole parts of them are left out.
     if width is not None and (cut := _with_cut_reasons(rows, width)):
         return cut
     for columns in _NARROWER_REASONS:

@@ -40,8 +40,8 @@ class Draft(NamedTuple):
 
     - `flat`: the leaves of the tree, their paths and their logical names.
     - `paths`, `kinds`: the path rules, and the memory kinds by path.
-    - `declared`: the mesh axes that the rules declare with `axes=`, so that the mesh
-      may lack them.
+    - `declared`: the mesh axes that the rules declare with `mesh_axes=`, so that the
+      mesh may lack them.
     - `numbers`: for each leaf the index of its plan in `rows`; -1 if the leaf is not an
       array; `-2 - n` if planning it failed with the error `errors[n]`.
     - `rows`: the plans, one for all arrays that are planned alike.
@@ -172,6 +172,7 @@ def uncovered(draft: Draft) -> list[tuple[str, Row]]:
 
 
 def _whole_bytes(row: Row) -> int:
+    """The bytes of the whole array that `row` plans."""
     return array_bytes(row.shape, row.dtype)
 
 
@@ -253,14 +254,17 @@ def raise_unknown(draft: Draft) -> None:
     axes = draft.axes
     if axes is None:
         return
-    units = unknown_units(axes)
-    unknown = unknown_of_rows(draft.rows, axes)
-    lines = [f"  `units`: {name!r}{near(name, axes.names)}" for name in units]
-    for path, i, row in draft.arrays(unknown):
-        texts = [f"{name!r}{near(name, axes.names)}" for name in unknown[i]]
+    names_of_units = unknown_units(axes)
+    names_by_row = unknown_of_rows(draft.rows, axes)
+    lines = []
+    for name in names_of_units:
+        lines.append(f"  `units`: {name!r}{near(name, axes.names)}")
+    for path, i, row in draft.arrays(names_by_row):
+        texts = [f"{name!r}{near(name, axes.names)}" for name in names_by_row[i]]
         array = f"shape {row.shape}, names {names_text(row.names)}"
         lines.append(f"  leaf `{path}`, {array}: {', '.join(texts)}")
-    for name in [*units, *itertools.chain(*unknown.values())][:1]:
+    # The advice is about the first of these names.
+    for name in [*names_of_units, *itertools.chain(*names_by_row.values())][:1]:
         fix = (
             f"declare a name that is to be replicated with `axes.extend([({name!r},"
             " None)])`"
@@ -282,7 +286,7 @@ def raise_unknown(draft: Draft) -> None:
 def absent_axes(draft: Draft) -> dict[str, str]:
     """Returns the mesh axes that rules name and the mesh lacks, each with a text that
     names the first rule or leaf that uses the axis. Axes that the rules declare with
-    `axes=` are left out.
+    `mesh_axes=` are left out.
     """
     users: dict[str, str] = {}
     pairs = () if draft.axes is None else axes_in(draft.axes)
@@ -308,12 +312,12 @@ def absent_axes(draft: Draft) -> dict[str, str]:
 
 def raise_absent(draft: Draft) -> None:
     """Raises `RuleError` if rules name a mesh axis that the mesh lacks and that they do
-    not declare with `axes=`.
+    not declare with `mesh_axes=`.
     """
-    wrong = absent_axes(draft)
+    user_by_axis = absent_axes(draft)
     mesh = draft.mesh
     lines = []
-    for axis, user in wrong.items():
+    for axis, user in user_by_axis.items():
         hint = near(axis, mesh.axis_names)
         parts = [part.strip() for part in axis.split(",")]
         if len(parts) > 1:
@@ -324,10 +328,11 @@ def raise_absent(draft: Draft) -> None:
                 f" `({axis!r}, ...)`, and `P(...)` mesh axes"
             )
         lines.append(f"  {user} uses the mesh axis {axis!r}{hint}")
+    declaration = f"mesh_axes={tuple(user_by_axis)}"
     head = (
         f"the mesh {mesh} lacks mesh axes that the rules use. If they are for other"
-        f" meshes, declare them, `AxisRules(..., mesh_axes={tuple(wrong)})` or"
-        f" `PathRules(..., mesh_axes={tuple(wrong)})`; or give the mesh the axis with size"
+        f" meshes, declare them, `AxisRules(..., {declaration})` or"
+        f" `PathRules(..., {declaration})`; or give the mesh the axis with size"
         ' 1; or pass `unmatched="replicate"`:'
     )
     _refuse(RuleError, head, lines)
@@ -362,8 +367,8 @@ def misspelled_axes(
     """Returns the mesh axes that are probably misspelled, each with the similar name
     that is probably meant.
 
-    `declared` and `used` are the axes that the rules declare with `axes=` and that they
-    use. For example, the mesh has the axis `tensr`, which is in neither, and lacks
+    `declared` and `used` are the axes that the rules declare with `mesh_axes=` and that
+    they use. For example, the mesh has the axis `tensr`, which is in neither, and lacks
     `tensor`, which is in `used`: the result is {"tensr": "tensor"}.
     """
     named_axes = {*declared, *used}
@@ -426,7 +431,7 @@ class Unused(NamedTuple):
 
 # Strings that are no path of any tree: only a regex that matches every path matches
 # them.
-_PROBES = ("\0", "\0/\0")
+_NO_PATHS = ("\0", "\0/\0")
 
 
 def unused_rules(
@@ -436,8 +441,8 @@ def unused_rules(
     decided: Sequence[Any] | None = None,
     by: str = "",
 ) -> Iterator[Unused]:
-    """Yields the path rules that shard no array. The keys of `used` are the indices of
-    the rules that shard arrays.
+    """Yields the path rules that shard no array of the tree `flat`. The keys of `used`
+    are the indices of the rules that shard arrays.
 
     Rules that are no mistake are left out: an `optional` rule, a last rule that matches
     all paths, and a rule that matches only leaves that are not arrays. If the tree has
@@ -456,6 +461,7 @@ def unused_rules(
     patterns = tuple(re.compile(regex) for regex, _ in rules)
 
     def decider(position: int) -> str:
+        """The text for what shards the leaf at this index."""
         if decided is not None and decided[position] is not None:
             return by
         number = first_match(flat.paths[position], patterns)
@@ -468,16 +474,13 @@ def unused_rules(
         regex = rules[number][0]
         matches = [position for position, path in enumerate(flat.paths) if search(path)]
         arrays = [position for position in matches if flat.is_array[position]]
+        is_last = number == len(rules) - 1
         if not matches:
-            yield Unused(
-                number=number,
-                nearest=difflib.get_close_matches(regex, flat.paths, n=1, cutoff=0.0)[
-                    0
-                ],
-                arrays=(),
-                deciders=(),
+            nearest_path, *_ = difflib.get_close_matches(
+                regex, flat.paths, n=1, cutoff=0.0
             )
-        elif arrays and not (number == len(rules) - 1 and all(map(search, _PROBES))):
+            yield Unused(number=number, nearest=nearest_path, arrays=(), deciders=())
+        elif arrays and not (is_last and all(map(search, _NO_PATHS))):
             deciders = tuple(dict.fromkeys(map(decider, arrays)))
             yield Unused(
                 number=number,
@@ -494,8 +497,8 @@ def raise_unused(
     decided: Sequence[Any] | None = None,
     by: str = "",
 ) -> None:
-    """Raises `RuleError` if a path rule in `rules` shards no array. `what` is the word
-    for a rule in the message.
+    """Raises `RuleError` if a path rule in `rules` shards no array of the tree `flat`.
+    `what` is the word for a rule in the message.
 
     Path rules do not apply to a leaf whose entry in `decided`, such as its logical
     names, is not `None`. `by` is the phrase in the message for what shards such a leaf.

@@ -98,6 +98,10 @@ class Content:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the plan as its JSON text, its tree with a number at each leaf, the
+        order of the leaves in it, and its devices as pairs of a platform and an id
+        (`None` without devices), which `_unpickled` takes.
+        """
         # The sentinels in an Equinox treedef do not survive pickling. Flattening the
         # unpickled tree makes new ones.
         tree = self.path_tree.indices
@@ -105,7 +109,9 @@ class Content:
         if self.jax_mesh is None:
             devices = None
         else:
-            devices = [(d.platform, d.id) for d in self.jax_mesh.devices.flat]
+            devices = []
+            for device in self.jax_mesh.devices.flat:
+                devices.append((device.platform, device.id))
         return _unpickled, (self.to_json(), tree, order, devices)
 
     @property
@@ -189,6 +195,7 @@ class Content:
 
     @ft.cached_property
     def by_path(self) -> dict[str, LeafPlan]:
+        """The plan of each array, by the array's path."""
         return {leaf.path: leaf for leaf in self.leaves}
 
     @property
@@ -223,19 +230,20 @@ class Content:
         """Returns the planned tree with `values[i]` at arrays with the plan `rows[i]`,
         `number` at Python numbers, and `other` at other leaves.
         """
-        # From the end: LEFT_OUT, NUMBER, NO_ARRAY.
+        # A negative index counts from the end: LEFT_OUT is -3, NUMBER -2, NO_ARRAY -1.
         table = [*values, other, number, other]
         return self.path_tree.filled([table[i] for i in self.index])
 
     def replaced(self, **changes: object) -> "Content":
+        """Returns the data with other values of some fields."""
         return dataclasses.replace(self, **changes)
 
 
 def at_leaves(values: Sequence[object], index: RowIndices) -> list[Any]:
     """Returns for each leaf the entry of `values` for its row; `None` for a leaf
-    without a row.
+    without a row. `values` has an entry for each row, `index` the row of each leaf.
     """
-    # From the end: LEFT_OUT, NUMBER, NO_ARRAY.
+    # A negative index counts from the end: LEFT_OUT is -3, NUMBER -2, NO_ARRAY -1.
     table = [*values, None, None, None]
     return [table[i] for i in index]
 
@@ -245,16 +253,18 @@ def _in_order_of_use(
     index: RowIndices,
 ) -> tuple[tuple[Row, ...], RowIndices]:
     """Returns `rows` without duplicates, in the order in which leaves first use them,
-    and each leaf's index in them.
+    and for each leaf the index of its row in them. A leaf without a row keeps its
+    negative number.
     """
-    merged: dict[Row, int] = {}
-    renumbered = {code: code for code in (NO_ARRAY, NUMBER, LEFT_OUT)}
+    number_by_row: dict[Row, int] = {}
+    new_numbers = {code: code for code in (NO_ARRAY, NUMBER, LEFT_OUT)}
     for i in dict.fromkeys(index):
         if i >= 0:
-            renumbered[i] = merged.setdefault(rows[i], len(merged))
-    if all(i == number for i, number in renumbered.items()):
-        return tuple(merged), tuple(index)
-    return tuple(merged), tuple([renumbered[i] for i in index])
+            new_numbers[i] = number_by_row.setdefault(rows[i], len(number_by_row))
+    # Most plans are in order already, and the index of a large tree is long.
+    if all(old == new for old, new in new_numbers.items()):
+        return tuple(number_by_row), tuple(index)
+    return tuple(number_by_row), tuple([new_numbers[i] for i in index])
 
 
 def read_json(text: str) -> Content:
@@ -264,7 +274,7 @@ def read_json(text: str) -> Content:
     try:
         data = plan_json.parsed(text)
         content = Content(**plan_json.decoded(data))
-        is_whole = data.get("digest", content.digest) == content.digest
+        has_own_digest = data.get("digest", content.digest) == content.digest
     except PlanFormatError:
         raise
     except (
@@ -278,7 +288,7 @@ def read_json(text: str) -> Content:
         raise PlanFormatError(
             f"the plan's JSON is invalid: {type(error).__name__}: {error}"
         ) from error
-    if not is_whole:
+    if not has_own_digest:
         raise PlanFormatError(
             "the plan's JSON was edited: its digest is not that of its content; write"
             " it with `plan.to_json()`, or take out its `digest` to accept the edit."
@@ -292,6 +302,10 @@ def _unpickled(
     order: Sequence[int] | None,
     devices: list[tuple[str, int]] | None,
 ) -> Content:
+    """Returns the data of a plan from what `Content.__reduce__` gives: the JSON text,
+    the tree with a number at each leaf, the order of its leaves, and pairs of a
+    platform and an id for the devices; `None` without devices.
+    """
     content = read_json(text)
     jax_mesh = None if devices is None else _mesh_of_ids(content.mesh, devices)
     path_tree = dataclasses.replace(

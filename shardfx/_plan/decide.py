@@ -24,11 +24,13 @@ def row_of(
     mesh: Axes,
     memory_kind: str | None,
 ) -> Row:
-    """Returns the plan of an array: the spec of `request` without axes that do not fit,
-    plus its strategies' axes.
+    """Returns the plan of an array: the spec of `request` without axes that do not fit
+    the array or the `mesh`, plus the axes that the request's strategies add.
+    `memory_kind` is the array's memory; `None` for the device's default.
     """
     names = request.names
     units = request.units
+    # The unit of a name is in elements; a dimension of this name may count whole units.
     if units is not None and names is not None:
         units = units_at(names, shape, units)
     leaf = leaf_of(shape, dtype, units)

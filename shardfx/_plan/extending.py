@@ -55,15 +55,16 @@ def apply_strategy(
     entries = [*fitted(spec, leaf.shape)]
     used = set(axes_of_entries(entries))
     free, reasons = free_axes(strategy.axes, None, sizes, used)
-    cutting = tuple(axis for axis in free if sizes[axis] > 1)
+    # Axes of size 1 make no shards: leaving them out is no reason.
+    dividing = tuple(axis for axis in free if sizes[axis] > 1)
     open_dims = strategy.open_dims(leaf.shape)
-    if cutting and entries and not open_dims:
-        reasons.append(_skipped(strategy, cutting, len(entries)))
+    if dividing and entries and not open_dims:
+        reasons.append(_skipped(strategy, dividing, len(entries)))
     if not free or not open_dims:
         return Decision(spec, tuple(reasons))
     dims = [dim for dim in open_dims if entries[dim] is None]
-    dim, new_axes = _best_dim(strategy, free, entries, leaf, sizes, dims)
-    if cutting and not dims:
+    best_dim, new_axes = _best_dim(strategy, free, entries, leaf, sizes, dims)
+    if dividing and not dims:
         message = (
             f"no dimension is free for {product_text(free, sizes)}: all that may be cut"
             " are sharded already; put the axes into the rule's spec"
@@ -72,12 +73,15 @@ def apply_strategy(
             Reason(code=Code.indivisible, dim=None, axes=free, message=message)
         )
     elif dims and len(new_axes) < len(free):
-        shown_dim = max(dims, key=leaf.shape.__getitem__) if dim is None else dim
+        # Where the axes divide no dimension, the reason is about the largest one.
+        shown_dim = best_dim
+        if shown_dim is None:
+            shown_dim = max(dims, key=leaf.shape.__getitem__)
         size = leaf.shape[shown_dim]
         unit = leaf.units[shown_dim]
-        reasons.append(indivisible(free, new_axes, dim, size, unit, sizes))
-    if dim is not None:
-        entries[dim] = canonical_entry(new_axes)
+        reasons.append(indivisible(free, new_axes, best_dim, size, unit, sizes))
+    if best_dim is not None:
+        entries[best_dim] = canonical_entry(new_axes)
     return Decision(trimmed(entries, spec), tuple(reasons))
 
 
@@ -88,10 +92,11 @@ def _until_small(
     strategy: Strategy,
 ) -> Decision:
     """Returns `spec` with the first axes of `strategy` added, as many as are needed for
-    a device to hold at most `strategy.max_bytes` bytes of the array.
+    a device to hold at most `strategy.max_bytes` bytes of the array; if all are too
+    few, with a reason.
     """
     decision = Decision(spec)
-    absent = tuple(free_axes(strategy.axes, None, mesh.sizes, ())[1])
+    _, reasons_for_absent = free_axes(strategy.axes, None, mesh.sizes, ())
     size = _shard_bytes(spec, leaf, mesh)
     for count in range(len(strategy.axes) + 1):
         if count:
@@ -100,17 +105,21 @@ def _until_small(
             decision = apply_strategy(spec, leaf, mesh, step)
         size = _shard_bytes(decision.spec, leaf, mesh)
         if size <= strategy.max_bytes:
-            return Decision(decision.spec, absent)
+            return Decision(decision.spec, tuple(reasons_for_absent))
     reason = _too_large(size, strategy)
     return Decision(decision.spec, (*decision.reasons, reason))
 
 
 def _too_large(size: int, strategy: Strategy) -> Reason:
+    """The reason that a device holds `size` bytes of an array, more than the
+    `max_bytes` of the strategy.
+    """
     limit = strategy.max_bytes
     return reason_for(Code.large, None, strategy.axes, size=size, limit=limit)
 
 
 def _shard_bytes(spec: PartitionSpec, leaf: Leaf, mesh: Axes) -> int:
+    """The bytes of one shard of the array under `spec`."""
     counts = shard_counts(spec, len(leaf.shape), mesh.sizes)
     pairs = zip(leaf.shape, counts, strict=True)
     return array_bytes(tuple(size // count for size, count in pairs), leaf.dtype)
@@ -147,8 +156,8 @@ def shard_over(
     base_spec = corrected(request.spec, leaf, axes_of(mesh)).spec
     entries = [*fitted(base_spec, shape)]
     used = set(axes_of_entries(entries))
-    asked = tuple(axis for axis in over.axes if axis not in used)
-    free, reasons = free_axes(asked, None, sizes, ())
+    unused_axes = tuple(axis for axis in over.axes if axis not in used)
+    free, reasons = free_axes(unused_axes, None, sizes, ())
     free = tuple(axis for axis in free if sizes[axis] > 1)
     if free and math.prod(shape) <= 1:
         if not any(why.code.is_expected for why in request.reasons):
@@ -158,19 +167,19 @@ def shard_over(
         reasons += small
         free = ()
     dims = over.open_dims(shape)
-    added: tuple[str, ...] = ()
+    added_axes: tuple[str, ...] = ()
     while free:
         dim, divisors = _best_dim(over, free, entries, leaf, sizes, dims)
         if dim is None:
-            reasons.append(_no_room(over, free, leaf, sizes, dims))
+            reasons.append(_nowhere_to_add(over, free, leaf, sizes, dims))
             break
         entries[dim] = (*entry_axes(entries[dim]), *divisors)
         free = tuple(axis for axis in free if axis not in divisors)
-        added = (*added, *divisors)
+        added_axes = (*added_axes, *divisors)
     request = request._replace(reasons=(*request.reasons, *reasons))
-    if not added:
+    if not added_axes:
         return request
-    rule = f"over {', '.join(added)}"
+    rule = f"over {', '.join(added_axes)}"
     if request.rule:
         rule = f"{request.rule}, {rule}"
     return request._replace(spec=trimmed(entries, base_spec), rule=rule)
@@ -183,7 +192,8 @@ def _over_until_small(
     over: Strategy,
 ) -> Request:
     """Returns `request` with the first axes of `over` added, as many as are needed for
-    a device to hold at most `over.max_bytes` bytes of the array.
+    a device to hold at most `over.max_bytes` bytes of the array; if all are too few,
+    with a reason.
     """
     axes = axes_of(mesh)
     further = request
@@ -199,7 +209,7 @@ def _over_until_small(
     return further._replace(reasons=(*further.reasons, _too_large(size, over)))
 
 
-def _no_room(
+def _nowhere_to_add(
     over: Strategy,
     axes: tuple[str, ...],
     leaf: Leaf,

@@ -35,20 +35,22 @@ def facts_of(content: Content) -> tuple[list[tuple[str, ...]], list[str]]:
     No text contains control characters, which a terminal would interpret.
     """
     groups = content.groups
-    dims: dict[str, set[int | None]] = {}
+    dims_by_message: dict[str, set[int | None]] = {}
     for group in groups:
         for why in group.row.reasons:
-            dims.setdefault(why.message, set()).add(why.dim)
+            dims_by_message.setdefault(why.message, set()).add(why.dim)
 
-    notes: dict[str, int] = {}
+    note_numbers: dict[str, int] = {}
     table: list[tuple[str, ...]] = [_HEADER]
     for group in groups:
-        table.append(tuple(map(printable, _cells(group, notes, dims))))
+        table.append(
+            tuple(map(printable, _cells(group, note_numbers, dims_by_message)))
+        )
     if all(len(group.paths) == 1 for group in groups):
         table = [_without_count(cells) for cells in table]
 
     reasons = "\n".join(
-        [printable(f"[{number}] {text}.") for text, number in notes.items()]
+        [printable(f"[{number}] {text}.") for text, number in note_numbers.items()]
     )
     paragraphs = [
         reasons,
@@ -60,6 +62,7 @@ def facts_of(content: Content) -> tuple[list[tuple[str, ...]], list[str]]:
 
 
 def _without_count(cells: tuple[str, ...]) -> tuple[str, ...]:
+    """A row of the table without the cell of the column `arrays`."""
     count = _HEADER.index("arrays")
     return cells[:count] + cells[count + 1 :]
 
@@ -74,19 +77,28 @@ def html_of(content: Content) -> str:
 
 def _cells(
     group: Group,
-    notes: dict[str, int],
-    dims: Mapping[str, set[int | None]],
+    note_numbers: dict[str, int],
+    dims_by_message: Mapping[str, set[int | None]],
 ) -> tuple[str, ...]:
+    """Returns the texts of the table's row for a group of arrays, one for each column
+    of `_HEADER`.
+
+    `note_numbers` maps the text of each reason to its number, which stands in the last
+    cell as a mark such as "[1]"; new texts are added to it. `dims_by_message` has for
+    the message of each reason the dimensions to which it applies.
+    """
     row = group.row
-    # A reason that is expected explains nothing, and a table of optimizer states would show
-    # it often.
+    # A reason that is expected explains nothing, and a table of optimizer states would
+    # show it often.
     reasons = [why for why in row.reasons if not why.code.is_expected]
-    texts = dict.fromkeys(_note(why, len(dims[why.message]) > 1) for why in reasons)
-    why = "".join(f"[{notes.setdefault(text, len(notes) + 1)}]" for text in texts)
-    if why:
-        why = f"{why} {row.rule or ''}"
-    else:
-        why = row.rule or "-"
+    marks: dict[str, None] = {}
+    for reason in reasons:
+        text = _note(reason, len(dims_by_message[reason.message]) > 1)
+        number = note_numbers.setdefault(text, len(note_numbers) + 1)
+        marks[f"[{number}]"] = None
+    why = row.rule or "-"
+    if marks:
+        why = f"{''.join(marks)} {row.rule or ''}"
     if row.names is not None:
         why += f" ({', '.join(map(entry_text, row.names))})"
     if row.memory_kind is not None:
@@ -123,25 +135,31 @@ def _note(why: Reason, is_of_several_dims: bool) -> str:
 
 
 def _totals(content: Content) -> str:
+    """The sentence with the number of arrays, their bytes, the mesh and the bytes per
+    device. "1.00 x an even split" means that no array is replicated.
+    """
     mesh = content.mesh
-    total, share = content.total_bytes
+    total_bytes, shard_bytes = content.total_bytes
     kinds = ""
     if AxisType.Explicit in mesh.axis_types:
         names = dict.fromkeys(kind.name for kind in mesh.axis_types)
         kinds = f", {'/'.join(names)} axes"
-    if total:
-        even = f"{share * mesh.size / total:.2f} x an even split"
+    if total_bytes:
+        even = f"{shard_bytes * mesh.size / total_bytes:.2f} x an even split"
     else:
         even = "nothing to hold"
     arrays = sum(row >= 0 for row in content.index)
     return (
-        f"{plural(arrays, 'array')}, {bytes_text(total)},"
-        f" on mesh {mesh} ({mesh.size:,} devices{kinds}): {bytes_text(share)} per"
+        f"{plural(arrays, 'array')}, {bytes_text(total_bytes)},"
+        f" on mesh {mesh} ({mesh.size:,} devices{kinds}): {bytes_text(shard_bytes)} per"
         f" device, {even}."
     )
 
 
 def _replicated(groups: Iterable[Group]) -> str:
+    """The sentence with the largest arrays that every device holds whole; "" if there
+    are none.
+    """
     whole = [group for group in groups if _is_replicated(group)]
     whole.sort(key=lambda group: -group.bytes)
     total = sum(group.bytes for group in whole)
@@ -156,7 +174,9 @@ def _replicated(groups: Iterable[Group]) -> str:
 
 
 def _explicit_axes(mesh: MeshSpec) -> str:
-    """What a step that knows nothing of shardings needs on a mesh with Explicit axes."""
+    """What a step that knows nothing of shardings needs on a mesh with Explicit axes;
+    "" for other meshes.
+    """
     axes = [
         f"`{name}`"
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -173,4 +193,5 @@ def _explicit_axes(mesh: MeshSpec) -> str:
 
 
 def _is_replicated(group: Group) -> bool:
+    """Whether the arrays of a group are whole on every device. Scalars do not count."""
     return bool(group.row.shape) and not entries_of(group.row.spec)

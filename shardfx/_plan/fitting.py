@@ -39,6 +39,7 @@ class Axes(NamedTuple):
 
 
 def axes_of(mesh: MeshSpec, min_bytes: int = 0) -> Axes:
+    """The axes of a mesh. Arrays of fewer than `min_bytes` bytes are replicated on it."""
     return Axes(
         sizes=mesh.shape,
         has_auto=AxisType.Auto in mesh.axis_types,
@@ -55,6 +56,7 @@ class Leaf(NamedTuple):
 
 
 def leaf_of(shape: tuple[int, ...], dtype: DType, units: Units | None) -> Leaf:
+    """An array to be sharded; without `units`, a shard may end at any element."""
     if units is None:
         units = (1,) * len(shape)
     return Leaf(
@@ -71,32 +73,35 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
     """
     entries = fitted(spec, leaf.shape)
     sizes = axes.sizes
-    asked: tuple[str, ...] = ()
+    requested_axes: tuple[str, ...] = ()
     if axes.min_bytes:
-        asked = tuple(dict.fromkeys(axes_of_entries(entries)))
-    if asked:
-        dim_reasons = too_small(leaf, asked, axes.min_bytes)
-        if dim_reasons:
-            return Decision(PartitionSpec(), dim_reasons)
-    used: dict[str, int] = dict.fromkeys((*spec.unreduced, *spec.reduced), -1)
+        requested_axes = tuple(dict.fromkeys(axes_of_entries(entries)))
+    if requested_axes:
+        reasons_for_small = too_small(leaf, requested_axes, axes.min_bytes)
+        if reasons_for_small:
+            return Decision(PartitionSpec(), reasons_for_small)
+    used_axes = {*spec.unreduced, *spec.reduced}
     kept_entries = []
     reasons: list[Reason] = []
     columns = zip(entries, leaf.shape, leaf.units, strict=True)
     for dim, (entry, size, unit) in enumerate(columns):
         if entry is None or (entry is UNCONSTRAINED and axes.has_auto):
             pass
-        elif entry in sizes and entry not in used and size % (unit * sizes[entry]) == 0:
+        elif (
+            entry in sizes
+            and entry not in used_axes
+            and size % (unit * sizes[entry]) == 0
+        ):
             # By far the most frequent case: a single axis that is unused and divides.
-            used[entry] = dim
+            used_axes.add(entry)
         elif entry is UNCONSTRAINED:
             what = "Auto axis that the compiler could choose for UNCONSTRAINED"
             entry = None
             reasons.append(reason_for(Code.absent, dim, (), what=what))
         else:
-            axes_asked = entry_axes(entry)
-            free, dim_reasons = free_axes(axes_asked, dim, sizes, used)
+            free, dim_reasons = free_axes(entry_axes(entry), dim, sizes, used_axes)
             axes_kept = dividing_axes(free, size, unit, sizes)
-            used.update(dict.fromkeys(axes_kept, dim))
+            used_axes.update(axes_kept)
             reasons += dim_reasons
             if axes_kept != free:
                 reasons.append(indivisible(free, axes_kept, dim, size, unit, sizes))
@@ -117,6 +122,7 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
 
 
 def _absent(axes: tuple[str, ...], dim: int | None) -> Reason:
+    """The reason that the mesh lacks `axes`. It names `dim` if it is known."""
     return reason_for(Code.absent, dim, axes, what=f"axis `{'`, `'.join(axes)}`")
 
 
@@ -138,6 +144,9 @@ def fitted(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def too_small(leaf: Leaf, axes: tuple[str, ...], min_bytes: int) -> tuple[Reason, ...]:
+    """Returns the reason why `axes` do not shard an array of fewer than `min_bytes`
+    bytes; no reason for a larger array.
+    """
     if not min_bytes:
         return ()
     size = array_bytes(leaf.shape, leaf.dtype)
@@ -180,7 +189,8 @@ def dividing_axes(
     Axes of size 1 stay. For size 12, unit 1 and axes of sizes 8, 2 and 3 it is the axes
     of sizes 2 and 3.
     """
-    whole = 1 if size % unit else size // unit
+    # A size that is no whole number of units may not be divided at all.
+    unit_count = 1 if size % unit else size // unit
     # All sizes are above 1, so a subset's product exceeds that of each of its prefixes.
     # Of two subsets with equal products, the first stays first whichever axes are added
     # to both: one candidate per product is enough.
@@ -191,7 +201,7 @@ def dividing_axes(
         for product, positions in list(best.items()):
             larger = product * sizes[axis]
             candidate = (*positions, position)
-            if whole % larger == 0 and candidate < best.get(larger, (len(axes),)):
+            if unit_count % larger == 0 and candidate < best.get(larger, (len(axes),)):
                 best[larger] = candidate
     chosen = best[max(best)]
     dividing = []
@@ -224,8 +234,8 @@ def indivisible(
             " if it counts units already, "
         )
         return Reason(code=Code.unit, dim=dim, axes=dropped, message=text + fix)
-    count = size // unit
-    units_text = plural(size // unit, "unit")
+    unit_count = size // unit
+    units_text = plural(unit_count, "unit")
     if unit > 1 and dividing_axes(axes, size, 1, sizes) != kept_axes:
         return reason_for(
             Code.unit,
@@ -233,7 +243,7 @@ def indivisible(
             dropped,
             size=size,
             units=units_text,
-            count=count,
+            count=unit_count,
             unit=unit,
             what=what,
         )
@@ -246,7 +256,7 @@ def indivisible(
         size=text,
         what=what,
         pad=pad,
-        whole=count,
+        whole=unit_count,
     )
 
 
@@ -262,4 +272,5 @@ def advice_to_pad(size: int, product: int) -> str:
 
 
 def product_text(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
+    """Mesh axes with their sizes as a text: "`data` (2) x `tensor` (4)"."""
     return " x ".join(f"`{axis}` ({sizes[axis]})" for axis in axes)

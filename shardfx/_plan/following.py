@@ -241,6 +241,10 @@ def _raise_unused(follower: "_Follower", flat: Flat, kinds: Matcher) -> None:
 
 
 def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
+    """Returns the argument `over` of `follow` as a strategy; `None` if it is `None`.
+    Raises `RuleError` for a mesh axis that neither the plan's mesh has nor its rules
+    declare.
+    """
     if over is None:
         return None
     strategy = over if isinstance(over, Strategy) else fsdp(over)
@@ -287,9 +291,16 @@ class _Follower:
     strict: list[tuple[str, Row]] = dataclasses.field(default_factory=list)
 
     def row(self, path: str, leaf: Any, memory_kind: str | None) -> Row:
+        """Returns the plan of the array `leaf`, a struct at `path` in the result of
+        `init`.
+
+        An error of its rule is added to `errors`, and the array is replicated. Under a
+        strict plan, the plan without the axes of `over` is added to `strict`.
+        """
         shape = tuple(leaf.shape)
         try:
             request = self.request(path, leaf)
+            # Axes of `over` may be dropped also under `strict`: it checks the rest.
             if self.plan.strict and math.prod(shape) > 1:
                 row = row_of(request, shape, leaf.dtype, self.mesh, memory_kind)
                 self.strict.append((path, row))
@@ -303,6 +314,14 @@ class _Follower:
             return row_of(NOTHING, shape, leaf.dtype, self.mesh, memory_kind)
 
     def request(self, path: str, leaf: Any) -> Request:
+        """Returns the sharding that is requested for the array `leaf` at `path`: as an
+        adapter or scale of its base, by the sharding that JAX propagated or the planned
+        array that it follows, or by a path rule. Otherwise it is replicated, with a
+        reason.
+
+        Arrays that follow no planned array are added to `open`. Raises `RuleError` and
+        `SpecError` for rules that cannot be applied.
+        """
         shape = tuple(leaf.shape)
         for what, matcher in self.bases.items():
             number = matcher.first(path)
@@ -349,12 +368,12 @@ class _Follower:
         `number` of `matcher`. `entry` names the rule in messages.
         """
         planned = self.plan.content.by_path
-        its_path = base_path(matcher, number, path)
-        base = planned.get(its_path)
+        path_of_base = base_path(matcher, number, path)
+        base = planned.get(path_of_base)
         if base is None:
             raise RuleError(
-                f"`{entry}` makes `{its_path}` of this path, and the plan has no such"
-                f" array{near(its_path, list(planned))}; give the path of the base"
+                f"`{entry}` makes `{path_of_base}` of this path, and the plan has no such"
+                f" array{near(path_of_base, list(planned))}; give the path of the base"
                 " array."
             )
         return base

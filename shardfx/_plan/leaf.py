@@ -78,6 +78,7 @@ class LeafPlan:
         )
 
     def __repr__(self) -> str:
+        """The plan on one line: shape, spec, rule, memory, bytes and reasons."""
         parts = [
             array_text(self.dtype, self.shape),
             str(self.spec),
@@ -217,6 +218,7 @@ class PathTree:
 
     @ft.cached_property
     def encoded(self) -> object:
+        """The structure as a JSON value, with the names of the modules' classes."""
         if self.structure is None:
             return _encode_structure(self.treedef, {})
         return self.structure
@@ -274,6 +276,9 @@ def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
 
 
 def _encode_key(key: object) -> object:
+    """A key of a dict as a JSON value: a string as itself, another key with the name of
+    its type.
+    """
     if isinstance(key, str):
         return key
     return {type(key).__name__: repr(key)}
@@ -287,6 +292,9 @@ def decode_structure(data: object, paths: list[str]) -> PyTree:
     index = 0
 
     def decoded(data: Any, prefix: str) -> Any:
+        """The part of the tree whose JSON value is `data`. The paths of its leaves begin
+        with `prefix`. `index` counts the leaves before it.
+        """
         nonlocal index
         if data is None:
             return None
@@ -325,6 +333,9 @@ def decode_structure(data: object, paths: list[str]) -> PyTree:
 
 
 def _decode_key(key: Any) -> Any:
+    """The key of a dict that `_encode_key` encoded. Keys of other types than `str` and
+    `int` become their text.
+    """
     if isinstance(key, str):
         return key
     ((kind, text),) = key.items()

@@ -15,6 +15,12 @@ from .leaf import PathTree, canonical_dtype
 
 
 def shaped_like(content: Content, like: object) -> Content:
+    """Returns the data of a plan that was read from JSON as the plan of the tree
+    `like`, with the tree's own nodes, such as modules. Raises `PlanMismatchError` if
+    the arrays of `like` are not the planned ones.
+
+    If the leaves of both trees have equal paths, the digest stays.
+    """
     flat = flatten(like)
     index = rows_of(content, flat)
     if flat.paths == content.path_tree.paths:
@@ -46,20 +52,19 @@ def rows_of(
     would cut are then refused.
     """
     index = aligned(content, flat)
-    for path, leaf, shaped, i in zip(
-        flat.paths, flat.leaves, flat.is_array, index, strict=True
-    ):
+    columns = zip(flat.paths, flat.leaves, flat.is_array, index, strict=True)
+    for path, leaf, is_array, i in columns:
         if i < 0:
             continue
         row = content.rows[i]
-        if shaped and tuple(leaf.shape) == row.shape:
+        if is_array and tuple(leaf.shape) == row.shape:
             if leaf.dtype == row.dtype:
                 continue
             if canonical_dtype(leaf.dtype) == row.dtype:
                 if are_put_on_devices:
                     require_range(path, leaf, row.dtype)
                 continue
-        if shaped:
+        if is_array:
             leaf_text = f"{leaf.dtype}{list(leaf.shape)}"
         else:
             leaf_text = f"{type(leaf).__name__} {leaf!r:.60}"
@@ -129,6 +134,9 @@ def with_numbers(index: RowIndices, flat: Flat) -> RowIndices:
 
 
 def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
+    """Raises `PlanMismatchError` for a tree whose arrays have other paths, or another
+    order, than those in the plan. The message says which are missing, and what to do.
+    """
     planned = [path for path, i in content.paths_and_rows if i >= 0]
     array_paths = list(itertools.compress(flat.paths, flat.is_array))
     plan_paths = set(content.path_tree.paths)
@@ -149,6 +157,7 @@ def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
 
 
 def _path_text(path: str) -> str:
+    """A path in a message; "array alone" for the path of a tree that is one array."""
     # The path of a tree that is a single array is empty.
     if not path:
         return "array alone"
@@ -172,20 +181,20 @@ def _advice(planned: Sequence[str], array_paths: Sequence[str]) -> str:
             f"The planned arrays are below `{key}` in the tree: plan the other parts,"
             f" and join the plans, `ShardPlan.join({key}=plan, ...)`."
         )
-    heads = _heads(array_paths, planned)
-    if len(array_paths) == len(planned) and heads:
+    prefixes = _prefixes(array_paths, planned)
+    if len(array_paths) == len(planned) and prefixes:
         return (
-            f"The planned arrays are below `{heads[0]}` in the tree: pass that part, or"
+            f"The planned arrays are below `{prefixes[0]}` in the tree: pass that part, or"
             " plan the tree that you use."
         )
-    if heads:
+    if prefixes:
         return (
             "This is the state of an optimizer: its plan is `follow(optimizer.init,"
             " plan)`."
         )
-    if heads := _heads(planned, array_paths):
+    if prefixes := _prefixes(planned, array_paths):
         return (
-            f"The plan is for a tree that holds this one, at `{heads[0]}`: use the plan"
+            f"The plan is for a tree that holds this one, at `{prefixes[0]}`: use the plan"
             " of this part, from which that one was made."
         )
     return "Plan the tree that you use."
@@ -205,7 +214,7 @@ def branch_of(paths: Sequence[str], present: Collection[str]) -> str | None:
     return None
 
 
-def _heads(outer: Sequence[str], inner: Sequence[str]) -> list[str]:
+def _prefixes(outer: Sequence[str], inner: Sequence[str]) -> list[str]:
     """The paths below which the arrays `outer` have arrays with all the paths
     `inner`.
     """
@@ -213,9 +222,9 @@ def _heads(outer: Sequence[str], inner: Sequence[str]) -> list[str]:
         return []
     outer_paths = set(outer)
     suffix = f"/{inner[0]}"
-    heads = []
+    prefixes = []
     for path in outer:
-        head = path.removesuffix(suffix)
-        if head != path and all(f"{head}/{name}" in outer_paths for name in inner):
-            heads.append(head)
-    return heads
+        prefix = path.removesuffix(suffix)
+        if prefix != path and all(f"{prefix}/{name}" in outer_paths for name in inner):
+            prefixes.append(prefix)
+    return prefixes

@@ -35,6 +35,9 @@ def _is_names(node: Any) -> bool:
 
 
 def _is_name(entry: object) -> bool:
+    """Whether `entry` may stand for one dimension in the names of an array: a name, a
+    tuple of names, `None`, UNCONSTRAINED or `...`.
+    """
     if isinstance(entry, tuple | list) and not isinstance(entry, PartitionSpec):
         return bool(entry) and all(isinstance(name, str | Atomic) for name in entry)
     if entry is None or entry is UNCONSTRAINED or entry is ...:
@@ -43,15 +46,16 @@ def _is_name(entry: object) -> bool:
 
 
 def _require_one_rank(names: object, column: Sequence[object], flat: Flat) -> None:
-    """Raises `SpecError` if the names of one array are given for arrays of other ranks.
-    `column` has the names of each leaf.
+    """Raises `SpecError` if the argument `names` is a tuple for one array, and the tree
+    has arrays of other ranks. `column` has the names of each leaf; those that are
+    `names` itself are checked.
     """
     if not isinstance(names, tuple) or not names:
         return
     rows = zip(column, flat.leaves, flat.paths, flat.is_array, strict=True)
-    for node, leaf, path, shaped in rows:
+    for names_of_leaf, leaf, path, is_array in rows:
         # A tuple with names for each array of a tuple is no name of one array.
-        if node is not names or not shaped or ... in names:
+        if names_of_leaf is not names or not is_array or ... in names:
             continue
         if len(leaf.shape) != len(names):
             shown = names_text(names)
@@ -69,8 +73,10 @@ def names_of_leaves(
     flat: Flat,
     axes: AxisRules | None,
 ) -> Sequence[Any]:
-    """Returns the logical names of each leaf of `tree`: from the argument `names`; or,
-    where that is `None` and there are `axes`, from the fields of modules.
+    """Returns the logical names of each leaf of `tree`, `None` for a leaf without
+    names: from the argument `names`; or, where that is `None` and there are `axes`,
+    from the fields of modules. `flat` has the leaves of the tree. Raises `RuleError`
+    and `SpecError` for names that do not fit the tree.
     """
     if names is None and axes is None:
         return [None] * len(flat.leaves)
@@ -79,17 +85,17 @@ def names_of_leaves(
         return flat.names
     column = _broadcast(names, tree, ())
     _require_one_rank(names, column, flat)
-    for node, path, shaped in zip(column, flat.paths, flat.is_array, strict=True):
-        if shaped and not _is_names(node):
-            form = f": `({node!r},)`" if isinstance(node, str) else ""
+    for entry, path, is_array in zip(column, flat.paths, flat.is_array, strict=True):
+        if is_array and not _is_names(entry):
+            form = f": `({entry!r},)`" if isinstance(entry, str) else ""
             raise RuleError(
-                f"leaf `{path}`: `names` holds {node!r}; use a tuple with one name per"
+                f"leaf `{path}`: `names` holds {entry!r}; use a tuple with one name per"
                 f" dimension{form}, or `None`."
             )
     leaf_names = []
     columns = zip(column, flat.is_array, flat.names, strict=True)
-    for node, is_array, declared in columns:
-        names_of_leaf = _hashable(node) if is_array else None
+    for entry, is_array, declared in columns:
+        names_of_leaf = _hashable(entry) if is_array else None
         if names_of_leaf is None and axes is not None:
             names_of_leaf = declared
         leaf_names.append(names_of_leaf)
@@ -165,34 +171,35 @@ def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
     all its leaves.
     """
     parts = jtu.default_registry.flatten_one_level_with_keys(node)
-    below = None if parts is None else list(parts[0])
-    if below is None or type(names) is not type(node):
-        names_below = None
-    else:
-        names_below = _in_order_of([key for key, _ in below], names)
+    # Pairs of a key and a child; `None` for a leaf.
+    children = None if parts is None else list(parts[0])
+    # The part of `names` for each child; `None` if `names` is no such node.
+    names_of_children = None
+    if children is not None and type(names) is type(node):
+        names_of_children = _in_order_of([key for key, _ in children], names)
     # Names are tuples, too. Where the tree itself has a tuple or list, a tuple with
     # names for each child has priority.
     if _is_names(names) and (
-        names_below is None or not all(map(_is_names, names_below))
+        names_of_children is None or not all(map(_is_names, names_of_children))
     ):
         return [names] * len(jax.tree.leaves(node))
-    if below is None:
+    if children is None:
         return [names]
-    if names_below is None:
+    if names_of_children is None:
         where = jtu.keystr(keys, simple=True, separator="/")
-        place = f"at `{where}`" if where else "at its root"
+        where_text = f"at `{where}`" if where else "at its root"
         raise RuleError(
             "`names` is no prefix of the tree:"
-            f" {place} it has {_text(names)}, and"
+            f" {where_text} it has {_text(names)}, and"
             f" the tree has {_text(node)}. At each array it must have a tuple of"
             " logical names, or `None` for a whole subtree without names. By path,"
             " names go into rules: `paths=PathRules([(regex, names)])`."
         )
-    pairs = zip(names_below, below, strict=True)
-    entries = []
-    for inner, (key, child) in pairs:
-        entries += _broadcast(inner, child, (*keys, key))
-    return entries
+    pairs = zip(names_of_children, children, strict=True)
+    leaf_names = []
+    for names_of_child, (key, child) in pairs:
+        leaf_names += _broadcast(names_of_child, child, (*keys, key))
+    return leaf_names
 
 
 def _in_order_of(keys: list[Any], names: Any) -> list[Any] | None:
@@ -227,6 +234,10 @@ def _text(node: object) -> str:
 
 
 def _hashable(node: Any) -> Any:
+    """Returns the names of one array, a PartitionSpec, tuple or list, as a tuple of
+    hashable entries; anything else, such as `None`, as it is. A PartitionSpec gets
+    `...` at its end.
+    """
     if isinstance(node, PartitionSpec):
         # In JAX, a spec may have fewer entries than the array has dimensions.
         return (*entries_of(node), ...)
@@ -326,7 +337,8 @@ def has_named_arrays(treedef: TreeDef) -> bool:
     data = treedef.node_data()
     if data is None:
         return False
-    return is_named_array(data[0]) or any(map(has_named_arrays, treedef.children()))
+    cls, _ = data
+    return is_named_array(cls) or any(map(has_named_arrays, treedef.children()))
 
 
 @ft.lru_cache(maxsize=1024)

@@ -38,6 +38,7 @@ _LONGEST_PATH = 300
 
 
 def written(payload: dict[str, object]) -> str:
+    """The JSON text of a plan's fields, without spaces, in ASCII."""
     return json.dumps(payload, separators=(",", ":"), ensure_ascii=True)
 
 
@@ -60,11 +61,15 @@ def _fits(value: Any, valid: Any) -> bool:
 
 
 def _require(what: str, value: Any, valid: Any, description: str) -> None:
+    """Raises `PlanFormatError` unless `value` is one of the valid values, as `_fits`
+    reads `valid`. The message begins with `what`, and `description` says what is valid.
+    """
     if not _fits(value, valid):
         raise PlanFormatError(f"{what} is {value!r:.60}; it must be {description}.")
 
 
 def _may_be_path(text: str | bytes) -> bool:
+    """Whether a text that is no JSON may be the path of a file."""
     if not isinstance(text, str) or not text.isprintable():
         return False
     return 0 < len(text) < _LONGEST_PATH
@@ -116,6 +121,7 @@ def decoded(data: dict[str, Any]) -> dict[str, Any]:
     rows = [decode_row(number, row, mesh) for number, row in enumerate(data["rows"])]
     paths = [path for path, _ in data["leaves"]]
     index = [i for _, i in data["leaves"]]
+    # -1, -2 and -3 stand for leaves without a row.
     is_index = all(type(i) is int and -3 <= i < len(rows) for i in index)
     if not _fits(paths, [str]) or not is_index:
         raise PlanFormatError(
@@ -149,12 +155,16 @@ def decoded(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def encode_mesh(mesh: MeshSpec) -> object:
+    """The mesh as a list with [name, size, axis type, slices] for each axis."""
     types = [kind.name for kind in mesh.axis_types]
     columns = (mesh.axis_names, mesh.axis_sizes, types, mesh.dcn_sizes)
     return [list(row) for row in zip(*columns, strict=True)]
 
 
 def decode_mesh(data: Any) -> MeshSpec:
+    """The mesh from a list with [name, size, axis type, slices] for each axis. Raises
+    `PlanFormatError` for anything else.
+    """
     if not _fits(data, [list]) or any(len(row) != 4 for row in data):
         raise PlanFormatError(
             "`mesh` must hold a list [name, size, axis type, slices] for each axis."
@@ -180,6 +190,9 @@ def encode_entry(entry: object) -> object:
 
 
 def decode_entry(data: object) -> Any:
+    """Returns the entry of a spec or of logical names, or the target of a rule, that
+    `encode_entry` made a JSON value of. Raises `PlanFormatError` for any other value.
+    """
     if isinstance(data, dict):
         if "unconstrained" in data:
             return UNCONSTRAINED
@@ -194,21 +207,27 @@ def decode_entry(data: object) -> Any:
 
 
 def encode_spec(spec: PartitionSpec) -> object:
+    """A spec as a JSON value: the list of its entries; with unreduced or reduced mesh
+    axes, an object that has them too.
+    """
     entries = [encode_entry(entry) for entry in entries_of(spec)]
     if not (spec.unreduced or spec.reduced):
         return entries
-    written = {
+    encoded = {
         "entries": entries,
         "unreduced": sorted(spec.unreduced),
         "reduced": sorted(spec.reduced),
     }
     kind = unreduced_kind(spec)
     if kind != "sum":
-        written["kind"] = kind
-    return written
+        encoded["kind"] = kind
+    return encoded
 
 
 def decode_spec(data: Any) -> PartitionSpec:
+    """The spec that `encode_spec` made a JSON value of. Raises `PlanFormatError` for a
+    value of another form.
+    """
     if isinstance(data, dict):
         entries = [decode_entry(entry) for entry in data["entries"]]
         kind = data.get("kind", "sum")
@@ -221,9 +240,10 @@ def decode_spec(data: Any) -> PartitionSpec:
 
 
 def encode_rules(rules: AxisRules | None) -> object:
+    """AxisRules as a JSON object; `None` if there are none."""
     if rules is None:
         return None
-    written = {
+    encoded = {
         "rules": encode_entry(rules.rules),
         "modes": encode_entry(rules.modes),
         "units": [list(pair) for pair in rules.units],
@@ -232,11 +252,12 @@ def encode_rules(rules: AxisRules | None) -> object:
     # `axes` is left out if empty, so that the text and digest of older plans stay the
     # same.
     if rules.mesh_axes:
-        written["axes"] = list(rules.mesh_axes)
-    return written
+        encoded["axes"] = list(rules.mesh_axes)
+    return encoded
 
 
 def decode_rules(data: Any) -> AxisRules | None:
+    """The AxisRules that `encode_rules` made a JSON value of; `None` for null."""
     if data is None:
         return None
     return AxisRules(
@@ -264,6 +285,9 @@ def decode_reason(data: Any) -> Reason:
 
 
 def encode_strategy(strategy: Strategy) -> object:
+    """A strategy as a list [name, axes, min_bytes, skip_dims, max_bytes]. The name is
+    left out for "fsdp", and the last two where they are empty.
+    """
     fields: list[object] = [list(strategy.axes), strategy.min_bytes]
     if not isinstance(strategy, Fsdp):
         fields = [type(strategy).__name__.lower(), *fields]
@@ -277,7 +301,11 @@ def encode_strategy(strategy: Strategy) -> object:
 
 
 def decode_strategy(data: Any) -> Strategy:
-    name, *fields = data if str(data[0]) in STRATEGIES else ["fsdp", *data]
+    """The strategy that `encode_strategy` made a list of. Raises `PlanFormatError` for
+    a value of another form.
+    """
+    has_name = str(data[0]) in STRATEGIES
+    name, *fields = data if has_name else ["fsdp", *data]
     defaults = [None, None, [], 0]
     axes, min_bytes, skip_dims, max_bytes = [*fields, *defaults[len(fields) :]][:4]
     if not (
@@ -302,6 +330,9 @@ def _key_dtypes() -> dict[str, DType]:
 
 @ft.lru_cache(maxsize=256)
 def encode_dtype(dtype: DType) -> str:
+    """The name of a dtype. Raises `LeafTypeError` for one that has no name in JSON,
+    such as that of PRNG keys of an unknown kind.
+    """
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
         return np.dtype(dtype).name
     for name, key_dtype in _key_dtypes().items():
@@ -315,6 +346,7 @@ def encode_dtype(dtype: DType) -> str:
 
 @ft.lru_cache(maxsize=256)
 def decode_dtype(name: str) -> DType:
+    """The dtype with a name. Raises `PlanFormatError` for an unknown one."""
     dtype = _key_dtypes()[name] if name in _key_dtypes() else dtype_named(name)
     if dtype is None:
         raise PlanFormatError(f"dtype {name!r:.60} is unknown to this version of JAX.")
@@ -344,6 +376,7 @@ def _decode_all(decode: Callable[[Any], Any], values: Iterable[Any]) -> Any:
 
 
 def _decode_units(units: list[int] | None) -> Units | None:
+    """The units of a plan from a list; `None` for null."""
     if units is None:
         return None
     return tuple(units)
@@ -393,6 +426,7 @@ _ROW = {
 
 
 def encode_row(row: Row) -> dict[str, Any]:
+    """The plan of an array as a JSON object, field by field."""
     encoded = {}
     for (name, field), value in zip(_ROW.items(), row, strict=True):
         encoded[name] = field.encode(value)
@@ -418,9 +452,9 @@ def decode_row(number: int, data: Any, mesh: MeshSpec) -> Row:
             f"row {number}: shape {row.shape} needs one name for each dimension, not"
             f" {row.names!r:.60}."
         )
-    valid = correct(row.spec, row.shape, mesh, units=row.units)
-    if valid.spec != row.spec:
-        reason = valid.reasons[0]
+    decision = correct(row.spec, row.shape, mesh, units=row.units)
+    if decision.spec != row.spec:
+        reason = decision.reasons[0]
         raise PlanFormatError(
             f"the spec {row.spec} is invalid for shape {row.shape} on mesh {mesh}:"
             f" {reason}."

@@ -208,6 +208,9 @@ def plan(
 
 
 def _check_arguments(tree: object, min_bytes: object) -> None:
+    """Raises `LeafTypeError` if the argument `tree` of `plan` is a plan, and
+    `RuleError` if `min_bytes` is no number.
+    """
     if isinstance(tree, ShardPlan):
         raise LeafTypeError(
             "the tree is a plan already: plan the model's own tree, or `plan.structs` on"
@@ -222,6 +225,9 @@ def _check_arguments(tree: object, min_bytes: object) -> None:
 
 
 def _check_policy(what: str, policy: str, other: str) -> None:
+    """Raises `RuleError` unless `policy`, the argument `what` of `plan`, is "raise" or
+    `other`.
+    """
     if policy not in ("raise", other):
         raise RuleError(
             f'`{what}={policy!r}` is no policy of `plan`; use "raise" or "{other}".'
@@ -269,10 +275,10 @@ def drafted(
     """Plans each array of a tree, and collects the errors of the leaves that cannot be
     planned instead of raising them.
 
-    `leaf_names` has the logical names of each leaf, or `None`. The rules `axes` resolve
-    names in the mode `mode`; `None` for the rules without a mode. Arrays of fewer than
-    `min_bytes` bytes are replicated. The targets of the path rules `kinds` are memory
-    kinds.
+    `leaf_names` has the logical names of each leaf, or `None`; the path rules `paths`
+    are for the others. The rules `axes` resolve names in the mode `mode`; `None` for
+    the rules without a mode. Arrays of fewer than `min_bytes` bytes are replicated. The
+    targets of the path rules `kinds` are memory kinds.
     """
     mesh_spec = (
         mesh.require_sizes() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
@@ -285,14 +291,14 @@ def drafted(
         paths=by_path,
         kinds=kinds,
     )
-    numbers: dict[object, int] = {None: NO_ARRAY}
+    number_by_key: dict[object, int] = {None: NO_ARRAY}
     index = []
     errors = []
     paths_of_leaves = flat.templates
     if by_path.needs_paths or kinds.needs_paths:
         paths_of_leaves = flat.paths
     for key in _keys(paths_of_leaves, flat, leaf_names):
-        number = numbers.get(key)
+        number = number_by_key.get(key)
         if number is None:
             position = len(index)
             try:
@@ -303,9 +309,10 @@ def drafted(
                     flat.stacked[position],
                 )
             except (SpecError, RuleError, LeafTypeError) as error:
+                # As `Draft.numbers` marks an array with an error.
                 number = -2 - len(errors)
                 errors.append((flat.paths[position], error))
-            numbers[key] = number
+            number_by_key[key] = number
         index.append(number)
     declared = by_path.declared
     if axes is not None:
@@ -345,6 +352,7 @@ class _SharedRequest:
         self.request = request
         self.rank = rank
         self.mesh = mesh
+        # Whether nothing but the divisibility of sizes decides about an array.
         self.by_size_alone = not (mesh.min_bytes or request.strategies)
 
     @ft.cached_property
@@ -362,6 +370,9 @@ class _SharedRequest:
         dtype: object,
         memory_kind: str | None,
     ) -> Row:
+        """Returns the plan of an array of this shape, dtype and memory (`None` for the
+        device's default). It is computed anew where a mesh axis may not divide a size.
+        """
         request = self.request
         if not self.by_size_alone or any(map(operator.mod, shape, self.even.divisors)):
             return row_of(request, shape, dtype, self.mesh, memory_kind)
@@ -404,51 +415,60 @@ class _Planner:
         """Returns the index in `rows` of the plan of the array `leaf` at `path`.
 
         The array is planned unless an earlier array has the same rule or names, shape,
-        dtype and memory kind. The first `stacked` dimensions of `leaf` index stacked
-        layers.
+        dtype and memory kind. `names` are its logical names; `None` for path rules. The
+        first `stacked` dimensions of `leaf` index stacked layers.
         """
-        kind = self.kinds.first(path)
+        kind_rule = self.kinds.first(path)
         rule = self.paths.first(path) if names is None else None
         shape = tuple(leaf.shape)
         dtype = _dtype(leaf)
-        called = rule is not None and self.paths.called[rule]
-        called_with = (path, shape, dtype) if called else None
-        asks = (rule, names, len(shape), stacked, called_with)
-        number = self.numbers.get((asks, kind, shape, dtype))
-        if number is None:
-            memory_kind = memory_kind_at(self.kinds, kind)
-            shared = self.shared.get(asks)
-            if shared is None:
-                request = self.request(path, leaf, names, rule, stacked)
-                row = row_of(request, shape, dtype, self.mesh, memory_kind)
-                self.shared[asks] = _SharedRequest(request, len(shape), self.mesh)
-            else:
-                row = shared.row(shape, dtype, memory_kind)
-            number = self.numbers[asks, kind, shape, dtype] = len(self.rows)
-            self.rows.append(row)
-        return number
+        # A target that is a function may give each array another spec.
+        is_function = rule is not None and self.paths.called[rule]
+        called_with = (path, shape, dtype) if is_function else None
+        request_key = (rule, names, len(shape), stacked, called_with)
+        row_key = (request_key, kind_rule, shape, dtype)
+        number = self.numbers.get(row_key)
+        if number is not None:
+            return number
+
+        memory_kind = memory_kind_at(self.kinds, kind_rule)
+        shared = self.shared.get(request_key)
+        if shared is None:
+            request = self.request(path, leaf, names, rule, stacked)
+            row = row_of(request, shape, dtype, self.mesh, memory_kind)
+            self.shared[request_key] = _SharedRequest(request, len(shape), self.mesh)
+        else:
+            row = shared.row(shape, dtype, memory_kind)
+        self.numbers[row_key] = len(self.rows)
+        self.rows.append(row)
+        return self.numbers[row_key]
 
     def request(
         self,
         path: str,
         leaf: Any,
         names: Any,
-        number: int | None,
+        rule: int | None,
         stacked: int,
     ) -> Request:
+        """Returns the sharding that is requested for the array `leaf` at `path`: by its
+        logical `names`, else by the path rule with the index `rule`. If both are
+        `None`, it is replicated, with a reason. The first `stacked` dimensions index
+        stacked layers.
+        """
         if names is not None:
             return request_of_names(
                 names, tuple(leaf.shape), "names", self.axes, self.mode
             )
-        rule = None if number is None else self.paths.text(number)
+        rule_text = None if rule is None else self.paths.text(rule)
         if not leaf.shape:
-            return NOTHING._replace(rule=rule, reasons=(nothing_to_shard(()),))
-        if number is None or rule is None:
+            return NOTHING._replace(rule=rule_text, reasons=(nothing_to_shard(()),))
+        if rule is None or rule_text is None:
             reason = reason_for(Code.unmatched, None, what="the array")
             return NOTHING._replace(reasons=(reason,))
-        _, target = self.paths.rules[number]
+        _, target = self.paths.rules[rule]
         return request_of_target(
-            target, path, leaf, rule, self.axes, self.mode, stacked
+            target, path, leaf, rule_text, self.axes, self.mode, stacked
         )
 
 
@@ -468,12 +488,12 @@ def _keys(
         dtypes = [leaf.dtype for leaf in flat.leaves]
         return zip(paths, shapes, dtypes, leaf_names, flat.stacked, strict=True)
     keys = []
-    for path, leaf, names, count, is_array in zip(
+    for path, leaf, names, stacked, is_array in zip(
         paths, flat.leaves, leaf_names, flat.stacked, flat.is_array, strict=True
     ):
         key = None
         if is_array:
-            key = (path, leaf.shape, leaf.dtype, names, count)
+            key = (path, leaf.shape, leaf.dtype, names, stacked)
         keys.append(key)
     return keys
 

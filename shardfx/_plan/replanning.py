@@ -36,20 +36,21 @@ def replanned(content: Content, mesh: MeshSpec | Mesh | AbstractMesh) -> Content
     """Returns the plan of the same arrays by the same rules for another mesh. Axes that
     did not fit on the old mesh are tried again.
     """
-    spec = MeshSpec.of(mesh).require_sizes()
-    axes = axes_of(spec)
+    mesh_spec = MeshSpec.of(mesh).require_sizes()
+    mesh_axes = axes_of(mesh_spec)
     rows = []
     for row in content.rows:
         # An array that is replicated because it is small is so on every mesh.
-        stays = _is_small(row) and row.requested != row.spec == PartitionSpec()
-        if not stays:
-            row = row_on(row, content, axes)
+        is_replicated = row.spec == PartitionSpec() and row.requested != row.spec
+        if not (_is_small(row) and is_replicated):
+            row = row_on(row, content, mesh_axes)
         rows.append(row)
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
-    return content.replaced(mesh=spec, jax_mesh=jax_mesh, rows=rows)
+    return content.replaced(mesh=mesh_spec, jax_mesh=jax_mesh, rows=rows)
 
 
 def _is_small(row: Row) -> bool:
+    """Whether an array is replicated because it has few bytes."""
     return any(why.code is Code.small for why in row.reasons)
 
 
@@ -98,15 +99,16 @@ def refined(content: Content, min_bytes: int) -> Content:
             saved_of_axis = saved_bytes.setdefault(axis, collections.Counter())
             saved_of_axis[size] += saved_of_array * array_counts[number]
 
-    mesh, parts = _refined_mesh(content.mesh, saved_bytes)
-    if not parts:
+    mesh, parts_by_axis = _refined_mesh(content.mesh, saved_bytes)
+    if not parts_by_axis:
         return content
     mesh_axes = axes_of(mesh, min_bytes)
     rows: list[Row] = []
     for row, sub_axes in zip(content.rows, useful_sub_axes, strict=True):
-        strategies = tuple([_renamed_strategy(step, parts) for step in row.strategies])
-        requested = _renamed(row.requested, parts)
-        spec = _renamed(row.spec, parts)
+        steps = [_renamed_strategy(step, parts_by_axis) for step in row.strategies]
+        strategies = tuple(steps)
+        requested = _renamed(row.requested, parts_by_axis)
+        spec = _renamed(row.spec, parts_by_axis)
         new_row = row_on(row, content, mesh_axes, spec=requested, strategies=strategies)
         # Only an array that can use a sub-axis may change its layout.
         if not sub_axes and new_row.spec != spec:
@@ -117,7 +119,9 @@ def refined(content: Content, min_bytes: int) -> Content:
             )
         rows.append(new_row)
     jax_mesh = None if content.jax_mesh is None else mesh.build(content.jax_mesh)
-    axes = None if content.axes is None else _renamed_rules(content.axes, parts)
+    axes = content.axes
+    if axes is not None:
+        axes = _renamed_rules(axes, parts_by_axis)
     return content.replaced(mesh=mesh, jax_mesh=jax_mesh, axes=axes, rows=rows)
 
 
@@ -125,6 +129,7 @@ def _renamed_strategy(
     strategy: Strategy,
     parts: Mapping[str, tuple[str, ...]],
 ) -> Strategy:
+    """The strategy with each split axis replaced by its sub-axes, `parts`."""
     return dataclasses.replace(strategy, axes=_renamed_axes(strategy.axes, parts))
 
 
@@ -239,6 +244,8 @@ def _divide(number: int, others: Iterable[int]) -> bool:
 
 
 def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRules:
+    """The rules with each split axis replaced by its sub-axes, `parts`."""
+
     def by_part(rules: Iterable[tuple[str, object]]) -> list[tuple[str, Any]]:
         return [(name, _renamed_entry(target, parts)) for name, target in rules]
 
@@ -269,6 +276,9 @@ def _renamed(
 
 
 def _renamed_entry(entry: object, parts: Mapping[str, tuple[str, ...]]) -> Any:
+    """An entry of a spec, or the target of a rule, with each split axis replaced by its
+    sub-axes, `parts`.
+    """
     if isinstance(entry, str | tuple):
         return canonical_entry(_renamed_axes(entry, parts))
     return entry
@@ -279,7 +289,7 @@ def _renamed_axes(
     parts: Mapping[str, tuple[str, ...]],
 ) -> tuple[str, ...]:
     """Returns the mesh axes of an entry of a spec, with each split axis replaced by its
-    sub-axes.
+    sub-axes. `parts` maps a split axis to them.
     """
     renamed: list[str] = []
     for axis in entry_axes(entry):

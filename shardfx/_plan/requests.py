@@ -140,7 +140,8 @@ def request_of_names(
         )
     decision = resolve(named, axes, mode=mode)
     if strategies:
-        # A dimension whose name has the target `None` is never sharded.
+        # A dimension whose name has the target `None` is never sharded. A name that got
+        # no axis for another cause has a reason.
         explained_dims = {why.dim for why in decision.reasons}
         entries = entries_at(decision.spec, len(named))
         whole_dims = []
@@ -204,17 +205,20 @@ def units_at(
     in them: with 1024 among these, a size of 1024 is a number of elements.
     """
 
-    def counts(name: Any, size: int, unit: int) -> bool:
-        others = sizes_of(name) if unit > 1 and isinstance(name, str) else None
-        if others is None or size in others:
+    def counts_units(name: Any, size: int, unit: int) -> bool:
+        """Whether a dimension of this size and name holds one element for each unit."""
+        if unit == 1 or not isinstance(name, str):
+            return False
+        other_sizes = sizes_of(name)
+        if size in other_sizes:
             return False
         if size % unit:
-            return size < unit or any(other % unit == 0 for other in others)
-        return size * unit in others
+            return size < unit or any(other % unit == 0 for other in other_sizes)
+        return size * unit in other_sizes
 
     new_units = []
     for name, size, unit in zip(names, shape, units, strict=True):
-        if counts(name, size, unit):
+        if counts_units(name, size, unit):
             unit = 1
         new_units.append(unit)
     return tuple(new_units)

@@ -1,6 +1,4 @@
-"""`ShardPlan`, the immutable plan that users hold, and `Target`, a tree of arrays that
-a loader reads from a file.
-"""
+"""`ShardPlan`, the immutable plan that users hold."""
 
 from collections.abc import Iterator, Sequence
 from typing import (
@@ -179,6 +177,9 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=PlanType):
         return True  # also for a plan without arrays, whose `len` is 0, since `if plan:` tests for `None`
 
     def __getitem__(self, path: str) -> LeafPlan:
+        """The plan of the array at `path`. Raises `UnknownPathError` if no array, or
+        several, have this path.
+        """
         leaf_by_path = self.content.by_path
         if not isinstance(path, str):
             raise UnknownPathError(
@@ -226,8 +227,9 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=PlanType):
         fix = "make one of devices with `plan.on(plan.mesh.build(devices))`"
         check_type("jax_mesh", jax_mesh, Mesh, MeshError, fix)
         mesh = MeshSpec.of(jax_mesh)
-        same = mesh.shape == self.mesh.shape and mesh.axis_names == self.mesh.axis_names
-        if not same or mesh.axis_types != self.mesh.axis_types:
+        has_names = mesh.axis_names == self.mesh.axis_names
+        has_sizes = mesh.shape == self.mesh.shape
+        if not has_names or not has_sizes or mesh.axis_types != self.mesh.axis_types:
             raise PlanMismatchError(
                 f"the plan is for the mesh {self.mesh!r}, not for {mesh!r}; make the"
                 " mesh with `plan.mesh.build(devices)`, or plan again for this one."
@@ -442,9 +444,11 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=PlanType):
         `RuleError` if the regex does not compile, or matches no path.
         """
         if not isinstance(regex, str):
-            one = "|".join(map(str, regex)) if isinstance(regex, list | tuple) else "w"
+            example = "w"
+            if isinstance(regex, list | tuple):
+                example = "|".join(map(str, regex))
             raise RuleError(
-                f"`select({regex!r:.60})` takes one regex: write `select({one!r})`."
+                f"`select({regex!r:.60})` takes one regex: write `select({example!r})`."
             )
         (pattern,) = compiled(PathRules([(regex, None)]))
         index = []
@@ -528,11 +532,11 @@ class ShardPlan(eqx.Module, Generic[Tree], metaclass=PlanType):
         return ShardPlan(content)
 
     def __repr__(self) -> str:
-        place = "" if self.jax_mesh is None else ", on devices"
+        devices_text = "" if self.jax_mesh is None else ", on devices"
         return (
             f"ShardPlan({plural(len(self), 'array')}, mesh {self.mesh},"
             f" {self.bytes_total} bytes, {self.bytes_per_device} per"
-            f" device{place})"
+            f" device{devices_text})"
         )
 
     def _repr_html_(self) -> str:

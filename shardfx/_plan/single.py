@@ -80,6 +80,7 @@ def decision_for(
         named = ()
     else:
         named, asked, units = _resolved(names_or_spec, shape, plan, unmatched)
+    # Such as Manual axes, of which a `shard_map` around the call disposes.
     held_back = [axis for axis in plan.mesh.axis_names if axis not in mesh.axis_names]
     entries: list[Any] = []
     for entry in entries_of(asked.spec):
@@ -192,10 +193,11 @@ def require_constrained(requested: object, spec: PartitionSpec) -> None:
     compiler could choose its sharding. `requested` is what the user passed, for the
     message.
     """
-    free = [dim for dim, entry in enumerate(entries_of(spec)) if entry is UNCONSTRAINED]
-    if free:
+    entries = entries_of(spec)
+    open_dims = [dim for dim, entry in enumerate(entries) if entry is UNCONSTRAINED]
+    if open_dims:
         raise SpecError(
-            f"{requested} leaves dim {free[0]} to the compiler (UNCONSTRAINED), which"
+            f"{requested} leaves dim {open_dims[0]} to the compiler (UNCONSTRAINED), which"
             " no sharding at `device_put` or at the boundary of `jit` can say; write"
             " `None` there if it is to be whole, or use `constrain` inside the"
             " function."
@@ -283,7 +285,8 @@ def replaced(content: Content, where: str, target: object) -> Content:
     """Returns the plan with `target` for the array at `where`: a path, or a regex that
     is searched in each path.
     """
-    ((_, checked),) = PathRules([(re.escape(where), target)]).rules
+    # PathRules check the target.
+    ((_, checked_target),) = PathRules([(re.escape(where), target)]).rules
     is_array = [number >= 0 for number in content.index]
     paths = content.path_tree.paths
     chosen = leaves_at(
@@ -296,7 +299,7 @@ def replaced(content: Content, where: str, target: object) -> Content:
         path = paths[position]
         row = content.rows[content.index[position]]
         try:
-            rows.append(_row(content, path, row, checked))
+            rows.append(_row_by_hand(content, path, row, checked_target))
         except (RuleError, SpecError, UnmatchedError) as error:
             errors.append((path, error))
         index[position] = len(rows) - 1
@@ -304,7 +307,13 @@ def replaced(content: Content, where: str, target: object) -> Content:
     return content.replaced(rows=rows, index=index)
 
 
-def _row(content: Content, path: str, row: Row, target: object) -> Row:
+def _row_by_hand(content: Content, path: str, row: Row, target: object) -> Row:
+    """Returns the plan of the array at `path` with another `target`, that of a path
+    rule. `row` is its plan in `content`.
+
+    Raises `SpecError` or `UnmatchedError` for a mesh axis or logical name that is
+    unknown, and `SpecError` if the target does not fit and the plan is strict.
+    """
     mesh = content.mesh
     request = request_of_target(target, path, row, _BY_HAND, content.axes, content.mode)
     # Units stay indivisible under another spec.
@@ -320,10 +329,10 @@ def _row(content: Content, path: str, row: Row, target: object) -> Row:
         check_known(request.names, content.axes, or_pass="")
     new_row = row_of(request, row.shape, row.dtype, axes_of(mesh), row.memory_kind)
     check_absent(new_row.reasons, mesh, content.axes)
-    cut = [why for why in new_row.reasons if not why.code.is_expected]
-    if content.strict and cut:
+    losses = [why for why in new_row.reasons if not why.code.is_expected]
+    if content.strict and losses:
         raise SpecError(
             f"the plan is strict, and {target} would be cut down:"
-            f" {'; '.join(map(str, cut))}"
+            f" {'; '.join(map(str, losses))}"
         )
     return new_row

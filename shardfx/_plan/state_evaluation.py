@@ -46,28 +46,30 @@ def evaluated(
         isinstance(arg, ShardPlan) and min(arg.content.index, default=0) < 0
         for arg in arguments
     )
-    fillers = (_PLACEHOLDERS, _ABSENT) if has_others else (_ABSENT,)
+    fillers_to_try = (_PLACEHOLDERS, _ABSENT) if has_others else (_ABSENT,)
     # JAX cannot give shardings to every `init` on an Explicit mesh (an ambiguous
     # contraction, a foreign callback). Then only paths and shapes decide.
-    *attempts, last = itertools.product((explicit, None), fillers)
+    *attempts, last = itertools.product((explicit, None), fillers_to_try)
     refused = ""
-    for abstract, other in attempts:
+    for tried_mesh, fillers in attempts:
         try:
-            results = _shapes(init, arguments, abstract, other)
+            results = _result_structs(init, arguments, tried_mesh, fillers)
         # Any type: JAX's sharding error is not public, and `init` is the user's. The
         # last attempt raises an error that has another cause again.
         except Exception as error:
-            if abstract is explicit:
+            if tried_mesh is explicit:
                 refused = f"{type(error).__name__}: {_first_sentence(error)}"
             continue
-        if abstract is explicit:
+        if tried_mesh is explicit:
             return results, ""
         return results, refused
-    with _called_noted(len(args)):
-        return _shapes(init, arguments, *last), refused
+    last_mesh, last_fillers = last
+    with _noting_the_call(len(args)):
+        results = _result_structs(init, arguments, last_mesh, last_fillers)
+    return results, refused
 
 
-def _called_noted(count: int) -> contextlib.ExitStack:
+def _noting_the_call(count: int) -> contextlib.ExitStack:
     """A context manager that adds to an error of an `init` what `follow` called it with:
     a plan and `count` arguments more.
     """
@@ -87,6 +89,7 @@ def _called_noted(count: int) -> contextlib.ExitStack:
 
 
 def _and_others(count: int) -> str:
+    """The end of a sentence about `count` arguments beside the plan."""
     if not count:
         return " alone"
     return f" and {plural(count, 'argument')} more"
@@ -142,7 +145,7 @@ def _structs(
     return structs
 
 
-def _shapes(
+def _result_structs(
     init: Callable[..., object],
     args: tuple[object, ...],
     mesh: AbstractMesh | None,
@@ -153,13 +156,16 @@ def _shapes(
     """
     structs = _structs(args, mesh, fillers)
     if mesh is None:
-        return _shapes_of_result(init, structs)
+        return _structs_of_result(init, structs)
     # JAX 0.11 takes the mesh of arrays that `init` makes from the context.
     with jax.sharding.use_abstract_mesh(mesh):
-        return _shapes_of_result(init, structs)
+        return _structs_of_result(init, structs)
 
 
-def _shapes_of_result(init: Callable[..., object], structs: list[Any]) -> PyTree:
+def _structs_of_result(init: Callable[..., object], structs: list[Any]) -> PyTree:
+    """Returns the result of `init(*structs)` as ShapeDtypeStructs, without running it.
+    Leaves that are no arrays stay.
+    """
     leaves = jax.tree.leaves(structs)
     if all(isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) for leaf in leaves):
         # `jax.eval_shape` caches its results, Equinox's does not. But it refuses
@@ -184,13 +190,17 @@ class ConstantPaths:
 
     @ft.cached_property
     def found(self) -> frozenset[str]:
+        """The paths; none if the program has other results than the arrays of `flat`."""
         # A second trace is worth it only for the text of a reason.
         structs = _structs(self.args, None, _ABSENT)
         jaxpr = eqx.filter_make_jaxpr(self.init)(*structs)[0].jaxpr
         columns = zip(self.flat.paths, self.flat.is_array, strict=True)
-        paths = [path for path, shaped in columns if shaped]
+        paths = [path for path, is_array in columns if is_array]
         if len(paths) != len(jaxpr.outvars):
             return frozenset()
         constants = {id(variable) for variable in jaxpr.constvars}
-        pairs = zip(paths, jaxpr.outvars, strict=True)
-        return frozenset(path for path, variable in pairs if id(variable) in constants)
+        constant_paths = []
+        for path, variable in zip(paths, jaxpr.outvars, strict=True):
+            if id(variable) in constants:
+                constant_paths.append(path)
+        return frozenset(constant_paths)

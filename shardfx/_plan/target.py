@@ -106,21 +106,24 @@ def target_of(plan: object, what: str) -> Target:
 
 
 def _target_of_plan(content: Content, structs: Sequence[Any]) -> Target:
+    """Returns the tree to load into from the data of a plan. `structs` has a
+    ShapeDtypeStruct for each array, in the order of the tree's leaves.
+    """
     path_tree = content.path_tree
-    structs_left = iter(structs)
+    remaining_structs = iter(structs)
     arrays = []
     others = []
     pairs = path_tree.in_order(list(content.paths_and_rows))
-    for position, (path, code) in enumerate(pairs):
-        if code >= 0:
-            arrays.append((path, next(structs_left)))
+    for position, (path, row_number) in enumerate(pairs):
+        if row_number >= 0:
+            arrays.append((path, next(remaining_structs)))
             continue
         leaf = OtherLeaf(
             position=position,
             path=path,
             value=None,
-            is_number=code == NUMBER,
-            is_left_out=code == LEFT_OUT,
+            is_number=row_number == NUMBER,
+            is_left_out=row_number == LEFT_OUT,
         )
         others.append(leaf)
     return Target(

@@ -100,6 +100,9 @@ class AxisRules(eqx.Module):
         self.mesh_axes = declared_axes(mesh_axes)
 
     def __check_init__(self):
+        """Raises `RuleError` for a mode, unit or alias that is given twice, an invalid
+        unit, and an alias that is circular or has rules without a mode.
+        """
         for what, pairs in (
             ("modes", self.modes),
             ("units", self.units),
@@ -441,6 +444,7 @@ class AxisRules(eqx.Module):
         return cls(dict(read_rules(rules, "rules")))
 
     def _with_rules(self, mode: str | None, rules: list[Rule]) -> "AxisRules":
+        """These AxisRules with other rules in `mode`; `None` for those without a mode."""
         if mode is None:
             changed = {"rules": rules}
         else:
@@ -525,10 +529,14 @@ def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
 
 
 def _without(pairs: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, ...]:
+    """The pairs whose first entry, a logical name, is none of `names`."""
     return tuple(pair for pair in pairs if pair[0] not in names)
 
 
 def _joined(first: AxisRules, second: AxisRules) -> AxisRules:
+    """AxisRules with the rules of `first` and, after them in each mode, those of
+    `second`, which have less priority.
+    """
     modes = dict(first.modes)
     for mode, mode_rules in second.modes:
         modes[mode] = modes.get(mode, ()) + mode_rules
@@ -546,6 +554,10 @@ def _merged(
     second: tuple[Rule, ...],
     what: str,
 ) -> tuple[Rule, ...]:
+    """The rules of `first`, then those that only `second` has. Raises `RuleError`,
+    whose message calls these rules `what`, if both give a name other targets: those of
+    one side must begin with all those of the other.
+    """
     targets_by_name: dict[str, list[Target]] = {}
     for name, target in first:
         targets_by_name.setdefault(name, []).append(target)
@@ -574,6 +586,9 @@ def _agreed(
     second: tuple[Any, ...],
     what: str,
 ) -> dict[str, Any]:
+    """The pairs of `first` and of `second` as one dict. Raises `RuleError`, whose
+    message calls such a pair `what`, if both give a name another value.
+    """
     merged = dict(first)
     for name, value in second:
         if merged.setdefault(name, value) != value:

@@ -59,6 +59,9 @@ def nearest(name: str, names: Sequence[str]) -> list[str]:
 
 
 def read_pairs(mapping: Any, what: str) -> list[tuple[str, Any]]:
+    """The pairs of a mapping, or of an iterable of pairs, whose first entry is a name.
+    Raises `RuleError` for anything else; its message calls the argument `what`.
+    """
     pairs = mapping.items() if isinstance(mapping, Mapping) else mapping
     checked = []
     for pair in pairs:
@@ -76,18 +79,26 @@ def read_pairs(mapping: Any, what: str) -> list[tuple[str, Any]]:
 
 
 def read_rules(pairs: object, what: str) -> tuple[Rule, ...]:
+    """The rules of a mapping, or of an iterable of pairs of a logical name and a
+    target, in canonical form. Raises `RuleError` for an invalid one; its message calls
+    the argument `what`.
+    """
     return tuple(
-        (name, _target(name, target, what)) for name, target in read_pairs(pairs, what)
+        (name, _checked_target(name, target, what))
+        for name, target in read_pairs(pairs, what)
     )
 
 
-def _target(name: str, target: object, what: str) -> Target:
-    several = isinstance(target, list | tuple) and all(
+def _checked_target(name: str, target: object, what: str) -> Target:
+    """The target of the rule of a logical name in canonical form: a mesh axis, a tuple
+    of them, `None` or UNCONSTRAINED. Raises `RuleError` for anything else, and for a
+    mesh axis that occurs twice. `what` is the name of the argument with the rules.
+    """
+    is_tuple_of_axes = isinstance(target, list | tuple) and all(
         isinstance(axis, str) for axis in target
     )
-    if not (
-        several or target is None or target is UNCONSTRAINED or isinstance(target, str)
-    ):
+    is_one_value = target is None or target is UNCONSTRAINED or isinstance(target, str)
+    if not is_tuple_of_axes and not is_one_value:
         fix = ""
         if isinstance(target, PartitionSpec):
             axes = axes_of_entries(entries_of(target))
@@ -97,9 +108,9 @@ def _target(name: str, target: object, what: str) -> Target:
             f"`{what}`: ({name!r}, {target!r}) has no valid target; use a mesh axis, a"
             f" tuple of mesh axes, `None` or `PartitionSpec.UNCONSTRAINED`.{fix}"
         )
-    if twice := repeated(entry_axes(target)):
+    if duplicates := repeated(entry_axes(target)):
         raise RuleError(
-            f"`{what}`: ({name!r}, {target!r}) uses mesh axis `{twice[0]}` twice; use"
+            f"`{what}`: ({name!r}, {target!r}) uses mesh axis `{duplicates[0]}` twice; use"
             " it once."
         )
     return canonical_entry(target)

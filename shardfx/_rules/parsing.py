@@ -16,6 +16,7 @@ from .strategies import (
 
 
 def _malformed(text: str, position: int, what: str) -> RuleError:
+    """The error that `what` stands at a position of the text, which it marks."""
     return RuleError(
         f"{what} at position {position}:\n    {text}\n    {' ' * position}^"
     )
@@ -27,25 +28,30 @@ def split(text: str, start: int, stop: int, separator: str) -> list[tuple[int, i
     divide the text.
     """
     depth = 0
-    pieces = []
+    parts = []
     begin = start
     position = start
     while position < stop:
         letter = text[position]
         if letter == "\\":
+            # It also hides the next character.
             position += 1
         elif letter in "([{":
             depth += 1
         elif letter in ")]}":
             depth -= 1
         elif depth <= 0 and text.startswith(separator, position):
-            pieces.append((begin, position))
+            parts.append((begin, position))
             begin = position + len(separator)
         position += 1
-    return [*pieces, (begin, stop)]
+    return [*parts, (begin, stop)]
 
 
 def parse_rule(text: str, start: int, stop: int) -> tuple[str, Any]:
+    """The regex and the target of the rule `text[start:stop]`, such as
+    `attention|mlp->data.model`. Raises `RuleError`, with the position in `text`, if it
+    is malformed.
+    """
     sides = split(text, start, stop, "->")
     if len(sides) == 1:
         raise _malformed(
@@ -74,6 +80,10 @@ def parse_rule(text: str, start: int, stop: int) -> tuple[str, Any]:
 
 
 def _parse_step(text: str, start: int, stop: int) -> Any:
+    """The target `text[start:stop]`, one of those that `|` joins right of `->`:
+    `replicate`, a strategy such as `fsdp(data)`, or the mesh axes of each dimension, as
+    a PartitionSpec.
+    """
     token = text[start:stop].strip()
     if token == "replicate":
         return replicate
@@ -86,6 +96,9 @@ def _parse_step(text: str, start: int, stop: int) -> Any:
 
 
 def _parse_entry(text: str, start: int, stop: int) -> Any:
+    """The mesh axes of one dimension, `text[start:stop]`, such as `data+model`; `None`
+    for "None".
+    """
     if text[start:stop].strip() == "None":
         return None
     return tuple(
@@ -95,6 +108,9 @@ def _parse_entry(text: str, start: int, stop: int) -> Any:
 
 
 def _parse_axis(text: str, position: int, axis: str) -> str:
+    """The mesh axis `axis` without spaces. Raises `RuleError`, with the `position` in
+    `text`, if it is no name.
+    """
     if not re.fullmatch(r"\w+", axis.strip()):
         raise _malformed(
             text,

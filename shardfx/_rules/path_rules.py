@@ -1,8 +1,6 @@
 """Ordered rules that map a regex to a PartitionSpec, logical names or a strategy. The
-first rule whose regex matches a leaf's path says how the leaf is sharded.
-
-The functions at the end of the file parse the compact form of rules,
-`"attention|mlp->data.model, .*->fsdp(data)"`.
+first rule whose regex matches a leaf's path says how the leaf is sharded. `parsing.py`
+reads their compact form, `"attention|mlp->data.model, .*->fsdp(data)"`.
 """
 
 import functools as ft
@@ -114,7 +112,9 @@ class PathRules(eqx.Module):
                 f" `PathRules.parse({rules!r:.60})`."
             )
         pairs = rules.items() if isinstance(rules, Mapping) else rules
-        self.rules = tuple(_checked(index, rule) for index, rule in enumerate(pairs))
+        self.rules = tuple(
+            _checked_rule(index, rule) for index, rule in enumerate(pairs)
+        )
         self.mesh_axes = declared_axes(mesh_axes)
 
     def prepend(self, rules: Iterable[object]) -> "PathRules":
@@ -387,15 +387,17 @@ def is_digit_blind(regex: str) -> bool:
 class Matcher:
     """Compiled path rules, with `used`, the indices of the rules that have matched a
     path. `needs_paths` is false if no rule distinguishes paths that differ only in
-    digits. Such paths may share a plan. No path matches `None`, which is no rules.
+    digits. Such paths may share a plan.
     """
 
     def __init__(self, rules: PathRules | None):
+        """Compiles the rules; `None` stands for no rules, so that no path matches."""
         if rules is None:
             rules = PathRules(())
         self.rules = rules.rules
         self.declared = rules.mesh_axes
         self.patterns = compiled(rules)
+        # For each rule, whether its target is a function of the path and the leaf.
         self.called = [is_callable(target) for _, target in rules.rules]
 
         is_blind = all(is_digit_blind(regex) for regex, _ in rules.rules)
@@ -424,7 +426,10 @@ def is_callable(target: object) -> bool:
     return callable(first) and not isinstance(first, PartitionSpec | Replicate)
 
 
-def _checked(index: int, rule: object) -> tuple[str, Any]:
+def _checked_rule(index: int, rule: object) -> tuple[str, Any]:
+    """The regex and the target of a path rule. Raises `RuleError`, with the rule's
+    `index`, if it is no pair, its regex does not compile, or its target is invalid.
+    """
     if not (
         isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)
     ):
@@ -453,6 +458,9 @@ def _glob_hint(pattern: str) -> str:
 
 
 def _checked_target(index: int, pattern: str, target: object) -> Any:
+    """The target of the rule with this index and regex, where `None` is `replicate` and
+    a list a tuple. Raises `RuleError` for an invalid target.
+    """
     if target is None:
         return replicate
     if isinstance(target, Optional):
@@ -460,6 +468,7 @@ def _checked_target(index: int, pattern: str, target: object) -> Any:
     if isinstance(target, list):
         target = tuple(target)
     first, *_ = steps_of(target)
+    # What `atomic` holds is checked like a target without it.
     inner = first.target if isinstance(first, Atomic) else first
     if inner is fsdp:
         raise RuleError(
@@ -487,21 +496,24 @@ def check_once(spec: PartitionSpec, head: str) -> None:
     `head` begins the message.
     """
     used = axes_of_entries(entries_of(spec))
-    if twice := repeated(used):
+    if duplicates := repeated(used):
         raise RuleError(
-            f"{head} has the target {spec}, which uses mesh axis `{twice[0]}` twice;"
+            f"{head} has the target {spec}, which uses mesh axis `{duplicates[0]}` twice;"
             " use it once."
         )
 
 
 def _check_names(index: int, pattern: str, names: tuple[object, ...]) -> None:
+    """Raises `RuleError` if an entry of `names`, the target of the rule with this index
+    and regex, is no logical name, tuple of names, `None`, `...` or UNCONSTRAINED.
+    """
     for name in names:
         if name is ...:
             continue
         members = name if isinstance(name, tuple) else (name,)
         for member in members:
-            is_empty = member is None or member is UNCONSTRAINED
-            if not is_empty and not isinstance(member, str | Atomic):
+            is_no_name = member is None or member is UNCONSTRAINED
+            if not is_no_name and not isinstance(member, str | Atomic):
                 raise RuleError(
                     f"rule {index} ({pattern!r}): {name!r} in {names!r} is no logical"
                     " name; use a string, `None`, `...`, UNCONSTRAINED, `atomic(name, unit)`,"

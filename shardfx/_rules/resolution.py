@@ -181,10 +181,16 @@ def _unruled(
     names: Sequence[object] | PartitionSpec,
     rules: AxisRules,
 ) -> "list[_Slot]":
+    """The logical names in `names` that have no rule in any mode, each with its
+    dimension.
+    """
     return _without_rule(_slots(_entries(names), rules), all_rules(rules))
 
 
 def _without_rule(slots: Iterable["_Slot"], rules: Iterable[Rule]) -> "list[_Slot]":
+    """Those of `slots` whose name, and all names that it is an alias of, have none of
+    `rules`.
+    """
     ruled = {name for name, _ in rules}
     return [slot for slot in slots if ruled.isdisjoint(slot.chain)]
 
@@ -209,6 +215,14 @@ def _resolve(
     mode: str | None,
     unmatched: str,
 ) -> Decision:
+    """The spec that the rules give to an array with the names `entries`, one per
+    dimension, and the reasons; see `resolve`, which has checked the arguments but
+    `mode` and `unmatched`.
+
+    `targets` and `users`, which `_assign` fills, have the target of each name, and the
+    name that uses each mesh axis. A name without a rule is in them from the start under
+    "keep" and "unconstrained".
+    """
     if unmatched not in ("replicate", "keep", "unconstrained", "raise"):
         raise RuleError(
             f'`unmatched={unmatched!r}`: use "replicate", "keep", "unconstrained" or'
@@ -216,18 +230,18 @@ def _resolve(
         )
     active = _active(rules, mode)
     slots = _slots(entries, rules)
-    orphans = _without_rule(slots, active)
+    unruled = _without_rule(slots, active)
     if unmatched == "raise":
-        _raise_unmatched(orphans, rules, ', or pass `unmatched="replicate"`')
+        _raise_unmatched(unruled, rules, ', or pass `unmatched="replicate"`')
     targets: dict[str, Target] = {}
     users: dict[str, _Slot] = {}
     if unmatched == "keep":
         # The last of two aliases of one axis comes first here, so that the first alias
         # overwrites it.
-        users = {slot.chain[-1]: slot for slot in reversed(orphans)}
+        users = {slot.chain[-1]: slot for slot in reversed(unruled)}
         targets = {slot.name: axis for axis, slot in users.items()}
     elif unmatched == "unconstrained":
-        targets = {slot.name: UNCONSTRAINED for slot in orphans}
+        targets = {slot.name: UNCONSTRAINED for slot in unruled}
     _assign(active, len(rules.rules), mode, slots, targets, users)
     spec = trimmed([_entry(entry, targets) for entry in entries])
     reasons = []
@@ -280,7 +294,7 @@ def attempts(
 
 def _assign(
     active: tuple[Rule, ...],
-    base: int,
+    base_count: int,
     mode: str | None,
     slots: tuple[_Slot, ...],
     targets: dict[str, Target],
@@ -289,13 +303,13 @@ def _assign(
     """Gives each logical name the target of the first rule whose mesh axes are free.
     Returns the outcome of each rule.
 
-    `active` are the rules of `mode` followed by the `base` rules without a mode. The
-    function adds the target of each name to `targets`; names that are already in
+    `active` are the rules of `mode` followed by the `base_count` rules without a mode.
+    The function adds the target of each name to `targets`; names that are already in
     `targets` keep theirs. It adds each mesh axis in use to `users`, with the name that
     uses the axis.
     """
-    assigned = []
-    mode_count = len(active) - base
+    attempts_made = []
+    mode_count = len(active) - base_count
     for number, (name, target) in enumerate(active):
         is_of_mode = number < mode_count
         rule_mode = mode if is_of_mode else None
@@ -319,11 +333,11 @@ def _assign(
                 outcome=outcome,
                 taken=taken,
             )
-            assigned.append(attempt)
+            attempts_made.append(attempt)
             if outcome == "applied":
                 targets[slot.name] = target
                 users.update((axis, slot) for axis in axes)
-    return assigned
+    return attempts_made
 
 
 def _taken(
@@ -368,6 +382,9 @@ def _reasons(
 
 
 def _entry(entry: object, assigned: Mapping[str, Target]) -> Any:
+    """The entry of the spec for one dimension, from its entry among the names.
+    `assigned` has the target of each logical name.
+    """
     if entry is None or entry is UNCONSTRAINED:
         return entry
     targets = [assigned.get(name) for name in _members(entry)]
@@ -394,14 +411,14 @@ def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
                 chain=alias_chain(name, rules),
             )
             slots.append(named_slot)
-    if twice := repeated([slot.name for slot in slots]):
+    if duplicates := repeated([slot.name for slot in slots]):
         raise SpecError(
-            f"logical name `{twice[0]}` occurs twice in {entries}; one mesh axis cannot"
+            f"logical name `{duplicates[0]}` occurs twice in {entries}; one mesh axis cannot"
             " shard two dimensions, so give the second a name of its own"
             " (`rules.with_alias(...)` makes one), or `None`."
         )
-    order = {name: i for i, (name, _) in enumerate(rules.aliases)}
-    return tuple(sorted(slots, key=lambda slot: order.get(slot.name, -1)))
+    alias_order = {name: i for i, (name, _) in enumerate(rules.aliases)}
+    return tuple(sorted(slots, key=lambda slot: alias_order.get(slot.name, -1)))
 
 
 def _entries(names: Any) -> tuple[Any, ...]:
@@ -464,6 +481,7 @@ def _members(entry: Any) -> tuple[str, ...]:
 
 
 def _parts(entry: object) -> tuple[Any, ...]:
+    """The members of an entry of names: itself, unless it is a tuple."""
     if isinstance(entry, tuple):
         return entry
     return (entry,)
@@ -471,7 +489,8 @@ def _parts(entry: object) -> tuple[Any, ...]:
 
 @ft.lru_cache(maxsize=4096)
 def _units_of(entries: tuple[object, ...], rules: AxisRules) -> Units | None:
-    units = dict(rules.units)
+    """The units of the dimensions with the names `entries`, as `units_of` returns them."""
+    unit_by_name = dict(rules.units)
     units_of_dims = []
     for entry in entries:
         unit = 1
@@ -480,7 +499,7 @@ def _units_of(entries: tuple[object, ...], rules: AxisRules) -> Units | None:
                 unit = math.lcm(unit, cast(int, member.unit))
         for member in _members(entry):
             for name in alias_chain(member, rules):
-                unit = math.lcm(unit, units.get(name, 1))
+                unit = math.lcm(unit, unit_by_name.get(name, 1))
         units_of_dims.append(unit)
     if any(unit > 1 for unit in units_of_dims):
         return tuple(units_of_dims)
@@ -497,15 +516,19 @@ def _active(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
     return rules_of_mode(rules, mode) + rules.rules
 
 
-def _raise_unmatched(orphans: "list[_Slot]", rules: AxisRules, or_pass: str) -> None:
-    orphan_texts = []
-    for slot in orphans:
+def _raise_unmatched(unruled: "list[_Slot]", rules: AxisRules, or_pass: str) -> None:
+    """Raises `UnmatchedError` for logical names without a rule; nothing if `unruled` is
+    empty. `or_pass` is the part of the message about an argument that accepts such
+    names.
+    """
+    texts = []
+    for slot in unruled:
         near_name = near(slot.name, rules.names)
-        orphan_texts.append(f"`{slot.name}` (dim {slot.dim}){near_name}")
-    if orphan_texts:
+        texts.append(f"`{slot.name}` (dim {slot.dim}){near_name}")
+    if texts:
         raise UnmatchedError(
-            f"no rule for the logical names {', '.join(orphan_texts)}. The rules have"
+            f"no rule for the logical names {', '.join(texts)}. The rules have"
             f" {rules.names}; "
-            f"add one with `rules.extend([({orphans[0].name!r}, None)])`{or_pass}. For"
+            f"add one with `rules.extend([({unruled[0].name!r}, None)])`{or_pass}. For"
             " mesh axes use a PartitionSpec."
         )

@@ -68,9 +68,9 @@ def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
         PathRules([("k_proj/weight", atomic(P("fsdp", "tensor"), (1, 128))), (".*", P())])
         ```
     """
-    whole = isinstance(target, PartitionSpec | tuple)
+    is_for_all_dims = isinstance(target, PartitionSpec | tuple)
     sizes = unit if isinstance(unit, tuple) else (unit,)
-    if whole != isinstance(unit, tuple):
+    if is_for_all_dims != isinstance(unit, tuple):
         raise SpecError(
             f"`atomic({target!r}, {unit!r})`: a name takes one int, a whole spec or"
             " tuple of names takes a tuple of ints, one per dimension."
@@ -97,6 +97,7 @@ def pipeline(first: object, second: object) -> "Pipeline":
 
 
 def _piped(second: object, first: object) -> "Pipeline":
+    """The Pipeline for `first | second`, where Python asks the right side."""
     return pipeline(first, second)
 
 
@@ -185,11 +186,12 @@ def strategy_of(
             " different ones."
         )
     for argument, count in (("min_bytes", min_bytes), ("max_bytes", max_bytes)):
+        # `fsdp("data", "tensor")` passes an axis where a number of bytes is expected.
         if isinstance(count, str):
-            both = (*axes, count)
+            all_axes = (*axes, count)
             raise RuleError(
                 f"`{name}({axes[0]!r}, {count!r})`: several axes are a tuple,"
-                f" `{name}({both!r})`; `{argument}` is a number of bytes, such as"
+                f" `{name}({all_axes!r})`; `{argument}` is a number of bytes, such as"
                 " `2**20` for 1 MiB."
             )
         if count < 0:

@@ -61,8 +61,9 @@ def shardings(
 
     `CheckpointError` for a prefix that the checkpoint lacks, if the path of one array
     is a prefix of another's, or for a PartitionSpec with entries for an array of
-    unknown shape; `MeshError` for a PartitionSpec without a mesh; `SpecError`, with the array's path, if a Sharding
-    does not fit an array; `LeafTypeError` for a default of another type.
+    unknown shape; `MeshError` for a PartitionSpec without a mesh; `SpecError`, with the
+    array's path, if a Sharding does not fit an array; `LeafTypeError` for a default of
+    another type.
 
     !!! Example
 
@@ -85,7 +86,7 @@ def shardings(
     """
     return jax.tree.map(
         lambda entry: _resolved(
-            asked=default,
+            requested=default,
             array=entry,
             path=entry.path,
             mesh=mesh,
@@ -96,67 +97,68 @@ def shardings(
 
 
 def _resolved(
-    asked: Any,
+    requested: Any,
     array: Any,
     path: str,
     mesh: AnyMesh,
     is_corrected: bool,
 ) -> Sharding | None:
-    """The sharding of an array for `asked`: a Sharding, a PartitionSpec, a function
+    """The sharding of an array for `requested`: a Sharding, a PartitionSpec, a function
     that returns one, or `None`, which replicates.
 
     `mesh` is for a PartitionSpec and for `None`. `is_corrected` says whether a
     PartitionSpec is corrected to the array's shape, as by [`shardfx.correct`][]. Errors
     name the array by its `path`.
     """
-    if callable(asked) and not isinstance(asked, PartitionSpec | Sharding):
-        asked = asked(array)
-    if asked is None:
-        if mesh is None:
-            return None
-        asked = PartitionSpec()
-    if isinstance(asked, PartitionSpec):
+    is_sharding = isinstance(requested, PartitionSpec | Sharding)
+    if callable(requested) and not is_sharding:
+        requested = requested(array)
+    if requested is None and mesh is None:
+        return None
+    sharding = requested
+    if requested is None or isinstance(requested, PartitionSpec):
+        spec = PartitionSpec() if requested is None else requested
         if mesh is None:
             raise MeshError(
                 "PartitionSpecs cut arrays over a mesh, but there is none; pass"
                 " `mesh=`."
             )
         if is_corrected and array.shape is not None:
-            entries = entries_of(asked)[: len(array.shape)]
-            asked = correct(PartitionSpec(*entries), array.shape, mesh).spec
-        elif is_corrected and entries_of(asked):
+            entries = entries_of(spec)[: len(array.shape)]
+            spec = correct(PartitionSpec(*entries), array.shape, mesh).spec
+        elif is_corrected and entries_of(spec):
             raise CheckpointError(
-                f"the checkpoint does not say the shape of {quoted(path)}, so {asked}"
+                f"the checkpoint does not say the shape of {quoted(path)}, so {spec}"
                 " cannot be corrected to it; give a function as `default`, or a"
                 " Sharding."
             )
         if isinstance(mesh, MeshSpec):
             mesh = mesh.abstract()
-        asked = NamedSharding(mesh, asked)
-    if not isinstance(asked, Sharding):
+        sharding = NamedSharding(mesh, spec)
+    if not isinstance(sharding, Sharding):
         raise LeafTypeError(
-            f"leaf `{path}`: {type(asked).__name__} is no sharding; give a Sharding, a"
+            f"leaf `{path}`: {type(sharding).__name__} is no sharding; give a Sharding, a"
             " PartitionSpec with a mesh, `None`, or a function from the array to one"
             " of these. Rules decide by `shardfx.plan(checkpoint.structs(index), mesh,"
             " paths=rules).shardings`."
         )
     if array.shape is None:
-        return asked
+        return sharding
     try:
-        if isinstance(asked, NamedSharding) and len(
-            entries_of(canonical(asked.spec))
-        ) > len(array.shape):
-            raise ValueError(
-                f"{asked.spec} has more entries than the array has dimensions"
-            )
-        asked.shard_shape(array.shape)
+        if isinstance(sharding, NamedSharding):
+            entries = entries_of(canonical(sharding.spec))
+            if len(entries) > len(array.shape):
+                raise ValueError(
+                    f"{sharding.spec} has more entries than the array has dimensions"
+                )
+        sharding.shard_shape(array.shape)
     except ValueError as error:
         raise SpecError(
-            f"leaf `{path}`, shape {array.shape}: {asked} does not fit:"
+            f"leaf `{path}`, shape {array.shape}: {sharding} does not fit:"
             f" {str(error).splitlines()[0]}; give a spec that divides it, such as the"
             " one that `shardfx.correct(spec, shape, mesh)` returns."
         ) from error
-    return asked
+    return sharding
 
 
 def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTree:
@@ -197,7 +199,9 @@ def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTre
         ```
     """
     try:
-        spread = jax.tree.broadcast(shardings, tree, is_leaf=lambda node: node is None)
+        shardings_of_leaves = jax.tree.broadcast(
+            shardings, tree, is_leaf=lambda node: node is None
+        )
     except ValueError as error:
         lines = "\n  ".join(map(str, structure_diff(shardings, tree)))
         raise PlanMismatchError(
@@ -206,16 +210,16 @@ def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTre
             " them."
         ) from error
     leaves, treedef = jax.tree.flatten(tree)
-    asked_for = treedef.flatten_up_to(spread)
-    rows = zip(leaves, tree_paths(treedef), asked_for, strict=True)
+    requested_shardings = treedef.flatten_up_to(shardings_of_leaves)
+    rows = zip(leaves, tree_paths(treedef), requested_shardings, strict=True)
     # By the numbers of the leaves that are arrays.
     arrays: dict[int, Any] = {}
     targets: dict[int, Sharding | None] = {}
-    for number, (leaf, path, asked) in enumerate(rows):
+    for number, (leaf, path, requested) in enumerate(rows):
         if isinstance(leaf, jax.Array | np.ndarray | np.generic):
             arrays[number] = leaf
             targets[number] = _resolved(
-                asked=asked,
+                requested=requested,
                 array=leaf,
                 path=path,
                 mesh=mesh,
@@ -281,6 +285,9 @@ def structure_diff(a: PyTree, b: PyTree) -> tuple[Difference, ...]:
 
 
 def _differences(a: PyTree, b: PyTree, path: str) -> Iterator[Difference]:
+    """Yields the differences of the structures of two trees, both at `path`. Below
+    nodes of different types there are none.
+    """
     node_a = _node(a)
     node_b = _node(b)
     if node_a.kind is not node_b.kind:
@@ -290,28 +297,26 @@ def _differences(a: PyTree, b: PyTree, path: str) -> Iterator[Difference]:
             right=node_b.name,
         )
         return
-    has_below = False
+    differ_below = False
     for key in dict.fromkeys([*node_a.children, *node_b.children]):
-        where = key
-        if path:
-            where = f"{path}/{key}"
+        child_path = f"{path}/{key}" if path else key
         if key in node_a.children and key in node_b.children:
             child_a = node_a.children[key]
             child_b = node_b.children[key]
-            below = list(_differences(child_a, child_b, where))
+            below = list(_differences(child_a, child_b, child_path))
         else:
             name_a = _child_name(node_a, key)
             name_b = _child_name(node_b, key)
             below = [
                 Difference(
-                    path=where,
+                    path=child_path,
                     left=name_a,
                     right=name_b,
                 )
             ]
-        has_below = has_below or bool(below)
+        differ_below = differ_below or bool(below)
         yield from below
-    if not has_below and node_a.data != node_b.data:
+    if not differ_below and node_a.data != node_b.data:
         yield Difference(
             path=path,
             left=_with_data(node_a),
@@ -320,12 +325,14 @@ def _differences(a: PyTree, b: PyTree, path: str) -> Iterator[Difference]:
 
 
 def _child_name(node: Any, key: object) -> str:
+    """The type of a node's child in words; "nothing" if there is no such child."""
     if key not in node.children:
         return "nothing"
     return _node(node.children[key]).name
 
 
 def _with_data(node: Any) -> str:
+    """A node in words, with its static data."""
     return f"{node.name} with {node.data!r:.100}"
 
 
@@ -346,6 +353,9 @@ class _Node(NamedTuple):
 
 
 def _node(tree: PyTree) -> _Node:
+    """The root node of a tree: its type, its static data, and its children by key.
+    `None` counts as a leaf.
+    """
     children, treedef = jtu.tree_flatten_with_path(
         tree, is_leaf=lambda node: node is not tree
     )

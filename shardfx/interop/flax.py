@@ -169,19 +169,20 @@ def core_rules(rules: AnyRules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRul
         ```
     """
     axis_rules = _as_rules(rules)
-    modes = {mode: dict(first) for mode, first in axis_rules.modes}
-    last = AxisRules(
+    # In a dict, the last rule of a name overwrites the others.
+    modes = {mode: dict(mode_rules) for mode, mode_rules in axis_rules.modes}
+    last_rules = AxisRules(
         dict(axis_rules.rules),
         modes=modes,
         units=axis_rules.units,
         aliases=axis_rules.aliases,
         mesh_axes=axis_rules.mesh_axes,
     )
-    return last.prepend(
+    return last_rules.prepend(
         [
             (axis, axis)
             for axis in MeshSpec.of(mesh).axis_names
-            if axis not in last.names
+            if axis not in last_rules.names
         ]
     )
 
@@ -318,6 +319,9 @@ def _metadata(node: object) -> Mapping[str, Any]:
 
 
 def _names(sharding: object) -> tuple[object, ...]:
+    """The names of an array from the sharding of a Flax variable: a tuple of names, a
+    PartitionSpec or a NamedSharding. Raises `SpecError` for anything else.
+    """
     entries = sharding
     if isinstance(entries, NamedSharding):
         entries = entries.spec
@@ -338,4 +342,5 @@ def _names(sharding: object) -> tuple[object, ...]:
 
 
 def _as_rules(rules: AnyRules) -> AxisRules:
+    """Rules in any form as AxisRules; `None` is no rules."""
     return rules if isinstance(rules, AxisRules) else AxisRules(rules or ())

@@ -107,6 +107,10 @@ class Style:
     is_one_expert: bool = False
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | Atomic:
+        """Returns the spec of the parameter `leaf` at `path`, with the units that no
+        shard may split if there are any. Raises `RuleError` for one expert of a style
+        that shards the dimension of experts.
+        """
         rank = len(leaf.shape)
         if self.is_one_expert and STYLES[self.style] == _EXPERTS:
             raise RuleError(

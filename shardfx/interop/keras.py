@@ -34,6 +34,9 @@ class KerasLayout:
     others: tuple[str, ...] = ()
 
     def __call__(self, path: str, leaf: object) -> PartitionSpec:
+        """Returns the spec of the array at `path`. Raises `RuleError` if the path also
+        matches another key of the map.
+        """
         if path != self.key:
             also = [other for other in self.others if re.fullmatch(other, path)]
             if also:
@@ -111,6 +114,9 @@ def _grouped(key: str) -> str:
 
 
 def _axes(key: str, layout: object) -> Axes:
+    """The mesh axes in the layout of a key of a LayoutMap, as a tuple. Raises
+    `RuleError` for anything else.
+    """
     axes = getattr(layout, "axes", layout)
     if not isinstance(axes, tuple | list) or not all(
         axis is None or isinstance(axis, str) for axis in axes

@@ -66,8 +66,12 @@ def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndR
         )
     rules = [_rule(number, rule) for number, rule in enumerate(listed_rules)]
     replaced = {name for name, _ in rules}
-    before = [_rule(number, rule) for number, rule in enumerate(base)]
-    merged = [*[rule for rule in before if rule[0] not in replaced], *rules]
+    merged: list[Rule] = []
+    for number, base_rule in enumerate(base):
+        name, target = _rule(number, base_rule)
+        if name not in replaced:
+            merged.append((name, target))
+    merged += rules
     axes = dict.fromkeys(axis for _, target in merged for axis in entry_axes(target))
     mesh_axes = tuple(config.get("mesh_axes") or ())
     # The rules may name axes that the mesh lacks.
@@ -76,6 +80,9 @@ def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndR
 
 
 def _rule(number: int, rule: object) -> Rule:
+    """A rule of MaxText, [name, mesh axes], as a pair. Raises `RuleError`, with its
+    index `number`, for anything else.
+    """
     if not (
         isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str)
     ):

@@ -100,8 +100,8 @@ def partitioning_of(text: str) -> Partitioning:
     else:
         # Both modules have a function of this name; a file imports the one for experts
         # with its partitioner.
-        beside = standard is None or f"{standard['module']}{_MOE}" in text
-        rules = _standard(bound, kind == _MOE and beside)
+        are_of_moe = standard is None or f"{standard['module']}{_MOE}" in text
+        rules = _standard_rules(bound, has_experts=kind == _MOE and are_of_moe)
     submesh = _value_of(bound, f"{kind}.model_parallel_submesh")
     if submesh is not None:
         submesh = tuple(submesh)
@@ -121,17 +121,17 @@ def _partitioner(bound: Bindings) -> str:
     Raises `RuleError` if there is none, or if it is not one of T5X's.
     """
     values = [value for name, value in bound.items() if name.endswith(".partitioner")]
-    owners = [
-        name.partition(".")[0]
-        for name in bound
-        if name.partition(".")[0].endswith("Partitioner")
-    ]
-    named = [
-        match[1]
-        for value in values[-1:]
-        if (match := re.fullmatch(r"@(?:[\w.]+\.)?(\w+)\(\)", value))
-    ]
-    kinds = list(dict.fromkeys(named or owners))
+    configured: list[str] = []
+    for name in bound:
+        owner = name.partition(".")[0]
+        if owner.endswith("Partitioner"):
+            configured.append(owner)
+    passed: list[str] = []
+    for value in values[-1:]:
+        match = re.fullmatch(r"@(?:[\w.]+\.)?(?P<name>\w+)\(\)", value)
+        if match is not None:
+            passed.append(match["name"])
+    kinds = list(dict.fromkeys(passed or configured))
     if not kinds:
         raise RuleError(
             "the text binds no partitioner, and does not say how arrays are sharded."
@@ -147,22 +147,25 @@ def _partitioner(bound: Bindings) -> str:
     return _MOE if _MOE in kinds else _PLAIN
 
 
-def _standard(bound: Bindings, experts: bool) -> AxisRules:
+def _standard_rules(bound: Bindings, *, has_experts: bool) -> AxisRules:
+    """T5X's standard rules with the arguments that the gin file binds, with those for
+    experts if `has_experts`.
+    """
     activation, parameter = (
         _literal(bound, f"{_STANDARD}.{name}_partitioning_dims", 1)
         for name in ("activation", "parameter")
     )
     additional_rules = _literal(bound, f"{_STANDARD}.additional_rules", None) or ()
-    if not experts:
+    if not has_experts:
         return t5x(activation, parameter, additional_rules)
     rules = t5x(activation, parameter, [*_EXPERTS, *additional_rules])
     # The batch is sharded over experts too.
-    spread = []
+    pairs = []
     for name, target in rules.rules:
         if name == "batch":
             target = ("expert", "data")
-        spread.append((name, target))
-    return AxisRules(spread, mesh_axes=("data", "expert", "model"))
+        pairs.append((name, target))
+    return AxisRules(pairs, mesh_axes=("data", "expert", "model"))
 
 
 def _value_of(bound: Bindings, *names: str) -> Any:
@@ -174,15 +177,22 @@ def _value_of(bound: Bindings, *names: str) -> Any:
 
 
 def _bindings(text: str) -> Bindings:
+    """The text of each value that a gin file binds, by the last two parts of its name.
+    A name that is bound twice has the last value.
+    """
     text = re.sub(r"(?m)#.*$", "", text)
     blocks = [(block.start(), block["name"]) for block in _BLOCK.finditer(text)]
     bindings: Bindings = {}
     for binding in _BINDING.finditer(text):
         name = binding["name"]
         if binding["indent"]:
-            above = [block for start, block in blocks if start < binding.start()]
-            if above:
-                name = f"{above[-1]}.{name}"
+            # The block to which the binding belongs is the last one before it.
+            blocks_before = []
+            for start, block in blocks:
+                if start < binding.start():
+                    blocks_before.append(block)
+            if blocks_before:
+                name = f"{blocks_before[-1]}.{name}"
         key = ".".join(name.rpartition("/")[2].split(".")[-2:])
         bindings[key] = _value_text(text[binding.end() :])
     return bindings

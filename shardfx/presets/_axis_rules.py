@@ -112,8 +112,10 @@ def eformer(
     rules = dict[str, Axes]()
     generation = dict[str, Axes]()
     for field, token in tokens.TOKENS.items():
-        asked = arguments[field]
-        rules[token] = usual.get(field) if isinstance(asked, _Unset) else asked
+        given_axes = arguments[field]
+        if isinstance(given_axes, _Unset):
+            given_axes = usual.get(field)
+        rules[token] = given_axes
         if f"decode_{field}" in arguments:
             in_decode = arguments[f"decode_{field}"]
             if isinstance(in_decode, _Unset):
@@ -144,19 +146,20 @@ def _generation_rules(
     `generation` the mesh axes of some tokens in the mode.
     """
     changed: dict[str, Axes] = {}
+    # The position of the last token that is sharded otherwise in the mode.
     last = 0
-    for place, token in enumerate(rules):
+    for position, token in enumerate(rules):
         if token in generation and generation[token] != rules[token]:
             changed[token] = generation[token]
             if generation[token] is not None:
-                last = place
+                last = position
     entries: list[tuple[str, Axes]] = []
-    for place, token in enumerate(rules):
+    for position, token in enumerate(rules):
         if token in changed:
             # `None` ends the search: the base rule of the token is no fallback in this
             # mode.
             entries += dict.fromkeys([(token, changed[token]), (token, None)])
-        elif place < last:
+        elif position < last:
             # The rules of a mode come before the base rules, so tokens with priority
             # over a changed one are repeated.
             entries.append((token, rules[token]))
@@ -231,19 +234,22 @@ def t5x(
             f" parameter_dims={parameter_dims!r})`: T5X shards one or two dimensions of"
             " each; use 1 or 2."
         )
-    embed = [("embed", target) for target in _EMBED[activation_dims, parameter_dims]]
+    embed_rules = [
+        ("embed", target) for target in _EMBED[activation_dims, parameter_dims]
+    ]
     # T5X puts a replicated `embed` after `vocab`. The position has no effect, but the
     # list is the same as T5X's.
-    if embed == [("embed", None)]:
-        rest = [_SHARDED[0], *embed, *_SHARDED[1:]]
+    if embed_rules == [("embed", None)]:
+        vocab_rule, *others = _SHARDED
+        sharded = [vocab_rule, *embed_rules, *others]
     else:
-        rest = [*_SHARDED, *embed]
+        sharded = [*_SHARDED, *embed_rules]
     if isinstance(additional_rules, AxisRules):
         added = additional_rules
     else:
         added = AxisRules(additional_rules)
     standard = AxisRules(
-        [("batch", "data"), *rest, *((name, None) for name in _REPLICATED)],
+        [("batch", "data"), *sharded, *((name, None) for name in _REPLICATED)],
         mesh_axes=("data", "model"),
     )
     return standard.extend(added.rules, modes=added.modes, mesh_axes=added.mesh_axes)

@@ -66,7 +66,7 @@ def rows_for_rules(family: str, form: Form) -> Rows:
     `form` has the options that decide about biases, such as `qkv_bias`. Norms and other
     arrays that depend on an option are always included.
     """
-    every = {
+    all_options = {
         **form,
         "qk_norm": True,
         "four_norms": True,
@@ -74,8 +74,8 @@ def rows_for_rules(family: str, form: Form) -> Rows:
         "dense_layers": 1,
         "score_bias": True,
     }
-    rows = rows_of(family, {**every, "q_lora": 0})
-    rows |= rows_of(family, {**every, "q_lora": 1})
+    rows = rows_of(family, {**all_options, "q_lora": 0})
+    rows |= rows_of(family, {**all_options, "q_lora": 1})
     rows |= vision_rows_of(family) | further_rows_of(family)
     if family != "deepseek":
         return rows
@@ -105,39 +105,48 @@ def rules_of(
       `expert` along their first dimension.
     - `others`: paths that no rule may match.
     """
-    over = (
+    mesh_axes = (
         dict.fromkeys(_TENSOR_AXES, tensor)
         | dict.fromkeys(_FSDP_AXES, fsdp)
         | dict.fromkeys(_UNSHARDED_AXES)
     )
     paths_by_target: dict[Target, list[str]] = {}
     for path, entry in rows.items():
-        weight = weights_of(path, entry)[0]
-        weight_axes = over
+        # The kinds of weights in one array are sharded alike.
+        weight, *_ = weights_of(path, entry)
+        axes_of_weight = mesh_axes
         if weight.kind.startswith("expert_"):
-            weight_axes = over | {"experts": expert}
-        paths_by_target.setdefault(
-            _target(weight, weight_axes, sizes, fsdp), []
-        ).append(path)
+            axes_of_weight = mesh_axes | {"experts": expert}
+        target = _target(weight, axes_of_weight, sizes, fsdp)
+        paths_by_target.setdefault(target, []).append(path)
     rules: Rules = []
     for target, paths in paths_by_target.items():
-        apart = [*others, *[path for path in rows if path not in paths]]
-        rules.append((_regex([_suffix(path, apart) for path in paths]), target))
+        unmatched = [*others, *[path for path in rows if path not in paths]]
+        suffixes = [_suffix(path, unmatched) for path in paths]
+        rules.append((_regex(suffixes), target))
     return rules
 
 
 def _target(
     weight: Weight,
-    over: Mapping[str, Axes | None],
+    mesh_axes: Mapping[str, Axes | None],
     sizes: Sizes,
     fsdp: Axes,
 ) -> Target:
+    """Returns the target of the path rule for a weight: the mesh axes of each
+    dimension, with the units that no shard may split; for norms and other small arrays,
+    the strategy over `fsdp`.
+
+    `mesh_axes` has the mesh axes of each axis of a weight. `sizes` has the sizes of
+    inner axes, such as `dim` in the dimension `(heads dim)`, of which `heads` is the
+    outer one.
+    """
     outer_axes = [group[0] for group in weight.dims]
     # Latent axes are sharded over `fsdp` only if no dimension is `embed`.
     latent_axes = None if "embed" in outer_axes else fsdp
-    over = {**over, **dict.fromkeys(_LATENT, latent_axes)}
+    mesh_axes = {**mesh_axes, **dict.fromkeys(_LATENT, latent_axes)}
     is_small_vector = len(outer_axes) == 1 and outer_axes[0] not in _ALONE
-    if is_small_vector or not set(outer_axes) <= over.keys():
+    if is_small_vector or not set(outer_axes) <= mesh_axes.keys():
         # Norms, biases and small tables.
         if fsdp:
             return fsdp_strategy(fsdp)
@@ -146,7 +155,7 @@ def _target(
     units = []
     for _, *inner_axes in weight.dims:
         units.append(math.prod(sizes[axis] for axis in inner_axes))
-    spec = P(*[over[axis] for axis in outer_axes])
+    spec = P(*[mesh_axes[axis] for axis in outer_axes])
     if max(units) > 1:
         return atomic(spec, tuple(units))
     return spec
@@ -160,11 +169,13 @@ def _suffix(path: str, others: Sequence[str]) -> str:
     matches the "/" in the paths of a nested tree.
     """
     for count in range(2, path.count(".") + 2):
+        # First all numbers are alike, then only the braces are any number.
         for number in (r"\{[^}]*\}|\d+", r"\{[^}]*\}"):
-            first, *apart = (re.sub(number, r"\\d+", each) for each in (path, *others))
-            end = ".".join(first.split(".")[-count:])
-            if not any(other.endswith(end) for other in apart):
-                return end
+            regex = re.sub(number, r"\\d+", path)
+            suffix = ".".join(regex.split(".")[-count:])
+            other_regexes = [re.sub(number, r"\\d+", other) for other in others]
+            if not any(other.endswith(suffix) for other in other_regexes):
+                return suffix
     return re.sub(r"\{[^}]*\}", r"\\d+", path)
 
 
@@ -172,14 +183,15 @@ def _regex(suffixes: Sequence[str]) -> str:
     """Returns one regex for several path suffixes. The suffix "norm.weight" also
     matches "layernorm.weight".
     """
-    short = []
-    for end in dict.fromkeys(suffixes):
+    needed = []
+    for suffix in dict.fromkeys(suffixes):
         # A longer suffix matches only what a shorter one matches too.
-        if not any(end != suffix and end.endswith(suffix) for suffix in suffixes):
-            short.append(end)
-    heads, _, lasts = zip(*[end.rpartition(".") for end in short], strict=True)
-    if len(short) == 1:
-        return f"{short[0]}$"
+        shorter = [other for other in suffixes if other != suffix]
+        if not any(suffix.endswith(other) for other in shorter):
+            needed.append(suffix)
+    heads, _, lasts = zip(*[suffix.rpartition(".") for suffix in needed], strict=True)
+    if len(needed) == 1:
+        return f"{needed[0]}$"
     if len({*lasts}) == 1:
         return f"({'|'.join(heads)}).{lasts[0]}$"
-    return f"({'|'.join(short)})$"
+    return f"({'|'.join(needed)})$"

@@ -85,23 +85,23 @@ def convert(
     like_tree = None if like is None else load_model(like).tree
     leaves: Mapping[str, Any] = tree_structs(structs)
     if relation is not None:
-        there = None if like_tree is None else tree_structs(like_tree)
+        like_structs = None if like_tree is None else tree_structs(like_tree)
         leaves = calling(
-            "mapping", lambda: bound(relation, tree_structs(structs), there)
+            "mapping", lambda: bound(relation, tree_structs(structs), like_structs)
         )
     if not dry_run:
         # Every leaf is replicated, so this process writes all of it. `load` and `save`
         # show their progress.
         mesh = MeshSpec({"device": 1}).build(jax.devices()[:1])
-        held = plan(structs, mesh, paths=PathRules([(".*", replicate)]))
+        whole_plan = plan(structs, mesh, paths=PathRules([(".*", replicate)]))
         load_dtype = None if dtype is None else jnp.dtype(dtype)
         tree = calling(
-            "reading", lambda: checkpoint.load(index, held, dtype=load_dtype)
+            "reading", lambda: checkpoint.load(index, whole_plan, dtype=load_dtype)
         )
         options = {"map": relation, "like": like_tree, "overwrite": overwrite}
         calling(
             f"writing {target!r}",
-            lambda: checkpoint.save(target, tree, held, **options),
+            lambda: checkpoint.save(target, tree, whole_plan, **options),
         )
     size = 0
     arrays = []
@@ -122,6 +122,7 @@ def convert(
 
 
 def _map(name: str) -> TreeMap:
+    """The TreeMap in a JSON file, or that MODULE:NAME is or makes."""
     if os.path.isfile(name) and not name.endswith(".py"):
         return calling(
             f"reading {name!r}",
@@ -131,6 +132,7 @@ def _map(name: str) -> TreeMap:
 
 
 def _cast(struct: jax.ShapeDtypeStruct, dtype: str) -> jax.ShapeDtypeStruct:
+    """The struct with another dtype, if its own is one of floating point."""
     if jnp.issubdtype(struct.dtype, jnp.floating):
         return jax.ShapeDtypeStruct(struct.shape, jnp.dtype(dtype))
     return jax.ShapeDtypeStruct(struct.shape, struct.dtype)

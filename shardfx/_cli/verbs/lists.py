@@ -79,6 +79,7 @@ def models(text: str, json_file: str | None) -> None:
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The texts of the row of a published model, from its config and strategies."""
     # If every feed-forward block has experts, the column `hidden` shows their size.
     numbers = {**row, "hidden": row.get("hidden", row.get("expert_hidden", ""))}
     texts = [str(numbers.get(name, "")) for name in _NUMBERS]

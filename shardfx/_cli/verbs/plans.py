@@ -217,11 +217,12 @@ def diff(
         )
     # The second mesh has as many devices as the first if --devices or --target says how
     # many.
-    usual = (options.mesh, options.rules)
-    if to is not None and to_mesh is None and to_rules is None and to.endswith(".json"):
-        usual = (None, None)
-    mesh = to_mesh or usual[0]
-    rules = to_rules or usual[1]
+    mesh = to_mesh or options.mesh
+    rules = to_rules or options.rules
+    # A stored plan has its own.
+    is_stored_plan = to is not None and to.endswith(".json")
+    if is_stored_plan and to_mesh is None and to_rules is None:
+        mesh = rules = None
     other = dataclasses.replace(
         options,
         model=to or options.model,

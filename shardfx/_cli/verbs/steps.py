@@ -116,12 +116,14 @@ def traffic(
     if how == "compare":
         sent = step_traffic.compiled
         text = str(step_traffic)
-        sums = ("extra_bytes",)
+        totals = ("extra_bytes",)
     else:
         sent = step_traffic
         text = step_traffic.text(terminal_width())
-        sums = ("wire_bytes", "dcn_bytes")
-    data = {name: getattr(step_traffic, name) for name in sums} | data_of(step_traffic)
+        totals = ("wire_bytes", "dcn_bytes")
+    data = {name: getattr(step_traffic, name) for name in totals} | data_of(
+        step_traffic
+    )
     if hardware is not None:
         timed = calling("timing", lambda: cost.seconds(sent, hardware, loaded.mesh))
         text = f"{text}\n\n{timed}"
@@ -163,17 +165,17 @@ def why(
     loaded = load_step(step, kwargs, mesh)
     with working(f"asking about {step}"):
         if line is None:
-            answer_text = calling(
+            shardings = calling(
                 "asking", lambda: cost.shardings(loaded.function, *loaded.args)
             )
         else:
-            answer_text = calling("asking", lambda: _of_line(loaded, line))
+            shardings = calling("asking", lambda: _shardings_of_line(loaded, line))
     answer(
         json_file,
-        lambda: str(answer_text),
+        lambda: str(shardings),
         lambda: {
-            "arrays": json.loads(answer_text.to_json()),
-            "notes": answer_text.notes,
+            "arrays": json.loads(shardings.to_json()),
+            "notes": shardings.notes,
         },
     )
 
@@ -241,21 +243,22 @@ def fit(
         step_fit = calling("counting", lambda: cost.fit(parts, chip=hardware))
     else:
         loaded = load_step(step, options.kwargs, options.mesh)
-        program = None
+        program = None  # `fit` estimates
         if compiles:
             program = compiled(loaded, options.target)
         step_fit = fit_of(loaded, hardware, program)
     answer(
         json_file,
         lambda: calling("trying changes", step_fit.explain),
-        lambda: _data(step_fit),
+        lambda: _fit_data(step_fit),
     )
     if step_fit.fits and step_fit.basis != "arguments":
         return 0
     return 1
 
 
-def _data(step_fit: cost.Fit) -> dict[str, Any]:
+def _fit_data(step_fit: cost.Fit) -> dict[str, Any]:
+    """Returns a fit as dicts and lists, for JSON."""
     names = (
         "fits",
         "is_close",
@@ -274,7 +277,7 @@ for _command in (traffic, why):
     _command.help = (_command.help or "").replace("{STEP}", _STEP_HELP)
 
 
-def _of_line(loaded: LoadedStep, line: str) -> cost.StepShardings:
+def _shardings_of_line(loaded: LoadedStep, line: str) -> cost.StepShardings:
     """The shardings of the arrays that one source line of a step computes. The notes
     have the reason for each collective of this line.
     """
@@ -450,11 +453,14 @@ def _table(candidates: Sequence[Candidate]) -> str:
 
 
 def _candidate_data(candidate: Candidate) -> dict[str, object]:
+    """Returns a candidate of a search as dicts and lists, for JSON: its mesh and rules,
+    the specs that its plans give to the arguments, its costs, and its collectives.
+    """
     fields = {name: getattr(candidate, name) for name in _FIELDS}
     plans = []
     for plan in candidate.plans:
         plans.append({leaf.path: leaf.spec for leaf in plan.leaves})
-    sent = [_row(row) for row in candidate.traffic.rows]
+    sent = [_traffic_row_data(row) for row in candidate.traffic.rows]
     return {
         "mesh": str(candidate.mesh),
         "rules": candidate.rules.rules,
@@ -464,7 +470,7 @@ def _candidate_data(candidate: Candidate) -> dict[str, object]:
     }
 
 
-def _row(row: TrafficRow) -> dict[str, object]:
+def _traffic_row_data(row: TrafficRow) -> dict[str, object]:
     """Returns a collective of a step as a dict. Of its source lines, the dict has only
     the innermost one.
     """

@@ -18,35 +18,37 @@ from ._entries import Entry, Fused, Range, Scaled, Weight, weights_of
 from ._reading import Sizes
 
 
-# Where the source lacks the kind: with tied weights, the output weights are the
-# embedding.
-_ALSO = {"head": "embedding"}
+# The kind of the source from which a kind is made that the source lacks: with tied
+# weights, the output weights are the embedding.
+_KIND_IF_ABSENT = {"head": "embedding"}
 
 
 def between(
-    places: Sequence[Weight],
+    source_weights: Sequence[Weight],
     target: Sequence[tuple[str, Entry]],
     sizes: Sizes,
     drop: Sequence[str],
 ) -> dict[str, From]:
     """Returns the rules of a map, by the paths of the target.
 
-    `places` are the arrays of the source, and `target` has the paths and entries of the
+    `source_weights` are the arrays of the source, and `target` has the paths and entries of the
     target. `drop` has the kinds of weights that only the source has. Raises `MapError`
     if any other kind is in one of the layouts only.
     """
-    kinds = together(places, lambda place: place.kind)
+    weights_by_kind = together(source_weights, lambda weight: weight.kind)
     rows = {path: weights_of(path, entry) for path, entry in target}
     target_kinds: list[str] = []
     for weights in rows.values():
         target_kinds += [weight.kind for weight in weights]
-    _check_kinds(kinds, target_kinds, drop)
+    _check_kinds(weights_by_kind, target_kinds, drop)
     rules = {}
     for path, entry in target:
         parts = []
         for weight in rows[path]:
             _check_splits(weight, sizes)
-            sources = kinds.get(weight.kind) or kinds[_ALSO[weight.kind]]
+            sources = weights_by_kind.get(weight.kind)
+            if not sources:
+                sources = weights_by_kind[_KIND_IF_ABSENT[weight.kind]]
             parts.append(_expression(sources, weight, sizes))
         if isinstance(entry, Scaled):
             raise MapError(
@@ -61,21 +63,30 @@ def between(
 
 
 def _check_kinds(
-    kinds: Mapping[str, list[Weight]],
+    weights_by_kind: Mapping[str, list[Weight]],
     target_kinds: Sequence[str],
     drop: Sequence[str],
 ) -> None:
+    """Raises `MapError` with all kinds of weights that only one layout has, except
+    those in `drop`, which only the source may have. `weights_by_kind` has the source's
+    arrays of each kind.
+    """
     lines = []
     for kind in dict.fromkeys(target_kinds):
-        if kind not in kinds and _ALSO.get(kind) not in kinds:
-            lines.append(f"the source has no `{kind}`{near(kind, list(kinds))}")
-    for kind, places in kinds.items():
+        if (
+            kind not in weights_by_kind
+            and _KIND_IF_ABSENT.get(kind) not in weights_by_kind
+        ):
+            lines.append(
+                f"the source has no `{kind}`{near(kind, list(weights_by_kind))}"
+            )
+    for kind, weights in weights_by_kind.items():
         if kind not in target_kinds and kind not in drop:
             hint = f"{near(kind, target_kinds)}; without it: `drop=[{kind!r}]`"
-            lines.append(f"the target has no `{kind}` ({places[0].path}){hint}")
+            lines.append(f"the target has no `{kind}` ({weights[0].path}){hint}")
     for kind in drop:
-        if kind not in kinds:
-            hint = near(kind, list(kinds))
+        if kind not in weights_by_kind:
+            hint = near(kind, list(weights_by_kind))
             lines.append(f"`drop` has `{kind}`, which the source has not{hint}")
     if lines:
         raise MapError(
@@ -125,7 +136,7 @@ def _expression(sources: Sequence[Weight], want: Weight, sizes: Sizes) -> From:
 
 def _joined_ranges(sources: Sequence[Weight], want: Weight, sizes: Sizes) -> From:
     """Returns the expression for the array `want` from arrays that each have a range of
-    one axis.
+    one axis: they are joined to the whole axis, of which `want` may be a range again.
     """
     axis = _range_axis(sources, want)
     # The array with the whole axis as a dimension of its own.
@@ -135,6 +146,7 @@ def _joined_ranges(sources: Sequence[Weight], want: Weight, sizes: Sizes) -> Fro
         in_path = tuple(name for name in want.in_path if name != axis)
         whole = whole._replace(dims=((axis,), *want.dims), in_path=in_path)
     span = want.range
+    # Whether `want` has only one entry of the axis, such as `layers[3]`.
     is_entry = span is not None and span.axis == axis and not span.step
     if is_entry:
         whole = whole._replace(dims=((axis,), *want.dims))
@@ -169,9 +181,12 @@ def _range_axis(sources: Sequence[Weight], want: Weight) -> str:
     """Returns the one axis of which each of `sources` has a range. Raises `MapError` if
     there is no such axis.
     """
-    axes = {source.range and source.range.axis for source in sources}
-    axis = axes.pop()
-    if axis is None or axes:
+    axes: dict[str | None, None] = {}
+    for source in sources:
+        axis_of_source = None if source.range is None else source.range.axis
+        axes[axis_of_source] = None
+    axis, *others = axes
+    if axis is None or others:
         paths = ", ".join(source.path for source in sources)
         raise MapError(
             f"`{want.path}`: the source has `{want.kind}` in {paths}; give each a range"
@@ -223,7 +238,7 @@ def _concatenated(parts: Sequence[_RangePart], dim: int, want: Weight) -> From:
     """
     in_order = sorted(parts, key=lambda part: part.span.start)
     groups = together(in_order, lambda part: _interleaved(part.span))
-    rows = []
+    pieces = []
     for (first, _, step), members in groups.items():
         expressions = [part.expression for part in members]
         if step > 1:
@@ -233,11 +248,12 @@ def _concatenated(parts: Sequence[_RangePart], dim: int, want: Weight) -> From:
                     f"`{want.path}`: of every {step} `{want.kind}` the source has those"
                     f" from {', '.join(map(str, starts))}, not all."
                 )
-            rows.append(From.stacked(expressions, dim=dim + 1).merge(dim))
+            pieces.append(From.stacked(expressions, dim=dim + 1).merge(dim))
         elif step == 1:
-            rows.append(expressions[0])
+            pieces.append(expressions[0])
         else:
-            rows.append(From.stacked(expressions, dim=dim))
-    if len(rows) == 1:
-        return rows[0]
-    return From.concat(rows, dim=dim)
+            # Single entries, `[0]` and `[1]`, are stacked.
+            pieces.append(From.stacked(expressions, dim=dim))
+    if len(pieces) == 1:
+        return pieces[0]
+    return From.concat(pieces, dim=dim)

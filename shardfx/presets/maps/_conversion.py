@@ -14,12 +14,14 @@ from ._reading import Axes, Sizes, array_counts, read
 
 def sliced(whole: From, span: Range, dim: int) -> From:
     """Returns the expression for the entries `span` of dimension `dim`, from the
-    expression for the `whole` array.
+    expression for the `whole` array. A range of one entry (step 0) removes the
+    dimension.
     """
     if not span.step:
         return whole.at(span.start, dim=dim)
     if span.step == 1:
         return whole.slice(span.start, span.stop, dim=dim)
+    # Every `step` entries form a group, of which one entry is taken.
     offset = span.start % span.step
     first = span.start - offset
     if span.stop is not None or first:
@@ -123,6 +125,9 @@ class _Conversion:
 
 
 def _matched_axes(source: Weight, want: Weight, sizes: Sizes) -> _Conversion:
+    """Returns how the axes of the array `source` correspond to those of the array
+    `want` of the target. Raises `MapError` if they do not.
+    """
     entry = None
     if want.range is not None and not want.range.step:
         entry = want.range
@@ -191,6 +196,7 @@ def _take_entries(draft: _Draft, conversion: _Conversion) -> None:
     indices |= dict.fromkeys(conversion.dropped, 0)
     for axis, index in indices.items():
         dim = draft.dims.index((axis,))
+        # The arrays of all entries must have the target's number of entries.
         if index == axis:
             draft.resize(axis, dim)
         draft.expression = draft.expression.at(index, dim=dim)
@@ -202,12 +208,12 @@ def _order_dims(draft: _Draft, conversion: _Conversion) -> None:
     axis in the source's path become one array, with the axis as a dimension.
     """
     present = [group for group in conversion.order if group in draft.dims]
-    places = [draft.dims.index(group) for group in present]
-    if places != sorted(places):
-        if places == sorted(places, reverse=True):
+    source_dims = [draft.dims.index(group) for group in present]
+    if source_dims != sorted(source_dims):
+        if source_dims == sorted(source_dims, reverse=True):
             draft.expression = draft.expression.T
         else:
-            draft.expression = draft.expression.transpose(*places)
+            draft.expression = draft.expression.transpose(*source_dims)
     counts = array_counts(conversion.source, conversion.want, draft.sizes)
     for dim, group in enumerate(conversion.order):
         if group not in draft.dims:
@@ -284,6 +290,7 @@ def _repeated(
     only the array `want` has.
     """
     rank = len(want.dims)
+    # Whether the source has a number, from which all entries are made.
     is_number = all(axis in repeated for axis in want.axes)
     if is_number and want.dims:
         expression = expression.reshape(*[1] * rank)

@@ -258,7 +258,11 @@ def _dimensions(text: str) -> _Dimensions | None:
 
 
 def _weight(path: str, text: str, entry: Entry, number: int) -> Weight:
-    """Reads one kind of weight: `text` is `"query: embed (heads dim)"`, say."""
+    """Reads one kind of weight from `text`, such as `"query: embed (heads dim)"`, of
+    the array at `path`. `number` is its index among the kinds of the array, whose entry
+    in the layout is `entry`. Raises `MapError` if it cannot be read or has an axis
+    twice.
+    """
     line = _LINE.fullmatch(text)
     dimensions = _dimensions(line["axes"].strip()) if line is not None else None
     if line is None or dimensions is None or len(dimensions.ranges) > 1:

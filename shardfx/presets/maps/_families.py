@@ -4,7 +4,7 @@ and the axes of its array.
 `families.txt` in this folder has the rows, with torch's dimensions, `[out, in]`. The
 functions here combine them and add the paths of the layers. Shapes, rules and maps are
 all made from these rows. In a path, names in braces stand for the numbers of layers and
-experts. In the function of a family, such as `_gpt_oss`, `at` is the prefix of the
+experts. In the function of a family, such as `_gpt_oss`, `prefix` is that of the
 paths, `head` is the path of the output weights without `.weight`, and `form` has the
 options of the model.
 """
@@ -60,9 +60,9 @@ def vision_rows_of(family: str) -> Rows:
     """Returns the rows of a family's vision encoder and projector; none for a family
     without vision.
     """
-    if family not in _SIGHT:
+    if family not in _VISION:
         return {}
-    return _SIGHT[family]()
+    return _VISION[family]()
 
 
 def further_rows_of(family: str) -> Rows:
@@ -103,14 +103,21 @@ def _with_biases(rows: Rows, dim: int = 0) -> Rows:
 
 
 def _bias(entry: Entry, dim: int) -> Entry:
+    """The entry of the bias of a weight, which has the axes of the weight's dimension
+    `dim`.
+    """
     if isinstance(entry, Fused):
         return Fused(*[str(_bias(part, dim)) for part in entry.parts])
     kind, _, axes = str(entry).partition(": ")
     return f"{kind}_bias: {groups_of(axes)[dim]}"
 
 
-def _attention(prefix: str, form: Form, into: str = _PARTS["qkv"]) -> Rows:
-    rows = _rows(prefix, into)
+def _attention(prefix: str, form: Form, qkv_text: str = _PARTS["qkv"]) -> Rows:
+    """Returns the rows of an attention layer whose paths begin with `prefix`: the
+    projections of queries, keys and values, which `qkv_text` has as text, the output,
+    and the norms of queries and keys if `form` has them.
+    """
+    rows = _rows(prefix, qkv_text)
     if form.get("qkv_bias"):
         rows = _with_biases(rows)
     out = _rows(prefix, "o_proj  out: embed (heads dim)")
@@ -123,10 +130,14 @@ def _attention(prefix: str, form: Form, into: str = _PARTS["qkv"]) -> Rows:
 
 
 def _mlp(prefix: str, kind: str = "", hidden: str = "hidden") -> Rows:
+    """Returns the rows of a gated feed-forward block. `kind` begins the names of its
+    weights, such as "expert_", and `hidden` is the axis of its hidden units.
+    """
     return _rows(prefix, _PARTS["mlp"].format(kind=kind, hidden=hidden))
 
 
 def _router_and_experts(prefix: str) -> Rows:
+    """Returns the rows of a router and of its experts."""
     router = _rows(prefix, "gate  router: experts embed")
     return router | _mlp(f"{prefix}experts.{{experts}}.", "expert_")
 
@@ -156,6 +167,7 @@ def _causal(
 
 
 def _llama(prefix: str, head: str, form: Form) -> Rows:
+    """Returns the rows of Llama, and of families with the same names."""
     layer = f"{prefix}layers.{{layers}}."
     mlp = _mlp(f"{layer}mlp.")
     if form.get("mlp_bias"):
@@ -164,6 +176,7 @@ def _llama(prefix: str, head: str, form: Form) -> Rows:
 
 
 def _mixtral(prefix: str, head: str, form: Form) -> Rows:
+    """Returns the rows of Mixtral, in which every feed-forward block has experts."""
     layer = f"{prefix}layers.{{layers}}."
     moe = f"{layer}block_sparse_moe."
     routed = _rows(moe, "gate  router: experts embed")
@@ -172,6 +185,7 @@ def _mixtral(prefix: str, head: str, form: Form) -> Rows:
 
 
 def _qwen3_moe(prefix: str, head: str, form: Form) -> Rows:
+    """Returns the rows of Qwen3's models with experts in every layer."""
     layer = f"{prefix}layers.{{layers}}."
     attention = _attention(f"{layer}self_attn.", {"qk_norm": True})
     return _causal(prefix, head, form, attention | _router_and_experts(f"{layer}mlp."))
@@ -195,14 +209,17 @@ def _qwen3_next(prefix: str, head: str, form: Form) -> Rows:
     linear = _PARTS["qwen3_next.linear"]
     layer |= _rows(f"{layers}{{linear_layers}}.linear_attn.", linear, leaf="")
 
-    last = _attention("mtp.layers.0.self_attn.", form, gated)
-    last |= _qwen3_next_mlp("mtp.layers.0.mlp.")
-    last |= _rows("mtp.", _PARTS["qwen3_next.ahead"])
-    last |= _rows("mtp.layers.0.", _PARTS["norms"])
-    return _causal(prefix, head, form, layer) | last
+    ahead = _attention("mtp.layers.0.self_attn.", form, gated)
+    ahead |= _qwen3_next_mlp("mtp.layers.0.mlp.")
+    ahead |= _rows("mtp.", _PARTS["qwen3_next.ahead"])
+    ahead |= _rows("mtp.layers.0.", _PARTS["norms"])
+    return _causal(prefix, head, form, layer) | ahead
 
 
 def _qwen3_next_mlp(prefix: str) -> Rows:
+    """Returns the rows of a block with routed experts, and one shared expert with a
+    gate.
+    """
     rows = _router_and_experts(prefix)
     rows |= _mlp(f"{prefix}shared_expert.", "shared_", "shared_hidden")
     return rows | _rows(prefix, "shared_expert_gate  shared_router: one embed")
@@ -258,11 +275,11 @@ def _dense_then_routed(prefix: str, form: Form) -> Rows:
     """Returns the rows of feed-forward blocks of which the first `dense_layers` are
     dense, and the others have routed and shared experts.
     """
-    dense = form.get("dense_layers", 0)
+    dense_count = form.get("dense_layers", 0)
     moe = f"{prefix}layers.{{layers}}.mlp."
     rows: Rows = {}
-    if dense:
-        moe = f"{prefix}layers.{{moe_layers+{dense}}}.mlp."
+    if dense_count:
+        moe = f"{prefix}layers.{{moe_layers+{dense_count}}}.mlp."
         rows = _mlp(f"{prefix}layers.{{dense_layers}}.mlp.")
     rows |= _router_and_experts(moe)
     rows |= _mlp(f"{moe}shared_experts.", "shared_", "shared_hidden")
@@ -285,6 +302,9 @@ def _gemma3n(prefix: str, head: str, form: Form) -> Rows:
 
 
 def _deepseek(prefix: str, head: str, form: Form) -> Rows:
+    """Returns the rows of DeepSeek V2 and V3, with latent attention. The queries are
+    compressed too if `form` has "q_lora".
+    """
     layer = f"{prefix}layers.{{layers}}."
     query = "q_proj  query: (heads dim) embed"
     if form.get("q_lora"):
@@ -319,6 +339,7 @@ def _llama4(prefix: str, head: str, form: Form) -> Rows:
 
 
 def _starcoder2(prefix: str, head: str, form: Form) -> Rows:
+    """Returns the rows of StarCoder2, in which all matrices and norms have biases."""
     layer = f"{prefix}layers.{{layers}}."
     layer_rows = _attention(f"{layer}self_attn.", {"qkv_bias": True, "out_bias": True})
     mlp = "c_fc    up: hidden embed\nc_proj  down: embed hidden"
@@ -347,6 +368,7 @@ def _gpt(prefix: str, head: str, form: Form) -> Rows:
 
 
 def _bert(prefix: str, head: str, form: Form) -> Rows:
+    """Returns the rows of BERT. The embeddings have a norm, and there is a pooler."""
     rows = _rows(f"{prefix}embeddings.", _PARTS["bert.table"])
     rows |= _with_biases(_rows(prefix, "embeddings.LayerNorm  norm: embed"))
     layer = f"{prefix}encoder.layer.{{layers}}."
@@ -359,13 +381,18 @@ def _t5(prefix: str, head: str, form: Form) -> Rows:
     not tied.
     """
     rows = _rows(prefix, "shared  embedding: vocab embed\nlm_head  head: vocab embed")
-    for stack, cross in (("encoder", ()), ("decoder", ("EncDecAttention",))):
+    parts_by_stack = {
+        "encoder": ("SelfAttention", "DenseReluDense"),
+        "decoder": ("SelfAttention", "EncDecAttention", "DenseReluDense"),
+    }
+    for stack, parts in parts_by_stack.items():
         block = f"{prefix}{stack}.block."
-        for number, part in enumerate(("SelfAttention", *cross, "DenseReluDense")):
+        for number, part in enumerate(parts):
             layer = f"{block}{{layers}}.layer.{number}."
             section = "t5.attention" if part.endswith("Attention") else "t5.mlp"
             rows |= _rows(f"{layer}{part}.", _PARTS[section])
             rows |= _rows(layer, "layer_norm  norm: embed")
+        # Only the first layer has the table of relative positions.
         rows |= _rows(
             f"{block}{{first}}.layer.0.SelfAttention.",
             "relative_attention_bias  relative: buckets heads",
@@ -383,7 +410,10 @@ def _vit(prefix: str, head: str, form: Form) -> Rows:
     return rows | _rows(block, _PARTS["vit.block"], leaf="")
 
 
-def _sight_of_gemma3() -> Rows:
+def _vision_of_gemma3() -> Rows:
+    """Returns the rows of Gemma 3's vision encoder, a SigLIP, and of the projector to
+    the text model.
+    """
     layer = _PARTS["eye"].format(out="out_proj", norms=("layer_norm1", "layer_norm2"))
     tower = "vision_tower.vision_model."
     rows = _with_biases(_rows(f"{tower}encoder.layers.{{vision_layers}}.", layer))
@@ -402,7 +432,10 @@ def _sight_of_gemma3() -> Rows:
     return rows | _rows("multi_modal_projector.", projector, leaf="")
 
 
-def _sight_of_llama4() -> Rows:
+def _vision_of_llama4() -> Rows:
+    """Returns the rows of Llama 4's vision encoder and of the projector to the text
+    model.
+    """
     layer_norms = ("input_layernorm", "post_attention_layernorm")
     layer = _PARTS["eye"].format(out="o_proj", norms=layer_norms)
     rows = _with_biases(_rows("vision_model.model.layers.{vision_layers}.", layer))
@@ -417,7 +450,7 @@ _PREFIXES = {
     "gemma3n": "model.language_model.",
     **dict.fromkeys(("gpt", "gpt2", "bert", "t5", "vit"), ""),
 }
-_SIGHT = {"gemma3": _sight_of_gemma3, "llama4": _sight_of_llama4}
+_VISION = {"gemma3": _vision_of_gemma3, "llama4": _vision_of_llama4}
 _FAMILIES: Final[Mapping[str, Callable[[str, str, Form], Rows]]] = MappingProxyType(
     {
         **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama),

@@ -165,6 +165,9 @@ def needed(config: Config, name: str) -> int:
 
 
 def _form(config: Config) -> Form:
+    """Returns the options of a model, such as "qkv_bias", from the config of its text
+    model: what a family always has, and what the config says.
+    """
     kind = config["model_type"]
     has_bias = bool(config.get("attention_bias", False))
     is_gemma = kind.startswith("gemma")
@@ -209,9 +212,11 @@ def _rest(config: Config, prefix: str) -> tuple[str, ...]:
     if kind.startswith(("llama", "mi", "qwen")):
         # Old checkpoints hold the frequencies of the rotary embedding.
         return (f"{layers}{{layers}}.self_attn.rotary_emb.inv_freq",)
-    ahead = config.get("num_nextn_predict_layers") or 0
-    last = needed(config, "num_hidden_layers") if ahead else 0
-    return tuple(f"{layers}{last + number}.{{rest*}}" for number in range(ahead))
+    ahead_count = config.get("num_nextn_predict_layers") or 0
+    # The layers that predict ahead have the numbers behind the last layer.
+    first = needed(config, "num_hidden_layers") if ahead_count else 0
+    numbers = range(first, first + ahead_count)
+    return tuple(f"{layers}{number}.{{rest*}}" for number in numbers)
 
 
 def _with_scales(rows: Rows, quantization: Config) -> Rows:

@@ -85,33 +85,35 @@ class TreeLayout:
             "known": dict(known or {}).items(),
             "rest": rest,
         }
+        # The class is frozen. Its fields are tuples, so that it can be hashed.
         for name, value in fields.items():
             object.__setattr__(self, name, tuple(value))
+        # Raises for an entry that cannot be read.
         for path, entry in self.weights:
             weights_of(path, entry)
 
     @property
-    def _places(self) -> list[Weight]:
+    def _arrays(self) -> list[Weight]:
         """The arrays of the layout, one for each kind of weight in them."""
-        places: list[Weight] = []
+        arrays: list[Weight] = []
         for path, entry in self.weights:
-            places += weights_of(path, entry)
-        return places
+            arrays += weights_of(path, entry)
+        return arrays
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of weights in the layout, such as "query", each once."""
-        return tuple(dict.fromkeys(place.kind for place in self._places))
+        return tuple(dict.fromkeys(array.kind for array in self._arrays))
 
     @property
     def _axes(self) -> list[str]:
         """The names of all axes of which the layout may have the size, each once."""
         axes = [name for name, _ in (*self.sizes, *self.known)]
-        for place in self._places:
-            axes += (*place.axes, *place.in_path)
-            if place.range is not None:
-                axes.append(place.range.axis)
-            if place.kind.startswith("expert_"):
+        for array in self._arrays:
+            axes += (*array.axes, *array.in_path)
+            if array.range is not None:
+                axes.append(array.range.axis)
+            if array.kind.startswith("expert_"):
                 axes.append("expert_hidden")
         for _, parts in self.apart:
             axes += parts.split()
@@ -143,7 +145,7 @@ class TreeLayout:
         weights: dict[str, Entry] = {}
         rest = list(self.rest)
         for path, entry in self.weights:
-            kinds_of_array = {place.kind for place in weights_of(path, entry)}
+            kinds_of_array = {weight.kind for weight in weights_of(path, entry)}
             remaining = kinds_of_array - {*kinds}
             if not remaining:
                 rest.append(path)
@@ -196,17 +198,17 @@ class TreeLayout:
         `MapError` for kinds that only one layout has, and for a needed size that is
         unknown.
         """
-        places = self._places
+        source_arrays = self._arrays
         dropped = (drop,) if isinstance(drop, str) else tuple(drop)
         apart = {}
         for axis, parts in (*self.apart, *other.apart):
             apart[axis] = tuple(parts.split())
         sizes = Sizes(source=dict(self.sizes), target=dict(other.sizes), apart=apart)
-        rules = between(places, other.weights, sizes, dropped)
+        rules = between(source_arrays, other.weights, sizes, dropped)
         unused: dict[str, None] = {}
-        for place in places:
-            if place.kind in dropped and place.kind not in other.kinds:
-                unused[place.path] = None
+        for array in source_arrays:
+            if array.kind in dropped and array.kind not in other.kinds:
+                unused[array.path] = None
         tree_map = TreeMap(rules, drop=unused, rest=self.rest, casts=casts)
         return with_sizes(tree_map, named_sizes(self), named_sizes(other))
 
@@ -261,6 +263,9 @@ def _sum_of_known(sizes: Iterable[int | None]) -> int | None:
 
 
 def _dim_sizes(weight: Weight, sizes: Mapping[str, int]) -> list[int | None]:
+    """The size of each dimension of the array `weight`; `None` where the size of one of
+    its axes is unknown. `sizes` has the sizes of the layout's axes.
+    """
     dim_sizes: list[int | None] = []
     for group in weight.dims:
         size: int | None = 1

@@ -202,6 +202,9 @@ def _as_stored(family: str, kind: str, text: str, sizes: Mapping[str, int]) -> E
 
 
 def _size(sizes: Mapping[str, int], axis: str, name: str) -> int:
+    """The size of an axis. Raises `MapError`, which says that the configuration lacks
+    `name`, if it is unknown.
+    """
     if axis not in sizes:
         raise MapError(
             f"MaxText's weights hold a root of `{name}`, which the configuration does"

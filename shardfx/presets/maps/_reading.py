@@ -109,6 +109,7 @@ def _path_of(path: str, span: Range) -> str:
     """
 
     def shifted(braces: re.Match[str]) -> str:
+        """The braces with `start + step * axis` in the place of the axis."""
         number = sum_of(braces[1])
         factor = sum(count for count, name in number.terms if name == span.axis)
         if not factor or (span.start, span.step) == (0, 1):

@@ -49,6 +49,9 @@ _SCANNED = (
 
 
 def _scanned_kinds() -> dict[str, Scanned]:
+    """The kinds of weights in `scanned.txt`, by their names. Two or more spaces
+    separate the columns.
+    """
     kinds = {}
     for line in _SCANNED.splitlines():
         kind, axes, name, maxtext = re.split("  +", line)
@@ -189,16 +192,22 @@ def _fused(
     copies: int,
     kinds: Sequence[str],
 ) -> dict[str, Entry]:
-    place, *others = weights_of(path, entry)
+    """Returns the rows of the engine for one row of the checkpoint, its `path` and
+    `entry`: none for a matrix that is part of another one, such as "key".
+
+    `shards` is the number of devices, `copies` how often each key and value head
+    occurs, and `kinds` are all kinds of weights in the checkpoint.
+    """
+    weight, *others = weights_of(path, entry)
     text = ""
     if isinstance(entry, str):
         text = entry
     elif not isinstance(entry, Fused):
         text = entry.part
     is_latent = "kv_a" in kinds
-    experts = path.partition("{experts}")[0]
-    key = "kv_heads copies" if copies > 1 else "kv_heads"
-    match place.kind:
+    experts_path, _, _ = path.partition("{experts}")
+    key_heads = "kv_heads copies" if copies > 1 else "kv_heads"
+    match weight.kind:
         case _ if others and isinstance(entry, Fused):
             parts = entry.parts
             if entry.dim:
@@ -214,8 +223,8 @@ def _fused(
         case "query" | "query_bias" if not is_latent:
             fused_path = path.replace(".self.query.", ".self.qkv_proj.")
             fused_path = fused_path.replace("q_proj", "qkv_proj")
-            key_text = text.replace("query", "key").replace("heads", key)
-            value_text = text.replace("query", "value").replace("heads", key)
+            key_text = text.replace("query", "key").replace("heads", key_heads)
+            value_text = text.replace("query", "value").replace("heads", key_heads)
             return {fused_path: Fused(text, key_text, value_text, shards=shards)}
         case "gate" | "gate_bias" | "shared_gate":
             gate_and_up = Fused(text, text.replace("gate", "up"), shards=shards)
@@ -227,9 +236,9 @@ def _fused(
                 dim=1,
                 shards=shards,
             )
-            return {f"{experts}w13_weight": gate_and_up}
+            return {f"{experts_path}w13_weight": gate_and_up}
         case "expert_down":
-            return {f"{experts}w2_weight": "expert_down: experts embed hidden"}
+            return {f"{experts_path}w2_weight": "expert_down: experts embed hidden"}
         case "key" | "value" | "key_bias" | "value_bias" | "expert_up" | "shared_up":
             return {}
         case "up" | "up_bias" if "up_proj" in path:
@@ -251,27 +260,27 @@ def stacks_of(config: Config) -> Iterator[LayerStack]:
     model's dense layers and its layers with experts are separate stacks.
     """
     theirs = hugging_face(config, ahead="drop")
-    places: list[Weight] = []
+    weights: list[Weight] = []
     for path, entry in theirs.weights:
-        places += weights_of(path, entry)
-    dense = text_config(config).get("first_k_dense_replace", 0)
-    for place in places:
-        layer_axes = [axis for axis in place.in_path if axis.endswith("layers")]
+        weights += weights_of(path, entry)
+    dense_count = text_config(config).get("first_k_dense_replace", 0)
+    for weight in weights:
+        layer_axes = [axis for axis in weight.in_path if axis.endswith("layers")]
         axis = layer_axes[0] if layer_axes else ""
-        if axis == "layers" and dense:
+        if axis == "layers" and dense_count:
             yield LayerStack(
-                kind=place.kind,
+                kind=weight.kind,
                 layers="dense_layers",
-                axis=f"layers[:{dense}]",
+                axis=f"layers[:{dense_count}]",
             )
             yield LayerStack(
-                kind=place.kind,
+                kind=weight.kind,
                 layers="moe_layers",
-                axis=f"layers[{dense}:]",
+                axis=f"layers[{dense_count}:]",
             )
         else:
             yield LayerStack(
-                kind=place.kind,
+                kind=weight.kind,
                 layers=axis,
                 axis=axis,
             )

@@ -47,27 +47,30 @@ class ModelRow(NamedTuple):
 
 
 def _rows() -> Iterator[tuple[str, ModelRow]]:
+    """Yields the name and the row of each published model in `table.txt`."""
     family = ""
     names = list[str]()
-    same = dict[str, int | bool]()
+    shared = dict[str, int | bool]()
+    # A line that begins with "+" goes on with the one before it.
     for line in _TEXT.replace("\n+", "").splitlines():
-        first, *words = line.split()
-        if first.endswith(":"):
-            family = first[:-1]
+        name_or_family, *words = line.split()
+        if name_or_family.endswith(":"):
+            family = name_or_family[:-1]
             names = []
-            same = {}
+            shared = {}
             for word in words:
                 name, _, text = word.partition("=")
                 if text:
-                    same[name] = _number(text)
+                    shared[name] = _number(text)
                 else:
                     names.append(name)
         else:
-            config = dict(zip(names, map(_number, words), strict=True)) | same
-            yield first, ModelRow(family, MappingProxyType(config))
+            config = dict(zip(names, map(_number, words), strict=True)) | shared
+            yield name_or_family, ModelRow(family, MappingProxyType(config))
 
 
 def _number(text: str) -> int | bool:
+    """A number of the table; "True" and "False" are bools."""
     if text in ("True", "False"):
         return text == "True"
     return int(text)
@@ -190,8 +193,10 @@ def tree(
     form = {**_OPTIONS.get(row.family, {}), **row.config, **changes}
     rows = {**rows_of(row.family, form), **vision_rows_of(row.family)}
     if stack_experts:
-        alone = {path: entry for path, entry in rows.items() if "{experts}" not in path}
-        rows = alone | with_experts_stacked(rows)
+        others = {
+            path: entry for path, entry in rows.items() if "{experts}" not in path
+        }
+        rows = others | with_experts_stacked(rows)
     return tree_of(rows, sizes_of(form), dtype)
 
 
@@ -206,6 +211,9 @@ def row_of(name: str) -> ModelRow:
 
 
 def _check_changes(name: str, row: ModelRow, changes: Mapping[str, int]) -> None:
+    """Raises `RuleError` for a change of a number that the model `name` does not have,
+    or to a value that is no bool or whole number, as the number is.
+    """
     options = {**row.config, **_OPTIONS.get(row.family, {})}
     for option, value in changes.items():
         if option not in options:
@@ -234,7 +242,9 @@ def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
 
 
 def _sizes_of_widths(numbers: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of axes that follow from the widths in a config."""
+    """The sizes of axes that follow from the widths in a config. In `numbers`, what the
+    config lacks is 0.
+    """
     layers = numbers["layers"]
     embed = numbers["embed"] or numbers["heads"] * numbers["head_dim"]
     linear_dim = numbers["linear_head_dim"]
@@ -279,7 +289,7 @@ def _sizes_of_widths(numbers: Mapping[str, int]) -> dict[str, int]:
 
 def _sizes_of_layers(numbers: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
     """The counts or indices of layers of different kinds, such as dense and expert
-    layers.
+    layers. In `numbers`, what the config lacks is 0.
     """
     layers = numbers["layers"]
     full_every = numbers["full_attention_every"] or 1
@@ -298,7 +308,8 @@ def _sizes_of_layers(numbers: Mapping[str, int]) -> dict[str, int | Sequence[int
 
 def _sizes_of_vision(numbers: Mapping[str, int]) -> dict[str, int]:
     """The sizes of axes of a vision encoder. The adapter's input is four neighbouring
-    patches, whose joint width is `vision_hidden`.
+    patches, whose joint width is `vision_hidden`. In `numbers`, what the config lacks
+    is 0.
     """
     embed = numbers["vision_heads"] * numbers["vision_head_dim"]
     patch = numbers["vision_patch"] or numbers["patch"]
@@ -345,26 +356,30 @@ def _indices(size: int | Sequence[int]) -> Sequence[int]:
     return size
 
 
-def _shape(places: Sequence[Weight], dim: int, sizes: Sizes) -> tuple[int, ...]:
-    """Returns the shape of the array that holds the weights `places`, which are
-    concatenated along dimension `dim`.
+def _shape(weights: Sequence[Weight], dim: int, sizes: Sizes) -> tuple[int, ...]:
+    """Returns the shape of the array that holds the `weights`, which are concatenated
+    along dimension `dim`.
     """
     shapes = []
-    for place in places:
+    for weight in weights:
         shape = []
-        for group in place.dims:
-            shape.append(math.prod(_size(axis, place, sizes) for axis in group))
+        for group in weight.dims:
+            shape.append(math.prod(_size(axis, weight, sizes) for axis in group))
         shapes.append(shape)
-    whole = [*shapes[0]]
-    if whole:
-        whole[dim] = sum(shape[dim] for shape in shapes)
-    return tuple(whole)
+    joined = [*shapes[0]]
+    # An array of rank 0 is alone.
+    if joined:
+        joined[dim] = sum(shape[dim] for shape in shapes)
+    return tuple(joined)
 
 
-def _size(axis: str, place: Weight, sizes: Sizes) -> int:
+def _size(axis: str, weight: Weight, sizes: Sizes) -> int:
+    """The size of an axis in the array `weight`: the hidden units of experts may be
+    others than those of dense layers.
+    """
     is_expert = (
         axis == "hidden"
-        and place.kind.startswith("expert_")
+        and weight.kind.startswith("expert_")
         and "expert_hidden" in sizes
     )
     if is_expert:
@@ -475,35 +490,35 @@ def rules_for(
     if how == "dp":
         return PathRules([(".*", replicate)], mesh_axes=(data,))
     uses_fsdp, uses_tensor, uses_expert = _CUTS[how]
-    along = (fsdp,) if uses_fsdp else ()
-    across = (tensor,) if uses_tensor else ()
-    routed = (expert,) if uses_expert else ()
+    fsdp_axes = (fsdp,) if uses_fsdp else ()
+    tensor_axes = (tensor,) if uses_tensor else ()
+    expert_axes = (expert,) if uses_expert else ()
     sizes = sizes_of(row.config)
-    every = rows_for_rules(row.family, row.config)
+    all_rows = rows_for_rules(row.family, row.config)
     # The experts of a layer that the checkpoint itself holds as one array.
     packed = {}
-    for path, entry in every.items():
+    for path, entry in all_rows.items():
         if re.match("expert_.*: experts", str(entry)):
             packed[path] = entry
-    stacked = with_experts_stacked(every) | packed
-    rest = {path: entry for path, entry in every.items() if path not in stacked}
+    stacked = with_experts_stacked(all_rows) | packed
+    rest = {path: entry for path, entry in all_rows.items() if path not in stacked}
 
     rules: list[tuple[str, Any]] = []
     for regex, target in rules_of(
         stacked,
         sizes,
-        along,
-        across,
-        expert=routed,
+        fsdp_axes,
+        tensor_axes,
+        expert=expert_axes,
         others=[*rest],
     ):
         # The rules for experts must match: otherwise a tree with one array per expert
         # would not be sharded over `expert`.
-        if not routed:
+        if not expert_axes:
             target = optional(target)
         rules.append((regex, target))
     for regex, target in rules_of(
-        rest, sizes, (*along, *routed), across, others=[*stacked]
+        rest, sizes, (*fsdp_axes, *expert_axes), tensor_axes, others=[*stacked]
     ):
         rules.append((regex, optional(target)))
-    return PathRules(rules, mesh_axes=(data, *along, *across, *routed))
+    return PathRules(rules, mesh_axes=(data, *fsdp_axes, *tensor_axes, *expert_axes))
