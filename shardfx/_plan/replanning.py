@@ -146,14 +146,11 @@ def _useful_sub_axes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
     units = row.units or (1,) * rank
     # For each dimension, the units in a shard.
     unit_counts: list[int] = []
-    unit_counts_of_free_dims: list[int] = []
     entries = entries_at(row.spec, rank)
     for size, unit, entry in zip(row.shape, units, entries, strict=True):
         whole_units = 1 if size % unit else size // unit
         unit_count = whole_units // shards_over(entry_axes(entry), sizes)
         unit_counts.append(unit_count)
-        if entry is None:
-            unit_counts_of_free_dims.append(unit_count)
 
     sub_axes: dict[str, int] = {}
     requested_entries = entries_at(row.requested, rank)
@@ -166,11 +163,14 @@ def _useful_sub_axes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
                 sub_axes[axis] = sub_axis_size
                 remaining //= sub_axis_size
     for step in row.strategies:
+        open_dims = step.open_dims(row.shape)
+        free_dims = [dim for dim in open_dims if entries[dim] is None]
         for axis in step.axes:
             axis_size = sizes.get(axis, 1)
             sub_axis_size = 1
-            for unit_count in unit_counts_of_free_dims:
-                sub_axis_size = max(sub_axis_size, math.gcd(unit_count, axis_size))
+            for dim in free_dims:
+                common_size = math.gcd(unit_counts[dim], axis_size)
+                sub_axis_size = max(sub_axis_size, common_size)
             is_taken = axis in used_axes or axis in sub_axes
             if not is_taken and sub_axis_size > 1:
                 sub_axes[axis] = sub_axis_size

@@ -96,6 +96,16 @@ def test_nothing_to_refine_gives_the_same_plan():
     assert spec == P("tensor_0")
 
 
+def test_a_dimension_that_fsdp_skips_splits_no_axis():
+    rules = PathRules([("layers", fsdp("data", skip_dims=0))])
+    mesh = MeshSpec({"data": 16})
+    whole = plan({"layers": jnp.ones((8, 5))}, mesh, paths=rules, refine=True)
+    assert whole.mesh == mesh
+    assert whole["layers"].spec == P()
+    cut = plan({"layers": jnp.ones((8, 4))}, mesh, paths=rules, refine=True)
+    assert cut["layers"].spec == P(None, "data_0")
+
+
 BA = {"w": P(("b", "a")), "u": P("a"), "v": P("b")}
 BAC = {
     "w": P(("b", "a")) | fsdp("c"),
