@@ -225,10 +225,14 @@ def _literal(
     With `open_is_none`, the result for such a macro is `default`.
     """
     value = bound.get(name)
-    while (
-        value is not None and value[:1] == "%" and (value[1:] in bound or open_is_none)
-    ):
-        value = bound.get(value[1:])
+    # A macro that leads back to itself has no value, and is no constant.
+    macros: list[str] = []
+    while value is not None and value[:1] == "%" and value[1:] not in macros:
+        macro = value[1:]
+        if macro not in bound and not open_is_none:
+            break
+        macros.append(macro)
+        value = bound.get(macro)
     if value is None:
         return default
     try:

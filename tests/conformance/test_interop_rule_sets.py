@@ -406,3 +406,9 @@ def test_gin_files():
         t5x.partitioning_of(
             "partitioning.PjitPartitioner.logical_axis_rules = %RULES\n"
         )
+
+
+def test_gin_macros_that_go_in_a_circle_are_refused():
+    text = "A = %B\nB = %A\npartitioning.PjitPartitioner.num_partitions = %A\n"
+    with pytest.raises(RuleError, match="is bound to `%A`, which is no constant"):
+        t5x.partitioning_of(text)
