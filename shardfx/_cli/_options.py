@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools as ft
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -381,22 +382,22 @@ def inputs_of(options: PlanOptions) -> Inputs:
         raise UsageError(
             "Missing argument 'MODEL'; name one, as in llama3-8b or my_model:make"
         )
-    if options.mesh is None and options.rules is None:
+    is_bare = options.mesh is None and options.rules is None
+    # The options of a model, such as --kwargs, may be for the other plan of `diff`.
+    if is_bare and os.path.isfile(options.model):
         model = load_model(options.model)
         if model.plan is not None:
-            return Inputs(
-                model=model,
-                mesh=model.plan.mesh,
-                rules={},
-                target=None,
-            )
+            return Inputs(model=model, mesh=model.plan.mesh, rules={}, target=None)
     if options.dtype is not None and options.model not in presets.models.names():
         raise UsageError(
             "--dtype is for a published model, as llama3-8b, not for"
             f" {options.model!r}; leave it out"
         )
     if options.rules is None:
-        return _inputs_without_rules(options)
+        model = _model(options)
+        if model.plan is not None and options.mesh is None:
+            return Inputs(model=model, mesh=model.plan.mesh, rules={}, target=None)
+        return _inputs_without_rules(options, model)
     if options.mesh is None:
         raise UsageError(
             "Missing option '--mesh'; give one, as in --mesh data=64,fsdp=16,tensor=8"
@@ -424,9 +425,9 @@ def _model(options: PlanOptions, *, stack_experts: bool = False) -> LoadedModel:
         return load_model(name, kwargs, stack_experts=stack_experts)
 
 
-def _inputs_without_rules(options: PlanOptions) -> Inputs:
-    """The inputs with the mesh and rules that `shardfx.auto.plan` chooses for --devices,
-    --target or --mesh.
+def _inputs_without_rules(options: PlanOptions, model: LoadedModel) -> Inputs:
+    """The inputs with the mesh and rules that `shardfx.auto.plan` chooses for the model
+    on the devices of --devices, --target or --mesh.
     """
     target = hardware = None
     if options.target is not None:
@@ -443,7 +444,6 @@ def _inputs_without_rules(options: PlanOptions) -> Inputs:
             "say for which devices: --devices 8 or --target tpu:v5e:4x4 alone, or --mesh"
             " and --rules, as in --mesh fsdp=8 --rules '.*->fsdp(fsdp)'"
         )
-    model = _model(options)
     name = options.optimizer
     optimizer = None if name is None else load_optimizer(name)
     chosen = calling(

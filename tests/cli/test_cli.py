@@ -43,6 +43,10 @@ SHOWN = {
         "f32[64,256]  -,tensor",
     ),
     "arguments": (f"{SIZED} --kwargs 'depth=4, width=8'", "f32[4,8]"),
+    "arguments without rules": (
+        "plan {}:Sized --devices 2 --kwargs 'depth=4, width=8'",
+        "f32[4,8]",
+    ),
     "spaces and a sign": (
         f"{SIZED} --kwargs ' width = 16 , scale=-1e-3 ,'",
         "f32[2,16]",
