@@ -174,7 +174,7 @@ def _advice(planned: Sequence[str], array_paths: Sequence[str]) -> str:
             " `plan.sharding(names)`; or the arguments are in another order. Plan the"
             " tree that you use."
         )
-    key = branch_of(planned, set(array_paths))
+    key = branch_of(planned, dict.fromkeys(array_paths))
     if key is not None:
         # A model's plan with a whole training state.
         return (
@@ -201,8 +201,8 @@ def _advice(planned: Sequence[str], array_paths: Sequence[str]) -> str:
 
 
 def branch_of(paths: Sequence[str], present: Collection[str]) -> str | None:
-    """The name of a branch of a tree below which all of `paths` are, if there is one.
-    `present` has the paths of the tree.
+    """The name of the first branch of a tree below which all of `paths` are; `None` if
+    there is none. `present` has the paths of the tree in order.
     """
     if not paths:
         return None

@@ -228,3 +228,10 @@ def test_integers_that_jax_would_cut_are_refused():
     assert sfx.shard(np.int64(7), number) == 7
     with pytest.raises(PlanMismatchError, match=r"int64\[\] and holds 1099511627776"):
         sfx.shard(np.int64(2**40), number)
+
+
+def test_an_error_names_the_first_branch_that_holds_the_arrays():
+    sharding_plan = ruled(P(), {"c": W})
+    tree = {f"copy_{number:02}": {"c": W} for number in range(20)}
+    with pytest.raises(PlanMismatchError, match="are below `copy_00` in the tree"):
+        ShardPlan.from_json(sharding_plan.to_json(), like=tree)
