@@ -7,7 +7,9 @@ which the training state is counted. Where a plan does not fit, the step is sear
 the plan is at fault only if a candidate of `search` fits. No search is needed where the
 least state that every device must hold does not fit. With `--seconds`, the step under
 the plan is partitioned and priced as the search does, beside the search's best
-candidate and the usual ways by hand.
+candidate and the usual ways by hand. With `--compile SLICE`, such as tpu:v5e:4x4, the
+steps are planned for that slice and compiled by libtpu, whose memory is kept beside
+that of `fit`: `results/auto-plans-libtpu.json`.
 
 `--json FILE` keeps the results and goes on from them; `--only` takes parts of names,
 `--devices` numbers.
@@ -31,6 +33,7 @@ from shardfx.auto import Limits
 from shardfx.auto._asked import asked_for
 from shardfx.auto._candidate import Candidate, rank
 from shardfx.auto._search import candidates_of, opened
+from shardfx.cost._compile_for import memory_of
 from shardfx.errors import OutOfMemoryError
 from shardfx.presets import models as published
 
@@ -132,12 +135,17 @@ class Planned(NamedTuple):
         return tuple(plan.structs for plan in plans)
 
 
-def planned(case: Trained, devices: int) -> Planned:
+def planned(case: Trained, devices: int | str) -> Planned:
     """The step as the documentation says: moments follow the parameters, and the first
-    dimension of a batch is sharded over all axes that divide it.
+    dimension of a batch is sharded over all axes that divide it. `devices` are a number
+    of `CHIP`, or a slice.
     """
     params = sfx.auto.plan(
-        case.params, devices, chip=CHIP, optimizer=case.init, batch=case.data or None
+        case.params,
+        devices,
+        chip=CHIP if isinstance(devices, int) else None,
+        optimizer=case.init,
+        batch=case.data or None,
     )
     moments = sfx.follow(case.init, params)
     rows = sfx.PathRules([("", params.batch.spec)])
@@ -199,6 +207,30 @@ def judged(case: Trained, devices: int, *, is_timed: bool = False) -> Row:
     return row
 
 
+def compiled(case: Trained, target: str) -> Row:
+    """The memory of the step under its plan for the slice `target`, by libtpu and by
+    `fit`.
+    """
+    plan = planned(case, target)
+    chip = sfx.chips.parse_slice(target).chip
+    usable_bytes = chip.usable_hbm_bytes_per_device
+    fit = sfx.cost.fit(plan.step, *plan.structs, chip=chip)
+    begin = time.process_time()
+    try:
+        program = sfx.cost.compile_for(plan.step, *plan.structs, target=target)
+        needed_bytes = memory_of(program).needed_bytes
+    except OutOfMemoryError as error:
+        needed_bytes = max(error.needed_bytes or 0, usable_bytes + 1)
+    return {
+        "mesh": str(plan.params.mesh),
+        "GiB": fit.peak_bytes / 2**30,
+        "compiled GiB": needed_bytes / 2**30,
+        "usable GiB": usable_bytes / 2**30,
+        "is under": needed_bytes <= usable_bytes,
+        "processor seconds of libtpu": time.process_time() - begin,
+    }
+
+
 def seconds_beside_search(
     step: Callable[..., Any], case: Trained, plan: Planned, devices: int
 ) -> Row:
@@ -249,23 +281,36 @@ def main() -> None:
     parser.add_argument("--only", default="", help="parts of names, with commas")
     parser.add_argument("--devices", default=",".join(map(str, DEVICES)))
     parser.add_argument("--seconds", action="store_true", help="beside a search")
+    parser.add_argument("--compile", metavar="SLICE", help="the steps, by libtpu")
     parser.add_argument("--json", type=Path, help="results to go on from")
     flags = parser.parse_args()
     rows: dict[str, Row] = {}
     if flags.json and flags.json.exists():
         rows = json.loads(flags.json.read_text())
+    targets: list[int | str] = [flags.compile]
+    if not flags.compile:
+        targets = [int(devices) for devices in flags.devices.split(",")]
     for name, make in cases().items():
         if not any(part in name for part in flags.only.split(",")):
             continue
         case = make()
-        for devices in map(int, flags.devices.split(",")):
+        if flags.compile and case.step is None:
+            continue
+        for devices in targets:
             key = f"{name} on {devices}"
             if key in rows:
                 continue
-            rows[key] = judged(case, devices, is_timed=flags.seconds)
+            if isinstance(devices, str):
+                rows[key] = compiled(case, devices)
+            else:
+                rows[key] = judged(case, devices, is_timed=flags.seconds)
             print(key, rows[key], flush=True)
             if flags.json:
                 flags.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if flags.compile:
+        under = sum(row["is under"] for row in rows.values())
+        print(f"{under} of {len(rows)} are under the memory of their chip")
+        return
     wrong = [key for key, row in rows.items() if not row["is right"]]
     print(f"{len(rows) - len(wrong)} of {len(rows)} fit wherever a candidate fits")
     for key in wrong:
