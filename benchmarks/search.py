@@ -59,6 +59,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--models", default="", help="of that table: those with this in their names"
     )
     parser.add_argument(
+        "--answered",
+        action="store_true",
+        help="of that table: what `search` answers, not compiled before",
+    )
+    parser.add_argument(
         "--clock",
         action="store_true",
         help="of that table: small models, run on these devices",
@@ -74,7 +79,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def cases(options: Options) -> list[Entry]:
     if options.flags.hands:
         flags = options.flags
-        return search_hands.cases(flags.slice, flags.models, flags.clock)
+        return search_hands.cases(
+            flags.slice, flags.models, flags.clock, flags.answered
+        )
     entries: list[Entry] = [
         Finding(
             "speed of the core, 256 devices",
