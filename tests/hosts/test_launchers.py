@@ -60,6 +60,7 @@ for launch in json.load(sys.stdin):
         from jax._src.clusters import cloud_tpu_cluster
         cloud_tpu_cluster.running_in_cloud_tpu_vm = True
     runpy.run_path(launch["script"], run_name="__main__")
+    print("sees GPUs", jax.config._read("jax_cuda_visible_devices"), flush=True)
     sys.exit()
 print(json.dumps([os.waitpid(child, 0)[1] for child in children]))
 """
@@ -108,6 +109,11 @@ def slurm(index: int, count: int, port: int) -> dict[str, str]:
     }
 
 
+def slurm_per_gpu(index: int, count: int, port: int) -> dict[str, str]:
+    """One process for each GPU of a node."""
+    return {**slurm(index, count, port), "SLURM_LOCALID": str(index)}
+
+
 def indexed_job(index: int, count: int, port: int) -> dict[str, str]:
     return {
         "COORDINATOR": f"127.0.0.1:{port}",
@@ -132,7 +138,7 @@ def ray_job(_index: int, _count: int, _port: int) -> dict[str, str]:
     return {}
 
 
-LAUNCHERS = (by_hand, slurm, indexed_job, tpu_vm, ray_job)
+LAUNCHERS = (by_hand, slurm, slurm_per_gpu, indexed_job, tpu_vm, ray_job)
 
 
 def started_by(launcher: Callable[..., dict[str, str]], count: int) -> int:
@@ -144,8 +150,14 @@ def started_by(launcher: Callable[..., dict[str, str]], count: int) -> int:
 
 def script_for(launcher: Callable[..., dict[str, str]], count: int, port: int) -> str:
     """The script of the page for `count` processes."""
-    script = SCRIPTS[f"{launcher.__name__}.py"].replace(":1234", f":{port}")
-    replaced = {
+    name = launcher.__name__
+    replaced: dict[str, str] = {}
+    if launcher is slurm_per_gpu:
+        # "With one process per GPU, leave `local_device_ids` out."
+        name = "slurm"
+        replaced["local_device_ids=range(8)"] = ""
+    script = SCRIPTS[f"{name}.py"].replace(":1234", f":{port}")
+    replaced |= {
         f'localhost:{port}", 2,': f'localhost:{port}", {count},',
         "range(2)": f"range({count})",
         "remote(address, 2,": f"remote(address, {count},",
@@ -239,6 +251,14 @@ def test_a_script_of_the_page_starts_and_trains(launcher, job: Job):
     mean = 64 * sum(range(job.processes)) / job.processes
     assert text.count(f"processes {job.processes} devices {DEVICES}\n") == 1
     assert f"mean {mean}\n" in text
+
+
+def test_slurm_gives_each_process_its_gpus(job: Job):
+    _, text = job.ended[slurm]
+    assert text.count("sees GPUs 0,1,2,3,4,5,6,7\n") == job.processes
+    _, text = job.ended[slurm_per_gpu]
+    for index in range(job.processes):
+        assert text.count(f"sees GPUs {index}\n") == 1
 
 
 def test_processes_started_by_hand_load_what_they_saved(job: Job):
