@@ -13,6 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+
 
 NOTEBOOK = Path(__file__).with_name("notebook.ipynb")
 # Text and code in turn.
@@ -48,7 +50,7 @@ sfx.lint(model, plan.mesh, paths=rules)""",
 
 
 step = sfx.filter_jit(eqx.filter_grad(loss), out_shardings=plan)
-x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=plan.batch)
+x = jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=plan.batch)
 planned = eqx.combine(plan.structs, model)  # with the activation functions
 sfx.cost.estimate(step, planned, x)""",
     """sfx.cost.fit(step, planned, x, chip="v5e")""",
@@ -92,7 +94,11 @@ def notebook() -> dict[str, Any]:
             cell |= {"cell_type": "markdown"}
         cells.append(cell)
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    metadata = {
+        "kernelspec": kernel,
+        "language_info": {"name": "python"},
+        "jax": jax.__version__,
+    }
     return {"nbformat": 4, "nbformat_minor": 5, "metadata": metadata, "cells": cells}
 
 
