@@ -10,8 +10,12 @@ from shardfx.testing import check_step
 from tests.testing.planted import mesh_of
 
 
-# Under this option, LLVM takes `x - x` for 0, and NaN for no number.
-FAST_MATH = {"xla_cpu_enable_fast_math": True}
+# Under these options, LLVM takes no number for a NaN, and `x - x` for 0.
+FAST_MATH = {
+    "xla_cpu_enable_fast_math": True,
+    "xla_cpu_fast_math_honor_nans": False,
+    "xla_cpu_fast_math_honor_infs": False,
+}
 QUICK = {"xla_backend_optimization_level": 0}
 
 
