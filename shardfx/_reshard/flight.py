@@ -9,12 +9,14 @@ import collections
 import contextlib
 import dataclasses
 import functools as ft
+import itertools as it
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from .._ground.errors import MoveError
@@ -24,7 +26,7 @@ from .move import Move, least_bytes_of, move_of, program_of, spread_of
 from .pieces.assembly import Assembly
 from .pieces.host import LocalShards, assemble_and_delete
 from .pieces.run import Context, start_assembly
-from .pieces.small_moves import small_mover
+from .pieces.small_moves import SmallMover, small_mover
 from .shardings import labelled
 
 
@@ -119,12 +121,7 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
                 flight.current = number
                 flight.made[number] = jax.device_put(leaf, target)
             for move, numbered_arrays in order:
-                moved_by_id: dict[int, jax.Array] = {}
-                for number, leaf in numbered_arrays:
-                    flight.current = number
-                    if id(leaf) not in moved_by_id:
-                        moved_by_id[id(leaf)] = flight.move(move, leaf)
-                    flight.made[number] = moved_by_id[id(leaf)]
+                flight.move_all(move, numbered_arrays)
                 if limit_bytes is not None:
                     flight.window.drain()
             for number, source_paths, assembly in job.assemblies:
@@ -195,6 +192,54 @@ class _Flight:
             pool=pool,
             shards=LocalShards(job.arrays),
         )
+
+    def move_all(
+        self,
+        move: Move,
+        numbered_arrays: Sequence[tuple[int, jax.Array]],
+    ) -> None:
+        """Makes the target's arrays from pairs of their number and the source's array.
+        An array that is in the source twice moves once. Small arrays move several at a
+        time.
+        """
+        numbers_by_id: dict[int, list[int]] = {}
+        leaves: dict[int, jax.Array] = {}
+        for number, leaf in numbered_arrays:
+            numbers_by_id.setdefault(id(leaf), []).append(number)
+            leaves[id(leaf)] = leaf
+        mover = None
+        if self._limit_bytes is None:
+            mover = _small_mover(move)
+        most = 1 if mover is None else mover.most_together
+        remaining = iter(leaves.values())
+        while batch := list(it.islice(remaining, most)):
+            self.current = numbers_by_id[id(batch[0])][0]
+            if mover is not None and all(map(_has_shards_of_its_type, batch)):
+                moved = self._move_together(mover, move, batch)
+                for leaf, array in zip(batch, moved, strict=True):
+                    for number in numbers_by_id[id(leaf)]:
+                        self.made[number] = array
+                continue
+            for leaf in batch:
+                self.current = numbers_by_id[id(leaf)][0]
+                array = self.move(move, leaf)
+                for number in numbers_by_id[id(leaf)]:
+                    self.made[number] = array
+
+    def _move_together(
+        self,
+        mover: SmallMover,
+        move: Move,
+        batch: Sequence[jax.Array],
+    ) -> list[jax.Array]:
+        """Moves some small arrays, and deletes those that are donated."""
+        self.window.make_room(move.extra_bytes)
+        moved = [labelled(array, move.dst) for array in mover(batch)]
+        for leaf in batch:
+            self._reads_left[id(leaf)] -= 1
+            if self.donate and self._is_done_with(leaf):
+                leaf.delete()
+        return moved
 
     def move(self, move: Move, leaf: jax.Array) -> jax.Array:
         """Moves `leaf` as `move` says. Its buffers are donated if no later move or
@@ -425,6 +470,26 @@ def carry_out(
     return result
 
 
+def _small_mover(move: Move) -> SmallMover | None:
+    """The mover of small arrays by the move `move`; `None` if they are not small, or do
+    not move within this process.
+    """
+    is_local = move.src.is_fully_addressable and move.dst.is_fully_addressable
+    if move.assembly is None or move.assembly.method != "host":
+        return None
+    if move.lost or not is_local:
+        return None
+    return small_mover(move.assembly)
+
+
+def _has_shards_of_its_type(leaf: jax.Array) -> bool:
+    """Whether an array made from copies of the shards is of the type of `leaf`: no typed
+    PRNG key, and not weakly typed. A deleted array has no shards.
+    """
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    return not (is_key or leaf.weak_type or leaf.is_deleted())
+
+
 def _assembled(
     move: Move,
     assembly: Assembly,
@@ -443,11 +508,9 @@ def _assembled(
         return jax.device_put(x, move.dst, donate=donate)
     # By the host, and not by programs on the devices.
     is_copied = assembly.method == "host"
-    mover = None
-    if is_copied and is_local and not move.lost:
-        mover = small_mover(assembly)
+    mover = _small_mover(move)
     if mover is not None:
-        array = mover(x)
+        (array,) = mover([x])
         if donate:
             x.delete()
         return array

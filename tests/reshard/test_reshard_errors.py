@@ -45,7 +45,7 @@ def test_a_failure_without_a_text_says_its_kind(monkeypatch):
         raise MemoryError
 
     source = put({name: host((8,)) for name in "ab"}, sharding((8,), "a"))
-    monkeypatch.setattr(flight, "carry_out", full)
+    monkeypatch.setattr(flight, "labelled", full)
     with pytest.raises(MoveError, match=r"stopped at leaf `a` \(MemoryError\) after 0"):
         reshard(source, sharding((4,), "a"))
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from shardfx import clear_caches, reshard
 from shardfx._reshard.move import move_of
 from shardfx._reshard.pieces.small_moves import small_mover
+from shardfx.errors import MoveError
 
 
 SHAPE = (16, 24)
@@ -105,3 +106,41 @@ def test_large_arrays_and_views_move_otherwise():
     assert mover_of(SHAPE, halves, rows) is None
     with jax.transfer_guard_host_to_device("disallow_explicit"):
         assert mover_of(SHAPE, rows, columns) is None
+
+
+def test_arrays_that_cannot_move_together_move_alone():
+    rows = sharding((8,), P("a"))
+    columns = sharding((8,), P(None, "a"))
+    plain = arrays(rows, "float32", count=5)
+    weak = jax.device_put(jnp.broadcast_to(jnp.asarray(2.0), SHAPE), rows)
+    assert weak.weak_type
+    tree = [plain[0], plain[1], plain[0], weak, *plain[2:]]
+    moved = reshard(tree, columns)
+    for array, moved_array in zip(tree, moved, strict=True):
+        assert moved_array.sharding == columns
+        assert moved_array.weak_type == array.weak_type
+        np.testing.assert_array_equal(moved_array, array)
+    assert moved[0] is moved[2]
+
+
+def test_more_arrays_than_move_together_all_move():
+    rows = sharding((8,), P("a"))
+    columns = sharding((8,), P(None, "a"))
+    mover = mover_of(SHAPE, rows, columns)
+    assert mover is not None
+    count = 2 * mover.most_together + 1
+    tree = arrays(rows, "float32", count)
+    for array, moved in zip(tree, reshard(tree, columns), strict=True):
+        np.testing.assert_array_equal(moved, array)
+
+
+def test_the_first_deleted_array_is_named():
+    rows = sharding((8,), P("a"))
+    columns = sharding((8,), P(None, "a"))
+    tree = arrays(rows, "float32", count=4)
+    tree[2].delete()
+    with pytest.raises(
+        MoveError, match=r"stopped at leaf `2` .* after 2 of 4"
+    ) as caught:
+        reshard(tree, columns)
+    assert sorted(caught.value.moved) == ["0", "1"]

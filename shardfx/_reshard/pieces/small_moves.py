@@ -1,14 +1,15 @@
-"""Moves small arrays of one kind by NumPy copies in this process's memory, one array
-after another. What depends on the kind alone is computed once: a tree may have thousands
-of arrays that take less time to copy than to look at.
+"""Moves small arrays of one kind by NumPy copies in this process's memory, several
+arrays at a time. What depends on the kind alone is computed once: a tree may have
+thousands of arrays that take less time to copy than to look at.
 """
 
 import functools as ft
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
-from ..._convert import as_bits
+from ..._convert import as_bits, strides_of
 from ..._ground.boxes import ArrayMaker, box_shape
 from ..._ground.copying import buffers, copy_along
 from .assembly import Assembly
@@ -16,9 +17,14 @@ from .copies import Copy, shard_starts
 from .host import are_slices, is_guarded, views_of
 
 
+# Arrays that move together share one memory, which lives as long as one of them does.
+_MOST_TOGETHER = 64
+_MOST_BYTES_TOGETHER = 1 << 17
+
+
 class SmallMover:
     """Moves arrays as the plan `assembly` says, whose `joint_copies` assemble all new
-    shards in one memory.
+    shards of an array in one memory. At most `most_together` arrays move in one call.
     """
 
     def __init__(self, assembly: Assembly):
@@ -26,7 +32,8 @@ class SmallMover:
         starts = shard_starts(assembly.targets, dtype)
         self._dtype = dtype
         self._copied_dtype = as_bits(np.empty(0, dtype)).dtype
-        self._memory_shape = (starts[-1] // dtype.itemsize,)
+        # The bytes of the memory of one array.
+        self._memory_bytes = starts[-1]
         self._shard_numbers = sorted({copy.shard for copy in assembly.joint_copies})
         # The shard of each copy is its position in `_shard_numbers` here.
         self._copies: list[Copy] = []
@@ -38,38 +45,76 @@ class SmallMover:
         self._shards: list[tuple[tuple[int, ...], int]] = []
         for box, start in zip(assembly.targets, starts, strict=False):
             self._shards.append((box_shape(box), start))
+        fitting_count = _MOST_BYTES_TOGETHER // max(1, self._memory_bytes)
+        self.most_together = min(_MOST_TOGETHER, max(1, fitting_count))
         self._make = ArrayMaker(
             assembly.shape, dtype, assembly.sharding, assembly.targets
         )
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """The array `x` in the new sharding."""
-        dtype = self._copied_dtype
-        old_shards = self._old_shards(x)
-        (memory,) = buffers([(self._memory_shape, self._dtype)])
+    def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The arrays `arrays` in the new sharding."""
+        count = len(arrays)
+        memory_shape = (count * self._memory_bytes // self._dtype.itemsize,)
+        (memory,) = buffers([(memory_shape, self._dtype)])
         copied_memory = memory
-        if dtype != self._dtype:
-            copied_memory = memory.view(dtype)
+        if self._copied_dtype != self._dtype:
+            copied_memory = memory.view(self._copied_dtype)
+        old_shards = [
+            self._old_shards(arrays, number) for number in self._shard_numbers
+        ]
         for copy in self._copies:
-            views = views_of(copy, dtype, copied_memory, old_shards[copy.shard])
+            sources = old_shards[copy.shard]
+            views = views_of(
+                _of_arrays(copy, count, self._memory_bytes, sources.nbytes // count),
+                self._copied_dtype,
+                copied_memory,
+                sources,
+            )
             copy_along(views.target, views.source, views.block_dim)
-        new_shards: list[np.ndarray] = []
-        for shape, start in self._shards:
-            new_shards.append(np.ndarray(shape, self._dtype, memory, start))
-        return self._make(new_shards)
 
-    def _old_shards(self, x: jax.Array) -> list[np.ndarray]:
-        """The old shards that are read, in the order of `_shard_numbers`."""
-        old_shards: list[np.ndarray] = []
-        for number in self._shard_numbers:
-            # All shards of a replicated array are equal.
+        new_shards: list[list[np.ndarray]] = []
+        for shape, start in self._shards:
+            strides = strides_of(shape, self._dtype.itemsize)
+            shards_of_arrays = np.ndarray(
+                (count, *shape),
+                self._dtype,
+                memory,
+                start,
+                (self._memory_bytes, *strides),
+            )
+            new_shards.append(list(shards_of_arrays))
+        return list(map(self._make, zip(*new_shards, strict=True)))
+
+    def _old_shards(self, arrays: Sequence[jax.Array], number: int) -> np.ndarray:
+        """The shards with the number `number` of all arrays, one after another in
+        memory.
+        """
+        shards: list[np.ndarray] = []
+        for x in arrays:
             shard = np.asarray(x.addressable_data(number))
-            if not shard.flags.c_contiguous:
-                shard = shard.copy()
             if self._copied_dtype != self._dtype:
                 shard = shard.view(self._copied_dtype)
-            old_shards.append(shard)
-        return old_shards
+            shards.append(shard)
+        first = shards[0]
+        if len(shards) == 1 and first.flags.c_contiguous:
+            return first
+        rows, *others = first.shape
+        together = np.empty((len(shards) * rows, *others), self._copied_dtype)
+        return np.concatenate(shards, out=together)
+
+
+def _of_arrays(copy: Copy, count: int, target_bytes: int, source_bytes: int) -> Copy:
+    """The copy that does what `copy` does, for `count` arrays that lie one after another
+    in both memories. Each takes `target_bytes` of the new memory and `source_bytes` of
+    the old one.
+    """
+    dim = copy.block_dim
+    return copy._replace(
+        shape=(count, *copy.shape),
+        source_strides=(source_bytes, *copy.source_strides),
+        target_strides=(target_bytes, *copy.target_strides),
+        block_dim=None if dim is None else dim + 1,
+    )
 
 
 def small_mover(assembly: Assembly) -> SmallMover | None:
