@@ -83,19 +83,17 @@ def outcome(program: Program) -> dict[str, Any]:
     """What numbers, `verify` and `check_step` say of a program, as JSON holds it."""
     case = _FORMS[program.form](_cases(program.fault)[program.kind][program.title])
     step, structs = _step(case)
-    line: dict[str, Any] = {"numbers": "not run"}
     try:
         verdict = testing.verify(step, *structs)
+        numbers = {"numbers": "not run"}
         if program.form != "full size":
-            apart = _run.apart(case)
-            line["numbers"] = "wrong" if apart > _run.CLOSE else "right"
-            line["apart"] = float(f"{apart:.1e}")
+            numbers = _numbers(case)
     except Exception as error:  # XLA's and JAX's errors have many types
         return {
             "numbers": "refused",
             "message": f"{type(error).__name__}: {error}"[:200],
         }
-    line["verdict"] = verdict.outcome
+    line: dict[str, Any] = {**numbers, "verdict": verdict.outcome}
     if verdict.refutations:
         line["functions"] = sorted({_function(fault) for fault in verdict.refutations})
         line["is_right_line"] = _is_at_fault(program.fault, verdict.refutations)
@@ -103,6 +101,19 @@ def outcome(program: Program) -> dict[str, Any]:
         arrays = map(jax.device_put, case.args, [struct.sharding for struct in structs])
         line["checked"] = "right" if testing.check_step(step, *arrays) else "wrong"
     return line
+
+
+def _numbers(case: _run.Case) -> dict[str, Any]:
+    """Whether the numbers of a case are right, and how far they are from those of one
+    device.
+    """
+    try:
+        apart = _run.apart(case)
+    except ValueError as error:
+        # The program returns shards of another size, of which JAX makes no array.
+        return {"numbers": "wrong", "message": str(error)[:200]}
+    words = "wrong" if apart > _run.CLOSE else "right"
+    return {"numbers": words, "apart": float(f"{apart:.1e}")}
 
 
 def _step(case: _run.Case) -> tuple[Any, list[jax.ShapeDtypeStruct]]:

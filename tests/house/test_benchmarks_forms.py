@@ -26,6 +26,19 @@ def test_a_larger_residual_stack_is_refuted_at_its_block():
     assert line["functions"] == ["block"] and line["is_right_line"], line
 
 
+def test_shards_of_another_size_are_wrong_numbers():
+    line = _forms.outcome(Program("strided_slices", "wrong", "gradient", form="larger"))
+    assert line["numbers"] == "wrong" and line["verdict"] == "refuted", line
+    assert "broadcast input array" in line["message"], line
+
+
+def test_a_wrong_result_is_refuted_at_the_line_that_makes_it():
+    # The partitioner's own exchange returns the result, and comes from no line.
+    line = _forms.outcome(Program("pool_gradient", "wrong", "gradient", form="larger"))
+    assert line["numbers"] == "wrong" and line["verdict"] == "refuted", line
+    assert line["is_right_line"] and line["functions"] != [""], line
+
+
 def test_the_counts_of_forms_say_numbers_and_verdict():
     refuted = {"numbers": "wrong", "verdict": "refuted", "is_right_line": True}
     lines = {

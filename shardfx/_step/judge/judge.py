@@ -287,17 +287,30 @@ class Judge:
             try:
                 self.require_result(number, leaf, array, shardings[number])
             except Wrong as error:
-                self.reached.add(self.record.fault(key, root, error).number)
+                maker = self._maker_of(root, number)
+                self.reached.add(self.record.fault(key, maker, error).number)
             except Unjudged as error:
                 self.record.unknown((self.module.entry, root.name), root, str(error))
                 is_proved = False
         return is_proved and not self.reached
 
+    def _maker_of(self, root: Instruction, number: int) -> Instruction:
+        """The operation that makes result `number`, or the nearest one before it that
+        comes from a line of the step: the partitioner's own exchanges have none.
+        """
+        computation = self.module.computations[self.module.entry]
+        maker = root
+        if root.opcode == "tuple":
+            maker = computation[root.operands[number]]
+        source = maker
+        while not self.module.frames(source) and source.operands:
+            source = computation[source.operands[0]]
+        return source if self.module.frames(source) else maker
+
     def _require_shards(self, root: Instruction, shardings: Sequence[str]) -> None:
         """Refutes results whose arrays on one device are no shards of their shardings,
         whether or not their elements are judged.
         """
-        computation = self.module.computations[self.module.entry]
         shapes = [array.shape for array in arrays_in(root.result)]
         for number, (shape, array) in enumerate(
             zip(shapes, self.whole_program.results, strict=True)
@@ -305,8 +318,6 @@ class Judge:
             try:
                 axes_of(self.context.cuts, shardings[number], array.shape, shape)
             except WrongShard:
-                is_tuple = root.opcode == "tuple"
-                name = root.operands[number] if is_tuple else root.name
                 error = Wrong(
                     f"result {number}: each device returns an array of the shape"
                     f" {shape}, which is no shard of {array.shape} as its sharding says",
@@ -314,9 +325,8 @@ class Judge:
                     "constrain the sharding of the arrays that this line reads",
                 )
                 key = (self.module.entry, f"{root.name}/{number}")
-                self.reached.add(
-                    self.record.fault(key, computation[name], error).number
-                )
+                maker = self._maker_of(root, number)
+                self.reached.add(self.record.fault(key, maker, error).number)
             except Unjudged:
                 # The comparison of the elements says why.
                 continue
