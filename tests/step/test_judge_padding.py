@@ -2,6 +2,8 @@
 kernel of three rows on two devices, each of which gets two rows.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,3 +78,30 @@ def test_replicas_that_are_summed_behind_padding_are_refuted():
     (refutation,) = verdict.refutations
     assert "4 times what it should be" in refutation.fault
     assert refutation.source is not None and refutation.source.function == "conv"
+
+
+def strided(x, w):
+    return jax.lax.conv_general_dilated(
+        x, w, (2, 2), "VALID", dimension_numbers=("NCHW", "OIHW", "NCHW")
+    )
+
+
+@pytest.mark.parametrize(
+    "sizes, kernel, outcome",
+    [
+        ({"b": 2}, P("b"), "proved"),
+        ({"a": 2, "b": 2}, P("a"), "refuted"),
+    ],
+)
+def test_padding_of_a_kernel_of_one_row_is_followed(sizes, kernel, outcome):
+    mesh = sfx.MeshSpec(sizes).abstract()
+    x = jax.ShapeDtypeStruct(
+        (4, 16, 16, 8), jnp.float32, sharding=NamedSharding(mesh, HEIGHT)
+    )
+    w = jax.ShapeDtypeStruct(
+        (8, 16, 1, 1), jnp.float32, sharding=NamedSharding(mesh, kernel)
+    )
+    programs = programs_of(strided, (x, w))
+    assert re.search(r"pad\(.*padding=0_0x0_0x0_1x0_0", programs.partitioned)
+    verdict = verdict_of(programs)
+    assert verdict.outcome == outcome, verdict

@@ -212,7 +212,7 @@ def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
             axes.append(axis)
             continue
         if axis is None:
-            raise Unjudged("padding along a dimension where nothing changes")
+            axis = _axis_of_single(context, operand, place)
         indices = _padded_row(context, axis, low, high, interior)
         is_padded |= bool(indices.shape[1] > axis.cut.size)
         padded_dims.append(axis.dim)
@@ -231,6 +231,29 @@ def pad(context: Context, instruction: Instruction, operands: Sequence[Held]) ->
         known_numbers=None,
     )
     return seen_as_padded(context, instruction, padded)
+
+
+def _axis_of_single(context: Context, operand: Held, place: int) -> Axis:
+    """The axis of dimension `place`, of size 1, in which each device holds the first
+    element of one of the value, which has size 1 too. Raises `Unjudged` if it may be a
+    broadcast.
+    """
+    if operand.root < 0 or operand.shape[place] != 1:
+        raise Unjudged("padding along a dimension where nothing changes")
+    axes = [*operand.axes, *operand.dropped_axes]
+    used_dims = {axis.dim for axis in axes if axis is not None}
+    single_dims = []
+    for dim, size in enumerate(context.values.nodes[operand.root].shape):
+        if size == 1 and dim not in used_dims:
+            single_dims.append(dim)
+    single_places = []
+    for other_place, axis in enumerate(operand.axes):
+        if axis is None and operand.shape[other_place] == 1:
+            single_places.append(other_place)
+    if len(single_dims) != len(single_places):
+        raise Unjudged("padding along a dimension where nothing changes")
+    dim = single_dims[single_places.index(place)]
+    return Axis(dim, context.cuts.whole(1))
 
 
 def _fill_of_padded(
