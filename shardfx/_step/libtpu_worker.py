@@ -33,8 +33,6 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 import numpy as np
 from jaxlib import xla_client
 from jaxlib.mlir import ir
-from jaxlib.mlir._mlir_libs import _jax_mlir_ext
-from jaxlib.mlir.dialects import chlo, mhlo, sdy, stablehlo
 
 
 _LOOK_EVERY_SECONDS = 0.005
@@ -277,7 +275,7 @@ def _is_whole(name: str) -> bool:
         return False
     if name.endswith(".pb"):
         with open(paths[0], "rb") as file:
-            return _reader().module_in(file.read()) is not None
+            return _beside("worker").module_in(file.read()) is not None
     if name.endswith(_SCHEDULED):
         # Only the end of a computation stands at the start of a line, and the entry is
         # the last one.
@@ -287,11 +285,11 @@ def _is_whole(name: str) -> bool:
     return True
 
 
-@ft.lru_cache(maxsize=1)
-def _reader() -> types.ModuleType:
-    """The Python module `worker.py` beside this file, loaded by its path."""
-    path = os.path.join(os.path.dirname(__file__), "worker.py")
-    spec = importlib.util.spec_from_file_location("worker", path)
+@ft.lru_cache(maxsize=2)
+def _beside(name: str) -> types.ModuleType:
+    """The Python module of this name beside this file, loaded by its path."""
+    path = os.path.join(os.path.dirname(__file__), f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -322,7 +320,7 @@ def _text(folder: str, name: str) -> bytes:
         return b""
     with open(max(paths, key=os.path.getsize), "rb") as file:
         text = file.read()
-    return _reader().complete_text(text) if name.endswith(".pb") else text
+    return _beside("worker").complete_text(text) if name.endswith(".pb") else text
 
 
 def _compile(
@@ -352,7 +350,7 @@ def _compile(
             by_id = {device.id: device for device in devices}
             chosen = [by_id[number] for number in request["order"]]
             executable = client.compile(
-                _parsed(module),
+                ir.Module.parse(module, _beside("propagate").context_with_dialects()),
                 executable_devices=xla_client.DeviceList(tuple(chosen)),
                 compile_options=_options(request, folder),
             )
@@ -443,19 +441,6 @@ def _write_devices(devices: list[Any], folder: str) -> None:
         for device in devices
     ]
     _write_json(rows, os.path.join(folder, _DEVICES))
-
-
-def _parsed(module: bytes) -> Any:
-    """The StableHLO module in an MLIR context with the dialects of JAX's own."""
-    context = ir.Context()
-    registry = ir.DialectRegistry()
-    _jax_mlir_ext.register_dialects(registry)
-    context.append_dialect_registry(registry)
-    context.load_all_available_dialects()
-    mhlo.register_mhlo_dialect(context)
-    for dialect in (sdy, stablehlo, chlo):
-        dialect.register_dialect(context)
-    return ir.Module.parse(module, context)
 
 
 def _options(request: dict[str, Any], folder: str) -> Any:

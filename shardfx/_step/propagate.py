@@ -1,5 +1,5 @@
 """Shardy's sharding of each array of a step, and the origin of each of its mesh axes;
-`worker.py` runs this file.
+`worker.py` runs this file. `libtpu_worker.py` reads modules with its dialects.
 
 XLA runs Shardy on StableHLO that was converted from HLO. There, Shardy can choose
 between equally good shardings differently than on the module that JAX lowers. So this
@@ -75,7 +75,7 @@ def _run(hlo: bytes, request: dict[str, object], origins: str, file: Any) -> Non
     status = 1
     try:
         sink = io.BytesIO()
-        with _context() as context, ir.Location.unknown(context):
+        with context_with_dialects() as context, ir.Location.unknown(context):
             _module(hlo, request, origins).operation.write_bytecode(sink)
         file.write(sink.getvalue())
         status = 0
@@ -86,7 +86,7 @@ def _run(hlo: bytes, request: dict[str, object], origins: str, file: Any) -> Non
         os._exit(status)
 
 
-def _context() -> Any:
+def context_with_dialects() -> Any:
     """An MLIR context with the dialects of JAX's own context."""
     context = ir.Context()
     registry = ir.DialectRegistry()
