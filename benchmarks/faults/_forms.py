@@ -269,8 +269,8 @@ def words_of(line: Mapping[str, Any]) -> str:
     words = f"{numbers}, {line['verdict']}"
     if line["verdict"] == "refuted":
         return words if line["is_right_line"] else f"{words} elsewhere"
-    if "checked" in line:
-        return f"{words}, {line['checked']} by check_step"
+    if line.get("checked") == "wrong":
+        return "wrong, found by check_step"
     return words
 
 

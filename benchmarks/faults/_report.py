@@ -171,10 +171,9 @@ def section(
         "## What XLA's partitioner computes wrongly",
         "",
         "`python -m benchmarks faults`: layers of models and random programs under random",
-        "layouts on five meshes of up to 8 emulated devices, beside one device in float64.",
-        "The layouts are uniform over mesh axes, so that the rates are not those of users.",
-        "A cause is the operation that `shardfx.testing.verify` refutes, the first equation",
-        "that differs, or the line of XLA that aborts.",
+        "layouts on five meshes of emulated devices, beside one device in float64. Layouts",
+        "are uniform over mesh axes, so the rates are not those of users.",
+        "Causes are grouped by the faulty operation.",
         "",
         "| JAX | partitioner | cases | wrong | errors | aborts | causes of wrong numbers |",
         "|---|---|---|---|---|---|---|",
@@ -189,7 +188,7 @@ def section(
         lines.append(_hunt_row(data))
     lines += [
         "",
-        "[Wrong numbers](wrong_numbers.md) has the causes that are known.",
+        "[Wrong numbers](wrong_numbers.md) has the known causes.",
         "",
     ]
     lines += _verdict_rows(documents)
@@ -198,7 +197,7 @@ def section(
             f"{outcome}: {count:,}" for outcome, count in data["counts"].items()
         )
         lines.append(
-            f"- Rule sets of the README, the pages and the presets on five meshes,"
+            f"- Rule sets of README, pages and presets on five meshes,"
             f" JAX {data['jax']}: {counts}, not run: {data['not_run']:,}."
         )
     for data in documents.values():
@@ -247,14 +246,17 @@ def _verdict_rows(documents: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _form_rows(data: Mapping[str, Any]) -> list[str]:
-    """What `verify` says of the known faults in other forms, by family."""
+    """What `verify` says of the known faults in other forms, by family, where numbers
+    were run.
+    """
     lines: list[str] = []
     for family, counts in data.get("forms", {}).items():
-        texts = [f"{words}: {count:,}" for words, count in counts.items()]
-        lines.append(
-            f"- `verify` on {family} in other forms, JAX {data['versions']['jax']}:"
-            f" {'; '.join(texts)}."
-        )
+        texts = [
+            f"{words}: {count:,}"
+            for words, count in counts.items()
+            if not words.startswith("not run")
+        ]
+        lines.append(f"- {family.capitalize()} in other forms: {'; '.join(texts)}.")
     return lines
 
 
@@ -263,8 +265,8 @@ def _coverage_rows(data: Mapping[str, Any]) -> list[str]:
     return [
         "`python -m benchmarks faults --coverage`: what `verify` judges of training steps"
         f" with JAX {data['versions']['jax']},",
-        "with their gradients and AdamW, each under one or two layouts. *Refuted* are steps",
-        "that XLA computes wrongly; *accused* would be right ones.",
+        "with gradients and AdamW. *Refuted* are steps that XLA computes wrongly; *accused*",
+        "would be right ones.",
         "",
         *coverage_table(data["coverage"]),
         "",

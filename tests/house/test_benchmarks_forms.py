@@ -56,12 +56,12 @@ def test_the_counts_of_forms_say_numbers_and_verdict():
     assert document["forms"] == {
         "residual stacks": {"wrong, refuted": 1, "wrong, refuted elsewhere": 1},
         "convolutions": {"right, proved": 1},
-        "other faults": {"timeout": 1, "wrong, not judged, wrong by check_step": 1},
+        "other faults": {"timeout": 1, "wrong, found by check_step": 1},
     }
     assert _forms.mistakes(document) == []
     assert len(document["lines"]) == len(lines)
     section = _report.section({"faults-forms": document})
-    assert "on residual stacks in other forms, JAX 0.0: wrong, refuted: 1;" in section
+    assert "- Residual stacks in other forms: wrong, refuted: 1;" in section
 
 
 def test_a_proved_fault_and_an_accused_program_are_mistakes():
