@@ -84,15 +84,13 @@ def questions(lines: Sequence[Mapping[str, Any]]) -> Iterator[Question]:
             question = Question("verdict", subject)
             if question.key not in answered(lines):
                 yield question
-    proved = {
-        (line["name"], line["layout"])
-        for line in verdicts(lines)
-        if line["outcome"] == "proved"
-    }
-    for case in cases:
-        for subject in subjects(case):
+    by_name = {case.name: case for case in cases}
+    proved = [line for line in verdicts(lines) if line["outcome"] == "proved"]
+    # The smallest programs first.
+    for line in sorted(proved, key=lambda line: line["bytes"]):
+        for subject in subjects(by_name[line["name"]]):
             question = Question("numbers", subject)
-            is_proved = (subject.name, subject.layout) in proved
+            is_proved = subject.layout == line["layout"]
             if is_proved and question.key not in answered(lines):
                 yield question
 

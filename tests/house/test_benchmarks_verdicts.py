@@ -31,7 +31,7 @@ def test_a_refused_layout_gives_way_to_the_next():
         if question.subject.name != CASE.name:
             break
         asked.append(question.subject.layout)
-        fields = REFUSED if len(asked) == 1 else {"outcome": "proved"}
+        fields = REFUSED if len(asked) == 1 else {"outcome": "proved", "bytes": 8}
         lines.append(verdict(question.subject, **fields))
     assert len(asked) == 4
     # Afterwards, the numbers of what is proved are asked.
