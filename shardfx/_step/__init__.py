@@ -102,6 +102,7 @@ from .lowered import (
     applied,
     bytecode,
     carry_of,
+    donating,
     equations_in,
     frames_of,
     is_library,

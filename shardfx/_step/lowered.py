@@ -199,6 +199,23 @@ def resharded(
         return bytecode(clone)
 
 
+def donating(module: Module, donated: Sequence[bool]) -> Module:
+    """A copy of the module that donates the arguments that are true in `donated`, and
+    those that it donates already.
+    """
+    clone = module.operation.clone()
+    with clone.context, ir.Location.unknown(clone.context):
+        main = _main(clone)
+        rows: list[ir.Attribute] = []
+        arguments = _attributes_of_arrays(main, "arg_attrs")
+        for attrs, is_donated in zip(arguments, donated, strict=True):
+            if is_donated and "tf.aliasing_output" not in attrs:
+                attrs["jax.buffer_donor"] = ir.BoolAttr.get(True)
+            rows.append(ir.DictAttr.get(attrs))
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(rows)
+    return clone
+
+
 def _mesh_with_axes(
     declared: Mapping[str, Mapping[str, int]],
     axes: tuple[str, ...],

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -96,7 +96,7 @@ def _trials(chip_step: StepOnChip) -> Iterator[_Trial]:
     yield from _donation(chip_step)
     if axes:
         yield from _constrained_activations(chip_step, axes)
-    peak_bytes = chip_step.memory.peak_bytes - _foreseen_saving(chip_step, remat=True)
+    peak_bytes = chip_step.memory.peak_bytes - _saved_by_recomputing(chip_step)
     yield _Trial(
         what="recompute each layer in the backward pass",
         peak_bytes=peak_bytes,
@@ -178,12 +178,10 @@ def _donation(chip_step: StepOnChip) -> Iterator[_Trial]:
             is_all_donated &= argument.donated
     if is_all_donated:
         return
-    saved_bytes = _foreseen_saving(chip_step, donated=donated)
-    yield _Trial(
-        what="donate what the step returns anew",
-        peak_bytes=chip_step.memory.peak_bytes - saved_bytes,
-        how=f"filter_jit(step, donate={_quoted(names)})",
-    )
+    how = f"filter_jit(step, donate={_quoted(names)})"
+    with contextlib.suppress(ProgramError):
+        peak_bytes = chip_step.donating(donated).peak_bytes
+        yield _Trial("donate what the step returns anew", peak_bytes, how)
 
 
 def _constrained_activations(
@@ -222,11 +220,9 @@ def _half_batch(chip_step: StepOnChip) -> Iterator[_Trial]:
         )
 
 
-def _foreseen_saving(chip_step: StepOnChip, **changed: Any) -> int:
-    """The bytes that a change saves, by live ranges. `changed` has keyword arguments of
-    `StepOnChip.memory_of`.
-    """
-    memory = chip_step.memory_of(chip_step.module, **changed)
+def _saved_by_recomputing(chip_step: StepOnChip) -> int:
+    """The bytes that recomputing each layer in the backward pass saves, by live ranges."""
+    memory = chip_step.memory_of(chip_step.module, remat=True)
     return chip_step.foreseen.peak_bytes - memory.peak_bytes
 
 

@@ -27,6 +27,7 @@ from .._step import (
     Programs,
     Step,
     bytes_of,
+    donating,
     lines_of,
     meshes,
     operations,
@@ -195,6 +196,15 @@ class StepOnChip:
             if dims_of_results[number] is not None:
                 dims_of_results[number] = dims
         return self._memory_under(arguments=arguments, results=dims_of_results)
+
+    def donating(self, donated: Sequence[bool]) -> Memory:
+        """The memory of one device if the step donates the arrays of its arguments that
+        are true in `donated`.
+        """
+        if self.memory.is_counted:
+            module = donating(self.step.module(self.platform), donated)
+            return self.memory_with(module)
+        return self.memory_of(self.module, donated=donated)
 
     def _memory_under(self, **changed: Any) -> Memory:
         """The memory of one device for a changed step, by the same count as `memory`."""

@@ -91,6 +91,23 @@ def test_both_cores_of_a_chip_are_one_device():
     assert answer.peak_bytes >= 4 * (128 * 128 + 16 * 128 + 128 * 128)
 
 
+def test_libtpu_says_what_donation_saves():
+    gradient, (weights, batch) = small_step()
+
+    def step(weights, batch):
+        return weights - gradient(weights, batch)
+
+    whole = weights.sharding
+    jitted = jax.jit(step, out_shardings=whole)
+    changes = fit(jitted, weights, batch, chip="v5e").changes
+    [donation] = [change for change in changes if change.what.startswith("donate")]
+    donating = jax.jit(step, out_shardings=whole, donate_argnums=0)
+    changed = fit(donating, weights, batch, chip="v5e")
+    assert donation.peak_bytes == changed.peak_bytes
+    # More than the copy of the weights that live ranges foresee.
+    assert donation.saves_bytes > 4 * 128 * 128
+
+
 def test_fit_does_not_ask_again_what_estimate_asked(monkeypatch):
     questions = []
     ask = Worker.ask
