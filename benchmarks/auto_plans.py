@@ -30,9 +30,9 @@ import optax
 
 import shardfx as sfx
 from shardfx.auto import Limits
-from shardfx.auto._asked import asked_for
+from shardfx.auto._asked import search_options
 from shardfx.auto._candidate import Candidate, rank
-from shardfx.auto._search import candidates_of, opened
+from shardfx.auto._search import candidates_of, opened_search
 from shardfx.cost._compile_for import memory_of
 from shardfx.errors import OutOfMemoryError
 from shardfx.presets import models as published
@@ -240,8 +240,10 @@ def seconds_beside_search(
     moments = jax.eval_shape(case.init, case.params)
     args = (case.params, moments, *case.data)
     donating = sfx.filter_jit(step, donate=(0, 1))
-    options = asked_for(devices, CHIP)
-    space, lowered = opened(donating, args, options, Limits(), (), lambda _: None)
+    options = search_options(devices, CHIP)
+    space, lowered = opened_search(
+        donating, args, options, Limits(), (), lambda _: None
+    )
     candidates, titles = candidates_of(space, lowered, 1, lambda _: None)
     best = candidates[0]
     planned = dataclasses.replace(

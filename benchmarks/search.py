@@ -15,7 +15,7 @@ import numpy as np
 
 import shardfx as sfx
 from shardfx.auto import Limits
-from shardfx.auto._asked import EMULATED, asked_for, trace
+from shardfx.auto._asked import EMULATED, search_options, trace
 from shardfx.auto._core import assignment_count, find
 from shardfx.auto._mesh_sizes import sizes_and_slices
 from shardfx.auto._namer import named_classes
@@ -134,7 +134,7 @@ def _speed() -> dict[str, Value]:
     """
     step, *args = _large()
     classes = named_classes(trace(step, *args))
-    space = Space(classes, asked_for(256, "v5p"), Limits())
+    space = Space(classes, search_options(256, "v5p"), Limits())
     machine = space.machine()
     find(space.terms, machine, 256)  # compiles
     seconds = []

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 import shardfx as sfx
-from shardfx.auto._asked import asked_for
+from shardfx.auto._asked import search_options
 from shardfx.auto._programs import devices_for, measured
-from shardfx.auto._search import candidates_of, opened
+from shardfx.auto._search import candidates_of, opened_search
 
 from ._case import Entry, Finding, Limit, Value
 from ._report import BETTER
@@ -190,8 +190,10 @@ def _held_against(
 ) -> dict[str, Any]:
     step, *args = model
     begin = time.process_time()
-    asked = asked_for(target, None)
-    space, lowered = opened(step, args, asked, sfx.auto.Limits(), (), lambda _: None)
+    asked = search_options(target, None)
+    space, lowered = opened_search(
+        step, args, asked, sfx.auto.Limits(), (), lambda _: None
+    )
     # Emulated devices hide nothing; a TPU's compiler does, but how much is not in its
     # program's text.
     lowered.model = dataclasses.replace(lowered.model, overlap=0.0)

@@ -15,11 +15,11 @@ from jax.sharding import AbstractMesh
 import shardfx as sfx
 from shardfx import chips
 from shardfx._step import parse_hlo
-from shardfx.auto._asked import asked_for
+from shardfx.auto._asked import search_options
 from shardfx.auto._core import find
 from shardfx.auto._programs import jitted
-from shardfx.auto._search import opened
-from shardfx.auto._space import various
+from shardfx.auto._search import opened_search
+from shardfx.auto._space import distinct_candidates
 from shardfx.cost._work import work_of
 
 from ._case import Finding, Limit, Value
@@ -77,13 +77,13 @@ def _order(name: str, few: int, devices: Sequence[Any]) -> dict[str, Value]:
         step, *args = unseen_step(name)
     else:
         step, *args = models(jnp.float32)[name]()
-    space, lowered = opened(
-        step, args, asked_for("cpu:8", None), sfx.auto.Limits(), (), lambda _: None
+    space, lowered = opened_search(
+        step, args, search_options("cpu:8", None), sfx.auto.Limits(), (), lambda _: None
     )
     candidates = find(space.terms, space.machine(), 8, keep=4000)
     rng = np.random.default_rng(0)
     drawn = [candidates[i] for i in sorted(rng.permutation(len(candidates))[: 6 * few])]
-    ones = list(various(space, drawn, 6 * few))
+    ones = list(distinct_candidates(space, drawn, 6 * few))
     ones = [ones[i] for i in sorted(rng.permutation(len(ones))[:few])]
     sent: list[_Pair] = []
     seconds: list[_Pair] = []

@@ -76,7 +76,7 @@ class SearchOptions(NamedTuple):
     extents: tuple[int, ...] = ()
 
 
-def asked_for(
+def search_options(
     devices: object,
     chip: str | chips.Chip | None,
     slices: int = 1,
@@ -99,7 +99,7 @@ def asked_for(
             f"`devices={devices!r}` has {times} slices, and `slices={slices}`; leave"
             " `slices` out."
         )
-    one_slice = _hardware(hardware, chip)
+    one_slice = _options_of_slice(hardware, chip)
     total = one_slice.total * times
     many_slices = max(slices, times)
     if many_slices < 1 or total % many_slices:
@@ -120,7 +120,7 @@ def asked_for(
     )
 
 
-def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
+def _options_of_slice(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
     """The number of devices, their kind, and the name of one slice. `devices` is a
     number, a text such as "cpu:8" or "tpu:v5e:2x4", or JAX's devices. Only the text of
     a slice gives a name, else it is `None`. `chip` is the kind; `None` if `devices`
@@ -129,7 +129,7 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
     if isinstance(chip, str) and chip.lower() == "cpu":
         chip = EMULATED
     if isinstance(devices, str):
-        return _named_hardware(devices, chip)
+        return _options_of_text(devices, chip)
     is_bool = isinstance(devices, bool)
     if isinstance(devices, int) and not is_bool and devices > 0:
         if chip is None:
@@ -157,8 +157,8 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
     return SearchOptions(total=len(listed), chip=chips.find(kind))
 
 
-def _named_hardware(devices: str, chip: str | chips.Chip | None) -> SearchOptions:
-    """As `_hardware`, for a text such as "cpu:8" or "tpu:v5e:2x4"."""
+def _options_of_text(devices: str, chip: str | chips.Chip | None) -> SearchOptions:
+    """As `_options_of_slice`, for a text such as "cpu:8" or "tpu:v5e:2x4"."""
     if emulated := re.fullmatch(r"cpu:([1-9]\d*)", devices):
         kind = EMULATED if chip is None else chips.find(chip)
         return SearchOptions(total=int(emulated[1]), chip=kind)
@@ -205,7 +205,7 @@ def require_arrays(args: Sequence[PyTree]) -> None:
     )
 
 
-_SAID = (LeafTypeError, PlanMismatchError)
+_SELF_EXPLANATORY = (LeafTypeError, PlanMismatchError)
 
 
 def noted(args: Sequence[PyTree]) -> contextlib.ExitStack:
@@ -215,7 +215,7 @@ def noted(args: Sequence[PyTree]) -> contextlib.ExitStack:
 
     def note(_kind: object, error: BaseException | None, _trace: object) -> None:
         # Errors about an argument's kind say what to pass in its place.
-        if error is None or isinstance(error, _SAID):
+        if error is None or isinstance(error, _SELF_EXPLANATORY):
             return
         shapes = []
         for arg in args:
@@ -296,8 +296,8 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
     word_and_flats = zip(words, flats, strict=True)
     for which, (word, flat) in enumerate(word_and_flats):
         arrays += _step_arrays(which, word, flat)
-    program = program_of(_module(traced_step))
-    if count := _count(traced_step.traced.jaxpr, "custom_partitioning"):
+    program = program_of(_lowered_module(traced_step))
+    if count := _primitive_count(traced_step.traced.jaxpr, "custom_partitioning"):
         program.notes[
             "a `custom_partitioning` shards as its own rule says, and is read as what"
             " it computes"
@@ -328,7 +328,7 @@ def _step_arrays(which: int, word: str, flat: Flat) -> Iterator[StepArray]:
             )
 
 
-def _count(jaxpr: jex.Jaxpr | jex.ClosedJaxpr, name: str) -> int:
+def _primitive_count(jaxpr: jex.Jaxpr | jex.ClosedJaxpr, name: str) -> int:
     """The number of equations of the primitive `name` in a jaxpr and in the jaxprs of
     its calls and loops.
     """
@@ -340,11 +340,11 @@ def _count(jaxpr: jex.Jaxpr | jex.ClosedJaxpr, name: str) -> int:
             values = param if isinstance(param, tuple) else (param,)
             for value in values:
                 if isinstance(value, jex.ClosedJaxpr | jex.Jaxpr):
-                    count += _count(value, name)
+                    count += _primitive_count(value, name)
     return count
 
 
-def _module(step: Step) -> Any:
+def _lowered_module(step: Step) -> Any:
     for platform in _PLATFORMS[:-1]:
         try:
             return step.module(platform)

@@ -17,13 +17,13 @@ from ._core import Estimate
 
 
 By = Literal["estimate", "schedule", "compile", "run"]
-_HOW: dict[By, str] = {
+_SOURCE_TEXTS: dict[By, str] = {
     "estimate": "by the partitioned program",
     "schedule": "by libtpu's own program",
     "compile": "by the compiled program",
     "run": "as measured",
 }
-_SHOWN = 8
+_MOST_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,21 +128,25 @@ class Candidate:
         After `verify`, the text includes the differences between the compiled program
         and the estimate.
         """
-        parts = [self._head(), str(self.traffic), *self._below()]
+        parts = [self._headline(), str(self.traffic), *self._lines_below()]
         if self.comparison is not None:
             parts.append(str(self.comparison))
         return "\n".join(parts)
 
     def __str__(self) -> str:
-        lines = [self._head(), *text_of(self.traffic, _SHOWN), *self._below()]
+        lines = [
+            self._headline(),
+            *text_of(self.traffic, _MOST_ROWS),
+            *self._lines_below(),
+        ]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"Candidate({self._head()})"
+        return f"Candidate({self._headline()})"
 
     _repr_html_ = html_text
 
-    def _head(self) -> str:
+    def _headline(self) -> str:
         parts = ""
         if self.by != "run":
             computation = ms(self.compute_seconds)
@@ -153,11 +157,9 @@ class Candidate:
                 " computation)"
             )
         memory = f"{bytes_text(self.memory_bytes)} of {bytes_text(self.limit_bytes)}"
-        return (
-            f"{self.title}: {ms(self.seconds)} a step{parts}, {memory}, {_HOW[self.by]}"
-        )
+        return f"{self.title}: {ms(self.seconds)} a step{parts}, {memory}, {_SOURCE_TEXTS[self.by]}"
 
-    def _below(self) -> list[str]:
+    def _lines_below(self) -> list[str]:
         lines = []
         if self.state_over:
             over = self.state_over
@@ -230,7 +232,7 @@ def _twin_key(candidate: Candidate) -> object:
     return mesh.dcn_sizes, tuple(shards_of_leaves)
 
 
-def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
+def comparison_texts(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
     """Yields, for each of `others`, a text that compares its seconds, traffic and
     memory with those of `mine`.
     """
@@ -264,9 +266,9 @@ def _difference_text(seconds: float, total_seconds: float) -> str:
     return f"{ms(abs(seconds))} {comparison}"
 
 
-_HEADS = frozenset("heads kv_heads query_groups mlp hidden vocab".split())
+_TENSOR_NAMES = frozenset("heads kv_heads query_groups mlp hidden vocab".split())
 # The order of the axes in the mesh: tensor parallelism is innermost.
-_RANKS = {"data": 0, "fsdp": 1, "context": 2, "expert": 3, "tensor": 5}
+_RANK_OF_AXIS = {"data": 0, "fsdp": 1, "context": 2, "expert": 3, "tensor": 5}
 
 
 def axis_name(order: Sequence[str]) -> str:
@@ -280,7 +282,7 @@ def axis_name(order: Sequence[str]) -> str:
         return "expert"
     if first == "sequence":
         return "context"
-    if _HEADS.isdisjoint(order):
+    if _TENSOR_NAMES.isdisjoint(order):
         return f"{first}_axis"
     return "tensor"
 
@@ -298,10 +300,10 @@ def mesh_and_rules(
     names that no mesh axis shards get a rule with the target `None`.
     """
     usual_names = [axis_name(order) for order in orders]
-    axes = _numbered(usual_names)
+    axes = _distinct_names(usual_names)
 
     def outermost(axis: int) -> tuple[int, int, int]:
-        rank = _RANKS.get(usual_names[axis], 4)
+        rank = _RANK_OF_AXIS.get(usual_names[axis], 4)
         return (-estimate.slices[axis], rank, axis)
 
     in_mesh = sorted(range(len(axes)), key=outermost)
@@ -313,7 +315,7 @@ def mesh_and_rules(
             slices[axes[axis]] = estimate.slices[axis]
     mesh = MeshSpec(sizes, dcn=slices or None)
 
-    names_in_order = _in_order(orders)
+    names_in_order = _merged_order(orders)
     if names_in_order is None:
         return None
     entries: list[tuple[str, object]] = []
@@ -344,7 +346,7 @@ def _rules_of(
             yield name, group[0] if count == 1 else group
 
 
-def _numbered(names: Sequence[str]) -> tuple[str, ...]:
+def _distinct_names(names: Sequence[str]) -> tuple[str, ...]:
     """The names, with a number after each that was there before: "data", "data_2"."""
     numbered = []
     counts: dict[str, int] = {}
@@ -354,7 +356,7 @@ def _numbered(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(numbered)
 
 
-def _in_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
+def _merged_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
     """Merges orders of names into one order that keeps each of them; `None` if they
     contradict each other. For (a, b) and (b, c): (a, b, c). For (a, b) and (b, a):
     `None`.
@@ -435,7 +437,7 @@ def jitted(step, plans):
 
 def _comments_of(candidate: Candidate) -> list[str]:
     """The comment lines at the head of a candidate's code."""
-    time = f"{ms(candidate.seconds)} a step {_HOW[candidate.by]}"
+    time = f"{ms(candidate.seconds)} a step {_SOURCE_TEXTS[candidate.by]}"
     comments = [f"{time}, {bytes_text(candidate.memory_bytes)} a device."]
     assignments = dict(candidate.assignments)
     for axis, size in candidate.mesh.shape.items():

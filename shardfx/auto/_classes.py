@@ -26,13 +26,13 @@ class ArgumentDim:
     """A dimension of an array that the step takes, or a sub-dimension: a factor of a
     dimension that a reshape splits.
 
-    - `argument`: the number of the array among all arrays of the step's arguments.
+    - `array`: the number of the array among all arrays of the step's arguments.
     - `dim`: the number of the dimension within the array.
     - `index`, `count`: the index of the sub-dimension, major-most first, and the number
       of sub-dimensions of the dimension; 0 and 1 for a whole dimension.
     """
 
-    argument: int
+    array: int
     dim: int
     index: int
     count: int
@@ -58,8 +58,8 @@ class Classes:
       dimension's sub-dimensions.
     - `axes`: all logical axes. An axis that was merged into another has no classes.
     - `of_root`: the number of the logical axis of each class.
-    - `main`: the number of the argument of the step that is the model.
-    - `model`: the numbers of the arrays of the model and of its optimizer, among the
+    - `model_argument`: the number of the argument of the step that is the model.
+    - `model_arrays`: the numbers of the arrays of the model and of its optimizer, among the
       arrays of all arguments.
     """
 
@@ -79,18 +79,18 @@ class Classes:
                 self.of_root[root] = len(self.axes)
                 axis = LogicalAxis(roots=[root], size=self.tied.sizes[root], places=[])
                 self.axes.append(axis)
-            self.of(root).places.append(place)
-        self._tie_layers(placed)
-        self.main, self.model = _model_arguments(traced)
+            self.axis_of(root).places.append(place)
+        self._merge_layers(placed)
+        self.model_argument, self.model_arrays = _model_arguments(traced)
 
     def _places(self) -> list[tuple[ArgumentDim, Root]]:
         """Each sub-dimension of each array that the step takes, and its class."""
         places = []
-        for argument, dims in enumerate(self.dims):
+        for array, dims in enumerate(self.dims):
             for dim, roots in enumerate(dims):
                 for index, root in enumerate(roots):
                     place = ArgumentDim(
-                        argument=argument,
+                        array=array,
                         dim=dim,
                         index=index,
                         count=len(roots),
@@ -98,7 +98,7 @@ class Classes:
                     places.append((place, root))
         return places
 
-    def _tie_layers(self, placed: Sequence[tuple[ArgumentDim, Root]]) -> None:
+    def _merge_layers(self, placed: Sequence[tuple[ArgumentDim, Root]]) -> None:
         """Merges the logical axes of dimensions at the same position of layers that
         differ only in their number.
         """
@@ -106,27 +106,27 @@ class Classes:
         first_roots: dict[object, Root] = {}
         for place, root in placed:
             key = (
-                paths[place.argument],
+                paths[place.array],
                 place.dim,
                 place.index,
                 place.count,
                 self.tied.sizes[root],
             )
             first_root = first_roots.setdefault(key, root)
-            self.tie(self.of_root[first_root], self.of_root[root])
+            self.merge(self.of_root[first_root], self.of_root[root])
 
-    def of(self, root: Root) -> LogicalAxis:
+    def axis_of(self, root: Root) -> LogicalAxis:
         """The logical axis that contains the class `root`."""
         return self.axes[self.of_root[root]]
 
-    def flat(self, array: int) -> list[LogicalAxis]:
+    def axes_of_array(self, array: int) -> list[LogicalAxis]:
         """The logical axes of all sub-dimensions of the array with the number `array`,
         in order. A dimension that no reshape splits has one sub-dimension.
         """
         roots = itertools.chain.from_iterable(self.dims[array])
-        return list(map(self.of, roots))
+        return list(map(self.axis_of, roots))
 
-    def kept(self, roots: Sequence[Root]) -> int:
+    def shardable_count(self, roots: Sequence[Root]) -> int:
         """The number of a dimension's major-most sub-dimensions that may be sharded. No
         shard splits the other ones.
 
@@ -150,10 +150,10 @@ class Classes:
         used: set[str] = set()
         entries: list[object] = []
         for roots in self.dims[array]:
-            count = self.kept(roots)
+            count = self.shardable_count(roots)
             names: list[Any] = []
             for root in roots[:count]:
-                name = self.of(root).name
+                name = self.axis_of(root).name
                 if name not in used:
                     used.add(name)
                     names.append(name)
@@ -167,7 +167,7 @@ class Classes:
                 entries.extend(names or [None])
         return tuple(entries)
 
-    def tie(self, first: int, second: int) -> bool:
+    def merge(self, first: int, second: int) -> bool:
         """Merges the logical axes with the numbers `first` and `second`, unless their
         sizes differ or an array has both. Returns whether they are now one axis.
         """
@@ -175,9 +175,9 @@ class Classes:
             return True
         axis = self.axes[first]
         merged = self.axes[second]
-        arguments = {place.argument for place in axis.places}
-        merged_arguments = {place.argument for place in merged.places}
-        if axis.size != merged.size or arguments & merged_arguments:
+        arrays = {place.array for place in axis.places}
+        merged_arrays = {place.array for place in merged.places}
+        if axis.size != merged.size or arrays & merged_arrays:
             return False
         axis.roots += merged.roots
         axis.places += merged.places
@@ -187,7 +187,7 @@ class Classes:
         merged.places = []
         return True
 
-    def tie_names(self) -> None:
+    def merge_equal_names(self) -> None:
         """Merges logical axes with equal names. If two cannot be merged, the second
         gets a number, as in `mlp_2`.
         """
@@ -198,7 +198,7 @@ class Classes:
         for name, numbers in numbers_of_name.items():
             tied: list[int] = []
             for number in numbers:
-                if not any(self.tie(other, number) for other in tied):
+                if not any(self.merge(other, number) for other in tied):
                     tied.append(number)
                     if len(tied) == 1:
                         self.axes[number].name = name
@@ -206,7 +206,7 @@ class Classes:
                         self.axes[number].name = f"{name}_{len(tied)}"
 
     @property
-    def own(self) -> set[Root]:
+    def model_roots(self) -> set[Root]:
         """The classes of all dimensions of the model and its optimizer."""
         roots: set[Root] = set()
         for axis in self.axes:
@@ -218,9 +218,9 @@ class Classes:
         """The dimensions of a logical axis that belong to arrays of the model or of its
         optimizer.
         """
-        return [place for place in axis.places if place.argument in self.model]
+        return [place for place in axis.places if place.array in self.model_arrays]
 
-    def live(self) -> list[LogicalAxis]:
+    def unmerged_axes(self) -> list[LogicalAxis]:
         """The logical axes that were not merged into others."""
         return [axis for axis in self.axes if axis.roots]
 

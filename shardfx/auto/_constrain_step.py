@@ -500,7 +500,7 @@ class _Constrainer:
             if position < 0 or is_left_out:
                 continue
             dim, index = places[position]
-            logical_axis, _ = self.layouts.flat[value][position]
+            logical_axis, _ = self.layouts.sub_dims[value][position]
             # The mesh axis that prefers the sub-dimension least is innermost, as in
             # the rules of a candidate.
             used = [

@@ -61,9 +61,9 @@ Numbers = Mapping[str, Any]
 AXES = 4
 # The number of candidates, and of sets, in one call: their arrays should fit in the
 # cache.
-_BLOCK = 2**16
-_SETS = 2048
-_ALL = 2**22
+_CANDIDATES_PER_CALL = 2**16
+_SETS_PER_CALL = 2048
+_MOST_CANDIDATES = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ def best_of_block(
     sets: Int[Array, "block axes"],
     sizes: Int[Array, "sizes axes"],
     slices: Int[Array, "sizes axes"],
-    real: Int[Array, ""],
+    set_count: Int[Array, ""],
     *,
     keep: int,
 ) -> tuple[Int[Array, " keep"], Int[Array, " keep"], Float[Array, "keep 2"]]:
@@ -101,14 +101,14 @@ def best_of_block(
     `arrays` come from `padded`, `machine` from `rates_of`. Each row of `sets` has the
     numbers of its assignments. The rows of `sizes` and `slices` are the possible tuples
     of mesh axis sizes, and the slices that each axis spans. The sets after the first
-    `real` are padding.
+    `set_count` are padding.
 
     The result has, for each of `keep` candidates, the index of its set, the index of
     its sizes, and its seconds and bytes per device. A candidate that does not fit in
     memory has infinite seconds.
     """
     seconds, memory = costs(arrays, machine, sets, sizes, slices)
-    is_real = (jnp.arange(len(sets)) < real)[:, None]
+    is_real = (jnp.arange(len(sets)) < set_count)[:, None]
     is_possible = is_real & (memory <= machine["limit"])
     seconds = jnp.where(is_possible, seconds, jnp.inf)
     fastest = jnp.argmin(seconds, axis=1)[:, None]
@@ -328,16 +328,18 @@ def find(
     with all sizes for `devices` devices. If these are more than 2**22 candidates, the
     last assignments are left out.
     """
-    by_count = [sizes_and_slices(devices, axes, slices) for axes in range(1, AXES + 1)]
-    assignments = assignment_count(terms, by_count)
+    sizes_by_axes = [
+        sizes_and_slices(devices, axes, slices) for axes in range(1, AXES + 1)
+    ]
+    assignments = assignment_count(terms, sizes_by_axes)
     # Axes and sizes are padded, so that one program serves all searches.
-    most_rows = max(len(mesh.sizes) for mesh in by_count)
+    most_rows = max(len(mesh.sizes) for mesh in sizes_by_axes)
     row_count = max(8, math.ceil(most_rows / 8) * 8)
-    block_size = min(_SETS, max(1, _BLOCK // row_count))
+    block_size = min(_SETS_PER_CALL, max(1, _CANDIDATES_PER_CALL // row_count))
     no_assignment = len(terms["calls"])
     arrays = padded(terms)
     best: list[Estimate] = []
-    for axes, mesh in enumerate(by_count, start=1):
+    for axes, mesh in enumerate(sizes_by_axes, start=1):
         if not len(mesh.sizes):
             continue
         sizes = _padded_rows(mesh.sizes, row_count)
@@ -390,19 +392,19 @@ def _padded_rows(
     return np.concatenate([wide, missing_rows])
 
 
-def assignment_count(terms: CostTerms, by_count: Sequence[MeshSizes]) -> int:
+def assignment_count(terms: CostTerms, sizes_by_axes: Sequence[MeshSizes]) -> int:
     """The largest number of axis assignments, at most that of `terms`, whose sets have
-    at most 2**22 candidates. `by_count` has the sizes for one mesh axis, for two, and
+    at most 2**22 candidates. `sizes_by_axes` has the sizes for one mesh axis, for two, and
     so on.
     """
 
     def candidates(count: int) -> int:
         total = 0
-        for axes, mesh in enumerate(by_count, start=1):
+        for axes, mesh in enumerate(sizes_by_axes, start=1):
             total += math.comb(count, axes) * len(mesh.sizes)
         return total
 
     count = len(terms["calls"])
-    while candidates(count) > _ALL:
+    while candidates(count) > _MOST_CANDIDATES:
         count -= 1
     return count

@@ -16,7 +16,7 @@ from ._layouts import AssignedLayout, Layouts
 
 # A value that is used this many operations after the one that makes it is stored in
 # between.
-_LONG = 40
+_STORED_FOR = 40
 # The results of these operations reuse the memory of an operand.
 _IN_PLACE = ("carry", "dynamic_update_slice")
 # The collectives that sum gradients.
@@ -68,16 +68,16 @@ def cost_terms(layouts: Layouts, assigned: list[AssignedLayout]) -> CostTerms:
     assignment_count = len(assigned)
     is_sharded = _is_sharded(assigned)
     amounts = _shared_amounts(layouts, assigned, is_sharded)
-    shared = _added(amounts, assignment_count, columns=3)
+    shared = _summed(amounts, assignment_count, columns=3)
     sent = []
     for amounts in _sent_amounts(layouts, assigned, is_sharded):
-        sent.append(_added(amounts, assignment_count, columns=2))
+        sent.append(_summed(amounts, assignment_count, columns=2))
     has_data = _has_data(layouts)
     calls = []
     for layout in assigned:
-        calls.append(_calls(layout, has_data))
+        calls.append(_call_count(layout, has_data))
 
-    axes = cut_by(assigned)
+    axes = sharded_axes(assigned)
     limits = np.zeros((len(axes), assignment_count), bool)
     for row, axis in enumerate(axes):
         limits[row] = [axis in layout.used for layout in assigned]
@@ -94,7 +94,7 @@ def cost_terms(layouts: Layouts, assigned: list[AssignedLayout]) -> CostTerms:
     }
 
 
-def _calls(layout: AssignedLayout, has_data: Sequence[bool]) -> float:
+def _call_count(layout: AssignedLayout, has_data: Sequence[bool]) -> float:
     """The number of collectives that run one after another. `has_data` says for each
     value whether computation waits for its collectives.
     """
@@ -197,7 +197,7 @@ def _has_data(layouts: Layouts) -> list[bool]:
     """For each value, whether it has a dimension that no parameter has. Computation
     waits for the collectives of such a value.
     """
-    parameter_roots = layouts.classes.own
+    parameter_roots = layouts.classes.model_roots
     has_data = []
     for dims in layouts.roots:
         roots = itertools.chain.from_iterable(dims)
@@ -205,7 +205,7 @@ def _has_data(layouts: Layouts) -> list[bool]:
     return has_data
 
 
-def _added(amounts: Sequence[_Amount], assignment_count: int, columns: int) -> _Sums:
+def _summed(amounts: Sequence[_Amount], assignment_count: int, columns: int) -> _Sums:
     """Sums the amounts that the same of `assignment_count` axis assignments divide."""
     sums: dict[bytes, np.ndarray] = {}
     for mask, column, amount in amounts:
@@ -240,7 +240,7 @@ def _temporaries(program: Program) -> list[int]:
         if maker.flops or maker.name == "return":
             return True
         # The other operations are fused into their users.
-        return deaths[value] - birth >= _LONG
+        return deaths[value] - birth >= _STORED_FOR
 
     stored = list(filter(is_stored, births))
     changes = np.zeros(len(operations) + 2)
@@ -266,7 +266,7 @@ def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
     return np.stack(padded_arrays)
 
 
-def cut_by(layouts: list[AssignedLayout]) -> list[int]:
+def sharded_axes(layouts: list[AssignedLayout]) -> list[int]:
     """The numbers of the logical axes that at least one axis assignment shards."""
     axes: set[int] = set()
     for layout in layouts:

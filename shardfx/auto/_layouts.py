@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from .._step import Operation
 from ._classes import Classes
-from ._program import whole
+from ._program import must_stay_whole
 
 
 WHOLE = -1
@@ -114,9 +114,9 @@ class Layouts:
       dimension. Only an assignment with one of them shards minor sub-dimensions. Then
       other mesh axes must shard the major ones completely.
     - `roots`: the equivalence classes of each dimension of each value.
-    - `flat`: for each sub-dimension of each value, its logical axis and its index
+    - `sub_dims`: for each sub-dimension of each value, its logical axis and its index
       within the dimension. The axis is -1 if no mesh axis may shard it.
-    - `labelled`, `kind`: the distinct operations with labels, and for each operation
+    - `labelled`, `labelled_numbers`: the distinct operations with labels, and for each operation
       its index in `labelled`.
     """
 
@@ -134,24 +134,24 @@ class Layouts:
                 if root not in scanned and math.gcd(sizes[root], devices) > 1:
                     self.axis_of_root[root] = number
             for place in logical.places:
-                roots = classes.dims[place.argument][place.dim]
-                if 0 < place.index < classes.kept(roots):
+                roots = classes.dims[place.array][place.dim]
+                if 0 < place.index < classes.shardable_count(roots):
                     self.minor.add(number)
 
-        self.flat: list[list[tuple[int, int]]] = []
+        self.sub_dims: list[list[tuple[int, int]]] = []
         for dims in self.roots:
             numbered = []
             for dim in dims:
                 for index, root in enumerate(dim):
                     axis_number = self.axis_of_root.get(root, -1)
                     numbered.append((axis_number, index))
-            self.flat.append(numbered)
+            self.sub_dims.append(numbered)
         numbers_of_labelled: dict[_Labelled, int] = {}
-        self.kind: list[int] = []
+        self.labelled_numbers: list[int] = []
         for operation in self.program.operations:
             labelled = _labelled(self, operation)
             number = numbers_of_labelled.setdefault(labelled, len(numbers_of_labelled))
-            self.kind.append(number)
+            self.labelled_numbers.append(number)
         self.labelled = list(numbers_of_labelled)
 
     def under(self, assignment: Assignment) -> AssignedLayout:
@@ -248,7 +248,7 @@ class _Labels:
                 keys.append((factor, index))
                 roots_of_factors.append(root)
         are_roots_of_dim = roots_of_factors == roots_of_dim
-        if not are_roots_of_dim or whole(self.operation, factors, size):
+        if not are_roots_of_dim or must_stay_whole(self.operation, factors, size):
             return [-1] * len(roots_of_dim)
 
         labels = []
@@ -269,7 +269,7 @@ class _Propagation:
     def __init__(self, layouts: Layouts, assignment: Assignment):
         self.layouts = layouts
         self.assignment = assignment
-        self.minor = not layouts.minor.isdisjoint(assignment)
+        self.shards_minor = not layouts.minor.isdisjoint(assignment)
         self.rank = {number: place for place, number in enumerate(assignment)}
         count = len(layouts.program.values)
         self.state = [WHOLE] * count
@@ -283,10 +283,10 @@ class _Propagation:
     def layout(self) -> AssignedLayout:
         program = self.layouts.program
         for value in program.arguments:
-            self.set(value, self.preferred(value))
+            self.set_state(value, self.preferred(value))
         divided = []
         for number, operation in enumerate(program.operations):
-            divided.append(self.is_divided(number, operation))
+            divided.append(self.propagate(number, operation))
         # A result has the sharding of the argument that it replaces, such as the weight
         # that it updates.
         last = len(program.operations) - 1
@@ -306,18 +306,20 @@ class _Propagation:
         """The index of the sub-dimension of a value that the assignment prefers to
         shard; `WHOLE` if there is none.
         """
-        flat = self.layouts.flat[value]
+        flat = self.layouts.sub_dims[value]
         for axis in self.assignment:
             for position, (number, index) in enumerate(flat):
                 if number != axis:
                     continue
                 major_axes = [major for major, _ in flat[position - index : position]]
-                are_sharded = self.minor and all(major >= 0 for major in major_axes)
+                are_sharded = self.shards_minor and all(
+                    major >= 0 for major in major_axes
+                )
                 if index == 0 or are_sharded:
                     return position
         return WHOLE
 
-    def set(self, value: int, state: _State) -> None:
+    def set_state(self, value: int, state: _State) -> None:
         self.state[value] = state
         position = state
         if state == UNREDUCED:
@@ -327,10 +329,10 @@ class _Propagation:
             position = self.preferred(value)
         self.positions[value] = position
         if position >= 0:
-            number, _ = self.layouts.flat[value][position]
+            number, _ = self.layouts.sub_dims[value][position]
             self.used.add(number)
 
-    def is_divided(self, number: int, operation: Operation) -> bool:
+    def propagate(self, number: int, operation: Operation) -> bool:
         """Adds the collectives that the operands of operation `operation` need, and sets the
         shardings of its results. Returns whether the mesh axis divides the operation's
         work.
@@ -343,7 +345,7 @@ class _Propagation:
         if operation.name in ("carry", "return"):
             self.hand_on(number, operation)
             return False
-        kind = self.layouts.kind[number]
+        kind = self.layouts.labelled_numbers[number]
         states = tuple(self.state[value] for value in operation.ins)
         effect = self.effects.get((kind, states))
         if effect is None:
@@ -353,7 +355,7 @@ class _Propagation:
         for value, needed_state in zip(operation.ins, ins, strict=True):
             self.move(value, needed_state, operation.times, number)
         for value, state in zip(operation.outs, outs, strict=True):
-            self.set(value, state)
+            self.set_state(value, state)
         return is_divided
 
     def hand_on(self, number: int, operation: Operation) -> None:
@@ -371,11 +373,11 @@ class _Propagation:
             new_state = self.preferred(operation.outs[0])
         # A reshape in the body may split a dimension that is one outside of the loop.
         # Such a value is replicated.
-        rank = len(self.layouts.flat[carried])
+        rank = len(self.layouts.sub_dims[carried])
         if operation.name == "carry" and new_state >= rank:
             new_state = WHOLE
         self.move(carried, new_state, operation.times, number)
-        self.set(operation.outs[0], new_state)
+        self.set_state(operation.outs[0], new_state)
 
     def effect(self, operation: _Labelled, states: tuple[_State, ...]) -> _Effect:
         """Whether the mesh axis divides the operation `operation`, the shardings that its
@@ -416,7 +418,7 @@ class _Propagation:
         for label, number in operation.shardable:
             if number not in self.rank:
                 continue
-            if label in operation.minor and not self.minor:
+            if label in operation.minor and not self.shards_minor:
                 continue
             if _is_worth_it(operation, states, label):
                 ranks[label] = self.rank[number]
@@ -433,7 +435,7 @@ class _Propagation:
         is_gathered = new_state == WHOLE
         if state == UNREDUCED:
             kind = _REDUCE if is_gathered else _SCATTER
-            self.set(value, new_state)
+            self.set_state(value, new_state)
         elif (value, new_state) not in self.copies:
             kind = _GATHER if is_gathered else _EXCHANGE
             self.copies.add((value, new_state))

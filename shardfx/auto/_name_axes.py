@@ -66,7 +66,12 @@ class NamedAxes:
         rows = [("axis", "size", "where", "tied by")]
         for axis in self.axes:
             joins = [f"{operation} {line}" for operation, line in axis.joins]
-            row = (axis.name, str(axis.size), _some(axis.places), _some(joins))
+            row = (
+                axis.name,
+                str(axis.size),
+                _first_few(axis.places),
+                _first_few(joins),
+            )
             rows.append(row)
         lines = list(table(rows, right={"size"}))
         lines += [f"note: {note}" for note in self.notes]
@@ -134,7 +139,7 @@ def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
 
     classes = named_classes(trace(step, *args))
     axes = []
-    for axis in classes.live():
+    for axis in classes.unmerged_axes():
         if axis.name:
             axes.append(_named_axis(axis, classes))
     return NamedAxes(
@@ -175,15 +180,17 @@ def _named_axis(axis: LogicalAxis, classes: Classes) -> NamedAxis:
     # The moments of an optimizer have the axes of the parameters; they are listed only
     # if nothing else is.
     main_places = [
-        place for place in axis.places if arrays[place.argument].which == classes.main
+        place
+        for place in axis.places
+        if arrays[place.array].which == classes.model_argument
     ]
     data_places = [
-        place for place in axis.places if place.argument not in classes.model
+        place for place in axis.places if place.array not in classes.model_arrays
     ]
     # Paths that differ only in numbers are joined.
     alike: dict[tuple[object, str], list[str]] = {}
     for place in main_places + data_places or axis.places:
-        path = arrays[place.argument].path
+        path = arrays[place.array].path
         part = f".{place.index}" if place.count > 1 else ""
         key = (between_numbers(path), f"[{place.dim}{part}]")
         alike.setdefault(key, []).append(path)
@@ -218,7 +225,7 @@ def _joins(axis: LogicalAxis, classes: Classes) -> tuple[tuple[str, str], ...]:
     return tuple(joins)
 
 
-def _some(texts: Sequence[str], most: int = 4) -> str:
+def _first_few(texts: Sequence[str], most: int = 4) -> str:
     listed = ", ".join(texts[:most])
     if len(texts) <= most:
         return listed

@@ -19,7 +19,7 @@ def named_classes(traced: TracedStep) -> Classes:
     """The logical axes of a step's arguments, each with a name."""
     classes = Classes(traced)
     _Namer(classes).name_all()
-    classes.tie_names()
+    classes.merge_equal_names()
     return classes
 
 
@@ -77,7 +77,7 @@ class _Namer:
         over.
         """
         axes = []
-        for axis in self.classes.live():
+        for axis in self.classes.unmerged_axes():
             if not axis.name:
                 axes.append(axis)
         if mark is None:
@@ -89,11 +89,11 @@ class _Namer:
 
     def paths(self, places: Iterable[ArgumentDim]) -> list[str]:
         arrays = self.traced.arrays
-        paths = [arrays[place.argument].path for place in places]
+        paths = [arrays[place.array].path for place in places]
         return list(dict.fromkeys(paths))
 
     def rank(self, place: ArgumentDim) -> int:
-        return len(self.classes.dims[place.argument])
+        return len(self.classes.dims[place.array])
 
     def declared(self) -> None:
         """Names logical axes by the names that fields of Equinox modules declare for
@@ -105,7 +105,7 @@ class _Namer:
 
     def declared_name(self, place: ArgumentDim) -> str:
         """The name that a field declares for a dimension; empty without one."""
-        names = self.traced.arrays[place.argument].names
+        names = self.traced.arrays[place.array].names
         if names is None or ... in names or place.count > 1:
             return ""
         if len(names) != self.rank(place):
@@ -133,7 +133,7 @@ class _Namer:
         no part of the model.
         """
         is_last = place.dim == self.rank(place) - 1
-        if not is_last or place.argument in self.classes.model:
+        if not is_last or place.array in self.classes.model_arrays:
             return False
         return self.is_raw_key(place, keys)
 
@@ -141,11 +141,11 @@ class _Namer:
         """Whether an array is the words of PRNG keys: the step makes `keys` of it, or it
         has words of this dtype and the name of a key.
         """
-        number = self.tied.program.arguments[place.argument]
+        number = self.tied.program.arguments[place.array]
         if self.tied.program.values[number].dtype != np.uint32:
             return False
         (path,) = self.paths([place])
-        return place.argument in keys or bool(_KEY_NAMES.search(path))
+        return place.array in keys or bool(_KEY_NAMES.search(path))
 
     def data(self) -> None:
         """Names the dimensions of the data: `batch` first, then the dimensions of
@@ -158,7 +158,7 @@ class _Namer:
             places = [
                 place
                 for place in axis.places
-                if place.argument not in self.classes.model
+                if place.array not in self.classes.model_arrays
             ]
             are_positions = all(map(_POSITIONS.search, self.paths(of_model)))
             is_of_data = are_positions or images.get(axis) == "channels"
@@ -191,8 +191,8 @@ class _Namer:
         if is_batched and not self.are_tokens(places):
             return ""  # the heads of a cache, which a table of positions has too
         is_inner = position < len(dims) - 1 or len(dims) == 2
-        axes_of_array = self.classes.flat(most_dims.argument)
-        if is_inner and images.keys().isdisjoint(axes_of_array):
+        axes = self.classes.axes_of_array(most_dims.array)
+        if is_inner and images.keys().isdisjoint(axes):
             return "sequence"
         if len(dims) == 3:
             return "features"
@@ -206,7 +206,7 @@ class _Namer:
         """Whether all arrays with these dimensions hold integers."""
         values = self.tied.program.values
         arguments = self.tied.program.arguments
-        dtypes = {values[arguments[place.argument]].dtype for place in places}
+        dtypes = {values[arguments[place.array]].dtype for place in places}
         return all(np.issubdtype(dtype, np.integer) for dtype in dtypes)
 
     def data_dims(self, place: ArgumentDim) -> list[int]:
@@ -214,8 +214,8 @@ class _Namer:
         those named "layers".
         """
         dims = []
-        for dim, roots in enumerate(self.classes.dims[place.argument]):
-            names = {self.classes.of(root).name for root in roots}
+        for dim, roots in enumerate(self.classes.dims[place.array]):
+            names = {self.classes.axis_of(root).name for root in roots}
             if "layers" not in names:
                 dims.append(dim)
         return dims
@@ -228,10 +228,10 @@ class _Namer:
         names: dict[LogicalAxis, str] = {}
         for root in classes.marked["channels"]:
             if root in classes.of_root:
-                names[classes.of(root)] = "channels"
+                names[classes.axis_of(root)] = "channels"
         for root, (position, count) in self.tied.spatial.items():
             if root in classes.of_root and count in _SPATIAL:
-                names[classes.of(root)] = _SPATIAL[count][position]
+                names[classes.axis_of(root)] = _SPATIAL[count][position]
         return names
 
     def looked_up(self) -> None:
@@ -273,8 +273,8 @@ class _Namer:
         shared: set[LogicalAxis] = set()
         behind: set[LogicalAxis] = set()
         for roots in it.chain.from_iterable(classes.dims):
-            kept_roots = roots[: classes.kept(roots)]
-            axes = [classes.of(root) for root in kept_roots]
+            kept_roots = roots[: classes.shardable_count(roots)]
+            axes = [classes.axis_of(root) for root in kept_roots]
             if len(axes) > 1 and axes[0] in weight_axes:
                 shared.add(axes[0])
                 behind.update(axes[1:])
@@ -308,8 +308,8 @@ class _Namer:
 
     def head_widths(self, head_axes: set[LogicalAxis]) -> None:
         """Names the sub-dimension that follows heads, which is the width of one head."""
-        for argument in range(len(self.classes.dims)):
-            axes = self.classes.flat(argument)
+        for array in range(len(self.classes.dims)):
+            axes = self.classes.axes_of_array(array)
             for before, after in it.pairwise(axes):
                 if before not in head_axes or after.name:
                     continue
@@ -322,7 +322,7 @@ class _Namer:
         model.
         """
         tied = self.tied
-        parameter_roots = self.classes.own
+        parameter_roots = self.classes.model_roots
         axes: set[LogicalAxis] = set()
         for operation in tied.program.operations:
             batches = batched(operation)
@@ -335,7 +335,7 @@ class _Namer:
                     continue
                 for roots_of_dim, dim in zip(tied.roots[value], dims, strict=True):
                     if dim[0] in batches:
-                        axes.update(map(self.classes.of, roots_of_dim))
+                        axes.update(map(self.classes.axis_of, roots_of_dim))
         return axes
 
     def routers(self) -> None:
@@ -343,7 +343,9 @@ class _Namer:
         experts. The size decides, since no operation shows that the two dimensions
         correspond.
         """
-        sizes = {axis.size for axis in self.classes.live() if axis.name == "experts"}
+        sizes = {
+            axis.size for axis in self.classes.unmerged_axes() if axis.name == "experts"
+        }
         for axis in self.unnamed():
             places = self.classes.in_model(axis)
             if not places or axis.size not in sizes:
@@ -369,17 +371,17 @@ class _Namer:
         such streams. If tables have a `vocab` dimension, and their other dimensions are
         one logical axis, this is named `embed` too.
         """
-        sums = residual(self.tied, self.classes.own)
+        sums = residual(self.tied, self.classes.model_roots)
         axes = []
         for axis in self.unnamed("contracted"):
-            arguments = {place.argument for place in self.classes.in_model(axis)}
+            arguments = {place.array for place in self.classes.in_model(axis)}
             if len(arguments) > 1 and not sums.isdisjoint(axis.roots):
                 axes.append(axis)
         beside_vocab: set[LogicalAxis] = set()
-        for argument in range(len(self.classes.dims)):
-            flat = self.classes.flat(argument)
-            if len(flat) == 2 and "vocab" in (flat[0].name, flat[1].name):
-                beside_vocab.update(axis for axis in flat if not axis.name)
+        for array in range(len(self.classes.dims)):
+            of_array = self.classes.axes_of_array(array)
+            if len(of_array) == 2 and "vocab" in (of_array[0].name, of_array[1].name):
+                beside_vocab.update(axis for axis in of_array if not axis.name)
         if len(beside_vocab) == 1:
             axes += beside_vocab
         for axis in axes:
@@ -407,7 +409,7 @@ class _Namer:
         """
         dims_beside_embed: set[int] = set()
         for place in self.classes.in_model(axis) or axis.places:
-            names = [other.name for other in self.classes.flat(place.argument)]
+            names = [other.name for other in self.classes.axes_of_array(place.array)]
             if place.count == 1 and "embed" in names:
                 dims_beside_embed.add(place.dim)
         return len(dims_beside_embed) > 1 and self.is_marked(axis, "contracted")

@@ -21,7 +21,7 @@ from .._ground.tree import Flat, flatten
 from .._plan import ShardPlan, Tree, follow, names_of_leaves, plan as plan_by_rules
 from .._rules import AxisRules, PathRules
 from ..topology import MeshSpec
-from ._asked import SearchOptions, asked_for
+from ._asked import SearchOptions, search_options
 from ._auto_plan import AutoPlan
 from ._choices import FSDP_AXES, TENSOR, Choice, choices_for, choices_on, divisors
 from ._shape_rules import Step, Steps, shape_rules
@@ -225,7 +225,7 @@ def _init_of(optimizer: Any) -> Callable[..., Any] | None:
 def _hardware(devices: Any, chip: str | chips.Chip | None) -> _Hardware:
     """Reads the arguments `devices` and `chip`."""
     if isinstance(devices, Mesh) and chip is None:
-        options = asked_for(list(devices.devices.flat), None)
+        options = search_options(list(devices.devices.flat), None)
         return _Hardware(
             options=options,
             mesh=_data_or_fsdp_mesh(devices),
@@ -234,7 +234,7 @@ def _hardware(devices: Any, chip: str | chips.Chip | None) -> _Hardware:
         )
     if isinstance(devices, MeshSpec | Mesh | AbstractMesh):
         mesh = _data_or_fsdp_mesh(devices)
-        options = asked_for(mesh.size, chip or _ASSUMED)
+        options = search_options(mesh.size, chip or _ASSUMED)
         jax_devices = devices if isinstance(devices, Mesh) else None
         return _Hardware(
             options=options,
@@ -244,12 +244,12 @@ def _hardware(devices: Any, chip: str | chips.Chip | None) -> _Hardware:
         )
     if isinstance(devices, int) and chip is None:
         return _Hardware(
-            options=asked_for(devices, _ASSUMED),
+            options=search_options(devices, _ASSUMED),
             mesh=None,
             jax_devices=None,
             is_assumed=True,
         )
-    options = asked_for(devices, chip)
+    options = search_options(devices, chip)
     jax_devices = None if isinstance(devices, int | str) else devices
     return _Hardware(
         options=options,

@@ -84,7 +84,9 @@ class UnionFind:
                 self._merge(a, b)
                 ours.pop()
                 theirs.pop()
-            elif not self._opened(ours, a, b) and not self._opened(theirs, b, a):
+            elif not self._replace_by_children(
+                ours, a, b
+            ) and not self._replace_by_children(theirs, b, a):
                 return
 
     def _can_merge(self, a: int, b: int) -> bool:
@@ -98,7 +100,7 @@ class UnionFind:
         else:
             self._parent[b] = a
 
-    def _opened(self, stack: list[int], node: int, other: int) -> bool:
+    def _replace_by_children(self, stack: list[int], node: int, other: int) -> bool:
         """Replaces `node`, the last one of `stack`, by its children, the first child
         last. Returns whether it did.
 
@@ -188,7 +190,7 @@ class Tied:
         return set(it.chain.from_iterable(self.roots[value]))
 
 
-def whole(operation: Operation, dim: tuple[int, ...], size: int) -> bool:
+def must_stay_whole(operation: Operation, dim: tuple[int, ...], size: int) -> bool:
     """Whether no mesh axis can shard a dimension, because operation `operation` needs all
     its elements or reads only some. `dim` are the factors of the dimension in the
     operation's Shardy sharding rule, and `size` is its size.
@@ -228,7 +230,7 @@ def _tie(tied: Tied, operation: Operation) -> dict[object, int]:
                     key = (dim[0], index)
                 if node_of_factor.setdefault(key, node) != node:
                     union.align([node_of_factor[key]], [node])
-            elif not whole(operation, dim, size):
+            elif not must_stay_whole(operation, dim, size):
                 fused.append((node, dim))
     for node, dim in fused:
         parts = [

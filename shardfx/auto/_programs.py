@@ -70,7 +70,7 @@ class _ProgramCosts:
 
 # Multiplications per cycle of a core's matrix units. The clock rate of a chip follows
 # from them and its peak.
-_UNITS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2}
+_MULTIPLIERS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2}
 
 
 def timed(
@@ -92,8 +92,8 @@ def timed(
     """
     peak_flops = float(chip.flops("bfloat16"))
     hbm_bytes_per_second = float(chip.hbm_bytes_per_second) / chip.devices_per_chip
-    if work.cycles and chip.name in _UNITS:
-        clock_rate = peak_flops / (2 * _UNITS[chip.name])
+    if work.cycles and chip.name in _MULTIPLIERS:
+        clock_rate = peak_flops / (2 * _MULTIPLIERS[chip.name])
         compute_seconds = work.cycles / clock_rate
     else:
         flops_per_second = peak_flops * (model.compute / chip.devices_per_chip)
@@ -192,8 +192,8 @@ class LoweredStep:
         updated value for it.
         """
         arrays = classes.traced.arrays
-        members = {arrays[argument].which for argument in classes.model}
-        members.discard(classes.main)
+        members = {arrays[argument].which for argument in classes.model_arrays}
+        members.discard(classes.model_argument)
         return tuple(sorted(members & self._updated))
 
     def partitioned(
@@ -210,7 +210,7 @@ class LoweredStep:
         if candidate.mesh.size > DIRECT:
             costs = self._extrapolated(step, candidate)
         else:
-            costs = self._read(step, candidate, candidate.mesh)
+            costs = self._costs_on(step, candidate, candidate.mesh)
         fits = costs.held[0] <= candidate.limit_bytes
         return dataclasses.replace(
             timed(candidate, costs.sent, costs.work, self.chip, self.model),
@@ -284,7 +284,7 @@ class LoweredStep:
         costs: dict[tuple[int, ...], _ProgramCosts] = {}
 
         def rows_on(mesh: MeshSpec) -> Sequence[TrafficRow]:
-            costs[mesh.axis_sizes] = self._read(step, candidate, mesh)
+            costs[mesh.axis_sizes] = self._costs_on(step, candidate, mesh)
             return costs[mesh.axis_sizes].sent.rows
 
         def numbers_on(sizes: tuple[int, ...]) -> np.ndarray:
@@ -305,7 +305,9 @@ class LoweredStep:
         work = dataclasses.replace(costs[sizes].work, flops=flops, bytes=moved)
         return _ProgramCosts(sent=sent, work=work, held=(held, held_least))
 
-    def _read(self, step: Step, candidate: Candidate, mesh: MeshSpec) -> _ProgramCosts:
+    def _costs_on(
+        self, step: Step, candidate: Candidate, mesh: MeshSpec
+    ) -> _ProgramCosts:
         """The costs of the program into which XLA partitions `step` for `mesh`, with
         arguments sharded as in `candidate`.
         """
@@ -439,15 +441,17 @@ def measured(
             )
             compiled.append((too_large, None))
             continue
-        compiled.append((_of_compiled(lowered, candidate, program), program))
+        compiled.append((_with_compiled(lowered, candidate, program), program))
     fitting = [pair for pair in compiled if pair[0].fits]
     if runs and fitting:
-        return _ran(lowered, fitting, devices, tell)
+        return _run_in_turn(lowered, fitting, devices, tell)
     candidates = [candidate for candidate, _ in compiled]
     return sorted(candidates, key=rank)
 
 
-def _of_compiled(lowered: LoweredStep, candidate: Candidate, program: Any) -> Candidate:
+def _with_compiled(
+    lowered: LoweredStep, candidate: Candidate, program: Any
+) -> Candidate:
     """The candidate with the traffic, memory and time of its compiled program."""
     sent = traffic(program, candidate.mesh)
     work = work_of(parse_hlo(program.as_text()))
@@ -460,7 +464,7 @@ def _of_compiled(lowered: LoweredStep, candidate: Candidate, program: Any) -> Ca
     )
 
 
-def _ran(
+def _run_in_turn(
     lowered: LoweredStep,
     compiled: Sequence[tuple[Candidate, Any]],
     devices: Sequence[object],
@@ -482,7 +486,9 @@ def _ran(
                 f" {_ROUNDS}"
             )
             candidate, program = compiled[number]
-            taken_seconds[number] += _timed(lowered.args, devices, candidate, program)
+            taken_seconds[number] += _run_seconds(
+                lowered.args, devices, candidate, program
+            )
         # Only the faster half can still contain the fastest.
         remaining = max(2, (len(order) + 1) // 2)
         order = sorted(order, key=median_seconds)[:remaining]
@@ -549,7 +555,7 @@ def jitted(
     )
 
 
-def _timed(
+def _run_seconds(
     args: Sequence[PyTree],
     devices: Sequence[object],
     candidate: Candidate,
@@ -580,11 +586,11 @@ def _arrays_for(arg: PyTree, plan: ShardPlan) -> PyTree:
     structs, rest = eqx.partition(
         arg, lambda leaf: eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
     )
-    make = filter_jit(lambda: jax.tree.map(_value, structs), out_shardings=plan)
+    make = filter_jit(lambda: jax.tree.map(_constant, structs), out_shardings=plan)
     return eqx.combine(make(), rest)
 
 
-def _value(struct: Any) -> jax.Array:
+def _constant(struct: Any) -> jax.Array:
     if is_key(struct.dtype):
         for kind in ("threefry2x32", "rbg", "unsafe_rbg"):
             key = jax.random.key(0, impl=kind)

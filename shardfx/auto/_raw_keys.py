@@ -10,33 +10,33 @@ import jax.extend.core as jex
 import numpy as np
 
 
-_WRAP = "random_wrap"
+_MAKES_KEYS = "random_wrap"
 
 
 def raw_keys(jaxpr: Any) -> frozenset[int]:
     """The numbers of the arguments of a jaxpr whose words become a PRNG key, also in
     part, or in a function that the jaxpr calls.
     """
-    words = _words(jaxpr, ())
+    words = _word_variables(jaxpr, ())
     numbers = [
         number for number, variable in enumerate(jaxpr.invars) if variable in words
     ]
     return frozenset(numbers)
 
 
-def _words(jaxpr: Any, word_results: Iterable[int]) -> set[Any]:
+def _word_variables(jaxpr: Any, word_results: Iterable[int]) -> set[Any]:
     """The variables of a jaxpr that hold raw words, if the results with the numbers
     `word_results` do.
     """
     words: set[Any] = set()
     for number in word_results:
         result = jaxpr.outvars[number]
-        if _may_be(result):
+        if _may_hold_words(result):
             words.add(result)
 
     for equation in reversed(jaxpr.eqns):
-        if equation.primitive.name == _WRAP:
-            words.update(filter(_may_be, equation.invars))
+        if equation.primitive.name == _MAKES_KEYS:
+            words.update(filter(_may_hold_words, equation.invars))
             continue
         results = [
             number
@@ -47,7 +47,7 @@ def _words(jaxpr: Any, word_results: Iterable[int]) -> set[Any]:
         for body in bodies:
             words |= _operands_of_words(equation, body, results)
         if results and not bodies:
-            words.update(filter(_may_be, equation.invars))
+            words.update(filter(_may_hold_words, equation.invars))
     return words
 
 
@@ -55,10 +55,10 @@ def _operands_of_words(equation: Any, body: Any, results: Sequence[int]) -> set[
     """The operands of an equation that hold raw words in its body, if the results with
     the numbers `results` do.
     """
-    words_of_body = _words_of_body(equation, body, results)
+    words_of_body = _word_variables_of_body(equation, body, results)
     operands = set()
     for operand, variable in zip(_operands(equation, body), body.invars, strict=False):
-        if variable in words_of_body and _may_be(operand):
+        if variable in words_of_body and _may_hold_words(operand):
             operands.add(operand)
     return operands
 
@@ -68,13 +68,15 @@ def _operands(equation: Any, body: Any) -> Sequence[Any]:
     return equation.invars[-len(body.invars) :]
 
 
-def _words_of_body(equation: Any, body: Any, results: Sequence[int]) -> set[Any]:
+def _word_variables_of_body(
+    equation: Any, body: Any, results: Sequence[int]
+) -> set[Any]:
     """The variables of a body of an equation that hold raw words. What a loop carries
     holds them at its end if it does at its beginning.
     """
     word_results = {number for number in results if number < len(body.outvars)}
     if equation.primitive.name not in ("scan", "while"):
-        return _words(body, sorted(word_results))
+        return _word_variables(body, sorted(word_results))
 
     # What a loop carries and what it closes over has the rank that it has in the body;
     # what a scan iterates over and stacks has one dimension more.
@@ -83,7 +85,7 @@ def _words_of_body(equation: Any, body: Any, results: Sequence[int]) -> set[Any]
     first = _of_equal_rank(operands, body.invars) - carried_count
     carried = body.invars[first : first + carried_count]
     while True:
-        words = _words(body, sorted(word_results))
+        words = _word_variables(body, sorted(word_results))
         carried_words = {
             number for number, variable in enumerate(carried) if variable in words
         }
@@ -115,7 +117,7 @@ def _bodies(params: Iterable[object]) -> Iterable[Any]:
             yield from _bodies(param)
 
 
-def _may_be(value: Any) -> bool:
+def _may_hold_words(value: Any) -> bool:
     """Whether a variable, and no literal, holds words of a key."""
     if isinstance(value, jex.Literal):
         return False

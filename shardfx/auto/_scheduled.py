@@ -23,11 +23,11 @@ class Settled(NamedTuple):
 
     - `fitting`: the candidates that fit. Those that libtpu was asked about come first,
       the fastest of them first.
-    - `full`: the candidates that do not fit.
+    - `too_large`: the candidates that do not fit.
     """
 
     fitting: tuple[Candidate, ...]
-    full: tuple[Candidate, ...]
+    too_large: tuple[Candidate, ...]
 
 
 def target_for(
@@ -98,7 +98,7 @@ def settled(
     """
     remaining = list(candidates)
     fitting: list[Candidate] = []
-    full: list[Candidate] = []
+    too_large: list[Candidate] = []
     for number in range(1, most + 1):
         if not remaining or len(fitting) >= enough:
             break
@@ -112,7 +112,7 @@ def settled(
             answered = scheduled(lowered, candidate, target)
         except ProgramError as error:
             tell(f"dropped {candidate.title}: {error!s:.300}")
-            if not (remaining or fitting or full):
+            if not (remaining or fitting or too_large):
                 raise
             continue
         if answered.fits:
@@ -121,19 +121,21 @@ def settled(
             memory = f"{bytes_text(answered.memory_bytes)} of"
             limit = bytes_text(answered.limit_bytes)
             tell(f"dropped {candidate.title}: libtpu takes {memory} {limit}")
-            full.append(answered)
+            too_large.append(answered)
         if number == enough and not fitting:
             remaining.sort(key=lambda other: other.memory_bytes)
 
     foreseen = [candidate for candidate in remaining if candidate.fits]
-    too_large = [candidate for candidate in remaining if not candidate.fits]
-    if full and not fitting:
+    foreseen_too_large = [candidate for candidate in remaining if not candidate.fits]
+    if too_large and not fitting:
         note = (
             "libtpu was not asked about this candidate, and the"
-            f" {plural(len(full), 'candidate')} that it was asked about do not fit"
+            f" {plural(len(too_large), 'candidate')} that it was asked about do not fit"
         )
         foreseen = [_noted(candidate, note) for candidate in sorted(foreseen, key=rank)]
-    return Settled((*sorted(fitting, key=rank), *foreseen), tuple(full or too_large))
+    return Settled(
+        (*sorted(fitting, key=rank), *foreseen), tuple(too_large or foreseen_too_large)
+    )
 
 
 def _noted(candidate: Candidate, note: str) -> Candidate:

@@ -19,18 +19,18 @@ from ..cost._estimate import DIRECT, LARGEST
 from ..cost._foreseen import TEMPORARIES
 from ._asked import (
     SearchOptions,
-    asked_for,
     noted,
     require_arrays,
     require_options,
+    search_options,
     trace,
     without_shardings,
 )
-from ._candidate import Candidate, against, rank, without_twins
+from ._candidate import Candidate, comparison_texts, rank, without_twins
 from ._namer import named_classes
 from ._programs import LoweredStep, Tell, devices_for, measured
 from ._scheduled import settled, target_for
-from ._space import MODEL, Limits, Space, by_hand, fastest, near
+from ._space import MODEL, Limits, Space, by_hand, fastest, neighbours
 from ._trials import Trials
 
 
@@ -212,12 +212,12 @@ def search(
     tell = progress or (lambda _: None)
     require_options(keep, closely, verify)
     _require_effort(effort)
-    options = asked_for(devices, chip, slices)
+    options = search_options(devices, chip, slices)
     jax_devices = None if isinstance(devices, int | str) else devices
     compile_targets = ()
     if verify is not None:
         compile_targets = devices_for(verify, options, jax_devices)
-    space, lowered = opened(
+    space, lowered = opened_search(
         step=step,
         args=args,
         options=options,
@@ -235,10 +235,10 @@ def search(
         chosen = _to_measure(candidates, closely, usual_titles)
         runs = verify == "run"
         candidates = measured(lowered, chosen, compile_targets, tell, runs=runs)
-    is_asked = verify is None and effort == "usual"
-    if is_asked and target_for(lowered, options, candidates[0]) is None:
-        is_asked = False
-    if is_asked:
+    asks_libtpu = verify is None and effort == "usual"
+    if asks_libtpu and target_for(lowered, options, candidates[0]) is None:
+        asks_libtpu = False
+    if asks_libtpu:
         candidates = _asked_of_libtpu(
             lowered=lowered,
             options=options,
@@ -246,7 +246,7 @@ def search(
             keep=keep,
             tell=tell,
         )
-    return _result(lowered, candidates, keep, tell, is_asked)
+    return _result(lowered, candidates, keep, tell, asks_libtpu)
 
 
 def _to_measure(
@@ -268,15 +268,15 @@ def _result(
     candidates: Sequence[Candidate],
     keep: int,
     tell: Tell,
-    is_asked: bool,
+    asks_libtpu: bool,
 ) -> tuple[Candidate, ...]:
     """The best `keep` of the candidates that fit, with reasons; the smallest candidate
-    if none fits. If `is_asked`, libtpu has refused candidates before.
+    if none fits. If `asks_libtpu`, libtpu has refused candidates before.
     """
     if not candidates[0].fits:
         return (_smallest(candidates),)
     fitting = [candidate for candidate in candidates if candidate.fits]
-    if not is_asked:
+    if not asks_libtpu:
         fitting = _without_refuted(lowered, fitting, keep, tell)
     return _with_reasons(fitting, keep)
 
@@ -292,7 +292,7 @@ def _with_reasons(candidates: Sequence[Candidate], keep: int) -> tuple[Candidate
     """The first `keep` candidates, each with what the next two cost instead."""
     results = []
     for number, candidate in enumerate(candidates[:keep]):
-        reasons = against(candidate, candidates[number + 1 : number + 3])
+        reasons = comparison_texts(candidate, candidates[number + 1 : number + 3])
         results.append(dataclasses.replace(candidate, reasons=tuple(reasons)))
     return tuple(results)
 
@@ -319,7 +319,7 @@ def _asked_of_libtpu(
     too_large = [candidate for candidate in candidates if not candidate.fits]
     too_large.sort(key=lambda candidate: candidate.memory_bytes)
     answers = settled(lowered, options, [*fitting, *too_large], enough, most, tell)
-    return [*answers.fitting, *answers.full]
+    return [*answers.fitting, *answers.too_large]
 
 
 def _without_refuted(
@@ -361,7 +361,7 @@ def _smallest(candidates: Sequence[Candidate]) -> Candidate:
     return dataclasses.replace(least, reasons=(reason,))
 
 
-def opened(
+def opened_search(
     step: Callable[..., object],
     args: Sequence[PyTree],
     options: SearchOptions,
@@ -466,7 +466,9 @@ def _try_other_sizes(space: Space, trials: Trials, most: int) -> None:
     """
     while len(trials.partitioned) < most:
         best = trials.ranked()[:_BEST_WITH_OTHER_SIZES]
-        nearby = itertools.chain.from_iterable(near(space, other) for other in best)
+        nearby = itertools.chain.from_iterable(
+            neighbours(space, other) for other in best
+        )
         tried = [*trials.partitioned, *trials.refused]
         untried = without_twins(filter(trials.has_room, nearby), tried)
         remaining = most - len(trials.partitioned)

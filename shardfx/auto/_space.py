@@ -16,16 +16,16 @@ import numpy as np
 from .._ground.errors import RuleError, SpecError
 from .._ground.spec import entry_axes
 from .._plan import ShardPlan, plan
-from .._rules import AxisRules, near as near_name
+from .._rules import AxisRules, near
 from ._asked import SearchOptions
 from ._candidate import Candidate, axis_name, mesh_and_rules, without_twins
 from ._classes import Classes
 from ._core import AXES, CostModel, Estimate, Numbers, costs, find, rates_of
-from ._cost_terms import CostTerms, cost_terms, cut_by
+from ._cost_terms import CostTerms, cost_terms, sharded_axes
 from ._layouts import AssignedLayout, Assignment, Layouts
 from ._mesh_sizes import axis_sizes
 from ._name_axes import names_trees, notes_of
-from ._strategies import assignments_of, assignments_of_rules, seeds
+from ._strategies import assignments_of, assignments_of_rules, well_known_strategies
 
 
 # With at most this many assignments all searches share one compiled estimate.
@@ -106,7 +106,7 @@ class Space:
     the step's cost terms.
 
     - `args`: the arguments of the step as `jax.ShapeDtypeStruct`s without shardings.
-    - `made`: for each axis assignment, by its number, the shardings and collectives of
+    - `assigned`: for each axis assignment, by its number, the shardings and collectives of
       the step under it.
     - `usual`: the strategies from the caller's rules, and the usual ones, such as data
       parallelism.
@@ -131,23 +131,23 @@ class Space:
         self.args = classes.traced.structs
         self.names = names_trees(classes)
         self.layouts = Layouts(classes, self.devices)
-        self.made: list[AssignedLayout] = []
+        self.assigned: list[AssignedLayout] = []
         # The numbers of layouts, and of assignments, once they have one.
         self._number_of_layout: dict[object, int] = {}
         self._number_of_assignment: dict[Assignment, int | None] = {}
 
-        never = frozenset(numbers_of(limits.never, classes).values())
+        never = frozenset(axis_numbers(limits.never, classes).values())
         whole = never | _never_sharded(classes)
         usual: list[Iterable[Assignment]] = []
         for rules in also:
             usual.append(assignments_of_rules(rules, classes, never).values())
         others: list[tuple[Assignment, ...]] = []
         if limits.rules is None:
-            well_known = seeds(self.layouts, whole)
+            well_known = well_known_strategies(self.layouts, whole)
             usual += well_known.usual
             others = well_known.others
-        self.usual = _numbered(usual, self.number)
-        numbered_others = _numbered(others, self.number)
+        self.usual = _by_number(usual, self.number)
+        numbered_others = _by_number(others, self.number)
         self.known = [
             strategy for strategy in numbered_others if strategy not in self.usual
         ]
@@ -156,9 +156,9 @@ class Space:
         if limits.rules is not None:
             assignments = assignments_of_rules(limits.rules, classes, never).values()
         for assignment in assignments:
-            if len(self.made) < _ASSIGNMENTS:
+            if len(self.assigned) < _ASSIGNMENTS:
                 self.number(assignment)
-        self.terms = _limited(self) if self.made else {}
+        self.terms = _limited(self) if self.assigned else {}
 
     def number(self, assignment: Assignment) -> int | None:
         """The number of an axis assignment, which it gets on first use; `None` for one
@@ -170,9 +170,9 @@ class Space:
         number = None
         if layout.used:
             key = (layout.events, layout.positions, layout.divided)
-            number = self._number_of_layout.setdefault(key, len(self.made))
-            if number == len(self.made):
-                self.made.append(layout)
+            number = self._number_of_layout.setdefault(key, len(self.assigned))
+            if number == len(self.assigned):
+                self.assigned.append(layout)
         self._number_of_assignment[assignment] = number
         return number
 
@@ -196,7 +196,7 @@ class Space:
         return tuple(self.classes.axes[number].name for number in used)
 
 
-def _numbered(
+def _by_number(
     strategies: Iterable[Iterable[Assignment]],
     number: Callable[[Assignment], int | None],
 ) -> list[tuple[int, ...]]:
@@ -234,23 +234,28 @@ def fastest(space: Space, keep: int) -> list[Candidate]:
     with the least memory. Raises `SpecError` if no mesh within the limits divides the
     step's dimensions.
     """
-    estimates = _found(space, space.limit_bytes)
-    candidates = list(various(space, estimates, keep))
+    estimates = _estimates_of_all(space, space.limit_bytes)
+    candidates = list(distinct_candidates(space, estimates, keep))
     if not candidates:
-        estimates = _found(space)
+        estimates = _estimates_of_all(space)
         estimates.sort(key=lambda estimate: estimate.memory_bytes)
-        candidates = list(various(space, estimates, min(keep, 8)))
+        candidates = list(distinct_candidates(space, estimates, min(keep, 8)))
     if not candidates:
-        sizes = [f"{logical.name}={logical.size}" for logical in space.classes.live()]
+        sizes = [
+            f"{logical.name}={logical.size}"
+            for logical in space.classes.unmerged_axes()
+        ]
         raise SpecError(
             f"no mesh of {space.devices} devices divides the step's dimensions within"
-            f" the limits ({', '.join(sizes)}); {_culprits(space)}."
+            f" the limits ({', '.join(sizes)}); {_limits_to_loosen(space)}."
         )
     return candidates
 
 
-def _found(space: Space, limit_bytes: int | float = math.inf) -> list[Estimate]:
-    if not space.made:
+def _estimates_of_all(
+    space: Space, limit_bytes: int | float = math.inf
+) -> list[Estimate]:
+    if not space.assigned:
         return []
     machine = space.machine(limit_bytes)
     return find(space.terms, machine, space.devices, space.slices)
@@ -273,17 +278,17 @@ def by_hand(
     for strategy in strategies:
         sizes = axis_sizes(space.devices, len(strategy))
         ranked = sorted(_estimates(space, strategy, sizes), key=order)
-        candidates = list(various(space, ranked, place + 1))
+        candidates = list(distinct_candidates(space, ranked, place + 1))
         yield from candidates[place:]
 
 
-def near(space: Space, candidate: Candidate) -> Iterator[Candidate]:
+def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     """Yields neighbours of `candidate`: the size of one mesh axis is halved, and that
     of another is doubled. The other axis may be new, with size 2. Its axis assignment
     then comes from a well-known strategy of one mesh axis.
     """
     numbers: dict[tuple[str, ...], int] = {}
-    for number, layout in enumerate(space.made):
+    for number, layout in enumerate(space.assigned):
         numbers.setdefault(space.names_of(layout), number)
     sizes_of_axes: dict[int, int] = {}
     for axis, names in candidate.assignments:
@@ -306,7 +311,7 @@ def near(space: Space, candidate: Candidate) -> Iterator[Candidate]:
         if len(used) <= AXES:
             row = [changed[assignment] for assignment in used]
             estimates += _estimates(space, used, np.array([row]))
-    yield from various(space, estimates, len(estimates))
+    yield from distinct_candidates(space, estimates, len(estimates))
 
 
 def _limited(space: Space) -> CostTerms:
@@ -316,10 +321,10 @@ def _limited(space: Space) -> CostTerms:
     a wanted name, `RuleError` for a mesh axis that no assignment has.
     """
     limits = space.limits
-    terms = cost_terms(space.layouts, space.made)
+    terms = cost_terms(space.layouts, space.assigned)
     least_counts = dict.fromkeys(limits.always, 2) | dict(limits.least)
-    used = cut_by(space.made)
-    for name, number in numbers_of(tuple(least_counts), space.classes).items():
+    used = sharded_axes(space.assigned)
+    for name, number in axis_numbers(tuple(least_counts), space.classes).items():
         if number not in used:
             raise SpecError(
                 f"`limits` wants {name!r} sharded, and no mesh axis of {space.devices}"
@@ -331,10 +336,10 @@ def _limited(space: Space) -> CostTerms:
 
     # A required mesh axis is one more row, with the assignments of its name. An axis of
     # any size has size 0 in the row, since every number divides 0.
-    axis_names = [axis_name(space.names_of(layout)) for layout in space.made]
+    axis_names = [axis_name(space.names_of(layout)) for layout in space.assigned]
     for name, size in limits.wanted_axes:
         if name not in axis_names:
-            close = near_name(name, tuple(dict.fromkeys(axis_names)))
+            close = near(name, tuple(dict.fromkeys(axis_names)))
             raise RuleError(
                 f"`limits` wants a mesh axis {name!r}, and no assignment of this step"
                 f" is called so{close}; there"
@@ -350,7 +355,7 @@ def _limited(space: Space) -> CostTerms:
     return terms
 
 
-def numbers_of(names: tuple[str, ...], classes: Classes) -> dict[str, int]:
+def axis_numbers(names: tuple[str, ...], classes: Classes) -> dict[str, int]:
     """The number of the logical axis with each of these names. Raises `RuleError` for a
     name that the step lacks.
     """
@@ -362,14 +367,14 @@ def numbers_of(names: tuple[str, ...], classes: Classes) -> dict[str, int]:
         if name not in numbers:
             raise RuleError(
                 f"`limits` names {name!r}, which no dimension of the step's arguments"
-                f" has{near_name(name, tuple(numbers))}; there are"
+                f" has{near(name, tuple(numbers))}; there are"
                 f" {', '.join(sorted(numbers))}. `name_axes(step, ...)` shows where"
                 " each is."
             )
     return {name: numbers[name] for name in names}
 
 
-def _culprits(space: Space) -> str:
+def _limits_to_loosen(space: Space) -> str:
     """A text that names the user's limits without which there would be a candidate."""
     loosened = list(_loosened(space.limits))
 
@@ -378,7 +383,7 @@ def _culprits(space: Space) -> str:
         it takes.
         """
         try:
-            return bool(_found(Space(space.classes, space.hardware, limits)))
+            return bool(_estimates_of_all(Space(space.classes, space.hardware, limits)))
         except (SpecError, RuleError):
             return False
 
@@ -441,7 +446,7 @@ def _estimates(
     return estimates
 
 
-def various(
+def distinct_candidates(
     space: Space,
     estimates: Iterable[Estimate],
     keep: int,
@@ -467,7 +472,7 @@ def _agrees(
     for value, leaf in zip(space.layouts.program.arguments, leaves, strict=True):
         expected: dict[int, set[str]] = {}
         for assignment, axis in zip(estimate.assignments, axes, strict=True):
-            position = space.made[assignment].positions[value]
+            position = space.assigned[assignment].positions[value]
             if position >= 0:
                 dim = _dim_at(space.layouts.roots[value], position)
                 expected.setdefault(dim, set()).add(axis)
@@ -494,8 +499,8 @@ def _candidate(space: Space, estimate: Estimate) -> Candidate | None:
     """The candidate of an estimate, with plans and rules; `None` if no rules shard the
     arguments as assumed.
     """
-    orders = [space.names_of(space.made[number]) for number in estimate.assignments]
-    names_of_step = [logical.name for logical in space.classes.live()]
+    orders = [space.names_of(space.assigned[number]) for number in estimate.assignments]
+    names_of_step = [logical.name for logical in space.classes.unmerged_axes()]
     built = mesh_and_rules(orders, estimate, names_of_step)
     if built is None:
         return None

@@ -59,7 +59,9 @@ class Strategies(NamedTuple):
     others: list[tuple[Assignment, ...]]
 
 
-def seeds(layouts: Layouts, never: frozenset[int] = frozenset()) -> Strategies:
+def well_known_strategies(
+    layouts: Layouts, never: frozenset[int] = frozenset()
+) -> Strategies:
     """Well-known sharding strategies for the logical axes that the step has, without
     `never`.
 
@@ -100,13 +102,13 @@ def seeds(layouts: Layouts, never: frozenset[int] = frozenset()) -> Strategies:
         (stored, experts, cut),
         (batch, sequence, cut),
     ]
-    usual = _numbered(usual_names, numbers)
-    others = _numbered(other_strategies, numbers)
+    usual = _by_number(usual_names, numbers)
+    others = _by_number(other_strategies, numbers)
     others = [strategy for strategy in others if strategy not in usual]
     return Strategies(usual=usual, others=others)
 
 
-def _numbered(
+def _by_number(
     strategies: Sequence[tuple[tuple[str, ...], ...]],
     numbers: Mapping[str, int],
 ) -> list[tuple[Assignment, ...]]:
@@ -144,7 +146,7 @@ def assignments_of(
 def _by_bytes(layouts: Layouts) -> list[int]:
     """The numbers of the logical axes, those of the values with the most bytes first."""
     weights = Counter[int]()
-    for value, flat in zip(layouts.program.values, layouts.flat, strict=True):
+    for value, flat in zip(layouts.program.values, layouts.sub_dims, strict=True):
         axes = {number for number, _ in flat if number >= 0}
         weights.update(dict.fromkeys(axes, value.bytes))
     return [number for number, _ in weights.most_common()]
@@ -185,7 +187,7 @@ def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
     such axes follow the largest ones.
     """
     beside: dict[int, set[int]] = {}
-    for flat in layouts.flat:
+    for flat in layouts.sub_dims:
         axes_of_array = {number for number, _ in flat}
         for number in axes_of_array:
             beside.setdefault(number, set()).update(axes_of_array)

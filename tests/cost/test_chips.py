@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardfx import chips, topology
-from shardfx.auto._asked import asked_for
+from shardfx.auto._asked import search_options
 from shardfx.chips._chip import average_network, axes_on, extents_of
 from shardfx.errors import ChipError, MeshError
 
@@ -153,7 +153,7 @@ def test_slices_by_name(text, name, devices):
 @pytest.mark.parametrize("prefix", ["", "gpu:", "nvidia:"])
 def test_nodes_of_gpus_by_name(prefix):
     assert chips.find(f"{prefix}h100:8*2") is chips.find("h100")
-    options = asked_for(f"{prefix}h100:8*2", None)
+    options = search_options(f"{prefix}h100:8*2", None)
     assert options.total == 16
     assert options.slices == 2
     assert options.chip.name == "h100"

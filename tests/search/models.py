@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from shardfx.auto import Candidate, Limits
-from shardfx.auto._asked import asked_for, trace
+from shardfx.auto._asked import search_options, trace
 from shardfx.auto._namer import named_classes
 from shardfx.auto._space import Space
 
@@ -37,7 +37,7 @@ def space_of(
     classes = named_classes(trace(step, *args))
     return Space(
         classes,
-        asked_for(devices, chip, slices),
+        search_options(devices, chip, slices),
         limits or Limits(),
     )
 

@@ -6,7 +6,7 @@ import pytest
 from models import Struct, f32, mlp_step
 
 from shardfx.auto import Limits, search
-from shardfx.auto._asked import asked_for
+from shardfx.auto._asked import search_options
 from shardfx.errors import LeafTypeError, MeshError, RuleError, SpecError
 
 
@@ -15,24 +15,24 @@ V5E = {"devices": 8, "chip": "v5e"}
 
 
 def test_slices_in_the_text():
-    two = asked_for("tpu:v5p:4x4x4*2", None)
+    two = search_options("tpu:v5p:4x4x4*2", None)
     assert two.total == 128
     assert two.slices == 2
     assert two.targets == 2
     assert two.target == "tpu:v5p:4x4x4"
-    assert two == asked_for("tpu:v5p:4x4x4*2", None, 2)
-    asked = asked_for("tpu:v5p:4x4x4", None)
+    assert two == search_options("tpu:v5p:4x4x4*2", None, 2)
+    asked = search_options("tpu:v5p:4x4x4", None)
     assert asked.total == 64
     assert asked.slices == 1
     assert asked.targets == 1
-    assert asked_for("cpu:4*2", None).total == 8
-    assert asked_for("v5e-8", None).extents == (2, 4)
-    assert asked_for("v5e-8", None).target == "tpu:v5e:2x4"
-    assert asked_for("v4-32", None).total == 16
-    assert asked_for("v4-32*2", None).total == 32
-    assert asked_for(32, "v5p").extents == (2, 4, 4)
-    assert asked_for(32, "v5p", 2).extents == (2, 2, 4)
-    assert asked_for("tpu:v5p:2x2x8", None).extents == (2, 2, 8)
+    assert search_options("cpu:4*2", None).total == 8
+    assert search_options("v5e-8", None).extents == (2, 4)
+    assert search_options("v5e-8", None).target == "tpu:v5e:2x4"
+    assert search_options("v4-32", None).total == 16
+    assert search_options("v4-32*2", None).total == 32
+    assert search_options(32, "v5p").extents == (2, 4, 4)
+    assert search_options(32, "v5p", 2).extents == (2, 2, 4)
+    assert search_options("tpu:v5p:2x2x8", None).extents == (2, 2, 8)
 
 
 LIMITED = {**V5E, "limits": Limits(always=("batch",))}

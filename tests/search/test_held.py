@@ -13,9 +13,9 @@ from models import compiled, f32, trained
 import shardfx
 from shardfx import filter_jit, follow
 from shardfx.auto import Limits, search
-from shardfx.auto._asked import asked_for
+from shardfx.auto._asked import search_options
 from shardfx.auto._programs import zero_1
-from shardfx.auto._search import opened
+from shardfx.auto._search import opened_search
 from shardfx.auto._space import by_hand
 
 
@@ -40,8 +40,8 @@ def args():
 
 @pytest.fixture(scope="module")
 def searched(args):
-    space, lowered = opened(
-        step, args, asked_for("cpu:8", None), Limits(), (), lambda _: None
+    space, lowered = opened_search(
+        step, args, search_options("cpu:8", None), Limits(), (), lambda _: None
     )
     candidates_by_title = {
         candidate.title: candidate for candidate in by_hand(space, space.usual)
@@ -112,8 +112,8 @@ def test_what_fits_only_donated_is_donated_and_says_so(searched, args):
 
 def test_donation_is_read_off_the_step(args):
     def donated(its_step):
-        return opened(
-            its_step, args, asked_for("cpu:8", None), Limits(), (), lambda _: None
+        return opened_search(
+            its_step, args, search_options("cpu:8", None), Limits(), (), lambda _: None
         )[1].donated
 
     actual = donated(jax.jit(step, donate_argnums=(1,)))

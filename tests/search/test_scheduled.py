@@ -8,14 +8,14 @@ import pytest
 
 import shardfx as sfx
 from shardfx.auto import Candidate, _scheduled
-from shardfx.auto._asked import asked_for, trace
+from shardfx.auto._asked import search_options, trace
 from shardfx.auto._programs import LoweredStep
 from shardfx.auto._scheduled import settled
 from shardfx.auto._space import MODEL
 from shardfx.errors import ProgramError
 
 
-OPTIONS = asked_for("tpu:v5e:2x2", None)
+OPTIONS = search_options("tpu:v5e:2x2", None)
 X = jax.ShapeDtypeStruct((16, 32), jnp.float32)
 LIMIT = 100
 
@@ -68,7 +68,7 @@ def test_libtpu_orders_candidates_and_drops_some(lowered, monkeypatch):
     answers = settled(lowered, OPTIONS, ones, 2, 4, lines.append)
     # Two fit, so libtpu is not asked about "d".
     assert names(answers.fitting) == ["c", "a", "d"]
-    assert names(answers.full) == ["b"]
+    assert names(answers.too_large) == ["b"]
     strategies = [candidate.by for candidate in answers.fitting]
     assert strategies == [
         "schedule",
@@ -91,18 +91,18 @@ def test_where_nothing_fits_the_least_is_next(lowered, monkeypatch):
     ]
     answers = settled(lowered, OPTIONS, ones, 2, 3, print)
     assert names(answers.fitting) == ["d", "c"]
-    assert names(answers.full) == ["a", "b"]
+    assert names(answers.too_large) == ["a", "b"]
     answers = settled(lowered, OPTIONS, ones, 2, 2, print)
     assert "the 2 candidates that it was asked about do not fit" in str(
         answers.fitting[0]
     )
     answers = settled(lowered, OPTIONS, ones[:3], 2, 3, print)
     assert not answers.fitting
-    assert names(answers.full) == ["a", "b", "c"]
+    assert names(answers.too_large) == ["a", "b", "c"]
     too_large = [candidate("a", 1.0, 101)]
     answers = settled(lowered, OPTIONS, too_large, 2, 0, print)
     assert not answers.fitting
-    assert answers.full == tuple(too_large)
+    assert answers.too_large == tuple(too_large)
 
 
 def test_what_libtpu_cannot_compile_is_dropped(lowered, monkeypatch):

@@ -16,7 +16,7 @@ from ... import AxisRules
 from ..._ground.text import bytes_text, table
 from ..._step import place_text
 from ...auto import Candidate, search as search_of
-from ...auto._asked import asked_for
+from ...auto._asked import search_options
 from ...cost import TrafficRow
 from .._load import made_of
 from .._options import (
@@ -412,7 +412,7 @@ def search(
     if verify is not None:
         count = calling(
             "reading --target",
-            lambda: asked_for(hardware["devices"], hardware["chip"]).total,
+            lambda: search_options(hardware["devices"], hardware["chip"]).total,
         )
         emulate(count)
     with working(f"searching for {step}") as tell:
