@@ -86,45 +86,50 @@ def search_options(
     their kind; `None` if `devices` shows it. `slices` is the number of slices if
     `devices` does not say it. Raises `MeshError` for other values.
     """
-    hardware = devices
-    times = 1
-    product = None
+    # "tpu:v5e:2x4*3" is three times the devices "tpu:v5e:2x4".
+    repeated = devices
+    repetitions = 1
+    match = None
     if isinstance(devices, str):
-        product = re.fullmatch(r"(.*)\*([1-9]\d*)", devices)
-    if product is not None:
-        hardware = product[1]
-        times = int(product[2])
-    if product is not None and slices not in (1, times):
+        match = re.fullmatch(r"(.*)\*([1-9]\d*)", devices)
+    if match is not None:
+        repeated = match[1]
+        repetitions = int(match[2])
+    if match is not None and slices not in (1, repetitions):
         raise MeshError(
-            f"`devices={devices!r}` has {times} slices, and `slices={slices}`; leave"
-            " `slices` out."
+            f"`devices={devices!r}` has {repetitions} slices, and `slices={slices}`;"
+            " leave `slices` out."
         )
-    one_slice = _options_of_slice(hardware, chip)
-    total = one_slice.total * times
-    many_slices = max(slices, times)
-    if many_slices < 1 or total % many_slices:
+    options = _unrepeated_options(repeated, chip)
+    total = options.total * repetitions
+    slice_count = max(slices, repetitions)
+    if slice_count < 1 or total % slice_count:
         raise MeshError(
             f"`slices={slices}` does not divide {total} devices; each slice has equally"
             " many."
         )
     extents = ()
-    if times == many_slices:
-        extents = one_slice.extents
+    # Else the text is about several slices, and its extents are not those of one.
+    if repetitions == slice_count:
+        extents = options.extents
     if not extents:
-        extents = extents_of(one_slice.chip, total // many_slices)
-    return one_slice._replace(
+        extents = extents_of(options.chip, total // slice_count)
+    return options._replace(
         total=total,
-        slices=many_slices,
-        targets=times,
+        slices=slice_count,
+        targets=repetitions,
         extents=extents,
     )
 
 
-def _options_of_slice(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
-    """The number of devices, their kind, and the name of one slice. `devices` is a
-    number, a text such as "cpu:8" or "tpu:v5e:2x4", or JAX's devices. Only the text of
-    a slice gives a name, else it is `None`. `chip` is the kind; `None` if `devices`
-    shows it.
+def _unrepeated_options(
+    devices: object,
+    chip: str | chips.Chip | None,
+) -> SearchOptions:
+    """The number of devices, their kind, and the name of the slice. `devices` is a
+    number, a text such as "cpu:8" or "tpu:v5e:2x4" without a "*3", or JAX's devices.
+    Only the text of a slice gives the fields `target` and `extents`. `chip` is the kind;
+    `None` if `devices` shows it. Raises `MeshError` for other values.
     """
     if isinstance(chip, str) and chip.lower() == "cpu":
         chip = EMULATED
@@ -158,7 +163,7 @@ def _options_of_slice(devices: object, chip: str | chips.Chip | None) -> SearchO
 
 
 def _options_of_text(devices: str, chip: str | chips.Chip | None) -> SearchOptions:
-    """As `_options_of_slice`, for a text such as "cpu:8" or "tpu:v5e:2x4"."""
+    """As `_unrepeated_options`, for a text such as "cpu:8" or "tpu:v5e:2x4"."""
     if emulated := re.fullmatch(r"cpu:([1-9]\d*)", devices):
         kind = EMULATED if chip is None else chips.find(chip)
         return SearchOptions(total=int(emulated[1]), chip=kind)
@@ -257,6 +262,7 @@ class TracedStep:
     - `tied`: the lowered program, with the equivalence classes of its dimensions.
     - `flats`, `structs`, `words`: for each argument, its leaves with their paths, the
       argument as a tree of `jax.ShapeDtypeStruct`s, and its name.
+    - `step`: the step as JAX traced it.
     - `arrays`: all arrays of the arguments, in the order of the program's arguments.
     """
 
@@ -345,6 +351,7 @@ def _primitive_count(jaxpr: jex.Jaxpr | jex.ClosedJaxpr, name: str) -> int:
 
 
 def _lowered_module(step: Step) -> Any:
+    """The step's StableHLO module, for the first of `_PLATFORMS` that can lower it."""
     for platform in _PLATFORMS[:-1]:
         try:
             return step.module(platform)
@@ -420,6 +427,9 @@ class _Kind(NamedTuple):
 
 
 def _kind_of(tree: PyTree) -> _Kind:
+    """The structure of a tree of `jax.ShapeDtypeStruct`s, with their shapes and dtypes.
+    Leaves that are no structs do not count.
+    """
     structs = eqx.filter(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     leaves, structure = jax.tree.flatten(structs)
     arrays = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
@@ -430,7 +440,10 @@ def donated_numbers(
     step: Callable[..., object],
     args: Sequence[PyTree],
 ) -> tuple[int, ...]:
-    """The numbers of the arguments that the step donates."""
+    """The numbers of the arguments that the step donates, in whole or in part. A jitted
+    step says by the paths of arrays what it donates, and a plain function donates
+    nothing.
+    """
     if isinstance(step, types.FunctionType):
         return ()
     donated_paths = []
@@ -439,7 +452,8 @@ def donated_numbers(
             donated_paths.append(argument.path.split("/"))
     numbers = []
     for number, word in enumerate(argument_names(step, len(args))):
-        # `params`, or `args[0]`, whose path is `args/0`.
+        # The arrays of an argument have paths below its name: `params/w`. One without a
+        # name of its own is called `args[0]`, and its path is `args/0`.
         prefix = word.replace("[", "/").replace("]", "").split("/")
         if any(path[: len(prefix)] == prefix for path in donated_paths):
             numbers.append(number)

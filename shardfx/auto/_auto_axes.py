@@ -86,36 +86,42 @@ def auto_axes(
     check_plan("plan", plan)
 
     @ft.wraps(function)
-    def called(*args: PyTree, **kwargs: PyTree) -> PyTree:
+    def function_on_auto_axes(*args: PyTree, **kwargs: PyTree) -> PyTree:
         # JAX's own `auto_axes` takes arrays by position only
         # (https://github.com/jax-ml/jax/issues/33226).
         mesh = explicit_mesh((args, kwargs))
         if mesh is None:
+            # All axes are Auto already.
             arrays, rest = eqx.partition(function(*args, **kwargs), _is_array)
             constrained = ft.partial(constrain, plan=plan)
-            specs = _specs(arrays, plan, out)
+            specs = _result_specs(arrays, plan, out)
             return eqx.combine(jax.tree.map(constrained, arrays, specs), rest)
 
         try:
             with over(auto_twin(mesh)):
                 trace = traced(function, (args, kwargs), typed=False)
             run = jex.jaxpr_as_fun(trace.closed)
+        # JAX's errors for a function that fails on Auto axes too.
         except (AssertionError, TypeError, ValueError):
             trace = plain_step(function, (args, kwargs), mesh, alone=False)
             run = trace.run
-        specs = jax.tree.leaves(_specs(trace.out, plan, out))
+        specs = jax.tree.leaves(_result_specs(trace.out, plan, out))
         results = on_auto_axes(run, mesh, specs)(*array_leaves((args, kwargs)))
         return trace.result(results)
 
-    return called
+    return function_on_auto_axes
 
 
 def _is_array(leaf: object) -> bool:
     return is_array_type(type(leaf))
 
 
-def _specs(arrays: PyTree, plan: ShardPlan, out: PyTree) -> PyTree:
-    """The specs of a tree of arrays, of which `out` says the names or the specs."""
+def _result_specs(arrays: PyTree, plan: ShardPlan, out: PyTree) -> PyTree:
+    """The spec of each array in the tree `arrays`, the result of a function.
+
+    `out` has their logical names or their specs: one for all arrays, or a tree. Names
+    are resolved by the rules of the plan, and specs are corrected to the shapes.
+    """
     if any(isinstance(leaf, PartitionSpec) for leaf in jax.tree.leaves(out)):
         # `plan.specs` has None in place of what is no array.
         specs = jax.tree.broadcast(out, arrays)

@@ -51,16 +51,19 @@ class AutoPlan(ShardPlan[Tree]):
         """
         why = "\n# ".join(textwrap.wrap(self.why, 86))
         lines = [
-            f"        ({_quoted(regex)}, {_target(target)}),\n"
+            f"        ({_regex_code(regex)}, {_target_code(target)}),\n"
             for regex, target in self.rules.rules
         ]
         text = "".join(lines)
-        words = [name for name in ("fsdp", "optional", "replicate") if name in text]
-        names = ", ".join(["MeshSpec", "PathRules", *words, "plan"])
-        has_kinds = any(kind != AxisType.Auto for kind in self.mesh.axis_types)
-        kinds = "from jax.sharding import AxisType\n" if has_kinds else ""
+        strategies = [
+            word for word in ("fsdp", "optional", "replicate") if word in text
+        ]
+        names = ", ".join(["MeshSpec", "PathRules", *strategies, "plan"])
+        # The code of a mesh names the types of its axes if one is not Auto.
+        has_types = any(kind != AxisType.Auto for kind in self.mesh.axis_types)
+        import_of_types = "from jax.sharding import AxisType\n" if has_types else ""
         return f'''\
-{kinds}from shardfx import {names}
+{import_of_types}from shardfx import {names}
 
 
 # {why}
@@ -77,7 +80,8 @@ def plan_of(tree):
 '''
 
 
-def _quoted(regex: str) -> str:
+def _regex_code(regex: str) -> str:
+    """A regex as Python code: raw if it has a backslash."""
     if "'" in regex or '"' in regex or "\n" in regex:
         return repr(regex)
     if "\\" in regex:
@@ -85,11 +89,14 @@ def _quoted(regex: str) -> str:
     return f'"{regex}"'
 
 
-def _target(target: Any) -> str:
+def _target_code(target: Any) -> str:
+    """The target of a path rule as Python code: `optional(...)`, strategies joined by
+    `|`, `fsdp(...)`, `replicate` or a spec.
+    """
     if isinstance(target, Optional):
-        return f"optional({_target(target.target)})"
+        return f"optional({_target_code(target.target)})"
     if isinstance(target, Pipeline):
-        return " | ".join(map(_target, target.steps))
+        return " | ".join(map(_target_code, target.steps))
     if isinstance(target, Fsdp):
         return target.code.replace("'", '"')
     return repr(target)

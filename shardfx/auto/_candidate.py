@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .._ground.spec import entry_axes
 from .._ground.text import bytes_text, html_text
@@ -17,12 +17,14 @@ from ._core import Estimate
 
 
 By = Literal["estimate", "schedule", "compile", "run"]
+# The origin of a candidate's numbers in words.
 _SOURCE_TEXTS: dict[By, str] = {
     "estimate": "by the partitioned program",
     "schedule": "by libtpu's own program",
     "compile": "by the compiled program",
     "run": "as measured",
 }
+# The number of collectives that the text of a candidate shows.
 _MOST_ROWS = 8
 
 
@@ -147,6 +149,9 @@ class Candidate:
     _repr_html_ = html_text
 
     def _headline(self) -> str:
+        """The mesh, the seconds of a step, the bytes of a device, and the origin of
+        these numbers. The parts of seconds that were measured are not known.
+        """
         parts = ""
         if self.by != "run":
             computation = ms(self.compute_seconds)
@@ -156,12 +161,15 @@ class Candidate:
                 f" (computation {computation}, sending {exposed} and {hidden} beside"
                 " computation)"
             )
+        time = f"{ms(self.seconds)} a step{parts}"
         memory = f"{bytes_text(self.memory_bytes)} of {bytes_text(self.limit_bytes)}"
-        return f"{self.title}: {ms(self.seconds)} a step{parts}, {memory}, {_SOURCE_TEXTS[self.by]}"
+        return f"{self.title}: {time}, {memory}, {_SOURCE_TEXTS[self.by]}"
 
     def _lines_below(self) -> list[str]:
+        """The lines below the collectives: ZeRO-1, donation, notes and reasons."""
         lines = []
         if self.state_over:
+            # A name or a tuple of names, as `follow` takes them.
             over = self.state_over
             if len(self.state_over) == 1:
                 over = self.state_over[0]
@@ -232,23 +240,28 @@ def _twin_key(candidate: Candidate) -> object:
     return mesh.dcn_sizes, tuple(shards_of_leaves)
 
 
-def comparison_texts(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
+def comparison_texts(
+    candidate: Candidate,
+    others: Iterable[Candidate],
+) -> Iterator[str]:
     """Yields, for each of `others`, a text that compares its seconds, traffic and
-    memory with those of `mine`.
+    memory with those of `candidate`.
     """
     for other in others:
-        difference = _difference_text(other.seconds - mine.seconds, mine.seconds)
+        difference = _difference_text(
+            other.seconds - candidate.seconds, candidate.seconds
+        )
         differences = [difference]
         computation = _difference_text(
-            other.compute_seconds - mine.compute_seconds, mine.seconds
+            other.compute_seconds - candidate.compute_seconds, candidate.seconds
         )
         if computation != _AS_FAST:
             differences.append(f"{computation} of it computation")
         wire = bytes_text(other.wire_bytes)
-        if wire != bytes_text(mine.wire_bytes):
+        if wire != bytes_text(candidate.wire_bytes):
             differences.append(f"{wire} sent")
         memory = bytes_text(other.memory_bytes)
-        if memory != bytes_text(mine.memory_bytes):
+        if memory != bytes_text(candidate.memory_bytes):
             differences.append(f"{memory} a device")
         yield f"{other.title}: {', '.join(differences)}"
 
@@ -266,9 +279,12 @@ def _difference_text(seconds: float, total_seconds: float) -> str:
     return f"{ms(abs(seconds))} {comparison}"
 
 
+# The logical names by which a mesh axis is one of tensor parallelism.
 _TENSOR_NAMES = frozenset("heads kv_heads query_groups mlp hidden vocab".split())
-# The order of the axes in the mesh: tensor parallelism is innermost.
+# The order of the axes in the mesh: tensor parallelism is innermost, and axes with
+# other names are next to it.
 _RANK_OF_AXIS = {"data": 0, "fsdp": 1, "context": 2, "expert": 3, "tensor": 5}
+_RANK_OF_OTHERS = 4
 
 
 def axis_name(order: Sequence[str]) -> str:
@@ -287,12 +303,22 @@ def axis_name(order: Sequence[str]) -> str:
     return "tensor"
 
 
+class MeshAndRules(NamedTuple):
+    """The mesh and the rules of an estimate. `axes` are the names of the mesh axes in
+    the order of the estimate, which may differ from that in the mesh.
+    """
+
+    mesh: MeshSpec
+    rules: AxisRules
+    axes: tuple[str, ...]
+
+
 def mesh_and_rules(
     orders: Sequence[Sequence[str]],
     estimate: Estimate,
     names: Iterable[str],
-) -> tuple[MeshSpec, AxisRules, tuple[str, ...]] | None:
-    """The mesh, the rules, and the names of the mesh axes of the estimate `estimate`.
+) -> MeshAndRules | None:
+    """The mesh and the rules of the estimate `estimate`.
 
     `orders` has, for each mesh axis, the logical names that it shards, in its order of
     preference. Rules list the names in one order. If the orders of two mesh axes
@@ -302,11 +328,12 @@ def mesh_and_rules(
     usual_names = [axis_name(order) for order in orders]
     axes = _distinct_names(usual_names)
 
-    def outermost(axis: int) -> tuple[int, int, int]:
-        rank = _RANK_OF_AXIS.get(usual_names[axis], 4)
+    def mesh_rank(axis: int) -> tuple[int, int, int]:
+        """A sort key: the outermost axis of the mesh comes first."""
+        rank = _RANK_OF_AXIS.get(usual_names[axis], _RANK_OF_OTHERS)
         return (-estimate.slices[axis], rank, axis)
 
-    in_mesh = sorted(range(len(axes)), key=outermost)
+    in_mesh = sorted(range(len(axes)), key=mesh_rank)
     sizes = {}
     slices = {}
     for axis in in_mesh:
@@ -323,12 +350,14 @@ def mesh_and_rules(
         # The mesh axis that prefers the name least is innermost.
         sharding = [axis for axis in in_mesh if name in orders[axis]]
         sharding.sort(key=lambda axis: orders[axis].index(name))
+        # Then no other name has taken one of these axes before.
         is_always_first = all(orders[axis][0] == name for axis in sharding)
         sharding_axes = [axes[axis] for axis in sharding]
         entries += _rules_of(name, sharding_axes, with_fewer=not is_always_first)
     for name in sorted(set(names).difference(names_in_order)):
         entries.append((name, None))
-    return mesh, AxisRules(entries, mesh_axes=mesh.axis_names), axes
+    rules = AxisRules(entries, mesh_axes=mesh.axis_names)
+    return MeshAndRules(mesh=mesh, rules=rules, axes=axes)
 
 
 def _rules_of(
@@ -380,21 +409,22 @@ def _merged_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
 def _code_of(candidate: Candidate) -> str:
     """Python code that makes the plans of a candidate, and the jitted step."""
     mesh = candidate.mesh
+    # Imports and lines that only some candidates need are empty for the others.
     follow = "follow, " if candidate.state_over else ""
     constrain_step = ""
-    constrains = ""
+    constrain_line = ""
     if candidate.constrained:
         constrain_step = "constrain_step, "
-        constrains = (
+        constrain_line = (
             "    step = constrain_step(step, plans[0].jax_mesh or MESH, RULES)\n"
         )
     rules = [
         f"        ({_source_text(name)}, {_source_text(target)}),\n"
         for name, target in candidate.rules.rules
     ]
-    follows = []
+    follow_lines = []
     if candidate.state_over:
-        follows = [
+        follow_lines = [
             f"    plans[{which}] = follow(lambda state: state, plans[{which}],"
             f" over={_source_text(candidate.state_over)})\n"
             for which in candidate.states
@@ -404,15 +434,15 @@ def _code_of(candidate: Candidate) -> str:
         if count > 1:
             slices[name] = count
     dcn = f", dcn={_source_text(slices)}" if slices else ""
-    outs = _out_shardings_of(candidate)
+    out_shardings = _out_shardings_of(candidate)
     donate = f", donate={_source_text(candidate.donated)}" if candidate.donated else ""
-    head = "\n# ".join(_comments_of(candidate))
+    comments = "\n# ".join(_comments_of(candidate))
     return f'''\
 from shardfx import AxisRules, MeshSpec, filter_jit, {follow}plan
 from shardfx.auto import {constrain_step}name_axes
 
 
-# Chosen by shardfx.auto.search: {head}
+# Chosen by shardfx.auto.search: {comments}
 MESH = MeshSpec({_source_text(dict(mesh.shape))}{dcn})
 RULES = AxisRules(
     [
@@ -426,12 +456,12 @@ def plans_of(step, *args):
     names = name_axes(step, *args).names
     pairs = zip(args, names, strict=True)
     plans = [plan(arg, MESH, names=tree, axes=RULES, unused="allow") for arg, tree in pairs]
-{"".join(follows)}    return tuple(plans)
+{"".join(follow_lines)}    return tuple(plans)
 
 
 def jitted(step, plans):
     """The step as it was searched. To call it, put the plans of `plans_of` on devices: `plan.on(mesh)`."""
-{constrains}    return filter_jit(step, in_shardings=tuple(plans){outs}{donate})
+{constrain_line}    return filter_jit(step, in_shardings=tuple(plans){out_shardings}{donate})
 '''
 
 

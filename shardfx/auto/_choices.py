@@ -11,9 +11,9 @@ TENSOR = "tensor"
 
 
 class Choice(NamedTuple):
-    """A mesh, and the mesh axes that shard weights: first that of tensor parallelism,
+    """A mesh, and `axes`, its axes that shard weights: first that of tensor parallelism,
     if there is one, then those of FSDP. With `gathers_all`, an array that tensor
-    parallelism would leave whole is sharded over all of them, as by FSDP.
+    parallelism would leave whole is sharded over all of `axes`, as by FSDP.
     """
 
     mesh: MeshSpec
@@ -22,36 +22,29 @@ class Choice(NamedTuple):
 
     @property
     def fsdp(self) -> tuple[str, ...]:
+        """The mesh axes of FSDP."""
         return tuple(axis for axis in self.axes if axis != TENSOR)
 
 
 def choices_for(total: int, slices: int, tensor: int) -> Iterator[Choice]:
     """The meshes and strategies to try on `total` devices in `slices` slices: data
-    parallelism first, then FSDP on ever more devices. `tensor` devices have the same
-    rows.
+    parallelism first, then FSDP on ever more devices. The axis `tensor` has `tensor`
+    devices in all of them. If it has more than one, the last mesh comes twice, the
+    second time with `gathers_all`.
     """
-    mesh = MeshSpec({"data": 1})
-    used: tuple[str, ...] = ()
-    for size, spanned in fsdp_spans(total // tensor, slices):
-        axes = {
-            "data": (total // (size * tensor), slices // spanned),
-            "fsdp": (size, spanned),
-            "tensor": (tensor, 1),
+    choice = Choice(MeshSpec({"data": 1}), ())
+    for fsdp in fsdp_spans(total // tensor, slices):
+        groups = total // (fsdp.size * tensor)
+        spans = {
+            "data": Span(groups, slices // fsdp.slices),
+            "fsdp": fsdp,
+            TENSOR: Span(tensor, slices=1),
         }
-        mesh = _mesh(axes)
-        used = tuple(name for name in ("tensor", "fsdp") if axes[name][0] > 1)
-        yield Choice(mesh, used)
-    if TENSOR in used:
-        yield Choice(mesh, used, gathers_all=True)
-
-
-def _mesh(axes: Mapping[str, tuple[int, int]]) -> MeshSpec:
-    """The mesh of axes with their sizes and the number of slices that each spans. Axes
-    of one device are left out.
-    """
-    sizes = {name: size for name, (size, _) in axes.items() if size > 1}
-    spans = {name: axes[name][1] for name in sizes if axes[name][1] > 1}
-    return MeshSpec(sizes or {"data": 1}, dcn=spans or None)
+        axes = tuple(name for name in (TENSOR, "fsdp") if spans[name].size > 1)
+        choice = Choice(_mesh(spans), axes)
+        yield choice
+    if TENSOR in choice.axes:
+        yield choice._replace(gathers_all=True)
 
 
 class Span(NamedTuple):
@@ -59,6 +52,13 @@ class Span(NamedTuple):
 
     size: int
     slices: int
+
+
+def _mesh(spans: Mapping[str, Span]) -> MeshSpec:
+    """The mesh of axes with their spans. Axes of one device are left out."""
+    sizes = {name: span.size for name, span in spans.items() if span.size > 1}
+    dcn = {name: spans[name].slices for name in sizes if spans[name].slices > 1}
+    return MeshSpec(sizes or {"data": 1}, dcn=dcn or None)
 
 
 def fsdp_spans(groups: int, slices: int) -> list[Span]:
@@ -80,8 +80,8 @@ def choices_on(mesh: MeshSpec) -> Iterator[Choice]:
     """The strategies to try on the caller's mesh: FSDP over its `fsdp` axes, or data
     parallelism where it has none; then FSDP over all axes.
     """
-    used = tuple(axis for axis, size in mesh.shape.items() if size > 1)
-    inner = tuple(axis for axis in used if axis in FSDP_AXES)
-    yield Choice(mesh, inner)
-    if used and used != inner:
-        yield Choice(mesh, used)
+    axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
+    fsdp_axes = tuple(axis for axis in axes if axis in FSDP_AXES)
+    yield Choice(mesh, fsdp_axes)
+    if axes != fsdp_axes:
+        yield Choice(mesh, axes)

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._ground.text import between_numbers
 from .._rules import Atomic
@@ -18,7 +18,8 @@ from ._asked import TracedStep
 from ._program import Root, Tied
 
 
-_COPIES = 4
+# How many arrays an optimizer may hold for each array of the model.
+_MOST_COPIES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,13 +55,15 @@ class LogicalAxis:
 class Classes:
     """The logical axes of a step's arguments. `_namer.py` names them.
 
+    - `traced`, `tied`, `program`: the step, its dimensions with their equivalence
+      classes, and its operations. `marked` is that of `tied`.
     - `dims`: for each array, for each of its dimensions, the equivalence classes of the
       dimension's sub-dimensions.
     - `axes`: all logical axes. An axis that was merged into another has no classes.
     - `of_root`: the number of the logical axis of each class.
     - `model_argument`: the number of the argument of the step that is the model.
-    - `model_arrays`: the numbers of the arrays of the model and of its optimizer, among the
-      arrays of all arguments.
+    - `model_arrays`: the numbers of the arrays of the model and of its optimizer, among
+      the arrays of all arguments.
     """
 
     def __init__(self, traced: TracedStep):
@@ -81,7 +84,9 @@ class Classes:
                 self.axes.append(axis)
             self.axis_of(root).places.append(place)
         self._merge_layers(placed)
-        self.model_argument, self.model_arrays = _model_arguments(traced)
+        model = _model_of(traced)
+        self.model_argument = model.argument
+        self.model_arrays = model.arrays
 
     def _places(self) -> list[tuple[ArgumentDim, Root]]:
         """Each sub-dimension of each array that the step takes, and its class."""
@@ -102,6 +107,7 @@ class Classes:
         """Merges the logical axes of dimensions at the same position of layers that
         differ only in their number.
         """
+        # Paths that differ only in numbers are equal here.
         paths = [between_numbers(array.path) for array in self.traced.arrays]
         first_roots: dict[object, Root] = {}
         for place, root in placed:
@@ -134,7 +140,8 @@ class Classes:
         sharded, since it counts as the width of one head. A batch dimension of a matrix
         product is the exception.
         """
-        # If slices separate queries, keys and values, each of the three is a unit.
+        # If slices separate queries, keys and values, each of the three is a unit, and
+        # nothing within one is sharded.
         for index, root in enumerate(roots[:-1]):
             if root in self.marked["sliced"]:
                 return index + 1
@@ -148,6 +155,7 @@ class Classes:
         `plan(..., names=...)`. A name that an earlier dimension has becomes `None`.
         """
         used: set[str] = set()
+        # A name, a tuple of those of several sub-dimensions, or `None`.
         entries: list[object] = []
         for roots in self.dims[array]:
             count = self.shardable_count(roots)
@@ -196,14 +204,14 @@ class Classes:
             if axis.roots:
                 numbers_of_name.setdefault(axis.name, []).append(number)
         for name, numbers in numbers_of_name.items():
-            tied: list[int] = []
+            distinct: list[int] = []
             for number in numbers:
-                if not any(self.merge(other, number) for other in tied):
-                    tied.append(number)
-                    if len(tied) == 1:
+                if not any(self.merge(other, number) for other in distinct):
+                    distinct.append(number)
+                    if len(distinct) == 1:
                         self.axes[number].name = name
                     else:
-                        self.axes[number].name = f"{name}_{len(tied)}"
+                        self.axes[number].name = f"{name}_{len(distinct)}"
 
     @property
     def model_roots(self) -> set[Root]:
@@ -225,9 +233,18 @@ class Classes:
         return [axis for axis in self.axes if axis.roots]
 
 
-def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
-    """The number of the argument that is the model, and the numbers of all arrays of
-    the model and its optimizer.
+class _Model(NamedTuple):
+    """The number of the argument of a step that is the model, and the numbers of all
+    arrays of the model and its optimizer among the arrays of all arguments.
+    """
+
+    argument: int
+    arrays: set[int]
+
+
+def _model_of(traced: TracedStep) -> _Model:
+    """The argument of a step that is the model, and the arrays of the model and its
+    optimizer.
 
     The first argument with many arrays is the model. Another argument is a part of it
     if, in most of its arrays, all dimensions are equivalent to dimensions of the model.
@@ -235,35 +252,35 @@ def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
     batch of data has a dimension that is equivalent to none of the model.
     """
     array_counts = [sum(flat.is_array) for flat in traced.flats]
-    # An optimizer may hold several arrays for each array of the model.
     model = 0
     for which, count in enumerate(array_counts):
-        if _COPIES * count >= max(array_counts):
+        if _MOST_COPIES * count >= max(array_counts):
             model = which
             break
 
+    # For each argument of the step, the classes of the dimensions of each of its arrays.
+    roots_by_argument: dict[int, list[set[Root]]] = {}
     roots_of_model: set[Root] = set()
-    roots_of_arrays: dict[int, list[set[Root]]] = {}
     for value, array in zip(traced.tied.program.arguments, traced.arrays, strict=True):
         roots = traced.tied.roots_of(value)
-        roots_of_arrays.setdefault(array.which, []).append(roots)
+        roots_by_argument.setdefault(array.which, []).append(roots)
         if array.which == model:
             roots_of_model |= roots
 
     members = set()
-    for which, arrays in roots_of_arrays.items():
-        covered = list(filter(roots_of_model.issuperset, arrays))
-        if 2 * len(covered) > len(arrays):
+    for which, roots_of_arrays in roots_by_argument.items():
+        covered = list(filter(roots_of_model.issuperset, roots_of_arrays))
+        if 2 * len(covered) > len(roots_of_arrays):
             members.add(which)
-    arguments = {
-        argument
-        for argument, array in enumerate(traced.arrays)
-        if array.which in members
-    }
-    return model, arguments
+    arrays = set()
+    for number, array in enumerate(traced.arrays):
+        if array.which in members:
+            arrays.add(number)
+    return _Model(argument=model, arrays=arrays)
 
 
-_FAR = 400
+# How many values the search for a matrix product behind a sum visits.
+_MOST_VISITED = 400
 
 
 def residual(tied: Tied, parameter_roots: set[Root]) -> set[Root]:
@@ -272,6 +289,7 @@ def residual(tied: Tied, parameter_roots: set[Root]) -> set[Root]:
     `parameter_roots`, the classes of the model's dimensions, updates parameters instead.
     """
     makers: dict[int, Operation] = {}
+    # A sum with a broadcast value adds a bias.
     broadcasts: set[int] = set()
     for operation in tied.program.operations:
         makers |= dict.fromkeys(operation.outs, operation)
@@ -293,12 +311,13 @@ def residual(tied: Tied, parameter_roots: set[Root]) -> set[Root]:
 
 def _is_made_of(value: int, source: int, makers: dict[int, Operation]) -> bool:
     """Whether `value` is computed from `source` through a matrix product. The search
-    goes back at most 400 operations. `makers` maps each value of the program to the
-    operation that makes it.
+    goes back over a limited number of values, the nearest ones first. `makers` maps each
+    value of the program to the operation that makes it.
     """
+    # Pairs of a value and whether a matrix product is between it and `value`.
     queue = [(value, False)]
     seen = {(value, False)}
-    while queue and len(seen) < _FAR:
+    while queue and len(seen) < _MOST_VISITED:
         current, by_product = queue.pop(0)
         operation = makers.get(current)
         if operation is None:

@@ -134,21 +134,29 @@ def constrain_step(
     mesh_spec = MeshSpec.of(mesh)
     _require_mesh_axes(rules, mesh_spec)
     _require_no_manual_axes(mesh_spec)
-    constrainer_of = ft.partial(_constrainer, step=step, spec=mesh_spec, rules=rules)
+    constrainer_of = ft.partial(
+        _constrainer,
+        step=step,
+        mesh_spec=mesh_spec,
+        rules=rules,
+    )
     if isinstance(mesh, Mesh):
         abstract = mesh.abstract_mesh
     else:
         abstract = mesh_spec.abstract()
 
+    # The step for Auto axes.
     @ft.wraps(step)
     def constrained(*args: PyTree) -> PyTree:
-        trace = eqx.filter_make_jaxpr(step)
-        closed, out, rest = trace(*structs_of(args))
+        make_jaxpr = eqx.filter_make_jaxpr(step)
+        closed, out, rest = make_jaxpr(*structs_of(args))
         plain = PlainStep(closed=closed, out=out, rest=rest)
         where = mesh if isinstance(mesh, Mesh) else abstract
         constrainer = constrainer_of(closed=plain.closed, args=args, mesh=where)
-        return plain.result(_run(constrainer, plain.closed, args))
+        return plain.result(_run_with(constrainer, plain.closed, args))
 
+    # The step for Explicit axes: it runs on Auto axes without its own shardings, and its
+    # results are typed.
     @ft.wraps(step)
     def typed(*args: PyTree) -> PyTree:
         explicit_mesh_of_args = explicit_mesh(args)
@@ -159,8 +167,8 @@ def constrain_step(
         specs: list[PartitionSpec] = []
 
         def run(*arrays: Any) -> list[Any]:
-            results = _run(constrainer, closed, arrays)
-            # JAX traces `run` once, which fills `specs`.
+            results = _run_with(constrainer, closed, arrays)
+            # JAX traces `run` once below, which fills `specs`.
             specs[:] = _result_specs(
                 args=args,
                 out=plain.out,
@@ -174,10 +182,9 @@ def constrain_step(
         with over(auto_mesh):
             closed = jax.make_jaxpr(plain.run)(*array_leaves(structs))
             constrainer = constrainer_of(closed=closed, args=structs, mesh=auto_mesh)
-            program = jax.make_jaxpr(run)(*array_leaves(structs))
-        run_typed = on_auto_axes(
-            jex.jaxpr_as_fun(program), explicit_mesh_of_args, specs
-        )
+            constrained_closed = jax.make_jaxpr(run)(*array_leaves(structs))
+        run_constrained = jex.jaxpr_as_fun(constrained_closed)
+        run_typed = on_auto_axes(run_constrained, explicit_mesh_of_args, specs)
         return plain.result(run_typed(*array_leaves(args)))
 
     if abstract.explicit_axes:
@@ -186,6 +193,7 @@ def constrain_step(
 
 
 def _raise_unplaced(mesh: MeshSpec) -> NoReturn:
+    """Raises `MeshError` for a mesh with Explicit axes on which no argument is."""
     axes = [
         f"`{name}`"
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -199,13 +207,13 @@ def _raise_unplaced(mesh: MeshSpec) -> NoReturn:
     )
 
 
-def _run(
+def _run_with(
     change: Callable[[int, str, Sequence[Any]], Sequence[Any]],
     closed: jex.ClosedJaxpr,
     args: Sequence[PyTree],
 ) -> list[Any]:
     """The results of the step's jaxpr `closed`, with `change` applied to the results of
-    each equation.
+    each equation. `change` takes what `_Walker` says.
     """
     return _Walker(change).run(*opened(closed), array_leaves(args))
 
@@ -214,28 +222,32 @@ def _constrainer(
     step: Callable[..., PyTree],
     closed: jex.ClosedJaxpr,
     args: Sequence[PyTree],
-    spec: MeshSpec,
+    mesh_spec: MeshSpec,
     mesh: Mesh | AbstractMesh,
     rules: AxisRules,
 ) -> "_Constrainer":
-    """What constrains the results of the step's jaxpr `closed` as `rules` say."""
+    """What constrains the results of the step's jaxpr `closed` as `rules` say. `mesh` is
+    that of the constraints, and `mesh_spec` is its sizes.
+    """
 
+    # The same results, with the numbers of equations in the locations of operations.
     @ft.wraps(step)
     def unchanged(*args: PyTree) -> list[Any]:
-        return _run(lambda _number, _name, results: results, closed, args)
+        return _run_with(lambda _number, _name, results: results, closed, args)
 
     classes = named_classes(trace(unchanged, *args))
     assignments = assignments_of_rules(rules, classes)
-    _require_dimensions(rules, classes, spec)
-    layouts = Layouts(classes, spec.size)
+    _require_dimensions(rules, classes, mesh_spec)
+    layouts = Layouts(classes, mesh_spec.size)
     chosen = {}
-    for axis in spec.axis_names:
+    for axis in mesh_spec.axis_names:
         if axis in assignments:
             chosen[axis] = layouts.under(assignments[axis])
     return _Constrainer(layouts, chosen, mesh)
 
 
 def _require_rules(rules: object) -> None:
+    """Raises `RuleError` for what is no `AxisRules`."""
     check_type(
         what="rules",
         value=rules,
@@ -277,8 +289,9 @@ def _require_mesh_axes(rules: AxisRules, mesh: MeshSpec) -> None:
 
 
 def _require_dimensions(rules: AxisRules, classes: Classes, mesh: MeshSpec) -> None:
-    """Raises `RuleError` for rules whose names the step does not have, if a name looks
-    like one that no rule is about, or if a mesh axis shards nothing without the rules.
+    """Raises `RuleError` for rules whose names the step does not have, in two cases: the
+    name looks like one of the step that no rule is about, so it is misspelled; or a mesh
+    axis of the rule shards no other name, so it would shard nothing.
     """
     # A logical axis without roots was merged into another one.
     names = [logical.name for logical in classes.axes if logical.roots and logical.name]
@@ -301,9 +314,9 @@ def _require_dimensions(rules: AxisRules, classes: Classes, mesh: MeshSpec) -> N
     refused_names: list[str] = []
     for number, name, axes in without_dimension:
         idle_axes = [axis for axis in axes if axis not in used_axes]
-        is_idle = any(mesh.axis_size(axis) > 1 for axis in idle_axes)
+        is_any_idle = any(mesh.axis_size(axis) > 1 for axis in idle_axes)
         hint = "" if name in USUAL_NAMES else near(name, free_names)
-        if is_idle or (axes and hint):
+        if is_any_idle or (axes and hint):
             lines.append(f"  axes.rules[{number}] {name!r} -> {'+'.join(axes)}{hint}")
             refused_names.append(name)
     if lines:
@@ -357,7 +370,8 @@ def _result_specs(
 class _Walker:
     """Evaluates a jaxpr, each equation in a name scope with the equation's number. The
     function `change` takes the equation's number, the name of its primitive, and its
-    results, and returns other results.
+    results, and returns other results. Equations are numbered in the order of their
+    evaluation, those of nested jaxprs included; `count` is the next number.
     """
 
     def __init__(self, change: Callable[[int, str, Sequence[Any]], Sequence[Any]]):
@@ -373,14 +387,18 @@ class _Walker:
         """Evaluates a jaxpr, with `change` applied to the results of each equation.
         Returns the jaxpr's results.
         """
-        return evaluated(jaxpr, consts, arguments, self.changed)
+        return evaluated(jaxpr, consts, arguments, self.changed_results)
 
-    def changed(
+    def changed_results(
         self,
         jaxpr: jex.Jaxpr,
         equation: jex.JaxprEqn,
         operands: list[Any],
     ) -> Sequence[Any]:
+        """The results of an equation of `jaxpr`, with `change` applied to them and to
+        those of the equations within: a call is inlined, and the body of a loop is
+        evaluated anew.
+        """
         name = equation.primitive.name
         number = self.count
         self.count += 1
@@ -413,6 +431,10 @@ def _equation_of(operation: Operation) -> int | None:
 class _Constrainer:
     """Constrains the results of equations. An equation lowers to operations, and a
     search gives these shardings.
+
+    - `layouts`, `mesh`: the step's program, and the mesh of the constraints.
+    - `chosen`: for each mesh axis that shards anything, the shardings along it.
+    - `operations`: for each number of an equation, the operations that it lowers to.
     """
 
     def __init__(
@@ -489,6 +511,7 @@ class _Constrainer:
         parts are on several devices.
         """
         dims = self.layouts.roots[value]
+        # For each sub-dimension, its dimension and its index within the dimension.
         places: list[tuple[int, int]] = []
         for dim, roots in enumerate(dims):
             for index in range(len(roots)):
@@ -496,6 +519,7 @@ class _Constrainer:
         sharded_dims: list[list[_Sharded]] = [[] for _ in dims]
         for axis, layout in self.chosen.items():
             position = layout.positions[value]
+            # A negative position says that the axis does not shard the value.
             is_left_out = whole_if_unreduced and value in layout.unreduced
             if position < 0 or is_left_out:
                 continue
@@ -535,8 +559,9 @@ class _Constrainer:
         return tuple(sharded.axis for sharded in in_order)
 
     def constrained(self, array: Any, spec: PartitionSpec) -> Any:
-        shaped = getattr(array, "shape", ())
-        if not shaped or jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        """The array with a constraint; scalars, keys and what is no array unchanged."""
+        shape = getattr(array, "shape", ())
+        if not shape or jnp.issubdtype(array.dtype, jax.dtypes.extended):
             return array
         sharding = NamedSharding(self.mesh, spec)
         return jax.lax.with_sharding_constraint(array, sharding)

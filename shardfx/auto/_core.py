@@ -53,16 +53,18 @@ from ._cost_terms import CostTerms, padded
 from ._mesh_sizes import MeshSizes, sizes_and_slices
 
 
-# JAX's module or NumPy's: the same code is compiled for many candidates, and runs
-# uncompiled for few.
+# An array of JAX or of NumPy: the same code is compiled for many candidates, and runs
+# uncompiled for few. In such code, `xp` is `jax.numpy` or NumPy.
 _Array = Array | np.ndarray
 # The arrays of `cost_terms` or the rates of `rates_of`, by name.
 Numbers = Mapping[str, Any]
+# The largest number of mesh axes.
 AXES = 4
 # The number of candidates, and of sets, in one call: their arrays should fit in the
 # cache.
 _CANDIDATES_PER_CALL = 2**16
 _SETS_PER_CALL = 2048
+# The largest number of candidates that are estimated.
 _MOST_CANDIDATES = 2**22
 
 
@@ -111,6 +113,7 @@ def best_of_block(
     is_real = (jnp.arange(len(sets)) < set_count)[:, None]
     is_possible = is_real & (memory <= machine["limit"])
     seconds = jnp.where(is_possible, seconds, jnp.inf)
+    # For each set, its fastest sizes.
     fastest = jnp.argmin(seconds, axis=1)[:, None]
     best_seconds = jnp.take_along_axis(seconds, fastest, axis=1)
     best_memory = jnp.take_along_axis(memory, fastest, axis=1)
@@ -141,6 +144,10 @@ def costs(
     """
     xp: Any = jnp if isinstance(sets, jax.Array) else np
     axes = sets.shape[-1]
+    # The letters of the sums below: b for sets, s for sizes, r for terms, k for masks, q
+    # for quantities, j for the assignment of a set that sends, and t for the two kinds
+    # of collectives, those that computation waits for and those beside it.
+    #
     # For each mask, whether it has each assignment of a set.
     bits = 2 ** np.arange(axes)
     has = (np.arange(2**axes)[:, None] // bits) % 2 == 1
@@ -184,9 +191,11 @@ def _is_allowed(
     sizes: Int[_Array, "sizes axes"],
     has: Bool[np.ndarray, "masks axes"],
 ) -> Bool[_Array, "block sizes"]:
-    """Whether the number of shards of each logical axis divides its size, and is no less
-    than the limits ask for. `has` says for each mask which assignments it has.
+    """For each set and each tuple of sizes, whether the number of shards of each logical
+    axis divides its size, and is no less than the limits ask for. `has` says for each
+    mask which assignments it has.
     """
+    # For each tuple of sizes and each mask, the shards of a logical axis with this mask.
     shard_counts = xp.prod(xp.where(has, sizes[:, None, :], 1), axis=-1)
     is_uneven = arrays["sizes"][:, None, None] % shard_counts != 0
     is_too_small = shard_counts < arrays["least"][:, None, None]
@@ -234,9 +243,10 @@ def byte_seconds(
     torus_dims = machine["dims"] * _shares_of_slice(xp, sizes, slices)
     torus_bandwidth = machine["link"] * xp.maximum(torus_dims, 0.5)
     bandwidth = xp.where(machine["dims"] > 0, torus_bandwidth, machine["link"])
-    near = xp.minimum(machine["island"], devices_in_slice)
-    fast_seconds = (1 - 1 / near) / bandwidth
-    slow_seconds = (1 - near / devices) / near / machine["dcn"]
+    devices_in_island = xp.minimum(machine["island"], devices_in_slice)
+    fast_seconds = (1 - 1 / devices_in_island) / bandwidth
+    outside_share = (1 - devices_in_island / devices) / devices_in_island
+    slow_seconds = outside_share / machine["dcn"]
     return fast_seconds + slow_seconds
 
 
@@ -279,6 +289,13 @@ def rates_of(
     """The rates of one device under the assumptions `model`, as numbers for `costs`. A
     step may take `limit_bytes` of memory. `extents` are the chips along each dimension
     of a slice; empty for the usual slice of `devices` devices.
+
+    - "flops", "hbm": operations per second, and bytes of memory per second.
+    - "link", "dcn": bytes per second to neighbours, and through the hosts' network.
+    - "dims": the dimensions of a slice's torus, 0 for switched chips.
+    - "island": the number of devices that fast links connect.
+    - "hops", "hop_seconds": the hops across a whole slice, and the seconds of one.
+    - "overlap", "limit": the share of `CostModel.overlap`, and `limit_bytes`.
     """
     network = average_network(chip, extents or extents_of(chip, devices))
     parts = chip.devices_per_chip
@@ -332,7 +349,8 @@ def find(
         sizes_and_slices(devices, axes, slices) for axes in range(1, AXES + 1)
     ]
     assignments = assignment_count(terms, sizes_by_axes)
-    # Axes and sizes are padded, so that one program serves all searches.
+    # Axes and sizes are padded, so that one program serves all searches: sets by an
+    # assignment that shards nothing, the first one behind those of `terms`.
     most_rows = max(len(mesh.sizes) for mesh in sizes_by_axes)
     row_count = max(8, math.ceil(most_rows / 8) * 8)
     block_size = min(_SETS_PER_CALL, max(1, _CANDIDATES_PER_CALL // row_count))
@@ -340,18 +358,19 @@ def find(
     arrays = padded(terms)
     best: list[Estimate] = []
     for axes, mesh in enumerate(sizes_by_axes, start=1):
+        # Eight devices have no mesh of four axes.
         if not len(mesh.sizes):
             continue
         sizes = _padded_rows(mesh.sizes, row_count)
         slice_rows = _padded_rows(mesh.slices, row_count)
         sets = itertools.combinations(range(assignments), axes)
         while block := list(itertools.islice(sets, block_size)):
-            numbers = np.full((block_size, AXES), no_assignment, np.int32)
-            numbers[: len(block), :axes] = block
+            padded_sets = np.full((block_size, AXES), no_assignment, np.int32)
+            padded_sets[: len(block), :axes] = block
             set_numbers, size_numbers, costs_of_sets = best_of_block(
                 arrays,
                 machine,
-                numbers,
+                padded_sets,
                 sizes,
                 slice_rows,
                 np.int32(len(block)),
@@ -370,7 +389,7 @@ def find(
                 if seconds >= slowest_kept:
                     continue
                 estimate = Estimate(
-                    assignments=tuple(numbers[set_number][:axes].tolist()),
+                    assignments=tuple(padded_sets[set_number][:axes].tolist()),
                     sizes=tuple(sizes[size_number][:axes].tolist()),
                     slices=tuple(slice_rows[size_number][:axes].tolist()),
                     seconds=seconds,
@@ -394,17 +413,18 @@ def _padded_rows(
 
 def assignment_count(terms: CostTerms, sizes_by_axes: Sequence[MeshSizes]) -> int:
     """The largest number of axis assignments, at most that of `terms`, whose sets have
-    at most 2**22 candidates. `sizes_by_axes` has the sizes for one mesh axis, for two, and
-    so on.
+    at most 2**22 candidates. `sizes_by_axes` has the sizes for one mesh axis, for two,
+    and so on.
     """
 
-    def candidates(count: int) -> int:
+    def candidate_count(count: int) -> int:
+        """The number of candidates of the sets of `count` assignments."""
         total = 0
         for axes, mesh in enumerate(sizes_by_axes, start=1):
             total += math.comb(count, axes) * len(mesh.sizes)
         return total
 
     count = len(terms["calls"])
-    while candidates(count) > _MOST_CANDIDATES:
+    while candidate_count(count) > _MOST_CANDIDATES:
         count -= 1
     return count

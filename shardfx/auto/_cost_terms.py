@@ -199,6 +199,7 @@ def _has_data(layouts: Layouts) -> list[bool]:
     """
     parameter_roots = layouts.classes.model_roots
     has_data = []
+    # A value without dimensions has none.
     for dims in layouts.roots:
         roots = itertools.chain.from_iterable(dims)
         has_data.append(not parameter_roots.issuperset(roots))
@@ -206,7 +207,9 @@ def _has_data(layouts: Layouts) -> list[bool]:
 
 
 def _summed(amounts: Sequence[_Amount], assignment_count: int, columns: int) -> _Sums:
-    """Sums the amounts that the same of `assignment_count` axis assignments divide."""
+    """Sums the amounts that the same of `assignment_count` axis assignments divide, in
+    each of `columns` columns.
+    """
     sums: dict[bytes, np.ndarray] = {}
     for mask, column, amount in amounts:
         sums.setdefault(mask.tobytes(), np.zeros(columns))[column] += amount
@@ -220,7 +223,8 @@ def _summed(amounts: Sequence[_Amount], assignment_count: int, columns: int) -> 
 
 def _temporaries(program: Program) -> list[int]:
     """The numbers of the values, without arguments, that are live where the unsharded
-    step takes the most memory.
+    step takes the most memory. A value lives from the operation that makes it to the
+    last one that reads it.
     """
     operations = program.operations
     births: dict[int, int] = {}
@@ -233,6 +237,7 @@ def _temporaries(program: Program) -> list[int]:
             deaths[value] = max(number, last_death)
 
     def is_stored(value: int) -> bool:
+        """Whether a value takes memory of its own."""
         birth = births[value]
         maker = operations[birth]
         if maker.name in _IN_PLACE or program.values[value].free:
@@ -243,6 +248,7 @@ def _temporaries(program: Program) -> list[int]:
         return deaths[value] - birth >= _STORED_FOR
 
     stored = list(filter(is_stored, births))
+    # The bytes that each operation adds to those of the one before.
     changes = np.zeros(len(operations) + 2)
     for value in stored:
         nbytes = program.values[value].bytes
@@ -281,24 +287,25 @@ def padded(terms: CostTerms) -> CostTerms:
     With this padding most searches of a process have arrays of equal shapes, and share
     one compiled program. Counts become float32, since only their leading digits matter.
     """
+    # Up to the next multiples.
     added_terms = -len(terms["shared"]) % 32
-    added_events = -terms["sent"].shape[1] % 16
-    # The last assignment shards nothing. It fills up sets with fewer than four
-    # assignments.
+    added_sent_terms = -terms["sent"].shape[1] % 16
+    # At least one assignment is added, which shards nothing. It fills up sets with fewer
+    # than four assignments.
     added_assignments = 1 + (-1 - len(terms["calls"])) % 80
     added_axes = -len(terms["sizes"]) % 16
     widths = {
         "divides": (added_terms, added_assignments),
         "shared": (added_terms, 0),
-        "divides_sent": (added_assignments, added_events, added_assignments),
-        "sent": (added_assignments, added_events, 0),
+        "divides_sent": (added_assignments, added_sent_terms, added_assignments),
+        "sent": (added_assignments, added_sent_terms, 0),
         "calls": (added_assignments,),
         "limits": (added_axes, added_assignments),
         "sizes": (added_axes,),
         "least": (added_axes,),
     }
-    # A size that int32 cannot hold becomes a smaller one that the same numbers of
-    # devices divide.
+    # A size that int32 cannot hold becomes a smaller one that the same usual numbers of
+    # devices divide: those with factors of 2, 3, 5 and 7. 11 stands for its other factors.
     sizes = []
     for size in terms["sizes"].tolist():
         if size >= 2**31:

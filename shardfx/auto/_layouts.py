@@ -39,12 +39,19 @@ _PRODUCTS = frozenset("dot_general convolution ragged_dot".split())
 
 # The logical axes that a mesh axis shards, by number, in its order of preference.
 Assignment = tuple[int, ...]
-# The sharding of a value: the index of its sharded sub-dimension, `WHOLE`, or
-# `UNREDUCED`.
+# The sharding of a value: the position of its sharded sub-dimension among those of all
+# its dimensions, `WHOLE`, or `UNREDUCED`.
 _State = int
-# Whether the mesh axis divides an operation, and the shardings of its operands and
-# results.
-_Effect = tuple[bool, tuple[_State, ...], tuple[_State, ...]]
+
+
+class _Effect(NamedTuple):
+    """Whether the mesh axis divides an operation, and the shardings that its operands
+    must get and that its results have.
+    """
+
+    is_divided: bool
+    ins: tuple[_State, ...]
+    outs: tuple[_State, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,8 +72,8 @@ class AssignedLayout:
     need.
 
     - `events`: the collectives.
-    - `positions`: for each value, the index of its sharded sub-dimension; `WHOLE` for a
-      replicated value.
+    - `positions`: for each value, the position of its sharded sub-dimension among those
+      of all its dimensions; `WHOLE` for a replicated value.
     - `divided`: for each operation, whether the mesh axis divides its work.
     - `used`: the logical axes that are sharded.
     - `unreduced`: the values that an operation leaves unreduced.
@@ -90,7 +97,8 @@ class _Labelled(NamedTuple):
 
     - `ins`, `outs`: the labels of each operand and each result; -1 for a dimension that
       cannot be sharded.
-    - `shardable`: pairs of a label that a mesh axis may shard, and its logical axis.
+    - `shardable`: pairs of a label that a mesh axis may shard, and the number of its
+      logical axis.
     - `minor`: the labels of sub-dimensions that are not the major-most of their
       dimension.
     - `bytes`: the bytes of each operand; 0 for scalars and values made of constants.
@@ -114,10 +122,10 @@ class Layouts:
       dimension. Only an assignment with one of them shards minor sub-dimensions. Then
       other mesh axes must shard the major ones completely.
     - `roots`: the equivalence classes of each dimension of each value.
-    - `sub_dims`: for each sub-dimension of each value, its logical axis and its index
-      within the dimension. The axis is -1 if no mesh axis may shard it.
-    - `labelled`, `labelled_numbers`: the distinct operations with labels, and for each operation
-      its index in `labelled`.
+    - `sub_dims`: for each sub-dimension of each value, the number of its logical axis,
+      and its index within the dimension. The number is -1 if no mesh axis may shard it.
+    - `labelled`, `labelled_numbers`: the distinct operations with labels, and for each
+      operation its index in `labelled`.
     """
 
     def __init__(self, classes: Classes, devices: int):
@@ -131,6 +139,8 @@ class Layouts:
         self.minor: set[int] = set()
         for number, logical in enumerate(classes.axes):
             for root in logical.roots:
+                # A loop reads one element of such a dimension at a time, and a mesh
+                # axis has a divisor of `devices` as its size.
                 if root not in scanned and math.gcd(sizes[root], devices) > 1:
                     self.axis_of_root[root] = number
             for place in logical.places:
@@ -164,6 +174,7 @@ def _labelled(layouts: Layouts, operation: Operation) -> _Labelled:
     results. A dimension with several sub-dimensions gets several labels for one factor
     of the operation's Shardy sharding rule.
     """
+    # It marks arrays, and computes nothing.
     if operation.name == "use":
         return _Labelled(
             name=operation.name,
@@ -201,8 +212,8 @@ class _Labels:
     for.
 
     - `roots`: the classes of the sub-dimensions of each factor.
-    - `label_of_factor`: the label of each sub-dimension of a factor: a pair of the factor and an
-      index.
+    - `label_of_factor`: the label of each sub-dimension of a factor, by the factor and
+      the index of the sub-dimension.
     - `shardable`, `minor`: as those of `_Labelled`, for the labels so far.
     """
 
@@ -237,9 +248,10 @@ class _Labels:
         roots_of_dim: Sequence[int],
         factors: tuple[int, ...],
     ) -> list[int]:
-        """The labels of one dimension of `size` elements; -1 for sub-dimensions that
-        cannot be sharded.
+        """The labels of one dimension of `size` elements; -1 for all its sub-dimensions
+        if they are not those of its factors, or cannot be sharded.
         """
+        # The keys of `label_of_factor`, and the classes of these sub-dimensions.
         keys: list[tuple[int, int]] = []
         roots_of_factors: list[int] = []
         for factor in factors:
@@ -264,13 +276,22 @@ class _Labels:
 class _Propagation:
     """Propagates shardings under one axis assignment through a program, operation by
     operation.
+
+    - `shards_minor`: whether the assignment has an axis of `Layouts.minor`.
+    - `rank`: the rank of each logical axis in the assignment's order of preference.
+    - `state`, `positions`: the sharding of each value so far; `positions` has that of an
+      unreduced value once it is reduced.
+    - `copies`: pairs of a value and a sharding that it has been resharded to. The copy
+      is used again.
+    - `events`, `used`, `unreduced`: as those of `AssignedLayout`, so far.
+    - `effects`: the effect of each distinct operation on operands with given shardings.
     """
 
     def __init__(self, layouts: Layouts, assignment: Assignment):
         self.layouts = layouts
         self.assignment = assignment
         self.shards_minor = not layouts.minor.isdisjoint(assignment)
-        self.rank = {number: place for place, number in enumerate(assignment)}
+        self.rank = {number: rank for rank, number in enumerate(assignment)}
         count = len(layouts.program.values)
         self.state = [WHOLE] * count
         self.positions: list[int] = [WHOLE] * count
@@ -281,6 +302,7 @@ class _Propagation:
         self.effects: dict[tuple[int, tuple[int, ...]], _Effect] = {}
 
     def layout(self) -> AssignedLayout:
+        """The shardings and collectives of the whole program."""
         program = self.layouts.program
         for value in program.arguments:
             self.set_state(value, self.preferred(value))
@@ -303,23 +325,24 @@ class _Propagation:
         )
 
     def preferred(self, value: int) -> _State:
-        """The index of the sub-dimension of a value that the assignment prefers to
-        shard; `WHOLE` if there is none.
+        """The position of the sub-dimension of a value that the assignment prefers to
+        shard; `WHOLE` if there is none. A minor sub-dimension counts only if mesh axes
+        may shard the major ones before it.
         """
-        flat = self.layouts.sub_dims[value]
+        sub_dims = self.layouts.sub_dims[value]
         for axis in self.assignment:
-            for position, (number, index) in enumerate(flat):
+            for position, (number, index) in enumerate(sub_dims):
                 if number != axis:
                     continue
-                major_axes = [major for major, _ in flat[position - index : position]]
-                are_sharded = self.shards_minor and all(
-                    major >= 0 for major in major_axes
-                )
-                if index == 0 or are_sharded:
+                before = sub_dims[position - index : position]
+                major_axes = [major for major, _ in before]
+                may_shard_major = all(major >= 0 for major in major_axes)
+                if index == 0 or (self.shards_minor and may_shard_major):
                     return position
         return WHOLE
 
     def set_state(self, value: int, state: _State) -> None:
+        """Notes that a value now has a sharding."""
         self.state[value] = state
         position = state
         if state == UNREDUCED:
@@ -333,34 +356,34 @@ class _Propagation:
             self.used.add(number)
 
     def propagate(self, number: int, operation: Operation) -> bool:
-        """Adds the collectives that the operands of operation `operation` need, and sets the
-        shardings of its results. Returns whether the mesh axis divides the operation's
-        work.
+        """Adds the collectives that the operands of `operation`, the one with this number,
+        need, and sets the shardings of its results. Returns whether the mesh axis divides
+        the operation's work.
         """
         if operation.name == "use":
             return False
         values = self.layouts.program.values
+        # Every device computes its shard of such results from constants.
         if all(values[value].free for value in operation.outs):
             return False
         if operation.name in ("carry", "return"):
             self.hand_on(number, operation)
             return False
-        kind = self.layouts.labelled_numbers[number]
+        labelled_number = self.layouts.labelled_numbers[number]
         states = tuple(self.state[value] for value in operation.ins)
-        effect = self.effects.get((kind, states))
+        effect = self.effects.get((labelled_number, states))
         if effect is None:
-            effect = self.effect(self.layouts.labelled[kind], states)
-            self.effects[kind, states] = effect
-        is_divided, ins, outs = effect
-        for value, needed_state in zip(operation.ins, ins, strict=True):
+            effect = self.effect(self.layouts.labelled[labelled_number], states)
+            self.effects[labelled_number, states] = effect
+        for value, needed_state in zip(operation.ins, effect.ins, strict=True):
             self.move(value, needed_state, operation.times, number)
-        for value, state in zip(operation.outs, outs, strict=True):
+        for value, state in zip(operation.outs, effect.outs, strict=True):
             self.set_state(value, state)
-        return is_divided
+        return effect.is_divided
 
     def hand_on(self, number: int, operation: Operation) -> None:
-        """Reshards a loop-carried value at the operation `operation`, which is the start or
-        the end of a loop.
+        """Reshards a loop-carried value at `operation`, the one with this number, which is
+        the start ("carry") or the end ("return") of a loop's body.
 
         At the start of the loop the value gets the sharding that the assignment
         prefers. At the end of the body it gets back the sharding from the start of the
@@ -380,12 +403,13 @@ class _Propagation:
         self.set_state(operation.outs[0], new_state)
 
     def effect(self, operation: _Labelled, states: tuple[_State, ...]) -> _Effect:
-        """Whether the mesh axis divides the operation `operation`, the shardings that its
-        operands must get, and the ones of its results. `states` are the shardings of
-        the operands before the operation.
+        """The effect of an operation whose operands have the shardings `states`. If it is
+        divided along a label, all its arrays are sharded along this label; a result
+        without the label is then a sum over it, which stays unreduced.
         """
         if UNREDUCED in states and _stays_unreduced(operation, states):
-            return False, states, (UNREDUCED,) * len(operation.outs)
+            unreduced = (UNREDUCED,) * len(operation.outs)
+            return _Effect(is_divided=False, ins=states, outs=unreduced)
         label = self.label(operation, states)
         is_divided = label is not None
         is_summed = is_divided and any(label in labels for labels in operation.ins)
@@ -395,7 +419,7 @@ class _Propagation:
             position = _position(labels, label)
             is_unreduced = is_summed and position == WHOLE
             outs.append(UNREDUCED if is_unreduced else position)
-        return is_divided, ins, tuple(outs)
+        return _Effect(is_divided=is_divided, ins=ins, outs=tuple(outs))
 
     def label(self, operation: _Labelled, states: tuple[_State, ...]) -> int | None:
         """The label of `operation` along which the mesh axis divides the operation; `None`
@@ -407,6 +431,7 @@ class _Propagation:
         """
 
         def moved_bytes(label: int) -> float:
+            """The bytes of the operands that are sharded, but not along this label."""
             sides = zip(operation.ins, states, operation.bytes, strict=True)
             return math.fsum(
                 nbytes
@@ -414,6 +439,7 @@ class _Propagation:
                 if state not in (WHOLE, _position(labels, label))
             )
 
+        # The rank of each label's logical axis in the order of preference.
         ranks: dict[int, int] = {}
         for label, number in operation.shardable:
             if number not in self.rank:
@@ -429,6 +455,11 @@ class _Propagation:
         )
 
     def move(self, value: int, new_state: _State, times: float, operation: int) -> None:
+        """Adds the collective that reshards a value for the operation with this number,
+        which runs `times` times. A replicated value, and one that was resharded so
+        before, needs none. An unreduced value is reduced once for all its readers; of
+        another value, the reader gets a copy.
+        """
         state = self.state[value]
         if state in (new_state, WHOLE):
             return
@@ -486,6 +517,7 @@ def _stays_unreduced(operation: _Labelled, states: tuple[_State, ...]) -> bool:
 
 
 def _position(labels: tuple[int, ...], label: int | None) -> int:
+    """The position of a label in those of an array; `WHOLE` without it."""
     if label in labels:
         return labels.index(label)
     return WHOLE

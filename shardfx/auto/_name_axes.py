@@ -205,7 +205,7 @@ def _named_axis(axis: LogicalAxis, classes: Classes) -> NamedAxis:
 
 def _joins(axis: LogicalAxis, classes: Classes) -> tuple[tuple[str, str], ...]:
     """The operations in which two operands with the axis meet, products and lookups
-    first: pairs of a primitive and a source line.
+    first: pairs of a primitive and a source line, "-" if it is not known.
     """
     tied = classes.tied
     joins: dict[tuple[str, str], None] = {}
@@ -217,7 +217,8 @@ def _joins(axis: LogicalAxis, classes: Classes) -> tuple[tuple[str, str], ...]:
             continue
         operand_count = 0
         for value in set(operation.ins):
-            operand_count += not tied.roots_of(value).isdisjoint(axis.roots)
+            has_axis = not tied.roots_of(value).isdisjoint(axis.roots)
+            operand_count += has_axis
         if operand_count > 1:
             frame = own_line(lines_of(operation.location))
             place = "-" if frame is None else frame.place
@@ -226,6 +227,7 @@ def _joins(axis: LogicalAxis, classes: Classes) -> tuple[tuple[str, str], ...]:
 
 
 def _first_few(texts: Sequence[str], most: int = 4) -> str:
+    """The first `most` texts as a list, with the number of the others."""
     listed = ", ".join(texts[:most])
     if len(texts) <= most:
         return listed

@@ -23,6 +23,7 @@ def named_classes(traced: TracedStep) -> Classes:
     return classes
 
 
+# Words in the paths of arrays.
 _VOCAB = re.compile(r"vocab|emb|wte|lm_head|logits|unembed|tok|shared", re.IGNORECASE)
 _POSITIONS = re.compile(r"pos|wpe", re.IGNORECASE)
 _MLP = re.compile(
@@ -30,15 +31,21 @@ _MLP = re.compile(
 )
 _EXPERTS = re.compile(r"moe|expert|router", re.IGNORECASE)
 _ROUTERS = re.compile(r"gate|rout|switch", re.IGNORECASE)
+# Parts of paths that say nothing of an array.
 _DULL = frozenset("weight kernel w params bias scale value".split())
+# A table with fewer entries that are looked up may be one of classes or of types.
 _SMALL_VOCAB = 1000
+# The numbers of words of a raw key: threefry's and rbg's.
 _KEY_WORDS = (2, 4)
 _KEY_NAMES = re.compile(r"(^|[/._])(prng|rng|key)s?$", re.IGNORECASE)
+# The names of the dimensions along which convolutions slide, by their number.
 _SPATIAL = {1: ("sequence",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 
 
 class _Namer:
-    """Names each logical axis by the operations on it, then by the paths of its arrays."""
+    """Names each logical axis by the operations on it, then by the paths of its arrays.
+    The methods that `name_all` calls name axes that have no name yet.
+    """
 
     def __init__(self, classes: Classes):
         self.classes = classes
@@ -85,14 +92,17 @@ class _Namer:
         return [axis for axis in axes if self.is_marked(axis, mark)]
 
     def is_marked(self, axis: LogicalAxis, mark: str) -> bool:
+        """Whether an axis has a class of the mark `mark`, a key of `Tied.marked`."""
         return not self.classes.marked[mark].isdisjoint(axis.roots)
 
     def paths(self, places: Iterable[ArgumentDim]) -> list[str]:
+        """The paths of the arrays with these dimensions, each once."""
         arrays = self.traced.arrays
         paths = [arrays[place.array].path for place in places]
         return list(dict.fromkeys(paths))
 
     def rank(self, place: ArgumentDim) -> int:
+        """The number of dimensions of the array to which a dimension belongs."""
         return len(self.classes.dims[place.array])
 
     def declared(self) -> None:
@@ -104,7 +114,9 @@ class _Namer:
                 axis.name = axis.name or self.declared_name(place)
 
     def declared_name(self, place: ArgumentDim) -> str:
-        """The name that a field declares for a dimension; empty without one."""
+        """The name that a field declares for a dimension; empty without one, and where
+        names and dimensions do not correspond one to one.
+        """
         names = self.traced.arrays[place.array].names
         if names is None or ... in names or place.count > 1:
             return ""
@@ -119,7 +131,7 @@ class _Namer:
 
     def key_words(self) -> None:
         """Names the last dimension of raw PRNG keys `key_words`. No mesh axis shards
-        it.
+        it. `keys` below are the arguments that the step makes keys of.
         """
         keys = raw_keys(self.traced.step.traced.jaxpr.jaxpr)
         for axis in self.unnamed():
@@ -160,6 +172,9 @@ class _Namer:
                 for place in axis.places
                 if place.array not in self.classes.model_arrays
             ]
+            # Of a model's arrays, data shares dimensions only with tables of positions,
+            # or with kernels: the channels. An axis of no array of the model is one of
+            # the data, too: `all` of nothing.
             are_positions = all(map(_POSITIONS.search, self.paths(of_model)))
             is_of_data = are_positions or images.get(axis) == "channels"
             if not places or not is_of_data:
@@ -178,18 +193,20 @@ class _Namer:
         images: Mapping[LogicalAxis, str],
     ) -> str:
         """The name "sequence" or "features" for an axis of the data with the dimensions
-        `places`; empty if it is neither.
+        `places`; empty if it is neither. The array with the most dimensions decides, by
+        the position of the axis among them. `images` are the axes of images.
         """
         most_dims = max(
             places, key=lambda place: (len(self.data_dims(place)), -place.dim)
         )
         dims = self.data_dims(most_dims)
         position = dims.index(most_dims.dim)
-        if not position:
+        if position == 0:  # a batch in this array alone
             return ""
         is_batched = self.classes.in_model(axis) and self.is_marked(axis, "batched")
         if is_batched and not self.are_tokens(places):
             return ""  # the heads of a cache, which a table of positions has too
+        # The second dimension of two, or one between the first and the last.
         is_inner = position < len(dims) - 1 or len(dims) == 2
         axes = self.classes.axes_of_array(most_dims.array)
         if is_inner and images.keys().isdisjoint(axes):
@@ -240,6 +257,7 @@ class _Namer:
         position embeddings.
         """
         tables: list[LogicalAxis] = []
+        # The sizes of the tables whose paths or tokens say that they are vocabularies.
         vocabulary_sizes: set[int] = set()
         for axis in self.unnamed("looked_up"):
             paths = self.paths(self.classes.in_model(axis))
@@ -268,8 +286,8 @@ class _Namer:
         weight_axes = [
             axis for axis in self.unnamed("batched") if classes.in_model(axis)
         ]
-        # The axes of dimensions that reshapes split, such as `heads * head_dim`: those
-        # with shared keys, and those behind them.
+        # Query heads that share keys are a dimension that reshapes split into kv heads,
+        # query groups and head widths: the axes of the first, and those behind it.
         shared: set[LogicalAxis] = set()
         behind: set[LogicalAxis] = set()
         for roots in it.chain.from_iterable(classes.dims):
@@ -281,6 +299,7 @@ class _Namer:
 
         of_weights = self.batches_of_weights()
         head_axes: set[LogicalAxis] = set()
+        # Query groups are batches of no product, or of one without weights.
         for axis in self.unnamed():
             if axis in behind and axis not in weight_axes:
                 weight_axes.append(axis)
@@ -298,7 +317,9 @@ class _Namer:
         self.head_widths(head_axes)
 
     def are_experts(self, axis: LogicalAxis, of_weights: set[LogicalAxis]) -> bool:
-        """Whether the batch dimension of a matrix product is that of experts."""
+        """Whether the batch dimension of a matrix product is that of experts.
+        `of_weights` are the batch dimensions of products with weights.
+        """
         paths = self.paths(self.classes.in_model(axis))
         if any(map(_EXPERTS.search, paths)):
             return True
@@ -374,8 +395,8 @@ class _Namer:
         sums = residual(self.tied, self.classes.model_roots)
         axes = []
         for axis in self.unnamed("contracted"):
-            arguments = {place.array for place in self.classes.in_model(axis)}
-            if len(arguments) > 1 and not sums.isdisjoint(axis.roots):
+            arrays = {place.array for place in self.classes.in_model(axis)}
+            if len(arrays) > 1 and not sums.isdisjoint(axis.roots):
                 axes.append(axis)
         beside_vocab: set[LogicalAxis] = set()
         for array in range(len(self.classes.dims)):
@@ -388,6 +409,9 @@ class _Namer:
             axis.name = "embed"
 
     def by_path(self) -> None:
+        """Names all other axes by the paths of their arrays: those of the model with
+        several dimensions, if the axis has any.
+        """
         for axis in self.unnamed():
             places = self.classes.in_model(axis) or axis.places
             places = [place for place in places if self.rank(place) > 1] or places
@@ -416,8 +440,9 @@ class _Namer:
 
 
 def _short(path: str, words: tuple[str, ...]) -> str:
-    """An identifier made of the last part of a path. Parts that are common, such as
-    `weight`, or in `words`, the names of the step's arguments, are skipped.
+    """An identifier made of the last part of a path, or of the last two if the last is a
+    number. Parts that are common, such as `weight`, or in `words`, the names of the
+    step's arguments, are skipped.
     """
     all_parts = path.split("/")
     parts = [part for part in all_parts if part not in _DULL and part not in words]

@@ -68,37 +68,40 @@ class UnionFind:
         (12,) and (4, 3), the 12 is split into 4 and 3, which are merged with the new
         dimensions. If neither size divides the other, merging stops.
         """
-        ours = list(reversed(before))
-        theirs = list(reversed(after))
-        while ours and theirs:
-            a = self.find(ours[-1])
-            b = self.find(theirs[-1])
-            if a == b:
-                ours.pop()
-                theirs.pop()
-            elif self.sizes[a] == 1:
-                ours.pop()
-            elif self.sizes[b] == 1:
-                theirs.pop()
-            elif self._can_merge(a, b):
-                self._merge(a, b)
-                ours.pop()
-                theirs.pop()
-            elif not self._replace_by_children(
-                ours, a, b
-            ) and not self._replace_by_children(theirs, b, a):
+        # The dimensions to merge, the major-most last.
+        left_stack = list(reversed(before))
+        right_stack = list(reversed(after))
+        while left_stack and right_stack:
+            left = self.find(left_stack[-1])
+            right = self.find(right_stack[-1])
+            if left == right:
+                left_stack.pop()
+                right_stack.pop()
+            elif self.sizes[left] == 1:
+                left_stack.pop()
+            elif self.sizes[right] == 1:
+                right_stack.pop()
+            elif self._can_merge(left, right):
+                self._merge(left, right)
+                left_stack.pop()
+                right_stack.pop()
+            elif self._replace_by_children(left_stack, left, right):
+                continue
+            elif not self._replace_by_children(right_stack, right, left):
                 return
 
-    def _can_merge(self, a: int, b: int) -> bool:
-        are_split = a in self._children and b in self._children
-        return self.sizes[a] == self.sizes[b] and not are_split
+    def _can_merge(self, left: int, right: int) -> bool:
+        """Whether two nodes have one size, and at most one of them is split."""
+        are_split = left in self._children and right in self._children
+        return self.sizes[left] == self.sizes[right] and not are_split
 
-    def _merge(self, a: int, b: int) -> None:
+    def _merge(self, left: int, right: int) -> None:
+        """Merges the classes of two nodes."""
         # The node that is split represents both, so that its children are found.
-        if b in self._children:
-            self._parent[a] = b
+        if right in self._children:
+            self._parent[left] = right
         else:
-            self._parent[b] = a
+            self._parent[right] = left
 
     def _replace_by_children(self, stack: list[int], node: int, other: int) -> bool:
         """Replaces `node`, the last one of `stack`, by its children, the first child
@@ -135,6 +138,7 @@ class Tied:
     Two dimensions are equivalent if they have the same factor in the Shardy sharding
     rule of some operation.
 
+    - `union`, `dims`: the union-find, and the node of each dimension of each value.
     - `roots`: the classes of each dimension of each value, major-most first.
     - `sizes`: the size of each class.
     - `marked`: a dict from each quoted word to a set of classes. Loops iterate over
@@ -154,6 +158,7 @@ class Tied:
         self.dims = [
             tuple(map(self.union.new, value.shape)) for value in program.values
         ]
+        # For each mark the nodes of dimensions; `marked` has their classes.
         self.marks: dict[str, list[int]] = {kind: [] for kind in _MARKS}
         # From the node of a spatial dimension to its index and their number.
         self.spatial_nodes: dict[int, tuple[int, int]] = {}
@@ -198,8 +203,10 @@ def must_stay_whole(operation: Operation, dim: tuple[int, ...], size: int) -> bo
     factors = operation.factors
     if not factors.replicated.isdisjoint(dim):
         return True
+    # A stride looks like a split dimension there.
     if len(dim) > 1 and operation.name in _WINDOWED:
         return True
+    # A slice is shorter than its factors.
     size_of_factors = math.prod(factors.sizes[factor] for factor in dim)
     return size_of_factors != size
 
@@ -214,6 +221,7 @@ def _tie(tied: Tied, operation: Operation) -> dict[object, int]:
     sizes = factors.sizes
     union = tied.union
     node_of_factor: dict[object, int] = {}
+    # The nodes of dimensions with several factors, and these factors.
     fused: list[tuple[int, tuple[int, ...]]] = []
     operands = enumerate(zip(operation.ins, factors.ins, strict=True))
     results = enumerate(zip(operation.outs, factors.outs, strict=True))
@@ -247,6 +255,7 @@ def batched(operation: Operation) -> tuple[int, ...]:
     """
     factors = operation.factors
     if operation.name == "ragged_dot":
+        # Its third operand has the sizes of the groups.
         return tuple(it.chain.from_iterable(factors.ins[2]))
     if operation.name != "dot_general":
         return ()
@@ -262,6 +271,7 @@ def _mark(tied: Tied, operation: Operation, node_of_factor: dict[object, int]) -
     """
 
     def mark(kind: str, factors: Iterable[int]) -> None:
+        """Adds the dimensions of some factors to those of a mark."""
         for factor in factors:
             if factor in node_of_factor:
                 tied.marks[kind].append(node_of_factor[factor])
@@ -294,6 +304,7 @@ def _mark(tied: Tied, operation: Operation, node_of_factor: dict[object, int]) -
 def _without_batch(operation: Operation, searched: Iterable[int]) -> list[int]:
     """The factors `searched` of a lookup that are none of the batches of its updates."""
     batch_factors: set[int] = set()
+    # A scatter has updates as its third operand, and a gather has none.
     for dims in operation.factors.ins[2:]:
         batch_factors.update(it.chain.from_iterable(dims))
     return [factor for factor in searched if factor not in batch_factors]
@@ -313,6 +324,7 @@ def _has_token_indices(tied: Tied, operation: Operation) -> bool:
 
 
 def _mark_slice(tied: Tied, operation: Operation) -> None:
+    """Marks the dimensions of which a slice keeps a range."""
     (operand,) = operation.ins
     (result,) = operation.outs
     values = tied.program.values

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -58,14 +58,15 @@ from ._cost_terms import REDUCTIONS
 
 @dataclasses.dataclass(frozen=True)
 class _ProgramCosts:
-    """The traffic, the work and the memory of one device's program. `held` has the
-    bytes of memory in two cases: the step donates the arguments that it was jitted to
-    donate, or every argument that it can.
+    """The traffic, the work and the memory of one device's program. It takes
+    `memory_bytes` if the step donates the arguments that it was jitted to donate, and
+    `least_bytes` if it donates every argument that it can.
     """
 
     sent: Traffic
     work: DeviceWork
-    held: tuple[int | float, int | float]
+    memory_bytes: int | float
+    least_bytes: int | float
 
 
 # Multiplications per cycle of a core's matrix units. The clock rate of a chip follows
@@ -143,6 +144,14 @@ def with_traffic(
 class LoweredStep:
     """A step that is traced and lowered once, to be partitioned by XLA for many
     candidates.
+
+    - `step`, `args`, `words`: the step as the caller gave it, and its arguments as trees
+      of `jax.ShapeDtypeStruct`s with their names.
+    - `plain`: the step as JAX traced it, without constraints.
+    - `leaves`: the paths of arrays by their names in a program, such as "arrays[0]".
+    - `results`: for each result, the number of the argument with the same shardings or
+      `None`, and the number of its arrays.
+    - `platform`: that of the partitioner.
     """
 
     def __init__(
@@ -211,10 +220,11 @@ class LoweredStep:
             costs = self._extrapolated(step, candidate)
         else:
             costs = self._costs_on(step, candidate, candidate.mesh)
-        fits = costs.held[0] <= candidate.limit_bytes
+        fits = costs.memory_bytes <= candidate.limit_bytes
+        memory_bytes = costs.memory_bytes if fits else costs.least_bytes
         return dataclasses.replace(
             timed(candidate, costs.sent, costs.work, self.chip, self.model),
-            memory_bytes=round(costs.held[0 if fits else 1]),
+            memory_bytes=round(memory_bytes),
             constrained=constrained,
             notes=(*candidate.notes, *costs.work.notes),
             donated=self.donated if fits else self.donatable,
@@ -269,28 +279,39 @@ class LoweredStep:
     ) -> tuple[list[Dims | None], list[Dims | None]]:
         """The shardings of the step's arguments and results under `candidate`."""
         arguments, results = step.parameters
-        dims: list[list[Dims]] = []
+        argument_dims: list[list[Dims]] = []
         for plan in candidate.plans:
-            dims.append([tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves])
-        out: list[Sequence[Dims | None]] = []
+            dims = [tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves]
+            argument_dims.append(dims)
+        result_dims: list[Sequence[Dims | None]] = []
         for which, count in self.results:
-            out.append([None] * count if which is None else dims[which])
-        return _filled(dims, arguments), _filled(out, results)
+            if which is None:
+                result_dims.append([None] * count)
+            else:
+                result_dims.append(argument_dims[which])
+        return _filled(argument_dims, arguments), _filled(result_dims, results)
 
     def _extrapolated(self, step: Step, candidate: Candidate) -> _ProgramCosts:
         """The costs of `candidate` on a large mesh, from the programs that XLA
         makes for smaller meshes.
         """
+        # By the sizes of the axes of a smaller mesh.
         costs: dict[tuple[int, ...], _ProgramCosts] = {}
 
         def rows_on(mesh: MeshSpec) -> Sequence[TrafficRow]:
+            """The collectives of the program for a smaller mesh, whose costs are kept."""
             costs[mesh.axis_sizes] = self._costs_on(step, candidate, mesh)
             return costs[mesh.axis_sizes].sent.rows
 
         def numbers_on(sizes: tuple[int, ...]) -> np.ndarray:
-            work = costs[sizes].work
-            return np.array([work.flops, work.bytes, *costs[sizes].held])
+            """The numbers of a program that grow with a mesh, in the order of `numbers`."""
+            of_mesh = costs[sizes]
+            work = of_mesh.work
+            memory = (of_mesh.memory_bytes, of_mesh.least_bytes)
+            return np.array([work.flops, work.bytes, *memory])
 
+        # It calls `rows_on` for a small mesh first, and then for meshes of which one
+        # axis is twice as large.
         sent = extrapolated(candidate.mesh, LARGEST, rows_on)
         sizes, *other_sizes = costs
         first = numbers_on(sizes)
@@ -301,12 +322,20 @@ class LoweredStep:
             doublings = math.log2(candidate.mesh.axis_sizes[axis] / sizes[axis])
             growth = numbers_on(doubled) / np.where(first, first, 1)
             numbers = numbers * growth**doublings
-        flops, moved, held, held_least = numbers.tolist()
-        work = dataclasses.replace(costs[sizes].work, flops=flops, bytes=moved)
-        return _ProgramCosts(sent=sent, work=work, held=(held, held_least))
+        flops, moved_bytes, memory_bytes, least_bytes = numbers.tolist()
+        work = dataclasses.replace(costs[sizes].work, flops=flops, bytes=moved_bytes)
+        return _ProgramCosts(
+            sent=sent,
+            work=work,
+            memory_bytes=memory_bytes,
+            least_bytes=least_bytes,
+        )
 
     def _costs_on(
-        self, step: Step, candidate: Candidate, mesh: MeshSpec
+        self,
+        step: Step,
+        candidate: Candidate,
+        mesh: MeshSpec,
     ) -> _ProgramCosts:
         """The costs of the program into which XLA partitions `step` for `mesh`, with
         arguments sharded as in `candidate`.
@@ -331,20 +360,22 @@ class LoweredStep:
             memory = device_memory(module, donated=flags, tile=self.chip.tile)
             return memory.peak_bytes
 
-        held = peak_bytes(self.donated)
-        held_least = held
-        fits = held <= candidate.limit_bytes
+        memory_bytes = peak_bytes(self.donated)
+        least_bytes = memory_bytes
+        fits = memory_bytes <= candidate.limit_bytes
+        # On a smaller mesh than the candidate's, both are extrapolated.
         if not fits or mesh != candidate.mesh:
-            held_least = peak_bytes(self.donatable)
+            least_bytes = peak_bytes(self.donatable)
         return _ProgramCosts(
             sent=read(module, mesh, self.leaves),
             work=work_of(partitioned, tpu=self.platform == "tpu"),
-            held=(held, held_least),
+            memory_bytes=memory_bytes,
+            least_bytes=least_bytes,
         )
 
 
 def _first_difference(sizes: Sequence[int], other_sizes: Sequence[int]) -> int:
-    """The first mesh axis whose size differs."""
+    """The number of the first mesh axis whose size differs."""
     for axis, (size, other_size) in enumerate(zip(sizes, other_sizes, strict=True)):
         if size != other_size:
             return axis
@@ -405,9 +436,18 @@ _ROUNDS = 3
 _STEPS = 3
 
 
+class _Compiled(NamedTuple):
+    """A candidate with the costs of its compiled program, and the program; `None` for
+    one that the compiler refused, since it does not fit.
+    """
+
+    candidate: Candidate
+    program: Any
+
+
 def measured(
     lowered: LoweredStep,
-    ones: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     devices: Sequence[object],
     tell: Tell,
     *,
@@ -420,9 +460,9 @@ def measured(
     that fit also run on the devices, in turn, and get the median seconds of their
     steps; the others are left out, unless none fits.
     """
-    compiled: list[tuple[Candidate, Any]] = []
-    for number, candidate in enumerate(ones, start=1):
-        tell(f"compiling candidate {number} of {len(ones)}: {candidate.title}")
+    compiled: list[_Compiled] = []
+    for number, candidate in enumerate(candidates, start=1):
+        tell(f"compiling candidate {number} of {len(candidates)}: {candidate.title}")
         mesh = candidate.mesh.build(devices)
         try:
             if runs:
@@ -439,18 +479,20 @@ def measured(
                 by="compile",
                 memory_bytes=needed_bytes,
             )
-            compiled.append((too_large, None))
+            compiled.append(_Compiled(too_large, None))
             continue
-        compiled.append((_with_compiled(lowered, candidate, program), program))
-    fitting = [pair for pair in compiled if pair[0].fits]
+        with_costs = _with_costs_of(program, candidate, lowered)
+        compiled.append(_Compiled(with_costs, program))
+    fitting = [each for each in compiled if each.candidate.fits]
     if runs and fitting:
         return _run_in_turn(lowered, fitting, devices, tell)
-    candidates = [candidate for candidate, _ in compiled]
-    return sorted(candidates, key=rank)
+    return sorted([each.candidate for each in compiled], key=rank)
 
 
-def _with_compiled(
-    lowered: LoweredStep, candidate: Candidate, program: Any
+def _with_costs_of(
+    program: Any,
+    candidate: Candidate,
+    lowered: LoweredStep,
 ) -> Candidate:
     """The candidate with the traffic, memory and time of its compiled program."""
     sent = traffic(program, candidate.mesh)
@@ -466,18 +508,20 @@ def _with_compiled(
 
 def _run_in_turn(
     lowered: LoweredStep,
-    compiled: Sequence[tuple[Candidate, Any]],
+    compiled: Sequence[_Compiled],
     devices: Sequence[object],
     tell: Tell,
 ) -> list[Candidate]:
-    """Runs the candidates of `compiled`, pairs of a candidate and its compiled program, in
-    turn. Returns the candidates with the median seconds of a step, the fastest first.
+    """Runs the programs of candidates in turn. Returns the candidates with the median
+    seconds of a step, the fastest first.
     """
     taken_seconds: list[list[float]] = [[] for _ in compiled]
 
     def median_seconds(number: int) -> float:
+        """The median of the steps that a candidate has run so far."""
         return statistics.median(taken_seconds[number])
 
+    # The candidates that still run, by number.
     order = list(range(len(compiled)))
     for turn in range(_ROUNDS):
         for number in order if turn % 2 else reversed(order):
@@ -494,30 +538,32 @@ def _run_in_turn(
         order = sorted(order, key=median_seconds)[:remaining]
 
     candidates = []
-    for number, (candidate, _) in enumerate(compiled):
-        seconds_of_step = median_seconds(number)
-        candidates.append(
-            dataclasses.replace(candidate, by="run", seconds=seconds_of_step)
+    for number, each in enumerate(compiled):
+        with_seconds = dataclasses.replace(
+            each.candidate,
+            by="run",
+            seconds=median_seconds(number),
         )
+        candidates.append(with_seconds)
     return sorted(candidates, key=rank)
 
 
 def devices_for(
     verify: str,
-    asked: SearchOptions,
+    options: SearchOptions,
     devices: Sequence[object] | None,
 ) -> tuple[Any, ...]:
     """The devices to compile for: `devices`, or JAX's own devices if it is `None`. Under
     `verify="compile"`, if the caller named a slice and libtpu is installed, the devices
-    of this slice replace JAX's own.
+    of this slice replace JAX's own. Raises `MeshError` if JAX has too few.
     """
     if devices is not None:
         return tuple(devices)
-    count = asked.total
-    target = asked.target
+    count = options.total
+    target = options.target
     can_compile = verify == "compile" and importlib.util.find_spec("libtpu")
     if can_compile and target is not None:
-        return tpu.devices_of(target, num_slices=asked.targets)
+        return tpu.devices_of(target, num_slices=options.targets)
     jax_devices = jax.devices()
     if len(jax_devices) < count:
         raise MeshError(
@@ -544,13 +590,14 @@ def jitted(
     results = []
     for which in candidate.results:
         results.append(None if which is None else plans[which])
-    out = tuple(results)
+    # A step with one result does not return a tuple.
+    out_shardings = tuple(results)
     if len(results) == 1:
-        out = results[0]
+        out_shardings = results[0]
     return filter_jit(
         step,
         in_shardings=tuple(plans),
-        out_shardings=out,
+        out_shardings=out_shardings,
         donate=candidate.donated,
     )
 
@@ -561,13 +608,14 @@ def _run_seconds(
     candidate: Candidate,
     program: Any,
 ) -> list[float]:
-    """The seconds of several runs of `program`, the compiled program of `candidate`. Each run
-    gets new arrays for `args`.
+    """The seconds of several runs of `program`, the compiled program of `candidate`.
+    Each run gets new arrays for `args`.
     """
     mesh = candidate.mesh.build(devices)
     plans = [plan.on(mesh) for plan in candidate.plans]
 
     def seconds_of_run() -> float:
+        """The seconds of one run, without those that make its arrays."""
         # A step may reuse the memory of its arguments.
         values = list(map(_arrays_for, args, plans))
         _wait(values)
@@ -575,7 +623,7 @@ def _run_seconds(
         _wait(program(*values))
         return time.perf_counter() - begin
 
-    seconds_of_run()
+    seconds_of_run()  # the first one is slower
     return [seconds_of_run() for _ in range(_STEPS)]
 
 
@@ -591,6 +639,7 @@ def _arrays_for(arg: PyTree, plan: ShardPlan) -> PyTree:
 
 
 def _constant(struct: Any) -> jax.Array:
+    """An array of this shape and dtype: a small float, 0, or keys of the seed 0."""
     if is_key(struct.dtype):
         for kind in ("threefry2x32", "rbg", "unsafe_rbg"):
             key = jax.random.key(0, impl=kind)
@@ -602,4 +651,5 @@ def _constant(struct: Any) -> jax.Array:
 
 
 def _wait(result: PyTree) -> None:
+    """Waits until all arrays of a tree are computed."""
     jax.block_until_ready(eqx.filter(result, eqx.is_array))

@@ -10,6 +10,7 @@ import jax.extend.core as jex
 import numpy as np
 
 
+# The primitive that makes a typed key of raw words.
 _MAKES_KEYS = "random_wrap"
 
 
@@ -57,6 +58,7 @@ def _operands_of_words(equation: Any, body: Any, results: Sequence[int]) -> set[
     """
     words_of_body = _word_variables_of_body(equation, body, results)
     operands = set()
+    # A body without arguments has no operands, where `_operands` returns all.
     for operand, variable in zip(_operands(equation, body), body.invars, strict=False):
         if variable in words_of_body and _may_hold_words(operand):
             operands.add(operand)
@@ -64,7 +66,9 @@ def _operands_of_words(equation: Any, body: Any, results: Sequence[int]) -> set[
 
 
 def _operands(equation: Any, body: Any) -> Sequence[Any]:
-    """The operands of an equation that a body takes: its last ones."""
+    """The operands of an equation that a body takes: its last ones. A branch takes all
+    but the index, and a loop's condition only a part.
+    """
     return equation.invars[-len(body.invars) :]
 
 
@@ -82,6 +86,8 @@ def _word_variables_of_body(
     # what a scan iterates over and stacks has one dimension more.
     carried_count = _of_equal_rank(equation.outvars, body.outvars)
     operands = _operands(equation, body)
+    # A scan's operands are what it closes over, what it carries, and what it iterates
+    # over, in this order.
     first = _of_equal_rank(operands, body.invars) - carried_count
     carried = body.invars[first : first + carried_count]
     while True:
@@ -102,6 +108,7 @@ def _of_equal_rank(values: Sequence[Any], values_of_body: Sequence[Any]) -> int:
 
 
 def _rank(value: Any) -> int:
+    """The number of dimensions of a variable."""
     # A token has no dimensions.
     return getattr(value.aval, "ndim", 0)
 

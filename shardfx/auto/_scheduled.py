@@ -42,6 +42,7 @@ def target_for(
     count = math.prod(mesh.dcn_sizes)
     if target_of(options.chip, mesh) is None or lowered.plain.callbacks:
         return None
+    # Rules without an axis over slices.
     if count != options.slices:
         return None
     if options.target is None or options.targets != count:
@@ -66,6 +67,7 @@ def scheduled(lowered: LoweredStep, candidate: Candidate, target: Target) -> Can
             answer = other
 
     needed_bytes = answer.memory.peak_bytes
+    # libtpu may refuse a program that by its own number would fit.
     if answer.memory.out_of_memory:
         needed_bytes = max(needed_bytes, candidate.limit_bytes + 1)
     sent = read(answer.module, candidate.mesh, lowered.leaves, target.order)
@@ -74,11 +76,13 @@ def scheduled(lowered: LoweredStep, candidate: Candidate, target: Target) -> Can
 
 
 def _answer(lowered: LoweredStep, candidate: Candidate, target: Target) -> TpuAnswer:
+    """The program that libtpu schedules for a candidate, and its memory."""
     step = step_of(jitted(lowered, candidate, candidate.plans), lowered.args)
     return tpu_answer(step, target)
 
 
 def _fits(answer: TpuAnswer, candidate: Candidate) -> bool:
+    """Whether the candidate's program fits in memory by libtpu's answer."""
     memory = answer.memory
     return not memory.out_of_memory and memory.peak_bytes <= candidate.limit_bytes
 
@@ -104,7 +108,7 @@ def settled(
             break
         candidate = remaining[0]
         target = target_for(lowered, options, candidate)
-        if target is None:
+        if target is None:  # libtpu cannot be asked about it, nor about the others
             break
         remaining = remaining[1:]
         tell(f"asking libtpu about candidate {number}: {candidate.title}")
@@ -139,4 +143,5 @@ def settled(
 
 
 def _noted(candidate: Candidate, note: str) -> Candidate:
+    """The candidate with one more note."""
     return dataclasses.replace(candidate, notes=(*candidate.notes, note))

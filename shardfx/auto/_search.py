@@ -35,8 +35,8 @@ from ._trials import Trials
 
 
 class _Budget(NamedTuple):
-    """The seconds that partitioning may take on two cores, and the smallest and the
-    largest number of programs.
+    """A limit on the programs that are partitioned: the seconds that they may take on two
+    cores, and the smallest and the largest number of programs.
     """
 
     seconds: float
@@ -44,7 +44,9 @@ class _Budget(NamedTuple):
     most: int
 
     def count(self, program_seconds: float) -> int:
-        """The number of programs of `program_seconds` each."""
+        """The number of programs that may be partitioned, if each takes
+        `program_seconds`.
+        """
         return min(self.most, max(self.least, int(self.seconds / program_seconds)))
 
 
@@ -236,6 +238,7 @@ def search(
         runs = verify == "run"
         candidates = measured(lowered, chosen, compile_targets, tell, runs=runs)
     asks_libtpu = verify is None and effort == "usual"
+    # libtpu is not installed, or knows no such devices.
     if asks_libtpu and target_for(lowered, options, candidates[0]) is None:
         asks_libtpu = False
     if asks_libtpu:
@@ -271,7 +274,8 @@ def _result(
     asks_libtpu: bool,
 ) -> tuple[Candidate, ...]:
     """The best `keep` of the candidates that fit, with reasons; the smallest candidate
-    if none fits. If `asks_libtpu`, libtpu has refused candidates before.
+    if none fits. With `asks_libtpu`, those that are computed wrongly were dropped
+    before, by libtpu's programs.
     """
     if not candidates[0].fits:
         return (_smallest(candidates),)
@@ -282,6 +286,7 @@ def _result(
 
 
 def _require_effort(effort: str) -> None:
+    """Raises `RuleError` for an effort that `search` does not know."""
     if effort not in ("usual", "least"):
         raise RuleError(
             f'`effort={effort!r:.40}` is no effort of `search`; use "usual" or "least".'
@@ -405,6 +410,7 @@ def candidates_of(
         states=lowered.states(space.classes),
         tell=tell,
     )
+    # The best by the estimate.
     drawn = fastest(space, max(keep, min(_DRAWN, counts.plain)))
     usual = list(by_hand(space, space.usual))
     first = list(without_twins(filter(trials.has_room, usual)))
@@ -416,6 +422,7 @@ def candidates_of(
     reserved = min(_RESERVED_FOR_SIZES, counts.plain // 3)
     free = max(0, counts.plain - reserved - len(first))
     unusual = list(itertools.islice(further, free))
+    # Nothing has room: a candidate that does not fit is returned, with a reason.
     if not first and not unusual:
         first = [*usual, *drawn][: counts.plain]
     trials.add(first)
@@ -425,6 +432,7 @@ def candidates_of(
         raise next(iter(trials.refused.values()))
     _constrain_best(trials, counts.constrained)
 
+    # The title of a partitioned candidate may name ZeRO-1 and constraints, too.
     usual_titles = {candidate.title for candidate in usual}
     titles = set()
     for estimated, partitioned in trials.partitioned.items():
@@ -457,6 +465,7 @@ def _few_candidates(space: Space, lowered: LoweredStep, tell: Tell) -> list[Cand
 
 
 def _surely_fits(candidate: Candidate) -> bool:
+    """Whether a candidate fits even if its program takes more than is foreseen."""
     return candidate.memory_bytes <= _DOUBTFUL * candidate.limit_bytes
 
 
@@ -479,8 +488,8 @@ def _try_other_sizes(space: Space, trials: Trials, most: int) -> None:
 
 
 def _constrain_best(trials: Trials, most: int) -> None:
-    """Constrains intermediate values of up to `most` of the best candidates, where that
-    makes the step better.
+    """Constrains intermediate values of up to `most` of the best candidates, and keeps
+    the constrained step where it is better.
     """
     ranked = trials.ranked()
     by_seconds = sorted(ranked, key=lambda candidate: candidate.seconds)
@@ -513,8 +522,8 @@ class _ProgramCounts(NamedTuple):
 
 
 def _program_counts(size: int, devices: int) -> _ProgramCounts:
-    """Returns how many programs can be partitioned in the time of a search. `size` is
-    the number of bytes of the step's StableHLO.
+    """How many programs can be partitioned in the time of a search. `size` is the number
+    of bytes of the step's StableHLO.
     """
     program_seconds = _SECONDS_PER_PROGRAM + size * _SECONDS_PER_BYTE
     if devices <= DIRECT:

@@ -28,7 +28,7 @@ def shape_rules(
 ) -> PathRules:
     """The rules that shard the array at each of the paths by its steps. A last rule is
     for those with the steps `usual`. Arrays of fewer than `min_bytes` bytes are
-    replicated.
+    replicated. `usual` is empty if the others are replicated.
     """
     steps_by_path = dict(zip(paths, steps, strict=True))
     suffixes_by_steps = _suffixes(_templates(steps_by_path), usual)
@@ -42,6 +42,7 @@ def shape_rules(
 
 
 def _target(steps: Steps, min_bytes: int) -> object:
+    """The target of a path rule for arrays with these steps."""
     strategies = [
         fsdp(step.axes, min_bytes, skip_dims=step.skip_dims) for step in steps
     ]
@@ -102,6 +103,7 @@ def _templates(steps_by_path: Mapping[str, Steps]) -> list[_Template]:
 
 
 def _general(path: str) -> str:
+    """The regex of all paths that differ from this one only in numbers."""
     return re.sub(r"\d+", r"\\d+", re.escape(path))
 
 

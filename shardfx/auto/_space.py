@@ -106,8 +106,12 @@ class Space:
     the step's cost terms.
 
     - `args`: the arguments of the step as `jax.ShapeDtypeStruct`s without shardings.
-    - `assigned`: for each axis assignment, by its number, the shardings and collectives of
-      the step under it.
+    - `hardware`, `devices`, `slices`: the devices, their number, and that of their
+      slices.
+    - `assigned`: for each axis assignment, by its number, the shardings and collectives
+      of the step under it. Assignments with equal ones share a number.
+    - `terms`: the arrays of `cost_terms` with the user's limits; empty without any
+      assignment.
     - `usual`: the strategies from the caller's rules, and the usual ones, such as data
       parallelism.
     - `known`: other well-known strategies.
@@ -117,16 +121,16 @@ class Space:
     def __init__(
         self,
         classes: Classes,
-        asked: SearchOptions,
+        hardware: SearchOptions,
         limits: Limits,
         also: Sequence[AxisRules] = (),
     ):
         self.classes = classes
-        self.hardware = asked
+        self.hardware = hardware
         self.limits = limits
-        self.devices = asked.total
-        self.slices = asked.slices
-        usable_bytes = asked.chip.usable_hbm_bytes // asked.chip.devices_per_chip
+        self.devices = hardware.total
+        self.slices = hardware.slices
+        usable_bytes = hardware.chip.usable_hbm_bytes // hardware.chip.devices_per_chip
         self.limit_bytes = usable_bytes - limits.free_bytes
         self.args = classes.traced.structs
         self.names = names_trees(classes)
@@ -253,8 +257,12 @@ def fastest(space: Space, keep: int) -> list[Candidate]:
 
 
 def _estimates_of_all(
-    space: Space, limit_bytes: int | float = math.inf
+    space: Space,
+    limit_bytes: int | float = math.inf,
 ) -> list[Estimate]:
+    """The fastest estimates of all sets of axis assignments that take at most
+    `limit_bytes` of a device; empty if the limits leave no assignment.
+    """
     if not space.assigned:
         return []
     machine = space.machine(limit_bytes)
@@ -268,10 +276,12 @@ def by_hand(
 ) -> Iterator[Candidate]:
     """Yields one candidate for each strategy, with the mesh axis sizes that have the
     least estimated time. Sizes that fit in memory come first. `place` is 0 for the best
-    sizes of each strategy, 1 for the second best.
+    sizes of each strategy, 1 for the second best. A strategy with fewer sizes yields
+    none.
     """
 
     def order(estimate: Estimate) -> tuple[bool, float]:
+        """A sort key: sizes that fit in memory come first, the fastest first."""
         is_too_large = estimate.memory_bytes > space.limit_bytes
         return is_too_large, estimate.seconds
 
@@ -290,26 +300,28 @@ def neighbours(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     numbers: dict[tuple[str, ...], int] = {}
     for number, layout in enumerate(space.assigned):
         numbers.setdefault(space.names_of(layout), number)
-    sizes_of_axes: dict[int, int] = {}
+    # By the number of an axis assignment, the size of its mesh axis.
+    sizes_of_candidate: dict[int, int] = {}
     for axis, names in candidate.assignments:
-        sizes_of_axes[numbers[names]] = candidate.mesh.shape[axis]
-    if len(sizes_of_axes) < len(candidate.assignments):
+        sizes_of_candidate[numbers[names]] = candidate.mesh.shape[axis]
+    if len(sizes_of_candidate) < len(candidate.assignments):
         return  # two axes shard the same names in the same order
 
-    sizes = dict(sizes_of_axes)
+    # With the axes that may be new, which have size 1 so far.
+    sizes = dict(sizes_of_candidate)
     for strategy in (*space.usual, *space.known):
         if len(strategy) == 1:
             sizes.setdefault(strategy[0], 1)
     estimates: list[Estimate] = []
-    for source, target in itertools.product(sizes_of_axes, sizes):
-        if sizes[source] % 2 != 0 or source == target:
+    for halved, doubled in itertools.product(sizes_of_candidate, sizes):
+        if sizes[halved] % 2 != 0 or halved == doubled:
             continue
-        changed = dict(sizes)
-        changed[source] //= 2
-        changed[target] *= 2
-        used = tuple(assignment for assignment, size in changed.items() if size > 1)
+        new_sizes = dict(sizes)
+        new_sizes[halved] //= 2
+        new_sizes[doubled] *= 2
+        used = tuple(number for number, size in new_sizes.items() if size > 1)
         if len(used) <= AXES:
-            row = [changed[assignment] for assignment in used]
+            row = [new_sizes[number] for number in used]
             estimates += _estimates(space, used, np.array([row]))
     yield from distinct_candidates(space, estimates, len(estimates))
 
@@ -334,8 +346,9 @@ def _limited(space: Space) -> CostTerms:
             )
         terms["least"][used.index(number)] = least_counts[name]
 
-    # A required mesh axis is one more row, with the assignments of its name. An axis of
-    # any size has size 0 in the row, since every number divides 0.
+    # `_core.costs` refuses candidates whose shards do not divide a row's size, or are
+    # fewer than its least. A required mesh axis is one more row, with the assignments of
+    # its name. An axis of any size has size 0 in the row, since every number divides 0.
     axis_names = [axis_name(space.names_of(layout)) for layout in space.assigned]
     for name, size in limits.wanted_axes:
         if name not in axis_names:
@@ -375,7 +388,9 @@ def axis_numbers(names: tuple[str, ...], classes: Classes) -> dict[str, int]:
 
 
 def _limits_to_loosen(space: Space) -> str:
-    """A text that names the user's limits without which there would be a candidate."""
+    """A text that names the user's limits without which there would be a candidate, or
+    says that none of them alone is at fault.
+    """
     loosened = list(_loosened(space.limits))
 
     def has_any(limits: Limits) -> bool:
@@ -397,7 +412,9 @@ def _limits_to_loosen(space: Space) -> str:
 
 
 def _loosened(limits: Limits) -> Iterator[tuple[str, Limits]]:
-    """Yields each limit that is set, as a text, and the limits without it."""
+    """Yields each limit that is set, as a text, and the limits without it. A limit that
+    is a tuple is taken apart: each of its entries is left out alone.
+    """
     for field in dataclasses.fields(limits):
         value = getattr(limits, field.name)
         if isinstance(value, tuple):
@@ -429,17 +446,19 @@ def _estimates(
     first = can_span[is_possible].argmax(axis=1)
     is_spanning = np.arange(len(strategy)) == first[:, None]
     spans = np.where(is_spanning, space.slices, 1)
+    # One row, since there is one set of assignments.
     seconds, memory = costs(
         space.terms, space.machine(), np.array([strategy]), sizes, spans
     )
     estimates = []
-    for number, row_seconds in enumerate(seconds[0].tolist()):
-        if math.isfinite(row_seconds):
+    for number, step_seconds in enumerate(seconds[0].tolist()):
+        # Sizes that do not divide a dimension have infinite seconds.
+        if math.isfinite(step_seconds):
             estimate = Estimate(
                 assignments=strategy,
                 sizes=tuple(sizes[number].tolist()),
                 slices=tuple(spans[number].tolist()),
-                seconds=row_seconds,
+                seconds=step_seconds,
                 memory_bytes=memory[0, number].item(),
             )
             estimates.append(estimate)
@@ -504,20 +523,21 @@ def _candidate(space: Space, estimate: Estimate) -> Candidate | None:
     built = mesh_and_rules(orders, estimate, names_of_step)
     if built is None:
         return None
-    mesh, rules, axes = built
+    mesh = built.mesh
     for name, size in space.limits.wanted_axes:
+        # An axis that may have any size must be one of the mesh.
         possible_sizes = (size,) if size else mesh.axis_sizes
         if mesh.shape.get(name) not in possible_sizes:
             return None
     plans = []
     for arg, names in zip(space.args, space.names, strict=True):
-        plans.append(plan(arg, mesh, names=names, axes=rules, unused="allow"))
-    if not _agrees(space, estimate, plans, axes):
+        plans.append(plan(arg, mesh, names=names, axes=built.rules, unused="allow"))
+    if not _agrees(space, estimate, plans, built.axes):
         return None
     return Candidate(
         mesh=mesh,
-        rules=rules,
-        assignments=tuple(zip(axes, orders, strict=True)),
+        rules=built.rules,
+        assignments=tuple(zip(built.axes, orders, strict=True)),
         plans=tuple(plans),
         seconds=estimate.seconds,
         memory_bytes=math.ceil(estimate.memory_bytes),

@@ -24,7 +24,7 @@ _NEVER = ("layers", "embed", "norm", "positions", "head_dim", "query_groups")
 USUAL_NAMES = ("batch", "sequence", *_TENSOR, *_NEVER)
 # The number of sets of logical axes that assignments are made of: the sets with the
 # most bytes.
-_SETS = 9
+_MOST_SETS = 9
 
 
 def assignments_of_rules(
@@ -72,6 +72,7 @@ def well_known_strategies(
     classes = layouts.classes
     free_axes = set(layouts.axis_of_root.values()) - never
     numbers: dict[str, int] = {}
+    # Dimensions of the model that no well-known strategy names.
     other_names: list[str] = []
     for number in sorted(free_axes, reverse=True):
         numbers[classes.axes[number].name] = number
@@ -81,29 +82,29 @@ def well_known_strategies(
             other_names.append(name)
 
     batch = ("batch",)
-    stored = ("batch", "embed")
+    fsdp = ("batch", "embed")
     sequence = ("sequence",)
     experts = ("experts",)
-    cut = (*_TENSOR[1:], *sorted(other_names))
-    cut_too = cut + sequence
-    whole = (*stored, *_TENSOR, *other_names)
+    tensor = (*_TENSOR[1:], *sorted(other_names))
+    tensor_or_sequence = tensor + sequence
+    everything = (*fsdp, *_TENSOR, *other_names)
     usual_names = [
         (batch,),
-        (stored,),
-        (cut,),
+        (fsdp,),
+        (tensor,),
         (experts,),
-        *itertools.product((stored, batch), (cut, experts)),
+        *itertools.product((fsdp, batch), (tensor, experts)),
     ]
-    other_strategies = [
-        (whole,),
-        (cut_too,),
+    names_of_others = [
+        (everything,),
+        (tensor_or_sequence,),
         (sequence,),
-        *itertools.product((stored, batch), (cut_too, sequence)),
-        (stored, experts, cut),
-        (batch, sequence, cut),
+        *itertools.product((fsdp, batch), (tensor_or_sequence, sequence)),
+        (fsdp, experts, tensor),
+        (batch, sequence, tensor),
     ]
     usual = _by_number(usual_names, numbers)
-    others = _by_number(other_strategies, numbers)
+    others = _by_number(names_of_others, numbers)
     others = [strategy for strategy in others if strategy not in usual]
     return Strategies(usual=usual, others=others)
 
@@ -133,10 +134,10 @@ def assignments_of(
 ) -> Iterator[Assignment]:
     """Yields the axis assignments to try, simple ones first, without the logical axes
     `never`. Each assignment concatenates one to three sets of logical axes that one
-    mesh axis can shard together.
+    mesh axis can shard together, if they have no axis in common.
     """
     numbers = [number for number in _by_bytes(layouts) if number not in never]
-    sets = _sets(layouts, numbers)[:_SETS]
+    sets = _sets(layouts, numbers)[:_MOST_SETS]
     for order in _orders(layouts, sets):
         flat = tuple(itertools.chain.from_iterable(order))
         if len(set(flat)) == len(flat):
@@ -145,6 +146,7 @@ def assignments_of(
 
 def _by_bytes(layouts: Layouts) -> list[int]:
     """The numbers of the logical axes, those of the values with the most bytes first."""
+    # For each axis, the bytes of all values that have it.
     weights = Counter[int]()
     for value, flat in zip(layouts.program.values, layouts.sub_dims, strict=True):
         axes = {number for number, _ in flat if number >= 0}
@@ -164,8 +166,10 @@ def _orders(
     model = []
     for group in sets:
         axes = [classes.axes[number] for number in group]
-        kind = model if any(map(classes.in_model, axes)) else data
-        kind.append(group)
+        if any(map(classes.in_model, axes)):
+            model.append(group)
+        else:
+            data.append(group)
 
     for group in sets:
         yield (group,)
@@ -186,6 +190,7 @@ def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
     logical axis with few factors of 2 in its size limits the set. Smaller sets without
     such axes follow the largest ones.
     """
+    # For each axis, those of the arrays that have it, itself included.
     beside: dict[int, set[int]] = {}
     for flat in layouts.sub_dims:
         axes_of_array = {number for number, _ in flat}

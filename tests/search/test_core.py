@@ -163,7 +163,7 @@ def test_slices_cost_what_the_network_between_them_does():
 def test_too_many_candidates_lose_the_last_assignments(
     monkeypatch,
 ):
-    monkeypatch.setattr(core, "_ALL", 2000)
+    monkeypatch.setattr(core, "_MOST_CANDIDATES", 2000)
     candidates = find(random_terms(0, assignments=24), machine("v5p", 64), 64)
     limit = max(
         assignment for candidate in candidates for assignment in candidate.assignments
