@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 import shardfx as sfx
 from shardfx.auto._asked import search_options
-from shardfx.auto._programs import devices_for, measured
+from shardfx.auto._measured import devices_for, measured
 from shardfx.auto._search import candidates_of, opened_search
 
 from ._case import Entry, Finding, Limit, Value

@@ -6,7 +6,7 @@ import pytest
 from models import f32, mlp_step
 
 from shardfx import AxisRules, MeshSpec, PathRules, plan
-from shardfx.auto import Candidate, Limits, _programs as programs, search
+from shardfx.auto import Candidate, Limits, _measured, search
 from shardfx.auto._candidate import without_twins
 from shardfx.errors import OutOfMemoryError
 
@@ -129,14 +129,14 @@ def test_the_clock_orders_what_is_run_of_every_kind_of_argument():
 
 def test_what_the_compiler_refuses_is_dropped(monkeypatch):
     """What has no program does not stop the others."""
-    compile_for = programs.compile_for
+    compile_for = _measured.compile_for
 
     def refuses(jitted, *args, target, **rest):
         if target.shape.get("data") == 8:
             raise OutOfMemoryError("no room", 2**40, 2**34)
         return compile_for(jitted, *args, target=target, **rest)
 
-    monkeypatch.setattr(programs, "compile_for", refuses)
+    monkeypatch.setattr(_measured, "compile_for", refuses)
     candidates = search(
         step,
         *ARGS,
