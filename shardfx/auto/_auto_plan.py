@@ -16,6 +16,10 @@ class AutoPlan(ShardPlan[Tree]):
 
     `why` is a text: the bytes of the state, the mesh that they need, and what was
     assumed. `rules` are the path rules that made the plan, and `code()` prints them.
+
+    A plan that is made of it, as by `on` and `off`, is a `ShardPlan` without them, and so
+    is what `ShardPlan.from_json` reads from its `to_json()`: it equals `off()`. To keep
+    the rules, keep the text of `code()`.
     """
 
     __module__ = "shardfx.auto"

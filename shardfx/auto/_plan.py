@@ -26,7 +26,7 @@ from ._auto_plan import AutoPlan
 from ._choices import FSDP_AXES, TENSOR, Choice, choices_for, choices_on, divisors
 from ._shape_rules import Step, Steps, shape_rules
 from ._tensor_size import COMFORTABLE, BatchSize, StepEstimate, batch_size
-from ._whole import NamedShape, whole_dims
+from ._whole import ShardableArray, note_whole_dims
 
 
 @runtime_checkable
@@ -67,8 +67,9 @@ class _Hardware(NamedTuple):
 
 
 class _Priced(NamedTuple):
-    """A plan with the bytes of the training state: of all devices, each array counted
-    once, and of one device. With `is_tight`, they leave activations too little.
+    """A plan with the bytes of the training state: `total_bytes` of all devices, each
+    array counted once, and `state_bytes` of one device. With `is_tight`, they leave
+    activations too little.
     """
 
     choice: Choice
@@ -224,38 +225,23 @@ def _init_of(optimizer: Any) -> Callable[..., Any] | None:
 
 def _hardware(devices: Any, chip: str | chips.Chip | None) -> _Hardware:
     """Reads the arguments `devices` and `chip`."""
-    if isinstance(devices, Mesh) and chip is None:
-        options = search_options(list(devices.devices.flat), None)
-        return _Hardware(
-            options=options,
-            mesh=_data_or_fsdp_mesh(devices),
-            jax_devices=devices,
-            is_assumed=False,
-        )
+    jax_devices = devices
+    if isinstance(devices, int | str | MeshSpec | AbstractMesh):
+        jax_devices = None
+    mesh = None
+    # A number, a text or JAX's devices.
+    searched = devices
     if isinstance(devices, MeshSpec | Mesh | AbstractMesh):
         mesh = _data_or_fsdp_mesh(devices)
-        options = search_options(mesh.size, chip or _ASSUMED)
-        jax_devices = devices if isinstance(devices, Mesh) else None
-        return _Hardware(
-            options=options,
-            mesh=mesh,
-            jax_devices=jax_devices,
-            is_assumed=chip is None,
-        )
-    if isinstance(devices, int) and chip is None:
-        return _Hardware(
-            options=search_options(devices, _ASSUMED),
-            mesh=None,
-            jax_devices=None,
-            is_assumed=True,
-        )
-    options = search_options(devices, chip)
-    jax_devices = None if isinstance(devices, int | str) else devices
+        searched = mesh.size
+    if isinstance(devices, Mesh):
+        searched = list(devices.devices.flat)
+    is_assumed = chip is None and isinstance(searched, int)
     return _Hardware(
-        options=options,
-        mesh=None,
+        options=search_options(searched, _ASSUMED if is_assumed else chip),
+        mesh=mesh,
         jax_devices=jax_devices,
-        is_assumed=False,
+        is_assumed=is_assumed,
     )
 
 
@@ -316,7 +302,12 @@ def _choices(hardware: _Hardware, tensor: int) -> Iterator[Choice]:
 
 
 class _Pricing:
-    """Plans a tree for one choice after another, and counts the bytes of the state."""
+    """Plans a tree for one choice after another, and counts the bytes of the state.
+
+    - `leaves`, `arrays`: the arrays of the tree, and what must not be sharded of them.
+    - `init`: the function that makes the optimizer's state; `None` for Adam's.
+    - `rules`: the rules made so far, by the steps of the arrays.
+    """
 
     def __init__(
         self,
@@ -330,48 +321,41 @@ class _Pricing:
         leaf_names = flat.names
         if names is not None:
             leaf_names = names_of_leaves(names, tree, flat, AxisRules([]))
-        self.leaves: list[object] = []
-        self.arrays: list[NamedShape] = []
-        for leaf, path, declared, stacked, is_array in zip(
-            flat.leaves,
-            flat.paths,
-            leaf_names,
-            flat.stacked,
-            flat.is_array,
-            strict=True,
+        self.leaves = list(itertools.compress(flat.leaves, flat.is_array))
+        self.arrays: list[ShardableArray] = []
+        columns = zip(flat.leaves, flat.paths, leaf_names, flat.stacked, strict=True)
+        for leaf, path, names_of_leaf, stacked in itertools.compress(
+            columns, flat.is_array
         ):
-            if is_array:
-                self.leaves.append(leaf)
-                shape = tuple(jnp.shape(leaf))
-                named_shape = NamedShape(
-                    path=path,
-                    shape=shape,
-                    names=declared,
-                    stacked=stacked,
-                )
-                self.arrays.append(named_shape)
-        self.whole_dims = whole_dims(self.arrays)
+            array = ShardableArray(
+                path=path,
+                shape=tuple(jnp.shape(leaf)),
+                names=names_of_leaf,
+                stacked=stacked,
+            )
+            self.arrays.append(array)
+        note_whole_dims(self.arrays)
         self.rules: dict[object, PathRules] = {}
 
     def priced(self, choice: Choice) -> _Priced:
         """The plan of a choice, with its bytes."""
         rules = self._rules(choice)
         planned = plan_by_rules(self.tree, choice.mesh, paths=rules)
-        totals = [0, 0]
-        for total in (0, 1):
-            held = _bytes(planned, total, trained=False)
-            trained = _bytes(planned, total, trained=True)
-            totals[total] = held + trained + 2 * trained * (self.init is None)
+        # Parameters and gradients, and the moments of Adam if they are assumed.
+        copies = 4 if self.init is None else 2
+        state = _bytes_of(planned, copies)
+        total_bytes = state.total
+        device_bytes = state.of_device
         if self.init is not None:
-            state = follow(self.init, planned)
-            totals[0] += state.bytes_total
-            totals[1] += state.bytes_per_device
+            moments = follow(self.init, planned)
+            total_bytes += moments.bytes_total
+            device_bytes += moments.bytes_per_device
         return _Priced(
             choice=choice,
             plan=planned,
             rules=rules,
-            total_bytes=totals[0],
-            state_bytes=totals[1],
+            total_bytes=total_bytes,
+            state_bytes=device_bytes,
         )
 
     def _rules(self, choice: Choice) -> PathRules:
@@ -385,42 +369,46 @@ class _Pricing:
         return self.rules[key]
 
     def _steps(self, choice: Choice) -> list[Steps]:
-        """The steps that shard each array."""
+        """The steps that shard each array: by FSDP, by tensor parallelism, or by both."""
         mesh = choice.mesh
         tensor = mesh.axis_size(TENSOR) if TENSOR in choice.axes else 1
         shards = math.prod(map(mesh.axis_size, choice.fsdp))
         gathered_axes = choice.axes if choice.gathers_all else choice.fsdp
-        dims_of_gathered = self._dims_of_fsdp(
-            math.prod(map(mesh.axis_size, gathered_axes))
-        )
-        dims_of_fsdp = self._dims_of_fsdp(shards)
-        dims_of_tensor = _alike(self.leaves, self.whole_dims.of_tensor(tensor))
-        dims_of_both = _alike(self.leaves, self.whole_dims.of_tensor(tensor * shards))
+        gathered_shards = math.prod(map(mesh.axis_size, gathered_axes))
+        by_fsdp = self._whole_dims(ShardableArray.whole_by_fsdp, shards)
+        by_tensor = self._whole_dims(ShardableArray.whole_by_tensor, tensor)
+        by_both = self._whole_dims(ShardableArray.whole_by_tensor, tensor * shards)
+        gathered = self._whole_dims(ShardableArray.whole_by_fsdp, gathered_shards)
         steps: list[Steps] = []
-        for array, by_fsdp, by_tensor, by_both, gathered in zip(
-            self.arrays,
-            dims_of_fsdp,
-            dims_of_tensor,
-            dims_of_both,
-            dims_of_gathered,
-            strict=True,
-        ):
-            fsdp = (Step(choice.fsdp, by_fsdp),) if choice.fsdp else ()
-            if TENSOR not in choice.axes or len(by_tensor) == len(array.shape):
-                whole = (Step(gathered_axes, gathered),) if gathered_axes else ()
-                steps.append(whole)
-            elif by_tensor == by_both:
+        for number, array in enumerate(self.arrays):
+            skip_dims = by_tensor[number]
+            if TENSOR not in choice.axes or len(skip_dims) == len(array.shape):
+                array_steps = (Step(gathered_axes, gathered[number]),)
+            elif skip_dims == by_both[number]:
                 # XLA gathers weights where both axes shard one dimension. Where FSDP
                 # shards the other one, it may shard the activations of all layers.
-                steps.append((Step(choice.axes, by_tensor),))
+                array_steps = (Step(choice.axes, skip_dims),)
             else:
-                steps.append((Step((TENSOR,), by_tensor), *fsdp))
+                array_steps = (
+                    Step((TENSOR,), skip_dims),
+                    Step(choice.fsdp, by_fsdp[number]),
+                )
+            steps.append(tuple(step for step in array_steps if step.axes))
         return steps
 
-    def _dims_of_fsdp(self, shards: int) -> list[tuple[int, ...]]:
-        """For each array, the dimensions that FSDP over `shards` devices leaves whole."""
-        whole_heads = self.whole_dims.whole_heads(shards)
-        return _alike(self.leaves, self.whole_dims.of_arrays(whole_heads))
+    def _whole_dims(
+        self,
+        whole_by: Callable[[ShardableArray, int], set[int]],
+        shards: int,
+    ) -> list[tuple[int, ...]]:
+        """For each array, the dimensions that `shards` devices must not shard, by the
+        method `whole_by`. Leaves that are one array have the same.
+        """
+        together: dict[int, set[int]] = {}
+        for leaf, array in zip(self.leaves, self.arrays, strict=True):
+            dims = together.setdefault(id(leaf), set())
+            dims.update(whole_by(array, shards))
+        return [tuple(sorted(together[id(leaf)])) for leaf in self.leaves]
 
     def estimate(self, hardware: SearchOptions, tokens: int) -> StepEstimate:
         """What an estimate of a step with so many tokens needs."""
@@ -431,7 +419,7 @@ class _Pricing:
         replicated = self.priced(Choice(MeshSpec({"data": 1}), ()))
         return StepEstimate(
             tokens=tokens,
-            whole_dims=self.whole_dims,
+            arrays=self.arrays,
             array_bytes=sizes,
             state_bytes=replicated.total_bytes,
             hardware=hardware,
@@ -448,31 +436,28 @@ class _Pricing:
         )
 
 
-def _alike(
-    leaves: Sequence[Any],
-    dims: Sequence[tuple[int, ...]],
-) -> list[tuple[int, ...]]:
-    """The dimensions that are not sharded, for each leaf. Leaves that are one array have
-    the same.
-    """
-    together: dict[int, set[int]] = {}
-    for leaf, whole in zip(leaves, dims, strict=True):
-        together.setdefault(id(leaf), set()).update(whole)
-    return [tuple(sorted(together[id(leaf)])) for leaf in leaves]
+class _Bytes(NamedTuple):
+    """Bytes on all devices, each array counted once, and on one device."""
+
+    total: int
+    of_device: int
 
 
-def _bytes(planned: ShardPlan, which: int, *, trained: bool) -> int:
-    """The bytes of a plan's arrays: in total if `which` is 0, else on one device. With
-    `trained`, only those of arrays that have gradients.
-    """
+def _bytes_of(planned: ShardPlan, copies: int) -> _Bytes:
+    """The bytes of a plan's arrays. Those that have gradients count `copies` times."""
     content = planned.content
-    array_numbers = (number for number in content.index if number >= 0)
-    counts = collections.Counter(array_numbers)
-    return sum(
-        count * content.byte_counts[number][which]
-        for number, count in counts.items()
-        if not trained or jnp.issubdtype(content.rows[number].dtype, jnp.inexact)
-    )
+    total = 0
+    of_device = 0
+    # Each distinct array, with the number of leaves that are planned as it is.
+    for number, count in collections.Counter(content.index).items():
+        if number < 0:  # leaves that are no arrays
+            continue
+        has_gradient = jnp.issubdtype(content.rows[number].dtype, jnp.inexact)
+        times = count * copies if has_gradient else count
+        array_bytes, shard_bytes = content.byte_counts[number]
+        total += times * array_bytes
+        of_device += times * shard_bytes
+    return _Bytes(total=total, of_device=of_device)
 
 
 def _why(
@@ -526,11 +511,8 @@ def _why(
         )
     if hardware.mesh is not None:
         sentences.append("The mesh was given.")
-        mesh_axes = hardware.mesh.axis_types
-    else:
-        mesh_axes = ()
-    if AxisType.Explicit in mesh_axes:
-        sentences.append(_EXPLICIT)
+        if AxisType.Explicit in hardware.mesh.axis_types:
+            sentences.append(_EXPLICIT)
     return " ".join(sentences)
 
 

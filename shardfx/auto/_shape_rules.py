@@ -31,7 +31,7 @@ def shape_rules(
     replicated. `usual` is empty if the others are replicated.
     """
     steps_by_path = dict(zip(paths, steps, strict=True))
-    suffixes_by_steps = _suffixes(_templates(steps_by_path), usual)
+    suffixes_by_steps = _suffixes(steps_by_path, usual)
     rules = []
     for steps_of_arrays, suffixes in suffixes_by_steps.items():
         regex = f"(^|/){_either(suffixes)}$"
@@ -67,84 +67,36 @@ def _either(suffixes: Sequence[str]) -> str:
     return f"({alternatives})"
 
 
-class _Template(NamedTuple):
-    """Paths that differ only in numbers, and the steps that shard these arrays.
-
-    - `general`: the regex of all paths that differ only in numbers.
-    - `path`: the only path of the template, if paths that differ from it only in numbers
-      have other steps; else `None`.
-    """
-
-    general: str
-    steps: Steps
-    path: str | None
-
-
-def _templates(steps_by_path: Mapping[str, Steps]) -> list[_Template]:
-    """A template for each path. Paths that differ only in numbers share one, unless
-    their steps differ.
-    """
-    steps_by_general: dict[str, set[Steps]] = {}
-    for path, steps in steps_by_path.items():
-        steps_by_general.setdefault(_general(path), set()).add(steps)
-
-    # A dict keeps the order of the paths.
-    templates: dict[_Template, None] = {}
-    for path, steps in steps_by_path.items():
-        general = _general(path)
-        is_alone = len(steps_by_general[general]) > 1
-        template = _Template(
-            general=general,
-            steps=steps,
-            path=path if is_alone else None,
-        )
-        templates[template] = None
-    return list(templates)
-
-
-def _general(path: str) -> str:
-    """The regex of all paths that differ from this one only in numbers."""
-    return re.sub(r"\d+", r"\\d+", re.escape(path))
-
-
-def _suffixes(templates: Sequence[_Template], usual: Steps) -> dict[Steps, list[str]]:
+def _suffixes(
+    steps_by_path: Mapping[str, Steps],
+    usual: Steps,
+) -> dict[Steps, list[str]]:
     """For each tuple of steps, the shortest ends of paths that no array with other steps
     has. Arrays with the steps `usual` are left to the last rule.
     """
+    ends_by_path = {path: _ends(path) for path in steps_by_path}
     steps_by_end: dict[str, set[Steps]] = {}
-    for template in templates:
-        for end in _all_ends(template.general):
-            steps_by_end.setdefault(end, set()).add(template.steps)
+    for path, steps in steps_by_path.items():
+        for end in ends_by_path[path]:
+            steps_by_end.setdefault(end, set()).add(steps)
 
+    # A dict has each end once, in the order of the paths.
     suffixes: dict[Steps, dict[str, None]] = {}
-    for template in templates:
-        if template.steps != usual:
-            suffix = _shortest_suffix(template, steps_by_end)
-            suffixes.setdefault(template.steps, {})[suffix] = None
-    return {steps: list(texts) for steps, texts in suffixes.items()}
+    for path, steps in steps_by_path.items():
+        if steps != usual:
+            ends = [end for end in ends_by_path[path] if len(steps_by_end[end]) == 1]
+            suffixes.setdefault(steps, {})[ends[0]] = None
+    return {steps: list(ends) for steps, ends in suffixes.items()}
 
 
-def _shortest_suffix(
-    template: _Template,
-    steps_by_end: Mapping[str, set[Steps]],
-) -> str:
-    """The shortest end of a template that has the steps of this one alone; else
-    the whole template.
+def _ends(path: str) -> list[str]:
+    """Regexes of the ends of a path, from its last two parts to the whole path. One
+    part, such as `weight`, says too little. They match any numbers in the place of its
+    own; the last one has its own, and so no other path has it.
     """
-    if template.path is not None:
-        return f"^{re.escape(template.path)}"
-    for end in _all_ends(template.general):
-        if len(steps_by_end[end]) == 1:
-            return end
-    return f"^{template.general}"
-
-
-def _all_ends(template: str) -> list[str]:
-    """The ends of a path's regex, from its last two parts to all of them. One part,
-    such as `weight`, says too little.
-    """
-    parts = template.split("/")
+    general = re.sub(r"\d+", r"\\d+", re.escape(path))
+    parts = general.split("/")
     ends = []
     for start in range(max(len(parts) - 2, 0), -1, -1):
         ends.append("/".join(parts[start:]))
-    return ends
+    return [*ends, f"^{general}", f"^{re.escape(path)}"]

@@ -16,7 +16,7 @@ from ._asked import SearchOptions
 from ._choices import Span, fsdp_spans
 from ._core import byte_seconds, hop_counts, rates_of
 from ._space import MODEL
-from ._whole import WholeDims
+from ._whole import ShardableArray
 
 
 # The floating-point operations of a token for each element of the weights: two in the
@@ -80,7 +80,7 @@ class StepEstimate(NamedTuple):
     """
 
     tokens: int
-    whole_dims: WholeDims
+    arrays: Sequence[ShardableArray]
     array_bytes: Sequence[int]
     state_bytes: int
     hardware: SearchOptions
@@ -93,17 +93,11 @@ class StepEstimate(NamedTuple):
         memory = self.hardware.chip.usable_hbm_bytes_per_device
         bytes_of_token = 0.0
         widest_bytes = 0.0
-        for array, array_bytes, long_side in zip(
-            self.whole_dims.arrays,
-            self.array_bytes,
-            self.whole_dims.long_sides(),
-            strict=True,
-        ):
-            bytes_of_token += array_bytes / long_side
+        for array, array_bytes in zip(self.arrays, self.array_bytes, strict=True):
+            bytes_of_token += array_bytes / array.long_side
             element_bytes = array_bytes / max(math.prod(array.shape), 1)
-            widest_bytes = max(
-                widest_bytes, max(array.shape, default=0) * element_bytes
-            )
+            bytes_of_longest = element_bytes * max(array.shape, default=0)
+            widest_bytes = max(widest_bytes, bytes_of_longest)
         tokens = self.tokens * tensor / self.hardware.total
         activation_bytes = tokens * (bytes_of_token + widest_bytes / tensor)
         return max(COMFORTABLE * memory, FULL * memory - activation_bytes)
@@ -122,25 +116,21 @@ class StepEstimate(NamedTuple):
         weight_bytes = 0.0
         activation_bytes = 0.0
         calls = 0
-        for array, array_bytes, whole, long_side in zip(
-            self.whole_dims.arrays,
-            self.array_bytes,
-            self.whole_dims.of_tensor(tensor),
-            self.whole_dims.long_sides(),
-            strict=True,
-        ):
-            open_sizes = [
-                size for dim, size in enumerate(array.shape) if dim not in whole
-            ]
-            is_divided = any(size % tensor == 0 for size in open_sizes)
+        for array, array_bytes in zip(self.arrays, self.array_bytes, strict=True):
+            whole = array.whole_by_tensor(tensor)
+            is_divided = any(
+                size % tensor == 0 and dim not in whole
+                for dim, size in enumerate(array.shape)
+            )
             shards = tensor if array_bytes and is_divided else 1
             flops += _FLOPS * tokens * math.prod(array.shape) / shards
             weight_bytes += array_bytes / shards
             if shards > 1:
-                activation_bytes += tokens * array_bytes / long_side
+                activation_bytes += tokens * array_bytes / array.long_side
                 calls += 1
 
         fsdp = self._fsdp(tensor)
+        # One column for each of the mesh axes data, fsdp and tensor.
         sizes = np.array([[groups // fsdp.size, fsdp.size, tensor]])
         slices = np.array([[self.hardware.slices // fsdp.slices, fsdp.slices, 1]])
         rates = rates_of(

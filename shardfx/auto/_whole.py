@@ -5,13 +5,15 @@ Names that the caller or a module declares decide. Arrays without names are judg
 the usual names in their paths, as [`shardfx.lint`][] does.
 """
 
+import dataclasses
 import itertools as it
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .._ground.errors import SpecError
 from .._plan import FUSED, ROLES, fused_dimension, head_dimension
-from .._rules import Atomic
+from .._rules import Atomic, one_per_dim
 
 
 # Logical names of dimensions that are not sharded, in the words of flax, T5X, MaxText,
@@ -36,34 +38,6 @@ _HEAD_ELEMENTS = 256
 _MOST_HEAD_DIMS = 3
 
 
-class NamedShape(NamedTuple):
-    """An array of a tree: its path, its shape, its logical names or `None`, and the
-    number of leading dimensions that modules declare as stacked layers.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    names: tuple[Any, ...] | None = None
-    stacked: int = 0
-
-
-class _OutputDims(NamedTuple):
-    """The dimensions of the weights of an attention layer's output, or of its bias, of
-    which one must not be sharded.
-
-    - `position`: the position of the array among all.
-    - `heads`: the dimension of the heads, `None` in a bias. It must not be sharded if a
-      shard would split a head.
-    - `size`: the number of elements of all heads.
-    - `results`: the dimension of the results, which else must not be sharded.
-    """
-
-    position: int
-    heads: int | None
-    size: int
-    results: int
-
-
 class _Heads(NamedTuple):
     """A dimension of attention heads, and the number of elements of each head; `None`
     if that is not known.
@@ -73,115 +47,106 @@ class _Heads(NamedTuple):
     unit: int | None
 
 
-class WholeDims(NamedTuple):
-    """The dimensions that must not be sharded.
+@dataclasses.dataclass(slots=True)
+class ShardableArray:
+    """An array of a tree, with the dimensions that must not be sharded. `note_whole_dims`
+    fills the fields that have a default.
 
-    - `arrays`: all arrays.
-    - `dims`: for each array, those for any number of devices.
-    - `outputs`: the arrays in which the number of devices decides on another one.
-    - `heads`, `experts`: the dimensions between whose parts tensor parallelism may
-      shard, by the positions of the arrays.
+    - `names`: its logical names, or `None`.
+    - `stacked`: the number of leading dimensions that modules declare as stacked layers.
+    - `whole`: the dimensions that FSDP must not shard. Tensor parallelism may shard one
+      of them: `heads` or `experts`, between its parts.
+    - `results`: for the weights of an attention layer's output, or their bias, the
+      dimension of the results. FSDP must not shard it where each shard of `output_size`,
+      the elements of all heads, has whole heads: it would shard all activations, in
+      place of the batch. Else it must not shard `output_heads`, the dimension of the
+      heads; a bias has none.
     """
 
-    arrays: Sequence[NamedShape]
-    dims: list[set[int]]
-    outputs: list[_OutputDims]
-    heads: dict[int, _Heads]
-    experts: dict[int, int]
+    path: str
+    shape: tuple[int, ...]
+    names: tuple[Any, ...] | None = None
+    stacked: int = 0
+    whole: set[int] = dataclasses.field(default_factory=set)
+    heads: _Heads | None = None
+    experts: int | None = None
+    results: int | None = None
+    output_size: int = 0
 
-    def whole_heads(self, shards: int) -> frozenset[int]:
-        """The sizes in `outputs` of which each of `shards` shards has whole heads."""
-        sizes = {output.size for output in self.outputs}
-        return frozenset(size for size in sizes if _has_whole_heads(size, shards))
+    def whole_by_fsdp(self, shards: int) -> set[int]:
+        """The dimensions that FSDP over `shards` devices must not shard."""
+        if self.results is None:
+            return self.whole
+        if _has_whole_heads(self.output_size, shards):
+            return self.whole | {self.results}
+        if self.heads is not None:
+            return self.whole | {self.heads.dim}
+        return self.whole
 
-    def of_arrays(self, whole_heads: frozenset[int]) -> list[tuple[int, ...]]:
-        """For each array, the dimensions that must not be sharded, in ascending order.
-        `whole_heads` are the sizes of which each shard has whole heads.
+    def whole_by_tensor(self, shards: int) -> set[int]:
+        """The dimensions that tensor parallelism over `shards` devices must not shard:
+        all but the heads or the experts, if the array has them. All, if a shard would
+        split a head.
         """
-        dims = list(map(set, self.dims))
-        for output in self.outputs:
-            if output.size in whole_heads:
-                # A sharded dimension of the results would shard all activations, in
-                # place of the batch.
-                dims[output.position].add(output.results)
-            elif output.heads is not None:
-                dims[output.position].add(output.heads)
-        return [tuple(sorted(of_array)) for of_array in dims]
-
-    def of_tensor(self, shards: int) -> list[tuple[int, ...]]:
-        """For each array, the dimensions that tensor parallelism over `shards` devices
-        must not shard, in ascending order: all but the heads or the experts, where an
-        array has them. An array is whole if a shard would split a head.
-        """
-        dims = []
-        for position, array in enumerate(self.arrays):
-            whole = self.dims[position]
-            between = None
-            if position in self.experts:
-                dim = self.experts[position]
-                if array.shape[dim] % shards == 0:
-                    between = dim
-            elif position in self.heads:
-                heads = self.heads[position]
-                whole = set(range(len(array.shape)))
-                if _is_between_heads(array.shape[heads.dim], heads.unit, shards):
-                    between = heads.dim
-            if between is not None:
-                whole = set(range(len(array.shape))) - {between}
-            dims.append(tuple(sorted(whole)))
+        dims = set(range(len(self.shape)))
+        if self.experts is not None:
+            is_even = self.shape[self.experts] % shards == 0
+            return dims - {self.experts} if is_even else self.whole
+        if self.heads is None:
+            return self.whole
+        size = self.shape[self.heads.dim]
+        if _is_between_heads(size, self.heads.unit, shards):
+            return dims - {self.heads.dim}
         return dims
 
-    def long_sides(self) -> list[int]:
-        """For each array, its elements for each element of the activations that tensor
+    @property
+    def long_side(self) -> int:
+        """The number of its elements for each element of the activations that tensor
         parallelism reduces: those of its longest dimension, times the experts.
         """
-        sides = []
-        for position, array in enumerate(self.arrays):
-            experts = self.experts.get(position)
-            others = [size for dim, size in enumerate(array.shape) if dim != experts]
-            longest = max(others, default=1)
-            sides.append(longest if experts is None else longest * array.shape[experts])
-        return sides
+        sizes = list(self.shape)
+        count = 1
+        if self.experts is not None:
+            count = sizes.pop(self.experts)
+        return count * max(sizes, default=1)
 
 
-def whole_dims(arrays: Sequence[NamedShape]) -> WholeDims:
-    """The dimensions of the arrays that must not be sharded."""
-    dims = [set(range(array.stacked)) for array in arrays]
-    whole = WholeDims(arrays, dims, outputs=[], heads={}, experts={})
-    unnamed: dict[int, NamedShape] = {}
-    for position, array in enumerate(arrays):
-        if array.names is None:
-            unnamed[position] = array
-        else:
-            names = _one_per_dim(array.names, len(array.shape))
-            _add_named_dims(whole, position, names[: len(array.shape)])
-
-    for position, dim in _stacked_dims(unnamed):
-        dims[position].add(dim)
-    for position, dim in _expert_dims(unnamed):
-        dims[position].add(dim)
-        whole.experts[position] = dim
-    _add_head_dims(whole, unnamed)
-    return whole
-
-
-def _add_named_dims(whole: WholeDims, position: int, names: tuple[Any, ...]) -> None:
-    """Notes the dimensions of an array that their logical names forbid to shard, and
-    which of them hold heads or experts, between which tensor parallelism may shard.
+def note_whole_dims(arrays: Sequence[ShardableArray]) -> None:
+    """Fills the fields of the arrays of a tree that say which dimensions must not be
+    sharded. Raises `SpecError` for names that do not fit a shape.
     """
+    unnamed = []
+    for array in arrays:
+        array.whole.update(range(array.stacked))
+        if array.names is None:
+            unnamed.append(array)
+        else:
+            _note_names(array, array.names)
+    _note_stacks(unnamed)
+    _note_experts(unnamed)
+    _note_heads(unnamed)
+
+
+def _note_names(array: ShardableArray, names: tuple[Any, ...]) -> None:
+    """Notes the dimensions of an array that its logical names forbid to shard, and which
+    of them hold heads or experts.
+    """
+    try:
+        names = one_per_dim(names, array.shape)
+    except SpecError as error:
+        raise SpecError(f"leaf `{array.path}`: {error}") from None
     for dim, name in enumerate(names):
         parts = name if isinstance(name, tuple) else (name,)
         if not any(map(_forbids_sharding, parts)):
             continue
-        whole.dims[position].add(dim)
+        array.whole.add(dim)
         if isinstance(name, Atomic) and isinstance(name.unit, int):
-            whole.heads[position] = _Heads(dim, name.unit)
+            array.heads = _Heads(dim, name.unit)
         elif name in _HEAD_NAMES:
-            stacked = whole.arrays[position].stacked
-            unit = 1 if _has_head_elements(names[stacked:]) else None
-            whole.heads[position] = _Heads(dim, unit)
+            unit = 1 if _has_head_elements(names[array.stacked :]) else None
+            array.heads = _Heads(dim, unit)
         elif name in _EXPERT_NAMES:
-            whole.experts[position] = dim
+            array.experts = dim
 
 
 def _has_head_elements(names: tuple[Any, ...]) -> bool:
@@ -195,122 +160,98 @@ def _has_head_elements(names: tuple[Any, ...]) -> bool:
     return None in unstacked and len(unstacked) > 2
 
 
-def _one_per_dim(names: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
-    """The names with `None` for each dimension for which `...` stands."""
-    if ... not in names:
-        return names
-    start = names.index(...)
-    before = names[:start]
-    after = names[start + 1 :]
-    open_count = rank - len(before) - len(after)
-    return before + (None,) * open_count + after
-
-
 def _forbids_sharding(name: object) -> bool:
     # An atomic name has units, such as the heads in `heads * head_dim`.
     return isinstance(name, Atomic) or name in _NAMES
 
 
-def _stacked_dims(arrays: Mapping[int, NamedShape]) -> Iterable[tuple[int, int]]:
-    """Pairs of an array's position and its dimension for stacked layers: the first one
-    of all arrays below a part such as `layers`, if no number follows and their sizes
-    are equal.
+def _note_stacks(arrays: Sequence[ShardableArray]) -> None:
+    """Notes the dimension of stacked layers: the first one of all arrays below a part
+    such as `layers`, if no number follows, their sizes are equal, and they have several
+    ranks.
     """
-    positions_below: dict[str, list[int]] = {}
-    for position, array in arrays.items():
+    stacks: dict[str, list[ShardableArray]] = {}
+    for array in arrays:
         parts = array.path.split("/")
         for depth, (part, following) in enumerate(it.pairwise(parts), 1):
             if _STACK.fullmatch(part) and not following.isdigit():
                 prefix = "/".join(parts[:depth])
-                positions_below.setdefault(prefix, []).append(position)
+                stacks.setdefault(prefix, []).append(array)
 
-    for positions in positions_below.values():
-        shapes = [arrays[position].shape for position in positions]
-        first_sizes = {shape[:1] for shape in shapes}
-        ranks = set(map(len, shapes))
-        is_equal = len(first_sizes) == 1 and () not in first_sizes
-        if is_equal and len(ranks) > 1:
-            for position in positions:
-                yield position, 0
+    for stack in stacks.values():
+        first_sizes = {array.shape[:1] for array in stack}
+        ranks = {len(array.shape) for array in stack}
+        if len(first_sizes) == 1 and () not in first_sizes and len(ranks) > 1:
+            for array in stack:
+                array.whole.add(0)
 
 
-def _expert_dims(arrays: Mapping[int, NamedShape]) -> Iterable[tuple[int, int]]:
-    """Pairs of an array's position and its dimension for experts: in an array of three
-    or more dimensions below `experts`, or beside a router for as many experts, the one
-    before the last two.
+def _note_experts(arrays: Sequence[ShardableArray]) -> None:
+    """Notes the dimension of experts: in an array of three or more dimensions below
+    `experts`, or beside a router for as many experts, the one before the last two.
     """
-    counts_beside: dict[str, set[int]] = {}
-    for array in arrays.values():
+    counts_of_layers: dict[str, set[int]] = {}
+    for array in arrays:
         parts = array.path.split("/")
         for depth, part in enumerate(parts):
             if part in _ROUTERS:
                 layer = "/".join(parts[:depth])
-                counts_beside.setdefault(layer, set()).update(array.shape[-2:])
+                counts_of_layers.setdefault(layer, set()).update(array.shape[-2:])
 
-    for position, array in arrays.items():
-        rank = len(array.shape)
-        if rank < 3:
+    for array in arrays:
+        dim = len(array.shape) - 3
+        if dim < 0:
             continue
         parts = array.path.split("/")
         layers = ["/".join(parts[:depth]) for depth in range(len(parts))]
-        counts = set().union(*[counts_beside.get(layer, ()) for layer in layers])
-        if _EXPERTS.isdisjoint(parts) and array.shape[-3] not in counts:
-            continue
+        counts = set().union(*[counts_of_layers.get(layer, ()) for layer in layers])
         # A number after `experts` is that of one expert.
-        followers = {
-            following for part, following in it.pairwise(parts) if part in _EXPERTS
-        }
-        if not any(map(str.isdigit, followers)):
-            yield position, rank - 3
+        is_one_expert = any(
+            part in _EXPERTS and following.isdigit()
+            for part, following in it.pairwise(parts)
+        )
+        are_experts = array.shape[dim] in counts or not _EXPERTS.isdisjoint(parts)
+        if are_experts and not is_one_expert:
+            array.whole.add(dim)
+            array.experts = dim
 
 
 class _Projection(NamedTuple):
-    """An array of an attention layer: its role, such as "q", and its position."""
+    """An array of an attention layer, and its role, such as "q"."""
 
     role: str
-    position: int
+    array: ShardableArray
 
 
-def _add_head_dims(whole: WholeDims, arrays: Mapping[int, NamedShape]) -> None:
-    """Adds the dimensions with attention heads, or with the elements of a head, of
-    arrays without names.
-    """
+def _note_heads(arrays: Sequence[ShardableArray]) -> None:
+    """Notes the dimensions with attention heads, or with the elements of a head."""
     # By the path of the layer, and by the path within a projection.
     layers: dict[tuple[tuple[str, ...], str], list[_Projection]] = {}
-    for position, array in arrays.items():
+    for array in arrays:
         parts = tuple(re.split("[/.]", array.path))
         layer = None
         role = ""
         for depth, part in enumerate(parts):
             suffix = "/".join(parts[depth + 1 :])
-            if part in FUSED and array.shape:
+            if part in FUSED:
                 dim = fused_dimension(part, suffix, array.shape)
                 if dim is not None:
-                    whole.dims[position].add(dim)
+                    array.whole.add(dim)
                     # A shard would hold parts of different projections.
-                    whole.heads[position] = _Heads(dim, unit=array.shape[dim])
+                    array.heads = _Heads(dim, unit=array.shape[dim])
             if part in ROLES:
                 layer = (parts[:depth], suffix)
                 role = ROLES[part]
         if layer is not None:
-            layers.setdefault(layer, []).append(_Projection(role, position))
+            layers.setdefault(layer, []).append(_Projection(role, array))
 
     for (_, suffix), projections in layers.items():
-        _add_head_dims_of_layer(whole, suffix, projections)
+        _note_heads_of_layer(suffix, projections)
 
 
-def _add_head_dims_of_layer(
-    whole: WholeDims,
-    suffix: str,
-    projections: Sequence[_Projection],
-) -> None:
-    """As `_add_head_dims`, for the projections of one layer. Their paths end in
-    `suffix`.
-    """
-    shapes = {
-        projection.role: whole.arrays[projection.position].shape
-        for projection in projections
-    }
+def _note_heads_of_layer(suffix: str, projections: Sequence[_Projection]) -> None:
+    """As `_note_heads`, for the projections of one layer, whose paths end in `suffix`."""
+    shapes = {role: array.shape for role, array in projections}
     inputs = [shapes[role] for role in "qkv" if role in shapes]
     if len(inputs) < 2:
         return
@@ -318,29 +259,26 @@ def _add_head_dims_of_layer(
     if joined_dim is None and not suffix and len(set(inputs)) == 1:
         # Weights without a name of their own are mostly those of `x @ w`.
         joined_dim = len(inputs[0]) - 1
-    for role, position in projections:
-        shape = whole.arrays[position].shape
-        separate_dims = _separate_dims(role, shape, shapes)
+    for role, array in projections:
+        rank = len(array.shape)
+        separate_dims = _separate_dims(role, array.shape, shapes)
         if separate_dims:
-            whole.dims[position].update(separate_dims)
-            whole.heads[position] = _Heads(separate_dims[0], unit=1)
-        elif joined_dim is not None and len(shape) == len(inputs[0]):
-            if role != "o":
-                whole.dims[position].add(joined_dim)
-                whole.heads[position] = _Heads(joined_dim, unit=None)
+            array.whole.update(separate_dims)
+            array.heads = _Heads(separate_dims[0], unit=1)
+        elif joined_dim is None or rank != len(inputs[0]):
+            continue
+        elif role != "o":
+            array.whole.add(joined_dim)
+            array.heads = _Heads(joined_dim, unit=None)
+        else:
+            # The weights of the output have the opposite order; a bias has no heads.
+            dim = 2 * rank - 3 - joined_dim
+            if dim >= rank:
                 continue
-            # The weights of the output have the opposite order.
-            dim = 2 * len(shape) - 3 - joined_dim
-            if dim < len(shape):
-                if dim >= 0:
-                    whole.heads[position] = _Heads(dim, unit=None)
-                output = _OutputDims(
-                    position=position,
-                    heads=dim if dim >= 0 else None,
-                    size=shape[dim],
-                    results=joined_dim,
-                )
-                whole.outputs.append(output)
+            if dim >= 0:
+                array.heads = _Heads(dim, unit=None)
+            array.results = joined_dim
+            array.output_size = array.shape[dim]
 
 
 def _is_between_heads(size: int, unit: int | None, shards: int) -> bool:

@@ -14,7 +14,13 @@ import pytest
 import shardfx as sfx
 from shardfx import MeshSpec, chips
 from shardfx.auto._shape_rules import Step, shape_rules
-from shardfx.errors import LeafTypeError, MeshError, OutOfMemoryError, RuleError
+from shardfx.errors import (
+    LeafTypeError,
+    MeshError,
+    OutOfMemoryError,
+    RuleError,
+    SpecError,
+)
 from shardfx.presets import models
 
 
@@ -53,6 +59,16 @@ def test_a_small_model_is_data_parallel_on_the_devices_given():
     shape = run(jnp.ones((16, 16))).shape
     assert shape == (16, 16)
     assert not sfx.misplaced(placed, auto_plan)
+
+
+def test_json_keeps_the_plan_and_code_keeps_its_rules():
+    tree = {"w": struct(2**15, 2**15)}
+    auto_plan = sfx.auto.plan(tree, 16, chip="v5e")
+    read = sfx.ShardPlan.from_json(auto_plan.to_json(), like=tree)
+    assert read == auto_plan.off()
+    assert by_code(auto_plan, tree) == read
+    for plain in (read, auto_plan.off()):
+        assert not isinstance(plain, sfx.auto.AutoPlan)
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b", "gpt2"])
@@ -390,6 +406,12 @@ def test_names_given_say_what_is_whole():
     assert auto_plan["a"].spec == jax.P(None, "fsdp")
     assert auto_plan["b"].spec == jax.P("fsdp")
     assert by_code(auto_plan, tree) == auto_plan.off()
+
+
+def test_names_that_do_not_fit_are_refused():
+    names = {"a": ("embed",)}
+    with pytest.raises(SpecError, match="leaf `a`: 1 logical name .* of rank 2"):
+        sfx.auto.plan({"a": struct(64, 64)}, 8, chip="v5e", names=names)
 
 
 def test_arrays_that_are_tied_are_planned_alike():
