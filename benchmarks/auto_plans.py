@@ -61,19 +61,22 @@ PUBLISHED = (
     "deepseek-v2-lite",
     "gpt-oss-20b",
 )
+# The steps that scan over the first dimension of their data: time and microbatches.
+SCANNED_DATA = ("recurrent", "accumulated")
 Row = dict[str, Any]
 
 
 class Trained(NamedTuple):
     """A training step, `step(params, moments, *data)`, that returns updated parameters
     and moments first. `init` makes the moments. All trees are of structs. `step` is
-    `None` where only the state is known.
+    `None` where only the state is known. The rows of the data are in `batch_dim`.
     """
 
     step: Callable[..., Any] | None
     params: Any
     init: Callable[[Any], Any]
     data: tuple[Any, ...] = ()
+    batch_dim: int = 0
 
 
 def adam_moments(params: Any) -> Any:
@@ -105,7 +108,8 @@ def of_explicit(name: str) -> Trained:
             return results, ()
         return results[0], (), results[1]
 
-    return Trained(without_moments, params, lambda _params: (), tuple(data))
+    batch_dim = 1 if name in SCANNED_DATA else 0
+    return Trained(without_moments, params, lambda _params: (), tuple(data), batch_dim)
 
 
 def cases() -> dict[str, Callable[[], Trained]]:
@@ -136,9 +140,9 @@ class Planned(NamedTuple):
 
 
 def planned(case: Trained, devices: int | str) -> Planned:
-    """The step as the documentation says: moments follow the parameters, and the first
-    dimension of a batch is sharded over all axes that divide it. `devices` are a number
-    of `CHIP`, or a slice.
+    """The step as the documentation says: moments follow the parameters, and the rows
+    of a batch are sharded over all axes that divide them. `devices` are a number of
+    `CHIP`, or a slice.
     """
     params = sfx.auto.plan(
         case.params,
@@ -146,6 +150,7 @@ def planned(case: Trained, devices: int | str) -> Planned:
         chip=CHIP if isinstance(devices, int) else None,
         optimizer=case.init,
         batch=case.data or None,
+        batch_dim=case.batch_dim,
     )
     moments = sfx.follow(case.init, params)
     rows = sfx.PathRules([("", params.batch.spec)])

@@ -16,6 +16,7 @@ class AutoPlan(ShardPlan[Tree]):
 
     `why` is a text: the bytes of the state, the mesh that they need, and what was
     assumed. `rules` are the path rules that made the plan, and `code()` prints them.
+    `batch_dim` is the dimension of a batch that has its rows.
 
     A plan that is made of it, as by `on` and `off`, is a `ShardPlan` without them, and so
     is what `ShardPlan.from_json` reads from its `to_json()`: it equals `off()`. To keep
@@ -26,14 +27,15 @@ class AutoPlan(ShardPlan[Tree]):
 
     why: str = eqx.field(static=True, kw_only=True)
     rules: PathRules = eqx.field(static=True, kw_only=True)
+    batch_dim: int = eqx.field(static=True, kw_only=True)
 
     @property
     def batch(self) -> NamedSharding:
-        """The sharding of a batch: its first dimension over all mesh axes but
-        `tensor`.
-        """
-        axes = [name for name in self.mesh.axis_names if name != "tensor"]
-        return self.sharding(PartitionSpec(tuple(axes)) if axes else PartitionSpec())
+        """The sharding of a batch: its rows over all mesh axes but `tensor`."""
+        axes = tuple(name for name in self.mesh.axis_names if name != "tensor")
+        if not axes:
+            return self.sharding(PartitionSpec())
+        return self.sharding(PartitionSpec(*[None] * self.batch_dim, axes))
 
     def code(self) -> str:
         """The text of a Python module with the mesh and the rules, to keep and edit.

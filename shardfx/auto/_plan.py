@@ -89,6 +89,7 @@ def plan(
     names: PyTree = None,
     chip: str | chips.Chip | None = None,
     batch: PyTree = None,
+    batch_dim: int = 0,
 ) -> AutoPlan[Tree]:
     """Plans how a model is sharded for training, without rules.
 
@@ -120,9 +121,11 @@ def plan(
       layers.
     - `chip`: the kind of the devices, where `devices` does not show it; see
       [`shardfx.chips.find`][]. By default the memory of a v5e is assumed.
-    - `batch`: the arguments of a step beside the state: arrays or structs, whose first
-      dimensions are rows. Without it, each device is assumed to have rows, and there is
-      no tensor parallelism.
+    - `batch`: the arguments of a step beside the state: arrays or structs with rows.
+      Without it, each device is assumed to have rows, and there is no tensor
+      parallelism.
+    - `batch_dim`: the dimension of their rows: 1 where a loop in the step runs over the
+      first one, as over time or microbatches.
 
     **Returns:**
 
@@ -160,7 +163,7 @@ def plan(
     hardware = _hardware(devices, chip)
     pricing = _Pricing(tree, flat, names, _init_of(optimizer))
     limit = hardware.options.chip.usable_hbm_bytes_per_device
-    size = None if batch is None else batch_size(batch)
+    size = None if batch is None else batch_size(batch, batch_dim)
     priced = _fastest_that_fits(hardware, pricing, size)
     if priced.state_bytes > limit:
         raise _too_small(hardware, pricing, priced)
@@ -169,7 +172,12 @@ def plan(
         jax_mesh = priced.choice.mesh.build(hardware.jax_devices)
         chosen = chosen.on(jax_mesh)
     why = _why(hardware, pricing, priced, size)
-    return AutoPlan(content=chosen.content, why=why, rules=priced.rules)
+    return AutoPlan(
+        content=chosen.content,
+        why=why,
+        rules=priced.rules,
+        batch_dim=batch_dim,
+    )
 
 
 def _fastest_that_fits(

@@ -44,8 +44,8 @@ class BatchSize(NamedTuple):
     rows_of_arrays: tuple[int, ...]
 
 
-def batch_size(batch: PyTree) -> BatchSize:
-    """The size of a batch, of arrays or structs whose first dimension has the rows.
+def batch_size(batch: PyTree, batch_dim: int) -> BatchSize:
+    """The size of a batch, of arrays or structs whose dimension `batch_dim` has the rows.
 
     Each integer is a token, as in ids of shape `[rows, length]`. Floats have features in
     their last dimension, as in `[rows, patches, features]`. Raises `LeafTypeError` for a
@@ -55,19 +55,21 @@ def batch_size(batch: PyTree) -> BatchSize:
     counts: list[int] = []
     tokens = 0
     for leaf, is_array in zip(flat.leaves, flat.is_array, strict=True):
-        if not is_array or not jnp.shape(leaf):
+        shape = jnp.shape(leaf) if is_array else ()
+        last = len(shape) - 1
+        if not 0 <= batch_dim <= last:
             continue
-        shape = jnp.shape(leaf)
-        has_features = not jnp.issubdtype(jnp.result_type(leaf), jnp.integer)
-        lengths = shape[1:-1] if has_features else shape[1:]
-        counts.append(shape[0])
-        tokens = max(tokens, shape[0] * math.prod(lengths))
+        counts.append(shape[batch_dim])
+        is_integer = jnp.issubdtype(jnp.result_type(leaf), jnp.integer)
+        has_features = not is_integer and batch_dim < last
+        tokens = max(tokens, math.prod(shape[:last] if has_features else shape))
     rows = math.gcd(*counts)
     if rows == 0:
         raise LeafTypeError(
-            f"`batch`, {type(batch).__name__}, holds no arrays with rows; pass the"
-            " arguments of a step beside the state, or structs of them:"
-            ' `batch=jax.ShapeDtypeStruct((64, 2048), "int32")`.'
+            f"`batch`, {type(batch).__name__}, holds no arrays with rows in dimension"
+            f" {batch_dim}; pass the arguments of a step beside the state, or structs of"
+            ' them, `batch=jax.ShapeDtypeStruct((64, 2048), "int32")`, and `batch_dim=1`'
+            " if the first dimension is time or microbatches."
         )
     rows_of_arrays = tuple(dict.fromkeys(counts))
     return BatchSize(rows=rows, tokens=tokens, rows_of_arrays=rows_of_arrays)

@@ -399,6 +399,21 @@ def test_a_batch_without_rows_is_refused(batch: Any):
         sfx.auto.plan({"w": struct(8)}, 8, batch=batch)
 
 
+def test_a_loop_over_the_first_dimension_leaves_rows_in_the_next():
+    """16 steps of 128 rows, which a step scans over."""
+    tree = {"up": struct(4096, 2**14)}
+    batch = {"x": struct(16, 128, 4096), "scale": struct(16)}
+    auto_plan = sfx.auto.plan(tree, 128, chip="v5e", batch=batch, batch_dim=1)
+    axes = tuple(name for name in auto_plan.mesh.axis_names if name != "tensor")
+    assert auto_plan.batch.spec == jax.P(None, axes)
+    of_time = sfx.auto.plan(tree, 128, chip="v5e", batch=batch)
+    assert auto_plan.mesh.axis_size(axes) > 16 == of_time.mesh.axis_size("data")
+    alike = sfx.auto.plan(tree, 128, chip="v5e", batch=tokens(128, 16))
+    assert auto_plan.mesh == alike.mesh
+    with pytest.raises(LeafTypeError, match="no arrays with rows in dimension 2; pass"):
+        sfx.auto.plan(tree, 8, batch=tokens(8, 8), batch_dim=2)
+
+
 def test_names_given_say_what_is_whole():
     tree = {"a": struct(2**15, 2**15), "b": struct(2**15, 2**15)}
     names = {"a": ("experts", "embed"), "b": ("embed", sfx.atomic("wide", 128))}
