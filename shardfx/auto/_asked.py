@@ -219,6 +219,7 @@ def noted(args: Sequence[PyTree]) -> contextlib.ExitStack:
     """
 
     def note(_kind: object, error: BaseException | None, _trace: object) -> None:
+        """Adds the note to an error; as the `__exit__` of a context manager."""
         # Errors about an argument's kind say what to pass in its place.
         if error is None or isinstance(error, _SELF_EXPLANATORY):
             return
@@ -373,6 +374,7 @@ def structs_of(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
     arrays_in_order = iter(jax.eval_shape(lambda leaves: leaves, arrays))
 
     def struct(leaf: object, is_array: bool) -> object:
+        """The next struct for an array, and any other leaf unchanged."""
         if is_array:
             array = next(arrays_in_order)
             return jax.ShapeDtypeStruct(array.shape, array.dtype)

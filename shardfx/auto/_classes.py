@@ -67,6 +67,9 @@ class Classes:
     """
 
     def __init__(self, traced: TracedStep):
+        """Finds the logical axes of a traced step: first one for each class of the
+        dimensions of its arguments, then one for equal dimensions of equal layers.
+        """
         self.traced = traced
         self.tied = traced.tied
         self.program = traced.tied.program
@@ -76,6 +79,7 @@ class Classes:
         self.dims = [self.tied.roots[value][: array.rank] for value, array in arrays]
         self.axes: list[LogicalAxis] = []
         self.of_root: dict[int, int] = {}
+        # Pairs of a sub-dimension of an argument and its class.
         placed = self._places()
         for place, root in placed:
             if root not in self.of_root:

@@ -129,6 +129,9 @@ class Layouts:
     """
 
     def __init__(self, classes: Classes, devices: int):
+        """Numbers the sub-dimensions and the distinct operations of a program. `classes`
+        are its logical axes, of which a mesh of `devices` devices may shard some.
+        """
         self.classes = classes
         self.tied = classes.tied
         self.program = classes.program
@@ -218,6 +221,9 @@ class _Labels:
     """
 
     def __init__(self, layouts: Layouts, operation: Operation):
+        """Finds the classes of the sub-dimensions of each factor of an operation: those
+        of a dimension that is this factor alone.
+        """
         self.layouts = layouts
         self.operation = operation
         self.label_of_factor: dict[tuple[int, int], int] = {}
@@ -288,6 +294,7 @@ class _Propagation:
     """
 
     def __init__(self, layouts: Layouts, assignment: Assignment):
+        """Starts with all values replicated, and no collectives."""
         self.layouts = layouts
         self.assignment = assignment
         self.shards_minor = not layouts.minor.isdisjoint(assignment)

@@ -176,6 +176,9 @@ def names_trees(classes: Classes) -> tuple[PyTree, ...]:
 
 
 def _named_axis(axis: LogicalAxis, classes: Classes) -> NamedAxis:
+    """A logical axis as the caller sees it: its dimensions as texts, such as
+    `model/layers/mlp/gate[2]`, and the operations that tie them.
+    """
     arrays = classes.traced.arrays
     # The moments of an optimizer have the axes of the parameters; they are listed only
     # if nothing else is.

@@ -53,6 +53,7 @@ class _Namer:
         self.tied = classes.tied
 
     def name_all(self) -> None:
+        """Names all logical axes. The first method that names one decides."""
         self.declared()
         self.key_words()
         self.scanned()

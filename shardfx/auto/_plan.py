@@ -324,6 +324,9 @@ class _Pricing:
         names: PyTree,
         init: Callable[..., Any] | None,
     ):
+        """`flat` are the leaves of `tree`, and `names` the logical names of its arrays
+        if the caller gives any.
+        """
         self.tree = tree
         self.init = init
         leaf_names = flat.names

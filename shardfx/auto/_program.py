@@ -152,6 +152,9 @@ class Tied:
     """
 
     def __init__(self, program: Program):
+        """Makes a node for each dimension of each value, merges them operation by
+        operation, and then reads the classes of all.
+        """
         self.program = program
         self.union = UnionFind()
         self.sizes = self.union.sizes

@@ -68,6 +68,7 @@ class Limits:
     rules: AxisRules | None = None
 
     def __post_init__(self):
+        """Raises `RuleError` for limits that contradict each other or say nothing."""
         wanted = {*self.always, *(name for name, _ in self.least)}
         both = sorted(wanted.intersection(self.never))
         if both:
@@ -125,6 +126,9 @@ class Space:
         limits: Limits,
         also: Sequence[AxisRules] = (),
     ):
+        """Propagates the axis assignments of usual strategies, of the caller's rules
+        `also`, and then others up to a number, through the step of `classes`.
+        """
         self.classes = classes
         self.hardware = hardware
         self.limits = limits
