@@ -7,6 +7,7 @@ the number, which gives the sharding of each operation to its equation. The seco
 evaluation constrains the results of the equations.
 """
 
+import dataclasses
 import functools as ft
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -134,12 +135,6 @@ def constrain_step(
     mesh_spec = MeshSpec.of(mesh)
     _require_mesh_axes(rules, mesh_spec)
     _require_no_manual_axes(mesh_spec)
-    constrainer_of = ft.partial(
-        _constrainer,
-        step=step,
-        mesh_spec=mesh_spec,
-        rules=rules,
-    )
     if isinstance(mesh, Mesh):
         abstract = mesh.abstract_mesh
     else:
@@ -148,12 +143,8 @@ def constrain_step(
     # The step for Auto axes.
     @ft.wraps(step)
     def constrained(*args: PyTree) -> PyTree:
-        make_jaxpr = eqx.filter_make_jaxpr(step)
-        closed, out, rest = make_jaxpr(*structs_of(args))
-        plain = PlainStep(closed=closed, out=out, rest=rest)
         where = mesh if isinstance(mesh, Mesh) else abstract
-        constrainer = constrainer_of(closed=plain.closed, args=args, mesh=where)
-        return plain.result(_run_with(constrainer, plain.closed, args))
+        return constrainable(step, args).results(where, rules, args)
 
     # The step for Explicit axes: it runs on Auto axes without its own shardings, and its
     # results are typed.
@@ -167,6 +158,7 @@ def constrain_step(
         specs: list[PartitionSpec] = []
 
         def run(*arrays: Any) -> list[Any]:
+            """The constrained results; fills `specs` with their specs."""
             results = _run_with(constrainer, closed, arrays)
             # JAX traces `run` once below, which fills `specs`.
             specs[:] = _result_specs(
@@ -181,7 +173,8 @@ def constrain_step(
         auto_mesh = auto_twin(explicit_mesh_of_args)
         with over(auto_mesh):
             closed = jax.make_jaxpr(plain.run)(*array_leaves(structs))
-            constrainer = constrainer_of(closed=closed, args=structs, mesh=auto_mesh)
+            classes = _named_dims(step, closed, structs)
+            constrainer = _constrainer(classes, auto_mesh, rules)
             constrained_closed = jax.make_jaxpr(run)(*array_leaves(structs))
         run_constrained = jex.jaxpr_as_fun(constrained_closed)
         run_typed = on_auto_axes(run_constrained, explicit_mesh_of_args, specs)
@@ -218,24 +211,68 @@ def _run_with(
     return _Walker(change).run(*opened(closed), array_leaves(args))
 
 
-def _constrainer(
-    step: Callable[..., PyTree],
-    closed: jex.ClosedJaxpr,
-    args: Sequence[PyTree],
-    mesh_spec: MeshSpec,
-    mesh: Mesh | AbstractMesh,
-    rules: AxisRules,
-) -> "_Constrainer":
-    """What constrains the results of the step's jaxpr `closed` as `rules` say. `mesh` is
-    that of the constraints, and `mesh_spec` is its sizes.
+@dataclasses.dataclass(frozen=True)
+class ConstrainableStep:
+    """A step that is traced once, to be constrained on several meshes by several rules.
+
+    - `plain`: the step's jaxpr, and its result.
+    - `classes`: the logical axes of its arguments.
     """
 
-    # The same results, with the numbers of equations in the locations of operations.
+    plain: PlainStep
+    classes: Classes
+
+    def results(
+        self,
+        mesh: Mesh | AbstractMesh,
+        rules: AxisRules,
+        args: Sequence[PyTree],
+    ) -> PyTree:
+        """The step's result for `args`, with its intermediate values constrained on a
+        mesh with Auto axes as `rules` say.
+        """
+        constrainer = _constrainer(self.classes, mesh, rules)
+        return self.plain.result(_run_with(constrainer, self.plain.closed, args))
+
+
+def constrainable(
+    step: Callable[..., PyTree],
+    args: Sequence[PyTree],
+) -> ConstrainableStep:
+    """Traces a step on Auto axes for the shapes of its arguments."""
+    structs = structs_of(tuple(args))
+    closed, out, rest = eqx.filter_make_jaxpr(step)(*structs)
+    return ConstrainableStep(
+        plain=PlainStep(closed=closed, out=out, rest=rest),
+        classes=_named_dims(step, closed, structs),
+    )
+
+
+def _named_dims(
+    step: Callable[..., PyTree],
+    closed: jex.ClosedJaxpr,
+    structs: Sequence[PyTree],
+) -> Classes:
+    """The logical axes of a step with the jaxpr `closed`. The locations of operations
+    have the numbers of the jaxpr's equations.
+    """
+
     @ft.wraps(step)
     def unchanged(*args: PyTree) -> list[Any]:
         return _run_with(lambda _number, _name, results: results, closed, args)
 
-    classes = named_classes(trace(unchanged, *args))
+    return named_classes(trace(unchanged, *structs))
+
+
+def _constrainer(
+    classes: Classes,
+    mesh: Mesh | AbstractMesh,
+    rules: AxisRules,
+) -> "_Constrainer":
+    """What constrains the results of the equations of a step as `rules` say. `classes`
+    are those of `_named_dims`.
+    """
+    mesh_spec = MeshSpec.of(mesh)
     assignments = assignments_of_rules(rules, classes)
     _require_dimensions(rules, classes, mesh_spec)
     layouts = Layouts(classes, mesh_spec.size)
@@ -443,9 +480,13 @@ class _Constrainer:
         chosen: Mapping[str, AssignedLayout],
         mesh: Mesh | AbstractMesh,
     ):
+        """`chosen` has the shardings along each mesh axis, and `layouts` the program
+        that they are about.
+        """
         self.layouts = layouts
         self.chosen = chosen
         self.mesh = mesh
+        # By the number of an equation, the operations that it lowers to.
         self.operations: dict[int, list[Operation]] = {}
         # By the identity of an array: the array, and the spec of its last constraint.
         self.constraints: dict[int, tuple[Any, PartitionSpec]] = {}

@@ -40,7 +40,7 @@ from ._asked import (
 )
 from ._candidate import Candidate
 from ._classes import Classes
-from ._constrain_step import constrain_step
+from ._constrain_step import ConstrainableStep, constrain_step, constrainable
 from ._core import CostModel
 from ._cost_terms import REDUCTIONS
 
@@ -150,6 +150,9 @@ class LoweredStep:
         chip: chips.Chip,
         model: CostModel,
     ):
+        """`step` is the caller's, and `traced` the same step as it was traced. `chip`
+        and `model` give the times of its programs.
+        """
         self.step = step
         self.args = traced.structs
         self.words = traced.words
@@ -220,12 +223,21 @@ class LoweredStep:
             results=tuple(which for which, _ in self.results),
         )
 
+    @ft.cached_property
+    def constrainable(self) -> ConstrainableStep:
+        """The step as it is constrained for all candidates."""
+        return constrainable(self.step, self.args)
+
     def _step_for(self, candidate: Candidate, constrained: bool) -> Step:
         """The step as `candidate` proposes it, perhaps with constraints."""
         if not constrained:
             return self.plain
-        changed = constrain_step(self.step, candidate.mesh, candidate.rules)
-        return step_of(lambda *args: changed(*args), self.args)
+        constrained_results = ft.partial(
+            self.constrainable.results,
+            candidate.mesh.abstract(),
+            candidate.rules,
+        )
+        return step_of(lambda *args: constrained_results(args), self.args)
 
     def refutations(
         self,

@@ -502,6 +502,9 @@ def _constrain_best(trials: Trials, most: int) -> None:
         if names != {("batch",)}:
             chosen.append(candidate)
     chosen = chosen[:most]
+    if not chosen:
+        return
+    _ = trials.lowered.constrainable  # once, and not in each thread
     partitioned = [trials.partitioned[candidate] for candidate in chosen]
     better = ft.partial(_better, trials.lowered)
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:

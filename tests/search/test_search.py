@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import odd_models
@@ -128,6 +130,21 @@ def test_the_usual_ways_by_hand_are_always_partitioned():
     space = space_of(model, 8, "v5e")
     titles = [candidate.title for candidate in by_hand(space, space.usual)]
     assert titles == looked[: len(space.usual)]
+
+
+def test_a_search_traces_a_step_twice_however_many_it_constrains():
+    """Once as it is, and once for all candidates that are constrained."""
+    step, *args = mlp_step(64, 256, 512)
+    lines: list[str] = []
+    calls: list[object] = []
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return step(*args)
+
+    search(counted, *args, devices=8, chip="v5e", progress=lines.append)
+    assert sum(line.startswith("constrained candidate") for line in lines) > 1
+    assert len(calls) == 2
 
 
 def test_states_that_do_not_fit_are_cut():
