@@ -9,7 +9,6 @@ evaluation constrains the results of the equations.
 
 import dataclasses
 import functools as ft
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,35 +25,23 @@ from .._ground.spec import entry_axes
 from .._plan import correct
 from .._rules import AxisRules, near
 from .._step import (
-    CALLS,
-    LOOPS,
     Operation,
     PlainStep,
-    applied,
     array_leaves,
     auto_twin,
-    evaluated,
     explicit_mesh,
-    name_stacks,
     on_auto_axes,
-    opened,
     over,
     plain_step,
-    retraced,
 )
 from ..topology import MeshSpec
 from ._asked import results_of, structs_of, trace
 from ._classes import Classes
 from ._layouts import AssignedLayout, Layouts
 from ._namer import named_classes
+from ._numbered import equation_of, run_with
 from ._program import Root
 from ._strategies import USUAL_NAMES, assignments_of_rules
-
-
-# Equations that contain programs, which are evaluated anew.
-_NESTED = (*LOOPS, "checkpoint", "remat", "remat2")
-_TAG = "shardfx-equation-"
-_TAGS = re.compile(_TAG + r"(\d+)")
 
 
 class _Sharded(NamedTuple):
@@ -159,7 +146,7 @@ def constrain_step(
 
         def run(*arrays: Any) -> list[Any]:
             """The constrained results; fills `specs` with their specs."""
-            results = _run_with(constrainer, closed, arrays)
+            results = run_with(constrainer, closed, arrays)
             # JAX traces `run` once below, which fills `specs`.
             specs[:] = _result_specs(
                 args=args,
@@ -200,17 +187,6 @@ def _raise_unplaced(mesh: MeshSpec) -> NoReturn:
     )
 
 
-def _run_with(
-    change: Callable[[int, str, Sequence[Any]], Sequence[Any]],
-    closed: jex.ClosedJaxpr,
-    args: Sequence[PyTree],
-) -> list[Any]:
-    """The results of the step's jaxpr `closed`, with `change` applied to the results of
-    each equation. `change` takes what `_Walker` says.
-    """
-    return _Walker(change).run(*opened(closed), array_leaves(args))
-
-
 @dataclasses.dataclass(frozen=True)
 class ConstrainableStep:
     """A step that is traced once, to be constrained on several meshes by several rules.
@@ -232,7 +208,7 @@ class ConstrainableStep:
         mesh with Auto axes as `rules` say.
         """
         constrainer = _constrainer(self.classes, mesh, rules)
-        return self.plain.result(_run_with(constrainer, self.plain.closed, args))
+        return self.plain.result(run_with(constrainer, self.plain.closed, args))
 
 
 def constrainable(
@@ -259,7 +235,7 @@ def _named_dims(
 
     @ft.wraps(step)
     def unchanged(*args: PyTree) -> list[Any]:
-        return _run_with(lambda _number, _name, results: results, closed, args)
+        return run_with(lambda _number, _name, results: results, closed, args)
 
     return named_classes(trace(unchanged, *structs))
 
@@ -404,67 +380,6 @@ def _result_specs(
     return corrected
 
 
-class _Walker:
-    """Evaluates a jaxpr, each equation in a name scope with the equation's number. The
-    function `change` takes the equation's number, the name of its primitive, and its
-    results, and returns other results. Equations are numbered in the order of their
-    evaluation, those of nested jaxprs included; `count` is the next number.
-    """
-
-    def __init__(self, change: Callable[[int, str, Sequence[Any]], Sequence[Any]]):
-        self.change = change
-        self.count = 0
-
-    def run(
-        self,
-        jaxpr: jex.Jaxpr,
-        consts: Sequence[Any],
-        arguments: Sequence[Any],
-    ) -> list[Any]:
-        """Evaluates a jaxpr, with `change` applied to the results of each equation.
-        Returns the jaxpr's results.
-        """
-        return evaluated(jaxpr, consts, arguments, self.changed_results)
-
-    def changed_results(
-        self,
-        jaxpr: jex.Jaxpr,
-        equation: jex.JaxprEqn,
-        operands: list[Any],
-    ) -> Sequence[Any]:
-        """The results of an equation of `jaxpr`, with `change` applied to them and to
-        those of the equations within: a call is inlined, and the body of a loop is
-        evaluated anew.
-        """
-        name = equation.primitive.name
-        number = self.count
-        self.count += 1
-        if name in CALLS:
-            results = self.run(*opened(equation.params[CALLS[name]]), operands)
-            return self.change(number, name, results)
-
-        if name in _NESTED:
-            params = {
-                key: retraced(parameter, self.run)
-                for key, parameter in equation.params.items()
-            }
-            equation = equation.replace(params=params)
-        with jax.named_scope(f"{_TAG}{number}"):
-            results = applied(jaxpr, equation, operands)
-        return self.change(number, name, results)
-
-
-def _equation_of(operation: Operation) -> int | None:
-    """The number of the equation that a lowered operation belongs to: the innermost one
-    of the first of its locations that has a number.
-    """
-    for name_stack in name_stacks(operation.location):
-        numbers = _TAGS.findall(name_stack)
-        if numbers:
-            return int(numbers[-1])
-    return None
-
-
 class _Constrainer:
     """Constrains the results of equations. An equation lowers to operations, and a
     search gives these shardings.
@@ -491,7 +406,7 @@ class _Constrainer:
         # By the identity of an array: the array, and the spec of its last constraint.
         self.constraints: dict[int, tuple[Any, PartitionSpec]] = {}
         for operation in layouts.program.operations:
-            equation = _equation_of(operation)
+            equation = equation_of(operation)
             if equation is not None:
                 self.operations.setdefault(equation, []).append(operation)
 
