@@ -73,7 +73,9 @@ def _operands(equation: Any, body: Any) -> Sequence[Any]:
 
 
 def _word_variables_of_body(
-    equation: Any, body: Any, results: Sequence[int]
+    equation: Any,
+    body: Any,
+    results: Sequence[int],
 ) -> set[Any]:
     """The variables of a body of an equation that hold raw words. What a loop carries
     holds them at its end if it does at its beginning.

@@ -60,7 +60,8 @@ class Strategies(NamedTuple):
 
 
 def well_known_strategies(
-    layouts: Layouts, never: frozenset[int] = frozenset()
+    layouts: Layouts,
+    never: frozenset[int] = frozenset(),
 ) -> Strategies:
     """Well-known sharding strategies for the logical axes that the step has, without
     `never`.
