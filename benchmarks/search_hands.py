@@ -156,8 +156,10 @@ def _answered(target: str, model: tuple[Any, ...]) -> dict[str, Any]:
     begin = time.process_time()
     answer, *_ = sfx.auto.search(step, *args, devices=target, keep=1)
     seconds = time.process_time() - begin
-    options = asked_for(target, None)
-    space, lowered = opened(step, args, options, sfx.auto.Limits(), (), lambda _: None)
+    options = search_options(target, None)
+    space, lowered = opened_search(
+        step, args, options, sfx.auto.Limits(), (), lambda _: None
+    )
     lowered.model = dataclasses.replace(lowered.model, overlap=0.0)
     candidates, hands = candidates_of(space, lowered, 1, lambda _: None)
     chosen = {(answer.title, answer.constrained): answer}
