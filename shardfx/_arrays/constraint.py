@@ -243,8 +243,8 @@ def _explicit_axes_first(
         if strict and explicit_first != [*axes]:
             raise SpecError(
                 f"dim {dim} is to be cut by {axes}, of which JAX puts Explicit axes"
-                f" first inside `jit`; write {tuple(explicit_first)}, or give all axes of the"
-                " mesh one type."
+                f" first inside `jit`; write {tuple(explicit_first)}, or give all axes"
+                " of the mesh one type."
             )
         if explicit_first != [*axes]:
             what = f"mesh axes {', '.join(f'`{axis}`' for axis in axes)}"

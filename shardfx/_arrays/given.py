@@ -158,9 +158,10 @@ def raise_unless_same_devices(name: str, shardings: dict[str, list[Any]]) -> Non
         first_argument, first = arguments_and_shardings[0]
         if _devices_in_order(sharding) != _devices_in_order(first):
             raise PlanMismatchError(
-                f"an entry of `{argument}` of `{name}` is{_devices_text(sharding)}, and an"
-                f" entry of `{first_argument}` of `{name}` is{_devices_text(first)}; a compiled"
-                " function runs on one set of devices in one order. Where plans are on"
+                f"an entry of `{argument}` of `{name}` is{_devices_text(sharding)}, and"
+                f" an entry of `{first_argument}` of `{name}` is"
+                f"{_devices_text(first)}; a compiled function runs on one set of devices in"
+                " one order. Where plans are on"
                 " several meshes, give each a function of its own, and `reshard`"
                 " between them."
             )

@@ -204,7 +204,8 @@ class Jitted(Generic[P, R]):
         if static != compiled_static:
             raise PlanMismatchError(
                 f"`{self._name}` was compiled for other arguments: they differ in their"
-                f" structure, or in what is no array ({compiled_static.values!r:.60} then,"
+                " structure, or in what is no array"
+                f" ({compiled_static.values!r:.60} then,"
                 f" {static.values!r:.60} now); lower it with what you call it with."
             )
         if self._checked is not None:
@@ -512,10 +513,11 @@ class Jitted(Generic[P, R]):
                 without_entry.append(key)
         if without_argument and without_entry:
             raise PlanMismatchError(
-                f"`in_shardings` has an entry for argument {_shown(without_argument[0])} of"
+                "`in_shardings` has an entry for argument"
+                f" {_shown(without_argument[0])} of"
                 f" `{self._name}{self._signature}`, which this call lacks, and none for"
-                f" argument {_shown(without_entry[0])}, which it has. Pass arguments by position"
-                " for a tuple, by name for a dict, or name them in the signature,"
+                f" argument {_shown(without_entry[0])}, which it has. Pass arguments by"
+                " position for a tuple, by name for a dict, or name them in the signature,"
                 " which `functools.wraps` keeps for decorators."
             )
 

@@ -171,8 +171,8 @@ def _gathered_leaf(path: Any, leaf: object) -> Any:
     """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise LeafTypeError(
-            f"{_array_text(path)} is a ShapeDtypeStruct, which has no values to gather; make"
-            " the arrays first."
+            f"{_array_text(path)} is a ShapeDtypeStruct, which has no values to gather;"
+            " make the arrays first."
         )
     if isinstance(leaf, Tracer):
         raise LeafTypeError(
@@ -266,8 +266,8 @@ def specs_of(tree: object) -> Any:
             return canonical(sharding.spec)
         if isinstance(leaf, jax.Array) and leaf.ndim:
             raise LeafTypeError(
-                f"{_array_text(path)}, shape {leaf.shape}, lies on {sharding}, which has no"
-                " PartitionSpec; place it with `shard(tree, plan)`, or use"
+                f"{_array_text(path)}, shape {leaf.shape}, lies on {sharding}, which"
+                " has no PartitionSpec; place it with `shard(tree, plan)`, or use"
                 " `shardings_of`."
             )
         if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
@@ -329,9 +329,9 @@ def known_sharding(path: object, leaf: object) -> Sharding | None:
         ]
         if auto_axes:
             raise LeafTypeError(
-                f"{_array_text(path)}, shape {leaf.shape}, is traced on a mesh with the Auto"
-                f" axes {tuple(auto_axes)}: the compiler chooses how they cut it, and has"
-                " not yet. Look at what the compiled function returns; or use Explicit"
+                f"{_array_text(path)}, shape {leaf.shape}, is traced on a mesh with the"
+                f" Auto axes {tuple(auto_axes)}: the compiler chooses how they cut it,"
+                " and has not yet. Look at what the compiled function returns; or use Explicit"
                 " axes, which are in the type."
             )
     return sharding

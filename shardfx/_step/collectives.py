@@ -286,8 +286,8 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
     largest = max(members, default=0)
     if largest >= number_count:
         raise ProgramError(
-            f"a collective names number {largest}, and the program has {number_count} of"
-            " what it names; pass `mesh=` if the text's first line does not count its"
+            f"a collective names number {largest}, and the program has {number_count}"
+            " of what it names; pass `mesh=` if the text's first line does not count its"
             " devices"
         )
     if has_device_numbers and rows is not None:
@@ -416,8 +416,8 @@ class DevicePositions:
     - `ids`: the ids of the devices in the order of the mesh; empty if they are not
       known.
 
-    In the order of the mesh, `device_numbers` counts the devices, `slice_numbers` has the
-    slice of each, and `coordinates` the position of each along each mesh axis.
+    In the order of the mesh, `device_numbers` counts the devices, `slice_numbers` has
+    the slice of each, and `coordinates` the position of each along each mesh axis.
     `positions_by_slice` has a row for each slice: the position in the mesh of each
     device number of the program.
     """

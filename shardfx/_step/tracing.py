@@ -297,8 +297,8 @@ def mistakes_noted() -> contextlib.ExitStack:
             )
         if isinstance(error, ValueError) and str(error).startswith(_INNER_OPTIONS):
             error.add_note(
-                "the step calls a jitted function with `compiler_options`, and is traced"
-                " around it; pass the jitted function itself as the step, or jit the"
+                "the step calls a jitted function with `compiler_options`, and is"
+                " traced around it; pass the jitted function itself as the step, or jit the"
                 " inner function without them."
             )
 

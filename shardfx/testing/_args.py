@@ -140,8 +140,8 @@ def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTr
                 for key in (size,), (size, argument_number, dim):
                     divisor_by_key[key] = math.lcm(divisor_by_key.get(key, 1), count)
 
-    # The keys of all dimensions of a size come first, the largest size before others, and
-    # then the keys of single dimensions.
+    # The keys of all dimensions of a size come first, the largest size before others,
+    # and then the keys of single dimensions.
     new_sizes: dict[Key, int] = {}
     for key in sorted(divisor_by_key, key=lambda key: (len(key), -key[0])):
         size = key[0]

@@ -47,7 +47,8 @@ def rounded(array: Any, dtype: DType, kind: Any, odd_seed: Any) -> Any:
     if info.bits < 16:
         # The smallest floats are rounded as bfloat16.
         info = jnp.finfo(jnp.bfloat16)
-    top_bit = jax.lax.bitcast_convert_type(array, np.uint64) * odd_seed >> np.uint64(63)
+    bits = jax.lax.bitcast_convert_type(array, np.uint64)
+    top_bit = bits * odd_seed >> np.uint64(63)
     direction = top_bit.astype(np.float64) - 0.5
     if info.bits >= 32:
         # Both kinds are rounded to this dtype.

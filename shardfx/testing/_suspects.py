@@ -87,8 +87,8 @@ def _suspicious_equations(
             indexed_axes |= record.axes
     for record in records:
         yield from _suspicious_sums(record, axes, varying)
-        # `counted` is the size that an `iota` counts, here that of a sharded dimension on
-        # a device; 0 for other primitives.
+        # `counted` is the size that an `iota` counts, here that of a sharded dimension
+        # on a device; 0 for other primitives.
         axis = axis_by_length.get(record.counted)
         if axis in axes and axis not in indexed_axes:
             reason = (

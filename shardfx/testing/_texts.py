@@ -75,10 +75,9 @@ def plan_text(plan: ShardPlan) -> str:
     lines = [_PLAN_FORMAT, printable(_mesh_text(content.mesh))]
     if plan.mode is not None:
         lines.append(f"mode {plan.mode}")
-    lines += [
-        f"{plural(len(plan), 'array')}, {total_bytes:,} bytes, {bytes_per_device:,} per device",
-        "",
-    ]
+    arrays_text = plural(len(plan), "array")
+    totals = f"{arrays_text}, {total_bytes:,} bytes, {bytes_per_device:,} per device"
+    lines += [totals, ""]
     groups: dict[tuple[Any, ...], list[str]] = {}
     row_texts = [_row_text(row) for row in content.rows]
     for path, number in content.paths_and_rows:
@@ -176,8 +175,8 @@ def assert_same_text(
     update_call = f"`assert_same_{kind}_text({kind}, {expected_name!r}, update=True)`"
     if not is_text and not Path(expected).exists():
         raise AssertionError(
-            f"there is no file {expected_name} with the text of a {kind} yet; write it with"
-            f" {update_call}, look at it, and commit it."
+            f"there is no file {expected_name} with the text of a {kind} yet; write it"
+            f" with {update_call}, look at it, and commit it."
         )
     expected_text = (
         str(expected) if is_text else Path(expected).read_text(encoding="utf-8")
@@ -195,7 +194,10 @@ def assert_same_text(
             accept = f"replace the text with `{kind}_text({kind})`"
         else:
             accept = f"run {update_call}"
-        head = f"the {kind} is not that of {expected_name}.\nTo accept the new one, {accept}.\n"
+        head = (
+            f"the {kind} is not that of {expected_name}.\n"
+            f"To accept the new one, {accept}.\n"
+        )
         raise AssertionError("\n".join([head, *lines]))
 
 
