@@ -189,6 +189,16 @@ def spread_of(assembly: Assembly) -> Move | None:
     each element enters a slice once. `None` if the assembly makes the target's shards
     themselves.
     """
+    if assembly.relay is not None:
+        return Move(
+            how="tiles",
+            shape=assembly.shape,
+            dtype=assembly.dtype,
+            src=assembly.target,
+            dst=assembly.target,
+            copies=False,
+            assembly=assembly.relay,
+        )
     if assembly.sharding == assembly.target:
         return None
     return move_of(

@@ -343,9 +343,9 @@ def _move_fields(move: Move) -> dict[str, Any]:
         extra_bytes = 2 * largest_link_bytes
         spread = spread_of(move.assembly)
         if spread is not None:
-            assert spread.plan is not None
-            fields["steps"] = spread.plan.steps
-            wire_bytes += spread.plan.wire_bytes
+            if spread.plan is not None:
+                fields["steps"] = spread.plan.steps
+            wire_bytes += _spread_bytes(spread)
             extra_bytes = max(extra_bytes, spread.source_bytes)
         return {
             **fields,
@@ -365,6 +365,16 @@ def _move_fields(move: Move) -> dict[str, Any]:
     return {**fields, "peak_bytes": peak_bytes}
 
 
+def _spread_bytes(spread: Move) -> int:
+    """The bytes that enter a device in the move inside slices that follows an assembly:
+    a mean if it is by parts.
+    """
+    if spread.plan is not None:
+        return spread.plan.wire_bytes
+    assert spread.assembly is not None
+    return -(-spread.assembly.parts.wire_bytes // spread.dst.num_devices)
+
+
 @ft.lru_cache(maxsize=4096)
 def _assembly_fields(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
     """The fields of a `LeafMove`, by name, that say the cost of assembling an array of
@@ -380,10 +390,10 @@ def _assembly_fields(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
     steps: tuple[MoveStep, ...] = ()
     spread = spread_of(assembly)
     if spread is not None:
-        assert spread.plan is not None
-        steps = spread.plan.steps
-        wire_bytes += spread.plan.wire_bytes
-        lower_bound_bytes += spread.plan.wire_bytes
+        if spread.plan is not None:
+            steps = spread.plan.steps
+        wire_bytes += _spread_bytes(spread)
+        lower_bound_bytes += _spread_bytes(spread)
         extra_bytes = max(extra_bytes, spread.held_by_source + spread.extra_bytes)
     target_shape = assembly.target.shard_shape(assembly.shape)
     return {

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from shardfx import From, TreeMap, clear_caches, plan_reshard, topology
 from shardfx._reshard.move import move_of, spread_of
 from shardfx._reshard.mover import resharded
+from shardfx._reshard.pieces import relay
 
 
 SHAPE = (24, 16)
@@ -171,3 +172,96 @@ def test_through_a_map_an_element_enters_once(two_slices):
         )
         assert moved["t"].sharding == target
         np.testing.assert_array_equal(moved["t"], x.T)
+
+
+@pytest.fixture
+def relays_of_any_size(two_slices, monkeypatch):
+    """Relays also for parts that are smaller than it is worth."""
+    monkeypatch.setattr(relay, "LEAST_SAVED_BYTES", 1)
+
+
+def entering(source, target, shape):
+    """How many elements enter slices if each enters a slice once."""
+    needed = np.zeros((2, *shape), bool)
+    for device, index in target.devices_indices_map(shape).items():
+        needed[device.id // 4][index] = True
+    for device, index in source.devices_indices_map(shape).items():
+        needed[device.id // 4][index] = False
+    return needed.sum()
+
+
+# Slices end inside of mesh axes, or the replicas do not divide the shards.
+UNEVEN = [
+    (range(1, 7), (3, 2), P(), SHAPE),
+    (range(1, 7), (3, 2), P("b"), SHAPE),
+    (range(1, 7), (3, 2), P(None, "a"), (24, 15)),
+    (range(2, 8), (2, 3), P(), SHAPE),
+    (range(2, 8), (6,), P(), (5, 7)),
+    ((0, 4, 1, 5, 2, 6, 3, 7), (8,), P(), SHAPE),
+    (range(4, 8), (2, 2), P("b"), (2, 5)),
+]
+
+
+@pytest.mark.parametrize("target", UNEVEN)
+def test_relays_let_each_element_enter_a_slice_once(relays_of_any_size, target):
+    *where, shape = target
+    target = sharding(*where)
+    source = sharding(range(4), (4,), P())
+    if shape[0] % 4 == 0:
+        source = sharding((3, 1, 0, 7), (4,), P("a"))
+    for dtype in (jnp.bfloat16, jnp.int4):
+        x = array(source, shape, dtype)
+        move = move_of(shape, x.dtype, source, target, (), False)
+        assert move.assembly is not None
+        # Parts of 4-bit elements are whole bytes.
+        if dtype == jnp.bfloat16:
+            assert move.assembly.dcn_bytes == 2 * entering(source, target, shape)
+        moved = resharded(x, target, copies=False)
+        assert moved.sharding == target
+        np.testing.assert_array_equal(moved, x)
+
+
+def test_relays_keep_limits_and_plans_count_them(relays_of_any_size):
+    x = array(sharding(range(4), (4,), P("a")), (64, 60))
+    expected = np.asarray(x)
+    target = sharding(range(2, 8), (2, 3), P())
+    move = move_of(x.shape, x.dtype, x.sharding, target, (), False)
+    assert move.assembly is not None
+    assert move.assembly.relay is not None
+    assert move.least_bytes < move.extra_bytes
+    leaf = leaf_of(x, target)
+    # Each of six devices gets what it lacks, in whichever way.
+    assert leaf.wire_bytes == (2 * 3 + 4 * 4) * x.nbytes // 4 // 6
+    assert leaf.peak_bytes >= leaf.source_bytes + 2 * leaf.target_bytes
+    moved = resharded(
+        x, target, copies=False, donate=True, memory_limit_bytes=move.least_bytes
+    )
+    assert x.is_deleted()
+    np.testing.assert_array_equal(moved, expected)
+
+
+def test_relays_serve_maps_and_keys(relays_of_any_size):
+    x = array(sharding(range(4), (4,), P("a")))
+    target = sharding(range(1, 7), (3, 2), P("b"))
+    struct = jax.ShapeDtypeStruct((16, 48), jnp.bfloat16, sharding=target)
+    repeated = From("w").T.repeat(2, dim=1, unit=3).cast("bfloat16")
+    rules = TreeMap({"t": repeated})
+    [leaf] = plan_reshard({"w": x}, {"t": struct}, map=rules).leaves
+    # Half of the devices are in a slice that has nothing; elements come as bfloat16.
+    assert leaf.dcn_bytes == -(-x.size * 2 // 6)
+    moved = resharded({"w": x}, {"t": struct}, map=rules, copies=False)
+    np.testing.assert_array_equal(moved["t"], rules.apply({"w": np.asarray(x)})["t"])
+
+    keys = jax.random.split(jax.random.key(0), 8)
+    x = jax.device_put(keys, sharding(range(4), (4,), P("a")))
+    target = sharding(range(1, 7), (3, 2), P())
+    moved = resharded(x, target, copies=False)
+    np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(x))
+
+
+def test_few_bytes_are_not_relayed(two_slices):
+    x = array(sharding(range(4), (4,), P()))
+    target = sharding(range(1, 7), (3, 2), P())
+    move = move_of(SHAPE, x.dtype, x.sharding, target, (), False)
+    assert move.assembly is not None
+    assert move.assembly.relay is None

@@ -184,6 +184,8 @@ class Assembly:
     - `host_copies`: for "host", the copies that assemble each of these boxes.
     - `joint_copies`: for "host" and small arrays, the copies that assemble all of them
       in one memory.
+    - `relay`: if devices of a slice share what enters it, the plan by which they send it
+      to each other. Its source is the array without these elements.
     """
 
     target: Sharding
@@ -202,6 +204,7 @@ class Assembly:
     targets: tuple[Box, ...] = ()
     host_copies: tuple[HostCopies, ...] = ()
     joint_copies: tuple[Copy, ...] = ()
+    relay: "Assembly | None" = None
 
     @ft.cached_property
     def dcn_bytes(self) -> int:

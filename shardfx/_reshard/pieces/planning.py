@@ -44,6 +44,7 @@ from .assembly import (
 )
 from .copies import HostCopies, host_copies, joint_copies
 from .parts import ShardParts, Source, shard_parts
+from .relay import may_need_a_relay, with_relay
 from .shard_part import Block, ShardPart
 
 
@@ -227,22 +228,26 @@ def _assembly(
     sent_before: tuple[tuple[int, int], ...] = (),
 ) -> Assembly:
     """The plan for assembling `leaf` from `sources` in its sharding, or divided further
-    inside TPU slices if fewer bytes then cross between slices. `target` has the pieces
-    that fill the array.
+    inside TPU slices, or with a relay in each slice, if fewer bytes then cross between
+    slices. `target` has the pieces that fill the array.
     """
     arguments = (target, sources, may_copy_on_host, lost, sent_before)
     assembly = _assembly_in(leaf, *arguments)
     if assembly.method != "programs" or not assembly.dcn_bytes:
         return assembly
     assert leaf.sharding is not None
+    best = assembly
     divided_sharding = divided_in_slices(leaf.shape, leaf.sharding)
-    if divided_sharding is None:
-        return assembly
-    divided_leaf = leaf._replace(sharding=divided_sharding)
-    divided_assembly = _assembly_in(divided_leaf, *arguments)
-    if divided_assembly.dcn_bytes < assembly.dcn_bytes:
-        return dataclasses.replace(divided_assembly, target=leaf.sharding)
-    return assembly
+    if divided_sharding is not None:
+        divided_leaf = leaf._replace(sharding=divided_sharding)
+        divided_assembly = _assembly_in(divided_leaf, *arguments)
+        if divided_assembly.dcn_bytes < assembly.dcn_bytes:
+            best = dataclasses.replace(divided_assembly, target=leaf.sharding)
+    if may_need_a_relay(leaf._replace(sharding=best.sharding), best.dcn_bytes):
+        relayed = with_relay(assembly, leaf)
+        if relayed is not None and relayed.dcn_bytes < best.dcn_bytes:
+            return relayed
+    return best
 
 
 def _assembly_in(
