@@ -66,6 +66,9 @@ def pages() -> dict[Path, str]:
             files, [_read(file) for file in sorted(RESULTS.glob("hands/*.json"))]
         )
     }
+    if "auto-plans-libtpu" in read:
+        section = _report.plans_without_rules(read["auto-plans-libtpu"])
+        pages_by_name["benchmarks.md"] += "\n" + section
     if "policy" in read:
         pages_by_name["benchmarks.md"] += "\n" + _report.policies(
             read["policy"], read["policy-subsets"]["v5e"]

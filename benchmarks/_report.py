@@ -154,8 +154,6 @@ that `reshard` takes; within 1 % is equal.
 | network | a collective | faster | equal | slower | worst | sum |
 |---|---|---|---|---|---|---|
 | torus | 3 us | 45 | 170 | 85 | 4.15 | 1.117 |
-| torus | 10 us | 48 | 169 | 83 | 4.60 | 1.107 |
-| switch | 3 us | 37 | 257 | 6 | 1.78 | 0.994 |
 | switch | 10 us | 38 | 256 | 6 | 2.64 | 0.995 |
 
 It would have replaced the search if no move got slower. The worst is `P("a", "b")` to `P(None, "a", "b")` on 6x4:
@@ -237,6 +235,25 @@ def policies(document: Mapping[str, Any], subsets: Mapping[str, Any]) -> str:
     ]
     parts += _lines(SUBSETS, compiled)
     return "\n\n".join(parts) + "\n"
+
+
+def plans_without_rules(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """The section about the memory of steps under plans without rules, from the results
+    of `benchmarks.auto_plans --compile`.
+    """
+    chips: dict[str, list[Mapping[str, Any]]] = {}
+    for key, row in rows.items():
+        _, _, target = key.rpartition(" on ")
+        chips.setdefault(target, []).append(row)
+    lines = []
+    for target, of_target in chips.items():
+        under = sum(row["is under"] for row in of_target)
+        fullest = max(row["compiled GiB"] / row["usable GiB"] for row in of_target)
+        lines.append(
+            f"{target}: {under} of {len(of_target)}, at most {fullest:.2%} of it"
+        )
+    heading = "Steps under `auto.plan` whose memory by libtpu is below their chip's"
+    return "\n\n".join(["## Plans without rules", *_lines(heading, lines)]) + "\n"
 
 
 def _by_hand(cases: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:

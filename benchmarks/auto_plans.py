@@ -220,7 +220,6 @@ def compiled(case: Trained, target: str) -> Row:
     chip = sfx.chips.parse_slice(target).chip
     usable_bytes = chip.usable_hbm_bytes_per_device
     fit = sfx.cost.fit(plan.step, *plan.structs, chip=chip)
-    begin = time.process_time()
     try:
         program = sfx.cost.compile_for(plan.step, *plan.structs, target=target)
         needed_bytes = memory_of(program).needed_bytes
@@ -232,7 +231,6 @@ def compiled(case: Trained, target: str) -> Row:
         "compiled GiB": needed_bytes / 2**30,
         "usable GiB": usable_bytes / 2**30,
         "is under": needed_bytes <= usable_bytes,
-        "processor seconds of libtpu": time.process_time() - begin,
     }
 
 
