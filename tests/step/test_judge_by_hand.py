@@ -399,3 +399,44 @@ def test_a_transposed_lookup_needs_a_transposed_mask(order, outcome):
 """
     )
     assert verdict_of(whole, partitioned) == outcome
+
+
+# Device 0 has the rows of `x`, and device 1 has padding; and the other way round.
+ROWS_AND_PADDING = """
+  %x = f32[2,2]{1,0} parameter(0), sharding={replicated}
+  %zero = f32[] constant(0)
+  %pad = f32[4,2]{1,0} pad(%x, %zero), padding=0_2x0_0
+  %starts = s32[2]{0} constant({0, 2})
+  %device = u32[] partition-id()
+  %start.1 = s32[1]{0} dynamic-slice(%starts, %device), dynamic_slice_sizes={1}
+  %start = s32[] reshape(%start.1)
+  %none = s32[] constant(0)
+  %own = f32[2,2]{1,0} dynamic-slice(%pad, %start, %none), dynamic_slice_sizes={2,2}
+  %other = f32[2,2]{1,0} collective-permute(%own), channel_id=1,\
+ source_target_pairs={{0,1},{1,0}}
+"""
+
+
+@pytest.mark.parametrize(
+    "joined",
+    [
+        """
+  %left = f32[2,1]{1,0} slice(%other), slice={[0:2], [0:1]}
+  %right = f32[2,1]{1,0} slice(%own), slice={[0:2], [1:2]}
+  ROOT %y = f32[2,2]{1,0} concatenate(%left, %right), dimensions={1}
+""",
+        """
+  %columns = s32[2,2]{1,0} iota(), iota_dimension=1
+  %one = s32[] constant(1)
+  %ones = s32[2,2]{1,0} broadcast(%one), dimensions={}
+  %mask = pred[2,2]{1,0} compare(%columns, %ones), direction=LT
+  ROOT %y = f32[2,2]{1,0} select(%mask, %other, %own)
+""",
+    ],
+)
+def test_padding_beside_a_piece_is_no_element(joined):
+    whole = """
+  %x = f32[2,2]{1,0} parameter(0), sharding={replicated}
+  ROOT %y = f32[2,2]{1,0} copy(%x)
+"""
+    assert verdict_of(whole, ROWS_AND_PADDING + joined) != "proved"

@@ -169,6 +169,14 @@ def is_empty(held: Held, devices: int) -> np.ndarray:
     return empty
 
 
+def without(context: Context, cut: Cut, devices: np.ndarray) -> Cut:
+    """The cut with holes only on some devices, a mask."""
+    if not devices.any():
+        return cut
+    starts = np.where(devices[:, None], HOLE, cut.starts)
+    return context.cuts.from_segments(cut.lengths, starts, cut.step)
+
+
 def common_axis(
     context: Context,
     pieces: Sequence[Held],

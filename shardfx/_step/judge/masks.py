@@ -10,7 +10,7 @@ import numpy as np
 from ..hlo_text import Instruction
 from .cuts import HOLE
 from .held import Axis, Context, Fills, Held, Number, view_of
-from .joining import common_axis, constant_number, is_empty, is_zero, with_axis
+from .joining import common_axis, constant_number, is_empty, is_zero, with_axis, without
 from .matching import seen_as_padded
 
 
@@ -131,16 +131,21 @@ def _merged(
         return None
     # Which devices use an element of each.
     used = (chosen.any(axis=1), (~chosen).any(axis=1))
+    chosen_cut = axis.cut
+    other_cut = other_axis.cut
     held = chosen_value
     if not is_device_mask:
         empty = [is_empty(held, context.devices) for held in (chosen_value, other)]
         used = (used[0] & ~empty[0], used[1] & ~empty[1])
+        # Padding of one beside elements of the other holds none of these.
+        chosen_cut = without(context, chosen_cut, empty[0] & used[1])
+        other_cut = without(context, other_cut, empty[1] & used[0])
         for dim in range(len(chosen_value.axes)):
             if dim != place:
                 held = with_axis(
                     held, dim, common_axis(context, (chosen_value, other), dim, used)
                 )
-    indices = np.where(chosen, cuts.indices(axis.cut), cuts.indices(other_axis.cut))
+    indices = np.where(chosen, cuts.indices(chosen_cut), cuts.indices(other_cut))
     held = with_axis(held, place, Axis(axis.dim, cuts.from_indices(indices)))
     fill = chosen_value.fill_number
     if fill != other.fill:

@@ -33,6 +33,7 @@ from .joining import (
     is_empty,
     joined_cut,
     with_axis,
+    without,
 )
 from .matching import (
     Match,
@@ -477,6 +478,9 @@ def _joined_pieces(
     dims = {axis.dim for piece in real if (axis := piece.axes[along]) is not None}
     if len(dims) > 1:
         return None
+    # Which devices have elements of each piece, and of any.
+    used = [~is_empty(piece, context.devices) for piece in real]
+    has_elements = np.any(used, axis=0)
     cuts = []
     for piece in pieces:
         axis = piece.axes[along]
@@ -486,10 +490,10 @@ def _joined_pieces(
         elif axis is None:
             return None
         else:
-            cuts.append(axis.cut)
+            # A piece that is padding beside another one holds none of its elements.
+            is_padding = is_empty(piece, context.devices) & has_elements
+            cuts.append(without(context, axis.cut, is_padding))
     held = real[0]
-    # Which devices have elements of each piece.
-    used = [~is_empty(piece, context.devices) for piece in real]
     for place in range(len(shape)):
         if place != along:
             held = with_axis(held, place, common_axis(context, real, place, used))
