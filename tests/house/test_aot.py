@@ -250,6 +250,18 @@ MOVES = [
     ),
     ("float32", WIDE, (4, 4, 4), P(("a", "c")), (2, 16, 2), P(None, "b")),
     ("float32", WIDE, (4, 16), P(("b", "a")), (4, 4, 2, 2), P(None, ("a", "c", "b"))),
+    # The same, where an earlier all-to-all alone has parts in another order.
+    (
+        "bfloat16",
+        WIDE,
+        (4, 4, 4),
+        P(None, ("b", "a", "c")),
+        (2, 8, 4),
+        P(None, ("b", "c")),
+    ),
+    # A gather along both dimensions. Concatenated, the shards took two shards and three
+    # times the compiler's scratch.
+    ("bfloat16", WIDE, (2, 4, 8), P(None, "b"), (16, 4), P(None, "b")),
     *(
         (dtype, WIDE, *move)
         for dtype in ("bfloat16", "float32")

@@ -25,6 +25,11 @@ from .paths import permutation
 from .redistribution import MoveStep, Redistribution
 
 
+# A gather along two dimensions of a v5p, by one concatenation and by writes: 1.75 and 1.0
+# shards for 4 x 4 shards, 0.69 and 1.0 for 4 x 16.
+_CONCATENATED = 8
+
+
 def program(
     x: Shaped[Array, "..."],
     src: NamedSharding,
@@ -237,7 +242,7 @@ def _all_gather(
     def at_once(shard: Array) -> Array:
         if len(gathered_dims) == 1:
             return gather(shard, axis=gathered_dims[0], tiled=True)
-        return _concatenate(gather(shard), exchange.counts)
+        return concatenated(gather(shard), exchange.counts)
 
     def stacked(shard: Array) -> Array:
         return join(gather(shard), exchange)
@@ -245,9 +250,12 @@ def _all_gather(
     return _either(shard, at_once, stacked)
 
 
-def _concatenate(shards: Array, counts: tuple[int, ...]) -> Array:
+def concatenated(shards: Array, counts: tuple[int, ...]) -> Array:
     """Does what `join` does with a gathered shard, in one copy of the result less on
     TPUs. `counts` has the number of shards along each dimension of the result.
+
+    A few shards are written into the result one after another, since TPU compilers hold
+    all operands of a concatenation besides its result. Many operands they do not hold.
     """
     parts = shards.reshape((*counts, *shards.shape[1:]))
     for dim in reversed(range(1, len(counts))):
@@ -256,9 +264,23 @@ def _concatenate(shards: Array, counts: tuple[int, ...]) -> Array:
             for index in range(counts[dim])
         ]
         # The numbers of shards along the dimensions before `dim` are still in front.
-        parts = lax.concatenate(along_dim, 2 * dim)
+        parts = _joined_along(along_dim, 2 * dim)
     # The shards along dimension 0 lie one after another now, so this is no copy.
     return parts.reshape((-1, *parts.shape[2:]))
+
+
+def _joined_along(shards: list[Array], dim: int) -> Array:
+    """Concatenates shards of one shape along the dimension `dim`."""
+    if len(shards) >= _CONCATENATED:
+        return lax.concatenate(shards, dim)
+    shape = list(shards[0].shape)
+    shard_size = shape[dim]
+    shape[dim] *= len(shards)
+    joined = lax.empty(tuple(shape), shards[0].dtype)
+    for index, shard in enumerate(shards):
+        start = index * shard_size
+        joined = lax.dynamic_update_slice_in_dim(joined, shard, start, dim)
+    return joined
 
 
 def _either(

@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx._reshard.shardings import flat
 from shardfx._reshard.steps.chunks import Chunks, chunks_on_tpus, in_chunks
-from shardfx._reshard.steps.programs import run_steps
+from shardfx._reshard.steps.groups import Exchange, join
+from shardfx._reshard.steps.programs import concatenated, run_steps
 from shardfx._reshard.steps.redistribution import Redistribution, redistribute
 from shardfx.results import StepLayout
 
@@ -322,3 +323,19 @@ def test_all_to_all_after_a_permutation_comes_in_four():
     assert chunks is not None
     parts = -(-chunks.block // chunks.chunk)
     assert parts == 4
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (1, 6), (6, 1), (2, 1, 3), (2, 3, 2)])
+def test_shards_are_concatenated_as_they_are_joined(counts):
+    members = math.prod(counts)
+    shard_shape = (4, 5, 6)[: len(counts)]
+    exchange = Exchange(
+        groups=np.arange(members).reshape(1, members),
+        sizes=counts,
+        splits=((),) * len(counts),
+        joins=tuple((dim,) for dim in range(len(counts))),
+    )
+    shards = np.arange(members * math.prod(shard_shape))
+    shards = shards.reshape(members, *shard_shape)
+    result = concatenated(jax.numpy.asarray(shards), counts)
+    np.testing.assert_array_equal(result, join(shards, exchange))
