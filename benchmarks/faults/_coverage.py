@@ -58,7 +58,7 @@ def judged_steps(
 
 def judged_step(subject: Subject) -> dict[str, Any]:
     """What `verify` says of a step, and if it refutes it, how far off its numbers are."""
-    mesh = _mesh(subject.sizes)
+    mesh = mesh_of(subject.sizes)
     step, arguments = subject.make(mesh)
     started = time.process_time()
     verdict = testing.verify(step, *arguments, compiler="cpu")
@@ -97,10 +97,10 @@ class Error(NamedTuple):
 
 def step_errors(subject: Subject) -> list[Error]:
     """How far off each result of a step is."""
-    step, arguments = subject.make(_mesh(subject.sizes))
+    step, arguments = subject.make(mesh_of(subject.sizes))
     results = step(*with_arrays(arguments, mild=True))
     alone = dict.fromkeys(subject.sizes, 1)
-    step, arguments = subject.make(_mesh(alone))
+    step, arguments = subject.make(mesh_of(alone))
     expected = step(*with_arrays(arguments, mild=True))
     pairs = zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True)
     return [_error(result, right) for result, right in pairs]
@@ -117,7 +117,8 @@ def _error(result: jax.Array, right: jax.Array) -> Error:
     )
 
 
-def _mesh(sizes: Mapping[str, int]) -> Mesh:
+def mesh_of(sizes: Mapping[str, int]) -> Mesh:
+    """A mesh of the first devices, with Auto axes of these sizes."""
     shape = tuple(sizes.values())
     count = int(np.prod(shape))
     devices = np.array(jax.devices()[:count]).reshape(shape)

@@ -23,8 +23,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from ..faults._coverage import Error, document, judged_step, step_errors
+from shardfx.testing import check_step
+from shardfx.testing._args import with_arrays
+
+from ..faults._coverage import Error, document, judged_step, mesh_of, step_errors
 from ..faults._families import Subject
 from . import _open, _sealed
 from ._case import Case
@@ -85,13 +89,14 @@ def questions(lines: Sequence[Mapping[str, Any]]) -> Iterator[Question]:
             if question.key not in answered(lines):
                 yield question
     by_name = {case.name: case for case in cases}
-    proved = [line for line in verdicts(lines) if line["outcome"] == "proved"]
-    # The smallest programs first.
-    for line in sorted(proved, key=lambda line: line["bytes"]):
+    judged = [line for line in verdicts(lines) if line["outcome"] != "not judged"]
+    # What is refuted first, and then the smallest programs.
+    order = lambda line: (line["outcome"] == "proved", line["bytes"])
+    for line in sorted(judged, key=order):
         for subject in subjects(by_name[line["name"]]):
             question = Question("numbers", subject)
-            is_proved = subject.layout == line["layout"]
-            if is_proved and question.key not in answered(lines):
+            is_judged = subject.layout == line["layout"]
+            if is_judged and question.key not in answered(lines):
                 yield question
 
 
@@ -112,12 +117,15 @@ def answer(question: Question) -> dict[str, Any]:
     try:
         if kind == "verdict":
             return line | judged_step(question.subject)
-        errors = step_errors(question.subject)
+        answered_numbers = numbers(step_errors(question.subject))
+        if answered_numbers["numbers"] == "wrong":
+            # Some steps make much of a rounding error, such as a simulation.
+            answered_numbers = checked_numbers(question.subject)
+        return line | answered_numbers
     except _REFUSED as error:
         return line | {"refused": f"{type(error).__name__}: {error}"[:300]}
     except jax.errors.JaxRuntimeError as error:
         return line | {"refused": f"XLA: {error}"[:300]}
-    return line | numbers(errors)
 
 
 def numbers(errors: Sequence[Error]) -> dict[str, str]:
@@ -131,6 +139,25 @@ def numbers(errors: Sequence[Error]) -> dict[str, str]:
     return {
         "numbers": "right" if is_right else "wrong",
         "error": f"{worst.size:.2g}",
+    }
+
+
+def checked_numbers(subject: Subject) -> dict[str, str]:
+    """Whether the numbers of a step are right by `check_step`, which measures how far
+    rounding goes. The error is the largest over that.
+    """
+    step, arguments = subject.make(mesh_of(subject.sizes))
+    checked = check_step(step, *with_arrays(arguments, mild=True))
+    if not checked.is_finite:
+        return {"numbers": "not finite"}
+    smallest = np.finfo(np.float64).tiny
+    ratios = [
+        output.difference / max(output.allowed, smallest) for output in checked.outputs
+    ]
+    is_right = all(output.is_right for output in checked.outputs)
+    return {
+        "numbers": "right" if is_right else "wrong",
+        "error": f"{max(ratios):.2g} of rounding",
     }
 
 
@@ -199,24 +226,34 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """The counts of outcomes and numbers, and a line for each mistake."""
     judged = verdicts(lines)
     outcomes = Counter(line["outcome"] for line in judged)
-    numbers = Counter(line["numbers"] for line in lines if "numbers" in line)
+    said = Counter(line["numbers"] for line in lines if "numbers" in line)
     texts = [
         f"{len({line['name'] for line in judged})} steps, {len(judged)} layouts:"
-        f" {dict(outcomes)}; numbers of proved ones: {dict(numbers)}"
+        f" {dict(outcomes)}; numbers of these: {dict(said)}"
     ]
     for line in mistakes(lines):
-        what = "accused" if line["kind"] == "verdict" else "proved, and wrong"
+        what = "refuted, and right"
+        if line["numbers"] == "wrong":
+            what = "proved, and wrong"
         texts.append(f"{what}: {line['name']}, {line['layout']}: {line['error']} off")
     return texts
 
 
 def mistakes(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The right programs that are refuted, and the wrong ones that are proved."""
-    return [
-        line
-        for line in lines
-        if line.get("numbers_right") or line.get("numbers") == "wrong"
-    ]
+    """The numbers of right programs that are refuted, and of wrong ones that are
+    proved.
+    """
+    wrong_answer = {"refuted": "right", "proved": "wrong"}
+    outcome_of = {
+        (line["name"], line["layout"]): line["outcome"] for line in verdicts(lines)
+    }
+    found = []
+    for line in lines:
+        if "numbers" in line:
+            outcome = outcome_of[line["name"], line["layout"]]
+            if line["numbers"] == wrong_answer[outcome]:
+                found.append(line)
+    return found
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -54,8 +54,9 @@ def test_numbers_are_right_wrong_or_not_finite(size, said):
 def test_accusations_and_wrong_proofs_are_counted(tmp_path):
     (subject, other, *_) = verdicts.subjects(CASE)
     lines = [
-        verdict(subject, outcome="refuted", numbers_right=True, error="1e-07"),
+        verdict(subject, outcome="refuted"),
         verdict(other, outcome="proved"),
+        verdict(subject, kind="numbers", numbers="right", error="1e-07"),
         verdict(other, kind="numbers", numbers="wrong", error="0.4"),
     ]
     records = tmp_path / "records.jsonl"
@@ -65,7 +66,7 @@ def test_accusations_and_wrong_proofs_are_counted(tmp_path):
     assert len(verdicts.mistakes(lines)) == 2
     texts = verdicts.summary(lines)
     assert "1 steps, 2 layouts" in texts[0]
-    assert texts[1].startswith("accused: ")
+    assert texts[1].startswith("refuted, and right: ")
     assert texts[2].startswith("proved, and wrong: ")
 
 
