@@ -3,7 +3,6 @@ assignments divide them. `_core.py` explains them, and estimates candidates by t
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -278,45 +277,3 @@ def sharded_axes(layouts: list[AssignedLayout]) -> list[int]:
     for layout in layouts:
         axes |= layout.used
     return sorted(axes)
-
-
-def padded(terms: CostTerms) -> CostTerms:
-    """The arrays of `cost_terms`, padded with terms, assignments and logical axes that
-    change no estimate.
-
-    With this padding most searches of a process have arrays of equal shapes, and share
-    one compiled program. Counts become float32, since only their leading digits matter.
-    """
-    # Up to the next multiples.
-    added_terms = -len(terms["shared"]) % 32
-    added_sent_terms = -terms["sent"].shape[1] % 16
-    # At least one assignment is added, which shards nothing. It fills up sets with fewer
-    # than four assignments.
-    added_assignments = 1 + (-1 - len(terms["calls"])) % 80
-    added_axes = -len(terms["sizes"]) % 16
-    widths = {
-        "divides": (added_terms, added_assignments),
-        "shared": (added_terms, 0),
-        "divides_sent": (added_assignments, added_sent_terms, added_assignments),
-        "sent": (added_assignments, added_sent_terms, 0),
-        "calls": (added_assignments,),
-        "limits": (added_axes, added_assignments),
-        "sizes": (added_axes,),
-        "least": (added_axes,),
-    }
-    # A size that int32 cannot hold becomes a smaller one that the same usual numbers of
-    # devices divide: those with factors of 2, 3, 5 and 7. 11 stands for its other factors.
-    sizes = []
-    for size in terms["sizes"].tolist():
-        if size >= 2**31:
-            size = 11 * math.gcd(size, 2**16 * 3**3 * 5 * 7)
-        sizes.append(size)
-    kinds = {"f": np.float32, "b": np.bool_, "i": np.int32}
-    arrays = {}
-    all_terms = {**terms, "sizes": np.array(sizes)}
-    for name, array in all_terms.items():
-        padding = [(0, width) for width in widths[name]]
-        padded_array = np.pad(array, padding)
-        dtype = kinds[padded_array.dtype.kind]
-        arrays[name] = padded_array.astype(dtype)
-    return arrays

@@ -28,8 +28,8 @@ from ._name_axes import names_trees, notes_of
 from ._strategies import assignments_of, assignments_of_rules, well_known_strategies
 
 
-# With at most this many assignments all searches share one compiled estimate.
-_ASSIGNMENTS = 79
+# The largest number of axis assignments that are tried.
+_MOST_ASSIGNMENTS = 79
 MODEL = CostModel()
 
 
@@ -164,7 +164,7 @@ class Space:
         if limits.rules is not None:
             assignments = assignments_of_rules(limits.rules, classes, never).values()
         for assignment in assignments:
-            if len(self.assigned) < _ASSIGNMENTS:
+            if len(self.assigned) < _MOST_ASSIGNMENTS:
                 self.number(assignment)
         self.terms = _limited(self) if self.assigned else {}
 

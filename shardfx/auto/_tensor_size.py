@@ -142,8 +142,8 @@ class StepEstimate(NamedTuple):
             math.inf,
             extents=self.hardware.extents,
         )
-        data_rate, fsdp_rate, tensor_rate = byte_seconds(np, rates, sizes, slices)[:, 0]
-        latencies = rates["hop_seconds"] * hop_counts(np, rates, sizes, slices)[:, 0]
+        data_rate, fsdp_rate, tensor_rate = byte_seconds(rates, sizes, slices)[:, 0]
+        latencies = rates["hop_seconds"] * hop_counts(rates, sizes, slices)[:, 0]
         compute = flops / rates["flops"]
         hidden = 2 * weight_bytes / fsdp.size * data_rate + latencies[0]
         gathered = _GATHERED * weight_bytes * fsdp_rate

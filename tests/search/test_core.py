@@ -1,4 +1,4 @@
-"""The compiled core against the same costs in plain Python."""
+"""The estimate of candidates against the same costs in plain Python."""
 
 import dataclasses
 import itertools
@@ -188,7 +188,7 @@ def test_hops_are_those_that_seconds_counts(name, sizes):
     devices = math.prod(sizes)
     rates = rates_of(chip, devices, MODEL, 1e12)
     rows = np.array([sizes])
-    [hops] = core.hop_counts(np, rates, rows, np.ones_like(rows)).T.tolist()
+    [hops] = core.hop_counts(rates, rows, np.ones_like(rows)).T.tolist()
     names = [str(axis) for axis in range(len(sizes))]
     rings = {}
     if chip.torus_dims:
@@ -202,7 +202,7 @@ def test_hops_are_those_that_seconds_counts(name, sizes):
 def test_an_axis_of_one_device_has_no_hops():
     rows = np.array([[1, 64]])
     rates = machine("v5p", 64)
-    [[none], [all_hops]] = core.hop_counts(np, rates, rows, np.ones_like(rows))
+    [[none], [all_hops]] = core.hop_counts(rates, rows, np.ones_like(rows))
     assert none == 0
     assert all_hops == 6
 
