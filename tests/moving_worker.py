@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import multiprocess_worker
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from moves import move_of
 
 from shardfx import From, TreeMap, plan_reshard, reshard
-from shardfx._reshard.move import move_of
 
 
 def values(shape, dtype="float32"):

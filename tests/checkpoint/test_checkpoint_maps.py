@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
+from moves import through_programs
 from safetensors.numpy import load_file, save_file
 
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
-from shardfx._reshard.mover import resharded
 from shardfx.errors import CheckpointError, LeafTypeError, MapError
 
 
@@ -380,7 +380,7 @@ def test_floats_become_the_same_integers_everywhere(tmp_path, stored):
     placed = shardfx.shard({"x": x}, source)
     for tree in ({"x": x}, placed):
         equal(shardfx.reshard(tree, plan, map=cast), whole)
-    equal(resharded(placed, plan, map=cast, copies=False), whole)
+    equal(through_programs(placed, plan, map=cast), whole)
     checkpoint.save(tmp_path / "x.safetensors", {"x": x}, source)
     equal(checkpoint.load(tmp_path / "x.safetensors", plan, cast), whole)
     plain = TreeMap(

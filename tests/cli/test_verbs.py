@@ -9,12 +9,12 @@ import pytest
 
 import shardfx
 from shardfx import ShardPlan
-from shardfx._cli.group import _VERBS, shardfx_
+from shardfx._cli import group
 from tests.cli.commands import VERBS, python, run
 
 
 def command_of(name):
-    command = shardfx_.get_command(click.Context(shardfx_), name)
+    command = group.shardfx_.get_command(click.Context(group.shardfx_), name)
     assert command is not None
     return command
 
@@ -22,7 +22,7 @@ def command_of(name):
 def test_the_list_of_verbs_says_what_each_says_of_itself():
     assert all(
         command_of(name).get_short_help_str(200) == text
-        for name, (_, text) in _VERBS.items()
+        for name, (_, text) in group._VERBS.items()
     )
 
 

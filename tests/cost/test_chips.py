@@ -5,7 +5,7 @@ import pytest
 
 from shardfx import chips, topology
 from shardfx.auto._asked import search_options
-from shardfx.chips._chip import average_network, axes_on, extents_of
+from shardfx.chips import _chip
 from shardfx.errors import ChipError, MeshError
 
 
@@ -194,9 +194,9 @@ def test_an_axis_over_a_slice_has_the_links_of_its_rows(
     extents,
 ):
     chip = chips.find("v5e")
-    network = average_network(chip, extents)
+    network = _chip.average_network(chip, extents)
     sizes = {"data": extents[0] * extents[1]}
-    (rings,) = axes_on(chip, extents, sizes).values()
+    (rings,) = _chip.axes_on(chip, extents, sizes).values()
     actual = network.bytes_per_second * network.dims
     assert actual == chip.link_bytes_per_second * sum(ring.links for ring in rings)
     actual = [ring.closed for ring in rings].count(True)
@@ -204,8 +204,8 @@ def test_an_axis_over_a_slice_has_the_links_of_its_rows(
 
 
 def test_the_slice_of_so_many_devices():
-    assert extents_of(chips.find("v5e"), 8) == (2, 4)
-    assert extents_of(chips.find("v3"), 32) == (4, 4)
-    extents = extents_of(chips.find("v5p"), 64)
+    assert _chip.extents_of(chips.find("v5e"), 8) == (2, 4)
+    assert _chip.extents_of(chips.find("v3"), 32) == (4, 4)
+    extents = _chip.extents_of(chips.find("v5p"), 64)
     assert extents == (4, 4, 4)
-    assert extents_of(chips.find("h100"), 64) == (64,)
+    assert _chip.extents_of(chips.find("h100"), 64) == (64,)

@@ -5,11 +5,10 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, chips, constrain, filter_jit, plan
 from shardfx.cost import compile_for, fit, seconds, traffic
-from shardfx.cost._compile_for import compiled
 from shardfx.errors import MeshError, OutOfMemoryError
 from shardfx.interop import tpu
 
@@ -258,14 +257,16 @@ def test_the_worked_answers_of_an_all_to_all_and_of_slices():
     )
 
 
-class Refused:
-    """A lowered program whose compilation raises an error with a given text."""
+def refused(text, monkeypatch):
+    """Compiles a step with a compiler that raises an error with this text."""
 
-    def __init__(self, text):
-        self.text = text
+    def refuse(lowered, **options):
+        raise jax.errors.JaxRuntimeError(text)
 
-    def compile(self, device_assignment):
-        raise jax.errors.JaxRuntimeError(self.text)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    sharding = NamedSharding(MESH.abstract(), P("data"))
+    struct = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
+    return compile_for(jnp.sin, struct, target="cpu")
 
 
 # The first two are libtpu's own words.
@@ -292,19 +293,24 @@ class Refused:
         ("RESOURCE_EXHAUSTED: there is no room.", None, None),
     ],
 )
-def test_a_program_that_does_not_fit_is_an_error_of_its_own(text, needed, limit):
+def test_a_program_that_does_not_fit_is_an_error_of_its_own(
+    text,
+    needed,
+    limit,
+    monkeypatch,
+):
     with pytest.raises(
         OutOfMemoryError,
         match=r"does not fit a device: .*`shardfx.cost.fit\(step, \*args",
     ) as raised:
-        compiled(Refused(text), ())
+        refused(text, monkeypatch)
     assert raised.value.needed_bytes == needed
     assert raised.value.limit_bytes == limit
     assert str(raised.value.__cause__) == text
     with pytest.raises(
         jax.errors.JaxRuntimeError, match="INTERNAL"
     ):  # other errors stay
-        compiled(Refused("INTERNAL: of another kind"), ())
+        refused("INTERNAL: of another kind", monkeypatch)
 
 
 def test_a_compiler_that_another_process_holds_is_said_to_be(monkeypatch):

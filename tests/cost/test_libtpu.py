@@ -17,12 +17,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardfx import MeshSpec, PathRules, plan
-from shardfx._step import TpuSlice, TpuTexts, libtpu, libtpu_worker, parse_hlo, worker
-from shardfx._step.process import Worker
-from shardfx.cost import compile_for, estimate, fit
+from shardfx import MeshSpec, PathRules, _step, plan
+from shardfx._step import libtpu, libtpu_worker, worker
+from shardfx.cost import _foreseen, compile_for, estimate, fit
 from shardfx.cost._allocations import assigned_memory
-from shardfx.cost._foreseen import TEMPORARIES, WIRE
 from shardfx.errors import MeshError, ProgramError
 
 
@@ -77,7 +75,7 @@ Total bytes: 25088 (24.5KiB)
 Memory Space: vmem (color=1)
 Total bytes: 4096 (4.0KiB)
 """
-TEXTS = TpuTexts(
+TEXTS = _step.TpuTexts(
     scheduled=PROGRAM,
     assignment=ASSIGNMENT,
     ranges=RANGES,
@@ -87,7 +85,7 @@ TEXTS = TpuTexts(
 
 
 def read(texts=TEXTS, count=1, *, is_tupled=False):
-    module = parse_hlo(texts.scheduled)
+    module = _step.parse_hlo(texts.scheduled)
     return assigned_memory(texts, module, count, is_tupled=is_tupled)
 
 
@@ -132,7 +130,7 @@ def test_without_libtpu_an_estimate_is_foreseen():
     assert "\nForeseen: expect " in str(sent)
     assert "measured steps.\n" in str(sent)
     assert "libtpu is not installed: `pip install 'shardfx[aot]'`" in str(sent)
-    least, most = WIRE.of(1000)
+    least, most = _foreseen.WIRE.of(1000)
     assert 0 < least < 1000 <= most
     gpu = estimate(jnp.sum, made(), compiler="gpu")
     assert gpu.basis == "foreseen"
@@ -146,7 +144,7 @@ def test_without_libtpu_an_estimate_is_foreseen():
 
 
 def test_temporaries_that_fit_on_chip_may_take_no_memory():
-    assert TEMPORARIES.of(2**20)[0] == 0 < TEMPORARIES.of(2**30)[0]
+    assert _foreseen.TEMPORARIES.of(2**20)[0] == 0 < _foreseen.TEMPORARIES.of(2**30)[0]
 
 
 @without_libtpu
@@ -177,7 +175,7 @@ def test_an_answer_that_is_cut_off_is_an_error(tmp_path):
     )
     folder = tmp_path / "own"
     folder.mkdir()
-    worker = Worker([str(program)], str(folder))
+    worker = libtpu.Worker([str(program)], str(folder))
     texts, error = worker.ask(b"", {})
     assert texts == []
     assert "its answer is cut off" in error
@@ -210,7 +208,7 @@ def test_a_full_disk_is_named(monkeypatch):
     message = r"libtpu 0\.0\.1 writes no \*.*memory-usage.* has .* left.*set TMPDIR"
     texts = [b"text", b"", b"", b""]
     with pytest.raises(ProgramError, match=message):
-        libtpu._tpu_texts(texts, "", TpuSlice("v5e:2x2"))
+        libtpu._tpu_texts(texts, "", _step.TpuSlice("v5e:2x2"))
 
 
 def test_a_child_without_a_folder_ends_with_an_error(tmp_path):

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardfx import MeshSpec
-from shardfx._step import padded, parse_hlo
+from shardfx import MeshSpec, _step
 from shardfx.cost import fit
 from shardfx.cost._live import device_memory
 from shardfx.cost._live.arrays import list_schedule
@@ -65,14 +64,14 @@ ENTRY %main (x: f32[8,128], w: f32[128,128]) -> f32[4,8,128] {
 
 
 def test_a_loop_carries_its_state_in_place():
-    memory = device_memory(parse_hlo(TEXT))
+    memory = device_memory(_step.parse_hlo(TEXT))
     row = 8 * 128 * 4
     assert memory.arguments == (row, 128 * 128 * 4)
     assert memory.results == (4 * row,)
     # The stack is the result. The loop holds its state beside `x`, and one product: the
     # stack reads the old state.
     assert 2 * row <= memory.temporary_bytes <= 3 * row + 64
-    tiled_memory = device_memory(parse_hlo(TEXT), tile=(8, 128))
+    tiled_memory = device_memory(_step.parse_hlo(TEXT), tile=(8, 128))
     assert tiled_memory.arguments == memory.arguments
     assert tiled_memory.peak_bytes >= memory.peak_bytes
 
@@ -179,6 +178,8 @@ def test_loop_carries_and_results_keep_their_memory():
 )
 def test_tiles_pad_the_two_dimensions_that_lose_least(shape, dtype, bytes_):
     # The first four are as libtpu lays out arguments for v5e.
-    actual = np.prod(padded(shape, (8, 128)), dtype=int) * jnp.dtype(dtype).itemsize
+    actual = (
+        np.prod(_step.padded(shape, (8, 128)), dtype=int) * jnp.dtype(dtype).itemsize
+    )
     assert actual == bytes_
-    assert padded(shape, None) == shape
+    assert _step.padded(shape, None) == shape

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import shardfx as sfx
 from shardfx import chips
 from shardfx.cost import Policy, policy
-from shardfx.cost._policy.choice import Trial, chosen, frontier, improved
+from shardfx.cost._policy import choice
 from shardfx.cost._policy.making import PolicySearch
 from shardfx.errors import (
     ChipError,
@@ -74,10 +74,10 @@ def chip_of(usable_bytes):
 def policies(loss):
     """A policy that keeps all, one that keeps some values, and one that keeps none."""
     search = PolicySearch(loss, arrays(), chip_of(10**9))
-    points = frontier(search.costs)
+    points = choice.frontier(search.costs)
     cases = (points[0], points[len(points) // 2], points[-1])
     trials = [
-        Trial(point, peak_bytes=point.bytes, fits=True, is_counted=False)
+        choice.Trial(point, peak_bytes=point.bytes, fits=True, is_counted=False)
         for point in cases
     ]
     return tuple(search.policy_of(trial, 10**9) for trial in trials)
@@ -181,7 +181,7 @@ def test_an_edited_loss_lacks_the_lines_of_its_policy():
 def test_the_budget_decides():
     args = arrays()
     search = PolicySearch(scanned, args, chip_of(10**9))
-    points = frontier(search.costs)
+    points = choice.frontier(search.costs)
     highest, least = (
         search.trial_of(10**9, point).peak_bytes for point in (points[0], points[-1])
     )
@@ -208,7 +208,7 @@ def test_the_choice_is_nearly_the_best_of_all_subsets():
     params, x = arrays()
     first = jax.tree.map(lambda leaf: leaf[0], params)
     costs = PolicySearch(block, (first, x), chip_of(10**9)).costs
-    points = frontier(costs)
+    points = choice.frontier(costs)
     relevant = sorted(set().union(*(point.kept for point in points)))
     subsets = [
         costs.point(frozenset(subset))
@@ -218,7 +218,7 @@ def test_the_choice_is_nearly_the_best_of_all_subsets():
     for limit in np.linspace(0, points[0].bytes, 9):
         best = min(point.seconds for point in subsets if point.bytes <= limit)
         start = next(point for point in points if point.bytes <= limit)
-        assert improved(costs, start, limit).seconds <= 1.03 * best
+        assert choice.improved(costs, start, limit).seconds <= 1.03 * best
 
 
 def test_lines_are_those_of_the_user():
@@ -329,8 +329,8 @@ def test_explicit_axes_stay_in_the_types():
     }
     x = jax.device_put(x, NamedSharding(mesh, P("data")))
     search = PolicySearch(loss, (params, x), chip_of(10**9))
-    points = frontier(search.costs)
-    trial = Trial(points[-1], peak_bytes=0, fits=True, is_counted=False)
+    points = choice.frontier(search.costs)
+    trial = choice.Trial(points[-1], peak_bytes=0, fits=True, is_counted=False)
     none_kept = search.policy_of(trial, 10**9)
     assert "recompute" in {row.choice for row in none_kept.rows}
     [mask] = [row for row in none_kept.rows if row.dtype == "bool"]
@@ -379,7 +379,7 @@ def test_numbers_of_arguments_that_are_not_differentiated():
 def test_offload_is_bounded_by_the_link_to_the_host():
     args = arrays()
     search = PolicySearch(scanned, args, chip_of(10**9))
-    least = search.trial_of(10**9, frontier(search.costs)[-1]).peak_bytes + 1
+    least = search.trial_of(10**9, choice.frontier(search.costs)[-1]).peak_bytes + 1
     choices = {}
     for bytes_per_second in (1.0, 1e15):
         chip = dataclasses.replace(
@@ -398,7 +398,7 @@ def test_offload_is_bounded_by_the_link_to_the_host():
 def test_a_point_that_needs_less_than_foreseen_is_chosen():
     """A value that is kept takes no memory for its computation."""
     costs = PolicySearch(scanned, arrays(), chip_of(10**9)).costs
-    keeping_all, *points = frontier(costs)
+    keeping_all, *points = choice.frontier(costs)
     above, first_fitting = points[4:6]
     budget = 1000 + first_fitting.bytes
 
@@ -408,6 +408,6 @@ def test_a_point_that_needs_less_than_foreseen_is_chosen():
             peak = budget
         if point == keeping_all:
             peak = 2 * budget
-        return Trial(point, peak, fits=peak <= budget, is_counted=True)
+        return choice.Trial(point, peak, fits=peak <= budget, is_counted=True)
 
-    assert chosen(costs, budget, 1000, try_point).point == above
+    assert choice.chosen(costs, budget, 1000, try_point).point == above

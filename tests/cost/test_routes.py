@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from shardfx import MeshSpec, chips
+from shardfx.chips import _routes as routes
 from shardfx.chips._chip import Ring
-from shardfx.chips._routes import Route, route_of, torus_of
 from shardfx.cost import Traffic, TrafficRow, seconds
 
 
 def ring_of(size, closed):
     ring = Ring(size, closed)
-    return torus_of((size,), (1,), [(ring,)])
+    return routes.torus_of((size,), (1,), [(ring,)])
 
 
 @pytest.mark.parametrize(
@@ -37,31 +37,31 @@ def ring_of(size, closed):
 )
 def test_rings_and_lines(pairs, size, closed, messages, hops):
     ring = ring_of(size, closed)
-    expected = Route(messages, hops)
-    assert route_of(pairs, ring) == expected
+    expected = routes.Route(messages, hops)
+    assert routes.route_of(pairs, ring) == expected
 
 
 def test_a_transposed_square_goes_around_corners():
     line = Ring(4, closed=False)
-    torus = torus_of((4, 4), (1, 1), [(line,), (line,)])
+    torus = routes.torus_of((4, 4), (1, 1), [(line,), (line,)])
     pairs = []
     for a, b in it.product(range(4), repeat=2):
         pairs.append((4 * a + b, 4 * b + a))
     # Along `a` first: column 3 brings three messages over the link from row 2 to 3.
-    expected = Route(messages=3, hops=6)
-    assert route_of(pairs, torus) == expected
+    expected = routes.Route(messages=3, hops=6)
+    assert routes.route_of(pairs, torus) == expected
 
 
 def test_messages_between_slices_pass_no_link():
     line = Ring(4, closed=False)
-    torus = torus_of((8,), (2,), [(line,)])
+    torus = routes.torus_of((8,), (2,), [(line,)])
     slices_of_devices = torus.slices.tolist()
     assert slices_of_devices == [0, 0, 0, 0, 1, 1, 1, 1]
-    across = route_of([(0, 4), (3, 7)], torus)
-    nothing = Route(messages=0, hops=0)
+    across = routes.route_of([(0, 4), (3, 7)], torus)
+    nothing = routes.Route(messages=0, hops=0)
     assert across == nothing
-    within = route_of([(0, 3), (1, 2), (4, 7)], torus)
-    expected = Route(messages=2, hops=3)
+    within = routes.route_of([(0, 3), (1, 2), (4, 7)], torus)
+    expected = routes.Route(messages=2, hops=3)
     assert within == expected
 
 
@@ -117,13 +117,13 @@ def test_routes_are_those_of_messages_that_walk(sizes, data):
     for size in sizes:
         rings.append(Ring(size, closed=size >= 4))
     rings_of_axes = [(ring,) for ring in rings]
-    torus = torus_of(sizes, [1] * len(sizes), rings_of_axes)
+    torus = routes.torus_of(sizes, [1] * len(sizes), rings_of_axes)
     last = math.prod(sizes) - 1
     device = st.integers(0, last)
     messages = st.tuples(device, device)
     lists_of_pairs = st.lists(messages, min_size=1, max_size=12)
     pairs = data.draw(lists_of_pairs)
-    actual = route_of(pairs, torus)
+    actual = routes.route_of(pairs, torus)
     expected = walked(pairs, rings)
     assert actual.messages == expected
 

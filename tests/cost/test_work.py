@@ -3,13 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from shardfx import MeshSpec
-from shardfx._step import parse_hlo, step_of
+from shardfx import MeshSpec, _step
 from shardfx.cost._work import work_of
 
 
 def work(step, *args, mesh=None, dims=None, **how):
-    compiled_step = step_of(step, args)
+    compiled_step = _step.step_of(step, args)
     mesh = MeshSpec(mesh or {"data": 2})
     if dims is None:
         dims = [((),) * len(arg.shape) for arg in args]
@@ -20,7 +19,7 @@ def work(step, *args, mesh=None, dims=None, **how):
         arguments=dims,
         results=results,
     )
-    return work_of(parse_hlo(text), **how)
+    return work_of(_step.parse_hlo(text), **how)
 
 
 X = jax.ShapeDtypeStruct((64, 32), "float32")
@@ -84,5 +83,5 @@ ENTRY %main (x: f32[16,32], w: f32[32,16]) -> f32[64,16] {
 }
 """
     for shard in ("16,32", "64,8"):
-        flops = work_of(parse_hlo(text.replace("SHARD", shard))).flops
+        flops = work_of(_step.parse_hlo(text.replace("SHARD", shard))).flops
         assert flops == 2 * 64 * 32 * 16

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from shardfx._ground.copying import block_dim, copy
+from shardfx._ground import copying
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32])
@@ -22,7 +22,7 @@ def test_a_copy_is_an_assignment(shape, dtype, data):
         [shape[dim] for dim in order]
     )
     target = np.zeros_like(array)
-    copy(target, source.transpose(order))
+    copying.copy(target, source.transpose(order))
     np.testing.assert_array_equal(target, array)
 
 
@@ -30,8 +30,8 @@ def test_repeated_rows_are_copied_in_blocks_too():
     source = np.random.default_rng(0).integers(0, 200, (1024, 2048)).astype(np.uint16)
     repeated = np.broadcast_to(source.T[None], (2, 2048, 1024))
     target = np.zeros(repeated.shape, np.uint16)
-    assert block_dim(target.shape, target.strides, repeated.strides) == 2
-    copy(target, repeated)
+    assert copying.block_dim(target.shape, target.strides, repeated.strides) == 2
+    copying.copy(target, repeated)
     np.testing.assert_array_equal(target, repeated)
 
 
@@ -78,4 +78,4 @@ def test_repeated_rows_are_copied_in_blocks_too():
     ],
 )
 def test_copies_go_in_blocks_where_lines_would_not_stay(shape, there, block, expected):
-    assert block_dim(shape, there, block) == expected
+    assert copying.block_dim(shape, there, block) == expected

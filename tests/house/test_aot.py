@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks._programs import lowered, planned, steps_program, wire_bytes
 from shardfx import MeshSpec, PathRules, plan, testing, topology
-from shardfx._cli.demo import Run, make_optimizer, make_plans, make_step
+from shardfx._cli import demo
 from shardfx.auto import search
 from shardfx.cost import compile_for, estimate, fit, traffic
 from shardfx.errors import MeshError, OutOfMemoryError
@@ -357,9 +357,9 @@ def padded_bytes(struct, layout):
     ],
 )
 def test_a_train_step_compiles_to_the_planned_bytes(target, spec):
-    run = Run(batch_size=64)
-    plans = make_plans(tpu.mesh_of(target, spec), run)
-    step = make_step(make_optimizer(run), plans.model)
+    run = demo.Run(batch_size=64)
+    plans = demo.make_plans(tpu.mesh_of(target, spec), run)
+    step = demo.make_step(demo.make_optimizer(run), plans.model)
     arguments = (plans.model.structs, plans.optimizer.structs, plans.batch.structs)
     shardings = (plans.model.shardings, plans.optimizer.shardings, None)
     compiled = (

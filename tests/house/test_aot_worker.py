@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
-from shardfx import chips
-from shardfx._step import bytecode, libtpu, step_of
-from shardfx._step.process import Worker
+from shardfx import _step, chips
+from shardfx._step import libtpu
 from shardfx.cost import estimate, fit
 from shardfx.cost._libtpu import target_of
 from shardfx.errors import ProgramError
@@ -49,7 +48,7 @@ def small_step():
 def test_libtpu_leaves_nothing_behind():
     had_lock = Path("/tmp/libtpu_lockfile").exists()
     chip = chips.find("v5e")
-    step = step_of(*small_step())
+    step = _step.step_of(*small_step())
     target = target_of(chip, step.mesh)
     assert target is not None
     texts = step.tpu_dumps(target.slices, target.order).texts
@@ -58,7 +57,7 @@ def test_libtpu_leaves_nothing_behind():
     program = step._tpu_program(b"no module", None, None)
     with pytest.raises(ProgramError, match="(?s)cannot compile.*is unknown"):
         libtpu.tpu_texts(program, target.slices, target.order)
-    program = step._tpu_program(bytecode(step.module("tpu")), None, None)
+    program = step._tpu_program(_step.bytecode(step.module("tpu")), None, None)
     with pytest.raises(ProgramError, match="no answer in 0 s"):
         libtpu.tpu_texts(program, target.slices, target.order, seconds=0.001)
 
@@ -81,7 +80,7 @@ def test_libtpu_leaves_nothing_behind():
 
 def test_both_cores_of_a_chip_are_one_device():
     step, args = small_step()
-    target = target_of(chips.find("v4"), step_of(step, args).mesh)
+    target = target_of(chips.find("v4"), _step.step_of(step, args).mesh)
     assert target is not None
     assert (target.slices.name, len(target.order)) == ("v4:2x2x1", 4)
     assert estimate(step, *args, compiler="tpu:v4").basis == "compiled"
@@ -110,13 +109,13 @@ def test_libtpu_says_what_donation_saves():
 
 def test_fit_does_not_ask_again_what_estimate_asked(monkeypatch):
     questions = []
-    ask = Worker.ask
+    ask = libtpu.Worker.ask
 
     def counted_ask(worker, module, request):
         questions.append(request.get("last", ""))
         return ask(worker, module, request)
 
-    monkeypatch.setattr(Worker, "ask", counted_ask)
+    monkeypatch.setattr(libtpu.Worker, "ask", counted_ask)
     libtpu.recent_tpu_dumps.cache_clear()
     step, args = small_step()
     estimate(step, *args, compiler="tpu:v5e")
@@ -143,10 +142,10 @@ def children_of(process_id):
 
 
 def test_fit_goes_on_where_estimate_stopped():
-    step = step_of(*small_step())
+    step = _step.step_of(*small_step())
     target = target_of(chips.find("v5e"), step.mesh)
     assert target is not None
-    program = step._tpu_program(bytecode(step.module("tpu")), None, None)
+    program = step._tpu_program(_step.bytecode(step.module("tpu")), None, None)
     dumps = libtpu.TpuDumps(program, target.slices, target.order)
     scheduled = dumps.scheduled
     process_id = libtpu._worker(libtpu.libtpu_path(), os.getpid())._process.pid

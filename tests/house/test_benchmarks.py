@@ -21,7 +21,7 @@ from benchmarks.unseen.foreseen import (
     held_out,
     pairs_of,
 )
-from shardfx.cost._foreseen import TEMPORARIES, WIRE
+from shardfx.cost import _foreseen
 
 
 OPTIONS = Options(
@@ -205,7 +205,9 @@ def test_every_suite_lists_cases_with_names_of_their_own(name):
         assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("number, told", [("wire", WIRE), ("temporary", TEMPORARIES)])
+@pytest.mark.parametrize(
+    "number, told", [("wire", _foreseen.WIRE), ("temporary", _foreseen.TEMPORARIES)]
+)
 def test_told_ranges_hold_steps_that_have_no_part_in_them(number, told):
     cases = json.loads((RESULTS / "foreseen-v5e.json").read_text())["cases"]
     measured = held_out(pairs_of(cases, number), told.on_chip_bytes)

@@ -2,6 +2,7 @@
 """Mistakes that somebody new made, each with a part of the message that has the fix."""
 
 import dataclasses
+import json
 
 import equinox as eqx
 import jax
@@ -11,7 +12,6 @@ import pytest
 
 import shardfx as sfx
 from shardfx import AxisRules, MeshSpec, PathRules
-from shardfx._see import report_data
 
 
 MESH = MeshSpec({"data": 8}).build(jax.devices())
@@ -190,5 +190,5 @@ def test_a_page_shows_the_lines_of_a_fix():
     findings = sfx.lint(tree, MeshSpec({"data": 8}))
     finding = findings[0]
     two_lines = dataclasses.replace(finding, fix="paths = 1\naxes = 2")
-    data = report_data(PLAN, findings=(two_lines,))
-    assert data["findings"][0]["fix"] == "paths = 1\naxes = 2"
+    page = sfx.html_report(PLAN, findings=(two_lines,))
+    assert json.dumps("paths = 1\naxes = 2") in page

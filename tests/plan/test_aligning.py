@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from optax._src.factorized import _factored_dims
 
 from shardfx import Code, LeafPlan, MeshSpec, PathRules, ShardPlan, follow, plan
-from shardfx._plan.aligning import adapter_readings, scale_readings
+from shardfx._plan import aligning
 from shardfx.errors import SpecError
 from tests.specs import entries_at
 from tests.structs import struct
@@ -57,7 +57,7 @@ def test_each_pair_of_adapters_is_read_as_it_was_made():
                 meanings.setdefault((first, second), set()).add(first_dims)
                 meanings.setdefault((second, first), set()).add(second_dims)
         for (shape, partner), meaning in meanings.items():
-            readings = adapter_readings(base, shape, (partner,))
+            readings = aligning.adapter_readings(base, shape, (partner,))
             dims_of_readings = set()
             for reading in readings:
                 dims_of_readings.add(reading.dims)
@@ -73,7 +73,7 @@ def test_an_adapter_without_its_partner_is_read_as_it_may_be():
             for first, first_dims, second, second_dims in pairs_of(base, rank):
                 for shape, dims in ((first, first_dims), (second, second_dims)):
                     result = []
-                    for adapter_reading in adapter_readings(base, shape, ()):
+                    for adapter_reading in aligning.adapter_readings(base, shape, ()):
                         result.append(adapter_reading.dims)
                     # A rank above that of the product is no adapter's.
                     assert dims in result or rank > min(base), (base, shape)
@@ -105,7 +105,7 @@ def test_scales_with_the_first_or_last_dimensions_have_those():
             fronts = range(len(shape) + 1)
             exact_dims = exact(base, shape, fronts)
             result = set()
-            for reading in scale_readings(base, shape):
+            for reading in aligning.scale_readings(base, shape):
                 result.add(reading.dims)
             if exact_dims:
                 assert result == exact_dims, (base, shape)
@@ -124,7 +124,7 @@ def test_a_scale_with_all_dimensions_is_read_by_place():
     for base in shapes(1, 2, 3):
         sizes = (1, 2, 3, 4)
         for shape in shapes(len(base), sizes=sizes):
-            (reading,) = scale_readings(base, shape)
+            (reading,) = aligning.scale_readings(base, shape)
             expected = tuple(range(len(base)))
             assert reading.dims == expected
 

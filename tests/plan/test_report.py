@@ -21,7 +21,6 @@ from shardfx import (
     replicate,
     report,
 )
-from shardfx._ground.text import bytes_text
 from shardfx.presets import models
 from tests.structs import struct
 
@@ -192,21 +191,6 @@ def test_an_empty_plan():
         == "path  shape  spec  bytes/device  why\n\n0 arrays, 0 B, on mesh"
         " data=2,tensor=4 (8 devices): 0 B per device, nothing to hold."
     )
-
-
-SIZES = {
-    0: "0 B",
-    1023: "1023 B",
-    1024: "1.0 KiB",
-    1536 << 20: "1.5 GiB",
-    1 << 60: "1.0 EiB",
-    1 << 70: "1,024.0 EiB",
-}
-
-
-@pytest.mark.parametrize("count, text", SIZES.items())
-def test_bytes_text(count, text):
-    assert bytes_text(count) == text
 
 
 def test_dtypes_are_short():

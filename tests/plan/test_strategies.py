@@ -14,13 +14,13 @@ from shardfx import (
     MeshSpec,
     PathRules,
     ShardPlan,
+    _rules,
     explain,
     follow,
     fsdp,
     lint,
     plan,
 )
-from shardfx._rules import STRATEGIES, Strategy, strategy_of
 from shardfx.errors import RuleError, SpecError
 
 
@@ -28,27 +28,29 @@ MESH = MeshSpec({"data": 2, "fsdp": 4})
 TREE = {"wide": jnp.ones((4, 16)), "odd": jnp.ones((8, 9)), "b": jnp.ones(16)}
 
 
-class Largest(Strategy):
+class Largest(_rules.Strategy):
     """Shards the largest dimension, or none."""
 
     def open_dims(self, shape):
         return sorted(super().open_dims(shape), key=lambda dim: -shape[dim])[:1]
 
 
-class Smallest(Strategy):
+class Smallest(_rules.Strategy):
     """Shards the smallest free dimension that its axes divide."""
 
     def preference(self, size):
         return -size
 
 
-largest, smallest = (ft.partial(strategy_of, name) for name in ("largest", "smallest"))
+largest, smallest = (
+    ft.partial(_rules.strategy_of, name) for name in ("largest", "smallest")
+)
 
 
 @pytest.fixture(autouse=True)
 def _known(monkeypatch):
-    monkeypatch.setitem(STRATEGIES, "largest", Largest)
-    monkeypatch.setitem(STRATEGIES, "smallest", Smallest)
+    monkeypatch.setitem(_rules.STRATEGIES, "largest", Largest)
+    monkeypatch.setitem(_rules.STRATEGIES, "smallest", Smallest)
 
 
 def test_it_is_planned_alone_and_after_others():

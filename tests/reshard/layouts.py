@@ -1,23 +1,9 @@
 """Meshes, shardings and states that the tests of moves share."""
 
-import functools as ft
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-
-from shardfx import reshard
-from shardfx._reshard.mover import resharded
-
-
-# Live arrays take the programs that accelerators take, where the CPU would copy in its
-# memory.
-through_programs = ft.partial(resharded, copies=False)
-both_ways = pytest.mark.parametrize(
-    "move", [reshard, through_programs], ids=["copies", "programs"]
-)
 
 
 def mesh(sizes, names="ab", order=None, **types):

@@ -1,21 +1,9 @@
 """Trees that are moved through a map, by copies and by programs."""
 
-import functools as ft
-
 import jax
 import numpy as np
-import pytest
 from jax.sharding import Mesh
 from maps import same
-
-from shardfx import reshard
-from shardfx._reshard.mover import resharded
-
-
-through_programs = ft.partial(resharded, copies=False)
-both_ways = pytest.mark.parametrize(
-    "move", [reshard, through_programs], ids=["copies", "programs"]
-)
 
 
 def mesh(start, stop, *sizes):

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from moves import move_of, through_programs
 
 from shardfx import From, TreeMap, clear_caches, plan_reshard, topology
-from shardfx._reshard.move import move_of, spread_of
-from shardfx._reshard.mover import resharded
+from shardfx._reshard.move import spread_of
 from shardfx._reshard.pieces import relay
 
 
@@ -56,7 +56,7 @@ def test_an_element_enters_a_slice_once(two_slices):
     assert leaf.wire_bytes == x.nbytes // 2
     assert [step.kind for step in leaf.steps] == ["all_gather"]
     assert "tiles > all_gather" in str(plan_reshard(x, target))
-    moved = resharded(x, target, copies=False)
+    moved = through_programs(x, target)
     assert moved.sharding == target
     np.testing.assert_array_equal(moved, x)
 
@@ -82,7 +82,7 @@ def test_values_arrive_and_no_more_bytes_cross(two_slices, target, dtype):
         sharding((0, 1, 4), (3,), P("a")),
     ):
         x = array(source, dtype=dtype)
-        moved = resharded(x, target, copies=False)
+        moved = through_programs(x, target)
         assert moved.sharding == target
         np.testing.assert_array_equal(moved, x)
         leaf = leaf_of(x, target)
@@ -125,7 +125,7 @@ def test_shards_that_nothing_divides_move_at_once(two_slices):
     leaf = leaf_of(x, target)
     assert leaf.steps == ()
     assert leaf.dcn_bytes == x.nbytes
-    np.testing.assert_array_equal(resharded(x, target, copies=False), x)
+    np.testing.assert_array_equal(through_programs(x, target), x)
 
 
 def test_a_limit_and_donation_hold(two_slices):
@@ -136,8 +136,8 @@ def test_a_limit_and_donation_hold(two_slices):
     assert move.assembly is not None
     assert spread_of(move.assembly) is not None
     assert move.least_bytes < move.extra_bytes
-    moved = resharded(
-        x, target, copies=False, donate=True, memory_limit_bytes=move.least_bytes
+    moved = through_programs(
+        x, target, donate=True, memory_limit_bytes=move.least_bytes
     )
     assert x.is_deleted()
     np.testing.assert_array_equal(moved, expected)
@@ -147,7 +147,7 @@ def test_keys_enter_once(two_slices):
     keys = jax.random.split(jax.random.key(0), 8)
     x = jax.device_put(keys, sharding(range(4), (4,), P("a")))
     target = sharding(range(4, 8), (4,), P())
-    moved = resharded(x, target, copies=False)
+    moved = through_programs(x, target)
     assert moved.sharding.is_equivalent_to(target, 1)
     np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(x))
 
@@ -163,11 +163,10 @@ def test_through_a_map_an_element_enters_once(two_slices):
     assert [step.kind for step in leaf.steps] == ["all_gather"]
     assert leaf.peak_bytes >= leaf.source_bytes + leaf.target_bytes
     for limit_bytes in (None, 100_000):
-        moved = resharded(
+        moved = through_programs(
             {"w": x},
             structs,
             map=turn,
-            copies=False,
             memory_limit_bytes=limit_bytes,
         )
         assert moved["t"].sharding == target
@@ -216,7 +215,7 @@ def test_relays_let_each_element_enter_a_slice_once(relays_of_any_size, target):
         # Parts of 4-bit elements are whole bytes.
         if dtype == jnp.bfloat16:
             assert move.assembly.dcn_bytes == 2 * entering(source, target, shape)
-        moved = resharded(x, target, copies=False)
+        moved = through_programs(x, target)
         assert moved.sharding == target
         np.testing.assert_array_equal(moved, x)
 
@@ -233,8 +232,8 @@ def test_relays_keep_limits_and_plans_count_them(relays_of_any_size):
     # Each of six devices gets what it lacks, in whichever way.
     assert leaf.wire_bytes == (2 * 3 + 4 * 4) * x.nbytes // 4 // 6
     assert leaf.peak_bytes >= leaf.source_bytes + 2 * leaf.target_bytes
-    moved = resharded(
-        x, target, copies=False, donate=True, memory_limit_bytes=move.least_bytes
+    moved = through_programs(
+        x, target, donate=True, memory_limit_bytes=move.least_bytes
     )
     assert x.is_deleted()
     np.testing.assert_array_equal(moved, expected)
@@ -249,13 +248,13 @@ def test_relays_serve_maps_and_keys(relays_of_any_size):
     [leaf] = plan_reshard({"w": x}, {"t": struct}, map=rules).leaves
     # Half of the devices are in a slice that has nothing; elements come as bfloat16.
     assert leaf.dcn_bytes == -(-x.size * 2 // 6)
-    moved = resharded({"w": x}, {"t": struct}, map=rules, copies=False)
+    moved = through_programs({"w": x}, {"t": struct}, map=rules)
     np.testing.assert_array_equal(moved["t"], rules.apply({"w": np.asarray(x)})["t"])
 
     keys = jax.random.split(jax.random.key(0), 8)
     x = jax.device_put(keys, sharding(range(4), (4,), P("a")))
     target = sharding(range(1, 7), (3, 2), P())
-    moved = resharded(x, target, copies=False)
+    moved = through_programs(x, target)
     np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(x))
 
 

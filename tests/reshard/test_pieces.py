@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from moves import carry_out, move_of
 
 from shardfx._ground.keys import data_of
-from shardfx._reshard.flight import carry_out
-from shardfx._reshard.move import Move, move_of
+from shardfx._reshard.move import Move
 from shardfx._reshard.pieces.planning import assembly_between
 
 

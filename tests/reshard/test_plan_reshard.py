@@ -3,9 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from moves import move_of
 
 from shardfx import MeshSpec, PathRules, plan, plan_reshard, reshard
-from shardfx._reshard.move import move_of
 from shardfx.errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
 from tests.reshard.layouts import host, mesh, sharding, struct
 

@@ -6,20 +6,19 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec as P
+from moves import both_ways, through_programs
 
 from shardfx import plan_reshard, reshard
 from shardfx._reshard.mover import job_of
 from shardfx.errors import LeafTypeError, MoveError
 from tests.reshard.layouts import (
     assert_equal,
-    both_ways,
     host,
     mesh,
     put,
     sharding,
     state,
     targets,
-    through_programs,
 )
 
 

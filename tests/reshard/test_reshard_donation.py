@@ -7,12 +7,11 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from moves import both_ways, move_of
 
 from shardfx import plan_reshard
-from shardfx._reshard.move import move_of
 from tests.reshard.layouts import (
     assert_equal,
-    both_ways,
     host,
     mesh,
     put,

@@ -6,19 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from moves import move_of, through_programs
 
 from benchmarks._programs import lowered, steps_program
-from shardfx._reshard.move import move_of
 from shardfx.errors import MoveError
-from tests.reshard.layouts import (
-    assert_equal,
-    host,
-    put,
-    sharding,
-    state,
-    targets,
-    through_programs,
-)
+from tests.reshard.layouts import assert_equal, host, put, sharding, state, targets
 
 
 def least_in(error):

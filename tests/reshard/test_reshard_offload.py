@@ -2,10 +2,10 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from moves import carry_out, move_of
 
 from shardfx import PathRules, plan, reshard
-from shardfx._reshard.flight import Window, carry_out
-from shardfx._reshard.move import move_of
+from shardfx._reshard.flight import Window
 from tests.reshard.layouts import assert_equal, host, mesh, put, sharding, state
 
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
-from mapped_trees import MESHES, both_ways, equal, mesh, placed
+from mapped_trees import MESHES, equal, mesh, placed
+from moves import both_ways
 
 import shardfx
 from shardfx import From, PathRules, TreeMap, reshard

@@ -7,12 +7,9 @@ import jax
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
-from shardfx._convert import Struct
-from shardfx._convert.pieces import hull, swapped
-from shardfx._convert.shape_operations import leaf_made
+from shardfx import _convert
 from shardfx._reshard.pieces import parts as parts_module
 from shardfx._reshard.pieces.part_table import PartTable
-from shardfx._reshard.pieces.parts import shard_parts
 from shardfx._reshard.pieces.rounds import matchings
 
 
@@ -39,8 +36,8 @@ def cuts(bits, sources, targets, group_of=None, sent_before=(), lost=()):
         holders.setdefault(b, []).extend([] if device in lost else [device])
     kind = getattr(jax.numpy, DTYPES[bits])
     dtype = np.dtype(kind)
-    leaf = leaf_made("x", Struct(shape, dtype))
-    return shard_parts(
+    leaf = _convert.leaf_made("x", _convert.Struct(shape, dtype))
+    return parts_module.shard_parts(
         leaf,
         targets=targets,
         sources={"x": (dtype, holders)},
@@ -110,10 +107,10 @@ def test_each_target_receives_exactly_what_it_lacks(
         built[device] = np.full([stop - start for start, stop in b], -1)
     for part in parts.all:
         target = built[part.receiver]
-        place = index(hull(part.piece))
+        place = index(_convert.hull(part.piece))
         is_empty = target[place] == -1
         assert is_empty.all()
-        source = index(hull(swapped(part.piece)))
+        source = index(_convert.hull(_convert.swapped(part.piece)))
         target[place] = held[part.sender][source]
     lacking = 0
     for device, b in targets:

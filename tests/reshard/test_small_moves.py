@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from moves import move_of
 
 from shardfx import clear_caches, reshard
-from shardfx._reshard.move import move_of
 from shardfx._reshard.pieces.small_moves import small_mover
 from shardfx.errors import MoveError
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
-from mapped_trees import MESHES, both_ways, equal, mesh, placed, through_programs
+from mapped_trees import MESHES, equal, mesh, placed
 from maps import maps, same, written
+from moves import both_ways, through_programs
 
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, plan_reshard, reshard

@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from parts_of_search import Space, named_classes, search_options, trace
 
 from shardfx.auto import Candidate, Limits
-from shardfx.auto._asked import search_options, trace
-from shardfx.auto._namer import named_classes
-from shardfx.auto._space import Space
 
 
 Struct = jax.ShapeDtypeStruct

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from models import Struct, f32, mlp_step
+from parts_of_search import search_options
 
 from shardfx.auto import Limits, search
-from shardfx.auto._asked import search_options
 from shardfx.errors import LeafTypeError, MeshError, RuleError, SpecError
 
 

@@ -14,7 +14,7 @@ from auto_plans import by_code, state_per_device, struct
 
 import shardfx as sfx
 from shardfx import MeshSpec, chips
-from shardfx.auto._shape_rules import Step, shape_rules
+from shardfx.auto import _shape_rules
 from shardfx.errors import (
     LeafTypeError,
     MeshError,
@@ -236,14 +236,20 @@ def test_paths_that_differ_in_numbers_alone_can_differ_in_rules():
 
 
 def test_a_rule_for_numbers_leaves_out_those_of_other_steps():
-    first, second, usual = (Step(("a",)),), (Step(("b",)),), (Step(("c",)),)
+    first, second, usual = (
+        (_shape_rules.Step(("a",)),),
+        (_shape_rules.Step(("b",)),),
+        (_shape_rules.Step(("c",)),),
+    )
     steps_by_path = {
         "dec/a-0/x/w": first,
         "dec/a-1/x/w": first,
         "enc/a-0/x/w": usual,
         "enc/a-1/x/w": second,
     }
-    rules = shape_rules([*steps_by_path], [*steps_by_path.values()], usual, 0)
+    rules = _shape_rules.shape_rules(
+        [*steps_by_path], [*steps_by_path.values()], usual, 0
+    )
     mesh = MeshSpec({"a": 2, "b": 2, "c": 2})
     tree = {path: struct(64, 64) for path in steps_by_path}
     plan = sfx.plan(tree, mesh, paths=rules)

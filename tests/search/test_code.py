@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 from models import MODELS, compiled, f32, run_code, space_of, trained
+from parts_of_search import fastest
 
 import shardfx
 from shardfx.auto import Limits, search
-from shardfx.auto._space import fastest
 from shardfx.cost import traffic
 
 

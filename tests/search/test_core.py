@@ -10,13 +10,12 @@ import pytest
 
 from shardfx import MeshSpec, chips, topology
 from shardfx.auto import _core as core, search
-from shardfx.auto._core import CostModel, find, rates_of
 from shardfx.auto._programs import with_traffic
-from shardfx.chips._chip import axes_on, extents_of, hops_across
+from shardfx.chips import _chip
 from shardfx.cost import Traffic, TrafficRow
 
 
-MODEL = CostModel()
+MODEL = core.CostModel()
 
 
 def random_terms(seed, assignments=5, rows=12, few=3):
@@ -35,7 +34,7 @@ def random_terms(seed, assignments=5, rows=12, few=3):
 
 
 def machine(chip, devices, limit=1e12):
-    return rates_of(chips.find(chip), devices, MODEL, limit)
+    return core.rates_of(chips.find(chip), devices, MODEL, limit)
 
 
 def by_hand(terms, chip, assignments, sizes, total):
@@ -56,7 +55,7 @@ def by_hand(terms, chip, assignments, sizes, total):
         moved / (chip.hbm_bytes_per_second * MODEL.memory),
     )
     exposed = hidden = 0.0
-    extents = extents_of(chip, total)
+    extents = _chip.extents_of(chip, total)
     ways = [
         1 + ring
         for ring, size in zip(
@@ -122,7 +121,7 @@ def test_the_best_is_the_best_of_all(devices, seed, name):
                 )
                 if allowed(terms, assignments, sizes) and memory <= 1e10:
                     expected[assignments, sizes] = seconds
-    candidates = find(terms, machine(name, devices, 1e10), devices)
+    candidates = core.find(terms, machine(name, devices, 1e10), devices)
     assert bool(candidates) == bool(expected)
     for candidate in candidates:
         expected_seconds = pytest.approx(
@@ -141,7 +140,7 @@ def test_what_fits_into_an_island_takes_its_switch():
     chip = chips.find("h100")
     terms = random_terms(1)
     faster, seconds, slower = (
-        find(
+        core.find(
             terms, machine(dataclasses.replace(chip, island_chips=chips_each), 64), 64
         )[0].seconds
         for chips_each in (64, chip.island_chips, 1)
@@ -152,7 +151,7 @@ def test_what_fits_into_an_island_takes_its_switch():
 
 def test_slices_cost_what_the_network_between_them_does():
     one_slice, two_slices = (
-        find(random_terms(2), machine("v5p", 64), 64, slices=slices)
+        core.find(random_terms(2), machine("v5p", 64), 64, slices=slices)
         for slices in (1, 2)
     )
     assert two_slices[0].seconds >= one_slice[0].seconds
@@ -164,7 +163,7 @@ def test_too_many_candidates_lose_the_last_assignments(
     monkeypatch,
 ):
     monkeypatch.setattr(core, "_MOST_CANDIDATES", 2000)
-    candidates = find(random_terms(0, assignments=24), machine("v5p", 64), 64)
+    candidates = core.find(random_terms(0, assignments=24), machine("v5p", 64), 64)
     limit = max(
         assignment for candidate in candidates for assignment in candidate.assignments
     )
@@ -186,15 +185,15 @@ def test_hops_are_those_that_seconds_counts(name, sizes):
     """Axes that span whole dimensions of a slice."""
     chip = chips.find(name)
     devices = math.prod(sizes)
-    rates = rates_of(chip, devices, MODEL, 1e12)
+    rates = core.rates_of(chip, devices, MODEL, 1e12)
     rows = np.array([sizes])
     [hops] = core.hop_counts(rates, rows, np.ones_like(rows)).T.tolist()
     names = [str(axis) for axis in range(len(sizes))]
     rings = {}
     if chip.torus_dims:
-        extents = extents_of(chip, devices)
-        rings = axes_on(chip, extents, dict(zip(names, sizes, strict=True)))
-    expected = [max(1, hops_across(rings.get(axis, ()))) for axis in names]
+        extents = _chip.extents_of(chip, devices)
+        rings = _chip.axes_on(chip, extents, dict(zip(names, sizes, strict=True)))
+    expected = [max(1, _chip.hops_across(rings.get(axis, ()))) for axis in names]
     assert hops == pytest.approx(expected)
     assert rates["hop_seconds"] == np.float32(chip.hop_seconds)
 
@@ -243,6 +242,6 @@ def test_reductions_of_gradients_take_their_latency_once():
 
 
 def test_axes_in_one_dimension_have_the_hops_of_all_together():
-    rings = axes_on(chips.find("v5e"), (2, 4), {"a": 2, "b": 2, "c": 2})
-    assert sum(hops_across(rings[axis]) for axis in "abc") == 1 + 3
-    assert hops_across(rings["a"]) + hops_across(rings["b"]) == 3
+    rings = _chip.axes_on(chips.find("v5e"), (2, 4), {"a": 2, "b": 2, "c": 2})
+    assert sum(_chip.hops_across(rings[axis]) for axis in "abc") == 1 + 3
+    assert _chip.hops_across(rings["a"]) + _chip.hops_across(rings["b"]) == 3

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import optax
 import pytest
 from models import compiled, f32, trained
+from parts_of_search import by_hand, search_options
 
 import shardfx
 from shardfx import filter_jit, follow
 from shardfx.auto import Limits, search
-from shardfx.auto._asked import search_options
 from shardfx.auto._programs import zero_1
 from shardfx.auto._search import opened_search
-from shardfx.auto._space import by_hand
 
 
 OPTIMIZER = optax.adamw(1e-3)

@@ -4,11 +4,11 @@ import math
 
 import pytest
 from models import mlp_step, space_of
+from parts_of_search import fastest
 
 import shardfx
 from shardfx import AxisRules
 from shardfx.auto import Limits
-from shardfx.auto._space import fastest
 from shardfx.errors import RuleError, SpecError
 
 

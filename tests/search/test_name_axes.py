@@ -8,12 +8,12 @@ from jax import P
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import pallas_call
 from models import MODELS, Struct, f32, mlp, space_of
+from parts_of_search import fastest
 
 from shardfx import AxisRules, MeshSpec, atomic, plan
 from shardfx._cli import demo
 from shardfx.auto import name_axes
 from shardfx.auto._raw_keys import raw_keys
-from shardfx.auto._space import fastest
 from shardfx.errors import LeafTypeError
 
 

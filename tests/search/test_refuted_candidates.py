@@ -6,14 +6,12 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import pytest
+from parts_of_search import MODEL, LoweredStep, trace
 
 import shardfx as sfx
 from shardfx import chips
 from shardfx.auto import Candidate
-from shardfx.auto._asked import trace
-from shardfx.auto._programs import LoweredStep
 from shardfx.auto._search import _without_refuted
-from shardfx.auto._space import MODEL
 from shardfx.cost._libtpu import target_of
 from shardfx.errors import ProgramError
 

@@ -5,13 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from parts_of_search import MODEL, LoweredStep, search_options, trace
 
 import shardfx as sfx
 from shardfx.auto import Candidate, _scheduled
-from shardfx.auto._asked import search_options, trace
-from shardfx.auto._programs import LoweredStep
 from shardfx.auto._scheduled import settled
-from shardfx.auto._space import MODEL
 from shardfx.errors import ProgramError
 
 

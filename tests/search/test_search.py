@@ -5,13 +5,11 @@ import jax.numpy as jnp
 import odd_models
 import pytest
 from models import MODELS, Struct, f32, mlp_step, space_of
+from parts_of_search import by_hand, fastest, named_classes, trace
 
 from shardfx import MeshSpec
 from shardfx.auto import Limits, search
-from shardfx.auto._asked import trace
 from shardfx.auto._layouts import Layouts
-from shardfx.auto._namer import named_classes
-from shardfx.auto._space import by_hand, fastest
 from shardfx.errors import ProgramError, RuleError
 
 

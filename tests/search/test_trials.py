@@ -5,9 +5,9 @@ from typing import Any, cast
 
 import pytest
 from models import mlp_step, space_of
+from parts_of_search import by_hand, fastest
 
-from shardfx.auto._candidate import Candidate
-from shardfx.auto._space import by_hand, fastest
+from shardfx import auto
 from shardfx.auto._trials import Trials
 
 
@@ -18,7 +18,7 @@ class Lowered:
         self.factor = factor
         self.fits = fits
 
-    def partitioned(self, candidate: Candidate) -> Candidate:
+    def partitioned(self, candidate: auto.Candidate) -> auto.Candidate:
         memory_bytes = 0 if self.fits else candidate.limit_bytes + 1
         return dataclasses.replace(
             candidate,

@@ -10,7 +10,6 @@ from hypothesis import given, settings, strategies as st
 
 import shardfx as sfx
 from shardfx import AxisRules, MeshSpec, PathRules, diff, plan_reshard
-from shardfx._ground.text import joined_exactly
 from shardfx._plan import differences
 from shardfx.testing import assert_same_plan_text, plan_text
 from tests.structs import leaf
@@ -244,36 +243,6 @@ def test_a_text_says_what_was_not_given_and_where_it_is_kept():
         "mesh pod=2,fsdp=4 slices pod=2 pod=Explicit fsdp=Explicit",
         "mode serve",
     ]
-
-
-numbers = st.integers(0, 3).map(str) | st.sampled_from(["00", "01", "10", "11"])
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=12))
-def test_exact_ranges_can_be_read_back(pairs):
-    paths = [f"layers/{a}/fc1/{b}/w" for a, b in pairs]
-    pattern = joined_exactly(paths)
-    actual = sorted(path for text, _ in pattern for path in expanded(text))
-    assert actual == sorted(paths)
-    assert sum(count for _, count in pattern) == len(paths)
-    for text, count in pattern:
-        assert len(expanded(text)) == count
-
-
-def expanded(text):
-    candidates = re.search(r"\{([^}]*)\}", text)
-    if not candidates:
-        return [text]
-    numbers = []
-    for part in candidates[1].split(","):
-        first, _, last = part.partition("..")
-        numbers += range(int(first), int(last or first) + 1)
-    rests = [
-        text[: candidates.start()] + str(number) + text[candidates.end() :]
-        for number in numbers
-    ]
-    return [path for rest in rests for path in expanded(rest)]
 
 
 @pytest.mark.parametrize("kind", ["explanation", "diff", "findings"])

@@ -19,7 +19,6 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, fsdp, html_report, plan
 from shardfx._see import report_data
-from shardfx._see.html import packed
 from shardfx.cost import Fit, Traffic, fit
 from shardfx.errors import ChipError
 from shardfx.results import Finding
@@ -362,9 +361,9 @@ def test_many_parts_of_a_tree_are_the_largest_and_the_rest(count, shown):
 def test_many_findings_and_much_traffic_are_cut_and_counted():
     sharding_plan = planned("w->replicate")
     finding = Finding("replicated", "warning", "w", 9, "m" * 100, "f")
-    data = packed(
-        report_data(sharding_plan, findings=[finding] * 10_000, traffic=Traffic((), 8))
-    )
+    traffic = Traffic((), 8)
+    page = html_report(sharding_plan, findings=[finding] * 10_000, traffic=traffic)
+    data = embedded(page)
     assert 100 < len(data["findings"]) < 10_000
     assert len(data["findings"]) + data["more_findings"] == 10_000
     expected = {

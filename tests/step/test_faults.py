@@ -10,13 +10,7 @@ import pytest
 
 import shardfx as sfx
 from benchmarks.fault_records import versions_of, with_table
-from shardfx._step.faults import (
-    ArrayCut,
-    ArrayPredicate,
-    fault_records,
-    matches_array,
-)
-from shardfx._step.faults.records import fault_of
+from shardfx._step import faults
 from tests.step.repros import _run
 from tests.step.repros.__main__ import names
 
@@ -31,14 +25,14 @@ SIZES = {
 
 
 def test_every_record_has_a_program_and_every_program_a_record():
-    stems = sorted(Path(fault.repro).stem for fault in fault_records())
+    stems = sorted(Path(fault.repro).stem for fault in faults.fault_records())
     assert stems == names()
-    for fault in fault_records():
+    for fault in faults.fault_records():
         assert (ROOT / fault.repro).is_file()
         assert fault.id.replace("-", "_") == Path(fault.repro).stem
 
 
-@pytest.mark.parametrize("fault", fault_records(), ids=lambda fault: fault.id)
+@pytest.mark.parametrize("fault", faults.fault_records(), ids=lambda fault: fault.id)
 def test_a_program_is_what_its_record_says(fault):
     program = importlib.import_module(f"tests.step.repros.{Path(fault.repro).stem}")
     cases = program.cases()
@@ -62,7 +56,7 @@ def test_a_program_is_what_its_record_says(fault):
 def test_the_page_has_the_records_as_its_table():
     page = (ROOT / "docs" / "wrong_numbers.md").read_text()
     assert with_table(page) == page
-    for fault in fault_records():
+    for fault in faults.fault_records():
         assert f"**{fault.id}**" in page
 
 
@@ -86,8 +80,8 @@ def test_versions_are_written_by_the_command_only():
         assert shardy["wrong"]
 
 
-SQUARE = ArrayPredicate("square", unused_axes=1)
-KERNEL = ArrayPredicate("kernel", unused_axes=1)
+SQUARE = faults.ArrayPredicate("square", unused_axes=1)
+KERNEL = faults.ArrayPredicate("kernel", unused_axes=1)
 T = ("tensor",)
 F = ("fsdp",)
 N = ()
@@ -113,9 +107,9 @@ N = ()
     ],
 )
 def test_a_predicate_of_arrays_reads_shapes_and_specs(predicate, shape, cuts, found):
-    cut = matches_array(predicate, shape, cuts, SIZES)
+    cut = faults.matches_array(predicate, shape, cuts, SIZES)
     if found:
-        wanted = ArrayCut(frozenset(T), frozenset(F))
+        wanted = faults.ArrayCut(frozenset(T), frozenset(F))
     else:
         wanted = None
     assert cut == wanted
@@ -131,7 +125,10 @@ def test_the_language_of_records_is_closed():
         "mended_by": "",
         "repro": "",
     }
-    assert fault_of(record).versions_text == f"not run with JAX {jax.__version__}"
+    assert (
+        faults.records.fault_of(record).versions_text
+        == f"not run with JAX {jax.__version__}"
+    )
     for field in ({"arrays": {"kind": "square", "shaped": 1}}, {"remark": ""}):
         with pytest.raises(TypeError):
-            fault_of(record | field)
+            faults.records.fault_of(record | field)

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import P
 
-from shardfx._step import program_of
-from shardfx._step.lowered import lines_of, name_stacks
+from shardfx._step import lowered, program_of
 
 
 def f32(*shape):
@@ -246,8 +245,9 @@ def test_a_shard_map_is_noted_and_its_work_is_that_of_all_shards():
 def test_lines_are_those_of_the_program():
     (operation,) = named(program(lambda x: jax.jit(jnp.sin)(x), f32(8)), "sine")
     assert any(
-        line.file.endswith("test_graph.py") for line in lines_of(operation.location)
+        line.file.endswith("test_graph.py")
+        for line in lowered.lines_of(operation.location)
     )
-    stacks = name_stacks(operation.location)
+    stacks = lowered.name_stacks(operation.location)
     assert stacks[0].endswith("sin")
     assert any("jit" in stack for stack in stacks)

@@ -3,8 +3,7 @@ right is not proved.
 """
 
 import pytest
-
-from shardfx._step import Programs, judged
+from judging import Programs, judged
 
 
 WHOLE = """HloModule whole, num_partitions=2

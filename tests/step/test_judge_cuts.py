@@ -4,22 +4,22 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from shardfx._step.judge.cuts import HOLE, Cut, Cuts
+from shardfx._step.judge import cuts as cut_sets
 from shardfx._step.judge.verdict import Unjudged
 
 
-def written_out(cut: Cut, device: int) -> list[int]:
+def written_out(cut: cut_sets.Cut, device: int) -> list[int]:
     """The positions that a device holds, one after another."""
     starts = cut.starts[device].tolist()
     return [
         start + number * cut.step
         for start, length in zip(starts, cut.lengths, strict=True)
-        if start != HOLE
+        if start != cut_sets.HOLE
         for number in range(length)
     ]
 
 
-def expected_terms(cut: Cut, size: int, devices: int) -> set[int] | None:
+def expected_terms(cut: cut_sets.Cut, size: int, devices: int) -> set[int] | None:
     """The devices of each part as bit masks; `None` if a sum cannot be judged."""
     masks: dict[tuple[int, ...], int] = {}
     for device in range(devices):
@@ -51,7 +51,7 @@ def segments(draw: st.DrawFn):
         starts = [[device % parts * distance] for device in range(devices)]
     else:
         lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
-        start = st.sampled_from([HOLE, *range(-1, size + 1)])
+        start = st.sampled_from([cut_sets.HOLE, *range(-1, size + 1)])
         starts = [[draw(start) for _ in lengths] for _ in range(devices)]
     return lengths, np.array(starts), step, size
 
@@ -59,7 +59,7 @@ def segments(draw: st.DrawFn):
 @given(segments())
 def test_terms_are_those_of_positions_written_out(drawn):
     lengths, starts, step, size = drawn
-    cuts = Cuts(len(starts))
+    cuts = cut_sets.Cuts(len(starts))
     cut = cuts.from_segments(lengths, starts, step)
     expected = expected_terms(cut, size, cuts.devices)
     if expected is None:
@@ -74,7 +74,7 @@ def test_terms_are_those_of_positions_written_out(drawn):
 
 
 def test_long_dimensions_are_not_written_out():
-    cuts = Cuts(64)
+    cuts = cut_sets.Cuts(64)
     rows = 2**31 // 64
     cut = cuts.from_starts(np.arange(64) * rows, rows)
     actual = cuts.terms(cut, 2**31)

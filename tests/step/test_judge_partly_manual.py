@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from judging import programs_of, verdict_of
 
 import shardfx as sfx
+from shardfx._step.judge import shardings
 from shardfx._step.judge.cuts import Cuts
-from shardfx._step.judge.shardings import axes_of, axes_of_part, parts_of_devices
 from shardfx._step.judge.verdict import Unjudged
 
 
@@ -167,10 +167,10 @@ def test_an_exchange_that_the_body_has_not_is_not_judged(texts):
     ids=["in tiles", "along mesh axes"],
 )
 def test_both_texts_of_shardings_say_the_same_parts(sharding):
-    assert parts_of_devices(sharding, 8).tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    rows, columns = axes_of_part(Cuts(8), sharding, (16, 8), (8, 8))
+    assert shardings.parts_of_devices(sharding, 8).tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    rows, columns = shardings.axes_of_part(Cuts(8), sharding, (16, 8), (8, 8))
     assert rows.starts.ravel().tolist() == [0, 0, 0, 0, 8, 8, 8, 8]
     assert columns.starts.ravel().tolist() == [0] * 8
     # Outside of the body, no array has such a sharding.
     with pytest.raises(Unjudged, match="manual"):
-        axes_of(Cuts(8), sharding, (16, 8), (8, 8))
+        shardings.axes_of(Cuts(8), sharding, (16, 8), (8, 8))

@@ -25,10 +25,8 @@ from shardfx import From, MeshSpec, TreeMap
 from shardfx._convert import target_view
 from shardfx._reshard.sync import contents, scheduling
 from shardfx._reshard.sync.codec import _checksum
-from shardfx._reshard.sync.contents import sent_sums
 from shardfx._reshard.sync.kinds import FIRST_POSITION
 from shardfx._reshard.sync.publishing import publishable
-from shardfx._reshard.sync.scheduling import SentPart, schedule
 from shardfx.errors import MeshError, PlanFormatError, SyncError
 from shardfx.sync import JaxChannel, TransferPlan, plan_transfer, receive, send
 
@@ -212,13 +210,13 @@ def test_arithmetic_with_zeros_of_both_signs():
 
 def _scheduled(plan, sender, receiver):
     """The pieces of each row of each round, with the numbers of leaves."""
-    order = schedule(plan, sender, receiver)
+    order = scheduling.schedule(plan, sender, receiver)
     scheduled = []
     for number, entries in enumerate(order.rounds):
         for entry in entries:
             rows_of_kind = order.rows_of_kind[plan.leaves[entry.leaf].kind]
             row = rows_of_kind[entry.number]
-            if isinstance(row, SentPart):
+            if isinstance(row, scheduling.SentPart):
                 transfers = row.transfers_of_buffers
             else:
                 transfers = row.transfers
@@ -449,8 +447,8 @@ def test_content_shows_leaves_that_are_exchanged():
     wire = Wire()
     send(wrong, arrays, wire, 7, sender=0, receiver=0)
     read = publishable(arrays, plan.sources, {}).read
-    sums = sent_sums(plan, read, 0, 0, range(2))
-    count = len(schedule(plan, 0, 0).rounds)
+    sums = contents.sent_sums(plan, read, 0, 0, range(2))
+    count = len(scheduling.schedule(plan, 0, 0).rounds)
     wire.put(count, [sums.reshape(-1).view(np.uint8)])
     with pytest.raises(SyncError, match=r"leaf `v`: .*\(2 leaves differ\)"):
         receive(plan, dst, {0: wire}, receiver=0, check_content=True)
@@ -521,4 +519,4 @@ def test_a_schedule_of_too_many_parts_is_refused(monkeypatch):
     with pytest.raises(
         SyncError, match="would be sent in more than 16 parts of ranges"
     ):
-        schedule(plan, 0, 0)
+        scheduling.schedule(plan, 0, 0)

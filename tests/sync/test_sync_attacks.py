@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 from maps import same
 from sync_jobs import SECRET, bits, job, receiver_of
+from wire import Line, frames, handshake, messages
 
-from shardfx._reshard.sync import frames, handshake, messages
-from shardfx._reshard.sync.line import Line
 from shardfx.errors import SyncError
 from shardfx.sync import Sender, receive, send
 

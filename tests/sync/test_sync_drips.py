@@ -11,9 +11,8 @@ import time
 import pytest
 from maps import same
 from sync_jobs import SECRET, job, receiver_of
+from wire import Line, frames, handshake, messages
 
-from shardfx._reshard.sync import frames, handshake, messages
-from shardfx._reshard.sync.line import Line
 from shardfx.errors import SyncError
 from shardfx.sync import Receiver, Sender
 

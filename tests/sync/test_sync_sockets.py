@@ -23,12 +23,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from maps import same
 from sync_jobs import SECRET, bits, job, mesh, planned, receiver_of
+from wire import Line, frames, handshake, messages
 
 import shardfx
 from shardfx import PathRules
-from shardfx._reshard.sync import frames, handshake, messages
 from shardfx._reshard.sync.door import MOST_UNPROVED
-from shardfx._reshard.sync.line import Line
 from shardfx.errors import MeshError, PlanMismatchError, SyncError
 from shardfx.sync import Receiver, Sender, TransferPlan, plan_transfer
 

@@ -9,8 +9,7 @@ from benchmarks._pairs import every_layout
 from benchmarks._simulate import pieces, simulate
 from shardfx import MeshSpec
 from shardfx._reshard.shardings import layout
-from shardfx._reshard.steps.groups import all_gather, all_to_all
-from shardfx._reshard.steps.layout import positions, slice_numbers
+from shardfx._reshard.steps import groups as step_groups, layout as step_layout
 from shardfx._reshard.steps.paths import permutation
 from shardfx._reshard.steps.redistribution import redistribute
 from shardfx._reshard.steps.splits import refine
@@ -27,7 +26,7 @@ def check(shape: tuple[int, ...], src: StepLayout, dst: StepLayout):
     values = np.arange(math.prod(shape), dtype=np.int64)
     array = values.reshape(shape)
     plan = redistribute(shape, 64, src, dst)
-    slices = slice_numbers(refine(src, dst)[0].layout)
+    slices = step_layout.slice_numbers(refine(src, dst)[0].layout)
     held = pieces(array, src, src)
     nbytes = pieces(array, dst, src)[0].nbytes
     bytes_of = [held[0].nbytes, nbytes]
@@ -60,7 +59,9 @@ def crossing(step, like: StepLayout, recorded: np.ndarray, piece_bytes: int) -> 
     """
     # The layouts of steps say what is slow by the account of both ends of the move.
     slices = np.empty(like.size, int)
-    slices[positions(like, step.source)] = slice_numbers(step.source)
+    slices[step_layout.positions(like, step.source)] = step_layout.slice_numbers(
+        step.source
+    )
     if step.kind == "slice":
         return 0.0
     if step.kind == "permute":
@@ -68,11 +69,11 @@ def crossing(step, like: StepLayout, recorded: np.ndarray, piece_bytes: int) -> 
             np.mean(recorded[permutation(step.source, step.target, like)] != recorded)
         )
     if step.kind == "all_gather":
-        members = slices[all_gather(step.source, step.target, like).groups]
+        members = slices[step_groups.all_gather(step.source, step.target, like).groups]
         # A piece enters a slice once.
         entries = [len(np.unique(row)) - 1 for row in members]
         return float(np.mean(entries)) * piece_bytes
-    groups = all_to_all(step.source, step.target, like).groups
+    groups = step_groups.all_to_all(step.source, step.target, like).groups
     members = slices[groups]
     crossings = (members[:, :, None] != members[:, None, :]).sum()
     return float(crossings / groups.size * piece_bytes / groups.shape[1])

@@ -7,14 +7,18 @@ import numpy as np
 import pytest
 
 from benchmarks._pairs import all_layouts
-from shardfx._reshard.steps.layout import Shards
+from shardfx._reshard.steps import search
 from shardfx._reshard.steps.neighbours import Neighbours
 from shardfx._reshard.steps.prices import PermutationPrices
-from shardfx._reshard.steps.redistribution import redistribute
-from shardfx._reshard.steps.search import Problem, explore
-from shardfx._reshard.steps.splits import refine
 from shardfx.results import StepLayout
-from tests.reshard.steps.step_layouts import CATALOGUE, check, in_slices
+from tests.reshard.steps.step_layouts import (
+    CATALOGUE,
+    check,
+    in_slices,
+    redistribute,
+    refine,
+    step_layout,
+)
 
 
 def binary(end: StepLayout) -> StepLayout:
@@ -234,8 +238,8 @@ def test_moves_on_many_devices_are_planned_within_their_bounds(devices):
 def test_some_path_is_soon_found(shape, src, dst, prime):
     most = 500
     fine_src, fine_dst = refine(src, dst, prime=prime)
-    problem = Problem(max_counts=shape, source=fine_src, target=fine_dst)
-    path, cost, looked = explore(problem, most, math.inf)
+    problem = search.Problem(max_counts=shape, source=fine_src, target=fine_dst)
+    path, cost, looked = search.explore(problem, most, math.inf)
     assert path is not None
     assert cost < math.inf
     assert looked <= 2 * most
@@ -248,7 +252,7 @@ def test_of_five_sub_axes_that_move_a_gather_can_remove_four():
         StepLayout(sizes, ((), (1,))),
     )
     steps = Neighbours(
-        (32, 32), source, target, Shards(source), PermutationPrices(source)
+        (32, 32), source, target, step_layout.Shards(source), PermutationPrices(source)
     )
     reached = [dims for dims, _ in steps.all_to_alls(source.layout.dims, 0.0, math.inf)]
     assert ((), (1, 0, 2, 3, 4)) in reached

@@ -18,12 +18,10 @@ from jax.sharding import (
     PartitionSpec as P,
     SingleDeviceSharding,
 )
+from moves import carry_out, move_of, through_programs
 
 from benchmarks._programs import lowered, planned, program_of, steps_program, wire_bytes
 from shardfx import MeshSpec, reshard
-from shardfx._reshard.flight import carry_out
-from shardfx._reshard.move import move_of
-from shardfx._reshard.mover import resharded
 from shardfx.errors import LeafTypeError, MeshError, MoveError, SpecError
 
 
@@ -79,7 +77,7 @@ def assert_lies(x: jax.Array, values: np.ndarray, sharding: NamedSharding):
 
 def move(x, dst, src=None, donate=False):
     """Live or traced, by the programs that accelerators run."""
-    return resharded(x, dst, src=src, donate=donate, copies=False)
+    return through_programs(x, dst, src=src, donate=donate)
 
 
 def pair(kind: AxisType = AxisType.Auto) -> tuple[NamedSharding, NamedSharding]:
@@ -172,12 +170,10 @@ def test_every_dtype_keeps_its_bits_also_in_the_finest_parts(dtype, target):
     values = any_bits(jnp.dtype(dtype))
     x = put(values, src)
     with pytest.raises(MoveError, match="is too little") as error:
-        resharded(x, dst, copies=False, memory_limit_bytes=1)
+        through_programs(x, dst, memory_limit_bytes=1)
     (least,) = re.findall(r"pass `memory_limit_bytes=(\d+)` or more", str(error.value))
     for limit in (None, int(least)):
-        assert_lies(
-            resharded(x, dst, copies=False, memory_limit_bytes=limit), values, dst
-        )
+        assert_lies(through_programs(x, dst, memory_limit_bytes=limit), values, dst)
 
 
 def any_bits(dtype: np.dtype) -> np.ndarray:

@@ -12,14 +12,18 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from benchmarks._pairs import all_layouts
 from benchmarks._simulate import pieces
 from shardfx import MeshSpec
-from shardfx._reshard.shardings import layout
 from shardfx._reshard.steps.layout import missing_share
 from shardfx._reshard.steps.paths import path_along
-from shardfx._reshard.steps.redistribution import redistribute
-from shardfx._reshard.steps.splits import refine
 from shardfx.errors import MeshError
 from shardfx.results import StepLayout
-from tests.reshard.steps.step_layouts import CATALOGUE, check, in_slices
+from tests.reshard.steps.step_layouts import (
+    CATALOGUE,
+    check,
+    in_slices,
+    layout,
+    redistribute,
+    refine,
+)
 
 
 def lower_bound(shape: tuple[int, ...], src: StepLayout, dst: StepLayout) -> float:

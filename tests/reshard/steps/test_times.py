@@ -13,13 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks._programs import lowered, program_of
 from shardfx import MeshSpec, chips
-from shardfx._reshard.shardings import layout
 from shardfx._reshard.steps.network import Network
-from shardfx._reshard.steps.redistribution import paths_between, redistribute
+from shardfx._reshard.steps.redistribution import paths_between
 from shardfx._reshard.steps.times import TorusTimes
-from shardfx.chips._chip import Ring, axes_on
+from shardfx.chips import _chip
 from shardfx.cost import seconds, traffic
-from tests.reshard.steps.step_layouts import check
+from tests.reshard.steps.step_layouts import check, layout, redistribute
 
 
 V5P = chips.find("v5p")
@@ -31,7 +30,7 @@ def network_of(mesh, extents, chip=V5P):
         mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, strict=True
     ):
         inside[name] = size // slice_count
-    rings_by_axis = axes_on(chip, extents, inside)
+    rings_by_axis = _chip.axes_on(chip, extents, inside)
     rings = []
     for name, slice_count in zip(mesh.axis_names, mesh.dcn_sizes, strict=True):
         if slice_count > 1:
@@ -106,7 +105,7 @@ def test_the_time_of_a_permute_and_of_a_gather():
     ends = [on_torus(SQUARE, spec, 1, (8, 8, 1)) for spec in (P("a"), P("b"))]
     network = ends[0].network
     assert network is not None
-    assert network.rings == ((Ring(8, True),), (Ring(8, True),))
+    assert network.rings == ((_chip.Ring(8, True),), (_chip.Ring(8, True),))
     permuted, *_ = paths_between((64,), *ends).paths
     time = TorusTimes(ends[0], network).of_path(permuted)
     # All messages of a column go to one row first: three from one side of the ring, and
@@ -178,7 +177,7 @@ def test_tpu_devices_tell_their_torus():
     mesh = Mesh(grid.reshape(8, 4), ("a", "b"))
     network = layout(mesh, P("a"), 1).network
     expected = Network(
-        rings=((), (Ring(4, True),), (Ring(4, True),)),
+        rings=((), (_chip.Ring(4, True),), (_chip.Ring(4, True),)),
         link_bytes_per_second=V5P.link_bytes_per_second,
         dcn_bytes_per_second=V5P.dcn_bytes_per_second,
         hop_seconds=V5P.hop_seconds,
