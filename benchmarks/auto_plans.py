@@ -61,8 +61,9 @@ PUBLISHED = (
     "deepseek-v2-lite",
     "gpt-oss-20b",
 )
-# The steps that scan over the first dimension of their data: time and microbatches.
-SCANNED_DATA = ("recurrent", "accumulated")
+# The steps that scan over time, the first dimension of their data. A scan over
+# microbatches reduces gradients in each iteration, which a plan does not count.
+SCANNED_DATA = ("recurrent",)
 Row = dict[str, Any]
 
 

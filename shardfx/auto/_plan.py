@@ -125,7 +125,8 @@ def plan(
       Without it, each device is assumed to have rows, and there is no tensor
       parallelism.
     - `batch_dim`: the dimension of their rows: 1 where a loop in the step runs over the
-      first one, as over time or microbatches.
+      first one, as over time. The estimate does not count that such a loop may reduce
+      gradients in each of its iterations.
 
     **Returns:**
 
