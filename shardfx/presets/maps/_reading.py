@@ -122,11 +122,11 @@ def _path_of(path: str, span: Range) -> str:
                 terms.append(name)
             elif count:
                 terms.append(f"{count}*{name}")
-        rest = number.rest + factor * span.start
+        constant = number.constant + factor * span.start
         if not terms:
-            return str(rest)
-        if rest:
-            terms.append(str(rest))
+            return str(constant)
+        if constant:
+            terms.append(str(constant))
         return "{" + "+".join(terms) + "}"
 
     return re.sub(r"\{([^{}]*)\}", shifted, path)
