@@ -74,6 +74,7 @@ from .hlo_text import (
     result_of,
     root_of,
 )
+from .jaxprs import applied, carry_of, equations_in, opened
 from .judge import (
     Outcome,
     Refutation,
@@ -99,17 +100,13 @@ from .lowered import (
     Module,
     Op,
     Parameter,
-    applied,
     bytecode,
-    carry_of,
     donating,
-    equations_in,
     frames_of,
     is_library,
     lines_of,
     meshes,
     name_stacks,
-    opened,
     operations,
     own_line,
     place_text,

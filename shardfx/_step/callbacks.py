@@ -22,13 +22,12 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from .._ground.errors import ProgramError
+from .jaxprs import equations_in, opened
 from .lowered import (
     CALLS_BACK,
     CALLS_BACK_BY_SHARD,
-    equations_in,
     frames_of,
     is_library,
-    opened,
     place_text,
 )
 

@@ -11,7 +11,7 @@ import jax
 import jax.extend.core as jex
 from jax.core import Tracer
 
-from .lowered import opened
+from .jaxprs import opened
 
 
 # Equations that call one program, with the parameter that holds it. The program may

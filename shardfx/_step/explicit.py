@@ -20,7 +20,7 @@ from .._ground.keys import as_keys, raw
 from .._ground.purity import is_tracing
 from .._ground.tree import is_array_type
 from .evaluation import CALLS, evaluated, retraced
-from .lowered import applied, carry_of, equations_in, opened
+from .jaxprs import applied, carry_of, equations_in, opened
 from .tracing import unwrapped
 
 

@@ -23,7 +23,7 @@ from .._ground.purity import (
 from .._ground.tree import flatten
 from .._plan import ShardPlan
 from ..topology import MeshSpec
-from .lowered import opened
+from .jaxprs import opened
 from .step import Step, sharding_of
 
 
