@@ -297,7 +297,7 @@ def test_layouts_are_those_that_xla_chooses():
 
 
 def test_the_peak_of_a_step_says_why_arrays_are_replicated():
-    fitted = fit(*decoder(constrained=False), chip="v5e")
+    fitted = fit(*decoder(constrained=False), chip="h100")
     whole = next(
         array for array in fitted.peak_arrays if array.what == "f32[3,16,32,256]"
     )
@@ -308,7 +308,7 @@ def test_the_peak_of_a_step_says_why_arrays_are_replicated():
     table = next(array for array in fitted.peak_arrays if array.what == "params/down")
     assert table.spec == P(None, None, "fsdp")
     assert table.origins[0].by == "params/down"
-    mended = fit(*decoder(constrained=True), chip="v5e")
+    mended = fit(*decoder(constrained=True), chip="h100")
     assert not [
         array for array in mended.peak_arrays if array.bytes > 2**17 and array.why
     ]
