@@ -56,9 +56,9 @@ SPEED_TEXT = (
     " the slowest. Right of 1, shardfx is faster."
 )
 MEMORY_TEXT = (
-    "Temporary memory of a move, over the larger shard, for random pairs of shardings"
-    " on one large matrix: XLA's own program against the planned steps. How many moves"
-    " lie between two marks of the scale."
+    "Temporary memory of moves: how many of them take how much, over the larger shard,"
+    " for random pairs of shardings on one large matrix. XLA's own program against the"
+    " planned steps."
 )
 PLANNING_TEXT = (
     "Planning time against size: a tree of equal layers as a line, and the races as"

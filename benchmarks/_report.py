@@ -26,7 +26,7 @@ COMMANDS = """\
 pip install '.[bench]'             # in a clone
 python -m benchmarks all --quick   # every suite, a few minutes
 python -m benchmarks plan          # one suite at full size; so reshard, load, train
-python -m benchmarks docs          # this page, from the files in benchmarks/results
+python -m benchmarks docs          # this page
 ```"""
 INTRODUCTION = """\
 Written by `python -m benchmarks docs` from the files in `benchmarks/results`; do not edit by hand.
