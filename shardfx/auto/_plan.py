@@ -139,7 +139,7 @@ def plan(
     cannot be read, for a mesh with other axes, and for rows that do not divide over a
     mesh that is given or over slices; `OutOfMemoryError` if the state does not fit on
     all devices, with the number that it needs; `RuleError` for an optimizer that is
-    none.
+    none, and for a `batch_dim` that is no number of a dimension.
 
     !!! Example
 
@@ -161,6 +161,7 @@ def plan(
             " of them: `equinox.filter_eval_shape(make, key)` for a model. It comes"
             " first: `plan(tree, devices)`."
         )
+    _require_dim(batch_dim)
     hardware = _hardware(devices, chip)
     pricing = _Pricing(tree, flat, names, _init_of(optimizer))
     limit = hardware.options.chip.usable_hbm_bytes_per_device
@@ -218,6 +219,18 @@ def _first_that_fits(
         if trial.state_bytes < best.state_bytes:
             best = trial
     return best._replace(is_tight=True)
+
+
+def _require_dim(batch_dim: object) -> None:
+    """Raises `RuleError` unless `batch_dim` is the number of a dimension."""
+    # A bool is an int in Python.
+    is_bool = isinstance(batch_dim, bool)
+    if isinstance(batch_dim, int) and not is_bool and batch_dim >= 0:
+        return
+    raise RuleError(
+        f"`batch_dim={batch_dim!r:.40}` is no number of a dimension from the front, 0 or"
+        " more; write `batch_dim=1` where time or microbatches come before the rows."
+    )
 
 
 def _init_of(optimizer: Any) -> Callable[..., Any] | None:

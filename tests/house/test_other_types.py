@@ -34,6 +34,11 @@ def test_a_mesh_without_devices_is_no_list_of_devices():
         (lambda: match({}, NOTHING), RuleError, "`rules` must be of type PathRules"),
         (lambda: correct(jax.P(), TEXT, MESH), SpecError, "a size for each dimension"),
         (lambda: auto.plan(SHAPES, [1]), MeshError, r"`devices=\[1\]` is neither"),
+        (
+            lambda: auto.plan(SHAPES, 8, batch_dim=NOTHING),
+            RuleError,
+            "`batch_dim=None` is no number",
+        ),
         (lambda: cost.seconds(NUMBER, "v5e"), LeafTypeError, "must be of type Traffic"),
     ],
 )

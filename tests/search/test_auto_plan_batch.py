@@ -8,7 +8,7 @@ from auto_plans import by_code, state_per_device, struct, tokens
 
 import shardfx as sfx
 from shardfx import MeshSpec, chips
-from shardfx.errors import LeafTypeError, MeshError
+from shardfx.errors import LeafTypeError, MeshError, RuleError
 
 
 def test_devices_beyond_the_rows_of_a_batch_share_weights():
@@ -211,3 +211,10 @@ def test_a_loop_over_the_first_dimension_leaves_rows_in_the_next():
     assert dict(of_time.mesh.shape) == {"tensor": 8}
     with pytest.raises(LeafTypeError, match="no arrays with rows in dimension 2; pass"):
         sfx.auto.plan(tree, 8, batch=tokens(8, 8), batch_dim=2)
+
+
+@pytest.mark.parametrize("batch", [None, tokens(8, 16)], ids=["without", "with"])
+def test_rows_are_not_counted_from_the_last_dimension(batch: Any):
+    """A negative dimension sharded the first one, if no batch was given."""
+    with pytest.raises(RuleError, match="`batch_dim=-1` is no number of a dimension"):
+        sfx.auto.plan({"up": struct(64, 64)}, 8, batch=batch, batch_dim=-1)
