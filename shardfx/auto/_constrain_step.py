@@ -90,7 +90,8 @@ def constrain_step(
 
     **Raises:**
 
-    `MeshError` for Manual axes, and for Explicit axes if no argument is on the mesh;
+    `MeshError` for Manual axes, and for Explicit axes if no argument is on the mesh or
+    if they are on another one;
     `RuleError` for mesh axes that the mesh lacks, and, when the step is traced, for
     rules whose names are none of the step's, if nothing is then sharded over their mesh
     axes.
@@ -140,6 +141,7 @@ def constrain_step(
         explicit_mesh_of_args = explicit_mesh(args)
         if explicit_mesh_of_args is None:
             _raise_unplaced(mesh_spec)
+        _require_same_axes(rules, mesh_spec, MeshSpec.of(explicit_mesh_of_args))
         plain = plain_step(step, (args, {}), explicit_mesh_of_args, alone=False)
         structs = structs_of(args)
         specs: list[PartitionSpec] = []
@@ -185,6 +187,26 @@ def _raise_unplaced(mesh: MeshSpec) -> NoReturn:
         " shardfx.shard(params, plan)`; or call the step under `jax.set_mesh(mesh)`; or"
         f" use Auto axes, `MeshSpec({dict(mesh.shape)!r}).build(jax.devices())`."
     )
+
+
+def _require_same_axes(
+    rules: AxisRules,
+    mesh: MeshSpec,
+    mesh_of_args: MeshSpec,
+) -> None:
+    """Raises `MeshError` if the arguments of a step are on a mesh on which an axis of
+    `mesh` that the rules use is missing, or has another size.
+    """
+    for _, target in rules.rules:
+        for axis in entry_axes(target):
+            size = mesh.shape.get(axis)
+            if size is not None and mesh_of_args.shape.get(axis) != size:
+                raise MeshError(
+                    f"`constrain_step` got the mesh {mesh}, and the arguments of the"
+                    f" step are on {mesh_of_args}, where the rules find no axis {axis!r}"
+                    f" of size {size}; give it the mesh of the arguments, and rules for"
+                    " its axes."
+                )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, reshard
 import shardfx as sfx
 from shardfx.auto import auto_axes, constrain_step, name_axes, search
 from shardfx.auto._asked import without_shardings
-from shardfx.errors import SpecError
+from shardfx.errors import MeshError, SpecError
 
 
 AXES = ("data", "tensor")
@@ -380,3 +380,14 @@ def stored(program):
             calls = [inner.params["name"] for inner in body if "name" in inner.params]
             loops.append((types, calls))
     return loops
+
+
+@pytest.mark.parametrize("sizes", [{"x": 2, "y": 2}, {"data": 1, "tensor": 4}])
+def test_arguments_on_another_mesh_are_refused(sizes: dict[str, int]):
+    """No axis of the rules was one of theirs, and nothing was constrained."""
+    kinds = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+    args = jax.device_put(arguments(), NamedSharding(mesh, P()))
+    constrained = constrain_step(step, mesh_of(AxisType.Explicit), RULES)
+    with pytest.raises(MeshError, match="the rules find no axis 'data' of size 2"):
+        jax.jit(constrained)(*args)
