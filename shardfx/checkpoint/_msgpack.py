@@ -196,10 +196,10 @@ def _extension(cursor: _Cursor, nbytes: int, depth: int) -> Any:
     if cursor.offset != start + nbytes:
         raise cursor.damaged("an array has another length than it says")
     match content:
-        case [int() | float() as file_path, int() | float() as imaginary] if (
+        case [int() | float() as real, int() | float() as imaginary] if (
             code == _COMPLEX
         ):
-            return complex(file_path, imaginary)
+            return complex(real, imaginary)
         case [list() as shape, str() as dtype, Bytes() as data] if code != _COMPLEX:
             return _array(cursor, shape, dtype, data)
         case [list() as shape, Bytes() as name, Bytes() as data] if code != _COMPLEX:
