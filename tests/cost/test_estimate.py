@@ -10,8 +10,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, filter_jit, plan, shard
-from shardfx._step import step_of
+from shardfx._step import parse_hlo, step_of
 from shardfx.cost import compile_for, estimate, traffic
+from shardfx.cost._scatters import with_reduce_scatters
 from shardfx.errors import LeafTypeError, MeshError, PlanMismatchError, ProgramError
 from tests.cost.estimated_steps import SPEC, STEPS, constrained, layers, struct, structs
 
@@ -46,6 +47,90 @@ def test_a_product_gathers_a_weight_sharded_like_its_batch():
     x = struct((64, 32), None, "tensor")
     expected = [("all-reduce", ("tensor",), 64 * 16 * 4 * 3 // 2, 1)]
     assert listed(jnp.dot, x, w, compiler="cpu") == expected
+
+
+def test_a_gpu_sends_shards_only_of_what_each_device_slices():
+    x = struct((4, 32), None, "tensor")
+    w = struct((32, 16), "tensor", None)
+    index = jax.ShapeDtypeStruct((), "int32")
+    whole_bytes = 4 * 16 * 4
+
+    def sharded(x, w):
+        return lax.with_sharding_constraint(x @ w, struct((4, 16), "tensor").sharding)
+
+    expected = [("reduce-scatter", ("tensor",), whole_bytes * 3 // 4, 1)]
+    assert listed(sharded, x, w, compiler="gpu") == expected
+
+    # All devices take the same row. It has the size of a shard, and is none.
+    def row(x, w, index):
+        return lax.dynamic_index_in_dim(x @ w, index)
+
+    expected = [("all-reduce", ("tensor",), whole_bytes * 3 // 2, 1)]
+    assert listed(row, x, w, index, compiler="gpu") == expected
+
+
+# `long` stands for a table of more than ten numbers, which XLA leaves out of the text.
+SLICED = """HloModule m, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}}
+
+ENTRY %main (x: f32[4,8,2]) -> f32[1] {{
+  %x = f32[4,8,2]{{2,1,0}} parameter(0)
+  %sum = f32[4,8,2]{{2,1,0}} all-reduce(%x), channel_id=1, replica_groups={groups}, \
+ use_global_device_ids=true, to_apply=%add
+  %id = u32[] partition-id()
+  %zero = s32[] constant(0)
+  %two = s32[] constant(2)
+  %most = s32[] constant(6)
+  %number = s32[] convert(%id)
+  %product = s32[] multiply(%number, %two)
+  %clamped = s32[] clamp(%zero, %product, %most)
+  %halves = s32[4]{{0}} constant({{0, 0, 2, 2}})
+  %half_row = s32[1]{{0}} dynamic-slice(%halves, %id), dynamic_slice_sizes={{1}}
+  %half = s32[] reshape(%half_row)
+  %parities = s32[4]{{0}} constant({{0, 4, 0, 4}})
+  %parity_row = s32[1]{{0}} dynamic-slice(%parities, %id), dynamic_slice_sizes={{1}}
+  %parity = s32[] reshape(%parity_row)
+  %long = s32[4]{{0}} constant({{...}})
+  %left_out = s32[1]{{0}} dynamic-slice(%long, %id), dynamic_slice_sizes={{1}}
+  %counts = u32[4]{{0}} iota(), iota_dimension=0
+  %count = u32[1]{{0}} dynamic-slice(%counts, %id), dynamic_slice_sizes={{1}}
+  %one = s32[1]{{0}} constant({{1}})
+  %sums = s32[1]{{0}} add(%count, %one)
+  ROOT %r = f32[{shape}]{{2,1,0}} dynamic-slice(%sum, {starts}), dynamic_slice_sizes={{{shape}}}
+}}
+"""
+
+
+# XLA's pass demands the shard number `j` for the device at position `j` of a group.
+@pytest.mark.parametrize(
+    ("shape", "starts", "groups", "kind"),
+    [
+        ("1,8,2", "%number, %zero, %zero", "{{0,1,2,3}}", "reduce-scatter"),
+        ("1,8,2", "%count, %zero, %zero", "{{0,1,2,3}}", "reduce-scatter"),
+        ("4,2,2", "%zero, %clamped, %zero", "{{0,1,2,3}}", "reduce-scatter"),
+        ("2,4,2", "%half, %parity, %zero", "{{0,1,2,3}}", "reduce-scatter"),
+        ("2,8,2", "%half, %zero, %zero", "{{0,2},{1,3}}", "reduce-scatter"),
+        ("1,8,2", "%left_out, %zero, %zero", "{{0,1,2,3}}", "reduce-scatter"),
+        ("1,8,2", "%sums, %zero, %zero", "{{0,1,2,3}}", "all-reduce"),
+        ("1,8,2", "%zero, %zero, %zero", "{{0,1,2,3}}", "all-reduce"),
+        ("1,8,2", "%number, %zero, %zero", "{{0,2,1,3}}", "all-reduce"),
+        ("4,2,2", "%zero, %number, %zero", "{{0,1,2,3}}", "all-reduce"),
+        ("2,8,1", "%half, %zero, %parity", "{{0,1,2,3}}", "all-reduce"),
+        ("2,8,2", "%half, %zero, %zero", "{{0,1},{2,3}}", "all-reduce"),
+    ],
+)
+def test_the_start_of_a_slice_decides_whether_it_is_a_shard(
+    shape, starts, groups, kind
+):
+    module = parse_hlo(SLICED.format(shape=shape, starts=starts, groups=groups))
+    sent = with_reduce_scatters(module)
+    opcodes = {instruction.opcode for instruction in sent.computations["main"].values()}
+    assert opcodes & {"all-reduce", "reduce-scatter"} == {kind}
 
 
 @pytest.mark.parametrize("name", STEPS)
