@@ -1,4 +1,7 @@
-"""Every error class that the package defines, and the check of an argument's type."""
+"""Every error class that the package defines, and the checks of an argument's type."""
+
+import operator
+from typing import SupportsIndex
 
 
 class MeshError(ValueError):
@@ -154,6 +157,19 @@ def check_type(
         )
         # A fix in code needs no other.
         raise error(message) if "`" in fix else of_argument(error(message))
+
+
+def whole_number(value: object) -> int | None:
+    """An integer of Python, NumPy or JAX as a Python int, which JSON can hold; `None`
+    for any other value, and for a bool.
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        # Every array has the method, and those of other dtypes and sizes refuse.
+        return None
 
 
 def of_argument(error: Exception) -> Exception:

@@ -2,13 +2,19 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import SupportsIndex
 
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from .._convert import TreeMap
 from .._ground.boxes import Box, shard_boxes
-from .._ground.errors import LeafTypeError, PlanMismatchError, check_type
+from .._ground.errors import (
+    LeafTypeError,
+    PlanMismatchError,
+    check_type,
+    whole_number,
+)
 from .._ground.misuse import called
 from .._ground.text import first_lines, html_text, table
 from . import _stores as stores
@@ -99,7 +105,7 @@ def plan_reads(
     *,
     dtype: object = None,
     unread: Unread = "raise",
-    processes: int | None = None,
+    processes: SupportsIndex | None = None,
     gap_bytes: int | None = None,
 ) -> ReadPlan:
     """The reads of `load` under a plan, from headers alone. No weight is read, and no
@@ -131,8 +137,9 @@ def plan_reads(
 
     **Raises:**
 
-    The errors that `load` raises before it reads an array. `PlanMismatchError` if
-    `processes` does not divide the number of devices of the mesh.
+    The errors that `load` raises before it reads an array. `LeafTypeError` if
+    `processes` is no whole number; `PlanMismatchError` if it is smaller than 1, or does
+    not divide the number of devices of the mesh.
 
     !!! Example
 
@@ -161,6 +168,7 @@ def plan_reads(
         error=LeafTypeError,
         fix=fix,
     )
+    process_count = _count_of(processes)
     if gap_bytes is None:
         gap_bytes = index.place.gap_bytes
     to_load = leaves_to_load(
@@ -177,7 +185,7 @@ def plan_reads(
         # A model has many leaves of few kinds. In a store, where they lie counts, too.
         kind = leaf.path if is_store else _kind_of(leaf)
         if kind not in reads_by_kind:
-            reads_by_kind[kind] = _reads_of(leaf, processes, gap_bytes, is_store)
+            reads_by_kind[kind] = _reads_of(leaf, process_count, gap_bytes, is_store)
         for process, reads in reads_by_kind[kind].items():
             total = totals.setdefault(process, _Reads())
             total.needed_bytes += reads.needed_bytes
@@ -223,6 +231,27 @@ class _Reads:
     pieces: list[ObjectRange] = dataclasses.field(default_factory=list)
 
 
+def _count_of(processes: SupportsIndex | None) -> int:
+    """The argument `processes` of `plan_reads` as an int, 1 for `None`. Raises
+    `LeafTypeError` if it is no whole number, and `PlanMismatchError` if it is smaller
+    than 1.
+    """
+    if processes is None:
+        return 1
+    fix = "give 1 or more, such as `processes=jax.process_count()`"
+    count = whole_number(processes)
+    if count is None:
+        raise LeafTypeError(
+            f"`processes` must be a whole number, not {processes!r:.80} of type"
+            f" {type(processes).__name__}; {fix}."
+        )
+    if count < 1:
+        raise PlanMismatchError(
+            f"`processes={count}` is no number of processes; {fix}."
+        )
+    return count
+
+
 def _kind_of(leaf: LeafToLoad) -> tuple[object, ...]:
     """A value that leaves share if the same bytes of their arrays are read."""
     if leaf.pieces is not None:
@@ -238,15 +267,15 @@ def _kind_of(leaf: LeafToLoad) -> tuple[object, ...]:
 
 def _reads_of(
     leaf: LeafToLoad,
-    processes: int | None,
+    process_count: int,
     gap_bytes: int,
     is_store: bool,
 ) -> Mapping[int, _Reads]:
-    """The reads of a leaf by the number of each process. If `is_store`, the files are
-    objects.
+    """The reads of a leaf by the number of each process. A mesh without devices is
+    divided among `process_count` processes. If `is_store`, the files are objects.
     """
     reads_by_process = {}
-    boxes_by_process = _boxes_of(leaf.shape, leaf.sharding, processes)
+    boxes_by_process = _boxes_of(leaf.shape, leaf.sharding, process_count)
     for process, boxes in boxes_by_process.items():
         reads = _Reads()
         reads_by_process[process] = reads
@@ -275,15 +304,14 @@ def _reads_of(
 def _boxes_of(
     shape: tuple[int, ...],
     sharding: Sharding,
-    processes: int | None,
+    process_count: int,
 ) -> dict[int, tuple[Box, ...]]:
     """By the number of each process, the different boxes of an array that the process's
-    devices hold.
+    devices hold. `process_count` is ignored if the sharding has devices.
     """
     is_abstract = isinstance(sharding, NamedSharding) and isinstance(
         sharding.mesh, AbstractMesh
     )
-    process_count = processes or 1
     device_count = sharding.num_devices
     if is_abstract and device_count % process_count:
         raise PlanMismatchError(

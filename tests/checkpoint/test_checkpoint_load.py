@@ -251,6 +251,12 @@ def test_a_quarter_of_the_devices_reads_a_quarter(tmp_path, reads):
         PlanMismatchError, match="3 processes cannot each have as many of the 8 devices"
     ):
         checkpoint.plan_reads(index, abstract, processes=3)
+    for count in (0, -4):
+        message = f"`processes={count}` is no number of processes; give 1 or more"
+        with pytest.raises(PlanMismatchError, match=message):
+            checkpoint.plan_reads(index, abstract, processes=count)
+    of_numpy = checkpoint.plan_reads(index, abstract, processes=np.int64(2)).processes
+    assert [type(process.process_index) for process in of_numpy] == [int, int]
     for process in checkpoint.plan_reads(index, abstract, processes=4).processes:
         assert process.needed_bytes == total // 4
         assert process.excess_bytes == 0

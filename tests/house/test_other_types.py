@@ -4,9 +4,21 @@ import collections.abc
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
-from shardfx import MeshSpec, auto, checkpoint, correct, cost, fsdp, match
+from shardfx import (
+    MeshSpec,
+    PathRules,
+    auto,
+    checkpoint,
+    correct,
+    cost,
+    fsdp,
+    match,
+    plan,
+    sync,
+)
 from shardfx.errors import LeafTypeError, MeshError, RuleError, SpecError
 
 
@@ -45,6 +57,31 @@ def test_a_mesh_without_devices_is_no_list_of_devices():
 def test_a_value_of_another_type_is_named(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("processes", [2.0, "2", True, np.float32(2), [2]])
+def test_processes_of_a_load_are_a_whole_number(processes, tmp_path):
+    weights = {"w": np.ones((8,), np.float32)}
+    checkpoint.save(tmp_path / "c", weights)
+    index = checkpoint.read_index(tmp_path / "c")
+    planned = plan(weights, MESH, paths=PathRules.parse("w->data"))
+    message = r"`processes` must be a whole number, not .*; give 1 or more, such as `pr"
+    with pytest.raises(LeafTypeError, match=message):
+        checkpoint.plan_reads(index, planned, processes=processes)
+
+
+@pytest.mark.parametrize("number", [1.0, True, "1", np.bool_(True), [1]])
+def test_numbers_of_a_transfer_are_whole_numbers(number):
+    planned = plan(SHAPES, MESH, paths=PathRules.parse("w->data"))
+    with pytest.raises(
+        MeshError, match=r"`receiver` is .* of `dst` are \{0..1\}; give"
+    ):
+        sync.plan_transfer(planned, planned, processes=(2, 2), receiver=number)
+    for processes in (number, [*[0] * 7, number], np.array(1.0)):
+        with pytest.raises(MeshError, match="`processes` is .* for 8 devices; give a"):
+            sync.plan_transfer(planned, planned, processes=(1, processes))
+    with pytest.raises(MeshError, match="`memory_limit_bytes` is .*; give a number of"):
+        sync.plan_transfer(planned, planned, memory_limit_bytes=number)
 
 
 def test_the_form_is_that_of_the_function_that_was_called():

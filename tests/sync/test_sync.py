@@ -236,6 +236,22 @@ def test_a_receivers_part_is_that_of_the_whole_plan(receiver):
     TransferPlan.from_json(part.to_json())
 
 
+def test_numbers_of_numpy_make_the_plan_that_python_s_make():
+    numbers = {"receiver": 1, "memory_limit_bytes": 1 << 20}
+    of_numpy = {name: np.int64(number) for name, number in numbers.items()}
+    expected = job((2, [0, 0, 1, 1]), **numbers)[2]
+    plan = job((np.int64(2), np.array([0, 0, 1, 1])), **of_numpy)[2]
+    assert plan.to_json() == expected.to_json()
+    assert TransferPlan.from_json(plan.to_json()).digest == expected.digest
+
+
+def test_an_unknown_receiver_is_refused_with_those_there_are():
+    with pytest.raises(MeshError, match=r"is 1, and .* `dst` are \{0,2\}; give the"):
+        job((2, [0, 0, 2, 2]), receiver=1)
+    with pytest.raises(MeshError, match=r"is 4, and .* `dst` are \{0..3\}; give the"):
+        job((2, 4), receiver=4)
+
+
 def mutated(data, draws):
     """The data with one value changed, removed or added, at a random place."""
     while True:

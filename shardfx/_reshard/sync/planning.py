@@ -8,8 +8,9 @@ which the elements are multiplied.
 import itertools as it
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..._convert import (
@@ -26,10 +27,10 @@ from ..._convert import (
     within,
 )
 from ..._ground.boxes import Box, box_start, common, holders_by_box
-from ..._ground.errors import MeshError, SyncError
+from ..._ground.errors import MeshError, SyncError, whole_number
 from ..._ground.keys import data_of
 from ..._ground.spec import entries_at, entry_axes
-from ..._ground.text import together
+from ..._ground.text import joined, together
 from ..._plan import ShardPlan, check_plan
 from ..pieces.assembly import (
     MovedLeaf,
@@ -56,7 +57,7 @@ from .transfer import TransferPlan
 
 # The number of processes of a job, or the process of each device in the order of the
 # job's mesh.
-Processes = int | Sequence[int]
+Processes = SupportsIndex | Sequence[SupportsIndex] | np.ndarray
 _MOST_DEVICES = 1 << 20
 # What is sent at a time is encrypted under one nonce, which AES-GCM allows for 64 GiB.
 _MOST_LIMIT_BYTES = 16 << 30
@@ -68,8 +69,8 @@ def plan_transfer(
     map: TreeMap | None = None,
     *,
     processes: tuple[Processes, Processes] = (1, 1),
-    receiver: int | None = None,
-    memory_limit_bytes: int = 16 << 20,
+    receiver: SupportsIndex | None = None,
+    memory_limit_bytes: SupportsIndex = 16 << 20,
 ) -> TransferPlan:
     """Plans the transfer of one job's arrays into another job's arrays. No device is
     needed.
@@ -169,8 +170,8 @@ def _jobs(
     src: ShardPlan,
     dst: ShardPlan,
     processes: tuple[Processes, Processes],
-    receiver: int | None,
-    memory_limit_bytes: int,
+    receiver: SupportsIndex | None,
+    memory_limit_bytes: SupportsIndex,
 ) -> _Jobs:
     """Checks the arguments of `plan_transfer`. Raises `MeshError` for meshes, processes
     or a limit that no transfer has.
@@ -182,25 +183,26 @@ def _jobs(
                 f"`{name}` has a mesh of {plan.mesh.size:,} devices; a transfer is"
                 f" planned for at most {_MOST_DEVICES:,}."
             )
-    limit = memory_limit_bytes
-    is_number = isinstance(limit, int) and not isinstance(limit, bool)
-    if not is_number or not 1 <= limit <= _MOST_LIMIT_BYTES:
+    limit_bytes = whole_number(memory_limit_bytes)
+    if limit_bytes is None or not 1 <= limit_bytes <= _MOST_LIMIT_BYTES:
         raise MeshError(
-            f"`memory_limit_bytes` is {limit!r:.40}; give a number of bytes from 1 to"
+            f"`memory_limit_bytes` is {memory_limit_bytes!r:.40}; give a number of bytes from 1 to"
             f" {_MOST_LIMIT_BYTES:,}, such as 16 << 20."
         )
     senders = _process_of_each_device(src.mesh.size, sending_processes)
     receivers = _process_of_each_device(dst.mesh.size, receiving_processes)
-    if receiver is not None and receiver not in receivers:
+    only_receiver = whole_number(receiver)
+    if receiver is not None and only_receiver not in receivers:
+        numbers = [str(process) for process in sorted(set(receivers))]
         raise MeshError(
-            f"`receiver` is {receiver!r}, and `dst` has the processes 0 to"
-            f" {max(receivers)}."
+            f"`receiver` is {receiver!r:.40}, and the processes of `dst` are"
+            f" {joined(numbers)}; give the number of one, or `None` for all."
         )
     return _Jobs(
         senders=senders,
         receivers=receivers,
-        receiver=receiver,
-        memory_limit_bytes=memory_limit_bytes,
+        receiver=only_receiver,
+        memory_limit_bytes=limit_bytes,
     )
 
 
@@ -208,15 +210,23 @@ def _process_of_each_device(size: int, processes: Processes) -> tuple[int, ...]:
     """The process of each of `size` devices, in the order of the mesh. Raises
     `MeshError` if `processes` does not fit the mesh.
     """
-    is_count = isinstance(processes, int)
-    if is_count and processes > 0 and size % processes == 0:
-        return tuple(device * processes // size for device in range(size))
-    if is_count or len(processes) != size or min(processes) < 0:
+    if isinstance(processes, np.ndarray):
+        processes = processes.tolist()
+    count = whole_number(processes)
+    if count is not None and count > 0 and size % count == 0:
+        return tuple(device * count // size for device in range(size))
+    numbers: list[int] = []
+    if isinstance(processes, Sequence) and len(processes) == size:
+        for process in processes:
+            number = whole_number(process)
+            if number is not None and number >= 0:
+                numbers.append(number)
+    if len(numbers) < size:
         raise MeshError(
             f"`processes` is {processes!r:.80} for {size} devices; give a number that"
             " divides them, or the process of each."
         )
-    return tuple(processes)
+    return tuple(numbers)
 
 
 def _structs(leaves: Mapping[str, MovedLeaf]) -> dict[str, Struct]:
