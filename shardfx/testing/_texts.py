@@ -34,10 +34,10 @@ def plan_text(plan: ShardPlan) -> str:
     """The text of a plan for golden files: the sharding of each array, and the mesh
     axes that were dropped.
 
-    Two plans have the same text if their meshes have the same text, and if every array
-    has the same path, shape, dtype, spec, memory kind and dropped mesh axes. The text
-    does not name the rules that matched, so rules can be rewritten without a change of
-    the text.
+    Two plans have the same text if their modes are the same, their meshes have the same
+    text, and every array has the same path, shape, dtype, spec, memory kind and dropped
+    mesh axes. The text does not name the rules that matched, so rules can be rewritten
+    without a change of the text.
 
     **Arguments:**
 
