@@ -182,7 +182,7 @@ def _granules(
                 f'say which do, as in `MeshSpec(..., dcn={{"data": {len(granules)}}})`.'
             )
         reason = (
-            f"the devices are of {len(granules)} slices and `dcn` is not given: axes span"
+            f"the devices are of {len(granules)} slices and `dcn` spans one: axes span"
             f" {spread} of them"
         )
         return _Granules(granules, spread, reasons=(reason,))

@@ -12,7 +12,7 @@ from hypothesis import given
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx import MeshSpec
+from shardfx import MeshSpec, topology
 from shardfx.errors import MeshError
 
 
@@ -274,9 +274,10 @@ def test_an_axis_that_spans_slices_is_slowest_over_them():
     without = other_mesh.order(SLICES)
     assert (
         without.reasons[0]
-        == "the devices are of 4 slices and `dcn` is not given: axes span (2, 2) of"
-        " them"
+        == "the devices are of 4 slices and `dcn` spans one: axes span (2, 2) of them"
     )
+    given = topology.device_order(SLICES, (2, 8), dcn_sizes=(1, 1))
+    assert given.reasons == without.reasons
 
 
 def test_processes_are_slices_where_devices_name_none():
