@@ -196,7 +196,8 @@ def decode_entry(data: object) -> Any:
     if isinstance(data, dict):
         if "unconstrained" in data:
             return UNCONSTRAINED
-        return Atomic(decode_entry(data["atomic"]), data["unit"])
+        if data.keys() == {"atomic", "unit"}:
+            return Atomic(decode_entry(data["atomic"]), _decode_unit(data["unit"]))
     if isinstance(data, list):
         return tuple(decode_entry(part) for part in data)
     if data is None or isinstance(data, str):
@@ -204,6 +205,21 @@ def decode_entry(data: object) -> Any:
     raise PlanFormatError(
         f"{data!r} is no entry of a spec; it must be null, a name, or a list of names."
     )
+
+
+def _decode_unit(data: Any) -> int | tuple[int, ...]:
+    """The unit of an `Atomic`: the number of elements that no shard may split, or one
+    for each dimension. Raises `PlanFormatError` for anything but numbers from 1 on.
+    """
+    sizes = data if isinstance(data, list) else [data]
+    if not all(type(size) is int and size >= 1 for size in sizes):
+        raise PlanFormatError(
+            f"{data!r:.60} is no unit; it must be a number of elements from 1 on, or a"
+            " list with one for each dimension."
+        )
+    if isinstance(data, list):
+        return tuple(sizes)
+    return sizes[0]
 
 
 def encode_spec(spec: PartitionSpec) -> object:

@@ -29,6 +29,8 @@ from shardfx import (
     report,
     shard,
 )
+from shardfx._plan import plan_json
+from shardfx._rules import Atomic
 from shardfx.errors import PlanFormatError, PlanMismatchError
 
 
@@ -305,6 +307,22 @@ def test_json_brings_back_a_whole_plan():
     [
         (lambda d: d["rows"][0].update(spec=[3]), "3 is no entry of a spec"),
         (
+            lambda d: d["rows"][0].update(requested=[{"foo": 1}]),
+            "{'foo': 1} is no entry of a spec",
+        ),
+        (
+            lambda d: d["rows"][0].update(requested=[{"atomic": "a"}]),
+            "{'atomic': 'a'} is no entry of a spec",
+        ),
+        (
+            lambda d: d["rows"][0].update(requested=[{"atomic": "a", "unit": "a"}]),
+            "'a' is no unit; it must be a number of elements from 1 on",
+        ),
+        (
+            lambda d: d["rows"][0].update(requested=[{"atomic": "a", "unit": 0}]),
+            "0 is no unit; it must be a number of elements from 1 on",
+        ),
+        (
             lambda d: d.update(version=2),
             "the plan has version 2, and this shardfx reads version 1; update shardfx",
         ),
@@ -365,6 +383,13 @@ def test_json_brings_back_a_whole_plan():
 def test_json_edited_to_be_invalid(change, text):
     with pytest.raises(PlanFormatError, match=re.escape(text)):
         ShardPlan.from_json(edited(change))
+
+
+def test_a_unit_in_json_is_the_unit_that_was_written():
+    for unit in (8, (1, 8)):
+        entry = Atomic("heads", unit)
+        data = json.loads(json.dumps(plan_json.encode_entry(entry)))
+        assert plan_json.decode_entry(data) == entry
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
