@@ -11,6 +11,7 @@ import re
 
 import numpy as np
 
+from .._ground import opcodes
 from .._step import HloModule, Instruction, array_of, groups_of
 
 
@@ -105,7 +106,7 @@ def _is_own_shard(
 
 _DIGITS = re.compile(r"-?\d+")
 # Operations that pass a number on as it is.
-_UNCHANGED = ("bitcast", "convert", "copy", "reshape")
+_UNCHANGED = opcodes.RESHAPES | {"copy", "convert"}
 
 
 def _numbers(
