@@ -74,19 +74,22 @@ class Fault(NamedTuple):
 
 
 def differences(values: object, reference: object) -> np.ndarray:
-    """The absolute differences between two arrays, by element. NaN equals only NaN, and
-    an infinity only itself.
+    """The absolute differences between two arrays of equal shapes, by element. NaN
+    equals only NaN, and an infinity only itself.
     """
-    values = np.asarray(values)
-    reference = np.asarray(reference)
-    wide = np.result_type(values.dtype, np.float64)
-    values = values.astype(wide)
-    reference = reference.astype(wide)
+    values = _widened(values)
+    reference = _widened(reference)
     with np.errstate(invalid="ignore"):
         distances = np.abs(values - reference)
     is_same = (values == reference) | (np.isnan(values) & np.isnan(reference))
     distances = np.where(np.isnan(distances), np.inf, distances)
     return np.where(is_same, 0.0, distances)
+
+
+def _widened(values: object) -> np.ndarray:
+    """An array in float64, or in complex128 if it is complex."""
+    array = np.asarray(values)
+    return array.astype(np.result_type(array.dtype, np.float64))
 
 
 def allowed(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import itertools as it
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from .._ground.errors import MeshError, ProgramError
 from .._ground.keys import as_keys, raw
 from .._ground.misuse import called
-from .._ground.text import plural, table
+from .._ground.text import array_text, plural, table
 from .._step import (
     Frame,
     Refutation,
@@ -161,7 +162,8 @@ def check_step(
     - `args`: arrays with their planned shardings, or `jax.ShapeDtypeStruct`s such as
       `plan.structs`, for which random arrays are made. No argument is donated. Emulated
       devices suffice, because XLA partitions for them as for real ones.
-    - `reference`: a function of the same arguments with right results. A step with a
+    - `reference`: a function of the same arguments with right results, in a tree of
+      the same paths and shapes; floats may have another width. A step with a
       `shard_map` over several devices cannot run on one device, and needs `reference`
       or `mesh`.
     - `mesh`: the mesh of the plan. The reference is then the step for a mesh of one
@@ -180,8 +182,9 @@ def check_step(
     **Raises:**
 
     `ProgramError` for a `shard_map` over several devices without `reference` and
-    `mesh`. `MeshError` for structs on more devices than there are. Errors of the step
-    are raised unchanged, as JAX's error for a donated array.
+    `mesh`, and for a reference that returns other paths, shapes or kinds of dtypes.
+    `MeshError` for structs on more devices than there are. Errors of the step are
+    raised unchanged, as JAX's error for a donated array.
 
     !!! Example
 
@@ -271,6 +274,7 @@ def _checked_step(
             )
         theirs = traced_step(reference, copies)
         theirs = theirs._replace(arrays=list(map(on_one_device, theirs.arrays)))
+        _require_comparable(ours, theirs)
     exact_program = Played(theirs, alone=True, wide=np.float64)
     exact_results, _ = exact_program()
     checked_outputs = ft.partial(_checked_outputs, ours.paths, exact_results)
@@ -298,6 +302,50 @@ def _checked_step(
     if checked:
         return checked
     return _with_fault(ours, theirs, checked, wide)
+
+
+def _require_comparable(ours: Traced, theirs: Traced) -> None:
+    """Raises `ProgramError` if the step `ours` and the reference `theirs` do not return
+    arrays of equal paths, shapes and kinds of dtypes, such as floating-point ones.
+    """
+    for our_path, their_path in it.zip_longest(ours.paths, theirs.paths):
+        if our_path != their_path:
+            raise ProgramError(
+                f"the step returns {plural(len(ours.paths), 'array')}, and the"
+                f" reference {len(theirs.paths)}; {_output_text(our_path)} of the step"
+                f" is {_output_text(their_path)} of the reference. Return the same tree"
+                " from both."
+            )
+    rows = zip(ours.paths, ours.closed.out_avals, theirs.closed.out_avals, strict=True)
+    for path, array, reference in rows:
+        is_same_kind = _kind_of(array.dtype) == _kind_of(reference.dtype)
+        if array.shape == reference.shape and is_same_kind:
+            continue
+        ours_text = array_text(array.dtype, array.shape)
+        theirs_text = array_text(reference.dtype, reference.shape)
+        raise ProgramError(
+            f"{_output_text(path)} is {ours_text} in the step, and {theirs_text} in the"
+            " reference; return equal shapes, and the same kind of dtype, from both."
+        )
+
+
+def _output_text(path: str | None) -> str:
+    """The output at `path`, for messages. The path is "" if the result is one array,
+    and `None` if there is no such output.
+    """
+    if path is None:
+        return "no output"
+    return f"output `{path}`" if path else "the output"
+
+
+def _kind_of(dtype: Any) -> object:
+    """What the numbers of a dtype are: bools, integers, or real or complex numbers of
+    floating point. Any other dtype is its own kind.
+    """
+    for kind in (np.bool_, np.integer, np.floating, np.complexfloating):
+        if jax.numpy.issubdtype(dtype, kind):
+            return kind
+    return dtype
 
 
 def _first_device(arrays: Sequence[Any]) -> Any:
