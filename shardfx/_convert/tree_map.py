@@ -97,6 +97,7 @@ class TreeMap:
             for text in (path, *leaves_of(expression)):
                 pattern(text)
             expressions.append((path, expression))
+        # The source must have what is dropped, and may have `rest`.
         step = Rules(
             rules=tuple(expressions),
             drop=_patterns(drop),
@@ -255,11 +256,15 @@ class TreeMap:
 
 
 def _patterns(texts: str | Iterable[str]) -> tuple[str, ...]:
-    """One path pattern or several as a tuple. Raises `MapError` for a text that is
-    none.
-    """
+    """One path pattern or several as a tuple. Raises `MapError` for anything else."""
+    if not isinstance(texts, Iterable):
+        raise MapError(
+            f"`drop` and `rest` take paths, not {texts!r:.80}; write `drop=[path]`."
+        )
     patterns = (texts,) if isinstance(texts, str) else tuple(texts)
     for text in patterns:
+        if not isinstance(text, str):
+            raise MapError(f"`drop` and `rest` take paths, and {text!r:.80} is none.")
         pattern(text)
     return patterns
 
@@ -276,26 +281,33 @@ def _step_data(step: Rules) -> dict[str, Any]:
     }
 
 
-_STEP_KINDS = {
+_TYPE_BY_FIELD = {
     "rules": list,
     "drop": list,
     "rest": list,
     "casts": bool,
     "inverted": bool,
 }
+_OPTIONS = ("drop", "rest", "casts")
 
 
 def _step_of(data: Any) -> Rules:
-    """A step of a map, from its part of the map's JSON."""
-    for name, kind in _STEP_KINDS.items():
-        if not isinstance(data.get(name, []), kind):
-            raise TypeError(f"`{name}` is {data.get(name)!r:.80}")
+    """A step of a map, from its part of the map's JSON. The arguments of `TreeMap` that
+    have a default may be missing: `drop`, `rest` and `casts`.
+    """
+    if not isinstance(data, dict):
+        raise TypeError(f"a step is {data!r:.80}")
+    for name, field_type in _TYPE_BY_FIELD.items():
+        if name not in data and name in _OPTIONS:
+            continue
+        if not isinstance(data[name], field_type):
+            raise TypeError(f"`{name}` is {data[name]!r:.80}")
     rules = {}
     for path, expression in data["rules"]:
         rules[path] = from_data(expression)
     if len(rules) != len(data["rules"]):
         raise ValueError("two rules make the same leaf")
-    options = {name: data[name] for name in ("drop", "rest", "casts") if name in data}
+    options = {name: data[name] for name in _OPTIONS if name in data}
     sizes = {}
     for name in _SIZES:
         sizes[name] = _named_sizes_from_json(data.get(name, []))

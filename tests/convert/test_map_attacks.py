@@ -275,6 +275,15 @@ FORGED = {
         forged(*LEAF).replace('"casts": false', '"casts": 0'),
         r"`casts` is 0",
     ),
+    "a step": (
+        '{"version": 1, "steps": [1]}',
+        r"this is no TreeMap's JSON \(TypeError: a step is 1\)",
+    ),
+    "a text of steps": ('{"version": 1, "steps": "x"}', r"a step is 'x'"),
+    "without a direction": (
+        forged(*LEAF).replace(', "inverted": false', ""),
+        r"KeyError: 'inverted'",
+    ),
     "a version": (
         forged(*LEAF).replace('"version": 1', '"version": true'),
         r"a TreeMap of version True; this reads",
@@ -291,6 +300,13 @@ def test_forged_json_is_refused(text, message):
     with pytest.raises(MapError, match=message) as caught:
         TreeMap.from_json(text)
     assert "MapError" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ['"drop": [], ', '"casts": false, '])
+def test_an_argument_with_a_default_may_be_missing(field):
+    text = forged(*LEAF)
+    assert field in text
+    assert TreeMap.from_json(text.replace(field, "")) == TreeMap({"x": "w"})
 
 
 ODD_NAMES = [
