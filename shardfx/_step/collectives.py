@@ -430,8 +430,9 @@ class DevicePositions:
         ids: Sequence[int] = (),
     ):
         spec = MeshSpec({}) if mesh is None else MeshSpec.of(mesh)
+        # The text does not say the number, or each slice has one device.
         if mesh is not None and slice_devices == 1:
-            slice_devices = spec.size
+            slice_devices = max(1, spec.size // slice_count)
         program_devices = slice_devices * slice_count
         self.slice_devices = slice_devices
         self.device_count = program_devices if mesh is None else spec.size

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from shardfx import MeshSpec
 from shardfx._step import KINDS
 from shardfx.cost import traffic
-from shardfx.errors import ProgramError
+from shardfx.errors import MeshError, ProgramError
 
 
 HLO = Path(__file__).parents[1] / "data" / "hlo"
@@ -253,6 +253,29 @@ def test_a_step_on_two_slices_of_tpus_whose_text_is_that_of_one():
     assert sent.devices == 8
     actual = {row.source and row.source.line for row in sent.rows}
     assert actual == {23}
+
+
+ONE_DEVICE_A_SLICE = """HloModule m
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %t = token[] after-all()
+  %r = (f32[8]{0}, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true, \
+frontend_attributes={_xla_megascale_target={{100000->200000},{200000->100000}},\
+_xla_megascale_transfer_type="ONE_TO_ONE"}
+  ROOT %c = f32[8]{0} copy(%p)
+}
+"""
+
+
+def test_an_exchange_between_slices_of_one_device_each():
+    mesh = MeshSpec({"d": 2}, dcn={"d": 2})
+    (row,) = traffic(ONE_DEVICE_A_SLICE, mesh).rows
+    assert (row.axes, row.dcn_bytes) == (("d",), 32)
+    (row,) = traffic(ONE_DEVICE_A_SLICE).rows
+    assert (row.axes, row.dcn_bytes) == ((), 32)
+    with pytest.raises(MeshError, match="runs on 2 devices, and the mesh"):
+        traffic(ONE_DEVICE_A_SLICE, MeshSpec({"d": 3}))
 
 
 def test_exchanges_with_the_own_and_another_slice():
