@@ -21,7 +21,7 @@ OURS = tuple(kind for kind in _CLASSES if issubclass(kind, Exception))
 _SHOWN_LINES = 3
 _SHOWN_CHARACTERS = 2000
 _ARGUMENT = re.compile(
-    r"`(unmatched|unused|mode|min_bytes|strict|refine|step)=([^`]*)`"
+    r"`(unmatched|unused|mode|min_bytes|strict|refine|step|overwrite)=([^`]*)`"
 )
 _INSTALLED = (
     *sysconfig.get_paths().values(),
@@ -76,8 +76,8 @@ def encodable(text: str, encoding: str | None) -> str:
 
 
 def in_flags(text: str) -> str:
-    """Returns `text` with arguments of `shardfx.plan` replaced by flags: `strict=True`
-    becomes `--strict`.
+    """Returns `text` with arguments of functions replaced by flags: `strict=True` of
+    `shardfx.plan` becomes `--strict`.
     """
 
     def flag(argument: re.Match[str]) -> str:

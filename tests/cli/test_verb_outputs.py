@@ -123,6 +123,14 @@ $ convert model-dir out --map bad.json
 this is no TreeMap's JSON
 $ convert model-dir out --inverse
 --inverse needs --map, and --like
+$ convert model-dir out --like model-dir
+--like is for --map
+$ convert model-dir kept.safetensors --dry-run
+'kept.safetensors' exists, and nothing was changed; pass `--overwrite` to replace it
+$ convert model-dir kept.safetensors
+'kept.safetensors' exists, and nothing was changed; pass `--overwrite` to replace it
+$ convert model-dir model-dir --overwrite --dry-run
+'model-dir' exists, and nothing was changed; name another TO
 $ convert model-dir out --map my_model:STACKED --like llama3.2-1b
 in 150 places
 $ convert model-dir gpt2-xl
@@ -147,6 +155,7 @@ def test_what_cannot_be_done_is_one_line_and_writes_nothing(
         "cut.json": '{"format": "shardfx.plan",',
         "gpt2-xl": "no checkpoint",
         "kept.py": "1",
+        "kept.safetensors": "1",
     }
     for name, text in {**texts, "steps.py": STEPS}.items():
         Path(name).write_text(text)

@@ -75,6 +75,9 @@ def convert(
         raise UsageError(
             "--inverse needs --map, and --like that says what there shall be"
         )
+    if like is not None and map_name is None:
+        raise UsageError("--like is for --map: without it, TO holds what FROM holds")
+    _require_free(target, overwrite)
     relation = None if map_name is None else _map(map_name)
     if relation is not None and inverse:
         relation = relation.inverse()
@@ -119,6 +122,21 @@ def convert(
     lines = [*table(cells, right=()), "", total]
     data = {"written": written, "bytes": size, "arrays": arrays}
     answer(json_file, lambda: "\n".join(lines), lambda: data)
+
+
+def _require_free(target: str, overwrite: bool) -> None:
+    """Raises `UsageError` if the path `target` exists and may not be replaced, before
+    anything is read. A directory is never replaced.
+    """
+    if not os.path.lexists(target):
+        return
+    is_file = target.endswith(".safetensors") and not os.path.isdir(target)
+    if is_file and overwrite:
+        return
+    fix = "pass `--overwrite` to replace it" if is_file else "name another TO"
+    raise UsageError(
+        f"{target!r} exists, and nothing was changed; {fix}, or remove it first"
+    )
 
 
 def _map(name: str) -> TreeMap:
