@@ -267,16 +267,19 @@ def _arguments(text: str, arguments: str) -> dict[str, Any]:
     for part in arguments.split(","):
         if part:
             key, _, value = part.partition("=")
+            if key in values:
+                raise UsageError(f"--rules {text!r:.200} has {key!r:.80} twice")
             values[key] = value
     if not all(values.values()):
         raise UsageError(
             f"--rules {text!r:.200} is not of the form NAME or NAME:key=value,..., as"
             " llama:head_dim=64"
         )
-    read: dict[str, Any] = {}
+    parsed: dict[str, Any] = {}
     for key, value in values.items():
-        read[key] = int(value) if value.isdecimal() else value
-    return read
+        is_number = value.removeprefix("-").isdecimal()
+        parsed[key] = int(value) if is_number else value
+    return parsed
 
 
 def _paths_and_axes(rules: object, what: str) -> Rules:

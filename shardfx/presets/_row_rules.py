@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
+from .._ground.errors import RuleError
 from .._rules import (
     Atomic,
     Replicate,
@@ -104,6 +105,8 @@ def rules_of(
     - `fsdp`, `tensor`, `expert`: the mesh axes. Stacked experts are sharded over
       `expert` along their first dimension.
     - `others`: paths that no rule may match.
+
+    Raises `RuleError` for an inner axis whose size is no positive number.
     """
     mesh_axes = (
         dict.fromkeys(_TENSOR_AXES, tensor)
@@ -154,6 +157,13 @@ def _target(
 
     units = []
     for _, *inner_axes in weight.dims:
+        for axis in inner_axes:
+            size = sizes[axis]
+            if not isinstance(size, int) or size < 1:
+                raise RuleError(
+                    f"the size of `{axis}` is {size!r}; give a positive number of"
+                    " elements, as `head_dim=64`."
+                )
         units.append(math.prod(sizes[axis] for axis in inner_axes))
     spec = P(*[mesh_axes[axis] for axis in outer_axes])
     if max(units) > 1:

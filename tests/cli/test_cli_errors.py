@@ -138,6 +138,10 @@ $ plan m:m --mesh fsdp=4 --rules lama
 has this name; did you mean 'llama' or 'llama4'?
 $ plan m:m --mesh a=-1 --rules llama --devices DIGITS
 is not a valid integer
+$ plan llama3-8b --mesh a=2 --rules llama:fsdp=data,fsdp=tensor
+--rules 'llama:fsdp=data,fsdp=tensor' has 'fsdp' twice
+$ plan llama3-8b --mesh a=2 --rules llama:head_dim=-64
+the size of `dim` is -64; give a positive number of elements, as `head_dim=64`
 $ plan m:m --mesh a=2 --rules llama:head_dim=DIGITS
 ValueError: Exceeds the limit
 $ plan m:m --mesh a=2 --rules llama --\x1b[31m
