@@ -99,6 +99,8 @@ def follow(
     - `paths`: rules for arrays that follow no planned array. To change the sharding of
       an array that follows one, use [`shardfx.ShardPlan.replace`][].
     - `axes`: rules for the logical names in `paths`; `None` for the rules of the plan.
+      The result's `axes` are those of the plan, if it has any, as are the names of
+      the arrays that follow others.
     - `memory_kinds`: pairs of a regex and a memory kind. The first pair that matches an
       array's path counts.
     - `adapters`: pairs of a regex and its replacement, as in `re.sub`, that turn the
@@ -198,10 +200,10 @@ def follow(
         fix = "Give rules for them, `follow(..., paths=PathRules([(regex, target)]))`; "
         raise_strict(follower.strict, f'. {fix}`(".*", replicate)` may be the last')
     content = plan.content
-    resolving = axes if content.axes is None else content.axes
+    kept_axes = axes if content.axes is None else content.axes
     path_tree = PathTree(flat.paths, flat.treedef)
     return ShardPlan(
-        content.replaced(axes=resolving, rows=rows, index=index, path_tree=path_tree)
+        content.replaced(axes=kept_axes, rows=rows, index=index, path_tree=path_tree)
     )
 
 

@@ -49,6 +49,7 @@ def t5x_adafactor(params: Any) -> Any:
 
 
 NAMED = plan({"w": struct(8, 6)}, MESH, names={"w": ("heads", "embed")}, axes=HEADS)
+BUFFERS = AxisRules([("buffer", "data")])
 GALORE = optax.contrib.galore(1e-3, rank=4).init
 DECIDE = PathRules(
     [("projector/.*w", P("fsdp")), ("[mn]u/.*w", (..., "mlp")), ("", P())]
@@ -241,3 +242,18 @@ def test_what_follow_refuses(planned, keywords, message):
         paths = None
     with pytest.raises(RuleError, match=message):
         follow(t5x_adafactor, planned, **{**keywords, "paths": paths})
+
+
+def test_the_result_keeps_the_axis_rules_of_the_plan():
+    def init(tree):
+        return {"w": tree["w"], "buffer": jnp.zeros(16)}
+
+    rules = PathRules([("^buffer", ("buffer",))])
+    followed = follow(init, NAMED, paths=rules, axes=BUFFERS)
+    assert followed["buffer"].spec == P("data")
+    assert followed.axes == HEADS
+    on_other_mesh = followed.replan(MeshSpec({"data": 4, "fsdp": 3, "tensor": 2}))
+    assert on_other_mesh["w"].spec == P("tensor", "fsdp")
+    assert on_other_mesh["buffer"].spec == P("data")
+    unnamed = plan({"w": struct(8, 6)}, MESH, paths=PathRules([("w", P())]))
+    assert follow(init, unnamed, paths=rules, axes=BUFFERS).axes == BUFFERS
