@@ -20,6 +20,7 @@ from shardfx import (
     hosts,
     sync,
 )
+from shardfx.presets.maps import TreeLayout
 from tests.house.mistakes import (
     AXES,
     MESH,
@@ -39,6 +40,24 @@ MISTAKES: dict[str, Mistake] = {}
 mended_by = listing(MISTAKES)
 
 SHARDING = NamedSharding(MESH, P("data"))
+
+
+# Maps.
+
+
+@mended_by("write `drop=[path]`")
+def a_number_to_drop():
+    TreeMap({"w": "w"}, drop=3)
+
+
+@mended_by("and 3 is none")
+def a_number_among_the_dropped():
+    TreeMap({"w": "w"}, rest=["v", 3])
+
+
+@mended_by('as in "query: embed (heads dim)"')
+def a_number_as_an_entry_of_a_layout():
+    TreeLayout({"w": 3})
 
 
 # Meshes and rules.

@@ -166,6 +166,10 @@ LAYOUTS = {
         lambda: maps.stacked(config_of("llama")).with_sizes(vocabulary=8),
         r"no axis 'vocabulary' \(did you mean 'vocab'\?\); it has .*embed, ",
     ),
+    "no parts": (
+        lambda: maps.TreeLayout({A: maps.Fused()}),
+        r"a `Fused` array has parts, and this has none",
+    ),
     "dims": (
         lambda: maps.TreeLayout({A: maps.Fused("q: a b", dim=2)}),
         r"the parts have no dim 2",

@@ -192,7 +192,7 @@ _DIM = re.compile(
 
 def weights_of(path: str, entry: Entry) -> list[Weight]:
     """Returns a `Weight` for each kind of weight in the array at `path`. Only a `Fused`
-    array has several.
+    array has several. Raises `MapError` for an entry that cannot be read.
     """
     if isinstance(entry, Fused):
         weights = []
@@ -200,12 +200,20 @@ def weights_of(path: str, entry: Entry) -> list[Weight]:
             weights.append(_weight(path, text, entry, number))
         _require_alike(path, entry, weights)
         return weights
-    text = entry if isinstance(entry, str) else entry.part
-    return [_weight(path, text, entry, number=0)]
+    if not isinstance(entry, str | Scaled | Counted):
+        raise MapError(
+            f"{quoted(path)}: {entry!r:.80} is no entry of a layout; write the kind and"
+            ' its axes, as in "query: embed (heads dim)", or `Fused`, `Scaled` or'
+            " `Counted`."
+        )
+    part = entry if isinstance(entry, str) else entry.part
+    return [_weight(path, part, entry, number=0)]
 
 
 def _require_alike(path: str, entry: Fused, weights: Sequence[Weight]) -> None:
     """Raises `MapError` if the parts of an array cannot be concatenated."""
+    if not weights:
+        raise MapError(f"{quoted(path)}: a `Fused` array has parts, and this has none.")
     if len({len(weight.dims) for weight in weights}) != 1:
         raise MapError(
             f"{quoted(path)}: parts along one dimension have as many dimensions each:"
