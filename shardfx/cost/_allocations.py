@@ -300,7 +300,9 @@ class _Arrays:
         """
         maker = self.maker_with_line(value, values_of_place)
         # A value of another type than an array is shown as its bytes.
-        array = next(iter(arrays_in(value.type)), Array("u8", (value.bytes,)))
+        array = Array("u8", (value.bytes,))
+        if not value.type.startswith(("(", "token")):
+            array = next(iter(arrays_in(value.type)), array)
         if maker is None:
             return LiveArray(
                 buffer=array,

@@ -102,6 +102,16 @@ def test_memory_is_what_libtpu_assigns():
     assert memory.temporary_bytes == 16384 + 512
 
 
+@pytest.mark.parametrize("type_text", ["(f32[2]{0}, s32[])", "token[]"])
+def test_a_value_that_is_no_array_is_shown_as_its_bytes(type_text):
+    value = "(size=4096,offset=8192): f32[8,128]{1,0:T(8,128)}"
+    assert value in ASSIGNMENT
+    other = ASSIGNMENT.replace(value, f"(size=4096,offset=8192): {type_text}")
+    first, second = read(TEXTS._replace(assignment=other)).arrays
+    assert str(first.buffer) == "f32[16,128]"
+    assert str(second.buffer) == "u8[4096]"
+
+
 def test_a_tuple_of_arguments_is_taken_apart():
     tupled = ASSIGNMENT.replace("at ShapeIndex {}", "at ShapeIndex {2}")
     memory = read(TEXTS._replace(assignment=tupled), 4, is_tupled=True)
