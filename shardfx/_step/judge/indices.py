@@ -176,8 +176,13 @@ def _gathered(
     if not bounds.is_cut:
         return held
     last_starts = [table_shape[dim] - whole_sizes[dim] for dim in lookup.start]
-    _require_clamped(raw_index, bounds, last_starts)
-    fetched = Fetched(index.root, tuple(index_axes), bounds.low, bounds.high)
+    fetched = Fetched(
+        indices=index.root,
+        axes=tuple(index_axes),
+        low=bounds.low,
+        high=bounds.high,
+        clamp=_required_clamp(raw_index, bounds, last_starts),
+    )
     return dataclasses.replace(held, idiom=fetched)
 
 
@@ -191,23 +196,26 @@ class _Bounds(NamedTuple):
     is_cut: bool
 
 
-def _require_clamped(
+def _required_clamp(
     raw_index: Held,
     bounds: _Bounds,
     last_starts: Sequence[int],
-) -> None:
-    """Raises `Unjudged` unless indices are clamped as the whole program does it, to
-    `last_starts` for each column, and then to no less than what a device holds.
+) -> tuple[int, ...]:
+    """The bound of each column to which indices are clamped. Raises `Unjudged` unless
+    that is as the whole program does it, to `last_starts` for each column, and then to
+    no less than what a device holds.
     """
     shifted = raw_index.idiom
     if not isinstance(shifted, Shifted) or shifted.high is None:
         raise Unjudged("a lookup by indices that are not clamped")
-    is_whole = list(shifted.high) == list(last_starts)
-    if not is_whole and set(shifted.high) != set(last_starts):
+    # Equal bounds are right also where the last dimension is not that of the columns.
+    have_one_bound = len({*shifted.high, *last_starts}) == 1
+    if list(shifted.high) != list(last_starts) and not have_one_bound:
         raise Unjudged("indices that are clamped otherwise")
     if shifted.low is not None and shifted.last is not None:
         if (shifted.low > bounds.low).any() or (shifted.last < bounds.high).any():
             raise Unjudged("indices that are clamped to a part of what a device holds")
+    return shifted.high
 
 
 def _require_whole_columns(

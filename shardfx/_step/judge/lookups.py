@@ -13,7 +13,7 @@ import numpy as np
 
 from ..hlo_text import Instruction
 from . import positions
-from .forms import attribute, numbers
+from .forms import attribute, numbers, reducer_of
 from .held import (
     NOWHERE,
     Axis,
@@ -21,6 +21,7 @@ from .held import (
     Held,
     product_of_terms,
 )
+from .joining import is_zero
 from .positions import Side
 from .verdict import Unjudged
 
@@ -49,11 +50,12 @@ class Shifted(NamedTuple):
 
 class Outside(NamedTuple):
     """Whether indices are outside of each device's [low, high]: arrays (devices,
-    columns).
+    columns). `clamp` has the bound of each column to which they were clamped before.
     """
 
     low: np.ndarray
     high: np.ndarray
+    clamp: tuple[int, ...]
 
 
 class AnyOutside(NamedTuple):
@@ -61,6 +63,7 @@ class AnyOutside(NamedTuple):
 
     low: np.ndarray
     high: np.ndarray
+    clamp: tuple[int, ...]
 
 
 class Fetched(NamedTuple):
@@ -69,12 +72,14 @@ class Fetched(NamedTuple):
 
     - `indices`: the number of the indices' value.
     - `axes`: the axes of the indices at the dimensions of the result.
+    - `clamp`: the bound of each column to which the indices were clamped before.
     """
 
     indices: int
     axes: tuple[Axis | None, ...]
     low: np.ndarray
     high: np.ndarray
+    clamp: tuple[int, ...]
 
 
 IDIOMS = frozenset(
@@ -261,6 +266,8 @@ def _side(instruction: Instruction, operands: Sequence[Held]) -> Held | None:
         return None
     if index.idiom is not None and not isinstance(index.idiom, Clamped):
         raise Unjudged("a lookup that is not finished")
+    if isinstance(index.idiom, Clamped) and index.idiom.low is not None:
+        raise Unjudged("a mask of indices that are clamped on each device")
     if index.idiom is None and limit.root != NOWHERE:
         return None
     idiom = Side(direction, limits, _clamp_of(index))
@@ -269,7 +276,8 @@ def _side(instruction: Instruction, operands: Sequence[Held]) -> Held | None:
 
 def _outside(operands: Sequence[Held]) -> Held:
     """The `or` of two comparisons: whether indices are below or above what each device
-    holds.
+    holds. Raises `Unjudged` for indices that are not clamped, or not alike: one beyond
+    the array is another device's by the mask, and the last one by the lookup.
     """
     sides = {
         operand.idiom.direction: operand
@@ -282,27 +290,35 @@ def _outside(operands: Sequence[Held]) -> Held:
     assert isinstance(below.idiom, Side) and isinstance(above.idiom, Side)
     if below.root != above.root or below.axes != above.axes:
         raise Unjudged("a mask of different indices")
-    low, high = below.idiom.limits, above.idiom.limits
-    if below.idiom.high is not None and below.idiom.high == above.idiom.high:
-        # Clamped indices are never outside of the bounds to which they are clamped.
-        low = np.maximum(low, 0)
-        high = np.minimum(high, np.array(below.idiom.high))
-    idiom = Outside(low, high)
+    clamp = below.idiom.high
+    if clamp is None or clamp != above.idiom.high:
+        raise Unjudged("a mask of indices that are clamped otherwise")
+    # Clamped indices are never outside of the bounds to which they are clamped.
+    low = np.maximum(below.idiom.limits, 0)
+    high = np.minimum(above.idiom.limits, np.array(clamp))
+    idiom = Outside(low, high, clamp)
     return dataclasses.replace(below, idiom=idiom, known_numbers=None)
 
 
-def any_of_columns(instruction: Instruction, operand: Held) -> Held:
-    """Whether any column of the indices is outside: the reduction over the last
-    dimension.
+def any_of_columns(
+    context: Context,
+    instruction: Instruction,
+    operands: Sequence[Held],
+) -> Held:
+    """Whether any column of the indices is outside: the reduction by `or` over the last
+    dimension, which starts with false.
     """
+    operand, start = operands
     over = numbers(instruction, "dimensions")
     if not isinstance(operand.idiom, Outside) or over != (len(operand.shape) - 1,):
         raise Unjudged("a lookup that is not finished")
+    if reducer_of(context.module, instruction) != "or" or not is_zero(start):
+        raise Unjudged("a mask of columns by another reduction than `or`")
     return dataclasses.replace(
         operand,
         shape=operand.shape[:-1],
         axes=operand.axes[:-1],
-        idiom=AnyOutside(operand.idiom.low, operand.idiom.high),
+        idiom=AnyOutside(*operand.idiom),
     )
 
 
@@ -326,6 +342,8 @@ def _end_of_lookup(context: Context, operands: Sequence[Held]) -> Held:
             raise Unjudged("a mask that lies differently than its indices")
         if axis is not None and other is None and fetched.shape[place] > 1:
             raise Unjudged("a mask that lies differently than its indices")
+    if outside.clamp != lookup.clamp:
+        raise Unjudged("a mask of indices that are clamped otherwise")
     if outside.low.shape != lookup.low.shape:
         raise Unjudged("a mask of other columns")
     if (outside.low != lookup.low).any() or (outside.high != lookup.high).any():

@@ -105,7 +105,7 @@ def _idiom_step(
             raise Unjudged("choices that are not chosen from")
         return choices.reduce_several(context, instruction, operands)
     if opcode == "reduce":
-        return lookups.any_of_columns(instruction, operands[0])
+        return lookups.any_of_columns(context, instruction, operands)
     if opcode in ("broadcast", "reshape", "transpose"):
         result = _UNARY[opcode](context, instruction, operands[0])
         return lookups.viewed(instruction, operands[0], result)
