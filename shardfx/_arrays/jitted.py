@@ -504,6 +504,7 @@ class Jitted(Generic[P, R]):
         }
         without_argument = []
         for key, entry in self._entries_in.items():
+            # `int` and `str` are the keys of `*args` and `**kwargs`.
             if entry is not None and key not in (int, str, *tree_by_key):
                 without_argument.append(key)
         without_entry = []

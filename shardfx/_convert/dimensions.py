@@ -25,12 +25,12 @@ def renumbered(piece: Piece, order: Sequence[int | None]) -> Piece:
 @ft.lru_cache(maxsize=4096)
 def _renumbered(
     factors: tuple[Factor, ...],
-    order: tuple[int | None, ...],
+    old_dims: tuple[int | None, ...],
 ) -> tuple[Factor, ...]:
-    """The factors for a target whose dimensions are `order` of the old ones; `None` is
-    a new dimension.
+    """The factors for a target whose dimensions were `old_dims`; `None` is a new
+    dimension.
     """
-    new_dims = {dim: number for number, dim in enumerate(order) if dim is not None}
+    new_dims = {dim: number for number, dim in enumerate(old_dims) if dim is not None}
     new_dims[NOWHERE] = NOWHERE
     return tuple(
         factor._replace(target_dim=new_dims[factor.target_dim]) for factor in factors

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 # 12 of `fc12`. Numbers of more digits count as names: no layer has such a number, and
 # Python refuses to convert thousands of digits.
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])[0-9]{1,18}(?![A-Za-z0-9])")
-_SHOWN_RUNS = 3
+_SHOWN_RANGES = 3
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -162,7 +162,7 @@ def _products(
         yield from _products(product, position + 1)
 
 
-def _ranges(numbers: list[int], most: int = _SHOWN_RUNS) -> str:
+def _ranges(numbers: list[int], most: int = _SHOWN_RANGES) -> str:
     """Numbers in ascending order as a text with their ranges, such as `{0..3,7}`; a
     single number without braces. Of more than `most` ranges, the text has the first
     ones and the last, with ".." between them.
@@ -183,8 +183,8 @@ def _ranges(numbers: list[int], most: int = _SHOWN_RUNS) -> str:
             text = str(first)
         ranges.append(text)
     if len(ranges) > most:
-        first_runs = ranges[: most - 1]
-        ranges = [*first_runs, "..", ranges[-1]]
+        first_ranges = ranges[: most - 1]
+        ranges = [*first_ranges, "..", ranges[-1]]
     return "{" + ",".join(ranges) + "}"
 
 

@@ -265,12 +265,12 @@ def _moved_by_map(
 
 
 def targets(form: PyTree, flat: Flat, argument_name: str) -> list[Sharding | None]:
-    """Returns the sharding of each leaf of the tree `flat`; `None` for a leaf that is
-    no array or does not move.
+    """Returns the sharding that each leaf of the tree `flat` gets; `None` for a leaf
+    that does not move. A single sharding is also that of leaves that are no arrays.
 
     `form` is a plan with devices, a sharding, or a tree (or prefix) whose leaves are
-    shardings, ShapeDtypeStructs with shardings, or `None`. `argument_name` is the name
-    of this argument, for messages. Raises `PlanMismatchError` if the form is for
+    shardings, arrays or ShapeDtypeStructs with shardings, or `None`. `argument_name` is
+    the name of this argument, for messages. Raises `PlanMismatchError` if the form is for
     another tree, and `LeafTypeError` if it holds anything else.
     """
     if isinstance(form, ShardPlan):

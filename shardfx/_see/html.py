@@ -197,7 +197,7 @@ def packed(data: Mapping[str, Any]) -> dict[str, Any]:
         **whole_fields,
         **packed_rows,
         "more": {"rows": len(dropped_rows), **sums},
-        "memory": _shown(_largest(data["memory"])),
+        "memory": _shown(_first_groups(data["memory"])),
         "findings": findings,
         "more_findings": len(dropped_findings),
         "traffic": _packed_traffic(data["traffic"]),
@@ -299,7 +299,7 @@ def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"kinds": [_shown(json.loads(kind)) for kind in kinds], "rows": lines}
 
 
-def _largest(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _first_groups(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The first `_MOST_GROUPS` of `groups`, and one entry with the sum of the bytes of
     the others, if there are any.
     """

@@ -95,12 +95,14 @@ class _Walk:
         self.functions = functions
         self.values: list[StepValue] = []
         self.operations: list[Operation] = []
+        # For each note on what is not modelled exactly, the number of operations.
         self.notes: dict[str, int] = {}
         # The locations of the calls around the operation that is being read.
         self.calls: list[ir.Location] = []
-        # For the number of a value: the integer if it is known; the loop counter from
-        # which it is computed.
+        # The integer that a value is, by the value's number, if it is known.
         self.literals: dict[int, int] = {}
+        # The number of the loop counter from which a value is computed, by the value's
+        # number.
         self.counters: dict[int, int] = {}
         # For each result of an operation that is not listed since all of its operands
         # are free: these operands. They may be computed from arrays of the step.

@@ -93,6 +93,9 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Answers requests until standard input ends. The arguments of the process are its
     folder, and the path of libtpu.
+
+    A request is a line of JSON and a module. The answer is a line of JSON and the texts
+    of the files that libtpu dumps.
     """
     folder, library = sys.argv[1:]
     # Ctrl-C in a terminal and a job's end are for the parent process: this one ends
@@ -107,21 +110,22 @@ def main() -> None:
     loading_error = _loaded(library)
     source = sys.stdin.buffer
     sink = sys.stdout.buffer
-    stopped: list[_Child] = []
-    while line := _next_line(source, stopped):
+    # At most one child, stopped after its answer: the next request may let it go on.
+    kept: list[_Child] = []
+    while line := _next_line(source, kept):
         request = json.loads(line)
         module = source.read(request["size"])
         texts: list[bytes] = []
         error = loading_error
         if not loading_error:
-            texts, error = _answer(module, request, folder, stopped)
+            texts, error = _answer(module, request, folder, kept)
         answer = {"sizes": [len(text) for text in texts], "error": error}
         try:
             sink.write(json.dumps(answer).encode() + b"\n" + b"".join(texts))
             sink.flush()
         except BrokenPipeError:
             break
-    _end_all(stopped)
+    _end_all(kept)
     # The parent removes the folder, too, unless it was killed.
     shutil.rmtree(folder, ignore_errors=True)
     os.close(lock)
@@ -160,12 +164,12 @@ def _loaded(library: str) -> str:
     return ""
 
 
-def _next_line(source: BinaryIO, stopped: list["_Child"]) -> bytes:
-    """The first line of the next request. Children that are stopped end if there is
+def _next_line(source: BinaryIO, kept: list["_Child"]) -> bytes:
+    """The first line of the next request. The child in `kept`, if any, ends if there is
     none for some time.
     """
-    if stopped and not select.select([source], [], [], _KEPT_SECONDS)[0]:
-        _end_all(stopped)
+    if kept and not select.select([source], [], [], _KEPT_SECONDS)[0]:
+        _end_all(kept)
     return source.readline()
 
 
@@ -173,20 +177,20 @@ def _answer(
     module: bytes,
     request: dict[str, Any],
     folder: str,
-    stopped: list["_Child"],
+    kept: list["_Child"],
 ) -> tuple[list[bytes], str]:
     """The texts of the files that a request names, and an error text. A file that
     libtpu did not write is empty.
 
-    After a request that "may go on", the child is stopped and kept in `stopped`. It
+    After a request that "may go on", the child is stopped and kept in `kept`. It
     goes on if the next request asks for later files of the same compilation.
     """
     question = (module, *(request.get(name) for name in _COMPILATION))
-    if stopped and stopped[0].question == question:
-        child = stopped.pop()
+    if kept and kept[0].question == question:
+        child = kept.pop()
         os.kill(child.id, signal.SIGCONT)
     else:
-        _end_all(stopped)
+        _end_all(kept)
         child = None
     try:
         if child is None:
@@ -198,11 +202,11 @@ def _answer(
         texts = []
         error = str(full_disk)
     if child is not None:
-        stopped.append(child)
+        kept.append(child)
         if request["may_go_on"] and not error:
             os.kill(child.id, signal.SIGSTOP)
         else:
-            _end_all(stopped)
+            _end_all(kept)
     return texts, error
 
 

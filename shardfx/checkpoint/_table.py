@@ -119,23 +119,25 @@ class FileTable(Sequence[FileArray]):
         numbers_array = np.fromiter(numbers, np.int64, len(paths))
         return self._rows(numbers_array, paths)
 
-    def at_positions(self, numbers: np.ndarray) -> "FileTable":
+    def at_positions(self, positions: np.ndarray) -> "FileTable":
         """The arrays at these positions of the table."""
-        if len(numbers) == len(self) and np.array_equal(numbers, np.arange(len(self))):
+        if len(positions) == len(self) and np.array_equal(
+            positions, np.arange(len(self))
+        ):
             return self
-        positions: list[int] = numbers.tolist()
-        paths = [self.paths[number] for number in positions]
-        return self._rows(numbers, paths)
+        numbers: list[int] = positions.tolist()
+        paths = [self.paths[number] for number in numbers]
+        return self._rows(positions, paths)
 
-    def _rows(self, numbers: np.ndarray, paths: Sequence[str]) -> "FileTable":
-        """The arrays at the positions `numbers`, whose paths are `paths`."""
+    def _rows(self, positions: np.ndarray, paths: Sequence[str]) -> "FileTable":
+        """The arrays at these positions of the table, whose paths are `paths`."""
         return FileTable(
             paths=paths,
             kinds=self.kinds,
-            kind_numbers=self.kind_numbers[numbers],
+            kind_numbers=self.kind_numbers[positions],
             files=self.files,
-            file_numbers=self.file_numbers[numbers],
-            offsets=self.offsets[numbers],
+            file_numbers=self.file_numbers[positions],
+            offsets=self.offsets[positions],
         )
 
     def used_kinds(self) -> list[ArrayKind]:

@@ -202,13 +202,13 @@ class _Found(NamedTuple):
     - `row`: the traffic row.
     - `runs`: how often the instruction's computation runs.
     - `key`: a value that is equal for the instructions of one collective.
-    - `starts`: whether the instruction starts the collective.
+    - `is_start`: whether the instruction starts the collective.
     """
 
     row: TrafficRow
     runs: Runs
     key: object
-    starts: bool
+    is_start: bool
 
 
 @dataclasses.dataclass
@@ -254,7 +254,7 @@ class _ModuleReader:
         for alike in together(candidates, lambda candidate: candidate.key).values():
             # If no fusion starts the collective, it belongs to the fusion that runs
             # least often: the other fusions are in loops that run at the same time.
-            starts = [candidate for candidate in alike if candidate.starts]
+            starts = [candidate for candidate in alike if candidate.is_start]
             chosen += starts or [min(alike, key=lambda candidate: candidate.runs.count)]
         return chosen
 
@@ -382,8 +382,8 @@ def _found(
     channel = channel_of(instruction)
     if fusion is not None and channel is not None:
         key = (row.kind, channel)
-    starts = fusion is not None and fusion.startswith(_STARTS)
-    return _Found(row=row, runs=runs, key=key, starts=starts)
+    is_start = fusion is not None and fusion.startswith(_STARTS)
+    return _Found(row=row, runs=runs, key=key, is_start=is_start)
 
 
 def _with_costliest_branches(collectives: list[_Found]) -> list[_Found]:

@@ -279,18 +279,18 @@ def _cells(row: TrafficRow, is_first: bool) -> tuple[str, ...]:
     (`is_first`).
     """
     kind = f"{row.kind} (windowed)" if row.windowed else row.kind
-    array = row.dtype or "-"
+    array_text = row.dtype or "-"
     if row.arrays:
-        array = row.arrays[0]
+        array_text = row.arrays[0]
     if len(row.arrays) > 1:
-        array += f" +{len(row.arrays) - 1}"
+        array_text += f" +{len(row.arrays) - 1}"
     return (
         bytes_text(row.wire_bytes),
         kind,
         axes_text(row.axes),
         str(row.group_size),
         "?" if row.calls is None else str(row.calls),
-        array,
+        array_text,
         row.phase or "-",
         _leaf_cell(row),
         place_text(row.source) if is_first else "",

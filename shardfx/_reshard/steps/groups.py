@@ -172,12 +172,14 @@ def kept_parts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.n
 
 def all_gather(source: StepLayout, target: StepLayout, like: StepLayout) -> Exchange:
     """Returns the all-gather from layout `source` to layout `target`, in which each
-    dimension is sharded along the first of the sub-axes that shard it in `source`.
+    dimension is sharded along the first of the sub-axes that shard it in `source`. The
+    replica groups number devices in the mesh order of `like`.
     """
+    # The sub-axes along which shards are gathered.
     moving: list[int] = []
     joins = []
-    for old_axes, axes in zip(source.dims, target.dims, strict=True):
-        gathered_axes = old_axes[len(axes) :]
+    for old_axes, new_axes in zip(source.dims, target.dims, strict=True):
+        gathered_axes = old_axes[len(new_axes) :]
         start = len(moving)
         moving += gathered_axes
         joins.append(tuple(range(start, len(moving))))

@@ -185,10 +185,12 @@ def _require_same_parts(
     along: int | None,
 ) -> None:
     """Raises `Unjudged` if the devices of a group hold different parts in another
-    dimension than `along`.
+    dimension than `along`. Only where their parts start can differ: a cut has the same
+    lengths on each device.
     """
-    for place, axis in enumerate(operand.axes):
-        if axis is None or place == along:
+    for dim, axis in enumerate(operand.axes):
+        # Nothing changes along a dimension without an axis: all devices hold the same.
+        if axis is None or dim == along:
             continue
         starts = axis.cut.starts[groups]
         if (starts == starts[:, :1]).all():

@@ -204,6 +204,9 @@ class _Reader:
     ) -> GlobalTree:
         """The result of an operation that is no call, as the form of its operands'
         views says.
+
+        The form is that of the first result. Another result of a tuple has the same
+        key with its own number, and the form's dimensions up to its own rank.
         """
         shapes = [array.shape for array in arrays_in(instruction.result)]
         views = [operand.view for operand in operands]
@@ -224,9 +227,10 @@ class _Reader:
                 kept=form.kept[:rank],
             )
             if rank > len(form.dims):
-                # As random bits beside the state of their generator.
-                every = tuple(range(rank))
-                keyed = Form((*form.key, number, part), every, every)
+                # As random bits beside the state of their generator. Such a result is
+                # taken to change along all of its dimensions.
+                all_dims = tuple(range(rank))
+                keyed = Form((*form.key, number, part), all_dims, all_dims)
             results.append(self.array(keyed, instruction, part, tuple(operands)))
         return tuple(results)
 

@@ -198,7 +198,7 @@ def weights_of(path: str, entry: Entry) -> list[Weight]:
         weights = []
         for number, text in enumerate(entry.parts):
             weights.append(_weight(path, text, entry, number))
-        _require_alike(path, entry, weights)
+        _require_concatenable(path, entry, weights)
         return weights
     if not isinstance(entry, str | Scaled | Counted):
         raise MapError(
@@ -210,7 +210,7 @@ def weights_of(path: str, entry: Entry) -> list[Weight]:
     return [_weight(path, part, entry, number=0)]
 
 
-def _require_alike(path: str, entry: Fused, weights: Sequence[Weight]) -> None:
+def _require_concatenable(path: str, entry: Fused, weights: Sequence[Weight]) -> None:
     """Raises `MapError` if the parts of an array cannot be concatenated."""
     if not weights:
         raise MapError(f"{quoted(path)}: a `Fused` array has parts, and this has none.")
