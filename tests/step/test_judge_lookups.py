@@ -1,5 +1,5 @@
-"""Masks of lookups in a table that is cut, changed so that the numbers are wrong
-for some indices.
+"""Masks of lookups in a table that is cut, and updates of one, changed so that the numbers
+are wrong for some indices.
 """
 
 import re
@@ -95,3 +95,76 @@ def test_another_mask_of_a_lookup_is_not_proved(
     text = changed(programs.partitioned)
     assert text != programs.partitioned
     assert verdict_of(programs, text).outcome != "proved"
+
+
+def with_clamp(text: str, instruction: str, kind: str, bound: int) -> str:
+    """The index in the first line that matches `instruction` is clamped to `bound`."""
+    match = re.search(instruction, text)
+    assert match is not None
+    index = match["index"]
+    inserted = (
+        f"  %zero = s32[] constant(0)\n  %bound = s32[] constant({bound})\n"
+        f"  %zeros = {kind} broadcast(%zero), dimensions={{}}\n"
+        f"  %bounds = {kind} broadcast(%bound), dimensions={{}}\n"
+        f"  %small = {kind} clamp(%zeros, {index}, %bounds)\n"
+    )
+    changed = re.sub(rf"{re.escape(index)}\b", "%small", match[0])
+    return text[: match.start()] + inserted + changed + text[match.end() :]
+
+
+def added(table, indices):
+    return table.at[indices].add(1.0)
+
+
+def one_row(table, indices):
+    start = jnp.clip(indices[0], 0, 11)
+    return jax.lax.dynamic_update_slice(table, jnp.ones((1, 4)), (start, 0))
+
+
+def columns(table, indices):
+    return jnp.take(table, indices, axis=0, mode="clip")
+
+
+def arguments(spec: P) -> tuple[jax.ShapeDtypeStruct, ...]:
+    mesh = sfx.MeshSpec({"b": 2}).abstract()
+    return (
+        jax.ShapeDtypeStruct((12, 4), jnp.float32, sharding=NamedSharding(mesh, spec)),
+        jax.ShapeDtypeStruct((6,), jnp.int32, sharding=NamedSharding(mesh, P())),
+    )
+
+
+@pytest.mark.parametrize("bound", [8, 11])
+def test_a_clamped_scatter_is_not_proved(bound):
+    programs = proved_programs(added, arguments(P("b")))
+    shift = r"  %\S+ = s32\S+ subtract\((?P<index>%[\w.]+), "
+    text = with_clamp(programs.partitioned, shift, "s32[6,1]{1,0}", bound)
+    assert verdict_of(programs, text).outcome != "proved"
+
+
+def test_an_update_at_another_clamped_index_is_not_proved():
+    programs = proved_programs(one_row, arguments(P("b")))
+    text = programs.partitioned
+    match = re.search(r"subtract\((%\S+), (%multiply\S*)\)", text)
+    assert match is not None
+    index = match[1]
+    line = text.rindex("\n", 0, text.index(f"({index}, ")) + 1
+    inserted = (
+        "  %zero = s32[] constant(0)\n  %eight = s32[] constant(8)\n"
+        f"  %small = s32[] clamp(%zero, {index}, %eight)\n"
+    )
+    rest = text[line:]
+    for changed in (("compare",), ("subtract",), ("compare", "subtract")):
+        other = rest
+        for opcode in changed:
+            other = other.replace(f"{opcode}({index}, ", f"{opcode}(%small, ")
+        assert other != rest
+        outcome = verdict_of(programs, text[:line] + inserted + other).outcome
+        assert outcome != "proved", changed
+
+
+@pytest.mark.parametrize("bound, outcome", [(11, "proved"), (8, "not judged")])
+def test_a_lookup_of_whole_columns_is_clamped_as_before(bound, outcome):
+    programs = proved_programs(columns, arguments(P(None, "b")))
+    lookup = r"  (?:ROOT )?%\S+ = f32\[6,2\]\S* gather\(%\S+, (?P<index>%[\w.]+)\)"
+    text = with_clamp(programs.partitioned, lookup, "s32[6,1]{1,0}", bound)
+    assert verdict_of(programs, text).outcome == outcome

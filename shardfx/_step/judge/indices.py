@@ -86,6 +86,11 @@ def _shift_of(context: Context, index: Held, columns: int) -> np.ndarray | None:
     return None
 
 
+def _is_clamped(index: Held) -> bool:
+    """Whether indices are clamped where the whole program does not do so."""
+    return isinstance(index.idiom, Clamped | Shifted) and index.idiom.high is not None
+
+
 def _without_idiom(index: Held) -> Held:
     """The indices as a value of the whole program, before they were clamped and
     shifted.
@@ -173,16 +178,13 @@ def _gathered(
     form = form_in(context, instruction, [table, index], shape)
     held = held_result(context, form, instruction, shape, cuts, number)
     held = held.with_sums_of(table)
+    clamp: tuple[int, ...] = ()
+    if bounds.is_cut or _is_clamped(raw_index):
+        last_starts = [table_shape[dim] - whole_sizes[dim] for dim in lookup.start]
+        clamp = _required_clamp(raw_index, bounds, last_starts)
     if not bounds.is_cut:
         return held
-    last_starts = [table_shape[dim] - whole_sizes[dim] for dim in lookup.start]
-    fetched = Fetched(
-        indices=index.root,
-        axes=tuple(index_axes),
-        low=bounds.low,
-        high=bounds.high,
-        clamp=_required_clamp(raw_index, bounds, last_starts),
-    )
+    fetched = Fetched(index.root, tuple(index_axes), bounds.low, bounds.high, clamp)
     return dataclasses.replace(held, idiom=fetched)
 
 
@@ -205,17 +207,18 @@ def _required_clamp(
     that is as the whole program does it, to `last_starts` for each column, and then to
     no less than what a device holds.
     """
-    shifted = raw_index.idiom
-    if not isinstance(shifted, Shifted) or shifted.high is None:
+    idiom = raw_index.idiom
+    has_shift = isinstance(idiom, Shifted) or not bounds.is_cut
+    if not isinstance(idiom, Clamped | Shifted) or idiom.high is None or not has_shift:
         raise Unjudged("a lookup by indices that are not clamped")
     # Equal bounds are right also where the last dimension is not that of the columns.
-    have_one_bound = len({*shifted.high, *last_starts}) == 1
-    if list(shifted.high) != list(last_starts) and not have_one_bound:
+    have_one_bound = len({*idiom.high, *last_starts}) == 1
+    if list(idiom.high) != list(last_starts) and not have_one_bound:
         raise Unjudged("indices that are clamped otherwise")
-    if shifted.low is not None and shifted.last is not None:
-        if (shifted.low > bounds.low).any() or (shifted.last < bounds.high).any():
+    if idiom.low is not None and idiom.last is not None:
+        if (idiom.low > bounds.low).any() or (idiom.last < bounds.high).any():
             raise Unjudged("indices that are clamped to a part of what a device holds")
-    return shifted.high
+    return idiom.high
 
 
 def _require_whole_columns(
@@ -297,6 +300,9 @@ def scatter(
     _require_no_idiom(operands[0])
     _require_no_idiom(operands[2])
     index = operands[1]
+    if _is_clamped(index):
+        # What is out of bounds would be written to the last row, and not be dropped.
+        raise Unjudged("a scatter at indices that are clamped")
     operands = [operands[0], _without_idiom(index), operands[2]]
 
     def of_match(expressed_operands: Sequence[Held], number: int) -> Held:

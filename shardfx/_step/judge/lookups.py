@@ -187,7 +187,9 @@ def lookup_step(
         return _outside(operands)
     if opcode == "select":
         shift = operands[1].idiom
-        offsets = shift.offsets if isinstance(shift, Shifted) else None
+        offsets = None
+        if isinstance(shift, Shifted) and shift.high is None:
+            offsets = shift.offsets
         held = positions.chosen_row(operands, offsets)
         return _end_of_lookup(context, operands) if held is None else held
     if opcode in ("convert", "copy") and isinstance(

@@ -82,6 +82,8 @@ def both_sides(operands: Sequence[Held]) -> Held | None:
         return None
     if first.shape or not first.is_finished or first.root != other.root:
         return None
+    if first.idiom.high is not None or other.idiom.high is not None:
+        raise Unjudged("a mask of an index that is clamped otherwise")
     limits = {
         side.direction: side.limits.reshape(-1) for side in (first.idiom, other.idiom)
     }
