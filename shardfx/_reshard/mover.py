@@ -346,7 +346,7 @@ def _moved(
     `jax.transfer_guard("disallow")` lets them pass. It overrides `jax.disable_jit`,
     since operations that run one at a time would not move arrays.
     """
-    if not (job.moves or job.placements or job.assemblies):
+    if not (job.moves or job.placements or job.assemblies or job.arrays):
         return list(leaves)
     if limit_bytes is not None:
         require_memory(job, limit_bytes)

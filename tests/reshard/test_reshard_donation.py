@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from moves import both_ways, move_of
 
-from shardfx import plan_reshard
+from shardfx import TreeMap, plan_reshard, reshard
 from tests.reshard.layouts import (
     assert_equal,
     host,
@@ -183,3 +183,10 @@ def test_donated_columns_become_rows_in_a_third_of_their_bytes():
     peak, is_deleted, is_equal = result.stdout.split()
     assert float(peak) < 0.33
     assert (is_deleted, is_equal) == ("True", "True")
+
+
+def test_a_donated_tree_of_which_nothing_is_made_is_freed():
+    dropped = jax.device_put(host((8, 8)), sharding((8,), "a"))
+    nothing = TreeMap({}, drop=["dropped"])
+    assert reshard({"dropped": dropped}, {}, map=nothing, donate=True) == {}
+    assert dropped.is_deleted()
